@@ -1,0 +1,53 @@
+"""Argument checks: every failure is one line that names the operator, the argument, what was expected, what came."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ID_DTYPES = (torch.int32, torch.int64)
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+class Check:
+    """The checks of one operator call. Sizes are compared with `==`, so symbolic shapes work and add their guards."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def fail(self, argument: str, expected: str, got: object) -> None:
+        raise ValueError(f"moe_mps::{self.name}: {argument} must be {expected}, got {got}")
+
+    def dtype(self, argument: str, tensor: Tensor, allowed: Sequence[torch.dtype]) -> None:
+        if tensor.dtype not in allowed:
+            self.fail(argument, _names(allowed), str(tensor.dtype).removeprefix("torch."))
+
+    def rank(self, argument: str, tensor: Tensor, ranks: Sequence[int]) -> None:
+        if tensor.dim() not in ranks:
+            expected = " or ".join(f"{rank}-D" for rank in ranks)
+            self.fail(argument, expected, f"{tensor.dim()}-D of shape {tuple(tensor.shape)}")
+
+    def shape(self, argument: str, tensor: Tensor, expected: Sequence, meaning: str) -> None:
+        """`meaning` is the symbolic shape, such as "[T, K]"."""
+        if tensor.dim() != len(expected) or any(a != b for a, b in zip(tensor.shape, expected, strict=True)):
+            self.fail(argument, f"of shape {meaning} = {tuple(expected)}", tuple(tensor.shape))
+
+    def between(self, argument: str, value, low, high, meaning: str = "") -> None:
+        if not low <= value <= high:
+            self.fail(argument, f"between {low} and {high}{meaning}", value)
+
+    def choice(self, argument: str, value: str, choices: Sequence[str]) -> None:
+        if value not in choices:
+            self.fail(argument, "one of " + ", ".join(choices), repr(value))
+
+    def same_device(self, **tensors: Tensor | None) -> None:
+        """All tensors that are given share the device of the first."""
+        present = {argument: tensor for argument, tensor in tensors.items() if tensor is not None}
+        first, reference = next(iter(present.items()))
+        for argument, tensor in present.items():
+            if tensor.device != reference.device:
+                self.fail(argument, f"on the device of {first}, {reference.device}", tensor.device)

@@ -1,0 +1,101 @@
+"""Registers the operators `torch.ops.moe_mps.*`: one schema, one check, one reference, one fake kernel each."""
+
+import functools
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "moe_mps"
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+OPERATORS: list[str] = []
+
+
+def operator(schema: str, *, check: Callable, fake: Callable) -> Callable:
+    """Register the decorated reference implementation as `torch.ops.moe_mps.<name>`.
+
+    `check` receives the operator's arguments and raises the one-line error for bad ones. It runs in front of the
+    reference and of the `fake` kernel; the Metal host calls the fake kernel for every signature it has not seen yet, so
+    that bad arguments read the same on CPU, meta and MPS.
+    """
+    name = schema.partition("(")[0]
+
+    def register(reference: Callable) -> Callable:
+        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        OPERATORS.append(name)
+
+        @functools.wraps(reference)
+        def checked_reference(*args, **kwargs):
+            check(*args, **kwargs)
+            _warn_once_without_extension(args)
+            return reference(*args, **kwargs)
+
+        @functools.wraps(fake)
+        def checked_fake(*args, **kwargs):
+            check(*args, **kwargs)
+            return fake(*args, **kwargs)
+
+        LIBRARY.impl(name, checked_reference, "CPU")
+        LIBRARY.impl(name, checked_reference, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", checked_fake, lib=LIBRARY)
+        LIBRARY.impl(name, _autograd_kernel(name), "Autograd", with_keyset=True)
+        getattr(torch.ops.moe_mps, name).__doc__ = reference.__doc__
+        return reference
+
+    return register
+
+
+@functools.cache
+def _warn_mps_reference() -> None:
+    warnings.warn(
+        "torch_moe_mps: the Metal extension is not loaded; operators on MPS tensors run their reference in plain "
+        "PyTorch, which is slow. Build it with `pip install --no-build-isolation torch-moe-mps`.",
+        stacklevel=4,
+    )
+
+
+def _warn_once_without_extension(args: tuple) -> None:
+    if args and isinstance(args[0], Tensor) and args[0].device.type == "mps":
+        _warn_mps_reference()
+
+
+def _autograd_kernel(name: str) -> Callable:
+    """A kernel for the Autograd keys that lets inference through and makes a backward pass fail by name."""
+    overload = getattr(torch.ops.moe_mps, name).default
+    mutated = [i for i, a in enumerate(overload._schema.arguments) if a.alias_info and a.alias_info.is_write]
+
+    def kernel(keyset, *args, **kwargs):
+        def call():
+            with torch._C._AutoDispatchBelowAutograd():
+                return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+        needs_grad = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.requires_grad]
+        if not (needs_grad and torch.is_grad_enabled()):
+            return call()
+        dirty = [args[i] for i in mutated]
+        outputs = _NoBackward.apply(name, call, len(dirty), *dirty, *needs_grad)[len(dirty) :]
+        return outputs if len(overload._schema.returns) > 1 else (outputs[0] if outputs else None)
+
+    return kernel
+
+
+class _NoBackward(torch.autograd.Function):
+    """Runs an operator in the autograd graph; its backward raises instead of dropping gradients silently."""
+
+    @staticmethod
+    def forward(ctx, name, call, num_dirty, *tensors):
+        ctx.name = name
+        outputs = call()
+        outputs = () if outputs is None else outputs if isinstance(outputs, tuple) else (outputs,)
+        dirty = tensors[:num_dirty]
+        ctx.mark_dirty(*dirty)
+        ctx.mark_non_differentiable(*(t for t in outputs if not t.dtype.is_floating_point))
+        return (*dirty, *outputs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(
+            f"moe_mps::{ctx.name}: backward is not implemented, the operators are for inference; run it under "
+            "torch.no_grad() or use the model's own code for training"
+        )
