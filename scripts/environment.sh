@@ -1,0 +1,53 @@
+# Sourced by demo and test: makes .venv with the pinned packages and this one, and leaves its python in $PYTHON.
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+
+fail() {
+  echo "error: $*" >&2
+  exit 1
+}
+
+system_python() {
+  local candidate
+  for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
+    if command -v "$candidate" > /dev/null && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+      echo "$candidate"
+      return
+    fi
+  done
+  fail "Python 3.10 or newer is needed"
+}
+
+make_environment() {
+  local base stamp
+  base=$(system_python) || exit 1
+  PYTHON=$root/.venv/bin/python
+  stamp=$(cat tests/requirements.txt pyproject.toml setup.py scripts/environment.sh | cksum)
+  if [ "$(uname)" = Darwin ]; then
+    stamp+=$(cat torch_moe_mps/csrc/* | cksum)
+  fi
+  if [ -x "$PYTHON" ] && [ "$(cat .venv/stamp 2> /dev/null)" = "$stamp" ]; then
+    return
+  fi
+  echo "setting up .venv (once)"
+  [ -x "$PYTHON" ] || "$base" -m venv .venv || fail "python venv could not be made: on Debian, apt-get install python3-venv"
+  "$PYTHON" -m pip install --quiet --disable-pip-version-check "setuptools>=77" wheel -r tests/requirements.txt
+  # Without isolation the extension is compiled against the torch it will run with.
+  "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+  echo "$stamp" > .venv/stamp
+}
+
+# The simulator needs clang with Objective-C and blocks; Debian and Ubuntu have it.
+make_toolchain() {
+  [ "$(uname)" = Linux ] || return 0
+  local packages="clang-19 lld-19 llvm-19 g++ libobjc-12-dev libblocksruntime-dev" package missing=
+  for package in $packages; do
+    [ "$(dpkg-query --show --showformat='${db:Status-Abbrev}' "$package" 2> /dev/null)" = "ii " ] || missing+=" $package"
+  done
+  [ -n "$missing" ] || return 0
+  command -v apt-get > /dev/null || fail "the simulator needs these packages (Debian's names):$missing"
+  [ "$(id -u)" = 0 ] || fail "the simulator needs packages that root must install: sudo apt-get install$missing"
+  echo "installing$missing"
+  apt-get -qq update
+  DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends $missing > /dev/null
+}
