@@ -1,6 +1,6 @@
 """The operators, one module a family. Importing this package registers all of them."""
 
-from . import norms
+from . import experts, norms, quantized
 from ._registry import OPERATORS
 
-__all__ = ["OPERATORS", "norms"]
+__all__ = ["OPERATORS", "experts", "norms", "quantized"]

@@ -1,0 +1,311 @@
+"""The experts of a Mixture-of-Experts layer: matmuls whose weight matrix is chosen per row by the router.
+
+T tokens, H hidden, E experts, K experts a token, I intermediate size. Pair p = t * K + k: token t in slot k.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._activations import apply_activation, check_activation
+from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check
+from ._registry import operator
+
+MAX_TOP_K = 64
+
+
+def check_ids(check: Check, x: Tensor, ids: Tensor) -> None:
+    check.dtype("ids", ids, ID_DTYPES)
+    check.rank("ids", ids, (2,))
+    if ids.shape[0] != x.shape[0]:
+        check.fail("ids", f"of shape [T, K] with T = {x.shape[0]} as in x", tuple(ids.shape))
+    check.between("K, the columns of ids,", ids.shape[1], 1, MAX_TOP_K)
+
+
+def check_bias(check: Check, argument: str, bias: Tensor | None, shape: tuple, meaning: str) -> None:
+    if bias is not None:
+        check.dtype(argument, bias, ACTIVATION_DTYPES)
+        check.shape(argument, bias, shape, meaning)
+
+
+def check_slots(check: Check, x: Tensor, ids: Tensor) -> None:
+    """x[T, H] or x[T, K, H] of a single expert matmul."""
+    check.dtype("x", x, ACTIVATION_DTYPES)
+    check.rank("x", x, (2, 3))
+    check_ids(check, x, ids)
+    if x.dim() == 3:
+        check.shape("x", x, (*ids.shape, x.shape[-1]), "[T, K, H]")
+
+
+def check_combine(
+    check: Check,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    shared_gate: Tensor | None,
+    shared_out: Tensor | None,
+    residual: Tensor | None,
+) -> None:
+    """The arguments around the experts that their output is combined with."""
+    check.dtype("x", x, ACTIVATION_DTYPES)
+    check.rank("x", x, (2,))
+    check_ids(check, x, ids)
+    check.dtype("weights", weights, ACTIVATION_DTYPES)
+    check.shape("weights", weights, ids.shape, "[T, K]")
+    if shared_gate is not None:
+        if shared_out is None:
+            check.fail("shared_out", "given when shared_gate is", None)
+        check.dtype("shared_gate", shared_gate, ACTIVATION_DTYPES)
+        if shared_gate.dim() == 2:
+            check.shape("shared_gate", shared_gate, (x.shape[0], 1), "[T, 1]")
+        else:
+            check.shape("shared_gate", shared_gate, (x.shape[0],), "[T]")
+    for argument, tensor in (("shared_out", shared_out), ("residual", residual)):
+        if tensor is not None:
+            check.dtype(argument, tensor, (x.dtype,))
+            check.shape(argument, tensor, x.shape, "[T, H]")
+
+
+def hit_experts(ids: Tensor, num_experts: int) -> tuple[Tensor, list[tuple[int, int, int]]]:
+    """The pairs ordered by expert, and for each expert that is hit (expert, first, last + 1) in that order.
+
+    Pairs whose id lies outside [0, E) are left out of the list. Within an expert the pairs ascend.
+    """
+    flat = ids.reshape(-1)
+    experts, order = torch.sort(flat, stable=True)
+    present, counts = torch.unique_consecutive(experts, return_counts=True)
+    ranges, first = [], 0
+    for expert, count in zip(present.tolist(), counts.tolist(), strict=True):
+        if 0 <= expert < num_experts:
+            ranges.append((expert, first, first + count))
+        first += count
+    return order, ranges
+
+
+def project_slots(x: Tensor, ids: Tensor, num_experts: int, rows: int, linear: Callable) -> Tensor:
+    """[T, K, rows]: `linear(rows of x, expert)` for every pair, zero for sentinels."""
+    num_slots = ids.shape[1]
+    order, ranges = hit_experts(ids, num_experts)
+    source = x.reshape(-1, x.shape[-1])
+    picked = order if x.dim() == 3 else order // num_slots
+    out = x.new_zeros(ids.numel(), rows)
+    for expert, first, last in ranges:
+        out[order[first:last]] = linear(source[picked[first:last]], expert).to(x.dtype)
+    return out.view(*ids.shape, rows)
+
+
+def combine_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    num_experts: int,
+    expert: Callable,
+    shared_gate: Tensor | None,
+    shared_out: Tensor | None,
+    residual: Tensor | None,
+    gate_is_logit: bool,
+) -> Tensor:
+    """sum_k weights * expert(x) + g * shared_out + residual, in float32, rounded once.
+
+    `expert(rows of x, index)` is the whole expert. A token's terms are added in ascending order of expert.
+    """
+    order, ranges = hit_experts(ids, num_experts)
+    tokens = order // ids.shape[1]
+    scales = weights.reshape(-1, 1)[order].float()
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for index, first, last in ranges:
+        rows = tokens[first:last]
+        total.index_add_(0, rows, expert(x[rows], index).float().mul_(scales[first:last]))
+    if shared_out is not None:
+        shared = shared_out.float()
+        if shared_gate is not None:
+            gate = shared_gate.float().reshape(-1, 1)
+            shared = (torch.sigmoid(gate) if gate_is_logit else gate) * shared
+        total += shared
+    if residual is not None:
+        total += residual.float()
+    return total.to(x.dtype)
+
+
+def _matrix(weight: Tensor, expert: int, transposed: bool) -> Tensor:
+    """The view [N, H] of one expert's matrix, whatever its strides."""
+    return weight[expert].t() if transposed else weight[expert]
+
+
+def _row(bias: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor | None:
+    return None if bias is None else bias[expert].to(dtype)
+
+
+def _check_expert_mm(x, weight, ids, bias=None, transposed=False):
+    check = Check("expert_mm")
+    check_slots(check, x, ids)
+    check.dtype("weight", weight, (x.dtype,))
+    check.rank("weight", weight, (3,))
+    experts, rows, hidden = weight.mT.shape if transposed else weight.shape
+    if hidden != x.shape[-1]:
+        layout = "[E, H, N]" if transposed else "[E, N, H]"
+        check.fail("weight", f"of shape {layout} with H = {x.shape[-1]} as in x", tuple(weight.shape))
+    check_bias(check, "bias", bias, (experts, rows), "[E, N]")
+    check.same_device(x=x, weight=weight, ids=ids, bias=bias)
+
+
+def _fake_expert_mm(x, weight, ids, bias=None, transposed=False):
+    return x.new_empty(*ids.shape, weight.shape[2] if transposed else weight.shape[1])
+
+
+@operator(
+    "expert_mm(Tensor x, Tensor weight, Tensor ids, Tensor? bias=None, bool transposed=False) -> Tensor",
+    check=_check_expert_mm,
+    fake=_fake_expert_mm,
+)
+def expert_mm(
+    x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None, transposed: bool = False
+) -> Tensor:
+    """out[t, k] = weight[ids[t, k]] @ x[t] + bias[ids[t, k]], or with x[t, k] where x has a row per slot.
+
+    Args:
+        x: [T, H] or [T, K, H], float32, float16 or bfloat16.
+        weight: [E, N, H] in the dtype of `x`, or [E, H, N] with `transposed`. Any strides; the stack is
+            never copied.
+        ids: [T, K] with K <= 64, int32 or int64. An id outside [0, E) reads nothing and gives a row of zeros.
+        bias: [E, N], float32, float16 or bfloat16.
+        transposed: the input dimension of `weight` comes before the output dimension.
+
+    Returns: [T, K, N] in the dtype of `x`; accumulated in float32.
+
+    Raises: ValueError for a dtype, shape or device that does not fit.
+    """
+    num_experts, rows = weight.shape[0], weight.shape[2] if transposed else weight.shape[1]
+
+    def linear(source: Tensor, expert: int) -> Tensor:
+        return F.linear(source, _matrix(weight, expert, transposed), _row(bias, expert, x.dtype))
+
+    return project_slots(x, ids, num_experts, rows, linear)
+
+
+def _check_moe_experts(
+    x,
+    gate_up,
+    down,
+    ids,
+    weights,
+    *,
+    gate_up_bias=None,
+    down_bias=None,
+    activation="silu",
+    alpha=None,
+    limit=None,
+    gated=True,
+    interleaved=False,
+    transposed=False,
+    shared_gate=None,
+    shared_out=None,
+    residual=None,
+    gate_is_logit=False,
+):
+    check = Check("moe_experts")
+    check_combine(check, x, ids, weights, shared_gate, shared_out, residual)
+    check_activation(check, activation, alpha, limit, gated, interleaved)
+    for argument, tensor in (("gate_up", gate_up), ("down", down)):
+        check.dtype(argument, tensor, (x.dtype,))
+        check.rank(argument, tensor, (3,))
+    experts, rows, hidden = gate_up.mT.shape if transposed else gate_up.shape
+    if hidden != x.shape[1] or (gated and rows % 2 != 0):
+        dims = f"{'2I' if gated else 'I'}"
+        layout = f"[E, H, {dims}]" if transposed else f"[E, {dims}, H]"
+        check.fail("gate_up", f"of shape {layout} with H = {x.shape[1]} as in x", tuple(gate_up.shape))
+    intermediate = rows // 2 if gated else rows
+    if transposed:
+        check.shape("down", down, (experts, intermediate, hidden), "[E, I, H]")
+    else:
+        check.shape("down", down, (experts, hidden, intermediate), "[E, H, I]")
+    check_bias(check, "gate_up_bias", gate_up_bias, (experts, rows), "[E, 2I]" if gated else "[E, I]")
+    check_bias(check, "down_bias", down_bias, (experts, hidden), "[E, H]")
+    check.same_device(
+        x=x,
+        gate_up=gate_up,
+        down=down,
+        ids=ids,
+        weights=weights,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        shared_gate=shared_gate,
+        shared_out=shared_out,
+        residual=residual,
+    )
+
+
+def _fake_moe_experts(x, *args, **kwargs):
+    return x.new_empty(x.shape)
+
+
+@operator(
+    "moe_experts(Tensor x, Tensor gate_up, Tensor down, Tensor ids, Tensor weights, *, "
+    'Tensor? gate_up_bias=None, Tensor? down_bias=None, str activation="silu", float? alpha=None, '
+    "float? limit=None, bool gated=True, bool interleaved=False, bool transposed=False, "
+    "Tensor? shared_gate=None, Tensor? shared_out=None, Tensor? residual=None, "
+    "bool gate_is_logit=False) -> Tensor",
+    check=_check_moe_experts,
+    fake=_fake_moe_experts,
+)
+def moe_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    alpha: float | None = None,
+    limit: float | None = None,
+    gated: bool = True,
+    interleaved: bool = False,
+    transposed: bool = False,
+    shared_gate: Tensor | None = None,
+    shared_out: Tensor | None = None,
+    residual: Tensor | None = None,
+    gate_is_logit: bool = False,
+) -> Tensor:
+    """The experts of one layer, from the hidden states to the combined output:
+
+        h[t, k] = act(gate_up[e] @ x[t] + gate_up_bias[e])          with e = ids[t, k]
+        y[t, k] = down[e] @ h[t, k] + down_bias[e]
+        out[t]  = sum_k weights[t, k] * y[t, k] + g[t] * shared_out[t] + residual[t]
+
+    Args:
+        x: [T, H], float32, float16 or bfloat16.
+        gate_up: [E, 2I, H] in the dtype of `x` ([E, I, H] when not gated), [E, H, 2I] with `transposed`. Any
+            strides; the stack is never copied.
+        down: [E, H, I] in the dtype of `x`, or [E, I, H] with `transposed`.
+        ids: [T, K] with K <= 64, int32 or int64. An id outside [0, E) contributes nothing and reads nothing.
+        weights: [T, K], float32, float16 or bfloat16.
+        gate_up_bias, down_bias: [E, 2I] ([E, I] when not gated) and [E, H], float32, float16 or bfloat16.
+        activation: with gate and up the two halves of the first product,
+            silu, gelu (exact), gelu_tanh, relu, relu2 (relu squared): act(gate) * up;
+            swiglu_oai: (up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up within +-`limit`;
+            silu_clamped: silu(gate) * up, clamped likewise. The last two need `gated`.
+        alpha: of swiglu_oai, 1.702 unless given.
+        limit: of swiglu_oai, 7.0 unless given; of silu_clamped, required.
+        gated: without it there is no up half and the activation acts alone.
+        interleaved: the rows of `gate_up` are gate0, up0, gate1, up1, ... instead of all gates, then all ups.
+        transposed: the input dimension of both weights comes before the output dimension.
+        shared_gate: [T] or [T, 1]; g = sigmoid(shared_gate) if `gate_is_logit`, else shared_gate; 1 if None.
+        shared_out, residual: [T, H] in the dtype of `x`.
+
+    Returns: [T, H] in the dtype of `x`; sums in float32.
+
+    Raises: ValueError for a dtype, shape, device or option that does not fit.
+    """
+
+    def expert(rows: Tensor, index: int) -> Tensor:
+        hidden = F.linear(rows, _matrix(gate_up, index, transposed), _row(gate_up_bias, index, x.dtype))
+        hidden = apply_activation(hidden, activation, alpha, limit, gated, interleaved)
+        return F.linear(hidden, _matrix(down, index, transposed), _row(down_bias, index, x.dtype))
+
+    return combine_experts(
+        x, ids, weights, gate_up.shape[0], expert, shared_gate, shared_out, residual, gate_is_logit
+    )
