@@ -1,6 +1,6 @@
 """The operators, one module a family. Importing this package registers all of them."""
 
-from . import experts, norms, quantized
+from . import combine, norms, routing
 from ._registry import OPERATORS
 
-__all__ = ["OPERATORS", "experts", "norms", "quantized"]
+__all__ = ["OPERATORS", "combine", "norms", "routing"]

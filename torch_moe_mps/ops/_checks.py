@@ -31,6 +31,10 @@ class Check:
             expected = " or ".join(f"{rank}-D" for rank in ranks)
             self.fail(argument, expected, f"{tensor.dim()}-D of shape {tuple(tensor.shape)}")
 
+    def min_rank(self, argument: str, tensor: Tensor, rank: int) -> None:
+        if tensor.dim() < rank:
+            self.fail(argument, f"at least {rank}-D", f"{tensor.dim()}-D of shape {tuple(tensor.shape)}")
+
     def shape(self, argument: str, tensor: Tensor, expected: Sequence, meaning: str) -> None:
         """`meaning` is the symbolic shape, such as "[T, K]"."""
         if tensor.dim() != len(expected) or any(a != b for a, b in zip(tensor.shape, expected, strict=True)):
@@ -43,6 +47,11 @@ class Check:
     def choice(self, argument: str, value: str, choices: Sequence[str]) -> None:
         if value not in choices:
             self.fail(argument, "one of " + ", ".join(choices), repr(value))
+
+    def written(self, argument: str, tensor: Tensor) -> None:
+        """An argument that is written in place holds each of its elements once."""
+        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            self.fail(argument, "free of expanded dimensions", f"strides {tensor.stride()}")
 
     def same_device(self, **tensors: Tensor | None) -> None:
         """All tensors that are given share the device of the first."""

@@ -10,11 +10,18 @@ from ._checks import ACTIVATION_DTYPES, Check
 from ._registry import operator
 
 
-def _check_norm(name: str, residual: Tensor, input: Tensor, weight: Tensor, scalar: Tensor | None = None) -> None:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
+    """rms(x) * (weight + weight_offset), in float32."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight.float() + weight_offset)
+
+
+def _check_norm(
+    name: str, residual: Tensor, input: Tensor, weight: Tensor, scalar: Tensor | None = None
+) -> None:
     check = Check(name)
     check.dtype("residual", residual, ACTIVATION_DTYPES)
-    if residual.dim() < 1:
-        check.fail("residual", "at least 1-D", f"{residual.dim()}-D")
+    check.min_rank("residual", residual, 1)
     check.dtype("input", input, (residual.dtype,))
     check.shape("input", input, residual.shape, "[..., H] of residual")
     check.dtype("weight", weight, ACTIVATION_DTYPES)
@@ -22,28 +29,25 @@ def _check_norm(name: str, residual: Tensor, input: Tensor, weight: Tensor, scal
     if scalar is not None:
         check.dtype("scalar", scalar, ACTIVATION_DTYPES)
         if scalar.dim() > 1 or scalar.numel() not in (1, residual.shape[-1]):
-            check.fail("scalar", f"of 1 or H = {residual.shape[-1]} elements", tuple(scalar.shape))
+            check.fail("scalar", f"of 1 or H = {residual.shape[-1]} elements", f"shape {tuple(scalar.shape)}")
     check.same_device(residual=residual, input=input, weight=weight, scalar=scalar)
 
 
-def _rms(x: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:
-    """rms(x) * (weight + weight_offset) in float32."""
-    x = x.float()
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight.float() + weight_offset)
+def _like_residual(residual: Tensor, *args, **kwargs) -> Tensor:
+    return residual.new_empty(residual.shape)
+
+
+# The norm of the input, added to the residual
 
 
 def _check_norm_add(residual, input, weight, eps, weight_offset=0.0):
     _check_norm("fused_norm_add", residual, input, weight)
 
 
-def _fake_norm_add(residual, input, weight, eps, weight_offset=0.0):
-    return residual.new_empty(residual.shape)
-
-
 @operator(
     "fused_norm_add(Tensor residual, Tensor input, Tensor weight, float eps, float weight_offset=0.0) -> Tensor",
     check=_check_norm_add,
-    fake=_fake_norm_add,
+    fake=_like_residual,
 )
 def fused_norm_add(
     residual: Tensor, input: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
@@ -62,4 +66,117 @@ def fused_norm_add(
 
     Stands for the source kernel fused_norm_add_f32.
     """
-    return (residual.float() + _rms(input, weight, eps, weight_offset)).to(residual.dtype)
+    return (residual.float() + rms_norm(input, weight, eps, weight_offset)).to(residual.dtype)
+
+
+def _check_norm_add_scalar(residual, input, weight, scalar, eps, weight_offset=0.0):
+    _check_norm("fused_norm_add_scalar", residual, input, weight, scalar)
+
+
+@operator(
+    "fused_norm_add_scalar(Tensor residual, Tensor input, Tensor weight, Tensor scalar, float eps, "
+    "float weight_offset=0.0) -> Tensor",
+    check=_check_norm_add_scalar,
+    fake=_like_residual,
+)
+def fused_norm_add_scalar(
+    residual: Tensor, input: Tensor, weight: Tensor, scalar: Tensor, eps: float, weight_offset: float = 0.0
+) -> Tensor:
+    """(residual + rms(input) * (weight + weight_offset)) * scalar, the end of a Gemma 4 layer.
+
+    Args:
+        residual, input: [..., H], float32, float16 or bfloat16, of one dtype.
+        weight: [H], any of the three dtypes.
+        scalar: 1 or H elements, any of the three dtypes: the layer's scale.
+        eps: added to the mean of squares.
+        weight_offset: 1.0 for zero-centred weights.
+
+    Returns: [..., H] in the dtype of `residual`.
+
+    Raises: ValueError for a dtype, shape or device that does not fit.
+
+    Stands for the source kernel fused_norm_add_scalar_f32.
+    """
+    total = residual.float() + rms_norm(input, weight, eps, weight_offset)
+    return (total * scalar.float()).to(residual.dtype)
+
+
+# The norm of the sum
+
+
+def _check_residual_norm(residual, input, weight, eps, write_sum=True, weight_offset=0.0):
+    _check_norm("fused_residual_norm", residual, input, weight)
+
+
+def _fake_residual_norm(residual, input, weight, eps, write_sum=True, weight_offset=0.0):
+    return _like_residual(residual), residual.new_empty(residual.shape if write_sum else (0,))
+
+
+@operator(
+    "fused_residual_norm(Tensor residual, Tensor input, Tensor weight, float eps, bool write_sum=True, "
+    "float weight_offset=0.0) -> (Tensor, Tensor)",
+    check=_check_residual_norm,
+    fake=_fake_residual_norm,
+)
+def fused_residual_norm(
+    residual: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    eps: float,
+    write_sum: bool = True,
+    weight_offset: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """s = residual + input  ->  (rms(s) * (weight + weight_offset), s), the order of pre-norm models.
+
+    In 16 bit s is rounded first and the norm is that of the rounded s, which the residual stream carries.
+
+    Args:
+        residual, input: [..., H], float32, float16 or bfloat16, of one dtype.
+        weight: [H], any of the three dtypes.
+        eps: added to the mean of squares.
+        write_sum: without it the second result is empty, of shape [0].
+        weight_offset: 1.0 for zero-centred weights.
+
+    Returns: the normed sum and the sum, both [..., H] in the dtype of `residual`.
+
+    Raises: ValueError for a dtype, shape or device that does not fit.
+
+    Stands for the source kernel fused_residual_norm_f32.
+    """
+    total = residual + input
+    normed = rms_norm(total, weight, eps, weight_offset).to(residual.dtype)
+    return normed, total if write_sum else residual.new_empty(0)
+
+
+def _check_residual_norm_scalar(residual, input, weight, scalar, eps, weight_offset=0.0):
+    _check_norm("fused_residual_norm_scalar", residual, input, weight, scalar)
+
+
+@operator(
+    "fused_residual_norm_scalar(Tensor residual, Tensor input, Tensor weight, Tensor scalar, float eps, "
+    "float weight_offset=0.0) -> Tensor",
+    check=_check_residual_norm_scalar,
+    fake=_like_residual,
+)
+def fused_residual_norm_scalar(
+    residual: Tensor, input: Tensor, weight: Tensor, scalar: Tensor, eps: float, weight_offset: float = 0.0
+) -> Tensor:
+    """rms(residual + input) * (weight + weight_offset) * scalar.
+
+    In 16 bit the sum is rounded before the norm, as in fused_residual_norm.
+
+    Args:
+        residual, input: [..., H], float32, float16 or bfloat16, of one dtype.
+        weight: [H], any of the three dtypes.
+        scalar: 1 or H elements, any of the three dtypes.
+        eps: added to the mean of squares.
+        weight_offset: 1.0 for zero-centred weights.
+
+    Returns: [..., H] in the dtype of `residual`.
+
+    Raises: ValueError for a dtype, shape or device that does not fit.
+
+    Stands for the source kernel fused_residual_norm_scalar_f32.
+    """
+    normed = rms_norm(residual + input, weight, eps, weight_offset)
+    return (normed * scalar.float()).to(residual.dtype)

@@ -1,0 +1,280 @@
+"""What follows the experts' matmuls: the gated activation and the weighted sum over the slots of a token.
+
+Sums run over the slots in ascending order in float32 and are rounded once, so a token's result does not depend on how
+many tokens there are.
+"""
+
+import torch
+from torch import Tensor
+
+from ._checks import ACTIVATION_DTYPES, Check
+from ._registry import operator
+from .norms import rms_norm
+
+
+def _sum_over_slots(slots: Tensor, weights: Tensor) -> Tensor:
+    """sum_s weights[..., s] * slots[..., s, :] in float32, s ascending."""
+    weights = weights.float().unsqueeze(-1)
+    total = torch.zeros_like(slots[..., 0, :], dtype=torch.float32)
+    for s in range(slots.shape[-2]):
+        total += weights[..., s, :] * slots[..., s, :].float()
+    return total
+
+
+def _check_silu_mul(gate, up):
+    check = Check("silu_mul_stacked")
+    check.dtype("gate", gate, ACTIVATION_DTYPES)
+    check.min_rank("gate", gate, 1)
+    check.dtype("up", up, (gate.dtype,))
+    check.shape("up", up, gate.shape, "[..., I] of gate")
+    check.same_device(gate=gate, up=up)
+
+
+def _fake_silu_mul(gate, up):
+    return gate.new_empty(gate.shape)
+
+
+@operator("silu_mul_stacked(Tensor gate, Tensor up) -> Tensor", check=_check_silu_mul, fake=_fake_silu_mul)
+def silu_mul_stacked(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, with silu(x) = x / (1 + exp(-x)).
+
+    Args:
+        gate, up: [..., I], float32, float16 or bfloat16, of one dtype and shape.
+
+    Returns: [..., I] in that dtype.
+
+    Raises: ValueError for a dtype, shape or device that does not fit.
+
+    Stands for the source kernel silu_mul_stacked_f32.
+    """
+    return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
+
+
+# Weighted sums over the slots
+
+
+def _check_slots(check: Check, slots: Tensor, weights: Tensor, residual: Tensor | None = None) -> None:
+    check.dtype("slots", slots, ACTIVATION_DTYPES)
+    check.min_rank("slots", slots, 2)
+    check.dtype("weights", weights, ACTIVATION_DTYPES)
+    check.shape("weights", weights, slots.shape[:-1], "[..., S] of slots")
+    if residual is not None:
+        check.dtype("residual_", residual, (slots.dtype,))
+        check.shape("residual_", residual, (*slots.shape[:-2], slots.shape[-1]), "[..., H] of slots")
+        check.written("residual_", residual)
+
+
+def _check_weighted_sum(slots, weights):
+    check = Check("weighted_sum_stacked")
+    _check_slots(check, slots, weights)
+    check.same_device(slots=slots, weights=weights)
+
+
+def _fake_weighted_sum(slots, weights):
+    return slots.new_empty((*slots.shape[:-2], slots.shape[-1]))
+
+
+@operator(
+    "weighted_sum_stacked(Tensor slots, Tensor weights) -> Tensor",
+    check=_check_weighted_sum,
+    fake=_fake_weighted_sum,
+)
+def weighted_sum_stacked(slots: Tensor, weights: Tensor) -> Tensor:
+    """sum_s weights[..., s] * slots[..., s, :], s ascending.
+
+    Args:
+        slots: [..., S, H], float32, float16 or bfloat16: the outputs of a token's S experts.
+        weights: [..., S], any of the three dtypes.
+
+    Returns: [..., H] in the dtype of `slots`.
+
+    Raises: ValueError for a dtype, shape or device that does not fit.
+
+    Stands for the source kernel weighted_sum_stacked_f32.
+    """
+    return _sum_over_slots(slots, weights).to(slots.dtype)
+
+
+def _check_weighted_sum_residual(residual_, slots, weights):
+    check = Check("weighted_sum_residual_stacked_")
+    _check_slots(check, slots, weights, residual_)
+    check.same_device(residual_=residual_, slots=slots, weights=weights)
+
+
+def _fake_weighted_sum_residual(residual_, slots, weights):
+    return None
+
+
+@operator(
+    "weighted_sum_residual_stacked_(Tensor(a!) residual_, Tensor slots, Tensor weights) -> ()",
+    check=_check_weighted_sum_residual,
+    fake=_fake_weighted_sum_residual,
+)
+def weighted_sum_residual_stacked_(residual_: Tensor, slots: Tensor, weights: Tensor) -> None:
+    """residual_ += sum_s weights[..., s] * slots[..., s, :], s ascending, rounded once.
+
+    Args:
+        residual_: [..., H], the dtype of `slots`; updated in place, whatever its strides. It must not overlap itself
+            (as an expanded tensor does) nor the other arguments.
+        slots: [..., S, H], float32, float16 or bfloat16: the outputs of a token's S experts.
+        weights: [..., S], any of the three dtypes.
+
+    Raises: ValueError for a dtype, shape or device that does not fit.
+
+    Stands for the source kernel weighted_sum_residual_stacked_f32.
+    """
+    residual_.copy_(residual_.float() + _sum_over_slots(slots, weights))
+
+
+def _check_weighted_sum_residual_norm(residual_, slots, weights, norm_weight, eps):
+    check = Check("weighted_sum_residual_norm_stacked_")
+    _check_slots(check, slots, weights, residual_)
+    check.dtype("norm_weight", norm_weight, ACTIVATION_DTYPES)
+    check.shape("norm_weight", norm_weight, (slots.shape[-1],), "[H]")
+    check.same_device(residual_=residual_, slots=slots, weights=weights, norm_weight=norm_weight)
+
+
+def _fake_weighted_sum_residual_norm(residual_, slots, weights, norm_weight, eps):
+    return residual_.new_empty(residual_.shape)
+
+
+@operator(
+    "weighted_sum_residual_norm_stacked_(Tensor(a!) residual_, Tensor slots, Tensor weights, Tensor norm_weight, "
+    "float eps) -> Tensor",
+    check=_check_weighted_sum_residual_norm,
+    fake=_fake_weighted_sum_residual_norm,
+)
+def weighted_sum_residual_norm_stacked_(
+    residual_: Tensor, slots: Tensor, weights: Tensor, norm_weight: Tensor, eps: float
+) -> Tensor:
+    """The end of a layer and the norm of the next.
+
+        residual_ += sum_s weights[..., s] * slots[..., s, :]      s ascending, rounded once
+        result = residual_ * rsqrt(mean(residual_^2) + eps) * norm_weight
+
+    In 16 bit the norm is that of the rounded residual_.
+
+    Args:
+        residual_: [..., H], the dtype of `slots`; updated in place, whatever its strides. It must not overlap itself
+            (as an expanded tensor does) nor the other arguments.
+        slots: [..., S, H], float32, float16 or bfloat16: the outputs of a token's S experts.
+        weights: [..., S], any of the three dtypes.
+        norm_weight: [H], any of the three dtypes.
+        eps: added to the mean of squares.
+
+    Returns: [..., H] in the dtype of `residual_`.
+
+    Raises: ValueError for a dtype, shape or device that does not fit.
+
+    Stands for the source kernel weighted_sum_residual_norm_stacked_f32.
+    """
+    residual_.copy_(residual_.float() + _sum_over_slots(slots, weights))
+    return rms_norm(residual_, norm_weight, eps).to(residual_.dtype)
+
+
+# The combine of a whole MoE layer
+
+
+def check_shared_and_residual(
+    check: Check, rows: tuple, dtype: torch.dtype, shared_gate: Tensor | None, shared_out: Tensor | None,
+    residual: Tensor | None,
+) -> None:  # fmt: skip
+    """The optional ends of a MoE layer; `rows` is its output's shape (T, H)."""
+    if shared_out is not None:
+        check.dtype("shared_out", shared_out, (dtype,))
+        check.shape("shared_out", shared_out, rows, "[T, H]")
+    if shared_gate is not None:
+        if shared_out is None:
+            check.fail("shared_gate", "None without shared_out", "a tensor")
+        check.dtype("shared_gate", shared_gate, ACTIVATION_DTYPES)
+        check.rank("shared_gate", shared_gate, (1, 2))
+        expected = (rows[0],) if shared_gate.dim() == 1 else (rows[0], 1)
+        check.shape("shared_gate", shared_gate, expected, "[T] or [T, 1]")
+    if residual is not None:
+        check.dtype("residual", residual, (dtype,))
+        check.shape("residual", residual, rows, "[T, H]")
+
+
+def add_shared_and_residual(
+    total: Tensor,
+    shared_gate: Tensor | None,
+    shared_out: Tensor | None,
+    residual: Tensor | None,
+    gate_is_logit: bool,
+) -> Tensor:
+    """total + g * shared_out + residual in float32, in that order."""
+    if shared_out is not None:
+        shared = shared_out.float()
+        if shared_gate is not None:
+            gate = shared_gate.float().reshape(-1, 1)
+            shared = (torch.sigmoid(gate) if gate_is_logit else gate) * shared
+        total = total + shared
+    if residual is not None:
+        total = total + residual.float()
+    return total
+
+
+def _check_weighted_reduce(
+    weights, expert_out, shared_gate=None, shared_out=None, residual=None, gate_is_logit=False
+):
+    check = Check("moe_weighted_reduce")
+    check.dtype("weights", weights, ACTIVATION_DTYPES)
+    check.rank("weights", weights, (2,))
+    check.dtype("expert_out", expert_out, ACTIVATION_DTYPES)
+    check.rank("expert_out", expert_out, (2, 3))
+    tokens, top_k = weights.shape
+    width = expert_out.shape[-1]
+    if expert_out.dim() == 2:
+        check.shape("expert_out", expert_out, (tokens * top_k, width), "[T * K, H]")
+    else:
+        check.shape("expert_out", expert_out, (tokens, top_k, width), "[T, K, H]")
+    check_shared_and_residual(check, (tokens, width), expert_out.dtype, shared_gate, shared_out, residual)
+    check.same_device(
+        weights=weights,
+        expert_out=expert_out,
+        shared_gate=shared_gate,
+        shared_out=shared_out,
+        residual=residual,
+    )
+
+
+def _fake_weighted_reduce(
+    weights, expert_out, shared_gate=None, shared_out=None, residual=None, gate_is_logit=False
+):
+    return expert_out.new_empty((weights.shape[0], expert_out.shape[-1]))
+
+
+@operator(
+    "moe_weighted_reduce(Tensor weights, Tensor expert_out, Tensor? shared_gate=None, Tensor? shared_out=None, "
+    "Tensor? residual=None, bool gate_is_logit=False) -> Tensor",
+    check=_check_weighted_reduce,
+    fake=_fake_weighted_reduce,
+)
+def moe_weighted_reduce(
+    weights: Tensor,
+    expert_out: Tensor,
+    shared_gate: Tensor | None = None,
+    shared_out: Tensor | None = None,
+    residual: Tensor | None = None,
+    gate_is_logit: bool = False,
+) -> Tensor:
+    """sum_k weights[t, k] * expert_out[t, k] + g[t] * shared_out[t] + residual[t], k ascending, in that order.
+
+    Args:
+        weights: [T, K], float32, float16 or bfloat16: the routing weights.
+        expert_out: [T, K, H] or [T * K, H], any of the three dtypes: the experts' outputs.
+        shared_gate: [T] or [T, 1], any of the three dtypes: g. Without it g is 1.
+        shared_out: [T, H] in the dtype of `expert_out`: the shared expert's output.
+        residual: [T, H] in the dtype of `expert_out`.
+        gate_is_logit: g = sigmoid(shared_gate) instead of shared_gate.
+
+    Returns: [T, H] in the dtype of `expert_out`.
+
+    Raises: ValueError for a dtype, shape or device that does not fit, or a shared_gate without shared_out.
+
+    Stands for the source kernel moe_weighted_reduce_f32.
+    """
+    total = _sum_over_slots(expert_out.reshape(*weights.shape, expert_out.shape[-1]), weights)
+    return add_shared_and_residual(total, shared_gate, shared_out, residual, gate_is_logit).to(
+        expert_out.dtype
+    )

@@ -1,0 +1,455 @@
+"""Routers: from logits to the experts of each token and their weights, and the sorting of pairs by expert.
+
+Selection is defined for every input. NaN counts as the lowest float32 and +-inf as the highest and lowest; the larger
+value wins and ties go to the lower expert id. So ids are distinct and in range, and weights are finite. Wherever
+nothing but a monotone score stands between logits and choice, the logits themselves are compared: they are exact, where
+scores that are rounded or saturated would tie.
+"""
+
+import torch
+from torch import Tensor
+
+from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check
+from ._registry import operator
+
+SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus", "softmax_after_topk")
+GROUP_SCORES = ("top2_sum", "max")
+MAX_EXPERTS = 1024
+MAX_TOP_K = 64
+# The floor of the sum in moe_router_topk_softmax, 2^-14: the smallest normal float16.
+SOFTMAX_NORM_MIN = 6.103515625e-05
+# Rows and columns of the tiles that the grids of moe_compute_ids_tpe count.
+PAIRS_PER_TILE = 32
+ROWS_PER_TILE = 64
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def _finite(x: Tensor) -> Tensor:
+    """x in float32 with NaN and the infinities replaced by the finite values they count as."""
+    return torch.nan_to_num(x.float(), nan=-_LARGEST, posinf=_LARGEST, neginf=-_LARGEST)
+
+
+def _select(choice: Tensor, count: int) -> Tensor:
+    """The ids of the `count` largest values of each row, descending, ties to the lower id, as int64."""
+    # Sorting integers that order as the floats do, each with its id in the low digits, leaves no ties to topk.
+    bits = (choice + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    columns = choice.shape[-1]
+    keys = ordered * columns + torch.arange(columns - 1, -1, -1, device=choice.device)
+    return keys.topk(count, dim=-1).indices
+
+
+def _divide_by_sum(weights: Tensor, eps: float = 0.0, minimum: float = 0.0) -> Tensor:
+    """weights / max(sum + eps, minimum); a denominator of 0 counts as 1."""
+    total = weights.sum(-1, keepdim=True) + eps
+    if minimum > 0.0:
+        total = total.clamp(min=minimum)
+    return weights / torch.where(total == 0.0, 1.0, total)
+
+
+def _scores(logits: Tensor, scoring: str) -> Tensor:
+    if scoring == "softmax":
+        return torch.softmax(logits, -1)
+    if scoring == "sigmoid":
+        return torch.sigmoid(logits)
+    if scoring == "sqrtsoftplus":
+        return torch.nn.functional.softplus(logits).sqrt()
+    return logits
+
+
+def _group_scores(choice: Tensor, num_groups: int, kind: str) -> Tensor:
+    grouped = choice.unflatten(-1, (num_groups, -1))
+    return grouped.amax(-1) if kind == "max" else _finite(grouped.topk(2, dim=-1).values.sum(-1))
+
+
+def _mask_groups(
+    compared: Tensor, group_scores: Tensor, top_groups: int, masked_score: float | None
+) -> Tensor:
+    """`compared` with the experts outside of the best groups set to `masked_score`, None for below everything."""
+    chosen = torch.zeros_like(group_scores, dtype=torch.bool)
+    chosen.scatter_(-1, _select(group_scores, top_groups), True)
+    fill = float("-inf") if masked_score is None else masked_score
+    grouped = compared.unflatten(-1, (group_scores.shape[-1], -1))
+    return grouped.masked_fill(~chosen.unsqueeze(-1), fill).flatten(-2)
+
+
+# moe_router
+
+
+def _check_logits(check: Check, logits: Tensor, top_k: int, ranks: tuple[int, ...] = (2,)) -> None:
+    check.dtype("logits", logits, ACTIVATION_DTYPES)
+    check.rank("logits", logits, ranks)
+    _check_counts(check, logits.shape[-1], "the last size of logits", top_k)
+
+
+def _check_counts(check: Check, num_experts: int, argument: str, top_k: int) -> None:
+    check.between(argument, num_experts, 1, MAX_EXPERTS)
+    check.between("top_k", top_k, 1, min(num_experts, MAX_TOP_K))
+
+
+def _check_per_expert(check: Check, argument: str, tensor: Tensor | None, num_experts: int) -> None:
+    if tensor is not None:
+        check.dtype(argument, tensor, ACTIVATION_DTYPES)
+        check.shape(argument, tensor, (num_experts,), "[E]")
+
+
+def _check_router(
+    logits, top_k, *, scoring, bias=None, num_groups=1, top_groups=1, group_score="top2_sum", masked_score=None,
+    bias_on_logits=False, norm_topk_prob, norm_eps=1e-20, norm_min=0.0, scaling_factor=1.0, per_expert_scale=None,
+):  # fmt: skip
+    check = Check("moe_router")
+    _check_logits(check, logits, top_k)
+    num_experts = logits.shape[-1]
+    check.choice("scoring", scoring, SCORINGS)
+    _check_per_expert(check, "bias", bias, num_experts)
+    check.choice("group_score", group_score, GROUP_SCORES)
+    check.between("num_groups", num_groups, 1, num_experts)
+    if num_experts % num_groups:
+        check.fail("num_groups", f"a divisor of the {num_experts} experts", num_groups)
+    group_size = num_experts // num_groups
+    if num_groups > 1 and group_score == "top2_sum" and group_size < 2:
+        check.fail("num_groups", "small enough to leave 2 experts a group for top2_sum", num_groups)
+    check.between("top_groups", top_groups, 1, num_groups)
+    if masked_score is None and top_k > top_groups * group_size:
+        check.fail("top_k", f"at most the {top_groups * group_size} experts of the top_groups", top_k)
+    _check_per_expert(check, "per_expert_scale", per_expert_scale, num_experts)
+    check.same_device(logits=logits, bias=bias, per_expert_scale=per_expert_scale)
+
+
+def _fake_routing(logits, top_k, *args, **kwargs):
+    shape = (*logits.shape[:-1], top_k)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+
+
+@operator(
+    "moe_router(Tensor logits, int top_k, *, str scoring, Tensor? bias=None, int num_groups=1, int top_groups=1, "
+    'str group_score="top2_sum", float? masked_score=None, bool bias_on_logits=False, bool norm_topk_prob, '
+    "float norm_eps=1e-20, float norm_min=0.0, float scaling_factor=1.0, Tensor? per_expert_scale=None) "
+    "-> (Tensor weights, Tensor ids)",
+    check=_check_router,
+    fake=_fake_routing,
+)
+def moe_router(
+    logits: Tensor,
+    top_k: int,
+    *,
+    scoring: str,
+    bias: Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    group_score: str = "top2_sum",
+    masked_score: float | None = None,
+    bias_on_logits: bool = False,
+    norm_topk_prob: bool,
+    norm_eps: float = 1e-20,
+    norm_min: float = 0.0,
+    scaling_factor: float = 1.0,
+    per_expert_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The experts of each token and their weights, for every scoring that the models use.
+
+        scores = scoring(logits)                    softmax | sigmoid | sqrtsoftplus, over all E
+        choice = scores + bias                      logits + bias with bias_on_logits or softmax_after_topk
+        choice of experts outside the top_groups best of num_groups groups = masked_score
+        ids    = the top_k largest choices, descending, ties to the lower id
+        w      = scores[ids]                        softmax(logits[ids]) with softmax_after_topk
+        w      = w / max(sum(w) + norm_eps, norm_min)      with norm_topk_prob
+        w      = w * scaling_factor * per_expert_scale[ids]
+
+    Args:
+        logits: [T, E], float32, float16 or bfloat16. NaN counts as the lowest float32, +-inf as highest and lowest.
+        top_k: experts a token, 1 to min(E, 64); E is at most 1024.
+        scoring: "softmax", "sigmoid", "sqrtsoftplus" (the root of softplus) or "softmax_after_topk".
+        bias: [E], any of the three dtypes; enters the choice, not the weights (DeepSeek-V3).
+        num_groups: the experts form this many groups of consecutive ids; 1 is no groups.
+        top_groups: groups among whose experts the choice is made, ties to the lower group.
+        group_score: "top2_sum", the sum of a group's two largest choices (DeepSeek-V3), or "max" (DeepSeek-V2).
+        masked_score: the choice value of experts outside of these groups; None excludes them. Some models put 0.0,
+            with which an expert of another group wins over a choice below 0.
+        bias_on_logits: choose by logits + bias instead of scores + bias.
+        norm_topk_prob: divide the weights by their sum.
+        norm_eps, norm_min: added to that sum, then its lower bound. A denominator of 0 counts as 1.
+        scaling_factor: multiplies the weights.
+        per_expert_scale: [E], any of the three dtypes; multiplies the weights by expert.
+
+    Without a bias and a masked_score the logits themselves are compared: they order as the scores do.
+
+    Returns: weights [T, top_k] float32 and ids [T, top_k] int32, in descending order of choice.
+
+    Raises: ValueError for a dtype, shape, count, name or device that does not fit.
+
+    Stands for the router of the source kernel moe_router_topk_softmax_f32, generalised.
+    """
+    x = _finite(logits)
+    scores = _scores(x, scoring)
+    choice = x if bias_on_logits or scoring == "softmax_after_topk" else scores
+    if bias is not None:
+        choice = _finite(choice + bias.float())
+    # Without a bias the choice is monotone in the logits.
+    compared = x if bias is None and masked_score is None else choice
+    if num_groups > 1:
+        group_scores = _group_scores(compared if group_score == "max" else choice, num_groups, group_score)
+        compared = _mask_groups(compared, group_scores, top_groups, masked_score)
+    ids = _select(compared, top_k)
+    weights = scores.gather(-1, ids)
+    if scoring == "softmax_after_topk":
+        weights = torch.softmax(weights, -1)
+    if norm_topk_prob:
+        weights = _divide_by_sum(weights, norm_eps, norm_min)
+    weights = weights * scaling_factor
+    if per_expert_scale is not None:
+        weights = weights * per_expert_scale.float()[ids]
+    return weights, ids.int()
+
+
+# The named routers of the sources
+
+
+def _check_topk_softmax(logits, top_k, norm_topk_prob):
+    _check_logits(Check("moe_router_topk_softmax"), logits, top_k)
+
+
+@operator(
+    "moe_router_topk_softmax(Tensor logits, int top_k, bool norm_topk_prob) -> (Tensor weights, Tensor ids)",
+    check=_check_topk_softmax,
+    fake=_fake_routing,
+)
+def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
+    """Softmax over all experts, then the top_k largest; with norm_topk_prob divided by max(sum, 2^-14).
+
+    Args:
+        logits: [T, E], float32, float16 or bfloat16. NaN counts as the lowest float32, +-inf as highest and lowest.
+        top_k: experts a token, 1 to min(E, 64); E is at most 1024.
+        norm_topk_prob: make the weights of a token sum to 1.
+
+    Returns: weights [T, top_k] float32, descending, and ids [T, top_k] int32; ties go to the lower id.
+
+    Raises: ValueError for a dtype, shape or count that does not fit.
+
+    Stands for the source kernel moe_router_topk_softmax_f32.
+    """
+    return moe_router(
+        logits,
+        top_k,
+        scoring="softmax",
+        norm_topk_prob=norm_topk_prob,
+        norm_eps=0.0,
+        norm_min=SOFTMAX_NORM_MIN,
+    )
+
+
+def _check_fused_routing(logits, per_expert_scale, top_k):
+    check = Check("fused_moe_routing")
+    _check_logits(check, logits, top_k, ranks=(1, 2))
+    _check_per_expert(check, "per_expert_scale", per_expert_scale, logits.shape[-1])
+    check.same_device(logits=logits, per_expert_scale=per_expert_scale)
+
+
+def _fake_fused_routing(logits, per_expert_scale, top_k):
+    return _fake_routing(logits, top_k)
+
+
+@operator(
+    "fused_moe_routing(Tensor logits, Tensor per_expert_scale, int top_k) -> (Tensor weights, Tensor ids)",
+    check=_check_fused_routing,
+    fake=_fake_fused_routing,
+)
+def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Softmax over all experts, the top_k largest divided by their sum, then times per_expert_scale[id].
+
+    The largest probability is always among the selected, so this is the softmax over the selected logits. After the
+    scale there is no second renormalisation.
+
+    Args:
+        logits: [T, E] or [E], float32, float16 or bfloat16. NaN counts as the lowest float32, +-inf as highest and
+            lowest.
+        per_expert_scale: [E], any of the three dtypes.
+        top_k: experts a token, 1 to min(E, 64); E is at most 1024.
+
+    Returns: weights [T, top_k] (or [top_k]) float32 and ids int32 of the same shape, in descending order of the
+        logits; ties go to the lower id.
+
+    Raises: ValueError for a dtype, shape, count or device that does not fit.
+
+    Stands for the source kernels fused_moe_routing_f32 (one token) and fused_moe_routing_batch_f32.
+    """
+    return moe_router(
+        logits, top_k, scoring="softmax_after_topk", norm_topk_prob=False, per_expert_scale=per_expert_scale
+    )
+
+
+def _check_gate(
+    hidden, router_weight, norm_weight, per_expert_scale, top_k, eps, renormalize_after_scale=True
+):
+    check = Check("moe_gate")
+    check.dtype("hidden", hidden, ACTIVATION_DTYPES)
+    check.rank("hidden", hidden, (2,))
+    check.dtype("router_weight", router_weight, ACTIVATION_DTYPES)
+    check.rank("router_weight", router_weight, (2,))
+    num_experts, width = router_weight.shape[0], hidden.shape[-1]
+    check.shape("router_weight", router_weight, (num_experts, width), "[E, H]")
+    check.dtype("norm_weight", norm_weight, ACTIVATION_DTYPES)
+    check.shape("norm_weight", norm_weight, (width,), "[H]")
+    _check_per_expert(check, "per_expert_scale", per_expert_scale, num_experts)
+    _check_counts(check, num_experts, "the first size of router_weight", top_k)
+    check.same_device(
+        hidden=hidden, router_weight=router_weight, norm_weight=norm_weight, per_expert_scale=per_expert_scale
+    )
+
+
+def _fake_gate(
+    hidden, router_weight, norm_weight, per_expert_scale, top_k, eps, renormalize_after_scale=True
+):
+    return _fake_routing(hidden, top_k)
+
+
+@operator(
+    "moe_gate(Tensor hidden, Tensor router_weight, Tensor norm_weight, Tensor per_expert_scale, int top_k, float eps, "
+    "bool renormalize_after_scale=True) -> (Tensor weights, Tensor ids)",
+    check=_check_gate,
+    fake=_fake_gate,
+)
+def moe_gate(
+    hidden: Tensor,
+    router_weight: Tensor,
+    norm_weight: Tensor,
+    per_expert_scale: Tensor,
+    top_k: int,
+    eps: float,
+    renormalize_after_scale: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm, router matmul, top-k, softmax over the selected, per-expert scale: a whole gate.
+
+        logits = (rms(hidden) * norm_weight) @ router_weight^T        rms(x) = x * rsqrt(mean(x^2) + eps)
+        ids    = the top_k largest logits, descending, ties to the lower id
+        w      = softmax(logits[ids]) * per_expert_scale[ids]
+        w      = w / sum(w)             with renormalize_after_scale; a sum of 0 counts as 1
+
+    Args:
+        hidden: [T, H], float32, float16 or bfloat16. The normed values stay in float32, they are not rounded.
+        router_weight: [E, H], any of the three dtypes; E is at most 1024.
+        norm_weight: [H], any of the three dtypes. Gemma 4's is its router scale times H^-0.5.
+        per_expert_scale: [E], any of the three dtypes.
+        top_k: experts a token, 1 to min(E, 64).
+        eps: added to the mean of squares.
+        renormalize_after_scale: the source kernel divides by the sum again, Gemma 4 does not.
+
+    Returns: weights [T, top_k] float32 and ids [T, top_k] int32. NaN logits count as the lowest float32.
+
+    Raises: ValueError for a dtype, shape, count or device that does not fit.
+
+    Stands for the source kernel moe_gate.
+    """
+    x = hidden.float()
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_weight.float()
+    weights, ids = fused_moe_routing(normed @ router_weight.float().T, per_expert_scale, top_k)
+    return (_divide_by_sum(weights) if renormalize_after_scale else weights), ids
+
+
+# Sorting the pairs p = t * K + k by expert
+
+
+def _check_ids(check: Check, ids: Tensor, num_experts: int) -> None:
+    check.dtype("ids", ids, ID_DTYPES)
+    check.rank("ids", ids, (2,))
+    check.between("num_experts", num_experts, 1, MAX_EXPERTS)
+
+
+def _sort_pairs(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The pairs in a stable order by expert, the expert of each (E for sentinels), and where each expert begins."""
+    flat = ids.flatten().long()
+    experts = torch.where((flat < 0) | (flat >= num_experts), num_experts, flat)
+    experts, order = experts.sort(stable=True)
+    offsets = torch.searchsorted(experts, torch.arange(num_experts + 1, device=ids.device))
+    return order, experts, offsets
+
+
+def _check_bucket(ids, num_experts):
+    _check_ids(Check("moe_bucket"), ids, num_experts)
+
+
+def _fake_bucket(ids, num_experts):
+    pairs = ids.shape[0] * ids.shape[1]
+    return ids.new_empty(pairs, dtype=torch.int32), ids.new_empty(num_experts + 1, dtype=torch.int32)
+
+
+@operator(
+    "moe_bucket(Tensor ids, int num_experts) -> (Tensor pair_order, Tensor offsets)",
+    check=_check_bucket,
+    fake=_fake_bucket,
+)
+def moe_bucket(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The pairs p = t * K + k sorted by expert, ascending within an expert: moe_compute_ids_tpe without its padding.
+
+    Expert e's pairs are pair_order[offsets[e] : offsets[e + 1]]. Pairs whose id lies outside [0, num_experts) follow
+    behind offsets[num_experts], ascending.
+
+    Args:
+        ids: [T, K] int32 or int64.
+        num_experts: E, 1 to 1024.
+
+    Returns: pair_order [T * K] int32 and offsets [E + 1] int32.
+
+    Raises: ValueError for a dtype, shape or count that does not fit.
+
+    Stands for the source kernel moe_compute_ids_tpe_f32, in compressed form.
+    """
+    order, _, offsets = _sort_pairs(ids, num_experts)
+    return order.int(), offsets.int()
+
+
+def _check_ids_tpe(ids, num_experts, gate_up_rows, down_rows):
+    check = Check("moe_compute_ids_tpe")
+    _check_ids(check, ids, num_experts)
+    for argument, rows in (("gate_up_rows", gate_up_rows), ("down_rows", down_rows)):
+        check.between(argument, rows, 1, 2**31 - 1)
+
+
+def _fake_ids_tpe(ids, num_experts, gate_up_rows, down_rows):
+    pairs = ids.shape[0] * ids.shape[1]
+    shapes = ((num_experts,), (num_experts, pairs), (3,), (3,))
+    return tuple(ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+@operator(
+    "moe_compute_ids_tpe(Tensor ids, int num_experts, int gate_up_rows, int down_rows) "
+    "-> (Tensor tpe, Tensor ids_by_expert, Tensor gate_up_args, Tensor down_args)",
+    check=_check_ids_tpe,
+    fake=_fake_ids_tpe,
+)
+def moe_compute_ids_tpe(
+    ids: Tensor, num_experts: int, gate_up_rows: int, down_rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The pairs p = t * K + k of each expert, and the indirect-dispatch grids of the two matmuls over them.
+
+    Args:
+        ids: [T, K] int32 or int64; ids outside [0, num_experts) are in no list.
+        num_experts: E, 1 to 1024.
+        gate_up_rows, down_rows: rows of an expert's gate/up and down matrices.
+
+    Returns, all int32:
+        tpe: [E], the number of pairs of each expert.
+        ids_by_expert: [E, T * K], the pairs of each expert ascending, then -1.
+        gate_up_args, down_args: [3], the grids (max(1, ceil(max(tpe) / 32)), ceil(rows / 64), E).
+
+    Raises: ValueError for a dtype, shape or count that does not fit.
+
+    Stands for the source kernel moe_compute_ids_tpe_f32, which orders an expert's pairs by atomics.
+    """
+    order, experts, offsets = _sort_pairs(ids, num_experts)
+    tpe = offsets.diff()
+    routed = experts < num_experts
+    slots = torch.arange(experts.numel(), device=ids.device) - offsets[experts]
+    by_expert = order.new_full((num_experts + 1, experts.numel()), -1)
+    by_expert[experts, torch.where(routed, slots, 0)] = torch.where(routed, order, -1)
+    tiles = ((tpe.max() + PAIRS_PER_TILE - 1) // PAIRS_PER_TILE).clamp(min=1)
+    grids = (_grid(tiles, rows, num_experts) for rows in (gate_up_rows, down_rows))
+    return tpe.int(), by_expert[:num_experts].int(), *grids
+
+
+def _grid(tiles: Tensor, rows: int, num_experts: int) -> Tensor:
+    """The threadgroups of a matmul: tiles of pairs, tiles of rows, experts."""
+    return torch.stack(
+        [tiles, tiles.new_tensor(-(-rows // ROWS_PER_TILE)), tiles.new_tensor(num_experts)]
+    ).int()
