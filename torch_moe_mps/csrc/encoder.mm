@@ -1,0 +1,68 @@
+#include "encoder.h"
+
+#include <ATen/mps/MPSStream.h>
+#include <c10/util/Exception.h>
+
+namespace moe_mps {
+namespace {
+
+// torch keeps the MTLBuffer itself where other devices keep an address.
+id<MTLBuffer> buffer_of(const at::Tensor& tensor) {
+  return __builtin_bit_cast(id<MTLBuffer>, tensor.storage().data());
+}
+
+NSUInteger byte_offset(const at::Tensor& tensor) {
+  return static_cast<NSUInteger>(tensor.storage_offset()) * tensor.element_size();
+}
+
+MTLSize metal_size(const Size& size) { return MTLSizeMake(size.x, size.y, size.z); }
+
+}  // namespace
+
+Command& Command::bind(const at::Tensor& tensor) {
+  TORCH_INTERNAL_ASSERT(tensor.is_mps() && tensor.is_contiguous() && tensor.numel() > 0);
+  bindings_.push_back({buffer_of(tensor), byte_offset(tensor), next_index_++});
+  return *this;
+}
+
+void Command::indirect(const at::Tensor& arguments, int64_t offset, Size threads) {
+  TORCH_INTERNAL_ASSERT(arguments.is_mps() && arguments.element_size() == 4);
+  indirect_buffer_ = buffer_of(arguments);
+  indirect_offset_ = byte_offset(arguments) + static_cast<NSUInteger>(offset) * 4;
+  threads_ = threads;
+}
+
+void Command::encode(id<MTLComputeCommandEncoder> encoder) const {
+  [encoder setComputePipelineState:pipeline_];
+  for (const Binding& binding : bindings_) {
+    [encoder setBuffer:binding.buffer offset:binding.offset atIndex:binding.index];
+  }
+  if (params_size_ > 0) [encoder setBytes:params_.data() length:params_size_ atIndex:params_index_];
+  if (threadgroup_bytes_ > 0) [encoder setThreadgroupMemoryLength:threadgroup_bytes_ atIndex:0];
+  if (indirect_buffer_ != nil) {
+    [encoder dispatchThreadgroupsWithIndirectBuffer:indirect_buffer_
+                               indirectBufferOffset:indirect_offset_
+                              threadsPerThreadgroup:metal_size(threads_)];
+  } else {
+    [encoder dispatchThreadgroups:metal_size(grid_) threadsPerThreadgroup:metal_size(threads_)];
+  }
+}
+
+Command& Commands::add(const char* library, const std::string& function, const Constants& constants) {
+  // Pipelines are built here, in front of encode(): compiling must not hold up the stream's queue.
+  id<MTLDevice> device = at::mps::getCurrentMPSStream()->device();
+  return commands_.emplace_back(pipeline(device, library, function, constants));
+}
+
+void Commands::encode() {
+  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+  const Commands* commands = this;
+  at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
+    @autoreleasepool {
+      id<MTLComputeCommandEncoder> encoder = stream->commandEncoder();
+      for (const Command& command : commands->commands_) command.encode(encoder);
+    }
+  });
+}
+
+}  // namespace moe_mps
