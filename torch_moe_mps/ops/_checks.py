@@ -1,4 +1,4 @@
-"""Argument checks: every failure is one line that names the operator, the argument, what was expected, what came."""
+"""Argument checks: a failure is one line that names operator, argument, what was expected and what came."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
 
 
 class Check:
-    """The checks of one operator call. Sizes are compared with `==`, so symbolic shapes work and add their guards."""
+    """The checks of one operator call. Symbolic sizes work and add their guards."""
 
     def __init__(self, name: str):
         self.name = name

@@ -1,4 +1,4 @@
-"""Registers the operators `torch.ops.moe_mps.*`: one schema, one check, one reference, one fake kernel each."""
+"""Registers the operators `torch.ops.moe_mps.*`: one schema, check, reference and fake kernel each."""
 
 import functools
 import warnings
@@ -15,9 +15,12 @@ OPERATORS: list[str] = []
 def operator(schema: str, *, check: Callable, fake: Callable) -> Callable:
     """Register the decorated reference implementation as `torch.ops.moe_mps.<name>`.
 
-    `check` receives the operator's arguments and raises the one-line error for bad ones. It runs in front of the
-    reference and of the `fake` kernel; the Metal host calls the fake kernel for every signature it has not seen yet, so
-    that bad arguments read the same on CPU, meta and MPS.
+    `check` receives the operator's arguments and raises the one-line error for bad ones. It runs in front of
+    the reference and of the `fake` kernel. The Metal host calls the fake kernel for every signature that it
+    has not seen yet, so that bad arguments read the same on CPU, meta and MPS. Outputs are contiguous,
+    whatever the strides of the inputs.
+
+    The decorated name becomes a function that calls the operator, on whatever device its arguments are.
     """
     name = schema.partition("(")[0]
 
@@ -28,8 +31,9 @@ def operator(schema: str, *, check: Callable, fake: Callable) -> Callable:
         @functools.wraps(reference)
         def checked_reference(*args, **kwargs):
             check(*args, **kwargs)
-            _warn_once_without_extension(args)
-            return reference(*args, **kwargs)
+            if args[0].device.type == "mps":
+                _warn_mps_reference()
+            return _contiguous(reference(*args, **kwargs))
 
         @functools.wraps(fake)
         def checked_fake(*args, **kwargs):
@@ -40,24 +44,31 @@ def operator(schema: str, *, check: Callable, fake: Callable) -> Callable:
         LIBRARY.impl(name, checked_reference, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", checked_fake, lib=LIBRARY)
         LIBRARY.impl(name, _autograd_kernel(name), "Autograd", with_keyset=True)
-        getattr(torch.ops.moe_mps, name).__doc__ = reference.__doc__
-        return reference
+        packet = getattr(torch.ops.moe_mps, name)
+        packet.__doc__ = reference.__doc__
+
+        @functools.wraps(reference)
+        def call(*args, **kwargs):
+            return packet(*args, **kwargs)
+
+        return call
 
     return register
+
+
+def _contiguous(outputs: Tensor | tuple[Tensor, ...] | None) -> Tensor | tuple[Tensor, ...] | None:
+    if isinstance(outputs, tuple):
+        return tuple(output.contiguous() for output in outputs)
+    return outputs if outputs is None else outputs.contiguous()
 
 
 @functools.cache
 def _warn_mps_reference() -> None:
     warnings.warn(
-        "torch_moe_mps: the Metal extension is not loaded; operators on MPS tensors run their reference in plain "
-        "PyTorch, which is slow. Build it with `pip install --no-build-isolation torch-moe-mps`.",
-        stacklevel=4,
+        "torch_moe_mps: the Metal extension is not loaded; operators on MPS tensors run their reference in "
+        "plain PyTorch, which is slow. Build it with `pip install --no-build-isolation torch-moe-mps`.",
+        stacklevel=2,
     )
-
-
-def _warn_once_without_extension(args: tuple) -> None:
-    if args and isinstance(args[0], Tensor) and args[0].device.type == "mps":
-        _warn_mps_reference()
 
 
 def _autograd_kernel(name: str) -> Callable:
@@ -96,6 +107,6 @@ class _NoBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         raise NotImplementedError(
-            f"moe_mps::{ctx.name}: backward is not implemented, the operators are for inference; run it under "
-            "torch.no_grad() or use the model's own code for training"
+            f"moe_mps::{ctx.name}: backward is not implemented, the operators are for inference; run it "
+            "under torch.no_grad() or use the model's own code for training"
         )

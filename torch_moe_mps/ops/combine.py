@@ -1,7 +1,7 @@
 """What follows the experts' matmuls: the gated activation and the weighted sum over the slots of a token.
 
-Sums run over the slots in ascending order in float32 and are rounded once, so a token's result does not depend on how
-many tokens there are.
+Sums run over the slots in ascending order in float32 and are rounded once, so that a token's result does not
+depend on how many tokens there are.
 """
 
 import torch
@@ -114,8 +114,8 @@ def weighted_sum_residual_stacked_(residual_: Tensor, slots: Tensor, weights: Te
     """residual_ += sum_s weights[..., s] * slots[..., s, :], s ascending, rounded once.
 
     Args:
-        residual_: [..., H], the dtype of `slots`; updated in place, whatever its strides. It must not overlap itself
-            (as an expanded tensor does) nor the other arguments.
+        residual_: [..., H], the dtype of `slots`; updated in place, whatever its strides. It must not overlap
+            itself (as an expanded tensor does) nor the other arguments.
         slots: [..., S, H], float32, float16 or bfloat16: the outputs of a token's S experts.
         weights: [..., S], any of the three dtypes.
 
@@ -139,8 +139,8 @@ def _fake_weighted_sum_residual_norm(residual_, slots, weights, norm_weight, eps
 
 
 @operator(
-    "weighted_sum_residual_norm_stacked_(Tensor(a!) residual_, Tensor slots, Tensor weights, Tensor norm_weight, "
-    "float eps) -> Tensor",
+    "weighted_sum_residual_norm_stacked_(Tensor(a!) residual_, Tensor slots, Tensor weights, "
+    "Tensor norm_weight, float eps) -> Tensor",
     check=_check_weighted_sum_residual_norm,
     fake=_fake_weighted_sum_residual_norm,
 )
@@ -155,8 +155,8 @@ def weighted_sum_residual_norm_stacked_(
     In 16 bit the norm is that of the rounded residual_.
 
     Args:
-        residual_: [..., H], the dtype of `slots`; updated in place, whatever its strides. It must not overlap itself
-            (as an expanded tensor does) nor the other arguments.
+        residual_: [..., H], the dtype of `slots`; updated in place, whatever its strides. It must not overlap
+            itself (as an expanded tensor does) nor the other arguments.
         slots: [..., S, H], float32, float16 or bfloat16: the outputs of a token's S experts.
         weights: [..., S], any of the three dtypes.
         norm_weight: [H], any of the three dtypes.
@@ -245,8 +245,8 @@ def _fake_weighted_reduce(
 
 
 @operator(
-    "moe_weighted_reduce(Tensor weights, Tensor expert_out, Tensor? shared_gate=None, Tensor? shared_out=None, "
-    "Tensor? residual=None, bool gate_is_logit=False) -> Tensor",
+    "moe_weighted_reduce(Tensor weights, Tensor expert_out, Tensor? shared_gate=None, "
+    "Tensor? shared_out=None, Tensor? residual=None, bool gate_is_logit=False) -> Tensor",
     check=_check_weighted_reduce,
     fake=_fake_weighted_reduce,
 )
@@ -258,7 +258,7 @@ def moe_weighted_reduce(
     residual: Tensor | None = None,
     gate_is_logit: bool = False,
 ) -> Tensor:
-    """sum_k weights[t, k] * expert_out[t, k] + g[t] * shared_out[t] + residual[t], k ascending, in that order.
+    """sum_k weights[t, k] * expert_out[t, k] + g[t] * shared_out[t] + residual[t], in that order.
 
     Args:
         weights: [T, K], float32, float16 or bfloat16: the routing weights.

@@ -45,7 +45,8 @@ def _check_norm_add(residual, input, weight, eps, weight_offset=0.0):
 
 
 @operator(
-    "fused_norm_add(Tensor residual, Tensor input, Tensor weight, float eps, float weight_offset=0.0) -> Tensor",
+    "fused_norm_add(Tensor residual, Tensor input, Tensor weight, float eps, float weight_offset=0.0) "
+    "-> Tensor",
     check=_check_norm_add,
     fake=_like_residual,
 )

@@ -1,9 +1,9 @@
 """Routers: from logits to the experts of each token and their weights, and the sorting of pairs by expert.
 
-Selection is defined for every input. NaN counts as the lowest float32 and +-inf as the highest and lowest; the larger
-value wins and ties go to the lower expert id. So ids are distinct and in range, and weights are finite. Wherever
-nothing but a monotone score stands between logits and choice, the logits themselves are compared: they are exact, where
-scores that are rounded or saturated would tie.
+Selection is defined for every input. NaN counts as the lowest float32, +-inf as the highest and lowest; the
+larger value wins and ties go to the lower expert id. So ids are distinct and in range, and weights finite.
+Where nothing but a monotone score stands between logits and choice, the logits themselves are compared: they
+are exact, where rounded or saturated scores would tie.
 """
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check
 from ._registry import operator
+from .norms import rms_norm
 
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus", "softmax_after_topk")
 GROUP_SCORES = ("top2_sum", "max")
@@ -32,7 +33,7 @@ def _finite(x: Tensor) -> Tensor:
 
 def _select(choice: Tensor, count: int) -> Tensor:
     """The ids of the `count` largest values of each row, descending, ties to the lower id, as int64."""
-    # Sorting integers that order as the floats do, each with its id in the low digits, leaves no ties to topk.
+    # Integers that order as the floats do, each with its id in the low digits, leave no ties to topk.
     bits = (choice + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     columns = choice.shape[-1]
@@ -66,7 +67,7 @@ def _group_scores(choice: Tensor, num_groups: int, kind: str) -> Tensor:
 def _mask_groups(
     compared: Tensor, group_scores: Tensor, top_groups: int, masked_score: float | None
 ) -> Tensor:
-    """`compared` with the experts outside of the best groups set to `masked_score`, None for below everything."""
+    """`compared`, outside of the best groups set to `masked_score` (None: below everything)."""
     chosen = torch.zeros_like(group_scores, dtype=torch.bool)
     chosen.scatter_(-1, _select(group_scores, top_groups), True)
     fill = float("-inf") if masked_score is None else masked_score
@@ -95,8 +96,9 @@ def _check_per_expert(check: Check, argument: str, tensor: Tensor | None, num_ex
 
 
 def _check_router(
-    logits, top_k, *, scoring, bias=None, num_groups=1, top_groups=1, group_score="top2_sum", masked_score=None,
-    bias_on_logits=False, norm_topk_prob, norm_eps=1e-20, norm_min=0.0, scaling_factor=1.0, per_expert_scale=None,
+    logits, top_k, *, scoring, bias=None, num_groups=1, top_groups=1, group_score="top2_sum",
+    masked_score=None, bias_on_logits=False, norm_topk_prob, norm_eps=1e-20, norm_min=0.0, scaling_factor=1.0,
+    per_expert_scale=None,
 ):  # fmt: skip
     check = Check("moe_router")
     _check_logits(check, logits, top_k)
@@ -123,10 +125,10 @@ def _fake_routing(logits, top_k, *args, **kwargs):
 
 
 @operator(
-    "moe_router(Tensor logits, int top_k, *, str scoring, Tensor? bias=None, int num_groups=1, int top_groups=1, "
-    'str group_score="top2_sum", float? masked_score=None, bool bias_on_logits=False, bool norm_topk_prob, '
-    "float norm_eps=1e-20, float norm_min=0.0, float scaling_factor=1.0, Tensor? per_expert_scale=None) "
-    "-> (Tensor weights, Tensor ids)",
+    "moe_router(Tensor logits, int top_k, *, str scoring, Tensor? bias=None, int num_groups=1, "
+    'int top_groups=1, str group_score="top2_sum", float? masked_score=None, bool bias_on_logits=False, '
+    "bool norm_topk_prob, float norm_eps=1e-20, float norm_min=0.0, float scaling_factor=1.0, "
+    "Tensor? per_expert_scale=None) -> (Tensor weights, Tensor ids)",
     check=_check_router,
     fake=_fake_routing,
 )
@@ -158,15 +160,17 @@ def moe_router(
         w      = w * scaling_factor * per_expert_scale[ids]
 
     Args:
-        logits: [T, E], float32, float16 or bfloat16. NaN counts as the lowest float32, +-inf as highest and lowest.
+        logits: [T, E], float32, float16 or bfloat16. NaN counts as the lowest float32, +-inf as highest and
+            lowest.
         top_k: experts a token, 1 to min(E, 64); E is at most 1024.
         scoring: "softmax", "sigmoid", "sqrtsoftplus" (the root of softplus) or "softmax_after_topk".
         bias: [E], any of the three dtypes; enters the choice, not the weights (DeepSeek-V3).
         num_groups: the experts form this many groups of consecutive ids; 1 is no groups.
         top_groups: groups among whose experts the choice is made, ties to the lower group.
-        group_score: "top2_sum", the sum of a group's two largest choices (DeepSeek-V3), or "max" (DeepSeek-V2).
-        masked_score: the choice value of experts outside of these groups; None excludes them. Some models put 0.0,
-            with which an expert of another group wins over a choice below 0.
+        group_score: "top2_sum", the sum of a group's two largest choices (DeepSeek-V3), or "max"
+            (DeepSeek-V2).
+        masked_score: the choice value of experts outside of these groups; None excludes them. Some models put
+            0.0, with which an expert of another group wins over a choice below 0.
         bias_on_logits: choose by logits + bias instead of scores + bias.
         norm_topk_prob: divide the weights by their sum.
         norm_eps, norm_min: added to that sum, then its lower bound. A denominator of 0 counts as 1.
@@ -219,7 +223,8 @@ def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) ->
     """Softmax over all experts, then the top_k largest; with norm_topk_prob divided by max(sum, 2^-14).
 
     Args:
-        logits: [T, E], float32, float16 or bfloat16. NaN counts as the lowest float32, +-inf as highest and lowest.
+        logits: [T, E], float32, float16 or bfloat16. NaN counts as the lowest float32, +-inf as highest and
+            lowest.
         top_k: experts a token, 1 to min(E, 64); E is at most 1024.
         norm_topk_prob: make the weights of a token sum to 1.
 
@@ -229,14 +234,18 @@ def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) ->
 
     Stands for the source kernel moe_router_topk_softmax_f32.
     """
-    return moe_router(
-        logits,
-        top_k,
-        scoring="softmax",
-        norm_topk_prob=norm_topk_prob,
-        norm_eps=0.0,
-        norm_min=SOFTMAX_NORM_MIN,
-    )
+    x = _finite(logits)
+    ids = _select(x, top_k)
+    weights = torch.softmax(x, -1).gather(-1, ids)
+    return (_divide_by_sum(weights, minimum=SOFTMAX_NORM_MIN) if norm_topk_prob else weights), ids.int()
+
+
+def _scaled_softmax_of_selected(
+    logits: Tensor, per_expert_scale: Tensor, top_k: int
+) -> tuple[Tensor, Tensor]:
+    x = _finite(logits)
+    ids = _select(x, top_k)
+    return torch.softmax(x.gather(-1, ids), -1) * per_expert_scale.float()[ids], ids.int()
 
 
 def _check_fused_routing(logits, per_expert_scale, top_k):
@@ -258,25 +267,23 @@ def _fake_fused_routing(logits, per_expert_scale, top_k):
 def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Softmax over all experts, the top_k largest divided by their sum, then times per_expert_scale[id].
 
-    The largest probability is always among the selected, so this is the softmax over the selected logits. After the
+    The largest probability is always selected, so this is the softmax over the selected logits. After the
     scale there is no second renormalisation.
 
     Args:
-        logits: [T, E] or [E], float32, float16 or bfloat16. NaN counts as the lowest float32, +-inf as highest and
-            lowest.
+        logits: [T, E] or [E], float32, float16 or bfloat16. NaN counts as the lowest float32, +-inf as the
+            highest and lowest.
         per_expert_scale: [E], any of the three dtypes.
         top_k: experts a token, 1 to min(E, 64); E is at most 1024.
 
-    Returns: weights [T, top_k] (or [top_k]) float32 and ids int32 of the same shape, in descending order of the
-        logits; ties go to the lower id.
+    Returns: weights [T, top_k] (or [top_k]) float32 and ids int32 of the same shape, in descending order of
+        the logits; ties go to the lower id.
 
     Raises: ValueError for a dtype, shape, count or device that does not fit.
 
     Stands for the source kernels fused_moe_routing_f32 (one token) and fused_moe_routing_batch_f32.
     """
-    return moe_router(
-        logits, top_k, scoring="softmax_after_topk", norm_topk_prob=False, per_expert_scale=per_expert_scale
-    )
+    return _scaled_softmax_of_selected(logits, per_expert_scale, top_k)
 
 
 def _check_gate(
@@ -305,8 +312,8 @@ def _fake_gate(
 
 
 @operator(
-    "moe_gate(Tensor hidden, Tensor router_weight, Tensor norm_weight, Tensor per_expert_scale, int top_k, float eps, "
-    "bool renormalize_after_scale=True) -> (Tensor weights, Tensor ids)",
+    "moe_gate(Tensor hidden, Tensor router_weight, Tensor norm_weight, Tensor per_expert_scale, int top_k, "
+    "float eps, bool renormalize_after_scale=True) -> (Tensor weights, Tensor ids)",
     check=_check_gate,
     fake=_fake_gate,
 )
@@ -341,9 +348,8 @@ def moe_gate(
 
     Stands for the source kernel moe_gate.
     """
-    x = hidden.float()
-    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_weight.float()
-    weights, ids = fused_moe_routing(normed @ router_weight.float().T, per_expert_scale, top_k)
+    logits = rms_norm(hidden, norm_weight, eps) @ router_weight.float().T
+    weights, ids = _scaled_softmax_of_selected(logits, per_expert_scale, top_k)
     return (_divide_by_sum(weights) if renormalize_after_scale else weights), ids
 
 
@@ -357,7 +363,7 @@ def _check_ids(check: Check, ids: Tensor, num_experts: int) -> None:
 
 
 def _sort_pairs(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The pairs in a stable order by expert, the expert of each (E for sentinels), and where each expert begins."""
+    """The pairs in stable order by expert, the expert of each (E for sentinels), where each expert begins."""
     flat = ids.flatten().long()
     experts = torch.where((flat < 0) | (flat >= num_experts), num_experts, flat)
     experts, order = experts.sort(stable=True)
@@ -380,10 +386,10 @@ def _fake_bucket(ids, num_experts):
     fake=_fake_bucket,
 )
 def moe_bucket(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The pairs p = t * K + k sorted by expert, ascending within an expert: moe_compute_ids_tpe without its padding.
+    """The pairs p = t * K + k sorted by expert, ascending within an expert: a compressed moe_compute_ids_tpe.
 
-    Expert e's pairs are pair_order[offsets[e] : offsets[e + 1]]. Pairs whose id lies outside [0, num_experts) follow
-    behind offsets[num_experts], ascending.
+    Expert e's pairs are pair_order[offsets[e] : offsets[e + 1]]. Pairs whose id lies outside [0, num_experts)
+    follow behind offsets[num_experts], ascending.
 
     Args:
         ids: [T, K] int32 or int64.
@@ -439,17 +445,16 @@ def moe_compute_ids_tpe(
     """
     order, experts, offsets = _sort_pairs(ids, num_experts)
     tpe = offsets.diff()
-    routed = experts < num_experts
-    slots = torch.arange(experts.numel(), device=ids.device) - offsets[experts]
-    by_expert = order.new_full((num_experts + 1, experts.numel()), -1)
-    by_expert[experts, torch.where(routed, slots, 0)] = torch.where(routed, order, -1)
+    places = torch.arange(experts.numel(), device=ids.device) - offsets[experts]
+    ids_by_expert = ids.new_full((num_experts, experts.numel()), -1, dtype=torch.int32)
+    routed = slice(int(offsets[-1]))
+    ids_by_expert[experts[routed], places[routed]] = order[routed].int()
     tiles = ((tpe.max() + PAIRS_PER_TILE - 1) // PAIRS_PER_TILE).clamp(min=1)
     grids = (_grid(tiles, rows, num_experts) for rows in (gate_up_rows, down_rows))
-    return tpe.int(), by_expert[:num_experts].int(), *grids
+    return tpe.int(), ids_by_expert, *grids
 
 
 def _grid(tiles: Tensor, rows: int, num_experts: int) -> Tensor:
     """The threadgroups of a matmul: tiles of pairs, tiles of rows, experts."""
-    return torch.stack(
-        [tiles, tiles.new_tensor(-(-rows // ROWS_PER_TILE)), tiles.new_tensor(num_experts)]
-    ).int()
+    fixed = tiles.new_tensor([-(-rows // ROWS_PER_TILE), num_experts])
+    return torch.cat([tiles.reshape(1), fixed]).int()
