@@ -1,0 +1,406 @@
+"""Quantised expert weights: the formats of `torch.ops.moe_mps.expert_qmm`, and models quantised in place.
+
+    format        bits per weight                              values
+    affine 4, 8   bits + 2 * (16 or 32) / group_size           q * scale + bias, q unsigned
+    mxfp4         4.25                                         e2m1(q) * 2^(scale - 127)
+
+Both are written bit for bit as mlx.core.quantize writes them on a CPU: groups of consecutive values along the
+last dimension, 32 / bits values per uint32, the first value in the lowest bits.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .ops._checks import ACTIVATION_DTYPES, Check
+from .ops.quantized import check_format, dequantize_values, e8m0, unpack
+
+# Values quantised at a time: enough to amortise the calls, with float32 temporaries of about 100 MiB.
+CHUNK = 1 << 22
+# mlx.core.quantize keeps scales of (nearly) constant groups away from zero with this.
+SMALLEST_SCALE = 1e-7
+# Halfway between neighbouring e2m1 magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6. A tie goes to the smaller one.
+E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+E2M1_LARGEST = 6.0
+
+
+@dataclass(frozen=True)
+class QuantizationFormat:
+    """How weights are quantised: 4 or 8 bits, groups of 32, 64 or 128, mode "affine"; or 4, 32, "mxfp4"."""
+
+    bits: int = 4
+    group_size: int = 64
+    mode: str = "affine"
+
+    def __post_init__(self):
+        check_format(Check("quantize"), self.bits, self.group_size, self.mode)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "QuantizationFormat":
+        return cls(values["bits"], values["group_size"], values["mode"])
+
+    def __str__(self) -> str:
+        return "mxfp4" if self.mode == "mxfp4" else f"int{self.bits} group {self.group_size}"
+
+
+class QuantizedWeight(NamedTuple):
+    """packed [..., R, C * bits / 32] uint32; scales, biases [..., R, C / group_size]; no biases in mxfp4."""
+
+    packed: Tensor
+    scales: Tensor
+    biases: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self if tensor is not None)
+
+
+def _check_weight(weight: Tensor, format: QuantizationFormat) -> None:
+    check = Check("quantize")
+    check.dtype("weight", weight, ACTIVATION_DTYPES)
+    check.rank("weight", weight, (2, 3))
+    if weight.shape[-1] % format.group_size != 0:
+        expected = f"of a last dimension that is a multiple of {format.group_size}"
+        check.fail("weight", expected, tuple(weight.shape))
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device, format: QuantizationFormat) -> QuantizedWeight:
+    *rows, columns = shape
+    packed = torch.empty(*rows, columns * format.bits // 32, dtype=torch.uint32, device=device)
+    groups = (*rows, columns // format.group_size)
+    if format.mode == "mxfp4":
+        return QuantizedWeight(packed, torch.empty(groups, dtype=torch.uint8, device=device), None)
+    return QuantizedWeight(packed, *(torch.empty(groups, dtype=dtype, device=device) for _ in range(2)))
+
+
+def _chunks(weight: Tensor) -> Iterator[tuple[int, slice]]:
+    """Indices (matrix, rows) of pieces of about CHUNK values; a piece is a view, whatever the strides."""
+    matrices, rows, columns = weight.shape
+    step = max(1, CHUNK // max(1, columns))
+    for matrix in range(matrices):
+        for first in range(0, rows, step):
+            yield matrix, slice(first, min(first + step, rows))
+
+
+def _quantize_affine(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """float32 [..., group_size] -> q uint8, scale, bias; in float32, in the order of operations of MLX.
+
+    The end of the range with the larger magnitude becomes the bias, and the scale is adjusted so that zero is
+    hit exactly: weights that are zero stay zero.
+    """
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    largest = 2**bits - 1
+    low_is_edge = low.abs() > high.abs()
+    scale = ((high - low) / largest).clamp(min=SMALLEST_SCALE)
+    scale = torch.where(low_is_edge, scale, -scale)
+    edge = torch.where(low_is_edge, low, high)
+    steps = (edge / scale).round()
+    scale = torch.where(steps == 0, scale, edge / steps)
+    bias = torch.where(steps == 0, 0.0, edge)
+    q = (groups - bias).div_(scale).round_().clamp_(0, largest).to(torch.uint8)
+    return q, scale.squeeze(-1), bias.squeeze(-1)
+
+
+def _quantize_mxfp4(groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """float32 [..., 32] -> e2m1 codes uint8, e8m0 scales uint8.
+
+    The scale is the smallest power of two at which the largest magnitude fits, so that nothing saturates. It
+    stays at 2^-127 below that; mlx.core.quantize wraps around to 2^128 for such groups.
+    """
+    # MLX divides in the dtype of the weight, which decides when the magnitude is between two powers.
+    fit = (groups.abs().amax(-1).to(dtype) / E2M1_LARGEST).float()
+    fraction, exponent = torch.frexp(fit)
+    exponent = (exponent - (fraction == 0.5).int()).clamp(-127, 127)
+    exponent = torch.where(fit == 0, 0, exponent)
+    scaled = groups * e8m0(127 - exponent).unsqueeze(-1)
+    magnitudes, code = scaled.abs(), torch.zeros_like(groups, dtype=torch.uint8)
+    for midpoint in E2M1_MIDPOINTS:  # 4 times faster than torch.bucketize
+        code += magnitudes > midpoint
+    code += ((scaled < 0) & (code > 0)).to(torch.uint8) << 3
+    return code, (exponent + 127).to(torch.uint8)
+
+
+def _pack(q: Tensor, bits: int) -> Tensor:
+    """uint8 [..., C] -> int32 [..., C * bits / 32], the first value in the lowest bits."""
+    if bits == 4:
+        q = q[..., 0::2] | (q[..., 1::2] << 4)
+    return q.contiguous().view(torch.int32)
+
+
+@torch.no_grad()
+def quantize(weight: Tensor, bits: int = 4, group_size: int = 64, mode: str = "affine") -> QuantizedWeight:
+    """Quantise a matrix, or a stack of matrices one after the other, along the last dimension.
+
+    Args:
+        weight: [R, C] or [E, R, C], float32, float16 or bfloat16, any strides; C a multiple of group_size.
+        bits, group_size, mode: see QuantizationFormat.
+
+    Returns: QuantizedWeight(packed, scales, biases). In mode affine, scales and biases have the dtype of
+        `weight`. The memory beside the result stays under about 100 MiB.
+
+    Raises: ValueError for a shape, dtype or format that does not fit, and for weights that are not finite.
+    """
+    format = QuantizationFormat(bits, group_size, mode)
+    _check_weight(weight, format)
+    stack = weight if weight.dim() == 3 else weight.unsqueeze(0)
+    out = _empty(stack.shape, weight.dtype, weight.device, format)
+    words = out.packed.view(torch.int32)
+    finite = torch.ones((), dtype=torch.bool, device=weight.device)
+    for index in _chunks(stack):
+        groups = stack[index].float().unflatten(-1, (-1, group_size))
+        if mode == "mxfp4":
+            q, scales = _quantize_mxfp4(groups, weight.dtype)
+            finite &= torch.isfinite(groups).all()
+        else:
+            q, scales, biases = _quantize_affine(groups, bits)
+            finite &= torch.isfinite(scales).all()
+            out.biases[index] = biases.to(weight.dtype)
+        out.scales[index] = scales.to(out.scales.dtype)
+        words[index] = _pack(q.flatten(-2), bits)
+    if not finite:
+        Check("quantize").fail("weight", "finite", "NaN, inf or a range over that of float32")
+    if weight.dim() == 2:
+        return QuantizedWeight(*(None if tensor is None else tensor.squeeze(0) for tensor in out))
+    return out
+
+
+@torch.no_grad()
+def dequantize(
+    packed: Tensor,
+    scales: Tensor,
+    biases: Tensor | None,
+    bits: int = 4,
+    group_size: int = 64,
+    mode: str = "affine",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The dense weights [..., R, C], rounded as mlx.core.dequantize rounds them.
+
+    Args:
+        packed, scales, biases: as quantize returns them; int32 is accepted for uint32.
+        bits, group_size, mode: see QuantizationFormat.
+        dtype: of the result; None means that of `scales`, and bfloat16 in mode mxfp4.
+
+    Raises: ValueError for a shape, dtype or format that does not fit.
+    """
+    format = QuantizationFormat(bits, group_size, mode)
+    check = Check("dequantize")
+    check.dtype("packed", packed, (torch.uint32, torch.int32))
+    columns = packed.shape[-1] * 32 // bits
+    check.shape("scales", scales, (*packed.shape[:-1], columns // group_size), "[..., C / group_size]")
+    if format.mode == "mxfp4":
+        check.dtype("scales", scales, (torch.uint8,))
+        if biases is not None:
+            check.fail("biases", "None for mode mxfp4", f"a tensor of shape {tuple(biases.shape)}")
+        values = dequantize_values(packed, scales, None, bits, group_size, mode)
+        return values.to(dtype or torch.bfloat16)
+    check.dtype("scales", scales, ACTIVATION_DTYPES)
+    if biases is None:
+        check.fail("biases", "a tensor for mode affine", None)
+    check.dtype("biases", biases, (scales.dtype,))
+    check.shape("biases", biases, scales.shape, "[..., C / group_size]")
+    # In the dtype of the scales, rounded after the product and after the sum.
+    q = unpack(packed, bits).to(scales.dtype).unflatten(-1, (-1, group_size))
+    values = (q * scales.unsqueeze(-1)).add_(biases.unsqueeze(-1)).flatten(-2)
+    return values.to(dtype or scales.dtype)
+
+
+def repack_mxfp4_blocks(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
+    """MXFP4 as gpt-oss checkpoints store it -> mode mxfp4, by reinterpreting the bytes.
+
+    Args:
+        blocks: uint8 [..., R, C / 32, 16], two values per byte, the first in the lower half.
+        scales: uint8 [..., R, C / 32].
+
+    Returns: QuantizedWeight(packed [..., R, C / 8] uint32, scales, None), on the memory of `blocks` if that
+        is contiguous.
+
+    Raises: ValueError for a shape or dtype that does not fit.
+    """
+    check = Check("repack_mxfp4_blocks")
+    check.dtype("blocks", blocks, (torch.uint8,))
+    check.dtype("scales", scales, (torch.uint8,))
+    check.shape("blocks", blocks, (*scales.shape, 16), "[..., R, C / 32, 16]")
+    packed = blocks.contiguous().flatten(-2)
+    if packed.storage_offset() % 4 != 0:
+        packed = packed.clone()
+    return QuantizedWeight(packed.view(torch.int32).view(torch.uint32), scales, None)
+
+
+@torch.no_grad()
+def relative_error(weight: Tensor, quantized: QuantizedWeight, format: QuantizationFormat) -> float:
+    """mean |weight - dequantised| / mean |weight| of a stack [E, R, C]; 0 for weights that are all zero."""
+    difference = magnitude = torch.zeros((), dtype=torch.float32, device=weight.device)
+    for index in _chunks(weight):
+        parts = [None if tensor is None else tensor[index] for tensor in quantized]
+        dense = weight[index].float()
+        difference = difference + (dense - dequantize_values(*parts, **format.to_dict())).abs().sum()
+        magnitude = magnitude + dense.abs().sum()
+    return float(difference / magnitude) if magnitude > 0 else 0.0
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether the module follows the interface of transformers' `use_experts_implementation`."""
+    if not all(
+        hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+    ):
+        return False
+    tensors = [getattr(module, projection, None) for projection in projections(module)]
+    dense = all(isinstance(tensor, Tensor) and tensor.dim() == 3 for tensor in tensors)
+    return dense or getattr(module, "quantization", None) is not None
+
+
+def projections(module: nn.Module) -> tuple[str, str]:
+    return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+
+
+def _rows_first(module: nn.Module, projection: str) -> Tensor:
+    """The view [E, output, input] of a dense parameter."""
+    weight = getattr(module, projection).detach()
+    return weight.mT if module.is_transposed else weight
+
+
+def check_module(name: str, module: nn.Module, format: QuantizationFormat) -> None:
+    """Raise the one-line error for a module that cannot be quantised, before anything is changed."""
+    check = Check("quantize_experts")
+    for projection in projections(module):
+        weight = _rows_first(module, projection)
+        argument = f"{name}.{projection}"
+        check.dtype(argument, weight, ACTIVATION_DTYPES)
+        if weight.shape[-1] % format.group_size != 0:
+            expected = f"of an input dimension that is a multiple of group_size {format.group_size}"
+            check.fail(argument, expected, weight.shape[-1])
+
+
+def _replace(module: nn.Module, projection: str, quantized: QuantizedWeight) -> None:
+    delattr(module, projection)
+    for suffix, tensor in zip(QuantizedWeight._fields, quantized, strict=True):
+        if tensor is not None:
+            module.register_parameter(f"{projection}_{suffix}", nn.Parameter(tensor, requires_grad=False))
+
+
+def empty_quantized_module(module: nn.Module, format: QuantizationFormat) -> None:
+    """Replace the dense parameters by uninitialised quantised ones on their devices, to load a checkpoint."""
+    for projection in projections(module):
+        weight = _rows_first(module, projection)
+        _replace(module, projection, _empty(weight.shape, weight.dtype, weight.device, format))
+    module.quantization = format
+
+
+def quantize_module(module: nn.Module, format: QuantizationFormat) -> list["QuantizedProjection"]:
+    """Replace `<projection>` by `<projection>_packed`, `_scales` and, in mode affine, `_biases`.
+
+    One dense parameter is freed before the next is quantised. Sets `module.quantization`.
+    """
+    done = []
+    for projection in projections(module):
+        weight = _rows_first(module, projection)
+        quantized = quantize(weight, **format.to_dict())
+        error = relative_error(weight, quantized, format)
+        done.append(QuantizedProjection(projection, error, weight.nbytes, quantized.nbytes))
+        del weight
+        _replace(module, projection, quantized)
+    module.quantization = format
+    return done
+
+
+class QuantizedProjection(NamedTuple):
+    """What became of one parameter; `error` is mean |dense - quantised| / mean |dense|."""
+
+    projection: str
+    error: float
+    dense_bytes: int
+    quantized_bytes: int
+
+
+@dataclass
+class QuantizationReport:
+    """What quantize_experts did; prints as a table."""
+
+    format: QuantizationFormat
+    modules: dict[str, list[QuantizedProjection]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(entry.dense_bytes for entries in self.modules.values() for entry in entries)
+
+    @property
+    def quantized_bytes(self) -> int:
+        return sum(entry.quantized_bytes for entries in self.modules.values() for entry in entries)
+
+    def __str__(self) -> str:
+        rows = [("parameter", "relative error", "before", "after")]
+        for name, entries in self.modules.items():
+            for projection, error, before, after in entries:
+                rows.append((f"{name}.{projection}", f"{error:.4f}", _mib(before), _mib(after)))
+        rows.append((f"all, {self.format}", "", _mib(self.dense_bytes), _mib(self.quantized_bytes)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(
+                [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
+            )
+            for row in rows
+        ]
+        return "\n".join(lines + [f"{name}: left dense, {why}" for name, why in self.skipped.items()])
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"
+
+
+def _with_progress(items: Iterable, enabled: bool) -> Iterable:
+    """A progress bar where tqdm is installed, as it is with transformers."""
+    if not enabled:
+        return items
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return items
+    return tqdm(items, desc="Quantising experts", unit="layer")
+
+
+def quantize_experts(
+    model: nn.Module,
+    bits: int = 4,
+    group_size: int = 64,
+    mode: str = "affine",
+    *,
+    modules: Mapping[str, nn.Module] | None = None,
+    progress: bool = True,
+) -> QuantizationReport:
+    """Quantise the experts of a transformers model in place, layer by layer.
+
+    Every dense parameter is freed before the next one is quantised, so the peak is the dense model plus one
+    quantised layer. All checks come first: on an error the model is unchanged.
+
+    Args:
+        model: any module; experts are recognised by the interface of transformers' experts implementations.
+        bits, group_size, mode: see QuantizationFormat.
+        modules: the experts modules to quantise, by name; None means all of the model.
+        progress: show a bar where tqdm is installed.
+
+    Returns: a report with the relative error of each parameter.
+
+    Raises: ValueError for a format or a shape that does not fit.
+    """
+    format = QuantizationFormat(bits, group_size, mode)
+    report = QuantizationReport(format)
+    if modules is None:
+        modules = {name: module for name, module in model.named_modules() if is_experts(module)}
+    dense = {}
+    for name, module in modules.items():
+        if getattr(module, "quantization", None) is not None:
+            report.skipped[name] = f"already {module.quantization}"
+        else:
+            check_module(name, module, format)
+            dense[name] = module
+    for name in _with_progress(list(dense), progress):
+        report.modules[name] = quantize_module(dense[name], format)
+    return report
