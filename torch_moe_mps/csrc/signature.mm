@@ -31,6 +31,8 @@ void Signature::append(const at::Tensor& tensor) {
                          static_cast<char>(device.index()), static_cast<char>(tensor.dim())};
   append_bytes(header, sizeof(header));
   append_bytes(tensor.sizes().data(), tensor.dim() * sizeof(int64_t));
+  append(tensor.is_contiguous());
+  if (!tensor.is_contiguous()) append_bytes(tensor.strides().data(), tensor.dim() * sizeof(int64_t));
 }
 
 void Signature::append(std::string_view text) {

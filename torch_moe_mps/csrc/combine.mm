@@ -1,0 +1,176 @@
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "../shaders/params.h"
+#include "encoder.h"
+#include "kernel_names.h"
+#include "rows.h"
+#include "signature.h"
+
+namespace moe_mps {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr int64_t kSiluThreads = 256;   // as in combine.h
+constexpr int64_t kSumThreads = 128;    // columns of one row are spread over threadgroups of this size
+
+Tensor silu_mul_stacked(const Tensor& gate_, const Tensor& up_) {
+  check_call("silu_mul_stacked", gate_, up_);
+  const Tensor gate = gate_.contiguous(), up = up_.contiguous();
+  Tensor output = at::empty(gate.sizes(), gate.options());
+  if (output.numel() == 0) return output;
+  SiluMulParams params{};
+  params.count = output.numel();
+  params.vectorised = rows_start_aligned(4, {gate, up, output});
+  const int64_t per_group = kSiluThreads * (params.vectorised ? 4 : 1);
+  Commands commands;
+  commands.add("combine", kernel_name("silu_mul_stacked", {gate.scalar_type()}))
+      .bind(gate)
+      .bind(up)
+      .bind(output)
+      .params(params)
+      .threadgroups({NSUInteger(ceil_div(output.numel(), per_group))}, {NSUInteger(kSiluThreads)});
+  commands.encode();
+  return output;
+}
+
+// The operands of a weighted sum, contiguous: slots [rows, slots, width], weights [rows, slots].
+struct WeightedSum {
+  Tensor slots, weights;
+  OptionalTensor shared_gate, shared, residual;
+  bool gate_is_logit = false;
+  int64_t rows, count, width;
+};
+
+// output [rows, width] = sum + gate * shared + residual.
+void encode_weighted_sum(const WeightedSum& sum, const Tensor& output) {
+  WeightedSumParams params{};
+  params.rows = sum.rows;
+  params.slots = sum.count;
+  params.width = sum.width;
+  params.vectorised = rows_start_aligned(sum.width, {sum.slots, output, sum.shared.value_or(output),
+                                                     sum.residual.value_or(output)});
+  params.weights_dtype = dtype_code(sum.weights);
+  params.has_shared = sum.shared.has_value();
+  params.has_gate = sum.shared_gate.has_value();
+  params.gate_dtype = sum.shared_gate ? dtype_code(*sum.shared_gate) : DTYPE_FLOAT;
+  params.gate_is_logit = sum.gate_is_logit;
+  params.has_residual = sum.residual.has_value();
+
+  const int64_t items = ceil_div(sum.width, params.vectorised ? 4 : 1);
+  const int64_t threads = std::min(kSumThreads, ceil_div(items, kSimdWidth) * kSimdWidth);
+  const bool has_slots = sum.count > 0;
+  Commands commands;
+  commands.add("combine", kernel_name("weighted_sum", {output.scalar_type()}))
+      .bind(has_slots ? sum.slots : output)
+      .bind(has_slots ? sum.weights : output)
+      .bind_or(sum.shared_gate, output)
+      .bind_or(sum.shared, output)
+      .bind_or(sum.residual, output)
+      .bind(output)
+      .params(params)
+      .threadgroups({NSUInteger(ceil_div(items, threads)), NSUInteger(sum.rows)}, {NSUInteger(threads)});
+  commands.encode();
+}
+
+WeightedSum stacked(const Tensor& slots, const Tensor& weights) {
+  WeightedSum sum;
+  sum.slots = slots.contiguous();
+  sum.weights = weights.contiguous();
+  sum.count = slots.size(-2);
+  sum.width = slots.size(-1);
+  sum.rows = 1;
+  for (int64_t i = 0; i < slots.dim() - 2; ++i) sum.rows *= slots.size(i);
+  return sum;
+}
+
+Tensor weighted_sum_stacked(const Tensor& slots, const Tensor& weights) {
+  check_call("weighted_sum_stacked", slots, weights);
+  auto shape = slots.sizes().vec();
+  shape.erase(shape.end() - 2);
+  Tensor output = at::empty(shape, slots.options());
+  if (output.numel() > 0) encode_weighted_sum(stacked(slots, weights), output);
+  return output;
+}
+
+void weighted_sum_residual_stacked_(const Tensor& residual_, const Tensor& slots, const Tensor& weights) {
+  check_call("weighted_sum_residual_stacked_", residual_, slots, weights);
+  if (residual_.numel() == 0) return;
+  const Tensor residual = residual_.contiguous();
+  WeightedSum sum = stacked(slots, weights);
+  sum.residual = residual;
+  encode_weighted_sum(sum, residual);
+  if (!residual_.is_contiguous()) residual_.copy_(residual);
+}
+
+Tensor weighted_sum_residual_norm_stacked_(const Tensor& residual_, const Tensor& slots, const Tensor& weights,
+                                           const Tensor& norm_weight, double eps) {
+  check_call("weighted_sum_residual_norm_stacked_", residual_, slots, weights, norm_weight, eps);
+  Tensor output = at::empty(residual_.sizes(), residual_.options());
+  if (output.numel() == 0) return output;
+  const Tensor residual = residual_.contiguous();
+  const Tensor norm = norm_weight.contiguous();
+  const WeightedSum sum = stacked(slots, weights);
+  WeightedSumNormParams params{};
+  params.slots = sum.count;
+  params.width = sum.width;
+  params.vectorised = rows_start_aligned(sum.width, {residual, sum.slots, norm, output});
+  params.weights_dtype = dtype_code(sum.weights);
+  params.norm_dtype = dtype_code(norm);
+  params.eps = static_cast<float>(eps);
+  const RowLayout layout = row_per_threadgroup(sum.rows, sum.width);
+  const bool has_slots = sum.count > 0;
+  Commands commands;
+  commands.add("combine", kernel_name("weighted_sum_norm", {residual.scalar_type()}))
+      .bind(residual)
+      .bind(has_slots ? sum.slots : residual)
+      .bind(has_slots ? sum.weights : residual)
+      .bind(norm)
+      .bind(output)
+      .params(params)
+      .threadgroups(layout.grid, layout.threads);
+  commands.encode();
+  if (!residual_.is_contiguous()) residual_.copy_(residual);
+  return output;
+}
+
+Tensor moe_weighted_reduce(const Tensor& weights, const Tensor& expert_out, const OptionalTensor& shared_gate,
+                           const OptionalTensor& shared_out, const OptionalTensor& residual, bool gate_is_logit) {
+  check_call("moe_weighted_reduce", weights, expert_out, shared_gate, shared_out, residual, gate_is_logit);
+  WeightedSum sum;
+  sum.slots = expert_out.contiguous();
+  sum.weights = weights.contiguous();
+  sum.shared_gate = contiguous(shared_gate);
+  sum.shared = contiguous(shared_out);
+  sum.residual = contiguous(residual);
+  sum.gate_is_logit = gate_is_logit;
+  sum.rows = weights.size(0);
+  sum.count = weights.size(1);
+  sum.width = expert_out.size(-1);
+  Tensor output = at::empty({sum.rows, sum.width}, expert_out.options());
+  if (output.numel() > 0) encode_weighted_sum(sum, output);
+  return output;
+}
+
+}  // namespace
+}  // namespace moe_mps
+
+TORCH_LIBRARY_IMPL(moe_mps, MPS, m) {
+  m.impl("silu_mul_stacked", moe_mps::silu_mul_stacked);
+  m.impl("weighted_sum_stacked", moe_mps::weighted_sum_stacked);
+  m.impl("weighted_sum_residual_stacked_", moe_mps::weighted_sum_residual_stacked_);
+  m.impl("weighted_sum_residual_norm_stacked_", moe_mps::weighted_sum_residual_norm_stacked_);
+  m.impl("moe_weighted_reduce", moe_mps::moe_weighted_reduce);
+}
+
+TORCH_LIBRARY_IMPL(moe_mps, AutogradMPS, m) {
+  for (const char* name : {"silu_mul_stacked", "weighted_sum_stacked", "weighted_sum_residual_stacked_",
+                           "weighted_sum_residual_norm_stacked_", "moe_weighted_reduce"}) {
+    m.impl(name, torch::autograd::autogradNotImplementedFallback());
+  }
+}

@@ -1,0 +1,112 @@
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+#include <tuple>
+
+#include "../shaders/params.h"
+#include "encoder.h"
+#include "kernel_names.h"
+#include "rows.h"
+#include "signature.h"
+
+namespace moe_mps {
+namespace {
+
+using at::Tensor;
+
+// One dispatch for all four operators. `sum` is nullopt where the kernel has none to write.
+void encode_norm(const char* kernel, const Tensor& residual, const Tensor& input, const Tensor& weight,
+                 const std::optional<Tensor>& scalar, double eps, double weight_offset, const Tensor& output,
+                 const std::optional<Tensor>& sum) {
+  const int64_t width = residual.size(-1);
+  const int64_t rows = residual.numel() / width;
+  const RowLayout layout = row_layout(rows, width);
+  NormParams params{};
+  params.rows = rows;
+  params.width = width;
+  params.simdgroups_per_row = layout.simdgroups_per_row;
+  params.vectorised = rows_start_aligned(width, {residual, input, weight, output}) &&
+                      (!scalar || rows_start_aligned(width, {*scalar})) && (!sum || rows_start_aligned(width, {*sum}));
+  params.weight_dtype = dtype_code(weight);
+  if (scalar) {
+    params.scalar_kind = scalar->numel() == width && width > 1 ? SCALAR_PER_COLUMN : SCALAR_SINGLE;
+    params.scalar_dtype = dtype_code(*scalar);
+  }
+  params.write_sum = sum.has_value();
+  params.eps = static_cast<float>(eps);
+  params.weight_offset = static_cast<float>(weight_offset);
+
+  Commands commands;
+  commands.add("norms", kernel_name(kernel, {residual.scalar_type()}))
+      .bind(residual)
+      .bind(input)
+      .bind(weight)
+      .bind_or(scalar, weight)
+      .bind(output)
+      .bind_or(sum, output)
+      .params(params)
+      .threadgroups(layout.grid, layout.threads);
+  commands.encode();
+}
+
+Tensor norm_add(const Tensor& residual, const Tensor& input, const Tensor& weight, const std::optional<Tensor>& scalar,
+                double eps, double weight_offset) {
+  Tensor output = at::empty(residual.sizes(), residual.options());
+  if (output.numel() == 0) return output;
+  encode_norm("norm_add", residual.contiguous(), input.contiguous(), weight.contiguous(), contiguous(scalar), eps,
+              weight_offset, output, std::nullopt);
+  return output;
+}
+
+std::tuple<Tensor, Tensor> residual_norm(const Tensor& residual, const Tensor& input, const Tensor& weight,
+                                         const std::optional<Tensor>& scalar, double eps, bool write_sum,
+                                         double weight_offset) {
+  Tensor output = at::empty(residual.sizes(), residual.options());
+  Tensor sum = write_sum ? at::empty(residual.sizes(), residual.options()) : at::empty({0}, residual.options());
+  if (output.numel() == 0) return {output, sum};
+  encode_norm("residual_norm", residual.contiguous(), input.contiguous(), weight.contiguous(), contiguous(scalar), eps,
+              weight_offset, output, write_sum ? std::optional(sum) : std::nullopt);
+  return {output, sum};
+}
+
+Tensor fused_norm_add(const Tensor& residual, const Tensor& input, const Tensor& weight, double eps,
+                      double weight_offset) {
+  check_call("fused_norm_add", residual, input, weight, eps, weight_offset);
+  return norm_add(residual, input, weight, std::nullopt, eps, weight_offset);
+}
+
+Tensor fused_norm_add_scalar(const Tensor& residual, const Tensor& input, const Tensor& weight, const Tensor& scalar,
+                             double eps, double weight_offset) {
+  check_call("fused_norm_add_scalar", residual, input, weight, scalar, eps, weight_offset);
+  return norm_add(residual, input, weight, scalar, eps, weight_offset);
+}
+
+std::tuple<Tensor, Tensor> fused_residual_norm(const Tensor& residual, const Tensor& input, const Tensor& weight,
+                                               double eps, bool write_sum, double weight_offset) {
+  check_call("fused_residual_norm", residual, input, weight, eps, write_sum, weight_offset);
+  return residual_norm(residual, input, weight, std::nullopt, eps, write_sum, weight_offset);
+}
+
+Tensor fused_residual_norm_scalar(const Tensor& residual, const Tensor& input, const Tensor& weight,
+                                  const Tensor& scalar, double eps, double weight_offset) {
+  check_call("fused_residual_norm_scalar", residual, input, weight, scalar, eps, weight_offset);
+  return std::get<0>(residual_norm(residual, input, weight, scalar, eps, false, weight_offset));
+}
+
+}  // namespace
+}  // namespace moe_mps
+
+TORCH_LIBRARY_IMPL(moe_mps, MPS, m) {
+  m.impl("fused_norm_add", moe_mps::fused_norm_add);
+  m.impl("fused_norm_add_scalar", moe_mps::fused_norm_add_scalar);
+  m.impl("fused_residual_norm", moe_mps::fused_residual_norm);
+  m.impl("fused_residual_norm_scalar", moe_mps::fused_residual_norm_scalar);
+}
+
+TORCH_LIBRARY_IMPL(moe_mps, AutogradMPS, m) {
+  for (const char* name :
+       {"fused_norm_add", "fused_norm_add_scalar", "fused_residual_norm", "fused_residual_norm_scalar"}) {
+    m.impl(name, torch::autograd::autogradNotImplementedFallback());
+  }
+}

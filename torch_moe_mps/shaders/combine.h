@@ -1,0 +1,177 @@
+// What follows the experts' matmuls: the gated activation, and the weighted sum over the slots of a token.
+#pragma once
+#include "common.h"
+
+constant constexpr uint kSiluThreads = 256;
+
+inline float silu_mul(float gate, float up) { return gate / (1.0f + precise::exp(-gate)) * up; }
+
+template <typename T>
+[[kernel]] void silu_mul_stacked(device const T* gate [[buffer(0)]], device const T* up [[buffer(1)]],
+                                 device T* output [[buffer(2)]], constant SiluMulParams& params [[buffer(3)]],
+                                 uint group [[threadgroup_position_in_grid]],
+                                 uint thread_index [[thread_index_in_threadgroup]]) {
+  const uint width = params.vectorised != 0 ? 4 : 1;
+  const ulong first = (ulong(group) * kSiluThreads + thread_index) * width;
+  if (width == 4 && first + 4 <= params.count) {
+    const Pack<4> g = load_pack<4>(gate + first);
+    const Pack<4> u = load_pack<4>(up + first);
+    Pack<4> out;
+    UNROLL for (int i = 0; i < 4; ++i) out.v[i] = silu_mul(g.v[i], u.v[i]);
+    store_pack(output + first, out);
+    return;
+  }
+  for (ulong i = first; i < first + width && i < params.count; ++i) output[i] = T(silu_mul(float(gate[i]), float(up[i])));
+}
+
+// Loads in flight of a thread that sums over slots.
+constant constexpr uint kSlotBlock = 8;
+
+// sum_s weights[s] * slots[s][column ...], s ascending. Weights are read once per simdgroup and passed on in registers, so all
+// lanes take part; those that are not `active` have no column.
+template <typename T, int N>
+inline Pack<N> sum_over_slots(device const T* slots, device const uchar* weights, uint weights_dtype, ulong row, uint count,
+                              uint width, uint column, bool active, uint lane) {
+  Pack<N> sum;
+  UNROLL for (int i = 0; i < N; ++i) sum.v[i] = 0.0f;
+  for (uint base = 0; base < count; base += kSimdWidth) {
+    const bool has_weight = base + lane < count;
+    const float lane_weight = has_weight ? load_one(weights, weights_dtype, row * count + base + lane) : 0.0f;
+    const uint slots_here = min(count - base, kSimdWidth);
+    for (uint block = 0; block < slots_here; block += kSlotBlock) {
+      device const T* source = slots + (row * count + base + block) * width + column;
+      Pack<N> loaded[kSlotBlock];
+      UNROLL for (uint s = 0; s < kSlotBlock; ++s) {
+        if (active && block + s < slots_here) loaded[s] = load_pack<N>(source + ulong(s) * width);
+      }
+      UNROLL for (uint s = 0; s < kSlotBlock; ++s) {
+        if (block + s < slots_here) {
+          const float weight = simd_shuffle(lane_weight, ushort(block + s));
+          if (active) {
+            UNROLL for (int i = 0; i < N; ++i) sum.v[i] += weight * loaded[s].v[i];
+          }
+        }
+      }
+    }
+  }
+  return sum;
+}
+
+template <typename T, int N>
+inline void weighted_sum_columns(device const T* slots, device const uchar* weights, device const uchar* shared_gate,
+                                 device const T* shared, device const T* residual, device T* output,
+                                 constant WeightedSumParams& params, ulong row, uint column, uint lane) {
+  const bool active = column < params.width;
+  Pack<N> sum = sum_over_slots<T, N>(slots, weights, params.weights_dtype, row, params.slots, params.width, column, active,
+                                     lane);
+  if (!active) return;
+  const ulong place = row * params.width + column;
+  if (params.has_shared != 0) {
+    float gate = params.has_gate != 0 ? load_one(shared_gate, params.gate_dtype, row) : 1.0f;
+    if (params.has_gate != 0 && params.gate_is_logit != 0) gate = sigmoid(gate);
+    const Pack<N> x = load_pack<N>(shared + place);
+    UNROLL for (int i = 0; i < N; ++i) sum.v[i] += gate * x.v[i];
+  }
+  if (params.has_residual != 0) {
+    const Pack<N> x = load_pack<N>(residual + place);
+    UNROLL for (int i = 0; i < N; ++i) sum.v[i] += x.v[i];
+  }
+  store_pack(output + place, sum);
+}
+
+// output = sum over slots + gate * shared + residual. `output` may be `residual`: a thread reads its columns before it writes.
+template <typename T>
+[[kernel]] void weighted_sum_rows(device const T* slots [[buffer(0)]], device const uchar* weights [[buffer(1)]],
+                                  device const uchar* shared_gate [[buffer(2)]], device const T* shared [[buffer(3)]],
+                                  device const T* residual [[buffer(4)]], device T* output [[buffer(5)]],
+                                  constant WeightedSumParams& params [[buffer(6)]],
+                                  uint3 group [[threadgroup_position_in_grid]],
+                                  uint3 group_threads [[threads_per_threadgroup]],
+                                  uint thread_index [[thread_index_in_threadgroup]],
+                                  uint lane [[thread_index_in_simdgroup]]) {
+  const uint item = group.x * group_threads.x + thread_index;
+  if (params.vectorised != 0) {
+    weighted_sum_columns<T, 4>(slots, weights, shared_gate, shared, residual, output, params, group.y, item * 4, lane);
+  } else {
+    weighted_sum_columns<T, 1>(slots, weights, shared_gate, shared, residual, output, params, group.y, item, lane);
+  }
+}
+
+// Elements that a thread keeps between the sum and the norm; longer rows read residual, just written, again.
+constant constexpr int kSumElements = 16;
+
+template <typename T, int N>
+inline void weighted_sum_norm_row(device T* residual, device const T* slots, device const uchar* weights,
+                                  device const uchar* norm_weight, device T* output,
+                                  constant WeightedSumNormParams& params, ulong row, uint thread_index, uint threads,
+                                  uint lane, uint simdgroup, uint simdgroups, threadgroup float* partials) {
+  constexpr uint kKept = kSumElements / N;
+  const ulong start = row * params.width;
+  const uint step = threads * N;
+  Pack<N> kept[kKept];
+  float squares = 0.0f;
+  UNROLL for (uint k = 0; k < kKept; ++k) {
+    if (k * step < params.width) {
+      const uint column = k * step + thread_index * N;
+      const bool active = column < params.width;
+      Pack<N> base;
+      if (active) base = load_pack<N>(residual + start + column);
+      kept[k] = sum_over_slots<T, N>(slots, weights, params.weights_dtype, row, params.slots, params.width, column, active,
+                                     lane);
+      if (active) {
+        UNROLL for (int i = 0; i < N; ++i) kept[k].v[i] = float(T(base.v[i] + kept[k].v[i]));
+        store_pack(residual + start + column, kept[k]);
+        squares += sum_of_squares(kept[k]);
+      }
+    }
+  }
+  for (uint first = kKept * step; first < params.width; first += step) {
+    const uint column = first + thread_index * N;
+    const bool active = column < params.width;
+    Pack<N> x = sum_over_slots<T, N>(slots, weights, params.weights_dtype, row, params.slots, params.width, column, active,
+                                     lane);
+    if (active) {
+      const Pack<N> base = load_pack<N>(residual + start + column);
+      UNROLL for (int i = 0; i < N; ++i) x.v[i] = float(T(base.v[i] + x.v[i]));
+      store_pack(residual + start + column, x);
+      squares += sum_of_squares(x);
+    }
+  }
+
+  const float total = threadgroup_sum(squares, partials, lane, simdgroup, simdgroups);
+  const float inverse = precise::rsqrt(total / float(params.width) + params.eps);
+
+  UNROLL for (uint k = 0; k < kKept; ++k) {
+    const uint column = k * step + thread_index * N;
+    if (column < params.width) {
+      const Pack<N> weight = load_any<N>(norm_weight, params.norm_dtype, column);
+      UNROLL for (int i = 0; i < N; ++i) kept[k].v[i] *= inverse * weight.v[i];
+      store_pack(output + start + column, kept[k]);
+    }
+  }
+  for (uint column = kKept * step + thread_index * N; column < params.width; column += step) {
+    Pack<N> x = load_pack<N>(residual + start + column);
+    const Pack<N> weight = load_any<N>(norm_weight, params.norm_dtype, column);
+    UNROLL for (int i = 0; i < N; ++i) x.v[i] *= inverse * weight.v[i];
+    store_pack(output + start + column, x);
+  }
+}
+
+// residual += sum over slots, then output = rms(residual) * norm_weight: one row per threadgroup.
+template <typename T>
+[[kernel, max_total_threads_per_threadgroup(1024)]] void weighted_sum_norm_rows(
+    device T* residual [[buffer(0)]], device const T* slots [[buffer(1)]], device const uchar* weights [[buffer(2)]],
+    device const uchar* norm_weight [[buffer(3)]], device T* output [[buffer(4)]],
+    constant WeightedSumNormParams& params [[buffer(5)]], uint row [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
+  threadgroup float partials[kMaxSimdgroups];
+  const uint threads = simdgroups * kSimdWidth;
+  if (params.vectorised != 0) {
+    weighted_sum_norm_row<T, 4>(residual, slots, weights, norm_weight, output, params, row, thread_index, threads, lane,
+                                simdgroup, simdgroups, partials);
+  } else {
+    weighted_sum_norm_row<T, 1>(residual, slots, weights, norm_weight, output, params, row, thread_index, threads, lane,
+                                simdgroup, simdgroups, partials);
+  }
+}

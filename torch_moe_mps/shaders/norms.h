@@ -1,0 +1,127 @@
+// RMSNorm fused with the residual stream: one row per threadgroup, or per simdgroup where rows are short.
+#pragma once
+#include "common.h"
+
+// Elements that a thread keeps in registers between the two passes over a row, so that rows of up to 1024 * 16 columns are
+// read once. What lies beyond is read again.
+constant constexpr int kNormElements = 16;
+
+// The threads that work on one row.
+struct RowThreads {
+  uint index;
+  uint count;
+  uint lane;
+  uint simdgroup;
+  uint simdgroups;
+};
+
+inline float row_sum(float value, RowThreads threads, threadgroup float* partials) {
+  if (threads.simdgroups == 1) return simd_sum(value);
+  return threadgroup_sum(value, partials, threads.lane, threads.simdgroup, threads.simdgroups);
+}
+
+template <int N>
+inline Pack<N> output_scale(device const uchar* scalar, constant NormParams& params, uint column) {
+  if (params.scalar_kind == SCALAR_PER_COLUMN) return load_any<N>(scalar, params.scalar_dtype, column);
+  const float value = params.scalar_kind == SCALAR_SINGLE ? load_one(scalar, params.scalar_dtype, 0) : 1.0f;
+  Pack<N> scale;
+  UNROLL for (int i = 0; i < N; ++i) scale.v[i] = value;
+  return scale;
+}
+
+// The columns to be normed: those of input, or with kNormSum those of residual + input, rounded to T as the residual stream is.
+template <typename T, int N, bool kNormSum>
+inline Pack<N> normed_columns(Pack<N> residual, Pack<N> input) {
+  if constexpr (kNormSum) {
+    UNROLL for (int i = 0; i < N; ++i) input.v[i] = float(T(residual.v[i] + input.v[i]));
+  }
+  return input;
+}
+
+// (residual + x * inverse * weight) * scale, with kNormSum without the residual.
+template <int N, bool kNormSum>
+inline Pack<N> finished_columns(Pack<N> residual, Pack<N> x, float inverse, device const uchar* weight,
+                                device const uchar* scalar, constant NormParams& params, uint column) {
+  const Pack<N> factor = load_any<N>(weight, params.weight_dtype, column);
+  const Pack<N> scale = output_scale<N>(scalar, params, column);
+  UNROLL for (int i = 0; i < N; ++i) {
+    float y = x.v[i] * inverse * (factor.v[i] + params.weight_offset);
+    if constexpr (!kNormSum) y += residual.v[i];
+    x.v[i] = y * scale.v[i];
+  }
+  return x;
+}
+
+template <typename T, int N, bool kNormSum>
+inline void norm_row(device const T* residual, device const T* input, device const uchar* weight,
+                     device const uchar* scalar, device T* output, device T* sum_output, constant NormParams& params,
+                     RowThreads threads, threadgroup float* partials) {
+  constexpr int kKept = kNormElements / N;
+  const uint step = threads.count * N;
+  const uint first = threads.index * N;
+  Pack<N> base[kKept];  // loaded with the first pass, to be in flight during the reduction
+  Pack<N> kept[kKept];
+  float sum = 0.0f;
+  UNROLL for (int k = 0; k < kKept; ++k) {
+    const uint column = first + k * step;
+    if (column < params.width) {
+      base[k] = load_pack<N>(residual + column);
+      kept[k] = load_pack<N>(input + column);
+    }
+  }
+  UNROLL for (int k = 0; k < kKept; ++k) {
+    const uint column = first + k * step;
+    if (column < params.width) {
+      kept[k] = normed_columns<T, N, kNormSum>(base[k], kept[k]);
+      if (kNormSum && params.write_sum != 0) store_pack(sum_output + column, kept[k]);
+      sum += sum_of_squares(kept[k]);
+    }
+  }
+  const uint rest = first + kKept * step;
+  for (uint column = rest; column < params.width; column += step) {
+    Pack<N> x = load_pack<N>(input + column);
+    if (kNormSum) x = normed_columns<T, N, kNormSum>(load_pack<N>(residual + column), x);
+    if (kNormSum && params.write_sum != 0) store_pack(sum_output + column, x);
+    sum += sum_of_squares(x);
+  }
+
+  const float total = row_sum(sum, threads, partials);
+  const float inverse = precise::rsqrt(total / float(params.width) + params.eps);
+
+  UNROLL for (int k = 0; k < kKept; ++k) {
+    const uint column = first + k * step;
+    if (column < params.width) {
+      store_pack(output + column,
+                 finished_columns<N, kNormSum>(base[k], kept[k], inverse, weight, scalar, params, column));
+    }
+  }
+  for (uint column = rest; column < params.width; column += step) {
+    const Pack<N> r = load_pack<N>(residual + column);
+    const Pack<N> x = normed_columns<T, N, kNormSum>(r, load_pack<N>(input + column));
+    store_pack(output + column, finished_columns<N, kNormSum>(r, x, inverse, weight, scalar, params, column));
+  }
+}
+
+template <typename T, bool kNormSum>
+[[kernel, max_total_threads_per_threadgroup(1024)]] void norm_rows(device const T* residual [[buffer(0)]], device const T* input [[buffer(1)]],
+                          device const uchar* weight [[buffer(2)]], device const uchar* scalar [[buffer(3)]],
+                          device T* output [[buffer(4)]], device T* sum_output [[buffer(5)]],
+                          constant NormParams& params [[buffer(6)]],
+                          uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
+                          uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+                          uint simdgroups [[simdgroups_per_threadgroup]]) {
+  threadgroup float partials[kMaxSimdgroups];
+  const bool row_per_simdgroup = params.simdgroups_per_row == 1;
+  const uint row = row_per_simdgroup ? group * simdgroups + simdgroup : group;
+  if (row >= params.rows) return;
+  const RowThreads threads = {row_per_simdgroup ? lane : thread_index, params.simdgroups_per_row * kSimdWidth, lane,
+                              simdgroup, params.simdgroups_per_row};
+  const ulong start = ulong(row) * params.width;
+  if (params.vectorised != 0) {
+    norm_row<T, 4, kNormSum>(residual + start, input + start, weight, scalar, output + start, sum_output + start, params,
+                             threads, partials);
+  } else {
+    norm_row<T, 1, kNormSum>(residual + start, input + start, weight, scalar, output + start, sum_output + start, params,
+                             threads, partials);
+  }
+}
