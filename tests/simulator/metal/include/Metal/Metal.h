@@ -76,6 +76,7 @@ typedef void (^MTLSharedEventNotificationBlock)(id<MTLSharedEvent>, uint64_t);
 @end
 
 @interface MTLFunctionConstantValues : NSObject {
+ @public
   void* _values;
 }
 - (void)setConstantValue:(const void*)value type:(MTLDataType)type atIndex:(NSUInteger)index;

@@ -1,0 +1,28 @@
+"""`device="mps"` on Linux: runs the package's .mm and .metal sources unchanged in an ordinary PyTorch.
+
+    install()                       builds what is stale and loads it; from here on device="mps" works
+    with trace() as commands: ...   commands: what was encoded, one line of text each
+    with counters() as dispatches:  dispatches: what each dispatch read, wrote and waited for
+    set_schedule(seed)              order of threads and threadgroups; 0 is ascending
+    shader_library(source)          any MSL text, to run its kernels without PyTorch's stream
+
+Faults of shaders and of host code raise SimulatorError: those of encoding at the call, those of running at the next
+synchronisation (`.cpu()`, `.item()`, an operator that runs on the CPU, `torch.mps.synchronize()`).
+"""
+
+from .errors import SimulatorError
+from .runtime import DispatchCounters, Traffic, counters, install, live_buffers, reset, set_schedule, trace
+from .shaderlib import shader_library
+
+__all__ = [
+    "DispatchCounters",
+    "SimulatorError",
+    "Traffic",
+    "counters",
+    "install",
+    "live_buffers",
+    "reset",
+    "set_schedule",
+    "shader_library",
+    "trace",
+]

@@ -1,0 +1,153 @@
+"""Builds the simulated device and the package's own host code for Linux, cached by content."""
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parent.parent
+HOST_SOURCES = REPOSITORY / "torch_moe_mps" / "csrc"
+TORCH = Path(torch.__file__).parent
+PACKAGES = "clang-19 lld-19 llvm-19 libobjc-12-dev libblocksruntime-dev"
+
+
+class BuildError(RuntimeError):
+    """A tool is missing, or a source does not compile; the text is what the user has to read."""
+
+
+def cache_directory() -> Path:
+    """Where built pieces are kept: MOE_MPS_CACHE, or .cache/simulator in the repository."""
+    root = os.environ.get("MOE_MPS_CACHE")
+    directory = (Path(root) if root else REPOSITORY / ".cache") / "simulator" / "device"
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+@contextlib.contextmanager
+def build_lock() -> Iterator[None]:
+    """One process builds, the others wait and find the result."""
+    with (cache_directory() / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@functools.cache
+def compiler() -> str:
+    """clang++ of the version that the flags and the translated shaders are tested with."""
+    found = shutil.which("clang++-19")
+    if not found:
+        raise BuildError(f"the simulator needs clang++-19: apt-get install {PACKAGES}")
+    return found
+
+
+@functools.cache
+def objective_c_include() -> Path:
+    """GCC's directory of libobjc headers."""
+    found = sorted(Path("/usr/lib/gcc").glob("*/*/include/objc/objc.h"))
+    if not found or not Path("/usr/include/Block.h").exists():
+        raise BuildError(f"the simulator needs libobjc and BlocksRuntime: apt-get install {PACKAGES}")
+    return found[-1].parent.parent
+
+
+@functools.cache
+def python_include() -> Path:
+    include = Path(sysconfig.get_paths()["include"])
+    if not (include / "Python.h").exists():
+        raise BuildError("the simulator needs Python's headers: apt-get install python3-dev")
+    return include
+
+
+def _flags(source: Path) -> list[str]:
+    flags = ["-std=c++20", "-fPIC", "-O1", "-Wall", "-Wno-unused-function"]
+    flags += ["-isystem", str(TORCH / "include"), "-isystem", str(TORCH / "include/torch/csrc/api/include")]
+    flags += ["-isystem", str(python_include()), f"-I{HERE / 'metal/linux'}"]
+    if source.suffix == ".mm":
+        flags += ["-x", "objective-c++", "-fobjc-runtime=gcc", "-fblocks", "-fexceptions", "-fobjc-exceptions"]
+        flags += ["-fconstant-string-class=NSConstantString", "-Wno-incomplete-implementation"]
+        # GCC's directory holds headers that must not shadow clang's own.
+        flags += [f"-I{HERE / 'metal/include'}", "-idirafter", str(objective_c_include())]
+    return flags
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:24]
+
+
+def _run(command: Sequence[str], what: str) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise BuildError(f"{what} failed:\n{result.stderr}")
+
+
+def _headers(dependency_file: Path) -> list[Path]:
+    """The files that a compilation read, from make's format, without the source itself."""
+    words = dependency_file.read_text().replace("\\\n", " ").split()
+    return [Path(word) for word in words[2:]]
+
+
+def _contents(files: Sequence[Path]) -> str:
+    return _digest(*(file.read_bytes() if file.exists() else "missing" for file in files))
+
+
+def compile_object(source: Path) -> Path:
+    """The object of one source. It is reused while the source, its own headers, the flags and torch are the same."""
+    flags = _flags(source)
+    key = _digest(source, source.read_bytes(), flags, compiler(), torch.__version__)
+    cache = cache_directory()
+    dependencies = cache / f"{source.stem}-{key}.d"
+    if dependencies.exists():
+        cached = cache / f"{source.stem}-{key}-{_contents(_headers(dependencies))}.o"
+        if cached.exists():
+            return cached
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        built, listed = Path(scratch, "out.o"), Path(scratch, "out.d")
+        command = [compiler(), *flags, "-MMD", "-MF", str(listed), "-c", "-o", str(built), str(source)]
+        _run(command, f"compiling {source.name}")
+        cached = cache / f"{source.stem}-{key}-{_contents(_headers(listed))}.o"
+        built.replace(cached)
+        listed.replace(dependencies)
+    return cached
+
+
+def build_library(name: str, sources: Sequence[Path], link_with: Sequence[Path] = ()) -> Path:
+    """Compile `sources` on the cores there are and link them to one shared library."""
+    personality = HERE / "metal" / "personality.cpp"
+    with build_lock():
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compile_object, [*sources, personality]))
+        library = cache_directory() / f"{name}-{_digest(*objects, *link_with)}.so"
+        if not library.exists():
+            with tempfile.TemporaryDirectory(dir=cache_directory()) as scratch:
+                built = Path(scratch, "out.so")
+                command = [compiler(), "-shared", "-o", str(built), *map(str, objects), *map(str, link_with)]
+                command += [f"-L{TORCH / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{TORCH / 'lib'}"]
+                command += ["-lobjc", "-lBlocksRuntime", "-ldl"]
+                if name == "device":
+                    command += ["-ltorch_python"]
+                _run(command, f"linking {name}")
+                built.replace(library)
+    return library
+
+
+def device_library() -> Path:
+    """Foundation, Metal and at::mps on Linux, and the PyTorch device."""
+    sources = [*(HERE / "metal").glob("*.mm"), HERE / "metal" / "commands.cpp", *(HERE / "device").glob("*.mm")]
+    sources += (HERE / "device").glob("*.cpp")
+    return build_library("device", sorted(sources))
+
+
+def host_library() -> Path | None:
+    """The package's csrc/*.mm, unchanged, against the simulated device. None while there is no source."""
+    sources = sorted(HOST_SOURCES.glob("*.mm"))
+    return build_library("host", sources, [device_library()]) if sources else None

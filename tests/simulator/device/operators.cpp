@@ -1,0 +1,191 @@
+// The aten operators of the simulated device: what handles memory is here, all arithmetic runs on the CPU.
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/_local_scalar_dense_native.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
+#include <ATen/ops/view_native.h>
+#include <torch/library.h>
+
+#include <cstring>
+
+#include "../metal/runtime.h"
+#include "device.h"
+#include "generator.h"
+
+namespace simulator {
+namespace {
+
+using at::Tensor;
+using c10::IntArrayRef;
+using std::optional;
+
+// A CPU tensor that lies over the contents of an mps tensor and keeps its memory alive. Waits for the device.
+Tensor on_host(const Tensor& tensor) {
+  if (!tensor.is_mps()) return tensor;
+  synchronize();
+  const c10::Storage& storage = tensor.storage();
+  void* contents = storage.nbytes() && storage.data() ? buffer_contents(storage.data()) : nullptr;
+  c10::DataPtr pointer(contents, new c10::Storage(storage), [](void* s) { delete static_cast<c10::Storage*>(s); }, at::kCPU);
+  c10::Storage alias(c10::Storage::use_byte_size_t(), storage.sym_nbytes(), std::move(pointer), nullptr, false);
+  Tensor result = at::detail::make_tensor<c10::TensorImpl>(std::move(alias), c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                                           tensor.dtype());
+  result.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  if (tensor.is_conj()) result._set_conj(true);
+  if (tensor.is_neg()) result._set_neg(true);
+  return result;
+}
+
+c10::ScalarType supported(optional<at::ScalarType> dtype) {
+  const auto type = dtype.value_or(at::typeMetaToScalarType(at::get_default_dtype()));
+  TORCH_CHECK_TYPE(type != at::kDouble && type != at::kComplexDouble,
+                   "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. Please "
+                   "use float32 instead.");
+  return type;
+}
+
+Tensor empty(IntArrayRef size, optional<at::ScalarType> dtype, optional<at::Layout>, optional<c10::Device>,
+             optional<bool>, optional<at::MemoryFormat> format) {
+  return at::detail::empty_generic(size, allocator(), c10::DispatchKeySet(c10::DispatchKey::MPS), supported(dtype), format);
+}
+Tensor empty_strided(IntArrayRef size, IntArrayRef stride, optional<at::ScalarType> dtype, optional<at::Layout>,
+                     optional<c10::Device>, optional<bool>) {
+  return at::detail::empty_strided_generic(size, stride, allocator(), c10::DispatchKeySet(c10::DispatchKey::MPS),
+                                           supported(dtype));
+}
+
+const Tensor& resize_(const Tensor& self, IntArrayRef size, optional<at::MemoryFormat> format) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_sizes_contiguous(size);
+  const size_t needed = at::detail::computeStorageNbytesContiguous(size, self.itemsize(), self.storage_offset());
+  auto* storage = impl->unsafe_storage().unsafeGetStorageImpl();
+  if (needed > storage->nbytes()) {
+    synchronize();
+    c10::DataPtr grown = allocator()->allocate(needed);
+    if (storage->nbytes()) memcpy(buffer_contents(grown.get()), buffer_contents(storage->data()), storage->nbytes());
+    storage->set_data_ptr(std::move(grown));
+    storage->set_nbytes(needed);
+  }
+  if (format && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
+  return self;
+}
+
+Tensor& copy_(Tensor& self, const Tensor& source, bool) {
+  on_host(self).copy_(on_host(source));
+  return self;
+}
+Tensor copy_from(const Tensor& self, const Tensor& destination, bool) {
+  on_host(destination).copy_(on_host(self));
+  return destination;
+}
+Tensor copy_from_and_resize(const Tensor& self, const Tensor& destination) {
+  if (self.sizes() != destination.sizes()) destination.resize_(self.sizes());
+  if (self.numel()) on_host(destination).copy_(on_host(self));
+  return destination;
+}
+
+Tensor& set_storage_offset(Tensor& self, at::Storage source, int64_t offset, IntArrayRef size, IntArrayRef stride) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(source));
+  impl->set_storage_offset(offset);
+  if (stride.data()) {
+    impl->set_sizes_and_strides(size, stride, offset);
+  } else {
+    impl->set_sizes_contiguous(size);
+  }
+  return self;
+}
+Tensor& set_storage(Tensor& self, at::Storage source) {
+  const auto elements = static_cast<int64_t>(source.nbytes() / self.itemsize());
+  return set_storage_offset(self, std::move(source), 0, {elements}, {});
+}
+Tensor& set_tensor(Tensor& self, const Tensor& source) {
+  return set_storage_offset(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+Tensor& set_nothing(Tensor& self) {
+  return set_storage_offset(self, at::Storage(c10::Storage::use_byte_size_t(), 0, allocator(), true), 0, {0}, {});
+}
+
+Tensor& fill_scalar(Tensor& self, const at::Scalar& value) {
+  on_host(self).fill_(value);
+  return self;
+}
+Tensor& fill_tensor(Tensor& self, const Tensor& value) {
+  on_host(self).fill_(on_host(value));
+  return self;
+}
+Tensor& zero_(Tensor& self) {
+  on_host(self).zero_();
+  return self;
+}
+at::Scalar local_scalar_dense(const Tensor& self) { return at::_local_scalar_dense(on_host(self)); }
+
+Tensor as_strided(const Tensor& self, IntArrayRef size, IntArrayRef stride, optional<int64_t> offset) {
+  return at::native::as_strided_tensorimpl(self, size, stride, offset);
+}
+Tensor view(const Tensor& self, IntArrayRef size) { return at::native::view(self, size); }
+Tensor reshape_alias(const Tensor& self, IntArrayRef size, IntArrayRef stride) {
+  return at::native::_reshape_alias(self, size, stride);
+}
+Tensor unfold(const Tensor& self, int64_t dimension, int64_t size, int64_t step) {
+  return at::native::unfold(self, dimension, size, step);
+}
+
+// libtorch's own choice of an attention kernel asserts on a device type that its build does not have.
+Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const optional<Tensor>& mask,
+                 double dropout, bool is_causal, optional<double> scale, bool enable_gqa) {
+  return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, mask, dropout, is_causal, std::nullopt,
+                                                            scale, enable_gqa));
+}
+
+// Operators of other libraries must bring a kernel for MPS: one of moe_mps that is missing has to fail.
+void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const bool is_torch = schema.name().starts_with("aten::") || schema.name().starts_with("prims::");
+  TORCH_CHECK_NOT_IMPLEMENTED(is_torch, schema.name(), " has no MPS kernel (the simulator runs only aten on the CPU)");
+  synchronize();
+  const auto arguments = schema.arguments().size();
+  for (size_t i = 0; i < arguments; i++) {
+    const auto& type = schema.arguments()[i].real_type();
+    const bool is_generator = type->str() == "Generator?" || type->str() == "Generator";
+    if (!is_generator) continue;
+    c10::IValue& value = (*stack)[stack->size() - arguments + i];
+    at::Generator generator = value.isNone() ? default_generator() : value.toGenerator();
+    if (generator.device().type() == c10::DeviceType::MPS) value = generator.get<Generator>()->cpu();
+  }
+  at::native::cpu_fallback(op, stack);
+}
+
+TORCH_LIBRARY_IMPL(aten, MPS, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("copy_", copy_);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("resize_", resize_);
+  m.impl("set_.source_Storage_storage_offset", set_storage_offset);
+  m.impl("set_.source_Storage", set_storage);
+  m.impl("set_.source_Tensor", set_tensor);
+  m.impl("set_", set_nothing);
+  m.impl("fill_.Scalar", fill_scalar);
+  m.impl("fill_.Tensor", fill_tensor);
+  m.impl("zero_", zero_);
+  m.impl("_local_scalar_dense", local_scalar_dense);
+  m.impl("as_strided", as_strided);
+  m.impl("view", view);
+  m.impl("_reshape_alias", reshape_alias);
+  m.impl("unfold", unfold);
+  m.impl("view_as_real", at::native::view_as_real);
+  m.impl("view_as_complex", at::native::view_as_complex);
+  m.impl("scaled_dot_product_attention", attention);
+}
+TORCH_LIBRARY_IMPL(aten, AutogradMPS, m) { m.impl("scaled_dot_product_attention", attention); }
+TORCH_LIBRARY_IMPL(_, MPS, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>()); }
+
+}  // namespace
+}  // namespace simulator

@@ -1,0 +1,61 @@
+// Where the simulator meets Python: findings become SimulatorError, shaders are compiled by simulator.build.
+#include <torch/csrc/utils/pybind.h>
+
+#include <mutex>
+
+#include "../metal/dispatch.h"
+#include "../metal/runtime.h"
+
+namespace py = pybind11;
+
+namespace simulator {
+
+void fail(const std::string& message) {
+  py::gil_scoped_acquire gil;
+  const py::object type = py::module_::import("simulator.errors").attr("SimulatorError");
+  PyErr_SetString(type.ptr(), message.c_str());
+  throw py::error_already_set();
+}
+
+namespace {
+std::mutex reports_mutex;
+std::vector<std::string> reports;
+
+py::object to_python(const ConstantValue& value) {
+  return std::visit([](auto v) -> py::object { return py::cast(v); }, value);
+}
+}  // namespace
+
+void report(const std::string& message) {
+  std::lock_guard<std::mutex> lock(reports_mutex);
+  reports.push_back(message);
+}
+
+std::string take_reports() {
+  std::lock_guard<std::mutex> lock(reports_mutex);
+  std::string text;
+  for (const std::string& message : reports) text += (text.empty() ? "" : "\n") + message;
+  reports.clear();
+  return text;
+}
+
+std::string compile_shader(const std::string& source, const Constants& constants, std::string& error) {
+  py::gil_scoped_acquire gil;
+  const py::module_ build = py::module_::import("simulator.build");
+  py::dict values;
+  for (const auto& [index, value] : constants) values[py::int_(index)] = to_python(value);
+  try {
+    return py::str(build.attr("compile_shader")(source, values));
+  } catch (py::error_already_set& raised) {
+    if (!raised.matches(build.attr("ShaderError"))) throw;
+    error = py::str(raised.value());
+    return "";
+  }
+}
+
+WaitForQueue::WaitForQueue() : state_(PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+WaitForQueue::~WaitForQueue() {
+  if (state_) PyEval_RestoreThread(static_cast<PyThreadState*>(state_));
+}
+
+}  // namespace simulator

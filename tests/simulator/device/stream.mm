@@ -1,0 +1,94 @@
+// The at::mps functions that libtorch declares everywhere and defines on macOS only.
+#include <ATen/ATen.h>
+#include <ATen/mps/MPSAllocatorInterface.h>
+#include <ATen/mps/MPSDevice.h>
+#include <ATen/mps/MPSStream.h>
+
+#include <exception>
+
+#include "../metal/dispatch.h"
+#include "../metal/foundation.h"
+#include "../metal/metal.h"
+#include "../metal/runtime.h"
+#include "device.h"
+
+namespace at::mps {
+
+MPSDevice* MPSDevice::_device = nullptr;
+MPSDevice::MPSDevice() : _mtl_device(simulated_device()) {}
+MPSDevice::~MPSDevice() = default;
+MPSDevice* MPSDevice::getInstance() {
+  static MPSDevice* device = new MPSDevice;
+  return device;
+}
+bool MPSDevice::isMacOS13Plus(MacOSVersion version) const { return version <= MacOSVersion::MACOS_VER_15_2_PLUS; }
+std::string MPSDevice::getName() const { return [[_mtl_device name] UTF8String]; }
+unsigned MPSDevice::getCoreCount() const { return 8; }
+
+bool is_available() { return true; }
+bool is_macos_13_or_newer(MacOSVersion version) { return MPSDevice::getInstance()->isMacOS13Plus(version); }
+bool is_apple_family_or_newer(AppleGPUFamily family) { return family <= AppleGPUFamily::APPLE_9_PLUS; }
+at::Allocator* GetMPSAllocator() { return simulator::allocator(); }
+
+MPSStream::MPSStream(Stream stream)
+    : _stream(stream),
+      _commandQueue(simulated_queue()),
+      _serialQueue(dispatch_queue_create("metal gpu stream", DISPATCH_QUEUE_SERIAL)) {}
+MPSStream::~MPSStream() = default;
+MPSCommandBuffer* MPSStream::commandBuffer() { return simulated_command_buffer(); }
+id<MTLDevice> MPSStream::device() const { return simulated_device(); }
+id<MTLComputeCommandEncoder> MPSStream::commandEncoder() {
+  if (!simulator::in_block_of((void*)_serialQueue)) {
+    simulator::fail(
+        "commandEncoder() is called outside of a block of the stream's queue; encode inside "
+        "at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{ ... })");
+  }
+  return simulated_encoder();
+}
+void MPSStream::endKernelCoalescing() {}
+void MPSStream::synchronize(SyncType type) {
+  if (type == SyncType::NONE) return;
+  simulator::fail("stream->synchronize: host code never commits and never waits");
+}
+
+MPSStream* MPSStreamImpl::_stream = nullptr;
+MPSStreamImpl::MPSStreamImpl() = default;
+MPSStream* MPSStreamImpl::getInstance() {
+  static MPSStream* stream = new MPSStream(Stream(Stream::UNSAFE, c10::Device(c10::DeviceType::MPS, 0), 0));
+  return stream;
+}
+MPSStream* getCurrentMPSStream() { return MPSStreamImpl::getInstance(); }
+MPSStream* getDefaultMPSStream() { return MPSStreamImpl::getInstance(); }
+
+__attribute__((visibility("default"))) void dispatch_sync_with_rethrow(dispatch_queue_t queue, void (^block)()) {
+  __block std::exception_ptr exception;
+  dispatch_sync(queue, ^{
+    try {
+      block();
+    } catch (...) {
+      exception = std::current_exception();
+    }
+  });
+  if (exception) std::rethrow_exception(exception);
+}
+
+}  // namespace at::mps
+
+namespace simulator {
+
+void* stream_queue() { return (void*)at::mps::getCurrentMPSStream()->queue(); }
+void* stream_command_buffer() { return (void*)simulated_command_buffer(); }
+
+void synchronize() {
+  if (has_pending()) {
+    at::mps::dispatch_sync_with_rethrow(at::mps::getCurrentMPSStream()->queue(), ^{
+      run_pending();
+    });
+  }
+  // What an exception left open between two operators ends here, as with the pool around a run loop's turn.
+  if (current_block() == 0) drain_pools(0);
+  const std::string reports = take_reports();
+  if (!reports.empty()) fail(reports);
+}
+
+}  // namespace simulator

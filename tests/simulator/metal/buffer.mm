@@ -1,0 +1,135 @@
+// MTLBuffer: memory that shows when it is read unwritten, and that lives as long as a recorded command needs it.
+#import <Metal/Metal.h>
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <new>
+#include <unordered_set>
+
+#include "metal.h"
+#include "runtime.h"
+
+namespace {
+
+// Larger buffers are mapped, so that a stack of experts over 4 GiB costs only the pages that are touched.
+constexpr size_t kMapBytes = size_t{64} << 20;
+// NaN in float32, float16 and bfloat16, and an id far out of range in int32.
+constexpr uint16_t kUnwritten = 0x7fe1;
+constexpr uint16_t kFreed = 0x7fd3;
+constexpr size_t kAlignment = 256;
+
+std::atomic<uint64_t> next_identity{1};
+std::atomic<size_t> buffers{0}, bytes_alive{0};
+
+size_t round_up(size_t bytes) { return (bytes + kAlignment) / kAlignment * kAlignment; }
+
+void fill(char* data, size_t bytes, uint16_t pattern) {
+  for (size_t i = 0; i + 1 < bytes; i += 2) memcpy(data + i, &pattern, 2);
+  if (bytes % 2) data[bytes - 1] = static_cast<char>(pattern & 0xff);
+}
+
+struct Registry {
+  std::mutex mutex;
+  std::unordered_set<const void*> live;
+};
+Registry& registry() {
+  static Registry* instance = new Registry;  // never destroyed: tensors may outlive static destruction
+  return *instance;
+}
+
+}  // namespace
+
+namespace simulator {
+
+Memory::Memory(size_t bytes) : size(bytes), identity(next_identity++) {
+  if (bytes >= kMapBytes) {
+    void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
+    data = static_cast<char*>(mapped);
+  } else {
+    data = static_cast<char*>(aligned_alloc(kAlignment, round_up(bytes)));
+    if (!data) throw std::bad_alloc();
+    fill(data, bytes, kUnwritten);
+  }
+  bytes_alive += size;
+}
+
+Memory::~Memory() {
+  bytes_alive -= size;
+  if (size >= kMapBytes) {
+    munmap(data, size);
+  } else {
+    fill(data, size, kFreed);
+    free(data);
+  }
+}
+
+size_t live_buffers() { return buffers; }
+size_t live_bytes() { return bytes_alive; }
+
+}  // namespace simulator
+
+@interface SimulatorBuffer : NSObject <MTLBuffer> {
+ @public
+  std::shared_ptr<simulator::Memory>* memory;
+  NSString* name;
+}
+@end
+@implementation SimulatorBuffer
+- (void*)contents {
+  return (*memory)->data;
+}
+- (NSUInteger)length {
+  return (*memory)->size;
+}
+- (uint64_t)gpuAddress {
+  return reinterpret_cast<uint64_t>((*memory)->data);
+}
+- (NSString*)label {
+  return name;
+}
+- (void)setLabel:(NSString*)label {
+  [label retain];
+  [name release];
+  name = label;
+}
+- (id<MTLDevice>)device {
+  return simulated_device();
+}
+- (void)dealloc {
+  {
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    registry().live.erase((void*)self);
+  }
+  buffers--;
+  [name release];
+  delete memory;
+  [super dealloc];
+}
+@end
+
+namespace simulator {
+
+void* buffer_new(size_t bytes) {
+  auto memory = std::make_shared<Memory>(bytes);
+  SimulatorBuffer* buffer = [SimulatorBuffer new];
+  buffer->memory = new std::shared_ptr<Memory>(std::move(memory));
+  buffers++;
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  registry().live.insert((void*)buffer);
+  return (void*)buffer;
+}
+
+void buffer_release(void* buffer) { [(SimulatorBuffer*)buffer release]; }
+
+void* buffer_contents(const void* buffer) { return (*((SimulatorBuffer*)buffer)->memory)->data; }
+
+std::shared_ptr<Memory> buffer_memory(const void* buffer) {
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  return registry().live.count(buffer) ? *((SimulatorBuffer*)buffer)->memory : nullptr;
+}
+
+}  // namespace simulator

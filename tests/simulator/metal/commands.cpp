@@ -1,0 +1,282 @@
+// Commands: validated when they are encoded, run in order when the stream is synchronised.
+#include "commands.h"
+
+#include <algorithm>
+#include <atomic>
+#include <climits>
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <sstream>
+
+#include "runtime.h"
+
+namespace simulator {
+namespace {
+
+struct State {
+  std::mutex mutex;
+  std::vector<Command> pending;
+  simulator_execute execute = nullptr;
+  uint64_t seed = 0;
+
+  bool tracing = false;
+  std::string trace;
+  std::map<uint64_t, std::string> trace_names;  // identity of a buffer -> A, B, ... by first appearance
+
+  bool counting = false;
+  std::deque<std::string> counted_kernels;
+  std::vector<simulator_dispatch_counters> counted;
+};
+
+State& state() {
+  static State* instance = new State;
+  return *instance;
+}
+
+std::string size_text(const std::array<size_t, 3>& size) {
+  return std::to_string(size[0]) + "x" + std::to_string(size[1]) + "x" + std::to_string(size[2]);
+}
+
+std::string letters(size_t number) {
+  std::string text(1, static_cast<char>('A' + number % 26));
+  return number < 26 ? text : letters(number / 26 - 1) + text;
+}
+
+std::string binding_text(const Binding& binding) {
+  if (binding.bytes) return std::to_string(binding.bytes->size()) + " bytes";
+  auto& names = state().trace_names;
+  auto [entry, is_new] = names.try_emplace(binding.memory->identity, letters(names.size()));
+  return entry->second + "[" + std::to_string(binding.offset) + ":" + std::to_string(binding.memory->size) + "]";
+}
+
+std::string trace_text(const Command& command) {
+  std::ostringstream line;
+  line << command.kernel->title << " grid ";
+  switch (command.kind) {
+    case GridKind::kThreads: line << size_text(command.grid) << " threads"; break;
+    case GridKind::kThreadgroups: line << size_text(command.grid); break;
+    case GridKind::kIndirect: line << binding_text(command.indirect); break;
+  }
+  line << " of " << size_text(command.threads) << ":";
+  for (unsigned i = 0; i < kMaxBindings; i++) {
+    if (command.buffers[i].bound()) line << " " << i << "=" << binding_text(command.buffers[i]);
+  }
+  for (unsigned i = 0; i < kMaxBindings; i++) {
+    if (command.threadgroup_bytes[i]) line << " threadgroup(" << i << ")=" << command.threadgroup_bytes[i] << " bytes";
+  }
+  return line.str();
+}
+
+// --- validation, in the spirit of Metal's API validation ----------------------------------------------------------
+
+void check_threads(const Command& command) {
+  const std::string& title = command.kernel->title;
+  const size_t limit = command.kernel->kernel->max_threads;
+  const size_t total = command.threads[0] * command.threads[1] * command.threads[2];
+  if (total == 0) fail(title + ": threads per threadgroup are " + size_text(command.threads) + ", none may be 0");
+  if (total > limit) {
+    fail(title + ": " + std::to_string(total) + " threads per threadgroup (" + size_text(command.threads) +
+         ") are over the pipeline's limit of " + std::to_string(limit));
+  }
+  if (command.kind == GridKind::kIndirect) return;
+  for (size_t extent : command.grid) {
+    if (extent == 0) fail(title + ": the grid is " + size_text(command.grid) + ", none may be 0");
+    if (extent > UINT_MAX) fail(title + ": the grid is " + size_text(command.grid) + ", over 32 bits");
+  }
+}
+
+void check_arguments(const Command& command) {
+  const msl_kernel& kernel = *command.kernel->kernel;
+  const std::string& title = command.kernel->title;
+  for (int i = 0; i < kernel.argument_count; i++) {
+    const msl_argument& argument = kernel.arguments[i];
+    const bool is_buffer = argument.kind == MSL_BUFFER;
+    const std::string name =
+        std::string(is_buffer ? "buffer(" : "threadgroup(") + std::to_string(argument.index) + ") '" + argument.name + "'";
+    if (!is_buffer) {
+      if (command.threadgroup_bytes[argument.index] == 0) {
+        fail(title + ": " + name + " has no memory: setThreadgroupMemoryLength was not called");
+      }
+      continue;
+    }
+    const Binding& binding = command.buffers[argument.index];
+    if (!binding.bound()) fail(title + ": " + name + " is not bound");
+    if (binding.size() < argument.min_bytes) {
+      fail(title + ": " + name + " has " + std::to_string(binding.size()) + " bytes, the shader's type needs " +
+           std::to_string(argument.min_bytes));
+    }
+    if (argument.min_bytes > 0 && binding.offset % 4 != 0) {
+      fail(title + ": " + name + " is bound at offset " + std::to_string(binding.offset) +
+           ", a reference argument needs a multiple of 4");
+    }
+  }
+}
+
+void check_threadgroup_memory(const Command& command) {
+  size_t total = 0;
+  for (size_t bytes : command.threadgroup_bytes) total += bytes;
+  if (total > kMaxThreadgroupMemory) {
+    fail(command.kernel->title + ": " + std::to_string(total) + " bytes of threadgroup memory are over the limit of " +
+         std::to_string(kMaxThreadgroupMemory));
+  }
+}
+
+// --- execution ----------------------------------------------------------------------------------------------------
+
+// The threadgroups of the grid. Indirect grids are read now: an earlier command may have written them.
+std::array<size_t, 3> threadgroups(const Command& command) {
+  std::array<size_t, 3> groups = command.grid;
+  if (command.kind == GridKind::kThreads) {
+    for (int i = 0; i < 3; i++) groups[i] = (command.grid[i] + command.threads[i] - 1) / command.threads[i];
+  } else if (command.kind == GridKind::kIndirect) {
+    uint32_t counts[3];
+    memcpy(counts, command.indirect.memory->data + command.indirect.offset, sizeof(counts));
+    std::copy(counts, counts + 3, groups.begin());
+  }
+  return groups;
+}
+
+msl_dispatch describe(const Command& command, const std::array<size_t, 3>& groups, uint64_t seed) {
+  msl_dispatch dispatch{};
+  const msl_kernel* kernel = command.kernel->kernel;
+  dispatch.kernel = kernel;
+  dispatch.seed = seed;
+  for (int i = 0; i < 3; i++) {
+    dispatch.grid[i] = static_cast<unsigned>(groups[i]);
+    dispatch.threads[i] = static_cast<unsigned>(command.threads[i]);
+    dispatch.total_threads[i] = command.kind == GridKind::kThreads ? static_cast<unsigned>(command.grid[i]) : 0;
+  }
+  for (unsigned i = 0; i < kMaxBindings; i++) {
+    const Binding& from = command.buffers[i];
+    msl_binding& to = dispatch.buffers[i];
+    to.data = from.memory ? from.memory->data + from.offset : from.bytes ? from.bytes->data() : nullptr;
+    to.size = from.size();
+    to.identity = from.memory ? from.memory->identity : 0;
+    to.label = "";
+    dispatch.threadgroup_bytes[i] = command.threadgroup_bytes[i];
+  }
+  for (int i = 0; i < kernel->argument_count; i++) {
+    if (kernel->arguments[i].kind == MSL_BUFFER) dispatch.buffers[kernel->arguments[i].index].label = kernel->arguments[i].name;
+  }
+  return dispatch;
+}
+
+void execute(const Command& command) {
+  State& s = state();
+  if (!s.execute) fail("the MSL executor is not loaded");
+  const auto groups = threadgroups(command);
+  if (std::find(groups.begin(), groups.end(), 0) != groups.end()) return;  // an indirect grid may be empty
+  const msl_dispatch dispatch = describe(command, groups, s.seed);
+  msl_counters counters{};
+  std::string message(16384, '\0');
+  const int findings = s.execute(&dispatch, &counters, message.data(), message.size());
+  if (findings) {
+    const std::string text = message.c_str();
+    const bool named = text.find(command.kernel->kernel->name) != std::string::npos;
+    fail(named ? text : command.kernel->title + ": " + text);
+  }
+  std::lock_guard<std::mutex> lock(s.mutex);
+  if (!s.counting) return;
+  s.counted_kernels.push_back(command.kernel->title);
+  s.counted.push_back({s.counted_kernels.back().c_str(), counters});
+}
+
+}  // namespace
+
+std::string to_text(const Constants& constants) {
+  if (constants.empty()) return "";
+  std::ostringstream text;
+  text << std::boolalpha;
+  for (const auto& [index, value] : constants) {
+    text << (text.tellp() == 0 ? "{" : ", ") << index << "=";
+    std::visit([&](auto v) { text << v; }, value);
+  }
+  text << "}";
+  return text.str();
+}
+
+void record(Command command) {
+  check_threads(command);
+  check_arguments(command);
+  check_threadgroup_memory(command);
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  if (s.tracing) s.trace += trace_text(command) + "\n";
+  s.pending.push_back(std::move(command));
+}
+
+void record_barrier() {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  if (s.tracing) s.trace += "barrier\n";
+}
+
+bool has_pending() {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  return !s.pending.empty();
+}
+
+void run_pending() {
+  State& s = state();
+  std::vector<Command> commands;
+  {
+    std::lock_guard<std::mutex> lock(s.mutex);
+    commands.swap(s.pending);
+    if (s.tracing && !commands.empty()) s.trace += "synchronize\n";
+  }
+  for (const Command& command : commands) execute(command);
+}
+
+}  // namespace simulator
+
+using simulator::state;
+
+extern "C" {
+
+void simulator_set_executor(simulator_execute execute) { state().execute = execute; }
+void simulator_set_schedule(uint64_t seed) { state().seed = seed; }
+
+void simulator_reset(void) {
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.pending.clear();
+  s.tracing = s.counting = false;
+  simulator::take_reports();
+}
+
+void simulator_trace_start(void) {
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.trace.clear();
+  s.trace_names.clear();
+  s.tracing = true;
+}
+
+const char* simulator_trace_stop(void) {
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.tracing = false;
+  return s.trace.c_str();
+}
+
+void simulator_counters_start(void) {
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.counted.clear();
+  s.counted_kernels.clear();
+  s.counting = true;
+}
+
+const simulator_dispatch_counters* simulator_counters_stop(size_t* count) {
+  auto& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.counting = false;
+  *count = s.counted.size();
+  return s.counted.data();
+}
+
+size_t simulator_live_buffers(void) { return simulator::live_buffers(); }
+size_t simulator_live_bytes(void) { return simulator::live_bytes(); }
+}

@@ -1,0 +1,25 @@
+// What Python asks the Metal runtime for. Plain C, for ctypes.
+#pragma once
+#include "../msl/executor.h"
+
+extern "C" {
+typedef int (*simulator_execute)(const msl_dispatch*, msl_counters*, char*, size_t);
+
+typedef struct {
+  const char* kernel;
+  msl_counters counters;
+} simulator_dispatch_counters;
+
+void simulator_set_executor(simulator_execute execute);
+void simulator_set_schedule(uint64_t seed);
+// Drops recorded commands and findings.
+void simulator_reset(void);
+void simulator_trace_start(void);
+// One command a line. Valid until the next call.
+const char* simulator_trace_stop(void);
+void simulator_counters_start(void);
+// Valid until counting starts again.
+const simulator_dispatch_counters* simulator_counters_stop(size_t* count);
+size_t simulator_live_buffers(void);
+size_t simulator_live_bytes(void);
+}

@@ -1,0 +1,169 @@
+// MTLComputeCommandEncoder: collects bindings and records commands, valid in one dispatch_sync block only.
+#import <Metal/Metal.h>
+
+#include <string>
+
+#include "dispatch.h"
+#include "metal.h"
+#include "runtime.h"
+
+using simulator::Command;
+using simulator::fail;
+using simulator::GridKind;
+
+@interface SimulatorEncoder : NSObject <MTLComputeCommandEncoder> {
+ @public
+  Command* command;  // what is set so far; null once its block is over
+  uint64_t block;
+}
+@end
+
+namespace {
+
+std::array<size_t, 3> to_array(MTLSize size) { return {size.width, size.height, size.depth}; }
+
+void check_index(const char* method, NSUInteger index) {
+  if (index >= simulator::kMaxBindings) {
+    fail(std::string(method) + ": index " + std::to_string(index) + " is over the last one, " +
+         std::to_string(simulator::kMaxBindings - 1));
+  }
+}
+
+simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger offset, NSUInteger bytes) {
+  simulator::Binding binding;
+  binding.memory = simulator::buffer_memory((void*)buffer);
+  binding.offset = offset;
+  if (!binding.memory) {
+    fail(std::string(method) + ": the argument is no live MTLBuffer (a tensor of another device, or freed memory)");
+  }
+  if (offset + bytes > binding.memory->size) {
+    fail(std::string(method) + ": offset " + std::to_string(offset) + " is out of range, the buffer has " +
+         std::to_string(binding.memory->size) + " bytes");
+  }
+  return binding;
+}
+
+}  // namespace
+
+@implementation SimulatorEncoder
+- (Command&)use:(const char*)method {
+  if (simulator::current_block() != block) {
+    fail(std::string(method) + ": the encoder is used outside the dispatch_sync block in which it was taken; call "
+                               "stream->commandEncoder() in each block");
+  }
+  return *command;
+}
+- (void)setComputePipelineState:(id<MTLComputePipelineState>)state {
+  Command& c = [self use:"setComputePipelineState"];
+  if (!state) fail("setComputePipelineState: the pipeline is nil");
+  c.kernel = *((SimulatorPipeline*)state)->kernel;
+}
+- (void)setBuffer:(id<MTLBuffer>)buffer offset:(NSUInteger)offset atIndex:(NSUInteger)index {
+  Command& c = [self use:"setBuffer"];
+  check_index("setBuffer", index);
+  c.buffers[index] = buffer ? bind("setBuffer", buffer, offset, 1) : simulator::Binding();
+}
+- (void)setBufferOffset:(NSUInteger)offset atIndex:(NSUInteger)index {
+  Command& c = [self use:"setBufferOffset"];
+  check_index("setBufferOffset", index);
+  if (!c.buffers[index].memory) fail("setBufferOffset: no buffer is bound at index " + std::to_string(index));
+  if (offset >= c.buffers[index].memory->size) {
+    fail("setBufferOffset: offset " + std::to_string(offset) + " is out of range, the buffer has " +
+         std::to_string(c.buffers[index].memory->size) + " bytes");
+  }
+  c.buffers[index].offset = offset;
+}
+- (void)setBytes:(const void*)bytes length:(NSUInteger)length atIndex:(NSUInteger)index {
+  Command& c = [self use:"setBytes"];
+  check_index("setBytes", index);
+  if (length == 0 || length > simulator::kMaxSetBytes) {
+    fail("setBytes: length " + std::to_string(length) + " at index " + std::to_string(index) + " is not in 1.." +
+         std::to_string(simulator::kMaxSetBytes));
+  }
+  c.buffers[index] = simulator::Binding();
+  c.buffers[index].bytes = std::make_shared<std::string>(static_cast<const char*>(bytes), length);
+}
+- (void)setThreadgroupMemoryLength:(NSUInteger)length atIndex:(NSUInteger)index {
+  Command& c = [self use:"setThreadgroupMemoryLength"];
+  check_index("setThreadgroupMemoryLength", index);
+  if (length % 16 != 0) {
+    fail("setThreadgroupMemoryLength: " + std::to_string(length) + " at index " + std::to_string(index) +
+         " is no multiple of 16");
+  }
+  if (length > simulator::kMaxThreadgroupMemory) {
+    fail("setThreadgroupMemoryLength: " + std::to_string(length) + " bytes at index " + std::to_string(index) +
+         " are over the limit of " + std::to_string(simulator::kMaxThreadgroupMemory));
+  }
+  c.threadgroup_bytes[index] = length;
+}
+- (void)dispatch:(GridKind)kind grid:(MTLSize)grid threads:(MTLSize)threads method:(const char*)method {
+  Command& c = [self use:method];
+  if (!c.kernel) fail(std::string(method) + ": no pipeline is set in this block");
+  c.kind = kind;
+  c.grid = to_array(grid);
+  c.threads = to_array(threads);
+  simulator::record(c);
+}
+- (void)dispatchThreads:(MTLSize)threadsPerGrid threadsPerThreadgroup:(MTLSize)threadsPerThreadgroup {
+  [self dispatch:GridKind::kThreads grid:threadsPerGrid threads:threadsPerThreadgroup method:"dispatchThreads"];
+}
+- (void)dispatchThreadgroups:(MTLSize)threadgroupsPerGrid threadsPerThreadgroup:(MTLSize)threadsPerThreadgroup {
+  [self dispatch:GridKind::kThreadgroups
+            grid:threadgroupsPerGrid
+         threads:threadsPerThreadgroup
+          method:"dispatchThreadgroups"];
+}
+- (void)dispatchThreadgroupsWithIndirectBuffer:(id<MTLBuffer>)indirectBuffer
+                          indirectBufferOffset:(NSUInteger)indirectBufferOffset
+                         threadsPerThreadgroup:(MTLSize)threadsPerThreadgroup {
+  const char* method = "dispatchThreadgroupsWithIndirectBuffer";
+  Command& c = [self use:method];
+  if (indirectBufferOffset % 4 != 0) {
+    fail(std::string(method) + ": offset " + std::to_string(indirectBufferOffset) + " is no multiple of 4");
+  }
+  c.indirect = bind(method, indirectBuffer, indirectBufferOffset, sizeof(MTLDispatchThreadgroupsIndirectArguments));
+  [self dispatch:GridKind::kIndirect grid:MTLSizeMake(0, 0, 0) threads:threadsPerThreadgroup method:method];
+}
+- (void)memoryBarrierWithScope:(MTLBarrierScope)scope {
+  [self use:"memoryBarrierWithScope"];
+  simulator::record_barrier();
+}
+- (void)endEncoding {
+  fail("endEncoding: the encoder belongs to PyTorch's stream, which ends it");
+}
+- (NSString*)label {
+  return nil;
+}
+- (void)setLabel:(NSString*)label {
+  [self use:"setLabel"];
+}
+- (void)insertDebugSignpost:(NSString*)string {
+  [self use:"insertDebugSignpost"];
+}
+- (void)pushDebugGroup:(NSString*)string {
+  [self use:"pushDebugGroup"];
+}
+- (void)popDebugGroup {
+  [self use:"popDebugGroup"];
+}
+@end
+
+id<MTLComputeCommandEncoder> simulated_encoder() {
+  // The encoder of an earlier block is kept as an empty shell, so that using it later is a finding and not a crash.
+  static SimulatorEncoder* current = nil;
+  const uint64_t block = simulator::current_block();
+  if (block == 0) {
+    fail("commandEncoder() is called outside of a dispatch_sync block; encode inside "
+         "at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{ ... })");
+  }
+  if (!current || current->block != block) {
+    if (current) {
+      delete current->command;
+      current->command = nullptr;
+    }
+    current = [SimulatorEncoder new];
+    current->command = new Command;
+    current->block = block;
+  }
+  return current;
+}

@@ -1,0 +1,25 @@
+// The Objective-C objects that make up the simulated device.
+#pragma once
+#import <Metal/Metal.h>
+#import <MetalPerformanceShaders/MetalPerformanceShaders.h>
+
+#include <memory>
+
+namespace simulator {
+struct Kernel;
+}
+
+@interface SimulatorPipeline : NSObject <MTLComputePipelineState> {
+ @public
+  std::shared_ptr<const simulator::Kernel>* kernel;
+}
+@end
+
+id<MTLDevice> simulated_device();
+id<MTLCommandQueue> simulated_queue();
+MPSCommandBuffer* simulated_command_buffer();
+id<MTLLibrary> simulated_library(NSString* source, MTLCompileOptions* options, NSError** error);
+id<MTLComputePipelineState> simulated_pipeline(id<MTLFunction> function, NSError** error);
+
+// The encoder of the dispatch_sync block that the calling thread is in. Raises outside of any block.
+id<MTLComputeCommandEncoder> simulated_encoder();

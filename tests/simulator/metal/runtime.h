@@ -1,0 +1,91 @@
+// What the parts of the simulated Metal runtime share: memory, recorded commands, findings.
+#pragma once
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "../msl/executor.h"
+
+namespace simulator {
+
+// --- findings (device/python.cpp) ---------------------------------------------------------------------------------
+
+// Raises SimulatorError in the caller.
+[[noreturn]] void fail(const std::string& message);
+// Keeps a finding for the next synchronisation, where raising now is not possible.
+void report(const std::string& message);
+// The reported findings, one a line; forgets them.
+std::string take_reports();
+
+// --- shaders (device/python.cpp) ----------------------------------------------------------------------------------
+
+using ConstantValue = std::variant<bool, long long, double>;
+using Constants = std::map<unsigned, ConstantValue>;
+std::string to_text(const Constants& constants);  // "{0=true, 3=32}", empty without any
+
+// Translates and compiles MSL; the path of the library, or "" with the compiler's message in `error`.
+std::string compile_shader(const std::string& source, const Constants& constants, std::string& error);
+
+// --- memory (buffer.mm) -------------------------------------------------------------------------------------------
+
+struct Memory {
+  explicit Memory(size_t bytes);
+  ~Memory();
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  char* data;
+  const size_t size;
+  const uint64_t identity;
+};
+
+// Untyped handles of MTLBuffer objects, for the PyTorch side, which is plain C++.
+void* buffer_new(size_t bytes);
+void buffer_release(void* buffer);
+void* buffer_contents(const void* buffer);
+std::shared_ptr<Memory> buffer_memory(const void* buffer);  // null unless it is a live MTLBuffer
+size_t live_buffers();
+size_t live_bytes();
+
+// --- commands (commands.cpp) --------------------------------------------------------------------------------------
+
+constexpr unsigned kMaxBindings = 31;
+constexpr size_t kMaxThreadgroupMemory = 32 * 1024;
+constexpr size_t kMaxSetBytes = 4096;
+
+struct Binding {
+  std::shared_ptr<Memory> memory;  // setBuffer
+  size_t offset = 0;
+  std::shared_ptr<std::string> bytes;  // setBytes
+  bool bound() const { return memory || bytes; }
+  size_t size() const { return memory ? memory->size - offset : bytes ? bytes->size() : 0; }
+};
+
+struct Kernel {
+  const msl_kernel* kernel;
+  std::string title;  // name and constants
+};
+
+enum class GridKind { kThreads, kThreadgroups, kIndirect };
+
+struct Command {
+  std::shared_ptr<const Kernel> kernel;
+  std::array<Binding, kMaxBindings> buffers;
+  std::array<size_t, kMaxBindings> threadgroup_bytes{};
+  GridKind kind = GridKind::kThreadgroups;
+  std::array<size_t, 3> grid{};     // threads or threadgroups
+  std::array<size_t, 3> threads{};  // per threadgroup
+  Binding indirect;
+};
+
+void record(Command command);  // validates; raises SimulatorError
+void record_barrier();
+// Runs what was recorded, in order. Raises the first finding and forgets the rest.
+void run_pending();
+bool has_pending();
+
+}  // namespace simulator

@@ -1,0 +1,189 @@
+"""Loads the simulated device, and asks it what was encoded and what was run."""
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from . import build, build_device, schedule
+
+BINDINGS = 31
+
+
+class _Traffic(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_uint64)
+        for name in ("bytes_read", "bytes_written", "distinct_bytes_read", "distinct_bytes_written")
+    ]
+
+
+class _Counters(ctypes.Structure):  # msl_counters
+    _fields_ = [
+        ("buffers", _Traffic * BINDINGS),
+        *(
+            (name, ctypes.c_uint64)
+            for name in (
+                "threadgroups",
+                "threads",
+                "barriers",
+                "simdgroup_barriers",
+                "simd_operations",
+                "atomics",
+                "threadgroup_accesses",
+            )
+        ),
+    ]
+
+
+class _DispatchCounters(ctypes.Structure):
+    _fields_ = [("kernel", ctypes.c_char_p), ("counters", _Counters)]
+
+
+@dataclass
+class Traffic:
+    """Bytes that one binding of a dispatch saw: every access, and each byte once."""
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    distinct_bytes_read: int = 0
+    distinct_bytes_written: int = 0
+
+
+@dataclass
+class DispatchCounters:
+    """What one dispatch did. `buffers` has the bindings that were accessed, by index."""
+
+    kernel: str
+    threadgroups: int
+    threads: int
+    barriers: int
+    simdgroup_barriers: int
+    simd_operations: int
+    atomics: int
+    threadgroup_accesses: int
+    buffers: dict[int, Traffic] = field(default_factory=dict)
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(traffic.bytes_read for traffic in self.buffers.values())
+
+    @property
+    def bytes_written(self) -> int:
+        return sum(traffic.bytes_written for traffic in self.buffers.values())
+
+
+class Commands(list[str]):
+    """The lines of a trace. Printed, they are the text that expecttest pins."""
+
+    def __str__(self) -> str:
+        return "\n".join(self)
+
+
+@functools.cache
+def _runtime() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(build_device.device_library()))
+    library.simulator_set_executor.argtypes = [ctypes.c_void_p]
+    library.simulator_set_schedule.argtypes = [ctypes.c_uint64]
+    library.simulator_trace_stop.restype = ctypes.c_char_p
+    library.simulator_counters_stop.argtypes = [ctypes.POINTER(ctypes.c_size_t)]
+    library.simulator_counters_stop.restype = ctypes.POINTER(_DispatchCounters)
+    library.simulator_live_buffers.restype = ctypes.c_size_t
+    library.simulator_live_bytes.restype = ctypes.c_size_t
+    return library
+
+
+@functools.cache
+def install() -> None:
+    """Build what is stale and load it: the executor, the device, and the package's own host code.
+
+    From here on device="mps" works in this process. Raises BuildError with the compiler's message, or with the packages
+    to install where a tool is missing.
+    """
+    executor = ctypes.CDLL(str(build.executor_library()), mode=ctypes.RTLD_GLOBAL)
+    torch.ops.load_library(str(build_device.device_library()))
+    _runtime().simulator_set_executor(ctypes.cast(executor.msl_execute, ctypes.c_void_p))
+    torch._C._has_mps = True
+    # torch.load restores tensors of other backends through such a pair of functions.
+    torch.serialization.register_package(19, _tag, _restore)
+
+    host = build_device.host_library()
+    if host is not None:
+        from torch_moe_mps._extension import activate
+
+        activate(host)
+
+
+def _tag(storage) -> str | None:
+    return "mps" if storage.device.type == "mps" else None
+
+
+def _restore(storage, location: str):
+    if not location.startswith("mps"):
+        return None
+    source = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return source.to("mps").untyped_storage()
+
+
+def set_schedule(seed: int) -> None:
+    """Choose the order in which threads and threadgroups run; 0 is ascending. Commands that wait are run before."""
+    torch.mps.synchronize()
+    schedule.set(seed)
+    _runtime().simulator_set_schedule(seed)
+
+
+def reset() -> None:
+    """Forget recorded commands and findings, and go back to schedule 0."""
+    _runtime().simulator_reset()
+    set_schedule(0)
+
+
+def live_buffers() -> int:
+    """How many MTLBuffers exist: to find leaks."""
+    return _runtime().simulator_live_buffers()
+
+
+@contextlib.contextmanager
+def trace() -> Iterator[Commands]:
+    """The commands that are encoded inside the block, there when it ends.
+
+    One line a command: kernel and function constants, grid (threadgroups, `threads` for dispatchThreads, or the buffer
+    of an indirect dispatch), threads per threadgroup, bindings. A buffer is a letter in the order of appearance, with
+    the bytes from the binding's offset to the buffer's end; setBytes is a length. A line `synchronize` stands where the
+    CPU waited for commands before it, `barrier` where a memory barrier was encoded.
+
+        fused_norm_add_float grid 4x1x1 of 128x1x1: 0=A[0:4096] 1=B[128:4224] 2=C[0:4096] 3=24 bytes
+    """
+    commands = Commands()
+    _runtime().simulator_trace_start()
+    try:
+        yield commands
+    finally:
+        commands.extend(_runtime().simulator_trace_stop().decode().splitlines())
+
+
+@contextlib.contextmanager
+def counters() -> Iterator[list[DispatchCounters]]:
+    """The counters of the dispatches that run inside the block, there when it ends; it ends by synchronising."""
+    dispatches: list[DispatchCounters] = []
+    torch.mps.synchronize()
+    _runtime().simulator_counters_start()
+    try:
+        yield dispatches
+        torch.mps.synchronize()
+    finally:
+        count = ctypes.c_size_t()
+        first = _runtime().simulator_counters_stop(ctypes.byref(count))
+        dispatches.extend(_to_python(first[i]) for i in range(count.value))
+
+
+def _to_python(raw: _DispatchCounters) -> DispatchCounters:
+    totals = {name: getattr(raw.counters, name) for name, _ in _Counters._fields_ if name != "buffers"}
+    buffers = {}
+    for index, traffic in enumerate(raw.counters.buffers):
+        values = Traffic(*(getattr(traffic, name) for name, _ in _Traffic._fields_))
+        if values != Traffic():
+            buffers[index] = values
+    return DispatchCounters(kernel=raw.kernel.decode(), buffers=buffers, **totals)
