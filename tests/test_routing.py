@@ -1,0 +1,480 @@
+"""Routers, and the sorting of (token, slot) pairs by expert."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layouts import LAYOUTS, lay
+from oracles import (
+    LARGEST,
+    assert_rounded,
+    exact,
+    finite,
+    gap,
+    gate_logits,
+    gate_weights,
+    pairs_of_experts,
+    route,
+)
+
+from torch_moe_mps.ops.routing import (
+    fused_moe_routing,
+    moe_bucket,
+    moe_compute_ids_tpe,
+    moe_gate,
+    moe_router,
+    moe_router_topk_softmax,
+)
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+NAN, INF = float("nan"), float("inf")
+# Two exponentials, a sum over the experts and a division; exp(x) magnifies the rounding of x.
+WEIGHT_ERRORS = 64
+# Rows decided by less are left out: float32 does not tell these choices apart.
+SMALLEST_GAP = 1e-4
+
+# One router of each kind in transformers, by a family that has it.
+NORMED, AS_THEY_ARE = {"norm_topk_prob": True}, {"norm_topk_prob": False}
+ROUTERS = {
+    "mixtral": {"scoring": "softmax", **NORMED},
+    "jamba": {"scoring": "softmax", **AS_THEY_ARE},
+    "gpt_oss": {"scoring": "softmax_after_topk", **AS_THEY_ARE},
+    "privacy_filter": {"scoring": "softmax_after_topk", **AS_THEY_ARE, "scaling_factor": 0.25},
+    "gemma4": {"scoring": "softmax_after_topk", **AS_THEY_ARE, "scale": True},
+    "ernie4_5": {"scoring": "softmax", **NORMED, "norm_eps": 0.0, "norm_min": 0.02, "bias": True},
+    "longcat": {"scoring": "softmax", **AS_THEY_ARE, "scaling_factor": 6.0, "bias": True},
+    "deepseek_v2": {"scoring": "softmax", **AS_THEY_ARE, "groups": True, "group_score": "max"},
+    "mistral4": {"scoring": "softmax", **NORMED, "groups": True},
+    "cohere2": {"scoring": "sigmoid", **NORMED},
+    "lfm2": {"scoring": "sigmoid", **NORMED, "norm_eps": 1e-6, "bias": True},
+    "kolibri1": {"scoring": "sigmoid", **NORMED, "bias": True, "bias_on_logits": True},
+    "deepseek_v3": {"scoring": "sigmoid", **NORMED, "scaling_factor": 2.5, "bias": True, "groups": True},
+    "axk2": {"scoring": "sigmoid", **NORMED, "bias": True, "groups": True, "masked_score": 0.0},
+    "deepseek_v4": {"scoring": "sqrtsoftplus", **NORMED, "scaling_factor": 1.5, "bias": True},
+    "every option": {
+        "scoring": "sqrtsoftplus",
+        **NORMED,
+        "norm_eps": 0.5,
+        "norm_min": 2.0,
+        "bias": True,
+        "bias_on_logits": True,
+        "groups": True,
+        "group_score": "max",
+        "masked_score": -1.0,
+        "scale": True,
+    },
+}
+
+
+def random(shape, dtype, seed, scale=1.0):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def router_options(name, num_experts, top_k, seed, dtype=torch.float32):
+    """The keyword arguments of moe_router for one of ROUTERS, with tensors on the CPU."""
+    options = dict(ROUTERS[name])
+    if options.pop("bias", False):
+        options["bias"] = random((num_experts,), dtype, seed, 0.5)
+    if options.pop("scale", False):
+        options["per_expert_scale"] = random((num_experts,), dtype, seed + 1)
+    if options.pop("groups", False):
+        options["num_groups"] = 4
+        options["top_groups"] = max(2, -(-4 * top_k // num_experts))
+    return options
+
+
+def check_router(logits, top_k, device, layout="contiguous", **options):
+    """moe_router on the rows that have one right answer; returns how many there were."""
+    oracle_options = {k: exact(v) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    weights, ids, gaps = route(exact(logits), top_k, **oracle_options)
+    sure = gaps > SMALLEST_GAP
+    placed = {k: lay(v, layout, device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    got_weights, got_ids = moe_router(lay(logits[sure], layout, device), top_k, **placed)
+    assert_routing(got_weights, got_ids, weights[sure], ids[sure])
+    return sure.sum()
+
+
+def assert_routing(weights, ids, expected_weights, expected_ids, float32_errors=WEIGHT_ERRORS):
+    assert weights.dtype == torch.float32 and ids.dtype == torch.int32
+    assert ids.is_contiguous()
+    np.testing.assert_array_equal(ids.cpu().numpy(), expected_ids)
+    assert_rounded(weights, expected_weights, abs(expected_weights), float32_errors)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_router_of_each_kind(device, name):
+    rows = 0
+    for i, (num_experts, top_k) in enumerate([(8, 2), (60, 4), (64, 6), (128, 8), (256, 8)]):
+        logits = random((6, num_experts), torch.float32, 10 * i, 1.5)
+        rows += check_router(logits, top_k, device, **router_options(name, num_experts, top_k, 10 * i + 1))
+    assert rows > 15
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_router_16_bit(device, dtype):
+    """In 16 bit equal logits are common."""
+    for name in ("mixtral", "gemma4", "deepseek_v2", "deepseek_v3"):
+        logits = random((9, 64), dtype, 3, 1.5)
+        assert check_router(logits, 6, device, **router_options(name, 64, 6, 4, dtype)) > 1
+
+
+def test_router_sizes(device):
+    """One expert, all experts, no multiple of a simdgroup, the largest counts."""
+    for num_experts, top_k in [(1, 1), (2, 2), (31, 31), (33, 5), (127, 22), (512, 22), (1024, 64)]:
+        logits = random((3, num_experts), torch.float32, num_experts, 2.0)
+        check_router(logits, top_k, device, **router_options("mixtral", num_experts, top_k, 0))
+        check_router(logits, top_k, device, **router_options("gemma4", num_experts, top_k, 0))
+    assert check_router(
+        random((40, 512), torch.float32, 1, 2.0), 8, device, **router_options("deepseek_v3", 512, 8, 0)
+    )
+
+
+def test_router_layouts(device):
+    for layout in LAYOUTS:
+        options = router_options("every option", 32, 4, 5)
+        assert check_router(random((7, 32), torch.float32, 6), 4, device, layout=layout, **options) > 3
+
+
+def test_named_routers(device):
+    for num_experts, top_k in [(8, 2), (60, 4), (128, 8), (512, 10)]:
+        logits = random((5, num_experts), torch.float32, num_experts, 2.0)
+        scale = random((num_experts,), torch.float32, 1)
+        for norm in (True, False):
+            expected = route(
+                exact(logits), top_k, "softmax", norm_topk_prob=norm, norm_eps=0.0, norm_min=2.0**-14
+            )
+            assert_routing(*moe_router_topk_softmax(logits.to(device), top_k, norm), *expected[:2])
+        expected = route(exact(logits), top_k, "softmax", norm_topk_prob=True, per_expert_scale=exact(scale))
+        assert_routing(*fused_moe_routing(logits.to(device), scale.to(device), top_k), *expected[:2])
+        weights, ids = fused_moe_routing(logits[2].to(device), scale.to(device), top_k)
+        assert_routing(weights, ids, expected[0][2], expected[1][2])
+
+
+def all_routers(logits, top_k):
+    """Every router that is a function of the logits alone, its scoring and its result."""
+    ones = torch.ones(logits.shape[-1], device=logits.device)
+    for scoring in ("softmax", "sigmoid", "sqrtsoftplus", "softmax_after_topk"):
+        yield scoring, moe_router(logits, top_k, scoring=scoring, norm_topk_prob=True)
+    yield "softmax", moe_router_topk_softmax(logits, top_k, True)
+    yield "softmax_after_topk", fused_moe_routing(logits, ones, top_k)
+
+
+def check_degenerate(logits, top_k):
+    for scoring, (weights, ids) in all_routers(logits, top_k):
+        expected = route(exact(logits), top_k, scoring, norm_topk_prob=True)
+        assert_routing(weights, ids, *expected[:2])
+        assert all(len(set(row)) == top_k for row in ids.tolist())
+
+
+def test_ties_go_to_the_lower_id(device):
+    rows = torch.zeros(5, 70)
+    rows[1, 40:] = 1.0
+    rows[2, ::2] = -0.0  # equal to 0.0
+    rows[3] = torch.arange(70) // 3 % 5
+    rows[4, 33] = rows[4, 69] = 2.0
+    check_degenerate(rows.to(device), 8)
+
+
+def test_degenerate_logits(device):
+    rows = random((10, 40), torch.float32, 0)
+    rows[0] = NAN
+    rows[1] = INF
+    rows[2] = -INF
+    rows[3, 5:9] = NAN
+    rows[4, [3, 30]] = INF
+    rows[5, 2:] = -INF
+    rows[6] = NAN
+    rows[6, [7, 20, 21]] = torch.tensor([-INF, INF, 0.0])
+    rows[7] = LARGEST
+    rows[8, 10:] = -LARGEST
+    rows[9, ::2] = NAN
+    check_degenerate(rows.to(device), 6)
+    check_degenerate(rows[:7].half().to(device), 6)
+    weights, ids = moe_router_topk_softmax(rows[:3].to(device), 6, True)
+    assert ids.tolist() == [list(range(6))] * 3
+    assert (weights == weights[0, 0]).all()
+
+
+def test_saturated_scores_are_told_apart_by_their_logits(device):
+    """sigmoid(30) = sigmoid(40) = 1 in float32, and exp(-200) = exp(-300) = 0."""
+    logits = torch.tensor([[30.0, 40.0, 35.0, 100.0, -200.0, -300.0]], device=device)
+    for _, (_, ids) in all_routers(logits, 6):
+        assert ids.tolist() == [[3, 1, 2, 0, 4, 5]]
+
+
+def test_bias_and_groups_of_degenerate_logits(device):
+    rows = random((6, 16), torch.float32, 1)
+    rows[0] = NAN
+    rows[1] = INF
+    rows[2, 8:] = -INF
+    rows[3, :4] = NAN
+    rows[4, 5] = INF
+    bias = random((16,), torch.float32, 2).to(device)
+    for scoring in ("softmax", "sigmoid", "sqrtsoftplus", "softmax_after_topk"):
+        for options in ({}, {"num_groups": 4, "top_groups": 2}, {"bias_on_logits": True}):
+            weights, ids = moe_router(
+                rows.to(device), 5, scoring=scoring, bias=bias, norm_topk_prob=True, **options
+            )
+            assert torch.isfinite(weights).all()
+            for row in ids.tolist():
+                assert len(set(row)) == 5 and min(row) >= 0 and max(row) < 16
+                if "num_groups" in options:
+                    assert len({expert // 4 for expert in row}) <= 2
+
+
+def test_group_ties_go_to_the_lower_group(device):
+    logits = torch.zeros(1, 12, device=device)
+    for group_score in ("max", "top2_sum"):
+        _, ids = moe_router(
+            logits,
+            5,
+            scoring="sigmoid",
+            num_groups=4,
+            top_groups=2,
+            group_score=group_score,
+            norm_topk_prob=True,
+        )
+        assert ids.tolist() == [[0, 1, 2, 3, 4]]
+
+
+def test_masked_score(device):
+    """With the fill value 0.0 an expert of another group wins over a negative choice; else it never does."""
+    logits = torch.tensor([[4.0, 3.0, 2.0, 0.0]], device=device)
+    bias = torch.tensor([0.0, -2.0, -0.5, 0.0], device=device)
+    options = {"scoring": "sigmoid", "bias": bias, "num_groups": 2, "top_groups": 1, "group_score": "max"}
+    _, ids = moe_router(logits, 2, norm_topk_prob=True, **options)
+    assert ids.tolist() == [[0, 1]]
+    _, ids = moe_router(logits, 2, norm_topk_prob=True, masked_score=0.0, **options)
+    assert ids.tolist() == [[0, 2]]
+
+
+def test_denominators(device):
+    """A sum of zero divides by 1 instead of giving NaN; norm_eps and norm_min as they are defined."""
+    logits = torch.full((1, 4), -200.0, device=device)
+    for norm_eps in (0.0, 1e-20):
+        weights, _ = moe_router(logits, 2, scoring="sigmoid", norm_topk_prob=True, norm_eps=norm_eps)
+        assert weights.tolist() == [[0.0, 0.0]]
+    logits = torch.zeros(1, 4, device=device)
+    weights, _ = moe_router(logits, 2, scoring="sigmoid", norm_topk_prob=True, norm_eps=3.0)
+    assert weights.tolist() == [[0.125, 0.125]]
+    weights, _ = moe_router(logits, 2, scoring="sigmoid", norm_topk_prob=True, norm_min=8.0)
+    assert weights.tolist() == [[0.0625, 0.0625]]
+
+
+def test_empty_batch(device):
+    empty, scale = torch.zeros(0, 16, device=device), torch.ones(16, device=device)
+    results = [result for _, result in all_routers(empty, 3)]
+    options = {
+        k: v.to(device) if isinstance(v, torch.Tensor) else v
+        for k, v in router_options("axk2", 16, 3, 0).items()
+    }
+    results.append(moe_router(empty, 3, **options))
+    results.append(
+        moe_gate(
+            torch.zeros(0, 8, device=device), torch.zeros(16, 8, device=device), scale[:8], scale, 3, 1e-6
+        )
+    )
+    for weights, ids in results:
+        assert tuple(weights.shape) == tuple(ids.shape) == (0, 3)
+        assert weights.dtype == torch.float32 and ids.dtype == torch.int32
+
+
+# moe_gate
+
+
+def check_gate(hidden, router_weight, norm_weight, scale, top_k, renormalize, device, layout="contiguous"):
+    """Returns the number of rows whose order float32 can tell."""
+    h, r, n, s = (exact(tensor) for tensor in (hidden, router_weight, norm_weight, scale))
+    logits = gate_logits(h, r, n, 1e-6)
+    magnitude = gate_logits(abs(h), abs(r), abs(n), 1e-6).max()
+    sure = np.array([gap(row, top_k) for row in logits]) > 1e-3
+    logits = logits[sure]
+    placed = (lay(tensor, layout, device) for tensor in (hidden[sure], router_weight, norm_weight, scale))
+    weights, ids = moe_gate(*placed, top_k, 1e-6, renormalize)
+    expected_ids = np.argsort(-logits, axis=1)[:, :top_k]
+    expected = gate_weights(logits, expected_ids, s, renormalize)
+    assert_routing(weights, ids, expected, expected_ids, WEIGHT_ERRORS + 4 * magnitude)
+    return sure.sum()
+
+
+def gate_arguments(tokens, width, num_experts, hidden_dtype, weight_dtype, seed):
+    return (
+        random((tokens, width), hidden_dtype, seed, 2.0),
+        random((num_experts, width), weight_dtype, seed + 1, width**-0.5),
+        random((width,), weight_dtype, seed + 2) + 1.0,
+        torch.rand(num_experts, generator=torch.Generator().manual_seed(seed)).to(weight_dtype) + 0.5,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate(device, dtype):
+    sizes = [(1, 31, 8, 2), (4, 33, 5, 5), (3, 300, 60, 4), (9, 128, 128, 8), (2, 520, 130, 16)]
+    for i, (tokens, width, num_experts, top_k) in enumerate(sizes):
+        arguments = gate_arguments(
+            tokens + 4, width, num_experts, dtype, torch.float32 if i % 2 else dtype, 10 * i
+        )
+        for renormalize in (True, False):
+            assert check_gate(*arguments, top_k, renormalize, device) > 0
+
+
+def test_gate_of_gemma4(device):
+    """The shape of the source kernel, and rows longer than a threadgroup's memory holds in float32."""
+    assert check_gate(*gate_arguments(3, 2816, 128, torch.bfloat16, torch.float32, 0), 8, False, device) > 0
+    assert check_gate(*gate_arguments(2, 16384, 16, torch.bfloat16, torch.bfloat16, 5), 2, True, device) > 0
+
+
+def test_gate_for_many_tokens(device):
+    assert check_gate(*gate_arguments(70, 96, 32, torch.bfloat16, torch.bfloat16, 3), 4, True, device) > 20
+
+
+def test_gate_layouts(device):
+    for layout in LAYOUTS:
+        arguments = gate_arguments(6, 66, 16, torch.float16, torch.float32, 7)
+        assert check_gate(*arguments, 3, True, device, layout) > 2
+
+
+def test_gate_of_degenerate_rows(device):
+    hidden, router_weight, norm_weight, _ = gate_arguments(3, 64, 16, torch.float32, torch.float32, 1)
+    hidden[0] = NAN
+    hidden[1] = 0.0
+    hidden[2, 3] = INF
+    scale = torch.ones(16)
+    for renormalize in (True, False):
+        tensors = (tensor.to(device) for tensor in (hidden, router_weight, norm_weight, scale))
+        weights, ids = moe_gate(*tensors, 4, 1e-6, renormalize)
+        assert ids[:2].tolist() == [[0, 1, 2, 3]] * 2
+        assert weights[:2].tolist() == [[0.25] * 4] * 2
+        assert torch.isfinite(weights).all() and len(set(ids[2].tolist())) == 4
+
+
+def test_gate_whose_scales_sum_to_zero(device):
+    tensors = (
+        torch.ones(1, 32),
+        torch.zeros(8, 32),
+        torch.ones(32),
+        torch.tensor([1.0, -1.0, 0, 0, 0, 0, 0, 0]),
+    )
+    weights, ids = moe_gate(*(tensor.to(device) for tensor in tensors), 2, 1e-6)
+    assert ids.tolist() == [[0, 1]] and weights.tolist() == [[0.5, -0.5]]
+
+
+# Sorting by expert
+
+
+def check_sorting(ids, num_experts, gate_up_rows=100, down_rows=65):
+    lists, rest = pairs_of_experts(ids.cpu().numpy(), num_experts)
+    pair_order, offsets = moe_bucket(ids, num_experts)
+    assert pair_order.dtype == offsets.dtype == torch.int32
+    assert pair_order.tolist() == [pair for pairs in lists for pair in pairs] + rest
+    counts = [len(pairs) for pairs in lists]
+    assert offsets.tolist() == [0, *np.cumsum(counts).tolist()]
+
+    tpe, ids_by_expert, *grids = moe_compute_ids_tpe(ids, num_experts, gate_up_rows, down_rows)
+    assert tpe.tolist() == counts
+    assert ids_by_expert.tolist() == [pairs + [-1] * (ids.numel() - len(pairs)) for pairs in lists]
+    for grid, rows in zip(grids, (gate_up_rows, down_rows), strict=True):
+        assert grid.tolist() == [max(1, -(-max(counts) // 32)), -(-rows // 64), num_experts]
+    assert {tensor.dtype for tensor in (tpe, ids_by_expert, *grids)} == {torch.int32}
+
+
+def random_ids(shape, low, high, seed, dtype=torch.int32):
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_sorting(device, dtype):
+    cases = [
+        ((1, 1), 1),
+        ((3, 2), 4),
+        ((1, 8), 128),
+        ((33, 8), 60),
+        ((70, 1), 3),
+        ((130, 4), 257),
+        ((9, 6), 1024),
+    ]
+    for i, (shape, num_experts) in enumerate(cases):
+        check_sorting(random_ids(shape, 0, num_experts, i, dtype).to(device), num_experts, 64 * i + 1, 4096)
+        check_sorting(random_ids(shape, -2, num_experts + 3, i, dtype).to(device), num_experts)
+
+
+def test_sorting_when_all_choose_one_expert(device):
+    for expert in (0, 6, 7, -1):
+        check_sorting(torch.full((40, 2), expert, dtype=torch.int32, device=device), 7)
+
+
+def test_sorting_of_distant_sentinels(device):
+    """An int64 id is compared as such, not by its lower half."""
+    ids = torch.tensor([[2**32 + 1, 1], [-(2**40), 2**62], [2, 3]], device=device)
+    check_sorting(ids, 3)
+    check_sorting(torch.tensor([[2**31 - 1, 0], [-(2**31), 2]], dtype=torch.int32, device=device), 3)
+
+
+def test_sorting_layouts(device):
+    for layout in LAYOUTS:
+        for dtype in (torch.int32, torch.int64):
+            check_sorting(lay(random_ids((10, 4), 0, 9, 0, dtype), layout, device), 9)
+
+
+def test_sorting_nothing(device):
+    for shape in ((0, 4), (3, 0)):
+        check_sorting(torch.zeros(shape, dtype=torch.int32, device=device), 5)
+
+
+@given(
+    st.integers(0, 40),
+    st.integers(1, 9),
+    st.integers(1, 300),
+    st.integers(0, 2**30),
+    st.sampled_from([torch.int32, torch.int64]),
+)
+@settings(max_examples=60, deadline=None)
+def test_sorting_any_shape_on_cpu(tokens, top_k, num_experts, seed, dtype):
+    check_sorting(random_ids((tokens, top_k), -1, num_experts + 1, seed, dtype), num_experts)
+
+
+@given(st.integers(1, 5), st.integers(1, 200), st.data())
+@settings(max_examples=60, deadline=None)
+def test_ties_of_any_shape_on_cpu(tokens, num_experts, data):
+    """Logits from five values, so that nearly every comparison is a tie or involves a degenerate one."""
+    top_k = data.draw(st.integers(1, min(64, num_experts)))
+    seed = data.draw(st.integers(0, 2**30))
+    values = torch.tensor([NAN, -INF, -1.0, 0.0, 2.0, INF])
+    check_degenerate(values[random_ids((tokens, num_experts), 0, 6, seed, torch.int64)], top_k)
+
+
+def test_finite_of_the_oracle():
+    """The oracle's own reading of degenerate values, which the tests above rest on."""
+    assert finite(np.array([NAN, INF, -INF, 1.0])).tolist() == [-LARGEST, LARGEST, -LARGEST, 1.0]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ROUTERS)
+def test_router_sweep(device, name, dtype):
+    for num_experts in (8, 16, 20, 60, 64, 100, 128, 132, 256, 384, 512, 768, 1024):
+        for top_k in {1, 2, 4, min(8, num_experts), min(22, num_experts)}:
+            for tokens in (1, 4, 33):
+                logits = random((tokens, num_experts), dtype, tokens, 1.5)
+                check_router(logits, top_k, device, **router_options(name, num_experts, top_k, 1, dtype))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+def test_gate_sweep(device, dtype, weight_dtype):
+    for width in (1, 31, 32, 33, 127, 300, 1024, 2880, 7168):
+        for num_experts, top_k in ((1, 1), (8, 2), (31, 5), (128, 8), (512, 10)):
+            for tokens in (1, 3, 33):
+                arguments = gate_arguments(tokens, width, num_experts, dtype, weight_dtype, width)
+                check_gate(*arguments, top_k, bool(tokens % 2), device)
+
+
+@pytest.mark.sweep
+def test_sorting_sweep(device):
+    for num_experts in (1, 2, 31, 32, 33, 60, 128, 256, 512, 1024):
+        for tokens in (1, 2, 7, 64, 333, 1025):
+            for top_k in (1, 2, 6, 8, 22):
+                for extra in (0, 2):
+                    ids = random_ids((tokens, top_k), -extra, num_experts + extra, tokens).to(device)
+                    check_sorting(ids, num_experts)
