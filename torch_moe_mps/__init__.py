@@ -2,8 +2,19 @@
 
 from . import ops
 from ._extension import load_extension
+from ._import_hook import register_when_imported
 
 __version__ = "0.1.0"
-__all__ = ["ops"]
+__all__ = ["accelerate", "ops", "restore"]
 
 load_extension()
+register_when_imported()
+
+
+def __getattr__(name: str):
+    """`accelerate` and `restore` are imported when they are first used."""
+    if name in ("accelerate", "restore"):
+        from . import transformers
+
+        return getattr(transformers, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

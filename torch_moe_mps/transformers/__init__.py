@@ -1,0 +1,123 @@
+"""Mixture-of-Experts models of Hugging Face transformers on the operators of this package.
+
+    torch_moe_mps.accelerate(model)             experts, routers, shared experts and norms, in place
+    torch_moe_mps.accelerate(model, bits=4)     the same with quantised experts
+    torch_moe_mps.restore(model)                the model as it was
+
+What is replaced is found by the modules' own attributes and formulas, never by the name of a model, and what is not
+recognised stays as it is. Training, gradients that are needed and autocast run the model's own code.
+"""
+
+import ast
+
+from torch import nn
+
+from .experts import NAME, describe, is_experts, unsupported
+from .formulas import Reader
+from .modules import restore_module, rewrite
+from .programs import Unsupported, straighten
+from .report import Report, Row
+
+__all__ = ["Report", "Row", "accelerate", "restore", "unsupported"]
+
+_PREVIOUS = "_moe_mps_previous_implementation"
+
+
+def accelerate(
+    model: nn.Module, bits: int | None = None, group_size: int = 64, mode: str = "affine"
+) -> Report:
+    """Make the Mixture-of-Experts layers of a model run on `torch.ops.moe_mps`, in place.
+
+    Args:
+        model: any module, most often a model of transformers; PEFT and other wrappers are looked through.
+        bits: 4 or 8 quantises the experts' weights, layer by layer; None leaves them dense.
+        group_size, mode: of the quantisation, as in `torch_moe_mps.quantization.quantize`.
+
+    Returns: a report that prints as a table: what replaced each module, or why it was left alone.
+
+    Raises: ValueError for a quantisation that does not fit the weights, before anything is changed.
+    """
+    report = Report()
+    if bits is not None:
+        from ..quantization import quantize_experts
+
+        report.quantization = quantize_experts(model, bits, group_size, mode)
+    found = {name: module for name, module in model.named_modules() if is_experts(module)}
+    for module in found.values():  # all of them first: layers share their config
+        module.__dict__.setdefault(_PREVIOUS, getattr(module.config, "_experts_implementation", None))
+    for name, module in found.items():
+        reason = unsupported(module)
+        if reason is None:
+            module.config._experts_implementation = NAME
+        report.add(name, module, "experts", None if reason else describe(module), reason)
+    for name, kind, module in _around(model, found):
+        rewrites, reason = rewrite(module)
+        report.add(name, module, kind, "; ".join(rewrites) or None, reason)
+    report.rows.sort(key=_model_order(model))
+    return report
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Undo `accelerate`: the model's own code runs again. Quantised experts stay quantised.
+
+    Returns: the model.
+    """
+    for module in model.modules():
+        restore_module(module)
+        if _PREVIOUS in module.__dict__:
+            module.config._experts_implementation = module.__dict__.pop(_PREVIOUS)
+    return model
+
+
+def _around(model: nn.Module, found: dict[str, nn.Module]):
+    """(name, kind, module) of the routers, blocks and layers that the experts belong to, each once."""
+    seen: set[str] = set()
+    for name in found:
+        parent = name.rpartition(".")[0]
+        block = model.get_submodule(parent)
+        for child, router in _routers(block, name.rpartition(".")[2]):
+            path = f"{parent}.{child}".lstrip(".")
+            if path not in seen:
+                seen.add(path)
+                yield path, "router", router
+        for path in _owners(model, parent):
+            if path not in seen:
+                seen.add(path)
+                yield path, "block" if path == parent else "layer", model.get_submodule(path)
+
+
+def _routers(block: nn.Module, experts: str):
+    """(name, module) of the children whose results are the expert ids of a block."""
+    try:
+        program = straighten(block)
+    except Unsupported:
+        return
+    reader = Reader(program)
+    values = [s.value for s in program.statements if isinstance(s, ast.Assign)] + [program.result]
+    calls = (node for value in values for node in ast.walk(value) if isinstance(node, ast.Call))
+    for call in calls:
+        if ast.unparse(call.func) == f"self.{experts}" and len(call.args) == 3:
+            ids = reader.read(call.args[1]).peel()
+            if ids.op == "item" and ids.args[0].op == "module":
+                name = ids.args[0].args[0].removeprefix("self.")
+                yield name, block.get_submodule(name)
+
+
+def _owners(model: nn.Module, path: str):
+    """The path of a block and those above it up to the layer: the last in front of a list of layers or a model."""
+    while True:
+        yield path
+        above = path.rpartition(".")[0]
+        module = model.get_submodule(above)
+        if (
+            not path
+            or isinstance(module, (nn.ModuleList, nn.ModuleDict))
+            or hasattr(module, "base_model_prefix")
+        ):
+            return
+        path = above
+
+
+def _model_order(model: nn.Module):
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    return lambda row: order[row.name]

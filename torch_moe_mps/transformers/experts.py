@@ -1,0 +1,251 @@
+"""The experts implementation "moe_mps" of transformers: every class with its experts interface, dense or quantised."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .formulas import Node, Reader, evaluate, inline, match, operation_of
+from .programs import Unsupported, straighten
+
+ops = torch.ops.moe_mps
+
+NAME = "moe_mps"
+MAX_TOP_K = 64
+INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+_POINTWISE = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+# The formula of _apply_gate on its argument X, with G and U its gate and up half.
+_GATES = {
+    "silu_clamped": "silu(clamp_max(G, LIMIT)) * clamp(U, LOW, LIMIT)",
+    "swiglu_oai": "(clamp(U, LOW, LIMIT) + 1) * (clamp_max(G, LIMIT) * sigmoid(clamp_max(G, LIMIT) * ALPHA))",
+} | {name: f"{name}(G) * U" for name in _POINTWISE}
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What happens between an expert's two matmuls, as keyword arguments of moe_experts."""
+
+    activation: str
+    gated: bool
+    interleaved: bool
+    alpha: float | None = None
+    limit: float | None = None
+
+    def arguments(self) -> dict:
+        return vars(self)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module has the experts interface of transformers."""
+    if not all(isinstance(getattr(module, flag, None), bool) for flag in INTERFACE):
+        return False
+    first, second = projection_names(module)
+    quantized = getattr(module, "quantization", None) is not None
+    return quantized or all(isinstance(getattr(module, p, None), Tensor) and getattr(module, p).dim() == 3
+                            for p in (first, second))  # fmt: skip
+
+
+def projection_names(module: nn.Module) -> tuple[str, str]:
+    return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
+
+
+def activation_of(module: nn.Module) -> Activation | None:
+    """The activation if the operators know it; None if the module's own code has to compute it."""
+    if getattr(module, "has_post_expert_norm", False):
+        return None
+    if not module.has_gate:
+        name = operation_of(getattr(module, "act_fn", None))
+        return Activation(name, False, False) if name in _POINTWISE else None
+    try:
+        result = _gate_formula(module)
+    except Unsupported:
+        return None
+    for name, form in _GATES.items():
+        bound = match(form, result)
+        if bound is not None and (halves := _halves(bound["G"], bound["U"])) is not None:
+            return _with_numbers(module, name, halves == "every_other", bound)
+    return None
+
+
+def _gate_formula(module: nn.Module) -> Node:
+    function = type(module)._apply_gate
+    program = straighten(module, function)
+    return inline(program, "self", [Node("any", ("input",))])
+
+
+def _halves(gate: Node, up: Node) -> str | None:
+    """ "item" for [gate; up], "every_other" for interleaved, None for anything else."""
+    gate, up = gate.peel(), up.peel()
+    split_input = Node("chunk", (Node("any", ("input",)), Node("const", (2,))))
+    for op, source in (("item", split_input), ("every_other", Node("any", ("input",)))):
+        if gate.op == up.op == op and (gate.key, up.key) == ((op, source.key, 0), (op, source.key, 1)):
+            return op
+    return None
+
+
+def _with_numbers(
+    module: nn.Module, name: str, interleaved: bool, bound: dict[str, Node]
+) -> Activation | None:
+    limit, alpha = (evaluate(bound.get(key), module) for key in ("LIMIT", "ALPHA"))
+    if "LIMIT" in bound:
+        low = bound["LOW"]
+        lower = evaluate(low.args[0], module) if low.op == "neg" else None
+        if not isinstance(limit, (int, float)) or lower != limit:
+            return None
+    if "ALPHA" in bound and not isinstance(alpha, (int, float)):
+        return None
+    as_float = [None if number is None else float(number) for number in (alpha, limit)]
+    return Activation(name, True, interleaved, *as_float)
+
+
+def runs_own_code(module: nn.Module, x: Tensor) -> bool:
+    """Training, gradients that are needed, and autocast belong to the model's own code."""
+    if module.training or torch.is_autocast_enabled(x.device.type):
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    return x.requires_grad or any(p.requires_grad for p in module.parameters())
+
+
+def prepare(module: nn.Module) -> Activation | None:
+    """Finds out how an experts module works and keeps it on the module."""
+    activation = activation_of(module)
+    module.__dict__["_moe_mps_activation"] = activation
+    return activation
+
+
+@torch.compiler.assume_constant_result
+def _activation(module: nn.Module) -> Activation | None:
+    if "_moe_mps_activation" not in module.__dict__:
+        prepare(module)
+    return module.__dict__["_moe_mps_activation"]
+
+
+def describe(module: nn.Module) -> str:
+    """What serves an experts module, in words."""
+    quantization = getattr(module, "quantization", None)
+    activation = prepare(module)
+    if activation is None:
+        how = (
+            "expert_mm, own activation, moe_weighted_reduce"
+            if quantization is None
+            else "expert_qmm, own activation"
+        )
+        return how
+    how = "moe_experts" if quantization is None else "moe_experts_quantized"
+    details = [activation.activation]
+    details += ["not gated"] if not activation.gated else []
+    details += ["interleaved"] if activation.interleaved else []
+    details += [str(quantization)] if quantization is not None else []
+    return f"{how} ({', '.join(details)})"
+
+
+def unsupported(module: nn.Module) -> str | None:
+    """Why an experts module is left alone; None if it is served."""
+    first, second = projection_names(module)
+    if getattr(module, "quantization", None) is not None:
+        return None
+    dtypes = {getattr(module, p).dtype for p in (first, second)}
+    if not dtypes <= {torch.float32, torch.float16, torch.bfloat16} or len(dtypes) > 1:
+        return f"its weights are {', '.join(sorted(map(str, dtypes)))}"
+    if not hasattr(type(module).forward, "__wrapped__"):
+        return "its class does not dispatch to experts implementations"
+    return None
+
+
+def experts_forward(
+    self: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    shared_gate: Tensor | None = None,
+    shared_out: Tensor | None = None,
+) -> Tensor:
+    """The forward that transformers calls for experts_implementation="moe_mps".
+
+    `shared_gate` (a logit) and `shared_out` come from blocks that `accelerate` rewrote: g * shared_out is added.
+    """
+    shared = {"shared_gate": shared_gate, "shared_out": shared_out, "gate_is_logit": shared_gate is not None}
+    if getattr(self, "quantization", None) is not None:
+        return _quantized_forward(self, hidden_states, top_k_index, top_k_weights, shared)
+    first = self.gate_up_proj if self.has_gate else self.up_proj
+    if runs_own_code(self, hidden_states) or not _fits(hidden_states, first, top_k_index):
+        routed = own_forward(self, hidden_states, top_k_index.long(), top_k_weights)
+        return add_shared(routed, shared_gate, shared_out)
+    activation = _activation(self)
+    bias = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias) if self.has_bias else None
+    down_bias = self.down_proj_bias if self.has_bias else None
+    if activation is None:
+        hidden = ops.expert_mm(hidden_states, first, top_k_index, bias, self.is_transposed)
+        hidden = _own_activation(self, hidden)
+        hidden = ops.expert_mm(hidden, self.down_proj, top_k_index, down_bias, self.is_transposed)
+        return _own_combine(self, hidden, top_k_weights, shared)
+    return ops.moe_experts(
+        hidden_states, first, self.down_proj, top_k_index, top_k_weights, gate_up_bias=bias, down_bias=down_bias,
+        transposed=self.is_transposed, **activation.arguments(), **shared,
+    )  # fmt: skip
+
+
+def _quantized_forward(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, shared: dict) -> Tensor:
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise NotImplementedError(
+            f"moe_mps: {type(self).__name__} has quantised experts, which have no gradients; run it under torch.no_grad()"
+        )
+    form = self.quantization
+    first, second = (_packed(self, name) for name in projection_names(self))
+    bias = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias) if self.has_bias else None
+    down_bias = self.down_proj_bias if self.has_bias else None
+    activation = _activation(self)
+    if activation is None:
+        hidden = ops.expert_qmm(x, *first, ids, form.bits, form.group_size, form.mode, bias)
+        hidden = _own_activation(self, hidden)
+        hidden = ops.expert_qmm(hidden, *second, ids, form.bits, form.group_size, form.mode, down_bias)
+        return _own_combine(self, hidden, weights, shared)
+    return ops.moe_experts_quantized(
+        x, *first, *second, ids, weights, form.bits, form.group_size, form.mode,
+        gate_up_bias=bias, down_bias=down_bias, **activation.arguments(), **shared,
+    )  # fmt: skip
+
+
+def _packed(self: nn.Module, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    return (
+        getattr(self, f"{name}_packed"),
+        getattr(self, f"{name}_scales"),
+        getattr(self, f"{name}_biases", None),
+    )
+
+
+def _fits(x: Tensor, weight: Tensor, ids: Tensor) -> bool:
+    """What the operators take; anything else goes to the model's own code, which may take it or say what is wrong."""
+    return (
+        x.dim() == 2 and x.dtype == weight.dtype and x.device == weight.device and ids.shape[-1] <= MAX_TOP_K
+    )
+
+
+def _own_activation(self: nn.Module, rows: Tensor) -> Tensor:
+    return self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
+
+
+def _own_combine(self: nn.Module, slots: Tensor, weights: Tensor, shared: dict) -> Tensor:
+    if getattr(self, "has_post_expert_norm", False):
+        slots = self.post_expert_norm(slots)
+    return ops.moe_weighted_reduce(weights, slots, **shared)
+
+
+def own_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The class's own (eager) forward, beneath the dispatch to implementations."""
+    return type(self).forward.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
+
+
+def add_shared(routed: Tensor, shared_gate: Tensor | None, shared_out: Tensor | None) -> Tensor:
+    if shared_out is None:
+        return routed
+    if shared_gate is not None:
+        shared_out = torch.sigmoid(shared_gate) * shared_out
+    return routed + shared_out
+
+
+def register(interface: object) -> None:
+    """Adds "moe_mps" to transformers' ExpertsInterface."""
+    interface.register(NAME, experts_forward)

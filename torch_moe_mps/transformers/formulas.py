@@ -1,0 +1,439 @@
+"""Formulas of a straight-line program in a canonical form, and patterns that match them.
+
+A value is read as a tree of operations whatever way it is written: functions and methods of torch have one name each,
+arguments one order, in-place and out-of-place are the same, submodules and helper methods are looked into. Casts and
+changes of shape are transparent: the operators compute in float32 and on rows, so that such a difference is one of
+rounding only.
+"""
+
+import ast
+import copy
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .programs import Program, Unsupported, straighten
+
+# Operations by name: the parameters in order. A dimension must be the last one.
+_PARAMETERS = {
+    "softmax": ("input", "dim", "dtype"),
+    "sigmoid": ("input",),
+    "silu": ("input",),
+    "topk": ("input", "k", "dim", "largest", "sorted"),
+    "gather": ("input", "dim", "index"),
+    "sum": ("input", "dim", "keepdim"),
+    "mean": ("input", "dim", "keepdim"),
+    "max": ("input", "dim"),
+    "amax": ("input", "dim"),
+    "clamp": ("input", "min", "max"),
+    "clamp_min": ("input", "min"),
+    "pow": ("input", "exponent"),
+    "square": ("input",),
+    "rsqrt": ("input",),
+    "zeros_like": ("input",),
+    "scatter_": ("input", "dim", "index", "value"),
+    "masked_fill": ("input", "mask", "value"),
+    "chunk": ("input", "chunks", "dim"),
+}
+_IGNORED = {"dtype", "keepdim", "sorted"}
+_LAST_DIMENSION = {ast.dump(ast.parse(text, mode="eval").body) for text in ("-1", "1")}
+_FUNCTIONS = {
+    getattr(namespace, name): name
+    for namespace in (F, torch)
+    for name in _PARAMETERS
+    if hasattr(namespace, name)
+}
+_CASTS = {"float", "to", "type", "type_as", "detach", "double", "half", "bfloat16", "bool"}
+_SHAPES = {"view", "reshape", "unsqueeze", "squeeze", "expand", "flatten", "contiguous"}
+_TRANSPARENT = {"cast", "shape"}
+_BINARY = {ast.Add: "add", ast.Mult: "mul", ast.Sub: "sub", ast.Div: "div", ast.Pow: "pow"}
+_COMMUTATIVE = {"add", "mul"}
+# Modules that are one operation, by the name of their class.
+MODULES = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "ReLU": "relu",
+    "ReLUSquaredActivation": "relu2",
+    "Sigmoid": "sigmoid",
+    "SqrtSoftplusActivation": "sqrtsoftplus",
+    "Softmax": "softmax",
+}
+
+
+@dataclass(frozen=True)
+class Node:
+    """An operation and its arguments (nodes or plain values); `source` is the program's expression for it."""
+
+    op: str
+    args: tuple
+    source: ast.expr | None = field(default=None, compare=False, repr=False)
+    reader: "Reader | None" = field(default=None, compare=False, repr=False)
+
+    def peel(self) -> "Node":
+        node = self
+        while node.op in _TRANSPARENT:
+            node = node.args[0]
+        return node
+
+    @functools.cached_property
+    def key(self) -> tuple:
+        """What two nodes share that compute the same value."""
+        node = self.peel()
+        return (node.op, *(a.key if isinstance(a, Node) else a for a in node.args))
+
+    def text(self) -> str:
+        return ast.unparse(self.source) if self.source is not None else self.op
+
+
+def operation_of(module: object) -> str | None:
+    """The operation that an activation module or function is."""
+    if isinstance(module, nn.Softmax) and module.dim not in (-1, 1):
+        return None
+    if isinstance(module, nn.Module):
+        known = type(module).__module__.partition(".")[0] in ("torch", "transformers")
+        exact = not isinstance(module, nn.GELU)
+        return MODULES.get(type(module).__name__) if known and exact else None
+    try:
+        return _FUNCTIONS.get(module)
+    except TypeError:
+        return None
+
+
+class _Owner(ast.NodeTransformer):
+    """`self` as the path of a submodule."""
+
+    def __init__(self, path: str):
+        self.path = ast.parse(path, mode="eval").body
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return copy.deepcopy(self.path) if node.id == "self" else node
+
+
+class Reader:
+    """Reads the expressions of a program as nodes. `prefix` is the module's path, `arguments` its arguments' nodes."""
+
+    def __init__(self, program: Program, prefix: str = "self", arguments: dict[str, Node] | None = None):
+        self.program = program
+        self.prefix = prefix
+        self.arguments = arguments or {}
+        self.names: dict[str, Node] = {}
+
+    def result(self) -> Node:
+        return self.read(self.program.result)
+
+    def read(self, value: ast.expr) -> Node:
+        method = getattr(self, f"read_{type(value).__name__.lower()}", self.opaque)
+        return method(value)
+
+    def make(self, op: str, args: tuple, value: ast.expr) -> Node:
+        return Node(op, args, self.source(value), self)
+
+    def source(self, value: ast.expr) -> ast.expr | None:
+        """The expression in terms of the outermost program; what a submodule computes from its arguments has none."""
+        if self.prefix == "self":
+            return value
+        if {node.id for node in ast.walk(value) if isinstance(node, ast.Name)} - {"self"}:
+            return None
+        return _Owner(self.prefix).visit(copy.deepcopy(value))
+
+    def opaque(self, value: ast.expr) -> Node:
+        return self.make("opaque", (f"{self.prefix}:{ast.dump(value)}",), value)
+
+    def read_name(self, value: ast.Name) -> Node:
+        name = value.id
+        if name in self.arguments:
+            return self.arguments[name]
+        if name not in self.names:
+            definition = self.program.definitions.get(name)
+            if definition is None:
+                self.names[name] = self.opaque(value)
+            else:
+                node = self.read(definition)
+                self.names[name] = Node(
+                    node.op, node.args, value if self.prefix == "self" else None, node.reader
+                )
+        return self.names[name]
+
+    def read_constant(self, value: ast.Constant) -> Node:
+        return self.make("const", (value.value,), value)
+
+    def read_tuple(self, value: ast.Tuple) -> Node:
+        return self.make("tuple", tuple(self.read(item) for item in value.elts), value)
+
+    def read_unaryop(self, value: ast.UnaryOp) -> Node:
+        operand = self.read(value.operand)
+        if isinstance(value.op, ast.USub) and operand.op == "const":
+            return self.make("const", (-operand.args[0],), value)
+        names = {ast.USub: "neg", ast.Invert: "not_"}
+        return self.make(names.get(type(value.op), "opaque"), (operand,), value)
+
+    def read_binop(self, value: ast.BinOp) -> Node:
+        op = _BINARY.get(type(value.op))
+        if op is None:
+            return self.opaque(value)
+        left, right = self.read(value.left), self.read(value.right)
+        if op == "pow":
+            return self.power(left, right, value)
+        return self.make(op, (left, right), value)
+
+    def power(self, base: Node, exponent: Node, value: ast.expr) -> Node:
+        named = {2: "square", -0.5: "rsqrt"}.get(exponent.args[0] if exponent.op == "const" else None)
+        return self.make(named, (base,), value) if named else self.make("pow", (base, exponent), value)
+
+    def read_attribute(self, value: ast.Attribute) -> Node:
+        path = ast.unparse(value)
+        if path.startswith("self."):
+            return self.make("attr", (self.prefix + path[4:],), value)
+        index = {"values": 0, "indices": 1}.get(value.attr)
+        if index is not None:
+            return self.item(self.read(value.value), index, value)
+        return self.opaque(value)
+
+    def item(self, of: Node, index: int, value: ast.expr) -> Node:
+        if of.op == "tuple":
+            return of.args[index]
+        if of.op == "max" and index == 0:
+            return self.make("amax", of.args, value)
+        return self.make("item", (of, index), value)
+
+    def read_subscript(self, value: ast.Subscript) -> Node:
+        of = self.read(value.value)
+        if isinstance(value.slice, ast.Constant) and isinstance(value.slice.value, int):
+            return self.item(of, value.slice.value, value)
+        every_other = {"..., ::2": 0, "..., 0::2": 0, "..., 1::2": 1}.get(
+            ast.unparse(value.slice).strip("()")
+        )
+        if every_other is not None:
+            return self.make("every_other", (of, every_other), value)
+        if isinstance(value.slice, ast.Name):
+            return self.make("index", (of, self.read(value.slice)), value)
+        return self.opaque(value)
+
+    # Calls
+
+    def read_call(self, value: ast.Call) -> Node:
+        callee = self.resolve(value.func)
+        if callee is float and len(value.args) == 1 and isinstance(value.args[0], ast.Constant):
+            return self.make("const", (float(value.args[0].value),), value)
+        if isinstance(callee, nn.Module):
+            return self.read_module(callee, value)
+        if getattr(callee, "__self__", None) is self.program.module:
+            return self.read_method(callee.__func__, value)
+        name = operation_of(callee)
+        if name is not None:
+            return self.operation(name, value.args, value)
+        if callee is None and isinstance(value.func, ast.Attribute):
+            return self.tensor_method(value.func.attr, [value.func.value, *value.args], value)
+        return self.opaque(value)
+
+    def resolve(self, function: ast.expr) -> object:
+        """The object that an expression of names and attributes stands for, if it depends on the module alone."""
+        root = function
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        if not isinstance(root, ast.Name) or (root.id != "self" and root.id in self.program.definitions):
+            return None
+        if root.id != "self" and root.id in self.program.arguments_names():
+            return None
+        try:
+            return eval(
+                ast.unparse(function), self.program.function.__globals__, {"self": self.program.module}
+            )
+        except Exception:
+            return None
+
+    def read_module(self, module: nn.Module, value: ast.Call) -> Node:
+        name = operation_of(module)
+        if name is not None and len(value.args) == 1 and not value.keywords:
+            return self.make(name, (self.read(value.args[0]),), value)
+        path = self.prefix + ast.unparse(value.func)[4:]
+        if not path.startswith(self.prefix + "."):
+            return self.opaque(value)
+        if any(isinstance(a, ast.Starred) for a in value.args) or any(k.arg is None for k in value.keywords):
+            return self.opaque(value)
+        arguments = [self.read(a) for a in value.args] + [self.read(k.value) for k in value.keywords]
+        return self.make("module", (path, *arguments), value)
+
+    def expand(self, node: Node) -> Node | None:
+        """A call of a submodule as the formula of its forward."""
+        path, *arguments = node.args
+        module = self.program.module.get_submodule(path[len(self.prefix) + 1 :])
+        try:
+            return inline(straighten(module), path, arguments)
+        except Unsupported:
+            return None
+
+    def read_method(self, function, value: ast.Call) -> Node:
+        try:
+            program = straighten(self.program.module, function)
+            return inline(program, self.prefix, [self.read(a) for a in value.args])
+        except (Unsupported, AttributeError):
+            return self.opaque(value)
+
+    def tensor_method(self, name: str, args: list[ast.expr], value: ast.Call) -> Node:
+        if name in _CASTS:
+            texts = [ast.unparse(a) for a in (*args[1:], *(k.value for k in value.keywords))]
+            to_float = name == "float" or any(text in ("torch.float32", "torch.float") for text in texts)
+            return self.make("cast", (self.read(args[0]), "float32" if to_float else "other"), value)
+        if name in _SHAPES:
+            if name in ("view", "reshape") and len(args) == 4:
+                return self.make("grouped", (self.read(args[0]), self.read(args[2])), value)
+            return self.make("shape", (self.read(args[0]),), value)
+        if name in _PARAMETERS:
+            return self.operation(name, args, value)
+        return self.opaque(value)
+
+    def operation(self, name: str, args: list[ast.expr], value: ast.Call) -> Node:
+        """A known operation, with the arguments that matter in one order."""
+        parameters = _PARAMETERS[name]
+        given = dict(zip(parameters, args, strict=False)) | {k.arg: k.value for k in value.keywords}
+        if name == "scatter_" and "src" in given:
+            given["value"] = given.pop("src")
+        known = len(args) <= len(parameters) and given.keys() <= set(parameters)
+        if not known or ("dim" in given and ast.dump(given.pop("dim")) not in _LAST_DIMENSION):
+            return self.opaque(value)
+        casts = "dtype" in given and ast.unparse(given["dtype"]) in ("torch.float32", "torch.float")
+        nodes = {p: self.read(given[p]) for p in parameters if p in given and p not in _IGNORED}
+        nodes = {p: node for p, node in nodes.items() if node.op != "const" or node.args[0] is not None}
+        if name == "clamp":
+            name = {("input", "min"): "clamp_min", ("input", "max"): "clamp_max"}.get(tuple(nodes), name)
+        if name == "pow":
+            return self.power(nodes["input"], nodes["exponent"], value)
+        if casts:
+            nodes["input"] = Node("cast", (nodes["input"], "float32"), None, self)
+        return self.make(name, tuple(nodes.values()), value)
+
+
+def inline(program: Program, prefix: str, arguments: list[Node]) -> Node:
+    """The result of a submodule's or method's program for the given arguments."""
+    parameters = [a.arg for a in program.arguments.args if a.arg != "self"]
+    return Reader(program, prefix, dict(zip(parameters, arguments, strict=False))).result()
+
+
+# Patterns
+
+
+@functools.lru_cache(maxsize=1024)
+def pattern(text: str) -> Node:
+    """A formula as text. Upper-case names stand for any value, the same wherever they occur."""
+    return _pattern(ast.parse(text.strip(), mode="eval").body)
+
+
+def _pattern(tree: ast.expr) -> Node:
+    if isinstance(tree, ast.Name):
+        return Node("any", (tree.id,))
+    if isinstance(tree, ast.Constant):
+        return Node("const", (tree.value,))
+    if isinstance(tree, ast.BinOp):
+        return Node(_BINARY[type(tree.op)], (_pattern(tree.left), _pattern(tree.right)))
+    if isinstance(tree, ast.Subscript):
+        return Node("item", (_pattern(tree.value), tree.slice.value))
+    if isinstance(tree, ast.Call):
+        return Node(tree.func.id, tuple(_pattern(a) for a in tree.args))
+    raise ValueError(f"not a pattern: {ast.unparse(tree)}")
+
+
+def match(form: str | Node, node: Node, bound: dict[str, Node] | None = None) -> dict[str, Node] | None:
+    """What the upper-case names of a pattern stand for if `node` has its form, else None."""
+    form = pattern(form) if isinstance(form, str) else form
+    return next(_matches(form, node, bound or {}), None)
+
+
+def _matches(form: Node, node: Node, bound: dict[str, Node]) -> Iterator[dict[str, Node]]:
+    if form.op == "any":
+        name = form.args[0]
+        if name not in bound:
+            yield bound | {name: node}
+        elif bound[name].key == node.key:
+            yield bound
+        return
+    node = node.peel()
+    if form.op == node.op and len(form.args) == len(node.args):
+        orders = [node.args, node.args[::-1]] if form.op in _COMMUTATIVE else [node.args]
+        for args in orders:
+            yield from _match_all(form.args, args, bound)
+    elif node.op == "module" and (expanded := node.reader.expand(node)) is not None:
+        yield from _matches(form, expanded, bound)
+
+
+def _match_all(forms: tuple, nodes: tuple, bound: dict[str, Node]) -> Iterator[dict[str, Node]]:
+    if not forms:
+        yield bound
+        return
+    first, node = forms[0], nodes[0]
+    if isinstance(first, Node) and isinstance(node, Node):
+        candidates = _matches(first, node, bound)
+    else:
+        candidates = iter([bound] if first == node else [])
+    for candidate in candidates:
+        yield from _match_all(forms[1:], nodes[1:], candidate)
+
+
+def evaluate(node: Node | None, module: nn.Module) -> object:
+    """The value of a node that depends on the module's attributes alone, else None."""
+    if node is None:
+        return None
+    if node.op == "const":
+        return node.args[0]
+    if node.op == "attr":
+        value: object = module
+        for name in node.args[0].split(".")[1:]:
+            value = getattr(value, name, None)
+        return value
+    return None
+
+
+def is_number(node: Node, module: nn.Module) -> bool:
+    value = evaluate(node, module)
+    return isinstance(value, (int, float)) and not isinstance(value, (bool, Tensor))
+
+
+def held(node: Node) -> Node:
+    """The value that the program has a name for, beneath casts where there is one."""
+    best = node
+    while node.op in _TRANSPARENT:
+        node = node.args[0]
+        if isinstance(node.source, ast.Name) or best.source is None:
+            best = node
+    return best
+
+
+def casts_to_float32(node: Node, until: Node) -> bool:
+    """Whether the formula from `until` to `node` passes through float32."""
+    if node.key == until.key and (node.op not in _TRANSPARENT or node.text() == until.text()):
+        return False
+    if node.op == "cast" and node.args[1] == "float32":
+        return True
+    return any(isinstance(a, Node) and casts_to_float32(a, until) for a in node.args)
+
+
+_EFFECTLESS = {*_PARAMETERS, *_CASTS, *_SHAPES, "iadd", "isub", "imul", "itruediv", "size", "linear", "split"}
+
+
+def is_pure(value: ast.expr, module: nn.Module) -> bool:
+    """Whether an expression in a forward of `module` has no effect, so that it can be dropped where nothing reads it."""
+    for call in (node for node in ast.walk(value) if isinstance(node, ast.Call)):
+        path = ast.unparse(call.func)
+        if path.startswith("self."):
+            if not _is_pure_module(module, path.removeprefix("self.")):
+                return False
+        elif path.rpartition(".")[2] not in _EFFECTLESS:
+            return False
+    return True
+
+
+def _is_pure_module(module: nn.Module, path: str) -> bool:
+    try:
+        submodule = module.get_submodule(path)
+        program = straighten(submodule)
+    except (AttributeError, Unsupported):
+        return False
+    statements = all(isinstance(s, ast.Assign) and is_pure(s.value, submodule) for s in program.statements)
+    return statements and not program.inplace and is_pure(program.result, submodule)

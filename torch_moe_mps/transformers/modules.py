@@ -1,0 +1,116 @@
+"""Modules whose forward is replaced: the class of the instance changes to a subclass, everything else stays.
+
+So hooks, isinstance, state_dict and the module tree are as before. Deepcopy and pickle write the original class and
+rewrite the copy, and `restore_module` puts the original class back.
+"""
+
+import functools
+import types
+
+import torch
+from torch import Tensor, nn
+
+from . import fused
+from .blocks import fold_shared_experts
+from .experts import is_experts, runs_own_code
+from .formulas import is_pure
+from .norms import fuse_norms
+from .programs import Program, Unsupported, straighten
+from .routers import replace_selection
+
+_CLASS_MARK = "_moe_mps_original_class"
+_MARKS = ("_moe_mps_norm", "_moe_mps_activation")
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    return getattr(type(module), _CLASS_MARK, type(module))
+
+
+def is_rewritten(module: nn.Module) -> bool:
+    return hasattr(type(module), _CLASS_MARK)
+
+
+def rewrite(module: nn.Module) -> tuple[list[str], str | None]:
+    """Rewrites a module's forward. What was replaced in it, and the reason if that is nothing."""
+    if is_rewritten(module):
+        restore_module(module)
+    if "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
+        return [], "its forward was replaced on the instance"
+    try:
+        program = straighten(module)
+        reason = _apply_rules(program)
+        if program.rewrites:
+            _change_class(module, program.compile(fused, is_pure))
+    except Unsupported as unsupported:
+        return [], str(unsupported)
+    return program.rewrites, None if program.rewrites else reason
+
+
+def _apply_rules(program: Program) -> str | None:
+    if not any(is_experts(child) for child in program.module.modules()):
+        return replace_selection(program)
+    fold_shared_experts(program)
+    fuse_norms(program)
+    return "no shared expert is added to its experts, no residual sum meets an RMSNorm"
+
+
+def restore_module(module: nn.Module) -> None:
+    """The module as it was before `rewrite`."""
+    if is_rewritten(module):
+        _set_class(module, original_class(module))
+    for mark in _MARKS:
+        module.__dict__.pop(mark, None)
+
+
+def _change_class(module: nn.Module, forward: types.FunctionType) -> None:
+    _set_class(module, _rewritten_class(type(module), forward))
+
+
+def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    module.__class__ = cls
+    if "_old_forward" in module.__dict__:  # the accelerate library calls this one between its hooks
+        module._old_forward = types.MethodType(cls.forward, module)
+
+
+@functools.cache
+def _rewritten_class(original: type[nn.Module], rewritten: types.FunctionType) -> type[nn.Module]:
+    """The subclass of `original` that runs `rewritten` in inference and the original forward otherwise."""
+    own = original.forward
+
+    @functools.wraps(own)
+    def forward(self, *args, **kwargs):
+        tensor = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+        if tensor is None or runs_own_code(self, tensor):
+            return own(self, *args, **kwargs)
+        return rewritten(self, *args, **kwargs)
+
+    def reduce(self, protocol):
+        _, _, *state = super(cls, self).__reduce_ex__(protocol)
+        return _new_copy, (original,), *state
+
+    members = {
+        "forward": forward,
+        "__reduce_ex__": reduce,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        _CLASS_MARK: original,
+    }
+    cls = type(original.__name__, (original,), members)
+    return cls
+
+
+def _new_copy(original: type[nn.Module]) -> nn.Module:
+    """An empty module that is rewritten once its state has been set."""
+    cls = _copy_class(original)
+    return cls.__new__(cls)
+
+
+@functools.cache
+def _copy_class(original: type[nn.Module]) -> type[nn.Module]:
+    def resume(self, state):
+        self.__class__ = original
+        self.__setstate__(state)
+        rewrite(self)
+
+    return type(original.__name__, (original,), {"__setstate__": resume, "__module__": original.__module__})
