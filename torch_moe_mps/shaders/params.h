@@ -95,7 +95,7 @@ struct GateParams {
   uint32_t top_k;
   uint32_t tile_width;  // columns of hidden that are staged at a time
   uint32_t vectorised;
-  uint32_t router_dtype;
+  uint32_t hidden_dtype;
   uint32_t norm_dtype;
   uint32_t scale_dtype;
   uint32_t renormalise;
@@ -105,9 +105,11 @@ struct GateParams {
 struct BucketParams {
   uint32_t pairs;
   uint32_t experts;
-  uint32_t expert_bits;  // binary digits of `experts`, the sentinels' bucket
-  uint32_t tile_rows;    // 0: no tile list
-  uint32_t columns_a;
+  uint32_t expert_digits;   // binary digits of `experts`, which is the bucket of the sentinels
+  uint32_t chunk;           // pairs of one simdgroup, a multiple of 32
+  uint32_t tile_rows;       // 0: no tile list
+  uint32_t sentinel_tiles;  // also tiles of expert -1 for the sentinels
+  uint32_t columns_a;       // threadgroups across the columns of the two matmuls that use the tiles
   uint32_t columns_b;
 };
 
@@ -116,4 +118,57 @@ struct IdsTpeParams {
   uint32_t experts;
   uint32_t gate_up_tiles;
   uint32_t down_tiles;
+};
+
+// Experts
+
+#define ACTIVATION_NONE 0
+#define ACTIVATION_SILU 1
+#define ACTIVATION_GELU 2
+#define ACTIVATION_GELU_TANH 3
+#define ACTIVATION_RELU 4
+#define ACTIVATION_RELU2 5
+#define ACTIVATION_SWIGLU_OAI 6
+#define ACTIVATION_SILU_CLAMPED 7
+
+#define ROWS_PLAIN 0        // output i is weight row i
+#define ROWS_HALVES 1       // gates in rows 0 .. I - 1, ups in rows I .. 2I - 1
+#define ROWS_INTERLEAVED 2  // gate0, up0, gate1, up1, ...
+
+// One expert matmul. Pair p = token * slots + slot.
+struct ExpertParams {
+  uint32_t tokens;
+  uint32_t slots;
+  uint32_t pairs;
+  uint32_t experts;
+  uint32_t inputs;          // columns of an expert's matrix
+  uint32_t rows;            // rows of an expert's matrix
+  uint32_t outputs;         // of one pair, after the activation
+  uint32_t vectorised;      // rows of x and of a dense matrix start on a multiple of 8 elements
+  uint32_t group_shift;     // log2 of the values that share a scale
+  uint32_t wide_ids;        // ids are int64
+  uint32_t x_per_pair;      // x has a row for each pair, else for each token
+  uint32_t grid_is_experts; // grid.y counts experts, else pairs
+  uint32_t zero_sentinels;  // pairs without an expert get a row of zeros
+  uint32_t row_layout;
+  uint32_t activation;
+  uint32_t bias_dtype;
+  uint32_t has_bias;
+  float alpha;
+  float limit;
+};
+
+// What an expert's output is combined with.
+struct ExpertCombineParams {
+  uint32_t weights_dtype;
+  uint32_t gate_dtype;
+  uint32_t has_gate;
+  uint32_t gate_is_logit;
+  uint32_t has_shared;
+  uint32_t has_residual;
+};
+
+struct ExpertDownParams {
+  ExpertParams matmul;
+  ExpertCombineParams combine;
 };

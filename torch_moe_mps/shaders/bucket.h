@@ -1,0 +1,222 @@
+// Sorting pairs p = t * K + k by expert. Ids outside [0, experts) fall into a last bucket of their own.
+#pragma once
+#include "common.h"
+
+template <typename Id>
+inline uint bucket_of(Id id, uint experts) {
+  return id < 0 || id >= Id(experts) ? experts : uint(id);
+}
+
+// Lanes of the simdgroup whose bucket equals this lane's, among those in `valid`: one ballot for each binary digit.
+inline uint lanes_with_same(uint bucket, uint digits, uint valid) {
+  uint same = valid;
+  for (uint digit = 0; digit < digits; ++digit) {
+    const bool set = ((bucket >> digit) & 1) != 0;
+    const uint lanes = ballot(set);
+    same &= set ? lanes : ~lanes;
+  }
+  return same;
+}
+
+inline uint lanes_before(uint lane) { return (1u << lane) - 1; }
+
+// The exclusive scan of `value` over the threadgroup, and its total. Ends with a barrier: `partials` can be used again.
+inline uint threadgroup_scan(uint value, thread uint& total, threadgroup uint* partials, uint lane, uint simdgroup,
+                             uint simdgroups) {
+  const uint before_in_simdgroup = simd_prefix_exclusive_sum(value);
+  if (lane == kSimdWidth - 1) partials[simdgroup] = before_in_simdgroup + value;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const uint partial = lane < simdgroups ? partials[lane] : 0;
+  total = simd_sum(partial);
+  const uint before_simdgroup = simd_sum(lane < simdgroup ? partial : 0);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return before_simdgroup + before_in_simdgroup;
+}
+
+// The last bucket whose first tile is not behind `tile`.
+inline uint bucket_of_tile(uint tile, threadgroup const uint* first_tile, uint buckets) {
+  uint low = 0;
+  uint high = buckets;
+  while (high - low > 1) {
+    const uint middle = (low + high) / 2;
+    if (first_tile[middle] <= tile) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// starts: where each bucket begins, for buckets + 1 a sentinel of `pairs`.
+inline void write_tiles(device int4* tiles, device uint* grids, constant BucketParams& params, uint tile_count,
+                        threadgroup const uint* first_tile, threadgroup const uint* starts, uint thread_index,
+                        uint threads) {
+  const uint buckets = params.experts + 1;
+  for (uint tile = thread_index; tile < tile_count; tile += threads) {
+    const uint bucket = bucket_of_tile(tile, first_tile, buckets);
+    const uint first = starts[bucket] + (tile - first_tile[bucket]) * params.tile_rows;
+    const uint end = bucket == params.experts ? params.pairs : starts[bucket + 1];
+    tiles[tile] = int4(bucket == params.experts ? -1 : int(bucket), int(first), int(min(end - first, params.tile_rows)), 0);
+  }
+  if (thread_index == 0) {
+    if (tile_count == 0) tiles[0] = int4(0, 0, 0, 0);
+    const uint grid = max(tile_count, 1u);
+    grids[0] = params.columns_a;
+    grids[1] = grid;
+    grids[2] = 1;
+    grids[3] = params.columns_b;
+    grids[4] = grid;
+    grids[5] = 1;
+  }
+}
+
+// A stable counting sort by one threadgroup. Each simdgroup owns a run of consecutive pairs and a row of counters; the rows'
+// prefix sums over simdgroups and experts are the places where its pairs go. Integer counters: the result does not depend on
+// the order of the atomics. 32768 pairs take less time than a second dispatch would save.
+template <typename Id>
+[[kernel, max_total_threads_per_threadgroup(1024)]] void bucket_pairs(
+    device const Id* ids [[buffer(0)]], device int* pair_order [[buffer(1)]], device int* offsets [[buffer(2)]],
+    device int4* tiles [[buffer(3)]], device uint* grids [[buffer(4)]], constant BucketParams& params [[buffer(5)]],
+    threadgroup uint* shared [[threadgroup(0)]], uint thread_index [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
+  constexpr uint kAhead = 4;  // ids that a lane loads before it uses the first
+  threadgroup uint partials[kMaxSimdgroups];
+  const uint buckets = params.experts + 1;
+  const uint threads = simdgroups * kSimdWidth;
+  threadgroup uint* first_tile = shared;
+  threadgroup uint* counters = shared + buckets;  // [simdgroups][buckets]
+  threadgroup uint* own_counters = counters + simdgroup * buckets;
+
+  for (uint i = thread_index; i < simdgroups * buckets; i += threads) counters[i] = 0;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  const uint begin = simdgroup * params.chunk;
+  const uint end = min(begin + params.chunk, params.pairs);
+  threadgroup atomic_uint* atomic_counters = reinterpret_cast<threadgroup atomic_uint*>(own_counters);
+  for (uint pair = begin + lane; pair < end; pair += kSimdWidth) {
+    atomic_fetch_add_explicit(&atomic_counters[bucket_of(ids[pair], params.experts)], 1u, memory_order_relaxed);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  uint pairs_before = 0;
+  uint tiles_before = 0;
+  for (uint first = 0; first < buckets; first += threads) {
+    const uint bucket = first + thread_index;
+    uint count = 0;
+    if (bucket < buckets) {
+      for (uint s = 0; s < simdgroups; ++s) {
+        const uint own = counters[s * buckets + bucket];
+        counters[s * buckets + bucket] = count;
+        count += own;
+      }
+    }
+    uint pairs_here;
+    const uint start = pairs_before + threadgroup_scan(count, pairs_here, partials, lane, simdgroup, simdgroups);
+    pairs_before += pairs_here;
+    if (bucket < buckets) {
+      for (uint s = 0; s < simdgroups; ++s) counters[s * buckets + bucket] += start;
+      offsets[bucket] = int(start);
+    }
+    if (params.tile_rows != 0) {
+      const bool tiled = bucket < params.experts || (bucket == params.experts && params.sentinel_tiles != 0);
+      const uint bucket_tiles = tiled ? (count + params.tile_rows - 1) / params.tile_rows : 0;
+      uint tiles_here;
+      const uint tile = tiles_before + threadgroup_scan(bucket_tiles, tiles_here, partials, lane, simdgroup, simdgroups);
+      tiles_before += tiles_here;
+      if (bucket < buckets) first_tile[bucket] = tile;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  if (params.tile_rows != 0) {
+    write_tiles(tiles, grids, params, tiles_before, first_tile, counters, thread_index, threads);
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // the first row of counters moves on below
+  }
+
+  for (uint first = begin; first < end; first += kAhead * kSimdWidth) {
+    Id ahead[kAhead];
+    UNROLL for (uint i = 0; i < kAhead; ++i) {
+      const uint pair = first + i * kSimdWidth + lane;
+      if (pair < end) ahead[i] = ids[pair];
+    }
+    UNROLL for (uint i = 0; i < kAhead; ++i) {
+      const uint pair = first + i * kSimdWidth + lane;
+      const bool valid = pair < end;
+      const uint bucket = valid ? bucket_of(ahead[i], params.experts) : 0;
+      const uint same = lanes_with_same(bucket, params.expert_digits, ballot(valid));
+      const uint rank = popcount(same & lanes_before(lane));
+      uint place = 0;
+      if (valid && rank == 0) {
+        place = own_counters[bucket];
+        own_counters[bucket] = place + popcount(same);
+      }
+      simdgroup_barrier(mem_flags::mem_threadgroup);  // the next batch may touch the counter from another lane
+      place = simd_shuffle(place, ushort(valid ? ctz(same) : lane)) + rank;
+      if (valid) pair_order[place] = int(pair);
+    }
+  }
+}
+
+constant constexpr uint kIdsPairsPerTile = 32;
+
+// Threadgroup e lists expert e's pairs; one more counts all experts for the grids' maximum.
+template <typename Id>
+[[kernel, max_total_threads_per_threadgroup(1024)]] void ids_by_expert(
+    device const Id* ids [[buffer(0)]], device int* tpe [[buffer(1)]], device int* lists [[buffer(2)]],
+    device int* gate_up_args [[buffer(3)]], device int* down_args [[buffer(4)]],
+    constant IdsTpeParams& params [[buffer(5)]], threadgroup uint* counts [[threadgroup(0)]],
+    uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
+  threadgroup uint partials[kMaxSimdgroups];
+  const uint threads = simdgroups * kSimdWidth;
+  if (group == params.experts) {
+    for (uint e = thread_index; e < params.experts + 1; e += threads) counts[e] = 0;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    threadgroup atomic_uint* atomic_counts = reinterpret_cast<threadgroup atomic_uint*>(counts);
+    for (uint pair = thread_index; pair < params.pairs; pair += threads) {
+      atomic_fetch_add_explicit(&atomic_counts[bucket_of(ids[pair], params.experts)], 1u, memory_order_relaxed);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    uint most = 0;
+    for (uint e = thread_index; e < params.experts; e += threads) most = max(most, counts[e]);
+    most = simd_max(most);
+    if (lane == 0) partials[simdgroup] = most;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    most = simd_max(lane < simdgroups ? partials[lane] : 0);
+    if (thread_index == 0) {
+      const int tiles = int(max((most + kIdsPairsPerTile - 1) / kIdsPairsPerTile, 1u));
+      gate_up_args[0] = tiles;
+      gate_up_args[1] = int(params.gate_up_tiles);
+      gate_up_args[2] = int(params.experts);
+      down_args[0] = tiles;
+      down_args[1] = int(params.down_tiles);
+      down_args[2] = int(params.experts);
+    }
+    return;
+  }
+
+  const uint chunk = (params.pairs + threads - 1) / threads * kSimdWidth;
+  const uint begin = simdgroup * chunk;
+  const uint end = min(begin + chunk, params.pairs);
+  uint matches = 0;
+  for (uint pair = begin + lane; pair < end; pair += kSimdWidth) {
+    matches += bucket_of(ids[pair], params.experts) == group ? 1 : 0;
+  }
+  uint total;
+  uint place = threadgroup_scan(matches, total, partials, lane, simdgroup, simdgroups);
+  place = simd_shuffle(place, ushort(0));  // where this simdgroup's run begins
+
+  device int* list = lists + ulong(group) * params.pairs;
+  for (uint first = begin; first < end; first += kSimdWidth) {
+    const uint pair = first + lane;
+    const bool match = pair < end && bucket_of(ids[pair], params.experts) == group;
+    const uint lanes = ballot(match);
+    if (match) list[place + popcount(lanes & lanes_before(lane))] = int(pair);
+    place += popcount(lanes);
+  }
+  for (uint i = total + thread_index; i < params.pairs; i += threads) list[i] = -1;
+  if (thread_index == 0) tpe[group] = int(total);
+}
