@@ -44,10 +44,6 @@ class Check:
         if not low <= value <= high:
             self.fail(argument, f"between {low} and {high}{meaning}", value)
 
-    def at_least(self, argument: str, value, low) -> None:
-        if value < low:
-            self.fail(argument, f"at least {low}", value)
-
     def choice(self, argument: str, value: str, choices: Sequence[str]) -> None:
         if value not in choices:
             self.fail(argument, "one of " + ", ".join(choices), repr(value))

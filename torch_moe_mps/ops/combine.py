@@ -56,7 +56,8 @@ def silu_mul_stacked(gate: Tensor, up: Tensor) -> Tensor:
 def _check_slots(check: Check, slots: Tensor, weights: Tensor, residual: Tensor | None = None) -> None:
     check.dtype("slots", slots, ACTIVATION_DTYPES)
     check.min_rank("slots", slots, 2)
-    check.at_least("S, the second to last size of slots,", slots.shape[-2], 1)
+    if slots.shape[-2] < 1:
+        check.fail("slots", "[..., S, H] with S at least 1", tuple(slots.shape))
     check.dtype("weights", weights, ACTIVATION_DTYPES)
     check.shape("weights", weights, slots.shape[:-1], "[..., S] of slots")
     if residual is not None:
@@ -224,7 +225,8 @@ def _check_weighted_reduce(
     check.dtype("expert_out", expert_out, ACTIVATION_DTYPES)
     check.rank("expert_out", expert_out, (2, 3))
     tokens, top_k = weights.shape
-    check.at_least("K, the columns of weights,", top_k, 1)
+    if top_k < 1:
+        check.fail("weights", "[T, K] with K at least 1", tuple(weights.shape))
     width = expert_out.shape[-1]
     if expert_out.dim() == 2:
         check.shape("expert_out", expert_out, (tokens * top_k, width), "[T * K, H]")

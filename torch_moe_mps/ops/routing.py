@@ -81,12 +81,13 @@ def _mask_groups(
 def _check_logits(check: Check, logits: Tensor, top_k: int, ranks: tuple[int, ...] = (2,)) -> None:
     check.dtype("logits", logits, ACTIVATION_DTYPES)
     check.rank("logits", logits, ranks)
-    _check_counts(check, logits.shape[-1], "the last size of logits", top_k)
+    _check_counts(check, "logits", "[T, E]", logits.shape[-1], top_k)
 
 
-def _check_counts(check: Check, num_experts: int, argument: str, top_k: int) -> None:
-    check.between(argument, num_experts, 1, MAX_EXPERTS)
-    check.between("top_k", top_k, 1, min(num_experts, MAX_TOP_K))
+def _check_counts(check: Check, argument: str, layout: str, num_experts: int, top_k: int) -> None:
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        check.fail(argument, f"{layout} with E between 1 and {MAX_EXPERTS}", f"E = {num_experts}")
+    check.between("top_k", top_k, 1, min(num_experts, MAX_TOP_K), f", the smaller of E and {MAX_TOP_K}")
 
 
 def _check_per_expert(check: Check, argument: str, tensor: Tensor | None, num_experts: int) -> None:
@@ -111,10 +112,12 @@ def _check_router(
         check.fail("num_groups", f"a divisor of the {num_experts} experts", num_groups)
     group_size = num_experts // num_groups
     if num_groups > 1 and group_score == "top2_sum" and group_size < 2:
-        check.fail("num_groups", "small enough to leave 2 experts a group for top2_sum", num_groups)
+        check.fail(
+            "num_groups", f"at most {num_experts // 2}, for 2 experts a group with top2_sum", num_groups
+        )
     check.between("top_groups", top_groups, 1, num_groups)
     if masked_score is None and top_k > top_groups * group_size:
-        check.fail("top_k", f"at most the {top_groups * group_size} experts of the top_groups", top_k)
+        check.fail("top_k", f"at most {top_groups * group_size}, the experts in top_groups groups", top_k)
     _check_per_expert(check, "per_expert_scale", per_expert_scale, num_experts)
     check.same_device(logits=logits, bias=bias, per_expert_scale=per_expert_scale)
 
@@ -299,7 +302,7 @@ def _check_gate(
     check.dtype("norm_weight", norm_weight, ACTIVATION_DTYPES)
     check.shape("norm_weight", norm_weight, (width,), "[H]")
     _check_per_expert(check, "per_expert_scale", per_expert_scale, num_experts)
-    _check_counts(check, num_experts, "the first size of router_weight", top_k)
+    _check_counts(check, "router_weight", "[E, H]", num_experts, top_k)
     check.same_device(
         hidden=hidden, router_weight=router_weight, norm_weight=norm_weight, per_expert_scale=per_expert_scale
     )
