@@ -73,7 +73,14 @@ def _flags(source: Path) -> list[str]:
     flags += ["-isystem", str(TORCH / "include"), "-isystem", str(TORCH / "include/torch/csrc/api/include")]
     flags += ["-isystem", str(python_include()), f"-I{HERE / 'metal/linux'}"]
     if source.suffix == ".mm":
-        flags += ["-x", "objective-c++", "-fobjc-runtime=gcc", "-fblocks", "-fexceptions", "-fobjc-exceptions"]
+        flags += [
+            "-x",
+            "objective-c++",
+            "-fobjc-runtime=gcc",
+            "-fblocks",
+            "-fexceptions",
+            "-fobjc-exceptions",
+        ]
         flags += ["-fconstant-string-class=NSConstantString", "-Wno-incomplete-implementation"]
         # GCC's directory holds headers that must not shadow clang's own.
         flags += [f"-I{HERE / 'metal/include'}", "-idirafter", str(objective_c_include())]
@@ -131,7 +138,13 @@ def build_library(name: str, sources: Sequence[Path], link_with: Sequence[Path] 
             with tempfile.TemporaryDirectory(dir=cache_directory()) as scratch:
                 built = Path(scratch, "out.so")
                 command = [compiler(), "-shared", "-o", str(built), *map(str, objects), *map(str, link_with)]
-                command += [f"-L{TORCH / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{TORCH / 'lib'}"]
+                command += [
+                    f"-L{TORCH / 'lib'}",
+                    "-ltorch",
+                    "-ltorch_cpu",
+                    "-lc10",
+                    f"-Wl,-rpath,{TORCH / 'lib'}",
+                ]
                 command += ["-lobjc", "-lBlocksRuntime", "-ldl"]
                 if name == "device":
                     command += ["-ltorch_python"]
@@ -142,7 +155,11 @@ def build_library(name: str, sources: Sequence[Path], link_with: Sequence[Path] 
 
 def device_library() -> Path:
     """Foundation, Metal and at::mps on Linux, and the PyTorch device."""
-    sources = [*(HERE / "metal").glob("*.mm"), HERE / "metal" / "commands.cpp", *(HERE / "device").glob("*.mm")]
+    sources = [
+        *(HERE / "metal").glob("*.mm"),
+        HERE / "metal" / "commands.cpp",
+        *(HERE / "device").glob("*.mm"),
+    ]
     sources += (HERE / "device").glob("*.cpp")
     return build_library("device", sorted(sources))
 

@@ -106,6 +106,11 @@ def install() -> None:
     torch.ops.load_library(str(build_device.device_library()))
     _runtime().simulator_set_executor(ctypes.cast(executor.msl_execute, ctypes.c_void_p))
     torch._C._has_mps = True
+    if not torch._C._mps_is_available():
+        raise RuntimeError(
+            "install() must run before anything asks torch whether MPS is available: torch remembers the answer"
+        )
+    torch.backends.mps.is_available.cache_clear()
     # torch.load restores tensors of other backends through such a pair of functions.
     torch.serialization.register_package(19, _tag, _restore)
 

@@ -32,7 +32,8 @@ class Allocator final : public c10::Allocator {
 Allocator the_allocator;
 REGISTER_ALLOCATOR(c10::DeviceType::MPS, &the_allocator)
 
-// There is one stream, and an event is the time of its recording: everything before it has run once it is waited for.
+// There is one stream, and an event is the time of its recording: everything before it has run once it is
+// waited for.
 class Events {
  public:
   uint32_t acquire() {
@@ -63,7 +64,9 @@ Events& events() {
   static Events* instance = new Events;
   return *instance;
 }
-uint32_t event_id(void* event) { return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(event)); }
+uint32_t event_id(void* event) {
+  return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(event));
+}
 
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
@@ -86,7 +89,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return !has_pending(); }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { events().release(event_id(event)); }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    events().release(event_id(event));
+  }
   bool queryStream(const c10::Stream&) const override { return !has_pending(); }
   void synchronizeStream(const c10::Stream&) const override { synchronize(); }
   void synchronizeEvent(void*) const override { synchronize(); }
@@ -102,7 +107,9 @@ C10_REGISTER_GUARD_IMPL(MPS, Guard)
 
 }  // namespace
 
-c10::Allocator* allocator() { return &the_allocator; }
+c10::Allocator* allocator() {
+  return &the_allocator;
+}
 
 class Hooks final : public at::MPSHooksInterface {
  public:
@@ -139,7 +146,9 @@ class Hooks final : public at::MPSHooksInterface {
   void waitForEvent(uint32_t) const override {}
   void synchronizeEvent(uint32_t) const override { synchronize(); }
   bool queryEvent(uint32_t) const override { return !has_pending(); }
-  double elapsedTimeOfEvents(uint32_t start, uint32_t end) const override { return events().milliseconds(start, end); }
+  double elapsedTimeOfEvents(uint32_t start, uint32_t end) const override {
+    return events().milliseconds(start, end);
+  }
   c10::Device getDeviceFromPtr(void*) const override { return kMps; }
 };
 

@@ -12,6 +12,7 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
+#include <cmath>
 #include <cstring>
 
 #include "../metal/runtime.h"
@@ -31,11 +32,14 @@ Tensor on_host(const Tensor& tensor) {
   synchronize();
   const c10::Storage& storage = tensor.storage();
   void* contents = storage.nbytes() && storage.data() ? buffer_contents(storage.data()) : nullptr;
-  c10::DataPtr pointer(contents, new c10::Storage(storage), [](void* s) { delete static_cast<c10::Storage*>(s); }, at::kCPU);
-  c10::Storage alias(c10::Storage::use_byte_size_t(), storage.sym_nbytes(), std::move(pointer), nullptr, false);
-  Tensor result = at::detail::make_tensor<c10::TensorImpl>(std::move(alias), c10::DispatchKeySet(c10::DispatchKey::CPU),
-                                                           tensor.dtype());
-  result.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  c10::DataPtr pointer(
+      contents, new c10::Storage(storage), [](void* s) { delete static_cast<c10::Storage*>(s); }, at::kCPU);
+  c10::Storage alias(c10::Storage::use_byte_size_t(), storage.sym_nbytes(), std::move(pointer), nullptr,
+                     false);
+  Tensor result = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(alias), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+  result.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(),
+                                                      tensor.storage_offset());
   if (tensor.is_conj()) result._set_conj(true);
   if (tensor.is_neg()) result._set_neg(true);
   return result;
@@ -43,31 +47,35 @@ Tensor on_host(const Tensor& tensor) {
 
 c10::ScalarType supported(optional<at::ScalarType> dtype) {
   const auto type = dtype.value_or(at::typeMetaToScalarType(at::get_default_dtype()));
-  TORCH_CHECK_TYPE(type != at::kDouble && type != at::kComplexDouble,
-                   "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. Please "
-                   "use float32 instead.");
+  TORCH_CHECK_TYPE(
+      type != at::kDouble && type != at::kComplexDouble,
+      "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. Please "
+      "use float32 instead.");
   return type;
 }
 
 Tensor empty(IntArrayRef size, optional<at::ScalarType> dtype, optional<at::Layout>, optional<c10::Device>,
              optional<bool>, optional<at::MemoryFormat> format) {
-  return at::detail::empty_generic(size, allocator(), c10::DispatchKeySet(c10::DispatchKey::MPS), supported(dtype), format);
+  return at::detail::empty_generic(size, allocator(), c10::DispatchKeySet(c10::DispatchKey::MPS),
+                                   supported(dtype), format);
 }
-Tensor empty_strided(IntArrayRef size, IntArrayRef stride, optional<at::ScalarType> dtype, optional<at::Layout>,
-                     optional<c10::Device>, optional<bool>) {
-  return at::detail::empty_strided_generic(size, stride, allocator(), c10::DispatchKeySet(c10::DispatchKey::MPS),
-                                           supported(dtype));
+Tensor empty_strided(IntArrayRef size, IntArrayRef stride, optional<at::ScalarType> dtype,
+                     optional<at::Layout>, optional<c10::Device>, optional<bool>) {
+  return at::detail::empty_strided_generic(size, stride, allocator(),
+                                           c10::DispatchKeySet(c10::DispatchKey::MPS), supported(dtype));
 }
 
 const Tensor& resize_(const Tensor& self, IntArrayRef size, optional<at::MemoryFormat> format) {
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_sizes_contiguous(size);
-  const size_t needed = at::detail::computeStorageNbytesContiguous(size, self.itemsize(), self.storage_offset());
+  const size_t needed =
+      at::detail::computeStorageNbytesContiguous(size, self.itemsize(), self.storage_offset());
   auto* storage = impl->unsafe_storage().unsafeGetStorageImpl();
   if (needed > storage->nbytes()) {
     synchronize();
     c10::DataPtr grown = allocator()->allocate(needed);
-    if (storage->nbytes()) memcpy(buffer_contents(grown.get()), buffer_contents(storage->data()), storage->nbytes());
+    if (storage->nbytes())
+      memcpy(buffer_contents(grown.get()), buffer_contents(storage->data()), storage->nbytes());
     storage->set_data_ptr(std::move(grown));
     storage->set_nbytes(needed);
   }
@@ -89,7 +97,8 @@ Tensor copy_from_and_resize(const Tensor& self, const Tensor& destination) {
   return destination;
 }
 
-Tensor& set_storage_offset(Tensor& self, at::Storage source, int64_t offset, IntArrayRef size, IntArrayRef stride) {
+Tensor& set_storage_offset(Tensor& self, at::Storage source, int64_t offset, IntArrayRef size,
+                           IntArrayRef stride) {
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_storage_keep_dtype(std::move(source));
   impl->set_storage_offset(offset);
@@ -105,10 +114,12 @@ Tensor& set_storage(Tensor& self, at::Storage source) {
   return set_storage_offset(self, std::move(source), 0, {elements}, {});
 }
 Tensor& set_tensor(Tensor& self, const Tensor& source) {
-  return set_storage_offset(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+  return set_storage_offset(self, source.storage(), source.storage_offset(), source.sizes(),
+                            source.strides());
 }
 Tensor& set_nothing(Tensor& self) {
-  return set_storage_offset(self, at::Storage(c10::Storage::use_byte_size_t(), 0, allocator(), true), 0, {0}, {});
+  return set_storage_offset(self, at::Storage(c10::Storage::use_byte_size_t(), 0, allocator(), true), 0, {0},
+                            {});
 }
 
 Tensor& fill_scalar(Tensor& self, const at::Scalar& value) {
@@ -123,12 +134,16 @@ Tensor& zero_(Tensor& self) {
   on_host(self).zero_();
   return self;
 }
-at::Scalar local_scalar_dense(const Tensor& self) { return at::_local_scalar_dense(on_host(self)); }
+at::Scalar local_scalar_dense(const Tensor& self) {
+  return at::_local_scalar_dense(on_host(self));
+}
 
 Tensor as_strided(const Tensor& self, IntArrayRef size, IntArrayRef stride, optional<int64_t> offset) {
   return at::native::as_strided_tensorimpl(self, size, stride, offset);
 }
-Tensor view(const Tensor& self, IntArrayRef size) { return at::native::view(self, size); }
+Tensor view(const Tensor& self, IntArrayRef size) {
+  return at::native::view(self, size);
+}
 Tensor reshape_alias(const Tensor& self, IntArrayRef size, IntArrayRef stride) {
   return at::native::_reshape_alias(self, size, stride);
 }
@@ -139,15 +154,21 @@ Tensor unfold(const Tensor& self, int64_t dimension, int64_t size, int64_t step)
 // libtorch's own choice of an attention kernel asserts on a device type that its build does not have.
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const optional<Tensor>& mask,
                  double dropout, bool is_causal, optional<double> scale, bool enable_gqa) {
-  return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, mask, dropout, is_causal, std::nullopt,
-                                                            scale, enable_gqa));
+  // The math version adds the mask: where a boolean one allows attention it adds 0.
+  optional<Tensor> added = mask;
+  if (mask && mask->dtype() == at::kBool) {
+    added = at::zeros(mask->sizes(), query.options()).masked_fill(mask->logical_not(), -INFINITY);
+  }
+  return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, added, dropout, is_causal,
+                                                            std::nullopt, scale, enable_gqa));
 }
 
 // Operators of other libraries must bring a kernel for MPS: one of moe_mps that is missing has to fail.
 void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const bool is_torch = schema.name().starts_with("aten::") || schema.name().starts_with("prims::");
-  TORCH_CHECK_NOT_IMPLEMENTED(is_torch, schema.name(), " has no MPS kernel (the simulator runs only aten on the CPU)");
+  TORCH_CHECK_NOT_IMPLEMENTED(is_torch, schema.name(),
+                              " has no MPS kernel (the simulator runs only aten on the CPU)");
   synchronize();
   const auto arguments = schema.arguments().size();
   for (size_t i = 0; i < arguments; i++) {
@@ -184,8 +205,12 @@ TORCH_LIBRARY_IMPL(aten, MPS, m) {
   m.impl("view_as_complex", at::native::view_as_complex);
   m.impl("scaled_dot_product_attention", attention);
 }
-TORCH_LIBRARY_IMPL(aten, AutogradMPS, m) { m.impl("scaled_dot_product_attention", attention); }
-TORCH_LIBRARY_IMPL(_, MPS, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>()); }
+TORCH_LIBRARY_IMPL(aten, AutogradMPS, m) {
+  m.impl("scaled_dot_product_attention", attention);
+}
+TORCH_LIBRARY_IMPL(_, MPS, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>());
+}
 
 }  // namespace
 }  // namespace simulator

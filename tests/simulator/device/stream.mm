@@ -21,27 +21,44 @@ MPSDevice* MPSDevice::getInstance() {
   static MPSDevice* device = new MPSDevice;
   return device;
 }
-bool MPSDevice::isMacOS13Plus(MacOSVersion version) const { return version <= MacOSVersion::MACOS_VER_15_2_PLUS; }
-std::string MPSDevice::getName() const { return [[_mtl_device name] UTF8String]; }
-unsigned MPSDevice::getCoreCount() const { return 8; }
+bool MPSDevice::isMacOS13Plus(MacOSVersion version) const {
+  return version <= MacOSVersion::MACOS_VER_15_2_PLUS;
+}
+std::string MPSDevice::getName() const {
+  return [[_mtl_device name] UTF8String];
+}
+unsigned MPSDevice::getCoreCount() const {
+  return 8;
+}
 
-bool is_available() { return true; }
-bool is_macos_13_or_newer(MacOSVersion version) { return MPSDevice::getInstance()->isMacOS13Plus(version); }
-bool is_apple_family_or_newer(AppleGPUFamily family) { return family <= AppleGPUFamily::APPLE_9_PLUS; }
-at::Allocator* GetMPSAllocator() { return simulator::allocator(); }
+bool is_available() {
+  return true;
+}
+bool is_macos_13_or_newer(MacOSVersion version) {
+  return MPSDevice::getInstance()->isMacOS13Plus(version);
+}
+bool is_apple_family_or_newer(AppleGPUFamily family) {
+  return family <= AppleGPUFamily::APPLE_9_PLUS;
+}
+at::Allocator* GetMPSAllocator() {
+  return simulator::allocator();
+}
 
 MPSStream::MPSStream(Stream stream)
     : _stream(stream),
       _commandQueue(simulated_queue()),
       _serialQueue(dispatch_queue_create("metal gpu stream", DISPATCH_QUEUE_SERIAL)) {}
 MPSStream::~MPSStream() = default;
-MPSCommandBuffer* MPSStream::commandBuffer() { return simulated_command_buffer(); }
-id<MTLDevice> MPSStream::device() const { return simulated_device(); }
+MPSCommandBuffer* MPSStream::commandBuffer() {
+  return simulated_command_buffer();
+}
+id<MTLDevice> MPSStream::device() const {
+  return simulated_device();
+}
 id<MTLComputeCommandEncoder> MPSStream::commandEncoder() {
   if (!simulator::in_block_of((void*)_serialQueue)) {
-    simulator::fail(
-        "commandEncoder() is called outside of a block of the stream's queue; encode inside "
-        "at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{ ... })");
+    simulator::fail("commandEncoder() is called outside of a block of the stream's queue; encode inside "
+                    "at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{ ... })");
   }
   return simulated_encoder();
 }
@@ -57,10 +74,15 @@ MPSStream* MPSStreamImpl::getInstance() {
   static MPSStream* stream = new MPSStream(Stream(Stream::UNSAFE, c10::Device(c10::DeviceType::MPS, 0), 0));
   return stream;
 }
-MPSStream* getCurrentMPSStream() { return MPSStreamImpl::getInstance(); }
-MPSStream* getDefaultMPSStream() { return MPSStreamImpl::getInstance(); }
+MPSStream* getCurrentMPSStream() {
+  return MPSStreamImpl::getInstance();
+}
+MPSStream* getDefaultMPSStream() {
+  return MPSStreamImpl::getInstance();
+}
 
-__attribute__((visibility("default"))) void dispatch_sync_with_rethrow(dispatch_queue_t queue, void (^block)()) {
+__attribute__((visibility("default"))) void dispatch_sync_with_rethrow(dispatch_queue_t queue,
+                                                                       void (^block)()) {
   __block std::exception_ptr exception;
   dispatch_sync(queue, ^{
     try {
@@ -76,11 +98,16 @@ __attribute__((visibility("default"))) void dispatch_sync_with_rethrow(dispatch_
 
 namespace simulator {
 
-void* stream_queue() { return (void*)at::mps::getCurrentMPSStream()->queue(); }
-void* stream_command_buffer() { return (void*)simulated_command_buffer(); }
+void* stream_queue() {
+  return (void*)at::mps::getCurrentMPSStream()->queue();
+}
+void* stream_command_buffer() {
+  return (void*)simulated_command_buffer();
+}
 
 void synchronize() {
-  if (has_pending()) {
+  // Also when nothing waits: on macOS reading a tensor inside a block always enters the queue again.
+  if (has_pending() || in_block_of(stream_queue())) {
     at::mps::dispatch_sync_with_rethrow(at::mps::getCurrentMPSStream()->queue(), ^{
       run_pending();
     });

@@ -1,4 +1,5 @@
-// MTLBuffer: memory that shows when it is read unwritten, and that lives as long as a recorded command needs it.
+// MTLBuffer: memory that shows when it is read unwritten, and that lives as long as a recorded command needs
+// it.
 #import <Metal/Metal.h>
 #include <sys/mman.h>
 
@@ -24,7 +25,9 @@ constexpr size_t kAlignment = 256;
 std::atomic<uint64_t> next_identity{1};
 std::atomic<size_t> buffers{0}, bytes_alive{0};
 
-size_t round_up(size_t bytes) { return (bytes + kAlignment) / kAlignment * kAlignment; }
+size_t round_up(size_t bytes) {
+  return (bytes + kAlignment) / kAlignment * kAlignment;
+}
 
 void fill(char* data, size_t bytes, uint16_t pattern) {
   for (size_t i = 0; i + 1 < bytes; i += 2) memcpy(data + i, &pattern, 2);
@@ -46,7 +49,8 @@ namespace simulator {
 
 Memory::Memory(size_t bytes) : size(bytes), identity(next_identity++) {
   if (bytes >= kMapBytes) {
-    void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* mapped =
+        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED) throw std::bad_alloc();
     data = static_cast<char*>(mapped);
   } else {
@@ -67,8 +71,12 @@ Memory::~Memory() {
   }
 }
 
-size_t live_buffers() { return buffers; }
-size_t live_bytes() { return bytes_alive; }
+size_t live_buffers() {
+  return buffers;
+}
+size_t live_bytes() {
+  return bytes_alive;
+}
 
 }  // namespace simulator
 
@@ -123,9 +131,13 @@ void* buffer_new(size_t bytes) {
   return (void*)buffer;
 }
 
-void buffer_release(void* buffer) { [(SimulatorBuffer*)buffer release]; }
+void buffer_release(void* buffer) {
+  [(SimulatorBuffer*)buffer release];
+}
 
-void* buffer_contents(const void* buffer) { return (*((SimulatorBuffer*)buffer)->memory)->data; }
+void* buffer_contents(const void* buffer) {
+  return (*((SimulatorBuffer*)buffer)->memory)->data;
+}
 
 std::shared_ptr<Memory> buffer_memory(const void* buffer) {
   std::lock_guard<std::mutex> lock(registry().mutex);

@@ -47,34 +47,44 @@ std::string binding_text(const Binding& binding) {
   if (binding.bytes) return std::to_string(binding.bytes->size()) + " bytes";
   auto& names = state().trace_names;
   auto [entry, is_new] = names.try_emplace(binding.memory->identity, letters(names.size()));
-  return entry->second + "[" + std::to_string(binding.offset) + ":" + std::to_string(binding.memory->size) + "]";
+  return entry->second + "[" + std::to_string(binding.offset) + ":" + std::to_string(binding.memory->size) +
+         "]";
 }
 
 std::string trace_text(const Command& command) {
   std::ostringstream line;
   line << command.kernel->title << " grid ";
   switch (command.kind) {
-    case GridKind::kThreads: line << size_text(command.grid) << " threads"; break;
-    case GridKind::kThreadgroups: line << size_text(command.grid); break;
-    case GridKind::kIndirect: line << binding_text(command.indirect); break;
+    case GridKind::kThreads:
+      line << size_text(command.grid) << " threads";
+      break;
+    case GridKind::kThreadgroups:
+      line << size_text(command.grid);
+      break;
+    case GridKind::kIndirect:
+      line << binding_text(command.indirect);
+      break;
   }
   line << " of " << size_text(command.threads) << ":";
   for (unsigned i = 0; i < kMaxBindings; i++) {
     if (command.buffers[i].bound()) line << " " << i << "=" << binding_text(command.buffers[i]);
   }
   for (unsigned i = 0; i < kMaxBindings; i++) {
-    if (command.threadgroup_bytes[i]) line << " threadgroup(" << i << ")=" << command.threadgroup_bytes[i] << " bytes";
+    if (command.threadgroup_bytes[i])
+      line << " threadgroup(" << i << ")=" << command.threadgroup_bytes[i] << " bytes";
   }
   return line.str();
 }
 
-// --- validation, in the spirit of Metal's API validation ----------------------------------------------------------
+// --- validation, in the spirit of Metal's API validation
+// ----------------------------------------------------------
 
 void check_threads(const Command& command) {
   const std::string& title = command.kernel->title;
   const size_t limit = command.kernel->kernel->max_threads;
   const size_t total = command.threads[0] * command.threads[1] * command.threads[2];
-  if (total == 0) fail(title + ": threads per threadgroup are " + size_text(command.threads) + ", none may be 0");
+  if (total == 0)
+    fail(title + ": threads per threadgroup are " + size_text(command.threads) + ", none may be 0");
   if (total > limit) {
     fail(title + ": " + std::to_string(total) + " threads per threadgroup (" + size_text(command.threads) +
          ") are over the pipeline's limit of " + std::to_string(limit));
@@ -92,8 +102,8 @@ void check_arguments(const Command& command) {
   for (int i = 0; i < kernel.argument_count; i++) {
     const msl_argument& argument = kernel.arguments[i];
     const bool is_buffer = argument.kind == MSL_BUFFER;
-    const std::string name =
-        std::string(is_buffer ? "buffer(" : "threadgroup(") + std::to_string(argument.index) + ") '" + argument.name + "'";
+    const std::string name = std::string(is_buffer ? "buffer(" : "threadgroup(") +
+                             std::to_string(argument.index) + ") '" + argument.name + "'";
     if (!is_buffer) {
       if (command.threadgroup_bytes[argument.index] == 0) {
         fail(title + ": " + name + " has no memory: setThreadgroupMemoryLength was not called");
@@ -103,8 +113,8 @@ void check_arguments(const Command& command) {
     const Binding& binding = command.buffers[argument.index];
     if (!binding.bound()) fail(title + ": " + name + " is not bound");
     if (binding.size() < argument.min_bytes) {
-      fail(title + ": " + name + " has " + std::to_string(binding.size()) + " bytes, the shader's type needs " +
-           std::to_string(argument.min_bytes));
+      fail(title + ": " + name + " has " + std::to_string(binding.size()) +
+           " bytes, the shader's type needs " + std::to_string(argument.min_bytes));
     }
     if (argument.min_bytes > 0 && binding.offset % 4 != 0) {
       fail(title + ": " + name + " is bound at offset " + std::to_string(binding.offset) +
@@ -117,12 +127,13 @@ void check_threadgroup_memory(const Command& command) {
   size_t total = 0;
   for (size_t bytes : command.threadgroup_bytes) total += bytes;
   if (total > kMaxThreadgroupMemory) {
-    fail(command.kernel->title + ": " + std::to_string(total) + " bytes of threadgroup memory are over the limit of " +
-         std::to_string(kMaxThreadgroupMemory));
+    fail(command.kernel->title + ": " + std::to_string(total) +
+         " bytes of threadgroup memory are over the limit of " + std::to_string(kMaxThreadgroupMemory));
   }
 }
 
-// --- execution ----------------------------------------------------------------------------------------------------
+// --- execution
+// ----------------------------------------------------------------------------------------------------
 
 // The threadgroups of the grid. Indirect grids are read now: an earlier command may have written them.
 std::array<size_t, 3> threadgroups(const Command& command) {
@@ -145,7 +156,8 @@ msl_dispatch describe(const Command& command, const std::array<size_t, 3>& group
   for (int i = 0; i < 3; i++) {
     dispatch.grid[i] = static_cast<unsigned>(groups[i]);
     dispatch.threads[i] = static_cast<unsigned>(command.threads[i]);
-    dispatch.total_threads[i] = command.kind == GridKind::kThreads ? static_cast<unsigned>(command.grid[i]) : 0;
+    dispatch.total_threads[i] =
+        command.kind == GridKind::kThreads ? static_cast<unsigned>(command.grid[i]) : 0;
   }
   for (unsigned i = 0; i < kMaxBindings; i++) {
     const Binding& from = command.buffers[i];
@@ -157,7 +169,8 @@ msl_dispatch describe(const Command& command, const std::array<size_t, 3>& group
     dispatch.threadgroup_bytes[i] = command.threadgroup_bytes[i];
   }
   for (int i = 0; i < kernel->argument_count; i++) {
-    if (kernel->arguments[i].kind == MSL_BUFFER) dispatch.buffers[kernel->arguments[i].index].label = kernel->arguments[i].name;
+    if (kernel->arguments[i].kind == MSL_BUFFER)
+      dispatch.buffers[kernel->arguments[i].index].label = kernel->arguments[i].name;
   }
   return dispatch;
 }
@@ -235,8 +248,12 @@ using simulator::state;
 
 extern "C" {
 
-void simulator_set_executor(simulator_execute execute) { state().execute = execute; }
-void simulator_set_schedule(uint64_t seed) { state().seed = seed; }
+void simulator_set_executor(simulator_execute execute) {
+  state().execute = execute;
+}
+void simulator_set_schedule(uint64_t seed) {
+  state().seed = seed;
+}
 
 void simulator_reset(void) {
   auto& s = state();
@@ -277,6 +294,10 @@ const simulator_dispatch_counters* simulator_counters_stop(size_t* count) {
   return s.counted.data();
 }
 
-size_t simulator_live_buffers(void) { return simulator::live_buffers(); }
-size_t simulator_live_bytes(void) { return simulator::live_bytes(); }
+size_t simulator_live_buffers(void) {
+  return simulator::live_buffers();
+}
+size_t simulator_live_bytes(void) {
+  return simulator::live_bytes();
+}
 }

@@ -1,5 +1,5 @@
-// MTLDevice, MTLCommandQueue and MTLCommandBuffer as host code sees them: the stream is PyTorch's, so what would create
-// or drive another one is a finding.
+// MTLDevice, MTLCommandQueue and MTLCommandBuffer as host code sees them: the stream is PyTorch's, so what
+// would create or drive another one is a finding.
 #import <Metal/Metal.h>
 #import <MetalPerformanceShadersGraph/MetalPerformanceShadersGraph.h>
 
@@ -12,8 +12,9 @@ using simulator::fail;
 
 namespace {
 [[noreturn]] void not_ours(const char* method) {
-  fail(std::string(method) + ": host code encodes with stream->commandEncoder() only; queues, command buffers, other "
-                             "encoders, commit and wait belong to PyTorch's stream");
+  fail(std::string(method) +
+       ": host code encodes with stream->commandEncoder() only; queues, command buffers, other "
+       "encoders, commit and wait belong to PyTorch's stream");
 }
 }  // namespace
 
@@ -53,7 +54,8 @@ namespace {
                                  error:(NSError**)error {
   return simulated_library(source, options, error);
 }
-- (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function error:(NSError**)error {
+- (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function
+                                                             error:(NSError**)error {
   return simulated_pipeline(function, error);
 }
 @end

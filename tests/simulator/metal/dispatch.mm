@@ -1,4 +1,5 @@
-// Serial queues: a queue is a lock, and a block runs on the thread that submits it, as dispatch_sync's blocks do.
+// Serial queues: a queue is a lock, and a block runs on the thread that submits it, as dispatch_sync's blocks
+// do.
 #import <Foundation/Foundation.h>
 
 #include <atomic>
@@ -68,10 +69,13 @@ bool simulator::in_block_of(const void* queue) {
   return false;
 }
 
-uint64_t simulator::current_block() { return blocks.empty() ? 0 : blocks.back().number; }
+uint64_t simulator::current_block() {
+  return blocks.empty() ? 0 : blocks.back().number;
+}
 
 dispatch_queue_t dispatch_queue_create(const char* label, dispatch_queue_attr_t attributes) {
-  if (attributes != DISPATCH_QUEUE_SERIAL) simulator::fail("dispatch_queue_create: only serial queues are simulated");
+  if (attributes != DISPATCH_QUEUE_SERIAL)
+    simulator::fail("dispatch_queue_create: only serial queues are simulated");
   SimulatorQueue* queue = [SimulatorQueue new];
   queue->mutex = new std::mutex;
   queue->label = new std::string(label ? label : "");
@@ -83,9 +87,10 @@ void dispatch_sync(dispatch_queue_t queue, dispatch_block_t block) {
   try {
     block();
   } catch (const std::exception& error) {
-    simulator::fail(std::string("a C++ exception leaves a dispatch_sync block, which ends the process on macOS; use "
-                                "at::mps::dispatch_sync_with_rethrow: ") +
-                    error.what());
+    simulator::fail(
+        std::string("a C++ exception leaves a dispatch_sync block, which ends the process on macOS; use "
+                    "at::mps::dispatch_sync_with_rethrow: ") +
+        error.what());
   }
 }
 

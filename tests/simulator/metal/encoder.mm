@@ -20,7 +20,9 @@ using simulator::GridKind;
 
 namespace {
 
-std::array<size_t, 3> to_array(MTLSize size) { return {size.width, size.height, size.depth}; }
+std::array<size_t, 3> to_array(MTLSize size) {
+  return {size.width, size.height, size.depth};
+}
 
 void check_index(const char* method, NSUInteger index) {
   if (index >= simulator::kMaxBindings) {
@@ -34,7 +36,8 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
   binding.memory = simulator::buffer_memory((void*)buffer);
   binding.offset = offset;
   if (!binding.memory) {
-    fail(std::string(method) + ": the argument is no live MTLBuffer (a tensor of another device, or freed memory)");
+    fail(std::string(method) +
+         ": the argument is no live MTLBuffer (a tensor of another device, or freed memory)");
   }
   if (offset + bytes > binding.memory->size) {
     fail(std::string(method) + ": offset " + std::to_string(offset) + " is out of range, the buffer has " +
@@ -48,8 +51,9 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
 @implementation SimulatorEncoder
 - (Command&)use:(const char*)method {
   if (simulator::current_block() != block) {
-    fail(std::string(method) + ": the encoder is used outside the dispatch_sync block in which it was taken; call "
-                               "stream->commandEncoder() in each block");
+    fail(std::string(method) +
+         ": the encoder is used outside the dispatch_sync block in which it was taken; call "
+         "stream->commandEncoder() in each block");
   }
   return *command;
 }
@@ -77,8 +81,8 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
   Command& c = [self use:"setBytes"];
   check_index("setBytes", index);
   if (length == 0 || length > simulator::kMaxSetBytes) {
-    fail("setBytes: length " + std::to_string(length) + " at index " + std::to_string(index) + " is not in 1.." +
-         std::to_string(simulator::kMaxSetBytes));
+    fail("setBytes: length " + std::to_string(length) + " at index " + std::to_string(index) +
+         " is not in 1.." + std::to_string(simulator::kMaxSetBytes));
   }
   c.buffers[index] = simulator::Binding();
   c.buffers[index].bytes = std::make_shared<std::string>(static_cast<const char*>(bytes), length);
@@ -91,8 +95,9 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
          " is no multiple of 16");
   }
   if (length > simulator::kMaxThreadgroupMemory) {
-    fail("setThreadgroupMemoryLength: " + std::to_string(length) + " bytes at index " + std::to_string(index) +
-         " are over the limit of " + std::to_string(simulator::kMaxThreadgroupMemory));
+    fail("setThreadgroupMemoryLength: " + std::to_string(length) + " bytes at index " +
+         std::to_string(index) + " are over the limit of " +
+         std::to_string(simulator::kMaxThreadgroupMemory));
   }
   c.threadgroup_bytes[index] = length;
 }
@@ -105,9 +110,13 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
   simulator::record(c);
 }
 - (void)dispatchThreads:(MTLSize)threadsPerGrid threadsPerThreadgroup:(MTLSize)threadsPerThreadgroup {
-  [self dispatch:GridKind::kThreads grid:threadsPerGrid threads:threadsPerThreadgroup method:"dispatchThreads"];
+  [self dispatch:GridKind::kThreads
+            grid:threadsPerGrid
+         threads:threadsPerThreadgroup
+          method:"dispatchThreads"];
 }
-- (void)dispatchThreadgroups:(MTLSize)threadgroupsPerGrid threadsPerThreadgroup:(MTLSize)threadsPerThreadgroup {
+- (void)dispatchThreadgroups:(MTLSize)threadgroupsPerGrid
+       threadsPerThreadgroup:(MTLSize)threadsPerThreadgroup {
   [self dispatch:GridKind::kThreadgroups
             grid:threadgroupsPerGrid
          threads:threadsPerThreadgroup
@@ -121,7 +130,8 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
   if (indirectBufferOffset % 4 != 0) {
     fail(std::string(method) + ": offset " + std::to_string(indirectBufferOffset) + " is no multiple of 4");
   }
-  c.indirect = bind(method, indirectBuffer, indirectBufferOffset, sizeof(MTLDispatchThreadgroupsIndirectArguments));
+  c.indirect =
+      bind(method, indirectBuffer, indirectBufferOffset, sizeof(MTLDispatchThreadgroupsIndirectArguments));
   [self dispatch:GridKind::kIndirect grid:MTLSizeMake(0, 0, 0) threads:threadsPerThreadgroup method:method];
 }
 - (void)memoryBarrierWithScope:(MTLBarrierScope)scope {
@@ -149,7 +159,8 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
 @end
 
 id<MTLComputeCommandEncoder> simulated_encoder() {
-  // The encoder of an earlier block is kept as an empty shell, so that using it later is a finding and not a crash.
+  // The encoder of an earlier block is kept as an empty shell, so that using it later is a finding and not a
+  // crash.
   static SimulatorEncoder* current = nil;
   const uint64_t block = simulator::current_block();
   if (block == 0) {

@@ -21,7 +21,9 @@ struct Header {
   std::atomic<long> references;
   long padding;
 };
-Header* header(id object) { return reinterpret_cast<Header*>((__bridge void*)object) - 1; }
+Header* header(id object) {
+  return reinterpret_cast<Header*>((__bridge void*)object) - 1;
+}
 
 // Innermost pool last. A pool that an exception jumped over is emptied with the pool around it, as on macOS.
 thread_local std::vector<std::vector<id>> pools;
@@ -29,7 +31,9 @@ thread_local std::vector<std::vector<id>> pools;
 }  // namespace
 
 namespace simulator {
-size_t pool_depth() { return pools.size(); }
+size_t pool_depth() {
+  return pools.size();
+}
 void drain_pools(size_t depth) {
   while (pools.size() > depth) {
     std::vector<id> objects = std::move(pools.back());
@@ -152,7 +156,9 @@ void drain_pools(size_t depth) {
 - (instancetype)initWithUTF8String:(const char*)text {
   return [self initWithBytes:text length:strlen(text) encoding:NSUTF8StringEncoding];
 }
-- (instancetype)initWithBytes:(const void*)bytes length:(NSUInteger)length encoding:(NSStringEncoding)encoding {
+- (instancetype)initWithBytes:(const void*)bytes
+                       length:(NSUInteger)length
+                     encoding:(NSStringEncoding)encoding {
   return self;
 }
 - (const char*)UTF8String {
@@ -172,7 +178,9 @@ void drain_pools(size_t depth) {
 }
 @end
 @implementation SimulatorString
-- (instancetype)initWithBytes:(const void*)bytes length:(NSUInteger)length encoding:(NSStringEncoding)encoding {
+- (instancetype)initWithBytes:(const void*)bytes
+                       length:(NSUInteger)length
+                     encoding:(NSStringEncoding)encoding {
   text = new std::string(static_cast<const char*>(bytes), length);
   return self;
 }
@@ -407,6 +415,7 @@ NSString* const NSLocalizedDescriptionKey = @"NSLocalizedDescription";
 @end
 
 void NSLog(NSString* format, ...) {
-  // The format is printed as it is: host code that logs here is being debugged, and printf's %@ does not exist.
+  // The format is printed as it is: host code that logs here is being debugged, and printf's %@ does not
+  // exist.
   fprintf(stderr, "%s\n", [format UTF8String]);
 }

@@ -1,6 +1,7 @@
-// MTLCompileOptions, MTLLibrary, MTLFunction, MTLComputePipelineState: MSL source to a kernel that can be run.
-#import <Metal/Metal.h>
+// MTLCompileOptions, MTLLibrary, MTLFunction, MTLComputePipelineState: MSL source to a kernel that can be
+// run.
 #include <dlfcn.h>
+#import <Metal/Metal.h>
 
 #include <mutex>
 #include <sstream>
@@ -116,15 +117,33 @@ std::string macro_text(NSDictionary* macros) {
 - (void)setConstantValue:(const void*)value type:(MTLDataType)type atIndex:(NSUInteger)index {
   ConstantValue& slot = (*static_cast<Constants*>(_values))[static_cast<unsigned>(index)];
   switch (type) {
-    case MTLDataTypeBool: slot = *static_cast<const bool*>(value); return;
-    case MTLDataTypeFloat: slot = static_cast<double>(*static_cast<const float*>(value)); return;
-    case MTLDataTypeHalf: slot = static_cast<double>(*static_cast<const _Float16*>(value)); return;
-    case MTLDataTypeInt: slot = static_cast<long long>(*static_cast<const int32_t*>(value)); return;
-    case MTLDataTypeUInt: slot = static_cast<long long>(*static_cast<const uint32_t*>(value)); return;
-    case MTLDataTypeShort: slot = static_cast<long long>(*static_cast<const int16_t*>(value)); return;
-    case MTLDataTypeUShort: slot = static_cast<long long>(*static_cast<const uint16_t*>(value)); return;
-    case MTLDataTypeChar: slot = static_cast<long long>(*static_cast<const int8_t*>(value)); return;
-    case MTLDataTypeUChar: slot = static_cast<long long>(*static_cast<const uint8_t*>(value)); return;
+    case MTLDataTypeBool:
+      slot = *static_cast<const bool*>(value);
+      return;
+    case MTLDataTypeFloat:
+      slot = static_cast<double>(*static_cast<const float*>(value));
+      return;
+    case MTLDataTypeHalf:
+      slot = static_cast<double>(*static_cast<const _Float16*>(value));
+      return;
+    case MTLDataTypeInt:
+      slot = static_cast<long long>(*static_cast<const int32_t*>(value));
+      return;
+    case MTLDataTypeUInt:
+      slot = static_cast<long long>(*static_cast<const uint32_t*>(value));
+      return;
+    case MTLDataTypeShort:
+      slot = static_cast<long long>(*static_cast<const int16_t*>(value));
+      return;
+    case MTLDataTypeUShort:
+      slot = static_cast<long long>(*static_cast<const uint16_t*>(value));
+      return;
+    case MTLDataTypeChar:
+      slot = static_cast<long long>(*static_cast<const int8_t*>(value));
+      return;
+    case MTLDataTypeUChar:
+      slot = static_cast<long long>(*static_cast<const uint8_t*>(value));
+      return;
   }
   simulator::fail("setConstantValue: data type " + std::to_string(type) + " is not simulated");
 }
@@ -184,15 +203,16 @@ std::string macro_text(NSDictionary* macros) {
     return nil;
   }
   SimulatorFunction* function = [SimulatorFunction new];
-  function->kernel = new std::shared_ptr<const simulator::Kernel>(
-      std::make_shared<simulator::Kernel>(simulator::Kernel{found, found->name + simulator::to_text(constants)}));
+  function->kernel = new std::shared_ptr<const simulator::Kernel>(std::make_shared<simulator::Kernel>(
+      simulator::Kernel{found, found->name + simulator::to_text(constants)}));
   return function;
 }
 - (NSArray*)functionNames {
   std::string message;
   const Kernels kernels = load(simulator::compile_shader(*source, Constants(), message));
   std::vector<id> names;
-  for (int i = 0; i < kernels.count; i++) names.push_back([NSString stringWithUTF8String:kernels.first[i].name]);
+  for (int i = 0; i < kernels.count; i++)
+    names.push_back([NSString stringWithUTF8String:kernels.first[i].name]);
   return [NSArray arrayWithObjects:names.data() count:names.size()];
 }
 - (NSString*)label {
@@ -231,9 +251,10 @@ std::string macro_text(NSDictionary* macros) {
 
 id<MTLLibrary> simulated_library(NSString* source, MTLCompileOptions* options, NSError** error) {
   if (!options || options.mathMode != MTLMathModeSafe) {
-    set_error(error,
-              "the library is compiled with fast math, which is Metal's default: NaN and infinity are part of the "
-              "operators' contract, set mathMode = MTLMathModeSafe or fastMathEnabled = NO");
+    set_error(
+        error,
+        "the library is compiled with fast math, which is Metal's default: NaN and infinity are part of the "
+        "operators' contract, set mathMode = MTLMathModeSafe or fastMathEnabled = NO");
     return nil;
   }
   if (options.languageVersion > MTLLanguageVersion3_1) {

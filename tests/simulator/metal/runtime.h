@@ -13,7 +13,8 @@
 
 namespace simulator {
 
-// --- findings (device/python.cpp) ---------------------------------------------------------------------------------
+// --- findings (device/python.cpp)
+// ---------------------------------------------------------------------------------
 
 // Raises SimulatorError in the caller.
 [[noreturn]] void fail(const std::string& message);
@@ -22,7 +23,8 @@ void report(const std::string& message);
 // The reported findings, one a line; forgets them.
 std::string take_reports();
 
-// --- shaders (device/python.cpp) ----------------------------------------------------------------------------------
+// --- shaders (device/python.cpp)
+// ----------------------------------------------------------------------------------
 
 using ConstantValue = std::variant<bool, long long, double>;
 using Constants = std::map<unsigned, ConstantValue>;
@@ -31,7 +33,8 @@ std::string to_text(const Constants& constants);  // "{0=true, 3=32}", empty wit
 // Translates and compiles MSL; the path of the library, or "" with the compiler's message in `error`.
 std::string compile_shader(const std::string& source, const Constants& constants, std::string& error);
 
-// --- memory (buffer.mm) -------------------------------------------------------------------------------------------
+// --- memory (buffer.mm)
+// -------------------------------------------------------------------------------------------
 
 struct Memory {
   explicit Memory(size_t bytes);
@@ -51,7 +54,8 @@ std::shared_ptr<Memory> buffer_memory(const void* buffer);  // null unless it is
 size_t live_buffers();
 size_t live_bytes();
 
-// --- commands (commands.cpp) --------------------------------------------------------------------------------------
+// --- commands (commands.cpp)
+// --------------------------------------------------------------------------------------
 
 constexpr unsigned kMaxBindings = 31;
 constexpr size_t kMaxThreadgroupMemory = 32 * 1024;

@@ -1,4 +1,5 @@
-// The part of Foundation that host code of this package may use, on libobjc (Linux) or as declarations (macOS check).
+// The part of Foundation that host code of this package may use, on libobjc (Linux) or as declarations (macOS
+// check).
 #pragma once
 #include <stdbool.h>
 #include <stddef.h>
@@ -35,7 +36,7 @@ typedef unsigned long NSUInteger;
 @end
 
 __attribute__((objc_root_class))
-@interface NSObject <NSObject> {
+@interface NSObject<NSObject> {
   Class isa;
 }
 + (instancetype)alloc;
@@ -87,7 +88,9 @@ typedef NSString* NSErrorDomain;
 + (instancetype)stringWithUTF8String:(const char*)text;
 + (instancetype)stringWithCString:(const char*)text encoding:(NSStringEncoding)encoding;
 - (instancetype)initWithUTF8String:(const char*)text;
-- (instancetype)initWithBytes:(const void*)bytes length:(NSUInteger)length encoding:(NSStringEncoding)encoding;
+- (instancetype)initWithBytes:(const void*)bytes
+                       length:(NSUInteger)length
+                     encoding:(NSStringEncoding)encoding;
 - (BOOL)isEqualToString:(NSString*)other;
 - (const char*)UTF8String;
 @property(readonly) NSUInteger length;

@@ -24,7 +24,10 @@ typedef enum MTLStorageMode : NSUInteger {
   MTLStorageModeManaged = 1,
   MTLStorageModePrivate = 2,
 } MTLStorageMode;
-typedef enum MTLDispatchType : NSUInteger { MTLDispatchTypeSerial, MTLDispatchTypeConcurrent } MTLDispatchType;
+typedef enum MTLDispatchType : NSUInteger {
+  MTLDispatchTypeSerial,
+  MTLDispatchTypeConcurrent
+} MTLDispatchType;
 typedef enum MTLBarrierScope : NSUInteger { MTLBarrierScopeBuffers = 1 } MTLBarrierScope;
 typedef enum MTLCommandBufferStatus : NSUInteger {
   MTLCommandBufferStatusNotEnqueued = 0,
@@ -59,7 +62,8 @@ typedef enum MTLLanguageVersion : NSUInteger {
 } MTLLanguageVersion;
 typedef enum MTLMathMode : NSInteger { MTLMathModeSafe, MTLMathModeRelaxed, MTLMathModeFast } MTLMathMode;
 
-@protocol MTLDevice, MTLBuffer, MTLLibrary, MTLFunction, MTLComputePipelineState, MTLCommandQueue, MTLCommandBuffer,
+@protocol MTLDevice
+, MTLBuffer, MTLLibrary, MTLFunction, MTLComputePipelineState, MTLCommandQueue, MTLCommandBuffer,
     MTLComputeCommandEncoder, MTLBlitCommandEncoder, MTLSharedEvent, MTLArgumentEncoder;
 typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer>);
 typedef void (^MTLSharedEventNotificationBlock)(id<MTLSharedEvent>, uint64_t);
@@ -141,7 +145,8 @@ typedef void (^MTLSharedEventNotificationBlock)(id<MTLSharedEvent>, uint64_t);
 - (void)setBytes:(const void*)bytes length:(NSUInteger)length atIndex:(NSUInteger)index;
 - (void)setThreadgroupMemoryLength:(NSUInteger)length atIndex:(NSUInteger)index;
 - (void)dispatchThreads:(MTLSize)threadsPerGrid threadsPerThreadgroup:(MTLSize)threadsPerThreadgroup;
-- (void)dispatchThreadgroups:(MTLSize)threadgroupsPerGrid threadsPerThreadgroup:(MTLSize)threadsPerThreadgroup;
+- (void)dispatchThreadgroups:(MTLSize)threadgroupsPerGrid
+       threadsPerThreadgroup:(MTLSize)threadsPerThreadgroup;
 - (void)dispatchThreadgroupsWithIndirectBuffer:(id<MTLBuffer>)indirectBuffer
                           indirectBufferOffset:(NSUInteger)indirectBufferOffset
                          threadsPerThreadgroup:(MTLSize)threadsPerThreadgroup;
@@ -187,8 +192,11 @@ typedef void (^MTLSharedEventNotificationBlock)(id<MTLSharedEvent>, uint64_t);
 - (BOOL)supportsFamily:(MTLGPUFamily)family;
 - (id<MTLCommandQueue>)newCommandQueue;
 - (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options;
-- (id<MTLLibrary>)newLibraryWithSource:(NSString*)source options:(MTLCompileOptions*)options error:(NSError**)error;
-- (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function error:(NSError**)error;
+- (id<MTLLibrary>)newLibraryWithSource:(NSString*)source
+                               options:(MTLCompileOptions*)options
+                                 error:(NSError**)error;
+- (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function
+                                                             error:(NSError**)error;
 @end
 
 FOUNDATION_EXPORT id<MTLDevice> MTLCreateSystemDefaultDevice(void);

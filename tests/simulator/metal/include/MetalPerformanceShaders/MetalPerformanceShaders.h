@@ -2,7 +2,10 @@
 #pragma once
 #include <Metal/Metal.h>
 
-typedef enum MPSDataType : uint32_t { MPSDataTypeInvalid = 0, MPSDataTypeFloat32 = 0x10000000 | 32 } MPSDataType;
+typedef enum MPSDataType : uint32_t {
+  MPSDataTypeInvalid = 0,
+  MPSDataTypeFloat32 = 0x10000000 | 32
+} MPSDataType;
 typedef NSArray<NSNumber*> MPSShape;
 @interface MPSKernel : NSObject
 @end

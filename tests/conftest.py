@@ -1,0 +1,97 @@
+"""The device that a test runs on.
+
+A test that takes the fixture `device` runs on the CPU and on "mps": on a Mac that is Metal, elsewhere it is the simulator
+(tests/simulator), which runs the same host code and shaders in an ordinary PyTorch. In the simulator the order of threads
+and threadgroups is one of four schedules: a test gets the one that its name selects, so that every operator meets all of
+them over its cases; `@pytest.mark.all_schedules` runs a test under each of them, `--all-schedules` does that for all.
+"""
+
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+SCHEDULES = (0, 1, 2, 3)
+SIMULATED = sys.platform != "darwin"
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all-schedules", action="store_true", help="run every simulated mps test under all schedules"
+    )
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "all_schedules: run the simulated mps variant under every schedule, not under one of them"
+    )
+    # Before test modules are imported: torch remembers for the process whether MPS was there when first asked. The
+    # controller of xdist runs no test.
+    if SIMULATED and not (config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")):
+        install_error(config)
+
+
+def mps_variants(every_schedule: bool) -> list:
+    """The parameters of `device` beside "cpu"."""
+    if not SIMULATED:
+        return ["mps"] if torch.backends.mps.is_available() else []
+    if not (Path(__file__).parent / "simulator" / "build.py").exists():
+        return []
+    if every_schedule:
+        return [pytest.param(("mps", seed), id=f"mps-schedule{seed}") for seed in SCHEDULES]
+    return ["mps"]
+
+
+def pytest_generate_tests(metafunc):
+    if "device" in metafunc.fixturenames:
+        marked = metafunc.definition.get_closest_marker("all_schedules") is not None
+        variants = mps_variants(marked or metafunc.config.getoption("--all-schedules"))
+        metafunc.parametrize("device", ["cpu", *variants], indirect=True)
+
+
+def install_error(config) -> str | None:
+    """Install the simulator once; what it says where it cannot be built."""
+    if not hasattr(config, "_simulator_error"):
+        from simulator import build_device, install
+
+        config._simulator_error = None
+        try:
+            install()
+        except build_device.BuildError as error:
+            config._simulator_error = str(error)
+    return config._simulator_error
+
+
+@pytest.fixture
+def device(request) -> str:
+    if request.param == "cpu":
+        yield "cpu"
+        return
+    if not SIMULATED:
+        yield "mps"
+        torch.mps.synchronize()
+        return
+    seed = request.param[1] if isinstance(request.param, tuple) else None
+    request.getfixturevalue("simulated").set_schedule(
+        zlib.crc32(request.node.nodeid.encode()) % len(SCHEDULES) if seed is None else seed
+    )
+    yield "mps"
+
+
+@pytest.fixture
+def simulated(request):
+    """The simulator, for what only it can show: findings, counters, traces. Its findings surface in the test."""
+    if not SIMULATED:
+        pytest.skip("a real Metal device has no counters, traces and findings")
+    error = install_error(request.config)
+    if error:
+        pytest.fail(error, pytrace=False)
+    import simulator
+
+    yield simulator
+    try:
+        torch.mps.synchronize()
+    finally:
+        simulator.reset()
