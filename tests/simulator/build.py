@@ -1,0 +1,194 @@
+"""Compiles the executor and shaders, cached by content."""
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from .errors import ShaderError
+from .translate import translate
+
+MSL = Path(__file__).parent / "msl"
+INCLUDE = MSL / "include"
+METAL_HEADERS = (
+    "metal_stdlib metal_atomic metal_math metal_integer metal_simdgroup metal_simdgroup_matrix metal_compute metal_types "
+    "metal_type_traits metal_limits metal_common metal_relational metal_geometric metal_matrix metal_array metal_pack "
+    "metal_numeric metal_uniform metal_config metal_quadgroup metal_logging metal_raytracing metal_tensor"
+).split()
+LANGUAGE = ["-x", "c++", "-std=c++17", "-fdeclspec", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing"]
+# Halves and bfloats are rounded after every operation, nothing is contracted: the executor's results are reproducible.
+ARITHMETIC = [
+    "-march=x86-64-v3",
+    "-ffp-contract=off",
+    *("-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"),
+]
+# The compiler calls __tsan_* for each load and store; the executor supplies these functions.
+INSTRUMENTATION = [
+    "-fsanitize=thread",
+    *("-mllvm", "-tsan-instrument-func-entry-exit=0"),
+    *("-mllvm", "-tsan-instrument-read-before-write"),
+    *("-mllvm", "-tsan-instrument-atomics=0"),
+]
+GENERATION = ["-O1", "-g1", "-fPIC", "-fno-plt", "-fno-vectorize", "-fno-slp-vectorize", "-fvisibility=hidden", "-w", "-Wno-error=reserved-user-defined-literal"]
+
+
+def cache_directory() -> Path:
+    root = os.environ.get("MOE_MPS_CACHE")
+    path = Path(root) if root else Path(__file__).parents[2] / ".cache" / "simulator"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@functools.cache
+def tool(name: str) -> str:
+    """The newest installed version of an LLVM program."""
+    for candidate in [f"{name}-19", name, f"{name}-20", f"{name}-18"]:
+        if found := shutil.which(candidate):
+            return found
+    raise RuntimeError(f"the simulator needs {name} (Debian: apt install clang-19 llvm-19 lld-19)")
+
+
+def digest(*parts) -> str:
+    h = hashlib.sha256()
+    for part in parts:
+        data = part if isinstance(part, bytes) else str(part).encode()
+        h.update(len(data).to_bytes(8, "little") + data)
+    return h.hexdigest()[:20]
+
+
+def files_digest(*paths: Path) -> str:
+    return digest(*itertools.chain.from_iterable((p.name, p.read_bytes()) for p in sorted(paths)))
+
+
+@contextlib.contextmanager
+def locked(path: Path):
+    """One builder of `path` at a time, among threads and processes."""
+    with open(f"{path}.lock", "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def run(command: list, **options) -> subprocess.CompletedProcess:
+    return subprocess.run([str(c) for c in command], capture_output=True, text=True, **options)
+
+
+def build_once(path: Path, make) -> Path:
+    """`path`, made by `make(temporary path)` unless it is there."""
+    if path.exists():
+        return path
+    with locked(path):
+        if not path.exists():
+            temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+            make(temporary)
+            temporary.rename(path)
+    return path
+
+
+@functools.cache
+def executor_library() -> Path:
+    """The executor as a shared library (executor.h)."""
+    sources = [MSL / "executor.cpp", MSL / "memory.cpp"]
+    headers = [MSL / "executor.h", MSL / "memory.h", INCLUDE / "msl_runtime.h"]
+    flags = ["-std=c++17", "-O3", "-march=x86-64-v3", "-fPIC", "-shared", "-g1", "-Wall"]
+    flags.append(f'-DMSL_SYMBOLIZER="{tool("llvm-symbolizer")}"')
+    path = cache_directory() / f"libmsl_executor-{digest(files_digest(*sources, *headers), flags)}.so"
+
+    def make(target: Path) -> None:
+        result = run([tool("clang++"), *flags, *sources, "-o", target])
+        if result.returncode:
+            raise RuntimeError(f"the executor does not compile:\n{result.stderr}")
+
+    return build_once(path, make)
+
+
+def swizzle_lists() -> str:
+    """MSL_SWIZZLES<N>: every swizzle of an N-vector of two to four letters, xyzw and rgba."""
+    lines = []
+    for components in (2, 3, 4):
+        items = []
+        for letters in ("xyzw", "rgba"):
+            for count in (2, 3, 4):
+                for choice in itertools.product(range(components), repeat=count):
+                    name = "".join(letters[i] for i in choice)
+                    items.append(f"MSL_SWIZZLE({count}, {name}, {', '.join(map(str, choice))})")
+        lines.append(f"#define MSL_SWIZZLES{components} " + " ".join(items))
+    return "\n".join(lines) + "\n"
+
+
+@functools.cache
+def prepared_headers() -> tuple[Path, Path]:
+    """(folder with generated headers, precompiled header) for shader compilations."""
+    headers = [*INCLUDE.iterdir(), MSL / "executor.h"]
+    flags = [*LANGUAGE, *ARITHMETIC, *INSTRUMENTATION, *GENERATION]
+    folder = cache_directory() / f"headers-{digest(files_digest(*headers), flags, swizzle_lists())}"
+    folder.mkdir(exist_ok=True)
+    build_once(folder / "msl_swizzles.h", lambda target: target.write_text(swizzle_lists()))
+    stubs = folder / "stubs"
+    stubs.mkdir(exist_ok=True)
+    for name in METAL_HEADERS:
+        (stubs / name).touch()
+
+    def make(target: Path) -> None:
+        command = [tool("clang++"), *flags, "-x", "c++-header", "-I", INCLUDE, "-I", folder, INCLUDE / "msl_entry.h", "-o", target]
+        result = run(command)
+        if result.returncode:
+            raise RuntimeError(f"the simulator's metal_stdlib does not compile:\n{result.stderr}")
+
+    return folder, build_once(folder / "msl_entry.pch", make)
+
+
+def preprocess(source: str, include: tuple = (), name: str = "program_source") -> str:
+    """Macros expanded and local includes inserted; the Metal headers stay out."""
+    folder, _ = prepared_headers()
+    includes = [f"-I{folder / 'stubs'}", *(f"-I{i}" for i in include)]
+    macros = ["-D__METAL__=1", "-D__METAL_VERSION__=310", "-D__METAL_MACOS__=1"]
+    command = [tool("clang++"), "-x", "c++", "-std=c++17", "-E", "-nostdinc", "-undef", *macros, *includes, "-"]
+    result = run(command, input=f'# 1 "{name}"\n{source}')
+    if result.returncode:
+        raise ShaderError(readable(result.stderr))
+    return result.stdout
+
+
+def readable(messages: str) -> str:
+    """The compiler's messages without what concerns the simulator's own headers."""
+    return re.sub(r"^In file included from .*\n", "", messages, flags=re.MULTILINE).strip()
+
+
+def compile_shader(source: str, constants: dict | None = None, include: tuple = (), name: str = "program_source") -> Path:
+    """A shared object that exports `msl_kernels` (executor.h), from MSL source.
+
+    `constants` sets function constants by number (or name). `include` lists folders for local includes, unless they are
+    flattened already. Raises ShaderError with the compiler's message.
+    """
+    text = preprocess(source, include, name)
+    return compile_preprocessed(text, constants or {})
+
+
+def compile_preprocessed(text: str, constants: dict) -> Path:
+    folder, pch = prepared_headers()
+    executor = executor_library()
+    code = translate(text, constants).code
+    flags = [*LANGUAGE, *ARITHMETIC, *INSTRUMENTATION, *GENERATION]
+    path = cache_directory() / f"shader-{digest(code, folder.name, executor.name, flags)}.so"
+
+    def make(target: Path) -> None:
+        with tempfile.TemporaryDirectory() as scratch:
+            unit, object_ = Path(scratch) / "shader.cpp", Path(scratch) / "shader.o"
+            unit.write_text(code)
+            command = [tool("clang++"), *flags, "-include-pch", pch, "-I", INCLUDE, "-I", folder, "-c", unit, "-o", object_]
+            result = run(command)
+            if result.returncode:
+                raise ShaderError(readable(result.stderr))
+            link = [tool("clang++"), "-shared", "-fuse-ld=lld", object_, executor, "-lm", "-o", target]
+            result = run(link)
+            if result.returncode:
+                raise ShaderError(readable(result.stderr))
+
+    return build_once(path, make)

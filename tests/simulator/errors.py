@@ -1,0 +1,9 @@
+"""The errors of the simulator."""
+
+
+class SimulatorError(RuntimeError):
+    """A fault that the simulator found in a shader or in host code while it ran."""
+
+
+class ShaderError(RuntimeError):
+    """A shader that does not compile; the message has `file:line:column: error: text` lines as Metal's has."""

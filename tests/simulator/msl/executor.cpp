@@ -1,0 +1,505 @@
+// Runs one dispatch: a fiber per thread, simdgroups in lockstep at their operations, threadgroups one after another.
+//
+// The lanes of a simdgroup run in turn, each until it blocks at a simdgroup operation or a barrier. When the last has blocked,
+// the round is over: the operation is computed for all, or the simdgroup waits at the barrier and the next one runs.
+#include "executor.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <mutex>
+#include <random>
+#include <string>
+#include <vector>
+
+#define MSL_EXECUTOR
+#include "include/msl_runtime.h"
+#include "memory.h"
+
+// Saves the callee-saved registers on the stack it leaves and restores those of the stack it enters.
+extern "C" void msl_switch(void** save, void* enter);
+asm(R"(
+.text
+.globl msl_switch
+.hidden msl_switch
+.type msl_switch,@function
+msl_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size msl_switch,.-msl_switch
+)");
+
+const msl_thread_position* msl_self;
+msl_group_position msl_group;
+
+namespace msl {
+namespace {
+
+enum class State : uint8_t { fresh, blocked, finished };
+enum class Wait : uint8_t { simd_operation, simdgroup_barrier, threadgroup_barrier };
+
+struct Thread {
+  msl_thread_position position;
+  void* stack_pointer;
+  int stack = -1;
+  State state;
+  Wait wait;
+  const char* name;  // of the operation
+  const char* file;
+  unsigned line, flags;
+  const void* value;
+  void* result;
+  msl_combine combine;
+
+  bool same_place(const Thread& other) const {
+    return wait == other.wait && line == other.line && (name == other.name || !strcmp(name, other.name)) &&
+           (file == other.file || !strcmp(file, other.file));
+  }
+};
+
+enum class Progress : uint8_t { running, at_barrier, finished };
+
+struct Simdgroup {
+  Thread* order[32];
+  unsigned count;
+  int cursor;
+  Progress progress;
+  uint32_t epoch;
+  Stamp ordered[2];
+};
+
+constexpr size_t stack_bytes = 256 << 10;
+constexpr unsigned max_threads = 1024;
+
+std::mutex executing;
+const msl_dispatch* dispatch;
+msl_counters* counters;
+std::string message;
+const void* finding_caller;
+struct Finding {};  // thrown where no thread runs; a running thread switches back to the main stack instead
+std::mt19937_64 random_source;
+
+std::vector<Thread> threads(max_threads);
+std::vector<Simdgroup> simdgroups(max_threads / 32);
+std::vector<unsigned> simdgroup_order;
+unsigned thread_count, running_simdgroup;
+std::vector<uint64_t> group_order;
+Thread* current;
+void* main_stack_pointer;
+void* group_memory[31];  // threadgroup arguments
+
+char* stacks;
+std::vector<int> free_stacks;
+
+void take_stack_memory() {
+  if (stacks) return;
+  void* p = mmap(nullptr, stack_bytes * max_threads, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED) abort();
+  stacks = static_cast<char*>(p);
+  for (unsigned i = 0; i < max_threads; i++) mprotect(stacks + i * stack_bytes, 4096, PROT_NONE);
+}
+
+// The tops are staggered, or all stacks would compete for the same cache sets.
+char* stack_top(int stack) { return stacks + (stack + 1) * stack_bytes - (stack % 61) * 192; }
+
+void make_current(Thread& t) {
+  current = &t;
+  msl_self = &t.position;
+  const Simdgroup& g = simdgroups[t.position.simdgroup];
+  here.simdgroup = t.position.simdgroup;
+  here.stamp = g.epoch << code_bits | t.position.index;
+  here.simd_ordered[0] = g.ordered[0];
+  here.simd_ordered[1] = g.ordered[1];
+  here.stack_low = reinterpret_cast<uintptr_t>(stacks + t.stack * stack_bytes);
+  here.stack_size = stack_bytes;
+}
+
+[[noreturn]] void leave_group() {
+  void* abandoned;
+  msl_switch(&abandoned, main_stack_pointer);
+  __builtin_unreachable();
+}
+
+std::string place_name(const Thread& t) {
+  const char* file = strrchr(t.file, '/');
+  return std::string(t.name) + " (" + (file ? file + 1 : t.file) + ":" + std::to_string(t.line) + ")";
+}
+
+template <class Items> void shuffle_if_seeded(Items begin, Items end) {
+  if (dispatch->seed) std::shuffle(begin, end, random_source);
+}
+
+[[noreturn]] void divergent(const char* what, const Thread& a, const std::string& other) {
+  finding(std::string("divergent ") + what + ": thread " + thread_name(a.position.index) + " waits at " + place_name(a) + " while " + other,
+          nullptr);
+}
+
+Thread* first_of(Simdgroup& g) {
+  g.cursor = -1;
+  shuffle_if_seeded(g.order, g.order + g.count);
+  while (++g.cursor < int(g.count))
+    if (g.order[g.cursor]->state != State::finished) return g.order[g.cursor];
+  return nullptr;
+}
+
+void new_epoch(Simdgroup& g, unsigned flags) {
+  g.epoch = memory.next_epoch();
+  for (unsigned space = 0; space < 2; space++)
+    if (flags >> space & 1) g.ordered[space] = g.epoch << code_bits;
+}
+
+void release_threadgroup_barrier() {
+  const Thread* first = nullptr;
+  for (unsigned i = 0; i < thread_count; i++) {
+    const Thread& t = threads[i];
+    if (t.state == State::finished) continue;
+    if (!first) first = &t;
+    if (!t.same_place(*first)) divergent("threadgroup_barrier", *first, "thread " + thread_name(i) + " waits at " + place_name(t));
+  }
+  for (unsigned i = 0; i < thread_count; i++)
+    if (threads[i].state == State::finished)
+      divergent("threadgroup_barrier", *first, "thread " + thread_name(i) + " has returned from the kernel");
+  counters->barriers++;
+  const bool renumbered = memory.epoch > max_epoch - 64 * 1024;
+  if (renumbered) {
+    memory.renumber_epochs(true);
+    here.group_first = 2u << code_bits;
+    here.ordered[0] = here.ordered[1] = 3u << code_bits;
+  }
+  const uint32_t epoch = memory.next_epoch();
+  for (unsigned space = 0; space < 2; space++)
+    if (first->flags >> space & 1) here.ordered[space] = epoch << code_bits;
+  for (Simdgroup& g : simdgroups) {
+    if (!g.count) break;
+    g.epoch = epoch;
+    for (unsigned space = 0; space < 2; space++)
+      g.ordered[space] = renumbered ? here.ordered[space] : std::max(g.ordered[space], here.ordered[space]);
+    g.progress = Progress::running;
+    g.cursor = -1;
+  }
+}
+
+// The thread to run after the current simdgroup has stopped; null when the threadgroup is done.
+Thread* next_simdgroup() {
+  for (;;) {
+    bool waiting = false;
+    for (unsigned index : simdgroup_order) {
+      Simdgroup& g = simdgroups[index];
+      waiting = waiting || g.progress == Progress::at_barrier;
+      if (g.progress != Progress::running) continue;
+      running_simdgroup = index;
+      return first_of(g);
+    }
+    if (!waiting) return nullptr;
+    release_threadgroup_barrier();
+    shuffle_if_seeded(simdgroup_order.begin(), simdgroup_order.end());
+  }
+}
+
+// Computes a simdgroup operation at which every lane has arrived.
+void complete(Simdgroup& g, const Thread& first) {
+  if (first.wait == Wait::simdgroup_barrier) {
+    counters->simdgroup_barriers++;
+    new_epoch(g, first.flags);
+    return;
+  }
+  counters->simd_operations++;
+  const void* values[32] = {};
+  void* results[32] = {};
+  for (unsigned i = 0; i < g.count; i++) {
+    const Thread& t = *g.order[i];
+    values[t.position.lane] = t.value;
+    results[t.position.lane] = t.result;
+  }
+  if (const char* problem = first.combine(values, results))
+    finding(place_name(first) + " of simdgroup " + std::to_string(first.position.simdgroup) + ": " + problem, nullptr);
+}
+
+// Every lane of the running simdgroup has blocked or returned.
+Thread* end_of_round(Simdgroup& g) {
+  const Thread *first = nullptr, *returned = nullptr;
+  for (unsigned i = 0; i < g.count; i++) {
+    const Thread& t = *g.order[i];
+    if (t.state == State::finished) {
+      returned = &t;
+      continue;
+    }
+    if (!first) first = &t;
+    const char* what = first->wait == Wait::threadgroup_barrier ? "threadgroup_barrier" : "simdgroup operation";
+    if (!t.same_place(*first)) divergent(what, *first, "thread " + thread_name(t.position.index) + " waits at " + place_name(t));
+  }
+  if (!first) {
+    g.progress = Progress::finished;
+    return next_simdgroup();
+  }
+  if (returned) {
+    const char* what = first->wait == Wait::threadgroup_barrier ? "threadgroup_barrier" : "simdgroup operation";
+    divergent(what, *first, "thread " + thread_name(returned->position.index) + " has returned from the kernel");
+  }
+  if (first->wait == Wait::threadgroup_barrier) {
+    g.progress = Progress::at_barrier;
+    return next_simdgroup();
+  }
+  complete(g, *first);
+  if (dispatch->seed && random_source() % 4 == 0) {
+    shuffle_if_seeded(simdgroup_order.begin(), simdgroup_order.end());
+    return next_simdgroup();
+  }
+  return first_of(g);
+}
+
+Thread* next_thread() {
+  Simdgroup& g = simdgroups[running_simdgroup];
+  while (++g.cursor < int(g.count))
+    if (g.order[g.cursor]->state != State::finished) return g.order[g.cursor];
+  return end_of_round(g);
+}
+
+void thread_main();
+
+void give_stack(Thread& t) {
+  t.stack = free_stacks.back();
+  free_stacks.pop_back();
+  void** top = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(stack_top(t.stack)) & ~uintptr_t(15));
+  *--top = nullptr;
+  *--top = reinterpret_cast<void*>(thread_main);
+  for (int i = 0; i < 6; i++) *--top = nullptr;
+  t.stack_pointer = top;
+}
+
+void enter(Thread& next, void** save) {
+  if (next.state == State::fresh) give_stack(next);
+  make_current(next);
+  msl_switch(save, next.stack_pointer);
+}
+
+// A fiber runs its thread and then, on the same stack, threads that have not started: without barriers there is no switch.
+void thread_main() {
+  for (;;) {
+    dispatch->kernel->entry(const_cast<msl_dispatch*>(dispatch));
+    current->state = State::finished;
+    Thread* next = next_thread();
+    if (!next) leave_group();
+    if (next->state == State::fresh) {
+      next->stack = current->stack;
+      make_current(*next);
+      continue;
+    }
+    free_stacks.push_back(current->stack);
+    void* abandoned;
+    enter(*next, &abandoned);
+  }
+}
+
+void block(Wait wait, const char* name, const char* file, unsigned line) {
+  Thread& t = *current;
+  t.wait = wait, t.name = name, t.file = file, t.line = line;
+  t.state = State::blocked;
+  Thread* next = next_thread();
+  if (next == &t) return make_current(t);
+  enter(*next, &t.stack_pointer);
+}
+
+// Outside of a kernel nothing is checked: static constructors of a shader's module run instrumented code too.
+void stop_running() {
+  current = nullptr;
+  here.stack_low = 0, here.stack_size = ~size_t(0);
+}
+
+void place_threads(const unsigned (&size)[3]) {
+  thread_count = size[0] * size[1] * size[2];
+  for (Simdgroup& g : simdgroups) g.count = 0;
+  simdgroup_order.clear();
+  const uint32_t epoch = memory.next_epoch();
+  here.group_first = here.ordered[0] = here.ordered[1] = epoch << code_bits;
+  for (unsigned i = 0; i < thread_count; i++) {
+    Thread& t = threads[i];
+    t.position = {{i % size[0], i / size[0] % size[1], i / size[0] / size[1]}, i, i % 32, i / 32};
+    t.state = State::fresh;
+    Simdgroup& g = simdgroups[i / 32];
+    if (!g.count) simdgroup_order.push_back(i / 32);
+    g.order[g.count++] = &t;
+    g.progress = Progress::running;
+    g.epoch = epoch;
+    g.ordered[0] = g.ordered[1] = epoch << code_bits;
+  }
+  shuffle_if_seeded(simdgroup_order.begin(), simdgroup_order.end());
+  free_stacks.clear();
+  for (int i = max_threads - 1; i >= 0; i--) free_stacks.push_back(i);
+}
+
+void run_threadgroup(uint64_t index) {
+  msl_group_position& g = msl_group;
+  const uint64_t counts[3] = {dispatch->grid[0], dispatch->grid[1], dispatch->grid[2]};
+  const uint64_t position[3] = {index % counts[0], index / counts[0] % counts[1], index / counts[0] / counts[1]};
+  for (int i = 0; i < 3; i++) {
+    g.position[i] = unsigned(position[i]);
+    g.size[i] = g.full_size[i];
+    if (g.grid_threads[i] - uint64_t(g.position[i]) * g.full_size[i] < g.full_size[i])
+      g.size[i] = g.grid_threads[i] - g.position[i] * g.full_size[i];
+  }
+  g.simdgroups = (g.size[0] * g.size[1] * g.size[2] + 31) / 32;
+  memory.begin_threadgroup();
+  place_threads(g.size);
+  for (int i = 0; i < dispatch->kernel->argument_count; i++) {
+    const msl_argument& a = dispatch->kernel->arguments[i];
+    if (a.kind == MSL_THREADGROUP) group_memory[a.index] = memory.threadgroup_allocate(dispatch->threadgroup_bytes[a.index], a.name);
+  }
+  counters->threadgroups++;
+  counters->threads += thread_count;
+  Thread* first = next_simdgroup();
+  enter(*first, &main_stack_pointer);
+  stop_running();
+}
+
+void check_launch(const msl_dispatch& d) {
+  const unsigned limit = std::min(d.kernel->max_threads, max_threads);
+  const uint64_t count = uint64_t(d.threads[0]) * d.threads[1] * d.threads[2];
+  if (!count) finding("a threadgroup of no threads", nullptr);
+  if (count > limit)
+    finding("too many threads in a threadgroup: " + std::to_string(count) + ", the limit is " + std::to_string(limit), nullptr);
+  for (int i = 0; i < d.kernel->argument_count; i++) {
+    const msl_argument& a = d.kernel->arguments[i];
+    if (a.kind != MSL_BUFFER) continue;
+    const std::string name = "buffer " + std::to_string(a.index) + " '" + a.name + "'";
+    const msl_binding& b = d.buffers[a.index];
+    if (!b.data) finding(name + " is not bound", nullptr);
+    if (b.size < a.min_bytes)
+      finding(name + " has " + std::to_string(b.size) + " bytes, but its type has " + std::to_string(a.min_bytes), nullptr);
+  }
+}
+
+void order_threadgroups(const msl_dispatch& d) {
+  const uint64_t count = uint64_t(d.grid[0]) * d.grid[1] * d.grid[2];
+  group_order.resize(count);
+  for (uint64_t i = 0; i < count; i++) group_order[i] = i;
+  shuffle_if_seeded(group_order.begin(), group_order.end());
+}
+
+// "file:line" of a code address in a shader's module, through the debug information; empty where there is none.
+std::string source_line(const void* code) {
+  Dl_info info;
+  if (!dladdr(code, &info) || !info.dli_fname) return "";
+  char command[4096];
+  const auto offset = static_cast<const char*>(code) - static_cast<const char*>(info.dli_fbase) - 1;
+  snprintf(command, sizeof command, "%s --functions=none --inlining=0 --obj='%s' 0x%lx 2>/dev/null", MSL_SYMBOLIZER, info.dli_fname,
+           long(offset));
+  FILE* pipe = popen(command, "r");
+  if (!pipe) return "";
+  char line[4096] = "";
+  const bool read = fgets(line, sizeof line, pipe);
+  pclose(pipe);
+  if (!read || line[0] == '?') return "";
+  std::string text = line;
+  text.resize(strcspn(line, "\n"));
+  const size_t column = text.rfind(':'), name = text.rfind('/');
+  text = text.substr(0, column);
+  return name == std::string::npos ? text : text.substr(name + 1);
+}
+}  // namespace
+
+std::string thread_name(unsigned index) {
+  const unsigned* s = msl_group.size;
+  return "(" + std::to_string(index % s[0]) + ", " + std::to_string(index / s[0] % s[1]) + ", " +
+         std::to_string(index / s[0] / s[1]) + ")";
+}
+
+std::string group_name(long order_index) {
+  const uint64_t i = group_order[order_index];
+  const uint64_t x = dispatch->grid[0], y = dispatch->grid[1];
+  return "(" + std::to_string(i % x) + ", " + std::to_string(i / x % y) + ", " + std::to_string(i / x / y) + ")";
+}
+
+void finding(const std::string& text, const void* caller) {
+  message = std::string("kernel '") + dispatch->kernel->name + "': ";
+  if (current) {
+    const unsigned* p = msl_group.position;
+    message += "thread " + thread_name(current->position.index) + " of threadgroup (" + std::to_string(p[0]) + ", " +
+               std::to_string(p[1]) + ", " + std::to_string(p[2]) + ") ";
+  }
+  message += text;
+  finding_caller = caller;
+  if (!current) throw Finding();
+  leave_group();
+}
+
+}  // namespace msl
+
+using namespace msl;
+
+void msl_threadgroup_barrier(unsigned flags, const char* file, unsigned line) {
+  current->flags = flags;
+  block(Wait::threadgroup_barrier, "threadgroup_barrier", file, line);
+}
+
+void msl_simdgroup_barrier(unsigned flags, const char* file, unsigned line) {
+  current->flags = flags;
+  block(Wait::simdgroup_barrier, "simdgroup_barrier", file, line);
+}
+
+void msl_simd_operation(const char* name, const void* value, void* result, msl_combine combine, const char* file, unsigned line) {
+  current->value = value, current->result = result, current->combine = combine;
+  block(Wait::simd_operation, name, file, line);
+}
+
+void msl_atomic_access(const volatile void* address, unsigned size, int writes) {
+  memory.atomic(reinterpret_cast<uintptr_t>(address), size, writes, __builtin_return_address(0));
+}
+
+void* msl_threadgroup_variable(unsigned site, size_t size, const char* name) { return memory.threadgroup_static(site, size, name); }
+void* msl_threadgroup_argument(const void*, unsigned index) { return group_memory[index]; }
+void* msl_buffer_argument(const void* bindings, unsigned index) {
+  return static_cast<const msl_dispatch*>(bindings)->buffers[index].data;
+}
+void msl_unset_constant(const char* name) {
+  finding("reads the function constant '" + std::string(name) + "', which was not set", nullptr);
+}
+
+extern "C" int msl_execute(const msl_dispatch* d, msl_counters* result, char* text, size_t text_size) {
+  std::lock_guard<std::mutex> lock(executing);
+  memset(result, 0, sizeof *result);
+  dispatch = d, counters = result;
+  message.clear();
+  finding_caller = nullptr;
+  random_source.seed(d->seed);
+  take_stack_memory();
+  try {
+    check_launch(*d);
+    memory.begin(*d);
+    order_threadgroups(*d);
+    for (int i = 0; i < 3; i++) {
+      msl_group.full_size[i] = d->threads[i];
+      msl_group.count[i] = d->grid[i];
+      msl_group.grid_threads[i] = d->total_threads[i] ? d->total_threads[i] : d->grid[i] * d->threads[i];
+    }
+    msl_group.full_simdgroups = (d->threads[0] * d->threads[1] * d->threads[2] + 31) / 32;
+    for (size_t i = 0; i < group_order.size() && message.empty(); i++) run_threadgroup(group_order[i]);
+  } catch (const Finding&) {
+  }
+  stop_running();
+  memory.end(*result);
+  if (message.empty()) return 0;
+  if (finding_caller) {
+    const std::string line = source_line(finding_caller);
+    if (!line.empty()) message += " [" + line + "]";
+  }
+  snprintf(text, text_size, "%s", message.c_str());
+  return 1;
+}

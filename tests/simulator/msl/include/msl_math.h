@@ -1,0 +1,253 @@
+// Mathematics of Metal, evaluated in float (half and bfloat are rounded once, to nearest even) or in integers.
+#pragma once
+#include "msl_vector.h"
+
+namespace metal {
+namespace precise = ::metal;
+namespace fast = ::metal;
+
+// Element-wise forms for vectors, and scalars wherever a vector is expected.
+#define MSL_VECTOR1(name)                                                                                              \
+  template <class T, int N> MSL_INLINE auto name(vec<T, N> x) {                                                        \
+    vec<decltype(name(T())), N> r;                                                                                     \
+    for (int i = 0; i < N; i++) r.element(i) = name(x.element(i));                                                     \
+    return r;                                                                                                          \
+  }
+#define MSL_VECTOR2(name)                                                                                              \
+  template <class T, int N> MSL_INLINE auto name(vec<T, N> x, msl::identity_t<vec<T, N>> y) {                          \
+    vec<decltype(name(T(), T())), N> r;                                                                                \
+    for (int i = 0; i < N; i++) r.element(i) = name(x.element(i), y.element(i));                                       \
+    return r;                                                                                                          \
+  }                                                                                                                    \
+  template <class S, class T, int N, class = std::enable_if_t<msl::shape<S>::size == 1>>                               \
+  MSL_INLINE auto name(S x, vec<T, N> y) {                                                                             \
+    return name(vec<T, N>(x), y);                                                                                      \
+  }
+#define MSL_VECTOR3(name)                                                                                              \
+  template <class T, int N>                                                                                            \
+  MSL_INLINE vec<T, N> name(vec<T, N> x, msl::identity_t<vec<T, N>> y, msl::identity_t<vec<T, N>> z) {                 \
+    vec<T, N> r;                                                                                                       \
+    for (int i = 0; i < N; i++) r.element(i) = name(x.element(i), y.element(i), z.element(i));                         \
+    return r;                                                                                                          \
+  }
+
+#define MSL_FLOAT1(name, expression)                                                                                   \
+  MSL_INLINE float name(float x) { return expression; }                                                                \
+  MSL_INLINE half name(half x) { return half(name(float(x))); }                                                        \
+  MSL_INLINE bfloat name(bfloat x) { return bfloat(name(float(x))); }                                                  \
+  MSL_VECTOR1(name)
+#define MSL_FLOAT2(name, expression)                                                                                   \
+  MSL_INLINE float name(float x, float y) { return expression; }                                                       \
+  MSL_INLINE half name(half x, half y) { return half(name(float(x), float(y))); }                                      \
+  MSL_INLINE bfloat name(bfloat x, bfloat y) { return bfloat(name(float(x), float(y))); }                              \
+  MSL_VECTOR2(name)
+#define MSL_FLOAT3(name, expression)                                                                                   \
+  MSL_INLINE float name(float x, float y, float z) { return expression; }                                              \
+  MSL_INLINE half name(half x, half y, half z) { return half(name(float(x), float(y), float(z))); }                    \
+  MSL_INLINE bfloat name(bfloat x, bfloat y, bfloat z) { return bfloat(name(float(x), float(y), float(z))); }          \
+  MSL_VECTOR3(name)
+#define MSL_TEST1(name, expression)                                                                                    \
+  MSL_INLINE bool name(float x) { return expression; }                                                                 \
+  MSL_INLINE bool name(half x) { return name(float(x)); }                                                              \
+  MSL_INLINE bool name(bfloat x) { return name(float(x)); }                                                            \
+  MSL_VECTOR1(name)
+
+MSL_FLOAT1(acos, __builtin_acosf(x))
+MSL_FLOAT1(acosh, __builtin_acoshf(x))
+MSL_FLOAT1(asin, __builtin_asinf(x))
+MSL_FLOAT1(asinh, __builtin_asinhf(x))
+MSL_FLOAT1(atan, __builtin_atanf(x))
+MSL_FLOAT1(atanh, __builtin_atanhf(x))
+MSL_FLOAT1(ceil, __builtin_ceilf(x))
+MSL_FLOAT1(cos, __builtin_cosf(x))
+MSL_FLOAT1(cosh, __builtin_coshf(x))
+MSL_FLOAT1(cospi, float(__builtin_cos(3.14159265358979323846 * __builtin_fmod(double(x), 2.0))))
+MSL_FLOAT1(exp, __builtin_expf(x))
+MSL_FLOAT1(exp2, __builtin_exp2f(x))
+MSL_FLOAT1(exp10, float(__builtin_pow(10.0, double(x))))
+MSL_FLOAT1(fabs, __builtin_fabsf(x))
+MSL_FLOAT1(floor, __builtin_floorf(x))
+MSL_FLOAT1(fract, __builtin_fminf(x - __builtin_floorf(x), 0x1.fffffep-1f))
+MSL_FLOAT1(log, __builtin_logf(x))
+MSL_FLOAT1(log2, __builtin_log2f(x))
+MSL_FLOAT1(log10, __builtin_log10f(x))
+MSL_FLOAT1(rint, __builtin_rintf(x))
+MSL_FLOAT1(round, __builtin_roundf(x))
+MSL_FLOAT1(rsqrt, float(1.0 / __builtin_sqrt(double(x))))
+MSL_FLOAT1(sin, __builtin_sinf(x))
+MSL_FLOAT1(sinh, __builtin_sinhf(x))
+MSL_FLOAT1(sinpi, float(__builtin_sin(3.14159265358979323846 * __builtin_fmod(double(x), 2.0))))
+MSL_FLOAT1(sqrt, __builtin_sqrtf(x))
+MSL_FLOAT1(tan, __builtin_tanf(x))
+MSL_FLOAT1(tanh, __builtin_tanhf(x))
+MSL_FLOAT1(tanpi, float(__builtin_tan(3.14159265358979323846 * __builtin_fmod(double(x), 1.0))))
+MSL_FLOAT1(trunc, __builtin_truncf(x))
+MSL_FLOAT1(saturate, __builtin_fminf(__builtin_fmaxf(x, 0.0f), 1.0f))
+MSL_FLOAT1(sign, x > 0 ? 1.0f : x < 0 ? -1.0f : x == 0 ? x : 0.0f)
+MSL_FLOAT2(atan2, __builtin_atan2f(x, y))
+MSL_FLOAT2(copysign, __builtin_copysignf(x, y))
+MSL_FLOAT2(fdim, __builtin_fdimf(x, y))
+MSL_FLOAT2(fmax, __builtin_fmaxf(x, y))
+MSL_FLOAT2(fmin, __builtin_fminf(x, y))
+MSL_FLOAT2(fmod, __builtin_fmodf(x, y))
+MSL_FLOAT2(nextafter, __builtin_nextafterf(x, y))
+MSL_FLOAT2(pow, __builtin_powf(x, y))
+MSL_FLOAT2(powr, __builtin_powf(x, y))
+MSL_FLOAT2(step, y < x ? 0.0f : 1.0f)
+MSL_FLOAT2(divide, x / y)
+MSL_FLOAT3(fma, __builtin_fmaf(x, y, z))
+MSL_FLOAT3(mix, x + (y - x) * z)
+MSL_FLOAT3(fmax3, __builtin_fmaxf(x, __builtin_fmaxf(y, z)))
+MSL_FLOAT3(fmin3, __builtin_fminf(x, __builtin_fminf(y, z)))
+MSL_FLOAT3(fmedian3, __builtin_fmaxf(__builtin_fminf(x, y), __builtin_fminf(__builtin_fmaxf(x, y), z)))
+MSL_INLINE float smoothstep(float low, float high, float x) {
+  float t = saturate((x - low) / (high - low));
+  return t * t * (3 - 2 * t);
+}
+MSL_INLINE half smoothstep(half low, half high, half x) { return half(smoothstep(float(low), float(high), float(x))); }
+MSL_VECTOR3(smoothstep)
+MSL_TEST1(isnan, __builtin_isnan(x))
+MSL_TEST1(isinf, __builtin_isinf(x))
+MSL_TEST1(isfinite, __builtin_isfinite(x))
+MSL_TEST1(isnormal, __builtin_isnormal(x))
+MSL_TEST1(signbit, __builtin_signbit(x))
+
+// half and bfloat hold the exact result of these, and nextafter is a neighbour in the type itself only for float.
+MSL_INLINE float ldexp(float x, int exponent) { return __builtin_ldexpf(x, exponent); }
+MSL_INLINE half ldexp(half x, int exponent) { return half(__builtin_ldexpf(float(x), exponent)); }
+MSL_INLINE bfloat ldexp(bfloat x, int exponent) { return bfloat(__builtin_ldexpf(float(x), exponent)); }
+MSL_INLINE int ilogb(float x) { return __builtin_ilogbf(x); }
+MSL_INLINE float frexp(float x, int& exponent) { return __builtin_frexpf(x, &exponent); }
+MSL_INLINE half frexp(half x, int& exponent) { return half(__builtin_frexpf(float(x), &exponent)); }
+MSL_INLINE float modf(float x, float& whole) {
+  whole = __builtin_truncf(x);
+  return copysign(__builtin_isinf(x) ? 0.0f : x - whole, x);
+}
+MSL_INLINE float sincos(float x, float& cosine) {
+  cosine = __builtin_cosf(x);
+  return __builtin_sinf(x);
+}
+
+#define MSL_FOR_INTEGERS(M) M(char) M(uchar) M(short) M(ushort) M(int) M(uint) M(long) M(ulong)
+#define MSL_FOR_NUMBERS(M) MSL_FOR_INTEGERS(M) M(float) M(half) M(bfloat)
+
+#define MSL_INTEGER(T)                                                                                                 \
+  MSL_INLINE T min(T x, T y) { return y < x ? y : x; }                                                                 \
+  MSL_INLINE T max(T x, T y) { return x < y ? y : x; }                                                                 \
+  MSL_INLINE T abs(T x) { return x < T(0) ? T(-x) : x; }                                                               \
+  MSL_INLINE std::make_unsigned_t<T> absdiff(T x, T y) {                                                               \
+    typedef std::make_unsigned_t<T> U;                                                                                 \
+    return x > y ? U(U(x) - U(y)) : U(U(y) - U(x));                                                                    \
+  }                                                                                                                    \
+  MSL_INLINE T addsat(T x, T y) {                                                                                      \
+    T r;                                                                                                               \
+    if (!__builtin_add_overflow(x, y, &r)) return r;                                                                   \
+    return y < T(0) ? msl::lowest<T> : msl::highest<T>;                                                                \
+  }                                                                                                                    \
+  MSL_INLINE T subsat(T x, T y) {                                                                                      \
+    T r;                                                                                                               \
+    if (!__builtin_sub_overflow(x, y, &r)) return r;                                                                   \
+    return y > T(0) ? msl::lowest<T> : msl::highest<T>;                                                                \
+  }                                                                                                                    \
+  MSL_INLINE T hadd(T x, T y) { return T((__int128(x) + y) >> 1); }                                                    \
+  MSL_INLINE T rhadd(T x, T y) { return T((__int128(x) + y + 1) >> 1); }                                               \
+  MSL_INLINE T mulhi(T x, T y) { return T((__int128(x) * y) >> (8 * sizeof(T))); }                                     \
+  MSL_INLINE T popcount(T x) { return T(__builtin_popcountl(std::make_unsigned_t<T>(x))); }                            \
+  MSL_INLINE T clz(T x) {                                                                                              \
+    return x ? T(__builtin_clzl(std::make_unsigned_t<T>(x)) - (64 - 8 * int(sizeof(T)))) : T(8 * sizeof(T));           \
+  }                                                                                                                    \
+  MSL_INLINE T ctz(T x) { return x ? T(__builtin_ctzl(std::make_unsigned_t<T>(x))) : T(8 * sizeof(T)); }               \
+  MSL_INLINE T reverse_bits(T x) {                                                                                     \
+    return T(__builtin_bitreverse64(std::make_unsigned_t<T>(x)) >> (64 - 8 * sizeof(T)));                              \
+  }                                                                                                                    \
+  MSL_INLINE T rotate(T x, T count) {                                                                                  \
+    typedef std::make_unsigned_t<T> U;                                                                                 \
+    unsigned bits = 8 * sizeof(T), left = unsigned(U(count)) % bits;                                                   \
+    return left ? T(U(U(x) << left) | U(U(x) >> (bits - left))) : x;                                                   \
+  }                                                                                                                    \
+  MSL_INLINE T extract_bits(T x, uint offset, uint bits) {                                                             \
+    unsigned width = 8 * sizeof(T);                                                                                    \
+    if (!bits) return T(0);                                                                                            \
+    return T(T(std::make_unsigned_t<T>(x) << (width - offset - bits)) >> (width - bits));                              \
+  }                                                                                                                    \
+  MSL_INLINE T insert_bits(T base, T insert, uint offset, uint bits) {                                                 \
+    typedef std::make_unsigned_t<T> U;                                                                                 \
+    U mask = U(U(bits == 8 * sizeof(T) ? ~U(0) : U((U(1) << bits) - 1)) << offset);                                    \
+    return T((U(base) & U(~mask)) | (U(U(insert) << offset) & mask));                                                  \
+  }
+}  // namespace metal
+
+namespace msl {
+template <class T> inline constexpr bool is_signed_int = std::is_signed_v<T>;
+template <class T> inline constexpr T highest =
+    T(is_signed_int<T> ? T((1ull << (8 * sizeof(T) - 1)) - 1) : T(~0ull));
+template <class T> inline constexpr T lowest = is_signed_int<T> ? T(-highest<T> - 1) : T(0);
+}  // namespace msl
+
+namespace metal {
+MSL_FOR_INTEGERS(MSL_INTEGER)
+MSL_INLINE float abs(float x) { return fabs(x); }
+MSL_INLINE half abs(half x) { return fabs(x); }
+MSL_INLINE bfloat abs(bfloat x) { return fabs(x); }
+// As fmin and fmax: of a NaN and a number, the number.
+MSL_INLINE float min(float x, float y) { return fmin(x, y); }
+MSL_INLINE half min(half x, half y) { return fmin(x, y); }
+MSL_INLINE bfloat min(bfloat x, bfloat y) { return fmin(x, y); }
+MSL_INLINE float max(float x, float y) { return fmax(x, y); }
+MSL_INLINE half max(half x, half y) { return fmax(x, y); }
+MSL_INLINE bfloat max(bfloat x, bfloat y) { return fmax(x, y); }
+#define MSL_THREE(T)                                                                                                   \
+  MSL_INLINE T clamp(T x, T low, T high) { return min(max(x, low), high); }                                            \
+  MSL_INLINE T min3(T x, T y, T z) { return min(x, min(y, z)); }                                                       \
+  MSL_INLINE T max3(T x, T y, T z) { return max(x, max(y, z)); }                                                       \
+  MSL_INLINE T median3(T x, T y, T z) { return max(min(x, y), min(max(x, y), z)); }
+MSL_FOR_NUMBERS(MSL_THREE)
+MSL_VECTOR1(abs) MSL_VECTOR1(popcount) MSL_VECTOR1(clz) MSL_VECTOR1(ctz) MSL_VECTOR1(reverse_bits)
+MSL_VECTOR2(min) MSL_VECTOR2(max) MSL_VECTOR2(absdiff) MSL_VECTOR2(addsat) MSL_VECTOR2(subsat) MSL_VECTOR2(hadd)
+MSL_VECTOR2(rhadd) MSL_VECTOR2(mulhi) MSL_VECTOR2(rotate)
+MSL_VECTOR3(clamp) MSL_VECTOR3(min3) MSL_VECTOR3(max3) MSL_VECTOR3(median3)
+MSL_INLINE int mad24(int x, int y, int z) { return x * y + z; }
+MSL_INLINE uint mad24(uint x, uint y, uint z) { return x * y + z; }
+MSL_INLINE int mul24(int x, int y) { return x * y; }
+MSL_INLINE uint mul24(uint x, uint y) { return x * y; }
+#define MSL_MADHI(T) MSL_INLINE T madhi(T x, T y, T z) { return T(mulhi(x, y) + z); }
+MSL_FOR_INTEGERS(MSL_MADHI)
+
+template <class T> MSL_INLINE std::enable_if_t<msl::shape<T>::size == 1, T> select(T a, T b, bool condition) {
+  return condition ? b : a;
+}
+template <class T, int N> MSL_INLINE vec<T, N> select(vec<T, N> a, msl::identity_t<vec<T, N>> b, vec<bool, N> condition) {
+  for (int i = 0; i < N; i++)
+    if (condition.element(i)) a.element(i) = b.element(i);
+  return a;
+}
+template <class T, int N> MSL_INLINE vec<T, N> select(vec<T, N> a, msl::identity_t<vec<T, N>> b, bool condition) {
+  return condition ? b : a;
+}
+template <int N> MSL_INLINE bool any(vec<bool, N> x) {
+  bool r = false;
+  for (int i = 0; i < N; i++) r = r || x.element(i);
+  return r;
+}
+template <int N> MSL_INLINE bool all(vec<bool, N> x) {
+  bool r = true;
+  for (int i = 0; i < N; i++) r = r && x.element(i);
+  return r;
+}
+MSL_INLINE bool any(bool x) { return x; }
+MSL_INLINE bool all(bool x) { return x; }
+
+template <class T, int N> MSL_INLINE T dot(vec<T, N> a, msl::identity_t<vec<T, N>> b) {
+  T sum = a.element(0) * b.element(0);
+  for (int i = 1; i < N; i++) sum += a.element(i) * b.element(i);
+  return sum;
+}
+template <class T, int N> MSL_INLINE T length_squared(vec<T, N> x) { return dot(x, x); }
+template <class T, int N> MSL_INLINE T length(vec<T, N> x) { return sqrt(dot(x, x)); }
+template <class T, int N> MSL_INLINE T distance(vec<T, N> x, msl::identity_t<vec<T, N>> y) { return length(x - y); }
+template <class T, int N> MSL_INLINE T distance_squared(vec<T, N> x, msl::identity_t<vec<T, N>> y) { return dot(x - y, x - y); }
+template <class T, int N> MSL_INLINE vec<T, N> normalize(vec<T, N> x) { return x * vec<T, N>(rsqrt(dot(x, x))); }
+template <class T> MSL_INLINE vec<T, 3> cross(vec<T, 3> a, vec<T, 3> b) {
+  return a.yzx * b.zxy - a.zxy * b.yzx;
+}
+}  // namespace metal

@@ -1,0 +1,117 @@
+// What the instrumentation's callbacks check: bounds, initialisation, races, traffic.
+#pragma once
+#include <stdint.h>
+
+#include <string>
+#include <vector>
+
+#include "executor.h"
+
+namespace msl {
+
+// Who accessed a byte last, and when. The upper bits are an epoch: a number drawn at every barrier, so that "before the last
+// barrier" is a comparison. The lower bits are a thread index or one of the codes below.
+typedef uint32_t Stamp;
+constexpr unsigned code_bits = 11, max_epoch = (1u << (32 - code_bits)) - 2;
+enum : Stamp {
+  code_simdgroup = 1024,      // + simdgroup: several lanes of it read
+  code_many = 1056,           // threads of several simdgroups read
+  code_many_groups = 1057,    // threads of several threadgroups read
+  code_atomic = 1088,         // + simdgroup: an atomic operation
+  code_mask = (1u << code_bits) - 1,
+  redzone = ~0u,              // threadgroup memory that belongs to no variable
+};
+
+enum class Space { none, device_readonly, device, threadgroup, module };
+
+// A contiguous piece of memory that shader code may touch, with its shadow.
+struct Segment {
+  uintptr_t base = 0;
+  size_t size = 0;
+  Space space = Space::none;
+  int binding = -1;
+  bool writable = false;
+  msl_traffic traffic = {};
+  uint64_t *read_bits = nullptr, *write_bits = nullptr;  // one bit a byte
+  Stamp *reads = nullptr, *writes = nullptr;             // one stamp a byte
+  uint8_t* touched = nullptr;                            // one flag a chunk: what is counted and cleared afterwards
+};
+constexpr unsigned chunk_shift = 15;
+
+struct ThreadgroupVariable {
+  size_t offset, size;
+  std::string name;
+};
+
+// Where the running thread stands; the scheduler keeps it current.
+struct Place {
+  Stamp stamp = 0;                 // epoch and thread index
+  Stamp group_first = 0;           // stamps below are of earlier threadgroups
+  Stamp ordered[2] = {};           // [device, threadgroup]: stamps below are ordered by a threadgroup barrier
+  Stamp simd_ordered[2] = {};      // the same for stamps of the own simdgroup
+  unsigned simdgroup = 0;
+  uintptr_t stack_low = 0;
+  size_t stack_size = ~size_t(0);  // everything is "stack" while nothing runs
+};
+
+class Memory {
+ public:
+  static constexpr size_t arena_size = 256 << 10, arena_limit = 32 << 10, redzone_bytes = 512;
+
+  void begin(const msl_dispatch& dispatch);
+  void end(msl_counters& counters);
+  void begin_threadgroup();
+  void* threadgroup_allocate(size_t bytes, const std::string& name);
+  void* threadgroup_static(unsigned site, size_t bytes, const char* name);
+
+  void access(uintptr_t address, size_t size, bool write, const void* caller);
+  void atomic(uintptr_t address, unsigned size, bool write, const void* caller);
+
+  uint32_t next_epoch();
+  void renumber_epochs(bool within_group);
+  // The threadgroup that an epoch belongs to, as an index into the run order; -1 when no longer known.
+  long group_of(Stamp stamp) const;
+
+  uint32_t epoch = 1;
+  uint64_t threadgroup_accesses = 0, atomics = 0;
+
+ private:
+  template <bool Write> void device(Segment& segment, size_t offset, size_t size, const void* caller);
+  template <bool Write> void threadgroup(size_t offset, size_t size, const void* caller);
+  template <bool Write> void check(Segment& segment, size_t offset, size_t size, bool atomic, const void* caller);
+  Segment* find(uintptr_t address, size_t size, bool write, const void* caller);
+  Segment arena_segment();
+  void add_buffers(const msl_dispatch& dispatch);
+  void add_module(const void* code);
+  void clear(Segment& segment);
+  [[noreturn]] void out_of_bounds(uintptr_t address, size_t size, bool write, const void* caller);
+  [[noreturn]] void race(Segment& segment, size_t at, Stamp other, bool other_wrote, bool write, bool atomic, const void* caller);
+  std::string where(const Segment& segment, size_t offset) const;
+  void* shadow_room(size_t bytes);
+
+  std::vector<Segment> segments;
+  Segment* recent[256];
+  char* arena = nullptr;
+  Stamp *arena_reads = nullptr, *arena_writes = nullptr;
+  char* shadow = nullptr;
+  size_t shadow_used = 0, arena_used = 0, arena_counted = 0;
+  std::vector<ThreadgroupVariable> variables;
+  struct StaticVariable {
+    size_t offset, size;
+    unsigned group;
+  };
+  std::vector<StaticVariable> statics;
+  unsigned groups_begun = 0;
+  std::vector<uint32_t> group_epochs;  // first epoch of each threadgroup since the last renumbering
+  const msl_dispatch* dispatch = nullptr;
+};
+
+extern Memory memory;
+extern Place here;
+
+// Ends the dispatch with this text; `caller` is the code address to name a source line for, or null.
+[[noreturn]] void finding(const std::string& text, const void* caller);
+std::string thread_name(unsigned index);
+std::string group_name(long order_index);
+
+}  // namespace msl

@@ -1,0 +1,497 @@
+"""Metal Shading Language to C++: what a C++ compiler cannot be told by a header is rewritten in the text.
+
+Input is preprocessed source (macros expanded, line markers kept). Attributes are read and dropped, address spaces are
+erased, threadgroup variables become references into the threadgroup's memory, function constants get their values, and a
+table of kernels is appended. Line breaks stay where they are, so that messages name the source's own lines.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+from .errors import ShaderError
+
+TOKEN = re.compile(
+    r'^[ \t]*#[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\''
+    r"|[A-Za-z_]\w*|\.?\d(?:[eEpP][+-]|[\w.'])*|\n|[ \t]+|::|->|[^\w\s]",
+    re.MULTILINE,
+)
+ERASED = {"device", "threadgroup", "thread"}
+ADDRESS_SPACES = ERASED | {"constant"}
+OPENING = {"(": ")", "[": "]", "{": "}"}
+POSITION_ATTRIBUTES = {
+    "thread_position_in_threadgroup",
+    "thread_position_in_grid",
+    "threadgroup_position_in_grid",
+    "threads_per_threadgroup",
+    "dispatch_threads_per_threadgroup",
+    "threadgroups_per_grid",
+    "threads_per_grid",
+    "thread_index_in_threadgroup",
+    "thread_index_in_simdgroup",
+    "thread_index_in_quadgroup",
+    "simdgroup_index_in_threadgroup",
+    "quadgroup_index_in_threadgroup",
+    "simdgroups_per_threadgroup",
+    "dispatch_simdgroups_per_threadgroup",
+    "threads_per_simdgroup",
+    "quadgroups_per_threadgroup",
+}
+KERNEL_ATTRIBUTES = {"kernel", "max_total_threads_per_threadgroup", "host_name"}
+
+
+@dataclass
+class Kernel:
+    name: str
+    getters: list[str]
+    arguments: list[str]
+    max_threads: str = "1024"
+    host_name: str | None = None
+    template: bool = False
+
+
+@dataclass
+class Attribute:
+    name: str
+    argument: str  # text within the parentheses, "" without
+
+
+@dataclass
+class Shader:
+    code: str
+    kernels: list[str] = field(default_factory=list)
+
+
+def is_space(token: str) -> bool:
+    return token.isspace() or token.lstrip().startswith("#")
+
+
+def is_identifier(token: str) -> bool:
+    return token[0].isalpha() or token[0] == "_"
+
+
+class Translator:
+    def __init__(self, source: str, constants: dict):
+        self.tokens = TOKEN.findall(source)
+        self.constants = constants
+        self.attributes: dict[int, list[Attribute]] = {}  # position of the "[" that opened them
+        self.kernels: dict[str, Kernel] = {}
+        self.instances: list[tuple[str, str, str | None]] = []  # kernel, template-id, host name
+        self.defined: dict[str, bool] = {}  # function constants
+        self.sites = 0
+
+    def run(self) -> Shader:
+        self.take_attributes()
+        self.take_function_constants()
+        self.take_kernels()
+        self.take_instantiations()
+        self.replace_threadgroup_variables()
+        self.replace_constant_queries()
+        self.erase_address_spaces()
+        self.drop_repeated_overloads()
+        return self.with_table()
+
+    # Moving over tokens ------------------------------------------------------------------------------------------
+
+    def next(self, at: int) -> int:
+        """The position of the first token after `at` that is no space; len(tokens) at the end."""
+        at += 1
+        while at < len(self.tokens) and (not self.tokens[at] or is_space(self.tokens[at])):
+            at += 1
+        return at
+
+    def previous(self, at: int) -> int:
+        at -= 1
+        while at >= 0 and (not self.tokens[at] or is_space(self.tokens[at])):
+            at -= 1
+        return at
+
+    def at(self, position: int) -> str:
+        return self.tokens[position] if 0 <= position < len(self.tokens) else ""
+
+    def closing(self, at: int) -> int:
+        """The bracket that closes the one at `at`."""
+        depth = 0
+        for i in range(at, len(self.tokens)):
+            if self.tokens[i] in OPENING:
+                depth += 1
+            elif self.tokens[i] in OPENING.values():
+                depth -= 1
+                if depth == 0:
+                    return i
+        raise ShaderError(f"{self.line(at)}: error: '{self.tokens[at]}' is not closed")
+
+    def closing_angle(self, at: int) -> int:
+        """The `>` that closes the template list at `at`; brackets within it are skipped."""
+        depth = 0
+        i = at
+        while i < len(self.tokens):
+            token = self.tokens[i]
+            if token == "<":
+                depth += 1
+            elif token == ">":
+                depth -= 1
+                if depth == 0:
+                    return i
+            elif token in OPENING:
+                i = self.closing(i)
+            i += 1
+        raise ShaderError(f"{self.line(at)}: error: '<' is not closed")
+
+    def line(self, at: int) -> str:
+        """"file:line" of a position, from the line markers before it."""
+        name, number = "program_source", 1
+        for token in self.tokens[:at]:
+            if token.lstrip().startswith("#"):
+                if marker := re.match(r'\s*#\s*(?:line\s+)?(\d+)(?:\s+"([^"]*)")?', token):
+                    name, number = marker[2] or name, int(marker[1]) - 1
+            elif token == "\n":
+                number += 1
+        return f"{name}:{number}"
+
+    def text(self, start: int, end: int) -> str:
+        return "".join(self.tokens[start:end])
+
+    def erase(self, start: int, end: int) -> None:
+        """Blanks [start, end) but for line breaks and line markers."""
+        for i in range(start, end):
+            if not is_space(self.tokens[i]) or not self.tokens[i].strip():
+                self.tokens[i] = self.tokens[i] if "\n" in self.tokens[i] else " "
+
+    # Attributes --------------------------------------------------------------------------------------------------
+
+    def take_attributes(self) -> None:
+        i = 0
+        while i < len(self.tokens):
+            if self.tokens[i] == "[" and self.at(i + 1) == "[" and is_identifier(self.at(self.next(i + 1)) or " "):
+                end = self.closing(i)
+                self.attributes[i] = self.parse_attributes(self.next(i + 1), self.previous(end))
+                self.erase(i, end + 1)
+                i = end
+            i += 1
+
+    def parse_attributes(self, start: int, end: int) -> list[Attribute]:
+        found = []
+        i = start
+        while i < end:
+            name = self.tokens[i]
+            i = self.next(i)
+            argument = ""
+            if self.at(i) == "(" and i < end:
+                close = self.closing(i)
+                argument = self.text(i + 1, close).strip()
+                i = self.next(close)
+            found.append(Attribute(name, argument))
+            while i < end and self.at(i) in {",", ":"}:
+                i = self.next(i)
+        return found
+
+    def attributes_in(self, start: int, end: int) -> list[Attribute]:
+        return [a for position, list_ in sorted(self.attributes.items()) if start <= position < end for a in list_]
+
+    # Function constants ------------------------------------------------------------------------------------------
+
+    def take_function_constants(self) -> None:
+        for position, attributes in sorted(self.attributes.items()):
+            index = next((a.argument for a in attributes if a.name == "function_constant"), None)
+            end = self.next(position)
+            if index is None or self.at(end) != ";":
+                continue
+            name_at = self.previous(position)
+            name, start = self.tokens[name_at], name_at
+            while self.at(self.previous(start)) not in {";", "}", "{", ""}:
+                start = self.previous(start)
+            words = [t for t in self.tokens[start:name_at] if not is_space(t) and t not in {"constant", "static", "const"}]
+            type_ = " ".join(words)
+            value = self.constants.get(self.index_value(index), self.constants.get(name))
+            self.defined[name] = value is not None
+            self.erase(start, end)
+            if value is None:
+                self.tokens[start] = f'static const msl::unset_constant<{type_}> {name}{{"{name}"}}'
+            else:
+                literal = int(value) if isinstance(value, (bool, int)) else float(value).hex()
+                self.tokens[start] = f"static constexpr {type_} {name} = {type_}({literal})"
+
+    @staticmethod
+    def index_value(text: str):
+        try:
+            return int(text.strip("() "), 0)
+        except ValueError:
+            return text
+
+    def replace_constant_queries(self) -> None:
+        for i, token in enumerate(self.tokens):
+            if token == "is_function_constant_defined" and self.at(self.next(i)) == "(":
+                end = self.closing(self.next(i))
+                name = self.text(self.next(i) + 1, end).strip()
+                self.erase(i, end + 1)
+                self.tokens[i] = "true" if self.defined.get(name) else "false"
+
+    # Kernels -----------------------------------------------------------------------------------------------------
+
+    def take_kernels(self) -> None:
+        for position, attributes in sorted(self.attributes.items()):
+            if any(a.name == "kernel" for a in attributes):
+                self.take_function(position)
+        for i, token in enumerate(self.tokens):
+            if token == "kernel" and self.at(self.next(i)) not in {"", "(", ")", ",", "=", ".", "[", ";"}:
+                self.tokens[i] = " "
+                self.take_function(i)
+
+    def declaration_start(self, at: int) -> int:
+        """The first token of the declaration around `at`, template heads included."""
+        while True:
+            before = self.previous(at)
+            token = self.at(before)
+            if token in {";", "}", "{", ""}:
+                return at
+            at = before
+
+    def take_function(self, marker: int) -> None:
+        start = self.declaration_start(marker)
+        is_template = self.tokens[start] == "template"
+        if is_template and self.at(self.next(start)) != "<":
+            return  # an explicit instantiation, read later
+        i = self.next(self.closing_angle(self.next(start))) if is_template else self.next(marker)
+        while self.at(i) != "(" or not is_identifier(self.at(self.previous(i)) or " "):
+            if self.at(i) == "<":
+                i = self.closing_angle(i)
+            i = self.next(i)
+            if i >= len(self.tokens) or self.at(i) in {"{", ";"}:
+                raise ShaderError(f"{self.line(marker)}: error: a kernel's declaration is not understood")
+        name = self.tokens[self.previous(i)]
+        end = self.closing(i)
+        getters, arguments = [], []
+        for low, high in self.split(i + 1, end):
+            getter, argument = self.parameter(low, high)
+            getters.append(getter)
+            arguments.append(argument)
+        after = self.next(end)
+        around = self.attributes_in(start, i) + self.attributes_in(end, after)
+        kernel = Kernel(name, getters, arguments, template=is_template)
+        for attribute in around:
+            if attribute.name == "max_total_threads_per_threadgroup":
+                kernel.max_threads = attribute.argument
+            if attribute.name == "host_name":
+                kernel.host_name = string_value(attribute.argument)
+        self.kernels[name] = kernel
+
+    def split(self, start: int, end: int, separator: str = ",") -> list[tuple[int, int]]:
+        """[start, end) cut at separators that lie in no bracket and no template list."""
+        parts, low, i = [], start, start
+        while i < end:
+            token = self.tokens[i]
+            if token in OPENING:
+                i = self.closing(i)
+            elif token == "<":
+                i = self.closing_angle(i)
+            elif token == separator:
+                parts.append((low, i))
+                low = i + 1
+            i += 1
+        if low < end and self.text(low, end).strip():
+            parts.append((low, end))
+        return parts
+
+    def parameter(self, low: int, high: int) -> tuple[str, str]:
+        attributes = self.attributes_in(low, high)
+        first = min((p for p in self.attributes if low <= p < high), default=high)
+        name = next((t for t in reversed(self.tokens[low:first]) if is_identifier(t)), "")
+        getter = None
+        for attribute in attributes:
+            if attribute.name == "buffer":
+                getter = f"msl::buffer<({attribute.argument})>"
+            elif attribute.name == "threadgroup":
+                getter = f"msl::threadgroup_memory<({attribute.argument})>"
+            elif attribute.name in POSITION_ATTRIBUTES:
+                getter = f"msl::{attribute.name}"
+        if getter is None:
+            shown = ", ".join(a.name for a in attributes) or "none"
+            raise ShaderError(f"{self.line(low)}: error: kernel argument '{name}' has no known attribute (found: {shown})")
+        for attribute in attributes:
+            if attribute.name == "function_constant":
+                condition = attribute.argument if self.defined.get(attribute.argument, True) else "false"
+                getter = f"msl::present_if<bool({condition}), {getter}>"
+        return getter, name
+
+    # Instantiations ----------------------------------------------------------------------------------------------
+
+    def take_instantiations(self) -> None:
+        i = 0
+        while i < len(self.tokens):
+            if self.tokens[i] == "template" and self.at(self.next(i)) != "<":
+                i = self.take_instantiation(i)
+            i += 1
+
+    def take_instantiation(self, start: int) -> int:
+        end = start
+        while self.at(end) != ";":
+            end = self.closing(end) if self.at(end) in OPENING else end + 1
+            if end >= len(self.tokens):
+                raise ShaderError(f"{self.line(start)}: error: an explicit instantiation does not end")
+        attributes = self.attributes_in(start, end)
+        for i in range(start, end):
+            name = self.tokens[i]
+            if name in self.kernels and self.at(self.next(i)) == "<" and not self.inside_decltype(start, i):
+                break
+        else:
+            return end  # of something else than a kernel
+        close = self.closing_angle(self.next(i))
+        host_name = next((string_value(a.argument) for a in attributes if a.name == "host_name"), None)
+        self.instances.append((name, self.text(i, close + 1).replace("\n", " "), host_name))
+        self.erase(start, end + 1)
+        return end
+
+    def inside_decltype(self, start: int, at: int) -> bool:
+        for i in range(start, at):
+            if self.tokens[i] == "decltype":
+                open_ = self.next(i)
+                return open_ < at < self.closing(open_)
+        return False
+
+    # Threadgroup variables ---------------------------------------------------------------------------------------
+
+    def replace_threadgroup_variables(self) -> None:
+        i = 0
+        while i < len(self.tokens):
+            if self.tokens[i] == "threadgroup" and self.at(self.next(i)) != "(" and self.starts_statement(i):
+                self.replace_variables(i)
+            i += 1
+
+    def starts_statement(self, at: int) -> bool:
+        before = self.previous(at)
+        while self.at(before) in {"const", "volatile", "static"}:
+            before = self.previous(before)
+        return self.at(before) in {"{", "}", ";", ")"}
+
+    def replace_variables(self, start: int) -> None:
+        end = start
+        while self.at(end) != ";":
+            if self.at(end) in {"*", "&", "=", ")", ""}:
+                return  # a pointer or reference to threadgroup memory
+            end = self.closing(end) if self.at(end) in OPENING else end
+            end = self.closing_angle(end) if self.at(end) == "<" else end
+            end += 1
+        declarators = self.split(start + 1, end)
+        first_low, first_high = declarators[0]
+        name_at = self.declared_name(first_low, first_high)
+        type_ = self.text(first_low, name_at).strip()
+        parts = []
+        for k, (low, high) in enumerate(declarators):
+            at = name_at if k == 0 else self.next(low - 1)
+            dimensions = self.text(at + 1, high).strip()
+            parts.append(self.variable(type_, self.tokens[at], dimensions))
+        breaks = "\n" * self.text(start, end).count("\n")
+        self.erase(start, end + 1)
+        for i in range(start, end + 1):
+            if self.tokens[i] == "\n":
+                self.tokens[i] = " "
+        self.tokens[start] = " ".join(parts).replace("\n", " ") + breaks
+
+    def declared_name(self, low: int, high: int) -> int:
+        at = low
+        while at < high and self.tokens[at] != "[":
+            at = self.closing_angle(at) + 1 if self.tokens[at] == "<" else at + 1
+        return self.previous(at)
+
+    def variable(self, type_: str, name: str, dimensions: str) -> str:
+        self.sites += 1
+        alias = f"msl_type_{name}_{self.sites}"
+        return (
+            f"typedef {type_} {alias}{dimensions}; {alias}& {name} = "
+            f'*static_cast<{alias}*>(msl_threadgroup_variable({self.sites}, sizeof({alias}), "{name}"));'
+        )
+
+    # Address spaces ----------------------------------------------------------------------------------------------
+
+    def erase_address_spaces(self) -> None:
+        for i, token in enumerate(self.tokens):
+            if token in ERASED:
+                self.tokens[i] = " "
+            elif token == "constant":
+                before = self.at(self.previous(i))
+                self.tokens[i] = " " if before in {")", "const"} or self.at(self.next(i)) == "const" else "const"
+
+    def drop_repeated_overloads(self) -> None:
+        """Functions that differ in address spaces only have become the same function: the first is kept."""
+        seen: set[tuple[int, str]] = set()
+        self.scan_scope(0, len(self.tokens), 0, seen)
+
+    def scan_scope(self, start: int, end: int, scope: int, seen: set) -> None:
+        i = start
+        while i < end:
+            token = self.tokens[i]
+            if not token or is_space(token) or token in {";", "}"}:
+                i += 1
+                continue
+            low = i
+            while i < end and self.tokens[i] not in {"{", ";"}:
+                token = self.tokens[i]
+                if token in {"(", "["}:
+                    i = self.closing(i)
+                elif token == ":" and self.at(self.previous(i)) in {"public", "private", "protected"}:
+                    low = i + 1
+                i += 1
+            if i >= end:
+                return
+            words = [t for t in self.tokens[low:i] if t and not is_space(t)]
+            if self.tokens[i] == ";":
+                i += 1
+                continue
+            close = self.closing(i)
+            if is_scope_head(words):
+                self.scan_scope(i + 1, close, i, seen)
+            elif "(" in words and "=" not in words[: words.index("(")]:
+                key = (scope, " ".join(words))
+                if key in seen:
+                    self.erase(low, close + 1)
+                seen.add(key)
+            i = close + 1
+
+    # Result ------------------------------------------------------------------------------------------------------
+
+    def with_table(self) -> Shader:
+        entries = [(kernel.host_name or kernel.name, kernel.name, kernel) for kernel in self.kernels.values() if not kernel.template]
+        for name, template_id, host_name in self.instances:
+            entries.append((host_name or template_id, template_id, self.kernels[name]))
+        lines = ['\n#line 1 "kernel_table"', '#include "msl_entry.h"', "namespace {"]
+        rows = []
+        for i, (name, expression, kernel) in enumerate(entries):
+            names = ", ".join(f'"{a}"' for a in kernel.arguments)
+            lines.append(f"const char* const names_{i}[] = {{{names}{', ' if names else ''}nullptr}};")
+            getters = "".join(f", {g}" for g in kernel.getters)
+            entry = f"msl::kernel_entry<decltype({expression}), &{expression}{getters}>"
+            rows.append(f'{entry}::describe("{name}", names_{i}, unsigned({kernel.max_threads})),')
+        lines.append("}")
+        lines.append('extern "C" __attribute__((visibility("default"))) const msl_kernel* msl_kernels(int* count) {')
+        lines.append(f"*count = {len(entries)};")
+        lines.append("static const msl_kernel table[] = {" + "\n".join(rows) + "{}};")
+        lines.append("return table; }")
+        return Shader("".join(self.tokens) + "\n".join(lines) + "\n", [e[0] for e in entries])
+
+
+def is_scope_head(words: list[str]) -> bool:
+    if not words:
+        return False
+    if words[0] in {"namespace", "inline", "extern"} and ("namespace" in words or words[0] == "extern") and "(" not in words:
+        return True
+    return any(w in {"struct", "class", "union"} for w in words) and "(" not in strip_template_head(words)
+
+
+def strip_template_head(words: list[str]) -> list[str]:
+    if words[0] != "template":
+        return words
+    depth = 0
+    for i, word in enumerate(words):
+        depth += (word == "<") - (word == ">")
+        if i > 0 and depth == 0:
+            return words[i + 1 :]
+    return words
+
+
+def string_value(text: str) -> str:
+    return "".join(re.findall(r'"((?:\\.|[^"\\])*)"', text))
+
+
+def translate(preprocessed: str, constants: dict) -> Shader:
+    """The C++ for a preprocessed shader; `constants` maps function constants' numbers (or names) to values."""
+    return Translator(preprocessed, constants).run()
