@@ -39,16 +39,16 @@ def check_activation(
 def apply_activation(
     rows: Tensor, activation: str, alpha: float | None, limit: float | None, gated: bool, interleaved: bool
 ) -> Tensor:
-    """[n, 2I] -> [n, I] when gated, else [n, I] -> [n, I]; float32 inside, rounded once."""
-    dtype, rows = rows.dtype, rows.float()
+    """[n, 2I] -> [n, I] when gated, else [n, I] -> [n, I]; float32 inside and out."""
+    rows = rows.float()
     if not gated:
-        return POINTWISE[activation](rows).to(dtype)
+        return POINTWISE[activation](rows)
     gate, up = (rows[:, 0::2], rows[:, 1::2]) if interleaved else rows.chunk(2, dim=-1)
     if activation in POINTWISE:
-        return (POINTWISE[activation](gate) * up).to(dtype)
+        return POINTWISE[activation](gate).mul_(up)
     if activation == "silu_clamped":
-        return (F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)).to(dtype)
+        return F.silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
     alpha = SWIGLU_OAI_ALPHA if alpha is None else alpha
     limit = SWIGLU_OAI_LIMIT if limit is None else limit
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(dtype)
+    return (up + 1).mul_(gate).mul_(torch.sigmoid(alpha * gate))

@@ -3,10 +3,10 @@
 T tokens, H hidden, E experts, K experts a token, I intermediate size. Pair p = t * K + k: token t in slot k.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ._activations import apply_activation, check_activation
@@ -14,6 +14,8 @@ from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check
 from ._registry import operator
 
 MAX_TOP_K = 64
+# Pairs computed at a time by the reference: bounds its intermediate results in a long prefill.
+PAIRS_AT_ONCE = 8192
 
 
 def check_ids(check: Check, x: Tensor, ids: Tensor) -> None:
@@ -68,32 +70,82 @@ def check_combine(
             check.shape(argument, tensor, x.shape, "[T, H]")
 
 
-def hit_experts(ids: Tensor, num_experts: int) -> tuple[Tensor, list[tuple[int, int, int]]]:
-    """The pairs ordered by expert, and for each expert that is hit (expert, first, last + 1) in that order.
+class Groups(NamedTuple):
+    """Pairs in ascending order of expert: `counts[i]` of them belong to `experts[i]`, ascending within it.
 
-    Pairs whose id lies outside [0, E) are left out of the list. Within an expert the pairs ascend.
+    Pairs whose id lies outside [0, E) are in none.
     """
-    flat = ids.reshape(-1)
-    experts, order = torch.sort(flat, stable=True)
-    present, counts = torch.unique_consecutive(experts, return_counts=True)
-    ranges, first = [], 0
-    for expert, count in zip(present.tolist(), counts.tolist(), strict=True):
-        if 0 <= expert < num_experts:
-            ranges.append((expert, first, first + count))
-        first += count
-    return order, ranges
+
+    experts: list[int]
+    counts: list[int]
+    pairs: Tensor
+
+    def pieces(self, size: int) -> Iterator["Groups"]:
+        """The same pairs in pieces of at most `size`."""
+        experts, counts, first, filled = [], [], 0, 0
+        for expert, count in zip(self.experts, self.counts, strict=True):
+            while count > 0:
+                taken = min(count, size - filled)
+                experts.append(expert)
+                counts.append(taken)
+                count, filled = count - taken, filled + taken
+                if filled == size:
+                    yield Groups(experts, counts, self.pairs[first : first + filled])
+                    experts, counts, first, filled = [], [], first + filled, 0
+        if filled > 0:
+            yield Groups(experts, counts, self.pairs[first:])
 
 
-def project_slots(x: Tensor, ids: Tensor, num_experts: int, rows: int, linear: Callable) -> Tensor:
-    """[T, K, rows]: `linear(rows of x, expert)` for every pair, zero for sentinels."""
-    num_slots = ids.shape[1]
-    order, ranges = hit_experts(ids, num_experts)
+def group_by_expert(ids: Tensor, num_experts: int) -> Groups:
+    by_expert, pairs = torch.sort(ids.reshape(-1), stable=True)
+    present, counts = torch.unique_consecutive(by_expert, return_counts=True)
+    present, counts = present.tolist(), counts.tolist()
+    first = sum(count for expert, count in zip(present, counts, strict=True) if expert < 0)
+    hit = [(e, count) for e, count in zip(present, counts, strict=True) if 0 <= e < num_experts]
+    counts = [count for _, count in hit]
+    return Groups([expert for expert, _ in hit], counts, pairs[first : first + sum(counts)])
+
+
+def _product(rows: Tensor, matrix: Tensor, out: Tensor) -> None:
+    """out = rows @ matrix.
+
+    float32 with two threads on x86 (MKL): the transposed product takes 0.3 to 0.7 of the time for 2 to 6 rows,
+    0.7 to 1.0 for more in nearly all shapes tried. It gains nothing with one thread, for one row, or in 16 bit.
+    """
+    if rows.dtype == torch.float32 and rows.shape[0] > 1 and torch.get_num_threads() > 1:
+        out.copy_(torch.mm(matrix.t(), rows.t()).t())
+    else:
+        torch.mm(rows, matrix, out=out)
+
+
+def grouped_product(rows: Tensor, groups: Groups, matrix: Callable[[int], Tensor], columns: int) -> Tensor:
+    """[n, columns]: each row times the matrix [C, columns] of its expert; `rows` in the order of the groups.
+
+    One product per expert that is hit: as fast as torch.nn.functional.grouped_mm (within 3 % at E 128, H 1024,
+    N 1024, bfloat16, T 1 to 512), but for every dtype, stride and alignment.
+    """
+    out = rows.new_empty(rows.shape[0], columns)
+    pieces = zip(groups.experts, rows.split(groups.counts), out.split(groups.counts), strict=True)
+    for expert, piece, result in pieces:
+        _product(piece, matrix(expert), result)
+    return out
+
+
+def add_bias(rows: Tensor, groups: Groups, ids: Tensor, bias: Tensor | None) -> Tensor:
+    """rows + the bias of their experts, in float32; `rows` as they are without a bias."""
+    return rows if bias is None else rows + bias[ids.reshape(-1)[groups.pairs]].float()
+
+
+def project_slots(
+    x: Tensor, ids: Tensor, num_experts: int, columns: int, bias: Tensor | None, product: Callable
+) -> Tensor:
+    """[T, K, columns]: `product(rows of x, groups)` + bias for every pair, zero for sentinels."""
     source = x.reshape(-1, x.shape[-1])
-    picked = order if x.dim() == 3 else order // num_slots
-    out = x.new_zeros(ids.numel(), rows)
-    for expert, first, last in ranges:
-        out[order[first:last]] = linear(source[picked[first:last]], expert).to(x.dtype)
-    return out.view(*ids.shape, rows)
+    out = x.new_zeros(ids.numel(), columns)
+    for groups in group_by_expert(ids, num_experts).pieces(PAIRS_AT_ONCE):
+        rows = source[groups.pairs if x.dim() == 3 else groups.pairs // ids.shape[1]]
+        out[groups.pairs] = add_bias(product(rows, groups), groups, ids, bias).to(x.dtype)
+    return out.view(*ids.shape, columns)
 
 
 def combine_experts(
@@ -101,23 +153,21 @@ def combine_experts(
     ids: Tensor,
     weights: Tensor,
     num_experts: int,
-    expert: Callable,
+    experts: Callable[[Tensor, Groups], Tensor],
     shared_gate: Tensor | None,
     shared_out: Tensor | None,
     residual: Tensor | None,
     gate_is_logit: bool,
 ) -> Tensor:
-    """sum_k weights * expert(x) + g * shared_out + residual, in float32, rounded once.
+    """sum_k weights * experts(rows of x, groups) + g * shared_out + residual, in float32, rounded once.
 
-    `expert(rows of x, index)` is the whole expert. A token's terms are added in ascending order of expert.
+    A token's terms are added in ascending order of expert, whatever the other tokens do.
     """
-    order, ranges = hit_experts(ids, num_experts)
-    tokens = order // ids.shape[1]
-    scales = weights.reshape(-1, 1)[order].float()
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for index, first, last in ranges:
-        rows = tokens[first:last]
-        total.index_add_(0, rows, expert(x[rows], index).float().mul_(scales[first:last]))
+    scales = weights.reshape(-1, 1)
+    for groups in group_by_expert(ids, num_experts).pieces(PAIRS_AT_ONCE):
+        tokens = groups.pairs // ids.shape[1]
+        total.index_add_(0, tokens, experts(x[tokens], groups) * scales[groups.pairs].float())
     if shared_out is not None:
         shared = shared_out.float()
         if shared_gate is not None:
@@ -129,13 +179,9 @@ def combine_experts(
     return total.to(x.dtype)
 
 
-def _matrix(weight: Tensor, expert: int, transposed: bool) -> Tensor:
-    """The view [N, H] of one expert's matrix, whatever its strides."""
-    return weight[expert].t() if transposed else weight[expert]
-
-
-def _row(bias: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor | None:
-    return None if bias is None else bias[expert].to(dtype)
+def _matrices(weight: Tensor, transposed: bool) -> Sequence[Tensor]:
+    """The view [C, N] of each expert's matrix, whatever its strides."""
+    return (weight if transposed else weight.mT).unbind(0)
 
 
 def _check_expert_mm(x, weight, ids, bias=None, transposed=False):
@@ -177,12 +223,12 @@ def expert_mm(
 
     Raises: ValueError for a dtype, shape or device that does not fit.
     """
-    num_experts, rows = weight.shape[0], weight.shape[2] if transposed else weight.shape[1]
+    columns, matrices = weight.shape[2] if transposed else weight.shape[1], _matrices(weight, transposed)
 
-    def linear(source: Tensor, expert: int) -> Tensor:
-        return F.linear(source, _matrix(weight, expert, transposed), _row(bias, expert, x.dtype))
+    def product(rows: Tensor, groups: Groups) -> Tensor:
+        return grouped_product(rows, groups, matrices.__getitem__, columns)
 
-    return project_slots(x, ids, num_experts, rows, linear)
+    return project_slots(x, ids, weight.shape[0], columns, bias, product)
 
 
 def _check_moe_experts(
@@ -301,11 +347,17 @@ def moe_experts(
     Raises: ValueError for a dtype, shape, device or option that does not fit.
     """
 
-    def expert(rows: Tensor, index: int) -> Tensor:
-        hidden = F.linear(rows, _matrix(gate_up, index, transposed), _row(gate_up_bias, index, x.dtype))
-        hidden = apply_activation(hidden, activation, alpha, limit, gated, interleaved)
-        return F.linear(hidden, _matrix(down, index, transposed), _row(down_bias, index, x.dtype))
+    matrices = _matrices(gate_up, transposed), _matrices(down, transposed)
+    columns = matrices[0][0].shape[1]
+
+    def experts(rows: Tensor, groups: Groups) -> Tensor:
+        rows = add_bias(
+            grouped_product(rows, groups, matrices[0].__getitem__, columns), groups, ids, gate_up_bias
+        )
+        hidden = apply_activation(rows, activation, alpha, limit, gated, interleaved).to(x.dtype)
+        out = grouped_product(hidden, groups, matrices[1].__getitem__, x.shape[1])
+        return add_bias(out, groups, ids, down_bias)
 
     return combine_experts(
-        x, ids, weights, gate_up.shape[0], expert, shared_gate, shared_out, residual, gate_is_logit
+        x, ids, weights, gate_up.shape[0], experts, shared_gate, shared_out, residual, gate_is_logit
     )

@@ -6,13 +6,21 @@ mxfp4:  e2m1(q) * 2^(scale - 127); one uint8 scale per group of 32 values, no bi
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ._activations import apply_activation, check_activation
 from ._checks import ACTIVATION_DTYPES, Check
 from ._registry import operator
-from .experts import check_bias, check_combine, check_slots, combine_experts, project_slots
+from .experts import (
+    Groups,
+    add_bias,
+    check_bias,
+    check_combine,
+    check_slots,
+    combine_experts,
+    grouped_product,
+    project_slots,
+)
 
 PACKED_DTYPES = (torch.uint32, torch.int32)
 MODES = ("affine", "mxfp4")
@@ -93,15 +101,16 @@ def dequantize_values(
     return torch.addcmul(biases.float().unsqueeze(-1), grid, scales.float().unsqueeze(-1)).flatten(-2)
 
 
-def _linear(packed, scales, biases, bits, group_size, mode, bias):
-    """(rows, expert) -> rows @ weight[expert].T + bias[expert], float32; only that expert is dequantised."""
+def _product(
+    rows: Tensor, groups: Groups, packed: Tensor, scales: Tensor, biases: Tensor | None, format: tuple
+) -> Tensor:
+    """grouped_product in float32; experts are dequantised when their turn comes, one at a time."""
 
-    def linear(rows: Tensor, expert: int) -> Tensor:
+    def matrix(expert: int) -> Tensor:
         offsets = None if biases is None else biases[expert]
-        weight = dequantize_values(packed[expert], scales[expert], offsets, bits, group_size, mode)
-        return F.linear(rows.float(), weight, None if bias is None else bias[expert].float())
+        return dequantize_values(packed[expert], scales[expert], offsets, *format).t()
 
-    return linear
+    return grouped_product(rows.float(), groups, matrix, packed.shape[1])
 
 
 def _check_expert_qmm(x, packed, scales, biases, ids, bits, group_size, mode, bias=None):
@@ -153,8 +162,11 @@ def expert_qmm(
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
     """
-    linear = _linear(packed, scales, biases, bits, group_size, mode, bias)
-    return project_slots(x, ids, packed.shape[0], packed.shape[1], linear)
+
+    def product(rows: Tensor, groups: Groups) -> Tensor:
+        return _product(rows, groups, packed, scales, biases, (bits, group_size, mode))
+
+    return project_slots(x, ids, packed.shape[0], packed.shape[1], bias, product)
 
 
 def _check_moe_experts_quantized(
@@ -269,20 +281,23 @@ def moe_experts_quantized(
         down_scales, down_biases: [E, H, I / group_size].
         bits, group_size, mode: 4 or 8 bits, groups of 32, 64 or 128 in mode "affine"; 4 and 32 in "mxfp4".
             H and I must be multiples of group_size.
-        The rest: as for moe_experts; gate_up_bias and down_bias are the layer's, not the format's.
+        gate_up_bias, down_bias: [E, 2I] ([E, I] when not gated) and [E, H]: the layer's, not the format's.
+        x, ids, weights, activation, alpha, limit, gated, interleaved, shared_gate, shared_out, residual,
+            gate_is_logit: as for moe_experts.
 
     Returns: [T, H] in the dtype of `x`.
 
     Raises: ValueError for a dtype, shape, device, option or format that does not fit.
     """
     format = (bits, group_size, mode)
-    gate_up = _linear(gate_up_packed, gate_up_scales, gate_up_biases, *format, gate_up_bias)
-    down = _linear(down_packed, down_scales, down_biases, *format, down_bias)
 
-    def expert(rows: Tensor, index: int) -> Tensor:
-        hidden = apply_activation(gate_up(rows, index), activation, alpha, limit, gated, interleaved)
-        return down(hidden, index)
+    def experts(rows: Tensor, groups: Groups) -> Tensor:
+        rows = _product(rows, groups, gate_up_packed, gate_up_scales, gate_up_biases, format)
+        rows = add_bias(rows, groups, ids, gate_up_bias)
+        hidden = apply_activation(rows, activation, alpha, limit, gated, interleaved)
+        out = _product(hidden, groups, down_packed, down_scales, down_biases, format)
+        return add_bias(out, groups, ids, down_bias)
 
     return combine_experts(
-        x, ids, weights, gate_up_packed.shape[0], expert, shared_gate, shared_out, residual, gate_is_logit
+        x, ids, weights, gate_up_packed.shape[0], experts, shared_gate, shared_out, residual, gate_is_logit
     )

@@ -1,0 +1,127 @@
+#!/usr/bin/env python
+"""This package's experts on the CPU beside transformers' eager, grouped_mm and batched_mm, in one run.
+
+The four take turns within every repeat, so that what else the machine does hits all of them alike. batched_mm
+copies the weights of every selected expert: it is left out where that takes more than --copy-limit GiB.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+import torch_moe_mps  # noqa: F401  (registers the operators)
+
+SHAPES = ((32, 2048, 768, 8), (128, 1024, 512, 8))
+PEERS = ("eager", "grouped_mm", "batched_mm")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Largest difference from eager in float32, as a part of the largest output.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+
+
+def build(experts: int, hidden: int, intermediate: int, top_k: int, dtype: torch.dtype) -> Qwen3MoeExperts:
+    config = Qwen3MoeConfig(
+        num_experts=experts,
+        hidden_size=hidden,
+        moe_intermediate_size=intermediate,
+        num_experts_per_tok=top_k,
+    )
+    module = Qwen3MoeExperts(config)
+    with torch.no_grad():
+        module.gate_up_proj.normal_(std=hidden**-0.5)
+        module.down_proj.normal_(std=intermediate**-0.5)
+    return module.to(dtype).requires_grad_(False)
+
+
+def candidates(module: Qwen3MoeExperts, x, ids, weights, copy_limit: float) -> dict:
+    def ours():
+        return torch.ops.moe_mps.moe_experts(x, module.gate_up_proj, module.down_proj, ids, weights)
+
+    def peer(name):
+        def run():
+            module.config._experts_implementation = name
+            return module(x, ids, weights)
+
+        return run
+
+    calls = {"ours": ours, **{name: peer(name) for name in PEERS}}
+    copied = ids.numel() * module.gate_up_proj[0].nbytes / 2**30
+    if copied > copy_limit:
+        del calls["batched_mm"]
+    return calls
+
+
+def check(calls: dict, dtype: torch.dtype) -> None:
+    expected = calls["eager"]().float()
+    error = (calls["ours"]().float() - expected).abs().max() / expected.abs().max()
+    if not error <= TOLERANCE[dtype]:
+        raise SystemExit(f"the result differs from eager by {error:.2e} of its largest value in {dtype}")
+
+
+def measure(calls: dict, seconds: float, least: int) -> dict[str, float]:
+    """Median milliseconds of each, taking turns in an order that rotates."""
+    names, times = list(calls), {name: [] for name in calls}
+    deadline, turn = time.perf_counter() + seconds, 0
+    while turn < least or time.perf_counter() < deadline:
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            start = time.perf_counter()
+            calls[name]()
+            times[name].append(time.perf_counter() - start)
+        slow = [name for name in names if turn == 2 and min(times[name]) > 3 * min(times["eager"])]
+        names = [name for name in names if name not in slow]  # Three turns settle what is 3 times slower.
+        turn += 1
+    return {name: statistics.median(values) * 1e3 for name, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="the first shape, T = 1 and 64, 2 seconds each")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512])
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
+    parser.add_argument("--seconds", type=float, default=10.0, help="per row")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--copy-limit", type=float, default=4.0, metavar="GIB")
+    options = parser.parse_args()
+    shapes, tokens, seconds = SHAPES, options.tokens, options.seconds
+    if options.quick:
+        shapes, tokens, seconds = SHAPES[:1], [1, 64], 2.0
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    print(f"torch {torch.__version__}, {options.threads} threads; median milliseconds")
+    columns = ("ours", *PEERS)
+    print(
+        f"{'E, H, I, K':>20} {'dtype':>9} {'T':>4}"
+        + "".join(f"{name:>12}" for name in columns)
+        + "  ours/best"
+    )
+    worst = 0.0
+    for shape in shapes:
+        for dtype in (DTYPES[name] for name in options.dtype):
+            module = build(*shape, dtype)
+            for count in tokens:
+                x = torch.randn(count, shape[1]).to(dtype)
+                weights, ids = torch.randn(count, shape[0]).softmax(-1).topk(shape[3])
+                weights = (weights / weights.sum(-1, keepdim=True)).to(dtype)
+                with torch.inference_mode():
+                    calls = candidates(module, x, ids, weights, options.copy_limit)
+                    check(calls, dtype)
+                    result = measure(calls, seconds, least=5)
+                ratio = result["ours"] / min(result[name] for name in PEERS if name in result)
+                worst = max(worst, ratio)
+                cells = "".join(
+                    f"{result[name]:12.2f}" if name in result else f"{'-':>12}" for name in columns
+                )
+                shown = str(dtype).removeprefix("torch.")
+                print(
+                    f"{', '.join(map(str, shape)):>20} {shown:>9} {count:>4}{cells}  {ratio:9.2f}", flush=True
+                )
+    print(f"worst ratio to the best of the three: {worst:.2f}")
+
+
+if __name__ == "__main__":
+    main()
