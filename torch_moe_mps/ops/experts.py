@@ -109,8 +109,8 @@ def group_by_expert(ids: Tensor, num_experts: int) -> Groups:
 def _product(rows: Tensor, matrix: Tensor, out: Tensor) -> None:
     """out = rows @ matrix.
 
-    float32 with two threads on x86 (MKL): the transposed product takes 0.3 to 0.7 of the time for 2 to 6 rows,
-    0.7 to 1.0 for more in nearly all shapes tried. It gains nothing with one thread, for one row, or in 16 bit.
+    float32 with two threads on x86 (MKL): the transposed product takes 0.3 to 0.7 of the time for 2 to 6 rows
+    and 0.7 to 1.0 for more. It gains nothing with one thread, for one row, or in 16 bit.
     """
     if rows.dtype == torch.float32 and rows.shape[0] > 1 and torch.get_num_threads() > 1:
         out.copy_(torch.mm(matrix.t(), rows.t()).t())
@@ -121,8 +121,8 @@ def _product(rows: Tensor, matrix: Tensor, out: Tensor) -> None:
 def grouped_product(rows: Tensor, groups: Groups, matrix: Callable[[int], Tensor], columns: int) -> Tensor:
     """[n, columns]: each row times the matrix [C, columns] of its expert; `rows` in the order of the groups.
 
-    One product per expert that is hit: as fast as torch.nn.functional.grouped_mm (within 3 % at E 128, H 1024,
-    N 1024, bfloat16, T 1 to 512), but for every dtype, stride and alignment.
+    One product per expert that is hit: as fast as torch.nn.functional.grouped_mm (within 3 % at E 128,
+    H 1024, N 1024, bfloat16, T 1 to 512), but for every dtype, stride and alignment.
     """
     out = rows.new_empty(rows.shape[0], columns)
     pieces = zip(groups.experts, rows.split(groups.counts), out.split(groups.counts), strict=True)
