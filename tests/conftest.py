@@ -1,14 +1,14 @@
 """The device that a test runs on.
 
-A test that takes the fixture `device` runs on the CPU and on "mps": on a Mac that is Metal, elsewhere it is the simulator
-(tests/simulator), which runs the same host code and shaders in an ordinary PyTorch. In the simulator the order of threads
-and threadgroups is one of four schedules: a test gets the one that its name selects, so that every operator meets all of
-them over its cases; `@pytest.mark.all_schedules` runs a test under each of them, `--all-schedules` does that for all.
+A test that takes the fixture `device` runs on the CPU and on "mps": on a Mac that is Metal, elsewhere it is
+the simulator (tests/simulator), which runs the same host code and shaders in an ordinary PyTorch. In the
+simulator the order of threads and threadgroups is one of four schedules: a test gets the one that its name
+selects, so that every operator meets all of them over its cases; `@pytest.mark.all_schedules` runs a test
+under each of them, `--all-schedules` does that for all tests.
 """
 
 import sys
 import zlib
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,9 +27,9 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "all_schedules: run the simulated mps variant under every schedule, not under one of them"
     )
-    # Before test modules are imported: torch remembers for the process whether MPS was there when first asked. The
-    # controller of xdist runs no test.
-    if SIMULATED and not (config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")):
+    # Before test modules are imported: torch remembers for the process whether MPS was there when first
+    # asked.
+    if SIMULATED:
         install_error(config)
 
 
@@ -37,8 +37,6 @@ def mps_variants(every_schedule: bool) -> list:
     """The parameters of `device` beside "cpu"."""
     if not SIMULATED:
         return ["mps"] if torch.backends.mps.is_available() else []
-    if not (Path(__file__).parent / "simulator" / "build.py").exists():
-        return []
     if every_schedule:
         return [pytest.param(("mps", seed), id=f"mps-schedule{seed}") for seed in SCHEDULES]
     return ["mps"]
@@ -82,7 +80,7 @@ def device(request) -> str:
 
 @pytest.fixture
 def simulated(request):
-    """The simulator, for what only it can show: findings, counters, traces. Its findings surface in the test."""
+    """The simulator, for what only it can show: findings, counters, traces."""
     if not SIMULATED:
         pytest.skip("a real Metal device has no counters, traces and findings")
     error = install_error(request.config)

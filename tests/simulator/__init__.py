@@ -6,8 +6,8 @@
     set_schedule(seed)              order of threads and threadgroups; 0 is ascending
     shader_library(source)          any MSL text, to run its kernels without PyTorch's stream
 
-Faults of shaders and of host code raise SimulatorError: those of encoding at the call, those of running at the next
-synchronisation (`.cpu()`, `.item()`, an operator that runs on the CPU, `torch.mps.synchronize()`).
+Faults of shaders and of host code raise SimulatorError: those of encoding at the call, those of running at
+the next synchronisation (`.cpu()`, `.item()`, an operator that runs on the CPU, `torch.mps.synchronize()`).
 """
 
 from .errors import SimulatorError

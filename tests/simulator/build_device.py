@@ -15,10 +15,13 @@ from pathlib import Path
 
 import torch
 
+from . import build
+
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
 HOST_SOURCES = REPOSITORY / "torch_moe_mps" / "csrc"
 TORCH = Path(torch.__file__).parent
+PERSONALITY = HERE / "metal" / "personality.cpp"
 PACKAGES = "clang-19 lld-19 llvm-19 libobjc-12-dev libblocksruntime-dev"
 
 
@@ -27,10 +30,8 @@ class BuildError(RuntimeError):
 
 
 def cache_directory() -> Path:
-    """Where built pieces are kept: MOE_MPS_CACHE, or .cache/simulator in the repository."""
-    root = os.environ.get("MOE_MPS_CACHE")
-    directory = (Path(root) if root else REPOSITORY / ".cache") / "simulator" / "device"
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = build.cache_directory() / "device"
+    directory.mkdir(exist_ok=True)
     return directory
 
 
@@ -66,6 +67,16 @@ def python_include() -> Path:
     if not (include / "Python.h").exists():
         raise BuildError("the simulator needs Python's headers: apt-get install python3-dev")
     return include
+
+
+def check_tools() -> None:
+    """Raise BuildError with the packages to install unless everything that is needed is there."""
+    compiler()
+    objective_c_include()
+    python_include()
+    for name in ("ld.lld", "llvm-symbolizer"):
+        if not shutil.which(f"{name}-19") and not shutil.which(name):
+            raise BuildError(f"the simulator needs {name}: apt-get install {PACKAGES}")
 
 
 def _flags(source: Path) -> list[str]:
@@ -108,7 +119,7 @@ def _contents(files: Sequence[Path]) -> str:
 
 
 def compile_object(source: Path) -> Path:
-    """The object of one source. It is reused while the source, its own headers, the flags and torch are the same."""
+    """The object of one source; built once for each text of it and of its headers, flags and torch."""
     flags = _flags(source)
     key = _digest(source, source.read_bytes(), flags, compiler(), torch.__version__)
     cache = cache_directory()
@@ -129,10 +140,9 @@ def compile_object(source: Path) -> Path:
 
 def build_library(name: str, sources: Sequence[Path], link_with: Sequence[Path] = ()) -> Path:
     """Compile `sources` on the cores there are and link them to one shared library."""
-    personality = HERE / "metal" / "personality.cpp"
     with build_lock():
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(compile_object, [*sources, personality]))
+            objects = list(pool.map(compile_object, [*sources, PERSONALITY]))
         library = cache_directory() / f"{name}-{_digest(*objects, *link_with)}.so"
         if not library.exists():
             with tempfile.TemporaryDirectory(dir=cache_directory()) as scratch:

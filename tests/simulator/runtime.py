@@ -8,38 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import build, build_device, schedule
-
-BINDINGS = 31
-
-
-class _Traffic(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_uint64)
-        for name in ("bytes_read", "bytes_written", "distinct_bytes_read", "distinct_bytes_written")
-    ]
-
-
-class _Counters(ctypes.Structure):  # msl_counters
-    _fields_ = [
-        ("buffers", _Traffic * BINDINGS),
-        *(
-            (name, ctypes.c_uint64)
-            for name in (
-                "threadgroups",
-                "threads",
-                "barriers",
-                "simdgroup_barriers",
-                "simd_operations",
-                "atomics",
-                "threadgroup_accesses",
-            )
-        ),
-    ]
+from . import build, build_device, schedule, shaderlib
 
 
 class _DispatchCounters(ctypes.Structure):
-    _fields_ = [("kernel", ctypes.c_char_p), ("counters", _Counters)]
+    _fields_ = (("kernel", ctypes.c_char_p), ("counters", shaderlib.Counters))
 
 
 @dataclass
@@ -99,16 +72,17 @@ def _runtime() -> ctypes.CDLL:
 def install() -> None:
     """Build what is stale and load it: the executor, the device, and the package's own host code.
 
-    From here on device="mps" works in this process. Raises BuildError with the compiler's message, or with the packages
-    to install where a tool is missing.
+    From here on device="mps" works in this process. Raises BuildError with the compiler's message, or with
+    the packages to install where a tool is missing.
     """
+    build_device.check_tools()
     executor = ctypes.CDLL(str(build.executor_library()), mode=ctypes.RTLD_GLOBAL)
     torch.ops.load_library(str(build_device.device_library()))
     _runtime().simulator_set_executor(ctypes.cast(executor.msl_execute, ctypes.c_void_p))
     torch._C._has_mps = True
     if not torch._C._mps_is_available():
         raise RuntimeError(
-            "install() must run before anything asks torch whether MPS is available: torch remembers the answer"
+            "install() comes too late: torch was asked for MPS before and remembers its answer"
         )
     torch.backends.mps.is_available.cache_clear()
     # torch.load restores tensors of other backends through such a pair of functions.
@@ -133,7 +107,7 @@ def _restore(storage, location: str):
 
 
 def set_schedule(seed: int) -> None:
-    """Choose the order in which threads and threadgroups run; 0 is ascending. Commands that wait are run before."""
+    """Choose the order of threads and threadgroups; 0 is ascending. Commands recorded so far run before."""
     torch.mps.synchronize()
     schedule.set(seed)
     _runtime().simulator_set_schedule(seed)
@@ -154,10 +128,11 @@ def live_buffers() -> int:
 def trace() -> Iterator[Commands]:
     """The commands that are encoded inside the block, there when it ends.
 
-    One line a command: kernel and function constants, grid (threadgroups, `threads` for dispatchThreads, or the buffer
-    of an indirect dispatch), threads per threadgroup, bindings. A buffer is a letter in the order of appearance, with
-    the bytes from the binding's offset to the buffer's end; setBytes is a length. A line `synchronize` stands where the
-    CPU waited for commands before it, `barrier` where a memory barrier was encoded.
+    One line a command: kernel and function constants, grid (threadgroups, `threads` for dispatchThreads, or
+    the buffer of an indirect dispatch), threads per threadgroup, bindings. A buffer is a letter in the
+    order of appearance, with the bytes from the binding's offset to the buffer's end; setBytes is a length.
+    A line `synchronize` stands where the CPU waited for commands before it, `barrier` where one was
+    encoded.
 
         fused_norm_add_float grid 4x1x1 of 128x1x1: 0=A[0:4096] 1=B[128:4224] 2=C[0:4096] 3=24 bytes
     """
@@ -171,7 +146,7 @@ def trace() -> Iterator[Commands]:
 
 @contextlib.contextmanager
 def counters() -> Iterator[list[DispatchCounters]]:
-    """The counters of the dispatches that run inside the block, there when it ends; it ends by synchronising."""
+    """The counters of the dispatches that run inside the block, which ends by synchronising."""
     dispatches: list[DispatchCounters] = []
     torch.mps.synchronize()
     _runtime().simulator_counters_start()
@@ -185,10 +160,10 @@ def counters() -> Iterator[list[DispatchCounters]]:
 
 
 def _to_python(raw: _DispatchCounters) -> DispatchCounters:
-    totals = {name: getattr(raw.counters, name) for name, _ in _Counters._fields_ if name != "buffers"}
+    totals = {name: getattr(raw.counters, name) for name in shaderlib.COUNTS}
     buffers = {}
     for index, traffic in enumerate(raw.counters.buffers):
-        values = Traffic(*(getattr(traffic, name) for name, _ in _Traffic._fields_))
+        values = Traffic(*(getattr(traffic, name) for name, _ in shaderlib.Traffic._fields_))
         if values != Traffic():
             buffers[index] = values
     return DispatchCounters(kernel=raw.kernel.decode(), buffers=buffers, **totals)

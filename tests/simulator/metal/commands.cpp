@@ -66,9 +66,14 @@ std::string trace_text(const Command& command) {
       break;
   }
   line << " of " << size_text(command.threads) << ":";
-  for (unsigned i = 0; i < kMaxBindings; i++) {
-    if (command.buffers[i].bound()) line << " " << i << "=" << binding_text(command.buffers[i]);
+  // What the kernel takes: a binding that an earlier command of the block left behind is none of this one's.
+  const msl_kernel& kernel = *command.kernel->kernel;
+  std::map<int, const Binding*> buffers;
+  for (int i = 0; i < kernel.argument_count; i++) {
+    const msl_argument& argument = kernel.arguments[i];
+    if (argument.kind == MSL_BUFFER) buffers[argument.index] = &command.buffers[argument.index];
   }
+  for (const auto& [index, binding] : buffers) line << " " << index << "=" << binding_text(*binding);
   for (unsigned i = 0; i < kMaxBindings; i++) {
     if (command.threadgroup_bytes[i])
       line << " threadgroup(" << i << ")=" << command.threadgroup_bytes[i] << " bytes";
