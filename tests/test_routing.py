@@ -201,6 +201,10 @@ def test_saturated_scores_are_told_apart_by_their_logits(device):
     logits = torch.tensor([[30.0, 40.0, 35.0, 100.0, -200.0, -300.0]], device=device)
     for _, (_, ids) in all_routers(logits, 6):
         assert ids.tolist() == [[3, 1, 2, 0, 4, 5]]
+    _, ids = moe_router(
+        logits, 2, scoring="sigmoid", num_groups=3, top_groups=1, group_score="max", norm_topk_prob=True
+    )
+    assert ids.tolist() == [[3, 2]]
 
 
 def test_bias_and_groups_of_degenerate_logits(device):
@@ -223,6 +227,17 @@ def test_bias_and_groups_of_degenerate_logits(device):
                     assert len({expert // 4 for expert in row}) <= 2
 
 
+def test_degenerate_bias(device):
+    """A choice is made finite as a logit is: NaN is the lowest, which still comes before what is excluded."""
+    logits = torch.zeros(1, 8, device=device)
+    bias = torch.tensor([NAN, -INF, INF, 1.0, 9.0, 8.0, 7.0, 6.0], device=device)
+    options = {"scoring": "sigmoid", "bias": bias, "norm_topk_prob": True}
+    _, ids = moe_router(logits, 8, **options)
+    assert ids.tolist() == [[2, 4, 5, 6, 7, 3, 0, 1]]
+    _, ids = moe_router(logits, 4, num_groups=2, top_groups=1, group_score="max", **options)
+    assert ids.tolist() == [[2, 3, 0, 1]]
+
+
 def test_group_ties_go_to_the_lower_group(device):
     logits = torch.zeros(1, 12, device=device)
     for group_score in ("max", "top2_sum"):
@@ -236,6 +251,16 @@ def test_group_ties_go_to_the_lower_group(device):
             norm_topk_prob=True,
         )
         assert ids.tolist() == [[0, 1, 2, 3, 4]]
+    sums_below_the_lowest = torch.tensor([[NAN, NAN, NAN, -1.0]], device=device)
+    _, ids = moe_router(
+        sums_below_the_lowest,
+        2,
+        scoring="softmax_after_topk",
+        num_groups=2,
+        top_groups=1,
+        norm_topk_prob=False,
+    )
+    assert ids.tolist() == [[0, 1]]
 
 
 def test_masked_score(device):
@@ -247,6 +272,11 @@ def test_masked_score(device):
     assert ids.tolist() == [[0, 1]]
     _, ids = moe_router(logits, 2, norm_topk_prob=True, masked_score=0.0, **options)
     assert ids.tolist() == [[0, 2]]
+    options = {"scoring": "sigmoid", "num_groups": 2, "top_groups": 1, "norm_topk_prob": True}
+    _, ids = moe_router(
+        torch.tensor([[-3.0, -2.0, -4.0, -5.0]], device=device), 2, masked_score=0.0, **options
+    )
+    assert ids.tolist() == [[1, 0]]  # scores are compared with the fill value, not logits
 
 
 def test_denominators(device):

@@ -18,8 +18,8 @@ def load_extension() -> bool:
         activate(libraries[0])
     except OSError as error:
         warnings.warn(
-            f"torch_moe_mps: {libraries[0].name} does not load into torch {torch.__version__} ({error}); rebuild "
-            "it with `pip install --no-build-isolation --force-reinstall --no-deps torch-moe-mps`",
+            f"torch_moe_mps: {libraries[0].name} does not load into torch {torch.__version__} ({error}); "
+            "rebuild it with `pip install --no-build-isolation --force-reinstall --no-deps torch-moe-mps`",
             stacklevel=2,
         )
         return False

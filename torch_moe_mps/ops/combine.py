@@ -17,7 +17,7 @@ def _sum_over_slots(slots: Tensor, weights: Tensor) -> Tensor:
     weights = weights.float().unsqueeze(-1)
     total = torch.zeros_like(slots[..., 0, :], dtype=torch.float32)
     for s in range(slots.shape[-2]):
-        total += weights[..., s, :] * slots[..., s, :].float()
+        total += weights[..., s, :] * slots[..., s, :]
     return total
 
 

@@ -17,8 +17,6 @@ SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus", "softmax_after_topk")
 GROUP_SCORES = ("top2_sum", "max")
 MAX_EXPERTS = 1024
 MAX_TOP_K = 64
-# The floor of the sum in moe_router_topk_softmax, 2^-14: the smallest normal float16.
-SOFTMAX_NORM_MIN = 6.103515625e-05
 # Rows and columns of the tiles that the grids of moe_compute_ids_tpe count.
 PAIRS_PER_TILE = 32
 ROWS_PER_TILE = 64
@@ -223,7 +221,9 @@ def _check_topk_softmax(logits, top_k, norm_topk_prob):
     fake=_fake_routing,
 )
 def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
-    """Softmax over all experts, then the top_k largest; with norm_topk_prob divided by max(sum, 2^-14).
+    """Softmax over all experts, then the top_k largest; with norm_topk_prob divided by their sum.
+
+    The sum is at least 1 / E, so the floor of 2^-14 under it in the source kernel has no effect.
 
     Args:
         logits: [T, E], float32, float16 or bfloat16. NaN counts as the lowest float32, +-inf as highest and
@@ -240,7 +240,7 @@ def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) ->
     x = _finite(logits)
     ids = _select(x, top_k)
     weights = torch.softmax(x, -1).gather(-1, ids)
-    return (_divide_by_sum(weights, minimum=SOFTMAX_NORM_MIN) if norm_topk_prob else weights), ids.int()
+    return (_divide_by_sum(weights) if norm_topk_prob else weights), ids.int()
 
 
 def _scaled_softmax_of_selected(
