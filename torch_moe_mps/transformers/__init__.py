@@ -52,6 +52,8 @@ def accelerate(
         report.add(name, module, "experts", None if reason else describe(module), reason)
     for name, kind, module in _around(model, found):
         rewrites, reason = rewrite(module)
+        if kind == "router" and "_moe_mps_gate" in module.__dict__:
+            rewrites = ["moe_gate, called by the layer"]
         report.add(name, module, kind, "; ".join(rewrites) or None, reason)
     report.rows.sort(key=_model_order(model))
     return report
@@ -75,15 +77,16 @@ def _around(model: nn.Module, found: dict[str, nn.Module]):
     for name in found:
         parent = name.rpartition(".")[0]
         block = model.get_submodule(parent)
-        for child, router in _routers(block, name.rpartition(".")[2]):
-            path = f"{parent}.{child}".lstrip(".")
+        routers = list(_routers(block, name.rpartition(".")[2]))
+        owners = list(_owners(model, parent))
+        around = [
+            (path, "layer" if path == owners[-1] else "block", model.get_submodule(path)) for path in owners
+        ]
+        around += [(f"{parent}.{child}".lstrip("."), "router", router) for child, router in routers]
+        for path, kind, module in around:
             if path not in seen:
                 seen.add(path)
-                yield path, "router", router
-        for path in _owners(model, parent):
-            if path not in seen:
-                seen.add(path)
-                yield path, "block" if path == parent else "layer", model.get_submodule(path)
+                yield path, kind, module
 
 
 def _routers(block: nn.Module, experts: str):

@@ -229,7 +229,8 @@ class Reader:
         name = operation_of(callee)
         if name is not None:
             return self.operation(name, value.args, value)
-        if callee is None and isinstance(value.func, ast.Attribute):
+        of_tensor = isinstance(getattr(callee, "__self__", None), Tensor)
+        if (callee is None or of_tensor) and isinstance(value.func, ast.Attribute):
             return self.tensor_method(value.func.attr, [value.func.value, *value.args], value)
         return self.opaque(value)
 

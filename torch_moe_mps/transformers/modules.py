@@ -14,12 +14,13 @@ from . import fused
 from .blocks import fold_shared_experts
 from .experts import is_experts, runs_own_code
 from .formulas import is_pure
+from .gates import use_gates
 from .norms import fuse_norms
 from .programs import Program, Unsupported, straighten
 from .routers import replace_selection
 
 _CLASS_MARK = "_moe_mps_original_class"
-_MARKS = ("_moe_mps_norm", "_moe_mps_activation")
+_MARKS = ("_moe_mps_norm", "_moe_mps_activation", "_moe_mps_gate")
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -51,6 +52,7 @@ def _apply_rules(program: Program) -> str | None:
         return replace_selection(program)
     fold_shared_experts(program)
     fuse_norms(program)
+    use_gates(program)
     return "no shared expert is added to its experts, no residual sum meets an RMSNorm"
 
 

@@ -13,7 +13,7 @@ ops = torch.ops.moe_mps
 
 _RMS = "X * rsqrt(mean(square(X)) + EPS)"
 # Formula of the norm's forward -> what is added to its weight.
-_FORMULAS = {f"W * ({_RMS})": 0.0, f"(W + 1.0) * ({_RMS})": 1.0}
+_FORMULAS = {f"(W + 1.0) * ({_RMS})": 1.0, f"W * ({_RMS})": 0.0}
 
 
 @dataclass(frozen=True)
