@@ -51,4 +51,4 @@ def apply_activation(
     alpha = SWIGLU_OAI_ALPHA if alpha is None else alpha
     limit = SWIGLU_OAI_LIMIT if limit is None else limit
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (up + 1).mul_(gate).mul_(torch.sigmoid(alpha * gate))
+    return (gate * torch.sigmoid(alpha * gate)).mul_(up + 1)

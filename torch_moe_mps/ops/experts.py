@@ -3,7 +3,7 @@
 T tokens, H hidden, E experts, K experts a token, I intermediate size. Pair p = t * K + k: token t in slot k.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -179,9 +179,9 @@ def combine_experts(
     return total.to(x.dtype)
 
 
-def _matrices(weight: Tensor, transposed: bool) -> Sequence[Tensor]:
-    """The view [C, N] of each expert's matrix, whatever its strides."""
-    return (weight if transposed else weight.mT).unbind(0)
+def _matrices(weight: Tensor, transposed: bool) -> Callable[[int], Tensor]:
+    """The view [C, N] of an expert's matrix, whatever the strides."""
+    return (weight if transposed else weight.mT).__getitem__
 
 
 def _check_expert_mm(x, weight, ids, bias=None, transposed=False):
@@ -226,7 +226,7 @@ def expert_mm(
     columns, matrices = weight.shape[2] if transposed else weight.shape[1], _matrices(weight, transposed)
 
     def product(rows: Tensor, groups: Groups) -> Tensor:
-        return grouped_product(rows, groups, matrices.__getitem__, columns)
+        return grouped_product(rows, groups, matrices, columns)
 
     return project_slots(x, ids, weight.shape[0], columns, bias, product)
 
@@ -347,15 +347,13 @@ def moe_experts(
     Raises: ValueError for a dtype, shape, device or option that does not fit.
     """
 
-    matrices = _matrices(gate_up, transposed), _matrices(down, transposed)
-    columns = matrices[0][0].shape[1]
+    gate_up_matrices, down_matrices = _matrices(gate_up, transposed), _matrices(down, transposed)
+    columns = gate_up.shape[2] if transposed else gate_up.shape[1]
 
     def experts(rows: Tensor, groups: Groups) -> Tensor:
-        rows = add_bias(
-            grouped_product(rows, groups, matrices[0].__getitem__, columns), groups, ids, gate_up_bias
-        )
+        rows = add_bias(grouped_product(rows, groups, gate_up_matrices, columns), groups, ids, gate_up_bias)
         hidden = apply_activation(rows, activation, alpha, limit, gated, interleaved).to(x.dtype)
-        out = grouped_product(hidden, groups, matrices[1].__getitem__, x.shape[1])
+        out = grouped_product(hidden, groups, down_matrices, x.shape[1])
         return add_bias(out, groups, ids, down_bias)
 
     return combine_experts(
