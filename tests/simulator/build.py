@@ -7,9 +7,9 @@ import hashlib
 import itertools
 import os
 import re
+import shlex
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 from .errors import ShaderError
@@ -172,23 +172,45 @@ def compile_shader(source: str, constants: dict | None = None, include: tuple = 
 
 
 def compile_preprocessed(text: str, constants: dict) -> Path:
+    """The table of the shader's kernels. A kernel's code is compiled when it first runs: a file has many, a test few."""
     folder, pch = prepared_headers()
     executor = executor_library()
     code = translate(text, constants).code
-    flags = [*LANGUAGE, *ARITHMETIC, *INSTRUMENTATION, *GENERATION]
+    flags = [*LANGUAGE, *ARITHMETIC, *INSTRUMENTATION, *GENERATION, "-include-pch", pch, "-I", INCLUDE, "-I", folder]
     path = cache_directory() / f"shader-{digest(code, folder.name, executor.name, flags)}.so"
+    unit = path.with_suffix(".cpp")
+
+    def check() -> None:
+        result = run([tool("clang++"), *flags, "-DMSL_KERNEL=-1", "-fsyntax-only", unit])
+        if result.returncode:
+            raise ShaderError(readable(result.stderr))
 
     def make(target: Path) -> None:
-        with tempfile.TemporaryDirectory() as scratch:
-            unit, object_ = Path(scratch) / "shader.cpp", Path(scratch) / "shader.o"
-            unit.write_text(code)
-            command = [tool("clang++"), *flags, "-include-pch", pch, "-I", INCLUDE, "-I", folder, "-c", unit, "-o", object_]
+        unit.write_text(code)
+        check()
+        strings = [f'-DMSL_IMAGE="{path.with_suffix("")}-"', f"-DMSL_BUILD(number)={build_command(flags, unit, executor)}"]
+        object_ = target.with_suffix(".o")
+        for command in (
+            [tool("clang++"), *flags, *strings, "-DMSL_TABLE", "-c", unit, "-o", object_],
+            [tool("clang++"), "-shared", "-fuse-ld=lld", object_, executor, "-o", target],
+        ):
             result = run(command)
             if result.returncode:
                 raise ShaderError(readable(result.stderr))
-            link = [tool("clang++"), "-shared", "-fuse-ld=lld", object_, executor, "-lm", "-o", target]
-            result = run(link)
-            if result.returncode:
-                raise ShaderError(readable(result.stderr))
+        object_.unlink()
 
     return build_once(path, make)
+
+
+def build_command(flags: list, unit: Path, executor: Path) -> str:
+    """C string literals of the shell command that builds one kernel into $1; `number` is a literal of its number."""
+    compile_ = shlex.join([tool("clang++"), *map(str, flags), "-c", str(unit), "-o"])
+    link = shlex.join([tool("clang++"), "-shared", "-fuse-ld=lld", str(executor), "-lm", "-o"])
+
+    def literal(text: str) -> str:
+        return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+    return (
+        literal(compile_ + ' "$1.o" -DMSL_KERNEL=') + " number " + literal(" && " + link + ' "$1.tmp" "$1.o"')
+        + literal(' && rm "$1.o" && mv "$1.tmp" "$1"')
+    )

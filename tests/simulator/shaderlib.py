@@ -31,6 +31,8 @@ class Kernel(ctypes.Structure):
         ("arguments", ctypes.POINTER(Argument)),
         ("argument_count", ctypes.c_int),
         ("max_threads", ctypes.c_uint),
+        ("image", ctypes.c_char_p),
+        ("build", ctypes.c_char_p),
     )
 
 

@@ -36,7 +36,7 @@ POSITION_ATTRIBUTES = {
     "threads_per_simdgroup",
     "quadgroups_per_threadgroup",
 }
-KERNEL_ATTRIBUTES = {"kernel", "max_total_threads_per_threadgroup", "host_name"}
+EXPORT = '__attribute__((visibility("default")))'
 
 
 @dataclass
@@ -47,6 +47,7 @@ class Kernel:
     max_threads: str = "1024"
     host_name: str | None = None
     template: bool = False
+    head: str = ""  # "template <...>"
 
 
 @dataclass
@@ -266,8 +267,12 @@ class Translator:
             getters.append(getter)
             arguments.append(argument)
         after = self.next(end)
-        around = self.attributes_in(start, i) + self.attributes_in(end, after)
+        around = self.attributes_in(self.previous(start) + 1, i) + self.attributes_in(end, after)
         kernel = Kernel(name, getters, arguments, template=is_template)
+        if is_template:
+            kernel.head = self.text(start, self.closing_angle(self.next(start)) + 1).replace("\n", " ")
+        else:
+            self.tokens[start] = "static " + self.tokens[start]  # so that a build of another kernel leaves it out
         for attribute in around:
             if attribute.name == "max_total_threads_per_threadgroup":
                 kernel.max_threads = attribute.argument
@@ -450,23 +455,42 @@ class Translator:
     # Result ------------------------------------------------------------------------------------------------------
 
     def with_table(self) -> Shader:
-        entries = [(kernel.host_name or kernel.name, kernel.name, kernel) for kernel in self.kernels.values() if not kernel.template]
-        for name, template_id, host_name in self.instances:
-            entries.append((host_name or template_id, template_id, self.kernels[name]))
-        lines = ['\n#line 1 "kernel_table"', '#include "msl_entry.h"', "namespace {"]
-        rows = []
-        for i, (name, expression, kernel) in enumerate(entries):
-            names = ", ".join(f'"{a}"' for a in kernel.arguments)
-            lines.append(f"const char* const names_{i}[] = {{{names}{', ' if names else ''}nullptr}};")
-            getters = "".join(f", {g}" for g in kernel.getters)
-            entry = f"msl::kernel_entry<decltype({expression}), &{expression}{getters}>"
-            rows.append(f'{entry}::describe("{name}", names_{i}, unsigned({kernel.max_threads})),')
-        lines.append("}")
-        lines.append('extern "C" __attribute__((visibility("default"))) const msl_kernel* msl_kernels(int* count) {')
-        lines.append(f"*count = {len(entries)};")
-        lines.append("static const msl_kernel table[] = {" + "\n".join(rows) + "{}};")
-        lines.append("return table; }")
-        return Shader("".join(self.tokens) + "\n".join(lines) + "\n", [e[0] for e in entries])
+        """Appends the table of kernels (with MSL_TABLE defined) and the entry of each (with MSL_KERNEL its number)."""
+        kernels = self.kernels.values()
+        entries = [(k.host_name or k.name, k.name, k) for k in kernels if not k.template]
+        entries += [(host_name or instance, instance, self.kernels[name]) for name, instance, host_name in self.instances]
+        rows, cases = [], []
+        for i, (name, function, kernel) in enumerate(entries):
+            signature = f"msl::signature<{', '.join([f'decltype({function})', *kernel.getters])}>"
+            names = ", ".join([*(f'"{a}"' for a in kernel.arguments), "nullptr"])
+            limit = kernel.max_threads
+            if kernel.template and limit != "1024":
+                limit = f"msl_max_threads_{function}"
+            strings = f'names_{i}, unsigned({limit}), MSL_IMAGE "{i}.so", MSL_BUILD(\"{i}\")'
+            rows.append(f"static const char* const names_{i}[] = {{{names}}};")
+            rows.append(f'table[{i}] = {signature}::describe("{name}", {strings});')
+            cases.append(f"#if MSL_KERNEL == {i} || MSL_KERNEL < 0")
+            cases.append(f'extern "C" {EXPORT} void msl_entry{i}(void* b) {{ {signature}::call(&{function}, b); }}')
+            cases.append("#endif")
+        limits = [
+            f"{k.head} constexpr unsigned msl_max_threads_{k.name} = {k.max_threads};"
+            for k in kernels
+            if k.template and k.max_threads != "1024"
+        ]
+        lines = [
+            '\n#line 1 "kernel_table"',
+            *limits,
+            "#ifdef MSL_TABLE",
+            f'extern "C" {EXPORT} const msl_kernel* msl_kernels(int* count) {{',
+            f"static msl_kernel table[{len(entries) + 1}];",
+            *rows,
+            f"*count = {len(entries)};",
+            "return table; }",
+            "#else",
+            *cases,
+            "#endif\n",
+        ]
+        return Shader("".join(self.tokens) + "\n".join(lines), [e[0] for e in entries])
 
 
 def is_scope_head(words: list[str]) -> bool:

@@ -6,14 +6,19 @@
 
 #include <dlfcn.h>
 #include <stdio.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <mutex>
 #include <random>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #define MSL_EXECUTOR
@@ -90,6 +95,8 @@ constexpr unsigned max_threads = 1024;
 
 std::mutex executing;
 const msl_dispatch* dispatch;
+void (*entry)(void*);  // of the running kernel
+std::unordered_map<std::string, void (*)(void*)> loaded_kernels;
 msl_counters* counters;
 std::string message;
 const void* finding_caller;
@@ -293,7 +300,7 @@ void enter(Thread& next, void** save) {
 // A fiber runs its thread and then, on the same stack, threads that have not started: without barriers there is no switch.
 void thread_main() {
   for (;;) {
-    dispatch->kernel->entry(const_cast<msl_dispatch*>(dispatch));
+    entry(const_cast<msl_dispatch*>(dispatch));
     current->state = State::finished;
     Thread* next = next_thread();
     if (!next) leave_group();
@@ -384,6 +391,44 @@ void check_launch(const msl_dispatch& d) {
     if (b.size < a.min_bytes)
       finding(name + " has " + std::to_string(b.size) + " bytes, but its type has " + std::to_string(a.min_bytes), nullptr);
   }
+}
+
+// Runs `sh -c build sh image`; what it prints is in the message when it fails.
+void build_kernel(const msl_kernel& k) {
+  const std::string image = k.image, log = image + ".log", lock_name = image + ".lock";
+  const int lock = open(lock_name.c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0644);
+  flock(lock, LOCK_EX);  // among processes
+  int status = 0;
+  if (access(k.image, R_OK)) {
+    const std::string script = "set -- '" + image + "'; { " + k.build + "; } > '" + log + "' 2>&1";
+    status = system(script.c_str());
+  }
+  close(lock);
+  if (!status) return;
+  std::string text = "does not compile:\n";
+  if (FILE* f = fopen(log.c_str(), "r")) {
+    char part[2048];
+    text.append(part, fread(part, 1, sizeof part, f));
+    fclose(f);
+  }
+  finding(text, nullptr);
+}
+
+void load_kernel(const msl_kernel& k) {
+  if (k.entry) {
+    entry = k.entry;
+    return;
+  }
+  auto& known = loaded_kernels[k.image];
+  if (!known) {
+    build_kernel(k);
+    void* library = dlopen(k.image, RTLD_NOW | RTLD_LOCAL);
+    if (!library) finding(std::string("cannot be loaded: ") + dlerror(), nullptr);
+    const std::string image = k.image, number = image.substr(image.rfind('-') + 1);
+    known = reinterpret_cast<void (*)(void*)>(dlsym(library, ("msl_entry" + number.substr(0, number.size() - 3)).c_str()));
+    if (!known) finding("its shared object has no entry", nullptr);
+  }
+  entry = known;
 }
 
 void order_threadgroups(const msl_dispatch& d) {
@@ -482,7 +527,8 @@ extern "C" int msl_execute(const msl_dispatch* d, msl_counters* result, char* te
   take_stack_memory();
   try {
     check_launch(*d);
-    memory.begin(*d);
+    load_kernel(*d->kernel);
+    memory.begin(*d, reinterpret_cast<const void*>(entry));
     order_threadgroups(*d);
     for (int i = 0; i < 3; i++) {
       msl_group.full_size[i] = d->threads[i];

@@ -176,14 +176,14 @@ Segment Memory::arena_segment() {
   return s;
 }
 
-void Memory::begin(const msl_dispatch& d) {
+void Memory::begin(const msl_dispatch& d, const void* code) {
   dispatch = &d;
   segments.clear();
   shadow_used = 0;
   segments.reserve(128);
   segments.push_back(arena_segment());
   add_buffers(d);
-  add_module(reinterpret_cast<const void*>(d.kernel->entry));
+  add_module(code);
   std::fill(std::begin(recent), std::end(recent), &segments[0]);
   statics.clear();
   groups_begun = 0;
@@ -359,6 +359,21 @@ __attribute__((always_inline)) inline void Memory::access(uintptr_t address, siz
   }
 }
 
+__attribute__((always_inline)) inline void Memory::aligned_access(uintptr_t address, size_t size, bool write, const void* caller) {
+  if (address & (size - 1)) misaligned(address, size, write, caller);
+  access(address, size, write, caller);
+}
+
+void Memory::misaligned(uintptr_t address, size_t size, bool write, const void* caller) {
+  if (address - here.stack_low < here.stack_size) return;
+  Segment* s = find(address, size, write, caller);
+  if (!s) out_of_bounds(address, size, write, caller);
+  if (s->space == Space::module) return;
+  finding(std::string("misaligned ") + (write ? "write" : "read") + " of " + std::to_string(size) + " bytes: " +
+              where(*s, address - s->base),
+          caller);
+}
+
 void Memory::atomic(uintptr_t address, unsigned size, bool write, const void* caller) {
   atomics++;
   Segment* s = find(address, size, write, caller);
@@ -501,8 +516,8 @@ void __tsan_init() {}
 void __tsan_vptr_update(void*, void*) {}
 void __tsan_vptr_read(void*) {}
 #define MSL_ACCESS(n)                                                                                               \
-  void __tsan_read##n(void* p) { msl::memory.access(MSL_ADDRESS(p), n, false, MSL_CALLER); }                         \
-  void __tsan_write##n(void* p) { msl::memory.access(MSL_ADDRESS(p), n, true, MSL_CALLER); }                         \
+  void __tsan_read##n(void* p) { msl::memory.aligned_access(MSL_ADDRESS(p), n, false, MSL_CALLER); }                 \
+  void __tsan_write##n(void* p) { msl::memory.aligned_access(MSL_ADDRESS(p), n, true, MSL_CALLER); }                 \
   void __tsan_unaligned_read##n(void* p) { msl::memory.access(MSL_ADDRESS(p), n, false, MSL_CALLER); }               \
   void __tsan_unaligned_write##n(void* p) { msl::memory.access(MSL_ADDRESS(p), n, true, MSL_CALLER); }               \
   void __tsan_volatile_read##n(void* p) { msl::memory.access(MSL_ADDRESS(p), n, false, MSL_CALLER); }                \

@@ -58,13 +58,16 @@ class Memory {
  public:
   static constexpr size_t arena_size = 256 << 10, arena_limit = 32 << 10, redzone_bytes = 512;
 
-  void begin(const msl_dispatch& dispatch);
+  // `code` lies in the module whose globals the kernel may read.
+  void begin(const msl_dispatch& dispatch, const void* code);
   void end(msl_counters& counters);
   void begin_threadgroup();
   void* threadgroup_allocate(size_t bytes, const std::string& name);
   void* threadgroup_static(unsigned site, size_t bytes, const char* name);
 
   void access(uintptr_t address, size_t size, bool write, const void* caller);
+  // For accesses whose type is as aligned as it is large.
+  void aligned_access(uintptr_t address, size_t size, bool write, const void* caller);
   void atomic(uintptr_t address, unsigned size, bool write, const void* caller);
 
   uint32_t next_epoch();
@@ -85,6 +88,7 @@ class Memory {
   void add_module(const void* code);
   void clear(Segment& segment);
   [[noreturn]] void out_of_bounds(uintptr_t address, size_t size, bool write, const void* caller);
+  void misaligned(uintptr_t address, size_t size, bool write, const void* caller);
   [[noreturn]] void race(Segment& segment, size_t at, Stamp other, bool other_wrote, bool write, bool atomic, const void* caller);
   std::string where(const Segment& segment, size_t offset) const;
   void* shadow_room(size_t bytes);

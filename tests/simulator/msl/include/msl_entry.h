@@ -83,17 +83,18 @@ template <class T> struct unset_constant {
   }
 };
 
-template <class F, F* Kernel, class... Getters> struct kernel_entry;
-template <class... A, void (*Kernel)(A...), class... Getters> struct kernel_entry<void(A...), Kernel, Getters...> {
+// What a kernel's arguments are, from its type alone: its code is not generated for that.
+template <class F, class... Getters> struct signature;
+template <class... A, class... Getters> struct signature<void(A...), Getters...> {
   static_assert(sizeof...(A) == sizeof...(Getters));
-  MSL_RUNTIME static void run(void* bindings) { Kernel(Getters::template get<A>(bindings)...); }
+  MSL_RUNTIME static void call(void (*kernel)(A...), void* bindings) { kernel(Getters::template get<A>(bindings)...); }
 
   // Keeps the buffer and threadgroup arguments, in the order of the source.
-  static msl_kernel describe(const char* name, const char* const* names, unsigned max_threads) {
+  static msl_kernel describe(const char* name, const char* const* names, unsigned max_threads, const char* image, const char* build) {
     static msl_argument arguments[sizeof...(A) + 1];
     int count = 0, at = 0;
     ((add<A, Getters>(arguments, count, names[at]), at++), ...);
-    return {name, run, arguments, count, max_threads};
+    return {name, nullptr, arguments, count, max_threads, image, build};
   }
   template <class Argument, class Getter> static void add(msl_argument* to, int& count, const char* name) {
     typedef std::remove_reference_t<Argument> Plain;
