@@ -1,0 +1,364 @@
+"""expert_qmm and moe_experts_quantized against the float64 oracle, and against MLX's gather_qmm."""
+
+import textwrap
+
+import expecttest
+import numpy as np
+import pytest
+import torch
+from layouts import LAYOUTS, lay
+from oracles import exact
+from oracles_experts import assert_close, dequantise
+from oracles_experts import expert_mm as expected_mm
+from oracles_experts import moe_experts as expected_experts
+from test_experts import IDS, messages, random, random_ids, to_device
+
+from torch_moe_mps.ops.quantized import expert_qmm, moe_experts_quantized
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# bits, group_size, mode
+FORMATS = (
+    (4, 32, "affine"),
+    (4, 64, "affine"),
+    (4, 128, "affine"),
+    (8, 32, "affine"),
+    (8, 64, "affine"),
+    (8, 128, "affine"),
+    (4, 32, "mxfp4"),
+)
+NAMES = [f"{mode}{bits}-{group_size}" for bits, group_size, mode in FORMATS]
+
+
+def random_quantized(experts, rows, columns, format, dtype, seed):
+    """packed, scales, biases of values with a standard deviation near columns^-1/2; all codes occur."""
+    bits, group_size, mode = format
+    generator = torch.Generator().manual_seed(seed)
+    shape = (experts, rows, columns * bits // 32)
+    packed = torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64).to(torch.int32)
+    groups = (experts, rows, columns // group_size)
+    if mode == "mxfp4":
+        middle = 127 - round(np.log2(3 * columns**0.5))
+        scales = torch.randint(middle - 2, middle + 2, groups, generator=generator, dtype=torch.uint8)
+        return packed.view(torch.uint32), scales, None
+    scales = random(groups, torch.float32, seed + 1).abs() * columns**-0.5 * 4 / 2**bits
+    biases = -scales * (2**bits - 1) / 2 * (1 + 0.2 * random(groups, torch.float32, seed + 2))
+    return packed.view(torch.uint32), scales.to(dtype), biases.to(dtype)
+
+
+def dense(weight, format):
+    return dequantise(*weight, *format[:2])
+
+
+def place(weight, device, layout="contiguous"):
+    return [None if tensor is None else lay_words(tensor, layout, device) for tensor in weight]
+
+
+def lay_words(tensor, layout, device):
+    """lay() for the packed words too: what surrounds them is no number then, only other words."""
+    if tensor.dtype == torch.uint32:
+        return lay(tensor.view(torch.int32), layout, device)
+    return (
+        lay(tensor.int(), layout, device).to(torch.uint8)
+        if tensor.dtype == torch.uint8
+        else lay(tensor, layout, device)
+    )
+
+
+def check_layer(device, shape, format, dtype, seed, scale_dtype=None, **options):
+    tokens, slots, experts, hidden, intermediate = shape
+    rows = 2 * intermediate if options.get("gated", True) else intermediate
+    scale_dtype = scale_dtype or dtype
+    gate_up = random_quantized(experts, rows, hidden, format, scale_dtype, seed)
+    down = random_quantized(experts, hidden, intermediate, format, scale_dtype, seed + 3)
+    x, ids = (
+        random((tokens, hidden), dtype, seed + 6),
+        random_ids(tokens, slots, experts, seed + 7, IDS[seed % 2]),
+    )
+    weights = random((tokens, slots), torch.float32, seed + 8).softmax(-1)
+    expected = expected_experts(
+        x, dense(gate_up, format), dense(down, format), ids, weights, options, rounded_weight=True
+    )
+    x, ids, weights = (tensor.to(device) for tensor in (x, ids, weights))
+    placed = (*place(gate_up, device), *place(down, device))
+    out = moe_experts_quantized(x, *placed, ids, weights, *format, **to_device(options, device))
+    assert_close(out, expected)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+def test_expert_qmm(device, format):
+    step = max(format[1], 64)
+    for i, (tokens, slots, experts, rows) in enumerate(
+        [(1, 1, 1, 1), (1, 8, 9, 33), (5, 2, 3, 40), (70, 2, 3, 17)]
+    ):
+        hidden, dtype = step * (1 + i % 2), DTYPES[i % 3]
+        weight = random_quantized(experts, rows, hidden, format, DTYPES[(i + 1) % 3], i)
+        x = random((tokens, slots, hidden) if i % 2 else (tokens, hidden), dtype, i)
+        ids = random_ids(tokens, slots, experts, i, IDS[i % 2])
+        bias = random((experts, rows), dtype, i) if i % 2 else None
+        expected = expected_mm(x, dense(weight, format), ids, bias, rounded_weight=True)
+        bias = None if bias is None else bias.to(device)
+        assert_close(
+            expert_qmm(x.to(device), *place(weight, device), ids.to(device), *format, bias), expected
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+def test_layer(device, format, dtype):
+    """Sizes are multiples of the group, not of a tile."""
+    group = format[1]
+    check_layer(device, (1, 8, 16, 3 * max(group, 64), max(group, 96) // group * group), format, dtype, 0)
+    check_layer(device, (3, 2, 4, group, group), format, dtype, 1, scale_dtype=torch.float32)
+    check_layer(device, (37, 2, 3, 2 * group, group), format, dtype, 2)
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+def test_options(device, mode):
+    format, experts, hidden, intermediate = (4, 32, mode), 4, 64, 32
+    for tokens, dtype in ((2, torch.bfloat16), (40, torch.float16)):
+        shape = (tokens, 2, experts, hidden, intermediate)
+        biases = {
+            "gate_up_bias": random((experts, 2 * intermediate), torch.float32, 11),
+            "down_bias": random((experts, hidden), dtype, 12),
+        }
+        around = {
+            "shared_gate": random((tokens, 1), dtype, 13),
+            "shared_out": random((tokens, hidden), dtype, 14),
+            "residual": random((tokens, hidden), dtype, 15),
+        }
+        oai = {"activation": "swiglu_oai", "interleaved": True}
+        check_layer(device, shape, format, dtype, 20, **biases, **oai)
+        check_layer(device, shape, format, dtype, 21, **biases, **around, gate_is_logit=True)
+        check_layer(device, shape, format, dtype, 22, activation="gelu_tanh", **around)
+        check_layer(device, shape, format, dtype, 23, activation="relu2", gated=False)
+        check_layer(device, shape, format, dtype, 24, activation="silu_clamped", limit=0.5)
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+def test_sentinels_contribute_and_read_nothing(device, mode):
+    """The scales of experts that no valid id names are NaN (0xFF in mxfp4)."""
+    format = (4, 32, mode)
+    for tokens in (2, 40):
+        gate_up = random_quantized(6, 64, 64, format, torch.float32, 0)
+        down = random_quantized(6, 64, 32, format, torch.float32, 1)
+        clean = dense(gate_up, format), dense(down, format)
+        for weight in (gate_up, down):
+            weight[1][3:] = 255 if mode == "mxfp4" else torch.nan
+        x, weights = random((tokens, 64), torch.float32, 2), torch.ones(tokens, 4)
+        ids = random_ids(tokens, 4, 6, 3, torch.int64)
+        ids[ids >= 3] += 2**32 - 3
+        ids[-1] = torch.tensor([-1, 6, 2**40, -(2**31)])
+        weights[ids >= 6] = torch.nan
+        expected = expected_experts(x, *clean, ids, weights.nan_to_num(), {}, rounded_weight=True)
+        x, ids, weights = x.to(device), ids.to(device), weights.to(device)
+        placed = place(gate_up, device), place(down, device)
+        out = moe_experts_quantized(x, *placed[0], *placed[1], ids, weights, *format)
+        assert_close(out, expected)
+        assert (out[-1] == 0).all()
+        slots = expert_qmm(x, *placed[0], ids, *format)
+        assert_close(slots, expected_mm(x.cpu(), clean[0], ids, rounded_weight=True))
+        assert (slots[-1] == 0).all()
+
+
+def test_layouts(device):
+    """Also of the packed words, as int32."""
+    for i, layout in enumerate(LAYOUTS):
+        format = FORMATS[(0, 3, 6, 0)[i]]
+        others = LAYOUTS[i + 1 :] + LAYOUTS[: i + 1]
+        gate_up = random_quantized(3, 64, 64, format, torch.float16, i)
+        down = random_quantized(3, 64, 32, format, torch.float16, i + 1)
+        x, ids = random((4, 64), torch.float16, i), random_ids(4, 2, 3, i, torch.int64)
+        weights = random((4, 2), torch.float32, i).softmax(-1)
+        expected = expected_experts(
+            x, dense(gate_up, format), dense(down, format), ids, weights, {}, rounded_weight=True
+        )
+        placed = (*place(gate_up, device, layout), *place(down, device, others[0]))
+        around = [lay(tensor, others[j], device) for j, tensor in enumerate((x, ids, weights))]
+        out = moe_experts_quantized(around[0], *placed, *around[1:], *format)
+        assert_close(out, expected)
+
+
+def test_empty(device):
+    weight = place(random_quantized(2, 64, 32, FORMATS[0], torch.float32, 0), device)
+    down = place(random_quantized(2, 32, 32, FORMATS[0], torch.float32, 0), device)
+    x, ids = torch.empty(0, 32, device=device), torch.empty(0, 2, dtype=torch.int32, device=device)
+    assert expert_qmm(x, *weight, ids, *FORMATS[0]).shape == (0, 2, 64)
+    weights = torch.empty(0, 2, device=device)
+    assert moe_experts_quantized(x, *weight, *down, ids, weights, *FORMATS[0]).shape == (0, 32)
+
+
+def test_every_code_of_mxfp4(device):
+    """16 codes with scales from the smallest to the largest, exactly: the sums have one term."""
+    codes = torch.arange(16, dtype=torch.int64)
+    packed = torch.stack(
+        [(codes[:8] << (4 * torch.arange(8))).sum(), (codes[8:] << (4 * torch.arange(8))).sum()]
+    )
+    packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32).repeat(2).view(1, 1, 4)
+    x = torch.eye(32)
+    ids = torch.zeros(32, 1, dtype=torch.int32)
+    for scale in (2, 100, 127, 200, 251):
+        scales = torch.full((1, 1, 1), scale, dtype=torch.uint8)
+        out = expert_qmm(
+            x.to(device), packed.to(device), scales.to(device), None, ids.to(device), 4, 32, "mxfp4"
+        )
+        assert (exact(out).ravel() == dequantise(packed, scales, None, 4, 32).ravel()).all()
+
+
+def test_weights_over_4_gib(device):
+    """Only the pages of the expert that is read exist; its packed bytes start behind 2^32."""
+    experts, rows, hidden, format = 2**13 + 2, 512, 2048, (4, 64, "affine")
+    words, groups = hidden // 8, hidden // 64
+    packed = torch.empty(experts, rows, words, dtype=torch.int32, device=device)
+    scales, biases = (
+        torch.empty(experts, rows, groups, dtype=torch.float16, device=device) for _ in range(2)
+    )
+    assert (experts - 1) * rows * words * 4 > 2**32
+    last = random_quantized(1, rows, hidden, format, torch.float16, 0)
+    for whole, part in zip((packed, scales, biases), last, strict=True):
+        whole[-1:] = (part.view(torch.int32) if part.dtype == torch.uint32 else part).to(device)
+    x, zero = random((1, hidden), torch.float16, 1), torch.zeros(1, 1, dtype=torch.int32)
+    ids = torch.full((1, 1), experts - 1, dtype=torch.int32, device=device)
+    expected = expected_mm(x, dense(last, format), zero, rounded_weight=True)
+    assert_close(expert_qmm(x.to(device), packed, scales, biases, ids, *format), expected)
+
+
+def test_one_expert_is_dequantised_at_a_time():
+    """On the CPU: dense, this stack would take 64 GiB."""
+    weight = random_quantized(1, 1024, 1024, FORMATS[0], torch.float32, 0)
+    packed, scales, biases = (tensor.expand(2**14, -1, -1) for tensor in weight)
+    x, ids = random((2, 1024), torch.float32, 1), torch.tensor([[3, 16000], [7, 3]])
+    expected = expected_mm(x, dense(weight, FORMATS[0]), torch.zeros_like(ids), rounded_weight=True)
+    assert_close(expert_qmm(x, packed.view(torch.int32), scales, biases, ids, *FORMATS[0]), expected)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+def test_against_mlx(device, format):
+    """What MLX's own quantised weights give in MLX's own gather_qmm, in float32 on the CPU."""
+    mx = pytest.importorskip("mlx.core")
+    bits, group_size, mode = format
+    tokens, slots, experts, rows, hidden = 6, 2, 5, 48, 256
+    keywords = {"group_size": group_size, "bits": bits, "mode": mode}
+    x, ids = random((tokens, hidden), torch.float32, 0), random_ids(tokens, slots, experts, 1, torch.int32)
+    with mx.stream(mx.cpu):
+        weight = mx.array(random((experts, rows, hidden), torch.float32, 2).numpy())
+        packed, scales, *biases = mx.quantize(weight, **keywords)
+        out = mx.gather_qmm(
+            mx.array(x.numpy())[:, None, None],
+            packed,
+            scales,
+            biases[0] if biases else None,
+            rhs_indices=mx.array(ids.numpy()),
+            transpose=True,
+            **keywords,
+        )
+        expected = np.array(out)[:, :, 0]
+    packed = torch.from_numpy(np.array(packed).view(np.int32))
+    scales, biases = (
+        torch.from_numpy(np.array(scales)),
+        torch.from_numpy(np.array(biases[0])) if biases else None,
+    )
+    placed = place((packed.view(torch.uint32), scales, biases), device)
+    result = expert_qmm(x.to(device), *placed, ids.to(device), *format)
+    torch.testing.assert_close(result.cpu(), torch.from_numpy(expected), rtol=1e-5, atol=1e-4)
+
+
+def bad_calls(device):
+    """Per operator: good arguments, and changes to them that must be refused."""
+
+    def zeros(*shape, dtype=torch.float32):
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def weight(prefix, rows, columns):
+        return {
+            f"{prefix}packed": zeros(4, rows, columns // 8, dtype=torch.int32),
+            f"{prefix}scales": zeros(4, rows, columns // 32),
+            f"{prefix}biases": zeros(4, rows, columns // 32),
+        }
+
+    format = {"bits": 4, "group_size": 32, "mode": "affine"}
+    ids = zeros(3, 2, dtype=torch.int32)
+    mm = {"x": zeros(3, 64), **weight("", 6, 64), "ids": ids, **format}
+    mxfp4 = {"mode": "mxfp4", "biases": None, "scales": zeros(4, 6, 2, dtype=torch.uint8)}
+    mm_changes = [
+        {"x": zeros(3, 33)},
+        {"packed": zeros(4, 6, 8)},
+        {"packed": zeros(4, 6, 9, dtype=torch.int32)},
+        {"packed": zeros(4, 48, dtype=torch.int32)},
+        {"scales": zeros(4, 6, 1)},
+        {"scales": zeros(4, 6, 2, dtype=torch.uint8)},
+        {"biases": None},
+        {"biases": zeros(4, 6, 1)},
+        {"biases": zeros(4, 6, 2, dtype=torch.float16)},
+        {"bits": 8},
+        {"bits": 3},
+        {"group_size": 16},
+        {"group_size": 128},
+        {"mode": "int4"},
+        mxfp4 | {"biases": zeros(4, 6, 2)},
+        mxfp4 | {"scales": zeros(4, 6, 2)},
+        mxfp4 | {"bits": 8},
+        mxfp4 | {"group_size": 64},
+        {"bias": zeros(4, 5)},
+        {"ids": zeros(2, 2, dtype=torch.int64)},
+    ]
+    layer = {
+        "x": zeros(3, 64),
+        **weight("gate_up_", 64, 64),
+        **weight("down_", 64, 32),
+        "ids": ids,
+        "weights": zeros(3, 2),
+        **format,
+    }
+    layer_changes = [
+        {"group_size": 64},
+        {"gated": False},
+        {"gate_up_packed": zeros(4, 63, 8, dtype=torch.int32)},
+        {"gate_up_scales": zeros(4, 64, 1)},
+        {"down_packed": zeros(4, 64, 8, dtype=torch.int32)},
+        {"down_biases": None},
+        {"gate_up_bias": zeros(4, 32)},
+        {"down_bias": zeros(4, 32)},
+        {"activation": "silu_clamped"},
+        {"shared_gate": zeros(3)},
+    ]
+    return ((expert_qmm, mm, mm_changes), (moe_experts_quantized, layer, layer_changes))
+
+
+class TestErrors(expecttest.TestCase):
+    def test_messages(self):
+        lines = messages(bad_calls("cpu"))
+        assert lines == messages(bad_calls("meta"))
+        self.assertExpectedInline(
+            "\n".join(textwrap.fill(line, 108, subsequent_indent="    ") for line in lines),
+            """\
+moe_mps::expert_qmm: H, the input dimension of packed, must be a multiple of 32, got 33
+moe_mps::expert_qmm: packed must be uint32 or int32, got float32
+moe_mps::expert_qmm: packed must be of shape [E, N, H * 4 / 32] = (4, 6, 8), got (4, 6, 9)
+moe_mps::expert_qmm: packed must be 3-D, got 2-D of shape (4, 48)
+moe_mps::expert_qmm: scales must be of shape [E, N, H / 32] = (4, 6, 2), got (4, 6, 1)
+moe_mps::expert_qmm: scales must be float32 or float16 or bfloat16, got uint8
+moe_mps::expert_qmm: biases must be a tensor for mode affine, got None
+moe_mps::expert_qmm: biases must be of shape [E, N, H / 32] = (4, 6, 2), got (4, 6, 1)
+moe_mps::expert_qmm: biases must be float32, got float16
+moe_mps::expert_qmm: packed must be of shape [E, N, H * 8 / 32] = (4, 6, 16), got (4, 6, 8)
+moe_mps::expert_qmm: bits must be 4 or 8 for mode affine, got 3
+moe_mps::expert_qmm: group_size must be 32 or 64 or 128 for mode affine, got 16
+moe_mps::expert_qmm: H, the input dimension of packed, must be a multiple of 128, got 64
+moe_mps::expert_qmm: mode must be one of affine, mxfp4, got 'int4'
+moe_mps::expert_qmm: biases must be None for mode mxfp4, got a tensor of shape (4, 6, 2)
+moe_mps::expert_qmm: scales must be uint8, got float32
+moe_mps::expert_qmm: bits must be 4 for mode mxfp4, got 8
+moe_mps::expert_qmm: group_size must be 32 for mode mxfp4, got 64
+moe_mps::expert_qmm: bias must be of shape [E, N] = (4, 6), got (4, 5)
+moe_mps::expert_qmm: ids must be of shape [T, K] with T = 3 as in x, got (2, 2)
+moe_mps::moe_experts_quantized: gate_up_scales must be of shape [E, 2I, H / 64] = (4, 64, 1), got (4, 64, 2)
+moe_mps::moe_experts_quantized: down_packed must be of shape [E, H, I * 4 / 32] = (4, 64, 8), got (4, 64, 4)
+moe_mps::moe_experts_quantized: gate_up_packed must be of an even number of rows 2I, got (4, 63, 8)
+moe_mps::moe_experts_quantized: gate_up_scales must be of shape [E, 2I, H / 32] = (4, 64, 2), got (4, 64, 1)
+moe_mps::moe_experts_quantized: down_packed must be of shape [E, H, I * 4 / 32] = (4, 64, 4), got (4, 64, 8)
+moe_mps::moe_experts_quantized: down_biases must be a tensor for mode affine, got None
+moe_mps::moe_experts_quantized: gate_up_bias must be of shape [E, 2I] = (4, 64), got (4, 32)
+moe_mps::moe_experts_quantized: down_bias must be of shape [E, H] = (4, 64), got (4, 32)
+moe_mps::moe_experts_quantized: limit must be a number for activation silu_clamped, got None
+moe_mps::moe_experts_quantized: shared_out must be given when shared_gate is, got None""",
+        )
