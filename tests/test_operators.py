@@ -6,6 +6,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import expecttest
 import pytest
@@ -707,6 +708,34 @@ def test_defaults_of_functions_and_schemas_agree():
             if argument.has_default_value():
                 assert argument.default_value == parameter.default
             assert argument.kwarg_only == (parameter.kind is parameter.KEYWORD_ONLY)
+
+
+WITHOUT_EXTENSION = """
+import sys, warnings
+import torch
+from simulator import build_device, install
+build_device.host_library = lambda: None
+install()
+from test_operators import OPERATORS, copies, packet, sample_arguments
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for name in OPERATORS:
+        expected = copies(sample_arguments("cpu", torch.float32)[name])
+        arguments = copies(sample_arguments("mps", torch.float32)[name])
+        torch.testing.assert_close(packet(name)(**arguments), packet(name)(**expected), check_device=False)
+        if name.endswith("_"):
+            torch.testing.assert_close(arguments["residual_"].cpu(), expected["residual_"])
+print(*(warning.message for warning in caught), sep="\\n")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="a Mac has the extension")
+def test_mps_without_the_extension():
+    """Every operator runs its reference there, and one warning says so."""
+    tests = Path(__file__).parent
+    output = subprocess.check_output([sys.executable, "-c", WITHOUT_EXTENSION], text=True, cwd=tests)
+    (warning,) = output.splitlines()
+    assert warning.startswith("torch_moe_mps: the Metal extension is not loaded")
 
 
 def test_import_is_fast_and_without_transformers():
