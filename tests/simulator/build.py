@@ -36,7 +36,17 @@ INSTRUMENTATION = [
     *("-mllvm", "-tsan-instrument-read-before-write"),
     *("-mllvm", "-tsan-instrument-atomics=0"),
 ]
-GENERATION = ["-O1", "-g1", "-fPIC", "-fno-plt", "-fno-vectorize", "-fno-slp-vectorize", "-fvisibility=hidden", "-w", "-Wno-error=reserved-user-defined-literal"]
+GENERATION = [
+    "-O1",
+    "-g1",
+    "-fPIC",
+    "-fno-plt",
+    "-fno-vectorize",
+    "-fno-slp-vectorize",
+    "-fvisibility=hidden",
+    "-w",
+    "-Wno-error=reserved-user-defined-literal",
+]
 
 
 def cache_directory() -> Path:
@@ -136,7 +146,19 @@ def prepared_headers() -> tuple[Path, Path]:
         (stubs / name).touch()
 
     def make(target: Path) -> None:
-        command = [tool("clang++"), *flags, "-x", "c++-header", "-I", INCLUDE, "-I", folder, INCLUDE / "msl_entry.h", "-o", target]
+        command = [
+            tool("clang++"),
+            *flags,
+            "-x",
+            "c++-header",
+            "-I",
+            INCLUDE,
+            "-I",
+            folder,
+            INCLUDE / "msl_entry.h",
+            "-o",
+            target,
+        ]
         result = run(command)
         if result.returncode:
             raise RuntimeError(f"the simulator's metal_stdlib does not compile:\n{result.stderr}")
@@ -149,7 +171,18 @@ def preprocess(source: str, include: tuple = (), name: str = "program_source") -
     folder, _ = prepared_headers()
     includes = [f"-I{folder / 'stubs'}", *(f"-I{i}" for i in include)]
     macros = ["-D__METAL__=1", "-D__METAL_VERSION__=310", "-D__METAL_MACOS__=1"]
-    command = [tool("clang++"), "-x", "c++", "-std=c++17", "-E", "-nostdinc", "-undef", *macros, *includes, "-"]
+    command = [
+        tool("clang++"),
+        "-x",
+        "c++",
+        "-std=c++17",
+        "-E",
+        "-nostdinc",
+        "-undef",
+        *macros,
+        *includes,
+        "-",
+    ]
     result = run(command, input=f'# 1 "{name}"\n{source}')
     if result.returncode:
         raise ShaderError(readable(result.stderr))
@@ -161,7 +194,9 @@ def readable(messages: str) -> str:
     return re.sub(r"^In file included from .*\n", "", messages, flags=re.MULTILINE).strip()
 
 
-def compile_shader(source: str, constants: dict | None = None, include: tuple = (), name: str = "program_source") -> Path:
+def compile_shader(
+    source: str, constants: dict | None = None, include: tuple = (), name: str = "program_source"
+) -> Path:
     """A shared object that exports `msl_kernels` (executor.h), from MSL source.
 
     `constants` sets function constants by number (or name). `include` lists folders for local includes, unless they are
@@ -176,7 +211,18 @@ def compile_preprocessed(text: str, constants: dict) -> Path:
     folder, pch = prepared_headers()
     executor = executor_library()
     code = translate(text, constants).code
-    flags = [*LANGUAGE, *ARITHMETIC, *INSTRUMENTATION, *GENERATION, "-include-pch", pch, "-I", INCLUDE, "-I", folder]
+    flags = [
+        *LANGUAGE,
+        *ARITHMETIC,
+        *INSTRUMENTATION,
+        *GENERATION,
+        "-include-pch",
+        pch,
+        "-I",
+        INCLUDE,
+        "-I",
+        folder,
+    ]
     path = cache_directory() / f"shader-{digest(code, folder.name, executor.name, flags)}.so"
     unit = path.with_suffix(".cpp")
 
@@ -188,7 +234,10 @@ def compile_preprocessed(text: str, constants: dict) -> Path:
     def make(target: Path) -> None:
         unit.write_text(code)
         check()
-        strings = [f'-DMSL_IMAGE="{path.with_suffix("")}-"', f"-DMSL_BUILD(number)={build_command(flags, unit, executor)}"]
+        strings = [
+            f'-DMSL_IMAGE="{path.with_suffix("")}-"',
+            f"-DMSL_BUILD(number)={build_command(flags, unit, executor)}",
+        ]
         object_ = target.with_suffix(".o")
         for command in (
             [tool("clang++"), *flags, *strings, "-DMSL_TABLE", "-c", unit, "-o", object_],
@@ -211,6 +260,8 @@ def build_command(flags: list, unit: Path, executor: Path) -> str:
         return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
     return (
-        literal(compile_ + ' "$1.o" -DMSL_KERNEL=') + " number " + literal(" && " + link + ' "$1.tmp" "$1.o"')
+        literal(compile_ + ' "$1.o" -DMSL_KERNEL=')
+        + " number "
+        + literal(" && " + link + ' "$1.tmp" "$1.o"')
         + literal(' && rm "$1.o" && mv "$1.tmp" "$1"')
     )

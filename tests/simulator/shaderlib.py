@@ -52,7 +52,15 @@ class Traffic(ctypes.Structure):
     )
 
 
-COUNTS = ("threadgroups", "threads", "barriers", "simdgroup_barriers", "simd_operations", "atomics", "threadgroup_accesses")
+COUNTS = (
+    "threadgroups",
+    "threads",
+    "barriers",
+    "simdgroup_barriers",
+    "simd_operations",
+    "atomics",
+    "threadgroup_accesses",
+)
 
 
 class Counters(ctypes.Structure):
@@ -131,7 +139,9 @@ def write_back(target, data: np.ndarray) -> None:
 class ShaderLibrary:
     """The kernels of one MSL source. `launch` runs one dispatch to its end and returns its counters."""
 
-    def __init__(self, source: str, constants: dict | None = None, include: tuple = (), name: str = "program_source"):
+    def __init__(
+        self, source: str, constants: dict | None = None, include: tuple = (), name: str = "program_source"
+    ):
         executor()
         self.path = compile_shader(source, constants, include, name)
         library = ctypes.CDLL(str(self.path))
@@ -145,7 +155,9 @@ class ShaderLibrary:
     def kernel_names(self) -> list[str]:
         return list(self._kernels)
 
-    def launch(self, name, buffers, grid, threads, threadgroup_bytes=(), total_threads=None, seed=None) -> dict:
+    def launch(
+        self, name, buffers, grid, threads, threadgroup_bytes=(), total_threads=None, seed=None
+    ) -> dict:
         """Runs kernel `name` on `grid` threadgroups of `threads` threads.
 
         `buffers` maps buffer indices to numpy arrays, tensors, bytes or numpy scalars; arrays and tensors bound to
@@ -162,7 +174,9 @@ class ShaderLibrary:
             dispatch.threads[i] = threads[i] if i < len(threads) else 1
             if total_threads:
                 dispatch.total_threads[i] = total_threads[i] if i < len(total_threads) else 1
-        lengths = threadgroup_bytes.items() if isinstance(threadgroup_bytes, dict) else enumerate(threadgroup_bytes)
+        lengths = (
+            threadgroup_bytes.items() if isinstance(threadgroup_bytes, dict) else enumerate(threadgroup_bytes)
+        )
         for index, length in lengths:
             dispatch.threadgroup_bytes[index] = length
         bound = self._bind(dispatch, buffers)

@@ -139,7 +139,7 @@ class Translator:
         raise ShaderError(f"{self.line(at)}: error: '<' is not closed")
 
     def line(self, at: int) -> str:
-        """"file:line" of a position, from the line markers before it."""
+        """ "file:line" of a position, from the line markers before it."""
         name, number = "program_source", 1
         for token in self.tokens[:at]:
             if token.lstrip().startswith("#"):
@@ -163,7 +163,11 @@ class Translator:
     def take_attributes(self) -> None:
         i = 0
         while i < len(self.tokens):
-            if self.tokens[i] == "[" and self.at(i + 1) == "[" and is_identifier(self.at(self.next(i + 1)) or " "):
+            if (
+                self.tokens[i] == "["
+                and self.at(i + 1) == "["
+                and is_identifier(self.at(self.next(i + 1)) or " ")
+            ):
                 end = self.closing(i)
                 self.attributes[i] = self.parse_attributes(self.next(i + 1), self.previous(end))
                 self.erase(i, end + 1)
@@ -187,7 +191,9 @@ class Translator:
         return found
 
     def attributes_in(self, start: int, end: int) -> list[Attribute]:
-        return [a for position, list_ in sorted(self.attributes.items()) if start <= position < end for a in list_]
+        return [
+            a for position, list_ in sorted(self.attributes.items()) if start <= position < end for a in list_
+        ]
 
     # Function constants ------------------------------------------------------------------------------------------
 
@@ -201,7 +207,11 @@ class Translator:
             name, start = self.tokens[name_at], name_at
             while self.at(self.previous(start)) not in {";", "}", "{", ""}:
                 start = self.previous(start)
-            words = [t for t in self.tokens[start:name_at] if not is_space(t) and t not in {"constant", "static", "const"}]
+            words = [
+                t
+                for t in self.tokens[start:name_at]
+                if not is_space(t) and t not in {"constant", "static", "const"}
+            ]
             type_ = " ".join(words)
             value = self.constants.get(self.index_value(index), self.constants.get(name))
             self.defined[name] = value is not None
@@ -261,18 +271,16 @@ class Translator:
                 raise ShaderError(f"{self.line(marker)}: error: a kernel's declaration is not understood")
         name = self.tokens[self.previous(i)]
         end = self.closing(i)
-        getters, arguments = [], []
-        for low, high in self.split(i + 1, end):
-            getter, argument = self.parameter(low, high)
-            getters.append(getter)
-            arguments.append(argument)
+        getters, arguments = self.parameters(i + 1, end)
         after = self.next(end)
         around = self.attributes_in(self.previous(start) + 1, i) + self.attributes_in(end, after)
         kernel = Kernel(name, getters, arguments, template=is_template)
         if is_template:
             kernel.head = self.text(start, self.closing_angle(self.next(start)) + 1).replace("\n", " ")
         else:
-            self.tokens[start] = "static " + self.tokens[start]  # so that a build of another kernel leaves it out
+            self.tokens[start] = (
+                "static " + self.tokens[start]
+            )  # so that a build of another kernel leaves it out
         for attribute in around:
             if attribute.name == "max_total_threads_per_threadgroup":
                 kernel.max_threads = attribute.argument
@@ -297,10 +305,27 @@ class Translator:
             parts.append((low, end))
         return parts
 
-    def parameter(self, low: int, high: int) -> tuple[str, str]:
-        attributes = self.attributes_in(low, high)
-        first = min((p for p in self.attributes if low <= p < high), default=high)
-        name = next((t for t in reversed(self.tokens[low:first]) if is_identifier(t)), "")
+    def parameters(self, start: int, end: int) -> tuple[list[str], list[str]]:
+        """Of each kernel argument how it is fetched, and its name. Pointers without an attribute are numbered in order."""
+        parts = [(low, high, self.attributes_in(low, high)) for low, high in self.split(start, end)]
+        taken = {(a.name, a.argument) for _, _, attributes in parts for a in attributes}
+        getters, names = [], []
+        for low, high, attributes in parts:
+            first = min((p for p in self.attributes if low <= p < high), default=high)
+            words = [t for t in self.tokens[low:first] if not is_space(t)]
+            names.append(next((t for t in reversed(words) if is_identifier(t)), ""))
+            if not any(a.name in {"buffer", "threadgroup"} | POSITION_ATTRIBUTES for a in attributes) and {
+                "*",
+                "&",
+            } & set(words):
+                kind = "threadgroup" if "threadgroup" in words else "buffer"
+                index = next(str(n) for n in range(31) if (kind, str(n)) not in taken)
+                taken.add((kind, index))
+                attributes = [*attributes, Attribute(kind, index)]
+            getters.append(self.getter(low, names[-1], attributes))
+        return getters, names
+
+    def getter(self, at: int, name: str, attributes: list[Attribute]) -> str:
         getter = None
         for attribute in attributes:
             if attribute.name == "buffer":
@@ -311,12 +336,14 @@ class Translator:
                 getter = f"msl::{attribute.name}"
         if getter is None:
             shown = ", ".join(a.name for a in attributes) or "none"
-            raise ShaderError(f"{self.line(low)}: error: kernel argument '{name}' has no known attribute (found: {shown})")
+            raise ShaderError(
+                f"{self.line(at)}: error: kernel argument '{name}' has no known attribute (found: {shown})"
+            )
         for attribute in attributes:
             if attribute.name == "function_constant":
                 condition = attribute.argument if self.defined.get(attribute.argument, True) else "false"
                 getter = f"msl::present_if<bool({condition}), {getter}>"
-        return getter, name
+        return getter
 
     # Instantiations ----------------------------------------------------------------------------------------------
 
@@ -366,7 +393,7 @@ class Translator:
         before = self.previous(at)
         while self.at(before) in {"const", "volatile", "static"}:
             before = self.previous(before)
-        return self.at(before) in {"{", "}", ";", ")"}
+        return self.at(before) in {"{", "}", ";"}
 
     def replace_variables(self, start: int) -> None:
         end = start
@@ -390,7 +417,8 @@ class Translator:
         for i in range(start, end + 1):
             if self.tokens[i] == "\n":
                 self.tokens[i] = " "
-        self.tokens[start] = " ".join(parts).replace("\n", " ") + breaks
+        self.tokens[start] = "; ".join(parts).replace("\n", " ") + breaks
+        self.tokens[end] = ";"
 
     def declared_name(self, low: int, high: int) -> int:
         at = low
@@ -403,7 +431,7 @@ class Translator:
         alias = f"msl_type_{name}_{self.sites}"
         return (
             f"typedef {type_} {alias}{dimensions}; {alias}& {name} = "
-            f'*static_cast<{alias}*>(msl_threadgroup_variable({self.sites}, sizeof({alias}), "{name}"));'
+            f'*static_cast<{alias}*>(msl_threadgroup_variable({self.sites}, sizeof({alias}), "{name}"))'
         )
 
     # Address spaces ----------------------------------------------------------------------------------------------
@@ -414,14 +442,28 @@ class Translator:
                 self.tokens[i] = " "
             elif token == "constant":
                 before = self.at(self.previous(i))
-                self.tokens[i] = " " if before in {")", "const"} or self.at(self.next(i)) == "const" else "const"
+                self.tokens[i] = (
+                    " " if before in {")", "const"} or self.at(self.next(i)) == "const" else "const"
+                )
 
     def drop_repeated_overloads(self) -> None:
         """Functions that differ in address spaces only have become the same function: the first is kept."""
-        seen: set[tuple[int, str]] = set()
-        self.scan_scope(0, len(self.tokens), 0, seen)
+        self.scan_scope(0, len(self.tokens), 0, {})
 
-    def scan_scope(self, start: int, end: int, scope: int, seen: set) -> None:
+    def keep_first(self, scope: int, words: list[str], start: int, body: int, end: int, seen: dict) -> None:
+        key = (scope, " ".join(words))
+        code = [t for t in self.tokens[body:end] if not is_space(t)]
+        if key not in seen:
+            seen[key] = code
+        elif seen[key] == code:
+            self.erase(start, end + 1)
+        else:
+            raise ShaderError(
+                f"{self.line(start)}: error: two overloads that differ in address spaces only have different bodies, "
+                "which the simulator cannot tell apart"
+            )
+
+    def scan_scope(self, start: int, end: int, scope: int, seen: dict) -> None:
         i = start
         while i < end:
             token = self.tokens[i]
@@ -444,12 +486,11 @@ class Translator:
                 continue
             close = self.closing(i)
             if is_scope_head(words):
+                if "namespace" not in words and "extern" not in words:
+                    self.keep_first(scope, words, low, i, close, seen)
                 self.scan_scope(i + 1, close, i, seen)
-            elif "(" in words and "=" not in words[: words.index("(")]:
-                key = (scope, " ".join(words))
-                if key in seen:
-                    self.erase(low, close + 1)
-                seen.add(key)
+            elif is_function_head(words):
+                self.keep_first(scope, words, low, i, close, seen)
             i = close + 1
 
     # Result ------------------------------------------------------------------------------------------------------
@@ -458,7 +499,10 @@ class Translator:
         """Appends the table of kernels (with MSL_TABLE defined) and the entry of each (with MSL_KERNEL its number)."""
         kernels = self.kernels.values()
         entries = [(k.host_name or k.name, k.name, k) for k in kernels if not k.template]
-        entries += [(host_name or instance, instance, self.kernels[name]) for name, instance, host_name in self.instances]
+        entries += [
+            (host_name or instance, instance, self.kernels[name])
+            for name, instance, host_name in self.instances
+        ]
         rows, cases = [], []
         for i, (name, function, kernel) in enumerate(entries):
             signature = f"msl::signature<{', '.join([f'decltype({function})', *kernel.getters])}>"
@@ -466,11 +510,13 @@ class Translator:
             limit = kernel.max_threads
             if kernel.template and limit != "1024":
                 limit = f"msl_max_threads_{function}"
-            strings = f'names_{i}, unsigned({limit}), MSL_IMAGE "{i}.so", MSL_BUILD(\"{i}\")'
+            strings = f'names_{i}, unsigned({limit}), MSL_IMAGE "{i}.so", MSL_BUILD("{i}")'
             rows.append(f"static const char* const names_{i}[] = {{{names}}};")
             rows.append(f'table[{i}] = {signature}::describe("{name}", {strings});')
             cases.append(f"#if MSL_KERNEL == {i} || MSL_KERNEL < 0")
-            cases.append(f'extern "C" {EXPORT} void msl_entry{i}(void* b) {{ {signature}::call(&{function}, b); }}')
+            cases.append(
+                f'extern "C" {EXPORT} void msl_entry{i}(void* b) {{ {signature}::call(&{function}, b); }}'
+            )
             cases.append("#endif")
         limits = [
             f"{k.head} constexpr unsigned msl_max_threads_{k.name} = {k.max_threads};"
@@ -496,9 +542,18 @@ class Translator:
 def is_scope_head(words: list[str]) -> bool:
     if not words:
         return False
-    if words[0] in {"namespace", "inline", "extern"} and ("namespace" in words or words[0] == "extern") and "(" not in words:
+    if (
+        words[0] in {"namespace", "inline", "extern"}
+        and ("namespace" in words or words[0] == "extern")
+        and "(" not in words
+    ):
         return True
     return any(w in {"struct", "class", "union"} for w in words) and "(" not in strip_template_head(words)
+
+
+def is_function_head(words: list[str]) -> bool:
+    words = strip_template_head(words)
+    return "(" in words and ("operator" in words or "=" not in words[: words.index("(")])
 
 
 def strip_template_head(words: list[str]) -> list[str]:

@@ -1,4 +1,5 @@
-// Mathematics of Metal, evaluated in float (half and bfloat are rounded once, to nearest even) or in integers.
+// Mathematics of Metal, evaluated in float (half is rounded once, to nearest even) or in integers.
+// Metal has none for bfloat: a bfloat argument is converted to float, and the result is a float.
 #pragma once
 #include "msl_vector.h"
 
@@ -6,25 +7,33 @@ namespace metal {
 namespace precise = ::metal;
 namespace fast = ::metal;
 
+}  // namespace metal
+namespace msl {
+template <class B> using if_bfloat = std::enable_if_t<std::is_same_v<B, bfloat>, float>;
+template <class T> using if_not_bfloat = std::enable_if_t<!std::is_same_v<T, bfloat>>;
+}  // namespace msl
+namespace metal {
+
 // Element-wise forms for vectors, and scalars wherever a vector is expected.
 #define MSL_VECTOR1(name)                                                                                              \
-  template <class T, int N> MSL_INLINE auto name(vec<T, N> x) {                                                        \
+  template <class T, int N, class = msl::if_not_bfloat<T>> MSL_INLINE auto name(vec<T, N> x) {                                                        \
     vec<decltype(name(T())), N> r;                                                                                     \
     for (int i = 0; i < N; i++) r.element(i) = name(x.element(i));                                                     \
     return r;                                                                                                          \
   }
 #define MSL_VECTOR2(name)                                                                                              \
-  template <class T, int N> MSL_INLINE auto name(vec<T, N> x, msl::identity_t<vec<T, N>> y) {                          \
+  template <class T, int N, class = msl::if_not_bfloat<T>>                                                             \
+  MSL_INLINE auto name(vec<T, N> x, msl::identity_t<vec<T, N>> y) {                          \
     vec<decltype(name(T(), T())), N> r;                                                                                \
     for (int i = 0; i < N; i++) r.element(i) = name(x.element(i), y.element(i));                                       \
     return r;                                                                                                          \
   }                                                                                                                    \
-  template <class S, class T, int N, class = std::enable_if_t<msl::shape<S>::size == 1>>                               \
+  template <class S, class T, int N, class = std::enable_if_t<msl::shape<S>::size == 1>, class = msl::if_not_bfloat<T>>                             \
   MSL_INLINE auto name(S x, vec<T, N> y) {                                                                             \
     return name(vec<T, N>(x), y);                                                                                      \
   }
 #define MSL_VECTOR3(name)                                                                                              \
-  template <class T, int N>                                                                                            \
+  template <class T, int N, class = msl::if_not_bfloat<T>>                                                             \
   MSL_INLINE vec<T, N> name(vec<T, N> x, msl::identity_t<vec<T, N>> y, msl::identity_t<vec<T, N>> z) {                 \
     vec<T, N> r;                                                                                                       \
     for (int i = 0; i < N; i++) r.element(i) = name(x.element(i), y.element(i), z.element(i));                         \
@@ -34,22 +43,22 @@ namespace fast = ::metal;
 #define MSL_FLOAT1(name, expression)                                                                                   \
   MSL_INLINE float name(float x) { return expression; }                                                                \
   MSL_INLINE half name(half x) { return half(name(float(x))); }                                                        \
-  MSL_INLINE bfloat name(bfloat x) { return bfloat(name(float(x))); }                                                  \
+  template <class B> MSL_INLINE msl::if_bfloat<B> name(B x) { return name(float(x)); }                                              \
   MSL_VECTOR1(name)
 #define MSL_FLOAT2(name, expression)                                                                                   \
   MSL_INLINE float name(float x, float y) { return expression; }                                                       \
   MSL_INLINE half name(half x, half y) { return half(name(float(x), float(y))); }                                      \
-  MSL_INLINE bfloat name(bfloat x, bfloat y) { return bfloat(name(float(x), float(y))); }                              \
+  template <class B> MSL_INLINE msl::if_bfloat<B> name(B x, B y) { return name(float(x), float(y)); }                           \
   MSL_VECTOR2(name)
 #define MSL_FLOAT3(name, expression)                                                                                   \
   MSL_INLINE float name(float x, float y, float z) { return expression; }                                              \
   MSL_INLINE half name(half x, half y, half z) { return half(name(float(x), float(y), float(z))); }                    \
-  MSL_INLINE bfloat name(bfloat x, bfloat y, bfloat z) { return bfloat(name(float(x), float(y), float(z))); }          \
+  template <class B> MSL_INLINE msl::if_bfloat<B> name(B x, B y, B z) { return name(float(x), float(y), float(z)); }        \
   MSL_VECTOR3(name)
 #define MSL_TEST1(name, expression)                                                                                    \
   MSL_INLINE bool name(float x) { return expression; }                                                                 \
   MSL_INLINE bool name(half x) { return name(float(x)); }                                                              \
-  MSL_INLINE bool name(bfloat x) { return name(float(x)); }                                                            \
+  template <class B, class = msl::if_bfloat<B>> MSL_INLINE bool name(B x) { return name(float(x)); }                                                        \
   MSL_VECTOR1(name)
 
 MSL_FLOAT1(acos, __builtin_acosf(x))
@@ -90,7 +99,6 @@ MSL_FLOAT2(fdim, __builtin_fdimf(x, y))
 MSL_FLOAT2(fmax, __builtin_fmaxf(x, y))
 MSL_FLOAT2(fmin, __builtin_fminf(x, y))
 MSL_FLOAT2(fmod, __builtin_fmodf(x, y))
-MSL_FLOAT2(nextafter, __builtin_nextafterf(x, y))
 MSL_FLOAT2(pow, __builtin_powf(x, y))
 MSL_FLOAT2(powr, __builtin_powf(x, y))
 MSL_FLOAT2(step, y < x ? 0.0f : 1.0f)
@@ -112,10 +120,17 @@ MSL_TEST1(isfinite, __builtin_isfinite(x))
 MSL_TEST1(isnormal, __builtin_isnormal(x))
 MSL_TEST1(signbit, __builtin_signbit(x))
 
-// half and bfloat hold the exact result of these, and nextafter is a neighbour in the type itself only for float.
 MSL_INLINE float ldexp(float x, int exponent) { return __builtin_ldexpf(x, exponent); }
 MSL_INLINE half ldexp(half x, int exponent) { return half(__builtin_ldexpf(float(x), exponent)); }
-MSL_INLINE bfloat ldexp(bfloat x, int exponent) { return bfloat(__builtin_ldexpf(float(x), exponent)); }
+MSL_INLINE float nextafter(float x, float y) { return __builtin_nextafterf(x, y); }
+MSL_INLINE half nextafter(half x, half y) {
+  if (__builtin_isnan(float(x)) || __builtin_isnan(float(y))) return half(__builtin_nanf(""));
+  short bits = __builtin_bit_cast(short, x);
+  if (x == y) return y;
+  if (x == half(0)) return y > x ? half(0x1p-24f) : half(-0x1p-24f);
+  bits += (y > x) == (bits > 0) ? 1 : -1;
+  return __builtin_bit_cast(half, bits);
+}
 MSL_INLINE int ilogb(float x) { return __builtin_ilogbf(x); }
 MSL_INLINE float frexp(float x, int& exponent) { return __builtin_frexpf(x, &exponent); }
 MSL_INLINE half frexp(half x, int& exponent) { return half(__builtin_frexpf(float(x), &exponent)); }
@@ -129,7 +144,7 @@ MSL_INLINE float sincos(float x, float& cosine) {
 }
 
 #define MSL_FOR_INTEGERS(M) M(char) M(uchar) M(short) M(ushort) M(int) M(uint) M(long) M(ulong)
-#define MSL_FOR_NUMBERS(M) MSL_FOR_INTEGERS(M) M(float) M(half) M(bfloat)
+#define MSL_FOR_NUMBERS(M) MSL_FOR_INTEGERS(M) M(float) M(half)
 
 #define MSL_INTEGER(T)                                                                                                 \
   MSL_INLINE T min(T x, T y) { return y < x ? y : x; }                                                                 \
@@ -188,20 +203,21 @@ namespace metal {
 MSL_FOR_INTEGERS(MSL_INTEGER)
 MSL_INLINE float abs(float x) { return fabs(x); }
 MSL_INLINE half abs(half x) { return fabs(x); }
-MSL_INLINE bfloat abs(bfloat x) { return fabs(x); }
 // As fmin and fmax: of a NaN and a number, the number.
 MSL_INLINE float min(float x, float y) { return fmin(x, y); }
 MSL_INLINE half min(half x, half y) { return fmin(x, y); }
-MSL_INLINE bfloat min(bfloat x, bfloat y) { return fmin(x, y); }
 MSL_INLINE float max(float x, float y) { return fmax(x, y); }
 MSL_INLINE half max(half x, half y) { return fmax(x, y); }
-MSL_INLINE bfloat max(bfloat x, bfloat y) { return fmax(x, y); }
 #define MSL_THREE(T)                                                                                                   \
   MSL_INLINE T clamp(T x, T low, T high) { return min(max(x, low), high); }                                            \
   MSL_INLINE T min3(T x, T y, T z) { return min(x, min(y, z)); }                                                       \
   MSL_INLINE T max3(T x, T y, T z) { return max(x, max(y, z)); }                                                       \
   MSL_INLINE T median3(T x, T y, T z) { return max(min(x, y), min(max(x, y), z)); }
 MSL_FOR_NUMBERS(MSL_THREE)
+template <class B> MSL_INLINE msl::if_bfloat<B> abs(B x) { return fabs(float(x)); }
+template <class B> MSL_INLINE msl::if_bfloat<B> min(B x, B y) { return fmin(float(x), float(y)); }
+template <class B> MSL_INLINE msl::if_bfloat<B> max(B x, B y) { return fmax(float(x), float(y)); }
+template <class B> MSL_INLINE msl::if_bfloat<B> clamp(B x, B low, B high) { return clamp(float(x), float(low), float(high)); }
 MSL_VECTOR1(abs) MSL_VECTOR1(popcount) MSL_VECTOR1(clz) MSL_VECTOR1(ctz) MSL_VECTOR1(reverse_bits)
 MSL_VECTOR2(min) MSL_VECTOR2(max) MSL_VECTOR2(absdiff) MSL_VECTOR2(addsat) MSL_VECTOR2(subsat) MSL_VECTOR2(hadd)
 MSL_VECTOR2(rhadd) MSL_VECTOR2(mulhi) MSL_VECTOR2(rotate)
@@ -237,7 +253,7 @@ template <int N> MSL_INLINE bool all(vec<bool, N> x) {
 MSL_INLINE bool any(bool x) { return x; }
 MSL_INLINE bool all(bool x) { return x; }
 
-template <class T, int N> MSL_INLINE T dot(vec<T, N> a, msl::identity_t<vec<T, N>> b) {
+template <class T, int N, class = msl::if_not_bfloat<T>> MSL_INLINE T dot(vec<T, N> a, msl::identity_t<vec<T, N>> b) {
   T sum = a.element(0) * b.element(0);
   for (int i = 1; i < N; i++) sum += a.element(i) * b.element(i);
   return sum;

@@ -8,6 +8,11 @@ typedef const void* const* lane_values;
 typedef void* const* lane_results;
 #define MSL_COMBINE __attribute__((no_sanitize("thread"), disable_sanitizer_instrumentation))
 
+// Simdgroup functions take 8 to 32 bit numbers and vectors of them. A bfloat goes as a float, and a float comes back.
+template <class T> inline constexpr bool is_simd_type = (is_int<T> && sizeof(T) <= 4) || std::is_same_v<T, half> || std::is_same_v<T, float>;
+template <class T, int N> inline constexpr bool is_simd_type<metal::vec<T, N>> = is_simd_type<T>;
+template <class T> using if_simd = std::enable_if_t<is_simd_type<T>, T>;
+
 template <class T> MSL_COMBINE const T& lane_value(lane_values values, unsigned lane) {
   return *static_cast<const T*>(values[lane]);
 }
@@ -172,7 +177,7 @@ typedef simd_vote quad_vote;
   MSL_GROUP_SHUFFLE(prefix_##_broadcast, uniform, Width)                                                               \
   MSL_GROUP_FILL(prefix_##_shuffle_and_fill_up, fill_up, Width)                                                        \
   MSL_GROUP_FILL(prefix_##_shuffle_and_fill_down, fill_down, Width)                                                    \
-  template <class T> MSL_INLINE T prefix_##_broadcast_first(T value, MSL_SITE_PARAMETERS) {                            \
+  template <class T> MSL_INLINE msl::if_simd<T> prefix_##_broadcast_first(T value, MSL_SITE_PARAMETERS) {              \
     return msl::exchange<T, msl::shuffle::uniform, Width>(#prefix_ "_broadcast_first", value, value, 0, Width, MSL_SITE); \
   }                                                                                                                    \
   MSL_INLINE bool prefix_##_any(bool value, MSL_SITE_PARAMETERS) {                                                     \
@@ -190,23 +195,30 @@ typedef simd_vote quad_vote;
   }
 
 #define MSL_GROUP_REDUCE(prefix_, name, operation, Width)                                                              \
-  template <class T> MSL_INLINE T prefix_##_##name(T value, MSL_SITE_PARAMETERS) {                                     \
+  template <class T> MSL_INLINE msl::if_simd<T> prefix_##_##name(T value, MSL_SITE_PARAMETERS) {                       \
     return msl::collective<T, T>(#prefix_ "_" #name, value, msl::reduction<T, msl::operation, Width>::combine, MSL_SITE); \
+  }                                                                                                                    \
+  template <class T> MSL_INLINE msl::if_bfloat<T> prefix_##_##name(T value, MSL_SITE_PARAMETERS) {                     \
+    return prefix_##_##name(float(value), MSL_SITE);                                                                   \
   }
 #define MSL_GROUP_SHUFFLE(name, kind, Width)                                                                           \
-  template <class T> MSL_INLINE T name(T value, ushort operand, MSL_SITE_PARAMETERS) {                                 \
+  template <class T> MSL_INLINE msl::if_simd<T> name(T value, ushort operand, MSL_SITE_PARAMETERS) {                   \
     return msl::exchange<T, msl::shuffle::kind, Width>(#name, value, value, operand, Width, MSL_SITE);                 \
+  }                                                                                                                    \
+  template <class T> MSL_INLINE msl::if_bfloat<T> name(T value, ushort operand, MSL_SITE_PARAMETERS) {                 \
+    return name(float(value), operand, MSL_SITE);                                                                      \
   }
 #define MSL_GROUP_FILL(name, kind, Width)                                                                              \
   template <class T>                                                                                                   \
-  MSL_INLINE T name(T value, msl::identity_t<T> filling, ushort delta, ushort modulo = Width, MSL_SITE_PARAMETERS) {   \
+  MSL_INLINE msl::if_simd<T> name(T value, msl::identity_t<T> filling, ushort delta, ushort modulo = Width,            \
+                                  MSL_SITE_PARAMETERS) {                                                               \
     return msl::exchange<T, msl::shuffle::kind, Width>(#name, value, filling, delta, modulo, MSL_SITE);                \
   }
 MSL_GROUP_FUNCTIONS(simd, 32)
 MSL_GROUP_FUNCTIONS(quad, 4)
 
 #define MSL_PREFIX_SCAN(name, operation, inclusive)                                                                    \
-  template <class T> MSL_INLINE T name(T value, MSL_SITE_PARAMETERS) {                                                 \
+  template <class T> MSL_INLINE msl::if_simd<T> name(T value, MSL_SITE_PARAMETERS) {                                   \
     return msl::collective<T, T>(#name, value, msl::prefix<T, msl::operation, inclusive>::combine, MSL_SITE);          \
   }
 MSL_PREFIX_SCAN(simd_prefix_inclusive_sum, op_sum, true)

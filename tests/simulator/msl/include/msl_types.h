@@ -55,6 +55,7 @@ template <class To, class From> MSL_INLINE To as_type(From x) {
 }
 
 namespace metal {
+using std::bool_constant;
 using std::conditional;
 using std::conditional_t;
 using std::decay_t;
@@ -78,9 +79,14 @@ using std::is_unsigned_v;
 using std::make_signed_t;
 using std::make_unsigned_t;
 using std::remove_const_t;
+using std::remove_cv;
 using std::remove_cv_t;
+using std::remove_pointer;
+using std::remove_pointer_t;
+using std::remove_reference;
 using std::remove_reference_t;
 using std::true_type;
+template <class T> using remove_addrspace_t = T;
 template <class T> struct is_floating_point : std::bool_constant<msl::is_float<std::remove_cv_t<T>>> {};
 template <class T> inline constexpr bool is_floating_point_v = is_floating_point<T>::value;
 template <class T> inline constexpr bool is_arithmetic_v = is_integral_v<T> || is_floating_point_v<T>;
