@@ -1,11 +1,11 @@
 """The experts implementation "moe_mps" of transformers: every class with its experts interface, dense or quantised."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .formulas import Node, Reader, evaluate, inline, match, operation_of
+from .formulas import Node, evaluate, inline, match, operation_of
 from .programs import Unsupported, straighten
 
 ops = torch.ops.moe_mps
@@ -21,8 +21,7 @@ _GATES = {
 } | {name: f"{name}(G) * U" for name in _POINTWISE}
 
 
-@dataclass(frozen=True)
-class Activation:
+class Activation(NamedTuple):
     """What happens between an expert's two matmuls, as keyword arguments of moe_experts."""
 
     activation: str
@@ -30,9 +29,6 @@ class Activation:
     interleaved: bool
     alpha: float | None = None
     limit: float | None = None
-
-    def arguments(self) -> dict:
-        return vars(self)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -115,10 +111,17 @@ def prepare(module: nn.Module) -> Activation | None:
 
 
 @torch.compiler.assume_constant_result
-def _activation(module: nn.Module) -> Activation | None:
+def _activation(module: nn.Module) -> tuple | None:
+    """The fields of the activation, a plain tuple because torch.compile takes it as a constant."""
     if "_moe_mps_activation" not in module.__dict__:
         prepare(module)
-    return module.__dict__["_moe_mps_activation"]
+    activation = module.__dict__["_moe_mps_activation"]
+    return None if activation is None else tuple(activation)
+
+
+def _arguments(activation: tuple) -> dict:
+    name, gated, interleaved, alpha, limit = activation
+    return {"activation": name, "gated": gated, "interleaved": interleaved, "alpha": alpha, "limit": limit}
 
 
 def describe(module: nn.Module) -> str:
@@ -183,7 +186,7 @@ def experts_forward(
         return _own_combine(self, hidden, top_k_weights, shared)
     return ops.moe_experts(
         hidden_states, first, self.down_proj, top_k_index, top_k_weights, gate_up_bias=bias, down_bias=down_bias,
-        transposed=self.is_transposed, **activation.arguments(), **shared,
+        transposed=self.is_transposed, **_arguments(activation), **shared,
     )  # fmt: skip
 
 
@@ -204,7 +207,7 @@ def _quantized_forward(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor,
         return _own_combine(self, hidden, weights, shared)
     return ops.moe_experts_quantized(
         x, *first, *second, ids, weights, form.bits, form.group_size, form.mode,
-        gate_up_bias=bias, down_bias=down_bias, **activation.arguments(), **shared,
+        gate_up_bias=bias, down_bias=down_bias, **_arguments(activation), **shared,
     )  # fmt: skip
 
 

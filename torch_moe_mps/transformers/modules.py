@@ -7,7 +7,6 @@ rewrite the copy, and `restore_module` puts the original class back.
 import functools
 import types
 
-import torch
 from torch import Tensor, nn
 
 from . import fused
@@ -16,19 +15,14 @@ from .experts import is_experts, runs_own_code
 from .formulas import is_pure
 from .gates import use_gates
 from .norms import fuse_norms
-from .programs import Program, Unsupported, straighten
+from .programs import CLASS_MARK, Program, Unsupported, original_class, straighten
 from .routers import replace_selection
 
-_CLASS_MARK = "_moe_mps_original_class"
 _MARKS = ("_moe_mps_norm", "_moe_mps_activation", "_moe_mps_gate")
 
 
-def original_class(module: nn.Module) -> type[nn.Module]:
-    return getattr(type(module), _CLASS_MARK, type(module))
-
-
 def is_rewritten(module: nn.Module) -> bool:
-    return hasattr(type(module), _CLASS_MARK)
+    return hasattr(type(module), CLASS_MARK)
 
 
 def rewrite(module: nn.Module) -> tuple[list[str], str | None]:
@@ -96,7 +90,7 @@ def _rewritten_class(original: type[nn.Module], rewritten: types.FunctionType) -
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
-        _CLASS_MARK: original,
+        CLASS_MARK: original,
     }
     cls = type(original.__name__, (original,), members)
     return cls

@@ -18,6 +18,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+# Attribute of the subclasses that rewriting makes.
+CLASS_MARK = "_moe_mps_original_class"
 # Inplace operators keep their meaning: x *= y becomes x_2 = _inplace.imul(x_1, y).
 _INPLACE = {ast.Add: "iadd", ast.Sub: "isub", ast.Mult: "imul", ast.Div: "itruediv"}
 # Decorators that leave a function as it is, and wrappers that only act in training.
@@ -59,9 +61,14 @@ def _parse(function: Callable) -> ast.FunctionDef:
     return tree
 
 
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module before its forward was rewritten."""
+    return getattr(type(module), CLASS_MARK, type(module))
+
+
 def own_forward(module: nn.Module) -> types.FunctionType:
     """The function behind the forward of the module's class."""
-    function = type(module).forward
+    function = original_class(module).forward
     while hasattr(function, "__wrapped__") and function.__code__.co_name in _TRAINING_WRAPPERS:
         function = function.__wrapped__
     if not isinstance(function, types.FunctionType):
@@ -310,15 +317,21 @@ class _Builder:
             raise Unsupported("its forward changes a tensor in place that has another name")
 
     def memory(self, name: str) -> str:
-        """What owns the memory of a value, as text."""
-        value: ast.expr = ast.Name(name, ast.Load())
+        """What owns the memory of a value, as text: the same for all views of it."""
         while True:
-            value = self.program.follow(value)
-            is_method = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
-            if not (is_method and value.func.attr in _VIEWS):
-                break
-            value = value.func.value
-        return value.id if isinstance(value, ast.Name) else ast.dump(value) + name * (not _is_item(value))
+            name = self.program.last_name(ast.Name(name, ast.Load())) or name
+            value = self.program.definitions.get(name)
+            if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _VIEWS:
+                value = value.func.value
+            elif isinstance(value, ast.Subscript) and isinstance(value.value, ast.Name):
+                if isinstance(self.program.definitions.get(value.value.id), ast.Call):
+                    return ast.unparse(value)  # one of several results
+                value = value.value
+            else:
+                return name
+            if not isinstance(value, ast.Name):
+                return ast.unparse(value)
+            name = value.id
 
     def on_with(self, node: ast.With) -> None:
         """Autocast regions that switch autocast off are transparent: the program never runs under autocast."""
@@ -379,6 +392,3 @@ class _Builder:
         self.program.statements.append(statement)
         self.program.inplace.append(statement)
 
-
-def _is_item(value: ast.expr) -> bool:
-    return isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant)

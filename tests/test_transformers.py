@@ -1,0 +1,602 @@
+"""The machinery behind accelerate: registration, rewriting, and everything a model may be put through afterwards."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import tiny_models
+import torch
+import torch.nn.functional as F
+import transformers
+from test_transformers_families import assert_close, eager, generate, output, prompt
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.integrations.moe import use_experts_implementation
+
+import torch_moe_mps
+from torch_moe_mps.transformers.modules import is_rewritten, rewrite
+
+transformers.logging.set_verbosity_error()
+
+
+class CountOperators(TorchDispatchMode):
+    """Counts the calls of moe_mps operators by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "moe_mps":
+            name = function._schema.name.partition("::")[2]
+            self.counts[name] = self.counts.get(name, 0) + 1
+        return function(*args, **(kwargs or {}))
+
+
+def operators_of(call) -> dict[str, int]:
+    with CountOperators() as mode:
+        call()
+    return mode.counts
+
+
+def python(source: str) -> str:
+    """What a fresh interpreter prints."""
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+# Registration
+
+
+@pytest.mark.parametrize("order", [("torch_moe_mps", "transformers"), ("transformers", "torch_moe_mps")])
+@pytest.mark.parametrize("touch", [False, True])
+def test_registered_in_both_import_orders(order, touch):
+    """`touch` imports the experts module of transformers in between."""
+    between = "import transformers.integrations.moe" if touch else ""
+    printed = python(f"""
+        import {order[0]}
+        {between}
+        import {order[1]}
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+        print("moe_mps" in ALL_EXPERTS_FUNCTIONS.keys())
+    """)
+    assert printed == "True"
+
+
+def test_import_is_light():
+    printed = python("""
+        import sys, time, torch
+        start = time.perf_counter()
+        import torch_moe_mps
+        print("transformers" in sys.modules, time.perf_counter() - start)
+    """)
+    imported, seconds = printed.split()
+    assert imported == "False"
+    assert float(seconds) < 0.3
+
+
+def test_set_experts_implementation_alone():
+    model = eager(tiny_models.tiny_model("qwen3_moe"))
+    ids = prompt()
+    expected = output(model, ids)
+    model.set_experts_implementation("moe_mps")
+    assert operators_of(lambda: output(model, ids)) == {"moe_experts": 2}
+    assert_close(output(model, ids), expected, 1e-5)
+
+
+# accelerate and restore
+
+
+def test_operators_of_a_layer():
+    model = tiny_models.tiny_model("qwen2_moe")
+    torch_moe_mps.accelerate(model)
+    expected = {"fused_residual_norm": 2, "moe_router": 2, "moe_experts": 2}
+    assert operators_of(lambda: output(model, prompt())) == expected
+
+
+def test_operators_of_gemma4():
+    model = tiny_models.tiny_model("gemma4")
+    torch_moe_mps.accelerate(model)
+    expected = {"fused_norm_add": 4, "fused_norm_add_scalar": 2, "moe_gate": 2, "moe_experts": 2}
+    assert operators_of(lambda: output(model, prompt())) == expected
+
+
+def test_restore():
+    model = tiny_models.tiny_model("gemma4")
+    before = [(name, type(module), set(module.__dict__)) for name, module in model.named_modules()]
+    implementation = model.get_experts_implementation()
+    torch_moe_mps.accelerate(model)
+    assert torch_moe_mps.restore(model) is model
+    after = [(name, type(module), set(module.__dict__)) for name, module in model.named_modules()]
+    assert before == after
+    assert model.get_experts_implementation() == implementation
+    assert operators_of(lambda: output(model, prompt())) == {}
+
+
+def test_accelerate_twice_is_accelerate_once():
+    model = tiny_models.tiny_model("qwen2_moe")
+    first = str(torch_moe_mps.accelerate(model))
+    classes = [type(module) for module in model.modules()]
+    assert str(torch_moe_mps.accelerate(model)) == first
+    assert [type(module) for module in model.modules()] == classes
+    torch_moe_mps.restore(model)
+    assert operators_of(lambda: output(model, prompt())) == {}
+
+
+def test_report_prints_a_table():
+    report = str(torch_moe_mps.accelerate(tiny_models.tiny_model("phimoe")))
+    lines = [line.split("  ")[0] for line in report.splitlines()]
+    assert lines[0] == "module" and "model.layers.*.mlp.experts" in lines
+    assert "left alone: its forward is decorated or uses super()" in report
+
+
+def test_model_without_experts():
+    report = torch_moe_mps.accelerate(nn.Sequential(nn.Linear(4, 4)))
+    assert report.rows == []
+    assert str(report) == "No Mixture-of-Experts layers found; the model is left as it is."
+
+
+def test_block_alone():
+    """Any module can be accelerated, a single block too."""
+    block = eager(tiny_models.tiny_model("qwen2_moe")).model.layers[0].mlp
+    x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = block(x)
+        report = torch_moe_mps.accelerate(block)
+        assert {row.kind for row in report.replaced} == {"experts", "router", "layer"}
+        assert_close(block(x), expected, 1e-5)
+
+
+# Gradients and training
+
+
+def test_training_runs_the_models_own_code():
+    model = eager(tiny_models.tiny_model("qwen2_moe")).train()
+    ids = prompt()
+
+    def gradients():
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    expected = gradients()
+    torch_moe_mps.accelerate(model)
+    assert operators_of(gradients) == {}
+    for name, gradient in gradients().items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+def test_gradients_in_evaluation_mode():
+    model = tiny_models.tiny_model("gemma4")
+    torch_moe_mps.accelerate(model)
+    assert operators_of(lambda: model(input_ids=prompt())) == {}
+    model.requires_grad_(False)
+    assert "moe_experts" in operators_of(lambda: model(input_ids=prompt()))
+
+
+def test_gradients_through_frozen_experts():
+    """The input needs a gradient, the parameters do not."""
+    model = eager(tiny_models.tiny_model("qwen3_moe")).requires_grad_(False)
+    embedded = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(0))
+
+    def gradient():
+        x = embedded.clone().requires_grad_()
+        model(inputs_embeds=x).logits.square().sum().backward()
+        return x.grad
+
+    expected = gradient()
+    torch_moe_mps.accelerate(model)
+    assert torch.equal(gradient(), expected)
+
+
+def test_autocast_runs_the_models_own_code():
+    model = tiny_models.tiny_model("qwen3_moe")
+    torch_moe_mps.accelerate(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert operators_of(lambda: output(model, prompt())) == {}
+
+
+def test_peft_adapters_on_attention():
+    peft = pytest.importorskip("peft")
+    model = eager(tiny_models.tiny_model("qwen3_moe"))
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).eval()
+    ids = prompt()
+    expected = output(adapted, ids)
+    report = torch_moe_mps.accelerate(adapted)
+    assert {row.kind for row in report.replaced} == {"experts", "router", "layer"}
+    assert operators_of(lambda: output(adapted, ids))["moe_experts"] == 2
+    assert_close(output(adapted, ids), expected, 1e-5)
+    adapted.train()(input_ids=ids, labels=ids).loss.backward()
+    trained = [p for name, p in adapted.named_parameters() if "lora_B" in name]
+    assert trained and all(p.grad.abs().sum() > 0 for p in trained)
+
+
+# Copies, checkpoints, hooks
+
+
+def through_pickle(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_torch_save(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_torch_save])
+@pytest.mark.parametrize("architecture", ["qwen2_moe", "gemma4"])
+def test_copies_are_accelerated(copied, architecture):
+    model = tiny_models.tiny_model(architecture)
+    torch_moe_mps.accelerate(model)
+    ids = prompt()
+    twin = copied(model)
+    assert operators_of(lambda: output(twin, ids)) == operators_of(lambda: output(model, ids)) != {}
+    assert torch.equal(output(twin, ids), output(model, ids))
+    torch_moe_mps.restore(twin)
+    assert operators_of(lambda: output(twin, ids)) == {} != operators_of(lambda: output(model, ids))
+
+
+def test_pickle_loads_in_a_fresh_process(tmp_path):
+    """Reading the pickle imports this package."""
+    model = tiny_models.tiny_model("qwen3_moe")
+    torch_moe_mps.accelerate(model)
+    (tmp_path / "layer.pickle").write_bytes(pickle.dumps(model.model.layers[0]))
+    printed = python(f"""
+        import pickle
+        layer = pickle.load(open({str(tmp_path / "layer.pickle")!r}, "rb"))
+        print(type(layer).__name__, hasattr(type(layer), "_moe_mps_original_class"))
+    """)
+    assert printed == "Qwen3MoeDecoderLayer True"
+
+
+def test_state_dict_is_unchanged():
+    model = tiny_models.tiny_model("gemma4")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch_moe_mps.accelerate(model)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert "moe_mps" not in str(model.config.to_dict())
+
+
+def test_sharded_and_tied_checkpoint(tmp_path):
+    model = eager(tiny_models.tiny_model("qwen3_moe", tie_word_embeddings=True))
+    expected = output(model, prompt())
+    torch_moe_mps.accelerate(model)
+    model.save_pretrained(tmp_path, max_shard_size="30KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    loaded = type(model).from_pretrained(tmp_path, low_cpu_mem_usage=True, device_map="cpu").eval()
+    torch_moe_mps.accelerate(loaded)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert_close(output(loaded, prompt()), expected, 1e-5)
+
+
+@pytest.mark.parametrize("hooks_first", [True, False])
+def test_hooks_of_the_accelerate_library(hooks_first):
+    """Offloaded weights come and go around each module's forward; the hooks keep working."""
+    accelerate = pytest.importorskip("accelerate")
+    model = eager(tiny_models.tiny_model("qwen2_moe"))
+    ids = prompt()
+    expected = output(model, ids)
+    steps = [lambda: accelerate.cpu_offload(model, torch.device("cpu")), lambda: torch_moe_mps.accelerate(model)]
+    for step in steps if hooks_first else reversed(steps):
+        step()
+    assert "moe_experts" in operators_of(lambda: output(model, ids))
+    assert_close(output(model, ids), expected, 1e-5)
+
+
+def test_forward_hooks_still_run():
+    model = tiny_models.tiny_model("gemma4")
+    torch_moe_mps.accelerate(model)
+    seen = []
+    for name in ("router", "post_attention_layernorm", "experts"):
+        module = model.model.layers[0].get_submodule(name)
+        module.register_forward_hook(lambda module, args, result, name=name: seen.append((name, result)))
+    expected = output(eager(torch_moe_mps.restore(copy.deepcopy(model))), prompt())
+    seen.clear()
+    assert_close(output(model, prompt()), expected, 1e-5)
+    assert [name for name, _ in seen] == ["post_attention_layernorm", "router", "experts"]
+    assert seen[1][1][0].shape == (18, 8)  # the probabilities, computed because a hook may want them
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_recorded_outputs(architecture):
+    model = eager(tiny_models.tiny_model(architecture))
+    options = {"output_hidden_states": True}
+    if architecture != "deepseek_v3":
+        options["output_router_logits"] = True
+
+    def recorded():
+        with torch.no_grad():
+            result = model(input_ids=prompt(), **options)
+        return [*result.hidden_states, *(result.get("router_logits") or [])]
+
+    expected = recorded()
+    torch_moe_mps.accelerate(model)
+    results = recorded()
+    assert len(results) == len(expected) > 2
+    for value, reference in zip(results, expected, strict=True):
+        assert_close(value, reference, 1e-5)
+
+
+def test_beam_search():
+    model = eager(tiny_models.tiny_model("qwen3_moe"))
+    ids = prompt(2, 6)
+    tokens = generate(model, ids, num_beams=3, max_new_tokens=12)
+    torch_moe_mps.accelerate(model)
+    assert torch.equal(generate(model, ids, num_beams=3, max_new_tokens=12), tokens)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("rewritten", [True, False])
+def test_torch_compile(architecture, rewritten):
+    """One graph with the operators in it; without accelerate the experts' plan is found while compiling."""
+    model = eager(tiny_models.tiny_model(architecture))
+    ids = prompt()
+    expected = output(model, ids)
+    if rewritten:
+        torch_moe_mps.accelerate(model)
+    else:
+        model.set_experts_implementation("moe_mps")
+    targets = []
+
+    def backend(graph, inputs):
+        targets.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    assert_close(output(compiled, ids, use_cache=False), expected, 1e-5)
+    assert sum("moe_mps.moe_experts" in target for target in targets) == 2
+    assert sum("moe_mps.moe_router" in target for target in targets) == (2 if rewritten else 0)
+
+
+# Expert parallelism
+
+
+def test_sentinels_of_expert_parallelism():
+    """Ids of other ranks' experts are num_experts; they contribute nothing."""
+    experts = eager(tiny_models.tiny_model("qwen3_moe")).model.layers[0].mlp.experts
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 32, generator=generator)
+    ids = torch.tensor([[0, 8], [8, 8], [3, 7], [8, 1], [2, 8], [5, 6]])
+    weights = torch.rand(6, 2, generator=generator).masked_fill(ids == 8, 0.0)
+    experts._is_expert_parallel = True
+    with torch.no_grad():
+        expected = experts(x, ids, weights)
+        torch_moe_mps.accelerate(experts)
+        assert_close(experts(x, ids, weights), expected, 1e-5)
+    assert expected[1].eq(0).all()
+
+
+# Classes that nobody here has seen
+
+
+class Config:
+    _experts_implementation = "eager"
+    sub_configs: dict = {}
+
+
+@use_experts_implementation
+class FutureExperts(nn.Module):
+    """Follows the interface, with an activation that no operator knows."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.num_experts = 4
+        self.gate_up_proj = nn.Parameter(torch.empty(4, 2 * 12, 16))
+        self.down_proj = nn.Parameter(torch.empty(4, 16, 12))
+
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.cos(gate) * up
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        result = torch.zeros_like(hidden_states)
+        for token, (ids, weights) in enumerate(zip(top_k_index, top_k_weights, strict=True)):
+            for expert, weight in zip(ids, weights, strict=True):
+                hidden = self._apply_gate(F.linear(hidden_states[token], self.gate_up_proj[expert]))
+                result[token] += weight * F.linear(hidden, self.down_proj[expert])
+        return result
+
+
+class FutureRouter(nn.Module):
+    """Not one of moe_router's formulas: the weights are squared."""
+
+    def __init__(self):
+        super().__init__()
+        self.top_k = 2
+        self.weight = nn.Parameter(torch.empty(4, 16))
+
+    def forward(self, hidden_states):
+        logits = F.linear(hidden_states, self.weight)
+        values, ids = torch.topk(logits.softmax(-1), self.top_k, dim=-1)
+        return logits, values.square(), ids
+
+
+class FutureBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = FutureRouter()
+        self.experts = FutureExperts(Config())
+
+    def forward(self, hidden_states):
+        _, weights, ids = self.router(hidden_states)
+        return self.experts(hidden_states, ids, weights)
+
+
+def test_unknown_class_that_follows_the_interface():
+    block = FutureBlock().eval()
+    tiny_models.randomise(block, 0)
+    x = torch.randn(7, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = block(x)
+        report = torch_moe_mps.accelerate(block)
+        assert_close(block(x), expected, 1e-5)
+        assert operators_of(lambda: block(x)) == {"expert_mm": 2, "moe_weighted_reduce": 1}
+    rows = {row.kind: row for row in report.rows}
+    assert rows["experts"].replaced_by == "expert_mm, own activation, moe_weighted_reduce"
+    assert rows["router"].reason == "its formula is not one of moe_router's"
+
+
+def test_experts_in_another_dtype_are_left_alone():
+    block = FutureBlock().to(torch.float64).eval()
+    report = torch_moe_mps.accelerate(block)
+    rows = {row.kind: row for row in report.rows}
+    assert rows["experts"].reason == "its weights are torch.float64"
+    assert block.experts.config._experts_implementation == "eager"
+
+
+# Rewriting of forwards
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 16))
+        self.variance_epsilon = 1e-5
+
+    def forward(self, x):
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * y.to(x.dtype)
+
+
+class Layer(FutureBlock):
+    """What the layers below have in common."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = Norm()
+        self.after = Norm()
+        self.double = True
+
+    def moe(self, x):
+        _, weights, ids = self.router(x)
+        return self.experts(x, ids, weights)
+
+
+class Chained(Layer):
+    def forward(self, x, y):
+        residual = x
+        x = x + y
+        residual = x
+        x = self.norm(x)
+        return residual + self.moe(x)
+
+
+class Branching(Layer):
+    """A branch that the module decides, and one that only the input does."""
+
+    def forward(self, x, y):
+        if self.double:
+            y = y * 2
+        if x.shape[0] > 3:
+            y = y + 1
+        total = x + y
+        x = self.norm(total)
+        if x.shape[0] > 5:
+            total = total * 3
+        return total + self.moe(x)
+
+
+class Reassigned(Layer):
+    """The sum is not what reaches the norm."""
+
+    def forward(self, x, y):
+        total = x + y
+        if x.shape[0] > 0:
+            total = total * 2
+        return total + self.moe(self.norm(total))
+
+
+class InPlace(Layer):
+    """The normed value is changed in place before it is added."""
+
+    def forward(self, x, y):
+        normed = self.norm(y)
+        y *= 3
+        return x + normed + self.moe(y)
+
+
+class Aliased(Layer):
+    """An in-place change that is seen through another name."""
+
+    def forward(self, x, y):
+        total = x + y
+        residual = total
+        total *= 2
+        return residual + self.moe(self.norm(total))
+
+
+class Post(Layer):
+    def forward(self, x, y):
+        y = self.after(y)
+        y = x + y
+        return y + self.moe(y)
+
+
+class Looping(Layer):
+    def forward(self, x, y):
+        for _ in range(2):
+            x = x + y
+        return self.moe(self.norm(x))
+
+
+class EarlyReturn(Layer):
+    def forward(self, x, y):
+        if x.shape[0] == 0:
+            return x
+        return self.moe(self.norm(x + y))
+
+
+CASES = {
+    Chained: ["fused_residual_norm (norm)"],
+    Branching: ["fused_residual_norm (norm)"],
+    Post: ["fused_norm_add (after)"],
+    Reassigned: "no shared expert is added to its experts, no residual sum meets an RMSNorm",
+    InPlace: "its forward changes a tensor in place that has another name",
+    Aliased: "its forward changes a tensor in place that has another name",
+    Looping: "no shared expert is added to its experts, no residual sum meets an RMSNorm",
+    EarlyReturn: "its forward returns from within a branch or defines functions",
+}
+
+
+@pytest.mark.parametrize("cls", CASES, ids=lambda cls: cls.__name__)
+def test_rewriting_of_a_forward(cls):
+    layer = cls().eval()
+    tiny_models.randomise(layer, 1)
+    generator = torch.Generator().manual_seed(2)
+    x, y = torch.randn(2, 7, 16, generator=generator)
+    with torch.no_grad():
+        expected = layer(x.clone(), y.clone())
+        rewrites, reason = rewrite(layer)
+        assert (rewrites or reason) == CASES[cls]
+        assert is_rewritten(layer) == bool(rewrites)
+        assert_close(layer(x.clone(), y.clone()), expected, 1e-5)
+        assert_close(layer(x=x.clone(), y=y.clone()), expected, 1e-5)
+
+
+def test_rewritten_forward_has_source_and_signature():
+    """Tracebacks and debuggers show the code that runs; the signature is the model's."""
+    import inspect
+
+    model = tiny_models.tiny_model("qwen3_moe")
+    layer = model.model.layers[0]
+    before = inspect.signature(layer.forward)
+    torch_moe_mps.accelerate(model)
+    assert inspect.signature(layer.forward) == before
+
+
+def test_instance_with_its_own_forward_is_left_alone():
+    layer = Chained().eval()
+    layer.forward = lambda x, y: x
+    assert rewrite(layer) == ([], "its forward was replaced on the instance")
