@@ -102,10 +102,12 @@ def _digest(*parts: object) -> str:
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:24]
 
 
-def _run(command: Sequence[str], what: str) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
+def run(command: Sequence[str | Path], what: str) -> str:
+    """The output of a command; BuildError with its messages where it fails."""
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     if result.returncode != 0:
         raise BuildError(f"{what} failed:\n{result.stderr}")
+    return result.stdout
 
 
 def _headers(dependency_file: Path) -> list[Path]:
@@ -118,11 +120,9 @@ def _contents(files: Sequence[Path]) -> str:
     return _digest(*(file.read_bytes() if file.exists() else "missing" for file in files))
 
 
-def compile_object(source: Path) -> Path:
-    """The object of one source; built once for each text of it and of its headers, flags and torch."""
-    flags = _flags(source)
-    key = _digest(source, source.read_bytes(), flags, compiler(), torch.__version__)
-    cache = cache_directory()
+def compile_once(source: Path, command: Sequence[str], identity: str, cache: Path) -> Path:
+    """The object of `source`, built once for each text of it and of its headers, command and identity."""
+    key = _digest(source, source.read_bytes(), command, identity)
     dependencies = cache / f"{source.stem}-{key}.d"
     if dependencies.exists():
         cached = cache / f"{source.stem}-{key}-{_contents(_headers(dependencies))}.o"
@@ -130,12 +130,15 @@ def compile_object(source: Path) -> Path:
             return cached
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         built, listed = Path(scratch, "out.o"), Path(scratch, "out.d")
-        command = [compiler(), *flags, "-MMD", "-MF", str(listed), "-c", "-o", str(built), str(source)]
-        _run(command, f"compiling {source.name}")
+        run([*command, "-MMD", "-MF", listed, "-c", "-o", built, source], f"compiling {source.name}")
         cached = cache / f"{source.stem}-{key}-{_contents(_headers(listed))}.o"
         built.replace(cached)
         listed.replace(dependencies)
     return cached
+
+
+def compile_object(source: Path) -> Path:
+    return compile_once(source, [compiler(), *_flags(source)], torch.__version__, cache_directory())
 
 
 def build_library(name: str, sources: Sequence[Path], link_with: Sequence[Path] = ()) -> Path:
@@ -158,7 +161,7 @@ def build_library(name: str, sources: Sequence[Path], link_with: Sequence[Path] 
                 command += ["-lobjc", "-lBlocksRuntime", "-ldl"]
                 if name == "device":
                     command += ["-ltorch_python"]
-                _run(command, f"linking {name}")
+                run(command, f"linking {name}")
                 built.replace(library)
     return library
 

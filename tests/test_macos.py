@@ -1,0 +1,104 @@
+"""The check that the host code builds for macOS, and that the check finds what it is for."""
+
+import re
+import sys
+
+import pytest
+
+if sys.platform == "darwin":
+    pytest.skip("a Mac builds the extension itself", allow_module_level=True)
+
+from simulator import macos
+from simulator.build_device import BuildError
+
+
+@pytest.fixture
+def check(tmp_path):
+    """The faults of one source text."""
+
+    def run(text: str) -> list[str]:
+        source = tmp_path / "source.mm"
+        source.write_text("#import <Metal/Metal.h>\n" + text)
+        return macos.check(macos.DEFAULT, [source]).faults
+
+    return run
+
+
+def test_the_package():
+    result = macos.check(macos.DEFAULT)
+    assert result.faults == []
+    assert result.files >= 8 and result.bound > 40 and result.selectors > 10
+    assert str(result).startswith(f"torch {macos.DEFAULT} for macOS: {result.files} files, ")
+
+
+def test_right_code_passes(check):
+    assert not check("""
+        #include <string>
+        namespace at::mps { class MPSStream; MPSStream* getCurrentMPSStream(); }
+        void* stream() { return at::mps::getCurrentMPSStream(); }
+        void encode(id<MTLComputeCommandEncoder> encoder, id<MTLBuffer> grid) {
+          [encoder dispatchThreadgroupsWithIndirectBuffer:grid
+                                     indirectBufferOffset:4
+                                    threadsPerThreadgroup:MTLSizeMake(1, 1, 1)];
+        }
+        std::string text(NSError* error) { return [[error localizedDescription] UTF8String]; }
+    """)
+
+
+def test_symbol_that_torch_does_not_export_is_found(check):
+    faults = check("""
+        namespace at::mps { class MPSStream; MPSStream* getStreamOfNobody(); }
+        void* stream() { return at::mps::getStreamOfNobody(); }
+    """)
+    assert faults == ["no library of torch defines at::mps::getStreamOfNobody()"]
+
+
+def test_c_symbol_that_nobody_defines_is_found(check):
+    faults = check('extern "C" int moe_mps_nothing(void); int f() { return moe_mps_nothing(); }')
+    assert faults == ["no library of torch defines _moe_mps_nothing"]
+
+
+def test_selector_that_apple_does_not_have_is_found(check):
+    faults = check("""
+        @protocol Wrong
+        - (void)dispatchThreadgroup:(MTLSize)grid threadsPerGroup:(MTLSize)threads;
+        @end
+        void encode(id<Wrong> encoder) {
+          [encoder dispatchThreadgroup:MTLSizeMake(1, 1, 1) threadsPerGroup:MTLSizeMake(1, 1, 1)];
+        }
+    """)
+    assert faults == ["selector dispatchThreadgroup:threadsPerGroup: is not Apple's"]
+
+
+def test_class_that_apple_does_not_have_is_found(check):
+    faults = check("""
+        @interface MTLCompilerSettings : NSObject
+        @end
+        id make() { return [MTLCompilerSettings new]; }
+    """)
+    assert faults == ["class MTLCompilerSettings is not Apple's"]
+
+
+def declared_selectors(text: str) -> set[str]:
+    """The methods and property accessors of an Objective-C header."""
+    selectors = set()
+    for method in re.findall(r"^[-+] \([^;]*?\)(\w[^;]*);", text, re.MULTILINE):
+        parts = re.findall(r"(\w+):", method)
+        selectors.add("".join(part + ":" for part in parts) if parts else method.strip())
+    for attributes, name in re.findall(r"^@property(\([^)]*\))?[^;]*?(\w+);", text, re.MULTILINE):
+        selectors.add(name)
+        if "readonly" not in attributes:
+            selectors.add(f"set{name[0].upper()}{name[1:]}:")
+    return selectors
+
+
+def test_every_selector_of_our_metal_header_is_apples():
+    """So that host code which compiles against it sends nothing that Apple does not have."""
+    declared = declared_selectors((macos.HERE / "metal/include/Metal/Metal.h").read_text())
+    assert len(declared) > 50 and "setFastMathEnabled:" in declared
+    assert declared - macos.metal_cpp_names()[0] == set()
+
+
+def test_method_that_is_not_declared_does_not_compile(check):
+    with pytest.raises(BuildError, match="instance method '-endEncodingNow' not found"):
+        check("void end(id<MTLComputeCommandEncoder> encoder) { [encoder endEncodingNow]; }")
