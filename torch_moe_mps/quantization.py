@@ -8,7 +8,7 @@ Both are written bit for bit as mlx.core.quantize writes them on a CPU: groups o
 last dimension, 32 / bits values per uint32, the first value in the lowest bits.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -272,7 +272,8 @@ def check_module(name: str, module: nn.Module, format: QuantizationFormat) -> No
     for projection in projections(module):
         weight = _rows_first(module, projection)
         argument = f"{name}.{projection}"
-        check.dtype(argument, weight, ACTIVATION_DTYPES)
+        if weight.is_meta:
+            check.fail(argument, "loaded and not offloaded", "a tensor on the meta device")
         if weight.shape[-1] % format.group_size != 0:
             expected = f"of an input dimension that is a multiple of group_size {format.group_size}"
             check.fail(argument, expected, weight.shape[-1])
@@ -280,6 +281,8 @@ def check_module(name: str, module: nn.Module, format: QuantizationFormat) -> No
 
 def _replace(module: nn.Module, projection: str, quantized: QuantizedWeight) -> None:
     delattr(module, projection)
+    # int32 where quantize gives uint32: torch 2.13 cannot unpickle a uint32 tensor and lacks operations for it.
+    quantized = quantized._replace(packed=quantized.packed.view(torch.int32))
     for suffix, tensor in zip(QuantizedWeight._fields, quantized, strict=True):
         if tensor is not None:
             module.register_parameter(f"{projection}_{suffix}", nn.Parameter(tensor, requires_grad=False))
@@ -294,7 +297,7 @@ def empty_quantized_module(module: nn.Module, format: QuantizationFormat) -> Non
 
 
 def quantize_module(module: nn.Module, format: QuantizationFormat) -> list["QuantizedProjection"]:
-    """Replace `<projection>` by `<projection>_packed`, `_scales` and, in mode affine, `_biases`.
+    """Replace `<projection>` by `<projection>_packed` (int32), `_scales` and, in mode affine, `_biases`.
 
     One dense parameter is freed before the next is quantised. Sets `module.quantization`.
     """
@@ -348,14 +351,14 @@ class QuantizationReport:
             )
             for row in rows
         ]
-        return "\n".join(lines + [f"{name}: left dense, {why}" for name, why in self.skipped.items()])
+        return "\n".join(lines + [f"{name} is left as it is: {why}" for name, why in self.skipped.items()])
 
 
 def _mib(count: int) -> str:
     return f"{count / 2**20:.1f} MiB"
 
 
-def _with_progress(items: Iterable, enabled: bool) -> Iterable:
+def _with_progress(items: Collection, enabled: bool) -> Iterable:
     """A progress bar where tqdm is installed, as it is with transformers."""
     if not enabled:
         return items
@@ -380,27 +383,35 @@ def quantize_experts(
     Every dense parameter is freed before the next one is quantised, so the peak is the dense model plus one
     quantised layer. All checks come first: on an error the model is unchanged.
 
+    The modules run as experts implementation "moe_mps" from then on, for inference only.
+
     Args:
         model: any module; experts are recognised by the interface of transformers' experts implementations.
         bits, group_size, mode: see QuantizationFormat.
         modules: the experts modules to quantise, by name; None means all of the model.
         progress: show a bar where tqdm is installed.
 
-    Returns: a report with the relative error of each parameter.
+    Returns: a report with the relative error of each parameter, and what was left dense.
 
     Raises: ValueError for a format or a shape that does not fit.
     """
+    # Not at the top: that module knows transformers, this one is needed without it.
+    from .transformers.experts import NAME, unsupported
+
     format = QuantizationFormat(bits, group_size, mode)
     report = QuantizationReport(format)
     if modules is None:
         modules = {name: module for name, module in model.named_modules() if is_experts(module)}
     dense = {}
     for name, module in modules.items():
-        if getattr(module, "quantization", None) is not None:
-            report.skipped[name] = f"already {module.quantization}"
+        quantized = getattr(module, "quantization", None)
+        reason = unsupported(module) if quantized is None else f"already {quantized}"
+        if reason is not None:
+            report.skipped[name] = reason
         else:
             check_module(name, module, format)
             dense[name] = module
-    for name in _with_progress(list(dense), progress):
+    for name in _with_progress(dense, progress):
         report.modules[name] = quantize_module(dense[name], format)
+        dense[name].config._experts_implementation = NAME
     return report
