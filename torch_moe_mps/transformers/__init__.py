@@ -18,7 +18,7 @@ from .modules import restore_module, rewrite
 from .programs import Unsupported, straighten
 from .report import Report, Row
 
-__all__ = ["Report", "Row", "accelerate", "restore", "unsupported"]
+__all__ = ["Report", "Row", "accelerate", "is_experts", "restore", "unsupported"]
 
 _PREVIOUS = "_moe_mps_previous_implementation"
 

@@ -321,7 +321,11 @@ class _Builder:
         while True:
             name = self.program.last_name(ast.Name(name, ast.Load())) or name
             value = self.program.definitions.get(name)
-            if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _VIEWS:
+            if (
+                isinstance(value, ast.Call)
+                and isinstance(value.func, ast.Attribute)
+                and value.func.attr in _VIEWS
+            ):
                 value = value.func.value
             elif isinstance(value, ast.Subscript) and isinstance(value.value, ast.Name):
                 if isinstance(self.program.definitions.get(value.value.id), ast.Call):
@@ -391,4 +395,3 @@ class _Builder:
         statement = _Rename(self.names).visit(copy.deepcopy(node))
         self.program.statements.append(statement)
         self.program.inplace.append(statement)
-

@@ -1,0 +1,144 @@
+"""Generates text with a Mixture-of-Experts model, first with transformers' own code, then accelerated.
+
+Without --model it writes a small Qwen3-MoE checkpoint with random weights and loads that.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+import torch_moe_mps
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
+    parser.add_argument(
+        "--model", help="checkpoint of a Mixture-of-Experts model: a folder, or a name on the Hub"
+    )
+    parser.add_argument("--device", help="mps where there is one, else cpu")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="of the weights; auto: as in the checkpoint"
+    )
+    parser.add_argument("--bits", type=int, choices=(4, 8), help="quantise the experts")
+    parser.add_argument(
+        "--prompt", default="The experts of a Mixture-of-Experts model", help="needs a tokenizer"
+    )
+    parser.add_argument("--tokens", type=int, default=64, help="how many to generate")
+    return parser.parse_args()
+
+
+def write_checkpoint(folder: str) -> None:
+    """A Qwen3-MoE of 19 million parameters in its real architecture, with random weights."""
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=2048,
+        hidden_size=256,
+        intermediate_size=512,
+        moe_intermediate_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=32,
+        num_experts_per_tok=4,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+    model.save_pretrained(folder)
+
+
+def is_checkpoint(path: str) -> bool:
+    """A folder with a config, or what may be a name on the Hub."""
+    is_name = path.count("/") <= 1 and not path.startswith((".", "/", "~")) and not Path(path).exists()
+    return is_name or (Path(path) / "config.json").is_file()
+
+
+def load(path: str, dtype: str, device: str):
+    """The model in evaluation mode; one line on what is wrong otherwise."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: no checkpoint at {path}: {first_line(error)}")
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device).eval()
+    except (OSError, ValueError, RuntimeError) as error:
+        sys.exit(f"error: {path} ({config.model_type}) could not be loaded: {first_line(error)}")
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def prompt_ids(path: str, prompt: str, model):
+    """(token ids, tokenizer); random ids and no tokenizer where the checkpoint has none."""
+    local = Path(path)
+    if not local.is_dir() or any(local.glob("tokenizer*")):
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+            return tokenizer(prompt, return_tensors="pt").input_ids.to(model.device), tokenizer
+        except (OSError, ValueError) as error:
+            sys.exit(f"error: the tokenizer of {path} could not be loaded: {first_line(error)}")
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(0, vocabulary, (1, 16), generator=torch.Generator().manual_seed(0))
+    return ids.to(model.device), None
+
+
+@torch.no_grad()
+def run(model, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """The prompt's logits, the tokens generated greedily, and tokens per second."""
+    logits = model(input_ids=ids).logits.float()
+    options = {"do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    model.generate(input_ids=ids, max_new_tokens=2, **options)
+    start = time.perf_counter()
+    generated = model.generate(input_ids=ids, max_new_tokens=tokens, **options)[0, ids.shape[1] :].cpu()
+    return logits, generated, len(generated) / (time.perf_counter() - start)
+
+
+def main() -> None:
+    args = arguments()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    device = args.device or ("mps" if torch.backends.mps.is_available() else "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        path = args.model or folder
+        if args.model is None:
+            write_checkpoint(folder)
+        elif not is_checkpoint(path):
+            sys.exit(f"error: {path} is not a checkpoint: there is no {Path(path) / 'config.json'}")
+        model = load(path, args.dtype, device)
+        ids, tokenizer = prompt_ids(path, args.prompt, model)
+    if not any(torch_moe_mps.transformers.is_experts(module) for module in model.modules()):
+        sys.exit(
+            f"error: {path} has no Mixture-of-Experts layers that transformers dispatches ({type(model).__name__})"
+        )
+    demonstrate(model, ids, tokenizer, args)
+
+
+def demonstrate(model, ids: torch.Tensor, tokenizer, args: argparse.Namespace) -> None:
+    parameters = sum(p.numel() for p in model.parameters()) / 1e6
+    print(f"{type(model).__name__}, {parameters:.0f} M parameters, {model.dtype}, {model.device}\n")
+    model.set_experts_implementation("eager")
+    expected, eager_tokens, eager_speed = run(model, ids, args.tokens)
+    print(torch_moe_mps.accelerate(model, bits=args.bits))
+    logits, tokens, speed = run(model, ids, args.tokens)
+    error = ((logits - expected).abs().max() / expected.abs().max()).item()
+    same = int((tokens == eager_tokens[: len(tokens)]).long().cumprod(0).sum())
+    print(f"\nlogits of the prompt against eager: relative error {error:.1e}")
+    print(f"greedy tokens equal to eager's: {same} of {len(eager_tokens)}")
+    print(f"tokens/s: eager {eager_speed:.1f}, accelerated {speed:.1f} ({speed / eager_speed:.2f} times)")
+    print("\n" + (tokenizer.decode(tokens) if tokenizer else " ".join(map(str, tokens.tolist()))))
+
+
+if __name__ == "__main__":
+    main()
