@@ -1,10 +1,9 @@
 """The device that a test runs on.
 
 A test that takes the fixture `device` runs on the CPU and on "mps": on a Mac that is Metal, elsewhere it is
-the simulator (tests/simulator), which runs the same host code and shaders in an ordinary PyTorch. In the
-simulator the order of threads and threadgroups is one of four schedules: a test gets the one that its name
-selects, so that every operator meets all of them over its cases; `@pytest.mark.all_schedules` runs a test
-under each of them, `--all-schedules` does that for all tests.
+the simulator (tests/simulator), which runs the same host code and shaders in an ordinary PyTorch. There it
+runs once for each of four orders of threads and threadgroups; `@pytest.mark.one_schedule` is for a test that
+takes long, and runs it under the one that its name selects.
 """
 
 import sys
@@ -17,36 +16,28 @@ SCHEDULES = (0, 1, 2, 3)
 SIMULATED = sys.platform != "darwin"
 
 
-def pytest_addoption(parser):
-    parser.addoption(
-        "--all-schedules", action="store_true", help="run every simulated mps test under all schedules"
-    )
-
-
 def pytest_configure(config):
     config.addinivalue_line(
-        "markers", "all_schedules: run the simulated mps variant under every schedule, not under one of them"
+        "markers", "one_schedule: run the simulated mps variant under one schedule, not under every one"
     )
-    # Before test modules are imported: torch remembers for the process whether MPS was there when first
-    # asked.
+    # Before test modules are imported: torch remembers for the process whether MPS was there when asked.
     if SIMULATED:
         install_error(config)
 
 
-def mps_variants(every_schedule: bool) -> list:
+def mps_variants(one_schedule: bool) -> list:
     """The parameters of `device` beside "cpu"."""
     if not SIMULATED:
         return ["mps"] if torch.backends.mps.is_available() else []
-    if every_schedule:
-        return [pytest.param(("mps", seed), id=f"mps-schedule{seed}") for seed in SCHEDULES]
-    return ["mps"]
+    if one_schedule:
+        return ["mps"]
+    return [pytest.param(("mps", seed), id=f"mps-schedule{seed}") for seed in SCHEDULES]
 
 
 def pytest_generate_tests(metafunc):
     if "device" in metafunc.fixturenames:
-        marked = metafunc.definition.get_closest_marker("all_schedules") is not None
-        variants = mps_variants(marked or metafunc.config.getoption("--all-schedules"))
-        metafunc.parametrize("device", ["cpu", *variants], indirect=True)
+        one_schedule = metafunc.definition.get_closest_marker("one_schedule") is not None
+        metafunc.parametrize("device", ["cpu", *mps_variants(one_schedule)], indirect=True)
 
 
 def install_error(config) -> str | None:
