@@ -42,6 +42,7 @@ def accelerate(
         from ..quantization import quantize_experts
 
         report.quantization = quantize_experts(model, bits, group_size, mode)
+        _mark_quantized(model, report.quantization)
     found = {name: module for name, module in model.named_modules() if is_experts(module)}
     for module in found.values():  # all of them first: layers share their config
         module.__dict__.setdefault(_PREVIOUS, getattr(module.config, "_experts_implementation", None))
@@ -69,6 +70,14 @@ def restore(model: nn.Module) -> nn.Module:
         if _PREVIOUS in module.__dict__:
             module.config._experts_implementation = module.__dict__.pop(_PREVIOUS)
     return model
+
+
+def _mark_quantized(model: nn.Module, quantization: object) -> None:
+    """Lets transformers' models save and load what was quantised."""
+    if quantization.modules and hasattr(model, "save_pretrained") and hasattr(model.config, "to_dict"):
+        from .saving import mark_quantized
+
+        mark_quantized(model, quantization.format)
 
 
 def _around(model: nn.Module, found: dict[str, nn.Module]):

@@ -247,8 +247,3 @@ def add_shared(routed: Tensor, shared_gate: Tensor | None, shared_out: Tensor | 
     if shared_gate is not None:
         shared_out = torch.sigmoid(shared_gate) * shared_out
     return routed + shared_out
-
-
-def register(interface: object) -> None:
-    """Adds "moe_mps" to transformers' ExpertsInterface."""
-    interface.register(NAME, experts_forward)
