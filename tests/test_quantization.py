@@ -51,7 +51,7 @@ def from_mlx(mx, array):
 
 
 def awkward_weights(dtype):
-    """Odd counts of experts and rows; groups that are zero, constant, one-signed, tiny, huge, full of ties."""
+    """Odd counts of experts and rows; zero, constant, one-signed, tiny and huge groups, and ties."""
     weight = torch.randn(3, 17, 256, generator=torch.Generator().manual_seed(0))
     weight[0, 0] = 0
     weight[0, 1], weight[0, 2] = 1.5, -0.3

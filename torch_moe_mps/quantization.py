@@ -281,7 +281,7 @@ def check_module(name: str, module: nn.Module, format: QuantizationFormat) -> No
 
 def _replace(module: nn.Module, projection: str, quantized: QuantizedWeight) -> None:
     delattr(module, projection)
-    # int32 where quantize gives uint32: torch 2.13 cannot unpickle a uint32 tensor and lacks operations for it.
+    # int32 where quantize gives uint32: torch 2.13 cannot unpickle uint32, and lacks operations for it.
     quantized = quantized._replace(packed=quantized.packed.view(torch.int32))
     for suffix, tensor in zip(QuantizedWeight._fields, quantized, strict=True):
         if tensor is not None:

@@ -14,8 +14,9 @@ from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check
 from ._registry import operator
 
 MAX_TOP_K = 64
-# Pairs computed at a time by the reference: bounds its intermediate results in a long prefill.
-PAIRS_AT_ONCE = 8192
+# Pairs computed at a time by the reference: this bounds its intermediate results, and they stay in the cache.
+# T 512, K 8, E 32, H 2048, bfloat16, one thread: 214 ms, in one piece 252 ms; 256 to 2048 pairs are alike.
+PAIRS_AT_ONCE = 1024
 
 
 def check_ids(check: Check, x: Tensor, ids: Tensor) -> None:
@@ -81,19 +82,19 @@ class Groups(NamedTuple):
     pairs: Tensor
 
     def pieces(self, size: int) -> Iterator["Groups"]:
-        """The same pairs in pieces of at most `size`."""
+        """The same pairs in pieces of at most `size`; an expert is cut only if it has more."""
         experts, counts, first, filled = [], [], 0, 0
         for expert, count in zip(self.experts, self.counts, strict=True):
             while count > 0:
-                taken = min(count, size - filled)
+                if filled > 0 and filled + count > size:
+                    yield Groups(experts, counts, self.pairs[first : first + filled])
+                    experts, counts, first, filled = [], [], first + filled, 0
+                taken = min(count, size)
                 experts.append(expert)
                 counts.append(taken)
                 count, filled = count - taken, filled + taken
-                if filled == size:
-                    yield Groups(experts, counts, self.pairs[first : first + filled])
-                    experts, counts, first, filled = [], [], first + filled, 0
         if filled > 0:
-            yield Groups(experts, counts, self.pairs[first:])
+            yield Groups(experts, counts, self.pairs[first : first + filled])
 
 
 def group_by_expert(ids: Tensor, num_experts: int) -> Groups:
