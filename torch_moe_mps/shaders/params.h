@@ -105,8 +105,9 @@ struct GateParams {
 struct BucketParams {
   uint32_t pairs;
   uint32_t experts;
-  uint32_t expert_digits;   // binary digits of `experts`, which is the bucket of the sentinels
-  uint32_t chunk;           // pairs of one simdgroup, a multiple of 32
+  uint32_t chunks;          // runs of consecutive pairs, one a simdgroup
+  uint32_t chunk;           // pairs of a run, a multiple of 32
+  uint32_t upper_digits;    // binary digits of the number of experts above those that select a lane set
   uint32_t tile_rows;       // 0: no tile list
   uint32_t sentinel_tiles;  // also tiles of expert -1 for the sentinels
   uint32_t columns_a;       // threadgroups across the columns of the two matmuls that use the tiles
@@ -149,7 +150,6 @@ struct ExpertParams {
   uint32_t wide_ids;        // ids are int64
   uint32_t x_per_pair;      // x has a row for each pair, else for each token
   uint32_t grid_is_experts; // grid.y counts experts, else pairs
-  uint32_t zero_sentinels;  // pairs without an expert get a row of zeros
   uint32_t row_layout;
   uint32_t activation;
   uint32_t bias_dtype;

@@ -1,0 +1,562 @@
+"""The experts' Metal kernels on an NVIDIA GPU, beside MLX's and the source kernels, by one mechanical translation.
+
+    python scripts/bench_experts.py --translator DIR --mlx DIR --sources DIR [--only decode,down,dense,prefill,layer]
+
+`--translator` holds msl_cuda.py, which runs a .metal file through NVRTC; `--mlx` is the `mlx` folder with MLX's kernel headers
+(mlx/backend/metal/kernels inside the wheel), `--sources` the files with the source kernels. Needs CuPy. The times are "MSL on this GPU",
+never "Metal on a Mac". Weights rotate so that the cache does not serve them, and every kernel's result is compared with float64
+in the same run: a wrong one makes the script exit with 1.
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+SHADERS = Path(__file__).resolve().parent.parent / "torch_moe_mps" / "shaders"
+EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
+GROUP = 64
+TILE_ROWS, TILE_COLUMNS = 32, 64
+TOLERANCE = {"f32": 1e-5, "f16": 2e-3, "bf16": 1.2e-2}  # of the largest value
+METAL_TYPE = {"f32": "float", "f16": "half", "bf16": "bfloat"}
+MLX_TYPE = {"f16": "float16_t", "bf16": "bfloat16_t"}
+
+
+class Device:
+    """CuPy and the translator; compiles what is asked for, once."""
+
+    def __init__(self, translator: str):
+        sys.path.insert(0, translator)
+        import cupy
+        import msl_cuda
+
+        self.cupy, self.msl, self.libraries = cupy, msl_cuda, {}
+
+    def library(self, source: str, include_dir: Path, **options):
+        key = (source, str(options))
+        if key not in self.libraries:
+            self.libraries[key] = self.msl.Library(source, include_dir=str(include_dir), **options)
+        return self.libraries[key]
+
+    def microseconds(self, launches: list, count: int) -> float:
+        """Median time of one launch, the launches taken in turn inside a CUDA graph."""
+        state = {"next": 0}
+
+        def step():
+            launches[state["next"] % len(launches)]()
+            state["next"] += 1
+
+        return self.msl.bench(step, n=count)
+
+    def params(self, name: str, **values):
+        return self.cupy.asarray(np.frombuffer(pack_struct(name, values), np.uint8))
+
+
+def pack_struct(name: str, values: dict) -> bytes:
+    """The bytes of a struct of params.h; members that are not named are zero."""
+    text = (SHADERS / "params.h").read_text()
+    body = re.search(rf"struct {name} \{{(.*?)\}};", text, re.S).group(1)
+    packed = b""
+    for kind, member in re.findall(r"^\s*(\w+) (\w+);", body, re.M):
+        if kind in ("uint32_t", "float"):
+            packed += (np.uint32 if kind == "uint32_t" else np.float32)(values.get(member, 0)).tobytes()
+        else:
+            packed += pack_struct(kind, values[member])
+    return packed
+
+
+# Data
+
+
+def to_dtype(cp, values, dtype: str):
+    """float32 -> the bits of `dtype`."""
+    if dtype == "f32":
+        return values
+    if dtype == "f16":
+        return values.astype(cp.float16)
+    bits = values.view(cp.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(cp.uint16)
+
+
+def to_float64(cp, values, dtype: str):
+    if dtype == "bf16":
+        return (values.astype(cp.uint32) << 16).view(cp.float32).astype(cp.float64)
+    return values.astype(cp.float64)
+
+
+class Weights:
+    """[E, rows, inputs] in one format, with its float64 values expert by expert."""
+
+    def __init__(self, cp, kind: str, dtype: str, rows: int, inputs: int, seed: int):
+        self.cp, self.kind, self.dtype, self.rows, self.inputs = cp, kind, dtype, rows, inputs
+        random = cp.random.RandomState(seed)
+        if kind == "dense":
+            self.packed = cp.empty((EXPERTS, rows, inputs), cp.float32 if dtype == "f32" else cp.uint16)
+            for e in range(EXPERTS):
+                values = random.standard_normal((rows, inputs), dtype=cp.float32) * 0.02
+                self.packed[e] = to_dtype(cp, values, dtype).view(self.packed.dtype)
+            self.scales = self.biases = self.packed
+            return
+        self.bits = {"affine4": 4, "affine8": 8, "mxfp4": 4}[kind]
+        words = (EXPERTS, rows, inputs * self.bits // 32)
+        halves = random.randint(0, 2**16, (2, *words), dtype=cp.int32).astype(cp.uint32)
+        self.packed = halves[0] | (halves[1] << 16)
+        if kind == "mxfp4":
+            self.scales = random.randint(118, 123, (EXPERTS, rows, inputs // 32)).astype(cp.uint8)
+            self.biases = self.scales
+            return
+        groups = (EXPERTS, rows, inputs // GROUP)
+        scales = (random.random_sample(groups, dtype=cp.float32) + 0.5) * (0.1 / 2**self.bits)
+        self.scales = to_dtype(cp, scales, dtype)
+        self.biases = to_dtype(cp, -scales * 2 ** (self.bits - 1), dtype)
+
+    def bytes_per_expert(self) -> int:
+        arrays = {id(a): a for a in (self.packed, self.scales, self.biases)}.values()
+        return sum(a.nbytes for a in arrays) // EXPERTS
+
+    def float64(self, expert: int):
+        cp = self.cp
+        if self.kind == "dense":
+            return to_float64(cp, self.packed[expert].view(cp.float16 if self.dtype == "f16" else self.packed.dtype), self.dtype)
+        per_word = 32 // self.bits
+        shifts = cp.arange(per_word, dtype=cp.uint32) * self.bits
+        q = (self.packed[expert][..., None] >> shifts) & (2**self.bits - 1)
+        q = q.reshape(self.rows, self.inputs)
+        if self.kind == "mxfp4":
+            grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+            values = cp.asarray(np.concatenate([grid, -grid]))[q]
+            return values * cp.repeat(2.0 ** (self.scales[expert].astype(cp.float64) - 127), 32, axis=1)
+        scales = cp.repeat(to_float64(cp, self.scales[expert], self.dtype), GROUP, axis=1)
+        biases = cp.repeat(to_float64(cp, self.biases[expert], self.dtype), GROUP, axis=1)
+        return q * scales + biases
+
+
+def rotating_ids(cp, tokens: int, sets: int, seed: int) -> list:
+    """Distinct experts for each token; for one token the sets together touch every expert in turn."""
+    random = np.random.RandomState(seed)
+    if tokens == 1:
+        order = np.concatenate([random.permutation(EXPERTS) for _ in range(-(-sets * TOP_K // EXPERTS))])
+        return [cp.asarray(order[i * TOP_K : (i + 1) * TOP_K].astype(np.int32).reshape(1, TOP_K)) for i in range(sets)]
+    choose = [[random.choice(EXPERTS, TOP_K, replace=False) for _ in range(tokens)] for _ in range(sets)]
+    return [cp.asarray(np.array(ids, np.int32)) for ids in choose]
+
+
+def distinct(ids) -> int:
+    return len(np.unique(ids.get()))
+
+
+# Our kernels
+
+
+class Ours:
+    """The package's kernels for one weight format and dtype, launched as csrc/experts.mm launches them."""
+
+    def __init__(self, device: Device, kind: str, dtype: str):
+        self.device, self.dtype, self.kind = device, dtype, kind
+        text = (SHADERS / ("experts.metal" if kind == "dense" else "quantized.metal")).read_text()
+        self.suffix = dtype if kind == "dense" else f"{kind}_{dtype}"
+        lines = ['#include "expert_decode.h"', '#include "expert_gemm.h"']
+        lines += instantiations(text, METAL_TYPE[dtype], self.suffix)
+        if kind != "dense":
+            lines.append(f'template [[host_name("expert_combine_{dtype}")]] [[kernel]] '
+                         f"decltype(expert_combine<{METAL_TYPE[dtype]}>) expert_combine<{METAL_TYPE[dtype]}>;")
+        self.library = device.library("\n".join(lines), SHADERS)
+
+    def matmul(self, ids, weights: Weights, outputs: int, gated: bool, x_per_pair: bool):
+        tokens, slots = ids.shape
+        return dict(tokens=tokens, slots=slots, pairs=tokens * slots, experts=EXPERTS, inputs=weights.inputs,
+                    rows=weights.rows, outputs=outputs, vectorised=1, group_shift=GROUP.bit_length() - 1,
+                    x_per_pair=int(x_per_pair), grid_is_experts=int(tokens * slots > EXPERTS),
+                    row_layout=1 if gated else 0, activation=1 if gated else 0)
+
+    def rows(self, x, weights: Weights, ids, out, order):
+        """Gate, up and silu: decode's first dispatch."""
+        outputs, pairs = weights.rows // 2, ids.size
+        params = self.device.params("ExpertParams", **self.matmul(ids, weights, outputs, True, False))
+        buffers = {0: x, 1: weights.packed, 2: weights.scales, 3: weights.biases, 4: ids, 5: x, 6: out, 7: params, 8: order}
+        if ids.shape[0] == 1:
+            grid, threads = (-(-outputs // (SINGLE_SIMDGROUPS * 2)), pairs, 1), SINGLE_SIMDGROUPS * 32
+            return self.launch("expert_rows_single", buffers, grid, threads)
+        return self.launch("expert_rows_shared", buffers, (-(-outputs // 32), min(pairs, EXPERTS) + 1, 1), 256)
+
+    def down(self, x, weights: Weights, ids, routing, out, order):
+        """Down, the sum over the experts: decode's second dispatch."""
+        matmul = self.matmul(ids, weights, weights.rows, False, True)
+        params = self.device.params("ExpertDownParams", matmul=matmul, combine={})
+        buffers = {0: x, 1: weights.packed, 2: weights.scales, 3: weights.biases, 4: ids, 5: x, 6: out, 7: routing, 8: x, 9: x, 10: x,
+                   11: params, 12: order}
+        if ids.shape[0] == 1:
+            return self.launch("expert_down_single", buffers, (-(-weights.rows // 4), 1, 1), min(TOP_K, 8) * 32)
+        return self.launch("expert_down_shared", buffers, (-(-weights.rows // 4), 1, 1), 256, [ids.size * 16])
+
+    def gemm(self, x, weights: Weights, ids, tiles, out, gated: bool, x_per_pair: bool):
+        outputs = weights.rows // 2 if gated else weights.rows
+        params = self.device.params("ExpertParams", **self.matmul(ids, weights, outputs, gated, x_per_pair))
+        order, _, tile_list = tiles
+        buffers = {0: x, 1: weights.packed, 2: weights.scales, 3: weights.biases, 4: x, 5: out, 6: order, 7: tile_list, 8: params}
+        columns = TILE_COLUMNS // 2 if gated else TILE_COLUMNS
+        return self.launch("expert_gemm", buffers, (-(-outputs // columns), len(tile_list), 1), 128)
+
+    def combine(self, slots, ids, routing, out):
+        tokens, hidden = out.shape
+        matmul = dict(tokens=tokens, slots=TOP_K, pairs=tokens * TOP_K, experts=EXPERTS, outputs=hidden)
+        params = self.device.params("ExpertDownParams", matmul=matmul, combine={})
+        buffers = {0: slots, 1: ids, 2: routing, 3: slots, 4: slots, 5: slots, 6: out, 7: params}
+        grid = (-(-hidden // 1024), tokens, 1)
+        return lambda: self.library.launch(f"expert_combine_{self.dtype}", buffers, grid, (256, 1, 1))
+
+    def launch(self, name, buffers, grid, threads, threadgroup_bytes=()):
+        name = f"{name}_{self.suffix}"
+        used = {int(index) for (kind, index), _ in self.library.sigs[name] if kind == "buffer"}
+        buffers = {index: array for index, array in buffers.items() if index in used}
+        return lambda: self.library.launch(name, buffers, grid, (threads, 1, 1), threadgroup_bytes)
+
+
+SINGLE_SIMDGROUPS = 4
+
+
+def instantiations(text: str, metal_type: str, suffix: str) -> list[str]:
+    """The lines of a .metal file, preprocessed by hand, that instantiate the kernels of one format and dtype."""
+    body = re.sub(r"^#include.*$", "", text, flags=re.M)
+    expanded = subprocess.run(["g++", "-E", "-P", "-x", "c++", "-"], input=body, capture_output=True, text=True, check=True).stdout
+    statements = [s.strip() + ";" for s in expanded.split(";") if s.strip()]
+    joined = [re.sub(r'"\s+"', "", s) for s in statements]
+    keep = [s for s in joined if s.startswith("typedef") and re.search(rf"\b\w+_{metal_type};$", s)]
+    return keep + [s for s in joined if re.search(rf'host_name\("expert_[a-z]+(_[a-z]+)*_{suffix}"\)', s)]
+
+
+def tile_list(cp, ids):
+    """What moe_bucket gives: pairs ordered by expert, offsets, tiles (expert, first, count, 0)."""
+    flat = ids.get().reshape(-1)
+    order = np.argsort(flat, kind="stable").astype(np.int32)
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(flat, minlength=EXPERTS))]).astype(np.int32)
+    tiles = [(e, first, min(TILE_ROWS, offsets[e + 1] - first), 0)
+             for e in range(EXPERTS) for first in range(offsets[e], offsets[e + 1], TILE_ROWS)]
+    return cp.asarray(order), cp.asarray(offsets), cp.asarray(np.array(tiles, np.int32))
+
+
+# MLX's kernels
+
+
+class Mlx:
+    def __init__(self, device: Device, root: str):
+        self.device, self.kernels = device, "mlx/backend/metal/kernels/"
+        # A copy with the part of utils.h that these kernels use: the translator has no complex numbers and no logging.
+        self.root = Path(tempfile.mkdtemp())
+        shutil.copytree(Path(root) / "backend/metal/kernels", self.root / self.kernels)
+        utils = self.root / self.kernels / "utils.h"
+        sections = re.split(r"^/{40,}\n// (.*)\n/{40,}\n", utils.read_text(), flags=re.M)
+        wanted = [text for title, text in zip(sections[1::2], sections[2::2]) if re.match("(Indexing|Row tile)", title)]
+        bfloat = f'#pragma once\n#include "{self.kernels}bf16.h"\n#include "{self.kernels}defines.h"\ntypedef half float16_t;\n'
+        bfloat += "struct complex64_t { float real; float imag; };\n"
+        utils.write_text(bfloat + "".join(wanted))
+        traits = self.root / self.kernels / "steel/utils/type_traits.h"  # CUDA pointers have no address space
+        text = re.sub(r"template <typename T>\nstruct pointer_element<(device|threadgroup) T\*> \{.*?\};\n", "", traits.read_text(),
+                      flags=re.S)
+        traits.write_text(text)
+
+    def include(self, *headers: str) -> str:
+        return "\n".join(f'#include "{self.kernels}{header}"' for header in headers) + "\n"
+
+    def quantized(self, instance: str, name: str):
+        source = self.include("utils.h", "steel/gemm/gemm.h", "quantized_utils.h", "quantized.h")
+        source += f'template [[host_name("{name}")]] [[kernel]] decltype({instance}) {instance};\n'
+        constants = {200: True, 201: True, 202: True}
+        return self.device.library(source, self.root, constants=constants, options=("-DMSL_TF32",))
+
+    def gather_qmv(self, x, weights: Weights, lhs, rhs, out):
+        """out[p] = weights[rhs[p]] @ x[lhs[p]]."""
+        cp = self.device.cupy
+        instance = f"affine_gather_qmv_fast<{MLX_TYPE[weights.dtype]}, {GROUP}, {weights.bits}>"
+        library = self.quantized(instance, "qmv")
+        n, k = weights.rows, weights.inputs
+        ints = lambda *v: cp.asarray(np.array(v, np.int32))  # noqa: E731
+        longs = lambda *v: cp.asarray(np.array(v, np.int64))  # noqa: E731
+        buffers = {0: weights.packed, 1: weights.scales, 2: weights.biases, 3: x, 4: lhs, 5: rhs, 6: out, 7: ints(k), 8: ints(n),
+                   9: ints(1), 10: ints(len(x), 1, k), 11: longs(k, k, 1), 12: ints(1), 13: ints(EXPERTS, n, k),
+                   14: longs(n * k * weights.bits // 32), 15: longs(n * k // GROUP), 16: longs(n * k // GROUP), 17: ints(1),
+                   18: ints(lhs.size), 19: longs(1), 20: longs(1)}
+        used = {int(index) for (kind, index), _ in library.sigs["qmv"] if kind == "buffer"}
+        buffers = {index: array for index, array in buffers.items() if index in used}
+        return lambda: library.launch("qmv", buffers, (1, n // 8, lhs.size), (32, 2, 1))
+
+    def gather_qmm(self, x, weights: Weights, offsets, out):
+        """Rows of x ordered by expert, 16 x 32 x 32 tiles."""
+        cp = self.device.cupy
+        instance = f"affine_gather_qmm_rhs<{MLX_TYPE[weights.dtype]}, {GROUP}, {weights.bits}, 16, 32, 32, 1, 2, true>"
+        library = self.quantized(instance, "qmm")
+        m, n, k = len(x), weights.rows, weights.inputs
+        ints = lambda v: cp.asarray(np.array([v], np.int32))  # noqa: E731
+        buffers = {0: x, 1: weights.packed, 2: weights.scales, 3: weights.biases, 4: offsets, 5: out, 6: ints(m), 7: ints(n), 8: ints(k),
+                   9: ints(EXPERTS)}
+        grid = (n // 32, row_tiles(offsets, 16), 1)
+        return lambda: library.launch("qmm", buffers, grid, (32, 2, 1))
+
+    def gather_mm(self, x, weights: Weights, offsets, out):
+        """Rows of x ordered by expert, 16 x 64 x 16 tiles."""
+        cp = self.device.cupy
+        instance = f"gather_mm_rhs<{MLX_TYPE[weights.dtype]}, 16, 64, 16, 1, 2, false, true, float>"
+        source = self.include("utils.h", "steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_gather.h")
+        source += f'template [[host_name("gmm")]] [[kernel]] decltype({instance}) {instance};\n'
+        constants = {10: False, 200: True, 201: True, 202: True}
+        library = self.device.library(source, self.root, constants=constants, options=("-DMSL_TF32",))
+        m, n, k = len(x), weights.rows, weights.inputs
+        params = np.array([m, n, k, k, k, n, n // 64, 0], np.int32).tobytes() + np.array([0, n * k, 0], np.int64).tobytes()
+        params += np.array([0, k // 16, 1, 0], np.int32).tobytes()
+        buffers = {0: x, 1: weights.packed, 2: offsets, 3: out, 4: cp.asarray(np.frombuffer(params, np.uint8)),
+                   5: cp.asarray(np.array([EXPERTS], np.int32))}
+        grid = (n // 64, row_tiles(offsets, 16), 1)
+        return lambda: library.launch("gmm", buffers, grid, (32, 2, 1))
+
+
+def row_tiles(offsets, rows: int) -> int:
+    """Exactly the tiles there are; MLX itself launches the upper bound."""
+    return int(np.sum(-(-np.diff(offsets.get()) // rows)))
+
+
+# The source kernels
+
+
+class Sources:
+    """float32 kernels out of the files of `folder`."""
+
+    def __init__(self, device: Device, folder: str):
+        self.device = device
+        self.texts = [path.read_text() for path in sorted(Path(folder).iterdir()) if path.is_file()]
+
+    def kernel(self, name: str):
+        text = next(t for t in self.texts if f"kernel void {name}" in t)
+        start = text.index(f"kernel void {name}")
+        end = self.device.msl.match(text, text.index("{", start) + 1, "{", "}")
+        structs = "\n".join(re.findall(r"^struct \w+ \{.*?\};", text, re.S | re.M))
+        constants = "\n".join(re.findall(r"^constant [^\n(]*;", text, re.M))
+        return self.device.library(f"#include <metal_stdlib>\nusing namespace metal;\n{constants}\n{structs}\n{text[start:end]}", SHADERS)
+
+    def launch(self, name, buffers, grid, threads, threadgroup_bytes=()):
+        library = self.kernel(name)
+        return lambda: library.launch(name, buffers, grid, (threads, 1, 1), threadgroup_bytes)
+
+
+# The table
+
+
+class Table:
+    def __init__(self):
+        self.failed = False
+
+    def row(self, what, tokens, name, microseconds, bytes_moved, error, tolerance, baseline=None):
+        speed = bytes_moved / microseconds / 1e3
+        ratio = "" if baseline is None else f"{baseline / microseconds:6.2f}x"
+        wrong = not error <= tolerance
+        self.failed |= wrong
+        print(f"{what:34} T {tokens:5} {name:28} {microseconds:9.1f} us {bytes_moved / 1e6:8.1f} MB {speed:7.0f} GB/s "
+              f"{ratio:>8} error {error:.1e}{' WRONG' if wrong else ''}", flush=True)
+
+
+def gate_up_reference(cp, x, weights: Weights, ids, pairs, activate: bool):
+    """float64 rows of some pairs: silu(gate) * up, or the raw product."""
+    rows = []
+    for p in pairs:
+        product = weights.float64(int(ids.reshape(-1)[p])) @ to_float64(cp, x[p // TOP_K], weights.dtype)
+        gate, up = product[: weights.rows // 2], product[weights.rows // 2 :]
+        rows.append(gate / (1 + cp.exp(-gate)) * up if activate else product)
+    return cp.stack(rows)
+
+
+def error(cp, got, reference) -> float:
+    scale = float(cp.abs(reference).max())
+    difference = float(cp.abs(got - reference).max())
+    return difference / scale if difference == difference else float("inf")
+
+
+def some_pairs(count: int) -> list[int]:
+    return sorted({0, 1 % count, count // 3, count // 2, 2 * count // 3, count - 1})
+
+
+def activations(cp, shape, dtype: str, seed: int):
+    return to_dtype(cp, cp.random.RandomState(seed).standard_normal(shape, dtype=cp.float32), dtype)
+
+
+def empty(cp, shape, dtype: str):
+    """Filled with NaN, so that a value never written is seen."""
+    if dtype == "bf16":
+        return cp.full(shape, 0x7FC0, cp.uint16)
+    return cp.full(shape, cp.nan, cp.float32 if dtype == "f32" else cp.float16)
+
+
+def bench_decode(device, table, mlx, kind: str, dtype: str, tokens_list):
+    cp = device.cupy
+    ours, weights = Ours(device, kind, dtype), Weights(cp, kind, dtype, 2 * INTERMEDIATE, HIDDEN, 1)
+    for tokens in tokens_list:
+        id_sets = rotating_ids(cp, tokens, 16 if tokens < 8 else 4, tokens)
+        x = activations(cp, (tokens, HIDDEN), dtype, 2)
+        out, order = empty(cp, (tokens * TOP_K, INTERMEDIATE), dtype), cp.zeros((tokens * TOP_K, 2), cp.int32)
+        moved = np.mean([distinct(ids) for ids in id_sets]) * weights.bytes_per_expert()
+        count = 64 if tokens < 8 else 32
+        base = None
+        if mlx is not None and kind.startswith("affine"):
+            lhs = cp.asarray(np.repeat(np.arange(tokens, dtype=np.uint32), TOP_K))
+            theirs = empty(cp, (tokens * TOP_K, 2 * INTERMEDIATE), dtype)
+            launches = [mlx.gather_qmv(x, weights, lhs, ids, theirs) for ids in id_sets]
+            launches[0]()
+            pairs = some_pairs(tokens * TOP_K)
+            reference = gate_up_reference(cp, x, weights, id_sets[0], pairs, False)
+            wrong = error(cp, to_float64(cp, theirs[pairs], dtype), reference)
+            base = device.microseconds(launches, count)
+            table.row(f"gate+up {kind} {dtype}", tokens, "MLX gather_qmv_fast", base, moved, wrong, TOLERANCE[dtype])
+        launches = [ours.rows(x, weights, ids, out, order) for ids in id_sets]
+        launches[0]()
+        pairs = some_pairs(tokens * TOP_K)
+        wrong = error(cp, to_float64(cp, out[pairs], dtype), gate_up_reference(cp, x, weights, id_sets[0], pairs, True))
+        table.row(f"gate+up {kind} {dtype}", tokens, "ours, with activation", device.microseconds(launches, count), moved, wrong,
+                  TOLERANCE[dtype], base)
+
+
+def bench_down(device, table, mlx, sources, kind: str, dtype: str, tokens_list):
+    cp = device.cupy
+    ours, weights = Ours(device, kind, dtype), Weights(cp, kind, dtype, HIDDEN, INTERMEDIATE, 3)
+    gate_up = Weights(cp, "affine4", dtype, 2 * INTERMEDIATE, HIDDEN, 1) if kind == "affine4" else None
+    for tokens in tokens_list:
+        id_sets = rotating_ids(cp, tokens, 16 if tokens < 8 else 4, tokens)
+        pairs = tokens * TOP_K
+        x = activations(cp, (pairs, INTERMEDIATE), dtype, 4)
+        routing = cp.random.RandomState(5).random_sample((tokens, TOP_K), dtype=cp.float32)
+        out = empty(cp, (tokens, HIDDEN), dtype)
+        moved = np.mean([distinct(ids) for ids in id_sets]) * weights.bytes_per_expert()
+        count = 64 if tokens < 8 else 32
+        token = tokens - 1
+        ids = id_sets[0].get()[token]
+        reference = sum(float(routing[token, k]) * (weights.float64(int(ids[k])) @ to_float64(cp, x[token * TOP_K + k], dtype))
+                        for k in range(TOP_K))
+        base = None
+        if mlx is not None and kind.startswith("affine"):
+            lhs = cp.arange(pairs, dtype=cp.uint32)
+            slots = empty(cp, (pairs, HIDDEN), dtype)
+            matmuls = [mlx.gather_qmv(x, weights, lhs, ids, slots) for ids in id_sets]
+            matmuls[0]()
+            theirs = (to_float64(cp, slots[token * TOP_K : (token + 1) * TOP_K], dtype) * routing[token][:, None]).sum(0)
+            wrong = error(cp, theirs, reference)
+            total = source_weighted_sum(device, sources, cp.zeros((pairs, HIDDEN), cp.float32), routing)
+            both = [lambda first=first: (first(), total()) for first in matmuls]
+            base = device.microseconds(both, count)
+            table.row(f"down+combine {kind} {dtype}", tokens, "MLX + source's sum", base, moved, wrong, TOLERANCE[dtype])
+        order = [pair_list(cp, ids) for ids in id_sets]
+        launches = [ours.down(x, weights, ids, routing, out, order[i]) for i, ids in enumerate(id_sets)]
+        launches[0]()
+        wrong = error(cp, to_float64(cp, out[token], dtype), reference)
+        table.row(f"down+combine {kind} {dtype}", tokens, "ours", device.microseconds(launches, count), moved, wrong, TOLERANCE[dtype],
+                  base)
+    del gate_up
+
+
+def pair_list(cp, ids):
+    """What expert_rows_shared writes for expert_down_shared."""
+    flat = ids.get().reshape(-1)
+    order = np.argsort(flat, kind="stable")
+    return cp.asarray(np.stack([order, flat[order]], 1).astype(np.uint32))
+
+
+def source_weighted_sum(device, sources, slots, routing):
+    """The source's sum over the slots: one token by weighted_sum_stacked, more by moe_weighted_reduce."""
+    cp = device.cupy
+    tokens, hidden = routing.shape[0], slots.shape[1]
+    out = cp.zeros((tokens, hidden), cp.float32)
+    if tokens == 1:
+        params = cp.asarray(np.array([hidden, TOP_K], np.int32))
+        return sources.launch("weighted_sum_stacked_f32", {0: slots, 1: routing, 2: out, 3: params}, (-(-hidden // 256), 1, 1), 256)
+    params = cp.asarray(np.array([tokens, TOP_K, hidden, 0], np.uint32))
+    gate, shared = cp.zeros(tokens, cp.float32), cp.zeros((tokens, hidden), cp.float32)
+    return sources.launch("moe_weighted_reduce_f32", {0: params, 1: routing, 2: slots, 3: gate, 4: shared, 5: shared, 6: out},
+                          (-(-hidden // 256), tokens, 1), 256)
+
+
+def bench_prefill(device, table, mlx, kind: str, dtype: str, tokens_list):
+    cp = device.cupy
+    ours = Ours(device, kind, dtype)
+    weights = Weights(cp, kind, dtype, 2 * INTERMEDIATE, HIDDEN, 1)
+    down = Weights(cp, kind, dtype, HIDDEN, INTERMEDIATE, 3)
+    for tokens in tokens_list:
+        ids = rotating_ids(cp, tokens, 1, tokens)[0]
+        x = activations(cp, (tokens, HIDDEN), dtype, 2)
+        tiles = tile_list(cp, ids)
+        order = tiles[0].get()
+        out = empty(cp, (tokens * TOP_K, INTERMEDIATE), dtype)
+        moved = distinct(ids) * weights.bytes_per_expert()
+        pairs = some_pairs(tokens * TOP_K)
+        count = 8 if tokens < 1024 else 4
+        base = None
+        if mlx is not None:
+            gathered = x[cp.asarray(order // TOP_K)]
+            theirs = empty(cp, (tokens * TOP_K, 2 * INTERMEDIATE), dtype)
+            # their offsets are the starts of the groups; the last group ends at M
+            launch = (mlx.gather_mm if kind == "dense" else mlx.gather_qmm)(gathered, weights, tiles[1], theirs)
+            launch()
+            reference = gate_up_reference(cp, x, weights, ids, [int(order[p]) for p in pairs], False)
+            wrong = error(cp, to_float64(cp, theirs[pairs], dtype), reference)
+            base = device.microseconds([launch], count)
+            name = "MLX gather_mm_rhs" if kind == "dense" else "MLX gather_qmm_rhs"
+            table.row(f"prefill gate+up {kind} {dtype}", tokens, name, base, moved, wrong, TOLERANCE[dtype])
+        launch = ours.gemm(x, weights, ids, tiles, out, True, False)
+        launch()
+        wrong = error(cp, to_float64(cp, out[pairs], dtype), gate_up_reference(cp, x, weights, ids, pairs, True))
+        table.row(f"prefill gate+up {kind} {dtype}", tokens, "ours, gather + activation", device.microseconds([launch], count), moved,
+                  wrong, TOLERANCE[dtype], base)
+
+        slots, total = empty(cp, (tokens * TOP_K, HIDDEN), dtype), empty(cp, (tokens, HIDDEN), dtype)
+        routing = cp.random.RandomState(5).random_sample((tokens, TOP_K), dtype=cp.float32)
+        project, combine = ours.gemm(out, down, ids, tiles, slots, False, True), ours.combine(slots, ids, routing, total)
+        project()
+        combine()
+        token = tokens - 1
+        reference = sum(float(routing[token, k]) * (down.float64(int(ids[token, k])) @ to_float64(cp, out[token * TOP_K + k], dtype))
+                        for k in range(TOP_K))
+        wrong = error(cp, to_float64(cp, total[token], dtype), reference)
+        moved = distinct(ids) * down.bytes_per_expert()
+        time = device.microseconds([lambda a=project, b=combine: (a(), b())], count)
+        table.row(f"prefill down+combine {kind} {dtype}", tokens, "ours", time, moved, wrong, TOLERANCE[dtype])
+
+
+def bench_copy(device, table):
+    cp = device.cupy
+    source = cp.zeros(2**30 // 4, cp.float32)
+    target = cp.ones_like(source)
+    time = device.microseconds([lambda: cp.copyto(target, source)], 4)
+    table.row("device-to-device copy", 0, "CuPy", time, 2 * source.nbytes, 0.0, 0.0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--translator", required=True)
+    parser.add_argument("--mlx", help="without it our kernels run alone")
+    parser.add_argument("--sources", help="needed with --mlx for the down projection and the layer")
+    parser.add_argument("--only", default="copy,int4,int8,mxfp4,dense,down,prefill")
+    options = parser.parse_args()
+    device, table = Device(options.translator), Table()
+    mlx = Mlx(device, options.mlx) if options.mlx else None
+    sources = Sources(device, options.sources) if options.sources else None
+    wanted = set(options.only.split(","))
+    if "copy" in wanted:
+        bench_copy(device, table)
+    if "int4" in wanted:
+        bench_decode(device, table, mlx, "affine4", "f16", (1, 4, 8, 16, 32))
+    if "int8" in wanted:
+        bench_decode(device, table, mlx, "affine8", "f16", (1, 8))
+    if "mxfp4" in wanted:
+        bench_decode(device, table, None, "mxfp4", "bf16", (1, 8, 32))
+    if "dense" in wanted:
+        bench_decode(device, table, None, "dense", "bf16", (1, 8, 32))
+    if "down" in wanted:
+        bench_down(device, table, mlx, sources, "affine4", "f16", (1, 8, 32))
+    if "prefill" in wanted:
+        bench_prefill(device, table, mlx, "dense", "bf16", (64, 512, 2048))
+        bench_prefill(device, table, mlx, "affine4", "bf16", (64, 512, 2048))
+    return int(table.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

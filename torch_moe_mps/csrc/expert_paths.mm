@@ -1,0 +1,270 @@
+#include "expert_paths.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "encoder.h"
+#include "kernel_names.h"
+#include "routing.h"
+#include "rows.h"
+
+namespace moe_mps {
+namespace {
+
+using at::Tensor;
+
+// As in expert_decode.h, expert_columns.h and expert_gemm.h.
+constexpr int64_t kSingleRows = 4;
+constexpr int64_t kSingleSimdgroups = 4;
+constexpr int64_t kSharedSimdgroups = 8;
+constexpr int64_t kSharedRows = 8;
+constexpr int64_t kMaxSharedPairs = 1024;
+constexpr int64_t kDownRows = 4;
+constexpr int64_t kMaxDownSimdgroups = 8;
+constexpr int64_t kColumnSimdgroups = 16;
+constexpr int64_t kTileRows = 32;
+constexpr int64_t kTileColumns = 64;
+constexpr int64_t kGemmThreads = 128;
+constexpr int64_t kCombineThreads = 256;
+constexpr int64_t kCombineColumns = 4;
+
+enum class Path { kSingle, kShared, kGemm };
+
+// The only place that chooses. Decode kernels multiply a pair's inputs one pair at a time and need no sorting; the GEMM pays 8 rows
+// for every expert that is hit.
+Path path_for(int64_t tokens, int64_t pairs, bool transposed) {
+  if (tokens == 1) return Path::kSingle;
+  // The decode kernels for 2 to 32 tokens walk along the rows of a matrix, which a transposed one does not have.
+  if (tokens <= 32 && pairs <= kMaxSharedPairs && !transposed) return Path::kShared;
+  return Path::kGemm;
+}
+
+std::string kernel_of(const char* base, const ExpertMatrix& matrix, c10::ScalarType dtype) {
+  return matrix.format[0] == '\0' ? kernel_name(base, {dtype}) : kernel_name(base, {matrix.format, dtype});
+}
+
+int64_t outputs_of(int64_t rows, const Activation& activation) {
+  return activation.row_layout == ROWS_PLAIN ? rows : rows / 2;
+}
+
+bool rows_aligned(const Tensor& x, const ExpertMatrix& matrix) {
+  return matrix.inputs % 8 == 0 && is_aligned(x) && is_aligned(matrix.packed);
+}
+
+ExpertParams matmul_params(const Tensor& x, const ExpertMatrix& matrix, const Tensor& ids, const Activation& activation,
+                           bool x_per_pair) {
+  ExpertParams params{};
+  params.tokens = ids.size(0);
+  params.slots = ids.size(1);
+  params.pairs = ids.numel();
+  params.experts = matrix.experts;
+  params.inputs = matrix.inputs;
+  params.rows = matrix.rows;
+  params.outputs = outputs_of(matrix.rows, activation);
+  params.vectorised = rows_aligned(x, matrix);
+  params.group_shift = matrix.group_shift;
+  params.wide_ids = ids.scalar_type() == at::kLong;
+  params.x_per_pair = x_per_pair;
+  params.grid_is_experts = ids.numel() > matrix.experts;
+  params.row_layout = activation.row_layout;
+  params.activation = activation.kind;
+  params.has_bias = matrix.bias.has_value();
+  params.bias_dtype = matrix.bias ? dtype_code(*matrix.bias) : DTYPE_FLOAT;
+  params.alpha = activation.alpha;
+  params.limit = activation.limit;
+  return params;
+}
+
+ExpertDownParams down_params(const ExpertParams& matmul, const ExpertSum& sum) {
+  ExpertDownParams params{};
+  params.matmul = matmul;
+  params.combine.weights_dtype = dtype_code(sum.weights);
+  params.combine.has_gate = sum.shared_gate.has_value();
+  params.combine.gate_dtype = sum.shared_gate ? dtype_code(*sum.shared_gate) : DTYPE_FLOAT;
+  params.combine.gate_is_logit = sum.gate_is_logit;
+  params.combine.has_shared = sum.shared_out.has_value();
+  params.combine.has_residual = sum.residual.has_value();
+  return params;
+}
+
+Command& bind_matrix(Command& command, const Tensor& x, const ExpertMatrix& matrix) {
+  return command.bind(x).bind(matrix.packed).bind(matrix.scales).bind(matrix.biases);
+}
+
+Command& bind_sum(Command& command, const ExpertSum& sum) {
+  return command.bind(sum.weights)
+      .bind_or(sum.shared_gate, sum.weights)
+      .bind_or(sum.shared_out, sum.weights)
+      .bind_or(sum.residual, sum.weights);
+}
+
+// Decode's first dispatch: the rows of each pair's expert. `order` gets the pairs by expert, for decode_down.
+void decode_rows(Commands& commands, Path path, const Tensor& x, const ExpertMatrix& matrix, const Tensor& ids,
+                 const Activation& activation, bool x_per_pair, const Tensor& out, const Tensor& order) {
+  const ExpertParams params = matmul_params(x, matrix, ids, activation, x_per_pair);
+  const char* base = path == Path::kShared ? "expert_rows_shared"
+                     : matrix.transposed   ? "expert_columns_single"
+                                           : "expert_rows_single";
+  Command& command = commands.add(matrix.library, kernel_of(base, matrix, x.scalar_type()));
+  bind_matrix(command, x, matrix).bind(ids).bind_or(matrix.bias, ids).bind(out).params(params);
+  const int64_t outputs = params.outputs;
+  if (path == Path::kShared) {
+    const int64_t block = outputs_of(kSharedSimdgroups * kSharedRows, activation);
+    const int64_t units = std::min<int64_t>(params.pairs, params.experts);
+    command.bind(order).threadgroups({NSUInteger(ceil_div(outputs, block)), NSUInteger(units + 1)},
+                                     {NSUInteger(kSharedSimdgroups * kSimdWidth)});
+  } else if (matrix.transposed) {
+    command.threadgroups({NSUInteger(ceil_div(outputs, kSimdWidth)), params.pairs},
+                         {NSUInteger(kColumnSimdgroups * kSimdWidth)});
+  } else {
+    const int64_t block = outputs_of(kSingleSimdgroups * kSingleRows, activation);
+    command.threadgroups({NSUInteger(ceil_div(outputs, block)), params.pairs},
+                         {NSUInteger(kSingleSimdgroups * kSimdWidth)});
+  }
+}
+
+// Decode's second dispatch: down, the weighted sum, shared expert and residual.
+void decode_down(Commands& commands, Path path, const Tensor& x, const ExpertMatrix& matrix, const Tensor& ids,
+                 const ExpertSum& sum, const Tensor& out, const Tensor& order) {
+  const ExpertDownParams params = down_params(matmul_params(x, matrix, ids, Activation{}, true), sum);
+  const char* base = path == Path::kShared ? "expert_down_shared"
+                     : matrix.transposed   ? "expert_down_columns_single"
+                                           : "expert_down_single";
+  Command& command = commands.add(matrix.library, kernel_of(base, matrix, x.scalar_type()));
+  bind_matrix(command, x, matrix).bind(ids).bind_or(matrix.bias, ids).bind(out);
+  bind_sum(command, sum).params(params);
+  const NSUInteger blocks = ceil_div(matrix.rows, kDownRows);
+  if (path == Path::kShared) {
+    command.bind(order)
+        .threadgroup_memory(params.matmul.pairs * kDownRows * sizeof(float))
+        .threadgroups({blocks}, {NSUInteger(kSharedSimdgroups * kSimdWidth)});
+  } else if (matrix.transposed) {
+    command.threadgroups({NSUInteger(ceil_div(matrix.rows, kSimdWidth)), params.matmul.tokens},
+                         {NSUInteger(kColumnSimdgroups * kSimdWidth)});
+  } else {
+    const int64_t simdgroups = std::min<int64_t>(params.matmul.slots, kMaxDownSimdgroups);
+    command.threadgroups({blocks, params.matmul.tokens}, {NSUInteger(simdgroups * kSimdWidth)});
+  }
+}
+
+int64_t tile_columns(const ExpertMatrix& matrix, const Activation& activation) {
+  return ceil_div(outputs_of(matrix.rows, activation), outputs_of(kTileColumns, activation));
+}
+
+// The pairs by expert and the tiles of both matmuls.
+struct Tiles {
+  Tensor pair_order, offsets;
+  TileList list;
+};
+
+Tiles add_tiles(Commands& commands, const Tensor& ids, int64_t experts, int64_t columns_a, int64_t columns_b,
+                bool sentinel_tiles) {
+  const auto ints = ids.options().dtype(at::kInt);
+  const int64_t pairs = ids.numel();
+  Tiles tiles{at::empty({pairs}, ints), at::empty({experts + 1}, ints),
+              TileList{at::empty({max_tiles(pairs, experts, kTileRows), 4}, ints), at::empty({6}, ints), kTileRows,
+                       columns_a, columns_b, sentinel_tiles}};
+  add_bucket(commands, ids, experts, tiles.pair_order, tiles.offsets, tiles.list);
+  return tiles;
+}
+
+// One matmul over the tiles, with as many threadgroups as there are. `grid` is its place in the list's grids.
+void add_gemm(Commands& commands, const Tiles& tiles, int64_t grid, const Tensor& x, const ExpertMatrix& matrix,
+              const Tensor& ids, const Activation& activation, bool x_per_pair, const Tensor& out) {
+  const char* base = matrix.transposed ? "expert_gemm_transposed" : "expert_gemm";
+  Command& command = commands.add(matrix.library, kernel_of(base, matrix, x.scalar_type()));
+  bind_matrix(command, x, matrix)
+      .bind_or(matrix.bias, ids)
+      .bind(out)
+      .bind(tiles.pair_order)
+      .bind(tiles.list.tiles)
+      .params(matmul_params(x, matrix, ids, activation, x_per_pair))
+      .indirect(tiles.list.grids, 3 * grid, {NSUInteger(kGemmThreads)});
+}
+
+void add_combine(Commands& commands, const Tensor& slots, const ExpertMatrix& matrix, const Tensor& ids,
+                 const ExpertSum& sum, const Tensor& out) {
+  Command& command = commands.add("experts", kernel_name("expert_combine", {out.scalar_type()}));
+  command.bind(slots).bind(ids);
+  bind_sum(command, sum)
+      .bind(out)
+      .params(down_params(matmul_params(slots, matrix, ids, Activation{}, true), sum))
+      .threadgroups({NSUInteger(ceil_div(matrix.rows, kCombineThreads * kCombineColumns)), NSUInteger(ids.size(0))},
+                    {NSUInteger(kCombineThreads)});
+}
+
+}  // namespace
+
+Activation activation_of(std::string_view name, std::optional<double> alpha, std::optional<double> limit, bool gated,
+                         bool interleaved) {
+  constexpr std::pair<std::string_view, uint32_t> kKinds[] = {
+      {"silu", ACTIVATION_SILU},           {"gelu", ACTIVATION_GELU},   {"gelu_tanh", ACTIVATION_GELU_TANH},
+      {"relu", ACTIVATION_RELU},           {"relu2", ACTIVATION_RELU2}, {"swiglu_oai", ACTIVATION_SWIGLU_OAI},
+      {"silu_clamped", ACTIVATION_SILU_CLAMPED}};
+  Activation activation;
+  for (const auto& [known, kind] : kKinds) {
+    if (known == name) activation.kind = kind;
+  }
+  TORCH_INTERNAL_ASSERT(activation.kind != ACTIVATION_NONE);
+  activation.alpha = static_cast<float>(alpha.value_or(1.702));
+  activation.limit = static_cast<float>(limit.value_or(7.0));
+  if (gated) activation.row_layout = interleaved ? ROWS_INTERLEAVED : ROWS_HALVES;
+  return activation;
+}
+
+bool is_aligned(const Tensor& tensor) { return tensor.storage_offset() * tensor.element_size() % 16 == 0; }
+
+Tensor aligned(const Tensor& tensor) {
+  const Tensor rows = tensor.contiguous();
+  return is_aligned(rows) ? rows : rows.clone();
+}
+
+Tensor project_slots(const Tensor& x_, const ExpertMatrix& matrix, const Tensor& ids_) {
+  Tensor out = at::empty({ids_.size(0), ids_.size(1), matrix.rows}, x_.options());
+  if (out.numel() == 0) return out;
+  if (matrix.packed.numel() == 0) return out.zero_();
+  const Tensor x = aligned(x_), ids = ids_.contiguous();
+  const bool x_per_pair = x.dim() == 3;
+  const Path path = path_for(ids.size(0), ids.numel(), matrix.transposed);
+  Commands commands;
+  Tensor order;
+  Tiles tiles;
+  if (path == Path::kGemm) {
+    tiles = add_tiles(commands, ids, matrix.experts, tile_columns(matrix, Activation{}), 1, true);
+    add_gemm(commands, tiles, 0, x, matrix, ids, Activation{}, x_per_pair, out);
+  } else {
+    if (path == Path::kShared) order = at::empty({ids.numel(), 2}, ids.options().dtype(at::kInt));
+    decode_rows(commands, path, x, matrix, ids, Activation{}, x_per_pair, out, order);
+  }
+  commands.encode();
+  return out;
+}
+
+Tensor apply_experts(const Tensor& x_, const ExpertMatrix& gate_up, const ExpertMatrix& down, const Tensor& ids_,
+                     const Activation& activation, const ExpertSum& sum) {
+  Tensor out = at::empty(x_.sizes(), x_.options());
+  if (out.numel() == 0) return out;
+  const Tensor x = aligned(x_), ids = ids_.contiguous();
+  const Path path = path_for(ids.size(0), ids.numel(), gate_up.transposed);
+  const Tensor hidden = at::empty({ids.numel(), down.inputs}, x.options());
+  Commands commands;
+  Tensor order, slots;
+  Tiles tiles;
+  if (path == Path::kGemm) {
+    slots = at::empty({ids.numel(), down.rows}, x.options());
+    tiles = add_tiles(commands, ids, gate_up.experts, tile_columns(gate_up, activation),
+                      tile_columns(down, Activation{}), false);
+    add_gemm(commands, tiles, 0, x, gate_up, ids, activation, false, hidden);
+    add_gemm(commands, tiles, 1, hidden, down, ids, Activation{}, true, slots);
+    add_combine(commands, slots, down, ids, sum, out);
+  } else {
+    if (path == Path::kShared) order = at::empty({ids.numel(), 2}, ids.options().dtype(at::kInt));
+    decode_rows(commands, path, x, gate_up, ids, activation, false, hidden, order);
+    decode_down(commands, path, hidden, down, ids, sum, out, order);
+  }
+  commands.encode();
+  return out;
+}
+
+}  // namespace moe_mps

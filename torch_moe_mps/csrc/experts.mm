@@ -1,0 +1,64 @@
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+#include "expert_paths.h"
+#include "rows.h"
+#include "signature.h"
+
+namespace moe_mps {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// A weight whose last two dimensions are swapped in memory is the other layout, not a reason to copy it.
+ExpertMatrix dense_matrix(const Tensor& weight, const OptionalTensor& bias, bool transposed) {
+  Tensor stored = weight;
+  if (!weight.is_contiguous() && weight.mT().is_contiguous()) {
+    stored = weight.mT();
+    transposed = !transposed;
+  }
+  ExpertMatrix matrix{"experts", "", stored.contiguous()};
+  matrix.scales = matrix.biases = matrix.packed;
+  matrix.bias = contiguous(bias);
+  matrix.experts = stored.size(0);
+  matrix.rows = stored.size(transposed ? 2 : 1);
+  matrix.inputs = stored.size(transposed ? 1 : 2);
+  matrix.transposed = transposed;
+  return matrix;
+}
+
+Tensor expert_mm(const Tensor& x, const Tensor& weight, const Tensor& ids, const OptionalTensor& bias,
+                 bool transposed) {
+  check_call("expert_mm", x, weight, ids, bias, transposed);
+  return project_slots(x, dense_matrix(weight, bias, transposed), ids);
+}
+
+Tensor moe_experts(const Tensor& x, const Tensor& gate_up_, const Tensor& down_, const Tensor& ids, const Tensor& weights,
+                   const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, std::string_view activation,
+                   std::optional<double> alpha, std::optional<double> limit, bool gated, bool interleaved,
+                   bool transposed, const OptionalTensor& shared_gate, const OptionalTensor& shared_out,
+                   const OptionalTensor& residual, bool gate_is_logit) {
+  check_call("moe_experts", x, gate_up_, down_, ids, weights, gate_up_bias, down_bias, activation, alpha, limit, gated,
+             interleaved, transposed, shared_gate, shared_out, residual, gate_is_logit);
+  ExpertMatrix gate_up = dense_matrix(gate_up_, gate_up_bias, transposed);
+  ExpertMatrix down = dense_matrix(down_, down_bias, transposed);
+  const ExpertSum sum{weights.contiguous(), contiguous(shared_gate), contiguous(shared_out),
+                      contiguous(residual), gate_is_logit};
+  return apply_experts(x, gate_up, down, ids, activation_of(activation, alpha, limit, gated, interleaved), sum);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(moe_mps, MPS, m) {
+  m.impl("expert_mm", expert_mm);
+  m.impl("moe_experts", moe_experts);
+}
+
+TORCH_LIBRARY_IMPL(moe_mps, AutogradMPS, m) {
+  m.impl("expert_mm", torch::autograd::autogradNotImplementedFallback());
+  m.impl("moe_experts", torch::autograd::autogradNotImplementedFallback());
+}
+
+}  // namespace moe_mps

@@ -1,0 +1,44 @@
+// What both paths of the experts share.
+#pragma once
+#include "activations.h"
+
+// An id outside [0, experts) becomes `experts`.
+inline uint expert_of(device const int* ids, uint pair, constant ExpertParams& params) {
+  uint id;
+  if (params.wide_ids != 0) {
+    id = ids[2 * pair + 1] == 0 ? uint(ids[2 * pair]) : params.experts;
+  } else {
+    id = uint(ids[pair]);
+  }
+  return min(id, params.experts);
+}
+
+inline uint input_row(uint pair, constant ExpertParams& params) {
+  return params.x_per_pair != 0 ? pair : pair / params.slots;
+}
+
+inline float with_bias(float value, device const uchar* bias, uint expert, uint row, constant ExpertParams& params) {
+  return params.has_bias != 0 ? value + load_one(bias, params.bias_dtype, ulong(expert) * params.rows + row) : value;
+}
+
+// A token's experts are done: the shared expert and the residual come on top.
+inline float combined(float sum, uint token, uint column, uint columns, device const uchar* shared_gate,
+                      device const uchar* shared_out, device const uchar* residual, uint dtype,
+                      constant ExpertCombineParams& params) {
+  const ulong index = ulong(token) * columns + column;
+  if (params.has_shared != 0) {
+    float gate = 1.0f;
+    if (params.has_gate != 0) gate = load_one(shared_gate, params.gate_dtype, token);
+    if (params.has_gate != 0 && params.gate_is_logit != 0) gate = sigmoid(gate);
+    sum += gate * load_one(shared_out, dtype, index);
+  }
+  if (params.has_residual != 0) sum += load_one(residual, dtype, index);
+  return sum;
+}
+
+template <typename T>
+inline uint dtype_of() {
+  if (is_same_v<T, float>) return DTYPE_FLOAT;
+  return is_same_v<T, half> ? DTYPE_HALF : DTYPE_BFLOAT;
+}
+

@@ -1,0 +1,464 @@
+// Expert matmuls for few pairs: matrix times vector, a simdgroup to a few rows.
+#pragma once
+#include "expert_common.h"
+#include "expert_formats.h"
+
+// The row of the matrix that holds an output, or its gate (0) or up (1).
+inline uint weight_row(uint output, uint half_of_pair, constant ExpertParams& params) {
+  if (params.row_layout == ROWS_INTERLEAVED) return 2 * output + half_of_pair;
+  if (params.row_layout == ROWS_HALVES) return output + half_of_pair * params.outputs;
+  return output;
+}
+
+template <int R>
+struct RowSet {
+  uint v[R];
+};
+
+// Where the inputs of up to M pairs start, in elements of x: in registers where they are few, else in threadgroup memory.
+template <int M>
+struct FewSources {
+  uint v[M];
+  uint at(int m) const { return v[m]; }
+};
+
+struct ManySources {
+  threadgroup const uint* v;
+  uint at(int m) const { return v[m]; }
+};
+
+template <int R, int M>
+struct Dots {
+  float v[R][M];
+};
+
+// One or two pairs: the codes are multiplied, and scale and bias applied once a chunk. The inputs of the whole chunk are
+// loaded before anything waits for the weights.
+template <typename W, int R, int M, typename Sources>
+inline void add_chunk_few(W weights, thread typename W::Chunk* chunks, device const typename W::Element* x, Sources sources,
+                          uint column, uint left, bool vectorised, thread Dots<R, M>& dots) {
+  Octet<typename W::Element> inputs[W::kOctets][M];
+  UNROLL for (int o = 0; o < W::kOctets; ++o) {
+    UNROLL for (int m = 0; m < M; ++m) {
+      inputs[o][m] = load_octet(x + sources.at(m) + column + 8 * o, left - 8 * o, vectorised);
+    }
+  }
+  InputSums sums[M];
+  Dots<R, M> codes;
+  UNROLL for (int r = 0; r < R; ++r) {
+    UNROLL for (int m = 0; m < M; ++m) codes.v[r][m] = 0.0f;
+  }
+  UNROLL for (int o = 0; o < W::kOctets; ++o) {
+    Pack<8> values[M];
+    UNROLL for (int m = 0; m < M; ++m) {
+      values[m] = inputs[o][m].values();
+      if constexpr (W::kPeriod != 0) sums[m].template add<W::kPeriod>(values[m]);
+    }
+    UNROLL for (int r = 0; r < R; ++r) {
+      const Pack<8> row = weights.codes(chunks[r], o);
+      UNROLL for (int m = 0; m < M; ++m) {
+        UNROLL for (int i = 0; i < 8; ++i) codes.v[r][m] = fma(row.v[i], values[m].v[i], codes.v[r][m]);
+      }
+    }
+  }
+  UNROLL for (int r = 0; r < R; ++r) {
+    UNROLL for (int m = 0; m < M; ++m) dots.v[r][m] += weights.scaled(chunks[r], codes.v[r][m], sums[m]);
+  }
+}
+
+// More pairs: each value is dequantised once for all of them.
+template <typename W, int R, int M, typename Sources>
+inline void add_chunk_many(W weights, thread typename W::Chunk* chunks, device const typename W::Element* x, Sources sources,
+                           uint pairs, uint column, uint left, bool vectorised, thread Dots<R, M>& dots) {
+  UNROLL for (int o = 0; o < W::kOctets; ++o) {
+    Pack<8> rows[R];
+    UNROLL for (int r = 0; r < R; ++r) rows[r] = weights.octet(chunks[r], o);
+    UNROLL for (int m = 0; m < M; ++m) {
+      if (uint(m) < pairs) {
+        const Pack<8> input = load_octet(x + sources.at(m) + column + 8 * o, left - 8 * o, vectorised).values();
+        UNROLL for (int r = 0; r < R; ++r) {
+          UNROLL for (int i = 0; i < 8; ++i) dots.v[r][m] = fma(rows[r].v[i], input.v[i], dots.v[r][m]);
+        }
+      }
+    }
+  }
+}
+
+// What R rows give for the pair of this lane: lane m holds those of the m-th pair.
+template <int R>
+struct RowValues {
+  float v[R];
+};
+
+// R rows of an expert's matrix times the inputs of up to M pairs, by one simdgroup: each byte of the rows is read once. kSteps
+// chunks of each row are in flight together.
+template <typename W, int R, int M, int kSteps, typename Sources>
+inline RowValues<R> expert_rows(W weights, RowSet<R> rows, device const typename W::Element* x, Sources sources, uint pairs,
+                              uint lane, constant ExpertParams& params) {
+  constexpr uint kColumns = 8 * W::kOctets;
+  constexpr uint kStride = kSimdWidth * kColumns;
+  const uint inputs = params.inputs;
+  const bool vectorised = W::kAnyLength ? params.vectorised != 0 : true;
+  Dots<R, M> dots;
+  UNROLL for (int r = 0; r < R; ++r) {
+    UNROLL for (int m = 0; m < M; ++m) dots.v[r][m] = 0.0f;
+  }
+  for (uint start = lane * kColumns; start < inputs; start += kSteps * kStride) {
+    typename W::Chunk chunks[kSteps][R];
+    UNROLL for (int s = 0; s < kSteps; ++s) {
+      const uint column = start + s * kStride;
+      if (s == 0 || column < inputs) {
+        UNROLL for (int r = 0; r < R; ++r) chunks[s][r] = weights.load(rows.v[r], column);
+      }
+    }
+    UNROLL for (int s = 0; s < kSteps; ++s) {
+      const uint column = start + s * kStride;
+      if (s == 0 || column < inputs) {
+        const uint left = inputs - column;
+        if constexpr (M <= 2) {
+          add_chunk_few<W, R, M>(weights, chunks[s], x, sources, column, left, vectorised, dots);
+        } else {
+          add_chunk_many<W, R, M>(weights, chunks[s], x, sources, pairs, column, left, vectorised, dots);
+        }
+      }
+    }
+  }
+  RowValues<R> values;
+  UNROLL for (int r = 0; r < R; ++r) values.v[r] = 0.0f;
+  UNROLL for (int m = 0; m < M; ++m) {
+    if (M <= 2 || uint(m) < pairs) {
+      UNROLL for (int r = 0; r < R; ++r) {
+        const float sum = simd_sum(dots.v[r][m]);
+        if (lane == uint(m)) values.v[r] = sum;
+      }
+    }
+  }
+  return values;
+}
+
+inline uint outputs_of_rows(uint rows, constant ExpertParams& params) {
+  return params.row_layout == ROWS_PLAIN ? rows : rows / 2;
+}
+
+// Rows `local` .. `local` + R - 1 of the block. Past the last output they are those of the last: read, not stored.
+template <int R>
+inline RowSet<R> rows_at(uint first, uint local, constant ExpertParams& params) {
+  RowSet<R> rows;
+  UNROLL for (int r = 0; r < R; ++r) {
+    const uint output = min(first + outputs_of_rows(local + r, params), params.outputs - 1);
+    rows.v[r] = weight_row(output, (local + r) % 2, params);
+  }
+  return rows;
+}
+
+// Stores what R neighbouring rows of a block give for one pair.
+template <typename T, int R>
+inline void store_outputs(RowValues<R> values, device const uchar* bias, uint expert, uint first, uint pair, device T* out,
+                          constant ExpertParams& params) {
+  const ulong start = ulong(pair) * params.outputs;
+  const RowSet<R> rows = rows_at<R>(first, 0, params);
+  if (params.row_layout == ROWS_PLAIN) {
+    UNROLL for (int r = 0; r < R; ++r) {
+      if (first + r < params.outputs) {
+        const float value = with_bias(values.v[r], bias, expert, rows.v[r], params);
+        out[start + first + r] = T(pointwise_activation(value, params.activation));
+      }
+    }
+  } else {
+    UNROLL for (int r = 0; r < R; r += 2) {
+      if (first + r / 2 < params.outputs) {
+        const float gate = with_bias(values.v[r], bias, expert, rows.v[r], params);
+        const float up = with_bias(values.v[r + 1], bias, expert, rows.v[r + 1], params);
+        out[start + first + r / 2] = T(gated_activation(gate, up, params));
+      }
+    }
+  }
+}
+
+// For a single token, or where pairs are few: each pair reads its expert's rows. Grid: (blocks of rows, pairs).
+template <typename W, int R, int kSteps>
+[[kernel]] void expert_rows_single(device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
+                                   device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
+                                   device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
+                                   device typename W::Element* out [[buffer(6)]],
+                                   constant ExpertParams& params [[buffer(7)]],
+                                   uint2 group [[threadgroup_position_in_grid]],
+                                   uint lane [[thread_index_in_simdgroup]],
+                                   uint simdgroup [[simdgroup_index_in_threadgroup]],
+                                   uint simdgroups [[simdgroups_per_threadgroup]]) {
+  typedef typename W::Element T;
+  const uint pair = group.y;
+  const uint count = outputs_of_rows(R, params);
+  const uint first = (group.x * simdgroups + simdgroup) * count;
+  if (first >= params.outputs) return;
+  const uint expert = expert_of(ids, pair, params);
+  if (expert == params.experts) {
+    if (lane < min(count, params.outputs - first)) out[ulong(pair) * params.outputs + first + lane] = T(0.0f);
+    return;
+  }
+  const W weights(packed, scales, biases, expert, params);
+  const RowSet<R> rows = rows_at<R>(first, 0, params);
+  const FewSources<1> source = {{input_row(pair, params) * params.inputs}};
+  const RowValues<R> values = expert_rows<W, R, 1, kSteps>(weights, rows, x, source, 1, lane, params);
+  if (lane == 0) store_outputs(values, bias, expert, first, pair, out, params);
+}
+
+// The pairs of one expert, ascending, found by the whole threadgroup.
+struct PairList {
+  uint count;
+  uint before;  // pairs of experts with lower ids
+};
+
+inline PairList list_pairs(device const int* ids, uint expert, threadgroup ushort* pairs, threadgroup uint* found,
+                           threadgroup uint* lower, uint thread_index, uint threads, uint lane, uint simdgroup,
+                           constant ExpertParams& params) {
+  PairList list = {0, 0};
+  for (uint start = 0; start < params.pairs; start += threads) {
+    const uint pair = start + thread_index;
+    const uint id = pair < params.pairs ? expert_of(ids, pair, params) : params.experts + 1;
+    const uint hit = id == expert ? 1 : 0;
+    const uint rank = simd_prefix_exclusive_sum(hit);
+    const uint hits = simd_sum(hit);
+    const uint lowers = simd_sum(id < expert ? 1u : 0u);
+    if (lane == 0) {
+      found[simdgroup] = hits;
+      lower[simdgroup] = lowers;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    uint position = list.count + rank;
+    for (uint s = 0; s < threads / kSimdWidth; ++s) {
+      if (s < simdgroup) position += found[s];
+      list.count += found[s];
+      list.before += lower[s];
+    }
+    if (hit != 0) pairs[position] = ushort(pair);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  return list;
+}
+
+// What a threadgroup of the shared kernels computes: `blocks` weight rows of an expert for all its pairs.
+constant constexpr int kSharedSimdgroups = 8;
+constant constexpr int kSharedRows = 8;  // of one simdgroup
+// Decode takes at most this many pairs: their numbers lie in threadgroup memory.
+constant constexpr int kMaxSharedPairs = 1024;
+constant constexpr uint kMaxPairsAtOnce = kSimdWidth;  // of one expert: more would read its rows again
+
+// kRows neighbouring rows of an expert for up to M pairs, R of them at a time.
+template <typename W, int kRows, int R, int M, typename Sources>
+inline RowValues<kRows> row_blocks(W weights, device const typename W::Element* x, Sources sources, uint count, uint first,
+                                   uint lane, constant ExpertParams& params) {
+  RowValues<kRows> values;
+  for (int block = 0; block < kRows; block += R) {
+    const RowSet<R> rows = rows_at<R>(first, block, params);
+    const RowValues<R> some = expert_rows<W, R, M, 1>(weights, rows, x, sources, count, lane, params);
+    UNROLL for (int r = 0; r < kRows; ++r) {
+      if (r / R == block / R) values.v[r] = some.v[r % R];
+    }
+  }
+  return values;
+}
+
+template <int M>
+inline FewSources<M> few_sources(threadgroup const uint* sources, uint count) {
+  FewSources<M> few;
+  UNROLL for (int m = 0; m < M; ++m) few.v[m] = sources[min(uint(m), count - 1)];
+  return few;
+}
+
+// kRows rows for the `count` <= 32 pairs of an expert whose inputs start at `sources`. With more pairs, fewer rows at a time:
+// their sums are kept in registers.
+template <typename W, int kRows>
+inline RowValues<kRows> shared_rows(W weights, device const typename W::Element* x, threadgroup const uint* sources,
+                                    uint count, uint first, uint lane, constant ExpertParams& params) {
+  if (count == 1) {
+    return row_blocks<W, kRows, 4, 1>(weights, x, few_sources<1>(sources, count), count, first, lane, params);
+  }
+  if (count == 2) {
+    return row_blocks<W, kRows, 4, 2>(weights, x, few_sources<2>(sources, count), count, first, lane, params);
+  }
+  if (count <= 4) {
+    return row_blocks<W, kRows, 4, 4>(weights, x, few_sources<4>(sources, count), count, first, lane, params);
+  }
+  const ManySources many = {sources};
+  if (count <= 8) return row_blocks<W, kRows, 2, 8>(weights, x, many, count, first, lane, params);
+  return row_blocks<W, kRows, 1, 32>(weights, x, many, count, first, lane, params);
+}
+
+// For 2 to 32 tokens: a threadgroup takes rows of one expert and every pair that chose it, so that the rows are read once.
+// Grid: (blocks of rows, experts or pairs, whichever are fewer, and one more for the sentinels). Where it counts pairs, the
+// first pair of an expert works for all. The first block of rows also writes the list that expert_down_shared works through:
+// (pair, expert) ordered by expert, sentinels last with expert = experts.
+template <typename W>
+[[kernel, max_total_threads_per_threadgroup(512)]] void expert_rows_shared(device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
+                                   device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
+                                   device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
+                                   device typename W::Element* out [[buffer(6)]],
+                                   constant ExpertParams& params [[buffer(7)]], device uint2* order [[buffer(8)]],
+                                   uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
+                                   uint thread_index [[thread_index_in_threadgroup]],
+                                   uint lane [[thread_index_in_simdgroup]],
+                                   uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  typedef typename W::Element T;
+  threadgroup ushort pairs[kMaxSharedPairs];
+  threadgroup uint found[kSharedSimdgroups];
+  threadgroup uint lower[kSharedSimdgroups];
+  threadgroup uint sources[kSharedSimdgroups * kMaxPairsAtOnce];
+  constexpr uint kThreads = kSharedSimdgroups * kSimdWidth;
+
+  const bool sentinels = group.y + 1 == groups.y;
+  uint expert = params.experts;
+  if (!sentinels) {
+    expert = params.grid_is_experts != 0 ? group.y : expert_of(ids, group.y, params);
+    if (expert == params.experts) return;
+  }
+  const PairList list = list_pairs(ids, expert, pairs, found, lower, thread_index, kThreads, lane, simdgroup, params);
+  const bool works_for_all = params.grid_is_experts != 0 || sentinels || pairs[0] == group.y;
+  if (list.count == 0 || !works_for_all) return;
+  if (group.x == 0) {
+    for (uint i = thread_index; i < list.count; i += kThreads) order[list.before + i] = uint2(pairs[i], expert);
+  }
+  const uint block = outputs_of_rows(kSharedSimdgroups * kSharedRows, params);
+  if (sentinels) {
+    const uint columns = min(block, params.outputs - group.x * block);
+    for (uint i = thread_index; i < list.count * columns; i += kThreads) {
+      out[ulong(pairs[i / columns]) * params.outputs + group.x * block + i % columns] = T(0.0f);
+    }
+    return;
+  }
+
+  const W weights(packed, scales, biases, expert, params);
+  const uint first = group.x * block + simdgroup * outputs_of_rows(kSharedRows, params);
+  if (first >= params.outputs) return;
+  threadgroup uint* own_sources = sources + simdgroup * kMaxPairsAtOnce;
+  for (uint start = 0; start < list.count; start += kMaxPairsAtOnce) {
+    const uint count = min(list.count - start, kMaxPairsAtOnce);
+    const uint pair = pairs[start + min(lane, count - 1)];
+    own_sources[lane] = input_row(pair, params) * params.inputs;
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    const RowValues<kSharedRows> values =
+        shared_rows<W, kSharedRows>(weights, x, own_sources, count, first, lane, params);
+    if (lane < count) store_outputs(values, bias, expert, first, pair, out, params);
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  }
+}
+
+// The sum over a token's slots, ascending, of what lies at terms[slot * stride].
+inline float weighted_terms(threadgroup const float* terms, uint stride, uint token, uint row, device const int* ids,
+                            device const uchar* routing, device const uchar* bias, constant ExpertParams& params,
+                            constant ExpertCombineParams& combine) {
+  float sum = 0.0f;
+  for (uint slot = 0; slot < params.slots; ++slot) {
+    const uint pair = token * params.slots + slot;
+    const uint expert = expert_of(ids, pair, params);
+    if (expert < params.experts) {
+      const float value = with_bias(terms[slot * stride], bias, expert, row, params);
+      sum = fma(load_one(routing, combine.weights_dtype, pair), value, sum);
+    }
+  }
+  return sum;
+}
+
+// The down projection of one token and the sum over its experts: each simdgroup takes a slot at a time for the threadgroup's R
+// rows. Grid: (blocks of R rows, tokens).
+template <typename W, int R, int kSteps>
+[[kernel]] void expert_down_single(device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
+                                   device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
+                                   device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
+                                   device typename W::Element* out [[buffer(6)]],
+                                   device const uchar* routing [[buffer(7)]], device const uchar* shared_gate [[buffer(8)]],
+                                   device const uchar* shared_out [[buffer(9)]], device const uchar* residual [[buffer(10)]],
+                                   constant ExpertDownParams& params [[buffer(11)]],
+                                   uint2 group [[threadgroup_position_in_grid]],
+                                   uint thread_index [[thread_index_in_threadgroup]],
+                                   uint lane [[thread_index_in_simdgroup]],
+                                   uint simdgroup [[simdgroup_index_in_threadgroup]],
+                                   uint simdgroups [[simdgroups_per_threadgroup]]) {
+  typedef typename W::Element T;
+  threadgroup float terms[64 * R];  // 64 is the operators' limit of slots
+  constant ExpertParams& matmul = params.matmul;
+  const uint token = group.y;
+  const uint first = group.x * R;
+  const RowSet<R> rows = rows_at<R>(first, 0, matmul);
+  for (uint slot = simdgroup; slot < matmul.slots; slot += simdgroups) {
+    const uint pair = token * matmul.slots + slot;
+    const uint expert = expert_of(ids, pair, matmul);
+    if (expert < matmul.experts) {
+      const W weights(packed, scales, biases, expert, matmul);
+      const FewSources<1> source = {{pair * matmul.inputs}};
+      const RowValues<R> values = expert_rows<W, R, 1, kSteps>(weights, rows, x, source, 1, lane, matmul);
+      if (lane == 0) {
+        UNROLL for (int r = 0; r < R; ++r) terms[slot * R + r] = values.v[r];
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const uint row = first + thread_index;
+  if (thread_index < R && row < matmul.outputs) {
+    const float sum =
+        weighted_terms(terms + thread_index, R, token, row, ids, routing, bias, matmul, params.combine);
+    out[ulong(token) * matmul.outputs + row] = T(combined(sum, token, row, matmul.outputs, shared_gate, shared_out,
+                                                          residual, dtype_of<T>(), params.combine));
+  }
+}
+
+constant constexpr int kDownRows = 4;  // of a threadgroup of expert_down_shared
+
+// The same for 2 to 32 tokens: a threadgroup takes kDownRows rows, its simdgroups in turn the distinct experts of `order`, each with
+// all its pairs. Grid: blocks of kDownRows rows. Threadgroup memory: kDownRows floats a pair.
+template <typename W>
+[[kernel, max_total_threads_per_threadgroup(512)]] void expert_down_shared(device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
+                                   device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
+                                   device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
+                                   device typename W::Element* out [[buffer(6)]],
+                                   device const uchar* routing [[buffer(7)]], device const uchar* shared_gate [[buffer(8)]],
+                                   device const uchar* shared_out [[buffer(9)]], device const uchar* residual [[buffer(10)]],
+                                   constant ExpertDownParams& params [[buffer(11)]],
+                                   device const uint2* order [[buffer(12)]], threadgroup float* terms [[threadgroup(0)]],
+                                   uint group [[threadgroup_position_in_grid]],
+                                   uint thread_index [[thread_index_in_threadgroup]],
+                                   uint lane [[thread_index_in_simdgroup]],
+                                   uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  typedef typename W::Element T;
+  constant ExpertParams& matmul = params.matmul;
+  threadgroup uint sources[kSharedSimdgroups * kMaxPairsAtOnce];
+  threadgroup uint* own_sources = sources + simdgroup * kMaxPairsAtOnce;
+  const uint first = group * kDownRows;
+  uint turn = 0;
+  for (uint base = 0; base < matmul.pairs; base += kSimdWidth) {
+    const uint entry = base + lane;
+    const uint expert = entry < matmul.pairs ? order[entry].y : matmul.experts;
+    const bool starts = expert < matmul.experts && (entry == 0 || order[entry - 1].y != expert);
+    for (uint left = ballot(starts); left != 0; left &= left - 1, ++turn) {
+      if (turn % kSharedSimdgroups != simdgroup) continue;
+      const uint start = base + ctz(left);
+      const uint id = order[start].y;
+      uint end = start + 1;
+      while (end < matmul.pairs && order[end].y == id) ++end;
+      const W weights(packed, scales, biases, id, matmul);
+      for (uint some = start; some < end; some += kMaxPairsAtOnce) {
+        const uint count = min(end - some, kMaxPairsAtOnce);
+        const uint pair = order[some + min(lane, count - 1)].x;
+        own_sources[lane] = pair * matmul.inputs;
+        simdgroup_barrier(mem_flags::mem_threadgroup);
+        const RowValues<kDownRows> values =
+            shared_rows<W, kDownRows>(weights, x, own_sources, count, first, lane, matmul);
+        if (lane < count) {
+          UNROLL for (int r = 0; r < kDownRows; ++r) terms[pair * kDownRows + r] = values.v[r];
+        }
+        simdgroup_barrier(mem_flags::mem_threadgroup);
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint i = thread_index; i < matmul.tokens * kDownRows; i += kSharedSimdgroups * kSimdWidth) {
+    const uint token = i / kDownRows;
+    const uint row = first + i % kDownRows;
+    if (row < matmul.outputs) {
+      threadgroup const float* token_terms = terms + token * matmul.slots * kDownRows + i % kDownRows;
+      const float sum = weighted_terms(token_terms, kDownRows, token, row, ids, routing, bias, matmul, params.combine);
+      out[ulong(token) * matmul.outputs + row] = T(combined(sum, token, row, matmul.outputs, shared_gate, shared_out,
+                                                            residual, dtype_of<T>(), params.combine));
+    }
+  }
+}
