@@ -168,9 +168,10 @@ TORCH_LIBRARY_IMPL(moe_mps, MPS, m) {
   m.impl("moe_weighted_reduce", moe_mps::moe_weighted_reduce);
 }
 
+// Not the two operators that write in place: the fallback marks returned outputs only, and would let a backward pass miss
+// gradients silently. They keep the Python kernel of the Autograd key, which fails by name.
 TORCH_LIBRARY_IMPL(moe_mps, AutogradMPS, m) {
-  for (const char* name : {"silu_mul_stacked", "weighted_sum_stacked", "weighted_sum_residual_stacked_",
-                           "weighted_sum_residual_norm_stacked_", "moe_weighted_reduce"}) {
+  for (const char* name : {"silu_mul_stacked", "weighted_sum_stacked", "moe_weighted_reduce"}) {
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
   }
 }

@@ -7,17 +7,6 @@ inline uint bucket_of(Id id, uint experts) {
   return id < 0 || id >= Id(experts) ? experts : uint(id);
 }
 
-// Lanes of the simdgroup whose bucket equals this lane's, among those in `valid`: one ballot for each binary digit.
-inline uint lanes_with_same(uint bucket, uint digits, uint valid) {
-  uint same = valid;
-  for (uint digit = 0; digit < digits; ++digit) {
-    const bool set = ((bucket >> digit) & 1) != 0;
-    const uint lanes = ballot(set);
-    same &= set ? lanes : ~lanes;
-  }
-  return same;
-}
-
 inline uint lanes_before(uint lane) { return (1u << lane) - 1; }
 
 // The exclusive scan of `value` over the threadgroup, and its total. Ends with a barrier: `partials` can be used again.
@@ -48,7 +37,7 @@ inline uint bucket_of_tile(uint tile, threadgroup const uint* first_tile, uint b
   return low;
 }
 
-// starts: where each bucket begins, for buckets + 1 a sentinel of `pairs`.
+// starts: where each bucket begins.
 inline void write_tiles(device int4* tiles, device uint* grids, constant BucketParams& params, uint tile_count,
                         threadgroup const uint* first_tile, threadgroup const uint* starts, uint thread_index,
                         uint threads) {
@@ -71,9 +60,32 @@ inline void write_tiles(device int4* tiles, device uint* grids, constant BucketP
   }
 }
 
-// A stable counting sort by one threadgroup. Each simdgroup owns a run of consecutive pairs and a row of counters; the rows'
-// prefix sums over simdgroups and experts are the places where its pairs go. Integer counters: the result does not depend on
-// the order of the atomics. 32768 pairs take less time than a second dispatch would save.
+// Lanes that share a bucket find each other through a word for each residue of the bucket: every lane sets its bit there.
+constant constexpr uint kLaneSets = 64;
+
+// The lanes of the simdgroup whose bucket equals this lane's, among those that are `valid`. The bits are set in any order, to the
+// same end. What lies above the residue is compared digit by digit.
+inline uint lanes_with_same(uint bucket, bool valid, uint upper_digits, threadgroup uint* lane_sets, uint lane) {
+  threadgroup uint* own = lane_sets + bucket % kLaneSets;
+  if (valid) {
+    atomic_fetch_or_explicit(reinterpret_cast<threadgroup atomic_uint*>(own), 1u << lane, memory_order_relaxed);
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  uint same = valid ? *own : 0;
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  if (valid && lane == ctz(same)) *own = 0;  // for the next call
+  for (uint digit = 0; digit < upper_digits; ++digit) {
+    const bool set = ((bucket / kLaneSets >> digit) & 1) != 0;
+    const uint lanes = ballot(set);
+    same &= set ? lanes : ~lanes;
+  }
+  return same;
+}
+
+// A stable counting sort by one threadgroup. The first `chunks` simdgroups own a run of consecutive pairs and a row of counters;
+// the rows' prefix sums over chunks and experts are the places where their pairs go. Counters are integers: the result does not
+// depend on the order of the atomics.
+// threadgroup(0): first_tile[buckets], counters[chunks][buckets], lane_sets[chunks][kLaneSets].
 template <typename Id>
 [[kernel, max_total_threads_per_threadgroup(1024)]] void bucket_pairs(
     device const Id* ids [[buffer(0)]], device int* pair_order [[buffer(1)]], device int* offsets [[buffer(2)]],
@@ -81,22 +93,33 @@ template <typename Id>
     threadgroup uint* shared [[threadgroup(0)]], uint thread_index [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
-  constexpr uint kAhead = 4;  // ids that a lane loads before it uses the first
+  constexpr uint kAhead = 8;  // ids that a lane loads before it uses the first
   threadgroup uint partials[kMaxSimdgroups];
   const uint buckets = params.experts + 1;
+  const uint chunks = params.chunks;
   const uint threads = simdgroups * kSimdWidth;
   threadgroup uint* first_tile = shared;
-  threadgroup uint* counters = shared + buckets;  // [simdgroups][buckets]
+  threadgroup uint* counters = shared + buckets;
   threadgroup uint* own_counters = counters + simdgroup * buckets;
+  threadgroup uint* lane_sets = counters + chunks * buckets + simdgroup * kLaneSets;
 
-  for (uint i = thread_index; i < simdgroups * buckets; i += threads) counters[i] = 0;
+  for (uint i = thread_index; i < chunks * (buckets + kLaneSets); i += threads) counters[i] = 0;
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  const uint begin = simdgroup * params.chunk;
+  const uint begin = simdgroup < chunks ? simdgroup * params.chunk : params.pairs;
   const uint end = min(begin + params.chunk, params.pairs);
-  threadgroup atomic_uint* atomic_counters = reinterpret_cast<threadgroup atomic_uint*>(own_counters);
-  for (uint pair = begin + lane; pair < end; pair += kSimdWidth) {
-    atomic_fetch_add_explicit(&atomic_counters[bucket_of(ids[pair], params.experts)], 1u, memory_order_relaxed);
+  for (uint first = begin; first < end; first += kAhead * kSimdWidth) {
+    Id ahead[kAhead];
+    UNROLL for (uint i = 0; i < kAhead; ++i) {
+      const uint pair = first + i * kSimdWidth + lane;
+      if (pair < end) ahead[i] = ids[pair];
+    }
+    UNROLL for (uint i = 0; i < kAhead; ++i) {
+      if (first + i * kSimdWidth + lane < end) {
+        threadgroup uint* counter = own_counters + bucket_of(ahead[i], params.experts);
+        atomic_fetch_add_explicit(reinterpret_cast<threadgroup atomic_uint*>(counter), 1u, memory_order_relaxed);
+      }
+    }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -106,18 +129,19 @@ template <typename Id>
     const uint bucket = first + thread_index;
     uint count = 0;
     if (bucket < buckets) {
-      for (uint s = 0; s < simdgroups; ++s) {
-        const uint own = counters[s * buckets + bucket];
-        counters[s * buckets + bucket] = count;
-        count += own;
-      }
+      for (uint s = 0; s < chunks; ++s) count += counters[s * buckets + bucket];
     }
     uint pairs_here;
     const uint start = pairs_before + threadgroup_scan(count, pairs_here, partials, lane, simdgroup, simdgroups);
     pairs_before += pairs_here;
     if (bucket < buckets) {
-      for (uint s = 0; s < simdgroups; ++s) counters[s * buckets + bucket] += start;
       offsets[bucket] = int(start);
+      uint place = start;
+      for (uint s = 0; s < chunks; ++s) {
+        const uint own = counters[s * buckets + bucket];
+        counters[s * buckets + bucket] = place;
+        place += own;
+      }
     }
     if (params.tile_rows != 0) {
       const bool tiled = bucket < params.experts || (bucket == params.experts && params.sentinel_tiles != 0);
@@ -145,14 +169,14 @@ template <typename Id>
       const uint pair = first + i * kSimdWidth + lane;
       const bool valid = pair < end;
       const uint bucket = valid ? bucket_of(ahead[i], params.experts) : 0;
-      const uint same = lanes_with_same(bucket, params.expert_digits, ballot(valid));
+      const uint same = lanes_with_same(bucket, valid, params.upper_digits, lane_sets, lane);
       const uint rank = popcount(same & lanes_before(lane));
       uint place = 0;
       if (valid && rank == 0) {
         place = own_counters[bucket];
         own_counters[bucket] = place + popcount(same);
       }
-      simdgroup_barrier(mem_flags::mem_threadgroup);  // the next batch may touch the counter from another lane
+      simdgroup_barrier(mem_flags::mem_threadgroup);  // the next batch may touch counter and set from another lane
       place = simd_shuffle(place, ushort(valid ? ctz(same) : lane)) + rank;
       if (valid) pair_order[place] = int(pair);
     }

@@ -14,8 +14,10 @@ template <typename T>
   const uint width = params.vectorised != 0 ? 4 : 1;
   const ulong first = (ulong(group) * kSiluThreads + thread_index) * width;
   if (width == 4 && first + 4 <= params.count) {
-    const Pack<4> g = load_pack<4>(gate + first);
-    const Pack<4> u = load_pack<4>(up + first);
+    const Raw<T, 4> raw_gate = load_raw<4>(gate + first);
+    const Raw<T, 4> raw_up = load_raw<4>(up + first);
+    const Pack<4> g = widen(raw_gate);
+    const Pack<4> u = widen(raw_up);
     Pack<4> out;
     UNROLL for (int i = 0; i < 4; ++i) out.v[i] = silu_mul(g.v[i], u.v[i]);
     store_pack(output + first, out);
@@ -40,15 +42,16 @@ inline Pack<N> sum_over_slots(device const T* slots, device const uchar* weights
     const uint slots_here = min(count - base, kSimdWidth);
     for (uint block = 0; block < slots_here; block += kSlotBlock) {
       device const T* source = slots + (row * count + base + block) * width + column;
-      Pack<N> loaded[kSlotBlock];
+      Raw<T, N> loaded[kSlotBlock];
       UNROLL for (uint s = 0; s < kSlotBlock; ++s) {
-        if (active && block + s < slots_here) loaded[s] = load_pack<N>(source + ulong(s) * width);
+        if (active && block + s < slots_here) loaded[s] = load_raw<N>(source + ulong(s) * width);
       }
       UNROLL for (uint s = 0; s < kSlotBlock; ++s) {
         if (block + s < slots_here) {
           const float weight = simd_shuffle(lane_weight, ushort(block + s));
           if (active) {
-            UNROLL for (int i = 0; i < N; ++i) sum.v[i] += weight * loaded[s].v[i];
+            const Pack<N> x = widen(loaded[s]);
+            UNROLL for (int i = 0; i < N; ++i) sum.v[i] += weight * x.v[i];
           }
         }
       }
@@ -62,18 +65,22 @@ inline void weighted_sum_columns(device const T* slots, device const uchar* weig
                                  device const T* shared, device const T* residual, device T* output,
                                  constant WeightedSumParams& params, ulong row, uint column, uint lane) {
   const bool active = column < params.width;
+  const ulong place = row * params.width + column;
+  Raw<T, N> raw_shared;  // in flight with the slots
+  Raw<T, N> raw_residual;
+  if (active && params.has_shared != 0) raw_shared = load_raw<N>(shared + place);
+  if (active && params.has_residual != 0) raw_residual = load_raw<N>(residual + place);
   Pack<N> sum = sum_over_slots<T, N>(slots, weights, params.weights_dtype, row, params.slots, params.width, column, active,
                                      lane);
   if (!active) return;
-  const ulong place = row * params.width + column;
   if (params.has_shared != 0) {
     float gate = params.has_gate != 0 ? load_one(shared_gate, params.gate_dtype, row) : 1.0f;
     if (params.has_gate != 0 && params.gate_is_logit != 0) gate = sigmoid(gate);
-    const Pack<N> x = load_pack<N>(shared + place);
+    const Pack<N> x = widen(raw_shared);
     UNROLL for (int i = 0; i < N; ++i) sum.v[i] += gate * x.v[i];
   }
   if (params.has_residual != 0) {
-    const Pack<N> x = load_pack<N>(residual + place);
+    const Pack<N> x = widen(raw_residual);
     UNROLL for (int i = 0; i < N; ++i) sum.v[i] += x.v[i];
   }
   store_pack(output + place, sum);
@@ -98,7 +105,19 @@ template <typename T>
 }
 
 // Elements that a thread keeps between the sum and the norm; longer rows read residual, just written, again.
-constant constexpr int kSumElements = 16;
+constant constexpr int kSumElements = 8;
+
+template <int N>
+inline Pack<N> added(Pack<N> a, Pack<N> b) {
+  UNROLL for (int i = 0; i < N; ++i) a.v[i] += b.v[i];
+  return a;
+}
+
+template <int N>
+inline Pack<N> scaled(Pack<N> x, float factor, Pack<N> weight) {
+  UNROLL for (int i = 0; i < N; ++i) x.v[i] *= factor * weight.v[i];
+  return x;
+}
 
 template <typename T, int N>
 inline void weighted_sum_norm_row(device T* residual, device const T* slots, device const uchar* weights,
@@ -108,33 +127,35 @@ inline void weighted_sum_norm_row(device T* residual, device const T* slots, dev
   constexpr uint kKept = kSumElements / N;
   const ulong start = row * params.width;
   const uint step = threads * N;
-  Pack<N> kept[kKept];
+  const uint first_column = thread_index * N;
+  Raw<T, N> kept[kKept];
+  AnyRaw<N> first_weight;  // in flight during the sums
+  if (first_column < params.width) first_weight = load_any_raw<N>(norm_weight, params.norm_dtype, first_column);
   float squares = 0.0f;
   UNROLL for (uint k = 0; k < kKept; ++k) {
     if (k * step < params.width) {
-      const uint column = k * step + thread_index * N;
+      const uint column = k * step + first_column;
       const bool active = column < params.width;
-      Pack<N> base;
-      if (active) base = load_pack<N>(residual + start + column);
-      kept[k] = sum_over_slots<T, N>(slots, weights, params.weights_dtype, row, params.slots, params.width, column, active,
-                                     lane);
+      Raw<T, N> base;
+      if (active) base = load_raw<N>(residual + start + column);
+      const Pack<N> sum = sum_over_slots<T, N>(slots, weights, params.weights_dtype, row, params.slots, params.width, column,
+                                               active, lane);
       if (active) {
-        UNROLL for (int i = 0; i < N; ++i) kept[k].v[i] = float(T(base.v[i] + kept[k].v[i]));
-        store_pack(residual + start + column, kept[k]);
-        squares += sum_of_squares(kept[k]);
+        kept[k] = narrow<T>(added(widen(base), sum));
+        store_raw(residual + start + column, kept[k]);
+        squares += sum_of_squares(widen(kept[k]));
       }
     }
   }
-  for (uint first = kKept * step; first < params.width; first += step) {
-    const uint column = first + thread_index * N;
+  for (uint group = kKept * step; group < params.width; group += step) {
+    const uint column = group + first_column;
     const bool active = column < params.width;
-    Pack<N> x = sum_over_slots<T, N>(slots, weights, params.weights_dtype, row, params.slots, params.width, column, active,
-                                     lane);
+    const Pack<N> sum = sum_over_slots<T, N>(slots, weights, params.weights_dtype, row, params.slots, params.width, column,
+                                             active, lane);
     if (active) {
-      const Pack<N> base = load_pack<N>(residual + start + column);
-      UNROLL for (int i = 0; i < N; ++i) x.v[i] = float(T(base.v[i] + x.v[i]));
-      store_pack(residual + start + column, x);
-      squares += sum_of_squares(x);
+      const Raw<T, N> x = narrow<T>(added(load_pack<N>(residual + start + column), sum));
+      store_raw(residual + start + column, x);
+      squares += sum_of_squares(widen(x));
     }
   }
 
@@ -142,18 +163,15 @@ inline void weighted_sum_norm_row(device T* residual, device const T* slots, dev
   const float inverse = precise::rsqrt(total / float(params.width) + params.eps);
 
   UNROLL for (uint k = 0; k < kKept; ++k) {
-    const uint column = k * step + thread_index * N;
+    const uint column = k * step + first_column;
     if (column < params.width) {
-      const Pack<N> weight = load_any<N>(norm_weight, params.norm_dtype, column);
-      UNROLL for (int i = 0; i < N; ++i) kept[k].v[i] *= inverse * weight.v[i];
-      store_pack(output + start + column, kept[k]);
+      const Pack<N> weight = k == 0 ? widen(first_weight, params.norm_dtype) : load_any<N>(norm_weight, params.norm_dtype, column);
+      store_pack(output + start + column, scaled(widen(kept[k]), inverse, weight));
     }
   }
-  for (uint column = kKept * step + thread_index * N; column < params.width; column += step) {
-    Pack<N> x = load_pack<N>(residual + start + column);
+  for (uint column = kKept * step + first_column; column < params.width; column += step) {
     const Pack<N> weight = load_any<N>(norm_weight, params.norm_dtype, column);
-    UNROLL for (int i = 0; i < N; ++i) x.v[i] *= inverse * weight.v[i];
-    store_pack(output + start + column, x);
+    store_pack(output + start + column, scaled(load_pack<N>(residual + start + column), inverse, weight));
   }
 }
 

@@ -46,59 +46,67 @@ inline float stage_tokens(device const uchar* hidden, uint hidden_dtype, device 
   return squares;
 }
 
-// sums[r][m] += router[first_expert + r] . tile[m] over `columns` columns. kAhead loads of every row are in flight.
+// One simdgroup's rows at its lanes' columns.
+template <typename W, int N>
+struct GateWeights {
+  Raw<W, N> row[kGateRows];
+};
+
+// `rows` points to the first expert's row; of the kGateRows from there on `count` exist, the last stands in for the others.
+template <typename W, int N>
+inline GateWeights<W, N> load_weights(device const W* rows, uint count, uint width, uint column) {
+  GateWeights<W, N> weights;
+  UNROLL for (uint r = 0; r < kGateRows; ++r) {
+    weights.row[r] = load_raw<N>(rows + ulong(min(r, count - 1)) * width + column);
+  }
+  return weights;
+}
+
 template <typename W, int M, int N>
-inline void multiply_tile(device const W* router, threadgroup const float* tile, thread GateSums<M>& sums,
-                          constant GateParams& params, uint first_expert, uint start, uint columns, uint lane) {
-  constexpr int kAhead = M == 1 ? 2 : 1;
-  constexpr uint kStep = kSimdWidth * N;
-  for (uint base = lane * N; base < columns; base += kAhead * kStep) {
-    Pack<N> row[kAhead][kGateRows];
-    UNROLL for (int a = 0; a < kAhead; ++a) {
-      UNROLL for (int r = 0; r < kGateRows; ++r) {
-        if (base + a * kStep < columns && first_expert + r < params.experts) {
-          row[a][r] = load_pack<N>(router + ulong(first_expert + r) * params.width + start + base + a * kStep);
-        }
-      }
+inline void multiply_columns(GateWeights<W, N> weights, threadgroup const float* tile, uint tile_width,
+                             thread GateSums<M>& sums) {
+  UNROLL for (int m = 0; m < M; ++m) {
+    float x[N];
+    if constexpr (N == 4) {
+      const float4 raw = *reinterpret_cast<threadgroup const float4*>(tile + m * tile_width);
+      UNROLL for (int i = 0; i < N; ++i) x[i] = raw[i];
+    } else {
+      UNROLL for (int i = 0; i < N; ++i) x[i] = tile[m * tile_width + i];
     }
-    UNROLL for (int a = 0; a < kAhead; ++a) {
-      const uint column = base + a * kStep;
-      if (column < columns) {
-        UNROLL for (int m = 0; m < M; ++m) {
-          float x[N];
-          if constexpr (N == 4) {
-            const float4 raw = *reinterpret_cast<threadgroup const float4*>(tile + m * params.tile_width + column);
-            UNROLL for (int i = 0; i < N; ++i) x[i] = raw[i];
-          } else {
-            UNROLL for (int i = 0; i < N; ++i) x[i] = tile[m * params.tile_width + column + i];
-          }
-          UNROLL for (int r = 0; r < kGateRows; ++r) {
-            if (first_expert + r < params.experts) {
-              UNROLL for (int i = 0; i < N; ++i) sums.v[r][m] += row[a][r].v[i] * x[i];
-            }
-          }
-        }
-      }
+    UNROLL for (int r = 0; r < kGateRows; ++r) {
+      const Pack<N> w = widen(weights.row[r]);
+      UNROLL for (int i = 0; i < N; ++i) sums.v[r][m] += w.v[i] * x[i];
     }
   }
 }
 
-// logits[M][experts], still without the tokens' rsqrt(mean). Returns this thread's part of the sum of squares.
+// logits[M][experts], still without the tokens' rsqrt(mean). Returns this thread's part of the sum of squares. The next weights
+// are loaded before those at hand are used, the first ones before the tokens are staged: with one token, one threadgroup has to
+// keep enough bytes in flight to read the whole router.
 template <typename W, int M, int N>
 inline float gate_logits(device const uchar* hidden, uint hidden_dtype, device const W* router,
                          device const uchar* norm_weight, threadgroup float* tile, threadgroup float* logits,
                          constant GateParams& params, uint first_token, GateThread place) {
+  constexpr bool kPipelined = M < 16;  // with 16 tokens the registers are full
+  constexpr uint kStep = kSimdWidth * N;
   const uint block = place.simdgroups * kGateRows;
   const bool one_tile = params.width <= params.tile_width;
+  const uint lane_column = place.lane * N;
   float squares = 0.0f;
   for (uint block_start = 0; block_start < params.experts; block_start += block) {
     const uint first_expert = block_start + place.simdgroup * kGateRows;
+    const uint experts = first_expert < params.experts ? min(params.experts - first_expert, uint(kGateRows)) : 0;
+    device const W* rows = router + ulong(first_expert) * params.width;
     GateSums<M> sums;
     UNROLL for (int r = 0; r < kGateRows; ++r) {
       UNROLL for (int m = 0; m < M; ++m) sums.v[r][m] = 0.0f;
     }
     for (uint start = 0; start < params.width; start += params.tile_width) {
       const uint columns = min(params.tile_width, params.width - start);
+      uint column = lane_column;
+      uint left = experts > 0 && column < columns ? (columns - column + kStep - 1) / kStep : 0;
+      GateWeights<W, N> weights;
+      if (left > 0) weights = load_weights<W, N>(rows, experts, params.width, start + column);
       if (block_start == 0 || !one_tile) {
         threadgroup_barrier(mem_flags::mem_threadgroup);  // the tile before this one has been read
         const float part = stage_tokens<M, N>(hidden, hidden_dtype, norm_weight, tile, params, first_token, start, columns,
@@ -106,14 +114,23 @@ inline float gate_logits(device const uchar* hidden, uint hidden_dtype, device c
         if (block_start == 0) squares += part;
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
-      multiply_tile<W, M, N>(router, tile, sums, params, first_expert, start, columns, place.lane);
+      for (; left > 1; --left) {
+        if constexpr (kPipelined) {
+          const GateWeights<W, N> next = load_weights<W, N>(rows, experts, params.width, start + column + kStep);
+          multiply_columns<W, M, N>(weights, tile + column, params.tile_width, sums);
+          weights = next;
+        } else {
+          multiply_columns<W, M, N>(weights, tile + column, params.tile_width, sums);
+          weights = load_weights<W, N>(rows, experts, params.width, start + column + kStep);
+        }
+        column += kStep;
+      }
+      if (left > 0) multiply_columns<W, M, N>(weights, tile + column, params.tile_width, sums);
     }
     UNROLL for (int r = 0; r < kGateRows; ++r) {
       UNROLL for (int m = 0; m < M; ++m) {
         const float logit = simd_sum(sums.v[r][m]);
-        if (place.lane == 0 && first_expert + r < params.experts) {
-          logits[m * params.experts + first_expert + r] = logit;
-        }
+        if (place.lane == 0 && uint(r) < experts) logits[m * params.experts + first_expert + r] = logit;
       }
     }
   }
@@ -127,18 +144,16 @@ inline void choose_experts(threadgroup const float* logits, float inverse_rms, d
   RouterRow<N> row;
   UNROLL for (int j = 0; j < N; ++j) {
     const uint expert = lane * N + j;
-    row.key[j] = 0;
-    row.score[j] = 0.0f;
-    if (expert < params.experts) {
-      row.score[j] = finite(logits[expert] * inverse_rms);
-      row.key[j] = ordered_key(row.score[j]);
-    }
+    row.key[j] = expert < params.experts ? ordered_key(finite(logits[expert] * inverse_rms)) : 0;
   }
-  Chosen chosen = choose<N>(row, params.top_k, lane);
-  softmax_of_chosen(chosen, params.top_k, lane);
-  scale_chosen(chosen, params.top_k, lane, per_expert_scale, params.scale_dtype);
-  if (params.renormalise != 0) normalise_chosen(chosen, params.top_k, lane, 0.0f, -FLT_MAX);
-  store_chosen(chosen, params.top_k, lane, weights, ids);
+  choose<N>(row, params.top_k, lane);
+  UNROLL for (int j = 0; j < N; ++j) {
+    row.score[j] = is_chosen(row.key[j]) ? finite(logits[lane * N + j] * inverse_rms) : 0.0f;
+  }
+  softmax_of_chosen<N>(row);
+  scale_chosen<N>(row, per_expert_scale, params.scale_dtype, lane);
+  if (params.renormalise != 0) normalise_chosen<N>(row, 0.0f, -FLT_MAX);
+  store_chosen<N>(row, lane, weights, ids);
 }
 
 // threadgroup(0): tile[M][tile_width], logits[M][experts]. The simdgroups of a threadgroup are a multiple of M.

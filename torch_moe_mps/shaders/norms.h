@@ -31,21 +31,21 @@ inline Pack<N> output_scale(device const uchar* scalar, constant NormParams& par
 
 // The columns to be normed: those of input, or with kNormSum those of residual + input, rounded to T as the residual stream is.
 template <typename T, int N, bool kNormSum>
-inline Pack<N> normed_columns(Pack<N> residual, Pack<N> input) {
-  if constexpr (kNormSum) {
-    UNROLL for (int i = 0; i < N; ++i) input.v[i] = float(T(residual.v[i] + input.v[i]));
-  }
-  return input;
+inline Raw<T, N> normed_columns(Raw<T, N> residual, Raw<T, N> input) {
+  if constexpr (!kNormSum) return input;
+  Pack<N> sum = widen(input);
+  const Pack<N> base = widen(residual);
+  UNROLL for (int i = 0; i < N; ++i) sum.v[i] += base.v[i];
+  return narrow<T>(sum);
 }
 
 // (residual + x * inverse * weight) * scale, with kNormSum without the residual.
 template <int N, bool kNormSum>
-inline Pack<N> finished_columns(Pack<N> residual, Pack<N> x, float inverse, device const uchar* weight,
-                                device const uchar* scalar, constant NormParams& params, uint column) {
-  const Pack<N> factor = load_any<N>(weight, params.weight_dtype, column);
+inline Pack<N> finished_columns(Pack<N> residual, Pack<N> x, float inverse, Pack<N> weight, device const uchar* scalar,
+                                constant NormParams& params, uint column) {
   const Pack<N> scale = output_scale<N>(scalar, params, column);
   UNROLL for (int i = 0; i < N; ++i) {
-    float y = x.v[i] * inverse * (factor.v[i] + params.weight_offset);
+    float y = x.v[i] * inverse * (weight.v[i] + params.weight_offset);
     if constexpr (!kNormSum) y += residual.v[i];
     x.v[i] = y * scale.v[i];
   }
@@ -59,30 +59,32 @@ inline void norm_row(device const T* residual, device const T* input, device con
   constexpr int kKept = kNormElements / N;
   const uint step = threads.count * N;
   const uint first = threads.index * N;
-  Pack<N> base[kKept];  // loaded with the first pass, to be in flight during the reduction
-  Pack<N> kept[kKept];
+  Raw<T, N> base[kKept];  // loaded with the first pass, to be in flight during the reduction
+  Raw<T, N> row[kKept];
+  AnyRaw<N> first_weight;
   float sum = 0.0f;
   UNROLL for (int k = 0; k < kKept; ++k) {
     const uint column = first + k * step;
     if (column < params.width) {
-      base[k] = load_pack<N>(residual + column);
-      kept[k] = load_pack<N>(input + column);
+      base[k] = load_raw<N>(residual + column);
+      row[k] = load_raw<N>(input + column);
     }
   }
+  if (first < params.width) first_weight = load_any_raw<N>(weight, params.weight_dtype, first);
   UNROLL for (int k = 0; k < kKept; ++k) {
     const uint column = first + k * step;
     if (column < params.width) {
-      kept[k] = normed_columns<T, N, kNormSum>(base[k], kept[k]);
-      if (kNormSum && params.write_sum != 0) store_pack(sum_output + column, kept[k]);
-      sum += sum_of_squares(kept[k]);
+      row[k] = normed_columns<T, N, kNormSum>(base[k], row[k]);
+      if (kNormSum && params.write_sum != 0) store_raw(sum_output + column, row[k]);
+      sum += sum_of_squares(widen(row[k]));
     }
   }
   const uint rest = first + kKept * step;
   for (uint column = rest; column < params.width; column += step) {
-    Pack<N> x = load_pack<N>(input + column);
-    if (kNormSum) x = normed_columns<T, N, kNormSum>(load_pack<N>(residual + column), x);
-    if (kNormSum && params.write_sum != 0) store_pack(sum_output + column, x);
-    sum += sum_of_squares(x);
+    const Raw<T, N> x =
+        normed_columns<T, N, kNormSum>(load_raw<N>(residual + column), load_raw<N>(input + column));
+    if (kNormSum && params.write_sum != 0) store_raw(sum_output + column, x);
+    sum += sum_of_squares(widen(x));
   }
 
   const float total = row_sum(sum, threads, partials);
@@ -91,14 +93,17 @@ inline void norm_row(device const T* residual, device const T* input, device con
   UNROLL for (int k = 0; k < kKept; ++k) {
     const uint column = first + k * step;
     if (column < params.width) {
-      store_pack(output + column,
-                 finished_columns<N, kNormSum>(base[k], kept[k], inverse, weight, scalar, params, column));
+      const Pack<N> factor = k == 0 ? widen(first_weight, params.weight_dtype) : load_any<N>(weight, params.weight_dtype, column);
+      store_pack(output + column, finished_columns<N, kNormSum>(widen(base[k]), widen(row[k]), inverse, factor, scalar, params,
+                                                                column));
     }
   }
   for (uint column = rest; column < params.width; column += step) {
-    const Pack<N> r = load_pack<N>(residual + column);
-    const Pack<N> x = normed_columns<T, N, kNormSum>(r, load_pack<N>(input + column));
-    store_pack(output + column, finished_columns<N, kNormSum>(r, x, inverse, weight, scalar, params, column));
+    const Raw<T, N> r = load_raw<N>(residual + column);
+    const Raw<T, N> x = normed_columns<T, N, kNormSum>(r, load_raw<N>(input + column));
+    const Pack<N> factor = load_any<N>(weight, params.weight_dtype, column);
+    store_pack(output + column,
+               finished_columns<N, kNormSum>(widen(r), widen(x), inverse, factor, scalar, params, column));
   }
 }
 

@@ -3,108 +3,91 @@
 #pragma once
 #include "common.h"
 
-constant constexpr uint kMaxTopK = 64;
-
-// What a row of logits becomes: `key` orders the choice (0: not to be chosen any more), `score` gives the weight.
+// What a row of logits becomes. `key` orders the choice; `score` gives the weight. Keys below kLowestKey are states: 0 is not to be
+// chosen, n is chosen for slot n - 1.
 template <int N>
 struct RouterRow {
   uint key[N];
   float score[N];
 };
 
-// The chosen experts; a lane holds the slots `lane` and `lane + 32`.
-struct Chosen {
-  uint id[2];
-  float score[2];
-};
+constant constexpr uint kLowestKey = 0x00400000u;  // below the key of -infinity
 
 // NaN counts as the lowest float, infinities as the highest and lowest.
 inline float finite(float x) { return isnan(x) ? -FLT_MAX : clamp(x, -FLT_MAX, FLT_MAX); }
 
-// An integer that orders as the float does, and is never 0. x is not NaN.
+// An integer that orders as the float does. x is not NaN.
 inline uint ordered_key(float x) {
   const uint bits = as_type<uint>(x == 0.0f ? 0.0f : x);  // -0 and 0 are a tie
   return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
 }
 
-// The `count` largest keys, ties to the lowest id: each step is one reduction over the simdgroup.
+inline bool is_chosen(uint key) { return key > 0 && key < kLowestKey; }
+
+// Chooses the `count` largest keys, ties to the lowest id. Each step is one reduction over the simdgroup: the winning lane, the
+// lowest that holds the maximum, marks the expert with its slot and finds its next best.
 template <int N>
-inline Chosen choose(thread RouterRow<N>& row, uint count, uint lane) {
-  Chosen chosen = {{0, 0}, {0.0f, 0.0f}};
+inline void choose(thread RouterRow<N>& row, uint count, uint lane) {
   uint best = 0;
-  uint best_index = 0;
-  float best_score = 0.0f;
-  bool stale = true;
+  UNROLL for (int j = 0; j < N; ++j) best = max(best, row.key[j]);
   for (uint slot = 0; slot < count; ++slot) {
-    if (stale) {
-      best = 0;
-      UNROLL for (int j = 0; j < N; ++j) {
-        if (row.key[j] > best) {
-          best = row.key[j];
-          best_index = j;
-          best_score = row.score[j];
-        }
-      }
-    }
     const uint highest = simd_max(best);
-    const ushort winner = ushort(ctz(ballot(best == highest)));
-    const uint id = simd_shuffle(lane * N + best_index, winner);
-    const float score = simd_shuffle(best_score, winner);
-    if (lane == slot % kSimdWidth) {
-      if (slot < kSimdWidth) {
-        chosen.id[0] = id;
-        chosen.score[0] = score;
-      } else {
-        chosen.id[1] = id;
-        chosen.score[1] = score;
-      }
-    }
-    stale = lane == winner;
-    if (stale) {
+    if (lane == ctz(ballot(best == highest))) {
+      best = 0;
+      bool taken = false;
       UNROLL for (int j = 0; j < N; ++j) {
-        if (uint(j) == best_index) row.key[j] = 0;
+        if (!taken && row.key[j] == highest) {
+          row.key[j] = slot + 1;
+          taken = true;
+        }
+        best = row.key[j] >= kLowestKey ? max(best, row.key[j]) : best;
       }
     }
   }
-  return chosen;
 }
 
-// Sums `value` over the chosen slots.
-inline float chosen_sum(thread const float* value, uint count, uint lane) {
-  const float first = lane < count ? value[0] : 0.0f;
-  const float second = lane + kSimdWidth < count ? value[1] : 0.0f;
-  return simd_sum(first + second);
+// The sum of the scores of the chosen.
+template <int N>
+inline float chosen_sum(thread RouterRow<N>& row) {
+  float sum = 0.0f;
+  UNROLL for (int j = 0; j < N; ++j) sum += is_chosen(row.key[j]) ? row.score[j] : 0.0f;
+  return simd_sum(sum);
 }
 
 // Replaces the scores of the chosen by their softmax.
-inline void softmax_of_chosen(thread Chosen& chosen, uint count, uint lane) {
-  const float first = lane < count ? chosen.score[0] : -FLT_MAX;
-  const float second = lane + kSimdWidth < count ? chosen.score[1] : -FLT_MAX;
-  const float highest = simd_max(max(first, second));
-  for (int i = 0; i < 2; ++i) chosen.score[i] = precise::exp(chosen.score[i] - highest);
-  const float sum = chosen_sum(chosen.score, count, lane);
-  for (int i = 0; i < 2; ++i) chosen.score[i] /= sum;
+template <int N>
+inline void softmax_of_chosen(thread RouterRow<N>& row) {
+  float highest = -FLT_MAX;
+  UNROLL for (int j = 0; j < N; ++j) highest = is_chosen(row.key[j]) ? max(highest, row.score[j]) : highest;
+  highest = simd_max(highest);
+  UNROLL for (int j = 0; j < N; ++j) {
+    row.score[j] = is_chosen(row.key[j]) ? precise::exp(row.score[j] - highest) : 0.0f;
+  }
+  const float sum = chosen_sum<N>(row);
+  UNROLL for (int j = 0; j < N; ++j) row.score[j] /= sum;
 }
 
 // Divides the scores of the chosen by max(sum + eps, minimum); a denominator of 0 counts as 1.
-inline void normalise_chosen(thread Chosen& chosen, uint count, uint lane, float eps, float minimum) {
-  const float sum = max(chosen_sum(chosen.score, count, lane) + eps, minimum);
+template <int N>
+inline void normalise_chosen(thread RouterRow<N>& row, float eps, float minimum) {
+  const float sum = max(chosen_sum<N>(row) + eps, minimum);
   const float denominator = sum == 0.0f ? 1.0f : sum;
-  for (int i = 0; i < 2; ++i) chosen.score[i] /= denominator;
+  UNROLL for (int j = 0; j < N; ++j) row.score[j] /= denominator;
 }
 
-inline void scale_chosen(thread Chosen& chosen, uint count, uint lane, device const uchar* scale, uint dtype) {
-  for (uint i = 0; i < 2; ++i) {
-    if (lane + i * kSimdWidth < count) chosen.score[i] *= load_one(scale, dtype, chosen.id[i]);
+template <int N>
+inline void scale_chosen(thread RouterRow<N>& row, device const uchar* scale, uint dtype, uint lane) {
+  UNROLL for (int j = 0; j < N; ++j) {
+    if (is_chosen(row.key[j])) row.score[j] *= load_one(scale, dtype, lane * N + j);
   }
 }
 
-inline void store_chosen(Chosen chosen, uint count, uint lane, device float* weights, device int* ids) {
-  for (uint i = 0; i < 2; ++i) {
-    const uint slot = lane + i * kSimdWidth;
-    if (slot < count) {
-      weights[slot] = chosen.score[i];
-      ids[slot] = int(chosen.id[i]);
+template <int N>
+inline void store_chosen(thread RouterRow<N>& row, uint lane, device float* weights, device int* ids) {
+  UNROLL for (int j = 0; j < N; ++j) {
+    if (is_chosen(row.key[j])) {
+      weights[row.key[j] - 1] = row.score[j];
+      ids[row.key[j] - 1] = int(lane * N + j);
     }
   }
 }
@@ -149,39 +132,42 @@ inline float2 simd_top2(float2 top) {
   return top;
 }
 
-// The experts of this lane, as bits, that belong to the best groups. `by_sum` gives the values of the sum of the two largest,
-// `by_max` those of the maximum.
+// The experts of this lane, as bits, that belong to the best groups. A group's score is the sum of the two largest of `by_sum`, or
+// the largest of `by_max`.
 template <int N>
 inline uint experts_of_best_groups(thread const float* by_sum, thread const float* by_max, constant RouterParams& params,
                                    uint lane) {
   const uint group_size = params.experts / params.groups;
-  RouterRow<N> groups;  // group `lane * N + j`
+  const bool is_max = params.group_score_is_max != 0;
+  uint group_of[N];
+  RouterRow<N> groups;  // a lane holds the groups lane * N + j
   UNROLL for (int j = 0; j < N; ++j) {
+    group_of[j] = (lane * N + j) / group_size;
     groups.key[j] = 0;
     groups.score[j] = 0.0f;
   }
   for (uint group = 0; group < params.groups; ++group) {
     float2 top = float2(-INFINITY, -INFINITY);
     UNROLL for (int j = 0; j < N; ++j) {
-      const uint expert = lane * N + j;
-      if (expert < params.experts && expert / group_size == group) {
-        const float value = params.group_score_is_max != 0 ? by_max[j] : by_sum[j];
+      if (group_of[j] == group) {
+        const float value = is_max ? by_max[j] : by_sum[j];
         top = float2(max(top.x, value), max(min(top.x, value), top.y));
       }
     }
     top = simd_top2(top);
-    const uint key = ordered_key(params.group_score_is_max != 0 ? top.x : finite(top.x + top.y));
+    const uint key = ordered_key(is_max ? top.x : finite(top.x + top.y));
     UNROLL for (int j = 0; j < N; ++j) {
       if (lane * N + j == group) groups.key[j] = key;
     }
   }
+  choose<N>(groups, params.top_groups, lane);
+  uint chosen_groups = 0;
+  UNROLL for (int j = 0; j < N; ++j) chosen_groups |= is_chosen(groups.key[j]) ? 1u << j : 0u;
   uint members = 0;
-  for (uint taken = 0; taken < params.top_groups; ++taken) {
-    const Chosen best = choose<N>(groups, 1, lane);
-    const uint group = simd_shuffle(best.id[0], ushort(0));
-    UNROLL for (int j = 0; j < N; ++j) {
-      if ((lane * N + j) / group_size == group) members |= 1u << j;
-    }
+  UNROLL for (int j = 0; j < N; ++j) {
+    const uint group = min(group_of[j], params.groups - 1);
+    const uint holder = simd_shuffle(chosen_groups, ushort(group / N));
+    members |= ((holder >> (group % N)) & 1) << j;
   }
   return members;
 }
@@ -218,17 +204,20 @@ template <int N, typename T>
 inline void load_logits(device const T* source, thread float* logits, constant RouterParams& params, uint lane) {
   UNROLL for (int j = 0; j < N; ++j) logits[j] = 0.0f;
   if (N % 4 == 0 && params.vectorised != 0) {
+    Raw<T, 4> raw[(N + 3) / 4];
     UNROLL for (int j = 0; j + 3 < N; j += 4) {
-      const uint expert = lane * N + j;
-      if (expert < params.experts) {
-        const Pack<4> pack = load_pack<4>(source + expert);
-        UNROLL for (int i = 0; i < 4; ++i) logits[j + i] = finite(pack.v[i]);
-      }
+      if (lane * N + j < params.experts) raw[j / 4] = load_raw<4>(source + lane * N + j);
+    }
+    UNROLL for (int j = 0; j < N; ++j) {
+      if (lane * N + j < params.experts) logits[j] = finite(float(raw[j / 4].v[j % 4]));
     }
   } else {
+    T raw[N];
     UNROLL for (int j = 0; j < N; ++j) {
-      const uint expert = lane * N + j;
-      if (expert < params.experts) logits[j] = finite(float(source[expert]));
+      if (lane * N + j < params.experts) raw[j] = source[lane * N + j];
+    }
+    UNROLL for (int j = 0; j < N; ++j) {
+      if (lane * N + j < params.experts) logits[j] = finite(float(raw[j]));
     }
   }
 }
@@ -247,11 +236,11 @@ template <typename T, int N>
   load_logits<N>(logits + row * params.experts, own_logits, params, lane);
   RouterRow<N> ranked;
   rank_experts<N>(own_logits, ranked, bias, params, lane);
-  Chosen chosen = choose<N>(ranked, params.top_k, lane);
+  choose<N>(ranked, params.top_k, lane);
 
-  if (params.scoring == SCORING_SOFTMAX_AFTER_TOPK) softmax_of_chosen(chosen, params.top_k, lane);
-  if (params.normalise != 0) normalise_chosen(chosen, params.top_k, lane, params.norm_eps, params.norm_min);
-  for (int i = 0; i < 2; ++i) chosen.score[i] *= params.scaling_factor;
-  if (params.has_scale != 0) scale_chosen(chosen, params.top_k, lane, per_expert_scale, params.scale_dtype);
-  store_chosen(chosen, params.top_k, lane, weights + row * params.top_k, ids + row * params.top_k);
+  if (params.scoring == SCORING_SOFTMAX_AFTER_TOPK) softmax_of_chosen<N>(ranked);
+  if (params.normalise != 0) normalise_chosen<N>(ranked, params.norm_eps, params.norm_min);
+  UNROLL for (int j = 0; j < N; ++j) ranked.score[j] *= params.scaling_factor;
+  if (params.has_scale != 0) scale_chosen<N>(ranked, per_expert_scale, params.scale_dtype, lane);
+  store_chosen<N>(ranked, lane, weights + row * params.top_k, ids + row * params.top_k);
 }
