@@ -17,13 +17,34 @@ from .translate import translate
 
 MSL = Path(__file__).parent / "msl"
 INCLUDE = MSL / "include"
-METAL_HEADERS = (
-    "metal_stdlib metal_atomic metal_math metal_integer metal_simdgroup metal_simdgroup_matrix metal_compute metal_types "
-    "metal_type_traits metal_limits metal_common metal_relational metal_geometric metal_matrix metal_array metal_pack "
-    "metal_numeric metal_uniform metal_config metal_quadgroup metal_logging metal_raytracing metal_tensor"
-).split()
+# What a shader may include; it gets all of it from metal_stdlib.
+METAL_HEADERS = [
+    "metal_stdlib",
+    "metal_atomic",
+    "metal_math",
+    "metal_integer",
+    "metal_simdgroup",
+    "metal_simdgroup_matrix",
+    "metal_compute",
+    "metal_types",
+    "metal_type_traits",
+    "metal_limits",
+    "metal_common",
+    "metal_relational",
+    "metal_geometric",
+    "metal_matrix",
+    "metal_array",
+    "metal_pack",
+    "metal_numeric",
+    "metal_uniform",
+    "metal_config",
+    "metal_quadgroup",
+    "metal_logging",
+    "metal_raytracing",
+    "metal_tensor",
+]
 LANGUAGE = ["-x", "c++", "-std=c++17", "-fdeclspec", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing"]
-# Halves and bfloats are rounded after every operation, nothing is contracted: the executor's results are reproducible.
+# Halves and bfloats are rounded after every operation and nothing is contracted: results are reproducible.
 ARITHMETIC = [
     "-march=x86-64-v3",
     "-ffp-contract=off",
@@ -199,15 +220,15 @@ def compile_shader(
 ) -> Path:
     """A shared object that exports `msl_kernels` (executor.h), from MSL source.
 
-    `constants` sets function constants by number (or name). `include` lists folders for local includes, unless they are
-    flattened already. Raises ShaderError with the compiler's message.
+    `constants` sets function constants by number (or name). `include` lists folders for local includes, unless
+    they are flattened already. Raises ShaderError with the compiler's message.
     """
     text = preprocess(source, include, name)
     return compile_preprocessed(text, constants or {})
 
 
 def compile_preprocessed(text: str, constants: dict) -> Path:
-    """The table of the shader's kernels. A kernel's code is compiled when it first runs: a file has many, a test few."""
+    """The table of the shader's kernels. A kernel is compiled when it first runs: a file has many, a test few."""
     folder, pch = prepared_headers()
     executor = executor_library()
     code = translate(text, constants).code
@@ -252,7 +273,7 @@ def compile_preprocessed(text: str, constants: dict) -> Path:
 
 
 def build_command(flags: list, unit: Path, executor: Path) -> str:
-    """C string literals of the shell command that builds one kernel into $1; `number` is a literal of its number."""
+    """C string literals of the shell command that builds kernel `number` into the file $1."""
     compile_ = shlex.join([tool("clang++"), *map(str, flags), "-c", str(unit), "-o"])
     link = shlex.join([tool("clang++"), "-shared", "-fuse-ld=lld", str(executor), "-lm", "-o"])
 

@@ -6,4 +6,4 @@ class SimulatorError(RuntimeError):
 
 
 class ShaderError(RuntimeError):
-    """A shader that does not compile; the message has `file:line:column: error: text` lines as Metal's has."""
+    """A shader that does not compile; the message has `file:line:column: error: text` lines, as in Metal."""

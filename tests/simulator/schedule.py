@@ -4,7 +4,7 @@ _seed = 0
 
 
 def set(seed: int) -> None:
-    """Order of threads, simdgroups and threadgroups from now on: 0 is ascending, any other seed a shuffle of its own."""
+    """Choose the order of threads, simdgroups and threadgroups: 0 is ascending, other seeds shuffle."""
     global _seed
     _seed = int(seed)
 

@@ -1,8 +1,9 @@
 """Metal Shading Language to C++: what a C++ compiler cannot be told by a header is rewritten in the text.
 
-Input is preprocessed source (macros expanded, line markers kept). Attributes are read and dropped, address spaces are
-erased, threadgroup variables become references into the threadgroup's memory, function constants get their values, and a
-table of kernels is appended. Line breaks stay where they are, so that messages name the source's own lines.
+Input is preprocessed source (macros expanded, line markers kept). Attributes are read and dropped, address
+spaces are erased, threadgroup variables become references into the threadgroup's memory, function constants get
+their values, and a table of kernels is appended. Line breaks stay where they are, so that messages name the
+source's own lines.
 """
 
 import re
@@ -91,7 +92,7 @@ class Translator:
         self.drop_repeated_overloads()
         return self.with_table()
 
-    # Moving over tokens ------------------------------------------------------------------------------------------
+    # Moving over tokens ---------------------------------------------------------------------------
 
     def next(self, at: int) -> int:
         """The position of the first token after `at` that is no space; len(tokens) at the end."""
@@ -158,7 +159,7 @@ class Translator:
             if not is_space(self.tokens[i]) or not self.tokens[i].strip():
                 self.tokens[i] = self.tokens[i] if "\n" in self.tokens[i] else " "
 
-    # Attributes --------------------------------------------------------------------------------------------------
+    # Attributes -----------------------------------------------------------------------------------
 
     def take_attributes(self) -> None:
         i = 0
@@ -195,7 +196,7 @@ class Translator:
             a for position, list_ in sorted(self.attributes.items()) if start <= position < end for a in list_
         ]
 
-    # Function constants ------------------------------------------------------------------------------------------
+    # Function constants ---------------------------------------------------------------------------
 
     def take_function_constants(self) -> None:
         for position, attributes in sorted(self.attributes.items()):
@@ -237,7 +238,7 @@ class Translator:
                 self.erase(i, end + 1)
                 self.tokens[i] = "true" if self.defined.get(name) else "false"
 
-    # Kernels -----------------------------------------------------------------------------------------------------
+    # Kernels --------------------------------------------------------------------------------------
 
     def take_kernels(self) -> None:
         for position, attributes in sorted(self.attributes.items()):
@@ -306,7 +307,7 @@ class Translator:
         return parts
 
     def parameters(self, start: int, end: int) -> tuple[list[str], list[str]]:
-        """Of each kernel argument how it is fetched, and its name. Pointers without an attribute are numbered in order."""
+        """How each kernel argument is fetched, and the names. Pointers without attribute are numbered in order."""
         parts = [(low, high, self.attributes_in(low, high)) for low, high in self.split(start, end)]
         taken = {(a.name, a.argument) for _, _, attributes in parts for a in attributes}
         getters, names = [], []
@@ -345,7 +346,7 @@ class Translator:
                 getter = f"msl::present_if<bool({condition}), {getter}>"
         return getter
 
-    # Instantiations ----------------------------------------------------------------------------------------------
+    # Instantiations -------------------------------------------------------------------------------
 
     def take_instantiations(self) -> None:
         i = 0
@@ -380,7 +381,7 @@ class Translator:
                 return open_ < at < self.closing(open_)
         return False
 
-    # Threadgroup variables ---------------------------------------------------------------------------------------
+    # Threadgroup variables ------------------------------------------------------------------------
 
     def replace_threadgroup_variables(self) -> None:
         i = 0
@@ -434,7 +435,7 @@ class Translator:
             f'*static_cast<{alias}*>(msl_threadgroup_variable({self.sites}, sizeof({alias}), "{name}"))'
         )
 
-    # Address spaces ----------------------------------------------------------------------------------------------
+    # Address spaces -------------------------------------------------------------------------------
 
     def erase_address_spaces(self) -> None:
         for i, token in enumerate(self.tokens):
@@ -459,8 +460,8 @@ class Translator:
             self.erase(start, end + 1)
         else:
             raise ShaderError(
-                f"{self.line(start)}: error: two overloads that differ in address spaces only have different bodies, "
-                "which the simulator cannot tell apart"
+                f"{self.line(start)}: error: two overloads that differ in address spaces only have different "
+                "bodies, which the simulator cannot tell apart"
             )
 
     def scan_scope(self, start: int, end: int, scope: int, seen: dict) -> None:
@@ -493,10 +494,10 @@ class Translator:
                 self.keep_first(scope, words, low, i, close, seen)
             i = close + 1
 
-    # Result ------------------------------------------------------------------------------------------------------
+    # Result ---------------------------------------------------------------------------------------
 
     def with_table(self) -> Shader:
-        """Appends the table of kernels (with MSL_TABLE defined) and the entry of each (with MSL_KERNEL its number)."""
+        """Appends the table of kernels (if MSL_TABLE is defined) and their entries (MSL_KERNEL: which)."""
         kernels = self.kernels.values()
         entries = [(k.host_name or k.name, k.name, k) for k in kernels if not k.template]
         entries += [
@@ -572,5 +573,5 @@ def string_value(text: str) -> str:
 
 
 def translate(preprocessed: str, constants: dict) -> Shader:
-    """The C++ for a preprocessed shader; `constants` maps function constants' numbers (or names) to values."""
+    """The C++ for a preprocessed shader; `constants` maps function constants' numbers or names to values."""
     return Translator(preprocessed, constants).run()

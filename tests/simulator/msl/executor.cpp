@@ -439,24 +439,25 @@ void order_threadgroups(const msl_dispatch& d) {
 }
 
 // "file:line" of a code address in a shader's module, through the debug information; empty where there is none.
+// Of the inlined frames it is the innermost that is not in the simulator's metal_stdlib.
 std::string source_line(const void* code) {
   Dl_info info;
   if (!dladdr(code, &info) || !info.dli_fname) return "";
-  char command[4096];
-  const auto offset = static_cast<const char*>(code) - static_cast<const char*>(info.dli_fbase) - 1;
-  snprintf(command, sizeof command, "%s --functions=none --inlining=0 --obj='%s' 0x%lx 2>/dev/null", MSL_SYMBOLIZER, info.dli_fname,
-           long(offset));
+  const long offset = static_cast<const char*>(code) - static_cast<const char*>(info.dli_fbase) - 1;
+  char command[4096], line[4096];
+  snprintf(command, sizeof command, "%s --functions=none --obj='%s' 0x%lx 2>/dev/null", MSL_SYMBOLIZER, info.dli_fname, offset);
   FILE* pipe = popen(command, "r");
   if (!pipe) return "";
-  char line[4096] = "";
-  const bool read = fgets(line, sizeof line, pipe);
+  std::string found;
+  while (found.empty() && fgets(line, sizeof line, pipe)) {
+    std::string text = line;
+    text = text.substr(0, text.rfind(':'));  // without the column
+    const size_t number = text.rfind(':'), name = text.rfind('/');
+    const bool known = number != std::string::npos && text.substr(number) != ":0" && text[0] != '?';
+    if (known && text.find("/msl/include/") == std::string::npos) found = name == std::string::npos ? text : text.substr(name + 1);
+  }
   pclose(pipe);
-  if (!read || line[0] == '?') return "";
-  std::string text = line;
-  text.resize(strcspn(line, "\n"));
-  const size_t column = text.rfind(':'), name = text.rfind('/');
-  text = text.substr(0, column);
-  return name == std::string::npos ? text : text.substr(name + 1);
+  return found;
 }
 }  // namespace
 
@@ -473,13 +474,13 @@ std::string group_name(long order_index) {
 }
 
 void finding(const std::string& text, const void* caller) {
-  message = std::string("kernel '") + dispatch->kernel->name + "': ";
+  message = std::string("kernel '") + dispatch->kernel->name + "'";
   if (current) {
     const unsigned* p = msl_group.position;
-    message += "thread " + thread_name(current->position.index) + " of threadgroup (" + std::to_string(p[0]) + ", " +
-               std::to_string(p[1]) + ", " + std::to_string(p[2]) + ") ";
+    message += ", thread " + thread_name(current->position.index) + " of threadgroup (" + std::to_string(p[0]) + ", " +
+               std::to_string(p[1]) + ", " + std::to_string(p[2]) + ")";
   }
-  message += text;
+  message += ": " + text;
   finding_caller = caller;
   if (!current) throw Finding();
   leave_group();

@@ -30,8 +30,12 @@ template <unsigned Index> struct threadgroup_memory {
 struct absent {
   static constexpr int kind = -1, index = -1;
   template <class A> MSL_COMBINE static A get(const void*) {
-    static_assert(std::is_pointer_v<A>, "only a pointer argument can depend on a function constant here");
-    return nullptr;
+    if constexpr (std::is_pointer_v<A>) {
+      return nullptr;
+    } else {
+      alignas(16) static char zeros[sizeof(A)];
+      return reinterpret_cast<A>(zeros);
+    }
   }
 };
 template <bool Exists, class Getter> using present_if = std::conditional_t<Exists, Getter, absent>;
