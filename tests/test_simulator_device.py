@@ -3,7 +3,7 @@
 import copy
 import gc
 import io
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -203,22 +203,36 @@ def test_operators_of_other_libraries_do_not_fall_back():
 
 
 def test_two_threads():
-    results = {}
-
     def work(seed):
         x = torch.randn(50, 50, generator=torch.Generator().manual_seed(seed))
         y = x.to("mps")
         for _ in range(20):
-            y = torch.tanh(y @ y.t())
-            x = torch.tanh(x @ x.t())
-        results[seed] = torch.allclose(y.cpu(), x, atol=1e-5)
+            x, y = torch.tanh(x @ x.t()), torch.tanh(y @ y.t())
+        return torch.allclose(y.cpu(), x, atol=1e-5)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {0: True, 1: True}
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, range(2))) == [True, True]
+
+
+def test_threads_call_operators_of_the_package():
+    """New signatures go through Python's checks, errors included, while other threads encode and wait."""
+
+    def work(i):
+        right = 0
+        for step in range(40):
+            size = 8 * (step % 5) + i + 1
+            x, weight = torch.randn(3, size), torch.ones(size)
+            expected = torch.ops.moe_mps.fused_norm_add(x, x, weight, 1e-6)
+            on_mps = [tensor.to("mps") for tensor in (x, x, weight)]
+            right += torch.allclose(
+                torch.ops.moe_mps.fused_norm_add(*on_mps, 1e-6).cpu(), expected, atol=1e-5
+            )
+            with pytest.raises(ValueError, match="moe_mps::fused_norm_add: weight must be"):
+                torch.ops.moe_mps.fused_norm_add(*on_mps[:2], torch.ones(size + 1, device="mps"), 1e-6)
+        return right
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(work, range(3))) == [40, 40, 40]
 
 
 def test_memory_is_freed(simulated):

@@ -2,11 +2,12 @@
 
 import gc
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from simulator import build_device
 
 pytestmark = pytest.mark.usefixtures("calls")
 
@@ -106,8 +107,6 @@ FAULTS = {
 @pytest.fixture
 def calls(simulated):
     """torch.ops.simulator_test: the operators of host_calls.mm."""
-    from simulator import build_device
-
     if not hasattr(torch.ops.simulator_test, "axpy"):
         library = build_device.build_library("host_calls", [CALLS], [build_device.device_library()])
         torch.ops.load_library(str(library))
@@ -214,23 +213,28 @@ def test_exception_inside_a_block_reaches_python(calls, x):
     assert usable(calls)
 
 
-def test_two_threads(calls):
-    failures = []
+def run_threads(work, count):
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(work, range(count)))
 
-    def work(scale):
-        x = torch.arange(64.0).to("mps")
-        y = x
+
+def test_two_threads_encode_chains(calls):
+    def work(i):
+        x = y = torch.arange(64.0).to("mps")
         for _ in range(30):
-            y = calls.axpy(x, y, scale)
-        if y.tolist() != ((30 * scale + 1) * torch.arange(64.0)).tolist():
-            failures.append(scale)
+            y = calls.axpy(x, y, i + 1.0)
+        return y.tolist() == ((30 * (i + 1) + 1) * torch.arange(64.0)).tolist()
 
-    threads = [threading.Thread(target=work, args=(scale,)) for scale in (1.0, 2.0)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    assert run_threads(work, 2) == [True, True]
+
+
+def test_threads_wait_for_commands_that_another_thread_runs(calls):
+    def work(_):
+        x, values = torch.arange(64.0).to("mps"), torch.arange(64.0)
+        steps = range(100, 160)
+        return [s for s in steps if calls.axpy(x, x, float(s)).tolist() != ((s + 1) * values).tolist()]
+
+    assert run_threads(work, 3) == [[], [], []]
 
 
 def test_buffers_live_as_long_as_commands_need_them(calls, simulated):
@@ -282,3 +286,31 @@ def test_schedule_changes_nothing_that_is_right(calls, simulated):
     for seed in range(4):
         simulated.set_schedule(seed)
         assert usable(calls)
+
+
+def test_builds_are_cached_by_content(tmp_path):
+    source, header = tmp_path / "a.mm", tmp_path / "a.h"
+    source.write_text('#import <Foundation/Foundation.h>\n#include "a.h"\nint value() { return NUMBER; }\n')
+    libraries = []
+    for number in (1, 2, 1):
+        header.write_text(f"#define NUMBER {number}\n")
+        libraries.append(build_device.build_library("cached", [source]))
+    assert libraries[0] == libraries[2] != libraries[1]
+    assert libraries[1].exists()
+
+
+def test_host_code_that_does_not_compile_shows_the_message(tmp_path):
+    source = tmp_path / "broken.mm"
+    source.write_text("#import <Metal/Metal.h>\nvoid f(id<MTLBuffer> buffer) { return buffer.size; }\n")
+    with pytest.raises(build_device.BuildError, match=r"compiling broken.mm failed:\n.*broken.mm:2:"):
+        build_device.build_library("broken", [source])
+
+
+@pytest.mark.parametrize("find", [build_device.compiler, build_device.check_tools])
+def test_missing_tools_are_named(monkeypatch, find):
+    build_device.compiler.cache_clear()
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(
+        build_device.BuildError, match=r"the simulator needs clang\+\+-19: apt-get install clang-19 "
+    ):
+        find()

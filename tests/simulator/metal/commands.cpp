@@ -17,6 +17,7 @@ namespace {
 struct State {
   std::mutex mutex;
   std::vector<Command> pending;
+  bool running = false;  // commands that have left `pending` and may not have run yet
   simulator_execute execute = nullptr;
   uint64_t seed = 0;
 
@@ -233,15 +234,22 @@ void record_barrier() {
 bool has_pending() {
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
-  return !s.pending.empty();
+  return s.running || !s.pending.empty();
 }
 
 void run_pending() {
   State& s = state();
   std::vector<Command> commands;
+  struct Finish {
+    ~Finish() {
+      std::lock_guard<std::mutex> lock(state().mutex);
+      state().running = false;
+    }
+  } finish;
   {
     std::lock_guard<std::mutex> lock(s.mutex);
     commands.swap(s.pending);
+    s.running = true;
     if (s.tracing && !commands.empty()) s.trace += "synchronize\n";
   }
   for (const Command& command : commands) execute(command);

@@ -90,6 +90,6 @@ void record(Command command);  // validates; raises SimulatorError
 void record_barrier();
 // Runs what was recorded, in order. Raises the first finding and forgets the rest.
 void run_pending();
-bool has_pending();
+bool has_pending();  // something is recorded, or runs in another thread
 
 }  // namespace simulator
