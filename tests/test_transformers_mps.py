@@ -8,7 +8,6 @@ import torch
 import transformers
 from test_transformers import operators_of
 from test_transformers_families import assert_close, eager, generate, output, prompt
-from test_transformers_quantized import dense_twin
 from test_transformers_quantized import tiny as tiny_for_groups
 
 import torch_moe_mps
@@ -58,7 +57,7 @@ def test_quantised(architecture, form, device):
     reference = tiny_for_groups(architecture)
     model = copy.deepcopy(reference)
     torch_moe_mps.accelerate(model, *form)
-    dense_twin(reference, model)
+    tiny_models.dense_twin(reference, model)
     check(model.to(device), reference, device, {ROUTERS[architecture], "moe_experts_quantized"})
 
 

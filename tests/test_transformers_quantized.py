@@ -12,35 +12,18 @@ from test_transformers import operators_of
 from test_transformers_families import assert_close, eager, generate, output, prompt
 
 import torch_moe_mps
-from torch_moe_mps.quantization import dequantize, quantize
-from torch_moe_mps.transformers.experts import is_experts, projection_names
+from torch_moe_mps.quantization import quantize
+from torch_moe_mps.transformers.experts import is_experts
 
 transformers.logging.set_verbosity_error()
 
 FORMATS = [(4, 32, "affine"), (8, 64, "affine"), (4, 32, "mxfp4")]
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64}
 ARCHITECTURES = ["qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h"]
 
 
-def tiny(architecture: str, **overrides):
-    names = dir(tiny_models.model_class(architecture).config_class())
-    sizes = {name: size for name, size in SIZES.items() if name in names}
-    return eager(tiny_models.tiny_model(architecture, **sizes, **overrides))
-
-
-@torch.no_grad()
-def dense_twin(dense, quantized):
-    """The dense model with the values that the quantised one's experts stand for: the oracle."""
-    for name, module in quantized.named_modules():
-        form = getattr(module, "quantization", None)
-        for projection in projection_names(module) if form else ():
-            tensors = (
-                getattr(module, f"{projection}_{part}", None) for part in ("packed", "scales", "biases")
-            )
-            values = dequantize(*tensors, **form.to_dict(), dtype=torch.float32)
-            weight = getattr(dense.get_submodule(name), projection)
-            weight.copy_(values.mT if module.is_transposed else values)
-    return dense
+def tiny(architecture: str):
+    with tiny_models.groups_of_32():
+        return eager(tiny_models.tiny_model(architecture))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -53,7 +36,7 @@ def test_logits_and_generation(architecture, form):
     assert errors and all(0.0 < error < 0.2 for error in errors)
     ids = prompt()
     assert "moe_experts_quantized" in operators_of(lambda: output(model, ids))
-    dense_twin(dense, model)
+    tiny_models.dense_twin(dense, model)
     assert_close(output(model, ids), output(dense, ids), 1e-5)
     assert torch.equal(generate(model, ids), generate(dense, ids))
 
@@ -107,7 +90,7 @@ def test_mxfp4_blocks_are_never_dequantised(tmp_path):
     model = tiny("gpt_oss")
     write_mxfp4_checkpoint(model, tmp_path)
     loaded = torch_moe_mps.from_pretrained(str(tmp_path))
-    expected = output(dense_twin(model, loaded), prompt())
+    expected = output(tiny_models.dense_twin(model, loaded), prompt())
     for module in filter(is_experts, loaded.modules()):
         assert module.gate_up_proj_packed.dtype in (torch.uint32, torch.int32) and not hasattr(
             module, "gate_up_proj"

@@ -1,14 +1,19 @@
 """Tiny random models of every architecture with experts in the installed transformers, from its real config class."""
 
+import contextlib
 import functools
 import importlib
 import inspect
 import pkgutil
+from pathlib import Path
 
 import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
+
+from torch_moe_mps.quantization import dequantize
+from torch_moe_mps.transformers.experts import projection_names
 
 # Attributes of configs, set where a config has them. Sizes are odd where the architecture allows.
 SIZES = {
@@ -74,12 +79,14 @@ EXTRA: dict[str, dict] = {
     "deepseek_v4": {"mlp_layer_types": ["hash_moe", "moe"]},
     "diffusion_gemma_text": {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 8},
     "ernie4_5_vl_moe_text": {
-        "moe_intermediate_size": [24, 16],
+        "moe_intermediate_size": [64, 32],
+        "head_dim": 8,
         "mlp_layer_types": ["sparse", "sparse"],
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
     },
     "flint": {"mlp_only_layers": [0]},
     "glm4v_moe_text": {
+        "head_dim": 8,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10000.0,
@@ -141,7 +148,7 @@ def experts_classes() -> dict[str, type[nn.Module]]:
     for package in pkgutil.iter_modules(transformers.models.__path__):
         name = f"transformers.models.{package.name}.modeling_{package.name}"
         spec = importlib.util.find_spec(name) if package.ispkg else None
-        if spec is None or "@use_experts_implementation" not in open(spec.origin).read():
+        if spec is None or "@use_experts_implementation" not in Path(spec.origin).read_text():
             continue
         module = importlib.import_module(name)
         for cls in vars(module).values():
@@ -149,6 +156,12 @@ def experts_classes() -> dict[str, type[nn.Module]]:
             if own and is_decorated(cls):
                 found[f"{package.name}.{cls.__name__}"] = cls
     return found
+
+
+def count_decorators() -> int:
+    """How often the modelling files apply the decorator."""
+    files = Path(transformers.models.__path__[0]).glob("*/modeling_*.py")
+    return sum(file.read_text().count("\n@use_experts_implementation") for file in files)
 
 
 def is_decorated(cls: type) -> bool:
@@ -211,11 +224,68 @@ def tiny_model(
     return model.to(dtype).eval()
 
 
+@contextlib.contextmanager
+def sizes(**values: int):
+    """Other sizes for the configs built within."""
+    before = SIZES.copy()
+    SIZES.update(values)
+    try:
+        yield
+    finally:
+        SIZES.clear()
+        SIZES.update(before)
+
+
+def groups_of_32():
+    """Sizes at which the experts can be quantised."""
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "out_hidden_size",
+        "moe_hidden_size",
+    )
+    return sizes(mamba_d_head=32, **dict.fromkeys(names, 64))
+
+
+@torch.no_grad()
+def dense_twin(dense: nn.Module, quantized: nn.Module) -> nn.Module:
+    """The dense model with the values that the quantised one's experts stand for: the oracle."""
+    for name, module in quantized.named_modules():
+        form = getattr(module, "quantization", None)
+        for projection in projection_names(module) if form else ():
+            tensors = (
+                getattr(module, f"{projection}_{part}", None) for part in ("packed", "scales", "biases")
+            )
+            values = dequantize(*tensors, **form.to_dict(), dtype=torch.float32)
+            weight = getattr(dense.get_submodule(name), projection)
+            weight.copy_(values.mT if module.is_transposed else values)
+    return dense
+
+
+# Classes that the model of their architecture above does not contain: the config that they are built from.
+EXPERTS_CONFIGS = {"qwen3_omni_moe.Qwen3OmniMoeTalkerTextExperts": "Qwen3OmniMoeTalkerTextConfig"}
+
+
+def experts_module(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """An experts module of the class with this qualified name, in evaluation mode with random weights."""
+    architecture, cls = name.partition(".")[0], experts_classes()[name]
+    if name in EXPERTS_CONFIGS:
+        config = build_config(getattr(transformers, EXPERTS_CONFIGS[name]))
+        config._experts_implementation = "eager"
+        module = cls(config)
+        randomise(module, 0)
+    else:
+        model = tiny_model(architecture)
+        module = next(m for m in model.modules() if type(m) is cls)
+    return module.to(dtype).eval()
+
+
 @torch.no_grad()
 def randomise(model: nn.Module, seed: int) -> None:
     """Weights of a spread that keeps activations alive and routers decided; norms near one, biases small."""
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in sorted(model.named_parameters()):
+    for _, parameter in sorted(model.named_parameters()):
         if parameter.dim() >= 2:
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
         else:
