@@ -16,6 +16,9 @@ from torch import Tensor
 import torch_moe_mps
 from torch_moe_mps.ops import OPERATORS
 
+# What is tested here does not depend on the order of threads.
+pytestmark = pytest.mark.one_schedule
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MODULES = (
     torch_moe_mps.ops.norms,
@@ -243,11 +246,15 @@ def test_keyword_and_positional_calls_agree(device, name):
 
 
 def test_every_operator_has_its_kernels(device):
-    """With MPS none is left to the reference, unseen."""
-    keys = ("CPU", "Meta", "CompositeExplicitAutograd", "Autograd")
-    if device == "mps":
-        keys += ("MPS", "AutogradMPS")
+    """With MPS none is left to the reference, unseen.
+
+    Operators that write in place keep the kernel for autograd that is registered in Python: PyTorch's own for
+    extensions does not see that residual_ changes.
+    """
     for name in OPERATORS:
+        keys = ["CPU", "Meta", "CompositeExplicitAutograd", "Autograd"]
+        if device == "mps":
+            keys += ["MPS"] if name.endswith("_") else ["MPS", "AutogradMPS"]
         for key in keys:
             assert torch._C._dispatch_has_kernel_for_dispatch_key(f"moe_mps::{name}", key), (name, key)
 

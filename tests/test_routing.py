@@ -482,11 +482,14 @@ def test_finite_of_the_oracle():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_router_sweep(device, name, dtype):
+    rows = 0
     for num_experts in (8, 16, 20, 60, 64, 100, 128, 132, 256, 384, 512, 768, 1024):
         for top_k in {1, 2, 4, min(8, num_experts), min(22, num_experts)}:
             for tokens in (1, 4, 33):
                 logits = random((tokens, num_experts), dtype, tokens, 1.5)
-                check_router(logits, top_k, device, **router_options(name, num_experts, top_k, 1, dtype))
+                options = router_options(name, num_experts, top_k, 1, dtype)
+                rows += check_router(logits, top_k, device, **options)
+    assert rows > 300
 
 
 @pytest.mark.sweep
@@ -495,7 +498,7 @@ def test_router_sweep(device, name, dtype):
 def test_gate_sweep(device, dtype, weight_dtype):
     for width in (1, 31, 32, 33, 127, 300, 1024, 2880, 7168):
         for num_experts, top_k in ((1, 1), (8, 2), (31, 5), (128, 8), (512, 10)):
-            for tokens in (1, 3, 33):
+            for tokens in (1, 3, 33) if width * num_experts < 2**17 else (1,):
                 arguments = gate_arguments(tokens, width, num_experts, dtype, weight_dtype, width)
                 check_gate(*arguments, top_k, bool(tokens % 2), device)
 
