@@ -227,8 +227,8 @@ def silu_case(bench, slots: int, width: int, dtype=torch.float32) -> Case:
         ours = bench.combine.launcher(
             f"silu_mul_stacked_{SUFFIX[dtype]}",
             [gate, up, out, params],
-            (ceil_div(slots * width, 1024),),
-            256,
+            (ceil_div(slots * width, 512),),
+            128,
         )
         source = None
         if dtype == torch.float32:
@@ -285,7 +285,7 @@ def weighted_sum_case(bench, operator: str, rows: int, slots: int, width: int, d
             has_residual=has_residual,
         )
         items = ceil_div(width, 4 if aligned(width) else 1)
-        threads = min(128, ceil_div(items, 32) * 32)
+        threads = min(32 if rows * width <= 16384 else 128, ceil_div(items, 32) * 32)
         ours = bench.combine.launcher(
             f"weighted_sum_{SUFFIX[dtype]}",
             [x, w, gate, shared, residual, out, params],
@@ -556,14 +556,16 @@ def bucket_case(bench, tokens: int, experts: int, top_k: int, dtype=torch.int32,
         tiles = poison(min(pairs, experts + 1) + pairs // max(tile_rows, 1), 4, dtype=torch.int32)
         grids = poison(6, dtype=torch.int32)
         buckets, lane_sets = experts + 1, 64
-        chunks = max(1, min(32, (8192 - 32 - buckets) // (buckets + lane_sets), ceil_div(pairs, 128)))
+        groups = max(1, min(16, ceil_div(pairs, 2048)))
+        run = ceil_div(pairs, groups)
+        chunks = max(1, min(32, (8192 - 32 - 2 * buckets) // (buckets + lane_sets), ceil_div(run, 64)))
         simdgroups = max(chunks, min(32, ceil_div(buckets, 32)))
         params = pack(
             "BucketParams",
             pairs=pairs,
             experts=experts,
             chunks=chunks,
-            chunk=ceil_div(ceil_div(pairs, chunks), 32) * 32,
+            chunk=ceil_div(ceil_div(run, chunks), 32) * 32,
             upper_digits=(experts // lane_sets).bit_length(),
             tile_rows=tile_rows,
             columns_a=3,
@@ -572,9 +574,9 @@ def bucket_case(bench, tokens: int, experts: int, top_k: int, dtype=torch.int32,
         ours = bench.routing.launcher(
             f"bucket_pairs_{SUFFIX[dtype]}",
             [ids, order, offsets, tiles, grids, params],
-            (1,),
+            (groups,),
             32 * simdgroups,
-            4 * (buckets + chunks * (buckets + lane_sets)),
+            4 * (2 * buckets + chunks * (buckets + lane_sets)),
         )
         source, source_tpe = None, None
         if dtype == torch.int32:

@@ -16,8 +16,9 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr int64_t kSiluThreads = 256;   // as in combine.h
-constexpr int64_t kSumThreads = 128;    // columns of one row are spread over threadgroups of this size
+constexpr int64_t kSiluThreads = 128;  // as in combine.h
+// Threads that share a weighted sum's row; few columns are spread over more threadgroups, for latency.
+constexpr int64_t kSumThreads = 128, kSumThreadsFew = 32, kFewColumns = 16384;
 
 Tensor silu_mul_stacked(const Tensor& gate_, const Tensor& up_) {
   check_call("silu_mul_stacked", gate_, up_);
@@ -63,7 +64,8 @@ void encode_weighted_sum(const WeightedSum& sum, const Tensor& output) {
   params.has_residual = sum.residual.has_value();
 
   const int64_t items = ceil_div(sum.width, params.vectorised ? 4 : 1);
-  const int64_t threads = std::min(kSumThreads, ceil_div(items, kSimdWidth) * kSimdWidth);
+  const int64_t most = sum.rows * sum.width <= kFewColumns ? kSumThreadsFew : kSumThreads;
+  const int64_t threads = std::min(most, ceil_div(items, kSimdWidth) * kSimdWidth);
   const bool has_slots = sum.count > 0;
   Commands commands;
   commands.add("combine", kernel_name("weighted_sum", {output.scalar_type()}))

@@ -248,21 +248,25 @@ int64_t max_tiles(int64_t pairs, int64_t num_experts, int64_t tile_rows) {
 
 void add_bucket(Commands& commands, const Tensor& ids, int64_t num_experts, const Tensor& pair_order,
                 const Tensor& offsets, const std::optional<TileList>& tiles) {
-  constexpr int64_t kPairsPerChunk = 128;  // fewer are not worth another row of counters
-  constexpr int64_t kLaneSets = 64;        // as in bucket.h
+  // Every threadgroup counts all pairs, so more of them share the scattered writes but repeat the counting.
+  constexpr int64_t kPairsPerGroup = 2048, kMaxGroups = 16;
+  constexpr int64_t kPairsPerChunk = 64;  // fewer are not worth another row of counters
+  constexpr int64_t kLaneSets = 64;       // as in bucket.h
   constexpr int64_t kStaticWords = 32;
   constexpr int64_t kSimdgroups = kMaxThreads / kSimdWidth;
   const int64_t pairs = ids.numel();
   const int64_t buckets = num_experts + 1;
-  const int64_t most = (kThreadgroupFloats - kStaticWords - buckets) / (buckets + kLaneSets);
-  const int64_t chunks = std::clamp<int64_t>(ceil_div(pairs, kPairsPerChunk), 1, std::min(kSimdgroups, most));
-  // Simdgroups without a chunk still scan the buckets.
+  const int64_t most = (kThreadgroupFloats - kStaticWords - 2 * buckets) / (buckets + kLaneSets);
+  const int64_t groups = std::clamp<int64_t>(ceil_div(pairs, kPairsPerGroup), 1, kMaxGroups);
+  const int64_t run = ceil_div(pairs, groups);
+  const int64_t chunks = std::clamp<int64_t>(ceil_div(run, kPairsPerChunk), 1, std::min(kSimdgroups, most));
+  // Simdgroups without a chunk still count and scan.
   const int64_t simdgroups = std::max(chunks, std::min(kSimdgroups, ceil_div(buckets, kSimdWidth)));
   BucketParams params{};
   params.pairs = pairs;
   params.experts = num_experts;
   params.chunks = chunks;
-  params.chunk = ceil_div(ceil_div(pairs, chunks), kSimdWidth) * kSimdWidth;
+  params.chunk = ceil_div(ceil_div(run, chunks), kSimdWidth) * kSimdWidth;
   params.upper_digits = binary_digits(num_experts / kLaneSets);
   if (tiles) {
     params.tile_rows = tiles->tile_rows;
@@ -277,8 +281,8 @@ void add_bucket(Commands& commands, const Tensor& ids, int64_t num_experts, cons
       .bind(tiles ? tiles->tiles : offsets)
       .bind(tiles ? tiles->grids : offsets)
       .params(params)
-      .threadgroup_memory((buckets + chunks * (buckets + kLaneSets)) * sizeof(uint32_t))
-      .threadgroups({1}, {NSUInteger(simdgroups * kSimdWidth)});
+      .threadgroup_memory((2 * buckets + chunks * (buckets + kLaneSets)) * sizeof(uint32_t))
+      .threadgroups({NSUInteger(groups)}, {NSUInteger(simdgroups * kSimdWidth)});
 }
 
 }  // namespace moe_mps

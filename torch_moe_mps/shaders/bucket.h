@@ -38,7 +38,7 @@ inline uint bucket_of_tile(uint tile, threadgroup const uint* first_tile, uint b
 }
 
 // starts: where each bucket begins.
-inline void write_tiles(device int4* tiles, device uint* grids, constant BucketParams& params, uint tile_count,
+inline void write_tiles(device int4* tiles, device uint* grids, BucketParams params, uint tile_count,
                         threadgroup const uint* first_tile, threadgroup const uint* starts, uint thread_index,
                         uint threads) {
   const uint buckets = params.experts + 1;
@@ -82,44 +82,76 @@ inline uint lanes_with_same(uint bucket, bool valid, uint upper_digits, threadgr
   return same;
 }
 
-// A stable counting sort by one threadgroup. The first `chunks` simdgroups own a run of consecutive pairs and a row of counters;
-// the rows' prefix sums over chunks and experts are the places where their pairs go. Counters are integers: the result does not
-// depend on the order of the atomics.
-// threadgroup(0): first_tile[buckets], counters[chunks][buckets], lane_sets[chunks][kLaneSets].
+constant constexpr uint kAhead = 8;  // ids that a lane loads before it uses the first
+
+template <typename Id>
+struct Ids {
+  Id v[kAhead];
+};
+
+// Up to kAhead * 32 ids of a simdgroup, from pair `first` on.
+template <typename Id>
+inline Ids<Id> load_ids(device const Id* ids, uint first, uint end, uint lane) {
+  Ids<Id> loaded;
+  UNROLL for (uint i = 0; i < kAhead; ++i) {
+    if (first + i * kSimdWidth + lane < end) loaded.v[i] = ids[first + i * kSimdWidth + lane];
+  }
+  return loaded;
+}
+
+// Adds them to `counters`. Counters are integers: the result does not depend on the order of the atomics.
+template <typename Id>
+inline void count_ids(Ids<Id> loaded, uint first, uint end, uint experts, threadgroup uint* counters, uint lane) {
+  UNROLL for (uint i = 0; i < kAhead; ++i) {
+    if (first + i * kSimdWidth + lane < end) {
+      threadgroup uint* counter = counters + bucket_of(loaded.v[i], experts);
+      atomic_fetch_add_explicit(reinterpret_cast<threadgroup atomic_uint*>(counter), 1u, memory_order_relaxed);
+    }
+  }
+}
+
+// A stable counting sort. Every threadgroup counts all pairs, those before its own run, those behind it, and those of its own
+// run by chunk, so that it knows where its pairs go without waiting for another threadgroup: one dispatch, and the scattered
+// writes, which cost one threadgroup more than all the rest, are spread over the GPU.
+// Within a run, a simdgroup owns a chunk and a row of counters that become the places of its next pairs.
+// threadgroup(0): before[buckets], behind[buckets] and later first_tile, counters[chunks][buckets], lane_sets[chunks][kLaneSets].
 template <typename Id>
 [[kernel, max_total_threads_per_threadgroup(1024)]] void bucket_pairs(
     device const Id* ids [[buffer(0)]], device int* pair_order [[buffer(1)]], device int* offsets [[buffer(2)]],
-    device int4* tiles [[buffer(3)]], device uint* grids [[buffer(4)]], constant BucketParams& params [[buffer(5)]],
-    threadgroup uint* shared [[threadgroup(0)]], uint thread_index [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
-  constexpr uint kAhead = 8;  // ids that a lane loads before it uses the first
+    device int4* tiles [[buffer(3)]], device uint* grids [[buffer(4)]], constant BucketParams& arguments [[buffer(5)]],
+    threadgroup uint* shared [[threadgroup(0)]], uint group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
+  constexpr uint kGroupPairs = kAhead * kSimdWidth;
+  const BucketParams params = arguments;
   threadgroup uint partials[kMaxSimdgroups];
   const uint buckets = params.experts + 1;
   const uint chunks = params.chunks;
   const uint threads = simdgroups * kSimdWidth;
-  threadgroup uint* first_tile = shared;
-  threadgroup uint* counters = shared + buckets;
+  threadgroup uint* before = shared;
+  threadgroup uint* behind = before + buckets;
+  threadgroup uint* counters = behind + buckets;
   threadgroup uint* own_counters = counters + simdgroup * buckets;
   threadgroup uint* lane_sets = counters + chunks * buckets + simdgroup * kLaneSets;
 
-  for (uint i = thread_index; i < chunks * (buckets + kLaneSets); i += threads) counters[i] = 0;
+  const uint run_begin = min(group * chunks * params.chunk, params.pairs);
+  const uint run_end = min(run_begin + chunks * params.chunk, params.pairs);
+  const uint begin = simdgroup < chunks ? min(run_begin + simdgroup * params.chunk, run_end) : run_end;
+  const uint end = min(begin + params.chunk, run_end);
+  Ids<Id> own = load_ids(ids, begin, end, lane);
+
+  for (uint i = thread_index; i < 2 * buckets + chunks * (buckets + kLaneSets); i += threads) shared[i] = 0;
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  const uint begin = simdgroup < chunks ? simdgroup * params.chunk : params.pairs;
-  const uint end = min(begin + params.chunk, params.pairs);
-  for (uint first = begin; first < end; first += kAhead * kSimdWidth) {
-    Id ahead[kAhead];
-    UNROLL for (uint i = 0; i < kAhead; ++i) {
-      const uint pair = first + i * kSimdWidth + lane;
-      if (pair < end) ahead[i] = ids[pair];
-    }
-    UNROLL for (uint i = 0; i < kAhead; ++i) {
-      if (first + i * kSimdWidth + lane < end) {
-        threadgroup uint* counter = own_counters + bucket_of(ahead[i], params.experts);
-        atomic_fetch_add_explicit(reinterpret_cast<threadgroup atomic_uint*>(counter), 1u, memory_order_relaxed);
-      }
-    }
+  if (begin < end) count_ids(own, begin, end, params.experts, own_counters, lane);
+  for (uint first = begin + kGroupPairs; first < end; first += kGroupPairs) {
+    count_ids(load_ids(ids, first, end, lane), first, end, params.experts, own_counters, lane);
+  }
+  for (uint first = simdgroup * kGroupPairs; first < run_begin; first += simdgroups * kGroupPairs) {
+    count_ids(load_ids(ids, first, run_begin, lane), first, run_begin, params.experts, before, lane);
+  }
+  for (uint first = run_end + simdgroup * kGroupPairs; first < params.pairs; first += simdgroups * kGroupPairs) {
+    count_ids(load_ids(ids, first, params.pairs, lane), first, params.pairs, params.experts, behind, lane);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -129,18 +161,19 @@ template <typename Id>
     const uint bucket = first + thread_index;
     uint count = 0;
     if (bucket < buckets) {
+      count = before[bucket] + behind[bucket];
       for (uint s = 0; s < chunks; ++s) count += counters[s * buckets + bucket];
     }
     uint pairs_here;
     const uint start = pairs_before + threadgroup_scan(count, pairs_here, partials, lane, simdgroup, simdgroups);
     pairs_before += pairs_here;
     if (bucket < buckets) {
-      offsets[bucket] = int(start);
-      uint place = start;
+      if (group == 0) offsets[bucket] = int(start);
+      uint place = start + before[bucket];
       for (uint s = 0; s < chunks; ++s) {
-        const uint own = counters[s * buckets + bucket];
+        const uint in_chunk = counters[s * buckets + bucket];
         counters[s * buckets + bucket] = place;
-        place += own;
+        place += in_chunk;
       }
     }
     if (params.tile_rows != 0) {
@@ -149,36 +182,35 @@ template <typename Id>
       uint tiles_here;
       const uint tile = tiles_before + threadgroup_scan(bucket_tiles, tiles_here, partials, lane, simdgroup, simdgroups);
       tiles_before += tiles_here;
-      if (bucket < buckets) first_tile[bucket] = tile;
+      if (bucket < buckets) behind[bucket] = tile;
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  if (params.tile_rows != 0) {
-    write_tiles(tiles, grids, params, tiles_before, first_tile, counters, thread_index, threads);
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // the first row of counters moves on below
+  if (group == 0 && params.tile_rows != 0) {
+    // Nothing lies before the first run, so its first row of counters still says where the buckets begin.
+    write_tiles(tiles, grids, params, tiles_before, behind, counters, thread_index, threads);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
-  for (uint first = begin; first < end; first += kAhead * kSimdWidth) {
-    Id ahead[kAhead];
+  for (uint first = begin; first < end; first += kGroupPairs) {
+    if (first != begin) own = load_ids(ids, first, end, lane);
     UNROLL for (uint i = 0; i < kAhead; ++i) {
       const uint pair = first + i * kSimdWidth + lane;
-      if (pair < end) ahead[i] = ids[pair];
-    }
-    UNROLL for (uint i = 0; i < kAhead; ++i) {
-      const uint pair = first + i * kSimdWidth + lane;
-      const bool valid = pair < end;
-      const uint bucket = valid ? bucket_of(ahead[i], params.experts) : 0;
-      const uint same = lanes_with_same(bucket, valid, params.upper_digits, lane_sets, lane);
-      const uint rank = popcount(same & lanes_before(lane));
-      uint place = 0;
-      if (valid && rank == 0) {
-        place = own_counters[bucket];
-        own_counters[bucket] = place + popcount(same);
+      if (first + i * kSimdWidth < end) {
+        const bool valid = pair < end;
+        const uint bucket = valid ? bucket_of(own.v[i], params.experts) : 0;
+        const uint same = lanes_with_same(bucket, valid, params.upper_digits, lane_sets, lane);
+        const uint rank = popcount(same & lanes_before(lane));
+        uint place = 0;
+        if (valid && rank == 0) {
+          place = own_counters[bucket];
+          own_counters[bucket] = place + popcount(same);
+        }
+        simdgroup_barrier(mem_flags::mem_threadgroup);  // the next ids may touch counter and set from another lane
+        place = simd_shuffle(place, ushort(valid ? ctz(same) : lane)) + rank;
+        if (valid) pair_order[place] = int(pair);
       }
-      simdgroup_barrier(mem_flags::mem_threadgroup);  // the next batch may touch counter and set from another lane
-      place = simd_shuffle(place, ushort(valid ? ctz(same) : lane)) + rank;
-      if (valid) pair_order[place] = int(pair);
     }
   }
 }
@@ -190,10 +222,11 @@ template <typename Id>
 [[kernel, max_total_threads_per_threadgroup(1024)]] void ids_by_expert(
     device const Id* ids [[buffer(0)]], device int* tpe [[buffer(1)]], device int* lists [[buffer(2)]],
     device int* gate_up_args [[buffer(3)]], device int* down_args [[buffer(4)]],
-    constant IdsTpeParams& params [[buffer(5)]], threadgroup uint* counts [[threadgroup(0)]],
+    constant IdsTpeParams& arguments [[buffer(5)]], threadgroup uint* counts [[threadgroup(0)]],
     uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
+  const IdsTpeParams params = arguments;
   threadgroup uint partials[kMaxSimdgroups];
   const uint threads = simdgroups * kSimdWidth;
   if (group == params.experts) {

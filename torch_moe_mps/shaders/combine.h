@@ -2,15 +2,16 @@
 #pragma once
 #include "common.h"
 
-constant constexpr uint kSiluThreads = 256;
+constant constexpr uint kSiluThreads = 128;
 
 inline float silu_mul(float gate, float up) { return gate / (1.0f + precise::exp(-gate)) * up; }
 
 template <typename T>
 [[kernel]] void silu_mul_stacked(device const T* gate [[buffer(0)]], device const T* up [[buffer(1)]],
-                                 device T* output [[buffer(2)]], constant SiluMulParams& params [[buffer(3)]],
+                                 device T* output [[buffer(2)]], constant SiluMulParams& arguments [[buffer(3)]],
                                  uint group [[threadgroup_position_in_grid]],
                                  uint thread_index [[thread_index_in_threadgroup]]) {
+  const SiluMulParams params = arguments;
   const uint width = params.vectorised != 0 ? 4 : 1;
   const ulong first = (ulong(group) * kSiluThreads + thread_index) * width;
   if (width == 4 && first + 4 <= params.count) {
@@ -63,7 +64,7 @@ inline Pack<N> sum_over_slots(device const T* slots, device const uchar* weights
 template <typename T, int N>
 inline void weighted_sum_columns(device const T* slots, device const uchar* weights, device const uchar* shared_gate,
                                  device const T* shared, device const T* residual, device T* output,
-                                 constant WeightedSumParams& params, ulong row, uint column, uint lane) {
+                                 WeightedSumParams params, ulong row, uint column, uint lane) {
   const bool active = column < params.width;
   const ulong place = row * params.width + column;
   Raw<T, N> raw_shared;  // in flight with the slots
@@ -91,11 +92,12 @@ template <typename T>
 [[kernel]] void weighted_sum_rows(device const T* slots [[buffer(0)]], device const uchar* weights [[buffer(1)]],
                                   device const uchar* shared_gate [[buffer(2)]], device const T* shared [[buffer(3)]],
                                   device const T* residual [[buffer(4)]], device T* output [[buffer(5)]],
-                                  constant WeightedSumParams& params [[buffer(6)]],
+                                  constant WeightedSumParams& arguments [[buffer(6)]],
                                   uint3 group [[threadgroup_position_in_grid]],
                                   uint3 group_threads [[threads_per_threadgroup]],
                                   uint thread_index [[thread_index_in_threadgroup]],
                                   uint lane [[thread_index_in_simdgroup]]) {
+  const WeightedSumParams params = arguments;
   const uint item = group.x * group_threads.x + thread_index;
   if (params.vectorised != 0) {
     weighted_sum_columns<T, 4>(slots, weights, shared_gate, shared, residual, output, params, group.y, item * 4, lane);
@@ -122,7 +124,7 @@ inline Pack<N> scaled(Pack<N> x, float factor, Pack<N> weight) {
 template <typename T, int N>
 inline void weighted_sum_norm_row(device T* residual, device const T* slots, device const uchar* weights,
                                   device const uchar* norm_weight, device T* output,
-                                  constant WeightedSumNormParams& params, ulong row, uint thread_index, uint threads,
+                                  WeightedSumNormParams params, ulong row, uint thread_index, uint threads,
                                   uint lane, uint simdgroup, uint simdgroups, threadgroup float* partials) {
   constexpr uint kKept = kSumElements / N;
   const ulong start = row * params.width;
@@ -180,9 +182,10 @@ template <typename T>
 [[kernel, max_total_threads_per_threadgroup(1024)]] void weighted_sum_norm_rows(
     device T* residual [[buffer(0)]], device const T* slots [[buffer(1)]], device const uchar* weights [[buffer(2)]],
     device const uchar* norm_weight [[buffer(3)]], device T* output [[buffer(4)]],
-    constant WeightedSumNormParams& params [[buffer(5)]], uint row [[threadgroup_position_in_grid]],
+    constant WeightedSumNormParams& arguments [[buffer(5)]], uint row [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
+  const WeightedSumNormParams params = arguments;
   threadgroup float partials[kMaxSimdgroups];
   const uint threads = simdgroups * kSimdWidth;
   if (params.vectorised != 0) {

@@ -135,7 +135,7 @@ inline float2 simd_top2(float2 top) {
 // The experts of this lane, as bits, that belong to the best groups. A group's score is the sum of the two largest of `by_sum`, or
 // the largest of `by_max`.
 template <int N>
-inline uint experts_of_best_groups(thread const float* by_sum, thread const float* by_max, constant RouterParams& params,
+inline uint experts_of_best_groups(thread const float* by_sum, thread const float* by_max, RouterParams params,
                                    uint lane) {
   const uint group_size = params.experts / params.groups;
   const bool is_max = params.group_score_is_max != 0;
@@ -175,7 +175,7 @@ inline uint experts_of_best_groups(thread const float* by_sum, thread const floa
 // Fills `row` with what is compared and what becomes the weight.
 template <int N>
 inline void rank_experts(thread const float* logits, thread RouterRow<N>& row, device const uchar* bias,
-                         constant RouterParams& params, uint lane) {
+                         RouterParams params, uint lane) {
   const uint first = lane * N;
   const int valid = int(min(params.experts > first ? params.experts - first : 0u, uint(N)));
   score_row<N>(logits, row.score, params.scoring, valid);
@@ -201,7 +201,7 @@ inline void rank_experts(thread const float* logits, thread RouterRow<N>& row, d
 }
 
 template <int N, typename T>
-inline void load_logits(device const T* source, thread float* logits, constant RouterParams& params, uint lane) {
+inline void load_logits(device const T* source, thread float* logits, RouterParams params, uint lane) {
   UNROLL for (int j = 0; j < N; ++j) logits[j] = 0.0f;
   if (N % 4 == 0 && params.vectorised != 0) {
     Raw<T, 4> raw[(N + 3) / 4];
@@ -226,10 +226,11 @@ inline void load_logits(device const T* source, thread float* logits, constant R
 template <typename T, int N>
 [[kernel]] void route_rows(device const T* logits [[buffer(0)]], device const uchar* bias [[buffer(1)]],
                            device const uchar* per_expert_scale [[buffer(2)]], device float* weights [[buffer(3)]],
-                           device int* ids [[buffer(4)]], constant RouterParams& params [[buffer(5)]],
+                           device int* ids [[buffer(4)]], constant RouterParams& arguments [[buffer(5)]],
                            uint group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
                            uint simdgroup [[simdgroup_index_in_threadgroup]],
                            uint simdgroups [[simdgroups_per_threadgroup]]) {
+  const RouterParams params = arguments;
   const ulong row = ulong(group) * simdgroups + simdgroup;
   if (row >= params.rows) return;
   float own_logits[N];
