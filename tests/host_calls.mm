@@ -215,6 +215,14 @@ const std::map<std::string, Fault> faults = {
          set(encoder, x, 31);
        });
      }},
+    {"setBytes for an output",
+     [](const Tensor& x) {
+       with_axpy(x, ^(id<MTLComputeCommandEncoder> encoder) {
+         const float four[4] = {};
+         [encoder setBytes:four length:sizeof(four) atIndex:2];
+         dispatch(encoder, 1, 4);
+       });
+     }},
     {"setBytes over 4096",
      [](const Tensor& x) {
        with_axpy(x, ^(id<MTLComputeCommandEncoder> encoder) {
@@ -372,6 +380,12 @@ const std::map<std::string, Fault> faults = {
          set(encoder, x, 0);
          dispatch(encoder, 1, 4);
        });
+     }},
+    {"object that is not released",
+     [](const Tensor& x) {
+       @autoreleasepool {
+         [library(shader_text) newFunctionWithName:@"axpy"];
+       }
      }},
     {"autorelease without pool", [](const Tensor& x) { [NSString stringWithUTF8String:"leaks"]; }},
     {"fast math",

@@ -245,6 +245,25 @@ def test_memory_is_freed(simulated):
     assert simulated.live_buffers() == before
 
 
+def test_operators_of_the_package_leak_nothing(simulated):
+    x, weight = torch.randn(3, 40, device="mps"), torch.ones(40, device="mps")
+
+    def call():
+        torch.ops.moe_mps.fused_residual_norm(x, x, weight, 1e-6)
+        torch.ops.moe_mps.moe_router_topk_softmax(x, 4, True)
+        with pytest.raises(ValueError, match="weight must be"):
+            torch.ops.moe_mps.fused_norm_add(x, x, x[0, :3], 1e-6)
+        torch.mps.synchronize()
+
+    call()
+    gc.collect()
+    objects, buffers = simulated.live_objects(), simulated.live_buffers()
+    for _ in range(3):
+        call()
+    gc.collect()
+    assert (simulated.live_objects(), simulated.live_buffers()) == (objects, buffers)
+
+
 @pytest.fixture(scope="module")
 def tiny_qwen(tmp_path_factory) -> str:
     config = Qwen3MoeConfig(

@@ -73,6 +73,7 @@ FAULTS = {
     "short reference": "axpy: buffer(3) 'alpha' has 2 bytes, the shader's type needs 4",
     "tensor of the CPU": "setBuffer: the argument is no live MTLBuffer",
     "index over 30": "setBuffer: index 31 is over the last one, 30",
+    "setBytes for an output": "axpy: buffer(2) 'out' is written, and setBytes memory is read only",
     "setBytes over 4096": "setBytes: length 4097 at index 3 is not in 1..4096",
     "threadgroup memory over 32 KiB": "setThreadgroupMemoryLength: 32784 bytes at index 0 are over",
     "threadgroup memory over 32 KiB in sum": "axpy: 32784 bytes of threadgroup memory are over",
@@ -127,7 +128,13 @@ def usable(calls) -> bool:
 
 def test_every_fault_has_its_message():
     named = re.findall(r'^ {4}\{"([^"]+)",', CALLS.read_text(), re.MULTILINE)
-    elsewhere = {"autorelease without pool", "fast math", "language 3.2", "overrun"}
+    elsewhere = {
+        "autorelease without pool",
+        "fast math",
+        "language 3.2",
+        "object that is not released",
+        "overrun",
+    }
     assert set(named) == FAULTS.keys() | elsewhere
 
 
@@ -247,6 +254,18 @@ def test_buffers_live_as_long_as_commands_need_them(calls, simulated):
     assert x.tolist() == [1024.0] * 64
     del x
     assert simulated.live_buffers() == before
+
+
+def test_objects_that_are_not_released_are_counted(calls, simulated, x):
+    calls.axpy(x, x, 1.0).cpu()
+    before = simulated.live_objects()
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match="unlucky"):
+            calls.axpy(x, x, 13.0)
+        calls.axpy(x, x, 1.0).cpu()
+    assert simulated.live_objects() == before
+    calls.fault("object that is not released", x)
+    assert simulated.live_objects() == before + 2  # the library and the function
 
 
 def test_operator_without_a_kernel_fails(calls, x):

@@ -11,7 +11,17 @@ the next synchronisation (`.cpu()`, `.item()`, an operator that runs on the CPU,
 """
 
 from .errors import SimulatorError
-from .runtime import DispatchCounters, Traffic, counters, install, live_buffers, reset, set_schedule, trace
+from .runtime import (
+    DispatchCounters,
+    Traffic,
+    counters,
+    install,
+    live_buffers,
+    live_objects,
+    reset,
+    set_schedule,
+    trace,
+)
 from .shaderlib import shader_library
 
 __all__ = [
@@ -21,6 +31,7 @@ __all__ = [
     "counters",
     "install",
     "live_buffers",
+    "live_objects",
     "reset",
     "set_schedule",
     "shader_library",

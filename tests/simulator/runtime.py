@@ -64,7 +64,7 @@ def _runtime() -> ctypes.CDLL:
     library.simulator_counters_stop.argtypes = [ctypes.POINTER(ctypes.c_size_t)]
     library.simulator_counters_stop.restype = ctypes.POINTER(_DispatchCounters)
     library.simulator_live_buffers.restype = ctypes.c_size_t
-    library.simulator_live_bytes.restype = ctypes.c_size_t
+    library.simulator_live_objects.restype = ctypes.c_long
     return library
 
 
@@ -122,6 +122,11 @@ def reset() -> None:
 def live_buffers() -> int:
     """How many MTLBuffers exist: to find leaks."""
     return _runtime().simulator_live_buffers()
+
+
+def live_objects() -> int:
+    """How many Objective-C objects exist: what host code creates with `new` and does not release stays."""
+    return _runtime().simulator_live_objects()
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <sstream>
 
+#include "foundation.h"
 #include "runtime.h"
 
 namespace simulator {
@@ -118,6 +119,8 @@ void check_arguments(const Command& command) {
     }
     const Binding& binding = command.buffers[argument.index];
     if (!binding.bound()) fail(title + ": " + name + " is not bound");
+    if (binding.bytes && argument.writable)
+      fail(title + ": " + name + " is written, and setBytes memory is read only");
     if (binding.size() < argument.min_bytes) {
       fail(title + ": " + name + " has " + std::to_string(binding.size()) +
            " bytes, the shader's type needs " + std::to_string(argument.min_bytes));
@@ -310,7 +313,7 @@ const simulator_dispatch_counters* simulator_counters_stop(size_t* count) {
 size_t simulator_live_buffers(void) {
   return simulator::live_buffers();
 }
-size_t simulator_live_bytes(void) {
-  return simulator::live_bytes();
+long simulator_live_objects(void) {
+  return simulator::live_objects();
 }
 }

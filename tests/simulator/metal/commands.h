@@ -21,5 +21,5 @@ void simulator_counters_start(void);
 // Valid until counting starts again.
 const simulator_dispatch_counters* simulator_counters_stop(size_t* count);
 size_t simulator_live_buffers(void);
-size_t simulator_live_bytes(void);
+long simulator_live_objects(void);
 }

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "dispatch.h"
+#include "foundation.h"
 #include "metal.h"
 #include "runtime.h"
 
@@ -173,6 +174,7 @@ id<MTLComputeCommandEncoder> simulated_encoder() {
       current->command = nullptr;
     }
     current = [SimulatorEncoder new];
+    simulator::keep_for_the_process(current);
     current->command = new Command;
     current->block = block;
   }

@@ -25,20 +25,33 @@ Header* header(id object) {
   return reinterpret_cast<Header*>((__bridge void*)object) - 1;
 }
 
-// Innermost pool last. A pool that an exception jumped over is emptied with the pool around it, as on macOS.
-thread_local std::vector<std::vector<id>> pools;
+struct Pool {
+  NSAutoreleasePool* object;
+  std::vector<id> contents;
+};
+// Innermost pool last. A pool that an exception jumped over ends with the pool around it, as on macOS.
+thread_local std::vector<Pool> pools;
+
+std::atomic<long> objects{0};
 
 }  // namespace
 
 namespace simulator {
+long live_objects() {
+  return objects;
+}
+void keep_for_the_process(id object) {
+  objects--;
+}
 size_t pool_depth() {
   return pools.size();
 }
 void drain_pools(size_t depth) {
   while (pools.size() > depth) {
-    std::vector<id> objects = std::move(pools.back());
+    const Pool pool = std::move(pools.back());
     pools.pop_back();
-    for (id object : objects) [object release];
+    for (id object : pool.contents) [object release];
+    [pool.object dealloc];
   }
 }
 }  // namespace simulator
@@ -48,6 +61,7 @@ void drain_pools(size_t depth) {
   char* memory = static_cast<char*>(calloc(1, sizeof(Header) + class_getInstanceSize(self)));
   id object = (id)(memory + sizeof(Header));
   header(object)->references = 1;
+  objects++;
   *reinterpret_cast<Class*>((void*)object) = self;
   return object;
 }
@@ -67,6 +81,7 @@ void drain_pools(size_t depth) {
   return self;
 }
 - (void)dealloc {
+  objects--;
   free(header(self));
 }
 - (instancetype)retain {
@@ -118,7 +133,7 @@ void drain_pools(size_t depth) {
                       " is autoreleased where no @autoreleasepool is open: it leaks");
     return;
   }
-  pools.back().push_back(object);
+  pools.back().contents.push_back(object);
 }
 - (void)drain {
 }
@@ -126,12 +141,11 @@ void drain_pools(size_t depth) {
 @implementation SimulatorPool
 - (instancetype)init {
   depth = pools.size();
-  pools.emplace_back();
+  pools.push_back({self, {}});
   return self;
 }
 - (void)drain {
   simulator::drain_pools(depth);
-  [self dealloc];
 }
 - (oneway void)release {
   [self drain];
