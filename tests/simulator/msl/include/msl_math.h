@@ -18,14 +18,14 @@ namespace metal {
 #define MSL_VECTOR1(name)                                                                                              \
   template <class T, int N, class = msl::if_not_bfloat<T>> MSL_INLINE auto name(vec<T, N> x) {                                                        \
     vec<decltype(name(T())), N> r;                                                                                     \
-    for (int i = 0; i < N; i++) r.element(i) = name(x.element(i));                                                     \
+    for (int i = 0; i < N; i++) r.msl_element(i) = name(x.msl_element(i));                                                     \
     return r;                                                                                                          \
   }
 #define MSL_VECTOR2(name)                                                                                              \
   template <class T, int N, class = msl::if_not_bfloat<T>>                                                             \
   MSL_INLINE auto name(vec<T, N> x, msl::identity_t<vec<T, N>> y) {                          \
     vec<decltype(name(T(), T())), N> r;                                                                                \
-    for (int i = 0; i < N; i++) r.element(i) = name(x.element(i), y.element(i));                                       \
+    for (int i = 0; i < N; i++) r.msl_element(i) = name(x.msl_element(i), y.msl_element(i));                                       \
     return r;                                                                                                          \
   }                                                                                                                    \
   template <class S, class T, int N, class = std::enable_if_t<msl::shape<S>::size == 1>, class = msl::if_not_bfloat<T>>                             \
@@ -36,7 +36,7 @@ namespace metal {
   template <class T, int N, class = msl::if_not_bfloat<T>>                                                             \
   MSL_INLINE vec<T, N> name(vec<T, N> x, msl::identity_t<vec<T, N>> y, msl::identity_t<vec<T, N>> z) {                 \
     vec<T, N> r;                                                                                                       \
-    for (int i = 0; i < N; i++) r.element(i) = name(x.element(i), y.element(i), z.element(i));                         \
+    for (int i = 0; i < N; i++) r.msl_element(i) = name(x.msl_element(i), y.msl_element(i), z.msl_element(i));                         \
     return r;                                                                                                          \
   }
 
@@ -234,7 +234,7 @@ template <class T> MSL_INLINE std::enable_if_t<msl::shape<T>::size == 1, T> sele
 }
 template <class T, int N> MSL_INLINE vec<T, N> select(vec<T, N> a, msl::identity_t<vec<T, N>> b, vec<bool, N> condition) {
   for (int i = 0; i < N; i++)
-    if (condition.element(i)) a.element(i) = b.element(i);
+    if (condition.msl_element(i)) a.msl_element(i) = b.msl_element(i);
   return a;
 }
 template <class T, int N> MSL_INLINE vec<T, N> select(vec<T, N> a, msl::identity_t<vec<T, N>> b, bool condition) {
@@ -242,20 +242,20 @@ template <class T, int N> MSL_INLINE vec<T, N> select(vec<T, N> a, msl::identity
 }
 template <int N> MSL_INLINE bool any(vec<bool, N> x) {
   bool r = false;
-  for (int i = 0; i < N; i++) r = r || x.element(i);
+  for (int i = 0; i < N; i++) r = r || x.msl_element(i);
   return r;
 }
 template <int N> MSL_INLINE bool all(vec<bool, N> x) {
   bool r = true;
-  for (int i = 0; i < N; i++) r = r && x.element(i);
+  for (int i = 0; i < N; i++) r = r && x.msl_element(i);
   return r;
 }
 MSL_INLINE bool any(bool x) { return x; }
 MSL_INLINE bool all(bool x) { return x; }
 
 template <class T, int N, class = msl::if_not_bfloat<T>> MSL_INLINE T dot(vec<T, N> a, msl::identity_t<vec<T, N>> b) {
-  T sum = a.element(0) * b.element(0);
-  for (int i = 1; i < N; i++) sum += a.element(i) * b.element(i);
+  T sum = a.msl_element(0) * b.msl_element(0);
+  for (int i = 1; i < N; i++) sum += a.msl_element(i) * b.msl_element(i);
   return sum;
 }
 template <class T, int N> MSL_INLINE T length_squared(vec<T, N> x) { return dot(x, x); }

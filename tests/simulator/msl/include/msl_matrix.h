@@ -5,13 +5,13 @@
 namespace metal {
 template <class T, int Columns, int Rows> struct simdgroup_matrix {
   static_assert(Columns == 8 && Rows == 8, "simdgroup_matrix is 8x8");
-  typedef vec<T, 2> storage_type;
-  storage_type elements;
+  typedef vec<T, 2> msl_storage;
+  msl_storage elements;
 
   simdgroup_matrix() = default;
   MSL_RUNTIME explicit simdgroup_matrix(T diagonal);
-  MSL_INLINE storage_type& thread_elements() { return elements; }
-  MSL_INLINE const storage_type& thread_elements() const { return elements; }
+  MSL_INLINE msl_storage& thread_elements() { return elements; }
+  MSL_INLINE const msl_storage& thread_elements() const { return elements; }
 };
 typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
 typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
@@ -78,7 +78,7 @@ MSL_INLINE void simdgroup_load(simdgroup_matrix<T, 8, 8>& d, const T* source, ul
   const msl::matrix_place place = msl::matrix_place_here();
   for (int i = 0; i < 2; i++) {
     const ulong row = transpose ? place.column + i : place.row, column = transpose ? place.row : place.column + i;
-    d.elements.element(i) = source[(origin.y + row) * elements_per_row + origin.x + column];
+    d.elements.msl_element(i) = source[(origin.y + row) * elements_per_row + origin.x + column];
   }
 }
 
@@ -88,7 +88,7 @@ MSL_INLINE void simdgroup_store(simdgroup_matrix<T, 8, 8> a, T* target, ulong el
   const msl::matrix_place place = msl::matrix_place_here();
   for (int i = 0; i < 2; i++) {
     const ulong row = transpose ? place.column + i : place.row, column = transpose ? place.row : place.column + i;
-    target[(origin.y + row) * elements_per_row + origin.x + column] = a.elements.element(i);
+    target[(origin.y + row) * elements_per_row + origin.x + column] = a.elements.msl_element(i);
   }
 }
 

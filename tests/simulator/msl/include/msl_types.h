@@ -3,7 +3,6 @@
 #include "msl_math.h"
 
 #define METAL_FUNC inline __attribute__((always_inline))
-#define METAL_CONST const
 #define INFINITY __builtin_inff()
 #define NAN __builtin_nanf("")
 #define HUGE_VALF __builtin_inff()
@@ -63,7 +62,6 @@ using std::enable_if;
 using std::enable_if_t;
 using std::false_type;
 using std::integral_constant;
-using std::is_arithmetic;
 using std::is_const_v;
 using std::is_convertible;
 using std::is_convertible_v;
@@ -87,22 +85,11 @@ using std::remove_reference;
 using std::remove_reference_t;
 using std::true_type;
 template <class T> using remove_addrspace_t = T;
-template <class T> struct is_floating_point : std::bool_constant<msl::is_float<std::remove_cv_t<T>>> {};
-template <class T> inline constexpr bool is_floating_point_v = is_floating_point<T>::value;
-template <class T> inline constexpr bool is_arithmetic_v = is_integral_v<T> || is_floating_point_v<T>;
-template <class T> struct is_vector : std::bool_constant<(msl::shape<std::remove_cv_t<T>>::size > 1)> {};
-template <class T> inline constexpr bool is_vector_v = is_vector<T>::value;
-template <class T> struct make_scalar { typedef T type; };
-template <class T, int N> struct make_scalar<vec<T, N>> { typedef T type; };
-template <class T> using make_scalar_t = typename make_scalar<T>::type;
+template <class T> inline constexpr bool is_floating_point_v = msl::is_float<std::remove_cv_t<T>>;
 
-template <class T, int N> MSL_INLINE vec<T, N> make_vec(T value) { return vec<T, N>(value); }
-
-template <class T, class = void> struct numeric_limits {
-  static constexpr bool is_specialized = false;
-};
+template <class T, class = void> struct numeric_limits {};
 template <class T> struct numeric_limits<T, std::enable_if_t<msl::is_int<T> || std::is_same_v<T, bool>>> {
-  static constexpr bool is_specialized = true, is_signed = std::is_signed_v<T>, is_integer = true, has_infinity = false;
+  static constexpr bool is_signed = std::is_signed_v<T>, is_integer = true, has_infinity = false;
   static constexpr int digits = std::is_same_v<T, bool> ? 1 : 8 * int(sizeof(T)) - is_signed;
   static constexpr T max() { return std::is_same_v<T, bool> ? T(1) : msl::highest<T>; }
   static constexpr T min() { return msl::lowest<T>; }
@@ -110,7 +97,7 @@ template <class T> struct numeric_limits<T, std::enable_if_t<msl::is_int<T> || s
 };
 #define MSL_LIMITS(T, DIGITS, MAX, MIN, EPSILON, DENORM)                                                               \
   template <> struct numeric_limits<T> {                                                                               \
-    static constexpr bool is_specialized = true, is_signed = true, is_integer = false, has_infinity = true;            \
+    static constexpr bool is_signed = true, is_integer = false, has_infinity = true;            \
     static constexpr int digits = DIGITS;                                                                              \
     static constexpr T max() { return T(MAX); }                                                                        \
     static constexpr T min() { return T(MIN); }                                                                        \

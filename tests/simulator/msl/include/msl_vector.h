@@ -37,48 +37,48 @@ template <class T, int N> struct storage<T, N, true> {
 
 namespace metal {
 template <class T, int N> struct vec;
-template <class T, int N> struct packed_vec;
 }  // namespace metal
 
 namespace msl {
+template <class T, int N> struct packed_vec;
 template <class A> struct shape { static constexpr int size = is_scalar<A> || std::is_enum_v<A> ? 1 : 0; };
 template <class T, int N> struct shape<metal::vec<T, N>> { static constexpr int size = N; };
-template <class T, int N> struct shape<metal::packed_vec<T, N>> { static constexpr int size = N; };
+template <class T, int N> struct shape<packed_vec<T, N>> { static constexpr int size = N; };
 
 template <class T, class A> MSL_INLINE constexpr void append(T* to, int& at, const A& value) {
   if constexpr (shape<A>::size == 1) {
     to[at++] = static_cast<T>(value);
   } else {
-    for (int i = 0; i < shape<A>::size; i++) to[at++] = static_cast<T>(value.element(i));
+    for (int i = 0; i < shape<A>::size; i++) to[at++] = static_cast<T>(value.msl_element(i));
   }
 }
 }  // namespace msl
 
 // One named swizzle, e.g. MSL_SWIZZLE(2, xy, x, y). The lists are generated into msl_swizzles<N>.inc.
 #define MSL_SWIZZLE(count, name, ...)                                                                                   \
-  MSL_INLINE vec<T, count> get_##name() const { return this->template swizzle<__VA_ARGS__>(); }                        \
-  MSL_INLINE void put_##name(vec<T, count> from) { this->template assign<__VA_ARGS__>(from); }                         \
-  __declspec(property(get = get_##name, put = put_##name)) vec<T, count> name;
+  MSL_INLINE vec<T, count> msl_get_##name() const { return this->template swizzle<__VA_ARGS__>(); }                        \
+  MSL_INLINE void msl_put_##name(vec<T, count> from) { this->template assign<__VA_ARGS__>(from); }                         \
+  __declspec(property(get = msl_get_##name, put = msl_put_##name)) vec<T, count> name;
 #define MSL_COMPONENT(name, i)                                                                                         \
-  MSL_INLINE T get_##name() const { return this->element(i); }                                                         \
-  MSL_INLINE void put_##name(T value) { this->element(i) = value; }                                                    \
-  __declspec(property(get = get_##name, put = put_##name)) T name;
+  MSL_INLINE T msl_get_##name() const { return this->msl_element(i); }                                                         \
+  MSL_INLINE void msl_put_##name(T value) { this->msl_element(i) = value; }                                                    \
+  __declspec(property(get = msl_get_##name, put = msl_put_##name)) T name;
 
 namespace msl {
 template <class T, int N> struct vector_memory {
   typename storage<T, N>::type v;
   vector_memory() = default;
-  MSL_INLINE T& element(int i) { return reinterpret_cast<T*>(&v)[i]; }
-  MSL_INLINE const T& element(int i) const { return reinterpret_cast<const T*>(&v)[i]; }
-  template <class I> MSL_INLINE T& operator[](I i) { return element(static_cast<int>(i)); }
-  template <class I> MSL_INLINE const T& operator[](I i) const { return element(static_cast<int>(i)); }
+  MSL_INLINE T& msl_element(int i) { return reinterpret_cast<T*>(&v)[i]; }
+  MSL_INLINE const T& msl_element(int i) const { return reinterpret_cast<const T*>(&v)[i]; }
+  template <class I> MSL_INLINE T& operator[](I i) { return msl_element(static_cast<int>(i)); }
+  template <class I> MSL_INLINE const T& operator[](I i) const { return msl_element(static_cast<int>(i)); }
   template <int... I> MSL_INLINE metal::vec<T, sizeof...(I)> swizzle() const {
-    return metal::vec<T, sizeof...(I)>(element(I)...);
+    return metal::vec<T, sizeof...(I)>(msl_element(I)...);
   }
   template <int... I> MSL_INLINE void assign(metal::vec<T, sizeof...(I)> from) {
     static_assert(all_distinct<I...>(), "a swizzle with a repeated component cannot be assigned to");
     int k = 0;
-    ((element(I) = from.element(k++)), ...);
+    ((msl_element(I) = from.msl_element(k++)), ...);
   }
 };
 }  // namespace msl
@@ -88,16 +88,16 @@ namespace metal {
   template <class T> struct vec<T, N> : msl::vector_memory<T, N> {                                                     \
     vec() = default;                                                                                                   \
     template <class A, class = std::enable_if_t<msl::shape<A>::size == 1>> MSL_INLINE vec(A value) {                   \
-      for (int i = 0; i < N; i++) this->element(i) = static_cast<T>(value);                                            \
+      for (int i = 0; i < N; i++) this->msl_element(i) = static_cast<T>(value);                                            \
     }                                                                                                                  \
     template <class U, class = std::enable_if_t<!std::is_same_v<U, T>>> MSL_INLINE explicit vec(vec<U, N> from) {      \
-      for (int i = 0; i < N; i++) this->element(i) = static_cast<T>(from.element(i));                                  \
+      for (int i = 0; i < N; i++) this->msl_element(i) = static_cast<T>(from.msl_element(i));                                  \
     }                                                                                                                  \
     template <class A, class B, class... More,                                                                         \
               class = std::enable_if_t<msl::shape<A>::size + msl::shape<B>::size + (msl::shape<More>::size + ... + 0) == N>> \
     MSL_INLINE vec(A a, B b, More... more) {                                                                           \
       int at = 0;                                                                                                      \
-      T* to = &this->element(0);                                                                                       \
+      T* to = &this->msl_element(0);                                                                                       \
       msl::append(to, at, a);                                                                                          \
       msl::append(to, at, b);                                                                                          \
       (msl::append(to, at, more), ...);                                                                                \
@@ -109,20 +109,20 @@ namespace metal {
 #define MSL_ARITHMETIC(op, N)                                                                                          \
   friend MSL_INLINE vec operator op(vec a, vec b) {                                                                    \
     vec r;                                                                                                             \
-    for (int i = 0; i < N; i++) r.element(i) = static_cast<T>(a.element(i) op b.element(i));                           \
+    for (int i = 0; i < N; i++) r.msl_element(i) = static_cast<T>(a.msl_element(i) op b.msl_element(i));                           \
     return r;                                                                                                          \
   }                                                                                                                    \
   template <class U> MSL_INLINE vec& operator op##=(const U& b) { return *this = *this op vec(b); }
 #define MSL_COMPARISON(op, N)                                                                                          \
   friend MSL_INLINE vec<bool, N> operator op(vec a, vec b) {                                                           \
     vec<bool, N> r;                                                                                                    \
-    for (int i = 0; i < N; i++) r.element(i) = a.element(i) op b.element(i);                                           \
+    for (int i = 0; i < N; i++) r.msl_element(i) = a.msl_element(i) op b.msl_element(i);                                           \
     return r;                                                                                                          \
   }
 #define MSL_PREFIX(op, N, type)                                                                                        \
   friend MSL_INLINE vec<type, N> operator op(vec a) {                                                                  \
     vec<type, N> r;                                                                                                    \
-    for (int i = 0; i < N; i++) r.element(i) = static_cast<type>(op a.element(i));                                     \
+    for (int i = 0; i < N; i++) r.msl_element(i) = static_cast<type>(op a.msl_element(i));                                     \
     return r;                                                                                                          \
   }
 #define MSL_VECTOR_OPERATORS(N)                                                                                        \
@@ -144,12 +144,16 @@ MSL_VECTOR(2, MSL_NAMES2 MSL_SWIZZLES2)
 MSL_VECTOR(3, MSL_NAMES3 MSL_SWIZZLES3)
 MSL_VECTOR(4, MSL_NAMES4 MSL_SWIZZLES4)
 
+}  // namespace metal
+
+namespace msl {
+using metal::vec;
 // packed_float3 and its like: no padding, aligned as one component, used through conversion to vec.
 template <class T, int N> struct packed_vec {
   T values[N];
   packed_vec() = default;
   MSL_INLINE packed_vec(vec<T, N> from) {
-    for (int i = 0; i < N; i++) values[i] = from.element(i);
+    for (int i = 0; i < N; i++) values[i] = from.msl_element(i);
   }
   template <class A, class = std::enable_if_t<msl::shape<A>::size == 1>> MSL_INLINE packed_vec(A value)
       : packed_vec(vec<T, N>(value)) {}
@@ -157,20 +161,20 @@ template <class T, int N> struct packed_vec {
       : packed_vec(vec<T, N>(a, b, more...)) {}
   MSL_INLINE operator vec<T, N>() const {
     vec<T, N> to;
-    for (int i = 0; i < N; i++) to.element(i) = values[i];
+    for (int i = 0; i < N; i++) to.msl_element(i) = values[i];
     return to;
   }
-  MSL_INLINE T& element(int i) { return values[i]; }
-  MSL_INLINE const T& element(int i) const { return values[i]; }
+  MSL_INLINE T& msl_element(int i) { return values[i]; }
+  MSL_INLINE const T& msl_element(int i) const { return values[i]; }
   template <class I> MSL_INLINE T& operator[](I i) { return values[i]; }
   template <class I> MSL_INLINE const T& operator[](I i) const { return values[i]; }
   MSL_COMPONENT(x, 0) MSL_COMPONENT(y, 1)
-  template <int M = N, class = std::enable_if_t<(M > 2)>> MSL_INLINE T get_z() const { return values[2]; }
-  template <int M = N, class = std::enable_if_t<(M > 2)>> MSL_INLINE void put_z(T value) { values[2] = value; }
-  __declspec(property(get = get_z, put = put_z)) T z;
-  template <int M = N, class = std::enable_if_t<(M > 3)>> MSL_INLINE T get_w() const { return values[3]; }
-  template <int M = N, class = std::enable_if_t<(M > 3)>> MSL_INLINE void put_w(T value) { values[3] = value; }
-  __declspec(property(get = get_w, put = put_w)) T w;
+  template <int M = N, class = std::enable_if_t<(M > 2)>> MSL_INLINE T msl_get_z() const { return values[2]; }
+  template <int M = N, class = std::enable_if_t<(M > 2)>> MSL_INLINE void msl_put_z(T value) { values[2] = value; }
+  __declspec(property(get = msl_get_z, put = msl_put_z)) T z;
+  template <int M = N, class = std::enable_if_t<(M > 3)>> MSL_INLINE T msl_get_w() const { return values[3]; }
+  template <int M = N, class = std::enable_if_t<(M > 3)>> MSL_INLINE void msl_put_w(T value) { values[3] = value; }
+  __declspec(property(get = msl_get_w, put = msl_put_w)) T w;
 #define MSL_PACKED(op)                                                                                                 \
   friend MSL_INLINE vec<T, N> operator op(packed_vec a, packed_vec b) { return vec<T, N>(a) op vec<T, N>(b); }         \
   friend MSL_INLINE vec<T, N> operator op(packed_vec a, vec<T, N> b) { return vec<T, N>(a) op b; }                     \
@@ -180,11 +184,11 @@ template <class T, int N> struct packed_vec {
   template <class U> MSL_INLINE packed_vec& operator op##=(const U& b) { return *this = vec<T, N>(*this) op vec<T, N>(b); }
   MSL_PACKED(+) MSL_PACKED(-) MSL_PACKED(*) MSL_PACKED(/)
 };
-}  // namespace metal
+}  // namespace msl
 
 #define MSL_NAMED(T, N)                                                                                                \
   typedef metal::vec<T, N> T##N;                                                                                       \
-  typedef metal::packed_vec<T, N> packed_##T##N;                                                                       \
+  typedef msl::packed_vec<T, N> packed_##T##N;                                                                       \
   namespace metal {                                                                                                    \
   using ::T##N;                                                                                                        \
   using ::packed_##T##N;                                                                                               \
