@@ -125,6 +125,25 @@ def test_views_and_pieces(monkeypatch):
     assert quantize(torch.zeros(2, 0, 32), 4, 32).packed.shape == (2, 0, 4)
 
 
+def test_the_default_dtype_does_not_matter():
+    weight = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(6))
+    x, ids = torch.ones(1, 64), torch.zeros(1, 1, dtype=torch.int32)
+    for format in (FORMATS[0], FORMATS[-1]):
+        results = []
+        for dtype in (torch.float32, torch.float16):
+            torch.set_default_dtype(dtype)
+            try:
+                quantized = quantize(weight, *format)
+                out = torch.ops.moe_mps.expert_qmm(x, *quantized, ids, *format)
+                results.append(
+                    [t for t in (*quantized, dequantize(*quantized, *format), out) if t is not None]
+                )
+            finally:
+                torch.set_default_dtype(torch.float32)
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(bits_of(one), bits_of(other))
+
+
 def test_mxfp4_below_the_smallest_scale():
     """A group under 6 * 2^-127 keeps that scale; it does not wrap around."""
     weight = torch.full((1, 32), 2.0**-128)

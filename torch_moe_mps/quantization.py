@@ -206,7 +206,7 @@ def dequantize(
     check.dtype("biases", biases, (scales.dtype,))
     check.shape("biases", biases, scales.shape, "[..., C / group_size]")
     # In the dtype of the scales, rounded after the product and after the sum.
-    q = unpack(packed, bits).to(scales.dtype).unflatten(-1, (-1, group_size))
+    q = unpack(packed, bits, mode).to(scales.dtype).unflatten(-1, (-1, group_size))
     values = (q * scales.unsqueeze(-1)).add_(biases.unsqueeze(-1)).flatten(-2)
     return values.to(dtype or scales.dtype)
 
@@ -307,7 +307,6 @@ def quantize_module(module: nn.Module, format: QuantizationFormat) -> list["Quan
         quantized = quantize(weight, **format.to_dict())
         error = relative_error(weight, quantized, format)
         done.append(QuantizedProjection(projection, error, weight.nbytes, quantized.nbytes))
-        del weight
         _replace(module, projection, quantized)
     module.quantization = format
     return done
