@@ -255,7 +255,7 @@ def check_declaration(kind, words, type_, after, where, function) -> list[str]:
     name = words[-1] if words else ""
     if kind in {"VarDecl", "ParmVarDecl", "FieldDecl", "TypedefDecl", "TypeAliasDecl"}:
         # In a template T* has no space at all, not even the generic one: T would take it from the argument.
-        nowhere = re.search(r"[*&]", type_) and not any(space in type_ for space in PRINTED)
+        nowhere = is_pointer(type_) and not any(space in type_ for space in PRINTED)
         if ("__generic" in type_ or (nowhere and "decltype" not in type_)) and name not in {
             "used",
             "referenced",
@@ -270,6 +270,13 @@ def check_declaration(kind, words, type_, after, where, function) -> list[str]:
     ):
         return [f"{where}: error: '{name}' has a pointer or reference without an address space"]
     return []
+
+
+def is_pointer(type_: str) -> bool:
+    """Whether a printed type is a pointer or reference; template arguments and array sizes may hold products."""
+    while (shorter := re.sub(r"<[^<>]*>|\[[^\[\]]*\]", "", type_)) != type_:
+        type_ = shorter
+    return bool(re.search(r"[*&]", type_))
 
 
 def recursive(calls: dict[str, set[str]]) -> list[str]:
