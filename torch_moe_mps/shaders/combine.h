@@ -38,8 +38,8 @@ inline Pack<N> sum_over_slots(device const T* slots, device const uchar* weights
   Pack<N> sum;
   UNROLL for (int i = 0; i < N; ++i) sum.v[i] = 0.0f;
   for (uint base = 0; base < count; base += kSimdWidth) {
-    const bool has_weight = base + lane < count;
-    const float lane_weight = has_weight ? load_one(weights, weights_dtype, row * count + base + lane) : 0.0f;
+    AnyRaw<1> raw_weight;  // widened behind the first loads of slots
+    if (base + lane < count) raw_weight = load_any_raw<1>(weights, weights_dtype, row * count + base + lane);
     const uint slots_here = min(count - base, kSimdWidth);
     for (uint block = 0; block < slots_here; block += kSlotBlock) {
       device const T* source = slots + (row * count + base + block) * width + column;
@@ -47,6 +47,7 @@ inline Pack<N> sum_over_slots(device const T* slots, device const uchar* weights
       UNROLL for (uint s = 0; s < kSlotBlock; ++s) {
         if (active && block + s < slots_here) loaded[s] = load_raw<N>(source + ulong(s) * width);
       }
+      const float lane_weight = base + lane < count ? widen(raw_weight, weights_dtype).v[0] : 0.0f;
       UNROLL for (uint s = 0; s < kSlotBlock; ++s) {
         if (block + s < slots_here) {
           const float weight = simd_shuffle(lane_weight, ushort(block + s));

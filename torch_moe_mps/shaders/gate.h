@@ -20,7 +20,7 @@ struct GateThread {
 // squares of hidden, of token `simdgroup / (simdgroups / M)`. The factor rsqrt(mean) is applied to the logits.
 template <int M, int N>
 inline float stage_tokens(device const uchar* hidden, uint hidden_dtype, device const uchar* norm_weight,
-                          threadgroup float* tile, GateParams params, uint first_token, uint start, uint columns,
+                          threadgroup float* tile, constant GateParams& params, uint first_token, uint start, uint columns,
                           GateThread thread_place) {
   const uint simdgroups_per_token = thread_place.simdgroups / M;
   const uint token = thread_place.simdgroup / simdgroups_per_token;
@@ -86,7 +86,7 @@ inline void multiply_columns(GateWeights<W, N> weights, threadgroup const float*
 template <typename W, int M, int N>
 inline float gate_logits(device const uchar* hidden, uint hidden_dtype, device const W* router,
                          device const uchar* norm_weight, threadgroup float* tile, threadgroup float* logits,
-                         GateParams params, uint first_token, GateThread place) {
+                         constant GateParams& params, uint first_token, GateThread place) {
   constexpr bool kPipelined = M < 16;  // with 16 tokens the registers are full
   constexpr uint kStep = kSimdWidth * N;
   const uint block = place.simdgroups * kGateRows;
@@ -140,7 +140,7 @@ inline float gate_logits(device const uchar* hidden, uint hidden_dtype, device c
 // Top-k of one token by one simdgroup.
 template <int N>
 inline void choose_experts(threadgroup const float* logits, float inverse_rms, device const uchar* per_expert_scale,
-                           device float* weights, device int* ids, GateParams params, uint lane) {
+                           device float* weights, device int* ids, constant GateParams& params, uint lane) {
   RouterRow<N> row;
   UNROLL for (int j = 0; j < N; ++j) {
     const uint expert = lane * N + j;
@@ -161,11 +161,10 @@ template <typename W, int M, int kThreads>
 [[kernel, max_total_threads_per_threadgroup(kThreads)]] void gate_tokens(
     device const uchar* hidden [[buffer(0)]], device const W* router [[buffer(1)]],
     device const uchar* norm_weight [[buffer(2)]], device const uchar* per_expert_scale [[buffer(3)]],
-    device float* weights [[buffer(4)]], device int* ids [[buffer(5)]], constant GateParams& arguments [[buffer(6)]],
+    device float* weights [[buffer(4)]], device int* ids [[buffer(5)]], constant GateParams& params [[buffer(6)]],
     threadgroup float* shared [[threadgroup(0)]], uint group [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
-  const GateParams params = arguments;
   threadgroup float partials[kMaxSimdgroups];
   threadgroup float* logits = shared + M * params.tile_width;
   const GateThread place = {lane, simdgroup, simdgroups};
