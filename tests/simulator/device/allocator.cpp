@@ -70,7 +70,6 @@ uint32_t event_id(void* event) {
 
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
-  static constexpr c10::DeviceType static_type = c10::DeviceType::MPS;
   Guard() = default;
   explicit Guard(c10::DeviceType) {}
   c10::DeviceType type() const override { return c10::DeviceType::MPS; }
