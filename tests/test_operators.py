@@ -502,9 +502,9 @@ moe_mps::moe_weighted_reduce: expert_out must be of shape [T, K, H] = (3, 2, 64)
 moe_mps::moe_weighted_reduce: expert_out must be of shape [T * K, H] = (6, 64), got (3, 64)
 moe_mps::moe_weighted_reduce: shared_out must be of shape [T, H] = (3, 64), got (3, 65)
 moe_mps::moe_weighted_reduce: shared_out must be float32, got float16
-moe_mps::moe_weighted_reduce: shared_gate must be None without shared_out, got a tensor
-moe_mps::moe_weighted_reduce: shared_gate must be of shape [T] or [T, 1] = (3, 1), got (3, 2)
-moe_mps::moe_weighted_reduce: shared_gate must be of shape [T] or [T, 1] = (3,), got (4,)
+moe_mps::moe_weighted_reduce: shared_out must be given when shared_gate is, got None
+moe_mps::moe_weighted_reduce: shared_gate must be of shape [T, 1] = (3, 1), got (3, 2)
+moe_mps::moe_weighted_reduce: shared_gate must be of shape [T] = (3,), got (4,)
 moe_mps::moe_weighted_reduce: shared_gate must be float32 or float16 or bfloat16, got int32
 moe_mps::moe_weighted_reduce: residual must be of shape [T, H] = (3, 64), got (4, 64)
 moe_mps::moe_weighted_reduce: residual must be float32, got float16""",

@@ -4,6 +4,8 @@ Sums run over the slots in ascending order in float32 and are rounded once, so t
 depend on how many tokens there are.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -178,23 +180,26 @@ def weighted_sum_residual_norm_stacked_(
 
 
 def check_shared_and_residual(
-    check: Check, rows: tuple, dtype: torch.dtype, shared_gate: Tensor | None, shared_out: Tensor | None,
+    check: Check,
+    rows: Sequence[int],
+    dtype: torch.dtype,
+    shared_gate: Tensor | None,
+    shared_out: Tensor | None,
     residual: Tensor | None,
-) -> None:  # fmt: skip
-    """The optional ends of a MoE layer; `rows` is its output's shape (T, H)."""
-    if shared_out is not None:
-        check.dtype("shared_out", shared_out, (dtype,))
-        check.shape("shared_out", shared_out, rows, "[T, H]")
+) -> None:
+    """What is added to the experts' sum at the end of a layer, whose output has the shape `rows`, (T, H)."""
     if shared_gate is not None:
         if shared_out is None:
-            check.fail("shared_gate", "None without shared_out", "a tensor")
+            check.fail("shared_out", "given when shared_gate is", None)
         check.dtype("shared_gate", shared_gate, ACTIVATION_DTYPES)
-        check.rank("shared_gate", shared_gate, (1, 2))
-        expected = (rows[0],) if shared_gate.dim() == 1 else (rows[0], 1)
-        check.shape("shared_gate", shared_gate, expected, "[T] or [T, 1]")
-    if residual is not None:
-        check.dtype("residual", residual, (dtype,))
-        check.shape("residual", residual, rows, "[T, H]")
+        if shared_gate.dim() == 2:
+            check.shape("shared_gate", shared_gate, (rows[0], 1), "[T, 1]")
+        else:
+            check.shape("shared_gate", shared_gate, (rows[0],), "[T]")
+    for argument, tensor in (("shared_out", shared_out), ("residual", residual)):
+        if tensor is not None:
+            check.dtype(argument, tensor, (dtype,))
+            check.shape(argument, tensor, rows, "[T, H]")
 
 
 def add_shared_and_residual(

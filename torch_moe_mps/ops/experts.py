@@ -12,6 +12,7 @@ from torch import Tensor
 from ._activations import apply_activation, check_activation
 from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check
 from ._registry import operator
+from .combine import add_shared_and_residual, check_shared_and_residual
 
 MAX_TOP_K = 64
 # Pairs computed at a time by the reference: this bounds its intermediate results, and they stay in the cache.
@@ -57,18 +58,7 @@ def check_combine(
     check_ids(check, x, ids)
     check.dtype("weights", weights, ACTIVATION_DTYPES)
     check.shape("weights", weights, ids.shape, "[T, K]")
-    if shared_gate is not None:
-        if shared_out is None:
-            check.fail("shared_out", "given when shared_gate is", None)
-        check.dtype("shared_gate", shared_gate, ACTIVATION_DTYPES)
-        if shared_gate.dim() == 2:
-            check.shape("shared_gate", shared_gate, (x.shape[0], 1), "[T, 1]")
-        else:
-            check.shape("shared_gate", shared_gate, (x.shape[0],), "[T]")
-    for argument, tensor in (("shared_out", shared_out), ("residual", residual)):
-        if tensor is not None:
-            check.dtype(argument, tensor, (x.dtype,))
-            check.shape(argument, tensor, x.shape, "[T, H]")
+    check_shared_and_residual(check, x.shape, x.dtype, shared_gate, shared_out, residual)
 
 
 class Groups(NamedTuple):
@@ -169,15 +159,7 @@ def combine_experts(
     for groups in group_by_expert(ids, num_experts).pieces(PAIRS_AT_ONCE):
         tokens = groups.pairs // ids.shape[1]
         total.index_add_(0, tokens, experts(x[tokens], groups) * scales[groups.pairs].float())
-    if shared_out is not None:
-        shared = shared_out.float()
-        if shared_gate is not None:
-            gate = shared_gate.float().reshape(-1, 1)
-            shared = (torch.sigmoid(gate) if gate_is_logit else gate) * shared
-        total += shared
-    if residual is not None:
-        total += residual.float()
-    return total.to(x.dtype)
+    return add_shared_and_residual(total, shared_gate, shared_out, residual, gate_is_logit).to(x.dtype)
 
 
 def _matrices(weight: Tensor, transposed: bool) -> Callable[[int], Tensor]:
