@@ -53,12 +53,12 @@ def compiler() -> str:
 
 
 @functools.cache
-def objective_c_include() -> Path:
-    """GCC's directory of libobjc headers."""
-    found = sorted(Path("/usr/lib/gcc").glob("*/*/include/objc/objc.h"))
+def objective_c() -> Path:
+    """GCC's directory that has libobjc, not always that of the newest GCC, which clang would look into."""
+    found = [path.parents[2] for path in Path("/usr/lib/gcc").glob("*/*/include/objc/objc.h")]
     if not found or not Path("/usr/include/Block.h").exists():
         raise BuildError(f"the simulator needs libobjc and BlocksRuntime: apt-get install {PACKAGES}")
-    return found[-1].parent.parent
+    return max(found, key=lambda path: int(path.name))
 
 
 @functools.cache
@@ -72,7 +72,7 @@ def python_include() -> Path:
 def check_tools() -> None:
     """Raise BuildError with the packages to install unless everything that is needed is there."""
     compiler()
-    objective_c_include()
+    objective_c()
     python_include()
     for name in ("ld.lld", "llvm-symbolizer"):
         if not shutil.which(f"{name}-19") and not shutil.which(name):
@@ -94,7 +94,7 @@ def _flags(source: Path) -> list[str]:
         ]
         flags += ["-fconstant-string-class=NSConstantString", "-Wno-incomplete-implementation"]
         # GCC's directory holds headers that must not shadow clang's own.
-        flags += [f"-I{HERE / 'metal/include'}", "-idirafter", str(objective_c_include())]
+        flags += [f"-I{HERE / 'metal/include'}", "-idirafter", str(objective_c() / "include")]
     return flags
 
 
