@@ -109,12 +109,12 @@ def test_operators_of_gemma4():
 def test_restore():
     model = tiny_models.tiny_model("gemma4")
     before = [(name, type(module), set(module.__dict__)) for name, module in model.named_modules()]
-    implementation = model.get_experts_implementation()
+    implementation = model.config._experts_implementation
     torch_moe_mps.accelerate(model)
     assert torch_moe_mps.restore(model) is model
     after = [(name, type(module), set(module.__dict__)) for name, module in model.named_modules()]
     assert before == after
-    assert model.get_experts_implementation() == implementation
+    assert model.config._experts_implementation == implementation
     assert operators_of(lambda: output(model, prompt())) == {}
 
 

@@ -115,7 +115,7 @@ EXTRA: dict[str, dict] = {
     "qwen3_5_moe_text": HYBRID,
     "qwen3_next": HYBRID,
     "nemotron_h": {
-        "layers_block_type": ["full_attention", "moe"],
+        "layers_block_type": ["attention", "moe"],
         "n_groups": 2,
         "moe_shared_expert_intermediate_size": 40,
     },

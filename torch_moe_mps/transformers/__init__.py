@@ -15,8 +15,9 @@ from torch import nn
 from .experts import NAME, describe, is_experts, unsupported
 from .formulas import Reader
 from .modules import restore_module, rewrite
-from .programs import Unsupported, straighten
+from .programs import Unsupported
 from .report import Report, Row
+from .straightening import straighten
 
 __all__ = ["Report", "Row", "accelerate", "is_experts", "restore", "unsupported"]
 

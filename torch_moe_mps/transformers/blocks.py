@@ -5,7 +5,8 @@ import ast
 from torch import Tensor, nn
 
 from .experts import NAME, is_experts
-from .formulas import Reader, match
+from .formulas import Reader
+from .patterns import match
 from .programs import Program
 
 _VIEWS = {"view", "reshape"}

@@ -5,8 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .formulas import Node, evaluate, inline, match, operation_of
-from .programs import Unsupported, straighten
+from .formulas import Node, evaluate, inline, operation_of
+from .patterns import match
+from .programs import Unsupported
+from .straightening import straighten
 
 ops = torch.ops.moe_mps
 

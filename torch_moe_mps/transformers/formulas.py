@@ -1,4 +1,4 @@
-"""Formulas of a straight-line program in a canonical form, and patterns that match them.
+"""Formulas of a straight-line program in a canonical form.
 
 A value is read as a tree of operations whatever way it is written: functions and methods of torch have one name each,
 arguments one order, in-place and out-of-place are the same, submodules and helper methods are looked into. Casts and
@@ -9,14 +9,14 @@ rounding only.
 import ast
 import copy
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .programs import Program, Unsupported, straighten
+from .programs import Program, Unsupported
+from .straightening import straighten
 
 # Operations by name: the parameters in order. A dimension must be the last one.
 _PARAMETERS = {
@@ -50,8 +50,8 @@ _FUNCTIONS = {
 _CASTS = {"float", "to", "type", "type_as", "detach", "double", "half", "bfloat16", "bool"}
 _SHAPES = {"view", "reshape", "unsqueeze", "squeeze", "expand", "flatten", "contiguous"}
 _TRANSPARENT = {"cast", "shape"}
-_BINARY = {ast.Add: "add", ast.Mult: "mul", ast.Sub: "sub", ast.Div: "div", ast.Pow: "pow"}
-_COMMUTATIVE = {"add", "mul"}
+BINARY = {ast.Add: "add", ast.Mult: "mul", ast.Sub: "sub", ast.Div: "div", ast.Pow: "pow"}
+COMMUTATIVE = {"add", "mul"}
 # Modules that are one operation, by the name of their class.
 MODULES = {
     "SiLU": "silu",
@@ -175,7 +175,7 @@ class Reader:
         return self.make(names.get(type(value.op), "opaque"), (operand,), value)
 
     def read_binop(self, value: ast.BinOp) -> Node:
-        op = _BINARY.get(type(value.op))
+        op = BINARY.get(type(value.op))
         if op is None:
             return self.opaque(value)
         left, right = self.read(value.left), self.read(value.right)
@@ -316,65 +316,6 @@ def inline(program: Program, prefix: str, arguments: list[Node]) -> Node:
     """The result of a submodule's or method's program for the given arguments."""
     parameters = [a.arg for a in program.arguments.args if a.arg != "self"]
     return Reader(program, prefix, dict(zip(parameters, arguments, strict=False))).result()
-
-
-# Patterns
-
-
-@functools.lru_cache(maxsize=1024)
-def pattern(text: str) -> Node:
-    """A formula as text. Upper-case names stand for any value, the same wherever they occur."""
-    return _pattern(ast.parse(text.strip(), mode="eval").body)
-
-
-def _pattern(tree: ast.expr) -> Node:
-    if isinstance(tree, ast.Name):
-        return Node("any", (tree.id,))
-    if isinstance(tree, ast.Constant):
-        return Node("const", (tree.value,))
-    if isinstance(tree, ast.BinOp):
-        return Node(_BINARY[type(tree.op)], (_pattern(tree.left), _pattern(tree.right)))
-    if isinstance(tree, ast.Subscript):
-        return Node("item", (_pattern(tree.value), tree.slice.value))
-    if isinstance(tree, ast.Call):
-        return Node(tree.func.id, tuple(_pattern(a) for a in tree.args))
-    raise ValueError(f"not a pattern: {ast.unparse(tree)}")
-
-
-def match(form: str | Node, node: Node, bound: dict[str, Node] | None = None) -> dict[str, Node] | None:
-    """What the upper-case names of a pattern stand for if `node` has its form, else None."""
-    form = pattern(form) if isinstance(form, str) else form
-    return next(_matches(form, node, bound or {}), None)
-
-
-def _matches(form: Node, node: Node, bound: dict[str, Node]) -> Iterator[dict[str, Node]]:
-    if form.op == "any":
-        name = form.args[0]
-        if name not in bound:
-            yield bound | {name: node}
-        elif bound[name].key == node.key:
-            yield bound
-        return
-    node = node.peel()
-    if form.op == node.op and len(form.args) == len(node.args):
-        orders = [node.args, node.args[::-1]] if form.op in _COMMUTATIVE else [node.args]
-        for args in orders:
-            yield from _match_all(form.args, args, bound)
-    elif node.op == "module" and (expanded := node.reader.expand(node)) is not None:
-        yield from _matches(form, expanded, bound)
-
-
-def _match_all(forms: tuple, nodes: tuple, bound: dict[str, Node]) -> Iterator[dict[str, Node]]:
-    if not forms:
-        yield bound
-        return
-    first, node = forms[0], nodes[0]
-    if isinstance(first, Node) and isinstance(node, Node):
-        candidates = _matches(first, node, bound)
-    else:
-        candidates = iter([bound] if first == node else [])
-    for candidate in candidates:
-        yield from _match_all(forms[1:], nodes[1:], candidate)
 
 
 def evaluate(node: Node | None, module: nn.Module) -> object:

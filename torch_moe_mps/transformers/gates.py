@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .formulas import Node, Reader, evaluate, is_number, match
-from .programs import Program, Unsupported, straighten
+from .formulas import Node, Reader, evaluate, is_number
+from .patterns import match
+from .programs import Program, Unsupported
 from .routers import MAX_TOP_K
+from .straightening import straighten
 
 ops = torch.ops.moe_mps
 

@@ -15,8 +15,9 @@ from .experts import is_experts, runs_own_code
 from .formulas import is_pure
 from .gates import use_gates
 from .norms import fuse_norms
-from .programs import CLASS_MARK, Program, Unsupported, original_class, straighten
+from .programs import CLASS_MARK, Program, Unsupported, original_class
 from .routers import replace_selection
+from .straightening import straighten
 
 _MARKS = ("_moe_mps_norm", "_moe_mps_activation", "_moe_mps_gate")
 

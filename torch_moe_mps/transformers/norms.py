@@ -6,8 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .formulas import Reader, evaluate, is_number, match
-from .programs import Program, Unsupported, straighten
+from .formulas import Reader, evaluate, is_number
+from .patterns import match
+from .programs import Program, Unsupported
+from .straightening import straighten
 
 ops = torch.ops.moe_mps
 

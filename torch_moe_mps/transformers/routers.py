@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .formulas import Node, Reader, casts_to_float32, evaluate, held, is_number, match
+from .formulas import Node, Reader, casts_to_float32, evaluate, held, is_number
+from .patterns import match
 from .programs import Program
 
 ops = torch.ops.moe_mps

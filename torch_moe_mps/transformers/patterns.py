@@ -1,0 +1,63 @@
+"""Patterns: formulas as text, matched against what a program computes."""
+
+import ast
+import functools
+from collections.abc import Iterator
+
+from .formulas import BINARY, COMMUTATIVE, Node
+
+
+@functools.lru_cache(maxsize=1024)
+def pattern(text: str) -> Node:
+    """A formula as text. Upper-case names stand for any value, the same wherever they occur."""
+    return _pattern(ast.parse(text.strip(), mode="eval").body)
+
+
+def _pattern(tree: ast.expr) -> Node:
+    if isinstance(tree, ast.Name):
+        return Node("any", (tree.id,))
+    if isinstance(tree, ast.Constant):
+        return Node("const", (tree.value,))
+    if isinstance(tree, ast.BinOp):
+        return Node(BINARY[type(tree.op)], (_pattern(tree.left), _pattern(tree.right)))
+    if isinstance(tree, ast.Subscript):
+        return Node("item", (_pattern(tree.value), tree.slice.value))
+    if isinstance(tree, ast.Call):
+        return Node(tree.func.id, tuple(_pattern(a) for a in tree.args))
+    raise ValueError(f"not a pattern: {ast.unparse(tree)}")
+
+
+def match(form: str | Node, node: Node, bound: dict[str, Node] | None = None) -> dict[str, Node] | None:
+    """What the upper-case names of a pattern stand for if `node` has its form, else None."""
+    form = pattern(form) if isinstance(form, str) else form
+    return next(_matches(form, node, bound or {}), None)
+
+
+def _matches(form: Node, node: Node, bound: dict[str, Node]) -> Iterator[dict[str, Node]]:
+    if form.op == "any":
+        name = form.args[0]
+        if name not in bound:
+            yield bound | {name: node}
+        elif bound[name].key == node.key:
+            yield bound
+        return
+    node = node.peel()
+    if form.op == node.op and len(form.args) == len(node.args):
+        orders = [node.args, node.args[::-1]] if form.op in COMMUTATIVE else [node.args]
+        for args in orders:
+            yield from _match_all(form.args, args, bound)
+    elif node.op == "module" and (expanded := node.reader.expand(node)) is not None:
+        yield from _matches(form, expanded, bound)
+
+
+def _match_all(forms: tuple, nodes: tuple, bound: dict[str, Node]) -> Iterator[dict[str, Node]]:
+    if not forms:
+        yield bound
+        return
+    first, node = forms[0], nodes[0]
+    if isinstance(first, Node) and isinstance(node, Node):
+        candidates = _matches(first, node, bound)
+    else:
+        candidates = iter([bound] if first == node else [])
+    for candidate in candidates:
+        yield from _match_all(forms[1:], nodes[1:], candidate)

@@ -1,0 +1,279 @@
+"""From a method to a straight-line program.
+
+The source is parsed, branches that the module's own attributes decide (`if self.norm_topk_prob`) are resolved, and
+every value gets a name. What is not understood stays as it is, as an opaque statement; what cannot be kept raises
+`Unsupported`.
+"""
+
+import ast
+import copy
+import functools
+import inspect
+import textwrap
+import types
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from .programs import Program, RenameVariables, Unsupported, original_class
+
+# Inplace operators keep their meaning: x *= y becomes x_2 = _inplace.imul(x_1, y).
+_INPLACE = {ast.Add: "iadd", ast.Sub: "isub", ast.Mult: "imul", ast.Div: "itruediv"}
+# Decorators that leave a function as it is, and wrappers that only act in training.
+_TRANSPARENT_DECORATORS = {"auto_docstring"}
+_TRAINING_WRAPPERS = {"forward_with_checkpointing"}
+_VIEWS = {
+    "view",
+    "reshape",
+    "flatten",
+    "unflatten",
+    "squeeze",
+    "unsqueeze",
+    "expand",
+    "transpose",
+    "chunk",
+    "to",
+    "float",
+}
+_UNSUPPORTED = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.NamedExpr, ast.Await,
+                ast.Yield, ast.YieldFrom)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse(function: Callable) -> ast.FunctionDef:
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+        tree = ast.parse(source).body[0]
+    except (OSError, TypeError, SyntaxError, IndentationError) as error:
+        raise Unsupported("its source is not available") from error
+    if not isinstance(tree, ast.FunctionDef):
+        raise Unsupported("its forward is not a plain function")
+    decorators = {ast.unparse(decorator) for decorator in tree.decorator_list} - _TRANSPARENT_DECORATORS
+    if decorators or function.__closure__:
+        raise Unsupported("its forward is decorated or uses super()")
+    return tree
+
+
+def own_forward(module: nn.Module) -> types.FunctionType:
+    """The function behind the forward of the module's class."""
+    function = original_class(module).forward
+    while hasattr(function, "__wrapped__") and function.__code__.co_name in _TRAINING_WRAPPERS:
+        function = function.__wrapped__
+    if not isinstance(function, types.FunctionType):
+        raise Unsupported("its forward is not a plain function")
+    return function
+
+
+def straighten(module: nn.Module, function: types.FunctionType | None = None) -> "Program":
+    """The straight-line program of `function` (the module's forward) in evaluation mode."""
+    function = own_forward(module) if function is None else function
+    return _Builder(module, function).build()
+
+
+class _Rename(RenameVariables):
+    """Names as the program calls them; `self.training` is False, as the program only runs in evaluation mode."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if node.attr == "training" and isinstance(node.value, ast.Name) and node.value.id == "self":
+            return ast.Constant(False)
+        return self.generic_visit(node)
+
+
+class _Builder:
+    def __init__(self, module: nn.Module, function: types.FunctionType):
+        self.tree = _parse(function)
+        self.globals = function.__globals__
+        arguments = copy.deepcopy(self.tree.args)
+        names = [
+            *arguments.posonlyargs,
+            *arguments.args,
+            *arguments.kwonlyargs,
+            arguments.vararg,
+            arguments.kwarg,
+        ]
+        for argument in filter(None, names):
+            argument.annotation = None
+        self.program = Program(module, function, arguments)
+        self.names = {argument.arg: argument.arg for argument in filter(None, names)}
+        self.returned = False
+
+    def build(self) -> Program:
+        self.block(self.tree.body)
+        return self.program
+
+    def block(self, body: list[ast.stmt]) -> None:
+        for statement in body:
+            if self.returned:
+                return
+            self.statement(statement)
+
+    def statement(self, node: ast.stmt) -> None:
+        handler = getattr(self, f"on_{type(node).__name__.lower()}", self.opaque)
+        handler(node)
+
+    def expression(self, node: ast.expr) -> ast.expr:
+        if any(isinstance(child, _UNSUPPORTED) for child in ast.walk(node)):
+            raise Unsupported("its forward has a comprehension or lambda")
+        return _Rename(self.names).visit(copy.deepcopy(node))
+
+    def define(self, variable: str, value: ast.expr, code: ast.expr | None = None) -> ast.stmt:
+        statement = self.program.assign(variable, value, code)
+        self.program.statements.append(statement)
+        self.names[variable] = statement.targets[0].id
+        return statement
+
+    # Statements
+
+    def on_return(self, node: ast.Return) -> None:
+        self.program.result = self.expression(node.value) if node.value else ast.Constant(None)
+        self.returned = True
+
+    def on_pass(self, node: ast.Pass) -> None:
+        pass
+
+    def on_annassign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.on_assign(ast.Assign(targets=[node.target], value=node.value))
+
+    def on_assign(self, node: ast.Assign) -> None:
+        target = node.targets[0]
+        if len(node.targets) > 1:
+            return self.opaque(node)
+        value = self.expression(node.value)
+        if isinstance(target, ast.Name):
+            self.define(target.id, value)
+        elif isinstance(target, ast.Tuple) and all(isinstance(item, ast.Name) for item in target.elts):
+            self.unpack([item.id for item in target.elts], value)
+        else:
+            raise Unsupported("its forward assigns to an attribute or into a tensor")
+
+    def unpack(self, names: list[str], value: ast.expr) -> None:
+        if isinstance(value, ast.Tuple) and len(value.elts) == len(names):
+            values = value.elts
+        else:
+            statement = self.program.assign("items", value)
+            self.program.statements.append(statement)
+            source = statement.targets[0].id
+            values = [
+                ast.Subscript(ast.Name(source, ast.Load()), ast.Constant(index), ast.Load())
+                for index in range(len(names))
+            ]
+        defined = [(name, self.program.assign(name, item)) for name, item in zip(names, values, strict=True)]
+        for name, statement in defined:
+            self.program.statements.append(statement)
+            self.names[name] = statement.targets[0].id
+
+    def on_augassign(self, node: ast.AugAssign) -> None:
+        if not isinstance(node.target, ast.Name) or type(node.op) not in _INPLACE:
+            raise Unsupported("its forward assigns to an attribute or into a tensor")
+        self.require_unshared(node.target.id)
+        before = ast.Name(self.names[node.target.id], ast.Load())
+        operand = self.expression(node.value)
+        function = ast.Attribute(ast.Name("_inplace", ast.Load()), _INPLACE[type(node.op)], ast.Load())
+        code = ast.Call(function, [before, operand], [])
+        self.program.inplace.append(self.define(node.target.id, ast.BinOp(before, node.op, operand), code))
+
+    def on_expr(self, node: ast.Expr) -> None:
+        if isinstance(node.value, ast.Constant):
+            return
+        value = self.expression(node.value)
+        if (
+            isinstance(value, ast.Call)
+            and isinstance(value.func, ast.Attribute)
+            and value.func.attr.endswith("_")
+        ):
+            if isinstance(node.value.func.value, ast.Name) and node.value.func.value.id in self.names:
+                variable = node.value.func.value.id
+                self.require_unshared(variable)
+                self.program.inplace.append(self.define(variable, value))
+                return
+        self.program.statements.append(ast.Expr(value))
+
+    def require_unshared(self, variable: str) -> None:
+        """An in-place change must not be seen through another variable, whose definition would be stale."""
+        if variable not in self.names:
+            raise Unsupported("its forward changes a value in place that it does not own")
+        memory = self.memory(self.names[variable])
+        others = (name for other, name in self.names.items() if other != variable)
+        if memory in self.program.arguments_names() or any(self.memory(name) == memory for name in others):
+            raise Unsupported("its forward changes a tensor in place that has another name")
+
+    def memory(self, name: str) -> str:
+        """What owns the memory of a value, as text: the same for all views of it."""
+        while True:
+            name = self.program.last_name(ast.Name(name, ast.Load())) or name
+            value = self.program.definitions.get(name)
+            if (
+                isinstance(value, ast.Call)
+                and isinstance(value.func, ast.Attribute)
+                and value.func.attr in _VIEWS
+            ):
+                value = value.func.value
+            elif isinstance(value, ast.Subscript) and isinstance(value.value, ast.Name):
+                if isinstance(self.program.definitions.get(value.value.id), ast.Call):
+                    return ast.unparse(value)  # one of several results
+                value = value.value
+            else:
+                return name
+            if not isinstance(value, ast.Name):
+                return ast.unparse(value)
+            name = value.id
+
+    def on_with(self, node: ast.With) -> None:
+        """Autocast regions that switch autocast off are transparent: the program never runs under autocast."""
+        call = node.items[0].context_expr
+        named = isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] in (
+            "maybe_autocast",
+            "autocast",
+        )
+        if len(node.items) == 1 and named and "enabled=False" in map(ast.unparse, call.keywords):
+            self.block(node.body)
+        else:
+            self.opaque(node)
+
+    def on_if(self, node: ast.If) -> None:
+        outcome = self.evaluate(node.test)
+        if outcome is None:
+            self.opaque(node)
+        else:
+            self.block(node.body if outcome else node.orelse)
+
+    def evaluate(self, test: ast.expr) -> bool | None:
+        """The outcome of a condition on the module's attributes alone, else None."""
+        expression = _Rename({}).visit(copy.deepcopy(test))
+        names = {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)}
+        if names & (self.names.keys() - {"self"}):
+            return self.evaluate_conjunction(expression)
+        try:
+            code = compile(ast.fix_missing_locations(ast.Expression(expression)), "<condition>", "eval")
+            value = eval(code, self.globals, {"self": self.program.module})
+        except Exception:
+            return None
+        return None if isinstance(value, Tensor) else bool(value)
+
+    def evaluate_conjunction(self, test: ast.expr) -> bool | None:
+        """`False and x` is False whatever x is."""
+        if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+            if any(self.evaluate(value) is False for value in test.values):
+                return False
+        return None
+
+    def opaque(self, node: ast.stmt) -> None:
+        """A statement kept as it is. The variables it assigns get a name that holds before, in and after it."""
+        if any(
+            isinstance(child, (ast.Return, ast.FunctionDef, ast.ClassDef, *_UNSUPPORTED))
+            for child in ast.walk(node)
+        ):
+            raise Unsupported("its forward returns from within a branch or defines functions")
+        assigned = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        for variable in sorted(assigned):
+            name = self.program.fresh(variable)
+            if variable in self.names:
+                before = ast.Name(self.names[variable], ast.Load())
+                self.program.statements.append(
+                    ast.Assign(targets=[ast.Name(name, ast.Store())], value=before)
+                )
+            self.names[variable] = name
+        statement = _Rename(self.names).visit(copy.deepcopy(node))
+        self.program.statements.append(statement)
+        self.program.inplace.append(statement)
