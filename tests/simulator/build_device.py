@@ -22,6 +22,7 @@ REPOSITORY = HERE.parent.parent
 HOST_SOURCES = REPOSITORY / "torch_moe_mps" / "csrc"
 TORCH = Path(torch.__file__).parent
 PERSONALITY = HERE / "metal" / "personality.cpp"
+LIBRARIES = ("torch", "torch_cpu", "torch_python", "c10", "objc", "BlocksRuntime", "dl")
 PACKAGES = "clang-19 lld-19 llvm-19 libobjc-12-dev libblocksruntime-dev"
 
 
@@ -151,16 +152,8 @@ def build_library(name: str, sources: Sequence[Path], link_with: Sequence[Path] 
             with tempfile.TemporaryDirectory(dir=cache_directory()) as scratch:
                 built = Path(scratch, "out.so")
                 command = [compiler(), "-shared", "-o", str(built), *map(str, objects), *map(str, link_with)]
-                command += [
-                    f"-L{TORCH / 'lib'}",
-                    "-ltorch",
-                    "-ltorch_cpu",
-                    "-lc10",
-                    f"-Wl,-rpath,{TORCH / 'lib'}",
-                ]
-                command += ["-lobjc", "-lBlocksRuntime", "-ldl"]
-                if name == "device":
-                    command += ["-ltorch_python"]
+                command += [f"-L{TORCH / 'lib'}", f"-Wl,-rpath,{TORCH / 'lib'}", f"-L{objective_c()}"]
+                command += [f"-l{wanted}" for wanted in LIBRARIES]
                 run(command, f"linking {name}")
                 built.replace(library)
     return library
