@@ -125,6 +125,23 @@ def test_views_and_pieces(monkeypatch):
     assert quantize(torch.zeros(2, 0, 32), 4, 32).packed.shape == (2, 0, 4)
 
 
+def test_the_device_does_not_matter(device):
+    weight = torch.randn(2, 64, 5, generator=torch.Generator().manual_seed(7), dtype=torch.bfloat16).mT
+    for format in (FORMATS[0], FORMATS[-1]):
+        expected, quantized = quantize(weight, *format), quantize(weight.to(device), *format)
+        for here, there in zip(expected, quantized, strict=True):
+            if here is not None:
+                assert there.device.type == device
+                assert torch.equal(bits_of(here), bits_of(there).cpu())
+        dense = dequantize(*quantized, *format)
+        assert dense.device.type == device and torch.equal(dense.cpu(), dequantize(*expected, *format))
+        errors = (
+            relative_error(weight, expected, QuantizationFormat(*format)),
+            relative_error(weight.to(device), quantized, QuantizationFormat(*format)),
+        )
+        assert errors[0] == errors[1]
+
+
 def test_the_default_dtype_does_not_matter():
     weight = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(6))
     x, ids = torch.ones(1, 64), torch.zeros(1, 1, dtype=torch.int32)
