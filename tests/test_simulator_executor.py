@@ -981,3 +981,16 @@ def test_two_threads_compile_and_run_at_once(tmp_path, monkeypatch):
 
     with ThreadPoolExecutor(4) as pool:
         assert set(pool.map(work, range(12))) == {496.0}
+
+
+def test_literals_without_suffix_are_floats():
+    source = "kernel void k(device float* x [[buffer(0)]]) { x[0] = x[0] * 0.1 + 1.0 / 3; half h = 0.1h; x[1] = h; }"
+    x = np.array([3, 0], np.float32)
+    shader_library(HEAD + source).launch("k", {0: x}, (1,), (1,))
+    assert x[0] == np.float32(np.float32(3) * np.float32(0.1)) + np.float32(1) / np.float32(3)
+    assert x[1] == np.float16(0.1)
+
+
+def test_waiting_for_another_threadgroup_is_an_error():
+    body = "if (group == 0) while (atomic_load_explicit((device atomic_int*)out, memory_order_relaxed) == 0) {} "
+    assert "spins on an atomic" in finding(ACROSS % body, grid=(2,), threads=(1,))

@@ -43,7 +43,9 @@ METAL_HEADERS = [
     "metal_raytracing",
     "metal_tensor",
 ]
-LANGUAGE = ["-x", "c++", "-std=c++17", "-fdeclspec", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing"]
+# A literal without suffix is a float: Metal has no double.
+LITERALS = ["-Xclang", "-cl-single-precision-constant"]
+LANGUAGE = ["-x", "c++", "-std=c++17", "-fdeclspec", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing", *LITERALS]
 # Halves and bfloats are rounded after every operation and nothing is contracted: results are reproducible.
 ARITHMETIC = [
     "-march=x86-64-v3",

@@ -1,12 +1,14 @@
-// Runs one dispatch: a fiber per thread, simdgroups in lockstep at their operations, threadgroups one after another.
+// Runs one dispatch: a fiber per thread, simdgroups in lockstep at their operations, threadgroups one after
+// another.
 //
-// The lanes of a simdgroup run in turn, each until it blocks at a simdgroup operation or a barrier. When the last has blocked,
-// the round is over: the operation is computed for all, or the simdgroup waits at the barrier and the next one runs.
+// The lanes of a simdgroup run in turn, each until it blocks at a simdgroup operation or a barrier. When the
+// last has blocked, the round is over: the operation is computed for all, or the simdgroup waits at the
+// barrier and the next one runs.
 #include "executor.h"
 
 #include <dlfcn.h>
-#include <stdio.h>
 #include <fcntl.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
@@ -117,14 +119,17 @@ std::vector<int> free_stacks;
 
 void take_stack_memory() {
   if (stacks) return;
-  void* p = mmap(nullptr, stack_bytes * max_threads, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* p = mmap(nullptr, stack_bytes * max_threads, PROT_READ | PROT_WRITE,
+                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) abort();
   stacks = static_cast<char*>(p);
   for (unsigned i = 0; i < max_threads; i++) mprotect(stacks + i * stack_bytes, 4096, PROT_NONE);
 }
 
 // The tops are staggered, or all stacks would compete for the same cache sets.
-char* stack_top(int stack) { return stacks + (stack + 1) * stack_bytes - (stack % 61) * 192; }
+char* stack_top(int stack) {
+  return stacks + (stack + 1) * stack_bytes - (stack % 61) * 192;
+}
 
 void make_current(Thread& t) {
   current = &t;
@@ -149,12 +154,14 @@ std::string place_name(const Thread& t) {
   return std::string(t.name) + " (" + (file ? file + 1 : t.file) + ":" + std::to_string(t.line) + ")";
 }
 
-template <class Items> void shuffle_if_seeded(Items begin, Items end) {
+template <class Items>
+void shuffle_if_seeded(Items begin, Items end) {
   if (dispatch->seed) std::shuffle(begin, end, random_source);
 }
 
 [[noreturn]] void divergent(const char* what, const Thread& a, const std::string& other) {
-  finding(std::string("divergent ") + what + ": thread " + thread_name(a.position.index) + " waits at " + place_name(a) + " while " + other,
+  finding(std::string("divergent ") + what + ": thread " + thread_name(a.position.index) + " waits at " +
+              place_name(a) + " while " + other,
           nullptr);
 }
 
@@ -178,7 +185,8 @@ void release_threadgroup_barrier() {
     const Thread& t = threads[i];
     if (t.state == State::finished) continue;
     if (!first) first = &t;
-    if (!t.same_place(*first)) divergent("threadgroup_barrier", *first, "thread " + thread_name(i) + " waits at " + place_name(t));
+    if (!t.same_place(*first))
+      divergent("threadgroup_barrier", *first, "thread " + thread_name(i) + " waits at " + place_name(t));
   }
   for (unsigned i = 0; i < thread_count; i++)
     if (threads[i].state == State::finished)
@@ -236,7 +244,8 @@ void complete(Simdgroup& g, const Thread& first) {
     results[t.position.lane] = t.result;
   }
   if (const char* problem = first.combine(values, results))
-    finding(place_name(first) + " of simdgroup " + std::to_string(first.position.simdgroup) + ": " + problem, nullptr);
+    finding(place_name(first) + " of simdgroup " + std::to_string(first.position.simdgroup) + ": " + problem,
+            nullptr);
 }
 
 // Every lane of the running simdgroup has blocked or returned.
@@ -249,16 +258,20 @@ Thread* end_of_round(Simdgroup& g) {
       continue;
     }
     if (!first) first = &t;
-    const char* what = first->wait == Wait::threadgroup_barrier ? "threadgroup_barrier" : "simdgroup operation";
-    if (!t.same_place(*first)) divergent(what, *first, "thread " + thread_name(t.position.index) + " waits at " + place_name(t));
+    const char* what =
+        first->wait == Wait::threadgroup_barrier ? "threadgroup_barrier" : "simdgroup operation";
+    if (!t.same_place(*first))
+      divergent(what, *first, "thread " + thread_name(t.position.index) + " waits at " + place_name(t));
   }
   if (!first) {
     g.progress = Progress::finished;
     return next_simdgroup();
   }
   if (returned) {
-    const char* what = first->wait == Wait::threadgroup_barrier ? "threadgroup_barrier" : "simdgroup operation";
-    divergent(what, *first, "thread " + thread_name(returned->position.index) + " has returned from the kernel");
+    const char* what =
+        first->wait == Wait::threadgroup_barrier ? "threadgroup_barrier" : "simdgroup operation";
+    divergent(what, *first,
+              "thread " + thread_name(returned->position.index) + " has returned from the kernel");
   }
   if (first->wait == Wait::threadgroup_barrier) {
     g.progress = Progress::at_barrier;
@@ -297,7 +310,8 @@ void enter(Thread& next, void** save) {
   msl_switch(save, next.stack_pointer);
 }
 
-// A fiber runs its thread and then, on the same stack, threads that have not started: without barriers there is no switch.
+// A fiber runs its thread and then, on the same stack, threads that have not started: without barriers there
+// is no switch.
 void thread_main() {
   for (;;) {
     entry(const_cast<msl_dispatch*>(dispatch));
@@ -355,7 +369,8 @@ void place_threads(const unsigned (&size)[3]) {
 void run_threadgroup(uint64_t index) {
   msl_group_position& g = msl_group;
   const uint64_t counts[3] = {dispatch->grid[0], dispatch->grid[1], dispatch->grid[2]};
-  const uint64_t position[3] = {index % counts[0], index / counts[0] % counts[1], index / counts[0] / counts[1]};
+  const uint64_t position[3] = {index % counts[0], index / counts[0] % counts[1],
+                                index / counts[0] / counts[1]};
   for (int i = 0; i < 3; i++) {
     g.position[i] = unsigned(position[i]);
     g.size[i] = g.full_size[i];
@@ -367,7 +382,8 @@ void run_threadgroup(uint64_t index) {
   place_threads(g.size);
   for (int i = 0; i < dispatch->kernel->argument_count; i++) {
     const msl_argument& a = dispatch->kernel->arguments[i];
-    if (a.kind == MSL_THREADGROUP) group_memory[a.index] = memory.threadgroup_allocate(dispatch->threadgroup_bytes[a.index], a.name);
+    if (a.kind == MSL_THREADGROUP)
+      group_memory[a.index] = memory.threadgroup_allocate(dispatch->threadgroup_bytes[a.index], a.name);
   }
   counters->threadgroups++;
   counters->threads += thread_count;
@@ -381,7 +397,9 @@ void check_launch(const msl_dispatch& d) {
   const uint64_t count = uint64_t(d.threads[0]) * d.threads[1] * d.threads[2];
   if (!count) finding("a threadgroup of no threads", nullptr);
   if (count > limit)
-    finding("too many threads in a threadgroup: " + std::to_string(count) + ", the limit is " + std::to_string(limit), nullptr);
+    finding("too many threads in a threadgroup: " + std::to_string(count) + ", the limit is " +
+                std::to_string(limit),
+            nullptr);
   for (int i = 0; i < d.kernel->argument_count; i++) {
     const msl_argument& a = d.kernel->arguments[i];
     if (a.kind != MSL_BUFFER) continue;
@@ -389,7 +407,9 @@ void check_launch(const msl_dispatch& d) {
     const msl_binding& b = d.buffers[a.index];
     if (!b.data) finding(name + " is not bound", nullptr);
     if (b.size < a.min_bytes)
-      finding(name + " has " + std::to_string(b.size) + " bytes, but its type has " + std::to_string(a.min_bytes), nullptr);
+      finding(
+          name + " has " + std::to_string(b.size) + " bytes, but its type has " + std::to_string(a.min_bytes),
+          nullptr);
   }
 }
 
@@ -425,7 +445,8 @@ void load_kernel(const msl_kernel& k) {
     void* library = dlopen(k.image, RTLD_NOW | RTLD_LOCAL);
     if (!library) finding(std::string("cannot be loaded: ") + dlerror(), nullptr);
     const std::string image = k.image, number = image.substr(image.rfind('-') + 1);
-    known = reinterpret_cast<void (*)(void*)>(dlsym(library, ("msl_entry" + number.substr(0, number.size() - 3)).c_str()));
+    known = reinterpret_cast<void (*)(void*)>(
+        dlsym(library, ("msl_entry" + number.substr(0, number.size() - 3)).c_str()));
     if (!known) finding("its shared object has no entry", nullptr);
   }
   entry = known;
@@ -438,14 +459,15 @@ void order_threadgroups(const msl_dispatch& d) {
   shuffle_if_seeded(group_order.begin(), group_order.end());
 }
 
-// "file:line" of a code address in a shader's module, through the debug information; empty where there is none.
-// Of the inlined frames it is the innermost that is not in the simulator's metal_stdlib.
+// "file:line" of a code address in a shader's module, through the debug information; empty where there is
+// none. Of the inlined frames it is the innermost that is not in the simulator's metal_stdlib.
 std::string source_line(const void* code) {
   Dl_info info;
   if (!dladdr(code, &info) || !info.dli_fname) return "";
   const long offset = static_cast<const char*>(code) - static_cast<const char*>(info.dli_fbase) - 1;
   char command[4096], line[4096];
-  snprintf(command, sizeof command, "%s --functions=none --obj='%s' 0x%lx 2>/dev/null", MSL_SYMBOLIZER, info.dli_fname, offset);
+  snprintf(command, sizeof command, "%s --functions=none --obj='%s' 0x%lx 2>/dev/null", MSL_SYMBOLIZER,
+           info.dli_fname, offset);
   FILE* pipe = popen(command, "r");
   if (!pipe) return "";
   std::string found;
@@ -454,7 +476,8 @@ std::string source_line(const void* code) {
     text = text.substr(0, text.rfind(':'));  // without the column
     const size_t number = text.rfind(':'), name = text.rfind('/');
     const bool known = number != std::string::npos && text.substr(number) != ":0" && text[0] != '?';
-    if (known && text.find("/msl/include/") == std::string::npos) found = name == std::string::npos ? text : text.substr(name + 1);
+    if (known && text.find("/msl/include/") == std::string::npos)
+      found = name == std::string::npos ? text : text.substr(name + 1);
   }
   pclose(pipe);
   return found;
@@ -470,15 +493,16 @@ std::string thread_name(unsigned index) {
 std::string group_name(long order_index) {
   const uint64_t i = group_order[order_index];
   const uint64_t x = dispatch->grid[0], y = dispatch->grid[1];
-  return "(" + std::to_string(i % x) + ", " + std::to_string(i / x % y) + ", " + std::to_string(i / x / y) + ")";
+  return "(" + std::to_string(i % x) + ", " + std::to_string(i / x % y) + ", " + std::to_string(i / x / y) +
+         ")";
 }
 
 void finding(const std::string& text, const void* caller) {
   message = std::string("kernel '") + dispatch->kernel->name + "'";
   if (current) {
     const unsigned* p = msl_group.position;
-    message += ", thread " + thread_name(current->position.index) + " of threadgroup (" + std::to_string(p[0]) + ", " +
-               std::to_string(p[1]) + ", " + std::to_string(p[2]) + ")";
+    message += ", thread " + thread_name(current->position.index) + " of threadgroup (" +
+               std::to_string(p[0]) + ", " + std::to_string(p[1]) + ", " + std::to_string(p[2]) + ")";
   }
   message += ": " + text;
   finding_caller = caller;
@@ -500,7 +524,8 @@ void msl_simdgroup_barrier(unsigned flags, const char* file, unsigned line) {
   block(Wait::simdgroup_barrier, "simdgroup_barrier", file, line);
 }
 
-void msl_simd_operation(const char* name, const void* value, void* result, msl_combine combine, const char* file, unsigned line) {
+void msl_simd_operation(const char* name, const void* value, void* result, msl_combine combine,
+                        const char* file, unsigned line) {
   current->value = value, current->result = result, current->combine = combine;
   block(Wait::simd_operation, name, file, line);
 }
@@ -509,8 +534,12 @@ void msl_atomic_access(const volatile void* address, unsigned size, int writes) 
   memory.atomic(reinterpret_cast<uintptr_t>(address), size, writes, __builtin_return_address(0));
 }
 
-void* msl_threadgroup_variable(unsigned site, size_t size, const char* name) { return memory.threadgroup_static(site, size, name); }
-void* msl_threadgroup_argument(const void*, unsigned index) { return group_memory[index]; }
+void* msl_threadgroup_variable(unsigned site, size_t size, const char* name) {
+  return memory.threadgroup_static(site, size, name);
+}
+void* msl_threadgroup_argument(const void*, unsigned index) {
+  return group_memory[index];
+}
 void* msl_buffer_argument(const void* bindings, unsigned index) {
   return static_cast<const msl_dispatch*>(bindings)->buffers[index].data;
 }

@@ -20,9 +20,15 @@ void* reserve(size_t bytes) {
   return p;
 }
 
-inline unsigned epoch_of(Stamp s) { return s >> code_bits; }
-inline Stamp code_of(Stamp s) { return s & code_mask; }
-inline bool is_atomic(Stamp s) { return code_of(s) >= code_atomic && code_of(s) < code_atomic + 32; }
+inline unsigned epoch_of(Stamp s) {
+  return s >> code_bits;
+}
+inline Stamp code_of(Stamp s) {
+  return s & code_mask;
+}
+inline bool is_atomic(Stamp s) {
+  return code_of(s) >= code_atomic && code_of(s) < code_atomic + 32;
+}
 
 // The simdgroup that a stamp belongs to, or -1 where there are several.
 inline int simdgroup_of(Stamp s) {
@@ -51,7 +57,8 @@ Relation relation(Stamp other, bool threadgroup) {
   if (other < here.group_first) return other == 0 ? Relation::untouched : Relation::earlier_group;
   if (code_of(other) == code_many_groups) return Relation::earlier_group;
   if (other < here.ordered[threadgroup]) return Relation::ordered;
-  if (simdgroup_of(other) == int(here.simdgroup) && other < here.simd_ordered[threadgroup]) return Relation::ordered;
+  if (simdgroup_of(other) == int(here.simdgroup) && other < here.simd_ordered[threadgroup])
+    return Relation::ordered;
   if (code_of(other) == code_of(here.stamp)) return Relation::mine;
   return Relation::concurrent;
 }
@@ -60,10 +67,13 @@ Relation relation(Stamp other, bool threadgroup) {
 Stamp joined_readers(Stamp readers, bool threadgroup) {
   const Stamp epoch = here.stamp & ~Stamp(code_mask);
   switch (relation(readers, threadgroup)) {
-    case Relation::earlier_group: return threadgroup ? here.stamp : epoch | code_many_groups;
+    case Relation::earlier_group:
+      return threadgroup ? here.stamp : epoch | code_many_groups;
     case Relation::concurrent:
-      return epoch | (simdgroup_of(readers) == int(here.simdgroup) ? code_simdgroup + here.simdgroup : Stamp(code_many));
-    default: return here.stamp;
+      return epoch | (simdgroup_of(readers) == int(here.simdgroup) ? code_simdgroup + here.simdgroup
+                                                                   : Stamp(code_many));
+    default:
+      return here.stamp;
   }
 }
 
@@ -91,7 +101,8 @@ int visit_module(dl_phdr_info* info, size_t, void* data) {
 void* Memory::shadow_room(size_t bytes) {
   if (!shadow) shadow = static_cast<char*>(reserve(shadow_capacity));
   bytes = (bytes + 4095) & ~size_t(4095);
-  if (shadow_used + bytes > shadow_capacity) finding("the buffers of this dispatch are too large for the checker", nullptr);
+  if (shadow_used + bytes > shadow_capacity)
+    finding("the buffers of this dispatch are too large for the checker", nullptr);
   void* p = shadow + shadow_used;
   shadow_used += bytes;
   return p;
@@ -134,7 +145,8 @@ void Memory::add_buffers(const msl_dispatch& d) {
       if (ranges[j].end <= covered) continue;
       Segment s;
       s.base = covered, s.size = std::min(ranges[j].end, next) - covered, s.binding = ranges[j].index;
-      for (const Range& r : ranges) s.writable = s.writable || (r.writable && r.base < s.base + s.size && r.end > s.base);
+      for (const Range& r : ranges)
+        s.writable = s.writable || (r.writable && r.base < s.base + s.size && r.end > s.base);
       segments.push_back(s);
       covered = s.base + s.size;
     }
@@ -209,7 +221,9 @@ void* Memory::threadgroup_allocate(size_t bytes, const std::string& name) {
   const size_t offset = arena_used;
   arena_counted += (bytes + 15) & ~size_t(15);
   if (arena_counted > arena_limit)
-    finding("threadgroup memory over 32 KiB: '" + name + "' brings it to " + std::to_string(arena_counted) + " bytes", nullptr);
+    finding("threadgroup memory over 32 KiB: '" + name + "' brings it to " + std::to_string(arena_counted) +
+                " bytes",
+            nullptr);
   std::fill(segments[0].writes + offset, segments[0].writes + offset + bytes, 0);
   arena_used = (offset + bytes + redzone_bytes + 63) & ~size_t(63);
   if (arena_used > arena_size) finding("too many threadgroup variables for the checker", nullptr);
@@ -227,9 +241,12 @@ void* Memory::threadgroup_static(unsigned site, size_t bytes, const char* name) 
   return arena + s.offset;
 }
 
-uint32_t Memory::next_epoch() { return epoch < max_epoch ? ++epoch : epoch; }
+uint32_t Memory::next_epoch() {
+  return epoch < max_epoch ? ++epoch : epoch;
+}
 
-// Stamps hold 21 bits of epoch: after two million barriers all are mapped to "earlier" so that counting can start again.
+// Stamps hold 21 bits of epoch: after two million barriers all are mapped to "earlier" so that counting can
+// start again.
 void Memory::renumber_epochs(bool within_group) {
   const Stamp first = within_group ? here.group_first : ~Stamp(0);
   auto renumber = [&](Stamp& s) {
@@ -270,7 +287,8 @@ Segment* Memory::find(uintptr_t address, size_t size, bool write, const void* ca
   return nullptr;
 }
 
-template <bool Write> inline void Memory::check(Segment& segment, size_t offset, size_t size, bool atomic, const void* caller) {
+template <bool Write>
+inline void Memory::check(Segment& segment, size_t offset, size_t size, bool atomic, const void* caller) {
   const bool threadgroup = segment.space == Space::threadgroup;
   for (size_t i = offset; i < offset + size; i++) {
     const Stamp written = segment.writes[i], read = segment.reads[i];
@@ -279,30 +297,37 @@ template <bool Write> inline void Memory::check(Segment& segment, size_t offset,
     const bool both_atomic = atomic && is_atomic(written);
     if (threadgroup && !Write && writer <= Relation::earlier_group)
       finding("reads uninitialised " + where(segment, offset), caller);
-    if (writer == Relation::concurrent && !both_atomic) race(segment, i, written, true, Write, atomic, caller);
+    if (writer == Relation::concurrent && !both_atomic)
+      race(segment, i, written, true, Write, atomic, caller);
     if (writer == Relation::earlier_group && !threadgroup && !both_atomic)
       race(segment, i, written, true, Write, atomic, caller);
     if (Write) {
       const Relation reader = relation(read, threadgroup);
       if (reader == Relation::concurrent || (reader == Relation::earlier_group && !threadgroup))
         race(segment, i, read, false, Write, atomic, caller);
-      segment.writes[i] = atomic ? (here.stamp & ~Stamp(code_mask)) | (code_atomic + here.simdgroup) : here.stamp;
+      segment.writes[i] =
+          atomic ? (here.stamp & ~Stamp(code_mask)) | (code_atomic + here.simdgroup) : here.stamp;
     } else if (!atomic) {
       segment.reads[i] = joined_readers(read, threadgroup);
     }
   }
 }
 
-template <bool Write> inline void Memory::device(Segment& s, size_t offset, size_t size, const void* caller) {
+template <bool Write>
+inline void Memory::device(Segment& s, size_t offset, size_t size, const void* caller) {
   s.touched[offset >> chunk_shift] = 1;
   if (Write) {
     s.traffic.bytes_written += size;
-    if (size <= 64) mark(s.write_bits, offset, size);
-    else mark_range(s.write_bits, offset, size);
+    if (size <= 64)
+      mark(s.write_bits, offset, size);
+    else
+      mark_range(s.write_bits, offset, size);
   } else {
     s.traffic.bytes_read += size;
-    if (size <= 64) mark(s.read_bits, offset, size);
-    else mark_range(s.read_bits, offset, size);
+    if (size <= 64)
+      mark(s.read_bits, offset, size);
+    else
+      mark_range(s.read_bits, offset, size);
   }
   if (((offset + size - 1) >> chunk_shift) != offset >> chunk_shift)
     for (size_t c = offset >> chunk_shift; c <= (offset + size - 1) >> chunk_shift; c++) s.touched[c] = 1;
@@ -320,7 +345,8 @@ template <bool Write> inline void Memory::device(Segment& s, size_t offset, size
   for (size_t i = 0; i < size; i++) cells[i] = me;
 }
 
-template <bool Write> inline void Memory::threadgroup(size_t offset, size_t size, const void* caller) {
+template <bool Write>
+inline void Memory::threadgroup(size_t offset, size_t size, const void* caller) {
   Segment& s = segments[0];
   threadgroup_accesses++;
   const Stamp first = here.group_first, span = here.ordered[1] - first, me = here.stamp;
@@ -335,10 +361,12 @@ template <bool Write> inline void Memory::threadgroup(size_t offset, size_t size
   for (size_t i = 0; i < size; i++) cells[i] = me;
 }
 
-__attribute__((always_inline)) inline void Memory::access(uintptr_t address, size_t size, bool write, const void* caller) {
+__attribute__((always_inline)) inline void Memory::access(uintptr_t address, size_t size, bool write,
+                                                          const void* caller) {
   if (address - here.stack_low < here.stack_size) return;
   Segment* s = recent[(reinterpret_cast<uintptr_t>(caller) >> 2) & 255];
-  if (address - s->base >= s->size || address - s->base + size > s->size || (s->space == Space::module && write)) {
+  if (address - s->base >= s->size || address - s->base + size > s->size ||
+      (s->space == Space::module && write)) {
     s = find(address, size, write, caller);
     if (!s) {
       // It may straddle two views of one buffer: then byte by byte.
@@ -351,15 +379,19 @@ __attribute__((always_inline)) inline void Memory::access(uintptr_t address, siz
   }
   const size_t offset = address - s->base;
   switch (s->space) {
-    case Space::threadgroup: return write ? threadgroup<true>(offset, size, caller) : threadgroup<false>(offset, size, caller);
-    case Space::module: return;
+    case Space::threadgroup:
+      return write ? threadgroup<true>(offset, size, caller) : threadgroup<false>(offset, size, caller);
+    case Space::module:
+      return;
     default:
-      if (write && s->space == Space::device_readonly) finding("writes to read-only " + where(*s, offset), caller);
+      if (write && s->space == Space::device_readonly)
+        finding("writes to read-only " + where(*s, offset), caller);
       return write ? device<true>(*s, offset, size, caller) : device<false>(*s, offset, size, caller);
   }
 }
 
-__attribute__((always_inline)) inline void Memory::aligned_access(uintptr_t address, size_t size, bool write, const void* caller) {
+__attribute__((always_inline)) inline void Memory::aligned_access(uintptr_t address, size_t size, bool write,
+                                                                  const void* caller) {
   if (address & (size - 1)) misaligned(address, size, write, caller);
   access(address, size, write, caller);
 }
@@ -369,13 +401,17 @@ void Memory::misaligned(uintptr_t address, size_t size, bool write, const void* 
   Segment* s = find(address, size, write, caller);
   if (!s) out_of_bounds(address, size, write, caller);
   if (s->space == Space::module) return;
-  finding(std::string("misaligned ") + (write ? "write" : "read") + " of " + std::to_string(size) + " bytes: " +
-              where(*s, address - s->base),
+  finding(std::string("misaligned ") + (write ? "write" : "read") + " of " + std::to_string(size) +
+              " bytes: " + where(*s, address - s->base),
           caller);
 }
 
 void Memory::atomic(uintptr_t address, unsigned size, bool write, const void* caller) {
   atomics++;
+  spins = here.stamp == spinning ? spins + 1 : 0;
+  spinning = here.stamp;
+  if (spins > spin_limit)
+    finding("spins on an atomic: no thread is promised to run while another waits for it", caller);
   Segment* s = find(address, size, write, caller);
   if (!s || s->space == Space::module) out_of_bounds(address, size, write, caller);
   const size_t offset = address - s->base;
@@ -405,7 +441,8 @@ void Memory::clear(Segment& s) {
   for (size_t c = 0; c << chunk_shift < s.size; c++) {
     if (!s.touched[c]) continue;
     s.touched[c] = 0;
-    const size_t start = c << chunk_shift, bytes = std::min(chunk, s.size - start), words = (bytes + 63) / 64 * 8;
+    const size_t start = c << chunk_shift, bytes = std::min(chunk, s.size - start),
+                 words = (bytes + 63) / 64 * 8;
     memset(s.read_bits + start / 64, 0, words + 8);
     if (s.space != Space::device) continue;
     memset(s.write_bits + start / 64, 0, words + 8);
@@ -420,7 +457,8 @@ void Memory::end(msl_counters& counters) {
     msl_traffic& t = counters.buffers[s.binding];
     for (size_t c = 0; c << chunk_shift < s.size; c++) {
       if (!s.touched[c]) continue;
-      const size_t first = (c << chunk_shift) / 64, last = std::min(first + ((size_t(1) << chunk_shift) / 64), s.size / 64 + 1);
+      const size_t first = (c << chunk_shift) / 64,
+                   last = std::min(first + ((size_t(1) << chunk_shift) / 64), s.size / 64 + 1);
       for (size_t i = first; i < last; i++) {
         s.traffic.distinct_bytes_read += __builtin_popcountll(s.read_bits[i]);
         if (s.write_bits) s.traffic.distinct_bytes_written += __builtin_popcountll(s.write_bits[i]);
@@ -441,7 +479,8 @@ void Memory::end(msl_counters& counters) {
 namespace {
 const char* argument_name(const msl_kernel& kernel, int kind, int index) {
   for (int i = 0; i < kernel.argument_count; i++)
-    if (kernel.arguments[i].kind == kind && kernel.arguments[i].index == index) return kernel.arguments[i].name;
+    if (kernel.arguments[i].kind == kind && kernel.arguments[i].index == index)
+      return kernel.arguments[i].name;
   return "?";
 }
 }  // namespace
@@ -452,18 +491,20 @@ std::string Memory::where(const Segment& s, size_t offset) const {
     for (const auto& v : variables)
       if (v.offset <= offset || !nearest) nearest = &v;
     if (!nearest) return "threadgroup memory, of which the kernel has none";
-    return "threadgroup memory '" + nearest->name + "' at byte " + std::to_string(long(offset) - long(nearest->offset)) + " of " +
-           std::to_string(nearest->size);
+    return "threadgroup memory '" + nearest->name + "' at byte " +
+           std::to_string(long(offset) - long(nearest->offset)) + " of " + std::to_string(nearest->size);
   }
   const uintptr_t base = reinterpret_cast<uintptr_t>(dispatch->buffers[s.binding].data);
-  return "buffer " + std::to_string(s.binding) + " '" + argument_name(*dispatch->kernel, MSL_BUFFER, s.binding) + "' at byte " +
+  return "buffer " + std::to_string(s.binding) + " '" +
+         argument_name(*dispatch->kernel, MSL_BUFFER, s.binding) + "' at byte " +
          std::to_string(s.base + offset - base) + " of " + std::to_string(dispatch->buffers[s.binding].size);
 }
 
 void Memory::out_of_bounds(uintptr_t address, size_t size, bool write, const void* caller) {
   const char* verb = write ? "writes" : "reads";
   const std::string bytes = std::string(verb) + " " + std::to_string(size) + " bytes out of bounds: ";
-  if (address - segments[0].base < arena_size) finding(bytes + where(segments[0], address - segments[0].base), caller);
+  if (address - segments[0].base < arena_size)
+    finding(bytes + where(segments[0], address - segments[0].base), caller);
   if (address < 4096) finding(bytes + "a null pointer", caller);
   const Segment* nearest = nullptr;
   uintptr_t distance = ~uintptr_t(0);
@@ -475,27 +516,34 @@ void Memory::out_of_bounds(uintptr_t address, size_t size, bool write, const voi
   if (!nearest) finding(bytes + "the kernel has no buffers", caller);
   const long offset = long(address - reinterpret_cast<uintptr_t>(dispatch->buffers[nearest->binding].data));
   finding(bytes + "buffer " + std::to_string(nearest->binding) + " '" +
-              argument_name(*dispatch->kernel, MSL_BUFFER, nearest->binding) + "' at byte " + std::to_string(offset) + " of " +
-              std::to_string(dispatch->buffers[nearest->binding].size) + " (the nearest buffer)",
+              argument_name(*dispatch->kernel, MSL_BUFFER, nearest->binding) + "' at byte " +
+              std::to_string(offset) + " of " + std::to_string(dispatch->buffers[nearest->binding].size) +
+              " (the nearest buffer)",
           caller);
 }
 
-void Memory::race(Segment& segment, size_t at, Stamp other, bool other_wrote, bool write, bool atomic, const void* caller) {
+void Memory::race(Segment& segment, size_t at, Stamp other, bool other_wrote, bool write, bool atomic,
+                  const void* caller) {
   const bool threadgroup = segment.space == Space::threadgroup;
   const Stamp code = code_of(other);
   std::string who;
-  if (code < code_simdgroup) who = "thread " + thread_name(code);
-  else if (code < code_many) who = "several threads of simdgroup " + std::to_string(code - code_simdgroup);
-  else if (is_atomic(other)) who = "an atomic operation of simdgroup " + std::to_string(code - code_atomic);
-  else who = "several threads";
+  if (code < code_simdgroup)
+    who = "thread " + thread_name(code);
+  else if (code < code_many)
+    who = "several threads of simdgroup " + std::to_string(code - code_simdgroup);
+  else if (is_atomic(other))
+    who = "an atomic operation of simdgroup " + std::to_string(code - code_atomic);
+  else
+    who = "several threads";
   const bool between_groups = !threadgroup && relation(other, false) == Relation::earlier_group;
   if (between_groups) {
     const long group = code == code_many_groups ? -1 : group_of(other);
     who += group < 0 ? " of other threadgroups" : " of threadgroup " + group_name(group);
   }
   finding(std::string(between_groups ? "race between threadgroups: " : "race within a threadgroup: ") +
-              (atomic ? "atomically " : "") + (write ? "writes " : "reads ") + where(segment, at) + ", which " + who +
-              (other_wrote ? " wrote" : " read") + (between_groups ? " in the same dispatch" : " with no barrier between that orders it"),
+              (atomic ? "atomically " : "") + (write ? "writes " : "reads ") + where(segment, at) +
+              ", which " + who + (other_wrote ? " wrote" : " read") +
+              (between_groups ? " in the same dispatch" : " with no barrier between that orders it"),
           caller);
 }
 
@@ -504,8 +552,10 @@ void Memory::race(Segment& segment, size_t at, Stamp other, bool other_wrote, bo
 // The compiler's helper for float -> bfloat: to nearest even, NaNs stay NaNs.
 extern "C" __bf16 __truncsfbf2(float x) {
   uint32_t bits = __builtin_bit_cast(uint32_t, x);
-  if ((bits & 0x7fffffff) > 0x7f800000) bits |= 0x400000;
-  else bits += 0x7fff + (bits >> 16 & 1);
+  if ((bits & 0x7fffffff) > 0x7f800000)
+    bits |= 0x400000;
+  else
+    bits += 0x7fff + (bits >> 16 & 1);
   return __builtin_bit_cast(__bf16, uint16_t(bits >> 16));
 }
 
@@ -515,15 +565,31 @@ extern "C" {
 void __tsan_init() {}
 void __tsan_vptr_update(void*, void*) {}
 void __tsan_vptr_read(void*) {}
-#define MSL_ACCESS(n)                                                                                               \
-  void __tsan_read##n(void* p) { msl::memory.aligned_access(MSL_ADDRESS(p), n, false, MSL_CALLER); }                 \
-  void __tsan_write##n(void* p) { msl::memory.aligned_access(MSL_ADDRESS(p), n, true, MSL_CALLER); }                 \
-  void __tsan_unaligned_read##n(void* p) { msl::memory.access(MSL_ADDRESS(p), n, false, MSL_CALLER); }               \
-  void __tsan_unaligned_write##n(void* p) { msl::memory.access(MSL_ADDRESS(p), n, true, MSL_CALLER); }               \
-  void __tsan_volatile_read##n(void* p) { msl::memory.access(MSL_ADDRESS(p), n, false, MSL_CALLER); }                \
-  void __tsan_volatile_write##n(void* p) { msl::memory.access(MSL_ADDRESS(p), n, true, MSL_CALLER); }                \
-  void __tsan_unaligned_volatile_read##n(void* p) { msl::memory.access(MSL_ADDRESS(p), n, false, MSL_CALLER); }      \
-  void __tsan_unaligned_volatile_write##n(void* p) { msl::memory.access(MSL_ADDRESS(p), n, true, MSL_CALLER); }
+#define MSL_ACCESS(n)                                                 \
+  void __tsan_read##n(void* p) {                                      \
+    msl::memory.aligned_access(MSL_ADDRESS(p), n, false, MSL_CALLER); \
+  }                                                                   \
+  void __tsan_write##n(void* p) {                                     \
+    msl::memory.aligned_access(MSL_ADDRESS(p), n, true, MSL_CALLER);  \
+  }                                                                   \
+  void __tsan_unaligned_read##n(void* p) {                            \
+    msl::memory.access(MSL_ADDRESS(p), n, false, MSL_CALLER);         \
+  }                                                                   \
+  void __tsan_unaligned_write##n(void* p) {                           \
+    msl::memory.access(MSL_ADDRESS(p), n, true, MSL_CALLER);          \
+  }                                                                   \
+  void __tsan_volatile_read##n(void* p) {                             \
+    msl::memory.access(MSL_ADDRESS(p), n, false, MSL_CALLER);         \
+  }                                                                   \
+  void __tsan_volatile_write##n(void* p) {                            \
+    msl::memory.access(MSL_ADDRESS(p), n, true, MSL_CALLER);          \
+  }                                                                   \
+  void __tsan_unaligned_volatile_read##n(void* p) {                   \
+    msl::memory.access(MSL_ADDRESS(p), n, false, MSL_CALLER);         \
+  }                                                                   \
+  void __tsan_unaligned_volatile_write##n(void* p) {                  \
+    msl::memory.access(MSL_ADDRESS(p), n, true, MSL_CALLER);          \
+  }
 MSL_ACCESS(1)
 MSL_ACCESS(2)
 MSL_ACCESS(4)

@@ -1,4 +1,17 @@
 // What the instrumentation's callbacks check: bounds, initialisation, races, traffic.
+//
+// Two accesses to one byte, of which at least one writes, race unless something orders them:
+//   - threadgroup_barrier orders them within a threadgroup if its flags name the memory: mem_threadgroup
+//   orders threadgroup
+//     memory, mem_device orders device memory, mem_none orders nothing;
+//   - simdgroup_barrier does the same within a simdgroup;
+//   - a simdgroup operation (simd_sum, a shuffle, a matrix product) orders no memory: the specification gives
+//   it execution
+//     in lockstep, but the compiler may move loads and stores across it, so that relying on it is an error;
+//   - nothing orders the threadgroups of one dispatch;
+//   - atomic operations do not race with each other, but with plain accesses they do.
+// It does not matter in which order the threads happen to run: what is not ordered is found in every order,
+// as long as the accesses are made. Threads that write the same value race, too.
 #pragma once
 #include <stdint.h>
 
@@ -9,17 +22,17 @@
 
 namespace msl {
 
-// Who accessed a byte last, and when. The upper bits are an epoch: a number drawn at every barrier, so that "before the last
-// barrier" is a comparison. The lower bits are a thread index or one of the codes below.
+// Who accessed a byte last, and when. The upper bits are an epoch: a number drawn at every barrier, so that
+// "before the last barrier" is a comparison. The lower bits are a thread index or one of the codes below.
 typedef uint32_t Stamp;
 constexpr unsigned code_bits = 11, max_epoch = (1u << (32 - code_bits)) - 2;
 enum : Stamp {
-  code_simdgroup = 1024,      // + simdgroup: several lanes of it read
-  code_many = 1056,           // threads of several simdgroups read
-  code_many_groups = 1057,    // threads of several threadgroups read
-  code_atomic = 1088,         // + simdgroup: an atomic operation
+  code_simdgroup = 1024,    // + simdgroup: several lanes of it read
+  code_many = 1056,         // threads of several simdgroups read
+  code_many_groups = 1057,  // threads of several threadgroups read
+  code_atomic = 1088,       // + simdgroup: an atomic operation
   code_mask = (1u << code_bits) - 1,
-  redzone = ~0u,              // threadgroup memory that belongs to no variable
+  redzone = ~0u,  // threadgroup memory that belongs to no variable
 };
 
 enum class Space { none, device_readonly, device, threadgroup, module };
@@ -34,7 +47,7 @@ struct Segment {
   msl_traffic traffic = {};
   uint64_t *read_bits = nullptr, *write_bits = nullptr;  // one bit a byte
   Stamp *reads = nullptr, *writes = nullptr;             // one stamp a byte
-  uint8_t* touched = nullptr;                            // one flag a chunk: what is counted and cleared afterwards
+  uint8_t* touched = nullptr;  // one flag a chunk: what is counted and cleared afterwards
 };
 constexpr unsigned chunk_shift = 15;
 
@@ -45,10 +58,10 @@ struct ThreadgroupVariable {
 
 // Where the running thread stands; the scheduler keeps it current.
 struct Place {
-  Stamp stamp = 0;                 // epoch and thread index
-  Stamp group_first = 0;           // stamps below are of earlier threadgroups
-  Stamp ordered[2] = {};           // [device, threadgroup]: stamps below are ordered by a threadgroup barrier
-  Stamp simd_ordered[2] = {};      // the same for stamps of the own simdgroup
+  Stamp stamp = 0;             // epoch and thread index
+  Stamp group_first = 0;       // stamps below are of earlier threadgroups
+  Stamp ordered[2] = {};       // [device, threadgroup]: stamps below are ordered by a threadgroup barrier
+  Stamp simd_ordered[2] = {};  // the same for stamps of the own simdgroup
   unsigned simdgroup = 0;
   uintptr_t stack_low = 0;
   size_t stack_size = ~size_t(0);  // everything is "stack" while nothing runs
@@ -79,9 +92,12 @@ class Memory {
   uint64_t threadgroup_accesses = 0, atomics = 0;
 
  private:
-  template <bool Write> void device(Segment& segment, size_t offset, size_t size, const void* caller);
-  template <bool Write> void threadgroup(size_t offset, size_t size, const void* caller);
-  template <bool Write> void check(Segment& segment, size_t offset, size_t size, bool atomic, const void* caller);
+  template <bool Write>
+  void device(Segment& segment, size_t offset, size_t size, const void* caller);
+  template <bool Write>
+  void threadgroup(size_t offset, size_t size, const void* caller);
+  template <bool Write>
+  void check(Segment& segment, size_t offset, size_t size, bool atomic, const void* caller);
   Segment* find(uintptr_t address, size_t size, bool write, const void* caller);
   Segment arena_segment();
   void add_buffers(const msl_dispatch& dispatch);
@@ -89,7 +105,8 @@ class Memory {
   void clear(Segment& segment);
   [[noreturn]] void out_of_bounds(uintptr_t address, size_t size, bool write, const void* caller);
   void misaligned(uintptr_t address, size_t size, bool write, const void* caller);
-  [[noreturn]] void race(Segment& segment, size_t at, Stamp other, bool other_wrote, bool write, bool atomic, const void* caller);
+  [[noreturn]] void race(Segment& segment, size_t at, Stamp other, bool other_wrote, bool write, bool atomic,
+                         const void* caller);
   std::string where(const Segment& segment, size_t offset) const;
   void* shadow_room(size_t bytes);
 
@@ -106,6 +123,9 @@ class Memory {
   };
   std::vector<StaticVariable> statics;
   unsigned groups_begun = 0;
+  static constexpr uint64_t spin_limit = 20'000'000;  // atomic operations of one thread between two barriers
+  Stamp spinning = 0;
+  uint64_t spins = 0;
   std::vector<uint32_t> group_epochs;  // first epoch of each threadgroup since the last renumbering
   const msl_dispatch* dispatch = nullptr;
 };

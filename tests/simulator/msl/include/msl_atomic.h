@@ -1,15 +1,26 @@
-// Atomics. Threads are fibers of one core, so that a plain operation is atomic; the access is declared to the checker.
+// Atomics. Threads are fibers of one core, so that a plain operation is atomic; the access is declared to the
+// checker.
 #pragma once
 #include "msl_types.h"
 
 namespace metal {
 enum class mem_flags : unsigned { mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_texture = 4 };
-constexpr mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(unsigned(a) | unsigned(b)); }
-constexpr mem_flags operator&(mem_flags a, mem_flags b) { return mem_flags(unsigned(a) & unsigned(b)); }
+constexpr mem_flags operator|(mem_flags a, mem_flags b) {
+  return mem_flags(unsigned(a) | unsigned(b));
+}
+constexpr mem_flags operator&(mem_flags a, mem_flags b) {
+  return mem_flags(unsigned(a) & unsigned(b));
+}
 enum memory_order { memory_order_relaxed };
-enum thread_scope { thread_scope_thread, thread_scope_simdgroup, thread_scope_threadgroup, thread_scope_device };
+enum thread_scope {
+  thread_scope_thread,
+  thread_scope_simdgroup,
+  thread_scope_threadgroup,
+  thread_scope_device
+};
 
-template <class T> struct atomic {
+template <class T>
+struct atomic {
   T value;
 };
 typedef atomic<int> atomic_int;
@@ -20,25 +31,30 @@ typedef atomic<ulong> atomic_ulong;
 }  // namespace metal
 
 namespace msl {
-template <class T, class F> MSL_RUNTIME T atomic_update(volatile metal::atomic<T>* object, F next) {
+template <class T, class F>
+MSL_RUNTIME T atomic_update(volatile metal::atomic<T>* object, F next) {
   msl_atomic_access(&object->value, sizeof(T), 1);
   T old = object->value;
   object->value = next(old);
   return old;
 }
-template <class T> MSL_RUNTIME T atomic_read(const volatile metal::atomic<T>* object) {
+template <class T>
+MSL_RUNTIME T atomic_read(const volatile metal::atomic<T>* object) {
   msl_atomic_access(&object->value, sizeof(T), 0);
   return object->value;
 }
 // An operand of the object's type, not deduced: atomic_fetch_add_explicit(uint_counter, 1, ...) is common.
-#define MSL_ATOMIC_OPERATION(name, next_value)                                                                         \
-  template <class T> struct atomic_##name {                                                                            \
-    T operand;                                                                                                         \
-    __attribute__((no_sanitize("thread"))) T operator()(T old) const { return T(next_value); }                         \
+#define MSL_ATOMIC_OPERATION(name, next_value)                         \
+  template <class T>                                                   \
+  struct atomic_##name {                                               \
+    T operand;                                                         \
+    __attribute__((no_sanitize("thread"))) T operator()(T old) const { \
+      return T(next_value);                                            \
+    }                                                                  \
   };
 MSL_ATOMIC_OPERATION(add, old + operand)
 MSL_ATOMIC_OPERATION(sub, old - operand)
-MSL_ATOMIC_OPERATION(and, old & operand)
+MSL_ATOMIC_OPERATION(and, old& operand)
 MSL_ATOMIC_OPERATION(or, old | operand)
 MSL_ATOMIC_OPERATION(xor, old ^ operand)
 MSL_ATOMIC_OPERATION(min, operand < old ? operand : old)
@@ -47,10 +63,10 @@ MSL_ATOMIC_OPERATION(exchange, operand)
 }  // namespace msl
 
 namespace metal {
-#define MSL_ATOMIC_FUNCTION(function, name)                                                                            \
-  template <class T>                                                                                                   \
-  MSL_INLINE T function(volatile atomic<T>* object, msl::identity_t<T> operand, memory_order) {                        \
-    return msl::atomic_update(object, msl::atomic_##name<T>{operand});                                                 \
+#define MSL_ATOMIC_FUNCTION(function, name)                                                     \
+  template <class T>                                                                            \
+  MSL_INLINE T function(volatile atomic<T>* object, msl::identity_t<T> operand, memory_order) { \
+    return msl::atomic_update(object, msl::atomic_##name<T>{operand});                          \
   }
 MSL_ATOMIC_FUNCTION(atomic_fetch_add_explicit, add)
 MSL_ATOMIC_FUNCTION(atomic_fetch_sub_explicit, sub)
@@ -60,7 +76,8 @@ MSL_ATOMIC_FUNCTION(atomic_fetch_xor_explicit, xor)
 MSL_ATOMIC_FUNCTION(atomic_fetch_min_explicit, min)
 MSL_ATOMIC_FUNCTION(atomic_fetch_max_explicit, max)
 MSL_ATOMIC_FUNCTION(atomic_exchange_explicit, exchange)
-template <class T> MSL_INLINE T atomic_load_explicit(const volatile atomic<T>* object, memory_order) {
+template <class T>
+MSL_INLINE T atomic_load_explicit(const volatile atomic<T>* object, memory_order) {
   return msl::atomic_read(object);
 }
 template <class T>
@@ -68,8 +85,9 @@ MSL_INLINE void atomic_store_explicit(volatile atomic<T>* object, msl::identity_
   msl::atomic_update(object, msl::atomic_exchange<T>{value});
 }
 template <class T>
-MSL_RUNTIME bool atomic_compare_exchange_weak_explicit(volatile atomic<T>* object, T* expected, msl::identity_t<T> desired,
-                                                       memory_order, memory_order) {
+MSL_RUNTIME bool atomic_compare_exchange_weak_explicit(volatile atomic<T>* object, T* expected,
+                                                       msl::identity_t<T> desired, memory_order,
+                                                       memory_order) {
   msl_atomic_access(&object->value, sizeof(T), 1);
   T old = object->value;
   if (old == *expected) {
@@ -79,5 +97,6 @@ MSL_RUNTIME bool atomic_compare_exchange_weak_explicit(volatile atomic<T>* objec
   *expected = old;
   return false;
 }
-MSL_INLINE void atomic_thread_fence(mem_flags, memory_order = memory_order_relaxed, thread_scope = thread_scope_device) {}
+MSL_INLINE void atomic_thread_fence(mem_flags, memory_order = memory_order_relaxed,
+                                    thread_scope = thread_scope_device) {}
 }  // namespace metal

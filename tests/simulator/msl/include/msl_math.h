@@ -9,58 +9,92 @@ namespace fast = ::metal;
 
 }  // namespace metal
 namespace msl {
-template <class B> using if_bfloat = std::enable_if_t<std::is_same_v<B, bfloat>, float>;
-template <class T> using if_not_bfloat = std::enable_if_t<!std::is_same_v<T, bfloat>>;
+template <class B>
+using if_bfloat = std::enable_if_t<std::is_same_v<B, bfloat>, float>;
+template <class T>
+using if_not_bfloat = std::enable_if_t<!std::is_same_v<T, bfloat>>;
 }  // namespace msl
 namespace metal {
 
 // Element-wise forms for vectors, and scalars wherever a vector is expected.
-#define MSL_VECTOR1(name)                                                                                              \
-  template <class T, int N, class = msl::if_not_bfloat<T>> MSL_INLINE auto name(vec<T, N> x) {                                                        \
-    vec<decltype(name(T())), N> r;                                                                                     \
-    for (int i = 0; i < N; i++) r.msl_element(i) = name(x.msl_element(i));                                                     \
-    return r;                                                                                                          \
+#define MSL_VECTOR1(name)                                                  \
+  template <class T, int N, class = msl::if_not_bfloat<T>>                 \
+  MSL_INLINE auto name(vec<T, N> x) {                                      \
+    vec<decltype(name(T())), N> r;                                         \
+    for (int i = 0; i < N; i++) r.msl_element(i) = name(x.msl_element(i)); \
+    return r;                                                              \
   }
-#define MSL_VECTOR2(name)                                                                                              \
-  template <class T, int N, class = msl::if_not_bfloat<T>>                                                             \
+#define MSL_VECTOR2(name)                                                                    \
+  template <class T, int N, class = msl::if_not_bfloat<T>>                                   \
   MSL_INLINE auto name(vec<T, N> x, msl::identity_t<vec<T, N>> y) {                          \
-    vec<decltype(name(T(), T())), N> r;                                                                                \
-    for (int i = 0; i < N; i++) r.msl_element(i) = name(x.msl_element(i), y.msl_element(i));                                       \
-    return r;                                                                                                          \
-  }                                                                                                                    \
-  template <class S, class T, int N, class = std::enable_if_t<msl::shape<S>::size == 1>, class = msl::if_not_bfloat<T>>                             \
-  MSL_INLINE auto name(S x, vec<T, N> y) {                                                                             \
-    return name(vec<T, N>(x), y);                                                                                      \
+    vec<decltype(name(T(), T())), N> r;                                                      \
+    for (int i = 0; i < N; i++) r.msl_element(i) = name(x.msl_element(i), y.msl_element(i)); \
+    return r;                                                                                \
+  }                                                                                          \
+  template <class S, class T, int N, class = std::enable_if_t<msl::shape<S>::size == 1>,     \
+            class = msl::if_not_bfloat<T>>                                                   \
+  MSL_INLINE auto name(S x, vec<T, N> y) {                                                   \
+    return name(vec<T, N>(x), y);                                                            \
   }
-#define MSL_VECTOR3(name)                                                                                              \
-  template <class T, int N, class = msl::if_not_bfloat<T>>                                                             \
-  MSL_INLINE vec<T, N> name(vec<T, N> x, msl::identity_t<vec<T, N>> y, msl::identity_t<vec<T, N>> z) {                 \
-    vec<T, N> r;                                                                                                       \
-    for (int i = 0; i < N; i++) r.msl_element(i) = name(x.msl_element(i), y.msl_element(i), z.msl_element(i));                         \
-    return r;                                                                                                          \
+#define MSL_VECTOR3(name)                                                                              \
+  template <class T, int N, class = msl::if_not_bfloat<T>>                                             \
+  MSL_INLINE vec<T, N> name(vec<T, N> x, msl::identity_t<vec<T, N>> y, msl::identity_t<vec<T, N>> z) { \
+    vec<T, N> r;                                                                                       \
+    for (int i = 0; i < N; i++)                                                                        \
+      r.msl_element(i) = name(x.msl_element(i), y.msl_element(i), z.msl_element(i));                   \
+    return r;                                                                                          \
   }
 
-#define MSL_FLOAT1(name, expression)                                                                                   \
-  MSL_INLINE float name(float x) { return expression; }                                                                \
-  MSL_INLINE half name(half x) { return half(name(float(x))); }                                                        \
-  template <class B> MSL_INLINE msl::if_bfloat<B> name(B x) { return name(float(x)); }                                              \
+#define MSL_FLOAT1(name, expression)       \
+  MSL_INLINE float name(float x) {         \
+    return expression;                     \
+  }                                        \
+  MSL_INLINE half name(half x) {           \
+    return half(name(float(x)));           \
+  }                                        \
+  template <class B>                       \
+  MSL_INLINE msl::if_bfloat<B> name(B x) { \
+    return name(float(x));                 \
+  }                                        \
   MSL_VECTOR1(name)
-#define MSL_FLOAT2(name, expression)                                                                                   \
-  MSL_INLINE float name(float x, float y) { return expression; }                                                       \
-  MSL_INLINE half name(half x, half y) { return half(name(float(x), float(y))); }                                      \
-  template <class B> MSL_INLINE msl::if_bfloat<B> name(B x, B y) { return name(float(x), float(y)); }                           \
+#define MSL_FLOAT2(name, expression)            \
+  MSL_INLINE float name(float x, float y) {     \
+    return expression;                          \
+  }                                             \
+  MSL_INLINE half name(half x, half y) {        \
+    return half(name(float(x), float(y)));      \
+  }                                             \
+  template <class B>                            \
+  MSL_INLINE msl::if_bfloat<B> name(B x, B y) { \
+    return name(float(x), float(y));            \
+  }                                             \
   MSL_VECTOR2(name)
-#define MSL_FLOAT3(name, expression)                                                                                   \
-  MSL_INLINE float name(float x, float y, float z) { return expression; }                                              \
-  MSL_INLINE half name(half x, half y, half z) { return half(name(float(x), float(y), float(z))); }                    \
-  template <class B> MSL_INLINE msl::if_bfloat<B> name(B x, B y, B z) { return name(float(x), float(y), float(z)); }        \
+#define MSL_FLOAT3(name, expression)                 \
+  MSL_INLINE float name(float x, float y, float z) { \
+    return expression;                               \
+  }                                                  \
+  MSL_INLINE half name(half x, half y, half z) {     \
+    return half(name(float(x), float(y), float(z))); \
+  }                                                  \
+  template <class B>                                 \
+  MSL_INLINE msl::if_bfloat<B> name(B x, B y, B z) { \
+    return name(float(x), float(y), float(z));       \
+  }                                                  \
   MSL_VECTOR3(name)
-#define MSL_TEST1(name, expression)                                                                                    \
-  MSL_INLINE bool name(float x) { return expression; }                                                                 \
-  MSL_INLINE bool name(half x) { return name(float(x)); }                                                              \
-  template <class B, class = msl::if_bfloat<B>> MSL_INLINE bool name(B x) { return name(float(x)); }                                                        \
+#define MSL_TEST1(name, expression)             \
+  MSL_INLINE bool name(float x) {               \
+    return expression;                          \
+  }                                             \
+  MSL_INLINE bool name(half x) {                \
+    return name(float(x));                      \
+  }                                             \
+  template <class B, class = msl::if_bfloat<B>> \
+  MSL_INLINE bool name(B x) {                   \
+    return name(float(x));                      \
+  }                                             \
   MSL_VECTOR1(name)
 
+// clang-format off
 MSL_FLOAT1(acos, __builtin_acosf(x))
 MSL_FLOAT1(acosh, __builtin_acoshf(x))
 MSL_FLOAT1(asin, __builtin_asinf(x))
@@ -70,7 +104,7 @@ MSL_FLOAT1(atanh, __builtin_atanhf(x))
 MSL_FLOAT1(ceil, __builtin_ceilf(x))
 MSL_FLOAT1(cos, __builtin_cosf(x))
 MSL_FLOAT1(cosh, __builtin_coshf(x))
-MSL_FLOAT1(cospi, float(__builtin_cos(3.14159265358979323846 * __builtin_fmod(double(x), 2.0))))
+MSL_FLOAT1(cospi, float(__builtin_cos(double(3.14159265358979323846L) * __builtin_fmod(double(x), 2.0))))
 MSL_FLOAT1(exp, __builtin_expf(x))
 MSL_FLOAT1(exp2, __builtin_exp2f(x))
 MSL_FLOAT1(exp10, float(__builtin_pow(10.0, double(x))))
@@ -85,11 +119,11 @@ MSL_FLOAT1(round, __builtin_roundf(x))
 MSL_FLOAT1(rsqrt, float(1.0 / __builtin_sqrt(double(x))))
 MSL_FLOAT1(sin, __builtin_sinf(x))
 MSL_FLOAT1(sinh, __builtin_sinhf(x))
-MSL_FLOAT1(sinpi, float(__builtin_sin(3.14159265358979323846 * __builtin_fmod(double(x), 2.0))))
+MSL_FLOAT1(sinpi, float(__builtin_sin(double(3.14159265358979323846L) * __builtin_fmod(double(x), 2.0))))
 MSL_FLOAT1(sqrt, __builtin_sqrtf(x))
 MSL_FLOAT1(tan, __builtin_tanf(x))
 MSL_FLOAT1(tanh, __builtin_tanhf(x))
-MSL_FLOAT1(tanpi, float(__builtin_tan(3.14159265358979323846 * __builtin_fmod(double(x), 1.0))))
+MSL_FLOAT1(tanpi, float(__builtin_tan(double(3.14159265358979323846L) * __builtin_fmod(double(x), 1.0))))
 MSL_FLOAT1(trunc, __builtin_truncf(x))
 MSL_FLOAT1(saturate, __builtin_fminf(__builtin_fmaxf(x, 0.0f), 1.0f))
 MSL_FLOAT1(sign, x > 0 ? 1.0f : x < 0 ? -1.0f : x == 0 ? x : 0.0f)
@@ -108,21 +142,32 @@ MSL_FLOAT3(mix, x + (y - x) * z)
 MSL_FLOAT3(fmax3, __builtin_fmaxf(x, __builtin_fmaxf(y, z)))
 MSL_FLOAT3(fmin3, __builtin_fminf(x, __builtin_fminf(y, z)))
 MSL_FLOAT3(fmedian3, __builtin_fmaxf(__builtin_fminf(x, y), __builtin_fminf(__builtin_fmaxf(x, y), z)))
+// clang-format on
 MSL_INLINE float smoothstep(float low, float high, float x) {
   float t = saturate((x - low) / (high - low));
   return t * t * (3 - 2 * t);
 }
-MSL_INLINE half smoothstep(half low, half high, half x) { return half(smoothstep(float(low), float(high), float(x))); }
+MSL_INLINE half smoothstep(half low, half high, half x) {
+  return half(smoothstep(float(low), float(high), float(x)));
+}
 MSL_VECTOR3(smoothstep)
+// clang-format off
 MSL_TEST1(isnan, __builtin_isnan(x))
 MSL_TEST1(isinf, __builtin_isinf(x))
 MSL_TEST1(isfinite, __builtin_isfinite(x))
 MSL_TEST1(isnormal, __builtin_isnormal(x))
 MSL_TEST1(signbit, __builtin_signbit(x))
+// clang-format on
 
-MSL_INLINE float ldexp(float x, int exponent) { return __builtin_ldexpf(x, exponent); }
-MSL_INLINE half ldexp(half x, int exponent) { return half(__builtin_ldexpf(float(x), exponent)); }
-MSL_INLINE float nextafter(float x, float y) { return __builtin_nextafterf(x, y); }
+MSL_INLINE float ldexp(float x, int exponent) {
+  return __builtin_ldexpf(x, exponent);
+}
+MSL_INLINE half ldexp(half x, int exponent) {
+  return half(__builtin_ldexpf(float(x), exponent));
+}
+MSL_INLINE float nextafter(float x, float y) {
+  return __builtin_nextafterf(x, y);
+}
 MSL_INLINE half nextafter(half x, half y) {
   if (__builtin_isnan(float(x)) || __builtin_isnan(float(y))) return half(__builtin_nanf(""));
   short bits = __builtin_bit_cast(short, x);
@@ -131,9 +176,15 @@ MSL_INLINE half nextafter(half x, half y) {
   bits += (y > x) == (bits > 0) ? 1 : -1;
   return __builtin_bit_cast(half, bits);
 }
-MSL_INLINE int ilogb(float x) { return __builtin_ilogbf(x); }
-MSL_INLINE float frexp(float x, int& exponent) { return __builtin_frexpf(x, &exponent); }
-MSL_INLINE half frexp(half x, int& exponent) { return half(__builtin_frexpf(float(x), &exponent)); }
+MSL_INLINE int ilogb(float x) {
+  return __builtin_ilogbf(x);
+}
+MSL_INLINE float frexp(float x, int& exponent) {
+  return __builtin_frexpf(x, &exponent);
+}
+MSL_INLINE half frexp(half x, int& exponent) {
+  return half(__builtin_frexpf(float(x), &exponent));
+}
 MSL_INLINE float modf(float x, float& whole) {
   whole = __builtin_truncf(x);
   return copysign(__builtin_isinf(x) ? 0.0f : x - whole, x);
@@ -143,127 +194,218 @@ MSL_INLINE float sincos(float x, float& cosine) {
   return __builtin_sinf(x);
 }
 
+// clang-format off
 #define MSL_FOR_INTEGERS(M) M(char) M(uchar) M(short) M(ushort) M(int) M(uint) M(long) M(ulong)
 #define MSL_FOR_NUMBERS(M) MSL_FOR_INTEGERS(M) M(float) M(half)
+// clang-format on
 
-#define MSL_INTEGER(T)                                                                                                 \
-  MSL_INLINE T min(T x, T y) { return y < x ? y : x; }                                                                 \
-  MSL_INLINE T max(T x, T y) { return x < y ? y : x; }                                                                 \
-  MSL_INLINE T abs(T x) { return x < T(0) ? T(-x) : x; }                                                               \
-  MSL_INLINE std::make_unsigned_t<T> absdiff(T x, T y) {                                                               \
-    typedef std::make_unsigned_t<T> U;                                                                                 \
-    return x > y ? U(U(x) - U(y)) : U(U(y) - U(x));                                                                    \
-  }                                                                                                                    \
-  MSL_INLINE T addsat(T x, T y) {                                                                                      \
-    T r;                                                                                                               \
-    if (!__builtin_add_overflow(x, y, &r)) return r;                                                                   \
-    return y < T(0) ? msl::lowest<T> : msl::highest<T>;                                                                \
-  }                                                                                                                    \
-  MSL_INLINE T subsat(T x, T y) {                                                                                      \
-    T r;                                                                                                               \
-    if (!__builtin_sub_overflow(x, y, &r)) return r;                                                                   \
-    return y > T(0) ? msl::lowest<T> : msl::highest<T>;                                                                \
-  }                                                                                                                    \
-  MSL_INLINE T hadd(T x, T y) { return T((__int128(x) + y) >> 1); }                                                    \
-  MSL_INLINE T rhadd(T x, T y) { return T((__int128(x) + y + 1) >> 1); }                                               \
-  MSL_INLINE T mulhi(T x, T y) { return T((__int128(x) * y) >> (8 * sizeof(T))); }                                     \
-  MSL_INLINE T popcount(T x) { return T(__builtin_popcountl(std::make_unsigned_t<T>(x))); }                            \
-  MSL_INLINE T clz(T x) {                                                                                              \
-    return x ? T(__builtin_clzl(std::make_unsigned_t<T>(x)) - (64 - 8 * int(sizeof(T)))) : T(8 * sizeof(T));           \
-  }                                                                                                                    \
-  MSL_INLINE T ctz(T x) { return x ? T(__builtin_ctzl(std::make_unsigned_t<T>(x))) : T(8 * sizeof(T)); }               \
-  MSL_INLINE T reverse_bits(T x) {                                                                                     \
-    return T(__builtin_bitreverse64(std::make_unsigned_t<T>(x)) >> (64 - 8 * sizeof(T)));                              \
-  }                                                                                                                    \
-  MSL_INLINE T rotate(T x, T count) {                                                                                  \
-    typedef std::make_unsigned_t<T> U;                                                                                 \
-    unsigned bits = 8 * sizeof(T), left = unsigned(U(count)) % bits;                                                   \
-    return left ? T(U(U(x) << left) | U(U(x) >> (bits - left))) : x;                                                   \
-  }                                                                                                                    \
-  MSL_INLINE T extract_bits(T x, uint offset, uint bits) {                                                             \
-    unsigned width = 8 * sizeof(T);                                                                                    \
-    if (!bits) return T(0);                                                                                            \
-    return T(T(std::make_unsigned_t<T>(x) << (width - offset - bits)) >> (width - bits));                              \
-  }                                                                                                                    \
-  MSL_INLINE T insert_bits(T base, T insert, uint offset, uint bits) {                                                 \
-    typedef std::make_unsigned_t<T> U;                                                                                 \
-    U mask = U(U(bits == 8 * sizeof(T) ? ~U(0) : U((U(1) << bits) - 1)) << offset);                                    \
-    return T((U(base) & U(~mask)) | (U(U(insert) << offset) & mask));                                                  \
+#define MSL_INTEGER(T)                                                                                       \
+  MSL_INLINE T min(T x, T y) {                                                                               \
+    return y < x ? y : x;                                                                                    \
+  }                                                                                                          \
+  MSL_INLINE T max(T x, T y) {                                                                               \
+    return x < y ? y : x;                                                                                    \
+  }                                                                                                          \
+  MSL_INLINE T abs(T x) {                                                                                    \
+    return x < T(0) ? T(-x) : x;                                                                             \
+  }                                                                                                          \
+  MSL_INLINE std::make_unsigned_t<T> absdiff(T x, T y) {                                                     \
+    typedef std::make_unsigned_t<T> U;                                                                       \
+    return x > y ? U(U(x) - U(y)) : U(U(y) - U(x));                                                          \
+  }                                                                                                          \
+  MSL_INLINE T addsat(T x, T y) {                                                                            \
+    T r;                                                                                                     \
+    if (!__builtin_add_overflow(x, y, &r)) return r;                                                         \
+    return y < T(0) ? msl::lowest<T> : msl::highest<T>;                                                      \
+  }                                                                                                          \
+  MSL_INLINE T subsat(T x, T y) {                                                                            \
+    T r;                                                                                                     \
+    if (!__builtin_sub_overflow(x, y, &r)) return r;                                                         \
+    return y > T(0) ? msl::lowest<T> : msl::highest<T>;                                                      \
+  }                                                                                                          \
+  MSL_INLINE T hadd(T x, T y) {                                                                              \
+    return T((__int128(x) + y) >> 1);                                                                        \
+  }                                                                                                          \
+  MSL_INLINE T rhadd(T x, T y) {                                                                             \
+    return T((__int128(x) + y + 1) >> 1);                                                                    \
+  }                                                                                                          \
+  MSL_INLINE T mulhi(T x, T y) {                                                                             \
+    return T((__int128(x) * y) >> (8 * sizeof(T)));                                                          \
+  }                                                                                                          \
+  MSL_INLINE T popcount(T x) {                                                                               \
+    return T(__builtin_popcountl(std::make_unsigned_t<T>(x)));                                               \
+  }                                                                                                          \
+  MSL_INLINE T clz(T x) {                                                                                    \
+    return x ? T(__builtin_clzl(std::make_unsigned_t<T>(x)) - (64 - 8 * int(sizeof(T)))) : T(8 * sizeof(T)); \
+  }                                                                                                          \
+  MSL_INLINE T ctz(T x) {                                                                                    \
+    return x ? T(__builtin_ctzl(std::make_unsigned_t<T>(x))) : T(8 * sizeof(T));                             \
+  }                                                                                                          \
+  MSL_INLINE T reverse_bits(T x) {                                                                           \
+    return T(__builtin_bitreverse64(std::make_unsigned_t<T>(x)) >> (64 - 8 * sizeof(T)));                    \
+  }                                                                                                          \
+  MSL_INLINE T rotate(T x, T count) {                                                                        \
+    typedef std::make_unsigned_t<T> U;                                                                       \
+    unsigned bits = 8 * sizeof(T), left = unsigned(U(count)) % bits;                                         \
+    return left ? T(U(U(x) << left) | U(U(x) >> (bits - left))) : x;                                         \
+  }                                                                                                          \
+  MSL_INLINE T extract_bits(T x, uint offset, uint bits) {                                                   \
+    unsigned width = 8 * sizeof(T);                                                                          \
+    if (!bits) return T(0);                                                                                  \
+    return T(T(std::make_unsigned_t<T>(x) << (width - offset - bits)) >> (width - bits));                    \
+  }                                                                                                          \
+  MSL_INLINE T insert_bits(T base, T insert, uint offset, uint bits) {                                       \
+    typedef std::make_unsigned_t<T> U;                                                                       \
+    U mask = U(U(bits == 8 * sizeof(T) ? ~U(0) : U((U(1) << bits) - 1)) << offset);                          \
+    return T((U(base) & U(~mask)) | (U(U(insert) << offset) & mask));                                        \
   }
 }  // namespace metal
 
 namespace msl {
-template <class T> inline constexpr bool is_signed_int = std::is_signed_v<T>;
-template <class T> inline constexpr T highest =
-    T(is_signed_int<T> ? T((1ull << (8 * sizeof(T) - 1)) - 1) : T(~0ull));
-template <class T> inline constexpr T lowest = is_signed_int<T> ? T(-highest<T> - 1) : T(0);
+template <class T>
+inline constexpr bool is_signed_int = std::is_signed_v<T>;
+template <class T>
+inline constexpr T highest = T(is_signed_int<T> ? T((1ull << (8 * sizeof(T) - 1)) - 1) : T(~0ull));
+template <class T>
+inline constexpr T lowest = is_signed_int<T> ? T(-highest<T> - 1) : T(0);
 }  // namespace msl
 
 namespace metal {
 MSL_FOR_INTEGERS(MSL_INTEGER)
-MSL_INLINE float abs(float x) { return fabs(x); }
-MSL_INLINE half abs(half x) { return fabs(x); }
+MSL_INLINE float abs(float x) {
+  return fabs(x);
+}
+MSL_INLINE half abs(half x) {
+  return fabs(x);
+}
 // As fmin and fmax: of a NaN and a number, the number.
-MSL_INLINE float min(float x, float y) { return fmin(x, y); }
-MSL_INLINE half min(half x, half y) { return fmin(x, y); }
-MSL_INLINE float max(float x, float y) { return fmax(x, y); }
-MSL_INLINE half max(half x, half y) { return fmax(x, y); }
-#define MSL_THREE(T)                                                                                                   \
-  MSL_INLINE T clamp(T x, T low, T high) { return min(max(x, low), high); }                                            \
-  MSL_INLINE T min3(T x, T y, T z) { return min(x, min(y, z)); }                                                       \
-  MSL_INLINE T max3(T x, T y, T z) { return max(x, max(y, z)); }                                                       \
-  MSL_INLINE T median3(T x, T y, T z) { return max(min(x, y), min(max(x, y), z)); }
+MSL_INLINE float min(float x, float y) {
+  return fmin(x, y);
+}
+MSL_INLINE half min(half x, half y) {
+  return fmin(x, y);
+}
+MSL_INLINE float max(float x, float y) {
+  return fmax(x, y);
+}
+MSL_INLINE half max(half x, half y) {
+  return fmax(x, y);
+}
+#define MSL_THREE(T)                          \
+  MSL_INLINE T clamp(T x, T low, T high) {    \
+    return min(max(x, low), high);            \
+  }                                           \
+  MSL_INLINE T min3(T x, T y, T z) {          \
+    return min(x, min(y, z));                 \
+  }                                           \
+  MSL_INLINE T max3(T x, T y, T z) {          \
+    return max(x, max(y, z));                 \
+  }                                           \
+  MSL_INLINE T median3(T x, T y, T z) {       \
+    return max(min(x, y), min(max(x, y), z)); \
+  }
 MSL_FOR_NUMBERS(MSL_THREE)
-template <class B> MSL_INLINE msl::if_bfloat<B> abs(B x) { return fabs(float(x)); }
-template <class B> MSL_INLINE msl::if_bfloat<B> min(B x, B y) { return fmin(float(x), float(y)); }
-template <class B> MSL_INLINE msl::if_bfloat<B> max(B x, B y) { return fmax(float(x), float(y)); }
-template <class B> MSL_INLINE msl::if_bfloat<B> clamp(B x, B low, B high) { return clamp(float(x), float(low), float(high)); }
+template <class B>
+MSL_INLINE msl::if_bfloat<B> abs(B x) {
+  return fabs(float(x));
+}
+template <class B>
+MSL_INLINE msl::if_bfloat<B> min(B x, B y) {
+  return fmin(float(x), float(y));
+}
+template <class B>
+MSL_INLINE msl::if_bfloat<B> max(B x, B y) {
+  return fmax(float(x), float(y));
+}
+template <class B>
+MSL_INLINE msl::if_bfloat<B> clamp(B x, B low, B high) {
+  return clamp(float(x), float(low), float(high));
+}
+// clang-format off
 MSL_VECTOR1(abs) MSL_VECTOR1(popcount) MSL_VECTOR1(clz) MSL_VECTOR1(ctz) MSL_VECTOR1(reverse_bits)
-MSL_VECTOR2(min) MSL_VECTOR2(max) MSL_VECTOR2(absdiff) MSL_VECTOR2(addsat) MSL_VECTOR2(subsat) MSL_VECTOR2(hadd)
-MSL_VECTOR2(rhadd) MSL_VECTOR2(mulhi) MSL_VECTOR2(rotate)
-MSL_VECTOR3(clamp) MSL_VECTOR3(min3) MSL_VECTOR3(max3) MSL_VECTOR3(median3)
-MSL_INLINE int mad24(int x, int y, int z) { return x * y + z; }
-MSL_INLINE uint mad24(uint x, uint y, uint z) { return x * y + z; }
-MSL_INLINE int mul24(int x, int y) { return x * y; }
-MSL_INLINE uint mul24(uint x, uint y) { return x * y; }
-#define MSL_MADHI(T) MSL_INLINE T madhi(T x, T y, T z) { return T(mulhi(x, y) + z); }
+MSL_VECTOR2(min) MSL_VECTOR2(max) MSL_VECTOR2(absdiff) MSL_VECTOR2(addsat) MSL_VECTOR2(subsat)
+MSL_VECTOR2(hadd) MSL_VECTOR2(rhadd) MSL_VECTOR2(mulhi) MSL_VECTOR2(rotate) MSL_VECTOR3(clamp)
+MSL_VECTOR3(min3) MSL_VECTOR3(max3) MSL_VECTOR3(median3)
+    // clang-format on
+    MSL_INLINE int mad24(int x, int y, int z) {
+  return x * y + z;
+}
+MSL_INLINE uint mad24(uint x, uint y, uint z) {
+  return x * y + z;
+}
+MSL_INLINE int mul24(int x, int y) {
+  return x * y;
+}
+MSL_INLINE uint mul24(uint x, uint y) {
+  return x * y;
+}
+#define MSL_MADHI(T)                  \
+  MSL_INLINE T madhi(T x, T y, T z) { \
+    return T(mulhi(x, y) + z);        \
+  }
 MSL_FOR_INTEGERS(MSL_MADHI)
 
-template <class T> MSL_INLINE std::enable_if_t<msl::shape<T>::size == 1, T> select(T a, T b, bool condition) {
+template <class T>
+MSL_INLINE std::enable_if_t<msl::shape<T>::size == 1, T> select(T a, T b, bool condition) {
   return condition ? b : a;
 }
-template <class T, int N> MSL_INLINE vec<T, N> select(vec<T, N> a, msl::identity_t<vec<T, N>> b, vec<bool, N> condition) {
+template <class T, int N>
+MSL_INLINE vec<T, N> select(vec<T, N> a, msl::identity_t<vec<T, N>> b, vec<bool, N> condition) {
   for (int i = 0; i < N; i++)
     if (condition.msl_element(i)) a.msl_element(i) = b.msl_element(i);
   return a;
 }
-template <class T, int N> MSL_INLINE vec<T, N> select(vec<T, N> a, msl::identity_t<vec<T, N>> b, bool condition) {
+template <class T, int N>
+MSL_INLINE vec<T, N> select(vec<T, N> a, msl::identity_t<vec<T, N>> b, bool condition) {
   return condition ? b : a;
 }
-template <int N> MSL_INLINE bool any(vec<bool, N> x) {
+template <int N>
+MSL_INLINE bool any(vec<bool, N> x) {
   bool r = false;
   for (int i = 0; i < N; i++) r = r || x.msl_element(i);
   return r;
 }
-template <int N> MSL_INLINE bool all(vec<bool, N> x) {
+template <int N>
+MSL_INLINE bool all(vec<bool, N> x) {
   bool r = true;
   for (int i = 0; i < N; i++) r = r && x.msl_element(i);
   return r;
 }
-MSL_INLINE bool any(bool x) { return x; }
-MSL_INLINE bool all(bool x) { return x; }
+MSL_INLINE bool any(bool x) {
+  return x;
+}
+MSL_INLINE bool all(bool x) {
+  return x;
+}
 
-template <class T, int N, class = msl::if_not_bfloat<T>> MSL_INLINE T dot(vec<T, N> a, msl::identity_t<vec<T, N>> b) {
+template <class T, int N, class = msl::if_not_bfloat<T>>
+MSL_INLINE T dot(vec<T, N> a, msl::identity_t<vec<T, N>> b) {
   T sum = a.msl_element(0) * b.msl_element(0);
   for (int i = 1; i < N; i++) sum += a.msl_element(i) * b.msl_element(i);
   return sum;
 }
-template <class T, int N> MSL_INLINE T length_squared(vec<T, N> x) { return dot(x, x); }
-template <class T, int N> MSL_INLINE T length(vec<T, N> x) { return sqrt(dot(x, x)); }
-template <class T, int N> MSL_INLINE T distance(vec<T, N> x, msl::identity_t<vec<T, N>> y) { return length(x - y); }
-template <class T, int N> MSL_INLINE T distance_squared(vec<T, N> x, msl::identity_t<vec<T, N>> y) { return dot(x - y, x - y); }
-template <class T, int N> MSL_INLINE vec<T, N> normalize(vec<T, N> x) { return x * vec<T, N>(rsqrt(dot(x, x))); }
-template <class T> MSL_INLINE vec<T, 3> cross(vec<T, 3> a, vec<T, 3> b) {
+template <class T, int N>
+MSL_INLINE T length_squared(vec<T, N> x) {
+  return dot(x, x);
+}
+template <class T, int N>
+MSL_INLINE T length(vec<T, N> x) {
+  return sqrt(dot(x, x));
+}
+template <class T, int N>
+MSL_INLINE T distance(vec<T, N> x, msl::identity_t<vec<T, N>> y) {
+  return length(x - y);
+}
+template <class T, int N>
+MSL_INLINE T distance_squared(vec<T, N> x, msl::identity_t<vec<T, N>> y) {
+  return dot(x - y, x - y);
+}
+template <class T, int N>
+MSL_INLINE vec<T, N> normalize(vec<T, N> x) {
+  return x * vec<T, N>(rsqrt(dot(x, x)));
+}
+template <class T>
+MSL_INLINE vec<T, 3> cross(vec<T, 3> a, vec<T, 3> b) {
   return a.yzx * b.zxy - a.zxy * b.yzx;
 }
 }  // namespace metal

@@ -1,9 +1,11 @@
-// simdgroup_matrix: 8x8 elements over 32 lanes, two neighbouring columns of one row in each lane, laid out as on Apple GPUs.
+// simdgroup_matrix: 8x8 elements over 32 lanes, two neighbouring columns of one row in each lane, laid out as
+// on Apple GPUs.
 #pragma once
 #include "msl_simd.h"
 
 namespace metal {
-template <class T, int Columns, int Rows> struct simdgroup_matrix {
+template <class T, int Columns, int Rows>
+struct simdgroup_matrix {
   static_assert(Columns == 8 && Rows == 8, "simdgroup_matrix is 8x8");
   typedef vec<T, 2> msl_storage;
   msl_storage elements;
@@ -26,16 +28,20 @@ MSL_COMBINE inline matrix_place place_of_lane(unsigned lane) {
   const int quad = lane / 4;
   return {(quad & 4) + int(lane / 2) % 4, (quad & 2) * 2 + int(lane % 2) * 2};
 }
-MSL_RUNTIME inline matrix_place matrix_place_here() { return place_of_lane(msl_self->lane); }
+MSL_RUNTIME inline matrix_place matrix_place_here() {
+  return place_of_lane(msl_self->lane);
+}
 
-template <class A, class B, class C> struct product_operands {
+template <class A, class B, class C>
+struct product_operands {
   metal::vec<A, 2> a;
   metal::vec<B, 2> b;
   metal::vec<C, 2> c;
 };
 
 // d = a * b + c in float, each element summed in ascending order and rounded once.
-template <class D, class A, class B, class C> struct product {
+template <class D, class A, class B, class C>
+struct product {
   MSL_COMBINE static const char* combine(lane_values values, lane_results results) {
     float a[8][8], b[8][8], c[8][8];
     for (unsigned lane = 0; lane < 32; lane++) {
@@ -61,47 +67,54 @@ template <class D, class A, class B, class C> struct product {
 }  // namespace msl
 
 namespace metal {
-template <class T, int Columns, int Rows> simdgroup_matrix<T, Columns, Rows>::simdgroup_matrix(T diagonal) {
+template <class T, int Columns, int Rows>
+simdgroup_matrix<T, Columns, Rows>::simdgroup_matrix(T diagonal) {
   const msl::matrix_place place = msl::matrix_place_here();
-  for (int i = 0; i < 2; i++) reinterpret_cast<T*>(&elements)[i] = place.row == place.column + i ? diagonal : T(0);
+  for (int i = 0; i < 2; i++)
+    reinterpret_cast<T*>(&elements)[i] = place.row == place.column + i ? diagonal : T(0);
 }
 
-template <class T, int Columns, int Rows, class U> MSL_INLINE simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(U value) {
+template <class T, int Columns, int Rows, class U>
+MSL_INLINE simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(U value) {
   simdgroup_matrix<T, Columns, Rows> m;
   m.elements = vec<T, 2>(static_cast<T>(value));
   return m;
 }
 
 template <class T>
-MSL_INLINE void simdgroup_load(simdgroup_matrix<T, 8, 8>& d, const T* source, ulong elements_per_row = 8, ulong2 origin = 0,
-                               bool transpose = false) {
+MSL_INLINE void simdgroup_load(simdgroup_matrix<T, 8, 8>& d, const T* source, ulong elements_per_row = 8,
+                               ulong2 origin = 0, bool transpose = false) {
   const msl::matrix_place place = msl::matrix_place_here();
   for (int i = 0; i < 2; i++) {
-    const ulong row = transpose ? place.column + i : place.row, column = transpose ? place.row : place.column + i;
+    const ulong row = transpose ? place.column + i : place.row,
+                column = transpose ? place.row : place.column + i;
     d.elements.msl_element(i) = source[(origin.y + row) * elements_per_row + origin.x + column];
   }
 }
 
 template <class T>
-MSL_INLINE void simdgroup_store(simdgroup_matrix<T, 8, 8> a, T* target, ulong elements_per_row = 8, ulong2 origin = 0,
-                                bool transpose = false) {
+MSL_INLINE void simdgroup_store(simdgroup_matrix<T, 8, 8> a, T* target, ulong elements_per_row = 8,
+                                ulong2 origin = 0, bool transpose = false) {
   const msl::matrix_place place = msl::matrix_place_here();
   for (int i = 0; i < 2; i++) {
-    const ulong row = transpose ? place.column + i : place.row, column = transpose ? place.row : place.column + i;
+    const ulong row = transpose ? place.column + i : place.row,
+                column = transpose ? place.row : place.column + i;
     target[(origin.y + row) * elements_per_row + origin.x + column] = a.elements.msl_element(i);
   }
 }
 
 template <class D, class A, class B, class C>
 MSL_INLINE void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
-                                              simdgroup_matrix<B, 8, 8> b, simdgroup_matrix<C, 8, 8> c, MSL_SITE_PARAMETERS) {
+                                              simdgroup_matrix<B, 8, 8> b, simdgroup_matrix<C, 8, 8> c,
+                                              MSL_SITE_PARAMETERS) {
   d.elements = msl::collective<msl::product_operands<A, B, C>, vec<D, 2>>(
-      "simdgroup_multiply_accumulate", {a.elements, b.elements, c.elements}, msl::product<D, A, B, C>::combine, MSL_SITE);
+      "simdgroup_multiply_accumulate", {a.elements, b.elements, c.elements},
+      msl::product<D, A, B, C>::combine, MSL_SITE);
 }
 
 template <class D, class A, class B>
-MSL_INLINE void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b,
-                                   MSL_SITE_PARAMETERS) {
+MSL_INLINE void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
+                                   simdgroup_matrix<B, 8, 8> b, MSL_SITE_PARAMETERS) {
   const vec<D, 2> zero(D(0));
   d.elements = msl::collective<msl::product_operands<A, B, D>, vec<D, 2>>(
       "simdgroup_multiply", {a.elements, b.elements, zero}, msl::product<D, A, B, D>::combine, MSL_SITE);

@@ -1,12 +1,14 @@
-// What a translated shader and the executor know of each other. Shader code is instrumented; everything that touches the
-// executor's own data is marked MSL_RUNTIME so that the instrumentation leaves it alone.
+// What a translated shader and the executor know of each other. Shader code is instrumented; everything that
+// touches the executor's own data is marked MSL_RUNTIME so that the instrumentation leaves it alone.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
 
 #define MSL_INLINE inline __attribute__((always_inline))
-#define MSL_RUNTIME __attribute__((noinline, convergent, no_sanitize("thread"), disable_sanitizer_instrumentation))
-// Default arguments that name the caller's line: they survive inlining and unrolling, unlike return addresses.
+#define MSL_RUNTIME \
+  __attribute__((noinline, convergent, no_sanitize("thread"), disable_sanitizer_instrumentation))
+// Default arguments that name the caller's line: they survive inlining and unrolling, unlike return
+// addresses.
 #define MSL_SITE_PARAMETERS const char *file = __builtin_FILE(), unsigned line = __builtin_LINE()
 #define MSL_SITE file, line
 
@@ -19,11 +21,11 @@ struct msl_thread_position {
 };
 
 struct msl_group_position {
-  unsigned position[3];        // threadgroup_position_in_grid
-  unsigned size[3];            // threads_per_threadgroup: edge threadgroups are smaller
-  unsigned full_size[3];       // dispatch_threads_per_threadgroup
-  unsigned count[3];           // threadgroups_per_grid
-  unsigned grid_threads[3];    // threads_per_grid
+  unsigned position[3];      // threadgroup_position_in_grid
+  unsigned size[3];          // threads_per_threadgroup: edge threadgroups are smaller
+  unsigned full_size[3];     // dispatch_threads_per_threadgroup
+  unsigned count[3];         // threadgroups_per_grid
+  unsigned grid_threads[3];  // threads_per_grid
   unsigned simdgroups, full_simdgroups;
 };
 
@@ -40,8 +42,8 @@ extern const msl_thread_position* msl_self;
 
 void msl_threadgroup_barrier(unsigned flags, const char* file, unsigned line) __attribute__((convergent));
 void msl_simdgroup_barrier(unsigned flags, const char* file, unsigned line) __attribute__((convergent));
-void msl_simd_operation(const char* name, const void* value, void* result, msl_combine combine, const char* file,
-                        unsigned line) __attribute__((convergent));
+void msl_simd_operation(const char* name, const void* value, void* result, msl_combine combine,
+                        const char* file, unsigned line) __attribute__((convergent));
 // Declares an atomic access before it is made, so that its bounds and its neighbours are checked.
 void msl_atomic_access(const volatile void* address, unsigned size, int writes);
 void* msl_threadgroup_variable(unsigned site, size_t size, const char* name);

@@ -43,12 +43,21 @@
 #define M_SQRT2_F 1.41421356237309504880168872420969808f
 #define M_SQRT1_2_F 0.707106781186547524400844362104849039f
 
-constexpr half operator""h(long double x) { return half(x); }
-constexpr half operator""H(long double x) { return half(x); }
-constexpr bfloat operator""bf(long double x) { return bfloat(float(x)); }
-constexpr bfloat operator""BF(long double x) { return bfloat(float(x)); }
+constexpr half operator""h(long double x) {
+  return half(x);
+}
+constexpr half operator"" H(long double x) {
+  return half(x);
+}
+constexpr bfloat operator"" bf(long double x) {
+  return bfloat(float(x));
+}
+constexpr bfloat operator"" BF(long double x) {
+  return bfloat(float(x));
+}
 
-template <class To, class From> MSL_INLINE To as_type(From x) {
+template <class To, class From>
+MSL_INLINE To as_type(From x) {
   static_assert(sizeof(To) == sizeof(From), "as_type needs types of one size");
   return __builtin_bit_cast(To, x);
 }
@@ -84,35 +93,57 @@ using std::remove_pointer_t;
 using std::remove_reference;
 using std::remove_reference_t;
 using std::true_type;
-template <class T> using remove_addrspace_t = T;
-template <class T> inline constexpr bool is_floating_point_v = msl::is_float<std::remove_cv_t<T>>;
+template <class T>
+using remove_addrspace_t = T;
+template <class T>
+inline constexpr bool is_floating_point_v = msl::is_float<std::remove_cv_t<T>>;
 
-template <class T, class = void> struct numeric_limits {};
-template <class T> struct numeric_limits<T, std::enable_if_t<msl::is_int<T> || std::is_same_v<T, bool>>> {
+template <class T, class = void>
+struct numeric_limits {};
+template <class T>
+struct numeric_limits<T, std::enable_if_t<msl::is_int<T> || std::is_same_v<T, bool>>> {
   static constexpr bool is_signed = std::is_signed_v<T>, is_integer = true, has_infinity = false;
   static constexpr int digits = std::is_same_v<T, bool> ? 1 : 8 * int(sizeof(T)) - is_signed;
   static constexpr T max() { return std::is_same_v<T, bool> ? T(1) : msl::highest<T>; }
   static constexpr T min() { return msl::lowest<T>; }
   static constexpr T lowest() { return msl::lowest<T>; }
 };
-#define MSL_LIMITS(T, DIGITS, MAX, MIN, EPSILON, DENORM)                                                               \
-  template <> struct numeric_limits<T> {                                                                               \
-    static constexpr bool is_signed = true, is_integer = false, has_infinity = true;            \
-    static constexpr int digits = DIGITS;                                                                              \
-    static constexpr T max() { return T(MAX); }                                                                        \
-    static constexpr T min() { return T(MIN); }                                                                        \
-    static constexpr T lowest() { return T(-MAX); }                                                                    \
-    static constexpr T epsilon() { return T(EPSILON); }                                                                \
-    static constexpr T infinity() { return T(__builtin_inff()); }                                                      \
-    static constexpr T quiet_NaN() { return T(__builtin_nanf("")); }                                                   \
-    static constexpr T signaling_NaN() { return T(__builtin_nanf("")); }                                               \
-    static constexpr T denorm_min() { return T(DENORM); }                                                              \
+#define MSL_LIMITS(T, DIGITS, MAX, MIN, EPSILON, DENORM)                             \
+  template <>                                                                        \
+  struct numeric_limits<T> {                                                         \
+    static constexpr bool is_signed = true, is_integer = false, has_infinity = true; \
+    static constexpr int digits = DIGITS;                                            \
+    static constexpr T max() {                                                       \
+      return T(MAX);                                                                 \
+    }                                                                                \
+    static constexpr T min() {                                                       \
+      return T(MIN);                                                                 \
+    }                                                                                \
+    static constexpr T lowest() {                                                    \
+      return T(-MAX);                                                                \
+    }                                                                                \
+    static constexpr T epsilon() {                                                   \
+      return T(EPSILON);                                                             \
+    }                                                                                \
+    static constexpr T infinity() {                                                  \
+      return T(__builtin_inff());                                                    \
+    }                                                                                \
+    static constexpr T quiet_NaN() {                                                 \
+      return T(__builtin_nanf(""));                                                  \
+    }                                                                                \
+    static constexpr T signaling_NaN() {                                             \
+      return T(__builtin_nanf(""));                                                  \
+    }                                                                                \
+    static constexpr T denorm_min() {                                                \
+      return T(DENORM);                                                              \
+    }                                                                                \
   };
 MSL_LIMITS(float, 24, __FLT_MAX__, __FLT_MIN__, __FLT_EPSILON__, __FLT_DENORM_MIN__)
 MSL_LIMITS(half, 11, 0x1.ffcp15f, 0x1p-14f, 0x1p-10f, 0x1p-24f)
 MSL_LIMITS(bfloat, 8, 0x1.fep127f, 0x1p-126f, 0x1p-7f, 0x1p-133f)
 
-template <class T, size_t N> struct array {
+template <class T, size_t N>
+struct array {
   T values[N];
   MSL_INLINE T& operator[](size_t i) { return values[i]; }
   MSL_INLINE const T& operator[](size_t i) const { return values[i]; }

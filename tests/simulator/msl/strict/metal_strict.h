@@ -1,5 +1,6 @@
-// Declarations of Metal's library for clang's OpenCL C++ front end, which has real address spaces. Only checked, never run:
-// overload resolution is that of the executor's metal_stdlib, here the address spaces matter.
+// Declarations of Metal's library for clang's OpenCL C++ front end, which has real address spaces. Only
+// checked, never run: overload resolution is that of the executor's metal_stdlib, here the address spaces
+// matter.
 #pragma once
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
 typedef unsigned char uchar;
@@ -47,8 +48,9 @@ typedef __bf16 bfloat;
 #define M_SQRT2_F 1.41421356f
 #define M_SQRT1_2_F 0.70710678f
 
-// device and constant are spaces of their own, neither of which converts to the other, to thread or to threadgroup.
-// OpenCL's own constant space would do for constant, but structures could not be copied from it, as they can in Metal.
+// device and constant are spaces of their own, neither of which converts to the other, to thread or to
+// threadgroup. OpenCL's own constant space would do for constant, but structures could not be copied from it,
+// as they can in Metal.
 #define STRICT_DEVICE __attribute__((opencl_global_device))
 #define STRICT_CONSTANT_SPACE const __attribute__((opencl_global_host))
 
@@ -59,44 +61,98 @@ namespace metal {
 namespace precise = ::metal;
 namespace fast = ::metal;
 
-template <class T, T V> struct integral_constant {
+template <class T, T V>
+struct integral_constant {
   STRICT_CONSTANT T value = V;
   typedef T value_type;
   typedef integral_constant type;
   constexpr operator T() const { return V; }
 };
-template <bool V> using bool_constant = integral_constant<bool, V>;
+template <bool V>
+using bool_constant = integral_constant<bool, V>;
 typedef bool_constant<true> true_type;
 typedef bool_constant<false> false_type;
-template <bool, class T = void> struct enable_if {};
-template <class T> struct enable_if<true, T> { typedef T type; };
-template <bool B, class T = void> using enable_if_t = typename enable_if<B, T>::type;
-template <bool, class A, class B> struct conditional { typedef A type; };
-template <class A, class B> struct conditional<false, A, B> { typedef B type; };
-template <bool C, class A, class B> using conditional_t = typename conditional<C, A, B>::type;
-template <class T> struct remove_addrspace { typedef T type; };
-template <class T> struct remove_addrspace<__private T> { typedef T type; };
-template <class T> struct remove_addrspace<STRICT_DEVICE T> { typedef T type; };
-template <class T> struct remove_addrspace<__attribute__((opencl_global_host)) T> { typedef T type; };
-template <class T> struct remove_addrspace<__local T> { typedef T type; };
-template <class T> struct remove_addrspace<__constant T> { typedef T type; };
-template <class T> using remove_addrspace_t = typename remove_addrspace<T>::type;
-template <class T> using remove_const_t = __remove_const(T);
-template <class T> using remove_cv_t = __remove_cv(T);
-template <class T> struct remove_cv { typedef __remove_cv(T) type; };
-template <class T> using remove_reference_t = __remove_reference_t(T);
-template <class T> struct remove_reference { typedef __remove_reference_t(T) type; };
-template <class T> using remove_pointer_t = __remove_pointer(T);
-template <class T> struct remove_pointer { typedef __remove_pointer(T) type; };
-template <class T> using make_unsigned_t = __make_unsigned(T);
-template <class T> using make_signed_t = __make_signed(T);
-template <class T> using decay_t = __decay(T);
-template <class A, class B> STRICT_CONSTANT bool strict_same = __is_same(A, B);
-template <class T> STRICT_CONSTANT bool strict_float =
-    strict_same<__remove_cv(T), float> || strict_same<__remove_cv(T), half> || strict_same<__remove_cv(T), bfloat>;
-#define STRICT_TRAIT(name, ...)                                                                                        \
-  template <class T> struct name : bool_constant<__VA_ARGS__> {};                                                      \
-  template <class T> constexpr __constant bool name##_v = __VA_ARGS__;
+template <bool, class T = void>
+struct enable_if {};
+template <class T>
+struct enable_if<true, T> {
+  typedef T type;
+};
+template <bool B, class T = void>
+using enable_if_t = typename enable_if<B, T>::type;
+template <bool, class A, class B>
+struct conditional {
+  typedef A type;
+};
+template <class A, class B>
+struct conditional<false, A, B> {
+  typedef B type;
+};
+template <bool C, class A, class B>
+using conditional_t = typename conditional<C, A, B>::type;
+template <class T>
+struct remove_addrspace {
+  typedef T type;
+};
+template <class T>
+struct remove_addrspace<__private T> {
+  typedef T type;
+};
+template <class T>
+struct remove_addrspace<STRICT_DEVICE T> {
+  typedef T type;
+};
+template <class T>
+struct remove_addrspace<__attribute__((opencl_global_host)) T> {
+  typedef T type;
+};
+template <class T>
+struct remove_addrspace<__local T> {
+  typedef T type;
+};
+template <class T>
+struct remove_addrspace<__constant T> {
+  typedef T type;
+};
+template <class T>
+using remove_addrspace_t = typename remove_addrspace<T>::type;
+template <class T>
+using remove_const_t = __remove_const(T);
+template <class T>
+using remove_cv_t = __remove_cv(T);
+template <class T>
+struct remove_cv {
+  typedef __remove_cv(T) type;
+};
+template <class T>
+using remove_reference_t = __remove_reference_t(T);
+template <class T>
+struct remove_reference {
+  typedef __remove_reference_t(T) type;
+};
+template <class T>
+using remove_pointer_t = __remove_pointer(T);
+template <class T>
+struct remove_pointer {
+  typedef __remove_pointer(T) type;
+};
+template <class T>
+using make_unsigned_t = __make_unsigned(T);
+template <class T>
+using make_signed_t = __make_signed(T);
+template <class T>
+using decay_t = __decay(T);
+template <class A, class B>
+STRICT_CONSTANT bool strict_same = __is_same(A, B);
+template <class T>
+STRICT_CONSTANT bool strict_float = strict_same<__remove_cv(T), float> || strict_same<__remove_cv(T), half> ||
+                                    strict_same<__remove_cv(T), bfloat>;
+#define STRICT_TRAIT(name, ...)                \
+  template <class T>                           \
+  struct name : bool_constant<__VA_ARGS__> {}; \
+  template <class T>                           \
+  constexpr __constant bool name##_v = __VA_ARGS__;
+// clang-format off
 STRICT_TRAIT(is_integral, __is_integral(T))
 STRICT_TRAIT(is_floating_point, strict_float<T>)
 STRICT_TRAIT(is_arithmetic, __is_integral(T) || strict_float<T>)
@@ -104,42 +160,68 @@ STRICT_TRAIT(is_signed, __is_signed(T))
 STRICT_TRAIT(is_unsigned, __is_unsigned(T))
 STRICT_TRAIT(is_const, __is_const(T))
 STRICT_TRAIT(is_pointer, __is_pointer(T))
-template <class A, class B> struct is_same : bool_constant<__is_same(A, B)> {};
-template <class A, class B> constexpr __constant bool is_same_v = __is_same(A, B);
-template <class A, class B> struct is_convertible : bool_constant<__is_convertible(A, B)> {};
-template <class A, class B> constexpr __constant bool is_convertible_v = __is_convertible(A, B);
+// clang-format on
 
-template <class T> struct strict_component { typedef T type; };
-template <> struct strict_component<bool> { typedef int type; };
-template <class T, int N> using vec = typename strict_component<T>::type __attribute__((ext_vector_type(N)));
+template <class A, class B>
+struct is_same : bool_constant<__is_same(A, B)> {};
+template <class A, class B>
+constexpr __constant bool is_same_v = __is_same(A, B);
+template <class A, class B>
+struct is_convertible : bool_constant<__is_convertible(A, B)> {};
+template <class A, class B>
+constexpr __constant bool is_convertible_v = __is_convertible(A, B);
 
-template <class T> struct strict_result { typedef T type; };
-template <> struct strict_result<bfloat> { typedef float type; };
-template <class T> using strict_result_t = typename strict_result<T>::type;
-template <class T> T strict_value();
-template <class A, class B> using strict_common_t = strict_result_t<decltype(strict_value<A>() + strict_value<B>())>;
+template <class T>
+struct strict_component {
+  typedef T type;
+};
+template <>
+struct strict_component<bool> {
+  typedef int type;
+};
+template <class T, int N>
+using vec = typename strict_component<T>::type __attribute__((ext_vector_type(N)));
+
+template <class T>
+struct strict_result {
+  typedef T type;
+};
+template <>
+struct strict_result<bfloat> {
+  typedef float type;
+};
+template <class T>
+using strict_result_t = typename strict_result<T>::type;
+template <class T>
+T strict_value();
+template <class A, class B>
+using strict_common_t = strict_result_t<decltype(strict_value<A>() + strict_value<B>())>;
 }  // namespace metal
 
 // T(a, b, ...) of a vector type: rewritten to this by the check.
-template <class T, class... A> T strict_make(A...);
-template <class To, class From> To as_type(From);
+template <class T, class... A>
+T strict_make(A...);
+template <class To, class From>
+To as_type(From);
 
-#define STRICT_VECTOR(T, N)                                                                                            \
-  typedef metal::vec<T, N> T##N;                                                                                       \
-  namespace metal {                                                                                                    \
-  using ::T##N;                                                                                                        \
+#define STRICT_VECTOR(T, N)      \
+  typedef metal::vec<T, N> T##N; \
+  namespace metal {              \
+  using ::T##N;                  \
   }
-#define STRICT_PACKED(T, N, MORE)                                                                                      \
-  struct packed_##T##N {                                                                                               \
-    T x, y MORE;                                                                                                       \
-    packed_##T##N() = default;                                                                                         \
-    packed_##T##N(T##N);                                                                                               \
-    operator T##N() const;                                                                                             \
-    void operator=(T##N);                                                                                              \
+#define STRICT_PACKED(T, N, MORE) \
+  struct packed_##T##N {          \
+    T x, y MORE;                  \
+    packed_##T##N() = default;    \
+    packed_##T##N(T##N);          \
+    operator T##N() const;        \
+    void operator=(T##N);         \
   };
+// clang-format off
 #define STRICT_COMMA ,
-#define STRICT_VECTORS(T)                                                                                              \
-  STRICT_VECTOR(T, 2) STRICT_VECTOR(T, 3) STRICT_VECTOR(T, 4) STRICT_PACKED(T, 2, ) STRICT_PACKED(T, 3, STRICT_COMMA z) \
+#define STRICT_VECTORS(T)                                                            \
+  STRICT_VECTOR(T, 2) STRICT_VECTOR(T, 3) STRICT_VECTOR(T, 4)                        \
+  STRICT_PACKED(T, 2, ) STRICT_PACKED(T, 3, STRICT_COMMA z)                          \
   STRICT_PACKED(T, 4, STRICT_COMMA z STRICT_COMMA w)
 STRICT_VECTORS(char)
 STRICT_VECTORS(uchar)
@@ -155,61 +237,105 @@ STRICT_VECTORS(float)
 STRICT_VECTOR(bool, 2)
 STRICT_VECTOR(bool, 3)
 STRICT_VECTOR(bool, 4)
+// clang-format on
 
 namespace metal {
-#define STRICT_1(name) template <class T> strict_result_t<T> name(T);
-#define STRICT_2(name) template <class A, class B> strict_common_t<A, B> name(A, B);
-#define STRICT_3(name) template <class A, class B, class C> strict_common_t<strict_common_t<A, B>, C> name(A, B, C);
-#define STRICT_TEST(name) template <class T> bool name(T);
-STRICT_1(abs) STRICT_1(acos) STRICT_1(acosh) STRICT_1(asin) STRICT_1(asinh) STRICT_1(atan) STRICT_1(atanh) STRICT_1(ceil)
-STRICT_1(clz) STRICT_1(cos) STRICT_1(cosh) STRICT_1(cospi) STRICT_1(ctz) STRICT_1(exp) STRICT_1(exp10) STRICT_1(exp2)
-STRICT_1(fabs) STRICT_1(floor) STRICT_1(fract) STRICT_1(log) STRICT_1(log10) STRICT_1(log2) STRICT_1(normalize)
-STRICT_1(popcount) STRICT_1(reverse_bits) STRICT_1(rint) STRICT_1(round) STRICT_1(rsqrt) STRICT_1(saturate) STRICT_1(sign)
-STRICT_1(sin) STRICT_1(sinh) STRICT_1(sinpi) STRICT_1(sqrt) STRICT_1(tan) STRICT_1(tanh) STRICT_1(tanpi) STRICT_1(trunc)
-STRICT_2(absdiff) STRICT_2(addsat) STRICT_2(atan2) STRICT_2(copysign) STRICT_2(cross) STRICT_2(divide) STRICT_2(fdim)
-STRICT_2(fmax) STRICT_2(fmin) STRICT_2(fmod) STRICT_2(hadd) STRICT_2(max) STRICT_2(min) STRICT_2(mul24) STRICT_2(mulhi)
-STRICT_2(nextafter) STRICT_2(pow) STRICT_2(powr) STRICT_2(rhadd) STRICT_2(rotate) STRICT_2(step) STRICT_2(subsat)
-STRICT_3(clamp) STRICT_3(fma) STRICT_3(fmax3) STRICT_3(fmedian3) STRICT_3(fmin3) STRICT_3(mad24) STRICT_3(madhi)
-STRICT_3(max3) STRICT_3(median3) STRICT_3(min3) STRICT_3(mix) STRICT_3(smoothstep)
-STRICT_TEST(all) STRICT_TEST(any) STRICT_TEST(isfinite) STRICT_TEST(isinf) STRICT_TEST(isnan) STRICT_TEST(isnormal)
-STRICT_TEST(signbit)
-template <class A, class B, class C> strict_common_t<A, B> select(A, B, C);
-template <class T> T ldexp(T, int);
-template <class T> int ilogb(T);
-template <class T> T frexp(T, int&);
-template <class T> T modf(T, T&);
-template <class T> T sincos(T, T&);
-template <class T> T extract_bits(T, uint, uint);
-template <class T> T insert_bits(T, T, uint, uint);
-#define STRICT_GEOMETRY(N)                                                                                             \
-  float dot(metal::vec<float, N>, metal::vec<float, N>);                                                               \
-  half dot(metal::vec<half, N>, metal::vec<half, N>);                                                                  \
-  float length(metal::vec<float, N>);                                                                                  \
-  float length_squared(metal::vec<float, N>);                                                                          \
-  float distance(metal::vec<float, N>, metal::vec<float, N>);                                                          \
+#define STRICT_1(name) \
+  template <class T>   \
+  strict_result_t<T> name(T);
+#define STRICT_2(name)        \
+  template <class A, class B> \
+  strict_common_t<A, B> name(A, B);
+#define STRICT_3(name)                 \
+  template <class A, class B, class C> \
+  strict_common_t<strict_common_t<A, B>, C> name(A, B, C);
+#define STRICT_TEST(name) \
+  template <class T>      \
+  bool name(T);
+// clang-format off
+STRICT_1(abs) STRICT_1(acos) STRICT_1(acosh) STRICT_1(asin) STRICT_1(asinh) STRICT_1(atan) STRICT_1(atanh)
+STRICT_1(ceil) STRICT_1(clz) STRICT_1(cos) STRICT_1(cosh) STRICT_1(cospi) STRICT_1(ctz) STRICT_1(exp)
+STRICT_1(exp10) STRICT_1(exp2) STRICT_1(fabs) STRICT_1(floor) STRICT_1(fract) STRICT_1(log) STRICT_1(log10)
+STRICT_1(log2) STRICT_1(normalize) STRICT_1(popcount) STRICT_1(reverse_bits) STRICT_1(rint) STRICT_1(round)
+STRICT_1(rsqrt) STRICT_1(saturate) STRICT_1(sign) STRICT_1(sin) STRICT_1(sinh) STRICT_1(sinpi)
+STRICT_1(sqrt) STRICT_1(tan) STRICT_1(tanh) STRICT_1(tanpi) STRICT_1(trunc) STRICT_2(absdiff)
+STRICT_2(addsat) STRICT_2(atan2) STRICT_2(copysign) STRICT_2(cross) STRICT_2(divide) STRICT_2(fdim)
+STRICT_2(fmax) STRICT_2(fmin) STRICT_2(fmod) STRICT_2(hadd) STRICT_2(max) STRICT_2(min) STRICT_2(mul24)
+STRICT_2(mulhi) STRICT_2(nextafter) STRICT_2(pow) STRICT_2(powr) STRICT_2(rhadd) STRICT_2(rotate)
+STRICT_2(step) STRICT_2(subsat) STRICT_3(clamp) STRICT_3(fma) STRICT_3(fmax3) STRICT_3(fmedian3)
+STRICT_3(fmin3) STRICT_3(mad24) STRICT_3(madhi) STRICT_3(max3) STRICT_3(median3) STRICT_3(min3)
+STRICT_3(mix) STRICT_3(smoothstep) STRICT_TEST(all) STRICT_TEST(any) STRICT_TEST(isfinite)
+STRICT_TEST(isinf) STRICT_TEST(isnan) STRICT_TEST(isnormal) STRICT_TEST(signbit)
+    // clang-format on
+    template <class A, class B, class C>
+    strict_common_t<A, B> select(A, B, C);
+template <class T>
+T ldexp(T, int);
+template <class T>
+int ilogb(T);
+template <class T>
+T frexp(T, int&);
+template <class T>
+T modf(T, T&);
+template <class T>
+T sincos(T, T&);
+template <class T>
+T extract_bits(T, uint, uint);
+template <class T>
+T insert_bits(T, T, uint, uint);
+#define STRICT_GEOMETRY(N)                                    \
+  float dot(metal::vec<float, N>, metal::vec<float, N>);      \
+  half dot(metal::vec<half, N>, metal::vec<half, N>);         \
+  float length(metal::vec<float, N>);                         \
+  float length_squared(metal::vec<float, N>);                 \
+  float distance(metal::vec<float, N>, metal::vec<float, N>); \
   float distance_squared(metal::vec<float, N>, metal::vec<float, N>);
+// clang-format off
 STRICT_GEOMETRY(2)
 STRICT_GEOMETRY(3)
 STRICT_GEOMETRY(4)
+// clang-format on
 
-template <class T> struct numeric_limits;
-#define STRICT_LIMITS(T, MAX, LOWEST, MIN)                                                                             \
-  template <> struct numeric_limits<T> {                                                                               \
-    STRICT_CONSTANT bool is_specialized = true;                                                                        \
-    static constexpr T max() { return T(MAX); }                                                                        \
-    static constexpr T min() { return T(MIN); }                                                                        \
-    static constexpr T lowest() { return T(LOWEST); }                                                                  \
-    static constexpr T infinity() { return T(INFINITY); }                                                              \
-    static constexpr T quiet_NaN() { return T(NAN); }                                                                  \
-    static constexpr T epsilon() { return T(MIN); }                                                                    \
+template <class T>
+struct numeric_limits;
+#define STRICT_LIMITS(T, MAX, LOWEST, MIN)      \
+  template <>                                   \
+  struct numeric_limits<T> {                    \
+    STRICT_CONSTANT bool is_specialized = true; \
+    static constexpr T max() {                  \
+      return T(MAX);                            \
+    }                                           \
+    static constexpr T min() {                  \
+      return T(MIN);                            \
+    }                                           \
+    static constexpr T lowest() {               \
+      return T(LOWEST);                         \
+    }                                           \
+    static constexpr T infinity() {             \
+      return T(INFINITY);                       \
+    }                                           \
+    static constexpr T quiet_NaN() {            \
+      return T(NAN);                            \
+    }                                           \
+    static constexpr T epsilon() {              \
+      return T(MIN);                            \
+    }                                           \
   };
-#define STRICT_INTEGER_LIMITS(T, MAX, LOWEST)                                                                          \
-  template <> struct numeric_limits<T> {                                                                               \
-    STRICT_CONSTANT bool is_specialized = true;                                                                        \
-    static constexpr T max() { return T(MAX); }                                                                        \
-    static constexpr T min() { return T(LOWEST); }                                                                     \
-    static constexpr T lowest() { return T(LOWEST); }                                                                  \
+#define STRICT_INTEGER_LIMITS(T, MAX, LOWEST)   \
+  template <>                                   \
+  struct numeric_limits<T> {                    \
+    STRICT_CONSTANT bool is_specialized = true; \
+    static constexpr T max() {                  \
+      return T(MAX);                            \
+    }                                           \
+    static constexpr T min() {                  \
+      return T(LOWEST);                         \
+    }                                           \
+    static constexpr T lowest() {               \
+      return T(LOWEST);                         \
+    }                                           \
   };
+// clang-format off
 STRICT_LIMITS(float, __FLT_MAX__, -__FLT_MAX__, __FLT_MIN__)
 STRICT_LIMITS(half, 65504.0f, -65504.0f, 0x1p-14f)
 STRICT_LIMITS(bfloat, 0x1.fep127f, -0x1.fep127f, 0x1p-126f)
@@ -223,16 +349,27 @@ STRICT_INTEGER_LIMITS(int, INT_MAX, INT_MIN)
 STRICT_INTEGER_LIMITS(uint, UINT_MAX, 0)
 STRICT_INTEGER_LIMITS(long, LONG_MAX, -LONG_MAX - 1)
 STRICT_INTEGER_LIMITS(ulong, ULONG_MAX, 0)
+// clang-format on
 
 enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_texture = 4 };
-constexpr mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(int(a) | int(b)); }
+constexpr mem_flags operator|(mem_flags a, mem_flags b) {
+  return mem_flags(int(a) | int(b));
+}
 enum memory_order { memory_order_relaxed };
-enum thread_scope { thread_scope_thread, thread_scope_simdgroup, thread_scope_threadgroup, thread_scope_device };
+enum thread_scope {
+  thread_scope_thread,
+  thread_scope_simdgroup,
+  thread_scope_threadgroup,
+  thread_scope_device
+};
 void threadgroup_barrier(mem_flags);
 void simdgroup_barrier(mem_flags);
 void atomic_thread_fence(mem_flags, memory_order = memory_order_relaxed, thread_scope = thread_scope_device);
 
-template <class T> struct atomic { T value; };
+template <class T>
+struct atomic {
+  T value;
+};
 // OpenCL has types of these names, which are no structures.
 #define atomic_int strict_atomic_int
 #define atomic_uint strict_atomic_uint
@@ -243,10 +380,16 @@ typedef atomic<uint> atomic_uint;
 typedef atomic<bool> atomic_bool;
 typedef atomic<float> atomic_float;
 typedef atomic<ulong> atomic_ulong;
-template <class T> struct strict_identity { typedef T type; };
-#define STRICT_ATOMIC(name)                                                                                            \
-  template <class T> T name(volatile STRICT_DEVICE atomic<T>*, typename strict_identity<T>::type, memory_order);            \
-  template <class T> T name(volatile __local atomic<T>*, typename strict_identity<T>::type, memory_order);
+template <class T>
+struct strict_identity {
+  typedef T type;
+};
+#define STRICT_ATOMIC(name)                                                                   \
+  template <class T>                                                                          \
+  T name(volatile STRICT_DEVICE atomic<T>*, typename strict_identity<T>::type, memory_order); \
+  template <class T>                                                                          \
+  T name(volatile __local atomic<T>*, typename strict_identity<T>::type, memory_order);
+// clang-format off
 STRICT_ATOMIC(atomic_fetch_add_explicit)
 STRICT_ATOMIC(atomic_fetch_sub_explicit)
 STRICT_ATOMIC(atomic_fetch_and_explicit)
@@ -256,11 +399,14 @@ STRICT_ATOMIC(atomic_fetch_min_explicit)
 STRICT_ATOMIC(atomic_fetch_max_explicit)
 STRICT_ATOMIC(atomic_exchange_explicit)
 STRICT_ATOMIC(atomic_store_explicit)
-#define STRICT_ATOMIC_SPACE(space)                                                                                     \
-  template <class T> T atomic_load_explicit(const volatile space atomic<T>*, memory_order);                            \
-  template <class T>                                                                                                   \
-  bool atomic_compare_exchange_weak_explicit(volatile space atomic<T>*, T*, typename strict_identity<T>::type, \
-                                             memory_order, memory_order);
+// clang-format on
+
+#define STRICT_ATOMIC_SPACE(space)                                          \
+  template <class T>                                                        \
+  T atomic_load_explicit(const volatile space atomic<T>*, memory_order);    \
+  template <class T>                                                        \
+  bool atomic_compare_exchange_weak_explicit(volatile space atomic<T>*, T*, \
+                                             typename strict_identity<T>::type, memory_order, memory_order);
 STRICT_ATOMIC_SPACE(STRICT_DEVICE)
 STRICT_ATOMIC_SPACE(__local)
 
@@ -273,25 +419,37 @@ class simd_vote {
   bool any() const;
 };
 typedef simd_vote quad_vote;
-#define STRICT_GROUP(p)                                                                                                \
-  STRICT_1(p##_sum) STRICT_1(p##_product) STRICT_1(p##_min) STRICT_1(p##_max) STRICT_1(p##_and) STRICT_1(p##_or)       \
-  STRICT_1(p##_xor) STRICT_1(p##_broadcast_first) STRICT_LANE(p##_shuffle) STRICT_LANE(p##_shuffle_up)                 \
-  STRICT_LANE(p##_shuffle_down) STRICT_LANE(p##_shuffle_xor) STRICT_LANE(p##_shuffle_rotate_up)                        \
-  STRICT_LANE(p##_shuffle_rotate_down) STRICT_LANE(p##_broadcast) STRICT_FILL(p##_shuffle_and_fill_up)                 \
-  STRICT_FILL(p##_shuffle_and_fill_down)                                                                               \
-  bool p##_any(bool);                                                                                                  \
-  bool p##_all(bool);                                                                                                  \
-  bool p##_is_first();                                                                                                 \
-  p##_vote p##_ballot(bool);                                                                                           \
+// clang-format off
+#define STRICT_GROUP_LISTS(p) \
+  STRICT_1(p##_sum) STRICT_1(p##_product) STRICT_1(p##_min) STRICT_1(p##_max) STRICT_1(p##_and)      \
+  STRICT_1(p##_or) STRICT_1(p##_xor) STRICT_1(p##_broadcast_first) STRICT_LANE(p##_shuffle)          \
+  STRICT_LANE(p##_shuffle_up) STRICT_LANE(p##_shuffle_down) STRICT_LANE(p##_shuffle_xor)             \
+  STRICT_LANE(p##_shuffle_rotate_up) STRICT_LANE(p##_shuffle_rotate_down) STRICT_LANE(p##_broadcast) \
+  STRICT_FILL(p##_shuffle_and_fill_up) STRICT_FILL(p##_shuffle_and_fill_down)
+// clang-format on
+#define STRICT_GROUP(p)      \
+  bool p##_any(bool);        \
+  bool p##_all(bool);        \
+  bool p##_is_first();       \
+  p##_vote p##_ballot(bool); \
   p##_vote p##_active_threads_mask();
-#define STRICT_LANE(name) template <class T> strict_result_t<T> name(T, ushort);
-#define STRICT_FILL(name) template <class T> T name(T, typename strict_identity<T>::type, ushort, ushort = 32);
+#define STRICT_LANE(name) \
+  template <class T>      \
+  strict_result_t<T> name(T, ushort);
+#define STRICT_FILL(name) \
+  template <class T>      \
+  T name(T, typename strict_identity<T>::type, ushort, ushort = 32);
+// clang-format off
+STRICT_GROUP_LISTS(simd)
+STRICT_GROUP_LISTS(quad)
 STRICT_GROUP(simd)
 STRICT_GROUP(quad)
 STRICT_1(simd_prefix_inclusive_sum) STRICT_1(simd_prefix_exclusive_sum)
 STRICT_1(simd_prefix_inclusive_product) STRICT_1(simd_prefix_exclusive_product)
+    // clang-format on
 
-template <class T, int Columns, int Rows> struct simdgroup_matrix {
+    template <class T, int Columns, int Rows>
+    struct simdgroup_matrix {
   typedef vec<T, 2> storage_type;
   simdgroup_matrix() = default;
   explicit simdgroup_matrix(T);
@@ -301,11 +459,13 @@ template <class T, int Columns, int Rows> struct simdgroup_matrix {
 typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
 typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
 typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
-template <class T, int Columns, int Rows> simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T);
-#define STRICT_MATRIX_MEMORY(space)                                                                                    \
-  template <class T>                                                                                                   \
-  void simdgroup_load(simdgroup_matrix<T, 8, 8>&, const space T*, ulong = 8, ulong2 = 0, bool = false);      \
-  template <class T> void simdgroup_store(simdgroup_matrix<T, 8, 8>, space T*, ulong = 8, ulong2 = 0, bool = false);
+template <class T, int Columns, int Rows>
+simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T);
+#define STRICT_MATRIX_MEMORY(space)                                                                     \
+  template <class T>                                                                                    \
+  void simdgroup_load(simdgroup_matrix<T, 8, 8>&, const space T*, ulong = 8, ulong2 = 0, bool = false); \
+  template <class T>                                                                                    \
+  void simdgroup_store(simdgroup_matrix<T, 8, 8>, space T*, ulong = 8, ulong2 = 0, bool = false);
 STRICT_MATRIX_MEMORY(STRICT_DEVICE)
 STRICT_MATRIX_MEMORY(__local)
 template <class D, class A, class B, class C>
@@ -314,7 +474,8 @@ void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>&, simdgroup_matrix<
 template <class D, class A, class B>
 void simdgroup_multiply(simdgroup_matrix<D, 8, 8>&, simdgroup_matrix<A, 8, 8>, simdgroup_matrix<B, 8, 8>);
 
-template <class T, size_t N> struct array {
+template <class T, size_t N>
+struct array {
   T values[N];
   T& operator[](size_t) __private;
   const T& operator[](size_t) const;
