@@ -20,6 +20,8 @@ MAX_TOP_K = 64
 # Rows and columns of the tiles that the grids of moe_compute_ids_tpe count.
 PAIRS_PER_TILE = 32
 ROWS_PER_TILE = 64
+# Up to this many logits one stable sort on the CPU is faster than topk and the search for ties.
+SORTED_AT_MOST = 2048
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -31,12 +33,19 @@ def _finite(x: Tensor) -> Tensor:
 
 def _select(choice: Tensor, count: int) -> Tensor:
     """The ids of the `count` largest values of each row, descending, ties to the lower id, as int64."""
-    # Integers that order as the floats do, each with its id in the low digits, leave no ties to topk.
-    bits = (choice + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-    columns = choice.shape[-1]
-    keys = ordered * columns + torch.arange(columns - 1, -1, -1, device=choice.device)
-    return keys.topk(count, dim=-1).indices
+    if choice.numel() <= SORTED_AT_MOST:
+        return _sorted(choice)[..., :count]
+    # topk orders ties as it likes. They are rare: only rows with one at or above the last are done again.
+    values, ids = choice.topk(count, dim=-1)
+    tied = (choice >= values[..., -1:]).sum(-1) > count
+    tied |= (values[..., 1:] == values[..., :-1]).any(-1)
+    if tied.any():
+        ids[tied] = _sorted(choice[tied])[..., :count]
+    return ids
+
+
+def _sorted(choice: Tensor) -> Tensor:
+    return choice.sort(dim=-1, descending=True, stable=True).indices
 
 
 def _divide_by_sum(weights: Tensor, eps: float = 0.0, minimum: float = 0.0) -> Tensor:
@@ -202,7 +211,8 @@ def moe_router(
         weights = torch.softmax(weights, -1)
     if norm_topk_prob:
         weights = _divide_by_sum(weights, norm_eps, norm_min)
-    weights = weights * scaling_factor
+    if scaling_factor != 1.0:
+        weights = weights * scaling_factor
     if per_expert_scale is not None:
         weights = weights * per_expert_scale.float()[ids]
     return weights, ids.int()
