@@ -1,6 +1,7 @@
 """expert_mm and moe_experts against the float64 oracle."""
 
 import textwrap
+from random import Random
 
 import expecttest
 import pytest
@@ -139,6 +140,47 @@ def test_everything_around_the_experts(device, dtype):
             transposed=True,
             activation="swiglu_oai",
         )
+
+
+def random_options(choose, shape, dtype, seed):
+    """Any keywords of moe_experts but `transposed` that go together."""
+    tokens, _, experts, hidden, intermediate = shape
+    options = dict(choose.choice(ACTIVATIONS))
+    options["gated"] = "limit" in options or options["activation"] == "swiglu_oai" or choose.random() < 0.8
+    options["interleaved"] = options["gated"] and choose.random() < 0.5
+    rows = 2 * intermediate if options["gated"] else intermediate
+    tensors = {
+        "gate_up_bias": (experts, rows),
+        "down_bias": (experts, hidden),
+        "residual": (tokens, hidden),
+        "shared_out": (tokens, hidden),
+    }
+    for i, (name, size) in enumerate(tensors.items()):
+        if choose.random() < 0.5:
+            options[name] = random(size, dtype, seed + i)
+    if "shared_out" in options and choose.random() < 0.7:
+        options["shared_gate"] = random((tokens, 1)[: choose.randint(1, 2)], choose.choice(DTYPES), seed + 9)
+        options["gate_is_logit"] = choose.random() < 0.5
+    return options
+
+
+TOKENS = (1, 1, 2, 3, 4, 7, 8, 9, 16, 31, 32, 33, 34, 65, 100)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(60))
+def test_sweep(device, seed):
+    """Random sizes and options together, some ids outside."""
+    choose = Random(seed)
+    dtype, experts = choose.choice(DTYPES), choose.choice((1, 2, 3, 8, 17))
+    slots = choose.randint(1, min(experts, 9))
+    shape = (choose.choice(TOKENS), slots, experts, choose.randint(1, 200), choose.randint(1, 90))
+    options = random_options(choose, shape, dtype, 100 * seed)
+    arguments = layer(*shape, dtype, 100 * seed + 50, gated=options["gated"], ids_dtype=choose.choice(IDS))
+    ids = arguments[3]
+    outside = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < choose.choice((0, 0.3))
+    ids[outside] = choose.choice((-1, experts, 2**31 - 1))
+    check_experts(device, arguments, transposed=choose.random() < 0.4, **options)
 
 
 SENTINELS = (-1, -(2**31), 2**31 - 1)

@@ -1,6 +1,7 @@
 """expert_qmm and moe_experts_quantized against the float64 oracle, and against MLX's gather_qmm."""
 
 import textwrap
+from random import Random
 
 import expecttest
 import numpy as np
@@ -11,7 +12,7 @@ from oracles import exact
 from oracles_experts import assert_close, dequantise
 from oracles_experts import expert_mm as expected_mm
 from oracles_experts import moe_experts as expected_experts
-from test_experts import IDS, messages, random, random_ids, to_device
+from test_experts import IDS, TOKENS, messages, random, random_ids, random_options, to_device
 
 from torch_moe_mps.ops.quantized import expert_qmm, moe_experts_quantized
 
@@ -132,6 +133,19 @@ def test_options(device, mode):
         check_layer(device, shape, format, dtype, 22, activation="gelu_tanh", **around)
         check_layer(device, shape, format, dtype, 23, activation="relu2", gated=False)
         check_layer(device, shape, format, dtype, 24, activation="silu_clamped", limit=0.5)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(60))
+def test_sweep(device, seed):
+    """Random sizes, formats and options together."""
+    choose = Random(seed)
+    dtype, experts, format = choose.choice(DTYPES), choose.choice((1, 2, 3, 8, 17)), choose.choice(FORMATS)
+    slots = choose.randint(1, min(experts, 9))
+    hidden, intermediate = (format[1] * choose.randint(1, 256 // format[1]) for _ in range(2))
+    shape = (choose.choice(TOKENS), slots, experts, hidden, intermediate)
+    options = random_options(choose, shape, dtype, 100 * seed)
+    check_layer(device, shape, format, dtype, 100 * seed + 50, choose.choice(DTYPES), **options)
 
 
 @pytest.mark.parametrize("mode", ["affine", "mxfp4"])
