@@ -119,9 +119,7 @@ def main() -> None:
         model = load(path, args.dtype, device)
         ids, tokenizer = prompt_ids(path, args.prompt, model)
     if not any(torch_moe_mps.transformers.is_experts(module) for module in model.modules()):
-        sys.exit(
-            f"error: {path} has no Mixture-of-Experts layers that transformers dispatches ({type(model).__name__})"
-        )
+        sys.exit(f"error: {path} has no Mixture-of-Experts layers ({type(model).__name__})")
     demonstrate(model, ids, tokenizer, args)
 
 

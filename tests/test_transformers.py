@@ -1,4 +1,4 @@
-"""The machinery behind accelerate: registration, rewriting, and everything a model may be put through afterwards."""
+"""The machinery behind accelerate: registration, rewriting, and what a model goes through afterwards."""
 
 import copy
 import io
@@ -385,7 +385,6 @@ def test_sentinels_of_expert_parallelism():
 
 class Config:
     _experts_implementation = "eager"
-    sub_configs: dict = {}
 
 
 @use_experts_implementation
@@ -450,9 +449,25 @@ def test_unknown_class_that_follows_the_interface():
     assert rows["router"].reason == "its formula is not one of moe_router's"
 
 
+class OtherExperts(nn.Module):
+    """A stack of experts with an interface that nobody here knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.stacked = nn.Parameter(torch.ones(4, 8, 16))
+
+
+def test_experts_with_another_interface_are_left_alone():
+    module = nn.Sequential(OtherExperts())
+    with pytest.warns(UserWarning, match="OtherExperts is left alone: its class does not follow"):
+        report = torch_moe_mps.accelerate(module)
+    assert [(row.name, row.replaced_by) for row in report.rows] == [("0", None)]
+
+
 def test_experts_in_another_dtype_are_left_alone():
     block = FutureBlock().to(torch.float64).eval()
-    report = torch_moe_mps.accelerate(block)
+    with pytest.warns(UserWarning, match="FutureExperts is left alone: its weights are torch.float64"):
+        report = torch_moe_mps.accelerate(block)
     rows = {row.kind: row for row in report.rows}
     assert rows["experts"].reason == "its weights are torch.float64"
     assert block.experts.config._experts_implementation == "eager"

@@ -71,7 +71,7 @@ def decided(router, args: tuple, kwargs: dict, ids: torch.Tensor) -> torch.Tenso
 
 @pytest.mark.parametrize("architecture", tiny_models.architectures())
 def test_routers(architecture):
-    """The same experts and weights for the same hidden states, tokens with near ties excluded by construction."""
+    """The same experts and weights for the same hidden states; near ties are excluded by construction."""
     model = eager(tiny_models.tiny_model(architecture))
     replaced = [row for row in torch_moe_mps.accelerate(model).replaced if row.kind == "router"]
     names = [row.name for row in replaced if row.replaced_by.startswith("moe_router")]

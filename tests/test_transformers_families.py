@@ -1,4 +1,4 @@
-"""Whole models of every architecture with experts: the accelerated model against the model's own eager code."""
+"""Whole models of every architecture with experts: the accelerated model against its own eager code."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""One model of each kind of router on device="mps", dense and quantised: equal to the CPU, every operator a kernel."""
+"""One model of each kind of router on device="mps", dense and quantised: as on the CPU, all in kernels."""
 
 import copy
 

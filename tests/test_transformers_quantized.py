@@ -105,9 +105,7 @@ def test_mxfp4_blocks_are_never_dequantised(tmp_path):
 def test_gradients_through_quantised_experts_are_an_error():
     model = tiny("qwen3_moe")
     torch_moe_mps.accelerate(model, 4, 32)
-    with pytest.raises(
-        NotImplementedError, match="Qwen3MoeExperts has quantised experts, which have no gradients"
-    ):
+    with pytest.raises(NotImplementedError, match="Qwen3MoeExperts has quantised experts, without gradients"):
         model(input_ids=prompt())
 
 

@@ -1,4 +1,4 @@
-"""Tiny random models of every architecture with experts in the installed transformers, from its real config class."""
+"""Tiny random models of every architecture with experts in transformers, from its real config class."""
 
 import contextlib
 import functools

@@ -1,6 +1,7 @@
 """Registers this package with transformers, whichever of the two is imported first.
 
-The experts implementation "moe_mps" goes with transformers' experts interface, quantised checkpoints with its quantizers.
+The experts implementation "moe_mps" goes with transformers' experts interface, quantised checkpoints with its
+quantizers.
 """
 
 import importlib.abc

@@ -4,11 +4,12 @@
     torch_moe_mps.accelerate(model, bits=4)     the same with quantised experts
     torch_moe_mps.restore(model)                the model as it was
 
-What is replaced is found by the modules' own attributes and formulas, never by the name of a model, and what is not
-recognised stays as it is. Training, gradients that are needed and autocast run the model's own code.
+What is replaced is found by the modules' own attributes and formulas, never by the name of a model, and what
+is not recognised stays as it is. Training, gradients that are needed and autocast run the model's own code.
 """
 
 import ast
+import warnings
 
 from torch import nn
 
@@ -52,12 +53,18 @@ def accelerate(
         if reason is None:
             module.config._experts_implementation = NAME
         report.add(name, module, "experts", None if reason else describe(module), reason)
+    for name, module in model.named_modules():
+        if name not in found and _looks_like_experts(module):
+            report.add(
+                name, module, "experts", None, "its class does not follow transformers' experts interface"
+            )
     for name, kind, module in _around(model, found):
         rewrites, reason = rewrite(module)
         if kind == "router" and "_moe_mps_gate" in module.__dict__:
             rewrites = ["moe_gate, called by the layer"]
         report.add(name, module, kind, "; ".join(rewrites) or None, reason)
     report.rows.sort(key=_model_order(model))
+    _warn_of_experts_left_alone(report)
     return report
 
 
@@ -71,6 +78,17 @@ def restore(model: nn.Module) -> nn.Module:
         if _PREVIOUS in module.__dict__:
             module.config._experts_implementation = module.__dict__.pop(_PREVIOUS)
     return model
+
+
+def _looks_like_experts(module: nn.Module) -> bool:
+    """A stack of experts by its class name, which a future version may give an interface of its own."""
+    return type(module).__name__.endswith("Experts") and any(p.dim() == 3 for p in module.parameters(False))
+
+
+def _warn_of_experts_left_alone(report: Report) -> None:
+    reasons = {(row.cls, row.reason) for row in report.left_alone if row.kind == "experts"}
+    for cls, reason in sorted(reasons):
+        warnings.warn(f"torch_moe_mps: {cls} is left alone: {reason}", stacklevel=3)
 
 
 def _mark_quantized(model: nn.Module, quantization: object) -> None:
@@ -117,7 +135,7 @@ def _routers(block: nn.Module, experts: str):
 
 
 def _owners(model: nn.Module, path: str):
-    """The path of a block and those above it up to the layer: the last in front of a list of layers or a model."""
+    """The paths of a block and of what is above it, up to the layer: the last below a list or a model."""
     while True:
         yield path
         above = path.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""The experts implementation "moe_mps" of transformers: every class with its experts interface, dense or quantised."""
+"""The experts implementation "moe_mps": every class with the experts interface of transformers."""
 
 from typing import NamedTuple
 
@@ -169,7 +169,8 @@ def experts_forward(
 ) -> Tensor:
     """The forward that transformers calls for experts_implementation="moe_mps".
 
-    `shared_gate` (a logit) and `shared_out` come from blocks that `accelerate` rewrote: g * shared_out is added.
+    `shared_gate` (a logit) and `shared_out` come from blocks that `accelerate` rewrote: g * shared_out is
+    added.
     """
     shared = {"shared_gate": shared_gate, "shared_out": shared_out, "gate_is_logit": shared_gate is not None}
     if getattr(self, "quantization", None) is not None:
@@ -187,15 +188,16 @@ def experts_forward(
         hidden = ops.expert_mm(hidden, self.down_proj, top_k_index, down_bias, self.is_transposed)
         return _own_combine(self, hidden, top_k_weights, shared)
     return ops.moe_experts(
-        hidden_states, first, self.down_proj, top_k_index, top_k_weights, gate_up_bias=bias, down_bias=down_bias,
-        transposed=self.is_transposed, **_arguments(activation), **shared,
+        hidden_states, first, self.down_proj, top_k_index, top_k_weights,
+        gate_up_bias=bias, down_bias=down_bias, transposed=self.is_transposed,
+        **_arguments(activation), **shared,
     )  # fmt: skip
 
 
 def _quantized_forward(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, shared: dict) -> Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
         raise NotImplementedError(
-            f"moe_mps: {type(self).__name__} has quantised experts, which have no gradients; run it under torch.no_grad()"
+            f"moe_mps: {type(self).__name__} has quantised experts, without gradients; use torch.no_grad()"
         )
     form = self.quantization
     first, second = (_packed(self, name) for name in projection_names(self))
@@ -222,7 +224,7 @@ def _packed(self: nn.Module, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _fits(x: Tensor, weight: Tensor, ids: Tensor) -> bool:
-    """What the operators take; anything else goes to the model's own code, which may take it or say what is wrong."""
+    """Whether the operators take it; the model's own code gets the rest, or says what is wrong."""
     return (
         x.dim() == 2 and x.dtype == weight.dtype and x.device == weight.device and ids.shape[-1] <= MAX_TOP_K
     )

@@ -1,9 +1,9 @@
 """Formulas of a straight-line program in a canonical form.
 
-A value is read as a tree of operations whatever way it is written: functions and methods of torch have one name each,
-arguments one order, in-place and out-of-place are the same, submodules and helper methods are looked into. Casts and
-changes of shape are transparent: the operators compute in float32 and on rows, so that such a difference is one of
-rounding only.
+A value is read as a tree of operations whatever way it is written: functions and methods of torch have one
+name each, arguments one order, in-place and out-of-place are the same, submodules and helper methods are
+looked into. Casts and changes of shape are transparent: the operators compute in float32 and on rows, so that
+such a difference is one of rounding only.
 """
 
 import ast
@@ -117,7 +117,7 @@ class _Owner(ast.NodeTransformer):
 
 
 class Reader:
-    """Reads the expressions of a program as nodes. `prefix` is the module's path, `arguments` its arguments' nodes."""
+    """Reads a program's expressions as nodes; `prefix` is the module's path, `arguments` its arguments."""
 
     def __init__(self, program: Program, prefix: str = "self", arguments: dict[str, Node] | None = None):
         self.program = program
@@ -136,7 +136,7 @@ class Reader:
         return Node(op, args, self.source(value), self)
 
     def source(self, value: ast.expr) -> ast.expr | None:
-        """The expression in terms of the outermost program; what a submodule computes from its arguments has none."""
+        """The expression in terms of the outermost program; what comes from an argument has none."""
         if self.prefix == "self":
             return value
         if {node.id for node in ast.walk(value) if isinstance(node, ast.Name)} - {"self"}:
@@ -235,7 +235,7 @@ class Reader:
         return self.opaque(value)
 
     def resolve(self, function: ast.expr) -> object:
-        """The object that an expression of names and attributes stands for, if it depends on the module alone."""
+        """The object that names and attributes stand for, if it depends on the module alone."""
         root = function
         while isinstance(root, ast.Attribute):
             root = root.value
@@ -360,7 +360,7 @@ _EFFECTLESS = {*_PARAMETERS, *_CASTS, *_SHAPES, "iadd", "isub", "imul", "itruedi
 
 
 def is_pure(value: ast.expr, module: nn.Module) -> bool:
-    """Whether an expression in a forward of `module` has no effect, so that it can be dropped where nothing reads it."""
+    """Whether an expression in a forward of `module` has no effect, so that it can be dropped if not read."""
     for call in (node for node in ast.walk(value) if isinstance(node, ast.Call)):
         path = ast.unparse(call.func)
         if path.startswith("self."):

@@ -1,7 +1,7 @@
 """Whole gates: a router that norms, multiplies and selects (Gemma 4), as one moe_gate.
 
-Such a router also returns probabilities over all experts. Where the layer discards them, the layer calls `gate` instead
-of the router; called by anyone else, the router is as it was.
+Such a router also returns probabilities over all experts. Where the layer discards them, the layer calls
+`gate` instead of the router; called by anyone else, the router is as it was.
 """
 
 import ast
@@ -25,7 +25,7 @@ _HIDDEN = "X * rsqrt(mean(square(X)) + EPS) * SCALE * ROOT"
 
 @dataclass(frozen=True)
 class GateFormula:
-    """softmax top-k of linear(rms(x) * scale * root), renormalised, times per_expert_scale: paths of attributes."""
+    """Attributes of: softmax top-k of linear(rms(x) * scale * root), renormalised, * per_expert_scale."""
 
     linear: str
     scale: str

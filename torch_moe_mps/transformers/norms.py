@@ -20,7 +20,7 @@ _FORMULAS = {f"(W + 1.0) * ({_RMS})": 1.0, f"W * ({_RMS})": 0.0}
 
 @dataclass(frozen=True)
 class NormFormula:
-    """rms(x) * (weight + offset); `keeps_dtype` where the result has the dtype of x even if the weight has another."""
+    """rms(x) * (weight + offset); `keeps_dtype`: the result has the dtype of x, whatever the weight has."""
 
     weight: str
     eps: str
@@ -121,10 +121,9 @@ def _mark(program: Program, norm: str, formula: NormFormula, note: str) -> None:
 
 
 def _sum(program: Program, statement: ast.stmt) -> tuple[ast.expr, ast.expr] | None:
-    if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.BinOp):
-        if isinstance(statement.value.op, ast.Add):
-            return statement.value.left, statement.value.right
-    return None
+    value = statement.value if isinstance(statement, ast.Assign) else None
+    is_sum = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)
+    return (value.left, value.right) if is_sum else None
 
 
 def _fuse_norm_add(program: Program, statement: ast.stmt, formulas: dict[str, NormFormula]) -> None:
@@ -156,7 +155,7 @@ def _fuse_norm_add(program: Program, statement: ast.stmt, formulas: dict[str, No
 
 
 def _scaled_by_attribute(program: Program, total: str) -> tuple[ast.Assign, ast.expr] | None:
-    """The statement `total *= self.scalar` for a tensor of 1 or H elements, where nothing else reads the sum."""
+    """The statement `total *= self.scalar` with a tensor of one element, where nothing else reads the sum."""
     if program.uses(total) != 1:
         return None
     for statement in program.inplace:

@@ -1,8 +1,8 @@
 """A module's forward as a straight-line program that can be read, matched and rewritten.
 
-Every value has a name of its own (static single assignment), so that a name stands for one definition. `compile`
-turns the program into a function again: a rewrite replaces the values it knows and leaves every other line of the
-model's code alone.
+Every value has a name of its own (static single assignment), so that a name stands for one definition.
+`compile` turns the program into a function again: a rewrite replaces the values it knows and leaves every
+other line of the model's code alone.
 """
 
 import ast
@@ -28,7 +28,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 class Program:
-    """Statements in order; `definitions` maps each name that a statement defines to the value it stands for."""
+    """Statements in order; `definitions` maps the names that they define to the values."""
 
     def __init__(self, module: nn.Module, function: types.FunctionType, arguments: ast.arguments):
         self.module = module
@@ -89,14 +89,14 @@ class Program:
         return name
 
     def mutates_between(self, first: ast.stmt, last: ast.stmt) -> bool:
-        """Whether a value is changed in place between two statements, so that a computation may not move there."""
+        """Whether something is changed in place between two statements: nothing may move there then."""
         between = self.statements[self.statements.index(first) : self.statements.index(last)]
         return any(statement in self.inplace for statement in between)
 
     def compile(
         self, helpers: types.ModuleType, is_pure: Callable[[ast.expr, nn.Module], bool]
     ) -> types.FunctionType:
-        """The function that runs the program, with the globals of the original and `helpers` as `_moe_mps`."""
+        """The function that runs the program, with the original globals and `helpers` as `_moe_mps`."""
         self._drop_unused(is_pure)
         self._reuse_names()
         body = [*self.statements, ast.Return(self.result)]
@@ -120,7 +120,7 @@ class Program:
         self.statements = kept[::-1]
 
     def _reuse_names(self) -> None:
-        """Versions of a variable share its name again where their lives do not overlap, which frees tensors early."""
+        """Versions of a variable share its name where their lives do not overlap: tensors are freed early."""
         first, last = self._lives()
         free = {name for name in last if name not in self.stems}  # globals, which a variable must not hide
         holders: dict[str, str] = {name: name for name in self.arguments_names()}

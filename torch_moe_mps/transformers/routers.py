@@ -1,7 +1,7 @@
-"""Routers: the formulas that `moe_router` computes, as one table, and their replacement in a router's program.
+"""Routers: the formulas that `moe_router` computes, as one table, and their place in a router's program.
 
-A router keeps its interface: the logits are computed by its own code, the selection by the operator, and the results
-are cast to what the model's code would give (weights in its dtype, ids as int64).
+A router keeps its interface: the logits are computed by its own code, the selection by the operator, and the
+results are cast to what the model's code would give (weights in its dtype, ids as int64).
 """
 
 import ast

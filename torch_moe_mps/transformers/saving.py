@@ -1,4 +1,4 @@
-"""Quantised experts in transformers' checkpoints: quant_method "moe_mps", and MXFP4 blocks as gpt-oss stores them.
+"""Quantised experts in checkpoints: quant_method "moe_mps", and MXFP4 blocks as gpt-oss stores them.
 
 Imported when transformers' quantizers are, through the package's import hook.
 """

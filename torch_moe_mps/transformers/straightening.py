@@ -1,8 +1,8 @@
 """From a method to a straight-line program.
 
-The source is parsed, branches that the module's own attributes decide (`if self.norm_topk_prob`) are resolved, and
-every value gets a name. What is not understood stays as it is, as an opaque statement; what cannot be kept raises
-`Unsupported`.
+The source is parsed, branches that the module's own attributes decide (`if self.norm_topk_prob`) are
+resolved, and every value gets a name. What is not understood stays as it is, as an opaque statement; what
+cannot be kept raises `Unsupported`.
 """
 
 import ast
@@ -35,8 +35,8 @@ _VIEWS = {
     "to",
     "float",
 }
-_UNSUPPORTED = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.NamedExpr, ast.Await,
-                ast.Yield, ast.YieldFrom)  # fmt: skip
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_UNSUPPORTED = (*_COMPREHENSIONS, ast.Lambda, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -71,7 +71,7 @@ def straighten(module: nn.Module, function: types.FunctionType | None = None) ->
 
 
 class _Rename(RenameVariables):
-    """Names as the program calls them; `self.training` is False, as the program only runs in evaluation mode."""
+    """Names as the program calls them; `self.training` is False: the program only runs in evaluation mode."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         if node.attr == "training" and isinstance(node.value, ast.Name) and node.value.id == "self":
@@ -177,17 +177,20 @@ class _Builder:
         if isinstance(node.value, ast.Constant):
             return
         value = self.expression(node.value)
-        if (
-            isinstance(value, ast.Call)
-            and isinstance(value.func, ast.Attribute)
-            and value.func.attr.endswith("_")
-        ):
-            if isinstance(node.value.func.value, ast.Name) and node.value.func.value.id in self.names:
-                variable = node.value.func.value.id
-                self.require_unshared(variable)
-                self.program.inplace.append(self.define(variable, value))
-                return
-        self.program.statements.append(ast.Expr(value))
+        variable = self.changed_in_place(node.value)
+        if variable is None:
+            self.program.statements.append(ast.Expr(value))
+        else:
+            self.require_unshared(variable)
+            self.program.inplace.append(self.define(variable, value))
+
+    def changed_in_place(self, call: ast.expr) -> str | None:
+        """x of a statement x.method_(...)."""
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+            return None
+        owner = call.func.value
+        is_variable = isinstance(owner, ast.Name) and owner.id in self.names
+        return owner.id if is_variable and call.func.attr.endswith("_") else None
 
     def require_unshared(self, variable: str) -> None:
         """An in-place change must not be seen through another variable, whose definition would be stale."""
@@ -220,7 +223,7 @@ class _Builder:
             name = value.id
 
     def on_with(self, node: ast.With) -> None:
-        """Autocast regions that switch autocast off are transparent: the program never runs under autocast."""
+        """Regions that switch autocast off are transparent: the program never runs under autocast."""
         call = node.items[0].context_expr
         named = isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] in (
             "maybe_autocast",
@@ -253,13 +256,11 @@ class _Builder:
 
     def evaluate_conjunction(self, test: ast.expr) -> bool | None:
         """`False and x` is False whatever x is."""
-        if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
-            if any(self.evaluate(value) is False for value in test.values):
-                return False
-        return None
+        is_and = isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And)
+        return False if is_and and any(self.evaluate(value) is False for value in test.values) else None
 
     def opaque(self, node: ast.stmt) -> None:
-        """A statement kept as it is. The variables it assigns get a name that holds before, in and after it."""
+        """A statement kept as it is. The variables it assigns get one name before, in and after it."""
         if any(
             isinstance(child, (ast.Return, ast.FunctionDef, ast.ClassDef, *_UNSUPPORTED))
             for child in ast.walk(node)
