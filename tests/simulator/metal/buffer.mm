@@ -3,6 +3,7 @@
 #import <Metal/Metal.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -30,8 +31,9 @@ size_t round_up(size_t bytes) {
 }
 
 void fill(char* data, size_t bytes, uint16_t pattern) {
-  for (size_t i = 0; i + 1 < bytes; i += 2) memcpy(data + i, &pattern, 2);
-  if (bytes % 2) data[bytes - 1] = static_cast<char>(pattern & 0xff);
+  memcpy(data, &pattern, std::min(bytes, sizeof(pattern)));
+  for (size_t done = sizeof(pattern); done < bytes; done *= 2)
+    memcpy(data + done, data, std::min(done, bytes - done));
 }
 
 struct Registry {
