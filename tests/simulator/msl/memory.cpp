@@ -201,7 +201,7 @@ void Memory::begin(const msl_dispatch& d, const void* code) {
   groups_begun = 0;
   group_epochs.clear();
   epoch = 1;
-  threadgroup_accesses = atomics = 0;
+  threadgroup_accesses = atomics = spins = 0;
 }
 
 void Memory::begin_threadgroup() {
