@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import expecttest
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from torch_moe_mps import quantization
 from torch_moe_mps.quantization import (
     QuantizationFormat,
+    QuantizationReport,
+    QuantizedProjection,
     QuantizedWeight,
     dequantize,
     empty_quantized_module,
@@ -279,7 +282,29 @@ def test_models(architecture, format):
         torch.testing.assert_close(quantized(tokens).logits, twin(tokens).logits, rtol=1e-4, atol=1e-5)
         generated = quantized.generate(tokens, max_new_tokens=8, do_sample=False)
     assert torch.equal(generated, twin.generate(tokens, max_new_tokens=8, do_sample=False))
-    assert "relative error" in str(report) and all(name in str(report) for name in names)
+
+
+class TestReport(expecttest.TestCase):
+    def test_table(self):
+        """Equal layers share a line."""
+        entries = [QuantizedProjection("gate_up_proj", 0.1, 3 << 20, 1 << 20)]
+        entries += [QuantizedProjection("down_proj", 0.09, 2 << 20, 1 << 19)]
+        other = [entries[0]._replace(error=0.2), entries[1]]
+        report = QuantizationReport(
+            QuantizationFormat(4, 32),
+            {"layers.0.experts": entries, "layers.11.experts": other},
+            {f"layers.{i}.experts": "already mxfp4" for i in (3, 4)},
+        )
+        assert (report.dense_bytes, report.quantized_bytes) == (10 << 20, 3 << 20)
+        self.assertExpectedInline(
+            str(report),
+            """\
+parameter                      n  mean error  largest    before    after
+layers.*.experts.gate_up_proj  2      0.1500   0.2000   6.0 MiB  2.0 MiB
+layers.*.experts.down_proj     2      0.0900   0.0900   4.0 MiB  1.0 MiB
+all, int4 group 32             4      0.1200   0.2000  10.0 MiB  3.0 MiB
+layers.*.experts (2): left as it is, already mxfp4""",
+        )
 
 
 def test_a_second_time_leaves_them_alone():

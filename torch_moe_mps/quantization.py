@@ -12,6 +12,8 @@ Both are written bit for bit as mlx.core.quantize writes them on a CPU: groups o
 last dimension, 32 / bits values per uint32, the first value in the lowest bits.
 """
 
+import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -346,11 +348,16 @@ class QuantizationReport:
         return sum(entry.quantized_bytes for entries in self.modules.values() for entry in entries)
 
     def __str__(self) -> str:
-        rows = [("parameter", "relative error", "before", "after")]
+        """Equal layers are on one line, with the mean and the largest of their errors."""
+        groups: dict[str, list[QuantizedProjection]] = {}
         for name, entries in self.modules.items():
-            for projection, error, before, after in entries:
-                rows.append((f"{name}.{projection}", f"{error:.4f}", _mib(before), _mib(after)))
-        rows.append((f"all, {self.format}", "", _mib(self.dense_bytes), _mib(self.quantized_bytes)))
+            for entry in entries:
+                groups.setdefault(_any_layer(f"{name}.{entry.projection}"), []).append(entry)
+        rows = [("parameter", "n", "mean error", "largest", "before", "after")]
+        rows += [(name, str(len(entries)), *_summary(entries)) for name, entries in groups.items()]
+        everything = [entry for entries in groups.values() for entry in entries]
+        if everything:
+            rows.append((f"all, {self.format}", str(len(everything)), *_summary(everything)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(
@@ -358,7 +365,21 @@ class QuantizationReport:
             )
             for row in rows
         ]
-        return "\n".join(lines + [f"{name} is left as it is: {why}" for name, why in self.skipped.items()])
+        reasons = Counter((_any_layer(name), why) for name, why in self.skipped.items())
+        return "\n".join(
+            lines + [f"{name} ({n}): left as it is, {why}" for (name, why), n in reasons.items()]
+        )
+
+
+def _any_layer(name: str) -> str:
+    """Numbers in the name of a module replaced by *."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _summary(entries: list[QuantizedProjection]) -> tuple[str, str, str, str]:
+    errors = [entry.error for entry in entries]
+    sizes = (sum(e.dense_bytes for e in entries), sum(e.quantized_bytes for e in entries))
+    return (f"{sum(errors) / len(errors):.4f}", f"{max(errors):.4f}", *map(_mib, sizes))
 
 
 def _mib(count: int) -> str:
