@@ -307,6 +307,21 @@ layers.*.experts (2): left as it is, already mxfp4""",
         )
 
 
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+def test_models_on_a_device(device, architecture, monkeypatch):
+    """The same bits as on the CPU, and the allocator's cache is given back after every layer."""
+    released = []
+    monkeypatch.setattr(torch.mps, "empty_cache", lambda: released.append(None))
+    model = small(architecture)
+    expected = copy.deepcopy(model)
+    quantize_experts(expected, 4, 32, progress=False)
+    report = quantize_experts(model.to(device), 4, 32, progress=False)
+    assert len(released) == (len(report.modules) if device == "mps" else 0)
+    state = expected.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert tensor.device.type == device and torch.equal(bits_of(tensor.cpu()), bits_of(state[name]))
+
+
 def test_a_second_time_leaves_them_alone():
     model = small("qwen3_moe")
     quantize_experts(model, 4, 32, progress=False)

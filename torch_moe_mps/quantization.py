@@ -386,6 +386,12 @@ def _mib(count: int) -> str:
     return f"{count / 2**20:.1f} MiB"
 
 
+def _release_cache(module: nn.Module) -> None:
+    """Give freed weights back to the system: PyTorch's MPS allocator keeps them for buffers of that size."""
+    if any(parameter.device.type == "mps" for parameter in module.parameters()):
+        torch.mps.empty_cache()
+
+
 def _with_progress(items: Collection, enabled: bool) -> Iterable:
     """A progress bar where tqdm is installed, as it is with transformers."""
     if not enabled:
@@ -441,5 +447,6 @@ def quantize_experts(
             dense[name] = module
     for name in _with_progress(dense, progress):
         report.modules[name] = quantize_module(dense[name], format)
+        _release_cache(dense[name])
         dense[name].config._experts_implementation = NAME
     return report
