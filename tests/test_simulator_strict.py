@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from simulator import strict
+from simulator import strict, vocabulary
 
 SHADERS = sorted((Path(__file__).parents[1] / "torch_moe_mps" / "shaders").glob("*.metal"))
 HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
@@ -31,14 +31,21 @@ template <typename T> struct Row {
   T at(uint i) const { return v[i]; }
   void put(device T* out) const { for (uint i = 0; i < kWidth; i++) out[i] = at(i); }
 };
-template <typename T> Row<T> load(const device T* x) { Row<T> r; for (uint i = 0; i < kWidth; i++) r.v[i] = x[i]; return r; }
-float sum(threadgroup const float* local, constant Params& params) { return local[0] + params.eps + table[params.rows % 4]; }
+template <typename T> Row<T> load(const device T* x) {
+  Row<T> r;
+  for (uint i = 0; i < kWidth; i++) r.v[i] = x[i];
+  return r;
+}
+float sum(threadgroup const float* local, constant Params& params) {
+  return local[0] + params.eps + table[params.rows % 4];
+}
 inline float twice(float x) { return 2 * x; }
 inline half twice(half x) { return half(twice(float(x))); }
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(64)]] void good(
     const device T* x [[buffer(0)]], device T* out [[buffer(1)]], constant Params& arguments [[buffer(2)]],
-    const device float* extra [[buffer(3), function_constant(flag)]], threadgroup float* dynamic [[threadgroup(0)]],
+    const device float* extra [[buffer(3), function_constant(flag)]],
+    threadgroup float* dynamic [[threadgroup(0)]],
     uint2 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]]) {
   threadgroup float shared[2][32], total;
   threadgroup atomic_uint counter;
@@ -59,7 +66,8 @@ template <typename T>
   float highest = max(float(row.v[2]), metal::precise::exp(elements[0]));
   if constexpr (is_same_v<T, half>) highest = clamp(highest, 0.0f, 1.0f);
   const device packed_float3* packed = reinterpret_cast<const device packed_float3*>(x);
-  out[group.x] = static_cast<T>(highest + (flag ? extra[0] : 0.0f) + float3(packed[0]).y + as_type<float>(uint(params.rows)));
+  highest += (flag ? extra[0] : 0.0f) + float3(packed[0]).y + as_type<float>(uint(params.rows));
+  out[group.x] = static_cast<T>(highest);
 }
 #define INSTANCE(name, type) template [[host_name("good_" #name)]] [[kernel]] decltype(good<type>) good<type>;
 INSTANCE(f32, float)
@@ -85,30 +93,35 @@ def test_good_shader_passes():
          "cannot initialize a variable of type 'device float *' with an lvalue of type 'threadgroup"),
         ("float f(threadgroup float* p) { device float* q = p; return *q; }\n", "'device float *"),
         ("float f(device float* p) { thread float* q = p; return *q; }\n", "lvalue of type 'device float *"),
-        ("float f(constant float* p) { device const float* q = p; return *q; }\n", "lvalue of type 'const constant float *"),
+        ("float f(constant float* p) { device const float* q = p; return *q; }\n",
+         "lvalue of type 'const constant float *"),
         ("void f(device const float* p) { device float* q = p; }\n", "cannot initialize a variable"),
         ("struct S { float v; float get() const { return v; } };\nfloat f(device S& s) { return s.get(); }\n",
          "a member function of 'thread' is called on a device object"),
         ("int limit = 3;\n", "program-scope variable must reside in constant address space"),
         ("float f(float x) { static int k; k++; return x + k; }\n", "static local variable"),
-        ("float f(float x) { auto g = [](float y) { return y; }; return g(x); }\n", "lambda expressions are not in Metal 3.1"),
+        ("float f(float x) { auto g = [](float y) { return y; }; return g(x); }\n",
+         "lambda expressions are not in Metal 3.1"),
         ("float f(float x) { return x > 0 ? f(x - 1) : x; }\n", "recursion: f calls itself"),
         ("template <class T> T g(T x);\nfloat f(float x) { return g(x); }\n"
          "template <class T> T g(T x) { return x > 0 ? f(x - 1) : x; }\n", "recursion"),
         ("float f(float x) { double y = x; return y; }\n", "'double': double does not exist in Metal"),
         ("float f(float x) { if (x > 0) goto end; x = 1; end: return x; }\n", "'goto': goto is not allowed"),
-        ("struct S { virtual float f() { return 1; } };\n", "'virtual': virtual functions do not exist in Metal"),
+        ("struct S { virtual float f() { return 1; } };\n",
+         "'virtual': virtual functions do not exist in Metal"),
         ("float f(float x) { return std::max(x, 1.0f); }\n", "'std': the standard library is not available"),
         ("float f(float x) { throw 1; }\n", "'throw': exceptions do not exist"),
         ("float apply(float (*f)(float)) { return f(1); }\n", "pointers to functions are not allowed"),
-        ("struct P { int a, b; };\nint f(thread P& p) { auto [a, b] = p; return a + b; }\n", "decomposition declarations"),
+        ("struct P { int a, b; };\nint f(thread P& p) { auto [a, b] = p; return a + b; }\n",
+         "decomposition declarations"),
         ("template <class... T> int f(T... t) { return (t + ...); }\n", "fold expression"),
         ("int f(int x) { if (int y = x; y > 0) return y; return 0; }\n", "if initialization statements"),
-        ("bfloat f(float x) { return x; }\n", "implicit conversion loses floating-point precision: 'float' to 'bfloat'"),
+        ("bfloat f(float x) { return x; }\n",
+         "implicit conversion loses floating-point precision: 'float' to 'bfloat'"),
         ("bfloat f(bfloat x) { return exp(x); }\n", "to 'bfloat'"),
         ("bfloat f(half x) { bfloat y = x; return y; }\n", "bfloat"),
         ("long f(long x) { return simd_sum(x); }\n", "no matching function for call to 'simd_sum'"),
-        ("[[warp_size(32)]] " + KERNEL.format("x[i] = 1;"), "the attribute 'warp_size' occurs in no Metal source"),
+        ("[[warp_size(32)]] " + KERNEL.format("x[i] = 1;"), "the attribute 'warp_size' occurs in no Metal"),
         (KERNEL.format("x[i] = erf(x[i]);"), "use of undeclared identifier 'erf'"),
     ],
 )  # fmt: skip
@@ -117,9 +130,9 @@ def test_refused(source, message):
 
 
 def test_vocabulary_refuses_what_no_accepted_source_has(monkeypatch):
-    known = strict.library_words() | {"simd_sum_of_squares"}
-    monkeypatch.setattr(strict, "library_words", lambda: known)
-    found = strict.check_vocabulary("float f(float x) {\n return simd_sum_of_squares(x); }\n")
+    known = vocabulary.library_words() | {"simd_sum_of_squares"}
+    monkeypatch.setattr(vocabulary, "library_words", lambda: known)
+    found = vocabulary.check_vocabulary("float f(float x) {\n return simd_sum_of_squares(x); }\n")
     assert found == [
         "program_source:2: error: 'simd_sum_of_squares' occurs in no Metal source known to compile"
     ]
@@ -133,11 +146,11 @@ def test_the_accepted_sources_are_there():
         "host_name",
         "c10",
         "threadgroup_prod",
-    } <= strict.accepted_words()
+    } <= vocabulary.accepted_words()
 
 
 def test_metal_stdlib_declares_nothing_that_metal_has_not():
-    words = strict.library_words()
+    words = vocabulary.library_words()
     assert {
         "exp",
         "simd_sum",
@@ -147,7 +160,7 @@ def test_metal_stdlib_declares_nothing_that_metal_has_not():
         "thread_elements",
         "atomic_uint",
     } <= words
-    assert [w for w in sorted(words) if not strict.is_known(w)] == []
+    assert [w for w in sorted(words) if not vocabulary.is_known(w)] == []
 
 
 def test_command_line(tmp_path, capsys):

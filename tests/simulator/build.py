@@ -45,7 +45,16 @@ METAL_HEADERS = [
 ]
 # A literal without suffix is a float: Metal has no double.
 LITERALS = ["-Xclang", "-cl-single-precision-constant"]
-LANGUAGE = ["-x", "c++", "-std=c++17", "-fdeclspec", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing", *LITERALS]
+LANGUAGE = [
+    "-x",
+    "c++",
+    "-std=c++17",
+    "-fdeclspec",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fno-strict-aliasing",
+    *LITERALS,
+]
 # Halves and bfloats are rounded after every operation and nothing is contracted: results are reproducible.
 ARITHMETIC = [
     "-march=x86-64-v3",
@@ -222,15 +231,15 @@ def compile_shader(
 ) -> Path:
     """A shared object that exports `msl_kernels` (executor.h), from MSL source.
 
-    `constants` sets function constants by number (or name). `include` lists folders for local includes, unless
-    they are flattened already. Raises ShaderError with the compiler's message.
+    `constants` sets function constants by number (or name). `include` lists folders for local includes,
+    unless they are flattened already. Raises ShaderError with the compiler's message.
     """
     text = preprocess(source, include, name)
     return compile_preprocessed(text, constants or {})
 
 
 def compile_preprocessed(text: str, constants: dict) -> Path:
-    """The table of the shader's kernels. A kernel is compiled when it first runs: a file has many, a test few."""
+    """The table of the shader's kernels. A kernel is compiled when it first runs."""
     folder, pch = prepared_headers()
     executor = executor_library()
     code = translate(text, constants).code

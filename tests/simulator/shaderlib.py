@@ -160,10 +160,10 @@ class ShaderLibrary:
     ) -> dict:
         """Runs kernel `name` on `grid` threadgroups of `threads` threads.
 
-        `buffers` maps buffer indices to numpy arrays, tensors, bytes or numpy scalars; arrays and tensors bound
-        to writable arguments hold the results afterwards. `threadgroup_bytes` is a list (or dict by index) of
-        the lengths of threadgroup arguments. `total_threads` cuts the edge threadgroups as dispatchThreads does.
-        `seed` overrides set_schedule. Raises SimulatorError on the first finding.
+        `buffers` maps buffer indices to numpy arrays, tensors, bytes or numpy scalars; arrays and tensors
+        bound to writable arguments hold the results afterwards. `threadgroup_bytes` is a list (or dict by
+        index) of the lengths of threadgroup arguments. `total_threads` cuts the edge threadgroups as
+        dispatchThreads does. `seed` overrides set_schedule. Raises SimulatorError on the first finding.
         """
         if name not in self._kernels:
             raise KeyError(f"no kernel named {name}; there are {', '.join(self._kernels)}")

@@ -1,24 +1,18 @@
 """Metal Shading Language to C++: what a C++ compiler cannot be told by a header is rewritten in the text.
 
 Input is preprocessed source (macros expanded, line markers kept). Attributes are read and dropped, address
-spaces are erased, threadgroup variables become references into the threadgroup's memory, function constants get
-their values, and a table of kernels is appended. Line breaks stay where they are, so that messages name the
-source's own lines.
+spaces are erased, threadgroup variables become references into the threadgroup's memory, function constants
+get their values, and a table of kernels is appended. Line breaks stay where they are, so that messages name
+the source's own lines.
 """
 
-import re
 from dataclasses import dataclass, field
 
 from .errors import ShaderError
+from .tokens import OPENING, Attribute, Tokens, is_identifier, is_space, string_value
 
-TOKEN = re.compile(
-    r'^[ \t]*#[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\''
-    r"|[A-Za-z_]\w*|\.?\d(?:[eEpP][+-]|[\w.'])*|\n|[ \t]+|::|->|[^\w\s]",
-    re.MULTILINE,
-)
 ERASED = {"device", "threadgroup", "thread"}
 ADDRESS_SPACES = ERASED | {"constant"}
-OPENING = {"(": ")", "[": "]", "{": "}"}
 POSITION_ATTRIBUTES = {
     "thread_position_in_threadgroup",
     "thread_position_in_grid",
@@ -52,30 +46,15 @@ class Kernel:
 
 
 @dataclass
-class Attribute:
-    name: str
-    argument: str  # text within the parentheses, "" without
-
-
-@dataclass
 class Shader:
     code: str
     kernels: list[str] = field(default_factory=list)
 
 
-def is_space(token: str) -> bool:
-    return token.isspace() or token.lstrip().startswith("#")
-
-
-def is_identifier(token: str) -> bool:
-    return token[0].isalpha() or token[0] == "_"
-
-
-class Translator:
+class Translator(Tokens):
     def __init__(self, source: str, constants: dict):
-        self.tokens = TOKEN.findall(source)
+        super().__init__(source)
         self.constants = constants
-        self.attributes: dict[int, list[Attribute]] = {}  # position of the "[" that opened them
         self.kernels: dict[str, Kernel] = {}
         self.instances: list[tuple[str, str, str | None]] = []  # kernel, template-id, host name
         self.defined: dict[str, bool] = {}  # function constants
@@ -91,110 +70,6 @@ class Translator:
         self.erase_address_spaces()
         self.drop_repeated_overloads()
         return self.with_table()
-
-    # Moving over tokens ---------------------------------------------------------------------------
-
-    def next(self, at: int) -> int:
-        """The position of the first token after `at` that is no space; len(tokens) at the end."""
-        at += 1
-        while at < len(self.tokens) and (not self.tokens[at] or is_space(self.tokens[at])):
-            at += 1
-        return at
-
-    def previous(self, at: int) -> int:
-        at -= 1
-        while at >= 0 and (not self.tokens[at] or is_space(self.tokens[at])):
-            at -= 1
-        return at
-
-    def at(self, position: int) -> str:
-        return self.tokens[position] if 0 <= position < len(self.tokens) else ""
-
-    def closing(self, at: int) -> int:
-        """The bracket that closes the one at `at`."""
-        depth = 0
-        for i in range(at, len(self.tokens)):
-            if self.tokens[i] in OPENING:
-                depth += 1
-            elif self.tokens[i] in OPENING.values():
-                depth -= 1
-                if depth == 0:
-                    return i
-        raise ShaderError(f"{self.line(at)}: error: '{self.tokens[at]}' is not closed")
-
-    def closing_angle(self, at: int) -> int:
-        """The `>` that closes the template list at `at`; brackets within it are skipped."""
-        depth = 0
-        i = at
-        while i < len(self.tokens):
-            token = self.tokens[i]
-            if token == "<":
-                depth += 1
-            elif token == ">":
-                depth -= 1
-                if depth == 0:
-                    return i
-            elif token in OPENING:
-                i = self.closing(i)
-            i += 1
-        raise ShaderError(f"{self.line(at)}: error: '<' is not closed")
-
-    def line(self, at: int) -> str:
-        """ "file:line" of a position, from the line markers before it."""
-        name, number = "program_source", 1
-        for token in self.tokens[:at]:
-            if token.lstrip().startswith("#"):
-                if marker := re.match(r'\s*#\s*(?:line\s+)?(\d+)(?:\s+"([^"]*)")?', token):
-                    name, number = marker[2] or name, int(marker[1]) - 1
-            elif token == "\n":
-                number += 1
-        return f"{name}:{number}"
-
-    def text(self, start: int, end: int) -> str:
-        return "".join(self.tokens[start:end])
-
-    def erase(self, start: int, end: int) -> None:
-        """Blanks [start, end) but for line breaks and line markers."""
-        for i in range(start, end):
-            if not is_space(self.tokens[i]) or not self.tokens[i].strip():
-                self.tokens[i] = self.tokens[i] if "\n" in self.tokens[i] else " "
-
-    # Attributes -----------------------------------------------------------------------------------
-
-    def take_attributes(self) -> None:
-        i = 0
-        while i < len(self.tokens):
-            if (
-                self.tokens[i] == "["
-                and self.at(i + 1) == "["
-                and is_identifier(self.at(self.next(i + 1)) or " ")
-            ):
-                end = self.closing(i)
-                self.attributes[i] = self.parse_attributes(self.next(i + 1), self.previous(end))
-                self.erase(i, end + 1)
-                i = end
-            i += 1
-
-    def parse_attributes(self, start: int, end: int) -> list[Attribute]:
-        found = []
-        i = start
-        while i < end:
-            name = self.tokens[i]
-            i = self.next(i)
-            argument = ""
-            if self.at(i) == "(" and i < end:
-                close = self.closing(i)
-                argument = self.text(i + 1, close).strip()
-                i = self.next(close)
-            found.append(Attribute(name, argument))
-            while i < end and self.at(i) in {",", ":"}:
-                i = self.next(i)
-        return found
-
-    def attributes_in(self, start: int, end: int) -> list[Attribute]:
-        return [
-            a for position, list_ in sorted(self.attributes.items()) if start <= position < end for a in list_
-        ]
 
     # Function constants ---------------------------------------------------------------------------
 
@@ -289,25 +164,8 @@ class Translator:
                 kernel.host_name = string_value(attribute.argument)
         self.kernels[name] = kernel
 
-    def split(self, start: int, end: int, separator: str = ",") -> list[tuple[int, int]]:
-        """[start, end) cut at separators that lie in no bracket and no template list."""
-        parts, low, i = [], start, start
-        while i < end:
-            token = self.tokens[i]
-            if token in OPENING:
-                i = self.closing(i)
-            elif token == "<":
-                i = self.closing_angle(i)
-            elif token == separator:
-                parts.append((low, i))
-                low = i + 1
-            i += 1
-        if low < end and self.text(low, end).strip():
-            parts.append((low, end))
-        return parts
-
     def parameters(self, start: int, end: int) -> tuple[list[str], list[str]]:
-        """How each kernel argument is fetched, and the names. Pointers without attribute are numbered in order."""
+        """How each kernel argument is fetched, and its name. Pointers may go without a number."""
         parts = [(low, high, self.attributes_in(low, high)) for low, high in self.split(start, end)]
         taken = {(a.name, a.argument) for _, _, attributes in parts for a in attributes}
         getters, names = [], []
@@ -566,10 +424,6 @@ def strip_template_head(words: list[str]) -> list[str]:
         if i > 0 and depth == 0:
             return words[i + 1 :]
     return words
-
-
-def string_value(text: str) -> str:
-    return "".join(re.findall(r'"((?:\\.|[^"\\])*)"', text))
 
 
 def translate(preprocessed: str, constants: dict) -> Shader:
