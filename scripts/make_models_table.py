@@ -47,8 +47,8 @@ Routers that stay the model's own:
 
 ## Several machines
 
-Expert parallelism of transformers works with these experts: each process holds a part of them, and the ids of the
-others' experts contribute nothing. Load the model in every process of `torchrun`, then accelerate it there:
+Expert parallelism of transformers works with these experts: each process holds a part of them, and the ids
+of the others' experts contribute nothing. Load the model in every process of `torchrun`, then accelerate it there:
 
 ```python
 parallel = DistributedConfig(tp_size=2, ep_size=2)  # from transformers.distributed
@@ -69,18 +69,17 @@ def of_kind(report, kind: str) -> list:
     return [row for row in report.rows if row.kind == kind]
 
 
+def parts(report) -> list[str]:
+    return [part for row in report.replaced for part in row.replaced_by.split("; ")]
+
+
 def shared_expert(report) -> str:
-    parts = [
-        part for row in report.replaced for part in row.replaced_by.split("; ") if part.startswith("shared")
-    ]
-    return unique(["with its gate" if "gate" in part else "yes" for part in parts])
+    found = [part for part in parts(report) if part.startswith("shared")]
+    return unique(["with its gate" if "gate" in part else "yes" for part in found])
 
 
 def norms(report) -> str:
-    parts = [
-        part for row in report.replaced for part in row.replaced_by.split("; ") if part.startswith("fused_")
-    ]
-    return unique([part.partition(" ")[0] for part in parts])
+    return unique([part.partition(" ")[0] for part in parts(report) if part.startswith("fused_")])
 
 
 def router(report) -> str:
@@ -106,7 +105,7 @@ def eager_model(architecture: str):
 
 
 def quantised(architecture: str) -> str:
-    """The quantised model against a dense one with the values that the quantised weights stand for."""
+    """The quantised model against a dense one with the values that its weights stand for."""
     with tiny_models.groups_of_32():
         dense = eager_model(architecture)
     model = copy.deepcopy(dense)

@@ -17,7 +17,7 @@ from torch_moe_mps.transformers.experts import is_experts
 
 transformers.logging.set_verbosity_error()
 
-FORMATS = [(4, 32, "affine"), (8, 64, "affine"), (4, 32, "mxfp4")]
+FORMATS = [(4, 32, "affine"), (8, 32, "affine"), (4, 32, "mxfp4")]
 ARCHITECTURES = ["qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h"]
 
 

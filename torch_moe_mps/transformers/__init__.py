@@ -81,8 +81,10 @@ def restore(model: nn.Module) -> nn.Module:
 
 
 def _looks_like_experts(module: nn.Module) -> bool:
-    """A stack of experts by its class name, which a future version may give an interface of its own."""
-    return type(module).__name__.endswith("Experts") and any(p.dim() == 3 for p in module.parameters(False))
+    """A stack of routed experts by the name of its class, with an interface that is not known."""
+    name = type(module).__name__
+    stacked = any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+    return name.endswith("Experts") and "Shared" not in name and stacked
 
 
 def _warn_of_experts_left_alone(report: Report) -> None:

@@ -96,13 +96,16 @@ def _with_numbers(
     return Activation(name, True, interleaved, *as_float)
 
 
-def runs_own_code(module: nn.Module, x: Tensor) -> bool:
-    """Training, gradients that are needed, and autocast belong to the model's own code."""
-    if module.training or torch.is_autocast_enabled(x.device.type):
+def runs_own_code(module: nn.Module, *inputs: Tensor) -> bool:
+    """Training, gradients that are needed, autocast and float64 belong to the model's own code."""
+    device = inputs[0].device.type
+    if module.training or (device != "meta" and torch.is_autocast_enabled(device)):
+        return True
+    if any(x.dtype == torch.float64 for x in inputs):
         return True
     if not torch.is_grad_enabled():
         return False
-    return x.requires_grad or any(p.requires_grad for p in module.parameters())
+    return any(x.requires_grad for x in inputs) or any(p.requires_grad for p in module.parameters())
 
 
 def prepare(module: nn.Module) -> Activation | None:

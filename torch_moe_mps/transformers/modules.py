@@ -76,8 +76,8 @@ def _rewritten_class(original: type[nn.Module], rewritten: types.FunctionType) -
 
     @functools.wraps(own)
     def forward(self, *args, **kwargs):
-        tensor = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
-        if tensor is None or runs_own_code(self, tensor):
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if not tensors or runs_own_code(self, *tensors):
             return own(self, *args, **kwargs)
         return rewritten(self, *args, **kwargs)
 

@@ -18,6 +18,7 @@ from .programs import Program
 ops = torch.ops.moe_mps
 
 MAX_TOP_K = 64
+MAX_EXPERTS = 1024
 _SCORES = {"softmax": "softmax(L)", "sigmoid": "sigmoid(L)", "sqrtsoftplus": "sqrtsoftplus(L)"}
 # Score of a group, and what experts outside of the best groups count as.
 _GROUPS = {
@@ -119,14 +120,22 @@ def _complete(module: nn.Module, bound: dict[str, Node], arguments: dict[str, as
     top_k = evaluate(bound["K"], module)
     if not isinstance(top_k, int) or not 1 <= top_k <= MAX_TOP_K:
         return f"top_k is {top_k}, beyond what moe_router takes"
+    num_experts = module.weight.shape[0] if isinstance(getattr(module, "weight", None), Tensor) else 0
+    if num_experts > MAX_EXPERTS:
+        return f"it has {num_experts} experts, beyond what moe_router takes"
     if "B" in bound:
         bias = evaluate(bound["B"].peel(), module)
         if bound["B"].source is None or (bias is not None and not isinstance(bias, Tensor)):
             return "its selection bias is not a tensor"
         arguments["bias"] = bound["B"].source
     if "G" in bound:
-        if evaluate(bound["G"], module) is None or evaluate(bound["T"], module) is None:
+        groups, top_groups = evaluate(bound["G"], module), evaluate(bound["T"], module)
+        if not isinstance(groups, int) or not isinstance(top_groups, int):
             return "its groups are not attributes of the module"
+        if num_experts and top_k > top_groups * (num_experts // groups):
+            return (
+                f"it chooses {top_k} experts from {top_groups} of {groups} groups of {num_experts // groups}"
+            )
         arguments["num_groups"], arguments["top_groups"] = bound["G"].source, bound["T"].source
         fill = evaluate(bound["FILL"].peel(), module)
         if fill not in (0.0, float("-inf")):
