@@ -223,11 +223,12 @@ def silu_case(bench, slots: int, width: int, dtype=torch.float32) -> Case:
     def make():
         gate, up = normal(slots, width, dtype=dtype), normal(slots, width, dtype=dtype)
         out, source_out = poison(slots, width, dtype=dtype), poison(slots, width, dtype=dtype)
-        params = pack("SiluMulParams", count=slots * width, vectorised=1)
+        per_thread = 4 if slots * width > 8192 else 1
+        params = pack("SiluMulParams", count=slots * width, vectorised=per_thread == 4)
         ours = bench.combine.launcher(
             f"silu_mul_stacked_{SUFFIX[dtype]}",
             [gate, up, out, params],
-            (ceil_div(slots * width, 512),),
+            (ceil_div(slots * width, 128 * per_thread),),
             128,
         )
         source = None

@@ -1,4 +1,4 @@
-"""What norms, routing and combine encode for one shape per operator, and the bytes that their kernels move."""
+"""What norms, routing and combine encode for one shape per operator, and the bytes their kernels move."""
 
 import re
 
@@ -94,7 +94,7 @@ residual_norm_f16 grid 6x1x1 of 512x1x1
         self.assertExpectedInline(
             self.encoded(ops.silu_mul_stacked, gate, up),
             """\
-silu_mul_stacked_f16 grid 12x1x1 of 128x1x1
+silu_mul_stacked_f16 grid 48x1x1 of 128x1x1
 0=A[0:12288] 1=B[0:12288] 2=C[0:12288] 3=16 bytes
 """,
         )

@@ -16,7 +16,8 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr int64_t kSiluThreads = 128;  // as in combine.h
+constexpr int64_t kSiluThreads = 128;   // as in combine.h
+constexpr int64_t kFewElements = 8192;  // up to here a thread takes one, for latency
 // Threads that share a weighted sum's row; few columns are spread over more threadgroups, for latency.
 constexpr int64_t kSumThreads = 128, kSumThreadsFew = 32, kFewColumns = 16384;
 
@@ -27,7 +28,7 @@ Tensor silu_mul_stacked(const Tensor& gate_, const Tensor& up_) {
   if (output.numel() == 0) return output;
   SiluMulParams params{};
   params.count = output.numel();
-  params.vectorised = rows_start_aligned(4, {gate, up, output});
+  params.vectorised = output.numel() > kFewElements && rows_start_aligned(4, {gate, up, output});
   const int64_t per_group = kSiluThreads * (params.vectorised ? 4 : 1);
   Commands commands;
   commands.add("combine", kernel_name("silu_mul_stacked", {gate.scalar_type()}))
@@ -54,8 +55,8 @@ void encode_weighted_sum(const WeightedSum& sum, const Tensor& output) {
   params.rows = sum.rows;
   params.slots = sum.count;
   params.width = sum.width;
-  params.vectorised = rows_start_aligned(sum.width, {sum.slots, output, sum.shared.value_or(output),
-                                                     sum.residual.value_or(output)});
+  params.vectorised = rows_start_aligned(
+      sum.width, {sum.slots, output, sum.shared.value_or(output), sum.residual.value_or(output)});
   params.weights_dtype = dtype_code(sum.weights);
   params.has_shared = sum.shared.has_value();
   params.has_gate = sum.shared_gate.has_value();
@@ -110,8 +111,8 @@ void weighted_sum_residual_stacked_(const Tensor& residual_, const Tensor& slots
   if (!residual_.is_contiguous()) residual_.copy_(residual);
 }
 
-Tensor weighted_sum_residual_norm_stacked_(const Tensor& residual_, const Tensor& slots, const Tensor& weights,
-                                           const Tensor& norm_weight, double eps) {
+Tensor weighted_sum_residual_norm_stacked_(const Tensor& residual_, const Tensor& slots,
+                                           const Tensor& weights, const Tensor& norm_weight, double eps) {
   check_call("weighted_sum_residual_norm_stacked_", residual_, slots, weights, norm_weight, eps);
   Tensor output = at::empty(residual_.sizes(), residual_.options());
   if (output.numel() == 0) return output;
@@ -142,7 +143,8 @@ Tensor weighted_sum_residual_norm_stacked_(const Tensor& residual_, const Tensor
 }
 
 Tensor moe_weighted_reduce(const Tensor& weights, const Tensor& expert_out, const OptionalTensor& shared_gate,
-                           const OptionalTensor& shared_out, const OptionalTensor& residual, bool gate_is_logit) {
+                           const OptionalTensor& shared_out, const OptionalTensor& residual,
+                           bool gate_is_logit) {
   check_call("moe_weighted_reduce", weights, expert_out, shared_gate, shared_out, residual, gate_is_logit);
   WeightedSum sum;
   sum.slots = expert_out.contiguous();
@@ -170,8 +172,9 @@ TORCH_LIBRARY_IMPL(moe_mps, MPS, m) {
   m.impl("moe_weighted_reduce", moe_mps::moe_weighted_reduce);
 }
 
-// Not the two operators that write in place: the fallback marks returned outputs only, and would let a backward pass miss
-// gradients silently. They keep the Python kernel of the Autograd key, which fails by name.
+// Not the two operators that write in place: the fallback marks returned outputs only, and would let a
+// backward pass miss gradients silently. They keep the Python kernel of the Autograd key, which fails by
+// name.
 TORCH_LIBRARY_IMPL(moe_mps, AutogradMPS, m) {
   for (const char* name : {"silu_mul_stacked", "weighted_sum_stacked", "moe_weighted_reduce"}) {
     m.impl(name, torch::autograd::autogradNotImplementedFallback());

@@ -1,4 +1,5 @@
-// The only place that talks to a Metal command encoder. An operator lists its dispatches, then encodes them together:
+// The only place that talks to a Metal command encoder. An operator lists its dispatches, then encodes them
+// together:
 //
 //   Commands commands;
 //   commands.add("norms", kernel_name("fused_norm_add", {dtype}))
@@ -97,6 +98,8 @@ class Commands {
 // The most threads a threadgroup may have on every Apple GPU that torch supports.
 constexpr int64_t kMaxThreads = 1024;
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
 
 }  // namespace moe_mps

@@ -15,7 +15,9 @@ NSUInteger byte_offset(const at::Tensor& tensor) {
   return static_cast<NSUInteger>(tensor.storage_offset()) * tensor.element_size();
 }
 
-MTLSize metal_size(const Size& size) { return MTLSizeMake(size.x, size.y, size.z); }
+MTLSize metal_size(const Size& size) {
+  return MTLSizeMake(size.x, size.y, size.z);
+}
 
 }  // namespace
 

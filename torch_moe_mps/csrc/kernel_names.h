@@ -1,4 +1,5 @@
-// Names of Metal functions are put together here and nowhere else: <base>_<part>_<part>, a dtype being f32, f16, bf16, i32, i64, u8.
+// Names of Metal functions are put together here and nowhere else: <base>_<part>_<part>, a dtype being f32,
+// f16, bf16, i32, i64, u8.
 #pragma once
 #include <c10/core/ScalarType.h>
 

@@ -21,8 +21,8 @@ struct Constant {
 };
 using Constants = std::vector<Constant>;
 
-// The pipeline of `function` in shaders/<library>.metal, specialised for `constants`. Thread-safe. Raises with Metal's own
-// message when the source does not compile.
+// The pipeline of `function` in shaders/<library>.metal, specialised for `constants`. Thread-safe. Raises
+// with Metal's own message when the source does not compile.
 id<MTLComputePipelineState> pipeline(id<MTLDevice> device, const std::string& library,
                                      const std::string& function, const Constants& constants);
 

@@ -41,8 +41,8 @@ std::string_view local_include(std::string_view line) {
   return line.substr(0, line.find('"'));
 }
 
-// Metal compiles source text without a search path, so local headers are pasted, each one once. The #line directives let
-// the compiler's messages name the file they are about.
+// Metal compiles source text without a search path, so local headers are pasted, each one once. The #line
+// directives let the compiler's messages name the file they are about.
 void flatten(const std::string& directory, const std::string& name, std::set<std::string>& seen,
              std::string& out) {
   if (!seen.insert(name).second) return;
@@ -70,8 +70,8 @@ const char* message(NSError* error) {
 MTLCompileOptions* compile_options() {
   MTLCompileOptions* options = [[MTLCompileOptions alloc] init];
   [options setLanguageVersion:MTLLanguageVersion3_1];
-  // NaN and infinity are part of the operators' contract. This setter selects safe math on every macOS; its successor,
-  // mathMode, exists from macOS 15 only.
+  // NaN and infinity are part of the operators' contract. This setter selects safe math on every macOS; its
+  // successor, mathMode, exists from macOS 15 only.
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wdeprecated-declarations"
   [options setFastMathEnabled:NO];

@@ -27,7 +27,8 @@ void encode_norm(const char* kernel, const Tensor& residual, const Tensor& input
   params.width = width;
   params.simdgroups_per_row = layout.simdgroups_per_row;
   params.vectorised = rows_start_aligned(width, {residual, input, weight, output}) &&
-                      (!scalar || rows_start_aligned(width, {*scalar})) && (!sum || rows_start_aligned(width, {*sum}));
+                      (!scalar || rows_start_aligned(width, {*scalar})) &&
+                      (!sum || rows_start_aligned(width, {*sum}));
   params.weight_dtype = dtype_code(weight);
   if (scalar) {
     params.scalar_kind = scalar->numel() == width && width > 1 ? SCALAR_PER_COLUMN : SCALAR_SINGLE;
@@ -50,12 +51,12 @@ void encode_norm(const char* kernel, const Tensor& residual, const Tensor& input
   commands.encode();
 }
 
-Tensor norm_add(const Tensor& residual, const Tensor& input, const Tensor& weight, const std::optional<Tensor>& scalar,
-                double eps, double weight_offset) {
+Tensor norm_add(const Tensor& residual, const Tensor& input, const Tensor& weight,
+                const std::optional<Tensor>& scalar, double eps, double weight_offset) {
   Tensor output = at::empty(residual.sizes(), residual.options());
   if (output.numel() == 0) return output;
-  encode_norm("norm_add", residual.contiguous(), input.contiguous(), weight.contiguous(), contiguous(scalar), eps,
-              weight_offset, output, std::nullopt);
+  encode_norm("norm_add", residual.contiguous(), input.contiguous(), weight.contiguous(), contiguous(scalar),
+              eps, weight_offset, output, std::nullopt);
   return output;
 }
 
@@ -63,10 +64,11 @@ std::tuple<Tensor, Tensor> residual_norm(const Tensor& residual, const Tensor& i
                                          const std::optional<Tensor>& scalar, double eps, bool write_sum,
                                          double weight_offset) {
   Tensor output = at::empty(residual.sizes(), residual.options());
-  Tensor sum = write_sum ? at::empty(residual.sizes(), residual.options()) : at::empty({0}, residual.options());
+  Tensor sum =
+      write_sum ? at::empty(residual.sizes(), residual.options()) : at::empty({0}, residual.options());
   if (output.numel() == 0) return {output, sum};
-  encode_norm("residual_norm", residual.contiguous(), input.contiguous(), weight.contiguous(), contiguous(scalar), eps,
-              weight_offset, output, write_sum ? std::optional(sum) : std::nullopt);
+  encode_norm("residual_norm", residual.contiguous(), input.contiguous(), weight.contiguous(),
+              contiguous(scalar), eps, weight_offset, output, write_sum ? std::optional(sum) : std::nullopt);
   return {output, sum};
 }
 
@@ -76,14 +78,15 @@ Tensor fused_norm_add(const Tensor& residual, const Tensor& input, const Tensor&
   return norm_add(residual, input, weight, std::nullopt, eps, weight_offset);
 }
 
-Tensor fused_norm_add_scalar(const Tensor& residual, const Tensor& input, const Tensor& weight, const Tensor& scalar,
-                             double eps, double weight_offset) {
+Tensor fused_norm_add_scalar(const Tensor& residual, const Tensor& input, const Tensor& weight,
+                             const Tensor& scalar, double eps, double weight_offset) {
   check_call("fused_norm_add_scalar", residual, input, weight, scalar, eps, weight_offset);
   return norm_add(residual, input, weight, scalar, eps, weight_offset);
 }
 
-std::tuple<Tensor, Tensor> fused_residual_norm(const Tensor& residual, const Tensor& input, const Tensor& weight,
-                                               double eps, bool write_sum, double weight_offset) {
+std::tuple<Tensor, Tensor> fused_residual_norm(const Tensor& residual, const Tensor& input,
+                                               const Tensor& weight, double eps, bool write_sum,
+                                               double weight_offset) {
   check_call("fused_residual_norm", residual, input, weight, eps, write_sum, weight_offset);
   return residual_norm(residual, input, weight, std::nullopt, eps, write_sum, weight_offset);
 }

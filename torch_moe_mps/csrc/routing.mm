@@ -28,7 +28,8 @@ constexpr double kSoftmaxNormMin = 6.103515625e-05;
 Routing empty_routing(const Tensor& like, at::IntArrayRef leading, int64_t top_k) {
   auto shape = leading.vec();
   shape.push_back(top_k);
-  return {at::empty(shape, like.options().dtype(at::kFloat)), at::empty(shape, like.options().dtype(at::kInt))};
+  return {at::empty(shape, like.options().dtype(at::kFloat)),
+          at::empty(shape, like.options().dtype(at::kInt))};
 }
 
 // moe_router and its special cases
@@ -65,8 +66,10 @@ int64_t experts_per_lane(int64_t experts) {
   return count;
 }
 
-Routing route(const Tensor& logits_, const OptionalTensor& bias_, const OptionalTensor& scale_, RouterParams params) {
-  constexpr int64_t kManyRows = 256;  // from here on the GPU is full, and threadgroups of one simdgroup cost more
+Routing route(const Tensor& logits_, const OptionalTensor& bias_, const OptionalTensor& scale_,
+              RouterParams params) {
+  constexpr int64_t kManyRows =
+      256;  // from here on the GPU is full, and threadgroups of one simdgroup cost more
   const Tensor logits = logits_.contiguous();
   const OptionalTensor bias = contiguous(bias_), scale = contiguous(scale_);
   const Routing result = empty_routing(logits, logits.sizes().slice(0, logits.dim() - 1), params.top_k);
@@ -98,8 +101,9 @@ Routing route(const Tensor& logits_, const OptionalTensor& bias_, const Optional
 
 Routing moe_router(const Tensor& logits, int64_t top_k, std::string_view scoring, const OptionalTensor& bias,
                    int64_t num_groups, int64_t top_groups, std::string_view group_score,
-                   std::optional<double> masked_score, bool bias_on_logits, bool norm_topk_prob, double norm_eps,
-                   double norm_min, double scaling_factor, const OptionalTensor& per_expert_scale) {
+                   std::optional<double> masked_score, bool bias_on_logits, bool norm_topk_prob,
+                   double norm_eps, double norm_min, double scaling_factor,
+                   const OptionalTensor& per_expert_scale) {
   check_call("moe_router", logits, top_k, scoring, bias, num_groups, top_groups, group_score, masked_score,
              bias_on_logits, norm_topk_prob, norm_eps, norm_min, scaling_factor, per_expert_scale);
   RouterParams params = plain_router(scoring_code(scoring), top_k);
@@ -297,8 +301,8 @@ TORCH_LIBRARY_IMPL(moe_mps, MPS, m) {
 }
 
 TORCH_LIBRARY_IMPL(moe_mps, AutogradMPS, m) {
-  for (const char* name : {"moe_router", "moe_router_topk_softmax", "fused_moe_routing", "moe_gate", "moe_bucket",
-                           "moe_compute_ids_tpe"}) {
+  for (const char* name : {"moe_router", "moe_router_topk_softmax", "fused_moe_routing", "moe_gate",
+                           "moe_bucket", "moe_compute_ids_tpe"}) {
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
   }
 }

@@ -9,7 +9,8 @@ namespace {
 
 constexpr int64_t kShortRow = 512;  // one simdgroup holds it in registers
 constexpr int64_t kRowsPerThreadgroup = 8;
-// Up to here a row gets all the threads it can use, for latency; above, each thread takes 16 elements, for bandwidth.
+// Up to here a row gets all the threads it can use, for latency; above, each thread takes 16 elements, for
+// bandwidth.
 constexpr int64_t kFewRows = 256;
 
 }  // namespace
@@ -24,8 +25,8 @@ RowLayout row_layout(int64_t rows, int64_t width) {
 
 RowLayout row_per_threadgroup(int64_t rows, int64_t width) {
   const int64_t elements_per_thread = rows <= kFewRows ? 4 : 16;
-  const int64_t simdgroups = std::clamp<int64_t>(ceil_div(width, elements_per_thread * kSimdWidth), 1,
-                                                 kMaxThreads / kSimdWidth);
+  const int64_t simdgroups =
+      std::clamp<int64_t>(ceil_div(width, elements_per_thread * kSimdWidth), 1, kMaxThreads / kSimdWidth);
   return {simdgroups, {NSUInteger(rows)}, {NSUInteger(simdgroups * kSimdWidth)}};
 }
 

@@ -1,9 +1,9 @@
-// Argument checks live in Python, one per operator (ops/*.py). A call whose shapes, dtypes, devices and scalars have not been
-// seen yet goes through the operator's Meta kernel, which runs the check and raises its one-line error; then the signature is
-// remembered, so that the hot path never enters Python.
+// Argument checks live in Python, one per operator (ops/*.py). A call whose shapes, dtypes, devices and
+// scalars have not been seen yet goes through the operator's Meta kernel, which runs the check and raises its
+// one-line error; then the signature is remembered, so that the hot path never enters Python.
 #pragma once
-#include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
 
 #include <optional>
 #include <string>
@@ -39,7 +39,9 @@ bool signature_is_known(const Signature& signature);
 void check_with_meta_kernel(const char* operator_name, std::vector<c10::IValue> arguments);
 void remember_signature(const Signature& signature);
 
-inline c10::IValue to_ivalue(std::string_view text) { return std::string(text); }
+inline c10::IValue to_ivalue(std::string_view text) {
+  return std::string(text);
+}
 template <class T>
 c10::IValue to_ivalue(const T& value) {
   return c10::IValue(value);

@@ -8,7 +8,8 @@
 namespace moe_mps {
 namespace {
 
-// A process that meets more signatures than this (prompts of every length) starts over: a check costs microseconds.
+// A process that meets more signatures than this (prompts of every length) starts over: a check costs
+// microseconds.
 constexpr size_t kMaxSignatures = 8192;
 
 struct Seen {

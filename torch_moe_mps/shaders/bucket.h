@@ -7,11 +7,14 @@ inline uint bucket_of(Id id, uint experts) {
   return id < 0 || id >= Id(experts) ? experts : uint(id);
 }
 
-inline uint lanes_before(uint lane) { return (1u << lane) - 1; }
+inline uint lanes_before(uint lane) {
+  return (1u << lane) - 1;
+}
 
-// The exclusive scan of `value` over the threadgroup, and its total. Ends with a barrier: `partials` can be used again.
-inline uint threadgroup_scan(uint value, thread uint& total, threadgroup uint* partials, uint lane, uint simdgroup,
-                             uint simdgroups) {
+// The exclusive scan of `value` over the threadgroup, and its total. Ends with a barrier: `partials` can be
+// used again.
+inline uint threadgroup_scan(uint value, thread uint& total, threadgroup uint* partials, uint lane,
+                             uint simdgroup, uint simdgroups) {
   const uint before_in_simdgroup = simd_prefix_exclusive_sum(value);
   if (lane == kSimdWidth - 1) partials[simdgroup] = before_in_simdgroup + value;
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -46,7 +49,8 @@ inline void write_tiles(device int4* tiles, device uint* grids, BucketParams par
     const uint bucket = bucket_of_tile(tile, first_tile, buckets);
     const uint first = starts[bucket] + (tile - first_tile[bucket]) * params.tile_rows;
     const uint end = bucket == params.experts ? params.pairs : starts[bucket + 1];
-    tiles[tile] = int4(bucket == params.experts ? -1 : int(bucket), int(first), int(min(end - first, params.tile_rows)), 0);
+    tiles[tile] = int4(bucket == params.experts ? -1 : int(bucket), int(first),
+                       int(min(end - first, params.tile_rows)), 0);
   }
   if (thread_index == 0) {
     if (tile_count == 0) tiles[0] = int4(0, 0, 0, 0);
@@ -60,15 +64,18 @@ inline void write_tiles(device int4* tiles, device uint* grids, BucketParams par
   }
 }
 
-// Lanes that share a bucket find each other through a word for each residue of the bucket: every lane sets its bit there.
+// Lanes that share a bucket find each other through a word for each residue of the bucket: every lane sets
+// its bit there.
 constant constexpr uint kLaneSets = 64;
 
-// The lanes of the simdgroup whose bucket equals this lane's, among those that are `valid`. The bits are set in any order, to the
-// same end. What lies above the residue is compared digit by digit.
-inline uint lanes_with_same(uint bucket, bool valid, uint upper_digits, threadgroup uint* lane_sets, uint lane) {
+// The lanes of the simdgroup whose bucket equals this lane's, among those that are `valid`. The bits are set
+// in any order, to the same end. What lies above the residue is compared digit by digit.
+inline uint lanes_with_same(uint bucket, bool valid, uint upper_digits, threadgroup uint* lane_sets,
+                            uint lane) {
   threadgroup uint* own = lane_sets + bucket % kLaneSets;
   if (valid) {
-    atomic_fetch_or_explicit(reinterpret_cast<threadgroup atomic_uint*>(own), 1u << lane, memory_order_relaxed);
+    atomic_fetch_or_explicit(reinterpret_cast<threadgroup atomic_uint*>(own), 1u << lane,
+                             memory_order_relaxed);
   }
   simdgroup_barrier(mem_flags::mem_threadgroup);
   uint same = valid ? *own : 0;
@@ -101,27 +108,31 @@ inline Ids<Id> load_ids(device const Id* ids, uint first, uint end, uint lane) {
 
 // Adds them to `counters`. Counters are integers: the result does not depend on the order of the atomics.
 template <typename Id>
-inline void count_ids(Ids<Id> loaded, uint first, uint end, uint experts, threadgroup uint* counters, uint lane) {
+inline void count_ids(Ids<Id> loaded, uint first, uint end, uint experts, threadgroup uint* counters,
+                      uint lane) {
   UNROLL for (uint i = 0; i < kAhead; ++i) {
     if (first + i * kSimdWidth + lane < end) {
       threadgroup uint* counter = counters + bucket_of(loaded.v[i], experts);
-      atomic_fetch_add_explicit(reinterpret_cast<threadgroup atomic_uint*>(counter), 1u, memory_order_relaxed);
+      atomic_fetch_add_explicit(reinterpret_cast<threadgroup atomic_uint*>(counter), 1u,
+                                memory_order_relaxed);
     }
   }
 }
 
-// A stable counting sort. Every threadgroup counts all pairs, those before its own run, those behind it, and those of its own
-// run by chunk, so that it knows where its pairs go without waiting for another threadgroup: one dispatch, and the scattered
-// writes, which cost one threadgroup more than all the rest, are spread over the GPU.
-// Within a run, a simdgroup owns a chunk and a row of counters that become the places of its next pairs.
-// threadgroup(0): before[buckets], behind[buckets] and later first_tile, counters[chunks][buckets], lane_sets[chunks][kLaneSets].
+// A stable counting sort. Every threadgroup counts all pairs, those before its own run, those behind it, and
+// those of its own run by chunk, so that it knows where its pairs go without waiting for another threadgroup:
+// one dispatch, and the scattered writes, which cost one threadgroup more than all the rest, are spread over
+// the GPU. Within a run, a simdgroup owns a chunk and a row of counters that become the places of its next
+// pairs. threadgroup(0): before[buckets], behind[buckets] and later first_tile, counters[chunks][buckets],
+// lane_sets[chunks][kLaneSets].
 template <typename Id>
 [[kernel, max_total_threads_per_threadgroup(1024)]] void bucket_pairs(
-    device const Id* ids [[buffer(0)]], device int* pair_order [[buffer(1)]], device int* offsets [[buffer(2)]],
-    device int4* tiles [[buffer(3)]], device uint* grids [[buffer(4)]], constant BucketParams& arguments [[buffer(5)]],
-    threadgroup uint* shared [[threadgroup(0)]], uint group [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
+    device const Id* ids [[buffer(0)]], device int* pair_order [[buffer(1)]],
+    device int* offsets [[buffer(2)]], device int4* tiles [[buffer(3)]], device uint* grids [[buffer(4)]],
+    constant BucketParams& arguments [[buffer(5)]], threadgroup uint* shared [[threadgroup(0)]],
+    uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
   constexpr uint kGroupPairs = kAhead * kSimdWidth;
   const BucketParams params = arguments;
   threadgroup uint partials[kMaxSimdgroups];
@@ -150,7 +161,8 @@ template <typename Id>
   for (uint first = simdgroup * kGroupPairs; first < run_begin; first += simdgroups * kGroupPairs) {
     count_ids(load_ids(ids, first, run_begin, lane), first, run_begin, params.experts, before, lane);
   }
-  for (uint first = run_end + simdgroup * kGroupPairs; first < params.pairs; first += simdgroups * kGroupPairs) {
+  for (uint first = run_end + simdgroup * kGroupPairs; first < params.pairs;
+       first += simdgroups * kGroupPairs) {
     count_ids(load_ids(ids, first, params.pairs, lane), first, params.pairs, params.experts, behind, lane);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -165,7 +177,8 @@ template <typename Id>
       for (uint s = 0; s < chunks; ++s) count += counters[s * buckets + bucket];
     }
     uint pairs_here;
-    const uint start = pairs_before + threadgroup_scan(count, pairs_here, partials, lane, simdgroup, simdgroups);
+    const uint start =
+        pairs_before + threadgroup_scan(count, pairs_here, partials, lane, simdgroup, simdgroups);
     pairs_before += pairs_here;
     if (bucket < buckets) {
       if (group == 0) offsets[bucket] = int(start);
@@ -180,7 +193,8 @@ template <typename Id>
       const bool tiled = bucket < params.experts || (bucket == params.experts && params.sentinel_tiles != 0);
       const uint bucket_tiles = tiled ? (count + params.tile_rows - 1) / params.tile_rows : 0;
       uint tiles_here;
-      const uint tile = tiles_before + threadgroup_scan(bucket_tiles, tiles_here, partials, lane, simdgroup, simdgroups);
+      const uint tile =
+          tiles_before + threadgroup_scan(bucket_tiles, tiles_here, partials, lane, simdgroup, simdgroups);
       tiles_before += tiles_here;
       if (bucket < buckets) behind[bucket] = tile;
     }
@@ -207,7 +221,8 @@ template <typename Id>
           place = own_counters[bucket];
           own_counters[bucket] = place + popcount(same);
         }
-        simdgroup_barrier(mem_flags::mem_threadgroup);  // the next ids may touch counter and set from another lane
+        simdgroup_barrier(
+            mem_flags::mem_threadgroup);  // the next ids may touch counter and set from another lane
         place = simd_shuffle(place, ushort(valid ? ctz(same) : lane)) + rank;
         if (valid) pair_order[place] = int(pair);
       }
@@ -234,7 +249,8 @@ template <typename Id>
     threadgroup_barrier(mem_flags::mem_threadgroup);
     threadgroup atomic_uint* atomic_counts = reinterpret_cast<threadgroup atomic_uint*>(counts);
     for (uint pair = thread_index; pair < params.pairs; pair += threads) {
-      atomic_fetch_add_explicit(&atomic_counts[bucket_of(ids[pair], params.experts)], 1u, memory_order_relaxed);
+      atomic_fetch_add_explicit(&atomic_counts[bucket_of(ids[pair], params.experts)], 1u,
+                                memory_order_relaxed);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     uint most = 0;

@@ -4,11 +4,14 @@
 
 constant constexpr uint kSiluThreads = 128;
 
-inline float silu_mul(float gate, float up) { return gate / (1.0f + precise::exp(-gate)) * up; }
+inline float silu_mul(float gate, float up) {
+  return gate / (1.0f + precise::exp(-gate)) * up;
+}
 
 template <typename T>
 [[kernel]] void silu_mul_stacked(device const T* gate [[buffer(0)]], device const T* up [[buffer(1)]],
-                                 device T* output [[buffer(2)]], constant SiluMulParams& arguments [[buffer(3)]],
+                                 device T* output [[buffer(2)]],
+                                 constant SiluMulParams& arguments [[buffer(3)]],
                                  uint group [[threadgroup_position_in_grid]],
                                  uint thread_index [[thread_index_in_threadgroup]]) {
   const SiluMulParams params = arguments;
@@ -24,17 +27,18 @@ template <typename T>
     store_pack(output + first, out);
     return;
   }
-  for (ulong i = first; i < first + width && i < params.count; ++i) output[i] = T(silu_mul(float(gate[i]), float(up[i])));
+  for (ulong i = first; i < first + width && i < params.count; ++i)
+    output[i] = T(silu_mul(float(gate[i]), float(up[i])));
 }
 
 // Loads in flight of a thread that sums over slots.
 constant constexpr uint kSlotBlock = 8;
 
-// sum_s weights[s] * slots[s][column ...], s ascending. Weights are read once per simdgroup and passed on in registers, so all
-// lanes take part; those that are not `active` have no column.
+// sum_s weights[s] * slots[s][column ...], s ascending. Weights are read once per simdgroup and passed on in
+// registers, so all lanes take part; those that are not `active` have no column.
 template <typename T, int N>
-inline Pack<N> sum_over_slots(device const T* slots, device const uchar* weights, uint weights_dtype, ulong row, uint count,
-                              uint width, uint column, bool active, uint lane) {
+inline Pack<N> sum_over_slots(device const T* slots, device const uchar* weights, uint weights_dtype,
+                              ulong row, uint count, uint width, uint column, bool active, uint lane) {
   Pack<N> sum;
   UNROLL for (int i = 0; i < N; ++i) sum.v[i] = 0.0f;
   for (uint base = 0; base < count; base += kSimdWidth) {
@@ -63,17 +67,18 @@ inline Pack<N> sum_over_slots(device const T* slots, device const uchar* weights
 }
 
 template <typename T, int N>
-inline void weighted_sum_columns(device const T* slots, device const uchar* weights, device const uchar* shared_gate,
-                                 device const T* shared, device const T* residual, device T* output,
-                                 WeightedSumParams params, ulong row, uint column, uint lane) {
+inline void weighted_sum_columns(device const T* slots, device const uchar* weights,
+                                 device const uchar* shared_gate, device const T* shared,
+                                 device const T* residual, device T* output, WeightedSumParams params,
+                                 ulong row, uint column, uint lane) {
   const bool active = column < params.width;
   const ulong place = row * params.width + column;
   Raw<T, N> raw_shared;  // in flight with the slots
   Raw<T, N> raw_residual;
   if (active && params.has_shared != 0) raw_shared = load_raw<N>(shared + place);
   if (active && params.has_residual != 0) raw_residual = load_raw<N>(residual + place);
-  Pack<N> sum = sum_over_slots<T, N>(slots, weights, params.weights_dtype, row, params.slots, params.width, column, active,
-                                     lane);
+  Pack<N> sum = sum_over_slots<T, N>(slots, weights, params.weights_dtype, row, params.slots, params.width,
+                                     column, active, lane);
   if (!active) return;
   if (params.has_shared != 0) {
     float gate = params.has_gate != 0 ? load_one(shared_gate, params.gate_dtype, row) : 1.0f;
@@ -88,22 +93,24 @@ inline void weighted_sum_columns(device const T* slots, device const uchar* weig
   store_pack(output + place, sum);
 }
 
-// output = sum over slots + gate * shared + residual. `output` may be `residual`: a thread reads its columns before it writes.
+// output = sum over slots + gate * shared + residual. `output` may be `residual`: a thread reads its columns
+// before it writes.
 template <typename T>
-[[kernel]] void weighted_sum_rows(device const T* slots [[buffer(0)]], device const uchar* weights [[buffer(1)]],
-                                  device const uchar* shared_gate [[buffer(2)]], device const T* shared [[buffer(3)]],
-                                  device const T* residual [[buffer(4)]], device T* output [[buffer(5)]],
-                                  constant WeightedSumParams& arguments [[buffer(6)]],
-                                  uint3 group [[threadgroup_position_in_grid]],
-                                  uint3 group_threads [[threads_per_threadgroup]],
-                                  uint thread_index [[thread_index_in_threadgroup]],
-                                  uint lane [[thread_index_in_simdgroup]]) {
+[[kernel]] void weighted_sum_rows(
+    device const T* slots [[buffer(0)]], device const uchar* weights [[buffer(1)]],
+    device const uchar* shared_gate [[buffer(2)]], device const T* shared [[buffer(3)]],
+    device const T* residual [[buffer(4)]], device T* output [[buffer(5)]],
+    constant WeightedSumParams& arguments [[buffer(6)]], uint3 group [[threadgroup_position_in_grid]],
+    uint3 group_threads [[threads_per_threadgroup]], uint thread_index [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
   const WeightedSumParams params = arguments;
   const uint item = group.x * group_threads.x + thread_index;
   if (params.vectorised != 0) {
-    weighted_sum_columns<T, 4>(slots, weights, shared_gate, shared, residual, output, params, group.y, item * 4, lane);
+    weighted_sum_columns<T, 4>(slots, weights, shared_gate, shared, residual, output, params, group.y,
+                               item * 4, lane);
   } else {
-    weighted_sum_columns<T, 1>(slots, weights, shared_gate, shared, residual, output, params, group.y, item, lane);
+    weighted_sum_columns<T, 1>(slots, weights, shared_gate, shared, residual, output, params, group.y, item,
+                               lane);
   }
 }
 
@@ -133,7 +140,8 @@ inline void weighted_sum_norm_row(device T* residual, device const T* slots, dev
   const uint first_column = thread_index * N;
   Raw<T, N> kept[kKept];
   AnyRaw<N> first_weight;  // in flight during the sums
-  if (first_column < params.width) first_weight = load_any_raw<N>(norm_weight, params.norm_dtype, first_column);
+  if (first_column < params.width)
+    first_weight = load_any_raw<N>(norm_weight, params.norm_dtype, first_column);
   float squares = 0.0f;
   UNROLL for (uint k = 0; k < kKept; ++k) {
     if (k * step < params.width) {
@@ -141,8 +149,8 @@ inline void weighted_sum_norm_row(device T* residual, device const T* slots, dev
       const bool active = column < params.width;
       Raw<T, N> base;
       if (active) base = load_raw<N>(residual + start + column);
-      const Pack<N> sum = sum_over_slots<T, N>(slots, weights, params.weights_dtype, row, params.slots, params.width, column,
-                                               active, lane);
+      const Pack<N> sum = sum_over_slots<T, N>(slots, weights, params.weights_dtype, row, params.slots,
+                                               params.width, column, active, lane);
       if (active) {
         kept[k] = narrow<T>(added(widen(base), sum));
         store_raw(residual + start + column, kept[k]);
@@ -153,8 +161,8 @@ inline void weighted_sum_norm_row(device T* residual, device const T* slots, dev
   for (uint group = kKept * step; group < params.width; group += step) {
     const uint column = group + first_column;
     const bool active = column < params.width;
-    const Pack<N> sum = sum_over_slots<T, N>(slots, weights, params.weights_dtype, row, params.slots, params.width, column,
-                                             active, lane);
+    const Pack<N> sum = sum_over_slots<T, N>(slots, weights, params.weights_dtype, row, params.slots,
+                                             params.width, column, active, lane);
     if (active) {
       const Raw<T, N> x = narrow<T>(added(load_pack<N>(residual + start + column), sum));
       store_raw(residual + start + column, x);
@@ -168,7 +176,8 @@ inline void weighted_sum_norm_row(device T* residual, device const T* slots, dev
   UNROLL for (uint k = 0; k < kKept; ++k) {
     const uint column = k * step + first_column;
     if (column < params.width) {
-      const Pack<N> weight = k == 0 ? widen(first_weight, params.norm_dtype) : load_any<N>(norm_weight, params.norm_dtype, column);
+      const Pack<N> weight = k == 0 ? widen(first_weight, params.norm_dtype)
+                                    : load_any<N>(norm_weight, params.norm_dtype, column);
       store_pack(output + start + column, scaled(widen(kept[k]), inverse, weight));
     }
   }
@@ -181,19 +190,20 @@ inline void weighted_sum_norm_row(device T* residual, device const T* slots, dev
 // residual += sum over slots, then output = rms(residual) * norm_weight: one row per threadgroup.
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(1024)]] void weighted_sum_norm_rows(
-    device T* residual [[buffer(0)]], device const T* slots [[buffer(1)]], device const uchar* weights [[buffer(2)]],
-    device const uchar* norm_weight [[buffer(3)]], device T* output [[buffer(4)]],
-    constant WeightedSumNormParams& arguments [[buffer(5)]], uint row [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
+    device T* residual [[buffer(0)]], device const T* slots [[buffer(1)]],
+    device const uchar* weights [[buffer(2)]], device const uchar* norm_weight [[buffer(3)]],
+    device T* output [[buffer(4)]], constant WeightedSumNormParams& arguments [[buffer(5)]],
+    uint row [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
   const WeightedSumNormParams params = arguments;
   threadgroup float partials[kMaxSimdgroups];
   const uint threads = simdgroups * kSimdWidth;
   if (params.vectorised != 0) {
-    weighted_sum_norm_row<T, 4>(residual, slots, weights, norm_weight, output, params, row, thread_index, threads, lane,
-                                simdgroup, simdgroups, partials);
+    weighted_sum_norm_row<T, 4>(residual, slots, weights, norm_weight, output, params, row, thread_index,
+                                threads, lane, simdgroup, simdgroups, partials);
   } else {
-    weighted_sum_norm_row<T, 1>(residual, slots, weights, norm_weight, output, params, row, thread_index, threads, lane,
-                                simdgroup, simdgroups, partials);
+    weighted_sum_norm_row<T, 1>(residual, slots, weights, norm_weight, output, params, row, thread_index,
+                                threads, lane, simdgroup, simdgroups, partials);
   }
 }

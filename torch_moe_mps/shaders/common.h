@@ -8,13 +8,18 @@ using namespace metal;
 
 #define UNROLL _Pragma("clang loop unroll(full)")
 
+// The kernel template with the arguments that follow, under a name for the host.
+#define INSTANTIATE_KERNEL(name, ...) \
+  template [[host_name(name)]] [[kernel]] decltype(__VA_ARGS__) __VA_ARGS__;
+
 constant constexpr uint kSimdWidth = 32;
 // Threadgroup memory for one value of each of up to 32 simdgroups.
 constant constexpr uint kMaxSimdgroups = 32;
 
-// N consecutive elements. N is 4 where rows start on a multiple of 4 elements (loads of 8 or 16 bytes), else 1.
-// Raw holds them as they lie in memory: kernels first load all that they can and widen later, because a conversion next to a
-// load makes the thread wait for that load before it issues the next (bfloat norms: 2650 instead of 3900 GB/s on an H200).
+// N consecutive elements. N is 4 where rows start on a multiple of 4 elements (loads of 8 or 16 bytes),
+// else 1. Raw holds them as they lie in memory: kernels first load all that they can and widen later, because
+// a conversion next to a load makes the thread wait for that load before it issues the next (bfloat norms:
+// 2650 instead of 3550 GB/s on an H200).
 template <typename T, int N>
 struct Raw {
   T v[N];
@@ -74,7 +79,8 @@ inline void store_pack(device T* target, Pack<N> pack) {
   store_raw(target, narrow<T>(pack));
 }
 
-// The same for a tensor whose dtype is a run-time parameter. The branch is uniform; a template on it would multiply the kernels.
+// The same for a tensor whose dtype is a run-time parameter. The branch is uniform; a template on it would
+// multiply the kernels.
 template <int N>
 struct AnyRaw {
   Raw<float, N> wide;
@@ -120,15 +126,19 @@ inline float sum_of_squares(Pack<N> pack) {
   return sum;
 }
 
-inline float sigmoid(float x) { return 1.0f / (1.0f + precise::exp(-x)); }
+inline float sigmoid(float x) {
+  return 1.0f / (1.0f + precise::exp(-x));
+}
 
 // The lanes for which `predicate` holds, as bits.
 inline uint ballot(bool predicate) {
   return static_cast<uint>(static_cast<simd_vote::vote_t>(simd_ballot(predicate)));
 }
 
-// The sum of `value` over the threadgroup, in every thread. `partials` must not be in use by an earlier reduction.
-inline float threadgroup_sum(float value, threadgroup float* partials, uint lane, uint simdgroup, uint simdgroups) {
+// The sum of `value` over the threadgroup, in every thread. `partials` must not be in use by an earlier
+// reduction.
+inline float threadgroup_sum(float value, threadgroup float* partials, uint lane, uint simdgroup,
+                             uint simdgroups) {
   const float sum = simd_sum(value);
   if (lane == 0) partials[simdgroup] = sum;
   threadgroup_barrier(mem_flags::mem_threadgroup);

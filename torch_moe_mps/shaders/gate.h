@@ -1,5 +1,6 @@
-// moe_gate: RMSNorm, router matmul and top-k in one dispatch. A threadgroup serves M tokens; a simdgroup takes kGateRows experts at
-// a time and its lanes stride over the columns, so that router rows are read coalesced and once for M tokens.
+// moe_gate: RMSNorm, router matmul and top-k in one dispatch. A threadgroup serves M tokens; a simdgroup
+// takes kGateRows experts at a time and its lanes stride over the columns, so that router rows are read
+// coalesced and once for M tokens.
 #pragma once
 #include "router.h"
 
@@ -16,12 +17,13 @@ struct GateThread {
   uint simdgroups;
 };
 
-// Writes hidden * norm_weight for `columns` columns from `start` to tile[M][tile_width]; returns this thread's part of the sum of
-// squares of hidden, of token `simdgroup / (simdgroups / M)`. The factor rsqrt(mean) is applied to the logits.
+// Writes hidden * norm_weight for `columns` columns from `start` to tile[M][tile_width]; returns this
+// thread's part of the sum of squares of hidden, of token `simdgroup / (simdgroups / M)`. The factor
+// rsqrt(mean) is applied to the logits.
 template <int M, int N>
 inline float stage_tokens(device const uchar* hidden, uint hidden_dtype, device const uchar* norm_weight,
-                          threadgroup float* tile, constant GateParams& params, uint first_token, uint start, uint columns,
-                          GateThread thread_place) {
+                          threadgroup float* tile, constant GateParams& params, uint first_token, uint start,
+                          uint columns, GateThread thread_place) {
   const uint simdgroups_per_token = thread_place.simdgroups / M;
   const uint token = thread_place.simdgroup / simdgroups_per_token;
   const uint part = thread_place.simdgroup % simdgroups_per_token;
@@ -52,7 +54,8 @@ struct GateWeights {
   Raw<W, N> row[kGateRows];
 };
 
-// `rows` points to the first expert's row; of the kGateRows from there on `count` exist, the last stands in for the others.
+// `rows` points to the first expert's row; of the kGateRows from there on `count` exist, the last stands in
+// for the others.
 template <typename W, int N>
 inline GateWeights<W, N> load_weights(device const W* rows, uint count, uint width, uint column) {
   GateWeights<W, N> weights;
@@ -80,9 +83,9 @@ inline void multiply_columns(GateWeights<W, N> weights, threadgroup const float*
   }
 }
 
-// logits[M][experts], still without the tokens' rsqrt(mean). Returns this thread's part of the sum of squares. The next weights
-// are loaded before those at hand are used, the first ones before the tokens are staged: with one token, one threadgroup has to
-// keep enough bytes in flight to read the whole router.
+// logits[M][experts], still without the tokens' rsqrt(mean). Returns this thread's part of the sum of
+// squares. The next weights are loaded before those at hand are used, the first ones before the tokens are
+// staged: with one token, one threadgroup has to keep enough bytes in flight to read the whole router.
 template <typename W, int M, int N>
 inline float gate_logits(device const uchar* hidden, uint hidden_dtype, device const W* router,
                          device const uchar* norm_weight, threadgroup float* tile, threadgroup float* logits,
@@ -95,7 +98,8 @@ inline float gate_logits(device const uchar* hidden, uint hidden_dtype, device c
   float squares = 0.0f;
   for (uint block_start = 0; block_start < params.experts; block_start += block) {
     const uint first_expert = block_start + place.simdgroup * kGateRows;
-    const uint experts = first_expert < params.experts ? min(params.experts - first_expert, uint(kGateRows)) : 0;
+    const uint experts =
+        first_expert < params.experts ? min(params.experts - first_expert, uint(kGateRows)) : 0;
     device const W* rows = router + ulong(first_expert) * params.width;
     GateSums<M> sums;
     UNROLL for (int r = 0; r < kGateRows; ++r) {
@@ -109,14 +113,15 @@ inline float gate_logits(device const uchar* hidden, uint hidden_dtype, device c
       if (left > 0) weights = load_weights<W, N>(rows, experts, params.width, start + column);
       if (block_start == 0 || !one_tile) {
         threadgroup_barrier(mem_flags::mem_threadgroup);  // the tile before this one has been read
-        const float part = stage_tokens<M, N>(hidden, hidden_dtype, norm_weight, tile, params, first_token, start, columns,
-                                              place);
+        const float part = stage_tokens<M, N>(hidden, hidden_dtype, norm_weight, tile, params, first_token,
+                                              start, columns, place);
         if (block_start == 0) squares += part;
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
       for (; left > 1; --left) {
         if constexpr (kPipelined) {
-          const GateWeights<W, N> next = load_weights<W, N>(rows, experts, params.width, start + column + kStep);
+          const GateWeights<W, N> next =
+              load_weights<W, N>(rows, experts, params.width, start + column + kStep);
           multiply_columns<W, M, N>(weights, tile + column, params.tile_width, sums);
           weights = next;
         } else {
@@ -139,8 +144,9 @@ inline float gate_logits(device const uchar* hidden, uint hidden_dtype, device c
 
 // Top-k of one token by one simdgroup.
 template <int N>
-inline void choose_experts(threadgroup const float* logits, float inverse_rms, device const uchar* per_expert_scale,
-                           device float* weights, device int* ids, constant GateParams& params, uint lane) {
+inline void choose_experts(threadgroup const float* logits, float inverse_rms,
+                           device const uchar* per_expert_scale, device float* weights, device int* ids,
+                           constant GateParams& params, uint lane) {
   RouterRow<N> row;
   UNROLL for (int j = 0; j < N; ++j) {
     const uint expert = lane * N + j;
@@ -156,26 +162,27 @@ inline void choose_experts(threadgroup const float* logits, float inverse_rms, d
   store_chosen<N>(row, lane, weights, ids);
 }
 
-// threadgroup(0): tile[M][tile_width], logits[M][experts]. The simdgroups of a threadgroup are a multiple of M.
+// threadgroup(0): tile[M][tile_width], logits[M][experts]. The simdgroups of a threadgroup are a multiple of
+// M.
 template <typename W, int M, int kThreads>
 [[kernel, max_total_threads_per_threadgroup(kThreads)]] void gate_tokens(
     device const uchar* hidden [[buffer(0)]], device const W* router [[buffer(1)]],
     device const uchar* norm_weight [[buffer(2)]], device const uchar* per_expert_scale [[buffer(3)]],
-    device float* weights [[buffer(4)]], device int* ids [[buffer(5)]], constant GateParams& params [[buffer(6)]],
-    threadgroup float* shared [[threadgroup(0)]], uint group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
+    device float* weights [[buffer(4)]], device int* ids [[buffer(5)]],
+    constant GateParams& params [[buffer(6)]], threadgroup float* shared [[threadgroup(0)]],
+    uint group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float partials[kMaxSimdgroups];
   threadgroup float* logits = shared + M * params.tile_width;
   const GateThread place = {lane, simdgroup, simdgroups};
   const uint first_token = group * M;
   float squares;
   if (params.vectorised != 0) {
-    squares = gate_logits<W, M, 4>(hidden, params.hidden_dtype, router, norm_weight, shared, logits, params, first_token,
-                                   place);
+    squares = gate_logits<W, M, 4>(hidden, params.hidden_dtype, router, norm_weight, shared, logits, params,
+                                   first_token, place);
   } else {
-    squares = gate_logits<W, M, 1>(hidden, params.hidden_dtype, router, norm_weight, shared, logits, params, first_token,
-                                   place);
+    squares = gate_logits<W, M, 1>(hidden, params.hidden_dtype, router, norm_weight, shared, logits, params,
+                                   first_token, place);
   }
   squares = simd_sum(squares);
   if (lane == 0) partials[simdgroup] = squares;
@@ -184,7 +191,8 @@ template <typename W, int M, int kThreads>
   const ulong token = first_token + simdgroup;
   if (simdgroup >= M || token >= params.tokens) return;
   const uint simdgroups_per_token = simdgroups / M;
-  const float total = simd_sum(lane < simdgroups_per_token ? partials[simdgroup * simdgroups_per_token + lane] : 0.0f);
+  const float total =
+      simd_sum(lane < simdgroups_per_token ? partials[simdgroup * simdgroups_per_token + lane] : 0.0f);
   const float inverse_rms = precise::rsqrt(total / float(params.width) + params.eps);
   threadgroup const float* row = logits + simdgroup * params.experts;
   device float* token_weights = weights + token * params.top_k;

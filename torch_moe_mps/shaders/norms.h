@@ -2,8 +2,8 @@
 #pragma once
 #include "common.h"
 
-// Elements that a thread keeps in registers between the two passes over a row, so that rows of up to 1024 * 16 columns are
-// read once. What lies beyond is read again.
+// Elements that a thread keeps in registers between the two passes over a row, so that rows of up to 1024 *
+// 16 columns are read once. What lies beyond is read again.
 constant constexpr int kNormElements = 16;
 
 // The threads that work on one row.
@@ -29,7 +29,8 @@ inline Pack<N> output_scale(device const uchar* scalar, constant NormParams& par
   return scale;
 }
 
-// The columns to be normed: those of input, or with kNormSum those of residual + input, rounded to T as the residual stream is.
+// The columns to be normed: those of input, or with kNormSum those of residual + input, rounded to T as the
+// residual stream is.
 template <typename T, int N, bool kNormSum>
 inline Raw<T, N> normed_columns(Raw<T, N> residual, Raw<T, N> input) {
   if constexpr (!kNormSum) return input;
@@ -41,8 +42,8 @@ inline Raw<T, N> normed_columns(Raw<T, N> residual, Raw<T, N> input) {
 
 // (residual + x * inverse * weight) * scale, with kNormSum without the residual.
 template <int N, bool kNormSum>
-inline Pack<N> finished_columns(Pack<N> residual, Pack<N> x, float inverse, Pack<N> weight, device const uchar* scalar,
-                                constant NormParams& params, uint column) {
+inline Pack<N> finished_columns(Pack<N> residual, Pack<N> x, float inverse, Pack<N> weight,
+                                device const uchar* scalar, constant NormParams& params, uint column) {
   const Pack<N> scale = output_scale<N>(scalar, params, column);
   UNROLL for (int i = 0; i < N; ++i) {
     float y = x.v[i] * inverse * (weight.v[i] + params.weight_offset);
@@ -54,8 +55,8 @@ inline Pack<N> finished_columns(Pack<N> residual, Pack<N> x, float inverse, Pack
 
 template <typename T, int N, bool kNormSum>
 inline void norm_row(device const T* residual, device const T* input, device const uchar* weight,
-                     device const uchar* scalar, device T* output, device T* sum_output, constant NormParams& params,
-                     RowThreads threads, threadgroup float* partials) {
+                     device const uchar* scalar, device T* output, device T* sum_output,
+                     constant NormParams& params, RowThreads threads, threadgroup float* partials) {
   constexpr int kKept = kNormElements / N;
   const uint step = threads.count * N;
   const uint first = threads.index * N;
@@ -93,9 +94,10 @@ inline void norm_row(device const T* residual, device const T* input, device con
   UNROLL for (int k = 0; k < kKept; ++k) {
     const uint column = first + k * step;
     if (column < params.width) {
-      const Pack<N> factor = k == 0 ? widen(first_weight, params.weight_dtype) : load_any<N>(weight, params.weight_dtype, column);
-      store_pack(output + column, finished_columns<N, kNormSum>(widen(base[k]), widen(row[k]), inverse, factor, scalar, params,
-                                                                column));
+      const Pack<N> factor = k == 0 ? widen(first_weight, params.weight_dtype)
+                                    : load_any<N>(weight, params.weight_dtype, column);
+      store_pack(output + column, finished_columns<N, kNormSum>(widen(base[k]), widen(row[k]), inverse,
+                                                                factor, scalar, params, column));
     }
   }
   for (uint column = rest; column < params.width; column += step) {
@@ -108,25 +110,25 @@ inline void norm_row(device const T* residual, device const T* input, device con
 }
 
 template <typename T, bool kNormSum>
-[[kernel, max_total_threads_per_threadgroup(1024)]] void norm_rows(device const T* residual [[buffer(0)]], device const T* input [[buffer(1)]],
-                          device const uchar* weight [[buffer(2)]], device const uchar* scalar [[buffer(3)]],
-                          device T* output [[buffer(4)]], device T* sum_output [[buffer(5)]],
-                          constant NormParams& params [[buffer(6)]],
-                          uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
-                          uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
-                          uint simdgroups [[simdgroups_per_threadgroup]]) {
+[[kernel, max_total_threads_per_threadgroup(1024)]] void norm_rows(
+    device const T* residual [[buffer(0)]], device const T* input [[buffer(1)]],
+    device const uchar* weight [[buffer(2)]], device const uchar* scalar [[buffer(3)]],
+    device T* output [[buffer(4)]], device T* sum_output [[buffer(5)]],
+    constant NormParams& params [[buffer(6)]], uint group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float partials[kMaxSimdgroups];
   const bool row_per_simdgroup = params.simdgroups_per_row == 1;
   const uint row = row_per_simdgroup ? group * simdgroups + simdgroup : group;
   if (row >= params.rows) return;
-  const RowThreads threads = {row_per_simdgroup ? lane : thread_index, params.simdgroups_per_row * kSimdWidth, lane,
-                              simdgroup, params.simdgroups_per_row};
+  const RowThreads threads = {row_per_simdgroup ? lane : thread_index, params.simdgroups_per_row * kSimdWidth,
+                              lane, simdgroup, params.simdgroups_per_row};
   const ulong start = ulong(row) * params.width;
   if (params.vectorised != 0) {
-    norm_row<T, 4, kNormSum>(residual + start, input + start, weight, scalar, output + start, sum_output + start, params,
-                             threads, partials);
+    norm_row<T, 4, kNormSum>(residual + start, input + start, weight, scalar, output + start,
+                             sum_output + start, params, threads, partials);
   } else {
-    norm_row<T, 1, kNormSum>(residual + start, input + start, weight, scalar, output + start, sum_output + start, params,
-                             threads, partials);
+    norm_row<T, 1, kNormSum>(residual + start, input + start, weight, scalar, output + start,
+                             sum_output + start, params, threads, partials);
   }
 }

@@ -1,8 +1,8 @@
 #include "norms.h"
 
-#define INSTANTIATE(T, suffix)                                                                            \
-  template [[host_name("norm_add_" suffix)]] [[kernel]] decltype(norm_rows<T, false>) norm_rows<T, false>; \
-  template [[host_name("residual_norm_" suffix)]] [[kernel]] decltype(norm_rows<T, true>) norm_rows<T, true>;
+#define INSTANTIATE(T, suffix)                                \
+  INSTANTIATE_KERNEL("norm_add_" suffix, norm_rows<T, false>) \
+  INSTANTIATE_KERNEL("residual_norm_" suffix, norm_rows<T, true>)
 
 INSTANTIATE(float, "f32")
 INSTANTIATE(half, "f16")

@@ -1,10 +1,10 @@
-// From logits to experts: one simdgroup per row. A lane holds N consecutive experts in registers, so the logits are read once and
-// the lowest lane of a tie holds the lowest id.
+// From logits to experts: one simdgroup per row. A lane holds N consecutive experts in registers, so the
+// logits are read once and the lowest lane of a tie holds the lowest id.
 #pragma once
 #include "common.h"
 
-// What a row of logits becomes. `key` orders the choice; `score` gives the weight. Keys below kLowestKey are states: 0 is not to be
-// chosen, n is chosen for slot n - 1.
+// What a row of logits becomes. `key` orders the choice; `score` gives the weight. Keys below kLowestKey are
+// states: 0 is not to be chosen, n is chosen for slot n - 1.
 template <int N>
 struct RouterRow {
   uint key[N];
@@ -14,7 +14,9 @@ struct RouterRow {
 constant constexpr uint kLowestKey = 0x00400000u;  // below the key of -infinity
 
 // NaN counts as the lowest float, infinities as the highest and lowest.
-inline float finite(float x) { return isnan(x) ? -FLT_MAX : clamp(x, -FLT_MAX, FLT_MAX); }
+inline float finite(float x) {
+  return isnan(x) ? -FLT_MAX : clamp(x, -FLT_MAX, FLT_MAX);
+}
 
 // An integer that orders as the float does. x is not NaN.
 inline uint ordered_key(float x) {
@@ -22,10 +24,12 @@ inline uint ordered_key(float x) {
   return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
 }
 
-inline bool is_chosen(uint key) { return key > 0 && key < kLowestKey; }
+inline bool is_chosen(uint key) {
+  return key > 0 && key < kLowestKey;
+}
 
-// Chooses the `count` largest keys, ties to the lowest id. Each step is one reduction over the simdgroup: the winning lane, the
-// lowest that holds the maximum, marks the expert with its slot and finds its next best.
+// Chooses the `count` largest keys, ties to the lowest id. Each step is one reduction over the simdgroup: the
+// winning lane, the lowest that holds the maximum, marks the expert with its slot and finds its next best.
 template <int N>
 inline void choose(thread RouterRow<N>& row, uint count, uint lane) {
   uint best = 0;
@@ -92,7 +96,8 @@ inline void store_chosen(thread RouterRow<N>& row, uint lane, device float* weig
   }
 }
 
-// log(1 + exp(x)) without overflow, and without log1p, which Metal lacks: log(u) * y / (u - 1) undoes the rounding of u = 1 + y.
+// log(1 + exp(x)) without overflow, and without log1p, which Metal lacks: log(u) * y / (u - 1) undoes the
+// rounding of u = 1 + y.
 inline float softplus(float x) {
   const float y = precise::exp(-fabs(x));
   const float u = 1.0f + y;
@@ -132,11 +137,11 @@ inline float2 simd_top2(float2 top) {
   return top;
 }
 
-// The experts of this lane, as bits, that belong to the best groups. A group's score is the sum of the two largest of `by_sum`, or
-// the largest of `by_max`.
+// The experts of this lane, as bits, that belong to the best groups. A group's score is the sum of the two
+// largest of `by_sum`, or the largest of `by_max`.
 template <int N>
-inline uint experts_of_best_groups(thread const float* by_sum, thread const float* by_max, RouterParams params,
-                                   uint lane) {
+inline uint experts_of_best_groups(thread const float* by_sum, thread const float* by_max,
+                                   RouterParams params, uint lane) {
   const uint group_size = params.experts / params.groups;
   const bool is_max = params.group_score_is_max != 0;
   uint group_of[N];
@@ -184,7 +189,8 @@ inline void rank_experts(thread const float* logits, thread RouterRow<N>& row, d
   const bool by_logits = params.bias_on_logits != 0 || params.scoring == SCORING_SOFTMAX_AFTER_TOPK;
   UNROLL for (int j = 0; j < N; ++j) {
     choice[j] = by_logits ? logits[j] : row.score[j];
-    if (params.has_bias != 0 && j < valid) choice[j] = finite(choice[j] + load_one(bias, params.bias_dtype, first + j));
+    if (params.has_bias != 0 && j < valid)
+      choice[j] = finite(choice[j] + load_one(bias, params.bias_dtype, first + j));
   }
   // Without a bias the choice is monotone in the logits, which are exact where scores saturate.
   const bool compare_logits = params.has_bias == 0 && params.has_masked_score == 0;
@@ -225,9 +231,11 @@ inline void load_logits(device const T* source, thread float* logits, RouterPara
 // One row per simdgroup; N * 32 is at least the number of experts.
 template <typename T, int N>
 [[kernel]] void route_rows(device const T* logits [[buffer(0)]], device const uchar* bias [[buffer(1)]],
-                           device const uchar* per_expert_scale [[buffer(2)]], device float* weights [[buffer(3)]],
-                           device int* ids [[buffer(4)]], constant RouterParams& arguments [[buffer(5)]],
-                           uint group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
+                           device const uchar* per_expert_scale [[buffer(2)]],
+                           device float* weights [[buffer(3)]], device int* ids [[buffer(4)]],
+                           constant RouterParams& arguments [[buffer(5)]],
+                           uint group [[threadgroup_position_in_grid]],
+                           uint lane [[thread_index_in_simdgroup]],
                            uint simdgroup [[simdgroup_index_in_threadgroup]],
                            uint simdgroups [[simdgroups_per_threadgroup]]) {
   const RouterParams params = arguments;
