@@ -419,3 +419,15 @@ def test_one_buffer_bound_twice_is_one_memory():
     x = np.arange(64, dtype=np.float32)
     assert "race within a threadgroup" in finding(source, buffers={0: x, 1: x})
     shader_library(HEAD + source).launch("bad", {0: x, 1: floats(64)}, (1,), (64,))
+
+
+@pytest.mark.parametrize("offset", [64, 1000, 100_000, -64, -5000])
+def test_running_off_a_buffer_never_ends_in_another(offset):
+    """Also for buffers that lie side by side, as the views of one allocation do here."""
+    source = "kernel void bad(device const float* x [[buffer(0)]], device float* out [[buffer(1)]], "
+    source += "constant int& offset [[buffer(2)]]) { out[0] = x[offset]; }"
+    memory = floats(300_000)
+    buffers = {0: memory[100_000:100_064], 1: memory[100_064:300_000], 2: np.int32(offset)}
+    assert "reads 4 bytes out of bounds: buffer 0 'x' at byte" in finding(
+        source, buffers=buffers, threads=(1,)
+    )

@@ -10,8 +10,6 @@ from .errors import SimulatorError
 from .schedule import current_seed
 
 BINDINGS = 31
-# Copies of the arguments lie this far apart, so that running off one does not end in another.
-GUARD = 1 << 16
 
 
 class Argument(ctypes.Structure):
@@ -105,35 +103,23 @@ def executor() -> ctypes.CDLL:
     return _executor
 
 
-def raw_bytes(value) -> tuple[np.ndarray, object]:
-    """(bytes of a buffer argument, the array or tensor to write results back to or None)."""
+def host_bytes(value) -> np.ndarray:
+    """The bytes of a buffer argument: the memory itself of an array or a CPU tensor, else a copy."""
     if isinstance(value, (bytes, bytearray)):
-        return np.frombuffer(value, dtype=np.uint8), value if isinstance(value, bytearray) else None
+        return np.array(bytearray(value), np.uint8)
+    if isinstance(value, np.generic):
+        return np.frombuffer(bytearray(value.tobytes()), np.uint8)
     if isinstance(value, np.ndarray):
         if not value.flags.c_contiguous:
             raise ValueError("a buffer argument must be contiguous")
-        return value.reshape(-1).view(np.uint8), value
-    if isinstance(value, np.generic):
-        return np.frombuffer(value.tobytes(), dtype=np.uint8), None
+        return value.reshape(-1).view(np.uint8)
     if hasattr(value, "untyped_storage"):
         import torch
 
         if not value.is_contiguous():
             raise ValueError("a buffer argument must be contiguous")
-        host = value.detach().cpu().reshape(-1).view(torch.uint8)
-        return host.numpy(), value
+        return value.detach().cpu().reshape(-1).view(torch.uint8).numpy()
     raise TypeError(f"a buffer argument must be bytes, an array or a tensor, got {type(value).__name__}")
-
-
-def write_back(target, data: np.ndarray) -> None:
-    if isinstance(target, bytearray):
-        target[:] = data.tobytes()
-    elif isinstance(target, np.ndarray):
-        target.reshape(-1).view(np.uint8)[:] = data
-    else:
-        import torch
-
-        target.detach().reshape(-1).view(torch.uint8).copy_(torch.from_numpy(data))
 
 
 class ShaderLibrary:
@@ -179,32 +165,23 @@ class ShaderLibrary:
         )
         for index, length in lengths:
             dispatch.threadgroup_bytes[index] = length
-        bound = self._bind(dispatch, buffers)
+        # An object that is bound twice is one memory.
+        memory = {id(value): host_bytes(value) for value in buffers.values()}
+        identities = {key: number for number, key in enumerate(memory, 1)}
+        for index, value in buffers.items():
+            data = memory[id(value)]
+            dispatch.buffers[index] = Binding(data.ctypes.data, data.size, identities[id(value)], None)
         counters, message = Counters(), ctypes.create_string_buffer(4096)
         found = executor().msl_execute(ctypes.byref(dispatch), ctypes.byref(counters), message, len(message))
-        arguments = (kernel.arguments[i] for i in range(kernel.argument_count))
-        writable = {a.index for a in arguments if a.kind == 0 and a.writable}
-        for index, (target, data) in bound.items():
-            if target is not None and index in writable:
-                write_back(target, data)
+        for value in buffers.values():
+            if getattr(value, "is_cpu", True) is False:
+                import torch
+
+                flat = value.detach().reshape(-1).view(torch.uint8)
+                flat.copy_(torch.from_numpy(memory[id(value)]))
         if found:
             raise SimulatorError(message.value.decode())
         return counters.as_dict()
-
-    def _bind(self, dispatch: Dispatch, buffers: dict) -> dict:
-        """Copies of the arguments, apart from each other; an object that is bound twice is one memory."""
-        copies, bound = {}, {}
-        for index, value in buffers.items():
-            if id(value) not in copies:
-                data, target = raw_bytes(value)
-                room = np.full(data.size + 2 * GUARD, 0xA5, np.uint8)
-                start = GUARD + -(room.ctypes.data + GUARD) % 4096
-                room[start : start + data.size] = data
-                copies[id(value)] = (target, room[start : start + data.size], len(copies) + 1)
-            target, view, identity = copies[id(value)]
-            bound[index] = (target, view)
-            dispatch.buffers[index] = Binding(view.ctypes.data, view.size, identity, None)
-        return bound
 
 
 def shader_library(msl_source: str, constants: dict | None = None, include: tuple = ()) -> ShaderLibrary:

@@ -17,7 +17,11 @@
 namespace {
 
 // Larger buffers are mapped, so that a stack of experts over 4 GiB costs only the pages that are touched.
-constexpr size_t kMapBytes = size_t{64} << 20;
+constexpr size_t kMapBytes = size_t{1} << 20;
+// Larger ones are left to the kernel's zero pages.
+constexpr size_t kFillBytes = size_t{64} << 20;
+// Address space behind a mapped buffer: running off its end ends in no other.
+constexpr size_t kGuardBytes = size_t{1} << 30;
 // NaN in float32, float16 and bfloat16, and an id far out of range in int32.
 constexpr uint16_t kUnwritten = 0x7fe1;
 constexpr uint16_t kFreed = 0x7fd3;
@@ -52,9 +56,11 @@ namespace simulator {
 Memory::Memory(size_t bytes) : size(bytes), identity(next_identity++) {
   if (bytes >= kMapBytes) {
     void* mapped =
-        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        mmap(nullptr, bytes + kGuardBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED) throw std::bad_alloc();
+    if (mprotect(mapped, bytes, PROT_READ | PROT_WRITE)) throw std::bad_alloc();
     data = static_cast<char*>(mapped);
+    if (bytes < kFillBytes) fill(data, bytes, kUnwritten);
   } else {
     data = static_cast<char*>(aligned_alloc(kAlignment, round_up(bytes)));
     if (!data) throw std::bad_alloc();
@@ -66,7 +72,7 @@ Memory::Memory(size_t bytes) : size(bytes), identity(next_identity++) {
 Memory::~Memory() {
   bytes_alive -= size;
   if (size >= kMapBytes) {
-    munmap(data, size);
+    munmap(data, size + kGuardBytes);
   } else {
     fill(data, size, kFreed);
     free(data);

@@ -452,6 +452,72 @@ void load_kernel(const msl_kernel& k) {
   entry = known;
 }
 
+// Buffers lie side by side in the heap, so that running off one may end in another. For the time of the
+// dispatch the small ones are moved far apart. Large ones stay: the runtime gives them address space of their
+// own.
+class Separation {
+ public:
+  static constexpr size_t copy_limit = size_t(1) << 20, distance = size_t(1) << 30;
+
+  msl_dispatch apply(const msl_dispatch& d) {
+    if (!room) {
+      void* p = mmap(nullptr, 32 * distance, PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      if (p == MAP_FAILED) abort();
+      room = static_cast<char*>(p);
+    }
+    msl_dispatch moved = d;
+    blocks.clear();
+    for (int i = 0; i < 31; i++)
+      if (d.buffers[i].data && d.buffers[i].size) note(d.buffers[i], i);
+    for (size_t i = 0; i < blocks.size(); i++) {
+      Block& b = blocks[i];
+      if (size_t(b.end - b.begin) > copy_limit) continue;
+      b.copy = room + i * distance + distance / 2 + (reinterpret_cast<uintptr_t>(b.begin) & 4095);
+      memcpy(b.copy, b.begin, b.end - b.begin);
+      for (int binding : b.bindings)
+        moved.buffers[binding].data = b.copy + (static_cast<char*>(d.buffers[binding].data) - b.begin);
+    }
+    return moved;
+  }
+
+  void bring_back(const msl_kernel& kernel) {
+    for (const Block& b : blocks)
+      if (b.copy &&
+          std::any_of(b.bindings.begin(), b.bindings.end(), [&](int i) { return is_writable(kernel, i); }))
+        memcpy(b.begin, b.copy, b.end - b.begin);
+  }
+
+ private:
+  struct Block {  // what the dispatch sees of one MTLBuffer
+    uint64_t identity;
+    char *begin, *end, *copy;
+    std::vector<int> bindings;
+  };
+
+  void note(const msl_binding& binding, int index) {
+    char* begin = static_cast<char*>(binding.data);
+    for (Block& b : blocks) {
+      if (!binding.identity || b.identity != binding.identity) continue;
+      b.begin = std::min(b.begin, begin), b.end = std::max(b.end, begin + binding.size);
+      b.bindings.push_back(index);
+      return;
+    }
+    blocks.push_back({binding.identity, begin, begin + binding.size, nullptr, {index}});
+  }
+
+  static bool is_writable(const msl_kernel& kernel, int index) {
+    for (int i = 0; i < kernel.argument_count; i++) {
+      const msl_argument& a = kernel.arguments[i];
+      if (a.kind == MSL_BUFFER && a.index == index && a.writable) return true;
+    }
+    return false;
+  }
+
+  char* room = nullptr;
+  std::vector<Block> blocks;
+} separation;
+
 void order_threadgroups(const msl_dispatch& d) {
   const uint64_t count = uint64_t(d.grid[0]) * d.grid[1] * d.grid[2];
   group_order.resize(count);
@@ -547,6 +613,21 @@ void msl_unset_constant(const char* name) {
   finding("reads the function constant '" + std::string(name) + "', which was not set", nullptr);
 }
 
+namespace {
+void run(const msl_dispatch& d) {
+  dispatch = &d;
+  memory.begin(d, reinterpret_cast<const void*>(entry));
+  order_threadgroups(d);
+  for (int i = 0; i < 3; i++) {
+    msl_group.full_size[i] = d.threads[i];
+    msl_group.count[i] = d.grid[i];
+    msl_group.grid_threads[i] = d.total_threads[i] ? d.total_threads[i] : d.grid[i] * d.threads[i];
+  }
+  msl_group.full_simdgroups = (d.threads[0] * d.threads[1] * d.threads[2] + 31) / 32;
+  for (size_t i = 0; i < group_order.size() && message.empty(); i++) run_threadgroup(group_order[i]);
+}
+}  // namespace
+
 extern "C" int msl_execute(const msl_dispatch* d, msl_counters* result, char* text, size_t text_size) {
   std::lock_guard<std::mutex> lock(executing);
   memset(result, 0, sizeof *result);
@@ -558,19 +639,16 @@ extern "C" int msl_execute(const msl_dispatch* d, msl_counters* result, char* te
   try {
     check_launch(*d);
     load_kernel(*d->kernel);
-    memory.begin(*d, reinterpret_cast<const void*>(entry));
-    order_threadgroups(*d);
-    for (int i = 0; i < 3; i++) {
-      msl_group.full_size[i] = d->threads[i];
-      msl_group.count[i] = d->grid[i];
-      msl_group.grid_threads[i] = d->total_threads[i] ? d->total_threads[i] : d->grid[i] * d->threads[i];
+    const msl_dispatch separated = separation.apply(*d);
+    try {
+      run(separated);
+    } catch (const Finding&) {
     }
-    msl_group.full_simdgroups = (d->threads[0] * d->threads[1] * d->threads[2] + 31) / 32;
-    for (size_t i = 0; i < group_order.size() && message.empty(); i++) run_threadgroup(group_order[i]);
+    stop_running();
+    separation.bring_back(*d->kernel);
+    memory.end(*result);
   } catch (const Finding&) {
   }
-  stop_running();
-  memory.end(*result);
   if (message.empty()) return 0;
   if (finding_caller) {
     const std::string line = source_line(finding_caller);
