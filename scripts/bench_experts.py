@@ -1,6 +1,6 @@
 """The experts' Metal kernels on an NVIDIA GPU, beside MLX's and the source kernels, by one mechanical translation.
 
-    python scripts/bench_experts.py --translator DIR --mlx DIR --sources DIR [--only decode,down,dense,prefill,layer]
+    python scripts/bench_experts.py --translator DIR --mlx DIR --sources DIR [--only int4,down,layer,...]
 
 `--translator` holds msl_cuda.py, which runs a .metal file through NVRTC; `--mlx` is the `mlx` folder with MLX's kernel headers
 (mlx/backend/metal/kernels inside the wheel), `--sources` the files with the source kernels. Needs CuPy. The times are "MSL on this GPU",
@@ -21,6 +21,9 @@ import numpy as np
 SHADERS = Path(__file__).resolve().parent.parent / "torch_moe_mps" / "shaders"
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
 GROUP = 64
+# As in csrc/expert_paths.mm.
+SINGLE_SIMDGROUPS, SINGLE_ROWS = 8, 4
+SHARED_SIMDGROUPS, SHARED_ROWS, SINGLE_DOWN_ROWS, SHARED_DOWN_ROWS = 8, 8, 4, 8
 TILE_ROWS, TILE_COLUMNS = 32, 64
 TOLERANCE = {"f32": 1e-5, "f16": 2e-3, "bf16": 1.2e-2}  # of the largest value
 METAL_TYPE = {"f32": "float", "f16": "half", "bf16": "bfloat"}
@@ -122,7 +125,11 @@ class Weights:
     def float64(self, expert: int):
         cp = self.cp
         if self.kind == "dense":
-            return to_float64(cp, self.packed[expert].view(cp.float16 if self.dtype == "f16" else self.packed.dtype), self.dtype)
+            return to_float64(
+                cp,
+                self.packed[expert].view(cp.float16 if self.dtype == "f16" else self.packed.dtype),
+                self.dtype,
+            )
         per_word = 32 // self.bits
         shifts = cp.arange(per_word, dtype=cp.uint32) * self.bits
         q = (self.packed[expert][..., None] >> shifts) & (2**self.bits - 1)
@@ -141,7 +148,10 @@ def rotating_ids(cp, tokens: int, sets: int, seed: int) -> list:
     random = np.random.RandomState(seed)
     if tokens == 1:
         order = np.concatenate([random.permutation(EXPERTS) for _ in range(-(-sets * TOP_K // EXPERTS))])
-        return [cp.asarray(order[i * TOP_K : (i + 1) * TOP_K].astype(np.int32).reshape(1, TOP_K)) for i in range(sets)]
+        return [
+            cp.asarray(order[i * TOP_K : (i + 1) * TOP_K].astype(np.int32).reshape(1, TOP_K))
+            for i in range(sets)
+        ]
     choose = [[random.choice(EXPERTS, TOP_K, replace=False) for _ in range(tokens)] for _ in range(sets)]
     return [cp.asarray(np.array(ids, np.int32)) for ids in choose]
 
@@ -163,42 +173,100 @@ class Ours:
         lines = ['#include "expert_decode.h"', '#include "expert_gemm.h"']
         lines += instantiations(text, METAL_TYPE[dtype], self.suffix)
         if kind != "dense":
-            lines.append(f'template [[host_name("expert_combine_{dtype}")]] [[kernel]] '
-                         f"decltype(expert_combine<{METAL_TYPE[dtype]}>) expert_combine<{METAL_TYPE[dtype]}>;")
+            lines.append(
+                f'template [[host_name("expert_combine_{dtype}")]] [[kernel]] '
+                f"decltype(expert_combine<{METAL_TYPE[dtype]}>) expert_combine<{METAL_TYPE[dtype]}>;"
+            )
         self.library = device.library("\n".join(lines), SHADERS)
 
     def matmul(self, ids, weights: Weights, outputs: int, gated: bool, x_per_pair: bool):
         tokens, slots = ids.shape
-        return dict(tokens=tokens, slots=slots, pairs=tokens * slots, experts=EXPERTS, inputs=weights.inputs,
-                    rows=weights.rows, outputs=outputs, vectorised=1, group_shift=GROUP.bit_length() - 1,
-                    x_per_pair=int(x_per_pair), grid_is_experts=int(tokens * slots > EXPERTS),
-                    row_layout=1 if gated else 0, activation=1 if gated else 0)
+        return dict(
+            tokens=tokens,
+            slots=slots,
+            pairs=tokens * slots,
+            experts=EXPERTS,
+            inputs=weights.inputs,
+            rows=weights.rows,
+            outputs=outputs,
+            vectorised=1,
+            group_shift=GROUP.bit_length() - 1,
+            x_per_pair=int(x_per_pair),
+            grid_is_experts=int(tokens * slots > EXPERTS),
+            row_layout=1 if gated else 0,
+            activation=1 if gated else 0,
+        )
 
     def rows(self, x, weights: Weights, ids, out, order):
         """Gate, up and silu: decode's first dispatch."""
         outputs, pairs = weights.rows // 2, ids.size
         params = self.device.params("ExpertParams", **self.matmul(ids, weights, outputs, True, False))
-        buffers = {0: x, 1: weights.packed, 2: weights.scales, 3: weights.biases, 4: ids, 5: x, 6: out, 7: params, 8: order}
+        buffers = {
+            0: x,
+            1: weights.packed,
+            2: weights.scales,
+            3: weights.biases,
+            4: ids,
+            5: x,
+            6: out,
+            7: params,
+            8: order,
+        }
         if ids.shape[0] == 1:
-            grid, threads = (-(-outputs // (SINGLE_SIMDGROUPS * 2)), pairs, 1), SINGLE_SIMDGROUPS * 32
+            grid, threads = (
+                (-(-outputs // (SINGLE_SIMDGROUPS * SINGLE_ROWS // 2)), pairs, 1),
+                SINGLE_SIMDGROUPS * 32,
+            )
             return self.launch("expert_rows_single", buffers, grid, threads)
-        return self.launch("expert_rows_shared", buffers, (-(-outputs // 32), min(pairs, EXPERTS) + 1, 1), 256)
+        grid = (-(-outputs // (SHARED_SIMDGROUPS * SHARED_ROWS // 2)), min(pairs, EXPERTS) + 1, 1)
+        return self.launch("expert_rows_shared", buffers, grid, SHARED_SIMDGROUPS * 32)
 
     def down(self, x, weights: Weights, ids, routing, out, order):
         """Down, the sum over the experts: decode's second dispatch."""
         matmul = self.matmul(ids, weights, weights.rows, False, True)
         params = self.device.params("ExpertDownParams", matmul=matmul, combine={})
-        buffers = {0: x, 1: weights.packed, 2: weights.scales, 3: weights.biases, 4: ids, 5: x, 6: out, 7: routing, 8: x, 9: x, 10: x,
-                   11: params, 12: order}
+        buffers = {
+            0: x,
+            1: weights.packed,
+            2: weights.scales,
+            3: weights.biases,
+            4: ids,
+            5: x,
+            6: out,
+            7: routing,
+            8: x,
+            9: x,
+            10: x,
+            11: params,
+            12: order,
+        }
         if ids.shape[0] == 1:
-            return self.launch("expert_down_single", buffers, (-(-weights.rows // 4), 1, 1), min(TOP_K, 8) * 32)
-        return self.launch("expert_down_shared", buffers, (-(-weights.rows // 4), 1, 1), 256, [ids.size * 16])
+            return self.launch(
+                "expert_down_single", buffers, (-(-weights.rows // SINGLE_DOWN_ROWS), 1, 1), min(TOP_K, 8) * 32
+            )
+        return self.launch(
+            "expert_down_shared",
+            buffers,
+            (-(-weights.rows // SHARED_DOWN_ROWS), 1, 1),
+            SHARED_SIMDGROUPS * 32,
+            [ids.size * SHARED_DOWN_ROWS * 4],
+        )
 
     def gemm(self, x, weights: Weights, ids, tiles, out, gated: bool, x_per_pair: bool):
         outputs = weights.rows // 2 if gated else weights.rows
         params = self.device.params("ExpertParams", **self.matmul(ids, weights, outputs, gated, x_per_pair))
         order, _, tile_list = tiles
-        buffers = {0: x, 1: weights.packed, 2: weights.scales, 3: weights.biases, 4: x, 5: out, 6: order, 7: tile_list, 8: params}
+        buffers = {
+            0: x,
+            1: weights.packed,
+            2: weights.scales,
+            3: weights.biases,
+            4: x,
+            5: out,
+            6: order,
+            7: tile_list,
+            8: params,
+        }
         columns = TILE_COLUMNS // 2 if gated else TILE_COLUMNS
         return self.launch("expert_gemm", buffers, (-(-outputs // columns), len(tile_list), 1), 128)
 
@@ -217,13 +285,12 @@ class Ours:
         return lambda: self.library.launch(name, buffers, grid, (threads, 1, 1), threadgroup_bytes)
 
 
-SINGLE_SIMDGROUPS = 4
-
-
 def instantiations(text: str, metal_type: str, suffix: str) -> list[str]:
     """The lines of a .metal file, preprocessed by hand, that instantiate the kernels of one format and dtype."""
     body = re.sub(r"^#include.*$", "", text, flags=re.M)
-    expanded = subprocess.run(["g++", "-E", "-P", "-x", "c++", "-"], input=body, capture_output=True, text=True, check=True).stdout
+    expanded = subprocess.run(
+        ["g++", "-E", "-P", "-x", "c++", "-"], input=body, capture_output=True, text=True, check=True
+    ).stdout
     statements = [s.strip() + ";" for s in expanded.split(";") if s.strip()]
     joined = [re.sub(r'"\s+"', "", s) for s in statements]
     keep = [s for s in joined if s.startswith("typedef") and re.search(rf"\b\w+_{metal_type};$", s)]
@@ -235,8 +302,11 @@ def tile_list(cp, ids):
     flat = ids.get().reshape(-1)
     order = np.argsort(flat, kind="stable").astype(np.int32)
     offsets = np.concatenate([[0], np.cumsum(np.bincount(flat, minlength=EXPERTS))]).astype(np.int32)
-    tiles = [(e, first, min(TILE_ROWS, offsets[e + 1] - first), 0)
-             for e in range(EXPERTS) for first in range(offsets[e], offsets[e + 1], TILE_ROWS)]
+    tiles = [
+        (e, first, min(TILE_ROWS, offsets[e + 1] - first), 0)
+        for e in range(EXPERTS)
+        for first in range(offsets[e], offsets[e + 1], TILE_ROWS)
+    ]
     return cp.asarray(order), cp.asarray(offsets), cp.asarray(np.array(tiles, np.int32))
 
 
@@ -251,23 +321,36 @@ class Mlx:
         shutil.copytree(Path(root) / "backend/metal/kernels", self.root / self.kernels)
         utils = self.root / self.kernels / "utils.h"
         sections = re.split(r"^/{40,}\n// (.*)\n/{40,}\n", utils.read_text(), flags=re.M)
-        wanted = [text for title, text in zip(sections[1::2], sections[2::2]) if re.match("(Indexing|Row tile)", title)]
+        wanted = [
+            text
+            for title, text in zip(sections[1::2], sections[2::2])
+            if re.match("(Indexing|Row tile)", title)
+        ]
         bfloat = f'#pragma once\n#include "{self.kernels}bf16.h"\n#include "{self.kernels}defines.h"\ntypedef half float16_t;\n'
         bfloat += "struct complex64_t { float real; float imag; };\n"
         utils.write_text(bfloat + "".join(wanted))
         traits = self.root / self.kernels / "steel/utils/type_traits.h"  # CUDA pointers have no address space
-        text = re.sub(r"template <typename T>\nstruct pointer_element<(device|threadgroup) T\*> \{.*?\};\n", "", traits.read_text(),
-                      flags=re.S)
+        text = re.sub(
+            r"template <typename T>\nstruct pointer_element<(device|threadgroup) T\*> \{.*?\};\n",
+            "",
+            traits.read_text(),
+            flags=re.S,
+        )
         traits.write_text(text)
 
     def include(self, *headers: str) -> str:
         return "\n".join(f'#include "{self.kernels}{header}"' for header in headers) + "\n"
 
-    def quantized(self, instance: str, name: str):
+    # MLX's fragments are filled by lane, in the layout of Apple's GPUs. Only a slow build keeps that layout and computes the right
+    # thing: it is what `checked` launches; the times are of the fast one.
+    def options(self, checked: bool) -> tuple:
+        return ("-DMSL_TF32", "-DMSL_APPLE_LAYOUT") if checked else ("-DMSL_TF32",)
+
+    def quantized(self, instance: str, name: str, checked: bool = False):
         source = self.include("utils.h", "steel/gemm/gemm.h", "quantized_utils.h", "quantized.h")
         source += f'template [[host_name("{name}")]] [[kernel]] decltype({instance}) {instance};\n'
         constants = {200: True, 201: True, 202: True}
-        return self.device.library(source, self.root, constants=constants, options=("-DMSL_TF32",))
+        return self.device.library(source, self.root, constants=constants, options=self.options(checked))
 
     def gather_qmv(self, x, weights: Weights, lhs, rhs, out):
         """out[p] = weights[rhs[p]] @ x[lhs[p]]."""
@@ -277,39 +360,77 @@ class Mlx:
         n, k = weights.rows, weights.inputs
         ints = lambda *v: cp.asarray(np.array(v, np.int32))  # noqa: E731
         longs = lambda *v: cp.asarray(np.array(v, np.int64))  # noqa: E731
-        buffers = {0: weights.packed, 1: weights.scales, 2: weights.biases, 3: x, 4: lhs, 5: rhs, 6: out, 7: ints(k), 8: ints(n),
-                   9: ints(1), 10: ints(len(x), 1, k), 11: longs(k, k, 1), 12: ints(1), 13: ints(EXPERTS, n, k),
-                   14: longs(n * k * weights.bits // 32), 15: longs(n * k // GROUP), 16: longs(n * k // GROUP), 17: ints(1),
-                   18: ints(lhs.size), 19: longs(1), 20: longs(1)}
+        buffers = {
+            0: weights.packed,
+            1: weights.scales,
+            2: weights.biases,
+            3: x,
+            4: lhs,
+            5: rhs,
+            6: out,
+            7: ints(k),
+            8: ints(n),
+            9: ints(1),
+            10: ints(len(x), 1, k),
+            11: longs(k, k, 1),
+            12: ints(1),
+            13: ints(EXPERTS, n, k),
+            14: longs(n * k * weights.bits // 32),
+            15: longs(n * k // GROUP),
+            16: longs(n * k // GROUP),
+            17: ints(1),
+            18: ints(lhs.size),
+            19: longs(1),
+            20: longs(1),
+        }
         used = {int(index) for (kind, index), _ in library.sigs["qmv"] if kind == "buffer"}
         buffers = {index: array for index, array in buffers.items() if index in used}
         return lambda: library.launch("qmv", buffers, (1, n // 8, lhs.size), (32, 2, 1))
 
-    def gather_qmm(self, x, weights: Weights, offsets, out):
+    def gather_qmm(self, x, weights: Weights, offsets, out, checked=False):
         """Rows of x ordered by expert, 16 x 32 x 32 tiles."""
         cp = self.device.cupy
         instance = f"affine_gather_qmm_rhs<{MLX_TYPE[weights.dtype]}, {GROUP}, {weights.bits}, 16, 32, 32, 1, 2, true>"
-        library = self.quantized(instance, "qmm")
+        library = self.quantized(instance, "qmm", checked)
         m, n, k = len(x), weights.rows, weights.inputs
         ints = lambda v: cp.asarray(np.array([v], np.int32))  # noqa: E731
-        buffers = {0: x, 1: weights.packed, 2: weights.scales, 3: weights.biases, 4: offsets, 5: out, 6: ints(m), 7: ints(n), 8: ints(k),
-                   9: ints(EXPERTS)}
+        buffers = {
+            0: x,
+            1: weights.packed,
+            2: weights.scales,
+            3: weights.biases,
+            4: offsets,
+            5: out,
+            6: ints(m),
+            7: ints(n),
+            8: ints(k),
+            9: ints(EXPERTS),
+        }
         grid = (n // 32, row_tiles(offsets, 16), 1)
         return lambda: library.launch("qmm", buffers, grid, (32, 2, 1))
 
-    def gather_mm(self, x, weights: Weights, offsets, out):
+    def gather_mm(self, x, weights: Weights, offsets, out, checked=False):
         """Rows of x ordered by expert, 16 x 64 x 16 tiles."""
         cp = self.device.cupy
         instance = f"gather_mm_rhs<{MLX_TYPE[weights.dtype]}, 16, 64, 16, 1, 2, false, true, float>"
         source = self.include("utils.h", "steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_gather.h")
         source += f'template [[host_name("gmm")]] [[kernel]] decltype({instance}) {instance};\n'
         constants = {10: False, 200: True, 201: True, 202: True}
-        library = self.device.library(source, self.root, constants=constants, options=("-DMSL_TF32",))
+        library = self.device.library(source, self.root, constants=constants, options=self.options(checked))
         m, n, k = len(x), weights.rows, weights.inputs
-        params = np.array([m, n, k, k, k, n, n // 64, 0], np.int32).tobytes() + np.array([0, n * k, 0], np.int64).tobytes()
+        params = (
+            np.array([m, n, k, k, k, n, n // 64, 0], np.int32).tobytes()
+            + np.array([0, n * k, 0], np.int64).tobytes()
+        )
         params += np.array([0, k // 16, 1, 0], np.int32).tobytes()
-        buffers = {0: x, 1: weights.packed, 2: offsets, 3: out, 4: cp.asarray(np.frombuffer(params, np.uint8)),
-                   5: cp.asarray(np.array([EXPERTS], np.int32))}
+        buffers = {
+            0: x,
+            1: weights.packed,
+            2: offsets,
+            3: out,
+            4: cp.asarray(np.frombuffer(params, np.uint8)),
+            5: cp.asarray(np.array([EXPERTS], np.int32)),
+        }
         grid = (n // 64, row_tiles(offsets, 16), 1)
         return lambda: library.launch("gmm", buffers, grid, (32, 2, 1))
 
@@ -335,7 +456,10 @@ class Sources:
         end = self.device.msl.match(text, text.index("{", start) + 1, "{", "}")
         structs = "\n".join(re.findall(r"^struct \w+ \{.*?\};", text, re.S | re.M))
         constants = "\n".join(re.findall(r"^constant [^\n(]*;", text, re.M))
-        return self.device.library(f"#include <metal_stdlib>\nusing namespace metal;\n{constants}\n{structs}\n{text[start:end]}", SHADERS)
+        return self.device.library(
+            f"#include <metal_stdlib>\nusing namespace metal;\n{constants}\n{structs}\n{text[start:end]}",
+            SHADERS,
+        )
 
     def launch(self, name, buffers, grid, threads, threadgroup_bytes=()):
         library = self.kernel(name)
@@ -354,8 +478,11 @@ class Table:
         ratio = "" if baseline is None else f"{baseline / microseconds:6.2f}x"
         wrong = not error <= tolerance
         self.failed |= wrong
-        print(f"{what:34} T {tokens:5} {name:28} {microseconds:9.1f} us {bytes_moved / 1e6:8.1f} MB {speed:7.0f} GB/s "
-              f"{ratio:>8} error {error:.1e}{' WRONG' if wrong else ''}", flush=True)
+        print(
+            f"{what:34} T {tokens:5} {name:28} {microseconds:9.1f} us {bytes_moved / 1e6:8.1f} MB {speed:7.0f} GB/s "
+            f"{ratio:>8} error {error:.1e}{' WRONG' if wrong else ''}",
+            flush=True,
+        )
 
 
 def gate_up_reference(cp, x, weights: Weights, ids, pairs, activate: bool):
@@ -395,7 +522,7 @@ def bench_decode(device, table, mlx, kind: str, dtype: str, tokens_list):
     for tokens in tokens_list:
         id_sets = rotating_ids(cp, tokens, 16 if tokens < 8 else 4, tokens)
         x = activations(cp, (tokens, HIDDEN), dtype, 2)
-        out, order = empty(cp, (tokens * TOP_K, INTERMEDIATE), dtype), cp.zeros((tokens * TOP_K, 2), cp.int32)
+        out, order = empty(cp, (tokens * TOP_K, INTERMEDIATE), dtype), cp.zeros((tokens * TOP_K, 4), cp.int32)
         moved = np.mean([distinct(ids) for ids in id_sets]) * weights.bytes_per_expert()
         count = 64 if tokens < 8 else 32
         base = None
@@ -408,19 +535,30 @@ def bench_decode(device, table, mlx, kind: str, dtype: str, tokens_list):
             reference = gate_up_reference(cp, x, weights, id_sets[0], pairs, False)
             wrong = error(cp, to_float64(cp, theirs[pairs], dtype), reference)
             base = device.microseconds(launches, count)
-            table.row(f"gate+up {kind} {dtype}", tokens, "MLX gather_qmv_fast", base, moved, wrong, TOLERANCE[dtype])
+            table.row(
+                f"gate+up {kind} {dtype}", tokens, "MLX gather_qmv_fast", base, moved, wrong, TOLERANCE[dtype]
+            )
         launches = [ours.rows(x, weights, ids, out, order) for ids in id_sets]
         launches[0]()
         pairs = some_pairs(tokens * TOP_K)
-        wrong = error(cp, to_float64(cp, out[pairs], dtype), gate_up_reference(cp, x, weights, id_sets[0], pairs, True))
-        table.row(f"gate+up {kind} {dtype}", tokens, "ours, with activation", device.microseconds(launches, count), moved, wrong,
-                  TOLERANCE[dtype], base)
+        wrong = error(
+            cp, to_float64(cp, out[pairs], dtype), gate_up_reference(cp, x, weights, id_sets[0], pairs, True)
+        )
+        table.row(
+            f"gate+up {kind} {dtype}",
+            tokens,
+            "ours, with activation",
+            device.microseconds(launches, count),
+            moved,
+            wrong,
+            TOLERANCE[dtype],
+            base,
+        )
 
 
 def bench_down(device, table, mlx, sources, kind: str, dtype: str, tokens_list):
     cp = device.cupy
     ours, weights = Ours(device, kind, dtype), Weights(cp, kind, dtype, HIDDEN, INTERMEDIATE, 3)
-    gate_up = Weights(cp, "affine4", dtype, 2 * INTERMEDIATE, HIDDEN, 1) if kind == "affine4" else None
     for tokens in tokens_list:
         id_sets = rotating_ids(cp, tokens, 16 if tokens < 8 else 4, tokens)
         pairs = tokens * TOP_K
@@ -431,48 +569,175 @@ def bench_down(device, table, mlx, sources, kind: str, dtype: str, tokens_list):
         count = 64 if tokens < 8 else 32
         token = tokens - 1
         ids = id_sets[0].get()[token]
-        reference = sum(float(routing[token, k]) * (weights.float64(int(ids[k])) @ to_float64(cp, x[token * TOP_K + k], dtype))
-                        for k in range(TOP_K))
+        reference = sum(
+            float(routing[token, k])
+            * (weights.float64(int(ids[k])) @ to_float64(cp, x[token * TOP_K + k], dtype))
+            for k in range(TOP_K)
+        )
         base = None
         if mlx is not None and kind.startswith("affine"):
             lhs = cp.arange(pairs, dtype=cp.uint32)
             slots = empty(cp, (pairs, HIDDEN), dtype)
             matmuls = [mlx.gather_qmv(x, weights, lhs, ids, slots) for ids in id_sets]
             matmuls[0]()
-            theirs = (to_float64(cp, slots[token * TOP_K : (token + 1) * TOP_K], dtype) * routing[token][:, None]).sum(0)
+            theirs = (
+                to_float64(cp, slots[token * TOP_K : (token + 1) * TOP_K], dtype) * routing[token][:, None]
+            ).sum(0)
             wrong = error(cp, theirs, reference)
             total = source_weighted_sum(device, sources, cp.zeros((pairs, HIDDEN), cp.float32), routing)
-            both = [lambda first=first: (first(), total()) for first in matmuls]
+            both = [lambda first=first, total=total: (first(), total()) for first in matmuls]
             base = device.microseconds(both, count)
-            table.row(f"down+combine {kind} {dtype}", tokens, "MLX + source's sum", base, moved, wrong, TOLERANCE[dtype])
+            table.row(
+                f"down+combine {kind} {dtype}",
+                tokens,
+                "MLX + source's sum",
+                base,
+                moved,
+                wrong,
+                TOLERANCE[dtype],
+            )
         order = [pair_list(cp, ids) for ids in id_sets]
         launches = [ours.down(x, weights, ids, routing, out, order[i]) for i, ids in enumerate(id_sets)]
         launches[0]()
         wrong = error(cp, to_float64(cp, out[token], dtype), reference)
-        table.row(f"down+combine {kind} {dtype}", tokens, "ours", device.microseconds(launches, count), moved, wrong, TOLERANCE[dtype],
-                  base)
-    del gate_up
+        table.row(
+            f"down+combine {kind} {dtype}",
+            tokens,
+            "ours",
+            device.microseconds(launches, count),
+            moved,
+            wrong,
+            TOLERANCE[dtype],
+            base,
+        )
 
 
 def pair_list(cp, ids):
     """What expert_rows_shared writes for expert_down_shared."""
     flat = ids.get().reshape(-1)
     order = np.argsort(flat, kind="stable")
-    return cp.asarray(np.stack([order, flat[order]], 1).astype(np.uint32))
+    counts = np.bincount(flat, minlength=EXPERTS)
+    place = np.concatenate([np.arange(count) for count in counts])
+    return cp.asarray(np.stack([order, flat[order], place, counts[flat[order]]], 1).astype(np.uint32))
 
 
 def source_weighted_sum(device, sources, slots, routing):
-    """The source's sum over the slots: one token by weighted_sum_stacked, more by moe_weighted_reduce."""
+    """The source's sum over the slots: its kernel serves one token, so a launch for each."""
     cp = device.cupy
     tokens, hidden = routing.shape[0], slots.shape[1]
     out = cp.zeros((tokens, hidden), cp.float32)
-    if tokens == 1:
-        params = cp.asarray(np.array([hidden, TOP_K], np.int32))
-        return sources.launch("weighted_sum_stacked_f32", {0: slots, 1: routing, 2: out, 3: params}, (-(-hidden // 256), 1, 1), 256)
-    params = cp.asarray(np.array([tokens, TOP_K, hidden, 0], np.uint32))
-    gate, shared = cp.zeros(tokens, cp.float32), cp.zeros((tokens, hidden), cp.float32)
-    return sources.launch("moe_weighted_reduce_f32", {0: params, 1: routing, 2: slots, 3: gate, 4: shared, 5: shared, 6: out},
-                          (-(-hidden // 256), tokens, 1), 256)
+    params = cp.asarray(np.array([hidden, TOP_K], np.int32))
+    launches = [
+        sources.launch(
+            "weighted_sum_stacked_f32",
+            {0: slots[t * TOP_K :], 1: routing[t], 2: out[t], 3: params},
+            (-(-hidden // 256), 1, 1),
+            256,
+        )
+        for t in range(tokens)
+    ]
+    return lambda: [launch() for launch in launches]
+
+
+def bench_layer(device, table, mlx, sources, kind: str, dtype: str):
+    """One token from the router's logits to the sum: our three dispatches beside source and MLX kernels in a row. The source
+    kernels are float32 and MLX's are not: in their chain each kernel has inputs of its own, of the right size."""
+    cp = device.cupy
+    ours = Ours(device, kind, dtype)
+    gate_up = Weights(cp, kind, dtype, 2 * INTERMEDIATE, HIDDEN, 1)
+    down = Weights(cp, kind, dtype, HIDDEN, INTERMEDIATE, 3)
+    x = activations(cp, (1, HIDDEN), dtype, 2)
+    hidden, out = empty(cp, (TOP_K, INTERMEDIATE), dtype), empty(cp, (1, HIDDEN), dtype)
+    slots = empty(cp, (TOP_K, HIDDEN), dtype)
+    ids, routing = cp.zeros((1, TOP_K), cp.int32), cp.zeros((1, TOP_K), cp.float32)
+    id_sets = rotating_ids(cp, 1, 16, 1)
+    routers = device.library((SHADERS / "routing.metal").read_text(), SHADERS)
+    router_params = device.params(
+        "RouterParams",
+        rows=1,
+        experts=EXPERTS,
+        top_k=TOP_K,
+        vectorised=1,
+        groups=1,
+        top_groups=1,
+        normalise=1,
+        norm_min=2.0**-14,
+        scaling_factor=1.0,
+    )
+    ours_steps, their_steps, all_logits = [], [], []
+    for chosen in id_sets:
+        logits = cp.random.RandomState(int(chosen[0, 0])).standard_normal((1, EXPERTS), dtype=cp.float32)
+        logits[0, chosen[0]] += 20
+        all_logits.append(logits)
+        route = {0: logits, 1: logits, 2: logits, 3: routing, 4: ids, 5: router_params}
+        steps = [
+            lambda b=route: routers.launch("route_f32_4", b, (1, 1, 1), (32, 1, 1)),
+            ours.rows(x, gate_up, ids, hidden, ids),
+            ours.down(hidden, down, ids, routing, out, ids),
+        ]
+        ours_steps.append(lambda steps=steps: [step() for step in steps])
+        if mlx is not None:
+            wide = cp.zeros((TOP_K, max(HIDDEN, 2 * INTERMEDIATE)), cp.float32)
+            source_params = cp.asarray(np.array([EXPERTS, TOP_K, 1], np.int32))
+            silu_params = cp.asarray(np.array([INTERMEDIATE, TOP_K], np.int32))
+            steps = [
+                sources.launch(
+                    "moe_router_topk_softmax_f32",
+                    {
+                        0: logits,
+                        1: cp.zeros(TOP_K, cp.int32),
+                        2: cp.zeros(TOP_K, cp.float32),
+                        3: source_params,
+                    },
+                    (1, 1, 1),
+                    32,
+                    [4 * (EXPERTS + 2 * TOP_K + 1)],
+                ),
+                mlx.gather_qmv(
+                    x,
+                    gate_up,
+                    cp.zeros(TOP_K, cp.uint32),
+                    chosen,
+                    empty(cp, (TOP_K, 2 * INTERMEDIATE), dtype),
+                ),
+                sources.launch(
+                    "silu_mul_stacked_f32",
+                    {0: wide, 1: wide, 2: cp.zeros_like(wide), 3: silu_params},
+                    (-(-INTERMEDIATE // 256), TOP_K, 1),
+                    256,
+                ),
+                mlx.gather_qmv(hidden, down, cp.arange(TOP_K, dtype=cp.uint32), chosen, slots),
+                source_weighted_sum(device, sources, wide[:, :HIDDEN].copy(), routing),
+            ]
+            their_steps.append(lambda steps=steps: [step() for step in steps])
+    ours_steps[0]()
+    probabilities = cp.exp(all_logits[0][0].astype(cp.float64))
+    chosen = [int(e) for e in ids[0]]
+    total = sum(probabilities[e] for e in chosen)
+    reference = 0
+    for e in chosen:
+        product = gate_up.float64(e) @ to_float64(cp, x[0], dtype)
+        gate, up = product[:INTERMEDIATE], product[INTERMEDIATE:]
+        reference = reference + probabilities[e] / total * (
+            down.float64(e) @ (gate / (1 + cp.exp(-gate)) * up)
+        )
+    wrong = error(cp, to_float64(cp, out[0], dtype), reference)
+    wrong = wrong if set(chosen) == set(id_sets[0].get()[0].tolist()) else float("inf")
+    moved = TOP_K * (gate_up.bytes_per_expert() + down.bytes_per_expert())
+    base = None
+    if mlx is not None:
+        base = device.microseconds(their_steps, 64)
+        table.row(f"layer {kind} {dtype}", 1, "source and MLX kernels", base, moved, 0.0, 0.0)
+    table.row(
+        f"layer {kind} {dtype}",
+        1,
+        "ours",
+        device.microseconds(ours_steps, 64),
+        moved,
+        wrong,
+        TOLERANCE[dtype],
+        base,
+    )
 
 
 def bench_prefill(device, table, mlx, kind: str, dtype: str, tokens_list):
@@ -494,8 +759,9 @@ def bench_prefill(device, table, mlx, kind: str, dtype: str, tokens_list):
             gathered = x[cp.asarray(order // TOP_K)]
             theirs = empty(cp, (tokens * TOP_K, 2 * INTERMEDIATE), dtype)
             # their offsets are the starts of the groups; the last group ends at M
-            launch = (mlx.gather_mm if kind == "dense" else mlx.gather_qmm)(gathered, weights, tiles[1], theirs)
-            launch()
+            matmul = mlx.gather_mm if kind == "dense" else mlx.gather_qmm
+            matmul(gathered, weights, tiles[1], theirs, checked=True)()
+            launch = matmul(gathered, weights, tiles[1], cp.empty_like(theirs))
             reference = gate_up_reference(cp, x, weights, ids, [int(order[p]) for p in pairs], False)
             wrong = error(cp, to_float64(cp, theirs[pairs], dtype), reference)
             base = device.microseconds([launch], count)
@@ -503,22 +769,40 @@ def bench_prefill(device, table, mlx, kind: str, dtype: str, tokens_list):
             table.row(f"prefill gate+up {kind} {dtype}", tokens, name, base, moved, wrong, TOLERANCE[dtype])
         launch = ours.gemm(x, weights, ids, tiles, out, True, False)
         launch()
-        wrong = error(cp, to_float64(cp, out[pairs], dtype), gate_up_reference(cp, x, weights, ids, pairs, True))
-        table.row(f"prefill gate+up {kind} {dtype}", tokens, "ours, gather + activation", device.microseconds([launch], count), moved,
-                  wrong, TOLERANCE[dtype], base)
+        wrong = error(
+            cp, to_float64(cp, out[pairs], dtype), gate_up_reference(cp, x, weights, ids, pairs, True)
+        )
+        table.row(
+            f"prefill gate+up {kind} {dtype}",
+            tokens,
+            "ours, gather + activation",
+            device.microseconds([launch], count),
+            moved,
+            wrong,
+            TOLERANCE[dtype],
+            base,
+        )
 
         slots, total = empty(cp, (tokens * TOP_K, HIDDEN), dtype), empty(cp, (tokens, HIDDEN), dtype)
         routing = cp.random.RandomState(5).random_sample((tokens, TOP_K), dtype=cp.float32)
-        project, combine = ours.gemm(out, down, ids, tiles, slots, False, True), ours.combine(slots, ids, routing, total)
+        project, combine = (
+            ours.gemm(out, down, ids, tiles, slots, False, True),
+            ours.combine(slots, ids, routing, total),
+        )
         project()
         combine()
         token = tokens - 1
-        reference = sum(float(routing[token, k]) * (down.float64(int(ids[token, k])) @ to_float64(cp, out[token * TOP_K + k], dtype))
-                        for k in range(TOP_K))
+        reference = sum(
+            float(routing[token, k])
+            * (down.float64(int(ids[token, k])) @ to_float64(cp, out[token * TOP_K + k], dtype))
+            for k in range(TOP_K)
+        )
         wrong = error(cp, to_float64(cp, total[token], dtype), reference)
         moved = distinct(ids) * down.bytes_per_expert()
         time = device.microseconds([lambda a=project, b=combine: (a(), b())], count)
-        table.row(f"prefill down+combine {kind} {dtype}", tokens, "ours", time, moved, wrong, TOLERANCE[dtype])
+        table.row(
+            f"prefill down+combine {kind} {dtype}", tokens, "ours", time, moved, wrong, TOLERANCE[dtype]
+        )
 
 
 def bench_copy(device, table):
@@ -530,11 +814,13 @@ def bench_copy(device, table):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--translator", required=True)
     parser.add_argument("--mlx", help="without it our kernels run alone")
     parser.add_argument("--sources", help="needed with --mlx for the down projection and the layer")
-    parser.add_argument("--only", default="copy,int4,int8,mxfp4,dense,down,prefill")
+    parser.add_argument("--only", default="copy,int4,int8,mxfp4,dense,down,layer,prefill")
     options = parser.parse_args()
     device, table = Device(options.translator), Table()
     mlx = Mlx(device, options.mlx) if options.mlx else None
@@ -552,9 +838,11 @@ def main() -> int:
         bench_decode(device, table, None, "dense", "bf16", (1, 8, 32))
     if "down" in wanted:
         bench_down(device, table, mlx, sources, "affine4", "f16", (1, 8, 32))
+    if "layer" in wanted:
+        bench_layer(device, table, mlx, sources, "affine4", "f16")
     if "prefill" in wanted:
-        bench_prefill(device, table, mlx, "dense", "bf16", (64, 512, 2048))
-        bench_prefill(device, table, mlx, "affine4", "bf16", (64, 512, 2048))
+        bench_prefill(device, table, mlx, "dense", "bf16", (32, 64, 512, 2048))
+        bench_prefill(device, table, mlx, "affine4", "bf16", (32, 64, 512, 2048))
     return int(table.failed)
 
 

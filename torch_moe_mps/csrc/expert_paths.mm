@@ -16,11 +16,12 @@ using at::Tensor;
 
 // As in expert_decode.h, expert_columns.h and expert_gemm.h.
 constexpr int64_t kSingleRows = 4;
-constexpr int64_t kSingleSimdgroups = 4;
+constexpr int64_t kSingleSimdgroups = 8;
 constexpr int64_t kSharedSimdgroups = 8;
 constexpr int64_t kSharedRows = 8;
-constexpr int64_t kMaxSharedPairs = 1024;
-constexpr int64_t kDownRows = 4;
+constexpr int64_t kMaxSharedPairs = 512;
+constexpr int64_t kSingleDownRows = 4;
+constexpr int64_t kSharedDownRows = 8;
 constexpr int64_t kMaxDownSimdgroups = 8;
 constexpr int64_t kColumnSimdgroups = 16;
 constexpr int64_t kTileRows = 32;
@@ -31,8 +32,8 @@ constexpr int64_t kCombineColumns = 4;
 
 enum class Path { kSingle, kShared, kGemm };
 
-// The only place that chooses. Decode kernels multiply a pair's inputs one pair at a time and need no sorting; the GEMM pays 8 rows
-// for every expert that is hit.
+// The only place that chooses. Decode kernels multiply the inputs of one pair at a time and need no sorting; the GEMM
+// pays 8 rows for every expert that is hit.
 Path path_for(int64_t tokens, int64_t pairs, bool transposed) {
   if (tokens == 1) return Path::kSingle;
   // The decode kernels for 2 to 32 tokens walk along the rows of a matrix, which a transposed one does not have.
@@ -134,17 +135,18 @@ void decode_down(Commands& commands, Path path, const Tensor& x, const ExpertMat
   Command& command = commands.add(matrix.library, kernel_of(base, matrix, x.scalar_type()));
   bind_matrix(command, x, matrix).bind(ids).bind_or(matrix.bias, ids).bind(out);
   bind_sum(command, sum).params(params);
-  const NSUInteger blocks = ceil_div(matrix.rows, kDownRows);
   if (path == Path::kShared) {
     command.bind(order)
-        .threadgroup_memory(params.matmul.pairs * kDownRows * sizeof(float))
-        .threadgroups({blocks}, {NSUInteger(kSharedSimdgroups * kSimdWidth)});
+        .threadgroup_memory(params.matmul.pairs * kSharedDownRows * sizeof(float))
+        .threadgroups({NSUInteger(ceil_div(matrix.rows, kSharedDownRows))},
+                      {NSUInteger(kSharedSimdgroups * kSimdWidth)});
   } else if (matrix.transposed) {
     command.threadgroups({NSUInteger(ceil_div(matrix.rows, kSimdWidth)), params.matmul.tokens},
                          {NSUInteger(kColumnSimdgroups * kSimdWidth)});
   } else {
     const int64_t simdgroups = std::min<int64_t>(params.matmul.slots, kMaxDownSimdgroups);
-    command.threadgroups({blocks, params.matmul.tokens}, {NSUInteger(simdgroups * kSimdWidth)});
+    command.threadgroups({NSUInteger(ceil_div(matrix.rows, kSingleDownRows)), params.matmul.tokens},
+                         {NSUInteger(simdgroups * kSimdWidth)});
   }
 }
 
@@ -234,7 +236,7 @@ Tensor project_slots(const Tensor& x_, const ExpertMatrix& matrix, const Tensor&
     tiles = add_tiles(commands, ids, matrix.experts, tile_columns(matrix, Activation{}), 1, true);
     add_gemm(commands, tiles, 0, x, matrix, ids, Activation{}, x_per_pair, out);
   } else {
-    if (path == Path::kShared) order = at::empty({ids.numel(), 2}, ids.options().dtype(at::kInt));
+    if (path == Path::kShared) order = at::empty({ids.numel(), 4}, ids.options().dtype(at::kInt));
     decode_rows(commands, path, x, matrix, ids, Activation{}, x_per_pair, out, order);
   }
   commands.encode();
@@ -259,7 +261,7 @@ Tensor apply_experts(const Tensor& x_, const ExpertMatrix& gate_up, const Expert
     add_gemm(commands, tiles, 1, hidden, down, ids, Activation{}, true, slots);
     add_combine(commands, slots, down, ids, sum, out);
   } else {
-    if (path == Path::kShared) order = at::empty({ids.numel(), 2}, ids.options().dtype(at::kInt));
+    if (path == Path::kShared) order = at::empty({ids.numel(), 4}, ids.options().dtype(at::kInt));
     decode_rows(commands, path, x, gate_up, ids, activation, false, hidden, order);
     decode_down(commands, path, hidden, down, ids, sum, out, order);
   }

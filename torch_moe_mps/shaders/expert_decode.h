@@ -15,9 +15,9 @@ struct RowSet {
   uint v[R];
 };
 
-// Where the inputs of up to M pairs start, in elements of x: in registers where they are few, else in threadgroup memory.
+// Where the inputs of M pairs start, in elements of x: in registers where they are few.
 template <int M>
-struct FewSources {
+struct Sources {
   uint v[M];
   uint at(int m) const { return v[m]; }
 };
@@ -34,8 +34,8 @@ struct Dots {
 
 // One or two pairs: the codes are multiplied, and scale and bias applied once a chunk. The inputs of the whole chunk are
 // loaded before anything waits for the weights.
-template <typename W, int R, int M, typename Sources>
-inline void add_chunk_few(W weights, thread typename W::Chunk* chunks, device const typename W::Element* x, Sources sources,
+template <typename W, int R, int M, typename S>
+inline void add_chunk_few(W weights, thread typename W::Chunk* chunks, device const typename W::Element* x, S sources,
                           uint column, uint left, bool vectorised, thread Dots<R, M>& dots) {
   Octet<typename W::Element> inputs[W::kOctets][M];
   UNROLL for (int o = 0; o < W::kOctets; ++o) {
@@ -44,16 +44,14 @@ inline void add_chunk_few(W weights, thread typename W::Chunk* chunks, device co
     }
   }
   InputSums sums[M];
+  UNROLL for (int m = 0; m < M; ++m) sums[m] = {{0.0f, 0.0f, 0.0f}};
   Dots<R, M> codes;
   UNROLL for (int r = 0; r < R; ++r) {
     UNROLL for (int m = 0; m < M; ++m) codes.v[r][m] = 0.0f;
   }
   UNROLL for (int o = 0; o < W::kOctets; ++o) {
     Pack<8> values[M];
-    UNROLL for (int m = 0; m < M; ++m) {
-      values[m] = inputs[o][m].values();
-      if constexpr (W::kPeriod != 0) sums[m].template add<W::kPeriod>(values[m]);
-    }
+    UNROLL for (int m = 0; m < M; ++m) values[m] = W::coded(inputs[o][m].values(), sums[m]);
     UNROLL for (int r = 0; r < R; ++r) {
       const Pack<8> row = weights.codes(chunks[r], o);
       UNROLL for (int m = 0; m < M; ++m) {
@@ -67,9 +65,9 @@ inline void add_chunk_few(W weights, thread typename W::Chunk* chunks, device co
 }
 
 // More pairs: each value is dequantised once for all of them.
-template <typename W, int R, int M, typename Sources>
-inline void add_chunk_many(W weights, thread typename W::Chunk* chunks, device const typename W::Element* x, Sources sources,
-                           uint pairs, uint column, uint left, bool vectorised, thread Dots<R, M>& dots) {
+template <typename W, int R, int M, typename S>
+inline void add_chunk(W weights, thread typename W::Chunk* chunks, device const typename W::Element* x, S sources,
+                      uint pairs, uint column, uint left, bool vectorised, thread Dots<R, M>& dots) {
   UNROLL for (int o = 0; o < W::kOctets; ++o) {
     Pack<8> rows[R];
     UNROLL for (int r = 0; r < R; ++r) rows[r] = weights.octet(chunks[r], o);
@@ -84,21 +82,40 @@ inline void add_chunk_many(W weights, thread typename W::Chunk* chunks, device c
   }
 }
 
+// Very many: one row, whose values are all kept, so that a pair's inputs are addressed once a chunk.
+template <typename W, int M, typename S>
+inline void add_chunk_row(W weights, typename W::Chunk chunk, device const typename W::Element* x, S sources,
+                          uint pairs, uint column, uint left, bool vectorised, thread Dots<1, M>& dots) {
+  Pack<8> row[W::kOctets];
+  UNROLL for (int o = 0; o < W::kOctets; ++o) row[o] = weights.octet(chunk, o);
+  UNROLL for (int m = 0; m < M; ++m) {
+    if (uint(m) < pairs) {
+      device const typename W::Element* source = x + sources.at(m) + column;
+      UNROLL for (int o = 0; o < W::kOctets; ++o) {
+        const Pack<8> input = load_octet(source + 8 * o, left - 8 * o, vectorised).values();
+        UNROLL for (int i = 0; i < 8; ++i) dots.v[0][m] = fma(row[o].v[i], input.v[i], dots.v[0][m]);
+      }
+    }
+  }
+}
+
 // What R rows give for the pair of this lane: lane m holds those of the m-th pair.
 template <int R>
 struct RowValues {
   float v[R];
 };
 
-// R rows of an expert's matrix times the inputs of up to M pairs, by one simdgroup: each byte of the rows is read once. kSteps
-// chunks of each row are in flight together.
-template <typename W, int R, int M, int kSteps, typename Sources>
-inline RowValues<R> expert_rows(W weights, RowSet<R> rows, device const typename W::Element* x, Sources sources, uint pairs,
-                              uint lane, constant ExpertParams& params) {
+// R rows of an expert's matrix times the inputs of M pairs, by one simdgroup: each byte of the rows is read once. kSteps chunks
+// of each row are in flight together.
+template <typename W, int R, int M, int kSteps, typename S>
+inline RowValues<R> expert_rows(W weights, RowSet<R> rows, device const typename W::Element* x, S sources, uint pairs, uint lane,
+                                constant ExpertParams& params) {
   constexpr uint kColumns = 8 * W::kOctets;
   constexpr uint kStride = kSimdWidth * kColumns;
   const uint inputs = params.inputs;
   const bool vectorised = W::kAnyLength ? params.vectorised != 0 : true;
+  typename W::Row at[R];
+  UNROLL for (int r = 0; r < R; ++r) at[r] = weights.at(rows.v[r]);
   Dots<R, M> dots;
   UNROLL for (int r = 0; r < R; ++r) {
     UNROLL for (int m = 0; m < M; ++m) dots.v[r][m] = 0.0f;
@@ -108,17 +125,18 @@ inline RowValues<R> expert_rows(W weights, RowSet<R> rows, device const typename
     UNROLL for (int s = 0; s < kSteps; ++s) {
       const uint column = start + s * kStride;
       if (s == 0 || column < inputs) {
-        UNROLL for (int r = 0; r < R; ++r) chunks[s][r] = weights.load(rows.v[r], column);
+        UNROLL for (int r = 0; r < R; ++r) chunks[s][r] = weights.load(at[r], column);
       }
     }
     UNROLL for (int s = 0; s < kSteps; ++s) {
       const uint column = start + s * kStride;
       if (s == 0 || column < inputs) {
-        const uint left = inputs - column;
         if constexpr (M <= 2) {
-          add_chunk_few<W, R, M>(weights, chunks[s], x, sources, column, left, vectorised, dots);
+          add_chunk_few<W, R, M>(weights, chunks[s], x, sources, column, inputs - column, vectorised, dots);
+        } else if constexpr (R == 1) {
+          add_chunk_row<W, M>(weights, chunks[s][0], x, sources, pairs, column, inputs - column, vectorised, dots);
         } else {
-          add_chunk_many<W, R, M>(weights, chunks[s], x, sources, pairs, column, left, vectorised, dots);
+          add_chunk<W, R, M>(weights, chunks[s], x, sources, pairs, column, inputs - column, vectorised, dots);
         }
       }
     }
@@ -198,7 +216,7 @@ template <typename W, int R, int kSteps>
   }
   const W weights(packed, scales, biases, expert, params);
   const RowSet<R> rows = rows_at<R>(first, 0, params);
-  const FewSources<1> source = {{input_row(pair, params) * params.inputs}};
+  const Sources<1> source = {{input_row(pair, params) * params.inputs}};
   const RowValues<R> values = expert_rows<W, R, 1, kSteps>(weights, rows, x, source, 1, lane, params);
   if (lane == 0) store_outputs(values, bias, expert, first, pair, out, params);
 }
@@ -216,22 +234,21 @@ inline PairList list_pairs(device const int* ids, uint expert, threadgroup ushor
   for (uint start = 0; start < params.pairs; start += threads) {
     const uint pair = start + thread_index;
     const uint id = pair < params.pairs ? expert_of(ids, pair, params) : params.experts + 1;
-    const uint hit = id == expert ? 1 : 0;
-    const uint rank = simd_prefix_exclusive_sum(hit);
-    const uint hits = simd_sum(hit);
-    const uint lowers = simd_sum(id < expert ? 1u : 0u);
+    const bool hit = id == expert;
+    const uint hits = ballot(hit);
+    const uint lowers = ballot(id < expert);
     if (lane == 0) {
-      found[simdgroup] = hits;
-      lower[simdgroup] = lowers;
+      found[simdgroup] = popcount(hits);
+      lower[simdgroup] = popcount(lowers);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    uint position = list.count + rank;
+    uint position = list.count + popcount(hits & ((1u << lane) - 1));
     for (uint s = 0; s < threads / kSimdWidth; ++s) {
       if (s < simdgroup) position += found[s];
       list.count += found[s];
       list.before += lower[s];
     }
-    if (hit != 0) pairs[position] = ushort(pair);
+    if (hit) pairs[position] = ushort(pair);
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
   return list;
@@ -241,12 +258,12 @@ inline PairList list_pairs(device const int* ids, uint expert, threadgroup ushor
 constant constexpr int kSharedSimdgroups = 8;
 constant constexpr int kSharedRows = 8;  // of one simdgroup
 // Decode takes at most this many pairs: their numbers lie in threadgroup memory.
-constant constexpr int kMaxSharedPairs = 1024;
+constant constexpr int kMaxSharedPairs = 512;
 constant constexpr uint kMaxPairsAtOnce = kSimdWidth;  // of one expert: more would read its rows again
 
 // kRows neighbouring rows of an expert for up to M pairs, R of them at a time.
-template <typename W, int kRows, int R, int M, typename Sources>
-inline RowValues<kRows> row_blocks(W weights, device const typename W::Element* x, Sources sources, uint count, uint first,
+template <typename W, int kRows, int R, int M, typename S>
+inline RowValues<kRows> row_blocks(W weights, device const typename W::Element* x, S sources, uint count, uint first,
                                    uint lane, constant ExpertParams& params) {
   RowValues<kRows> values;
   for (int block = 0; block < kRows; block += R) {
@@ -260,8 +277,8 @@ inline RowValues<kRows> row_blocks(W weights, device const typename W::Element* 
 }
 
 template <int M>
-inline FewSources<M> few_sources(threadgroup const uint* sources, uint count) {
-  FewSources<M> few;
+inline Sources<M> few_sources(threadgroup const uint* sources, uint count) {
+  Sources<M> few;
   UNROLL for (int m = 0; m < M; ++m) few.v[m] = sources[min(uint(m), count - 1)];
   return few;
 }
@@ -272,7 +289,7 @@ template <typename W, int kRows>
 inline RowValues<kRows> shared_rows(W weights, device const typename W::Element* x, threadgroup const uint* sources,
                                     uint count, uint first, uint lane, constant ExpertParams& params) {
   if (count == 1) {
-    return row_blocks<W, kRows, 4, 1>(weights, x, few_sources<1>(sources, count), count, first, lane, params);
+    return row_blocks<W, kRows, kRows, 1>(weights, x, few_sources<1>(sources, count), count, first, lane, params);
   }
   if (count == 2) {
     return row_blocks<W, kRows, 4, 2>(weights, x, few_sources<2>(sources, count), count, first, lane, params);
@@ -285,16 +302,20 @@ inline RowValues<kRows> shared_rows(W weights, device const typename W::Element*
   return row_blocks<W, kRows, 1, 32>(weights, x, many, count, first, lane, params);
 }
 
+// Which of the cases of shared_rows a list of pairs takes.
+constant constexpr uint kListLengths = 5;
+inline uint list_length(uint count) { return count == 1 ? 0 : count == 2 ? 1 : count <= 4 ? 2 : count <= 8 ? 3 : 4; }
+
 // For 2 to 32 tokens: a threadgroup takes rows of one expert and every pair that chose it, so that the rows are read once.
 // Grid: (blocks of rows, experts or pairs, whichever are fewer, and one more for the sentinels). Where it counts pairs, the
 // first pair of an expert works for all. The first block of rows also writes the list that expert_down_shared works through:
-// (pair, expert) ordered by expert, sentinels last with expert = experts.
+// (pair, expert, its place among the expert's pairs, their number) ordered by expert, sentinels last with expert = experts.
 template <typename W>
 [[kernel, max_total_threads_per_threadgroup(512)]] void expert_rows_shared(device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
                                    device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
                                    device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
                                    device typename W::Element* out [[buffer(6)]],
-                                   constant ExpertParams& params [[buffer(7)]], device uint2* order [[buffer(8)]],
+                                   constant ExpertParams& params [[buffer(7)]], device uint4* order [[buffer(8)]],
                                    uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
                                    uint thread_index [[thread_index_in_threadgroup]],
                                    uint lane [[thread_index_in_simdgroup]],
@@ -316,7 +337,9 @@ template <typename W>
   const bool works_for_all = params.grid_is_experts != 0 || sentinels || pairs[0] == group.y;
   if (list.count == 0 || !works_for_all) return;
   if (group.x == 0) {
-    for (uint i = thread_index; i < list.count; i += kThreads) order[list.before + i] = uint2(pairs[i], expert);
+    for (uint i = thread_index; i < list.count; i += kThreads) {
+      order[list.before + i] = uint4(pairs[i], expert, i, list.count);
+    }
   }
   const uint block = outputs_of_rows(kSharedSimdgroups * kSharedRows, params);
   if (sentinels) {
@@ -343,19 +366,16 @@ template <typename W>
   }
 }
 
-// The sum over a token's slots, ascending, of what lies at terms[slot * stride].
-inline float weighted_terms(threadgroup const float* terms, uint stride, uint token, uint row, device const int* ids,
-                            device const uchar* routing, device const uchar* bias, constant ExpertParams& params,
-                            constant ExpertCombineParams& combine) {
+// An expert's output for one pair times its routing weight.
+inline float weighted(float value, uint pair, uint expert, uint row, device const uchar* routing, device const uchar* bias,
+                      constant ExpertDownParams& params) {
+  return load_one(routing, params.combine.weights_dtype, pair) * with_bias(value, bias, expert, row, params.matmul);
+}
+
+// The sum over a token's slots, ascending; terms of a pair lie `stride` apart.
+inline float sum_of_terms(threadgroup const float* terms, uint stride, uint slots) {
   float sum = 0.0f;
-  for (uint slot = 0; slot < params.slots; ++slot) {
-    const uint pair = token * params.slots + slot;
-    const uint expert = expert_of(ids, pair, params);
-    if (expert < params.experts) {
-      const float value = with_bias(terms[slot * stride], bias, expert, row, params);
-      sum = fma(load_one(routing, combine.weights_dtype, pair), value, sum);
-    }
-  }
+  for (uint slot = 0; slot < slots; ++slot) sum += terms[slot * stride];
   return sum;
 }
 
@@ -385,24 +405,27 @@ template <typename W, int R, int kSteps>
     const uint expert = expert_of(ids, pair, matmul);
     if (expert < matmul.experts) {
       const W weights(packed, scales, biases, expert, matmul);
-      const FewSources<1> source = {{pair * matmul.inputs}};
+      const Sources<1> source = {{pair * matmul.inputs}};
       const RowValues<R> values = expert_rows<W, R, 1, kSteps>(weights, rows, x, source, 1, lane, matmul);
       if (lane == 0) {
-        UNROLL for (int r = 0; r < R; ++r) terms[slot * R + r] = values.v[r];
+        UNROLL for (int r = 0; r < R; ++r) {
+          terms[slot * R + r] = weighted(values.v[r], pair, expert, rows.v[r], routing, bias, params);
+        }
       }
+    } else if (lane < R) {
+      terms[slot * R + lane] = 0.0f;
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const uint row = first + thread_index;
   if (thread_index < R && row < matmul.outputs) {
-    const float sum =
-        weighted_terms(terms + thread_index, R, token, row, ids, routing, bias, matmul, params.combine);
+    const float sum = sum_of_terms(terms + thread_index, R, matmul.slots);
     out[ulong(token) * matmul.outputs + row] = T(combined(sum, token, row, matmul.outputs, shared_gate, shared_out,
                                                           residual, dtype_of<T>(), params.combine));
   }
 }
 
-constant constexpr int kDownRows = 4;  // of a threadgroup of expert_down_shared
+constant constexpr int kDownRows = 8;  // of a threadgroup of expert_down_shared
 
 // The same for 2 to 32 tokens: a threadgroup takes kDownRows rows, its simdgroups in turn the distinct experts of `order`, each with
 // all its pairs. Grid: blocks of kDownRows rows. Threadgroup memory: kDownRows floats a pair.
@@ -414,7 +437,7 @@ template <typename W>
                                    device const uchar* routing [[buffer(7)]], device const uchar* shared_gate [[buffer(8)]],
                                    device const uchar* shared_out [[buffer(9)]], device const uchar* residual [[buffer(10)]],
                                    constant ExpertDownParams& params [[buffer(11)]],
-                                   device const uint2* order [[buffer(12)]], threadgroup float* terms [[threadgroup(0)]],
+                                   device const uint4* order [[buffer(12)]], threadgroup float* terms [[threadgroup(0)]],
                                    uint group [[threadgroup_position_in_grid]],
                                    uint thread_index [[thread_index_in_threadgroup]],
                                    uint lane [[thread_index_in_simdgroup]],
@@ -424,29 +447,43 @@ template <typename W>
   threadgroup uint sources[kSharedSimdgroups * kMaxPairsAtOnce];
   threadgroup uint* own_sources = sources + simdgroup * kMaxPairsAtOnce;
   const uint first = group * kDownRows;
+  for (uint pair = thread_index; pair < matmul.pairs; pair += kSharedSimdgroups * kSimdWidth) {
+    if (expert_of(ids, pair, matmul) == matmul.experts) {
+      UNROLL for (int r = 0; r < kDownRows; ++r) terms[pair * kDownRows + r] = 0.0f;
+    }
+  }
+  // Experts with equally many pairs together, so that the simdgroups run the same code at a time: in the order of ids the kernel
+  // waited for instructions for half of its time (32 tokens).
   uint turn = 0;
-  for (uint base = 0; base < matmul.pairs; base += kSimdWidth) {
-    const uint entry = base + lane;
-    const uint expert = entry < matmul.pairs ? order[entry].y : matmul.experts;
-    const bool starts = expert < matmul.experts && (entry == 0 || order[entry - 1].y != expert);
-    for (uint left = ballot(starts); left != 0; left &= left - 1, ++turn) {
-      if (turn % kSharedSimdgroups != simdgroup) continue;
-      const uint start = base + ctz(left);
-      const uint id = order[start].y;
-      uint end = start + 1;
-      while (end < matmul.pairs && order[end].y == id) ++end;
-      const W weights(packed, scales, biases, id, matmul);
-      for (uint some = start; some < end; some += kMaxPairsAtOnce) {
-        const uint count = min(end - some, kMaxPairsAtOnce);
-        const uint pair = order[some + min(lane, count - 1)].x;
-        own_sources[lane] = pair * matmul.inputs;
-        simdgroup_barrier(mem_flags::mem_threadgroup);
-        const RowValues<kDownRows> values =
-            shared_rows<W, kDownRows>(weights, x, own_sources, count, first, lane, matmul);
-        if (lane < count) {
-          UNROLL for (int r = 0; r < kDownRows; ++r) terms[pair * kDownRows + r] = values.v[r];
+  for (uint length = 0; length < kListLengths; ++length) {
+    for (uint base = 0; base < matmul.pairs; base += kSimdWidth) {
+      const uint entry = base + lane;
+      bool starts = false;
+      if (entry < matmul.pairs) {
+        const uint4 own = order[entry];
+        starts = own.y < matmul.experts && own.z == 0 && list_length(own.w) == length;
+      }
+      for (uint left = ballot(starts); left != 0; left &= left - 1, ++turn) {
+        if (turn % kSharedSimdgroups != simdgroup) continue;
+        const uint start = base + ctz(left);
+        const uint expert = order[start].y;
+        const uint end = start + order[start].w;
+        const W weights(packed, scales, biases, expert, matmul);
+        for (uint some = start; some < end; some += kMaxPairsAtOnce) {
+          const uint count = min(end - some, kMaxPairsAtOnce);
+          const uint pair = order[some + min(lane, count - 1)].x;
+          own_sources[lane] = pair * matmul.inputs;
+          simdgroup_barrier(mem_flags::mem_threadgroup);
+          const RowValues<kDownRows> values =
+              shared_rows<W, kDownRows>(weights, x, own_sources, count, first, lane, matmul);
+          if (lane < count) {
+            UNROLL for (int r = 0; r < kDownRows; ++r) {
+              const uint row = min(first + r, matmul.outputs - 1);
+              terms[pair * kDownRows + r] = weighted(values.v[r], pair, expert, row, routing, bias, params);
+            }
+          }
+          simdgroup_barrier(mem_flags::mem_threadgroup);
         }
-        simdgroup_barrier(mem_flags::mem_threadgroup);
       }
     }
   }
@@ -455,8 +492,7 @@ template <typename W>
     const uint token = i / kDownRows;
     const uint row = first + i % kDownRows;
     if (row < matmul.outputs) {
-      threadgroup const float* token_terms = terms + token * matmul.slots * kDownRows + i % kDownRows;
-      const float sum = weighted_terms(token_terms, kDownRows, token, row, ids, routing, bias, matmul, params.combine);
+      const float sum = sum_of_terms(terms + token * matmul.slots * kDownRows + i % kDownRows, kDownRows, matmul.slots);
       out[ulong(token) * matmul.outputs + row] = T(combined(sum, token, row, matmul.outputs, shared_gate, shared_out,
                                                             residual, dtype_of<T>(), params.combine));
     }

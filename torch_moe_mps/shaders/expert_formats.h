@@ -1,13 +1,13 @@
 // The formats of an expert's matrix behind one interface. A lane handles `kOctets` times 8 consecutive values of a row at a time:
 //
-//   Weights::Chunk chunk = weights.load(row, column);      the bits, and the scale and bias of their group
+//   Weights::Chunk chunk = weights.load(weights.at(row), column);   the bits, and the scale and bias of their group
 //   Pack<8> values = weights.octet(chunk, i);              values 8 i .. 8 i + 7, dequantised
 //
 // and for products with few inputs, where dequantising costs as much as multiplying:
 //
-//   Pack<8> codes = weights.codes(chunk, i);               what `scaled` makes values of
-//   InputSums sums; sums.add(input, ...);                  of the same inputs
-//   float dot = weights.scaled(chunk, dot_of_codes, sums);
+//   InputSums sums; Pack<8> coded = Weights::coded(input, sums);
+//   Pack<8> codes = weights.codes(chunk, i);               dot(codes, coded) over a chunk ...
+//   float dot = weights.scaled(chunk, dot_of_codes, sums); ... gives the dot product of the values and the inputs
 //
 // Groups have at least 32 values and a chunk at most 32, so a chunk has one scale. The offset of an expert takes 64 bits; within its
 // matrix 32 are enough.
@@ -78,18 +78,9 @@ inline Octet<T> load_octet(device const T* source, uint left, bool vectorised) {
   return octet;
 }
 
-// Sums of the inputs that meet the i-th, i + 3rd, ... value of an octet (or i + 2nd: the period is that of AffineWeights::offset).
+// Sums of the inputs, of those apart that meet codes of different places.
 struct InputSums {
   float v[3];
-
-  InputSums() {
-    UNROLL for (int i = 0; i < 3; ++i) v[i] = 0.0f;
-  }
-
-  template <int kPeriod>
-  void add(Pack<8> inputs) {
-    UNROLL for (int i = 0; i < 8; ++i) v[i % kPeriod] += inputs.v[i];
-  }
 };
 
 inline uint shifted(uint word, int left) { return left >= 0 ? word << left : word >> -left; }
@@ -113,13 +104,13 @@ struct DenseWeights {
         inputs(params.inputs),
         vectorised(params.vectorised != 0) {}
 
-  Chunk load(uint row, uint column) const {
-    return load_octet(values + row * inputs + column, inputs - column, vectorised);
-  }
+  typedef uint Row;
+  Row at(uint row) const { return row * inputs; }
+  Chunk load(Row row, uint column) const { return load_octet(values + (row + column), inputs - column, vectorised); }
 
   Pack<8> octet(Chunk chunk, int) const { return chunk.values(); }
   Pack<8> codes(Chunk chunk, int) const { return chunk.values(); }
-  static constant constexpr int kPeriod = 0;  // needs no sums of the inputs
+  static Pack<8> coded(Pack<8> inputs, thread InputSums&) { return inputs; }
   float scaled(Chunk, float dot, InputSums) const { return dot; }
 };
 
@@ -140,8 +131,9 @@ struct DenseColumns {
   T at(uint row, uint column) const { return values[column * rows + row]; }
 };
 
-// q * scale + bias, q of kBits bits. The bits of q are put into the mantissa of a float whose last place is 1, which makes it
-// offset + q without a conversion: conversions of integers run at a quarter of the rate of other instructions.
+// q * scale + bias, q of kBits bits. The bits of q are put into the mantissa of a float with a fixed exponent: a number without a
+// conversion, which would run at a quarter of the rate of other instructions. At place p of the mantissa q gives the code
+// 2^(23 - kLastPlace) + q * 2^(p - kLastPlace).
 template <typename T, int kBits, int kOctetCount>
 struct AffineWeights {
   typedef T Element;
@@ -150,11 +142,13 @@ struct AffineWeights {
   static constant constexpr bool kAnyLength = false;
   static constant constexpr int kWordsPerOctet = kBits / 4;
   static constant constexpr int kValuesPerWord = 32 / kBits;
-  // One shifted word serves three nibbles, at offsets 4096, 256 and 16, or two bytes, at offsets 65536 and 256. What an offset
-  // costs, 2^-24 of it, is less than 1e-4 of q's range and below the rounding of 16-bit activations; for float
-  // activations each value is shifted to the smallest offset.
+  // One shifted word serves three nibbles or two bytes, at places 8 or 4 apart. Relative to q the offset of the lowest is 2^12
+  // or 2^16; what it costs, 2^-24 of it, is less than 1e-4 of q's range and below the rounding of 16-bit activations. For float
+  // activations each value is shifted to the last place.
   static constant constexpr int kPeriod = sizeof(T) == 4 ? 1 : (kBits == 4 ? 3 : 2);
   static constant constexpr int kLastPlace = kBits == 4 ? 19 : 15;  // of q's lowest bit: the highest that the mantissa allows
+  static constant constexpr uint kExponent = uint(127 + 23 - kLastPlace) << 23;
+  static constant constexpr float kOffset = float(1 << (23 - kLastPlace));
 
   struct Chunk {
     Words<kOctetCount * kWordsPerOctet> words;
@@ -162,63 +156,85 @@ struct AffineWeights {
     T bias;
   };
 
-  device const uint* packed;
-  device const T* scales;
-  device const T* biases;
-  uint words_per_row;
+  struct Row {  // offsets in bytes
+    uint packed;
+    uint groups;
+  };
+
+  device const uchar* packed;
+  device const uchar* scales;
+  device const uchar* biases;
+  uint bytes_per_row;
   uint groups_per_row;
   uint group_shift;
 
   AffineWeights(device const uchar* packed_, device const uchar* scales_, device const uchar* biases_, uint expert,
                 constant ExpertParams& params)
-      : words_per_row(params.inputs / kValuesPerWord),
+      : bytes_per_row(params.inputs / (8 / kBits)),
         groups_per_row(params.inputs >> params.group_shift),
         group_shift(params.group_shift) {
     const ulong row = ulong(expert) * params.rows;
-    packed = reinterpret_cast<device const uint*>(packed_) + row * words_per_row;
-    scales = reinterpret_cast<device const T*>(scales_) + row * groups_per_row;
-    biases = reinterpret_cast<device const T*>(biases_) + row * groups_per_row;
+    packed = packed_ + row * bytes_per_row;
+    scales = scales_ + row * groups_per_row * sizeof(T);
+    biases = biases_ + row * groups_per_row * sizeof(T);
   }
 
-  Chunk load(uint row, uint column) const {
+  Row at(uint row) const { return {row * bytes_per_row, row * groups_per_row * uint(sizeof(T))}; }
+
+  Chunk load(Row row, uint column) const {
     Chunk chunk;
-    chunk.words = load_words<kOctetCount * kWordsPerOctet>(packed + row * words_per_row + column / kValuesPerWord);
-    const uint group = row * groups_per_row + (column >> group_shift);
-    chunk.scale = scales[group];
-    chunk.bias = biases[group];
+    const uint offset = row.packed + column / (8 / kBits);
+    chunk.words = load_words<kOctetCount * kWordsPerOctet>(reinterpret_cast<device const uint*>(packed + offset));
+    const uint group = row.groups + (column >> group_shift) * sizeof(T);
+    chunk.scale = *reinterpret_cast<device const T*>(scales + group);
+    chunk.bias = *reinterpret_cast<device const T*>(biases + group);
     return chunk;
   }
 
-  static constexpr int place(int i) { return kLastPlace - kBits * (kPeriod - 1 - i % kValuesPerWord % kPeriod); }
-  static constexpr float offset(int i) { return float(1 << (23 - place(i))); }
+  static constexpr int steps_down(int i) { return kPeriod - 1 - i % kValuesPerWord % kPeriod; }
+  static constexpr int place(int i) { return kLastPlace - kBits * steps_down(i); }
+  // What makes up for a place below the last.
+  static constexpr float weight(int i) { return float(1 << (kBits * steps_down(i))); }
 
-  // offset(i) + q
-  Pack<8> codes(Chunk chunk, int index) const {
-    Pack<8> pack;
+  static Pack<8> coded(Pack<8> inputs, thread InputSums& sums) {
     UNROLL for (int i = 0; i < 8; ++i) {
-      const int at = place(i);
-      const uint word = chunk.words.v[index * kWordsPerOctet + i / kValuesPerWord];
-      const uint bits = shifted(word, at - kBits * (i % kValuesPerWord)) & (((1u << kBits) - 1u) << at);
-      pack.v[i] = as_type<float>((uint(127 + 23 - at) << 23) | bits);
+      sums.v[steps_down(i)] += inputs.v[i];
+      inputs.v[i] *= weight(i);
     }
-    return pack;
+    return inputs;
   }
 
-  Pack<8> octet(Chunk chunk, int index) const {
-    const float scale = float(chunk.scale);
-    const float bias = float(chunk.bias);
-    Pack<8> pack = codes(chunk, index);
-    UNROLL for (int i = 0; i < 8; ++i) pack.v[i] = fma(pack.v[i], scale, fma(-offset(i), scale, bias));
+  Pack<8> codes(Chunk chunk, int index) const {
+    constexpr uint kField = (1u << kBits) - 1u;
+    Pack<8> pack;
+    uint shared_word = 0;
+    UNROLL for (int i = 0; i < 8; ++i) {
+      const int in_word = i % kValuesPerWord;
+      if (in_word % kPeriod == 0) {
+        const uint word = chunk.words.v[index * kWordsPerOctet + i / kValuesPerWord];
+        shared_word = (shifted(word, place(i) - kBits * in_word) & 0x007fffffu) | kExponent;
+      }
+      pack.v[i] = as_type<float>(shared_word & (0xff800000u | kField << place(i)));
+    }
     return pack;
   }
 
   float scaled(Chunk chunk, float dot, InputSums inputs) const {
-    float total = 0.0f;
+    float plain = 0.0f;
     UNROLL for (int i = 0; i < kPeriod; ++i) {
-      dot = fma(-offset(i), inputs.v[i], dot);
-      total += inputs.v[i];
+      plain += inputs.v[i];
+      dot = fma(-kOffset * float(1 << (kBits * i)), inputs.v[i], dot);
     }
-    return fma(float(chunk.bias), total, float(chunk.scale) * dot);
+    return fma(float(chunk.bias), plain, float(chunk.scale) * dot);
+  }
+
+  Pack<8> octet(Chunk chunk, int index) const {
+    Pack<8> pack = codes(chunk, index);
+    UNROLL for (int i = 0; i < 8; ++i) {
+      const float scale = float(chunk.scale) * weight(i);
+      pack.v[i] = fma(pack.v[i], scale, fma(-kOffset, scale, float(chunk.bias)));
+    }
+    return pack;
   }
 };
 
@@ -236,27 +252,34 @@ struct Mxfp4Weights {
     uchar scale;
   };
 
-  device const uint* packed;
+  struct Row {  // offsets in bytes
+    uint packed;
+    uint groups;
+  };
+
+  device const uchar* packed;
   device const uchar* scales;
-  uint words_per_row;
+  uint bytes_per_row;
   uint groups_per_row;
 
   Mxfp4Weights(device const uchar* packed_, device const uchar* scales_, device const uchar*, uint expert,
                constant ExpertParams& params)
-      : words_per_row(params.inputs / 8), groups_per_row(params.inputs / 32) {
+      : bytes_per_row(params.inputs / 2), groups_per_row(params.inputs / 32) {
     const ulong row = ulong(expert) * params.rows;
-    packed = reinterpret_cast<device const uint*>(packed_) + row * words_per_row;
+    packed = packed_ + row * bytes_per_row;
     scales = scales_ + row * groups_per_row;
   }
 
-  Chunk load(uint row, uint column) const {
+  Row at(uint row) const { return {row * bytes_per_row, row * groups_per_row}; }
+
+  Chunk load(Row row, uint column) const {
     Chunk chunk;
-    chunk.words = load_words<kOctetCount>(packed + row * words_per_row + column / 8);
-    chunk.scale = scales[row * groups_per_row + column / 32];
+    chunk.words = load_words<kOctetCount>(reinterpret_cast<device const uint*>(packed + (row.packed + column / 2)));
+    chunk.scale = scales[row.groups + column / 32];
     return chunk;
   }
 
-  static constant constexpr int kPeriod = 0;
+  static Pack<8> coded(Pack<8> inputs, thread InputSums&) { return inputs; }
 
   Pack<8> codes(Chunk chunk, int index) const {
     const uint word = chunk.words.v[index];
@@ -279,7 +302,8 @@ struct Mxfp4Weights {
 
   Pack<8> octet(Chunk chunk, int index) const {
     Pack<8> pack = codes(chunk, index);
-    UNROLL for (int i = 0; i < 8; ++i) pack.v[i] = scaled(chunk, pack.v[i], InputSums());
+    const InputSums none = {{0.0f, 0.0f, 0.0f}};
+    UNROLL for (int i = 0; i < 8; ++i) pack.v[i] = scaled(chunk, pack.v[i], none);
     return pack;
   }
 };

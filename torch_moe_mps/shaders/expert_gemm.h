@@ -63,7 +63,7 @@ struct WeightShare {
   void load(W weights, uint depth, constant ExpertParams& params) {
     UNROLL for (int i = 0; i < kChunks; ++i) {
       const uint at = depth + column + i * 8 * W::kOctets;
-      if (used && at < params.inputs) chunks[i] = weights.load(row, at);
+      if (used && at < params.inputs) chunks[i] = weights.load(weights.at(row), at);
     }
   }
 

@@ -5,7 +5,7 @@
 
 // A lane of the decode kernels takes 16 bytes of a row at a time, a thread of the GEMM 16 values.
 #define FORMAT(format, suffix, decode, gemm)                                 \
-  KERNEL("expert_rows_single_" format "_" suffix, expert_rows_single<decode, 4, 2>) \
+  KERNEL("expert_rows_single_" format "_" suffix, expert_rows_single<decode, 4, 1>) \
   KERNEL("expert_rows_shared_" format "_" suffix, expert_rows_shared<decode>)       \
   KERNEL("expert_down_single_" format "_" suffix, expert_down_single<decode, 4, 1>) \
   KERNEL("expert_down_shared_" format "_" suffix, expert_down_shared<decode>)       \
