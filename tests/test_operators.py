@@ -642,6 +642,20 @@ def test_backward_fails_by_name(device, name):
                 output.sum().backward(retain_graph=True)
 
 
+@pytest.mark.filterwarnings("ignore:Error detected in _NoBackward")
+def test_compiled_backward_fails_by_name():
+    """torch.compile traces backward with forward, so the same error comes when it compiles."""
+    arguments = copies(sample_arguments("cpu", torch.float32)["fused_norm_add"])
+    arguments["weight"].requires_grad_()
+    compiled = torch.compile(
+        lambda: packet("fused_norm_add")(**arguments), backend="aot_eager", fullgraph=True
+    )
+    with pytest.raises(Exception, match="moe_mps::fused_norm_add: backward is not implemented"):
+        compiled().sum().backward()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(), packet("fused_norm_add")(**arguments))
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_inference_with_weights_that_need_gradients(device, mode):
     for name in OPERATORS:
