@@ -1,10 +1,13 @@
 """What the simulator's own tests share: a shader's head, and the finding that a bad kernel raises."""
 
+import sys
+
 import numpy as np
 import pytest
 from simulator.errors import SimulatorError
 from simulator.shaderlib import shader_library
 
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="the simulator runs on Linux")
 SEEDS = (0, 1, 2, 3)
 HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
 

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
-from msl_probes import ACROSS, HEAD, SEEDS, finding, floats
+from msl_probes import ACROSS, HEAD, SEEDS, finding, floats, linux_only
 from simulator.errors import SimulatorError
 from simulator.shaderlib import shader_library
+
+pytestmark = linux_only
 
 
 def test_positions_and_edge_threadgroups():

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msl_probes import SEEDS, linux_only
+from simulator.errors import SimulatorError
 from simulator.shaderlib import shader_library
 
-SEEDS = (0, 1, 2, 3)
+pytestmark = linux_only
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +33,21 @@ def compiled(tmp_path_factory, mlx):
     (stub / kernels).mkdir(parents=True)
     (stub / kernels / "bf16_math.h").write_text("#pragma once\n")
 
-    def build(headers, instantiations, constants=None):
+    def build(headers, instantiations, constants=None, changed=None):
+        """`changed` maps a header to another text for it."""
+        for header, text in (changed or {}).items():
+            folder = tmp_path_factory.mktemp("changed")
+            (folder / kernels).mkdir(parents=True)
+            (folder / kernels / header).write_text(text)
+            return shader(headers, instantiations, constants, (folder, stub, root))
+        return shader(headers, instantiations, constants, (stub, root))
+
+    def shader(headers, instantiations, constants, include):
         lines = ["#include <metal_stdlib>", "#include <metal_simdgroup>"]
         lines += [f'#include "{kernels}/{header}"' for header in headers] + instantiations
-        return shader_library("\n".join(lines) + "\n", constants, include=(stub, root))
+        return shader_library("\n".join(lines) + "\n", constants, include)
 
+    build.text = lambda header: (root / kernels / header).read_text()
     return build
 
 
@@ -67,6 +79,32 @@ def test_logsumexp(compiled, mlx, seed):
     out = np.full(4, np.nan, np.float16)
     library.launch("logsumexp", {0: x, 1: out, 2: int32(515)}, (4,), (160,), seed=seed)
     np.testing.assert_allclose(out, np.array(mlx.logsumexp(mlx.array(x), axis=-1)), rtol=1e-3)
+
+
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("kernel", "header"), [("softmax_single_row", "softmax.h"), ("logsumexp", "logsumexp.h")]
+)
+def test_every_barrier_of_theirs_is_missed(compiled, kernel, header, seed):
+    """Without any one of its barriers a kernel that is right in itself is found to race."""
+    text = compiled.text(header)
+    start = text.index(f"[[kernel]] void {kernel}(")
+    end = text.find("[[kernel]]", start + 10) % len(text)
+    barriers = text[start:end].count(BARRIER)
+    assert barriers >= 3
+    x = np.random.default_rng(seed).normal(size=(2, 512)).astype(np.float32)
+    for nth in range(barriers):
+        at = start
+        for _ in range(nth + 1):
+            at = text.index(BARRIER, at + 1)
+        without = text[:at] + text[at + len(BARRIER) :]
+        instance = f'instantiate_kernel("k", {kernel}, float)'
+        library = compiled(["utils.h", header], [instance], changed={header: without})
+        with pytest.raises(SimulatorError, match=r"race within a threadgroup|reads uninitialised"):
+            library.launch("k", {0: x, 1: np.empty_like(x), 2: int32(512)}, (2,), (128,), seed=seed)
 
 
 def quantised(mlx, shape, group_size, bits, seed, dtype):

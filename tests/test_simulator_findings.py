@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
-from msl_probes import ACROSS, HEAD, SEEDS, finding, floats
+from msl_probes import ACROSS, HEAD, SEEDS, finding, floats, linux_only
 from simulator.errors import ShaderError
 from simulator.shaderlib import shader_library
+
+pytestmark = linux_only
 
 RACE_WITHIN = """
 kernel void bad(device float* out [[buffer(0)]], uint i [[thread_index_in_threadgroup]],

@@ -3,7 +3,10 @@
 from pathlib import Path
 
 import pytest
+from msl_probes import linux_only
 from simulator import strict, vocabulary
+
+pytestmark = linux_only
 
 SHADERS = sorted((Path(__file__).parents[1] / "torch_moe_mps" / "shaders").glob("*.metal"))
 HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"

@@ -6,10 +6,12 @@ import functools
 import hashlib
 import itertools
 import os
+import platform
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from .errors import ShaderError
@@ -82,8 +84,8 @@ GENERATION = [
 
 
 def cache_directory() -> Path:
-    root = os.environ.get("MOE_MPS_CACHE")
-    path = Path(root) if root else Path(__file__).parents[2] / ".cache" / "simulator"
+    """Where built pieces are kept: MOE_MPS_CACHE, or .cache in the repository."""
+    path = Path(os.environ.get("MOE_MPS_CACHE") or Path(__file__).parents[2] / ".cache") / "simulator"
     path.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -136,6 +138,8 @@ def build_once(path: Path, make) -> Path:
 @functools.cache
 def executor_library() -> Path:
     """The executor as a shared library (executor.h)."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        raise RuntimeError(f"the simulator runs on Linux x86-64, not on {sys.platform} {platform.machine()}")
     sources = [MSL / "executor.cpp", MSL / "memory.cpp"]
     headers = [MSL / "executor.h", MSL / "memory.h", INCLUDE / "msl_runtime.h"]
     flags = ["-std=c++17", "-O3", "-march=x86-64-v3", "-fPIC", "-shared", "-g1", "-Wall"]
