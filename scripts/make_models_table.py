@@ -48,7 +48,7 @@ Routers that stay the model's own:
 ## Several machines
 
 Expert parallelism of transformers works with these experts: each process holds a part of them, and the ids
-of the others' experts contribute nothing. Load the model in every process of `torchrun`, then accelerate it there:
+of the others' experts contribute nothing. Load the model in every process of `torchrun`, then accelerate it:
 
 ```python
 parallel = DistributedConfig(tp_size=2, ep_size=2)  # from transformers.distributed

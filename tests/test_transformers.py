@@ -29,11 +29,14 @@ class CountOperators(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.counts: dict[str, int] = {}
+        self.others: set[str] = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "moe_mps":
             name = function._schema.name.partition("::")[2]
             self.counts[name] = self.counts.get(name, 0) + 1
+        else:
+            self.others.add(function._schema.name.partition("::")[2])
         return function(*args, **(kwargs or {}))
 
 
@@ -97,6 +100,28 @@ def test_operators_of_a_layer():
     torch_moe_mps.accelerate(model)
     expected = {"fused_residual_norm": 2, "moe_router": 2, "moe_experts": 2}
     assert operators_of(lambda: output(model, prompt())) == expected
+
+
+def test_nothing_between_router_and_experts():
+    """A block in 16 bit: the router's matmul, the router, the experts, and views."""
+    model = tiny_models.tiny_model("qwen3_moe", torch.bfloat16)
+    torch_moe_mps.accelerate(model)
+    block = model.model.layers[0].mlp
+    x = torch.ones(1, 1, 32, dtype=torch.bfloat16)
+    with torch.no_grad(), CountOperators() as mode:
+        block(x)
+    assert mode.counts == {"moe_router": 1, "moe_experts": 1}
+    assert not {name for name in mode.others if "copy" in name or "to" in name.split("_")}
+
+
+def test_other_implementation_after_acceleration():
+    """The routers are ours, the experts somebody else's: ids and weights are as those expect them."""
+    model = eager(tiny_models.tiny_model("qwen2_moe"))
+    expected = output(model, prompt())
+    torch_moe_mps.accelerate(model)
+    for implementation in ("eager", "batched_mm", "grouped_mm"):
+        model.set_experts_implementation(implementation)
+        assert_close(output(model, prompt()), expected, 1e-5)
 
 
 def test_operators_of_gemma4():
@@ -231,7 +256,7 @@ def test_peft_adapters_on_attention():
     ids = prompt()
     expected = output(adapted, ids)
     report = torch_moe_mps.accelerate(adapted)
-    assert {row.kind for row in report.replaced} == {"experts", "router", "layer"}
+    assert {row.kind for row in report.replaced} == {"experts", "router", "block", "layer"}
     assert operators_of(lambda: output(adapted, ids))["moe_experts"] == 2
     assert_close(output(adapted, ids), expected, 1e-5)
     adapted.train()(input_ids=ids, labels=ids).loss.backward()

@@ -90,16 +90,3 @@ def test_routers(architecture):
             order, own_order = ids.argsort(-1), own[name][2].argsort(-1)
             assert torch.equal(ids.gather(1, order)[rows], own[name][2].gather(1, own_order)[rows])
             assert_close(weights.gather(1, order)[rows], own[name][1].gather(1, own_order)[rows], 1e-6)
-
-
-# Architectures whose router stays the model's own, all for reasons that docs/models.md gives.
-OWN_ROUTER = {"inkling", "phimoe", "zaya"}
-
-
-def test_routers_that_are_left_alone():
-    found = set()
-    for architecture in tiny_models.architectures():
-        report = torch_moe_mps.accelerate(tiny_models.tiny_model(architecture))
-        if not any(row.kind == "router" and row.replaced_by for row in report.rows):
-            found.add(architecture)
-    assert found == OWN_ROUTER

@@ -8,6 +8,7 @@ from .experts import NAME, is_experts
 from .formulas import Reader
 from .patterns import match
 from .programs import Program
+from .routers import is_replaceable
 
 _VIEWS = {"view", "reshape"}
 
@@ -22,14 +23,28 @@ def experts_with_shared(
 ) -> Tensor:
     """experts(...) + shared_out, times sigmoid(shared_gate) where there is one; the sum is rounded once."""
     shared = shared_out.reshape(hidden_states.shape)
-    implementation = getattr(experts.config, "_experts_implementation", None)
-    if implementation == NAME and "forward" not in experts.__dict__ and shared.dtype == hidden_states.dtype:
+    if _is_ours(experts) and shared.dtype == hidden_states.dtype:
         if shared_gate is not None:
             shared_gate = shared_gate.reshape(-1)
         return experts(hidden_states, top_k_index, top_k_weights, shared_gate=shared_gate, shared_out=shared)
     if shared_gate is not None:
         shared = shared_gate.sigmoid().reshape(-1, 1) * shared
-    return experts(hidden_states, top_k_index, top_k_weights) + shared
+    return experts_alone(experts, hidden_states, top_k_index, top_k_weights) + shared
+
+
+def experts_alone(
+    experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """experts(...) with the results of a router that may come without casts."""
+    if not _is_ours(experts):
+        top_k_index = top_k_index.long()
+    return experts(hidden_states, top_k_index, top_k_weights)
+
+
+def _is_ours(experts: nn.Module) -> bool:
+    """Whether the experts run on our operators, not on another implementation or behind a dispatch."""
+    implementation = getattr(experts.config, "_experts_implementation", None)
+    return implementation == NAME and "forward" not in experts.__dict__
 
 
 def fold_shared_experts(program: Program) -> None:
@@ -117,3 +132,56 @@ def _in_place_of(program: Program, routed: ast.expr, call: ast.Call, new: ast.Ca
         return new
     inner = _in_place_of(program, value.func.value, call, new)
     return ast.Call(ast.Attribute(inner, value.func.attr, ast.Load()), value.args, value.keywords)
+
+
+# Routers and experts without casts in between
+
+
+def hand_over_raw_results(program: Program) -> None:
+    """Rewrites `logits, weights, ids = self.router(x)` where weights and ids only go to the experts."""
+    for statement in list(program.statements):
+        call = statement.value if isinstance(statement, ast.Assign) else None
+        owner, _, name = (
+            ast.unparse(call.func).rpartition(".") if isinstance(call, ast.Call) else ("", "", "")
+        )
+        router = getattr(program.module, name, None) if owner == "self" else None
+        if not isinstance(router, nn.Module) or not is_replaceable(router):
+            continue
+        if take_raw_results(program, statement.targets[0].id):
+            program.rewrites.append(f"no casts between {name} and experts")
+            function = ast.Attribute(ast.Name("_moe_mps", ast.Load()), "routed", ast.Load())
+            statement.value = ast.Call(function, [call.func, *call.args], call.keywords)
+
+
+def take_raw_results(program: Program, results: str) -> bool:
+    """Lets the experts take results[1] and results[2] without casts, if nothing else reads these."""
+    consumer = _only_consumer(program, results)
+    if consumer is not None and ast.unparse(consumer.func).startswith("self."):
+        alone = ast.Attribute(ast.Name("_moe_mps", ast.Load()), "experts_alone", ast.Load())
+        consumer.args, consumer.func = [consumer.func, *consumer.args], alone
+    return consumer is not None
+
+
+def _only_consumer(program: Program, results: str) -> ast.Call | None:
+    """The call of the experts that reads results[1] and results[2], if nothing else does."""
+    names = {}
+    for name, value in program.definitions.items():
+        for index in (1, 2):
+            if ast.unparse(value) == f"{results}[{index}]":
+                names[name] = index
+    if sorted(names.values()) != [1, 2] or any(program.uses(name) != 1 for name in names):
+        return None
+    for tree in (*program.statements, program.result):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and _is_experts_call(program, node):
+                read = {argument.id for argument in node.args if isinstance(argument, ast.Name)}
+                if names.keys() <= read:
+                    return node
+    return None
+
+
+def _is_experts_call(program: Program, call: ast.Call) -> bool:
+    owner, _, called = ast.unparse(call.func).rpartition(".")
+    if (owner, called) == ("_moe_mps", "experts_with_shared"):
+        return True
+    return owner == "self" and is_experts(getattr(program.module, called, None)) and len(call.args) == 3

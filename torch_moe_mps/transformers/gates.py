@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .blocks import take_raw_results
 from .formulas import Node, Reader, evaluate, is_number
 from .patterns import match
 from .programs import Program, Unsupported
@@ -78,8 +79,8 @@ def _attribute(module: nn.Module, path: str) -> object:
     return value
 
 
-def gate(router: nn.Module, hidden: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-    """router(hidden) without its first result, unless something listens to the router."""
+def gate(router: nn.Module, hidden: Tensor, raw: bool) -> tuple[Tensor | None, Tensor, Tensor]:
+    """router(hidden) without its first result, unless something listens to it; ids in int32 if `raw`."""
     formula = router.__dict__.get("_moe_mps_gate")
     observed = router._forward_hooks or router._forward_pre_hooks or "forward" in router.__dict__
     if formula is None or observed or hidden.dim() != 2:
@@ -90,7 +91,7 @@ def gate(router: nn.Module, hidden: Tensor) -> tuple[Tensor | None, Tensor, Tens
     )
     weight = _attribute(router, formula.linear).weight
     weights, ids = ops.moe_gate(hidden, weight, scale * root, per_expert, top_k, eps, False)
-    return None, weights, ids.long()
+    return None, weights, ids if raw else ids.long()
 
 
 def use_gates(program: Program) -> None:
@@ -106,8 +107,9 @@ def use_gates(program: Program) -> None:
         formula = gate_formula(router)
         if formula is not None:
             router.__dict__["_moe_mps_gate"] = formula
+            raw = ast.Constant(take_raw_results(program, statement.targets[0].id))
             function = ast.Attribute(ast.Name("_moe_mps", ast.Load()), "gate", ast.Load())
-            statement.value = ast.Call(function, [call.func, *call.args], [])
+            statement.value = ast.Call(function, [call.func, *call.args, raw], [])
             program.rewrites.append(f"moe_gate ({name})")
 
 

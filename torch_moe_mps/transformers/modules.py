@@ -10,13 +10,13 @@ import types
 from torch import Tensor, nn
 
 from . import fused
-from .blocks import fold_shared_experts
+from .blocks import fold_shared_experts, hand_over_raw_results
 from .experts import is_experts, runs_own_code
 from .formulas import is_pure
 from .gates import use_gates
 from .norms import fuse_norms
 from .programs import CLASS_MARK, Program, Unsupported, original_class
-from .routers import replace_selection
+from .routers import RAW, replace_selection
 from .straightening import straighten
 
 _MARKS = ("_moe_mps_norm", "_moe_mps_activation", "_moe_mps_gate")
@@ -46,6 +46,7 @@ def _apply_rules(program: Program) -> str | None:
     if not any(is_experts(child) for child in program.module.modules()):
         return replace_selection(program)
     fold_shared_experts(program)
+    hand_over_raw_results(program)
     fuse_norms(program)
     use_gates(program)
     return "nothing around its experts that an operator takes in"
@@ -78,6 +79,7 @@ def _rewritten_class(original: type[nn.Module], rewritten: types.FunctionType) -
     def forward(self, *args, **kwargs):
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if not tensors or runs_own_code(self, *tensors):
+            kwargs.pop(RAW, None)
             return own(self, *args, **kwargs)
         return rewritten(self, *args, **kwargs)
 
@@ -93,6 +95,8 @@ def _rewritten_class(original: type[nn.Module], rewritten: types.FunctionType) -
         "__doc__": original.__doc__,
         CLASS_MARK: original,
     }
+    if RAW in (rewritten.__kwdefaults__ or {}):
+        members[RAW] = True
     cls = type(original.__name__, (original,), members)
     return cls
 

@@ -13,12 +13,15 @@ from torch import Tensor, nn
 
 from .formulas import Node, Reader, casts_to_float32, evaluate, held, is_number
 from .patterns import match
-from .programs import Program
+from .programs import Program, Unsupported
+from .straightening import straighten
 
 ops = torch.ops.moe_mps
 
 MAX_TOP_K = 64
 MAX_EXPERTS = 1024
+# The argument with which a block that hands everything to our experts asks for results without casts.
+RAW = "moe_mps_raw"
 _SCORES = {"softmax": "softmax(L)", "sigmoid": "sigmoid(L)", "sqrtsoftplus": "sqrtsoftplus(L)"}
 # Score of a group, and what experts outside of the best groups count as.
 _GROUPS = {
@@ -146,10 +149,22 @@ def _complete(module: nn.Module, bound: dict[str, Node], arguments: dict[str, as
     return None
 
 
-def route(logits: Tensor, top_k: int, dtype: torch.dtype | None, **arguments) -> tuple[Tensor, Tensor]:
-    """moe_router with the dtypes of a model's router: weights in `dtype` (float32 if None), ids in int64."""
+def route(
+    logits: Tensor, top_k: int, dtype: torch.dtype | None, raw: bool, **arguments
+) -> tuple[Tensor, Tensor]:
+    """moe_router; unless `raw`, weights in `dtype` (None: float32) and ids in int64 as models have them."""
     weights, ids = ops.moe_router(logits, top_k, **arguments)
+    if raw:
+        return weights, ids
     return weights if dtype is None else weights.to(dtype), ids.long()
+
+
+def is_replaceable(router: nn.Module) -> bool:
+    """Whether `replace_selection` will rewrite a router."""
+    try:
+        return replace_selection(straighten(router)) is None
+    except Unsupported:
+        return False
 
 
 def replace_selection(program: Program) -> str | None:
@@ -164,9 +179,13 @@ def replace_selection(program: Program) -> str | None:
     outputs = [_value_before_casts(program, result, index) for index in (1, 2)]
     statements = [program.defined_by(name) for name in outputs]
     first = min(statements, key=program.statements.index)
-    call = _route_call(formula)
+    position = program.statements.index(first)
+    returns_early = len(result.elts) == 3 and _is_known_before(program, result.elts[0], position)
+    call = _route_call(formula, ast.Name(RAW, ast.Load()) if returns_early else ast.Constant(False))
     routed = program.assign("routed", call)
-    program.statements.insert(program.statements.index(first), routed)
+    program.statements.insert(position, routed)
+    if returns_early:
+        _return_raw_results(program, position + 1, routed.targets[0].id, result.elts[0])
     for index, statement in enumerate(statements):
         name = ast.Name(routed.targets[0].id, ast.Load())
         statement.value = ast.Subscript(name, ast.Constant(index), ast.Load())
@@ -174,12 +193,34 @@ def replace_selection(program: Program) -> str | None:
     return None
 
 
-def _route_call(formula: RouterFormula) -> ast.Call:
+def _route_call(formula: RouterFormula, raw: ast.expr) -> ast.Call:
     in_float32 = casts_to_float32(formula.weights.peel(), formula.logits)
     dtype = ast.Constant(None) if in_float32 else ast.Attribute(formula.logits.source, "dtype", ast.Load())
     function = ast.Attribute(ast.Name("_moe_mps", ast.Load()), "route", ast.Load())
     keywords = [ast.keyword(name, value) for name, value in sorted(formula.arguments.items())]
-    return ast.Call(function, [formula.logits.source, formula.top_k, dtype], keywords)
+    return ast.Call(function, [formula.logits.source, formula.top_k, dtype, raw], keywords)
+
+
+def _return_raw_results(program: Program, position: int, routed: str, logits: ast.expr) -> None:
+    """With RAW the forward returns right after the operator, without the casts that follow."""
+    program.arguments.kwonlyargs.append(ast.arg(RAW))
+    program.arguments.kw_defaults.append(ast.Constant(False))
+    results = [ast.Subscript(ast.Name(routed, ast.Load()), ast.Constant(i), ast.Load()) for i in range(2)]
+    early = ast.Return(ast.Tuple([logits, *results], ast.Load()))
+    program.statements.insert(position, ast.If(ast.Name(RAW, ast.Load()), [early], []))
+
+
+def _is_known_before(program: Program, value: ast.expr, position: int) -> bool:
+    """Whether the statements in front of `position` have computed a value."""
+    statement = program.defined_by(value.id) if isinstance(value, ast.Name) else None
+    return statement is not None and program.statements.index(statement) < position
+
+
+def routed(router: nn.Module, *args, **kwargs) -> tuple:
+    """router(...) without casts, where it is rewritten and nothing listens to it."""
+    if hasattr(type(router), RAW) and not router._forward_hooks and "forward" not in router.__dict__:
+        kwargs[RAW] = True
+    return router(*args, **kwargs)
 
 
 def _value_before_casts(program: Program, result: ast.Tuple, index: int) -> str:
