@@ -98,10 +98,17 @@ def test_layouts(device, dtype):
 
 
 def test_longest_row(device):
-    """More than a threadgroup's memory holds beside the sums of a norm."""
-    check_sums(
-        *(random(shape, torch.float16, 4).to(device) for shape in ((16384,), (2, 16384), (2,), (16384,)))
-    )
+    """More than a threadgroup's memory and registers hold."""
+    for width in (16384, 8201):
+        shapes = ((width,), (2, width), (2,), (width,))
+        check_sums(*(random(shape, torch.float16, seed).to(device) for seed, shape in enumerate(shapes)))
+
+
+def test_many_slots_and_rows(device):
+    """More slots than a simdgroup has lanes, and rows enough for larger threadgroups."""
+    for leading, slots, width in (((2,), 40, 36), ((1,), 64, 5), ((9,), 3, 2052), ((17,), 2, 1021)):
+        shapes = ((*leading, width), (*leading, slots, width), (*leading, slots), (width,))
+        check_sums(*(random(shape, torch.bfloat16, seed).to(device) for seed, shape in enumerate(shapes)))
 
 
 def test_in_place_writes_through_views_only(device):

@@ -65,11 +65,18 @@ def test_sizes(device, dtype):
 
 
 def test_longest_row(device):
-    """16384 elements, more than a threadgroup's memory holds in float32 beside its partial sums."""
-    residual, input = (random((2, 16384), torch.bfloat16, seed).to(device) for seed in range(2))
-    check_all(
-        residual, input, random((16384,), torch.bfloat16, 2).to(device), torch.full((1,), 0.5).to(device)
-    )
+    """More than a threadgroup's memory holds in float32, and more than its registers do."""
+    scalar = torch.full((1,), 0.5).to(device)
+    for width in (16384, 16900, 16901):
+        residual, input = (random((2, width), torch.bfloat16, seed).to(device) for seed in range(2))
+        check_all(residual, input, random((width,), torch.bfloat16, 2).to(device), scalar)
+
+
+def test_many_rows(device):
+    """With hundreds of rows a thread takes more elements; the last threadgroup of short rows is not full."""
+    for rows, width in ((9, 33), (258, 516), (258, 517)):
+        residual, input = (random((rows, width), torch.float16, seed).to(device) for seed in range(2))
+        check_all(residual, input, random((width,), torch.float32, 2).to(device), torch.ones(1).to(device))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -130,6 +130,13 @@ def test_router_sizes(device):
     )
 
 
+def test_router_for_many_rows(device):
+    """Several rows share a threadgroup, and the last one is not full."""
+    for num_experts in (40, 33):
+        logits = random((259, num_experts), torch.float32, num_experts, 2.0)
+        assert check_router(logits, 3, device, **router_options("mixtral", num_experts, 3, 0)) == 259
+
+
 def test_router_layouts(device):
     for layout in LAYOUTS:
         options = router_options("every option", 32, 4, 5)
@@ -364,8 +371,14 @@ def test_gate_of_gemma4(device):
     assert check_gate(*gate_arguments(2, 16384, 16, torch.bfloat16, torch.bfloat16, 5), 2, True, device) > 0
 
 
+@pytest.mark.one_schedule
 def test_gate_for_many_tokens(device):
-    assert check_gate(*gate_arguments(70, 96, 32, torch.bfloat16, torch.bfloat16, 3), 4, True, device) > 20
+    """4 and 16 tokens share the router's rows; rows longer than what is staged of them at once."""
+    for dtype in (torch.bfloat16, torch.float32):
+        assert check_gate(*gate_arguments(70, 96, 32, dtype, torch.bfloat16, 3), 4, True, device) > 20
+        assert check_gate(*gate_arguments(66, 1100, 9, dtype, torch.float32, 4), 2, True, device) > 40
+        assert check_gate(*gate_arguments(1100, 260, 5, dtype, torch.float32, 5), 2, False, device) >= 1024
+        assert check_gate(*gate_arguments(1100, 33, 6, dtype, torch.bfloat16, 6), 3, True, device) >= 1024
 
 
 def test_gate_layouts(device):
@@ -436,6 +449,12 @@ def test_sorting(device, dtype):
     for i, (shape, num_experts) in enumerate(cases):
         check_sorting(random_ids(shape, 0, num_experts, i, dtype).to(device), num_experts, 64 * i + 1, 4096)
         check_sorting(random_ids(shape, -2, num_experts + 3, i, dtype).to(device), num_experts)
+
+
+@pytest.mark.parametrize("tokens, top_k, num_experts", [(700, 8, 60), (330, 7, 1024), (3100, 11, 9)])
+def test_sorting_of_many_pairs(device, tokens, top_k, num_experts):
+    """More pairs than one threadgroup sorts, and more than all of them hold at a time."""
+    check_sorting(random_ids((tokens, top_k), -1, num_experts + 1, tokens).to(device), num_experts)
 
 
 def test_sorting_when_all_choose_one_expert(device):
