@@ -154,8 +154,8 @@ def aligned(width: int) -> bool:
 # Norms
 
 
-def row_threads(rows: int, width: int) -> int:
-    return min(1024, ceil_div(width, (4 if rows <= 256 else 16) * 32) * 32)
+def row_threads(rows: int, width: int, most: int = 1024) -> int:
+    return min(most, ceil_div(width, (4 if rows <= 256 else 16) * 32) * 32)
 
 
 def norm_case(bench, operator: str, rows: int, width: int, dtype=torch.float32) -> Case:
@@ -223,12 +223,11 @@ def silu_case(bench, slots: int, width: int, dtype=torch.float32) -> Case:
     def make():
         gate, up = normal(slots, width, dtype=dtype), normal(slots, width, dtype=dtype)
         out, source_out = poison(slots, width, dtype=dtype), poison(slots, width, dtype=dtype)
-        per_thread = 4 if slots * width > 8192 else 1
-        params = pack("SiluMulParams", count=slots * width, vectorised=per_thread == 4)
+        params = pack("SiluMulParams", count=slots * width, vectorised=1)
         ours = bench.combine.launcher(
             f"silu_mul_stacked_{SUFFIX[dtype]}",
             [gate, up, out, params],
-            (ceil_div(slots * width, 128 * per_thread),),
+            (ceil_div(slots * width, 512),),
             128,
         )
         source = None
@@ -332,7 +331,7 @@ def weighted_sum_norm_case(bench, rows: int, slots: int, width: int, dtype=torch
             f"weighted_sum_norm_{SUFFIX[dtype]}",
             [residual, x, w, norm, out, params],
             (rows,),
-            row_threads(rows, width),
+            row_threads(rows, width, 512),
         )
         source = None
         if dtype == torch.float32:
@@ -801,6 +800,7 @@ def main() -> int:
     parser.add_argument(
         "--check-only", action="store_true", help="run every kernel once on small shapes, without timing"
     )
+    parser.add_argument("--only", default="", help="regular expression: the operators to run")
     options = parser.parse_args()
     sys.path.insert(0, str(options.translator.resolve()))
     import msl_cuda
@@ -808,6 +808,7 @@ def main() -> int:
     torch.manual_seed(0)
     bench = Bench(msl_cuda, options.sources)
     cases = bench.checked_cases() if options.check_only else bench.timed_cases()
+    cases = [case for case in cases if re.search(options.only, case.operator)]
     print(f"{torch.cuda.get_device_name()}, copy {copy_ceiling():.0f} GB/s")
     print(f"{'operator':36} {'shape':30} {'ours us':>9} {'source us':>9} {'ratio':>6} {'GB/s':>6}  check")
     failures = 0

@@ -94,7 +94,7 @@ residual_norm_f16 grid 6x1x1 of 512x1x1
         self.assertExpectedInline(
             self.encoded(ops.silu_mul_stacked, gate, up),
             """\
-silu_mul_stacked_f16 grid 48x1x1 of 128x1x1
+silu_mul_stacked_f16 grid 12x1x1 of 128x1x1
 0=A[0:12288] 1=B[0:12288] 2=C[0:12288] 3=16 bytes
 """,
         )

@@ -16,8 +16,8 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr int64_t kSiluThreads = 128;   // as in combine.h
-constexpr int64_t kFewElements = 8192;  // up to here a thread takes one, for latency
+constexpr int64_t kSiluThreads = 128;  // as in combine.h
+constexpr int64_t kNormThreads = 512;  // likewise
 // Threads that share a weighted sum's row; few columns are spread over more threadgroups, for latency.
 constexpr int64_t kSumThreads = 128, kSumThreadsFew = 32, kFewColumns = 16384;
 
@@ -28,7 +28,7 @@ Tensor silu_mul_stacked(const Tensor& gate_, const Tensor& up_) {
   if (output.numel() == 0) return output;
   SiluMulParams params{};
   params.count = output.numel();
-  params.vectorised = output.numel() > kFewElements && rows_start_aligned(4, {gate, up, output});
+  params.vectorised = rows_start_aligned(4, {gate, up, output});
   const int64_t per_group = kSiluThreads * (params.vectorised ? 4 : 1);
   Commands commands;
   commands.add("combine", kernel_name("silu_mul_stacked", {gate.scalar_type()}))
@@ -126,7 +126,7 @@ Tensor weighted_sum_residual_norm_stacked_(const Tensor& residual_, const Tensor
   params.weights_dtype = dtype_code(sum.weights);
   params.norm_dtype = dtype_code(norm);
   params.eps = static_cast<float>(eps);
-  const RowLayout layout = row_per_threadgroup(sum.rows, sum.width);
+  const RowLayout layout = row_per_threadgroup(sum.rows, sum.width, kNormThreads);
   const bool has_slots = sum.count > 0;
   Commands commands;
   commands.add("combine", kernel_name("weighted_sum_norm", {residual.scalar_type()}))

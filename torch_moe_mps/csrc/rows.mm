@@ -23,10 +23,10 @@ RowLayout row_layout(int64_t rows, int64_t width) {
   return row_per_threadgroup(rows, width);
 }
 
-RowLayout row_per_threadgroup(int64_t rows, int64_t width) {
+RowLayout row_per_threadgroup(int64_t rows, int64_t width, int64_t most_threads) {
   const int64_t elements_per_thread = rows <= kFewRows ? 4 : 16;
   const int64_t simdgroups =
-      std::clamp<int64_t>(ceil_div(width, elements_per_thread * kSimdWidth), 1, kMaxThreads / kSimdWidth);
+      std::clamp<int64_t>(ceil_div(width, elements_per_thread * kSimdWidth), 1, most_threads / kSimdWidth);
   return {simdgroups, {NSUInteger(rows)}, {NSUInteger(simdgroups * kSimdWidth)}};
 }
 

@@ -42,8 +42,8 @@ inline Pack<N> sum_over_slots(device const T* slots, device const uchar* weights
   Pack<N> sum;
   UNROLL for (int i = 0; i < N; ++i) sum.v[i] = 0.0f;
   for (uint base = 0; base < count; base += kSimdWidth) {
-    AnyRaw<1> raw_weight;  // widened behind the first loads of slots
-    if (base + lane < count) raw_weight = load_any_raw<1>(weights, weights_dtype, row * count + base + lane);
+    const bool has_weight = base + lane < count;
+    const float lane_weight = has_weight ? load_one(weights, weights_dtype, row * count + base + lane) : 0.0f;
     const uint slots_here = min(count - base, kSimdWidth);
     for (uint block = 0; block < slots_here; block += kSlotBlock) {
       device const T* source = slots + (row * count + base + block) * width + column;
@@ -51,14 +51,12 @@ inline Pack<N> sum_over_slots(device const T* slots, device const uchar* weights
       UNROLL for (uint s = 0; s < kSlotBlock; ++s) {
         if (active && block + s < slots_here) loaded[s] = load_raw<N>(source + ulong(s) * width);
       }
-      const float lane_weight = base + lane < count ? widen(raw_weight, weights_dtype).v[0] : 0.0f;
       UNROLL for (uint s = 0; s < kSlotBlock; ++s) {
-        if (block + s < slots_here) {
-          const float weight = simd_shuffle(lane_weight, ushort(block + s));
-          if (active) {
-            const Pack<N> x = widen(loaded[s]);
-            UNROLL for (int i = 0; i < N; ++i) sum.v[i] += weight * x.v[i];
-          }
+        // Outside of the branch: a shuffle in a branch makes the simdgroup reconverge for every slot.
+        const float weight = simd_shuffle(lane_weight, ushort(block + s));
+        if (active && block + s < slots_here) {
+          const Pack<N> x = widen(loaded[s]);
+          UNROLL for (int i = 0; i < N; ++i) sum.v[i] += weight * x.v[i];
         }
       }
     }
@@ -114,8 +112,9 @@ template <typename T>
   }
 }
 
-// Elements that a thread keeps between the sum and the norm; longer rows read residual, just written, again.
-constant constexpr int kSumElements = 8;
+// Vectors that a thread keeps between the sum and the norm: rows of up to 512 * 16 columns. Longer ones read
+// residual, just written, again.
+constant constexpr uint kKeptSums = 4;
 
 template <int N>
 inline Pack<N> added(Pack<N> a, Pack<N> b) {
@@ -134,16 +133,15 @@ inline void weighted_sum_norm_row(device T* residual, device const T* slots, dev
                                   device const uchar* norm_weight, device T* output,
                                   WeightedSumNormParams params, ulong row, uint thread_index, uint threads,
                                   uint lane, uint simdgroup, uint simdgroups, threadgroup float* partials) {
-  constexpr uint kKept = kSumElements / N;
   const ulong start = row * params.width;
   const uint step = threads * N;
   const uint first_column = thread_index * N;
-  Raw<T, N> kept[kKept];
+  Raw<T, N> kept[kKeptSums];
   AnyRaw<N> first_weight;  // in flight during the sums
   if (first_column < params.width)
     first_weight = load_any_raw<N>(norm_weight, params.norm_dtype, first_column);
   float squares = 0.0f;
-  UNROLL for (uint k = 0; k < kKept; ++k) {
+  UNROLL for (uint k = 0; k < kKeptSums; ++k) {
     if (k * step < params.width) {
       const uint column = k * step + first_column;
       const bool active = column < params.width;
@@ -158,7 +156,7 @@ inline void weighted_sum_norm_row(device T* residual, device const T* slots, dev
       }
     }
   }
-  for (uint group = kKept * step; group < params.width; group += step) {
+  for (uint group = kKeptSums * step; group < params.width; group += step) {
     const uint column = group + first_column;
     const bool active = column < params.width;
     const Pack<N> sum = sum_over_slots<T, N>(slots, weights, params.weights_dtype, row, params.slots,
@@ -173,7 +171,7 @@ inline void weighted_sum_norm_row(device T* residual, device const T* slots, dev
   const float total = threadgroup_sum(squares, partials, lane, simdgroup, simdgroups);
   const float inverse = precise::rsqrt(total / float(params.width) + params.eps);
 
-  UNROLL for (uint k = 0; k < kKept; ++k) {
+  UNROLL for (uint k = 0; k < kKeptSums; ++k) {
     const uint column = k * step + first_column;
     if (column < params.width) {
       const Pack<N> weight = k == 0 ? widen(first_weight, params.norm_dtype)
@@ -181,15 +179,16 @@ inline void weighted_sum_norm_row(device T* residual, device const T* slots, dev
       store_pack(output + start + column, scaled(widen(kept[k]), inverse, weight));
     }
   }
-  for (uint column = kKept * step + first_column; column < params.width; column += step) {
+  for (uint column = kKeptSums * step + first_column; column < params.width; column += step) {
     const Pack<N> weight = load_any<N>(norm_weight, params.norm_dtype, column);
     store_pack(output + start + column, scaled(load_pack<N>(residual + start + column), inverse, weight));
   }
 }
 
-// residual += sum over slots, then output = rms(residual) * norm_weight: one row per threadgroup.
+// residual += sum over slots, then output = rms(residual) * norm_weight: one row per threadgroup. Of 512
+// threads at most, so that each has the registers for its loads in flight.
 template <typename T>
-[[kernel, max_total_threads_per_threadgroup(1024)]] void weighted_sum_norm_rows(
+[[kernel, max_total_threads_per_threadgroup(512)]] void weighted_sum_norm_rows(
     device T* residual [[buffer(0)]], device const T* slots [[buffer(1)]],
     device const uchar* weights [[buffer(2)]], device const uchar* norm_weight [[buffer(3)]],
     device T* output [[buffer(4)]], constant WeightedSumNormParams& arguments [[buffer(5)]],
