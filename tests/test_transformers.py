@@ -511,6 +511,18 @@ def test_experts_with_another_interface_are_left_alone():
     assert [(row.name, row.replaced_by) for row in report.rows] == [("0", None)]
 
 
+def test_model_with_another_interface_is_as_it_was():
+    torch.manual_seed(0)
+    cls = transformers.Llama4ForCausalLM
+    model = cls(tiny_models.build_config(cls.config_class)).eval()
+    tiny_models.randomise(model, 0)
+    expected = output(model, prompt())
+    with pytest.warns(UserWarning, match="Llama4TextExperts is left alone"):
+        report = torch_moe_mps.accelerate(model)
+    assert report.replaced == []
+    assert torch.equal(output(model, prompt()), expected)
+
+
 def test_experts_in_another_dtype_are_left_alone():
     block = FutureBlock().to(torch.float64).eval()
     with pytest.warns(UserWarning, match="FutureExperts is left alone: its weights are torch.float64"):
