@@ -66,3 +66,18 @@ def test_moved_after_acceleration(device):
     model = copy.deepcopy(reference)
     torch_moe_mps.accelerate(model)
     check(model.to(device), reference, device, {"moe_router", "moe_experts", "fused_residual_norm"})
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen2_moe", "deepseek_v3"])
+def test_three_dispatches_a_block(architecture, simulated):
+    """One token: the router; gate, up and activation; down, the sum over the experts and the shared expert."""
+    model = tiny_models.tiny_model(architecture, torch.bfloat16).to("mps")
+    torch_moe_mps.accelerate(model)
+    block = model.model.layers[1].mlp
+    x = torch.ones(1, 1, 32, dtype=torch.bfloat16, device="mps")
+    with torch.no_grad(), simulated.trace() as commands:
+        block(x)
+    kernels = [
+        line.split("_bf16")[0].split("_f32")[0] for line in str(commands).splitlines() if " grid " in line
+    ]
+    assert kernels == ["route", "expert_rows_single", "expert_down_single"]
