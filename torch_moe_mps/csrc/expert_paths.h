@@ -1,5 +1,5 @@
-// How the experts run: the choice between the decode and the prefill kernels, and their dispatches. experts.mm and quantized.mm bring
-// the weights in their formats.
+// How the experts run: the choice between the decode and the prefill kernels, and their dispatches.
+// experts.mm and quantized.mm bring the weights in their formats.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -12,8 +12,8 @@ namespace moe_mps {
 
 // [E, rows, inputs] in one format; dense and `transposed`, [E, inputs, rows].
 struct ExpertMatrix {
-  const char* library;  // the .metal file with its kernels
-  const char* format;   // in the kernels' names; empty for dense
+  const char* library;                // the .metal file with its kernels
+  const char* format;                 // in the kernels' names; empty for dense
   at::Tensor packed, scales, biases;  // dense: the weight three times
   std::optional<at::Tensor> bias;     // of the layer, [E, rows]
   int64_t experts, rows, inputs;
@@ -28,8 +28,8 @@ struct Activation {
   uint32_t row_layout = ROWS_PLAIN;
 };
 
-Activation activation_of(std::string_view name, std::optional<double> alpha, std::optional<double> limit, bool gated,
-                         bool interleaved);
+Activation activation_of(std::string_view name, std::optional<double> alpha, std::optional<double> limit,
+                         bool gated, bool interleaved);
 
 struct ExpertSum {
   at::Tensor weights;  // [T, K]
@@ -37,7 +37,8 @@ struct ExpertSum {
   bool gate_is_logit;
 };
 
-// A tensor whose first element lies at a multiple of 16 bytes, contiguous; the same one where it is so already.
+// A tensor whose first element lies at a multiple of 16 bytes, contiguous; the same one where it is so
+// already.
 at::Tensor aligned(const at::Tensor& tensor);
 bool is_aligned(const at::Tensor& tensor);
 

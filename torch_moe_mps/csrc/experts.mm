@@ -35,18 +35,19 @@ Tensor expert_mm(const Tensor& x, const Tensor& weight, const Tensor& ids, const
   return project_slots(x, dense_matrix(weight, bias, transposed), ids);
 }
 
-Tensor moe_experts(const Tensor& x, const Tensor& gate_up_, const Tensor& down_, const Tensor& ids, const Tensor& weights,
-                   const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, std::string_view activation,
-                   std::optional<double> alpha, std::optional<double> limit, bool gated, bool interleaved,
-                   bool transposed, const OptionalTensor& shared_gate, const OptionalTensor& shared_out,
-                   const OptionalTensor& residual, bool gate_is_logit) {
-  check_call("moe_experts", x, gate_up_, down_, ids, weights, gate_up_bias, down_bias, activation, alpha, limit, gated,
-             interleaved, transposed, shared_gate, shared_out, residual, gate_is_logit);
+Tensor moe_experts(const Tensor& x, const Tensor& gate_up_, const Tensor& down_, const Tensor& ids,
+                   const Tensor& weights, const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
+                   std::string_view activation, std::optional<double> alpha, std::optional<double> limit,
+                   bool gated, bool interleaved, bool transposed, const OptionalTensor& shared_gate,
+                   const OptionalTensor& shared_out, const OptionalTensor& residual, bool gate_is_logit) {
+  check_call("moe_experts", x, gate_up_, down_, ids, weights, gate_up_bias, down_bias, activation, alpha,
+             limit, gated, interleaved, transposed, shared_gate, shared_out, residual, gate_is_logit);
   ExpertMatrix gate_up = dense_matrix(gate_up_, gate_up_bias, transposed);
   ExpertMatrix down = dense_matrix(down_, down_bias, transposed);
   const ExpertSum sum{weights.contiguous(), contiguous(shared_gate), contiguous(shared_out),
                       contiguous(residual), gate_is_logit};
-  return apply_experts(x, gate_up, down, ids, activation_of(activation, alpha, limit, gated, interleaved), sum);
+  return apply_experts(x, gate_up, down, ids, activation_of(activation, alpha, limit, gated, interleaved),
+                       sum);
 }
 
 }  // namespace

@@ -29,15 +29,16 @@ struct QuantizedWeight {
   const OptionalTensor& biases;
 };
 
-// The kernels take scales of the activations' dtype. Another one is widened along with the activations, which is right but
-// reads the scales once more in every call: `dtype` is then float32.
+// The kernels take scales of the activations' dtype. Another one is widened along with the activations, which
+// is right but reads the scales once more in every call: `dtype` is then float32.
 ExpertMatrix quantized_matrix(const QuantizedWeight& weight, const OptionalTensor& bias, int64_t bits,
                               int64_t group_size, std::string_view mode, c10::ScalarType dtype) {
   ExpertMatrix matrix{"quantized", format_name(bits, mode), aligned(weight.packed)};
   matrix.scales = weight.scales.contiguous();
   if (matrix.scales.scalar_type() != at::kByte) matrix.scales = matrix.scales.to(dtype);
   matrix.biases = matrix.scales;
-  if (weight.biases.has_value() && weight.biases->defined()) matrix.biases = weight.biases->contiguous().to(dtype);
+  if (weight.biases.has_value() && weight.biases->defined())
+    matrix.biases = weight.biases->contiguous().to(dtype);
   matrix.bias = contiguous(bias);
   matrix.experts = weight.packed.size(0);
   matrix.rows = weight.packed.size(1);
@@ -68,24 +69,26 @@ Tensor expert_qmm(const Tensor& x, const Tensor& packed, const Tensor& scales, c
 }
 
 Tensor moe_experts_quantized(const Tensor& x, const Tensor& gate_up_packed, const Tensor& gate_up_scales,
-                             const OptionalTensor& gate_up_biases, const Tensor& down_packed, const Tensor& down_scales,
-                             const OptionalTensor& down_biases, const Tensor& ids, const Tensor& weights, int64_t bits,
-                             int64_t group_size, std::string_view mode, const OptionalTensor& gate_up_bias,
-                             const OptionalTensor& down_bias, std::string_view activation, std::optional<double> alpha,
+                             const OptionalTensor& gate_up_biases, const Tensor& down_packed,
+                             const Tensor& down_scales, const OptionalTensor& down_biases, const Tensor& ids,
+                             const Tensor& weights, int64_t bits, int64_t group_size, std::string_view mode,
+                             const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
+                             std::string_view activation, std::optional<double> alpha,
                              std::optional<double> limit, bool gated, bool interleaved,
                              const OptionalTensor& shared_gate, const OptionalTensor& shared_out,
                              const OptionalTensor& residual, bool gate_is_logit) {
-  check_call("moe_experts_quantized", x, gate_up_packed, gate_up_scales, gate_up_biases, down_packed, down_scales,
-             down_biases, ids, weights, bits, group_size, mode, gate_up_bias, down_bias, activation, alpha, limit, gated,
-             interleaved, shared_gate, shared_out, residual, gate_is_logit);
+  check_call("moe_experts_quantized", x, gate_up_packed, gate_up_scales, gate_up_biases, down_packed,
+             down_scales, down_biases, ids, weights, bits, group_size, mode, gate_up_bias, down_bias,
+             activation, alpha, limit, gated, interleaved, shared_gate, shared_out, residual, gate_is_logit);
   const auto dtype = compute_dtype(x, gate_up_scales, down_scales);
-  const ExpertMatrix gate_up = quantized_matrix({gate_up_packed, gate_up_scales, gate_up_biases}, gate_up_bias, bits,
-                                                group_size, mode, dtype);
+  const ExpertMatrix gate_up = quantized_matrix({gate_up_packed, gate_up_scales, gate_up_biases},
+                                                gate_up_bias, bits, group_size, mode, dtype);
   const ExpertMatrix down =
       quantized_matrix({down_packed, down_scales, down_biases}, down_bias, bits, group_size, mode, dtype);
   const ExpertSum sum{weights.contiguous(), contiguous(shared_gate), converted(shared_out, dtype),
                       converted(residual, dtype), gate_is_logit};
-  return apply_experts(x.to(dtype), gate_up, down, ids, activation_of(activation, alpha, limit, gated, interleaved), sum)
+  return apply_experts(x.to(dtype), gate_up, down, ids,
+                       activation_of(activation, alpha, limit, gated, interleaved), sum)
       .to(x.scalar_type());
 }
 

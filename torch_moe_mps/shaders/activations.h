@@ -1,9 +1,11 @@
-// The activation between an expert's two matmuls, chosen at run time: the branch is uniform and taken once per output.
+// The activation between an expert's two matmuls, chosen at run time: the branch is uniform and taken once
+// per output.
 #pragma once
 #include "common.h"
 
-// Metal has no erf. erfc(z) = t * P(t) * exp(-z * z) with t = 1 / (1 + 0.3 z): P is a least-squares fit in Chebyshev nodes, its
-// relative error 2.4e-8 on 0 <= z <= 9.5, beyond which erfc is below the smallest normal float.
+// Metal has no erf. erfc(z) = t * P(t) * exp(-z * z) with t = 1 / (1 + 0.3 z): P is a least-squares fit in
+// Chebyshev nodes, its relative error 2.4e-8 on 0 <= z <= 9.5, beyond which erfc is below the smallest normal
+// float.
 inline float erfc_positive(float z) {
   const float t = 1.0f / (1.0f + 0.3f * z);
   float p = -0.13065015f;
@@ -24,7 +26,9 @@ inline float gelu(float x) {
 }
 
 // 0.5 * (1 + tanh(u)) is sigmoid(2u), which neither overflows nor cancels.
-inline float gelu_tanh(float x) { return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x)); }
+inline float gelu_tanh(float x) {
+  return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x));
+}
 
 inline float pointwise_activation(float x, uint activation) {
   if (activation == ACTIVATION_SILU) return x * sigmoid(x);
@@ -37,8 +41,12 @@ inline float pointwise_activation(float x, uint activation) {
 }
 
 // NaN passes through, as through torch.clamp.
-inline float at_most(float x, float limit) { return x > limit ? limit : x; }
-inline float at_least(float x, float limit) { return x < limit ? limit : x; }
+inline float at_most(float x, float limit) {
+  return x > limit ? limit : x;
+}
+inline float at_least(float x, float limit) {
+  return x < limit ? limit : x;
+}
 
 inline float gated_activation(float gate, float up, constant ExpertParams& params) {
   if (params.activation == ACTIVATION_SWIGLU_OAI || params.activation == ACTIVATION_SILU_CLAMPED) {

@@ -1,4 +1,5 @@
-// Dense weights with the input dimension first, for a single token: a lane takes a column, the simdgroups take the inputs in turn.
+// Dense weights with the input dimension first, for a single token: a lane takes a column, the simdgroups
+// take the inputs in turn.
 #pragma once
 #include "expert_common.h"
 #include "expert_formats.h"
@@ -6,9 +7,11 @@
 constant constexpr uint kColumnSimdgroups = 16;
 constant constexpr int kColumnUnroll = 8;
 
-// The part of x times one column of the matrix that belongs to a simdgroup: inputs simdgroup, simdgroup + kColumnSimdgroups, ...
+// The part of x times one column of the matrix that belongs to a simdgroup: inputs simdgroup, simdgroup +
+// kColumnSimdgroups, ...
 template <typename T>
-inline float column_dot(DenseColumns<T> weights, device const T* x, uint column, uint simdgroup, uint inputs) {
+inline float column_dot(DenseColumns<T> weights, device const T* x, uint column, uint simdgroup,
+                        uint inputs) {
   float dot = 0.0f;
   for (uint start = simdgroup; start < inputs; start += kColumnUnroll * kColumnSimdgroups) {
     T values[kColumnUnroll];
@@ -36,13 +39,12 @@ inline float sum_over_simdgroups(float value, threadgroup float* partials, uint 
 
 // Grid: (blocks of 32 outputs, pairs).
 template <typename T>
-[[kernel]] void expert_columns_single(device const T* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
-                                      device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
-                                      device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
-                                      device T* out [[buffer(6)]], constant ExpertParams& params [[buffer(7)]],
-                                      uint2 group [[threadgroup_position_in_grid]],
-                                      uint lane [[thread_index_in_simdgroup]],
-                                      uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+[[kernel]] void expert_columns_single(
+    device const T* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
+    device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
+    device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]], device T* out [[buffer(6)]],
+    constant ExpertParams& params [[buffer(7)]], uint2 group [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   threadgroup float partials[kColumnSimdgroups * kSimdWidth];
   const uint pair = group.y;
   const uint output = group.x * kSimdWidth + lane;
@@ -75,9 +77,10 @@ template <typename T>
 // Grid: (blocks of 32 outputs, tokens).
 template <typename T>
 [[kernel]] void expert_down_columns_single(
-    device const T* x [[buffer(0)]], device const uchar* packed [[buffer(1)]], device const uchar* scales [[buffer(2)]],
-    device const uchar* biases [[buffer(3)]], device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
-    device T* out [[buffer(6)]], device const uchar* routing [[buffer(7)]], device const uchar* shared_gate [[buffer(8)]],
+    device const T* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
+    device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
+    device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]], device T* out [[buffer(6)]],
+    device const uchar* routing [[buffer(7)]], device const uchar* shared_gate [[buffer(8)]],
     device const uchar* shared_out [[buffer(9)]], device const uchar* residual [[buffer(10)]],
     constant ExpertDownParams& params [[buffer(11)]], uint2 group [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
@@ -98,7 +101,8 @@ template <typename T>
   }
   sum = sum_over_simdgroups(sum, partials, lane, simdgroup);
   if (simdgroup == 0 && output < matmul.outputs) {
-    out[ulong(token) * matmul.outputs + output] = T(combined(sum, token, output, matmul.outputs, shared_gate, shared_out,
-                                                             residual, dtype_of<T>(), params.combine));
+    out[ulong(token) * matmul.outputs + output] =
+        T(combined(sum, token, output, matmul.outputs, shared_gate, shared_out, residual, dtype_of<T>(),
+                   params.combine));
   }
 }

@@ -17,8 +17,10 @@ inline uint input_row(uint pair, constant ExpertParams& params) {
   return params.x_per_pair != 0 ? pair : pair / params.slots;
 }
 
-inline float with_bias(float value, device const uchar* bias, uint expert, uint row, constant ExpertParams& params) {
-  return params.has_bias != 0 ? value + load_one(bias, params.bias_dtype, ulong(expert) * params.rows + row) : value;
+inline float with_bias(float value, device const uchar* bias, uint expert, uint row,
+                       constant ExpertParams& params) {
+  return params.has_bias != 0 ? value + load_one(bias, params.bias_dtype, ulong(expert) * params.rows + row)
+                              : value;
 }
 
 // A token's experts are done: the shared expert and the residual come on top.
@@ -41,4 +43,3 @@ inline uint dtype_of() {
   if (is_same_v<T, float>) return DTYPE_FLOAT;
   return is_same_v<T, half> ? DTYPE_HALF : DTYPE_BFLOAT;
 }
-

@@ -32,11 +32,11 @@ struct Dots {
   float v[R][M];
 };
 
-// One or two pairs: the codes are multiplied, and scale and bias applied once a chunk. The inputs of the whole chunk are
-// loaded before anything waits for the weights.
+// One or two pairs: the codes are multiplied, and scale and bias applied once a chunk. The inputs of the
+// whole chunk are loaded before anything waits for the weights.
 template <typename W, int R, int M, typename S>
-inline void add_chunk_few(W weights, thread typename W::Chunk* chunks, device const typename W::Element* x, S sources,
-                          uint column, uint left, bool vectorised, thread Dots<R, M>& dots) {
+inline void add_chunk_few(W weights, thread typename W::Chunk* chunks, device const typename W::Element* x,
+                          S sources, uint column, uint left, bool vectorised, thread Dots<R, M>& dots) {
   Octet<typename W::Element> inputs[W::kOctets][M];
   UNROLL for (int o = 0; o < W::kOctets; ++o) {
     UNROLL for (int m = 0; m < M; ++m) {
@@ -66,14 +66,16 @@ inline void add_chunk_few(W weights, thread typename W::Chunk* chunks, device co
 
 // More pairs: each value is dequantised once for all of them.
 template <typename W, int R, int M, typename S>
-inline void add_chunk(W weights, thread typename W::Chunk* chunks, device const typename W::Element* x, S sources,
-                      uint pairs, uint column, uint left, bool vectorised, thread Dots<R, M>& dots) {
+inline void add_chunk(W weights, thread typename W::Chunk* chunks, device const typename W::Element* x,
+                      S sources, uint pairs, uint column, uint left, bool vectorised,
+                      thread Dots<R, M>& dots) {
   UNROLL for (int o = 0; o < W::kOctets; ++o) {
     Pack<8> rows[R];
     UNROLL for (int r = 0; r < R; ++r) rows[r] = weights.octet(chunks[r], o);
     UNROLL for (int m = 0; m < M; ++m) {
       if (uint(m) < pairs) {
-        const Pack<8> input = load_octet(x + sources.at(m) + column + 8 * o, left - 8 * o, vectorised).values();
+        const Pack<8> input =
+            load_octet(x + sources.at(m) + column + 8 * o, left - 8 * o, vectorised).values();
         UNROLL for (int r = 0; r < R; ++r) {
           UNROLL for (int i = 0; i < 8; ++i) dots.v[r][m] = fma(rows[r].v[i], input.v[i], dots.v[r][m]);
         }
@@ -105,11 +107,11 @@ struct RowValues {
   float v[R];
 };
 
-// R rows of an expert's matrix times the inputs of M pairs, by one simdgroup: each byte of the rows is read once. kSteps chunks
-// of each row are in flight together.
+// R rows of an expert's matrix times the inputs of M pairs, by one simdgroup: each byte of the rows is read
+// once. kSteps chunks of each row are in flight together.
 template <typename W, int R, int M, int kSteps, typename S>
-inline RowValues<R> expert_rows(W weights, RowSet<R> rows, device const typename W::Element* x, S sources, uint pairs, uint lane,
-                                constant ExpertParams& params) {
+inline RowValues<R> expert_rows(W weights, RowSet<R> rows, device const typename W::Element* x, S sources,
+                                uint pairs, uint lane, constant ExpertParams& params) {
   constexpr uint kColumns = 8 * W::kOctets;
   constexpr uint kStride = kSimdWidth * kColumns;
   const uint inputs = params.inputs;
@@ -134,9 +136,11 @@ inline RowValues<R> expert_rows(W weights, RowSet<R> rows, device const typename
         if constexpr (M <= 2) {
           add_chunk_few<W, R, M>(weights, chunks[s], x, sources, column, inputs - column, vectorised, dots);
         } else if constexpr (R == 1) {
-          add_chunk_row<W, M>(weights, chunks[s][0], x, sources, pairs, column, inputs - column, vectorised, dots);
+          add_chunk_row<W, M>(weights, chunks[s][0], x, sources, pairs, column, inputs - column, vectorised,
+                              dots);
         } else {
-          add_chunk<W, R, M>(weights, chunks[s], x, sources, pairs, column, inputs - column, vectorised, dots);
+          add_chunk<W, R, M>(weights, chunks[s], x, sources, pairs, column, inputs - column, vectorised,
+                             dots);
         }
       }
     }
@@ -158,7 +162,8 @@ inline uint outputs_of_rows(uint rows, constant ExpertParams& params) {
   return params.row_layout == ROWS_PLAIN ? rows : rows / 2;
 }
 
-// Rows `local` .. `local` + R - 1 of the block. Past the last output they are those of the last: read, not stored.
+// Rows `local` .. `local` + R - 1 of the block. Past the last output they are those of the last: read, not
+// stored.
 template <int R>
 inline RowSet<R> rows_at(uint first, uint local, constant ExpertParams& params) {
   RowSet<R> rows;
@@ -171,8 +176,8 @@ inline RowSet<R> rows_at(uint first, uint local, constant ExpertParams& params) 
 
 // Stores what R neighbouring rows of a block give for one pair.
 template <typename T, int R>
-inline void store_outputs(RowValues<R> values, device const uchar* bias, uint expert, uint first, uint pair, device T* out,
-                          constant ExpertParams& params) {
+inline void store_outputs(RowValues<R> values, device const uchar* bias, uint expert, uint first, uint pair,
+                          device T* out, constant ExpertParams& params) {
   const ulong start = ulong(pair) * params.outputs;
   const RowSet<R> rows = rows_at<R>(first, 0, params);
   if (params.row_layout == ROWS_PLAIN) {
@@ -193,17 +198,16 @@ inline void store_outputs(RowValues<R> values, device const uchar* bias, uint ex
   }
 }
 
-// For a single token, or where pairs are few: each pair reads its expert's rows. Grid: (blocks of rows, pairs).
+// For a single token, or where pairs are few: each pair reads its expert's rows. Grid: (blocks of rows,
+// pairs).
 template <typename W, int R, int kSteps>
-[[kernel]] void expert_rows_single(device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
-                                   device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
-                                   device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
-                                   device typename W::Element* out [[buffer(6)]],
-                                   constant ExpertParams& params [[buffer(7)]],
-                                   uint2 group [[threadgroup_position_in_grid]],
-                                   uint lane [[thread_index_in_simdgroup]],
-                                   uint simdgroup [[simdgroup_index_in_threadgroup]],
-                                   uint simdgroups [[simdgroups_per_threadgroup]]) {
+[[kernel]] void expert_rows_single(
+    device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
+    device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
+    device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
+    device typename W::Element* out [[buffer(6)]], constant ExpertParams& params [[buffer(7)]],
+    uint2 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
   typedef typename W::Element T;
   const uint pair = group.y;
   const uint count = outputs_of_rows(R, params);
@@ -227,9 +231,9 @@ struct PairList {
   uint before;  // pairs of experts with lower ids
 };
 
-inline PairList list_pairs(device const int* ids, uint expert, threadgroup ushort* pairs, threadgroup uint* found,
-                           threadgroup uint* lower, uint thread_index, uint threads, uint lane, uint simdgroup,
-                           constant ExpertParams& params) {
+inline PairList list_pairs(device const int* ids, uint expert, threadgroup ushort* pairs,
+                           threadgroup uint* found, threadgroup uint* lower, uint thread_index, uint threads,
+                           uint lane, uint simdgroup, constant ExpertParams& params) {
   PairList list = {0, 0};
   for (uint start = 0; start < params.pairs; start += threads) {
     const uint pair = start + thread_index;
@@ -263,8 +267,8 @@ constant constexpr uint kMaxPairsAtOnce = kSimdWidth;  // of one expert: more wo
 
 // kRows neighbouring rows of an expert for up to M pairs, R of them at a time.
 template <typename W, int kRows, int R, int M, typename S>
-inline RowValues<kRows> row_blocks(W weights, device const typename W::Element* x, S sources, uint count, uint first,
-                                   uint lane, constant ExpertParams& params) {
+inline RowValues<kRows> row_blocks(W weights, device const typename W::Element* x, S sources, uint count,
+                                   uint first, uint lane, constant ExpertParams& params) {
   RowValues<kRows> values;
   for (int block = 0; block < kRows; block += R) {
     const RowSet<R> rows = rows_at<R>(first, block, params);
@@ -283,13 +287,15 @@ inline Sources<M> few_sources(threadgroup const uint* sources, uint count) {
   return few;
 }
 
-// kRows rows for the `count` <= 32 pairs of an expert whose inputs start at `sources`. With more pairs, fewer rows at a time:
-// their sums are kept in registers.
+// kRows rows for the `count` <= 32 pairs of an expert whose inputs start at `sources`. With more pairs, fewer
+// rows at a time: their sums are kept in registers.
 template <typename W, int kRows>
-inline RowValues<kRows> shared_rows(W weights, device const typename W::Element* x, threadgroup const uint* sources,
-                                    uint count, uint first, uint lane, constant ExpertParams& params) {
+inline RowValues<kRows> shared_rows(W weights, device const typename W::Element* x,
+                                    threadgroup const uint* sources, uint count, uint first, uint lane,
+                                    constant ExpertParams& params) {
   if (count == 1) {
-    return row_blocks<W, kRows, kRows, 1>(weights, x, few_sources<1>(sources, count), count, first, lane, params);
+    return row_blocks<W, kRows, kRows, 1>(weights, x, few_sources<1>(sources, count), count, first, lane,
+                                          params);
   }
   if (count == 2) {
     return row_blocks<W, kRows, 4, 2>(weights, x, few_sources<2>(sources, count), count, first, lane, params);
@@ -304,22 +310,24 @@ inline RowValues<kRows> shared_rows(W weights, device const typename W::Element*
 
 // Which of the cases of shared_rows a list of pairs takes.
 constant constexpr uint kListLengths = 5;
-inline uint list_length(uint count) { return count == 1 ? 0 : count == 2 ? 1 : count <= 4 ? 2 : count <= 8 ? 3 : 4; }
+inline uint list_length(uint count) {
+  return count == 1 ? 0 : count == 2 ? 1 : count <= 4 ? 2 : count <= 8 ? 3 : 4;
+}
 
-// For 2 to 32 tokens: a threadgroup takes rows of one expert and every pair that chose it, so that the rows are read once.
-// Grid: (blocks of rows, experts or pairs, whichever are fewer, and one more for the sentinels). Where it counts pairs, the
-// first pair of an expert works for all. The first block of rows also writes the list that expert_down_shared works through:
-// (pair, expert, its place among the expert's pairs, their number) ordered by expert, sentinels last with expert = experts.
+// For 2 to 32 tokens: a threadgroup takes rows of one expert and every pair that chose it, so that the rows
+// are read once. Grid: (blocks of rows, experts or pairs, whichever are fewer, and one more for the
+// sentinels). Where it counts pairs, the first pair of an expert works for all. The first block of rows also
+// writes the list that expert_down_shared works through: (pair, expert, its place among the expert's pairs,
+// their number) ordered by expert, sentinels last with expert = experts.
 template <typename W>
-[[kernel, max_total_threads_per_threadgroup(512)]] void expert_rows_shared(device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
-                                   device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
-                                   device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
-                                   device typename W::Element* out [[buffer(6)]],
-                                   constant ExpertParams& params [[buffer(7)]], device uint4* order [[buffer(8)]],
-                                   uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
-                                   uint thread_index [[thread_index_in_threadgroup]],
-                                   uint lane [[thread_index_in_simdgroup]],
-                                   uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+[[kernel, max_total_threads_per_threadgroup(512)]] void expert_rows_shared(
+    device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
+    device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
+    device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
+    device typename W::Element* out [[buffer(6)]], constant ExpertParams& params [[buffer(7)]],
+    device uint4* order [[buffer(8)]], uint2 group [[threadgroup_position_in_grid]],
+    uint2 groups [[threadgroups_per_grid]], uint thread_index [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename W::Element T;
   threadgroup ushort pairs[kMaxSharedPairs];
   threadgroup uint found[kSharedSimdgroups];
@@ -333,7 +341,8 @@ template <typename W>
     expert = params.grid_is_experts != 0 ? group.y : expert_of(ids, group.y, params);
     if (expert == params.experts) return;
   }
-  const PairList list = list_pairs(ids, expert, pairs, found, lower, thread_index, kThreads, lane, simdgroup, params);
+  const PairList list =
+      list_pairs(ids, expert, pairs, found, lower, thread_index, kThreads, lane, simdgroup, params);
   const bool works_for_all = params.grid_is_experts != 0 || sentinels || pairs[0] == group.y;
   if (list.count == 0 || !works_for_all) return;
   if (group.x == 0) {
@@ -367,9 +376,10 @@ template <typename W>
 }
 
 // An expert's output for one pair times its routing weight.
-inline float weighted(float value, uint pair, uint expert, uint row, device const uchar* routing, device const uchar* bias,
-                      constant ExpertDownParams& params) {
-  return load_one(routing, params.combine.weights_dtype, pair) * with_bias(value, bias, expert, row, params.matmul);
+inline float weighted(float value, uint pair, uint expert, uint row, device const uchar* routing,
+                      device const uchar* bias, constant ExpertDownParams& params) {
+  return load_one(routing, params.combine.weights_dtype, pair) *
+         with_bias(value, bias, expert, row, params.matmul);
 }
 
 // The sum over a token's slots, ascending; terms of a pair lie `stride` apart.
@@ -379,21 +389,19 @@ inline float sum_of_terms(threadgroup const float* terms, uint stride, uint slot
   return sum;
 }
 
-// The down projection of one token and the sum over its experts: each simdgroup takes a slot at a time for the threadgroup's R
-// rows. Grid: (blocks of R rows, tokens).
+// The down projection of one token and the sum over its experts: each simdgroup takes a slot at a time for
+// the threadgroup's R rows. Grid: (blocks of R rows, tokens).
 template <typename W, int R, int kSteps>
-[[kernel]] void expert_down_single(device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
-                                   device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
-                                   device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
-                                   device typename W::Element* out [[buffer(6)]],
-                                   device const uchar* routing [[buffer(7)]], device const uchar* shared_gate [[buffer(8)]],
-                                   device const uchar* shared_out [[buffer(9)]], device const uchar* residual [[buffer(10)]],
-                                   constant ExpertDownParams& params [[buffer(11)]],
-                                   uint2 group [[threadgroup_position_in_grid]],
-                                   uint thread_index [[thread_index_in_threadgroup]],
-                                   uint lane [[thread_index_in_simdgroup]],
-                                   uint simdgroup [[simdgroup_index_in_threadgroup]],
-                                   uint simdgroups [[simdgroups_per_threadgroup]]) {
+[[kernel]] void expert_down_single(
+    device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
+    device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
+    device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
+    device typename W::Element* out [[buffer(6)]], device const uchar* routing [[buffer(7)]],
+    device const uchar* shared_gate [[buffer(8)]], device const uchar* shared_out [[buffer(9)]],
+    device const uchar* residual [[buffer(10)]], constant ExpertDownParams& params [[buffer(11)]],
+    uint2 group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
   typedef typename W::Element T;
   threadgroup float terms[64 * R];  // 64 is the operators' limit of slots
   constant ExpertParams& matmul = params.matmul;
@@ -420,28 +428,27 @@ template <typename W, int R, int kSteps>
   const uint row = first + thread_index;
   if (thread_index < R && row < matmul.outputs) {
     const float sum = sum_of_terms(terms + thread_index, R, matmul.slots);
-    out[ulong(token) * matmul.outputs + row] = T(combined(sum, token, row, matmul.outputs, shared_gate, shared_out,
-                                                          residual, dtype_of<T>(), params.combine));
+    out[ulong(token) * matmul.outputs + row] = T(combined(
+        sum, token, row, matmul.outputs, shared_gate, shared_out, residual, dtype_of<T>(), params.combine));
   }
 }
 
 constant constexpr int kDownRows = 8;  // of a threadgroup of expert_down_shared
 
-// The same for 2 to 32 tokens: a threadgroup takes kDownRows rows, its simdgroups in turn the distinct experts of `order`, each with
-// all its pairs. Grid: blocks of kDownRows rows. Threadgroup memory: kDownRows floats a pair.
+// The same for 2 to 32 tokens: a threadgroup takes kDownRows rows, its simdgroups in turn the distinct
+// experts of `order`, each with all its pairs. Grid: blocks of kDownRows rows. Threadgroup memory: kDownRows
+// floats a pair.
 template <typename W>
-[[kernel, max_total_threads_per_threadgroup(512)]] void expert_down_shared(device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
-                                   device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
-                                   device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
-                                   device typename W::Element* out [[buffer(6)]],
-                                   device const uchar* routing [[buffer(7)]], device const uchar* shared_gate [[buffer(8)]],
-                                   device const uchar* shared_out [[buffer(9)]], device const uchar* residual [[buffer(10)]],
-                                   constant ExpertDownParams& params [[buffer(11)]],
-                                   device const uint4* order [[buffer(12)]], threadgroup float* terms [[threadgroup(0)]],
-                                   uint group [[threadgroup_position_in_grid]],
-                                   uint thread_index [[thread_index_in_threadgroup]],
-                                   uint lane [[thread_index_in_simdgroup]],
-                                   uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+[[kernel, max_total_threads_per_threadgroup(512)]] void expert_down_shared(
+    device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
+    device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
+    device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
+    device typename W::Element* out [[buffer(6)]], device const uchar* routing [[buffer(7)]],
+    device const uchar* shared_gate [[buffer(8)]], device const uchar* shared_out [[buffer(9)]],
+    device const uchar* residual [[buffer(10)]], constant ExpertDownParams& params [[buffer(11)]],
+    device const uint4* order [[buffer(12)]], threadgroup float* terms [[threadgroup(0)]],
+    uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename W::Element T;
   constant ExpertParams& matmul = params.matmul;
   threadgroup uint sources[kSharedSimdgroups * kMaxPairsAtOnce];
@@ -452,8 +459,8 @@ template <typename W>
       UNROLL for (int r = 0; r < kDownRows; ++r) terms[pair * kDownRows + r] = 0.0f;
     }
   }
-  // Experts with equally many pairs together, so that the simdgroups run the same code at a time: in the order of ids the kernel
-  // waited for instructions for half of its time (32 tokens).
+  // Experts with equally many pairs together, so that the simdgroups run the same code at a time: in the
+  // order of ids the kernel waited for instructions for half of its time (32 tokens).
   uint turn = 0;
   for (uint length = 0; length < kListLengths; ++length) {
     for (uint base = 0; base < matmul.pairs; base += kSimdWidth) {
@@ -492,9 +499,10 @@ template <typename W>
     const uint token = i / kDownRows;
     const uint row = first + i % kDownRows;
     if (row < matmul.outputs) {
-      const float sum = sum_of_terms(terms + token * matmul.slots * kDownRows + i % kDownRows, kDownRows, matmul.slots);
-      out[ulong(token) * matmul.outputs + row] = T(combined(sum, token, row, matmul.outputs, shared_gate, shared_out,
-                                                            residual, dtype_of<T>(), params.combine));
+      const float sum =
+          sum_of_terms(terms + token * matmul.slots * kDownRows + i % kDownRows, kDownRows, matmul.slots);
+      out[ulong(token) * matmul.outputs + row] = T(combined(
+          sum, token, row, matmul.outputs, shared_gate, shared_out, residual, dtype_of<T>(), params.combine));
     }
   }
 }

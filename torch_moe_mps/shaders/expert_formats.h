@@ -1,16 +1,18 @@
-// The formats of an expert's matrix behind one interface. A lane handles `kOctets` times 8 consecutive values of a row at a time:
+// The formats of an expert's matrix behind one interface. A lane handles `kOctets` times 8 consecutive values
+// of a row at a time:
 //
-//   Weights::Chunk chunk = weights.load(weights.at(row), column);   the bits, and the scale and bias of their group
-//   Pack<8> values = weights.octet(chunk, i);              values 8 i .. 8 i + 7, dequantised
+//   Weights::Chunk chunk = weights.load(weights.at(row), column);   the bits, and the scale and bias of their
+//   group Pack<8> values = weights.octet(chunk, i);              values 8 i .. 8 i + 7, dequantised
 //
 // and for products with few inputs, where dequantising costs as much as multiplying:
 //
 //   InputSums sums; Pack<8> coded = Weights::coded(input, sums);
 //   Pack<8> codes = weights.codes(chunk, i);               dot(codes, coded) over a chunk ...
-//   float dot = weights.scaled(chunk, dot_of_codes, sums); ... gives the dot product of the values and the inputs
+//   float dot = weights.scaled(chunk, dot_of_codes, sums); ... gives the dot product of the values and the
+//   inputs
 //
-// Groups have at least 32 values and a chunk at most 32, so a chunk has one scale. The offset of an expert takes 64 bits; within its
-// matrix 32 are enough.
+// Groups have at least 32 values and a chunk at most 32, so a chunk has one scale. The offset of an expert
+// takes 64 bits; within its matrix 32 are enough.
 #pragma once
 #include "common.h"
 
@@ -83,7 +85,9 @@ struct InputSums {
   float v[3];
 };
 
-inline uint shifted(uint word, int left) { return left >= 0 ? word << left : word >> -left; }
+inline uint shifted(uint word, int left) {
+  return left >= 0 ? word << left : word >> -left;
+}
 
 // [E, rows, inputs] in T; rows of any length.
 template <typename T>
@@ -106,7 +110,9 @@ struct DenseWeights {
 
   typedef uint Row;
   Row at(uint row) const { return row * inputs; }
-  Chunk load(Row row, uint column) const { return load_octet(values + (row + column), inputs - column, vectorised); }
+  Chunk load(Row row, uint column) const {
+    return load_octet(values + (row + column), inputs - column, vectorised);
+  }
 
   Pack<8> octet(Chunk chunk, int) const { return chunk.values(); }
   Pack<8> codes(Chunk chunk, int) const { return chunk.values(); }
@@ -131,9 +137,9 @@ struct DenseColumns {
   T at(uint row, uint column) const { return values[column * rows + row]; }
 };
 
-// q * scale + bias, q of kBits bits. The bits of q are put into the mantissa of a float with a fixed exponent: a number without a
-// conversion, which would run at a quarter of the rate of other instructions. At place p of the mantissa q gives the code
-// 2^(23 - kLastPlace) + q * 2^(p - kLastPlace).
+// q * scale + bias, q of kBits bits. The bits of q are put into the mantissa of a float with a fixed
+// exponent: a number without a conversion, which would run at a quarter of the rate of other instructions. At
+// place p of the mantissa q gives the code 2^(23 - kLastPlace) + q * 2^(p - kLastPlace).
 template <typename T, int kBits, int kOctetCount>
 struct AffineWeights {
   typedef T Element;
@@ -142,11 +148,12 @@ struct AffineWeights {
   static constant constexpr bool kAnyLength = false;
   static constant constexpr int kWordsPerOctet = kBits / 4;
   static constant constexpr int kValuesPerWord = 32 / kBits;
-  // One shifted word serves three nibbles or two bytes, at places 8 or 4 apart. Relative to q the offset of the lowest is 2^12
-  // or 2^16; what it costs, 2^-24 of it, is less than 1e-4 of q's range and below the rounding of 16-bit activations. For float
-  // activations each value is shifted to the last place.
+  // One shifted word serves three nibbles or two bytes. Relative to q the offset of the lowest is 2^12
+  // or 2^16; what it costs, 2^-24 of it, is less than 1e-4 of q's range and below the rounding of 16-bit
+  // activations. For float activations each value is shifted to the last place.
   static constant constexpr int kPeriod = sizeof(T) == 4 ? 1 : (kBits == 4 ? 3 : 2);
-  static constant constexpr int kLastPlace = kBits == 4 ? 19 : 15;  // of q's lowest bit: the highest that the mantissa allows
+  static constant constexpr int kLastPlace =
+      kBits == 4 ? 19 : 15;  // of q's lowest bit: the highest that the mantissa allows
   static constant constexpr uint kExponent = uint(127 + 23 - kLastPlace) << 23;
   static constant constexpr float kOffset = float(1 << (23 - kLastPlace));
 
@@ -156,38 +163,36 @@ struct AffineWeights {
     T bias;
   };
 
-  struct Row {  // offsets in bytes
-    uint packed;
-    uint groups;
+  struct Row {
+    uint word;
+    uint group;
   };
 
-  device const uchar* packed;
-  device const uchar* scales;
-  device const uchar* biases;
-  uint bytes_per_row;
+  device const uint* packed;
+  device const T* scales;
+  device const T* biases;
+  uint words_per_row;
   uint groups_per_row;
   uint group_shift;
 
-  AffineWeights(device const uchar* packed_, device const uchar* scales_, device const uchar* biases_, uint expert,
-                constant ExpertParams& params)
-      : bytes_per_row(params.inputs / (8 / kBits)),
+  AffineWeights(device const uchar* packed_, device const uchar* scales_, device const uchar* biases_,
+                uint expert, constant ExpertParams& params)
+      : words_per_row(params.inputs / kValuesPerWord),
         groups_per_row(params.inputs >> params.group_shift),
         group_shift(params.group_shift) {
     const ulong row = ulong(expert) * params.rows;
-    packed = packed_ + row * bytes_per_row;
-    scales = scales_ + row * groups_per_row * sizeof(T);
-    biases = biases_ + row * groups_per_row * sizeof(T);
+    packed = reinterpret_cast<device const uint*>(packed_) + row * words_per_row;
+    scales = reinterpret_cast<device const T*>(scales_) + row * groups_per_row;
+    biases = reinterpret_cast<device const T*>(biases_) + row * groups_per_row;
   }
 
-  Row at(uint row) const { return {row * bytes_per_row, row * groups_per_row * uint(sizeof(T))}; }
+  Row at(uint row) const { return {row * words_per_row, row * groups_per_row}; }
 
   Chunk load(Row row, uint column) const {
     Chunk chunk;
-    const uint offset = row.packed + column / (8 / kBits);
-    chunk.words = load_words<kOctetCount * kWordsPerOctet>(reinterpret_cast<device const uint*>(packed + offset));
-    const uint group = row.groups + (column >> group_shift) * sizeof(T);
-    chunk.scale = *reinterpret_cast<device const T*>(scales + group);
-    chunk.bias = *reinterpret_cast<device const T*>(biases + group);
+    chunk.words = load_words<kOctetCount * kWordsPerOctet>(packed + (row.word + column / kValuesPerWord));
+    chunk.scale = scales[row.group + (column >> group_shift)];
+    chunk.bias = biases[row.group + (column >> group_shift)];
     return chunk;
   }
 
@@ -238,8 +243,8 @@ struct AffineWeights {
   }
 };
 
-// e2m1 values with an e8m0 scale for each 32. The value's bits, moved to the top of a half's exponent and mantissa, are the value
-// times 2^-14, subnormals included.
+// e2m1 values with an e8m0 scale for each 32. The value's bits, moved to the top of a half's exponent and
+// mantissa, are the value times 2^-14, subnormals included.
 template <typename T, int kOctetCount>
 struct Mxfp4Weights {
   typedef T Element;
@@ -252,30 +257,30 @@ struct Mxfp4Weights {
     uchar scale;
   };
 
-  struct Row {  // offsets in bytes
-    uint packed;
-    uint groups;
+  struct Row {
+    uint word;
+    uint group;
   };
 
-  device const uchar* packed;
+  device const uint* packed;
   device const uchar* scales;
-  uint bytes_per_row;
+  uint words_per_row;
   uint groups_per_row;
 
   Mxfp4Weights(device const uchar* packed_, device const uchar* scales_, device const uchar*, uint expert,
                constant ExpertParams& params)
-      : bytes_per_row(params.inputs / 2), groups_per_row(params.inputs / 32) {
+      : words_per_row(params.inputs / 8), groups_per_row(params.inputs / 32) {
     const ulong row = ulong(expert) * params.rows;
-    packed = packed_ + row * bytes_per_row;
+    packed = reinterpret_cast<device const uint*>(packed_) + row * words_per_row;
     scales = scales_ + row * groups_per_row;
   }
 
-  Row at(uint row) const { return {row * bytes_per_row, row * groups_per_row}; }
+  Row at(uint row) const { return {row * words_per_row, row * groups_per_row}; }
 
   Chunk load(Row row, uint column) const {
     Chunk chunk;
-    chunk.words = load_words<kOctetCount>(reinterpret_cast<device const uint*>(packed + (row.packed + column / 2)));
-    chunk.scale = scales[row.groups + column / 32];
+    chunk.words = load_words<kOctetCount>(packed + (row.word + column / 8));
+    chunk.scale = scales[row.group + column / 32];
     return chunk;
   }
 

@@ -1,4 +1,5 @@
-// Expert matmuls for many pairs: tiles of kTileRows pairs of one expert times kTileColumns rows of its matrix.
+// Expert matmuls for many pairs: tiles of kTileRows pairs of one expert times kTileColumns rows of its
+// matrix.
 #pragma once
 #include <metal_simdgroup_matrix>
 
@@ -22,7 +23,8 @@ inline void store_octet(threadgroup T* target, Pack<8> values) {
   }
 }
 
-// The weight row in column `local` of the tile whose first output is `first`: the tile holds the gate and the up row of an output.
+// The weight row in column `local` of the tile whose first output is `first`: the tile holds the gate and the
+// up row of an output.
 inline uint tile_weight_row(uint first, uint local, constant ExpertParams& params) {
   if (params.row_layout == ROWS_INTERLEAVED) return 2 * first + local;
   if (params.row_layout == ROWS_HALVES) {
@@ -38,14 +40,15 @@ inline bool tile_column_used(uint first, uint local, constant ExpertParams& para
   return first + local < params.outputs;
 }
 
-// A thread's share of the weight tile between its loads and its stores to threadgroup memory: kShare values of one row. Loads of the
-// next tile are in flight while the matrix units work on this one.
+// A thread's share of the weight tile between its loads and its stores to threadgroup memory: kShare values
+// of one row. Loads of the next tile are in flight while the matrix units work on this one.
 template <typename W>
 struct WeightShare {
   typedef typename W::Element T;
   static constant constexpr int kShare = kTileColumns * kTileDepth / kGemmThreads;
   static constant constexpr int kChunks = kShare / (8 * W::kOctets);
-  static constant constexpr int kStride = kTileDepth + 16 / sizeof(T);  // of the tile in threadgroup memory, [columns][depth]
+  static constant constexpr int kStride =
+      kTileDepth + 16 / sizeof(T);  // of the tile in threadgroup memory, [columns][depth]
   static constant constexpr int kTileSize = kTileColumns * kStride;
 
   typename W::Chunk chunks[kChunks];
@@ -136,7 +139,8 @@ struct InputShare {
   uint column;
   bool used;
 
-  InputShare(uint thread_index, device const T* x, device const int* order, uint count, constant ExpertParams& params)
+  InputShare(uint thread_index, device const T* x, device const int* order, uint count,
+             constant ExpertParams& params)
       : source(x), local(thread_index / (kTileDepth / 8)), column(thread_index % (kTileDepth / 8) * 8) {
     used = local < count;
     if (used) {
@@ -147,7 +151,8 @@ struct InputShare {
 
   void load(uint depth, constant ExpertParams& params) {
     const uint at = depth + column;
-    if (used && at < params.inputs) octet = load_octet(source + at, params.inputs - at, params.vectorised != 0);
+    if (used && at < params.inputs)
+      octet = load_octet(source + at, params.inputs - at, params.vectorised != 0);
   }
 
   void store(uint depth, threadgroup T* tile, constant ExpertParams& params) const {
@@ -161,13 +166,15 @@ struct InputShare {
   }
 };
 
-// Four simdgroups times kTileRows x kSimdgroupColumns sums in float. Fragments of rows past the last pair are left out.
+// Four simdgroups times kTileRows x kSimdgroupColumns sums in float. Fragments of rows past the last pair are
+// left out.
 struct TileSums {
   simdgroup_matrix<float, 8, 8> sums[kRowFragments][kColumnFragments];
 
   TileSums() {
     UNROLL for (int i = 0; i < kRowFragments; ++i) {
-      UNROLL for (int j = 0; j < kColumnFragments; ++j) sums[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+      UNROLL for (int j = 0; j < kColumnFragments; ++j) sums[i][j] =
+          make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     }
   }
 
@@ -195,14 +202,16 @@ struct TileSums {
     UNROLL for (int i = 0; i < kRowFragments; ++i) {
       if (uint(8 * i) < count) {
         UNROLL for (int j = 0; j < kColumnFragments; ++j) {
-          simdgroup_store(sums[i][j], target + 8 * i * stride + simdgroup * kSimdgroupColumns + 8 * j, stride);
+          simdgroup_store(sums[i][j], target + 8 * i * stride + simdgroup * kSimdgroupColumns + 8 * j,
+                          stride);
         }
       }
     }
   }
 };
 
-// Bias, activation and the store to the pairs' rows of `out`. Rows and columns outside the tile are not written.
+// Bias, activation and the store to the pairs' rows of `out`. Rows and columns outside the tile are not
+// written.
 template <typename T>
 inline void store_tile(threadgroup const float* sums, int stride, uint expert, uint first, uint count,
                        device const int* order, device const uchar* bias, device T* out, uint thread_index,
@@ -221,23 +230,23 @@ inline void store_tile(threadgroup const float* sums, int stride, uint expert, u
       const bool interleaved = params.row_layout == ROWS_INTERLEAVED;
       const uint gate = interleaved ? 2 * column : column;
       const uint up = interleaved ? gate + 1 : gate + kTileColumns / 2;
-      *target = T(gated_activation(with_bias(row[gate], bias, expert, tile_weight_row(first, gate, params), params),
-                                   with_bias(row[up], bias, expert, tile_weight_row(first, up, params), params), params));
+      *target = T(gated_activation(
+          with_bias(row[gate], bias, expert, tile_weight_row(first, gate, params), params),
+          with_bias(row[up], bias, expert, tile_weight_row(first, up, params), params), params));
     }
   }
 }
 
-// Grid: (blocks of columns, tiles), from moe_bucket: a tile is (expert, first position in pair_order, pairs), with expert -1 for pairs
-// without an expert, whose rows become zero.
+// Grid: (blocks of columns, tiles), from moe_bucket: a tile is (expert, first position in pair_order, pairs),
+// with expert -1 for pairs without an expert, whose rows become zero.
 template <typename W>
 [[kernel, max_total_threads_per_threadgroup(kGemmThreads)]] void expert_gemm(
     device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
     device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
     device const uchar* bias [[buffer(4)]], device typename W::Element* out [[buffer(5)]],
     device const int* pair_order [[buffer(6)]], device const int4* tiles [[buffer(7)]],
-    constant ExpertParams& params [[buffer(8)]],
-    uint2 group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    constant ExpertParams& params [[buffer(8)]], uint2 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename W::Element T;
   typedef WeightShare<W> Weights;
   typedef InputShare<T> Inputs;
@@ -286,9 +295,11 @@ template <typename W>
 // The weighted sum over a token's slots, ascending. Grid: (blocks of columns, tokens); N columns a thread.
 template <typename T>
 [[kernel]] void expert_combine(device const T* slots [[buffer(0)]], device const int* ids [[buffer(1)]],
-                               device const uchar* routing [[buffer(2)]], device const uchar* shared_gate [[buffer(3)]],
-                               device const uchar* shared_out [[buffer(4)]], device const uchar* residual [[buffer(5)]],
-                               device T* out [[buffer(6)]], constant ExpertDownParams& params [[buffer(7)]],
+                               device const uchar* routing [[buffer(2)]],
+                               device const uchar* shared_gate [[buffer(3)]],
+                               device const uchar* shared_out [[buffer(4)]],
+                               device const uchar* residual [[buffer(5)]], device T* out [[buffer(6)]],
+                               constant ExpertDownParams& params [[buffer(7)]],
                                uint2 group [[threadgroup_position_in_grid]],
                                uint2 threads [[threads_per_threadgroup]],
                                uint thread_index [[thread_index_in_threadgroup]]) {
@@ -312,7 +323,7 @@ template <typename T>
   }
   for (uint i = 0; i < columns; ++i) {
     out[ulong(token) * matmul.outputs + column + i] =
-        T(combined(sums[i], token, column + i, matmul.outputs, shared_gate, shared_out, residual, dtype_of<T>(),
-                   params.combine));
+        T(combined(sums[i], token, column + i, matmul.outputs, shared_gate, shared_out, residual,
+                   dtype_of<T>(), params.combine));
   }
 }
