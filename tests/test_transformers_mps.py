@@ -70,7 +70,7 @@ def test_moved_after_acceleration(device):
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen2_moe", "deepseek_v3"])
 def test_three_dispatches_a_block(architecture, simulated):
-    """One token: the router; gate, up and activation; down, the sum over the experts and the shared expert."""
+    """One token: the router; gate, up and activation; down, the sum with the shared expert."""
     model = tiny_models.tiny_model(architecture, torch.bfloat16).to("mps")
     torch_moe_mps.accelerate(model)
     block = model.model.layers[1].mlp
