@@ -68,7 +68,7 @@ def distinct_ids(tokens: int, slots: int, experts: int) -> torch.Tensor:
 
 
 def weight_bytes(dispatch) -> int:
-    """What is bound at 1, 2 and 3: the matrix, its scales and biases, or one of them again where there is none."""
+    """Of what is bound at 1, 2 and 3: the matrix, its scales and biases, or the matrix again."""
     return sum(dispatch.buffers[index].bytes_read for index in (1, 2, 3) if index in dispatch.buffers)
 
 
