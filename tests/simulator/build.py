@@ -173,7 +173,9 @@ def prepared_headers() -> tuple[Path, Path]:
     """(folder with generated headers, precompiled header) for shader compilations."""
     headers = [*INCLUDE.iterdir(), MSL / "executor.h"]
     flags = [*LANGUAGE, *ARITHMETIC, *INSTRUMENTATION, *GENERATION]
-    folder = cache_directory() / f"headers-{digest(files_digest(*headers), flags, swizzle_lists())}"
+    # The precompiled header holds absolute paths; times it must not hold, as another checkout changes them.
+    key = digest(files_digest(*headers), flags, swizzle_lists(), INCLUDE, cache_directory())
+    folder = cache_directory() / f"headers-{key}"
     folder.mkdir(exist_ok=True)
     build_once(folder / "msl_swizzles.h", lambda target: target.write_text(swizzle_lists()))
     stubs = folder / "stubs"
@@ -187,6 +189,7 @@ def prepared_headers() -> tuple[Path, Path]:
             *flags,
             "-x",
             "c++-header",
+            *("-Xclang", "-fno-pch-timestamp"),
             "-I",
             INCLUDE,
             "-I",
@@ -246,7 +249,7 @@ def compile_preprocessed(text: str, constants: dict) -> Path:
     """The table of the shader's kernels. A kernel is compiled when it first runs."""
     folder, pch = prepared_headers()
     executor = executor_library()
-    code = translate(text, constants).code
+    code = translate(text, constants)
     flags = [
         *LANGUAGE,
         *ARITHMETIC,
@@ -259,7 +262,8 @@ def compile_preprocessed(text: str, constants: dict) -> Path:
         "-I",
         folder,
     ]
-    path = cache_directory() / f"shader-{digest(code, folder.name, executor.name, flags)}.so"
+    # The absolute paths belong to the key: they stand in the table, and the result must not outlive a move.
+    path = cache_directory() / f"shader-{digest(code, folder, executor, flags)}.so"
     unit = path.with_suffix(".cpp")
 
     def check() -> None:

@@ -277,7 +277,7 @@ def check_language(preprocessed: str) -> list[str]:
     flags += ["-include-pch", pch, "-I", build.INCLUDE, "-I", folder, "-DMSL_KERNEL=-1", "-fsyntax-only"]
     flags += ["-Wno-everything", "-Wpre-c++17-compat", "-Wimplicit-float-conversion", "-x", "c++", "-"]
     flags = [f for f in flags if f != "-w"]
-    code = build.translate(preprocessed, {}).code
+    code = build.translate(preprocessed, {})
     found = build.run([build.tool("clang++"), *flags], input=code)
     for line in found.stderr.splitlines():
         if " error: " in line:

@@ -6,13 +6,12 @@ get their values, and a table of kernels is appended. Line breaks stay where the
 the source's own lines.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .errors import ShaderError
 from .tokens import OPENING, Attribute, Tokens, is_identifier, is_space, string_value
 
 ERASED = {"device", "threadgroup", "thread"}
-ADDRESS_SPACES = ERASED | {"constant"}
 POSITION_ATTRIBUTES = {
     "thread_position_in_threadgroup",
     "thread_position_in_grid",
@@ -45,12 +44,6 @@ class Kernel:
     head: str = ""  # "template <...>"
 
 
-@dataclass
-class Shader:
-    code: str
-    kernels: list[str] = field(default_factory=list)
-
-
 class Translator(Tokens):
     def __init__(self, source: str, constants: dict):
         super().__init__(source)
@@ -60,7 +53,7 @@ class Translator(Tokens):
         self.defined: dict[str, bool] = {}  # function constants
         self.sites = 0
 
-    def run(self) -> Shader:
+    def run(self) -> str:
         self.take_attributes()
         self.take_function_constants()
         self.take_kernels()
@@ -354,7 +347,7 @@ class Translator(Tokens):
 
     # Result ---------------------------------------------------------------------------------------
 
-    def with_table(self) -> Shader:
+    def with_table(self) -> str:
         """Appends the table of kernels (if MSL_TABLE is defined) and their entries (MSL_KERNEL: which)."""
         kernels = self.kernels.values()
         entries = [(k.host_name or k.name, k.name, k) for k in kernels if not k.template]
@@ -395,7 +388,7 @@ class Translator(Tokens):
             *cases,
             "#endif\n",
         ]
-        return Shader("".join(self.tokens) + "\n".join(lines), [e[0] for e in entries])
+        return "".join(self.tokens) + "\n".join(lines)
 
 
 def is_scope_head(words: list[str]) -> bool:
@@ -426,6 +419,6 @@ def strip_template_head(words: list[str]) -> list[str]:
     return words
 
 
-def translate(preprocessed: str, constants: dict) -> Shader:
+def translate(preprocessed: str, constants: dict) -> str:
     """The C++ for a preprocessed shader; `constants` maps function constants' numbers or names to values."""
     return Translator(preprocessed, constants).run()
