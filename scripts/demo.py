@@ -35,7 +35,7 @@ def arguments() -> argparse.Namespace:
 
 
 def write_checkpoint(folder: str) -> None:
-    """A Qwen3-MoE of 19 million parameters in its real architecture, with random weights."""
+    """A Qwen3-MoE of 21 million parameters in its real architecture, with random weights."""
     config = transformers.Qwen3MoeConfig(
         vocab_size=2048,
         hidden_size=256,

@@ -176,7 +176,7 @@ def experts_forward(
     added.
     """
     shared = {"shared_gate": shared_gate, "shared_out": shared_out, "gate_is_logit": shared_gate is not None}
-    if getattr(self, "quantization", None) is not None:
+    if self.__dict__.get("quantization") is not None:  # getattr of a missing attribute is slow on modules
         return _quantized_forward(self, hidden_states, top_k_index, top_k_weights, shared)
     first = self.gate_up_proj if self.has_gate else self.up_proj
     if runs_own_code(self, hidden_states) or not _fits(hidden_states, first, top_k_index):
