@@ -433,3 +433,17 @@ def test_running_off_a_buffer_never_ends_in_another(offset):
     assert "reads 4 bytes out of bounds: buffer 0 'x' at byte" in finding(
         source, buffers=buffers, threads=(1,)
     )
+
+
+def test_what_would_end_the_process():
+    for body, message in [
+        ("out[0] = 7 / int(out[i] * 0);", "divides an integer by zero [program_source:6]"),
+        (
+            "int big[100000]; for (uint k = 0; k < 100000; k++) big[(k * i) % 100000] = k; out[i] = big[i];",
+            "crashes",
+        ),
+    ]:
+        assert message in finding(ACROSS % body, threads=(2,))
+    out = floats(1)
+    shader_library(HEAD + ACROSS % "out[0] = 1;").launch("bad", {0: out}, (1,), (1,))
+    assert out[0] == 1

@@ -8,12 +8,14 @@
 
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
+#include <ucontext.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -614,6 +616,57 @@ void msl_unset_constant(const char* name) {
 }
 
 namespace {
+// A signal that a kernel raises (an integer division by zero, a stack overflow) is a finding, not the end of
+// the process: the handler makes the thread go on in `crashed`, on a stack of its own.
+class Signals {
+ public:
+  Signals() {
+    stack_t stack = {};
+    stack.ss_sp = handler_stack, stack.ss_size = sizeof handler_stack;
+    sigaltstack(&stack, &old_stack);
+    struct sigaction action = {};
+    action.sa_sigaction = handle;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    for (int i = 0; i < 3; i++) sigaction(numbers[i], &action, &old[i]);
+  }
+  ~Signals() {
+    for (int i = 0; i < 3; i++) sigaction(numbers[i], &old[i], nullptr);
+    if (!(old_stack.ss_flags & SS_DISABLE))
+      sigaltstack(&old_stack, nullptr);
+    else
+      sigaltstack(&(old_stack = {nullptr, SS_DISABLE, 0}), nullptr);
+  }
+
+ private:
+  static void handle(int number, siginfo_t*, void* context) {
+    if (!current) {  // not a kernel's: let it end the process as it would without us
+      signal(number, SIG_DFL);
+      return;
+    }
+    auto& registers = static_cast<ucontext_t*>(context)->uc_mcontext.gregs;
+    signal_number = number;
+    // As a return address: one past the instruction.
+    signal_address = reinterpret_cast<const void*>(registers[REG_RIP] + 1);
+    registers[REG_RIP] = reinterpret_cast<greg_t>(crashed);
+    const auto top = reinterpret_cast<uintptr_t>(crash_stack + sizeof crash_stack);
+    registers[REG_RSP] = greg_t((top & ~uintptr_t(15)) - 8);
+  }
+
+  [[noreturn]] static void crashed() {
+    if (signal_number == SIGFPE) finding("divides an integer by zero", signal_address);
+    finding("crashes with signal " + std::to_string(signal_number) +
+                ": private memory over 256 KiB, or an access unseen",
+            signal_address);
+  }
+
+  static constexpr int numbers[3] = {SIGFPE, SIGSEGV, SIGBUS};
+  static inline char handler_stack[64 << 10], crash_stack[64 << 10];
+  static inline int signal_number;
+  static inline const void* signal_address;
+  stack_t old_stack;
+  struct sigaction old[3];
+};
+
 void run(const msl_dispatch& d) {
   dispatch = &d;
   memory.begin(d, reinterpret_cast<const void*>(entry));
@@ -641,6 +694,7 @@ extern "C" int msl_execute(const msl_dispatch* d, msl_counters* result, char* te
     load_kernel(*d->kernel);
     const msl_dispatch separated = separation.apply(*d);
     try {
+      const Signals signals;
       run(separated);
     } catch (const Finding&) {
     }
