@@ -369,6 +369,8 @@ def test_gate_of_gemma4(device):
     """The shape of the source kernel, and rows longer than a threadgroup's memory holds in float32."""
     assert check_gate(*gate_arguments(3, 2816, 128, torch.bfloat16, torch.float32, 0), 8, False, device) > 0
     assert check_gate(*gate_arguments(2, 16384, 16, torch.bfloat16, torch.bfloat16, 5), 2, True, device) > 0
+    # The row is staged again for the experts behind the first 128.
+    assert check_gate(*gate_arguments(2, 8200, 130, torch.float16, torch.float32, 6), 4, False, device) > 0
 
 
 @pytest.mark.one_schedule
