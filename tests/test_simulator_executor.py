@@ -589,3 +589,13 @@ def test_literals_without_suffix_are_floats():
     shader_library(HEAD + source).launch("k", {0: x}, (1,), (1,))
     assert x[0] == np.float32(np.float32(3) * np.float32(0.1)) + np.float32(1) / np.float32(3)
     assert x[1] == np.float16(0.1)
+
+
+def test_tensors_of_the_simulated_device(simulated):
+    torch = pytest.importorskip("torch")
+    source = "kernel void scale(device const bfloat* x [[buffer(0)]], device bfloat* out [[buffer(1)]], "
+    source += "uint i [[thread_position_in_grid]]) { out[i] = x[i] * bfloat(2.0f); }"
+    x = torch.arange(64, dtype=torch.bfloat16)
+    out = torch.zeros(128, dtype=torch.bfloat16, device="mps")[32:96]
+    simulated.shader_library(HEAD + source).launch("scale", {0: x.to("mps"), 1: out}, (1,), (64,))
+    assert torch.equal(out.cpu(), x * 2)
