@@ -12,14 +12,15 @@ def metal_extension() -> dict:
         from torch.utils.cpp_extension import BuildExtension, CppExtension
     except ImportError as error:
         raise SystemExit(
-            "torch_moe_mps: the Metal extension is compiled against the torch it will run with; install torch first "
-            "and use `pip install --no-build-isolation .`"
+            "torch_moe_mps: the Metal extension is compiled against the torch it will run with; install torch "
+            "first and use `pip install --no-build-isolation .`"
         ) from error
+    oldest = "-mmacosx-version-min=14.0"
     extension = CppExtension(
         "torch_moe_mps._C",
         sorted(str(path) for path in Path("torch_moe_mps/csrc").glob("*.mm")),
-        extra_compile_args=["-O2", "-fblocks", "-fobjc-exceptions", "-fno-objc-arc", "-mmacosx-version-min=14.0"],
-        extra_link_args=["-framework", "Foundation", "-framework", "Metal", "-mmacosx-version-min=14.0"],
+        extra_compile_args=["-O2", "-fblocks", "-fobjc-exceptions", "-fno-objc-arc", oldest],
+        extra_link_args=["-framework", "Foundation", "-framework", "Metal", oldest],
     )
     return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildExtension}}
 

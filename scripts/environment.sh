@@ -31,9 +31,9 @@ make_environment() {
   fi
   echo "setting up .venv (once)"
   [ -x "$PYTHON" ] || "$base" -m venv .venv || fail "python venv could not be made: on Debian, apt-get install python3-venv"
-  "$PYTHON" -m pip install --quiet --disable-pip-version-check "setuptools>=77" wheel -r tests/requirements.txt
+  "$PYTHON" -m pip install -qq --disable-pip-version-check "setuptools>=77" wheel -r tests/requirements.txt
   # Without isolation the extension is compiled against the torch it will run with.
-  "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+  "$PYTHON" -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps --editable .
   echo "$stamp" > .venv/stamp
 }
 

@@ -142,14 +142,14 @@ struct ExpertParams {
   uint32_t slots;
   uint32_t pairs;
   uint32_t experts;
-  uint32_t inputs;          // columns of an expert's matrix
-  uint32_t rows;            // rows of an expert's matrix
-  uint32_t outputs;         // of one pair, after the activation
-  uint32_t vectorised;      // rows of x and of a dense matrix start on a multiple of 8 elements
-  uint32_t group_shift;     // log2 of the values that share a scale
-  uint32_t wide_ids;        // ids are int64
-  uint32_t x_per_pair;      // x has a row for each pair, else for each token
-  uint32_t grid_is_experts; // grid.y counts experts, else pairs
+  uint32_t inputs;           // columns of an expert's matrix
+  uint32_t rows;             // rows of an expert's matrix
+  uint32_t outputs;          // of one pair, after the activation
+  uint32_t vectorised;       // rows of x and of a dense matrix start on a multiple of 8 elements
+  uint32_t group_shift;      // log2 of the values that share a scale
+  uint32_t wide_ids;         // ids are int64
+  uint32_t x_per_pair;       // x has a row for each pair, else for each token
+  uint32_t grid_is_experts;  // grid.y counts experts, else pairs
   uint32_t row_layout;
   uint32_t activation;
   uint32_t bias_dtype;
