@@ -241,8 +241,15 @@ def compile_shader(
     `constants` sets function constants by number (or name). `include` lists folders for local includes,
     unless they are flattened already. Raises ShaderError with the compiler's message.
     """
-    text = preprocess(source, include, name)
-    return compile_preprocessed(text, constants or {})
+    values = tuple(sorted((constants or {}).items(), key=str))
+    if include:  # what is included may change
+        return compile_preprocessed(preprocess(source, include, name), dict(values))
+    return compile_flat(source, values, name)
+
+
+@functools.cache
+def compile_flat(source: str, constants: tuple, name: str) -> Path:
+    return compile_preprocessed(preprocess(source, (), name), dict(constants))
 
 
 def compile_preprocessed(text: str, constants: dict) -> Path:
