@@ -12,8 +12,8 @@ def metal_extension() -> dict:
         from torch.utils.cpp_extension import BuildExtension, CppExtension
     except ImportError as error:
         raise SystemExit(
-            "torch_moe_mps: the Metal extension is compiled against the torch it will run with; install torch "
-            "first and use `pip install --no-build-isolation .`"
+            "torch_moe_mps: the Metal extension is compiled against the torch it will run with; "
+            "install torch first and use `pip install --no-build-isolation .`"
         ) from error
     oldest = "-mmacosx-version-min=14.0"
     extension = CppExtension(
