@@ -10,7 +10,7 @@ from torch_moe_mps.quantization import quantize
 
 ops = torch.ops.moe_mps
 FORMATS = {"int4": (4, 64, "affine"), "int8": (8, 64, "affine"), "mxfp4": (4, 32, "mxfp4")}
-TILE_ROWS, TILE_COLUMNS = 32, 64
+TILE_ROWS, TILE_COLUMNS, DECODE_TOKENS = 32, 64, 32
 
 
 def random(*shape, dtype=torch.float16):
@@ -46,19 +46,20 @@ class Layer:
     def check_read(self, dispatch, parts: list[torch.Tensor], experts: int, lanes: int) -> None:
         """The matrices of `experts` experts are read once, with 5 % to spare.
 
-        The lanes that work on values of one group load its scale in one instruction from one address; the
-        counters book it for each of them.
+        Where `lanes` is more than 1, so many lanes that work on values of one group load its scale in one
+        instruction from one address; the counters book it for each of them.
         """
         sizes = [experts * part.numel() * part.element_size() // self.experts for part in parts]
         must = sizes[0] + sum(sizes[1:])
         may = 1.05 * (sizes[0] + lanes * sum(sizes[1:]))
         assert must <= weight_bytes(dispatch) <= may
 
-    def lanes_per_group(self, decode: bool) -> int:
-        if self.format is None:
+    def lanes_per_group(self, tokens: int) -> int:
+        """The lanes that load a scale: in decode for several tokens one, which passes it on."""
+        if self.format is None or 1 < tokens <= DECODE_TOKENS:
             return 1
         bits, group_size, _ = self.format
-        values = 32 if decode and bits == 4 else 16
+        values = 32 if tokens == 1 and bits == 4 else 16
         return group_size // values
 
 
@@ -318,7 +319,7 @@ def test_decode_reads_each_expert_once(simulated, format, tokens):
             layer(ids)
         assert len(dispatches) == 2
         for dispatch, parts in zip(dispatches, (layer.gate_up, layer.down), strict=True):
-            layer.check_read(dispatch, parts, len(ids.unique()), layer.lanes_per_group(decode=True))
+            layer.check_read(dispatch, parts, len(ids.unique()), layer.lanes_per_group(tokens))
 
 
 @pytest.mark.parametrize("format", FORMAT_NAMES)
@@ -333,7 +334,7 @@ def test_prefill_reads_a_weight_tile_once_per_tile_of_rows(simulated, format):
         rows = (2 * layer.intermediate, layer.hidden)
         for dispatch, parts, columns in zip(dispatches[1:3], (layer.gate_up, layer.down), rows, strict=True):
             assert dispatch.threadgroups == tiles * (columns // TILE_COLUMNS)
-            layer.check_read(dispatch, parts, tiles, layer.lanes_per_group(decode=False))
+            layer.check_read(dispatch, parts, tiles, layer.lanes_per_group(len(ids)))
 
 
 def test_prefill_of_sentinels_alone(simulated):

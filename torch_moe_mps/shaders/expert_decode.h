@@ -44,7 +44,7 @@ inline void add_chunk_few(W weights, thread typename W::Chunk* chunks, device co
     }
   }
   InputSums sums[M];
-  UNROLL for (int m = 0; m < M; ++m) sums[m] = {{0.0f, 0.0f, 0.0f}};
+  UNROLL for (int m = 0; m < M; ++m) sums[m] = {{0.0f, 0.0f}};
   Dots<R, M> codes;
   UNROLL for (int r = 0; r < R; ++r) {
     UNROLL for (int m = 0; m < M; ++m) codes.v[r][m] = 0.0f;
@@ -101,6 +101,19 @@ inline void add_chunk_row(W weights, typename W::Chunk chunk, device const typen
   }
 }
 
+template <typename W, int R, int M, typename S>
+inline void add_chunks(W weights, thread typename W::Chunk* chunks, device const typename W::Element* x,
+                       S sources, uint pairs, uint column, uint left, bool vectorised,
+                       thread Dots<R, M>& dots) {
+  if constexpr (M <= 2) {
+    add_chunk_few<W, R, M>(weights, chunks, x, sources, column, left, vectorised, dots);
+  } else if constexpr (R == 1) {
+    add_chunk_row<W, M>(weights, chunks[0], x, sources, pairs, column, left, vectorised, dots);
+  } else {
+    add_chunk<W, R, M>(weights, chunks, x, sources, pairs, column, left, vectorised, dots);
+  }
+}
+
 // What R rows give for the pair of this lane: lane m holds those of the m-th pair.
 template <int R>
 struct RowValues {
@@ -122,25 +135,39 @@ inline RowValues<R> expert_rows(W weights, RowSet<R> rows, device const typename
   UNROLL for (int r = 0; r < R; ++r) {
     UNROLL for (int m = 0; m < M; ++m) dots.v[r][m] = 0.0f;
   }
-  for (uint start = lane * kColumns; start < inputs; start += kSteps * kStride) {
-    typename W::Chunk chunks[kSteps][R];
-    UNROLL for (int s = 0; s < kSteps; ++s) {
-      const uint column = start + s * kStride;
-      if (s == 0 || column < inputs) {
-        UNROLL for (int r = 0; r < R; ++r) chunks[s][r] = weights.load(at[r], column);
+  if constexpr (W::kTwoSteps) {
+    for (uint base = 0; base < inputs; base += kSteps * kStride) {
+      const uint start = base + lane * kColumns;
+      typename W::Part parts[kSteps][R];
+      UNROLL for (int s = 0; s < kSteps; ++s) {
+        const uint column = start + s * kStride;
+        UNROLL for (int r = 0; r < R; ++r) {
+          parts[s][r] = weights.load_part(at[r], column, lane, column < inputs);
+        }
+      }
+      UNROLL for (int s = 0; s < kSteps; ++s) {
+        const uint column = start + s * kStride;
+        typename W::Chunk chunks[R];
+        UNROLL for (int r = 0; r < R; ++r) chunks[r] = weights.whole(parts[s][r], lane);
+        if (column < inputs) {
+          add_chunks<W, R, M>(weights, chunks, x, sources, pairs, column, inputs - column, vectorised, dots);
+        }
       }
     }
-    UNROLL for (int s = 0; s < kSteps; ++s) {
-      const uint column = start + s * kStride;
-      if (s == 0 || column < inputs) {
-        if constexpr (M <= 2) {
-          add_chunk_few<W, R, M>(weights, chunks[s], x, sources, column, inputs - column, vectorised, dots);
-        } else if constexpr (R == 1) {
-          add_chunk_row<W, M>(weights, chunks[s][0], x, sources, pairs, column, inputs - column, vectorised,
+  } else {
+    for (uint start = lane * kColumns; start < inputs; start += kSteps * kStride) {
+      typename W::Chunk chunks[kSteps][R];
+      UNROLL for (int s = 0; s < kSteps; ++s) {
+        const uint column = start + s * kStride;
+        if (s == 0 || column < inputs) {
+          UNROLL for (int r = 0; r < R; ++r) chunks[s][r] = weights.load(at[r], column);
+        }
+      }
+      UNROLL for (int s = 0; s < kSteps; ++s) {
+        const uint column = start + s * kStride;
+        if (s == 0 || column < inputs) {
+          add_chunks<W, R, M>(weights, chunks[s], x, sources, pairs, column, inputs - column, vectorised,
                               dots);
-        } else {
-          add_chunk<W, R, M>(weights, chunks[s], x, sources, pairs, column, inputs - column, vectorised,
-                             dots);
         }
       }
     }
@@ -395,8 +422,8 @@ inline float sum_of_terms(threadgroup const float* terms, uint stride, uint slot
 
 // The down projection of one token and the sum over its experts: each simdgroup takes a slot at a time for
 // the threadgroup's R rows. Grid: (blocks of R rows, tokens).
-template <typename W, int R, int kSteps>
-[[kernel]] void expert_down_single(
+template <typename W, int R, int kSteps, int kMaxThreads>
+[[kernel, max_total_threads_per_threadgroup(kMaxThreads)]] void expert_down_single(
     device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
     device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
     device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
