@@ -7,6 +7,7 @@ import expecttest
 import pytest
 import torch
 from layouts import LAYOUTS, lay
+from numpy.testing import assert_allclose
 from oracles import exact
 from oracles_experts import assert_close
 from oracles_experts import expert_mm as expected_mm
@@ -246,6 +247,33 @@ def test_empty(device, dtype):
     assert moe_experts(x, gate_up, down, ids, weights).shape == (0, 16)
     assert moe_experts(x, gate_up, down, ids, weights, shared_out=x, residual=x).dtype == dtype
     assert expert_mm(x, gate_up, ids).shape == (0, 2, 16)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 40])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("experts", "intermediate"), [(0, 8), (3, 0)])
+def test_no_experts_or_nothing_between_their_matrices(device, experts, intermediate, transposed, tokens):
+    """What is left are the biases of down, the shared expert and the residual."""
+    x, shared, residual = (random((tokens, 16), torch.float32, seed) for seed in range(3))
+    gate_up, down = torch.zeros(experts, 2 * intermediate, 16), torch.zeros(experts, 16, intermediate)
+    if transposed:
+        gate_up, down = gate_up.mT.contiguous(), down.mT.contiguous()
+    ids = torch.tensor([[2, 7]] * tokens, dtype=torch.int32)
+    weights, bias = torch.full((tokens, 2), 0.5), random((experts, 16), torch.float32, 3)
+    x, gate_up, down, ids, weights = (t.to(device) for t in (x, gate_up, down, ids, weights))
+    options = {"transposed": transposed, "shared_out": shared.to(device), "residual": residual.to(device)}
+    expected = exact(shared) + exact(residual)
+    assert_allclose(
+        exact(moe_experts(x, gate_up, down, ids, weights, **options)), expected, rtol=1e-6, atol=1e-6
+    )
+    assert not moe_experts(x, gate_up, down, ids, weights, transposed=transposed).cpu().any()
+    if experts:
+        expected = expected + 0.5 * exact(bias)[2]
+    options["down_bias"] = bias.to(device)
+    assert_allclose(
+        exact(moe_experts(x, gate_up, down, ids, weights, **options)), expected, rtol=1e-6, atol=1e-6
+    )
+    assert not expert_mm(x, gate_up, ids, transposed=transposed).cpu().any()
 
 
 def test_repeated_ids_count_each_time(device):

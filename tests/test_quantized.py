@@ -201,6 +201,28 @@ def test_empty(device):
     assert moe_experts_quantized(x, *weight, *down, ids, weights, *FORMATS[0]).shape == (0, 32)
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 40])
+@pytest.mark.parametrize("format", [FORMATS[0], FORMATS[-1]])
+@pytest.mark.parametrize(("experts", "intermediate"), [(0, 64), (3, 0)])
+def test_no_experts_or_nothing_between_their_matrices(device, format, experts, intermediate, tokens):
+    """What is left is the residual."""
+
+    def empty(rows, columns):
+        bits, group_size, mode = format
+        packed = torch.zeros(experts, rows, columns * bits // 32, dtype=torch.int32)
+        dtype = torch.uint8 if mode == "mxfp4" else torch.float32
+        scales = torch.zeros(experts, rows, columns // group_size, dtype=dtype)
+        return place((packed.view(torch.uint32), scales, None if mode == "mxfp4" else scales), device)
+
+    gate_up, down = empty(2 * intermediate, 64), empty(64, intermediate)
+    x = random((tokens, 64), torch.float32, 0).to(device)
+    ids = torch.tensor([[2, 7]] * tokens, dtype=torch.int32).to(device)
+    weights = torch.ones(tokens, 2).to(device)
+    out = moe_experts_quantized(x, *gate_up, *down, ids, weights, *format, residual=x)
+    assert torch.equal(out.cpu(), x.cpu())
+    assert not expert_qmm(x, *gate_up, ids, *format).cpu().any()
+
+
 def test_every_code_of_mxfp4(device):
     """16 codes with scales from the smallest to the largest, exactly: the sums have one term."""
     codes = torch.arange(16, dtype=torch.int64)

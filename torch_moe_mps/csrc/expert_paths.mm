@@ -35,7 +35,7 @@ enum class Path { kSingle, kShared, kGemm };
 
 // The only place that chooses, from shapes alone. Measured by translation on an NVIDIA H200, E 128, K 8, 2048
 // -> 2 x 768 -> 2048, both matmuls, for 32 tokens: dense bfloat16 375 us in decode, 586 us and the sorting in
-// prefill; int4 307 and 457 us. For 64 tokens decode's list of pairs and its terms would no longer fit beside
+// prefill; int4 316 and 479 us. For 64 tokens decode's list of pairs and its terms would no longer fit beside
 // each other in threadgroup memory.
 Path path_for(int64_t tokens, int64_t pairs, bool transposed) {
   if (tokens == 1) return Path::kSingle;
@@ -155,6 +155,19 @@ void decode_down(Commands& commands, Path path, const Tensor& x, const ExpertMat
   }
 }
 
+// A stack without elements, of no experts or no inputs. The kernels for one token serve any number of them:
+// they read none of it, but the biases of experts without inputs.
+bool is_empty(const ExpertMatrix& matrix) {
+  return matrix.packed.numel() == 0;
+}
+
+// No empty buffer can be bound: `any` is one that is not.
+ExpertMatrix without_weights(ExpertMatrix matrix, const Tensor& any) {
+  matrix.packed = matrix.scales = matrix.biases = any;
+  if (matrix.bias && matrix.bias->numel() == 0) matrix.bias.reset();
+  return matrix;
+}
+
 int64_t tile_columns(const ExpertMatrix& matrix, const Activation& activation) {
   return ceil_div(outputs_of(matrix.rows, activation), outputs_of(kTileColumns, activation));
 }
@@ -237,11 +250,17 @@ Tensor aligned(const Tensor& tensor) {
 Tensor project_slots(const Tensor& x_, const ExpertMatrix& matrix, const Tensor& ids_) {
   Tensor out = at::empty({ids_.size(0), ids_.size(1), matrix.rows}, x_.options());
   if (out.numel() == 0) return out;
-  if (matrix.packed.numel() == 0) return out.zero_();
   const Tensor x = aligned(x_), ids = ids_.contiguous();
   const bool x_per_pair = x.dim() == 3;
-  const Path path = path_for(ids.size(0), ids.numel(), matrix.transposed);
   Commands commands;
+  if (is_empty(matrix)) {
+    const Tensor& any = out;
+    decode_rows(commands, Path::kSingle, any, without_weights(matrix, any), ids, Activation{}, x_per_pair,
+                out, Tensor());
+    commands.encode();
+    return out;
+  }
+  const Path path = path_for(ids.size(0), ids.numel(), matrix.transposed);
   Tensor order;
   Tiles tiles;
   if (path == Path::kGemm) {
@@ -260,9 +279,14 @@ Tensor apply_experts(const Tensor& x_, const ExpertMatrix& gate_up, const Expert
   Tensor out = at::empty(x_.sizes(), x_.options());
   if (out.numel() == 0) return out;
   const Tensor x = aligned(x_), ids = ids_.contiguous();
+  Commands commands;
+  if (is_empty(down)) {  // and so is gate_up
+    decode_down(commands, Path::kSingle, x, without_weights(down, x), ids, sum, out, Tensor());
+    commands.encode();
+    return out;
+  }
   const Path path = path_for(ids.size(0), ids.numel(), gate_up.transposed);
   const Tensor hidden = at::empty({ids.numel(), down.inputs}, x.options());
-  Commands commands;
   Tensor order, slots;
   Tiles tiles;
   if (path == Path::kGemm) {
