@@ -97,9 +97,10 @@ def group_by_expert(ids: Tensor, num_experts: int) -> Groups:
     return Groups([expert for expert, _ in hit], counts, pairs[first : first + sum(counts)])
 
 
-# float32 products on two threads of x86 (MKL) whose weight is stored as [N, C]: the transposed product takes 0.3
-# to 0.9 of the time for 2 to 8 rows, and up to 1.6 times as long for more, where their number is not a multiple of
-# 16. It gains nothing for one row, with one thread, or in 16 bit, and loses where the weight is stored as [C, N].
+# float32 products on two threads of x86 (MKL) whose weight is stored as [N, C]: the transposed product takes
+# 0.3 to 0.9 of the time for 2 to 8 rows, and up to 1.6 times as long for more, where their number is no
+# multiple of 16. It gains nothing for one row, with one thread, or in 16 bit, and loses where the weight is
+# stored as [C, N].
 TRANSPOSED_ROWS = range(2, 9)
 
 
