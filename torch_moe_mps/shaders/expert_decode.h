@@ -136,6 +136,8 @@ inline RowValues<R> expert_rows(W weights, RowSet<R> rows, device const typename
     UNROLL for (int m = 0; m < M; ++m) dots.v[r][m] = 0.0f;
   }
   if constexpr (W::kTwoSteps) {
+    // All lanes walk to the end, since they exchange scales, and each load has a condition of its own: in one
+    // branch for all, the loads were waited for where the branch ends.
     for (uint base = 0; base < inputs; base += kSteps * kStride) {
       const uint start = base + lane * kColumns;
       typename W::Part parts[kSteps][R];

@@ -1,20 +1,19 @@
 // The formats of an expert's matrix behind one interface. A lane handles `kOctets` times 8 consecutive values
 // of a row at a time:
 //
-//   Weights::Chunk chunk = weights.load(weights.at(row), column);   the bits, and the scale and bias of their
-//   group Pack<8> values = weights.octet(chunk, i);              values 8 i .. 8 i + 7, dequantised
+//   Chunk chunk = weights.load(weights.at(row), column);  the bits, the scale and bias of their group
+//   Pack<8> values = weights.octet(chunk, i);              values 8 i .. 8 i + 7, dequantised
 //
 // Formats with kTwoSteps load so in decode; all lanes of the simdgroup take the second step:
 //
-//   Weights::Part part = weights.load_part(weights.at(row), column, lane, active);
-//   Weights::Chunk chunk = weights.whole(part, lane);
+//   Part part = weights.load_part(weights.at(row), column, lane, active);
+//   Chunk chunk = weights.whole(part, lane);
 //
 // and for products with few inputs, where dequantising costs as much as multiplying:
 //
-//   InputSums sums; Pack<8> coded = Weights::coded(input, sums);
+//   Pack<8> coded = Weights::coded(input, sums);
 //   Pack<8> codes = weights.codes(chunk, i);               dot(codes, coded) over a chunk ...
-//   float dot = weights.scaled(chunk, dot_of_codes, sums); ... gives the dot product of the values and the
-//   inputs
+//   float dot = weights.scaled(chunk, dot_of_codes, sums); ... gives that of the values and the inputs
 //
 // Groups have at least 32 values and a chunk at most 32, so a chunk has one scale. The offset of an expert
 // takes 64 bits; within its matrix 32 are enough.
@@ -217,8 +216,8 @@ struct AffineWeights {
   Part load_part(Row row, uint column, uint lane, bool active) const {
     Part part = {};
     const uint group = row.group + (column >> group_shift);
-    if (active)
-      part.words = load_words<kOctetCount * kWordsPerOctet>(packed + (row.word + column / kValuesPerWord));
+    const uint word = row.word + column / kValuesPerWord;
+    if (active) part.words = load_words<kOctetCount * kWordsPerOctet>(packed + word);
     if (active && (lane & other_lanes) == 0) part.scale = scales[group];
     if (active && (lane & other_lanes) == other_lanes) part.bias = biases[group];
     return part;
@@ -259,7 +258,7 @@ struct AffineWeights {
         half2 pair = as_type<half2>((word >> (kBits * (i - place(i))) & field) | 0x64006400u);
         if constexpr (kExact) {
           const half step = place(i) == 0 ? half(1.0f) : half(1.0f / 16.0f);
-          pair = (pair - half2(1024.0f)) * half2(step);
+          pair = (pair - half2(half(1024.0f))) * half2(step);
         }
         pack.v[w * kValuesPerWord + i] = float(pair.x);
         pack.v[w * kValuesPerWord + i + kPairs] = float(pair.y);
