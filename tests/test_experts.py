@@ -249,6 +249,15 @@ def test_empty(device, dtype):
     assert expert_mm(x, gate_up, ids).shape == (0, 2, 16)
 
 
+def test_no_columns(device):
+    """A product over nothing is zero; the bias is left, and a sentinel has none."""
+    x, weight = torch.zeros(3, 0, device=device), torch.zeros(4, 5, 0, device=device)
+    ids = torch.tensor([[1, 3], [0, 9], [2, 2]], dtype=torch.int32, device=device)
+    bias = torch.arange(1.0, 21.0, device=device).view(4, 5)
+    expected = torch.stack([bias.cpu()[i] if i < 4 else torch.zeros(5) for i in (1, 3, 0, 9, 2, 2)])
+    assert torch.equal(expert_mm(x, weight, ids, bias).cpu(), expected.view(3, 2, 5))
+
+
 @pytest.mark.parametrize("tokens", [1, 4, 40])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("experts", "intermediate"), [(0, 8), (3, 0)])

@@ -135,7 +135,7 @@ def project_slots(
     x: Tensor, ids: Tensor, num_experts: int, columns: int, bias: Tensor | None, product: Callable
 ) -> Tensor:
     """[T, K, columns]: `product(rows of x, groups)` + bias for every pair, zero for sentinels."""
-    source = x.reshape(-1, x.shape[-1])
+    source = x.flatten(end_dim=-2)
     out = x.new_zeros(ids.numel(), columns)
     for groups in group_by_expert(ids, num_experts).pieces(PAIRS_AT_ONCE):
         rows = source[groups.pairs if x.dim() == 3 else groups.pairs // ids.shape[1]]
