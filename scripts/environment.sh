@@ -30,7 +30,8 @@ make_environment() {
     return
   fi
   echo "setting up .venv (once)"
-  [ -x "$PYTHON" ] || "$base" -m venv .venv || fail "python venv could not be made: on Debian, apt-get install python3-venv"
+  "$PYTHON" -m pip --version > /dev/null 2>&1 || "$base" -m venv --clear .venv ||
+    fail ".venv could not be made: on Debian and Ubuntu, apt-get install python3-venv"
   "$PYTHON" -m pip install -qq --disable-pip-version-check "setuptools>=77" wheel -r tests/requirements.txt
   # Without isolation the extension is compiled against the torch it will run with.
   "$PYTHON" -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps --editable .
