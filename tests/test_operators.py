@@ -767,3 +767,9 @@ def test_import_is_fast_and_without_transformers():
     runs = [subprocess.check_output([sys.executable, "-c", code], text=True).split() for _ in range(2)]
     assert all(loaded == "False" for _, loaded in runs)
     assert min(float(seconds) for seconds, _ in runs) < 0.3
+
+
+def test_public_names():
+    assert all(callable(getattr(torch_moe_mps, name)) for name in set(torch_moe_mps.__all__) - {"ops"})
+    with pytest.raises(AttributeError, match="has no attribute 'acelerate'"):
+        torch_moe_mps.acelerate  # noqa: B018

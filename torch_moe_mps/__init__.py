@@ -1,24 +1,27 @@
 """Mixture-of-Experts operators for PyTorch on Apple GPUs: `torch.ops.moe_mps.*`."""
 
+import importlib
+
 from . import ops
 from ._extension import load_extension
 from ._import_hook import register_when_imported
 
 __version__ = "0.1.0"
-__all__ = ["accelerate", "from_pretrained", "ops", "restore"]
+__all__ = ["accelerate", "from_pretrained", "ops", "quantize_experts", "restore"]
+
+# Imported when first used: most of it needs transformers.
+_LAZY = {
+    "accelerate": ".transformers",
+    "restore": ".transformers",
+    "from_pretrained": ".transformers.saving",
+    "quantize_experts": ".quantization",
+}
 
 load_extension()
 register_when_imported()
 
 
 def __getattr__(name: str):
-    """What needs transformers is imported when it is first used."""
-    if name in ("accelerate", "restore"):
-        from . import transformers
-
-        return getattr(transformers, name)
-    if name == "from_pretrained":
-        from .transformers.saving import from_pretrained
-
-        return from_pretrained
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
