@@ -848,10 +848,15 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--translator", required=True)
-    parser.add_argument("--mlx", help="without it our kernels run alone")
+    parser.add_argument(
+        "--mlx",
+        help="the folder `mlx/include/mlx` of an installed mlx wheel; without it our kernels run alone",
+    )
     parser.add_argument("--sources", help="needed with --mlx for the down projection and the layer")
     parser.add_argument("--only", default="copy,int4,int8,mxfp4,dense,down,layer,prefill")
     options = parser.parse_args()
+    if options.mlx and not (Path(options.mlx) / "backend/metal/kernels").is_dir():
+        parser.error(f"--mlx {options.mlx}: there is no backend/metal/kernels in it")
     device, table = Device(options.translator), Table()
     mlx = Mlx(device, options.mlx) if options.mlx else None
     sources = Sources(device, options.sources) if options.sources else None
