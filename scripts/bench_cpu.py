@@ -6,6 +6,7 @@ copies the weights of every selected expert: it is left out where that takes mor
 """
 
 import argparse
+import random
 import statistics
 import time
 
@@ -62,11 +63,11 @@ def check(calls: dict, dtype: torch.dtype) -> None:
 
 
 def measure(calls: dict, seconds: float, least: int) -> dict[str, float]:
-    """Median milliseconds of each, taking turns in an order that rotates."""
+    """Median milliseconds of each, in turns of random order: what ran before matters."""
     names, times = list(calls), {name: [] for name in calls}
     deadline, turn = time.perf_counter() + seconds, 0
     while turn < least or time.perf_counter() < deadline:
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        for name in random.sample(names, len(names)):
             start = time.perf_counter()
             calls[name]()
             times[name].append(time.perf_counter() - start)
