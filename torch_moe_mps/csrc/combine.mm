@@ -67,11 +67,10 @@ void encode_weighted_sum(const WeightedSum& sum, const Tensor& output) {
   const int64_t items = ceil_div(sum.width, params.vectorised ? 4 : 1);
   const int64_t most = sum.rows * sum.width <= kFewColumns ? kSumThreadsFew : kSumThreads;
   const int64_t threads = std::min(most, ceil_div(items, kSimdWidth) * kSimdWidth);
-  const bool has_slots = sum.count > 0;
   Commands commands;
   commands.add("combine", kernel_name("weighted_sum", {output.scalar_type()}))
-      .bind(has_slots ? sum.slots : output)
-      .bind(has_slots ? sum.weights : output)
+      .bind(sum.slots)
+      .bind(sum.weights)
       .bind_or(sum.shared_gate, output)
       .bind_or(sum.shared, output)
       .bind_or(sum.residual, output)
@@ -127,12 +126,11 @@ Tensor weighted_sum_residual_norm_stacked_(const Tensor& residual_, const Tensor
   params.norm_dtype = dtype_code(norm);
   params.eps = static_cast<float>(eps);
   const RowLayout layout = row_per_threadgroup(sum.rows, sum.width, kNormThreads);
-  const bool has_slots = sum.count > 0;
   Commands commands;
   commands.add("combine", kernel_name("weighted_sum_norm", {residual.scalar_type()}))
       .bind(residual)
-      .bind(has_slots ? sum.slots : residual)
-      .bind(has_slots ? sum.weights : residual)
+      .bind(sum.slots)
+      .bind(sum.weights)
       .bind(norm)
       .bind(output)
       .params(params)
