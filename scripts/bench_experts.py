@@ -24,7 +24,8 @@ EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
 GROUP = 64
 # As in csrc/expert_paths.mm.
 SINGLE_SIMDGROUPS, SINGLE_ROWS = 8, 4
-SHARED_SIMDGROUPS, SHARED_ROWS, SINGLE_DOWN_ROWS, SHARED_DOWN_ROWS = 8, 8, 4, 8
+SHARED_SIMDGROUPS, SHARED_ROWS, SINGLE_DOWN_ROWS = 8, 8, 4
+SHARED_DOWN_SIMDGROUPS, SHARED_DOWN_ROWS = 8, 8
 TILE_ROWS, TILE_COLUMNS = 32, 64
 TOLERANCE = {"f32": 1e-5, "f16": 2e-3, "bf16": 1.2e-2}  # of the largest value
 METAL_TYPE = {"f32": "float", "f16": "half", "bf16": "bfloat"}
@@ -252,7 +253,7 @@ class Ours:
             "expert_down_shared",
             buffers,
             (-(-weights.rows // SHARED_DOWN_ROWS), 1, 1),
-            SHARED_SIMDGROUPS * 32,
+            SHARED_DOWN_SIMDGROUPS * 32,
             [ids.size * SHARED_DOWN_ROWS * 4],
         )
 

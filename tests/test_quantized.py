@@ -65,16 +65,23 @@ def lay_words(tensor, layout, device):
     )
 
 
-def check_layer(device, shape, format, dtype, seed, scale_dtype=None, **options):
+def ids_of_counts(counts, slots, seed):
+    """[T, slots]: expert e occurs counts[e] times, sentinels fill up."""
+    flat = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).int()
+    flat = torch.cat([flat, torch.full((-len(flat) % slots,), -1, dtype=torch.int32)])
+    order = torch.randperm(len(flat), generator=torch.Generator().manual_seed(seed))
+    return flat[order].reshape(-1, slots)
+
+
+def check_layer(device, shape, format, dtype, seed, scale_dtype=None, ids=None, **options):
     tokens, slots, experts, hidden, intermediate = shape
     rows = 2 * intermediate if options.get("gated", True) else intermediate
     scale_dtype = scale_dtype or dtype
     gate_up = random_quantized(experts, rows, hidden, format, scale_dtype, seed)
     down = random_quantized(experts, hidden, intermediate, format, scale_dtype, seed + 3)
-    x, ids = (
-        random((tokens, hidden), dtype, seed + 6),
-        random_ids(tokens, slots, experts, seed + 7, IDS[seed % 2]),
-    )
+    x = random((tokens, hidden), dtype, seed + 6)
+    if ids is None:
+        ids = random_ids(tokens, slots, experts, seed + 7, IDS[seed % 2])
     weights = random((tokens, slots), torch.float32, seed + 8).softmax(-1)
     expected = expected_experts(
         x, dense(gate_up, format), dense(down, format), ids, weights, options, rounded_weight=True
@@ -111,6 +118,25 @@ def test_layer(device, format, dtype):
     check_layer(device, (1, 8, 16, 3 * max(group, 64), max(group, 96) // group * group), format, dtype, 0)
     check_layer(device, (3, 2, 4, group, group), format, dtype, 1, scale_dtype=torch.float32)
     check_layer(device, (37, 2, 3, 2 * group, group), format, dtype, 2)
+
+
+# Pairs of each expert: what one matrix takes, a few columns of them, and more than are taken at once.
+COUNTS = ((1, 2, 3), (8, 1, 9), (17, 0, 16), (33, 31, 2))
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+def test_many_pairs_of_one_expert(device, format, counts):
+    """At 2 to 32 tokens the pairs of an expert are multiplied together. Rows of 3 and of 5 groups."""
+    group, seed = format[1], sum(counts)
+    for i, (slots, dtype) in enumerate(zip((2, 3, 2), DTYPES, strict=True)):
+        ids = ids_of_counts(counts, max(slots, -(-sum(counts) // 32)), seed)
+        shape = (*ids.shape, len(counts), 3 * group, group if i else 5 * group)
+        check_layer(device, shape, format, dtype, seed, ids=ids)
+    weight = random_quantized(len(counts), 37, 5 * group, format, torch.float16, seed)
+    x = random((*ids.shape, 5 * group), torch.float16, seed)
+    expected = expected_mm(x, dense(weight, format), ids, None, rounded_weight=True)
+    assert_close(expert_qmm(x.to(device), *place(weight, device), ids.to(device), *format), expected)
 
 
 @pytest.mark.parametrize("mode", ["affine", "mxfp4"])

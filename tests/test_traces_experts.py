@@ -10,6 +10,7 @@ from torch_moe_mps.quantization import quantize
 
 ops = torch.ops.moe_mps
 FORMATS = {"int4": (4, 64, "affine"), "int8": (8, 64, "affine"), "mxfp4": (4, 32, "mxfp4")}
+OTHER_GROUPS = {f"int{bits}-{group}": (bits, group, "affine") for bits in (4, 8) for group in (32, 128)}
 TILE_ROWS, TILE_COLUMNS, DECODE_TOKENS = 32, 64, 32
 
 
@@ -26,7 +27,7 @@ class Layer:
             random(experts, 2 * intermediate, hidden) * hidden**-0.5,
             random(experts, hidden, intermediate) * intermediate**-0.5,
         ]
-        self.format = FORMATS.get(format)
+        self.format = {**FORMATS, **OTHER_GROUPS}.get(format)
         if self.format is None:
             self.gate_up, self.down = ([matrix.to("mps")] for matrix in matrices)
         else:
@@ -320,6 +321,16 @@ def test_decode_reads_each_expert_once(simulated, format, tokens):
         assert len(dispatches) == 2
         for dispatch, parts in zip(dispatches, (layer.gate_up, layer.down), strict=True):
             layer.check_read(dispatch, parts, len(ids.unique()), layer.lanes_per_group(tokens))
+
+
+@pytest.mark.parametrize("format", OTHER_GROUPS)
+def test_decode_reads_scales_of_other_groups_once(simulated, format):
+    layer = Layer(4, 384, 128, format)
+    for ids in (distinct_ids(6, 2, 4), distinct_ids(1, 2, 4).expand(20, 2)):
+        with simulated.counters() as dispatches:
+            layer(ids)
+        for dispatch, parts in zip(dispatches, (layer.gate_up, layer.down), strict=True):
+            layer.check_read(dispatch, parts, len(ids.unique()), layer.lanes_per_group(len(ids)))
 
 
 @pytest.mark.parametrize("format", FORMAT_NAMES)

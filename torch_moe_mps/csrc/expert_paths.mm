@@ -14,16 +14,12 @@ namespace {
 
 using at::Tensor;
 
-// As in expert_decode.h, expert_columns.h and expert_gemm.h.
+// As in expert_decode.h, expert_matrix.h, expert_columns.h and expert_gemm.h.
 constexpr int64_t kSingleRows = 4;
 constexpr int64_t kSingleSimdgroups = 8;
-constexpr int64_t kSharedSimdgroups = 8;
-constexpr int64_t kSharedRows = 8;
-constexpr int64_t kMaxSharedTokens = 32;
-constexpr int64_t kMaxSharedPairs = 512;
 constexpr int64_t kSingleDownRows = 4;
-constexpr int64_t kSharedDownRows = 8;
 constexpr int64_t kMaxDownSimdgroups = 8;
+constexpr int64_t kMaxSharedTokens = 32;
 constexpr int64_t kColumnSimdgroups = 16;
 constexpr int64_t kTileRows = 32;
 constexpr int64_t kTileColumns = 64;
@@ -31,18 +27,38 @@ constexpr int64_t kGemmThreads = 128;
 constexpr int64_t kCombineThreads = 256;
 constexpr int64_t kCombineColumns = 4;
 
-enum class Path { kSingle, kShared, kGemm };
+enum class Path { kSingle, kShared, kMatrix, kGemm };
 
-// The only place that chooses, from shapes alone. Measured by translation on an NVIDIA H200, E 128, K 8, 2048
-// -> 2 x 768 -> 2048, both matmuls, for 32 tokens: dense bfloat16 375 us in decode, 586 us and the sorting in
-// prefill; int4 316 and 479 us. For 64 tokens decode's list of pairs and its terms would no longer fit beside
-// each other in threadgroup memory.
-Path path_for(int64_t tokens, int64_t pairs, bool transposed) {
+// The kernels for 2 to 32 tokens; rows are those of a simdgroup in the first, of a threadgroup in the second.
+struct SharedKernels {
+  const char* rows_kernel;
+  const char* down_kernel;
+  int64_t rows, simdgroups, down_rows, down_simdgroups;
+  int64_t max_pairs;  // their numbers and terms lie in threadgroup memory
+};
+constexpr SharedKernels kShared{"expert_rows_shared", "expert_down_shared", 8, 8, 8, 8, 512};
+constexpr SharedKernels kMatrix{"expert_rows_matrix", "expert_down_matrix", 16, 8, 16, 16, 384};
+
+bool is_shared(Path path) {
+  return path == Path::kShared || path == Path::kMatrix;
+}
+const SharedKernels& shared_kernels(Path path) {
+  return path == Path::kMatrix ? kMatrix : kShared;
+}
+
+// The only place that chooses, from shapes and formats alone. Measured by translation on an NVIDIA H200, E
+// 128, K 8, 2048 -> 2 x 768 -> 2048, both matmuls, for 32 tokens: dense bfloat16 375 us in decode, 586 us and
+// the sorting in prefill; int4 316 (dot products) and 479 us. For 64 tokens decode's list of pairs and its
+// terms would no longer fit beside each other in threadgroup memory. Dense dot products reach 75 to 87 % of a
+// copy: they are left as they are. For mxfp4 a matrix element takes more instructions than an affine one, by
+// count as many as the dot products of three pairs.
+Path path_for(int64_t tokens, int64_t pairs, const ExpertMatrix& matrix) {
   if (tokens == 1) return Path::kSingle;
   // The decode kernels for 2 to 32 tokens walk along the rows of a matrix, which a transposed one does not
   // have.
-  if (tokens <= kMaxSharedTokens && pairs <= kMaxSharedPairs && !transposed) return Path::kShared;
-  return Path::kGemm;
+  if (tokens > kMaxSharedTokens || matrix.transposed) return Path::kGemm;
+  const Path path = matrix.bits != 0 ? Path::kMatrix : Path::kShared;
+  return pairs <= shared_kernels(path).max_pairs ? path : Path::kGemm;
 }
 
 std::string kernel_of(const char* base, const ExpertMatrix& matrix, c10::ScalarType dtype) {
@@ -68,6 +84,7 @@ ExpertParams matmul_params(const Tensor& x, const ExpertMatrix& matrix, const Te
   params.rows = matrix.rows;
   params.outputs = outputs_of(matrix.rows, activation);
   params.vectorised = rows_aligned(x, matrix);
+  params.bits = matrix.bits;
   params.group_shift = matrix.group_shift;
   params.wide_ids = ids.scalar_type() == at::kLong;
   params.x_per_pair = x_per_pair;
@@ -109,17 +126,18 @@ void decode_rows(Commands& commands, Path path, const Tensor& x, const ExpertMat
                  const Tensor& ids, const Activation& activation, bool x_per_pair, const Tensor& out,
                  const Tensor& order) {
   const ExpertParams params = matmul_params(x, matrix, ids, activation, x_per_pair);
-  const char* base = path == Path::kShared ? "expert_rows_shared"
-                     : matrix.transposed   ? "expert_columns_single"
-                                           : "expert_rows_single";
+  const char* base = is_shared(path)     ? shared_kernels(path).rows_kernel
+                     : matrix.transposed ? "expert_columns_single"
+                                         : "expert_rows_single";
   Command& command = commands.add(matrix.library, kernel_of(base, matrix, x.scalar_type()));
   bind_matrix(command, x, matrix).bind(ids).bind_or(matrix.bias, ids).bind(out).params(params);
   const int64_t outputs = params.outputs;
-  if (path == Path::kShared) {
-    const int64_t block = outputs_of(kSharedSimdgroups * kSharedRows, activation);
+  if (is_shared(path)) {
+    const SharedKernels& kernels = shared_kernels(path);
+    const int64_t block = outputs_of(kernels.simdgroups * kernels.rows, activation);
     const int64_t units = std::min<int64_t>(params.pairs, params.experts);
     command.bind(order).threadgroups({NSUInteger(ceil_div(outputs, block)), NSUInteger(units + 1)},
-                                     {NSUInteger(kSharedSimdgroups * kSimdWidth)});
+                                     {NSUInteger(kernels.simdgroups * kSimdWidth)});
   } else if (matrix.transposed) {
     command.threadgroups({NSUInteger(ceil_div(outputs, kSimdWidth)), params.pairs},
                          {NSUInteger(kColumnSimdgroups * kSimdWidth)});
@@ -134,17 +152,18 @@ void decode_rows(Commands& commands, Path path, const Tensor& x, const ExpertMat
 void decode_down(Commands& commands, Path path, const Tensor& x, const ExpertMatrix& matrix,
                  const Tensor& ids, const ExpertSum& sum, const Tensor& out, const Tensor& order) {
   const ExpertDownParams params = down_params(matmul_params(x, matrix, ids, Activation{}, true), sum);
-  const char* base = path == Path::kShared ? "expert_down_shared"
-                     : matrix.transposed   ? "expert_down_columns_single"
-                                           : "expert_down_single";
+  const char* base = is_shared(path)     ? shared_kernels(path).down_kernel
+                     : matrix.transposed ? "expert_down_columns_single"
+                                         : "expert_down_single";
   Command& command = commands.add(matrix.library, kernel_of(base, matrix, x.scalar_type()));
   bind_matrix(command, x, matrix).bind(ids).bind_or(matrix.bias, ids).bind(out);
   bind_sum(command, sum).params(params);
-  if (path == Path::kShared) {
+  if (is_shared(path)) {
+    const SharedKernels& kernels = shared_kernels(path);
     command.bind(order)
-        .threadgroup_memory(params.matmul.pairs * kSharedDownRows * sizeof(float))
-        .threadgroups({NSUInteger(ceil_div(matrix.rows, kSharedDownRows))},
-                      {NSUInteger(kSharedSimdgroups * kSimdWidth)});
+        .threadgroup_memory(params.matmul.pairs * kernels.down_rows * sizeof(float))
+        .threadgroups({NSUInteger(ceil_div(matrix.rows, kernels.down_rows))},
+                      {NSUInteger(kernels.down_simdgroups * kSimdWidth)});
   } else if (matrix.transposed) {
     command.threadgroups({NSUInteger(ceil_div(matrix.rows, kSimdWidth)), params.matmul.tokens},
                          {NSUInteger(kColumnSimdgroups * kSimdWidth)});
@@ -260,14 +279,14 @@ Tensor project_slots(const Tensor& x_, const ExpertMatrix& matrix, const Tensor&
     commands.encode();
     return out;
   }
-  const Path path = path_for(ids.size(0), ids.numel(), matrix.transposed);
+  const Path path = path_for(ids.size(0), ids.numel(), matrix);
   Tensor order;
   Tiles tiles;
   if (path == Path::kGemm) {
     tiles = add_tiles(commands, ids, matrix.experts, tile_columns(matrix, Activation{}), 1, true);
     add_gemm(commands, tiles, 0, x, matrix, ids, Activation{}, x_per_pair, out);
   } else {
-    if (path == Path::kShared) order = at::empty({ids.numel(), 4}, ids.options().dtype(at::kInt));
+    if (is_shared(path)) order = at::empty({ids.numel(), 4}, ids.options().dtype(at::kInt));
     decode_rows(commands, path, x, matrix, ids, Activation{}, x_per_pair, out, order);
   }
   commands.encode();
@@ -285,7 +304,7 @@ Tensor apply_experts(const Tensor& x_, const ExpertMatrix& gate_up, const Expert
     commands.encode();
     return out;
   }
-  const Path path = path_for(ids.size(0), ids.numel(), gate_up.transposed);
+  const Path path = path_for(ids.size(0), ids.numel(), gate_up);
   const Tensor hidden = at::empty({ids.numel(), down.inputs}, x.options());
   Tensor order, slots;
   Tiles tiles;
@@ -297,7 +316,7 @@ Tensor apply_experts(const Tensor& x_, const ExpertMatrix& gate_up, const Expert
     add_gemm(commands, tiles, 1, hidden, down, ids, Activation{}, true, slots);
     add_combine(commands, slots, down, ids, sum, out);
   } else {
-    if (path == Path::kShared) order = at::empty({ids.numel(), 4}, ids.options().dtype(at::kInt));
+    if (is_shared(path)) order = at::empty({ids.numel(), 4}, ids.options().dtype(at::kInt));
     decode_rows(commands, path, x, gate_up, ids, activation, false, hidden, order);
     decode_down(commands, path, hidden, down, ids, sum, out, order);
   }

@@ -43,6 +43,7 @@ ExpertMatrix quantized_matrix(const QuantizedWeight& weight, const OptionalTenso
   matrix.experts = weight.packed.size(0);
   matrix.rows = weight.packed.size(1);
   matrix.inputs = weight.packed.size(2) * 32 / bits;
+  if (mode == "affine") matrix.bits = bits;
   matrix.group_shift = shift_of(group_size);
   return matrix;
 }

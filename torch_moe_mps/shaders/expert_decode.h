@@ -114,7 +114,8 @@ inline void add_chunks(W weights, thread typename W::Chunk* chunks, device const
   }
 }
 
-// What R rows give for the pair of this lane: lane m holds those of the m-th pair.
+// What R rows give for the pair of this lane: lane m holds those of the m-th pair, every lane those of a
+// single one.
 template <int R>
 struct RowValues {
   float v[R];
@@ -180,7 +181,7 @@ inline RowValues<R> expert_rows(W weights, RowSet<R> rows, device const typename
     if (M <= 2 || uint(m) < pairs) {
       UNROLL for (int r = 0; r < R; ++r) {
         const float sum = simd_sum(dots.v[r][m]);
-        if (lane == uint(m)) values.v[r] = sum;
+        if (M == 1 || lane == uint(m)) values.v[r] = sum;
       }
     }
   }
@@ -227,6 +228,33 @@ inline void store_outputs(RowValues<R> values, device const uchar* bias, uint ex
   }
 }
 
+// The same for a single pair, each output by a lane of its own.
+template <typename T, int R>
+inline void store_outputs_of_pair(RowValues<R> values, device const uchar* bias, uint expert, uint first,
+                                  uint pair, uint lane, device T* out, constant ExpertParams& params) {
+  const bool plain = params.row_layout == ROWS_PLAIN;
+  float own = 0.0f, up = 0.0f;
+  UNROLL for (int r = 0; r < R; ++r) {
+    if (lane == uint(plain ? r : r / 2)) {
+      if (plain || r % 2 == 0) {
+        own = values.v[r];
+      } else {
+        up = values.v[r];
+      }
+    }
+  }
+  const uint output = first + lane;
+  if (lane >= outputs_of_rows(R, params) || output >= params.outputs) return;
+  float value = with_bias(own, bias, expert, weight_row(output, 0, params), params);
+  if (plain) {
+    value = pointwise_activation(value, params.activation);
+  } else {
+    up = with_bias(up, bias, expert, weight_row(output, 1, params), params);
+    value = gated_activation(value, up, params);
+  }
+  out[ulong(pair) * params.outputs + output] = T(value);
+}
+
 // For a single token, or where pairs are few: each pair reads its expert's rows. Grid: (blocks of rows,
 // pairs).
 template <typename W, int R, int kSteps>
@@ -251,11 +279,12 @@ template <typename W, int R, int kSteps>
   const RowSet<R> rows = rows_at<R>(first, 0, params);
   const Sources<1> source = {{input_row(pair, params) * params.inputs}};
   const RowValues<R> values = expert_rows<W, R, 1, kSteps>(weights, rows, x, source, 1, lane, params);
-  if (lane == 0) store_outputs(values, bias, expert, first, pair, out, params);
+  store_outputs_of_pair(values, bias, expert, first, pair, lane, out, params);
 }
 
 // The pairs of one expert, ascending, found by the whole threadgroup.
 struct PairList {
+  uint expert;
   uint count;
   uint before;  // pairs of experts with lower ids
 };
@@ -263,7 +292,7 @@ struct PairList {
 inline PairList list_pairs(device const int* ids, uint expert, threadgroup ushort* pairs,
                            threadgroup uint* found, threadgroup uint* lower, uint thread_index, uint threads,
                            uint lane, uint simdgroup, constant ExpertParams& params) {
-  PairList list = {0, 0};
+  PairList list = {expert, 0, 0};
   for (uint start = 0; start < params.pairs; start += threads) {
     const uint pair = start + thread_index;
     const uint id = pair < params.pairs ? expert_of(ids, pair, params) : params.experts + 1;
@@ -285,6 +314,40 @@ inline PairList list_pairs(device const int* ids, uint expert, threadgroup ushor
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
   return list;
+}
+
+// The pairs that this threadgroup of a shared kernel works for, none where another one does. Grid: (blocks of
+// `block` outputs, experts or pairs, whichever are fewer, and one more for the sentinels). Where it counts
+// pairs, the first pair of an expert works for all. The first block also writes the list that the down
+// projection works through: (pair, expert, its place among the expert's pairs, their number) ordered by
+// expert, sentinels last with expert = experts. The outputs of sentinels become zero.
+template <typename T>
+inline PairList shared_pairs(device const int* ids, threadgroup ushort* pairs, threadgroup uint* found,
+                             threadgroup uint* lower, device uint4* order, device T* out, uint block,
+                             uint2 group, uint2 groups, uint thread_index, uint threads, uint lane,
+                             uint simdgroup, constant ExpertParams& params) {
+  const PairList none = {params.experts, 0, 0};
+  const bool sentinels = group.y + 1 == groups.y;
+  uint expert = params.experts;
+  if (!sentinels) {
+    expert = params.grid_is_experts != 0 ? group.y : expert_of(ids, group.y, params);
+    if (expert == params.experts) return none;
+  }
+  const PairList list =
+      list_pairs(ids, expert, pairs, found, lower, thread_index, threads, lane, simdgroup, params);
+  const bool works_for_all = params.grid_is_experts != 0 || sentinels || pairs[0] == group.y;
+  if (list.count == 0 || !works_for_all) return none;
+  if (group.x == 0) {
+    for (uint i = thread_index; i < list.count; i += threads) {
+      order[list.before + i] = uint4(pairs[i], expert, i, list.count);
+    }
+  }
+  if (!sentinels) return list;
+  const uint columns = min(block, params.outputs - group.x * block);
+  for (uint i = thread_index; i < list.count * columns; i += threads) {
+    out[ulong(pairs[i / columns]) * params.outputs + group.x * block + i % columns] = T(0.0f);
+  }
+  return none;
 }
 
 // The shared kernels are limited to 512 threads, twice what is launched, which bounds a thread's registers.
@@ -348,10 +411,7 @@ inline uint list_length(uint count) {
 }
 
 // For 2 to 32 tokens: a threadgroup takes rows of one expert and every pair that chose it, so that the rows
-// are read once. Grid: (blocks of rows, experts or pairs, whichever are fewer, and one more for the
-// sentinels). Where it counts pairs, the first pair of an expert works for all. The first block of rows also
-// writes the list that expert_down_shared works through: (pair, expert, its place among the expert's pairs,
-// their number) ordered by expert, sentinels last with expert = experts.
+// are read once. For the grid see shared_pairs.
 template <typename W>
 [[kernel, max_total_threads_per_threadgroup(512)]] void expert_rows_shared(
     device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
@@ -368,30 +428,11 @@ template <typename W>
   threadgroup uint sources[kSharedSimdgroups * kMaxPairsAtOnce];
   constexpr uint kThreads = kSharedSimdgroups * kSimdWidth;
 
-  const bool sentinels = group.y + 1 == groups.y;
-  uint expert = params.experts;
-  if (!sentinels) {
-    expert = params.grid_is_experts != 0 ? group.y : expert_of(ids, group.y, params);
-    if (expert == params.experts) return;
-  }
-  const PairList list =
-      list_pairs(ids, expert, pairs, found, lower, thread_index, kThreads, lane, simdgroup, params);
-  const bool works_for_all = params.grid_is_experts != 0 || sentinels || pairs[0] == group.y;
-  if (list.count == 0 || !works_for_all) return;
-  if (group.x == 0) {
-    for (uint i = thread_index; i < list.count; i += kThreads) {
-      order[list.before + i] = uint4(pairs[i], expert, i, list.count);
-    }
-  }
   const uint block = outputs_of_rows(kSharedSimdgroups * kSharedRows, params);
-  if (sentinels) {
-    const uint columns = min(block, params.outputs - group.x * block);
-    for (uint i = thread_index; i < list.count * columns; i += kThreads) {
-      out[ulong(pairs[i / columns]) * params.outputs + group.x * block + i % columns] = T(0.0f);
-    }
-    return;
-  }
-
+  const PairList list = shared_pairs(ids, pairs, found, lower, order, out, block, group, groups, thread_index,
+                                     kThreads, lane, simdgroup, params);
+  if (list.count == 0) return;
+  const uint expert = list.expert;
   const W weights(packed, scales, biases, expert, params);
   const uint first = group.x * block + simdgroup * outputs_of_rows(kSharedRows, params);
   if (first >= params.outputs) return;
@@ -422,6 +463,18 @@ inline float sum_of_terms(threadgroup const float* terms, uint stride, uint slot
   return sum;
 }
 
+// The R rows of one pair, each by a lane of its own.
+template <int R>
+inline void store_terms(RowValues<R> values, uint pair, uint expert, uint first, uint lane,
+                        threadgroup float* terms, device const uchar* routing, device const uchar* bias,
+                        constant ExpertDownParams& params) {
+  float own = 0.0f;
+  UNROLL for (int r = 0; r < R; ++r) own = lane == uint(r) ? values.v[r] : own;
+  if (lane >= R) return;
+  const uint row = min(first + lane, params.matmul.outputs - 1);
+  terms[lane] = weighted(own, pair, expert, row, routing, bias, params);
+}
+
 // The down projection of one token and the sum over its experts: each simdgroup takes a slot at a time for
 // the threadgroup's R rows. Grid: (blocks of R rows, tokens).
 template <typename W, int R, int kSteps, int kMaxThreads>
@@ -448,11 +501,7 @@ template <typename W, int R, int kSteps, int kMaxThreads>
       const W weights(packed, scales, biases, expert, matmul);
       const Sources<1> source = {{pair * matmul.inputs}};
       const RowValues<R> values = expert_rows<W, R, 1, kSteps>(weights, rows, x, source, 1, lane, matmul);
-      if (lane == 0) {
-        UNROLL for (int r = 0; r < R; ++r) {
-          terms[slot * R + r] = weighted(values.v[r], pair, expert, rows.v[r], routing, bias, params);
-        }
-      }
+      store_terms(values, pair, expert, first, lane, terms + slot * R, routing, bias, params);
     } else if (lane < R) {
       terms[slot * R + lane] = 0.0f;
     }
@@ -461,6 +510,32 @@ template <typename W, int R, int kSteps, int kMaxThreads>
   const uint row = first + thread_index;
   if (thread_index < R && row < matmul.outputs) {
     const float sum = sum_of_terms(terms + thread_index, R, matmul.slots);
+    out[ulong(token) * matmul.outputs + row] = T(combined(
+        sum, token, row, matmul.outputs, shared_gate, shared_out, residual, dtype_of<T>(), params.combine));
+  }
+}
+
+template <int kRows>
+inline void clear_sentinels(device const int* ids, threadgroup float* terms, uint thread_index, uint threads,
+                            constant ExpertParams& params) {
+  for (uint pair = thread_index; pair < params.pairs; pair += threads) {
+    if (expert_of(ids, pair, params) == params.experts) {
+      UNROLL for (int r = 0; r < kRows; ++r) terms[pair * kRows + r] = 0.0f;
+    }
+  }
+}
+
+// The sums over each token's slots of kRows rows, from `first` on, and what is combined with them.
+template <typename T, int kRows>
+inline void store_combined(threadgroup const float* terms, uint first, device const uchar* shared_gate,
+                           device const uchar* shared_out, device const uchar* residual, device T* out,
+                           uint thread_index, uint threads, constant ExpertDownParams& params) {
+  constant ExpertParams& matmul = params.matmul;
+  for (uint i = thread_index; i < matmul.tokens * kRows; i += threads) {
+    const uint token = i / kRows;
+    const uint row = first + i % kRows;
+    if (row >= matmul.outputs) continue;
+    const float sum = sum_of_terms(terms + token * matmul.slots * kRows + i % kRows, kRows, matmul.slots);
     out[ulong(token) * matmul.outputs + row] = T(combined(
         sum, token, row, matmul.outputs, shared_gate, shared_out, residual, dtype_of<T>(), params.combine));
   }
@@ -483,15 +558,12 @@ template <typename W>
     uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename W::Element T;
+  constexpr uint kThreads = kSharedSimdgroups * kSimdWidth;
   constant ExpertParams& matmul = params.matmul;
   threadgroup uint sources[kSharedSimdgroups * kMaxPairsAtOnce];
   threadgroup uint* own_sources = sources + simdgroup * kMaxPairsAtOnce;
   const uint first = group * kDownRows;
-  for (uint pair = thread_index; pair < matmul.pairs; pair += kSharedSimdgroups * kSimdWidth) {
-    if (expert_of(ids, pair, matmul) == matmul.experts) {
-      UNROLL for (int r = 0; r < kDownRows; ++r) terms[pair * kDownRows + r] = 0.0f;
-    }
-  }
+  clear_sentinels<kDownRows>(ids, terms, thread_index, kThreads, matmul);
   // Experts with equally many pairs together, so that the simdgroups run the same code at a time: in the
   // order of ids the kernel waited for instructions for half of its time (32 tokens).
   uint turn = 0;
@@ -528,14 +600,6 @@ template <typename W>
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (uint i = thread_index; i < matmul.tokens * kDownRows; i += kSharedSimdgroups * kSimdWidth) {
-    const uint token = i / kDownRows;
-    const uint row = first + i % kDownRows;
-    if (row < matmul.outputs) {
-      const float sum =
-          sum_of_terms(terms + token * matmul.slots * kDownRows + i % kDownRows, kDownRows, matmul.slots);
-      out[ulong(token) * matmul.outputs + row] = T(combined(
-          sum, token, row, matmul.outputs, shared_gate, shared_out, residual, dtype_of<T>(), params.combine));
-    }
-  }
+  store_combined<T, kDownRows>(terms, first, shared_gate, shared_out, residual, out, thread_index, kThreads,
+                               params);
 }

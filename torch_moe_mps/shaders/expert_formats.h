@@ -25,11 +25,13 @@ struct Words {
   uint v[N];
 };
 
-// Loads of 16 bytes, or one of 8.
+// Loads of 16 bytes, or one of 4 or 8.
 template <int N>
 inline Words<N> load_words(device const uint* source) {
   Words<N> words;
-  if constexpr (N == 2) {
+  if constexpr (N == 1) {
+    words.v[0] = *source;
+  } else if constexpr (N == 2) {
     const uint2 pair = *reinterpret_cast<device const uint2*>(source);
     words.v[0] = pair.x;
     words.v[1] = pair.y;

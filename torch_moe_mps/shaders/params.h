@@ -146,6 +146,7 @@ struct ExpertParams {
   uint32_t rows;             // rows of an expert's matrix
   uint32_t outputs;          // of one pair, after the activation
   uint32_t vectorised;       // rows of x and of a dense matrix start on a multiple of 8 elements
+  uint32_t bits;             // of a code
   uint32_t group_shift;      // log2 of the values that share a scale
   uint32_t wide_ids;         // ids are int64
   uint32_t x_per_pair;       // x has a row for each pair, else for each token

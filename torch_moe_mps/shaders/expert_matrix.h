@@ -1,0 +1,511 @@
+// Expert matmuls with affine weights for 2 to 32 tokens. An expert's only pair takes its rows dot product by
+// dot product, as for one token; more pairs take them as 8x8 matrices, of which one serves 8 pairs: most of
+// the work is to dequantise, and that does not grow with the pairs.
+#pragma once
+#include "expert_decode.h"
+#include "expert_fragments.h"
+
+constant constexpr uint kMatrixSimdgroups = 8;
+constant constexpr uint kMatrixDownSimdgroups = 16;
+constant constexpr int kTiles = 2;  // of 8 rows each, of one simdgroup: gates and ups where there are both
+constant constexpr int kMatrixRows = 8 * kTiles;
+constant constexpr int kMaxMatrixPairs = 384;
+constant constexpr uint kColumnPairs = 8;   // pairs in a column of matrices
+constant constexpr int kMaxColumns = 4;     // at once: more pairs read the rows again
+constant constexpr uint kBlockDepth = 512;  // inputs of 8 pairs that lie in threadgroup memory at a time
+constant constexpr uint kSmallGroupShift = 5;
+
+template <typename T>
+inline void multiply_pairs(thread simdgroup_matrix<float, 8, 8>& sums, vec<T, 2> weights, vec<T, 2> inputs) {
+  simdgroup_matrix<T, 8, 8> a, b;
+  a.thread_elements() = weights;
+  b.thread_elements() = inputs;
+  simdgroup_multiply_accumulate(sums, a, b, sums);
+}
+
+// Dot products of kTiles x 8 rows with 8 pairs a column: a lane holds those of its row and of two pairs.
+template <int kColumns>
+struct TileDots {
+  vec<float, 2> v[kTiles][kColumns];
+
+  TileDots() {
+    UNROLL for (int t = 0; t < kTiles; ++t) {
+      UNROLL for (int j = 0; j < kColumns; ++j) v[t][j] = vec<float, 2>(0.0f);
+    }
+  }
+
+  // That of tile t and pair n, one of the lane's. An array with such an index would go to memory.
+  float of(int t, uint n) const {
+    vec<float, 2> column = v[t][0];
+    UNROLL for (int j = 1; j < kColumns; ++j) {
+      if (n / kColumnPairs == uint(j)) column = v[t][j];
+    }
+    return n % 2 == 0 ? column.x : column.y;
+  }
+};
+
+// The next of a lane's pairs: those of quarter q are 8 j + 2 q and the one after it, for each column j.
+inline uint next_pair(uint n) {
+  return n % 2 == 0 ? n + 1 : n + kColumnPairs - 1;
+}
+
+// The inputs of two pairs as a lane meets them: its own in the units of quarter 0, and up to which column.
+template <typename F>
+struct LaneInputs {
+  typedef typename F::Element T;
+  device const T* first;
+  device const T* second;
+  uint first_end;
+  uint second_end;
+
+  LaneInputs() = default;
+  LaneInputs(device const T* first_, device const T* second_, bool has_first, bool has_second,
+             MatrixPlace place, uint inputs) {
+    const uint offset = F::unit_column(0, place.row / 2) + place.row % 2 * F::kPairs;
+    first = first_ + offset;
+    second = second_ + offset;
+    first_end = has_first ? inputs - offset : 0;
+    second_end = has_second ? inputs - offset : 0;
+  }
+
+  // Zero for a pair that is not there, and beyond the inputs.
+  UnitInputs<T, F::kPairs> unit(uint column) const {
+    typedef vec<T, F::kPairs> Source;
+    Source a = Source(T(0.0f)), b = Source(T(0.0f));
+    if (column < first_end) a = *reinterpret_cast<device const Source*>(first + column);
+    if (column < second_end) b = *reinterpret_cast<device const Source*>(second + column);
+    UnitInputs<T, F::kPairs> unit;
+    UNROLL for (int i = 0; i < F::kPairs; ++i) unit.v[i] = vec<T, 2>(a[i], b[i]);
+    return unit;
+  }
+};
+
+// The units between which the scale does not change, for one column of pairs.
+template <typename F>
+struct RunInputs {
+  UnitInputs<typename F::Element, F::kPairs> units[F::kRunUnits];
+};
+
+// A row of ones times the inputs puts their sums where the products of the pairs are.
+template <typename F, int kUnits>
+inline InputTotals input_totals(thread const UnitInputs<typename F::Element, F::kPairs>* units) {
+  typedef typename F::Element T;
+  InputTotals totals = no_totals();
+  UNROLL for (int place = 0; place < F::kPlaces; ++place) {
+    simdgroup_matrix<float, 8, 8> sums = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    UNROLL for (int u = 0; u < kUnits; ++u) {
+      UNROLL for (int i = place; i < F::kPairs; i += F::kPlaces) {
+        multiply_pairs<T>(sums, vec<T, 2>(T(1.0f)), units[u].v[i]);
+      }
+    }
+    const vec<float, 2> plain = sums.thread_elements();
+    totals.plain += plain;
+    totals.offset += F::offset(place) * plain;
+  }
+  return totals;
+}
+
+// One step. `inputs.run(r, j)` are the units of a run for column j of `columns`, `inputs.totals` their
+// totals.
+template <typename F, int kColumns, typename I>
+inline void add_step(F fragments, thread typename F::Strip* strips, I inputs, uint columns,
+                     ushort4 scale_lanes, thread TileDots<kColumns>& dots) {
+  typedef typename F::Element T;
+  UNROLL for (int r = 0; r < F::kUnits / F::kRunUnits; ++r) {
+    UNROLL for (int j = 0; j < kColumns; ++j) {
+      if (j != 0 && uint(j) >= columns) continue;
+      const RunInputs<F> run = inputs.run(r, j);
+      const InputTotals totals = inputs.totals(r, j, run);
+      simdgroup_matrix<float, 8, 8> sums[kTiles];
+      UNROLL for (int t = 0; t < kTiles; ++t) sums[t].thread_elements() = -totals.offset;
+      UNROLL for (int u = 0; u < F::kRunUnits; ++u) {
+        UNROLL for (int i = 0; i < F::kPairs; ++i) {
+          UNROLL for (int t = 0; t < kTiles; ++t) {
+            multiply_pairs<T>(sums[t], fragments.pair(strips[t], r * F::kRunUnits + u, i), run.units[u].v[i]);
+          }
+        }
+      }
+      UNROLL for (int t = 0; t < kTiles; ++t) {
+        fragments.add_scaled(strips[t], scale_lanes[r], sums[t].thread_elements(), totals, dots.v[t][j]);
+      }
+    }
+  }
+}
+
+// The lanes that have the scales of a lane's row, for each run of a step.
+template <typename F>
+inline ushort4 lanes_of_scales(F fragments, threadgroup const ushort* lanes, MatrixPlace place) {
+  ushort4 found = ushort4(0);
+  UNROLL for (int r = 0; r < F::kUnits / F::kRunUnits; ++r) {
+    found[r] = lanes[4 * place.row + fragments.run_quarter(r)];
+  }
+  return found;
+}
+
+// The output of a lane's row in tile t of a block from output `first` on: tiles are gates and ups of the same
+// outputs, or plain rows.
+inline uint tile_output(uint first, int t, MatrixPlace place, constant ExpertParams& params) {
+  return first + place.row + (params.row_layout == ROWS_PLAIN ? 8 * t : 0);
+}
+
+template <typename F>
+struct TileRows {
+  typename F::Row v[kTiles];
+};
+
+// Past the last output they are those of the last: read, not stored.
+template <typename F>
+inline TileRows<F> tile_rows(F fragments, uint first, MatrixPlace place, constant ExpertParams& params) {
+  TileRows<F> rows;
+  UNROLL for (int t = 0; t < kTiles; ++t) {
+    const uint output = min(tile_output(first, t, place, params), params.outputs - 1);
+    rows.v[t] = fragments.at(weight_row(output, t, params), place.quarter);
+  }
+  return rows;
+}
+
+// The strips of one step after another, the next ones loaded ahead.
+template <typename F>
+struct Strips {
+  TileRows<F> rows;
+  uint quarter;
+  typename F::Strip now[kTiles];
+  typename F::Strip next[kTiles];
+
+  Strips(F fragments, TileRows<F> rows_, uint quarter_) : rows(rows_), quarter(quarter_) {
+    load(fragments, 0);
+  }
+
+  void load(F fragments, uint column) {
+    UNROLL for (int t = 0; t < kTiles; ++t) next[t] = fragments.load(rows.v[t], column, quarter);
+  }
+
+  void advance(F fragments, uint column) {
+    UNROLL for (int t = 0; t < kTiles; ++t) now[t] = next[t];
+    load(fragments, column + F::kStep);
+  }
+};
+
+// A block of the inputs of an expert's pairs in threadgroup memory, one column of 8 pairs after another.
+template <typename F>
+struct StagedInputs {
+  typedef typename F::Element T;
+  threadgroup UnitInputs<T, F::kPairs>* units;  // [columns][units of a block][lanes]
+  threadgroup InputTotals* unit_totals;         // [columns][units of a block][quarters]
+  uint column_units;
+  uint lane;
+  uint quarter;
+  uint first;  // unit of the step
+
+  RunInputs<F> run(int r, int j) const {
+    RunInputs<F> run;
+    UNROLL for (int u = 0; u < F::kRunUnits; ++u) {
+      run.units[u] = units[(j * column_units + first + r * F::kRunUnits + u) * kSimdWidth + lane];
+    }
+    return run;
+  }
+
+  InputTotals totals(int r, int j, RunInputs<F>) const {
+    InputTotals totals = no_totals();
+    UNROLL for (int u = 0; u < F::kRunUnits; ++u) {
+      const InputTotals unit = unit_totals[(j * column_units + first + r * F::kRunUnits + u) * 4 + quarter];
+      totals.plain += unit.plain;
+      totals.offset += unit.offset;
+    }
+    return totals;
+  }
+
+  // Those from column `depth` on, by the simdgroups in turn. `sources`: where the pairs' inputs start.
+  void stage(device const T* x, threadgroup const uint* sources, uint count, uint depth, MatrixPlace place,
+             uint simdgroup, uint inputs) const {
+    for (uint start = 0; start < count; start += kColumnPairs) {
+      const uint n = start + 2 * quarter, last = count - 1;
+      const LaneInputs<F> source(x + sources[min(n, last)], x + sources[min(n + 1, last)], n < count,
+                                 n + 1 < count, place, inputs);
+      for (uint unit = simdgroup; unit < column_units; unit += kMatrixSimdgroups) {
+        const uint column = depth + unit / F::kUnits * F::kStep + F::unit_column(unit % F::kUnits, 0);
+        const UnitInputs<T, F::kPairs> loaded = source.unit(column);
+        const uint item = start / kColumnPairs * column_units + unit;
+        units[item * kSimdWidth + lane] = loaded;
+        const InputTotals totals = input_totals<F, 1>(&loaded);
+        if (place.row == 0) unit_totals[item * 4 + quarter] = totals;
+      }
+    }
+  }
+};
+
+// The rows of a simdgroup from output `first` on, for `count` <= 8 kColumns pairs.
+template <typename F, int kColumns>
+inline TileDots<kColumns> staged_tiles(F fragments, uint first, device const typename F::Element* x,
+                                       threadgroup const uint* sources, uint count, StagedInputs<F> staged,
+                                       threadgroup const ushort* lanes, MatrixPlace place, uint simdgroup,
+                                       constant ExpertParams& params) {
+  constexpr uint kDepth = kBlockDepth / kColumns;
+  const uint inputs = params.inputs;
+  const uint columns = (count + kColumnPairs - 1) / kColumnPairs;
+  const ushort4 scale_lanes = lanes_of_scales(fragments, lanes, place);
+  staged.column_units = kDepth / F::kStep * F::kUnits;
+  TileDots<kColumns> dots;
+  Strips<F> strips(fragments, tile_rows(fragments, first, place, params), place.quarter);
+  for (uint depth = 0; depth < inputs; depth += kDepth) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    staged.stage(x, sources, count, depth, place, simdgroup, inputs);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    staged.first = 0;
+    for (uint column = depth; column < min(depth + kDepth, inputs); column += F::kStep) {
+      strips.advance(fragments, column);
+      add_step<F, kColumns>(fragments, strips.now, staged, columns, scale_lanes, dots);
+      staged.first += F::kUnits;
+    }
+  }
+  return dots;
+}
+
+template <typename T, int kColumns>
+inline void store_tiles(TileDots<kColumns> dots, device const uchar* bias, uint expert, uint first,
+                        threadgroup const ushort* pairs, uint count, MatrixPlace place, device T* out,
+                        constant ExpertParams& params) {
+  const bool plain = params.row_layout == ROWS_PLAIN;
+  for (uint n = 2 * place.quarter; n < count; n = next_pair(n)) {
+    const float of_first = dots.of(0, n), of_second = dots.of(1, n);
+    for (int t = 0; t < (plain ? kTiles : 1); ++t) {
+      const uint output = tile_output(first, t, place, params);
+      if (output >= params.outputs) break;
+      const uint row = weight_row(output, 0, params);
+      float value = with_bias(t == 0 ? of_first : of_second, bias, expert, row, params);
+      if (plain) {
+        value = pointwise_activation(value, params.activation);
+      } else {
+        const float up = with_bias(of_second, bias, expert, weight_row(output, 1, params), params);
+        value = gated_activation(value, up, params);
+      }
+      out[ulong(pairs[n]) * params.outputs + output] = T(value);
+    }
+  }
+}
+
+// What the threadgroup's simdgroups share.
+template <typename F>
+struct RowsMemory {
+  threadgroup const ushort* pairs;
+  threadgroup const uint* sources;
+  threadgroup const ushort* lanes;
+  threadgroup UnitInputs<typename F::Element, F::kPairs>* units;
+  threadgroup InputTotals* totals;
+};
+
+// `count` <= 8 kColumns pairs of an expert, from number `start` on.
+template <typename F, int kColumns>
+inline void matrix_rows(F fragments, uint expert, uint first, device const typename F::Element* x, uint start,
+                        uint count, RowsMemory<F> memory, MatrixPlace place, device const uchar* bias,
+                        device typename F::Element* out, uint lane, uint simdgroup,
+                        constant ExpertParams& params) {
+  const StagedInputs<F> staged = {memory.units, memory.totals, 0, lane, place.quarter, 0};
+  const TileDots<kColumns> dots = staged_tiles<F, kColumns>(
+      fragments, first, x, memory.sources + start, count, staged, memory.lanes, place, simdgroup, params);
+  store_tiles(dots, bias, expert, first, memory.pairs + start, count, place, out, params);
+}
+
+// All pairs of an expert.
+template <typename F>
+inline void matrix_rows_of_pairs(F fragments, PairList list, uint first, device const typename F::Element* x,
+                                 RowsMemory<F> memory, MatrixPlace place, device const uchar* bias,
+                                 device typename F::Element* out, uint lane, uint simdgroup,
+                                 constant ExpertParams& params) {
+  if (list.count <= kColumnPairs) {
+    matrix_rows<F, 1>(fragments, list.expert, first, x, 0, list.count, memory, place, bias, out, lane,
+                      simdgroup, params);
+    return;
+  }
+  for (uint start = 0; start < list.count; start += kMaxColumns * kColumnPairs) {
+    const uint count = min(list.count - start, kMaxColumns * kColumnPairs);
+    matrix_rows<F, kMaxColumns>(fragments, list.expert, first, x, start, count, memory, place, bias, out,
+                                lane, simdgroup, params);
+  }
+}
+
+// An expert's only pair: the rows of a simdgroup, 8 at a time.
+template <typename W>
+inline RowValues<kMatrixRows> rows_of_pair(W weights, device const typename W::Element* x, uint source,
+                                           uint first, uint lane, constant ExpertParams& params) {
+  const Sources<1> sources = {{source}};
+  return row_blocks<W, kMatrixRows, 8, 1>(weights, x, sources, 1, first, lane, params);
+}
+
+// Grid: see shared_pairs. W and F are the same format.
+template <typename W, typename F>
+[[kernel, max_total_threads_per_threadgroup(512)]] void expert_rows_matrix(
+    device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
+    device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
+    device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
+    device typename W::Element* out [[buffer(6)]], constant ExpertParams& params [[buffer(7)]],
+    device uint4* order [[buffer(8)]], uint2 group [[threadgroup_position_in_grid]],
+    uint2 groups [[threadgroups_per_grid]], uint thread_index [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  typedef typename W::Element T;
+  typedef typename F::SmallGroups Small;
+  constexpr uint kThreads = kMatrixSimdgroups * kSimdWidth;
+  threadgroup ushort pairs[kMaxMatrixPairs];
+  threadgroup uint sources[kMaxMatrixPairs];
+  threadgroup uint found[kMatrixSimdgroups];
+  threadgroup uint lower[kMatrixSimdgroups];
+  threadgroup float numbers[64];
+  threadgroup ushort lanes[kSimdWidth];
+  threadgroup UnitInputs<T, F::kPairs> units[kBlockDepth / F::kStep * F::kUnits * kSimdWidth];
+  threadgroup InputTotals totals[kBlockDepth / F::kStep * F::kUnits * 4];
+
+  const uint block = outputs_of_rows(kMatrixSimdgroups * kMatrixRows, params);
+  const PairList list = shared_pairs(ids, pairs, found, lower, order, out, block, group, groups, thread_index,
+                                     kThreads, lane, simdgroup, params);
+  if (list.count == 0) return;
+  const uint first = group.x * block + simdgroup * outputs_of_rows(kMatrixRows, params);
+  if (list.count == 1) {
+    if (first >= params.outputs) return;
+    const W weights(packed, scales, biases, list.expert, params);
+    const uint source = input_row(pairs[0], params) * params.inputs;
+    store_outputs_of_pair(rows_of_pair(weights, x, source, first, lane, params), bias, list.expert, first,
+                          pairs[0], lane, out, params);
+    return;
+  }
+  for (uint i = thread_index; i < list.count; i += kThreads) {
+    sources[i] = input_row(pairs[i], params) * params.inputs;
+  }
+  const MatrixPlace place = find_place(numbers, lanes, thread_index, lane);
+  if (params.group_shift == kSmallGroupShift) {
+    const RowsMemory<Small> memory = {pairs, sources, lanes, units, totals};
+    matrix_rows_of_pairs<Small>({packed, scales, biases, list.expert, params}, list, first, x, memory, place,
+                                bias, out, lane, simdgroup, params);
+  } else {
+    const RowsMemory<F> memory = {pairs, sources, lanes, units, totals};
+    matrix_rows_of_pairs<F>({packed, scales, biases, list.expert, params}, list, first, x, memory, place,
+                            bias, out, lane, simdgroup, params);
+  }
+}
+
+// The inputs of one step straight from memory, for a simdgroup that has an expert of its own.
+template <typename F, int kColumns>
+struct DirectInputs {
+  LaneInputs<F> sources[kColumns];
+  uint column;
+
+  RunInputs<F> run(int r, int j) const {
+    RunInputs<F> run;
+    UNROLL for (int u = 0; u < F::kRunUnits; ++u) {
+      run.units[u] = sources[j].unit(column + F::unit_column(r * F::kRunUnits + u, 0));
+    }
+    return run;
+  }
+
+  InputTotals totals(int, int, RunInputs<F> run) const { return input_totals<F, F::kRunUnits>(run.units); }
+};
+
+// kMatrixRows rows of an expert for `count` <= 8 kColumns pairs, those of `entries` of the order.
+template <typename F, int kColumns>
+inline TileDots<kColumns> direct_tiles(F fragments, uint first, device const typename F::Element* x,
+                                       device const uint4* entries, uint count,
+                                       threadgroup const ushort* lanes, MatrixPlace place,
+                                       constant ExpertParams& params) {
+  const uint inputs = params.inputs, last = count - 1;
+  const uint columns = (count + kColumnPairs - 1) / kColumnPairs;
+  const ushort4 scale_lanes = lanes_of_scales(fragments, lanes, place);
+  DirectInputs<F, kColumns> direct;
+  UNROLL for (int j = 0; j < kColumns; ++j) {
+    const uint n = kColumnPairs * j + 2 * place.quarter;
+    direct.sources[j] =
+        LaneInputs<F>(x + entries[min(n, last)].x * inputs, x + entries[min(n + 1, last)].x * inputs,
+                      n < count, n + 1 < count, place, inputs);
+  }
+  TileDots<kColumns> dots;
+  Strips<F> strips(fragments, tile_rows(fragments, first, place, params), place.quarter);
+  for (direct.column = 0; direct.column < inputs; direct.column += F::kStep) {
+    strips.advance(fragments, direct.column);
+    add_step<F, kColumns>(fragments, strips.now, direct, columns, scale_lanes, dots);
+  }
+  return dots;
+}
+
+// Their terms: times the routing weights.
+template <typename F, int kColumns>
+inline void matrix_terms(F fragments, uint first, device const typename F::Element* x,
+                         device const uint4* entries, uint count, threadgroup float* terms,
+                         threadgroup const ushort* lanes, MatrixPlace place, device const uchar* routing,
+                         device const uchar* bias, constant ExpertDownParams& params) {
+  const TileDots<kColumns> dots =
+      direct_tiles<F, kColumns>(fragments, first, x, entries, count, lanes, place, params.matmul);
+  for (uint n = 2 * place.quarter; n < count; n = next_pair(n)) {
+    const uint pair = entries[n].x;
+    UNROLL for (int t = 0; t < kTiles; ++t) {
+      const uint row = min(tile_output(first, t, place, params.matmul), params.matmul.outputs - 1);
+      terms[pair * kMatrixRows + 8 * t + place.row] =
+          weighted(dots.of(t, n), pair, entries->y, row, routing, bias, params);
+    }
+  }
+}
+
+template <typename F>
+inline void matrix_terms_of_pairs(F fragments, uint first, device const typename F::Element* x,
+                                  device const uint4* entries, uint count, threadgroup float* terms,
+                                  threadgroup const ushort* lanes, MatrixPlace place,
+                                  device const uchar* routing, device const uchar* bias,
+                                  constant ExpertDownParams& params) {
+  if (count <= kColumnPairs) {
+    matrix_terms<F, 1>(fragments, first, x, entries, count, terms, lanes, place, routing, bias, params);
+  } else {
+    matrix_terms<F, kMaxColumns>(fragments, first, x, entries, count, terms, lanes, place, routing, bias,
+                                 params);
+  }
+}
+
+// A threadgroup takes kMatrixRows rows, its simdgroups in turn the distinct experts of `order`, each with all
+// its pairs. Grid: blocks of rows. Threadgroup memory: kMatrixRows floats a pair.
+template <typename W, typename F>
+[[kernel, max_total_threads_per_threadgroup(512)]] void expert_down_matrix(
+    device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
+    device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
+    device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
+    device typename W::Element* out [[buffer(6)]], device const uchar* routing [[buffer(7)]],
+    device const uchar* shared_gate [[buffer(8)]], device const uchar* shared_out [[buffer(9)]],
+    device const uchar* residual [[buffer(10)]], constant ExpertDownParams& params [[buffer(11)]],
+    device const uint4* order [[buffer(12)]], threadgroup float* terms [[threadgroup(0)]],
+    uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  typedef typename W::Element T;
+  typedef typename F::SmallGroups Small;
+  constexpr uint kThreads = kMatrixDownSimdgroups * kSimdWidth;
+  constant ExpertParams& matmul = params.matmul;
+  threadgroup float numbers[64];
+  threadgroup ushort lanes[kSimdWidth];
+  const uint first = group * kMatrixRows;
+  clear_sentinels<kMatrixRows>(ids, terms, thread_index, kThreads, matmul);
+  const MatrixPlace place = find_place(numbers, lanes, thread_index, lane);
+  uint turn = 0;
+  for (uint base = 0; base < matmul.pairs; base += kSimdWidth) {
+    const uint entry = base + lane;
+    bool starts = false;
+    if (entry < matmul.pairs) {
+      const uint4 own = order[entry];
+      starts = own.y < matmul.experts && own.z % (kMaxColumns * kColumnPairs) == 0;
+    }
+    for (uint left = ballot(starts); left != 0; left &= left - 1, ++turn) {
+      if (turn % kMatrixDownSimdgroups != simdgroup) continue;
+      device const uint4* entries = order + base + ctz(left);
+      const uint expert = entries->y;
+      const uint count = min(entries->w - entries->z, kMaxColumns * kColumnPairs);
+      if (count == 1) {
+        const W weights(packed, scales, biases, expert, matmul);
+        const uint pair = entries->x;
+        store_terms(rows_of_pair(weights, x, pair * matmul.inputs, first, lane, matmul), pair, expert, first,
+                    lane, terms + pair * kMatrixRows, routing, bias, params);
+      } else if (matmul.group_shift == kSmallGroupShift) {
+        matrix_terms_of_pairs<Small>({packed, scales, biases, expert, matmul}, first, x, entries, count,
+                                     terms, lanes, place, routing, bias, params);
+      } else {
+        matrix_terms_of_pairs<F>({packed, scales, biases, expert, matmul}, first, x, entries, count, terms,
+                                 lanes, place, routing, bias, params);
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  store_combined<T, kMatrixRows>(terms, first, shared_gate, shared_out, residual, out, thread_index, kThreads,
+                                 params);
+}
