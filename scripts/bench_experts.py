@@ -23,9 +23,9 @@ SHADERS = Path(__file__).resolve().parent.parent / "torch_moe_mps" / "shaders"
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
 GROUP = 64
 # As in csrc/expert_paths.mm.
-SINGLE_SIMDGROUPS, SINGLE_ROWS = 8, 4
-SHARED_SIMDGROUPS, SHARED_ROWS, SINGLE_DOWN_ROWS = 8, 8, 4
-SHARED_DOWN_SIMDGROUPS, SHARED_DOWN_ROWS = 8, 8
+SINGLE_SIMDGROUPS, SINGLE_ROWS, SINGLE_DOWN_ROWS = 8, 4, 4
+# For 2 to 32 tokens: simdgroups and rows of the first kernel, then of the second.
+SHARED, MATRIX = (8, 8, 8, 8), (8, 16, 16, 16)
 TILE_ROWS, TILE_COLUMNS = 32, 64
 TOLERANCE = {"f32": 1e-5, "f16": 2e-3, "bf16": 1.2e-2}  # of the largest value
 METAL_TYPE = {"f32": "float", "f16": "half", "bf16": "bfloat"}
@@ -172,7 +172,8 @@ class Ours:
         self.device, self.dtype, self.kind = device, dtype, kind
         text = (SHADERS / ("experts.metal" if kind == "dense" else "quantized.metal")).read_text()
         self.suffix = dtype if kind == "dense" else f"{kind}_{dtype}"
-        lines = ['#include "expert_decode.h"', '#include "expert_gemm.h"']
+        self.matrix = kind.startswith("affine")
+        lines = re.findall(r"^#include.*$", text, re.M)
         lines += instantiations(text, METAL_TYPE[dtype], self.suffix)
         if kind != "dense":
             lines.append(
@@ -192,6 +193,7 @@ class Ours:
             "rows": weights.rows,
             "outputs": outputs,
             "vectorised": 1,
+            "bits": weights.bits if self.matrix else 0,
             "group_shift": GROUP.bit_length() - 1,
             "x_per_pair": int(x_per_pair),
             "grid_is_experts": int(tokens * slots > EXPERTS),
@@ -220,8 +222,10 @@ class Ours:
                 SINGLE_SIMDGROUPS * 32,
             )
             return self.launch("expert_rows_single", buffers, grid, threads)
-        grid = (-(-outputs // (SHARED_SIMDGROUPS * SHARED_ROWS // 2)), min(pairs, EXPERTS) + 1, 1)
-        return self.launch("expert_rows_shared", buffers, grid, SHARED_SIMDGROUPS * 32)
+        simdgroups, rows, _, _ = MATRIX if self.matrix else SHARED
+        grid = (-(-outputs // (simdgroups * rows // 2)), min(pairs, EXPERTS) + 1, 1)
+        name = "expert_rows_matrix" if self.matrix else "expert_rows_shared"
+        return self.launch(name, buffers, grid, simdgroups * 32)
 
     def down(self, x, weights: Weights, ids, routing, out, order):
         """Down, the sum over the experts: decode's second dispatch."""
@@ -249,13 +253,10 @@ class Ours:
                 (-(-weights.rows // SINGLE_DOWN_ROWS), 1, 1),
                 min(TOP_K, 8) * 32,
             )
-        return self.launch(
-            "expert_down_shared",
-            buffers,
-            (-(-weights.rows // SHARED_DOWN_ROWS), 1, 1),
-            SHARED_DOWN_SIMDGROUPS * 32,
-            [ids.size * SHARED_DOWN_ROWS * 4],
-        )
+        _, _, simdgroups, rows = MATRIX if self.matrix else SHARED
+        name = "expert_down_matrix" if self.matrix else "expert_down_shared"
+        grid = (-(-weights.rows // rows), 1, 1)
+        return self.launch(name, buffers, grid, simdgroups * 32, [ids.size * rows * 4])
 
     def gemm(self, x, weights: Weights, ids, tiles, out, gated: bool, x_per_pair: bool):
         outputs = weights.rows // 2 if gated else weights.rows
@@ -627,7 +628,7 @@ def bench_down(device, table, mlx, sources, kind: str, dtype: str, tokens_list):
 
 
 def pair_list(cp, ids):
-    """What expert_rows_shared writes for expert_down_shared."""
+    """What the first kernel for 2 to 32 tokens writes for the second."""
     flat = ids.get().reshape(-1)
     order = np.argsort(flat, kind="stable")
     counts = np.bincount(flat, minlength=EXPERTS)

@@ -144,10 +144,33 @@ struct DenseColumns {
   T at(uint row, uint column) const { return values[column * rows + row]; }
 };
 
-// q * scale + bias, q of kBits bits. Two values that lie 16 bits apart are put into the mantissas of two
-// halves with a fixed exponent: numbers without a conversion from integers, and with few integer operations,
-// both of which run below the rate of other instructions. At place p of the mantissa q gives the code 2^10 +
-// q * 2^p.
+// Codes of kBits bits in pairs that lie 16 bits apart, as the mantissas of two halves with a fixed exponent:
+// numbers without a conversion from integers, and with few integer operations, both of which run below the
+// rate of other instructions. A nibble may lie at place 0 or 4 of the mantissa, so that one shifted word
+// serves two pairs of them. The exponent is that for which the code counts units: the halves are 1024 + q and
+// 64 + q.
+template <int kBits>
+struct HalfCodes {
+  static constant constexpr int kPairs = 16 / kBits;  // of a word: codes i and i + kPairs
+  static constant constexpr int kPlaces = kBits == 4 ? 2 : 1;
+
+  uint masks[kPlaces];
+
+  // The bits come at run time so that the masks stay in registers: as literals they were moved there for each
+  // use, one instruction in ten of the decode kernels (NVRTC).
+  HalfCodes(uint bits) {
+    UNROLL for (int i = 0; i < kPlaces; ++i) masks[i] = ((1u << bits) - 1) * 0x00010001u << (kBits * i);
+  }
+
+  static constexpr float offset(int i) { return i % kPlaces == 0 ? 1024.0f : 64.0f; }
+
+  half2 pair(uint word, int i) const {
+    const uint exponents = i % kPlaces == 0 ? 0x64006400u : 0x54005400u;
+    return as_type<half2>((word >> (kBits * (i - i % kPlaces)) & masks[i % kPlaces]) | exponents);
+  }
+};
+
+// q * scale + bias, q of kBits bits.
 //
 // kLanesShare: the lanes of a group load its scale and bias once, for all of them. For one token, where
 // waiting for memory is most of the time, a load by each lane is faster: 8.9 instead of 9.6 us (int4)
@@ -161,8 +184,6 @@ struct AffineWeights {
   static constant constexpr bool kTwoSteps = true;
   static constant constexpr int kWordsPerOctet = kBits / 4;
   static constant constexpr int kValuesPerWord = 32 / kBits;
-  // A nibble may lie at place 0 or 4, so that one shifted word serves two pairs of them.
-  static constant constexpr int kPlaces = kBits == 4 ? 2 : 1;
   // Relative to q the offset is at most 2^10; what it costs, 2^-24 of it, is less than 1e-5 of q's range and
   // below the rounding of 16-bit activations. For float activations it is subtracted first.
   static constant constexpr bool kExact = sizeof(T) == 4;
@@ -173,55 +194,60 @@ struct AffineWeights {
     float bias;
   };
 
-  // As loaded: where its lanes share the loads, a group's first lane has the scale and its last the bias.
+  // As loaded. Where its lanes share the loads, a group's first lane has the scale and its last the bias, in
+  // `scale`; a lane that is both has the bias in `bias`.
   struct Part {
     Words<kOctetCount * kWordsPerOctet> words;
     T scale;
     T bias;
   };
 
-  struct Row {
-    uint word;
-    uint group;
-  };
+  typedef uint Row;  // its first word
 
   device const uint* packed;
   device const T* scales;
   device const T* biases;
   uint words_per_row;
-  uint groups_per_row;
-  uint group_shift;
+  uint group_shift;  // of words
   uint other_lanes;  // of a group, a power of two less one
+  HalfCodes<kBits> half_codes;
 
   AffineWeights(device const uchar* packed_, device const uchar* scales_, device const uchar* biases_,
                 uint expert, constant ExpertParams& params)
       : words_per_row(params.inputs / kValuesPerWord),
-        groups_per_row(params.inputs >> params.group_shift),
-        group_shift(params.group_shift),
-        other_lanes(kLanesShare ? (1u << params.group_shift) / (8 * kOctetCount) - 1 : 0) {
+        group_shift(params.group_shift - (kBits == 4 ? 3 : 2)),
+        other_lanes(kLanesShare ? (1u << params.group_shift) / (8 * kOctetCount) - 1 : 0),
+        half_codes(params.bits) {
     const ulong row = ulong(expert) * params.rows;
     packed = reinterpret_cast<device const uint*>(packed_) + row * words_per_row;
-    scales = reinterpret_cast<device const T*>(scales_) + row * groups_per_row;
-    biases = reinterpret_cast<device const T*>(biases_) + row * groups_per_row;
+    scales = reinterpret_cast<device const T*>(scales_) + row * (words_per_row >> group_shift);
+    biases = reinterpret_cast<device const T*>(biases_) + row * (words_per_row >> group_shift);
   }
 
-  Row at(uint row) const { return {row * words_per_row, row * groups_per_row}; }
+  // Rows have whole groups, so that the number of a word tells its group.
+  Row at(uint row) const { return row * words_per_row; }
 
   Chunk load(Row row, uint column) const {
+    const uint word = row + column / kValuesPerWord;
     Chunk chunk;
-    chunk.words = load_words<kOctetCount * kWordsPerOctet>(packed + (row.word + column / kValuesPerWord));
-    chunk.scale = float(scales[row.group + (column >> group_shift)]);
-    chunk.bias = float(biases[row.group + (column >> group_shift)]);
+    chunk.words = load_words<kOctetCount * kWordsPerOctet>(packed + word);
+    chunk.scale = float(scales[word >> group_shift]);
+    chunk.bias = float(biases[word >> group_shift]);
     return chunk;
   }
 
   Part load_part(Row row, uint column, uint lane, bool active) const {
+    const uint word = row + column / kValuesPerWord;
     Part part = {};
-    const uint group = row.group + (column >> group_shift);
-    const uint word = row.word + column / kValuesPerWord;
     if (active) part.words = load_words<kOctetCount * kWordsPerOctet>(packed + word);
-    if (active && (lane & other_lanes) == 0) part.scale = scales[group];
-    if (active && (lane & other_lanes) == other_lanes) part.bias = biases[group];
+    if constexpr (kLanesShare) {
+      const bool first = (lane & other_lanes) == 0, last = (lane & other_lanes) == other_lanes;
+      if (active && (first || last)) part.scale = (first ? scales : biases)[word >> group_shift];
+      if (active && first && last) part.bias = biases[word >> group_shift];
+    } else if (active) {
+      part.scale = scales[word >> group_shift];
+      part.bias = biases[word >> group_shift];
+    }
     return part;
   }
 
@@ -231,37 +257,30 @@ struct AffineWeights {
     chunk.scale = float(part.scale);
     chunk.bias = float(part.bias);
     if constexpr (kLanesShare) {
+      const float last = other_lanes == 0 ? chunk.bias : chunk.scale;
+      chunk.bias = simd_shuffle(last, ushort(lane | other_lanes));
       chunk.scale = simd_shuffle(chunk.scale, ushort(lane & ~other_lanes));
-      chunk.bias = simd_shuffle(chunk.bias, ushort(lane | other_lanes));
     }
     return chunk;
   }
 
-  static constexpr int place(int i) { return i % (kValuesPerWord / 2) % kPlaces; }
-  static constexpr float weight(int i) { return kExact || place(i) == 0 ? 1.0f : 1.0f / 16.0f; }
-  static constexpr float offset(int i) { return kExact ? 0.0f : 1024.0f * weight(i); }
+  static constexpr float offset(int i) { return kExact ? 0.0f : HalfCodes<kBits>::offset(i); }
 
   static Pack<8> coded(Pack<8> inputs, thread InputSums& sums) {
     UNROLL for (int i = 0; i < 8; ++i) {
-      sums.v[place(i)] += inputs.v[i];
-      inputs.v[i] *= weight(i);
+      sums.v[i % HalfCodes<kBits>::kPairs % HalfCodes<kBits>::kPlaces] += inputs.v[i];
     }
     return inputs;
   }
 
   Pack<8> codes(Chunk chunk, int index) const {
-    constexpr uint kField = ((1u << kBits) - 1u) * 0x00010001u;
-    constexpr int kPairs = kValuesPerWord / 2;
+    constexpr int kPairs = HalfCodes<kBits>::kPairs;
     Pack<8> pack;
     UNROLL for (int w = 0; w < kWordsPerOctet; ++w) {
       const uint word = chunk.words.v[index * kWordsPerOctet + w];
       UNROLL for (int i = 0; i < kPairs; ++i) {
-        const uint field = kField << (kBits * place(i));
-        half2 pair = as_type<half2>((word >> (kBits * (i - place(i))) & field) | 0x64006400u);
-        if constexpr (kExact) {
-          const half step = place(i) == 0 ? half(1.0f) : half(1.0f / 16.0f);
-          pair = (pair - half2(half(1024.0f))) * half2(step);
-        }
+        half2 pair = half_codes.pair(word, i);
+        if constexpr (kExact) pair = pair - half2(half(HalfCodes<kBits>::offset(i)));
         pack.v[w * kValuesPerWord + i] = float(pair.x);
         pack.v[w * kValuesPerWord + i + kPairs] = float(pair.y);
       }
@@ -272,7 +291,7 @@ struct AffineWeights {
   float scaled(Chunk chunk, float dot, InputSums inputs) const {
     float plain = inputs.v[0];
     dot = fma(-offset(0), inputs.v[0], dot);
-    if constexpr (kPlaces == 2) {
+    if constexpr (HalfCodes<kBits>::kPlaces == 2) {
       plain += inputs.v[1];
       dot = fma(-offset(1), inputs.v[1], dot);
     }
@@ -282,7 +301,8 @@ struct AffineWeights {
   Pack<8> octet(Chunk chunk, int index) const {
     Pack<8> pack = codes(chunk, index);
     UNROLL for (int i = 0; i < 8; ++i) {
-      pack.v[i] = fma(pack.v[i], chunk.scale * weight(i), fma(-offset(i), chunk.scale, chunk.bias));
+      const float rest = fma(-offset(i % HalfCodes<kBits>::kPairs), chunk.scale, chunk.bias);
+      pack.v[i] = fma(pack.v[i], chunk.scale, rest);
     }
     return pack;
   }

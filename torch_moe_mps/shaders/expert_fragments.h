@@ -63,10 +63,7 @@ struct AffineFragments {
   static constant constexpr int kUnits = 4;
   static constant constexpr uint kStep = 4 * kUnits * kCodes;
   static constant constexpr int kRunUnits = (kSmallGroups ? 32 : 64) / (4 * kCodes);
-  // Codes are the mantissas of 16-bit floats, as in AffineWeights, with the exponent for which their unit
-  // is 1. 4-bit codes may lie at place 0 or 4 of a half's mantissa, and at place 0 of a bfloat's.
-  static constant constexpr int kPlaces = is_same_v<T, half> && kBits == 4 ? 2 : 1;
-  static constant constexpr bool kInMantissa = is_same_v<T, half> || (is_same_v<T, bfloat> && kBits == 4);
+  static constant constexpr int kPlaces = is_same_v<T, half> ? HalfCodes<kBits>::kPlaces : 1;
 
   struct Strip {
     uint words[kUnits];
@@ -86,16 +83,14 @@ struct AffineFragments {
   uint inputs;
   uint group_shift;
   uint groups_per_row;
-  uint masks[kPlaces];
+  HalfCodes<kBits> half_codes;
 
   AffineFragments(device const uchar* packed_, device const uchar* scales_, device const uchar* biases_,
                   uint expert, constant ExpertParams& params)
       : inputs(params.inputs),
         group_shift(params.group_shift),
-        groups_per_row(params.inputs >> params.group_shift) {
-    UNROLL for (int i = 0; i < kPlaces; ++i) {
-      masks[i] = ((1u << params.bits) - 1) * 0x00010001u << (kBits * i);
-    }
+        groups_per_row(params.inputs >> params.group_shift),
+        half_codes(params.bits) {
     const ulong row = ulong(expert) * params.rows;
     packed = reinterpret_cast<device const uint*>(packed_) + row * (params.inputs / kCodes);
     scales = reinterpret_cast<device const T*>(scales_) + row * groups_per_row;
@@ -133,19 +128,18 @@ struct AffineFragments {
   // The quarter whose lane has the scale of a run.
   uint run_quarter(int run) const { return (run * kRunUnits * 4 * kCodes) >> group_shift; }
 
+  // A bfloat's mantissa has room for 4 bits above its last 3: 128 + q. Other codes are converted.
   static constexpr float offset(int i) {
-    if (!kInMantissa) return 0.0f;
-    if (is_same_v<T, bfloat>) return 128.0f;
-    return i % kPlaces == 0 ? 1024.0f : 64.0f;
+    if (is_same_v<T, half>) return HalfCodes<kBits>::offset(i);
+    return is_same_v<T, bfloat> && kBits == 4 ? 128.0f : 0.0f;
   }
 
   vec<T, 2> pair(Strip strip, int unit, int i) const {
-    const uint word = strip.words[unit] >> (kBits * (i - i % kPlaces));
-    if constexpr (kInMantissa) {
-      const uint exponent = is_same_v<T, bfloat> ? 0x43004300u : i % kPlaces == 0 ? 0x64006400u : 0x54005400u;
-      return as_type<vec<T, 2>>((word & masks[i % kPlaces]) | exponent);
+    if constexpr (is_same_v<T, half>) {
+      return half_codes.pair(strip.words[unit], i);
     } else {
-      const uint codes = word & masks[0];
+      const uint codes = strip.words[unit] >> (kBits * i) & half_codes.masks[0];
+      if constexpr (is_same_v<T, bfloat> && kBits == 4) return as_type<vec<T, 2>>(codes | 0x43004300u);
       return vec<T, 2>(T(float(codes & 0xffffu)), T(float(codes >> 16)));
     }
   }

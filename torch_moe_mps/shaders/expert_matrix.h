@@ -324,12 +324,65 @@ inline void matrix_rows_of_pairs(F fragments, PairList list, uint first, device 
   }
 }
 
-// An expert's only pair: the rows of a simdgroup, 8 at a time.
+constant constexpr int kRowsAtOnce = 4;
+
 template <typename W>
-inline RowValues<kMatrixRows> rows_of_pair(W weights, device const typename W::Element* x, uint source,
-                                           uint first, uint lane, constant ExpertParams& params) {
-  const Sources<1> sources = {{source}};
-  return row_blocks<W, kMatrixRows, 8, 1>(weights, x, sources, 1, first, lane, params);
+struct RowParts {
+  typename W::Part v[kRowsAtOnce];
+};
+
+template <typename W>
+inline RowParts<W> load_rows(W weights, thread const typename W::Row* rows, uint column, uint lane,
+                             uint inputs) {
+  RowParts<W> parts;
+  UNROLL for (int r = 0; r < kRowsAtOnce; ++r) {
+    parts.v[r] = weights.load_part(rows[r], column, lane, column < inputs);
+  }
+  return parts;
+}
+
+// An expert's only pair: the dot products of a simdgroup's rows with the inputs at x, of which a lane keeps
+// its chunk for all rows. The next rows are loaded ahead.
+template <typename W>
+inline RowValues<kMatrixRows> rows_of_pair(W weights, device const typename W::Element* x, uint first,
+                                           uint lane, constant ExpertParams& params) {
+  constexpr uint kColumns = 8 * W::kOctets;
+  constexpr uint kStride = kSimdWidth * kColumns;
+  constexpr int kBlocks = kMatrixRows / kRowsAtOnce;
+  RowValues<kMatrixRows> values;
+  UNROLL for (int r = 0; r < kMatrixRows; ++r) values.v[r] = 0.0f;
+  const RowSet<kMatrixRows> rows = rows_at<kMatrixRows>(first, 0, params);
+  typename W::Row at[kMatrixRows];
+  UNROLL for (int r = 0; r < kMatrixRows; ++r) at[r] = weights.at(rows.v[r]);
+  const uint inputs = params.inputs;
+  RowParts<W> next = load_rows(weights, at, lane * kColumns, lane, inputs);
+  // All lanes walk to the end, since they exchange scales; beyond the inputs they add zeros.
+  for (uint base = 0; base < inputs; base += kStride) {
+    const uint column = base + lane * kColumns;
+    Octet<typename W::Element> octets[W::kOctets] = {};
+    if (column < inputs) {
+      UNROLL for (int o = 0; o < W::kOctets; ++o) octets[o] = load_octet(x + column + 8 * o, 8, true);
+    }
+    Pack<8> coded[W::kOctets];
+    InputSums sums = {{0.0f, 0.0f}};
+    UNROLL for (int o = 0; o < W::kOctets; ++o) coded[o] = W::coded(octets[o].values(), sums);
+    UNROLL for (int block = 0; block < kBlocks; ++block) {
+      const RowParts<W> parts = next;
+      const int then = (block + 1) % kBlocks;
+      next = load_rows(weights, at + then * kRowsAtOnce, then == 0 ? column + kStride : column, lane, inputs);
+      UNROLL for (int r = 0; r < kRowsAtOnce; ++r) {
+        const typename W::Chunk chunk = weights.whole(parts.v[r], lane);
+        float dot = 0.0f;
+        UNROLL for (int o = 0; o < W::kOctets; ++o) {
+          const Pack<8> codes = weights.codes(chunk, o);
+          UNROLL for (int i = 0; i < 8; ++i) dot = fma(codes.v[i], coded[o].v[i], dot);
+        }
+        values.v[block * kRowsAtOnce + r] += weights.scaled(chunk, dot, sums);
+      }
+    }
+  }
+  UNROLL for (int r = 0; r < kMatrixRows; ++r) values.v[r] = simd_sum(values.v[r]);
+  return values;
 }
 
 // Grid: see shared_pairs. W and F are the same format.
@@ -362,8 +415,8 @@ template <typename W, typename F>
   if (list.count == 1) {
     if (first >= params.outputs) return;
     const W weights(packed, scales, biases, list.expert, params);
-    const uint source = input_row(pairs[0], params) * params.inputs;
-    store_outputs_of_pair(rows_of_pair(weights, x, source, first, lane, params), bias, list.expert, first,
+    device const T* source = x + input_row(pairs[0], params) * params.inputs;
+    store_outputs_of_pair(rows_of_pair(weights, source, first, lane, params), bias, list.expert, first,
                           pairs[0], lane, out, params);
     return;
   }
@@ -458,18 +511,18 @@ inline void matrix_terms_of_pairs(F fragments, uint first, device const typename
 
 // A threadgroup takes kMatrixRows rows, its simdgroups in turn the distinct experts of `order`, each with all
 // its pairs. Grid: blocks of rows. Threadgroup memory: kMatrixRows floats a pair.
-template <typename W, typename F>
+template <typename F>
 [[kernel, max_total_threads_per_threadgroup(512)]] void expert_down_matrix(
-    device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
+    device const typename F::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
     device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
     device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
-    device typename W::Element* out [[buffer(6)]], device const uchar* routing [[buffer(7)]],
+    device typename F::Element* out [[buffer(6)]], device const uchar* routing [[buffer(7)]],
     device const uchar* shared_gate [[buffer(8)]], device const uchar* shared_out [[buffer(9)]],
     device const uchar* residual [[buffer(10)]], constant ExpertDownParams& params [[buffer(11)]],
     device const uint4* order [[buffer(12)]], threadgroup float* terms [[threadgroup(0)]],
     uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
-  typedef typename W::Element T;
+  typedef typename F::Element T;
   typedef typename F::SmallGroups Small;
   constexpr uint kThreads = kMatrixDownSimdgroups * kSimdWidth;
   constant ExpertParams& matmul = params.matmul;
@@ -491,12 +544,7 @@ template <typename W, typename F>
       device const uint4* entries = order + base + ctz(left);
       const uint expert = entries->y;
       const uint count = min(entries->w - entries->z, kMaxColumns * kColumnPairs);
-      if (count == 1) {
-        const W weights(packed, scales, biases, expert, matmul);
-        const uint pair = entries->x;
-        store_terms(rows_of_pair(weights, x, pair * matmul.inputs, first, lane, matmul), pair, expert, first,
-                    lane, terms + pair * kMatrixRows, routing, bias, params);
-      } else if (matmul.group_shift == kSmallGroupShift) {
+      if (matmul.group_shift == kSmallGroupShift) {
         matrix_terms_of_pairs<Small>({packed, scales, biases, expert, matmul}, first, x, entries, count,
                                      terms, lanes, place, routing, bias, params);
       } else {

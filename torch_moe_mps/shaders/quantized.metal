@@ -18,7 +18,7 @@
 
 #define MATRIX(format, suffix, weights, fragments)                                        \
   KERNEL("expert_rows_matrix_" format "_" suffix, expert_rows_matrix<weights, fragments>) \
-  KERNEL("expert_down_matrix_" format "_" suffix, expert_down_matrix<weights, fragments>)
+  KERNEL("expert_down_matrix_" format "_" suffix, expert_down_matrix<fragments>)
 
 #define QUANTIZED(T, suffix)                                \
   typedef AffineWeights<T, 4, 4> Int4Single_##T;            \
