@@ -7,12 +7,12 @@
 
 constant constexpr uint kMatrixSimdgroups = 8;
 constant constexpr uint kMatrixDownSimdgroups = 16;
-constant constexpr int kTiles = 2;  // of 8 rows each, of one simdgroup: gates and ups where there are both
+constant constexpr int kTiles = 2;  // of 8 rows each, of one simdgroup; an even number
 constant constexpr int kMatrixRows = 8 * kTiles;
 constant constexpr int kMaxMatrixPairs = 384;
-constant constexpr uint kColumnPairs = 8;   // pairs in a column of matrices
-constant constexpr int kMaxColumns = 4;     // at once: more pairs read the rows again
-constant constexpr uint kBlockDepth = 512;  // inputs of 8 pairs that lie in threadgroup memory at a time
+constant constexpr uint kColumnPairs = 8;      // pairs in a column of matrices
+constant constexpr int kMaxColumns = 4;        // at once: more pairs read the rows again
+constant constexpr uint kStagedInputs = 4096;  // that lie in threadgroup memory at a time, of all pairs
 constant constexpr uint kSmallGroupShift = 5;
 
 template <typename T>
@@ -34,13 +34,15 @@ struct TileDots {
     }
   }
 
-  // That of tile t and pair n, one of the lane's. An array with such an index would go to memory.
-  float of(int t, uint n) const {
-    vec<float, 2> column = v[t][0];
-    UNROLL for (int j = 1; j < kColumns; ++j) {
-      if (n / kColumnPairs == uint(j)) column = v[t][j];
+  // That of a tile and pair n, one of the lane's. An array with such indices would go to memory.
+  float of(int tile, uint n) const {
+    vec<float, 2> found = v[0][0];
+    UNROLL for (int t = 0; t < kTiles; ++t) {
+      UNROLL for (int j = 0; j < kColumns; ++j) {
+        if (tile == t && n / kColumnPairs == uint(j)) found = v[t][j];
+      }
     }
-    return n % 2 == 0 ? column.x : column.y;
+    return n % 2 == 0 ? found.x : found.y;
   }
 };
 
@@ -142,10 +144,10 @@ inline ushort4 lanes_of_scales(F fragments, threadgroup const ushort* lanes, Mat
   return found;
 }
 
-// The output of a lane's row in tile t of a block from output `first` on: tiles are gates and ups of the same
-// outputs, or plain rows.
+// The output of a lane's row in tile t of a block from output `first` on. Tiles 2 i and 2 i + 1 are the gates
+// and the ups of the same outputs; where there are no gates, all are outputs.
 inline uint tile_output(uint first, int t, MatrixPlace place, constant ExpertParams& params) {
-  return first + place.row + (params.row_layout == ROWS_PLAIN ? 8 * t : 0);
+  return first + place.row + 8 * (params.row_layout == ROWS_PLAIN ? t : t / 2);
 }
 
 template <typename F>
@@ -159,7 +161,7 @@ inline TileRows<F> tile_rows(F fragments, uint first, MatrixPlace place, constan
   TileRows<F> rows;
   UNROLL for (int t = 0; t < kTiles; ++t) {
     const uint output = min(tile_output(first, t, place, params), params.outputs - 1);
-    rows.v[t] = fragments.at(weight_row(output, t, params), place.quarter);
+    rows.v[t] = fragments.at(weight_row(output, t % 2, params), place.quarter);
   }
   return rows;
 }
@@ -186,53 +188,68 @@ struct Strips {
   }
 };
 
-// A block of the inputs of an expert's pairs in threadgroup memory, one column of 8 pairs after another.
+// A block of the inputs of an expert's pairs in threadgroup memory. Pairs 2 g and 2 g + 1 are couple g: the
+// pairs of one lane, of quarter g % 4 and column g / 4.
 template <typename F>
 struct StagedInputs {
   typedef typename F::Element T;
-  threadgroup UnitInputs<T, F::kPairs>* units;  // [columns][units of a block][lanes]
-  threadgroup InputTotals* unit_totals;         // [columns][units of a block][quarters]
-  uint column_units;
-  uint lane;
-  uint quarter;
+  static constant constexpr uint kUnitColumns = F::kStep / F::kUnits;
+  static constant constexpr uint kSlots = kStagedInputs / (2 * kUnitColumns);  // a unit of a couple
+
+  threadgroup UnitInputs<T, F::kPairs>* units;  // [couples][units of the block][rows of a matrix]
+  threadgroup InputTotals* unit_totals;         // [couples][units of the block]
+  uint couples;                                 // a power of two
+  MatrixPlace place;
   uint first;  // unit of the step
 
+  uint depth() const { return kStagedInputs / 2 / couples; }
+  // Where a lane has no pairs, it takes those of the last lane that has, whose products nobody reads twice.
+  uint slot(int unit, int j) const {
+    return min(4 * j + place.quarter, couples - 1) * (kSlots / couples) + first + unit;
+  }
+
   RunInputs<F> run(int r, int j) const {
-    RunInputs<F> run;
+    RunInputs<F> inputs;
     UNROLL for (int u = 0; u < F::kRunUnits; ++u) {
-      run.units[u] = units[(j * column_units + first + r * F::kRunUnits + u) * kSimdWidth + lane];
+      inputs.units[u] = units[slot(r * F::kRunUnits + u, j) * 8 + place.row];
     }
-    return run;
+    return inputs;
   }
 
   InputTotals totals(int r, int j, RunInputs<F>) const {
-    InputTotals totals = no_totals();
-    UNROLL for (int u = 0; u < F::kRunUnits; ++u) {
-      const InputTotals unit = unit_totals[(j * column_units + first + r * F::kRunUnits + u) * 4 + quarter];
+    InputTotals totals = unit_totals[slot(r * F::kRunUnits, j)];
+    UNROLL for (int u = 1; u < F::kRunUnits; ++u) {
+      const InputTotals unit = unit_totals[slot(r * F::kRunUnits + u, j)];
       totals.plain += unit.plain;
       totals.offset += unit.offset;
     }
     return totals;
   }
 
-  // Those from column `depth` on, by the simdgroups in turn. `sources`: where the pairs' inputs start.
-  void stage(device const T* x, threadgroup const uint* sources, uint count, uint depth, MatrixPlace place,
-             uint simdgroup, uint inputs) const {
-    for (uint start = 0; start < count; start += kColumnPairs) {
-      const uint n = start + 2 * quarter, last = count - 1;
-      const LaneInputs<F> source(x + sources[min(n, last)], x + sources[min(n + 1, last)], n < count,
-                                 n + 1 < count, place, inputs);
-      for (uint unit = simdgroup; unit < column_units; unit += kMatrixSimdgroups) {
-        const uint column = depth + unit / F::kUnits * F::kStep + F::unit_column(unit % F::kUnits, 0);
-        const UnitInputs<T, F::kPairs> loaded = source.unit(column);
-        const uint item = start / kColumnPairs * column_units + unit;
-        units[item * kSimdWidth + lane] = loaded;
-        const InputTotals totals = input_totals<F, 1>(&loaded);
-        if (place.row == 0) unit_totals[item * 4 + quarter] = totals;
-      }
+  // Those from column `depth` on, a slot by the eight lanes of a quarter. `sources`: where the pairs' inputs
+  // start.
+  void stage(device const T* x, threadgroup const uint* sources, uint count, uint depth, uint simdgroup,
+             uint inputs) const {
+    for (uint item = 4 * simdgroup + place.quarter; item < kSlots; item += 4 * kMatrixSimdgroups) {
+      const uint couple = item % couples, unit = item / couples;
+      const uint n = 2 * couple, slot = couple * (kSlots / couples) + unit;
+      const LaneInputs<F> source(x + sources[min(n, count - 1)], x + sources[min(n + 1, count - 1)],
+                                 n < count, n + 1 < count, place, inputs);
+      const uint column = depth + unit / F::kUnits * F::kStep + F::unit_column(unit % F::kUnits, 0);
+      const UnitInputs<T, F::kPairs> loaded = source.unit(column);
+      units[slot * 8 + place.row] = loaded;
+      const InputTotals totals = input_totals<F, 1>(&loaded);
+      if (place.row == 0) unit_totals[slot] = totals;
     }
   }
 };
+
+// The number of couples, rounded up to a power of two.
+inline uint couples_of(uint count) {
+  uint couples = 1;
+  while (2 * couples < count) couples *= 2;
+  return couples;
+}
 
 // The rows of a simdgroup from output `first` on, for `count` <= 8 kColumns pairs.
 template <typename F, int kColumns>
@@ -240,19 +257,17 @@ inline TileDots<kColumns> staged_tiles(F fragments, uint first, device const typ
                                        threadgroup const uint* sources, uint count, StagedInputs<F> staged,
                                        threadgroup const ushort* lanes, MatrixPlace place, uint simdgroup,
                                        constant ExpertParams& params) {
-  constexpr uint kDepth = kBlockDepth / kColumns;
-  const uint inputs = params.inputs;
+  const uint inputs = params.inputs, block = staged.depth();
   const uint columns = (count + kColumnPairs - 1) / kColumnPairs;
   const ushort4 scale_lanes = lanes_of_scales(fragments, lanes, place);
-  staged.column_units = kDepth / F::kStep * F::kUnits;
   TileDots<kColumns> dots;
   Strips<F> strips(fragments, tile_rows(fragments, first, place, params), place.quarter);
-  for (uint depth = 0; depth < inputs; depth += kDepth) {
+  for (uint depth = 0; depth < inputs; depth += block) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    staged.stage(x, sources, count, depth, place, simdgroup, inputs);
+    staged.stage(x, sources, count, depth, simdgroup, inputs);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     staged.first = 0;
-    for (uint column = depth; column < min(depth + kDepth, inputs); column += F::kStep) {
+    for (uint column = depth; column < min(depth + block, inputs); column += F::kStep) {
       strips.advance(fragments, column);
       add_step<F, kColumns>(fragments, strips.now, staged, columns, scale_lanes, dots);
       staged.first += F::kUnits;
@@ -267,16 +282,14 @@ inline void store_tiles(TileDots<kColumns> dots, device const uchar* bias, uint 
                         constant ExpertParams& params) {
   const bool plain = params.row_layout == ROWS_PLAIN;
   for (uint n = 2 * place.quarter; n < count; n = next_pair(n)) {
-    const float of_first = dots.of(0, n), of_second = dots.of(1, n);
-    for (int t = 0; t < (plain ? kTiles : 1); ++t) {
+    for (int t = 0; t < kTiles; t += plain ? 1 : 2) {
       const uint output = tile_output(first, t, place, params);
       if (output >= params.outputs) break;
-      const uint row = weight_row(output, 0, params);
-      float value = with_bias(t == 0 ? of_first : of_second, bias, expert, row, params);
+      float value = with_bias(dots.of(t, n), bias, expert, weight_row(output, 0, params), params);
       if (plain) {
         value = pointwise_activation(value, params.activation);
       } else {
-        const float up = with_bias(of_second, bias, expert, weight_row(output, 1, params), params);
+        const float up = with_bias(dots.of(t + 1, n), bias, expert, weight_row(output, 1, params), params);
         value = gated_activation(value, up, params);
       }
       out[ulong(pairs[n]) * params.outputs + output] = T(value);
@@ -298,9 +311,8 @@ struct RowsMemory {
 template <typename F, int kColumns>
 inline void matrix_rows(F fragments, uint expert, uint first, device const typename F::Element* x, uint start,
                         uint count, RowsMemory<F> memory, MatrixPlace place, device const uchar* bias,
-                        device typename F::Element* out, uint lane, uint simdgroup,
-                        constant ExpertParams& params) {
-  const StagedInputs<F> staged = {memory.units, memory.totals, 0, lane, place.quarter, 0};
+                        device typename F::Element* out, uint simdgroup, constant ExpertParams& params) {
+  const StagedInputs<F> staged = {memory.units, memory.totals, couples_of(count), place, 0};
   const TileDots<kColumns> dots = staged_tiles<F, kColumns>(
       fragments, first, x, memory.sources + start, count, staged, memory.lanes, place, simdgroup, params);
   store_tiles(dots, bias, expert, first, memory.pairs + start, count, place, out, params);
@@ -310,17 +322,17 @@ inline void matrix_rows(F fragments, uint expert, uint first, device const typen
 template <typename F>
 inline void matrix_rows_of_pairs(F fragments, PairList list, uint first, device const typename F::Element* x,
                                  RowsMemory<F> memory, MatrixPlace place, device const uchar* bias,
-                                 device typename F::Element* out, uint lane, uint simdgroup,
+                                 device typename F::Element* out, uint simdgroup,
                                  constant ExpertParams& params) {
   if (list.count <= kColumnPairs) {
-    matrix_rows<F, 1>(fragments, list.expert, first, x, 0, list.count, memory, place, bias, out, lane,
-                      simdgroup, params);
+    matrix_rows<F, 1>(fragments, list.expert, first, x, 0, list.count, memory, place, bias, out, simdgroup,
+                      params);
     return;
   }
   for (uint start = 0; start < list.count; start += kMaxColumns * kColumnPairs) {
     const uint count = min(list.count - start, kMaxColumns * kColumnPairs);
     matrix_rows<F, kMaxColumns>(fragments, list.expert, first, x, start, count, memory, place, bias, out,
-                                lane, simdgroup, params);
+                                simdgroup, params);
   }
 }
 
@@ -404,8 +416,8 @@ template <typename W, typename F>
   threadgroup uint lower[kMatrixSimdgroups];
   threadgroup float numbers[64];
   threadgroup ushort lanes[kSimdWidth];
-  threadgroup UnitInputs<T, F::kPairs> units[kBlockDepth / F::kStep * F::kUnits * kSimdWidth];
-  threadgroup InputTotals totals[kBlockDepth / F::kStep * F::kUnits * 4];
+  threadgroup UnitInputs<T, F::kPairs> units[StagedInputs<F>::kSlots * 8];
+  threadgroup InputTotals totals[StagedInputs<F>::kSlots];
 
   const uint block = outputs_of_rows(kMatrixSimdgroups * kMatrixRows, params);
   const PairList list = shared_pairs(ids, pairs, found, lower, order, out, block, group, groups, thread_index,
@@ -427,11 +439,11 @@ template <typename W, typename F>
   if (params.group_shift == kSmallGroupShift) {
     const RowsMemory<Small> memory = {pairs, sources, lanes, units, totals};
     matrix_rows_of_pairs<Small>({packed, scales, biases, list.expert, params}, list, first, x, memory, place,
-                                bias, out, lane, simdgroup, params);
+                                bias, out, simdgroup, params);
   } else {
     const RowsMemory<F> memory = {pairs, sources, lanes, units, totals};
     matrix_rows_of_pairs<F>({packed, scales, biases, list.expert, params}, list, first, x, memory, place,
-                            bias, out, lane, simdgroup, params);
+                            bias, out, simdgroup, params);
   }
 }
 
@@ -442,11 +454,11 @@ struct DirectInputs {
   uint column;
 
   RunInputs<F> run(int r, int j) const {
-    RunInputs<F> run;
+    RunInputs<F> inputs;
     UNROLL for (int u = 0; u < F::kRunUnits; ++u) {
-      run.units[u] = sources[j].unit(column + F::unit_column(r * F::kRunUnits + u, 0));
+      inputs.units[u] = sources[j].unit(column + F::unit_column(r * F::kRunUnits + u, 0));
     }
-    return run;
+    return inputs;
   }
 
   InputTotals totals(int, int, RunInputs<F> run) const { return input_totals<F, F::kRunUnits>(run.units); }
