@@ -60,12 +60,7 @@ class StrictTranslator(Translator):
     """Keeps the address spaces, by OpenCL's names, and instantiates every kernel."""
 
     def run(self) -> str:
-        self.take_attributes()
-        self.take_function_constants()
-        self.take_kernels()
-        self.take_instantiations()
-        self.replace_threadgroup_variables()
-        self.replace_constant_queries()
+        self.take_declarations()
         self.rewrite_constructors()
         for i, token in enumerate(self.tokens):
             if token == "constant" and self.declares_variable(i):

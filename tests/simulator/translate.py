@@ -53,13 +53,16 @@ class Translator(Tokens):
         self.defined: dict[str, bool] = {}  # function constants
         self.sites = 0
 
-    def run(self) -> str:
+    def take_declarations(self) -> None:
         self.take_attributes()
         self.take_function_constants()
         self.take_kernels()
         self.take_instantiations()
         self.replace_threadgroup_variables()
         self.replace_constant_queries()
+
+    def run(self) -> str:
+        self.take_declarations()
         self.erase_address_spaces()
         self.drop_repeated_overloads()
         return self.with_table()

@@ -39,12 +39,9 @@ inline float sum_over_simdgroups(float value, threadgroup float* partials, uint 
 
 // Grid: (blocks of 32 outputs, pairs).
 template <typename T>
-[[kernel]] void expert_columns_single(
-    device const T* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
-    device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
-    device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]], device T* out [[buffer(6)]],
-    constant ExpertParams& params [[buffer(7)]], uint2 group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+[[kernel]] void expert_columns_single(EXPERT_ROWS_BUFFERS(T), uint2 group [[threadgroup_position_in_grid]],
+                                      uint lane [[thread_index_in_simdgroup]],
+                                      uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   threadgroup float partials[kColumnSimdgroups * kSimdWidth];
   const uint pair = group.y;
   const uint output = group.x * kSimdWidth + lane;
@@ -76,14 +73,10 @@ template <typename T>
 
 // Grid: (blocks of 32 outputs, tokens).
 template <typename T>
-[[kernel]] void expert_down_columns_single(
-    device const T* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
-    device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
-    device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]], device T* out [[buffer(6)]],
-    device const uchar* routing [[buffer(7)]], device const uchar* shared_gate [[buffer(8)]],
-    device const uchar* shared_out [[buffer(9)]], device const uchar* residual [[buffer(10)]],
-    constant ExpertDownParams& params [[buffer(11)]], uint2 group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+[[kernel]] void expert_down_columns_single(EXPERT_DOWN_BUFFERS(T),
+                                           uint2 group [[threadgroup_position_in_grid]],
+                                           uint lane [[thread_index_in_simdgroup]],
+                                           uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   threadgroup float partials[kColumnSimdgroups * kSimdWidth];
   constant ExpertParams& matmul = params.matmul;
   const uint token = group.y;

@@ -43,3 +43,16 @@ inline uint dtype_of() {
   if (is_same_v<T, float>) return DTYPE_FLOAT;
   return is_same_v<T, half> ? DTYPE_HALF : DTYPE_BFLOAT;
 }
+
+// The buffers of the kernels for few tokens, in the order in which csrc/expert_paths.mm binds them; the down
+// projections have those of the sum over the experts too.
+#define EXPERT_BUFFERS(T)                                                                 \
+  device const T *x [[buffer(0)]], device const uchar *packed [[buffer(1)]],              \
+      device const uchar *scales [[buffer(2)]], device const uchar *biases [[buffer(3)]], \
+      device const int *ids [[buffer(4)]], device const uchar *bias [[buffer(5)]],        \
+      device T *out [[buffer(6)]]
+#define EXPERT_ROWS_BUFFERS(T) EXPERT_BUFFERS(T), constant ExpertParams& params [[buffer(7)]]
+#define EXPERT_DOWN_BUFFERS(T)                                                                     \
+  EXPERT_BUFFERS(T), device const uchar *routing [[buffer(7)]],                                    \
+      device const uchar *shared_gate [[buffer(8)]], device const uchar *shared_out [[buffer(9)]], \
+      device const uchar *residual [[buffer(10)]], constant ExpertDownParams &params [[buffer(11)]]

@@ -258,13 +258,11 @@ inline void store_outputs_of_pair(RowValues<R> values, device const uchar* bias,
 // For a single token, or where pairs are few: each pair reads its expert's rows. Grid: (blocks of rows,
 // pairs).
 template <typename W, int R, int kSteps>
-[[kernel]] void expert_rows_single(
-    device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
-    device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
-    device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
-    device typename W::Element* out [[buffer(6)]], constant ExpertParams& params [[buffer(7)]],
-    uint2 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
+[[kernel]] void expert_rows_single(EXPERT_ROWS_BUFFERS(typename W::Element),
+                                   uint2 group [[threadgroup_position_in_grid]],
+                                   uint lane [[thread_index_in_simdgroup]],
+                                   uint simdgroup [[simdgroup_index_in_threadgroup]],
+                                   uint simdgroups [[simdgroups_per_threadgroup]]) {
   typedef typename W::Element T;
   const uint pair = group.y;
   const uint count = outputs_of_rows(R, params);
@@ -414,13 +412,10 @@ inline uint list_length(uint count) {
 // are read once. For the grid see shared_pairs.
 template <typename W>
 [[kernel, max_total_threads_per_threadgroup(512)]] void expert_rows_shared(
-    device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
-    device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
-    device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
-    device typename W::Element* out [[buffer(6)]], constant ExpertParams& params [[buffer(7)]],
-    device uint4* order [[buffer(8)]], uint2 group [[threadgroup_position_in_grid]],
-    uint2 groups [[threadgroups_per_grid]], uint thread_index [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    EXPERT_ROWS_BUFFERS(typename W::Element), device uint4* order [[buffer(8)]],
+    uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
+    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename W::Element T;
   threadgroup ushort pairs[kMaxSharedPairs];
   threadgroup uint found[kSharedSimdgroups];
@@ -479,15 +474,9 @@ inline void store_terms(RowValues<R> values, uint pair, uint expert, uint first,
 // the threadgroup's R rows. Grid: (blocks of R rows, tokens).
 template <typename W, int R, int kSteps, int kMaxThreads>
 [[kernel, max_total_threads_per_threadgroup(kMaxThreads)]] void expert_down_single(
-    device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
-    device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
-    device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
-    device typename W::Element* out [[buffer(6)]], device const uchar* routing [[buffer(7)]],
-    device const uchar* shared_gate [[buffer(8)]], device const uchar* shared_out [[buffer(9)]],
-    device const uchar* residual [[buffer(10)]], constant ExpertDownParams& params [[buffer(11)]],
-    uint2 group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
-    uint simdgroups [[simdgroups_per_threadgroup]]) {
+    EXPERT_DOWN_BUFFERS(typename W::Element), uint2 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
   typedef typename W::Element T;
   threadgroup float terms[64 * R];  // 64 is the operators' limit of slots
   constant ExpertParams& matmul = params.matmul;
@@ -548,15 +537,10 @@ constant constexpr int kDownRows = 8;  // of a threadgroup of expert_down_shared
 // floats a pair.
 template <typename W>
 [[kernel, max_total_threads_per_threadgroup(512)]] void expert_down_shared(
-    device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
-    device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
-    device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
-    device typename W::Element* out [[buffer(6)]], device const uchar* routing [[buffer(7)]],
-    device const uchar* shared_gate [[buffer(8)]], device const uchar* shared_out [[buffer(9)]],
-    device const uchar* residual [[buffer(10)]], constant ExpertDownParams& params [[buffer(11)]],
-    device const uint4* order [[buffer(12)]], threadgroup float* terms [[threadgroup(0)]],
-    uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    EXPERT_DOWN_BUFFERS(typename W::Element), device const uint4* order [[buffer(12)]],
+    threadgroup float* terms [[threadgroup(0)]], uint group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename W::Element T;
   constexpr uint kThreads = kSharedSimdgroups * kSimdWidth;
   constant ExpertParams& matmul = params.matmul;

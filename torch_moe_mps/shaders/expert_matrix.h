@@ -400,13 +400,10 @@ inline RowValues<kMatrixRows> rows_of_pair(W weights, device const typename W::E
 // Grid: see shared_pairs. W and F are the same format.
 template <typename W, typename F>
 [[kernel, max_total_threads_per_threadgroup(512)]] void expert_rows_matrix(
-    device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
-    device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
-    device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
-    device typename W::Element* out [[buffer(6)]], constant ExpertParams& params [[buffer(7)]],
-    device uint4* order [[buffer(8)]], uint2 group [[threadgroup_position_in_grid]],
-    uint2 groups [[threadgroups_per_grid]], uint thread_index [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    EXPERT_ROWS_BUFFERS(typename W::Element), device uint4* order [[buffer(8)]],
+    uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
+    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename W::Element T;
   typedef typename F::SmallGroups Small;
   constexpr uint kThreads = kMatrixSimdgroups * kSimdWidth;
@@ -525,15 +522,10 @@ inline void matrix_terms_of_pairs(F fragments, uint first, device const typename
 // its pairs. Grid: blocks of rows. Threadgroup memory: kMatrixRows floats a pair.
 template <typename F>
 [[kernel, max_total_threads_per_threadgroup(512)]] void expert_down_matrix(
-    device const typename F::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
-    device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
-    device const int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
-    device typename F::Element* out [[buffer(6)]], device const uchar* routing [[buffer(7)]],
-    device const uchar* shared_gate [[buffer(8)]], device const uchar* shared_out [[buffer(9)]],
-    device const uchar* residual [[buffer(10)]], constant ExpertDownParams& params [[buffer(11)]],
-    device const uint4* order [[buffer(12)]], threadgroup float* terms [[threadgroup(0)]],
-    uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    EXPERT_DOWN_BUFFERS(typename F::Element), device const uint4* order [[buffer(12)]],
+    threadgroup float* terms [[threadgroup(0)]], uint group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename F::Element T;
   typedef typename F::SmallGroups Small;
   constexpr uint kThreads = kMatrixDownSimdgroups * kSimdWidth;
