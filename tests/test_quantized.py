@@ -139,6 +139,24 @@ def test_many_pairs_of_one_expert(device, format, counts):
     assert_close(expert_qmm(x.to(device), *place(weight, device), ids.to(device), *format), expected)
 
 
+@pytest.mark.parametrize("tokens", [6, 40])
+@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+def test_whatever_lanes_hold_of_a_matrix(simulated, format, tokens):
+    group = format[1]
+    gate_up = random_quantized(3, 2 * group, 2 * group, format, torch.float16, 1)
+    down = random_quantized(3, 2 * group, group, format, torch.float16, 2)
+    arguments = (
+        random((tokens, 2 * group), torch.float16, 3).to("mps"),
+        *place(gate_up, "mps"),
+        *place(down, "mps"),
+        random_ids(tokens, 2, 3, 4, torch.int32).to("mps"),
+        random((tokens, 2), torch.float32, 5).to("mps"),
+    )
+    expected = moe_experts_quantized(*arguments, *format).cpu()
+    with simulated.matrix_rows_in_lane_order():
+        assert torch.equal(moe_experts_quantized(*arguments, *format).cpu(), expected)
+
+
 @pytest.mark.parametrize("mode", ["affine", "mxfp4"])
 def test_options(device, mode):
     format, experts, hidden, intermediate = (4, 32, mode), 4, 64, 32

@@ -4,6 +4,7 @@
     with trace() as commands: ...   commands: what was encoded, one line of text each
     with counters() as dispatches:  dispatches: what each dispatch read, wrote and waited for
     set_schedule(seed)              order of threads and threadgroups; 0 is ascending
+    with matrix_rows_in_lane_order():  another layout of simdgroup_matrix than Apple's
     shader_library(source)          any MSL text, to run its kernels without PyTorch's stream
 
 Faults of shaders and of host code raise SimulatorError: those of encoding at the call, those of running at
@@ -18,6 +19,7 @@ from .runtime import (
     install,
     live_buffers,
     live_objects,
+    matrix_rows_in_lane_order,
     reset,
     set_schedule,
     trace,
@@ -32,6 +34,7 @@ __all__ = [
     "install",
     "live_buffers",
     "live_objects",
+    "matrix_rows_in_lane_order",
     "reset",
     "set_schedule",
     "shader_library",

@@ -113,6 +113,15 @@ def set_schedule(seed: int) -> None:
     _runtime().simulator_set_schedule(seed)
 
 
+@contextlib.contextmanager
+def matrix_rows_in_lane_order() -> Iterator[None]:
+    """Another layout of simdgroup_matrix, as in shaderlib, for what is run on the device meanwhile."""
+    torch.mps.synchronize()
+    with shaderlib.matrix_rows_in_lane_order():
+        yield
+        torch.mps.synchronize()
+
+
 def reset() -> None:
     """Forget recorded commands and findings, and go back to schedule 0."""
     _runtime().simulator_reset()

@@ -1,7 +1,9 @@
 """`shader_library(source).launch(...)`: runs any MSL text in the executor, without an MPS device."""
 
+import contextlib
 import ctypes
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -182,6 +184,20 @@ class ShaderLibrary:
         if found:
             raise SimulatorError(message.value.decode())
         return counters.as_dict()
+
+
+@contextlib.contextmanager
+def matrix_rows_in_lane_order() -> Iterator[None]:
+    """Lanes hold the rows of a simdgroup_matrix one after another, 4 lanes a row: not as on Apple's GPUs.
+
+    Metal leaves the layout open. What a kernel gives must not depend on it.
+    """
+    layout = ctypes.c_uint.in_dll(executor(), "msl_matrix_layout")
+    layout.value = 1
+    try:
+        yield
+    finally:
+        layout.value = 0
 
 
 def shader_library(msl_source: str, constants: dict | None = None, include: tuple = ()) -> ShaderLibrary:
