@@ -17,7 +17,7 @@ struct ExpertMatrix {
   at::Tensor packed, scales, biases;  // dense: the weight three times
   std::optional<at::Tensor> bias;     // of the layer, [E, rows]
   int64_t experts, rows, inputs;
-  int64_t bits = 0;         // of an affine code; 0 for the other formats
+  int64_t bits = 0;  // of an affine code; 0 for the other formats
   int64_t group_shift = 0;
   bool transposed = false;
 };

@@ -137,8 +137,8 @@ inline RowValues<R> expert_rows(W weights, RowSet<R> rows, device const typename
     UNROLL for (int m = 0; m < M; ++m) dots.v[r][m] = 0.0f;
   }
   if constexpr (W::kTwoSteps) {
-    // All lanes walk to the end, since they exchange scales, and each load has a condition of its own: in one
-    // branch for all, the loads were waited for where the branch ends.
+    // All lanes walk to the end, since they may exchange scales, and each load has a condition of its own: in
+    // one branch for all, the loads were waited for where the branch ends.
     for (uint base = 0; base < inputs; base += kSteps * kStride) {
       const uint start = base + lane * kColumns;
       typename W::Part parts[kSteps][R];
@@ -349,8 +349,8 @@ inline PairList shared_pairs(device const int* ids, threadgroup ushort* pairs, t
 }
 
 // The shared kernels are limited to 512 threads, twice what is launched, which bounds a thread's registers.
-// Measured on an NVIDIA H200 (int4, 8 tokens): 57, 62, 56 and 55 us for 512, 640, 768 and 1024, but 79
-// instead of 56 us in the down projection for 768.
+// Measured on an NVIDIA H200 (with int4 weights, 8 tokens): 57, 62, 56 and 55 us for 512, 640, 768 and 1024,
+// but 79 instead of 56 us in the down projection for 768.
 //
 // What a threadgroup of the shared kernels computes: `blocks` weight rows of an expert for all its pairs.
 constant constexpr int kSharedSimdgroups = 8;
