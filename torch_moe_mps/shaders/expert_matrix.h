@@ -444,18 +444,43 @@ template <typename W, typename F>
   }
 }
 
-// The inputs of one step straight from memory, for a simdgroup that has an expert of its own.
+// The inputs of one step straight from memory, for a simdgroup that has an expert of its own. Those of a
+// single column are loaded a step ahead; more would not fit into registers.
 template <typename F, int kColumns>
 struct DirectInputs {
+  static constant constexpr int kRuns = F::kUnits / F::kRunUnits;
+  static constant constexpr bool kAhead = kColumns == 1;
+
   LaneInputs<F> sources[kColumns];
   uint column;
+  RunInputs<F> now[kAhead ? kRuns : 1];
+  RunInputs<F> next[kAhead ? kRuns : 1];
 
-  RunInputs<F> run(int r, int j) const {
+  RunInputs<F> load(uint step, int r, int j) const {
     RunInputs<F> inputs;
     UNROLL for (int u = 0; u < F::kRunUnits; ++u) {
-      inputs.units[u] = sources[j].unit(column + F::unit_column(r * F::kRunUnits + u, 0));
+      inputs.units[u] = sources[j].unit(step + F::unit_column(r * F::kRunUnits + u, 0));
     }
     return inputs;
+  }
+
+  void start() {
+    if constexpr (kAhead) {
+      UNROLL for (int r = 0; r < kRuns; ++r) next[r] = load(0, r, 0);
+    }
+  }
+
+  void advance(uint step) {
+    column = step;
+    if constexpr (kAhead) {
+      UNROLL for (int r = 0; r < kRuns; ++r) now[r] = next[r];
+      UNROLL for (int r = 0; r < kRuns; ++r) next[r] = load(step + F::kStep, r, 0);
+    }
+  }
+
+  RunInputs<F> run(int r, int j) const {
+    if constexpr (kAhead) return now[r];
+    return load(column, r, j);
   }
 
   InputTotals totals(int, int, RunInputs<F> run) const { return input_totals<F, F::kRunUnits>(run.units); }
@@ -479,8 +504,10 @@ inline TileDots<kColumns> direct_tiles(F fragments, uint first, device const typ
   }
   TileDots<kColumns> dots;
   Strips<F> strips(fragments, tile_rows(fragments, first, place, params), place.quarter);
-  for (direct.column = 0; direct.column < inputs; direct.column += F::kStep) {
-    strips.advance(fragments, direct.column);
+  direct.start();
+  for (uint column = 0; column < inputs; column += F::kStep) {
+    strips.advance(fragments, column);
+    direct.advance(column);
     add_step<F, kColumns>(fragments, strips.now, direct, columns, scale_lanes, dots);
   }
   return dots;
