@@ -336,65 +336,12 @@ inline void matrix_rows_of_pairs(F fragments, PairList list, uint first, device 
   }
 }
 
-constant constexpr int kRowsAtOnce = 4;
-
+// An expert's only pair: the rows of a simdgroup, 8 at a time.
 template <typename W>
-struct RowParts {
-  typename W::Part v[kRowsAtOnce];
-};
-
-template <typename W>
-inline RowParts<W> load_rows(W weights, thread const typename W::Row* rows, uint column, uint lane,
-                             uint inputs) {
-  RowParts<W> parts;
-  UNROLL for (int r = 0; r < kRowsAtOnce; ++r) {
-    parts.v[r] = weights.load_part(rows[r], column, lane, column < inputs);
-  }
-  return parts;
-}
-
-// An expert's only pair: the dot products of a simdgroup's rows with the inputs at x, of which a lane keeps
-// its chunk for all rows. The next rows are loaded ahead.
-template <typename W>
-inline RowValues<kMatrixRows> rows_of_pair(W weights, device const typename W::Element* x, uint first,
-                                           uint lane, constant ExpertParams& params) {
-  constexpr uint kColumns = 8 * W::kOctets;
-  constexpr uint kStride = kSimdWidth * kColumns;
-  constexpr int kBlocks = kMatrixRows / kRowsAtOnce;
-  RowValues<kMatrixRows> values;
-  UNROLL for (int r = 0; r < kMatrixRows; ++r) values.v[r] = 0.0f;
-  const RowSet<kMatrixRows> rows = rows_at<kMatrixRows>(first, 0, params);
-  typename W::Row at[kMatrixRows];
-  UNROLL for (int r = 0; r < kMatrixRows; ++r) at[r] = weights.at(rows.v[r]);
-  const uint inputs = params.inputs;
-  RowParts<W> next = load_rows(weights, at, lane * kColumns, lane, inputs);
-  // All lanes walk to the end, since they exchange scales; beyond the inputs they add zeros.
-  for (uint base = 0; base < inputs; base += kStride) {
-    const uint column = base + lane * kColumns;
-    Octet<typename W::Element> octets[W::kOctets] = {};
-    if (column < inputs) {
-      UNROLL for (int o = 0; o < W::kOctets; ++o) octets[o] = load_octet(x + column + 8 * o, 8, true);
-    }
-    Pack<8> coded[W::kOctets];
-    InputSums sums = {{0.0f, 0.0f}};
-    UNROLL for (int o = 0; o < W::kOctets; ++o) coded[o] = W::coded(octets[o].values(), sums);
-    UNROLL for (int block = 0; block < kBlocks; ++block) {
-      const RowParts<W> parts = next;
-      const int then = (block + 1) % kBlocks;
-      next = load_rows(weights, at + then * kRowsAtOnce, then == 0 ? column + kStride : column, lane, inputs);
-      UNROLL for (int r = 0; r < kRowsAtOnce; ++r) {
-        const typename W::Chunk chunk = weights.whole(parts.v[r], lane);
-        float dot = 0.0f;
-        UNROLL for (int o = 0; o < W::kOctets; ++o) {
-          const Pack<8> codes = weights.codes(chunk, o);
-          UNROLL for (int i = 0; i < 8; ++i) dot = fma(codes.v[i], coded[o].v[i], dot);
-        }
-        values.v[block * kRowsAtOnce + r] += weights.scaled(chunk, dot, sums);
-      }
-    }
-  }
-  UNROLL for (int r = 0; r < kMatrixRows; ++r) values.v[r] = simd_sum(values.v[r]);
-  return values;
+inline RowValues<kMatrixRows> rows_of_pair(W weights, device const typename W::Element* x, uint source,
+                                           uint first, uint lane, constant ExpertParams& params) {
+  const Sources<1> sources = {{source}};
+  return row_blocks<W, kMatrixRows, 8, 1>(weights, x, sources, 1, first, lane, params);
 }
 
 // Grid: see shared_pairs. W and F are the same format.
@@ -424,8 +371,8 @@ template <typename W, typename F>
   if (list.count == 1) {
     if (first >= params.outputs) return;
     const W weights(packed, scales, biases, list.expert, params);
-    device const T* source = x + input_row(pairs[0], params) * params.inputs;
-    store_outputs_of_pair(rows_of_pair(weights, source, first, lane, params), bias, list.expert, first,
+    const uint source = input_row(pairs[0], params) * params.inputs;
+    store_outputs_of_pair(rows_of_pair(weights, x, source, first, lane, params), bias, list.expert, first,
                           pairs[0], lane, out, params);
     return;
   }
