@@ -203,7 +203,7 @@ struct StagedInputs {
   uint first;  // unit of the step
 
   uint depth() const { return kStagedInputs / 2 / couples; }
-  // Where a lane has no pairs, it takes those of the last lane that has, whose products nobody reads twice.
+  // A lane without pairs takes those of the last one that has some; its products are not stored.
   uint slot(int unit, int j) const {
     return min(4 * j + place.quarter, couples - 1) * (kSlots / couples) + first + unit;
   }
