@@ -27,7 +27,7 @@ constexpr int64_t kGemmThreads = 128;
 constexpr int64_t kCombineThreads = 256;
 constexpr int64_t kCombineColumns = 4;
 
-enum class Path { kSingle, kShared, kMatrix, kGemm };
+enum class Path { kSingle, kShared, kGemm };
 
 // The kernels for 2 to 32 tokens; rows are those of a simdgroup in the first, of a threadgroup in the second.
 struct SharedKernels {
@@ -36,14 +36,11 @@ struct SharedKernels {
   int64_t rows, simdgroups, down_rows, down_simdgroups;
   int64_t max_pairs;  // their numbers and terms lie in threadgroup memory
 };
-constexpr SharedKernels kShared{"expert_rows_shared", "expert_down_shared", 8, 8, 8, 8, 512};
-constexpr SharedKernels kMatrix{"expert_rows_matrix", "expert_down_matrix", 16, 8, 16, 16, 384};
+constexpr SharedKernels kDots{"expert_rows_shared", "expert_down_shared", 8, 8, 8, 8, 512};
+constexpr SharedKernels kMatrices{"expert_rows_matrix", "expert_down_matrix", 16, 8, 16, 16, 384};
 
-bool is_shared(Path path) {
-  return path == Path::kShared || path == Path::kMatrix;
-}
-const SharedKernels& shared_kernels(Path path) {
-  return path == Path::kMatrix ? kMatrix : kShared;
+const SharedKernels& shared_kernels(const ExpertMatrix& matrix) {
+  return matrix.bits != 0 ? kMatrices : kDots;
 }
 
 // The only place that chooses, from shapes and formats alone. Measured by translation on an NVIDIA H200, E
@@ -57,8 +54,7 @@ Path path_for(int64_t tokens, int64_t pairs, const ExpertMatrix& matrix) {
   // The decode kernels for 2 to 32 tokens walk along the rows of a matrix, which a transposed one does not
   // have.
   if (tokens > kMaxSharedTokens || matrix.transposed) return Path::kGemm;
-  const Path path = matrix.bits != 0 ? Path::kMatrix : Path::kShared;
-  return pairs <= shared_kernels(path).max_pairs ? path : Path::kGemm;
+  return pairs <= shared_kernels(matrix).max_pairs ? Path::kShared : Path::kGemm;
 }
 
 std::string kernel_of(const char* base, const ExpertMatrix& matrix, c10::ScalarType dtype) {
@@ -126,14 +122,14 @@ void decode_rows(Commands& commands, Path path, const Tensor& x, const ExpertMat
                  const Tensor& ids, const Activation& activation, bool x_per_pair, const Tensor& out,
                  const Tensor& order) {
   const ExpertParams params = matmul_params(x, matrix, ids, activation, x_per_pair);
-  const char* base = is_shared(path)     ? shared_kernels(path).rows_kernel
-                     : matrix.transposed ? "expert_columns_single"
-                                         : "expert_rows_single";
+  const char* base = path == Path::kShared ? shared_kernels(matrix).rows_kernel
+                     : matrix.transposed   ? "expert_columns_single"
+                                           : "expert_rows_single";
   Command& command = commands.add(matrix.library, kernel_of(base, matrix, x.scalar_type()));
   bind_matrix(command, x, matrix).bind(ids).bind_or(matrix.bias, ids).bind(out).params(params);
   const int64_t outputs = params.outputs;
-  if (is_shared(path)) {
-    const SharedKernels& kernels = shared_kernels(path);
+  if (path == Path::kShared) {
+    const SharedKernels& kernels = shared_kernels(matrix);
     const int64_t block = outputs_of(kernels.simdgroups * kernels.rows, activation);
     const int64_t units = std::min<int64_t>(params.pairs, params.experts);
     command.bind(order).threadgroups({NSUInteger(ceil_div(outputs, block)), NSUInteger(units + 1)},
@@ -152,14 +148,14 @@ void decode_rows(Commands& commands, Path path, const Tensor& x, const ExpertMat
 void decode_down(Commands& commands, Path path, const Tensor& x, const ExpertMatrix& matrix,
                  const Tensor& ids, const ExpertSum& sum, const Tensor& out, const Tensor& order) {
   const ExpertDownParams params = down_params(matmul_params(x, matrix, ids, Activation{}, true), sum);
-  const char* base = is_shared(path)     ? shared_kernels(path).down_kernel
-                     : matrix.transposed ? "expert_down_columns_single"
-                                         : "expert_down_single";
+  const char* base = path == Path::kShared ? shared_kernels(matrix).down_kernel
+                     : matrix.transposed   ? "expert_down_columns_single"
+                                           : "expert_down_single";
   Command& command = commands.add(matrix.library, kernel_of(base, matrix, x.scalar_type()));
   bind_matrix(command, x, matrix).bind(ids).bind_or(matrix.bias, ids).bind(out);
   bind_sum(command, sum).params(params);
-  if (is_shared(path)) {
-    const SharedKernels& kernels = shared_kernels(path);
+  if (path == Path::kShared) {
+    const SharedKernels& kernels = shared_kernels(matrix);
     command.bind(order)
         .threadgroup_memory(params.matmul.pairs * kernels.down_rows * sizeof(float))
         .threadgroups({NSUInteger(ceil_div(matrix.rows, kernels.down_rows))},
@@ -286,7 +282,7 @@ Tensor project_slots(const Tensor& x_, const ExpertMatrix& matrix, const Tensor&
     tiles = add_tiles(commands, ids, matrix.experts, tile_columns(matrix, Activation{}), 1, true);
     add_gemm(commands, tiles, 0, x, matrix, ids, Activation{}, x_per_pair, out);
   } else {
-    if (is_shared(path)) order = at::empty({ids.numel(), 4}, ids.options().dtype(at::kInt));
+    if (path == Path::kShared) order = at::empty({ids.numel(), 4}, ids.options().dtype(at::kInt));
     decode_rows(commands, path, x, matrix, ids, Activation{}, x_per_pair, out, order);
   }
   commands.encode();
@@ -316,7 +312,7 @@ Tensor apply_experts(const Tensor& x_, const ExpertMatrix& gate_up, const Expert
     add_gemm(commands, tiles, 1, hidden, down, ids, Activation{}, true, slots);
     add_combine(commands, slots, down, ids, sum, out);
   } else {
-    if (is_shared(path)) order = at::empty({ids.numel(), 4}, ids.options().dtype(at::kInt));
+    if (path == Path::kShared) order = at::empty({ids.numel(), 4}, ids.options().dtype(at::kInt));
     decode_rows(commands, path, x, gate_up, ids, activation, false, hidden, order);
     decode_down(commands, path, hidden, down, ids, sum, out, order);
   }
