@@ -7,6 +7,7 @@ from torch import Tensor
 
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ID_DTYPES = (torch.int32, torch.int64)
+MAX_TOP_K = 64  # experts a token
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:

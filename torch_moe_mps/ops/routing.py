@@ -9,14 +9,13 @@ are exact, where rounded or saturated scores would tie.
 import torch
 from torch import Tensor
 
-from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check
+from ._checks import ACTIVATION_DTYPES, ID_DTYPES, MAX_TOP_K, Check
 from ._registry import operator
 from .norms import rms_norm
 
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus", "softmax_after_topk")
 GROUP_SCORES = ("top2_sum", "max")
 MAX_EXPERTS = 1024
-MAX_TOP_K = 64
 # Rows and columns of the tiles that the grids of moe_compute_ids_tpe count.
 PAIRS_PER_TILE = 32
 ROWS_PER_TILE = 64

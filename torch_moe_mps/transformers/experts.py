@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..ops._checks import MAX_TOP_K
 from .formulas import Node, evaluate, inline, operation_of
 from .patterns import match
 from .programs import Unsupported
@@ -13,7 +14,6 @@ from .straightening import straighten
 ops = torch.ops.moe_mps
 
 NAME = "moe_mps"
-MAX_TOP_K = 64
 INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 _POINTWISE = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 # The formula of _apply_gate on its argument X, with G and U its gate and up half.

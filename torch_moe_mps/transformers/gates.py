@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..ops._checks import MAX_TOP_K
 from .blocks import take_raw_results
 from .formulas import Node, Reader, evaluate, is_number
 from .patterns import match
 from .programs import Program, Unsupported
-from .routers import MAX_TOP_K
 from .straightening import straighten
 
 ops = torch.ops.moe_mps

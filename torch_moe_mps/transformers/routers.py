@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..ops._checks import MAX_TOP_K
 from .formulas import Node, Reader, casts_to_float32, evaluate, held, is_number
 from .patterns import match
 from .programs import Program, Unsupported
@@ -18,7 +19,6 @@ from .straightening import straighten
 
 ops = torch.ops.moe_mps
 
-MAX_TOP_K = 64
 MAX_EXPERTS = 1024
 # The argument with which a block that hands everything to our experts asks for results without casts.
 RAW = "moe_mps_raw"
