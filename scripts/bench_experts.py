@@ -201,21 +201,15 @@ class Ours:
             "activation": 1 if gated else 0,
         }
 
+    def decode_buffers(self, x, weights: Weights, ids, out) -> dict:
+        """What both dispatches of decode begin with: EXPERT_BUFFERS."""
+        return dict(enumerate([x, weights.packed, weights.scales, weights.biases, ids, x, out]))
+
     def rows(self, x, weights: Weights, ids, out, order):
         """Gate, up and silu: decode's first dispatch."""
         outputs, pairs = weights.rows // 2, ids.size
         params = self.device.params("ExpertParams", **self.matmul(ids, weights, outputs, True, False))
-        buffers = {
-            0: x,
-            1: weights.packed,
-            2: weights.scales,
-            3: weights.biases,
-            4: ids,
-            5: x,
-            6: out,
-            7: params,
-            8: order,
-        }
+        buffers = {**self.decode_buffers(x, weights, ids, out), 7: params, 8: order}
         if ids.shape[0] == 1:
             grid, threads = (
                 (-(-outputs // (SINGLE_SIMDGROUPS * SINGLE_ROWS // 2)), pairs, 1),
@@ -231,21 +225,8 @@ class Ours:
         """Down, the sum over the experts: decode's second dispatch."""
         matmul = self.matmul(ids, weights, weights.rows, False, True)
         params = self.device.params("ExpertDownParams", matmul=matmul, combine={})
-        buffers = {
-            0: x,
-            1: weights.packed,
-            2: weights.scales,
-            3: weights.biases,
-            4: ids,
-            5: x,
-            6: out,
-            7: routing,
-            8: x,
-            9: x,
-            10: x,
-            11: params,
-            12: order,
-        }
+        rest = {7: routing, 8: x, 9: x, 10: x, 11: params, 12: order}
+        buffers = {**self.decode_buffers(x, weights, ids, out), **rest}
         if ids.shape[0] == 1:
             return self.launch(
                 "expert_down_single",
@@ -299,7 +280,8 @@ class Ours:
 
 def instantiations(text: str, metal_type: str, suffix: str) -> list[str]:
     """The lines of a .metal file that instantiate the kernels of one format and dtype."""
-    body = re.sub(r"^#include.*$", "", text, flags=re.M)
+    macro = re.search(r"#define INSTANTIATE_KERNEL.*?[^\\]\n", (SHADERS / "common.h").read_text(), re.S)
+    body = macro.group() + re.sub(r"^#include.*$", "", text, flags=re.M)
     expanded = subprocess.run(
         ["g++", "-E", "-P", "-x", "c++", "-"], input=body, capture_output=True, text=True, check=True
     ).stdout

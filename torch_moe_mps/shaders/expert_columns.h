@@ -55,19 +55,14 @@ template <typename T>
   const DenseColumns<T> weights(packed, scales, biases, expert, params);
   device const T* input = x + ulong(input_row(pair, params)) * params.inputs;
   const uint safe = min(output, params.outputs - 1);
-  const bool gated = params.row_layout != ROWS_PLAIN;
-  const bool interleaved = params.row_layout == ROWS_INTERLEAVED;
-  const uint first = interleaved ? 2 * safe : safe;
-  const uint second = interleaved ? first + 1 : first + params.outputs;
-  float value = column_dot(weights, input, first, simdgroup, params.inputs);
-  value = with_bias(sum_over_simdgroups(value, partials, lane, simdgroup), bias, expert, first, params);
-  if (gated) {
-    float up = column_dot(weights, input, second, simdgroup, params.inputs);
-    up = with_bias(sum_over_simdgroups(up, partials, lane, simdgroup), bias, expert, second, params);
-    value = gated_activation(value, up, params);
-  } else {
-    value = pointwise_activation(value, params.activation);
+  const uint first = weight_row(safe, 0, params), second = weight_row(safe, 1, params);
+  float own = column_dot(weights, input, first, simdgroup, params.inputs), up = 0.0f;
+  own = sum_over_simdgroups(own, partials, lane, simdgroup);
+  if (params.row_layout != ROWS_PLAIN) {
+    up = column_dot(weights, input, second, simdgroup, params.inputs);
+    up = sum_over_simdgroups(up, partials, lane, simdgroup);
   }
+  const float value = finished_output(own, up, bias, expert, safe, params);
   if (stores) out[target] = T(value);
 }
 

@@ -23,6 +23,31 @@ inline float with_bias(float value, device const uchar* bias, uint expert, uint 
                               : value;
 }
 
+// The row of the matrix that holds an output, or its gate (0) or up (1).
+inline uint weight_row(uint output, uint half_of_pair, constant ExpertParams& params) {
+  if (params.row_layout == ROWS_INTERLEAVED) return 2 * output + half_of_pair;
+  if (params.row_layout == ROWS_HALVES) return output + half_of_pair * params.outputs;
+  return output;
+}
+
+// An output from the dot product of its row, and one from those of its gate's and its up's row.
+inline float plain_output(float dot, device const uchar* bias, uint expert, uint output,
+                          constant ExpertParams& params) {
+  return pointwise_activation(with_bias(dot, bias, expert, output, params), params.activation);
+}
+
+inline float gated_output(float gate, float up, device const uchar* bias, uint expert, uint output,
+                          constant ExpertParams& params) {
+  return gated_activation(with_bias(gate, bias, expert, weight_row(output, 0, params), params),
+                          with_bias(up, bias, expert, weight_row(output, 1, params), params), params);
+}
+
+inline float finished_output(float own, float up, device const uchar* bias, uint expert, uint output,
+                             constant ExpertParams& params) {
+  return params.row_layout == ROWS_PLAIN ? plain_output(own, bias, expert, output, params)
+                                         : gated_output(own, up, bias, expert, output, params);
+}
+
 // A token's experts are done: the shared expert and the residual come on top.
 inline float combined(float sum, uint token, uint column, uint columns, device const uchar* shared_gate,
                       device const uchar* shared_out, device const uchar* residual, uint dtype,

@@ -3,13 +3,6 @@
 #include "expert_common.h"
 #include "expert_formats.h"
 
-// The row of the matrix that holds an output, or its gate (0) or up (1).
-inline uint weight_row(uint output, uint half_of_pair, constant ExpertParams& params) {
-  if (params.row_layout == ROWS_INTERLEAVED) return 2 * output + half_of_pair;
-  if (params.row_layout == ROWS_HALVES) return output + half_of_pair * params.outputs;
-  return output;
-}
-
 template <int R>
 struct RowSet {
   uint v[R];
@@ -208,21 +201,19 @@ inline RowSet<R> rows_at(uint first, uint local, constant ExpertParams& params) 
 template <typename T, int R>
 inline void store_outputs(RowValues<R> values, device const uchar* bias, uint expert, uint first, uint pair,
                           device T* out, constant ExpertParams& params) {
-  const ulong start = ulong(pair) * params.outputs;
-  const RowSet<R> rows = rows_at<R>(first, 0, params);
+  device T* target = out + ulong(pair) * params.outputs;
   if (params.row_layout == ROWS_PLAIN) {
     UNROLL for (int r = 0; r < R; ++r) {
-      if (first + r < params.outputs) {
-        const float value = with_bias(values.v[r], bias, expert, rows.v[r], params);
-        out[start + first + r] = T(pointwise_activation(value, params.activation));
+      const uint output = first + r;
+      if (output < params.outputs) {
+        target[output] = T(plain_output(values.v[r], bias, expert, output, params));
       }
     }
   } else {
     UNROLL for (int r = 0; r < R; r += 2) {
-      if (first + r / 2 < params.outputs) {
-        const float gate = with_bias(values.v[r], bias, expert, rows.v[r], params);
-        const float up = with_bias(values.v[r + 1], bias, expert, rows.v[r + 1], params);
-        out[start + first + r / 2] = T(gated_activation(gate, up, params));
+      const uint output = first + r / 2;
+      if (output < params.outputs) {
+        target[output] = T(gated_output(values.v[r], values.v[r + 1], bias, expert, output, params));
       }
     }
   }
@@ -245,14 +236,7 @@ inline void store_outputs_of_pair(RowValues<R> values, device const uchar* bias,
   }
   const uint output = first + lane;
   if (lane >= outputs_of_rows(R, params) || output >= params.outputs) return;
-  float value = with_bias(own, bias, expert, weight_row(output, 0, params), params);
-  if (plain) {
-    value = pointwise_activation(value, params.activation);
-  } else {
-    up = with_bias(up, bias, expert, weight_row(output, 1, params), params);
-    value = gated_activation(value, up, params);
-  }
-  out[ulong(pair) * params.outputs + output] = T(value);
+  out[ulong(pair) * params.outputs + output] = T(finished_output(own, up, bias, expert, output, params));
 }
 
 // For a single token, or where pairs are few: each pair reads its expert's rows. Grid: (blocks of rows,

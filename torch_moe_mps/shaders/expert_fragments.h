@@ -49,10 +49,6 @@ struct InputTotals {
   vec<float, 2> offset;
 };
 
-inline InputTotals no_totals() {
-  return {vec<float, 2>(0.0f), vec<float, 2>(0.0f)};
-}
-
 // Four words of a row in a quarter of a step, codes of 4 or 8 bits in groups of 32 (kSmallGroups) or more.
 template <typename T, int kBits, bool kSmallGroups = false>
 struct AffineFragments {

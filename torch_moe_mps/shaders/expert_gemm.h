@@ -223,17 +223,10 @@ inline void store_tile(threadgroup const float* sums, int stride, uint expert, u
     if (column >= columns) continue;
     threadgroup const float* row = sums + i / width * stride;
     device T* target = out + ulong(order[i / width]) * params.outputs + first + column;
-    if (params.row_layout == ROWS_PLAIN) {
-      const float value = with_bias(row[column], bias, expert, first + column, params);
-      *target = T(pointwise_activation(value, params.activation));
-    } else {
-      const bool interleaved = params.row_layout == ROWS_INTERLEAVED;
-      const uint gate = interleaved ? 2 * column : column;
-      const uint up = interleaved ? gate + 1 : gate + kTileColumns / 2;
-      *target = T(gated_activation(
-          with_bias(row[gate], bias, expert, tile_weight_row(first, gate, params), params),
-          with_bias(row[up], bias, expert, tile_weight_row(first, up, params), params), params));
-    }
+    const bool plain = params.row_layout == ROWS_PLAIN, interleaved = params.row_layout == ROWS_INTERLEAVED;
+    const uint own = interleaved ? 2 * column : column;
+    const float up = plain ? 0.0f : row[interleaved ? own + 1 : own + kTileColumns / 2];
+    *target = T(finished_output(row[own], up, bias, expert, first + column, params));
   }
 }
 

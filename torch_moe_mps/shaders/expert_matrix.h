@@ -92,7 +92,7 @@ struct RunInputs {
 template <typename F, int kUnits>
 inline InputTotals input_totals(thread const UnitInputs<typename F::Element, F::kPairs>* units) {
   typedef typename F::Element T;
-  InputTotals totals = no_totals();
+  InputTotals totals = {vec<float, 2>(0.0f), vec<float, 2>(0.0f)};
   UNROLL for (int place = 0; place < F::kPlaces; ++place) {
     simdgroup_matrix<float, 8, 8> sums = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     UNROLL for (int u = 0; u < kUnits; ++u) {
@@ -285,14 +285,9 @@ inline void store_tiles(TileDots<kColumns> dots, device const uchar* bias, uint 
     for (int t = 0; t < kTiles; t += plain ? 1 : 2) {
       const uint output = tile_output(first, t, place, params);
       if (output >= params.outputs) break;
-      float value = with_bias(dots.of(t, n), bias, expert, weight_row(output, 0, params), params);
-      if (plain) {
-        value = pointwise_activation(value, params.activation);
-      } else {
-        const float up = with_bias(dots.of(t + 1, n), bias, expert, weight_row(output, 1, params), params);
-        value = gated_activation(value, up, params);
-      }
-      out[ulong(pairs[n]) * params.outputs + output] = T(value);
+      const float up = plain ? 0.0f : dots.of(t + 1, n);
+      out[ulong(pairs[n]) * params.outputs + output] =
+          T(finished_output(dots.of(t, n), up, bias, expert, output, params));
     }
   }
 }

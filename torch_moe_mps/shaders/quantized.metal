@@ -1,24 +1,22 @@
 #include "expert_gemm.h"
 #include "expert_matrix.h"
 
-#define KERNEL(name, ...) template [[host_name(name)]] [[kernel]] decltype(__VA_ARGS__) __VA_ARGS__;
-
 // expert_down_single is bounded by 1024 threads, four times what is launched for 8 experts, so that few
 // registers are taken and all threadgroups run at once: 6.8 instead of 7.9 us on an NVIDIA H200 (int4, 8
 // experts, 768 -> 2048). A lane of the decode kernels takes 16 bytes of a row at a time, a thread of the GEMM
 // 16 values.
-#define FORMAT(format, suffix, single, gemm)                                              \
-  KERNEL("expert_rows_single_" format "_" suffix, expert_rows_single<single, 4, 1>)       \
-  KERNEL("expert_down_single_" format "_" suffix, expert_down_single<single, 4, 1, 1024>) \
-  KERNEL("expert_gemm_" format "_" suffix, expert_gemm<gemm>)
+#define FORMAT(format, suffix, single, gemm)                                                          \
+  INSTANTIATE_KERNEL("expert_rows_single_" format "_" suffix, expert_rows_single<single, 4, 1>)       \
+  INSTANTIATE_KERNEL("expert_down_single_" format "_" suffix, expert_down_single<single, 4, 1, 1024>) \
+  INSTANTIATE_KERNEL("expert_gemm_" format "_" suffix, expert_gemm<gemm>)
 
-#define SHARED(format, suffix, weights)                                        \
-  KERNEL("expert_rows_shared_" format "_" suffix, expert_rows_shared<weights>) \
-  KERNEL("expert_down_shared_" format "_" suffix, expert_down_shared<weights>)
+#define SHARED(format, suffix, weights)                                                    \
+  INSTANTIATE_KERNEL("expert_rows_shared_" format "_" suffix, expert_rows_shared<weights>) \
+  INSTANTIATE_KERNEL("expert_down_shared_" format "_" suffix, expert_down_shared<weights>)
 
-#define MATRIX(format, suffix, weights, fragments)                                        \
-  KERNEL("expert_rows_matrix_" format "_" suffix, expert_rows_matrix<weights, fragments>) \
-  KERNEL("expert_down_matrix_" format "_" suffix, expert_down_matrix<fragments>)
+#define MATRIX(format, suffix, weights, fragments)                                                    \
+  INSTANTIATE_KERNEL("expert_rows_matrix_" format "_" suffix, expert_rows_matrix<weights, fragments>) \
+  INSTANTIATE_KERNEL("expert_down_matrix_" format "_" suffix, expert_down_matrix<fragments>)
 
 #define QUANTIZED(T, suffix)                                \
   typedef AffineWeights<T, 4, 4> Int4Single_##T;            \
