@@ -384,7 +384,7 @@ kernel void product(device const {kind}* a [[buffer(0)]], device const {kind}* b
   simdgroup_multiply_accumulate(md, ma, mb, md);
   simdgroup_store(md, d, 8);
   for (ushort e = 0; e < 2; e++) layout[2 * lane + e] = ma.thread_elements()[e];
-  ma.thread_elements() *= {kind}(2);
+  for (ushort e = 0; e < 2; e++) ma.thread_elements()[e] *= {kind}(2);
   simdgroup_multiply(mb, ma, unit);
   simdgroup_store(mb, copy, 8, 0, true);
 }}

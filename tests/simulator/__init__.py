@@ -5,6 +5,7 @@
     with counters() as dispatches:  dispatches: what each dispatch read, wrote and waited for
     set_schedule(seed)              order of threads and threadgroups; 0 is ascending
     with matrix_rows_in_lane_order():  another layout of simdgroup_matrix than Apple's
+    with pipeline_limit(threads):   pipelines that allow fewer threads a threadgroup
     shader_library(source)          any MSL text, to run its kernels without PyTorch's stream
 
 Faults of shaders and of host code raise SimulatorError: those of encoding at the call, those of running at
@@ -20,6 +21,7 @@ from .runtime import (
     live_buffers,
     live_objects,
     matrix_rows_in_lane_order,
+    pipeline_limit,
     reset,
     set_schedule,
     trace,
@@ -35,6 +37,7 @@ __all__ = [
     "live_buffers",
     "live_objects",
     "matrix_rows_in_lane_order",
+    "pipeline_limit",
     "reset",
     "set_schedule",
     "shader_library",

@@ -60,6 +60,7 @@ def _runtime() -> ctypes.CDLL:
     library = ctypes.CDLL(str(build_device.device_library()))
     library.simulator_set_executor.argtypes = [ctypes.c_void_p]
     library.simulator_set_schedule.argtypes = [ctypes.c_uint64]
+    library.simulator_limit_pipelines.argtypes = [ctypes.c_size_t]
     library.simulator_trace_stop.restype = ctypes.c_char_p
     library.simulator_counters_stop.argtypes = [ctypes.POINTER(ctypes.c_size_t)]
     library.simulator_counters_stop.restype = ctypes.POINTER(_DispatchCounters)
@@ -120,6 +121,16 @@ def matrix_rows_in_lane_order() -> Iterator[None]:
     with shaderlib.matrix_rows_in_lane_order():
         yield
         torch.mps.synchronize()
+
+
+@contextlib.contextmanager
+def pipeline_limit(threads: int) -> Iterator[None]:
+    """Meanwhile pipelines allow no more threads a threadgroup, as where Apple's compiler takes many registers."""
+    _runtime().simulator_limit_pipelines(threads)
+    try:
+        yield
+    finally:
+        _runtime().simulator_limit_pipelines(ctypes.c_size_t(-1).value)
 
 
 def reset() -> None:

@@ -53,6 +53,8 @@ LANGUAGE_WORDS = {
     "typeid": "there is no run-time type information",
     "asm": "there is no inline assembly",
     "thread_local": "there is no thread-local storage",
+    "vertex": "a keyword of Metal",
+    "fragment": "a keyword of Metal",
 }
 
 
@@ -267,6 +269,9 @@ def check_language(preprocessed: str) -> list[str]:
     for i, token in enumerate(translator.tokens):
         if message := LANGUAGE_WORDS.get(token):
             problems.append(f"{translator.line(i)}: error: '{token}': {message}")
+        elif token == "kernel" and translator.at(translator.next(i)) in set("=;()[.,"):
+            if translator.at(translator.previous(i)) != "[":
+                problems.append(f"{translator.line(i)}: error: '{token}': a keyword of Metal")
     folder, pch = build.prepared_headers()
     flags = [*build.LANGUAGE, *build.ARITHMETIC, *build.INSTRUMENTATION, *build.GENERATION]
     flags += ["-include-pch", pch, "-I", build.INCLUDE, "-I", folder, "-DMSL_KERNEL=-1", "-fsyntax-only"]

@@ -38,7 +38,7 @@ class Kernel:
     name: str
     getters: list[str]
     arguments: list[str]
-    max_threads: str = "1024"
+    max_threads: str = "0"  # none declared
     host_name: str | None = None
     template: bool = False
     head: str = ""  # "template <...>"
@@ -363,7 +363,7 @@ class Translator(Tokens):
             signature = f"msl::signature<{', '.join([f'decltype({function})', *kernel.getters])}>"
             names = ", ".join([*(f'"{a}"' for a in kernel.arguments), "nullptr"])
             limit = kernel.max_threads
-            if kernel.template and limit != "1024":
+            if kernel.template and limit != "0":
                 limit = f"msl_max_threads_{function}"
             strings = f'names_{i}, unsigned({limit}), MSL_IMAGE "{i}.so", MSL_BUILD("{i}")'
             rows.append(f"static const char* const names_{i}[] = {{{names}}};")
@@ -376,7 +376,7 @@ class Translator(Tokens):
         limits = [
             f"{k.head} constexpr unsigned msl_max_threads_{k.name} = {k.max_threads};"
             for k in kernels
-            if k.template and k.max_threads != "1024"
+            if k.template and k.max_threads != "0"
         ]
         lines = [
             '\n#line 1 "kernel_table"',

@@ -16,8 +16,6 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr int64_t kSiluThreads = 128;  // as in combine.h
-constexpr int64_t kNormThreads = 512;  // likewise
 // Threads that share a weighted sum's row; few columns are spread over more threadgroups, for latency.
 constexpr int64_t kSumThreads = 128, kSumThreadsFew = 32, kFewColumns = 16384;
 

@@ -28,7 +28,8 @@ struct Size {
 
 class Command {
  public:
-  Command(id<MTLComputePipelineState> pipeline) : pipeline_(pipeline) {}
+  Command(id<MTLComputePipelineState> pipeline, std::string name)
+      : pipeline_(pipeline), name_(std::move(name)) {}
 
   // The tensor must be contiguous and not empty, and must live until Commands::encode returns.
   Command& bind(const at::Tensor& tensor);
@@ -54,7 +55,7 @@ class Command {
 
   void threadgroups(Size grid, Size threads) {
     grid_ = grid;
-    threads_ = threads;
+    set_threads(threads);
   }
   // The grid is three uint32 in `arguments`, from element `offset`, computed by an earlier dispatch.
   void indirect(const at::Tensor& arguments, int64_t offset, Size threads);
@@ -69,9 +70,12 @@ class Command {
     NSUInteger index;
   };
 
+  // A dispatch past the limits of its pipeline, which depend on the compiler, would not run and not fail.
+  void set_threads(Size threads);
   void encode(id<MTLComputeCommandEncoder> encoder) const;
 
   id<MTLComputePipelineState> pipeline_;
+  std::string name_;
   c10::SmallVector<Binding, 12> bindings_;
   std::array<char, kMaxParams> params_;
   NSUInteger params_size_ = 0;
@@ -87,7 +91,7 @@ class Command {
 class Commands {
  public:
   // A kernel of shaders/<library>.metal. The reference is good until the next add().
-  Command& add(const char* library, const std::string& function, const Constants& constants = {});
+  Command& add(const char* library, std::string function);
   // Encodes everything on the current stream, in order, without committing or waiting.
   void encode();
 

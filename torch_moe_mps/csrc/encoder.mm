@@ -31,7 +31,19 @@ void Command::indirect(const at::Tensor& arguments, int64_t offset, Size threads
   TORCH_INTERNAL_ASSERT(arguments.is_mps() && arguments.element_size() == 4);
   indirect_buffer_ = buffer_of(arguments);
   indirect_offset_ = byte_offset(arguments) + static_cast<NSUInteger>(offset) * 4;
+  set_threads(threads);
+}
+
+void Command::set_threads(Size threads) {
   threads_ = threads;
+  const NSUInteger count = threads.x * threads.y * threads.z;
+  const NSUInteger most = [pipeline_ maxTotalThreadsPerThreadgroup];
+  TORCH_CHECK(count <= most, "moe_mps: ", name_, " takes ", count,
+              " threads a threadgroup, its pipeline on this GPU at most ", most);
+  const NSUInteger bytes = [pipeline_ staticThreadgroupMemoryLength] + threadgroup_bytes_;
+  const NSUInteger most_bytes = [[pipeline_ device] maxThreadgroupMemoryLength];
+  TORCH_CHECK(bytes <= most_bytes, "moe_mps: ", name_, " takes ", bytes,
+              " bytes of threadgroup memory, this GPU has ", most_bytes);
 }
 
 void Command::encode(id<MTLComputeCommandEncoder> encoder) const {
@@ -50,10 +62,11 @@ void Command::encode(id<MTLComputeCommandEncoder> encoder) const {
   }
 }
 
-Command& Commands::add(const char* library, const std::string& function, const Constants& constants) {
+Command& Commands::add(const char* library, std::string function) {
   // Pipelines are built here, in front of encode(): compiling must not hold up the stream's queue.
   id<MTLDevice> device = at::mps::getCurrentMPSStream()->device();
-  return commands_.emplace_back(pipeline(device, library, function, constants));
+  id<MTLComputePipelineState> built = pipeline(device, library, function);
+  return commands_.emplace_back(built, std::move(function));
 }
 
 void Commands::encode() {

@@ -14,30 +14,21 @@ namespace {
 
 using at::Tensor;
 
-// As in expert_decode.h, expert_matrix.h, expert_columns.h and expert_gemm.h.
-constexpr int64_t kSingleRows = 4;
-constexpr int64_t kSingleSimdgroups = 8;
-constexpr int64_t kSingleDownRows = 4;
-constexpr int64_t kMaxDownSimdgroups = 8;
 constexpr int64_t kMaxSharedTokens = 32;
-constexpr int64_t kColumnSimdgroups = 16;
-constexpr int64_t kTileRows = 32;
-constexpr int64_t kTileColumns = 64;
-constexpr int64_t kGemmThreads = 128;
 constexpr int64_t kCombineThreads = 256;
-constexpr int64_t kCombineColumns = 4;
 
-enum class Path { kSingle, kShared, kGemm };
+enum class Path { kSingle, kShared, kGemm };  // each serves whatever those before it serve
 
 // The kernels for 2 to 32 tokens; rows are those of a simdgroup in the first, of a threadgroup in the second.
 struct SharedKernels {
   const char* rows_kernel;
   const char* down_kernel;
-  int64_t rows, simdgroups, down_rows, down_simdgroups;
-  int64_t max_pairs;  // their numbers and terms lie in threadgroup memory
+  int64_t rows, simdgroups, down_simdgroups, max_pairs;
 };
-constexpr SharedKernels kDots{"expert_rows_shared", "expert_down_shared", 8, 8, 8, 8, 512};
-constexpr SharedKernels kMatrices{"expert_rows_matrix", "expert_down_matrix", 16, 8, 16, 16, 384};
+constexpr SharedKernels kDots{"expert_rows_shared", "expert_down_shared", kSharedRows,
+                              kSharedSimdgroups,    kSharedSimdgroups,    kMaxSharedPairs};
+constexpr SharedKernels kMatrices{"expert_rows_matrix", "expert_down_matrix",  kMatrixRows,
+                                  kMatrixSimdgroups,    kMatrixDownSimdgroups, kMaxMatrixPairs};
 
 const SharedKernels& shared_kernels(const ExpertMatrix& matrix) {
   return matrix.bits != 0 ? kMatrices : kDots;
@@ -51,14 +42,21 @@ const SharedKernels& shared_kernels(const ExpertMatrix& matrix) {
 // count as many as the dot products of three pairs.
 Path path_for(int64_t tokens, int64_t pairs, const ExpertMatrix& matrix) {
   if (tokens == 1) return Path::kSingle;
-  // The decode kernels for 2 to 32 tokens walk along the rows of a matrix, which a transposed one does not
-  // have.
+  // The kernels for 2 to 32 tokens walk along the rows of a matrix, which a transposed one does not have.
   if (tokens > kMaxSharedTokens || matrix.transposed) return Path::kGemm;
   return pairs <= shared_kernels(matrix).max_pairs ? Path::kShared : Path::kGemm;
 }
 
 std::string kernel_of(const char* base, const ExpertMatrix& matrix, c10::ScalarType dtype) {
   return matrix.format[0] == '\0' ? kernel_name(base, {dtype}) : kernel_name(base, {matrix.format, dtype});
+}
+
+// Groups of 32 have matrix kernels of their own.
+std::string shared_kernel_of(const char* base, const ExpertMatrix& matrix, c10::ScalarType dtype) {
+  if (matrix.bits != 0 && matrix.group_shift == 5) {
+    return kernel_name(base, {matrix.format, "groups32", dtype});
+  }
+  return kernel_of(base, matrix, dtype);
 }
 
 int64_t outputs_of(int64_t rows, const Activation& activation) {
@@ -122,10 +120,11 @@ void decode_rows(Commands& commands, Path path, const Tensor& x, const ExpertMat
                  const Tensor& ids, const Activation& activation, bool x_per_pair, const Tensor& out,
                  const Tensor& order) {
   const ExpertParams params = matmul_params(x, matrix, ids, activation, x_per_pair);
-  const char* base = path == Path::kShared ? shared_kernels(matrix).rows_kernel
-                     : matrix.transposed   ? "expert_columns_single"
-                                           : "expert_rows_single";
-  Command& command = commands.add(matrix.library, kernel_of(base, matrix, x.scalar_type()));
+  const char* single = matrix.transposed ? "expert_columns_single" : "expert_rows_single";
+  const std::string kernel = path == Path::kShared
+                                 ? shared_kernel_of(shared_kernels(matrix).rows_kernel, matrix, x.scalar_type())
+                                 : kernel_of(single, matrix, x.scalar_type());
+  Command& command = commands.add(matrix.library, kernel);
   bind_matrix(command, x, matrix).bind(ids).bind_or(matrix.bias, ids).bind(out).params(params);
   const int64_t outputs = params.outputs;
   if (path == Path::kShared) {
@@ -148,24 +147,25 @@ void decode_rows(Commands& commands, Path path, const Tensor& x, const ExpertMat
 void decode_down(Commands& commands, Path path, const Tensor& x, const ExpertMatrix& matrix,
                  const Tensor& ids, const ExpertSum& sum, const Tensor& out, const Tensor& order) {
   const ExpertDownParams params = down_params(matmul_params(x, matrix, ids, Activation{}, true), sum);
-  const char* base = path == Path::kShared ? shared_kernels(matrix).down_kernel
-                     : matrix.transposed   ? "expert_down_columns_single"
-                                           : "expert_down_single";
-  Command& command = commands.add(matrix.library, kernel_of(base, matrix, x.scalar_type()));
+  const char* single = matrix.transposed ? "expert_down_columns_single" : "expert_down_single";
+  const std::string kernel = path == Path::kShared
+                                 ? shared_kernel_of(shared_kernels(matrix).down_kernel, matrix, x.scalar_type())
+                                 : kernel_of(single, matrix, x.scalar_type());
+  Command& command = commands.add(matrix.library, kernel);
   bind_matrix(command, x, matrix).bind(ids).bind_or(matrix.bias, ids).bind(out);
   bind_sum(command, sum).params(params);
   if (path == Path::kShared) {
     const SharedKernels& kernels = shared_kernels(matrix);
     command.bind(order)
-        .threadgroup_memory(params.matmul.pairs * kernels.down_rows * sizeof(float))
-        .threadgroups({NSUInteger(ceil_div(matrix.rows, kernels.down_rows))},
+        .threadgroup_memory(params.matmul.pairs * kernels.rows * sizeof(float))
+        .threadgroups({NSUInteger(ceil_div(matrix.rows, kernels.rows))},
                       {NSUInteger(kernels.down_simdgroups * kSimdWidth)});
   } else if (matrix.transposed) {
     command.threadgroups({NSUInteger(ceil_div(matrix.rows, kSimdWidth)), params.matmul.tokens},
                          {NSUInteger(kColumnSimdgroups * kSimdWidth)});
   } else {
-    const int64_t simdgroups = std::min<int64_t>(params.matmul.slots, kMaxDownSimdgroups);
-    command.threadgroups({NSUInteger(ceil_div(matrix.rows, kSingleDownRows)), params.matmul.tokens},
+    const int64_t simdgroups = std::min<int64_t>(params.matmul.slots, kSingleSimdgroups);
+    command.threadgroups({NSUInteger(ceil_div(matrix.rows, kSingleRows)), params.matmul.tokens},
                          {NSUInteger(simdgroups * kSimdWidth)});
   }
 }
@@ -221,7 +221,7 @@ void add_gemm(Commands& commands, const Tiles& tiles, int64_t grid, const Tensor
 
 void add_combine(Commands& commands, const Tensor& slots, const ExpertMatrix& matrix, const Tensor& ids,
                  const ExpertSum& sum, const Tensor& out) {
-  Command& command = commands.add("experts", kernel_name("expert_combine", {out.scalar_type()}));
+  Command& command = commands.add("combine", kernel_name("expert_combine", {out.scalar_type()}));
   command.bind(slots).bind(ids);
   bind_sum(command, sum)
       .bind(out)
@@ -300,7 +300,8 @@ Tensor apply_experts(const Tensor& x_, const ExpertMatrix& gate_up, const Expert
     commands.encode();
     return out;
   }
-  const Path path = path_for(ids.size(0), ids.numel(), gate_up);
+  const Path path =
+      std::max(path_for(ids.size(0), ids.numel(), gate_up), path_for(ids.size(0), ids.numel(), down));
   const Tensor hidden = at::empty({ids.numel(), down.inputs}, x.options());
   Tensor order, slots;
   Tiles tiles;

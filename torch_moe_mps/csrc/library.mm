@@ -98,30 +98,14 @@ id<MTLLibrary> library(Cache& cache, id<MTLDevice> device, const std::string& na
 }
 
 id<MTLComputePipelineState> build_pipeline(id<MTLDevice> device, id<MTLLibrary> library,
-                                           const std::string& function, const Constants& constants) {
-  MTLFunctionConstantValues* values = [[MTLFunctionConstantValues alloc] init];
-  for (const Constant& constant : constants) {
-    [values setConstantValue:&constant.bits type:constant.type atIndex:constant.index];
-  }
+                                           const std::string& function) {
+  id<MTLFunction> built = [library newFunctionWithName:[NSString stringWithUTF8String:function.c_str()]];
+  TORCH_CHECK(built != nil, "moe_mps: no Metal function ", function);
   NSError* error = nil;
-  id<MTLFunction> built = [library newFunctionWithName:[NSString stringWithUTF8String:function.c_str()]
-                                        constantValues:values
-                                                 error:&error];
-  [values release];
-  TORCH_CHECK(built != nil, "moe_mps: no Metal function ", function, ": ", message(error));
   id<MTLComputePipelineState> pipeline = [device newComputePipelineStateWithFunction:built error:&error];
   [built release];
   TORCH_CHECK(pipeline != nil, "moe_mps: no pipeline for ", function, ": ", message(error));
   return pipeline;
-}
-
-std::string pipeline_key(const std::string& library, const std::string& function,
-                         const Constants& constants) {
-  std::string key = library + "/" + function;
-  for (const Constant& constant : constants) {
-    key += "," + std::to_string(constant.index) + "=" + std::to_string(constant.bits);
-  }
-  return key;
 }
 
 void set_shader_directory(std::string directory) {
@@ -132,14 +116,14 @@ void set_shader_directory(std::string directory) {
 }  // namespace
 
 id<MTLComputePipelineState> pipeline(id<MTLDevice> device, const std::string& library_name,
-                                     const std::string& function, const Constants& constants) {
-  const std::string key = pipeline_key(library_name, function, constants);
+                                     const std::string& function) {
+  const std::string key = library_name + "/" + function;
   const std::lock_guard<std::mutex> lock(cache().mutex);
   const auto found = cache().pipelines.find(key);
   if (found != cache().pipelines.end()) return found->second;
   id<MTLComputePipelineState> built = nil;
   @autoreleasepool {
-    built = build_pipeline(device, library(cache(), device, library_name), function, constants);
+    built = build_pipeline(device, library(cache(), device, library_name), function);
   }
   cache().pipelines.emplace(key, built);
   return built;

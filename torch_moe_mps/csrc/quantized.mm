@@ -12,9 +12,15 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-const char* format_name(int64_t bits, std::string_view mode) {
-  if (mode == "mxfp4") return "mxfp4";
-  return bits == 4 ? "affine4" : "affine8";
+struct Format {
+  const char* library;
+  const char* name;
+};
+
+Format format_of(int64_t bits, std::string_view mode) {
+  if (mode == "mxfp4") return {"quantized_mxfp4", "mxfp4"};
+  if (bits == 4) return {"quantized_affine4", "affine4"};
+  return {"quantized_affine8", "affine8"};
 }
 
 int64_t shift_of(int64_t group_size) {
@@ -33,7 +39,8 @@ struct QuantizedWeight {
 // is right but reads the scales once more in every call: `dtype` is then float32.
 ExpertMatrix quantized_matrix(const QuantizedWeight& weight, const OptionalTensor& bias, int64_t bits,
                               int64_t group_size, std::string_view mode, c10::ScalarType dtype) {
-  ExpertMatrix matrix{"quantized", format_name(bits, mode), aligned(weight.packed)};
+  const Format format = format_of(bits, mode);
+  ExpertMatrix matrix{format.library, format.name, aligned(weight.packed)};
   matrix.scales = weight.scales.contiguous();
   if (matrix.scales.scalar_type() != at::kByte) matrix.scales = matrix.scales.to(dtype);
   matrix.biases = matrix.scales;

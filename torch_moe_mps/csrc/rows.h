@@ -5,11 +5,10 @@
 #include <initializer_list>
 #include <optional>
 
+#include "../shaders/geometry.h"
 #include "encoder.h"
 
 namespace moe_mps {
-
-constexpr int64_t kSimdWidth = 32;
 
 struct RowLayout {
   int64_t simdgroups_per_row;

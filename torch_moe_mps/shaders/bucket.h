@@ -66,7 +66,6 @@ inline void write_tiles(device int4* tiles, device uint* grids, BucketParams par
 
 // Lanes that share a bucket find each other through a word for each residue of the bucket: every lane sets
 // its bit there.
-constant constexpr uint kLaneSets = 64;
 
 // The lanes of the simdgroup whose bucket equals this lane's, among those that are `valid`. The bits are set
 // in any order, to the same end. What lies above the residue is compared digit by digit.

@@ -2,8 +2,6 @@
 #pragma once
 #include "common.h"
 
-constant constexpr uint kSiluThreads = 128;
-
 inline float silu_mul(float gate, float up) {
   return gate / (1.0f + precise::exp(-gate)) * up;
 }
@@ -188,7 +186,7 @@ inline void weighted_sum_norm_row(device T* residual, device const T* slots, dev
 // residual += sum over slots, then output = rms(residual) * norm_weight: one row per threadgroup. Of 512
 // threads at most, so that each has the registers for its loads in flight.
 template <typename T>
-[[kernel, max_total_threads_per_threadgroup(512)]] void weighted_sum_norm_rows(
+[[kernel, max_total_threads_per_threadgroup(kNormThreads)]] void weighted_sum_norm_rows(
     device T* residual [[buffer(0)]], device const T* slots [[buffer(1)]],
     device const uchar* weights [[buffer(2)]], device const uchar* norm_weight [[buffer(3)]],
     device T* output [[buffer(4)]], constant WeightedSumNormParams& arguments [[buffer(5)]],

@@ -2,6 +2,7 @@
 #pragma once
 #include <metal_stdlib>
 
+#include "geometry.h"
 #include "params.h"
 
 using namespace metal;
@@ -12,7 +13,6 @@ using namespace metal;
 #define INSTANTIATE_KERNEL(name, ...) \
   template [[host_name(name)]] [[kernel]] decltype(__VA_ARGS__) __VA_ARGS__;
 
-constant constexpr uint kSimdWidth = 32;
 // Threadgroup memory for one value of each of up to 32 simdgroups.
 constant constexpr uint kMaxSimdgroups = 32;
 

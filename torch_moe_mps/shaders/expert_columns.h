@@ -4,7 +4,6 @@
 #include "expert_common.h"
 #include "expert_formats.h"
 
-constant constexpr uint kColumnSimdgroups = 16;
 constant constexpr int kColumnUnroll = 8;
 
 // The part of x times one column of the matrix that belongs to a simdgroup: inputs simdgroup, simdgroup +
@@ -39,9 +38,9 @@ inline float sum_over_simdgroups(float value, threadgroup float* partials, uint 
 
 // Grid: (blocks of 32 outputs, pairs).
 template <typename T>
-[[kernel]] void expert_columns_single(EXPERT_ROWS_BUFFERS(T), uint2 group [[threadgroup_position_in_grid]],
-                                      uint lane [[thread_index_in_simdgroup]],
-                                      uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+[[kernel, max_total_threads_per_threadgroup(kColumnSimdgroups* kSimdWidth)]] void expert_columns_single(
+    EXPERT_ROWS_BUFFERS(T), uint2 group [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   threadgroup float partials[kColumnSimdgroups * kSimdWidth];
   const uint pair = group.y;
   const uint output = group.x * kSimdWidth + lane;
@@ -68,10 +67,9 @@ template <typename T>
 
 // Grid: (blocks of 32 outputs, tokens).
 template <typename T>
-[[kernel]] void expert_down_columns_single(EXPERT_DOWN_BUFFERS(T),
-                                           uint2 group [[threadgroup_position_in_grid]],
-                                           uint lane [[thread_index_in_simdgroup]],
-                                           uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+[[kernel, max_total_threads_per_threadgroup(kColumnSimdgroups* kSimdWidth)]] void expert_down_columns_single(
+    EXPERT_DOWN_BUFFERS(T), uint2 group [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   threadgroup float partials[kColumnSimdgroups * kSimdWidth];
   constant ExpertParams& matmul = params.matmul;
   const uint token = group.y;

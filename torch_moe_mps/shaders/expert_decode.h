@@ -332,15 +332,6 @@ inline PairList shared_pairs(device const int* ids, threadgroup ushort* pairs, t
   return none;
 }
 
-// The shared kernels are limited to 512 threads, twice what is launched, which bounds a thread's registers.
-// Measured on an NVIDIA H200 (with int4 weights, 8 tokens): 57, 62, 56 and 55 us for 512, 640, 768 and 1024,
-// but 79 instead of 56 us in the down projection for 768.
-//
-// What a threadgroup of the shared kernels computes: `blocks` weight rows of an expert for all its pairs.
-constant constexpr int kSharedSimdgroups = 8;
-constant constexpr int kSharedRows = 8;  // of one simdgroup
-// Decode takes at most this many pairs: their numbers lie in threadgroup memory.
-constant constexpr int kMaxSharedPairs = 512;
 constant constexpr uint kMaxPairsAtOnce = kSimdWidth;  // of one expert: more would read its rows again
 
 // kRows neighbouring rows of an expert for up to M pairs, R of them at a time.
@@ -394,6 +385,10 @@ inline uint list_length(uint count) {
 
 // For 2 to 32 tokens: a threadgroup takes rows of one expert and every pair that chose it, so that the rows
 // are read once. For the grid see shared_pairs.
+//
+// The bound of 512 threads, twice what is launched, limits a thread's registers. On an NVIDIA H200, int4, 8
+// tokens: 57, 62, 56 and 55 us for 512, 640, 768 and 1024, but in the down projection 79 instead of 56 for
+// 768. Not measured on an Apple GPU.
 template <typename W>
 [[kernel, max_total_threads_per_threadgroup(512)]] void expert_rows_shared(
     EXPERT_ROWS_BUFFERS(typename W::Element), device uint4* order [[buffer(8)]],
@@ -514,11 +509,9 @@ inline void store_combined(threadgroup const float* terms, uint first, device co
   }
 }
 
-constant constexpr int kDownRows = 8;  // of a threadgroup of expert_down_shared
-
-// The same for 2 to 32 tokens: a threadgroup takes kDownRows rows, its simdgroups in turn the distinct
-// experts of `order`, each with all its pairs. Grid: blocks of kDownRows rows. Threadgroup memory: kDownRows
-// floats a pair.
+// The same for 2 to 32 tokens: a threadgroup takes kSharedRows rows, its simdgroups in turn the distinct
+// experts of `order`, each with all its pairs. Grid: blocks of kSharedRows rows. Threadgroup memory:
+// kSharedRows floats a pair.
 template <typename W>
 [[kernel, max_total_threads_per_threadgroup(512)]] void expert_down_shared(
     EXPERT_DOWN_BUFFERS(typename W::Element), device const uint4* order [[buffer(12)]],
@@ -530,8 +523,8 @@ template <typename W>
   constant ExpertParams& matmul = params.matmul;
   threadgroup uint sources[kSharedSimdgroups * kMaxPairsAtOnce];
   threadgroup uint* own_sources = sources + simdgroup * kMaxPairsAtOnce;
-  const uint first = group * kDownRows;
-  clear_sentinels<kDownRows>(ids, terms, thread_index, kThreads, matmul);
+  const uint first = group * kSharedRows;
+  clear_sentinels<kSharedRows>(ids, terms, thread_index, kThreads, matmul);
   // Experts with equally many pairs together, so that the simdgroups run the same code at a time: in the
   // order of ids the kernel waited for instructions for half of its time (32 tokens).
   uint turn = 0;
@@ -554,12 +547,12 @@ template <typename W>
           const uint pair = order[some + min(lane, count - 1)].x;
           own_sources[lane] = pair * matmul.inputs;
           simdgroup_barrier(mem_flags::mem_threadgroup);
-          const RowValues<kDownRows> values =
-              shared_rows<W, kDownRows>(weights, x, own_sources, count, first, lane, matmul);
+          const RowValues<kSharedRows> values =
+              shared_rows<W, kSharedRows>(weights, x, own_sources, count, first, lane, matmul);
           if (lane < count) {
-            UNROLL for (int r = 0; r < kDownRows; ++r) {
+            UNROLL for (int r = 0; r < kSharedRows; ++r) {
               const uint row = min(first + r, matmul.outputs - 1);
-              terms[pair * kDownRows + r] = weighted(values.v[r], pair, expert, row, routing, bias, params);
+              terms[pair * kSharedRows + r] = weighted(values.v[r], pair, expert, row, routing, bias, params);
             }
           }
           simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -568,6 +561,6 @@ template <typename W>
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  store_combined<T, kDownRows>(terms, first, shared_gate, shared_out, residual, out, thread_index, kThreads,
-                               params);
+  store_combined<T, kSharedRows>(terms, first, shared_gate, shared_out, residual, out, thread_index, kThreads,
+                                 params);
 }

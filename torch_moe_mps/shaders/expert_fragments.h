@@ -15,6 +15,12 @@
 
 #include "expert_formats.h"
 
+// The two elements of a matrix that a lane holds. Metal declares all 64; a lane's own come first.
+template <typename T>
+inline thread vec<T, 2>& own_elements(thread simdgroup_matrix<T, 8, 8>& matrix) {
+  return reinterpret_cast<thread vec<T, 2>&>(matrix.thread_elements());
+}
+
 // Where a lane's two elements lie in an 8x8 matrix: row, and columns 2 quarter and 2 quarter + 1. Read from a
 // matrix instead of written down: the layout is the hardware's own.
 struct MatrixPlace {
@@ -30,7 +36,7 @@ inline MatrixPlace find_place(threadgroup float* numbers, threadgroup ushort* la
   threadgroup_barrier(mem_flags::mem_threadgroup);
   simdgroup_matrix<float, 8, 8> matrix;
   simdgroup_load(matrix, numbers, 8);
-  const uint element = uint(matrix.thread_elements()[0]);
+  const uint element = uint(own_elements(matrix).x);
   if (thread_index < kSimdWidth) lanes[element / 2] = ushort(lane);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   return {element / 8, element % 8 / 2};
@@ -50,10 +56,9 @@ struct InputTotals {
 };
 
 // Four words of a row in a quarter of a step, codes of 4 or 8 bits in groups of 32 (kSmallGroups) or more.
-template <typename T, int kBits, bool kSmallGroups = false>
+template <typename T, int kBits, bool kSmallGroups>
 struct AffineFragments {
   typedef T Element;
-  typedef AffineFragments<T, kBits, true> SmallGroups;
   static constant constexpr int kCodes = 32 / kBits;  // of a word
   static constant constexpr int kPairs = kCodes / 2;
   static constant constexpr int kUnits = 4;

@@ -6,11 +6,8 @@
 #include "expert_common.h"
 #include "expert_formats.h"
 
-constant constexpr int kTileRows = 32;
-constant constexpr int kTileColumns = 64;
 constant constexpr int kTileDepth = 32;
-constant constexpr int kGemmThreads = 128;  // four simdgroups side by side, each all rows and 16 columns
-constant constexpr int kSimdgroupColumns = 16;
+constant constexpr int kSimdgroupColumns = 16;  // and all rows of the tile: four simdgroups side by side
 constant constexpr int kRowFragments = kTileRows / 8;
 constant constexpr int kColumnFragments = kSimdgroupColumns / 8;
 
@@ -87,7 +84,7 @@ struct WeightShare {
   }
 
   // B[k][n] is the tile's row n, column k.
-  static void fragment(thread simdgroup_matrix<T, 8, 8>& b, threadgroup const T* tile, uint n, uint k) {
+  static void load_fragment(thread simdgroup_matrix<T, 8, 8>& b, threadgroup const T* tile, uint n, uint k) {
     simdgroup_load(b, tile + n * kStride + k, kStride, ulong2(0), true);
   }
 };
@@ -122,7 +119,7 @@ struct WeightShare<DenseColumns<T>> {
     }
   }
 
-  static void fragment(thread simdgroup_matrix<T, 8, 8>& b, threadgroup const T* tile, uint n, uint k) {
+  static void load_fragment(thread simdgroup_matrix<T, 8, 8>& b, threadgroup const T* tile, uint n, uint k) {
     simdgroup_load(b, tile + k * kStride + n, kStride);
   }
 };
@@ -184,7 +181,7 @@ struct TileSums {
     UNROLL for (int k = 0; k < kTileDepth; k += 8) {
       simdgroup_matrix<T, 8, 8> b[kColumnFragments];
       UNROLL for (int j = 0; j < kColumnFragments; ++j) {
-        Share::fragment(b[j], weights, simdgroup * kSimdgroupColumns + 8 * j, k);
+        Share::load_fragment(b[j], weights, simdgroup * kSimdgroupColumns + 8 * j, k);
       }
       UNROLL for (int i = 0; i < kRowFragments; ++i) {
         if (uint(8 * i) < count) {
@@ -246,7 +243,8 @@ template <typename W>
   constexpr int kSumStride = kTileColumns + 4;
   constexpr int kTileBytes = (Inputs::kTileSize + Weights::kTileSize) * sizeof(T);
   constexpr int kSumBytes = kTileRows * kSumStride * sizeof(float);
-  threadgroup float memory[(kTileBytes > kSumBytes ? kTileBytes : kSumBytes) / sizeof(float)];
+  // Of vectors, for their alignment: the tiles are stored by vectors.
+  threadgroup float4 memory[(kTileBytes > kSumBytes ? kTileBytes : kSumBytes) / sizeof(float4)];
   threadgroup T* input_tile = reinterpret_cast<threadgroup T*>(memory);
   threadgroup T* weight_tile = input_tile + Inputs::kTileSize;
 
@@ -256,7 +254,7 @@ template <typename W>
   device const int* order = pair_order + tile.y;
   if (count == 0) return;
   if (tile.x < 0) {
-    const uint columns = min(uint(kTileColumns), params.outputs - first);
+    const uint columns = min(kTileColumns, params.outputs - first);
     for (uint i = thread_index; i < count * columns; i += kGemmThreads) {
       out[ulong(order[i / columns]) * params.outputs + first + i % columns] = T(0.0f);
     }
@@ -280,43 +278,8 @@ template <typename W>
     sums.template add<Weights, T>(input_tile, weight_tile, simdgroup, count);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  sums.store(memory, kSumStride, simdgroup, count);
+  threadgroup float* sum_tile = reinterpret_cast<threadgroup float*>(memory);
+  sums.store(sum_tile, kSumStride, simdgroup, count);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  store_tile(memory, kSumStride, expert, first, count, order, bias, out, thread_index, params);
-}
-
-// The weighted sum over a token's slots, ascending. Grid: (blocks of columns, tokens); N columns a thread.
-template <typename T>
-[[kernel]] void expert_combine(device const T* slots [[buffer(0)]], device const int* ids [[buffer(1)]],
-                               device const uchar* routing [[buffer(2)]],
-                               device const uchar* shared_gate [[buffer(3)]],
-                               device const uchar* shared_out [[buffer(4)]],
-                               device const uchar* residual [[buffer(5)]], device T* out [[buffer(6)]],
-                               constant ExpertDownParams& params [[buffer(7)]],
-                               uint2 group [[threadgroup_position_in_grid]],
-                               uint2 threads [[threads_per_threadgroup]],
-                               uint thread_index [[thread_index_in_threadgroup]]) {
-  constant ExpertParams& matmul = params.matmul;
-  const uint token = group.y;
-  const uint column = (group.x * threads.x + thread_index) * 4;
-  if (column >= matmul.outputs) return;
-  const uint columns = matmul.outputs % 4 == 0 ? 4 : min(4u, matmul.outputs - column);
-  float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  for (uint slot = 0; slot < matmul.slots; ++slot) {
-    const uint pair = token * matmul.slots + slot;
-    if (expert_of(ids, pair, matmul) == matmul.experts) continue;
-    const float weight = load_one(routing, params.combine.weights_dtype, pair);
-    device const T* source = slots + ulong(pair) * matmul.outputs + column;
-    if (matmul.outputs % 4 == 0) {
-      const Pack<4> terms = load_pack<4>(source);
-      UNROLL for (int i = 0; i < 4; ++i) sums[i] = fma(weight, terms.v[i], sums[i]);
-    } else {
-      for (uint i = 0; i < columns; ++i) sums[i] = fma(weight, float(source[i]), sums[i]);
-    }
-  }
-  for (uint i = 0; i < columns; ++i) {
-    out[ulong(token) * matmul.outputs + column + i] =
-        T(combined(sums[i], token, column + i, matmul.outputs, shared_gate, shared_out, residual,
-                   dtype_of<T>(), params.combine));
-  }
+  store_tile(sum_tile, kSumStride, expert, first, count, order, bias, out, thread_index, params);
 }

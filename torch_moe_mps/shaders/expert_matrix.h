@@ -5,21 +5,16 @@
 #include "expert_decode.h"
 #include "expert_fragments.h"
 
-constant constexpr uint kMatrixSimdgroups = 8;
-constant constexpr uint kMatrixDownSimdgroups = 16;
-constant constexpr int kTiles = 2;  // of 8 rows each, of one simdgroup; an even number
-constant constexpr int kMatrixRows = 8 * kTiles;
-constant constexpr int kMaxMatrixPairs = 384;
-constant constexpr uint kColumnPairs = 8;      // pairs in a column of matrices
-constant constexpr int kMaxColumns = 4;        // at once: more pairs read the rows again
-constant constexpr uint kStagedInputs = 4096;  // that lie in threadgroup memory at a time, of all pairs
-constant constexpr uint kSmallGroupShift = 5;
+constant constexpr int kTiles = kMatrixRows / 8;  // an even number
+constant constexpr uint kColumnPairs = 8;         // pairs in a column of matrices
+constant constexpr int kMaxColumns = 4;           // at once: more pairs read the rows again
+constant constexpr uint kStagedInputs = 4096;     // that lie in threadgroup memory at a time, of all pairs
 
 template <typename T>
 inline void multiply_pairs(thread simdgroup_matrix<float, 8, 8>& sums, vec<T, 2> weights, vec<T, 2> inputs) {
   simdgroup_matrix<T, 8, 8> a, b;
-  a.thread_elements() = weights;
-  b.thread_elements() = inputs;
+  own_elements(a) = weights;
+  own_elements(b) = inputs;
   simdgroup_multiply_accumulate(sums, a, b, sums);
 }
 
@@ -100,7 +95,7 @@ inline InputTotals input_totals(thread const UnitInputs<typename F::Element, F::
         multiply_pairs<T>(sums, vec<T, 2>(T(1.0f)), units[u].v[i]);
       }
     }
-    const vec<float, 2> plain = sums.thread_elements();
+    const vec<float, 2> plain = own_elements(sums);
     totals.plain += plain;
     totals.offset += F::offset(place) * plain;
   }
@@ -119,7 +114,7 @@ inline void add_step(F fragments, thread typename F::Strip* strips, I inputs, ui
       const RunInputs<F> run = inputs.run(r, j);
       const InputTotals totals = inputs.totals(r, j, run);
       simdgroup_matrix<float, 8, 8> sums[kTiles];
-      UNROLL for (int t = 0; t < kTiles; ++t) sums[t].thread_elements() = -totals.offset;
+      UNROLL for (int t = 0; t < kTiles; ++t) own_elements(sums[t]) = -totals.offset;
       UNROLL for (int u = 0; u < F::kRunUnits; ++u) {
         UNROLL for (int i = 0; i < F::kPairs; ++i) {
           UNROLL for (int t = 0; t < kTiles; ++t) {
@@ -128,7 +123,7 @@ inline void add_step(F fragments, thread typename F::Strip* strips, I inputs, ui
         }
       }
       UNROLL for (int t = 0; t < kTiles; ++t) {
-        fragments.add_scaled(strips[t], scale_lanes[r], sums[t].thread_elements(), totals, dots.v[t][j]);
+        fragments.add_scaled(strips[t], scale_lanes[r], own_elements(sums[t]), totals, dots.v[t][j]);
       }
     }
   }
@@ -347,7 +342,6 @@ template <typename W, typename F>
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename W::Element T;
-  typedef typename F::SmallGroups Small;
   constexpr uint kThreads = kMatrixSimdgroups * kSimdWidth;
   threadgroup ushort pairs[kMaxMatrixPairs];
   threadgroup uint sources[kMaxMatrixPairs];
@@ -375,15 +369,9 @@ template <typename W, typename F>
     sources[i] = input_row(pairs[i], params) * params.inputs;
   }
   const MatrixPlace place = find_place(numbers, lanes, thread_index, lane);
-  if (params.group_shift == kSmallGroupShift) {
-    const RowsMemory<Small> memory = {pairs, sources, lanes, units, totals};
-    matrix_rows_of_pairs<Small>({packed, scales, biases, list.expert, params}, list, first, x, memory, place,
-                                bias, out, simdgroup, params);
-  } else {
-    const RowsMemory<F> memory = {pairs, sources, lanes, units, totals};
-    matrix_rows_of_pairs<F>({packed, scales, biases, list.expert, params}, list, first, x, memory, place,
-                            bias, out, simdgroup, params);
-  }
+  const RowsMemory<F> memory = {pairs, sources, lanes, units, totals};
+  const F fragments(packed, scales, biases, list.expert, params);
+  matrix_rows_of_pairs(fragments, list, first, x, memory, place, bias, out, simdgroup, params);
 }
 
 // The inputs of one step straight from memory, for a simdgroup that has an expert of its own. Those of a
@@ -496,7 +484,6 @@ template <typename F>
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename F::Element T;
-  typedef typename F::SmallGroups Small;
   constexpr uint kThreads = kMatrixDownSimdgroups * kSimdWidth;
   constant ExpertParams& matmul = params.matmul;
   threadgroup float numbers[64];
@@ -517,13 +504,8 @@ template <typename F>
       device const uint4* entries = order + base + ctz(left);
       const uint expert = entries->y;
       const uint count = min(entries->w - entries->z, kMaxColumns * kColumnPairs);
-      if (matmul.group_shift == kSmallGroupShift) {
-        matrix_terms_of_pairs<Small>({packed, scales, biases, expert, matmul}, first, x, entries, count,
-                                     terms, lanes, place, routing, bias, params);
-      } else {
-        matrix_terms_of_pairs<F>({packed, scales, biases, expert, matmul}, first, x, entries, count, terms,
-                                 lanes, place, routing, bias, params);
-      }
+      const F fragments(packed, scales, biases, expert, matmul);
+      matrix_terms_of_pairs(fragments, first, x, entries, count, terms, lanes, place, routing, bias, params);
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);

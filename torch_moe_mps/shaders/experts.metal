@@ -2,16 +2,15 @@
 #include "expert_decode.h"
 #include "expert_gemm.h"
 
-#define DENSE(T, suffix)                                                                           \
-  INSTANTIATE_KERNEL("expert_rows_single_" suffix, expert_rows_single<DenseWeights<T>, 4, 2>)      \
-  INSTANTIATE_KERNEL("expert_rows_shared_" suffix, expert_rows_shared<DenseWeights<T>>)            \
-  INSTANTIATE_KERNEL("expert_down_single_" suffix, expert_down_single<DenseWeights<T>, 4, 2, 512>) \
-  INSTANTIATE_KERNEL("expert_down_shared_" suffix, expert_down_shared<DenseWeights<T>>)            \
-  INSTANTIATE_KERNEL("expert_columns_single_" suffix, expert_columns_single<T>)                    \
-  INSTANTIATE_KERNEL("expert_down_columns_single_" suffix, expert_down_columns_single<T>)          \
-  INSTANTIATE_KERNEL("expert_gemm_" suffix, expert_gemm<DenseWeights<T>>)                          \
-  INSTANTIATE_KERNEL("expert_gemm_transposed_" suffix, expert_gemm<DenseColumns<T>>)               \
-  INSTANTIATE_KERNEL("expert_combine_" suffix, expert_combine<T>)
+#define DENSE(T, suffix)                                                                                     \
+  INSTANTIATE_KERNEL("expert_rows_single_" suffix, expert_rows_single<DenseWeights<T>, kSingleRows, 2>)      \
+  INSTANTIATE_KERNEL("expert_rows_shared_" suffix, expert_rows_shared<DenseWeights<T>>)                      \
+  INSTANTIATE_KERNEL("expert_down_single_" suffix, expert_down_single<DenseWeights<T>, kSingleRows, 2, 512>) \
+  INSTANTIATE_KERNEL("expert_down_shared_" suffix, expert_down_shared<DenseWeights<T>>)                      \
+  INSTANTIATE_KERNEL("expert_columns_single_" suffix, expert_columns_single<T>)                              \
+  INSTANTIATE_KERNEL("expert_down_columns_single_" suffix, expert_down_columns_single<T>)                    \
+  INSTANTIATE_KERNEL("expert_gemm_" suffix, expert_gemm<DenseWeights<T>>)                                    \
+  INSTANTIATE_KERNEL("expert_gemm_transposed_" suffix, expert_gemm<DenseColumns<T>>)
 
 DENSE(float, "f32")
 DENSE(half, "f16")

@@ -21,6 +21,7 @@ struct State {
   bool running = false;  // commands that have left `pending` and may not have run yet
   simulator_execute execute = nullptr;
   uint64_t seed = 0;
+  size_t most_threads = SIZE_MAX;  // of a pipeline, set by a test
 
   bool tracing = false;
   std::string trace;
@@ -88,7 +89,7 @@ std::string trace_text(const Command& command) {
 
 void check_threads(const Command& command) {
   const std::string& title = command.kernel->title;
-  const size_t limit = command.kernel->kernel->max_threads;
+  const size_t limit = thread_limit(*command.kernel->kernel);
   const size_t total = command.threads[0] * command.threads[1] * command.threads[2];
   if (total == 0)
     fail(title + ": threads per threadgroup are " + size_text(command.threads) + ", none may be 0");
@@ -234,6 +235,10 @@ void record_barrier() {
   if (s.tracing) s.trace += "barrier\n";
 }
 
+size_t thread_limit(const msl_kernel& kernel) {
+  return std::min(kernel.max_threads ? kernel.max_threads : kUndeclaredThreads, state().most_threads);
+}
+
 bool has_pending() {
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
@@ -269,6 +274,10 @@ void simulator_set_executor(simulator_execute execute) {
 }
 void simulator_set_schedule(uint64_t seed) {
   state().seed = seed;
+}
+
+void simulator_limit_pipelines(size_t threads) {
+  state().most_threads = threads;
 }
 
 void simulator_reset(void) {

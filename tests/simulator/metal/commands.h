@@ -12,6 +12,8 @@ typedef struct {
 
 void simulator_set_executor(simulator_execute execute);
 void simulator_set_schedule(uint64_t seed);
+// The most threads that pipelines allow from now on.
+void simulator_limit_pipelines(size_t threads);
 // Drops recorded commands and findings.
 void simulator_reset(void);
 void simulator_trace_start(void);

@@ -235,7 +235,10 @@ std::string macro_text(NSDictionary* macros) {
   return nil;
 }
 - (NSUInteger)maxTotalThreadsPerThreadgroup {
-  return (*kernel)->kernel->max_threads;
+  return simulator::thread_limit(*(*kernel)->kernel);
+}
+- (id<MTLDevice>)device {
+  return simulated_device();
 }
 - (NSUInteger)threadExecutionWidth {
   return 32;

@@ -60,6 +60,10 @@ size_t live_bytes();
 constexpr unsigned kMaxBindings = 31;
 constexpr size_t kMaxThreadgroupMemory = 32 * 1024;
 constexpr size_t kMaxSetBytes = 4096;
+// What a pipeline allows where its kernel declares nothing: Apple's compiler goes down to this, by registers.
+constexpr size_t kUndeclaredThreads = 384;
+// The threads that a pipeline allows: those, or the declared ones, or what a test set as the most.
+size_t thread_limit(const msl_kernel& kernel);
 
 struct Binding {
   std::shared_ptr<Memory> memory;  // setBuffer

@@ -396,7 +396,7 @@ void run_threadgroup(uint64_t index) {
 }
 
 void check_launch(const msl_dispatch& d) {
-  const unsigned limit = std::min(d.kernel->max_threads, max_threads);
+  const unsigned limit = d.kernel->max_threads ? std::min(d.kernel->max_threads, max_threads) : max_threads;
   const uint64_t count = uint64_t(d.threads[0]) * d.threads[1] * d.threads[2];
   if (!count) finding("a threadgroup of no threads", nullptr);
   if (count > limit)

@@ -25,7 +25,7 @@ typedef struct {
   void (*entry)(void* bindings);  // runs one thread; `bindings` is opaque to the runtime
   const msl_argument* arguments;
   int argument_count;
-  unsigned max_threads;  // max_total_threads_per_threadgroup, 1024 without the attribute
+  unsigned max_threads;  // max_total_threads_per_threadgroup, 0 without the attribute
   const char* image;     // executor's own: where entry is null, the shared object that exports `msl_entry`,
   const char* build;     // and the shell command that makes it on first use
 } msl_kernel;

@@ -3,17 +3,27 @@
 #pragma once
 #include "msl_simd.h"
 
+namespace msl {
+// Metal's thread_elements() is a vector of 64, of which a lane's two are the first: no vector of two, but one
+// may be looked at through it.
+template <class T>
+struct matrix_storage {
+  T own[2];
+  MSL_INLINE T& operator[](int i) { return own[i]; }
+};
+}  // namespace msl
+
 namespace metal {
 template <class T, int Columns, int Rows>
 struct simdgroup_matrix {
   static_assert(Columns == 8 && Rows == 8, "simdgroup_matrix is 8x8");
-  typedef vec<T, 2> msl_storage;
-  msl_storage elements;
+  vec<T, 2> elements;
 
   simdgroup_matrix() = default;
   MSL_RUNTIME explicit simdgroup_matrix(T diagonal);
-  MSL_INLINE msl_storage& thread_elements() { return elements; }
-  MSL_INLINE const msl_storage& thread_elements() const { return elements; }
+  MSL_INLINE msl::matrix_storage<T>& thread_elements() {
+    return reinterpret_cast<msl::matrix_storage<T>&>(elements);
+  }
 };
 typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
 typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;

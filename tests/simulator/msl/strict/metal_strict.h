@@ -450,7 +450,7 @@ STRICT_1(simd_prefix_inclusive_product) STRICT_1(simd_prefix_exclusive_product)
 
     template <class T, int Columns, int Rows>
     struct simdgroup_matrix {
-  typedef vec<T, 2> storage_type;
+  typedef vec<T, Columns * Rows> storage_type;
   simdgroup_matrix() = default;
   explicit simdgroup_matrix(T);
   __private storage_type& thread_elements() __private;

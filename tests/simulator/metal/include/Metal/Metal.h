@@ -119,6 +119,7 @@ typedef void (^MTLSharedEventNotificationBlock)(id<MTLSharedEvent>, uint64_t);
 
 @protocol MTLComputePipelineState <NSObject>
 @property(readonly) NSString* label;
+@property(readonly) id<MTLDevice> device;
 @property(readonly) NSUInteger maxTotalThreadsPerThreadgroup;
 @property(readonly) NSUInteger threadExecutionWidth;
 @property(readonly) NSUInteger staticThreadgroupMemoryLength;

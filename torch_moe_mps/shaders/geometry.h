@@ -1,0 +1,40 @@
+// How kernels share out their work, as far as the host sizes grids and threadgroup memory by it.
+#pragma once
+#ifdef __METAL_VERSION__
+#include <metal_stdlib>
+#define GEOMETRY constant constexpr uint
+#else
+#include <cstdint>
+#define GEOMETRY inline constexpr int64_t
+#endif
+
+GEOMETRY kSimdWidth = 32;
+
+// Combine
+GEOMETRY kSiluThreads = 128;
+GEOMETRY kNormThreads = 512;
+
+// Routing
+GEOMETRY kLaneSets = 64;  // of bucket_pairs
+
+// Experts, one token
+GEOMETRY kSingleRows = 4;  // of a simdgroup; down: of a threadgroup
+GEOMETRY kSingleSimdgroups = 8;
+GEOMETRY kColumnSimdgroups = 16;  // transposed weights
+
+// Experts, 2 to 32 tokens: dense and mxfp4
+GEOMETRY kSharedRows = 8;  // of a simdgroup; down: of a threadgroup
+GEOMETRY kSharedSimdgroups = 8;
+GEOMETRY kMaxSharedPairs = 512;  // their numbers, and their terms in down, lie in threadgroup memory
+
+// The same for affine weights
+GEOMETRY kMatrixRows = 16;  // of a simdgroup; down: of a threadgroup
+GEOMETRY kMatrixSimdgroups = 8;
+GEOMETRY kMatrixDownSimdgroups = 16;
+GEOMETRY kMaxMatrixPairs = 384;
+
+// Experts, more tokens
+GEOMETRY kTileRows = 32;  // pairs
+GEOMETRY kTileColumns = 64;
+GEOMETRY kGemmThreads = 128;
+GEOMETRY kCombineColumns = 4;  // of a thread
