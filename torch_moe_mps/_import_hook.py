@@ -6,8 +6,8 @@ quantizers.
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
+import warnings
 from collections.abc import Callable
 
 
@@ -27,12 +27,26 @@ _REGISTRATIONS = {
 }
 
 
+def _register(module: object, registration: Callable[[object], None]) -> None:
+    """Whatever goes wrong with an unknown transformers must not break its import."""
+    try:
+        registration(module)
+    except Exception as error:
+        from importlib.metadata import version
+
+        warnings.warn(
+            f"torch_moe_mps: transformers {version('transformers')} is not supported, its models run their own "
+            f"code (5.18 or newer is needed; {error})",
+            stacklevel=2,
+        )
+
+
 class _Loader(importlib.abc.Loader):
     """The loader of a module of transformers, with the registration after it."""
 
-    def __init__(self, loader: importlib.abc.Loader, register: Callable[[object], None]):
+    def __init__(self, loader: importlib.abc.Loader, registration: Callable[[object], None]):
         self.loader = loader
-        self.register = register
+        self.registration = registration
 
     def create_module(self, spec):
         return self.loader.create_module(spec)
@@ -40,30 +54,30 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module):
         self.loader.exec_module(module)
         module.__loader__ = module.__spec__.loader = self.loader
-        self.register(module)
+        _register(module, self.registration)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Waits for the import of one module, once."""
+    """Waits for the import of one module."""
 
-    def __init__(self, name: str, register: Callable[[object], None]):
+    def __init__(self, name: str, registration: Callable[[object], None]):
         self.name = name
-        self.register = register
+        self.registration = registration
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname != self.name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self.register)
+            spec.loader = _Loader(spec.loader, self.registration)
         return spec
 
 
 def register_when_imported() -> None:
     """Now for the modules that are there, else on their import; nothing is imported for it."""
-    for name, register in _REGISTRATIONS.items():
+    for name, registration in _REGISTRATIONS.items():
         if name in sys.modules:
-            register(sys.modules[name])
+            _register(sys.modules[name], registration)
         else:
-            sys.meta_path.insert(0, _Finder(name, register))
+            sys.meta_path.insert(0, _Finder(name, registration))

@@ -92,7 +92,8 @@ class Commands {
  public:
   // A kernel of shaders/<library>.metal. The reference is good until the next add().
   Command& add(const char* library, std::string function);
-  // Encodes everything on the current stream, in order, without committing or waiting.
+  // Encodes everything on the current stream, in order, without committing or waiting. Torch's encoder is
+  // serial (so in 2.10 to 2.15): each dispatch sees what those before it wrote, without barriers.
   void encode();
 
  private:

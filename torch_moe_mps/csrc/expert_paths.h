@@ -41,6 +41,7 @@ struct ExpertSum {
 // A tensor whose first element lies at a multiple of 16 bytes, contiguous; the same one where it is so
 // already.
 at::Tensor aligned(const at::Tensor& tensor);
+void warn_of_copy(const at::Tensor& weight);
 bool is_aligned(const at::Tensor& tensor);
 
 // expert_mm: out[T, K, rows] in one dispatch for few tokens, in two for many.

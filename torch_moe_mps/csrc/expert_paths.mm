@@ -121,9 +121,9 @@ void decode_rows(Commands& commands, Path path, const Tensor& x, const ExpertMat
                  const Tensor& order) {
   const ExpertParams params = matmul_params(x, matrix, ids, activation, x_per_pair);
   const char* single = matrix.transposed ? "expert_columns_single" : "expert_rows_single";
-  const std::string kernel = path == Path::kShared
-                                 ? shared_kernel_of(shared_kernels(matrix).rows_kernel, matrix, x.scalar_type())
-                                 : kernel_of(single, matrix, x.scalar_type());
+  const std::string kernel =
+      path == Path::kShared ? shared_kernel_of(shared_kernels(matrix).rows_kernel, matrix, x.scalar_type())
+                            : kernel_of(single, matrix, x.scalar_type());
   Command& command = commands.add(matrix.library, kernel);
   bind_matrix(command, x, matrix).bind(ids).bind_or(matrix.bias, ids).bind(out).params(params);
   const int64_t outputs = params.outputs;
@@ -148,9 +148,9 @@ void decode_down(Commands& commands, Path path, const Tensor& x, const ExpertMat
                  const Tensor& ids, const ExpertSum& sum, const Tensor& out, const Tensor& order) {
   const ExpertDownParams params = down_params(matmul_params(x, matrix, ids, Activation{}, true), sum);
   const char* single = matrix.transposed ? "expert_down_columns_single" : "expert_down_single";
-  const std::string kernel = path == Path::kShared
-                                 ? shared_kernel_of(shared_kernels(matrix).down_kernel, matrix, x.scalar_type())
-                                 : kernel_of(single, matrix, x.scalar_type());
+  const std::string kernel =
+      path == Path::kShared ? shared_kernel_of(shared_kernels(matrix).down_kernel, matrix, x.scalar_type())
+                            : kernel_of(single, matrix, x.scalar_type());
   Command& command = commands.add(matrix.library, kernel);
   bind_matrix(command, x, matrix).bind(ids).bind_or(matrix.bias, ids).bind(out);
   bind_sum(command, sum).params(params);
@@ -260,6 +260,12 @@ bool is_aligned(const Tensor& tensor) {
 Tensor aligned(const Tensor& tensor) {
   const Tensor rows = tensor.contiguous();
   return is_aligned(rows) ? rows : rows.clone();
+}
+
+void warn_of_copy(const Tensor& weight) {
+  TORCH_WARN_ONCE("moe_mps: a stack of experts of shape ", weight.sizes(), ", strides ", weight.strides(),
+                  " and offset ", weight.storage_offset(),
+                  " is copied in every call; keep the weights contiguous, packed ones on 16 bytes");
 }
 
 Tensor project_slots(const Tensor& x_, const ExpertMatrix& matrix, const Tensor& ids_) {

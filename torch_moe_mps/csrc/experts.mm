@@ -19,6 +19,7 @@ ExpertMatrix dense_matrix(const Tensor& weight, const OptionalTensor& bias, bool
     stored = weight.mT();
     transposed = !transposed;
   }
+  if (!stored.is_contiguous()) warn_of_copy(stored);
   ExpertMatrix matrix{"experts", "", stored.contiguous()};
   matrix.scales = matrix.biases = matrix.packed;
   matrix.bias = contiguous(bias);

@@ -40,6 +40,7 @@ struct QuantizedWeight {
 ExpertMatrix quantized_matrix(const QuantizedWeight& weight, const OptionalTensor& bias, int64_t bits,
                               int64_t group_size, std::string_view mode, c10::ScalarType dtype) {
   const Format format = format_of(bits, mode);
+  if (!weight.packed.is_contiguous() || !is_aligned(weight.packed)) warn_of_copy(weight.packed);
   ExpertMatrix matrix{format.library, format.name, aligned(weight.packed)};
   matrix.scales = weight.scales.contiguous();
   if (matrix.scales.scalar_type() != at::kByte) matrix.scales = matrix.scales.to(dtype);

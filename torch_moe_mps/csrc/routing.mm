@@ -141,7 +141,7 @@ struct GateLayout {
 GateLayout gate_layout(int64_t tokens, int64_t experts, int64_t width) {
   // More tokens a threadgroup read the router fewer times, fewer keep more of the GPU busy.
   constexpr int64_t kAlone = 64, kMany = 1024;
-  constexpr int64_t kColumns = 128;  // a tile is a multiple of what a simdgroup reads at once
+  constexpr int64_t kColumns = 128;       // a tile is a multiple of what a simdgroup reads at once
   constexpr int64_t kStaticFloats = 128;  // declared in the kernel, and room for what a compiler adds
   const auto fits = [&](int64_t tokens_per_group) {
     return (kThreadgroupFloats - kStaticFloats) / tokens_per_group - experts;
@@ -256,7 +256,7 @@ void add_bucket(Commands& commands, const Tensor& ids, int64_t num_experts, cons
   // 32768 pairs on an H200: one threadgroup 36 us, 16 of them 9 us.
   constexpr int64_t kPairsPerGroup = 2048, kMaxGroups = 16;
   constexpr int64_t kPairsPerChunk = 64;  // fewer are not worth another row of counters
-  constexpr int64_t kStaticWords = 128;  // declared in the kernel, and room for what a compiler adds
+  constexpr int64_t kStaticWords = 128;   // declared in the kernel, and room for what a compiler adds
   constexpr int64_t kSimdgroups = kMaxThreads / kSimdWidth;
   const int64_t pairs = ids.numel();
   const int64_t buckets = num_experts + 1;

@@ -14,6 +14,11 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of a contiguous tensor's bytes."""
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+
 class Check:
     """The checks of one operator call. Symbolic sizes work and add their guards."""
 
@@ -53,6 +58,16 @@ class Check:
         """An argument that is written in place holds each of its elements once."""
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             self.fail(argument, "free of expanded dimensions", f"strides {tensor.stride()}")
+
+    def apart(self, argument: str, written: Tensor, **read: Tensor) -> None:
+        """What is written in place shares no memory with what is read. Real tensors only: it needs addresses."""
+        first, end = _extent(written)
+        if torch._debug_has_internal_overlap(written) == 1:
+            self.fail(argument, "free of overlap with itself", f"strides {written.stride()}")
+        for other, tensor in read.items():
+            other_first, other_end = _extent(tensor)
+            if tensor.is_contiguous() and written.is_contiguous() and first < other_end and other_first < end:
+                self.fail(argument, f"free of overlap with {other}", "a view of the same memory")
 
     def same_device(self, **tensors: Tensor | None) -> None:
         """All tensors that are given share the device of the first."""

@@ -6,6 +6,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from .._extension import BUILD
 
 NAMESPACE = "moe_mps"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -66,7 +69,7 @@ def _contiguous(outputs: Tensor | tuple[Tensor, ...] | None) -> Tensor | tuple[T
 def _warn_mps_reference() -> None:
     warnings.warn(
         "torch_moe_mps: the Metal extension is not loaded; operators on MPS tensors run their reference in "
-        "plain PyTorch, which is slow. Build it with `pip install --no-build-isolation torch-moe-mps`.",
+        f"plain PyTorch, which is slow. Build it: {BUILD}",
         stacklevel=2,
     )
 
@@ -81,7 +84,14 @@ def _autograd_kernel(name: str) -> Callable:
             with torch._C._AutoDispatchBelowAutograd():
                 return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 
-        needs_grad = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.requires_grad]
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        if forward_ad._current_level >= 0 and any(
+            forward_ad.unpack_dual(t).tangent is not None for t in tensors
+        ):
+            raise NotImplementedError(
+                f"moe_mps::{name}: forward-mode differentiation is not implemented, the operators are for inference"
+            )
+        needs_grad = [t for t in tensors if t.requires_grad]
         if not (needs_grad and torch.is_grad_enabled()):
             return call()
         dirty = [args[i] for i in mutated]

@@ -127,6 +127,7 @@ def weighted_sum_residual_stacked_(residual_: Tensor, slots: Tensor, weights: Te
 
     Stands for the source kernel weighted_sum_residual_stacked_f32.
     """
+    Check("weighted_sum_residual_stacked_").apart("residual_", residual_, slots=slots, weights=weights)
     residual_.copy_(residual_.float() + _sum_over_slots(slots, weights))
 
 
@@ -172,6 +173,9 @@ def weighted_sum_residual_norm_stacked_(
 
     Stands for the source kernel weighted_sum_residual_norm_stacked_f32.
     """
+    Check("weighted_sum_residual_norm_stacked_").apart(
+        "residual_", residual_, slots=slots, weights=weights, norm_weight=norm_weight
+    )
     residual_.copy_(residual_.float() + _sum_over_slots(slots, weights))
     return rms_norm(residual_, norm_weight, eps).to(residual_.dtype)
 

@@ -200,8 +200,9 @@ def expert_mm(
 
     Args:
         x: [T, H] or [T, K, H], float32, float16 or bfloat16.
-        weight: [E, N, H] in the dtype of `x`, or [E, H, N] with `transposed`. Any strides; the stack is
-            never copied.
+        weight: [E, N, H] in the dtype of `x`, or [E, H, N] with `transposed`. A contiguous
+            stack, or one whose last two dimensions are swapped in memory, is read where it lies; with other
+            strides it is copied in each call.
         ids: [T, K] with K <= 64, int32 or int64. An id outside [0, E) reads nothing and gives a row of zeros.
         bias: [E, N], float32, float16 or bfloat16.
         transposed: the input dimension of `weight` comes before the output dimension.
@@ -311,8 +312,9 @@ def moe_experts(
 
     Args:
         x: [T, H], float32, float16 or bfloat16.
-        gate_up: [E, 2I, H] in the dtype of `x` ([E, I, H] when not gated), [E, H, 2I] with `transposed`. Any
-            strides; the stack is never copied.
+        gate_up: [E, 2I, H] in the dtype of `x` ([E, I, H] when not gated), [E, H, 2I] with `transposed`. A
+            contiguous stack, or one whose last two dimensions are swapped in memory, is read where it lies;
+            with other strides it is copied in each call. Likewise `down`.
         down: [E, H, I] in the dtype of `x`, or [E, I, H] with `transposed`.
         ids: [T, K] with K <= 64, int32 or int64. An id outside [0, E) contributes nothing and reads nothing.
         weights: [T, K], float32, float16 or bfloat16.
