@@ -90,6 +90,36 @@ def test_moe_experts(device, dtype):
         check_experts(device, layer(*shape, dtype, 10 * i, ids_dtype=IDS[i % 2]))
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 40])
+@pytest.mark.parametrize("swapped", [{"gate_up"}, {"down"}, {"gate_up", "down"}])
+def test_weights_with_swapped_dimensions_in_memory(device, tokens, swapped):
+    """Each matrix of a layer may be stored with its input dimension first, whatever the other is."""
+    x, gate_up, down, ids, weights = layer(tokens, 2, 8, 64, 32, torch.float32, tokens)
+    expected = expected_experts(x, exact(gate_up), exact(down), ids, weights, {})
+    tensors = [x, gate_up, down, ids, weights]
+    for i, name in ((1, "gate_up"), (2, "down")):
+        stored = tensors[i].to(device)
+        tensors[i] = stored.mT.contiguous().mT if name in swapped else stored
+    assert_close(moe_experts(*(tensor.to(device) for tensor in tensors)), expected)
+    assert_close(
+        moe_experts(
+            *(tensor.to(device).mT if i in (1, 2) else tensor.to(device) for i, tensor in enumerate(tensors)),
+            transposed=True,
+        ),
+        expected,
+    )
+
+
+def test_weights_with_other_strides(device):
+    """A slice of a larger stack is right too; on Metal it is copied, and a warning says so once a process."""
+    x, gate_up, down, ids, weights = layer(4, 2, 8, 64, 32, torch.float32)
+    wider = torch.cat([gate_up, gate_up], 1).to(device)[:, : gate_up.shape[1]]
+    expected = expected_experts(x, exact(gate_up), exact(down), ids, weights, {})
+    assert_close(
+        moe_experts(x.to(device), wider, down.to(device), ids.to(device), weights.to(device)), expected
+    )
+
+
 ACTIVATIONS = (
     {"activation": "silu"},
     {"activation": "gelu"},

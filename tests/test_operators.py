@@ -1,11 +1,13 @@
 """What holds for every operator: schema, registration, errors, compilation, autograd, documentation."""
 
 import inspect
+import os
 import subprocess
 import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import expecttest
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 import torch_moe_mps
+from torch_moe_mps import _extension
 from torch_moe_mps.ops import OPERATORS
 
 # What is tested here does not depend on the order of threads.
@@ -656,6 +659,58 @@ def test_compiled_backward_fails_by_name():
         torch.testing.assert_close(compiled(), packet("fused_norm_add")(**arguments))
 
 
+@pytest.mark.parametrize(
+    "name", [name for name in OPERATORS if name not in ("moe_bucket", "moe_compute_ids_tpe")]
+)
+def test_forward_mode_fails_by_name(device, name):
+    """Forward-mode differentiation raises too: a tangent that is left out would be a wrong derivative."""
+    arguments, floating = floating_arguments(name, device)
+    for argument in floating:
+        with torch.autograd.forward_ad.dual_level():
+            dual = copies(arguments)
+            dual[argument] = torch.autograd.forward_ad.make_dual(
+                dual[argument], torch.ones_like(dual[argument])
+            )
+            with pytest.raises(NotImplementedError, match=name):
+                packet(name)(**dual)
+
+
+def test_jvp_fails_by_name():
+    arguments, _ = floating_arguments("silu_mul_stacked", "cpu")
+    gate, up = arguments["gate"], arguments["up"]
+    with pytest.raises(NotImplementedError, match="moe_mps::silu_mul_stacked: forward-mode"):
+        torch.func.jvp(packet("silu_mul_stacked"), (gate, up), (gate, up))
+
+
+IN_PLACE = [name for name in OPERATORS if name.endswith("_")]
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_writing_in_place_is_seen_by_autograd(device, name):
+    """What was saved for a backward pass and overwritten since gives an error, not a wrong gradient."""
+    arguments = copies(sample_arguments(device, torch.float32)[name])
+    residual = arguments["residual_"]
+    version = residual._version
+    factor = torch.ones_like(residual, requires_grad=True)
+    product = (factor * residual).sum()
+    packet(name)(**arguments)
+    assert residual._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_writing_in_place_over_other_arguments(device, name):
+    arguments = copies(sample_arguments(device, torch.float32)[name])
+    slots, residual = arguments["slots"], arguments["residual_"]
+    buffer = torch.cat([slots.flatten(), residual.flatten()])
+    arguments["slots"] = buffer[: slots.numel()].view(slots.shape)
+    arguments["residual_"] = buffer[1 : 1 + residual.numel()].view(residual.shape)
+    message = f"moe_mps::{name}: residual_ must be free of overlap with slots, got a view of the same memory"
+    with pytest.raises(ValueError, match=message):
+        packet(name)(**arguments)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_inference_with_weights_that_need_gradients(device, mode):
     for name in OPERATORS:
@@ -757,6 +812,53 @@ def test_mps_without_the_extension():
     output = subprocess.check_output([sys.executable, "-c", WITHOUT_EXTENSION], text=True, cwd=tests)
     (warning,) = output.splitlines()
     assert warning.startswith("torch_moe_mps: the Metal extension is not loaded")
+
+
+def test_library_for_another_torch(tmp_path, monkeypatch):
+    """It is not loaded into this one, whose classes may differ."""
+    (tmp_path / "_C_torch1_0.cpython-310-darwin.so").touch()
+    monkeypatch.setattr(_extension, "PACKAGE", tmp_path)
+    with pytest.warns(
+        UserWarning, match=r"_C_torch1_0\S* is for another torch or Python .*; build it again: `pip"
+    ):
+        assert not _extension.load_extension()
+    (tmp_path / (_extension.extension_name() + EXTENSION_SUFFIXES[0])).touch()
+    with pytest.warns(UserWarning, match="does not load into torch"):
+        assert not _extension.load_extension()
+
+
+def test_pipeline_that_allows_fewer_threads(simulated):
+    """Metal would leave out such a dispatch without a word."""
+    arguments = sample_arguments("mps", torch.float32)["fused_norm_add"]
+    message = r"moe_mps: norm_add_f32 takes \d+ threads a threadgroup, its pipeline on this GPU at most 16"
+    with simulated.pipeline_limit(16), pytest.raises(RuntimeError, match=message):
+        packet("fused_norm_add")(**arguments)
+
+
+UNKNOWN_TRANSFORMERS = """
+import warnings
+import torch_moe_mps
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from transformers.quantizers.auto import VALUE
+print(VALUE, *(warning.message for warning in caught))
+"""
+
+
+def test_unknown_transformers_can_be_imported(tmp_path):
+    """A version that lacks what is registered with runs as if this package were not there, with a warning."""
+    module = tmp_path / "transformers" / "quantizers"
+    module.mkdir(parents=True)
+    for folder in (module.parent, module):
+        (folder / "__init__.py").touch()
+    (module / "auto.py").write_text("VALUE = 42\n")
+    metadata = tmp_path / "transformers-4.57.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.57.1\n")
+    root = Path(torch_moe_mps.__file__).parent.parent
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
+    output = subprocess.check_output([sys.executable, "-c", UNKNOWN_TRANSFORMERS], text=True, env=environment)
+    assert output.startswith("42 torch_moe_mps: transformers 4.57.1 is not supported")
 
 
 def test_import_is_fast_and_without_transformers():

@@ -35,8 +35,8 @@ def _register(module: object, registration: Callable[[object], None]) -> None:
         from importlib.metadata import version
 
         warnings.warn(
-            f"torch_moe_mps: transformers {version('transformers')} is not supported, its models run their own "
-            f"code (5.18 or newer is needed; {error})",
+            f"torch_moe_mps: transformers {version('transformers')} is not supported, its models run their "
+            f"own code (5.18 or newer is needed; {error})",
             stacklevel=2,
         )
 

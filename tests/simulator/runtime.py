@@ -125,7 +125,7 @@ def matrix_rows_in_lane_order() -> Iterator[None]:
 
 @contextlib.contextmanager
 def pipeline_limit(threads: int) -> Iterator[None]:
-    """Meanwhile pipelines allow no more threads a threadgroup, as where Apple's compiler takes many registers."""
+    """Pipelines allow no more threads a threadgroup, as where Apple's compiler takes many registers."""
     _runtime().simulator_limit_pipelines(threads)
     try:
         yield

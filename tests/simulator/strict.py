@@ -263,15 +263,20 @@ def check_address_spaces(preprocessed: str) -> list[str]:
 LAMBDA_BEFORE = {"=", "(", ",", "{", ";", "return", "}", "&", "|"}
 
 
+def names_something(translator: Translator, at: int) -> bool:
+    """Whether a word that may stand in front of a function or in [[ ]] is a name here."""
+    before, after = translator.at(translator.previous(at)), translator.at(translator.next(at))
+    return before != "[" and after in set("=;()[.,")
+
+
 def check_language(preprocessed: str) -> list[str]:
     translator = Translator(preprocessed, {})
     problems = []
     for i, token in enumerate(translator.tokens):
         if message := LANGUAGE_WORDS.get(token):
             problems.append(f"{translator.line(i)}: error: '{token}': {message}")
-        elif token == "kernel" and translator.at(translator.next(i)) in set("=;()[.,"):
-            if translator.at(translator.previous(i)) != "[":
-                problems.append(f"{translator.line(i)}: error: '{token}': a keyword of Metal")
+        elif token == "kernel" and names_something(translator, i):
+            problems.append(f"{translator.line(i)}: error: '{token}': a keyword of Metal")
     folder, pch = build.prepared_headers()
     flags = [*build.LANGUAGE, *build.ARITHMETIC, *build.INSTRUMENTATION, *build.GENERATION]
     flags += ["-include-pch", pch, "-I", build.INCLUDE, "-I", folder, "-DMSL_KERNEL=-1", "-fsyntax-only"]

@@ -104,8 +104,6 @@ Tensor weighted_sum_stacked(const Tensor& slots, const Tensor& weights) {
 // Before `residual` is written in place. The check is not part of the signature, which has no addresses.
 void prepare_write(const char* name, const Tensor& residual,
                    std::initializer_list<std::pair<const char*, Tensor>> read) {
-  TORCH_CHECK_VALUE(at::has_internal_overlap(residual) != at::MemOverlap::Yes, "moe_mps::", name,
-                    ": residual_ must be free of overlap with itself, got strides ", residual.strides());
   for (const auto& [argument, tensor] : read) {
     const at::MemOverlapStatus overlap = at::get_overlap_status(residual, tensor);
     TORCH_CHECK_VALUE(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,

@@ -89,7 +89,8 @@ def _autograd_kernel(name: str) -> Callable:
             forward_ad.unpack_dual(t).tangent is not None for t in tensors
         ):
             raise NotImplementedError(
-                f"moe_mps::{name}: forward-mode differentiation is not implemented, the operators are for inference"
+                f"moe_mps::{name}: forward-mode differentiation is not implemented, the operators are for "
+                "inference"
             )
         needs_grad = [t for t in tensors if t.requires_grad]
         if not (needs_grad and torch.is_grad_enabled()):
