@@ -22,11 +22,20 @@ import numpy as np
 SHADERS = Path(__file__).resolve().parent.parent / "torch_moe_mps" / "shaders"
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
 GROUP = 64
-# As in csrc/expert_paths.mm.
-SINGLE_SIMDGROUPS, SINGLE_ROWS, SINGLE_DOWN_ROWS = 8, 4, 4
-# For 2 to 32 tokens: simdgroups and rows of the first kernel, then of the second.
-SHARED, MATRIX = (8, 8, 8, 8), (8, 16, 16, 16)
-TILE_ROWS, TILE_COLUMNS = 32, 64
+
+
+def geometry(name: str) -> int:
+    """A constant of shaders/geometry.h."""
+    text = (SHADERS / "geometry.h").read_text()
+    return int(re.search(rf"^GEOMETRY {name} = (\d+);", text, re.M).group(1))
+
+
+SINGLE_SIMDGROUPS, SINGLE_ROWS = geometry("kSingleSimdgroups"), geometry("kSingleRows")
+# For 2 to 32 tokens: rows, simdgroups of the first kernel, then of the second.
+SHARED = (geometry("kSharedRows"), geometry("kSharedSimdgroups"), geometry("kSharedSimdgroups"))
+MATRIX = (geometry("kMatrixRows"), geometry("kMatrixSimdgroups"), geometry("kMatrixDownSimdgroups"))
+TILE_ROWS, TILE_COLUMNS = geometry("kTileRows"), geometry("kTileColumns")
+COMBINE_THREADS = 256
 TOLERANCE = {"f32": 1e-5, "f16": 2e-3, "bf16": 1.2e-2}  # of the largest value
 METAL_TYPE = {"f32": "float", "f16": "half", "bf16": "bfloat"}
 MLX_TYPE = {"f16": "float16_t", "bf16": "bfloat16_t"}
@@ -170,16 +179,14 @@ class Ours:
 
     def __init__(self, device: Device, kind: str, dtype: str):
         self.device, self.dtype, self.kind = device, dtype, kind
-        text = (SHADERS / ("experts.metal" if kind == "dense" else "quantized.metal")).read_text()
+        names = ["experts.metal"] if kind == "dense" else ["quantized.h", f"quantized_{kind}.metal"]
+        text = "\n".join((SHADERS / name).read_text() for name in names)
         self.suffix = dtype if kind == "dense" else f"{kind}_{dtype}"
         self.matrix = kind.startswith("affine")
         lines = re.findall(r"^#include.*$", text, re.M)
         lines += instantiations(text, METAL_TYPE[dtype], self.suffix)
-        if kind != "dense":
-            lines.append(
-                f'template [[host_name("expert_combine_{dtype}")]] [[kernel]] '
-                f"decltype(expert_combine<{METAL_TYPE[dtype]}>) expert_combine<{METAL_TYPE[dtype]}>;"
-            )
+        lines += ['#include "expert_combine.h"']
+        lines += instantiations((SHADERS / "combine.metal").read_text(), METAL_TYPE[dtype], dtype)
         self.library = device.library("\n".join(lines), SHADERS)
 
     def matmul(self, ids, weights: Weights, outputs: int, gated: bool, x_per_pair: bool):
@@ -216,7 +223,7 @@ class Ours:
                 SINGLE_SIMDGROUPS * 32,
             )
             return self.launch("expert_rows_single", buffers, grid, threads)
-        simdgroups, rows, _, _ = MATRIX if self.matrix else SHARED
+        rows, simdgroups, _ = MATRIX if self.matrix else SHARED
         grid = (-(-outputs // (simdgroups * rows // 2)), min(pairs, EXPERTS) + 1, 1)
         name = "expert_rows_matrix" if self.matrix else "expert_rows_shared"
         return self.launch(name, buffers, grid, simdgroups * 32)
@@ -231,10 +238,10 @@ class Ours:
             return self.launch(
                 "expert_down_single",
                 buffers,
-                (-(-weights.rows // SINGLE_DOWN_ROWS), 1, 1),
-                min(TOP_K, 8) * 32,
+                (-(-weights.rows // SINGLE_ROWS), 1, 1),
+                min(TOP_K, SINGLE_SIMDGROUPS) * 32,
             )
-        _, _, simdgroups, rows = MATRIX if self.matrix else SHARED
+        rows, _, simdgroups = MATRIX if self.matrix else SHARED
         name = "expert_down_matrix" if self.matrix else "expert_down_shared"
         grid = (-(-weights.rows // rows), 1, 1)
         return self.launch(name, buffers, grid, simdgroups * 32, [ids.size * rows * 4])
@@ -255,7 +262,9 @@ class Ours:
             8: params,
         }
         columns = TILE_COLUMNS // 2 if gated else TILE_COLUMNS
-        return self.launch("expert_gemm", buffers, (-(-outputs // columns), len(tile_list), 1), 128)
+        return self.launch(
+            "expert_gemm", buffers, (-(-outputs // columns), len(tile_list), 1), geometry("kGemmThreads")
+        )
 
     def combine(self, slots, ids, routing, out):
         tokens, hidden = out.shape
@@ -268,8 +277,9 @@ class Ours:
         }
         params = self.device.params("ExpertDownParams", matmul=matmul, combine={})
         buffers = {0: slots, 1: ids, 2: routing, 3: slots, 4: slots, 5: slots, 6: out, 7: params}
-        grid = (-(-hidden // 1024), tokens, 1)
-        return lambda: self.library.launch(f"expert_combine_{self.dtype}", buffers, grid, (256, 1, 1))
+        grid = (-(-hidden // (COMBINE_THREADS * geometry("kCombineColumns"))), tokens, 1)
+        threads = (COMBINE_THREADS, 1, 1)
+        return lambda: self.library.launch(f"expert_combine_{self.dtype}", buffers, grid, threads)
 
     def launch(self, name, buffers, grid, threads, threadgroup_bytes=()):
         name = f"{name}_{self.suffix}"

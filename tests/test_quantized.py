@@ -157,6 +157,21 @@ def test_whatever_lanes_hold_of_a_matrix(simulated, format, tokens):
         assert torch.equal(moe_experts_quantized(*arguments, *format).cpu(), expected)
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+def test_infinite_input(device, format, tokens):
+    """It leaves no finite output of its own token, and the other tokens alone."""
+    experts, rows, columns = 2, 33, 256
+    weight = random_quantized(experts, rows, columns, format, torch.float16, 1)
+    x, ids = random((tokens, columns), torch.float16, 2), random_ids(tokens, 2, experts, 3, torch.int32)
+    x[0, 5] = torch.inf
+    out = expert_qmm(x.to(device), *place(weight, device), ids.to(device), *format).cpu()
+    values = dense(weight, format)
+    touched = values[ids[0].long(), :, 5] != 0
+    assert not out[0][torch.as_tensor(touched)].isfinite().any()
+    assert_close(out[1:], expected_mm(x[1:], values, ids[1:], rounded_weight=True))
+
+
 @pytest.mark.parametrize("mode", ["affine", "mxfp4"])
 def test_options(device, mode):
     format, experts, hidden, intermediate = (4, 32, mode), 4, 64, 32

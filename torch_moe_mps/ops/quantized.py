@@ -154,7 +154,8 @@ def expert_qmm(
     """expert_mm with quantised weights: out[t, k] = dequantised(ids[t, k]) @ x[t] + bias[ids[t, k]].
 
     Args:
-        x: [T, H] or [T, K, H], float32, float16 or bfloat16.
+        x: [T, H] or [T, K, H], float32, float16 or bfloat16. On Metal an infinite element may make NaN where
+            the formula gives infinity: affine codes, scales and biases meet it apart.
         packed: [E, N, H * bits / 32], uint32 or the same bits as int32.
         scales: [E, N, H / group_size], float32, float16 or bfloat16; uint8 in mode mxfp4.
         biases: like `scales`; None in mode mxfp4.

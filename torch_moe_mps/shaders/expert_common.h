@@ -1,4 +1,4 @@
-// What both paths of the experts share.
+// What the kernels of the experts share.
 #pragma once
 #include "activations.h"
 

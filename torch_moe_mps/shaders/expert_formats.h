@@ -290,10 +290,10 @@ struct AffineWeights {
 
   float scaled(Chunk chunk, float dot, InputSums inputs) const {
     float plain = inputs.v[0];
-    dot = fma(-offset(0), inputs.v[0], dot);
+    if constexpr (!kExact) dot = fma(-offset(0), inputs.v[0], dot);
     if constexpr (HalfCodes<kBits>::kPlaces == 2) {
       plain += inputs.v[1];
-      dot = fma(-offset(1), inputs.v[1], dot);
+      if constexpr (!kExact) dot = fma(-offset(1), inputs.v[1], dot);
     }
     return fma(chunk.bias, plain, chunk.scale * dot);
   }

@@ -130,10 +130,8 @@ struct AffineFragments {
   uint run_quarter(int run) const { return (run * kRunUnits * 4 * kCodes) >> group_shift; }
 
   // A bfloat's mantissa has room for 4 bits above its last 3: 128 + q. Other codes are converted.
-  static constexpr float offset(int i) {
-    if (is_same_v<T, half>) return HalfCodes<kBits>::offset(i);
-    return is_same_v<T, bfloat> && kBits == 4 ? 128.0f : 0.0f;
-  }
+  static constant constexpr bool kHasOffsets = is_same_v<T, half> || (is_same_v<T, bfloat> && kBits == 4);
+  static constexpr float offset(int i) { return is_same_v<T, half> ? HalfCodes<kBits>::offset(i) : 128.0f; }
 
   vec<T, 2> pair(Strip strip, int unit, int i) const {
     if constexpr (is_same_v<T, half>) {

@@ -97,7 +97,7 @@ inline InputTotals input_totals(thread const UnitInputs<typename F::Element, F::
     }
     const vec<float, 2> plain = own_elements(sums);
     totals.plain += plain;
-    totals.offset += F::offset(place) * plain;
+    if constexpr (F::kHasOffsets) totals.offset += F::offset(place) * plain;
   }
   return totals;
 }
@@ -114,7 +114,9 @@ inline void add_step(F fragments, thread typename F::Strip* strips, I inputs, ui
       const RunInputs<F> run = inputs.run(r, j);
       const InputTotals totals = inputs.totals(r, j, run);
       simdgroup_matrix<float, 8, 8> sums[kTiles];
-      UNROLL for (int t = 0; t < kTiles; ++t) own_elements(sums[t]) = -totals.offset;
+      UNROLL for (int t = 0; t < kTiles; ++t) {
+        own_elements(sums[t]) = F::kHasOffsets ? -totals.offset : vec<float, 2>(0.0f);
+      }
       UNROLL for (int u = 0; u < F::kRunUnits; ++u) {
         UNROLL for (int i = 0; i < F::kPairs; ++i) {
           UNROLL for (int t = 0; t < kTiles; ++t) {
