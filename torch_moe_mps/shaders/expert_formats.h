@@ -151,22 +151,24 @@ struct DenseColumns {
 // 64 + q.
 template <int kBits>
 struct HalfCodes {
-  static constant constexpr int kPairs = 16 / kBits;  // of a word: codes i and i + kPairs
-  static constant constexpr int kPlaces = kBits == 4 ? 2 : 1;
+  static constant constexpr int kCodePairs = 16 / kBits;  // of a word: codes i and i + kCodePairs
+  static constant constexpr int kMantissaPlaces = kBits == 4 ? 2 : 1;
 
-  uint masks[kPlaces];
+  uint masks[kMantissaPlaces];
 
   // The bits come at run time so that the masks stay in registers: as literals they were moved there for each
   // use, one instruction in ten of the decode kernels (NVRTC).
   HalfCodes(uint bits) {
-    UNROLL for (int i = 0; i < kPlaces; ++i) masks[i] = ((1u << bits) - 1) * 0x00010001u << (kBits * i);
+    UNROLL for (int i = 0; i < kMantissaPlaces; ++i) masks[i] = ((1u << bits) - 1) * 0x00010001u
+                                                                << (kBits * i);
   }
 
-  static constexpr float offset(int i) { return i % kPlaces == 0 ? 1024.0f : 64.0f; }
+  static constexpr float offset(int i) { return i % kMantissaPlaces == 0 ? 1024.0f : 64.0f; }
 
   half2 pair(uint word, int i) const {
-    const uint exponents = i % kPlaces == 0 ? 0x64006400u : 0x54005400u;
-    return as_type<half2>((word >> (kBits * (i - i % kPlaces)) & masks[i % kPlaces]) | exponents);
+    const uint exponents = i % kMantissaPlaces == 0 ? 0x64006400u : 0x54005400u;
+    return as_type<half2>((word >> (kBits * (i - i % kMantissaPlaces)) & masks[i % kMantissaPlaces]) |
+                          exponents);
   }
 };
 
@@ -268,21 +270,21 @@ struct AffineWeights {
 
   static Pack<8> coded(Pack<8> inputs, thread InputSums& sums) {
     UNROLL for (int i = 0; i < 8; ++i) {
-      sums.v[i % HalfCodes<kBits>::kPairs % HalfCodes<kBits>::kPlaces] += inputs.v[i];
+      sums.v[i % HalfCodes<kBits>::kCodePairs % HalfCodes<kBits>::kMantissaPlaces] += inputs.v[i];
     }
     return inputs;
   }
 
   Pack<8> codes(Chunk chunk, int index) const {
-    constexpr int kPairs = HalfCodes<kBits>::kPairs;
+    constexpr int kCodePairs = HalfCodes<kBits>::kCodePairs;
     Pack<8> pack;
     UNROLL for (int w = 0; w < kWordsPerOctet; ++w) {
       const uint word = chunk.words.v[index * kWordsPerOctet + w];
-      UNROLL for (int i = 0; i < kPairs; ++i) {
+      UNROLL for (int i = 0; i < kCodePairs; ++i) {
         half2 pair = half_codes.pair(word, i);
         if constexpr (kExact) pair = pair - half2(half(HalfCodes<kBits>::offset(i)));
         pack.v[w * kValuesPerWord + i] = float(pair.x);
-        pack.v[w * kValuesPerWord + i + kPairs] = float(pair.y);
+        pack.v[w * kValuesPerWord + i + kCodePairs] = float(pair.y);
       }
     }
     return pack;
@@ -291,7 +293,7 @@ struct AffineWeights {
   float scaled(Chunk chunk, float dot, InputSums inputs) const {
     float plain = inputs.v[0];
     if constexpr (!kExact) dot = fma(-offset(0), inputs.v[0], dot);
-    if constexpr (HalfCodes<kBits>::kPlaces == 2) {
+    if constexpr (HalfCodes<kBits>::kMantissaPlaces == 2) {
       plain += inputs.v[1];
       if constexpr (!kExact) dot = fma(-offset(1), inputs.v[1], dot);
     }
@@ -301,7 +303,7 @@ struct AffineWeights {
   Pack<8> octet(Chunk chunk, int index) const {
     Pack<8> pack = codes(chunk, index);
     UNROLL for (int i = 0; i < 8; ++i) {
-      const float rest = fma(-offset(i % HalfCodes<kBits>::kPairs), chunk.scale, chunk.bias);
+      const float rest = fma(-offset(i % HalfCodes<kBits>::kCodePairs), chunk.scale, chunk.bias);
       pack.v[i] = fma(pack.v[i], chunk.scale, rest);
     }
     return pack;

@@ -8,8 +8,15 @@
 //   vec<T, 2> pair = fragments.pair(strip, unit, i);       its two elements of one matrix
 //
 // Unit u of a quarter starts at column unit_column(u, quarter) of the step; its pair i holds the columns i
-// and i + kPairs from there. The elements are code + offset(i), and `add_scaled` makes dot products of
+// and i + kCodePairs from there. The elements are code + offset(i), and `add_scaled` makes dot products of
 // theirs. The scale is the same for kRunUnits units in turn.
+//
+// An example, codes of 4 bits in groups of 64: kStep = 128 columns, two groups, each a run of two units. The
+// lane of a row's quarter 1 loads the words of columns 16 .. 23 and 24 .. 31, units 0 and 1, and of 80 .. 87
+// and 88 .. 95, units 2 and 3. Pair 2 of unit 0 are columns 18 and 22, since their codes lie 16 bits apart;
+// they are elements 2 and 3 of the row in that matrix, between columns 2 and 6 of quarter 0 and 34 and 38 of
+// quarter 2. On the right, the lanes that hold row 2 of the inputs' matrix have column 18, those of row 3
+// column 22.
 #pragma once
 #include <metal_simdgroup_matrix>
 
@@ -43,9 +50,9 @@ inline MatrixPlace find_place(threadgroup float* numbers, threadgroup ushort* la
 }
 
 // The inputs of a lane's two pairs that meet one unit: the right operand's elements.
-template <typename T, int kPairs>
+template <typename T, int kCodePairs>
 struct UnitInputs {
-  vec<T, 2> v[kPairs];
+  vec<T, 2> v[kCodePairs];
 };
 
 // Sums of the inputs that met some units, for a lane's two pairs: as they are, and each times the offset of
@@ -60,11 +67,11 @@ template <typename T, int kBits, bool kSmallGroups>
 struct AffineFragments {
   typedef T Element;
   static constant constexpr int kCodes = 32 / kBits;  // of a word
-  static constant constexpr int kPairs = kCodes / 2;
+  static constant constexpr int kCodePairs = kCodes / 2;
   static constant constexpr int kUnits = 4;
   static constant constexpr uint kStep = 4 * kUnits * kCodes;
   static constant constexpr int kRunUnits = (kSmallGroups ? 32 : 64) / (4 * kCodes);
-  static constant constexpr int kPlaces = is_same_v<T, half> ? HalfCodes<kBits>::kPlaces : 1;
+  static constant constexpr int kMantissaPlaces = is_same_v<T, half> ? HalfCodes<kBits>::kMantissaPlaces : 1;
 
   struct Strip {
     uint words[kUnits];
