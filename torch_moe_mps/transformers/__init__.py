@@ -13,7 +13,7 @@ import warnings
 
 from torch import nn
 
-from .experts import NAME, describe, is_experts, unsupported
+from .experts import NAME, describe, is_experts, pin_implementation, unsupported
 from .formulas import Reader
 from .modules import restore_module, rewrite
 from .programs import Unsupported
@@ -40,17 +40,19 @@ def accelerate(
     Raises: ValueError for a quantisation that does not fit the weights, before anything is changed.
     """
     report = Report()
+    found = {name: module for name, module in model.named_modules() if is_experts(module)}
+    previous = {name: _implementation(module) for name, module in found.items()}
     if bits is not None:
         from ..quantization import quantize_experts
 
         report.quantization = quantize_experts(model, bits, group_size, mode)
         _mark_quantized(model, report.quantization)
-    found = {name: module for name, module in model.named_modules() if is_experts(module)}
-    for module in found.values():  # all of them first: layers share their config
-        module.__dict__.setdefault(_PREVIOUS, getattr(module.config, "_experts_implementation", None))
     for name, module in found.items():
+        module.__dict__.setdefault(_PREVIOUS, previous[name])
         reason = unsupported(module)
-        if reason is None:
+        if getattr(module, "quantization", None) is not None:
+            pin_implementation(module)
+        elif reason is None:
             module.config._experts_implementation = NAME
         report.add(name, module, "experts", None if reason else describe(module), reason)
     for name, module in model.named_modules():
@@ -69,15 +71,21 @@ def accelerate(
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Undo `accelerate`: the model's own code runs again. Quantised experts stay quantised.
+    """Undo `accelerate`: the model's own code runs again. Quantised experts stay as they are.
 
     Returns: the model.
     """
     for module in model.modules():
         restore_module(module)
         if _PREVIOUS in module.__dict__:
-            module.config._experts_implementation = module.__dict__.pop(_PREVIOUS)
+            config, implementation = module.__dict__.pop(_PREVIOUS)
+            config._experts_implementation = implementation
     return model
+
+
+def _implementation(experts: nn.Module) -> tuple[object, str | None]:
+    """The config that experts take their implementation from, and that implementation."""
+    return experts.config, getattr(experts.config, "_experts_implementation", None)
 
 
 def _looks_like_experts(module: nn.Module) -> bool:

@@ -1,5 +1,6 @@
 """The experts implementation "moe_mps": every class with the experts interface of transformers."""
 
+import copy
 from typing import NamedTuple
 
 import torch
@@ -121,6 +122,15 @@ def may_be_fused(experts: nn.Module) -> bool:
     if "_moe_mps_activation" not in experts.__dict__ or is_observed(experts):
         return False
     return experts.config._experts_implementation == NAME
+
+
+def pin_implementation(quantized: nn.Module) -> None:
+    """Gives quantised experts a config of their own: only our implementation reads their weights.
+
+    The model's config may name another one, for its dense experts or for another model with the same config.
+    """
+    quantized.config = copy.deepcopy(quantized.config)
+    quantized.config._experts_implementation = NAME
 
 
 def prepare(module: nn.Module) -> Activation | None:
