@@ -163,7 +163,19 @@ def test_report_prints_a_table():
 def test_model_without_experts():
     report = torch_moe_mps.accelerate(nn.Sequential(nn.Linear(4, 4)))
     assert report.rows == []
-    assert str(report) == "No Mixture-of-Experts layers found; the model is left as it is."
+    expected = "No experts with transformers' experts interface found; the model is left as it is."
+    assert str(report) == expected
+
+
+def test_quantisation_of_a_model_without_experts_is_a_warning():
+    with pytest.warns(UserWarning, match="torch_moe_mps: no experts were found that can be quantised"):
+        torch_moe_mps.accelerate(nn.Sequential(nn.Linear(4, 4)), bits=4)
+
+
+@pytest.mark.parametrize("function", [torch_moe_mps.accelerate, torch_moe_mps.restore])
+def test_what_is_not_a_module_is_an_error(function):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str$"):
+        function("Qwen/Qwen3-30B-A3B")
 
 
 def test_block_alone():
@@ -386,6 +398,25 @@ def test_hooks_of_the_accelerate_library(hooks_first):
     assert_close(output(model, ids), expected, 1e-5)
 
 
+def test_hooks_of_the_accelerate_library_that_are_gone():
+    """They leave a forward on every instance."""
+    accelerate = pytest.importorskip("accelerate")
+    model = eager(tiny_models.tiny_model("qwen2_moe"))
+    torch_moe_mps.accelerate(model)
+    expected = operators_of(lambda: output(model, prompt()))
+
+    def put_on_and_remove():
+        accelerate.cpu_offload(model, torch.device("cpu"))
+        accelerate.hooks.remove_hook_from_submodules(model)
+
+    put_on_and_remove()
+    torch_moe_mps.restore(model)
+    assert operators_of(lambda: output(model, prompt())) == {}
+    put_on_and_remove()
+    torch_moe_mps.accelerate(model)
+    assert operators_of(lambda: output(model, prompt())) == expected
+
+
 def test_forward_hooks_still_run():
     model = tiny_models.tiny_model("gemma4")
     torch_moe_mps.accelerate(model)
@@ -606,6 +637,24 @@ def test_experts_with_another_interface_are_left_alone():
     with pytest.warns(UserWarning, match="OtherExperts is left alone: its class does not follow"):
         report = torch_moe_mps.accelerate(module)
     assert [(row.name, row.replaced_by) for row in report.rows] == [("0", None)]
+
+
+class SeparateExperts(nn.ModuleDict):
+    pass
+
+
+@pytest.mark.parametrize("container", ["list", "dict"])
+def test_experts_that_are_modules_are_left_alone(container):
+    """By the name of the list, or of the class; shared experts are none of it."""
+    model, experts = nn.Module(), [nn.Linear(4, 4), nn.Linear(4, 4)]
+    model.shared_experts = nn.ModuleList(experts)
+    if container == "list":
+        model.experts = nn.ModuleList(experts)
+    else:
+        model.mlp = SeparateExperts({"expert_0": experts[0]})
+    with pytest.warns(UserWarning, match="is left alone: each expert is a module"):
+        report = torch_moe_mps.accelerate(model)
+    assert [row.name for row in report.left_alone] == ["experts" if container == "list" else "mlp"]
 
 
 def test_model_with_another_interface_is_as_it_was():
