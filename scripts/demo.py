@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import torch_moe_mps
+from torch_moe_mps.transformers import Report, is_experts
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -118,24 +119,49 @@ def main() -> None:
             sys.exit(f"error: {path} is not a checkpoint: there is no {Path(path) / 'config.json'}")
         model = load(path, args.dtype, device)
         ids, tokenizer = prompt_ids(path, args.prompt, model)
-    if not any(torch_moe_mps.transformers.is_experts(module) for module in model.modules()):
-        sys.exit(f"error: {path} has no Mixture-of-Experts layers ({type(model).__name__})")
     demonstrate(model, ids, tokenizer, args)
+
+
+def run_eager(model, ids: torch.Tensor, tokens: int):
+    """What `run` gives for transformers' own code; None where that code has no experts to run."""
+    experts = [module for module in model.modules() if is_experts(module)]
+    if not experts or any(getattr(module, "quantization", None) is not None for module in experts):
+        return None
+    model.set_experts_implementation("eager")
+    return run(model, ids, tokens)
+
+
+def accelerate(model, bits: int | None) -> Report:
+    """The report; one line on what is wrong where no experts are served."""
+    try:
+        report = torch_moe_mps.accelerate(model, bits=bits)
+    except ValueError as error:
+        sys.exit(f"error: {first_line(error)}")
+    if not any(row.kind == "experts" for row in report.replaced):
+        reasons = [f"{row.cls} is left alone: {row.reason}" for row in report.left_alone]
+        sys.exit(f"error: {type(model).__name__}: {reasons[0] if reasons else report}")
+    return report
 
 
 def demonstrate(model, ids: torch.Tensor, tokenizer, args: argparse.Namespace) -> None:
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
     print(f"{type(model).__name__}, {parameters:.0f} M parameters, {model.dtype}, {model.device}\n")
-    model.set_experts_implementation("eager")
-    expected, eager_tokens, eager_speed = run(model, ids, args.tokens)
-    print(torch_moe_mps.accelerate(model, bits=args.bits))
+    eager = run_eager(model, ids, args.tokens)
+    print(accelerate(model, args.bits))
     logits, tokens, speed = run(model, ids, args.tokens)
+    if eager is None:
+        print(f"\ntokens/s: {speed:.1f}; transformers' own code does not run quantised experts")
+    else:
+        compare(logits, tokens, speed, *eager)
+    print("\n" + (tokenizer.decode(tokens) if tokenizer else " ".join(map(str, tokens.tolist()))))
+
+
+def compare(logits, tokens, speed: float, expected, eager_tokens, eager_speed: float) -> None:
     error = ((logits - expected).abs().max() / expected.abs().max()).item()
     same = int((tokens == eager_tokens[: len(tokens)]).long().cumprod(0).sum())
     print(f"\nlogits of the prompt against eager: relative error {error:.1e}")
     print(f"greedy tokens equal to eager's: {same} of {len(eager_tokens)}")
     print(f"tokens/s: eager {eager_speed:.1f}, accelerated {speed:.1f} ({speed / eager_speed:.2f} times)")
-    print("\n" + (tokenizer.decode(tokens) if tokenizer else " ".join(map(str, tokens.tolist()))))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 import tiny_models
+import transformers
+
+import torch_moe_mps
 
 DEMO = Path(__file__).resolve().parent.parent / "scripts" / "demo.py"
 
@@ -33,17 +36,57 @@ def test_checkpoint_of_the_user(tmp_path):
     assert "moe_gate" in result.stdout and "greedy tokens equal to eager's: 4 of 4" in result.stdout
 
 
-@pytest.mark.parametrize("kind", ["missing", "empty", "dense"])
-def test_errors_are_one_line(kind, tmp_path):
-    path, expected = tmp_path, f"error: {tmp_path} is not a checkpoint: there is no {tmp_path}/config.json"
-    if kind == "missing":
-        path = tmp_path / "missing"
-        expected = f"error: {path} is not a checkpoint: there is no {path}/config.json"
-    if kind == "dense":
-        config = tiny_models.build_config(tiny_models.transformers.Qwen3Config)
-        tiny_models.transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path)
-        expected = f"error: {tmp_path} has no Mixture-of-Experts layers (Qwen3ForCausalLM)"
-    result = demo("--model", str(path))
+def test_quantised_checkpoint(tmp_path):
+    """Without transformers' own code beside it, which cannot run the experts."""
+    with tiny_models.groups_of_32():
+        model = tiny_models.tiny_model("qwen3_moe")
+    torch_moe_mps.accelerate(model, 8, 32)
+    model.save_pretrained(tmp_path)
+    result = demo("--model", str(tmp_path), "--tokens", "4")
+    assert result.returncode == 0, result.stderr
+    assert "moe_experts_quantized" in result.stdout and "tokens/s" in result.stdout
+    assert "against eager" not in result.stdout
+
+
+def write_model(name: str, folder: Path) -> None:
+    cls = getattr(transformers, name)
+    cls(tiny_models.build_config(cls.config_class)).save_pretrained(folder)
+
+
+# The line on what is wrong with a model of transformers, and the options.
+ERRORS = {
+    "Qwen3ForCausalLM": (
+        "Qwen3ForCausalLM: No experts with transformers' experts interface found; "
+        "the model is left as it is.",
+    ),
+    "Llama4ForCausalLM": (
+        "Llama4ForCausalLM: Llama4TextExperts is left alone: "
+        "its class does not follow transformers' experts interface",
+    ),
+    "Qwen3MoeForCausalLM": (
+        "moe_mps::quantize_experts: model.layers.0.mlp.experts.gate_up_proj must be "
+        "of an input dimension that is a multiple of group_size 64, got 32",
+        "--bits",
+        "4",
+    ),
+}
+
+
+def assert_one_line(result: subprocess.CompletedProcess, expected: str) -> None:
     assert result.returncode == 1
-    assert result.stderr.strip().splitlines()[-1] == expected
+    assert result.stderr.strip().splitlines()[-1] == f"error: {expected}"
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_models_that_are_not_served_are_one_line(name, tmp_path):
+    expected, *options = ERRORS[name]
+    write_model(name, tmp_path)
+    assert_one_line(demo("--model", str(tmp_path), "--tokens", "2", *options), expected)
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty"])
+def test_what_is_no_checkpoint_is_one_line(kind, tmp_path):
+    path = tmp_path / "missing" if kind == "missing" else tmp_path
+    expected = f"{path} is not a checkpoint: there is no {path}/config.json"
+    assert_one_line(demo("--model", str(path)), expected)

@@ -163,7 +163,19 @@ def test_report_prints_a_table():
 def test_model_without_experts():
     report = torch_moe_mps.accelerate(nn.Sequential(nn.Linear(4, 4)))
     assert report.rows == []
-    assert str(report) == "No Mixture-of-Experts layers found; the model is left as it is."
+    expected = "No experts with transformers' experts interface found; the model is left as it is."
+    assert str(report) == expected
+
+
+def test_quantisation_of_a_model_without_experts_is_a_warning():
+    with pytest.warns(UserWarning, match="torch_moe_mps: no experts were found that can be quantised"):
+        torch_moe_mps.accelerate(nn.Sequential(nn.Linear(4, 4)), bits=4)
+
+
+@pytest.mark.parametrize("function", [torch_moe_mps.accelerate, torch_moe_mps.restore])
+def test_what_is_not_a_module_is_an_error(function):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str$"):
+        function("Qwen/Qwen3-30B-A3B")
 
 
 def test_block_alone():
@@ -219,6 +231,21 @@ def test_gradients_through_frozen_experts():
     assert torch.equal(gradient(), expected)
 
 
+def test_gradients_of_the_routing_weights_alone():
+    """Neither the experts nor their input need a gradient."""
+    model = eager(tiny_models.tiny_model("qwen3_moe")).requires_grad_(False)
+    router = model.model.layers[1].mlp.gate.weight.requires_grad_()
+
+    def gradient():
+        router.grad = None
+        model(input_ids=prompt()).logits.square().sum().backward()
+        return router.grad
+
+    expected = gradient()
+    model.set_experts_implementation("moe_mps")
+    assert torch.equal(gradient(), expected)
+
+
 def test_autocast_runs_the_models_own_code():
     model = tiny_models.tiny_model("qwen3_moe")
     torch_moe_mps.accelerate(model)
@@ -262,6 +289,34 @@ def test_peft_adapters_on_attention():
     adapted.train()(input_ids=ids, labels=ids).loss.backward()
     trained = [p for name, p in adapted.named_parameters() if "lora_B" in name]
     assert trained and all(p.grad.abs().sum() > 0 for p in trained)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "target"),
+    [
+        ("gemma4", {"target_modules": r".*router\.proj"}),
+        ("qwen2_moe", {"target_modules": "all-linear"}),
+        ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}),
+    ],
+)
+def test_peft_adapters_put_in_after_acceleration(architecture, target):
+    """On a router's matmul and on the experts: trained by the model's own code, seen in evaluation."""
+    peft = pytest.importorskip("peft")
+    model = eager(tiny_models.tiny_model(architecture))
+    plain = output(model, prompt())
+    config = peft.LoraConfig(r=2, init_lora_weights=False, **target)
+
+    def adapted(base):
+        torch.manual_seed(0)
+        return peft.get_peft_model(base, config).eval()
+
+    expected = output(adapted(copy.deepcopy(model)), prompt())
+    assert not torch.allclose(expected, plain, atol=1e-2)
+    torch_moe_mps.accelerate(model)
+    model = adapted(model)
+    assert_close(output(model, prompt()), expected, 1e-5)
+    model.train()(input_ids=prompt(), labels=prompt()).loss.backward()
+    assert_close(output(model.eval(), prompt()), expected, 1e-5)
 
 
 # Copies, checkpoints, hooks
@@ -343,6 +398,25 @@ def test_hooks_of_the_accelerate_library(hooks_first):
     assert_close(output(model, ids), expected, 1e-5)
 
 
+def test_hooks_of_the_accelerate_library_that_are_gone():
+    """They leave a forward on every instance."""
+    accelerate = pytest.importorskip("accelerate")
+    model = eager(tiny_models.tiny_model("qwen2_moe"))
+    torch_moe_mps.accelerate(model)
+    expected = operators_of(lambda: output(model, prompt()))
+
+    def put_on_and_remove():
+        accelerate.cpu_offload(model, torch.device("cpu"))
+        accelerate.hooks.remove_hook_from_submodules(model)
+
+    put_on_and_remove()
+    torch_moe_mps.restore(model)
+    assert operators_of(lambda: output(model, prompt())) == {}
+    put_on_and_remove()
+    torch_moe_mps.accelerate(model)
+    assert operators_of(lambda: output(model, prompt())) == expected
+
+
 def test_forward_hooks_still_run():
     model = tiny_models.tiny_model("gemma4")
     torch_moe_mps.accelerate(model)
@@ -355,6 +429,60 @@ def test_forward_hooks_still_run():
     assert_close(output(model, prompt()), expected, 1e-5)
     assert [name for name, _ in seen] == ["post_attention_layernorm", "router", "experts"]
     assert seen[1][1][0].shape == (18, 8)  # the probabilities, computed because a hook may want them
+
+
+def calls_of_experts(model, replace=lambda result: None) -> tuple[list, torch.Tensor]:
+    """What hooks on the last experts see, and the logits; a hook may `replace` results."""
+    seen = []
+    experts = [module for module in model.modules() if torch_moe_mps.transformers.is_experts(module)][-1]
+    hooks = [
+        experts.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.extend([*args, *kwargs.values()]), with_kwargs=True
+        ),
+        experts.register_forward_hook(lambda module, args, result: seen.append(result.clone())),
+        experts.register_forward_hook(lambda module, args, result: replace(result)),
+    ]
+    logits = output(model, prompt())
+    for hook in hooks:
+        hook.remove()
+    return seen, logits
+
+
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "gemma4", "glm4_moe", "qwen2_moe", "qwen3_moe"])
+def test_hooks_of_experts_see_and_change_what_they_do_in_eager(architecture):
+    """The routed output alone, without the shared expert; zeroing it leaves the shared expert's."""
+    model = eager(tiny_models.tiny_model(architecture))
+    seen, ablated = calls_of_experts(model, torch.zeros_like)
+    torch_moe_mps.accelerate(model)
+    seen_now, ablated_now = calls_of_experts(model, torch.zeros_like)
+    assert len(seen_now) == len(seen) == 4
+    for value, expected in zip(seen_now, seen, strict=True):
+        assert value.dtype == expected.dtype
+    assert_close(seen_now[-1], seen[-1], 1e-5)
+    assert_close(ablated_now, ablated, 1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["gemma4", "qwen2_moe", "qwen3_moe"])
+def test_hooks_of_experts_get_the_dtypes_of_eager(architecture):
+    model = eager(tiny_models.tiny_model(architecture, torch.bfloat16))
+    expected = [value.dtype for value in calls_of_experts(model)[0]]
+    torch_moe_mps.accelerate(model)
+    assert [value.dtype for value in calls_of_experts(model)[0]] == expected
+
+
+@pytest.mark.parametrize("path", ["router.proj", "router.norm"])
+def test_hooks_within_a_gate_still_run(path):
+    """moe_gate computes the router's parts in one: not where something changes one of them."""
+    model = eager(tiny_models.tiny_model("gemma4"))
+    plain = output(model, prompt())
+    module = model.model.layers[0].get_submodule(path)
+    hook = module.register_forward_hook(lambda module, args, result: result.flip(-1))
+    expected = output(model, prompt())
+    hook.remove()
+    torch_moe_mps.accelerate(model)
+    module.register_forward_hook(lambda module, args, result: result.flip(-1))
+    assert not torch.allclose(expected, plain, atol=1e-2)
+    assert_close(output(model, prompt()), expected, 1e-5)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
@@ -509,6 +637,24 @@ def test_experts_with_another_interface_are_left_alone():
     with pytest.warns(UserWarning, match="OtherExperts is left alone: its class does not follow"):
         report = torch_moe_mps.accelerate(module)
     assert [(row.name, row.replaced_by) for row in report.rows] == [("0", None)]
+
+
+class SeparateExperts(nn.ModuleDict):
+    pass
+
+
+@pytest.mark.parametrize("container", ["list", "dict"])
+def test_experts_that_are_modules_are_left_alone(container):
+    """By the name of the list, or of the class; shared experts are none of it."""
+    model, experts = nn.Module(), [nn.Linear(4, 4), nn.Linear(4, 4)]
+    model.shared_experts = nn.ModuleList(experts)
+    if container == "list":
+        model.experts = nn.ModuleList(experts)
+    else:
+        model.mlp = SeparateExperts({"expert_0": experts[0]})
+    with pytest.warns(UserWarning, match="is left alone: each expert is a module"):
+        report = torch_moe_mps.accelerate(model)
+    assert [row.name for row in report.left_alone] == ["experts" if container == "list" else "mlp"]
 
 
 def test_model_with_another_interface_is_as_it_was():

@@ -102,9 +102,13 @@ def test_mxfp4_blocks_are_never_dequantised(tmp_path):
     assert torch.equal(output(again, prompt()), output(loaded, prompt()))
 
 
-def test_gradients_through_quantised_experts_are_an_error():
+@pytest.mark.parametrize("trained", ["", "layers.1.mlp.gate.weight"])
+def test_gradients_through_quantised_experts_are_an_error(trained):
+    """Of everything, or of the last routing weights alone."""
     model = tiny("qwen3_moe")
     torch_moe_mps.accelerate(model, 4, 32)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.is_floating_point() and name.endswith(trained))
     with pytest.raises(NotImplementedError, match="Qwen3MoeExperts has quantised experts, without gradients"):
         model(input_ids=prompt())
 
@@ -116,3 +120,30 @@ def test_bad_group_size_changes_nothing():
         torch_moe_mps.accelerate(model, 4, 64)
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     assert operators_of(lambda: output(model, prompt())) == {}
+
+
+def test_restore_keeps_quantised_experts_running():
+    """Dense first, quantised then: what the dense experts ran on is not set for the quantised ones."""
+    model = tiny("qwen2_moe")
+    torch_moe_mps.accelerate(model)
+    torch_moe_mps.accelerate(model, 4, 32)
+    expected = output(model, prompt())
+    torch_moe_mps.restore(model)
+    assert model.config._experts_implementation == "eager"
+    assert operators_of(lambda: output(model, prompt())) == {"moe_experts_quantized": 2}
+    assert_close(output(model, prompt()), expected, 1e-5)
+    torch_moe_mps.accelerate(model)
+    assert_close(output(model, prompt()), expected, 1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_other_implementations_leave_quantised_experts_running(implementation):
+    """Set for the model, or for another model with the same config."""
+    model = tiny("qwen2_moe")
+    torch_moe_mps.accelerate(model, 4, 32)
+    expected = output(model, prompt())
+    sibling = type(model)(model.config)
+    for other in (model, sibling):
+        other.set_experts_implementation(implementation)
+        assert_close(output(model, prompt()), expected, 1e-5)
+        assert_close(output(copy.deepcopy(model), prompt()), expected, 1e-5)

@@ -13,9 +13,9 @@ import warnings
 
 from torch import nn
 
-from .experts import NAME, describe, is_experts, unsupported
+from .experts import NAME, describe, is_experts, pin_implementation, unsupported
 from .formulas import Reader
-from .modules import restore_module, rewrite
+from .modules import drop_forward_of_class, restore_module, rewrite
 from .programs import Unsupported
 from .report import Report, Row
 from .straightening import straighten
@@ -37,27 +37,31 @@ def accelerate(
 
     Returns: a report that prints as a table: what replaced each module, or why it was left alone.
 
-    Raises: ValueError for a quantisation that does not fit the weights, before anything is changed.
+    Raises: ValueError for a quantisation that does not fit the weights, TypeError for what is not a module,
+        before anything is changed.
     """
+    _require_module("accelerate", model)
     report = Report()
+    for module in model.modules():
+        drop_forward_of_class(module)
+    found = {name: module for name, module in model.named_modules() if is_experts(module)}
+    previous = {name: _implementation(module) for name, module in found.items()}
     if bits is not None:
         from ..quantization import quantize_experts
 
         report.quantization = quantize_experts(model, bits, group_size, mode)
         _mark_quantized(model, report.quantization)
-    found = {name: module for name, module in model.named_modules() if is_experts(module)}
-    for module in found.values():  # all of them first: layers share their config
-        module.__dict__.setdefault(_PREVIOUS, getattr(module.config, "_experts_implementation", None))
     for name, module in found.items():
+        module.__dict__.setdefault(_PREVIOUS, previous[name])
         reason = unsupported(module)
-        if reason is None:
+        if _is_quantized(module):
+            pin_implementation(module)
+        elif reason is None:
             module.config._experts_implementation = NAME
         report.add(name, module, "experts", None if reason else describe(module), reason)
     for name, module in model.named_modules():
-        if name not in found and _looks_like_experts(module):
-            report.add(
-                name, module, "experts", None, "its class does not follow transformers' experts interface"
-            )
+        if name not in found and (reason := _other_experts(name, module)):
+            report.add(name, module, "experts", None, reason)
     for name, kind, module in _around(model, found):
         rewrites, reason = rewrite(module)
         if kind == "router" and "_moe_mps_gate" in module.__dict__:
@@ -65,26 +69,54 @@ def accelerate(
         report.add(name, module, kind, "; ".join(rewrites) or None, reason)
     report.rows.sort(key=_model_order(model))
     _warn_of_experts_left_alone(report)
+    if report.quantization is not None and not any(map(_is_quantized, found.values())):
+        warnings.warn("torch_moe_mps: no experts were found that can be quantised", stacklevel=2)
     return report
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Undo `accelerate`: the model's own code runs again. Quantised experts stay quantised.
+    """Undo `accelerate`: the model's own code runs again. Quantised experts stay as they are.
 
     Returns: the model.
+
+    Raises: TypeError for what is not a module.
     """
+    _require_module("restore", model)
     for module in model.modules():
         restore_module(module)
         if _PREVIOUS in module.__dict__:
-            module.config._experts_implementation = module.__dict__.pop(_PREVIOUS)
+            config, implementation = module.__dict__.pop(_PREVIOUS)
+            config._experts_implementation = implementation
     return model
 
 
-def _looks_like_experts(module: nn.Module) -> bool:
-    """A stack of routed experts by the name of its class, with an interface that is not known."""
-    name = type(module).__name__
+def _implementation(experts: nn.Module) -> tuple[object, str | None]:
+    """The config that experts take their implementation from, and that implementation."""
+    return experts.config, getattr(experts.config, "_experts_implementation", None)
+
+
+def _require_module(function: str, model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"moe_mps::{function}: model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+def _is_quantized(experts: nn.Module) -> bool:
+    return getattr(experts, "quantization", None) is not None
+
+
+def _other_experts(path: str, module: nn.Module) -> str | None:
+    """Why routed experts, by their name or that of their class, are left alone."""
+    cls, name = type(module).__name__, path.rpartition(".")[2]
+    if "shared" in f"{cls} {name}".lower():
+        return None
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        named = cls.endswith("Experts") or name.endswith("experts")
+        separate = named and not any(map(is_experts, module.modules()))
+        return "each expert is a module, without transformers' experts interface" if separate else None
     stacked = any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
-    return name.endswith("Experts") and "Shared" not in name and stacked
+    if cls.endswith("Experts") and stacked:
+        return "its class does not follow transformers' experts interface"
+    return None
 
 
 def _warn_of_experts_left_alone(report: Report) -> None:

@@ -1,10 +1,11 @@
 """Shared experts: their output joins the sum over the routed experts instead of being added after it."""
 
 import ast
+import copy
 
 from torch import Tensor, nn
 
-from .experts import NAME, is_experts
+from .experts import is_experts, may_be_fused
 from .formulas import Reader
 from .patterns import match
 from .programs import Program
@@ -23,28 +24,13 @@ def experts_with_shared(
 ) -> Tensor:
     """experts(...) + shared_out, times sigmoid(shared_gate) where there is one; the sum is rounded once."""
     shared = shared_out.reshape(hidden_states.shape)
-    if _is_ours(experts) and shared.dtype == hidden_states.dtype:
+    if may_be_fused(experts) and shared.dtype == hidden_states.dtype:
         if shared_gate is not None:
             shared_gate = shared_gate.reshape(-1)
         return experts(hidden_states, top_k_index, top_k_weights, shared_gate=shared_gate, shared_out=shared)
     if shared_gate is not None:
         shared = shared_gate.sigmoid().reshape(-1, 1) * shared
-    return experts_alone(experts, hidden_states, top_k_index, top_k_weights) + shared
-
-
-def experts_alone(
-    experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    """experts(...) with the results of a router that may come without casts."""
-    if not _is_ours(experts):
-        top_k_index = top_k_index.long()
-    return experts(hidden_states, top_k_index, top_k_weights)
-
-
-def _is_ours(experts: nn.Module) -> bool:
-    """Whether the experts run on our operators, not on another implementation or behind a dispatch."""
-    implementation = getattr(experts.config, "_experts_implementation", None)
-    return implementation == NAME and "forward" not in experts.__dict__
+    return experts(hidden_states, top_k_index, top_k_weights) + shared
 
 
 def fold_shared_experts(program: Program) -> None:
@@ -147,19 +133,19 @@ def hand_over_raw_results(program: Program) -> None:
         router = getattr(program.module, name, None) if owner == "self" else None
         if not isinstance(router, nn.Module) or not is_replaceable(router):
             continue
-        if take_raw_results(program, statement.targets[0].id):
+        experts = experts_fed_by(program, statement.targets[0].id)
+        if experts is not None:
             program.rewrites.append(f"no casts between {name} and experts")
             function = ast.Attribute(ast.Name("_moe_mps", ast.Load()), "routed", ast.Load())
-            statement.value = ast.Call(function, [call.func, *call.args], call.keywords)
+            statement.value = ast.Call(function, [experts, call.func, *call.args], call.keywords)
 
 
-def take_raw_results(program: Program, results: str) -> bool:
-    """Lets the experts take results[1] and results[2] without casts, if nothing else reads these."""
+def experts_fed_by(program: Program, results: str) -> ast.expr | None:
+    """The experts, as an expression, that take results[1] and results[2], if nothing else reads these."""
     consumer = _only_consumer(program, results)
-    if consumer is not None and ast.unparse(consumer.func).startswith("self."):
-        alone = ast.Attribute(ast.Name("_moe_mps", ast.Load()), "experts_alone", ast.Load())
-        consumer.args, consumer.func = [consumer.func, *consumer.args], alone
-    return consumer is not None
+    if consumer is None:
+        return None
+    return copy.deepcopy(consumer.args[0] if _is_with_shared(consumer) else consumer.func)
 
 
 def _only_consumer(program: Program, results: str) -> ast.Call | None:
@@ -182,6 +168,10 @@ def _only_consumer(program: Program, results: str) -> ast.Call | None:
 
 def _is_experts_call(program: Program, call: ast.Call) -> bool:
     owner, _, called = ast.unparse(call.func).rpartition(".")
-    if (owner, called) == ("_moe_mps", "experts_with_shared"):
+    if _is_with_shared(call):
         return True
     return owner == "self" and is_experts(getattr(program.module, called, None)) and len(call.args) == 3
+
+
+def _is_with_shared(call: ast.Call) -> bool:
+    return ast.unparse(call.func) == "_moe_mps.experts_with_shared"

@@ -1,5 +1,6 @@
 """The experts implementation "moe_mps": every class with the experts interface of transformers."""
 
+import copy
 from typing import NamedTuple
 
 import torch
@@ -108,6 +109,30 @@ def runs_own_code(module: nn.Module, *inputs: Tensor) -> bool:
     return any(x.requires_grad for x in inputs) or any(p.requires_grad for p in module.parameters())
 
 
+def is_observed(module: nn.Module) -> bool:
+    """Whether a hook or a forward of the instance sees or changes what a module gets and gives."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
+def may_be_fused(experts: nn.Module) -> bool:
+    """Whether an experts module runs on our operators, and nothing in between sees what it is called with.
+
+    The mark that `prepare` leaves is in the module itself: a wrapper around the experts does not have it.
+    """
+    if "_moe_mps_activation" not in experts.__dict__ or is_observed(experts):
+        return False
+    return experts.config._experts_implementation == NAME
+
+
+def pin_implementation(quantized: nn.Module) -> None:
+    """Gives quantised experts a config of their own: only our implementation reads their weights.
+
+    The model's config may name another one, for its dense experts or for another model with the same config.
+    """
+    quantized.config = copy.deepcopy(quantized.config)
+    quantized.config._experts_implementation = NAME
+
+
 def prepare(module: nn.Module) -> Activation | None:
     """Finds out how an experts module works and keeps it on the module."""
     activation = activation_of(module)
@@ -176,10 +201,12 @@ def experts_forward(
     added.
     """
     shared = {"shared_gate": shared_gate, "shared_out": shared_out, "gate_is_logit": shared_gate is not None}
+    inputs = [x for x in (hidden_states, top_k_weights, shared_gate, shared_out) if x is not None]
     if self.__dict__.get("quantization") is not None:  # getattr of a missing attribute is slow on modules
+        _require_no_gradients(self, inputs)
         return _quantized_forward(self, hidden_states, top_k_index, top_k_weights, shared)
     first = self.gate_up_proj if self.has_gate else self.up_proj
-    if runs_own_code(self, hidden_states) or not _fits(hidden_states, first, top_k_index):
+    if runs_own_code(self, *inputs) or not _fits(hidden_states, first, top_k_index):
         routed = own_forward(self, hidden_states, top_k_index.long(), top_k_weights)
         return add_shared(routed, shared_gate, shared_out)
     activation = _activation(self)
@@ -197,11 +224,14 @@ def experts_forward(
     )  # fmt: skip
 
 
-def _quantized_forward(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, shared: dict) -> Tensor:
-    if torch.is_grad_enabled() and x.requires_grad:
+def _require_no_gradients(self: nn.Module, inputs: list[Tensor]) -> None:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         raise NotImplementedError(
             f"moe_mps: {type(self).__name__} has quantised experts, without gradients; use torch.no_grad()"
         )
+
+
+def _quantized_forward(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, shared: dict) -> Tensor:
     form = self.quantization
     first, second = (_packed(self, name) for name in projection_names(self))
     bias = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias) if self.has_bias else None

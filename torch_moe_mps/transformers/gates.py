@@ -5,16 +5,18 @@ Such a router also returns probabilities over all experts. Where the layer disca
 """
 
 import ast
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ..ops._checks import MAX_TOP_K
-from .blocks import take_raw_results
+from .blocks import experts_fed_by
+from .experts import is_observed, may_be_fused
 from .formulas import Node, Reader, evaluate, is_number
 from .patterns import match
-from .programs import Program, Unsupported
+from .programs import Program, Unsupported, original_class
 from .straightening import straighten
 
 ops = torch.ops.moe_mps
@@ -26,7 +28,10 @@ _HIDDEN = "X * rsqrt(mean(square(X)) + EPS) * SCALE * ROOT"
 
 @dataclass(frozen=True)
 class GateFormula:
-    """Attributes of: softmax top-k of linear(rms(x) * scale * root), renormalised, * per_expert_scale."""
+    """Attributes of: softmax top-k of linear(rms(x) * scale * root), renormalised, * per_expert_scale.
+
+    `classes` are those of the modules that the formula was read from: an adapter put in later changes them.
+    """
 
     linear: str
     scale: str
@@ -34,6 +39,16 @@ class GateFormula:
     per_expert_scale: str
     top_k: str
     eps: str
+    classes: tuple[type[nn.Module], ...]
+
+    def holds_for(self, router: nn.Module) -> bool:
+        """Whether the router still computes this, with nothing that sees or changes what its parts do."""
+        modules = list(router.modules())
+        return _classes(modules) == self.classes and not any(map(is_observed, modules))
+
+
+def _classes(modules: Iterable[nn.Module]) -> tuple[type[nn.Module], ...]:
+    return tuple(map(original_class, modules))
 
 
 def gate_formula(router: nn.Module) -> GateFormula | None:
@@ -69,7 +84,8 @@ def _paths(router: nn.Module, bound: dict[str, Node]) -> GateFormula | None:
         return None
     if not 1 <= evaluate(bound["K"].peel(), router) <= MAX_TOP_K:
         return None
-    return GateFormula(*(node.args[0].removeprefix("self.") for node in nodes))
+    paths = (node.args[0].removeprefix("self.") for node in nodes)
+    return GateFormula(*paths, classes=_classes(router.modules()))
 
 
 def _attribute(module: nn.Module, path: str) -> object:
@@ -79,11 +95,15 @@ def _attribute(module: nn.Module, path: str) -> object:
     return value
 
 
-def gate(router: nn.Module, hidden: Tensor, raw: bool) -> tuple[Tensor | None, Tensor, Tensor]:
-    """router(hidden) without its first result, unless something listens to it; ids in int32 if `raw`."""
+def gate(
+    experts: nn.Module | None, router: nn.Module, hidden: Tensor
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """router(hidden) without its first result, unless something listens to it.
+
+    The ids come in int32 where `experts` alone reads them, and on our operators.
+    """
     formula = router.__dict__.get("_moe_mps_gate")
-    observed = router._forward_hooks or router._forward_pre_hooks or "forward" in router.__dict__
-    if formula is None or observed or hidden.dim() != 2:
+    if formula is None or hidden.dim() != 2 or not formula.holds_for(router):
         return router(hidden)
     scale, root, per_expert, top_k, eps = (
         _attribute(router, path)
@@ -91,6 +111,7 @@ def gate(router: nn.Module, hidden: Tensor, raw: bool) -> tuple[Tensor | None, T
     )
     weight = _attribute(router, formula.linear).weight
     weights, ids = ops.moe_gate(hidden, weight, scale * root, per_expert, top_k, eps, False)
+    raw = experts is not None and may_be_fused(experts)
     return None, weights, ids if raw else ids.long()
 
 
@@ -107,9 +128,9 @@ def use_gates(program: Program) -> None:
         formula = gate_formula(router)
         if formula is not None:
             router.__dict__["_moe_mps_gate"] = formula
-            raw = ast.Constant(take_raw_results(program, statement.targets[0].id))
+            experts = experts_fed_by(program, statement.targets[0].id) or ast.Constant(None)
             function = ast.Attribute(ast.Name("_moe_mps", ast.Load()), "gate", ast.Load())
-            statement.value = ast.Call(function, [call.func, *call.args, raw], [])
+            statement.value = ast.Call(function, [experts, call.func, *call.args], [])
             program.rewrites.append(f"moe_gate ({name})")
 
 

@@ -54,10 +54,18 @@ def _apply_rules(program: Program) -> str | None:
 
 def restore_module(module: nn.Module) -> None:
     """The module as it was before `rewrite`."""
+    drop_forward_of_class(module)
     if is_rewritten(module):
         _set_class(module, original_class(module))
     for mark in _MARKS:
         module.__dict__.pop(mark, None)
+
+
+def drop_forward_of_class(module: nn.Module) -> None:
+    """Drops a forward of the instance that is its class's, as hooks of the accelerate library leave it."""
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, types.MethodType) and forward == types.MethodType(type(module).forward, module):
+        del module.__dict__["forward"]
 
 
 def _change_class(module: nn.Module, forward: types.FunctionType) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .experts import is_observed
 from .formulas import Reader, evaluate, is_number
 from .patterns import match
 from .programs import Program, Unsupported
@@ -51,7 +52,7 @@ def norm_formula(module: nn.Module) -> NormFormula | None:
 def _fusable(norm: nn.Module, residual: Tensor, x: Tensor) -> NormFormula | None:
     """The formula if the operator gives what the module gives for these tensors, hooks included."""
     formula = norm.__dict__.get("_moe_mps_norm")
-    if formula is None or norm._forward_hooks or norm._forward_pre_hooks or "forward" in norm.__dict__:
+    if formula is None or is_observed(norm):
         return None
     weight = norm.weight
     same = residual.dtype == x.dtype and residual.shape == x.shape and weight.device == x.device

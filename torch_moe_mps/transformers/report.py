@@ -37,7 +37,7 @@ class Report:
 
     def __str__(self) -> str:
         if not self.rows:
-            return "No Mixture-of-Experts layers found; the model is left as it is."
+            return "No experts with transformers' experts interface found; the model is left as it is."
         groups: dict[tuple, list[str]] = {}
         for row in self.rows:
             result = row.replaced_by or f"left alone: {row.reason}"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops._checks import MAX_TOP_K
+from .experts import is_observed, may_be_fused
 from .formulas import Node, Reader, casts_to_float32, evaluate, held, is_number
 from .patterns import match
 from .programs import Program, Unsupported
@@ -216,9 +217,9 @@ def _is_known_before(program: Program, value: ast.expr, position: int) -> bool:
     return statement is not None and program.statements.index(statement) < position
 
 
-def routed(router: nn.Module, *args, **kwargs) -> tuple:
-    """router(...) without casts, where it is rewritten and nothing listens to it."""
-    if hasattr(type(router), RAW) and not router._forward_hooks and "forward" not in router.__dict__:
+def routed(experts: nn.Module, router: nn.Module, *args, **kwargs) -> tuple:
+    """router(...), without casts where it is rewritten and only our operators see the results."""
+    if hasattr(type(router), RAW) and not is_observed(router) and may_be_fused(experts):
         kwargs[RAW] = True
     return router(*args, **kwargs)
 
