@@ -388,6 +388,14 @@ def test_weights_over_4_gib(device):
     assert_close(out, expected)
 
 
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("tokens", [2, 33])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_more_experts_than_can_be_sorted(device, tokens, transposed):
+    """moe_bucket's counters have no room for them; each pair then reads its expert by itself."""
+    check_experts(device, layer(tokens, 2, 3000, 16, 8, torch.float32), transposed=transposed)
+
+
 def test_the_stack_is_never_copied():
     """On the CPU: 64 GiB of weights as seen, 4 MiB of memory; a copy would not fit."""
     weight = random((1, 1024, 1024), torch.float32, 0, 1 / 32).expand(2**14, -1, -1)
@@ -458,6 +466,8 @@ def bad_calls(device):
         {"activation": "swish"},
         {"activation": "swiglu_oai", "gated": False},
         {"activation": "silu_clamped"},
+        {"activation": "silu_clamped", "limit": -1.0},
+        {"activation": "swiglu_oai", "limit": float("nan")},
         {"limit": 7.0},
         {"alpha": 1.0},
         {"interleaved": True, "gated": False},
@@ -466,6 +476,7 @@ def bad_calls(device):
         {"shared_gate": zeros(3, 2), "shared_out": zeros(3, 8)},
         {"shared_out": zeros(3, 7)},
         {"residual": zeros(3, 8, dtype=torch.float16)},
+        {"gate_is_logit": True},
     ]
     return ((expert_mm, mm, mm_changes), (moe_experts, layer, layer_changes))
 
@@ -518,6 +529,8 @@ moe_mps::moe_experts: activation must be one of silu, gelu, gelu_tanh, relu, rel
     silu_clamped, got 'swish'
 moe_mps::moe_experts: gated must be True for activation swiglu_oai, got False
 moe_mps::moe_experts: limit must be a number for activation silu_clamped, got None
+moe_mps::moe_experts: limit must be at least 0.0, got -1.0
+moe_mps::moe_experts: limit must be a number in the range of float32, got nan
 moe_mps::moe_experts: limit must be None for activation silu, got 7.0
 moe_mps::moe_experts: alpha must be None for activation silu, got 1.0
 moe_mps::moe_experts: interleaved must be False when gated is False, got True
@@ -525,7 +538,8 @@ moe_mps::moe_experts: shared_out must be given when shared_gate is, got None
 moe_mps::moe_experts: shared_gate must be of shape [T] = (3,), got (2,)
 moe_mps::moe_experts: shared_gate must be of shape [T, 1] = (3, 1), got (3, 2)
 moe_mps::moe_experts: shared_out must be of shape [T, H] = (3, 8), got (3, 7)
-moe_mps::moe_experts: residual must be float32, got float16""",
+moe_mps::moe_experts: residual must be float32, got float16
+moe_mps::moe_experts: gate_is_logit must be False without shared_gate, got True""",
         )
 
     def test_devices(self):

@@ -348,16 +348,23 @@ def bad_arguments(device: str) -> list[tuple[str, dict]]:
         {"shared_out": zeros(T, H), "shared_gate": zeros(T, dtype=integer)},
         {"residual": zeros(T + 1, H)},
         {"residual": zeros(T, H, dtype=half)},
+        {"shared_out": zeros(T, H), "gate_is_logit": True},
     ]
     table = {
-        "fused_norm_add": norm,
-        "fused_norm_add_scalar": [norm[3], *scalar],
+        "fused_norm_add": [*norm, {"weight": None}, {"eps": float("nan")}, {"weight_offset": 1e39}],
+        "fused_norm_add_scalar": [norm[3], *scalar, {"scalar": None}],
         "fused_residual_norm": [norm[0]],
         "fused_residual_norm_scalar": [norm[6], scalar[0]],
-        "moe_router": logits + router,
+        "moe_router": [
+            *logits,
+            *router,
+            {"norm_eps": -5.0},
+            {"norm_min": float("nan")},
+            {"masked_score": 1e39},
+        ],
         "moe_router_topk_softmax": logits,
-        "fused_moe_routing": logits + scale,
-        "moe_gate": gate,
+        "fused_moe_routing": [*logits, *scale, {"per_expert_scale": None}],
+        "moe_gate": [*gate, {"hidden": None}],
         "moe_bucket": ids,
         "moe_compute_ids_tpe": [*ids, {"gate_up_rows": 0}, {"down_rows": -1}],
         "silu_mul_stacked": [
@@ -367,7 +374,7 @@ def bad_arguments(device: str) -> list[tuple[str, dict]]:
             {"up": zeros(I)},
         ],
         "weighted_sum_stacked": slots,
-        "weighted_sum_residual_stacked_": [slots[3], *residual],
+        "weighted_sum_residual_stacked_": [slots[3], *residual, {"residual_": None}],
         "weighted_sum_residual_norm_stacked_": [
             residual[0],
             {"norm_weight": zeros(H, dtype=short)},
@@ -411,10 +418,14 @@ moe_mps::fused_norm_add: input must be of shape [..., H] of residual = (3, 64), 
 moe_mps::fused_norm_add: weight must be float32 or float16 or bfloat16, got int32
 moe_mps::fused_norm_add: weight must be of shape [H] = (64,), got (63,)
 moe_mps::fused_norm_add: weight must be of shape [H] = (64,), got (1, 64)
+moe_mps::fused_norm_add: weight must be a tensor, got None
+moe_mps::fused_norm_add: eps must be a number in the range of float32, got nan
+moe_mps::fused_norm_add: weight_offset must be a number in the range of float32, got 1e+39
 moe_mps::fused_norm_add_scalar: input must be of shape [..., H] of residual = (3, 64), got (4, 64)
 moe_mps::fused_norm_add_scalar: scalar must be of 1 or H = 64 elements, got shape (2,)
 moe_mps::fused_norm_add_scalar: scalar must be of 1 or H = 64 elements, got shape (1, 1)
 moe_mps::fused_norm_add_scalar: scalar must be float32 or float16 or bfloat16, got int16
+moe_mps::fused_norm_add_scalar: scalar must be a tensor, got None
 moe_mps::fused_residual_norm: residual must be float32 or float16 or bfloat16, got int16
 moe_mps::fused_residual_norm_scalar: weight must be of shape [H] = (64,), got (63,)
 moe_mps::fused_residual_norm_scalar: scalar must be of 1 or H = 64 elements, got shape (2,)
@@ -438,6 +449,9 @@ moe_mps::moe_router: top_groups must be between 1 and 4, got 0
 moe_mps::moe_router: top_k must be at most 2, the experts in top_groups groups, got 3
 moe_mps::moe_router: per_expert_scale must be of shape [E] = (8,), got (9,)
 moe_mps::moe_router: per_expert_scale must be float32 or float16 or bfloat16, got int32
+moe_mps::moe_router: norm_eps must be at least 0.0, got -5.0
+moe_mps::moe_router: norm_min must be a number in the range of float32, got nan
+moe_mps::moe_router: masked_score must be a number in the range of float32, got 1e+39
 moe_mps::moe_router_topk_softmax: logits must be float32 or float16 or bfloat16, got int32
 moe_mps::moe_router_topk_softmax: logits must be 2-D, got 3-D of shape (1, 3, 8)
 moe_mps::moe_router_topk_softmax: logits must be [T, E] with E between 1 and 1024, got E = 0
@@ -456,6 +470,7 @@ moe_mps::fused_moe_routing: top_k must be between 1 and 8, the smaller of E and 
 moe_mps::fused_moe_routing: top_k must be between 1 and 64, the smaller of E and 64, got 65
 moe_mps::fused_moe_routing: per_expert_scale must be of shape [E] = (8,), got (9,)
 moe_mps::fused_moe_routing: per_expert_scale must be float32 or float16 or bfloat16, got int32
+moe_mps::fused_moe_routing: per_expert_scale must be a tensor, got None
 moe_mps::moe_gate: hidden must be float32 or float16 or bfloat16, got int16
 moe_mps::moe_gate: hidden must be 2-D, got 1-D of shape (64,)
 moe_mps::moe_gate: router_weight must be float32 or float16 or bfloat16, got int32
@@ -468,6 +483,7 @@ moe_mps::moe_gate: per_expert_scale must be float32 or float16 or bfloat16, got 
 moe_mps::moe_gate: router_weight must be [E, H] with E between 1 and 1024, got E = 1025
 moe_mps::moe_gate: top_k must be between 1 and 8, the smaller of E and 64, got 0
 moe_mps::moe_gate: top_k must be between 1 and 8, the smaller of E and 64, got 9
+moe_mps::moe_gate: hidden must be a tensor, got None
 moe_mps::moe_bucket: ids must be int32 or int64, got float32
 moe_mps::moe_bucket: ids must be int32 or int64, got int16
 moe_mps::moe_bucket: ids must be 2-D, got 1-D of shape (6,)
@@ -493,6 +509,7 @@ moe_mps::weighted_sum_residual_stacked_: weights must be of shape [..., S] of sl
 moe_mps::weighted_sum_residual_stacked_: residual_ must be float32, got float16
 moe_mps::weighted_sum_residual_stacked_: residual_ must be of shape [..., H] of slots = (3, 64), got (3, 65)
 moe_mps::weighted_sum_residual_stacked_: residual_ must be free of expanded dimensions, got strides (0, 1)
+moe_mps::weighted_sum_residual_stacked_: residual_ must be a tensor, got None
 moe_mps::weighted_sum_residual_norm_stacked_: residual_ must be float32, got float16
 moe_mps::weighted_sum_residual_norm_stacked_: norm_weight must be float32 or float16 or bfloat16, got int16
 moe_mps::weighted_sum_residual_norm_stacked_: norm_weight must be of shape [H] = (64,), got (1,)
@@ -510,8 +527,25 @@ moe_mps::moe_weighted_reduce: shared_gate must be of shape [T, 1] = (3, 1), got 
 moe_mps::moe_weighted_reduce: shared_gate must be of shape [T] = (3,), got (4,)
 moe_mps::moe_weighted_reduce: shared_gate must be float32 or float16 or bfloat16, got int32
 moe_mps::moe_weighted_reduce: residual must be of shape [T, H] = (3, 64), got (4, 64)
-moe_mps::moe_weighted_reduce: residual must be float32, got float16""",
+moe_mps::moe_weighted_reduce: residual must be float32, got float16
+moe_mps::moe_weighted_reduce: gate_is_logit must be False without shared_gate, got True""",
         )
+
+
+def test_sparse_tensors():
+    gate = torch.ones(2, 3)
+    message = "moe_mps::silu_mul_stacked: gate must be a dense tensor, got sparse_coo"
+    with pytest.raises(ValueError, match=message):
+        packet("silu_mul_stacked")(gate.to_sparse(), gate)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_autocast_changes_nothing(device, name):
+    """The operators compute in the dtypes that they document, not in those of the caller's autocast."""
+    arguments = sample_arguments(device, torch.float32)[name]
+    expected = packet(name)(**copies(arguments))
+    with torch.autocast(device, dtype=torch.bfloat16):
+        torch.testing.assert_close(packet(name)(**copies(arguments)), expected, rtol=0, atol=0)
 
 
 def test_errors_read_the_same_everywhere(device):

@@ -403,6 +403,19 @@ def test_gate_of_degenerate_rows(device):
         assert torch.isfinite(weights).all() and len(set(ids[2].tolist())) == 4
 
 
+@pytest.mark.parametrize("bad", [NAN, -INF])
+def test_gate_with_a_scale_that_is_no_number(device, bad):
+    """It reaches every weight of its tokens through the sum, as the formula says."""
+    hidden, router_weight, norm_weight, _ = gate_arguments(2, 64, 16, torch.float32, torch.float32, 1)
+    scale = torch.ones(16)
+    args = [tensor.to(device) for tensor in (hidden, router_weight, norm_weight)]
+    _, ids = moe_gate(*args, scale.to(device), 4, 1e-6, True)
+    scale[ids[0, 2].item()] = bad
+    weights, _ = moe_gate(*args, scale.to(device), 4, 1e-6, True)
+    assert weights[0, 2].isnan() and (weights[0].isnan() | (weights[0] == 0.0)).all()
+    assert weights[0].isnan().all() == (bad != -INF)
+
+
 def test_gate_whose_scales_sum_to_zero(device):
     tensors = (
         torch.ones(1, 32),

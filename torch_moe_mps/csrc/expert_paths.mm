@@ -17,7 +17,7 @@ using at::Tensor;
 constexpr int64_t kMaxSharedTokens = 32;
 constexpr int64_t kCombineThreads = 256;
 
-enum class Path { kSingle, kShared, kGemm };  // each serves whatever those before it serve
+enum class Path { kSingle, kShared, kGemm };  // kSingle serves everything, slowly for many tokens
 
 // The kernels for 2 to 32 tokens; rows are those of a simdgroup in the first, of a threadgroup in the second.
 struct SharedKernels {
@@ -40,11 +40,13 @@ const SharedKernels& shared_kernels(const ExpertMatrix& matrix) {
 // terms would no longer fit beside each other in threadgroup memory. Dense dot products reach 75 to 87 % of a
 // copy: they are left as they are. For mxfp4 a matrix element takes more instructions than an affine one, by
 // count as many as the dot products of three pairs.
-Path path_for(int64_t tokens, int64_t pairs, const ExpertMatrix& matrix) {
+Path path_for(const Tensor& ids, const ExpertMatrix& matrix, bool transposed) {
+  const int64_t tokens = ids.size(0), pairs = ids.numel();
   if (tokens == 1) return Path::kSingle;
   // The kernels for 2 to 32 tokens walk along the rows of a matrix, which a transposed one does not have.
-  if (tokens > kMaxSharedTokens || matrix.transposed) return Path::kGemm;
-  return pairs <= shared_kernels(matrix).max_pairs ? Path::kShared : Path::kGemm;
+  const bool few = tokens <= kMaxSharedTokens && pairs <= shared_kernels(matrix).max_pairs;
+  if (few && !transposed) return Path::kShared;
+  return matrix.experts <= kMaxBuckets ? Path::kGemm : Path::kSingle;
 }
 
 std::string kernel_of(const char* base, const ExpertMatrix& matrix, c10::ScalarType dtype) {
@@ -281,7 +283,7 @@ Tensor project_slots(const Tensor& x_, const ExpertMatrix& matrix, const Tensor&
     commands.encode();
     return out;
   }
-  const Path path = path_for(ids.size(0), ids.numel(), matrix);
+  const Path path = path_for(ids, matrix, matrix.transposed);
   Tensor order;
   Tiles tiles;
   if (path == Path::kGemm) {
@@ -306,8 +308,7 @@ Tensor apply_experts(const Tensor& x_, const ExpertMatrix& gate_up, const Expert
     commands.encode();
     return out;
   }
-  const Path path =
-      std::max(path_for(ids.size(0), ids.numel(), gate_up), path_for(ids.size(0), ids.numel(), down));
+  const Path path = path_for(ids, gate_up, gate_up.transposed || down.transposed);
   const Tensor hidden = at::empty({ids.numel(), down.inputs}, x.options());
   Tensor order, slots;
   Tiles tiles;

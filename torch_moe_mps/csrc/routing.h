@@ -19,6 +19,9 @@ struct TileList {
   bool sentinel_tiles;  // behind the others, tiles of expert -1 for the pairs without an expert
 };
 
+// The most experts whose counters fit into threadgroup memory; what moe_bucket promises.
+constexpr int64_t kMaxBuckets = 1024;
+
 // The most tiles that `pairs` pairs can make.
 int64_t max_tiles(int64_t pairs, int64_t num_experts, int64_t tile_rows);
 

@@ -56,7 +56,7 @@ RouterParams plain_router(uint32_t scoring, int64_t top_k) {
 void set_normalisation(RouterParams& params, double eps, double minimum) {
   params.normalise = 1;
   params.norm_eps = static_cast<float>(eps);
-  params.norm_min = minimum > 0.0 ? static_cast<float>(minimum) : std::numeric_limits<float>::lowest();
+  params.norm_min = minimum > 0.0 ? static_cast<float>(minimum) : -std::numeric_limits<float>::infinity();
 }
 
 // The experts that a lane of the kernel holds.

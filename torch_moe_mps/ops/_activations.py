@@ -32,6 +32,8 @@ def check_activation(
         check.fail("alpha", f"None for activation {activation}", alpha)
     if limit is not None and activation not in CLAMPED:
         check.fail("limit", f"None for activation {activation}", limit)
+    if limit is not None:
+        check.number("limit", limit, 0.0)
     if limit is None and activation == "silu_clamped":
         check.fail("limit", "a number for activation silu_clamped", None)
 

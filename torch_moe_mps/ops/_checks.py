@@ -1,5 +1,6 @@
 """Argument checks: a failure is one line that names operator, argument, what was expected and what came."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ID_DTYPES = (torch.int32, torch.int64)
+FLOAT32_MAX = torch.finfo(torch.float32).max
 MAX_TOP_K = 64  # experts a token
 
 
@@ -29,6 +31,8 @@ class Check:
         raise ValueError(f"moe_mps::{self.name}: {argument} must be {expected}, got {got}")
 
     def dtype(self, argument: str, tensor: Tensor, allowed: Sequence[torch.dtype]) -> None:
+        if tensor.layout != torch.strided:
+            self.fail(argument, "a dense tensor", str(tensor.layout).removeprefix("torch."))
         if tensor.dtype not in allowed:
             self.fail(argument, _names(allowed), str(tensor.dtype).removeprefix("torch."))
 
@@ -49,6 +53,13 @@ class Check:
     def between(self, argument: str, value, low, high, meaning: str = "") -> None:
         if not low <= value <= high:
             self.fail(argument, f"between {low} and {high}{meaning}", value)
+
+    def number(self, argument: str, value: float, low: float = -math.inf) -> None:
+        """Not NaN, infinite or in the range of float32, and at least `low`."""
+        if not (abs(value) <= FLOAT32_MAX or abs(value) == math.inf):
+            self.fail(argument, "a number in the range of float32", value)
+        if value < low:
+            self.fail(argument, f"at least {low}", value)
 
     def choice(self, argument: str, value: str, choices: Sequence[str]) -> None:
         if value not in choices:

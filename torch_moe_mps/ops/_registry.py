@@ -3,12 +3,14 @@
 import functools
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from .._extension import BUILD
+from ._checks import Check
 
 NAMESPACE = "moe_mps"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -30,16 +32,20 @@ def operator(schema: str, *, check: Callable, fake: Callable) -> Callable:
     def register(reference: Callable) -> Callable:
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         OPERATORS.append(name)
+        check_values = _check_of_values(name)
 
         @functools.wraps(reference)
         def checked_reference(*args, **kwargs):
+            check_values(*args, **kwargs)
             check(*args, **kwargs)
             if args[0].device.type == "mps":
                 _warn_mps_reference()
-            return _contiguous(reference(*args, **kwargs))
+            with _without_autocast(args[0].device.type):
+                return _contiguous(reference(*args, **kwargs))
 
         @functools.wraps(fake)
         def checked_fake(*args, **kwargs):
+            check_values(*args, **kwargs)
             check(*args, **kwargs)
             return fake(*args, **kwargs)
 
@@ -57,6 +63,31 @@ def operator(schema: str, *, check: Callable, fake: Callable) -> Callable:
         return call
 
     return register
+
+
+def _check_of_values(name: str) -> Callable:
+    """The check of what every schema lets through: None for a tensor, and numbers that no float32 is near."""
+    check = Check(name)
+    arguments = list(enumerate(getattr(torch.ops.moe_mps, name).default._schema.arguments))
+    tensors = [(i, a.name) for i, a in arguments if str(a.type) == "Tensor"]
+    numbers = [(i, a.name) for i, a in arguments if str(a.type) in ("float", "Optional[float]")]
+
+    def check_values(*args, **kwargs):
+        for i, argument in tensors:
+            if (args[i] if i < len(args) else kwargs.get(argument)) is None:
+                check.fail(argument, "a tensor", None)
+        for i, argument in numbers:
+            value = args[i] if i < len(args) else kwargs.get(argument)
+            if value is not None:
+                check.number(argument, value)
+
+    return check_values
+
+
+def _without_autocast(device: str) -> AbstractContextManager:
+    """The references compute in the dtypes that they document, as the kernels do."""
+    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if enabled else nullcontext()
 
 
 def _contiguous(outputs: Tensor | tuple[Tensor, ...] | None) -> Tensor | tuple[Tensor, ...] | None:

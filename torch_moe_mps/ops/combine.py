@@ -1,6 +1,6 @@
 """What follows the experts' matmuls: the gated activation and the weighted sum over the slots of a token.
 
-Sums run over the slots in ascending order in float32 and are rounded once, so that a token's result does not
+Sums run over the slots in ascending order in float32 and are rounded once, so that a token's sum does not
 depend on how many tokens there are.
 """
 
@@ -190,8 +190,11 @@ def check_shared_and_residual(
     shared_gate: Tensor | None,
     shared_out: Tensor | None,
     residual: Tensor | None,
+    gate_is_logit: bool,
 ) -> None:
     """What is added to the experts' sum at the end of a layer, whose output has the shape `rows`, (T, H)."""
+    if gate_is_logit and shared_gate is None:
+        check.fail("gate_is_logit", "False without shared_gate", True)
     if shared_gate is not None:
         if shared_out is None:
             check.fail("shared_out", "given when shared_gate is", None)
@@ -241,7 +244,9 @@ def _check_weighted_reduce(
         check.shape("expert_out", expert_out, (tokens * top_k, width), "[T * K, H]")
     else:
         check.shape("expert_out", expert_out, (tokens, top_k, width), "[T, K, H]")
-    check_shared_and_residual(check, (tokens, width), expert_out.dtype, shared_gate, shared_out, residual)
+    check_shared_and_residual(
+        check, (tokens, width), expert_out.dtype, shared_gate, shared_out, residual, gate_is_logit
+    )
     check.same_device(
         weights=weights,
         expert_out=expert_out,

@@ -51,6 +51,7 @@ def check_combine(
     shared_gate: Tensor | None,
     shared_out: Tensor | None,
     residual: Tensor | None,
+    gate_is_logit: bool,
 ) -> None:
     """The arguments around the experts that their output is combined with."""
     check.dtype("x", x, ACTIVATION_DTYPES)
@@ -58,7 +59,7 @@ def check_combine(
     check_ids(check, x, ids)
     check.dtype("weights", weights, ACTIVATION_DTYPES)
     check.shape("weights", weights, ids.shape, "[T, K]")
-    check_shared_and_residual(check, x.shape, x.dtype, shared_gate, shared_out, residual)
+    check_shared_and_residual(check, x.shape, x.dtype, shared_gate, shared_out, residual, gate_is_logit)
 
 
 class Groups(NamedTuple):
@@ -240,7 +241,7 @@ def _check_moe_experts(
     gate_is_logit=False,
 ):
     check = Check("moe_experts")
-    check_combine(check, x, ids, weights, shared_gate, shared_out, residual)
+    check_combine(check, x, ids, weights, shared_gate, shared_out, residual, gate_is_logit)
     check_activation(check, activation, alpha, limit, gated, interleaved)
     for argument, tensor in (("gate_up", gate_up), ("down", down)):
         check.dtype(argument, tensor, (x.dtype,))
@@ -309,6 +310,8 @@ def moe_experts(
         h[t, k] = act(gate_up[e] @ x[t] + gate_up_bias[e])          with e = ids[t, k]
         y[t, k] = down[e] @ h[t, k] + down_bias[e]
         out[t]  = sum_k weights[t, k] * y[t, k] + g[t] * shared_out[t] + residual[t]
+
+    h is rounded to the dtype of `x`; on Metal, for more than 32 tokens, each y too.
 
     Args:
         x: [T, H], float32, float16 or bfloat16.

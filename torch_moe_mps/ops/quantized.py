@@ -163,7 +163,8 @@ def expert_qmm(
         bits, group_size, mode: 4 or 8 bits, groups of 32, 64 or 128 in mode "affine"; 4 and 32 in "mxfp4".
         bias: [E, N], float32, float16 or bfloat16: of the layer, not of the format.
 
-    Returns: [T, K, N] in the dtype of `x`; dequantised and accumulated in float32.
+    Returns: [T, K, N] in the dtype of `x`; dequantised and accumulated in float32. For more than 32 tokens
+        the Metal kernels round what they dequantise to the dtype of `x`.
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
     """
@@ -201,7 +202,7 @@ def _check_moe_experts_quantized(
     gate_is_logit=False,
 ):
     check = Check("moe_experts_quantized")
-    check_combine(check, x, ids, weights, shared_gate, shared_out, residual)
+    check_combine(check, x, ids, weights, shared_gate, shared_out, residual, gate_is_logit)
     check_activation(check, activation, alpha, limit, gated, interleaved)
     check_format(check, bits, group_size, mode)
     check.rank("gate_up_packed", gate_up_packed, (3,))
@@ -278,6 +279,9 @@ def moe_experts_quantized(
 ) -> Tensor:
     """moe_experts with quantised weights; the formula is the same, after dequantising in float32.
 
+    As there, h is rounded to the dtype of `x`. For more than 32 tokens the Metal kernels also round what they
+    dequantise and each y, so that a float16 beyond 65504 becomes infinite.
+
     Args:
         gate_up_packed: [E, 2I, H * bits / 32] ([E, I, ...] when not gated), uint32 or the same bits as int32.
         gate_up_scales, gate_up_biases: [E, 2I, H / group_size], float32, float16 or bfloat16;
@@ -299,7 +303,7 @@ def moe_experts_quantized(
     def experts(rows: Tensor, groups: Groups) -> Tensor:
         rows = _product(rows, groups, gate_up_packed, gate_up_scales, gate_up_biases, format)
         rows = add_bias(rows, groups, ids, gate_up_bias)
-        hidden = apply_activation(rows, activation, alpha, limit, gated, interleaved)
+        hidden = apply_activation(rows, activation, alpha, limit, gated, interleaved).to(x.dtype)
         out = _product(hidden, groups, down_packed, down_scales, down_biases, format)
         return add_bias(out, groups, ids, down_bias)
 

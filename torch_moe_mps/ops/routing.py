@@ -124,6 +124,8 @@ def _check_router(
     check.between("top_groups", top_groups, 1, num_groups)
     if masked_score is None and top_k > top_groups * group_size:
         check.fail("top_k", f"at most {top_groups * group_size}, the experts in top_groups groups", top_k)
+    check.number("norm_eps", norm_eps, 0.0)
+    check.number("norm_min", norm_min, 0.0)
     _check_per_expert(check, "per_expert_scale", per_expert_scale, num_experts)
     check.same_device(logits=logits, bias=bias, per_expert_scale=per_expert_scale)
 

@@ -159,7 +159,7 @@ inline void choose_experts(threadgroup const float* logits, float inverse_rms,
   }
   softmax_of_chosen<N>(row);
   scale_chosen<N>(row, per_expert_scale, params.scale_dtype, lane);
-  if (params.renormalise != 0) normalise_chosen<N>(row, 0.0f, -FLT_MAX);
+  if (params.renormalise != 0) normalise_chosen<N>(row, 0.0f, -INFINITY);
   store_chosen<N>(row, lane, weights, ids);
 }
 

@@ -71,11 +71,13 @@ inline void softmax_of_chosen(thread RouterRow<N>& row) {
   UNROLL for (int j = 0; j < N; ++j) row.score[j] /= sum;
 }
 
-// Divides the scores of the chosen by max(sum + eps, minimum); a denominator of 0 counts as 1.
+// Divides the scores of the chosen by max(sum + eps, minimum); a denominator of 0 counts as 1. NaN stays: max
+// would drop it.
 template <int N>
 inline void normalise_chosen(thread RouterRow<N>& row, float eps, float minimum) {
-  const float sum = max(chosen_sum<N>(row) + eps, minimum);
-  const float denominator = sum == 0.0f ? 1.0f : sum;
+  const float sum = chosen_sum<N>(row) + eps;
+  const float bounded = sum < minimum ? minimum : sum;
+  const float denominator = bounded == 0.0f ? 1.0f : bounded;
   UNROLL for (int j = 0; j < N; ++j) row.score[j] /= denominator;
 }
 
