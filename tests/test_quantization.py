@@ -198,6 +198,11 @@ def test_errors():
     cases = {
         "quantize: bits must be 4 or 8 for mode affine, got 2": lambda: quantize(ones, 2),
         "quantize: group_size must be 32 for mode mxfp4, got 64": lambda: quantize(ones, 4, 64, "mxfp4"),
+        "quantize: bits must be 4 or 8 for mode affine, got '4'": lambda: quantize(ones, "4"),
+        "quantize: bits must be 4 or 8 for mode affine, got 4.0": lambda: quantize(ones, 4.0),
+        "quantize: group_size must be 32 or 64 or 128 for mode affine, got 64.0": lambda: quantize(
+            ones, 4, 64.0
+        ),
         "quantize: mode must be one of affine, mxfp4, got 'nf4'": lambda: quantize(ones, 4, 64, "nf4"),
         "quantize: weight must be float32 or float16 or bfloat16, got int32": lambda: quantize(ones.int()),
         "quantize: weight must be 2-D or 3-D, got 1-D of shape (64,)": lambda: quantize(ones[0]),
@@ -231,6 +236,15 @@ def test_errors():
             weight[1, 77] = bad
             with pytest.raises(ValueError, match="moe_mps::quantize: weight must be finite"):
                 quantize(weight, *format)
+
+
+def test_the_default_group_goes_with_the_mode():
+    weight = torch.randn(2, 64, generator=torch.Generator().manual_seed(8))
+    assert (QuantizationFormat().group_size, QuantizationFormat(mode="mxfp4").group_size) == (64, 32)
+    for given, full in (((8,), (8, 64, "affine")), ((4, None, "mxfp4"), (4, 32, "mxfp4"))):
+        quantized = quantize(weight, *given)
+        assert quantized.scales.shape == (2, 64 // full[1])
+        assert torch.equal(dequantize(*quantized, *given), dequantize(*quantized, *full))
 
 
 # Models

@@ -35,21 +35,22 @@ E2M1_LARGEST = 6.0
 
 @dataclass(frozen=True)
 class QuantizationFormat:
-    """How weights are quantised: 4 or 8 bits, groups of 32, 64 or 128, mode "affine"; or 4, 32, "mxfp4"."""
+    """How weights are quantised: 4 or 8 bits, groups of 32, 64 or 128, mode "affine"; or 4, 32, "mxfp4".
+
+    A group_size of None becomes 64 in mode "affine" and 32 in "mxfp4".
+    """
 
     bits: int = 4
-    group_size: int = 64
+    group_size: int | None = None
     mode: str = "affine"
 
     def __post_init__(self):
+        if self.group_size is None:
+            object.__setattr__(self, "group_size", 32 if self.mode == "mxfp4" else 64)
         check_format(Check("quantize"), self.bits, self.group_size, self.mode)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "QuantizationFormat":
-        return cls(values["bits"], values["group_size"], values["mode"])
 
     def __str__(self) -> str:
         return "mxfp4" if self.mode == "mxfp4" else f"int{self.bits} group {self.group_size}"
@@ -74,6 +75,13 @@ def _check_weight(weight: Tensor, format: QuantizationFormat) -> None:
     if weight.shape[-1] % format.group_size != 0:
         expected = f"of a last dimension that is a multiple of {format.group_size}"
         check.fail("weight", expected, tuple(weight.shape))
+
+
+def _check_finite(check: Check, argument: str, stack: Tensor) -> None:
+    """By the sum of magnitudes: no range in it is larger, and it takes 6 % of the time of quantising."""
+    for index in _chunks(stack):
+        if not torch.isfinite(stack[index].abs().sum(dtype=torch.float32)):
+            check.fail(argument, "finite", "NaN, inf or a range over that of float32")
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device, format: QuantizationFormat) -> QuantizedWeight:
@@ -145,7 +153,9 @@ def _pack(q: Tensor, bits: int) -> Tensor:
 
 
 @torch.no_grad()
-def quantize(weight: Tensor, bits: int = 4, group_size: int = 64, mode: str = "affine") -> QuantizedWeight:
+def quantize(
+    weight: Tensor, bits: int = 4, group_size: int | None = None, mode: str = "affine"
+) -> QuantizedWeight:
     """Quantise a matrix, or a stack of matrices one after the other, along the last dimension.
 
     Args:
@@ -160,23 +170,27 @@ def quantize(weight: Tensor, bits: int = 4, group_size: int = 64, mode: str = "a
     format = QuantizationFormat(bits, group_size, mode)
     _check_weight(weight, format)
     stack = weight if weight.dim() == 3 else weight.unsqueeze(0)
-    out = _empty(stack.shape, weight.dtype, weight.device, format)
-    words = out.packed.view(torch.int32)
-    for index in _chunks(stack):
-        groups = _at_hand(stack[index]).float().unflatten(-1, (-1, group_size))
-        if mode == "mxfp4":
-            q, scales = _quantize_mxfp4(groups, weight.dtype)
-            finite = torch.isfinite(groups).all()
-        else:
-            q, scales, biases = _quantize_affine(groups, bits)
-            finite = torch.isfinite(scales).all()
-            out.biases[index] = biases.to(weight.dtype)
-        if not finite:
-            Check("quantize").fail("weight", "finite", "NaN, inf or a range over that of float32")
-        out.scales[index] = scales.to(out.scales.dtype)
-        words[index] = _pack(q.flatten(-2), bits)
+    _check_finite(Check("quantize"), "weight", stack)
+    out = _quantize_stack(stack, format)
     if weight.dim() == 2:
         return QuantizedWeight(*(None if tensor is None else tensor.squeeze(0) for tensor in out))
+    return out
+
+
+@torch.no_grad()
+def _quantize_stack(stack: Tensor, format: QuantizationFormat) -> QuantizedWeight:
+    """quantize for [E, R, C] that was checked."""
+    out = _empty(stack.shape, stack.dtype, stack.device, format)
+    words = out.packed.view(torch.int32)
+    for index in _chunks(stack):
+        groups = _at_hand(stack[index]).float().unflatten(-1, (-1, format.group_size))
+        if format.mode == "mxfp4":
+            q, scales = _quantize_mxfp4(groups, stack.dtype)
+        else:
+            q, scales, biases = _quantize_affine(groups, format.bits)
+            out.biases[index] = biases.to(stack.dtype)
+        out.scales[index] = scales.to(out.scales.dtype)
+        words[index] = _pack(q.flatten(-2), format.bits)
     return out
 
 
@@ -186,7 +200,7 @@ def dequantize(
     scales: Tensor,
     biases: Tensor | None,
     bits: int = 4,
-    group_size: int = 64,
+    group_size: int | None = None,
     mode: str = "affine",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -202,7 +216,7 @@ def dequantize(
     format = QuantizationFormat(bits, group_size, mode)
     check = Check("dequantize")
     check.dtype("packed", packed, (torch.uint32, torch.int32))
-    columns = packed.shape[-1] * 32 // bits
+    group_size, columns = format.group_size, packed.shape[-1] * 32 // bits
     check.shape("scales", scales, (*packed.shape[:-1], columns // group_size), "[..., C / group_size]")
     if format.mode == "mxfp4":
         check.dtype("scales", scales, (torch.uint8,))
@@ -406,7 +420,7 @@ def _with_progress(items: Collection, enabled: bool) -> Iterable:
 def quantize_experts(
     model: nn.Module,
     bits: int = 4,
-    group_size: int = 64,
+    group_size: int | None = None,
     mode: str = "affine",
     *,
     modules: Mapping[str, nn.Module] | None = None,
