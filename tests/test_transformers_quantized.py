@@ -268,3 +268,35 @@ def test_bad_group_size_changes_nothing():
         torch_moe_mps.accelerate(model, 4, 64)
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     assert operators_of(lambda: output(model, prompt())) == {}
+
+
+def test_arguments_of_from_pretrained(tmp_path):
+    model = tiny("qwen3_moe")
+    model.save_pretrained(tmp_path / "dense")
+    load = torch_moe_mps.from_pretrained
+    loaded, info = load(tmp_path, subfolder="dense", bits=8, group_size=32, output_loading_info=True)
+    assert not info["missing_keys"] and not loaded.training
+    torch_moe_mps.accelerate(model, 8, 32)
+    assert_close(output(loaded, prompt()), output(model, prompt()), 1e-5)
+    fewer = load(tmp_path / "dense", num_experts_per_tok=1, dtype=torch.bfloat16)
+    assert fewer.config.num_experts_per_tok == 1 and fewer.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="group_size must be 32 for mode mxfp4, got 64"):
+        load(tmp_path / "nothing here", mode="mxfp4", group_size=64)
+
+
+def test_arguments_of_from_pretrained_with_mxfp4_blocks(tmp_path):
+    model = tiny("gpt_oss")
+    (tmp_path / "sub").mkdir()
+    write_mxfp4_checkpoint(model, tmp_path / "sub")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "sub")
+    config.quantization_config = transformers.Mxfp4Config()
+    for arguments in (
+        {"subfolder": "sub", "num_experts_per_tok": 1, "dtype": torch.float32},
+        {"subfolder": "sub", "config": config, "trust_remote_code": False},
+        {"subfolder": "sub", "model_class": transformers.GptOssForCausalLM, "bits": 8},
+    ):
+        loaded = torch_moe_mps.from_pretrained(tmp_path, **arguments)
+        assert loaded.config.num_experts_per_tok == arguments.get("num_experts_per_tok", 2)
+        assert loaded.dtype == arguments.get("dtype", model.dtype)
+        assert {str(module.quantization) for module in loaded.modules() if is_experts(module)} == {"mxfp4"}
+    assert isinstance(config.quantization_config, transformers.Mxfp4Config)
