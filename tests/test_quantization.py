@@ -198,6 +198,11 @@ def test_errors():
     cases = {
         "quantize: bits must be 4 or 8 for mode affine, got 2": lambda: quantize(ones, 2),
         "quantize: group_size must be 32 for mode mxfp4, got 64": lambda: quantize(ones, 4, 64, "mxfp4"),
+        "quantize: bits must be 4 or 8 for mode affine, got '4'": lambda: quantize(ones, "4"),
+        "quantize: bits must be 4 or 8 for mode affine, got 4.0": lambda: quantize(ones, 4.0),
+        "quantize: group_size must be 32 or 64 or 128 for mode affine, got 64.0": lambda: quantize(
+            ones, 4, 64.0
+        ),
         "quantize: mode must be one of affine, mxfp4, got 'nf4'": lambda: quantize(ones, 4, 64, "nf4"),
         "quantize: weight must be float32 or float16 or bfloat16, got int32": lambda: quantize(ones.int()),
         "quantize: weight must be 2-D or 3-D, got 1-D of shape (64,)": lambda: quantize(ones[0]),
@@ -231,6 +236,15 @@ def test_errors():
             weight[1, 77] = bad
             with pytest.raises(ValueError, match="moe_mps::quantize: weight must be finite"):
                 quantize(weight, *format)
+
+
+def test_the_default_group_goes_with_the_mode():
+    weight = torch.randn(2, 64, generator=torch.Generator().manual_seed(8))
+    assert (QuantizationFormat().group_size, QuantizationFormat(mode="mxfp4").group_size) == (64, 32)
+    for given, full in (((8,), (8, 64, "affine")), ((4, None, "mxfp4"), (4, 32, "mxfp4"))):
+        quantized = quantize(weight, *given)
+        assert quantized.scales.shape == (2, 64 // full[1])
+        assert torch.equal(dequantize(*quantized, *given), dequantize(*quantized, *full))
 
 
 # Models
@@ -305,6 +319,12 @@ layers.*.experts.down_proj     2      0.0900   0.0900   4.0 MiB  1.0 MiB
 all, int4 group 32             4      0.1200   0.2000  10.0 MiB  3.0 MiB
 layers.*.experts (2): left as it is, already mxfp4""",
         )
+        report.modules.clear()
+        self.assertExpectedInline(str(report), """layers.*.experts (2): left as it is, already mxfp4""")
+        self.assertExpectedInline(
+            str(quantize_experts(torch.nn.Linear(2, 2))),
+            """No experts with transformers' experts interface found; nothing is quantised.""",
+        )
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
@@ -348,6 +368,78 @@ def test_what_does_not_fit_changes_nothing():
         offloaded = small("qwen3_moe")
     with pytest.raises(ValueError, match="must be loaded and not offloaded"):
         quantize_experts(offloaded, 4, 32, progress=False)
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_change_nothing(mode, bad):
+    model = small("qwen3_moe")
+    last = model.model.layers[1].mlp.experts
+    with torch.no_grad():
+        last.down_proj[3, 2, 1] = bad
+    with pytest.raises(
+        ValueError, match=r"model.layers.1.mlp.experts.down_proj must be finite, got NaN, inf or"
+    ):
+        quantize_experts(model, 4, 32, mode, progress=False)
+    assert not any("packed" in name for name in model.state_dict())
+    assert not hasattr(model.config, "quantization_config")
+
+
+def test_want_of_memory_leaves_a_model_that_runs_and_saves(monkeypatch, tmp_path):
+    model = small("qwen3_moe")
+    tokens, errors = torch.arange(1, 9).view(1, 8), iter([0.1, 0.1, 0.1])
+
+    def fourth_time_fails(*_):
+        if (error := next(errors, None)) is None:
+            raise MemoryError
+        return error
+
+    monkeypatch.setattr(quantization, "relative_error", fourth_time_fails)
+    with pytest.raises(MemoryError):
+        quantize_experts(model, 4, 32, progress=False)
+    assert [hasattr(module, "quantization") for module in experts_of(model).values()] == [True, False]
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("parameters", [["gate_up_proj"], ["gate_up_proj", "down_proj"]], ids=len)
+def test_an_adapter_on_the_experts_is_an_error(parameters):
+    peft = pytest.importorskip("peft")
+    targets = [f"mlp.experts.{name}" for name in parameters]
+    config = peft.LoraConfig(r=2, target_parameters=targets, init_lora_weights=False)
+    adapted = peft.get_peft_model(small("qwen3_moe"), config).eval()
+    tokens = torch.arange(1, 9).view(1, 8)
+    with torch.no_grad():
+        expected = adapted(input_ids=tokens).logits
+        with pytest.raises(
+            ValueError, match=r"a PEFT adapter is on \S+layers.0.mlp.experts\S*; merge_and_unload"
+        ):
+            quantize_experts(adapted, 4, 32, progress=False)
+        assert torch.equal(adapted(input_ids=tokens).logits, expected)
+        merged = adapted.merge_and_unload()
+        assert len(quantize_experts(merged, 4, 32, progress=False).modules) == 2
+
+
+def test_distributed_weights_are_an_error(tmp_path):
+    from torch import distributed
+    from torch.distributed.tensor import distribute_tensor
+
+    model = small("qwen3_moe")
+    module = model.model.layers[1].mlp.experts
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = distributed.init_device_mesh("cpu", (1,))
+        module.down_proj = torch.nn.Parameter(distribute_tensor(module.down_proj.detach(), mesh))
+        message = (
+            r"layers.1.mlp.experts.down_proj must be a plain tensor, without expert parallelism, got DTensor"
+        )
+        with pytest.raises(ValueError, match=message):
+            quantize_experts(model, 4, 32, progress=False)
+    finally:
+        distributed.destroy_process_group()
+    assert not any("packed" in name for name in model.state_dict())
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])

@@ -1,6 +1,7 @@
 """Models with quantised experts: generation, checkpoints, gpt-oss's MXFP4 blocks."""
 
 import copy
+import itertools
 import json
 
 import pytest
@@ -19,6 +20,8 @@ transformers.logging.set_verbosity_error()
 
 FORMATS = [(4, 32, "affine"), (8, 32, "affine"), (4, 32, "mxfp4")]
 ARCHITECTURES = ["qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h"]
+# A block that initialises its experts, experts beside a dense MLP, layers without experts, mixed layers.
+TRICKY = ["qwen3_omni_moe", "gemma4", "jamba", "qwen3_5_moe"]
 
 
 def tiny(architecture: str):
@@ -41,24 +44,177 @@ def test_logits_and_generation(architecture, form):
     assert torch.equal(generate(model, ids), generate(dense, ids))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("form", FORMATS, ids=str)
+def stored_quantization(folder) -> dict:
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "form"),
+    [
+        *itertools.product(ARCHITECTURES, FORMATS),
+        *((name, FORMATS[0]) for name in TRICKY),
+        *(
+            pytest.param(name, FORMATS[0], marks=pytest.mark.sweep)
+            for name in tiny_models.architectures()
+            if name not in ARCHITECTURES + TRICKY
+        ),
+    ],
+    ids=str,
+)
 def test_checkpoint_round_trip(architecture, form, tmp_path):
     model = tiny(architecture)
     torch_moe_mps.accelerate(model, *form)
     expected = output(model, prompt())
     model.save_pretrained(tmp_path)
-    stored = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert stored["quant_method"] == "moe_mps" and stored["mode"] == form[2] and stored["modules"]
+    stored = stored_quantization(tmp_path)
+    assert stored["quant_method"] == "moe_mps" and stored["mode"] == form[2] and stored["modules"] is None
     loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     assert all(
         parameter.dtype == model.get_parameter(name).dtype for name, parameter in loaded.named_parameters()
     )
-    assert "moe_experts_quantized" in operators_of(lambda: output(loaded.eval(), prompt()))
+    # expert_qmm: where the activation is the model's own
+    assert operators_of(lambda: output(loaded.eval(), prompt())).keys() & {
+        "moe_experts_quantized",
+        "expert_qmm",
+    }
     assert_close(output(loaded.eval(), prompt()), expected, 1e-5)
     torch_moe_mps.accelerate(loaded)
     assert_close(output(loaded, prompt()), expected, 1e-5)
+
+
+def first_experts(model) -> dict:
+    return dict([next((name, module) for name, module in model.named_modules() if is_experts(module))])
+
+
+def quantise_all(model):
+    torch_moe_mps.quantize_experts(model, 4, 32, progress=False)
+
+
+def quantise_one(model):
+    torch_moe_mps.quantize_experts(model, 8, 32, modules=first_experts(model), progress=False)
+
+
+def quantise_in_two_formats(model):
+    quantise_one(model)
+    torch_moe_mps.accelerate(model, mode="mxfp4")
+
+
+def quantise_layers(model):
+    torch_moe_mps.quantize_experts(model.model.layers[1], 4, 64, progress=False)
+    torch_moe_mps.accelerate(model)
+
+
+@pytest.mark.parametrize(
+    "quantise",
+    [quantise_all, quantise_one, quantise_in_two_formats, quantise_layers],
+    ids=lambda f: f.__name__,
+)
+def test_a_checkpoint_has_each_module_in_its_format(quantise, tmp_path):
+    model = tiny("qwen3_moe")
+    quantise(model)
+    expected = output(model, prompt())
+    model.save_pretrained(tmp_path)
+    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    assert torch.equal(output(loaded.eval(), prompt()), expected)
+    loaded.save_pretrained(tmp_path / "again")
+    assert stored_quantization(tmp_path / "again") == stored_quantization(tmp_path)
+
+
+def through_peft(model):
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2)).eval()
+    quantise_one(adapted)
+    return adapted.merge_and_unload()
+
+
+def through_compile(model):
+    compiled = torch.compile(model, backend="eager")
+    quantise_one(compiled)
+    return compiled
+
+
+def through_the_base_model(model):
+    quantise_one(model.model)
+    return model
+
+
+@pytest.mark.parametrize(
+    "through", [through_peft, through_compile, through_the_base_model], ids=lambda f: f.__name__
+)
+def test_what_is_wrapped_around_a_model_is_not_in_its_checkpoint(through, tmp_path):
+    model = tiny("qwen3_moe")
+    through(model).save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert_close(output(loaded, prompt()), output(model, prompt()), 1e-5)
+
+
+@pytest.mark.parametrize("quantise", [quantise_all, quantise_one], ids=lambda f: f.__name__)
+def test_checkpoints_of_one_class_load_in_another(quantise, tmp_path):
+    model = tiny("qwen3_moe")
+    quantise(model)
+    expected = output(model.model, prompt())
+    model.save_pretrained(tmp_path / "whole")
+    base = transformers.AutoModel.from_pretrained(tmp_path / "whole").eval()
+    assert_close(output(base, prompt()), expected, 1e-6)
+    base.save_pretrained(tmp_path / "base")
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    assert_close(output(whole.model, prompt()), expected, 1e-6)
+
+
+def test_a_module_that_is_not_in_the_model_is_an_error(tmp_path):
+    model = tiny("qwen3_moe")
+    quantise_one(model)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    modules = config["quantization_config"]["modules"]
+    modules["layers.7.experts"] = modules.pop("model.layers.0.mlp.experts")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ValueError, match=r"has quantised experts layers.7.experts, but the model has model.laye"
+    ):
+        type(model).from_pretrained(tmp_path)
+
+
+def test_what_a_checkpoint_lacks_is_initialised(tmp_path):
+    """The block of this model initialises its experts together with the router."""
+    model = tiny("qwen3_omni_moe")
+    quantise_all(model)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    router = next(name for name in tensors if name.endswith("mlp.gate.weight"))
+    del tensors[router]
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert set(info["missing_keys"]) == {router}
+    assert 0.01 < loaded.get_parameter(router).std() < 0.04  # initializer_range is 0.02
+    for name, parameter in model.named_parameters():
+        assert name == router or torch.equal(loaded.get_parameter(name), parameter)
+
+
+def test_another_quantiser_keeps_its_record(tmp_path):
+    model = tiny("qwen3_moe")
+    for record in ({"quant_method": "other"}, transformers.BitsAndBytesConfig(load_in_8bit=True)):
+        model.config.quantization_config = record
+        with pytest.raises(
+            ValueError, match=r"already quantised with (other|bitsandbytes): .*; use bits=None"
+        ):
+            torch_moe_mps.accelerate(model, 4, 32)
+        torch_moe_mps.accelerate(model)
+        assert model.config.quantization_config is record
+        assert not any(hasattr(module, "quantization") for module in model.modules())
+
+
+def test_what_asks_for_quantisation():
+    model = tiny("qwen3_moe")
+    for arguments in ({"group_size": 32}, {"mode": "affine"}):
+        with pytest.raises(ValueError, match=r"moe_mps::quantize: \w+=.* needs bits, 4 or 8, got None"):
+            torch_moe_mps.accelerate(model, **arguments)
+    assert torch_moe_mps.accelerate(model).quantization is None
+    report = torch_moe_mps.accelerate(model, mode="mxfp4")
+    assert str(report.quantization.format) == "mxfp4" and len(report.quantization.modules) == 2
 
 
 def test_quantise_while_loading(tmp_path):
@@ -147,3 +303,35 @@ def test_other_implementations_leave_quantised_experts_running(implementation):
         other.set_experts_implementation(implementation)
         assert_close(output(model, prompt()), expected, 1e-5)
         assert_close(output(copy.deepcopy(model), prompt()), expected, 1e-5)
+
+
+def test_arguments_of_from_pretrained(tmp_path):
+    model = tiny("qwen3_moe")
+    model.save_pretrained(tmp_path / "dense")
+    load = torch_moe_mps.from_pretrained
+    loaded, info = load(tmp_path, subfolder="dense", bits=8, group_size=32, output_loading_info=True)
+    assert not info["missing_keys"] and not loaded.training
+    torch_moe_mps.accelerate(model, 8, 32)
+    assert_close(output(loaded, prompt()), output(model, prompt()), 1e-5)
+    fewer = load(tmp_path / "dense", num_experts_per_tok=1, dtype=torch.bfloat16)
+    assert fewer.config.num_experts_per_tok == 1 and fewer.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="group_size must be 32 for mode mxfp4, got 64"):
+        load(tmp_path / "nothing here", mode="mxfp4", group_size=64)
+
+
+def test_arguments_of_from_pretrained_with_mxfp4_blocks(tmp_path):
+    model = tiny("gpt_oss")
+    (tmp_path / "sub").mkdir()
+    write_mxfp4_checkpoint(model, tmp_path / "sub")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "sub")
+    config.quantization_config = transformers.Mxfp4Config()
+    for arguments in (
+        {"subfolder": "sub", "num_experts_per_tok": 1, "dtype": torch.float32},
+        {"subfolder": "sub", "config": config, "trust_remote_code": False},
+        {"subfolder": "sub", "model_class": transformers.GptOssForCausalLM, "bits": 8},
+    ):
+        loaded = torch_moe_mps.from_pretrained(tmp_path, **arguments)
+        assert loaded.config.num_experts_per_tok == arguments.get("num_experts_per_tok", 2)
+        assert loaded.dtype == arguments.get("dtype", model.dtype)
+        assert {str(module.quantization) for module in loaded.modules() if is_experts(module)} == {"mxfp4"}
+    assert isinstance(config.quantization_config, transformers.Mxfp4Config)

@@ -32,8 +32,8 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 def check_format(check: Check, bits: int, group_size: int, mode: str) -> None:
     check.choice("mode", mode, MODES)
     for argument, value, allowed in (("bits", bits, BITS), ("group_size", group_size, GROUP_SIZES)):
-        if value not in allowed[mode]:
-            check.fail(argument, " or ".join(map(str, allowed[mode])) + f" for mode {mode}", value)
+        if type(value) is not int or value not in allowed[mode]:
+            check.fail(argument, " or ".join(map(str, allowed[mode])) + f" for mode {mode}", repr(value))
 
 
 def _check_weight(

@@ -13,6 +13,7 @@ import warnings
 
 from torch import nn
 
+from ..quantization import keep_when_saving, quantize_experts, requested_format
 from .experts import NAME, describe, is_experts, pin_implementation, unsupported
 from .formulas import Reader
 from .modules import drop_forward_of_class, restore_module, rewrite
@@ -26,31 +27,32 @@ _PREVIOUS = "_moe_mps_previous_implementation"
 
 
 def accelerate(
-    model: nn.Module, bits: int | None = None, group_size: int = 64, mode: str = "affine"
+    model: nn.Module, bits: int | None = None, group_size: int | None = None, mode: str | None = None
 ) -> Report:
     """Make the Mixture-of-Experts layers of a model run on `torch.ops.moe_mps`, in place.
 
     Args:
         model: any module, most often a model of transformers; PEFT and other wrappers are looked through.
         bits: 4 or 8 quantises the experts' weights, layer by layer; None leaves them dense.
-        group_size, mode: of the quantisation, as in `torch_moe_mps.quantization.quantize`.
+        group_size, mode: of the quantisation, as in `torch_moe_mps.quantization.quantize`; mode "mxfp4" needs
+            no bits.
 
     Returns: a report that prints as a table: what replaced each module, or why it was left alone.
 
-    Raises: ValueError for a quantisation that does not fit the weights, TypeError for what is not a module,
-        before anything is changed.
+    Raises: ValueError for a quantisation that does not fit the weights, and for a group_size or a mode
+        without one, TypeError for what is not a module, before anything is changed.
     """
     _require_module("accelerate", model)
     report = Report()
+    format = requested_format(bits, group_size, mode)
     for module in model.modules():
         drop_forward_of_class(module)
     found = {name: module for name, module in model.named_modules() if is_experts(module)}
     previous = {name: _implementation(module) for name, module in found.items()}
-    if bits is not None:
-        from ..quantization import quantize_experts
-
-        report.quantization = quantize_experts(model, bits, group_size, mode)
-        _mark_quantized(model, report.quantization)
+    if format is not None:
+        report.quantization = quantize_experts(model, **format.to_dict())
+    else:
+        keep_when_saving(model)
     for name, module in found.items():
         module.__dict__.setdefault(_PREVIOUS, previous[name])
         reason = unsupported(module)
@@ -123,14 +125,6 @@ def _warn_of_experts_left_alone(report: Report) -> None:
     reasons = {(row.cls, row.reason) for row in report.left_alone if row.kind == "experts"}
     for cls, reason in sorted(reasons):
         warnings.warn(f"torch_moe_mps: {cls} is left alone: {reason}", stacklevel=3)
-
-
-def _mark_quantized(model: nn.Module, quantization: object) -> None:
-    """Lets transformers' models save and load what was quantised."""
-    if quantization.modules and hasattr(model, "save_pretrained") and hasattr(model.config, "to_dict"):
-        from .saving import mark_quantized
-
-        mark_quantized(model, quantization.format)
 
 
 def _around(model: nn.Module, found: dict[str, nn.Module]):

@@ -3,6 +3,9 @@
 Imported when transformers' quantizers are, through the package's import hook.
 """
 
+import copy
+from collections import Counter
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,35 +15,73 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..quantization import QuantizationFormat, empty_quantized_module, quantize_experts, repack_mxfp4_blocks
-from .experts import NAME, is_experts
+from ..quantization import (
+    QuantizationFormat,
+    empty_quantized_module,
+    quantize_experts,
+    repack_mxfp4_blocks,
+    requested_format,
+)
+from .experts import NAME, is_experts, projection_names
 
 MXFP4 = {"bits": 4, "group_size": 32, "mode": "mxfp4"}
+# Arguments of from_pretrained that a config would keep to itself, and those that say where both files are.
+_FOR_THE_MODEL = ("dtype", "torch_dtype")
+_FOR_BOTH = (
+    "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder",
+    "token", "trust_remote_code",
+)  # fmt: skip
 
 
 @register_quantization_config(NAME)
 class ExpertsQuantizationConfig(QuantizationConfigMixin):
     """How the experts of a checkpoint are quantised, or shall be when they are loaded.
 
-    `modules` names the quantised experts modules; None means all of them.
+    Args:
+        bits, group_size, mode: as in `torch_moe_mps.quantization.quantize`, for all experts.
+        modules: {name: {bits, group_size, mode}} of the quantised experts modules, where they are not all of
+            the model's or not in one format. Names of a larger or a smaller model are understood.
+
+    Raises: ValueError for a format that does not exist.
     """
 
     def __init__(
         self,
         bits: int = 4,
-        group_size: int = 64,
+        group_size: int | None = None,
         mode: str = "affine",
-        modules: list[str] | None = None,
+        modules: Mapping[str, Mapping[str, Any]] | None = None,
         **unused: Any,
     ):
-        QuantizationFormat(bits, group_size, mode)
         self.quant_method = NAME
-        self.bits, self.group_size, self.mode = bits, group_size, mode
-        self.modules = modules
+        self.bits, self.group_size, self.mode = QuantizationFormat(bits, group_size, mode).to_dict().values()
+        if modules is not None and not isinstance(modules, Mapping):
+            raise ValueError(
+                f"moe_mps: modules must be {{name: {{bits, group_size, mode}}}}, got {modules!r}"
+            )
+        self.modules = modules and {
+            name: QuantizationFormat(**format).to_dict() for name, format in modules.items()
+        }
 
-    @property
-    def format(self) -> QuantizationFormat:
-        return QuantizationFormat(self.bits, self.group_size, self.mode)
+    def formats(self, names: Collection[str]) -> dict[str, QuantizationFormat]:
+        """{name: format} of those of a model's experts modules that are quantised."""
+        if self.modules is None:
+            return dict.fromkeys(names, QuantizationFormat(self.bits, self.group_size, self.mode))
+        return {
+            _same_module(stored, names): QuantizationFormat(**format)
+            for stored, format in self.modules.items()
+        }
+
+
+def _same_module(stored: str, names: Collection[str]) -> str:
+    """The name in this model of what may have been saved from a larger or a smaller one."""
+    same = [name for name in names if f".{name}".endswith(f".{stored}") or f".{stored}".endswith(f".{name}")]
+    if stored in names:
+        return stored
+    if len(same) != 1:
+        has = ", ".join(names) or "none"
+        raise ValueError(f"moe_mps: the checkpoint has quantised experts {stored}, but the model has {has}")
+    return same[0]
 
 
 @register_quantizer(NAME)
@@ -50,24 +91,35 @@ class ExpertsQuantizer(HfQuantizer):
     requires_calibration = False
     quantization_config: ExpertsQuantizationConfig
 
-    def _quantized(self, model: nn.Module) -> dict[str, nn.Module]:
-        chosen = self.quantization_config.modules
-        found = {name: module for name, module in model.named_modules() if is_experts(module)}
-        return found if chosen is None else {name: found[name] for name in chosen}
+    def _formats(self, model: nn.Module) -> dict[nn.Module, QuantizationFormat]:
+        experts = {name: module for name, module in model.named_modules() if is_experts(module)}
+        formats = self.quantization_config.formats(experts)
+        return {experts[name]: format for name, format in formats.items()}
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         if self.pre_quantized:
-            for module in self._quantized(model).values():
-                empty_quantized_module(module, self.quantization_config.format)
-                module._is_hf_initialized = True  # the model would initialise dense weights
+            for module, format in self._formats(model).items():
+                dense = {
+                    name: torch.empty_like(getattr(module, name), device="meta")
+                    for name in projection_names(module)
+                }
+                empty_quantized_module(module, format)
+                # The model initialises what it takes for missing, from the experts or from their block.
+                for name, weight in dense.items():
+                    weight._is_hf_initialized = True
+                    module.__dict__[name] = weight
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        modules = self._quantized(model)
-        if not self.pre_quantized:
-            report = quantize_experts(model, **self.quantization_config.format.to_dict(), modules=modules)
-            self.quantization_config.modules = list(report.modules)
-        for module in modules.values():
-            module.config._experts_implementation = NAME
+        formats = self._formats(model)
+        if self.pre_quantized:
+            for module in formats:
+                for name in projection_names(module):
+                    del module.__dict__[name]
+                module.config._experts_implementation = NAME
+            return
+        for format in set(formats.values()):
+            names = {name: module for name, module in model.named_modules() if formats.get(module) == format}
+            quantize_experts(model, **format.to_dict(), modules=names)
 
     def get_weight_conversions(self) -> list:
         """MXFP4 blocks are read as packed weights; a checkpoint of this package has no blocks."""
@@ -125,35 +177,92 @@ class WriteBlocks(ConversionOps):
         return RepackBlocks()
 
 
-def mark_quantized(model: nn.Module, format: QuantizationFormat) -> None:
-    """Makes save_pretrained write a checkpoint that from_pretrained reads as quantised."""
-    modules = [
-        name for name, module in model.named_modules() if getattr(module, "quantization", None) == format
-    ]
-    config = ExpertsQuantizationConfig(**format.to_dict(), modules=modules)
-    model.config.quantization_config = config
-    model.hf_quantizer = ExpertsQuantizer(config, pre_quantized=True)
+def mark_quantized(model: nn.Module) -> None:
+    """Makes save_pretrained write checkpoints that from_pretrained reads as quantised.
+
+    Every model of transformers in `model` with quantised experts is marked: whichever is saved, whatever is
+    wrapped around it. The outermost comes last, since models share their config with the base model.
+    """
+    from transformers import PreTrainedModel  # still incomplete when this module is imported
+
+    for part in reversed([module for module in model.modules() if isinstance(module, PreTrainedModel)]):
+        config = _config_of(part)
+        if config is not None:
+            part.config.quantization_config = config
+            part.hf_quantizer = ExpertsQuantizer(config, pre_quantized=True)
 
 
-def from_pretrained(name: str, model_class: type | None = None, **kwargs: Any) -> nn.Module:
+def _config_of(model: nn.Module) -> ExpertsQuantizationConfig | None:
+    experts = {name: module for name, module in model.named_modules() if is_experts(module)}
+    formats = {name: getattr(module, "quantization", None) for name, module in experts.items()}
+    quantized = {name: format for name, format in formats.items() if format is not None}
+    if not quantized:
+        return None
+    usual = Counter(quantized.values()).most_common(1)[0][0]
+    different = any(format != usual for format in formats.values())
+    modules = {name: format.to_dict() for name, format in quantized.items()} if different else None
+    return ExpertsQuantizationConfig(**usual.to_dict(), modules=modules)
+
+
+def from_pretrained(
+    name: str,
+    model_class: type | None = None,
+    *,
+    bits: int | None = None,
+    group_size: int | None = None,
+    mode: str | None = None,
+    **kwargs: Any,
+) -> Any:
     """Load a model and accelerate it; MXFP4 experts (gpt-oss) stay in MXFP4 and are never dequantised.
 
     Args:
         name: folder or name on the Hub.
         model_class: of transformers; AutoModelForCausalLM unless given.
+        bits, group_size, mode: as in `accelerate`, for dense experts; quantised ones stay as they are.
         kwargs: for its from_pretrained.
 
-    Returns: the model in evaluation mode, accelerated.
+    Returns: what its from_pretrained returns: the model, in evaluation mode and accelerated; with
+        output_loading_info, a tuple of that and the information.
+
+    Raises: ValueError for a format that does not exist, or does not fit the weights.
     """
     import transformers
 
     from . import accelerate
 
-    config = kwargs.pop("config", None) or transformers.AutoConfig.from_pretrained(name)
-    stored = getattr(config, "quantization_config", None) or {}
-    if stored.get("quant_method") == "mxfp4":
-        config.quantization_config = {"quant_method": NAME, **MXFP4}
+    requested_format(bits, group_size, mode)  # before anything is loaded
     cls = model_class or transformers.AutoModelForCausalLM
-    model = cls.from_pretrained(name, config=config, **kwargs).eval()
-    accelerate(model)
-    return model
+    if kwargs.get("quantization_config") is None:
+        kwargs = _without_dequantising(name, cls, kwargs)
+    loaded = cls.from_pretrained(name, **kwargs)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    accelerate(model.eval(), bits, group_size, mode)
+    return loaded
+
+
+def _without_dequantising(name: str, cls: type, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of cls.from_pretrained; a config for MXFP4 experts is changed to keep them."""
+    config, others = _load_config(name, cls, kwargs)
+    stored = getattr(config, "quantization_config", None) or {}
+    stored = stored if isinstance(stored, Mapping) else stored.to_dict()
+    if stored.get("quant_method") != "mxfp4":
+        return kwargs
+    config = copy.deepcopy(config)
+    config.quantization_config = {"quant_method": NAME, **MXFP4}
+    return {**others, "config": config}
+
+
+def _load_config(name: str, cls: type, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The config with its overrides among the arguments of cls.from_pretrained, and the other arguments."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    others = {key: value for key, value in kwargs.items() if key != "config"}
+    config = kwargs.get("config")
+    if isinstance(config, PreTrainedConfig):
+        return config, others
+    given = {key: value for key, value in others.items() if key not in _FOR_THE_MODEL}
+    config_class = getattr(cls, "config_class", None) or AutoConfig
+    config, unused = config_class.from_pretrained(config or name, return_unused_kwargs=True, **given)
+    return config, {
+        key: value for key, value in others.items() if key in {*unused, *_FOR_THE_MODEL, *_FOR_BOTH}
+    }
