@@ -293,10 +293,17 @@ def test_restore_keeps_quantised_experts_running():
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
-def test_other_implementations_leave_quantised_experts_running(implementation):
+@pytest.mark.parametrize("way", ["accelerate", "quantize_experts", "from_pretrained"])
+def test_other_implementations_leave_quantised_experts_running(implementation, way, tmp_path):
     """Set for the model, or for another model with the same config."""
     model = tiny("qwen2_moe")
-    torch_moe_mps.accelerate(model, 4, 32)
+    if way == "quantize_experts":
+        torch_moe_mps.quantize_experts(model, 4, 32)
+    else:
+        torch_moe_mps.accelerate(model, 4, 32)
+    if way == "from_pretrained":
+        model.save_pretrained(tmp_path)
+        model = type(model).from_pretrained(tmp_path).eval()
     expected = output(model, prompt())
     sibling = type(model)(model.config)
     for other in (model, sibling):

@@ -494,7 +494,7 @@ def quantize_experts(
         distributed or under an adapter of PEFT; and for a model with another quantisation method.
     """
     # Not at the top: that module knows transformers, this one is needed without it.
-    from .transformers.experts import NAME, unsupported
+    from .transformers.experts import pin_implementation, unsupported
 
     format = QuantizationFormat(bits, group_size, mode)
     report = QuantizationReport(format)
@@ -516,7 +516,7 @@ def quantize_experts(
         for name in _with_progress(dense, progress):
             report.modules[name] = quantize_module(dense[name], format)
             _release_cache(dense[name])
-            dense[name].config._experts_implementation = NAME
+            pin_implementation(dense[name])
     finally:  # a model that was interrupted works, and can be saved
         keep_when_saving(model)
     return report

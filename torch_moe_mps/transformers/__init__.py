@@ -14,7 +14,7 @@ import warnings
 from torch import nn
 
 from ..quantization import keep_when_saving, quantize_experts, requested_format
-from .experts import NAME, describe, is_experts, pin_implementation, unsupported
+from .experts import NAME, describe, is_experts, unsupported
 from .formulas import Reader
 from .modules import drop_forward_of_class, restore_module, rewrite
 from .programs import Unsupported
@@ -56,9 +56,7 @@ def accelerate(
     for name, module in found.items():
         module.__dict__.setdefault(_PREVIOUS, previous[name])
         reason = unsupported(module)
-        if _is_quantized(module):
-            pin_implementation(module)
-        elif reason is None:
+        if reason is None:
             module.config._experts_implementation = NAME
         report.add(name, module, "experts", None if reason else describe(module), reason)
     for name, module in model.named_modules():

@@ -22,7 +22,7 @@ from ..quantization import (
     repack_mxfp4_blocks,
     requested_format,
 )
-from .experts import NAME, is_experts, projection_names
+from .experts import NAME, is_experts, pin_implementation, projection_names
 
 MXFP4 = {"bits": 4, "group_size": 32, "mode": "mxfp4"}
 # Arguments of from_pretrained that a config would keep to itself, and those that say where both files are.
@@ -115,7 +115,7 @@ class ExpertsQuantizer(HfQuantizer):
             for module in formats:
                 for name in projection_names(module):
                     del module.__dict__[name]
-                module.config._experts_implementation = NAME
+                pin_implementation(module)
             return
         for format in set(formats.values()):
             names = {name: module for name, module in model.named_modules() if formats.get(module) == format}
