@@ -3,6 +3,7 @@
 #import <Metal/Metal.h>
 
 #include <string>
+#include <vector>
 
 namespace moe_mps {
 
@@ -10,5 +11,8 @@ namespace moe_mps {
 // the source does not compile.
 id<MTLComputePipelineState> pipeline(id<MTLDevice> device, const std::string& library,
                                      const std::string& function);
+
+// The functions of shaders/<library>.metal, in Metal's order.
+std::vector<std::string> functions_of(id<MTLDevice> device, const std::string& library);
 
 }  // namespace moe_mps

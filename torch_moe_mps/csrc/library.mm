@@ -1,6 +1,8 @@
 #include "library.h"
 
+#include <ATen/mps/MPSStream.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <torch/library.h>
 
 #include <fstream>
@@ -129,8 +131,37 @@ id<MTLComputePipelineState> pipeline(id<MTLDevice> device, const std::string& li
   return built;
 }
 
+std::vector<std::string> functions_of(id<MTLDevice> device, const std::string& library_name) {
+  std::vector<std::string> names;
+  const std::lock_guard<std::mutex> lock(cache().mutex);
+  @autoreleasepool {
+    NSArray<NSString*>* functions = [library(cache(), device, library_name) functionNames];
+    for (NSUInteger i = 0; i < [functions count]; ++i) {
+      names.push_back([[functions objectAtIndex:i] UTF8String]);
+    }
+  }
+  return names;
+}
+
+namespace {
+
+// "<function> <most threads of a threadgroup> <bytes of threadgroup memory that it declares>" of each kernel:
+// what a GPU and its compiler make of them, which scripts/check_metal prints.
+std::vector<std::string> pipelines(const std::string& library_name) {
+  id<MTLDevice> device = at::mps::getCurrentMPSStream()->device();
+  std::vector<std::string> lines;
+  for (const std::string& function : functions_of(device, library_name)) {
+    id<MTLComputePipelineState> built = pipeline(device, library_name, function);
+    lines.push_back(c10::str(function, " ", [built maxTotalThreadsPerThreadgroup], " ",
+                             [built staticThreadgroupMemoryLength]));
+  }
+  return lines;
+}
+
+}  // namespace
 }  // namespace moe_mps
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   m.def("_set_shader_directory(str directory) -> ()", &moe_mps::set_shader_directory);
+  m.def("_pipelines(str library) -> str[]", &moe_mps::pipelines);
 }
