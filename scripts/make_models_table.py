@@ -27,11 +27,11 @@ current.
 
 - **Experts**: the operator, and the activation in it. "own activation" means `expert_mm`, the model's
   activation and norm, `expert_mm`, `moe_weighted_reduce`.
-- **Router**: `moe_router` with its scoring, `moe_gate`, or why the model's own router feeds the experts.
+- **Router**: `moe_router` with its scoring, `moe_gate`, or "own" where the model's router feeds the experts.
 - **Shared expert**: whether its output (and its gate) joins the sum over the experts; "-" where there is none
   to join.
-- **Norms**: residual sums and RMSNorms that became one operator; "-" where no such pair stands next to the
-  experts.
+- **Norms**: residual sums and RMSNorms that became one operator; "-" where the layer has no such
+  pair.
 - **Quantised**: whether the model with int4 experts gives the logits of a dense model with the same rounded
   weights.
 - **Whole model**: logits (or hidden states) equal to the model's eager code in float32 within 1e-5.
@@ -41,14 +41,15 @@ current.
 """
 FOOTER = """
 {served} of {architectures} architectures run their experts on the operators, {routers} their router too.
-Routers that stay the model's own:
+Routers left unchanged:
 
 {reasons}
 
 ## Several machines
 
 Expert parallelism of transformers works with these experts: each process holds a part of them, and the ids
-of the others' experts contribute nothing. Load the model in every process of `torchrun`, then accelerate it:
+of experts held elsewhere contribute nothing. Load the model in every process of `torchrun`, then accelerate
+it:
 
 ```python
 parallel = DistributedConfig(tp_size=2, ep_size=2)  # from transformers.distributed
@@ -56,7 +57,8 @@ model = AutoModelForCausalLM.from_pretrained(name, distributed_config=parallel)
 torch_moe_mps.accelerate(model)
 ```
 
-Two processes over gloo give the logits of one (`tests/test_transformers_distributed.py`).
+Two processes on the CPU, over gloo, match a single process (`tests/test_transformers_distributed.py`).
+PyTorch has no MPS backend for `torch.distributed` yet. Quantising under expert parallelism is not supported.
 """
 TOLERANCE = 1e-5
 

@@ -22,13 +22,15 @@ MTLSize metal_size(const Size& size) {
 }  // namespace
 
 Command& Command::bind(const at::Tensor& tensor) {
-  TORCH_INTERNAL_ASSERT(tensor.is_mps() && tensor.is_contiguous() && tensor.numel() > 0);
+  TORCH_CHECK(tensor.is_mps() && tensor.is_contiguous() && tensor.numel() > 0, "moe_mps: ", name_,
+              " cannot bind a tensor on ", tensor.device(), " of shape ", tensor.sizes());
   bindings_.push_back({buffer_of(tensor), byte_offset(tensor), next_index_++});
   return *this;
 }
 
 void Command::indirect(const at::Tensor& arguments, int64_t offset, Size threads) {
-  TORCH_INTERNAL_ASSERT(arguments.is_mps() && arguments.element_size() == 4);
+  TORCH_CHECK(arguments.is_mps() && arguments.element_size() == 4, "moe_mps: ", name_,
+              " needs a grid of 32-bit numbers on MPS");
   indirect_buffer_ = buffer_of(arguments);
   indirect_offset_ = byte_offset(arguments) + static_cast<NSUInteger>(offset) * 4;
   set_threads(threads);

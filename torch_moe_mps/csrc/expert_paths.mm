@@ -248,7 +248,7 @@ Activation activation_of(std::string_view name, std::optional<double> alpha, std
   for (const auto& [known, kind] : kKinds) {
     if (known == name) activation.kind = kind;
   }
-  TORCH_INTERNAL_ASSERT(activation.kind != ACTIVATION_NONE);
+  TORCH_CHECK(activation.kind != ACTIVATION_NONE, "moe_mps: no kernel for activation ", name);
   activation.alpha = static_cast<float>(alpha.value_or(1.702));
   activation.limit = static_cast<float>(limit.value_or(7.0));
   if (gated) activation.row_layout = interleaved ? ROWS_INTERLEAVED : ROWS_HALVES;

@@ -19,7 +19,7 @@ const char* dtype_name(c10::ScalarType dtype) {
     case c10::ScalarType::Byte:
       return "u8";
     default:
-      TORCH_INTERNAL_ASSERT(false, "no kernel for dtype ", dtype);
+      TORCH_CHECK(false, "moe_mps: no kernel for dtype ", dtype);
   }
 }
 

@@ -38,7 +38,7 @@ uint32_t scoring_code(std::string_view scoring) {
   if (scoring == "softmax") return SCORING_SOFTMAX;
   if (scoring == "sigmoid") return SCORING_SIGMOID;
   if (scoring == "sqrtsoftplus") return SCORING_SQRTSOFTPLUS;
-  TORCH_INTERNAL_ASSERT(scoring == "softmax_after_topk");
+  TORCH_CHECK(scoring == "softmax_after_topk", "moe_mps: no kernel for scoring ", scoring);
   return SCORING_SOFTMAX_AFTER_TOPK;
 }
 

@@ -43,7 +43,8 @@ uint32_t dtype_code(const at::Tensor& tensor) {
     case at::ScalarType::Half:
       return DTYPE_HALF;
     default:
-      TORCH_INTERNAL_ASSERT(tensor.scalar_type() == at::ScalarType::BFloat16);
+      TORCH_CHECK(tensor.scalar_type() == at::kBFloat16, "moe_mps: no kernel for dtype ",
+                  tensor.scalar_type());
       return DTYPE_BFLOAT;
   }
 }
