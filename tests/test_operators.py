@@ -508,7 +508,8 @@ moe_mps::weighted_sum_stacked: weights must be float32 or float16 or bfloat16, g
 moe_mps::weighted_sum_residual_stacked_: weights must be of shape [..., S] of slots = (3, 2), got (3, 3)
 moe_mps::weighted_sum_residual_stacked_: residual_ must be float32, got float16
 moe_mps::weighted_sum_residual_stacked_: residual_ must be of shape [..., H] of slots = (3, 64), got (3, 65)
-moe_mps::weighted_sum_residual_stacked_: residual_ must be free of expanded dimensions, got strides (0, 1)
+moe_mps::weighted_sum_residual_stacked_: residual_ must be free of expanded (stride-0) dimensions, got
+    strides (0, 1)
 moe_mps::weighted_sum_residual_stacked_: residual_ must be a tensor, got None
 moe_mps::weighted_sum_residual_norm_stacked_: residual_ must be float32, got float16
 moe_mps::weighted_sum_residual_norm_stacked_: norm_weight must be float32 or float16 or bfloat16, got int16

@@ -785,10 +785,10 @@ CASES = {
     Chained: ["fused_residual_norm (norm)"],
     Branching: ["fused_residual_norm (norm)"],
     Post: ["fused_norm_add (after)"],
-    Reassigned: "nothing around its experts that an operator takes in",
+    Reassigned: "no norm or shared expert here that an operator can fuse",
     InPlace: "its forward changes a tensor in place that has another name",
     Aliased: "its forward changes a tensor in place that has another name",
-    Looping: "nothing around its experts that an operator takes in",
+    Looping: "no norm or shared expert here that an operator can fuse",
     EarlyReturn: "its forward returns from within a branch or defines functions",
 }
 

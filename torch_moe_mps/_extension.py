@@ -1,4 +1,4 @@
-"""Loads the compiled Metal kernels' host where there is one."""
+"""Loads the compiled Metal extension if there is one."""
 
 import importlib.machinery
 import warnings

@@ -9,7 +9,7 @@ from torch import Tensor
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ID_DTYPES = (torch.int32, torch.int64)
 FLOAT32_MAX = torch.finfo(torch.float32).max
-MAX_TOP_K = 64  # experts a token
+MAX_TOP_K = 64  # experts per token
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
@@ -68,7 +68,7 @@ class Check:
     def written(self, argument: str, tensor: Tensor) -> None:
         """An argument that is written in place holds each of its elements once."""
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            self.fail(argument, "free of expanded dimensions", f"strides {tensor.stride()}")
+            self.fail(argument, "free of expanded (stride-0) dimensions", f"strides {tensor.stride()}")
 
     def apart(self, argument: str, written: Tensor, **read: Tensor) -> None:
         """What is written in place shares no memory with what is read. Needs addresses: real tensors only."""

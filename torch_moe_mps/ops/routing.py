@@ -173,7 +173,7 @@ def moe_router(
     Args:
         logits: [T, E], float32, float16 or bfloat16. NaN counts as the lowest float32, +-inf as highest and
             lowest.
-        top_k: experts a token, 1 to min(E, 64); E is at most 1024.
+        top_k: experts per token, 1 to min(E, 64); E is at most 1024.
         scoring: "softmax", "sigmoid", "sqrtsoftplus" (the root of softplus) or "softmax_after_topk".
         bias: [E], any of the three dtypes; enters the choice, not the weights (DeepSeek-V3).
         num_groups: the experts form this many groups of consecutive ids; 1 is no groups.
@@ -239,7 +239,7 @@ def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) ->
     Args:
         logits: [T, E], float32, float16 or bfloat16. NaN counts as the lowest float32, +-inf as highest and
             lowest.
-        top_k: experts a token, 1 to min(E, 64); E is at most 1024.
+        top_k: experts per token, 1 to min(E, 64); E is at most 1024.
         norm_topk_prob: make the weights of a token sum to 1.
 
     Returns: weights [T, top_k] float32, descending, and ids [T, top_k] int32; ties go to the lower id.
@@ -288,7 +288,7 @@ def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> t
         logits: [T, E] or [E], float32, float16 or bfloat16. NaN counts as the lowest float32, +-inf as the
             highest and lowest.
         per_expert_scale: [E], any of the three dtypes.
-        top_k: experts a token, 1 to min(E, 64); E is at most 1024.
+        top_k: experts per token, 1 to min(E, 64); E is at most 1024.
 
     Returns: weights [T, top_k] (or [top_k]) float32 and ids int32 of the same shape, in descending order of
         the logits; ties go to the lower id.
@@ -352,7 +352,7 @@ def moe_gate(
         router_weight: [E, H], any of the three dtypes; E is at most 1024.
         norm_weight: [H], any of the three dtypes. Gemma 4's is its router scale times H^-0.5.
         per_expert_scale: [E], any of the three dtypes.
-        top_k: experts a token, 1 to min(E, 64).
+        top_k: experts per token, 1 to min(E, 64).
         eps: added to the mean of squares.
         renormalize_after_scale: the source kernel divides by the sum again, Gemma 4 does not.
 

@@ -25,7 +25,7 @@ struct Dots {
   float v[R][M];
 };
 
-// One or two pairs: the codes are multiplied, and scale and bias applied once a chunk. The inputs of the
+// One or two pairs: the codes are multiplied, and scale and bias applied once per chunk. The inputs of the
 // whole chunk are loaded before anything waits for the weights.
 template <typename W, int R, int M, typename S>
 inline void add_chunk_few(W weights, thread typename W::Chunk* chunks, device const typename W::Element* x,
@@ -77,7 +77,7 @@ inline void add_chunk(W weights, thread typename W::Chunk* chunks, device const 
   }
 }
 
-// Very many: one row, whose values are all kept, so that a pair's inputs are addressed once a chunk.
+// Very many: one row, whose values are all kept, so that a pair's inputs are addressed once per chunk.
 template <typename W, int M, typename S>
 inline void add_chunk_row(W weights, typename W::Chunk chunk, device const typename W::Element* x, S sources,
                           uint pairs, uint column, uint left, bool vectorised, thread Dots<1, M>& dots) {

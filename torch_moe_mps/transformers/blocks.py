@@ -135,7 +135,7 @@ def hand_over_raw_results(program: Program) -> None:
             continue
         experts = experts_fed_by(program, statement.targets[0].id)
         if experts is not None:
-            program.rewrites.append(f"no casts between {name} and experts")
+            program.rewrites.append(f"results of {name} passed on without casts")
             function = ast.Attribute(ast.Name("_moe_mps", ast.Load()), "routed", ast.Load())
             statement.value = ast.Call(function, [experts, call.func, *call.args], call.keywords)
 

@@ -49,7 +49,7 @@ def _apply_rules(program: Program) -> str | None:
     hand_over_raw_results(program)
     fuse_norms(program)
     use_gates(program)
-    return "nothing around its experts that an operator takes in"
+    return "no norm or shared expert here that an operator can fuse"
 
 
 def restore_module(module: nn.Module) -> None:
