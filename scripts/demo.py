@@ -32,7 +32,10 @@ def arguments() -> argparse.Namespace:
         "--prompt", default="The experts of a Mixture-of-Experts model", help="needs a tokenizer"
     )
     parser.add_argument("--tokens", type=int, default=64, help="how many to generate")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.tokens < 1:
+        parser.error(f"argument --tokens: must be at least 1, got {arguments.tokens}")
+    return arguments
 
 
 def write_checkpoint(folder: str) -> None:

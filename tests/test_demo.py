@@ -85,6 +85,12 @@ def test_models_that_are_not_served_are_one_line(name, tmp_path):
     assert_one_line(demo("--model", str(tmp_path), "--tokens", "2", *options), expected)
 
 
+def test_no_tokens():
+    result = demo("--tokens", "0")
+    assert result.returncode == 2
+    assert result.stderr.strip().endswith("error: argument --tokens: must be at least 1, got 0")
+
+
 @pytest.mark.parametrize("kind", ["missing", "empty"])
 def test_what_is_no_checkpoint_is_one_line(kind, tmp_path):
     path = tmp_path / "missing" if kind == "missing" else tmp_path

@@ -1,6 +1,7 @@
 """Mixture-of-Experts operators for PyTorch on Apple GPUs: `torch.ops.moe_mps.*`."""
 
 import importlib
+from typing import TYPE_CHECKING
 
 from . import ops
 from ._extension import load_extension
@@ -16,6 +17,11 @@ _LAZY = {
     "from_pretrained": ".transformers.saving",
     "quantize_experts": ".quantization",
 }
+
+if TYPE_CHECKING:
+    from .quantization import quantize_experts
+    from .transformers import accelerate, restore
+    from .transformers.saving import from_pretrained
 
 load_extension()
 register_when_imported()

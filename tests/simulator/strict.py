@@ -260,9 +260,6 @@ def check_address_spaces(preprocessed: str) -> list[str]:
     return problems + [in_metal_terms(p) for p in dict.fromkeys(check_tree(found.stdout))]
 
 
-LAMBDA_BEFORE = {"=", "(", ",", "{", ";", "return", "}", "&", "|"}
-
-
 def names_something(translator: Translator, at: int) -> bool:
     """Whether a word that may stand in front of a function or in [[ ]] is a name here."""
     before, after = translator.at(translator.previous(at)), translator.at(translator.next(at))

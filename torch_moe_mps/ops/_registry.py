@@ -4,6 +4,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,11 +14,15 @@ from .._extension import BUILD
 from ._checks import Check
 
 NAMESPACE = "moe_mps"
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 OPERATORS: list[str] = []
 
 
-def operator(schema: str, *, check: Callable, fake: Callable) -> Callable:
+def operator(
+    schema: str, *, check: Callable, fake: Callable
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Register the decorated reference implementation as `torch.ops.moe_mps.<name>`.
 
     `check` receives the operator's arguments and raises the one-line error for bad ones. It runs in front of
@@ -29,7 +34,7 @@ def operator(schema: str, *, check: Callable, fake: Callable) -> Callable:
     """
     name = schema.partition("(")[0]
 
-    def register(reference: Callable) -> Callable:
+    def register(reference: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         OPERATORS.append(name)
         check_values = _check_of_values(name)

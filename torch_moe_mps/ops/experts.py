@@ -1,6 +1,6 @@
 """The experts of a Mixture-of-Experts layer: matmuls whose weight matrix is chosen per row by the router.
 
-T tokens, H hidden, E experts, K experts per token, I intermediate size. Pair p = t * K + k: token t in slot k.
+T tokens, H hidden, E experts, K of them per token, I intermediate size. Pair p = t * K + k: token t, slot k.
 """
 
 from collections.abc import Callable, Iterator

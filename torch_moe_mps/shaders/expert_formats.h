@@ -101,7 +101,6 @@ struct DenseWeights {
   typedef T Element;
   typedef Octet<T> Chunk;
   static constant constexpr int kOctets = 1;
-  static constant constexpr bool kTransposed = false;
   static constant constexpr bool kAnyLength = true;
   static constant constexpr bool kTwoSteps = false;
 
@@ -131,8 +130,6 @@ struct DenseWeights {
 template <typename T>
 struct DenseColumns {
   typedef T Element;
-  static constant constexpr bool kTransposed = true;
-
   device const T* values;
   uint rows;
 
@@ -181,7 +178,6 @@ template <typename T, int kBits, int kOctetCount, bool kLanesShare = false>
 struct AffineWeights {
   typedef T Element;
   static constant constexpr int kOctets = kOctetCount;
-  static constant constexpr bool kTransposed = false;
   static constant constexpr bool kAnyLength = false;
   static constant constexpr bool kTwoSteps = true;
   static constant constexpr int kWordsPerOctet = kBits / 4;
@@ -316,7 +312,6 @@ template <typename T, int kOctetCount>
 struct Mxfp4Weights {
   typedef T Element;
   static constant constexpr int kOctets = kOctetCount;
-  static constant constexpr bool kTransposed = false;
   static constant constexpr bool kAnyLength = false;
   static constant constexpr bool kTwoSteps = false;
 

@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass, field
 
+from ..quantization import QuantizationReport
+
 
 @dataclass(frozen=True)
 class Row:
@@ -20,7 +22,7 @@ class Report:
     """The modules that matter, in the model's order. Prints as a table with equal layers on one line."""
 
     rows: list[Row] = field(default_factory=list)
-    quantization: object | None = None
+    quantization: QuantizationReport | None = None
 
     def add(
         self, name: str, module: object, kind: str, replaced_by: str | None, reason: str | None = None
