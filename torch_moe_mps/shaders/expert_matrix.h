@@ -1,6 +1,7 @@
 // Expert matmuls with affine weights for 2 to 32 tokens. An expert's only pair takes its rows dot product by
 // dot product, as for one token; more pairs take them as 8x8 matrices, of which one serves 8 pairs: most of
-// the work is to dequantise, and that does not grow with the pairs.
+// the work is to dequantise, and that does not grow with the pairs. Where dot products should end was
+// measured on an NVIDIA H200 only (docs/speed.md).
 #pragma once
 #include "expert_decode.h"
 #include "expert_fragments.h"
