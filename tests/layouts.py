@@ -32,4 +32,6 @@ def lay_with_one_unaligned(tensors: list[Tensor], device: str) -> Iterator[list[
     silently load other elements.
     """
     for odd in range(len(tensors)):
-        yield [lay(tensor, "offset" if i == odd else "contiguous", device) for i, tensor in enumerate(tensors)]
+        yield [
+            lay(tensor, "offset" if i == odd else "contiguous", device) for i, tensor in enumerate(tensors)
+        ]

@@ -6,6 +6,7 @@ from random import Random
 import expecttest
 import pytest
 import torch
+from conftest import SCHEDULES
 from layouts import LAYOUTS, lay
 from numpy.testing import assert_allclose
 from oracles import exact
@@ -327,6 +328,20 @@ def test_all_tokens_choose_one_expert(device):
     check_experts(device, arguments)
 
 
+def test_more_tiles_than_one_pass_writes(device):
+    """The sort moves the places of its pairs on only when every tile has been written from them."""
+    check_experts(device, layer(80, 4, 48, 32, 16, torch.float32))
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 40])
+def test_the_same_bits_in_every_order_of_threads(simulated, tokens):
+    arguments = [t.to("mps") for t in layer(tokens, 4, 8, 64, 32, torch.bfloat16)]
+    expected = moe_experts(*arguments).cpu()
+    for schedule in SCHEDULES:
+        simulated.set_schedule(schedule)
+        assert torch.equal(moe_experts(*arguments).cpu(), expected)
+
+
 def test_the_same_bits_every_time(device):
     for tokens in (1, 6, 40):
         arguments = [t.to(device) for t in layer(tokens, 4, 8, 64, 32, torch.bfloat16)]
@@ -418,6 +433,16 @@ def test_a_long_prefill_is_cut_into_pieces(monkeypatch):
     x, weight, _, ids, _ = layer(29, 3, 5, 32, 16, torch.float32)
     ids[::2] = -1
     assert_close(expert_mm(x, weight, ids), expected_mm(x, exact(weight), ids))
+
+
+def test_products_on_two_threads():
+    """On the CPU few float32 rows of an expert are then multiplied the other way round."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        check_experts("cpu", layer(9, 2, 5, 64, 32, torch.float32))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def bad_calls(device):

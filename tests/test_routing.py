@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import LAYOUTS, lay, lay_with_one_unaligned
+from layouts import LAYOUTS, lay
 from oracles import (
     LARGEST,
     assert_rounded,
@@ -492,6 +492,7 @@ def test_sorting_of_many_pairs(device, tokens, top_k, num_experts):
 def test_sorting_when_all_choose_one_expert(device):
     for expert in (0, 6, 7, -1):
         check_sorting(torch.full((40, 2), expert, dtype=torch.int32, device=device), 7)
+        check_sorting(torch.full((16, 2), expert, dtype=torch.int32, device=device), 7)  # a full tile
 
 
 def test_sorting_of_distant_sentinels(device):
