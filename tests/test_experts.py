@@ -6,7 +6,6 @@ from random import Random
 import expecttest
 import pytest
 import torch
-from conftest import SCHEDULES
 from layouts import LAYOUTS, lay
 from numpy.testing import assert_allclose
 from oracles import exact
@@ -333,21 +332,13 @@ def test_more_tiles_than_one_pass_writes(device):
     check_experts(device, layer(80, 4, 48, 32, 16, torch.float32))
 
 
-@pytest.mark.parametrize("tokens", [1, 6, 40])
-def test_the_same_bits_in_every_order_of_threads(simulated, tokens):
+@pytest.mark.one_schedule
+def test_the_same_bits_every_time(device, every_order):
     """In float32, where another order of the slots' sum shows."""
-    arguments = [t.to("mps") for t in layer(tokens, 8, 16, 64, 32, torch.float32)]
-    expected = moe_experts(*arguments).cpu()
-    for schedule in SCHEDULES:
-        simulated.set_schedule(schedule)
-        assert torch.equal(moe_experts(*arguments).cpu(), expected)
-
-
-def test_the_same_bits_every_time(device):
     for tokens in (1, 6, 40):
-        arguments = [t.to(device) for t in layer(tokens, 4, 8, 64, 32, torch.bfloat16)]
-        first = moe_experts(*arguments)
-        assert all(torch.equal(moe_experts(*arguments), first) for _ in range(3))
+        arguments = [t.to(device) for t in layer(tokens, 8, 16, 64, 32, torch.float32)]
+        first, *others = [moe_experts(*arguments).cpu() for _ in every_order()]
+        assert all(torch.equal(other, first) for other in others)
 
 
 def test_sums_are_not_in_16_bit(device):

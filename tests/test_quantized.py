@@ -275,6 +275,21 @@ def test_layouts(device):
         assert_close(out, expected)
 
 
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("format", [FORMATS[0], FORMATS[-1]])
+def test_the_same_bits_every_time(device, every_order, format):
+    for tokens in (1, 6, 40):
+        gate_up = place(random_quantized(16, 64, 64, format, torch.float32, 0), device)
+        down = place(random_quantized(16, 64, 32, format, torch.float32, 3), device)
+        x, weights = random((tokens, 64), torch.float32, 6), random((tokens, 8), torch.float32, 7)
+        ids = random_ids(tokens, 8, 16, 8, torch.int32)
+        x, ids, weights = (tensor.to(device) for tensor in (x, ids, weights))
+        first, *others = [
+            moe_experts_quantized(x, *gate_up, *down, ids, weights, *format).cpu() for _ in every_order()
+        ]
+        assert all(torch.equal(other, first) for other in others)
+
+
 def test_empty(device):
     weight = place(random_quantized(2, 64, 32, FORMATS[0], torch.float32, 0), device)
     down = place(random_quantized(2, 32, 32, FORMATS[0], torch.float32, 0), device)

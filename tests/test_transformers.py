@@ -801,7 +801,8 @@ class SumInPlace(Layer):
         total = x + y
         if x.shape[0] > 0:
             total.mul_(2)
-        return total + self.moe(self.norm(total))
+        x = self.norm(total)
+        return total + self.moe(x)
 
 
 class SharedLayer(Layer):
