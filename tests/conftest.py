@@ -8,6 +8,7 @@ takes long, and runs it under the one that its name selects.
 
 import sys
 import zlib
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -84,3 +85,16 @@ def simulated(request):
         torch.mps.synchronize()
     finally:
         simulator.reset()
+
+
+@pytest.fixture
+def every_order(device, request) -> Callable[[], Iterator[None]]:
+    """For repeating a call on `device`: in the simulator each time in another order of threads."""
+
+    def repeat() -> Iterator[None]:
+        for seed in SCHEDULES:
+            if SIMULATED and device == "mps":
+                request.getfixturevalue("simulated").set_schedule(seed)
+            yield
+
+    return repeat

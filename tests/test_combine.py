@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from layouts import LAYOUTS, lay
+from layouts import LAYOUTS, lay, lay_with_one_unaligned
 from oracles import assert_rounded, exact, rms, round_to, silu_mul, weighted_reduce, weighted_sum
 
 from torch_moe_mps.ops.combine import (
@@ -95,6 +95,19 @@ def test_layouts(device, dtype):
         slots = lay(random((3, 5, 34), dtype, 1), layout, device)
         weights = lay(random((3, 5), torch.float32, 2), others[1], device)
         check_sums(residual, slots, weights, lay(random((34,), dtype, 3), "strided", device))
+
+
+@pytest.mark.parametrize("width", [36, 128])
+def test_one_unaligned_operand(device, width):
+    shapes = ((3, width), (3, 5, width), (3, 5), (width,))
+    for operands in lay_with_one_unaligned([random(shape, torch.float16, 0) for shape in shapes], device):
+        check_sums(*operands)
+    for operands in lay_with_one_unaligned([random((3, width), torch.float16, i) for i in (1, 2)], device):
+        check_silu_mul(*operands)
+    rows = [random(shape, torch.float16, 3) for shape in ((3, 5, width), (3, width), (3, width))]
+    weights = random((3, 5), torch.float32, 4).to(device)
+    for expert_out, shared_out, residual in lay_with_one_unaligned(rows, device):
+        check_reduce(weights, expert_out, shared_out=shared_out, residual=residual)
 
 
 def test_longest_row(device):

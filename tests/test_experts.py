@@ -327,11 +327,18 @@ def test_all_tokens_choose_one_expert(device):
     check_experts(device, arguments)
 
 
-def test_the_same_bits_every_time(device):
+def test_more_tiles_than_one_pass_writes(device):
+    """The sort moves the places of its pairs on only when every tile has been written from them."""
+    check_experts(device, layer(80, 4, 48, 32, 16, torch.float32))
+
+
+@pytest.mark.one_schedule
+def test_the_same_bits_every_time(device, every_order):
+    """In float32, where another order of the slots' sum shows."""
     for tokens in (1, 6, 40):
-        arguments = [t.to(device) for t in layer(tokens, 4, 8, 64, 32, torch.bfloat16)]
-        first = moe_experts(*arguments)
-        assert all(torch.equal(moe_experts(*arguments), first) for _ in range(3))
+        arguments = [t.to(device) for t in layer(tokens, 8, 16, 64, 32, torch.float32)]
+        first, *others = [moe_experts(*arguments).cpu() for _ in every_order()]
+        assert all(torch.equal(other, first) for other in others)
 
 
 def test_sums_are_not_in_16_bit(device):
@@ -418,6 +425,16 @@ def test_a_long_prefill_is_cut_into_pieces(monkeypatch):
     x, weight, _, ids, _ = layer(29, 3, 5, 32, 16, torch.float32)
     ids[::2] = -1
     assert_close(expert_mm(x, weight, ids), expected_mm(x, exact(weight), ids))
+
+
+def test_products_on_two_threads():
+    """On the CPU few float32 rows of an expert are then multiplied the other way round."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        check_experts("cpu", layer(9, 2, 5, 64, 32, torch.float32))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def bad_calls(device):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from layouts import LAYOUTS, lay
+from layouts import LAYOUTS, lay, lay_with_one_unaligned
 from oracles import assert_rounded, exact, norm_add, residual_norm, round_to
 
 from torch_moe_mps.ops.norms import (
@@ -86,6 +86,14 @@ def test_layouts(device, dtype):
         weight = lay(random((66,), torch.float32, 2), "offset" if layout == "transposed" else layout, device)
         scalar = lay(random((66,), dtype, 3), "strided", device)
         check_all(lay(values[0], layout, device), lay(values[1], other, device), weight, scalar)
+
+
+@pytest.mark.parametrize("width", [36, 128])
+def test_one_unaligned_operand(device, width):
+    rows = [random((3, width), torch.float16, seed) for seed in range(2)]
+    columns = [random((width,), torch.float16, seed) for seed in range(2, 4)]
+    for operands in lay_with_one_unaligned([*rows, *columns], device):
+        check_all(*operands)
 
 
 def test_leading_dimensions_and_broadcast_storage(device):

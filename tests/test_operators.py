@@ -1,7 +1,10 @@
 """What holds for every operator: schema, registration, errors, compilation, autograd, documentation."""
 
 import inspect
+import itertools
 import os
+import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -18,6 +21,7 @@ from torch import Tensor
 import torch_moe_mps
 from torch_moe_mps import _extension
 from torch_moe_mps.ops import OPERATORS
+from torch_moe_mps.ops._checks import Check
 
 # What is tested here does not depend on the order of threads.
 pytestmark = pytest.mark.one_schedule
@@ -801,8 +805,10 @@ def test_documentation(name):
     assert "Args:" in document and "Raises:" in document
     parameters = list(inspect.signature(function).parameters)
     assert parameters == [argument.name for argument in packet(name).default._schema.arguments]
-    described = document.partition("Args:")[2]
-    assert all(parameter in described for parameter in parameters)
+    entries = re.findall(r"^ +((?:\w+,\s+)*\w+): ", document.partition("Args:")[2], re.MULTILINE)
+    described = {parameter for entry in entries for parameter in re.split(r",\s+", entry)}
+    described |= set(re.findall("`(gate_is_logit)`", document))  # stands with the gate that it is about
+    assert set(parameters) <= described
     if packet(name).default._schema.returns:
         assert "Returns" in document
 
@@ -860,6 +866,62 @@ def test_library_for_another_torch(tmp_path, monkeypatch):
     (tmp_path / (_extension.extension_name() + EXTENSION_SUFFIXES[0])).touch()
     with pytest.warns(UserWarning, match="does not load into torch"):
         assert not _extension.load_extension()
+
+
+MESSAGE_ABOUT_A_SHADER = """
+import sys
+import torch
+from simulator import install
+install()
+from torch_moe_mps.ops.norms import fused_norm_add
+torch.ops.moe_mps._set_shader_directory(sys.argv[1])
+x = torch.ones(2, 8, device="mps")
+try:
+    fused_norm_add(x, x, x[0], 1e-6)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="the simulator stands for Metal's compiler")
+def test_message_of_a_shader_that_does_not_compile(tmp_path):
+    """It names file and line, though the compiler gets one text in which headers are pasted."""
+    shaders = Path(shutil.copytree(_extension.SHADERS, tmp_path / "shaders"))
+    faults = []
+    for name in ("norms.h", "norms.metal"):
+        source = (shaders / name).read_text()
+        (shaders / name).write_text(f"{source}static_assert(false);\n")
+        faults.append(f"{name}:{source.count(chr(10)) + 1}:")
+    command = [sys.executable, "-c", MESSAGE_ABOUT_A_SHADER, str(shaders)]
+    output = subprocess.check_output(command, text=True, cwd=Path(__file__).parent)
+    assert output.startswith("moe_mps: norms.metal does not compile: ")
+    assert all(fault in output for fault in faults), output
+
+
+def test_a_signature_is_checked_once(simulated, monkeypatch):
+    """Later calls do not enter Python, also when calls with another signature lie between them."""
+    checked, check = [], Check.same_device
+
+    def counting(self, **tensors):
+        checked.append(tensors)
+        check(self, **tensors)
+
+    monkeypatch.setattr(Check, "same_device", counting)
+    first, second = (torch.ones(3, columns, device="mps") for columns in (1013, 1019))
+    for gate in (first, second, first, second):
+        packet("silu_mul_stacked")(gate, gate)
+    assert len(checked) == 2
+
+
+def test_signatures_of_other_shapes_are_told_apart(simulated):
+    """Of as many elements, and in the other order, after each has been seen in a good call."""
+    shapes = ((2, 3), (3, 2), (6,), (1, 6))
+    tensors = [torch.ones(shape, device="mps") for shape in shapes]
+    for tensor in tensors:
+        packet("silu_mul_stacked")(tensor, tensor)
+    for gate, up in itertools.permutations(tensors, 2):
+        with pytest.raises(ValueError, match="up must be of shape"):
+            packet("silu_mul_stacked")(gate, up)
 
 
 def test_pipeline_that_allows_fewer_threads(simulated):

@@ -120,6 +120,30 @@ def test_layer(device, format, dtype):
     check_layer(device, (37, 2, 3, 2 * group, group), format, dtype, 2)
 
 
+@pytest.mark.parametrize("wide", ["gate_up", "down"])
+@pytest.mark.parametrize("tokens", [1, 4, 40])
+def test_scales_beyond_the_dtype_of_the_activations(device, tokens, wide):
+    """One matrix has float32 scales that are no float16, which everything else is."""
+    format, around = (4, 64, "affine"), {"activation": "relu", "gated": False}
+    matrices = {
+        name: random_quantized(3, 64, 64, format, torch.float16, seed)
+        for seed, name in ((0, "gate_up"), (5, "down"))
+    }
+    packed, scales, biases = matrices[wide]
+    matrices[wide] = packed, scales.float() * 2.0**22, biases.float() * 2.0**22
+    x = random((tokens, 64), torch.float16, 8, 2.0**-12)
+    ids, weights = random_ids(tokens, 2, 3, 9, torch.int32), torch.full((tokens, 2), 0.5)
+    around["shared_out"], around["residual"] = (
+        random((tokens, 64), torch.float16, i, 99.0) for i in (10, 11)
+    )
+    dense_matrices = [dense(matrix, format) for matrix in matrices.values()]
+    expected = expected_experts(x, *dense_matrices, ids, weights, around, rounded_weight=True)
+    placed = [part for matrix in matrices.values() for part in place(matrix, device)]
+    x, ids, weights = (tensor.to(device) for tensor in (x, ids, weights))
+    out = moe_experts_quantized(x, *placed, ids, weights, *format, **to_device(around, device))
+    assert_close(out, expected)
+
+
 # Pairs of each expert: what one matrix takes, a few columns of them, and more than are taken at once.
 COUNTS = ((1, 2, 3), (8, 1, 9), (17, 0, 16), (33, 31, 2))
 
@@ -251,6 +275,21 @@ def test_layouts(device):
         assert_close(out, expected)
 
 
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("format", [FORMATS[0], FORMATS[-1]])
+def test_the_same_bits_every_time(device, every_order, format):
+    for tokens in (1, 6, 40):
+        gate_up = place(random_quantized(16, 64, 64, format, torch.float32, 0), device)
+        down = place(random_quantized(16, 64, 32, format, torch.float32, 3), device)
+        x, weights = random((tokens, 64), torch.float32, 6), random((tokens, 8), torch.float32, 7)
+        ids = random_ids(tokens, 8, 16, 8, torch.int32)
+        x, ids, weights = (tensor.to(device) for tensor in (x, ids, weights))
+        first, *others = [
+            moe_experts_quantized(x, *gate_up, *down, ids, weights, *format).cpu() for _ in every_order()
+        ]
+        assert all(torch.equal(other, first) for other in others)
+
+
 def test_empty(device):
     weight = place(random_quantized(2, 64, 32, FORMATS[0], torch.float32, 0), device)
     down = place(random_quantized(2, 32, 32, FORMATS[0], torch.float32, 0), device)
@@ -283,20 +322,23 @@ def test_no_experts_or_nothing_between_their_matrices(device, format, experts, i
 
 
 def test_every_code_of_mxfp4(device):
-    """16 codes with scales from the smallest to the largest, exactly: the sums have one term."""
+    """16 codes with scales from the smallest to the largest, exactly: the sums have one term.
+
+    252 is the largest of which float32 holds every code. x makes normal numbers of the products with 0.
+    """
     codes = torch.arange(16, dtype=torch.int64)
     packed = torch.stack(
         [(codes[:8] << (4 * torch.arange(8))).sum(), (codes[8:] << (4 * torch.arange(8))).sum()]
     )
     packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32).repeat(2).view(1, 1, 4)
-    x = torch.eye(32)
-    ids = torch.zeros(32, 1, dtype=torch.int32)
-    for scale in (2, 100, 127, 200, 251):
+    for scale, one in ((0, 8.0), (1, 8.0), (2, 1.0), (100, 1.0), (127, 1.0), (200, 1.0), (252, 1.0)):
         scales = torch.full((1, 1, 1), scale, dtype=torch.uint8)
-        out = expert_qmm(
-            x.to(device), packed.to(device), scales.to(device), None, ids.to(device), 4, 32, "mxfp4"
-        )
-        assert (exact(out).ravel() == dequantise(packed, scales, None, 4, 32).ravel()).all()
+        values = one * dequantise(packed, scales, None, 4, 32).ravel()
+        weight = packed.to(device), scales.to(device), None
+        for x in (torch.eye(32), torch.eye(64)[:, :32]):
+            ids = torch.zeros(len(x), 1, dtype=torch.int32, device=device)
+            out = expert_qmm((one * x).to(device), *weight, ids, 4, 32, "mxfp4")
+            assert (exact(out).ravel()[:32] == values).all() and not exact(out)[32:].any()
 
 
 def test_weights_over_4_gib(device):

@@ -143,6 +143,14 @@ def test_router_layouts(device):
         assert check_router(random((7, 32), torch.float32, 6), 4, device, layout=layout, **options) > 3
 
 
+def test_unaligned_logits(device):
+    """As many experts as make a lane read four logits at once."""
+    for num_experts in (128, 256):
+        logits = random((5, num_experts), torch.float32, num_experts, 2.0)
+        options = router_options("mixtral", num_experts, 4, 0)
+        assert check_router(logits, 4, device, layout="offset", **options) == 5
+
+
 def test_named_routers(device):
     for num_experts, top_k in [(8, 2), (60, 4), (128, 8), (512, 10)]:
         logits = random((5, num_experts), torch.float32, num_experts, 2.0)
@@ -330,14 +338,16 @@ def test_empty_batch(device):
 # moe_gate
 
 
-def check_gate(hidden, router_weight, norm_weight, scale, top_k, renormalize, device, layout="contiguous"):
-    """Returns the number of rows whose order float32 can tell."""
+def check_gate(hidden, router_weight, norm_weight, scale, top_k, renormalize, device, layouts=None):
+    """Returns the number of rows whose order float32 can tell; `layouts` has one for each of the tensors."""
     h, r, n, s = (exact(tensor) for tensor in (hidden, router_weight, norm_weight, scale))
     logits = gate_logits(h, r, n, 1e-6)
     magnitude = gate_logits(abs(h), abs(r), abs(n), 1e-6).max()
     sure = np.array([gap(row, top_k) for row in logits]) > 1e-3
     logits = logits[sure]
-    placed = (lay(tensor, layout, device) for tensor in (hidden[sure], router_weight, norm_weight, scale))
+    tensors = hidden[sure], router_weight, norm_weight, scale
+    layouts = layouts or ["contiguous"] * len(tensors)
+    placed = (lay(tensor, layout, device) for tensor, layout in zip(tensors, layouts, strict=True))
     weights, ids = moe_gate(*placed, top_k, 1e-6, renormalize)
     expected_ids = np.argsort(-logits, axis=1)[:, :top_k]
     expected = gate_weights(logits, expected_ids, s, renormalize)
@@ -386,7 +396,14 @@ def test_gate_for_many_tokens(device):
 def test_gate_layouts(device):
     for layout in LAYOUTS:
         arguments = gate_arguments(6, 66, 16, torch.float16, torch.float32, 7)
-        assert check_gate(*arguments, 3, True, device, layout) > 2
+        assert check_gate(*arguments, 3, True, device, [layout] * 4) > 2
+
+
+def test_gate_with_one_unaligned_operand(device):
+    arguments = gate_arguments(6, 128, 16, torch.float16, torch.float32, 7)
+    for odd in range(4):
+        layouts = ["offset" if i == odd else "contiguous" for i in range(4)]
+        assert check_gate(*arguments, 3, True, device, layouts) > 2
 
 
 def test_gate_of_degenerate_rows(device):
@@ -475,6 +492,7 @@ def test_sorting_of_many_pairs(device, tokens, top_k, num_experts):
 def test_sorting_when_all_choose_one_expert(device):
     for expert in (0, 6, 7, -1):
         check_sorting(torch.full((40, 2), expert, dtype=torch.int32, device=device), 7)
+        check_sorting(torch.full((16, 2), expert, dtype=torch.int32, device=device), 7)  # a full tile
 
 
 def test_sorting_of_distant_sentinels(device):

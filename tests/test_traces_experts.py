@@ -356,3 +356,33 @@ def test_prefill_of_sentinels_alone(simulated):
     assert not out.cpu().any()
     for dispatch in dispatches[1:3]:
         assert weight_bytes(dispatch) == 0
+
+
+@pytest.mark.parametrize(
+    ("swapped", "transposed", "kernel"),
+    [(False, False, "rows"), (True, False, "columns"), (False, True, "columns"), (True, True, "rows")],
+)
+def test_a_stack_is_bound_where_it_lies(simulated, swapped, transposed, kernel):
+    """Contiguous, or with its last two dimensions swapped. A copy would not begin behind another expert."""
+    stack = random(9, 64, 96).to("mps")[1:]
+    weight = stack.mT if swapped else stack
+    x = random(1, weight.shape[1 if transposed else 2]).to("mps")
+    with simulated.trace() as commands:
+        ops.expert_mm(x, weight, torch.tensor([[5]], device="mps"), None, transposed)
+    (command,) = commands
+    assert command.startswith(f"expert_{kernel}_single_f16 ")
+    assert f" 1=B[{64 * 96 * 2}:{9 * 64 * 96 * 2}] " in command
+
+
+def test_other_strides_are_copied_with_a_warning(simulated, capfd):
+    stack = random(8, 128, 96).to("mps")[:, :64]
+    x, ids = random(1, 96).to("mps"), torch.tensor([[5]], device="mps")
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with simulated.trace() as commands:
+            ops.expert_mm(x, stack, ids)
+    finally:
+        torch.set_warn_always(always)
+    assert f" 1=B[0:{8 * 64 * 96 * 2}] " in commands[0]
+    assert "a stack of experts of shape [8, 64, 96]" in capfd.readouterr().err

@@ -1,11 +1,13 @@
 """The machinery behind accelerate: registration, rewriting, and what a model goes through afterwards."""
 
 import copy
+import inspect
 import io
 import pickle
 import subprocess
 import sys
 import textwrap
+import traceback
 
 import pytest
 import tiny_models
@@ -781,6 +783,91 @@ class EarlyReturn(Layer):
         return self.moe(self.norm(x + y))
 
 
+class OwnInPlace(Layer):
+    """The input of the norm is changed in place, before what was normed of it is added."""
+
+    def forward(self, x, y):
+        y = y * 2
+        normed = self.after(y)
+        y *= 3
+        total = x + normed
+        return total + self.moe(y)
+
+
+class SumWithNumber(Layer):
+    """What is added before the norm is no tensor."""
+
+    def forward(self, x, y):
+        x = x + 1
+        x = self.norm(x)
+        return y + self.moe(x)
+
+
+class SumInPlace(Layer):
+    """The sum is changed in place by a branch before it is normed."""
+
+    def forward(self, x, y):
+        total = x + y
+        if x.shape[0] > 0:
+            total.mul_(2)
+        x = self.norm(total)
+        return total + self.moe(x)
+
+
+class SharedLayer(Layer):
+    """A shared expert beside the routed ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Linear(16, 16)
+
+
+class Shared(SharedLayer):
+    """The experts' input is needed when its name has another value already."""
+
+    def forward(self, x, y):
+        x = x + y
+        _, weights, ids = self.router(x)
+        routed = self.experts(x, ids, weights)
+        x = self.shared(x)
+        return routed + x
+
+
+class SharedInPlace(SharedLayer):
+    """The experts' input is changed in place after they have run."""
+
+    def forward(self, x, y):
+        x = x + y
+        _, weights, ids = self.router(x)
+        routed = self.experts(x, ids, weights)
+        x *= 2
+        return routed + x
+
+
+class SharedAfterRouted(SharedLayer):
+    """The second expert reads the result of the routed ones."""
+
+    def forward(self, x, y):
+        _, weights, ids = self.router(x)
+        routed = self.experts(x, ids, weights)
+        x = routed
+        total = x
+        return total + self.shared(x)
+
+
+def normed(x):
+    return x * 0.5
+
+
+class NameOfAGlobal(Layer):
+    """The variable that holds the norm's results must not hide a function of the same name."""
+
+    def forward(self, x, y):
+        total = x + y
+        x = self.norm(total)
+        return normed(total) + self.moe(x)
+
+
 CASES = {
     Chained: ["fused_residual_norm (norm)"],
     Branching: ["fused_residual_norm (norm)"],
@@ -788,6 +875,13 @@ CASES = {
     Reassigned: "no norm or shared expert here that an operator can fuse",
     InPlace: "its forward changes a tensor in place that has another name",
     Aliased: "its forward changes a tensor in place that has another name",
+    OwnInPlace: "no norm or shared expert here that an operator can fuse",
+    SumWithNumber: ["fused_residual_norm (norm)"],
+    SumInPlace: "no norm or shared expert here that an operator can fuse",
+    Shared: ["shared expert in moe_experts"],
+    SharedInPlace: "no norm or shared expert here that an operator can fuse",
+    SharedAfterRouted: "no norm or shared expert here that an operator can fuse",
+    NameOfAGlobal: ["fused_residual_norm (norm)"],
     Looping: "no norm or shared expert here that an operator can fuse",
     EarlyReturn: "its forward returns from within a branch or defines functions",
 }
@@ -808,15 +902,150 @@ def test_rewriting_of_a_forward(cls):
         assert_close(layer(x=x.clone(), y=y.clone()), expected, 1e-5)
 
 
+@pytest.mark.parametrize("cls", [Chained, Post])
+def test_norm_whose_weight_widens_its_result(cls):
+    """bfloat16 times a float32 weight is float32, which the operators would not give."""
+    layer = cls().eval()
+    tiny_models.randomise(layer, 1)
+    generator = torch.Generator().manual_seed(2)
+    x, y = torch.randn(2, 7, 16, generator=generator).bfloat16()
+    with torch.no_grad():
+        expected = layer(x, y)
+        assert rewrite(layer)[0] == CASES[cls]
+        assert expected.dtype == torch.float32
+        assert_close(layer(x, y), expected, 1e-5)
+
+
+class SharedOfFloat32(SharedLayer):
+    def forward(self, x, y):
+        _, weights, ids = self.router(x)
+        return self.experts(x, ids, weights) + self.shared(y)
+
+
+def test_shared_expert_in_another_dtype():
+    layer = SharedOfFloat32().eval()
+    tiny_models.randomise(layer, 1)
+    layer.bfloat16().shared.float()
+    generator = torch.Generator().manual_seed(2)
+    x, y = torch.randn(2, 7, 16, generator=generator)
+    with torch.no_grad():
+        expected = layer(x.bfloat16(), y)
+        report = torch_moe_mps.accelerate(layer)
+        assert "shared expert in moe_experts" in {row.replaced_by for row in report.replaced}
+        assert_close(layer(x.bfloat16(), y), expected, 2e-2)
+
+
+# Formulas that look like ones of the operators
+
+
+class OverTokens(FutureRouter):
+    def forward(self, hidden_states):
+        logits = F.linear(hidden_states, self.weight)
+        weights, ids = torch.topk(logits.softmax(0), self.top_k, dim=-1)
+        return logits, weights, ids
+
+
+def test_softmax_over_another_dimension():
+    router = OverTokens().eval()
+    assert rewrite(router) == ([], "its formula is not one of moe_router's")
+
+
+class LateLogits(FutureRouter):
+    """What the router returns first is computed after the ids."""
+
+    def forward(self, hidden_states):
+        logits = F.linear(hidden_states, self.weight)
+        weights, ids = torch.topk(logits.softmax(-1), self.top_k, dim=-1)
+        logits = logits * 2
+        return logits, weights, ids
+
+
+class ReturnsLogits(FutureBlock):
+    def __init__(self):
+        super().__init__()
+        self.router = LateLogits()
+
+    def forward(self, hidden_states):
+        logits, weights, ids = self.router(hidden_states)
+        return self.experts(hidden_states, ids, weights), logits
+
+
+def test_logits_that_are_computed_last():
+    block = ReturnsLogits().eval()
+    tiny_models.randomise(block, 0)
+    x = torch.randn(7, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = block(x)
+        report = torch_moe_mps.accelerate(block)
+        assert {row.kind for row in report.replaced} >= {"experts", "router"}
+        for result, reference in zip(block(x), expected, strict=True):
+            assert_close(result, reference, 1e-5)
+
+
+class ClampedApart(FutureExperts):
+    """As silu_clamped, but with other limits of the up half below than above."""
+
+    low, high = 0.25, 1.0
+
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate.clamp(max=self.high)) * up.clamp(-self.low, self.high)
+
+
+class ClampedAlike(ClampedApart):
+    low = 1.0
+
+
+def future_experts(cls):
+    experts = cls(Config()).eval()
+    tiny_models.randomise(experts, 0)
+    return experts
+
+
+@pytest.mark.parametrize(
+    ("cls", "operators"),
+    [(ClampedAlike, {"moe_experts": 1}), (ClampedApart, {"expert_mm": 2, "moe_weighted_reduce": 1})],
+)
+def test_limits_of_a_clamped_activation(cls, operators):
+    experts = future_experts(cls)
+    generator = torch.Generator().manual_seed(0)
+    x, weights = 9 * torch.randn(7, 16, generator=generator), torch.rand(7, 2, generator=generator)
+    ids = torch.rand(7, 4, generator=generator).argsort(-1)[:, :2]
+    with torch.no_grad():
+        expected = experts(x, ids, weights)
+        torch_moe_mps.accelerate(experts)
+        assert operators_of(lambda: experts(x, ids, weights)) == operators
+        assert_close(experts(x, ids, weights), expected, 1e-5)
+
+
+def test_more_slots_than_the_operators_take():
+    """The model's own code computes them, and the shared expert is added behind its gate."""
+    experts = future_experts(FutureExperts)
+    generator = torch.Generator().manual_seed(0)
+    x, shared = torch.randn(2, 7, 16, generator=generator)
+    ids, weights = torch.randint(4, (7, 65), generator=generator), torch.rand(7, 65, generator=generator)
+    gate = torch.randn(7, 1, generator=generator)
+    with torch.no_grad():
+        expected = experts(x, ids, weights)
+        torch_moe_mps.accelerate(experts)
+        assert operators_of(lambda: experts(x, ids, weights)) == {}
+        assert_close(experts(x, ids, weights), expected, 1e-5)
+        for each in (gate, gate.flatten()):
+            with_shared = experts(x, ids, weights, shared_gate=each, shared_out=shared)
+            assert_close(with_shared, expected + gate.sigmoid() * shared, 1e-5)
+
+
 def test_rewritten_forward_has_source_and_signature():
     """Tracebacks and debuggers show the code that runs; the signature is the model's."""
-    import inspect
-
     model = tiny_models.tiny_model("qwen3_moe")
     layer = model.model.layers[0]
     before = inspect.signature(layer.forward)
     torch_moe_mps.accelerate(model)
     assert inspect.signature(layer.forward) == before
+    with torch.no_grad(), pytest.raises(RuntimeError) as error:
+        layer(torch.ones(1, 2, 31), position_embeddings=(torch.ones(1), torch.ones(1)))
+    lines = [frame.line for frame in traceback.extract_tb(error.tb) if "torch_moe_mps" in frame.filename]
+    assert any("self.input_layernorm(hidden_states)" in line for line in lines)
 
 
 def test_instance_with_its_own_forward_is_left_alone():

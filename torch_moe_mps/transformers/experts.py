@@ -282,5 +282,5 @@ def add_shared(routed: Tensor, shared_gate: Tensor | None, shared_out: Tensor | 
     if shared_out is None:
         return routed
     if shared_gate is not None:
-        shared_out = torch.sigmoid(shared_gate) * shared_out
+        shared_out = torch.sigmoid(shared_gate).reshape(-1, 1) * shared_out
     return routed + shared_out

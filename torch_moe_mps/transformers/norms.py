@@ -52,7 +52,7 @@ def norm_formula(module: nn.Module) -> NormFormula | None:
 def _fusable(norm: nn.Module, residual: Tensor, x: Tensor) -> NormFormula | None:
     """The formula if the operator gives what the module gives for these tensors, hooks included."""
     formula = norm.__dict__.get("_moe_mps_norm")
-    if formula is None or is_observed(norm):
+    if formula is None or is_observed(norm) or not (isinstance(residual, Tensor) and isinstance(x, Tensor)):
         return None
     weight = norm.weight
     same = residual.dtype == x.dtype and residual.shape == x.shape and weight.device == x.device
