@@ -32,7 +32,7 @@ def geometry(name: str) -> int:
 
 SINGLE_SIMDGROUPS, SINGLE_ROWS = geometry("kSingleSimdgroups"), geometry("kSingleRows")
 # For 2 to 32 tokens: rows, simdgroups of the first kernel, then of the second.
-SHARED = (geometry("kSharedRows"), geometry("kSharedSimdgroups"), geometry("kSharedSimdgroups"))
+FEW = (geometry("kFewRows"), geometry("kFewSimdgroups"), geometry("kFewSimdgroups"))
 MATRIX = (geometry("kMatrixRows"), geometry("kMatrixSimdgroups"), geometry("kMatrixDownSimdgroups"))
 TILE_ROWS, TILE_COLUMNS = geometry("kTileRows"), geometry("kTileColumns")
 COMBINE_THREADS = 256
@@ -223,9 +223,9 @@ class Ours:
                 SINGLE_SIMDGROUPS * 32,
             )
             return self.launch("expert_rows_single", buffers, grid, threads)
-        rows, simdgroups, _ = MATRIX if self.matrix else SHARED
+        rows, simdgroups, _ = MATRIX if self.matrix else FEW
         grid = (-(-outputs // (simdgroups * rows // 2)), min(pairs, EXPERTS) + 1, 1)
-        name = "expert_rows_matrix" if self.matrix else "expert_rows_shared"
+        name = "expert_rows_matrix" if self.matrix else "expert_rows_few"
         return self.launch(name, buffers, grid, simdgroups * 32)
 
     def down(self, x, weights: Weights, ids, routing, out, order):
@@ -241,8 +241,8 @@ class Ours:
                 (-(-weights.rows // SINGLE_ROWS), 1, 1),
                 min(TOP_K, SINGLE_SIMDGROUPS) * 32,
             )
-        rows, _, simdgroups = MATRIX if self.matrix else SHARED
-        name = "expert_down_matrix" if self.matrix else "expert_down_shared"
+        rows, _, simdgroups = MATRIX if self.matrix else FEW
+        name = "expert_down_matrix" if self.matrix else "expert_down_few"
         grid = (-(-weights.rows // rows), 1, 1)
         return self.launch(name, buffers, grid, simdgroups * 32, [ids.size * rows * 4])
 

@@ -105,11 +105,11 @@ expert_down_single_f16 grid 32x1x1 of 64x1x1
         self.assertExpectedInline(
             self.encoded("dense", 4),
             """\
-expert_rows_shared_f16 grid 2x9x1 of 256x1x1
+expert_rows_few_f16 grid 2x9x1 of 256x1x1
  0=A[0:1024] 1=B[0:262144] 2=B[0:262144] 3=B[0:262144]
 4=C[0:32] 5=C[0:32] 6=D[0:1024] 7=76 bytes
 8=E[0:128]
-expert_down_shared_f16 grid 16x1x1 of 256x1x1
+expert_down_few_f16 grid 16x1x1 of 256x1x1
  0=D[0:1024] 1=F[0:131072] 2=F[0:131072] 3=F[0:131072]
 4=C[0:32] 5=C[0:32] 6=G[0:1024] 7=H[0:32]
 8=H[0:32] 9=H[0:32] 10=H[0:32] 11=100 bytes 12=E[0:128]
@@ -270,11 +270,11 @@ expert_down_single_mxfp4_f16 grid 32x1x1 of 64x1x1
         self.assertExpectedInline(
             self.encoded("mxfp4", 4),
             """\
-expert_rows_shared_mxfp4_f16 grid 2x9x1 of 256x1x1
+expert_rows_few_mxfp4_f16 grid 2x9x1 of 256x1x1
  0=A[0:1024] 1=B[0:65536] 2=C[0:4096] 3=C[0:4096]
 4=D[0:32] 5=D[0:32] 6=E[0:1024] 7=76 bytes
 8=F[0:128]
-expert_down_shared_mxfp4_f16 grid 16x1x1 of 256x1x1
+expert_down_few_mxfp4_f16 grid 16x1x1 of 256x1x1
  0=E[0:1024] 1=G[0:32768] 2=H[0:2048] 3=H[0:2048]
 4=D[0:32] 5=D[0:32] 6=I[0:1024] 7=J[0:32]
 8=J[0:32] 9=J[0:32] 10=J[0:32] 11=100 bytes 12=F[0:128]

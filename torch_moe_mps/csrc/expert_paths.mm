@@ -14,23 +14,23 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kMaxSharedTokens = 32;
+constexpr int64_t kMaxFewTokens = 32;
 constexpr int64_t kCombineThreads = 256;
 
-enum class Path { kSingle, kShared, kGemm };  // kSingle serves everything, slowly for many tokens
+enum class Path { kSingle, kFew, kGemm };  // kSingle serves everything, slowly for many tokens
 
 // The kernels for 2 to 32 tokens; rows are those of a simdgroup in the first, of a threadgroup in the second.
-struct SharedKernels {
+struct FewKernels {
   const char* rows_kernel;
   const char* down_kernel;
   int64_t rows, simdgroups, down_simdgroups, max_pairs;
 };
-constexpr SharedKernels kDots{"expert_rows_shared", "expert_down_shared", kSharedRows,
-                              kSharedSimdgroups,    kSharedSimdgroups,    kMaxSharedPairs};
-constexpr SharedKernels kMatrices{"expert_rows_matrix", "expert_down_matrix",  kMatrixRows,
-                                  kMatrixSimdgroups,    kMatrixDownSimdgroups, kMaxMatrixPairs};
+constexpr FewKernels kDots{"expert_rows_few", "expert_down_few", kFewRows,
+                           kFewSimdgroups,    kFewSimdgroups,    kMaxFewPairs};
+constexpr FewKernels kMatrices{"expert_rows_matrix", "expert_down_matrix",  kMatrixRows,
+                               kMatrixSimdgroups,    kMatrixDownSimdgroups, kMaxMatrixPairs};
 
-const SharedKernels& shared_kernels(const ExpertMatrix& matrix) {
+const FewKernels& few_kernels(const ExpertMatrix& matrix) {
   return matrix.bits != 0 ? kMatrices : kDots;
 }
 
@@ -44,8 +44,8 @@ Path path_for(const Tensor& ids, const ExpertMatrix& matrix, bool transposed) {
   const int64_t tokens = ids.size(0), pairs = ids.numel();
   if (tokens == 1) return Path::kSingle;
   // The kernels for 2 to 32 tokens walk along the rows of a matrix, which a transposed one does not have.
-  const bool few = tokens <= kMaxSharedTokens && pairs <= shared_kernels(matrix).max_pairs;
-  if (few && !transposed) return Path::kShared;
+  const bool few = tokens <= kMaxFewTokens && pairs <= few_kernels(matrix).max_pairs;
+  if (few && !transposed) return Path::kFew;
   return matrix.experts <= kMaxBuckets ? Path::kGemm : Path::kSingle;
 }
 
@@ -54,7 +54,7 @@ std::string kernel_of(const char* base, const ExpertMatrix& matrix, c10::ScalarT
 }
 
 // Groups of 32 have matrix kernels of their own.
-std::string shared_kernel_of(const char* base, const ExpertMatrix& matrix, c10::ScalarType dtype) {
+std::string few_kernel_of(const char* base, const ExpertMatrix& matrix, c10::ScalarType dtype) {
   if (matrix.bits != 0 && matrix.group_shift == 5) {
     return kernel_name(base, {matrix.format, "groups32", dtype});
   }
@@ -123,14 +123,14 @@ void decode_rows(Commands& commands, Path path, const Tensor& x, const ExpertMat
                  const Tensor& order) {
   const ExpertParams params = matmul_params(x, matrix, ids, activation, x_per_pair);
   const char* single = matrix.transposed ? "expert_columns_single" : "expert_rows_single";
-  const std::string kernel =
-      path == Path::kShared ? shared_kernel_of(shared_kernels(matrix).rows_kernel, matrix, x.scalar_type())
-                            : kernel_of(single, matrix, x.scalar_type());
+  const std::string kernel = path == Path::kFew
+                                 ? few_kernel_of(few_kernels(matrix).rows_kernel, matrix, x.scalar_type())
+                                 : kernel_of(single, matrix, x.scalar_type());
   Command& command = commands.add(matrix.library, kernel);
   bind_matrix(command, x, matrix).bind(ids).bind_or(matrix.bias, ids).bind(out).params(params);
   const int64_t outputs = params.outputs;
-  if (path == Path::kShared) {
-    const SharedKernels& kernels = shared_kernels(matrix);
+  if (path == Path::kFew) {
+    const FewKernels& kernels = few_kernels(matrix);
     const int64_t block = outputs_of(kernels.simdgroups * kernels.rows, activation);
     const int64_t units = std::min<int64_t>(params.pairs, params.experts);
     command.bind(order).threadgroups({NSUInteger(ceil_div(outputs, block)), NSUInteger(units + 1)},
@@ -150,14 +150,14 @@ void decode_down(Commands& commands, Path path, const Tensor& x, const ExpertMat
                  const Tensor& ids, const ExpertSum& sum, const Tensor& out, const Tensor& order) {
   const ExpertDownParams params = down_params(matmul_params(x, matrix, ids, Activation{}, true), sum);
   const char* single = matrix.transposed ? "expert_down_columns_single" : "expert_down_single";
-  const std::string kernel =
-      path == Path::kShared ? shared_kernel_of(shared_kernels(matrix).down_kernel, matrix, x.scalar_type())
-                            : kernel_of(single, matrix, x.scalar_type());
+  const std::string kernel = path == Path::kFew
+                                 ? few_kernel_of(few_kernels(matrix).down_kernel, matrix, x.scalar_type())
+                                 : kernel_of(single, matrix, x.scalar_type());
   Command& command = commands.add(matrix.library, kernel);
   bind_matrix(command, x, matrix).bind(ids).bind_or(matrix.bias, ids).bind(out);
   bind_sum(command, sum).params(params);
-  if (path == Path::kShared) {
-    const SharedKernels& kernels = shared_kernels(matrix);
+  if (path == Path::kFew) {
+    const FewKernels& kernels = few_kernels(matrix);
     command.bind(order)
         .threadgroup_memory(params.matmul.pairs * kernels.rows * sizeof(float))
         .threadgroups({NSUInteger(ceil_div(matrix.rows, kernels.rows))},
@@ -290,7 +290,7 @@ Tensor project_slots(const Tensor& x_, const ExpertMatrix& matrix, const Tensor&
     tiles = add_tiles(commands, ids, matrix.experts, tile_columns(matrix, Activation{}), 1, true);
     add_gemm(commands, tiles, 0, x, matrix, ids, Activation{}, x_per_pair, out);
   } else {
-    if (path == Path::kShared) order = at::empty({ids.numel(), 4}, ids.options().dtype(at::kInt));
+    if (path == Path::kFew) order = at::empty({ids.numel(), 4}, ids.options().dtype(at::kInt));
     decode_rows(commands, path, x, matrix, ids, Activation{}, x_per_pair, out, order);
   }
   commands.encode();
@@ -320,7 +320,7 @@ Tensor apply_experts(const Tensor& x_, const ExpertMatrix& gate_up, const Expert
     add_gemm(commands, tiles, 1, hidden, down, ids, Activation{}, true, slots);
     add_combine(commands, slots, down, ids, sum, out);
   } else {
-    if (path == Path::kShared) order = at::empty({ids.numel(), 4}, ids.options().dtype(at::kInt));
+    if (path == Path::kFew) order = at::empty({ids.numel(), 4}, ids.options().dtype(at::kInt));
     decode_rows(commands, path, x, gate_up, ids, activation, false, hidden, order);
     decode_down(commands, path, hidden, down, ids, sum, out, order);
   }

@@ -298,16 +298,16 @@ inline PairList list_pairs(device const int* ids, uint expert, threadgroup ushor
   return list;
 }
 
-// The pairs that this threadgroup of a shared kernel works for, none where another one does. Grid: (blocks of
-// `block` outputs, experts or pairs, whichever are fewer, and one more for the sentinels). Where it counts
-// pairs, the first pair of an expert works for all. The first block also writes the list that the down
-// projection works through: (pair, expert, its place among the expert's pairs, their number) ordered by
+// The pairs that this threadgroup of a kernel for few tokens works for, none where another one does. Grid:
+// (blocks of `block` outputs, experts or pairs, whichever are fewer, and one more for the sentinels). Where
+// it counts pairs, the first pair of an expert works for all. The first block also writes the list that the
+// down projection works through: (pair, expert, its place among the expert's pairs, their number) ordered by
 // expert, sentinels last with expert = experts. The outputs of sentinels become zero.
 template <typename T>
-inline PairList shared_pairs(device const int* ids, threadgroup ushort* pairs, threadgroup uint* found,
-                             threadgroup uint* lower, device uint4* order, device T* out, uint block,
-                             uint2 group, uint2 groups, uint thread_index, uint threads, uint lane,
-                             uint simdgroup, constant ExpertParams& params) {
+inline PairList pairs_of_expert(device const int* ids, threadgroup ushort* pairs, threadgroup uint* found,
+                                threadgroup uint* lower, device uint4* order, device T* out, uint block,
+                                uint2 group, uint2 groups, uint thread_index, uint threads, uint lane,
+                                uint simdgroup, constant ExpertParams& params) {
   const PairList none = {params.experts, 0, 0};
   const bool sentinels = group.y + 1 == groups.y;
   uint expert = params.experts;
@@ -359,9 +359,9 @@ inline Sources<M> few_sources(threadgroup const uint* sources, uint count) {
 // kRows rows for the `count` <= 32 pairs of an expert whose inputs start at `sources`. With more pairs, fewer
 // rows at a time: their sums are kept in registers.
 template <typename W, int kRows>
-inline RowValues<kRows> shared_rows(W weights, device const typename W::Element* x,
-                                    threadgroup const uint* sources, uint count, uint first, uint lane,
-                                    constant ExpertParams& params) {
+inline RowValues<kRows> few_rows(W weights, device const typename W::Element* x,
+                                 threadgroup const uint* sources, uint count, uint first, uint lane,
+                                 constant ExpertParams& params) {
   if (count == 1) {
     return row_blocks<W, kRows, kRows, 1>(weights, x, few_sources<1>(sources, count), count, first, lane,
                                           params);
@@ -377,38 +377,38 @@ inline RowValues<kRows> shared_rows(W weights, device const typename W::Element*
   return row_blocks<W, kRows, 1, 32>(weights, x, many, count, first, lane, params);
 }
 
-// Which of the cases of shared_rows a list of pairs takes.
+// Which of the cases of few_rows a list of pairs takes.
 constant constexpr uint kListLengths = 5;
 inline uint list_length(uint count) {
   return count == 1 ? 0 : count == 2 ? 1 : count <= 4 ? 2 : count <= 8 ? 3 : 4;
 }
 
 // For 2 to 32 tokens: a threadgroup takes rows of one expert and every pair that chose it, so that the rows
-// are read once. For the grid see shared_pairs.
+// are read once. For the grid see pairs_of_expert.
 //
 // The bound of 512 threads, twice what is launched, limits a thread's registers. On an NVIDIA H200, int4, 8
 // tokens: 57, 62, 56 and 55 us for 512, 640, 768 and 1024, but in the down projection 79 instead of 56 for
 // 768. Not measured on an Apple GPU.
 template <typename W>
-[[kernel, max_total_threads_per_threadgroup(512)]] void expert_rows_shared(
+[[kernel, max_total_threads_per_threadgroup(512)]] void expert_rows_few(
     EXPERT_ROWS_BUFFERS(typename W::Element), device uint4* order [[buffer(8)]],
     uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename W::Element T;
-  threadgroup ushort pairs[kMaxSharedPairs];
-  threadgroup uint found[kSharedSimdgroups];
-  threadgroup uint lower[kSharedSimdgroups];
-  threadgroup uint sources[kSharedSimdgroups * kMaxPairsAtOnce];
-  constexpr uint kThreads = kSharedSimdgroups * kSimdWidth;
+  threadgroup ushort pairs[kMaxFewPairs];
+  threadgroup uint found[kFewSimdgroups];
+  threadgroup uint lower[kFewSimdgroups];
+  threadgroup uint sources[kFewSimdgroups * kMaxPairsAtOnce];
+  constexpr uint kThreads = kFewSimdgroups * kSimdWidth;
 
-  const uint block = outputs_of_rows(kSharedSimdgroups * kSharedRows, params);
-  const PairList list = shared_pairs(ids, pairs, found, lower, order, out, block, group, groups, thread_index,
-                                     kThreads, lane, simdgroup, params);
+  const uint block = outputs_of_rows(kFewSimdgroups * kFewRows, params);
+  const PairList list = pairs_of_expert(ids, pairs, found, lower, order, out, block, group, groups,
+                                        thread_index, kThreads, lane, simdgroup, params);
   if (list.count == 0) return;
   const uint expert = list.expert;
   const W weights(packed, scales, biases, expert, params);
-  const uint first = group.x * block + simdgroup * outputs_of_rows(kSharedRows, params);
+  const uint first = group.x * block + simdgroup * outputs_of_rows(kFewRows, params);
   if (first >= params.outputs) return;
   threadgroup uint* own_sources = sources + simdgroup * kMaxPairsAtOnce;
   for (uint start = 0; start < list.count; start += kMaxPairsAtOnce) {
@@ -416,8 +416,8 @@ template <typename W>
     const uint pair = pairs[start + min(lane, count - 1)];
     own_sources[lane] = input_row(pair, params) * params.inputs;
     simdgroup_barrier(mem_flags::mem_threadgroup);
-    const RowValues<kSharedRows> values =
-        shared_rows<W, kSharedRows>(weights, x, own_sources, count, first, lane, params);
+    const RowValues<kFewRows> values =
+        few_rows<W, kFewRows>(weights, x, own_sources, count, first, lane, params);
     if (lane < count) store_outputs(values, bias, expert, first, pair, out, params);
     simdgroup_barrier(mem_flags::mem_threadgroup);
   }
@@ -509,22 +509,22 @@ inline void store_combined(threadgroup const float* terms, uint first, device co
   }
 }
 
-// The same for 2 to 32 tokens: a threadgroup takes kSharedRows rows, its simdgroups in turn the distinct
-// experts of `order`, each with all its pairs. Grid: blocks of kSharedRows rows. Threadgroup memory:
-// kSharedRows floats a pair.
+// The same for 2 to 32 tokens: a threadgroup takes kFewRows rows, its simdgroups in turn the distinct
+// experts of `order`, each with all its pairs. Grid: blocks of kFewRows rows. Threadgroup memory:
+// kFewRows floats a pair.
 template <typename W>
-[[kernel, max_total_threads_per_threadgroup(512)]] void expert_down_shared(
+[[kernel, max_total_threads_per_threadgroup(512)]] void expert_down_few(
     EXPERT_DOWN_BUFFERS(typename W::Element), device const uint4* order [[buffer(12)]],
     threadgroup float* terms [[threadgroup(0)]], uint group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename W::Element T;
-  constexpr uint kThreads = kSharedSimdgroups * kSimdWidth;
+  constexpr uint kThreads = kFewSimdgroups * kSimdWidth;
   constant ExpertParams& matmul = params.matmul;
-  threadgroup uint sources[kSharedSimdgroups * kMaxPairsAtOnce];
+  threadgroup uint sources[kFewSimdgroups * kMaxPairsAtOnce];
   threadgroup uint* own_sources = sources + simdgroup * kMaxPairsAtOnce;
-  const uint first = group * kSharedRows;
-  clear_sentinels<kSharedRows>(ids, terms, thread_index, kThreads, matmul);
+  const uint first = group * kFewRows;
+  clear_sentinels<kFewRows>(ids, terms, thread_index, kThreads, matmul);
   // Experts with equally many pairs together, so that the simdgroups run the same code at a time: in the
   // order of ids the kernel waited for instructions for half of its time (32 tokens).
   uint turn = 0;
@@ -537,7 +537,7 @@ template <typename W>
         starts = own.y < matmul.experts && own.z == 0 && list_length(own.w) == length;
       }
       for (uint left = ballot(starts); left != 0; left &= left - 1, ++turn) {
-        if (turn % kSharedSimdgroups != simdgroup) continue;
+        if (turn % kFewSimdgroups != simdgroup) continue;
         const uint start = base + ctz(left);
         const uint expert = order[start].y;
         const uint end = start + order[start].w;
@@ -547,12 +547,12 @@ template <typename W>
           const uint pair = order[some + min(lane, count - 1)].x;
           own_sources[lane] = pair * matmul.inputs;
           simdgroup_barrier(mem_flags::mem_threadgroup);
-          const RowValues<kSharedRows> values =
-              shared_rows<W, kSharedRows>(weights, x, own_sources, count, first, lane, matmul);
+          const RowValues<kFewRows> values =
+              few_rows<W, kFewRows>(weights, x, own_sources, count, first, lane, matmul);
           if (lane < count) {
-            UNROLL for (int r = 0; r < kSharedRows; ++r) {
+            UNROLL for (int r = 0; r < kFewRows; ++r) {
               const uint row = min(first + r, matmul.outputs - 1);
-              terms[pair * kSharedRows + r] = weighted(values.v[r], pair, expert, row, routing, bias, params);
+              terms[pair * kFewRows + r] = weighted(values.v[r], pair, expert, row, routing, bias, params);
             }
           }
           simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -561,6 +561,6 @@ template <typename W>
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  store_combined<T, kSharedRows>(terms, first, shared_gate, shared_out, residual, out, thread_index, kThreads,
-                                 params);
+  store_combined<T, kFewRows>(terms, first, shared_gate, shared_out, residual, out, thread_index, kThreads,
+                              params);
 }

@@ -338,7 +338,7 @@ inline RowValues<kMatrixRows> rows_of_pair(W weights, device const typename W::E
   return row_blocks<W, kMatrixRows, 8, 1>(weights, x, sources, 1, first, lane, params);
 }
 
-// Grid: see shared_pairs. W and F are the same format.
+// Grid: see pairs_of_expert. W and F are the same format.
 template <typename W, typename F>
 [[kernel, max_total_threads_per_threadgroup(512)]] void expert_rows_matrix(
     EXPERT_ROWS_BUFFERS(typename W::Element), device uint4* order [[buffer(8)]],
@@ -357,8 +357,8 @@ template <typename W, typename F>
   threadgroup InputTotals totals[StagedInputs<F>::kStagedUnits];
 
   const uint block = outputs_of_rows(kMatrixSimdgroups * kMatrixRows, params);
-  const PairList list = shared_pairs(ids, pairs, found, lower, order, out, block, group, groups, thread_index,
-                                     kThreads, lane, simdgroup, params);
+  const PairList list = pairs_of_expert(ids, pairs, found, lower, order, out, block, group, groups,
+                                        thread_index, kThreads, lane, simdgroup, params);
   if (list.count == 0) return;
   const uint first = group.x * block + simdgroup * outputs_of_rows(kMatrixRows, params);
   if (list.count == 1) {

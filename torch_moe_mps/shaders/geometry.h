@@ -23,9 +23,9 @@ GEOMETRY kSingleSimdgroups = 8;
 GEOMETRY kColumnSimdgroups = 16;  // transposed weights
 
 // Experts, 2 to 32 tokens: dense and mxfp4
-GEOMETRY kSharedRows = 8;  // of a simdgroup; down: of a threadgroup
-GEOMETRY kSharedSimdgroups = 8;
-GEOMETRY kMaxSharedPairs = 512;  // their numbers, and their terms in down, lie in threadgroup memory
+GEOMETRY kFewRows = 8;  // of a simdgroup; down: of a threadgroup
+GEOMETRY kFewSimdgroups = 8;
+GEOMETRY kMaxFewPairs = 512;  // their numbers, and their terms in down, lie in threadgroup memory
 
 // The same for affine weights
 GEOMETRY kMatrixRows = 16;  // of a simdgroup; down: of a threadgroup

@@ -13,9 +13,9 @@
   INSTANTIATE_KERNEL("expert_down_single_" name, expert_down_single<single, kSingleRows, 1, 1024>) \
   INSTANTIATE_KERNEL("expert_gemm_" name, expert_gemm<gemm>)
 
-#define SHARED(name, weights)                                                 \
-  INSTANTIATE_KERNEL("expert_rows_shared_" name, expert_rows_shared<weights>) \
-  INSTANTIATE_KERNEL("expert_down_shared_" name, expert_down_shared<weights>)
+#define FEW(name, weights)                                              \
+  INSTANTIATE_KERNEL("expert_rows_few_" name, expert_rows_few<weights>) \
+  INSTANTIATE_KERNEL("expert_down_few_" name, expert_down_few<weights>)
 
 #define MATRIX(name, weights, fragments)                                                 \
   INSTANTIATE_KERNEL("expert_rows_matrix_" name, expert_rows_matrix<weights, fragments>) \

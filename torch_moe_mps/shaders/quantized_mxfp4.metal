@@ -4,7 +4,7 @@
   typedef Mxfp4Weights<T, 4> Decode_##T;        \
   typedef Mxfp4Weights<T, 2> Gemm_##T;          \
   FORMAT("mxfp4_" suffix, Decode_##T, Gemm_##T) \
-  SHARED("mxfp4_" suffix, Decode_##T)
+  FEW("mxfp4_" suffix, Decode_##T)
 
 MXFP4(float, "f32")
 MXFP4(half, "f16")
