@@ -18,7 +18,7 @@ from pathlib import Path
 
 from . import build
 from .errors import ShaderError
-from .tokens import is_identifier
+from .tokens import is_identifier, is_space
 from .translate import Translator
 from .vocabulary import VECTOR, Location, check_vocabulary
 
@@ -58,6 +58,16 @@ LANGUAGE_WORDS = {
 }
 
 
+GRID_ATTRIBUTES = {
+    "thread_position_in_grid",
+    "threads_per_grid",
+    "threadgroup_position_in_grid",
+    "threadgroups_per_grid",
+    "thread_position_in_threadgroup",
+    "threads_per_threadgroup",
+}
+
+
 class StrictTranslator(Translator):
     """Keeps the address spaces, by OpenCL's names, and instantiates every kernel."""
 
@@ -90,6 +100,31 @@ class StrictTranslator(Translator):
                 self.defined[self.tokens[name]] = True
                 start = self.declaration_start(name)
                 self.tokens[start] = "extern " + self.tokens[start]
+
+    def parameters(self, start: int, end: int) -> tuple[list[str], list[str]]:
+        """Positions and sizes of one kernel have as many components as each other."""
+        types = {}
+        for low, high in self.split(start, end):
+            if any(a.name in GRID_ATTRIBUTES for a in self.attributes_in(low, high)):
+                words = [token for token in self.tokens[low:high] if is_identifier(token)]
+                types[words[-2]] = words[-1]
+        if len(types) > 1:
+            kinds = " and ".join(types)
+            raise ShaderError(f"{self.line(start)}: error: the grid's attributes are {kinds} in one kernel")
+        return super().parameters(start, end)
+
+    def replace_variables(self, start: int) -> None:
+        before = len(self.tokens[start])
+        super().replace_variables(start)
+        if len(self.tokens[start]) == before:
+            return  # a pointer
+        own = [low for low, high in self.bodies if low < start < high]
+        if not own or any(
+            self.tokens[i] == "{" and self.closing(i) > start for i in range(own[0] + 1, start)
+        ):
+            raise ShaderError(
+                f"{self.line(start)}: error: threadgroup memory is declared outside of a kernel's first scope"
+            )
 
     def variable(self, type_: str, name: str, dimensions: str) -> str:
         self.sites += 1
@@ -141,6 +176,7 @@ def clang(arguments: list, **options) -> subprocess.CompletedProcess:
     command += [
         "-cl-single-precision-constant",
         "-Wno-everything",
+        "-Werror=c++11-narrowing",
         f"-I{STRICT}",
         "-internal-isystem",
         f"{resource}/include",
@@ -266,6 +302,17 @@ def names_something(translator: Translator, at: int) -> bool:
     return before != "[" and after in set("=;()[.,")
 
 
+def is_assignment_of_braces(translator: Translator, at: int) -> bool:
+    """x = {...} without a type: Metal's structs have an assignment for each address space; all fit."""
+    if translator.at(translator.next(at)) != "{":
+        return False
+    start = at
+    while translator.at(translator.previous(start)) not in {";", "{", "}", ")", "else", ""}:
+        start = translator.previous(start)
+    first = start if not is_space(translator.tokens[start]) else translator.next(start)
+    return translator.at(translator.next(first)) in {"=", "[", ".", "->"}
+
+
 def check_language(preprocessed: str) -> list[str]:
     translator = Translator(preprocessed, {})
     problems = []
@@ -274,6 +321,10 @@ def check_language(preprocessed: str) -> list[str]:
             problems.append(f"{translator.line(i)}: error: '{token}': {message}")
         elif token == "kernel" and names_something(translator, i):
             problems.append(f"{translator.line(i)}: error: '{token}': a keyword of Metal")
+        elif token == "=" and is_assignment_of_braces(translator, i):
+            problems.append(
+                f"{translator.line(i)}: error: braces are assigned to an object of several spaces"
+            )
     folder, pch = build.prepared_headers()
     flags = [*build.LANGUAGE, *build.ARITHMETIC, *build.INSTRUMENTATION, *build.GENERATION]
     flags += ["-include-pch", pch, "-I", build.INCLUDE, "-I", folder, "-DMSL_KERNEL=-1", "-fsyntax-only"]

@@ -49,6 +49,7 @@ class Translator(Tokens):
         super().__init__(source)
         self.constants = constants
         self.kernels: dict[str, Kernel] = {}
+        self.bodies: list[tuple[int, int]] = []  # of kernels
         self.instances: list[tuple[str, str, str | None]] = []  # kernel, template-id, host name
         self.defined: dict[str, bool] = {}  # function constants
         self.sites = 0
@@ -145,6 +146,8 @@ class Translator(Tokens):
         end = self.closing(i)
         getters, arguments = self.parameters(i + 1, end)
         after = self.next(end)
+        if self.at(after) == "{":
+            self.bodies.append((after, self.closing(after)))
         around = self.attributes_in(self.previous(start) + 1, i) + self.attributes_in(end, after)
         kernel = Kernel(name, getters, arguments, template=is_template)
         if is_template:

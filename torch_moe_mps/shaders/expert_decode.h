@@ -37,7 +37,8 @@ inline void add_chunk_few(W weights, thread typename W::Chunk* chunks, device co
     }
   }
   InputSums sums[M];
-  UNROLL for (int m = 0; m < M; ++m) sums[m] = {{0.0f, 0.0f}};
+  const InputSums none = {{0.0f, 0.0f}};
+  UNROLL for (int m = 0; m < M; ++m) sums[m] = none;
   Dots<R, M> codes;
   UNROLL for (int r = 0; r < R; ++r) {
     UNROLL for (int m = 0; m < M; ++m) codes.v[r][m] = 0.0f;

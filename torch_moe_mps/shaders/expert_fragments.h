@@ -24,8 +24,8 @@
 
 // The two elements of a matrix that a lane holds. Metal declares all 64; a lane's own come first.
 template <typename T>
-inline thread vec<T, 2>& own_elements(thread simdgroup_matrix<T, 8, 8>& matrix) {
-  return reinterpret_cast<thread vec<T, 2>&>(matrix.thread_elements());
+inline thread vec<T, 2>& own_elements(thread simdgroup_matrix<T, 8, 8>& whole) {
+  return reinterpret_cast<thread vec<T, 2>&>(whole.thread_elements());
 }
 
 // Where a lane's two elements lie in an 8x8 matrix: row, and columns 2 quarter and 2 quarter + 1. Read from a
@@ -41,9 +41,9 @@ inline MatrixPlace find_place(threadgroup float* numbers, threadgroup ushort* la
                               uint lane) {
   if (thread_index < 64) numbers[thread_index] = float(thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  simdgroup_matrix<float, 8, 8> matrix;
-  simdgroup_load(matrix, numbers, 8);
-  const uint element = uint(own_elements(matrix).x);
+  simdgroup_matrix<float, 8, 8> loaded;
+  simdgroup_load(loaded, numbers, 8);
+  const uint element = uint(own_elements(loaded).x);
   if (thread_index < kSimdWidth) lanes[element / 2] = ushort(lane);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   return {element / 8, element % 8 / 2};

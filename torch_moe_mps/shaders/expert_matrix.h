@@ -57,7 +57,7 @@ struct LaneInputs {
   uint first_end;
   uint second_end;
 
-  LaneInputs() = default;
+  LaneInputs() {}
   LaneInputs(device const T* first_, device const T* second_, bool has_first, bool has_second,
              MatrixPlace place, uint inputs) {
     const uint offset = F::unit_column(0, place.row / 2) + place.row % 2 * F::kCodePairs;
@@ -460,7 +460,7 @@ inline void matrix_terms(F fragments, uint first, device const typename F::Eleme
     UNROLL for (int t = 0; t < kRowTiles; ++t) {
       const uint row = min(tile_output(first, t, place, params.matmul), params.matmul.outputs - 1);
       terms[pair * kMatrixRows + 8 * t + place.row] =
-          weighted(dots.of(t, n), pair, entries->y, row, routing, bias, params);
+          weighted(dots.of(t, n), pair, entries[0].y, row, routing, bias, params);
     }
   }
 }
@@ -506,8 +506,8 @@ template <typename F>
     for (uint left = ballot(starts); left != 0; left &= left - 1, ++turn) {
       if (turn % kMatrixDownSimdgroups != simdgroup) continue;
       device const uint4* entries = order + base + ctz(left);
-      const uint expert = entries->y;
-      const uint count = min(entries->w - entries->z, kMaxPairTiles * kTilePairs);
+      const uint expert = entries[0].y;
+      const uint count = min(entries[0].w - entries[0].z, kMaxPairTiles * kTilePairs);
       const F fragments(packed, scales, biases, expert, matmul);
       matrix_terms_of_pairs(fragments, first, x, entries, count, terms, lanes, place, routing, bias, params);
     }

@@ -453,8 +453,9 @@ STRICT_1(simd_prefix_inclusive_product) STRICT_1(simd_prefix_exclusive_product)
   typedef vec<T, Columns * Rows> storage_type;
   simdgroup_matrix() = default;
   explicit simdgroup_matrix(T);
+  static_assert(is_same_v<T, float> || is_same_v<T, half> || is_same_v<T, bfloat>, "no matrix of this type");
   __private storage_type& thread_elements() __private;
-  storage_type& thread_elements();
+  const __private storage_type& thread_elements() const __private;
 };
 typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
 typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
