@@ -456,7 +456,7 @@ def gate_layout(tokens: int, experts: int, width: int) -> tuple[int, int, int]:
     """(tokens of a threadgroup, threads, columns of a tile), as in csrc/routing.mm."""
 
     def fits(n):
-        return (8192 - 64) // n - experts
+        return (8192 - 128) // n - experts
 
     layout = (1, 1024, fits(1))
     if tokens > 64:
@@ -558,7 +558,7 @@ def bucket_case(bench, tokens: int, experts: int, top_k: int, dtype=torch.int32,
         buckets, lane_sets = experts + 1, 64
         groups = max(1, min(16, ceil_div(pairs, 2048)))
         run = ceil_div(pairs, groups)
-        chunks = max(1, min(32, (8192 - 32 - 2 * buckets) // (buckets + lane_sets), ceil_div(run, 64)))
+        chunks = max(1, min(32, (8192 - 128 - 2 * buckets) // (buckets + lane_sets), ceil_div(run, 64)))
         simdgroups = max(chunks, min(32, ceil_div(buckets, 32)))
         params = pack(
             "BucketParams",
