@@ -40,6 +40,7 @@ def metal_extension() -> dict:
     extension = CppExtension(
         f"torch_moe_mps._C_torch{major}_{minor}",  # _extension.py loads it into no other torch
         sources,
+        depends=sorted(str(path) for path in Path("torch_moe_mps").glob("*/*.h")),
         extra_compile_args=["-O2", "-fblocks", "-fobjc-exceptions", "-fno-objc-arc", oldest],
         extra_link_args=["-framework", "Foundation", "-framework", "Metal", oldest],
     )
