@@ -3,7 +3,6 @@
 import functools
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -45,8 +44,10 @@ def operator(
             check(*args, **kwargs)
             if args[0].device.type == "mps":
                 _warn_mps_reference()
-            with _without_autocast(args[0].device.type):
-                return _contiguous(reference(*args, **kwargs))
+            if torch._C._is_any_autocast_enabled():  # the references compute in the dtypes that they document
+                with torch.autocast(args[0].device.type, enabled=False):
+                    return _contiguous(reference(*args, **kwargs))
+            return _contiguous(reference(*args, **kwargs))
 
         @functools.wraps(fake)
         def checked_fake(*args, **kwargs):
@@ -78,21 +79,16 @@ def _check_of_values(name: str) -> Callable:
     numbers = [(i, a.name) for i, a in arguments if str(a.type) in ("float", "Optional[float]")]
 
     def check_values(*args, **kwargs):
+        given = len(args)
         for i, argument in tensors:
-            if (args[i] if i < len(args) else kwargs.get(argument)) is None:
+            if (args[i] if i < given else kwargs.get(argument)) is None:
                 check.fail(argument, "a tensor", None)
         for i, argument in numbers:
-            value = args[i] if i < len(args) else kwargs.get(argument)
+            value = args[i] if i < given else kwargs.get(argument)
             if value is not None:
                 check.number(argument, value)
 
     return check_values
-
-
-def _without_autocast(device: str) -> AbstractContextManager:
-    """The references compute in the dtypes that they document, as the kernels do."""
-    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if enabled else nullcontext()
 
 
 def _contiguous(outputs: Tensor | tuple[Tensor, ...] | None) -> Tensor | tuple[Tensor, ...] | None:
