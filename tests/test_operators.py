@@ -721,6 +721,14 @@ def test_jvp_fails_by_name():
         torch.func.jvp(packet("silu_mul_stacked"), (gate, up), (gate, up))
 
 
+def test_grad_of_a_function_fails_by_name(device):
+    arguments, _ = floating_arguments("silu_mul_stacked", device)
+    with pytest.raises(NotImplementedError, match=r"moe_mps::silu_mul_stacked.*not implemented"):
+        torch.func.grad(lambda gate: packet("silu_mul_stacked")(gate, arguments["up"]).sum())(
+            arguments["gate"]
+        )
+
+
 IN_PLACE = [name for name in OPERATORS if name.endswith("_")]
 
 

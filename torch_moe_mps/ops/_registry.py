@@ -127,6 +127,8 @@ def _autograd_kernel(name: str) -> Callable:
         needs_grad = [t for t in tensors if t.requires_grad]
         if not (needs_grad and torch.is_grad_enabled()):
             return call()
+        if torch._C._are_functorch_transforms_active():
+            raise _no_backward(name)
         dirty = [args[i] for i in mutated]
         outputs = _NoBackward.apply(name, call, len(dirty), *dirty, *needs_grad)[len(dirty) :]
         return outputs if len(overload._schema.returns) > 1 else (outputs[0] if outputs else None)
@@ -149,7 +151,11 @@ class _NoBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        raise NotImplementedError(
-            f"moe_mps::{ctx.name}: backward is not implemented, the operators are for inference; run it "
-            "under torch.no_grad() or use the model's own code for training"
-        )
+        raise _no_backward(ctx.name)
+
+
+def _no_backward(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"moe_mps::{name}: backward is not implemented, the operators are for inference; run it "
+        "under torch.no_grad() or use the model's own code for training"
+    )
