@@ -31,9 +31,10 @@ def geometry(name: str) -> int:
 
 
 SINGLE_SIMDGROUPS, SINGLE_ROWS = geometry("kSingleSimdgroups"), geometry("kSingleRows")
-# For 2 to 32 tokens: rows, simdgroups of the first kernel, then of the second.
-FEW = (geometry("kFewRows"), geometry("kFewSimdgroups"), geometry("kFewSimdgroups"))
-MATRIX = (geometry("kMatrixRows"), geometry("kMatrixSimdgroups"), geometry("kMatrixDownSimdgroups"))
+# For 2 to 32 tokens: rows and simdgroups of the first kernel, then of the second.
+FEW = 2 * (geometry("kFewRows"), geometry("kFewSimdgroups"))
+MATRIX = (geometry("kMatrixRows"), geometry("kMatrixSimdgroups"))
+MATRIX += (geometry("kMatrixDownRows"), geometry("kMatrixDownSimdgroups"))
 TILE_ROWS, TILE_COLUMNS = geometry("kTileRows"), geometry("kTileColumns")
 COMBINE_THREADS = 256
 TOLERANCE = {"f32": 1e-5, "f16": 2e-3, "bf16": 1.2e-2}  # of the largest value
@@ -223,7 +224,7 @@ class Ours:
                 SINGLE_SIMDGROUPS * 32,
             )
             return self.launch("expert_rows_single", buffers, grid, threads)
-        rows, simdgroups, _ = MATRIX if self.matrix else FEW
+        rows, simdgroups, _, _ = MATRIX if self.matrix else FEW
         grid = (-(-outputs // (simdgroups * rows // 2)), min(pairs, EXPERTS) + 1, 1)
         name = "expert_rows_matrix" if self.matrix else "expert_rows_few"
         return self.launch(name, buffers, grid, simdgroups * 32)
@@ -241,8 +242,10 @@ class Ours:
                 (-(-weights.rows // SINGLE_ROWS), 1, 1),
                 min(TOP_K, SINGLE_SIMDGROUPS) * 32,
             )
-        rows, _, simdgroups = MATRIX if self.matrix else FEW
+        _, _, rows, simdgroups = MATRIX if self.matrix else FEW
         name = "expert_down_matrix" if self.matrix else "expert_down_few"
+        if self.matrix and min(ids.size, EXPERTS) <= simdgroups // 2:
+            name = "expert_down_parts"
         grid = (-(-weights.rows // rows), 1, 1)
         return self.launch(name, buffers, grid, simdgroups * 32, [ids.size * rows * 4])
 

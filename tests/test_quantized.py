@@ -117,6 +117,7 @@ def test_layer(device, format, dtype):
     group = format[1]
     check_layer(device, (1, 8, 16, 3 * max(group, 64), max(group, 96) // group * group), format, dtype, 0)
     check_layer(device, (3, 2, 4, group, group), format, dtype, 1, scale_dtype=torch.float32)
+    check_layer(device, (7, 3, 12, 3 * group, 5 * group), format, dtype, 3, scale_dtype=torch.float32)
     check_layer(device, (37, 2, 3, 2 * group, group), format, dtype, 2)
 
 
@@ -151,8 +152,12 @@ COUNTS = ((1, 2, 3), (8, 1, 9), (17, 0, 16), (33, 31, 2))
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("format", FORMATS, ids=NAMES)
 def test_many_pairs_of_one_expert(device, format, counts):
-    """At 2 to 32 tokens the pairs of an expert are multiplied together. Rows of 3 and of 5 groups."""
+    """At 2 to 32 tokens the pairs of an expert are multiplied together. Rows of 3 and of 5 groups.
+
+    In the down projection simdgroups share experts where there are at most 8.
+    """
     group, seed = format[1], sum(counts)
+    counts += (0,) * (6 * (seed % 2))
     for i, (slots, dtype) in enumerate(zip((2, 3, 2), DTYPES, strict=True)):
         ids = ids_of_counts(counts, max(slots, -(-sum(counts) // 32)), seed)
         shape = (*ids.shape, len(counts), 3 * group, group if i else 5 * group)
@@ -163,17 +168,42 @@ def test_many_pairs_of_one_expert(device, format, counts):
     assert_close(expert_qmm(x.to(device), *place(weight, device), ids.to(device), *format), expected)
 
 
-@pytest.mark.parametrize("tokens", [6, 40])
+# Pairs of each expert; with more than 32 an expert counts again. Shares of 16 simdgroups for 1 to 16 of them.
+FEW_COUNTS = (
+    (2,),
+    (5, 4),
+    (1, 0, 3, 3),
+    (1, 2, 3, 4, 5),
+    (1, 0, 1, 1, 1, 1, 1, 9),
+    (40,),
+    (33, 65),
+    (226, 2, 1, 2, 1, 2, 1, 2),
+)
+
+
+@pytest.mark.parametrize("counts", FEW_COUNTS, ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_simdgroups_share_few_experts(device, bits, counts):
+    """Rows of one step, of fewer than there are simdgroups for an expert, and of more, the last one not full."""
+    for i, (group, groups) in enumerate([(32, 1), (64, 3), (128, 7), (64, 37)]):
+        dtype, slots = DTYPES[i % 3], max(2, -(-sum(counts) // 32))
+        ids = ids_of_counts(counts, slots, i)
+        shape = (*ids.shape, len(counts), 64 if group == 32 else group, group * groups)
+        bias = random((len(counts), shape[3]), torch.float32, i)
+        check_layer(device, shape, (bits, group, "affine"), dtype, i, ids=ids, down_bias=bias)
+
+
+@pytest.mark.parametrize(("experts", "tokens"), [(3, 6), (9, 6), (3, 40)])
 @pytest.mark.parametrize("format", FORMATS, ids=NAMES)
-def test_whatever_lanes_hold_of_a_matrix(simulated, format, tokens):
+def test_whatever_lanes_hold_of_a_matrix(simulated, format, experts, tokens):
     group = format[1]
-    gate_up = random_quantized(3, 2 * group, 2 * group, format, torch.float16, 1)
-    down = random_quantized(3, 2 * group, group, format, torch.float16, 2)
+    gate_up = random_quantized(experts, 2 * group, 2 * group, format, torch.float16, 1)
+    down = random_quantized(experts, 2 * group, group, format, torch.float16, 2)
     arguments = (
         random((tokens, 2 * group), torch.float16, 3).to("mps"),
         *place(gate_up, "mps"),
         *place(down, "mps"),
-        random_ids(tokens, 2, 3, 4, torch.int32).to("mps"),
+        random_ids(tokens, 2, experts, 4, torch.int32).to("mps"),
         random((tokens, 2), torch.float32, 5).to("mps"),
     )
     expected = moe_experts_quantized(*arguments, *format).cpu()
@@ -198,8 +228,8 @@ def test_infinite_input(device, format, tokens):
 
 @pytest.mark.parametrize("mode", ["affine", "mxfp4"])
 def test_options(device, mode):
-    format, experts, hidden, intermediate = (4, 32, mode), 4, 64, 32
-    for tokens, dtype in ((2, torch.bfloat16), (40, torch.float16)):
+    format, hidden, intermediate = (4, 32, mode), 64, 32
+    for tokens, experts, dtype in ((2, 4, torch.bfloat16), (6, 9, torch.float32), (40, 4, torch.float16)):
         shape = (tokens, 2, experts, hidden, intermediate)
         biases = {
             "gate_up_bias": random((experts, 2 * intermediate), torch.float32, 11),
@@ -278,11 +308,11 @@ def test_layouts(device):
 @pytest.mark.one_schedule
 @pytest.mark.parametrize("format", [FORMATS[0], FORMATS[-1]])
 def test_the_same_bits_every_time(device, every_order, format):
-    for tokens in (1, 6, 40):
-        gate_up = place(random_quantized(16, 64, 64, format, torch.float32, 0), device)
-        down = place(random_quantized(16, 64, 32, format, torch.float32, 3), device)
+    for tokens, experts in ((1, 16), (6, 16), (6, 3), (40, 16)):
+        gate_up = place(random_quantized(experts, 64, 64, format, torch.float32, 0), device)
+        down = place(random_quantized(experts, 64, 32, format, torch.float32, 3), device)
         x, weights = random((tokens, 64), torch.float32, 6), random((tokens, 8), torch.float32, 7)
-        ids = random_ids(tokens, 8, 16, 8, torch.int32)
+        ids = random_ids(tokens, 8, experts, 8, torch.int32)
         x, ids, weights = (tensor.to(device) for tensor in (x, ids, weights))
         first, *others = [
             moe_experts_quantized(x, *gate_up, *down, ids, weights, *format).cpu() for _ in every_order()

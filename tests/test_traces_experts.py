@@ -160,11 +160,11 @@ expert_down_single_affine4_f16 grid 32x1x1 of 64x1x1
         self.assertExpectedInline(
             self.encoded("int4", 4),
             """\
-expert_rows_matrix_affine4_f16 grid 1x9x1 of 256x1x1
+expert_rows_matrix_affine4_f16 grid 2x9x1 of 128x1x1
  0=A[0:1024] 1=B[0:65536] 2=C[0:4096] 3=D[0:4096]
 4=E[0:32] 5=E[0:32] 6=F[0:1024] 7=76 bytes
 8=G[0:128]
-expert_down_matrix_affine4_f16 grid 8x1x1 of 512x1x1
+expert_down_parts_affine4_f16 grid 8x1x1 of 512x1x1
  0=F[0:1024] 1=H[0:32768] 2=I[0:2048] 3=J[0:2048]
 4=E[0:32] 5=E[0:32] 6=K[0:1024] 7=L[0:32]
 8=L[0:32] 9=L[0:32] 10=L[0:32] 11=100 bytes 12=G[0:128]
@@ -215,11 +215,11 @@ expert_down_single_affine8_f16 grid 32x1x1 of 64x1x1
         self.assertExpectedInline(
             self.encoded("int8", 4),
             """\
-expert_rows_matrix_affine8_f16 grid 1x9x1 of 256x1x1
+expert_rows_matrix_affine8_f16 grid 2x9x1 of 128x1x1
  0=A[0:1024] 1=B[0:131072] 2=C[0:4096] 3=D[0:4096]
 4=E[0:32] 5=E[0:32] 6=F[0:1024] 7=76 bytes
 8=G[0:128]
-expert_down_matrix_affine8_f16 grid 8x1x1 of 512x1x1
+expert_down_parts_affine8_f16 grid 8x1x1 of 512x1x1
  0=F[0:1024] 1=H[0:65536] 2=I[0:2048] 3=J[0:2048]
 4=E[0:32] 5=E[0:32] 6=K[0:1024] 7=L[0:32]
 8=L[0:32] 9=L[0:32] 10=L[0:32] 11=100 bytes 12=G[0:128]
@@ -311,11 +311,11 @@ expert_combine_f16 grid 1x40x1 of 256x1x1
 FORMAT_NAMES = ("dense", *FORMATS)
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 8, 32])
+@pytest.mark.parametrize(("experts", "tokens"), [(16, 1), (16, 4), (16, 8), (16, 32), (5, 4), (5, 32)])
 @pytest.mark.parametrize("format", FORMAT_NAMES)
-def test_decode_reads_each_expert_once(simulated, format, tokens):
-    layer = Layer(16, 192, 128, format)
-    for ids in (distinct_ids(tokens, 3, 16), distinct_ids(1, 3, 16).expand(tokens, 3)):
+def test_decode_reads_each_expert_once(simulated, format, experts, tokens):
+    layer = Layer(experts, 192, 128, format)
+    for ids in (distinct_ids(tokens, 3, experts), distinct_ids(1, 3, experts).expand(tokens, 3)):
         with simulated.counters() as dispatches:
             layer(ids)
         assert len(dispatches) == 2
@@ -331,6 +331,26 @@ def test_decode_reads_scales_of_other_groups_once(simulated, format):
             layer(ids)
         for dispatch, parts in zip(dispatches, (layer.gate_up, layer.down), strict=True):
             layer.check_read(dispatch, parts, len(ids.unique()), layer.lanes_per_group(len(ids)))
+
+
+@pytest.mark.parametrize(
+    ("experts", "tokens", "slots", "kernel"),
+    [
+        (8, 2, 2, "expert_down_parts"),
+        (9, 4, 2, "expert_down_parts"),
+        (9, 5, 2, "expert_down_matrix"),
+        (8, 32, 9, "expert_down_parts"),  # at most 8 + (288 - 8) / 32 = 16 starts of an expert
+        (8, 32, 10, "expert_down_matrix"),
+    ],
+)
+def test_few_experts_are_shared_by_simdgroups(simulated, experts, tokens, slots, kernel):
+    layer = Layer(experts, 64, 64, "int4")
+    with simulated.trace() as commands:
+        layer(torch.arange(tokens * slots, dtype=torch.int32).reshape(tokens, slots) % experts)
+    assert [command.split()[0] for command in commands] == [
+        "expert_rows_matrix_affine4_f16",
+        f"{kernel}_affine4_f16",
+    ]
 
 
 @pytest.mark.parametrize("format", FORMAT_NAMES)

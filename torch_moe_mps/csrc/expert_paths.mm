@@ -19,19 +19,34 @@ constexpr int64_t kCombineThreads = 256;
 
 enum class Path { kSingle, kFew, kGemm };  // kSingle serves everything, slowly for many tokens
 
-// The kernels for 2 to 32 tokens; rows are those of a simdgroup in the first, of a threadgroup in the second.
+// The kernels for 2 to 32 tokens. Rows are those of a simdgroup in the first, of a threadgroup in the second.
 struct FewKernels {
   const char* rows_kernel;
+  int64_t rows, simdgroups;
   const char* down_kernel;
-  int64_t rows, simdgroups, down_simdgroups, max_pairs;
+  int64_t down_rows, down_simdgroups;
+  int64_t max_pairs;
 };
-constexpr FewKernels kDots{"expert_rows_few", "expert_down_few", kFewRows,
-                           kFewSimdgroups,    kFewSimdgroups,    kMaxFewPairs};
-constexpr FewKernels kMatrices{"expert_rows_matrix", "expert_down_matrix",  kMatrixRows,
-                               kMatrixSimdgroups,    kMatrixDownSimdgroups, kMaxMatrixPairs};
+constexpr FewKernels kDots{"expert_rows_few", kFewRows,       kFewSimdgroups, "expert_down_few",
+                           kFewRows,          kFewSimdgroups, kMaxFewPairs};
+constexpr FewKernels kMatrices{"expert_rows_matrix", kMatrixRows,     kMatrixSimdgroups,
+                               "expert_down_matrix", kMatrixDownRows, kMatrixDownSimdgroups,
+                               kMaxMatrixPairs};
 
 const FewKernels& few_kernels(const ExpertMatrix& matrix) {
   return matrix.bits != 0 ? kMatrices : kDots;
+}
+
+// Where at least two simdgroups of the down projection can share an expert. An expert counts for each
+// kMatrixPairsAtOnce of its pairs; there is a simdgroup for each.
+bool down_in_parts(const ExpertMatrix& matrix, int64_t pairs) {
+  const int64_t experts = std::min(pairs, matrix.experts);
+  const int64_t most = experts + (pairs - experts) / kMatrixPairsAtOnce;
+  return matrix.bits != 0 && 2 * experts <= kMatrixDownSimdgroups && most <= kMatrixDownSimdgroups;
+}
+
+const char* few_down_kernel(const ExpertMatrix& matrix, int64_t pairs) {
+  return down_in_parts(matrix, pairs) ? "expert_down_parts" : few_kernels(matrix).down_kernel;
 }
 
 // The only place that chooses, from shapes and formats alone. Measured by translation on an NVIDIA H200, E
@@ -150,17 +165,17 @@ void decode_down(Commands& commands, Path path, const Tensor& x, const ExpertMat
                  const Tensor& ids, const ExpertSum& sum, const Tensor& out, const Tensor& order) {
   const ExpertDownParams params = down_params(matmul_params(x, matrix, ids, Activation{}, true), sum);
   const char* single = matrix.transposed ? "expert_down_columns_single" : "expert_down_single";
-  const std::string kernel = path == Path::kFew
-                                 ? few_kernel_of(few_kernels(matrix).down_kernel, matrix, x.scalar_type())
-                                 : kernel_of(single, matrix, x.scalar_type());
+  const std::string kernel =
+      path == Path::kFew ? few_kernel_of(few_down_kernel(matrix, ids.numel()), matrix, x.scalar_type())
+                         : kernel_of(single, matrix, x.scalar_type());
   Command& command = commands.add(matrix.library, kernel);
   bind_matrix(command, x, matrix).bind(ids).bind_or(matrix.bias, ids).bind(out);
   bind_sum(command, sum).params(params);
   if (path == Path::kFew) {
     const FewKernels& kernels = few_kernels(matrix);
     command.bind(order)
-        .threadgroup_memory(params.matmul.pairs * kernels.rows * sizeof(float))
-        .threadgroups({NSUInteger(ceil_div(matrix.rows, kernels.rows))},
+        .threadgroup_memory(params.matmul.pairs * kernels.down_rows * sizeof(float))
+        .threadgroups({NSUInteger(ceil_div(matrix.rows, kernels.down_rows))},
                       {NSUInteger(kernels.down_simdgroups * kSimdWidth)});
   } else if (matrix.transposed) {
     command.threadgroups({NSUInteger(ceil_div(matrix.rows, kSimdWidth)), params.matmul.tokens},

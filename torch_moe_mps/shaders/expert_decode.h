@@ -265,70 +265,77 @@ template <typename W, int R, int kSteps>
   store_outputs_of_pair(values, bias, expert, first, pair, lane, out, params);
 }
 
-// The pairs of one expert, ascending, found by the whole threadgroup.
+// The pairs of one expert, ascending.
 struct PairList {
   uint expert;
   uint count;
   uint before;  // pairs of experts with lower ids
+  uint first;
 };
 
-inline PairList list_pairs(device const int* ids, uint expert, threadgroup ushort* pairs,
-                           threadgroup uint* found, threadgroup uint* lower, uint thread_index, uint threads,
-                           uint lane, uint simdgroup, constant ExpertParams& params) {
-  PairList list = {expert, 0, 0};
-  for (uint start = 0; start < params.pairs; start += threads) {
-    const uint pair = start + thread_index;
-    const uint id = pair < params.pairs ? expert_of(ids, pair, params) : params.experts + 1;
-    const bool hit = id == expert;
-    const uint hits = ballot(hit);
-    const uint lowers = ballot(id < expert);
-    if (lane == 0) {
-      found[simdgroup] = popcount(hits);
-      lower[simdgroup] = popcount(lowers);
+constant constexpr int kIdsAhead = 4;  // loads of ids in flight together
+
+// Each simdgroup goes through all ids by itself, so that nothing waits for the threadgroup; the first one
+// writes `pairs`.
+inline PairList list_pairs(device const int* ids, uint expert, threadgroup ushort* pairs, uint lane,
+                           uint simdgroup, constant ExpertParams& params) {
+  PairList list = {expert, 0, 0, 0};
+  for (uint start = 0; start < params.pairs; start += kIdsAhead * kSimdWidth) {
+    uint low[kIdsAhead], high[kIdsAhead];  // words; without a high one the low one is read twice
+    UNROLL for (int i = 0; i < kIdsAhead; ++i) {
+      const uint word = min(start + i * kSimdWidth + lane, params.pairs - 1) << params.wide_ids;
+      low[i] = uint(ids[word]);
+      high[i] = uint(ids[word + params.wide_ids]);
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    uint position = list.count + popcount(hits & ((1u << lane) - 1));
-    for (uint s = 0; s < threads / kSimdWidth; ++s) {
-      if (s < simdgroup) position += found[s];
-      list.count += found[s];
-      list.before += lower[s];
+    UNROLL for (int i = 0; i < kIdsAhead; ++i) {
+      const uint base = start + i * kSimdWidth;
+      const bool is_pair = base + lane < params.pairs;
+      const bool outside = params.wide_ids != 0 && high[i] != 0;
+      const uint id = outside ? params.experts : min(low[i], params.experts);
+      const uint hits = ballot(is_pair && id == expert);
+      if (list.count == 0 && hits != 0) list.first = base + ctz(hits);
+      if (simdgroup == 0 && (hits >> lane & 1) != 0) {
+        pairs[list.count + popcount(hits & ((1u << lane) - 1))] = ushort(base + lane);
+      }
+      list.count += popcount(hits);
+      list.before += popcount(ballot(is_pair && id < expert));
     }
-    if (hit) pairs[position] = ushort(pair);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
   }
   return list;
 }
 
-// The pairs that this threadgroup of a kernel for few tokens works for, none where another one does. Grid:
-// (blocks of `block` outputs, experts or pairs, whichever are fewer, and one more for the sentinels). Where
-// it counts pairs, the first pair of an expert works for all. The first block also writes the list that the
-// down projection works through: (pair, expert, its place among the expert's pairs, their number) ordered by
-// expert, sentinels last with expert = experts. The outputs of sentinels become zero.
+// The pairs that this threadgroup of a kernel for few tokens works for, none where another one does; those of
+// more than one stand in `pairs` too. Grid: (blocks of `block` outputs, experts or pairs, whichever are
+// fewer, and one more for the sentinels). Where it counts pairs, the first pair of an expert works for all.
+// The first block also writes the list that the down projection works through: (pair, expert, its place among
+// the expert's pairs, their number) ordered by expert, sentinels last with expert = experts. The outputs of
+// sentinels become zero.
 template <typename T>
-inline PairList pairs_of_expert(device const int* ids, threadgroup ushort* pairs, threadgroup uint* found,
-                                threadgroup uint* lower, device uint4* order, device T* out, uint block,
-                                uint2 group, uint2 groups, uint thread_index, uint threads, uint lane,
-                                uint simdgroup, constant ExpertParams& params) {
-  const PairList none = {params.experts, 0, 0};
+inline PairList pairs_of_expert(device const int* ids, threadgroup ushort* pairs, device uint4* order,
+                                device T* out, uint block, uint2 group, uint2 groups, uint thread_index,
+                                uint threads, uint lane, uint simdgroup, constant ExpertParams& params) {
+  const PairList none = {params.experts, 0, 0, 0};
   const bool sentinels = group.y + 1 == groups.y;
   uint expert = params.experts;
   if (!sentinels) {
     expert = params.grid_is_experts != 0 ? group.y : expert_of(ids, group.y, params);
     if (expert == params.experts) return none;
   }
-  const PairList list =
-      list_pairs(ids, expert, pairs, found, lower, thread_index, threads, lane, simdgroup, params);
-  const bool works_for_all = params.grid_is_experts != 0 || sentinels || pairs[0] == group.y;
+  const PairList list = list_pairs(ids, expert, pairs, lane, simdgroup, params);
+  const bool works_for_all = params.grid_is_experts != 0 || sentinels || list.first == group.y;
   if (list.count == 0 || !works_for_all) return none;
+  if (list.count > 1) threadgroup_barrier(mem_flags::mem_threadgroup);
   if (group.x == 0) {
     for (uint i = thread_index; i < list.count; i += threads) {
-      order[list.before + i] = uint4(pairs[i], expert, i, list.count);
+      const uint pair = list.count == 1 ? list.first : pairs[i];
+      order[list.before + i] = uint4(pair, expert, i, list.count);
     }
   }
   if (!sentinels) return list;
   const uint columns = min(block, params.outputs - group.x * block);
   for (uint i = thread_index; i < list.count * columns; i += threads) {
-    out[ulong(pairs[i / columns]) * params.outputs + group.x * block + i % columns] = T(0.0f);
+    const uint pair = list.count == 1 ? list.first : pairs[i / columns];
+    out[ulong(pair) * params.outputs + group.x * block + i % columns] = T(0.0f);
   }
   return none;
 }
@@ -398,14 +405,12 @@ template <typename W>
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename W::Element T;
   threadgroup ushort pairs[kMaxFewPairs];
-  threadgroup uint found[kFewSimdgroups];
-  threadgroup uint lower[kFewSimdgroups];
   threadgroup uint sources[kFewSimdgroups * kMaxPairsAtOnce];
   constexpr uint kThreads = kFewSimdgroups * kSimdWidth;
 
   const uint block = outputs_of_rows(kFewSimdgroups * kFewRows, params);
-  const PairList list = pairs_of_expert(ids, pairs, found, lower, order, out, block, group, groups,
-                                        thread_index, kThreads, lane, simdgroup, params);
+  const PairList list = pairs_of_expert(ids, pairs, order, out, block, group, groups, thread_index, kThreads,
+                                        lane, simdgroup, params);
   if (list.count == 0) return;
   const uint expert = list.expert;
   const W weights(packed, scales, biases, expert, params);
@@ -414,7 +419,7 @@ template <typename W>
   threadgroup uint* own_sources = sources + simdgroup * kMaxPairsAtOnce;
   for (uint start = 0; start < list.count; start += kMaxPairsAtOnce) {
     const uint count = min(list.count - start, kMaxPairsAtOnce);
-    const uint pair = pairs[start + min(lane, count - 1)];
+    const uint pair = list.count == 1 ? list.first : pairs[start + min(lane, count - 1)];
     own_sources[lane] = input_row(pair, params) * params.inputs;
     simdgroup_barrier(mem_flags::mem_threadgroup);
     const RowValues<kFewRows> values =

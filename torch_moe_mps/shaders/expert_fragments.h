@@ -4,7 +4,7 @@
 // they share a scale, since the dot product is a sum over all of them: it is those whose codes one mask takes
 // out of a word as a pair.
 //
-//   Strip strip = fragments.load(row, column, quarter);    a lane's words of one step, and maybe a scale
+//   fragments.load(strip, row, column);                    a lane's words of one step, and maybe a scale
 //   vec<T, 2> pair = fragments.pair(strip, unit, i);       its two elements of one matrix
 //
 // Unit u of a quarter starts at column unit_column(u, quarter) of the step; its pair i holds the columns i
@@ -55,59 +55,83 @@ struct UnitInputs {
   vec<T, 2> v[kCodePairs];
 };
 
-// Sums of the inputs that met some units, for a lane's two pairs: as they are, and each times the offset of
-// the code that it met.
+// Sums of the inputs that met some units, for a lane's two pairs: as they are, and less the offset of the
+// code that each met times it.
 struct InputTotals {
   vec<float, 2> plain;
-  vec<float, 2> offset;
+  vec<float, 2> less_offset;
 };
 
-// Four words of a row in a quarter of a step, codes of 4 or 8 bits in groups of 32 (kSmallGroups) or more.
-template <typename T, int kBits, bool kSmallGroups>
+// kUnitCount words of a row in a quarter of a step, codes of 4 or 8 bits in groups of 32 (kSmallGroups) or
+// more.
+template <typename T, int kBits, bool kSmallGroups, int kUnitCount>
 struct AffineFragments {
   typedef T Element;
   static constant constexpr int kCodes = 32 / kBits;  // of a word
   static constant constexpr int kCodePairs = kCodes / 2;
-  static constant constexpr int kUnits = 4;
+  static constant constexpr int kUnits = kUnitCount;
   static constant constexpr uint kStep = 4 * kUnits * kCodes;
-  static constant constexpr int kRunUnits = (kSmallGroups ? 32 : 64) / (4 * kCodes);
+  static constant constexpr uint kRunColumns = kSmallGroups ? 32 : 64;
+  static constant constexpr int kRuns = kStep / kRunColumns;
+  static constant constexpr int kRunUnits = kUnits / kRuns;
   static constant constexpr int kMantissaPlaces = is_same_v<T, half> ? HalfCodes<kBits>::kMantissaPlaces : 1;
+
+  // The scales of a step and then its biases, kRuns of either where groups are as long as runs, are loaded
+  // four at a time by a row's quarters, and exchanged when they are needed.
+  static constant constexpr int kScaleLoads = (2 * kRuns + 3) / 4;
 
   struct Strip {
     uint words[kUnits];
-    T scale;  // of the step's group whose number is the lane's quarter
-    T bias;
+    T scales[kScaleLoads];
   };
 
+  // From what is the lane's on.
   struct Row {
-    device const uint* words;  // from the first that is the quarter's
-    device const T* scales;
-    device const T* biases;
+    device const uint* words;
+    device const T* scales[kScaleLoads];
   };
 
-  device const uint* packed;
-  device const T* scales;
-  device const T* biases;
+  uint quarter;
   uint inputs;
+  uint rows;
   uint group_shift;
-  uint groups_per_row;
+  uint scale_columns[kScaleLoads];  // the first, within a step, of each group; `inputs` if there is none
   HalfCodes<kBits> half_codes;
 
-  AffineFragments(device const uchar* packed_, device const uchar* scales_, device const uchar* biases_,
-                  uint expert, constant ExpertParams& params)
-      : inputs(params.inputs),
+  AffineFragments(uint quarter_, constant ExpertParams& params)
+      : quarter(quarter_),
+        inputs(params.inputs),
+        rows(params.rows),
         group_shift(params.group_shift),
-        groups_per_row(params.inputs >> params.group_shift),
         half_codes(params.bits) {
-    const ulong row = ulong(expert) * params.rows;
-    packed = reinterpret_cast<device const uint*>(packed_) + row * (params.inputs / kCodes);
-    scales = reinterpret_cast<device const T*>(scales_) + row * groups_per_row;
-    biases = reinterpret_cast<device const T*>(biases_) + row * groups_per_row;
+    UNROLL for (int i = 0; i < kScaleLoads; ++i) {
+      scale_columns[i] = slot(i) % kRuns << group_shift;
+      if (scale_columns[i] >= kStep || slot(i) >= 2 * kRuns) scale_columns[i] = inputs;
+    }
   }
 
-  Row at(uint row, uint quarter) const {
-    return {packed + (row * (inputs / kCodes) + unit_column(0, quarter) / kCodes),
-            scales + (row * groups_per_row + quarter), biases + (row * groups_per_row + quarter)};
+  // Scales are slots 0 .. kRuns - 1, biases those after them.
+  uint slot(int load) const { return 4 * load + quarter; }
+
+  // Its first row.
+  Row expert(device const uchar* packed, device const uchar* scales, device const uchar* biases,
+             uint number) const {
+    const ulong row = ulong(number) * rows;
+    Row first;
+    first.words =
+        reinterpret_cast<device const uint*>(packed) + (row * inputs + unit_column(0, quarter)) / kCodes;
+    UNROLL for (int i = 0; i < kScaleLoads; ++i) {
+      first.scales[i] = reinterpret_cast<device const T*>(slot(i) < kRuns ? scales : biases) +
+                        (row * (inputs >> group_shift) + slot(i) % kRuns);
+    }
+    return first;
+  }
+
+  Row at(Row first, uint row) const {
+    Row found = first;
+    found.words += row * (inputs / kCodes);
+    UNROLL for (int i = 0; i < kScaleLoads; ++i) found.scales[i] += row * (inputs >> group_shift);
+    return found;
   }
 
   // The units of a run lie beside each other, in one load.
@@ -116,25 +140,27 @@ struct AffineFragments {
     return unit / kRunUnits * 4 * kRun + quarter * kRun + unit % kRunUnits * kCodes;
   }
 
-  Strip load(Row row, uint column, uint quarter) const {
-    Strip strip = {};
+  // Rows end with a whole run. Beyond their end a strip's words stay what they were, to be multiplied by
+  // zeros.
+  void load(thread Strip& strip, Row row, uint column) const {
+    device const uint* source = row.words + column / kCodes;
     UNROLL for (int unit = 0; unit < kUnits; unit += kRunUnits) {
-      if (column + unit_column(unit, quarter) < inputs) {
-        const Words<kRunUnits> words =
-            load_words<kRunUnits>(row.words + (column + unit_column(unit, 0)) / kCodes);
+      if (column + unit_column(unit, 0) < inputs) {
+        const Words<kRunUnits> words = load_words<kRunUnits>(source + unit_column(unit, 0) / kCodes);
         UNROLL for (int i = 0; i < kRunUnits; ++i) strip.words[unit + i] = words.v[i];
       }
     }
-    const uint group = column >> group_shift;
-    if (quarter < max(kStep >> group_shift, 1u) && group + quarter < groups_per_row) {
-      strip.scale = row.scales[group];
-      strip.bias = row.biases[group];
+    UNROLL for (int i = 0; i < kScaleLoads; ++i) {
+      strip.scales[i] = T(0.0f);
+      if (column + scale_columns[i] < inputs) strip.scales[i] = row.scales[i][column >> group_shift];
     }
-    return strip;
   }
 
-  // The quarter whose lane has the scale of a run.
-  uint run_quarter(int run) const { return (run * kRunUnits * 4 * kCodes) >> group_shift; }
+  // The quarter whose lane has the scale (0) or the bias (1) of a run, and the load that it has it from.
+  uint scale_quarter(int run, int kind) const {
+    return (kind * kRuns + (run * kRunColumns >> group_shift)) % 4;
+  }
+  static constexpr int scale_load(int run, int kind) { return (kind * kRuns + (kRuns > 4 ? run : 0)) / 4; }
 
   // A bfloat's mantissa has room for 4 bits above its last 3: 128 + q. Other codes are converted.
   static constant constexpr bool kHasOffsets = is_same_v<T, half> || (is_same_v<T, bfloat> && kBits == 4);
@@ -150,11 +176,11 @@ struct AffineFragments {
     }
   }
 
-  // `lane` has the run's scale.
-  void add_scaled(Strip strip, ushort lane, vec<float, 2> products, InputTotals totals,
-                  thread vec<float, 2>& dots) const {
-    const float scale = simd_shuffle(float(strip.scale), lane);
-    const float bias = simd_shuffle(float(strip.bias), lane);
+  // `scale_lane` has the run's scale, `bias_lane` its bias.
+  void add_scaled(Strip strip, int run, ushort scale_lane, ushort bias_lane, vec<float, 2> products,
+                  InputTotals totals, thread vec<float, 2>& dots) const {
+    const float scale = simd_shuffle(float(strip.scales[scale_load(run, 0)]), scale_lane);
+    const float bias = simd_shuffle(float(strip.scales[scale_load(run, 1)]), bias_lane);
     dots = scale * products + (bias * totals.plain + dots);
   }
 };

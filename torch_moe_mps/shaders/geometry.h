@@ -28,9 +28,11 @@ GEOMETRY kFewSimdgroups = 8;
 GEOMETRY kMaxFewPairs = 512;  // their numbers, and their terms in down, lie in threadgroup memory
 
 // The same for affine weights
-GEOMETRY kMatrixRows = 16;  // of a simdgroup; down: of a threadgroup
-GEOMETRY kMatrixSimdgroups = 8;
+GEOMETRY kMatrixRows = 16;  // of a simdgroup
+GEOMETRY kMatrixSimdgroups = 4;
+GEOMETRY kMatrixDownRows = 16;  // of a threadgroup
 GEOMETRY kMatrixDownSimdgroups = 16;
+GEOMETRY kMatrixPairsAtOnce = 32;  // of one expert: more read its rows again
 GEOMETRY kMaxMatrixPairs = 384;
 
 // Experts, more tokens
