@@ -168,6 +168,13 @@ def test_many_pairs_of_one_expert(device, format, counts):
     assert_close(expert_qmm(x.to(device), *place(weight, device), ids.to(device), *format), expected)
 
 
+@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+def test_more_experts_than_simdgroups(device, format):
+    """In the down projection a simdgroup goes from one to the next. Rows of whole steps, and of more."""
+    for i, intermediate in enumerate((256, 512, 5 * format[1])):
+        check_layer(device, (9, 5, 40, 128, intermediate), format, DTYPES[i], i)
+
+
 # Pairs of each expert; with more than 32 an expert counts again. Shares of 16 simdgroups for 1 to 16 of them.
 FEW_COUNTS = (
     (2,),
@@ -184,7 +191,7 @@ FEW_COUNTS = (
 @pytest.mark.parametrize("counts", FEW_COUNTS, ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_simdgroups_share_few_experts(device, bits, counts):
-    """Rows of one step, of fewer than there are simdgroups for an expert, and of more, the last one not full."""
+    """Rows of one step, of fewer steps than simdgroups of an expert, and of more, the last one not full."""
     for i, (group, groups) in enumerate([(32, 1), (64, 3), (128, 7), (64, 37)]):
         dtype, slots = DTYPES[i % 3], max(2, -(-sum(counts) // 32))
         ids = ids_of_counts(counts, slots, i)
