@@ -55,6 +55,25 @@ struct RunInputs {
   UnitInputs<typename F::Element, F::kCodePairs> units[F::kRunUnits];
 };
 
+// The inputs of two pairs for a run as they are loaded. A conversion next to a load would wait for it, so
+// they are put side by side only when they are used.
+template <typename F>
+struct PairInputs {
+  typedef vec<typename F::Element, F::kCodePairs> Source;
+  Source first[F::kRunUnits];
+  Source second[F::kRunUnits];
+
+  RunInputs<F> run() const {
+    RunInputs<F> run;
+    UNROLL for (int u = 0; u < F::kRunUnits; ++u) {
+      UNROLL for (int i = 0; i < F::kCodePairs; ++i) {
+        run.units[u].v[i] = vec<typename F::Element, 2>(first[u][i], second[u][i]);
+      }
+    }
+    return run;
+  }
+};
+
 // The inputs of two pairs as a lane meets them: its own in the units of quarter 0, and up to which column.
 template <typename F>
 struct LaneInputs {
@@ -75,25 +94,21 @@ struct LaneInputs {
   }
 
   // Of the run at `column`: zero for a pair that is not there, and beyond the inputs.
-  RunInputs<F> run(uint column) const {
-    typedef vec<T, F::kCodePairs> Source;
-    Source a[F::kRunUnits], b[F::kRunUnits];
-    UNROLL for (int u = 0; u < F::kRunUnits; ++u) a[u] = b[u] = Source(T(0.0f));
+  PairInputs<F> load(uint column) const {
+    typedef typename PairInputs<F>::Source Source;
+    PairInputs<F> pairs;
+    UNROLL for (int u = 0; u < F::kRunUnits; ++u) pairs.first[u] = pairs.second[u] = Source(T(0.0f));
     if (column < first_end) {
       UNROLL for (int u = 0; u < F::kRunUnits; ++u) {
-        a[u] = *reinterpret_cast<device const Source*>(first + (column + F::unit_column(u, 0)));
+        pairs.first[u] = *reinterpret_cast<device const Source*>(first + (column + F::unit_column(u, 0)));
       }
     }
     if (column < second_end) {
       UNROLL for (int u = 0; u < F::kRunUnits; ++u) {
-        b[u] = *reinterpret_cast<device const Source*>(second + (column + F::unit_column(u, 0)));
+        pairs.second[u] = *reinterpret_cast<device const Source*>(second + (column + F::unit_column(u, 0)));
       }
     }
-    RunInputs<F> run;
-    UNROLL for (int u = 0; u < F::kRunUnits; ++u) {
-      UNROLL for (int i = 0; i < F::kCodePairs; ++i) run.units[u].v[i] = vec<T, 2>(a[u][i], b[u][i]);
-    }
-    return run;
+    return pairs;
   }
 };
 
@@ -228,23 +243,24 @@ struct StagedInputs {
     constexpr uint kAtOnce = 4 * kMatrixSimdgroups;
     constexpr int kItems = kStagedRuns / kAtOnce;
     const uint first = 4 * simdgroup + place.quarter;
-    RunInputs<F> loaded[kItems];
+    PairInputs<F> loaded[kItems];
     UNROLL for (int i = 0; i < kItems; ++i) {
       const uint item = first + i * kAtOnce;
       const uint n = 2 * (item & ((1u << couples_shift) - 1));
       const LaneInputs<F> source(x + sources[min(n, count - 1)], x + sources[min(n + 1, count - 1)],
                                  n < count, n + 1 < count, place, inputs);
-      loaded[i] = source.run(depth + (item >> couples_shift) * F::kRunColumns);
+      loaded[i] = source.load(depth + (item >> couples_shift) * F::kRunColumns);
     }
     UNROLL for (int i = 0; i < kItems; ++i) {
       const uint item = first + i * kAtOnce, number = item >> couples_shift;
       const uint step = ((item - place.quarter) >> couples_shift) / F::kRuns;
       if (depth + step * F::kStep >= inputs) break;
       const uint target = (item - (number << couples_shift)) * (kStagedRuns >> couples_shift) + number;
+      const RunInputs<F> run = loaded[i].run();
       UNROLL for (int u = 0; u < F::kRunUnits; ++u) {
-        units[(target * F::kRunUnits + u) * 8 + place.row] = loaded[i].units[u];
+        units[(target * F::kRunUnits + u) * 8 + place.row] = run.units[u];
       }
-      const InputTotals totals = input_totals<F>(loaded[i]);
+      const InputTotals totals = input_totals<F>(run);
       if (place.row == 0) run_totals[target] = totals;
     }
   }
@@ -357,7 +373,7 @@ inline void rows_of_pair(W weights, device const typename W::Element* x, PairLis
     if (output >= params.outputs) return;
     const RowSet<kRowsAtOnce> rows = rows_at<kRowsAtOnce>(output, 0, params);
     const RowValues<kRowsAtOnce> values =
-        expert_rows<W, kRowsAtOnce, 1, 1>(weights, rows, x, source, 1, lane, params);
+        expert_rows<W, kRowsAtOnce, 1>(weights, rows, x, source, 1, lane, params);
     store_outputs_of_pair(values, bias, list.expert, output, list.first, lane, out, params);
   }
 }
@@ -414,18 +430,18 @@ struct DirectInputs {
   LaneInputs<F> sources[kPairTiles];
   uint column;
   uint stride;  // to the next one
-  RunInputs<F> next;
+  PairInputs<F> next;
 
   void start(Part part) {
     stride = part.stride;
-    if constexpr (kAhead) next = sources[0].run(part.column);
+    if constexpr (kAhead) next = sources[0].load(part.column);
   }
 
   RunInputs<F> run(int r, int j) {
     const uint start = column + r * F::kRunColumns;
-    if constexpr (!kAhead) return sources[j].run(start);
-    const RunInputs<F> now = next;
-    next = sources[j].run(r + 1 == F::kRuns ? column + stride : start + F::kRunColumns);
+    if constexpr (!kAhead) return sources[j].load(start).run();
+    const RunInputs<F> now = next.run();
+    next = sources[j].load(r + 1 == F::kRuns ? column + stride : start + F::kRunColumns);
     return now;
   }
 
