@@ -1,6 +1,7 @@
 """The experts' Metal kernels on an NVIDIA GPU, beside MLX's and the source kernels, by one translation.
 
     python scripts/bench_experts.py --translator DIR --mlx DIR --sources DIR [--only int4,down,layer,...]
+        [--shape EXPERTS,TOP_K,HIDDEN,INTERMEDIATE]
 
 `--translator` holds msl_cuda.py, which runs a .metal file through NVRTC; `--mlx` is the `mlx` folder with
 MLX's kernel headers (mlx/backend/metal/kernels inside the wheel), `--sources` the files with the source
@@ -851,7 +852,10 @@ def main() -> int:
     )
     parser.add_argument("--sources", help="needed with --mlx for the down projection and the layer")
     parser.add_argument("--only", default="copy,int4,int8,mxfp4,dense,down,layer,prefill")
+    parser.add_argument("--shape", default=f"{EXPERTS},{TOP_K},{HIDDEN},{INTERMEDIATE}")
     options = parser.parse_args()
+    names = ("EXPERTS", "TOP_K", "HIDDEN", "INTERMEDIATE")
+    globals().update(zip(names, map(int, options.shape.split(",")), strict=True))
     if options.mlx and not (Path(options.mlx) / "backend/metal/kernels").is_dir():
         parser.error(f"--mlx {options.mlx}: there is no backend/metal/kernels in it")
     device, table = Device(options.translator), Table()

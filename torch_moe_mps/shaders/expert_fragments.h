@@ -4,19 +4,19 @@
 // they share a scale, since the dot product is a sum over all of them: it is those whose codes one mask takes
 // out of a word as a pair.
 //
-//   fragments.load(strip, row, column);                    a lane's words of one step, and maybe a scale
+//   strip = fragments.load(strip, row, column);            a lane's words of one step, and maybe scales
 //   vec<T, 2> pair = fragments.pair(strip, unit, i);       its two elements of one matrix
 //
 // Unit u of a quarter starts at column unit_column(u, quarter) of the step; its pair i holds the columns i
 // and i + kCodePairs from there. The elements are code + offset(i), and `add_scaled` makes dot products of
 // theirs. The scale is the same for kRunUnits units in turn.
 //
-// An example, codes of 4 bits in groups of 64: kStep = 128 columns, two groups, each a run of two units. The
-// lane of a row's quarter 1 loads the words of columns 16 .. 23 and 24 .. 31, units 0 and 1, and of 80 .. 87
-// and 88 .. 95, units 2 and 3. Pair 2 of unit 0 are columns 18 and 22, since their codes lie 16 bits apart;
-// they are elements 2 and 3 of the row in that matrix, between columns 2 and 6 of quarter 0 and 34 and 38 of
-// quarter 2. On the right, the lanes that hold row 2 of the inputs' matrix have column 18, those of row 3
-// column 22.
+// An example, 4 units of codes of 4 bits, in groups of 64: kStep = 128 columns, two groups, each a run of two
+// units. The lane of a row's quarter 1 loads the words of columns 16 .. 23 and 24 .. 31, units 0 and 1, and
+// of 80 .. 87 and 88 .. 95, units 2 and 3. Pair 2 of unit 0 are columns 18 and 22, since their codes lie 16
+// bits apart; they are elements 2 and 3 of the row in that matrix, between columns 2 and 6 of quarter 0 and
+// 34 and 38 of quarter 2. On the right, the lanes that hold row 2 of the inputs' matrix have column 18, those
+// of row 3 column 22.
 #pragma once
 #include <metal_simdgroup_matrix>
 
@@ -55,8 +55,8 @@ struct UnitInputs {
   vec<T, 2> v[kCodePairs];
 };
 
-// Sums of the inputs that met some units, for a lane's two pairs: as they are, and less the offset of the
-// code that each met times it.
+// Sums of the inputs that met some units, for a lane's two pairs: as they are, and minus each times the
+// offset of the code that it met.
 struct InputTotals {
   vec<float, 2> plain;
   vec<float, 2> less_offset;
@@ -140,9 +140,9 @@ struct AffineFragments {
     return unit / kRunUnits * 4 * kRun + quarter * kRun + unit % kRunUnits * kCodes;
   }
 
-  // Rows end with a whole run. Beyond their end a strip's words stay what they were, to be multiplied by
-  // zeros.
-  void load(thread Strip& strip, Row row, uint column) const {
+  // In place of `strip`. Rows end with a whole run: beyond their end a strip's words stay what they were, to
+  // be multiplied by zeros.
+  Strip load(Strip strip, Row row, uint column) const {
     device const uint* source = row.words + column / kCodes;
     UNROLL for (int unit = 0; unit < kUnits; unit += kRunUnits) {
       if (column + unit_column(unit, 0) < inputs) {
@@ -154,6 +154,7 @@ struct AffineFragments {
       strip.scales[i] = T(0.0f);
       if (column + scale_columns[i] < inputs) strip.scales[i] = row.scales[i][column >> group_shift];
     }
+    return strip;
   }
 
   // The quarter whose lane has the scale (0) or the bias (1) of a run, and the load that it has it from.

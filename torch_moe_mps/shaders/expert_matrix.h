@@ -188,10 +188,11 @@ struct Strips {
 
   // Past the last output the rows are those of the last: read, not stored.
   Strips(uint first, MatrixPlace place, constant ExpertParams& params) {
+    const typename F::Strip none = {};
     UNROLL for (int t = 0; t < kTiles; ++t) {
       const uint output = min(tile_output(first, t, place, params), params.outputs - 1);
       numbers[t] = weight_row(output, t % 2, params);
-      next[t] = {};
+      next[t] = none;
     }
   }
 
@@ -200,7 +201,7 @@ struct Strips {
   }
 
   void load(F fragments, uint column) {
-    UNROLL for (int t = 0; t < kTiles; ++t) fragments.load(next[t], rows[t], column);
+    UNROLL for (int t = 0; t < kTiles; ++t) next[t] = fragments.load(next[t], rows[t], column);
   }
 
   void take() { UNROLL for (int t = 0; t < kTiles; ++t) now[t] = next[t]; }
