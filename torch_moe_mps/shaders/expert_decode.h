@@ -255,7 +255,7 @@ struct PairList {
   uint expert;
   uint count;
   uint before;  // pairs of experts with lower ids
-  uint first;
+  uint first;   // of the expert's
 };
 
 constant constexpr int kIdsAhead = 4;  // loads of ids in flight together
