@@ -16,6 +16,7 @@ from pathlib import Path
 import expecttest
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor
 
 import torch_moe_mps
@@ -833,6 +834,15 @@ def test_defaults_of_functions_and_schemas_agree():
             if argument.has_default_value():
                 assert argument.default_value == parameter.default
             assert argument.kwarg_only == (parameter.kind is parameter.KEYWORD_ONLY)
+
+
+def test_buffers_beside_each_other_do_not_overlap(device):
+    """On mps an address is that of a buffer object, and these lie closer together than buffers are long."""
+    tensors = [torch.zeros(2**20, device=device) for _ in range(8)]
+    for written, read in itertools.permutations(tensors, 2):
+        Check("an_operator").apart("residual_", written, slots=read)
+    with pytest.raises(ValueError, match="free of overlap with slots"):
+        Check("an_operator").apart("residual_", tensors[0][1:], slots=tensors[0][:-1])
 
 
 WITHOUT_EXTENSION = """

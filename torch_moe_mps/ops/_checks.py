@@ -16,9 +16,18 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of a contiguous tensor's bytes."""
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two contiguous tensors share bytes.
+
+    Addresses are compared within one storage only: on mps they are those of buffer objects, which lie closer
+    together than the buffers are long.
+    """
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    (first, end), (other_first, other_end) = (
+        (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in (a, b)
+    )
+    return first < other_end and other_first < end
 
 
 class Check:
@@ -72,10 +81,8 @@ class Check:
 
     def apart(self, argument: str, written: Tensor, **read: Tensor) -> None:
         """What is written in place shares no memory with what is read. Needs addresses: real tensors only."""
-        first, end = _extent(written)
         for other, tensor in read.items():
-            other_first, other_end = _extent(tensor)
-            if tensor.is_contiguous() and written.is_contiguous() and first < other_end and other_first < end:
+            if tensor.is_contiguous() and written.is_contiguous() and _overlap(written, tensor):
                 self.fail(argument, f"free of overlap with {other}", "a view of the same memory")
 
     def same_device(self, **tensors: Tensor | None) -> None:
