@@ -2,15 +2,14 @@
 #pragma once
 #include "activations.h"
 
-// An id outside [0, experts) becomes `experts`.
+// An id by its words; one outside [0, experts) becomes `experts`.
+inline uint expert_of_words(uint low, uint high, constant ExpertParams& params) {
+  return min(high == 0 ? low : params.experts, params.experts);
+}
+
 inline uint expert_of(device const int* ids, uint pair, constant ExpertParams& params) {
-  uint id;
-  if (params.wide_ids != 0) {
-    id = ids[2 * pair + 1] == 0 ? uint(ids[2 * pair]) : params.experts;
-  } else {
-    id = uint(ids[pair]);
-  }
-  return min(id, params.experts);
+  if (params.wide_ids == 0) return expert_of_words(uint(ids[pair]), 0, params);
+  return expert_of_words(uint(ids[2 * pair]), uint(ids[2 * pair + 1]), params);
 }
 
 inline uint input_row(uint pair, constant ExpertParams& params) {
@@ -81,3 +80,7 @@ inline uint dtype_of() {
   EXPERT_BUFFERS(T), device const uchar *routing [[buffer(7)]],                                    \
       device const uchar *shared_gate [[buffer(8)]], device const uchar *shared_out [[buffer(9)]], \
       device const uchar *residual [[buffer(10)]], constant ExpertDownParams &params [[buffer(11)]]
+// Of those for several tokens, which go through the pairs in the order of their experts.
+#define EXPERT_DOWN_FEW_BUFFERS(T)                                  \
+  EXPERT_DOWN_BUFFERS(T), device const uint4 *order [[buffer(12)]], \
+      threadgroup float *terms [[threadgroup(0)]]

@@ -275,8 +275,7 @@ inline PairList list_pairs(device const int* ids, uint expert, threadgroup ushor
     UNROLL for (int i = 0; i < kIdsAhead; ++i) {
       const uint base = start + i * kSimdWidth;
       const bool is_pair = base + lane < params.pairs;
-      const bool outside = params.wide_ids != 0 && high[i] != 0;
-      const uint id = outside ? params.experts : min(low[i], params.experts);
+      const uint id = expert_of_words(low[i], params.wide_ids != 0 ? high[i] : 0, params);
       const uint hits = ballot(is_pair && id == expert);
       if (list.count == 0 && hits != 0) list.first = base + ctz(hits);
       if (simdgroup == 0 && (hits >> lane & 1) != 0) {
@@ -505,8 +504,7 @@ inline void store_combined(threadgroup const float* terms, uint first, device co
 // kFewRows floats a pair.
 template <typename W>
 [[kernel, max_total_threads_per_threadgroup(512)]] void expert_down_few(
-    EXPERT_DOWN_BUFFERS(typename W::Element), device const uint4* order [[buffer(12)]],
-    threadgroup float* terms [[threadgroup(0)]], uint group [[threadgroup_position_in_grid]],
+    EXPERT_DOWN_FEW_BUFFERS(typename W::Element), uint group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename W::Element T;

@@ -519,7 +519,8 @@ inline Entries entries_from(device const uint4* start) {
   return {start, min(head.w - head.z, kMatrixPairsAtOnce), head.y};
 }
 
-// What a simdgroup takes of the order: the distinct experts in turn, each with all its pairs.
+// What a simdgroup takes of the order: every kMatrixDownSimdgroups-th of the distinct experts, each with all
+// its pairs.
 struct OwnEntries {
   device const uint4* order;
   uint base;    // the first of the entries that are looked at next
@@ -546,8 +547,7 @@ struct OwnEntries {
 // all its pairs. Grid: blocks of rows. Threadgroup memory: kMatrixDownRows floats a pair.
 template <typename F>
 [[kernel, max_total_threads_per_threadgroup(512)]] void expert_down_matrix(
-    EXPERT_DOWN_BUFFERS(typename F::Element), device const uint4* order [[buffer(12)]],
-    threadgroup float* terms [[threadgroup(0)]], uint group [[threadgroup_position_in_grid]],
+    EXPERT_DOWN_FEW_BUFFERS(typename F::Element), uint group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename F::Element T;
@@ -587,44 +587,22 @@ template <typename F>
                                      kThreads, params);
 }
 
-// Experts for so few of which there is work that each can have several simdgroups: the largest power of two.
-struct SharedExperts {
-  device const uint4* order;
-  uint parts_shift;
-
-  SharedExperts(device const uint4* order_, uint lane, constant ExpertParams& params)
-      : order(order_), parts_shift(0) {
-    uint experts = 0;
-    for (uint base = 0; base < params.pairs; base += kSimdWidth) {
-      experts += popcount(ballot(starts_expert(order, base + lane, params)));
-    }
-    while (experts != 0 && experts << (parts_shift + 1) <= kMatrixDownSimdgroups) ++parts_shift;
+// How many simdgroups, as a power of two, each of so few experts can have that there are at least as many
+// simdgroups.
+inline uint parts_of_expert(device const uint4* order, uint lane, constant ExpertParams& params) {
+  uint experts = 0, parts = 1;
+  for (uint base = 0; base < params.pairs; base += kSimdWidth) {
+    experts += popcount(ballot(starts_expert(order, base + lane, params)));
   }
-
-  uint parts() const { return 1u << parts_shift; }
-  uint part(uint simdgroup) const { return simdgroup & (parts() - 1); }
-
-  // Those of the simdgroup's expert.
-  Entries entries(uint simdgroup, uint lane, constant ExpertParams& params) const {
-    uint before = 0;
-    for (uint base = 0; base < params.pairs; base += kSimdWidth) {
-      const bool starts = starts_expert(order, base + lane, params);
-      const uint all = ballot(starts);
-      const uint number = before + popcount(all & ((1u << lane) - 1));
-      const uint own = ballot(starts && number == simdgroup >> parts_shift);
-      if (own != 0) return entries_from(order + (base + ctz(own)));
-      before += popcount(all);
-    }
-    return {order, 0, 0};
-  }
-};
+  while (experts != 0 && 2 * parts * experts <= kMatrixDownSimdgroups) parts *= 2;
+  return parts;
+}
 
 // The same for so few experts that several simdgroups can share each: one takes every so many a step of its
 // columns. At most kMatrixDownSimdgroups entries may start an expert.
 template <typename F>
 [[kernel, max_total_threads_per_threadgroup(512)]] void expert_down_parts(
-    EXPERT_DOWN_BUFFERS(typename F::Element), device const uint4* order [[buffer(12)]],
-    threadgroup float* terms [[threadgroup(0)]], uint group [[threadgroup_position_in_grid]],
+    EXPERT_DOWN_FEW_BUFFERS(typename F::Element), uint group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename F::Element T;
@@ -635,11 +613,12 @@ template <typename F>
   const uint first = group * kMatrixDownRows;
   clear_sentinels<kMatrixDownRows>(ids, terms, thread_index, kThreads, matmul);
   const MatrixPlace place = find_place(numbers, lanes, thread_index, lane);
-  const SharedExperts shared(order, lane, matmul);
-  const Entries entries = shared.entries(simdgroup, lane, matmul);
+  const uint parts = parts_of_expert(order, lane, matmul), own_part = simdgroup % parts;
+  OwnEntries own = {order, 0, 0, 0};
+  const Entries entries = own.next(lane, simdgroup / parts, matmul);
   const F fragments(place.quarter, matmul);
   const ScaleLanes<F> scale_lanes(fragments, lanes, place);
-  const Part part = {shared.part(simdgroup) * F::kStep, shared.parts() * F::kStep};
+  const Part part = {own_part * F::kStep, parts * F::kStep};
   const typename F::Row expert = fragments.expert(packed, scales, biases, entries.expert);
   TileDots<kDownTiles, kMaxPairTiles> dots;
   if (entries.count != 0) {
@@ -656,10 +635,9 @@ template <typename F>
     }
   }
   // In turn, so that the sums always have the same order.
-  for (uint turn = 0; turn < shared.parts(); ++turn) {
-    if (turn == shared.part(simdgroup)) {
-      add_terms(dots, turn == 0, turn + 1 == shared.parts(), first, entries, terms, place, routing, bias,
-                params);
+  for (uint turn = 0; turn < parts; ++turn) {
+    if (turn == own_part) {
+      add_terms(dots, turn == 0, turn + 1 == parts, first, entries, terms, place, routing, bias, params);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
