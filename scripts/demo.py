@@ -13,7 +13,8 @@ import torch
 import transformers
 
 import torch_moe_mps
-from torch_moe_mps.transformers import Report, is_experts
+from torch_moe_mps.quantization import experts_of, is_quantized
+from torch_moe_mps.transformers import Report
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -127,8 +128,8 @@ def main() -> None:
 
 def run_eager(model, ids: torch.Tensor, tokens: int):
     """What `run` gives for transformers' own code; None where that code has no experts to run."""
-    experts = [module for module in model.modules() if is_experts(module)]
-    if not experts or any(getattr(module, "quantization", None) is not None for module in experts):
+    experts = experts_of(model).values()
+    if not experts or any(map(is_quantized, experts)):
         return None
     model.set_experts_implementation("eager")
     return run(model, ids, tokens)

@@ -24,6 +24,7 @@ from torch_moe_mps.quantization import (
     QuantizedWeight,
     dequantize,
     empty_quantized_module,
+    experts_of,
     quantize,
     quantize_experts,
     quantize_module,
@@ -253,10 +254,6 @@ def test_the_default_group_goes_with_the_mode():
 def small(architecture, **overrides):
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 32}
     return tiny_model(architecture, **(sizes | overrides))
-
-
-def experts_of(model):
-    return {name: module for name, module in model.named_modules() if quantization.is_experts(module)}
 
 
 def dequantised_twin(model, quantized):

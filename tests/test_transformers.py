@@ -612,10 +612,15 @@ class FutureBlock(nn.Module):
         return self.experts(hidden_states, ids, weights)
 
 
-def test_unknown_class_that_follows_the_interface():
-    block = FutureBlock().eval()
+def random_block(cls: type[FutureBlock]) -> tuple[FutureBlock, torch.Tensor]:
+    """A block with random parameters, and an input for it."""
+    block = cls().eval()
     tiny_models.randomise(block, 0)
-    x = torch.randn(7, 16, generator=torch.Generator().manual_seed(0))
+    return block, torch.randn(7, 16, generator=torch.Generator().manual_seed(0))
+
+
+def test_unknown_class_that_follows_the_interface():
+    block, x = random_block(FutureBlock)
     with torch.no_grad():
         expected = block(x)
         report = torch_moe_mps.accelerate(block)
@@ -971,9 +976,7 @@ class ReturnsLogits(FutureBlock):
 
 
 def test_logits_that_are_computed_last():
-    block = ReturnsLogits().eval()
-    tiny_models.randomise(block, 0)
-    x = torch.randn(7, 16, generator=torch.Generator().manual_seed(0))
+    block, x = random_block(ReturnsLogits)
     with torch.no_grad():
         expected = block(x)
         report = torch_moe_mps.accelerate(block)

@@ -13,8 +13,7 @@ from test_transformers import operators_of
 from test_transformers_families import assert_close, eager, generate, output, prompt
 
 import torch_moe_mps
-from torch_moe_mps.quantization import quantize
-from torch_moe_mps.transformers.experts import is_experts
+from torch_moe_mps.quantization import experts_of, is_experts, quantize
 
 transformers.logging.set_verbosity_error()
 
@@ -84,7 +83,7 @@ def test_checkpoint_round_trip(architecture, form, tmp_path):
 
 
 def first_experts(model) -> dict:
-    return dict([next((name, module) for name, module in model.named_modules() if is_experts(module))])
+    return dict([next(iter(experts_of(model).items()))])
 
 
 def quantise_all(model):

@@ -12,8 +12,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from torch_moe_mps.quantization import dequantize
-from torch_moe_mps.transformers.experts import projection_names
+from torch_moe_mps.quantization import dequantize, projections
 
 # Attributes of configs, set where a config has them. Sizes are odd where the architecture allows.
 SIZES = {
@@ -253,7 +252,7 @@ def dense_twin(dense: nn.Module, quantized: nn.Module) -> nn.Module:
     """The dense model with the values that the quantised one's experts stand for: the oracle."""
     for name, module in quantized.named_modules():
         form = getattr(module, "quantization", None)
-        for projection in projection_names(module) if form else ():
+        for projection in projections(module) if form else ():
             tensors = (
                 getattr(module, f"{projection}_{part}", None) for part in ("packed", "scales", "biases")
             )

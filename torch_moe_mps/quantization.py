@@ -32,6 +32,7 @@ SMALLEST_SCALE = 1e-7
 # Halfway between neighbouring e2m1 magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6. A tie goes to the smaller one.
 E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 E2M1_LARGEST = 6.0
+INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # of transformers' experts
 
 
 @dataclass(frozen=True)
@@ -285,15 +286,23 @@ def relative_error(weight: Tensor, quantized: QuantizedWeight, format: Quantizat
     return difference / magnitude if magnitude > 0 else 0.0
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether the module follows the interface of transformers' `use_experts_implementation`."""
-    if not all(
-        hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-    ):
+def is_experts(module: object) -> bool:
+    """Whether a module has the experts interface of transformers' `use_experts_implementation`."""
+    if not all(isinstance(getattr(module, flag, None), bool) for flag in INTERFACE):
         return False
     tensors = [getattr(module, projection, None) for projection in projections(module)]
     dense = all(isinstance(tensor, Tensor) and tensor.dim() == 3 for tensor in tensors)
-    return dense or getattr(module, "quantization", None) is not None
+    return dense or is_quantized(module)
+
+
+def is_quantized(experts: nn.Module) -> bool:
+    """Whether quantize_module, or the loading of a checkpoint, gave the module a format."""
+    return getattr(experts, "quantization", None) is not None
+
+
+def experts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """{name: module} of all experts of a model, in its order."""
+    return {name: module for name, module in model.named_modules() if is_experts(module)}
 
 
 def projections(module: nn.Module) -> tuple[str, str]:
@@ -499,11 +508,10 @@ def quantize_experts(
     format = QuantizationFormat(bits, group_size, mode)
     report = QuantizationReport(format)
     if modules is None:
-        modules = {name: module for name, module in model.named_modules() if is_experts(module)}
+        modules = experts_of(model)
     dense = {}
     for name, module in modules.items():
-        quantized = getattr(module, "quantization", None)
-        reason = unsupported(module) if quantized is None else f"already {quantized}"
+        reason = f"already {module.quantization}" if is_quantized(module) else unsupported(module)
         if reason is not None:
             report.skipped[name] = reason
         else:
@@ -525,8 +533,7 @@ def quantize_experts(
 def keep_when_saving(model: nn.Module) -> None:
     """Lets the models of transformers in `model` save what is quantised, and load it again."""
     modules = list(model.modules())
-    quantized = any(getattr(module, "quantization", None) is not None for module in modules)
-    if quantized and any(hasattr(module, "save_pretrained") for module in modules):
+    if any(map(is_quantized, modules)) and any(hasattr(module, "save_pretrained") for module in modules):
         from .transformers.saving import mark_quantized
 
         mark_quantized(model)

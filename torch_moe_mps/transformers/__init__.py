@@ -13,8 +13,15 @@ import warnings
 
 from torch import nn
 
-from ..quantization import keep_when_saving, quantize_experts, requested_format
-from .experts import NAME, describe, is_experts, unsupported
+from ..quantization import (
+    experts_of,
+    is_experts,
+    is_quantized,
+    keep_when_saving,
+    quantize_experts,
+    requested_format,
+)
+from .experts import NAME, describe, unsupported
 from .formulas import Reader
 from .modules import drop_forward_of_class, restore_module, rewrite
 from .programs import Unsupported
@@ -47,7 +54,7 @@ def accelerate(
     format = requested_format(bits, group_size, mode)
     for module in model.modules():
         drop_forward_of_class(module)
-    found = {name: module for name, module in model.named_modules() if is_experts(module)}
+    found = experts_of(model)
     previous = {name: _implementation(module) for name, module in found.items()}
     if format is not None:
         report.quantization = quantize_experts(model, **format.to_dict())
@@ -69,7 +76,7 @@ def accelerate(
         report.add(name, module, kind, "; ".join(rewrites) or None, reason)
     report.rows.sort(key=_model_order(model))
     _warn_of_experts_left_alone(report)
-    if report.quantization is not None and not any(map(_is_quantized, found.values())):
+    if report.quantization is not None and not any(map(is_quantized, found.values())):
         warnings.warn("torch_moe_mps: no experts were found that can be quantised", stacklevel=2)
     return report
 
@@ -98,10 +105,6 @@ def _implementation(experts: nn.Module) -> tuple[object, str | None]:
 def _require_module(function: str, model: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"moe_mps::{function}: model must be a torch.nn.Module, got {type(model).__name__}")
-
-
-def _is_quantized(experts: nn.Module) -> bool:
-    return getattr(experts, "quantization", None) is not None
 
 
 def _other_experts(path: str, module: nn.Module) -> str | None:

@@ -5,7 +5,8 @@ import copy
 
 from torch import Tensor, nn
 
-from .experts import is_experts, may_be_fused
+from ..quantization import is_experts
+from .experts import may_be_fused
 from .formulas import Reader
 from .patterns import match
 from .programs import Program

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops._checks import MAX_TOP_K
+from ..quantization import is_quantized, projections
 from .formulas import Node, evaluate, inline, operation_of
 from .patterns import match
 from .programs import Unsupported
@@ -15,7 +16,6 @@ from .straightening import straighten
 ops = torch.ops.moe_mps
 
 NAME = "moe_mps"
-INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 _POINTWISE = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 # The formula of _apply_gate on its argument X, with G and U its gate and up half.
 _GATES = {
@@ -32,20 +32,6 @@ class Activation(NamedTuple):
     interleaved: bool
     alpha: float | None = None
     limit: float | None = None
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Whether a module has the experts interface of transformers."""
-    if not all(isinstance(getattr(module, flag, None), bool) for flag in INTERFACE):
-        return False
-    first, second = projection_names(module)
-    quantized = getattr(module, "quantization", None) is not None
-    return quantized or all(isinstance(getattr(module, p, None), Tensor) and getattr(module, p).dim() == 3
-                            for p in (first, second))  # fmt: skip
-
-
-def projection_names(module: nn.Module) -> tuple[str, str]:
-    return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
 
 
 def activation_of(module: nn.Module) -> Activation | None:
@@ -175,8 +161,8 @@ def describe(module: nn.Module) -> str:
 
 def unsupported(module: nn.Module) -> str | None:
     """Why an experts module is left alone; None if it is served."""
-    first, second = projection_names(module)
-    if getattr(module, "quantization", None) is not None:
+    first, second = projections(module)
+    if is_quantized(module):
         return None
     dtypes = {getattr(module, p).dtype for p in (first, second)}
     if not dtypes <= {torch.float32, torch.float16, torch.bfloat16} or len(dtypes) > 1:
@@ -233,7 +219,7 @@ def _require_no_gradients(self: nn.Module, inputs: list[Tensor]) -> None:
 
 def _quantized_forward(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, shared: dict) -> Tensor:
     form = self.quantization
-    first, second = (_packed(self, name) for name in projection_names(self))
+    first, second = (_packed(self, name) for name in projections(self))
     bias = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias) if self.has_bias else None
     down_bias = self.down_proj_bias if self.has_bias else None
     activation = _activation(self)

@@ -9,9 +9,10 @@ import types
 
 from torch import Tensor, nn
 
+from ..quantization import is_experts
 from . import fused
 from .blocks import fold_shared_experts, hand_over_raw_results
-from .experts import is_experts, runs_own_code
+from .experts import runs_own_code
 from .formulas import is_pure
 from .gates import use_gates
 from .norms import fuse_norms

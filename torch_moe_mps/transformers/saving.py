@@ -18,13 +18,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..quantization import (
     QuantizationFormat,
     empty_quantized_module,
+    experts_of,
+    is_quantized,
+    projections,
     quantize_experts,
     repack_mxfp4_blocks,
     requested_format,
 )
-from .experts import NAME, is_experts, pin_implementation, projection_names
+from .experts import NAME, pin_implementation
 
-MXFP4 = {"bits": 4, "group_size": 32, "mode": "mxfp4"}
 # Arguments of from_pretrained that a config would keep to itself, and those that say where both files are.
 _FOR_THE_MODEL = ("dtype", "torch_dtype")
 _FOR_BOTH = (
@@ -92,7 +94,7 @@ class ExpertsQuantizer(HfQuantizer):
     quantization_config: ExpertsQuantizationConfig
 
     def _formats(self, model: nn.Module) -> dict[nn.Module, QuantizationFormat]:
-        experts = {name: module for name, module in model.named_modules() if is_experts(module)}
+        experts = experts_of(model)
         formats = self.quantization_config.formats(experts)
         return {experts[name]: format for name, format in formats.items()}
 
@@ -101,7 +103,7 @@ class ExpertsQuantizer(HfQuantizer):
             for module, format in self._formats(model).items():
                 dense = {
                     name: torch.empty_like(getattr(module, name), device="meta")
-                    for name in projection_names(module)
+                    for name in projections(module)
                 }
                 empty_quantized_module(module, format)
                 # The model initialises what it takes for missing, from the experts or from their block.
@@ -113,7 +115,7 @@ class ExpertsQuantizer(HfQuantizer):
         formats = self._formats(model)
         if self.pre_quantized:
             for module in formats:
-                for name in projection_names(module):
+                for name in projections(module):
                     del module.__dict__[name]
                 pin_implementation(module)
             return
@@ -193,13 +195,12 @@ def mark_quantized(model: nn.Module) -> None:
 
 
 def _config_of(model: nn.Module) -> ExpertsQuantizationConfig | None:
-    experts = {name: module for name, module in model.named_modules() if is_experts(module)}
-    formats = {name: getattr(module, "quantization", None) for name, module in experts.items()}
-    quantized = {name: format for name, format in formats.items() if format is not None}
+    experts = experts_of(model)
+    quantized = {name: module.quantization for name, module in experts.items() if is_quantized(module)}
     if not quantized:
         return None
     usual = Counter(quantized.values()).most_common(1)[0][0]
-    different = any(format != usual for format in formats.values())
+    different = len(quantized) < len(experts) or len(set(quantized.values())) > 1
     modules = {name: format.to_dict() for name, format in quantized.items()} if different else None
     return ExpertsQuantizationConfig(**usual.to_dict(), modules=modules)
 
@@ -248,7 +249,7 @@ def _without_dequantising(name: str, cls: type, kwargs: dict[str, Any]) -> dict[
     if stored.get("quant_method") != "mxfp4":
         return kwargs
     config = copy.deepcopy(config)
-    config.quantization_config = {"quant_method": NAME, **MXFP4}
+    config.quantization_config = {"quant_method": NAME, **QuantizationFormat(mode="mxfp4").to_dict()}
     return {**others, "config": config}
 
 
