@@ -36,6 +36,7 @@ SINGLE_SIMDGROUPS, SINGLE_ROWS = geometry("kSingleSimdgroups"), geometry("kSingl
 FEW = 2 * (geometry("kFewRows"), geometry("kFewSimdgroups"))
 MATRIX = (geometry("kMatrixRows"), geometry("kMatrixSimdgroups"))
 MATRIX += (geometry("kMatrixDownRows"), geometry("kMatrixDownSimdgroups"))
+PARTS_SIMDGROUPS = geometry("kPartsSimdgroups")
 TILE_ROWS, TILE_COLUMNS = geometry("kTileRows"), geometry("kTileColumns")
 COMBINE_THREADS = 256
 TOLERANCE = {"f32": 1e-5, "f16": 2e-3, "bf16": 1.2e-2}  # of the largest value
@@ -245,10 +246,10 @@ class Ours:
             )
         _, _, rows, simdgroups = MATRIX if self.matrix else FEW
         name = "expert_down_matrix" if self.matrix else "expert_down_few"
-        if self.matrix and min(ids.size, EXPERTS) <= simdgroups // 2:
-            name = "expert_down_parts"
+        if self.matrix and min(ids.size, EXPERTS) <= PARTS_SIMDGROUPS // 2:
+            name, simdgroups = "expert_down_parts", PARTS_SIMDGROUPS
         grid = (-(-weights.rows // rows), 1, 1)
-        return self.launch(name, buffers, grid, simdgroups * 32, [ids.size * rows * 4])
+        return self.launch(name, buffers, grid, simdgroups * 32, [ids.size * (rows + 1) * 4])
 
     def gemm(self, x, weights: Weights, ids, tiles, out, gated: bool, x_per_pair: bool):
         outputs = weights.rows // 2 if gated else weights.rows

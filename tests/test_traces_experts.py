@@ -113,7 +113,7 @@ expert_down_few_f16 grid 16x1x1 of 256x1x1
  0=D[0:1024] 1=F[0:131072] 2=F[0:131072] 3=F[0:131072]
 4=C[0:32] 5=C[0:32] 6=G[0:1024] 7=H[0:32]
 8=H[0:32] 9=H[0:32] 10=H[0:32] 11=100 bytes 12=E[0:128]
- threadgroup(0)=256 bytes
+ threadgroup(0)=288 bytes
 """,
         )
 
@@ -168,7 +168,7 @@ expert_down_parts_affine4_f16 grid 8x1x1 of 512x1x1
  0=F[0:1024] 1=H[0:32768] 2=I[0:2048] 3=J[0:2048]
 4=E[0:32] 5=E[0:32] 6=K[0:1024] 7=L[0:32]
 8=L[0:32] 9=L[0:32] 10=L[0:32] 11=100 bytes 12=G[0:128]
- threadgroup(0)=512 bytes
+ threadgroup(0)=544 bytes
 """,
         )
 
@@ -223,7 +223,7 @@ expert_down_parts_affine8_f16 grid 8x1x1 of 512x1x1
  0=F[0:1024] 1=H[0:65536] 2=I[0:2048] 3=J[0:2048]
 4=E[0:32] 5=E[0:32] 6=K[0:1024] 7=L[0:32]
 8=L[0:32] 9=L[0:32] 10=L[0:32] 11=100 bytes 12=G[0:128]
- threadgroup(0)=512 bytes
+ threadgroup(0)=544 bytes
 """,
         )
 
@@ -278,7 +278,7 @@ expert_down_few_mxfp4_f16 grid 16x1x1 of 256x1x1
  0=E[0:1024] 1=G[0:32768] 2=H[0:2048] 3=H[0:2048]
 4=D[0:32] 5=D[0:32] 6=I[0:1024] 7=J[0:32]
 8=J[0:32] 9=J[0:32] 10=J[0:32] 11=100 bytes 12=F[0:128]
- threadgroup(0)=256 bytes
+ threadgroup(0)=288 bytes
 """,
         )
 

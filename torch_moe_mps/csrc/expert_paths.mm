@@ -32,21 +32,20 @@ constexpr FewKernels kDots{"expert_rows_few", kFewRows,       kFewSimdgroups, "e
 constexpr FewKernels kMatrices{"expert_rows_matrix", kMatrixRows,     kMatrixSimdgroups,
                                "expert_down_matrix", kMatrixDownRows, kMatrixDownSimdgroups,
                                kMaxMatrixPairs};
+constexpr FewKernels kParts{"expert_rows_matrix", kMatrixRows,      kMatrixSimdgroups, "expert_down_parts",
+                            kMatrixDownRows,      kPartsSimdgroups, kMaxMatrixPairs};
 
-const FewKernels& few_kernels(const ExpertMatrix& matrix) {
-  return matrix.bits != 0 ? kMatrices : kDots;
-}
-
-// Where at least two simdgroups of the down projection can share an expert. An expert counts for each
+// Whether at least two simdgroups of the down projection can share an expert. An expert counts for each
 // kMatrixPairsAtOnce of its pairs; there is a simdgroup for each.
 bool down_in_parts(const ExpertMatrix& matrix, int64_t pairs) {
   const int64_t experts = std::min(pairs, matrix.experts);
   const int64_t most = experts + (pairs - experts) / kMatrixPairsAtOnce;
-  return matrix.bits != 0 && 2 * experts <= kMatrixDownSimdgroups && most <= kMatrixDownSimdgroups;
+  return 2 * experts <= kPartsSimdgroups && most <= kPartsSimdgroups;
 }
 
-const char* few_down_kernel(const ExpertMatrix& matrix, int64_t pairs) {
-  return down_in_parts(matrix, pairs) ? "expert_down_parts" : few_kernels(matrix).down_kernel;
+const FewKernels& few_kernels(const ExpertMatrix& matrix, int64_t pairs) {
+  if (matrix.bits == 0) return kDots;
+  return down_in_parts(matrix, pairs) ? kParts : kMatrices;
 }
 
 // The only place that chooses, from shapes and formats alone. Measured by translation on an NVIDIA H200, E
@@ -59,7 +58,7 @@ Path path_for(const Tensor& ids, const ExpertMatrix& matrix, bool transposed) {
   const int64_t tokens = ids.size(0), pairs = ids.numel();
   if (tokens == 1) return Path::kSingle;
   // The kernels for 2 to 32 tokens walk along the rows of a matrix, which a transposed one does not have.
-  const bool few = tokens <= kMaxFewTokens && pairs <= few_kernels(matrix).max_pairs;
+  const bool few = tokens <= kMaxFewTokens && pairs <= few_kernels(matrix, pairs).max_pairs;
   if (few && !transposed) return Path::kFew;
   return matrix.experts <= kMaxBuckets ? Path::kGemm : Path::kSingle;
 }
@@ -138,14 +137,14 @@ void decode_rows(Commands& commands, Path path, const Tensor& x, const ExpertMat
                  const Tensor& order) {
   const ExpertParams params = matmul_params(x, matrix, ids, activation, x_per_pair);
   const char* single = matrix.transposed ? "expert_columns_single" : "expert_rows_single";
-  const std::string kernel = path == Path::kFew
-                                 ? few_kernel_of(few_kernels(matrix).rows_kernel, matrix, x.scalar_type())
-                                 : kernel_of(single, matrix, x.scalar_type());
+  const std::string kernel = path == Path::kFew ? few_kernel_of(few_kernels(matrix, ids.numel()).rows_kernel,
+                                                                matrix, x.scalar_type())
+                                                : kernel_of(single, matrix, x.scalar_type());
   Command& command = commands.add(matrix.library, kernel);
   bind_matrix(command, x, matrix).bind(ids).bind_or(matrix.bias, ids).bind(out).params(params);
   const int64_t outputs = params.outputs;
   if (path == Path::kFew) {
-    const FewKernels& kernels = few_kernels(matrix);
+    const FewKernels& kernels = few_kernels(matrix, ids.numel());
     const int64_t block = outputs_of(kernels.simdgroups * kernels.rows, activation);
     const int64_t units = std::min<int64_t>(params.pairs, params.experts);
     command.bind(order).threadgroups({NSUInteger(ceil_div(outputs, block)), NSUInteger(units + 1)},
@@ -165,16 +164,16 @@ void decode_down(Commands& commands, Path path, const Tensor& x, const ExpertMat
                  const Tensor& ids, const ExpertSum& sum, const Tensor& out, const Tensor& order) {
   const ExpertDownParams params = down_params(matmul_params(x, matrix, ids, Activation{}, true), sum);
   const char* single = matrix.transposed ? "expert_down_columns_single" : "expert_down_single";
-  const std::string kernel =
-      path == Path::kFew ? few_kernel_of(few_down_kernel(matrix, ids.numel()), matrix, x.scalar_type())
-                         : kernel_of(single, matrix, x.scalar_type());
+  const std::string kernel = path == Path::kFew ? few_kernel_of(few_kernels(matrix, ids.numel()).down_kernel,
+                                                                matrix, x.scalar_type())
+                                                : kernel_of(single, matrix, x.scalar_type());
   Command& command = commands.add(matrix.library, kernel);
   bind_matrix(command, x, matrix).bind(ids).bind_or(matrix.bias, ids).bind(out);
   bind_sum(command, sum).params(params);
   if (path == Path::kFew) {
-    const FewKernels& kernels = few_kernels(matrix);
+    const FewKernels& kernels = few_kernels(matrix, ids.numel());
     command.bind(order)
-        .threadgroup_memory(params.matmul.pairs * kernels.down_rows * sizeof(float))
+        .threadgroup_memory(params.matmul.pairs * (kernels.down_rows + 1) * sizeof(float))
         .threadgroups({NSUInteger(ceil_div(matrix.rows, kernels.down_rows))},
                       {NSUInteger(kernels.down_simdgroups * kSimdWidth)});
   } else if (matrix.transposed) {

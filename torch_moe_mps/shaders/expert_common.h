@@ -83,4 +83,4 @@ inline uint dtype_of() {
 // Of those for several tokens, which go through the pairs in the order of their experts.
 #define EXPERT_DOWN_FEW_BUFFERS(T)                                  \
   EXPERT_DOWN_BUFFERS(T), device const uint4 *order [[buffer(12)]], \
-      threadgroup float *terms [[threadgroup(0)]]
+      threadgroup float *memory [[threadgroup(0)]]

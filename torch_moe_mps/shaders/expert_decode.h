@@ -135,14 +135,15 @@ inline RowValues<R> expert_rows(W weights, RowSet<R> rows, device const typename
   if constexpr (W::kTwoSteps) {
     // All lanes walk to the end, since they may exchange scales, and each load has a condition of its own: in
     // one branch for all, the loads were waited for where the branch ends.
+    const typename W::Part none = {};
     for (uint base = 0; base < inputs; base += kStride) {
       const uint column = base + lane * kColumns;
       typename W::Part parts[R];
       UNROLL for (int r = 0; r < R; ++r) {
-        parts[r] = weights.load_part(at[r], column, lane, column < inputs);
+        parts[r] = weights.load_part(none, at[r], column, column < inputs);
       }
       typename W::Chunk chunks[R];
-      UNROLL for (int r = 0; r < R; ++r) chunks[r] = weights.whole(parts[r], lane);
+      UNROLL for (int r = 0; r < R; ++r) chunks[r] = weights.whole(parts[r]);
       if (column < inputs) {
         add_chunks<W, R, M>(weights, chunks, x, sources, pairs, column, inputs - column, vectorised, dots);
       }
@@ -254,35 +255,49 @@ template <typename W, int R>
 struct PairList {
   uint expert;
   uint count;
-  uint before;  // pairs of experts with lower ids
+  uint before;  // pairs of experts with lower ids, if they were counted
   uint first;   // of the expert's
 };
 
-constant constexpr int kIdsAhead = 4;  // loads of ids in flight together
+// Some of the ids, one a lane at a time: loads in flight together.
+struct IdBatch {
+  static constant constexpr int kIds = 4;
+  static constant constexpr uint kPairs = kIds * kSimdWidth;
 
-// Each simdgroup goes through all ids by itself, so that nothing waits for the threadgroup; the first one
-// writes `pairs`.
-inline PairList list_pairs(device const int* ids, uint expert, threadgroup ushort* pairs, uint lane,
-                           uint simdgroup, constant ExpertParams& params) {
-  PairList list = {expert, 0, 0, 0};
-  for (uint start = 0; start < params.pairs; start += kIdsAhead * kSimdWidth) {
-    uint low[kIdsAhead], high[kIdsAhead];  // words; without a high one the low one is read twice
-    UNROLL for (int i = 0; i < kIdsAhead; ++i) {
+  uint low[kIds], high[kIds];  // words; without a high one the low one is loaded twice
+
+  IdBatch(device const int* ids, uint start, uint lane, constant ExpertParams& params) {
+    UNROLL for (int i = 0; i < kIds; ++i) {
       const uint word = min(start + i * kSimdWidth + lane, params.pairs - 1) << params.wide_ids;
       low[i] = uint(ids[word]);
       high[i] = uint(ids[word + params.wide_ids]);
     }
-    UNROLL for (int i = 0; i < kIdsAhead; ++i) {
+  }
+
+  uint expert(int i, constant ExpertParams& params) const {
+    return expert_of_words(low[i], params.wide_ids != 0 ? high[i] : 0, params);
+  }
+};
+
+// Each simdgroup goes through all ids by itself, so that nothing waits for the threadgroup; the first one
+// writes `pairs`. `batch`: the first.
+inline PairList list_pairs(device const int* ids, IdBatch batch, uint expert, bool counts_before,
+                           threadgroup ushort* pairs, uint lane, uint simdgroup,
+                           constant ExpertParams& params) {
+  PairList list = {expert, 0, 0, 0};
+  for (uint start = 0; start < params.pairs; start += IdBatch::kPairs) {
+    if (start != 0) batch = IdBatch(ids, start, lane, params);
+    UNROLL for (int i = 0; i < IdBatch::kIds; ++i) {
       const uint base = start + i * kSimdWidth;
       const bool is_pair = base + lane < params.pairs;
-      const uint id = expert_of_words(low[i], params.wide_ids != 0 ? high[i] : 0, params);
+      const uint id = batch.expert(i, params);
       const uint hits = ballot(is_pair && id == expert);
       if (list.count == 0 && hits != 0) list.first = base + ctz(hits);
       if (simdgroup == 0 && (hits >> lane & 1) != 0) {
         pairs[list.count + popcount(hits & ((1u << lane) - 1))] = ushort(base + lane);
       }
       list.count += popcount(hits);
-      list.before += popcount(ballot(is_pair && id < expert));
+      if (counts_before) list.before += popcount(ballot(is_pair && id < expert));
     }
   }
   return list;
@@ -300,14 +315,12 @@ inline PairList pairs_of_expert(device const int* ids, threadgroup ushort* pairs
                                 uint threads, uint lane, uint simdgroup, constant ExpertParams& params) {
   const PairList none = {params.experts, 0, 0, 0};
   const bool sentinels = group.y + 1 == groups.y;
+  const IdBatch batch(ids, 0, lane, params);  // before the pair's own id is waited for
   uint expert = params.experts;
-  if (!sentinels) {
-    expert = params.grid_is_experts != 0 ? group.y : expert_of(ids, group.y, params);
-    if (expert == params.experts) return none;
-  }
-  const PairList list = list_pairs(ids, expert, pairs, lane, simdgroup, params);
+  if (!sentinels) expert = params.grid_is_experts != 0 ? group.y : expert_of(ids, group.y, params);
+  const PairList list = list_pairs(ids, batch, expert, group.x == 0, pairs, lane, simdgroup, params);
   const bool works_for_all = params.grid_is_experts != 0 || sentinels || list.first == group.y;
-  if (list.count == 0 || !works_for_all) return none;
+  if (list.count == 0 || !works_for_all || (expert == params.experts && !sentinels)) return none;
   if (list.count > 1) threadgroup_barrier(mem_flags::mem_threadgroup);
   if (group.x == 0) {
     for (uint i = thread_index; i < list.count; i += threads) {
@@ -473,19 +486,49 @@ template <typename W, int R, int kMaxThreads>
   }
 }
 
+// What the pairs of a down projection for 2 to 32 tokens leave in threadgroup memory.
 template <int kRows>
-inline void clear_sentinels(device const int* ids, threadgroup float* terms, uint thread_index, uint threads,
-                            constant ExpertParams& params) {
-  for (uint pair = thread_index; pair < params.pairs; pair += threads) {
-    if (expert_of(ids, pair, params) == params.experts) {
-      UNROLL for (int r = 0; r < kRows; ++r) terms[pair * kRows + r] = 0.0f;
+struct PairTerms {
+  threadgroup float* values;   // the products of kRows rows of a pair's expert with its inputs
+  threadgroup float* weights;  // of the pairs
+
+  PairTerms(threadgroup float* memory, uint pairs) : values(memory), weights(memory + pairs * kRows) {}
+
+  threadgroup float& at(uint pair, uint row) const { return values[pair * kRows + row]; }
+
+  // Those of a sentinel are zeros.
+  void start(device const int* ids, device const uchar* routing, uint thread_index, uint threads,
+             constant ExpertDownParams& params) const {
+    for (uint pair = thread_index; pair < params.matmul.pairs; pair += threads) {
+      const bool chosen = expert_of(ids, pair, params.matmul) < params.matmul.experts;
+      weights[pair] = chosen ? load_one(routing, params.combine.weights_dtype, pair) : 0.0f;
+      if (!chosen) {
+        UNROLL for (int r = 0; r < kRows; ++r) at(pair, r) = 0.0f;
+      }
     }
   }
-}
+
+  // The sum over a token's slots, ascending.
+  float sum(device const int* ids, device const uchar* bias, uint token, uint local, uint row,
+            constant ExpertParams& params) const {
+    float sum = 0.0f;
+    for (uint slot = 0; slot < params.slots; ++slot) {
+      const uint pair = token * params.slots + slot;
+      float value = at(pair, local);
+      if (params.has_bias != 0) {
+        const uint expert = expert_of(ids, pair, params);
+        if (expert < params.experts) value = with_bias(value, bias, expert, row, params);
+      }
+      sum += weights[pair] * value;
+    }
+    return sum;
+  }
+};
 
 // The sums over each token's slots of kRows rows, from `first` on, and what is combined with them.
 template <typename T, int kRows>
-inline void store_combined(threadgroup const float* terms, uint first, device const uchar* shared_gate,
+inline void store_combined(PairTerms<kRows> terms, uint first, device const int* ids,
+                           device const uchar* bias, device const uchar* shared_gate,
                            device const uchar* shared_out, device const uchar* residual, device T* out,
                            uint thread_index, uint threads, constant ExpertDownParams& params) {
   constant ExpertParams& matmul = params.matmul;
@@ -493,7 +536,7 @@ inline void store_combined(threadgroup const float* terms, uint first, device co
     const uint token = i / kRows;
     const uint row = first + i % kRows;
     if (row >= matmul.outputs) continue;
-    const float sum = sum_of_terms(terms + token * matmul.slots * kRows + i % kRows, kRows, matmul.slots);
+    const float sum = terms.sum(ids, bias, token, i % kRows, row, matmul);
     out[ulong(token) * matmul.outputs + row] = T(combined(
         sum, token, row, matmul.outputs, shared_gate, shared_out, residual, dtype_of<T>(), params.combine));
   }
@@ -501,7 +544,7 @@ inline void store_combined(threadgroup const float* terms, uint first, device co
 
 // The same for 2 to 32 tokens: a threadgroup takes kFewRows rows, its simdgroups in turn the distinct
 // experts of `order`, each with all its pairs. Grid: blocks of kFewRows rows. Threadgroup memory:
-// kFewRows floats a pair.
+// kFewRows + 1 floats a pair.
 template <typename W>
 [[kernel, max_total_threads_per_threadgroup(512)]] void expert_down_few(
     EXPERT_DOWN_FEW_BUFFERS(typename W::Element), uint group [[threadgroup_position_in_grid]],
@@ -513,7 +556,8 @@ template <typename W>
   threadgroup uint sources[kFewSimdgroups * kMaxPairsAtOnce];
   threadgroup uint* own_sources = sources + simdgroup * kMaxPairsAtOnce;
   const uint first = group * kFewRows;
-  clear_sentinels<kFewRows>(ids, terms, thread_index, kThreads, matmul);
+  const PairTerms<kFewRows> terms(memory, matmul.pairs);
+  terms.start(ids, routing, thread_index, kThreads, params);
   // Experts with equally many pairs together, so that the simdgroups run the same code at a time: in the
   // order of ids the kernel waited for instructions for half of its time (32 tokens).
   uint turn = 0;
@@ -539,10 +583,7 @@ template <typename W>
           const RowValues<kFewRows> values =
               few_rows<W, kFewRows>(weights, x, own_sources, count, first, lane, matmul);
           if (lane < count) {
-            UNROLL for (int r = 0; r < kFewRows; ++r) {
-              const uint row = min(first + r, matmul.outputs - 1);
-              terms[pair * kFewRows + r] = weighted(values.v[r], pair, expert, row, routing, bias, params);
-            }
+            UNROLL for (int r = 0; r < kFewRows; ++r) terms.at(pair, r) = values.v[r];
           }
           simdgroup_barrier(mem_flags::mem_threadgroup);
         }
@@ -550,6 +591,6 @@ template <typename W>
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  store_combined<T, kFewRows>(terms, first, shared_gate, shared_out, residual, out, thread_index, kThreads,
-                              params);
+  store_combined<T, kFewRows>(terms, first, ids, bias, shared_gate, shared_out, residual, out, thread_index,
+                              kThreads, params);
 }

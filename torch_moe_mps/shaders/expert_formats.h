@@ -4,10 +4,10 @@
 //   Chunk chunk = weights.load(weights.at(row), column);  the bits, the scale and bias of their group
 //   Pack<8> values = weights.octet(chunk, i);              values 8 i .. 8 i + 7, dequantised
 //
-// Formats with kTwoSteps load so in decode; all lanes of the simdgroup take the second step:
+// Formats with kTwoSteps load so in decode:
 //
-//   Part part = weights.load_part(weights.at(row), column, lane, active);
-//   Chunk chunk = weights.whole(part, lane);
+//   Part part = weights.load_part({}, weights.at(row), column, active);
+//   Chunk chunk = weights.whole(part);
 //
 // and for products with few inputs, where dequantising costs as much as multiplying:
 //
@@ -170,11 +170,7 @@ struct HalfCodes {
 };
 
 // q * scale + bias, q of kBits bits.
-//
-// kLanesShare: the lanes of a group load its scale and bias once, for all of them. For one token, where
-// waiting for memory is most of the time, a load by each lane is faster: 8.9 instead of 9.6 us (int4)
-// and 10.6 instead of 11.4 us (int8) on an NVIDIA H200, 2048 -> 2 x 768 for 8 experts.
-template <typename T, int kBits, int kOctetCount, bool kLanesShare = false>
+template <typename T, int kBits, int kOctetCount>
 struct AffineWeights {
   typedef T Element;
   static constant constexpr int kOctets = kOctetCount;
@@ -192,8 +188,7 @@ struct AffineWeights {
     float bias;
   };
 
-  // As loaded. Where its lanes share the loads, a group's first lane has the scale and its last the bias, in
-  // `scale`; a lane that is both has the bias in `bias`.
+  // As loaded.
   struct Part {
     Words<kOctetCount * kWordsPerOctet> words;
     T scale;
@@ -214,7 +209,7 @@ struct AffineWeights {
                 uint expert, constant ExpertParams& params)
       : words_per_row(params.inputs / kValuesPerWord),
         group_shift(params.group_shift - (kBits == 4 ? 3 : 2)),
-        other_lanes(kLanesShare ? (1u << params.group_shift) / (8 * kOctetCount) - 1 : 0),
+        other_lanes((1u << params.group_shift) / (8 * kOctetCount) - 1),
         half_codes(params.bits) {
     const ulong row = ulong(expert) * params.rows;
     packed = reinterpret_cast<device const uint*>(packed_) + row * words_per_row;
@@ -234,30 +229,51 @@ struct AffineWeights {
     return chunk;
   }
 
-  Part load_part(Row row, uint column, uint lane, bool active) const {
+  // In place of `part`.
+  Part load_part(Part part, Row row, uint column, bool active) const {
     const uint word = row + column / kValuesPerWord;
-    Part part = {};
-    if (active) part.words = load_words<kOctetCount * kWordsPerOctet>(packed + word);
-    if constexpr (kLanesShare) {
-      const bool first = (lane & other_lanes) == 0, last = (lane & other_lanes) == other_lanes;
-      if (active && (first || last)) part.scale = (first ? scales : biases)[word >> group_shift];
-      if (active && first && last) part.bias = biases[word >> group_shift];
-    } else if (active) {
+    if (active) {
+      part.words = load_words<kOctetCount * kWordsPerOctet>(packed + word);
       part.scale = scales[word >> group_shift];
       part.bias = biases[word >> group_shift];
     }
     return part;
   }
 
-  Chunk whole(Part part, uint lane) const {
-    Chunk chunk;
-    chunk.words = part.words;
-    chunk.scale = float(part.scale);
-    chunk.bias = float(part.bias);
-    if constexpr (kLanesShare) {
-      const float last = other_lanes == 0 ? chunk.bias : chunk.scale;
-      chunk.bias = simd_shuffle(last, ushort(lane | other_lanes));
+  Chunk whole(Part part) const { return {part.words, float(part.scale), float(part.bias)}; }
+
+  // A lane's place in a row, for going from row to row. The lanes of a group load its scale and its bias
+  // once.
+  struct Cursor {
+    device const uint* words;
+    device const T* scale;
+    device const T* bias;
+  };
+
+  Cursor cursor(uint row, uint column) const {
+    const uint word = at(row) + column / kValuesPerWord;
+    return {packed + word, scales + (word >> group_shift), biases + (word >> group_shift)};
+  }
+
+  Cursor advanced(Cursor cursor, uint rows) const {
+    const uint groups = rows * (words_per_row >> group_shift);
+    return {cursor.words + rows * words_per_row, cursor.scale + groups, cursor.bias + groups};
+  }
+
+  // In place of `part`, each load with a condition of its own: in one branch for all they are waited for.
+  Part load(Part part, Cursor cursor, uint lane, bool active) const {
+    const bool first = (lane & other_lanes) == 0, last = (lane & other_lanes) == other_lanes;
+    if (active) part.words = load_words<kOctetCount * kWordsPerOctet>(cursor.words);
+    if (active && first) part.scale = *cursor.scale;
+    if (active && last) part.bias = *cursor.bias;
+    return part;
+  }
+
+  Chunk shared(Part part, uint lane) const {
+    Chunk chunk = whole(part);
+    if (other_lanes != 0) {
       chunk.scale = simd_shuffle(chunk.scale, ushort(lane & ~other_lanes));
+      chunk.bias = simd_shuffle(chunk.bias, ushort(lane | other_lanes));
     }
     return chunk;
   }

@@ -62,26 +62,29 @@ struct InputTotals {
   vec<float, 2> less_offset;
 };
 
-// kUnitCount words of a row in a quarter of a step, codes of 4 or 8 bits in groups of 32 (kSmallGroups) or
-// more.
-template <typename T, int kBits, bool kSmallGroups, int kUnitCount>
-struct AffineFragments {
+// How the lanes load rows of codes of 4 or 8 bits, in groups of 32 (kSmallGroups) or more: in each step
+// kLoadCount times 16 bytes of a row by each of its quarters, which lie beside each other.
+template <typename T, int kBits, bool kSmallGroups, int kLoadCount>
+struct AffineStrips {
   typedef T Element;
+  typedef AffineStrips<T, kBits, kSmallGroups, 1> OneLoad;
+  typedef HalfCodes<kBits> Codes;
   static constant constexpr int kCodes = 32 / kBits;  // of a word
   static constant constexpr int kCodePairs = kCodes / 2;
-  static constant constexpr int kUnits = kUnitCount;
-  static constant constexpr uint kStep = 4 * kUnits * kCodes;
-  static constant constexpr uint kRunColumns = kSmallGroups ? 32 : 64;
-  static constant constexpr int kRuns = kStep / kRunColumns;
-  static constant constexpr int kRunUnits = kUnits / kRuns;
-  static constant constexpr int kMantissaPlaces = is_same_v<T, half> ? HalfCodes<kBits>::kMantissaPlaces : 1;
+  static constant constexpr int kLoads = kLoadCount;
+  static constant constexpr uint kLaneColumns = 4 * kCodes;
+  static constant constexpr uint kLoadColumns = 4 * kLaneColumns;
+  static constant constexpr uint kStep = kLoads * kLoadColumns;
+  static constant constexpr uint kGroupColumns = kSmallGroups ? 32 : 64;  // or more
+  static constant constexpr int kGroups = kStep / kGroupColumns;          // or fewer
+  static constant constexpr int kMantissaPlaces = is_same_v<T, half> ? Codes::kMantissaPlaces : 1;
 
-  // The scales of a step and then its biases, kRuns of either where groups are as long as runs, are loaded
-  // four at a time by a row's quarters, and exchanged when they are needed.
-  static constant constexpr int kScaleLoads = (2 * kRuns + 3) / 4;
+  // The scales of a step and then its biases, kGroups of either, are loaded four at a time by a row's
+  // quarters, and exchanged when they are needed.
+  static constant constexpr int kScaleLoads = (2 * kGroups + 3) / 4;
 
   struct Strip {
-    uint words[kUnits];
+    uint words[4 * kLoads];
     T scales[kScaleLoads];
   };
 
@@ -96,21 +99,21 @@ struct AffineFragments {
   uint rows;
   uint group_shift;
   uint scale_columns[kScaleLoads];  // the first, within a step, of each group; `inputs` if there is none
-  HalfCodes<kBits> half_codes;
+  Codes codes;
 
-  AffineFragments(uint quarter_, constant ExpertParams& params)
+  AffineStrips(uint quarter_, constant ExpertParams& params)
       : quarter(quarter_),
         inputs(params.inputs),
         rows(params.rows),
         group_shift(params.group_shift),
-        half_codes(params.bits) {
+        codes(params.bits) {
     UNROLL for (int i = 0; i < kScaleLoads; ++i) {
-      scale_columns[i] = slot(i) % kRuns << group_shift;
-      if (scale_columns[i] >= kStep || slot(i) >= 2 * kRuns) scale_columns[i] = inputs;
+      scale_columns[i] = slot(i) % kGroups << group_shift;
+      if (scale_columns[i] >= kStep || slot(i) >= 2 * kGroups) scale_columns[i] = inputs;
     }
   }
 
-  // Scales are slots 0 .. kRuns - 1, biases those after them.
+  // Scales are slots 0 .. kGroups - 1, biases those after them.
   uint slot(int load) const { return 4 * load + quarter; }
 
   // Its first row.
@@ -118,11 +121,10 @@ struct AffineFragments {
              uint number) const {
     const ulong row = ulong(number) * rows;
     Row first;
-    first.words =
-        reinterpret_cast<device const uint*>(packed) + (row * inputs + unit_column(0, quarter)) / kCodes;
+    first.words = reinterpret_cast<device const uint*>(packed) + (row * (inputs / kCodes) + 4 * quarter);
     UNROLL for (int i = 0; i < kScaleLoads; ++i) {
-      first.scales[i] = reinterpret_cast<device const T*>(slot(i) < kRuns ? scales : biases) +
-                        (row * (inputs >> group_shift) + slot(i) % kRuns);
+      first.scales[i] = reinterpret_cast<device const T*>(slot(i) < kGroups ? scales : biases) +
+                        (row * (inputs >> group_shift) + slot(i) % kGroups);
     }
     return first;
   }
@@ -134,20 +136,13 @@ struct AffineFragments {
     return found;
   }
 
-  // The units of a run lie beside each other, in one load.
-  static uint unit_column(uint unit, uint quarter) {
-    constexpr uint kRun = kRunUnits * kCodes;
-    return unit / kRunUnits * 4 * kRun + quarter * kRun + unit % kRunUnits * kCodes;
-  }
-
-  // In place of `strip`. Rows end with a whole run: beyond their end a strip's words stay what they were, to
-  // be multiplied by zeros.
+  // In place of `strip`, whose words stay what they were beyond the row's end, to be multiplied by zeros.
   Strip load(Strip strip, Row row, uint column) const {
     device const uint* source = row.words + column / kCodes;
-    UNROLL for (int unit = 0; unit < kUnits; unit += kRunUnits) {
-      if (column + unit_column(unit, 0) < inputs) {
-        const Words<kRunUnits> words = load_words<kRunUnits>(source + unit_column(unit, 0) / kCodes);
-        UNROLL for (int i = 0; i < kRunUnits; ++i) strip.words[unit + i] = words.v[i];
+    UNROLL for (int i = 0; i < kLoads; ++i) {
+      if (column + i * kLoadColumns + quarter * kLaneColumns < inputs) {
+        const Words<4> words = load_words<4>(source + i * (kLoadColumns / kCodes));
+        UNROLL for (int j = 0; j < 4; ++j) strip.words[4 * i + j] = words.v[j];
       }
     }
     UNROLL for (int i = 0; i < kScaleLoads; ++i) {
@@ -156,23 +151,104 @@ struct AffineFragments {
     }
     return strip;
   }
+};
 
-  // The quarter whose lane has the scale (0) or the bias (1) of a run, and the load that it has it from.
-  uint scale_quarter(int run, int kind) const {
-    return (kind * kRuns + (run * kRunColumns >> group_shift)) % 4;
+// The lanes of a lane's row, by quarter.
+struct RowLanes {
+  ushort v[4];
+  RowLanes(threadgroup const ushort* lanes, MatrixPlace place) {
+    UNROLL for (int quarter = 0; quarter < 4; ++quarter) v[quarter] = lanes[4 * place.row + quarter];
   }
-  static constexpr int scale_load(int run, int kind) { return (kind * kRuns + (kRuns > 4 ? run : 0)) / 4; }
+  ushort at(uint quarter) const {
+    const ushort low = quarter & 1 ? v[1] : v[0], high = quarter & 1 ? v[3] : v[2];
+    return quarter & 2 ? high : low;
+  }
+};
+
+// Strips as operands. kApart: into how many runs, of a group each, the words that the quarters of a row load
+// together are put apart; 1: they stay where they are, in one run.
+template <typename S, int kApart>
+struct AffineFragments {
+  typedef typename S::Element T;
+  typedef T Element;
+  typedef S Strips;
+  typedef typename S::Strip Strip;
+  static constant constexpr int kCodes = S::kCodes;
+  static constant constexpr int kCodePairs = S::kCodePairs;
+  static constant constexpr int kMantissaPlaces = S::kMantissaPlaces;
+  static constant constexpr uint kStep = S::kStep;
+  static constant constexpr int kRuns = S::kLoads * kApart;
+  static constant constexpr int kRunUnits = 4 / kApart;
+  static constant constexpr uint kRunColumns = S::kLoadColumns / kApart;
+  static constant constexpr uint kMaxParts = kRunColumns / S::kGroupColumns;  // of a run
+
+  S strips;
+  uint part_shift;  // of the quarters that share a group of a run
+
+  AffineFragments(S strips_) : strips(strips_), part_shift(2) {
+    if (kMaxParts == 4 && 4u << strips.group_shift <= kRunColumns) {
+      part_shift = 0;
+    } else if (kMaxParts >= 2 && 2u << strips.group_shift <= kRunColumns) {
+      part_shift = 1;
+    }
+  }
+
+  // A matrix on the right has as columns these pairs, once for each part of the run: zeros where row and
+  // column are not of the same one.
+  uint tile_pairs() const { return 2u << part_shift; }
+  uint part(uint quarter) const { return quarter >> part_shift; }
+  uint couple(uint quarter) const { return quarter & ((1u << part_shift) - 1); }
+
+  // The units of a run lie beside each other.
+  static uint unit_column(uint unit, uint quarter) {
+    constexpr uint kTogether = 4 / kApart;  // quarters
+    return unit / kRunUnits * kRunColumns + quarter % kTogether * S::kLaneColumns +
+           (quarter / kTogether * kRunUnits + unit % kRunUnits) * kCodes;
+  }
+
+  // Words change places so that each run has a group of its own.
+  Strip arranged(Strip strip, RowLanes lanes) const {
+    UNROLL for (int i = 0; i < 4 * S::kLoads; i += 4) {
+      if constexpr (kApart >= 2) {
+        exchange(strip.words[i], strip.words[i + 2], 2, lanes);
+        exchange(strip.words[i + 1], strip.words[i + 3], 2, lanes);
+      }
+      if constexpr (kApart == 4) {
+        exchange(strip.words[i], strip.words[i + 1], 1, lanes);
+        exchange(strip.words[i + 2], strip.words[i + 3], 1, lanes);
+      }
+    }
+    return strip;
+  }
+
+  // A quarter without `bit` gives its second word for the first one of the quarter with it.
+  void exchange(thread uint& first, thread uint& second, uint bit, RowLanes lanes) const {
+    const bool has_bit = (strips.quarter & bit) != 0;
+    const uint other = simd_shuffle(has_bit ? first : second, lanes.at(strips.quarter ^ bit));
+    first = has_bit ? other : first;
+    second = has_bit ? second : other;
+  }
+
+  // The quarter whose lane has the scale (0) or the bias (1) of a lane's part of a run, and the load that it
+  // has it from.
+  uint scale_quarter(int run, int kind) const {
+    const uint column = run * kRunColumns + (kApart == 1 ? strips.quarter * S::kLaneColumns : 0);
+    return (kind * S::kGroups + (column >> strips.group_shift)) % 4;
+  }
+  static constexpr int scale_load(int run, int kind) {
+    return (kind * S::kGroups + (S::kGroups > 4 ? run * (S::kGroups / kRuns) : 0)) / 4;
+  }
 
   // A bfloat's mantissa has room for 4 bits above its last 3: 128 + q. Other codes are converted.
-  static constant constexpr bool kHasOffsets = is_same_v<T, half> || (is_same_v<T, bfloat> && kBits == 4);
-  static constexpr float offset(int i) { return is_same_v<T, half> ? HalfCodes<kBits>::offset(i) : 128.0f; }
+  static constant constexpr bool kHasOffsets = is_same_v<T, half> || (is_same_v<T, bfloat> && kCodes == 8);
+  static constexpr float offset(int i) { return is_same_v<T, half> ? S::Codes::offset(i) : 128.0f; }
 
   vec<T, 2> pair(Strip strip, int unit, int i) const {
     if constexpr (is_same_v<T, half>) {
-      return half_codes.pair(strip.words[unit], i);
+      return strips.codes.pair(strip.words[unit], i);
     } else {
-      const uint codes = strip.words[unit] >> (kBits * i) & half_codes.masks[0];
-      if constexpr (is_same_v<T, bfloat> && kBits == 4) return as_type<vec<T, 2>>(codes | 0x43004300u);
+      const uint codes = strip.words[unit] >> (32 / kCodes * i) & strips.codes.masks[0];
+      if constexpr (is_same_v<T, bfloat> && kCodes == 8) return as_type<vec<T, 2>>(codes | 0x43004300u);
       return vec<T, 2>(T(float(codes & 0xffffu)), T(float(codes >> 16)));
     }
   }
@@ -182,6 +258,12 @@ struct AffineFragments {
                   InputTotals totals, thread vec<float, 2>& dots) const {
     const float scale = simd_shuffle(float(strip.scales[scale_load(run, 0)]), scale_lane);
     const float bias = simd_shuffle(float(strip.scales[scale_load(run, 1)]), bias_lane);
-    dots = scale * products + (bias * totals.plain + dots);
+    dots = scale * (products + totals.less_offset) + (bias * totals.plain + dots);
   }
 };
+
+// For few pairs, and for many: up to tile_pairs() of the first, 8 a tile of the second.
+template <typename S>
+using FewFragments = AffineFragments<S, 1>;
+template <typename S>
+using ManyFragments = AffineFragments<S, S::kLoadColumns / S::kGroupColumns>;

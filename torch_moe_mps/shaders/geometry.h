@@ -31,7 +31,8 @@ GEOMETRY kMaxFewPairs = 512;  // their numbers, and their terms in down, lie in 
 GEOMETRY kMatrixRows = 16;  // of a simdgroup
 GEOMETRY kMatrixSimdgroups = 4;
 GEOMETRY kMatrixDownRows = 16;  // of a threadgroup
-GEOMETRY kMatrixDownSimdgroups = 16;
+GEOMETRY kMatrixDownSimdgroups = 12;
+GEOMETRY kPartsSimdgroups = 16;    // of a threadgroup that shares its experts' columns out
 GEOMETRY kMatrixPairsAtOnce = 32;  // of one expert: more read its rows again
 GEOMETRY kMaxMatrixPairs = 384;
 
