@@ -135,12 +135,11 @@ inline RowValues<R> expert_rows(W weights, RowSet<R> rows, device const typename
   if constexpr (W::kTwoSteps) {
     // All lanes walk to the end, since they may exchange scales, and each load has a condition of its own: in
     // one branch for all, the loads were waited for where the branch ends.
-    const typename W::Part none = {};
     for (uint base = 0; base < inputs; base += kStride) {
       const uint column = base + lane * kColumns;
       typename W::Part parts[R];
       UNROLL for (int r = 0; r < R; ++r) {
-        parts[r] = weights.load_part(none, at[r], column, column < inputs);
+        parts[r] = weights.load_part(at[r], column, column < inputs);
       }
       typename W::Chunk chunks[R];
       UNROLL for (int r = 0; r < R; ++r) chunks[r] = weights.whole(parts[r]);

@@ -6,7 +6,7 @@
 //
 // Formats with kTwoSteps load so in decode:
 //
-//   Part part = weights.load_part({}, weights.at(row), column, active);
+//   Part part = weights.load_part(weights.at(row), column, active);
 //   Chunk chunk = weights.whole(part);
 //
 // and for products with few inputs, where dequantising costs as much as multiplying:
@@ -15,7 +15,15 @@
 //   Pack<8> codes = weights.codes(chunk, i);               dot(codes, coded) over a chunk ...
 //   float dot = weights.scaled(chunk, dot_of_codes, sums); ... gives that of the values and the inputs
 //
-// Groups have at least 32 values and a chunk at most 32, so a chunk has one scale. The offset of an expert
+// The affine formats also go from row to row, in expert_pair.h; the lanes of a group load its scale and its
+// bias once and exchange them:
+//
+//   Cursor cursor = weights.cursor(row, column);
+//   part = weights.load(part, cursor, lane, active);
+//   Chunk chunk = weights.shared(part, lane);
+//   cursor = weights.advanced(cursor, rows);
+//
+// Groups have at least 32 values and a chunk lies in one group, so it has one scale. The offset of an expert
 // takes 64 bits; within its matrix 32 are enough.
 #pragma once
 #include "common.h"
@@ -229,9 +237,9 @@ struct AffineWeights {
     return chunk;
   }
 
-  // In place of `part`.
-  Part load_part(Part part, Row row, uint column, bool active) const {
+  Part load_part(Row row, uint column, bool active) const {
     const uint word = row + column / kValuesPerWord;
+    Part part = {};
     if (active) {
       part.words = load_words<kOctetCount * kWordsPerOctet>(packed + word);
       part.scale = scales[word >> group_shift];
@@ -242,8 +250,7 @@ struct AffineWeights {
 
   Chunk whole(Part part) const { return {part.words, float(part.scale), float(part.bias)}; }
 
-  // A lane's place in a row, for going from row to row. The lanes of a group load its scale and its bias
-  // once.
+  // A lane's place in a row.
   struct Cursor {
     device const uint* words;
     device const T* scale;

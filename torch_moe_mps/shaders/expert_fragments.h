@@ -1,22 +1,28 @@
-// Affine codes as the left operand of simdgroup_matrix: 8 rows of weights, for the inputs of 8 pairs.
+// Affine codes as the left operand of simdgroup_matrix: 8 rows of weights, for the inputs of several pairs.
 // A lane holds two neighbouring elements of one row of such a matrix, so the four lanes of a row, its
-// quarters 0 .. 3, take a step of kStep columns together. Which columns meet in one matrix is free as long as
-// they share a scale, since the dot product is a sum over all of them: it is those whose codes one mask takes
-// out of a word as a pair.
+// quarters 0 .. 3, take its columns together: each 16 bytes at a time, beside each other. Which columns meet
+// in one matrix is free, since the dot product is a sum over all of them: it is those whose codes one mask
+// takes out of a word as a pair.
 //
-//   strip = fragments.load(strip, row, column);            a lane's words of one step, and maybe scales
-//   vec<T, 2> pair = fragments.pair(strip, unit, i);       its two elements of one matrix
+//   strip = strips.load(strip, row, column);          a lane's words of one step, and maybe scales
+//   strip = fragments.arranged(strip, lanes);
+//   vec<T, 2> pair = fragments.pair(strip, unit, i);  its two elements of one matrix
 //
-// Unit u of a quarter starts at column unit_column(u, quarter) of the step; its pair i holds the columns i
-// and i + kCodePairs from there. The elements are code + offset(i), and `add_scaled` makes dot products of
-// theirs. The scale is the same for kRunUnits units in turn.
+// Units are words, in runs of kRunUnits. Unit u of a quarter starts at column unit_column(u, quarter) of the
+// step; its pair i holds the columns i and i + kCodePairs from there. The elements are code + offset(i), and
+// `add_scaled` makes dot products of a run's sums.
 //
-// An example, 4 units of codes of 4 bits, in groups of 64: kStep = 128 columns, two groups, each a run of two
-// units. The lane of a row's quarter 1 loads the words of columns 16 .. 23 and 24 .. 31, units 0 and 1, and
-// of 80 .. 87 and 88 .. 95, units 2 and 3. Pair 2 of unit 0 are columns 18 and 22, since their codes lie 16
-// bits apart; they are elements 2 and 3 of the row in that matrix, between columns 2 and 6 of quarter 0 and
-// 34 and 38 of quarter 2. On the right, the lanes that hold row 2 of the inputs' matrix have column 18, those
-// of row 3 column 22.
+// A matrix whose columns belong to several groups has a scale for each: the right operand then has as many
+// parts, each with the inputs of one group and zeros for the others, so that its 8 columns serve fewer pairs
+// (FewFragments). For more pairs the quarters exchange words until each matrix is of one group
+// (ManyFragments).
+//
+// An example, codes of 4 bits in groups of 64: a load covers 128 columns, two groups; quarter 1 has columns
+// 32 .. 63. Pair 2 of unit 0 are columns 34 and 38, since their codes lie 16 bits apart; they are elements 2
+// and 3 of the row in that matrix, between columns 2 and 6 of quarter 0 and 66 and 70 of quarter 2. On the
+// right, rows 0 .. 3 are inputs of the first group in columns 0 .. 3, for four pairs, and rows 4 .. 7 of the
+// second group in columns 4 .. 7. Exchanged, quarter 1 has columns 32 .. 47 and 96 .. 111, and 8 pairs meet
+// matrices of the first group in units 0 and 1, of the second in units 2 and 3.
 #pragma once
 #include <metal_simdgroup_matrix>
 

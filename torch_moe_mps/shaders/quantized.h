@@ -1,8 +1,9 @@
 // The kernels of a quantised format. Each format has a library of its own, so that Metal compiles only what a
 // model uses.
 #pragma once
+#include "expert_down_matrix.h"
 #include "expert_gemm.h"
-#include "expert_matrix.h"
+#include "expert_rows_matrix.h"
 
 // expert_down_single is bounded by 1024 threads, four times what is launched for 8 experts, so that few
 // registers are taken and all threadgroups run at once: 6.8 instead of 7.9 us on an NVIDIA H200 (int4, 8

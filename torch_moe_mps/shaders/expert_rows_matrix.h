@@ -1,0 +1,248 @@
+// Gate and up with affine weights for 2 to 32 tokens. An expert's only pair takes its rows dot product by dot
+// product; more pairs take them as 8x8 matrices: most of the work is to dequantise, and that does not grow
+// with the pairs. Where dot products should end was measured on an NVIDIA H200 only (docs/speed.md).
+#pragma once
+#include "expert_pair.h"
+#include "expert_tiles.h"
+
+constant constexpr int kRowTiles = kMatrixRows / 8;  // an even number
+constant constexpr uint kStagedInputs = 4096;        // that lie in threadgroup memory at a time, of all pairs
+
+// A block of the inputs of an expert's pairs in threadgroup memory. Pairs 2 g and 2 g + 1 are couple g.
+template <typename F>
+struct StagedInputs {
+  typedef typename F::Element T;
+  typedef UnitInputs<T, F::kCodePairs> Unit;
+  static constant constexpr bool kKnowsTotals = true;
+  static constant constexpr uint kRunUnits = F::kRunUnits * 8;                        // of all rows
+  static constant constexpr uint kStagedRuns = kStagedInputs / (2 * F::kRunColumns);  // a run of a couple
+  // Neighbouring couples are read together: from different banks of the memory.
+  static constant constexpr uint kUnitsApart = 2;
+  static constant constexpr uint kMaxCouples = kMatrixPairsAtOnce / 2;
+  static constant constexpr uint kZeros = kStagedRuns * kRunUnits + kMaxCouples * kUnitsApart + 4;
+  static constant constexpr uint kStagedUnits = kZeros + kRunUnits;
+  static constant constexpr uint kStagedTotals = kStagedRuns * F::kMaxParts + kMaxCouples;
+
+  threadgroup Unit* units;              // [couples][runs of the block][units of a run][rows of a matrix]
+  threadgroup InputTotals* run_totals;  // [couples][runs of the block][parts of a run]
+  F fragments;
+  MatrixPlace place;
+  uint couples_shift;  // of their number, a power of two
+  bool has_units;      // whether the lane's row and its column are of the same part
+  uint step_run;       // the first of the step
+
+  StagedInputs(threadgroup Unit* units_, threadgroup InputTotals* totals_, F fragments_, MatrixPlace place_,
+               uint couples_shift_)
+      : units(units_),
+        run_totals(totals_),
+        fragments(fragments_),
+        place(place_),
+        couples_shift(couples_shift_),
+        has_units(fragments.part(place.row / 2) == fragments.part(place.quarter)),
+        step_run(0) {}
+
+  uint depth() const { return kStagedInputs / 2 >> couples_shift; }
+  // A lane without pairs takes those of the last one that has some; its products are not stored.
+  uint own_couple(int j) const {
+    return min(4 * j + fragments.couple(place.quarter), (1u << couples_shift) - 1);
+  }
+  uint units_at(uint couple, uint run) const {
+    return (couple * (kStagedRuns >> couples_shift) + run) * kRunUnits + couple * kUnitsApart;
+  }
+  uint totals_at(uint couple, uint run) const {
+    return (couple * (kStagedRuns >> couples_shift) + run) * F::kMaxParts + couple;
+  }
+
+  RunInputs<F> run(int r, int j) const {
+    const uint start = has_units ? units_at(own_couple(j), step_run + r) : kZeros;
+    threadgroup const Unit* source = units + start + place.row;
+    RunInputs<F> run;
+    UNROLL for (int u = 0; u < F::kRunUnits; ++u) run.units[u] = source[u * 8];
+    return run;
+  }
+
+  InputTotals totals(int r, int j) const {
+    return run_totals[totals_at(own_couple(j), step_run + r) + fragments.part(place.quarter)];
+  }
+
+  void clear_zeros(uint thread_index) const {
+    Unit zeros;
+    UNROLL for (int i = 0; i < F::kCodePairs; ++i) zeros.v[i] = vec<T, 2>(T(0.0f));
+    if (thread_index < kRunUnits) units[kZeros + thread_index] = zeros;
+  }
+
+  // Those from column `depth` on, whole steps, a run of a couple by the eight lanes of a quarter; what a
+  // simdgroup takes is loaded before the first is used. `sources`: where the pairs' inputs start.
+  void stage(device const T* x, threadgroup const uint* sources, uint count, uint depth, uint simdgroup,
+             uint inputs) const {
+    constexpr uint kAtOnce = 4 * kMatrixSimdgroups;
+    constexpr int kItems = kStagedRuns / kAtOnce;
+    const uint first = 4 * simdgroup + place.quarter;
+    PairInputs<F> loaded[kItems];
+    UNROLL for (int i = 0; i < kItems; ++i) {
+      const uint item = first + i * kAtOnce;
+      const uint n = 2 * (item & ((1u << couples_shift) - 1));
+      const LaneInputs<F> source(x, sources[min(n, count - 1)], sources[min(n + 1, count - 1)], n < count,
+                                 n + 1 < count, place, inputs);
+      loaded[i] = source.load(depth + (item >> couples_shift) * F::kRunColumns);
+    }
+    UNROLL for (int i = 0; i < kItems; ++i) {
+      const uint item = first + i * kAtOnce, number = item >> couples_shift;
+      const uint step = ((item - place.quarter) >> couples_shift) / F::kRuns;
+      if (depth + step * F::kStep >= inputs) break;
+      const uint couple = item & ((1u << couples_shift) - 1);
+      const RunInputs<F> run = loaded[i].run();
+      UNROLL for (int u = 0; u < F::kRunUnits; ++u) {
+        units[units_at(couple, number) + u * 8 + place.row] = run.units[u];
+      }
+      // Row p for part p of the run.
+      const T row = T(fragments.part(place.quarter) == place.row ? 1.0f : 0.0f);
+      TotalSums<F> sums;
+      UNROLL for (int u = 0; u < F::kRunUnits; ++u) {
+        UNROLL for (int k = 0; k < F::kCodePairs; ++k) add_inputs(sums, k, row, run.units[u].v[k]);
+      }
+      const InputTotals totals = totals_of(sums);
+      if (place.row < F::kMaxParts) run_totals[totals_at(couple, number) + place.row] = totals;
+    }
+  }
+};
+
+// Of half the pairs, rounded up to a power of two.
+inline uint couples_shift_of(uint count) {
+  uint shift = 0;
+  while (2u << shift < count) ++shift;
+  return shift;
+}
+
+// The rows of a simdgroup from output `first` on, for `count` <= 8 kPairTiles pairs.
+template <typename F, int kPairTiles>
+inline TileDots<kRowTiles, kPairTiles> staged_tiles(F fragments, typename F::Strips::Row expert, uint first,
+                                                    device const typename F::Element* x,
+                                                    threadgroup const uint* sources, uint count,
+                                                    StagedInputs<F> staged, threadgroup const ushort* lanes,
+                                                    MatrixPlace place, uint thread_index, uint simdgroup,
+                                                    constant ExpertParams& params) {
+  const uint inputs = params.inputs, block = staged.depth();
+  const uint pair_tiles = (count + kTilePairs - 1) / kTilePairs;
+  const RowLanes row_lanes(lanes, place);
+  const ScaleLanes<F> scale_lanes(fragments, row_lanes);
+  TileDots<kRowTiles, kPairTiles> dots;
+  StripRows<typename F::Strips, kRowTiles> rows(first, place, params);
+  rows.start(fragments.strips, expert);
+  Strips<typename F::Strips, kRowTiles> strips;
+  strips.load(fragments.strips, rows, 0);
+  staged.clear_zeros(thread_index);
+  for (uint depth = 0; depth < inputs; depth += block) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    staged.stage(x, sources, count, depth, simdgroup, inputs);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    staged.step_run = 0;
+    for (uint column = depth; column < min(depth + block, inputs); column += F::kStep) {
+      const Strips<typename F::Strips, kRowTiles> now = strips.arranged(fragments, row_lanes);
+      strips.load(fragments.strips, rows, column + F::kStep);
+      add_step<F, kRowTiles, kPairTiles>(fragments, now, staged, pair_tiles, scale_lanes, dots);
+      staged.step_run += F::kRuns;
+    }
+  }
+  add_parts(fragments, row_lanes, dots);
+  return dots;
+}
+
+template <typename T, int kPairTiles>
+inline void store_tiles(TileDots<kRowTiles, kPairTiles> dots, device const uchar* bias, uint expert,
+                        uint first, threadgroup const ushort* pairs, uint count, MatrixPlace place,
+                        device T* out, constant ExpertParams& params) {
+  const bool plain = params.row_layout == ROWS_PLAIN;
+  for (uint n = 2 * place.quarter; n < count; n = next_pair(n)) {
+    for (int t = 0; t < kRowTiles; t += plain ? 1 : 2) {
+      const uint output = tile_output(first, t, place, params);
+      if (output >= params.outputs) break;
+      const float up = plain ? 0.0f : dots.of(t + 1, n);
+      out[ulong(pairs[n]) * params.outputs + output] =
+          T(finished_output(dots.of(t, n), up, bias, expert, output, params));
+    }
+  }
+}
+
+// What the threadgroup's simdgroups share.
+template <typename U>
+struct RowsMemory {
+  threadgroup const ushort* pairs;
+  threadgroup const uint* sources;
+  threadgroup const ushort* lanes;
+  threadgroup U* units;
+  threadgroup InputTotals* totals;
+};
+
+// `count` <= 8 kPairTiles pairs of an expert, from number `start` on.
+template <typename F, int kPairTiles>
+inline void matrix_rows(F fragments, typename F::Strips::Row expert, uint number, uint first,
+                        device const typename F::Element* x, uint start, uint count,
+                        RowsMemory<typename StagedInputs<F>::Unit> memory, MatrixPlace place,
+                        device const uchar* bias, device typename F::Element* out, uint thread_index,
+                        uint simdgroup, constant ExpertParams& params) {
+  const StagedInputs<F> staged(memory.units, memory.totals, fragments, place, couples_shift_of(count));
+  const TileDots<kRowTiles, kPairTiles> dots =
+      staged_tiles<F, kPairTiles>(fragments, expert, first, x, memory.sources + start, count, staged,
+                                  memory.lanes, place, thread_index, simdgroup, params);
+  store_tiles(dots, bias, number, first, memory.pairs + start, count, place_of_sums(fragments, place), out,
+              params);
+}
+
+// Grid: see pairs_of_expert. W and S are the same format.
+template <typename W, typename S>
+[[kernel, max_total_threads_per_threadgroup(512)]] void expert_rows_matrix(
+    EXPERT_ROWS_BUFFERS(typename W::Element), device uint4* order [[buffer(8)]],
+    uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
+    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  typedef typename W::Element T;
+  constexpr uint kThreads = kMatrixSimdgroups * kSimdWidth;
+  threadgroup ushort pairs[kMaxMatrixPairs];
+  threadgroup uint sources[kMaxMatrixPairs];
+  threadgroup float numbers[64];
+  threadgroup ushort lanes[kSimdWidth];
+  typedef UnitInputs<T, S::kCodePairs> Unit;
+  typedef StagedInputs<FewFragments<S>> FewInputs;
+  typedef StagedInputs<ManyFragments<typename S::OneLoad>> ManyInputs;
+  static_assert(FewInputs::kStagedUnits >= ManyInputs::kStagedUnits, "one memory for both");
+  static_assert(FewInputs::kStagedTotals >= ManyInputs::kStagedTotals, "one memory for both");
+  static_assert(FewInputs::kStagedUnits * sizeof(Unit) >= LoneInputs<W>::kColumns * 4,
+                "and for a single pair");
+  threadgroup vec<float, 4> inputs[(FewInputs::kStagedUnits * sizeof(Unit) + 15) / 16];
+  threadgroup InputTotals totals[FewInputs::kStagedTotals];
+
+  const uint block = outputs_of_rows(kMatrixSimdgroups * kMatrixRows, params);
+  const PairList list = pairs_of_expert(ids, pairs, order, out, block, group, groups, thread_index, kThreads,
+                                        lane, simdgroup, params);
+  if (list.count == 0) return;
+  const uint first = group.x * block + simdgroup * outputs_of_rows(kMatrixRows, params);
+  if (list.count == 1) {
+    const W weights(packed, scales, biases, list.expert, params);
+    rows_of_pair(weights, x, LoneInputs<W>{inputs}, list, first, thread_index, lane, bias, out, params);
+    return;
+  }
+  for (uint i = thread_index; i < list.count; i += kThreads) {
+    sources[i] = input_row(pairs[i], params) * params.inputs;
+  }
+  const MatrixPlace place = find_place(numbers, lanes, thread_index, lane);
+  const RowsMemory<Unit> memory = {pairs, sources, lanes, reinterpret_cast<threadgroup Unit*>(inputs),
+                                   totals};
+  const S strips(place.quarter, params);
+  const FewFragments<S> few(strips);
+  if (list.count <= few.tile_pairs()) {
+    matrix_rows<FewFragments<S>, 1>(few, strips.expert(packed, scales, biases, list.expert), list.expert,
+                                    first, x, 0, list.count, memory, place, bias, out, thread_index,
+                                    simdgroup, params);
+    return;
+  }
+  typedef typename S::OneLoad ManyStrips;
+  const ManyStrips many_strips(place.quarter, params);
+  const ManyFragments<ManyStrips> many(many_strips);
+  for (uint start = 0; start < list.count; start += kMatrixPairsAtOnce) {
+    const uint count = min(list.count - start, kMatrixPairsAtOnce);
+    matrix_rows<ManyFragments<ManyStrips>, kMaxPairTiles>(
+        many, many_strips.expert(packed, scales, biases, list.expert), list.expert, first, x, start, count,
+        memory, place, bias, out, thread_index, simdgroup, params);
+  }
+}
