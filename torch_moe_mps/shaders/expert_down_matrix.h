@@ -106,10 +106,12 @@ struct Heads {
   }
 };
 
-// For the whole threadgroup. `heads`: kMaxMatrixPairs; `few_pairs`: the most that are few.
-inline Heads find_heads(device const uint4* order, threadgroup uint2* heads, uint few_pairs, uint lane,
-                        uint simdgroup, constant ExpertParams& params) {
-  constexpr int kAtOnce = 4;  // loads in flight together
+// For the whole threadgroup, which waits before they are read. `heads`: kMaxMatrixPairs elements.
+template <typename S>
+inline Heads find_heads(device const uint4* order, threadgroup uint2* heads, uint lane, uint simdgroup,
+                        constant ExpertParams& params) {
+  const uint few_pairs = FewFragments<S>(S(0, params)).tile_pairs();
+  constexpr int kAtOnce = 8;  // loads in flight together
   const uint lower = (1u << lane) - 1;
   Heads found = {heads, 0, 0};
   for (uint start = 0; start < params.pairs; start += kAtOnce * kSimdWidth) {
@@ -131,7 +133,6 @@ inline Heads find_heads(device const uint4* order, threadgroup uint2* heads, uin
       found.many += popcount(many);
     }
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
   return found;
 }
 
@@ -189,14 +190,14 @@ template <typename S>
   threadgroup ushort lanes[kSimdWidth];
   threadgroup uint2 starts[kMaxMatrixPairs];
   const uint first = group * kMatrixDownRows;
+  const Heads heads = find_heads<S>(order, starts, lane, simdgroup, matmul);
   const PairTerms<kMatrixDownRows> terms(memory, matmul.pairs);
   terms.start(ids, routing, thread_index, kThreads, params);
-  const MatrixPlace place = find_place(numbers, lanes, thread_index, lane);
+  const MatrixPlace place = find_place(numbers, lanes, thread_index, lane);  // waits
   const RowLanes row_lanes(lanes, place);
   const DownBlock<S> block = {S(place.quarter, matmul), x, packed, scales, biases, terms, first};
   const FewFragments<S> few(block.format);
   const ManyFragments<S> many(block.format);
-  const Heads heads = find_heads(order, starts, few.tile_pairs(), lane, simdgroup, matmul);
   down_of_experts<FewFragments<S>, 1>(few, block, order, heads, simdgroup, heads.few, row_lanes, place,
                                       matmul);
   down_of_experts<ManyFragments<S>, kMaxPairTiles>(many, block, order, heads, heads.few + simdgroup,
@@ -227,14 +228,14 @@ template <typename S>
   threadgroup ushort lanes[kSimdWidth];
   threadgroup uint2 starts[kMaxMatrixPairs];
   const uint first = group * kMatrixDownRows;
+  const Heads heads = find_heads<S>(order, starts, lane, simdgroup, matmul);
   const PairTerms<kMatrixDownRows> terms(memory, matmul.pairs);
   terms.start(ids, routing, thread_index, kThreads, params);
-  const MatrixPlace place = find_place(numbers, lanes, thread_index, lane);
+  const MatrixPlace place = find_place(numbers, lanes, thread_index, lane);  // waits
   const S format(place.quarter, matmul);
   const FewFragments<S> few(format);
   const ManyFragments<S> many(format);
   const RowLanes row_lanes(lanes, place);
-  const Heads heads = find_heads(order, starts, few.tile_pairs(), lane, simdgroup, matmul);
   const uint parts = parts_of_expert(heads.few + heads.many), own_part = simdgroup % parts,
              number = simdgroup / parts;
   Entries entries = {order, 0, 0};

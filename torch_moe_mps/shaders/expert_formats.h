@@ -237,14 +237,13 @@ struct AffineWeights {
     return chunk;
   }
 
+  // Each load with a condition of its own: in one branch for all they are waited for where it ends.
   Part load_part(Row row, uint column, bool active) const {
     const uint word = row + column / kValuesPerWord;
     Part part = {};
-    if (active) {
-      part.words = load_words<kOctetCount * kWordsPerOctet>(packed + word);
-      part.scale = scales[word >> group_shift];
-      part.bias = biases[word >> group_shift];
-    }
+    if (active) part.words = load_words<kOctetCount * kWordsPerOctet>(packed + word);
+    if (active) part.scale = scales[word >> group_shift];
+    if (active) part.bias = biases[word >> group_shift];
     return part;
   }
 
@@ -267,7 +266,7 @@ struct AffineWeights {
     return {cursor.words + rows * words_per_row, cursor.scale + groups, cursor.bias + groups};
   }
 
-  // In place of `part`, each load with a condition of its own: in one branch for all they are waited for.
+  // In place of `part`.
   Part load(Part part, Cursor cursor, uint lane, bool active) const {
     const bool first = (lane & other_lanes) == 0, last = (lane & other_lanes) == other_lanes;
     if (active) part.words = load_words<kOctetCount * kWordsPerOctet>(cursor.words);

@@ -69,27 +69,27 @@ struct PairInputs {
   }
 };
 
-// The inputs of two pairs as a lane meets them: its own in the units of quarter 0, and up to which column.
+// The inputs of two pairs as a lane meets them: where its own are in quarter 0's units, and up to which
+// column.
 template <typename F>
 struct LaneInputs {
   typedef typename F::Element T;
   device const T* x;
   uint first;
   uint second;
-  uint first_end;
-  uint second_end;
+  bool has_first;
+  bool has_second;
+  uint end;
 
   LaneInputs() {}
-  LaneInputs(device const T* x_, uint first_, uint second_, bool has_first, bool has_second,
-             MatrixPlace place, uint inputs) {
+  LaneInputs(device const T* x_, uint first_, uint second_, bool has_first_, bool has_second_,
+             MatrixPlace place, uint inputs)
+      : x(x_), first(first_), second(second_), has_first(has_first_), has_second(has_second_) {
     const uint column = F::unit_column(0, place.row / 2);
     const uint offset = column + place.row % 2 * F::kCodePairs;
-    const uint end = inputs - min(column, inputs);  // of runs that have this column
-    x = x_;
-    first = first_ + offset;
-    second = second_ + offset;
-    first_end = has_first ? end : 0;
-    second_end = has_second ? end : 0;
+    first += offset;
+    second += offset;
+    end = inputs - min(column, inputs);  // of runs that have this column
   }
 
   // Of the run at `column`: zero for a pair that is not there, and beyond the inputs.
@@ -97,12 +97,12 @@ struct LaneInputs {
     typedef typename PairInputs<F>::Source Source;
     PairInputs<F> pairs;
     UNROLL for (int u = 0; u < F::kRunUnits; ++u) pairs.first[u] = pairs.second[u] = Source(T(0.0f));
-    if (column < first_end) {
+    if (has_first && column < end) {
       UNROLL for (int u = 0; u < F::kRunUnits; ++u) {
         pairs.first[u] = *reinterpret_cast<device const Source*>(x + (first + column) + F::unit_column(u, 0));
       }
     }
-    if (column < second_end) {
+    if (has_second && column < end) {
       UNROLL for (int u = 0; u < F::kRunUnits; ++u) {
         pairs.second[u] =
             *reinterpret_cast<device const Source*>(x + (second + column) + F::unit_column(u, 0));
