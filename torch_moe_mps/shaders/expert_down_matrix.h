@@ -111,7 +111,7 @@ template <typename S>
 inline Heads find_heads(device const uint4* order, threadgroup uint2* heads, uint lane, uint simdgroup,
                         constant ExpertParams& params) {
   const uint few_pairs = FewFragments<S>(S(0, params)).tile_pairs();
-  constexpr int kAtOnce = 8;  // loads in flight together
+  constexpr int kAtOnce = 4;  // loads in flight together
   const uint lower = (1u << lane) - 1;
   Heads found = {heads, 0, 0};
   for (uint start = 0; start < params.pairs; start += kAtOnce * kSimdWidth) {
@@ -150,23 +150,47 @@ struct DownBlock {
   typename S::Row expert(uint number) const { return format.expert(packed, scales, biases, number); }
 };
 
-// The dot products of the experts `first` .. `end` - 1 of `heads`, of which a simdgroup takes every
-// kMatrixDownSimdgroups-th.
+// Which of the heads a simdgroup takes: every kMatrixDownSimdgroups-th. Simdgroups that have one more with
+// many pairs than others leave the first kManyTurns turns of those with few to the others: one with many
+// takes about as long.
+constant constexpr uint kManyTurns = 2;
+struct Turns {
+  uint simdgroup;
+  uint first;
+  uint others;  // simdgroups that take the first turns
+  uint all;     // from this head on every simdgroup takes its turn
+
+  static Turns of_many(Heads heads, uint simdgroup) { return {simdgroup, heads.few + simdgroup, 0, 0}; }
+
+  static Turns of_few(Heads heads, uint simdgroup) {
+    const uint busy = heads.many % kMatrixDownSimdgroups, others = kMatrixDownSimdgroups - busy;
+    const uint all = kManyTurns * others;
+    return {simdgroup, simdgroup < busy ? all + simdgroup : simdgroup - busy, others, all};
+  }
+
+  uint next(uint number) const {
+    if (number >= all) return number + kMatrixDownSimdgroups;
+    return number + others < all ? number + others : all + simdgroup;
+  }
+};
+
+// The dot products of a simdgroup's experts up to head `end`.
 template <typename F, int kPairTiles>
 inline void down_of_experts(F fragments, DownBlock<typename F::Strips> block, device const uint4* order,
-                            Heads heads, uint first, uint end, RowLanes lanes, MatrixPlace place,
+                            Heads heads, Turns turns, uint end, RowLanes lanes, MatrixPlace place,
                             constant ExpertParams& params) {
   typedef typename F::Strips S;
   constexpr Part kWhole = {0, S::kStep};
-  if (first >= end) return;
-  Entries entries = heads.entries(order, first);
+  if (turns.first >= end) return;
+  Entries entries = heads.entries(order, turns.first);
   StripRows<S, kDownTiles> rows(block.first, place, params);
   Strips<S, kDownTiles> strips;
   rows.start(block.format, block.expert(entries.expert));
   strips.load(block.format, rows, 0);
-  for (uint number = first; number < end; number += kMatrixDownSimdgroups) {
-    const bool has_more = number + kMatrixDownSimdgroups < end;
-    const Entries more = heads.entries(order, has_more ? number + kMatrixDownSimdgroups : number);
+  for (uint number = turns.first, next; number < end; number = next) {
+    next = turns.next(number);
+    const bool has_more = next < end;
+    const Entries more = heads.entries(order, has_more ? next : number);
     const TileDots<kDownTiles, kPairTiles> dots =
         direct_tiles<F, kPairTiles>(fragments, rows, strips, kWhole, has_more, block.expert(more.expert),
                                     block.x, entries, lanes, place, params);
@@ -198,10 +222,11 @@ template <typename S>
   const DownBlock<S> block = {S(place.quarter, matmul), x, packed, scales, biases, terms, first};
   const FewFragments<S> few(block.format);
   const ManyFragments<S> many(block.format);
-  down_of_experts<FewFragments<S>, 1>(few, block, order, heads, simdgroup, heads.few, row_lanes, place,
-                                      matmul);
-  down_of_experts<ManyFragments<S>, kMaxPairTiles>(many, block, order, heads, heads.few + simdgroup,
-                                                   heads.few + heads.many, row_lanes, place, matmul);
+  down_of_experts<FewFragments<S>, 1>(few, block, order, heads, Turns::of_few(heads, simdgroup), heads.few,
+                                      row_lanes, place, matmul);
+  down_of_experts<ManyFragments<S>, kMaxPairTiles>(many, block, order, heads,
+                                                   Turns::of_many(heads, simdgroup), heads.few + heads.many,
+                                                   row_lanes, place, matmul);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   store_combined<T, kMatrixDownRows>(terms, first, ids, bias, shared_gate, shared_out, residual, out,
                                      thread_index, kThreads, params);
