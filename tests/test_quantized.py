@@ -200,6 +200,26 @@ def test_simdgroups_share_few_experts(device, bits, counts):
         check_layer(device, shape, (bits, group, "affine"), dtype, i, ids=ids, down_bias=bias)
 
 
+# Experts with few pairs (to 2, 4 or 8) and with many are dealt to 12 simdgroups; those that have many leave
+# turns to the others. None, 6 and 13 with many; fewer with few than there are turns to leave, and more.
+TURNS_COUNTS = (
+    (1, 2) * 13,
+    (9, 1, 0) * 6,
+    (9, 1, 1, 0) * 6 + (1,) * 13,
+    (9,) * 13 + (1,) * 27,
+)
+
+
+@pytest.mark.parametrize("counts", TURNS_COUNTS, ids=lambda counts: f"{len(counts)}-{sum(counts)}")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_simdgroups_take_experts_in_turn(device, bits, counts):
+    for i, (group, groups) in enumerate([(32, 3), (64, 5), (128, 1)]):
+        dtype, slots = DTYPES[i], max(2, -(-sum(counts) // 32))
+        ids = ids_of_counts(counts, slots, i)
+        shape = (*ids.shape, len(counts), 64 if group == 32 else group, group * groups)
+        check_layer(device, shape, (bits, group, "affine"), dtype, i, ids=ids)
+
+
 @pytest.mark.parametrize(("experts", "tokens"), [(3, 6), (9, 6), (3, 40)])
 @pytest.mark.parametrize("format", FORMATS, ids=NAMES)
 def test_whatever_lanes_hold_of_a_matrix(simulated, format, experts, tokens):
