@@ -30,10 +30,10 @@ GEOMETRY kMaxFewPairs = 512;  // their numbers, and their terms in down, lie in 
 // The same for affine weights
 GEOMETRY kMatrixRows = 16;  // of a simdgroup
 GEOMETRY kMatrixSimdgroups = 4;
-GEOMETRY kMatrixDownRows = 16;  // of a threadgroup
-GEOMETRY kMatrixDownSimdgroups = 12;  // more leave each too few registers (docs/speed.md)
-GEOMETRY kPartsSimdgroups = 16;    // of a threadgroup that shares its experts' columns out
-GEOMETRY kMatrixPairsAtOnce = 32;  // of one expert: more read its rows again
+GEOMETRY kMatrixDownRows = 16;        // of a threadgroup
+GEOMETRY kMatrixDownSimdgroups = 12;  // more leave each too few registers
+GEOMETRY kPartsSimdgroups = 16;       // of a threadgroup that shares its experts' columns out
+GEOMETRY kMatrixPairsAtOnce = 32;     // of one expert: more read its rows again
 GEOMETRY kMaxMatrixPairs = 384;
 
 // Experts, more tokens
