@@ -169,6 +169,15 @@ def test_many_pairs_of_one_expert(device, format, counts):
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+def test_inputs_of_several_blocks(device, format):
+    """Longer than what of a pair's inputs, or of several pairs', lies in threadgroup memory at a time."""
+    counts, group = (1, 2, 3, 4, 9, 1), format[1]
+    for i, dtype in enumerate(DTYPES):
+        ids = ids_of_counts(counts, 2, i)
+        check_layer(device, (*ids.shape, len(counts), 2048 + group, group), format, dtype, i, ids=ids)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
 def test_more_experts_than_simdgroups(device, format):
     """In the down projection a simdgroup goes from one to the next. Rows of whole steps, and of more."""
     for i, intermediate in enumerate((256, 512, 5 * format[1])):
