@@ -184,6 +184,14 @@ def test_more_experts_than_simdgroups(device, format):
         check_layer(device, (9, 5, 40, 128, intermediate), format, DTYPES[i], i)
 
 
+def check_counts(device, counts, format, groups: int, seed: int, **options):
+    """At most 32 tokens whose experts have these numbers of pairs; `groups` of intermediate values."""
+    group = format[1]
+    ids = ids_of_counts(counts, max(2, -(-sum(counts) // 32)), seed)
+    shape = (*ids.shape, len(counts), max(64, group), group * groups)
+    check_layer(device, shape, format, DTYPES[seed % 3], seed, ids=ids, **options)
+
+
 # Pairs of each expert; with more than 32 an expert counts again. Shares of 16 simdgroups for 1 to 16 of them.
 FEW_COUNTS = (
     (2,),
@@ -202,11 +210,8 @@ FEW_COUNTS = (
 def test_simdgroups_share_few_experts(device, bits, counts):
     """Rows of one step, of fewer steps than simdgroups of an expert, and of more, the last one not full."""
     for i, (group, groups) in enumerate([(32, 1), (64, 3), (128, 7), (64, 37)]):
-        dtype, slots = DTYPES[i % 3], max(2, -(-sum(counts) // 32))
-        ids = ids_of_counts(counts, slots, i)
-        shape = (*ids.shape, len(counts), 64 if group == 32 else group, group * groups)
-        bias = random((len(counts), shape[3]), torch.float32, i)
-        check_layer(device, shape, (bits, group, "affine"), dtype, i, ids=ids, down_bias=bias)
+        bias = random((len(counts), max(64, group)), torch.float32, i)
+        check_counts(device, counts, (bits, group, "affine"), groups, i, down_bias=bias)
 
 
 # Experts with few pairs (to 2, 4 or 8) and with many are dealt to 12 simdgroups; those that have many leave
@@ -223,10 +228,7 @@ TURNS_COUNTS = (
 @pytest.mark.parametrize("bits", [4, 8])
 def test_simdgroups_take_experts_in_turn(device, bits, counts):
     for i, (group, groups) in enumerate([(32, 3), (64, 5), (128, 1)]):
-        dtype, slots = DTYPES[i], max(2, -(-sum(counts) // 32))
-        ids = ids_of_counts(counts, slots, i)
-        shape = (*ids.shape, len(counts), 64 if group == 32 else group, group * groups)
-        check_layer(device, shape, (bits, group, "affine"), dtype, i, ids=ids)
+        check_counts(device, counts, (bits, group, "affine"), groups, i)
 
 
 @pytest.mark.parametrize(("experts", "tokens"), [(3, 6), (9, 6), (3, 40)])

@@ -137,18 +137,17 @@ void decode_rows(Commands& commands, Path path, const Tensor& x, const ExpertMat
                  const Tensor& order) {
   const ExpertParams params = matmul_params(x, matrix, ids, activation, x_per_pair);
   const char* single = matrix.transposed ? "expert_columns_single" : "expert_rows_single";
-  const std::string kernel = path == Path::kFew ? few_kernel_of(few_kernels(matrix, ids.numel()).rows_kernel,
-                                                                matrix, x.scalar_type())
+  const FewKernels& few = few_kernels(matrix, ids.numel());
+  const std::string kernel = path == Path::kFew ? few_kernel_of(few.rows_kernel, matrix, x.scalar_type())
                                                 : kernel_of(single, matrix, x.scalar_type());
   Command& command = commands.add(matrix.library, kernel);
   bind_matrix(command, x, matrix).bind(ids).bind_or(matrix.bias, ids).bind(out).params(params);
   const int64_t outputs = params.outputs;
   if (path == Path::kFew) {
-    const FewKernels& kernels = few_kernels(matrix, ids.numel());
-    const int64_t block = outputs_of(kernels.simdgroups * kernels.rows, activation);
+    const int64_t block = outputs_of(few.simdgroups * few.rows, activation);
     const int64_t units = std::min<int64_t>(params.pairs, params.experts);
     command.bind(order).threadgroups({NSUInteger(ceil_div(outputs, block)), NSUInteger(units + 1)},
-                                     {NSUInteger(kernels.simdgroups * kSimdWidth)});
+                                     {NSUInteger(few.simdgroups * kSimdWidth)});
   } else if (matrix.transposed) {
     command.threadgroups({NSUInteger(ceil_div(outputs, kSimdWidth)), params.pairs},
                          {NSUInteger(kColumnSimdgroups * kSimdWidth)});
@@ -164,18 +163,17 @@ void decode_down(Commands& commands, Path path, const Tensor& x, const ExpertMat
                  const Tensor& ids, const ExpertSum& sum, const Tensor& out, const Tensor& order) {
   const ExpertDownParams params = down_params(matmul_params(x, matrix, ids, Activation{}, true), sum);
   const char* single = matrix.transposed ? "expert_down_columns_single" : "expert_down_single";
-  const std::string kernel = path == Path::kFew ? few_kernel_of(few_kernels(matrix, ids.numel()).down_kernel,
-                                                                matrix, x.scalar_type())
+  const FewKernels& few = few_kernels(matrix, ids.numel());
+  const std::string kernel = path == Path::kFew ? few_kernel_of(few.down_kernel, matrix, x.scalar_type())
                                                 : kernel_of(single, matrix, x.scalar_type());
   Command& command = commands.add(matrix.library, kernel);
   bind_matrix(command, x, matrix).bind(ids).bind_or(matrix.bias, ids).bind(out);
   bind_sum(command, sum).params(params);
   if (path == Path::kFew) {
-    const FewKernels& kernels = few_kernels(matrix, ids.numel());
     command.bind(order)
-        .threadgroup_memory(params.matmul.pairs * (kernels.down_rows + 1) * sizeof(float))
-        .threadgroups({NSUInteger(ceil_div(matrix.rows, kernels.down_rows))},
-                      {NSUInteger(kernels.down_simdgroups * kSimdWidth)});
+        .threadgroup_memory(params.matmul.pairs * (few.down_rows + 1) * sizeof(float))
+        .threadgroups({NSUInteger(ceil_div(matrix.rows, few.down_rows))},
+                      {NSUInteger(few.down_simdgroups * kSimdWidth)});
   } else if (matrix.transposed) {
     command.threadgroups({NSUInteger(ceil_div(matrix.rows, kSimdWidth)), params.matmul.tokens},
                          {NSUInteger(kColumnSimdgroups * kSimdWidth)});

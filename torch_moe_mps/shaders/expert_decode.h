@@ -133,8 +133,7 @@ inline RowValues<R> expert_rows(W weights, RowSet<R> rows, device const typename
     UNROLL for (int m = 0; m < M; ++m) dots.v[r][m] = 0.0f;
   }
   if constexpr (W::kTwoSteps) {
-    // All lanes walk to the end, since they may exchange scales, and each load has a condition of its own: in
-    // one branch for all, the loads were waited for where the branch ends.
+    // Each load has a condition of its own: in one branch for all, they were waited for where it ends.
     for (uint base = 0; base < inputs; base += kStride) {
       const uint column = base + lane * kColumns;
       typename W::Part parts[R];
@@ -425,13 +424,6 @@ template <typename W>
   }
 }
 
-// An expert's output for one pair times its routing weight.
-inline float weighted(float value, uint pair, uint expert, uint row, device const uchar* routing,
-                      device const uchar* bias, constant ExpertDownParams& params) {
-  return load_one(routing, params.combine.weights_dtype, pair) *
-         with_bias(value, bias, expert, row, params.matmul);
-}
-
 // The sum over a token's slots, ascending; terms of a pair lie `stride` apart.
 inline float sum_of_terms(threadgroup const float* terms, uint stride, uint slots) {
   float sum = 0.0f;
@@ -439,7 +431,7 @@ inline float sum_of_terms(threadgroup const float* terms, uint stride, uint slot
   return sum;
 }
 
-// The R rows of one pair, each by a lane of its own.
+// The R rows of one pair times its routing weight, each by a lane of its own.
 template <int R>
 inline void store_terms(RowValues<R> values, uint pair, uint expert, uint first, uint lane,
                         threadgroup float* terms, device const uchar* routing, device const uchar* bias,
@@ -448,7 +440,8 @@ inline void store_terms(RowValues<R> values, uint pair, uint expert, uint first,
   UNROLL for (int r = 0; r < R; ++r) own = lane == uint(r) ? values.v[r] : own;
   if (lane >= R) return;
   const uint row = min(first + lane, params.matmul.outputs - 1);
-  terms[lane] = weighted(own, pair, expert, row, routing, bias, params);
+  terms[lane] = load_one(routing, params.combine.weights_dtype, pair) *
+                with_bias(own, bias, expert, row, params.matmul);
 }
 
 // The down projection of one token and the sum over its experts: each simdgroup takes a slot at a time for

@@ -54,7 +54,7 @@ inline TileDots<kDownTiles, kPairTiles> direct_tiles(
     MatrixPlace place, constant ExpertParams& params) {
   const uint inputs = params.inputs, last = entries.count - 1;
   const uint pair_tiles = (entries.count + kTilePairs - 1) / kTilePairs;
-  const bool has_inputs = fragments.part(place.row / 2) == fragments.part(place.quarter);
+  const bool has_inputs = fragments.meets_inputs(place);
   const ScaleLanes<F> scale_lanes(fragments, lanes);
   DirectInputs<F, kPairTiles> direct;
   UNROLL for (int j = 0; j < kPairTiles; ++j) {
@@ -199,16 +199,60 @@ inline void down_of_experts(F fragments, DownBlock<typename F::Strips> block, de
   }
 }
 
-// A threadgroup takes kMatrixDownRows rows, its simdgroups in turn the distinct experts of `order`, each with
-// all its pairs: first those with few, so that they do not share registers with those with many. Grid: blocks
-// of rows. Threadgroup memory: kMatrixDownRows + 1 floats a pair.
+// How many simdgroups, as a power of two, each of so few experts can have.
+inline uint parts_of_expert(uint experts) {
+  uint parts = 1;
+  while (experts != 0 && 2 * parts * experts <= kPartsSimdgroups) parts *= 2;
+  return parts;
+}
+
+// So few experts that several simdgroups can share each: one takes every so many a step of its columns. At
+// most kPartsSimdgroups entries may start an expert.
 template <typename S>
-[[kernel, max_total_threads_per_threadgroup(kMatrixDownSimdgroups * 32)]] void expert_down_matrix(
+inline void share_experts(FewFragments<S> few, ManyFragments<S> many, DownBlock<S> block,
+                          device const uint4* order, Heads heads, RowLanes lanes, MatrixPlace place,
+                          uint simdgroup, constant ExpertParams& params) {
+  const uint experts = heads.few + heads.many, parts = parts_of_expert(experts);
+  const uint own_part = simdgroup % parts, number = simdgroup / parts;
+  Entries entries = {order, 0, 0};
+  if (number < experts) entries = heads.entries(order, number);
+  const Part part = {own_part * S::kStep, parts * S::kStep};
+  const typename S::Row expert = block.expert(entries.expert);
+  TileDots<kDownTiles, kMaxPairTiles> dots;
+  MatrixPlace own_place = place;
+  if (entries.count != 0) {
+    StripRows<S, kDownTiles> rows(block.first, place, params);
+    Strips<S, kDownTiles> strips;
+    rows.start(block.format, expert);
+    strips.load(block.format, rows, part.column);
+    if (entries.count <= few.tile_pairs()) {
+      const TileDots<kDownTiles, 1> tile = direct_tiles<FewFragments<S>, 1>(
+          few, rows, strips, part, false, expert, block.x, entries, lanes, place, params);
+      UNROLL for (int t = 0; t < kDownTiles; ++t) dots.v[t][0] = tile.v[t][0];
+      own_place = place_of_sums(few, place);
+    } else {
+      dots = direct_tiles<ManyFragments<S>, kMaxPairTiles>(many, rows, strips, part, false, expert, block.x,
+                                                           entries, lanes, place, params);
+    }
+  }
+  // In turn, so that the sums always have the same order.
+  for (uint turn = 0; turn < parts; ++turn) {
+    if (turn != 0) threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (turn == own_part) add_dots(dots, turn == 0, entries, block.terms, own_place);
+  }
+}
+
+// A threadgroup takes kMatrixDownRows rows, its simdgroups the distinct experts of `order`, each with all its
+// pairs. kShares: see share_experts; otherwise the simdgroups take them in turn, first those with few pairs,
+// so that they do not share registers with those with many. Grid: blocks of rows. Threadgroup memory:
+// kMatrixDownRows + 1 floats a pair.
+template <typename S, uint kSimdgroups, bool kShares>
+[[kernel, max_total_threads_per_threadgroup(kSimdgroups* kSimdWidth)]] void expert_down_matrix(
     EXPERT_DOWN_FEW_BUFFERS(typename S::Element), uint group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename S::Element T;
-  constexpr uint kThreads = kMatrixDownSimdgroups * kSimdWidth;
+  constexpr uint kThreads = kSimdgroups * kSimdWidth;
   constant ExpertParams& matmul = params.matmul;
   threadgroup float numbers[64];
   threadgroup ushort lanes[kSimdWidth];
@@ -222,75 +266,16 @@ template <typename S>
   const DownBlock<S> block = {S(place.quarter, matmul), x, packed, scales, biases, terms, first};
   const FewFragments<S> few(block.format);
   const ManyFragments<S> many(block.format);
-  down_of_experts<FewFragments<S>, 1>(few, block, order, heads, Turns::of_few(heads, simdgroup), heads.few,
-                                      row_lanes, place, matmul);
-  down_of_experts<ManyFragments<S>, kMaxPairTiles>(many, block, order, heads,
-                                                   Turns::of_many(heads, simdgroup), heads.few + heads.many,
-                                                   row_lanes, place, matmul);
+  if constexpr (kShares) {
+    share_experts<S>(few, many, block, order, heads, row_lanes, place, simdgroup, matmul);
+  } else {
+    down_of_experts<FewFragments<S>, 1>(few, block, order, heads, Turns::of_few(heads, simdgroup), heads.few,
+                                        row_lanes, place, matmul);
+    down_of_experts<ManyFragments<S>, kMaxPairTiles>(many, block, order, heads,
+                                                     Turns::of_many(heads, simdgroup), heads.few + heads.many,
+                                                     row_lanes, place, matmul);
+  }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  store_combined<T, kMatrixDownRows>(terms, first, ids, bias, shared_gate, shared_out, residual, out,
-                                     thread_index, kThreads, params);
-}
-
-// How many simdgroups, as a power of two, each of so few experts can have.
-inline uint parts_of_expert(uint experts) {
-  uint parts = 1;
-  while (experts != 0 && 2 * parts * experts <= kPartsSimdgroups) parts *= 2;
-  return parts;
-}
-
-// The same for so few experts that several simdgroups can share each: one takes every so many a step of its
-// columns. At most kPartsSimdgroups entries may start an expert.
-template <typename S>
-[[kernel, max_total_threads_per_threadgroup(kPartsSimdgroups * 32)]] void expert_down_parts(
-    EXPERT_DOWN_FEW_BUFFERS(typename S::Element), uint group [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
-  typedef typename S::Element T;
-  constexpr uint kThreads = kPartsSimdgroups * kSimdWidth;
-  constant ExpertParams& matmul = params.matmul;
-  threadgroup float numbers[64];
-  threadgroup ushort lanes[kSimdWidth];
-  threadgroup uint2 starts[kMaxMatrixPairs];
-  const uint first = group * kMatrixDownRows;
-  const Heads heads = find_heads<S>(order, starts, lane, simdgroup, matmul);
-  const PairTerms<kMatrixDownRows> terms(memory, matmul.pairs);
-  terms.start(ids, routing, thread_index, kThreads, params);
-  const MatrixPlace place = find_place(numbers, lanes, thread_index, lane);  // waits
-  const S format(place.quarter, matmul);
-  const FewFragments<S> few(format);
-  const ManyFragments<S> many(format);
-  const RowLanes row_lanes(lanes, place);
-  const uint parts = parts_of_expert(heads.few + heads.many), own_part = simdgroup % parts,
-             number = simdgroup / parts;
-  Entries entries = {order, 0, 0};
-  if (number < heads.few + heads.many) entries = heads.entries(order, number);
-  const Part part = {own_part * S::kStep, parts * S::kStep};
-  const typename S::Row expert = format.expert(packed, scales, biases, entries.expert);
-  TileDots<kDownTiles, kMaxPairTiles> dots;
-  MatrixPlace own_place = place;
-  if (entries.count != 0) {
-    StripRows<S, kDownTiles> rows(first, place, matmul);
-    Strips<S, kDownTiles> strips;
-    rows.start(format, expert);
-    strips.load(format, rows, part.column);
-    if (entries.count <= few.tile_pairs()) {
-      const TileDots<kDownTiles, 1> tile = direct_tiles<FewFragments<S>, 1>(
-          few, rows, strips, part, false, expert, x, entries, row_lanes, place, matmul);
-      UNROLL for (int t = 0; t < kDownTiles; ++t) dots.v[t][0] = tile.v[t][0];
-      own_place = place_of_sums(few, place);
-    } else {
-      dots = direct_tiles<ManyFragments<S>, kMaxPairTiles>(many, rows, strips, part, false, expert, x,
-                                                           entries, row_lanes, place, matmul);
-    }
-  }
-  // In turn, so that the sums always have the same order.
-  for (uint turn = 0; turn < parts; ++turn) {
-    if (turn == own_part) {
-      add_dots(dots, turn == 0, entries, terms, own_place);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-  }
   store_combined<T, kMatrixDownRows>(terms, first, ids, bias, shared_gate, shared_out, residual, out,
                                      thread_index, kThreads, params);
 }

@@ -237,7 +237,6 @@ struct AffineWeights {
     return chunk;
   }
 
-  // Each load with a condition of its own: in one branch for all they are waited for where it ends.
   Part load_part(Row row, uint column, bool active) const {
     const uint word = row + column / kValuesPerWord;
     Part part = {};

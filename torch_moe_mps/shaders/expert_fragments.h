@@ -204,6 +204,7 @@ struct AffineFragments {
   uint tile_pairs() const { return 2u << part_shift; }
   uint part(uint quarter) const { return quarter >> part_shift; }
   uint couple(uint quarter) const { return quarter & ((1u << part_shift) - 1); }
+  bool meets_inputs(MatrixPlace place) const { return part(place.row / 2) == part(place.quarter); }
 
   // The units of a run lie beside each other.
   static uint unit_column(uint unit, uint quarter) {

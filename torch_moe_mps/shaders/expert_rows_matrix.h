@@ -38,7 +38,7 @@ struct StagedInputs {
         fragments(fragments_),
         place(place_),
         couples_shift(couples_shift_),
-        has_units(fragments.part(place.row / 2) == fragments.part(place.quarter)),
+        has_units(fragments.meets_inputs(place)),
         step_run(0) {}
 
   uint depth() const { return kStagedInputs / 2 >> couples_shift; }

@@ -19,7 +19,7 @@
   INSTANTIATE_KERNEL("expert_down_few_" name, expert_down_few<weights>)
 
 // `rows` and `down` are the fragments of the first and of the second matmul.
-#define MATRIX(name, weights, rows, down)                                           \
-  INSTANTIATE_KERNEL("expert_rows_matrix_" name, expert_rows_matrix<weights, rows>) \
-  INSTANTIATE_KERNEL("expert_down_matrix_" name, expert_down_matrix<down>)          \
-  INSTANTIATE_KERNEL("expert_down_parts_" name, expert_down_parts<down>)
+#define MATRIX(name, weights, rows, down)                                                                \
+  INSTANTIATE_KERNEL("expert_rows_matrix_" name, expert_rows_matrix<weights, rows>)                      \
+  INSTANTIATE_KERNEL("expert_down_matrix_" name, expert_down_matrix<down, kMatrixDownSimdgroups, false>) \
+  INSTANTIATE_KERNEL("expert_down_parts_" name, expert_down_matrix<down, kPartsSimdgroups, true>)
