@@ -83,8 +83,8 @@ inline TileDots<kDownTiles, kPairTiles> direct_tiles(
 // Adds the dot products of a part of the columns to those of the pairs.
 template <int kPairTiles>
 inline void add_dots(TileDots<kDownTiles, kPairTiles> dots, bool is_first, Entries entries,
-                     PairTerms<kMatrixDownRows> terms, MatrixPlace place) {
-  for (uint n = 2 * place.quarter; n < entries.count; n = next_pair(n)) {
+                     PairTerms<kMatrixDownRows> terms, StoredPairs own, MatrixPlace place) {
+  for (uint n = own.first; n < entries.count; n = own.next(n)) {
     const uint pair = entries.at[n].x;
     UNROLL for (int t = 0; t < kDownTiles; ++t) {
       threadgroup float& term = terms.at(pair, 8 * t + place.row);
@@ -194,7 +194,7 @@ inline void down_of_experts(F fragments, DownBlock<typename F::Strips> block, de
     const TileDots<kDownTiles, kPairTiles> dots =
         direct_tiles<F, kPairTiles>(fragments, rows, strips, kWhole, has_more, block.expert(more.expert),
                                     block.x, entries, lanes, place, params);
-    add_dots(dots, true, entries, block.terms, place_of_sums(fragments, place));
+    add_dots(dots, true, entries, block.terms, stored_by_first(fragments, place), place);
     entries = more;
   }
 }
@@ -219,7 +219,7 @@ inline void share_experts(FewFragments<S> few, ManyFragments<S> many, DownBlock<
   const Part part = {own_part * S::kStep, parts * S::kStep};
   const typename S::Row expert = block.expert(entries.expert);
   TileDots<kDownTiles, kMaxPairTiles> dots;
-  MatrixPlace own_place = place;
+  StoredPairs own = stored_by_first(many, place);
   if (entries.count != 0) {
     StripRows<S, kDownTiles> rows(block.first, place, params);
     Strips<S, kDownTiles> strips;
@@ -229,7 +229,7 @@ inline void share_experts(FewFragments<S> few, ManyFragments<S> many, DownBlock<
       const TileDots<kDownTiles, 1> tile = direct_tiles<FewFragments<S>, 1>(
           few, rows, strips, part, false, expert, block.x, entries, lanes, place, params);
       UNROLL for (int t = 0; t < kDownTiles; ++t) dots.v[t][0] = tile.v[t][0];
-      own_place = place_of_sums(few, place);
+      own = stored_by_first(few, place);
     } else {
       dots = direct_tiles<ManyFragments<S>, kMaxPairTiles>(many, rows, strips, part, false, expert, block.x,
                                                            entries, lanes, place, params);
@@ -238,7 +238,7 @@ inline void share_experts(FewFragments<S> few, ManyFragments<S> many, DownBlock<
   // In turn, so that the sums always have the same order.
   for (uint turn = 0; turn < parts; ++turn) {
     if (turn != 0) threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (turn == own_part) add_dots(dots, turn == 0, entries, block.terms, own_place);
+    if (turn == own_part) add_dots(dots, turn == 0, entries, block.terms, own, place);
   }
 }
 

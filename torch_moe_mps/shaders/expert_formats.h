@@ -265,9 +265,13 @@ struct AffineWeights {
     return {cursor.words + rows * words_per_row, cursor.scale + groups, cursor.bias + groups};
   }
 
-  // In place of `part`.
-  Part load(Part part, Cursor cursor, uint lane, bool active) const {
+  // Words of a lane that is not active stay undefined, to be multiplied by zeros: to keep others in their
+  // place costs a copy each.
+  Part load(Cursor cursor, uint lane, bool active) const {
     const bool first = (lane & other_lanes) == 0, last = (lane & other_lanes) == other_lanes;
+    Part part;
+    part.scale = T(0.0f);
+    part.bias = T(0.0f);
     if (active) part.words = load_words<kOctetCount * kWordsPerOctet>(cursor.words);
     if (active && first) part.scale = *cursor.scale;
     if (active && last) part.bias = *cursor.bias;

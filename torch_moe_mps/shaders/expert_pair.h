@@ -35,20 +35,42 @@ struct LoneInputs {
   static constant constexpr uint kLaneColumns = 8 * W::kOctets;
   static constant constexpr uint kColumns = kSimdWidth * kLaneColumns;
 
-  threadgroup vec<float, 4>* fours;  // [fours of a lane][lanes]
+  static constant constexpr uint kThreads = kMatrixSimdgroups * kSimdWidth;
+  static constant constexpr int kItems = (W::kOctets * kSimdWidth + kThreads - 1) / kThreads;
 
-  // Those from `base` on; zeros beyond the end.
-  void stage(device const T* x, uint base, uint inputs, uint thread_index) const {
-    for (uint i = thread_index; i < W::kOctets * kSimdWidth; i += kMatrixSimdgroups * kSimdWidth) {
-      const uint lane = i % kSimdWidth, octet = i / kSimdWidth;
-      const uint column = base + lane * kLaneColumns + 8 * octet;
+  threadgroup vec<float, 4>* fours;      // [fours of a lane][lanes]
+  threadgroup vec<float, 2>* part_sums;  // [simdgroups][lanes], of what each simdgroup staged
+
+  struct Loaded {
+    Octet<T> v[kItems];
+  };
+
+  // A thread's part of those from `base` on.
+  Loaded load(device const T* x, uint base, uint inputs, uint thread_index) const {
+    Loaded loaded;
+    UNROLL for (int n = 0; n < kItems; ++n) {
+      const uint i = thread_index + n * kThreads;
+      const uint column = base + i % kSimdWidth * kLaneColumns + 8 * (i / kSimdWidth);
+      loaded.v[n] = load_octet(x + min(column, inputs - 8), 8, true);
+    }
+    return loaded;
+  }
+
+  // Zeros beyond the end.
+  void stage(Loaded loaded, uint base, uint inputs, uint thread_index) const {
+    InputSums own = {{0.0f, 0.0f}};
+    UNROLL for (int n = 0; n < kItems; ++n) {
+      const uint i = thread_index + n * kThreads, lane = i % kSimdWidth, octet = i / kSimdWidth;
+      if (octet >= W::kOctets) break;
       Pack<8> values = {};
-      if (column < inputs) values = load_octet(x + column, 8, true).values();
+      if (base + lane * kLaneColumns + 8 * octet < inputs) values = loaded.v[n].values();
+      W::coded(values, own);
       UNROLL for (int half_octet = 0; half_octet < 2; ++half_octet) {
         threadgroup vec<float, 4>& four = fours[(2 * octet + half_octet) * kSimdWidth + lane];
         UNROLL for (int k = 0; k < 4; ++k) four[k] = values.v[4 * half_octet + k];
       }
     }
+    part_sums[thread_index] = vec<float, 2>(own.v[0], own.v[1]);
   }
 
   Pack<8> octet(int number, uint lane) const {
@@ -62,58 +84,80 @@ struct LoneInputs {
 
   InputSums sums(uint lane) const {
     InputSums sums = {{0.0f, 0.0f}};
-    UNROLL for (int o = 0; o < W::kOctets; ++o) W::coded(octet(o, lane), sums);
+    UNROLL for (uint s = 0; s < kMatrixSimdgroups; ++s) {
+      const vec<float, 2> part = part_sums[s * kSimdWidth + lane];
+      sums.v[0] += part.x;
+      sums.v[1] += part.y;
+    }
     return sums;
   }
 };
 
-// A lane's columns of the next two rows, loaded ahead; zeros where the lane is not active.
+// A lane's columns of a couple of rows.
 template <typename W>
-struct RowsAhead {
-  typename W::Cursor cursors[2];
+struct LaneRows {
   typename W::Part parts[2];
+};
 
-  RowsAhead(W weights, RowCouples couples, uint column, uint lane, bool active) {
-    const typename W::Part none = {};
-    UNROLL for (int r = 0; r < 2; ++r) {
-      cursors[r] = weights.cursor(couples.rows[r], column);
-      parts[r] = weights.load(none, cursors[r], lane, active && couples.counts[r] != 0);
-    }
+// Where they are, couple by couple.
+template <typename W>
+struct RowCursors {
+  W weights;
+  RowCouples couples;
+  uint lane;
+  bool active;
+  typename W::Cursor cursors[2];
+
+  RowCursors(W weights_, RowCouples couples_, uint column, uint lane_, bool active_)
+      : weights(weights_), couples(couples_), lane(lane_), active(active_) {
+    UNROLL for (int r = 0; r < 2; ++r) cursors[r] = weights.cursor(couples.rows[r], column);
   }
 
-  // The i-th two.
-  void load(W weights, RowCouples couples, uint i, uint lane, bool active) {
+  // Of couple i, the next.
+  LaneRows<W> load(uint i) {
+    LaneRows<W> rows;
     UNROLL for (int r = 0; r < 2; ++r) {
+      rows.parts[r] = weights.load(cursors[r], lane, active && i < couples.counts[r]);
       cursors[r] = weights.advanced(cursors[r], couples.stride);
-      parts[r] = weights.load(parts[r], cursors[r], lane, active && i < couples.counts[r]);
     }
+    return rows;
   }
 };
 
-// The dot products of rows with a block of inputs. Those of the i-th two are of lane i and of lane 16 + i.
+// The dot products of couple i with a block of inputs; the next one is loaded meanwhile.
 template <typename W>
-inline float dots_of_pair(W weights, LoneInputs<W> inputs, RowCouples couples, RowsAhead<W> ahead,
-                          bool active, uint lane) {
+inline float dots_of_couple(W weights, LoneInputs<W> inputs, InputSums sums, thread RowCursors<W>& cursors,
+                            LaneRows<W> now, uint i, thread LaneRows<W>& next, uint lane) {
+  typename W::Chunk rows[2];
+  UNROLL for (int r = 0; r < 2; ++r) rows[r] = weights.shared(now.parts[r], lane);
+  next = cursors.load(i + 1);
+  // Keeps the loads here and the inputs where they are: without it the compiler (NVRTC) loads rows just
+  // before they are used, and takes the inputs into registers, too many.
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  float dots[2] = {0.0f, 0.0f};
+  UNROLL for (int o = 0; o < W::kOctets; ++o) {
+    const Pack<8> values = inputs.octet(o, lane);
+    UNROLL for (int r = 0; r < 2; ++r) {
+      const Pack<8> codes = weights.codes(rows[r], o);
+      UNROLL for (int k = 0; k < 8; ++k) dots[r] = fma(codes.v[k], values.v[k], dots[r]);
+    }
+  }
+  return two_sums(weights.scaled(rows[0], dots[0], sums), weights.scaled(rows[1], dots[1], sums), lane);
+}
+
+// The dot products of rows with a block of inputs. Those of couple i are of lane i and of lane 16 + i. Two
+// couples take turns in the registers: where one was copied for the next, the loop had 7 % more instructions.
+template <typename W>
+inline float dots_of_pair(W weights, LoneInputs<W> inputs, RowCouples couples, thread RowCursors<W>& cursors,
+                          LaneRows<W> first, uint lane) {
   const InputSums sums = inputs.sums(lane);
   float found = 0.0f;
-  for (uint i = 0; i < couples.counts[0]; ++i) {
-    typename W::Chunk rows[2];
-    UNROLL for (int r = 0; r < 2; ++r) rows[r] = weights.shared(ahead.parts[r], lane);
-    ahead.load(weights, couples, i + 1, lane, active);
-    // Keeps the loads here and the inputs where they are: without it the compiler (NVRTC) loads rows just
-    // before they are used, and takes the inputs into registers, too many.
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-    float dots[2] = {0.0f, 0.0f};
-    UNROLL for (int o = 0; o < W::kOctets; ++o) {
-      const Pack<8> values = inputs.octet(o, lane);
-      UNROLL for (int r = 0; r < 2; ++r) {
-        const Pack<8> codes = weights.codes(rows[r], o);
-        UNROLL for (int k = 0; k < 8; ++k) dots[r] = fma(codes.v[k], values.v[k], dots[r]);
-      }
-    }
-    const float sum =
-        two_sums(weights.scaled(rows[0], dots[0], sums), weights.scaled(rows[1], dots[1], sums), lane);
-    if (lane % (kSimdWidth / 2) == i) found += sum;
+  LaneRows<W> second;
+  for (uint i = 0; i < couples.counts[0]; i += 2) {
+    const float even = dots_of_couple(weights, inputs, sums, cursors, first, i, second, lane);
+    if (lane % (kSimdWidth / 2) == i) found += even;
+    const float odd = dots_of_couple(weights, inputs, sums, cursors, second, i + 1, first, lane);
+    if (lane % (kSimdWidth / 2) == i + 1) found += odd;
   }
   return found;
 }
@@ -131,12 +175,15 @@ inline void rows_of_pair(W weights, device const typename W::Element* x, LoneInp
   float own = 0.0f;
   for (uint base = 0; base < params.inputs; base += LoneInputs<W>::kColumns) {
     const uint column = base + lane * LoneInputs<W>::kLaneColumns;
-    const bool active = column < params.inputs;
-    const RowsAhead<W> ahead(weights, couples, column, lane, active);
+    // The inputs first: they come from nearer than the rows.
+    const typename LoneInputs<W>::Loaded loaded =
+        inputs.load(x + input_row(list.first, params) * params.inputs, base, params.inputs, thread_index);
+    RowCursors<W> cursors(weights, couples, column, lane, column < params.inputs);
+    const LaneRows<W> ahead = cursors.load(0);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    inputs.stage(x + input_row(list.first, params) * params.inputs, base, params.inputs, thread_index);
+    inputs.stage(loaded, base, params.inputs, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    own += dots_of_pair(weights, inputs, couples, ahead, active, lane);
+    own += dots_of_pair(weights, inputs, couples, cursors, ahead, lane);
   }
   const float up = simd_shuffle(own, ushort(lane | kHalf));
   const uint output = plain ? 2 * (lane % kHalf) + lane / kHalf : lane;

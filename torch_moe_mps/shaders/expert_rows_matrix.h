@@ -150,10 +150,10 @@ inline TileDots<kRowTiles, kPairTiles> staged_tiles(F fragments, typename F::Str
 
 template <typename T, int kPairTiles>
 inline void store_tiles(TileDots<kRowTiles, kPairTiles> dots, device const uchar* bias, uint expert,
-                        uint first, threadgroup const ushort* pairs, uint count, MatrixPlace place,
-                        device T* out, constant ExpertParams& params) {
+                        uint first, threadgroup const ushort* pairs, uint count, StoredPairs own,
+                        MatrixPlace place, device T* out, constant ExpertParams& params) {
   const bool plain = params.row_layout == ROWS_PLAIN;
-  for (uint n = 2 * place.quarter; n < count; n = next_pair(n)) {
+  for (uint n = own.first; n < count; n = own.next(n)) {
     for (int t = 0; t < kRowTiles; t += plain ? 1 : 2) {
       const uint output = tile_output(first, t, place, params);
       if (output >= params.outputs) break;
@@ -185,8 +185,8 @@ inline void matrix_rows(F fragments, typename F::Strips::Row expert, uint number
   const TileDots<kRowTiles, kPairTiles> dots =
       staged_tiles<F, kPairTiles>(fragments, expert, first, x, memory.sources + start, count, staged,
                                   memory.lanes, place, thread_index, simdgroup, params);
-  store_tiles(dots, bias, number, first, memory.pairs + start, count, place_of_sums(fragments, place), out,
-              params);
+  store_tiles(dots, bias, number, first, memory.pairs + start, count, stored_pairs(fragments, place), place,
+              out, params);
 }
 
 // Grid: see pairs_of_expert. W and S are the same format.
@@ -210,6 +210,7 @@ template <typename W, typename S>
   static_assert(FewInputs::kStagedUnits * sizeof(Unit) >= LoneInputs<W>::kColumns * 4,
                 "and for a single pair");
   threadgroup vec<float, 4> inputs[(FewInputs::kStagedUnits * sizeof(Unit) + 15) / 16];
+  threadgroup vec<float, 2> part_sums[kThreads];
   threadgroup InputTotals totals[FewInputs::kStagedTotals];
 
   const uint block = outputs_of_rows(kMatrixSimdgroups * kMatrixRows, params);
@@ -219,7 +220,8 @@ template <typename W, typename S>
   const uint first = group.x * block + simdgroup * outputs_of_rows(kMatrixRows, params);
   if (list.count == 1) {
     const W weights(packed, scales, biases, list.expert, params);
-    rows_of_pair(weights, x, LoneInputs<W>{inputs}, list, first, thread_index, lane, bias, out, params);
+    rows_of_pair(weights, x, LoneInputs<W>{inputs, part_sums}, list, first, thread_index, lane, bias, out,
+                 params);
     return;
   }
   for (uint i = thread_index; i < list.count; i += kThreads) {
