@@ -262,19 +262,18 @@ struct IdBatch {
   static constant constexpr int kIds = 4;
   static constant constexpr uint kPairs = kIds * kSimdWidth;
 
-  uint low[kIds], high[kIds];  // words; without a high one the low one is loaded twice
+  uint low[kIds], high[kIds];  // words
 
   IdBatch(device const int* ids, uint start, uint lane, constant ExpertParams& params) {
     UNROLL for (int i = 0; i < kIds; ++i) {
       const uint word = min(start + i * kSimdWidth + lane, params.pairs - 1) << params.wide_ids;
       low[i] = uint(ids[word]);
-      high[i] = uint(ids[word + params.wide_ids]);
+      high[i] = 0;
+      if (params.wide_ids != 0) high[i] = uint(ids[word + 1]);
     }
   }
 
-  uint expert(int i, constant ExpertParams& params) const {
-    return expert_of_words(low[i], params.wide_ids != 0 ? high[i] : 0, params);
-  }
+  uint expert(int i, constant ExpertParams& params) const { return expert_of_words(low[i], high[i], params); }
 };
 
 // Each simdgroup goes through all ids by itself, so that nothing waits for the threadgroup; the first one

@@ -21,7 +21,13 @@ struct StagedInputs {
   static constant constexpr uint kMaxCouples = kMatrixPairsAtOnce / 2;
   static constant constexpr uint kZeros = kStagedRuns * kRunUnits + kMaxCouples * kUnitsApart + 4;
   static constant constexpr uint kStagedUnits = kZeros + kRunUnits;
+  static constant constexpr uint kAtOnce = 4 * kMatrixSimdgroups;  // runs of a couple
+  static constant constexpr int kItems = kStagedRuns / kAtOnce;
   static constant constexpr uint kStagedTotals = kStagedRuns * F::kMaxParts + kMaxCouples;
+
+  struct Loaded {
+    PairInputs<F> v[kItems];
+  };
 
   threadgroup Unit* units;              // [couples][runs of the block][units of a run][rows of a matrix]
   threadgroup InputTotals* run_totals;  // [couples][runs of the block][parts of a run]
@@ -71,27 +77,29 @@ struct StagedInputs {
     if (thread_index < kRunUnits) units[kZeros + thread_index] = zeros;
   }
 
-  // Those from column `depth` on, whole steps, a run of a couple by the eight lanes of a quarter; what a
-  // simdgroup takes is loaded before the first is used. `sources`: where the pairs' inputs start.
-  void stage(device const T* x, threadgroup const uint* sources, uint count, uint depth, uint simdgroup,
-             uint inputs) const {
-    constexpr uint kAtOnce = 4 * kMatrixSimdgroups;
-    constexpr int kItems = kStagedRuns / kAtOnce;
-    const uint first = 4 * simdgroup + place.quarter;
-    PairInputs<F> loaded[kItems];
+  // Those from column `depth` on, whole steps, a run of a couple by the eight lanes of a quarter. `sources`:
+  // where the pairs' inputs start.
+  Loaded load(device const T* x, threadgroup const uint* sources, uint count, uint depth, uint simdgroup,
+              uint inputs) const {
+    Loaded loaded;
     UNROLL for (int i = 0; i < kItems; ++i) {
-      const uint item = first + i * kAtOnce;
+      const uint item = 4 * simdgroup + place.quarter + i * kAtOnce;
       const uint n = 2 * (item & ((1u << couples_shift) - 1));
       const LaneInputs<F> source(x, sources[min(n, count - 1)], sources[min(n + 1, count - 1)], n < count,
                                  n + 1 < count, place, inputs);
-      loaded[i] = source.load(depth + (item >> couples_shift) * F::kRunColumns);
+      loaded.v[i] = source.load(depth + (item >> couples_shift) * F::kRunColumns);
     }
+    return loaded;
+  }
+
+  void stage(Loaded loaded, uint depth, uint simdgroup, uint inputs) const {
+    const uint first = 4 * simdgroup + place.quarter;
     UNROLL for (int i = 0; i < kItems; ++i) {
       const uint item = first + i * kAtOnce, number = item >> couples_shift;
       const uint step = ((item - place.quarter) >> couples_shift) / F::kRuns;
       if (depth + step * F::kStep >= inputs) break;
       const uint couple = item & ((1u << couples_shift) - 1);
-      const RunInputs<F> run = loaded[i].run();
+      const RunInputs<F> run = loaded.v[i].run();
       UNROLL for (int u = 0; u < F::kRunUnits; ++u) {
         units[units_at(couple, number) + u * 8 + place.row] = run.units[u];
       }
@@ -130,11 +138,14 @@ inline TileDots<kRowTiles, kPairTiles> staged_tiles(F fragments, typename F::Str
   StripRows<typename F::Strips, kRowTiles> rows(first, place, params);
   rows.start(fragments.strips, expert);
   Strips<typename F::Strips, kRowTiles> strips;
+  // The inputs first: they come from nearer than the rows.
+  typename StagedInputs<F>::Loaded loaded = staged.load(x, sources, count, 0, simdgroup, inputs);
   strips.load(fragments.strips, rows, 0);
   staged.clear_zeros(thread_index);
   for (uint depth = 0; depth < inputs; depth += block) {
+    if (depth != 0) loaded = staged.load(x, sources, count, depth, simdgroup, inputs);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    staged.stage(x, sources, count, depth, simdgroup, inputs);
+    staged.stage(loaded, depth, simdgroup, inputs);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     staged.step_run = 0;
     for (uint column = depth; column < min(depth + block, inputs); column += F::kStep) {
