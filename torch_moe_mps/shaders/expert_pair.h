@@ -45,7 +45,8 @@ struct LoneInputs {
     Octet<T> v[kItems];
   };
 
-  // A thread's part of those from `base` on.
+  // A thread's part of those from `base` on. Beyond the end, where scales and biases are zero, the last ones
+  // again.
   Loaded load(device const T* x, uint base, uint inputs, uint thread_index) const {
     Loaded loaded;
     UNROLL for (int n = 0; n < kItems; ++n) {
@@ -56,14 +57,12 @@ struct LoneInputs {
     return loaded;
   }
 
-  // Zeros beyond the end.
-  void stage(Loaded loaded, uint base, uint inputs, uint thread_index) const {
+  void stage(Loaded loaded, uint thread_index) const {
     InputSums own = {{0.0f, 0.0f}};
     UNROLL for (int n = 0; n < kItems; ++n) {
       const uint i = thread_index + n * kThreads, lane = i % kSimdWidth, octet = i / kSimdWidth;
       if (octet >= W::kOctets) break;
-      Pack<8> values = {};
-      if (base + lane * kLaneColumns + 8 * octet < inputs) values = loaded.v[n].values();
+      const Pack<8> values = loaded.v[n].values();
       W::coded(values, own);
       UNROLL for (int half_octet = 0; half_octet < 2; ++half_octet) {
         threadgroup vec<float, 4>& four = fours[(2 * octet + half_octet) * kSimdWidth + lane];
@@ -181,7 +180,7 @@ inline void rows_of_pair(W weights, device const typename W::Element* x, LoneInp
     RowCursors<W> cursors(weights, couples, column, lane, column < params.inputs);
     const LaneRows<W> ahead = cursors.load(0);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    inputs.stage(loaded, base, params.inputs, thread_index);
+    inputs.stage(loaded, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     own += dots_of_pair(weights, inputs, couples, cursors, ahead, lane);
   }

@@ -274,12 +274,10 @@ inline void add_parts(F fragments, RowLanes lanes, thread TileDots<kTiles, kPair
   }
 }
 
-// All parts have the sums: where there are several, the first two share them out.
+// All parts have the sums: where there are several, the first two share them out. A third has no pair left.
 template <typename F>
 inline StoredPairs stored_pairs(F fragments, MatrixPlace place) {
-  const uint part = fragments.part(place.quarter);
-  if (part > 1) return {kMatrixPairsAtOnce, false};
-  return {2 * fragments.couple(place.quarter) + part, fragments.part(3) == 0};
+  return {2 * fragments.couple(place.quarter) + fragments.part(place.quarter), fragments.part(3) == 0};
 }
 
 // All of them by the first part. In the down projection this is faster: 25.5 instead of 27.3 us (NVIDIA H200,
