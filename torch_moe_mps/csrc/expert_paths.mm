@@ -50,7 +50,7 @@ const FewKernels& few_kernels(const ExpertMatrix& matrix, int64_t pairs) {
 
 // The only place that chooses, from shapes and formats alone. Measured by translation on an NVIDIA H200, E
 // 128, K 8, 2048 -> 2 x 768 -> 2048, both matmuls, for 32 tokens: dense bfloat16 375 us in decode, 586 us and
-// the sorting in prefill; int4 139 and 419 us. For 64 tokens decode's list of pairs and its terms would no
+// the sorting in prefill; int4 128 and 419 us. For 64 tokens decode's list of pairs and its terms would no
 // longer fit beside each other in threadgroup memory. Dense dot products reach 78 to 94 % of a copy: they are
 // left as they are. For mxfp4 a matrix element takes more instructions than an affine one, by count as many
 // as the dot products of three pairs.

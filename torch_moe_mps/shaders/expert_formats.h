@@ -19,7 +19,7 @@
 // bias once and exchange them:
 //
 //   Cursor cursor = weights.cursor(row, column);
-//   part = weights.load(part, cursor, lane, active);
+//   Part part = weights.load(cursor, lane, active);
 //   Chunk chunk = weights.shared(part, lane);
 //   cursor = weights.advanced(cursor, rows);
 //
@@ -265,8 +265,8 @@ struct AffineWeights {
     return {cursor.words + rows * words_per_row, cursor.scale + groups, cursor.bias + groups};
   }
 
-  // Words of a lane that is not active stay undefined, to be multiplied by zeros: to keep others in their
-  // place costs a copy each.
+  // The words of a lane that is not active stay undefined, its scale and bias are zeros: to keep others in
+  // their place costs a copy each.
   Part load(Cursor cursor, uint lane, bool active) const {
     const bool first = (lane & other_lanes) == 0, last = (lane & other_lanes) == other_lanes;
     Part part;

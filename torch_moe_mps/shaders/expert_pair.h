@@ -34,9 +34,9 @@ struct LoneInputs {
   typedef typename W::Element T;
   static constant constexpr uint kLaneColumns = 8 * W::kOctets;
   static constant constexpr uint kColumns = kSimdWidth * kLaneColumns;
-
   static constant constexpr uint kThreads = kMatrixSimdgroups * kSimdWidth;
-  static constant constexpr int kItems = (W::kOctets * kSimdWidth + kThreads - 1) / kThreads;
+  static constant constexpr int kItems = W::kOctets / int(kMatrixSimdgroups);
+  static_assert(W::kOctets % kMatrixSimdgroups == 0, "as many octets for each thread");
 
   threadgroup vec<float, 4>* fours;      // [fours of a lane][lanes]
   threadgroup vec<float, 2>* part_sums;  // [simdgroups][lanes], of what each simdgroup staged
@@ -61,7 +61,6 @@ struct LoneInputs {
     InputSums own = {{0.0f, 0.0f}};
     UNROLL for (int n = 0; n < kItems; ++n) {
       const uint i = thread_index + n * kThreads, lane = i % kSimdWidth, octet = i / kSimdWidth;
-      if (octet >= W::kOctets) break;
       const Pack<8> values = loaded.v[n].values();
       W::coded(values, own);
       UNROLL for (int half_octet = 0; half_octet < 2; ++half_octet) {

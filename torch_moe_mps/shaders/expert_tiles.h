@@ -259,7 +259,7 @@ inline void add_step(F fragments, Strips<typename F::Strips, kTiles> strips, thr
   }
 }
 
-// Sums over the parts of a run, which its quarters have; those of part 0 are taken.
+// Sums over the parts of a run, which its quarters have: in the end all parts have them.
 template <typename F, int kTiles, int kPairTiles>
 inline void add_parts(F fragments, RowLanes lanes, thread TileDots<kTiles, kPairTiles>& dots) {
   UNROLL for (uint bit = 4 / F::kMaxParts; bit < 4; bit *= 2) {
@@ -274,14 +274,14 @@ inline void add_parts(F fragments, RowLanes lanes, thread TileDots<kTiles, kPair
   }
 }
 
-// All parts have the sums: where there are several, the first two share them out. A third has no pair left.
+// Where there are several parts, the first two share the pairs out; no pair is left for a third.
 template <typename F>
 inline StoredPairs stored_pairs(F fragments, MatrixPlace place) {
   return {2 * fragments.couple(place.quarter) + fragments.part(place.quarter), fragments.part(3) == 0};
 }
 
-// All of them by the first part. In the down projection this is faster: 25.5 instead of 27.3 us (NVIDIA H200,
-// int4, 8 tokens).
+// The first part stores all pairs. In the down projection this is faster: 25.5 instead of 27.3 us (NVIDIA
+// H200, int4, 8 tokens).
 template <typename F>
 inline StoredPairs stored_by_first(F fragments, MatrixPlace place) {
   return {fragments.part(place.quarter) == 0 ? 2 * place.quarter : kMatrixPairsAtOnce, true};
