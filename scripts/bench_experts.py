@@ -218,7 +218,16 @@ class Ours:
     def rows(self, x, weights: Weights, ids, out, order):
         """Gate, up and silu: decode's first dispatch."""
         outputs, pairs = weights.rows // 2, ids.size
-        params = self.device.params("ExpertParams", **self.matmul(ids, weights, outputs, True, False))
+        matmul = self.matmul(ids, weights, outputs, True, False)
+        rows, simdgroups, _, _ = MATRIX if self.matrix else FEW
+        blocks, units = -(-outputs // (simdgroups * rows // 2)), min(pairs, EXPERTS)
+        grid = (blocks, units + 1, 1)
+        if self.matrix:
+            others = units if self.dtype == "f32" else min(units, -(-geometry("kLastBlocks") // blocks))
+            last = -(-geometry("kHalvedBlocks") // blocks) + 1 if others < units else 0
+            matmul |= {"long_units": units - others, "middle_units": others + 1 - last}
+            grid = (-(-blocks // 2), units - others + 2 * (others + 1 - last) + 4 * last, 1)
+        params = self.device.params("ExpertParams", **matmul)
         buffers = {**self.decode_buffers(x, weights, ids, out), 7: params, 8: order}
         if ids.shape[0] == 1:
             grid, threads = (
@@ -226,8 +235,6 @@ class Ours:
                 SINGLE_SIMDGROUPS * 32,
             )
             return self.launch("expert_rows_single", buffers, grid, threads)
-        rows, simdgroups, _, _ = MATRIX if self.matrix else FEW
-        grid = (-(-outputs // (simdgroups * rows // 2)), min(pairs, EXPERTS) + 1, 1)
         name = "expert_rows_matrix" if self.matrix else "expert_rows_few"
         return self.launch(name, buffers, grid, simdgroups * 32)
 

@@ -168,6 +168,26 @@ def test_many_pairs_of_one_expert(device, format, counts):
     assert_close(expert_qmm(x.to(device), *place(weight, device), ids.to(device), *format), expected)
 
 
+# Pairs of 12 experts whose blocks of rows are taken in twos, of 6 one by one, of 2 in halves; the same for
+# the first pairs of ids where there are more experts than pairs.
+MANY_BLOCKS = (1, 2, 4, 5, 8, 9, 33, 0, 1, 3, 7, 17, 1, 3, 6, 12, 0, 1, 1, 5)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "dtype"), [(4, 64, torch.half), (4, 32, torch.bfloat16), (8, 64, torch.half)]
+)
+@pytest.mark.parametrize("counts", [MANY_BLOCKS, (2, 1, 1, 0, 0) * 8], ids=["experts", "pairs"])
+def test_many_blocks_of_rows(device, counts, bits, group, dtype):
+    """75 blocks; the rows of the projection end in the middle of one, and their number is odd."""
+    format, seed = (bits, group, "affine"), len(counts)
+    ids = ids_of_counts(counts, max(2, -(-sum(counts) // 32)), seed)
+    weight = random_quantized(len(counts), 75 * 64 - 27, 64, format, dtype, seed)
+    x = random((len(ids), 64), dtype, seed)
+    expected = expected_mm(x, dense(weight, format), ids, None, rounded_weight=True)
+    assert_close(expert_qmm(x.to(device), *place(weight, device), ids.to(device), *format), expected)
+    check_layer(device, (*ids.shape, len(counts), 64, 75 * 32 // 64 * 64), format, dtype, seed, ids=ids)
+
+
 @pytest.mark.parametrize("format", FORMATS, ids=NAMES)
 def test_inputs_of_several_blocks(device, format):
     """Longer than what of a pair's inputs, or of several pairs', lies in threadgroup memory at a time."""

@@ -93,11 +93,11 @@ class TestEncoded(expecttest.TestCase):
             """\
 expert_rows_single_f16 grid 4x2x1 of 256x1x1
  0=A[0:256] 1=B[0:262144] 2=B[0:262144] 3=B[0:262144]
-4=C[0:8] 5=C[0:8] 6=D[0:256] 7=76 bytes
+4=C[0:8] 5=C[0:8] 6=D[0:256] 7=84 bytes
 expert_down_single_f16 grid 32x1x1 of 64x1x1
  0=D[0:256] 1=E[0:131072] 2=E[0:131072] 3=E[0:131072]
 4=C[0:8] 5=C[0:8] 6=F[0:256] 7=G[0:8]
-8=G[0:8] 9=G[0:8] 10=G[0:8] 11=100 bytes
+8=G[0:8] 9=G[0:8] 10=G[0:8] 11=108 bytes
 """,
         )
 
@@ -107,12 +107,12 @@ expert_down_single_f16 grid 32x1x1 of 64x1x1
             """\
 expert_rows_few_f16 grid 2x9x1 of 256x1x1
  0=A[0:1024] 1=B[0:262144] 2=B[0:262144] 3=B[0:262144]
-4=C[0:32] 5=C[0:32] 6=D[0:1024] 7=76 bytes
+4=C[0:32] 5=C[0:32] 6=D[0:1024] 7=84 bytes
 8=E[0:128]
 expert_down_few_f16 grid 16x1x1 of 256x1x1
  0=D[0:1024] 1=F[0:131072] 2=F[0:131072] 3=F[0:131072]
 4=C[0:32] 5=C[0:32] 6=G[0:1024] 7=H[0:32]
-8=H[0:32] 9=H[0:32] 10=H[0:32] 11=100 bytes 12=E[0:128]
+8=H[0:32] 9=H[0:32] 10=H[0:32] 11=108 bytes 12=E[0:128]
  threadgroup(0)=288 bytes
 """,
         )
@@ -128,16 +128,16 @@ bucket_pairs_i32 grid 1x1x1 of 64x1x1
 expert_gemm_f16 grid E[0:24] of 128x1x1
  0=F[0:10240] 1=G[0:262144] 2=G[0:262144] 3=G[0:262144]
 4=A[0:320] 5=H[0:10240] 6=B[0:320] 7=D[0:176]
-8=76 bytes
+8=84 bytes
  threadgroup(0)=656 bytes
 expert_gemm_f16 grid E[12:24] of 128x1x1
  0=H[0:10240] 1=I[0:131072] 2=I[0:131072] 3=I[0:131072]
 4=A[0:320] 5=J[0:20480] 6=B[0:320] 7=D[0:176]
-8=76 bytes
+8=84 bytes
  threadgroup(0)=656 bytes
 expert_combine_f16 grid 1x40x1 of 256x1x1
  0=J[0:20480] 1=A[0:320] 2=K[0:320] 3=K[0:320]
-4=K[0:320] 5=K[0:320] 6=L[0:10240] 7=100 bytes
+4=K[0:320] 5=K[0:320] 6=L[0:10240] 7=108 bytes
  threadgroup(0)=656 bytes
 """,
         )
@@ -148,11 +148,11 @@ expert_combine_f16 grid 1x40x1 of 256x1x1
             """\
 expert_rows_single_affine4_f16 grid 4x2x1 of 256x1x1
  0=A[0:256] 1=B[0:65536] 2=C[0:4096] 3=D[0:4096]
-4=E[0:8] 5=E[0:8] 6=F[0:256] 7=76 bytes
+4=E[0:8] 5=E[0:8] 6=F[0:256] 7=84 bytes
 expert_down_single_affine4_f16 grid 32x1x1 of 64x1x1
  0=F[0:256] 1=G[0:32768] 2=H[0:2048] 3=I[0:2048]
 4=E[0:8] 5=E[0:8] 6=J[0:256] 7=K[0:8]
-8=K[0:8] 9=K[0:8] 10=K[0:8] 11=100 bytes
+8=K[0:8] 9=K[0:8] 10=K[0:8] 11=108 bytes
 """,
         )
 
@@ -160,14 +160,14 @@ expert_down_single_affine4_f16 grid 32x1x1 of 64x1x1
         self.assertExpectedInline(
             self.encoded("int4", 4),
             """\
-expert_rows_matrix_affine4_f16 grid 2x9x1 of 128x1x1
+expert_rows_matrix_affine4_f16 grid 1x18x1 of 128x1x1
  0=A[0:1024] 1=B[0:65536] 2=C[0:4096] 3=D[0:4096]
-4=E[0:32] 5=E[0:32] 6=F[0:1024] 7=76 bytes
+4=E[0:32] 5=E[0:32] 6=F[0:1024] 7=84 bytes
 8=G[0:128]
 expert_down_parts_affine4_f16 grid 8x1x1 of 512x1x1
  0=F[0:1024] 1=H[0:32768] 2=I[0:2048] 3=J[0:2048]
 4=E[0:32] 5=E[0:32] 6=K[0:1024] 7=L[0:32]
-8=L[0:32] 9=L[0:32] 10=L[0:32] 11=100 bytes 12=G[0:128]
+8=L[0:32] 9=L[0:32] 10=L[0:32] 11=108 bytes 12=G[0:128]
  threadgroup(0)=544 bytes
 """,
         )
@@ -183,16 +183,16 @@ bucket_pairs_i32 grid 1x1x1 of 64x1x1
 expert_gemm_affine4_f16 grid E[0:24] of 128x1x1
  0=F[0:10240] 1=G[0:65536] 2=H[0:4096] 3=I[0:4096]
 4=A[0:320] 5=J[0:10240] 6=B[0:320] 7=D[0:176]
-8=76 bytes
+8=84 bytes
  threadgroup(0)=656 bytes
 expert_gemm_affine4_f16 grid E[12:24] of 128x1x1
  0=J[0:10240] 1=K[0:32768] 2=L[0:2048] 3=M[0:2048]
 4=A[0:320] 5=N[0:20480] 6=B[0:320] 7=D[0:176]
-8=76 bytes
+8=84 bytes
  threadgroup(0)=656 bytes
 expert_combine_f16 grid 1x40x1 of 256x1x1
  0=N[0:20480] 1=A[0:320] 2=O[0:320] 3=O[0:320]
-4=O[0:320] 5=O[0:320] 6=P[0:10240] 7=100 bytes
+4=O[0:320] 5=O[0:320] 6=P[0:10240] 7=108 bytes
  threadgroup(0)=656 bytes
 """,
         )
@@ -203,11 +203,11 @@ expert_combine_f16 grid 1x40x1 of 256x1x1
             """\
 expert_rows_single_affine8_f16 grid 4x2x1 of 256x1x1
  0=A[0:256] 1=B[0:131072] 2=C[0:4096] 3=D[0:4096]
-4=E[0:8] 5=E[0:8] 6=F[0:256] 7=76 bytes
+4=E[0:8] 5=E[0:8] 6=F[0:256] 7=84 bytes
 expert_down_single_affine8_f16 grid 32x1x1 of 64x1x1
  0=F[0:256] 1=G[0:65536] 2=H[0:2048] 3=I[0:2048]
 4=E[0:8] 5=E[0:8] 6=J[0:256] 7=K[0:8]
-8=K[0:8] 9=K[0:8] 10=K[0:8] 11=100 bytes
+8=K[0:8] 9=K[0:8] 10=K[0:8] 11=108 bytes
 """,
         )
 
@@ -215,14 +215,14 @@ expert_down_single_affine8_f16 grid 32x1x1 of 64x1x1
         self.assertExpectedInline(
             self.encoded("int8", 4),
             """\
-expert_rows_matrix_affine8_f16 grid 2x9x1 of 128x1x1
+expert_rows_matrix_affine8_f16 grid 1x18x1 of 128x1x1
  0=A[0:1024] 1=B[0:131072] 2=C[0:4096] 3=D[0:4096]
-4=E[0:32] 5=E[0:32] 6=F[0:1024] 7=76 bytes
+4=E[0:32] 5=E[0:32] 6=F[0:1024] 7=84 bytes
 8=G[0:128]
 expert_down_parts_affine8_f16 grid 8x1x1 of 512x1x1
  0=F[0:1024] 1=H[0:65536] 2=I[0:2048] 3=J[0:2048]
 4=E[0:32] 5=E[0:32] 6=K[0:1024] 7=L[0:32]
-8=L[0:32] 9=L[0:32] 10=L[0:32] 11=100 bytes 12=G[0:128]
+8=L[0:32] 9=L[0:32] 10=L[0:32] 11=108 bytes 12=G[0:128]
  threadgroup(0)=544 bytes
 """,
         )
@@ -238,16 +238,16 @@ bucket_pairs_i32 grid 1x1x1 of 64x1x1
 expert_gemm_affine8_f16 grid E[0:24] of 128x1x1
  0=F[0:10240] 1=G[0:131072] 2=H[0:4096] 3=I[0:4096]
 4=A[0:320] 5=J[0:10240] 6=B[0:320] 7=D[0:176]
-8=76 bytes
+8=84 bytes
  threadgroup(0)=656 bytes
 expert_gemm_affine8_f16 grid E[12:24] of 128x1x1
  0=J[0:10240] 1=K[0:65536] 2=L[0:2048] 3=M[0:2048]
 4=A[0:320] 5=N[0:20480] 6=B[0:320] 7=D[0:176]
-8=76 bytes
+8=84 bytes
  threadgroup(0)=656 bytes
 expert_combine_f16 grid 1x40x1 of 256x1x1
  0=N[0:20480] 1=A[0:320] 2=O[0:320] 3=O[0:320]
-4=O[0:320] 5=O[0:320] 6=P[0:10240] 7=100 bytes
+4=O[0:320] 5=O[0:320] 6=P[0:10240] 7=108 bytes
  threadgroup(0)=656 bytes
 """,
         )
@@ -258,11 +258,11 @@ expert_combine_f16 grid 1x40x1 of 256x1x1
             """\
 expert_rows_single_mxfp4_f16 grid 4x2x1 of 256x1x1
  0=A[0:256] 1=B[0:65536] 2=C[0:4096] 3=C[0:4096]
-4=D[0:8] 5=D[0:8] 6=E[0:256] 7=76 bytes
+4=D[0:8] 5=D[0:8] 6=E[0:256] 7=84 bytes
 expert_down_single_mxfp4_f16 grid 32x1x1 of 64x1x1
  0=E[0:256] 1=F[0:32768] 2=G[0:2048] 3=G[0:2048]
 4=D[0:8] 5=D[0:8] 6=H[0:256] 7=I[0:8]
-8=I[0:8] 9=I[0:8] 10=I[0:8] 11=100 bytes
+8=I[0:8] 9=I[0:8] 10=I[0:8] 11=108 bytes
 """,
         )
 
@@ -272,12 +272,12 @@ expert_down_single_mxfp4_f16 grid 32x1x1 of 64x1x1
             """\
 expert_rows_few_mxfp4_f16 grid 2x9x1 of 256x1x1
  0=A[0:1024] 1=B[0:65536] 2=C[0:4096] 3=C[0:4096]
-4=D[0:32] 5=D[0:32] 6=E[0:1024] 7=76 bytes
+4=D[0:32] 5=D[0:32] 6=E[0:1024] 7=84 bytes
 8=F[0:128]
 expert_down_few_mxfp4_f16 grid 16x1x1 of 256x1x1
  0=E[0:1024] 1=G[0:32768] 2=H[0:2048] 3=H[0:2048]
 4=D[0:32] 5=D[0:32] 6=I[0:1024] 7=J[0:32]
-8=J[0:32] 9=J[0:32] 10=J[0:32] 11=100 bytes 12=F[0:128]
+8=J[0:32] 9=J[0:32] 10=J[0:32] 11=108 bytes 12=F[0:128]
  threadgroup(0)=288 bytes
 """,
         )
@@ -293,16 +293,16 @@ bucket_pairs_i32 grid 1x1x1 of 64x1x1
 expert_gemm_mxfp4_f16 grid E[0:24] of 128x1x1
  0=F[0:10240] 1=G[0:65536] 2=H[0:4096] 3=H[0:4096]
 4=A[0:320] 5=I[0:10240] 6=B[0:320] 7=D[0:176]
-8=76 bytes
+8=84 bytes
  threadgroup(0)=656 bytes
 expert_gemm_mxfp4_f16 grid E[12:24] of 128x1x1
  0=I[0:10240] 1=J[0:32768] 2=K[0:2048] 3=K[0:2048]
 4=A[0:320] 5=L[0:20480] 6=B[0:320] 7=D[0:176]
-8=76 bytes
+8=84 bytes
  threadgroup(0)=656 bytes
 expert_combine_f16 grid 1x40x1 of 256x1x1
  0=L[0:20480] 1=A[0:320] 2=M[0:320] 3=M[0:320]
-4=M[0:320] 5=M[0:320] 6=N[0:10240] 7=100 bytes
+4=M[0:320] 5=M[0:320] 6=N[0:10240] 7=108 bytes
  threadgroup(0)=656 bytes
 """,
         )
@@ -331,6 +331,17 @@ def test_decode_reads_scales_of_other_groups_once(simulated, format):
             layer(ids)
         for dispatch, parts in zip(dispatches, (layer.gate_up, layer.down), strict=True):
             layer.check_read(dispatch, parts, len(ids.unique()), layer.lanes_per_group(len(ids)))
+
+
+@pytest.mark.parametrize(("tokens", "units"), [(2, 16), (10, 20)])
+def test_decode_takes_blocks_of_rows_in_twos_and_halves(simulated, tokens, units):
+    """74 blocks of 32 outputs: the last 9 units, pairs or experts, have a threadgroup for each block, of these 2
+    one for half a block; the others have one for two. There is one more unit for the sentinels."""
+    layer, ids = Layer(20, 64, 74 * 32, "int4"), distinct_ids(tokens, 8, 20)
+    with simulated.counters() as dispatches:
+        layer(ids)
+    assert dispatches[0].threadgroups == 37 * ((units - 9) + 2 * 7 + 4 * (2 + 1))
+    layer.check_read(dispatches[0], layer.gate_up, len(ids.unique()), 1)
 
 
 @pytest.mark.parametrize(

@@ -23,17 +23,17 @@ enum class Path { kSingle, kFew, kGemm };  // kSingle serves everything, slowly 
 struct FewKernels {
   const char* rows_kernel;
   int64_t rows, simdgroups;
+  bool has_long_units;  // see UnitBlocks in shaders/expert_rows_matrix.h
   const char* down_kernel;
   int64_t down_rows, down_simdgroups;
   int64_t max_pairs;
 };
-constexpr FewKernels kDots{"expert_rows_few", kFewRows,       kFewSimdgroups, "expert_down_few",
-                           kFewRows,          kFewSimdgroups, kMaxFewPairs};
-constexpr FewKernels kMatrices{"expert_rows_matrix", kMatrixRows,     kMatrixSimdgroups,
-                               "expert_down_matrix", kMatrixDownRows, kMatrixDownSimdgroups,
-                               kMaxMatrixPairs};
-constexpr FewKernels kParts{"expert_rows_matrix", kMatrixRows,      kMatrixSimdgroups, "expert_down_parts",
-                            kMatrixDownRows,      kPartsSimdgroups, kMaxMatrixPairs};
+constexpr FewKernels kDots{"expert_rows_few", kFewRows, kFewSimdgroups, false,
+                           "expert_down_few", kFewRows, kFewSimdgroups, kMaxFewPairs};
+constexpr FewKernels kMatrices{"expert_rows_matrix", kMatrixRows,     kMatrixSimdgroups,     true,
+                               "expert_down_matrix", kMatrixDownRows, kMatrixDownSimdgroups, kMaxMatrixPairs};
+constexpr FewKernels kParts{"expert_rows_matrix", kMatrixRows,     kMatrixSimdgroups, true,
+                            "expert_down_parts",  kMatrixDownRows, kPartsSimdgroups,  kMaxMatrixPairs};
 
 // Whether at least two simdgroups of the down projection can share an expert. An expert counts for each
 // kMatrixPairsAtOnce of its pairs; there is a simdgroup for each.
@@ -131,23 +131,37 @@ Command& bind_sum(Command& command, const ExpertSum& sum) {
       .bind_or(sum.residual, sum.weights);
 }
 
+// The grid of the first dispatch for 2 to 32 tokens: blocks of rows of each unit and of one for the
+// sentinels. Float activations have no long units: two blocks for several pairs take long enough to end last
+// (129 instead of 99 us on an NVIDIA H200, 8 tokens).
+Size few_grid(const FewKernels& few, const Activation& activation, bool is_float, ExpertParams& params) {
+  const int64_t blocks = ceil_div(params.outputs, outputs_of(few.simdgroups * few.rows, activation));
+  const int64_t units = std::min<int64_t>(params.pairs, params.experts);
+  if (!few.has_long_units) return {NSUInteger(blocks), NSUInteger(units + 1)};
+  const int64_t others = std::min(units, is_float ? units : ceil_div(kLastBlocks, blocks));
+  const int64_t last = others < units ? ceil_div(kHalvedBlocks, blocks) + 1 : 0;  // with the sentinels'
+  params.long_units = units - others;
+  params.middle_units = others + 1 - last;
+  return {NSUInteger(ceil_div(blocks, 2)),
+          NSUInteger(params.long_units + 2 * params.middle_units + 4 * last)};
+}
+
 // Decode's first dispatch: the rows of each pair's expert. `order` gets the pairs by expert, for decode_down.
 void decode_rows(Commands& commands, Path path, const Tensor& x, const ExpertMatrix& matrix,
                  const Tensor& ids, const Activation& activation, bool x_per_pair, const Tensor& out,
                  const Tensor& order) {
-  const ExpertParams params = matmul_params(x, matrix, ids, activation, x_per_pair);
+  ExpertParams params = matmul_params(x, matrix, ids, activation, x_per_pair);
   const char* single = matrix.transposed ? "expert_columns_single" : "expert_rows_single";
   const FewKernels& few = few_kernels(matrix, ids.numel());
+  const Size grid =
+      path == Path::kFew ? few_grid(few, activation, x.scalar_type() == at::kFloat, params) : Size{1};
   const std::string kernel = path == Path::kFew ? few_kernel_of(few.rows_kernel, matrix, x.scalar_type())
                                                 : kernel_of(single, matrix, x.scalar_type());
   Command& command = commands.add(matrix.library, kernel);
   bind_matrix(command, x, matrix).bind(ids).bind_or(matrix.bias, ids).bind(out).params(params);
   const int64_t outputs = params.outputs;
   if (path == Path::kFew) {
-    const int64_t block = outputs_of(few.simdgroups * few.rows, activation);
-    const int64_t units = std::min<int64_t>(params.pairs, params.experts);
-    command.bind(order).threadgroups({NSUInteger(ceil_div(outputs, block)), NSUInteger(units + 1)},
-                                     {NSUInteger(few.simdgroups * kSimdWidth)});
+    command.bind(order).threadgroups(grid, {NSUInteger(few.simdgroups * kSimdWidth)});
   } else if (matrix.transposed) {
     command.threadgroups({NSUInteger(ceil_div(outputs, kSimdWidth)), params.pairs},
                          {NSUInteger(kColumnSimdgroups * kSimdWidth)});

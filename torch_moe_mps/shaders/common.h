@@ -116,7 +116,9 @@ inline Pack<N> load_any(device const uchar* source, uint dtype, ulong index) {
 }
 
 inline float load_one(device const uchar* source, uint dtype, ulong index) {
-  return load_any<1>(source, dtype, index).v[0];
+  if (dtype == DTYPE_FLOAT) return reinterpret_cast<device const float*>(source)[index];
+  const ushort bits = reinterpret_cast<device const ushort*>(source)[index];
+  return dtype == DTYPE_HALF ? float(as_type<half>(bits)) : as_type<float>(uint(bits) << 16);
 }
 
 template <int N>

@@ -300,36 +300,43 @@ inline PairList list_pairs(device const int* ids, IdBatch batch, uint expert, bo
   return list;
 }
 
-// The pairs that this threadgroup of a kernel for few tokens works for, none where another one does; those of
-// more than one stand in `pairs` too. Grid: (blocks of `block` outputs, experts or pairs, whichever are
-// fewer, and one more for the sentinels). Where it counts pairs, the first pair of an expert works for all.
-// The first block also writes the list that the down projection works through: (pair, expert, its place among
-// the expert's pairs, their number) ordered by expert, sentinels last with expert = experts. The outputs of
-// sentinels become zero.
+// The grid of the kernels for few tokens has a unit for each expert or each pair, whichever are fewer, and
+// one more for the sentinels.
+inline uint grid_units(constant ExpertParams& params) {
+  return params.grid_is_experts != 0 ? params.experts : params.pairs;
+}
+
+// The pairs that a threadgroup of a unit works for, none where another one does; those of more than one stand
+// in `pairs` too. Where units are pairs, the first pair of an expert works for all. `block`: of as many
+// outputs as `columns`, the first that is the threadgroup's. For block 0 it also writes the list that the
+// down projection works through: (pair, expert, its place among the expert's pairs, their number) ordered by
+// expert, sentinels last with expert = experts. The outputs of sentinels become zero.
 template <typename T>
-inline PairList pairs_of_expert(device const int* ids, threadgroup ushort* pairs, device uint4* order,
-                                device T* out, uint block, uint2 group, uint2 groups, uint thread_index,
-                                uint threads, uint lane, uint simdgroup, constant ExpertParams& params) {
+inline PairList pairs_of_unit(device const int* ids, threadgroup ushort* pairs, device uint4* order,
+                              device T* out, uint unit, uint block, uint columns, uint thread_index,
+                              uint threads, uint lane, uint simdgroup, constant ExpertParams& params) {
   const PairList none = {params.experts, 0, 0, 0};
-  const bool sentinels = group.y + 1 == groups.y;
+  const bool sentinels = unit == grid_units(params);
   const IdBatch batch(ids, 0, lane, params);  // before the pair's own id is waited for
   uint expert = params.experts;
-  if (!sentinels) expert = params.grid_is_experts != 0 ? group.y : expert_of(ids, group.y, params);
-  const PairList list = list_pairs(ids, batch, expert, group.x == 0, pairs, lane, simdgroup, params);
-  const bool works_for_all = params.grid_is_experts != 0 || sentinels || list.first == group.y;
+  if (!sentinels) expert = params.grid_is_experts != 0 ? unit : expert_of(ids, unit, params);
+  const PairList list = list_pairs(ids, batch, expert, block == 0, pairs, lane, simdgroup, params);
+  const bool works_for_all = params.grid_is_experts != 0 || sentinels || list.first == unit;
   if (list.count == 0 || !works_for_all || (expert == params.experts && !sentinels)) return none;
   if (list.count > 1) threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (group.x == 0) {
+  if (block == 0) {
     for (uint i = thread_index; i < list.count; i += threads) {
       const uint pair = list.count == 1 ? list.first : pairs[i];
       order[list.before + i] = uint4(pair, expert, i, list.count);
     }
   }
   if (!sentinels) return list;
-  const uint columns = min(block, params.outputs - group.x * block);
-  for (uint i = thread_index; i < list.count * columns; i += threads) {
-    const uint pair = list.count == 1 ? list.first : pairs[i / columns];
-    out[ulong(pair) * params.outputs + group.x * block + i % columns] = T(0.0f);
+  const uint first = block * columns;
+  if (first >= params.outputs) return none;
+  const uint count = min(columns, params.outputs - first);
+  for (uint i = thread_index; i < list.count * count; i += threads) {
+    const uint pair = list.count == 1 ? list.first : pairs[i / count];
+    out[ulong(pair) * params.outputs + first + i % count] = T(0.0f);
   }
   return none;
 }
@@ -386,7 +393,7 @@ inline uint list_length(uint count) {
 }
 
 // For 2 to 32 tokens: a threadgroup takes rows of one expert and every pair that chose it, so that the rows
-// are read once. For the grid see pairs_of_expert.
+// are read once. Grid: (blocks of rows, units and one more).
 //
 // The bound of 512 threads, twice what is launched, limits a thread's registers. On an NVIDIA H200, int4, 8
 // tokens: 57, 62, 56 and 55 us for 512, 640, 768 and 1024, but in the down projection 79 instead of 56 for
@@ -394,17 +401,16 @@ inline uint list_length(uint count) {
 template <typename W>
 [[kernel, max_total_threads_per_threadgroup(512)]] void expert_rows_few(
     EXPERT_ROWS_BUFFERS(typename W::Element), device uint4* order [[buffer(8)]],
-    uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
-    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    uint2 group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename W::Element T;
   threadgroup ushort pairs[kMaxFewPairs];
   threadgroup uint sources[kFewSimdgroups * kMaxPairsAtOnce];
   constexpr uint kThreads = kFewSimdgroups * kSimdWidth;
 
   const uint block = outputs_of_rows(kFewSimdgroups * kFewRows, params);
-  const PairList list = pairs_of_expert(ids, pairs, order, out, block, group, groups, thread_index, kThreads,
-                                        lane, simdgroup, params);
+  const PairList list = pairs_of_unit(ids, pairs, order, out, group.y, group.x, block, thread_index, kThreads,
+                                      lane, simdgroup, params);
   if (list.count == 0) return;
   const uint expert = list.expert;
   const W weights(packed, scales, biases, expert, params);

@@ -265,17 +265,15 @@ struct AffineWeights {
     return {cursor.words + rows * words_per_row, cursor.scale + groups, cursor.bias + groups};
   }
 
-  // The words of a lane that is not active stay undefined, its scale and bias are zeros: to keep others in
-  // their place costs a copy each.
-  Part load(Cursor cursor, uint lane, bool active) const {
+  // In place of `part`, whose words stay what they were in a lane that is not active; scale and bias become
+  // zeros.
+  void load(thread Part& part, Cursor cursor, uint lane, bool active) const {
     const bool first = (lane & other_lanes) == 0, last = (lane & other_lanes) == other_lanes;
-    Part part;
     part.scale = T(0.0f);
     part.bias = T(0.0f);
     if (active) part.words = load_words<kOctetCount * kWordsPerOctet>(cursor.words);
     if (active && first) part.scale = *cursor.scale;
     if (active && last) part.bias = *cursor.bias;
-    return part;
   }
 
   Chunk shared(Part part, uint lane) const {

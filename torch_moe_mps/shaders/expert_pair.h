@@ -2,12 +2,16 @@
 #pragma once
 #include "expert_decode.h"
 
-// The sums of two values over a simdgroup: that of the first in its lower half, of the second in its upper.
-inline float two_sums(float first, float second, uint lane) {
-  constexpr uint kHalf = kSimdWidth / 2;
-  const bool upper = lane >= kHalf;
-  float sum = (upper ? second : first) + simd_shuffle_xor(upper ? first : second, ushort(kHalf));
-  UNROLL for (uint other = kHalf / 2; other > 0; other /= 2) sum += simd_shuffle_xor(sum, ushort(other));
+constant constexpr uint kHalfSimd = kSimdWidth / 2, kQuarterSimd = kSimdWidth / 4;
+
+// The sums of four values over a simdgroup: of even.x, odd.x, even.y and odd.y in a quarter of its lanes
+// each.
+inline float four_sums(vec<float, 2> even, vec<float, 2> odd, uint lane) {
+  const bool is_y = (lane & kHalfSimd) != 0, is_odd = (lane & kQuarterSimd) != 0;
+  const float first = (is_y ? even.y : even.x) + simd_shuffle_xor(is_y ? even.x : even.y, ushort(kHalfSimd));
+  const float second = (is_y ? odd.y : odd.x) + simd_shuffle_xor(is_y ? odd.x : odd.y, ushort(kHalfSimd));
+  float sum = (is_odd ? second : first) + simd_shuffle_xor(is_odd ? first : second, ushort(kQuarterSimd));
+  UNROLL for (uint bit = kQuarterSimd / 2; bit > 0; bit /= 2) sum += simd_shuffle_xor(sum, ushort(bit));
   return sum;
 }
 
@@ -112,23 +116,25 @@ struct RowCursors {
   }
 
   // Of couple i, the next.
-  LaneRows<W> load(uint i) {
-    LaneRows<W> rows;
+  void load(thread LaneRows<W>& rows, uint i) {
     UNROLL for (int r = 0; r < 2; ++r) {
-      rows.parts[r] = weights.load(cursors[r], lane, active && i < couples.counts[r]);
+      weights.load(rows.parts[r], cursors[r], lane, active && i < couples.counts[r]);
       cursors[r] = weights.advanced(cursors[r], couples.stride);
     }
-    return rows;
   }
 };
 
-// The dot products of couple i with a block of inputs; the next one is loaded meanwhile.
+// A lane's part of the dot products of couple i with a block of inputs; the next one is loaded meanwhile.
 template <typename W>
-inline float dots_of_couple(W weights, LoneInputs<W> inputs, InputSums sums, thread RowCursors<W>& cursors,
-                            LaneRows<W> now, uint i, thread LaneRows<W>& next, uint lane) {
+inline vec<float, 2> dots_of_couple(W weights, LoneInputs<W> inputs, InputSums sums,
+                                    thread RowCursors<W>& cursors, LaneRows<W> now, uint i,
+                                    thread LaneRows<W>& next, uint lane) {
+  // What follows stays behind the couple before: without it the compiler (NVRTC) moves the first use of these
+  // rows, and so the wait for them, to where they are loaded.
+  simdgroup_barrier(mem_flags::mem_none);
   typename W::Chunk rows[2];
   UNROLL for (int r = 0; r < 2; ++r) rows[r] = weights.shared(now.parts[r], lane);
-  next = cursors.load(i + 1);
+  cursors.load(next, i + 1);
   // Keeps the loads here and the inputs where they are: without it the compiler (NVRTC) loads rows just
   // before they are used, and takes the inputs into registers, too many.
   simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -140,35 +146,38 @@ inline float dots_of_couple(W weights, LoneInputs<W> inputs, InputSums sums, thr
       UNROLL for (int k = 0; k < 8; ++k) dots[r] = fma(codes.v[k], values.v[k], dots[r]);
     }
   }
-  return two_sums(weights.scaled(rows[0], dots[0], sums), weights.scaled(rows[1], dots[1], sums), lane);
+  return vec<float, 2>(weights.scaled(rows[0], dots[0], sums), weights.scaled(rows[1], dots[1], sums));
 }
 
-// The dot products of rows with a block of inputs. Those of couple i are of lane i and of lane 16 + i. Two
-// couples take turns in the registers: where one was copied for the next, the loop had 7 % more instructions.
+// The dot products of up to 16 couples of rows with a block of inputs. A lane has that of a gate, or an even
+// row, in the lower half of the simdgroup, of couple_of_lane. Two couples take turns in the registers: where
+// one was copied for the next, the loop had 7 % more instructions.
 template <typename W>
 inline float dots_of_pair(W weights, LoneInputs<W> inputs, RowCouples couples, thread RowCursors<W>& cursors,
                           LaneRows<W> first, uint lane) {
   const InputSums sums = inputs.sums(lane);
   float found = 0.0f;
-  LaneRows<W> second;
+  LaneRows<W> second = {};
   for (uint i = 0; i < couples.counts[0]; i += 2) {
-    const float even = dots_of_couple(weights, inputs, sums, cursors, first, i, second, lane);
-    if (lane % (kSimdWidth / 2) == i) found += even;
-    const float odd = dots_of_couple(weights, inputs, sums, cursors, second, i + 1, first, lane);
-    if (lane % (kSimdWidth / 2) == i + 1) found += odd;
+    const vec<float, 2> even = dots_of_couple(weights, inputs, sums, cursors, first, i, second, lane);
+    const vec<float, 2> odd = dots_of_couple(weights, inputs, sums, cursors, second, i + 1, first, lane);
+    const float sum = four_sums(even, odd, lane);
+    if (lane % kQuarterSimd == i / 2) found += sum;
   }
   return found;
 }
 
-// Its outputs, those of a simdgroup from `first` on.
+inline uint couple_of_lane(uint lane) {
+  return 2 * (lane % kQuarterSimd) + lane / kQuarterSimd % 2;
+}
+
+// Its outputs, those of a simdgroup: `count` <= 32, or 16 where there are gates, from `first` on.
 template <typename W>
 inline void rows_of_pair(W weights, device const typename W::Element* x, LoneInputs<W> inputs, PairList list,
-                         uint first, uint thread_index, uint lane, device const uchar* bias,
+                         uint first, uint count, uint thread_index, uint lane, device const uchar* bias,
                          device typename W::Element* out, constant ExpertParams& params) {
-  constexpr uint kHalf = kSimdWidth / 2;
   const bool plain = params.row_layout == ROWS_PLAIN;
-  const uint outputs =
-      first < params.outputs ? min(outputs_of_rows(kMatrixRows, params), params.outputs - first) : 0;
+  const uint outputs = first < params.outputs ? min(count, params.outputs - first) : 0;
   const RowCouples couples(first, outputs, params);
   float own = 0.0f;
   for (uint base = 0; base < params.inputs; base += LoneInputs<W>::kColumns) {
@@ -177,14 +186,16 @@ inline void rows_of_pair(W weights, device const typename W::Element* x, LoneInp
     const typename LoneInputs<W>::Loaded loaded =
         inputs.load(x + input_row(list.first, params) * params.inputs, base, params.inputs, thread_index);
     RowCursors<W> cursors(weights, couples, column, lane, column < params.inputs);
-    const LaneRows<W> ahead = cursors.load(0);
+    LaneRows<W> ahead = {};
+    cursors.load(ahead, 0);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     inputs.stage(loaded, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     own += dots_of_pair(weights, inputs, couples, cursors, ahead, lane);
   }
-  const float up = simd_shuffle(own, ushort(lane | kHalf));
-  const uint output = plain ? 2 * (lane % kHalf) + lane / kHalf : lane;
+  const float up = simd_shuffle(own, ushort(lane | kHalfSimd));
+  if (!plain && lane >= kHalfSimd) return;
+  const uint couple = couple_of_lane(lane), output = plain ? 2 * couple + lane / kHalfSimd : couple;
   if (output >= outputs) return;
   out[ulong(list.first) * params.outputs + first + output] =
       typename W::Element(finished_output(own, up, bias, list.expert, first + output, params));

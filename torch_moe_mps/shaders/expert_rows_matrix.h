@@ -71,7 +71,8 @@ struct StagedInputs {
     return run_totals[totals_at(own_couple(j), step_run + r) + fragments.part(place.quarter)];
   }
 
-  void clear_zeros(uint thread_index) const {
+  // Once: they are read where a matrix has several parts.
+  static void clear_zeros(threadgroup Unit* units, uint thread_index) {
     Unit zeros;
     UNROLL for (int i = 0; i < F::kCodePairs; ++i) zeros.v[i] = vec<T, 2>(T(0.0f));
     if (thread_index < kRunUnits) units[kZeros + thread_index] = zeros;
@@ -141,7 +142,6 @@ inline TileDots<kRowTiles, kPairTiles> staged_tiles(F fragments, typename F::Str
   // The inputs first: they come from nearer than the rows.
   typename StagedInputs<F>::Loaded loaded = staged.load(x, sources, count, 0, simdgroup, inputs);
   strips.load(fragments.strips, rows, 0);
-  staged.clear_zeros(thread_index);
   for (uint depth = 0; depth < inputs; depth += block) {
     if (depth != 0) loaded = staged.load(x, sources, count, depth, simdgroup, inputs);
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -185,28 +185,65 @@ struct RowsMemory {
   threadgroup InputTotals* totals;
 };
 
-// `count` <= 8 kPairTiles pairs of an expert, from number `start` on.
+// What a threadgroup takes of a unit's rows: of the first units two blocks, of the middle ones one, of the
+// last ones, where there is a single pair, half a block, so that all threadgroups end at about the same time.
+// A unit has one row of the grid, two or four; a row is as long as half the blocks.
+struct UnitBlocks {
+  uint unit;
+  uint first;  // block
+  uint count;
+  uint first_half;  // half block, for a single pair
+  uint halves;
+
+  UnitBlocks(uint2 group, constant ExpertParams& params) {
+    constexpr uint kRows = kMatrixSimdgroups * kMatrixRows;
+    const uint blocks = (params.rows + kRows - 1) / kRows;
+    uint row = group.y, shift = 0;
+    unit = 0;
+    if (row >= params.long_units) {
+      row -= params.long_units;
+      unit = params.long_units;
+      shift = 1;
+      if (row >= 2 * params.middle_units) {
+        row -= 2 * params.middle_units;
+        unit += params.middle_units;
+        shift = 2;
+      }
+    }
+    unit += row >> shift;
+    const uint number = group.x + (row & ((1u << shift) - 1)) * ((blocks + 1) / 2);
+    halves = 4 >> shift;
+    first_half = number * halves;
+    first = shift == 0 ? 2 * number : number;
+    count = first < blocks ? min(shift == 0 ? 2u : 1u, blocks - first) : 0;
+  }
+};
+
+// The blocks of rows for `count` <= 8 kPairTiles pairs of an expert, from number `start` on.
 template <typename F, int kPairTiles>
-inline void matrix_rows(F fragments, typename F::Strips::Row expert, uint number, uint first,
+inline void matrix_rows(F fragments, typename F::Strips::Row expert, uint number, UnitBlocks blocks,
                         device const typename F::Element* x, uint start, uint count,
                         RowsMemory<typename StagedInputs<F>::Unit> memory, MatrixPlace place,
                         device const uchar* bias, device typename F::Element* out, uint thread_index,
                         uint simdgroup, constant ExpertParams& params) {
-  const StagedInputs<F> staged(memory.units, memory.totals, fragments, place, couples_shift_of(count));
-  const TileDots<kRowTiles, kPairTiles> dots =
-      staged_tiles<F, kPairTiles>(fragments, expert, first, x, memory.sources + start, count, staged,
-                                  memory.lanes, place, thread_index, simdgroup, params);
-  store_tiles(dots, bias, number, first, memory.pairs + start, count, stored_pairs(fragments, place), place,
-              out, params);
+  const uint own = outputs_of_rows(kMatrixRows, params);
+  for (uint block = blocks.first; block < blocks.first + blocks.count; ++block) {
+    const uint first = (block * kMatrixSimdgroups + simdgroup) * own;
+    const StagedInputs<F> staged(memory.units, memory.totals, fragments, place, couples_shift_of(count));
+    const TileDots<kRowTiles, kPairTiles> dots =
+        staged_tiles<F, kPairTiles>(fragments, expert, first, x, memory.sources + start, count, staged,
+                                    memory.lanes, place, thread_index, simdgroup, params);
+    store_tiles(dots, bias, number, first, memory.pairs + start, count, stored_pairs(fragments, place), place,
+                out, params);
+  }
 }
 
-// Grid: see pairs_of_expert. W and S are the same format.
+// For the grid see UnitBlocks. W and S are the same format.
 template <typename W, typename S>
 [[kernel, max_total_threads_per_threadgroup(512)]] void expert_rows_matrix(
     EXPERT_ROWS_BUFFERS(typename W::Element), device uint4* order [[buffer(8)]],
-    uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
-    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    uint2 group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename W::Element T;
   constexpr uint kThreads = kMatrixSimdgroups * kSimdWidth;
   threadgroup ushort pairs[kMaxMatrixPairs];
@@ -225,28 +262,39 @@ template <typename W, typename S>
   threadgroup InputTotals totals[FewInputs::kStagedTotals];
 
   const uint block = outputs_of_rows(kMatrixSimdgroups * kMatrixRows, params);
-  const PairList list = pairs_of_expert(ids, pairs, order, out, block, group, groups, thread_index, kThreads,
-                                        lane, simdgroup, params);
+  const UnitBlocks blocks(group, params);
+  const PairList list = pairs_of_unit(ids, pairs, order, out, blocks.unit, blocks.first, block, thread_index,
+                                      kThreads, lane, simdgroup, params);
   if (list.count == 0) return;
-  const uint first = group.x * block + simdgroup * outputs_of_rows(kMatrixRows, params);
   if (list.count == 1) {
     const W weights(packed, scales, biases, list.expert, params);
-    rows_of_pair(weights, x, LoneInputs<W>{inputs, part_sums}, list, first, thread_index, lane, bias, out,
-                 params);
+    const uint own = outputs_of_rows(blocks.halves * (kMatrixRows / 2), params);
+    const uint first = blocks.first_half * (block / 2) + simdgroup * own;
+    rows_of_pair(weights, x, LoneInputs<W>{inputs, part_sums}, list, first, own, thread_index, lane, bias,
+                 out, params);
     return;
   }
+  if (blocks.count == 0) return;
   for (uint i = thread_index; i < list.count; i += kThreads) {
     sources[i] = input_row(pairs[i], params) * params.inputs;
   }
-  const MatrixPlace place = find_place(numbers, lanes, thread_index, lane);
   const RowsMemory<Unit> memory = {pairs, sources, lanes, reinterpret_cast<threadgroup Unit*>(inputs),
                                    totals};
+  FewInputs::clear_zeros(memory.units, thread_index);
+  const MatrixPlace place = find_place(numbers, lanes, thread_index, lane);
   const S strips(place.quarter, params);
   const FewFragments<S> few(strips);
   if (list.count <= few.tile_pairs()) {
     matrix_rows<FewFragments<S>, 1>(few, strips.expert(packed, scales, biases, list.expert), list.expert,
-                                    first, x, 0, list.count, memory, place, bias, out, thread_index,
+                                    blocks, x, 0, list.count, memory, place, bias, out, thread_index,
                                     simdgroup, params);
+    return;
+  }
+  if (list.count <= kTilePairs) {
+    const ManyFragments<S> tile(strips);
+    matrix_rows<ManyFragments<S>, 1>(tile, strips.expert(packed, scales, biases, list.expert), list.expert,
+                                     blocks, x, 0, list.count, memory, place, bias, out, thread_index,
+                                     simdgroup, params);
     return;
   }
   typedef typename S::OneLoad ManyStrips;
@@ -255,7 +303,7 @@ template <typename W, typename S>
   for (uint start = 0; start < list.count; start += kMatrixPairsAtOnce) {
     const uint count = min(list.count - start, kMatrixPairsAtOnce);
     matrix_rows<ManyFragments<ManyStrips>, kMaxPairTiles>(
-        many, many_strips.expert(packed, scales, biases, list.expert), list.expert, first, x, start, count,
+        many, many_strips.expert(packed, scales, biases, list.expert), list.expert, blocks, x, start, count,
         memory, place, bias, out, thread_index, simdgroup, params);
   }
 }
