@@ -335,8 +335,8 @@ def test_decode_reads_scales_of_other_groups_once(simulated, format):
 
 @pytest.mark.parametrize(("tokens", "units"), [(2, 16), (10, 20)])
 def test_decode_takes_blocks_of_rows_in_twos_and_halves(simulated, tokens, units):
-    """74 blocks of 32 outputs: the last 9 units, pairs or experts, have a threadgroup for each block, of these 2
-    one for half a block; the others have one for two. There is one more unit for the sentinels."""
+    """74 blocks of 32 outputs: of the units, pairs or experts, the last 9 have a threadgroup for each block,
+    of these 2, and one for the sentinels, one for half a block, the others one for two."""
     layer, ids = Layer(20, 64, 74 * 32, "int4"), distinct_ids(tokens, 8, 20)
     with simulated.counters() as dispatches:
         layer(ids)
