@@ -138,7 +138,7 @@ Size few_grid(const FewKernels& few, const Activation& activation, bool is_float
   const int64_t blocks = ceil_div(params.outputs, outputs_of(few.simdgroups * few.rows, activation));
   const int64_t units = std::min<int64_t>(params.pairs, params.experts);
   if (!few.has_long_units) return {NSUInteger(blocks), NSUInteger(units + 1)};
-  const int64_t others = std::min(units, is_float ? units : ceil_div(kLastBlocks, blocks));
+  const int64_t others = is_float ? units : std::min(units, ceil_div(kLastBlocks, blocks));
   const int64_t last = others < units ? ceil_div(kHalvedBlocks, blocks) + 1 : 0;  // with the sentinels'
   params.long_units = units - others;
   params.middle_units = others + 1 - last;

@@ -1,6 +1,7 @@
 // Gate and up with affine weights for 2 to 32 tokens. An expert's only pair takes its rows dot product by dot
 // product; more pairs take them as 8x8 matrices: most of the work is to dequantise, and that does not grow
-// with the pairs. Where dot products should end was measured on an NVIDIA H200 only (docs/speed.md).
+// with the pairs. Up to 8 pairs a lane has registers for twice as much of a row as beyond. Where dot products
+// should end was measured on an NVIDIA H200 only (docs/speed.md).
 #pragma once
 #include "expert_pair.h"
 #include "expert_tiles.h"
@@ -185,9 +186,10 @@ struct RowsMemory {
   threadgroup InputTotals* totals;
 };
 
-// What a threadgroup takes of a unit's rows: of the first units two blocks, of the middle ones one, of the
-// last ones, where there is a single pair, half a block, so that all threadgroups end at about the same time.
-// A unit has one row of the grid, two or four; a row is as long as half the blocks.
+// What a threadgroup takes of a unit's rows: of the first units two blocks, of the middle ones, which have
+// about the last kLastBlocks blocks of the grid, one. Of the last units, which have kHalvedBlocks of these,
+// it is half a block where there is a single pair. So the threadgroups end at about the same time. A unit has
+// one row of the grid, two or four; a row is as long as half the blocks.
 struct UnitBlocks {
   uint unit;
   uint first;  // block

@@ -30,8 +30,8 @@ GEOMETRY kMaxFewPairs = 512;  // their numbers, and their terms in down, lie in 
 // The same for affine weights
 GEOMETRY kMatrixRows = 16;  // of a simdgroup
 GEOMETRY kMatrixSimdgroups = 4;
-GEOMETRY kLastBlocks = 600;           // of rows, about as many: taken one by one, those before in twos
-GEOMETRY kHalvedBlocks = 120;         // the last of these, in halves where there is a single pair
+GEOMETRY kLastBlocks = 600;           // about as many of rows: see UnitBlocks in expert_rows_matrix.h
+GEOMETRY kHalvedBlocks = 120;         // the last of these
 GEOMETRY kMatrixDownRows = 16;        // of a threadgroup
 GEOMETRY kMatrixDownSimdgroups = 12;  // more leave each too few registers
 GEOMETRY kPartsSimdgroups = 16;       // of a threadgroup that shares its experts' columns out
