@@ -223,7 +223,8 @@ class Ours:
         blocks, units = -(-outputs // (simdgroups * rows // 2)), min(pairs, EXPERTS)
         grid = (blocks, units + 1, 1)
         if self.matrix:
-            others = units if self.dtype == "f32" else min(units, -(-geometry("kLastBlocks") // blocks))
+            has_long = self.dtype != "f32" and units * blocks >= 2 * geometry("kLastBlocks")
+            others = min(units, -(-geometry("kLastBlocks") // blocks)) if has_long else units
             last = -(-geometry("kHalvedBlocks") // blocks) + 1 if others < units else 0
             matmul |= {"long_units": units - others, "middle_units": others + 1 - last}
             grid = (-(-blocks // 2), units - others + 2 * (others + 1 - last) + 4 * last, 1)

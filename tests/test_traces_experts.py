@@ -333,15 +333,23 @@ def test_decode_reads_scales_of_other_groups_once(simulated, format):
             layer.check_read(dispatch, parts, len(ids.unique()), layer.lanes_per_group(len(ids)))
 
 
-@pytest.mark.parametrize(("tokens", "units"), [(2, 16), (10, 20)])
+@pytest.mark.parametrize(("tokens", "units"), [(3, 18), (10, 20)])
 def test_decode_takes_blocks_of_rows_in_twos_and_halves(simulated, tokens, units):
     """74 blocks of 32 outputs: of the units, pairs or experts, the last 9 have a threadgroup for each block,
     of these 2, and one for the sentinels, one for half a block, the others one for two."""
-    layer, ids = Layer(20, 64, 74 * 32, "int4"), distinct_ids(tokens, 8, 20)
+    layer, ids = Layer(20, 64, 74 * 32, "int4"), distinct_ids(tokens, 6, 20)
     with simulated.counters() as dispatches:
         layer(ids)
     assert dispatches[0].threadgroups == 37 * ((units - 9) + 2 * 7 + 4 * (2 + 1))
     layer.check_read(dispatches[0], layer.gate_up, len(ids.unique()), 1)
+
+
+def test_a_short_grid_takes_blocks_of_rows_one_by_one(simulated):
+    """16 pairs, each with 74 blocks: fewer than 1200. Two rows of the grid, half as long, for each unit."""
+    layer = Layer(20, 64, 74 * 32, "int4")
+    with simulated.counters() as dispatches:
+        layer(distinct_ids(2, 8, 20))
+    assert dispatches[0].threadgroups == 37 * 2 * (16 + 1)
 
 
 @pytest.mark.parametrize(

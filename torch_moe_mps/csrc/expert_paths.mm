@@ -132,13 +132,14 @@ Command& bind_sum(Command& command, const ExpertSum& sum) {
 }
 
 // The grid of the first dispatch for 2 to 32 tokens: blocks of rows of each unit and of one for the
-// sentinels. Float activations have no long units: two blocks for several pairs take long enough to end last
-// (129 instead of 99 us on an NVIDIA H200, 8 tokens).
+// sentinels. Two blocks for several pairs take so long that they would end last in a short grid, or with
+// float activations (129 instead of 99 us on an NVIDIA H200, 8 tokens).
 Size few_grid(const FewKernels& few, const Activation& activation, bool is_float, ExpertParams& params) {
   const int64_t blocks = ceil_div(params.outputs, outputs_of(few.simdgroups * few.rows, activation));
   const int64_t units = std::min<int64_t>(params.pairs, params.experts);
   if (!few.has_long_units) return {NSUInteger(blocks), NSUInteger(units + 1)};
-  const int64_t others = is_float ? units : std::min(units, ceil_div(kLastBlocks, blocks));
+  const bool has_long = !is_float && units * blocks >= 2 * kLastBlocks;
+  const int64_t others = has_long ? std::min(units, ceil_div(kLastBlocks, blocks)) : units;
   const int64_t last = others < units ? ceil_div(kHalvedBlocks, blocks) + 1 : 0;  // with the sentinels'
   params.long_units = units - others;
   params.middle_units = others + 1 - last;

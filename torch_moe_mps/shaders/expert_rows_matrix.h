@@ -276,7 +276,6 @@ template <typename W, typename S>
                  out, params);
     return;
   }
-  if (blocks.count == 0) return;
   for (uint i = thread_index; i < list.count; i += kThreads) {
     sources[i] = input_row(pairs[i], params) * params.inputs;
   }
