@@ -219,25 +219,27 @@ class Ours:
         """Gate, up and silu: decode's first dispatch."""
         outputs, pairs = weights.rows // 2, ids.size
         matmul = self.matmul(ids, weights, outputs, True, False)
-        rows, simdgroups, _, _ = MATRIX if self.matrix else FEW
-        blocks, units = -(-outputs // (simdgroups * rows // 2)), min(pairs, EXPERTS)
-        grid = (blocks, units + 1, 1)
-        if self.matrix:
-            has_long = self.dtype != "f32" and units * blocks >= 2 * geometry("kLastBlocks")
-            others = min(units, -(-geometry("kLastBlocks") // blocks)) if has_long else units
-            last = -(-geometry("kHalvedBlocks") // blocks) + 1 if others < units else 0
-            matmul |= {"long_units": units - others, "middle_units": others + 1 - last}
-            grid = (-(-blocks // 2), units - others + 2 * (others + 1 - last) + 4 * last, 1)
-        params = self.device.params("ExpertParams", **matmul)
-        buffers = {**self.decode_buffers(x, weights, ids, out), 7: params, 8: order}
         if ids.shape[0] == 1:
-            grid, threads = (
-                (-(-outputs // (SINGLE_SIMDGROUPS * SINGLE_ROWS // 2)), pairs, 1),
-                SINGLE_SIMDGROUPS * 32,
-            )
-            return self.launch("expert_rows_single", buffers, grid, threads)
-        name = "expert_rows_matrix" if self.matrix else "expert_rows_few"
+            name, simdgroups = "expert_rows_single", SINGLE_SIMDGROUPS
+            grid, units = (-(-outputs // (SINGLE_SIMDGROUPS * SINGLE_ROWS // 2)), pairs, 1), {}
+        else:
+            name = "expert_rows_matrix" if self.matrix else "expert_rows_few"
+            rows, simdgroups, _, _ = MATRIX if self.matrix else FEW
+            grid, units = self.few_grid(-(-weights.rows // (simdgroups * rows)), min(pairs, EXPERTS))
+        params = self.device.params("ExpertParams", **matmul, **units)
+        buffers = {**self.decode_buffers(x, weights, ids, out), 7: params, 8: order}
         return self.launch(name, buffers, grid, simdgroups * 32)
+
+    def few_grid(self, blocks: int, units: int) -> tuple[tuple, dict]:
+        """The grid of expert_rows_few or expert_rows_matrix, and the params of the latter's UnitBlocks."""
+        if not self.matrix:
+            return (blocks, units + 1, 1), {}
+        has_long = self.dtype != "f32" and units * blocks >= 2 * geometry("kLastBlocks")
+        others = min(units, -(-geometry("kLastBlocks") // blocks)) if has_long else units
+        last = -(-geometry("kHalvedBlocks") // blocks) + 1 if others < units else 0
+        long, middle = units - others, others + 1 - last
+        grid = (-(-blocks // 2), long + 2 * middle + 4 * last, 1)
+        return grid, {"long_units": long, "middle_units": middle}
 
     def down(self, x, weights: Weights, ids, routing, out, order):
         """Down, the sum over the experts: decode's second dispatch."""

@@ -168,8 +168,8 @@ def test_many_pairs_of_one_expert(device, format, counts):
     assert_close(expert_qmm(x.to(device), *place(weight, device), ids.to(device), *format), expected)
 
 
-# Pairs of 12 experts whose blocks of rows are taken in twos, of 6 one by one, of 2 in halves; the same for
-# the first pairs of ids where there are more experts than pairs.
+# Pairs of 12 experts whose blocks of rows are taken in twos, of 6 one by one, of 2 in halves. Where there are
+# more experts than pairs it is those of the first 24 pairs, of 6 and of 2.
 MANY_BLOCKS = (1, 2, 4, 5, 8, 9, 33, 0, 1, 3, 7, 17, 1, 3, 6, 12, 0, 1, 1, 5)
 
 

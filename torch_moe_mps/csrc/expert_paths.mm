@@ -50,7 +50,7 @@ const FewKernels& few_kernels(const ExpertMatrix& matrix, int64_t pairs) {
 
 // The only place that chooses, from shapes and formats alone. Measured by translation on an NVIDIA H200, E
 // 128, K 8, 2048 -> 2 x 768 -> 2048, both matmuls, for 32 tokens: dense bfloat16 375 us in decode, 586 us and
-// the sorting in prefill; int4 128 and 419 us. For 64 tokens decode's list of pairs and its terms would no
+// the sorting in prefill; int4 125 and 419 us. For 64 tokens decode's list of pairs and its terms would no
 // longer fit beside each other in threadgroup memory. Dense dot products reach 78 to 94 % of a copy: they are
 // left as they are. For mxfp4 a matrix element takes more instructions than an affine one, by count as many
 // as the dot products of three pairs.
@@ -134,8 +134,8 @@ Command& bind_sum(Command& command, const ExpertSum& sum) {
 // The grid of the first dispatch for 2 to 32 tokens: blocks of rows of each unit and of one for the
 // sentinels. Two blocks for several pairs take so long that they would end last in a short grid, or with
 // float activations (129 instead of 99 us on an NVIDIA H200, 8 tokens).
-Size few_grid(const FewKernels& few, const Activation& activation, bool is_float, ExpertParams& params) {
-  const int64_t blocks = ceil_div(params.outputs, outputs_of(few.simdgroups * few.rows, activation));
+Size few_grid(const FewKernels& few, bool is_float, ExpertParams& params) {
+  const int64_t blocks = ceil_div(params.rows, few.simdgroups * few.rows);
   const int64_t units = std::min<int64_t>(params.pairs, params.experts);
   if (!few.has_long_units) return {NSUInteger(blocks), NSUInteger(units + 1)};
   const bool has_long = !is_float && units * blocks >= 2 * kLastBlocks;
@@ -154,8 +154,7 @@ void decode_rows(Commands& commands, Path path, const Tensor& x, const ExpertMat
   ExpertParams params = matmul_params(x, matrix, ids, activation, x_per_pair);
   const char* single = matrix.transposed ? "expert_columns_single" : "expert_rows_single";
   const FewKernels& few = few_kernels(matrix, ids.numel());
-  const Size grid =
-      path == Path::kFew ? few_grid(few, activation, x.scalar_type() == at::kFloat, params) : Size{1};
+  const Size grid = path == Path::kFew ? few_grid(few, x.scalar_type() == at::kFloat, params) : Size{1};
   const std::string kernel = path == Path::kFew ? few_kernel_of(few.rows_kernel, matrix, x.scalar_type())
                                                 : kernel_of(single, matrix, x.scalar_type());
   Command& command = commands.add(matrix.library, kernel);

@@ -19,7 +19,7 @@
 // bias once and exchange them:
 //
 //   Cursor cursor = weights.cursor(row, column);
-//   Part part = weights.load(cursor, lane, active);
+//   weights.load(part, cursor, lane, active);
 //   Chunk chunk = weights.shared(part, lane);
 //   cursor = weights.advanced(cursor, rows);
 //

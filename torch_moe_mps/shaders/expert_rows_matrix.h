@@ -231,6 +231,7 @@ inline void matrix_rows(F fragments, typename F::Strips::Row expert, uint number
   const uint own = outputs_of_rows(kMatrixRows, params);
   for (uint block = blocks.first; block < blocks.first + blocks.count; ++block) {
     const uint first = (block * kMatrixSimdgroups + simdgroup) * own;
+    // Here, since made before the loop it took registers: 36 bytes in local memory (NVRTC).
     const StagedInputs<F> staged(memory.units, memory.totals, fragments, place, couples_shift_of(count));
     const TileDots<kRowTiles, kPairTiles> dots =
         staged_tiles<F, kPairTiles>(fragments, expert, first, x, memory.sources + start, count, staged,

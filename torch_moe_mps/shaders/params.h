@@ -150,7 +150,7 @@ struct ExpertParams {
   uint32_t group_shift;      // log2 of the values that share a scale
   uint32_t wide_ids;         // ids are int64
   uint32_t x_per_pair;       // x has a row for each pair, else for each token
-  uint32_t grid_is_experts;  // grid.y counts experts, else pairs
+  uint32_t grid_is_experts;  // units of the grid are experts, else pairs
   uint32_t long_units;       // of these: see UnitBlocks in expert_rows_matrix.h
   uint32_t middle_units;
   uint32_t row_layout;
