@@ -2,6 +2,7 @@
 
     install()                       builds what is stale and loads it; from here on device="mps" works
     with trace() as commands: ...   commands: what was encoded, one line of text each
+    with intercepted(run): ...      run(dispatch) takes the place of the executor
     with counters() as dispatches:  dispatches: what each dispatch read, wrote and waited for
     set_schedule(seed)              order of threads and threadgroups; 0 is ascending
     with matrix_rows_in_lane_order():  another layout of simdgroup_matrix than Apple's
@@ -18,6 +19,7 @@ from .runtime import (
     Traffic,
     counters,
     install,
+    intercepted,
     live_buffers,
     live_objects,
     matrix_rows_in_lane_order,
@@ -34,6 +36,7 @@ __all__ = [
     "Traffic",
     "counters",
     "install",
+    "intercepted",
     "live_buffers",
     "live_objects",
     "matrix_rows_in_lane_order",

@@ -3,7 +3,7 @@
 import contextlib
 import ctypes
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -182,6 +182,46 @@ def counters() -> Iterator[list[DispatchCounters]]:
         count = ctypes.c_size_t()
         first = _runtime().simulator_counters_stop(ctypes.byref(count))
         dispatches.extend(_to_python(first[i]) for i in range(count.value))
+
+
+_EXECUTE = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.POINTER(shaderlib.Dispatch),
+    ctypes.POINTER(shaderlib.Counters),
+    ctypes.POINTER(ctypes.c_char),
+    ctypes.c_size_t,
+)
+
+
+@contextlib.contextmanager
+def intercepted(run: Callable[[shaderlib.Dispatch], None]) -> Iterator[None]:
+    """Every dispatch of the block goes to `run` instead of the executor, which ends by synchronising.
+
+    `run` sees kernel, grid, threads, threadgroup memory and the bytes of every binding, after all commands
+    before it have run. `shaderlib.execute(dispatch)` is what would have happened. What `run` raises is raised
+    when the block ends.
+    """
+    errors: list[BaseException] = []
+    real = ctypes.CDLL(str(build.executor_library()), mode=ctypes.RTLD_GLOBAL)
+
+    def call(dispatch, counters, message, size) -> int:
+        if not errors:
+            try:
+                run(dispatch.contents)
+            except BaseException as error:
+                errors.append(error)
+        return 0
+
+    torch.mps.synchronize()
+    callback = _EXECUTE(call)
+    _runtime().simulator_set_executor(ctypes.cast(callback, ctypes.c_void_p))
+    try:
+        yield
+        torch.mps.synchronize()
+    finally:
+        _runtime().simulator_set_executor(ctypes.cast(real.msl_execute, ctypes.c_void_p))
+    if errors:
+        raise errors[0]
 
 
 def _to_python(raw: _DispatchCounters) -> DispatchCounters:

@@ -105,6 +105,15 @@ def executor() -> ctypes.CDLL:
     return _executor
 
 
+def execute(dispatch: Dispatch) -> Counters:
+    """Runs one dispatch to its end. Raises SimulatorError on the first finding."""
+    counters, message = Counters(), ctypes.create_string_buffer(4096)
+    found = executor().msl_execute(ctypes.byref(dispatch), ctypes.byref(counters), message, len(message))
+    if found:
+        raise SimulatorError(message.value.decode())
+    return counters
+
+
 def host_bytes(value) -> np.ndarray:
     """The bytes of a buffer argument: the memory itself of an array or a CPU tensor, else a copy."""
     if isinstance(value, (bytes, bytearray)):
@@ -173,17 +182,15 @@ class ShaderLibrary:
         for index, value in buffers.items():
             data = memory[id(value)]
             dispatch.buffers[index] = Binding(data.ctypes.data, data.size, identities[id(value)], None)
-        counters, message = Counters(), ctypes.create_string_buffer(4096)
-        found = executor().msl_execute(ctypes.byref(dispatch), ctypes.byref(counters), message, len(message))
-        for value in buffers.values():
-            if getattr(value, "is_cpu", True) is False:
-                import torch
+        try:
+            return execute(dispatch).as_dict()
+        finally:
+            for value in buffers.values():
+                if getattr(value, "is_cpu", True) is False:
+                    import torch
 
-                flat = value.detach().reshape(-1).view(torch.uint8)
-                flat.copy_(torch.from_numpy(memory[id(value)]))
-        if found:
-            raise SimulatorError(message.value.decode())
-        return counters.as_dict()
+                    flat = value.detach().reshape(-1).view(torch.uint8)
+                    flat.copy_(torch.from_numpy(memory[id(value)]))
 
 
 @contextlib.contextmanager
