@@ -1,4 +1,4 @@
-// What the hosts of row-wise kernels share: how rows are laid on threads, and how tensors are handed over.
+// How tensors are handed to kernels, and how rows are laid on threads.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "../shaders/geometry.h"
-#include "encoder.h"
+#include "metal/encoder.h"
 
 namespace moe_mps {
 
@@ -29,5 +29,10 @@ bool rows_start_aligned(int64_t width, std::initializer_list<at::Tensor> tensors
 uint32_t dtype_code(const at::Tensor& tensor);
 
 std::optional<at::Tensor> contiguous(const std::optional<at::Tensor>& tensor);
+
+// A contiguous tensor whose first element lies at a multiple of 16 bytes; the same one where it is so
+// already.
+at::Tensor aligned(const at::Tensor& tensor);
+bool is_aligned(const at::Tensor& tensor);
 
 }  // namespace moe_mps

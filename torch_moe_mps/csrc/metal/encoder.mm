@@ -39,17 +39,15 @@ void Command::indirect(const at::Tensor& arguments, int64_t offset, Size threads
 void Command::set_threads(Size threads) {
   threads_ = threads;
   const NSUInteger count = threads.x * threads.y * threads.z;
-  const NSUInteger most = [pipeline_ maxTotalThreadsPerThreadgroup];
-  TORCH_CHECK(count <= most, "moe_mps: ", name_, " takes ", count,
-              " threads a threadgroup, its pipeline on this GPU at most ", most);
-  const NSUInteger bytes = [pipeline_ staticThreadgroupMemoryLength] + threadgroup_bytes_;
-  const NSUInteger most_bytes = [[pipeline_ device] maxThreadgroupMemoryLength];
-  TORCH_CHECK(bytes <= most_bytes, "moe_mps: ", name_, " takes ", bytes,
-              " bytes of threadgroup memory, this GPU has ", most_bytes);
+  TORCH_CHECK(count <= pipeline_->most_threads, "moe_mps: ", name_, " takes ", count,
+              " threads a threadgroup, its pipeline on this GPU at most ", pipeline_->most_threads);
+  const NSUInteger bytes = pipeline_->static_bytes + threadgroup_bytes_;
+  TORCH_CHECK(bytes <= pipeline_->most_bytes, "moe_mps: ", name_, " takes ", bytes,
+              " bytes of threadgroup memory, this GPU has ", pipeline_->most_bytes);
 }
 
 void Command::encode(id<MTLComputeCommandEncoder> encoder) const {
-  [encoder setComputePipelineState:pipeline_];
+  [encoder setComputePipelineState:pipeline_->state];
   for (const Binding& binding : bindings_) {
     [encoder setBuffer:binding.buffer offset:binding.offset atIndex:binding.index];
   }
@@ -64,11 +62,10 @@ void Command::encode(id<MTLComputeCommandEncoder> encoder) const {
   }
 }
 
-Command& Commands::add(const char* library, std::string function) {
+Command& Commands::add(const Library& library, const std::string& function) {
   // Pipelines are built here, in front of encode(): compiling must not hold up the stream's queue.
-  id<MTLDevice> device = at::mps::getCurrentMPSStream()->device();
-  id<MTLComputePipelineState> built = pipeline(device, library, function);
-  return commands_.emplace_back(built, std::move(function));
+  const Pipeline& built = pipeline(at::mps::getCurrentMPSStream()->device(), library, function);
+  return commands_.emplace_back(built, function + library.suffix());
 }
 
 void Commands::encode() {

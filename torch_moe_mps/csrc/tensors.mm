@@ -1,4 +1,4 @@
-#include "rows.h"
+#include "tensors.h"
 
 #include <algorithm>
 
@@ -47,6 +47,15 @@ uint32_t dtype_code(const at::Tensor& tensor) {
                   tensor.scalar_type());
       return DTYPE_BFLOAT;
   }
+}
+
+bool is_aligned(const at::Tensor& tensor) {
+  return tensor.storage_offset() * tensor.element_size() % 16 == 0;
+}
+
+at::Tensor aligned(const at::Tensor& tensor) {
+  const at::Tensor rows = tensor.contiguous();
+  return is_aligned(rows) ? rows : rows.clone();
 }
 
 std::optional<at::Tensor> contiguous(const std::optional<at::Tensor>& tensor) {

@@ -1,8 +1,8 @@
 // Dense weights with the input dimension first, for a single token: a lane takes a column, the simdgroups
 // take the inputs in turn.
 #pragma once
-#include "expert_common.h"
-#include "expert_formats.h"
+#include "experts/epilogue.h"
+#include "experts/formats.h"
 
 constant constexpr int kColumnUnroll = 8;
 
@@ -16,7 +16,7 @@ inline float column_dot(DenseColumns<T> weights, device const T* x, uint column,
     T values[kColumnUnroll];
     UNROLL for (int i = 0; i < kColumnUnroll; ++i) {
       const uint input = start + i * kColumnSimdgroups;
-      values[i] = input < inputs ? weights.at(column, input) : T(0.0f);
+      values[i] = input < inputs ? weights.element(column, input) : T(0.0f);
     }
     UNROLL for (int i = 0; i < kColumnUnroll; ++i) {
       const uint input = start + i * kColumnSimdgroups;
@@ -38,7 +38,7 @@ inline float sum_over_simdgroups(float value, threadgroup float* partials, uint 
 
 // Grid: (blocks of 32 outputs, pairs).
 template <typename T>
-[[kernel, max_total_threads_per_threadgroup(kColumnSimdgroups* kSimdWidth)]] void expert_columns_single(
+[[kernel, max_total_threads_per_threadgroup(kColumnSimdgroups* kSimdWidth)]] void expert_columns(
     EXPERT_ROWS_BUFFERS(T), uint2 group [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   threadgroup float partials[kColumnSimdgroups * kSimdWidth];
@@ -67,7 +67,7 @@ template <typename T>
 
 // Grid: (blocks of 32 outputs, tokens).
 template <typename T>
-[[kernel, max_total_threads_per_threadgroup(kColumnSimdgroups* kSimdWidth)]] void expert_down_columns_single(
+[[kernel, max_total_threads_per_threadgroup(kColumnSimdgroups* kSimdWidth)]] void expert_down_columns(
     EXPERT_DOWN_BUFFERS(T), uint2 group [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   threadgroup float partials[kColumnSimdgroups * kSimdWidth];

@@ -2,7 +2,7 @@
 // together:
 //
 //   Commands commands;
-//   commands.add("norms", kernel_name("fused_norm_add", {dtype}))
+//   commands.add({"norms", dtype}, "norm_add")
 //       .bind(residual).bind(weight).params(params).threadgroups({rows}, {threads});
 //   commands.encode();
 //
@@ -28,8 +28,7 @@ struct Size {
 
 class Command {
  public:
-  Command(id<MTLComputePipelineState> pipeline, std::string name)
-      : pipeline_(pipeline), name_(std::move(name)) {}
+  Command(const Pipeline& pipeline, std::string name) : pipeline_(&pipeline), name_(std::move(name)) {}
 
   // The tensor must be contiguous and not empty, and must live until Commands::encode returns.
   Command& bind(const at::Tensor& tensor);
@@ -74,7 +73,7 @@ class Command {
   void set_threads(Size threads);
   void encode(id<MTLComputeCommandEncoder> encoder) const;
 
-  id<MTLComputePipelineState> pipeline_;
+  const Pipeline* pipeline_;
   std::string name_;
   c10::SmallVector<Binding, 12> bindings_;
   std::array<char, kMaxParams> params_;
@@ -90,10 +89,11 @@ class Command {
 
 class Commands {
  public:
-  // A kernel of shaders/<library>.metal. The reference is good until the next add().
-  Command& add(const char* library, std::string function);
+  // The kernel `function` of a library. The reference is good until the next add().
+  Command& add(const Library& library, const std::string& function);
   // Encodes everything on the current stream, in order, without committing or waiting. Torch's encoder is
-  // serial (so in 2.10 to 2.15): each dispatch sees what those before it wrote, without barriers.
+  // serial (so in 2.10 to 2.15): each dispatch sees what those before it wrote. With a concurrent encoder
+  // (pytorch#189785) dispatches that depend on each other would need barriers between them, here.
   void encode();
 
  private:

@@ -1,7 +1,7 @@
 // The last step of the experts for many tokens: the weighted sum over a token's slots, the shared expert and
 // the residual.
 #pragma once
-#include "expert_common.h"
+#include "experts/epilogue.h"
 
 // N columns of a token, slots ascending.
 template <typename T, int N>

@@ -1,5 +1,5 @@
-// How the experts run: the choice between the decode and the prefill kernels, and their dispatches.
-// experts.mm and quantized.mm bring the weights in their formats.
+// Runs the experts' plan: binds tensors to its steps and encodes them. experts.mm and quantized.mm bring the
+// weights in their formats.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -7,18 +7,16 @@
 #include <string_view>
 
 #include "../shaders/params.h"
+#include "metal/library.h"
 
 namespace moe_mps {
 
 // [E, rows, inputs] in one format; dense and `transposed`, [E, inputs, rows].
 struct ExpertMatrix {
-  const char* library;                // the .metal file with its kernels
-  const char* format;                 // in the kernels' names; empty for dense
+  Library library;                    // with its kernels, for the dtype of the activations
   at::Tensor packed, scales, biases;  // dense: the weight three times
   std::optional<at::Tensor> bias;     // of the layer, [E, rows]
   int64_t experts, rows, inputs;
-  int64_t bits = 0;  // of an affine code; 0 for the other formats
-  int64_t group_shift = 0;
   bool transposed = false;
 };
 
@@ -38,11 +36,7 @@ struct ExpertSum {
   bool gate_is_logit;
 };
 
-// A tensor whose first element lies at a multiple of 16 bytes, contiguous; the same one where it is so
-// already.
-at::Tensor aligned(const at::Tensor& tensor);
 void warn_of_copy(const at::Tensor& weight);
-bool is_aligned(const at::Tensor& tensor);
 
 // expert_mm: out[T, K, rows] in one dispatch for few tokens, in two for many.
 at::Tensor project_slots(const at::Tensor& x, const ExpertMatrix& matrix, const at::Tensor& ids);
