@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from . import mlx
+from . import mlx, mlx_dense
 from .count import Limit
 from .facts import GPUS, Gpu
 from .measure import Recorder, measure
@@ -164,17 +164,13 @@ class Peer:
 
 def mlx_peers(shape: Shape, format_name: str, dtype: str, tokens: int, gpu: Gpu) -> list[Peer]:
     """What mlx_lm's SwitchGLU, or for one matrix a QuantizedLinear, multiplies: no sorting, no activation."""
-    if format_name not in FORMATS:
-        return []
     ids, h, i = routing(shape, tokens), shape.hidden, shape.intermediate
     if shape.alone:
-        m = _matrices(format_name, dtype, 1, i, h)
-        launch = mlx.quantized_matmul(gpu, m, _array(dtype, tokens, h), _array(dtype, tokens, i), dtype)
+        launch = _one_matrix(gpu, format_name, dtype, _array(dtype, tokens, h), _array(dtype, tokens, i))
         return [Peer(launch, _work("matrix", format_name, dtype, ids, i, h, i))]
     peers = []
     for label, n, k, repeats in (("gate+up", i, h, 2), ("down", h, i, 1)):
-        m = _matrices(format_name, dtype, shape.experts, n, k)
-        launch = _gathered(m, ids, dtype, label == "down")
+        launch = _gathered(shape, format_name, dtype, ids, n, k, label == "down")
         peers.append(Peer(launch, _work(label, format_name, dtype, ids, n, k, n), repeats))
     return peers
 
@@ -184,16 +180,34 @@ def mlx_rows(peers: list[Peer], tokens: int) -> list[Row]:
     return [Row(p.work.label, mlx.measure(p.launch, p.work, recorder), p.repeats) for p in peers]
 
 
-def _gathered(m: mlx.Matrices, ids: np.ndarray, dtype: str, x_per_pair: bool) -> mlx.Launch:
-    out = _array(dtype, ids.size, m.rows)
-    if mlx.is_sorted_product(ids.size, m.experts):
-        counts = np.bincount(ids.reshape(-1), minlength=m.experts)
+def _one_matrix(gpu: Gpu, format_name: str, dtype: str, x: np.ndarray, out: np.ndarray) -> mlx.Launch:
+    rows, inputs = out.shape[1], x.shape[1]
+    if format_name in FORMATS:
+        matrix = _matrices(format_name, dtype, 1, rows, inputs)
+        return mlx.quantized_matmul(gpu, matrix, x, out, dtype)
+    return mlx_dense.matmul(gpu, _array(dtype, rows, inputs), x, out, dtype)
+
+
+def _gathered(
+    shape: Shape, format_name: str, dtype: str, ids: np.ndarray, rows: int, inputs: int, x_per_pair: bool
+) -> mlx.Launch:
+    out, (tokens, slots) = _array(dtype, ids.size, rows), ids.shape
+    quantised = format_name in FORMATS
+    if quantised:
+        weights = _matrices(format_name, dtype, shape.experts, rows, inputs)
+        is_sorted = mlx.is_sorted_product(ids.size, shape.experts)
+    else:
+        weights = _array(dtype, shape.experts, rows, inputs)
+        is_sorted = mlx_dense.is_sorted_product(ids.size)
+    if is_sorted:
+        counts = np.bincount(ids.reshape(-1), minlength=shape.experts)
         offsets = np.concatenate([[0], np.cumsum(counts)[:-1]])
-        return mlx.gather_qmm_rhs(m, _array(dtype, ids.size, m.inputs), offsets, out, dtype)
-    tokens, slots = ids.shape
+        product = mlx.gather_qmm_rhs if quantised else mlx_dense.gather_mm_rhs
+        return product(weights, _array(dtype, ids.size, inputs), offsets, out, dtype)
     x_rows = np.arange(ids.size) if x_per_pair else np.repeat(np.arange(tokens), slots)
-    x = _array(dtype, ids.size if x_per_pair else tokens, m.inputs)
-    return mlx.gather_qmv(m, x, x_rows.reshape(ids.shape), ids, out, dtype)
+    x = _array(dtype, ids.size if x_per_pair else tokens, inputs)
+    product = mlx.gather_qmv if quantised else mlx_dense.gather_mv
+    return product(weights, x, x_rows.reshape(ids.shape), ids, out, dtype)
 
 
 DEFAULT_GPUS = tuple(GPUS[name] for name in ("M1", "M1 Max", "M4 Max"))

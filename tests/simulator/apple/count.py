@@ -220,10 +220,8 @@ def instrumented(lines: list[str], function, sites: list[Site]) -> str:
             f"  store i32 {name}.new, ptr {name}.at",
         ]
     for number, site in enumerate(sites):
-        pointer = site.leader.pointer
-        before.setdefault(site.leader.line, []).append(
-            f"  call void @apple_access(ptr {pointer}, i32 {number})"
-        )
+        call = f"  call void @apple_access(ptr {site.pointer}, i32 {number})"
+        before.setdefault(site.leader.line, []).append(call)
     out = []
     for number, line in enumerate(lines):
         out += [*before.get(number, ()), line]

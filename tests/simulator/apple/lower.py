@@ -30,7 +30,7 @@ _WIDEN = ["bfwiden"] * BF16_WIDENING
 _INTRINSICS = {
     name: classes.split()
     for names, classes in {
-        "lifetime experimental.noalias assume fabs": "",
+        "lifetime experimental.noalias assume fabs memcpy": "",
         "fma fmuladd": "fma",
         "copysign": "logic",
         "umin umax smin smax maxnum minnum maximum minimum abs uadd.sat usub.sat": "select",
@@ -40,7 +40,7 @@ _INTRINSICS = {
         "sqrt": "rsqrt fmul",
         "floor ceil rint round trunc nearbyint": "convert",
         "pow": "transc fmul transc",
-        "memset memcpy memmove": "private",
+        "memset memmove": "private",
     }.items()
     for name in names.split()
 }

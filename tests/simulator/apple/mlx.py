@@ -19,8 +19,13 @@ from .measure import Recorder
 from .model import Measurement, Work
 
 _KERNELS = "mlx/backend/metal/kernels"
-_TYPES = {"f16": "float16_t", "bf16": "bfloat16_t", "f32": "float"}
-_SORTED_FROM = 64  # pairs: mlx_lm's SwitchGLU orders them by expert from here on
+_PRELUDE = """\
+#include <metal_stdlib>
+using namespace metal;
+template <class T> using uniform = T;
+template <class T> constexpr T make_uniform(T x) { return x; }"""
+TYPES = {"f16": "float16_t", "bf16": "bfloat16_t", "f32": "float"}
+SORTED_FROM = 64  # pairs: mlx_lm's SwitchGLU orders them by expert from here on
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ def changed_headers(root: Path) -> Path:
 @functools.cache
 def library(headers: tuple[str, ...], template: str, constants: tuple = ()) -> shaderlib.ShaderLibrary:
     """A library with one kernel, named "kernel"."""
-    lines = ["#include <metal_stdlib>", *(f'#include "{_KERNELS}/{h}"' for h in headers)]
+    lines = [_PRELUDE, *(f'#include "{_KERNELS}/{h}"' for h in headers)]
     lines.append(f'template [[host_name("kernel")]] [[kernel]] decltype({template}) {template};')
     return shaderlib.shader_library("\n".join(lines) + "\n", dict(constants), include_folders())
 
@@ -111,7 +116,7 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _by_value(kind: type, *values: int) -> bytes:
+def by_value(kind: type, *values: int) -> bytes:
     return np.array(values, kind).tobytes()
 
 
@@ -129,10 +134,15 @@ def generation(gpu: Gpu) -> int:
     return {M1: 13, M1 + 1: 14, M3: 16 if named_m4 else 15, M5: 17}[gpu.family]
 
 
+def size_letter(gpu: Gpu) -> str:
+    """The letter at its end: "d" of an Ultra, "s" of Pro and Max, "g" of the others."""
+    return "d" if "Ultra" in gpu.name else "s" if "Pro" in gpu.name or "Max" in gpu.name else "g"
+
+
 def vector_limit(gpu: Gpu, inputs: int, rows: int) -> int:
     """get_qmv_batch_limit: from so many rows of x on, matrices of x are multiplied instead of rows."""
     small, middle = inputs <= 2048 and rows <= 2048, inputs <= 4096 and rows <= 4096
-    ultra = gpu.name.endswith("Ultra")
+    ultra = size_letter(gpu) == "d"
     if generation(gpu) >= 17 and not ultra:
         return 33 if small else 25 if middle else 13
     if generation(gpu) >= 15 and not ultra:
@@ -150,7 +160,7 @@ def is_fast(format: Format, inputs: int, rows: int) -> bool:
 
 def is_sorted_product(pairs: int, experts: int) -> bool:
     """GatherQMM::eval_gpu: pairs ordered by expert go as matrices where experts have 4 or more."""
-    return pairs >= _SORTED_FROM and pairs // experts >= 4
+    return pairs >= SORTED_FROM and pairs // experts >= 4
 
 
 # Launches --------------------------------------------------------------------------------------------
@@ -170,22 +180,22 @@ def gather_qmv(
         "lhs_indices": x_rows.astype(np.uint32),
         "rhs_indices": ids.astype(np.uint32),
         "y": out,
-        "in_vec_size": _by_value(np.int32, m.inputs),
-        "out_vec_size": _by_value(np.int32, m.rows),
-        "x_batch_ndims": _by_value(np.int32, 2),
-        "x_shape": _by_value(np.int32, len(x), 1, 1, m.inputs),
-        "x_strides": _by_value(np.int64, m.inputs, m.inputs, m.inputs, 1),
-        "w_batch_ndims": _by_value(np.int32, 1),
-        "w_shape": _by_value(np.int32, m.experts, *w.shape[1:]),
-        "w_strides": _by_value(np.int64, matrix, w.shape[2], 1),
-        "s_strides": _by_value(np.int64, groups, scales.shape[2], 1),
-        "b_strides": _by_value(np.int64, groups, scales.shape[2], 1),
-        "batch_ndims": _by_value(np.int32, 2),
-        "batch_shape": _by_value(np.int32, tokens, slots),
-        "lhs_strides": _by_value(np.int64, slots, 1),
-        "rhs_strides": _by_value(np.int64, slots, 1),
+        "in_vec_size": by_value(np.int32, m.inputs),
+        "out_vec_size": by_value(np.int32, m.rows),
+        "x_batch_ndims": by_value(np.int32, 2),
+        "x_shape": by_value(np.int32, len(x), 1, 1, m.inputs),
+        "x_strides": by_value(np.int64, m.inputs, m.inputs, m.inputs, 1),
+        "w_batch_ndims": by_value(np.int32, 1),
+        "w_shape": by_value(np.int32, m.experts, *w.shape[1:]),
+        "w_strides": by_value(np.int64, matrix, w.shape[2], 1),
+        "s_strides": by_value(np.int64, groups, scales.shape[2], 1),
+        "b_strides": by_value(np.int64, groups, scales.shape[2], 1),
+        "batch_ndims": by_value(np.int32, 2),
+        "batch_shape": by_value(np.int32, tokens, slots),
+        "lhs_strides": by_value(np.int64, slots, 1),
+        "rhs_strides": by_value(np.int64, slots, 1),
     }
-    template = f"{name}<{_TYPES[dtype]}, {f.group}, {f.bits}>"
+    template = f"{name}<{TYPES[dtype]}, {f.group}, {f.bits}>"
     return Launch(_headers(f), template, (1, ceil_div(m.rows, 8), ids.size), (32, 2, 1), arguments)
 
 
@@ -198,13 +208,13 @@ def gather_qmm_rhs(m: Matrices, x: np.ndarray, offsets: np.ndarray, out: np.ndar
         "x": x,
         "offsets": offsets.astype(np.int32),
         "y": out,
-        "M": _by_value(np.int32, len(x)),
-        "N": _by_value(np.int32, m.rows),
-        "K": _by_value(np.int32, m.inputs),
-        "num_groups": _by_value(np.int32, m.experts),
+        "M": by_value(np.int32, len(x)),
+        "N": by_value(np.int32, m.rows),
+        "K": by_value(np.int32, m.inputs),
+        "num_groups": by_value(np.int32, m.experts),
     }
     template = (
-        f"{f.prefix}_gather_qmm_rhs<{_TYPES[dtype]}, {f.group}, {f.bits}, {bm}, {bn}, {bk}, {wm}, {wn}, true>"
+        f"{f.prefix}_gather_qmm_rhs<{TYPES[dtype]}, {f.group}, {f.bits}, {bm}, {bn}, {bk}, {wm}, {wn}, true>"
     )
     aligned = ((200, len(x) % bm == 0), (201, m.rows % bn == 0), (202, m.inputs % bk == 0))
     tiles = int(sum(ceil_div(int(n), bm) for n in counts))
@@ -214,14 +224,14 @@ def gather_qmm_rhs(m: Matrices, x: np.ndarray, offsets: np.ndarray, out: np.ndar
 
 def _matrix_arguments(m: Matrices, x: np.ndarray, out: np.ndarray) -> dict:
     sizes = {"in_vec_size": m.inputs, "out_vec_size": m.rows, "K": m.inputs, "N": m.rows, "M": len(x)}
-    return {**m.weights, "x": x, "y": out, **{name: _by_value(np.int32, n) for name, n in sizes.items()}}
+    return {**m.weights, "x": x, "y": out, **{name: by_value(np.int32, n) for name, n in sizes.items()}}
 
 
 def qmv(m: Matrices, x: np.ndarray, out: np.ndarray, dtype: str) -> Launch:
     """Each row of x by itself."""
     f = m.format
     name = f"{f.prefix}_qmv{'_fast' if is_fast(f, m.inputs, m.rows) else ''}"
-    template = f"{name}<{_TYPES[dtype]}, {f.group}, {f.bits}, false>"
+    template = f"{name}<{TYPES[dtype]}, {f.group}, {f.bits}, false>"
     grid = (len(x), ceil_div(m.rows, 8), 1)
     return Launch(_headers(f), template, grid, (32, 2, 1), _matrix_arguments(m, x, out))
 
@@ -232,7 +242,7 @@ def qmv_wide(m: Matrices, x: np.ndarray, out: np.ndarray, dtype: str) -> Launch:
     vectors = ceil_div(count, ceil_div(count, 5))
     lanes = 8 if f.mode == "affine" else 16
     rows = 32 // lanes * 2
-    template = f"{f.prefix}_qmv_wide<{_TYPES[dtype]}, {f.group}, {f.bits}, {vectors}, {lanes}, false>"
+    template = f"{f.prefix}_qmv_wide<{TYPES[dtype]}, {f.group}, {f.bits}, {vectors}, {lanes}, false>"
     grid = (ceil_div(count, vectors), ceil_div(m.rows, rows), 1)
     return Launch(_headers(f), template, grid, (32, 2, 1), _matrix_arguments(m, x, out))
 
@@ -247,12 +257,12 @@ def qmm(m: Matrices, x: np.ndarray, out: np.ndarray, dtype: str) -> Launch:
     grid = (ceil_div(m.rows, 32), ceil_div(len(x), 32), parts)
     arguments = _matrix_arguments(m, x, out)
     if parts > 1:
-        template = f"{f.prefix}_qmm_t_splitk<{_TYPES[dtype]}, {f.group}, {f.bits}, {aligned}>"
-        arguments["k_partition_size"] = _by_value(np.int32, m.inputs // parts)
-        arguments["split_k_partition_stride"] = _by_value(np.int32, out.size)
+        template = f"{f.prefix}_qmm_t_splitk<{TYPES[dtype]}, {f.group}, {f.bits}, {aligned}>"
+        arguments["k_partition_size"] = by_value(np.int32, m.inputs // parts)
+        arguments["split_k_partition_stride"] = by_value(np.int32, out.size)
         arguments["y"] = np.zeros((parts, *out.shape), np.float32)
     else:
-        template = f"{f.prefix}_qmm_t<{_TYPES[dtype]}, {f.group}, {f.bits}, {aligned}, false>"
+        template = f"{f.prefix}_qmm_t<{TYPES[dtype]}, {f.group}, {f.bits}, {aligned}, false>"
     return Launch(_headers(f), template, grid, (32, 2, 2), arguments)
 
 

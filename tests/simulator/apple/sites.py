@@ -11,14 +11,18 @@ _ACCESS_BYTES = 4 * LOAD_COMPONENTS
 
 @dataclass(eq=False)
 class Site:
-    """One access. `leader` is its first instruction; its address is `back` bytes behind the access's."""
+    """One access. `leader` is its first instruction; `pointer` is `back` bytes behind the first byte."""
 
     op: str  # load or store
     space: str  # "private", "module" (a constant of the source), "" where the address tells
     bytes: int
     back: int
     leader: Instruction
-    block: int
+    pointer: str
+
+    @property
+    def block(self) -> int:
+        return self.leader.block.number
 
     @property
     def instructions(self) -> int:
@@ -46,12 +50,21 @@ def _sites_of(flow: Flow, block: Block) -> list[Site]:
             component = 4 if i.align >= 4 and size_of(i.type) >= 4 else scalar
             access = _Access(i, offset, size_of(i.type), LOAD_COMPONENTS * component)
             accesses.setdefault((root, i.op, scalar), []).append(access)
-    found = []
+    found = [site for i in block.instructions for site in _copy_sites(flow, i)]
     for (root, op, _), parts in accesses.items():
         space = _static_space(flow, root)
         if space != "artefact":
             found += [_site(op, space, group) for group in _neighbours(parts)]
     return sorted(found, key=lambda s: s.leader.line)
+
+
+def _copy_sites(flow: Flow, i: Instruction) -> list[Site]:
+    """A copy of a struct is a load and a store."""
+    if i.op != "call" or not i.callee.startswith("llvm.memcpy"):
+        return []
+    target, source, size = i.operands[:3]
+    spaces = [(op, p, _static_space(flow, flow.root(p)[0])) for op, p in (("load", source), ("store", target))]
+    return [Site(op, space, int(size), 0, i, p) for op, p, space in spaces if space != "artefact"]
 
 
 def _static_space(flow: Flow, root: str) -> str:
@@ -84,6 +97,5 @@ def _neighbours(accesses: list[_Access]) -> list[list[_Access]]:
 def _site(op: str, space: str, group: list[_Access]) -> Site:
     leader = min(group, key=lambda a: a.instruction.line)
     low, high = group[0].offset, max(a.offset + a.size for a in group)
-    return Site(
-        op, space, high - low, leader.offset - low, leader.instruction, leader.instruction.block.number
-    )
+    first = leader.instruction
+    return Site(op, space, high - low, leader.offset - low, first, first.pointer)
