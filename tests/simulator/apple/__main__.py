@@ -5,7 +5,7 @@ import sys
 
 from .. import install
 from ..errors import SimulatorError
-from . import report
+from . import published, report
 from .cases import DEFAULT_GPUS, FORMATS, Shape, mlx_peers, mlx_rows, ours
 from .facts import GPUS, Gpu, table
 
@@ -59,6 +59,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--gpu", default=default_gpus, help=f"some of {', '.join(GPUS)}")
     add("--no-mlx", action="store_true", help="the package's kernels alone")
     add("--classes", action="store_true", help="also instructions of a lane for each multiply-add, by class")
+    add(
+        "--published",
+        action="store_true",
+        help="print published measurements, and what the model says of them",
+    )
     add("--facts", action="store_true", help="print what is known of the GPUs, and from where")
     return parser.parse_args(arguments)
 
@@ -123,6 +128,9 @@ def main(arguments: list[str] | None = None) -> int:
             shape = Shape(*numbers(options.shape, 4, "shape"))
         numbers(options.tokens, None, "tokens")
         install()
+        if options.published:
+            print(published.report())
+            return 0
         for format_name in formats:
             print_table(shape, format_name, options, gpus)
     except (SimulatorError, ValueError, RuntimeError) as error:

@@ -137,19 +137,18 @@ def _alone(shape: Shape, format_name: str, dtype: str, x, placed, ids: np.ndarra
 # MLX -------------------------------------------------------------------------------------------------
 
 
-def _array(dtype: str, *shape: int) -> np.ndarray:
+def array(dtype: str, *shape: int) -> np.ndarray:
     return np.zeros(shape, np.float32 if dtype == "f32" else np.uint16)
 
 
 @functools.lru_cache(maxsize=2)
-def _matrices(format_name: str, dtype: str, experts: int, rows: int, inputs: int) -> mlx.Matrices:
-    f = FORMATS[format_name]
+def matrices(f: mlx.Format, dtype: str, experts: int, rows: int, inputs: int) -> mlx.Matrices:
     weights = {"w": np.zeros((experts, rows, inputs * f.bits // 32), np.uint32)}
     groups = (experts, rows, inputs // f.group)
     if f.mode == "mxfp4":
         weights["scales"] = np.zeros(groups, np.uint8)
     else:
-        weights["scales"], weights["biases"] = _array(dtype, *groups), _array(dtype, *groups)
+        weights["scales"], weights["biases"] = array(dtype, *groups), array(dtype, *groups)
     return mlx.Matrices(weights, f, experts, rows, inputs)
 
 
@@ -166,7 +165,7 @@ def mlx_peers(shape: Shape, format_name: str, dtype: str, tokens: int, gpu: Gpu)
     """What mlx_lm's SwitchGLU, or for one matrix a QuantizedLinear, multiplies: no sorting, no activation."""
     ids, h, i = routing(shape, tokens), shape.hidden, shape.intermediate
     if shape.alone:
-        launch = _one_matrix(gpu, format_name, dtype, _array(dtype, tokens, h), _array(dtype, tokens, i))
+        launch = _one_matrix(gpu, format_name, dtype, array(dtype, tokens, h), array(dtype, tokens, i))
         return [Peer(launch, _work("matrix", format_name, dtype, ids, i, h, i))]
     peers = []
     for label, n, k, repeats in (("gate+up", i, h, 2), ("down", h, i, 1)):
@@ -183,29 +182,29 @@ def mlx_rows(peers: list[Peer], tokens: int) -> list[Row]:
 def _one_matrix(gpu: Gpu, format_name: str, dtype: str, x: np.ndarray, out: np.ndarray) -> mlx.Launch:
     rows, inputs = out.shape[1], x.shape[1]
     if format_name in FORMATS:
-        matrix = _matrices(format_name, dtype, 1, rows, inputs)
+        matrix = matrices(FORMATS[format_name], dtype, 1, rows, inputs)
         return mlx.quantized_matmul(gpu, matrix, x, out, dtype)
-    return mlx_dense.matmul(gpu, _array(dtype, rows, inputs), x, out, dtype)
+    return mlx_dense.matmul(gpu, array(dtype, rows, inputs), x, out, dtype)
 
 
 def _gathered(
     shape: Shape, format_name: str, dtype: str, ids: np.ndarray, rows: int, inputs: int, x_per_pair: bool
 ) -> mlx.Launch:
-    out, (tokens, slots) = _array(dtype, ids.size, rows), ids.shape
+    out, (tokens, slots) = array(dtype, ids.size, rows), ids.shape
     quantised = format_name in FORMATS
     if quantised:
-        weights = _matrices(format_name, dtype, shape.experts, rows, inputs)
+        weights = matrices(FORMATS[format_name], dtype, shape.experts, rows, inputs)
         is_sorted = mlx.is_sorted_product(ids.size, shape.experts)
     else:
-        weights = _array(dtype, shape.experts, rows, inputs)
+        weights = array(dtype, shape.experts, rows, inputs)
         is_sorted = mlx_dense.is_sorted_product(ids.size)
     if is_sorted:
         counts = np.bincount(ids.reshape(-1), minlength=shape.experts)
         offsets = np.concatenate([[0], np.cumsum(counts)[:-1]])
         product = mlx.gather_qmm_rhs if quantised else mlx_dense.gather_mm_rhs
-        return product(weights, _array(dtype, ids.size, inputs), offsets, out, dtype)
+        return product(weights, array(dtype, ids.size, inputs), offsets, out, dtype)
     x_rows = np.arange(ids.size) if x_per_pair else np.repeat(np.arange(tokens), slots)
-    x = _array(dtype, ids.size if x_per_pair else tokens, inputs)
+    x = array(dtype, ids.size if x_per_pair else tokens, inputs)
     product = mlx.gather_qmv if quantised else mlx_dense.gather_mv
     return product(weights, x, x_rows.reshape(ids.shape), ids, out, dtype)
 

@@ -199,9 +199,16 @@ def gather_qmv(
     return Launch(_headers(f), template, (1, ceil_div(m.rows, 8), ids.size), (32, 2, 1), arguments)
 
 
-def gather_qmm_rhs(m: Matrices, x: np.ndarray, offsets: np.ndarray, out: np.ndarray, dtype: str) -> Launch:
+def gather_qmm_rhs(
+    m: Matrices,
+    x: np.ndarray,
+    offsets: np.ndarray,
+    out: np.ndarray,
+    dtype: str,
+    tile: tuple = (16, 32, 32, 1, 2),
+) -> Launch:
     """Rows of x that are ordered by expert; offsets[e] is the first row of expert e."""
-    f, (bm, bn, bk, wm, wn) = m.format, (16, 32, 32, 1, 2)
+    f, (bm, bn, bk, wm, wn) = m.format, tile
     counts = np.diff([*offsets, len(x)])
     arguments = {
         **m.weights,
@@ -247,23 +254,23 @@ def qmv_wide(m: Matrices, x: np.ndarray, out: np.ndarray, dtype: str) -> Launch:
     return Launch(_headers(f), template, grid, (32, 2, 1), _matrix_arguments(m, x, out))
 
 
-def qmm(m: Matrices, x: np.ndarray, out: np.ndarray, dtype: str) -> Launch:
-    """Tiles of 32 by 32; the inputs are shared out to more threadgroups (qmm_splitk) where those are few."""
-    f, blocks = m.format, ceil_div(m.rows, 32) * ceil_div(len(x), 32)
-    parts, step = min(max(1, 512 // blocks), m.inputs // max(32, f.group)), max(32, f.group)
+def qmm(m: Matrices, x: np.ndarray, out: np.ndarray, dtype: str, rows_block: int = 32) -> Launch:
+    """Tiles of `rows_block` by 32; the inputs are shared out to more threadgroups (qmm_splitk) where those are few."""
+    f, tiles = m.format, (ceil_div(m.rows, 32), ceil_div(len(x), rows_block))
+    step = max(32, f.group)
+    parts = min(max(1, 512 // (tiles[0] * tiles[1])), m.inputs // step)
     while parts > 1 and m.inputs % (parts * step):
         parts -= 1
-    aligned = str(m.rows % 32 == 0).lower()
-    grid = (ceil_div(m.rows, 32), ceil_div(len(x), 32), parts)
-    arguments = _matrix_arguments(m, x, out)
+    options, arguments = [str(m.rows % 32 == 0).lower()], _matrix_arguments(m, x, out)
     if parts > 1:
-        template = f"{f.prefix}_qmm_t_splitk<{TYPES[dtype]}, {f.group}, {f.bits}, {aligned}>"
         arguments["k_partition_size"] = by_value(np.int32, m.inputs // parts)
         arguments["split_k_partition_stride"] = by_value(np.int32, out.size)
         arguments["y"] = np.zeros((parts, *out.shape), np.float32)
     else:
-        template = f"{f.prefix}_qmm_t<{TYPES[dtype]}, {f.group}, {f.bits}, {aligned}, false>"
-    return Launch(_headers(f), template, grid, (32, 2, 2), arguments)
+        options += ["false"] + (["false", str(rows_block)] if rows_block != 32 else [])
+    name = f"{f.prefix}_qmm_t{'_splitk' if parts > 1 else ''}"
+    template = f"{name}<{TYPES[dtype]}, {f.group}, {f.bits}, {', '.join(options)}>"
+    return Launch(_headers(f), template, (*tiles, parts), (32, 2, 2), arguments)
 
 
 def quantized_matmul(gpu: Gpu, m: Matrices, x: np.ndarray, out: np.ndarray, dtype: str) -> Launch:

@@ -63,7 +63,9 @@ def _copy_sites(flow: Flow, i: Instruction) -> list[Site]:
     if i.op != "call" or not i.callee.startswith("llvm.memcpy"):
         return []
     target, source, size = i.operands[:3]
-    spaces = [(op, p, _static_space(flow, flow.root(p)[0])) for op, p in (("load", source), ("store", target))]
+    spaces = [
+        (op, p, _static_space(flow, flow.root(p)[0])) for op, p in (("load", source), ("store", target))
+    ]
     return [Site(op, space, int(size), 0, i, p) for op, p, space in spaces if space != "artefact"]
 
 
