@@ -65,11 +65,11 @@ class Counts:
 class KernelModel:
     """A kernel's IR, with what follows from it alone: blocks, sites, registers, classes of instructions."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, constants: frozenset[int]):
         self.path = path
         self.lines = path.read_text().splitlines()
         self.function = parse_function(self.lines, _kernel_function(self.lines))
-        self.flow = Flow(self.function)
+        self.flow = Flow(self.function, constants)
         self.sites = find_sites(self.flow)
 
     @functools.cached_property
@@ -142,11 +142,8 @@ class KernelModel:
 
     def _run_groups(self, dispatch, counts: Counts, modes: np.ndarray, fresh: bool) -> shaderlib.Counters:
         kernel = dispatch.kernel.contents
-        arguments = [kernel.arguments[i] for i in range(kernel.argument_count)]
-        constant = np.array([dispatch.buffers[i].identity == 0 for i in range(shaderlib.BINDINGS)], np.uint8)
-        for a in arguments:
-            if a.kind == 0 and a.min_bytes and not a.writable:
-                constant[a.index] = 1
+        by_value = (dispatch.buffers[i].identity == 0 for i in range(shaderlib.BINDINGS))
+        constant = np.array([v or i in self.flow.constants for i, v in enumerate(by_value)], np.uint8)
         sites = (_Site * max(1, len(self.sites)))(
             *(_Site(s.back, s.bytes, s.space == "module") for s in self.sites)
         )
@@ -193,8 +190,8 @@ def _own_code() -> str:
 
 
 @functools.cache
-def kernel_model(path: Path) -> KernelModel:
-    return KernelModel(path)
+def kernel_model(path: Path, constants: frozenset[int]) -> KernelModel:
+    return KernelModel(path, constants)
 
 
 def _kernel_function(lines: list[str]) -> str:
@@ -238,4 +235,10 @@ def unit_of(kernel: shaderlib.Kernel) -> tuple[Path, int]:
 
 def model_of(kernel: shaderlib.Kernel) -> KernelModel:
     unit, number = unit_of(kernel)
-    return kernel_model(ir_of.optimised_ir(unit.read_text(), number))
+    return kernel_model(ir_of.optimised_ir(unit.read_text(), number), references(kernel))
+
+
+def references(kernel: shaderlib.Kernel) -> frozenset[int]:
+    """The buffers that are references into constant memory."""
+    arguments = (kernel.arguments[i] for i in range(kernel.argument_count))
+    return frozenset(a.index for a in arguments if a.kind == 0 and a.min_bytes and not a.writable)

@@ -6,6 +6,8 @@ import re
 from .facts import ADDRESS_SHIFT
 from .ir import Function, Instruction, size_of
 
+# A threadgroup's place in the grid: the first three words of msl_group.
+_POSITION = re.compile(r"@msl_group(, align|, i64 [48]\))")
 _ARGUMENTS = ("msl_buffer_argument", "msl_threadgroup_argument", "msl_threadgroup_variable")
 
 
@@ -19,10 +21,13 @@ def is_low_mask(number: int) -> bool:
 
 
 class Flow:
-    """Sets of values' names, and of instructions that another one absorbs (by identity)."""
+    """Sets of values' names, and of instructions that another one absorbs (by identity).
 
-    def __init__(self, function: Function):
-        self.function = function
+    `constants`: the buffers that are references into constant memory.
+    """
+
+    def __init__(self, function: Function, constants: frozenset[int] = frozenset()):
+        self.function, self.constants = function, constants
         self.arguments = {i.name for i in function.instructions if i.op == "call" and i.callee in _ARGUMENTS}
         self.uniform = self._uniform()
         self.threadgroup = self._threadgroup_pointers()
@@ -44,9 +49,17 @@ class Flow:
         return found
 
     def _uniform(self) -> set[str]:
+        """What is computed once for a dispatch: of arguments, constant memory and the grid's size."""
+        references = {
+            i.name
+            for i in self.function.instructions
+            if i.callee == "msl_buffer_argument" and i.literal in self.constants
+        }
+
         def belongs(i: Instruction, found: set[str]) -> bool:
             if i.op == "load":
-                return i.pointer == "@msl_group"
+                of_grid = i.pointer == "@msl_group" and not _POSITION.search(i.text)
+                return of_grid or (i.pointer in found and self._argument(i.pointer) in references)
             if i.op in ("phi", "alloca") or (
                 i.op == "call" and not re.match(r"llvm\.[us](min|max)", i.callee)
             ):
@@ -54,6 +67,14 @@ class Flow:
             return bool(i.locals) and all(o in found for o in i.locals)
 
         return self._closure(self.arguments, belongs)
+
+    def _argument(self, pointer: str) -> str:
+        """The pointer that steps start from."""
+        step = self.definition(pointer)
+        while step is not None and step.op == "getelementptr":
+            pointer = step.operands[0]
+            step = self.definition(pointer)
+        return pointer
 
     def _threadgroup_pointers(self) -> set[str]:
         """Pointers of 32 bits."""
