@@ -66,6 +66,8 @@ def _runtime() -> ctypes.CDLL:
     library.simulator_counters_stop.restype = ctypes.POINTER(_DispatchCounters)
     library.simulator_live_buffers.restype = ctypes.c_size_t
     library.simulator_live_objects.restype = ctypes.c_long
+    library.simulator_buffer_contents.argtypes = [ctypes.c_void_p]
+    library.simulator_buffer_contents.restype = ctypes.c_void_p
     return library
 
 
@@ -147,6 +149,12 @@ def live_buffers() -> int:
 def live_objects() -> int:
     """How many Objective-C objects exist: what host code creates with `new` and does not release stays."""
     return _runtime().simulator_live_objects()
+
+
+def host_address(tensor: torch.Tensor) -> int:
+    """Where a tensor of the device lies in this process's memory: `data` of a dispatch that binds it."""
+    contents = _runtime().simulator_buffer_contents(tensor.untyped_storage().data_ptr())
+    return contents + tensor.storage_offset() * tensor.element_size()
 
 
 @contextlib.contextmanager

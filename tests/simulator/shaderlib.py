@@ -149,18 +149,23 @@ class ShaderLibrary:
         self._kernels = {table[i].name.decode(): table[i] for i in range(count.value)}
 
     @property
+    def kernels(self) -> dict[str, Kernel]:
+        return dict(self._kernels)
+
+    @property
     def kernel_names(self) -> list[str]:
         return list(self._kernels)
 
     def launch(
-        self, name, buffers, grid, threads, threadgroup_bytes=(), total_threads=None, seed=None
+        self, name, buffers, grid, threads, threadgroup_bytes=(), total_threads=None, seed=None, run=execute
     ) -> dict:
         """Runs kernel `name` on `grid` threadgroups of `threads` threads.
 
         `buffers` maps buffer indices to numpy arrays, tensors, bytes or numpy scalars; arrays and tensors
         bound to writable arguments hold the results afterwards. `threadgroup_bytes` is a list (or dict by
         index) of the lengths of threadgroup arguments. `total_threads` cuts the edge threadgroups as
-        dispatchThreads does. `seed` overrides set_schedule. Raises SimulatorError on the first finding.
+        dispatchThreads does. `seed` overrides set_schedule. `run` gets the dispatch and gives its counters.
+        Raises SimulatorError on the first finding.
         """
         if name not in self._kernels:
             raise KeyError(f"no kernel named {name}; there are {', '.join(self._kernels)}")
@@ -176,14 +181,15 @@ class ShaderLibrary:
         )
         for index, length in lengths:
             dispatch.threadgroup_bytes[index] = length
-        # An object that is bound twice is one memory.
+        # An object that is bound twice is one memory; bytes and numbers are as if given to setBytes.
         memory = {id(value): host_bytes(value) for value in buffers.values()}
-        identities = {key: number for number, key in enumerate(memory, 1)}
+        by_value = {id(value) for value in buffers.values() if isinstance(value, (bytes, np.generic))}
+        identities = {key: 0 if key in by_value else number for number, key in enumerate(memory, 1)}
         for index, value in buffers.items():
             data = memory[id(value)]
             dispatch.buffers[index] = Binding(data.ctypes.data, data.size, identities[id(value)], None)
         try:
-            return execute(dispatch).as_dict()
+            return run(dispatch).as_dict()
         finally:
             for value in buffers.values():
                 if getattr(value, "is_cpu", True) is False:

@@ -325,4 +325,7 @@ size_t simulator_live_buffers(void) {
 long simulator_live_objects(void) {
   return simulator::live_objects();
 }
+void* simulator_buffer_contents(const void* buffer) {
+  return simulator::buffer_contents(buffer);
+}
 }

@@ -24,4 +24,5 @@ void simulator_counters_start(void);
 const simulator_dispatch_counters* simulator_counters_stop(size_t* count);
 size_t simulator_live_buffers(void);
 long simulator_live_objects(void);
+void* simulator_buffer_contents(const void* buffer);  // of an MTLBuffer
 }

@@ -39,7 +39,7 @@ MSL_COMBINE inline matrix_place place_of_lane(unsigned lane) {
   if (msl_matrix_layout == 1) return {quad, int(lane % 4) * 2};
   return {(quad & 4) + int(lane / 2) % 4, (quad & 2) * 2 + int(lane % 2) * 2};
 }
-MSL_RUNTIME inline matrix_place matrix_place_here() {
+__attribute__((const)) MSL_RUNTIME inline matrix_place matrix_place_here() {
   return place_of_lane(msl_self->lane);
 }
 
@@ -75,6 +75,21 @@ struct product {
     return nullptr;
   }
 };
+
+// Takes and gives registers, so that a compiler keeps matrices out of memory: ../../apple counts what it
+// makes.
+template <class D>
+struct lane_elements {
+  typedef D type __attribute__((ext_vector_type(2)));
+};
+template <class D, class A, class B, class C>
+MSL_RUNTIME typename lane_elements<D>::type multiply(const char* name, A a0, A a1, B b0, B b1, C c0, C c1,
+                                                     const char* file, unsigned line) {
+  const metal::vec<D, 2> result = collective<product_operands<A, B, C>, metal::vec<D, 2>>(
+      name, {metal::vec<A, 2>(a0, a1), metal::vec<B, 2>(b0, b1), metal::vec<C, 2>(c0, c1)},
+      product<D, A, B, C>::combine, file, line);
+  return {result.x, result.y};
+}
 }  // namespace msl
 
 namespace metal {
@@ -118,16 +133,17 @@ template <class D, class A, class B, class C>
 MSL_INLINE void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
                                               simdgroup_matrix<B, 8, 8> b, simdgroup_matrix<C, 8, 8> c,
                                               MSL_SITE_PARAMETERS) {
-  d.elements = msl::collective<msl::product_operands<A, B, C>, vec<D, 2>>(
-      "simdgroup_multiply_accumulate", {a.elements, b.elements, c.elements},
-      msl::product<D, A, B, C>::combine, MSL_SITE);
+  const auto result =
+      msl::multiply<D, A, B, C>("simdgroup_multiply_accumulate", a.elements.x, a.elements.y, b.elements.x,
+                                b.elements.y, c.elements.x, c.elements.y, MSL_SITE);
+  d.elements = vec<D, 2>(result[0], result[1]);
 }
 
 template <class D, class A, class B>
 MSL_INLINE void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
                                    simdgroup_matrix<B, 8, 8> b, MSL_SITE_PARAMETERS) {
-  const vec<D, 2> zero(D(0));
-  d.elements = msl::collective<msl::product_operands<A, B, D>, vec<D, 2>>(
-      "simdgroup_multiply", {a.elements, b.elements, zero}, msl::product<D, A, B, D>::combine, MSL_SITE);
+  const auto result = msl::multiply<D, A, B, D>("simdgroup_multiply", a.elements.x, a.elements.y,
+                                                b.elements.x, b.elements.y, D(0), D(0), MSL_SITE);
+  d.elements = vec<D, 2>(result[0], result[1]);
 }
 }  // namespace metal

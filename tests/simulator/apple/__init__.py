@@ -1,0 +1,32 @@
+"""A cost model of Apple GPUs: what Metal kernels would execute there, without a Mac.
+
+    measure(call)              one Measurement for each dispatch of the operators that `call` calls on "mps"
+    with measuring() as list:  the same for a block
+    registers(library, name)   the registers that a kernel needs
+    GPUS                       the GPUs that it knows
+
+The kernels are those that the package's host code dispatches: nothing about launches is written down here.
+Their translated source is lowered to LLVM IR without a target. Each instruction becomes the Apple instructions
+that it would be (lower.py) at published costs (facts.py); the executor runs the same IR on the real buffers and
+counts its blocks and accesses (count.py). `python -m simulator.apple --help` prints tables.
+"""
+
+from .count import Limit
+from .facts import GPUS, Gpu, table, threads_for
+from .measure import Recorder, measure, measuring, registers
+from .model import Bounds, Measurement, Work
+
+__all__ = [
+    "GPUS",
+    "Bounds",
+    "Gpu",
+    "Limit",
+    "Measurement",
+    "Recorder",
+    "Work",
+    "measure",
+    "measuring",
+    "registers",
+    "table",
+    "threads_for",
+]

@@ -1,0 +1,263 @@
+"""What is known of Apple's GPUs, and from where: the numbers that the model reads, and prints with --facts.
+
+"known": measured or documented for the chips named. "inferred": concluded here from published measurements.
+"assumed": nobody outside of Apple knows; the value is plausible.
+"""
+
+from dataclasses import dataclass
+
+M1, M2, M3, M5 = 7, 8, 9, 10  # Apple GPU families; M4 is of M3's
+METAL_BENCHMARKS = "philipturner/metal-benchmarks, README"
+MESA = "Mesa, src/asahi/compiler (Rosenzweig 2023)"
+APPLEGPU = "dougallj/applegpu, instruction documentation"
+
+
+@dataclass(frozen=True)
+class Fact:
+    name: str
+    value: object
+    status: str  # known, inferred, assumed
+    chips: str
+    source: str
+
+
+FACTS: list[Fact] = []
+
+
+def fact(name: str, value, status: str, chips: str, source: str):
+    """Adds a row to the table; gives its value."""
+    FACTS.append(Fact(name, value, status, chips, source))
+    return value
+
+
+LANES = fact("lanes of a simdgroup", 32, "known", "all", "Metal feature set tables")
+SCHEDULERS = fact(
+    "schedulers of a core, each issues an instruction of a simdgroup a cycle",
+    4,
+    "known",
+    "M1, M2; assumed for later",
+    METAL_BENCHMARKS,
+)
+L1_BYTES = {
+    M1: fact(
+        "L1: bytes a cycle and core, in sectors of 32",
+        64,
+        "known",
+        "M1, M2",
+        f"{METAL_BENCHMARKS}; chipsandcheese.com 2023-10-31",
+    ),
+    M3: fact(
+        "L1: bytes a cycle and core, later",
+        128,
+        "inferred",
+        "M3, M4; assumed for M5",
+        "64 contradicts the times of mlx #3863",
+    ),
+}
+SECTOR_BYTES = fact("L1: bytes of a sector", 32, "assumed", "all", "fits mlx #3967")
+THREADGROUP_BYTES = fact(
+    "threadgroup memory: bytes a cycle and core", 64, "assumed", "all", "'TBD' in metal-benchmarks"
+)
+DRAM_REACH = fact(
+    "DRAM: part of the specified bandwidth that reads reach",
+    0.86,
+    "known",
+    "M1 Pro, M3 Ultra, M3 Max",
+    "omlx #2238, mlx #3967, mlx #3863; one M3 Ultra 0.55 to 0.63 (mlx #4509)",
+)
+LINE_BYTES = fact("bytes of memory that are fetched at once", 64, "assumed", "all", "half of the cache line")
+LOAD_COMPONENTS = fact(
+    "device load: at most so many values of 8, 16 or 32 bits a lane", 4, "known", "M1", f"{APPLEGPU}"
+)
+ADDRESS_SHIFT = fact(
+    "index of an address, and second operand of an integer add: shifted by up to",
+    4,
+    "known",
+    "M1",
+    APPLEGPU,
+)
+NATIVE_BF16 = fact(
+    "bfloat16 arithmetic, from this GPU family on", M3, "inferred", "M3", "Metal feature tables"
+)
+BF16_WIDENING = fact("bfloat16 to float before that: instructions", 1, "inferred", "M1, M2", "a shift by 16")
+BF16_ROUNDING = fact(
+    "float to bfloat16 before that: instructions", 5, "inferred", "M1, M2", "round to even, NaN kept"
+)
+_THREADS = (
+    *((104, 1024), (112, 896), (128, 832), (136, 768), (144, 704), (160, 640), (184, 576), (208, 512)),
+    *((232, 448), (256, 384)),
+)
+REGISTER_TABLE = fact(
+    "threads of a core by the 16-bit halves of registers that each takes",
+    _THREADS,
+    "known",
+    "M1, M2; allocated dynamically from M3 on",
+    f"{MESA}, agx_occupancy",
+)
+NOT_MODELLED = fact(
+    "not modelled",
+    "spilling, the compiler's order of loads, instruction cache (12 KB), start and end of a dispatch, "
+    "contention, changing clocks, hits in L2 and SLC between threadgroups, two instructions a cycle from M3 on",
+    "known",
+    "all",
+    "dispatches under 50 us are not predicted",
+)
+SERIAL_DISPATCH = fact(
+    "a dispatch of a serial encoder, at best (us); not in the model",
+    (1.3, 2.05),
+    "known",
+    "some M",
+    "kryptic-sh/infr #14, penta2himajin/qwisp #143",
+)
+DEPENDENT_DISPATCH = fact(
+    "a dependent dispatch with its start and end (us); not in the model",
+    10,
+    "known",
+    "M5 Pro",
+    "mlx-lm #1676",
+)
+DRAM_LATENCY = fact(
+    "DRAM latency (ns); not in the model", (342, 400), "known", "M2 Pro", "chipsandcheese.com"
+)
+SIMDGROUPS_TO_HIDE = fact(
+    "simdgroups a core for full rate without independent instructions; not in the model",
+    24,
+    "known",
+    "M1",
+    METAL_BENCHMARKS,
+)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an instruction of a simdgroup takes: of its scheduler's issue slots, and of one pipe's cycles."""
+
+    slots: float
+    pipe: str = ""  # "complex", "shuffle"; none for what issue alone bounds
+    cycles: float = 0
+
+
+COSTS: dict[str, Cost] = {}
+
+
+def cost(
+    names: str, slots, status: str, source: str, pipe: str = "", cycles=0, chips: str = "M1", note=""
+) -> None:
+    """Adds a row for classes of instructions: `names` separated by spaces."""
+    value = Cost(slots, pipe, cycles)
+    for name in names.split():
+        COSTS[name] = value
+    text = f"{slots} slots" + (f", {cycles} cycles of the {pipe} pipe" if pipe else "")
+    fact(f"cost of {names}{note and f' ({note})'}", text, status, chips, source)
+
+
+_COMPLEX_SLOTS = 2
+fact(
+    "issue slots of an instruction of the complex pipe",
+    _COMPLEX_SLOTS,
+    "inferred",
+    "M1",
+    f"{METAL_BENCHMARKS}: one with 3 simple ones takes 4.9 to 5.4 cycles, with 4 5.6 to 6.1",
+)
+_complex = {"pipe": "complex", "chips": "M1"}
+cost("fma fadd fmul fother", 1, "known", METAL_BENCHMARKS, chips="M1")
+cost("iadd logic mov select cmp", 1, "known", METAL_BENCHMARKS)
+cost("iadd64", 4, "known", f"{METAL_BENCHMARKS}: 4.7 cycles")
+cost(
+    "shift bfe imul convert popcount transc", _COMPLEX_SLOTS, "known", METAL_BENCHMARKS, cycles=4, **_complex
+)
+cost("shiftvar imul64", _COMPLEX_SLOTS, "known", METAL_BENCHMARKS, cycles=8, **_complex)
+cost("recip", _COMPLEX_SLOTS, "known", METAL_BENCHMARKS, cycles=6, **_complex)
+cost("rsqrt", _COMPLEX_SLOTS, "known", METAL_BENCHMARKS, cycles=8, **_complex)
+cost("bfwiden bfround", 1, "inferred", "one of the instructions above", chips="M1, M2")
+cost("branch", 2, "assumed", "a mask is pushed or popped")
+cost("shuffle ballot", 1, "known", METAL_BENCHMARKS, "shuffle", 2, note="xor, rotate, up, down, broadcast")
+cost("simdsum", 10, "known", f"{METAL_BENCHMARKS}: 14.5 cycles in a chain", "shuffle", 10)
+cost("scan", 8, "assumed", "like simdsum", "shuffle", 8)
+cost("mma16", 17, "known", METAL_BENCHMARKS, chips="M1, M2", note="8x8x8, half or bfloat operands")
+cost("mma32", 18, "known", METAL_BENCHMARKS, chips="M1, M2", note="8x8x8, float operands")
+cost("barrier", 4, "assumed", "not published")
+cost("simdbarrier", 0, "assumed", "lanes run in lockstep")
+cost("devload devstore tgload tgstore private atomic", 1, "assumed", "an instruction of the memory pipe")
+cost("constload", 0, "inferred", "uniform registers are filled before the threads start")
+cost(
+    "anyshuffle",
+    30,
+    "known",
+    f"{MESA}: lowered to quads; 28 to 32 cycles",
+    "shuffle",
+    30,
+    "M1, M2",
+    "any lane",
+)
+cost("anyshuffle3", 1, "assumed", "as other shuffles", "shuffle", 2, "M3 on", "any lane")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A chip's GPU. `gbs` is the specified bandwidth of memory in GB/s."""
+
+    name: str
+    family: int  # Apple GPU family: M1 7, M2 8, M3 and M4 9, M5 10
+    cores: int
+    ghz: float
+    gbs: float
+
+    @property
+    def native_bf16(self) -> bool:
+        return self.family >= NATIVE_BF16
+
+    @property
+    def l1_bytes(self) -> int:
+        return L1_BYTES[M3 if self.family >= M3 else M1]
+
+    @property
+    def dram_bytes_per_us(self) -> float:
+        return self.gbs * DRAM_REACH * 1e3
+
+    @property
+    def core_cycles_per_us(self) -> float:
+        return self.cores * self.ghz * 1e3
+
+
+GPUS: dict[str, Gpu] = {}
+
+
+def gpu(name: str, family: int, cores: int, ghz: float, gbs: float, status: str = "known") -> None:
+    GPUS[name] = Gpu(name, family, cores, ghz, gbs)
+    source = f"{METAL_BENCHMARKS}; Apple's specifications; hmc-tech.com"
+    fact(f"{name}: cores, GHz, GB/s", (cores, ghz, gbs), status, name, source)
+
+
+gpu("M1", M1, 8, 1.278, 68.25)
+gpu("M1 Pro", M1, 16, 1.296, 204.8)
+gpu("M1 Pro 14", M1, 14, 1.296, 204.8)
+gpu("M1 Max", M1, 32, 1.296, 409.6)
+gpu("M1 Ultra", M1, 64, 1.296, 819.2)
+gpu("M2", M2, 10, 1.398, 102.4)
+gpu("M2 Pro", M2, 19, 1.398, 204.8)
+gpu("M2 Max", M2, 38, 1.398, 409.6)
+gpu("M2 Ultra", M2, 76, 1.398, 819.2)
+gpu("M3", M3, 10, 1.398, 102.4)
+gpu("M3 Pro", M3, 18, 1.398, 153.6)
+gpu("M3 Max", M3, 40, 1.398, 409.6)
+gpu("M3 Ultra", M3, 80, 1.398, 819.2)
+gpu("M4", M3, 10, 1.47, 120.0, "inferred")  # clocks of the M4 to 6 %: sources differ
+gpu("M4 Pro", M3, 20, 1.578, 273.0, "inferred")
+gpu("M4 Max", M3, 40, 1.578, 546.0, "inferred")
+gpu("M5", M5, 10, 1.578, 153.6, "assumed")  # without its tensor units
+gpu("M5 Max", M5, 40, 1.62, 614.0, "assumed")
+
+
+def threads_for(halves: int) -> int:
+    """The threads of a threadgroup that M1's registers allow; 0 where a thread needs more than it can get."""
+    return next((threads for limit, threads in REGISTER_TABLE if halves <= limit), 0)
+
+
+def table() -> str:
+    """All facts, one a line."""
+    lines = [
+        f"{f.status:8}  {f.name}: {f.value}  [{f.chips}; {f.source}]"
+        for f in sorted(FACTS, key=lambda f: ("known", "inferred", "assumed").index(f.status))
+    ]
+    return "\n".join(lines)

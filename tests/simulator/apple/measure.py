@@ -1,0 +1,69 @@
+"""Runs what the package's host code, or `shader_library`, dispatches: counted instead of checked."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from .. import runtime, shaderlib
+from .count import Limit, model_of
+from .model import Measurement, Work
+from .registers import Registers
+
+DEFAULT_LIMIT = Limit()
+
+
+class Recorder:
+    """Called with a dispatch, runs and measures it. `work` is by the address of a buffer that is bound."""
+
+    def __init__(self, work: Mapping[int, Work] | None = None, limit: Limit = DEFAULT_LIMIT):
+        self.work, self.limit = work or {}, limit
+        self.measurements: list[Measurement] = []
+
+    def __call__(self, dispatch: shaderlib.Dispatch) -> shaderlib.Counters:
+        kernel = dispatch.kernel.contents
+        model = model_of(kernel)
+        counts, counters = model.run(dispatch, self.limit)
+        addresses = {b.data for b in dispatch.buffers if b.data}
+        self.measurements.append(
+            Measurement(
+                kernel=kernel.name.decode(),
+                grid=tuple(dispatch.grid),
+                threads=dispatch.threads[0] * dispatch.threads[1] * dispatch.threads[2],
+                declared_threads=kernel.max_threads,
+                threadgroup_bytes=sum(dispatch.threadgroup_bytes),
+                model=model,
+                counts=counts,
+                work=next((work for address, work in self.work.items() if address in addresses), None),
+            )
+        )
+        return counters
+
+
+@contextlib.contextmanager
+def measuring(
+    work: Mapping[torch.Tensor, Work] | None = None, limit: Limit = DEFAULT_LIMIT
+) -> Iterator[list[Measurement]]:
+    """Measures the dispatches of the block, which ends by synchronising; their results are right, if all ran.
+
+    `work` says of weights on "mps" what a dispatch is for that binds them.
+    """
+    recorder = Recorder({runtime.host_address(t): w for t, w in (work or {}).items()}, limit)
+    with runtime.intercepted(recorder):
+        yield recorder.measurements
+
+
+def measure(
+    call: Callable[[], object],
+    work: Mapping[torch.Tensor, Work] | None = None,
+    limit: Limit = DEFAULT_LIMIT,
+) -> list[Measurement]:
+    """One measurement for each dispatch of `call`, e.g. of an operator on "mps". See `measuring`."""
+    with measuring(work, limit) as measurements:
+        call()
+    return measurements
+
+
+def registers(library: shaderlib.ShaderLibrary, name: str) -> Registers:
+    """The registers that a kernel of a library needs on M1; nothing is run."""
+    return model_of(library.kernels[name]).registers

@@ -1,0 +1,204 @@
+"""What a counted dispatch takes on an Apple GPU: instructions, bytes, registers, and what bounds it."""
+
+import functools
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from .count import SPACES, Counts, KernelModel
+from .facts import COSTS, LANES, M3, SCHEDULERS, SECTOR_BYTES, THREADGROUP_BYTES, Gpu, threads_for
+from .registers import Registers
+
+_LATER = {"anyshuffle": "anyshuffle3"}  # classes that cost something else from the M3 on
+GROUPS = {
+    "float": "fma fadd fmul fother",
+    "logic": "logic",
+    "integer": "iadd iadd64 imul imul64",
+    "shift": "shift shiftvar bfe",
+    "convert": "convert",
+    "bfloat": "bfwiden bfround",
+    "select": "select cmp mov",
+    "branch": "branch",
+    "special": "transc recip rsqrt popcount",
+    "simdgroup": "shuffle anyshuffle simdsum scan ballot",
+    "matrix": "mma16 mma32",
+    "barrier": "barrier",
+    "device": "devload devstore",
+    "threadgroup": "tgload tgstore",
+    "private": "private",
+    "atomic": "atomic",
+}
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The least microseconds that each resource of a GPU needs; they work side by side."""
+
+    issue: float
+    l1: float
+    threadgroup: float
+    dram: float
+
+    @property
+    def binding(self) -> str:
+        return max(self.__dict__, key=self.__dict__.get)
+
+    @property
+    def predicted_us(self) -> float:
+        return max(self.__dict__.values())
+
+
+@dataclass
+class Traffic:
+    """Bytes that lanes ask for in device and threadgroup memory, and those that the L1 moves."""
+
+    device_loaded: float = 0
+    device_stored: float = 0
+    l1: float = 0
+    threadgroup: float = 0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a dispatch is for: its multiply-adds, or elements, and the device memory that it must touch."""
+
+    label: str
+    macs: int
+    dram_bytes: int | None = None
+
+
+@dataclass(eq=False)
+class Measurement:
+    """One dispatch. `work` is what the caller said of it."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    threads: int
+    declared_threads: int  # max_total_threads_per_threadgroup, 0 without
+    threadgroup_bytes: int
+    model: KernelModel
+    counts: Counts
+    work: Work | None = None
+
+    @property
+    def fraction(self) -> float:
+        """The part of the threadgroups that were run; counts are scaled by it."""
+        return self.counts.groups_run / max(1, self.counts.group_slots.size)
+
+    @property
+    def registers(self) -> Registers:
+        return self.model.registers
+
+    @property
+    def allowed_threads(self) -> int:
+        """The threads of a threadgroup that M1's registers allow; 0 where a thread needs too many."""
+        return threads_for(self.registers.halves)
+
+    @property
+    def fits(self) -> bool:
+        """Whether M1's registers allow the declared bound, or what is launched where none is declared."""
+        return self.allowed_threads >= (self.declared_threads or self.threads)
+
+    @property
+    def dram_bytes(self) -> float:
+        """Bytes of device memory that are touched, each once. Of a sample: as the caller says, or scaled."""
+        if self.fraction < 1 and self.work is not None and self.work.dram_bytes is not None:
+            return self.work.dram_bytes
+        return self.counts.distinct_bytes / self.fraction
+
+    @property
+    def sampling_error(self) -> float:
+        """The standard error of the slots, relative, where not all threadgroups were run."""
+        slots = self.counts.group_slots[self.counts.group_slots > 0]
+        if self.fraction == 1 or len(slots) < 2:
+            return 0.0
+        return float(slots.std(ddof=1) / slots.mean() / np.sqrt(len(slots)))
+
+    @functools.cached_property
+    def _sites(self) -> list[tuple[str, float, int, float, float]]:
+        """(class, instructions, bytes, lanes, sectors) of each site that ran, of simdgroups."""
+        found = []
+        for site, (accesses, lanes, sectors, space) in zip(self.model.sites, self.counts.sites, strict=True):
+            runs = float(self.counts.blocks[site.block]) / self.fraction
+            if runs and accesses:
+                class_ = _class_of(SPACES[int(space)], site.op)
+                per = runs / float(accesses)
+                asked, moved = float(lanes) * per, float(sectors) * per
+                found.append((class_, runs * site.instructions, site.bytes, asked, moved))
+        return found
+
+    @functools.cache  # noqa: B019  measurements are few
+    def classes(self, gpu: Gpu) -> Counter:
+        """Instructions that simdgroups execute, by class."""
+        found: Counter = Counter()
+        for runs, classes in zip(self.counts.blocks, self.model.block_classes(gpu.native_bf16), strict=True):
+            for class_ in classes:
+                name = _LATER.get(class_, class_) if gpu.family >= M3 else class_
+                found[name] += float(runs) / self.fraction
+        for class_, instructions, *_ in self._sites:
+            found[class_] += instructions
+        return found
+
+    def slots(self, gpu: Gpu) -> float:
+        """Issue slots of simdgroups."""
+        return sum(n * COSTS[c].slots for c, n in self.classes(gpu).items())
+
+    def slots_per_mac(self, gpu: Gpu) -> float:
+        """Issue slots of a lane for each multiply-add."""
+        return self.slots(gpu) * LANES / self.work.macs
+
+    def by_group(self, gpu: Gpu) -> dict[str, float]:
+        """Instructions of a lane for each multiply-add, by group of classes."""
+        classes = self.classes(gpu)
+        sums = {group: sum(classes[c] for c in names.split()) for group, names in GROUPS.items()}
+        return {group: n * LANES / self.work.macs for group, n in sums.items() if n}
+
+    @property
+    def active_lanes(self) -> float:
+        """The part of lanes that take part in what their simdgroup executes."""
+        weights = self.model.block_slots
+        runs = float((self.counts.blocks * weights).sum())
+        return float((self.counts.lane_blocks * weights).sum()) / (LANES * runs) if runs else 0.0
+
+    @functools.cached_property
+    def traffic(self) -> Traffic:
+        total = Traffic()
+        for class_, _, size, lanes, sectors in self._sites:
+            asked = size * lanes
+            if class_ == "devload":
+                total.device_loaded += asked
+                # A sector that many lanes read is delivered to each: gemv_wide on an M1 Pro (mlx #3967).
+                total.l1 += max(sectors * SECTOR_BYTES, asked)
+            elif class_ == "devstore":
+                total.device_stored += asked
+                total.l1 += asked
+            elif class_ in ("tgload", "tgstore"):
+                total.threadgroup += asked
+        return total
+
+    def bounds(self, gpu: Gpu) -> Bounds:
+        classes = self.classes(gpu)
+        pipes = {"complex": 0.0, "shuffle": 0.0}
+        for class_, n in classes.items():
+            if COSTS[class_].pipe:
+                pipes[COSTS[class_].pipe] += n * COSTS[class_].cycles
+        loads = classes["devload"] + classes["devstore"] + classes["private"]
+        threadgroup = classes["tgload"] + classes["tgstore"]
+        cycle = 1 / gpu.core_cycles_per_us  # of one core's share
+        return Bounds(
+            issue=max(self.slots(gpu), *pipes.values()) / SCHEDULERS * cycle,
+            l1=max(self.traffic.l1 / gpu.l1_bytes, loads) * cycle,
+            threadgroup=max(self.traffic.threadgroup / THREADGROUP_BYTES, threadgroup) * cycle,
+            dram=self.dram_bytes / gpu.dram_bytes_per_us,
+        )
+
+
+def _class_of(space: str, op: str) -> str:
+    if space == "constant":
+        return "constload"
+    if space == "private":
+        return "private"
+    if space == "module":
+        return "devload"
+    return ("dev" if space == "device" else "tg") + op
