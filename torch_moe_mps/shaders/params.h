@@ -146,6 +146,8 @@ struct ExpertParams {
   uint32_t rows;               // rows of an expert's matrix
   uint32_t outputs;            // of one pair, after the activation
   uint32_t vectorised;         // rows of x and of a dense matrix are whole vectors: multiples of 16 elements
+  uint32_t code_mask;          // of quantised weights: see HalfCodes in experts/formats.h
+  uint32_t code_exponent;      // floats: the signs
   uint32_t wide_ids;           // ids are int64
   uint32_t x_per_pair;         // x has a row for each pair, else for each token
   uint32_t units_are_experts;  // units of the grid are experts, else pairs

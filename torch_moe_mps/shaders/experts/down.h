@@ -100,9 +100,6 @@ inline void terms_of_expert(W weights, device const int* pair_order, uint count,
     if (left == 1) {
       const PairSet<1> one = {{pairs.v[0]}};
       terms_of_pairs<W, R, 1>(weights, one, one, left, expert, first, x, routing, bias, terms, lane, params);
-    } else if (left == 2) {
-      const PairSet<2> two = {{pairs.v[0], pairs.v[1]}};
-      terms_of_pairs<W, R, 2>(weights, two, two, left, expert, first, x, routing, bias, terms, lane, params);
     } else {
       terms_of_pairs<W, R, kMostPairs>(weights, pairs, pairs, left, expert, first, x, routing, bias, terms,
                                        lane, params);

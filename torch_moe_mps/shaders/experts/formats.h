@@ -211,12 +211,15 @@ inline uint code_at(Words<kWords> words, int index) {
 // conversion from integers, which takes four cycles on Apple's GPUs. Where two codes of a word lie 16 bits
 // apart, one mask gives both; and a mask may leave them one code's width up, so that a shifted word serves
 // two pairs. The exponent is that for which a code counts units: a half is offset(pair) + code.
+//
+// Mask and exponent come at run time: LLVM splits operations with literals into two of 16 bits.
 template <int kBits>
 struct HalfCodes {
   static constant constexpr bool kAligned = 16 % kBits == 0;
   static constant constexpr int kPairs = 16 / kBits;  // of a word, if aligned: codes i and i + kPairs
   static constant constexpr int kShifts = kAligned && 2 * kBits <= 10 ? 2 : 1;  // of a pair in its mantissa
-  static constant constexpr uint kMask = ((1u << kBits) - 1) * 0x00010001u;
+
+  uint mask, exponent;
 
   static int shift(int pair) { return kAligned ? pair % kPairs % kShifts : 0; }
   static float offset(int pair) { return shift(pair) == 0 ? 1024.0f : float(1024 >> kBits); }
@@ -228,14 +231,14 @@ struct HalfCodes {
   }
 
   template <int kWords>
-  static half2 pair(Words<kWords> words, int pair) {
+  half2 pair(Words<kWords> words, int pair) const {
     if constexpr (kAligned) {
       const int up = kBits * shift(pair);
       const uint word = words.v[pair / kPairs] >> (kBits * (pair % kPairs) - up);
-      return as_type<half2>((word & (kMask << up)) | (0x64006400u - uint(up) * 0x04000400u));
+      return as_type<half2>((word & (mask << up)) | (exponent - uint(up) * 0x04000400u));
     } else {
       const uint first = code_at<kBits>(words, 2 * pair), second = code_at<kBits>(words, 2 * pair + 1);
-      return as_type<half2>(first | second << 16 | 0x64006400u);
+      return as_type<half2>(first | second << 16 | exponent);
     }
   }
 };
@@ -263,10 +266,13 @@ struct Affine {
 
   Rows rows;
   device const T* biases;
+  Codes half_codes;
 
   Affine(device const uchar* packed, device const uchar* scales, device const uchar* biases_, uint expert,
          constant ExpertParams& params)
       : rows(packed, scales, expert, params) {
+    half_codes.mask = params.code_mask;
+    half_codes.exponent = params.code_exponent;
     biases = reinterpret_cast<device const T*>(biases_) + ulong(expert) * params.rows * rows.groups_per_row;
   }
 
@@ -280,8 +286,8 @@ struct Affine {
 
   static float offset(int pair) { return kExact ? 0.0f : Codes::offset(pair); }
   template <int N>
-  static float2 coded_pair(Chunk<N> chunk, int pair) {
-    half2 codes = Codes::pair(chunk.words, pair);
+  float2 coded_pair(Chunk<N> chunk, int pair) const {
+    half2 codes = half_codes.pair(chunk.words, pair);
     if (kExact) codes -= half2(half(Codes::offset(pair)));
     return float2(float(codes.x), float(codes.y));
   }
@@ -306,7 +312,7 @@ struct Affine {
   }
 
   static PairPlace pair_place(int value) { return Codes::pair_place(value); }
-  static float2 values(Chunk<kTileValues> chunk, int pair) {
+  float2 values(Chunk<kTileValues> chunk, int pair) const {
     const float scale = float(chunk.scale), rest = fma(-offset(pair), scale, float(chunk.bias));
     const float2 codes = coded_pair(chunk, pair);
     return float2(fma(codes.x, scale, rest), fma(codes.y, scale, rest));
@@ -319,20 +325,20 @@ struct Affine {
 struct E2M1 {
   static constant constexpr int kBits = 4;
   // Codes i and i + 4 of a word.
-  static half2 pair(uint word, int i) {
+  static half2 pair(uint word, int i, uint magnitudes, uint signs) {
     const uint sign = i < 3 ? word << (12 - 4 * i) : word;
     const uint magnitude = i < 3 ? word << (9 - 4 * i) : word >> 3;
-    return as_type<half2>((sign & 0x80008000u) | (magnitude & 0x0e000e00u)) * half2(16384.0h);
+    return as_type<half2>((sign & signs) | (magnitude & magnitudes)) * half2(16384.0h);
   }
 };
 
 struct E4M3 {
   static constant constexpr int kBits = 8;
   // Codes i and i + 2 of a word.
-  static half2 pair(uint word, int i) {
+  static half2 pair(uint word, int i, uint magnitudes, uint signs) {
     const uint sign = i == 0 ? word << 8 : word;
     const uint magnitude = i == 0 ? word << 7 : word >> 1;
-    return as_type<half2>((sign & 0x80008000u) | (magnitude & 0x3f803f80u)) * half2(256.0h);
+    return as_type<half2>((sign & signs) | (magnitude & magnitudes)) * half2(256.0h);
   }
 };
 
@@ -368,10 +374,11 @@ struct FloatCodes {
   };
 
   Rows rows;
+  uint magnitudes, signs;
 
   FloatCodes(device const uchar* packed, device const uchar* scales, device const uchar*, uint expert,
              constant ExpertParams& params)
-      : rows(packed, scales, expert, params) {}
+      : rows(packed, scales, expert, params), magnitudes(params.code_mask), signs(params.code_exponent) {}
 
   Row row(uint number) const { return rows.row(number); }
   template <int N>
@@ -382,8 +389,8 @@ struct FloatCodes {
 
   static PairPlace pair_place(int value) { return HalfCodes<Code::kBits>::pair_place(value); }
   template <int N>
-  static half2 coded_pair(Chunk<N> chunk, int pair) {
-    return Code::pair(chunk.words.v[pair / kPairs], pair % kPairs);
+  half2 coded_pair(Chunk<N> chunk, int pair) const {
+    return Code::pair(chunk.words.v[pair / kPairs], pair % kPairs, magnitudes, signs);
   }
 
   Pack<kUnit> codes(Chunk<kValues> chunk, int unit) const {
@@ -399,7 +406,7 @@ struct FloatCodes {
     return CodeScale::apply(dot, chunk.scale);
   }
 
-  static float2 values(Chunk<kTileValues> chunk, int pair) {
+  float2 values(Chunk<kTileValues> chunk, int pair) const {
     const half2 codes = coded_pair(chunk, pair);
     return float2(CodeScale::apply(float(codes.x), chunk.scale),
                   CodeScale::apply(float(codes.y), chunk.scale));

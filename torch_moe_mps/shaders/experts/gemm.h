@@ -30,6 +30,8 @@ struct MatrixPlace {
   MatrixPlace(uint lane) : row((lane / 16 * 4) + lane / 2 % 4), quarter(lane / 8 % 2 * 2 + lane % 2) {}
 };
 
+// The work of a threadgroup: kGemmRows rows times the inputs of up to 8 * kPairTiles pairs. The loop over the
+// inputs has no branches: fragments past the last pair are left out by choosing a smaller kPairTiles.
 template <typename W, int kPairTiles>
 struct Tile {
   typedef typename W::Element T;
@@ -69,30 +71,40 @@ struct Tile {
   struct Inputs {
     static constant constexpr int kOctets = kDepth / 8;  // of a pair
     static constant constexpr int kShares = (kPairs * kOctets + kThreads - 1) / kThreads;
+    static constant constexpr int kPairsApart = kThreads / kOctets;  // of a thread's shares
+
+    device const T* sources[kShares];
     Elements<T, 8> octets[kShares];
+    uint first;  // column of a step
+    uint pair;   // of the first share
+    uint inputs;
 
-    static uint octet(uint thread_index, int share) { return (thread_index + share * kThreads) % kOctets; }
-    static uint pair(uint thread_index, int share) { return (thread_index + share * kThreads) / kOctets; }
-
-    void load(device const T* x, threadgroup const uint* sources, uint count, uint depth, uint thread_index,
-              constant ExpertParams& params) {
+    Inputs(device const T* x, device const int* order, uint count, uint thread_index,
+           constant ExpertParams& params)
+        : first(8 * (thread_index % kOctets)), pair(thread_index / kOctets), inputs(params.inputs) {
       UNROLL for (int share = 0; share < kShares; ++share) {
-        const uint column = depth + 8 * octet(thread_index, share), local = pair(thread_index, share);
-        if (local < count && column < params.inputs) {
-          octets[share] = load_elements<8>(x + ulong(sources[local]) * params.inputs + column,
-                                           params.inputs - column, params.vectorised != 0);
+        const uint row = input_row(uint(order[min(pair + share * kPairsApart, count - 1)]), params);
+        sources[share] = x + ulong(row) * params.inputs;
+      }
+    }
+
+    void load(uint depth, constant ExpertParams& params) {
+      const uint column = depth + first;
+      UNROLL for (int share = 0; share < kShares; ++share) {
+        if (column < inputs) {
+          octets[share] = load_elements<8>(sources[share] + column, inputs - column, params.vectorised != 0);
         }
       }
     }
 
-    // [kDepth][kStride]: the row of an input is its fragment and its place there.
-    void store(threadgroup F* tile, uint count, uint depth, uint thread_index,
-               constant ExpertParams& params) const {
+    // [kDepth][kStride]: the row of an input is its fragment and its place there. Pairs past the last one are
+    // copies of it, whose sums nobody stores.
+    void store(threadgroup F* tile, uint depth) const {
+      const bool exists = depth + first < inputs;
+      const uint quarter = first / W::kTileValues, before = first % W::kTileValues;
       UNROLL for (int share = 0; share < kShares; ++share) {
-        const uint first = 8 * octet(thread_index, share), local = pair(thread_index, share);
-        if (local >= kPairs) continue;
-        const bool exists = local < count && depth + first < params.inputs;
-        const uint quarter = first / W::kTileValues, before = first % W::kTileValues;
+        const uint local = pair + share * kPairsApart;
+        if (kPairs % kPairsApart != 0 && local >= kPairs) continue;
         UNROLL for (int i = 0; i < 8; ++i) {
           const PairPlace place = W::pair_place(before + i);
           tile[(8 * place.pair + 2 * quarter + place.element) * kStride + local] =
@@ -102,32 +114,31 @@ struct Tile {
     }
   };
 
-  // Sums of kRowTiles x kPairTiles matrices of rows x pairs. Fragments past the last pair are left out.
+  // Sums of kRowTiles x kPairTiles matrices of rows x pairs.
   struct Sums {
     simdgroup_matrix<float, 8, 8> sums[kRowTiles][kPairTiles];
 
     Sums() {
       UNROLL for (int r = 0; r < kRowTiles; ++r) {
-        UNROLL for (int p = 0; p < kPairTiles; ++p) sums[r][p] =
-            make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+        UNROLL for (int p = 0; p < kPairTiles; ++p) {
+          sums[r][p] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+        }
       }
     }
 
-    void add(thread Rows& rows, threadgroup const F* tile, uint count) {
+    void add(W weights, thread Rows& rows, threadgroup const F* tile) {
       UNROLL for (int k = 0; k < kDepth / 8; ++k) {
-        simdgroup_matrix<F, 8, 8> weights[kRowTiles];
+        simdgroup_matrix<F, 8, 8> values[kRowTiles];
         UNROLL for (int r = 0; r < kRowTiles; ++r) {
-          const float2 two = W::values(rows.chunks[r], k);
-          weights[r].thread_elements()[0] = F(two.x);
-          weights[r].thread_elements()[1] = F(two.y);
+          const float2 two = weights.values(rows.chunks[r], k);
+          values[r].thread_elements()[0] = F(two.x);
+          values[r].thread_elements()[1] = F(two.y);
         }
         UNROLL for (int p = 0; p < kPairTiles; ++p) {
-          if (p == 0 || uint(8 * p) < count) {
-            simdgroup_matrix<F, 8, 8> inputs;
-            simdgroup_load(inputs, tile + 8 * k * kStride + 8 * p, kStride);
-            UNROLL for (int r = 0; r < kRowTiles; ++r) {
-              simdgroup_multiply_accumulate(sums[r][p], weights[r], inputs, sums[r][p]);
-            }
+          simdgroup_matrix<F, 8, 8> inputs;
+          simdgroup_load(inputs, tile + 8 * k * kStride + 8 * p, kStride);
+          UNROLL for (int r = 0; r < kRowTiles; ++r) {
+            simdgroup_multiply_accumulate(sums[r][p], values[r], inputs, sums[r][p]);
           }
         }
       }
@@ -153,6 +164,25 @@ struct Tile {
       }
     }
   };
+
+  static void run(W weights, device const T* x, device const int* order, uint count, device const uchar* bias,
+                  uint expert, uint first, threadgroup F* tile, uint thread_index, uint lane, device T* out,
+                  constant ExpertParams& params) {
+    const MatrixPlace place(lane);
+    Rows rows(weights, first, place, params);
+    Inputs inputs(x, order, count, thread_index, params);
+    Sums sums;
+    inputs.load(0, params);
+    for (uint depth = 0; depth < params.inputs; depth += kDepth) {
+      rows.load(weights, depth + place.quarter * W::kTileValues, params.inputs);
+      threadgroup_barrier(mem_flags::mem_threadgroup);  // the tile before this one has been read
+      inputs.store(tile, depth);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      inputs.load(depth + kDepth, params);
+      sums.add(weights, rows, tile);
+    }
+    sums.store(order, count, bias, expert, first, place, out, params);
+  }
 };
 
 // Grid: (blocks of rows, tiles). A tile, from moe_bucket, is (expert, first position in pair_order, pairs),
@@ -163,11 +193,8 @@ template <typename W, int kPairTiles>
     device const int4* tiles [[buffer(9)]], uint2 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
-  typedef Tile<W, kPairTiles> Tile;
-  typedef typename Tile::T T;
-  typedef typename Tile::F F;
-  threadgroup F input_tile[Tile::kDepth * Tile::kStride];
-  threadgroup uint sources[Tile::kPairs];
+  typedef Tile<W, kPairTiles> Largest;
+  threadgroup typename Largest::F input_tile[Largest::kDepth * Largest::kStride];
   const uint block = outputs_of_rows(kGemmRows, params);
   const uint first_of_group = group.x * block, first = first_of_group + simdgroup * block / kGemmSimdgroups;
   const int4 tile = tiles[group.y];
@@ -176,28 +203,23 @@ template <typename W, int kPairTiles>
   if (count == 0) return;
   if (tile.x < 0) {
     const uint columns = min(block, params.outputs - first_of_group);
-    for (uint i = thread_index; i < count * columns; i += Tile::kThreads) {
-      out[ulong(order[i / columns]) * params.outputs + first_of_group + i % columns] = T(0.0f);
+    for (uint i = thread_index; i < count * columns; i += Largest::kThreads) {
+      out[ulong(order[i / columns]) * params.outputs + first_of_group + i % columns] = 0;
     }
     return;
   }
-  const uint expert = tile.x;
-  if (thread_index < count) sources[thread_index] = input_row(order[thread_index], params);
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-
-  const MatrixPlace place(lane);
-  const W weights(packed, scales, biases, expert, params);
-  typename Tile::Rows rows(weights, first, place, params);
-  typename Tile::Inputs inputs;
-  typename Tile::Sums sums;
-  inputs.load(x, sources, count, 0, thread_index, params);
-  for (uint depth = 0; depth < params.inputs; depth += Tile::kDepth) {
-    rows.load(weights, depth + place.quarter * W::kTileValues, params.inputs);
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // the tile before this one has been read
-    inputs.store(input_tile, count, depth, thread_index, params);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    inputs.load(x, sources, count, depth + Tile::kDepth, thread_index, params);
-    sums.add(rows, input_tile, count);
+  const W weights(packed, scales, biases, uint(tile.x), params);
+#define RUN_TILE(pair_tiles)                                                                    \
+  if constexpr (pair_tiles <= kPairTiles) {                                                     \
+    if (pair_tiles == kPairTiles || count <= 8 * pair_tiles) {                                  \
+      Tile<W, pair_tiles>::run(weights, x, order, count, bias, uint(tile.x), first, input_tile, \
+                               thread_index, lane, out, params);                                \
+      return;                                                                                   \
+    }                                                                                           \
   }
-  sums.store(order, count, bias, expert, first, place, out, params);
+  RUN_TILE(1)
+  RUN_TILE(2)
+  RUN_TILE(3)
+  RUN_TILE(4)
+#undef RUN_TILE
 }

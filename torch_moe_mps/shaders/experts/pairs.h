@@ -2,7 +2,7 @@
 #pragma once
 #include "experts/common.h"
 
-constant constexpr int kMostPairs = 4;  // of one expert at a time: more take more registers than there are
+constant constexpr int kMostPairs = 2;  // of one expert at a time: more take more registers than there are
 
 // Some pairs of one expert.
 template <int M>

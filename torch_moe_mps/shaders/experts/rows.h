@@ -84,18 +84,14 @@ template <typename W>
   if (first >= params.outputs) return;
   const W weights(packed, scales, biases, list.expert, params);
   const RowSet<R> rows = rows_of_lane<R>(first, lane, params);
-  for (uint start = 0; start < list.count;) {
+  for (uint start = 0; start < list.count; start += kMostPairs) {
     const uint left = list.count - start;
     if (left == 1) {
       rows_of_pairs<W, R, 1>(weights, rows, list.template some<1>(members, start), left, x, bias, list.expert,
-                             first, lane, out, params);
-    } else if (left == 2) {
-      rows_of_pairs<W, R, 2>(weights, rows, list.template some<2>(members, start), left, x, bias, list.expert,
                              first, lane, out, params);
     } else {
       rows_of_pairs<W, R, kMostPairs>(weights, rows, list.template some<kMostPairs>(members, start), left, x,
                                       bias, list.expert, first, lane, out, params);
     }
-    start += kMostPairs;
   }
 }
