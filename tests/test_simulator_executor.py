@@ -574,19 +574,6 @@ kernel void long_run(device float* out [[buffer(0)]], uint i [[thread_index_in_t
     assert "race within" in finding(source % "out[2 - i]", "long_run", {0: out}, threads=(2,))
 
 
-def test_two_threads_compile_and_run_at_once(tmp_path, monkeypatch):
-    from concurrent.futures import ThreadPoolExecutor
-
-    def work(k):
-        library = shader_library(HEAD + ACROSS % f"out[i] = simd_sum(float(i)) + {k % 3};")
-        out = floats(64)
-        library.launch("bad", {0: out}, (1,), (64,), seed=k)
-        return out[0] - k % 3
-
-    with ThreadPoolExecutor(4) as pool:
-        assert set(pool.map(work, range(12))) == {496.0}
-
-
 def test_literals_without_suffix_are_floats():
     source = "kernel void k(device float* x [[buffer(0)]]) { "
     source += "x[0] = x[0] * 0.1 + 1.0 / 3; half h = 0.1h; x[1] = h; }"
