@@ -385,10 +385,11 @@ struct Mxfp4Weights {
     return pack;
   }
 
-  // In two steps: 2^14 times the largest scale is no float.
+  // In two steps: 2^14 times the largest scale is no float, and the smallest, 2^-127, is subnormal: zero on a
+  // GPU.
   float scaled(Chunk chunk, float dot, InputSums) const {
     const uint exponent = chunk.scale;
-    return dot * 16384.0f * as_type<float>(exponent == 0 ? 0x00400000u : exponent << 23);
+    return dot * (exponent == 0 ? 8192.0f : 16384.0f) * as_type<float>(max(exponent, 1u) << 23);
   }
 
   Pack<8> octet(Chunk chunk, int index) const {

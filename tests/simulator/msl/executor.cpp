@@ -17,6 +17,7 @@
 #include <sys/wait.h>
 #include <ucontext.h>
 #include <unistd.h>
+#include <xmmintrin.h>
 
 #include <algorithm>
 #include <mutex>
@@ -667,7 +668,21 @@ class Signals {
   stack_t old_stack;
 };
 
+// Apple's GPUs take float32 subnormals for zero, as operands and as results. So does this CPU meanwhile;
+// halves keep theirs, which are normal numbers as floats, and conversions between the two do not look at
+// these bits.
+class FlushSubnormals {
+ public:
+  FlushSubnormals() : old(_mm_getcsr()) { _mm_setcsr(old | flush_to_zero | denormals_are_zero); }
+  ~FlushSubnormals() { _mm_setcsr(old); }
+
+ private:
+  static constexpr unsigned flush_to_zero = 1 << 15, denormals_are_zero = 1 << 6;
+  const unsigned old;
+};
+
 void run(const msl_dispatch& d) {
+  const FlushSubnormals flush;
   dispatch = &d;
   memory.begin(d, reinterpret_cast<const void*>(entry));
   order_threadgroups(d);

@@ -550,10 +550,12 @@ void Memory::race(Segment& segment, size_t at, Stamp other, bool other_wrote, bo
 
 }  // namespace msl
 
-// The compiler's helper for float -> bfloat: to nearest even, NaNs stay NaNs.
+// The compiler's helper for float -> bfloat: to nearest even, NaNs stay NaNs, subnormals are zero.
 extern "C" __bf16 __truncsfbf2(float x) {
   uint32_t bits = __builtin_bit_cast(uint32_t, x);
-  if ((bits & 0x7fffffff) > 0x7f800000)
+  if (!(bits & 0x7f800000))
+    bits &= 0x80000000;
+  else if ((bits & 0x7fffffff) > 0x7f800000)
     bits |= 0x400000;
   else
     bits += 0x7fff + (bits >> 16 & 1);
