@@ -163,6 +163,31 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
                                                             std::nullopt, scale, enable_gqa));
 }
 
+optional<Tensor> on_host(const optional<Tensor>& tensor) {
+  return tensor && tensor->defined() ? optional<Tensor>(on_host(*tensor)) : std::nullopt;
+}
+
+// libtorch chooses a device's own convolution before the fallback sees one; without its MPS part these two.
+Tensor convolution(const Tensor& input, const Tensor& weight, const optional<Tensor>& bias,
+                   IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, bool transposed,
+                   IntArrayRef output_padding, int64_t groups) {
+  return at::convolution(on_host(input), on_host(weight), on_host(bias), stride, padding, dilation,
+                         transposed, output_padding, groups)
+      .to(kMps);
+}
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& gradient, const Tensor& input,
+                                                        const Tensor& weight, IntArrayRef stride,
+                                                        IntArrayRef padding, IntArrayRef dilation,
+                                                        bool transposed, IntArrayRef output_padding,
+                                                        int64_t groups, std::array<bool, 3> wanted) {
+  const int64_t channels[] = {gradient.size(1)};
+  auto [of_input, of_weight, of_bias] =
+      at::convolution_backward(on_host(gradient), on_host(input), on_host(weight), IntArrayRef(channels),
+                               stride, padding, dilation, transposed, output_padding, groups, wanted);
+  auto moved = [](const Tensor& tensor) { return tensor.defined() ? tensor.to(kMps) : tensor; };
+  return {moved(of_input), moved(of_weight), moved(of_bias)};
+}
+
 // Operators of other libraries must bring a kernel for MPS: one of moe_mps that is missing has to fail.
 void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
@@ -204,6 +229,8 @@ TORCH_LIBRARY_IMPL(aten, MPS, m) {
   m.impl("view_as_real", at::native::view_as_real);
   m.impl("view_as_complex", at::native::view_as_complex);
   m.impl("scaled_dot_product_attention", attention);
+  m.impl("convolution_overrideable", convolution);
+  m.impl("convolution_backward_overrideable", convolution_backward);
 }
 TORCH_LIBRARY_IMPL(aten, AutogradMPS, m) {
   m.impl("scaled_dot_product_attention", attention);
