@@ -229,7 +229,8 @@ kernel void widen(device const {kind}* x [[buffer(0)]], device float* out [[buff
     x = torch.cat([low, middle, *sides, torch.randn(2**16) * 10]).contiguous()
     out = torch.zeros(len(x), dtype=dtype)
     library.launch("convert", {0: x, 1: out}, (len(x) // 1024,), (1024,))
-    assert torch.equal(out.float().nan_to_num(7.0), x.to(dtype).float().nan_to_num(7.0))
+    normal = torch.where(x.abs() < 2.0**-126, torch.copysign(torch.zeros(1), x), x)  # no float32 subnormals
+    assert torch.equal(out.float().nan_to_num(7.0), normal.to(dtype).float().nan_to_num(7.0))
 
     generator = torch.Generator().manual_seed(0)
     a, b = ((torch.randn(2**14, generator=generator) * 3).to(dtype) for _ in range(2))
