@@ -3,6 +3,7 @@
     install()                       builds what is stale and loads it; from here on device="mps" works
     with trace() as commands: ...   commands: what was encoded, one line of text each
     with intercepted(run): ...      run(dispatch) takes the place of the executor
+    with dropped(): ...             commands are forgotten, aten does not compute: the host's time alone
     with counters() as dispatches:  dispatches: what each dispatch read, wrote and waited for
     set_schedule(seed)              order of threads and threadgroups; 0 is ascending
     with matrix_rows_in_lane_order():  another layout of simdgroup_matrix than Apple's
@@ -18,6 +19,7 @@ from .runtime import (
     DispatchCounters,
     Traffic,
     counters,
+    dropped,
     install,
     intercepted,
     live_buffers,
@@ -35,6 +37,7 @@ __all__ = [
     "SimulatorError",
     "Traffic",
     "counters",
+    "dropped",
     "install",
     "intercepted",
     "live_buffers",

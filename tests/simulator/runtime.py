@@ -61,6 +61,7 @@ def _runtime() -> ctypes.CDLL:
     library.simulator_set_executor.argtypes = [ctypes.c_void_p]
     library.simulator_set_schedule.argtypes = [ctypes.c_uint64]
     library.simulator_limit_pipelines.argtypes = [ctypes.c_size_t]
+    library.simulator_set_dropping.argtypes = [ctypes.c_int, ctypes.c_int]
     library.simulator_trace_stop.restype = ctypes.c_char_p
     library.simulator_counters_stop.argtypes = [ctypes.POINTER(ctypes.c_size_t)]
     library.simulator_counters_stop.restype = ctypes.POINTER(_DispatchCounters)
@@ -230,6 +231,26 @@ def intercepted(run: Callable[[shaderlib.Dispatch], None]) -> Iterator[None]:
         _runtime().simulator_set_executor(ctypes.cast(real.msl_execute, ctypes.c_void_p))
     if errors:
         raise errors[0]
+
+
+@contextlib.contextmanager
+def dropped(validate: bool = True) -> Iterator[None]:
+    """A null device: nothing is computed inside the block, so that a program takes the host's time alone.
+
+    Commands of kernels are encoded, validated unless `validate` is false, and forgotten where they would run.
+    Operators of aten allocate their outputs, in the shapes that their meta kernels give (asked once for each
+    signature), and do not compute; attention counts as one. Their values are zeros, and 0, 1, 2, ... for the
+    indices of topk and sort, so that the experts of a token differ. Computed are those on integers and
+    booleans alone (masks, positions, one_hot), on which a program's flow depends, those whose shapes depend
+    on values (nonzero), and copies from and to the CPU. What is in memory before the block stays readable.
+    """
+    torch.mps.synchronize()
+    _runtime().simulator_set_dropping(True, validate)
+    try:
+        yield
+        torch.mps.synchronize()
+    finally:
+        _runtime().simulator_set_dropping(False, True)
 
 
 def _to_python(raw: _DispatchCounters) -> DispatchCounters:
