@@ -83,6 +83,7 @@ class Dispatch(ctypes.Structure):
         ("threads", ctypes.c_uint * 3),
         ("total_threads", ctypes.c_uint * 3),
         ("seed", ctypes.c_uint64),
+        ("indirect", ctypes.c_void_p),
     )
 
 
