@@ -153,6 +153,12 @@ class ShaderLibrary:
     def kernel_names(self) -> list[str]:
         return list(self._kernels)
 
+    def kernel(self, name: str) -> Kernel:
+        """A kernel by its name, for dispatches that are made by hand."""
+        if name not in self._kernels:
+            raise KeyError(f"no kernel named {name}; there are {', '.join(self._kernels)}")
+        return self._kernels[name]
+
     def launch(
         self, name, buffers, grid, threads, threadgroup_bytes=(), total_threads=None, seed=None
     ) -> dict:
@@ -163,9 +169,7 @@ class ShaderLibrary:
         index) of the lengths of threadgroup arguments. `total_threads` cuts the edge threadgroups as
         dispatchThreads does. `seed` overrides set_schedule. Raises SimulatorError on the first finding.
         """
-        if name not in self._kernels:
-            raise KeyError(f"no kernel named {name}; there are {', '.join(self._kernels)}")
-        kernel = self._kernels[name]
+        kernel = self.kernel(name)
         dispatch = Dispatch(kernel=ctypes.pointer(kernel), seed=current_seed() if seed is None else seed)
         for i in range(3):
             dispatch.grid[i] = grid[i] if i < len(grid) else 1

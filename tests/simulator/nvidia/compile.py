@@ -38,7 +38,7 @@ class Job:
 
 @dataclass
 class Compiled:
-    """Machine code with the function ENTRY, whose parameters are buffers, then offsets of threadgroup memory."""
+    """Machine code with the function ENTRY of buffers, then offsets of threadgroup memory."""
 
     code: bytes
     buffers: list[int]

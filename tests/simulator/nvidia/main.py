@@ -24,7 +24,7 @@ from .plan import Plan
 
 REPOSITORY = Path(__file__).parents[3]
 SCRIPT = REPOSITORY / "scripts" / "bench_gpu.py"
-GROUPS = ("experts", "prefill", "linear", "norms", "combine", "routing")
+GROUPS = ("experts", "prefill", "linear", "norms", "combine", "routing")  # that are timed
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -38,7 +38,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--plan", type=Path, default=REPOSITORY / ".cache" / "bench_gpu", help="the folder of files"
     )
     parser.add_argument(
-        "--only", default=",".join(GROUPS), help=f"groups of cases (default: {','.join(GROUPS)})"
+        "--only", metavar="GROUPS", help=f"groups of cases: {','.join(GROUPS)} (default: all)"
     )
     parser.add_argument(
         "--shape",
@@ -59,7 +59,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--cases", default="", help=argparse.SUPPRESS)
     parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    options.groups = options.only.split(",")
+    options.groups = options.only.split(",") if options.only else [*GROUPS, "sanitize"]
     if unknown := set(options.groups) - {*GROUPS, "sanitize"}:
         parser.error(f"--only: there is no group {sorted(unknown)[0]}")
     try:
@@ -85,6 +85,8 @@ def record(options: argparse.Namespace) -> None:
     from .record import record_all
 
     runtime.install()
+    if options.plan.exists() and any(options.plan.iterdir()) and not (options.plan / "plan.json").exists():
+        sys.exit(f"--plan {options.plan}: there are other files in it")
     shutil.rmtree(options.plan, ignore_errors=True)
     plan = Plan(options.plan)
     with tempfile.TemporaryDirectory() as work:
@@ -92,7 +94,7 @@ def record(options: argparse.Namespace) -> None:
             peers_mlx.record(plan, options.mlx, Path(work))
     if options.sources:
         peers_source.record(plan, options.sources)
-    wanted = [case for case in all_cases(options.dimensions) if case.group in (*options.groups, "sanitize")]
+    wanted = [case for case in all_cases(options.dimensions) if case.group in options.groups]
     record_all(plan, wanted, lambda text: None)
     plan.save()
     size = sum(path.stat().st_size for path in options.plan.iterdir())
@@ -117,12 +119,14 @@ def compiled(plan: Plan, numbers: list[int], with_peers: bool) -> None:
 
 def run_all(options: argparse.Namespace) -> int:
     plan, started = Plan.load(options.plan), time.perf_counter()
-    numbers = selected(plan, options.groups)
+    numbers = selected(plan, [group for group in options.groups if group != "sanitize"])
     compiled(plan, numbers, with_peers=True)
     results, copy, failures = [], 0.0, 0
     extra = ["--kernels"] if options.kernels else []
     for message in worker.supervise(SCRIPT, options.plan, numbers, extra):
         results.append(message)
+        if options.json:
+            options.json.write_text(json.dumps({"about": plan.about, "messages": results}, indent=1))
         if "copy" in message:
             copy = message["copy"]
             say(f"{message['device']}, copy {copy:.0f} GB/s, mlx {plan.about.get('mlx', 'not recorded')}")
@@ -137,13 +141,12 @@ def run_all(options: argparse.Namespace) -> int:
         for kernel in message.get("kernels", []):
             say(report.kernel_line(kernel))
     say(f"{len(numbers)} cases, {failures} wrong, {time.perf_counter() - started:.0f} s")
-    if options.json:
-        options.json.write_text(json.dumps({"about": plan.about, "messages": results}, indent=1))
     return int(failures > 0)
 
 
 def sanitize(options: argparse.Namespace) -> int:
-    """Each allocation is one of the driver's own, so that the tools see where it ends."""
+    """Each allocation is one of the driver's own, so that the tools see where it ends. Inputs are made and
+    results checked on the CPU, so that they see few kernels but ours."""
     plan = Plan.load(options.plan)
     numbers = selected(plan, ["sanitize"])
     compiled(plan, numbers, with_peers=False)
@@ -151,12 +154,15 @@ def sanitize(options: argparse.Namespace) -> int:
     command = [sys.executable, str(SCRIPT), "worker", "--plan", str(options.plan), "--check"]
     command += ["--cases", ",".join(map(str, numbers))]
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    failed = 0
+    failed = False
     for tool in ("memcheck", "racecheck"):
         say(f"compute-sanitizer --tool {tool}, {len(numbers)} cases")
         tool_command = [sanitizer, "--tool", tool, "--error-exitcode", "9", *command]
-        failed |= subprocess.run(tool_command, env=environment).returncode
-    return int(failed != 0)
+        with subprocess.Popen(tool_command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+            right = sum(worker.is_right(plan, line, say) for line in process.stdout)
+        say(f"{tool}: {right} cases right, exit code {process.returncode}")
+        failed |= process.returncode != 0 or right != len(numbers)
+    return int(failed)
 
 
 def main(arguments: list[str]) -> int:

@@ -242,8 +242,8 @@ def gather_mv(p: Product) -> Program:
 
 
 def linear_peers(plan: Plan, case: Linear) -> list[Program]:
-    """QuantizedMatmul::eval_gpu: qmv for a row; qmv_wide for a few, or qmv on GPUs before the M3's; qmm_t beyond
-    a limit of 6 to 33 rows, by GPU and shape."""
+    """QuantizedMatmul::eval_gpu: qmv for a row; for a few qmv_wide, or qmv on GPUs older than the M3's; qmm_t
+    from 6 to 33 rows on, by GPU and shape."""
     programs = [qmv(plan, case)] if case.tokens <= 8 else []
     programs += [qmv_wide(plan, case)] if 2 <= case.tokens <= 32 else []
     return programs + ([qmm_t(plan, case)] if case.tokens >= 8 else [])
@@ -260,7 +260,7 @@ def linear(plan: Plan, case: Linear, name: str, more: str, grid: tuple, threads:
         bindings=[
             *buffers("weight_packed", "weight_scales", "weight_biases", "x", "result0"),
             *(words(5, case.inputs_), words(6, case.outputs)),
-            *(words(7, case.tokens) for _ in range(not name.startswith("qmv_fast"))),
+            *(words(7, case.tokens) for _ in range(name in ("qmv_wide", "qmm_t"))),
         ],
         constants=ALIGNED,
     )
@@ -270,9 +270,9 @@ def linear(plan: Plan, case: Linear, name: str, more: str, grid: tuple, threads:
 
 
 def qmv(plan: Plan, case: Linear) -> Program:
-    if not is_fast(case.inputs_, case.outputs, FORMATS[case.format].bits):
-        raise ValueError(f"MLX's qmv_fast does not take {case.inputs_} -> {case.outputs}")
-    return linear(plan, case, "qmv_fast", "false", (case.tokens, case.outputs // 8, 1), (32, 2, 1))
+    fast = is_fast(case.inputs_, case.outputs, FORMATS[case.format].bits)
+    grid = (case.tokens, ceil_div(case.outputs, 8), 1)
+    return linear(plan, case, "qmv_fast" if fast else "qmv", "false", grid, (32, 2, 1))
 
 
 def qmv_wide(plan: Plan, case: Linear) -> Program:

@@ -41,8 +41,8 @@ class Recording:
     """What the host code encodes for a case.
 
     Buffers go by name: an input's; "result0" and so on for what the operator returns; "scratch0" and so on
-    for what it allocates besides. `results` gives the shape and dtype of each result, `scratch` the bytes of each
-    scratch buffer.
+    for what it allocates besides. `results` gives the shape and dtype of each result, `scratch` the bytes of
+    each scratch buffer.
     """
 
     family: str

@@ -68,11 +68,15 @@ def jobs(plan: Plan, recordings: list[Recording], architecture: str, with_peers:
 
 
 class Inputs:
-    """Input sets. Weights are kept from case to case, and copied where the cache would hold them."""
+    """Input sets, made on `source`. Weights are kept from case to case, and copied where the cache would hold
+    them."""
 
-    def __init__(self, machine):
-        self.machine = machine
+    def __init__(self, machine, source: str):
+        self.machine, self.source = machine, source
         self.key, self.copies = None, []
+
+    def made(self, make: Callable, seed: int, number: int) -> Tensors:
+        return moved(make(Values(self.source, seed, number)), self.machine.device)
 
     def weights(self, case: Case) -> list[Tensors]:
         shapes = case.weights(Shapes("meta"))
@@ -82,7 +86,7 @@ class Inputs:
             size = sum(t.nbytes for t in shapes.values() if t is not None)
             count = -(-timing.COLD_BYTES // size) if size else 1
             seed = zlib.crc32(repr(key).encode())
-            self.copies = [case.weights(Values(self.machine.device, seed, number)) for number in range(count)]
+            self.copies = [self.made(case.weights, seed, number) for number in range(count)]
         return self.copies
 
     def sets(self, case: Case, only_first: bool) -> list[Tensors]:
@@ -90,8 +94,7 @@ class Inputs:
         weights, seed = self.weights(case), zlib.crc32(case.name.encode())
 
         def make(number: int) -> Tensors:
-            own = case.inputs(Values(self.machine.device, seed, number))
-            return weights[number % len(weights)] | own
+            return weights[number % len(weights)] | self.made(case.inputs, seed, number)
 
         first = make(0)
         if only_first:
@@ -105,10 +108,16 @@ def present(tensors: Tensors) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
+def moved(tensors: Tensors, device: str) -> Tensors:
+    return {name: tensor if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
+
+
 class Runner:
+    """Runs cases. With `only_check` the machine only launches ours; inputs and checks are the CPU's."""
+
     def __init__(self, machine, plan: Plan, only_check: bool, time: Callable = timing.microseconds):
         self.machine, self.plan, self.only_check, self.time = machine, plan, only_check, time
-        self.inputs = Inputs(machine)
+        self.inputs = Inputs(machine, "cpu" if only_check else machine.device)
 
     def run(self, recording: Recording) -> list[Row]:
         case = case_of(recording)
@@ -139,7 +148,10 @@ class Runner:
         return replays
 
     def check(self, program: Program, tensors: Tensors, replay: Replay) -> str:
-        return program.wrong(present(tensors), replay.buffers) if program.wrong else ""
+        if program.wrong is None:
+            return ""
+        device = "cpu" if self.only_check else self.machine.device
+        return program.wrong(moved(present(tensors), device), moved(replay.buffers, device))
 
     def beside_peers(self, case: Case, sets: list[Tensors], rows: dict[str, Row]) -> list[Row]:
         result, beside = [], set()

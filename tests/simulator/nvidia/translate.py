@@ -1,7 +1,7 @@
 """Metal Shading Language to CUDA C++, with the parser of the simulator.
 
 Input is preprocessed source. Attributes are read and dropped, address spaces are erased, threadgroup
-variables become __shared__ ones, and for the kernels that are asked for an entry is appended. The program lies
+variables become __shared__ ones, and an entry is appended for each kernel that is asked for. The program lies
 inside namespace metal (include/metal_*.h), where Metal's names hide those of CUDA.
 """
 

@@ -4,12 +4,12 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import Empty, Queue
 
 from .plan import Plan
-from .run import Row, Runner
+from .run import Row, Runner, case_of
 
 SECONDS = 150  # of one case
 
@@ -77,6 +77,19 @@ def read(process: subprocess.Popen, lines: Queue) -> None:
         if line.startswith("{"):
             lines.put(line)
     lines.put(None)
+
+
+def is_right(plan: Plan, line: str, say: Callable[[str], None]) -> bool:
+    """Whether a worker's line tells of a case that is right; other lines are printed."""
+    message = json.loads(line) if line.startswith("{") else {}
+    if "number" not in message:
+        if not message:
+            say(line.rstrip())
+        return False
+    wrong = message.get("error", "") or "; ".join(row.wrong for row in rows_of(message) if row.wrong)
+    if wrong:
+        say(f"{case_of(plan.recordings[message['number']]).name}: {wrong}")
+    return not wrong
 
 
 def rows_of(message: dict) -> list[Row]:

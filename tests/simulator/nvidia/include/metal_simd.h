@@ -9,17 +9,17 @@
 
 namespace metal {
 #ifdef METAL_MATRIX_LANES
-METAL_FUNC uint lane_of_thread(uint t) {
+constexpr METAL_FUNC uint lane_of_thread(uint t) {
   return (t & 17) | (t >> 1 & 1) << 3 | (t >> 2 & 3) << 1;
 }
-METAL_FUNC uint thread_of_lane(uint l) {
+constexpr METAL_FUNC uint thread_of_lane(uint l) {
   return (l & 17) | (l >> 3 & 1) << 1 | (l >> 1 & 3) << 2;
 }
 #else
-METAL_FUNC uint lane_of_thread(uint t) {
+constexpr METAL_FUNC uint lane_of_thread(uint t) {
   return t;
 }
-METAL_FUNC uint thread_of_lane(uint l) {
+constexpr METAL_FUNC uint thread_of_lane(uint l) {
   return l;
 }
 #endif
