@@ -323,6 +323,10 @@ def mlx_plan(plan, tmp_path):
     from simulator.nvidia import peers_mlx
 
     peers_mlx.record(plan, peers_mlx.folder(), tmp_path / "headers")
+    # The simulator's compiler has no cast from half to bfloat.
+    path = plan.folder / plan.files("mlx_fp_quantized")[0]
+    cast = "static_cast<bfloat16_t>(this->operator {}())"
+    path.write_text(path.read_text().replace(cast.format("float16_t"), cast.format("float")))
     return plan
 
 
@@ -399,6 +403,20 @@ def test_a_worker_that_dies_costs_one_case(nvidia, tmp_path):
         {"number": 5, "error": "the worker ended with 3"},
         {"number": 6, "rows": []},
     ]
+
+
+def test_report():
+    from simulator.nvidia import report
+    from simulator.nvidia.run import Row
+
+    row = Row("experts int4 f16 T 1", "experts", "down", "", 5.0, 10_000_000, "MLX qmv", 7.5)
+    line = report.line(row, 4000.0)
+    assert " ".join(line.split()) == f"{row.case} down 5.0 7.5 1.50 2000 50% ok MLX qmv"
+    alone = Row("moe_bucket T 1", "routing", "", "order differs", 2.0, 0)
+    assert alone.ratio is None and "order differs" in report.line(alone, 0.0)
+    slower = Row("experts int4 f16 T 4", "experts", "", "", 5.0, 1, "MLX qmv", 5.5)
+    text = "experts: the lowest ratio is 1.10, experts int4 f16 T 4, MLX qmv"
+    assert report.summary([row, slower, alone]) == [text]
 
 
 def test_command_line(nvidia, tmp_path, capsys):

@@ -121,26 +121,29 @@ def run_all(options: argparse.Namespace) -> int:
     plan, started = Plan.load(options.plan), time.perf_counter()
     numbers = selected(plan, [group for group in options.groups if group != "sanitize"])
     compiled(plan, numbers, with_peers=True)
-    results, copy, failures = [], 0.0, 0
+    results, rows, copy, failures = [], [], 0.0, 0
     extra = ["--kernels"] if options.kernels else []
     for message in worker.supervise(SCRIPT, options.plan, numbers, extra):
         results.append(message)
         if options.json:
             options.json.write_text(json.dumps({"about": plan.about, "messages": results}, indent=1))
-        if "copy" in message:
+        if "copy" in message and not copy:
             copy = message["copy"]
             say(f"{message['device']}, copy {copy:.0f} GB/s, mlx {plan.about.get('mlx', 'not recorded')}")
             say(report.HEADER)
         if "error" in message:
             name = run.case_of(plan.recordings[message["number"]]).name
             say(f"{name:56} FAILED: {message['error']}")
-            failures += 1
-        for row in worker.rows_of(message):
+        found = worker.rows_of(message)
+        for row in found:
             say(report.line(row, copy))
-            failures += bool(row.wrong)
         for kernel in message.get("kernels", []):
             say(report.kernel_line(kernel))
-    say(f"{len(numbers)} cases, {failures} wrong, {time.perf_counter() - started:.0f} s")
+        rows += found
+        failures += "error" in message or any(row.wrong for row in found)
+    for text in report.summary(rows):
+        say(text)
+    say(f"{len(numbers)} cases, {failures} of them wrong, {time.perf_counter() - started:.0f} s")
     return int(failures > 0)
 
 

@@ -24,6 +24,18 @@ def number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def summary(rows: list[Row]) -> list[str]:
+    """The lowest ratio of each group."""
+    lowest: dict[str, Row] = {}
+    for row in rows:
+        if row.ratio is not None:
+            lowest[row.group] = min(row, lowest.get(row.group, row), key=lambda r: r.ratio)
+    return [
+        f"{group}: the lowest ratio is {row.ratio:.2f}, {row.case}{row.part and ' ' + row.part}, {row.peer}"
+        for group, row in lowest.items()
+    ]
+
+
 def kernel_line(kernel: dict) -> str:
     grid = kernel["grid"] if kernel["grid"] == "indirect" else "x".join(map(str, kernel["grid"]))
     return (
