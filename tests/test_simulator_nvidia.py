@@ -428,9 +428,14 @@ def test_command_line(nvidia, tmp_path, capsys):
     assert re.search(r"recorded \d+ cases in .*, 0\.\d MB", capsys.readouterr().out)
     content = json.loads((folder / "plan.json").read_text())
     assert {case["family"] for case in content["cases"]} == {"Norm"} and content["about"]["mlx"]
-    for wrong, message in (("--only=linears", "there is no group linears"), ("--shape=1,2", "four numbers")):
+    for wrong, message in (
+        ("--only=linears", "there is no group linears"),
+        ("--shape=1,2", "four numbers"),
+        ("--mlx=/", "there is no mlx"),
+    ):
         with pytest.raises(SystemExit):
             main.main(["record", wrong])
         assert message in capsys.readouterr().err
-    with pytest.raises(FileNotFoundError, match=r"has no plan\.json: record a plan first"):
-        main.main(["run", "--plan", str(tmp_path)])
+    for command in ("run", "record"):  # nothing that is no plan is replayed or removed
+        with pytest.raises(SystemExit, match=r"error: .*(has no plan\.json|there are other files in it)"):
+            main.main([command, "--plan", str(tmp_path)])

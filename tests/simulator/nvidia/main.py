@@ -18,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from ..build_device import BuildError
 from . import cases, cases_layer, peers_mlx, peers_source, report, run, worker
 from .cases import Case
 from .plan import Plan
@@ -68,6 +69,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         options.dimensions = ()
     if len(options.dimensions) != 4:
         parser.error("--shape: four numbers are needed, as in 128,8,2048,768")
+    if options.mlx and not peers_mlx.has_kernels(options.mlx):
+        parser.error(f"--mlx {options.mlx}: there is no {peers_mlx.KERNELS} in it")
     return options
 
 
@@ -86,7 +89,7 @@ def record(options: argparse.Namespace) -> None:
 
     runtime.install()
     if options.plan.exists() and any(options.plan.iterdir()) and not (options.plan / "plan.json").exists():
-        sys.exit(f"--plan {options.plan}: there are other files in it")
+        sys.exit(f"error: --plan {options.plan}: there are other files in it")
     shutil.rmtree(options.plan, ignore_errors=True)
     plan = Plan(options.plan)
     with tempfile.TemporaryDirectory() as work:
@@ -98,7 +101,8 @@ def record(options: argparse.Namespace) -> None:
     record_all(plan, wanted, lambda text: None)
     plan.save()
     size = sum(path.stat().st_size for path in options.plan.iterdir())
-    say(f"recorded {len(wanted)} cases in {options.plan}, {size / 1e6:.1f} MB")
+    mlx = plan.about.get("mlx", "none: pip install mlx")
+    say(f"recorded {len(wanted)} cases in {options.plan}, {size / 1e6:.1f} MB; kernels of mlx: {mlx}")
 
 
 def selected(plan: Plan, groups: list[str]) -> list[int]:
@@ -112,7 +116,7 @@ def compiled(plan: Plan, numbers: list[int], with_peers: bool) -> None:
     code = "import torch; print('sm_%d%d' % torch.cuda.get_device_capability())"
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if asked.returncode:
-        sys.exit(f"torch finds no GPU here: {asked.stderr.strip().splitlines()[-1]}")
+        sys.exit(f"error: torch finds no GPU here: {asked.stderr.strip().splitlines()[-1]}")
     recordings = [plan.recordings[number] for number in numbers]
     compile_all(run.jobs(plan, recordings, asked.stdout.strip(), with_peers), say)
 
@@ -170,6 +174,13 @@ def sanitize(options: argparse.Namespace) -> int:
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
+    try:
+        return run_command(options)
+    except (BuildError, OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+
+
+def run_command(options: argparse.Namespace) -> int:
     if options.command == "worker":
         plan = Plan.load(options.plan)
         worker.work(plan, [int(n) for n in options.cases.split(",")], options.check, options.kernels)

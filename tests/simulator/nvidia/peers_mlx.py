@@ -44,7 +44,11 @@ def folder() -> Path | None:
         path = Path(str(metadata.distribution("mlx").locate_file("mlx/include")))
     except metadata.PackageNotFoundError:
         return None
-    return path if (path / KERNELS / "quantized.h").exists() else None
+    return path if has_kernels(path) else None
+
+
+def has_kernels(include: Path) -> bool:
+    return (include / KERNELS / "quantized.h").exists()
 
 
 def record(plan: Plan, include: Path, work: Path) -> None:
