@@ -30,7 +30,9 @@ GROUPS = ("experts", "prefill", "linear", "norms", "combine", "routing")  # that
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        usage="bench_gpu.py [record | run | sanitize] [options]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "command", nargs="?", choices=("record", "run", "sanitize", "worker"), help=argparse.SUPPRESS
