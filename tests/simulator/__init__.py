@@ -4,6 +4,7 @@
     with trace() as commands: ...   commands: what was encoded, one line of text each
     with intercepted(run): ...      run(dispatch) takes the place of the executor
     with dropped(): ...             commands are forgotten, aten does not compute: the host's time alone
+    address(tensor)                 where the tensor's bytes lie
     with counters() as dispatches:  dispatches: what each dispatch read, wrote and waited for
     set_schedule(seed)              order of threads and threadgroups; 0 is ascending
     with matrix_rows_in_lane_order():  another layout of simdgroup_matrix than Apple's
@@ -18,6 +19,7 @@ from .errors import SimulatorError
 from .runtime import (
     DispatchCounters,
     Traffic,
+    address,
     counters,
     dropped,
     install,
@@ -36,6 +38,7 @@ __all__ = [
     "DispatchCounters",
     "SimulatorError",
     "Traffic",
+    "address",
     "counters",
     "dropped",
     "install",

@@ -235,6 +235,10 @@ def readable(messages: str) -> str:
     return re.sub(r"^In file included from .*\n", "", messages, flags=re.MULTILINE).strip()
 
 
+# What the libraries of this process were made from: flat source, function constants.
+origins: dict[Path, tuple[str, dict]] = {}
+
+
 def compile_shader(
     source: str, constants: dict | None = None, include: tuple = (), name: str = "program_source"
 ) -> Path:
@@ -246,7 +250,9 @@ def compile_shader(
     values = tuple(sorted((constants or {}).items(), key=str))
     if include:  # what is included may change
         return compile_preprocessed(preprocess(source, include, name), dict(values))
-    return compile_flat(source, values, name)
+    path = compile_flat(source, values, name)
+    origins[path] = (source, dict(values))
+    return path
 
 
 @functools.cache

@@ -170,6 +170,8 @@ msl_dispatch describe(const Command& command, const std::array<size_t, 3>& group
     dispatch.total_threads[i] =
         command.kind == GridKind::kThreads ? static_cast<unsigned>(command.grid[i]) : 0;
   }
+  if (command.kind == GridKind::kIndirect)
+    dispatch.indirect = command.indirect.memory->data + command.indirect.offset;
   for (unsigned i = 0; i < kMaxBindings; i++) {
     const Binding& from = command.buffers[i];
     msl_binding& to = dispatch.buffers[i];
@@ -332,13 +334,13 @@ const simulator_dispatch_counters* simulator_counters_stop(size_t* count) {
   return s.counted.data();
 }
 
+void* simulator_contents(const void* buffer) {
+  return simulator::buffer_contents(buffer);
+}
 size_t simulator_live_buffers(void) {
   return simulator::live_buffers();
 }
 long simulator_live_objects(void) {
   return simulator::live_objects();
-}
-void* simulator_buffer_contents(const void* buffer) {
-  return simulator::buffer_contents(buffer);
 }
 }

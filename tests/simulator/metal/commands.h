@@ -24,7 +24,8 @@ const char* simulator_trace_stop(void);
 void simulator_counters_start(void);
 // Valid until counting starts again.
 const simulator_dispatch_counters* simulator_counters_stop(size_t* count);
+// Where an MTLBuffer's bytes lie.
+void* simulator_contents(const void* buffer);
 size_t simulator_live_buffers(void);
 long simulator_live_objects(void);
-void* simulator_buffer_contents(const void* buffer);  // of an MTLBuffer
 }
