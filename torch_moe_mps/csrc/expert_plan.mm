@@ -48,13 +48,14 @@ ExpertStep first_step(const ExpertShape& shape, Path path) {
             kColumnSimdgroups * kSimdWidth};
   }
   const bool few = path == Path::kFew;
-  const int64_t rows = kRowsSimdgroups * kRowGroupsOfSimdgroup * (few ? kFewRows : kSingleRows);
+  const int64_t simdgroups = few ? kFewSimdgroups : kSingleSimdgroups;
+  const int64_t rows = simdgroups * kRowGroupsOfSimdgroup * (few ? kFewRows : kSingleRows);
   const auto units = static_cast<NSUInteger>(std::min(shape.pairs(), shape.experts)) + 1;
   return {ExpertWork::kFirst,
           few ? "expert_rows_few" : "expert_rows",
           {blocks(shape.outputs, outputs_of_rows(shape, rows)), few ? units : pairs},
           -1,
-          kRowsSimdgroups * kSimdWidth};
+          simdgroups * kSimdWidth};
 }
 
 ExpertStep second_step(const ExpertShape& shape, Path path) {
@@ -71,14 +72,14 @@ ExpertStep second_step(const ExpertShape& shape, Path path) {
             "expert_down_few",
             {blocks(shape.columns, kFewDownRows)},
             -1,
-            kRowsSimdgroups * kSimdWidth,
+            kDownSimdgroups * kSimdWidth,
             shape.pairs() * kFewDownRows * static_cast<int64_t>(sizeof(float))};
   }
   return {ExpertWork::kSecond,
           "expert_down",
           {blocks(shape.columns, kRowGroupsOfSimdgroup * kSingleRows), tokens},
           -1,
-          std::min<int64_t>(shape.slots, kRowsSimdgroups) * kSimdWidth};
+          std::min<int64_t>(shape.slots, kDownSimdgroups) * kSimdWidth};
 }
 
 ExpertPlan plan_gemm(const ExpertShape& shape) {

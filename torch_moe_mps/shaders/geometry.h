@@ -33,12 +33,14 @@ GEOMETRY kMatmulBound = 384;
 
 // Few tokens: dot products
 GEOMETRY kRowGroupsOfSimdgroup = 4;  // groups of lanes that each have rows of their own
-GEOMETRY kSingleRows = 4;            // of a lane
+GEOMETRY kSingleRows = 2;            // of a lane
+GEOMETRY kSingleSimdgroups = 2;      // of a threadgroup: many threadgroups
 GEOMETRY kFewRows = 4;               // of a lane, for several tokens
 GEOMETRY kFewDownRows = 8;           // of a threadgroup, for several tokens
-GEOMETRY kRowsSimdgroups = 8;        // of a threadgroup
-GEOMETRY kMaxFewPairs = 512;         // their terms lie in threadgroup memory
-GEOMETRY kColumnSimdgroups = 16;     // transposed weights
+GEOMETRY kFewSimdgroups = 4;
+GEOMETRY kDownSimdgroups = 8;
+GEOMETRY kMaxFewPairs = 512;      // their terms lie in threadgroup memory
+GEOMETRY kColumnSimdgroups = 16;  // transposed weights
 
 // Many tokens: matrix products
 GEOMETRY kTilePairs = 32;

@@ -42,12 +42,14 @@ inline void choose(thread Keys<N>& keys, uint count, uint lane) {
   for (uint slot = 0; slot < count; ++slot) {
     const uint highest = simd_max(best);
     bool marks = lane == ctz(ballot(best == highest));
-    best = 0;
-    UNROLL for (int j = 0; j < N; ++j) {
-      const bool is_it = marks && keys.v[j] == highest;
-      keys.v[j] = is_it ? slot + 1 : keys.v[j];
-      marks = marks && !is_it;
-      best = keys.v[j] >= kLowestKey ? max(best, keys.v[j]) : best;
+    if (N == 32 || marks) {  // with 32 experts a lane, a branch would take more registers than there are
+      best = 0;
+      UNROLL for (int j = 0; j < N; ++j) {
+        const bool is_it = marks && keys.v[j] == highest;
+        keys.v[j] = is_it ? slot + 1 : keys.v[j];
+        marks = marks && !is_it;
+        best = keys.v[j] >= kLowestKey ? max(best, keys.v[j]) : best;
+      }
     }
   }
 }
@@ -110,16 +112,22 @@ inline float softplus(float x) {
   return max(x, 0.0f) + log1p;
 }
 
-// From a logit to its score; a softmax goes over the whole row.
+// From logits to scores; a softmax goes over the whole row.
 struct Scoring {
   uint kind;
   float highest, sum;
 
-  float of(float logit) const {
-    if (kind == SCORING_SOFTMAX) return precise::exp(logit - highest) / sum;
-    if (kind == SCORING_SIGMOID) return sigmoid(logit);
-    if (kind == SCORING_SQRTSOFTPLUS) return precise::sqrt(softplus(logit));
-    return logit;
+  template <int N>
+  Values<N> of(Values<N> logits) const {
+    Values<N> scores = logits;
+    if (kind == SCORING_SOFTMAX) {
+      UNROLL for (int j = 0; j < N; ++j) scores.v[j] = precise::exp(logits.v[j] - highest) / sum;
+    } else if (kind == SCORING_SIGMOID) {
+      UNROLL for (int j = 0; j < N; ++j) scores.v[j] = sigmoid(logits.v[j]);
+    } else if (kind == SCORING_SQRTSOFTPLUS) {
+      UNROLL for (int j = 0; j < N; ++j) scores.v[j] = precise::sqrt(softplus(logits.v[j]));
+    }
+    return scores;
   }
 };
 
@@ -188,17 +196,19 @@ inline uint experts_of_best_groups(Values<N> values, RouterParams params, uint l
 template <int N>
 inline Keys<N> keys_of(Values<N> logits, Scoring scoring, device const uchar* bias, int valid,
                        RouterParams params, uint lane) {
-  const bool by_logits = params.bias_on_logits != 0 || params.scoring == SCORING_SOFTMAX_AFTER_TOPK;
-  Values<N> choice;
-  UNROLL for (int j = 0; j < N; ++j) {
-    choice.v[j] = by_logits ? logits.v[j] : scoring.of(logits.v[j]);
-    if (params.has_bias != 0 && j < valid)
-      choice.v[j] = finite(choice.v[j] + load_one(bias, params.bias_dtype, lane * N + j));
-  }
-  uint members = ~0u;
   // Without a bias the choice is monotone in the logits, which are exact where scores saturate.
   const bool compare_logits = params.has_bias == 0 && params.has_masked_score == 0;
-  if (params.top_groups < params.groups) {
+  const bool has_groups = params.top_groups < params.groups;
+  const bool by_logits = params.bias_on_logits != 0 || params.scoring == SCORING_SOFTMAX_AFTER_TOPK;
+  Values<N> choice = logits;
+  if (!by_logits && (has_groups || !compare_logits)) choice = scoring.of(logits);
+  if (params.has_bias != 0) {
+    UNROLL for (int j = 0; j < N; ++j) {
+      if (j < valid) choice.v[j] = finite(choice.v[j] + load_one(bias, params.bias_dtype, lane * N + j));
+    }
+  }
+  uint members = ~0u;
+  if (has_groups) {
     members = compare_logits && params.group_score_is_max != 0
                   ? experts_of_best_groups<N>(logits, params, lane)
                   : experts_of_best_groups<N>(choice, params, lane);
@@ -256,9 +266,8 @@ template <typename T, int N>
   Keys<N> keys = keys_of<N>(values, scoring, bias, valid, params, lane);
   choose<N>(keys, params.top_k, lane);
 
-  UNROLL for (int j = 0; j < N; ++j) {
-    values.v[j] = is_chosen(keys.v[j]) ? scoring.of(values.v[j]) : 0.0f;
-  }
+  values = scoring.of(values);
+  UNROLL for (int j = 0; j < N; ++j) values.v[j] = is_chosen(keys.v[j]) ? values.v[j] : 0.0f;
   if (params.scoring == SCORING_SOFTMAX_AFTER_TOPK) softmax_of_chosen<N>(keys, values);
   if (params.normalise != 0) normalise<N>(values, params.norm_eps, params.norm_min);
   UNROLL for (int j = 0; j < N; ++j) values.v[j] *= params.scaling_factor;

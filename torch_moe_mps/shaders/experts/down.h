@@ -122,7 +122,7 @@ template <typename W>
   constant ExpertParams& matmul = params.matmul;
   const PairTerms<kFewDownRows> terms = {memory};
   const uint first = group * kFewDownRows;
-  for (uint pair = thread_index; pair < matmul.pairs; pair += kRowsSimdgroups * kSimdWidth) {
+  for (uint pair = thread_index; pair < matmul.pairs; pair += kDownSimdgroups * kSimdWidth) {
     if (expert_of(ids, pair, matmul) == matmul.experts) terms.clear(pair);
   }
   uint turn = 0;
@@ -132,7 +132,7 @@ template <typename W>
     if (position < matmul.pairs) own = tiles[position];
     const uint starts = ballot(own.z > 0 && own.x < int(matmul.experts));
     for (uint left = starts; left != 0; left &= left - 1, ++turn) {
-      if (turn % kRowsSimdgroups != simdgroup) continue;
+      if (turn % kDownSimdgroups != simdgroup) continue;
       const int4 tile = tiles[base + ctz(left)];
       const W weights(packed, scales, biases, uint(tile.x), matmul);
       terms_of_expert<W, R>(weights, pair_order + tile.y, uint(tile.z), uint(tile.x), first, x, routing, bias,
@@ -141,5 +141,5 @@ template <typename W>
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   store_combined<T>(terms, 0, matmul.tokens, first, shared_gate, shared_out, residual, out, thread_index,
-                    kRowsSimdgroups * kSimdWidth, params);
+                    kDownSimdgroups * kSimdWidth, params);
 }

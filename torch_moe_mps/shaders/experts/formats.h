@@ -97,7 +97,7 @@ struct PairPlace {
 template <typename T>
 struct Dense {
   typedef T Element;
-  static constant constexpr int kValues = 8, kTileValues = 32 / sizeof(T), kUnit = 8, kPairs = 2;
+  static constant constexpr int kValues = 32 / sizeof(T), kTileValues = kValues, kUnit = 8, kPairs = 2;
   static constant constexpr bool kAnyLength = true;
 
   template <int N>
@@ -122,9 +122,9 @@ struct Dense {
     return {load_elements<N>(matrix + (row + column), left, vectorised)};
   }
 
-  static Pack<8> codes(Chunk<kValues> chunk, int) {
+  static Pack<8> codes(Chunk<kValues> chunk, int unit) {
     Pack<8> pack;
-    UNROLL for (int i = 0; i < 8; ++i) pack.v[i] = chunk.elements.at(i);
+    UNROLL for (int i = 0; i < 8; ++i) pack.v[i] = chunk.elements.at(8 * unit + i);
     return pack;
   }
   static void add_inputs(Pack<8>, thread InputSums&) {}

@@ -41,7 +41,7 @@ template <typename W, int R>
   typedef typename W::Element T;
   const uint pair = group.y;
   const uint count = outputs_of_rows(kRowGroups * R, params);
-  const uint first = (group.x * kRowsSimdgroups + simdgroup) * count;
+  const uint first = (group.x * kSingleSimdgroups + simdgroup) * count;
   if (first >= params.outputs) return;
   const uint expert = expert_of(ids, pair, params);
   if (expert == params.experts) {
@@ -64,10 +64,10 @@ template <typename W>
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename W::Element T;
   constexpr int R = kFewRows;
-  constexpr uint kThreads = kRowsSimdgroups * kSimdWidth;
+  constexpr uint kThreads = kFewSimdgroups * kSimdWidth;
   threadgroup ushort members[kMaxFewPairs];
   const uint count = outputs_of_rows(kRowGroups * R, params);
-  const uint first_of_group = group.x * kRowsSimdgroups * count;
+  const uint first_of_group = group.x * kFewSimdgroups * count;
   const uint first = first_of_group + simdgroup * count;
   const PairList list = pairs_of_unit(ids, group.y, members, lane, simdgroup, params);
   if (list.count == 0) return;
@@ -75,7 +75,7 @@ template <typename W>
     write_tile(list, members, pair_order, tiles, thread_index, kThreads);
   }
   if (list.expert == params.experts) {
-    const uint columns = min(params.outputs - first_of_group, kRowsSimdgroups * count);
+    const uint columns = min(params.outputs - first_of_group, kFewSimdgroups * count);
     for (uint i = thread_index; i < list.count * columns; i += kThreads) {
       out[ulong(list.at(members, i / columns)) * params.outputs + first_of_group + i % columns] = T(0.0f);
     }
