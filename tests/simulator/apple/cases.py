@@ -9,8 +9,8 @@ import torch
 from . import mlx, mlx_dense
 from .count import Limit
 from .facts import GPUS, Gpu
-from .measure import Recorder, measure
 from .model import Measurement, Work
+from .recorder import Recorder, measure
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 FORMATS = {
@@ -137,16 +137,24 @@ def _alone(shape: Shape, format_name: str, dtype: str, x, placed, ids: np.ndarra
 # MLX -------------------------------------------------------------------------------------------------
 
 
+def zeros(type_: type, *shape: int) -> np.ndarray:
+    """On a page's boundary, as Metal's buffers are: sectors are counted by addresses."""
+    size, page = int(np.prod(shape)) * np.dtype(type_).itemsize, 4096
+    memory = np.zeros(size + page, np.uint8)
+    start = -memory.ctypes.data % page
+    return memory[start : start + size].view(type_).reshape(shape)
+
+
 def array(dtype: str, *shape: int) -> np.ndarray:
-    return np.zeros(shape, np.float32 if dtype == "f32" else np.uint16)
+    return zeros(np.float32 if dtype == "f32" else np.uint16, *shape)
 
 
 @functools.lru_cache(maxsize=2)
 def matrices(f: mlx.Format, dtype: str, experts: int, rows: int, inputs: int) -> mlx.Matrices:
-    weights = {"w": np.zeros((experts, rows, inputs * f.bits // 32), np.uint32)}
+    weights = {"w": zeros(np.uint32, experts, rows, inputs * f.bits // 32)}
     groups = (experts, rows, inputs // f.group)
     if f.mode == "mxfp4":
-        weights["scales"] = np.zeros(groups, np.uint8)
+        weights["scales"] = zeros(np.uint8, *groups)
     else:
         weights["scales"], weights["biases"] = array(dtype, *groups), array(dtype, *groups)
     return mlx.Matrices(weights, f, experts, rows, inputs)

@@ -97,7 +97,7 @@ REGISTER_TABLE = fact(
 NOT_MODELLED = fact(
     "not modelled",
     "spilling, the compiler's order of loads, instruction cache (12 KB), start and end of a dispatch, "
-    "contention, changing clocks, hits in L2 and SLC between threadgroups, two instructions a cycle from M3 on",
+    "contention, changing clocks, hits in L2 and SLC between threadgroups, M3's two instructions a cycle",
     "known",
     "all",
     "dispatches under 50 us are not predicted",

@@ -269,6 +269,8 @@ class Lowering:
         words = max(1, (size_of(i.type) + 3) // 4)
         if "matrix_place_here" in i.callee or "is_first" in i.callee:
             return []
+        if "16simdgroup_matrix" in i.callee:  # its constructor, from a diagonal
+            return ["select", "select"]
         if "3msl8multiply" in i.callee:
             return ["mma16" if "DF16" in i.callee.split("multiply")[1] else "mma32"]
         if "3msl10collective" in i.callee:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .count import SPACES, Counts, KernelModel
+from .count import SPACES, Counts
 from .facts import COSTS, LANES, M3, SCHEDULERS, SECTOR_BYTES, THREADGROUP_BYTES, Gpu, threads_for
-from .registers import Registers
+from .kernel import KernelModel
+from .liveness import Registers
 
 _LATER = {"anyshuffle": "anyshuffle3"}  # classes that cost something else from the M3 on
 GROUPS = {

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from .. import runtime, shaderlib
-from .count import Limit, model_of
+from .count import Limit, run
+from .kernel import model_of
+from .liveness import Registers
 from .model import Measurement, Work
-from .registers import Registers
 
 DEFAULT_LIMIT = Limit()
 
@@ -23,7 +24,7 @@ class Recorder:
     def __call__(self, dispatch: shaderlib.Dispatch) -> shaderlib.Counters:
         kernel = dispatch.kernel.contents
         model = model_of(kernel)
-        counts, counters = model.run(dispatch, self.limit)
+        counts = run(model, dispatch, self.limit)
         addresses = {b.data for b in dispatch.buffers if b.data}
         self.measurements.append(
             Measurement(
@@ -37,7 +38,7 @@ class Recorder:
                 work=next((work for address, work in self.work.items() if address in addresses), None),
             )
         )
-        return counters
+        return counts.counters
 
 
 @contextlib.contextmanager
