@@ -135,11 +135,11 @@ def instrumented(lines: list[str], function: Function, sites: list[Site]) -> str
     return re.sub(r"@msl_entry\d+\(", "@apple_kernel(", text)
 
 
-def unit_of(kernel: shaderlib.Kernel) -> tuple[Path, int]:
-    """The translated source that a kernel is from, and its number there."""
+def library_of(kernel: shaderlib.Kernel) -> tuple[Path, int]:
+    """The compiled shader that a kernel is from, and its number there."""
     image = Path(kernel.image.decode())
     stem, _, number = image.stem.rpartition("-")
-    return image.with_name(f"{stem}.cpp"), int(number)
+    return image.with_name(f"{stem}.so"), int(number)
 
 
 def references(kernel: shaderlib.Kernel) -> frozenset[int]:
@@ -149,8 +149,9 @@ def references(kernel: shaderlib.Kernel) -> frozenset[int]:
 
 
 def model_of(kernel: shaderlib.Kernel) -> KernelModel:
-    unit, number = unit_of(kernel)
-    return _model(ir_of.optimised_ir(unit.read_text(), number), references(kernel))
+    library, number = library_of(kernel)
+    translated = library.with_suffix(".cpp").read_text()
+    return _model(ir_of.optimised_ir(translated, number), references(kernel))
 
 
 @functools.cache

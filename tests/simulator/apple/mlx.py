@@ -98,7 +98,7 @@ class Launch:
 
     def run(self, recorder: Recorder) -> Measurement:
         kernels = library(self.headers, self.template, self.constants)
-        kernel = kernels.kernels["kernel"]
+        kernel = shaderlib.kernels_of(kernels.path)["kernel"]
         buffers = {}
         for i in range(kernel.argument_count):
             argument = kernel.arguments[i]

@@ -3,6 +3,7 @@
 import functools
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -71,9 +72,10 @@ class Work:
 
 @dataclass(eq=False)
 class Measurement:
-    """One dispatch. `work` is what the caller said of it."""
+    """One dispatch. `library` is the compiled shader that the kernel is from; `work`: what the caller said."""
 
     kernel: str
+    library: Path
     grid: tuple[int, int, int]
     threads: int
     declared_threads: int  # max_total_threads_per_threadgroup, 0 without

@@ -2,12 +2,13 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import torch
 
 from .. import runtime, shaderlib
 from .count import Limit, run
-from .kernel import model_of
+from .kernel import library_of, model_of
 from .liveness import Registers
 from .model import Measurement, Work
 
@@ -29,6 +30,7 @@ class Recorder:
         self.measurements.append(
             Measurement(
                 kernel=kernel.name.decode(),
+                library=library_of(kernel)[0],
                 grid=tuple(dispatch.grid),
                 threads=dispatch.threads[0] * dispatch.threads[1] * dispatch.threads[2],
                 declared_threads=kernel.max_threads,
@@ -65,6 +67,7 @@ def measure(
     return measurements
 
 
-def registers(library: shaderlib.ShaderLibrary, name: str) -> Registers:
-    """The registers that a kernel of a library needs on M1; nothing is run."""
-    return model_of(library.kernels[name]).registers
+def registers(library: Path | shaderlib.ShaderLibrary, name: str) -> Registers:
+    """The registers that a kernel of a compiled shader needs on M1; nothing is run."""
+    path = library if isinstance(library, Path) else library.path
+    return model_of(shaderlib.kernels_of(path)[name]).registers
