@@ -214,7 +214,8 @@ class TestRegisters:
     def test_halves_take_half(self):
         loads = "".join(f"half v{j} = h[i * 32 + {j} * 64];" for j in range(32))
         stores = "".join(f"out[i * 32 + {j}] = float(v{j});" for j in reversed(range(32)))
-        body = f"device const half* h = (device const half*)a; {loads} simdgroup_barrier(mem_flags::mem_none); {stores}"
+        barrier = "simdgroup_barrier(mem_flags::mem_none);"
+        body = f"device const half* h = (device const half*)a; {loads} {barrier} {stores}"
         m = counted(body, [floats(8192), empty(4096)])
         assert 16 <= m.registers.registers <= 22
 
@@ -229,10 +230,8 @@ class TestRegisters:
         ]
 
     def test_without_running(self):
-        source = (
-            HEAD
-            + "[[kernel]] void k(device float* a [[buffer(0)]], uint i [[thread_position_in_grid]]) { a[i]++; }"
-        )
+        head = "[[kernel]] void k(device float* a [[buffer(0)]], uint i [[thread_position_in_grid]])"
+        source = HEAD + head + " { a[i]++; }"
         assert 1 <= apple.registers(shader_library(source), "k").registers <= 8
 
     def test_a_bound_that_leaves_too_few(self):

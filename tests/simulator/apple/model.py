@@ -72,7 +72,7 @@ class Work:
 
 @dataclass(eq=False)
 class Measurement:
-    """One dispatch. `library` is the compiled shader that the kernel is from; `work`: what the caller said."""
+    """One dispatch. `library` is the compiled shader of its kernel; `work` is what the caller said."""
 
     kernel: str
     library: Path
