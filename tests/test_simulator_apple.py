@@ -3,16 +3,14 @@ predictions against published measurements."""
 
 import numpy as np
 import pytest
+from msl_probes import HEAD, linux_only
 from simulator import apple, shader_library
 from simulator.apple import published
 from simulator.apple.cases import zeros
 from simulator.apple.facts import COSTS, FACTS, GPUS, threads_for
 
+pytestmark = linux_only
 M1, M2, M3 = GPUS["M1"], GPUS["M2"], GPUS["M3"]
-HEAD = """
-#include <metal_stdlib>
-using namespace metal;
-"""
 POSITION = "uint i [[thread_position_in_grid]], uint lane [[thread_index_in_simdgroup]]"
 
 

@@ -126,6 +126,9 @@ def main(arguments: list[str] | None = None) -> int:
             shape = Shape(1, 1, inputs, rows, alone=True)
         else:
             shape = Shape(*numbers(options.shape, 4, "shape"))
+            if shape.slots > shape.experts:
+                message = "--shape takes no more experts of a token than there are"
+                raise SimulatorError(f"{message}, got {options.shape!r}")
         numbers(options.tokens, None, "tokens")
         install()
         if options.published:
