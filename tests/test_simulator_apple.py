@@ -14,13 +14,15 @@ M1, M2, M3 = GPUS["M1"], GPUS["M2"], GPUS["M3"]
 POSITION = "uint i [[thread_position_in_grid]], uint lane [[thread_index_in_simdgroup]]"
 
 
-def counted(body: str, buffers: list, grid=1, threads=64, arguments="", limit=None, head="", attribute=""):
+def counted(body: str, buffers: list, grid=1, threads=64, arguments="", limit=None, attribute="", total=None):
     """`out[i] = ...` for `a`, `out` and further buffers, measured. The kernel is `body` in a function."""
-    source = f"""{HEAD}{head}
+    source = f"""{HEAD}
     [[kernel]] {attribute} void k(device const float* a [[buffer(0)]], device float* out [[buffer(1)]],
                       {arguments}{POSITION}) {{ {body} }}"""
     recorder = apple.Recorder(limit=limit or apple.Limit())
-    shader_library(source).launch("k", dict(enumerate(buffers)), (grid,), (threads,), run=recorder)
+    shader_library(source).launch(
+        "k", dict(enumerate(buffers)), (grid,), (threads,), total_threads=total, run=recorder
+    )
     return recorder.measurements[0]
 
 
@@ -158,6 +160,11 @@ class TestCounts:
         arguments = "constant uint& n [[buffer(2)]], "
         m = counted("out[i] = a[i] + float((n * 7 + 3) >> 2);", [a, out, np.uint32(9)], arguments=arguments)
         assert classes(m, M1, "imul", "shift", "convert", "fadd") == (0, 0, 0, 2)
+
+    def test_a_threadgroup_that_is_cut_at_the_edge(self):
+        m = counted("out[i] = a[i];", [floats(128), empty(128)], grid=2, total=(70,))
+        assert classes(m, M1, "devload") == (3,)
+        assert m.traffic.device_loaded == 70 * 4
 
     def test_results_and_counts_do_not_depend_on_where_a_buffer_lies(self):
         """The executor moves small buffers for the time of a dispatch."""

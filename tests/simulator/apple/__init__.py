@@ -8,7 +8,7 @@
 The kernels are those that the package's host code dispatches: nothing about launches is written down here.
 Their translated source is lowered to LLVM IR without a target. Each instruction becomes those that an Apple
 GPU would execute (lower.py) at published costs (facts.py); the executor runs the same IR on the real buffers,
-and counts its blocks and accesses (count.py). `python -m simulator.apple --help` prints tables.
+and counts its blocks and accesses (count.py). `scripts/apple_model --help` prints tables.
 """
 
 from .count import Limit

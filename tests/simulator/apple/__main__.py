@@ -18,8 +18,8 @@ come from the headers of the installed wheel and are launched as MLX would.
 
 It is not: a measurement. It knows nothing of spilling, of Apple's order of instructions, of the start and end
 of a dispatch, of caches between threadgroups. Against published measurements of MLX's kernels of 100 us and
-more it is within 0.75 and 1.25 (tests/test_simulator_apple.py has the table). Under 15 % is a tie. Dispatches
-under 50 us are not predicted. Read slots and bounds first.
+more it is within 0.75 and 1.25, but for one (--published). Under 15 % is a tie. Dispatches under 50 us are not
+predicted. Read slots and bounds first.
 
 columns
   slots/MAC   issue slots of a lane for each multiply-add: on the M1 and M2, and from the M3 on (bfloat16
@@ -35,7 +35,7 @@ columns
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m simulator.apple",
+        prog="scripts/apple_model",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

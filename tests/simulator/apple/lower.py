@@ -279,7 +279,7 @@ class Lowering:
                 return ["scan"]
             return ["simdsum"] * words if "Lj32" in combine else ["shuffle", "fadd"] * 2 * words
         if "3msl8exchange" in i.callee:
-            any_lane = _ANY_LANE in i.callee and i.operands[3].startswith("%")
+            any_lane = _ANY_LANE in i.callee and i.operands[-4].startswith("%")
             return ["anyshuffle" if any_lane else "shuffle"] * words
         if "3msl4vote" in i.callee:
             return ["ballot"]
