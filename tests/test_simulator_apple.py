@@ -207,6 +207,36 @@ class TestSampling:
         assert abs(sample.slots(M1) / whole - 1) < 2 * sample.sampling_error
 
 
+class TestLists:
+    """Kernels whose integers may steer later ones are not sampled."""
+
+    @pytest.mark.parametrize(
+        "body, lists",
+        [
+            ("out[i] = a[i];", False),
+            ("((device uint*)out)[i] = i;", True),
+            ("((device uint4*)out)[i % 16] = uint4(i, lane, 1, 2);", True),
+            ("((device uint*)out)[i] = ((device const uint*)a)[i];", True),
+            ("((device uint*)out)[i] = as_type<uint>(half2(half(a[i]), half(a[i + 1])));", False),
+            (
+                "((device uint*)out)[i] = as_type<ushort>(half(a[i])) | uint(as_type<ushort>(half(a[0]))) << 16;",
+                False,
+            ),
+            ("((device uint*)out)[i] = 0;", False),
+            ("threadgroup uint t[64]; t[i] = i; out[i] = float(t[63 - i]);", False),
+            ("atomic_fetch_add_explicit((device atomic_uint*)out, 1, memory_order_relaxed);", True),
+        ],
+    )
+    def test_what_is_a_list(self, body, lists):
+        m = counted(body, [floats(65), empty(64)])
+        assert m.model.writes_lists is lists
+
+    def test_they_are_run_whole(self):
+        limit = apple.Limit(groups=4, slots=0)
+        for body, fraction in (("((device uint*)out)[i] = i;", 1), ("out[i] = a[i];", 0.04)):
+            assert counted(body, [floats(6400), empty(6400)], grid=100, limit=limit).fraction == fraction
+
+
 class TestRegisters:
     @pytest.mark.parametrize("count", [8, 24, 60])
     def test_values_that_are_live_at_once(self, count):

@@ -222,6 +222,18 @@ class TestCommand:
         )
 
 
+@pytest.mark.parametrize("tokens", [3, 60])
+def test_a_sample_of_one_dispatch_leaves_the_next_its_lists(simulated, tokens):
+    shape = cases.Shape(8, 2, 512, 1024)
+    whole = cases.ours(shape, "int4", "bf16", tokens)
+    sample = cases.ours(shape, "int4", "bf16", tokens, apple.Limit(groups=12, slots=0))
+    assert any(row.measurement.fraction < 1 for row in sample)
+    for one, other in zip(whole, sample, strict=True):
+        assert one.measurement.fraction == 1
+        slots = [row.measurement.slots(apple.GPUS["M1"]) for row in (one, other)]
+        assert slots[1] == pytest.approx(slots[0], rel=0.1)
+
+
 def test_weights_that_are_touched_are_counted_once(simulated):
     """Whole runs count the lines of memory; it is what a matmul cannot but read and write."""
     shape = cases.Shape(8, 2, 512, 256)

@@ -18,8 +18,8 @@ come from the headers of the installed wheel and are launched as MLX would.
 
 It is not: a measurement. It knows nothing of spilling, of Apple's order of instructions, of the start and end
 of a dispatch, of caches between threadgroups. Against published measurements of MLX's kernels of 100 us and
-more it is within 0.75 and 1.25, but for one (--published). Under 15 % is a tie. Dispatches under 50 us are not
-predicted. Read slots and bounds first.
+more it is within 0.75 and 1.25, but for one (--published). Under 15 % is a tie. Dispatches under 50 us are
+not predicted. Read slots and bounds first.
 
 columns
   slots/MAC   issue slots of a lane for each multiply-add: on the M1 and M2, and from the M3 on (bfloat16
@@ -28,7 +28,8 @@ columns
   regs        32-bit registers that a thread needs
   threads     launched / declared bound / what M1's registers allow; "!" where the bound leaves too few
   L1, tg      bytes of L1 and of threadgroup memory for each multiply-add
-  DRAM MB     of device memory that is touched; "~" where only a sample of threadgroups was run
+  DRAM MB     of device memory that is touched; "~" where only a sample of threadgroups was run; the standard error
+              of its slots stands behind the kernel's name, from 2 % on
   bound       what binds on a GPU; what comes next, as a part of it; the predicted time
 """
 
@@ -110,7 +111,7 @@ def peers(shape: Shape, format_name: str, dtype: str, tokens: int, gpus: list[Gp
         if chosen_kernels:
             key = tuple(p.launch.template for p in chosen_kernels)
             found.setdefault(key, (chosen_kernels, []))[1].append(gpu)
-    return [("MLX", mlx_rows(of_them, tokens), of) for of_them, of in found.values()]
+    return [("MLX", mlx_rows(of_them), of) for of_them, of in found.values()]
 
 
 def main(arguments: list[str] | None = None) -> int:

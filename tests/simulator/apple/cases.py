@@ -10,7 +10,7 @@ from . import mlx, mlx_dense
 from .count import Limit
 from .facts import GPUS, Gpu
 from .model import Measurement, Work
-from .recorder import Recorder, measure
+from .recorder import DEFAULT_LIMIT, Recorder, measure
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 FORMATS = {
@@ -18,9 +18,6 @@ FORMATS = {
     "int8": mlx.Format(8, 64, "affine"),
     "mxfp4": mlx.Format(4, 32, "mxfp4"),
 }
-# More tokens are not run whole: their lists of pairs come from small dispatches, which are.
-WHOLE_TOKENS = 32
-SAMPLE = Limit(slots=5e6)
 
 
 @dataclass(frozen=True)
@@ -55,10 +52,6 @@ def routing(shape: Shape, tokens: int, seed: int = 1) -> np.ndarray:
     return np.array(
         [random.choice(shape.experts, shape.slots, replace=False) for _ in range(tokens)], np.int32
     )
-
-
-def limit_for(tokens: int) -> Limit:
-    return Limit() if tokens <= WHOLE_TOKENS else SAMPLE
 
 
 def matrix_bytes(format_name: str, rows: int, inputs: int) -> int:
@@ -98,17 +91,18 @@ def _format_arguments(format_name: str) -> tuple:
     return (f.bits, f.group, f.mode) if f else ()
 
 
-def ours(shape: Shape, format_name: str, dtype: str, tokens: int) -> list[Row]:
+def ours(shape: Shape, format_name: str, dtype: str, tokens: int, limit: Limit = DEFAULT_LIMIT) -> list[Row]:
     """What `moe_experts*` or, for one matrix alone, `expert_*mm` of the package dispatches."""
     ids = routing(shape, tokens)
     x = torch.randn(tokens, shape.hidden).to(DTYPES[dtype]).to("mps")
     placed = torch.from_numpy(ids).to("mps")
     call = _alone if shape.alone else _experts
-    measurements = call(shape, format_name, dtype, x, placed, ids)
+    measurements = measure(*call(shape, format_name, dtype, x, placed, ids), limit)
     return [Row(m.work.label if m.work else "other", m) for m in measurements]
 
 
-def _experts(shape: Shape, format_name: str, dtype: str, x, placed, ids: np.ndarray) -> list[Measurement]:
+def _experts(shape: Shape, format_name: str, dtype: str, x, placed, ids: np.ndarray) -> tuple:
+    """The call of an operator, and the work of its dispatches."""
     h, i = shape.hidden, shape.intermediate
     first = _weights(format_name, dtype, shape.experts, 2 * i, h)
     second = _weights(format_name, dtype, shape.experts, h, i)
@@ -119,10 +113,11 @@ def _experts(shape: Shape, format_name: str, dtype: str, x, placed, ids: np.ndar
     }
     format_ = _format_arguments(format_name)
     operator = torch.ops.moe_mps.moe_experts_quantized if format_ else torch.ops.moe_mps.moe_experts
-    return measure(lambda: operator(x, *first, *second, placed, weights, *format_), work, limit_for(len(ids)))
+    return functools.partial(operator, x, *first, *second, placed, weights, *format_), work
 
 
-def _alone(shape: Shape, format_name: str, dtype: str, x, placed, ids: np.ndarray) -> list[Measurement]:
+def _alone(shape: Shape, format_name: str, dtype: str, x, placed, ids: np.ndarray) -> tuple:
+    """The call of an operator, and the work of its dispatches."""
     weight = _weights(format_name, dtype, 1, shape.intermediate, shape.hidden)
     work = {
         weight[0]: _work(
@@ -131,7 +126,7 @@ def _alone(shape: Shape, format_name: str, dtype: str, x, placed, ids: np.ndarra
     }
     format_ = _format_arguments(format_name)
     operator = torch.ops.moe_mps.expert_qmm if format_ else torch.ops.moe_mps.expert_mm
-    return measure(lambda: operator(x, *weight, placed, *format_), work, limit_for(len(ids)))
+    return functools.partial(operator, x, *weight, placed, *format_), work
 
 
 # MLX -------------------------------------------------------------------------------------------------
@@ -182,8 +177,8 @@ def mlx_peers(shape: Shape, format_name: str, dtype: str, tokens: int, gpu: Gpu)
     return peers
 
 
-def mlx_rows(peers: list[Peer], tokens: int) -> list[Row]:
-    recorder = Recorder(limit=limit_for(tokens))
+def mlx_rows(peers: list[Peer]) -> list[Row]:
+    recorder = Recorder()
     return [Row(p.work.label, mlx.measure(p.launch, p.work, recorder), p.repeats) for p in peers]
 
 

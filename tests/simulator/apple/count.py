@@ -37,11 +37,12 @@ class Limit:
     """How much of a dispatch is run: accesses are traced in at most `groups` threadgroups, spread evenly.
 
     The others are only counted; where they would execute more than `slots` instructions of a simdgroup, they
-    are left out, and what ran stands for all. Then results are there in part only.
+    are left out, and what ran stands for all. Then results are there in part only; kernels that write lists
+    for later ones are run whole in any case.
     """
 
     groups: int = 48
-    slots: float = 1.5e8
+    slots: float = 3e7
 
     def traced(self, groups: int) -> np.ndarray:
         """The mode of each threadgroup in the first run."""
@@ -86,7 +87,8 @@ def run(model: KernelModel, dispatch: shaderlib.Dispatch, limit: Limit) -> Count
     _run_groups(model, dispatch, counts, traced, True)
     counts.groups_run = int(np.count_nonzero(traced))
     others = np.where(traced == TRACED, SKIPPED, COUNTED).astype(np.uint8)
-    if others.any() and counts.group_slots.sum() * groups / counts.groups_run <= limit.slots:
+    all_slots = counts.group_slots.sum() * groups / counts.groups_run
+    if others.any() and (all_slots <= limit.slots or model.writes_lists):
         _run_groups(model, dispatch, counts, others, False)
         counts.groups_run = groups
     counts.distinct_bytes = int(model.library.apple_distinct_bytes())

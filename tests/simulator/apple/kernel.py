@@ -12,6 +12,7 @@ from . import compile as ir_of
 from .facts import COSTS
 from .flow import Flow
 from .ir import Function, parse_function
+from .lists import writes_lists
 from .liveness import Registers, estimate
 from .lower import Lowering
 from .sites import Site, find_sites
@@ -44,6 +45,10 @@ class KernelModel:
     @functools.cached_property
     def sites(self) -> list[Site]:
         return find_sites(self.flow)
+
+    @functools.cached_property
+    def writes_lists(self) -> bool:
+        return writes_lists(self.flow)
 
     @functools.cached_property
     def registers(self) -> Registers:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import mlx, mlx_dense
-from .cases import SAMPLE, array, matrices
+from .cases import array, matrices
+from .count import Limit
 from .facts import GPUS, Gpu
 from .model import Measurement, Work
 from .recorder import Recorder
@@ -41,7 +42,7 @@ class Published:
 
 
 def _measured(launch: mlx.Launch, macs: int, dram_bytes: int) -> Measurement:
-    return mlx.measure(launch, Work("", macs, dram_bytes), Recorder(limit=SAMPLE))
+    return mlx.measure(launch, Work("", macs, dram_bytes), Recorder(limit=Limit(slots=5e6)))
 
 
 _known: dict[tuple, Measurement] = {}
