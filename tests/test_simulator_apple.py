@@ -219,7 +219,7 @@ class TestLists:
             ("((device uint*)out)[i] = ((device const uint*)a)[i];", True),
             ("((device uint*)out)[i] = as_type<uint>(half2(half(a[i]), half(a[i + 1])));", False),
             (
-                "((device uint*)out)[i] = as_type<ushort>(half(a[i])) | uint(as_type<ushort>(half(a[0]))) << 16;",
+                "((device uint*)out)[i] = as_type<ushort>(half(a[i])) | as_type<ushort>(half(a[0])) << 16;",
                 False,
             ),
             ("((device uint*)out)[i] = 0;", False),

@@ -28,8 +28,8 @@ columns
   regs        32-bit registers that a thread needs
   threads     launched / declared bound / what M1's registers allow; "!" where the bound leaves too few
   L1, tg      bytes of L1 and of threadgroup memory for each multiply-add
-  DRAM MB     of device memory that is touched; "~" where only a sample of threadgroups was run; the standard error
-              of its slots stands behind the kernel's name, from 2 % on
+  DRAM MB     of device memory that is touched; "~" where only a sample of threadgroups was run. From 2 % on
+              the standard error of its slots stands behind the kernel's name
   bound       what binds on a GPU; what comes next, as a part of it; the predicted time
 """
 
