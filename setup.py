@@ -28,7 +28,7 @@ class PlatformWheel(bdist_wheel):
 
 def metal_extension() -> dict:
     """The keyword arguments that make setup() build torch_moe_mps/_C_torch<version> from csrc/*.mm."""
-    sources = sorted(str(path) for path in Path("torch_moe_mps/csrc").glob("*.mm"))
+    sources = sorted(str(path) for path in Path("torch_moe_mps/csrc").rglob("*.mm"))
     try:
         import torch
         from torch.utils.cpp_extension import BuildExtension, CppExtension
@@ -40,7 +40,7 @@ def metal_extension() -> dict:
     extension = CppExtension(
         f"torch_moe_mps._C_torch{major}_{minor}",  # _extension.py loads it into no other torch
         sources,
-        depends=sorted(str(path) for path in Path("torch_moe_mps").glob("*/*.h")),
+        depends=sorted(str(path) for path in Path("torch_moe_mps").rglob("*.h")),
         extra_compile_args=["-O2", "-fblocks", "-fobjc-exceptions", "-fno-objc-arc", oldest],
         extra_link_args=["-framework", "Foundation", "-framework", "Metal", oldest],
     )

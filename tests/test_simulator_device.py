@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -113,11 +114,45 @@ def test_attention(mask):
         settings["attn_mask"] = allowed
     elif mask == "additive":
         settings["attn_mask"] = torch.zeros(2, 1, 5, 5).masked_fill(~allowed, -1e9)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, **settings)
+    expected = F.scaled_dot_product_attention(q, k, v, **settings)
     if "attn_mask" in settings:
         settings["attn_mask"] = settings["attn_mask"].to("mps")
-    result = torch.nn.functional.scaled_dot_product_attention(*(x.to("mps") for x in (q, k, v)), **settings)
+    result = F.scaled_dot_product_attention(*(x.to("mps") for x in (q, k, v)), **settings)
     torch.testing.assert_close(result.cpu(), expected)
+
+
+# Function, shape of the weight, settings; the input has 8 channels.
+CONVOLUTIONS = {
+    "conv1d": (F.conv1d, (6, 8, 3), {"padding": 2, "stride": 2}),
+    "conv1d_groups": (F.conv1d, (6, 4, 3), {"groups": 2, "dilation": 2}),
+    "conv1d_causal_depthwise": (F.conv1d, (8, 1, 4), {"groups": 8, "padding": 3}),  # of linear attention
+    "conv2d": (F.conv2d, (6, 8, 3, 3), {"padding": (1, 2)}),
+    "conv2d_same": (F.conv2d, (8, 2, 3, 3), {"padding": "same", "groups": 4}),
+    "conv3d_patches": (F.conv3d, (6, 8, 2, 2, 2), {"stride": 2}),  # of vision towers
+    "conv_transpose1d": (F.conv_transpose1d, (8, 5, 3), {"stride": 2, "output_padding": 1}),
+    "conv_transpose2d": (F.conv_transpose2d, (8, 3, 3, 3), {"groups": 2}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolution(name, dtype):
+    """Values and gradients against float64."""
+    function, shape, settings = CONVOLUTIONS[name]
+    x, weight = torch.randn(2, 8, *(7,) * (len(shape) - 2)), torch.randn(shape)
+    bias = torch.randn(function(x, weight, **settings).shape[1])
+    x, weight, bias = (value.to(dtype) for value in (x, weight, bias))
+
+    def run(device, dtype):
+        leaves = [value.to(device, dtype, copy=True).requires_grad_() for value in (x, weight, bias)]
+        out = function(*leaves, **settings)
+        return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+    epsilon = torch.finfo(dtype).eps
+    for found, expected in zip(run("mps", dtype), run("cpu", torch.float64), strict=True):
+        assert found.device.type == "mps" and found.dtype == dtype
+        error = (found.cpu().double() - expected).abs().max() / expected.abs().max()
+        assert error <= 8 * epsilon
 
 
 def test_generators():

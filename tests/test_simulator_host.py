@@ -163,6 +163,15 @@ def test_everything_that_reads_synchronises(calls, simulated, x, read):
         read(x)
 
 
+def test_a_null_device_validates_unless_told_not_to(calls, simulated, x):
+    with simulated.dropped(), pytest.raises(simulated.SimulatorError, match="is not bound"):
+        calls.fault("unbound buffer", x)
+    with simulated.dropped(validate=False):
+        calls.fault("unbound buffer", x)
+        calls.fault("overrun", x)
+    assert usable(calls)
+
+
 def test_object_without_a_pool_is_reported(calls, simulated, x):
     calls.fault("autorelease without pool", x)
     with pytest.raises(simulated.SimulatorError, match="autoreleased where no @autoreleasepool is open"):

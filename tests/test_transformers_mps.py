@@ -7,7 +7,7 @@ import tiny_models
 import torch
 import transformers
 from test_transformers import operators_of
-from test_transformers_families import assert_close, eager, generate, output, prompt
+from test_transformers_families import NO_GENERATE, assert_close, eager, generate, output, prompt
 from test_transformers_quantized import tiny as tiny_for_groups
 
 import torch_moe_mps
@@ -49,6 +49,24 @@ def test_dense(architecture, device):
     model = copy.deepcopy(reference).to(device)
     torch_moe_mps.accelerate(model)
     check(model, reference, device, {ROUTERS[architecture], "moe_experts"})
+
+
+@pytest.mark.sweep
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("architecture", tiny_models.architectures())
+def test_every_architecture(architecture, device):
+    """The model's own code, the accelerated model, and generation with it."""
+    reference = eager(tiny_models.tiny_model(architecture))
+    ids = prompt(2, 5)
+    expected = output(reference, ids)
+    model = copy.deepcopy(reference).to(device)
+    assert_close(output(model, ids.to(device)).cpu(), expected, 1e-5)
+    torch_moe_mps.accelerate(model)
+    ran = operators_of(lambda: assert_close(output(model, ids.to(device)).cpu(), expected, 1e-5))
+    assert ran.keys() & {"moe_experts", "expert_mm"} and all(has_kernel(operator, device) for operator in ran)
+    if architecture not in NO_GENERATE:
+        tokens = generate(reference, ids, max_new_tokens=NEW_TOKENS)
+        assert torch.equal(generate(model, ids.to(device), max_new_tokens=NEW_TOKENS).cpu(), tokens)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "gemma4"])

@@ -3,6 +3,8 @@
     install()                       builds what is stale and loads it; from here on device="mps" works
     with trace() as commands: ...   commands: what was encoded, one line of text each
     with intercepted(run): ...      run(dispatch) takes the place of the executor
+    with dropped(): ...             commands are forgotten, aten does not compute: the host's time alone
+    address(tensor)                 where the tensor's bytes lie
     with counters() as dispatches:  dispatches: what each dispatch read, wrote and waited for
     set_schedule(seed)              order of threads and threadgroups; 0 is ascending
     with matrix_rows_in_lane_order():  another layout of simdgroup_matrix than Apple's
@@ -17,7 +19,9 @@ from .errors import SimulatorError
 from .runtime import (
     DispatchCounters,
     Traffic,
+    address,
     counters,
+    dropped,
     install,
     intercepted,
     live_buffers,
@@ -34,7 +38,9 @@ __all__ = [
     "DispatchCounters",
     "SimulatorError",
     "Traffic",
+    "address",
     "counters",
+    "dropped",
     "install",
     "intercepted",
     "live_buffers",

@@ -58,9 +58,11 @@ LANGUAGE = [
     *LITERALS,
 ]
 # Halves and bfloats are rounded after every operation and nothing is contracted: results are reproducible.
+# The compiler folds constants as the executor runs kernels: float32 subnormals are zero.
 ARITHMETIC = [
     "-march=x86-64-v3",
     "-ffp-contract=off",
+    *("-Xclang", "-fdenormal-fp-math-f32=preserve-sign,preserve-sign"),
     *("-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"),
 ]
 # The compiler calls __tsan_* for each load and store; the executor supplies these functions.
@@ -233,6 +235,10 @@ def readable(messages: str) -> str:
     return re.sub(r"^In file included from .*\n", "", messages, flags=re.MULTILINE).strip()
 
 
+# What the libraries of this process were made from: flat source, function constants.
+origins: dict[Path, tuple[str, dict]] = {}
+
+
 def compile_shader(
     source: str, constants: dict | None = None, include: tuple = (), name: str = "program_source"
 ) -> Path:
@@ -244,7 +250,9 @@ def compile_shader(
     values = tuple(sorted((constants or {}).items(), key=str))
     if include:  # what is included may change
         return compile_preprocessed(preprocess(source, include, name), dict(values))
-    return compile_flat(source, values, name)
+    path = compile_flat(source, values, name)
+    origins[path] = (source, dict(values))
+    return path
 
 
 @functools.cache

@@ -172,5 +172,5 @@ def device_library() -> Path:
 
 def host_library() -> Path | None:
     """The package's csrc/*.mm, unchanged, against the simulated device. None while there is no source."""
-    sources = sorted(HOST_SOURCES.glob("*.mm"))
+    sources = sorted(HOST_SOURCES.rglob("*.mm"))
     return build_library("host", sources, [device_library()]) if sources else None

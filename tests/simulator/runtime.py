@@ -61,13 +61,14 @@ def _runtime() -> ctypes.CDLL:
     library.simulator_set_executor.argtypes = [ctypes.c_void_p]
     library.simulator_set_schedule.argtypes = [ctypes.c_uint64]
     library.simulator_limit_pipelines.argtypes = [ctypes.c_size_t]
+    library.simulator_set_dropping.argtypes = [ctypes.c_int, ctypes.c_int]
     library.simulator_trace_stop.restype = ctypes.c_char_p
     library.simulator_counters_stop.argtypes = [ctypes.POINTER(ctypes.c_size_t)]
     library.simulator_counters_stop.restype = ctypes.POINTER(_DispatchCounters)
+    library.simulator_contents.argtypes = [ctypes.c_void_p]
+    library.simulator_contents.restype = ctypes.c_void_p
     library.simulator_live_buffers.restype = ctypes.c_size_t
     library.simulator_live_objects.restype = ctypes.c_long
-    library.simulator_buffer_contents.argtypes = [ctypes.c_void_p]
-    library.simulator_buffer_contents.restype = ctypes.c_void_p
     return library
 
 
@@ -141,6 +142,11 @@ def reset() -> None:
     set_schedule(0)
 
 
+def address(tensor: torch.Tensor) -> int:
+    """Where the bytes of an mps tensor's storage lie: what a dispatch's bindings point into."""
+    return _runtime().simulator_contents(tensor.untyped_storage().data_ptr())
+
+
 def live_buffers() -> int:
     """How many MTLBuffers exist: to find leaks."""
     return _runtime().simulator_live_buffers()
@@ -149,12 +155,6 @@ def live_buffers() -> int:
 def live_objects() -> int:
     """How many Objective-C objects exist: what host code creates with `new` and does not release stays."""
     return _runtime().simulator_live_objects()
-
-
-def host_address(tensor: torch.Tensor) -> int:
-    """Where a tensor of the device lies in this process's memory: `data` of a dispatch that binds it."""
-    contents = _runtime().simulator_buffer_contents(tensor.untyped_storage().data_ptr())
-    return contents + tensor.storage_offset() * tensor.element_size()
 
 
 @contextlib.contextmanager
@@ -205,9 +205,9 @@ _EXECUTE = ctypes.CFUNCTYPE(
 def intercepted(run: Callable[[shaderlib.Dispatch], None]) -> Iterator[None]:
     """Every dispatch of the block goes to `run` instead of the executor, which ends by synchronising.
 
-    `run` sees kernel, grid, threads, threadgroup memory and the bytes of every binding, after all commands
-    before it have run. `shaderlib.execute(dispatch)` is what would have happened. What `run` raises is raised
-    when the block ends.
+    `run` sees kernel, grid (and where an indirect one lies), threads, threadgroup memory and the bytes of
+    every binding, after all commands before it have run. `shaderlib.execute(dispatch)` is what would have
+    happened. What `run` raises is raised when the block ends.
     """
     errors: list[BaseException] = []
     real = ctypes.CDLL(str(build.executor_library()), mode=ctypes.RTLD_GLOBAL)
@@ -230,6 +230,26 @@ def intercepted(run: Callable[[shaderlib.Dispatch], None]) -> Iterator[None]:
         _runtime().simulator_set_executor(ctypes.cast(real.msl_execute, ctypes.c_void_p))
     if errors:
         raise errors[0]
+
+
+@contextlib.contextmanager
+def dropped(validate: bool = True) -> Iterator[None]:
+    """A null device: nothing is computed inside the block, so that a program takes the host's time alone.
+
+    Commands of kernels are encoded, validated unless `validate` is false, and forgotten where they would run.
+    Operators of aten allocate their outputs, in the shapes that their meta kernels give (asked once for each
+    signature), and do not compute; attention counts as one. Their values are zeros, and 0, 1, 2, ... for the
+    indices of topk and sort, so that the experts of a token differ. Computed are those on integers and
+    booleans alone (masks, positions, one_hot), on which a program's flow depends, those whose shapes depend
+    on values (nonzero), and copies from and to the CPU. What is in memory before the block stays readable.
+    """
+    torch.mps.synchronize()
+    _runtime().simulator_set_dropping(True, validate)
+    try:
+        yield
+        torch.mps.synchronize()
+    finally:
+        _runtime().simulator_set_dropping(False, True)
 
 
 def _to_python(raw: _DispatchCounters) -> DispatchCounters:

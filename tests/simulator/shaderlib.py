@@ -85,6 +85,7 @@ class Dispatch(ctypes.Structure):
         ("threads", ctypes.c_uint * 3),
         ("total_threads", ctypes.c_uint * 3),
         ("seed", ctypes.c_uint64),
+        ("indirect", ctypes.c_void_p),
     )
 
 
@@ -159,6 +160,12 @@ class ShaderLibrary:
     def kernel_names(self) -> list[str]:
         return list(self._kernels)
 
+    def kernel(self, name: str) -> Kernel:
+        """A kernel by its name, for dispatches that are made by hand."""
+        if name not in self._kernels:
+            raise KeyError(f"no kernel named {name}; there are {', '.join(self._kernels)}")
+        return self._kernels[name]
+
     def launch(
         self, name, buffers, grid, threads, threadgroup_bytes=(), total_threads=None, seed=None, run=execute
     ) -> dict:
@@ -170,9 +177,7 @@ class ShaderLibrary:
         dispatchThreads does. `seed` overrides set_schedule. `run` gets the dispatch and gives its counters.
         Raises SimulatorError on the first finding.
         """
-        if name not in self._kernels:
-            raise KeyError(f"no kernel named {name}; there are {', '.join(self._kernels)}")
-        kernel = self._kernels[name]
+        kernel = self.kernel(name)
         dispatch = Dispatch(kernel=ctypes.pointer(kernel), seed=current_seed() if seed is None else seed)
         for i in range(3):
             dispatch.grid[i] = grid[i] if i < len(grid) else 1

@@ -8,10 +8,8 @@
 #include <utility>
 
 #include "../shaders/params.h"
-#include "encoder.h"
-#include "kernel_names.h"
-#include "rows.h"
 #include "signature.h"
+#include "tensors.h"
 
 namespace moe_mps {
 namespace {
@@ -32,7 +30,7 @@ Tensor silu_mul_stacked(const Tensor& gate_, const Tensor& up_) {
   params.vectorised = rows_start_aligned(4, {gate, up, output});
   const int64_t per_group = kSiluThreads * (params.vectorised ? 4 : 1);
   Commands commands;
-  commands.add("combine", kernel_name("silu_mul_stacked", {gate.scalar_type()}))
+  commands.add({"combine", gate.scalar_type()}, "silu_mul_stacked")
       .bind(gate)
       .bind(up)
       .bind(output)
@@ -69,7 +67,7 @@ void encode_weighted_sum(const WeightedSum& sum, const Tensor& output) {
   const int64_t most = sum.rows * sum.width <= kFewColumns ? kSumThreadsFew : kSumThreads;
   const int64_t threads = std::min(most, ceil_div(items, kSimdWidth) * kSimdWidth);
   Commands commands;
-  commands.add("combine", kernel_name("weighted_sum", {output.scalar_type()}))
+  commands.add({"combine", output.scalar_type()}, "weighted_sum")
       .bind(sum.slots)
       .bind(sum.weights)
       .bind_or(sum.shared_gate, output)
@@ -143,7 +141,7 @@ Tensor weighted_sum_residual_norm_stacked_(const Tensor& residual_, const Tensor
   params.eps = static_cast<float>(eps);
   const RowLayout layout = row_per_threadgroup(sum.rows, sum.width, kNormThreads);
   Commands commands;
-  commands.add("combine", kernel_name("weighted_sum_norm", {residual.scalar_type()}))
+  commands.add({"combine", residual.scalar_type()}, "weighted_sum_norm")
       .bind(residual)
       .bind(sum.slots)
       .bind(sum.weights)

@@ -2,9 +2,9 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
-#include "expert_paths.h"
-#include "rows.h"
+#include "expert_run.h"
 #include "signature.h"
+#include "tensors.h"
 
 namespace moe_mps {
 namespace {
@@ -13,14 +13,15 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 // A weight whose last two dimensions are swapped in memory is the other layout, not a reason to copy it.
-ExpertMatrix dense_matrix(const Tensor& weight, const OptionalTensor& bias, bool transposed) {
+ExpertMatrix dense_matrix(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                          bool transposed) {
   Tensor stored = weight;
   if (!weight.is_contiguous() && weight.mT().is_contiguous()) {
     stored = weight.mT();
     transposed = !transposed;
   }
   if (!stored.is_contiguous()) warn_of_copy(stored);
-  ExpertMatrix matrix{"experts", "", stored.contiguous()};
+  ExpertMatrix matrix{{"experts", x.scalar_type()}, stored.contiguous()};
   matrix.scales = matrix.biases = matrix.packed;
   matrix.bias = contiguous(bias);
   matrix.experts = stored.size(0);
@@ -33,7 +34,7 @@ ExpertMatrix dense_matrix(const Tensor& weight, const OptionalTensor& bias, bool
 Tensor expert_mm(const Tensor& x, const Tensor& weight, const Tensor& ids, const OptionalTensor& bias,
                  bool transposed) {
   check_call("expert_mm", x, weight, ids, bias, transposed);
-  return project_slots(x, dense_matrix(weight, bias, transposed), ids);
+  return project_slots(x, dense_matrix(x, weight, bias, transposed), ids);
 }
 
 Tensor moe_experts(const Tensor& x, const Tensor& gate_up_, const Tensor& down_, const Tensor& ids,
@@ -43,8 +44,8 @@ Tensor moe_experts(const Tensor& x, const Tensor& gate_up_, const Tensor& down_,
                    const OptionalTensor& shared_out, const OptionalTensor& residual, bool gate_is_logit) {
   check_call("moe_experts", x, gate_up_, down_, ids, weights, gate_up_bias, down_bias, activation, alpha,
              limit, gated, interleaved, transposed, shared_gate, shared_out, residual, gate_is_logit);
-  ExpertMatrix gate_up = dense_matrix(gate_up_, gate_up_bias, transposed);
-  ExpertMatrix down = dense_matrix(down_, down_bias, transposed);
+  ExpertMatrix gate_up = dense_matrix(x, gate_up_, gate_up_bias, transposed);
+  ExpertMatrix down = dense_matrix(x, down_, down_bias, transposed);
   const ExpertSum sum{weights.contiguous(), contiguous(shared_gate), contiguous(shared_out),
                       contiguous(residual), gate_is_logit};
   return apply_experts(x, gate_up, down, ids, activation_of(activation, alpha, limit, gated, interleaved),

@@ -5,10 +5,8 @@
 #include <tuple>
 
 #include "../shaders/params.h"
-#include "encoder.h"
-#include "kernel_names.h"
-#include "rows.h"
 #include "signature.h"
+#include "tensors.h"
 
 namespace moe_mps {
 namespace {
@@ -39,7 +37,7 @@ void encode_norm(const char* kernel, const Tensor& residual, const Tensor& input
   params.weight_offset = static_cast<float>(weight_offset);
 
   Commands commands;
-  commands.add("norms", kernel_name(kernel, {residual.scalar_type()}))
+  commands.add({"norms", residual.scalar_type()}, kernel)
       .bind(residual)
       .bind(input)
       .bind(weight)

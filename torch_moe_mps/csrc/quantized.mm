@@ -2,32 +2,16 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
-#include "expert_paths.h"
-#include "rows.h"
+#include "expert_run.h"
+#include "formats.h"
 #include "signature.h"
+#include "tensors.h"
 
 namespace moe_mps {
 namespace {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
-
-struct Format {
-  const char* library;
-  const char* name;
-};
-
-Format format_of(int64_t bits, std::string_view mode) {
-  if (mode == "mxfp4") return {"quantized_mxfp4", "mxfp4"};
-  if (bits == 4) return {"quantized_affine4", "affine4"};
-  return {"quantized_affine8", "affine8"};
-}
-
-int64_t shift_of(int64_t group_size) {
-  int64_t shift = 0;
-  while ((int64_t{1} << shift) < group_size) ++shift;
-  return shift;
-}
 
 struct QuantizedWeight {
   const Tensor& packed;
@@ -39,9 +23,10 @@ struct QuantizedWeight {
 // is right but reads the scales once more in every call: `dtype` is then float32.
 ExpertMatrix quantized_matrix(const QuantizedWeight& weight, const OptionalTensor& bias, int64_t bits,
                               int64_t group_size, std::string_view mode, c10::ScalarType dtype) {
-  const Format format = format_of(bits, mode);
   if (!weight.packed.is_contiguous() || !is_aligned(weight.packed)) warn_of_copy(weight.packed);
-  ExpertMatrix matrix{format.library, format.name, aligned(weight.packed)};
+  const WeightFormat format{std::string(mode), bits, group_size};
+  ExpertMatrix matrix{quantized_library(format, dtype), aligned(weight.packed)};
+  matrix.masks = format.masks();
   matrix.scales = weight.scales.contiguous();
   if (matrix.scales.scalar_type() != at::kByte) matrix.scales = matrix.scales.to(dtype);
   matrix.biases = matrix.scales;
@@ -51,8 +36,6 @@ ExpertMatrix quantized_matrix(const QuantizedWeight& weight, const OptionalTenso
   matrix.experts = weight.packed.size(0);
   matrix.rows = weight.packed.size(1);
   matrix.inputs = weight.packed.size(2) * 32 / bits;
-  if (mode == "affine") matrix.bits = bits;
-  matrix.group_shift = shift_of(group_size);
   return matrix;
 }
 

@@ -1,5 +1,3 @@
-#include "routing.h"
-
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
@@ -10,9 +8,8 @@
 #include <tuple>
 
 #include "../shaders/params.h"
-#include "kernel_names.h"
-#include "rows.h"
 #include "signature.h"
+#include "tensors.h"
 
 namespace moe_mps {
 namespace {
@@ -21,7 +18,6 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using Routing = std::tuple<Tensor, Tensor>;  // weights, ids
 
-constexpr int64_t kThreadgroupFloats = 32768 / 4;
 // The smallest normal float16: the floor of the sum in moe_router_topk_softmax.
 constexpr double kSoftmaxNormMin = 6.103515625e-05;
 
@@ -87,7 +83,7 @@ Routing route(const Tensor& logits_, const OptionalTensor& bias_, const Optional
 
   const int64_t rows_per_group = rows < kManyRows ? 1 : 4;
   Commands commands;
-  commands.add("routing", kernel_name("route", {logits.scalar_type(), experts_per_lane(experts)}))
+  commands.add({"routing", logits.scalar_type()}, c10::str("route", experts_per_lane(experts)))
       .bind(logits)
       .bind_or(bias, logits)
       .bind_or(scale, logits)
@@ -179,7 +175,7 @@ Routing moe_gate(const Tensor& hidden_, const Tensor& router_weight_, const Tens
 
   const Tensor& stand_in = per_expert_scale;  // a width of 0 leaves nothing else to bind
   Commands commands;
-  commands.add("routing", kernel_name("gate", {router.scalar_type(), layout.tokens_per_group}))
+  commands.add({"routing", router.scalar_type()}, c10::str("gate", layout.tokens_per_group))
       .bind(width > 0 ? hidden : stand_in)
       .bind(width > 0 ? router : stand_in)
       .bind(width > 0 ? norm_weight : stand_in)
@@ -193,102 +189,7 @@ Routing moe_gate(const Tensor& hidden_, const Tensor& router_weight_, const Tens
   return result;
 }
 
-// Sorting by expert
-
-int64_t binary_digits(int64_t value) {
-  int64_t digits = 0;
-  for (; value > 0; value >>= 1) ++digits;
-  return digits;
-}
-
-Routing moe_bucket(const Tensor& ids_, int64_t num_experts) {
-  check_call("moe_bucket", ids_, num_experts);
-  const Tensor ids = ids_.contiguous();
-  const auto options = ids.options().dtype(at::kInt);
-  Tensor pair_order = at::empty({ids.numel()}, options);
-  Tensor offsets = at::empty({num_experts + 1}, options);
-  Commands commands;
-  add_bucket(commands, ids, num_experts, pair_order, offsets);
-  commands.encode();
-  return {pair_order, offsets};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> moe_compute_ids_tpe(const Tensor& ids_, int64_t num_experts,
-                                                               int64_t gate_up_rows, int64_t down_rows) {
-  check_call("moe_compute_ids_tpe", ids_, num_experts, gate_up_rows, down_rows);
-  constexpr int64_t kRowsPerTile = 64;
-  const Tensor ids = ids_.contiguous();
-  const int64_t pairs = ids.numel();
-  const auto options = ids.options().dtype(at::kInt);
-  Tensor tpe = at::empty({num_experts}, options);
-  Tensor lists = at::empty({num_experts, pairs}, options);
-  Tensor gate_up_args = at::empty({3}, options);
-  Tensor down_args = at::empty({3}, options);
-  IdsTpeParams params{};
-  params.pairs = pairs;
-  params.experts = num_experts;
-  params.gate_up_tiles = ceil_div(gate_up_rows, kRowsPerTile);
-  params.down_tiles = ceil_div(down_rows, kRowsPerTile);
-  const int64_t threads = std::clamp(ceil_div(pairs, kSimdWidth) * kSimdWidth, kSimdWidth, kMaxThreads);
-  Commands commands;
-  commands.add("routing", kernel_name("ids_by_expert", {ids.scalar_type()}))
-      .bind(pairs > 0 ? ids : tpe)
-      .bind(tpe)
-      .bind(pairs > 0 ? lists : tpe)
-      .bind(gate_up_args)
-      .bind(down_args)
-      .params(params)
-      .threadgroup_memory((num_experts + 1) * sizeof(uint32_t))
-      .threadgroups({NSUInteger(num_experts + 1)}, {NSUInteger(threads)});
-  commands.encode();
-  return {tpe, lists, gate_up_args, down_args};
-}
-
 }  // namespace
-
-int64_t max_tiles(int64_t pairs, int64_t num_experts, int64_t tile_rows) {
-  return std::max<int64_t>(1, std::min(pairs, num_experts + 1) + pairs / tile_rows);
-}
-
-void add_bucket(Commands& commands, const Tensor& ids, int64_t num_experts, const Tensor& pair_order,
-                const Tensor& offsets, const std::optional<TileList>& tiles) {
-  // Every threadgroup counts all pairs, so more of them share the scattered writes but repeat the counting.
-  // 32768 pairs on an H200: one threadgroup 36 us, 16 of them 9 us.
-  constexpr int64_t kPairsPerGroup = 2048, kMaxGroups = 16;
-  constexpr int64_t kPairsPerChunk = 64;  // fewer are not worth another row of counters
-  constexpr int64_t kStaticWords = 128;   // declared in the kernel, and room for what a compiler adds
-  constexpr int64_t kSimdgroups = kMaxThreads / kSimdWidth;
-  const int64_t pairs = ids.numel();
-  const int64_t buckets = num_experts + 1;
-  const int64_t most = (kThreadgroupFloats - kStaticWords - 2 * buckets) / (buckets + kLaneSets);
-  const int64_t groups = std::clamp<int64_t>(ceil_div(pairs, kPairsPerGroup), 1, kMaxGroups);
-  const int64_t run = ceil_div(pairs, groups);
-  const int64_t chunks = std::clamp<int64_t>(ceil_div(run, kPairsPerChunk), 1, std::min(kSimdgroups, most));
-  // Simdgroups without a chunk still count and scan.
-  const int64_t simdgroups = std::max(chunks, std::min(kSimdgroups, ceil_div(buckets, kSimdWidth)));
-  BucketParams params{};
-  params.pairs = pairs;
-  params.experts = num_experts;
-  params.chunks = chunks;
-  params.chunk = ceil_div(ceil_div(run, chunks), kSimdWidth) * kSimdWidth;
-  params.upper_digits = binary_digits(num_experts / kLaneSets);
-  if (tiles) {
-    params.tile_rows = tiles->tile_rows;
-    params.sentinel_tiles = tiles->sentinel_tiles;
-    params.columns_a = tiles->columns_a;
-    params.columns_b = tiles->columns_b;
-  }
-  commands.add("routing", kernel_name("bucket_pairs", {ids.scalar_type()}))
-      .bind(pairs > 0 ? ids : offsets)
-      .bind(pairs > 0 ? pair_order : offsets)
-      .bind(offsets)
-      .bind(tiles ? tiles->tiles : offsets)
-      .bind(tiles ? tiles->grids : offsets)
-      .params(params)
-      .threadgroup_memory((2 * buckets + chunks * (buckets + kLaneSets)) * sizeof(uint32_t))
-      .threadgroups({NSUInteger(groups)}, {NSUInteger(simdgroups * kSimdWidth)});
-}
-
 }  // namespace moe_mps
 
 TORCH_LIBRARY_IMPL(moe_mps, MPS, m) {
@@ -296,13 +197,10 @@ TORCH_LIBRARY_IMPL(moe_mps, MPS, m) {
   m.impl("moe_router_topk_softmax", moe_mps::moe_router_topk_softmax);
   m.impl("fused_moe_routing", moe_mps::fused_moe_routing);
   m.impl("moe_gate", moe_mps::moe_gate);
-  m.impl("moe_bucket", moe_mps::moe_bucket);
-  m.impl("moe_compute_ids_tpe", moe_mps::moe_compute_ids_tpe);
 }
 
 TORCH_LIBRARY_IMPL(moe_mps, AutogradMPS, m) {
-  for (const char* name : {"moe_router", "moe_router_topk_softmax", "fused_moe_routing", "moe_gate",
-                           "moe_bucket", "moe_compute_ids_tpe"}) {
+  for (const char* name : {"moe_router", "moe_router_topk_softmax", "fused_moe_routing", "moe_gate"}) {
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
   }
 }

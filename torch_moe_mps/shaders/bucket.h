@@ -47,10 +47,10 @@ inline void write_tiles(device int4* tiles, device uint* grids, BucketParams par
   const uint buckets = params.experts + 1;
   for (uint tile = thread_index; tile < tile_count; tile += threads) {
     const uint bucket = bucket_of_tile(tile, first_tile, buckets);
-    const uint first = starts[bucket] + (tile - first_tile[bucket]) * params.tile_rows;
+    const uint first = starts[bucket] + (tile - first_tile[bucket]) * params.tile_pairs;
     const uint end = bucket == params.experts ? params.pairs : starts[bucket + 1];
     tiles[tile] = int4(bucket == params.experts ? -1 : int(bucket), int(first),
-                       int(min(end - first, params.tile_rows)), 0);
+                       int(min(end - first, params.tile_pairs)), 0);
   }
   if (thread_index == 0) {
     if (tile_count == 0) tiles[0] = int4(0, 0, 0, 0);
@@ -188,9 +188,9 @@ template <typename Id>
         place += in_chunk;
       }
     }
-    if (params.tile_rows != 0) {
+    if (params.tile_pairs != 0) {
       const bool tiled = bucket < params.experts || (bucket == params.experts && params.sentinel_tiles != 0);
-      const uint bucket_tiles = tiled ? (count + params.tile_rows - 1) / params.tile_rows : 0;
+      const uint bucket_tiles = tiled ? (count + params.tile_pairs - 1) / params.tile_pairs : 0;
       uint tiles_here;
       const uint tile =
           tiles_before + threadgroup_scan(bucket_tiles, tiles_here, partials, lane, simdgroup, simdgroups);
@@ -200,7 +200,7 @@ template <typename Id>
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  if (group == 0 && params.tile_rows != 0) {
+  if (group == 0 && params.tile_pairs != 0) {
     // Nothing lies before the first run, so its first row of counters still says where the buckets begin.
     write_tiles(tiles, grids, params, tiles_before, behind, counters, thread_index, threads);
     threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -9,9 +9,10 @@ using namespace metal;
 
 #define UNROLL _Pragma("clang loop unroll(full)")
 
-// The kernel template with the arguments that follow, under a name for the host.
-#define INSTANTIATE_KERNEL(name, ...) \
-  template [[host_name(name)]] [[kernel]] decltype(__VA_ARGS__) __VA_ARGS__;
+// A kernel template with its arguments, under a name for the host. The host compiles a file for one dtype at
+// a time, MOE_DTYPE, and for one format of weights, MOE_WEIGHTS; MOE_SUFFIX names them.
+#define INSTANTIATE(name, ...) \
+  template[[host_name(name MOE_SUFFIX)]] [[kernel]] decltype(__VA_ARGS__) __VA_ARGS__;
 
 // Threadgroup memory for one value of each of up to 32 simdgroups.
 constant constexpr uint kMaxSimdgroups = 32;
@@ -115,8 +116,6 @@ inline Pack<N> load_any(device const uchar* source, uint dtype, ulong index) {
   return widen(load_any_raw<N>(source, dtype, index), dtype);
 }
 
-// Not load_any<1>: half of its AnyRaw stays undefined, which the compiler (NVRTC) kept in registers around a
-// loop (expert_rows_matrix in float: 432 instead of 364 bytes in local memory).
 inline float load_one(device const uchar* source, uint dtype, ulong index) {
   if (dtype == DTYPE_FLOAT) return reinterpret_cast<device const float*>(source)[index];
   const ushort bits = reinterpret_cast<device const ushort*>(source)[index];

@@ -1,17 +1,9 @@
-#include "expert_columns.h"
-#include "expert_decode.h"
-#include "expert_gemm.h"
+// The experts' kernels for dense weights, also for those with the input dimension first.
+#include "experts/columns.h"
+#include "experts/kernels.h"
 
-#define DENSE(T, suffix)                                                                                  \
-  INSTANTIATE_KERNEL("expert_rows_single_" suffix, expert_rows_single<DenseWeights<T>, kSingleRows>)      \
-  INSTANTIATE_KERNEL("expert_rows_few_" suffix, expert_rows_few<DenseWeights<T>>)                         \
-  INSTANTIATE_KERNEL("expert_down_single_" suffix, expert_down_single<DenseWeights<T>, kSingleRows, 512>) \
-  INSTANTIATE_KERNEL("expert_down_few_" suffix, expert_down_few<DenseWeights<T>>)                         \
-  INSTANTIATE_KERNEL("expert_columns_single_" suffix, expert_columns_single<T>)                           \
-  INSTANTIATE_KERNEL("expert_down_columns_single_" suffix, expert_down_columns_single<T>)                 \
-  INSTANTIATE_KERNEL("expert_gemm_" suffix, expert_gemm<DenseWeights<T>>)                                 \
-  INSTANTIATE_KERNEL("expert_gemm_transposed_" suffix, expert_gemm<DenseColumns<T>>)
-
-DENSE(float, "f32")
-DENSE(half, "f16")
-DENSE(bfloat, "bf16")
+INSTANTIATE_EXPERTS(Dense<MOE_DTYPE>)
+INSTANTIATE("expert_columns", expert_columns<MOE_DTYPE>)
+INSTANTIATE("expert_down_columns", expert_down_columns<MOE_DTYPE>)
+INSTANTIATE("expert_gemm8_transposed", expert_gemm<DenseColumns<MOE_DTYPE>, 1>)
+INSTANTIATE("expert_gemm32_transposed", expert_gemm<DenseColumns<MOE_DTYPE>, kTilePairs / 8>)

@@ -16,30 +16,24 @@ GEOMETRY kNormThreads = 512;
 
 // Routing
 GEOMETRY kLaneSets = 64;  // of bucket_pairs
+GEOMETRY kBucketThreads = 1024;
+GEOMETRY kMaxSlots = 64;             // experts of a token
+GEOMETRY kThreadgroupFloats = 8192;  // of threadgroup memory
 
-// Experts, one token
-GEOMETRY kSingleRows = 4;  // of a simdgroup; down: of a threadgroup
-GEOMETRY kSingleSimdgroups = 8;
+// Experts, few tokens: dot products
+GEOMETRY kRowGroupsOfSimdgroup = 4;  // groups of lanes that each have rows of their own
+GEOMETRY kSingleRows = 4;            // of a lane
+GEOMETRY kFewRows = 4;               // of a lane, for several tokens
+GEOMETRY kFewDownRows = 8;           // of a threadgroup, for several tokens
+GEOMETRY kRowsSimdgroups = 8;        // of a threadgroup
+GEOMETRY kRowsBound = 576;           // threads that the kernels declare, more than are launched: registers
+GEOMETRY kFewBound = 512;
+GEOMETRY kMaxFewPairs = 512;      // their terms lie in threadgroup memory
 GEOMETRY kColumnSimdgroups = 16;  // transposed weights
 
-// Experts, 2 to 32 tokens: dense and mxfp4
-GEOMETRY kFewRows = 8;  // of a simdgroup; down: of a threadgroup
-GEOMETRY kFewSimdgroups = 8;
-GEOMETRY kMaxFewPairs = 512;  // their numbers, and their terms in down, lie in threadgroup memory
-
-// The same for affine weights
-GEOMETRY kMatrixRows = 16;  // of a simdgroup
-GEOMETRY kMatrixSimdgroups = 4;
-GEOMETRY kLastBlocks = 600;           // about as many of rows: see UnitBlocks in expert_rows_matrix.h
-GEOMETRY kHalvedBlocks = 120;         // the last of these
-GEOMETRY kMatrixDownRows = 16;        // of a threadgroup
-GEOMETRY kMatrixDownSimdgroups = 12;  // more leave each too few registers
-GEOMETRY kPartsSimdgroups = 16;       // of a threadgroup that shares its experts' columns out
-GEOMETRY kMatrixPairsAtOnce = 32;     // of one expert: more read its rows again
-GEOMETRY kMaxMatrixPairs = 384;
-
-// Experts, more tokens
-GEOMETRY kTileRows = 32;  // pairs
-GEOMETRY kTileColumns = 64;
-GEOMETRY kGemmThreads = 128;
+// Experts, many tokens: matrix products
+GEOMETRY kTilePairs = 32;
+GEOMETRY kGemmRows = 128;  // of a threadgroup
+GEOMETRY kGemmSimdgroups = 4;
+GEOMETRY kGemmBound = 448;
 GEOMETRY kCombineColumns = 4;  // of a thread

@@ -108,7 +108,7 @@ struct BucketParams {
   uint32_t chunks;          // runs of consecutive pairs, one a simdgroup
   uint32_t chunk;           // pairs of a run, a multiple of 32
   uint32_t upper_digits;    // binary digits of the number of experts above those that select a lane set
-  uint32_t tile_rows;       // 0: no tile list
+  uint32_t tile_pairs;      // 0: no tile list
   uint32_t sentinel_tiles;  // also tiles of expert -1 for the sentinels
   uint32_t columns_a;       // threadgroups across the columns of the two matmuls that use the tiles
   uint32_t columns_b;
@@ -142,17 +142,16 @@ struct ExpertParams {
   uint32_t slots;
   uint32_t pairs;
   uint32_t experts;
-  uint32_t inputs;           // columns of an expert's matrix
-  uint32_t rows;             // rows of an expert's matrix
-  uint32_t outputs;          // of one pair, after the activation
-  uint32_t vectorised;       // rows of x and of a dense matrix start on a multiple of 8 elements
-  uint32_t bits;             // of a code
-  uint32_t group_shift;      // log2 of the values that share a scale
-  uint32_t wide_ids;         // ids are int64
-  uint32_t x_per_pair;       // x has a row for each pair, else for each token
-  uint32_t grid_is_experts;  // units of the grid are experts, else pairs
-  uint32_t long_units;       // of these: see UnitBlocks in expert_rows_matrix.h
-  uint32_t middle_units;
+  uint32_t inputs;             // columns of an expert's matrix
+  uint32_t rows;               // rows of an expert's matrix
+  uint32_t outputs;            // of one pair, after the activation
+  uint32_t vectorised;         // rows of x and of a dense matrix are whole vectors: multiples of 16 elements
+  uint32_t code_mask;          // of quantised weights: see HalfCodes in experts/formats.h
+  uint32_t code_exponent;      // floats: the signs
+  uint32_t wide_ids;           // ids are int64
+  uint32_t x_per_pair;         // x has a row for each pair, else for each token
+  uint32_t units_are_experts;  // units of the grid are experts, else pairs
+  uint32_t writes_tiles;       // the pairs by expert are written down for the down projection
   uint32_t row_layout;
   uint32_t activation;
   uint32_t bias_dtype;

@@ -51,7 +51,7 @@ def measuring(
 
     `work` says of weights on "mps" what a dispatch is for that binds them.
     """
-    recorder = Recorder({runtime.host_address(t): w for t, w in (work or {}).items()}, limit)
+    recorder = Recorder({runtime.address(t): w for t, w in (work or {}).items()}, limit)
     with runtime.intercepted(recorder):
         yield recorder.measurements
 

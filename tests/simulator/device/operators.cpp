@@ -1,7 +1,6 @@
-// The aten operators of the simulated device: what handles memory is here, all arithmetic runs on the CPU.
+// The aten operators of the simulated device that handle memory. All arithmetic is in fallback.cpp.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -17,7 +16,6 @@
 
 #include "../metal/runtime.h"
 #include "device.h"
-#include "generator.h"
 
 namespace simulator {
 namespace {
@@ -83,7 +81,13 @@ const Tensor& resize_(const Tensor& self, IntArrayRef size, optional<at::MemoryF
   return self;
 }
 
+// What is copied from or to the CPU is copied: the host's work. On the device it is the GPU's.
+bool is_dropped(const Tensor& self) {
+  return dropping() && self.is_mps() && !at::isIntegralType(self.scalar_type(), true);
+}
+
 Tensor& copy_(Tensor& self, const Tensor& source, bool) {
+  if (is_dropped(self) && source.is_mps()) return self;
   on_host(self).copy_(on_host(source));
   return self;
 }
@@ -123,14 +127,17 @@ Tensor& set_nothing(Tensor& self) {
 }
 
 Tensor& fill_scalar(Tensor& self, const at::Scalar& value) {
+  if (is_dropped(self)) return self;
   on_host(self).fill_(value);
   return self;
 }
 Tensor& fill_tensor(Tensor& self, const Tensor& value) {
+  if (is_dropped(self)) return self;
   on_host(self).fill_(on_host(value));
   return self;
 }
 Tensor& zero_(Tensor& self) {
+  if (is_dropped(self)) return self;
   on_host(self).zero_();
   return self;
 }
@@ -154,6 +161,11 @@ Tensor unfold(const Tensor& self, int64_t dimension, int64_t size, int64_t step)
 // libtorch's own choice of an attention kernel asserts on a device type that its build does not have.
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const optional<Tensor>& mask,
                  double dropout, bool is_causal, optional<double> scale, bool enable_gqa) {
+  if (dropping() && !at::GradMode::is_enabled()) {  // one command there, not the ten of the math version
+    std::vector<int64_t> sizes = query.sizes().vec();
+    sizes.back() = value.size(-1);
+    return at::empty(sizes, query.options());
+  }
   // The math version adds the mask: where a boolean one allows attention it adds 0.
   optional<Tensor> added = mask;
   if (mask && mask->dtype() == at::kBool) {
@@ -161,25 +173,6 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
   }
   return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, added, dropout, is_causal,
                                                             std::nullopt, scale, enable_gqa));
-}
-
-// Operators of other libraries must bring a kernel for MPS: one of moe_mps that is missing has to fail.
-void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const auto& schema = op.schema();
-  const bool is_torch = schema.name().starts_with("aten::") || schema.name().starts_with("prims::");
-  TORCH_CHECK_NOT_IMPLEMENTED(is_torch, schema.name(),
-                              " has no MPS kernel (the simulator runs only aten on the CPU)");
-  synchronize();
-  const auto arguments = schema.arguments().size();
-  for (size_t i = 0; i < arguments; i++) {
-    const auto& type = schema.arguments()[i].real_type();
-    const bool is_generator = type->str() == "Generator?" || type->str() == "Generator";
-    if (!is_generator) continue;
-    c10::IValue& value = (*stack)[stack->size() - arguments + i];
-    at::Generator generator = value.isNone() ? default_generator() : value.toGenerator();
-    if (generator.device().type() == c10::DeviceType::MPS) value = generator.get<Generator>()->cpu();
-  }
-  at::native::cpu_fallback(op, stack);
 }
 
 TORCH_LIBRARY_IMPL(aten, MPS, m) {
@@ -207,9 +200,6 @@ TORCH_LIBRARY_IMPL(aten, MPS, m) {
 }
 TORCH_LIBRARY_IMPL(aten, AutogradMPS, m) {
   m.impl("scaled_dot_product_attention", attention);
-}
-TORCH_LIBRARY_IMPL(_, MPS, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>());
 }
 
 }  // namespace

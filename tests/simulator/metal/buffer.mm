@@ -54,17 +54,18 @@ Registry& registry() {
 namespace simulator {
 
 Memory::Memory(size_t bytes) : size(bytes), identity(next_identity++) {
+  const bool zeros = dropping();  // nothing will write the values that the host reads
   if (bytes >= kMapBytes) {
     void* mapped =
         mmap(nullptr, bytes + kGuardBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED) throw std::bad_alloc();
     if (mprotect(mapped, bytes, PROT_READ | PROT_WRITE)) throw std::bad_alloc();
     data = static_cast<char*>(mapped);
-    if (bytes < kFillBytes) fill(data, bytes, kUnwritten);
+    if (bytes < kFillBytes && !zeros) fill(data, bytes, kUnwritten);
   } else {
     data = static_cast<char*>(aligned_alloc(kAlignment, round_up(bytes)));
     if (!data) throw std::bad_alloc();
-    fill(data, bytes, kUnwritten);
+    fill(data, bytes, zeros ? 0 : kUnwritten);
   }
   bytes_alive += size;
 }
@@ -74,7 +75,7 @@ Memory::~Memory() {
   if (size >= kMapBytes) {
     munmap(data, size + kGuardBytes);
   } else {
-    fill(data, size, kFreed);
+    if (!dropping()) fill(data, size, kFreed);
     free(data);
   }
 }

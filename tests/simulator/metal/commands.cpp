@@ -22,6 +22,7 @@ struct State {
   simulator_execute execute = nullptr;
   uint64_t seed = 0;
   size_t most_threads = SIZE_MAX;  // of a pipeline, set by a test
+  std::atomic<bool> dropping = false, validating = true;
 
   bool tracing = false;
   std::string trace;
@@ -169,6 +170,8 @@ msl_dispatch describe(const Command& command, const std::array<size_t, 3>& group
     dispatch.total_threads[i] =
         command.kind == GridKind::kThreads ? static_cast<unsigned>(command.grid[i]) : 0;
   }
+  if (command.kind == GridKind::kIndirect)
+    dispatch.indirect = command.indirect.memory->data + command.indirect.offset;
   for (unsigned i = 0; i < kMaxBindings; i++) {
     const Binding& from = command.buffers[i];
     msl_binding& to = dispatch.buffers[i];
@@ -220,10 +223,12 @@ std::string to_text(const Constants& constants) {
 }
 
 void record(Command command) {
-  check_threads(command);
-  check_arguments(command);
-  check_threadgroup_memory(command);
   State& s = state();
+  if (s.validating) {
+    check_threads(command);
+    check_arguments(command);
+    check_threadgroup_memory(command);
+  }
   std::lock_guard<std::mutex> lock(s.mutex);
   if (s.tracing) s.trace += trace_text(command) + "\n";
   s.pending.push_back(std::move(command));
@@ -237,6 +242,10 @@ void record_barrier() {
 
 size_t thread_limit(const msl_kernel& kernel) {
   return std::min(kernel.max_threads ? kernel.max_threads : kUndeclaredThreads, state().most_threads);
+}
+
+bool dropping() {
+  return state().dropping;
 }
 
 bool has_pending() {
@@ -260,6 +269,7 @@ void run_pending() {
     s.running = true;
     if (s.tracing && !commands.empty()) s.trace += "synchronize\n";
   }
+  if (s.dropping) return;
   for (const Command& command : commands) execute(command);
 }
 
@@ -278,6 +288,11 @@ void simulator_set_schedule(uint64_t seed) {
 
 void simulator_limit_pipelines(size_t threads) {
   state().most_threads = threads;
+}
+
+void simulator_set_dropping(int dropping, int validating) {
+  state().dropping = dropping;
+  state().validating = validating;
 }
 
 void simulator_reset(void) {
@@ -319,13 +334,13 @@ const simulator_dispatch_counters* simulator_counters_stop(size_t* count) {
   return s.counted.data();
 }
 
+void* simulator_contents(const void* buffer) {
+  return simulator::buffer_contents(buffer);
+}
 size_t simulator_live_buffers(void) {
   return simulator::live_buffers();
 }
 long simulator_live_objects(void) {
   return simulator::live_objects();
-}
-void* simulator_buffer_contents(const void* buffer) {
-  return simulator::buffer_contents(buffer);
 }
 }

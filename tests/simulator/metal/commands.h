@@ -14,6 +14,8 @@ void simulator_set_executor(simulator_execute execute);
 void simulator_set_schedule(uint64_t seed);
 // The most threads that pipelines allow from now on.
 void simulator_limit_pipelines(size_t threads);
+// Whether commands are dropped where they would run, and whether they are validated when they are encoded.
+void simulator_set_dropping(int dropping, int validating);
 // Drops recorded commands and findings.
 void simulator_reset(void);
 void simulator_trace_start(void);
@@ -22,7 +24,8 @@ const char* simulator_trace_stop(void);
 void simulator_counters_start(void);
 // Valid until counting starts again.
 const simulator_dispatch_counters* simulator_counters_stop(size_t* count);
+// Where an MTLBuffer's bytes lie.
+void* simulator_contents(const void* buffer);
 size_t simulator_live_buffers(void);
 long simulator_live_objects(void);
-void* simulator_buffer_contents(const void* buffer);  // of an MTLBuffer
 }

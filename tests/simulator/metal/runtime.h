@@ -95,5 +95,6 @@ void record_barrier();
 // Runs what was recorded, in order. Raises the first finding and forgets the rest.
 void run_pending();
 bool has_pending();  // something is recorded, or runs in another thread
+bool dropping();     // commands are forgotten where they would run: the null device
 
 }  // namespace simulator

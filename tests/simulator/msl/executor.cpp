@@ -17,6 +17,7 @@
 #include <sys/wait.h>
 #include <ucontext.h>
 #include <unistd.h>
+#include <xmmintrin.h>
 
 #include <algorithm>
 #include <mutex>
@@ -142,8 +143,7 @@ void make_current(Thread& t) {
   here.stamp = g.epoch << code_bits | t.position.index;
   here.simd_ordered[0] = g.ordered[0];
   here.simd_ordered[1] = g.ordered[1];
-  here.stack_low = reinterpret_cast<uintptr_t>(stacks + t.stack * stack_bytes);
-  here.stack_size = stack_bytes;
+  private_memory = {reinterpret_cast<uintptr_t>(stacks + t.stack * stack_bytes), stack_bytes};
 }
 
 [[noreturn]] void leave_group() {
@@ -341,10 +341,9 @@ void block(Wait wait, const char* name, const char* file, unsigned line) {
   enter(*next, &t.stack_pointer);
 }
 
-// Outside of a kernel nothing is checked: static constructors of a shader's module run instrumented code too.
 void stop_running() {
   current = nullptr;
-  here.stack_low = 0, here.stack_size = ~size_t(0);
+  private_memory = {};
 }
 
 void place_threads(const unsigned (&size)[3]) {
@@ -640,8 +639,9 @@ class Signals {
 
  private:
   static void handle(int number, siginfo_t*, void* context) {
-    if (!current) {  // not a kernel's: let it end the process as it would without us
-      signal(number, SIG_DFL);
+    if (private_memory.has_everything()) {  // not a kernel's: it happens again, for whom it would without us
+      for (int i = 0; i < 3; i++)
+        if (numbers[i] == number) sigaction(number, &old[i], nullptr);
       return;
     }
     auto& registers = static_cast<ucontext_t*>(context)->uc_mcontext.gregs;
@@ -664,11 +664,25 @@ class Signals {
   static inline char handler_stack[64 << 10], crash_stack[64 << 10];
   static inline int signal_number;
   static inline const void* signal_address;
+  static inline struct sigaction old[3];
   stack_t old_stack;
-  struct sigaction old[3];
+};
+
+// Apple's GPUs take float32 subnormals for zero, as operands and as results. So does this CPU meanwhile;
+// halves keep theirs, which are normal numbers as floats, and conversions between the two do not look at
+// these bits.
+class FlushSubnormals {
+ public:
+  FlushSubnormals() : old(_mm_getcsr()) { _mm_setcsr(old | flush_to_zero | denormals_are_zero); }
+  ~FlushSubnormals() { _mm_setcsr(old); }
+
+ private:
+  static constexpr unsigned flush_to_zero = 1 << 15, denormals_are_zero = 1 << 6;
+  const unsigned old;
 };
 
 void run(const msl_dispatch& d) {
+  const FlushSubnormals flush;
   dispatch = &d;
   memory.begin(d, reinterpret_cast<const void*>(entry));
   order_threadgroups(d);

@@ -60,6 +60,7 @@ typedef struct {
   unsigned
       total_threads[3];  // dispatchThreads: edge threadgroups are cut to it; all 0 for dispatchThreadgroups
   uint64_t seed;         // order of threads and threadgroups; 0 is ascending
+  const void* indirect;  // where an indirect dispatch has its grid from; NULL for the others
 } msl_dispatch;
 
 // Runs the dispatch to its end or to the first finding. Returns 0, or the number of findings with their text

@@ -10,6 +10,7 @@ namespace msl {
 
 Memory memory;
 Place here;
+__thread PrivateMemory private_memory;
 
 namespace {
 constexpr size_t shadow_capacity = size_t(1) << 38;  // address space only; pages come with use
@@ -363,7 +364,7 @@ inline void Memory::threadgroup(size_t offset, size_t size, const void* caller) 
 
 __attribute__((always_inline)) inline void Memory::access(uintptr_t address, size_t size, bool write,
                                                           const void* caller) {
-  if (address - here.stack_low < here.stack_size) return;
+  if (private_memory.has(address)) return;
   Segment* s = recent[(reinterpret_cast<uintptr_t>(caller) >> 2) & 255];
   if (address - s->base >= s->size || address - s->base + size > s->size ||
       (s->space == Space::module && write)) {
@@ -397,7 +398,7 @@ __attribute__((always_inline)) inline void Memory::aligned_access(uintptr_t addr
 }
 
 void Memory::misaligned(uintptr_t address, size_t size, bool write, const void* caller) {
-  if (address - here.stack_low < here.stack_size) return;
+  if (private_memory.has(address)) return;
   Segment* s = find(address, size, write, caller);
   if (!s) out_of_bounds(address, size, write, caller);
   if (s->space == Space::module) return;
@@ -549,10 +550,12 @@ void Memory::race(Segment& segment, size_t at, Stamp other, bool other_wrote, bo
 
 }  // namespace msl
 
-// The compiler's helper for float -> bfloat: to nearest even, NaNs stay NaNs.
+// The compiler's helper for float -> bfloat: to nearest even, NaNs stay NaNs, subnormals are zero.
 extern "C" __bf16 __truncsfbf2(float x) {
   uint32_t bits = __builtin_bit_cast(uint32_t, x);
-  if ((bits & 0x7fffffff) > 0x7f800000)
+  if (!(bits & 0x7f800000))
+    bits &= 0x80000000;
+  else if ((bits & 0x7fffffff) > 0x7f800000)
     bits |= 0x400000;
   else
     bits += 0x7fff + (bits >> 16 & 1);

@@ -63,8 +63,17 @@ struct Place {
   Stamp ordered[2] = {};       // [device, threadgroup]: stamps below are ordered by a threadgroup barrier
   Stamp simd_ordered[2] = {};  // the same for stamps of the own simdgroup
   unsigned simdgroup = 0;
-  uintptr_t stack_low = 0;
-  size_t stack_size = ~size_t(0);  // everything is "stack" while nothing runs
+};
+
+// The private memory of what this thread of the process executes: a fiber's stack. Where it executes no
+// kernel everything is private, so that nothing is judged: static constructors and tables of a shader's
+// module are instrumented too, and any thread may run them beside a kernel.
+struct PrivateMemory {
+  uintptr_t low = 0;
+  size_t size = ~size_t(0);
+
+  bool has(uintptr_t address) const { return address - low < size; }
+  bool has_everything() const { return size == ~size_t(0); }
 };
 
 class Memory {
@@ -132,6 +141,8 @@ class Memory {
 
 extern Memory memory;
 extern Place here;
+// Every access asks for it: __thread and this model need no call.
+extern __thread PrivateMemory private_memory __attribute__((tls_model("initial-exec")));
 
 // Ends the dispatch with this text; `caller` is the code address to name a source line for, or null.
 [[noreturn]] void finding(const std::string& text, const void* caller);

@@ -1,0 +1,197 @@
+"""The cases of the experts and of single matrices: inputs, operator, float64 reference."""
+
+from dataclasses import asdict, dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .formats import DTYPES, FORMATS, too_far, weight_bytes
+
+FAMILIES: dict[str, type] = {}
+
+
+class Case:
+    """One operator on one shape. Subclasses are dataclasses whose fields are all that a case is made from.
+
+    `weights` and `inputs` make tensors by name from values.Values or values.Shapes; input sets share weights
+    that are larger than the cache. `call` is the operator on them.
+    """
+
+    group: str
+    mutated: ClassVar[tuple[str, ...]] = ()  # inputs that the operator changes
+    parts: ClassVar[
+        dict[str, str]
+    ] = {}  # two parts that are timed alone too, and how the weights of each begin
+
+    def __init_subclass__(cls):
+        FAMILIES[cls.__name__] = cls
+
+    @property
+    def name(self) -> str:
+        raise NotImplementedError
+
+    def weights(self, values) -> dict[str, Tensor | None]:
+        return {}
+
+    def inputs(self, values) -> dict[str, Tensor | None]:
+        raise NotImplementedError
+
+    def call(self, t: dict[str, Tensor | None]):
+        raise NotImplementedError
+
+    def wrong(self, before: dict[str, Tensor], after: dict[str, Tensor]) -> str:
+        """Empty, or what is wrong. `after` has the results, and the inputs as they are then."""
+        raise NotImplementedError
+
+    def bytes_moved(self, t: dict[str, Tensor], part: str = "") -> int:
+        """What the case, or a part of it, must read and write once."""
+        raise NotImplementedError
+
+    def arguments(self) -> dict:
+        return asdict(self)
+
+
+def family_name(case: Case) -> str:
+    return type(case).__name__
+
+
+def make_case(family: str, arguments: dict) -> Case:
+    return FAMILIES[family](**arguments)
+
+
+def ops():
+    return torch.ops.moe_mps
+
+
+def distinct(ids: Tensor) -> int:
+    return len(ids.unique())
+
+
+@dataclass
+class Experts(Case):
+    """The experts of a layer, silu and a sum by weights: x [T, H] -> [T, H]."""
+
+    parts: ClassVar[dict[str, str]] = {"gate+up": "gate_up", "down": "down"}
+    group: str
+    format: str
+    dtype: str
+    tokens: int
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.group} {self.format} {self.dtype} T {self.tokens}"
+
+    def weights(self, values):
+        make, dtype = FORMATS[self.format].make, DTYPES[self.dtype]
+        return {
+            **make(values, "gate_up", self.experts, 2 * self.intermediate, self.hidden, dtype),
+            **make(values, "down", self.experts, self.hidden, self.intermediate, dtype),
+        }
+
+    def inputs(self, values):
+        return {
+            "x": values.normal(self.tokens, self.hidden, dtype=DTYPES[self.dtype]),
+            "ids": values.ids(self.tokens, self.top_k, self.experts),
+            "routing": values.uniform(self.tokens, self.top_k),
+        }
+
+    def call(self, t):
+        if self.format == "dense":
+            return ops().moe_experts(t["x"], t["gate_up"], t["down"], t["ids"], t["routing"])
+        matrices = [
+            t[f"{name}_{part}"] for name in ("gate_up", "down") for part in ("packed", "scales", "biases")
+        ]
+        options = FORMATS[self.format].options()
+        return ops().moe_experts_quantized(t["x"], *matrices, t["ids"], t["routing"], *options)
+
+    def wrong(self, before, after):
+        return too_far(after["result0"], self.expected(before), self.dtype)
+
+    def expected(self, t) -> Tensor:
+        matrix = FORMATS[self.format].matrix
+        out = torch.zeros(t["x"].shape, dtype=torch.float64, device=t["x"].device)
+        for e in t["ids"].unique().tolist():
+            token, slot = (t["ids"] == e).nonzero(as_tuple=True)
+            gate, up = (t["x"][token].double() @ matrix(t, "gate_up", e).T).chunk(2, -1)
+            y = (torch.nn.functional.silu(gate) * up) @ matrix(t, "down", e).T
+            out.index_add_(0, token, y * t["routing"][token, slot, None].double())
+        return out
+
+    def bytes_moved(self, t, part=""):
+        names = [self.parts[part]] if part else self.parts.values()
+        return distinct(t["ids"]) * sum(weight_bytes(t, name) for name in names)
+
+
+@dataclass
+class Linear(Case):
+    """One matrix for all tokens: x [T, C] -> [T, N], as the only expert of a single slot."""
+
+    group: str
+    format: str
+    dtype: str
+    tokens: int
+    inputs_: int
+    outputs: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.group} {self.inputs_} -> {self.outputs} {self.format} {self.dtype} T {self.tokens}"
+
+    def weights(self, values):
+        make = FORMATS[self.format].make
+        return make(values, "weight", 1, self.outputs, self.inputs_, DTYPES[self.dtype])
+
+    def inputs(self, values):
+        return {
+            "x": values.normal(self.tokens, self.inputs_, dtype=DTYPES[self.dtype]),
+            "ids": values.ids(self.tokens, 1, 1),
+        }
+
+    def call(self, t):
+        if self.format == "dense":
+            return ops().expert_mm(t["x"], t["weight"], t["ids"])
+        matrix = [t[f"weight_{part}"] for part in ("packed", "scales", "biases")]
+        return ops().expert_qmm(t["x"], *matrix, t["ids"], *FORMATS[self.format].options())
+
+    def wrong(self, before, after):
+        return too_far(after["result0"][:, 0], self.expected(before), self.dtype)
+
+    def expected(self, t) -> Tensor:
+        return t["x"].double() @ FORMATS[self.format].matrix(t, "weight", 0).T
+
+    def bytes_moved(self, t, part=""):
+        return weight_bytes(t, "weight") + t["x"].nbytes + self.tokens * self.outputs * t["x"].itemsize
+
+
+# What is run unless other shapes are asked for.
+SHAPE = (128, 8, 2048, 768)  # Qwen3-30B-A3B: experts, of them a token, hidden, intermediate
+LINEARS = ((2048, 6144), (4096, 4096))
+# Results and paths that the timed cases leave out: every dtype, widths that end inside a tile, few experts.
+SMALL_SHAPES = ((16, 4, 256, 192), (5, 2, 320, 64))
+
+
+def expert_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
+    formats = (("int4", "f16"), ("int8", "f16"), ("mxfp4", "bf16"), ("dense", "bf16"))
+    cases = [Experts("experts", *f, tokens, *shape) for f in formats for tokens in (1, 4, 8, 16, 32)]
+    formats = (("int4", "bf16"), ("int8", "bf16"), ("mxfp4", "bf16"), ("dense", "bf16"))
+    return cases + [Experts("prefill", *f, tokens, *shape) for f in formats for tokens in (64, 512, 2048)]
+
+
+def linear_cases() -> list[Case]:
+    tokens = (1, 2, 4, 8, 16, 32, 64, 512)
+    return [Linear("linear", "int4", "f16", n, *shape) for shape in LINEARS for n in tokens]
+
+
+def sanitizer_cases() -> list[Case]:
+    return [
+        Experts("sanitize", format_, dtype, tokens, *shape)
+        for shape in SMALL_SHAPES
+        for format_ in FORMATS
+        for dtype in DTYPES
+        for tokens in (1, 3, 17, 40)
+    ]

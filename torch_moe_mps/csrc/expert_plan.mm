@@ -1,0 +1,147 @@
+#include "expert_plan.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/StringUtil.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "../shaders/geometry.h"
+
+namespace moe_mps {
+namespace {
+
+constexpr int64_t kCombineThreads = 256;
+// Pairs of an expert, on average, from which on matrix products pay: a product takes eight pairs, a dot
+// product one. By the cost model (tests/simulator/apple), int4 on an M1 Max.
+constexpr int64_t kManyPairs = 6;
+// The most pairs of an expert, on average, for which tiles of 8 pairs are enough.
+constexpr int64_t kSmallTilePairs = 12;
+
+enum class Path { kRows, kFew, kGemm };  // kRows serves everything, slowly for many tokens
+
+Path path_for(const ExpertShape& shape) {
+  if (shape.tokens == 1 || shape.empty) return Path::kRows;
+  // The kernels for a few tokens walk along the rows of a matrix, which a transposed one does not have.
+  const bool few = shape.pairs() <= kMaxFewPairs && shape.pairs() < kManyPairs * shape.experts;
+  const bool transposed = shape.first_transposed || shape.second_transposed;
+  if (few && !transposed) return Path::kFew;
+  return shape.experts <= kMaxBuckets ? Path::kGemm : Path::kRows;
+}
+
+NSUInteger blocks(int64_t count, int64_t size) {
+  return static_cast<NSUInteger>(ceil_div(count, size));
+}
+
+// The outputs that `rows` rows of the first matrix give.
+int64_t outputs_of_rows(const ExpertShape& shape, int64_t rows) {
+  return rows * shape.outputs / shape.rows;
+}
+
+ExpertStep first_step(const ExpertShape& shape, Path path) {
+  const auto pairs = static_cast<NSUInteger>(shape.pairs());
+  if (shape.first_transposed) {
+    return {ExpertWork::kFirst,
+            "expert_columns",
+            {blocks(shape.outputs, kSimdWidth), pairs},
+            -1,
+            kColumnSimdgroups * kSimdWidth};
+  }
+  const bool few = path == Path::kFew;
+  const int64_t rows = kRowsSimdgroups * kRowGroupsOfSimdgroup * (few ? kFewRows : kSingleRows);
+  const auto units = static_cast<NSUInteger>(std::min(shape.pairs(), shape.experts)) + 1;
+  return {ExpertWork::kFirst,
+          few ? "expert_rows_few" : "expert_rows",
+          {blocks(shape.outputs, outputs_of_rows(shape, rows)), few ? units : pairs},
+          -1,
+          kRowsSimdgroups * kSimdWidth};
+}
+
+ExpertStep second_step(const ExpertShape& shape, Path path) {
+  const auto tokens = static_cast<NSUInteger>(shape.tokens);
+  if (shape.second_transposed) {
+    return {ExpertWork::kSecond,
+            "expert_down_columns",
+            {blocks(shape.columns, kSimdWidth), tokens},
+            -1,
+            kColumnSimdgroups * kSimdWidth};
+  }
+  if (path == Path::kFew) {
+    return {ExpertWork::kSecond,
+            "expert_down_few",
+            {blocks(shape.columns, kFewDownRows)},
+            -1,
+            kRowsSimdgroups * kSimdWidth,
+            shape.pairs() * kFewDownRows * static_cast<int64_t>(sizeof(float))};
+  }
+  return {ExpertWork::kSecond,
+          "expert_down",
+          {blocks(shape.columns, kRowGroupsOfSimdgroup * kSingleRows), tokens},
+          -1,
+          std::min<int64_t>(shape.slots, kRowsSimdgroups) * kSimdWidth};
+}
+
+ExpertPlan plan_gemm(const ExpertShape& shape) {
+  const int64_t tile_pairs = shape.pairs() <= kSmallTilePairs * shape.experts ? 8 : kTilePairs;
+  const auto kernel = [&](bool transposed) {
+    return c10::str("expert_gemm", tile_pairs, transposed ? "_transposed" : "");
+  };
+  const int64_t threads = kGemmSimdgroups * kSimdWidth;
+  ExpertPlan plan;
+  plan.tiles.pairs = tile_pairs;
+  plan.tiles.columns_a = ceil_div(shape.outputs, outputs_of_rows(shape, kGemmRows));
+  plan.tiles.columns_b = shape.columns > 0 ? ceil_div(shape.columns, kGemmRows) : 1;
+  plan.tiles.sentinels = shape.columns == 0;
+  const BucketLaunch bucket = bucket_launch(shape.pairs(), shape.experts);
+  plan.steps.push_back({ExpertWork::kBucket, "bucket_pairs", bucket.grid, -1, bucket.threads, bucket.memory});
+  plan.steps.push_back({ExpertWork::kFirst, kernel(shape.first_transposed), {0}, 0, threads});
+  if (shape.columns == 0) return plan;
+  plan.steps.push_back({ExpertWork::kSlots, kernel(shape.second_transposed), {0}, 1, threads});
+  plan.steps.push_back(
+      {ExpertWork::kCombine,
+       "expert_combine",
+       {blocks(shape.columns, kCombineThreads * kCombineColumns), static_cast<NSUInteger>(shape.tokens)},
+       -1,
+       kCombineThreads});
+  return plan;
+}
+
+}  // namespace
+
+ExpertPlan plan_experts(const ExpertShape& shape) {
+  const Path path = path_for(shape);
+  if (path == Path::kGemm) return plan_gemm(shape);
+  ExpertPlan plan;
+  plan.lists_pairs = path == Path::kFew;
+  if (!shape.empty || shape.columns == 0) plan.steps.push_back(first_step(shape, path));
+  if (shape.columns > 0) plan.steps.push_back(second_step(shape, path));
+  return plan;
+}
+
+namespace {
+
+// A line a dispatch: kernel, threadgroups (or which grid of the first dispatch), threads, threadgroup memory.
+std::vector<std::string> plan_lines(int64_t tokens, int64_t slots, int64_t experts, int64_t hidden,
+                                    int64_t intermediate, bool gated, bool transposed) {
+  ExpertShape shape{tokens, slots, experts, gated ? 2 * intermediate : intermediate, intermediate, hidden};
+  shape.first_transposed = shape.second_transposed = transposed;
+  std::vector<std::string> lines;
+  for (const ExpertStep& step : plan_experts(shape).steps) {
+    std::string line = step.kernel + " grid ";
+    line += step.indirect >= 0 ? c10::str("of tiles, ", step.indirect)
+                               : c10::str(step.grid.x, "x", step.grid.y, "x", step.grid.z);
+    line += c10::str(" of ", step.threads);
+    if (step.memory > 0) line += c10::str(" with ", step.memory, " bytes");
+    lines.push_back(line);
+  }
+  return lines;
+}
+
+}  // namespace
+}  // namespace moe_mps
+
+TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  m.def("_plan(int tokens, int slots, int experts, int hidden, int intermediate, bool gated=True, "
+        "bool transposed=False) -> str[]",
+        &moe_mps::plan_lines);
+}

@@ -1,0 +1,49 @@
+// Runs the experts' plan: binds tensors to its steps and encodes them. experts.mm and quantized.mm bring the
+// weights in their formats.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string_view>
+
+#include "../shaders/params.h"
+#include "formats.h"
+
+namespace moe_mps {
+
+// [E, rows, inputs] in one format; dense and `transposed`, [E, inputs, rows].
+struct ExpertMatrix {
+  Library library;                    // with its kernels, for the dtype of the activations
+  at::Tensor packed, scales, biases;  // dense: the weight three times
+  std::optional<at::Tensor> bias;     // of the layer, [E, rows]
+  int64_t experts, rows, inputs;
+  bool transposed = false;
+  CodeMasks masks = {};  // of quantised weights
+};
+
+struct Activation {
+  uint32_t kind = ACTIVATION_NONE;
+  float alpha = 0.0f;
+  float limit = 0.0f;
+  uint32_t row_layout = ROWS_PLAIN;
+};
+
+Activation activation_of(std::string_view name, std::optional<double> alpha, std::optional<double> limit,
+                         bool gated, bool interleaved);
+
+struct ExpertSum {
+  at::Tensor weights;  // [T, K]
+  std::optional<at::Tensor> shared_gate, shared_out, residual;
+  bool gate_is_logit;
+};
+
+void warn_of_copy(const at::Tensor& weight);
+
+// expert_mm: out[T, K, rows] in one dispatch for few tokens, in two for many.
+at::Tensor project_slots(const at::Tensor& x, const ExpertMatrix& matrix, const at::Tensor& ids);
+
+// moe_experts: in two dispatches for few tokens, in four for many.
+at::Tensor apply_experts(const at::Tensor& x, const ExpertMatrix& gate_up, const ExpertMatrix& down,
+                         const at::Tensor& ids, const Activation& activation, const ExpertSum& sum);
+
+}  // namespace moe_mps

@@ -1,0 +1,237 @@
+#include "expert_run.h"
+
+#include <ATen/ATen.h>
+
+#include "bucket.h"
+#include "expert_plan.h"
+#include "tensors.h"
+
+namespace moe_mps {
+namespace {
+
+using at::Tensor;
+
+int64_t outputs_of(int64_t rows, const Activation& activation) {
+  return activation.row_layout == ROWS_PLAIN ? rows : rows / 2;
+}
+
+// A stack without elements: of no experts or no inputs.
+bool is_empty(const ExpertMatrix& matrix) {
+  return matrix.packed.numel() == 0;
+}
+
+// No empty buffer can be bound: `any` is one that is not. The kernels read none of it, but the biases of
+// experts without inputs.
+ExpertMatrix bindable(ExpertMatrix matrix, const Tensor& any) {
+  if (!is_empty(matrix)) return matrix;
+  matrix.packed = matrix.scales = matrix.biases = any;
+  if (matrix.bias && matrix.bias->numel() == 0) matrix.bias.reset();
+  return matrix;
+}
+
+// What the steps of a plan pass on.
+struct Run {
+  const ExpertPlan& plan;
+  const Tensor& ids;
+  Buckets buckets;
+
+  Run(const ExpertPlan& plan_, const Tensor& ids_, int64_t experts) : plan(plan_), ids(ids_) {
+    const auto ints = ids.options().dtype(at::kInt);
+    if (plan.lists_pairs) {
+      buckets = {at::empty({ids.numel()}, ints), {}, at::empty({ids.numel(), 4}, ints)};
+    } else if (plan.tiles.pairs > 0) {
+      buckets = empty_buckets(ids.numel(), experts, ints, plan.tiles);
+    }
+  }
+
+  void launch(Command& command, const ExpertStep& step) const {
+    if (step.memory > 0) command.threadgroup_memory(step.memory);
+    if (step.indirect >= 0) {
+      command.indirect(buckets.grids, 3 * step.indirect, {NSUInteger(step.threads)});
+    } else {
+      command.threadgroups(step.grid, {NSUInteger(step.threads)});
+    }
+  }
+
+  Command& bind_buckets(Command& command) const {
+    return buckets.tiles.defined() ? command.bind(buckets.pair_order).bind(buckets.tiles) : command;
+  }
+};
+
+ExpertParams matmul_params(const Tensor& x, const ExpertMatrix& matrix, const Tensor& ids,
+                           const Activation& activation, bool x_per_pair) {
+  ExpertParams params{};
+  params.tokens = ids.size(0);
+  params.slots = ids.size(1);
+  params.pairs = ids.numel();
+  params.experts = matrix.experts;
+  params.inputs = matrix.inputs;
+  params.rows = matrix.rows;
+  params.outputs = outputs_of(matrix.rows, activation);
+  params.vectorised = matrix.inputs % 16 == 0 && is_aligned(x) && is_aligned(matrix.packed);
+  params.code_mask = matrix.masks.mask;
+  params.code_exponent = matrix.masks.exponent;
+  params.wide_ids = ids.scalar_type() == at::kLong;
+  params.x_per_pair = x_per_pair;
+  params.units_are_experts = ids.numel() > matrix.experts;
+  params.row_layout = activation.row_layout;
+  params.activation = activation.kind;
+  params.has_bias = matrix.bias.has_value();
+  params.bias_dtype = matrix.bias ? dtype_code(*matrix.bias) : DTYPE_FLOAT;
+  params.alpha = activation.alpha;
+  params.limit = activation.limit;
+  return params;
+}
+
+ExpertDownParams down_params(const ExpertParams& matmul, const ExpertSum& sum) {
+  ExpertDownParams params{};
+  params.matmul = matmul;
+  params.combine.weights_dtype = dtype_code(sum.weights);
+  params.combine.has_gate = sum.shared_gate.has_value();
+  params.combine.gate_dtype = sum.shared_gate ? dtype_code(*sum.shared_gate) : DTYPE_FLOAT;
+  params.combine.gate_is_logit = sum.gate_is_logit;
+  params.combine.has_shared = sum.shared_out.has_value();
+  params.combine.has_residual = sum.residual.has_value();
+  return params;
+}
+
+Command& bind_matmul(Command& command, const Tensor& x, const ExpertMatrix& matrix, const Tensor& ids,
+                     const Tensor& out) {
+  return command.bind(x)
+      .bind(matrix.packed)
+      .bind(matrix.scales)
+      .bind(matrix.biases)
+      .bind(ids)
+      .bind_or(matrix.bias, ids)
+      .bind(out);
+}
+
+Command& bind_sum(Command& command, const ExpertSum& sum) {
+  return command.bind(sum.weights)
+      .bind_or(sum.shared_gate, sum.weights)
+      .bind_or(sum.shared_out, sum.weights)
+      .bind_or(sum.residual, sum.weights);
+}
+
+// One matmul whose outputs are rows of `out`, a row a pair.
+void add_matmul(Commands& commands, const Run& run, const ExpertStep& step, const Tensor& x,
+                const ExpertMatrix& matrix, const Activation& activation, bool x_per_pair, bool is_last,
+                const Tensor& out) {
+  ExpertParams params = matmul_params(x, matrix, run.ids, activation, x_per_pair);
+  params.writes_tiles = !is_last;
+  Command& command = commands.add(matrix.library, step.kernel);
+  bind_matmul(command, x, matrix, run.ids, out).params(params);
+  run.launch(run.bind_buckets(command), step);
+}
+
+// The second matmul with the sum over a token's experts.
+void add_second(Commands& commands, const Run& run, const ExpertStep& step, const Tensor& hidden,
+                const ExpertMatrix& matrix, const ExpertSum& sum, const Tensor& out) {
+  Command& command = commands.add(matrix.library, step.kernel);
+  bind_matmul(command, hidden, matrix, run.ids, out);
+  bind_sum(command, sum).params(down_params(matmul_params(hidden, matrix, run.ids, Activation{}, true), sum));
+  run.launch(run.bind_buckets(command), step);
+}
+
+void add_combine(Commands& commands, const Run& run, const ExpertStep& step, const Tensor& slots,
+                 const ExpertMatrix& matrix, const ExpertSum& sum, const Tensor& out) {
+  Command& command = commands.add({"combine", out.scalar_type()}, step.kernel);
+  command.bind(slots).bind(run.ids);
+  bind_sum(command, sum)
+      .bind(out)
+      .params(down_params(matmul_params(slots, matrix, run.ids, Activation{}, true), sum));
+  run.launch(command, step);
+}
+
+}  // namespace
+
+Activation activation_of(std::string_view name, std::optional<double> alpha, std::optional<double> limit,
+                         bool gated, bool interleaved) {
+  constexpr std::pair<std::string_view, uint32_t> kKinds[] = {{"silu", ACTIVATION_SILU},
+                                                              {"gelu", ACTIVATION_GELU},
+                                                              {"gelu_tanh", ACTIVATION_GELU_TANH},
+                                                              {"relu", ACTIVATION_RELU},
+                                                              {"relu2", ACTIVATION_RELU2},
+                                                              {"swiglu_oai", ACTIVATION_SWIGLU_OAI},
+                                                              {"silu_clamped", ACTIVATION_SILU_CLAMPED}};
+  Activation activation;
+  for (const auto& [known, kind] : kKinds) {
+    if (known == name) activation.kind = kind;
+  }
+  TORCH_CHECK(activation.kind != ACTIVATION_NONE, "moe_mps: no kernel for activation ", name);
+  activation.alpha = static_cast<float>(alpha.value_or(1.702));
+  activation.limit = static_cast<float>(limit.value_or(7.0));
+  if (gated) activation.row_layout = interleaved ? ROWS_INTERLEAVED : ROWS_HALVES;
+  return activation;
+}
+
+void warn_of_copy(const Tensor& weight) {
+  TORCH_WARN_ONCE("moe_mps: a stack of experts of shape ", weight.sizes(), ", strides ", weight.strides(),
+                  " and offset ", weight.storage_offset(),
+                  " is copied in every call; keep the weights contiguous, packed ones on 16 bytes");
+}
+
+Tensor project_slots(const Tensor& x_, const ExpertMatrix& matrix_, const Tensor& ids_) {
+  Tensor out = at::empty({ids_.size(0), ids_.size(1), matrix_.rows}, x_.options());
+  if (out.numel() == 0) return out;
+  ExpertShape shape{ids_.size(0), ids_.size(1), matrix_.experts, matrix_.rows, matrix_.rows};
+  shape.first_transposed = matrix_.transposed;
+  shape.empty = is_empty(matrix_);
+  const Tensor x = shape.empty ? out : aligned(x_), ids = ids_.contiguous();
+  const ExpertMatrix matrix = bindable(matrix_, out);
+  const ExpertPlan plan = plan_experts(shape);
+  const Run run(plan, ids, shape.experts);
+  Commands commands;
+  for (const ExpertStep& step : plan.steps) {
+    if (step.work == ExpertWork::kBucket) {
+      add_bucket(commands, ids, shape.experts, run.buckets, plan.tiles);
+    } else {
+      add_matmul(commands, run, step, x, matrix, Activation{}, x_.dim() == 3, true, out);
+    }
+  }
+  commands.encode();
+  return out;
+}
+
+Tensor apply_experts(const Tensor& x_, const ExpertMatrix& gate_up, const ExpertMatrix& down_,
+                     const Tensor& ids_, const Activation& activation, const ExpertSum& sum) {
+  Tensor out = at::empty(x_.sizes(), x_.options());
+  if (out.numel() == 0) return out;
+  const Tensor x = aligned(x_), ids = ids_.contiguous();
+  ExpertShape shape{
+      ids.size(0), ids.size(1), gate_up.experts, gate_up.rows, outputs_of(gate_up.rows, activation),
+      down_.rows};
+  shape.first_transposed = gate_up.transposed;
+  shape.second_transposed = down_.transposed;
+  shape.empty = is_empty(down_);  // and so is gate_up
+  const ExpertMatrix down = bindable(down_, x);
+  const ExpertPlan plan = plan_experts(shape);
+  const Run run(plan, ids, shape.experts);
+  const Tensor hidden = shape.empty ? x : at::empty({ids.numel(), down.inputs}, x.options());
+  Tensor slots;
+  Commands commands;
+  for (const ExpertStep& step : plan.steps) {
+    switch (step.work) {
+      case ExpertWork::kBucket:
+        add_bucket(commands, ids, shape.experts, run.buckets, plan.tiles);
+        break;
+      case ExpertWork::kFirst:
+        add_matmul(commands, run, step, x, gate_up, activation, false, false, hidden);
+        break;
+      case ExpertWork::kSecond:
+        add_second(commands, run, step, hidden, down, sum, out);
+        break;
+      case ExpertWork::kSlots:
+        slots = at::empty({ids.numel(), down.rows}, x.options());
+        add_matmul(commands, run, step, hidden, down, Activation{}, true, true, slots);
+        break;
+      case ExpertWork::kCombine:
+        add_combine(commands, run, step, slots, down, sum, out);
+        break;
+    }
+  }
+  commands.encode();
+  return out;
+}
+
+}  // namespace moe_mps

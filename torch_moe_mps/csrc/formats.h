@@ -1,0 +1,33 @@
+// The formats of quantised weights by name: what the operators' `mode`, `bits` and `group_size` select.
+#pragma once
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "metal/library.h"
+
+namespace moe_mps {
+
+// What singles codes out of a word: see shaders/experts/formats.h.
+struct CodeMasks {
+  uint32_t mask = 0, exponent = 0;
+};
+
+struct WeightFormat {
+  std::string mode;
+  int64_t bits;
+  int64_t group_size;
+
+  std::string name() const;  // "affine4_64", "mxfp4"
+  CodeMasks masks() const;
+};
+
+const std::vector<WeightFormat>& all_formats();
+
+// shaders/quantized.metal for a format.
+Library quantized_library(const WeightFormat& format, c10::ScalarType dtype);
+
+}  // namespace moe_mps

@@ -1,0 +1,110 @@
+// The only place that talks to a Metal command encoder. An operator lists its dispatches, then encodes them
+// together:
+//
+//   Commands commands;
+//   commands.add({"norms", dtype}, "norm_add")
+//       .bind(residual).bind(weight).params(params).threadgroups({rows}, {threads});
+//   commands.encode();
+//
+// Arguments take the buffer indices 0, 1, 2, ... in the order of the calls.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+
+#include <array>
+#include <cstring>
+#include <optional>
+#include <type_traits>
+
+#include "library.h"
+
+namespace moe_mps {
+
+struct Size {
+  NSUInteger x;
+  NSUInteger y = 1;
+  NSUInteger z = 1;
+};
+
+class Command {
+ public:
+  Command(const Pipeline& pipeline, std::string name) : pipeline_(&pipeline), name_(std::move(name)) {}
+
+  // The tensor must be contiguous and not empty, and must live until Commands::encode returns.
+  Command& bind(const at::Tensor& tensor);
+  // `stand_in` fills the slot of an argument that is absent; the kernel is told by its params not to read it.
+  Command& bind_or(const std::optional<at::Tensor>& tensor, const at::Tensor& stand_in) {
+    return bind(tensor.has_value() && tensor->defined() ? *tensor : stand_in);
+  }
+
+  template <class Params>
+  Command& params(const Params& params) {
+    static_assert(std::is_trivially_copyable_v<Params> && sizeof(Params) <= kMaxParams);
+    std::memcpy(params_.data(), &params, sizeof(Params));
+    params_size_ = sizeof(Params);
+    params_index_ = next_index_++;
+    return *this;
+  }
+
+  // Bytes for [[threadgroup(0)]].
+  Command& threadgroup_memory(NSUInteger bytes) {
+    threadgroup_bytes_ = (bytes + 15) & ~NSUInteger(15);  // Metal wants multiples of 16
+    return *this;
+  }
+
+  void threadgroups(Size grid, Size threads) {
+    grid_ = grid;
+    set_threads(threads);
+  }
+  // The grid is three uint32 in `arguments`, from element `offset`, computed by an earlier dispatch.
+  void indirect(const at::Tensor& arguments, int64_t offset, Size threads);
+
+ private:
+  friend class Commands;
+  static constexpr size_t kMaxParams = 256;
+
+  struct Binding {
+    id<MTLBuffer> buffer;
+    NSUInteger offset;
+    NSUInteger index;
+  };
+
+  // A dispatch past the limits of its pipeline, which depend on the compiler, would not run and not fail.
+  void set_threads(Size threads);
+  void encode(id<MTLComputeCommandEncoder> encoder) const;
+
+  const Pipeline* pipeline_;
+  std::string name_;
+  c10::SmallVector<Binding, 12> bindings_;
+  std::array<char, kMaxParams> params_;
+  NSUInteger params_size_ = 0;
+  NSUInteger params_index_ = 0;
+  NSUInteger next_index_ = 0;
+  NSUInteger threadgroup_bytes_ = 0;
+  Size grid_{0};
+  Size threads_{0};
+  id<MTLBuffer> indirect_buffer_ = nil;
+  NSUInteger indirect_offset_ = 0;
+};
+
+class Commands {
+ public:
+  // The kernel `function` of a library. The reference is good until the next add().
+  Command& add(const Library& library, const std::string& function);
+  // Encodes everything on the current stream, in order, without committing or waiting. Torch's encoder is
+  // serial (so in 2.10 to 2.15): each dispatch sees what those before it wrote. With a concurrent encoder
+  // (pytorch#189785) dispatches that depend on each other would need barriers between them, here.
+  void encode();
+
+ private:
+  c10::SmallVector<Command, 2> commands_;
+};
+
+// The most threads a threadgroup may have on every Apple GPU that torch supports.
+constexpr int64_t kMaxThreads = 1024;
+
+inline int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+}  // namespace moe_mps

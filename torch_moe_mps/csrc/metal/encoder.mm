@@ -1,0 +1,82 @@
+#include "encoder.h"
+
+#include <ATen/mps/MPSStream.h>
+#include <c10/util/Exception.h>
+
+namespace moe_mps {
+namespace {
+
+// torch keeps the MTLBuffer itself where other devices keep an address.
+id<MTLBuffer> buffer_of(const at::Tensor& tensor) {
+  return __builtin_bit_cast(id<MTLBuffer>, tensor.storage().data());
+}
+
+NSUInteger byte_offset(const at::Tensor& tensor) {
+  return static_cast<NSUInteger>(tensor.storage_offset()) * tensor.element_size();
+}
+
+MTLSize metal_size(const Size& size) {
+  return MTLSizeMake(size.x, size.y, size.z);
+}
+
+}  // namespace
+
+Command& Command::bind(const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.is_mps() && tensor.is_contiguous() && tensor.numel() > 0, "moe_mps: ", name_,
+              " cannot bind a tensor on ", tensor.device(), " of shape ", tensor.sizes());
+  bindings_.push_back({buffer_of(tensor), byte_offset(tensor), next_index_++});
+  return *this;
+}
+
+void Command::indirect(const at::Tensor& arguments, int64_t offset, Size threads) {
+  TORCH_CHECK(arguments.is_mps() && arguments.element_size() == 4, "moe_mps: ", name_,
+              " needs a grid of 32-bit numbers on MPS");
+  indirect_buffer_ = buffer_of(arguments);
+  indirect_offset_ = byte_offset(arguments) + static_cast<NSUInteger>(offset) * 4;
+  set_threads(threads);
+}
+
+void Command::set_threads(Size threads) {
+  threads_ = threads;
+  const NSUInteger count = threads.x * threads.y * threads.z;
+  TORCH_CHECK(count <= pipeline_->most_threads, "moe_mps: ", name_, " takes ", count,
+              " threads a threadgroup, its pipeline on this GPU at most ", pipeline_->most_threads);
+  const NSUInteger bytes = pipeline_->static_bytes + threadgroup_bytes_;
+  TORCH_CHECK(bytes <= pipeline_->most_bytes, "moe_mps: ", name_, " takes ", bytes,
+              " bytes of threadgroup memory, this GPU has ", pipeline_->most_bytes);
+}
+
+void Command::encode(id<MTLComputeCommandEncoder> encoder) const {
+  [encoder setComputePipelineState:pipeline_->state];
+  for (const Binding& binding : bindings_) {
+    [encoder setBuffer:binding.buffer offset:binding.offset atIndex:binding.index];
+  }
+  if (params_size_ > 0) [encoder setBytes:params_.data() length:params_size_ atIndex:params_index_];
+  if (threadgroup_bytes_ > 0) [encoder setThreadgroupMemoryLength:threadgroup_bytes_ atIndex:0];
+  if (indirect_buffer_ != nil) {
+    [encoder dispatchThreadgroupsWithIndirectBuffer:indirect_buffer_
+                               indirectBufferOffset:indirect_offset_
+                              threadsPerThreadgroup:metal_size(threads_)];
+  } else {
+    [encoder dispatchThreadgroups:metal_size(grid_) threadsPerThreadgroup:metal_size(threads_)];
+  }
+}
+
+Command& Commands::add(const Library& library, const std::string& function) {
+  // Pipelines are built here, in front of encode(): compiling must not hold up the stream's queue.
+  const Pipeline& built = pipeline(at::mps::getCurrentMPSStream()->device(), library, function);
+  return commands_.emplace_back(built, function + library.suffix());
+}
+
+void Commands::encode() {
+  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+  const Commands* commands = this;
+  at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
+    @autoreleasepool {
+      id<MTLComputeCommandEncoder> encoder = stream->commandEncoder();
+      for (const Command& command : commands->commands_) command.encode(encoder);
+    }
+  });
+}
+
+}  // namespace moe_mps

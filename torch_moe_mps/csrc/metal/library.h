@@ -1,0 +1,39 @@
+// Metal libraries and pipelines: built from the package's shader text on first use, kept for the process.
+#pragma once
+#include <c10/core/ScalarType.h>
+#import <Metal/Metal.h>
+
+#include <string>
+#include <vector>
+
+namespace moe_mps {
+
+// A .metal file compiled for one dtype and, where it takes one, one format of weights: a model needs few of
+// all combinations, and each takes Metal's compiler seconds. The shader sees the type as MOE_DTYPE, the
+// format's type as MOE_WEIGHTS, and ends the names of its functions with MOE_SUFFIX.
+struct Library {
+  const char* file;  // shaders/<file>.metal
+  c10::ScalarType dtype;
+  std::string weights = {};       // the format's name
+  std::string weights_type = {};  // and its type
+
+  std::string suffix() const;  // "_bf16", "_affine4_64_bf16"
+  std::string name() const { return file + suffix(); }
+};
+
+// What a GPU and its compiler make of a kernel, and what a launch has to keep to.
+struct Pipeline {
+  id<MTLComputePipelineState> state;
+  NSUInteger most_threads;  // of a threadgroup
+  NSUInteger static_bytes;  // of threadgroup memory that the kernel declares
+  NSUInteger most_bytes;    // of threadgroup memory that the GPU has
+};
+
+// The pipeline of `function` + library.suffix(). Thread-safe; different libraries and functions are compiled
+// side by side. Raises with Metal's own message when the source does not compile. The reference stays good.
+const Pipeline& pipeline(id<MTLDevice> device, const Library& library, const std::string& function);
+
+// Every library that the package can make.
+const std::vector<Library>& all_libraries();
+
+}  // namespace moe_mps

@@ -1,0 +1,220 @@
+#include "library.h"
+
+#include <ATen/mps/MPSStream.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <torch/library.h>
+
+#include <functional>
+#include <future>
+#include <mutex>
+#include <unordered_map>
+
+#include "../formats.h"
+#include "source.h"
+
+namespace moe_mps {
+namespace {
+
+// Values by key, each made once, outside of the lock: whoever comes second waits for the first one's. A
+// failure reaches all that wait, and is forgotten: the next call tries again.
+template <class Value>
+class Once {
+ public:
+  const Value& get(const std::string& key, const std::function<Value()>& make) {
+    std::promise<Value> promise;
+    std::shared_future<Value> future;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const auto [entry, is_new] = futures_.try_emplace(key);
+      if (!is_new) {
+        future = entry->second;
+      } else {
+        entry->second = promise.get_future().share();
+      }
+    }
+    if (future.valid()) return future.get();
+    try {
+      promise.set_value(make());
+    } catch (...) {
+      promise.set_exception(std::current_exception());
+      const std::lock_guard<std::mutex> lock(mutex_);
+      futures_.erase(key);
+      throw;
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return futures_.at(key).get();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<std::string, std::shared_future<Value>> futures_;
+};
+
+// Never destroyed: Metal objects may outlive static destructors.
+Once<id<MTLLibrary>>& libraries() {
+  static auto* const instance = new Once<id<MTLLibrary>>;
+  return *instance;
+}
+Once<Pipeline>& pipelines() {
+  static auto* const instance = new Once<Pipeline>;
+  return *instance;
+}
+
+const char* dtype_name(c10::ScalarType dtype) {
+  switch (dtype) {
+    case c10::ScalarType::Float:
+      return "f32";
+    case c10::ScalarType::Half:
+      return "f16";
+    case c10::ScalarType::BFloat16:
+      return "bf16";
+    case c10::ScalarType::Int:
+      return "i32";
+    case c10::ScalarType::Long:
+      return "i64";
+    default:
+      TORCH_CHECK(false, "moe_mps: no kernel for dtype ", dtype);
+  }
+}
+
+const char* metal_type(c10::ScalarType dtype) {
+  switch (dtype) {
+    case c10::ScalarType::Float:
+      return "float";
+    case c10::ScalarType::Half:
+      return "half";
+    case c10::ScalarType::BFloat16:
+      return "bfloat";
+    case c10::ScalarType::Int:
+      return "int";
+    default:
+      return "long";
+  }
+}
+
+std::string source_of(const Library& library) {
+  std::string text = c10::str("#define MOE_DTYPE ", metal_type(library.dtype), "\n#define MOE_SUFFIX \"",
+                              library.suffix(), "\"\n");
+  if (!library.weights.empty()) text += "#define MOE_WEIGHTS " + library.weights_type + "\n";
+  return text + flattened_source(library.file);
+}
+
+const char* message(NSError* error) {
+  return error == nil ? "no message" : [[error localizedDescription] UTF8String];
+}
+
+MTLCompileOptions* compile_options() {
+  MTLCompileOptions* options = [[MTLCompileOptions alloc] init];
+  // Not a later one: from 4.1 on the implicit `this` of a member function is in no address space of its own.
+  [options setLanguageVersion:MTLLanguageVersion3_1];
+  // NaN and infinity are part of the operators' contract. This setter selects safe math on every macOS; its
+  // successor, mathMode, exists from macOS 15 only.
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wdeprecated-declarations"
+  [options setFastMathEnabled:NO];
+#pragma clang diagnostic pop
+  return options;
+}
+
+id<MTLLibrary> build_library(id<MTLDevice> device, const Library& library) {
+  const std::string source = source_of(library);
+  @autoreleasepool {
+    MTLCompileOptions* options = compile_options();
+    NSError* error = nil;
+    id<MTLLibrary> built = [device newLibraryWithSource:[NSString stringWithUTF8String:source.c_str()]
+                                                options:options
+                                                  error:&error];
+    [options release];
+    TORCH_CHECK(built != nil, "moe_mps: ", library.name(), " does not compile: ", message(error));
+    return built;
+  }
+}
+
+id<MTLLibrary> library_of(id<MTLDevice> device, const Library& library) {
+  return libraries().get(library.name(), [&] { return build_library(device, library); });
+}
+
+Pipeline build_pipeline(id<MTLDevice> device, const Library& library, const std::string& name) {
+  id<MTLLibrary> source = library_of(device, library);
+  @autoreleasepool {
+    id<MTLFunction> function = [source newFunctionWithName:[NSString stringWithUTF8String:name.c_str()]];
+    TORCH_CHECK(function != nil, "moe_mps: no Metal function ", name);
+    NSError* error = nil;
+    id<MTLComputePipelineState> state = [device newComputePipelineStateWithFunction:function error:&error];
+    [function release];
+    TORCH_CHECK(state != nil, "moe_mps: no pipeline for ", name, ": ", message(error));
+    return {state, [state maxTotalThreadsPerThreadgroup], [state staticThreadgroupMemoryLength],
+            [device maxThreadgroupMemoryLength]};
+  }
+}
+
+}  // namespace
+
+std::string Library::suffix() const {
+  return (weights.empty() ? "_" : "_" + weights + "_") + dtype_name(dtype);
+}
+
+const Pipeline& pipeline(id<MTLDevice> device, const Library& library, const std::string& function) {
+  const std::string name = function + library.suffix();
+  return pipelines().get(name, [&] { return build_pipeline(device, library, name); });
+}
+
+const std::vector<Library>& all_libraries() {
+  static const auto* const all = [] {
+    auto* list = new std::vector<Library>{{"bucket", at::kInt}, {"bucket", at::kLong}};
+    for (const c10::ScalarType dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
+      for (const char* file : {"norms", "routing", "combine", "experts"}) list->push_back({file, dtype});
+      for (const WeightFormat& format : all_formats()) list->push_back(quantized_library(format, dtype));
+    }
+    return list;
+  }();
+  return *all;
+}
+
+namespace {
+
+const Library& named_library(const std::string& name) {
+  for (const Library& library : all_libraries()) {
+    if (library.name() == name) return library;
+  }
+  TORCH_CHECK(false, "moe_mps: no library ", name);
+}
+
+std::vector<std::string> library_names() {
+  std::vector<std::string> names;
+  for (const Library& library : all_libraries()) names.push_back(library.name());
+  return names;
+}
+
+std::string library_source(const std::string& name) {
+  return source_of(named_library(name));
+}
+
+// "<function> <most threads of a threadgroup> <bytes of threadgroup memory that it declares>" of each kernel.
+std::vector<std::string> library_pipelines(const std::string& name) {
+  const Library& library = named_library(name);
+  id<MTLDevice> device = at::mps::getCurrentMPSStream()->device();
+  std::vector<std::string> functions, lines;
+  @autoreleasepool {
+    NSArray<NSString*>* listed = [library_of(device, library) functionNames];
+    for (NSUInteger i = 0; i < [listed count]; ++i)
+      functions.push_back([[listed objectAtIndex:i] UTF8String]);
+  }
+  for (const std::string& function : functions) {
+    const std::string base = function.substr(0, function.size() - library.suffix().size());
+    const Pipeline& built = pipeline(device, library, base);
+    lines.push_back(c10::str(function, " ", built.most_threads, " ", built.static_bytes));
+  }
+  return lines;
+}
+
+}  // namespace
+}  // namespace moe_mps
+
+TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  m.def("_set_shader_directory(str directory) -> ()", &moe_mps::set_shader_directory);
+  m.def("_libraries() -> str[]", &moe_mps::library_names);
+  m.def("_library_source(str library) -> str", &moe_mps::library_source);
+  m.def("_pipelines(str library) -> str[]", &moe_mps::library_pipelines);
+}

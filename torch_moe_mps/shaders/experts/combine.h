@@ -1,0 +1,51 @@
+// The last step of the experts for many tokens: the weighted sum over a token's slots, the shared expert and
+// the residual.
+#pragma once
+#include "experts/epilogue.h"
+
+// N columns of a token, slots ascending.
+template <typename T, int N>
+inline void combine_columns(device const T* slots, device const int* ids, device const uchar* routing,
+                            device const uchar* shared_gate, device const uchar* shared_out,
+                            device const uchar* residual, device T* out, uint token, uint column,
+                            constant ExpertDownParams& params) {
+  constant ExpertParams& matmul = params.matmul;
+  Pack<N> sums;
+  UNROLL for (int i = 0; i < N; ++i) sums.v[i] = 0.0f;
+  for (uint slot = 0; slot < matmul.slots; ++slot) {
+    const uint pair = token * matmul.slots + slot;
+    if (expert_of(ids, pair, matmul) == matmul.experts) continue;
+    const float weight = load_one(routing, params.combine.weights_dtype, pair);
+    const Pack<N> terms = load_pack<N>(slots + ulong(pair) * matmul.outputs + column);
+    UNROLL for (int i = 0; i < N; ++i) sums.v[i] = fma(weight, terms.v[i], sums.v[i]);
+  }
+  UNROLL for (int i = 0; i < N; ++i) {
+    sums.v[i] = combined(sums.v[i], token, column + i, matmul.outputs, shared_gate, shared_out, residual,
+                         dtype_of<T>(), params.combine);
+  }
+  store_pack(out + ulong(token) * matmul.outputs + column, sums);
+}
+
+// Grid: (blocks of columns, tokens).
+template <typename T>
+[[kernel]] void expert_combine(device const T* slots [[buffer(0)]], device const int* ids [[buffer(1)]],
+                               device const uchar* routing [[buffer(2)]],
+                               device const uchar* shared_gate [[buffer(3)]],
+                               device const uchar* shared_out [[buffer(4)]],
+                               device const uchar* residual [[buffer(5)]], device T* out [[buffer(6)]],
+                               constant ExpertDownParams& params [[buffer(7)]],
+                               uint2 group [[threadgroup_position_in_grid]],
+                               uint2 threads [[threads_per_threadgroup]],
+                               uint thread_index [[thread_index_in_threadgroup]]) {
+  const uint outputs = params.matmul.outputs;
+  const uint column = (group.x * threads.x + thread_index) * kCombineColumns;
+  if (outputs % kCombineColumns == 0) {
+    if (column >= outputs) return;
+    combine_columns<T, kCombineColumns>(slots, ids, routing, shared_gate, shared_out, residual, out, group.y,
+                                        column, params);
+  } else {
+    for (uint i = column; i < min(column + kCombineColumns, outputs); ++i) {
+      combine_columns<T, 1>(slots, ids, routing, shared_gate, shared_out, residual, out, group.y, i, params);
+    }
+  }
+}

@@ -1,0 +1,47 @@
+// What the experts' kernels share: ids, rows of a matrix, buffers.
+#pragma once
+#include "common.h"
+
+// An id by its words; one outside [0, experts) becomes `experts`.
+inline uint expert_of_words(uint low, uint high, constant ExpertParams& params) {
+  return min(high == 0 ? low : params.experts, params.experts);
+}
+
+inline uint expert_of(device const int* ids, uint pair, constant ExpertParams& params) {
+  if (params.wide_ids == 0) return expert_of_words(uint(ids[pair]), 0, params);
+  return expert_of_words(uint(ids[2 * pair]), uint(ids[2 * pair + 1]), params);
+}
+
+inline uint input_row(uint pair, constant ExpertParams& params) {
+  return params.x_per_pair != 0 ? pair : pair / params.slots;
+}
+
+// The outputs that so many rows of a matrix give: a gate and an up row give one.
+inline uint outputs_of_rows(uint rows, constant ExpertParams& params) {
+  return params.row_layout == ROWS_PLAIN ? rows : rows / 2;
+}
+
+// The row of the matrix that holds an output, or its gate (0) or up (1).
+inline uint weight_row(uint output, uint half_of_pair, constant ExpertParams& params) {
+  if (params.row_layout == ROWS_INTERLEAVED) return 2 * output + half_of_pair;
+  if (params.row_layout == ROWS_HALVES) return output + half_of_pair * params.outputs;
+  return output;
+}
+
+template <typename T>
+inline uint dtype_of() {
+  if (is_same_v<T, float>) return DTYPE_FLOAT;
+  return is_same_v<T, half> ? DTYPE_HALF : DTYPE_BFLOAT;
+}
+
+// The buffers of the kernels, in the order in which the host binds them.
+#define EXPERT_BUFFERS(T)                                                                 \
+  device const T *x [[buffer(0)]], device const uchar *packed [[buffer(1)]],              \
+      device const uchar *scales [[buffer(2)]], device const uchar *biases [[buffer(3)]], \
+      device const int *ids [[buffer(4)]], device const uchar *bias [[buffer(5)]],        \
+      device T *out [[buffer(6)]]
+#define EXPERT_ROWS_BUFFERS(T) EXPERT_BUFFERS(T), constant ExpertParams& params [[buffer(7)]]
+#define EXPERT_DOWN_BUFFERS(T)                                                                     \
+  EXPERT_BUFFERS(T), device const uchar *routing [[buffer(7)]],                                    \
+      device const uchar *shared_gate [[buffer(8)]], device const uchar *shared_out [[buffer(9)]], \
+      device const uchar *residual [[buffer(10)]], constant ExpertDownParams &params [[buffer(11)]]

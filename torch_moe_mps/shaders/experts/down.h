@@ -1,0 +1,143 @@
+// The second matmul of a few tokens' experts, with the weighted sum over a token's slots, the shared expert
+// and the residual: the products of the pairs stay in threadgroup memory.
+#pragma once
+#include "experts/dots.h"
+#include "experts/epilogue.h"
+#include "experts/pairs.h"
+
+// What kRows rows contribute to a token's sum by each pair of a threadgroup: routing weight * (product +
+// bias).
+template <int kRows>
+struct PairTerms {
+  threadgroup float* values;
+
+  threadgroup float& at(uint pair, uint row) const { return values[pair * kRows + row]; }
+
+  void clear(uint pair) const { UNROLL for (int r = 0; r < kRows; ++r) at(pair, r) = 0.0f; }
+
+  // The sum over a token's slots, ascending; `first`: of the token's pairs.
+  float sum(uint first, uint slots, uint row) const {
+    float sum = 0.0f;
+    for (uint slot = 0; slot < slots; ++slot) sum += at(first + slot, row);
+    return sum;
+  }
+};
+
+// The outputs of `tokens` tokens from the terms of their pairs.
+template <typename T, int kRows>
+inline void store_combined(PairTerms<kRows> terms, uint first_token, uint tokens, uint first_row,
+                           device const uchar* shared_gate, device const uchar* shared_out,
+                           device const uchar* residual, device T* out, uint thread_index, uint threads,
+                           constant ExpertDownParams& params) {
+  const uint slots = params.matmul.slots, columns = params.matmul.outputs;
+  for (uint i = thread_index; i < tokens * kRows; i += threads) {
+    const uint token = first_token + i / kRows, row = first_row + i % kRows;
+    if (row >= columns) continue;
+    const float sum = terms.sum(i / kRows * slots, slots, i % kRows);
+    out[ulong(token) * columns + row] = T(
+        combined(sum, token, row, columns, shared_gate, shared_out, residual, dtype_of<T>(), params.combine));
+  }
+}
+
+// The terms of M pairs of one expert, of which `count` exist; `places`: theirs in `terms`.
+template <typename W, int R, int M>
+inline void terms_of_pairs(W weights, PairSet<M> pairs, PairSet<M> places, uint count, uint expert,
+                           uint first, device const typename W::Element* x, device const uchar* routing,
+                           device const uchar* bias, PairTerms<kRowGroups * R> terms, uint lane,
+                           constant ExpertDownParams& params) {
+  constant ExpertParams& matmul = params.matmul;
+  Sources<M> sources;
+  UNROLL for (int m = 0; m < M; ++m) sources.v[m] = pairs.v[m] * matmul.inputs;
+  const RowSet<R> rows = rows_of_lane<R>(first, lane, matmul);
+  const Dots<R, M> dots = row_dots<W, R, M>(weights, rows, x, sources, lane, matmul);
+  for (uint item = lane % kRowLanes; item < R * M; item += kRowLanes) {
+    const uint m = item / R, local = lane / kRowLanes * R + item % R;
+    if (m >= count) continue;
+    const uint row = min(first + local, matmul.outputs - 1);
+    terms.at(places.at(m), local) = load_one(routing, params.combine.weights_dtype, pairs.at(m)) *
+                                    with_bias(picked(dots, item % R, m), bias, expert, row, matmul);
+  }
+}
+
+// One token: the simdgroups take its slots in turn. Grid: (blocks of rows, tokens).
+template <typename W, int R>
+[[kernel, max_total_threads_per_threadgroup(kRowsBound)]] void expert_down(
+    EXPERT_DOWN_BUFFERS(typename W::Element), uint2 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
+  typedef typename W::Element T;
+  constexpr int kRows = kRowGroups * R;
+  threadgroup float memory[kMaxSlots * kRows];
+  constant ExpertParams& matmul = params.matmul;
+  const PairTerms<kRows> terms = {memory};
+  const uint token = group.y, first = group.x * kRows;
+  for (uint slot = simdgroup; slot < matmul.slots; slot += simdgroups) {
+    const PairSet<1> pairs = {{token * matmul.slots + slot}}, places = {{slot}};
+    const uint expert = expert_of(ids, pairs.v[0], matmul);
+    if (expert < matmul.experts) {
+      const W weights(packed, scales, biases, expert, matmul);
+      terms_of_pairs<W, R, 1>(weights, pairs, places, 1, expert, first, x, routing, bias, terms, lane,
+                              params);
+    } else if (lane == 0) {
+      terms.clear(slot);
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  store_combined<T>(terms, token, 1, first, shared_gate, shared_out, residual, out, thread_index,
+                    simdgroups * kSimdWidth, params);
+}
+
+// The terms of an expert's `count` pairs, in groups that share what is read of the rows.
+template <typename W, int R>
+inline void terms_of_expert(W weights, device const int* pair_order, uint count, uint expert, uint first,
+                            device const typename W::Element* x, device const uchar* routing,
+                            device const uchar* bias, PairTerms<kRowGroups * R> terms, uint lane,
+                            constant ExpertDownParams& params) {
+  for (uint start = 0; start < count; start += kMostPairs) {
+    const uint left = count - start;
+    PairSet<kMostPairs> pairs;
+    UNROLL for (int m = 0; m < kMostPairs; ++m) pairs.v[m] = uint(pair_order[min(start + m, count - 1)]);
+    if (left == 1) {
+      const PairSet<1> one = {{pairs.v[0]}};
+      terms_of_pairs<W, R, 1>(weights, one, one, left, expert, first, x, routing, bias, terms, lane, params);
+    } else {
+      terms_of_pairs<W, R, kMostPairs>(weights, pairs, pairs, left, expert, first, x, routing, bias, terms,
+                                       lane, params);
+    }
+  }
+}
+
+// A few tokens: a threadgroup has kFewDownRows rows for all pairs, and its simdgroups take the experts of
+// `tiles` in turn. Grid: blocks of rows. Threadgroup memory: kFewDownRows floats a pair.
+template <typename W>
+[[kernel, max_total_threads_per_threadgroup(kFewBound)]] void expert_down_few(
+    EXPERT_DOWN_BUFFERS(typename W::Element), device const int* pair_order [[buffer(12)]],
+    device const int4* tiles [[buffer(13)]], threadgroup float* memory [[threadgroup(0)]],
+    uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  typedef typename W::Element T;
+  constexpr int R = kFewDownRows / kRowGroups;
+  constant ExpertParams& matmul = params.matmul;
+  const PairTerms<kFewDownRows> terms = {memory};
+  const uint first = group * kFewDownRows;
+  for (uint pair = thread_index; pair < matmul.pairs; pair += kRowsSimdgroups * kSimdWidth) {
+    if (expert_of(ids, pair, matmul) == matmul.experts) terms.clear(pair);
+  }
+  uint turn = 0;
+  for (uint base = 0; base < matmul.pairs; base += kSimdWidth) {
+    const uint position = base + lane;
+    int4 own = int4(0);
+    if (position < matmul.pairs) own = tiles[position];
+    const uint starts = ballot(own.z > 0 && own.x < int(matmul.experts));
+    for (uint left = starts; left != 0; left &= left - 1, ++turn) {
+      if (turn % kRowsSimdgroups != simdgroup) continue;
+      const int4 tile = tiles[base + ctz(left)];
+      const W weights(packed, scales, biases, uint(tile.x), matmul);
+      terms_of_expert<W, R>(weights, pair_order + tile.y, uint(tile.z), uint(tile.x), first, x, routing, bias,
+                            terms, lane, params);
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  store_combined<T>(terms, 0, matmul.tokens, first, shared_gate, shared_out, residual, out, thread_index,
+                    kRowsSimdgroups * kSimdWidth, params);
+}

@@ -1,0 +1,35 @@
+// From sums to outputs: bias, activation, and what an expert's output is combined with.
+#pragma once
+#include "experts/activations.h"
+#include "experts/common.h"
+
+inline float with_bias(float value, device const uchar* bias, uint expert, uint row,
+                       constant ExpertParams& params) {
+  return params.has_bias != 0 ? value + load_one(bias, params.bias_dtype, ulong(expert) * params.rows + row)
+                              : value;
+}
+
+// An output from the dot product of its row, or from those of its gate's and its up's row.
+inline float finished_output(float own, float up, device const uchar* bias, uint expert, uint output,
+                             constant ExpertParams& params) {
+  if (params.row_layout == ROWS_PLAIN) {
+    return pointwise_activation(with_bias(own, bias, expert, output, params), params.activation);
+  }
+  return gated_activation(with_bias(own, bias, expert, weight_row(output, 0, params), params),
+                          with_bias(up, bias, expert, weight_row(output, 1, params), params), params);
+}
+
+// A token's experts are done: the shared expert and the residual come on top.
+inline float combined(float sum, uint token, uint column, uint columns, device const uchar* shared_gate,
+                      device const uchar* shared_out, device const uchar* residual, uint dtype,
+                      constant ExpertCombineParams& params) {
+  const ulong index = ulong(token) * columns + column;
+  if (params.has_shared != 0) {
+    float gate = 1.0f;
+    if (params.has_gate != 0) gate = load_one(shared_gate, params.gate_dtype, token);
+    if (params.has_gate != 0 && params.gate_is_logit != 0) gate = sigmoid(gate);
+    sum += gate * load_one(shared_out, dtype, index);
+  }
+  if (params.has_residual != 0) sum += load_one(residual, dtype, index);
+  return sum;
+}

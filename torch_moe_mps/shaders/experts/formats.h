@@ -1,0 +1,421 @@
+// The formats of a matrix behind one interface, for kernels that read its rows.
+//
+// A chunk is N consecutive values of a row with one scale. A lane takes chunks of W::kValues values for dot
+// products and of W::kTileValues for tiles:
+//
+//   Row row = weights.row(number);                       where a row begins
+//   Chunk<N> chunk = weights.load<N>(row, column, left); its bits and its scale; `left`: values up to the end
+//   Pack<kUnit> codes = weights.codes(chunk, unit);     kUnit of its codes as floats
+//   float dot = weights.scaled(chunk, dot, sums);       a dot product of codes and inputs -> of values and
+//   inputs float2 two = weights.values(chunk, pair);           two values; pair_place() tells which
+//
+// Affine codes come with an offset, which scaled() takes back with the sums of the inputs that add_inputs()
+// collects. The offset of an expert takes 64 bits; within its matrix 32 are enough.
+#pragma once
+#include "experts/common.h"
+
+template <int kWords>
+struct Words {
+  uint v[kWords];
+};
+
+// Loads of 16 or 8 bytes where the number of words allows them: chunks start on multiples of their size.
+template <int kWords>
+inline Words<kWords> load_words(device const uint* source) {
+  Words<kWords> words;
+  if constexpr (kWords % 4 == 0) {
+    UNROLL for (int i = 0; i < kWords / 4; ++i) {
+      const uint4 four = reinterpret_cast<device const uint4*>(source)[i];
+      UNROLL for (int j = 0; j < 4; ++j) words.v[4 * i + j] = four[j];
+    }
+  } else if constexpr (kWords % 2 == 0) {
+    UNROLL for (int i = 0; i < kWords / 2; ++i) {
+      const uint2 two = reinterpret_cast<device const uint2*>(source)[i];
+      words.v[2 * i] = two.x;
+      words.v[2 * i + 1] = two.y;
+    }
+  } else {
+    UNROLL for (int i = 0; i < kWords; ++i) words.v[i] = source[i];
+  }
+  return words;
+}
+
+// N elements of a dense row; what lies at or beyond `left` is zero.
+template <typename T, int N>
+struct Elements {
+  static constant constexpr int kPerWord = 4 / sizeof(T);
+  Words<N / kPerWord> words;
+
+  float at(int i) const {
+    if constexpr (sizeof(T) == 4) {
+      return as_type<float>(words.v[i]);
+    } else {
+      return float(as_type<vec<T, 2>>(words.v[i / 2])[i % 2]);
+    }
+  }
+};
+
+inline uint word_of(float2 pair) {
+  return as_type<uint>(pair.x);
+}
+inline uint word_of(half2 pair) {
+  return as_type<uint>(pair);
+}
+inline uint word_of(bfloat2 pair) {
+  return as_type<uint>(pair);
+}
+
+template <int N, typename T>
+inline Elements<T, N> load_elements(device const T* source, uint left, bool vectorised) {
+  constexpr int kPerWord = Elements<T, N>::kPerWord;
+  Elements<T, N> elements;
+  if (vectorised) {
+    elements.words = load_words<N / kPerWord>(reinterpret_cast<device const uint*>(source));
+    return elements;
+  }
+  UNROLL for (int i = 0; i < N / kPerWord; ++i) {
+    vec<T, 2> pair = vec<T, 2>(T(0.0f));
+    UNROLL for (int j = 0; j < kPerWord; ++j) {
+      if (uint(kPerWord * i + j) < left) pair[j] = source[kPerWord * i + j];
+    }
+    elements.words.v[i] = word_of(pair);
+  }
+  return elements;
+}
+
+// Sums of the inputs, those apart that meet codes with another offset.
+struct InputSums {
+  float v[2];
+};
+
+// Which fragment of a tile, and which of a lane's two elements there, a value of a chunk belongs to.
+struct PairPlace {
+  int pair, element;
+};
+
+// [E, rows, inputs] in T; rows of any length.
+template <typename T>
+struct Dense {
+  typedef T Element;
+  static constant constexpr int kValues = 8, kTileValues = 16, kUnit = 8;
+  static constant constexpr bool kAnyLength = true;
+
+  template <int N>
+  struct Chunk {
+    Elements<T, N> elements;
+  };
+  typedef uint Row;
+
+  device const T* matrix;
+  uint inputs;
+  bool vectorised;
+
+  Dense(device const uchar* packed, device const uchar*, device const uchar*, uint expert,
+        constant ExpertParams& params)
+      : matrix(reinterpret_cast<device const T*>(packed) + ulong(expert) * params.rows * params.inputs),
+        inputs(params.inputs),
+        vectorised(params.vectorised != 0) {}
+
+  Row row(uint number) const { return number * inputs; }
+  template <int N>
+  Chunk<N> load(Row row, uint column, uint left) const {
+    return {load_elements<N>(matrix + (row + column), left, vectorised)};
+  }
+
+  Pack<8> codes(Chunk<kValues> chunk, int) const {
+    Pack<8> pack;
+    UNROLL for (int i = 0; i < 8; ++i) pack.v[i] = chunk.elements.at(i);
+    return pack;
+  }
+  static void add_inputs(Pack<8>, thread InputSums&) {}
+  static float scaled(Chunk<kValues>, float dot, InputSums) { return dot; }
+
+  static PairPlace pair_place(int value) { return {value / 2, value % 2}; }
+  static float2 values(Chunk<kTileValues> chunk, int pair) {
+    return float2(chunk.elements.at(2 * pair), chunk.elements.at(2 * pair + 1));
+  }
+};
+
+// [E, inputs, rows] in T: the input dimension first. Only for tiles.
+template <typename T>
+struct DenseColumns {
+  typedef T Element;
+  static constant constexpr int kTileValues = 16;
+
+  template <int N>
+  struct Chunk {
+    T v[N];
+  };
+  typedef uint Row;
+
+  device const T* matrix;
+  uint rows;
+
+  DenseColumns(device const uchar* packed, device const uchar*, device const uchar*, uint expert,
+               constant ExpertParams& params)
+      : matrix(reinterpret_cast<device const T*>(packed) + ulong(expert) * params.rows * params.inputs),
+        rows(params.rows) {}
+
+  T element(uint row, uint column) const { return matrix[column * rows + row]; }
+
+  Row row(uint number) const { return number; }
+  template <int N>
+  Chunk<N> load(Row row, uint column, uint left) const {
+    Chunk<N> chunk;
+    UNROLL for (int i = 0; i < N; ++i) chunk.v[i] = uint(i) < left ? element(row, column + i) : T(0.0f);
+    return chunk;
+  }
+
+  static PairPlace pair_place(int value) { return {value / 2, value % 2}; }
+  static float2 values(Chunk<kTileValues> chunk, int pair) {
+    return float2(float(chunk.v[2 * pair]), float(chunk.v[2 * pair + 1]));
+  }
+};
+
+// Rows of kBits-bit codes, the first value in the lowest bits, with a scale for each kGroup values.
+template <typename Scale, int kBits, int kGroup>
+struct PackedRows {
+  struct Row {
+    uint word, group;
+  };
+
+  device const uint* words;
+  device const Scale* scales;
+  uint words_per_row, groups_per_row;
+
+  PackedRows(device const uchar* packed, device const uchar* scales_, uint expert,
+             constant ExpertParams& params)
+      : words_per_row(params.inputs / 16 * kBits / 2), groups_per_row(params.inputs / kGroup) {
+    const ulong row = ulong(expert) * params.rows;
+    words = reinterpret_cast<device const uint*>(packed) + row * words_per_row;
+    scales = reinterpret_cast<device const Scale*>(scales_) + row * groups_per_row;
+  }
+
+  Row row(uint number) const { return {number * words_per_row, number * groups_per_row}; }
+  // Where the values from `column` on are, which is a multiple of a chunk: its bits fill words.
+  static Row at(Row row, uint column) {
+    return {row.word + column / 16 * kBits / 2, row.group + column / kGroup};
+  }
+};
+
+// A code of kBits bits from consecutive words.
+template <int kBits, int kWords>
+inline uint code_at(Words<kWords> words, int index) {
+  const int bit = index * kBits, word = bit / 32, shift = bit % 32;
+  uint code = words.v[word] >> shift;
+  if (shift + kBits > 32) code |= words.v[word + 1] << (32 - shift);
+  return code & ((1u << kBits) - 1);
+}
+
+// Unsigned codes, two at a time, as the mantissas of two halves with a fixed exponent: numbers without a
+// conversion from integers, which takes four cycles on Apple's GPUs. Where two codes of a word lie 16 bits
+// apart, one mask gives both; and a mask may leave them one code's width up, so that a shifted word serves
+// two pairs. The exponent is that for which a code counts units: a half is offset(pair) + code.
+//
+// Mask and exponent come at run time: LLVM splits operations with literals into two of 16 bits.
+template <int kBits>
+struct HalfCodes {
+  static constant constexpr bool kAligned = 16 % kBits == 0;
+  static constant constexpr int kPairs = 16 / kBits;  // of a word, if aligned: codes i and i + kPairs
+  static constant constexpr int kShifts = kAligned && 2 * kBits <= 10 ? 2 : 1;  // of a pair in its mantissa
+
+  uint mask, exponent;
+
+  static int shift(int pair) { return kAligned ? pair % kPairs % kShifts : 0; }
+  static float offset(int pair) { return shift(pair) == 0 ? 1024.0f : float(1024 >> kBits); }
+
+  static PairPlace pair_place(int value) {
+    if (!kAligned) return {value / 2, value % 2};
+    const int in_word = value % (2 * kPairs);
+    return {value / (2 * kPairs) * kPairs + in_word % kPairs, in_word / kPairs};
+  }
+
+  template <int kWords>
+  half2 pair(Words<kWords> words, int pair) const {
+    if constexpr (kAligned) {
+      const int up = kBits * shift(pair);
+      const uint word = words.v[pair / kPairs] >> (kBits * (pair % kPairs) - up);
+      return as_type<half2>((word & (mask << up)) | (exponent - uint(up) * 0x04000400u));
+    } else {
+      const uint first = code_at<kBits>(words, 2 * pair), second = code_at<kBits>(words, 2 * pair + 1);
+      return as_type<half2>(first | second << 16 | exponent);
+    }
+  }
+};
+
+// q * scale + bias, q of kBits bits: MLX's layout.
+template <typename T, int kBits, int kGroup>
+struct Affine {
+  typedef T Element;
+  typedef HalfCodes<kBits> Codes;
+  typedef PackedRows<T, kBits, kGroup> Rows;
+  typedef typename Rows::Row Row;
+  static constant constexpr int kValues = 32;
+  static constant constexpr int kTileValues = kBits % 2 == 0 ? 16 : 32;  // fills words
+  static constant constexpr int kUnit = kBits == 2 ? 16 : 8;             // holds whole pairs
+  static constant constexpr bool kAnyLength = false;
+  // Relative to q the offset is at most 2^10; what it costs, 2^-24 of it, is less than 1e-5 of q's range and
+  // below the rounding of 16-bit activations. For float activations it is subtracted first.
+  static constant constexpr bool kExact = sizeof(T) == 4;
+
+  template <int N>
+  struct Chunk {
+    Words<N * kBits / 32> words;
+    T scale, bias;
+  };
+
+  Rows rows;
+  device const T* biases;
+  Codes half_codes;
+
+  Affine(device const uchar* packed, device const uchar* scales, device const uchar* biases_, uint expert,
+         constant ExpertParams& params)
+      : rows(packed, scales, expert, params) {
+    half_codes.mask = params.code_mask;
+    half_codes.exponent = params.code_exponent;
+    biases = reinterpret_cast<device const T*>(biases_) + ulong(expert) * params.rows * rows.groups_per_row;
+  }
+
+  Row row(uint number) const { return rows.row(number); }
+  template <int N>
+  Chunk<N> load(Row row, uint column, uint) const {
+    const Row place = Rows::at(row, column);
+    return {load_words<N * kBits / 32>(rows.words + place.word), rows.scales[place.group],
+            biases[place.group]};
+  }
+
+  static float offset(int pair) { return kExact ? 0.0f : Codes::offset(pair); }
+  template <int N>
+  float2 coded_pair(Chunk<N> chunk, int pair) const {
+    half2 codes = half_codes.pair(chunk.words, pair);
+    if (kExact) codes -= half2(half(Codes::offset(pair)));
+    return float2(float(codes.x), float(codes.y));
+  }
+
+  Pack<kUnit> codes(Chunk<kValues> chunk, int unit) const {
+    Pack<kUnit> pack;
+    UNROLL for (int i = 0; i < kUnit; ++i) {
+      const PairPlace place = Codes::pair_place(i);
+      pack.v[i] = coded_pair(chunk, unit * kUnit / 2 + place.pair)[place.element];
+    }
+    return pack;
+  }
+
+  static void add_inputs(Pack<kUnit> inputs, thread InputSums& sums) {
+    UNROLL for (int i = 0; i < kUnit; ++i) sums.v[Codes::shift(Codes::pair_place(i).pair)] += inputs.v[i];
+  }
+
+  static float scaled(Chunk<kValues> chunk, float dot, InputSums sums) {
+    UNROLL for (int i = 0; i < Codes::kShifts; ++i) dot = fma(-offset(i), sums.v[i], dot);
+    const float sum = Codes::kShifts == 1 ? sums.v[0] : sums.v[0] + sums.v[1];
+    return fma(float(chunk.bias), sum, float(chunk.scale) * dot);
+  }
+
+  static PairPlace pair_place(int value) { return Codes::pair_place(value); }
+  float2 values(Chunk<kTileValues> chunk, int pair) const {
+    const float scale = float(chunk.scale), rest = fma(-offset(pair), scale, float(chunk.bias));
+    const float2 codes = coded_pair(chunk, pair);
+    return float2(fma(codes.x, scale, rest), fma(codes.y, scale, rest));
+  }
+};
+
+// What a float format's codes and scales stand for. The bits of an e2m1 or e4m3 number, moved to the top of a
+// half's exponent and mantissa, are the number times a power of two, subnormals included; the product with
+// its inverse in half is exact, and has no subnormal operand where a float would.
+struct E2M1 {
+  static constant constexpr int kBits = 4;
+  // Codes i and i + 4 of a word.
+  static half2 pair(uint word, int i, uint magnitudes, uint signs) {
+    const uint sign = i < 3 ? word << (12 - 4 * i) : word;
+    const uint magnitude = i < 3 ? word << (9 - 4 * i) : word >> 3;
+    return as_type<half2>((sign & signs) | (magnitude & magnitudes)) * half2(16384.0h);
+  }
+};
+
+struct E4M3 {
+  static constant constexpr int kBits = 8;
+  // Codes i and i + 2 of a word.
+  static half2 pair(uint word, int i, uint magnitudes, uint signs) {
+    const uint sign = i == 0 ? word << 8 : word;
+    const uint magnitude = i == 0 ? word << 7 : word >> 1;
+    return as_type<half2>((sign & signs) | (magnitude & magnitudes)) * half2(256.0h);
+  }
+};
+
+// 2^(scale - 127), in two factors: that of 0 is no normal float.
+struct ScaleE8M0 {
+  static float apply(float value, uchar scale) {
+    const uint exponent = scale;
+    return value * (exponent == 0 ? 0.5f : 1.0f) * as_type<float>(max(exponent, 1u) << 23);
+  }
+};
+
+struct ScaleE4M3 {
+  static float apply(float value, uchar scale) {
+    const ushort bits = ushort((scale & 0x80) << 8 | (scale & 0x7f) << 7);
+    return value * float(as_type<half>(bits) * 256.0h);
+  }
+};
+
+// Floats of 4 or 8 bits with a scale of 8 bits: mxfp4, mxfp8, nvfp4.
+template <typename T, typename Code, typename CodeScale, int kGroup>
+struct FloatCodes {
+  typedef T Element;
+  typedef PackedRows<uchar, Code::kBits, kGroup> Rows;
+  typedef typename Rows::Row Row;
+  static constant constexpr int kValues = kGroup, kTileValues = 16, kUnit = 8;
+  static constant constexpr bool kAnyLength = false;
+  static constant constexpr int kPairs = 16 / Code::kBits;  // of a word
+
+  template <int N>
+  struct Chunk {
+    Words<N * Code::kBits / 32> words;
+    uchar scale;
+  };
+
+  Rows rows;
+  uint magnitudes, signs;
+
+  FloatCodes(device const uchar* packed, device const uchar* scales, device const uchar*, uint expert,
+             constant ExpertParams& params)
+      : rows(packed, scales, expert, params), magnitudes(params.code_mask), signs(params.code_exponent) {}
+
+  Row row(uint number) const { return rows.row(number); }
+  template <int N>
+  Chunk<N> load(Row row, uint column, uint) const {
+    const Row place = Rows::at(row, column);
+    return {load_words<N * Code::kBits / 32>(rows.words + place.word), rows.scales[place.group]};
+  }
+
+  static PairPlace pair_place(int value) { return HalfCodes<Code::kBits>::pair_place(value); }
+  template <int N>
+  half2 coded_pair(Chunk<N> chunk, int pair) const {
+    return Code::pair(chunk.words.v[pair / kPairs], pair % kPairs, magnitudes, signs);
+  }
+
+  Pack<kUnit> codes(Chunk<kValues> chunk, int unit) const {
+    Pack<kUnit> pack;
+    UNROLL for (int i = 0; i < kUnit; ++i) {
+      const PairPlace place = pair_place(i);
+      pack.v[i] = float(coded_pair(chunk, unit * kUnit / 2 + place.pair)[place.element]);
+    }
+    return pack;
+  }
+  static void add_inputs(Pack<kUnit>, thread InputSums&) {}
+  static float scaled(Chunk<kValues> chunk, float dot, InputSums) {
+    return CodeScale::apply(dot, chunk.scale);
+  }
+
+  float2 values(Chunk<kTileValues> chunk, int pair) const {
+    const half2 codes = coded_pair(chunk, pair);
+    return float2(CodeScale::apply(float(codes.x), chunk.scale),
+                  CodeScale::apply(float(codes.y), chunk.scale));
+  }
+};
+
+template <typename T>
+using Mxfp4 = FloatCodes<T, E2M1, ScaleE8M0, 32>;
+template <typename T>
+using Mxfp8 = FloatCodes<T, E4M3, ScaleE8M0, 32>;
+template <typename T>
+using Nvfp4 = FloatCodes<T, E2M1, ScaleE4M3, 16>;

@@ -1,0 +1,225 @@
+// Expert matmuls for many pairs: tiles of up to 8 * kPairTiles pairs of one expert times rows of its matrix.
+//
+// A simdgroup dequantises its own rows straight into matrix fragments, so that each weight is dequantised
+// once a tile and touches no threadgroup memory; the inputs, which all simdgroups need, go through it. That
+// relies on the layout of an 8x8 matrix over the lanes, the same on every Apple GPU: a lane holds two
+// neighbouring elements of a row, four lanes a row. The product is rows x pairs, so that those two are two
+// inputs of a weight row. Which two, the format decides; the inputs are staged in its order.
+#pragma once
+#include <metal_simdgroup_matrix>
+
+#include "experts/epilogue.h"
+#include "experts/formats.h"
+
+// Fragments are halves for half activations, else floats, whose products run at the same rate: before the M3,
+// rounding to bfloat takes five instructions.
+template <typename T>
+struct FragmentOf {
+  typedef float type;
+};
+template <>
+struct FragmentOf<half> {
+  typedef half type;
+};
+
+// A lane's place in a matrix of 8x8.
+struct MatrixPlace {
+  uint row;
+  uint quarter;  // its elements are in columns 2 * quarter and 2 * quarter + 1
+
+  MatrixPlace(uint lane) : row((lane / 16 * 4) + lane / 2 % 4), quarter(lane / 8 % 2 * 2 + lane % 2) {}
+};
+
+// The work of a threadgroup: kGemmRows rows times the inputs of up to 8 * kPairTiles pairs. The loop over the
+// inputs has no branches: fragments past the last pair are left out by choosing a smaller kPairTiles.
+template <typename W, int kPairTiles>
+struct Tile {
+  typedef typename W::Element T;
+  typedef typename FragmentOf<T>::type F;
+  typedef typename W::template Chunk<W::kTileValues> Chunk;
+  static constant constexpr int kRowTiles = kGemmRows / (8 * kGemmSimdgroups);
+  static constant constexpr int kPairs = 8 * kPairTiles;
+  static constant constexpr int kDepth = 4 * W::kTileValues;  // inputs of a step
+  static constant constexpr int kStride = kPairs + 4;         // of an input in threadgroup memory; not tuned
+  static constant constexpr int kThreads = kGemmSimdgroups * kSimdWidth;
+
+  // The rows of a lane, one of each of the simdgroup's row tiles: gates and ups alternate.
+  struct Rows {
+    typename W::Row starts[kRowTiles];
+    Chunk chunks[kRowTiles];
+
+    Rows(W weights, uint first, MatrixPlace place, constant ExpertParams& params) {
+      UNROLL for (int r = 0; r < kRowTiles; ++r) {
+        const bool plain = params.row_layout == ROWS_PLAIN;
+        const uint output = min(first + 8 * (plain ? r : r / 2) + place.row, params.outputs - 1);
+        starts[r] = weights.row(weight_row(output, r % 2, params));
+      }
+    }
+
+    // Zeros past the last input.
+    void load(W weights, uint column, uint inputs) {
+      UNROLL for (int r = 0; r < kRowTiles; ++r) {
+        chunks[r] = {};
+        if (column < inputs) {
+          chunks[r] = weights.template load<W::kTileValues>(starts[r], column, inputs - column);
+        }
+      }
+    }
+  };
+
+  // A thread's share of the inputs: octets of pairs' rows.
+  struct Inputs {
+    static constant constexpr int kOctets = kDepth / 8;  // of a pair
+    static constant constexpr int kShares = (kPairs * kOctets + kThreads - 1) / kThreads;
+    static constant constexpr int kPairsApart = kThreads / kOctets;  // of a thread's shares
+
+    device const T* sources[kShares];
+    Elements<T, 8> octets[kShares];
+    uint first;  // column of a step
+    uint pair;   // of the first share
+    uint inputs;
+
+    Inputs(device const T* x, device const int* order, uint count, uint thread_index,
+           constant ExpertParams& params)
+        : first(8 * (thread_index % kOctets)), pair(thread_index / kOctets), inputs(params.inputs) {
+      UNROLL for (int share = 0; share < kShares; ++share) {
+        const uint row = input_row(uint(order[min(pair + share * kPairsApart, count - 1)]), params);
+        sources[share] = x + ulong(row) * params.inputs;
+      }
+    }
+
+    void load(uint depth, constant ExpertParams& params) {
+      const uint column = depth + first;
+      UNROLL for (int share = 0; share < kShares; ++share) {
+        if (column < inputs) {
+          octets[share] = load_elements<8>(sources[share] + column, inputs - column, params.vectorised != 0);
+        }
+      }
+    }
+
+    // [kDepth][kStride]: the row of an input is its fragment and its place there. Pairs past the last one are
+    // copies of it, whose sums nobody stores.
+    void store(threadgroup F* tile, uint depth) const {
+      const bool exists = depth + first < inputs;
+      const uint quarter = first / W::kTileValues, before = first % W::kTileValues;
+      UNROLL for (int share = 0; share < kShares; ++share) {
+        const uint local = pair + share * kPairsApart;
+        if (kPairs % kPairsApart != 0 && local >= kPairs) continue;
+        UNROLL for (int i = 0; i < 8; ++i) {
+          const PairPlace place = W::pair_place(before + i);
+          tile[(8 * place.pair + 2 * quarter + place.element) * kStride + local] =
+              exists ? F(octets[share].at(i)) : F(0.0f);
+        }
+      }
+    }
+  };
+
+  // Sums of kRowTiles x kPairTiles matrices of rows x pairs.
+  struct Sums {
+    simdgroup_matrix<float, 8, 8> sums[kRowTiles][kPairTiles];
+
+    Sums() {
+      UNROLL for (int r = 0; r < kRowTiles; ++r) {
+        UNROLL for (int p = 0; p < kPairTiles; ++p) {
+          sums[r][p] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+        }
+      }
+    }
+
+    void add(W weights, thread Rows& rows, threadgroup const F* tile) {
+      UNROLL for (int k = 0; k < kDepth / 8; ++k) {
+        simdgroup_matrix<F, 8, 8> values[kRowTiles];
+        UNROLL for (int r = 0; r < kRowTiles; ++r) {
+          const float2 two = weights.values(rows.chunks[r], k);
+          values[r].thread_elements()[0] = F(two.x);
+          values[r].thread_elements()[1] = F(two.y);
+        }
+        UNROLL for (int p = 0; p < kPairTiles; ++p) {
+          simdgroup_matrix<F, 8, 8> inputs;
+          simdgroup_load(inputs, tile + 8 * k * kStride + 8 * p, kStride);
+          UNROLL for (int r = 0; r < kRowTiles; ++r) {
+            simdgroup_multiply_accumulate(sums[r][p], values[r], inputs, sums[r][p]);
+          }
+        }
+      }
+    }
+
+    // Bias, activation and the store to the pairs' rows of `out`.
+    void store(device const int* order, uint count, device const uchar* bias, uint expert, uint first,
+               MatrixPlace place, device T* out, constant ExpertParams& params) {
+      const bool plain = params.row_layout == ROWS_PLAIN;
+      UNROLL for (int p = 0; p < kPairTiles; ++p) {
+        UNROLL for (int j = 0; j < 2; ++j) {
+          const uint local = 8 * p + 2 * place.quarter + j;
+          if (local >= count) continue;
+          device T* target = out + ulong(order[local]) * params.outputs;
+          UNROLL for (int r = 0; r < kRowTiles; ++r) {
+            const uint output = first + 8 * (plain ? r : r / 2) + place.row;
+            if ((!plain && r % 2 != 0) || output >= params.outputs) continue;
+            const float own = sums[r][p].thread_elements()[j];
+            const float up = plain ? 0.0f : sums[r + 1 < kRowTiles ? r + 1 : r][p].thread_elements()[j];
+            target[output] = T(finished_output(own, up, bias, expert, output, params));
+          }
+        }
+      }
+    }
+  };
+
+  static void run(W weights, device const T* x, device const int* order, uint count, device const uchar* bias,
+                  uint expert, uint first, threadgroup F* tile, uint thread_index, uint lane, device T* out,
+                  constant ExpertParams& params) {
+    const MatrixPlace place(lane);
+    Rows rows(weights, first, place, params);
+    Inputs inputs(x, order, count, thread_index, params);
+    Sums sums;
+    inputs.load(0, params);
+    for (uint depth = 0; depth < params.inputs; depth += kDepth) {
+      rows.load(weights, depth + place.quarter * W::kTileValues, params.inputs);
+      threadgroup_barrier(mem_flags::mem_threadgroup);  // the tile before this one has been read
+      inputs.store(tile, depth);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      inputs.load(depth + kDepth, params);
+      sums.add(weights, rows, tile);
+    }
+    sums.store(order, count, bias, expert, first, place, out, params);
+  }
+};
+
+// Grid: (blocks of rows, tiles). A tile, from moe_bucket, is (expert, first position in pair_order, pairs),
+// with expert -1 for pairs without an expert, whose outputs become zero.
+template <typename W, int kPairTiles>
+[[kernel, max_total_threads_per_threadgroup(kGemmBound)]] void expert_gemm(
+    EXPERT_ROWS_BUFFERS(typename W::Element), device const int* pair_order [[buffer(8)]],
+    device const int4* tiles [[buffer(9)]], uint2 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  typedef Tile<W, kPairTiles> Largest;
+  threadgroup typename Largest::F input_tile[Largest::kDepth * Largest::kStride];
+  const uint block = outputs_of_rows(kGemmRows, params);
+  const uint first_of_group = group.x * block, first = first_of_group + simdgroup * block / kGemmSimdgroups;
+  const int4 tile = tiles[group.y];
+  const uint count = tile.z;
+  device const int* order = pair_order + tile.y;
+  if (count == 0) return;
+  if (tile.x < 0) {
+    const uint columns = min(block, params.outputs - first_of_group);
+    for (uint i = thread_index; i < count * columns; i += Largest::kThreads) {
+      out[ulong(order[i / columns]) * params.outputs + first_of_group + i % columns] = 0;
+    }
+    return;
+  }
+  const W weights(packed, scales, biases, uint(tile.x), params);
+#define RUN_TILE(pair_tiles)                                                                    \
+  if constexpr (pair_tiles <= kPairTiles) {                                                     \
+    if (pair_tiles == kPairTiles || count <= 8 * pair_tiles) {                                  \
+      Tile<W, pair_tiles>::run(weights, x, order, count, bias, uint(tile.x), first, input_tile, \
+                               thread_index, lane, out, params);                                \
+      return;                                                                                   \
+    }                                                                                           \
+  }
+  RUN_TILE(1)
+  RUN_TILE(2)
+  RUN_TILE(3)
+  RUN_TILE(4)
+#undef RUN_TILE
+}

@@ -1,0 +1,81 @@
+// The pairs of an expert, found without a dispatch of their own: for a few tokens.
+#pragma once
+#include "experts/common.h"
+
+constant constexpr int kMostPairs = 2;  // of one expert at a time: more take more registers than there are
+
+// Some pairs of one expert.
+template <int M>
+struct PairSet {
+  uint v[M];
+  uint at(uint index) const {
+    uint pair = v[0];
+    UNROLL for (int m = 1; m < M; ++m) pair = index == uint(m) ? v[m] : pair;
+    return pair;
+  }
+};
+
+// All of them, ascending: in threadgroup memory where there is more than one.
+struct PairList {
+  uint expert;
+  uint count;
+  uint before;  // pairs of experts with lower ids
+  uint first;   // the lowest
+
+  uint at(threadgroup const ushort* members, uint index) const { return count == 1 ? first : members[index]; }
+
+  // M from `start` on; the last one stands in for those past the end.
+  template <int M>
+  PairSet<M> some(threadgroup const ushort* members, uint start) const {
+    PairSet<M> set;
+    UNROLL for (int m = 0; m < M; ++m) set.v[m] = at(members, min(start + m, count - 1));
+    return set;
+  }
+};
+
+// Each simdgroup goes through all ids by itself, so that nothing waits for the threadgroup; the first one
+// writes `members`.
+inline PairList list_pairs(device const int* ids, uint expert, threadgroup ushort* members, uint lane,
+                           uint simdgroup, constant ExpertParams& params) {
+  PairList list = {expert, 0, 0, 0};
+  for (uint base = 0; base < params.pairs; base += kSimdWidth) {
+    const uint pair = base + lane;
+    const bool exists = pair < params.pairs;
+    const uint id = expert_of(ids, min(pair, params.pairs - 1), params);
+    const uint hits = ballot(exists && id == expert);
+    list.before += popcount(ballot(exists && id < expert));
+    if (list.count == 0 && hits != 0) list.first = base + ctz(hits);
+    if (simdgroup == 0 && (hits >> lane & 1) != 0) {
+      members[list.count + popcount(hits & ((1u << lane) - 1))] = ushort(pair);
+    }
+    list.count += popcount(hits);
+  }
+  return list;
+}
+
+// The grid has a unit for each expert or each pair, whichever are fewer, and one more for the pairs without
+// an expert. Where units are pairs, the first pair of an expert works for all. No pairs: another unit has
+// them.
+inline PairList pairs_of_unit(device const int* ids, uint unit, threadgroup ushort* members, uint lane,
+                              uint simdgroup, constant ExpertParams& params) {
+  const PairList none = {params.experts, 0, 0, 0};
+  const bool units_are_experts = params.units_are_experts != 0;
+  const bool sentinels = unit == (units_are_experts ? params.experts : params.pairs);
+  uint expert = params.experts;
+  if (!sentinels) expert = units_are_experts ? unit : expert_of(ids, unit, params);
+  if (expert == params.experts && !sentinels) return none;
+  const PairList list = list_pairs(ids, expert, members, lane, simdgroup, params);
+  if (list.count == 0 || (!units_are_experts && !sentinels && list.first != unit)) return none;
+  if (list.count > 1) threadgroup_barrier(mem_flags::mem_threadgroup);
+  return list;
+}
+
+// For the down projection, as moe_bucket gives it for many tokens: the pairs by expert, and where an expert's
+// begin, a tile (expert, position, count, 0) with all of them; at other positions a count of 0.
+inline void write_tile(PairList list, threadgroup const ushort* members, device int* pair_order,
+                       device int4* tiles, uint thread_index, uint threads) {
+  for (uint i = thread_index; i < list.count; i += threads) {
+    pair_order[list.before + i] = int(list.at(members, i));
+    tiles[list.before + i] = int4(int(list.expert), int(list.before), i == 0 ? int(list.count) : 0, 0);
+  }
+}
