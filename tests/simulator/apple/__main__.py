@@ -49,7 +49,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="experts, of them a token, hidden, intermediate",
     )
     add("--linear", metavar="C,N", help="instead: one matrix alone, C inputs and N outputs")
-    add("--formats", default="int4", help="some of int4, int8, mxfp4, bf16, f16 (default: int4)")
+    add("--formats", default="int4", help=f"some of {', '.join(FORMATS)}, bf16, f16 (default: int4)")
     add(
         "--dtype",
         default="bf16",

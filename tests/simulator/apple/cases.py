@@ -14,9 +14,10 @@ from .recorder import DEFAULT_LIMIT, Recorder, measure
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 FORMATS = {
-    "int4": mlx.Format(4, 64, "affine"),
-    "int8": mlx.Format(8, 64, "affine"),
+    **{f"int{bits}": mlx.Format(bits, 64, "affine") for bits in (2, 3, 4, 5, 6, 8)},
     "mxfp4": mlx.Format(4, 32, "mxfp4"),
+    "mxfp8": mlx.Format(8, 32, "mxfp8"),
+    "nvfp4": mlx.Format(4, 16, "nvfp4"),
 }
 
 
@@ -59,7 +60,7 @@ def matrix_bytes(format_name: str, rows: int, inputs: int) -> int:
     if format_name not in FORMATS:
         return rows * inputs * DTYPES[format_name].itemsize
     f = FORMATS[format_name]
-    return rows * inputs * f.bits // 8 + rows * inputs // f.group * (1 if f.mode == "mxfp4" else 4)
+    return rows * inputs * f.bits // 8 + rows * inputs // f.group * (4 if f.mode == "affine" else 1)
 
 
 def _work(
@@ -81,7 +82,7 @@ def _weights(format_name: str, dtype: str, experts: int, rows: int, inputs: int)
     f = FORMATS[format_name]
     packed = torch.empty(experts, rows, inputs * f.bits // 32, dtype=torch.int32, device="mps")
     groups = (experts, rows, inputs // f.group)
-    if f.mode == "mxfp4":
+    if f.mode != "affine":
         return packed, torch.empty(groups, dtype=torch.uint8, device="mps"), None
     return packed, *(torch.empty(groups, dtype=DTYPES[dtype], device="mps") for _ in range(2))
 
@@ -148,7 +149,7 @@ def array(dtype: str, *shape: int) -> np.ndarray:
 def matrices(f: mlx.Format, dtype: str, experts: int, rows: int, inputs: int) -> mlx.Matrices:
     weights = {"w": zeros(np.uint32, experts, rows, inputs * f.bits // 32)}
     groups = (experts, rows, inputs // f.group)
-    if f.mode == "mxfp4":
+    if f.mode != "affine":
         weights["scales"] = zeros(np.uint8, *groups)
     else:
         weights["scales"], weights["biases"] = array(dtype, *groups), array(dtype, *groups)

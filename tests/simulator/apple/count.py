@@ -41,7 +41,7 @@ class Limit:
     for later ones are run whole in any case.
     """
 
-    groups: int = 48
+    groups: int = 96
     slots: float = 3e7
 
     def traced(self, groups: int) -> np.ndarray:

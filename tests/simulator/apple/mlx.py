@@ -30,7 +30,7 @@ SORTED_FROM = 64  # pairs: mlx_lm's SwitchGLU orders them by expert from here on
 
 @dataclass(frozen=True)
 class Format:
-    """A quantised format of MLX: codes of `bits`, groups of `group` columns, mode "affine" or "mxfp4"."""
+    """A format of MLX: codes of `bits`, groups of `group` columns, mode affine, mxfp4, mxfp8 or nvfp4."""
 
     bits: int
     group: int

@@ -42,7 +42,7 @@ class Published:
 
 
 def _measured(launch: mlx.Launch, macs: int, dram_bytes: int) -> Measurement:
-    return mlx.measure(launch, Work("", macs, dram_bytes), Recorder(limit=Limit(slots=5e6)))
+    return mlx.measure(launch, Work("", macs, dram_bytes), Recorder(limit=Limit(groups=32, slots=5e6)))
 
 
 _known: dict[tuple, Measurement] = {}
