@@ -139,7 +139,7 @@ Tensor weighted_sum_residual_norm_stacked_(const Tensor& residual_, const Tensor
   params.weights_dtype = dtype_code(sum.weights);
   params.norm_dtype = dtype_code(norm);
   params.eps = static_cast<float>(eps);
-  const RowLayout layout = row_per_threadgroup(sum.rows, sum.width, kNormThreads);
+  const RowLayout layout = row_per_threadgroup(sum.rows, sum.width, kSumNormThreads);
   Commands commands;
   commands.add({"combine", residual.scalar_type()}, "weighted_sum_norm")
       .bind(residual)

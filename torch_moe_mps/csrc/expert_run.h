@@ -7,7 +7,7 @@
 #include <string_view>
 
 #include "../shaders/params.h"
-#include "formats.h"
+#include "metal/library.h"
 
 namespace moe_mps {
 
@@ -18,7 +18,6 @@ struct ExpertMatrix {
   std::optional<at::Tensor> bias;     // of the layer, [E, rows]
   int64_t experts, rows, inputs;
   bool transposed = false;
-  CodeMasks masks = {};  // of quantised weights
 };
 
 struct Activation {

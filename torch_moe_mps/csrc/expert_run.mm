@@ -69,8 +69,6 @@ ExpertParams matmul_params(const Tensor& x, const ExpertMatrix& matrix, const Te
   params.rows = matrix.rows;
   params.outputs = outputs_of(matrix.rows, activation);
   params.vectorised = matrix.inputs % 16 == 0 && is_aligned(x) && is_aligned(matrix.packed);
-  params.code_mask = matrix.masks.mask;
-  params.code_exponent = matrix.masks.exponent;
   params.wide_ids = ids.scalar_type() == at::kLong;
   params.x_per_pair = x_per_pair;
   params.units_are_experts = ids.numel() > matrix.experts;

@@ -11,18 +11,12 @@
 
 namespace moe_mps {
 
-// What singles codes out of a word: see shaders/experts/formats.h.
-struct CodeMasks {
-  uint32_t mask = 0, exponent = 0;
-};
-
 struct WeightFormat {
   std::string mode;
   int64_t bits;
   int64_t group_size;
 
   std::string name() const;  // "affine4_64", "mxfp4"
-  CodeMasks masks() const;
 };
 
 const std::vector<WeightFormat>& all_formats();

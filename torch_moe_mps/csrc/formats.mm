@@ -19,12 +19,6 @@ std::string WeightFormat::name() const {
   return mode == "affine" ? c10::str(mode, bits, "_", group_size) : mode;
 }
 
-CodeMasks WeightFormat::masks() const {
-  constexpr uint32_t kSigns = 0x80008000u;
-  if (mode == "affine") return {((1u << bits) - 1) * 0x00010001u, 0x64006400u};
-  return bits == 4 ? CodeMasks{0x0e000e00u, kSigns} : CodeMasks{0x3f803f80u, kSigns};
-}
-
 const std::vector<WeightFormat>& all_formats() {
   static const auto* const formats = [] {
     auto* list = new std::vector<WeightFormat>{{"mxfp4", 4, 32}, {"mxfp8", 8, 32}, {"nvfp4", 4, 16}};

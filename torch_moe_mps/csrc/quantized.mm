@@ -26,7 +26,6 @@ ExpertMatrix quantized_matrix(const QuantizedWeight& weight, const OptionalTenso
   if (!weight.packed.is_contiguous() || !is_aligned(weight.packed)) warn_of_copy(weight.packed);
   const WeightFormat format{std::string(mode), bits, group_size};
   ExpertMatrix matrix{quantized_library(format, dtype), aligned(weight.packed)};
-  matrix.masks = format.masks();
   matrix.scales = weight.scales.contiguous();
   if (matrix.scales.scalar_type() != at::kByte) matrix.scales = matrix.scales.to(dtype);
   matrix.biases = matrix.scales;

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <tuple>
 
+#include "../shaders/geometry.h"
 #include "../shaders/params.h"
 #include "signature.h"
 #include "tensors.h"
@@ -128,65 +129,46 @@ Routing fused_moe_routing(const Tensor& logits, const Tensor& per_expert_scale, 
 
 // moe_gate
 
-struct GateLayout {
-  int64_t tokens_per_group;
-  int64_t threads;
-  int64_t tile_width;
-};
-
-GateLayout gate_layout(int64_t tokens, int64_t experts, int64_t width) {
-  // More tokens a threadgroup read the router fewer times, fewer keep more of the GPU busy.
-  constexpr int64_t kAlone = 64, kMany = 1024;
-  constexpr int64_t kColumns = 128;       // a tile is a multiple of what a simdgroup reads at once
-  constexpr int64_t kStaticFloats = 128;  // declared in the kernel, and room for what a compiler adds
-  const auto fits = [&](int64_t tokens_per_group) {
-    return (kThreadgroupFloats - kStaticFloats) / tokens_per_group - experts;
-  };
-  GateLayout layout{1, 1024, fits(1)};
-  if (tokens > kAlone) layout = {4, 512, std::min<int64_t>(fits(4), 1024)};
-  if (tokens >= kMany && fits(16) >= kColumns) layout = {16, 512, std::min<int64_t>(fits(16), 256)};
-  layout.tile_width = std::min(layout.tile_width, ceil_div(width, kColumns) * kColumns) / kColumns * kColumns;
-  return layout;
-}
-
-Routing moe_gate(const Tensor& hidden_, const Tensor& router_weight_, const Tensor& norm_weight_,
-                 const Tensor& per_expert_scale_, int64_t top_k, double eps, bool renormalize_after_scale) {
-  check_call("moe_gate", hidden_, router_weight_, norm_weight_, per_expert_scale_, top_k, eps,
-             renormalize_after_scale);
-  const Tensor hidden = hidden_.contiguous(), router = router_weight_.contiguous();
-  const Tensor norm_weight = norm_weight_.contiguous(), per_expert_scale = per_expert_scale_.contiguous();
+// logits[T, E] = (rms(hidden) * norm_weight) @ router^T in float32.
+Tensor gate_logits(const Tensor& hidden, const Tensor& router, const Tensor& norm_weight, double eps) {
+  // From here on threadgroups of several tokens, which read the router less often, fill the GPU.
+  constexpr int64_t kManyTokens = 9;
   const int64_t tokens = hidden.size(0), width = hidden.size(1), experts = router.size(0);
-  const Routing result = empty_routing(hidden, {tokens}, top_k);
-  const auto& [weights, ids] = result;
-  if (weights.numel() == 0) return result;
-  const GateLayout layout = gate_layout(tokens, experts, width);
+  Tensor logits = at::empty({tokens, experts}, hidden.options().dtype(at::kFloat));
   GateParams params{};
   params.tokens = tokens;
   params.experts = experts;
   params.width = width;
-  params.top_k = top_k;
-  params.tile_width = layout.tile_width;
   params.vectorised = rows_start_aligned(width, {hidden, router, norm_weight});
   params.hidden_dtype = dtype_code(hidden);
   params.norm_dtype = dtype_code(norm_weight);
-  params.scale_dtype = dtype_code(per_expert_scale);
-  params.renormalise = renormalize_after_scale;
   params.eps = static_cast<float>(eps);
-
-  const Tensor& stand_in = per_expert_scale;  // a width of 0 leaves nothing else to bind
+  const bool many = tokens >= kManyTokens;
+  const int64_t experts_of_group = kGateSimdgroups * (many ? kGateExperts : kGateSingleExperts);
   Commands commands;
-  commands.add({"routing", router.scalar_type()}, c10::str("gate", layout.tokens_per_group))
-      .bind(width > 0 ? hidden : stand_in)
-      .bind(width > 0 ? router : stand_in)
-      .bind(width > 0 ? norm_weight : stand_in)
-      .bind(per_expert_scale)
-      .bind(weights)
-      .bind(ids)
+  commands.add({"routing", router.scalar_type()}, many ? "gate_many" : "gate_single")
+      .bind(width > 0 ? hidden : logits)  // a width of 0 leaves nothing else to bind
+      .bind(width > 0 ? router : logits)
+      .bind(width > 0 ? norm_weight : logits)
+      .bind(logits)
       .params(params)
-      .threadgroup_memory(layout.tokens_per_group * (layout.tile_width + experts) * sizeof(float))
-      .threadgroups({NSUInteger(ceil_div(tokens, layout.tokens_per_group))}, {NSUInteger(layout.threads)});
+      .threadgroups({NSUInteger(ceil_div(experts, experts_of_group)),
+                     NSUInteger(ceil_div(tokens, many ? kGateTokens : 1))},
+                    {NSUInteger(kGateSimdgroups * kSimdWidth)});
   commands.encode();
-  return result;
+  return logits;
+}
+
+Routing moe_gate(const Tensor& hidden, const Tensor& router_weight, const Tensor& norm_weight,
+                 const Tensor& per_expert_scale, int64_t top_k, double eps, bool renormalize_after_scale) {
+  check_call("moe_gate", hidden, router_weight, norm_weight, per_expert_scale, top_k, eps,
+             renormalize_after_scale);
+  if (hidden.size(0) == 0) return empty_routing(hidden, {0}, top_k);
+  const Tensor logits =
+      gate_logits(hidden.contiguous(), router_weight.contiguous(), norm_weight.contiguous(), eps);
+  RouterParams params = plain_router(SCORING_SOFTMAX_AFTER_TOPK, top_k);
+  params.normalise_scaled = renormalize_after_scale;
+  return route(logits, std::nullopt, per_expert_scale, params);
 }
 
 }  // namespace

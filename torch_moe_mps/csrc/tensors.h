@@ -20,7 +20,7 @@ struct RowLayout {
 RowLayout row_layout(int64_t rows, int64_t width);
 
 // The same for kernels that always take a whole threadgroup for a row, of at most `most_threads`.
-RowLayout row_per_threadgroup(int64_t rows, int64_t width, int64_t most_threads = kMaxThreads);
+RowLayout row_per_threadgroup(int64_t rows, int64_t width, int64_t most_threads = kNormThreads);
 
 // Whether every row of every tensor starts on a multiple of 4 elements, which vector loads need.
 bool rows_start_aligned(int64_t width, std::initializer_list<at::Tensor> tensors);

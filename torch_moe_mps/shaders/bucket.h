@@ -88,18 +88,22 @@ inline uint lanes_with_same(uint bucket, bool valid, uint upper_digits, threadgr
   return same;
 }
 
-constant constexpr uint kAhead = 8;  // ids that a lane loads before it uses the first
+// Ids that a lane loads before it uses the first: 32 bytes of registers.
+template <typename Id>
+struct Ahead {
+  static constant constexpr uint value = 32 / sizeof(Id);
+};
 
 template <typename Id>
 struct Ids {
-  Id v[kAhead];
+  Id v[Ahead<Id>::value];
 };
 
-// Up to kAhead * 32 ids of a simdgroup, from pair `first` on.
+// Some ids of a simdgroup, from pair `first` on.
 template <typename Id>
 inline Ids<Id> load_ids(device const Id* ids, uint first, uint end, uint lane) {
   Ids<Id> loaded;
-  UNROLL for (uint i = 0; i < kAhead; ++i) {
+  UNROLL for (uint i = 0; i < Ahead<Id>::value; ++i) {
     if (first + i * kSimdWidth + lane < end) loaded.v[i] = ids[first + i * kSimdWidth + lane];
   }
   return loaded;
@@ -109,7 +113,7 @@ inline Ids<Id> load_ids(device const Id* ids, uint first, uint end, uint lane) {
 template <typename Id>
 inline void count_ids(Ids<Id> loaded, uint first, uint end, uint experts, threadgroup uint* counters,
                       uint lane) {
-  UNROLL for (uint i = 0; i < kAhead; ++i) {
+  UNROLL for (uint i = 0; i < Ahead<Id>::value; ++i) {
     if (first + i * kSimdWidth + lane < end) {
       threadgroup uint* counter = counters + bucket_of(loaded.v[i], experts);
       atomic_fetch_add_explicit(reinterpret_cast<threadgroup atomic_uint*>(counter), 1u,
@@ -125,14 +129,14 @@ inline void count_ids(Ids<Id> loaded, uint first, uint end, uint experts, thread
 // pairs. threadgroup(0): before[buckets], behind[buckets] and later first_tile, counters[chunks][buckets],
 // lane_sets[chunks][kLaneSets].
 template <typename Id>
-[[kernel, max_total_threads_per_threadgroup(1024)]] void bucket_pairs(
+[[kernel, max_total_threads_per_threadgroup(kBucketThreads)]] void bucket_pairs(
     device const Id* ids [[buffer(0)]], device int* pair_order [[buffer(1)]],
     device int* offsets [[buffer(2)]], device int4* tiles [[buffer(3)]], device uint* grids [[buffer(4)]],
     constant BucketParams& arguments [[buffer(5)]], threadgroup uint* shared [[threadgroup(0)]],
     uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
-  constexpr uint kGroupPairs = kAhead * kSimdWidth;
+  constexpr uint kGroupPairs = Ahead<Id>::value * kSimdWidth;
   const BucketParams params = arguments;
   threadgroup uint partials[kMaxSimdgroups];
   const uint buckets = params.experts + 1;
@@ -208,7 +212,7 @@ template <typename Id>
 
   for (uint first = begin; first < end; first += kGroupPairs) {
     if (first != begin) own = load_ids(ids, first, end, lane);
-    UNROLL for (uint i = 0; i < kAhead; ++i) {
+    UNROLL for (uint i = 0; i < Ahead<Id>::value; ++i) {
       const uint pair = first + i * kSimdWidth + lane;
       if (first + i * kSimdWidth < end) {
         const bool valid = pair < end;
@@ -233,7 +237,7 @@ constant constexpr uint kIdsPairsPerTile = 32;
 
 // Threadgroup e lists expert e's pairs; one more counts all experts for the grids' maximum.
 template <typename Id>
-[[kernel, max_total_threads_per_threadgroup(1024)]] void ids_by_expert(
+[[kernel, max_total_threads_per_threadgroup(kBucketThreads)]] void ids_by_expert(
     device const Id* ids [[buffer(0)]], device int* tpe [[buffer(1)]], device int* lists [[buffer(2)]],
     device int* gate_up_args [[buffer(3)]], device int* down_args [[buffer(4)]],
     constant IdsTpeParams& arguments [[buffer(5)]], threadgroup uint* counts [[threadgroup(0)]],

@@ -30,7 +30,7 @@ template <typename T>
 }
 
 // Loads in flight of a thread that sums over slots.
-constant constexpr uint kSlotBlock = 8;
+constant constexpr uint kSlotBlock = 4;
 
 // sum_s weights[s] * slots[s][column ...], s ascending. Weights are read once per simdgroup and passed on in
 // registers, so all lanes take part; those that are not `active` have no column.
@@ -110,8 +110,8 @@ template <typename T>
   }
 }
 
-// Vectors that a thread keeps between the sum and the norm: rows of up to 512 * 16 columns. Longer ones read
-// residual, just written, again.
+// Vectors that a thread keeps between the sum and the norm: rows of up to kSumNormThreads * 16 columns.
+// Longer ones read residual, just written, again.
 constant constexpr uint kKeptSums = 4;
 
 template <int N>
@@ -183,10 +183,10 @@ inline void weighted_sum_norm_row(device T* residual, device const T* slots, dev
   }
 }
 
-// residual += sum over slots, then output = rms(residual) * norm_weight: one row per threadgroup. Of 512
-// threads at most, so that each has the registers for its loads in flight.
+// residual += sum over slots, then output = rms(residual) * norm_weight: one row per threadgroup, of few
+// threads, so that each has the registers for its loads in flight.
 template <typename T>
-[[kernel, max_total_threads_per_threadgroup(kNormThreads)]] void weighted_sum_norm_rows(
+[[kernel, max_total_threads_per_threadgroup(kSumNormThreads)]] void weighted_sum_norm_rows(
     device T* residual [[buffer(0)]], device const T* slots [[buffer(1)]],
     device const uchar* weights [[buffer(2)]], device const uchar* norm_weight [[buffer(3)]],
     device T* output [[buffer(4)]], constant WeightedSumNormParams& arguments [[buffer(5)]],

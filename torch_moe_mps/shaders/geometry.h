@@ -10,30 +10,38 @@
 
 GEOMETRY kSimdWidth = 32;
 
+// Norms: the most threads of a row. More would leave a thread too few registers on M1.
+GEOMETRY kNormThreads = 512;
+
 // Combine
 GEOMETRY kSiluThreads = 128;
-GEOMETRY kNormThreads = 512;
+GEOMETRY kSumNormThreads = 384;
 
 // Routing
 GEOMETRY kLaneSets = 64;  // of bucket_pairs
 GEOMETRY kBucketThreads = 1024;
+GEOMETRY kGateSimdgroups = 4;
+GEOMETRY kGateSingleExperts = 2;  // of a simdgroup, for few tokens: many threadgroups
+GEOMETRY kGateExperts = 4;
+GEOMETRY kGateTokens = 4;
 GEOMETRY kMaxSlots = 64;             // experts of a token
 GEOMETRY kThreadgroupFloats = 8192;  // of threadgroup memory
 
-// Experts, few tokens: dot products
+// Experts. The threads that the matmuls' kernels declare, more than they are launched with: as few as let a
+// thread have 128 registers on M1.
+GEOMETRY kMatmulBound = 384;
+
+// Few tokens: dot products
 GEOMETRY kRowGroupsOfSimdgroup = 4;  // groups of lanes that each have rows of their own
 GEOMETRY kSingleRows = 4;            // of a lane
 GEOMETRY kFewRows = 4;               // of a lane, for several tokens
 GEOMETRY kFewDownRows = 8;           // of a threadgroup, for several tokens
 GEOMETRY kRowsSimdgroups = 8;        // of a threadgroup
-GEOMETRY kRowsBound = 576;           // threads that the kernels declare, more than are launched: registers
-GEOMETRY kFewBound = 512;
-GEOMETRY kMaxFewPairs = 512;      // their terms lie in threadgroup memory
-GEOMETRY kColumnSimdgroups = 16;  // transposed weights
+GEOMETRY kMaxFewPairs = 512;         // their terms lie in threadgroup memory
+GEOMETRY kColumnSimdgroups = 16;     // transposed weights
 
-// Experts, many tokens: matrix products
+// Many tokens: matrix products
 GEOMETRY kTilePairs = 32;
 GEOMETRY kGemmRows = 128;  // of a threadgroup
 GEOMETRY kGemmSimdgroups = 4;
-GEOMETRY kGemmBound = 448;
 GEOMETRY kCombineColumns = 4;  // of a thread

@@ -2,8 +2,9 @@
 #pragma once
 #include "common.h"
 
-// Elements that a thread keeps in registers between the two passes over a row, so that rows of up to 1024 *
-// 16 columns are read once. What lies beyond is read again.
+// Elements that a thread keeps in registers between the two passes over a row, so that rows of up to
+// kNormThreads
+// * 16 columns are read once. What lies beyond is read again.
 constant constexpr int kNormElements = 16;
 
 // The threads that work on one row.
@@ -110,7 +111,7 @@ inline void norm_row(device const T* residual, device const T* input, device con
 }
 
 template <typename T, bool kNormSum>
-[[kernel, max_total_threads_per_threadgroup(1024)]] void norm_rows(
+[[kernel, max_total_threads_per_threadgroup(kNormThreads)]] void norm_rows(
     device const T* residual [[buffer(0)]], device const T* input [[buffer(1)]],
     device const uchar* weight [[buffer(2)]], device const uchar* scalar [[buffer(3)]],
     device T* output [[buffer(4)]], device T* sum_output [[buffer(5)]],

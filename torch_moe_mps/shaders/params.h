@@ -82,6 +82,7 @@ struct RouterParams {
   uint32_t normalise;
   uint32_t has_scale;
   uint32_t scale_dtype;
+  uint32_t normalise_scaled;
   float masked_score;
   float norm_eps;
   float norm_min;
@@ -92,13 +93,9 @@ struct GateParams {
   uint32_t tokens;
   uint32_t experts;
   uint32_t width;
-  uint32_t top_k;
-  uint32_t tile_width;  // columns of hidden that are staged at a time
   uint32_t vectorised;
   uint32_t hidden_dtype;
   uint32_t norm_dtype;
-  uint32_t scale_dtype;
-  uint32_t renormalise;
   float eps;
 };
 
@@ -146,8 +143,6 @@ struct ExpertParams {
   uint32_t rows;               // rows of an expert's matrix
   uint32_t outputs;            // of one pair, after the activation
   uint32_t vectorised;         // rows of x and of a dense matrix are whole vectors: multiples of 16 elements
-  uint32_t code_mask;          // of quantised weights: see HalfCodes in experts/formats.h
-  uint32_t code_exponent;      // floats: the signs
   uint32_t wide_ids;           // ids are int64
   uint32_t x_per_pair;         // x has a row for each pair, else for each token
   uint32_t units_are_experts;  // units of the grid are experts, else pairs

@@ -3,12 +3,17 @@
 #pragma once
 #include "common.h"
 
-// What a row of logits becomes. `key` orders the choice; `score` gives the weight. Keys below kLowestKey are
-// states: 0 is not to be chosen, n is chosen for slot n - 1.
+// What orders the choice. Keys below kLowestKey are states: 0 is not to be chosen, n is chosen for slot n
+// - 1.
 template <int N>
-struct RouterRow {
-  uint key[N];
-  float score[N];
+struct Keys {
+  uint v[N];
+};
+
+// Logits at first, then the scores of the chosen, which become their weights.
+template <int N>
+struct Values {
+  float v[N];
 };
 
 constant constexpr uint kLowestKey = 0x00400000u;  // below the key of -infinity
@@ -31,69 +36,67 @@ inline bool is_chosen(uint key) {
 // Chooses the `count` largest keys, ties to the lowest id. Each step is one reduction over the simdgroup: the
 // winning lane, the lowest that holds the maximum, marks the expert with its slot and finds its next best.
 template <int N>
-inline void choose(thread RouterRow<N>& row, uint count, uint lane) {
+inline void choose(thread Keys<N>& keys, uint count, uint lane) {
   uint best = 0;
-  UNROLL for (int j = 0; j < N; ++j) best = max(best, row.key[j]);
+  UNROLL for (int j = 0; j < N; ++j) best = max(best, keys.v[j]);
   for (uint slot = 0; slot < count; ++slot) {
     const uint highest = simd_max(best);
-    if (lane == ctz(ballot(best == highest))) {
-      best = 0;
-      bool taken = false;
-      UNROLL for (int j = 0; j < N; ++j) {
-        if (!taken && row.key[j] == highest) {
-          row.key[j] = slot + 1;
-          taken = true;
-        }
-        best = row.key[j] >= kLowestKey ? max(best, row.key[j]) : best;
-      }
+    bool marks = lane == ctz(ballot(best == highest));
+    best = 0;
+    UNROLL for (int j = 0; j < N; ++j) {
+      const bool is_it = marks && keys.v[j] == highest;
+      keys.v[j] = is_it ? slot + 1 : keys.v[j];
+      marks = marks && !is_it;
+      best = keys.v[j] >= kLowestKey ? max(best, keys.v[j]) : best;
     }
   }
 }
 
-// The sum of the scores of the chosen.
+// The sum of the scores of the chosen; those of the others are zero.
 template <int N>
-inline float chosen_sum(thread RouterRow<N>& row) {
+inline float sum_of(thread Values<N>& scores) {
   float sum = 0.0f;
-  UNROLL for (int j = 0; j < N; ++j) sum += is_chosen(row.key[j]) ? row.score[j] : 0.0f;
+  UNROLL for (int j = 0; j < N; ++j) sum += scores.v[j];
   return simd_sum(sum);
 }
 
-// Replaces the scores of the chosen by their softmax.
+// Replaces the logits of the chosen by their softmax.
 template <int N>
-inline void softmax_of_chosen(thread RouterRow<N>& row) {
+inline void softmax_of_chosen(Keys<N> keys, thread Values<N>& values) {
   float highest = -FLT_MAX;
-  UNROLL for (int j = 0; j < N; ++j) highest = is_chosen(row.key[j]) ? max(highest, row.score[j]) : highest;
+  UNROLL for (int j = 0; j < N; ++j) highest = is_chosen(keys.v[j]) ? max(highest, values.v[j]) : highest;
   highest = simd_max(highest);
   UNROLL for (int j = 0; j < N; ++j) {
-    row.score[j] = is_chosen(row.key[j]) ? precise::exp(row.score[j] - highest) : 0.0f;
+    values.v[j] = is_chosen(keys.v[j]) ? precise::exp(values.v[j] - highest) : 0.0f;
   }
-  const float sum = chosen_sum<N>(row);
-  UNROLL for (int j = 0; j < N; ++j) row.score[j] /= sum;
+  const float sum = sum_of(values);
+  UNROLL for (int j = 0; j < N; ++j) values.v[j] /= sum;
 }
 
 // Divides the scores of the chosen by max(sum + eps, minimum); a denominator of 0 counts as 1. NaN stays: max
 // would drop it.
 template <int N>
-inline void normalise_chosen(thread RouterRow<N>& row, float eps, float minimum) {
-  const float sum = chosen_sum<N>(row) + eps;
+inline void normalise(thread Values<N>& scores, float eps, float minimum) {
+  const float sum = sum_of(scores) + eps;
   const float bounded = sum < minimum ? minimum : sum;
   const float denominator = bounded == 0.0f ? 1.0f : bounded;
-  UNROLL for (int j = 0; j < N; ++j) row.score[j] /= denominator;
+  UNROLL for (int j = 0; j < N; ++j) scores.v[j] /= denominator;
 }
 
 template <int N>
-inline void scale_chosen(thread RouterRow<N>& row, device const uchar* scale, uint dtype, uint lane) {
+inline void scale_chosen(Keys<N> keys, thread Values<N>& scores, device const uchar* scale, uint dtype,
+                         uint lane) {
   UNROLL for (int j = 0; j < N; ++j) {
-    if (is_chosen(row.key[j])) row.score[j] *= load_one(scale, dtype, lane * N + j);
+    if (is_chosen(keys.v[j])) scores.v[j] *= load_one(scale, dtype, lane * N + j);
   }
 }
 
 template <int N>
-inline void store_chosen(thread RouterRow<N>& row, uint lane, device float* weights, device int* ids) {
+inline void store_chosen(Keys<N> keys, Values<N> scores, uint lane, device float* weights, device int* ids) {
   UNROLL for (int j = 0; j < N; ++j) {
-    if (is_chosen(row.key[j])) {
-      weights[row.key[j] - 1] = row.score[j];
-      ids[row.key[j] - 1] = int(lane * N + j);
+    if (is_chosen(keys.v[j])) {
+      weights[keys.v[j] - 1] = scores.v[j];
+      ids[keys.v[j] - 1] = int(lane * N + j);
     }
   }
 }
@@ -107,27 +110,35 @@ inline float softplus(float x) {
   return max(x, 0.0f) + log1p;
 }
 
-// The scores of one row: N logits of this lane, of which those from `valid` on do not exist.
-template <int N>
-inline void score_row(thread const float* logits, thread float* scores, uint scoring, int valid) {
-  if (scoring == SCORING_SOFTMAX) {
-    float highest = -FLT_MAX;
-    UNROLL for (int j = 0; j < N; ++j) highest = j < valid ? max(highest, logits[j]) : highest;
-    highest = simd_max(highest);
-    float sum = 0.0f;
-    UNROLL for (int j = 0; j < N; ++j) {
-      scores[j] = j < valid ? precise::exp(logits[j] - highest) : 0.0f;
-      sum += scores[j];
-    }
-    sum = simd_sum(sum);
-    UNROLL for (int j = 0; j < N; ++j) scores[j] /= sum;
-  } else if (scoring == SCORING_SIGMOID) {
-    UNROLL for (int j = 0; j < N; ++j) scores[j] = sigmoid(logits[j]);
-  } else if (scoring == SCORING_SQRTSOFTPLUS) {
-    UNROLL for (int j = 0; j < N; ++j) scores[j] = precise::sqrt(softplus(logits[j]));
-  } else {
-    UNROLL for (int j = 0; j < N; ++j) scores[j] = logits[j];
+// From a logit to its score; a softmax goes over the whole row.
+struct Scoring {
+  uint kind;
+  float highest, sum;
+
+  float of(float logit) const {
+    if (kind == SCORING_SOFTMAX) return precise::exp(logit - highest) / sum;
+    if (kind == SCORING_SIGMOID) return sigmoid(logit);
+    if (kind == SCORING_SQRTSOFTPLUS) return precise::sqrt(softplus(logit));
+    return logit;
   }
+};
+
+// `valid`: how many of the lane's logits exist.
+template <int N>
+inline Scoring scoring_of(Values<N> logits, uint kind, int valid) {
+  Scoring scoring = {kind, 0.0f, 1.0f};
+  if (kind != SCORING_SOFTMAX) return scoring;
+  scoring.highest = -FLT_MAX;
+  UNROLL for (int j = 0; j < N; ++j) {
+    scoring.highest = j < valid ? max(scoring.highest, logits.v[j]) : scoring.highest;
+  }
+  scoring.highest = simd_max(scoring.highest);
+  scoring.sum = 0.0f;
+  UNROLL for (int j = 0; j < N; ++j) {
+    scoring.sum += j < valid ? precise::exp(logits.v[j] - scoring.highest) : 0.0f;
+  }
+  scoring.sum = simd_sum(scoring.sum);
+  return scoring;
 }
 
 // The largest and the second largest of all lanes' pairs.
@@ -139,85 +150,80 @@ inline float2 simd_top2(float2 top) {
   return top;
 }
 
-// The experts of this lane, as bits, that belong to the best groups. A group's score is the sum of the two
-// largest of `by_sum`, or the largest of `by_max`.
+// The experts of this lane, as bits, that belong to the best groups. A group's score is the sum of its two
+// largest values, or the largest.
 template <int N>
-inline uint experts_of_best_groups(thread const float* by_sum, thread const float* by_max,
-                                   RouterParams params, uint lane) {
+inline uint experts_of_best_groups(Values<N> values, RouterParams params, uint lane) {
   const uint group_size = params.experts / params.groups;
   const bool is_max = params.group_score_is_max != 0;
-  uint group_of[N];
-  RouterRow<N> groups;  // a lane holds the groups lane * N + j
-  UNROLL for (int j = 0; j < N; ++j) {
-    group_of[j] = (lane * N + j) / group_size;
-    groups.key[j] = 0;
-    groups.score[j] = 0.0f;
-  }
+  Keys<N> groups;  // a lane holds the groups lane * N + j
+  UNROLL for (int j = 0; j < N; ++j) groups.v[j] = 0;
   for (uint group = 0; group < params.groups; ++group) {
+    const uint first = lane * N - group * group_size;  // of the lane's experts in the group, modulo 2^32
     float2 top = float2(-INFINITY, -INFINITY);
     UNROLL for (int j = 0; j < N; ++j) {
-      if (group_of[j] == group) {
-        const float value = is_max ? by_max[j] : by_sum[j];
-        top = float2(max(top.x, value), max(min(top.x, value), top.y));
+      if (first + j < group_size) {
+        top = float2(max(top.x, values.v[j]), max(min(top.x, values.v[j]), top.y));
       }
     }
     top = simd_top2(top);
     const uint key = ordered_key(is_max ? top.x : finite(top.x + top.y));
     UNROLL for (int j = 0; j < N; ++j) {
-      if (lane * N + j == group) groups.key[j] = key;
+      if (group - lane * N == uint(j)) groups.v[j] = key;
     }
   }
   choose<N>(groups, params.top_groups, lane);
   uint chosen_groups = 0;
-  UNROLL for (int j = 0; j < N; ++j) chosen_groups |= is_chosen(groups.key[j]) ? 1u << j : 0u;
+  UNROLL for (int j = 0; j < N; ++j) chosen_groups |= is_chosen(groups.v[j]) ? 1u << j : 0u;
   uint members = 0;
   UNROLL for (int j = 0; j < N; ++j) {
-    const uint group = min(group_of[j], params.groups - 1);
+    const uint group = min((lane * N + j) / group_size, params.groups - 1);
     const uint holder = simd_shuffle(chosen_groups, ushort(group / N));
     members |= ((holder >> (group % N)) & 1) << j;
   }
   return members;
 }
 
-// Fills `row` with what is compared and what becomes the weight.
+// What is compared to choose the experts.
 template <int N>
-inline void rank_experts(thread const float* logits, thread RouterRow<N>& row, device const uchar* bias,
-                         RouterParams params, uint lane) {
-  const uint first = lane * N;
-  const int valid = int(min(params.experts > first ? params.experts - first : 0u, uint(N)));
-  score_row<N>(logits, row.score, params.scoring, valid);
-
-  float choice[N];
+inline Keys<N> keys_of(Values<N> logits, Scoring scoring, device const uchar* bias, int valid,
+                       RouterParams params, uint lane) {
   const bool by_logits = params.bias_on_logits != 0 || params.scoring == SCORING_SOFTMAX_AFTER_TOPK;
+  Values<N> choice;
   UNROLL for (int j = 0; j < N; ++j) {
-    choice[j] = by_logits ? logits[j] : row.score[j];
+    choice.v[j] = by_logits ? logits.v[j] : scoring.of(logits.v[j]);
     if (params.has_bias != 0 && j < valid)
-      choice[j] = finite(choice[j] + load_one(bias, params.bias_dtype, first + j));
+      choice.v[j] = finite(choice.v[j] + load_one(bias, params.bias_dtype, lane * N + j));
   }
+  uint members = ~0u;
   // Without a bias the choice is monotone in the logits, which are exact where scores saturate.
   const bool compare_logits = params.has_bias == 0 && params.has_masked_score == 0;
-  float compared[N];
-  UNROLL for (int j = 0; j < N; ++j) compared[j] = compare_logits ? logits[j] : choice[j];
-
-  uint members = ~0u;
-  if (params.top_groups < params.groups) members = experts_of_best_groups<N>(choice, compared, params, lane);
-  const float outside = params.has_masked_score != 0 ? params.masked_score : -INFINITY;
-  UNROLL for (int j = 0; j < N; ++j) {
-    const float value = ((members >> j) & 1) != 0 ? compared[j] : outside;
-    row.key[j] = j < valid ? ordered_key(value) : 0;
+  if (params.top_groups < params.groups) {
+    members = compare_logits && params.group_score_is_max != 0
+                  ? experts_of_best_groups<N>(logits, params, lane)
+                  : experts_of_best_groups<N>(choice, params, lane);
   }
+  const float outside = params.has_masked_score != 0 ? params.masked_score : -INFINITY;
+  Keys<N> keys;
+  UNROLL for (int j = 0; j < N; ++j) {
+    const float compared = compare_logits ? logits.v[j] : choice.v[j];
+    const float value = ((members >> j) & 1) != 0 ? compared : outside;
+    keys.v[j] = j < valid ? ordered_key(value) : 0;
+  }
+  return keys;
 }
 
 template <int N, typename T>
-inline void load_logits(device const T* source, thread float* logits, RouterParams params, uint lane) {
-  UNROLL for (int j = 0; j < N; ++j) logits[j] = 0.0f;
+inline Values<N> load_logits(device const T* source, RouterParams params, uint lane) {
+  Values<N> logits;
+  UNROLL for (int j = 0; j < N; ++j) logits.v[j] = 0.0f;
   if (N % 4 == 0 && params.vectorised != 0) {
     Raw<T, 4> raw[(N + 3) / 4];
     UNROLL for (int j = 0; j + 3 < N; j += 4) {
       if (lane * N + j < params.experts) raw[j / 4] = load_raw<4>(source + lane * N + j);
     }
     UNROLL for (int j = 0; j < N; ++j) {
-      if (lane * N + j < params.experts) logits[j] = finite(float(raw[j / 4].v[j % 4]));
+      if (lane * N + j < params.experts) logits.v[j] = finite(float(raw[j / 4].v[j % 4]));
     }
   } else {
     T raw[N];
@@ -225,9 +231,10 @@ inline void load_logits(device const T* source, thread float* logits, RouterPara
       if (lane * N + j < params.experts) raw[j] = source[lane * N + j];
     }
     UNROLL for (int j = 0; j < N; ++j) {
-      if (lane * N + j < params.experts) logits[j] = finite(float(raw[j]));
+      if (lane * N + j < params.experts) logits.v[j] = finite(float(raw[j]));
     }
   }
+  return logits;
 }
 
 // One row per simdgroup; N * 32 is at least the number of experts.
@@ -243,15 +250,19 @@ template <typename T, int N>
   const RouterParams params = arguments;
   const ulong row = ulong(group) * simdgroups + simdgroup;
   if (row >= params.rows) return;
-  float own_logits[N];
-  load_logits<N>(logits + row * params.experts, own_logits, params, lane);
-  RouterRow<N> ranked;
-  rank_experts<N>(own_logits, ranked, bias, params, lane);
-  choose<N>(ranked, params.top_k, lane);
+  Values<N> values = load_logits<N>(logits + row * params.experts, params, lane);
+  const int valid = int(min(params.experts > lane * N ? params.experts - lane * N : 0u, uint(N)));
+  const Scoring scoring = scoring_of<N>(values, params.scoring, valid);
+  Keys<N> keys = keys_of<N>(values, scoring, bias, valid, params, lane);
+  choose<N>(keys, params.top_k, lane);
 
-  if (params.scoring == SCORING_SOFTMAX_AFTER_TOPK) softmax_of_chosen<N>(ranked);
-  if (params.normalise != 0) normalise_chosen<N>(ranked, params.norm_eps, params.norm_min);
-  UNROLL for (int j = 0; j < N; ++j) ranked.score[j] *= params.scaling_factor;
-  if (params.has_scale != 0) scale_chosen<N>(ranked, per_expert_scale, params.scale_dtype, lane);
-  store_chosen<N>(ranked, lane, weights + row * params.top_k, ids + row * params.top_k);
+  UNROLL for (int j = 0; j < N; ++j) {
+    values.v[j] = is_chosen(keys.v[j]) ? scoring.of(values.v[j]) : 0.0f;
+  }
+  if (params.scoring == SCORING_SOFTMAX_AFTER_TOPK) softmax_of_chosen<N>(keys, values);
+  if (params.normalise != 0) normalise<N>(values, params.norm_eps, params.norm_min);
+  UNROLL for (int j = 0; j < N; ++j) values.v[j] *= params.scaling_factor;
+  if (params.has_scale != 0) scale_chosen<N>(keys, values, per_expert_scale, params.scale_dtype, lane);
+  if (params.normalise_scaled != 0) normalise<N>(values, 0.0f, -INFINITY);
+  store_chosen<N>(keys, values, lane, weights + row * params.top_k, ids + row * params.top_k);
 }

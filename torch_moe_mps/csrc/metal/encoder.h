@@ -100,9 +100,6 @@ class Commands {
   c10::SmallVector<Command, 2> commands_;
 };
 
-// The most threads a threadgroup may have on every Apple GPU that torch supports.
-constexpr int64_t kMaxThreads = 1024;
-
 inline int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }

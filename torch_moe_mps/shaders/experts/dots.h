@@ -41,8 +41,8 @@ inline RowSet<R> rows_of_lane(uint first, uint lane, constant ExpertParams& para
 // Adds a chunk of R rows times the inputs of M pairs. The products are those of codes, and scale and offset
 // are applied once a chunk.
 template <typename W, int R, int M, typename C>
-inline void add_chunks(W weights, thread C* chunks, device const typename W::Element* x, Sources<M> sources,
-                       uint column, uint left, thread Dots<R, M>& dots, constant ExpertParams& params) {
+inline void add_chunks(thread C* chunks, device const typename W::Element* x, Sources<M> sources, uint column,
+                       uint left, thread Dots<R, M>& dots, constant ExpertParams& params) {
   constexpr int kUnit = W::kUnit;
   const bool vectorised = W::kAnyLength ? params.vectorised != 0 : true;
   Dots<R, M> coded;
@@ -52,24 +52,25 @@ inline void add_chunks(W weights, thread C* chunks, device const typename W::Ele
     UNROLL for (int r = 0; r < R; ++r) coded.v[r][m] = 0.0f;
   }
   UNROLL for (int unit = 0; unit < W::kValues / kUnit; ++unit) {
-    Pack<kUnit> rows[R];
-    UNROLL for (int r = 0; r < R; ++r) rows[r] = weights.codes(chunks[r], unit);
+    Pack<kUnit> inputs[M];
     UNROLL for (int m = 0; m < M; ++m) {
       const auto loaded =
           load_elements<kUnit>(x + sources.v[m] + column + unit * kUnit, left - unit * kUnit, vectorised);
-      Pack<kUnit> inputs;
-      UNROLL for (int i = 0; i < kUnit; ++i) inputs.v[i] = loaded.at(i);
-      W::add_inputs(inputs, sums[m]);
-      UNROLL for (int r = 0; r < R; ++r) {
+      UNROLL for (int i = 0; i < kUnit; ++i) inputs[m].v[i] = loaded.at(i);
+      W::add_inputs(inputs[m], sums[m]);
+    }
+    UNROLL for (int r = 0; r < R; ++r) {
+      const Pack<kUnit> codes = W::codes(chunks[r], unit);
+      UNROLL for (int m = 0; m < M; ++m) {
         UNROLL for (int i = 0; i < kUnit; ++i) {
-          coded.v[r][m] = fma(rows[r].v[i], inputs.v[i], coded.v[r][m]);
+          coded.v[r][m] = fma(codes.v[i], inputs[m].v[i], coded.v[r][m]);
         }
       }
     }
   }
   UNROLL for (int r = 0; r < R; ++r) {
     UNROLL for (int m = 0; m < M; ++m) {
-      dots.v[r][m] += weights.scaled(chunks[r], coded.v[r][m], sums[m]);
+      dots.v[r][m] += W::scaled(chunks[r], coded.v[r][m], sums[m]);
     }
   }
 }
@@ -92,7 +93,7 @@ inline Dots<R, M> row_dots(W weights, RowSet<R> rows, device const typename W::E
     UNROLL for (int r = 0; r < R; ++r) {
       chunks[r] = weights.template load<W::kValues>(starts[r], column, inputs - column);
     }
-    add_chunks<W, R, M>(weights, chunks, x, sources, column, inputs - column, dots, params);
+    add_chunks<W, R, M>(chunks, x, sources, column, inputs - column, dots, params);
   }
   UNROLL for (int r = 0; r < R; ++r) {
     UNROLL for (int m = 0; m < M; ++m) {

@@ -61,7 +61,7 @@ inline void terms_of_pairs(W weights, PairSet<M> pairs, PairSet<M> places, uint 
 
 // One token: the simdgroups take its slots in turn. Grid: (blocks of rows, tokens).
 template <typename W, int R>
-[[kernel, max_total_threads_per_threadgroup(kRowsBound)]] void expert_down(
+[[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void expert_down(
     EXPERT_DOWN_BUFFERS(typename W::Element), uint2 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
@@ -93,16 +93,18 @@ inline void terms_of_expert(W weights, device const int* pair_order, uint count,
                             device const typename W::Element* x, device const uchar* routing,
                             device const uchar* bias, PairTerms<kRowGroups * R> terms, uint lane,
                             constant ExpertDownParams& params) {
-  for (uint start = 0; start < count; start += kMostPairs) {
+  for (uint start = 0; start < count;) {
     const uint left = count - start;
-    PairSet<kMostPairs> pairs;
-    UNROLL for (int m = 0; m < kMostPairs; ++m) pairs.v[m] = uint(pair_order[min(start + m, count - 1)]);
-    if (left == 1) {
-      const PairSet<1> one = {{pairs.v[0]}};
-      terms_of_pairs<W, R, 1>(weights, one, one, left, expert, first, x, routing, bias, terms, lane, params);
+    if (W::kPairs > 1 && left > 1) {
+      PairSet<W::kPairs> pairs;
+      UNROLL for (int m = 0; m < W::kPairs; ++m) pairs.v[m] = uint(pair_order[min(start + m, count - 1)]);
+      terms_of_pairs<W, R, W::kPairs>(weights, pairs, pairs, left, expert, first, x, routing, bias, terms,
+                                      lane, params);
+      start += W::kPairs;
     } else {
-      terms_of_pairs<W, R, kMostPairs>(weights, pairs, pairs, left, expert, first, x, routing, bias, terms,
-                                       lane, params);
+      const PairSet<1> one = {{uint(pair_order[start])}};
+      terms_of_pairs<W, R, 1>(weights, one, one, left, expert, first, x, routing, bias, terms, lane, params);
+      start += 1;
     }
   }
 }
@@ -110,7 +112,7 @@ inline void terms_of_expert(W weights, device const int* pair_order, uint count,
 // A few tokens: a threadgroup has kFewDownRows rows for all pairs, and its simdgroups take the experts of
 // `tiles` in turn. Grid: blocks of rows. Threadgroup memory: kFewDownRows floats a pair.
 template <typename W>
-[[kernel, max_total_threads_per_threadgroup(kFewBound)]] void expert_down_few(
+[[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void expert_down_few(
     EXPERT_DOWN_BUFFERS(typename W::Element), device const int* pair_order [[buffer(12)]],
     device const int4* tiles [[buffer(13)]], threadgroup float* memory [[threadgroup(0)]],
     uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],

@@ -1,13 +1,13 @@
 // The formats of a matrix behind one interface, for kernels that read its rows.
 //
 // A chunk is N consecutive values of a row with one scale. A lane takes chunks of W::kValues values for dot
-// products and of W::kTileValues for tiles:
+// products with W::kPairs pairs at a time, and of W::kTileValues for tiles:
 //
 //   Row row = weights.row(number);                       where a row begins
 //   Chunk<N> chunk = weights.load<N>(row, column, left); its bits and its scale; `left`: values up to the end
-//   Pack<kUnit> codes = weights.codes(chunk, unit);     kUnit of its codes as floats
-//   float dot = weights.scaled(chunk, dot, sums);       a dot product of codes and inputs -> of values and
-//   inputs float2 two = weights.values(chunk, pair);           two values; pair_place() tells which
+//   Pack<kUnit> codes = W::codes(chunk, unit);          kUnit of its codes as floats
+//   float dot = W::scaled(chunk, dot, sums);             a dot product of codes and inputs -> of values and
+//   inputs float2 two = W::values(chunk, pair);                two values; pair_place() tells which
 //
 // Affine codes come with an offset, which scaled() takes back with the sums of the inputs that add_inputs()
 // collects. The offset of an expert takes 64 bits; within its matrix 32 are enough.
@@ -97,7 +97,7 @@ struct PairPlace {
 template <typename T>
 struct Dense {
   typedef T Element;
-  static constant constexpr int kValues = 8, kTileValues = 16, kUnit = 8;
+  static constant constexpr int kValues = 8, kTileValues = 32 / sizeof(T), kUnit = 8, kPairs = 2;
   static constant constexpr bool kAnyLength = true;
 
   template <int N>
@@ -122,7 +122,7 @@ struct Dense {
     return {load_elements<N>(matrix + (row + column), left, vectorised)};
   }
 
-  Pack<8> codes(Chunk<kValues> chunk, int) const {
+  static Pack<8> codes(Chunk<kValues> chunk, int) {
     Pack<8> pack;
     UNROLL for (int i = 0; i < 8; ++i) pack.v[i] = chunk.elements.at(i);
     return pack;
@@ -140,7 +140,7 @@ struct Dense {
 template <typename T>
 struct DenseColumns {
   typedef T Element;
-  static constant constexpr int kTileValues = 16;
+  static constant constexpr int kTileValues = 32 / sizeof(T);
 
   template <int N>
   struct Chunk {
@@ -211,15 +211,12 @@ inline uint code_at(Words<kWords> words, int index) {
 // conversion from integers, which takes four cycles on Apple's GPUs. Where two codes of a word lie 16 bits
 // apart, one mask gives both; and a mask may leave them one code's width up, so that a shifted word serves
 // two pairs. The exponent is that for which a code counts units: a half is offset(pair) + code.
-//
-// Mask and exponent come at run time: LLVM splits operations with literals into two of 16 bits.
 template <int kBits>
 struct HalfCodes {
   static constant constexpr bool kAligned = 16 % kBits == 0;
   static constant constexpr int kPairs = 16 / kBits;  // of a word, if aligned: codes i and i + kPairs
   static constant constexpr int kShifts = kAligned && 2 * kBits <= 10 ? 2 : 1;  // of a pair in its mantissa
-
-  uint mask, exponent;
+  static constant constexpr uint kMask = ((1u << kBits) - 1) * 0x00010001u;
 
   static int shift(int pair) { return kAligned ? pair % kPairs % kShifts : 0; }
   static float offset(int pair) { return shift(pair) == 0 ? 1024.0f : float(1024 >> kBits); }
@@ -231,17 +228,29 @@ struct HalfCodes {
   }
 
   template <int kWords>
-  half2 pair(Words<kWords> words, int pair) const {
+  static half2 pair(Words<kWords> words, int pair) {
     if constexpr (kAligned) {
       const int up = kBits * shift(pair);
       const uint word = words.v[pair / kPairs] >> (kBits * (pair % kPairs) - up);
-      return as_type<half2>((word & (mask << up)) | (exponent - uint(up) * 0x04000400u));
+      return as_type<half2>((word & (kMask << up)) | (0x64006400u - uint(up) * 0x04000400u));
     } else {
       const uint first = code_at<kBits>(words, 2 * pair), second = code_at<kBits>(words, 2 * pair + 1);
-      return as_type<half2>(first | second << 16 | exponent);
+      return as_type<half2>(first | second << 16 | 0x64006400u);
     }
   }
 };
+
+// Values in their order from pairs of them. Pairs are made whole and taken apart here: LLVM would otherwise
+// split what makes a pair into operations on 16 bits.
+template <int kCount, typename Codes>
+inline Pack<kCount> in_order(thread const float2* pairs) {
+  Pack<kCount> pack;
+  UNROLL for (int i = 0; i < kCount; ++i) {
+    const PairPlace place = Codes::pair_place(i);
+    pack.v[i] = pairs[place.pair][place.element];
+  }
+  return pack;
+}
 
 // q * scale + bias, q of kBits bits: MLX's layout.
 template <typename T, int kBits, int kGroup>
@@ -251,6 +260,7 @@ struct Affine {
   typedef PackedRows<T, kBits, kGroup> Rows;
   typedef typename Rows::Row Row;
   static constant constexpr int kValues = 32;
+  static constant constexpr int kPairs = kBits % 4 == 0 ? 2 : 1;         // the others take more registers
   static constant constexpr int kTileValues = kBits % 2 == 0 ? 16 : 32;  // fills words
   static constant constexpr int kUnit = kBits == 2 ? 16 : 8;             // holds whole pairs
   static constant constexpr bool kAnyLength = false;
@@ -266,13 +276,10 @@ struct Affine {
 
   Rows rows;
   device const T* biases;
-  Codes half_codes;
 
   Affine(device const uchar* packed, device const uchar* scales, device const uchar* biases_, uint expert,
          constant ExpertParams& params)
       : rows(packed, scales, expert, params) {
-    half_codes.mask = params.code_mask;
-    half_codes.exponent = params.code_exponent;
     biases = reinterpret_cast<device const T*>(biases_) + ulong(expert) * params.rows * rows.groups_per_row;
   }
 
@@ -286,19 +293,16 @@ struct Affine {
 
   static float offset(int pair) { return kExact ? 0.0f : Codes::offset(pair); }
   template <int N>
-  float2 coded_pair(Chunk<N> chunk, int pair) const {
-    half2 codes = half_codes.pair(chunk.words, pair);
+  static float2 coded_pair(Chunk<N> chunk, int pair) {
+    half2 codes = Codes::pair(chunk.words, pair);
     if (kExact) codes -= half2(half(Codes::offset(pair)));
     return float2(float(codes.x), float(codes.y));
   }
 
-  Pack<kUnit> codes(Chunk<kValues> chunk, int unit) const {
-    Pack<kUnit> pack;
-    UNROLL for (int i = 0; i < kUnit; ++i) {
-      const PairPlace place = Codes::pair_place(i);
-      pack.v[i] = coded_pair(chunk, unit * kUnit / 2 + place.pair)[place.element];
-    }
-    return pack;
+  static Pack<kUnit> codes(Chunk<kValues> chunk, int unit) {
+    float2 pairs[kUnit / 2];
+    UNROLL for (int i = 0; i < kUnit / 2; ++i) pairs[i] = coded_pair(chunk, unit * kUnit / 2 + i);
+    return in_order<kUnit, Codes>(pairs);
   }
 
   static void add_inputs(Pack<kUnit> inputs, thread InputSums& sums) {
@@ -312,48 +316,52 @@ struct Affine {
   }
 
   static PairPlace pair_place(int value) { return Codes::pair_place(value); }
-  float2 values(Chunk<kTileValues> chunk, int pair) const {
+  static float2 values(Chunk<kTileValues> chunk, int pair) {
     const float scale = float(chunk.scale), rest = fma(-offset(pair), scale, float(chunk.bias));
     const float2 codes = coded_pair(chunk, pair);
     return float2(fma(codes.x, scale, rest), fma(codes.y, scale, rest));
   }
 };
 
-// What a float format's codes and scales stand for. The bits of an e2m1 or e4m3 number, moved to the top of a
-// half's exponent and mantissa, are the number times a power of two, subnormals included; the product with
-// its inverse in half is exact, and has no subnormal operand where a float would.
+// What a float format's codes stand for. The bits of an e2m1 or e4m3 number, moved to the top of a half's
+// exponent and mantissa, are the number times a power of two, subnormals included. The product with its
+// inverse is taken in half, which keeps subnormals, and is exact.
 struct E2M1 {
   static constant constexpr int kBits = 4;
-  // Codes i and i + 4 of a word.
-  static half2 pair(uint word, int i, uint magnitudes, uint signs) {
-    const uint sign = i < 3 ? word << (12 - 4 * i) : word;
-    const uint magnitude = i < 3 ? word << (9 - 4 * i) : word >> 3;
-    return as_type<half2>((sign & signs) | (magnitude & magnitudes)) * half2(16384.0h);
+  static constant constexpr half kUnit = 16384.0h;
+
+  // Codes i and i + 4 of a word, divided by kUnit.
+  static half2 pair(uint word, int i) {
+    const uint signs = i < 3 ? word << (12 - 4 * i) : word;
+    const uint magnitudes = i < 3 ? word << (9 - 4 * i) : word >> 3;
+    return as_type<half2>((signs & 0x80008000u) | (magnitudes & 0x0e000e00u));
   }
 };
 
 struct E4M3 {
   static constant constexpr int kBits = 8;
-  // Codes i and i + 2 of a word.
-  static half2 pair(uint word, int i, uint magnitudes, uint signs) {
-    const uint sign = i == 0 ? word << 8 : word;
-    const uint magnitude = i == 0 ? word << 7 : word >> 1;
-    return as_type<half2>((sign & signs) | (magnitude & magnitudes)) * half2(256.0h);
+  static constant constexpr half kUnit = 256.0h;
+
+  // Codes i and i + 2 of a word, divided by kUnit.
+  static half2 pair(uint word, int i) {
+    const uint signs = i == 0 ? word << 8 : word;
+    const uint magnitudes = i == 0 ? word << 7 : word >> 1;
+    return as_type<half2>((signs & 0x80008000u) | (magnitudes & 0x3f803f80u));
   }
 };
 
-// 2^(scale - 127), in two factors: that of 0 is no normal float.
+// Scales as a power of two for the codes, in half, and a factor. 2^(scale - 127) is no normal float for 0:
+// its codes are halved instead.
 struct ScaleE8M0 {
-  static float apply(float value, uchar scale) {
-    const uint exponent = scale;
-    return value * (exponent == 0 ? 0.5f : 1.0f) * as_type<float>(max(exponent, 1u) << 23);
-  }
+  static half of_codes(uchar scale) { return scale == 0 ? 0.5h : 1.0h; }
+  static float factor(uchar scale) { return as_type<float>(max(uint(scale), 1u) << 23); }
 };
 
 struct ScaleE4M3 {
-  static float apply(float value, uchar scale) {
-    const ushort bits = ushort((scale & 0x80) << 8 | (scale & 0x7f) << 7);
-    return value * float(as_type<half>(bits) * 256.0h);
+  static half of_codes(uchar) { return 1.0h; }
+  static float factor(uchar scale) {
+    const uint bits = uint(scale & 0x80) << 8 | uint(scale & 0x7f) << 7;
+    return float(as_type<half>(ushort(bits)) * E4M3::kUnit);
   }
 };
 
@@ -363,9 +371,9 @@ struct FloatCodes {
   typedef T Element;
   typedef PackedRows<uchar, Code::kBits, kGroup> Rows;
   typedef typename Rows::Row Row;
-  static constant constexpr int kValues = kGroup, kTileValues = 16, kUnit = 8;
+  static constant constexpr int kValues = kGroup, kTileValues = 16, kUnit = 8, kPairs = 2;
   static constant constexpr bool kAnyLength = false;
-  static constant constexpr int kPairs = 16 / Code::kBits;  // of a word
+  static constant constexpr int kCodePairs = 16 / Code::kBits;  // of a word
 
   template <int N>
   struct Chunk {
@@ -374,11 +382,10 @@ struct FloatCodes {
   };
 
   Rows rows;
-  uint magnitudes, signs;
 
   FloatCodes(device const uchar* packed, device const uchar* scales, device const uchar*, uint expert,
              constant ExpertParams& params)
-      : rows(packed, scales, expert, params), magnitudes(params.code_mask), signs(params.code_exponent) {}
+      : rows(packed, scales, expert, params) {}
 
   Row row(uint number) const { return rows.row(number); }
   template <int N>
@@ -389,27 +396,28 @@ struct FloatCodes {
 
   static PairPlace pair_place(int value) { return HalfCodes<Code::kBits>::pair_place(value); }
   template <int N>
-  half2 coded_pair(Chunk<N> chunk, int pair) const {
-    return Code::pair(chunk.words.v[pair / kPairs], pair % kPairs, magnitudes, signs);
+  static half2 coded_pair(Chunk<N> chunk, int pair) {
+    const half2 codes = Code::pair(chunk.words.v[pair / kCodePairs], pair % kCodePairs);
+    return codes * half2(Code::kUnit * CodeScale::of_codes(chunk.scale));
   }
 
-  Pack<kUnit> codes(Chunk<kValues> chunk, int unit) const {
-    Pack<kUnit> pack;
-    UNROLL for (int i = 0; i < kUnit; ++i) {
-      const PairPlace place = pair_place(i);
-      pack.v[i] = float(coded_pair(chunk, unit * kUnit / 2 + place.pair)[place.element]);
+  static Pack<kUnit> codes(Chunk<kValues> chunk, int unit) {
+    float2 pairs[kUnit / 2];
+    UNROLL for (int i = 0; i < kUnit / 2; ++i) {
+      const half2 two = coded_pair(chunk, unit * kUnit / 2 + i);
+      pairs[i] = float2(float(two.x), float(two.y));
     }
-    return pack;
+    return in_order<kUnit, HalfCodes<Code::kBits>>(pairs);
   }
   static void add_inputs(Pack<kUnit>, thread InputSums&) {}
   static float scaled(Chunk<kValues> chunk, float dot, InputSums) {
-    return CodeScale::apply(dot, chunk.scale);
+    return dot * CodeScale::factor(chunk.scale);
   }
 
-  float2 values(Chunk<kTileValues> chunk, int pair) const {
+  static float2 values(Chunk<kTileValues> chunk, int pair) {
     const half2 codes = coded_pair(chunk, pair);
-    return float2(CodeScale::apply(float(codes.x), chunk.scale),
-                  CodeScale::apply(float(codes.y), chunk.scale));
+    const float factor = CodeScale::factor(chunk.scale);
+    return float2(float(codes.x) * factor, float(codes.y) * factor);
   }
 };
 

@@ -67,48 +67,45 @@ struct Tile {
     }
   };
 
-  // A thread's share of the inputs: octets of pairs' rows.
+  // A thread's share of the inputs: eight columns of some pairs.
   struct Inputs {
-    static constant constexpr int kOctets = kDepth / 8;  // of a pair
-    static constant constexpr int kShares = (kPairs * kOctets + kThreads - 1) / kThreads;
-    static constant constexpr int kPairsApart = kThreads / kOctets;  // of a thread's shares
+    static constant constexpr int kOctets = kDepth / 8;              // of a pair
+    static constant constexpr int kPairsApart = kThreads / kOctets;  // of a thread's pairs
+    static constant constexpr int kShares = (kPairs + kPairsApart - 1) / kPairsApart;
 
     device const T* sources[kShares];
-    Elements<T, 8> octets[kShares];
-    uint first;  // column of a step
-    uint pair;   // of the first share
-    uint inputs;
+    uint first;   // column of a step
+    uint pair;    // of the first share
+    uint target;  // its place in the tile
 
     Inputs(device const T* x, device const int* order, uint count, uint thread_index,
            constant ExpertParams& params)
-        : first(8 * (thread_index % kOctets)), pair(thread_index / kOctets), inputs(params.inputs) {
+        : first(8 * (thread_index % kOctets)), pair(thread_index / kOctets) {
+      target = (tile_row(first % W::kTileValues) + 2 * (first / W::kTileValues)) * kStride + pair;
       UNROLL for (int share = 0; share < kShares; ++share) {
         const uint row = input_row(uint(order[min(pair + share * kPairsApart, count - 1)]), params);
         sources[share] = x + ulong(row) * params.inputs;
       }
     }
 
-    void load(uint depth, constant ExpertParams& params) {
-      const uint column = depth + first;
-      UNROLL for (int share = 0; share < kShares; ++share) {
-        if (column < inputs) {
-          octets[share] = load_elements<8>(sources[share] + column, inputs - column, params.vectorised != 0);
-        }
-      }
+    // Where a value of a chunk lies: by its fragment and its place there. Additive for multiples of 8.
+    static uint tile_row(int value) {
+      const PairPlace place = W::pair_place(value);
+      return 8 * place.pair + place.element;
     }
 
-    // [kDepth][kStride]: the row of an input is its fragment and its place there. Pairs past the last one are
-    // copies of it, whose sums nobody stores.
-    void store(threadgroup F* tile, uint depth) const {
-      const bool exists = depth + first < inputs;
-      const uint quarter = first / W::kTileValues, before = first % W::kTileValues;
+    // To [kDepth][kStride], zeros past the last input. Pairs past the last one are copies of it, whose sums
+    // nobody stores.
+    void stage(threadgroup F* tile, uint depth, constant ExpertParams& params) const {
+      const uint column = depth + first;
       UNROLL for (int share = 0; share < kShares; ++share) {
-        const uint local = pair + share * kPairsApart;
-        if (kPairs % kPairsApart != 0 && local >= kPairs) continue;
+        if ((share + 1) * kPairsApart > kPairs && pair + share * kPairsApart >= kPairs) continue;
+        Elements<T, 8> octet = {};
+        if (column < params.inputs) {
+          octet = load_elements<8>(sources[share] + column, params.inputs - column, params.vectorised != 0);
+        }
         UNROLL for (int i = 0; i < 8; ++i) {
-          const PairPlace place = W::pair_place(before + i);
-          tile[(8 * place.pair + 2 * quarter + place.element) * kStride + local] =
-              exists ? F(octets[share].at(i)) : F(0.0f);
+          tile[target + tile_row(i) * kStride + share * kPairsApart] = F(octet.at(i));
         }
       }
     }
@@ -126,17 +123,20 @@ struct Tile {
       }
     }
 
-    void add(W weights, thread Rows& rows, threadgroup const F* tile) {
+    // `own`: the lane's elements of the tile's first matrix.
+    void add(thread Rows& rows, threadgroup const F* own) {
       UNROLL for (int k = 0; k < kDepth / 8; ++k) {
         simdgroup_matrix<F, 8, 8> values[kRowTiles];
         UNROLL for (int r = 0; r < kRowTiles; ++r) {
-          const float2 two = weights.values(rows.chunks[r], k);
+          const float2 two = W::values(rows.chunks[r], k);
           values[r].thread_elements()[0] = F(two.x);
           values[r].thread_elements()[1] = F(two.y);
         }
         UNROLL for (int p = 0; p < kPairTiles; ++p) {
           simdgroup_matrix<F, 8, 8> inputs;
-          simdgroup_load(inputs, tile + 8 * k * kStride + 8 * p, kStride);
+          const vec<F, 2> two = *reinterpret_cast<threadgroup const vec<F, 2>*>(own + 8 * (k * kStride + p));
+          inputs.thread_elements()[0] = two.x;
+          inputs.thread_elements()[1] = two.y;
           UNROLL for (int r = 0; r < kRowTiles; ++r) {
             simdgroup_multiply_accumulate(sums[r][p], values[r], inputs, sums[r][p]);
           }
@@ -170,16 +170,14 @@ struct Tile {
                   constant ExpertParams& params) {
     const MatrixPlace place(lane);
     Rows rows(weights, first, place, params);
-    Inputs inputs(x, order, count, thread_index, params);
+    const Inputs inputs(x, order, count, thread_index, params);
     Sums sums;
-    inputs.load(0, params);
     for (uint depth = 0; depth < params.inputs; depth += kDepth) {
       rows.load(weights, depth + place.quarter * W::kTileValues, params.inputs);
       threadgroup_barrier(mem_flags::mem_threadgroup);  // the tile before this one has been read
-      inputs.store(tile, depth);
+      inputs.stage(tile, depth, params);
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      inputs.load(depth + kDepth, params);
-      sums.add(weights, rows, tile);
+      sums.add(rows, tile + place.row * kStride + 2 * place.quarter);
     }
     sums.store(order, count, bias, expert, first, place, out, params);
   }
@@ -188,7 +186,7 @@ struct Tile {
 // Grid: (blocks of rows, tiles). A tile, from moe_bucket, is (expert, first position in pair_order, pairs),
 // with expert -1 for pairs without an expert, whose outputs become zero.
 template <typename W, int kPairTiles>
-[[kernel, max_total_threads_per_threadgroup(kGemmBound)]] void expert_gemm(
+[[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void expert_gemm(
     EXPERT_ROWS_BUFFERS(typename W::Element), device const int* pair_order [[buffer(8)]],
     device const int4* tiles [[buffer(9)]], uint2 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],

@@ -2,8 +2,6 @@
 #pragma once
 #include "experts/common.h"
 
-constant constexpr int kMostPairs = 2;  // of one expert at a time: more take more registers than there are
-
 // Some pairs of one expert.
 template <int M>
 struct PairSet {

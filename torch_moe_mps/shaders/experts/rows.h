@@ -35,7 +35,7 @@ inline void rows_of_pairs(W weights, RowSet<R> rows, PairSet<M> pairs, uint coun
 // Each pair reads its expert's rows by itself: one token, or any number of them, slowly. Grid: (blocks of
 // rows, pairs).
 template <typename W, int R>
-[[kernel, max_total_threads_per_threadgroup(kRowsBound)]] void expert_rows(
+[[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void expert_rows(
     EXPERT_ROWS_BUFFERS(typename W::Element), uint2 group [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename W::Element T;
@@ -57,7 +57,7 @@ template <typename W, int R>
 // A threadgroup takes rows of one expert and every pair that chose it, so that memory gives the rows once.
 // Grid: (blocks of rows, units and one more for the sentinels).
 template <typename W>
-[[kernel, max_total_threads_per_threadgroup(kFewBound)]] void expert_rows_few(
+[[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void expert_rows_few(
     EXPERT_ROWS_BUFFERS(typename W::Element), device int* pair_order [[buffer(8)]],
     device int4* tiles [[buffer(9)]], uint2 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
@@ -84,14 +84,16 @@ template <typename W>
   if (first >= params.outputs) return;
   const W weights(packed, scales, biases, list.expert, params);
   const RowSet<R> rows = rows_of_lane<R>(first, lane, params);
-  for (uint start = 0; start < list.count; start += kMostPairs) {
+  for (uint start = 0; start < list.count;) {
     const uint left = list.count - start;
-    if (left == 1) {
+    if (W::kPairs > 1 && left > 1) {
+      rows_of_pairs<W, R, W::kPairs>(weights, rows, list.template some<W::kPairs>(members, start), left, x,
+                                     bias, list.expert, first, lane, out, params);
+      start += W::kPairs;
+    } else {
       rows_of_pairs<W, R, 1>(weights, rows, list.template some<1>(members, start), left, x, bias, list.expert,
                              first, lane, out, params);
-    } else {
-      rows_of_pairs<W, R, kMostPairs>(weights, rows, list.template some<kMostPairs>(members, start), left, x,
-                                      bias, list.expert, first, lane, out, params);
+      start += 1;
     }
   }
 }
