@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import build, shaderlib
 from . import compile as ir_of
-from .facts import COSTS
+from .facts import COSTS, LINE_BYTES, SECTOR_BYTES
 from .flow import Flow
 from .ir import Function, parse_function
 from .lists import writes_lists
@@ -19,6 +19,7 @@ from .sites import Site, find_sites
 
 _HERE = Path(__file__).parent
 _HOOKS = _HERE / "hooks.cpp"
+_SIZES = [f"-DAPPLE_SECTOR_BYTES={SECTOR_BYTES}", f"-DAPPLE_LINE_BYTES={LINE_BYTES}"]
 _X86 = """\
 target datalayout = "e-m:e-p270:32:32-p271:32:32-p272:64:64-i64:64-i128:128-f80:128-n8:16:32:64-S128"
 target triple = "x86_64-pc-linux-gnu\""""
@@ -84,9 +85,8 @@ class KernelModel:
         executor = build.executor_library()
         ctypes.CDLL(str(executor), mode=ctypes.RTLD_GLOBAL)
         shaderlib.executor()
-        key = build.digest(
-            self.path.name, _digest("hooks.cpp", "ir.py", "flow.py", "sites.py", "kernel.py"), executor
-        )
+        code = _digest("hooks.cpp", "ir.py", "flow.py", "sites.py", "kernel.py")
+        key = build.digest(self.path.name, code, executor, _SIZES)
         library = ctypes.CDLL(str(build.build_once(ir_of.folder() / f"{key}.so", self._build)))
         library.apple_distinct_bytes.restype = ctypes.c_uint64
         return library
@@ -96,7 +96,8 @@ class KernelModel:
         ir.write_text(instrumented(self.lines, self.function, self.sites))
         compiler, flags = build.tool("clang++"), ["-march=x86-64-v3", "-fPIC", "-w"]
         ir_of.run([compiler, *flags, "-O1", "-c", ir, "-o", kernel])
-        ir_of.run([compiler, *flags, "-std=c++17", "-O2", "-fvisibility=hidden", "-c", _HOOKS, "-o", hooks])
+        flags += ["-std=c++17", "-fvisibility=hidden", *_SIZES]
+        ir_of.run([compiler, *flags, "-O2", "-c", _HOOKS, "-o", hooks])
         executor = build.executor_library()
         ir_of.run([compiler, "-shared", "-fuse-ld=lld", kernel, hooks, executor, "-lm", "-o", target])
         for path in (ir, kernel, hooks):
