@@ -912,7 +912,7 @@ def test_message_of_a_shader_that_does_not_compile(tmp_path):
         faults.append(f"{name}:{source.count(chr(10)) + 1}:")
     command = [sys.executable, "-c", MESSAGE_ABOUT_A_SHADER, str(shaders)]
     output = subprocess.check_output(command, text=True, cwd=Path(__file__).parent)
-    assert output.startswith("moe_mps: norms.metal does not compile: ")
+    assert output.startswith("moe_mps: norms_f32 does not compile: ")
     assert all(fault in output for fault in faults), output
 
 

@@ -31,13 +31,12 @@ inline float gelu_tanh(float x) {
 }
 
 inline float pointwise_activation(float x, uint activation) {
+  if (activation == ACTIVATION_NONE) return x;
   if (activation == ACTIVATION_SILU) return x * sigmoid(x);
   if (activation == ACTIVATION_GELU) return gelu(x);
   if (activation == ACTIVATION_GELU_TANH) return gelu_tanh(x);
   const float positive = x < 0.0f ? 0.0f : x;  // keeps NaN
-  if (activation == ACTIVATION_RELU) return positive;
-  if (activation == ACTIVATION_RELU2) return positive * positive;
-  return x;
+  return activation == ACTIVATION_RELU ? positive : positive * positive;
 }
 
 // NaN passes through, as through torch.clamp.

@@ -328,7 +328,7 @@ struct Affine {
 // inverse is taken in half, which keeps subnormals, and is exact.
 struct E2M1 {
   static constant constexpr int kBits = 4;
-  static constant constexpr half kUnit = 16384.0h;
+  static constant constexpr float kUnit = 16384.0f;
 
   // Codes i and i + 4 of a word, divided by kUnit.
   static half2 pair(uint word, int i) {
@@ -340,7 +340,7 @@ struct E2M1 {
 
 struct E4M3 {
   static constant constexpr int kBits = 8;
-  static constant constexpr half kUnit = 256.0h;
+  static constant constexpr float kUnit = 256.0f;
 
   // Codes i and i + 2 of a word, divided by kUnit.
   static half2 pair(uint word, int i) {
@@ -353,15 +353,15 @@ struct E4M3 {
 // Scales as a power of two for the codes, in half, and a factor. 2^(scale - 127) is no normal float for 0:
 // its codes are halved instead.
 struct ScaleE8M0 {
-  static half of_codes(uchar scale) { return scale == 0 ? 0.5h : 1.0h; }
+  static float of_codes(uchar scale) { return scale == 0 ? 0.5f : 1.0f; }
   static float factor(uchar scale) { return as_type<float>(max(uint(scale), 1u) << 23); }
 };
 
 struct ScaleE4M3 {
-  static half of_codes(uchar) { return 1.0h; }
+  static float of_codes(uchar) { return 1.0f; }
   static float factor(uchar scale) {
     const uint bits = uint(scale & 0x80) << 8 | uint(scale & 0x7f) << 7;
-    return float(as_type<half>(ushort(bits)) * E4M3::kUnit);
+    return float(as_type<half>(ushort(bits)) * half(E4M3::kUnit));
   }
 };
 
@@ -398,7 +398,7 @@ struct FloatCodes {
   template <int N>
   static half2 coded_pair(Chunk<N> chunk, int pair) {
     const half2 codes = Code::pair(chunk.words.v[pair / kCodePairs], pair % kCodePairs);
-    return codes * half2(Code::kUnit * CodeScale::of_codes(chunk.scale));
+    return codes * half2(half(Code::kUnit * CodeScale::of_codes(chunk.scale)));
   }
 
   static Pack<kUnit> codes(Chunk<kValues> chunk, int unit) {

@@ -59,10 +59,11 @@ struct Tile {
     // Zeros past the last input.
     void load(W weights, uint column, uint inputs) {
       UNROLL for (int r = 0; r < kRowTiles; ++r) {
-        chunks[r] = {};
+        Chunk chunk = {};
         if (column < inputs) {
-          chunks[r] = weights.template load<W::kTileValues>(starts[r], column, inputs - column);
+          chunk = weights.template load<W::kTileValues>(starts[r], column, inputs - column);
         }
+        chunks[r] = chunk;
       }
     }
   };
@@ -144,30 +145,37 @@ struct Tile {
       }
     }
 
-    // Bias, activation and the store to the pairs' rows of `out`.
-    void store(device const int* order, uint count, device const uchar* bias, uint expert, uint first,
-               MatrixPlace place, device T* out, constant ExpertParams& params) {
+    // Bias, activation and the store to the pairs' rows of `out`, eight pairs at a time, through the
+    // simdgroup's part of `memory`: so that the activation's code is there once for each of them.
+    void store(threadgroup float* memory, device const int* order, uint count, device const uchar* bias,
+               uint expert, uint first, MatrixPlace place, uint lane, device T* out,
+               constant ExpertParams& params) const {
+      constexpr uint kRows = 8 * kRowTiles;
       const bool plain = params.row_layout == ROWS_PLAIN;
+      const uint outputs = outputs_of_rows(kRows, params), local = lane % outputs, output = first + local;
+      threadgroup const float* own = memory + (plain ? local : local / 8 * 16 + local % 8);
       UNROLL for (int p = 0; p < kPairTiles; ++p) {
-        UNROLL for (int j = 0; j < 2; ++j) {
-          const uint local = 8 * p + 2 * place.quarter + j;
-          if (local >= count) continue;
-          device T* target = out + ulong(order[local]) * params.outputs;
-          UNROLL for (int r = 0; r < kRowTiles; ++r) {
-            const uint output = first + 8 * (plain ? r : r / 2) + place.row;
-            if ((!plain && r % 2 != 0) || output >= params.outputs) continue;
-            const float own = sums[r][p].thread_elements()[j];
-            const float up = plain ? 0.0f : sums[r + 1 < kRowTiles ? r + 1 : r][p].thread_elements()[j];
-            target[output] = T(finished_output(own, up, bias, expert, output, params));
+        simdgroup_barrier(mem_flags::mem_threadgroup);
+        UNROLL for (int r = 0; r < kRowTiles; ++r) {
+          simdgroup_matrix<float, 8, 8> matrix = sums[r][p];
+          UNROLL for (int j = 0; j < 2; ++j) {
+            memory[(2 * place.quarter + j) * kRows + 8 * r + place.row] = matrix.thread_elements()[j];
           }
+        }
+        simdgroup_barrier(mem_flags::mem_threadgroup);
+        for (uint pair = lane / outputs; pair < min(8u, count - 8 * p); pair += kSimdWidth / outputs) {
+          if (output >= params.outputs) continue;
+          threadgroup const float* sum = own + pair * kRows;
+          out[ulong(order[8 * p + pair]) * params.outputs + output] =
+              T(finished_output(sum[0], plain ? 0.0f : sum[8], bias, expert, output, params));
         }
       }
     }
   };
 
   static void run(W weights, device const T* x, device const int* order, uint count, device const uchar* bias,
-                  uint expert, uint first, threadgroup F* tile, uint thread_index, uint lane, device T* out,
-                  constant ExpertParams& params) {
+                  uint expert, uint first, threadgroup F* tile, uint thread_index, uint lane, uint simdgroup,
+                  device T* out, constant ExpertParams& params) {
     const MatrixPlace place(lane);
     Rows rows(weights, first, place, params);
     const Inputs inputs(x, order, count, thread_index, params);
@@ -179,7 +187,9 @@ struct Tile {
       threadgroup_barrier(mem_flags::mem_threadgroup);
       sums.add(rows, tile + place.row * kStride + 2 * place.quarter);
     }
-    sums.store(order, count, bias, expert, first, place, out, params);
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tile has been read
+    threadgroup float* memory = reinterpret_cast<threadgroup float*>(tile) + simdgroup * 64 * kRowTiles;
+    sums.store(memory, order, count, bias, expert, first, place, lane, out, params);
   }
 };
 
@@ -192,7 +202,10 @@ template <typename W, int kPairTiles>
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef Tile<W, kPairTiles> Largest;
-  threadgroup typename Largest::F input_tile[Largest::kDepth * Largest::kStride];
+  constexpr int kBytes = Largest::kDepth * Largest::kStride * sizeof(typename Largest::F);
+  constexpr int kSumBytes = Largest::kThreads / kSimdWidth * 64 * Largest::kRowTiles * sizeof(float);
+  threadgroup float4 memory[(kBytes > kSumBytes ? kBytes : kSumBytes) / sizeof(float4)];
+  threadgroup typename Largest::F* input_tile = reinterpret_cast<threadgroup typename Largest::F*>(memory);
   const uint block = outputs_of_rows(kGemmRows, params);
   const uint first_of_group = group.x * block, first = first_of_group + simdgroup * block / kGemmSimdgroups;
   const int4 tile = tiles[group.y];
@@ -211,7 +224,7 @@ template <typename W, int kPairTiles>
   if constexpr (pair_tiles <= kPairTiles) {                                                     \
     if (pair_tiles == kPairTiles || count <= 8 * pair_tiles) {                                  \
       Tile<W, pair_tiles>::run(weights, x, order, count, bias, uint(tile.x), first, input_tile, \
-                               thread_index, lane, out, params);                                \
+                               thread_index, lane, simdgroup, out, params);                     \
       return;                                                                                   \
     }                                                                                           \
   }

@@ -1,0 +1,513 @@
+
+constant constexpr uint kSimdWidth = 32;
+constant constexpr uint kNormThreads = 512;
+constant constexpr uint kSiluThreads = 128;
+constant constexpr uint kSumNormThreads = 384;
+constant constexpr uint kLaneSets = 64;
+constant constexpr uint kBucketThreads = 1024;
+constant constexpr uint kGateSimdgroups = 4;
+constant constexpr uint kGateSingleExperts = 2;
+constant constexpr uint kGateExperts = 4;
+constant constexpr uint kGateTokens = 4;
+constant constexpr uint kMaxSlots = 64;
+constant constexpr uint kThreadgroupFloats = 8192;
+constant constexpr uint kMatmulBound = 384;
+constant constexpr uint kRowGroupsOfSimdgroup = 4;
+constant constexpr uint kSingleRows = 4;
+constant constexpr uint kFewRows = 4;
+constant constexpr uint kFewDownRows = 8;
+constant constexpr uint kRowsSimdgroups = 8;
+constant constexpr uint kMaxFewPairs = 512;
+constant constexpr uint kColumnSimdgroups = 16;
+constant constexpr uint kTilePairs = 32;
+constant constexpr uint kGemmRows = 128;
+constant constexpr uint kGemmSimdgroups = 4;
+constant constexpr uint kCombineColumns = 4;
+struct NormParams {
+  uint32_t rows;
+  uint32_t width;
+  uint32_t simdgroups_per_row;
+  uint32_t vectorised;
+  uint32_t weight_dtype;
+  uint32_t scalar_kind;
+  uint32_t scalar_dtype;
+  uint32_t write_sum;
+  float eps;
+  float weight_offset;
+};
+struct SiluMulParams {
+  uint64_t count;
+  uint32_t vectorised;
+};
+struct WeightedSumParams {
+  uint32_t rows;
+  uint32_t slots;
+  uint32_t width;
+  uint32_t vectorised;
+  uint32_t weights_dtype;
+  uint32_t has_shared;
+  uint32_t has_gate;
+  uint32_t gate_dtype;
+  uint32_t gate_is_logit;
+  uint32_t has_residual;
+};
+struct WeightedSumNormParams {
+  uint32_t slots;
+  uint32_t width;
+  uint32_t vectorised;
+  uint32_t weights_dtype;
+  uint32_t norm_dtype;
+  float eps;
+};
+struct RouterParams {
+  uint32_t rows;
+  uint32_t experts;
+  uint32_t top_k;
+  uint32_t vectorised;
+  uint32_t scoring;
+  uint32_t has_bias;
+  uint32_t bias_dtype;
+  uint32_t bias_on_logits;
+  uint32_t groups;
+  uint32_t top_groups;
+  uint32_t group_score_is_max;
+  uint32_t has_masked_score;
+  uint32_t normalise;
+  uint32_t has_scale;
+  uint32_t scale_dtype;
+  uint32_t normalise_scaled;
+  float masked_score;
+  float norm_eps;
+  float norm_min;
+  float scaling_factor;
+};
+struct GateParams {
+  uint32_t tokens;
+  uint32_t experts;
+  uint32_t width;
+  uint32_t vectorised;
+  uint32_t hidden_dtype;
+  uint32_t norm_dtype;
+  float eps;
+};
+struct BucketParams {
+  uint32_t pairs;
+  uint32_t experts;
+  uint32_t chunks;
+  uint32_t chunk;
+  uint32_t upper_digits;
+  uint32_t tile_pairs;
+  uint32_t sentinel_tiles;
+  uint32_t columns_a;
+  uint32_t columns_b;
+};
+struct IdsTpeParams {
+  uint32_t pairs;
+  uint32_t experts;
+  uint32_t gate_up_tiles;
+  uint32_t down_tiles;
+};
+struct ExpertParams {
+  uint32_t tokens;
+  uint32_t slots;
+  uint32_t pairs;
+  uint32_t experts;
+  uint32_t inputs;
+  uint32_t rows;
+  uint32_t outputs;
+  uint32_t vectorised;
+  uint32_t wide_ids;
+  uint32_t x_per_pair;
+  uint32_t units_are_experts;
+  uint32_t writes_tiles;
+  uint32_t row_layout;
+  uint32_t activation;
+  uint32_t bias_dtype;
+  uint32_t has_bias;
+  float alpha;
+  float limit;
+};
+struct ExpertCombineParams {
+  uint32_t weights_dtype;
+  uint32_t gate_dtype;
+  uint32_t has_gate;
+  uint32_t gate_is_logit;
+  uint32_t has_shared;
+  uint32_t has_residual;
+};
+struct ExpertDownParams {
+  ExpertParams matmul;
+  ExpertCombineParams combine;
+};
+using namespace metal;
+constant constexpr uint kMaxSimdgroups = 32;
+template <typename T, int N>
+struct Raw {
+  T v[N];
+};
+template <typename T>
+struct Raw<T, 4> {
+  vec<T, 4> v;
+};
+template <int N>
+struct Pack {
+  float v[N];
+};
+template <int N, typename T>
+inline Raw<T, N> load_raw(device const T* source) {
+  Raw<T, N> raw;
+  if constexpr (N == 4) {
+    raw.v = *reinterpret_cast<device const vec<T, 4>*>(source);
+  } else {
+#pragma clang loop unroll(full)
+           for (int i = 0; i < N; ++i) raw.v[i] = source[i];
+  }
+  return raw;
+}
+template <typename T, int N>
+inline Pack<N> widen(Raw<T, N> raw) {
+  Pack<N> pack;
+#pragma clang loop unroll(full)
+         for (int i = 0; i < N; ++i) pack.v[i] = float(raw.v[i]);
+  return pack;
+}
+template <typename T, int N>
+inline Raw<T, N> narrow(Pack<N> pack) {
+  Raw<T, N> raw;
+#pragma clang loop unroll(full)
+         for (int i = 0; i < N; ++i) raw.v[i] = T(pack.v[i]);
+  return raw;
+}
+template <int N, typename T>
+inline Pack<N> load_pack(device const T* source) {
+  return widen(load_raw<N>(source));
+}
+template <typename T, int N>
+inline void store_raw(device T* target, Raw<T, N> raw) {
+  if constexpr (N == 4) {
+    *reinterpret_cast<device vec<T, 4>*>(target) = raw.v;
+  } else {
+#pragma clang loop unroll(full)
+           for (int i = 0; i < N; ++i) target[i] = raw.v[i];
+  }
+}
+template <int N, typename T>
+inline void store_pack(device T* target, Pack<N> pack) {
+  store_raw(target, narrow<T>(pack));
+}
+template <int N>
+struct AnyRaw {
+  Raw<float, N> wide;
+  Raw<ushort, N> narrow;
+};
+template <int N>
+inline AnyRaw<N> load_any_raw(device const uchar* source, uint dtype, ulong index) {
+  AnyRaw<N> raw;
+  if (dtype == 0) {
+    raw.wide = load_raw<N>(reinterpret_cast<device const float*>(source) + index);
+  } else {
+    raw.narrow = load_raw<N>(reinterpret_cast<device const ushort*>(source) + index);
+  }
+  return raw;
+}
+template <int N>
+inline Pack<N> widen(AnyRaw<N> raw, uint dtype) {
+  if (dtype == 0) return widen(raw.wide);
+  Pack<N> pack;
+  if (dtype == 1) {
+#pragma clang loop unroll(full)
+           for (int i = 0; i < N; ++i) pack.v[i] = float(as_type<half>(ushort(raw.narrow.v[i])));
+  } else {
+#pragma clang loop unroll(full)
+           for (int i = 0; i < N; ++i) pack.v[i] = as_type<float>(uint(raw.narrow.v[i]) << 16);
+  }
+  return pack;
+}
+template <int N>
+inline Pack<N> load_any(device const uchar* source, uint dtype, ulong index) {
+  return widen(load_any_raw<N>(source, dtype, index), dtype);
+}
+inline float load_one(device const uchar* source, uint dtype, ulong index) {
+  if (dtype == 0) return reinterpret_cast<device const float*>(source)[index];
+  const ushort bits = reinterpret_cast<device const ushort*>(source)[index];
+  return dtype == 1 ? float(as_type<half>(bits)) : as_type<float>(uint(bits) << 16);
+}
+template <int N>
+inline float sum_of_squares(Pack<N> pack) {
+  float sum = 0.0f;
+#pragma clang loop unroll(full)
+         for (int i = 0; i < N; ++i) sum += pack.v[i] * pack.v[i];
+  return sum;
+}
+inline float sigmoid(float x) {
+  return 1.0f / (1.0f + precise::exp(-x));
+}
+inline uint ballot(bool predicate) {
+  return static_cast<uint>(static_cast<simd_vote::vote_t>(simd_ballot(predicate)));
+}
+inline float threadgroup_sum(float value, threadgroup float* partials, uint lane, uint simdgroup,
+                             uint simdgroups) {
+  const float sum = simd_sum(value);
+  if (lane == 0) partials[simdgroup] = sum;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return simd_sum(lane < simdgroups ? partials[lane] : 0.0f);
+}
+template <typename Id>
+inline uint bucket_of(Id id, uint experts) {
+  return id < 0 || id >= Id(experts) ? experts : uint(id);
+}
+inline uint lanes_before(uint lane) {
+  return (1u << lane) - 1;
+}
+inline uint threadgroup_scan(uint value, thread uint& total, threadgroup uint* partials, uint lane,
+                             uint simdgroup, uint simdgroups) {
+  const uint before_in_simdgroup = simd_prefix_exclusive_sum(value);
+  if (lane == kSimdWidth - 1) partials[simdgroup] = before_in_simdgroup + value;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const uint partial = lane < simdgroups ? partials[lane] : 0;
+  total = simd_sum(partial);
+  const uint before_simdgroup = simd_sum(lane < simdgroup ? partial : 0);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return before_simdgroup + before_in_simdgroup;
+}
+inline uint bucket_of_tile(uint tile, threadgroup const uint* first_tile, uint buckets) {
+  uint low = 0;
+  uint high = buckets;
+  while (high - low > 1) {
+    const uint middle = (low + high) / 2;
+    if (first_tile[middle] <= tile) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+inline void write_tiles(device int4* tiles, device uint* grids, BucketParams params, uint tile_count,
+                        threadgroup const uint* first_tile, threadgroup const uint* starts, uint thread_index,
+                        uint threads) {
+  const uint buckets = params.experts + 1;
+  for (uint tile = thread_index; tile < tile_count; tile += threads) {
+    const uint bucket = bucket_of_tile(tile, first_tile, buckets);
+    const uint first = starts[bucket] + (tile - first_tile[bucket]) * params.tile_pairs;
+    const uint end = bucket == params.experts ? params.pairs : starts[bucket + 1];
+    tiles[tile] = int4(bucket == params.experts ? -1 : int(bucket), int(first),
+                       int(min(end - first, params.tile_pairs)), 0);
+  }
+  if (thread_index == 0) {
+    if (tile_count == 0) tiles[0] = int4(0, 0, 0, 0);
+    const uint grid = max(tile_count, 1u);
+    grids[0] = params.columns_a;
+    grids[1] = grid;
+    grids[2] = 1;
+    grids[3] = params.columns_b;
+    grids[4] = grid;
+    grids[5] = 1;
+  }
+}
+inline uint lanes_with_same(uint bucket, bool valid, uint upper_digits, threadgroup uint* lane_sets,
+                            uint lane) {
+  threadgroup uint* own = lane_sets + bucket % kLaneSets;
+  if (valid) {
+    atomic_fetch_or_explicit(reinterpret_cast<threadgroup atomic_uint*>(own), 1u << lane,
+                             memory_order_relaxed);
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  uint same = valid ? *own : 0;
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  if (valid && lane == ctz(same)) *own = 0;
+  for (uint digit = 0; digit < upper_digits; ++digit) {
+    const bool set = ((bucket / kLaneSets >> digit) & 1) != 0;
+    const uint lanes = ballot(set);
+    same &= set ? lanes : ~lanes;
+  }
+  return same;
+}
+template <typename Id>
+struct Ahead {
+  static constant constexpr uint value = 32 / sizeof(Id);
+};
+template <typename Id>
+struct Ids {
+  Id v[Ahead<Id>::value];
+};
+template <typename Id>
+inline Ids<Id> load_ids(device const Id* ids, uint first, uint end, uint lane) {
+  Ids<Id> loaded;
+#pragma clang loop unroll(full)
+         for (uint i = 0; i < Ahead<Id>::value; ++i) {
+    if (first + i * kSimdWidth + lane < end) loaded.v[i] = ids[first + i * kSimdWidth + lane];
+  }
+  return loaded;
+}
+template <typename Id>
+inline void count_ids(Ids<Id> loaded, uint first, uint end, uint experts, threadgroup uint* counters,
+                      uint lane) {
+#pragma clang loop unroll(full)
+         for (uint i = 0; i < Ahead<Id>::value; ++i) {
+    if (first + i * kSimdWidth + lane < end) {
+      threadgroup uint* counter = counters + bucket_of(loaded.v[i], experts);
+      atomic_fetch_add_explicit(reinterpret_cast<threadgroup atomic_uint*>(counter), 1u,
+                                memory_order_relaxed);
+    }
+  }
+}
+template <typename Id>
+[[kernel, max_total_threads_per_threadgroup(kBucketThreads)]] void bucket_pairs(
+    device const Id* ids [[buffer(0)]], device int* pair_order [[buffer(1)]],
+    device int* offsets [[buffer(2)]], device int4* tiles [[buffer(3)]], device uint* grids [[buffer(4)]],
+    constant BucketParams& arguments [[buffer(5)]], threadgroup uint* shared [[threadgroup(0)]],
+    uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
+  constexpr uint kGroupPairs = Ahead<Id>::value * kSimdWidth;
+  const BucketParams params = arguments;
+  threadgroup uint partials[kMaxSimdgroups];
+  const uint buckets = params.experts + 1;
+  const uint chunks = params.chunks;
+  const uint threads = simdgroups * kSimdWidth;
+  threadgroup uint* before = shared;
+  threadgroup uint* behind = before + buckets;
+  threadgroup uint* counters = behind + buckets;
+  threadgroup uint* own_counters = counters + simdgroup * buckets;
+  threadgroup uint* lane_sets = counters + chunks * buckets + simdgroup * kLaneSets;
+  const uint run_begin = min(group * chunks * params.chunk, params.pairs);
+  const uint run_end = min(run_begin + chunks * params.chunk, params.pairs);
+  const uint begin = simdgroup < chunks ? min(run_begin + simdgroup * params.chunk, run_end) : run_end;
+  const uint end = min(begin + params.chunk, run_end);
+  Ids<Id> own = load_ids(ids, begin, end, lane);
+  for (uint i = thread_index; i < 2 * buckets + chunks * (buckets + kLaneSets); i += threads) shared[i] = 0;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (begin < end) count_ids(own, begin, end, params.experts, own_counters, lane);
+  for (uint first = begin + kGroupPairs; first < end; first += kGroupPairs) {
+    count_ids(load_ids(ids, first, end, lane), first, end, params.experts, own_counters, lane);
+  }
+  for (uint first = simdgroup * kGroupPairs; first < run_begin; first += simdgroups * kGroupPairs) {
+    count_ids(load_ids(ids, first, run_begin, lane), first, run_begin, params.experts, before, lane);
+  }
+  for (uint first = run_end + simdgroup * kGroupPairs; first < params.pairs;
+       first += simdgroups * kGroupPairs) {
+    count_ids(load_ids(ids, first, params.pairs, lane), first, params.pairs, params.experts, behind, lane);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  uint pairs_before = 0;
+  uint tiles_before = 0;
+  for (uint first = 0; first < buckets; first += threads) {
+    const uint bucket = first + thread_index;
+    uint count = 0;
+    if (bucket < buckets) {
+      count = before[bucket] + behind[bucket];
+      for (uint s = 0; s < chunks; ++s) count += counters[s * buckets + bucket];
+    }
+    uint pairs_here;
+    const uint start =
+        pairs_before + threadgroup_scan(count, pairs_here, partials, lane, simdgroup, simdgroups);
+    pairs_before += pairs_here;
+    if (bucket < buckets) {
+      if (group == 0) offsets[bucket] = int(start);
+      uint place = start + before[bucket];
+      for (uint s = 0; s < chunks; ++s) {
+        const uint in_chunk = counters[s * buckets + bucket];
+        counters[s * buckets + bucket] = place;
+        place += in_chunk;
+      }
+    }
+    if (params.tile_pairs != 0) {
+      const bool tiled = bucket < params.experts || (bucket == params.experts && params.sentinel_tiles != 0);
+      const uint bucket_tiles = tiled ? (count + params.tile_pairs - 1) / params.tile_pairs : 0;
+      uint tiles_here;
+      const uint tile =
+          tiles_before + threadgroup_scan(bucket_tiles, tiles_here, partials, lane, simdgroup, simdgroups);
+      tiles_before += tiles_here;
+      if (bucket < buckets) behind[bucket] = tile;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (group == 0 && params.tile_pairs != 0) {
+    write_tiles(tiles, grids, params, tiles_before, behind, counters, thread_index, threads);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  for (uint first = begin; first < end; first += kGroupPairs) {
+    if (first != begin) own = load_ids(ids, first, end, lane);
+#pragma clang loop unroll(full)
+           for (uint i = 0; i < Ahead<Id>::value; ++i) {
+      const uint pair = first + i * kSimdWidth + lane;
+      if (first + i * kSimdWidth < end) {
+        const bool valid = pair < end;
+        const uint bucket = valid ? bucket_of(own.v[i], params.experts) : 0;
+        const uint same = lanes_with_same(bucket, valid, params.upper_digits, lane_sets, lane);
+        const uint rank = popcount(same & lanes_before(lane));
+        uint place = 0;
+        if (valid && rank == 0) {
+          place = own_counters[bucket];
+          own_counters[bucket] = place + popcount(same);
+        }
+        simdgroup_barrier(
+            mem_flags::mem_threadgroup);
+        place = simd_shuffle(place, ushort(valid ? ctz(same) : lane)) + rank;
+        if (valid) pair_order[place] = int(pair);
+      }
+    }
+  }
+}
+constant constexpr uint kIdsPairsPerTile = 32;
+template <typename Id>
+[[kernel, max_total_threads_per_threadgroup(kBucketThreads)]] void ids_by_expert(
+    device const Id* ids [[buffer(0)]], device int* tpe [[buffer(1)]], device int* lists [[buffer(2)]],
+    device int* gate_up_args [[buffer(3)]], device int* down_args [[buffer(4)]],
+    constant IdsTpeParams& arguments [[buffer(5)]], threadgroup uint* counts [[threadgroup(0)]],
+    uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
+  const IdsTpeParams params = arguments;
+  threadgroup uint partials[kMaxSimdgroups];
+  const uint threads = simdgroups * kSimdWidth;
+  if (group == params.experts) {
+    for (uint e = thread_index; e < params.experts + 1; e += threads) counts[e] = 0;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    threadgroup atomic_uint* atomic_counts = reinterpret_cast<threadgroup atomic_uint*>(counts);
+    for (uint pair = thread_index; pair < params.pairs; pair += threads) {
+      atomic_fetch_add_explicit(&atomic_counts[bucket_of(ids[pair], params.experts)], 1u,
+                                memory_order_relaxed);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    uint most = 0;
+    for (uint e = thread_index; e < params.experts; e += threads) most = max(most, counts[e]);
+    most = simd_max(most);
+    if (lane == 0) partials[simdgroup] = most;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    most = simd_max(lane < simdgroups ? partials[lane] : 0);
+    if (thread_index == 0) {
+      const int tiles = int(max((most + kIdsPairsPerTile - 1) / kIdsPairsPerTile, 1u));
+      gate_up_args[0] = tiles;
+      gate_up_args[1] = int(params.gate_up_tiles);
+      gate_up_args[2] = int(params.experts);
+      down_args[0] = tiles;
+      down_args[1] = int(params.down_tiles);
+      down_args[2] = int(params.experts);
+    }
+    return;
+  }
+  const uint chunk = (params.pairs + threads - 1) / threads * kSimdWidth;
+  const uint begin = simdgroup * chunk;
+  const uint end = min(begin + chunk, params.pairs);
+  uint matches = 0;
+  for (uint pair = begin + lane; pair < end; pair += kSimdWidth) {
+    matches += bucket_of(ids[pair], params.experts) == group ? 1 : 0;
+  }
+  uint total;
+  uint place = threadgroup_scan(matches, total, partials, lane, simdgroup, simdgroups);
+  place = simd_shuffle(place, ushort(0));
+  device int* list = lists + ulong(group) * params.pairs;
+  for (uint first = begin; first < end; first += kSimdWidth) {
+    const uint pair = first + lane;
+    const bool match = pair < end && bucket_of(ids[pair], params.experts) == group;
+    const uint lanes = ballot(match);
+    if (match) list[place + popcount(lanes & lanes_before(lane))] = int(pair);
+    place += popcount(lanes);
+  }
+  for (uint i = total + thread_index; i < params.pairs; i += threads) list[i] = -1;
+  if (thread_index == 0) tpe[group] = int(total);
+}
+template[[host_name("bucket_pairs" "_i32")]] [[kernel]] decltype(bucket_pairs<int>) bucket_pairs<int>;
+template[[host_name("ids_by_expert" "_i32")]] [[kernel]] decltype(ids_by_expert<int>) ids_by_expert<int>;
