@@ -300,20 +300,20 @@ dense, 8 tokens, 4 of 32
   expert_rows_few_bf16: 3.66 2.61 slots a MAC, 73 registers, 256/384/640 threads
   expert_down_few_bf16: 5.48 4.19 slots a MAC, 71 registers, 256/384/704 threads
 dense, 64 tokens, 4 of 32
-  expert_gemm8_bf16: 2.03 1.84 slots a MAC, 68 registers, 128/384/768 threads
-  expert_gemm8_bf16: 2.14 1.94 slots a MAC, 68 registers, 128/384/768 threads
+  expert_gemm8_bf16: 2.03 1.84 slots a MAC, 71 registers, 128/384/704 threads
+  expert_gemm8_bf16: 2.15 1.95 slots a MAC, 71 registers, 128/384/704 threads
 dense, 256 tokens, 4 of 32
-  expert_gemm32_bf16: 1.41 1.35 slots a MAC, 94.5 registers, 128/384/512 threads
-  expert_gemm32_bf16: 1.49 1.42 slots a MAC, 94.5 registers, 128/384/512 threads
+  expert_gemm32_bf16: 1.41 1.35 slots a MAC, 97.5 registers, 128/384/512 threads
+  expert_gemm32_bf16: 1.49 1.43 slots a MAC, 97.5 registers, 128/384/512 threads
 transposed, 1 tokens, 4 of 32
   expert_columns_bf16: 14.60 12.60 slots a MAC, 46.5 registers, 512/512/1024 threads
   expert_down_columns_bf16: 14.83 12.83 slots a MAC, 34 registers, 512/512/1024 threads
 transposed, 64 tokens, 4 of 32
-  expert_gemm8_transposed_bf16: 2.76 2.57 slots a MAC, 77 registers, 128/384/640 threads
-  expert_gemm8_transposed_bf16: 2.87 2.66 slots a MAC, 77 registers, 128/384/640 threads
+  expert_gemm8_transposed_bf16: 2.76 2.57 slots a MAC, 80 registers, 128/384/640 threads
+  expert_gemm8_transposed_bf16: 2.87 2.67 slots a MAC, 80 registers, 128/384/640 threads
 transposed, 256 tokens, 4 of 32
-  expert_gemm32_transposed_bf16: 1.59 1.53 slots a MAC, 102.5 registers, 128/384/512 threads
-  expert_gemm32_transposed_bf16: 1.66 1.59 slots a MAC, 102.5 registers, 128/384/512 threads
+  expert_gemm32_transposed_bf16: 1.59 1.53 slots a MAC, 105.5 registers, 128/384/448 threads
+  expert_gemm32_transposed_bf16: 1.67 1.60 slots a MAC, 105.5 registers, 128/384/448 threads
 """,
         )
 
@@ -331,11 +331,11 @@ affine 4 bits in 64, 8 tokens, 4 of 32
   expert_rows_few_affine4_64_bf16: 3.81 3.49 slots a MAC, 89 registers, 256/384/576 threads
   expert_down_few_affine4_64_bf16: 5.55 5.00 slots a MAC, 81 registers, 256/384/576 threads
 affine 4 bits in 64, 64 tokens, 4 of 32
-  expert_gemm8_affine4_64_bf16: 2.34 2.30 slots a MAC, 70.5 registers, 128/384/704 threads
-  expert_gemm8_affine4_64_bf16: 2.46 2.40 slots a MAC, 70.5 registers, 128/384/704 threads
+  expert_gemm8_affine4_64_bf16: 2.34 2.31 slots a MAC, 73.5 registers, 128/384/640 threads
+  expert_gemm8_affine4_64_bf16: 2.46 2.41 slots a MAC, 73.5 registers, 128/384/640 threads
 affine 4 bits in 64, 256 tokens, 4 of 32
-  expert_gemm32_affine4_64_bf16: 1.48 1.47 slots a MAC, 96 registers, 128/384/512 threads
-  expert_gemm32_affine4_64_bf16: 1.56 1.53 slots a MAC, 96 registers, 128/384/512 threads
+  expert_gemm32_affine4_64_bf16: 1.49 1.47 slots a MAC, 99 registers, 128/384/512 threads
+  expert_gemm32_affine4_64_bf16: 1.57 1.54 slots a MAC, 99 registers, 128/384/512 threads
 """,
         )
 
@@ -353,11 +353,11 @@ affine 8 bits in 64, 8 tokens, 4 of 32
   expert_rows_few_affine8_64_bf16: 4.01 3.70 slots a MAC, 99.5 registers, 256/384/512 threads
   expert_down_few_affine8_64_bf16: 5.75 5.19 slots a MAC, 85.5 registers, 256/384/576 threads
 affine 8 bits in 64, 64 tokens, 4 of 32
-  expert_gemm8_affine8_64_bf16: 2.39 2.36 slots a MAC, 78.5 registers, 128/384/640 threads
-  expert_gemm8_affine8_64_bf16: 2.51 2.46 slots a MAC, 78.5 registers, 128/384/640 threads
+  expert_gemm8_affine8_64_bf16: 2.40 2.36 slots a MAC, 81.5 registers, 128/384/576 threads
+  expert_gemm8_affine8_64_bf16: 2.51 2.47 slots a MAC, 81.5 registers, 128/384/576 threads
 affine 8 bits in 64, 256 tokens, 4 of 32
-  expert_gemm32_affine8_64_bf16: 1.50 1.48 slots a MAC, 104 registers, 128/384/512 threads
-  expert_gemm32_affine8_64_bf16: 1.57 1.54 slots a MAC, 104 registers, 128/384/512 threads
+  expert_gemm32_affine8_64_bf16: 1.50 1.48 slots a MAC, 107 registers, 128/384/448 threads
+  expert_gemm32_affine8_64_bf16: 1.58 1.55 slots a MAC, 107 registers, 128/384/448 threads
 """,
         )
 
@@ -375,11 +375,11 @@ mxfp4 4 bits in 32, 8 tokens, 4 of 32
   expert_rows_few_mxfp4_bf16: 5.78 5.52 slots a MAC, 84 registers, 256/384/576 threads
   expert_down_few_mxfp4_bf16: 7.23 6.73 slots a MAC, 76 registers, 256/384/640 threads
 mxfp4 4 bits in 32, 64 tokens, 4 of 32
-  expert_gemm8_mxfp4_bf16: 2.83 2.82 slots a MAC, 58.5 registers, 128/384/832 threads
-  expert_gemm8_mxfp4_bf16: 2.95 2.92 slots a MAC, 58.5 registers, 128/384/832 threads
+  expert_gemm8_mxfp4_bf16: 2.84 2.82 slots a MAC, 61.5 registers, 128/384/832 threads
+  expert_gemm8_mxfp4_bf16: 2.95 2.92 slots a MAC, 61.5 registers, 128/384/832 threads
 mxfp4 4 bits in 32, 256 tokens, 4 of 32
-  expert_gemm32_mxfp4_bf16: 1.60 1.59 slots a MAC, 84 registers, 128/384/576 threads
-  expert_gemm32_mxfp4_bf16: 1.68 1.66 slots a MAC, 84 registers, 128/384/576 threads
+  expert_gemm32_mxfp4_bf16: 1.61 1.59 slots a MAC, 87 registers, 128/384/576 threads
+  expert_gemm32_mxfp4_bf16: 1.69 1.67 slots a MAC, 87 registers, 128/384/576 threads
 """,
         )
 
@@ -387,26 +387,26 @@ mxfp4 4 bits in 32, 256 tokens, 4 of 32
         self.assertExpectedInline(
             registers_of_formats("bf16"),
             """\
-mxfp4_bf16: rows 55, rows_few 84, down 66.5, down_few 76, gemm8 58.5, gemm32 84
-mxfp8_bf16: rows 68.5, rows_few 95, down 80, down_few 81, gemm8 66.5, gemm32 92
-nvfp4_bf16: rows 45, rows_few 73, down 56.5, down_few 70, gemm8 54.5, gemm32 80
-affine2_32_bf16: rows 78, rows_few 84.5, down 89.5, down_few 81, gemm8 66.5, gemm32 92
-affine2_64_bf16: rows 78, rows_few 84.5, down 89.5, down_few 81, gemm8 66.5, gemm32 92
-affine2_128_bf16: rows 78, rows_few 84.5, down 89.5, down_few 81, gemm8 66.5, gemm32 92
-affine3_32_bf16: rows 92.5, rows_few 99, down 104, down_few 91.5, gemm8 71, gemm32 101
-affine3_64_bf16: rows 92.5, rows_few 99, down 104, down_few 91.5, gemm8 71, gemm32 101
-affine3_128_bf16: rows 92.5, rows_few 99, down 104, down_few 91.5, gemm8 71, gemm32 101
-affine4_32_bf16: rows 58.5, rows_few 89, down 70, down_few 81, gemm8 70.5, gemm32 96
-affine4_64_bf16: rows 58.5, rows_few 89, down 70, down_few 81, gemm8 70.5, gemm32 96
-affine4_128_bf16: rows 58.5, rows_few 89, down 70, down_few 81, gemm8 70.5, gemm32 96
-affine5_32_bf16: rows 99.5, rows_few 106, down 111, down_few 94.5, gemm8 79, gemm32 109
-affine5_64_bf16: rows 99.5, rows_few 106, down 111, down_few 94.5, gemm8 79, gemm32 109
-affine5_128_bf16: rows 99.5, rows_few 106, down 111, down_few 94.5, gemm8 79, gemm32 109
-affine6_32_bf16: rows 103.5, rows_few 110, down 115, down_few 94.5, gemm8 79.5, gemm32 105
-affine6_64_bf16: rows 103.5, rows_few 110, down 115, down_few 94.5, gemm8 79.5, gemm32 105
-affine6_128_bf16: rows 103.5, rows_few 110, down 115, down_few 94.5, gemm8 79.5, gemm32 105
-affine8_32_bf16: rows 72.5, rows_few 99.5, down 84, down_few 85.5, gemm8 78.5, gemm32 104
-affine8_64_bf16: rows 72.5, rows_few 99.5, down 84, down_few 85.5, gemm8 78.5, gemm32 104
-affine8_128_bf16: rows 72.5, rows_few 99.5, down 84, down_few 85.5, gemm8 78.5, gemm32 104
+mxfp4_bf16: rows 55, rows_few 84, down 66.5, down_few 76, gemm8 61.5, gemm32 87
+mxfp8_bf16: rows 68.5, rows_few 95, down 80, down_few 81, gemm8 69.5, gemm32 95
+nvfp4_bf16: rows 45, rows_few 73, down 56.5, down_few 70, gemm8 57.5, gemm32 83
+affine2_32_bf16: rows 78, rows_few 84.5, down 89.5, down_few 81, gemm8 69.5, gemm32 95
+affine2_64_bf16: rows 78, rows_few 84.5, down 89.5, down_few 81, gemm8 69.5, gemm32 95
+affine2_128_bf16: rows 78, rows_few 84.5, down 89.5, down_few 81, gemm8 69.5, gemm32 95
+affine3_32_bf16: rows 92.5, rows_few 99, down 104, down_few 91.5, gemm8 74, gemm32 104
+affine3_64_bf16: rows 92.5, rows_few 99, down 104, down_few 91.5, gemm8 74, gemm32 104
+affine3_128_bf16: rows 92.5, rows_few 99, down 104, down_few 91.5, gemm8 74, gemm32 104
+affine4_32_bf16: rows 58.5, rows_few 89, down 70, down_few 81, gemm8 73.5, gemm32 99
+affine4_64_bf16: rows 58.5, rows_few 89, down 70, down_few 81, gemm8 73.5, gemm32 99
+affine4_128_bf16: rows 58.5, rows_few 89, down 70, down_few 81, gemm8 73.5, gemm32 99
+affine5_32_bf16: rows 99.5, rows_few 106, down 111, down_few 94.5, gemm8 82, gemm32 112
+affine5_64_bf16: rows 99.5, rows_few 106, down 111, down_few 94.5, gemm8 82, gemm32 112
+affine5_128_bf16: rows 99.5, rows_few 106, down 111, down_few 94.5, gemm8 82, gemm32 112
+affine6_32_bf16: rows 103.5, rows_few 110, down 115, down_few 94.5, gemm8 82.5, gemm32 108
+affine6_64_bf16: rows 103.5, rows_few 110, down 115, down_few 94.5, gemm8 82.5, gemm32 108
+affine6_128_bf16: rows 103.5, rows_few 110, down 115, down_few 94.5, gemm8 82.5, gemm32 108
+affine8_32_bf16: rows 72.5, rows_few 99.5, down 84, down_few 85.5, gemm8 81.5, gemm32 107
+affine8_64_bf16: rows 72.5, rows_few 99.5, down 84, down_few 85.5, gemm8 81.5, gemm32 107
+affine8_128_bf16: rows 72.5, rows_few 99.5, down 84, down_few 85.5, gemm8 81.5, gemm32 107
 """,
         )
