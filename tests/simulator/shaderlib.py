@@ -2,8 +2,10 @@
 
 import contextlib
 import ctypes
+import functools
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -134,6 +136,16 @@ def host_bytes(value) -> np.ndarray:
     raise TypeError(f"a buffer argument must be bytes, an array or a tensor, got {type(value).__name__}")
 
 
+@functools.cache
+def kernels_of(path: Path) -> dict[str, Kernel]:
+    """The kernels of a compiled shader (build.compile_shader), by name."""
+    library = ctypes.CDLL(str(path))
+    library.msl_kernels.restype = ctypes.POINTER(Kernel)
+    count = ctypes.c_int()
+    table = library.msl_kernels(ctypes.byref(count))
+    return {table[i].name.decode(): table[i] for i in range(count.value)}
+
+
 class ShaderLibrary:
     """The kernels of one MSL source. `launch` runs one dispatch to its end and returns its counters."""
 
@@ -142,16 +154,7 @@ class ShaderLibrary:
     ):
         executor()
         self.path = compile_shader(source, constants, include, name)
-        library = ctypes.CDLL(str(self.path))
-        library.msl_kernels.restype = ctypes.POINTER(Kernel)
-        count = ctypes.c_int()
-        table = library.msl_kernels(ctypes.byref(count))
-        self._library = library
-        self._kernels = {table[i].name.decode(): table[i] for i in range(count.value)}
-
-    @property
-    def kernels(self) -> dict[str, Kernel]:
-        return dict(self._kernels)
+        self._kernels = kernels_of(self.path)
 
     @property
     def kernel_names(self) -> list[str]:

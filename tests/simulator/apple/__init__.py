@@ -6,15 +6,15 @@
     GPUS                       the GPUs that it knows
 
 The kernels are those that the package's host code dispatches: nothing about launches is written down here.
-Their translated source is lowered to LLVM IR without a target. Each instruction becomes the Apple instructions
-that it would be (lower.py) at published costs (facts.py); the executor runs the same IR on the real buffers and
-counts its blocks and accesses (count.py). `python -m simulator.apple --help` prints tables.
+Their translated source is lowered to LLVM IR without a target. Each instruction becomes those that an Apple
+GPU would execute (lower.py) at published costs (facts.py); the executor runs the same IR on the real buffers,
+and counts its blocks and accesses (count.py). `scripts/apple_model --help` prints tables.
 """
 
 from .count import Limit
 from .facts import GPUS, Gpu, table, threads_for
-from .measure import Recorder, measure, measuring, registers
-from .model import Bounds, Measurement, Work
+from .model import Bounds, Measurement, Traffic, Work
+from .recorder import Recorder, measure, measuring, registers
 
 __all__ = [
     "GPUS",
@@ -23,6 +23,7 @@ __all__ = [
     "Limit",
     "Measurement",
     "Recorder",
+    "Traffic",
     "Work",
     "measure",
     "measuring",

@@ -18,8 +18,8 @@ come from the headers of the installed wheel and are launched as MLX would.
 
 It is not: a measurement. It knows nothing of spilling, of Apple's order of instructions, of the start and end
 of a dispatch, of caches between threadgroups. Against published measurements of MLX's kernels of 100 us and
-more it is within 0.75 and 1.25 (tests/test_simulator_apple.py has the table). Under 15 % is a tie. Dispatches
-under 50 us are not predicted. Read slots and bounds first.
+more it is within 0.75 and 1.25, but for one (--published). Under 15 % is a tie. Dispatches under 50 us are
+not predicted. Read slots and bounds first.
 
 columns
   slots/MAC   issue slots of a lane for each multiply-add: on the M1 and M2, and from the M3 on (bfloat16
@@ -28,14 +28,15 @@ columns
   regs        32-bit registers that a thread needs
   threads     launched / declared bound / what M1's registers allow; "!" where the bound leaves too few
   L1, tg      bytes of L1 and of threadgroup memory for each multiply-add
-  DRAM MB     of device memory that is touched; "~" where only a sample of threadgroups was run
+  DRAM MB     of device memory that is touched; "~" where only a sample of threadgroups was run. From 2 % on
+              the standard error of its slots stands behind the kernel's name
   bound       what binds on a GPU; what comes next, as a part of it; the predicted time
 """
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m simulator.apple",
+        prog="scripts/apple_model",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -48,7 +49,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="experts, of them a token, hidden, intermediate",
     )
     add("--linear", metavar="C,N", help="instead: one matrix alone, C inputs and N outputs")
-    add("--formats", default="int4", help="some of int4, int8, mxfp4, bf16, f16 (default: int4)")
+    add("--formats", default="int4", help=f"some of {', '.join(FORMATS)}, bf16, f16 (default: int4)")
     add(
         "--dtype",
         default="bf16",
@@ -110,7 +111,7 @@ def peers(shape: Shape, format_name: str, dtype: str, tokens: int, gpus: list[Gp
         if chosen_kernels:
             key = tuple(p.launch.template for p in chosen_kernels)
             found.setdefault(key, (chosen_kernels, []))[1].append(gpu)
-    return [("MLX", mlx_rows(of_them, tokens), of) for of_them, of in found.values()]
+    return [("MLX", mlx_rows(of_them), of) for of_them, of in found.values()]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -126,6 +127,9 @@ def main(arguments: list[str] | None = None) -> int:
             shape = Shape(1, 1, inputs, rows, alone=True)
         else:
             shape = Shape(*numbers(options.shape, 4, "shape"))
+            if shape.slots > shape.experts:
+                message = "--shape takes no more experts of a token than there are"
+                raise SimulatorError(f"{message}, got {options.shape!r}")
         numbers(options.tokens, None, "tokens")
         install()
         if options.published:

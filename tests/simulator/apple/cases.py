@@ -9,18 +9,16 @@ import torch
 from . import mlx, mlx_dense
 from .count import Limit
 from .facts import GPUS, Gpu
-from .measure import Recorder, measure
 from .model import Measurement, Work
+from .recorder import DEFAULT_LIMIT, Recorder, measure
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 FORMATS = {
-    "int4": mlx.Format(4, 64, "affine"),
-    "int8": mlx.Format(8, 64, "affine"),
+    **{f"int{bits}": mlx.Format(bits, 64, "affine") for bits in (2, 3, 4, 5, 6, 8)},
     "mxfp4": mlx.Format(4, 32, "mxfp4"),
+    "mxfp8": mlx.Format(8, 32, "mxfp8"),
+    "nvfp4": mlx.Format(4, 16, "nvfp4"),
 }
-# More tokens are not run whole: their lists of pairs come from small dispatches, which are.
-WHOLE_TOKENS = 32
-SAMPLE = Limit(slots=5e6)
 
 
 @dataclass(frozen=True)
@@ -57,16 +55,12 @@ def routing(shape: Shape, tokens: int, seed: int = 1) -> np.ndarray:
     )
 
 
-def limit_for(tokens: int) -> Limit:
-    return Limit() if tokens <= WHOLE_TOKENS else SAMPLE
-
-
 def matrix_bytes(format_name: str, rows: int, inputs: int) -> int:
     """Of one expert's matrix, scales and offsets included (of 16 bits)."""
     if format_name not in FORMATS:
         return rows * inputs * DTYPES[format_name].itemsize
     f = FORMATS[format_name]
-    return rows * inputs * f.bits // 8 + rows * inputs // f.group * (1 if f.mode == "mxfp4" else 4)
+    return rows * inputs * f.bits // 8 + rows * inputs // f.group * (4 if f.mode == "affine" else 1)
 
 
 def _work(
@@ -88,7 +82,7 @@ def _weights(format_name: str, dtype: str, experts: int, rows: int, inputs: int)
     f = FORMATS[format_name]
     packed = torch.empty(experts, rows, inputs * f.bits // 32, dtype=torch.int32, device="mps")
     groups = (experts, rows, inputs // f.group)
-    if f.mode == "mxfp4":
+    if f.mode != "affine":
         return packed, torch.empty(groups, dtype=torch.uint8, device="mps"), None
     return packed, *(torch.empty(groups, dtype=DTYPES[dtype], device="mps") for _ in range(2))
 
@@ -98,17 +92,18 @@ def _format_arguments(format_name: str) -> tuple:
     return (f.bits, f.group, f.mode) if f else ()
 
 
-def ours(shape: Shape, format_name: str, dtype: str, tokens: int) -> list[Row]:
+def ours(shape: Shape, format_name: str, dtype: str, tokens: int, limit: Limit = DEFAULT_LIMIT) -> list[Row]:
     """What `moe_experts*` or, for one matrix alone, `expert_*mm` of the package dispatches."""
     ids = routing(shape, tokens)
     x = torch.randn(tokens, shape.hidden).to(DTYPES[dtype]).to("mps")
     placed = torch.from_numpy(ids).to("mps")
     call = _alone if shape.alone else _experts
-    measurements = call(shape, format_name, dtype, x, placed, ids)
+    measurements = measure(*call(shape, format_name, dtype, x, placed, ids), limit)
     return [Row(m.work.label if m.work else "other", m) for m in measurements]
 
 
-def _experts(shape: Shape, format_name: str, dtype: str, x, placed, ids: np.ndarray) -> list[Measurement]:
+def _experts(shape: Shape, format_name: str, dtype: str, x, placed, ids: np.ndarray) -> tuple:
+    """The call of an operator, and the work of its dispatches."""
     h, i = shape.hidden, shape.intermediate
     first = _weights(format_name, dtype, shape.experts, 2 * i, h)
     second = _weights(format_name, dtype, shape.experts, h, i)
@@ -119,10 +114,11 @@ def _experts(shape: Shape, format_name: str, dtype: str, x, placed, ids: np.ndar
     }
     format_ = _format_arguments(format_name)
     operator = torch.ops.moe_mps.moe_experts_quantized if format_ else torch.ops.moe_mps.moe_experts
-    return measure(lambda: operator(x, *first, *second, placed, weights, *format_), work, limit_for(len(ids)))
+    return functools.partial(operator, x, *first, *second, placed, weights, *format_), work
 
 
-def _alone(shape: Shape, format_name: str, dtype: str, x, placed, ids: np.ndarray) -> list[Measurement]:
+def _alone(shape: Shape, format_name: str, dtype: str, x, placed, ids: np.ndarray) -> tuple:
+    """The call of an operator, and the work of its dispatches."""
     weight = _weights(format_name, dtype, 1, shape.intermediate, shape.hidden)
     work = {
         weight[0]: _work(
@@ -131,22 +127,30 @@ def _alone(shape: Shape, format_name: str, dtype: str, x, placed, ids: np.ndarra
     }
     format_ = _format_arguments(format_name)
     operator = torch.ops.moe_mps.expert_qmm if format_ else torch.ops.moe_mps.expert_mm
-    return measure(lambda: operator(x, *weight, placed, *format_), work, limit_for(len(ids)))
+    return functools.partial(operator, x, *weight, placed, *format_), work
 
 
 # MLX -------------------------------------------------------------------------------------------------
 
 
+def zeros(type_: type, *shape: int) -> np.ndarray:
+    """On a page's boundary, as Metal's buffers are: sectors are counted by addresses."""
+    size, page = int(np.prod(shape)) * np.dtype(type_).itemsize, 4096
+    memory = np.zeros(size + page, np.uint8)
+    start = -memory.ctypes.data % page
+    return memory[start : start + size].view(type_).reshape(shape)
+
+
 def array(dtype: str, *shape: int) -> np.ndarray:
-    return np.zeros(shape, np.float32 if dtype == "f32" else np.uint16)
+    return zeros(np.float32 if dtype == "f32" else np.uint16, *shape)
 
 
 @functools.lru_cache(maxsize=2)
 def matrices(f: mlx.Format, dtype: str, experts: int, rows: int, inputs: int) -> mlx.Matrices:
-    weights = {"w": np.zeros((experts, rows, inputs * f.bits // 32), np.uint32)}
+    weights = {"w": zeros(np.uint32, experts, rows, inputs * f.bits // 32)}
     groups = (experts, rows, inputs // f.group)
-    if f.mode == "mxfp4":
-        weights["scales"] = np.zeros(groups, np.uint8)
+    if f.mode != "affine":
+        weights["scales"] = zeros(np.uint8, *groups)
     else:
         weights["scales"], weights["biases"] = array(dtype, *groups), array(dtype, *groups)
     return mlx.Matrices(weights, f, experts, rows, inputs)
@@ -174,8 +178,8 @@ def mlx_peers(shape: Shape, format_name: str, dtype: str, tokens: int, gpu: Gpu)
     return peers
 
 
-def mlx_rows(peers: list[Peer], tokens: int) -> list[Row]:
-    recorder = Recorder(limit=limit_for(tokens))
+def mlx_rows(peers: list[Peer]) -> list[Row]:
+    recorder = Recorder()
     return [Row(p.work.label, mlx.measure(p.launch, p.work, recorder), p.repeats) for p in peers]
 
 

@@ -94,32 +94,30 @@ REGISTER_TABLE = fact(
     "M1, M2; allocated dynamically from M3 on",
     f"{MESA}, agx_occupancy",
 )
-NOT_MODELLED = fact(
+fact(
     "not modelled",
     "spilling, the compiler's order of loads, instruction cache (12 KB), start and end of a dispatch, "
-    "contention, changing clocks, hits in L2 and SLC between threadgroups, two instructions a cycle from M3 on",
+    "contention, changing clocks, hits in L2 and SLC between threadgroups, M3's two instructions a cycle",
     "known",
     "all",
     "dispatches under 50 us are not predicted",
 )
-SERIAL_DISPATCH = fact(
+fact(
     "a dispatch of a serial encoder, at best (us); not in the model",
     (1.3, 2.05),
     "known",
     "some M",
     "kryptic-sh/infr #14, penta2himajin/qwisp #143",
 )
-DEPENDENT_DISPATCH = fact(
+fact(
     "a dependent dispatch with its start and end (us); not in the model",
     10,
     "known",
     "M5 Pro",
     "mlx-lm #1676",
 )
-DRAM_LATENCY = fact(
-    "DRAM latency (ns); not in the model", (342, 400), "known", "M2 Pro", "chipsandcheese.com"
-)
-SIMDGROUPS_TO_HIDE = fact(
+fact("DRAM latency (ns); not in the model", (342, 400), "known", "M2 Pro", "chipsandcheese.com")
+fact(
     "simdgroups a core for full rate without independent instructions; not in the model",
     24,
     "known",

@@ -36,6 +36,7 @@ class Flow:
         self.fused: dict[int, str] = {}  # what an instruction becomes by absorbing another: fma, imul, bfe
         for instruction in function.instructions:
             self._absorb(instruction)
+        self._absorb_grid_position()
 
     def definition(self, value: str) -> Instruction | None:
         return self.function.definition(value)
@@ -59,7 +60,7 @@ class Flow:
         def belongs(i: Instruction, found: set[str]) -> bool:
             if i.op == "load":
                 of_grid = i.pointer == "@msl_group" and not _POSITION.search(i.text)
-                return of_grid or (i.pointer in found and self._argument(i.pointer) in references)
+                return of_grid or (i.pointer in found and self.base(i.pointer) in references)
             if i.op in ("phi", "alloca") or (
                 i.op == "call" and not re.match(r"llvm\.[us](min|max)", i.callee)
             ):
@@ -67,14 +68,6 @@ class Flow:
             return bool(i.locals) and all(o in found for o in i.locals)
 
         return self._closure(self.arguments, belongs)
-
-    def _argument(self, pointer: str) -> str:
-        """The pointer that steps start from."""
-        step = self.definition(pointer)
-        while step is not None and step.op == "getelementptr":
-            pointer = step.operands[0]
-            step = self.definition(pointer)
-        return pointer
 
     def _threadgroup_pointers(self) -> set[str]:
         """Pointers of 32 bits."""
@@ -151,22 +144,67 @@ class Flow:
             if factor.op == "shl" and factor.literal is not None and factor.literal <= ADDRESS_SHIFT:
                 return self._take(i, factor)
 
+    def _absorb_grid_position(self) -> None:
+        """thread_position_in_grid is a register: threadgroup times size plus the thread's own place."""
+        for i in self.function.instructions:
+            sources = [self.definition(o) for o in i.operands]
+            if i.op == "mul" and all(
+                s is not None and s.op == "load" and s.pointer == "@msl_group" for s in sources
+            ):
+                self.absorbed.add(id(i))
+                self.absorbed |= {
+                    id(u) for u in i.users if u.op == "add" and any(map(self._is_own_place, u.locals))
+                }
+
+    def _is_own_place(self, value: str) -> bool:
+        load = self.definition(value)
+        return load is not None and load.op == "load" and self.is_position(load.pointer)
+
     # Addresses ------------------------------------------------------------------------------------
 
     def root(self, pointer: str) -> tuple[str, int]:
-        """The pointer that constant steps start from, and their sum in bytes."""
+        """What an address starts from, and the bytes that constant steps add to that.
+
+        Constants in a pointer's index count where they cannot carry: base[i + 1] lies behind base[i].
+        """
         offset = 0
         while True:
             step = self.definition(pointer)
-            if step is None or step.op != "getelementptr" or len(step.operands) != 2 or step.literal is None:
+            if step is None or step.op != "getelementptr" or len(step.operands) != 2:
                 return pointer, offset
-            offset += step.literal * size_of(step.source)
+            size = size_of(step.source)
+            if step.literal is None:
+                index, constant = self._index(step.operands[1])
+                return f"{step.operands[0]} {size} {index}", offset + constant * size
+            offset += step.literal * size
             pointer = step.operands[0]
+
+    def _index(self, value: str) -> tuple[str, int]:
+        """An index without the constant that is added to it, and that."""
+        step, extension = self.definition(value), ""
+        if step is not None and step.op in ("zext", "sext"):
+            extension, value = step.op, step.operands[0]
+            step = self.definition(value)
+        if step is None or step.literal is None:
+            return value + extension, 0
+        flag = {"zext": " nuw ", "sext": " nsw ", "": " "}[extension]
+        carries_nowhere = (step.op == "or" and " disjoint " in step.text) or (
+            step.op == "add" and flag in step.text
+        )
+        return (step.operands[0] + extension, step.literal) if carries_nowhere else (value + extension, 0)
+
+    def base(self, pointer: str) -> str:
+        """The pointer that all steps start from."""
+        step = self.definition(pointer)
+        while step is not None and step.op == "getelementptr":
+            pointer = step.operands[0]
+            step = self.definition(pointer)
+        return pointer
 
     def is_position(self, pointer: str) -> bool:
         """Whether a load from there gives the thread's place in the grid, which is in registers."""
-        root, _ = self.root(pointer)
-        step = self.definition(root)
-        return root.startswith("@msl_") or (
+        base = self.base(pointer)
+        step = self.definition(base)
+        return base.startswith("@msl_") or (
             step is not None and step.op == "load" and step.pointer == "@msl_self"
         )

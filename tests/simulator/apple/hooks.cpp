@@ -12,7 +12,8 @@ extern "C" void apple_kernel(void* bindings);  // the kernel with calls of the f
 
 namespace {
 constexpr unsigned max_threads = 1024, lanes = 32, max_simdgroups = max_threads / lanes;
-constexpr uintptr_t sector_bytes = 32, line_bytes = 64, stack_bytes = 256 << 10;
+constexpr uintptr_t sector_bytes = APPLE_SECTOR_BYTES, line_bytes = APPLE_LINE_BYTES;  // as in facts.py
+constexpr uintptr_t stack_bytes = 256 << 10;
 
 enum Mode : uint8_t { skipped, counted, traced };
 enum Space : uint64_t { unknown, device, constant, threadgroup, in_private, module };

@@ -269,6 +269,8 @@ class Lowering:
         words = max(1, (size_of(i.type) + 3) // 4)
         if "matrix_place_here" in i.callee or "is_first" in i.callee:
             return []
+        if "16simdgroup_matrix" in i.callee:  # its constructor, from a diagonal
+            return ["select", "select"]
         if "3msl8multiply" in i.callee:
             return ["mma16" if "DF16" in i.callee.split("multiply")[1] else "mma32"]
         if "3msl10collective" in i.callee:
@@ -277,7 +279,7 @@ class Lowering:
                 return ["scan"]
             return ["simdsum"] * words if "Lj32" in combine else ["shuffle", "fadd"] * 2 * words
         if "3msl8exchange" in i.callee:
-            any_lane = _ANY_LANE in i.callee and i.operands[3].startswith("%")
+            any_lane = _ANY_LANE in i.callee and i.operands[-4].startswith("%")
             return ["anyshuffle" if any_lane else "shuffle"] * words
         if "3msl4vote" in i.callee:
             return ["ballot"]

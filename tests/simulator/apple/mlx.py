@@ -15,8 +15,8 @@ import numpy as np
 from .. import build, shaderlib
 from ..errors import SimulatorError
 from .facts import M1, M3, M5, Gpu
-from .measure import Recorder
 from .model import Measurement, Work
+from .recorder import Recorder
 
 _KERNELS = "mlx/backend/metal/kernels"
 _PRELUDE = """\
@@ -30,7 +30,7 @@ SORTED_FROM = 64  # pairs: mlx_lm's SwitchGLU orders them by expert from here on
 
 @dataclass(frozen=True)
 class Format:
-    """A quantised format of MLX: codes of `bits`, groups of `group` columns, mode "affine" or "mxfp4"."""
+    """A format of MLX: codes of `bits`, groups of `group` columns, mode affine, mxfp4, mxfp8 or nvfp4."""
 
     bits: int
     group: int
@@ -98,7 +98,7 @@ class Launch:
 
     def run(self, recorder: Recorder) -> Measurement:
         kernels = library(self.headers, self.template, self.constants)
-        kernel = kernels.kernels["kernel"]
+        kernel = shaderlib.kernels_of(kernels.path)["kernel"]
         buffers = {}
         for i in range(kernel.argument_count):
             argument = kernel.arguments[i]
@@ -255,7 +255,7 @@ def qmv_wide(m: Matrices, x: np.ndarray, out: np.ndarray, dtype: str) -> Launch:
 
 
 def qmm(m: Matrices, x: np.ndarray, out: np.ndarray, dtype: str, rows_block: int = 32) -> Launch:
-    """Tiles of `rows_block` by 32; the inputs are shared out to more threadgroups (qmm_splitk) where those are few."""
+    """Tiles of `rows_block` by 32; qmm_splitk, which shares the inputs out, where those are few."""
     f, tiles = m.format, (ceil_div(m.rows, 32), ceil_div(len(x), rows_block))
     step = max(32, f.group)
     parts = min(max(1, 512 // (tiles[0] * tiles[1])), m.inputs // step)

@@ -3,12 +3,14 @@
 import functools
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from .count import SPACES, Counts, KernelModel
+from .count import SPACES, Counts
 from .facts import COSTS, LANES, M3, SCHEDULERS, SECTOR_BYTES, THREADGROUP_BYTES, Gpu, threads_for
-from .registers import Registers
+from .kernel import KernelModel
+from .liveness import Registers
 
 _LATER = {"anyshuffle": "anyshuffle3"}  # classes that cost something else from the M3 on
 GROUPS = {
@@ -70,9 +72,10 @@ class Work:
 
 @dataclass(eq=False)
 class Measurement:
-    """One dispatch. `work` is what the caller said of it."""
+    """One dispatch. `library` is the compiled shader of its kernel; `work` is what the caller said."""
 
     kernel: str
+    library: Path
     grid: tuple[int, int, int]
     threads: int
     declared_threads: int  # max_total_threads_per_threadgroup, 0 without

@@ -19,6 +19,7 @@ def line(tokens: int, side: str, row: Row, gpus: list[Gpu], of: list[Gpu]) -> st
     """One dispatch; empty columns for those of `gpus` that are not among `of`."""
     m = row.measurement
     name = m.kernel.split("<")[0] + (f" x {row.repeats}" if row.repeats > 1 else "")
+    name += f" ±{100 * m.sampling_error:.0f} %" if m.sampling_error > 0.02 else ""
     cells = f"{tokens:4} {row.matmul:7} {side:4} {name[:KERNEL_WIDTH]:{KERNEL_WIDTH}} {_counts(m)}"
     cells += f" {m.dram_bytes * row.repeats / 1e6:7.1f}{' ' if m.fraction == 1 else '~'}"
     return cells + "".join(f" | {_bound(row, gpu) if gpu in of else '':38}" for gpu in gpus)

@@ -51,8 +51,8 @@ def _sites_of(flow: Flow, block: Block) -> list[Site]:
             access = _Access(i, offset, size_of(i.type), LOAD_COMPONENTS * component)
             accesses.setdefault((root, i.op, scalar), []).append(access)
     found = [site for i in block.instructions for site in _copy_sites(flow, i)]
-    for (root, op, _), parts in accesses.items():
-        space = _static_space(flow, root)
+    for (_, op, _), parts in accesses.items():
+        space = _static_space(flow, parts[0].instruction.pointer)
         if space != "artefact":
             found += [_site(op, space, group) for group in _neighbours(parts)]
     return sorted(found, key=lambda s: s.leader.line)
@@ -63,33 +63,27 @@ def _copy_sites(flow: Flow, i: Instruction) -> list[Site]:
     if i.op != "call" or not i.callee.startswith("llvm.memcpy"):
         return []
     target, source, size = i.operands[:3]
-    spaces = [
-        (op, p, _static_space(flow, flow.root(p)[0])) for op, p in (("load", source), ("store", target))
-    ]
+    spaces = [(op, p, _static_space(flow, p)) for op, p in (("load", source), ("store", target))]
     return [Site(op, space, int(size), 0, i, p) for op, p, space in spaces if space != "artefact"]
 
 
-def _static_space(flow: Flow, root: str) -> str:
-    if root.startswith("@"):
+def _static_space(flow: Flow, pointer: str) -> str:
+    base = flow.base(pointer)
+    if base.startswith("@"):
         return "module"
-    origin = flow.definition(root)
+    origin = flow.definition(base)
     if origin is None or origin.op != "alloca":
         return ""
     # The simulator's functions take structs in memory, which the GPU has in registers.
-    return (
-        "artefact"
-        if any(u.op == "call" and u.callee.startswith("_ZN3msl") for u in origin.users)
-        else "private"
-    )
+    simulated = (u.op == "call" and u.callee.startswith(("_ZN3msl", "_ZN5metal")) for u in origin.users)
+    return "artefact" if any(simulated) else "private"
 
 
 def _neighbours(accesses: list[_Access]) -> list[list[_Access]]:
+    """Groups that one access can serve: a mask leaves out what lies between."""
     groups: list[list[_Access]] = []
     for a in sorted(accesses, key=lambda a: a.offset):
-        last = groups[-1][-1] if groups else None
-        same = last is not None and (a.offset, a.size) == (last.offset, last.size)
-        adjoins = last is not None and a.offset == last.offset + last.size
-        if same or (adjoins and a.offset + a.size - groups[-1][0].offset <= a.limit):
+        if groups and a.offset + a.size - groups[-1][0].offset <= a.limit:
             groups[-1].append(a)
         else:
             groups.append([a])

@@ -2,13 +2,15 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import torch
 
 from .. import runtime, shaderlib
-from .count import Limit, model_of
+from .count import Limit, run
+from .kernel import library_of, model_of
+from .liveness import Registers
 from .model import Measurement, Work
-from .registers import Registers
 
 DEFAULT_LIMIT = Limit()
 
@@ -23,11 +25,12 @@ class Recorder:
     def __call__(self, dispatch: shaderlib.Dispatch) -> shaderlib.Counters:
         kernel = dispatch.kernel.contents
         model = model_of(kernel)
-        counts, counters = model.run(dispatch, self.limit)
+        counts = run(model, dispatch, self.limit)
         addresses = {b.data for b in dispatch.buffers if b.data}
         self.measurements.append(
             Measurement(
                 kernel=kernel.name.decode(),
+                library=library_of(kernel)[0],
                 grid=tuple(dispatch.grid),
                 threads=dispatch.threads[0] * dispatch.threads[1] * dispatch.threads[2],
                 declared_threads=kernel.max_threads,
@@ -37,7 +40,7 @@ class Recorder:
                 work=next((work for address, work in self.work.items() if address in addresses), None),
             )
         )
-        return counters
+        return counts.counters
 
 
 @contextlib.contextmanager
@@ -64,6 +67,7 @@ def measure(
     return measurements
 
 
-def registers(library: shaderlib.ShaderLibrary, name: str) -> Registers:
-    """The registers that a kernel of a library needs on M1; nothing is run."""
-    return model_of(library.kernels[name]).registers
+def registers(library: Path | shaderlib.ShaderLibrary, name: str) -> Registers:
+    """The registers that a kernel of a compiled shader needs on M1; nothing is run."""
+    path = library if isinstance(library, Path) else library.path
+    return model_of(shaderlib.kernels_of(path)[name]).registers
