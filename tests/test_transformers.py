@@ -17,10 +17,10 @@ import transformers
 from test_transformers_families import assert_close, eager, generate, output, prompt
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch_moe_mps.transformers.modules import is_rewritten, rewrite
 from transformers.integrations.moe import use_experts_implementation
 
 import torch_moe_mps
-from torch_moe_mps.transformers.modules import is_rewritten, rewrite
 
 transformers.logging.set_verbosity_error()
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..ops._checks import MAX_TOP_K
-from .blocks import experts_fed_by
-from .experts import is_observed, may_be_fused
-from .formulas import Node, Reader, evaluate, is_number
-from .patterns import match
-from .programs import Program, Unsupported, original_class
-from .straightening import straighten
+from ...ops._checks import MAX_TOP_K
+from ..experts import is_observed, may_be_fused
+from ..program.formulas import Node, Reader, evaluate, is_number
+from ..program.patterns import match
+from ..program.programs import Program, Unsupported, original_class
+from ..program.straightening import straighten
+from .handover import experts_fed_by
 
 ops = torch.ops.moe_mps
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..ops._checks import MAX_TOP_K
-from .experts import is_observed, may_be_fused
-from .formulas import Node, Reader, casts_to_float32, evaluate, held, is_number
-from .patterns import match
-from .programs import Program, Unsupported
-from .straightening import straighten
+from ...ops._checks import MAX_TOP_K
+from ..experts import is_observed, may_be_fused
+from ..program.formulas import Node, Reader, casts_to_float32, evaluate, held, is_number
+from ..program.patterns import match
+from ..program.programs import Program, Unsupported
+from ..program.straightening import straighten
 
 ops = torch.ops.moe_mps
 

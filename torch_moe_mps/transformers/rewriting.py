@@ -9,16 +9,17 @@ import types
 
 from torch import Tensor, nn
 
-from ..quantization import is_experts
-from . import fused
-from .blocks import fold_shared_experts, hand_over_raw_results
 from .experts import runs_own_code
-from .formulas import is_pure
-from .gates import use_gates
-from .norms import fuse_norms
-from .programs import CLASS_MARK, Program, Unsupported, original_class
-from .routers import RAW, replace_selection
-from .straightening import straighten
+from .interface import is_experts
+from .program.formulas import is_pure
+from .program.programs import CLASS_MARK, Program, Unsupported, original_class
+from .program.straightening import straighten
+from .rules import fused
+from .rules.gate import use_gates
+from .rules.handover import hand_over_raw_results
+from .rules.norms import fuse_norms
+from .rules.router import RAW, replace_selection
+from .rules.shared import fold_shared_experts
 
 _MARKS = ("_moe_mps_norm", "_moe_mps_activation", "_moe_mps_gate")
 

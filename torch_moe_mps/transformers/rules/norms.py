@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .experts import is_observed
-from .formulas import Reader, evaluate, is_number
-from .patterns import match
-from .programs import Program, Unsupported
-from .straightening import straighten
+from ..experts import is_observed
+from ..program.formulas import Reader, evaluate, is_number
+from ..program.patterns import match
+from ..program.programs import Program, Unsupported
+from ..program.straightening import straighten
 
 ops = torch.ops.moe_mps
 

@@ -1,9 +1,9 @@
 """What rewritten programs call, as `_moe_mps`."""
 
-from .blocks import experts_with_shared
-from .gates import gate
+from .gate import gate
 from .norms import norm_add, norm_add_scalar, residual_norm
-from .routers import route, routed
+from .router import route, routed
+from .shared import experts_with_shared
 
 __all__ = [
     "experts_with_shared",
