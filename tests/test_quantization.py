@@ -18,7 +18,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from torch_moe_mps import quantization
 from torch_moe_mps.quantization import (
-    QuantizationFormat,
+    Format,
     QuantizationReport,
     QuantizedProjection,
     QuantizedWeight,
@@ -110,7 +110,7 @@ def test_the_nearest_value_is_chosen(format):
         other = dequantise(filled.packed.view(torch.int32), *quantized[1:], *format[:2])
         assert (error <= abs(weight.numpy() - other) + 1e-6).all()
     expected = error.mean() / weight.abs().mean().item()
-    assert relative_error(weight, quantized, QuantizationFormat(*format)) == pytest.approx(expected, rel=1e-4)
+    assert relative_error(weight, quantized, Format(*format)) == pytest.approx(expected, rel=1e-4)
 
 
 def test_views_and_pieces(monkeypatch):
@@ -121,9 +121,9 @@ def test_views_and_pieces(monkeypatch):
         monkeypatch.setattr(quantization, "CHUNK", 200)
         for mine, other in zip(quantize(stack, *format), whole, strict=True):
             assert mine is other or torch.equal(bits_of(mine), bits_of(other))
-        error = relative_error(stack, whole, QuantizationFormat(*format))
+        error = relative_error(stack, whole, Format(*format))
         monkeypatch.undo()
-        assert error == pytest.approx(relative_error(stack, whole, QuantizationFormat(*format)), rel=1e-5)
+        assert error == pytest.approx(relative_error(stack, whole, Format(*format)), rel=1e-5)
         single = quantize(stack[1], *format)
         assert torch.equal(bits_of(single.packed), bits_of(whole.packed[1]))
     assert quantize(torch.zeros(2, 0, 32), 4, 32).packed.shape == (2, 0, 4)
@@ -140,8 +140,8 @@ def test_the_device_does_not_matter(device):
         dense = dequantize(*quantized, *format)
         assert dense.device.type == device and torch.equal(dense.cpu(), dequantize(*expected, *format))
         errors = (
-            relative_error(weight, expected, QuantizationFormat(*format)),
-            relative_error(weight.to(device), quantized, QuantizationFormat(*format)),
+            relative_error(weight, expected, Format(*format)),
+            relative_error(weight.to(device), quantized, Format(*format)),
         )
         assert errors[0] == errors[1]
 
@@ -241,7 +241,7 @@ def test_errors():
 
 def test_the_default_group_goes_with_the_mode():
     weight = torch.randn(2, 64, generator=torch.Generator().manual_seed(8))
-    assert (QuantizationFormat().group_size, QuantizationFormat(mode="mxfp4").group_size) == (64, 32)
+    assert (Format().group_size, Format(mode="mxfp4").group_size) == (64, 32)
     for given, full in (((8,), (8, 64, "affine")), ((4, None, "mxfp4"), (4, 32, "mxfp4"))):
         quantized = quantize(weight, *given)
         assert quantized.scales.shape == (2, 64 // full[1])
@@ -278,7 +278,7 @@ def test_models(architecture, format):
     assert set(report.modules) == set(names) and names and not report.skipped
     for name, entries in report.modules.items():
         module = quantized.get_submodule(name)
-        assert module.quantization == QuantizationFormat(*format)
+        assert module.quantization == Format(*format)
         assert {entry.projection for entry in entries} == set(quantization.projections(module))
         assert all(0 < entry.error < 0.2 for entry in entries)
         assert sum(entry.dense_bytes for entry in entries) > 3 * sum(
@@ -302,7 +302,7 @@ class TestReport(expecttest.TestCase):
         entries += [QuantizedProjection("down_proj", 0.09, 2 << 20, 1 << 19)]
         other = [entries[0]._replace(error=0.2), entries[1]]
         report = QuantizationReport(
-            QuantizationFormat(4, 32),
+            Format(4, 32),
             {"layers.0.experts": entries, "layers.11.experts": other},
             {f"layers.{i}.experts": "already mxfp4" for i in (3, 4)},
         )
@@ -442,7 +442,7 @@ def test_distributed_weights_are_an_error(tmp_path):
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
 def test_state_dict_round_trip(architecture, tmp_path):
     """Through safetensors into a module prepared on the meta device, and through pickle."""
-    for format in (QuantizationFormat(4, 32), QuantizationFormat(4, 32, "mxfp4")):
+    for format in (Format(4, 32), Format(4, 32, "mxfp4")):
         module = next(iter(experts_of(small(architecture)).values()))
         with torch.device("meta"):
             empty = next(iter(experts_of(small(architecture)).values()))
