@@ -17,9 +17,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) 
 
 
 def _check_norm(
-    name: str, residual: Tensor, input: Tensor, weight: Tensor, scalar: Tensor | None = None
+    check: Check, residual: Tensor, input: Tensor, weight: Tensor, scalar: Tensor | None = None
 ) -> None:
-    check = Check(name)
     check.dtype("residual", residual, ACTIVATION_DTYPES)
     check.min_rank("residual", residual, 1)
     check.dtype("input", input, (residual.dtype,))
@@ -33,22 +32,18 @@ def _check_norm(
     check.same_device(residual=residual, input=input, weight=weight, scalar=scalar)
 
 
-def _like_residual(residual: Tensor, *args, **kwargs) -> Tensor:
-    return residual.new_empty(residual.shape)
-
-
 # The norm of the input, added to the residual
 
 
-def _check_norm_add(residual, input, weight, eps, weight_offset=0.0):
-    _check_norm("fused_norm_add", residual, input, weight)
+def _meta_norm_add(check, residual, input, weight, eps, weight_offset=0.0):
+    _check_norm(check, residual, input, weight)
+    return residual.new_empty(residual.shape)
 
 
 @operator(
     "fused_norm_add(Tensor residual, Tensor input, Tensor weight, float eps, float weight_offset=0.0) "
     "-> Tensor",
-    check=_check_norm_add,
-    fake=_like_residual,
+    meta=_meta_norm_add,
 )
 def fused_norm_add(
     residual: Tensor, input: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
@@ -70,15 +65,15 @@ def fused_norm_add(
     return (residual.float() + rms_norm(input, weight, eps, weight_offset)).to(residual.dtype)
 
 
-def _check_norm_add_scalar(residual, input, weight, scalar, eps, weight_offset=0.0):
-    _check_norm("fused_norm_add_scalar", residual, input, weight, scalar)
+def _meta_norm_add_scalar(check, residual, input, weight, scalar, eps, weight_offset=0.0):
+    _check_norm(check, residual, input, weight, scalar)
+    return residual.new_empty(residual.shape)
 
 
 @operator(
     "fused_norm_add_scalar(Tensor residual, Tensor input, Tensor weight, Tensor scalar, float eps, "
     "float weight_offset=0.0) -> Tensor",
-    check=_check_norm_add_scalar,
-    fake=_like_residual,
+    meta=_meta_norm_add_scalar,
 )
 def fused_norm_add_scalar(
     residual: Tensor, input: Tensor, weight: Tensor, scalar: Tensor, eps: float, weight_offset: float = 0.0
@@ -105,19 +100,16 @@ def fused_norm_add_scalar(
 # The norm of the sum
 
 
-def _check_residual_norm(residual, input, weight, eps, write_sum=True, weight_offset=0.0):
-    _check_norm("fused_residual_norm", residual, input, weight)
-
-
-def _fake_residual_norm(residual, input, weight, eps, write_sum=True, weight_offset=0.0):
-    return _like_residual(residual), residual.new_empty(residual.shape if write_sum else (0,))
+def _meta_residual_norm(check, residual, input, weight, eps, write_sum=True, weight_offset=0.0):
+    _check_norm(check, residual, input, weight)
+    total = residual.new_empty(residual.shape if write_sum else (0,))
+    return residual.new_empty(residual.shape), total
 
 
 @operator(
     "fused_residual_norm(Tensor residual, Tensor input, Tensor weight, float eps, bool write_sum=True, "
     "float weight_offset=0.0) -> (Tensor, Tensor)",
-    check=_check_residual_norm,
-    fake=_fake_residual_norm,
+    meta=_meta_residual_norm,
 )
 def fused_residual_norm(
     residual: Tensor,
@@ -149,15 +141,15 @@ def fused_residual_norm(
     return normed, total if write_sum else residual.new_empty(0)
 
 
-def _check_residual_norm_scalar(residual, input, weight, scalar, eps, weight_offset=0.0):
-    _check_norm("fused_residual_norm_scalar", residual, input, weight, scalar)
+def _meta_residual_norm_scalar(check, residual, input, weight, scalar, eps, weight_offset=0.0):
+    _check_norm(check, residual, input, weight, scalar)
+    return residual.new_empty(residual.shape)
 
 
 @operator(
     "fused_residual_norm_scalar(Tensor residual, Tensor input, Tensor weight, Tensor scalar, float eps, "
     "float weight_offset=0.0) -> Tensor",
-    check=_check_residual_norm_scalar,
-    fake=_like_residual,
+    meta=_meta_residual_norm_scalar,
 )
 def fused_residual_norm_scalar(
     residual: Tensor, input: Tensor, weight: Tensor, scalar: Tensor, eps: float, weight_offset: float = 0.0

@@ -117,8 +117,7 @@ def _product(
     return grouped_product(rows.float(), groups, matrix, packed.shape[1])
 
 
-def _check_expert_qmm(x, packed, scales, biases, ids, bits, group_size, mode, bias=None):
-    check = Check("expert_qmm")
+def _meta_expert_qmm(check, x, packed, scales, biases, ids, bits, group_size, mode, bias=None):
     check_slots(check, x, ids)
     check_format(check, bits, group_size, mode)
     check.rank("packed", packed, (3,))
@@ -128,17 +127,13 @@ def _check_expert_qmm(x, packed, scales, biases, ids, bits, group_size, mode, bi
     )
     check_bias(check, "bias", bias, (experts, rows), "[E, N]")
     check.same_device(x=x, packed=packed, scales=scales, biases=biases, ids=ids, bias=bias)
-
-
-def _fake_expert_qmm(x, packed, scales, biases, ids, bits, group_size, mode, bias=None):
     return x.new_empty(*ids.shape, packed.shape[1])
 
 
 @operator(
     "expert_qmm(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor ids, int bits, "
     "int group_size, str mode, Tensor? bias=None) -> Tensor",
-    check=_check_expert_qmm,
-    fake=_fake_expert_qmm,
+    meta=_meta_expert_qmm,
 )
 def expert_qmm(
     x: Tensor,
@@ -175,7 +170,8 @@ def expert_qmm(
     return project_slots(x, ids, packed.shape[0], packed.shape[1], bias, product)
 
 
-def _check_moe_experts_quantized(
+def _meta_moe_experts_quantized(
+    check,
     x,
     gate_up_packed,
     gate_up_scales,
@@ -201,7 +197,6 @@ def _check_moe_experts_quantized(
     residual=None,
     gate_is_logit=False,
 ):
-    check = Check("moe_experts_quantized")
     check_combine(check, x, ids, weights, shared_gate, shared_out, residual, gate_is_logit)
     check_activation(check, activation, alpha, limit, gated, interleaved)
     check_format(check, bits, group_size, mode)
@@ -235,9 +230,6 @@ def _check_moe_experts_quantized(
         shared_out=shared_out,
         residual=residual,
     )
-
-
-def _fake_moe_experts_quantized(x, *args, **kwargs):
     return x.new_empty(x.shape)
 
 
@@ -248,8 +240,7 @@ def _fake_moe_experts_quantized(x, *args, **kwargs):
     'str activation="silu", float? alpha=None, float? limit=None, bool gated=True, bool interleaved=False, '
     "Tensor? shared_gate=None, Tensor? shared_out=None, Tensor? residual=None, "
     "bool gate_is_logit=False) -> Tensor",
-    check=_check_moe_experts_quantized,
-    fake=_fake_moe_experts_quantized,
+    meta=_meta_moe_experts_quantized,
 )
 def moe_experts_quantized(
     x: Tensor,
