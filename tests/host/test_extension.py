@@ -34,7 +34,8 @@ import torch
 from simulator import build_device, install
 build_device.host_library = lambda: None
 install()
-from support.samples import OPERATORS, copies, packet, sample_arguments
+from support.samples import copies, packet, sample_arguments
+from torch_moe_mps.ops import OPERATORS
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for name in OPERATORS:
@@ -137,6 +138,6 @@ with pipeline_limit(16):
 
 
 def test_pipeline_that_allows_fewer_threads(simulated):
-    """Metal would leave out such a dispatch without a word. A pipeline's limit is asked for when it is built."""
+    """Metal would leave out such a dispatch without a word. A pipeline's limit is read when it is built."""
     message = "moe_mps: norm_add_f32 takes 96 threads a threadgroup, its pipeline on this GPU at most 16"
     assert python(NARROW_PIPELINE) == message
