@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torch_moe_mps.quantization import (
-    QuantizationFormat,
+    Format,
     QuantizedWeight,
     dequantize,
     formats,
@@ -57,7 +57,7 @@ def test_models(architecture, format):
     assert set(report.modules) == set(names) and names and not report.skipped
     for name, entries in report.modules.items():
         module = quantized.get_submodule(name)
-        assert module.quantization == QuantizationFormat(*format)
+        assert module.quantization == Format(*format)
         assert {entry.projection for entry in entries} == set(projections(module))
         assert all(0 < entry.error < 0.2 for entry in entries)
         assert sum(entry.dense_bytes for entry in entries) > 3 * sum(
@@ -81,7 +81,7 @@ class TestReport(expecttest.TestCase):
         entries += [QuantizedProjection("down_proj", 0.09, 2 << 20, 1 << 19)]
         other = [entries[0]._replace(error=0.2), entries[1]]
         report = QuantizationReport(
-            QuantizationFormat(4, 32),
+            Format(4, 32),
             {"layers.0.experts": entries, "layers.11.experts": other},
             {f"layers.{i}.experts": "already mxfp4" for i in (3, 4)},
         )
@@ -221,7 +221,7 @@ def test_distributed_weights_are_an_error(tmp_path):
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
 def test_state_dict_round_trip(architecture, tmp_path):
     """Through safetensors into a module prepared on the meta device, and through pickle."""
-    for format in (QuantizationFormat(4, 32), QuantizationFormat(4, 32, "mxfp4")):
+    for format in (Format(4, 32), Format(4, 32, "mxfp4")):
         module = next(iter(experts_of(small(architecture)).values()))
         with torch.device("meta"):
             empty = next(iter(experts_of(small(architecture)).values()))

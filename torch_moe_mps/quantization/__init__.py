@@ -1,7 +1,7 @@
 """Formats of quantised weights: tensors only, nothing of models."""
 
+from ..ops._formats import Format
 from .formats import (
-    QuantizationFormat,
     QuantizedWeight,
     dequantize,
     quantize,
@@ -11,7 +11,7 @@ from .formats import (
 )
 
 __all__ = [
-    "QuantizationFormat",
+    "Format",
     "QuantizedWeight",
     "dequantize",
     "quantize",

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from ..quantization import QuantizationFormat, requested_format
+from ..quantization import Format, requested_format
 from .accelerate import accelerate
 from .experts import NAME
 
@@ -58,7 +58,7 @@ def _without_dequantising(name: str, cls: type, kwargs: dict[str, Any]) -> dict[
     if stored.get("quant_method") != "mxfp4":
         return kwargs
     config = copy.deepcopy(config)
-    config.quantization_config = {"quant_method": NAME, **QuantizationFormat(mode="mxfp4").to_dict()}
+    config.quantization_config = {"quant_method": NAME, **Format(mode="mxfp4").to_dict()}
     return {**others, "config": config}
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops._checks import Check
-from ..quantization import QuantizationFormat, QuantizedWeight, relative_error
+from ..quantization import Format, QuantizedWeight, relative_error
 from ..quantization.formats import check_finite, empty_weight, quantize_stack
 from .experts import pin_implementation, unsupported
 from .interface import is_quantized, projections
@@ -20,7 +20,7 @@ def _rows_first(module: nn.Module, projection: str) -> Tensor:
     return weight.mT if module.is_transposed else weight
 
 
-def check_module(name: str, module: nn.Module, format: QuantizationFormat) -> None:
+def check_module(name: str, module: nn.Module, format: Format) -> None:
     """Raise the one-line error for a module that cannot be quantised, before anything is changed."""
     check = Check("quantize_experts")
     for projection in projections(module):
@@ -45,7 +45,7 @@ def _replace(module: nn.Module, projection: str, quantized: QuantizedWeight) -> 
             module.register_parameter(f"{projection}_{suffix}", nn.Parameter(tensor, requires_grad=False))
 
 
-def empty_quantized_module(module: nn.Module, format: QuantizationFormat) -> None:
+def empty_quantized_module(module: nn.Module, format: Format) -> None:
     """Replace the dense parameters by uninitialised quantised ones on their devices, to load a checkpoint."""
     for projection in projections(module):
         weight = _rows_first(module, projection)
@@ -53,7 +53,7 @@ def empty_quantized_module(module: nn.Module, format: QuantizationFormat) -> Non
     module.quantization = format
 
 
-def quantize_module(module: nn.Module, format: QuantizationFormat) -> list[QuantizedProjection]:
+def quantize_module(module: nn.Module, format: Format) -> list[QuantizedProjection]:
     """Replace `<projection>` by `<projection>_packed` (int32), `_scales` and, in mode affine, `_biases`.
 
     The module is one that passed check_module. Nothing is replaced before everything is computed: a failure,
@@ -115,7 +115,7 @@ def _with_progress(items: Collection, enabled: bool) -> Iterable:
 
 
 def quantize_modules(
-    model: nn.Module, modules: Mapping[str, nn.Module], format: QuantizationFormat, progress: bool = True
+    model: nn.Module, modules: Mapping[str, nn.Module], format: Format, progress: bool = True
 ) -> QuantizationReport:
     """Quantise experts modules of a model, by name, after checking all of them."""
     report = QuantizationReport(format)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from ..quantization import QuantizationFormat
+from ..quantization import Format
 from .interface import experts_of, is_quantized
 from .packing import quantize_modules
 from .report import QuantizationReport
@@ -12,7 +12,7 @@ from .report import QuantizationReport
 
 def quantize_experts(
     model: nn.Module,
-    bits: int = 4,
+    bits: int | None = None,
     group_size: int | None = None,
     mode: str = "affine",
     *,
@@ -29,7 +29,7 @@ def quantize_experts(
 
     Args:
         model: any module; experts are recognised by the interface of transformers' experts implementations.
-        bits, group_size, mode: see QuantizationFormat.
+        bits, group_size, mode: see Format.
         modules: the experts modules to quantise, by name; None means all of the model.
         progress: show a bar where tqdm is installed.
 
@@ -38,7 +38,7 @@ def quantize_experts(
     Raises: ValueError for a format or a shape that does not fit; for weights that are not finite, offloaded,
         distributed or under an adapter of PEFT; and for a model with another quantisation method.
     """
-    format = QuantizationFormat(bits, group_size, mode)
+    format = Format(bits, group_size, mode)
     try:
         return quantize_modules(model, experts_of(model) if modules is None else modules, format, progress)
     finally:  # a model that was interrupted works, and can be saved

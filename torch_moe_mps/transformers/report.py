@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..quantization import QuantizationFormat
+from ..quantization import Format
 
 
 class QuantizedProjection(NamedTuple):
@@ -21,7 +21,7 @@ class QuantizedProjection(NamedTuple):
 class QuantizationReport:
     """What quantize_experts did; prints as a table."""
 
-    format: QuantizationFormat
+    format: Format
     modules: dict[str, list[QuantizedProjection]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
 

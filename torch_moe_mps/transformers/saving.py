@@ -14,7 +14,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..quantization import QuantizationFormat, repack_mxfp4_blocks
+from ..quantization import Format, repack_mxfp4_blocks
 from .experts import NAME, pin_implementation
 from .interface import experts_of, is_quantized, projections
 from .packing import empty_quantized_module, quantize_modules
@@ -41,23 +41,18 @@ class ExpertsQuantizationConfig(QuantizationConfigMixin):
         **unused: Any,
     ):
         self.quant_method = NAME
-        self.bits, self.group_size, self.mode = QuantizationFormat(bits, group_size, mode).to_dict().values()
+        self.bits, self.group_size, self.mode = Format(bits, group_size, mode).to_dict().values()
         if modules is not None and not isinstance(modules, Mapping):
             raise ValueError(
                 f"moe_mps: modules must be {{name: {{bits, group_size, mode}}}}, got {modules!r}"
             )
-        self.modules = modules and {
-            name: QuantizationFormat(**format).to_dict() for name, format in modules.items()
-        }
+        self.modules = modules and {name: Format(**format).to_dict() for name, format in modules.items()}
 
-    def formats(self, names: Collection[str]) -> dict[str, QuantizationFormat]:
+    def formats(self, names: Collection[str]) -> dict[str, Format]:
         """{name: format} of those of a model's experts modules that are quantised."""
         if self.modules is None:
-            return dict.fromkeys(names, QuantizationFormat(self.bits, self.group_size, self.mode))
-        return {
-            _same_module(stored, names): QuantizationFormat(**format)
-            for stored, format in self.modules.items()
-        }
+            return dict.fromkeys(names, Format(self.bits, self.group_size, self.mode))
+        return {_same_module(stored, names): Format(**format) for stored, format in self.modules.items()}
 
 
 def _same_module(stored: str, names: Collection[str]) -> str:
@@ -78,7 +73,7 @@ class ExpertsQuantizer(HfQuantizer):
     requires_calibration = False
     quantization_config: ExpertsQuantizationConfig
 
-    def _formats(self, model: nn.Module) -> dict[nn.Module, QuantizationFormat]:
+    def _formats(self, model: nn.Module) -> dict[nn.Module, Format]:
         experts = experts_of(model)
         formats = self.quantization_config.formats(experts)
         return {experts[name]: format for name, format in formats.items()}
