@@ -354,7 +354,8 @@ class TestErrors(expecttest.TestCase):
         lines = messages(bad_calls("cpu"))
         assert lines == messages(bad_calls("meta"))
         self.assertExpectedInline(
-            "\n".join(textwrap.fill(line, 108, subsequent_indent="    ") for line in lines) + "\n", """\
+            "\n".join(textwrap.fill(line, 108, subsequent_indent="    ") for line in lines) + "\n",
+            """\
 moe_mps::linear_quantized: x must be float32 or float16 or bfloat16, got int32
 moe_mps::linear_quantized: x must be at least 1-D, got 0-D of shape ()
 moe_mps::linear_quantized: C, the input dimension of packed, must be a multiple of 32, got 33
@@ -384,7 +385,7 @@ moe_mps::embedding_quantized: packed must be 2-D, got 1-D of shape (8,)
 moe_mps::embedding_quantized: scales must be of shape [V, C / 32] = (6, 2), got (5, 2)
 moe_mps::embedding_quantized: C, the input dimension of packed, must be a multiple of 128, got 64
 moe_mps::embedding_quantized: dtype must be float32 or float16 or bfloat16, got int32
-"""
+""",
         )
 
 
