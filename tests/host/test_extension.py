@@ -34,7 +34,8 @@ import torch
 from simulator import build_device, install
 build_device.host_library = lambda: None
 install()
-from support.samples import OPERATORS, copies, packet, sample_arguments
+from support.samples import copies, packet, sample_arguments
+from torch_moe_mps.ops import OPERATORS
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for name in OPERATORS:
