@@ -6,6 +6,7 @@ import warnings
 from torch import nn
 
 from ..quantization import requested_format
+from .compiling import compile_kernels
 from .experts import NAME, describe, unsupported
 from .interface import experts_of, is_experts, is_quantized
 from .program.formulas import Reader
@@ -28,6 +29,8 @@ def accelerate(
         bits: 4 or 8 quantises the experts' weights, layer by layer; None leaves them dense.
         group_size, mode: of the quantisation, as in `torch_moe_mps.quantization.quantize`; mode "mxfp4" needs
             no bits.
+
+    A model on mps has its Metal kernels compiled here, not in its first token; one line on stderr says so.
 
     Returns: a report that prints as a table: what replaced each module, or why it was left alone.
 
@@ -63,6 +66,7 @@ def accelerate(
     _warn_of_experts_left_alone(report)
     if report.quantization is not None and not any(map(is_quantized, found.values())):
         warnings.warn("torch_moe_mps: no experts were found that can be quantised", stacklevel=2)
+    report.compiled = compile_kernels(model)
     return report
 
 
