@@ -254,7 +254,7 @@ weighted_sum_stacked
 weighted_sum_residual_norm_stacked_
   weighted_sum_norm_bf16: 29.73 15.11 slots an element, 67.5 registers, 384/384/768 threads
 transposed, 256 tokens, 4 of 32
-  expert_combine_bf16: 43.50 35.50 slots an element, 19 registers, 256/-/1024 threads
+  expert_combine_bf16: 40.50 32.50 slots an element, 19 registers, 256/-/1024 threads
 """,
         )
 
@@ -295,9 +295,9 @@ moe_compute_ids_tpe torch.int64
             """\
 dense, 1 tokens, 4 of 32
   expert_rows_bf16: 4.55 3.02 slots a MAC, 53 registers, 64/384/896 threads
-  expert_down_bf16: 5.14 3.62 slots a MAC, 61.5 registers, 128/384/832 threads
+  expert_down_bf16: 5.11 3.59 slots a MAC, 61.5 registers, 128/384/832 threads
 dense, 8 tokens, 4 of 32
-  expert_rows_few_bf16: 3.50 2.46 slots a MAC, 105 registers, 128/384/448 threads
+  expert_rows_few_bf16: 3.49 2.45 slots a MAC, 105 registers, 128/384/448 threads
   expert_down_few_bf16: 5.15 3.86 slots a MAC, 95 registers, 256/384/512 threads
 dense, 64 tokens, 4 of 32
   expert_gemm8_bf16: 2.04 1.85 slots a MAC, 70 registers, 128/384/704 threads
@@ -306,8 +306,8 @@ dense, 256 tokens, 4 of 32
   expert_gemm32_bf16: 1.42 1.36 slots a MAC, 96.5 registers, 128/384/512 threads
   expert_gemm32_bf16: 1.51 1.45 slots a MAC, 96.5 registers, 128/384/512 threads
 transposed, 1 tokens, 4 of 32
-  expert_columns_bf16: 14.22 12.22 slots a MAC, 44.5 registers, 512/512/1024 threads
-  expert_down_columns_bf16: 15.02 13.01 slots a MAC, 34 registers, 512/512/1024 threads
+  expert_columns_bf16: 14.19 12.19 slots a MAC, 44.5 registers, 512/512/1024 threads
+  expert_down_columns_bf16: 14.83 12.83 slots a MAC, 34 registers, 512/512/1024 threads
 transposed, 64 tokens, 4 of 32
   expert_gemm8_transposed_bf16: 2.77 2.58 slots a MAC, 79 registers, 128/384/640 threads
   expert_gemm8_transposed_bf16: 2.89 2.69 slots a MAC, 79 registers, 128/384/640 threads
@@ -323,12 +323,12 @@ transposed, 256 tokens, 4 of 32
             """\
 affine 4 bits in 64, 1 tokens, 4 of 32
   expert_rows_affine4_64_bf16: 4.98 4.38 slots a MAC, 42.5 registers, 64/384/1024 threads
-  expert_down_affine4_64_bf16: 5.62 5.04 slots a MAC, 51 registers, 128/384/1024 threads
+  expert_down_affine4_64_bf16: 5.59 5.01 slots a MAC, 51 registers, 128/384/1024 threads
 affine 4 bits in 64, 3 tokens, 2 of 4
-  expert_rows_few_affine4_64_bf16: 3.51 3.21 slots a MAC, 89 registers, 128/384/576 threads
-  expert_down_few_affine4_64_bf16: 5.84 5.28 slots a MAC, 81 registers, 256/384/576 threads
+  expert_rows_few_affine4_64_bf16: 3.50 3.20 slots a MAC, 89 registers, 128/384/576 threads
+  expert_down_few_affine4_64_bf16: 5.83 5.28 slots a MAC, 81 registers, 256/384/576 threads
 affine 4 bits in 64, 8 tokens, 4 of 32
-  expert_rows_few_affine4_64_bf16: 3.83 3.52 slots a MAC, 89 registers, 128/384/576 threads
+  expert_rows_few_affine4_64_bf16: 3.82 3.51 slots a MAC, 89 registers, 128/384/576 threads
   expert_down_few_affine4_64_bf16: 5.55 5.00 slots a MAC, 81 registers, 256/384/576 threads
 affine 4 bits in 64, 64 tokens, 4 of 32
   expert_gemm8_affine4_64_bf16: 2.35 2.31 slots a MAC, 72.5 registers, 128/384/640 threads
@@ -347,10 +347,10 @@ not dispatched here
             """\
 affine 8 bits in 64, 1 tokens, 4 of 32
   expert_rows_affine8_64_bf16: 5.24 4.65 slots a MAC, 48.5 registers, 64/384/1024 threads
-  expert_down_affine8_64_bf16: 5.89 5.31 slots a MAC, 57 registers, 128/384/832 threads
+  expert_down_affine8_64_bf16: 5.86 5.28 slots a MAC, 57 registers, 128/384/832 threads
 affine 8 bits in 64, 3 tokens, 2 of 4
-  expert_rows_few_affine8_64_bf16: 3.68 3.37 slots a MAC, 99.5 registers, 128/384/512 threads
-  expert_down_few_affine8_64_bf16: 6.00 5.45 slots a MAC, 85.5 registers, 256/384/576 threads
+  expert_rows_few_affine8_64_bf16: 3.67 3.37 slots a MAC, 99.5 registers, 128/384/512 threads
+  expert_down_few_affine8_64_bf16: 5.99 5.44 slots a MAC, 85.5 registers, 256/384/576 threads
 affine 8 bits in 64, 8 tokens, 4 of 32
   expert_rows_few_affine8_64_bf16: 4.03 3.72 slots a MAC, 99.5 registers, 128/384/512 threads
   expert_down_few_affine8_64_bf16: 5.75 5.19 slots a MAC, 85.5 registers, 256/384/576 threads
@@ -371,12 +371,12 @@ not dispatched here
             """\
 mxfp4 4 bits in 32, 1 tokens, 4 of 32
   expert_rows_mxfp4_bf16: 7.34 6.80 slots a MAC, 39 registers, 64/384/1024 threads
-  expert_down_mxfp4_bf16: 7.95 7.43 slots a MAC, 47.5 registers, 128/384/1024 threads
+  expert_down_mxfp4_bf16: 7.92 7.40 slots a MAC, 47.5 registers, 128/384/1024 threads
 mxfp4 4 bits in 32, 3 tokens, 2 of 4
-  expert_rows_few_mxfp4_bf16: 5.14 4.88 slots a MAC, 84 registers, 128/384/576 threads
+  expert_rows_few_mxfp4_bf16: 5.13 4.87 slots a MAC, 84 registers, 128/384/576 threads
   expert_down_few_mxfp4_bf16: 7.18 6.67 slots a MAC, 76 registers, 256/384/640 threads
 mxfp4 4 bits in 32, 8 tokens, 4 of 32
-  expert_rows_few_mxfp4_bf16: 5.80 5.54 slots a MAC, 84 registers, 128/384/576 threads
+  expert_rows_few_mxfp4_bf16: 5.80 5.53 slots a MAC, 84 registers, 128/384/576 threads
   expert_down_few_mxfp4_bf16: 7.23 6.73 slots a MAC, 76 registers, 256/384/640 threads
 mxfp4 4 bits in 32, 64 tokens, 4 of 32
   expert_gemm8_mxfp4_bf16: 2.84 2.83 slots a MAC, 60.5 registers, 128/384/832 threads

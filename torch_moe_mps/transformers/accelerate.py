@@ -26,9 +26,9 @@ def accelerate(
 
     Args:
         model: any module, most often a model of transformers; PEFT and other wrappers are looked through.
-        bits: 4 or 8 quantises the experts' weights, layer by layer; None leaves them dense.
-        group_size, mode: of the quantisation, as in `torch_moe_mps.quantization.quantize`; mode "mxfp4" needs
-            no bits.
+        bits: 2, 3, 4, 5, 6 or 8 quantises the experts' weights, layer by layer; None leaves them dense.
+        group_size, mode: of the quantisation, as in `torch_moe_mps.quantization.quantize`; modes "mxfp4",
+            "mxfp8" and "nvfp4" need no bits.
 
     A model on mps has its Metal kernels compiled here, not in its first token; one line on stderr says so.
 
