@@ -36,6 +36,19 @@ bool rows_start_aligned(int64_t width, std::initializer_list<at::Tensor> tensors
          });
 }
 
+std::optional<int64_t> row_stride(const at::Tensor& tensor) {
+  const int64_t last = tensor.dim() - 1;
+  if (tensor.stride(last) != 1 && tensor.size(last) > 1) return std::nullopt;
+  int64_t stride = tensor.size(last), rows = 1;
+  for (int64_t dim = last - 1; dim >= 0; --dim) {
+    if (tensor.size(dim) == 1) continue;
+    if (rows == 1) stride = tensor.stride(dim);
+    if (tensor.stride(dim) != rows * stride) return std::nullopt;
+    rows *= tensor.size(dim);
+  }
+  return stride;
+}
+
 uint32_t dtype_code(const at::Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case at::ScalarType::Float:

@@ -18,10 +18,12 @@
 #define SCALAR_PER_COLUMN 2
 
 struct NormParams {
+  uint64_t input_stride;  // elements from a row of the input to the next
   uint32_t rows;
   uint32_t width;
   uint32_t simdgroups_per_row;
   uint32_t vectorised;  // every row starts on a multiple of 4 elements
+  uint32_t has_weight;
   uint32_t weight_dtype;
   uint32_t scalar_kind;
   uint32_t scalar_dtype;
