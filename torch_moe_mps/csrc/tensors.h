@@ -29,6 +29,12 @@ bool rows_start_aligned(int64_t width, std::initializer_list<at::Tensor> tensors
 // one piece.
 std::optional<int64_t> row_stride(const at::Tensor& tensor);
 
+// The tensor, or a copy of it, with its last dimension in one piece.
+at::Tensor rows_contiguous(const at::Tensor& tensor);
+
+// Whether each row of a tensor of any strides starts on a multiple of 4 elements.
+bool starts_aligned(const at::Tensor& tensor);
+
 // The DTYPE_* code of shaders/params.h.
 uint32_t dtype_code(const at::Tensor& tensor);
 

@@ -49,6 +49,17 @@ std::optional<int64_t> row_stride(const at::Tensor& tensor) {
   return stride;
 }
 
+at::Tensor rows_contiguous(const at::Tensor& tensor) {
+  return tensor.size(-1) == 1 || tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
+}
+
+bool starts_aligned(const at::Tensor& tensor) {
+  for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) {
+    if (tensor.size(dim) > 1 && tensor.stride(dim) % 4 != 0) return false;
+  }
+  return tensor.storage_offset() % 4 == 0;
+}
+
 uint32_t dtype_code(const at::Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case at::ScalarType::Float:
