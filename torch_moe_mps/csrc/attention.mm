@@ -97,7 +97,7 @@ Tensor attention_sinks(const Tensor& q_, const Tensor& k_, const Tensor& v_,
   const NSUInteger threads = kAttentionSimdgroups * kSimdWidth;
   Commands commands;
   commands
-      .add(library, (queries == 1 ? "attention1_" : "attention4_") + std::to_string(widest <= 64    ? 64
+      .add(library, (queries == 1 ? "attention1_" : "attention2_") + std::to_string(widest <= 64    ? 64
                                                                                     : widest <= 128 ? 128
                                                                                                     : 256))
       .bind_strided(q)

@@ -82,8 +82,8 @@ def attention_sinks(
     out = sum_s exp(score[s]) * v[s] / (exp(sink) + sum_s exp(score[s]))
 
     Meant for one to eight new tokens over a cache of any length. More are right too, but slower than the
-    matrix products of a prompt's attention. Query head h reads key head h // (Hq / Hk). Arithmetic in float32,
-    rounded once; the same input gives the same bits.
+    matrix products of a prompt's attention. Query head h reads key head h // (Hq / Hk). Arithmetic is in
+    float32, rounded once; the same input gives the same bits.
 
     Args:
         q: [B, Hq, T, D], float32, float16 or bfloat16, D up to 256.

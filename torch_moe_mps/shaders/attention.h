@@ -6,6 +6,10 @@
 #pragma once
 #include "common.h"
 
+// Unrolled, a loop over the keys of a tile would have all its loads in flight, which takes too many
+// registers.
+#define ROLLED _Pragma("clang loop unroll(disable)")
+
 constant constexpr float kLowest = -3.402823466e38f;
 
 // Elements of a row that a lane holds.
@@ -91,15 +95,14 @@ inline float lowest_of(uint dtype) {
 }
 
 // What is added to the score of a key, -INFINITY where the token does not see it.
-inline float bias_of(device const uchar* mask, uint batch, uint token, uint key,
+inline float bias_of(device const uchar* mask, ulong start, uint token, uint key,
                      constant AttentionParams& params) {
   if (params.mask_kind == MASK_NONE) {
     const int distance = int(params.keys) - int(params.tokens) + int(token) - int(key);
     const bool seen = distance >= 0 && (params.window == 0 || distance < int(params.window));
     return seen ? 0.0f : -INFINITY;
   }
-  const ulong index =
-      batch * params.mask_batch_stride + token * params.mask_token_stride + key * params.mask_key_stride;
+  const ulong index = start + ulong(token) * params.mask_token_stride + ulong(key) * params.mask_key_stride;
   if (params.mask_kind == MASK_BOOL) return mask[index] != 0 ? 0.0f : -INFINITY;
   const float bias = load_one(mask, params.mask_dtype, index);
   return bias <= lowest_of(params.mask_dtype) ? -INFINITY : bias;
@@ -115,7 +118,7 @@ struct Softmax {
 
 // What the threads of a kernel share: which queries, keys and elements are theirs.
 struct Place {
-  uint batch;
+  ulong mask_start;
   uint first_row;  // of the key head's T * Hq / Hk queries: token t of the g-th head is row g * T + t
   uint rows;
   uint lane;
@@ -127,24 +130,25 @@ template <typename T, int kLanes, int kQueries>
 inline void add_tile(thread Softmax<kQueries>& softmax, thread const Wide* queries, device const T* k,
                      device const T* v, device const uchar* mask, uint tile, uint end, Place at,
                      constant AttentionParams& params) {
-  constexpr int kAhead = sizeof(T) == 4 ? 2 : 4;  // rows that are in flight
+  constexpr int kAhead = sizeof(T) == 4 ? 2 : 4;  // rows in flight, as registers allow
   float bias[kQueries], score[kQueries];
   uint seen = 0;
   UNROLL for (int r = 0; r < kQueries; ++r) {
     const uint row = at.first_row + r, key = tile + at.lane;
     const bool exists = row < at.rows && key < end;
-    bias[r] = exists ? bias_of(mask, at.batch, row % params.tokens, key, params) : -INFINITY;
+    bias[r] = exists ? bias_of(mask, at.mask_start, row % params.tokens, key, params) : -INFINITY;
     score[r] = 0.0f;
     seen |= ballot(bias[r] != -INFINITY);
   }
   if (seen == 0) return;
 
   const uint first = at.lane / kLanes * kLanes, own = at.lane % kLanes;
-  for (uint step = 0; step < kLanes; step += kAhead) {
+  ROLLED for (uint step = 0; step < kLanes; step += kAhead) {
     Elements<T> rows[kAhead];
     UNROLL for (int i = 0; i < kAhead; ++i) {
       const uint index = first + step + i;
-      rows[i] = load_elements(k + (tile + index) * params.k_key_stride, at.key, (seen >> index & 1) != 0);
+      rows[i] =
+          load_elements(k + ulong(tile + index) * params.k_key_stride, at.key, (seen >> index & 1) != 0);
     }
     UNROLL for (int i = 0; i < kAhead; ++i) {
       const Wide row = widen(rows[i]);
@@ -163,11 +167,12 @@ inline void add_tile(thread Softmax<kQueries>& softmax, thread const Wide* queri
     softmax.sum[r] = softmax.sum[r] * factor + score[r];
     softmax.values[r] = scaled(softmax.values[r], factor);
   }
-  for (uint step = 0; step < kLanes; step += kAhead) {
+  ROLLED for (uint step = 0; step < kLanes; step += kAhead) {
     Elements<T> rows[kAhead];
     UNROLL for (int i = 0; i < kAhead; ++i) {
       const uint index = first + step + i;
-      rows[i] = load_elements(v + (tile + index) * params.v_key_stride, at.value, (seen >> index & 1) != 0);
+      rows[i] =
+          load_elements(v + ulong(tile + index) * params.v_key_stride, at.value, (seen >> index & 1) != 0);
     }
     UNROLL for (int i = 0; i < kAhead; ++i) {
       const Wide row = widen(rows[i]);
@@ -248,12 +253,9 @@ template <typename T, int kLanes, int kQueries>
   const uint batch = group.z / params.key_heads, key_head = group.z % params.key_heads;
   const uint element = lane % kLanes * kHeadElements;
   const bool vectorised = params.vectorised != 0;
-  const Place at = {batch,
-                    uint(group.y * kQueries),
-                    group_heads * params.tokens,
-                    lane,
-                    {element, params.width, vectorised},
-                    {element, params.value_width, vectorised}};
+  const Place at = {batch * params.mask_batch_stride,    uint(group.y * kQueries),
+                    group_heads * params.tokens,         lane,
+                    {element, params.width, vectorised}, {element, params.value_width, vectorised}};
   const uint first_head = key_head * group_heads;
 
   Wide queries[kQueries];

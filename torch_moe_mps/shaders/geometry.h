@@ -19,8 +19,8 @@ GEOMETRY kRopeHeads = 4;
 // Attention. A threadgroup takes some queries of a key head and a chunk of the keys; its simdgroups take
 // tiles of kSimdWidth keys by turns.
 GEOMETRY kAttentionSimdgroups = 4;
-GEOMETRY kAttentionQueries = 4;
-GEOMETRY kHeadElements = 8;  // of a lane
+GEOMETRY kAttentionQueries = 2;  // four would take more registers than M1 has
+GEOMETRY kHeadElements = 8;      // of a lane
 
 // Combine
 GEOMETRY kSiluThreads = 128;

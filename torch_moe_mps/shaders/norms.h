@@ -123,7 +123,8 @@ inline void norm_row(device const T* residual, device const T* input, device con
   UNROLL for (int k = 0; k < kKept; ++k) {
     const uint column = first + k * step;
     if (column < params.width) {
-      const AnyRaw<N> raw = k == 0 ? first_weight : load_weight<N, kJoin>(weight, params, column);
+      AnyRaw<N> raw = first_weight;
+      if (k > 0) raw = load_weight<N, kJoin>(weight, params, column);
       const Pack<N> factor = weight_columns<N, kJoin>(raw, params);
       store_pack(output + column, finished_columns<N, kJoin>(widen(base[k]), widen(row[k]), inverse, factor,
                                                              scalar, params, column));

@@ -79,13 +79,13 @@ struct AttentionParams {
   uint64_t q_token_stride;
   uint64_t k_batch_stride;
   uint64_t k_head_stride;
-  uint64_t k_key_stride;
   uint64_t v_batch_stride;
   uint64_t v_head_stride;
-  uint64_t v_key_stride;
   uint64_t mask_batch_stride;
-  uint64_t mask_token_stride;
-  uint64_t mask_key_stride;
+  uint32_t k_key_stride;
+  uint32_t v_key_stride;
+  uint32_t mask_token_stride;
+  uint32_t mask_key_stride;
   uint32_t tokens;
   uint32_t heads;
   uint32_t key_heads;

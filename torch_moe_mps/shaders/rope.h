@@ -135,7 +135,8 @@ inline void rope_head(device const T* head, device const uchar* weight, device c
   }
   for (uint pair = first; pair < pairs; pair += step) {
     const PairsAt from = pairs_at(pair, interleaved, width, params);
-    Pairs<N> x = pair == first ? kept : load_pairs<N>(head, from);
+    Pairs<N> x = kept;
+    if (pair != first) x = load_pairs<N>(head, from);
     if (heads.has_weight != 0) {
       x = scaled(x, inverse, load_pairs<N>(weight, heads.weight_dtype, 0, from), params.weight_offset);
     }
