@@ -14,14 +14,13 @@ __all__ = ["accelerate", "from_pretrained", "ops", "quantize_experts", "restore"
 _LAZY = {
     "accelerate": ".transformers",
     "restore": ".transformers",
-    "from_pretrained": ".transformers.saving",
-    "quantize_experts": ".quantization",
+    "from_pretrained": ".transformers.loading",
+    "quantize_experts": ".transformers",
 }
 
 if TYPE_CHECKING:
-    from .quantization import quantize_experts
-    from .transformers import accelerate, restore
-    from .transformers.saving import from_pretrained
+    from .transformers import accelerate, quantize_experts, restore
+    from .transformers.loading import from_pretrained
 
 load_extension()
 register_when_imported()

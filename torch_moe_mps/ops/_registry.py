@@ -1,4 +1,4 @@
-"""Registers the operators `torch.ops.moe_mps.*`: one schema, check, reference and fake kernel each."""
+"""Registers the operators `torch.ops.moe_mps.*`: one schema, meta function and reference each."""
 
 import functools
 import warnings
@@ -20,14 +20,14 @@ OPERATORS: list[str] = []
 
 
 def operator(
-    schema: str, *, check: Callable, fake: Callable
+    schema: str, *, meta: Callable
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Register the decorated reference implementation as `torch.ops.moe_mps.<name>`.
 
-    `check` receives the operator's arguments and raises the one-line error for bad ones. It runs in front of
-    the reference and of the `fake` kernel. The Metal host calls the fake kernel for every signature that it
-    has not seen yet, so that bad arguments read the same on CPU, meta and MPS. Outputs are contiguous,
-    whatever the strides of the inputs.
+    `meta` receives a Check and the operator's arguments, raises the one-line error for bad ones and returns
+    empty outputs. It runs in front of the reference, and is the operator on the meta device and in
+    torch.compile. The Metal host calls it for every signature that it has not seen yet, so that bad arguments
+    read the same on CPU, meta and MPS. Outputs are contiguous, whatever the strides of the inputs.
 
     The decorated name becomes a function that calls the operator, on whatever device its arguments are.
     """
@@ -36,12 +36,17 @@ def operator(
     def register(reference: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         OPERATORS.append(name)
-        check_values = _check_of_values(name)
+        check = Check(name)
+        check_values = _check_of_values(check)
+
+        @functools.wraps(meta)
+        def checked_meta(*args, **kwargs):
+            check_values(*args, **kwargs)
+            return meta(check, *args, **kwargs)
 
         @functools.wraps(reference)
         def checked_reference(*args, **kwargs):
-            check_values(*args, **kwargs)
-            check(*args, **kwargs)
+            checked_meta(*args, **kwargs)
             if args[0].device.type == "mps":
                 _warn_mps_reference()
             if torch._C._is_any_autocast_enabled():  # the references compute in the dtypes that they document
@@ -49,15 +54,9 @@ def operator(
                     return _contiguous(reference(*args, **kwargs))
             return _contiguous(reference(*args, **kwargs))
 
-        @functools.wraps(fake)
-        def checked_fake(*args, **kwargs):
-            check_values(*args, **kwargs)
-            check(*args, **kwargs)
-            return fake(*args, **kwargs)
-
         LIBRARY.impl(name, checked_reference, "CPU")
         LIBRARY.impl(name, checked_reference, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", checked_fake, lib=LIBRARY)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", checked_meta, lib=LIBRARY)
         LIBRARY.impl(name, _autograd_kernel(name), "Autograd", with_keyset=True)
         packet = getattr(torch.ops.moe_mps, name)
         packet.__doc__ = reference.__doc__
@@ -71,10 +70,9 @@ def operator(
     return register
 
 
-def _check_of_values(name: str) -> Callable:
+def _check_of_values(check: Check) -> Callable:
     """The check of what every schema lets through: None for a tensor, and numbers that no float32 is near."""
-    check = Check(name)
-    arguments = list(enumerate(getattr(torch.ops.moe_mps, name).default._schema.arguments))
+    arguments = list(enumerate(getattr(torch.ops.moe_mps, check.name).default._schema.arguments))
     tensors = [(i, a.name) for i, a in arguments if str(a.type) == "Tensor"]
     numbers = [(i, a.name) for i, a in arguments if str(a.type) in ("float", "Optional[float]")]
 

@@ -17,8 +17,7 @@ def _check_mask(check: Check, mask: Tensor, q: Tensor, k: Tensor) -> None:
         check.fail("mask", f"of shape [B or 1, 1, T, S], with B, 1, T, S = {expected}", tuple(mask.shape))
 
 
-def _check_attention(q, k, v, sinks, scale, mask=None, window=None):
-    check = Check("attention_sinks")
+def _meta_attention_sinks(check, q, k, v, sinks, scale, mask=None, window=None):
     check.dtype("q", q, ACTIVATION_DTYPES)
     check.rank("q", q, (4,))
     batch, heads, _, width = q.shape
@@ -42,9 +41,6 @@ def _check_attention(q, k, v, sinks, scale, mask=None, window=None):
     if window is not None and window < 1:
         check.fail("window", "at least 1", window)
     check.same_device(q=q, k=k, v=v, sinks=sinks, mask=mask)
-
-
-def _fake_attention(q, k, v, sinks, scale, mask=None, window=None):
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
 
 
@@ -64,8 +60,7 @@ def _additive(mask: Tensor | None, window: int | None, tokens: int, keys: int, d
 @operator(
     "attention_sinks(Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, Tensor? mask=None, "
     "int? window=None) -> Tensor",
-    check=_check_attention,
-    fake=_fake_attention,
+    meta=_meta_attention_sinks,
 )
 def attention_sinks(
     q: Tensor,

@@ -23,20 +23,16 @@ def _sum_over_slots(slots: Tensor, weights: Tensor) -> Tensor:
     return total
 
 
-def _check_silu_mul(gate, up):
-    check = Check("silu_mul_stacked")
+def _meta_silu_mul(check, gate, up):
     check.dtype("gate", gate, ACTIVATION_DTYPES)
     check.min_rank("gate", gate, 1)
     check.dtype("up", up, (gate.dtype,))
     check.shape("up", up, gate.shape, "[..., I] of gate")
     check.same_device(gate=gate, up=up)
-
-
-def _fake_silu_mul(gate, up):
     return gate.new_empty(gate.shape)
 
 
-@operator("silu_mul_stacked(Tensor gate, Tensor up) -> Tensor", check=_check_silu_mul, fake=_fake_silu_mul)
+@operator("silu_mul_stacked(Tensor gate, Tensor up) -> Tensor", meta=_meta_silu_mul)
 def silu_mul_stacked(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, with silu(x) = x / (1 + exp(-x)).
 
@@ -68,20 +64,15 @@ def _check_slots(check: Check, slots: Tensor, weights: Tensor, residual: Tensor 
         check.written("residual_", residual)
 
 
-def _check_weighted_sum(slots, weights):
-    check = Check("weighted_sum_stacked")
+def _meta_weighted_sum(check, slots, weights):
     _check_slots(check, slots, weights)
     check.same_device(slots=slots, weights=weights)
-
-
-def _fake_weighted_sum(slots, weights):
     return slots.new_empty((*slots.shape[:-2], slots.shape[-1]))
 
 
 @operator(
     "weighted_sum_stacked(Tensor slots, Tensor weights) -> Tensor",
-    check=_check_weighted_sum,
-    fake=_fake_weighted_sum,
+    meta=_meta_weighted_sum,
 )
 def weighted_sum_stacked(slots: Tensor, weights: Tensor) -> Tensor:
     """sum_s weights[..., s] * slots[..., s, :], s ascending.
@@ -99,20 +90,14 @@ def weighted_sum_stacked(slots: Tensor, weights: Tensor) -> Tensor:
     return _sum_over_slots(slots, weights).to(slots.dtype)
 
 
-def _check_weighted_sum_residual(residual_, slots, weights):
-    check = Check("weighted_sum_residual_stacked_")
+def _meta_weighted_sum_residual(check, residual_, slots, weights):
     _check_slots(check, slots, weights, residual_)
     check.same_device(residual_=residual_, slots=slots, weights=weights)
 
 
-def _fake_weighted_sum_residual(residual_, slots, weights):
-    return None
-
-
 @operator(
     "weighted_sum_residual_stacked_(Tensor(a!) residual_, Tensor slots, Tensor weights) -> ()",
-    check=_check_weighted_sum_residual,
-    fake=_fake_weighted_sum_residual,
+    meta=_meta_weighted_sum_residual,
 )
 def weighted_sum_residual_stacked_(residual_: Tensor, slots: Tensor, weights: Tensor) -> None:
     """residual_ += sum_s weights[..., s] * slots[..., s, :], s ascending, rounded once.
@@ -131,23 +116,18 @@ def weighted_sum_residual_stacked_(residual_: Tensor, slots: Tensor, weights: Te
     residual_.copy_(residual_.float() + _sum_over_slots(slots, weights))
 
 
-def _check_weighted_sum_residual_norm(residual_, slots, weights, norm_weight, eps):
-    check = Check("weighted_sum_residual_norm_stacked_")
+def _meta_weighted_sum_residual_norm(check, residual_, slots, weights, norm_weight, eps):
     _check_slots(check, slots, weights, residual_)
     check.dtype("norm_weight", norm_weight, ACTIVATION_DTYPES)
     check.shape("norm_weight", norm_weight, (slots.shape[-1],), "[H]")
     check.same_device(residual_=residual_, slots=slots, weights=weights, norm_weight=norm_weight)
-
-
-def _fake_weighted_sum_residual_norm(residual_, slots, weights, norm_weight, eps):
     return residual_.new_empty(residual_.shape)
 
 
 @operator(
     "weighted_sum_residual_norm_stacked_(Tensor(a!) residual_, Tensor slots, Tensor weights, "
     "Tensor norm_weight, float eps) -> Tensor",
-    check=_check_weighted_sum_residual_norm,
-    fake=_fake_weighted_sum_residual_norm,
+    meta=_meta_weighted_sum_residual_norm,
 )
 def weighted_sum_residual_norm_stacked_(
     residual_: Tensor, slots: Tensor, weights: Tensor, norm_weight: Tensor, eps: float
@@ -228,10 +208,9 @@ def add_shared_and_residual(
     return total
 
 
-def _check_weighted_reduce(
-    weights, expert_out, shared_gate=None, shared_out=None, residual=None, gate_is_logit=False
+def _meta_weighted_reduce(
+    check, weights, expert_out, shared_gate=None, shared_out=None, residual=None, gate_is_logit=False
 ):
-    check = Check("moe_weighted_reduce")
     check.dtype("weights", weights, ACTIVATION_DTYPES)
     check.rank("weights", weights, (2,))
     check.dtype("expert_out", expert_out, ACTIVATION_DTYPES)
@@ -254,19 +233,13 @@ def _check_weighted_reduce(
         shared_out=shared_out,
         residual=residual,
     )
-
-
-def _fake_weighted_reduce(
-    weights, expert_out, shared_gate=None, shared_out=None, residual=None, gate_is_logit=False
-):
     return expert_out.new_empty((weights.shape[0], expert_out.shape[-1]))
 
 
 @operator(
     "moe_weighted_reduce(Tensor weights, Tensor expert_out, Tensor? shared_gate=None, "
     "Tensor? shared_out=None, Tensor? residual=None, bool gate_is_logit=False) -> Tensor",
-    check=_check_weighted_reduce,
-    fake=_fake_weighted_reduce,
+    meta=_meta_weighted_reduce,
 )
 def moe_weighted_reduce(
     weights: Tensor,

@@ -172,8 +172,7 @@ def _matrices(weight: Tensor, transposed: bool) -> Callable[[int], Tensor]:
     return (weight if transposed else weight.mT).__getitem__
 
 
-def _check_expert_mm(x, weight, ids, bias=None, transposed=False):
-    check = Check("expert_mm")
+def _meta_expert_mm(check, x, weight, ids, bias=None, transposed=False):
     check_slots(check, x, ids)
     check.dtype("weight", weight, (x.dtype,))
     check.rank("weight", weight, (3,))
@@ -183,16 +182,12 @@ def _check_expert_mm(x, weight, ids, bias=None, transposed=False):
         check.fail("weight", f"of shape {layout} with H = {x.shape[-1]} as in x", tuple(weight.shape))
     check_bias(check, "bias", bias, (experts, rows), "[E, N]")
     check.same_device(x=x, weight=weight, ids=ids, bias=bias)
-
-
-def _fake_expert_mm(x, weight, ids, bias=None, transposed=False):
     return x.new_empty(*ids.shape, weight.shape[2] if transposed else weight.shape[1])
 
 
 @operator(
     "expert_mm(Tensor x, Tensor weight, Tensor ids, Tensor? bias=None, bool transposed=False) -> Tensor",
-    check=_check_expert_mm,
-    fake=_fake_expert_mm,
+    meta=_meta_expert_mm,
 )
 def expert_mm(
     x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None, transposed: bool = False
@@ -220,7 +215,8 @@ def expert_mm(
     return project_slots(x, ids, weight.shape[0], columns, bias, product)
 
 
-def _check_moe_experts(
+def _meta_moe_experts(
+    check,
     x,
     gate_up,
     down,
@@ -240,7 +236,6 @@ def _check_moe_experts(
     residual=None,
     gate_is_logit=False,
 ):
-    check = Check("moe_experts")
     check_combine(check, x, ids, weights, shared_gate, shared_out, residual, gate_is_logit)
     check_activation(check, activation, alpha, limit, gated, interleaved)
     for argument, tensor in (("gate_up", gate_up), ("down", down)):
@@ -270,9 +265,6 @@ def _check_moe_experts(
         shared_out=shared_out,
         residual=residual,
     )
-
-
-def _fake_moe_experts(x, *args, **kwargs):
     return x.new_empty(x.shape)
 
 
@@ -282,8 +274,7 @@ def _fake_moe_experts(x, *args, **kwargs):
     "float? limit=None, bool gated=True, bool interleaved=False, bool transposed=False, "
     "Tensor? shared_gate=None, Tensor? shared_out=None, Tensor? residual=None, "
     "bool gate_is_logit=False) -> Tensor",
-    check=_check_moe_experts,
-    fake=_fake_moe_experts,
+    meta=_meta_moe_experts,
 )
 def moe_experts(
     x: Tensor,

@@ -18,9 +18,8 @@ def normed(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 
 
 
 def _check_norm(
-    name: str, residual: Tensor, input: Tensor, weight: Tensor, scalar: Tensor | None = None
+    check: Check, residual: Tensor, input: Tensor, weight: Tensor, scalar: Tensor | None = None
 ) -> None:
-    check = Check(name)
     check.dtype("residual", residual, ACTIVATION_DTYPES)
     check.min_rank("residual", residual, 1)
     check.dtype("input", input, (residual.dtype,))
@@ -34,15 +33,10 @@ def _check_norm(
     check.same_device(residual=residual, input=input, weight=weight, scalar=scalar)
 
 
-def _like_residual(residual: Tensor, *args, **kwargs) -> Tensor:
-    return residual.new_empty(residual.shape)
-
-
 # The norm alone
 
 
-def _check_rms_norm(input, weight, eps, weight_offset=0.0):
-    check = Check("rms_norm")
+def _meta_rms_norm(check, input, weight, eps, weight_offset=0.0):
     check.dtype("input", input, ACTIVATION_DTYPES)
     check.min_rank("input", input, 1)
     if weight is not None:
@@ -51,16 +45,12 @@ def _check_rms_norm(input, weight, eps, weight_offset=0.0):
     elif weight_offset != 0.0:
         check.fail("weight_offset", "0.0 without a weight", weight_offset)
     check.same_device(input=input, weight=weight)
-
-
-def _fake_rms_norm(input, weight, eps, weight_offset=0.0):
     return input.new_empty(input.shape)
 
 
 @operator(
     "rms_norm(Tensor input, Tensor? weight, float eps, float weight_offset=0.0) -> Tensor",
-    check=_check_rms_norm,
-    fake=_fake_rms_norm,
+    meta=_meta_rms_norm,
 )
 def rms_norm(input: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0) -> Tensor:
     """rms(input) * (weight + weight_offset), without a weight rms(input).
@@ -85,15 +75,15 @@ def rms_norm(input: Tensor, weight: Tensor | None, eps: float, weight_offset: fl
 # The norm of the input, added to the residual
 
 
-def _check_norm_add(residual, input, weight, eps, weight_offset=0.0):
-    _check_norm("fused_norm_add", residual, input, weight)
+def _meta_norm_add(check, residual, input, weight, eps, weight_offset=0.0):
+    _check_norm(check, residual, input, weight)
+    return residual.new_empty(residual.shape)
 
 
 @operator(
     "fused_norm_add(Tensor residual, Tensor input, Tensor weight, float eps, float weight_offset=0.0) "
     "-> Tensor",
-    check=_check_norm_add,
-    fake=_like_residual,
+    meta=_meta_norm_add,
 )
 def fused_norm_add(
     residual: Tensor, input: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
@@ -115,15 +105,15 @@ def fused_norm_add(
     return (residual.float() + normed(input, weight, eps, weight_offset)).to(residual.dtype)
 
 
-def _check_norm_add_scalar(residual, input, weight, scalar, eps, weight_offset=0.0):
-    _check_norm("fused_norm_add_scalar", residual, input, weight, scalar)
+def _meta_norm_add_scalar(check, residual, input, weight, scalar, eps, weight_offset=0.0):
+    _check_norm(check, residual, input, weight, scalar)
+    return residual.new_empty(residual.shape)
 
 
 @operator(
     "fused_norm_add_scalar(Tensor residual, Tensor input, Tensor weight, Tensor scalar, float eps, "
     "float weight_offset=0.0) -> Tensor",
-    check=_check_norm_add_scalar,
-    fake=_like_residual,
+    meta=_meta_norm_add_scalar,
 )
 def fused_norm_add_scalar(
     residual: Tensor, input: Tensor, weight: Tensor, scalar: Tensor, eps: float, weight_offset: float = 0.0
@@ -150,19 +140,16 @@ def fused_norm_add_scalar(
 # The norm of the sum
 
 
-def _check_residual_norm(residual, input, weight, eps, write_sum=True, weight_offset=0.0):
-    _check_norm("fused_residual_norm", residual, input, weight)
-
-
-def _fake_residual_norm(residual, input, weight, eps, write_sum=True, weight_offset=0.0):
-    return _like_residual(residual), residual.new_empty(residual.shape if write_sum else (0,))
+def _meta_residual_norm(check, residual, input, weight, eps, write_sum=True, weight_offset=0.0):
+    _check_norm(check, residual, input, weight)
+    total = residual.new_empty(residual.shape if write_sum else (0,))
+    return residual.new_empty(residual.shape), total
 
 
 @operator(
     "fused_residual_norm(Tensor residual, Tensor input, Tensor weight, float eps, bool write_sum=True, "
     "float weight_offset=0.0) -> (Tensor, Tensor)",
-    check=_check_residual_norm,
-    fake=_fake_residual_norm,
+    meta=_meta_residual_norm,
 )
 def fused_residual_norm(
     residual: Tensor,
@@ -194,15 +181,15 @@ def fused_residual_norm(
     return result, total if write_sum else residual.new_empty(0)
 
 
-def _check_residual_norm_scalar(residual, input, weight, scalar, eps, weight_offset=0.0):
-    _check_norm("fused_residual_norm_scalar", residual, input, weight, scalar)
+def _meta_residual_norm_scalar(check, residual, input, weight, scalar, eps, weight_offset=0.0):
+    _check_norm(check, residual, input, weight, scalar)
+    return residual.new_empty(residual.shape)
 
 
 @operator(
     "fused_residual_norm_scalar(Tensor residual, Tensor input, Tensor weight, Tensor scalar, float eps, "
     "float weight_offset=0.0) -> Tensor",
-    check=_check_residual_norm_scalar,
-    fake=_like_residual,
+    meta=_meta_residual_norm_scalar,
 )
 def fused_residual_norm_scalar(
     residual: Tensor, input: Tensor, weight: Tensor, scalar: Tensor, eps: float, weight_offset: float = 0.0

@@ -30,7 +30,8 @@ def _check_weight(check: Check, argument: str, weight: Tensor | None, x: Tensor 
     check.shape(argument, weight, (x.shape[-1],), f"[D{argument[0]}]")
 
 
-def _check_rope(
+def _meta_rope(
+    check,
     q,
     k,
     cos,
@@ -44,7 +45,6 @@ def _check_rope(
     rotary_dim=None,
     rotary_last=False,
 ):
-    check = Check("rope")
     check.choice("pairs", pairs, PAIRS)
     check.dtype("cos", cos, ACTIVATION_DTYPES)
     check.rank("cos", cos, (3,))
@@ -64,13 +64,11 @@ def _check_rope(
     _check_weight(check, "q_weight", q_weight, q)
     _check_weight(check, "k_weight", k_weight, k)
     check.same_device(q=q, k=k, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight)
+    return _heads_first(q), q.new_empty(0) if k is None else _heads_first(k)
 
 
-def _fake_rope(q, k, *args, **kwargs):
-    def heads_first(x):
-        return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3]))
-
-    return heads_first(q), q.new_empty(0) if k is None else heads_first(k)
+def _heads_first(x: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3]))
 
 
 def _split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -105,8 +103,7 @@ def _rotated(
     "rope(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? q_weight=None, Tensor? k_weight=None, "
     "float eps=1e-6, float weight_offset=0.0, *, str pairs='half', int? rotary_dim=None, "
     "bool rotary_last=False) -> (Tensor, Tensor)",
-    check=_check_rope,
-    fake=_fake_rope,
+    meta=_meta_rope,
 )
 def rope(
     q: Tensor,

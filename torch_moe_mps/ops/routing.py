@@ -102,12 +102,18 @@ def _check_per_expert(check: Check, argument: str, tensor: Tensor | None, num_ex
         check.shape(argument, tensor, (num_experts,), "[E]")
 
 
-def _check_router(
+def _selected(rows: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Empty weights and ids for rows [..., E or H]."""
+    shape = (*rows.shape[:-1], top_k)
+    return rows.new_empty(shape, dtype=torch.float32), rows.new_empty(shape, dtype=torch.int32)
+
+
+def _meta_router(
+    check,
     logits, top_k, *, scoring, bias=None, num_groups=1, top_groups=1, group_score="top2_sum",
     masked_score=None, bias_on_logits=False, norm_topk_prob, norm_eps=1e-20, norm_min=0.0, scaling_factor=1.0,
     per_expert_scale=None,
 ):  # fmt: skip
-    check = Check("moe_router")
     _check_logits(check, logits, top_k)
     num_experts = logits.shape[-1]
     check.choice("scoring", scoring, SCORINGS)
@@ -128,11 +134,7 @@ def _check_router(
     check.number("norm_min", norm_min, 0.0)
     _check_per_expert(check, "per_expert_scale", per_expert_scale, num_experts)
     check.same_device(logits=logits, bias=bias, per_expert_scale=per_expert_scale)
-
-
-def _fake_routing(logits, top_k, *args, **kwargs):
-    shape = (*logits.shape[:-1], top_k)
-    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+    return _selected(logits, top_k)
 
 
 @operator(
@@ -140,8 +142,7 @@ def _fake_routing(logits, top_k, *args, **kwargs):
     'int top_groups=1, str group_score="top2_sum", float? masked_score=None, bool bias_on_logits=False, '
     "bool norm_topk_prob, float norm_eps=1e-20, float norm_min=0.0, float scaling_factor=1.0, "
     "Tensor? per_expert_scale=None) -> (Tensor weights, Tensor ids)",
-    check=_check_router,
-    fake=_fake_routing,
+    meta=_meta_router,
 )
 def moe_router(
     logits: Tensor,
@@ -222,14 +223,14 @@ def moe_router(
 # The named routers of the sources
 
 
-def _check_topk_softmax(logits, top_k, norm_topk_prob):
-    _check_logits(Check("moe_router_topk_softmax"), logits, top_k)
+def _meta_topk_softmax(check, logits, top_k, norm_topk_prob):
+    _check_logits(check, logits, top_k)
+    return _selected(logits, top_k)
 
 
 @operator(
     "moe_router_topk_softmax(Tensor logits, int top_k, bool norm_topk_prob) -> (Tensor weights, Tensor ids)",
-    check=_check_topk_softmax,
-    fake=_fake_routing,
+    meta=_meta_topk_softmax,
 )
 def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
     """Softmax over all experts, then the top_k largest; with norm_topk_prob divided by their sum.
@@ -262,21 +263,16 @@ def _scaled_softmax_of_selected(
     return torch.softmax(x.gather(-1, ids), -1) * per_expert_scale.float()[ids], ids.int()
 
 
-def _check_fused_routing(logits, per_expert_scale, top_k):
-    check = Check("fused_moe_routing")
+def _meta_fused_routing(check, logits, per_expert_scale, top_k):
     _check_logits(check, logits, top_k, ranks=(1, 2))
     _check_per_expert(check, "per_expert_scale", per_expert_scale, logits.shape[-1])
     check.same_device(logits=logits, per_expert_scale=per_expert_scale)
-
-
-def _fake_fused_routing(logits, per_expert_scale, top_k):
-    return _fake_routing(logits, top_k)
+    return _selected(logits, top_k)
 
 
 @operator(
     "fused_moe_routing(Tensor logits, Tensor per_expert_scale, int top_k) -> (Tensor weights, Tensor ids)",
-    check=_check_fused_routing,
-    fake=_fake_fused_routing,
+    meta=_meta_fused_routing,
 )
 def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Softmax over all experts, the top_k largest divided by their sum, then times per_expert_scale[id].
@@ -300,10 +296,9 @@ def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> t
     return _scaled_softmax_of_selected(logits, per_expert_scale, top_k)
 
 
-def _check_gate(
-    hidden, router_weight, norm_weight, per_expert_scale, top_k, eps, renormalize_after_scale=True
+def _meta_gate(
+    check, hidden, router_weight, norm_weight, per_expert_scale, top_k, eps, renormalize_after_scale=True
 ):
-    check = Check("moe_gate")
     check.dtype("hidden", hidden, ACTIVATION_DTYPES)
     check.rank("hidden", hidden, (2,))
     check.dtype("router_weight", router_weight, ACTIVATION_DTYPES)
@@ -317,19 +312,13 @@ def _check_gate(
     check.same_device(
         hidden=hidden, router_weight=router_weight, norm_weight=norm_weight, per_expert_scale=per_expert_scale
     )
-
-
-def _fake_gate(
-    hidden, router_weight, norm_weight, per_expert_scale, top_k, eps, renormalize_after_scale=True
-):
-    return _fake_routing(hidden, top_k)
+    return _selected(hidden, top_k)
 
 
 @operator(
     "moe_gate(Tensor hidden, Tensor router_weight, Tensor norm_weight, Tensor per_expert_scale, int top_k, "
     "float eps, bool renormalize_after_scale=True) -> (Tensor weights, Tensor ids)",
-    check=_check_gate,
-    fake=_fake_gate,
+    meta=_meta_gate,
 )
 def moe_gate(
     hidden: Tensor,
@@ -385,19 +374,15 @@ def _sort_pairs(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return order, experts, offsets
 
 
-def _check_bucket(ids, num_experts):
-    _check_ids(Check("moe_bucket"), ids, num_experts)
-
-
-def _fake_bucket(ids, num_experts):
+def _meta_bucket(check, ids, num_experts):
+    _check_ids(check, ids, num_experts)
     pairs = ids.shape[0] * ids.shape[1]
     return ids.new_empty(pairs, dtype=torch.int32), ids.new_empty(num_experts + 1, dtype=torch.int32)
 
 
 @operator(
     "moe_bucket(Tensor ids, int num_experts) -> (Tensor pair_order, Tensor offsets)",
-    check=_check_bucket,
-    fake=_fake_bucket,
+    meta=_meta_bucket,
 )
 def moe_bucket(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """The pairs p = t * K + k sorted by expert, ascending within an expert: a compressed moe_compute_ids_tpe.
@@ -419,14 +404,10 @@ def moe_bucket(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return order.int(), offsets.int()
 
 
-def _check_ids_tpe(ids, num_experts, gate_up_rows, down_rows):
-    check = Check("moe_compute_ids_tpe")
+def _meta_ids_tpe(check, ids, num_experts, gate_up_rows, down_rows):
     _check_ids(check, ids, num_experts)
     for argument, rows in (("gate_up_rows", gate_up_rows), ("down_rows", down_rows)):
         check.between(argument, rows, 1, 2**31 - 1)
-
-
-def _fake_ids_tpe(ids, num_experts, gate_up_rows, down_rows):
     pairs = ids.shape[0] * ids.shape[1]
     shapes = ((num_experts,), (num_experts, pairs), (3,), (3,))
     return tuple(ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
@@ -435,8 +416,7 @@ def _fake_ids_tpe(ids, num_experts, gate_up_rows, down_rows):
 @operator(
     "moe_compute_ids_tpe(Tensor ids, int num_experts, int gate_up_rows, int down_rows) "
     "-> (Tensor tpe, Tensor ids_by_expert, Tensor gate_up_args, Tensor down_args)",
-    check=_check_ids_tpe,
-    fake=_fake_ids_tpe,
+    meta=_meta_ids_tpe,
 )
 def moe_compute_ids_tpe(
     ids: Tensor, num_experts: int, gate_up_rows: int, down_rows: int

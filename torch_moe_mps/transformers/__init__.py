@@ -8,176 +8,21 @@ What is replaced is found by the modules' own attributes and formulas, never by 
 is not recognised stays as it is. Training, gradients that are needed and autocast run the model's own code.
 """
 
-import ast
-import warnings
+from .accelerate import accelerate, restore
+from .experts import unsupported
+from .interface import experts_of, is_experts, is_quantized
+from .quantize import quantize_experts
+from .report import QuantizationReport, Report, Row
 
-from torch import nn
-
-from ..quantization import (
-    experts_of,
-    is_experts,
-    is_quantized,
-    keep_when_saving,
-    quantize_experts,
-    requested_format,
-)
-from .experts import NAME, describe, unsupported
-from .formulas import Reader
-from .modules import drop_forward_of_class, restore_module, rewrite
-from .programs import Unsupported
-from .report import Report, Row
-from .straightening import straighten
-
-__all__ = ["Report", "Row", "accelerate", "is_experts", "restore", "unsupported"]
-
-_PREVIOUS = "_moe_mps_previous_implementation"
-
-
-def accelerate(
-    model: nn.Module, bits: int | None = None, group_size: int | None = None, mode: str | None = None
-) -> Report:
-    """Make the Mixture-of-Experts layers of a model run on `torch.ops.moe_mps`, in place.
-
-    Args:
-        model: any module, most often a model of transformers; PEFT and other wrappers are looked through.
-        bits: 4 or 8 quantises the experts' weights, layer by layer; None leaves them dense.
-        group_size, mode: of the quantisation, as in `torch_moe_mps.quantization.quantize`; mode "mxfp4" needs
-            no bits.
-
-    Returns: a report that prints as a table: what replaced each module, or why it was left alone.
-
-    Raises: ValueError for a quantisation that does not fit the weights, and for a group_size or a mode
-        without one, TypeError for what is not a module, before anything is changed.
-    """
-    _require_module("accelerate", model)
-    report = Report()
-    format = requested_format(bits, group_size, mode)
-    for module in model.modules():
-        drop_forward_of_class(module)
-    found = experts_of(model)
-    previous = {name: _implementation(module) for name, module in found.items()}
-    if format is not None:
-        report.quantization = quantize_experts(model, **format.to_dict())
-    else:
-        keep_when_saving(model)
-    for name, module in found.items():
-        module.__dict__.setdefault(_PREVIOUS, previous[name])
-        reason = unsupported(module)
-        if reason is None:
-            module.config._experts_implementation = NAME
-        report.add(name, module, "experts", None if reason else describe(module), reason)
-    for name, module in model.named_modules():
-        if name not in found and (reason := _other_experts(name, module)):
-            report.add(name, module, "experts", None, reason)
-    for name, kind, module in _around(model, found):
-        rewrites, reason = rewrite(module)
-        if kind == "router" and "_moe_mps_gate" in module.__dict__:
-            rewrites = ["moe_gate, called by the layer"]
-        report.add(name, module, kind, "; ".join(rewrites) or None, reason)
-    report.rows.sort(key=_model_order(model))
-    _warn_of_experts_left_alone(report)
-    if report.quantization is not None and not any(map(is_quantized, found.values())):
-        warnings.warn("torch_moe_mps: no experts were found that can be quantised", stacklevel=2)
-    return report
-
-
-def restore(model: nn.Module) -> nn.Module:
-    """Undo `accelerate`: the model's own code runs again. Quantised experts stay as they are.
-
-    Returns: the model.
-
-    Raises: TypeError for what is not a module.
-    """
-    _require_module("restore", model)
-    for module in model.modules():
-        restore_module(module)
-        if _PREVIOUS in module.__dict__:
-            config, implementation = module.__dict__.pop(_PREVIOUS)
-            config._experts_implementation = implementation
-    return model
-
-
-def _implementation(experts: nn.Module) -> tuple[object, str | None]:
-    """The config that experts take their implementation from, and that implementation."""
-    return experts.config, getattr(experts.config, "_experts_implementation", None)
-
-
-def _require_module(function: str, model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"moe_mps::{function}: model must be a torch.nn.Module, got {type(model).__name__}")
-
-
-def _other_experts(path: str, module: nn.Module) -> str | None:
-    """Why routed experts, by their name or that of their class, are left alone."""
-    cls, name = type(module).__name__, path.rpartition(".")[2]
-    if "shared" in f"{cls} {name}".lower():
-        return None
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        named = cls.endswith("Experts") or name.endswith("experts")
-        separate = named and not any(map(is_experts, module.modules()))
-        return "each expert is a module, without transformers' experts interface" if separate else None
-    stacked = any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
-    if cls.endswith("Experts") and stacked:
-        return "its class does not follow transformers' experts interface"
-    return None
-
-
-def _warn_of_experts_left_alone(report: Report) -> None:
-    reasons = {(row.cls, row.reason) for row in report.left_alone if row.kind == "experts"}
-    for cls, reason in sorted(reasons):
-        warnings.warn(f"torch_moe_mps: {cls} is left alone: {reason}", stacklevel=3)
-
-
-def _around(model: nn.Module, found: dict[str, nn.Module]):
-    """(name, kind, module) of the routers, blocks and layers that the experts belong to, each once."""
-    seen: set[str] = set()
-    for name in found:
-        parent = name.rpartition(".")[0]
-        block = model.get_submodule(parent)
-        routers = list(_routers(block, name.rpartition(".")[2]))
-        owners = list(_owners(model, parent))
-        around = [
-            (path, "layer" if path == owners[-1] else "block", model.get_submodule(path)) for path in owners
-        ]
-        around += [(f"{parent}.{child}".lstrip("."), "router", router) for child, router in routers]
-        for path, kind, module in around:
-            if path not in seen:
-                seen.add(path)
-                yield path, kind, module
-
-
-def _routers(block: nn.Module, experts: str):
-    """(name, module) of the children whose results are the expert ids of a block."""
-    try:
-        program = straighten(block)
-    except Unsupported:
-        return
-    reader = Reader(program)
-    values = [s.value for s in program.statements if isinstance(s, ast.Assign)] + [program.result]
-    calls = (node for value in values for node in ast.walk(value) if isinstance(node, ast.Call))
-    for call in calls:
-        if ast.unparse(call.func) == f"self.{experts}" and len(call.args) == 3:
-            ids = reader.read(call.args[1]).peel()
-            if ids.op == "item" and ids.args[0].op == "module":
-                name = ids.args[0].args[0].removeprefix("self.")
-                yield name, block.get_submodule(name)
-
-
-def _owners(model: nn.Module, path: str):
-    """The paths of a block and of what is above it, up to the layer: the last below a list or a model."""
-    while True:
-        yield path
-        above = path.rpartition(".")[0]
-        module = model.get_submodule(above)
-        if (
-            not path
-            or isinstance(module, (nn.ModuleList, nn.ModuleDict))
-            or hasattr(module, "base_model_prefix")
-        ):
-            return
-        path = above
-
-
-def _model_order(model: nn.Module):
-    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
-    return lambda row: order[row.name]
+__all__ = [
+    "QuantizationReport",
+    "Report",
+    "Row",
+    "accelerate",
+    "experts_of",
+    "is_experts",
+    "is_quantized",
+    "quantize_experts",
+    "restore",
+    "unsupported",
+]

@@ -1,4 +1,4 @@
-"""Attention with sinks for transformers' AttentionInterface: few new tokens by our operator, prompts by the model.
+"""Attention with sinks for transformers' AttentionInterface: few new tokens by the operator.
 
 AttentionInterface.register("moe_mps_sinks", attention)
 AttentionMaskInterface.register("moe_mps_sinks", attention_mask)
@@ -31,8 +31,8 @@ def attention(
         module: the attention layer.
         query: [B, Hq, T, D].
         key, value: [B, Hk, S, D] and [B, Hk, S, Dv].
-        attention_mask: [B, 1, T, S], True or 0 where a token sees a key, or None: a token sees its own key and
-            what lies before it, in the sliding window.
+        attention_mask: [B, 1, T, S], True or 0 where a token sees a key, or None: a token sees its own key
+            and what lies before it, in the sliding window.
         scaling: of the scores; without it D ** -0.5.
         dropout, kwargs: for the model's own code, which runs where dropout is asked for.
         sliding_window: of the layer; a mask holds it already.
@@ -68,7 +68,7 @@ def attention(
 
 
 def attention_mask(*args, q_length: int, allow_is_causal_skip: bool = True, **kwargs) -> Tensor | None:
-    """The mask that `attention` takes: None for one new token that sees the whole cache, else an additive one."""
+    """The mask for `attention`: None for one new token that sees the whole cache, else an additive one."""
     from transformers.masking_utils import eager_mask, sdpa_mask
 
     if q_length == 1 and allow_is_causal_skip:

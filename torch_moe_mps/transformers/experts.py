@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from ..ops._checks import MAX_TOP_K
-from ..quantization import is_quantized, projections
-from .formulas import Node, evaluate, inline, operation_of
-from .patterns import match
-from .programs import Unsupported
-from .straightening import straighten
+from .interface import is_quantized, projections
+from .program.formulas import Node, evaluate, inline, operation_of
+from .program.patterns import match
+from .program.programs import Unsupported
+from .program.straightening import straighten
 
 ops = torch.ops.moe_mps
 

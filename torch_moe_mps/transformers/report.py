@@ -1,9 +1,79 @@
-"""What `accelerate` did, module by module."""
+"""What quantising and accelerating did, module by module."""
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from ..quantization import QuantizationReport
+from ..quantization import Format
+
+
+class QuantizedProjection(NamedTuple):
+    """What became of one parameter; `error` is mean |dense - quantised| / mean |dense|."""
+
+    projection: str
+    error: float
+    dense_bytes: int
+    quantized_bytes: int
+
+
+@dataclass
+class QuantizationReport:
+    """What quantize_experts did; prints as a table."""
+
+    format: Format
+    modules: dict[str, list[QuantizedProjection]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(entry.dense_bytes for entries in self.modules.values() for entry in entries)
+
+    @property
+    def quantized_bytes(self) -> int:
+        return sum(entry.quantized_bytes for entries in self.modules.values() for entry in entries)
+
+    def __str__(self) -> str:
+        """Equal layers are on one line, with the mean and the largest of their errors."""
+        reasons = Counter((_any_layer(name), why) for name, why in self.skipped.items())
+        lines = [f"{name} ({n}): left as it is, {why}" for (name, why), n in reasons.items()]
+        if self.modules:
+            return "\n".join(self._table() + lines)
+        return "\n".join(lines) or (
+            "No experts with transformers' experts interface found; nothing is quantised."
+        )
+
+    def _table(self) -> list[str]:
+        groups: dict[str, list[QuantizedProjection]] = {}
+        for name, entries in self.modules.items():
+            for entry in entries:
+                groups.setdefault(_any_layer(f"{name}.{entry.projection}"), []).append(entry)
+        rows = [("parameter", "n", "mean error", "largest", "before", "after")]
+        rows += [(name, str(len(entries)), *_summary(entries)) for name, entries in groups.items()]
+        everything = [entry for entries in groups.values() for entry in entries]
+        rows.append((f"all, {self.format}", str(len(everything)), *_summary(everything)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return [
+            "  ".join(
+                [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
+            )
+            for row in rows
+        ]
+
+
+def _any_layer(name: str) -> str:
+    """Numbers in the name of a module replaced by *."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _summary(entries: list[QuantizedProjection]) -> tuple[str, str, str, str]:
+    errors = [entry.error for entry in entries]
+    sizes = (sum(e.dense_bytes for e in entries), sum(e.quantized_bytes for e in entries))
+    return (f"{sum(errors) / len(errors):.4f}", f"{max(errors):.4f}", *map(_mib, sizes))
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"
 
 
 @dataclass(frozen=True)
@@ -23,6 +93,7 @@ class Report:
 
     rows: list[Row] = field(default_factory=list)
     quantization: QuantizationReport | None = None
+    compiled: str | None = None
 
     def add(
         self, name: str, module: object, kind: str, replaced_by: str | None, reason: str | None = None
@@ -54,4 +125,6 @@ class Report:
         table.insert(1, "  ".join("-" * w for w in (*widths, 8)))
         if self.quantization is not None:
             table += ["", str(self.quantization)]
+        if self.compiled is not None:
+            table += ["", self.compiled]
         return "\n".join(table)

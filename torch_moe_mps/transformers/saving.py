@@ -3,7 +3,6 @@
 Imported when transformers' quantizers are, through the package's import hook.
 """
 
-import copy
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -15,24 +14,10 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..quantization import (
-    QuantizationFormat,
-    empty_quantized_module,
-    experts_of,
-    is_quantized,
-    projections,
-    quantize_experts,
-    repack_mxfp4_blocks,
-    requested_format,
-)
+from ..quantization import Format, repack_mxfp4_blocks
 from .experts import NAME, pin_implementation
-
-# Arguments of from_pretrained that a config would keep to itself, and those that say where both files are.
-_FOR_THE_MODEL = ("dtype", "torch_dtype")
-_FOR_BOTH = (
-    "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder",
-    "token", "trust_remote_code",
-)  # fmt: skip
+from .interface import experts_of, is_quantized, projections
+from .packing import empty_quantized_module, quantize_modules
 
 
 @register_quantization_config(NAME)
@@ -56,23 +41,18 @@ class ExpertsQuantizationConfig(QuantizationConfigMixin):
         **unused: Any,
     ):
         self.quant_method = NAME
-        self.bits, self.group_size, self.mode = QuantizationFormat(bits, group_size, mode).to_dict().values()
+        self.bits, self.group_size, self.mode = Format(bits, group_size, mode).to_dict().values()
         if modules is not None and not isinstance(modules, Mapping):
             raise ValueError(
                 f"moe_mps: modules must be {{name: {{bits, group_size, mode}}}}, got {modules!r}"
             )
-        self.modules = modules and {
-            name: QuantizationFormat(**format).to_dict() for name, format in modules.items()
-        }
+        self.modules = modules and {name: Format(**format).to_dict() for name, format in modules.items()}
 
-    def formats(self, names: Collection[str]) -> dict[str, QuantizationFormat]:
+    def formats(self, names: Collection[str]) -> dict[str, Format]:
         """{name: format} of those of a model's experts modules that are quantised."""
         if self.modules is None:
-            return dict.fromkeys(names, QuantizationFormat(self.bits, self.group_size, self.mode))
-        return {
-            _same_module(stored, names): QuantizationFormat(**format)
-            for stored, format in self.modules.items()
-        }
+            return dict.fromkeys(names, Format(self.bits, self.group_size, self.mode))
+        return {_same_module(stored, names): Format(**format) for stored, format in self.modules.items()}
 
 
 def _same_module(stored: str, names: Collection[str]) -> str:
@@ -93,7 +73,7 @@ class ExpertsQuantizer(HfQuantizer):
     requires_calibration = False
     quantization_config: ExpertsQuantizationConfig
 
-    def _formats(self, model: nn.Module) -> dict[nn.Module, QuantizationFormat]:
+    def _formats(self, model: nn.Module) -> dict[nn.Module, Format]:
         experts = experts_of(model)
         formats = self.quantization_config.formats(experts)
         return {experts[name]: format for name, format in formats.items()}
@@ -121,7 +101,8 @@ class ExpertsQuantizer(HfQuantizer):
             return
         for format in set(formats.values()):
             names = {name: module for name, module in model.named_modules() if formats.get(module) == format}
-            quantize_experts(model, **format.to_dict(), modules=names)
+            quantize_modules(model, names, format)
+        mark_quantized(model)
 
     def get_weight_conversions(self) -> list:
         """MXFP4 blocks are read as packed weights; a checkpoint of this package has no blocks."""
@@ -203,67 +184,3 @@ def _config_of(model: nn.Module) -> ExpertsQuantizationConfig | None:
     different = len(quantized) < len(experts) or len(set(quantized.values())) > 1
     modules = {name: format.to_dict() for name, format in quantized.items()} if different else None
     return ExpertsQuantizationConfig(**usual.to_dict(), modules=modules)
-
-
-def from_pretrained(
-    name: str,
-    model_class: type | None = None,
-    *,
-    bits: int | None = None,
-    group_size: int | None = None,
-    mode: str | None = None,
-    **kwargs: Any,
-) -> Any:
-    """Load a model and accelerate it; MXFP4 experts (gpt-oss) stay in MXFP4 and are never dequantised.
-
-    Args:
-        name: folder or name on the Hub.
-        model_class: of transformers; AutoModelForCausalLM unless given.
-        bits, group_size, mode: as in `accelerate`, for dense experts; quantised ones stay as they are.
-        kwargs: for its from_pretrained.
-
-    Returns: what its from_pretrained returns: the model, in evaluation mode and accelerated; with
-        output_loading_info, a tuple of that and the information.
-
-    Raises: ValueError for a format that does not exist, or does not fit the weights.
-    """
-    import transformers
-
-    from . import accelerate
-
-    requested_format(bits, group_size, mode)  # before anything is loaded
-    cls = model_class or transformers.AutoModelForCausalLM
-    if kwargs.get("quantization_config") is None:
-        kwargs = _without_dequantising(name, cls, kwargs)
-    loaded = cls.from_pretrained(name, **kwargs)
-    model = loaded[0] if isinstance(loaded, tuple) else loaded
-    accelerate(model.eval(), bits, group_size, mode)
-    return loaded
-
-
-def _without_dequantising(name: str, cls: type, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of cls.from_pretrained; a config for MXFP4 experts is changed to keep them."""
-    config, others = _load_config(name, cls, kwargs)
-    stored = getattr(config, "quantization_config", None) or {}
-    stored = stored if isinstance(stored, Mapping) else stored.to_dict()
-    if stored.get("quant_method") != "mxfp4":
-        return kwargs
-    config = copy.deepcopy(config)
-    config.quantization_config = {"quant_method": NAME, **QuantizationFormat(mode="mxfp4").to_dict()}
-    return {**others, "config": config}
-
-
-def _load_config(name: str, cls: type, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The config with its overrides among the arguments of cls.from_pretrained, and the other arguments."""
-    from transformers import AutoConfig, PreTrainedConfig
-
-    others = {key: value for key, value in kwargs.items() if key != "config"}
-    config = kwargs.get("config")
-    if isinstance(config, PreTrainedConfig):
-        return config, others
-    given = {key: value for key, value in others.items() if key not in _FOR_THE_MODEL}
-    config_class = getattr(cls, "config_class", None) or AutoConfig
-    config, unused = config_class.from_pretrained(config or name, return_unused_kwargs=True, **given)
-    return config, {
-        key: value for key, value in others.items() if key in {*unused, *_FOR_THE_MODEL, *_FOR_BOTH}
-    }

@@ -45,6 +45,10 @@ class Once {
     const std::lock_guard<std::mutex> lock(mutex_);
     return futures_.at(key).get();
   }
+  bool has(const std::string& key) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return futures_.count(key) > 0;
+  }
 
  private:
   std::mutex mutex_;
@@ -164,7 +168,8 @@ const std::vector<Library>& all_libraries() {
   static const auto* const all = [] {
     auto* list = new std::vector<Library>{{"bucket", at::kInt}, {"bucket", at::kLong}};
     for (const c10::ScalarType dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
-      for (const char* file : {"norms", "rope", "attention", "routing", "combine", "experts"}) list->push_back({file, dtype});
+      for (const char* file : {"norms", "rope", "attention", "routing", "combine", "experts"})
+        list->push_back({file, dtype});
       for (const WeightFormat& format : all_formats()) list->push_back(quantized_library(format, dtype));
     }
     return list;
@@ -189,6 +194,10 @@ std::vector<std::string> library_names() {
 
 std::string library_source(const std::string& name) {
   return source_of(named_library(name));
+}
+
+bool is_built(const std::string& name) {
+  return libraries().has(named_library(name).name());
 }
 
 // "<function> <most threads of a threadgroup> <bytes of threadgroup memory that it declares>" of each kernel.
@@ -216,5 +225,6 @@ TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   m.def("_set_shader_directory(str directory) -> ()", &moe_mps::set_shader_directory);
   m.def("_libraries() -> str[]", &moe_mps::library_names);
   m.def("_library_source(str library) -> str", &moe_mps::library_source);
+  m.def("_is_built(str library) -> bool", &moe_mps::is_built);
   m.def("_pipelines(str library) -> str[]", &moe_mps::library_pipelines);
 }

@@ -1,0 +1,259 @@
+"""Linear layers, dense MLPs and embeddings with weights in the formats of _formats.py."""
+
+import torch
+from torch import Tensor
+
+from ._activations import apply_activation, check_activation
+from ._checks import ACTIVATION_DTYPES, ID_DTYPES
+from ._formats import Format, checked_format, dequantize_values
+from ._registry import operator
+from .experts import check_bias
+
+# Values that the reference dequantises at a time: 16 MiB of float32, whatever the size of the matrix.
+VALUES_AT_ONCE = 1 << 22
+
+
+def _product(
+    rows: Tensor, packed: Tensor, scales: Tensor, biases: Tensor | None, bias: Tensor | None, format: Format
+) -> Tensor:
+    """[n, C] -> [n, N] in float32: rows times the transposed matrix, plus the layer's bias."""
+    rows, out = rows.float(), rows.new_empty(rows.shape[0], packed.shape[0], dtype=torch.float32)
+    step = max(1, VALUES_AT_ONCE // max(1, rows.shape[1]))
+    for first in range(0, packed.shape[0], step):
+        some = slice(first, first + step)
+        offsets = None if biases is None else biases[some]
+        torch.mm(rows, dequantize_values(packed[some], scales[some], offsets, format).t(), out=out[:, some])
+    return out if bias is None else out.add_(bias.float())
+
+
+def _meta_linear_quantized(check, x, packed, scales, biases, bias, bits, group_size, mode):
+    check.dtype("x", x, ACTIVATION_DTYPES)
+    check.min_rank("x", x, 1)
+    format = checked_format(check, bits, group_size, mode)
+    check.rank("packed", packed, (2,))
+    rows = packed.shape[0]
+    format.check_weight(check, "", packed, scales, biases, (rows, x.shape[-1]), "N, C")
+    check_bias(check, "bias", bias, (rows,), "[N]")
+    check.same_device(x=x, packed=packed, scales=scales, biases=biases, bias=bias)
+    return x.new_empty(*x.shape[:-1], rows)
+
+
+@operator(
+    "linear_quantized(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor? bias, int bits, "
+    "int group_size, str mode) -> Tensor",
+    meta=_meta_linear_quantized,
+)
+def linear_quantized(
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    biases: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+    mode: str,
+) -> Tensor:
+    """A linear layer with quantised weights: out = x @ dequantised^T + bias.
+
+    Several layers of one input and one format are one call: concatenate the rows of their weights.
+
+    Args:
+        x: [..., C], float32, float16 or bfloat16.
+        packed: [N, C * bits / 32], uint32 or the same bits as int32.
+        scales: [N, C / group_size], float32, float16 or bfloat16 in mode "affine", else uint8.
+        biases: like `scales` in mode "affine", else None.
+        bias: [N], float32, float16 or bfloat16: of the layer, not of the format.
+        bits, group_size, mode: as for expert_qmm. C must be a multiple of group_size.
+
+    Returns: [..., N] in the dtype of `x`; dequantised and accumulated in float32. For more than a few rows of
+        `x` the Metal kernels round what they dequantise to float16 where that is the dtype of `x`.
+
+    Raises: ValueError for a dtype, shape, device or format that does not fit.
+    """
+    rows = x.reshape(-1, x.shape[-1]) if x.shape[-1] > 0 else x.new_empty(x.shape[:-1].numel(), 0)
+    out = _product(rows, packed, scales, biases, bias, Format(bits, group_size, mode))
+    return out.to(x.dtype).view(*x.shape[:-1], packed.shape[0])
+
+
+def _meta_mlp_quantized(
+    check,
+    x,
+    gate_up_packed,
+    gate_up_scales,
+    gate_up_biases,
+    down_packed,
+    down_scales,
+    down_biases,
+    bits,
+    group_size,
+    mode,
+    *,
+    gate_up_bias=None,
+    down_bias=None,
+    activation="silu",
+    alpha=None,
+    limit=None,
+    gated=True,
+    interleaved=False,
+    residual=None,
+    down_bits=None,
+    down_group_size=None,
+    down_mode=None,
+):
+    check.dtype("x", x, ACTIVATION_DTYPES)
+    check.min_rank("x", x, 1)
+    check_activation(check, activation, alpha, limit, gated, interleaved)
+    format = checked_format(check, bits, group_size, mode)
+    down_format = format.replaced(down_bits, down_group_size, down_mode, check, "down_")
+    check.rank("gate_up_packed", gate_up_packed, (2,))
+    hidden, rows, rows_name = x.shape[-1], gate_up_packed.shape[0], "2I" if gated else "I"
+    if gated and rows % 2 != 0:
+        check.fail("gate_up_packed", "of an even number of rows 2I", tuple(gate_up_packed.shape))
+    format.check_weight(
+        check,
+        "gate_up_",
+        gate_up_packed,
+        gate_up_scales,
+        gate_up_biases,
+        (rows, hidden),
+        f"{rows_name}, H",
+    )
+    down = (hidden, rows // 2 if gated else rows)
+    down_format.check_weight(check, "down_", down_packed, down_scales, down_biases, down, "H, I")
+    check_bias(check, "gate_up_bias", gate_up_bias, (rows,), f"[{rows_name}]")
+    check_bias(check, "down_bias", down_bias, (hidden,), "[H]")
+    if residual is not None:
+        check.dtype("residual", residual, (x.dtype,))
+        check.shape("residual", residual, x.shape, "[..., H]")
+    check.same_device(
+        x=x,
+        gate_up_packed=gate_up_packed,
+        gate_up_scales=gate_up_scales,
+        gate_up_biases=gate_up_biases,
+        down_packed=down_packed,
+        down_scales=down_scales,
+        down_biases=down_biases,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        residual=residual,
+    )
+    return x.new_empty(x.shape)
+
+
+@operator(
+    "mlp_quantized(Tensor x, Tensor gate_up_packed, Tensor gate_up_scales, Tensor? gate_up_biases, "
+    "Tensor down_packed, Tensor down_scales, Tensor? down_biases, int bits, int group_size, str mode, *, "
+    'Tensor? gate_up_bias=None, Tensor? down_bias=None, str activation="silu", float? alpha=None, '
+    "float? limit=None, bool gated=True, bool interleaved=False, Tensor? residual=None, "
+    "int? down_bits=None, int? down_group_size=None, str? down_mode=None) -> Tensor",
+    meta=_meta_mlp_quantized,
+)
+def mlp_quantized(
+    x: Tensor,
+    gate_up_packed: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_biases: Tensor | None,
+    down_packed: Tensor,
+    down_scales: Tensor,
+    down_biases: Tensor | None,
+    bits: int,
+    group_size: int,
+    mode: str,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    alpha: float | None = None,
+    limit: float | None = None,
+    gated: bool = True,
+    interleaved: bool = False,
+    residual: Tensor | None = None,
+    down_bits: int | None = None,
+    down_group_size: int | None = None,
+    down_mode: str | None = None,
+) -> Tensor:
+    """A dense MLP, or a shared expert, with quantised weights:
+
+        h   = act(gate_up @ x + gate_up_bias)
+        out = down @ h + down_bias + residual
+
+    h is rounded to the dtype of `x`.
+
+    Args:
+        x: [..., H], float32, float16 or bfloat16.
+        gate_up_packed: [2I, H * bits / 32] ([I, ...] when not gated), uint32 or the same bits as int32: the
+            rows of the gate, then those of the up projection.
+        gate_up_scales, gate_up_biases: [2I, H / group_size], float32, float16 or bfloat16 in mode "affine",
+            else uint8 and None.
+        down_packed: [H, I * bits / 32].
+        down_scales, down_biases: [H, I / group_size].
+        bits, group_size, mode: as for expert_qmm. H and I must be multiples of group_size.
+        gate_up_bias, down_bias: [2I] ([I] when not gated) and [H]: the layer's, not the format's.
+        activation, alpha, limit, gated, interleaved: as for moe_experts.
+        residual: [..., H] in the dtype of `x`.
+        down_bits, down_group_size, down_mode: as for moe_experts_quantized.
+
+    Returns: [..., H] in the dtype of `x`; sums in float32.
+
+    Raises: ValueError for a dtype, shape, device, option or format that does not fit.
+    """
+    format = Format(bits, group_size, mode)
+    rows = x.reshape(-1, x.shape[-1]) if x.shape[-1] > 0 else x.new_empty(x.shape[:-1].numel(), 0)
+    rows = _product(rows, gate_up_packed, gate_up_scales, gate_up_biases, gate_up_bias, format)
+    hidden = apply_activation(rows, activation, alpha, limit, gated, interleaved).to(x.dtype)
+    down_format = format.replaced(down_bits, down_group_size, down_mode)
+    out = _product(hidden, down_packed, down_scales, down_biases, down_bias, down_format).view(x.shape)
+    return (out if residual is None else out.add_(residual.float())).to(x.dtype)
+
+
+def _meta_embedding_quantized(check, ids, packed, scales, biases, bits, group_size, mode, dtype):
+    check.dtype("ids", ids, ID_DTYPES)
+    format = checked_format(check, bits, group_size, mode)
+    if dtype not in ACTIVATION_DTYPES:
+        check.fail("dtype", "float32 or float16 or bfloat16", str(dtype).removeprefix("torch."))
+    check.rank("packed", packed, (2,))
+    shape = (packed.shape[0], format.columns(packed.shape[1]))
+    format.check_weight(check, "", packed, scales, biases, shape, "V, C")
+    check.same_device(ids=ids, packed=packed, scales=scales, biases=biases)
+    return ids.new_empty(*ids.shape, shape[1], dtype=dtype)
+
+
+@operator(
+    "embedding_quantized(Tensor ids, Tensor packed, Tensor scales, Tensor? biases, int bits, int group_size, "
+    "str mode, ScalarType dtype) -> Tensor",
+    meta=_meta_embedding_quantized,
+)
+def embedding_quantized(
+    ids: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    biases: Tensor | None,
+    bits: int,
+    group_size: int,
+    mode: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Rows of a quantised matrix: out[...] = dequantised[ids[...]].
+
+    Args:
+        ids: [...], int32 or int64. An id outside [0, V) reads nothing and gives a row of zeros.
+        packed: [V, C * bits / 32], uint32 or the same bits as int32.
+        scales: [V, C / group_size], float32, float16 or bfloat16 in mode "affine", else uint8.
+        biases: like `scales` in mode "affine", else None.
+        bits, group_size, mode: as for expert_qmm.
+        dtype: of the result: float32, float16 or bfloat16.
+
+    Returns: [..., C] in `dtype`; dequantised in float32, rounded once.
+
+    Raises: ValueError for a dtype, shape, device or format that does not fit.
+    """
+    format = Format(bits, group_size, mode)
+    rows, columns = packed.shape[0], format.columns(packed.shape[1])
+    flat = ids.reshape(-1).long()
+    out = torch.zeros(*flat.shape, columns, dtype=dtype, device=ids.device)
+    inside = ((flat >= 0) & (flat < rows)).nonzero().squeeze(-1)
+    flat = flat[inside]
+    offsets = None if biases is None else biases[flat]
+    values = dequantize_values(packed.view(torch.int32)[flat], scales[flat], offsets, format)
+    out[inside] = values.to(dtype)
+    return out.view(*ids.shape, columns)

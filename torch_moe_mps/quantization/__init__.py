@@ -1,0 +1,21 @@
+"""Formats of quantised weights: tensors only, nothing of models."""
+
+from ..ops._formats import Format
+from .formats import (
+    QuantizedWeight,
+    dequantize,
+    quantize,
+    relative_error,
+    repack_mxfp4_blocks,
+    requested_format,
+)
+
+__all__ = [
+    "Format",
+    "QuantizedWeight",
+    "dequantize",
+    "quantize",
+    "relative_error",
+    "repack_mxfp4_blocks",
+    "requested_format",
+]

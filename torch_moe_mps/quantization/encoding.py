@@ -1,0 +1,77 @@
+"""Groups of float32 values -> codes, scales and biases, bit for bit as mlx.core.quantize on a CPU."""
+
+import torch
+from torch import Tensor
+
+from ..ops._formats import Format, e4m3, e8m0
+
+# mlx.core.quantize keeps scales of (nearly) constant groups away from zero with this.
+SMALLEST_SCALE = 1e-7
+# Halfway between neighbouring e2m1 magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6. A tie goes to the smaller one.
+E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+E2M1_LARGEST = 6.0
+E4M3_LARGEST = 448.0
+
+
+def encode(groups: Tensor, dtype: torch.dtype, format: Format) -> tuple[Tensor, Tensor, Tensor | None]:
+    """float32 [..., group_size] -> codes uint8 [..., group_size], scales and biases [...].
+
+    `dtype` is that of the weight: it decides how the largest magnitude of a group is rounded.
+    """
+    if format.has_biases:
+        return _encode_affine(groups, format.bits)
+    largest = E2M1_LARGEST if format.bits == 4 else E4M3_LARGEST
+    # MLX divides in the dtype of the weight, which decides when the magnitude is between two scales.
+    fit = (groups.abs().amax(-1).to(dtype) / largest).float()
+    if format.mode == "nvfp4":
+        scales = _e4m3_codes(fit)
+        # A scale of zero makes codes of zero.
+        factors = e4m3(scales).unsqueeze(-1)
+        return _e2m1_codes(torch.where(factors == 0, 0.0, groups / factors)), scales, None
+    scales = _covering_powers(fit)
+    groups = groups * e8m0(254 - scales).unsqueeze(-1)
+    codes = _e2m1_codes(groups) if format.bits == 4 else _e4m3_codes(groups)
+    return codes, scales.to(torch.uint8), None
+
+
+def _encode_affine(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """In float32, in the order of operations of MLX.
+
+    The end of the range with the larger magnitude becomes the bias, and the scale is adjusted so that zero is
+    hit exactly: weights that are zero stay zero.
+    """
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    largest = 2**bits - 1
+    low_is_edge = low.abs() > high.abs()
+    scale = ((high - low) / largest).clamp(min=SMALLEST_SCALE)
+    scale = torch.where(low_is_edge, scale, -scale)
+    edge = torch.where(low_is_edge, low, high)
+    steps = (edge / scale).round()
+    scale = torch.where(steps == 0, scale, edge / steps)
+    bias = torch.where(steps == 0, 0.0, edge)
+    codes = (groups - bias).div_(scale).round_().clamp_(0, largest).to(torch.uint8)
+    return codes, scale.squeeze(-1), bias.squeeze(-1)
+
+
+def _covering_powers(fit: Tensor) -> Tensor:
+    """e8m0, as int32, of the smallest power of two that is at least `fit`: so that nothing saturates.
+
+    It stays at 2^-127 below that; mlx.core.quantize wraps around to 2^128 for such groups.
+    """
+    bits = fit.view(torch.int32)
+    field, fraction = bits >> 23, bits & ((1 << 23) - 1)
+    scales = torch.where(field == 0, fraction > 1 << 22, field + (fraction > 0))
+    return torch.where(bits == 0, 127, scales)
+
+
+def _e2m1_codes(values: Tensor) -> Tensor:
+    magnitudes, codes = values.abs(), torch.zeros_like(values, dtype=torch.uint8)
+    for midpoint in E2M1_MIDPOINTS:  # 4 times faster than torch.bucketize
+        codes += magnitudes > midpoint
+    codes += ((values < 0) & (codes > 0)).to(torch.uint8) << 3
+    return codes
+
+
+def _e4m3_codes(values: Tensor) -> Tensor:
+    """Rounded to the nearest, ties to even; beyond the largest it is that one."""
+    return values.clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)

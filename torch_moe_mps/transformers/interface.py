@@ -1,0 +1,28 @@
+"""The experts interface of transformers: what a module of experts has, and what its parameters are called."""
+
+from torch import Tensor, nn
+
+INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # of transformers' experts
+
+
+def is_experts(module: object) -> bool:
+    """Whether a module has the experts interface of transformers' `use_experts_implementation`."""
+    if not all(isinstance(getattr(module, flag, None), bool) for flag in INTERFACE):
+        return False
+    tensors = [getattr(module, projection, None) for projection in projections(module)]
+    dense = all(isinstance(tensor, Tensor) and tensor.dim() == 3 for tensor in tensors)
+    return dense or is_quantized(module)
+
+
+def is_quantized(experts: nn.Module) -> bool:
+    """Whether quantize_module, or the loading of a checkpoint, gave the module a format."""
+    return getattr(experts, "quantization", None) is not None
+
+
+def experts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """{name: module} of all experts of a model, in its order."""
+    return {name: module for name, module in model.named_modules() if is_experts(module)}
+
+
+def projections(module: nn.Module) -> tuple[str, str]:
+    return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")

@@ -1,0 +1,127 @@
+"""Modules whose forward is replaced: the class of the instance changes to a subclass, everything else stays.
+
+So hooks, isinstance, state_dict and the module tree are as before. Deepcopy and pickle write the original
+class and rewrite the copy, and `restore_module` puts the original class back.
+"""
+
+import functools
+import types
+
+from torch import Tensor, nn
+
+from .experts import runs_own_code
+from .interface import is_experts
+from .program.formulas import is_pure
+from .program.programs import CLASS_MARK, Program, Unsupported, original_class
+from .program.straightening import straighten
+from .rules import fused
+from .rules.gate import use_gates
+from .rules.handover import hand_over_raw_results
+from .rules.norms import fuse_norms
+from .rules.router import RAW, replace_selection
+from .rules.shared import fold_shared_experts
+
+_MARKS = ("_moe_mps_norm", "_moe_mps_activation", "_moe_mps_gate")
+
+
+def is_rewritten(module: nn.Module) -> bool:
+    return hasattr(type(module), CLASS_MARK)
+
+
+def rewrite(module: nn.Module) -> tuple[list[str], str | None]:
+    """Rewrites a module's forward. What was replaced in it, and the reason if that is nothing."""
+    if is_rewritten(module):
+        restore_module(module)
+    if "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
+        return [], "its forward was replaced on the instance"
+    try:
+        program = straighten(module)
+        reason = _apply_rules(program)
+        if program.rewrites:
+            _change_class(module, program.compile(fused, is_pure))
+    except Unsupported as unsupported:
+        return [], str(unsupported)
+    return program.rewrites, None if program.rewrites else reason
+
+
+def _apply_rules(program: Program) -> str | None:
+    if not any(is_experts(child) for child in program.module.modules()):
+        return replace_selection(program)
+    fold_shared_experts(program)
+    hand_over_raw_results(program)
+    fuse_norms(program)
+    use_gates(program)
+    return "no norm or shared expert here that an operator can fuse"
+
+
+def restore_module(module: nn.Module) -> None:
+    """The module as it was before `rewrite`."""
+    drop_forward_of_class(module)
+    if is_rewritten(module):
+        _set_class(module, original_class(module))
+    for mark in _MARKS:
+        module.__dict__.pop(mark, None)
+
+
+def drop_forward_of_class(module: nn.Module) -> None:
+    """Drops a forward of the instance that is its class's, as hooks of the accelerate library leave it."""
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, types.MethodType) and forward == types.MethodType(type(module).forward, module):
+        del module.__dict__["forward"]
+
+
+def _change_class(module: nn.Module, forward: types.FunctionType) -> None:
+    _set_class(module, _rewritten_class(type(module), forward))
+
+
+def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    module.__class__ = cls
+    if "_old_forward" in module.__dict__:  # the accelerate library calls this one between its hooks
+        module._old_forward = types.MethodType(cls.forward, module)
+
+
+@functools.cache
+def _rewritten_class(original: type[nn.Module], rewritten: types.FunctionType) -> type[nn.Module]:
+    """The subclass of `original` that runs `rewritten` in inference and the original forward otherwise."""
+    own = original.forward
+
+    @functools.wraps(own)
+    def forward(self, *args, **kwargs):
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if not tensors or runs_own_code(self, *tensors):
+            kwargs.pop(RAW, None)
+            return own(self, *args, **kwargs)
+        return rewritten(self, *args, **kwargs)
+
+    def reduce(self, protocol):
+        _, _, *state = super(cls, self).__reduce_ex__(protocol)
+        return _new_copy, (original,), *state
+
+    members = {
+        "forward": forward,
+        "__reduce_ex__": reduce,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        CLASS_MARK: original,
+    }
+    if RAW in (rewritten.__kwdefaults__ or {}):
+        members[RAW] = True
+    cls = type(original.__name__, (original,), members)
+    return cls
+
+
+def _new_copy(original: type[nn.Module]) -> nn.Module:
+    """An empty module that is rewritten once its state has been set."""
+    cls = _copy_class(original)
+    return cls.__new__(cls)
+
+
+@functools.cache
+def _copy_class(original: type[nn.Module]) -> type[nn.Module]:
+    def resume(self, state):
+        self.__class__ = original
+        self.__setstate__(state)
+        rewrite(self)
+
+    return type(original.__name__, (original,), {"__setstate__": resume, "__module__": original.__module__})

@@ -1,0 +1,145 @@
+"""Whole gates: a router that norms, multiplies and selects (Gemma 4), as one moe_gate.
+
+Such a router also returns probabilities over all experts. Where the layer discards them, the layer calls
+`gate` instead of the router; called by anyone else, the router is as it was.
+"""
+
+import ast
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ...ops._checks import MAX_TOP_K
+from ..experts import is_observed, may_be_fused
+from ..program.formulas import Node, Reader, evaluate, is_number
+from ..program.patterns import match
+from ..program.programs import Program, Unsupported, original_class
+from ..program.straightening import straighten
+from .handover import experts_fed_by
+
+ops = torch.ops.moe_mps
+
+_IDS = "topk(softmax(L), K)[1]"
+_WEIGHTS = "topk(softmax(L), K)[0] / sum(topk(softmax(L), K)[0]) * index(PER_EXPERT, topk(softmax(L), K)[1])"
+_HIDDEN = "X * rsqrt(mean(square(X)) + EPS) * SCALE * ROOT"
+
+
+@dataclass(frozen=True)
+class GateFormula:
+    """Attributes of: softmax top-k of linear(rms(x) * scale * root), renormalised, * per_expert_scale.
+
+    `classes` are those of the modules that the formula was read from: an adapter put in later changes them.
+    """
+
+    linear: str
+    scale: str
+    root: str
+    per_expert_scale: str
+    top_k: str
+    eps: str
+    classes: tuple[type[nn.Module], ...]
+
+    def holds_for(self, router: nn.Module) -> bool:
+        """Whether the router still computes this, with nothing that sees or changes what its parts do."""
+        modules = list(router.modules())
+        return _classes(modules) == self.classes and not any(map(is_observed, modules))
+
+
+def _classes(modules: Iterable[nn.Module]) -> tuple[type[nn.Module], ...]:
+    return tuple(map(original_class, modules))
+
+
+def gate_formula(router: nn.Module) -> GateFormula | None:
+    try:
+        program = straighten(router)
+        result = Reader(program).result()
+    except Unsupported:
+        return None
+    if result.op != "tuple" or len(result.args) != 3:
+        return None
+    selected = match(_IDS, result.args[2])
+    bound = selected and match(_WEIGHTS, result.args[1], selected)
+    logits = bound["L"].peel() if bound else None
+    if logits is None or logits.op != "module" or len(logits.args) != 2:
+        return None
+    normed = match(_HIDDEN, logits.args[1], bound)
+    linear = router.get_submodule(logits.args[0].removeprefix("self."))
+    if normed is None or type(linear) is not nn.Linear or linear.bias is not None:
+        return None
+    return _paths(router, normed | {"LINEAR": Node("attr", (logits.args[0],))})
+
+
+def _paths(router: nn.Module, bound: dict[str, Node]) -> GateFormula | None:
+    names = ("LINEAR", "SCALE", "ROOT", "PER_EXPERT", "K", "EPS")
+    nodes = [bound[name].peel() for name in names]
+    scale, per_expert = (evaluate(bound[name].peel(), router) for name in ("SCALE", "PER_EXPERT"))
+    numbers = all(is_number(bound[name], router) for name in ("ROOT", "K", "EPS"))
+    tensors = (
+        isinstance(scale, Tensor) and isinstance(per_expert, Tensor) and scale.dim() == per_expert.dim() == 1
+    )
+    is_input = bound["X"].peel().op == "opaque"
+    if not (numbers and tensors and is_input and all(node.op == "attr" for node in nodes)):
+        return None
+    if not 1 <= evaluate(bound["K"].peel(), router) <= MAX_TOP_K:
+        return None
+    paths = (node.args[0].removeprefix("self.") for node in nodes)
+    return GateFormula(*paths, classes=_classes(router.modules()))
+
+
+def _attribute(module: nn.Module, path: str) -> object:
+    value: object = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def gate(
+    experts: nn.Module | None, router: nn.Module, hidden: Tensor
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """router(hidden) without its first result, unless something listens to it.
+
+    The ids come in int32 where `experts` alone reads them, and on our operators.
+    """
+    formula = router.__dict__.get("_moe_mps_gate")
+    if formula is None or hidden.dim() != 2 or not formula.holds_for(router):
+        return router(hidden)
+    scale, root, per_expert, top_k, eps = (
+        _attribute(router, path)
+        for path in (formula.scale, formula.root, formula.per_expert_scale, formula.top_k, formula.eps)
+    )
+    weight = _attribute(router, formula.linear).weight
+    weights, ids = ops.moe_gate(hidden, weight, scale * root, per_expert, top_k, eps, False)
+    raw = experts is not None and may_be_fused(experts)
+    return None, weights, ids if raw else ids.long()
+
+
+def use_gates(program: Program) -> None:
+    """Rewrites `_, weights, ids = self.router(x)` where the first result is not read."""
+    for statement in program.statements:
+        call = statement.value if isinstance(statement, ast.Assign) else None
+        if not isinstance(call, ast.Call) or len(call.args) != 1 or call.keywords:
+            continue
+        owner, _, name = ast.unparse(call.func).rpartition(".")
+        router = getattr(program.module, name, None) if owner == "self" else None
+        if not isinstance(router, nn.Module) or _reads_first(program, statement.targets[0].id):
+            continue
+        formula = gate_formula(router)
+        if formula is not None:
+            router.__dict__["_moe_mps_gate"] = formula
+            experts = experts_fed_by(program, statement.targets[0].id) or ast.Constant(None)
+            function = ast.Attribute(ast.Name("_moe_mps", ast.Load()), "gate", ast.Load())
+            statement.value = ast.Call(function, [experts, call.func, *call.args], [])
+            program.rewrites.append(f"moe_gate ({name})")
+
+
+def _reads_first(program: Program, results: str) -> bool:
+    """Whether anything but the unpacking reads results[0]."""
+    for name, value in program.definitions.items():
+        if ast.unparse(value) == f"{results}[0]":
+            unpacked = len(
+                [1 for v in program.definitions.values() if ast.unparse(v).startswith(f"{results}[")]
+            )
+            return program.uses(name) > 0 or program.uses(results) != unpacked
+    return True

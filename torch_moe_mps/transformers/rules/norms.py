@@ -1,0 +1,191 @@
+"""RMSNorms next to the residual stream: `residual + x -> norm` and `residual + norm(x)` as one operator."""
+
+import ast
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..experts import is_observed
+from ..program.formulas import Reader, evaluate, is_number
+from ..program.patterns import match
+from ..program.programs import Program, Unsupported
+from ..program.straightening import straighten
+
+ops = torch.ops.moe_mps
+
+_RMS = "X * rsqrt(mean(square(X)) + EPS)"
+# Formula of the norm's forward -> what is added to its weight.
+_FORMULAS = {f"(W + 1.0) * ({_RMS})": 1.0, f"W * ({_RMS})": 0.0}
+
+
+@dataclass(frozen=True)
+class NormFormula:
+    """rms(x) * (weight + offset); `keeps_dtype`: the result has the dtype of x, whatever the weight has."""
+
+    weight: str
+    eps: str
+    offset: float
+    keeps_dtype: bool
+
+
+def norm_formula(module: nn.Module) -> NormFormula | None:
+    """How a module computes its RMSNorm, None if it is something else."""
+    if not isinstance(getattr(module, "weight", None), Tensor) or module.weight.dim() != 1:
+        return None
+    try:
+        result = Reader(straighten(module)).result()
+    except Unsupported:
+        return None
+    for formula, offset in _FORMULAS.items():
+        bound = match(formula, result)
+        if bound is None or bound["W"].peel().op != "attr" or not is_number(bound["EPS"], module):
+            continue
+        is_input = bound["X"].peel().op == "opaque"
+        if is_input and evaluate(bound["W"].peel(), module) is module.weight:
+            return NormFormula(
+                "weight", bound["EPS"].args[0].removeprefix("self."), offset, result.op == "cast"
+            )
+    return None
+
+
+def _fusable(norm: nn.Module, residual: Tensor, x: Tensor) -> NormFormula | None:
+    """The formula if the operator gives what the module gives for these tensors, hooks included."""
+    formula = norm.__dict__.get("_moe_mps_norm")
+    if formula is None or is_observed(norm) or not (isinstance(residual, Tensor) and isinstance(x, Tensor)):
+        return None
+    weight = norm.weight
+    same = residual.dtype == x.dtype and residual.shape == x.shape and weight.device == x.device
+    return formula if same and (formula.keeps_dtype or weight.dtype == x.dtype) else None
+
+
+def residual_norm(norm: nn.Module, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(norm(residual + x), residual + x)"""
+    formula = _fusable(norm, residual, x)
+    if formula is None:
+        total = residual + x
+        return norm(total), total
+    eps = getattr(norm, formula.eps)
+    return ops.fused_residual_norm(residual, x, norm.weight, eps, True, formula.offset)
+
+
+def norm_add(norm: nn.Module, residual: Tensor, x: Tensor) -> Tensor:
+    """residual + norm(x)"""
+    formula = _fusable(norm, residual, x)
+    if formula is None:
+        return residual + norm(x)
+    return ops.fused_norm_add(residual, x, norm.weight, getattr(norm, formula.eps), formula.offset)
+
+
+def norm_add_scalar(norm: nn.Module, residual: Tensor, x: Tensor, scalar: Tensor) -> Tensor:
+    """(residual + norm(x)) * scalar, in the dtype of the sum."""
+    formula = _fusable(norm, residual, x)
+    if formula is None:
+        total = residual + norm(x)
+        total *= scalar
+        return total
+    eps = getattr(norm, formula.eps)
+    return ops.fused_norm_add_scalar(residual, x, norm.weight, scalar, eps, formula.offset)
+
+
+# Rewriting of a layer's program
+
+
+def fuse_norms(program: Program) -> None:
+    """Rewrites each pair of a residual sum and an RMSNorm; notes in program.rewrites what it did."""
+    norms = {name: norm_formula(child) for name, child in program.module.named_children()}
+    formulas = {name: formula for name, formula in norms.items() if formula is not None}
+    for statement in list(program.statements):
+        _fuse_norm_add(program, statement, formulas)
+    for statement in list(program.statements):
+        _fuse_residual_norm(program, statement, formulas)
+
+
+def _norm_call(value: ast.expr, formulas: dict[str, NormFormula]) -> tuple[str, ast.expr] | None:
+    """(norm, x) of an expression self.norm(x)."""
+    if isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords:
+        owner, _, name = ast.unparse(value.func).rpartition(".")
+        if owner == "self" and name in formulas:
+            return name, value.args[0]
+    return None
+
+
+def _helper(name: str, norm: str, *arguments: ast.expr) -> ast.Call:
+    function = ast.Attribute(ast.Name("_moe_mps", ast.Load()), name, ast.Load())
+    module = ast.Attribute(ast.Name("self", ast.Load()), norm, ast.Load())
+    return ast.Call(function, [module, *arguments], [])
+
+
+def _mark(program: Program, norm: str, formula: NormFormula, note: str) -> None:
+    getattr(program.module, norm).__dict__["_moe_mps_norm"] = formula
+    program.rewrites.append(f"{note} ({norm})")
+
+
+def _sum(program: Program, statement: ast.stmt) -> tuple[ast.expr, ast.expr] | None:
+    value = statement.value if isinstance(statement, ast.Assign) else None
+    is_sum = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)
+    return (value.left, value.right) if is_sum else None
+
+
+def _fuse_norm_add(program: Program, statement: ast.stmt, formulas: dict[str, NormFormula]) -> None:
+    """residual + self.norm(x), and the multiplication by the layer's scalar where it follows."""
+    terms = _sum(program, statement)
+    if terms is None:
+        return
+    for residual, normed in (terms, terms[::-1]):
+        name = program.last_name(normed)
+        call = _norm_call(program.definitions[name], formulas) if name else None
+        if call is None or program.uses(name) > 1:
+            continue
+        source = program.defined_by(name)
+        if program.mutates_between(source, statement):
+            continue
+        norm, x = call
+        program.statements.remove(source)
+        total = statement.targets[0].id
+        scaled = _scaled_by_attribute(program, total)
+        if scaled is None:
+            statement.value = _helper("norm_add", norm, residual, x)
+            _mark(program, norm, formulas[norm], "fused_norm_add")
+        else:
+            product, scalar = scaled
+            product.value = _helper("norm_add_scalar", norm, residual, x, scalar)
+            program.statements.remove(statement)
+            _mark(program, norm, formulas[norm], "fused_norm_add_scalar")
+        return
+
+
+def _scaled_by_attribute(program: Program, total: str) -> tuple[ast.Assign, ast.expr] | None:
+    """The statement `total *= self.scalar` with a tensor of one element, where nothing else reads the sum."""
+    if program.uses(total) != 1:
+        return None
+    for statement in program.inplace:
+        value = getattr(statement, "value", None)
+        if not (isinstance(value, ast.Call) and ast.unparse(value.func) == "_inplace.imul"):
+            continue
+        target, factor = value.args
+        name = ast.unparse(factor).removeprefix("self.")
+        scalar = getattr(program.module, name, None) if name.isidentifier() else None
+        if program.last_name(target) == total and isinstance(scalar, Tensor) and scalar.numel() == 1:
+            return statement, factor
+    return None
+
+
+def _fuse_residual_norm(program: Program, statement: ast.stmt, formulas: dict[str, NormFormula]) -> None:
+    """x = self.norm(s) with s = residual + y"""
+    call = _norm_call(statement.value, formulas) if isinstance(statement, ast.Assign) else None
+    if call is None:
+        return
+    norm, x = call
+    total = program.last_name(x)
+    source = program.defined_by(total) if total else None
+    terms = _sum(program, source) if source is not None else None
+    if terms is None or program.mutates_between(source, statement):
+        return
+    pair = program.assign("normed", _helper("residual_norm", norm, *terms))
+    program.statements.insert(program.statements.index(source), pair)
+    name = pair.targets[0].id
+    for target, index in ((statement, 0), (source, 1)):
+        target.value = ast.Subscript(ast.Name(name, ast.Load()), ast.Constant(index), ast.Load())
+    program.definitions[total] = source.value
+    _mark(program, norm, formulas[norm], "fused_residual_norm")

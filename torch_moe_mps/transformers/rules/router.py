@@ -1,0 +1,247 @@
+"""Routers: the formulas that `moe_router` computes, as one table, and their place in a router's program.
+
+A router keeps its interface: the logits are computed by its own code, the selection by the operator, and the
+results are cast to what the model's code would give (weights in its dtype, ids as int64).
+"""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ...ops._checks import MAX_TOP_K
+from ..experts import is_observed, may_be_fused
+from ..program.formulas import Node, Reader, casts_to_float32, evaluate, held, is_number
+from ..program.patterns import match
+from ..program.programs import Program, Unsupported
+from ..program.straightening import straighten
+
+ops = torch.ops.moe_mps
+
+MAX_EXPERTS = 1024
+# The argument with which a block that hands everything to our experts asks for results without casts.
+RAW = "moe_mps_raw"
+_SCORES = {"softmax": "softmax(L)", "sigmoid": "sigmoid(L)", "sqrtsoftplus": "sqrtsoftplus(L)"}
+# Score of a group, and what experts outside of the best groups count as.
+_GROUPS = {
+    "top2_sum": "sum(topk(grouped({choice}, G), 2)[0])",
+    "max": "amax(grouped({choice}, G))",
+}
+_MASKED = "masked_fill({choice}, not_(scatter_(zeros_like({score}), topk({score}, T)[1], 1)), FILL)"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A way to choose experts: the formulas of ids and weights, and the operator's arguments for them."""
+
+    ids: str
+    weights: tuple[str, ...]
+    arguments: dict[str, object]
+
+
+def _table() -> Iterator[Selection]:
+    for scoring, scores in _SCORES.items():
+        for bias in ("", " + B"):
+            choice = scores + bias
+            plain = (f"gather({scores}, topk({choice}, K)[1])", f"topk({choice}, K)[0]")
+            yield Selection(f"topk({choice}, K)[1]", plain[: 1 if bias else 2], {"scoring": scoring})
+            for name, form in _GROUPS.items():
+                masked = _MASKED.format(choice=choice, score=form.format(choice=choice))
+                weights = (f"gather({scores}, topk({masked}, K)[1])", f"topk({masked}, K)[0]")
+                arguments = {"scoring": scoring, "group_score": name}
+                yield Selection(f"topk({masked}, K)[1]", weights[: 1 if bias else 2], arguments)
+    after = ("softmax(topk(L, K)[0])", "softmax(gather(L, topk(L, K)[1]))")
+    yield Selection("topk(L, K)[1]", after, {"scoring": "softmax_after_topk"})
+    yield Selection("topk(L, K)[1]", ("sigmoid(topk(L, K)[0])",), {"scoring": "sigmoid"})
+    by_logits = ("sigmoid(gather(L, topk(L + B, K)[1]))", "gather(sigmoid(L), topk(L + B, K)[1])")
+    yield Selection("topk(L + B, K)[1]", by_logits, {"scoring": "sigmoid", "bias_on_logits": True})
+
+
+SELECTIONS = tuple(_table())
+# What follows the selected scores, outermost first: a factor, then the division by the sum.
+_FACTORS = ("W * SCALE", "W / DIVISOR")
+_NORMALISATIONS = ("W / sum(W)", "W / (sum(W) + EPS)", "W / clamp(sum(W), MIN)", "W / clamp_min(sum(W), MIN)")
+
+
+@dataclass
+class RouterFormula:
+    """A router's selection as arguments of moe_router: expressions of the program, by name."""
+
+    weights: Node
+    logits: Node
+    top_k: ast.expr
+    arguments: dict[str, ast.expr]
+
+
+def router_formula(module: nn.Module, weights: Node, ids: Node) -> RouterFormula | str:
+    """The formula behind a router's results, or the reason why it has none here."""
+    arguments: dict[str, ast.expr] = {}
+    scored = _peel_factors(module, weights.peel(), arguments)
+    for selection in SELECTIONS:
+        bound = match(selection.ids, ids)
+        found = bound and next(filter(None, (match(w, scored, bound) for w in selection.weights)), None)
+        if not found:
+            continue
+        arguments |= {name: ast.Constant(value) for name, value in selection.arguments.items()}
+        reason = _complete(module, found, arguments)
+        if reason is not None:
+            return reason
+        scores = held(found["L"])
+        if None in (scores.source, found["K"].source, *arguments.values()):
+            return "its formula is spread over several modules"
+        return RouterFormula(weights, scores, found["K"].source, arguments)
+    return "its formula is not one of moe_router's"
+
+
+def _peel_factors(module: nn.Module, weights: Node, arguments: dict[str, ast.expr]) -> Node:
+    """Strips scaling and normalisation off the weights and notes them as arguments."""
+    arguments["norm_topk_prob"] = ast.Constant(False)
+    for form in _FACTORS:
+        bound = match(form, weights)
+        for name in ("SCALE", "DIVISOR"):
+            if bound and name in bound and is_number(bound[name], module):
+                factor = bound[name].source
+                inverse = ast.BinOp(ast.Constant(1.0), ast.Div(), factor)
+                arguments["scaling_factor"] = factor if name == "SCALE" else inverse
+                weights = bound["W"].peel()
+                break
+    for form in _NORMALISATIONS:
+        bound = match(form, weights)
+        limits = {name: bound[name] for name in ("EPS", "MIN") if bound and name in bound}
+        if bound and all(is_number(limit, module) for limit in limits.values()):
+            arguments["norm_topk_prob"] = ast.Constant(True)
+            arguments["norm_eps"] = limits["EPS"].source if "EPS" in limits else ast.Constant(0.0)
+            if "MIN" in limits:
+                arguments["norm_min"] = limits["MIN"].source
+            return bound["W"].peel()
+    return weights
+
+
+def _complete(module: nn.Module, bound: dict[str, Node], arguments: dict[str, ast.expr]) -> str | None:
+    """Adds bias and groups; the reason why the operator cannot be used, if there is one."""
+    top_k = evaluate(bound["K"], module)
+    if not isinstance(top_k, int) or not 1 <= top_k <= MAX_TOP_K:
+        return f"top_k is {top_k}, beyond what moe_router takes"
+    num_experts = module.weight.shape[0] if isinstance(getattr(module, "weight", None), Tensor) else 0
+    if num_experts > MAX_EXPERTS:
+        return f"it has {num_experts} experts, beyond what moe_router takes"
+    if "B" in bound:
+        bias = evaluate(bound["B"].peel(), module)
+        if bound["B"].source is None or (bias is not None and not isinstance(bias, Tensor)):
+            return "its selection bias is not a tensor"
+        arguments["bias"] = bound["B"].source
+    if "G" in bound:
+        groups, top_groups = evaluate(bound["G"], module), evaluate(bound["T"], module)
+        if not isinstance(groups, int) or not isinstance(top_groups, int):
+            return "its groups are not attributes of the module"
+        if num_experts and top_k > top_groups * (num_experts // groups):
+            return (
+                f"it chooses {top_k} experts from {top_groups} of {groups} groups of {num_experts // groups}"
+            )
+        arguments["num_groups"], arguments["top_groups"] = bound["G"].source, bound["T"].source
+        fill = evaluate(bound["FILL"].peel(), module)
+        if fill not in (0.0, float("-inf")):
+            return f"experts outside of the chosen groups count as {fill}"
+        # A softmax is above 0, so 0 excludes as -inf does.
+        if fill == 0.0 and ("B" in bound or arguments["scoring"].value != "softmax"):
+            arguments["masked_score"] = ast.Constant(0.0)
+    return None
+
+
+def route(
+    logits: Tensor, top_k: int, dtype: torch.dtype | None, raw: bool, **arguments
+) -> tuple[Tensor, Tensor]:
+    """moe_router; unless `raw`, weights in `dtype` (None: float32) and ids in int64 as models have them."""
+    weights, ids = ops.moe_router(logits, top_k, **arguments)
+    if raw:
+        return weights, ids
+    return weights if dtype is None else weights.to(dtype), ids.long()
+
+
+def is_replaceable(router: nn.Module) -> bool:
+    """Whether `replace_selection` will rewrite a router."""
+    try:
+        return replace_selection(straighten(router)) is None
+    except Unsupported:
+        return False
+
+
+def replace_selection(program: Program) -> str | None:
+    """Puts moe_router into a router's program; the reason why not, if it cannot."""
+    result = program.follow(program.result)
+    if not isinstance(result, ast.Tuple) or len(result.elts) < 3:
+        return "it does not return logits, weights and ids"
+    reader = Reader(program)
+    formula = router_formula(program.module, reader.read(result.elts[1]), reader.read(result.elts[2]))
+    if isinstance(formula, str):
+        return formula
+    outputs = [_value_before_casts(program, result, index) for index in (1, 2)]
+    statements = [program.defined_by(name) for name in outputs]
+    first = min(statements, key=program.statements.index)
+    position = program.statements.index(first)
+    returns_early = len(result.elts) == 3 and _is_known_before(program, result.elts[0], position)
+    call = _route_call(formula, ast.Name(RAW, ast.Load()) if returns_early else ast.Constant(False))
+    routed = program.assign("routed", call)
+    program.statements.insert(position, routed)
+    if returns_early:
+        _return_raw_results(program, position + 1, routed.targets[0].id, result.elts[0])
+    for index, statement in enumerate(statements):
+        name = ast.Name(routed.targets[0].id, ast.Load())
+        statement.value = ast.Subscript(name, ast.Constant(index), ast.Load())
+    program.rewrites.append(f"moe_router ({formula.arguments['scoring'].value})")
+    return None
+
+
+def _route_call(formula: RouterFormula, raw: ast.expr) -> ast.Call:
+    in_float32 = casts_to_float32(formula.weights.peel(), formula.logits)
+    dtype = ast.Constant(None) if in_float32 else ast.Attribute(formula.logits.source, "dtype", ast.Load())
+    function = ast.Attribute(ast.Name("_moe_mps", ast.Load()), "route", ast.Load())
+    keywords = [ast.keyword(name, value) for name, value in sorted(formula.arguments.items())]
+    return ast.Call(function, [formula.logits.source, formula.top_k, dtype, raw], keywords)
+
+
+def _return_raw_results(program: Program, position: int, routed: str, logits: ast.expr) -> None:
+    """With RAW the forward returns right after the operator, without the casts that follow."""
+    program.arguments.kwonlyargs.append(ast.arg(RAW))
+    program.arguments.kw_defaults.append(ast.Constant(False))
+    results = [ast.Subscript(ast.Name(routed, ast.Load()), ast.Constant(i), ast.Load()) for i in range(2)]
+    early = ast.Return(ast.Tuple([logits, *results], ast.Load()))
+    program.statements.insert(position, ast.If(ast.Name(RAW, ast.Load()), [early], []))
+
+
+def _is_known_before(program: Program, value: ast.expr, position: int) -> bool:
+    """Whether the statements in front of `position` have computed a value."""
+    statement = program.defined_by(value.id) if isinstance(value, ast.Name) else None
+    return statement is not None and program.statements.index(statement) < position
+
+
+def routed(experts: nn.Module, router: nn.Module, *args, **kwargs) -> tuple:
+    """router(...), without casts where it is rewritten and only our operators see the results."""
+    if hasattr(type(router), RAW) and not is_observed(router) and may_be_fused(experts):
+        kwargs[RAW] = True
+    return router(*args, **kwargs)
+
+
+def _value_before_casts(program: Program, result: ast.Tuple, index: int) -> str:
+    """The name of the result's value in front of the casts that the model's code applies to it."""
+    value, cast, owner = result.elts[index], None, None
+    while True:
+        name = program.last_name(value)
+        owner = program.defined_by(name) if name else owner
+        definition = program.definitions[name] if name else value
+        if Reader(program).read(definition).op != "cast":
+            break
+        cast, value = definition, definition.func.value
+    if name is None:
+        statement = program.assign("value", value)
+        name = statement.targets[0].id
+        program.statements.insert(
+            program.statements.index(owner) if owner else len(program.statements), statement
+        )
+        if cast is None:
+            result.elts[index] = ast.Name(name, ast.Load())
+        else:
+            cast.func.value = ast.Name(name, ast.Load())
+    return name

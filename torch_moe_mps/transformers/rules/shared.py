@@ -1,0 +1,119 @@
+"""Shared experts: their output joins the sum over the routed experts instead of being added after it."""
+
+import ast
+
+from torch import Tensor, nn
+
+from ..experts import may_be_fused
+from ..interface import is_experts
+from ..program.formulas import Reader
+from ..program.patterns import match
+from ..program.programs import Program
+
+_VIEWS = {"view", "reshape"}
+
+
+def experts_with_shared(
+    experts: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    shared_out: Tensor,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
+    """experts(...) + shared_out, times sigmoid(shared_gate) where there is one; the sum is rounded once."""
+    shared = shared_out.reshape(hidden_states.shape)
+    if may_be_fused(experts) and shared.dtype == hidden_states.dtype:
+        if shared_gate is not None:
+            shared_gate = shared_gate.reshape(-1)
+        return experts(hidden_states, top_k_index, top_k_weights, shared_gate=shared_gate, shared_out=shared)
+    if shared_gate is not None:
+        shared = shared_gate.sigmoid().reshape(-1, 1) * shared
+    return experts(hidden_states, top_k_index, top_k_weights) + shared
+
+
+def fold_shared_experts(program: Program) -> None:
+    """Rewrites `experts(...) + shared` in a block's program."""
+    for statement in list(program.statements):
+        if isinstance(statement, ast.Assign) and _is_sum(statement.value):
+            _fold(program, statement)
+    if _is_sum(program.result):
+        statement = program.assign("combined", program.result)
+        program.statements.append(statement)
+        program.result = ast.Name(statement.targets[0].id, ast.Load())
+        _fold(program, statement)
+
+
+def _is_sum(value: ast.expr) -> bool:
+    return isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)
+
+
+def experts_call(program: Program, value: ast.expr) -> ast.Call | None:
+    """The call of an experts module behind a value and changes of its shape, if nothing else reads it."""
+    while True:
+        name = program.last_name(value)
+        if name is not None and program.uses(name) != 1:
+            return None
+        value = program.follow(value)
+        if not isinstance(value, ast.Call):
+            return None
+        owner, _, called = ast.unparse(value.func).rpartition(".")
+        if owner == "self" and is_experts(getattr(program.module, called, None)) and len(value.args) == 3:
+            return value
+        if called not in _VIEWS:
+            return None
+        value = value.func.value
+
+
+def _fold(program: Program, statement: ast.Assign) -> None:
+    terms = (statement.value.left, statement.value.right)
+    for routed, shared in (terms, terms[::-1]):
+        call = experts_call(program, routed)
+        name = program.last_name(routed)
+        moves = name is not None and program.mutates_between(program.defined_by(name), statement)
+        if call is None or moves or _reads(program, shared, call):
+            continue
+        gate, output = _gated(program, shared)
+        arguments = [call.func, *call.args, output, *([gate] if gate else [])]
+        function = ast.Attribute(ast.Name("_moe_mps", ast.Load()), "experts_with_shared", ast.Load())
+        # The sum takes the place of the routed output, in the shape in which it was added.
+        statement.value = _in_place_of(program, routed, call, ast.Call(function, arguments, []))
+        program.definitions[statement.targets[0].id] = statement.value
+        program.rewrites.append("shared expert" + (" and its gate" if gate else "") + " in moe_experts")
+        return
+
+
+def _reads(program: Program, shared: ast.expr, call: ast.Call) -> bool:
+    """Whether the shared expert's output depends on the routed one."""
+    pending, seen = [shared], set()
+    while pending:
+        value = pending.pop()
+        if value is call:
+            return True
+        for node in ast.walk(value):
+            if isinstance(node, ast.Name) and node.id not in seen and node.id in program.definitions:
+                seen.add(node.id)
+                pending.append(program.definitions[node.id])
+    return False
+
+
+def _gated(program: Program, shared: ast.expr) -> tuple[ast.expr | None, ast.expr]:
+    """(gate logit, output) of sigmoid(self.gate(x)) * output where the gate has one value a token."""
+    bound = match("sigmoid(GATE) * OUT", Reader(program).read(shared))
+    if bound is not None and bound["GATE"].op == "module" and bound["OUT"].source is not None:
+        gate = program.module.get_submodule(bound["GATE"].args[0].removeprefix("self."))
+        if isinstance(gate, nn.Linear) and gate.out_features == 1:
+            return bound["GATE"].source, bound["OUT"].source
+    return None, shared
+
+
+def _in_place_of(program: Program, routed: ast.expr, call: ast.Call, new: ast.Call) -> ast.expr:
+    """The expression for `routed` with the call of the experts replaced; its statements are dropped."""
+    name = program.last_name(routed)
+    if name is not None:
+        program.statements.remove(program.defined_by(name))
+    value = program.follow(routed)
+    if value is call:
+        return new
+    inner = _in_place_of(program, value.func.value, call, new)
+    return ast.Call(ast.Attribute(inner, value.func.attr, ast.Load()), value.args, value.keywords)
