@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import torch
-from test_operators import OPERATORS, copies, packet, sample_arguments
+from support.samples import OPERATORS, copies, packet, sample_arguments
 
 import torch_moe_mps
 

@@ -13,8 +13,7 @@ import torch
 import transformers
 
 import torch_moe_mps
-from torch_moe_mps.quantization import experts_of, is_quantized
-from torch_moe_mps.transformers import Report
+from torch_moe_mps.transformers import Report, experts_of, is_quantized
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 

@@ -14,7 +14,7 @@ import transformers
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY / "tests"))
 
-import tiny_models  # noqa: E402
+from support import tiny_models  # noqa: E402
 
 import torch_moe_mps  # noqa: E402
 
@@ -57,7 +57,7 @@ model = AutoModelForCausalLM.from_pretrained(name, distributed_config=parallel)
 torch_moe_mps.accelerate(model)
 ```
 
-Two processes on the CPU, over gloo, match a single process (`tests/test_transformers_distributed.py`).
+Two processes on the CPU, over gloo, match a single process (`tests/transformers/test_distributed.py`).
 PyTorch has no MPS backend for `torch.distributed` yet. Quantising under expert parallelism is not supported.
 """
 TOLERANCE = 1e-5

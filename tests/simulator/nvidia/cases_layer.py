@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import oracles
 import torch
-from oracles import exact
+from support import oracles
+from support.oracles import exact
 
 from .cases import Case, ops
 from .formats import DTYPES

@@ -1,0 +1,53 @@
+"""scripts/check_metal.py, in the simulator."""
+
+import re
+import sys
+
+import pytest
+from support.processes import REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+
+@pytest.fixture
+def check_metal(simulated):
+    import check_metal
+
+    return check_metal
+
+
+def test_everything_is_built_and_compared(check_metal, capsys, monkeypatch):
+    """Of the 21 libraries of quantised weights one stands for all: they are built by other tests too."""
+    some = [
+        name
+        for name in check_metal.libraries(every_dtype=False)
+        if not name.startswith("quantized_") or name == "quantized_affine4_64_bf16"
+    ]
+    monkeypatch.setattr(check_metal, "libraries", lambda every_dtype: some)
+    assert check_metal.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "all built, all equal"
+    kernels = {line.split()[0] for line in lines if line.endswith(" bytes")}
+    assert {"norm_add_bf16", "route8_bf16", "bucket_pairs_i64", "expert_gemm32_affine4_64_bf16"} <= kernels
+    assert sum(line.endswith(" ok") for line in lines) == 3 * len(check_metal.OPERATORS)
+
+
+def test_the_libraries_of_one_dtype_and_of_all(check_metal):
+    one, every = (check_metal.libraries(every_dtype) for every_dtype in (False, True))
+    assert len(every) == 2 + 3 * (4 + 21) and len(one) == 2 + 4 + 21
+
+
+def test_failures_are_told(check_metal, capsys, monkeypatch):
+    """A library that does not build, and an operator that gives something else."""
+    monkeypatch.setattr(check_metal, "OPERATORS", ["silu_mul_stacked"])
+    plain = check_metal.packet
+
+    def wrong_on_mps(name):
+        return lambda gate, up: plain(name)(gate, up) * (2 if gate.device.type == "mps" else 1)
+
+    monkeypatch.setattr(check_metal, "packet", wrong_on_mps)
+    monkeypatch.setattr(check_metal, "libraries", lambda every_dtype: ["missing"])
+    assert check_metal.main([]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"^missing +FAILED: moe_mps: no library missing$", out, re.M)
+    assert "silu_mul_stacked                     float32    FAILED" in out and out.endswith("4 failed\n")

@@ -1,0 +1,102 @@
+"""scripts/demo.py: the main job from a checkpoint on disk to text, and one line for what is wrong."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+from support import tiny_models
+from support.processes import REPOSITORY, environment
+
+import torch_moe_mps
+
+DEMO = REPOSITORY / "scripts" / "demo.py"
+
+
+def demo(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, DEMO, "--device", "cpu", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
+
+
+def test_own_checkpoint():
+    result = demo("--tokens", "12")
+    assert result.returncode == 0, result.stderr
+    assert "moe_experts (silu)" in result.stdout and "moe_router (softmax)" in result.stdout
+    assert "greedy tokens equal to eager's: 12 of 12" in result.stdout
+    error = float(result.stdout.partition("relative error ")[2].split()[0])
+    assert error <= 1e-5
+    assert "tokens/s: eager" in result.stdout
+
+
+def test_checkpoint_of_the_user(tmp_path):
+    tiny_models.tiny_model("gemma4").save_pretrained(tmp_path)
+    result = demo("--model", str(tmp_path), "--tokens", "4", "--dtype", "float32")
+    assert result.returncode == 0, result.stderr
+    assert "moe_gate" in result.stdout and "greedy tokens equal to eager's: 4 of 4" in result.stdout
+
+
+def test_quantised_checkpoint(tmp_path):
+    """Without transformers' own code beside it, which cannot run the experts."""
+    with tiny_models.groups_of_32():
+        model = tiny_models.tiny_model("qwen3_moe")
+    torch_moe_mps.accelerate(model, 8, 32)
+    model.save_pretrained(tmp_path)
+    result = demo("--model", str(tmp_path), "--tokens", "4")
+    assert result.returncode == 0, result.stderr
+    assert "moe_experts_quantized" in result.stdout and "tokens/s" in result.stdout
+    assert "against eager" not in result.stdout
+
+
+def write_model(name: str, folder: Path) -> None:
+    cls = getattr(transformers, name)
+    cls(tiny_models.build_config(cls.config_class)).save_pretrained(folder)
+
+
+# The line on what is wrong with a model of transformers, and the options.
+ERRORS = {
+    "Qwen3ForCausalLM": (
+        "Qwen3ForCausalLM: No experts with transformers' experts interface found; "
+        "the model is left as it is.",
+    ),
+    "Llama4ForCausalLM": (
+        "Llama4ForCausalLM: Llama4TextExperts is left alone: "
+        "its class does not follow transformers' experts interface",
+    ),
+    "Qwen3MoeForCausalLM": (
+        "moe_mps::quantize_experts: model.layers.0.mlp.experts.gate_up_proj must be "
+        "of an input dimension that is a multiple of group_size 64, got 32",
+        "--bits",
+        "4",
+    ),
+}
+
+
+def assert_one_line(result: subprocess.CompletedProcess, expected: str) -> None:
+    assert result.returncode == 1
+    assert result.stderr.strip().splitlines()[-1] == f"error: {expected}"
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_models_that_are_not_served_are_one_line(name, tmp_path):
+    expected, *options = ERRORS[name]
+    write_model(name, tmp_path)
+    assert_one_line(demo("--model", str(tmp_path), "--tokens", "2", *options), expected)
+
+
+def test_no_tokens():
+    result = demo("--tokens", "0")
+    assert result.returncode == 2
+    assert result.stderr.strip().endswith("error: argument --tokens: must be at least 1, got 0")
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty"])
+def test_what_is_no_checkpoint_is_one_line(kind, tmp_path):
+    path = tmp_path / "missing" if kind == "missing" else tmp_path
+    expected = f"{path} is not a checkpoint: there is no {path}/config.json"
+    assert_one_line(demo("--model", str(path)), expected)

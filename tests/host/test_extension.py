@@ -1,0 +1,130 @@
+"""The compiled library: how it is loaded, what it says, what it checks."""
+
+import itertools
+import shutil
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo.testing
+from support.processes import python
+from support.samples import packet, sample_arguments
+
+from torch_moe_mps import _extension
+from torch_moe_mps.ops._checks import Check
+
+# What is tested here does not depend on the order of threads.
+pytestmark = pytest.mark.one_schedule
+
+
+def test_buffers_beside_each_other_do_not_overlap(device):
+    """On mps an address is that of a buffer object, and these lie closer together than buffers are long."""
+    tensors = [torch.zeros(2**20, device=device) for _ in range(8)]
+    for written, read in itertools.permutations(tensors, 2):
+        Check("an_operator").apart("residual_", written, slots=read)
+    with pytest.raises(ValueError, match="free of overlap with slots"):
+        Check("an_operator").apart("residual_", tensors[0][1:], slots=tensors[0][:-1])
+
+
+WITHOUT_EXTENSION = """
+import sys, warnings
+import torch
+from simulator import build_device, install
+build_device.host_library = lambda: None
+install()
+from support.samples import OPERATORS, copies, packet, sample_arguments
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for name in OPERATORS:
+        expected = copies(sample_arguments("cpu", torch.float32)[name])
+        arguments = copies(sample_arguments("mps", torch.float32)[name])
+        torch.testing.assert_close(packet(name)(**arguments), packet(name)(**expected), check_device=False)
+        if name.endswith("_"):
+            torch.testing.assert_close(arguments["residual_"].cpu(), expected["residual_"])
+print(*(warning.message for warning in caught), sep="\\n")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="a Mac has the extension")
+def test_mps_without_the_extension():
+    """Every operator runs its reference there, and one warning says so."""
+    (warning,) = python(WITHOUT_EXTENSION).splitlines()
+    assert warning.startswith("torch_moe_mps: the Metal extension is not loaded")
+
+
+def test_library_for_another_torch(tmp_path, monkeypatch):
+    """It is not loaded into this one, whose classes may differ."""
+    (tmp_path / "_C_torch1_0.cpython-310-darwin.so").touch()
+    monkeypatch.setattr(_extension, "PACKAGE", tmp_path)
+    with pytest.warns(
+        UserWarning, match=r"_C_torch1_0\S* is for another torch or Python .*; build it again: `pip"
+    ):
+        assert not _extension.load_extension()
+    (tmp_path / (_extension.extension_name() + EXTENSION_SUFFIXES[0])).touch()
+    with pytest.warns(UserWarning, match="does not load into torch"):
+        assert not _extension.load_extension()
+
+
+MESSAGE_ABOUT_A_SHADER = """
+import sys
+import torch
+from simulator import install
+install()
+from torch_moe_mps.ops.norms import fused_norm_add
+torch.ops.moe_mps._set_shader_directory(sys.argv[1])
+x = torch.ones(2, 8, device="mps")
+try:
+    fused_norm_add(x, x, x[0], 1e-6)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="the simulator stands for Metal's compiler")
+def test_message_of_a_shader_that_does_not_compile(tmp_path):
+    """It names file and line, though the compiler gets one text in which headers are pasted."""
+    shaders = Path(shutil.copytree(_extension.SHADERS, tmp_path / "shaders"))
+    faults = []
+    for name in ("norms.h", "norms.metal"):
+        source = (shaders / name).read_text()
+        (shaders / name).write_text(f"{source}static_assert(false);\n")
+        faults.append(f"{name}:{source.count(chr(10)) + 1}:")
+    output = python(MESSAGE_ABOUT_A_SHADER, str(shaders))
+    assert output.startswith("moe_mps: norms_f32 does not compile: ")
+    assert all(fault in output for fault in faults), output
+
+
+def test_a_signature_is_checked_once(simulated, monkeypatch):
+    """Later calls do not enter Python, also when calls with another signature lie between them."""
+    checked, check = [], Check.same_device
+
+    def counting(self, **tensors):
+        checked.append(tensors)
+        check(self, **tensors)
+
+    monkeypatch.setattr(Check, "same_device", counting)
+    first, second = (torch.ones(3, columns, device="mps") for columns in (1013, 1019))
+    for gate in (first, second, first, second):
+        packet("silu_mul_stacked")(gate, gate)
+    assert len(checked) == 2
+
+
+def test_signatures_of_other_shapes_are_told_apart(simulated):
+    """Of as many elements, and in the other order, after each has been seen in a good call."""
+    shapes = ((2, 3), (3, 2), (6,), (1, 6))
+    tensors = [torch.ones(shape, device="mps") for shape in shapes]
+    for tensor in tensors:
+        packet("silu_mul_stacked")(tensor, tensor)
+    for gate, up in itertools.permutations(tensors, 2):
+        with pytest.raises(ValueError, match="up must be of shape"):
+            packet("silu_mul_stacked")(gate, up)
+
+
+def test_pipeline_that_allows_fewer_threads(simulated):
+    """Metal would leave out such a dispatch without a word."""
+    arguments = sample_arguments("mps", torch.float32)["fused_norm_add"]
+    message = r"moe_mps: norm_add_f32 takes \d+ threads a threadgroup, its pipeline on this GPU at most 16"
+    with simulated.pipeline_limit(16), pytest.raises(RuntimeError, match=message):
+        packet("fused_norm_add")(**arguments)

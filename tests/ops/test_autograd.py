@@ -1,0 +1,134 @@
+"""Autograd: gradients are refused by name, and writing in place is seen."""
+
+import pytest
+import torch
+import torch._dynamo.testing
+from support.samples import copies, packet, sample_arguments
+from torch import Tensor
+
+from torch_moe_mps.ops import OPERATORS
+
+# What is tested here does not depend on the order of threads.
+pytestmark = pytest.mark.one_schedule
+
+
+def floating_arguments(name: str, device: str) -> tuple[dict, list[str]]:
+    arguments = sample_arguments(device, torch.float32)[name]
+    mutated = {
+        a.name for a in packet(name).default._schema.arguments if a.alias_info and a.alias_info.is_write
+    }
+    floating = [n for n, v in arguments.items() if isinstance(v, Tensor) and v.is_floating_point()]
+    return arguments, [n for n in floating if n not in mutated]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in OPERATORS if name not in ("moe_bucket", "moe_compute_ids_tpe")]
+)
+def test_backward_fails_by_name(device, name):
+    """Whichever argument needs the gradient, backward raises instead of leaving it out."""
+    arguments, floating = floating_arguments(name, device)
+    for argument in floating:
+        needy = copies(arguments)
+        needy[argument] = needy[argument].requires_grad_()
+        result = packet(name)(**needy)
+        outputs = [result] if isinstance(result, Tensor) else list(result or ())
+        outputs += [needy["residual_"]] if "residual_" in needy else []
+        floats = [output for output in outputs if output.is_floating_point()]
+        assert floats and all(output.requires_grad for output in floats)
+        assert not any(output.requires_grad for output in outputs if not output.is_floating_point())
+        for output in floats:
+            with pytest.raises(RuntimeError, match=f"moe_mps::{name}.* not implemented"):
+                output.sum().backward(retain_graph=True)
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in _NoBackward")
+def test_compiled_backward_fails_by_name():
+    """torch.compile traces backward with forward, so the same error comes when it compiles."""
+    arguments = copies(sample_arguments("cpu", torch.float32)["fused_norm_add"])
+    arguments["weight"].requires_grad_()
+    compiled = torch.compile(
+        lambda: packet("fused_norm_add")(**arguments), backend="aot_eager", fullgraph=True
+    )
+    with pytest.raises(Exception, match="moe_mps::fused_norm_add: backward is not implemented"):
+        compiled().sum().backward()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(), packet("fused_norm_add")(**arguments))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in OPERATORS if name not in ("moe_bucket", "moe_compute_ids_tpe")]
+)
+def test_forward_mode_fails_by_name(device, name):
+    """Forward-mode differentiation raises too: a tangent that is left out would be a wrong derivative."""
+    arguments, floating = floating_arguments(name, device)
+    for argument in floating:
+        with torch.autograd.forward_ad.dual_level():
+            dual = copies(arguments)
+            dual[argument] = torch.autograd.forward_ad.make_dual(
+                dual[argument], torch.ones_like(dual[argument])
+            )
+            with pytest.raises(NotImplementedError, match=name):
+                packet(name)(**dual)
+
+
+def test_jvp_fails_by_name():
+    arguments, _ = floating_arguments("silu_mul_stacked", "cpu")
+    gate, up = arguments["gate"], arguments["up"]
+    with pytest.raises(NotImplementedError, match="moe_mps::silu_mul_stacked: forward-mode"):
+        torch.func.jvp(packet("silu_mul_stacked"), (gate, up), (gate, up))
+
+
+def test_grad_of_a_function_fails_by_name(device):
+    arguments, _ = floating_arguments("silu_mul_stacked", device)
+    with pytest.raises(NotImplementedError, match=r"moe_mps::silu_mul_stacked.*not implemented"):
+        torch.func.grad(lambda gate: packet("silu_mul_stacked")(gate, arguments["up"]).sum())(
+            arguments["gate"]
+        )
+
+
+IN_PLACE = [name for name in OPERATORS if name.endswith("_")]
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_writing_in_place_is_seen_by_autograd(device, name):
+    """What was saved for a backward pass and overwritten since gives an error, not a wrong gradient."""
+    arguments = copies(sample_arguments(device, torch.float32)[name])
+    residual = arguments["residual_"]
+    version = residual._version
+    factor = torch.ones_like(residual, requires_grad=True)
+    product = (factor * residual).sum()
+    packet(name)(**arguments)
+    assert residual._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_writing_in_place_over_other_arguments(device, name):
+    arguments = copies(sample_arguments(device, torch.float32)[name])
+    slots, residual = arguments["slots"], arguments["residual_"]
+    buffer = torch.cat([slots.flatten(), residual.flatten()])
+    arguments["slots"] = buffer[: slots.numel()].view(slots.shape)
+    arguments["residual_"] = buffer[1 : 1 + residual.numel()].view(residual.shape)
+    message = f"moe_mps::{name}: residual_ must be free of overlap with slots, got a view of the same memory"
+    with pytest.raises(ValueError, match=message):
+        packet(name)(**arguments)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference_with_weights_that_need_gradients(device, mode):
+    for name in OPERATORS:
+        arguments, floating = floating_arguments(name, device)
+        for argument in floating:
+            arguments[argument] = arguments[argument].requires_grad_()
+        with mode():
+            result = packet(name)(**arguments)
+        outputs = [result] if isinstance(result, Tensor) else list(result or ())
+        assert not any(output.requires_grad for output in outputs)
+
+
+def test_in_place_on_a_leaf_that_needs_gradients(device):
+    arguments = copies(sample_arguments(device, torch.float32)["weighted_sum_residual_stacked_"])
+    arguments["residual_"].requires_grad_()
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        packet("weighted_sum_residual_stacked_")(**arguments)

@@ -1,0 +1,84 @@
+"""torch.compile and torch.export of every kind of operator."""
+
+import pytest
+import torch
+import torch._dynamo.testing
+from support.samples import E, H, I, K
+from torch import Tensor
+
+# What is tested here does not depend on the order of threads.
+pytestmark = pytest.mark.one_schedule
+
+
+class Layer(torch.nn.Module):
+    """A MoE layer that calls an operator of every kind, the mutating ones included."""
+
+    def __init__(self, device: str):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+
+        def weight(*shape):
+            return torch.nn.Buffer((torch.randn(shape, generator=generator) * H**-0.5).to(device))
+
+        self.norm_weight, self.scale, self.bias = weight(H), weight(E), weight(E)
+        self.router, self.gate_up, self.down = weight(E, H), weight(E, 2 * I, H), weight(E, H, I)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        ops = torch.ops.moe_mps
+        normed, stream = ops.fused_residual_norm(x, x, self.norm_weight, 1e-6)
+        weights, ids = ops.moe_router(
+            normed @ self.router.T, K, scoring="sigmoid", bias=self.bias, norm_topk_prob=True
+        )
+        _, gate_ids = ops.moe_gate(stream, self.router, self.norm_weight, self.scale, K, 1e-6)
+        order, offsets = ops.moe_bucket(ids, E)
+        out = ops.moe_experts(normed, self.gate_up, self.down, ids, weights, residual=stream)
+        slots = ops.expert_mm(normed, self.down.mT.contiguous(), gate_ids)
+        slots = ops.silu_mul_stacked(slots, slots + 1.0)
+        total = ops.weighted_sum_stacked(slots, weights)
+        updated = out.clone()
+        next_input = ops.weighted_sum_residual_norm_stacked_(
+            updated, out.unsqueeze(1).expand(-1, K, -1), weights, self.norm_weight, 1e-6
+        )
+        ops.weighted_sum_residual_stacked_(updated, out.unsqueeze(1), weights[:, :1])
+        return updated, next_input, total, order, offsets
+
+
+def check_compiled(device: str, backend: str) -> None:
+    layer = Layer(device)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        for tokens in (5, 12, 1):
+            x = torch.randn(tokens, H, generator=torch.Generator().manual_seed(tokens)).to(device)
+            torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_compile_with_aot_eager(device):
+    check_compiled(device, "aot_eager")
+
+
+def test_compile_with_inductor():
+    check_compiled("cpu", "inductor")
+
+
+def test_compile_keeps_the_graph_dynamic():
+    """Any number of tokens from 2 on runs in one graph."""
+    layer = Layer("cpu")
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        for tokens in (2, 3, 33, 200):
+            compiled(torch.randn(tokens, H))
+    assert counter.frame_count == 1
+
+
+def test_export(device):
+    layer = Layer(device)
+    x = torch.randn(6, H).to(device)
+    program = torch.export.export(layer, (x,), dynamic_shapes=({0: torch.export.Dim("tokens")},))
+    called = {node.target for node in program.graph.nodes if node.op == "call_function"}
+    assert torch.ops.moe_mps.moe_experts.default in called
+    for tokens in (6, 9, 1):
+        x = torch.randn(tokens, H).to(device)
+        torch.testing.assert_close(program.module()(x), layer(x))

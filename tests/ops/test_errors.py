@@ -1,0 +1,310 @@
+"""Bad arguments: one line that names operator, argument, what was expected and what came."""
+
+import expecttest
+import pytest
+import torch
+import torch._dynamo.testing
+from support.samples import E, H, I, K, T, packet, sample_arguments, wrapped
+from torch import Tensor
+
+from torch_moe_mps.ops import OPERATORS
+
+# What is tested here does not depend on the order of threads.
+pytestmark = pytest.mark.one_schedule
+
+
+def bad_arguments(device: str) -> list[tuple[str, dict]]:
+    """(operator, what is wrong with its arguments), each with its own message."""
+
+    def zeros(*shape, dtype=torch.float32):
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    half, integer, short = torch.float16, torch.int32, torch.int16  # MPS has no float64
+    norm = [
+        {"residual": zeros(T, H, dtype=short)},
+        {"residual": zeros()},
+        {"input": zeros(T, H, dtype=half)},
+        {"input": zeros(T + 1, H)},
+        {"input": zeros(H)},
+        {"weight": zeros(H, dtype=integer)},
+        {"weight": zeros(H - 1)},
+        {"weight": zeros(1, H)},
+    ]
+    scalar = [{"scalar": zeros(2)}, {"scalar": zeros(1, 1)}, {"scalar": zeros(1, dtype=short)}]
+    logits = [
+        {"logits": zeros(T, E, dtype=integer)},
+        {"logits": zeros(1, T, E)},
+        {"logits": zeros(T, 0)},
+        {"logits": zeros(T, 1025)},
+        {"top_k": 0},
+        {"top_k": -1},
+        {"top_k": E + 1},
+        {"logits": zeros(T, 128), "top_k": 65},
+    ]
+    scale = [{"per_expert_scale": zeros(E + 1)}, {"per_expert_scale": zeros(E, dtype=integer)}]
+    router = [
+        {"scoring": "tanh"},
+        {"bias": zeros(E, 1)},
+        {"bias": zeros(E, dtype=short)},
+        {"num_groups": 0},
+        {"num_groups": 3},
+        {"num_groups": E, "group_score": "top2_sum"},
+        {"group_score": "sum"},
+        {"num_groups": 4, "top_groups": 5},
+        {"num_groups": 4, "top_groups": 0},
+        {"num_groups": 4, "top_groups": 1, "top_k": 3},
+        *scale,
+    ]
+    gate = [
+        {"hidden": zeros(T, H, dtype=short)},
+        {"hidden": zeros(H)},
+        {"router_weight": zeros(E, H, dtype=integer)},
+        {"router_weight": zeros(E * H)},
+        {"router_weight": zeros(E, H + 1)},
+        {"norm_weight": zeros(H + 1)},
+        {"norm_weight": zeros(H, dtype=short)},
+        *scale,
+        {"router_weight": zeros(1025, H), "per_expert_scale": zeros(1025)},
+        {"top_k": 0},
+        {"top_k": E + 1},
+    ]
+    ids = [
+        {"ids": zeros(T, K)},
+        {"ids": zeros(T, K, dtype=short)},
+        {"ids": zeros(T * K, dtype=integer)},
+        {"num_experts": 0},
+        {"num_experts": 1025},
+    ]
+    slots = [
+        {"slots": zeros(T, K, H, dtype=short)},
+        {"slots": zeros(H)},
+        {"slots": zeros(T, 0, H), "weights": zeros(T, 0)},
+        {"weights": zeros(T, K + 1)},
+        {"weights": zeros(T, K, dtype=integer)},
+    ]
+    residual = [
+        {"residual_": zeros(T, H, dtype=half)},
+        {"residual_": zeros(T, H + 1)},
+        {"residual_": zeros(1, H).expand(T, H)},
+    ]
+    tail = [
+        {"shared_out": zeros(T, H + 1)},
+        {"shared_out": zeros(T, H, dtype=half)},
+        {"shared_gate": zeros(T)},
+        {"shared_out": zeros(T, H), "shared_gate": zeros(T, 2)},
+        {"shared_out": zeros(T, H), "shared_gate": zeros(T + 1)},
+        {"shared_out": zeros(T, H), "shared_gate": zeros(T, dtype=integer)},
+        {"residual": zeros(T + 1, H)},
+        {"residual": zeros(T, H, dtype=half)},
+        {"shared_out": zeros(T, H), "gate_is_logit": True},
+    ]
+    table = {
+        "fused_norm_add": [*norm, {"weight": None}, {"eps": float("nan")}, {"weight_offset": 1e39}],
+        "fused_norm_add_scalar": [norm[3], *scalar, {"scalar": None}],
+        "fused_residual_norm": [norm[0]],
+        "fused_residual_norm_scalar": [norm[6], scalar[0]],
+        "moe_router": [
+            *logits,
+            *router,
+            {"norm_eps": -5.0},
+            {"norm_min": float("nan")},
+            {"masked_score": 1e39},
+        ],
+        "moe_router_topk_softmax": logits,
+        "fused_moe_routing": [*logits, *scale, {"per_expert_scale": None}],
+        "moe_gate": [*gate, {"hidden": None}],
+        "moe_bucket": ids,
+        "moe_compute_ids_tpe": [*ids, {"gate_up_rows": 0}, {"down_rows": -1}],
+        "silu_mul_stacked": [
+            {"gate": zeros(T, I, dtype=integer)},
+            {"gate": zeros()},
+            {"up": zeros(T, I, dtype=half)},
+            {"up": zeros(I)},
+        ],
+        "weighted_sum_stacked": slots,
+        "weighted_sum_residual_stacked_": [slots[3], *residual, {"residual_": None}],
+        "weighted_sum_residual_norm_stacked_": [
+            residual[0],
+            {"norm_weight": zeros(H, dtype=short)},
+            {"norm_weight": zeros(1)},
+        ],
+        "moe_weighted_reduce": [
+            {"weights": zeros(T, K, dtype=integer)},
+            {"weights": zeros(T * K)},
+            {"weights": zeros(T, 0)},
+            {"expert_out": zeros(T, K, H, dtype=short)},
+            {"expert_out": zeros(T * K * H)},
+            {"expert_out": zeros(T, K + 1, H)},
+            {"expert_out": zeros(T, H)},
+            *tail,
+        ],
+    }
+    return [(name, changes) for name, cases in table.items() for changes in cases]
+
+
+def error_messages(device: str) -> list[str]:
+    messages = []
+    for name, changes in bad_arguments(device):
+        arguments = {**sample_arguments(device, torch.float32)[name], **changes}
+        with pytest.raises(ValueError) as error:
+            packet(name)(**arguments)
+        messages.append(str(error.value))
+    return messages
+
+
+class TestErrorMessages(expecttest.TestCase):
+    def test_all(self):
+        messages = error_messages("cpu")
+        self.assertExpectedInline(
+            "\n".join(wrapped(message) for message in messages),
+            """\
+moe_mps::fused_norm_add: residual must be float32 or float16 or bfloat16, got int16
+moe_mps::fused_norm_add: residual must be at least 1-D, got 0-D of shape ()
+moe_mps::fused_norm_add: input must be float32, got float16
+moe_mps::fused_norm_add: input must be of shape [..., H] of residual = (3, 64), got (4, 64)
+moe_mps::fused_norm_add: input must be of shape [..., H] of residual = (3, 64), got (64,)
+moe_mps::fused_norm_add: weight must be float32 or float16 or bfloat16, got int32
+moe_mps::fused_norm_add: weight must be of shape [H] = (64,), got (63,)
+moe_mps::fused_norm_add: weight must be of shape [H] = (64,), got (1, 64)
+moe_mps::fused_norm_add: weight must be a tensor, got None
+moe_mps::fused_norm_add: eps must be a number in the range of float32, got nan
+moe_mps::fused_norm_add: weight_offset must be a number in the range of float32, got 1e+39
+moe_mps::fused_norm_add_scalar: input must be of shape [..., H] of residual = (3, 64), got (4, 64)
+moe_mps::fused_norm_add_scalar: scalar must be of 1 or H = 64 elements, got shape (2,)
+moe_mps::fused_norm_add_scalar: scalar must be of 1 or H = 64 elements, got shape (1, 1)
+moe_mps::fused_norm_add_scalar: scalar must be float32 or float16 or bfloat16, got int16
+moe_mps::fused_norm_add_scalar: scalar must be a tensor, got None
+moe_mps::fused_residual_norm: residual must be float32 or float16 or bfloat16, got int16
+moe_mps::fused_residual_norm_scalar: weight must be of shape [H] = (64,), got (63,)
+moe_mps::fused_residual_norm_scalar: scalar must be of 1 or H = 64 elements, got shape (2,)
+moe_mps::moe_router: logits must be float32 or float16 or bfloat16, got int32
+moe_mps::moe_router: logits must be 2-D, got 3-D of shape (1, 3, 8)
+moe_mps::moe_router: logits must be [T, E] with E between 1 and 1024, got E = 0
+moe_mps::moe_router: logits must be [T, E] with E between 1 and 1024, got E = 1025
+moe_mps::moe_router: top_k must be between 1 and 8, the smaller of E and 64, got 0
+moe_mps::moe_router: top_k must be between 1 and 8, the smaller of E and 64, got -1
+moe_mps::moe_router: top_k must be between 1 and 8, the smaller of E and 64, got 9
+moe_mps::moe_router: top_k must be between 1 and 64, the smaller of E and 64, got 65
+moe_mps::moe_router: scoring must be one of softmax, sigmoid, sqrtsoftplus, softmax_after_topk, got 'tanh'
+moe_mps::moe_router: bias must be of shape [E] = (8,), got (8, 1)
+moe_mps::moe_router: bias must be float32 or float16 or bfloat16, got int16
+moe_mps::moe_router: num_groups must be between 1 and 8, got 0
+moe_mps::moe_router: num_groups must be a divisor of the 8 experts, got 3
+moe_mps::moe_router: num_groups must be at most 4, for 2 experts a group with top2_sum, got 8
+moe_mps::moe_router: group_score must be one of top2_sum, max, got 'sum'
+moe_mps::moe_router: top_groups must be between 1 and 4, got 5
+moe_mps::moe_router: top_groups must be between 1 and 4, got 0
+moe_mps::moe_router: top_k must be at most 2, the experts in top_groups groups, got 3
+moe_mps::moe_router: per_expert_scale must be of shape [E] = (8,), got (9,)
+moe_mps::moe_router: per_expert_scale must be float32 or float16 or bfloat16, got int32
+moe_mps::moe_router: norm_eps must be at least 0.0, got -5.0
+moe_mps::moe_router: norm_min must be a number in the range of float32, got nan
+moe_mps::moe_router: masked_score must be a number in the range of float32, got 1e+39
+moe_mps::moe_router_topk_softmax: logits must be float32 or float16 or bfloat16, got int32
+moe_mps::moe_router_topk_softmax: logits must be 2-D, got 3-D of shape (1, 3, 8)
+moe_mps::moe_router_topk_softmax: logits must be [T, E] with E between 1 and 1024, got E = 0
+moe_mps::moe_router_topk_softmax: logits must be [T, E] with E between 1 and 1024, got E = 1025
+moe_mps::moe_router_topk_softmax: top_k must be between 1 and 8, the smaller of E and 64, got 0
+moe_mps::moe_router_topk_softmax: top_k must be between 1 and 8, the smaller of E and 64, got -1
+moe_mps::moe_router_topk_softmax: top_k must be between 1 and 8, the smaller of E and 64, got 9
+moe_mps::moe_router_topk_softmax: top_k must be between 1 and 64, the smaller of E and 64, got 65
+moe_mps::fused_moe_routing: logits must be float32 or float16 or bfloat16, got int32
+moe_mps::fused_moe_routing: logits must be 1-D or 2-D, got 3-D of shape (1, 3, 8)
+moe_mps::fused_moe_routing: logits must be [T, E] with E between 1 and 1024, got E = 0
+moe_mps::fused_moe_routing: logits must be [T, E] with E between 1 and 1024, got E = 1025
+moe_mps::fused_moe_routing: top_k must be between 1 and 8, the smaller of E and 64, got 0
+moe_mps::fused_moe_routing: top_k must be between 1 and 8, the smaller of E and 64, got -1
+moe_mps::fused_moe_routing: top_k must be between 1 and 8, the smaller of E and 64, got 9
+moe_mps::fused_moe_routing: top_k must be between 1 and 64, the smaller of E and 64, got 65
+moe_mps::fused_moe_routing: per_expert_scale must be of shape [E] = (8,), got (9,)
+moe_mps::fused_moe_routing: per_expert_scale must be float32 or float16 or bfloat16, got int32
+moe_mps::fused_moe_routing: per_expert_scale must be a tensor, got None
+moe_mps::moe_gate: hidden must be float32 or float16 or bfloat16, got int16
+moe_mps::moe_gate: hidden must be 2-D, got 1-D of shape (64,)
+moe_mps::moe_gate: router_weight must be float32 or float16 or bfloat16, got int32
+moe_mps::moe_gate: router_weight must be 2-D, got 1-D of shape (512,)
+moe_mps::moe_gate: router_weight must be of shape [E, H] = (8, 64), got (8, 65)
+moe_mps::moe_gate: norm_weight must be of shape [H] = (64,), got (65,)
+moe_mps::moe_gate: norm_weight must be float32 or float16 or bfloat16, got int16
+moe_mps::moe_gate: per_expert_scale must be of shape [E] = (8,), got (9,)
+moe_mps::moe_gate: per_expert_scale must be float32 or float16 or bfloat16, got int32
+moe_mps::moe_gate: router_weight must be [E, H] with E between 1 and 1024, got E = 1025
+moe_mps::moe_gate: top_k must be between 1 and 8, the smaller of E and 64, got 0
+moe_mps::moe_gate: top_k must be between 1 and 8, the smaller of E and 64, got 9
+moe_mps::moe_gate: hidden must be a tensor, got None
+moe_mps::moe_bucket: ids must be int32 or int64, got float32
+moe_mps::moe_bucket: ids must be int32 or int64, got int16
+moe_mps::moe_bucket: ids must be 2-D, got 1-D of shape (6,)
+moe_mps::moe_bucket: num_experts must be between 1 and 1024, got 0
+moe_mps::moe_bucket: num_experts must be between 1 and 1024, got 1025
+moe_mps::moe_compute_ids_tpe: ids must be int32 or int64, got float32
+moe_mps::moe_compute_ids_tpe: ids must be int32 or int64, got int16
+moe_mps::moe_compute_ids_tpe: ids must be 2-D, got 1-D of shape (6,)
+moe_mps::moe_compute_ids_tpe: num_experts must be between 1 and 1024, got 0
+moe_mps::moe_compute_ids_tpe: num_experts must be between 1 and 1024, got 1025
+moe_mps::moe_compute_ids_tpe: gate_up_rows must be between 1 and 2147483647, got 0
+moe_mps::moe_compute_ids_tpe: down_rows must be between 1 and 2147483647, got -1
+moe_mps::silu_mul_stacked: gate must be float32 or float16 or bfloat16, got int32
+moe_mps::silu_mul_stacked: gate must be at least 1-D, got 0-D of shape ()
+moe_mps::silu_mul_stacked: up must be float32, got float16
+moe_mps::silu_mul_stacked: up must be of shape [..., I] of gate = (3, 32), got (32,)
+moe_mps::weighted_sum_stacked: slots must be float32 or float16 or bfloat16, got int16
+moe_mps::weighted_sum_stacked: slots must be at least 2-D, got 1-D of shape (64,)
+moe_mps::weighted_sum_stacked: slots must be [..., S, H] with S at least 1, got (3, 0, 64)
+moe_mps::weighted_sum_stacked: weights must be of shape [..., S] of slots = (3, 2), got (3, 3)
+moe_mps::weighted_sum_stacked: weights must be float32 or float16 or bfloat16, got int32
+moe_mps::weighted_sum_residual_stacked_: weights must be of shape [..., S] of slots = (3, 2), got (3, 3)
+moe_mps::weighted_sum_residual_stacked_: residual_ must be float32, got float16
+moe_mps::weighted_sum_residual_stacked_: residual_ must be of shape [..., H] of slots = (3, 64), got (3, 65)
+moe_mps::weighted_sum_residual_stacked_: residual_ must be free of expanded (stride-0) dimensions, got
+    strides (0, 1)
+moe_mps::weighted_sum_residual_stacked_: residual_ must be a tensor, got None
+moe_mps::weighted_sum_residual_norm_stacked_: residual_ must be float32, got float16
+moe_mps::weighted_sum_residual_norm_stacked_: norm_weight must be float32 or float16 or bfloat16, got int16
+moe_mps::weighted_sum_residual_norm_stacked_: norm_weight must be of shape [H] = (64,), got (1,)
+moe_mps::moe_weighted_reduce: weights must be float32 or float16 or bfloat16, got int32
+moe_mps::moe_weighted_reduce: weights must be 2-D, got 1-D of shape (6,)
+moe_mps::moe_weighted_reduce: weights must be [T, K] with K at least 1, got (3, 0)
+moe_mps::moe_weighted_reduce: expert_out must be float32 or float16 or bfloat16, got int16
+moe_mps::moe_weighted_reduce: expert_out must be 2-D or 3-D, got 1-D of shape (384,)
+moe_mps::moe_weighted_reduce: expert_out must be of shape [T, K, H] = (3, 2, 64), got (3, 3, 64)
+moe_mps::moe_weighted_reduce: expert_out must be of shape [T * K, H] = (6, 64), got (3, 64)
+moe_mps::moe_weighted_reduce: shared_out must be of shape [T, H] = (3, 64), got (3, 65)
+moe_mps::moe_weighted_reduce: shared_out must be float32, got float16
+moe_mps::moe_weighted_reduce: shared_out must be given when shared_gate is, got None
+moe_mps::moe_weighted_reduce: shared_gate must be of shape [T, 1] = (3, 1), got (3, 2)
+moe_mps::moe_weighted_reduce: shared_gate must be of shape [T] = (3,), got (4,)
+moe_mps::moe_weighted_reduce: shared_gate must be float32 or float16 or bfloat16, got int32
+moe_mps::moe_weighted_reduce: residual must be of shape [T, H] = (3, 64), got (4, 64)
+moe_mps::moe_weighted_reduce: residual must be float32, got float16
+moe_mps::moe_weighted_reduce: gate_is_logit must be False without shared_gate, got True""",
+        )
+
+
+def test_sparse_tensors():
+    gate = torch.ones(2, 3)
+    message = "moe_mps::silu_mul_stacked: gate must be a dense tensor, got sparse_coo"
+    with pytest.raises(ValueError, match=message):
+        packet("silu_mul_stacked")(gate.to_sparse(), gate)
+
+
+def test_errors_read_the_same_everywhere(device):
+    """On the device and on meta: one line that begins with the operator and names the argument."""
+    messages = error_messages(device)
+    assert messages == error_messages("meta")
+    for (name, _), message in zip(bad_arguments("meta"), messages, strict=True):
+        assert message.startswith(f"moe_mps::{name}: ") and " must be " in message and ", got " in message
+        assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_tensors_of_two_devices(name):
+    """Each tensor argument but the first on meta beside a first one on the CPU."""
+    arguments = sample_arguments("cpu", torch.float32)[name]
+    tensors = [argument for argument, value in arguments.items() if isinstance(value, Tensor)]
+    for argument in tensors[1:]:
+        mixed = {**arguments, argument: arguments[argument].to("meta")}
+        with pytest.raises(
+            ValueError, match=rf"^moe_mps::{name}: {argument} must be on the device of .*, got meta$"
+        ):
+            packet(name)(**mixed)

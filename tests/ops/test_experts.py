@@ -1,0 +1,486 @@
+"""expert_mm and moe_experts against the float64 oracle."""
+
+import textwrap
+from random import Random
+
+import expecttest
+import pytest
+import torch
+from numpy.testing import assert_allclose
+from support.expert_layers import (
+    ACTIVATIONS,
+    DTYPES,
+    IDS,
+    TOKENS,
+    check_experts,
+    layer,
+    messages,
+    random,
+    random_ids,
+    random_options,
+)
+from support.layouts import LAYOUTS, lay
+from support.oracles import exact
+from support.oracles_experts import assert_close
+from support.oracles_experts import expert_mm as expected_mm
+from support.oracles_experts import moe_experts as expected_experts
+
+from torch_moe_mps.ops.experts import expert_mm, moe_experts
+
+# T, K, E, H, I: odd sizes, one expert, more slots than a simdgroup has lanes, decode and prefill.
+SHAPES = (
+    (1, 1, 1, 1, 1),
+    (1, 8, 16, 127, 33),
+    (2, 3, 5, 33, 31),
+    (5, 2, 4, 64, 48),
+    (33, 2, 3, 31, 17),
+    (70, 4, 6, 96, 40),
+    (1, 40, 7, 32, 16),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_expert_mm(device, dtype):
+    for i, (tokens, slots, experts, hidden, rows) in enumerate(SHAPES):
+        x = random((tokens, slots, hidden) if i % 2 else (tokens, hidden), dtype, i)
+        weight = random((experts, rows, hidden), dtype, i + 1)
+        ids = random_ids(tokens, slots, experts, i + 2, IDS[i % 2])
+        bias = random((experts, rows), torch.float32 if i % 3 else dtype, i + 3) if i % 4 else None
+        expected = expected_mm(x, exact(weight), ids, bias)
+        transposed = i % 3 == 0
+        stored = weight.mT.contiguous() if transposed else weight
+        tensors = (tensor.to(device) for tensor in (x, stored, ids))
+        bias = None if bias is None else bias.to(device)
+        assert_close(expert_mm(*tensors, bias, transposed), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_moe_experts(device, dtype):
+    for i, shape in enumerate(SHAPES):
+        check_experts(device, layer(*shape, dtype, 10 * i, ids_dtype=IDS[i % 2]))
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 40])
+@pytest.mark.parametrize("swapped", [{"gate_up"}, {"down"}, {"gate_up", "down"}])
+def test_weights_with_swapped_dimensions_in_memory(device, tokens, swapped):
+    """Each matrix of a layer may be stored with its input dimension first, whatever the other is."""
+    x, gate_up, down, ids, weights = layer(tokens, 2, 8, 64, 32, torch.float32, tokens)
+    expected = expected_experts(x, exact(gate_up), exact(down), ids, weights, {})
+    tensors = [x, gate_up, down, ids, weights]
+    for i, name in ((1, "gate_up"), (2, "down")):
+        stored = tensors[i].to(device)
+        tensors[i] = stored.mT.contiguous().mT if name in swapped else stored
+    assert_close(moe_experts(*(tensor.to(device) for tensor in tensors)), expected)
+    assert_close(
+        moe_experts(
+            *(tensor.to(device).mT if i in (1, 2) else tensor.to(device) for i, tensor in enumerate(tensors)),
+            transposed=True,
+        ),
+        expected,
+    )
+
+
+def test_weights_with_other_strides(device):
+    """A slice of a larger stack is right too; on Metal it is copied, and a warning says so once a process."""
+    x, gate_up, down, ids, weights = layer(4, 2, 8, 64, 32, torch.float32)
+    wider = torch.cat([gate_up, gate_up], 1).to(device)[:, : gate_up.shape[1]]
+    expected = expected_experts(x, exact(gate_up), exact(down), ids, weights, {})
+    assert_close(
+        moe_experts(x.to(device), wider, down.to(device), ids.to(device), weights.to(device)), expected
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations(device, dtype):
+    """Each gated in both orders of the rows, and alone; in decode and in prefill."""
+    for i, options in enumerate(ACTIVATIONS):
+        shape = (3, 2, 4, 40, 24) if i % 2 else (40, 2, 3, 32, 16)
+        bias = {"gate_up_bias": random((shape[2], 2 * shape[4]), dtype, 90 + i)}
+        check_experts(device, layer(*shape, dtype, i), **options)
+        check_experts(device, layer(*shape, dtype, i), **options, **bias, interleaved=True)
+        if "limit" not in options and options["activation"] != "swiglu_oai":
+            check_experts(device, layer(*shape, dtype, i, gated=False), **options, gated=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_everything_around_the_experts(device, dtype):
+    """Biases, transposed weights, shared expert and residual, in all combinations that interact."""
+    for i, shape in enumerate([(1, 4, 8, 65, 33), (5, 2, 4, 64, 32), (50, 3, 4, 36, 20)]):
+        tokens, _, experts, hidden, intermediate = shape
+        arguments = layer(*shape, dtype, i)
+        shared_out, residual = random((tokens, hidden), dtype, 20), random((tokens, hidden), dtype, 21)
+        shared_gate = random((tokens,), torch.float32, 22)
+        biases = {
+            "gate_up_bias": random((experts, 2 * intermediate), torch.float32 if i else dtype, 23),
+            "down_bias": random((experts, hidden), dtype if i else torch.float32, 24),
+        }
+        check_experts(device, arguments, residual=residual)
+        check_experts(device, arguments, shared_out=shared_out, transposed=True)
+        check_experts(device, arguments, shared_out=shared_out, shared_gate=shared_gate, **biases)
+        check_experts(
+            device,
+            arguments,
+            **biases,
+            shared_out=shared_out,
+            shared_gate=shared_gate[:, None].to(dtype),
+            gate_is_logit=True,
+            residual=residual,
+            interleaved=True,
+            transposed=True,
+            activation="swiglu_oai",
+        )
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(60))
+def test_sweep(device, seed):
+    """Random sizes and options together, some ids outside."""
+    choose = Random(seed)
+    dtype, experts = choose.choice(DTYPES), choose.choice((1, 2, 3, 8, 17))
+    slots = choose.randint(1, min(experts, 9))
+    shape = (choose.choice(TOKENS), slots, experts, choose.randint(1, 200), choose.randint(1, 90))
+    options = random_options(choose, shape, dtype, 100 * seed)
+    arguments = layer(*shape, dtype, 100 * seed + 50, gated=options["gated"], ids_dtype=choose.choice(IDS))
+    ids = arguments[3]
+    outside = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < choose.choice((0, 0.3))
+    ids[outside] = choose.choice((-1, experts, 2**31 - 1))
+    check_experts(device, arguments, transposed=choose.random() < 0.4, **options)
+
+
+SENTINELS = (-1, -(2**31), 2**31 - 1)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 40])
+def test_sentinels_contribute_and_read_nothing(device, tokens):
+    """Experts that no valid id names, tokens without one, and the weights of sentinels are NaN."""
+    for ids_dtype, outside in (
+        (torch.int32, SENTINELS),
+        (torch.int64, (*SENTINELS, 2**32, -(2**32) + 1, 2**62)),
+    ):
+        x, gate_up, down, ids, weights = layer(tokens, 4, 6, 48, 32, torch.float32, ids_dtype=ids_dtype)
+        ids[ids >= 3] += 3
+        gate_up[3:], down[3:] = torch.nan, torch.nan
+        mask = torch.rand(ids.shape, generator=torch.Generator().manual_seed(5)) < 0.5
+        ids[mask] = torch.tensor(outside, dtype=ids_dtype)[torch.arange(int(mask.sum())) % len(outside)]
+        ids[-1] = 6
+        weights[(ids < 0) | (ids >= 6)] = torch.nan
+        x[-1] = torch.nan
+        weights = weights.to(device)
+        x, gate_up, down, ids = (tensor.to(device) for tensor in (x, gate_up, down, ids))
+        safe_x, safe_weights = x.nan_to_num(), weights.nan_to_num()
+        expected = expected_experts(
+            safe_x, exact(gate_up.nan_to_num()), exact(down.nan_to_num()), ids, safe_weights, {}
+        )
+        out = moe_experts(x, gate_up, down, ids, weights)
+        assert_close(out, expected)
+        assert (out[-1] == 0).all()
+        slots = expert_mm(x, gate_up, ids)
+        assert_close(slots, expected_mm(safe_x, exact(gate_up.nan_to_num()), ids))
+        assert (slots[-1] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layouts(device, dtype):
+    for i, layout in enumerate(LAYOUTS):
+        others = LAYOUTS[i + 1 :] + LAYOUTS[: i + 1]
+        for tokens in (3, 36):
+            arguments = layer(tokens, 2, 4, 32, 16, dtype, i)
+            options = {
+                "gate_up_bias": random((4, 32), dtype, 7),
+                "down_bias": random((4, 32), dtype, 8),
+                "shared_gate": random((tokens, 1), dtype, 9),
+                "shared_out": random((tokens, 32), dtype, 10),
+                "residual": random((tokens, 32), dtype, 11),
+            }
+            x, gate_up, down, ids, weights = arguments
+            expected = expected_experts(x, exact(gate_up), exact(down), ids, weights, options)
+            chosen = [layout, others[0], others[1], others[2], layout]
+            placed = [lay(tensor, where, device) for tensor, where in zip(arguments, chosen, strict=True)]
+            options = {
+                name: lay(value, others[j % 4], device) for j, (name, value) in enumerate(options.items())
+            }
+            assert_close(moe_experts(*placed, **options), expected)
+            slots = expert_mm(placed[0], placed[1], placed[3], options["gate_up_bias"])
+            assert_close(slots, expected_mm(x, exact(gate_up), ids, random((4, 32), dtype, 7)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_empty(device, dtype):
+    x, gate_up, down, ids, weights = (t.to(device) for t in layer(0, 2, 3, 16, 8, dtype))
+    assert moe_experts(x, gate_up, down, ids, weights).shape == (0, 16)
+    assert moe_experts(x, gate_up, down, ids, weights, shared_out=x, residual=x).dtype == dtype
+    assert expert_mm(x, gate_up, ids).shape == (0, 2, 16)
+
+
+def test_no_columns(device):
+    """A product over nothing is zero; the bias is left, and a sentinel has none."""
+    x, weight = torch.zeros(3, 0, device=device), torch.zeros(4, 5, 0, device=device)
+    ids = torch.tensor([[1, 3], [0, 9], [2, 2]], dtype=torch.int32, device=device)
+    bias = torch.arange(1.0, 21.0, device=device).view(4, 5)
+    expected = torch.stack([bias.cpu()[i] if i < 4 else torch.zeros(5) for i in (1, 3, 0, 9, 2, 2)])
+    assert torch.equal(expert_mm(x, weight, ids, bias).cpu(), expected.view(3, 2, 5))
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 40])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("experts", "intermediate"), [(0, 8), (3, 0)])
+def test_no_experts_or_nothing_between_their_matrices(device, experts, intermediate, transposed, tokens):
+    """What is left are the biases of down, the shared expert and the residual."""
+    x, shared, residual = (random((tokens, 16), torch.float32, seed) for seed in range(3))
+    gate_up, down = torch.zeros(experts, 2 * intermediate, 16), torch.zeros(experts, 16, intermediate)
+    if transposed:
+        gate_up, down = gate_up.mT.contiguous(), down.mT.contiguous()
+    ids = torch.tensor([[2, 7]] * tokens, dtype=torch.int32)
+    weights, bias = torch.full((tokens, 2), 0.5), random((experts, 16), torch.float32, 3)
+    x, gate_up, down, ids, weights = (t.to(device) for t in (x, gate_up, down, ids, weights))
+    options = {"transposed": transposed, "shared_out": shared.to(device), "residual": residual.to(device)}
+    expected = exact(shared) + exact(residual)
+    assert_allclose(
+        exact(moe_experts(x, gate_up, down, ids, weights, **options)), expected, rtol=1e-6, atol=1e-6
+    )
+    assert not moe_experts(x, gate_up, down, ids, weights, transposed=transposed).cpu().any()
+    if experts:
+        expected = expected + 0.5 * exact(bias)[2]
+    options["down_bias"] = bias.to(device)
+    assert_allclose(
+        exact(moe_experts(x, gate_up, down, ids, weights, **options)), expected, rtol=1e-6, atol=1e-6
+    )
+    assert not expert_mm(x, gate_up, ids, transposed=transposed).cpu().any()
+
+
+def test_repeated_ids_count_each_time(device):
+    for tokens in (2, 40):
+        x, gate_up, down, ids, weights = layer(tokens, 3, 4, 32, 16, torch.float32)
+        check_experts(device, (x, gate_up, down, ids[:, :1].repeat(1, 3), weights))
+
+
+def test_all_tokens_choose_one_expert(device):
+    arguments = list(layer(67, 1, 5, 32, 16, torch.bfloat16))
+    arguments[3] = torch.full_like(arguments[3], 4)
+    check_experts(device, arguments)
+
+
+def test_more_tiles_than_one_pass_writes(device):
+    """The sort moves the places of its pairs on only when every tile has been written from them."""
+    check_experts(device, layer(80, 4, 48, 32, 16, torch.float32))
+
+
+@pytest.mark.one_schedule
+def test_the_same_bits_every_time(device, every_order):
+    """In float32, where another order of the slots' sum shows."""
+    for tokens in (1, 6, 40):
+        arguments = [t.to(device) for t in layer(tokens, 8, 16, 64, 32, torch.float32)]
+        first, *others = [moe_experts(*arguments).cpu() for _ in every_order()]
+        assert all(torch.equal(other, first) for other in others)
+
+
+def test_sums_are_not_in_16_bit(device):
+    """4096 halves of the smallest step that 1 has in bfloat16: summed in bfloat16 they would vanish."""
+    x = torch.full((1, 4097), 2.0**-9, dtype=torch.bfloat16)
+    x[0, 0] = 1.0
+    weight = torch.ones(1, 3, 4097, dtype=torch.bfloat16)
+    ids = torch.zeros(1, 1, dtype=torch.int32)
+    assert (expert_mm(x.to(device), weight.to(device), ids.to(device)) == 9.0).all()
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swiglu_oai"])
+def test_large_arguments_of_activations(device, activation):
+    """Where exp or tanh leave float32 the activation has its limit: 0 or the gate."""
+    values = torch.tensor([-3e38, -1e4, -100.0, 100.0, 1e4, 3e38])
+    gate_up = torch.stack([values, torch.ones(6)], dim=1).view(1, 12, 1)
+    down = torch.ones(1, 1, 1, device=device)
+    one, ids = torch.ones(1, 1, device=device), torch.zeros(1, 1, dtype=torch.int32, device=device)
+    for which in range(6):
+        rows = gate_up[:, 2 * which : 2 * which + 2].to(device)
+        out = moe_experts(one, rows, down, ids, one, activation=activation)
+        limit = values[which].clamp(min=0)
+        limit = 2 * limit.clamp(max=7) if activation == "swiglu_oai" else limit
+        torch.testing.assert_close(out.cpu(), limit.view(1, 1), rtol=1e-4, atol=1e-30)
+
+
+def test_nan_and_infinity_stay_with_their_token(device):
+    for tokens in (3, 40):
+        arguments = list(layer(tokens, 2, 4, 32, 16, torch.float32))
+        clean = expected_experts(arguments[0], *(exact(t) for t in arguments[1:3]), *arguments[3:], {})
+        arguments[0] = arguments[0].clone()
+        arguments[0][0, 3], arguments[0][1, 5] = torch.nan, torch.inf
+        out = moe_experts(*(tensor.to(device) for tensor in arguments))
+        assert out[0].isnan().all() and not out[1].isfinite().any()
+        assert_close(out[2:], type(clean)(*(part[2:] for part in clean)))
+
+
+def test_weights_over_4_gib(device):
+    """Only the pages of the expert that is read exist: elements behind 2^31, bytes behind 2^32."""
+    hidden, rows, experts = 1024, 1024, 2**11 + 5
+    weight = torch.empty(experts, rows, hidden, dtype=torch.bfloat16, device=device)
+    last = random((rows, hidden), torch.bfloat16, 0, hidden**-0.5)
+    weight[-1] = last.to(device)
+    assert (experts - 1) * rows * hidden > 2**31
+    ids = torch.full((1, 1), experts - 1, dtype=torch.int32)
+    x = random((1, hidden), torch.bfloat16, 1)
+    out = expert_mm(x.to(device), weight, ids.to(device))
+    zero = torch.zeros_like(ids)
+    assert_close(out, expected_mm(x, exact(last)[None], zero))
+    gate_up, down = weight, weight[:, :, : rows // 2]
+    ones = torch.ones(1, 1, device=device)
+    out = moe_experts(x.to(device), gate_up, down, ids.to(device), ones)
+    expected = expected_experts(x, exact(last)[None], exact(last)[None, :, : rows // 2], zero, ones, {})
+    assert_close(out, expected)
+
+
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("tokens", [2, 33])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_more_experts_than_can_be_sorted(device, tokens, transposed):
+    """moe_bucket's counters have no room for them; each pair then reads its expert by itself."""
+    check_experts(device, layer(tokens, 2, 3000, 16, 8, torch.float32), transposed=transposed)
+
+
+def test_the_stack_is_never_copied():
+    """On the CPU: 64 GiB of weights as seen, 4 MiB of memory; a copy would not fit."""
+    weight = random((1, 1024, 1024), torch.float32, 0, 1 / 32).expand(2**14, -1, -1)
+    x = random((2, 1024), torch.float32, 1)
+    ids = torch.tensor([[3, 16000], [7, 3]])
+    weights = torch.ones(2, 2)
+    zero = torch.zeros_like(ids)
+    for transposed in (False, True):
+        stored = weight.mT if transposed else weight
+        assert_close(expert_mm(x, stored, ids, None, transposed), expected_mm(x, exact(weight[:1]), zero))
+        out = moe_experts(x, stored, stored, ids, weights, gated=False, transposed=transposed)
+        expected = expected_experts(x, *2 * [exact(weight[:1])], zero, weights, {"gated": False})
+        assert_close(out, expected)
+
+
+def test_a_long_prefill_is_cut_into_pieces(monkeypatch):
+    """On the CPU: the pieces of the reference meet inside an expert and between two."""
+    monkeypatch.setattr("torch_moe_mps.ops.experts.PAIRS_AT_ONCE", 7)
+    check_experts("cpu", layer(29, 3, 5, 32, 16, torch.float32), down_bias=random((5, 32), torch.float32, 3))
+    x, weight, _, ids, _ = layer(29, 3, 5, 32, 16, torch.float32)
+    ids[::2] = -1
+    assert_close(expert_mm(x, weight, ids), expected_mm(x, exact(weight), ids))
+
+
+def test_products_on_two_threads():
+    """On the CPU few float32 rows of an expert are then multiplied the other way round."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        check_experts("cpu", layer(9, 2, 5, 64, 32, torch.float32))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def bad_calls(device):
+    """Per operator: good arguments, and changes to them that must be refused."""
+
+    def zeros(*shape, dtype=torch.float32):
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    ids = zeros(3, 2, dtype=torch.int32)
+    mm = {"x": zeros(3, 8), "weight": zeros(4, 6, 8), "ids": ids}
+    mm_changes = [
+        {"x": zeros(3, 8, dtype=torch.int32)},
+        {"x": zeros(3)},
+        {"x": zeros(3, 1, 8)},
+        {"weight": zeros(4, 6, 8, dtype=torch.float16)},
+        {"weight": zeros(4, 6)},
+        {"weight": zeros(4, 6, 7)},
+        {"transposed": True},
+        {"ids": zeros(3, 2)},
+        {"ids": zeros(6, dtype=torch.int64)},
+        {"ids": zeros(2, 2, dtype=torch.int32)},
+        {"ids": zeros(3, 0, dtype=torch.int32)},
+        {"ids": zeros(3, 65, dtype=torch.int32)},
+        {"bias": zeros(4, 8)},
+        {"bias": zeros(4, 6, dtype=torch.int32)},
+    ]
+    layer = {
+        "x": zeros(3, 8),
+        "gate_up": zeros(4, 12, 8),
+        "down": zeros(4, 8, 6),
+        "ids": ids,
+        "weights": zeros(3, 2),
+    }
+    layer_changes = [
+        {"x": zeros(3, 2, 8)},
+        {"gate_up": zeros(4, 13, 8)},
+        {"gate_up": zeros(4, 12, 8, dtype=torch.bfloat16)},
+        {"gate_up": zeros(4, 12, 9), "gated": False},
+        {"down": zeros(4, 8, 5)},
+        {"down": zeros(5, 8, 6)},
+        {"gate_up": zeros(4, 8, 12), "transposed": True},
+        {"weights": zeros(3, 3)},
+        {"weights": zeros(3, 2, dtype=torch.int32)},
+        {"gate_up_bias": zeros(4, 6)},
+        {"down_bias": zeros(4, 6)},
+        {"activation": "swish"},
+        {"activation": "swiglu_oai", "gated": False},
+        {"activation": "silu_clamped"},
+        {"activation": "silu_clamped", "limit": -1.0},
+        {"activation": "swiglu_oai", "limit": float("nan")},
+        {"limit": 7.0},
+        {"alpha": 1.0},
+        {"interleaved": True, "gated": False},
+        {"shared_gate": zeros(3)},
+        {"shared_gate": zeros(2), "shared_out": zeros(3, 8)},
+        {"shared_gate": zeros(3, 2), "shared_out": zeros(3, 8)},
+        {"shared_out": zeros(3, 7)},
+        {"residual": zeros(3, 8, dtype=torch.float16)},
+        {"gate_is_logit": True},
+    ]
+    return ((expert_mm, mm, mm_changes), (moe_experts, layer, layer_changes))
+
+
+class TestErrors(expecttest.TestCase):
+    def test_messages(self):
+        lines = messages(bad_calls("cpu"))
+        assert lines == messages(bad_calls("meta"))
+        self.assertExpectedInline(
+            "\n".join(textwrap.fill(line, 108, subsequent_indent="    ") for line in lines),
+            """\
+moe_mps::expert_mm: x must be float32 or float16 or bfloat16, got int32
+moe_mps::expert_mm: x must be 2-D or 3-D, got 1-D of shape (3,)
+moe_mps::expert_mm: x must be of shape [T, K, H] = (3, 2, 8), got (3, 1, 8)
+moe_mps::expert_mm: weight must be float32, got float16
+moe_mps::expert_mm: weight must be 3-D, got 2-D of shape (4, 6)
+moe_mps::expert_mm: weight must be of shape [E, N, H] with H = 8 as in x, got (4, 6, 7)
+moe_mps::expert_mm: weight must be of shape [E, H, N] with H = 8 as in x, got (4, 6, 8)
+moe_mps::expert_mm: ids must be int32 or int64, got float32
+moe_mps::expert_mm: ids must be 2-D, got 1-D of shape (6,)
+moe_mps::expert_mm: ids must be of shape [T, K] with T = 3 as in x, got (2, 2)
+moe_mps::expert_mm: K, the columns of ids, must be between 1 and 64, got 0
+moe_mps::expert_mm: K, the columns of ids, must be between 1 and 64, got 65
+moe_mps::expert_mm: bias must be of shape [E, N] = (4, 6), got (4, 8)
+moe_mps::expert_mm: bias must be float32 or float16 or bfloat16, got int32
+moe_mps::moe_experts: x must be 2-D, got 3-D of shape (3, 2, 8)
+moe_mps::moe_experts: gate_up must be of shape [E, 2I, H] with H = 8 as in x, got (4, 13, 8)
+moe_mps::moe_experts: gate_up must be float32, got bfloat16
+moe_mps::moe_experts: gate_up must be of shape [E, I, H] with H = 8 as in x, got (4, 12, 9)
+moe_mps::moe_experts: down must be of shape [E, H, I] = (4, 8, 6), got (4, 8, 5)
+moe_mps::moe_experts: down must be of shape [E, H, I] = (4, 8, 6), got (5, 8, 6)
+moe_mps::moe_experts: down must be of shape [E, I, H] = (4, 6, 8), got (4, 8, 6)
+moe_mps::moe_experts: weights must be of shape [T, K] = (3, 2), got (3, 3)
+moe_mps::moe_experts: weights must be float32 or float16 or bfloat16, got int32
+moe_mps::moe_experts: gate_up_bias must be of shape [E, 2I] = (4, 12), got (4, 6)
+moe_mps::moe_experts: down_bias must be of shape [E, H] = (4, 8), got (4, 6)
+moe_mps::moe_experts: activation must be one of silu, gelu, gelu_tanh, relu, relu2, swiglu_oai,
+    silu_clamped, got 'swish'
+moe_mps::moe_experts: gated must be True for activation swiglu_oai, got False
+moe_mps::moe_experts: limit must be a number for activation silu_clamped, got None
+moe_mps::moe_experts: limit must be at least 0.0, got -1.0
+moe_mps::moe_experts: limit must be a number in the range of float32, got nan
+moe_mps::moe_experts: limit must be None for activation silu, got 7.0
+moe_mps::moe_experts: alpha must be None for activation silu, got 1.0
+moe_mps::moe_experts: interleaved must be False when gated is False, got True
+moe_mps::moe_experts: shared_out must be given when shared_gate is, got None
+moe_mps::moe_experts: shared_gate must be of shape [T] = (3,), got (2,)
+moe_mps::moe_experts: shared_gate must be of shape [T, 1] = (3, 1), got (3, 2)
+moe_mps::moe_experts: shared_out must be of shape [T, H] = (3, 8), got (3, 7)
+moe_mps::moe_experts: residual must be float32, got float16
+moe_mps::moe_experts: gate_is_logit must be False without shared_gate, got True""",
+        )
+
+    def test_devices(self):
+        (_, good, _), _ = bad_calls("cpu")
+        with pytest.raises(ValueError, match="weight must be on the device of x, cpu, got meta"):
+            torch.ops.moe_mps.expert_mm(**good | {"weight": good["weight"].to("meta")})

@@ -1,0 +1,189 @@
+"""RMSNorm fused with the residual stream."""
+
+import pytest
+import torch
+from support.layouts import LAYOUTS, lay, lay_with_one_unaligned
+from support.oracles import assert_rounded, exact, norm_add, residual_norm, round_to
+
+from torch_moe_mps.ops.norms import (
+    fused_norm_add,
+    fused_norm_add_scalar,
+    fused_residual_norm,
+    fused_residual_norm_scalar,
+)
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+EPS = 1e-6
+# The sum of squares, the root and the products, each rounded once or twice.
+FLOAT32_ERRORS = 12
+
+
+def check_all(residual, input, weight, scalar, eps=EPS, weight_offset=0.0):
+    """The four operators on these tensors, each against the definition."""
+    r, x, w, s = (exact(tensor) for tensor in (residual, input, weight, scalar))
+    total = round_to(r + x, residual.dtype)
+    positive = [abs(a) for a in (r, x, w, s)]
+
+    added = norm_add(r, x, w, eps, weight_offset=weight_offset)
+    magnitude = norm_add(*positive[:3], eps, weight_offset=abs(weight_offset))
+    assert_rounded(
+        fused_norm_add(residual, input, weight, eps, weight_offset), added, magnitude, FLOAT32_ERRORS
+    )
+    assert_rounded(
+        fused_norm_add_scalar(residual, input, weight, scalar, eps, weight_offset),
+        added * s,
+        magnitude * positive[3],
+        FLOAT32_ERRORS,
+    )
+
+    normed = residual_norm(total, w, eps, weight_offset=weight_offset)
+    magnitude = residual_norm(abs(total), positive[2], eps, weight_offset=abs(weight_offset))
+    result, carried = fused_residual_norm(residual, input, weight, eps, True, weight_offset)
+    assert_rounded(result, normed, magnitude, FLOAT32_ERRORS)
+    assert carried.is_contiguous() and (exact(carried) == total).all()
+    alone, empty = fused_residual_norm(residual, input, weight, eps, False, weight_offset)
+    assert torch.equal(alone, result) and tuple(empty.shape) == (0,) and empty.dtype == residual.dtype
+    assert_rounded(
+        fused_residual_norm_scalar(residual, input, weight, scalar, eps, weight_offset),
+        normed * s,
+        magnitude * positive[3],
+        FLOAT32_ERRORS,
+    )
+
+
+def random(shape, dtype, seed, scale=1.0):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sizes(device, dtype):
+    for i, (rows, width) in enumerate([(1, 1), (3, 31), (2, 33), (5, 127), (4, 300), (2, 1030), (1, 2816)]):
+        residual, input = (random((rows, width), dtype, 10 * i + j, 3.0).to(device) for j in range(2))
+        weight = random((width,), torch.float32 if i % 2 else dtype, 10 * i + 2).to(device)
+        scalar = random((1,) if i % 2 else (width,), dtype, 10 * i + 3).to(device)
+        check_all(residual, input, weight, scalar, weight_offset=float(i % 3 == 0))
+
+
+def test_longest_row(device):
+    """More than a threadgroup's memory holds in float32, and more than its registers do."""
+    scalar = torch.full((1,), 0.5).to(device)
+    for width in (16384, 16900, 16901):
+        residual, input = (random((2, width), torch.bfloat16, seed).to(device) for seed in range(2))
+        check_all(residual, input, random((width,), torch.bfloat16, 2).to(device), scalar)
+
+
+def test_many_rows(device):
+    """With hundreds of rows a thread takes more elements; the last threadgroup of short rows is not full."""
+    for rows, width in ((9, 33), (258, 516), (258, 517)):
+        residual, input = (random((rows, width), torch.float16, seed).to(device) for seed in range(2))
+        check_all(residual, input, random((width,), torch.float32, 2).to(device), torch.ones(1).to(device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layouts(device, dtype):
+    values = [random((3, 2, 66), dtype, seed) for seed in range(2)]
+    for layout, other in zip(LAYOUTS, LAYOUTS[1:] + LAYOUTS[:1], strict=True):
+        weight = lay(random((66,), torch.float32, 2), "offset" if layout == "transposed" else layout, device)
+        scalar = lay(random((66,), dtype, 3), "strided", device)
+        check_all(lay(values[0], layout, device), lay(values[1], other, device), weight, scalar)
+
+
+@pytest.mark.parametrize("width", [36, 128])
+def test_one_unaligned_operand(device, width):
+    rows = [random((3, width), torch.float16, seed) for seed in range(2)]
+    columns = [random((width,), torch.float16, seed) for seed in range(2, 4)]
+    for operands in lay_with_one_unaligned([*rows, *columns], device):
+        check_all(*operands)
+
+
+def test_leading_dimensions_and_broadcast_storage(device):
+    vector = [random((40,), torch.float16, seed).to(device) for seed in range(3)]
+    check_all(*vector, vector[0][:1])
+    deep = random((2, 1, 3, 40), torch.float16, 5).to(device)
+    check_all(deep, vector[0].expand(2, 1, 3, 40), vector[1], vector[2][0])
+
+
+def test_empty(device):
+    for shape in ((0, 8), (2, 0, 8), (0,), (3, 0)):
+        residual, weight = (torch.zeros(size, device=device) for size in (shape, shape[-1]))
+        outputs = (
+            fused_norm_add(residual, residual, weight, EPS),
+            fused_norm_add_scalar(residual, residual, weight, torch.ones(1, device=device), EPS),
+            *fused_residual_norm(residual, residual, weight, EPS),
+            fused_residual_norm_scalar(residual, residual, weight, torch.ones(1, device=device), EPS),
+        )
+        assert all(tuple(output.shape) == shape for output in outputs)
+
+
+def test_magnitudes(device):
+    """Squares beyond the range of float16, a row of zeros, and an eps that decides."""
+    for scale, eps in ((6e4, EPS), (0.0, EPS), (1e-4, 1e-2), (1e-4, 0.0)):
+        input = torch.full((2, 96), scale, dtype=torch.float16, device=device)
+        input[:, ::2] *= -1 if scale < 6e4 else -0.5
+        residual = torch.zeros_like(input)
+        if scale == 0.0:
+            residual += 1.0
+        ones = torch.ones(96, device=device)
+        expected = norm_add(exact(residual), exact(input), 1.0, eps)
+        assert_rounded(fused_norm_add(residual, input, ones, eps), expected, abs(expected), FLOAT32_ERRORS)
+        if scale > 0.0:
+            normed, carried = fused_residual_norm(residual, input, ones, eps)
+            assert torch.equal(carried, input)
+            assert_rounded(normed, expected, abs(expected), FLOAT32_ERRORS)
+
+
+def test_norm_sees_the_rounded_sum(device):
+    """256 + 1 is 256 in bfloat16. The weight puts the norm of 256 just below the middle between 0.5 and the
+    next number, and that of 257 above it."""
+    residual = torch.full((1, 64), 256.0, dtype=torch.bfloat16, device=device)
+    input = torch.ones_like(residual)
+    weight = torch.full((64,), 1 + 2.0**-8 - 2.0**-12, device=device)
+    scalar = torch.full((1,), 2.0, device=device)
+    eps = 3 * 256.0**2
+    normed, carried = fused_residual_norm(residual, input, weight, eps)
+    assert (exact(carried) == 256.0).all()
+    assert (exact(normed) == 0.5).all()
+    assert (exact(fused_residual_norm_scalar(residual, input, weight, scalar, eps)) == 1.0).all()
+
+
+def test_inputs_are_left_alone(device):
+    residual, input, weight = (random((2, 40), torch.float32, seed).to(device) for seed in range(3))
+    before = [tensor.clone() for tensor in (residual, input, weight)]
+    results = fused_residual_norm(residual, input, weight[0], EPS)
+    results[0].zero_()
+    results[1].zero_()
+    assert all(torch.equal(*pair) for pair in zip(before, (residual, input, weight), strict=True))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+def test_sweep(device, dtype, weight_dtype):
+    for width in (
+        1,
+        2,
+        7,
+        31,
+        32,
+        33,
+        64,
+        127,
+        128,
+        255,
+        256,
+        257,
+        300,
+        511,
+        1000,
+        1023,
+        2048,
+        2880,
+        4097,
+        8192,
+    ):
+        for rows in (1, 2, 33):
+            for offset in (0.0, 1.0):
+                residual, input = (random((rows, width), dtype, rows + j, 2.0).to(device) for j in range(2))
+                weight = random((width,), weight_dtype, 3).to(device)
+                for size in (1, width):
+                    check_all(residual, input, weight, random((size,), dtype, 4).to(device), 1e-5, offset)

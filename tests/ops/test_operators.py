@@ -1,0 +1,148 @@
+"""What holds for every operator: schema, registration, ways to call it."""
+
+import threading
+
+import expecttest
+import pytest
+import torch
+import torch._dynamo.testing
+from support.samples import (
+    DTYPES,
+    MODULES,
+    copies,
+    more_samples,
+    packet,
+    positional,
+    sample_arguments,
+    wrapped,
+)
+
+from torch_moe_mps.ops import OPERATORS
+
+# What is tested here does not depend on the order of threads.
+pytestmark = pytest.mark.one_schedule
+
+
+class TestSchemas(expecttest.TestCase):
+    def test_all(self):
+        schemas = [str(packet(name).default._schema) for name in OPERATORS]
+        self.assertExpectedInline(
+            "\n".join(wrapped(schema) for schema in schemas),
+            """\
+moe_mps::fused_norm_add(Tensor residual, Tensor input, Tensor weight, float eps, float weight_offset=0.) ->
+    Tensor
+moe_mps::fused_norm_add_scalar(Tensor residual, Tensor input, Tensor weight, Tensor scalar, float eps, float
+    weight_offset=0.) -> Tensor
+moe_mps::fused_residual_norm(Tensor residual, Tensor input, Tensor weight, float eps, bool write_sum=True,
+    float weight_offset=0.) -> (Tensor, Tensor)
+moe_mps::fused_residual_norm_scalar(Tensor residual, Tensor input, Tensor weight, Tensor scalar, float eps,
+    float weight_offset=0.) -> Tensor
+moe_mps::silu_mul_stacked(Tensor gate, Tensor up) -> Tensor
+moe_mps::weighted_sum_stacked(Tensor slots, Tensor weights) -> Tensor
+moe_mps::weighted_sum_residual_stacked_(Tensor(a!) residual_, Tensor slots, Tensor weights) -> ()
+moe_mps::weighted_sum_residual_norm_stacked_(Tensor(a!) residual_, Tensor slots, Tensor weights, Tensor
+    norm_weight, float eps) -> Tensor
+moe_mps::moe_weighted_reduce(Tensor weights, Tensor expert_out, Tensor? shared_gate=None, Tensor?
+    shared_out=None, Tensor? residual=None, bool gate_is_logit=False) -> Tensor
+moe_mps::expert_mm(Tensor x, Tensor weight, Tensor ids, Tensor? bias=None, bool transposed=False) -> Tensor
+moe_mps::moe_experts(Tensor x, Tensor gate_up, Tensor down, Tensor ids, Tensor weights, *, Tensor?
+    gate_up_bias=None, Tensor? down_bias=None, str activation="silu", float? alpha=None, float? limit=None,
+    bool gated=True, bool interleaved=False, bool transposed=False, Tensor? shared_gate=None, Tensor?
+    shared_out=None, Tensor? residual=None, bool gate_is_logit=False) -> Tensor
+moe_mps::expert_qmm(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor ids, int bits, int
+    group_size, str mode, Tensor? bias=None) -> Tensor
+moe_mps::moe_experts_quantized(Tensor x, Tensor gate_up_packed, Tensor gate_up_scales, Tensor?
+    gate_up_biases, Tensor down_packed, Tensor down_scales, Tensor? down_biases, Tensor ids, Tensor weights,
+    int bits, int group_size, str mode, *, Tensor? gate_up_bias=None, Tensor? down_bias=None, str
+    activation="silu", float? alpha=None, float? limit=None, bool gated=True, bool interleaved=False,
+    Tensor? shared_gate=None, Tensor? shared_out=None, Tensor? residual=None, bool gate_is_logit=False) ->
+    Tensor
+moe_mps::moe_router(Tensor logits, int top_k, *, str scoring, Tensor? bias=None, int num_groups=1, int
+    top_groups=1, str group_score="top2_sum", float? masked_score=None, bool bias_on_logits=False, bool
+    norm_topk_prob, float norm_eps=9.9999999999999995e-21, float norm_min=0., float scaling_factor=1.,
+    Tensor? per_expert_scale=None) -> (Tensor weights, Tensor ids)
+moe_mps::moe_router_topk_softmax(Tensor logits, int top_k, bool norm_topk_prob) -> (Tensor weights, Tensor
+    ids)
+moe_mps::fused_moe_routing(Tensor logits, Tensor per_expert_scale, int top_k) -> (Tensor weights, Tensor
+    ids)
+moe_mps::moe_gate(Tensor hidden, Tensor router_weight, Tensor norm_weight, Tensor per_expert_scale, int
+    top_k, float eps, bool renormalize_after_scale=True) -> (Tensor weights, Tensor ids)
+moe_mps::moe_bucket(Tensor ids, int num_experts) -> (Tensor pair_order, Tensor offsets)
+moe_mps::moe_compute_ids_tpe(Tensor ids, int num_experts, int gate_up_rows, int down_rows) -> (Tensor tpe,
+    Tensor ids_by_expert, Tensor gate_up_args, Tensor down_args)""",
+        )
+
+
+def test_samples_cover_every_operator():
+    assert set(sample_arguments("cpu", torch.float32)) == set(OPERATORS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_opcheck(device, name, dtype):
+    base = sample_arguments(device, dtype)[name]
+    for changes in ({}, *more_samples(name, device, dtype)):
+        args, kwargs = positional(name, copies({**base, **changes}))
+        torch.library.opcheck(packet(name).default, args, kwargs)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_keyword_and_positional_calls_agree(device, name):
+    """By keyword, by position, and through the public function."""
+    base = sample_arguments(device, torch.float32)[name]
+    module = next(module for module in MODULES if hasattr(module, name))
+    args, kwargs = positional(name, copies(base))
+    results = [
+        packet(name)(**copies(base)),
+        packet(name)(*args, **kwargs),
+        getattr(module, name)(**copies(base)),
+    ]
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
+
+
+def test_every_operator_has_its_kernels(device):
+    """With MPS none is left to the reference, unseen.
+
+    Operators that write in place keep the kernel for autograd that is registered in Python: PyTorch's own for
+    extensions does not see that residual_ changes.
+    """
+    for name in OPERATORS:
+        keys = ["CPU", "Meta", "CompositeExplicitAutograd", "Autograd"]
+        if device == "mps":
+            keys += ["MPS"] if name.endswith("_") else ["MPS", "AutogradMPS"]
+        for key in keys:
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(f"moe_mps::{name}", key), (name, key)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_autocast_changes_nothing(device, name):
+    """The operators compute in the dtypes that they document, not in those of the caller's autocast."""
+    arguments = sample_arguments(device, torch.float32)[name]
+    expected = packet(name)(**copies(arguments))
+    with torch.autocast(device, dtype=torch.bfloat16):
+        torch.testing.assert_close(packet(name)(**copies(arguments)), expected, rtol=0, atol=0)
+
+
+def test_two_threads(device):
+    """Operators called from two threads at once give what they give alone."""
+    arguments = {name: sample_arguments(device, torch.float32)[name] for name in OPERATORS}
+    alone = {name: packet(name)(**copies(arguments[name])) for name in OPERATORS}
+    failures = []
+
+    def work(names):
+        try:
+            for _ in range(3):
+                for name in names:
+                    torch.testing.assert_close(
+                        packet(name)(**copies(arguments[name])), alone[name], rtol=0, atol=0
+                    )
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(names,)) for names in (OPERATORS, OPERATORS[::-1])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures

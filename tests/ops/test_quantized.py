@@ -1,0 +1,528 @@
+"""expert_qmm and moe_experts_quantized against the float64 oracle, and against MLX's gather_qmm."""
+
+import textwrap
+from random import Random
+
+import expecttest
+import numpy as np
+import pytest
+import torch
+from support.expert_layers import IDS, TOKENS, messages, random, random_ids, random_options, to_device
+from support.layouts import LAYOUTS, lay
+from support.oracles import exact
+from support.oracles_experts import assert_close, dequantise
+from support.oracles_experts import expert_mm as expected_mm
+from support.oracles_experts import moe_experts as expected_experts
+from support.quantized_layers import FORMATS, NAMES, check_layer, dense, place, random_quantized
+
+from torch_moe_mps.ops.quantized import expert_qmm, moe_experts_quantized
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def ids_of_counts(counts, slots, seed):
+    """[T, slots]: expert e occurs counts[e] times, sentinels fill up."""
+    flat = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).int()
+    flat = torch.cat([flat, torch.full((-len(flat) % slots,), -1, dtype=torch.int32)])
+    order = torch.randperm(len(flat), generator=torch.Generator().manual_seed(seed))
+    return flat[order].reshape(-1, slots)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+def test_expert_qmm(device, format):
+    step = max(format[1], 64)
+    for i, (tokens, slots, experts, rows) in enumerate(
+        [(1, 1, 1, 1), (1, 8, 9, 33), (5, 2, 3, 40), (70, 2, 3, 17)]
+    ):
+        hidden, dtype = step * (1 + i % 2), DTYPES[i % 3]
+        weight = random_quantized(experts, rows, hidden, format, DTYPES[(i + 1) % 3], i)
+        x = random((tokens, slots, hidden) if i % 2 else (tokens, hidden), dtype, i)
+        ids = random_ids(tokens, slots, experts, i, IDS[i % 2])
+        bias = random((experts, rows), dtype, i) if i % 2 else None
+        expected = expected_mm(x, dense(weight, format), ids, bias, rounded_weight=True)
+        bias = None if bias is None else bias.to(device)
+        assert_close(
+            expert_qmm(x.to(device), *place(weight, device), ids.to(device), *format, bias), expected
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+def test_layer(device, format, dtype):
+    """Sizes are multiples of the group, not of a tile."""
+    group = format[1]
+    check_layer(device, (1, 8, 16, 3 * max(group, 64), max(group, 96) // group * group), format, dtype, 0)
+    check_layer(device, (3, 2, 4, group, group), format, dtype, 1, scale_dtype=torch.float32)
+    check_layer(device, (7, 3, 12, 3 * group, 5 * group), format, dtype, 3, scale_dtype=torch.float32)
+    check_layer(device, (37, 2, 3, 2 * group, group), format, dtype, 2)
+
+
+@pytest.mark.parametrize("wide", ["gate_up", "down"])
+@pytest.mark.parametrize("tokens", [1, 4, 40])
+def test_scales_beyond_the_dtype_of_the_activations(device, tokens, wide):
+    """One matrix has float32 scales that are no float16, which everything else is."""
+    format, around = (4, 64, "affine"), {"activation": "relu", "gated": False}
+    matrices = {
+        name: random_quantized(3, 64, 64, format, torch.float16, seed)
+        for seed, name in ((0, "gate_up"), (5, "down"))
+    }
+    packed, scales, biases = matrices[wide]
+    matrices[wide] = packed, scales.float() * 2.0**22, biases.float() * 2.0**22
+    x = random((tokens, 64), torch.float16, 8, 2.0**-12)
+    ids, weights = random_ids(tokens, 2, 3, 9, torch.int32), torch.full((tokens, 2), 0.5)
+    around["shared_out"], around["residual"] = (
+        random((tokens, 64), torch.float16, i, 99.0) for i in (10, 11)
+    )
+    dense_matrices = [dense(matrix, format) for matrix in matrices.values()]
+    expected = expected_experts(x, *dense_matrices, ids, weights, around, rounded_weight=True)
+    placed = [part for matrix in matrices.values() for part in place(matrix, device)]
+    x, ids, weights = (tensor.to(device) for tensor in (x, ids, weights))
+    out = moe_experts_quantized(x, *placed, ids, weights, *format, **to_device(around, device))
+    assert_close(out, expected)
+
+
+# Pairs of each expert: what one matrix takes, a few columns of them, and more than are taken at once.
+COUNTS = ((1, 2, 3), (8, 1, 9), (17, 0, 16), (33, 31, 2))
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+def test_many_pairs_of_one_expert(device, format, counts):
+    """At 2 to 32 tokens the pairs of an expert are multiplied together. Rows of 3 and of 5 groups.
+
+    In the down projection simdgroups share experts where there are at most 8.
+    """
+    group, seed = format[1], sum(counts)
+    counts += (0,) * (6 * (seed % 2))
+    for i, (slots, dtype) in enumerate(zip((2, 3, 2), DTYPES, strict=True)):
+        ids = ids_of_counts(counts, max(slots, -(-sum(counts) // 32)), seed)
+        shape = (*ids.shape, len(counts), 3 * group, group if i else 5 * group)
+        check_layer(device, shape, format, dtype, seed, ids=ids)
+    weight = random_quantized(len(counts), 37, 5 * group, format, torch.float16, seed)
+    x = random((*ids.shape, 5 * group), torch.float16, seed)
+    expected = expected_mm(x, dense(weight, format), ids, None, rounded_weight=True)
+    assert_close(expert_qmm(x.to(device), *place(weight, device), ids.to(device), *format), expected)
+
+
+# Pairs of 12 experts whose blocks of rows are taken in twos, of 6 one by one, of 2 in halves. Where there are
+# more experts than pairs it is those of the first 24 pairs, of 6 and of 2.
+MANY_BLOCKS = (1, 2, 4, 5, 8, 9, 33, 0, 1, 3, 7, 17, 1, 3, 6, 12, 0, 1, 1, 5)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "dtype"), [(4, 64, torch.half), (4, 32, torch.bfloat16), (8, 64, torch.half)]
+)
+@pytest.mark.parametrize("counts", [MANY_BLOCKS, (2, 1, 1, 0, 0) * 8], ids=["experts", "pairs"])
+def test_many_blocks_of_rows(device, counts, bits, group, dtype):
+    """75 blocks; the rows of the projection end in the middle of one, and their number is odd."""
+    format, seed = (bits, group, "affine"), len(counts)
+    ids = ids_of_counts(counts, max(2, -(-sum(counts) // 32)), seed)
+    weight = random_quantized(len(counts), 75 * 64 - 27, 64, format, dtype, seed)
+    x = random((len(ids), 64), dtype, seed)
+    expected = expected_mm(x, dense(weight, format), ids, None, rounded_weight=True)
+    assert_close(expert_qmm(x.to(device), *place(weight, device), ids.to(device), *format), expected)
+    check_layer(device, (*ids.shape, len(counts), 64, 75 * 32 // 64 * 64), format, dtype, seed, ids=ids)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+def test_inputs_of_several_blocks(device, format):
+    """Longer than what of a pair's inputs, or of several pairs', lies in threadgroup memory at a time."""
+    counts, group = (1, 2, 3, 4, 9, 1), format[1]
+    for i, dtype in enumerate(DTYPES):
+        ids = ids_of_counts(counts, 2, i)
+        check_layer(device, (*ids.shape, len(counts), 2048 + group, group), format, dtype, i, ids=ids)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+def test_more_experts_than_simdgroups(device, format):
+    """In the down projection a simdgroup goes from one to the next. Rows of whole steps, and of more."""
+    for i, intermediate in enumerate((256, 512, 5 * format[1])):
+        check_layer(device, (9, 5, 40, 128, intermediate), format, DTYPES[i], i)
+
+
+def check_counts(device, counts, format, groups: int, seed: int, **options):
+    """At most 32 tokens whose experts have these numbers of pairs; `groups` of intermediate values."""
+    group = format[1]
+    ids = ids_of_counts(counts, max(2, -(-sum(counts) // 32)), seed)
+    shape = (*ids.shape, len(counts), max(64, group), group * groups)
+    check_layer(device, shape, format, DTYPES[seed % 3], seed, ids=ids, **options)
+
+
+# Pairs of each expert; with more than 32 an expert counts again. Shares of 16 simdgroups for 1 to 16 of them.
+FEW_COUNTS = (
+    (2,),
+    (5, 4),
+    (1, 0, 3, 3),
+    (1, 2, 3, 4, 5),
+    (1, 0, 1, 1, 1, 1, 1, 9),
+    (40,),
+    (33, 65),
+    (226, 2, 1, 2, 1, 2, 1, 2),
+)
+
+
+@pytest.mark.parametrize("counts", FEW_COUNTS, ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_simdgroups_share_few_experts(device, bits, counts):
+    """Rows of one step, of fewer steps than simdgroups of an expert, and of more, the last one not full."""
+    for i, (group, groups) in enumerate([(32, 1), (64, 3), (128, 7), (64, 37)]):
+        bias = random((len(counts), max(64, group)), torch.float32, i)
+        check_counts(device, counts, (bits, group, "affine"), groups, i, down_bias=bias)
+
+
+# Experts with few pairs (to 2, 4 or 8) and with many are dealt to 12 simdgroups; those that have many leave
+# turns to the others. None, 6 and 13 with many; fewer with few than there are turns to leave, and more.
+TURNS_COUNTS = (
+    (1, 2) * 13,
+    (9, 1, 0) * 6,
+    (9, 1, 1, 0) * 6 + (1,) * 13,
+    (9,) * 13 + (1,) * 27,
+)
+
+
+@pytest.mark.parametrize("counts", TURNS_COUNTS, ids=lambda counts: f"{len(counts)}-{sum(counts)}")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_simdgroups_take_experts_in_turn(device, bits, counts):
+    for i, (group, groups) in enumerate([(32, 3), (64, 5), (128, 1)]):
+        check_counts(device, counts, (bits, group, "affine"), groups, i)
+
+
+@pytest.mark.parametrize(("experts", "tokens"), [(3, 6), (9, 6), (3, 40)])
+@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+def test_whatever_lanes_hold_of_a_matrix(simulated, format, experts, tokens):
+    group = format[1]
+    gate_up = random_quantized(experts, 2 * group, 2 * group, format, torch.float16, 1)
+    down = random_quantized(experts, 2 * group, group, format, torch.float16, 2)
+    arguments = (
+        random((tokens, 2 * group), torch.float16, 3).to("mps"),
+        *place(gate_up, "mps"),
+        *place(down, "mps"),
+        random_ids(tokens, 2, experts, 4, torch.int32).to("mps"),
+        random((tokens, 2), torch.float32, 5).to("mps"),
+    )
+    expected = moe_experts_quantized(*arguments, *format).cpu()
+    with simulated.matrix_rows_in_lane_order():
+        assert torch.equal(moe_experts_quantized(*arguments, *format).cpu(), expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+def test_infinite_input(device, format, tokens):
+    """It leaves no finite output of its own token, and the other tokens alone."""
+    experts, rows, columns = 2, 33, 256
+    weight = random_quantized(experts, rows, columns, format, torch.float16, 1)
+    x, ids = random((tokens, columns), torch.float16, 2), random_ids(tokens, 2, experts, 3, torch.int32)
+    x[0, 5] = torch.inf
+    out = expert_qmm(x.to(device), *place(weight, device), ids.to(device), *format).cpu()
+    values = dense(weight, format)
+    touched = values[ids[0].long(), :, 5] != 0
+    assert not out[0][torch.as_tensor(touched)].isfinite().any()
+    assert_close(out[1:], expected_mm(x[1:], values, ids[1:], rounded_weight=True))
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+def test_options(device, mode):
+    format, hidden, intermediate = (4, 32, mode), 64, 32
+    for tokens, experts, dtype in ((2, 4, torch.bfloat16), (6, 9, torch.float32), (40, 4, torch.float16)):
+        shape = (tokens, 2, experts, hidden, intermediate)
+        biases = {
+            "gate_up_bias": random((experts, 2 * intermediate), torch.float32, 11),
+            "down_bias": random((experts, hidden), dtype, 12),
+        }
+        around = {
+            "shared_gate": random((tokens, 1), dtype, 13),
+            "shared_out": random((tokens, hidden), dtype, 14),
+            "residual": random((tokens, hidden), dtype, 15),
+        }
+        oai = {"activation": "swiglu_oai", "interleaved": True}
+        check_layer(device, shape, format, dtype, 20, **biases, **oai)
+        check_layer(device, shape, format, dtype, 21, **biases, **around, gate_is_logit=True)
+        check_layer(device, shape, format, dtype, 22, activation="gelu_tanh", **around)
+        check_layer(device, shape, format, dtype, 23, activation="relu2", gated=False)
+        check_layer(device, shape, format, dtype, 24, activation="silu_clamped", limit=0.5)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(60))
+def test_sweep(device, seed):
+    """Random sizes, formats and options together."""
+    choose = Random(seed)
+    dtype, experts, format = choose.choice(DTYPES), choose.choice((1, 2, 3, 8, 17)), choose.choice(FORMATS)
+    slots = choose.randint(1, min(experts, 9))
+    hidden, intermediate = (format[1] * choose.randint(1, 256 // format[1]) for _ in range(2))
+    shape = (choose.choice(TOKENS), slots, experts, hidden, intermediate)
+    options = random_options(choose, shape, dtype, 100 * seed)
+    check_layer(device, shape, format, dtype, 100 * seed + 50, choose.choice(DTYPES), **options)
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+def test_sentinels_contribute_and_read_nothing(device, mode):
+    """The scales of experts that no valid id names are NaN (0xFF in mxfp4)."""
+    format = (4, 32, mode)
+    for tokens in (2, 40):
+        gate_up = random_quantized(6, 64, 64, format, torch.float32, 0)
+        down = random_quantized(6, 64, 32, format, torch.float32, 1)
+        clean = dense(gate_up, format), dense(down, format)
+        for weight in (gate_up, down):
+            weight[1][3:] = 255 if mode == "mxfp4" else torch.nan
+        x, weights = random((tokens, 64), torch.float32, 2), torch.ones(tokens, 4)
+        ids = random_ids(tokens, 4, 6, 3, torch.int64)
+        ids[ids >= 3] += 2**32 - 3
+        ids[-1] = torch.tensor([-1, 6, 2**40, -(2**31)])
+        weights[ids >= 6] = torch.nan
+        expected = expected_experts(x, *clean, ids, weights.nan_to_num(), {}, rounded_weight=True)
+        x, ids, weights = x.to(device), ids.to(device), weights.to(device)
+        placed = place(gate_up, device), place(down, device)
+        out = moe_experts_quantized(x, *placed[0], *placed[1], ids, weights, *format)
+        assert_close(out, expected)
+        assert (out[-1] == 0).all()
+        slots = expert_qmm(x, *placed[0], ids, *format)
+        assert_close(slots, expected_mm(x.cpu(), clean[0], ids, rounded_weight=True))
+        assert (slots[-1] == 0).all()
+
+
+def test_layouts(device):
+    """Also of the packed words, as int32."""
+    for i, layout in enumerate(LAYOUTS):
+        format = FORMATS[(0, 3, 6, 0)[i]]
+        others = LAYOUTS[i + 1 :] + LAYOUTS[: i + 1]
+        gate_up = random_quantized(3, 64, 64, format, torch.float16, i)
+        down = random_quantized(3, 64, 32, format, torch.float16, i + 1)
+        x, ids = random((4, 64), torch.float16, i), random_ids(4, 2, 3, i, torch.int64)
+        weights = random((4, 2), torch.float32, i).softmax(-1)
+        expected = expected_experts(
+            x, dense(gate_up, format), dense(down, format), ids, weights, {}, rounded_weight=True
+        )
+        placed = (*place(gate_up, device, layout), *place(down, device, others[0]))
+        around = [lay(tensor, others[j], device) for j, tensor in enumerate((x, ids, weights))]
+        out = moe_experts_quantized(around[0], *placed, *around[1:], *format)
+        assert_close(out, expected)
+
+
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("format", [FORMATS[0], FORMATS[-1]])
+def test_the_same_bits_every_time(device, every_order, format):
+    for tokens, experts in ((1, 16), (6, 16), (6, 3), (40, 16)):
+        gate_up = place(random_quantized(experts, 64, 64, format, torch.float32, 0), device)
+        down = place(random_quantized(experts, 64, 32, format, torch.float32, 3), device)
+        x, weights = random((tokens, 64), torch.float32, 6), random((tokens, 8), torch.float32, 7)
+        ids = random_ids(tokens, 8, experts, 8, torch.int32)
+        x, ids, weights = (tensor.to(device) for tensor in (x, ids, weights))
+        first, *others = [
+            moe_experts_quantized(x, *gate_up, *down, ids, weights, *format).cpu() for _ in every_order()
+        ]
+        assert all(torch.equal(other, first) for other in others)
+
+
+def test_empty(device):
+    weight = place(random_quantized(2, 64, 32, FORMATS[0], torch.float32, 0), device)
+    down = place(random_quantized(2, 32, 32, FORMATS[0], torch.float32, 0), device)
+    x, ids = torch.empty(0, 32, device=device), torch.empty(0, 2, dtype=torch.int32, device=device)
+    assert expert_qmm(x, *weight, ids, *FORMATS[0]).shape == (0, 2, 64)
+    weights = torch.empty(0, 2, device=device)
+    assert moe_experts_quantized(x, *weight, *down, ids, weights, *FORMATS[0]).shape == (0, 32)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 40])
+@pytest.mark.parametrize("format", [FORMATS[0], FORMATS[-1]])
+@pytest.mark.parametrize(("experts", "intermediate"), [(0, 64), (3, 0)])
+def test_no_experts_or_nothing_between_their_matrices(device, format, experts, intermediate, tokens):
+    """What is left is the residual."""
+
+    def empty(rows, columns):
+        bits, group_size, mode = format
+        packed = torch.zeros(experts, rows, columns * bits // 32, dtype=torch.int32)
+        dtype = torch.uint8 if mode == "mxfp4" else torch.float32
+        scales = torch.zeros(experts, rows, columns // group_size, dtype=dtype)
+        return place((packed.view(torch.uint32), scales, None if mode == "mxfp4" else scales), device)
+
+    gate_up, down = empty(2 * intermediate, 64), empty(64, intermediate)
+    x = random((tokens, 64), torch.float32, 0).to(device)
+    ids = torch.tensor([[2, 7]] * tokens, dtype=torch.int32).to(device)
+    weights = torch.ones(tokens, 2).to(device)
+    out = moe_experts_quantized(x, *gate_up, *down, ids, weights, *format, residual=x)
+    assert torch.equal(out.cpu(), x.cpu())
+    assert not expert_qmm(x, *gate_up, ids, *format).cpu().any()
+
+
+def test_every_code_of_mxfp4(device):
+    """16 codes with scales from the smallest to the largest, exactly: the sums have one term.
+
+    252 is the largest of which float32 holds every code. x makes normal numbers of the products with 0, but
+    on mps a weight below 2^-126, which is subnormal in float32, may count as zero.
+    """
+    codes = torch.arange(16, dtype=torch.int64)
+    packed = torch.stack(
+        [(codes[:8] << (4 * torch.arange(8))).sum(), (codes[8:] << (4 * torch.arange(8))).sum()]
+    )
+    packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32).repeat(2).view(1, 1, 4)
+    for scale, one in ((0, 8.0), (1, 8.0), (2, 1.0), (100, 1.0), (127, 1.0), (200, 1.0), (252, 1.0)):
+        scales = torch.full((1, 1, 1), scale, dtype=torch.uint8)
+        values = dequantise(packed, scales, None, 4, 32).ravel()
+        subnormal = (abs(values) < 2.0**-126) & (device == "mps")
+        weight = packed.to(device), scales.to(device), None
+        for x in (torch.eye(32), torch.eye(64)[:, :32]):
+            ids = torch.zeros(len(x), 1, dtype=torch.int32, device=device)
+            out = expert_qmm((one * x).to(device), *weight, ids, 4, 32, "mxfp4")
+            found = exact(out).ravel()[:32]
+            assert ((found == one * values) | (subnormal & (found == 0))).all() and not exact(out)[32:].any()
+
+
+def test_weights_over_4_gib(device):
+    """Only the pages of the expert that is read exist; its packed bytes start behind 2^32."""
+    experts, rows, hidden, format = 2**13 + 2, 512, 2048, (4, 64, "affine")
+    words, groups = hidden // 8, hidden // 64
+    packed = torch.empty(experts, rows, words, dtype=torch.int32, device=device)
+    scales, biases = (
+        torch.empty(experts, rows, groups, dtype=torch.float16, device=device) for _ in range(2)
+    )
+    assert (experts - 1) * rows * words * 4 > 2**32
+    last = random_quantized(1, rows, hidden, format, torch.float16, 0)
+    for whole, part in zip((packed, scales, biases), last, strict=True):
+        whole[-1:] = (part.view(torch.int32) if part.dtype == torch.uint32 else part).to(device)
+    x, zero = random((1, hidden), torch.float16, 1), torch.zeros(1, 1, dtype=torch.int32)
+    ids = torch.full((1, 1), experts - 1, dtype=torch.int32, device=device)
+    expected = expected_mm(x, dense(last, format), zero, rounded_weight=True)
+    assert_close(expert_qmm(x.to(device), packed, scales, biases, ids, *format), expected)
+
+
+def test_one_expert_is_dequantised_at_a_time():
+    """On the CPU: dense, this stack would take 64 GiB."""
+    weight = random_quantized(1, 1024, 1024, FORMATS[0], torch.float32, 0)
+    packed, scales, biases = (tensor.expand(2**14, -1, -1) for tensor in weight)
+    x, ids = random((2, 1024), torch.float32, 1), torch.tensor([[3, 16000], [7, 3]])
+    expected = expected_mm(x, dense(weight, FORMATS[0]), torch.zeros_like(ids), rounded_weight=True)
+    assert_close(expert_qmm(x, packed.view(torch.int32), scales, biases, ids, *FORMATS[0]), expected)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+def test_against_mlx(device, format):
+    """What MLX's own quantised weights give in MLX's own gather_qmm, in float32 on the CPU."""
+    mx = pytest.importorskip("mlx.core")
+    bits, group_size, mode = format
+    tokens, slots, experts, rows, hidden = 6, 2, 5, 48, 256
+    keywords = {"group_size": group_size, "bits": bits, "mode": mode}
+    x, ids = random((tokens, hidden), torch.float32, 0), random_ids(tokens, slots, experts, 1, torch.int32)
+    with mx.stream(mx.cpu):
+        weight = mx.array(random((experts, rows, hidden), torch.float32, 2).numpy())
+        packed, scales, *biases = mx.quantize(weight, **keywords)
+        out = mx.gather_qmm(
+            mx.array(x.numpy())[:, None, None],
+            packed,
+            scales,
+            biases[0] if biases else None,
+            rhs_indices=mx.array(ids.numpy()),
+            transpose=True,
+            **keywords,
+        )
+        expected = np.array(out)[:, :, 0]
+    packed = torch.from_numpy(np.array(packed).view(np.int32))
+    scales, biases = (
+        torch.from_numpy(np.array(scales)),
+        torch.from_numpy(np.array(biases[0])) if biases else None,
+    )
+    placed = place((packed.view(torch.uint32), scales, biases), device)
+    result = expert_qmm(x.to(device), *placed, ids.to(device), *format)
+    torch.testing.assert_close(result.cpu(), torch.from_numpy(expected), rtol=1e-5, atol=1e-4)
+
+
+def bad_calls(device):
+    """Per operator: good arguments, and changes to them that must be refused."""
+
+    def zeros(*shape, dtype=torch.float32):
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def weight(prefix, rows, columns):
+        return {
+            f"{prefix}packed": zeros(4, rows, columns // 8, dtype=torch.int32),
+            f"{prefix}scales": zeros(4, rows, columns // 32),
+            f"{prefix}biases": zeros(4, rows, columns // 32),
+        }
+
+    format = {"bits": 4, "group_size": 32, "mode": "affine"}
+    ids = zeros(3, 2, dtype=torch.int32)
+    mm = {"x": zeros(3, 64), **weight("", 6, 64), "ids": ids, **format}
+    mxfp4 = {"mode": "mxfp4", "biases": None, "scales": zeros(4, 6, 2, dtype=torch.uint8)}
+    mm_changes = [
+        {"x": zeros(3, 33)},
+        {"packed": zeros(4, 6, 8)},
+        {"packed": zeros(4, 6, 9, dtype=torch.int32)},
+        {"packed": zeros(4, 48, dtype=torch.int32)},
+        {"scales": zeros(4, 6, 1)},
+        {"scales": zeros(4, 6, 2, dtype=torch.uint8)},
+        {"biases": None},
+        {"biases": zeros(4, 6, 1)},
+        {"biases": zeros(4, 6, 2, dtype=torch.float16)},
+        {"bits": 8},
+        {"bits": 3},
+        {"group_size": 16},
+        {"group_size": 128},
+        {"mode": "int4"},
+        mxfp4 | {"biases": zeros(4, 6, 2)},
+        mxfp4 | {"scales": zeros(4, 6, 2)},
+        mxfp4 | {"bits": 8},
+        mxfp4 | {"group_size": 64},
+        {"bias": zeros(4, 5)},
+        {"ids": zeros(2, 2, dtype=torch.int64)},
+    ]
+    layer = {
+        "x": zeros(3, 64),
+        **weight("gate_up_", 64, 64),
+        **weight("down_", 64, 32),
+        "ids": ids,
+        "weights": zeros(3, 2),
+        **format,
+    }
+    layer_changes = [
+        {"group_size": 64},
+        {"gated": False},
+        {"gate_up_packed": zeros(4, 63, 8, dtype=torch.int32)},
+        {"gate_up_scales": zeros(4, 64, 1)},
+        {"down_packed": zeros(4, 64, 8, dtype=torch.int32)},
+        {"down_biases": None},
+        {"gate_up_bias": zeros(4, 32)},
+        {"down_bias": zeros(4, 32)},
+        {"activation": "silu_clamped"},
+        {"shared_gate": zeros(3)},
+    ]
+    return ((expert_qmm, mm, mm_changes), (moe_experts_quantized, layer, layer_changes))
+
+
+class TestErrors(expecttest.TestCase):
+    def test_messages(self):
+        lines = messages(bad_calls("cpu"))
+        assert lines == messages(bad_calls("meta"))
+        self.assertExpectedInline(
+            "\n".join(textwrap.fill(line, 108, subsequent_indent="    ") for line in lines),
+            """\
+moe_mps::expert_qmm: H, the input dimension of packed, must be a multiple of 32, got 33
+moe_mps::expert_qmm: packed must be uint32 or int32, got float32
+moe_mps::expert_qmm: packed must be of shape [E, N, H * 4 / 32] = (4, 6, 8), got (4, 6, 9)
+moe_mps::expert_qmm: packed must be 3-D, got 2-D of shape (4, 48)
+moe_mps::expert_qmm: scales must be of shape [E, N, H / 32] = (4, 6, 2), got (4, 6, 1)
+moe_mps::expert_qmm: scales must be float32 or float16 or bfloat16, got uint8
+moe_mps::expert_qmm: biases must be a tensor for mode affine, got None
+moe_mps::expert_qmm: biases must be of shape [E, N, H / 32] = (4, 6, 2), got (4, 6, 1)
+moe_mps::expert_qmm: biases must be float32, got float16
+moe_mps::expert_qmm: packed must be of shape [E, N, H * 8 / 32] = (4, 6, 16), got (4, 6, 8)
+moe_mps::expert_qmm: bits must be 4 or 8 for mode affine, got 3
+moe_mps::expert_qmm: group_size must be 32 or 64 or 128 for mode affine, got 16
+moe_mps::expert_qmm: H, the input dimension of packed, must be a multiple of 128, got 64
+moe_mps::expert_qmm: mode must be one of affine, mxfp4, got 'int4'
+moe_mps::expert_qmm: biases must be None for mode mxfp4, got a tensor of shape (4, 6, 2)
+moe_mps::expert_qmm: scales must be uint8, got float32
+moe_mps::expert_qmm: bits must be 4 for mode mxfp4, got 8
+moe_mps::expert_qmm: group_size must be 32 for mode mxfp4, got 64
+moe_mps::expert_qmm: bias must be of shape [E, N] = (4, 6), got (4, 5)
+moe_mps::expert_qmm: ids must be of shape [T, K] with T = 3 as in x, got (2, 2)
+moe_mps::moe_experts_quantized: gate_up_scales must be of shape [E, 2I, H / 64] = (4, 64, 1), got (4, 64, 2)
+moe_mps::moe_experts_quantized: down_packed must be of shape [E, H, I * 4 / 32] = (4, 64, 8), got (4, 64, 4)
+moe_mps::moe_experts_quantized: gate_up_packed must be of an even number of rows 2I, got (4, 63, 8)
+moe_mps::moe_experts_quantized: gate_up_scales must be of shape [E, 2I, H / 32] = (4, 64, 2), got (4, 64, 1)
+moe_mps::moe_experts_quantized: down_packed must be of shape [E, H, I * 4 / 32] = (4, 64, 4), got (4, 64, 8)
+moe_mps::moe_experts_quantized: down_biases must be a tensor for mode affine, got None
+moe_mps::moe_experts_quantized: gate_up_bias must be of shape [E, 2I] = (4, 64), got (4, 32)
+moe_mps::moe_experts_quantized: down_bias must be of shape [E, H] = (4, 64), got (4, 32)
+moe_mps::moe_experts_quantized: limit must be a number for activation silu_clamped, got None
+moe_mps::moe_experts_quantized: shared_out must be given when shared_gate is, got None""",
+        )

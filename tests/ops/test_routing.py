@@ -1,0 +1,517 @@
+"""Routers, and the sorting of (token, slot) pairs by expert."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.layouts import LAYOUTS, lay
+from support.oracles import (
+    LARGEST,
+    exact,
+    finite,
+    route,
+)
+from support.routing import (
+    DTYPES,
+    assert_routing,
+    check_gate,
+    check_sorting,
+    gate_arguments,
+    random,
+    random_ids,
+)
+
+from torch_moe_mps.ops.routing import (
+    fused_moe_routing,
+    moe_gate,
+    moe_router,
+    moe_router_topk_softmax,
+)
+
+NAN, INF = float("nan"), float("inf")
+# Rows decided by less are left out: float32 does not tell these choices apart.
+SMALLEST_GAP = 1e-4
+
+# One router of each kind in transformers, by a family that has it.
+NORMED, AS_THEY_ARE = {"norm_topk_prob": True}, {"norm_topk_prob": False}
+ROUTERS = {
+    "mixtral": {"scoring": "softmax", **NORMED},
+    "jamba": {"scoring": "softmax", **AS_THEY_ARE},
+    "gpt_oss": {"scoring": "softmax_after_topk", **AS_THEY_ARE},
+    "privacy_filter": {"scoring": "softmax_after_topk", **AS_THEY_ARE, "scaling_factor": 0.25},
+    "gemma4": {"scoring": "softmax_after_topk", **AS_THEY_ARE, "scale": True},
+    "ernie4_5": {"scoring": "softmax", **NORMED, "norm_eps": 0.0, "norm_min": 0.02, "bias": True},
+    "longcat": {"scoring": "softmax", **AS_THEY_ARE, "scaling_factor": 6.0, "bias": True},
+    "deepseek_v2": {"scoring": "softmax", **AS_THEY_ARE, "groups": True, "group_score": "max"},
+    "mistral4": {"scoring": "softmax", **NORMED, "groups": True},
+    "cohere2": {"scoring": "sigmoid", **NORMED},
+    "lfm2": {"scoring": "sigmoid", **NORMED, "norm_eps": 1e-6, "bias": True},
+    "kolibri1": {"scoring": "sigmoid", **NORMED, "bias": True, "bias_on_logits": True},
+    "deepseek_v3": {"scoring": "sigmoid", **NORMED, "scaling_factor": 2.5, "bias": True, "groups": True},
+    "axk2": {"scoring": "sigmoid", **NORMED, "bias": True, "groups": True, "masked_score": 0.0},
+    "deepseek_v4": {"scoring": "sqrtsoftplus", **NORMED, "scaling_factor": 1.5, "bias": True},
+    "every option": {
+        "scoring": "sqrtsoftplus",
+        **NORMED,
+        "norm_eps": 0.5,
+        "norm_min": 2.0,
+        "bias": True,
+        "bias_on_logits": True,
+        "groups": True,
+        "group_score": "max",
+        "masked_score": -1.0,
+        "scale": True,
+    },
+}
+
+
+def router_options(name, num_experts, top_k, seed, dtype=torch.float32):
+    """The keyword arguments of moe_router for one of ROUTERS, with tensors on the CPU."""
+    options = dict(ROUTERS[name])
+    if options.pop("bias", False):
+        options["bias"] = random((num_experts,), dtype, seed, 0.5)
+    if options.pop("scale", False):
+        options["per_expert_scale"] = random((num_experts,), dtype, seed + 1)
+    if options.pop("groups", False):
+        options["num_groups"] = 4
+        options["top_groups"] = max(2, -(-4 * top_k // num_experts))
+    return options
+
+
+def check_router(logits, top_k, device, layout="contiguous", **options):
+    """moe_router on the rows that have one right answer; returns how many there were."""
+    oracle_options = {k: exact(v) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    weights, ids, gaps = route(exact(logits), top_k, **oracle_options)
+    sure = gaps > SMALLEST_GAP
+    placed = {k: lay(v, layout, device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    got_weights, got_ids = moe_router(lay(logits[sure], layout, device), top_k, **placed)
+    assert_routing(got_weights, got_ids, weights[sure], ids[sure])
+    return sure.sum()
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_router_of_each_kind(device, name):
+    rows = 0
+    for i, (num_experts, top_k) in enumerate([(8, 2), (60, 4), (64, 6), (128, 8), (256, 8)]):
+        logits = random((6, num_experts), torch.float32, 10 * i, 1.5)
+        rows += check_router(logits, top_k, device, **router_options(name, num_experts, top_k, 10 * i + 1))
+    assert rows > 15
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_router_16_bit(device, dtype):
+    """In 16 bit equal logits are common."""
+    for name in ("mixtral", "gemma4", "deepseek_v2", "deepseek_v3"):
+        logits = random((9, 64), dtype, 3, 1.5)
+        assert check_router(logits, 6, device, **router_options(name, 64, 6, 4, dtype)) > 1
+
+
+def test_router_sizes(device):
+    """One expert, all experts, no multiple of a simdgroup, the largest counts."""
+    for num_experts, top_k in [(1, 1), (2, 2), (31, 31), (33, 5), (127, 22), (512, 22), (1024, 64)]:
+        logits = random((3, num_experts), torch.float32, num_experts, 2.0)
+        check_router(logits, top_k, device, **router_options("mixtral", num_experts, top_k, 0))
+        check_router(logits, top_k, device, **router_options("gemma4", num_experts, top_k, 0))
+    assert check_router(
+        random((40, 512), torch.float32, 1, 2.0), 8, device, **router_options("deepseek_v3", 512, 8, 0)
+    )
+
+
+def test_router_for_many_rows(device):
+    """Several rows share a threadgroup, and the last one is not full."""
+    for num_experts in (40, 33):
+        logits = random((259, num_experts), torch.float32, num_experts, 2.0)
+        assert check_router(logits, 3, device, **router_options("mixtral", num_experts, 3, 0)) == 259
+
+
+def test_router_layouts(device):
+    for layout in LAYOUTS:
+        options = router_options("every option", 32, 4, 5)
+        assert check_router(random((7, 32), torch.float32, 6), 4, device, layout=layout, **options) > 3
+
+
+def test_unaligned_logits(device):
+    """As many experts as make a lane read four logits at once."""
+    for num_experts in (128, 256):
+        logits = random((5, num_experts), torch.float32, num_experts, 2.0)
+        options = router_options("mixtral", num_experts, 4, 0)
+        assert check_router(logits, 4, device, layout="offset", **options) == 5
+
+
+def test_named_routers(device):
+    for num_experts, top_k in [(8, 2), (60, 4), (128, 8), (512, 10)]:
+        logits = random((5, num_experts), torch.float32, num_experts, 2.0)
+        scale = random((num_experts,), torch.float32, 1)
+        for norm in (True, False):
+            expected = route(
+                exact(logits), top_k, "softmax", norm_topk_prob=norm, norm_eps=0.0, norm_min=2.0**-14
+            )
+            assert_routing(*moe_router_topk_softmax(logits.to(device), top_k, norm), *expected[:2])
+        expected = route(exact(logits), top_k, "softmax", norm_topk_prob=True, per_expert_scale=exact(scale))
+        assert_routing(*fused_moe_routing(logits.to(device), scale.to(device), top_k), *expected[:2])
+        weights, ids = fused_moe_routing(logits[2].to(device), scale.to(device), top_k)
+        assert_routing(weights, ids, expected[0][2], expected[1][2])
+
+
+def all_routers(logits, top_k):
+    """Every router that is a function of the logits alone, its scoring and its result."""
+    ones = torch.ones(logits.shape[-1], device=logits.device)
+    for scoring in ("softmax", "sigmoid", "sqrtsoftplus", "softmax_after_topk"):
+        yield scoring, moe_router(logits, top_k, scoring=scoring, norm_topk_prob=True)
+    yield "softmax", moe_router_topk_softmax(logits, top_k, True)
+    yield "softmax_after_topk", fused_moe_routing(logits, ones, top_k)
+
+
+def check_degenerate(logits, top_k):
+    for scoring, (weights, ids) in all_routers(logits, top_k):
+        expected = route(exact(logits), top_k, scoring, norm_topk_prob=True)
+        assert_routing(weights, ids, *expected[:2])
+        assert all(len(set(row)) == top_k for row in ids.tolist())
+
+
+def test_ties_go_to_the_lower_id(device):
+    rows = torch.zeros(5, 70)
+    rows[1, 40:] = 1.0
+    rows[2, ::2] = -0.0  # equal to 0.0
+    rows[3] = torch.arange(70) // 3 % 5
+    rows[4, 33] = rows[4, 69] = 2.0
+    check_degenerate(rows.to(device), 8)
+
+
+def test_ties_among_many_rows(device):
+    """Some rows have ties among the leaders, at the last of them, only below, or none."""
+    rows = random((60, 70), torch.float32, 0)
+    rows[::4] = rows[::4].round()
+    rows[1::4, 40] = rows[1::4].sort(dim=1).values[:, -8]
+    rows[2::4, :30] = -9.0
+    check_degenerate(rows.to(device), 8)
+    check_degenerate(rows[:, :1].to(device), 1)
+
+
+def test_degenerate_logits(device):
+    rows = random((10, 40), torch.float32, 0)
+    rows[0] = NAN
+    rows[1] = INF
+    rows[2] = -INF
+    rows[3, 5:9] = NAN
+    rows[4, [3, 30]] = INF
+    rows[5, 2:] = -INF
+    rows[6] = NAN
+    rows[6, [7, 20, 21]] = torch.tensor([-INF, INF, 0.0])
+    rows[7] = LARGEST
+    rows[8, 10:] = -LARGEST
+    rows[9, ::2] = NAN
+    check_degenerate(rows.to(device), 6)
+    check_degenerate(rows[:7].half().to(device), 6)
+    weights, ids = moe_router_topk_softmax(rows[:3].to(device), 6, True)
+    assert ids.tolist() == [list(range(6))] * 3
+    assert (weights == weights[0, 0]).all()
+
+
+def test_saturated_scores_are_told_apart_by_their_logits(device):
+    """sigmoid(30) = sigmoid(40) = 1 in float32, and exp(-200) = exp(-300) = 0."""
+    logits = torch.tensor([[30.0, 40.0, 35.0, 100.0, -200.0, -300.0]], device=device)
+    for _, (_, ids) in all_routers(logits, 6):
+        assert ids.tolist() == [[3, 1, 2, 0, 4, 5]]
+    _, ids = moe_router(
+        logits, 2, scoring="sigmoid", num_groups=3, top_groups=1, group_score="max", norm_topk_prob=True
+    )
+    assert ids.tolist() == [[3, 2]]
+
+
+def test_bias_and_groups_of_degenerate_logits(device):
+    rows = random((6, 16), torch.float32, 1)
+    rows[0] = NAN
+    rows[1] = INF
+    rows[2, 8:] = -INF
+    rows[3, :4] = NAN
+    rows[4, 5] = INF
+    bias = random((16,), torch.float32, 2).to(device)
+    for scoring in ("softmax", "sigmoid", "sqrtsoftplus", "softmax_after_topk"):
+        for options in ({}, {"num_groups": 4, "top_groups": 2}, {"bias_on_logits": True}):
+            weights, ids = moe_router(
+                rows.to(device), 5, scoring=scoring, bias=bias, norm_topk_prob=True, **options
+            )
+            assert torch.isfinite(weights).all()
+            for row in ids.tolist():
+                assert len(set(row)) == 5 and min(row) >= 0 and max(row) < 16
+                if "num_groups" in options:
+                    assert len({expert // 4 for expert in row}) <= 2
+
+
+def test_degenerate_bias(device):
+    """A choice is made finite as a logit is: NaN is the lowest, which still comes before what is excluded."""
+    logits = torch.zeros(1, 8, device=device)
+    bias = torch.tensor([NAN, -INF, INF, 1.0, 9.0, 8.0, 7.0, 6.0], device=device)
+    options = {"scoring": "sigmoid", "bias": bias, "norm_topk_prob": True}
+    _, ids = moe_router(logits, 8, **options)
+    assert ids.tolist() == [[2, 4, 5, 6, 7, 3, 0, 1]]
+    _, ids = moe_router(logits, 4, num_groups=2, top_groups=1, group_score="max", **options)
+    assert ids.tolist() == [[2, 3, 0, 1]]
+
+
+def test_group_ties_go_to_the_lower_group(device):
+    logits = torch.zeros(1, 12, device=device)
+    for group_score in ("max", "top2_sum"):
+        _, ids = moe_router(
+            logits,
+            5,
+            scoring="sigmoid",
+            num_groups=4,
+            top_groups=2,
+            group_score=group_score,
+            norm_topk_prob=True,
+        )
+        assert ids.tolist() == [[0, 1, 2, 3, 4]]
+    sums_below_the_lowest = torch.tensor([[NAN, NAN, NAN, -1.0]], device=device)
+    _, ids = moe_router(
+        sums_below_the_lowest,
+        2,
+        scoring="softmax_after_topk",
+        num_groups=2,
+        top_groups=1,
+        norm_topk_prob=False,
+    )
+    assert ids.tolist() == [[0, 1]]
+
+
+def test_masked_score(device):
+    """With the fill value 0.0 an expert of another group wins over a negative choice; else it never does."""
+    logits = torch.tensor([[4.0, 3.0, 2.0, 0.0]], device=device)
+    bias = torch.tensor([0.0, -2.0, -0.5, 0.0], device=device)
+    options = {"scoring": "sigmoid", "bias": bias, "num_groups": 2, "top_groups": 1, "group_score": "max"}
+    _, ids = moe_router(logits, 2, norm_topk_prob=True, **options)
+    assert ids.tolist() == [[0, 1]]
+    _, ids = moe_router(logits, 2, norm_topk_prob=True, masked_score=0.0, **options)
+    assert ids.tolist() == [[0, 2]]
+    options = {"scoring": "sigmoid", "num_groups": 2, "top_groups": 1, "norm_topk_prob": True}
+    _, ids = moe_router(
+        torch.tensor([[-3.0, -2.0, -4.0, -5.0]], device=device), 2, masked_score=0.0, **options
+    )
+    assert ids.tolist() == [[1, 0]]  # scores are compared with the fill value, not logits
+
+
+def test_denominators(device):
+    """A sum of zero divides by 1 instead of giving NaN; norm_eps and norm_min as they are defined."""
+    logits = torch.full((1, 4), -200.0, device=device)
+    for norm_eps in (0.0, 1e-20):
+        weights, _ = moe_router(logits, 2, scoring="sigmoid", norm_topk_prob=True, norm_eps=norm_eps)
+        assert weights.tolist() == [[0.0, 0.0]]
+    logits = torch.zeros(1, 4, device=device)
+    weights, _ = moe_router(logits, 2, scoring="sigmoid", norm_topk_prob=True, norm_eps=3.0)
+    assert weights.tolist() == [[0.125, 0.125]]
+    weights, _ = moe_router(logits, 2, scoring="sigmoid", norm_topk_prob=True, norm_min=8.0)
+    assert weights.tolist() == [[0.0625, 0.0625]]
+
+
+def test_empty_batch(device):
+    empty, scale = torch.zeros(0, 16, device=device), torch.ones(16, device=device)
+    results = [result for _, result in all_routers(empty, 3)]
+    options = {
+        k: v.to(device) if isinstance(v, torch.Tensor) else v
+        for k, v in router_options("axk2", 16, 3, 0).items()
+    }
+    results.append(moe_router(empty, 3, **options))
+    results.append(
+        moe_gate(
+            torch.zeros(0, 8, device=device), torch.zeros(16, 8, device=device), scale[:8], scale, 3, 1e-6
+        )
+    )
+    for weights, ids in results:
+        assert tuple(weights.shape) == tuple(ids.shape) == (0, 3)
+        assert weights.dtype == torch.float32 and ids.dtype == torch.int32
+
+
+# moe_gate
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate(device, dtype):
+    sizes = [(1, 31, 8, 2), (4, 33, 5, 5), (3, 300, 60, 4), (9, 128, 128, 8), (2, 520, 130, 16)]
+    for i, (tokens, width, num_experts, top_k) in enumerate(sizes):
+        arguments = gate_arguments(
+            tokens + 4, width, num_experts, dtype, torch.float32 if i % 2 else dtype, 10 * i
+        )
+        for renormalize in (True, False):
+            assert check_gate(*arguments, top_k, renormalize, device) > 0
+
+
+def test_gate_of_gemma4(device):
+    """The shape of the source kernel, and rows longer than a threadgroup's memory holds in float32."""
+    assert check_gate(*gate_arguments(3, 2816, 128, torch.bfloat16, torch.float32, 0), 8, False, device) > 0
+    assert check_gate(*gate_arguments(2, 16384, 16, torch.bfloat16, torch.bfloat16, 5), 2, True, device) > 0
+    # The row is staged again for the experts behind the first 128.
+    assert check_gate(*gate_arguments(2, 8200, 130, torch.float16, torch.float32, 6), 4, False, device) > 0
+
+
+@pytest.mark.one_schedule
+def test_gate_for_many_tokens(device):
+    """4 and 16 tokens share the router's rows; rows longer than what is staged of them at once."""
+    for dtype in (torch.bfloat16, torch.float32):
+        assert check_gate(*gate_arguments(70, 96, 32, dtype, torch.bfloat16, 3), 4, True, device) > 20
+        assert check_gate(*gate_arguments(66, 1100, 9, dtype, torch.float32, 4), 2, True, device) > 40
+        assert check_gate(*gate_arguments(1100, 260, 5, dtype, torch.float32, 5), 2, False, device) >= 1024
+        assert check_gate(*gate_arguments(1100, 33, 6, dtype, torch.bfloat16, 6), 3, True, device) >= 1024
+
+
+def test_gate_layouts(device):
+    for layout in LAYOUTS:
+        arguments = gate_arguments(6, 66, 16, torch.float16, torch.float32, 7)
+        assert check_gate(*arguments, 3, True, device, [layout] * 4) > 2
+
+
+def test_gate_with_one_unaligned_operand(device):
+    arguments = gate_arguments(6, 128, 16, torch.float16, torch.float32, 7)
+    for odd in range(4):
+        layouts = ["offset" if i == odd else "contiguous" for i in range(4)]
+        assert check_gate(*arguments, 3, True, device, layouts) > 2
+
+
+def test_gate_of_degenerate_rows(device):
+    hidden, router_weight, norm_weight, _ = gate_arguments(3, 64, 16, torch.float32, torch.float32, 1)
+    hidden[0] = NAN
+    hidden[1] = 0.0
+    hidden[2, 3] = INF
+    scale = torch.ones(16)
+    for renormalize in (True, False):
+        tensors = (tensor.to(device) for tensor in (hidden, router_weight, norm_weight, scale))
+        weights, ids = moe_gate(*tensors, 4, 1e-6, renormalize)
+        assert ids[:2].tolist() == [[0, 1, 2, 3]] * 2
+        assert weights[:2].tolist() == [[0.25] * 4] * 2
+        assert torch.isfinite(weights).all() and len(set(ids[2].tolist())) == 4
+
+
+@pytest.mark.parametrize("bad", [NAN, -INF])
+def test_gate_with_a_scale_that_is_no_number(device, bad):
+    """It reaches every weight of its tokens through the sum, as the formula says."""
+    hidden, router_weight, norm_weight, _ = gate_arguments(2, 64, 16, torch.float32, torch.float32, 1)
+    scale = torch.ones(16)
+    args = [tensor.to(device) for tensor in (hidden, router_weight, norm_weight)]
+    _, ids = moe_gate(*args, scale.to(device), 4, 1e-6, True)
+    scale[ids[0, 2].item()] = bad
+    weights, _ = moe_gate(*args, scale.to(device), 4, 1e-6, True)
+    assert weights[0, 2].isnan() and (weights[0].isnan() | (weights[0] == 0.0)).all()
+    assert weights[0].isnan().all() == (bad != -INF)
+
+
+def test_gate_whose_scales_sum_to_zero(device):
+    tensors = (
+        torch.ones(1, 32),
+        torch.zeros(8, 32),
+        torch.ones(32),
+        torch.tensor([1.0, -1.0, 0, 0, 0, 0, 0, 0]),
+    )
+    weights, ids = moe_gate(*(tensor.to(device) for tensor in tensors), 2, 1e-6)
+    assert ids.tolist() == [[0, 1]] and weights.tolist() == [[0.5, -0.5]]
+
+
+# Sorting by expert
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_sorting(device, dtype):
+    cases = [
+        ((1, 1), 1),
+        ((3, 2), 4),
+        ((1, 8), 128),
+        ((33, 8), 60),
+        ((70, 1), 3),
+        ((130, 4), 257),
+        ((9, 6), 1024),
+    ]
+    for i, (shape, num_experts) in enumerate(cases):
+        check_sorting(random_ids(shape, 0, num_experts, i, dtype).to(device), num_experts, 64 * i + 1, 4096)
+        check_sorting(random_ids(shape, -2, num_experts + 3, i, dtype).to(device), num_experts)
+
+
+@pytest.mark.parametrize("tokens, top_k, num_experts", [(700, 8, 60), (330, 7, 1024), (3100, 11, 9)])
+def test_sorting_of_many_pairs(device, tokens, top_k, num_experts):
+    """More pairs than one threadgroup sorts, and more than all of them hold at a time."""
+    check_sorting(random_ids((tokens, top_k), -1, num_experts + 1, tokens).to(device), num_experts)
+
+
+def test_sorting_when_all_choose_one_expert(device):
+    for expert in (0, 6, 7, -1):
+        check_sorting(torch.full((40, 2), expert, dtype=torch.int32, device=device), 7)
+        check_sorting(torch.full((16, 2), expert, dtype=torch.int32, device=device), 7)  # a full tile
+
+
+def test_sorting_of_distant_sentinels(device):
+    """An int64 id is compared as such, not by its lower half."""
+    ids = torch.tensor([[2**32 + 1, 1], [-(2**40), 2**62], [2, 3]], device=device)
+    check_sorting(ids, 3)
+    check_sorting(torch.tensor([[2**31 - 1, 0], [-(2**31), 2]], dtype=torch.int32, device=device), 3)
+
+
+def test_sorting_layouts(device):
+    for layout in LAYOUTS:
+        for dtype in (torch.int32, torch.int64):
+            check_sorting(lay(random_ids((10, 4), 0, 9, 0, dtype), layout, device), 9)
+
+
+def test_sorting_nothing(device):
+    for shape in ((0, 4), (3, 0)):
+        check_sorting(torch.zeros(shape, dtype=torch.int32, device=device), 5)
+
+
+@given(
+    st.integers(0, 40),
+    st.integers(1, 9),
+    st.integers(1, 300),
+    st.integers(0, 2**30),
+    st.sampled_from([torch.int32, torch.int64]),
+)
+@settings(max_examples=60, deadline=None)
+def test_sorting_any_shape_on_cpu(tokens, top_k, num_experts, seed, dtype):
+    check_sorting(random_ids((tokens, top_k), -1, num_experts + 1, seed, dtype), num_experts)
+
+
+@given(st.integers(1, 30), st.integers(1, 200), st.data())
+@settings(max_examples=40, deadline=None)
+def test_ties_of_any_shape_on_cpu(tokens, num_experts, data):
+    """Logits from five values, so that nearly every comparison is a tie or involves a degenerate one."""
+    top_k = data.draw(st.integers(1, min(64, num_experts)))
+    seed = data.draw(st.integers(0, 2**30))
+    values = torch.tensor([NAN, -INF, -1.0, 0.0, 2.0, INF])
+    check_degenerate(values[random_ids((tokens, num_experts), 0, 6, seed, torch.int64)], top_k)
+
+
+def test_finite_of_the_oracle():
+    """The oracle's own reading of degenerate values, which the tests above rest on."""
+    assert finite(np.array([NAN, INF, -INF, 1.0])).tolist() == [-LARGEST, LARGEST, -LARGEST, 1.0]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ROUTERS)
+def test_router_sweep(device, name, dtype):
+    rows = 0
+    for num_experts in (8, 16, 20, 60, 64, 100, 128, 132, 256, 384, 512, 768, 1024):
+        for top_k in {1, 2, 4, min(8, num_experts), min(22, num_experts)}:
+            for tokens in (1, 4, 33):
+                logits = random((tokens, num_experts), dtype, tokens, 1.5)
+                options = router_options(name, num_experts, top_k, 1, dtype)
+                rows += check_router(logits, top_k, device, **options)
+    assert rows > 300
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+def test_gate_sweep(device, dtype, weight_dtype):
+    for width in (1, 31, 32, 33, 127, 300, 1024, 2880, 7168):
+        for num_experts, top_k in ((1, 1), (8, 2), (31, 5), (128, 8), (512, 10)):
+            for tokens in (1, 3, 33) if width * num_experts < 2**17 else (1,):
+                arguments = gate_arguments(tokens, width, num_experts, dtype, weight_dtype, width)
+                check_gate(*arguments, top_k, bool(tokens % 2), device)
+
+
+@pytest.mark.sweep
+def test_sorting_sweep(device):
+    for num_experts in (1, 2, 31, 32, 33, 60, 128, 256, 512, 1024):
+        for tokens in (1, 2, 7, 64, 333, 1025):
+            for top_k in (1, 2, 6, 8, 22):
+                for extra in (0, 2):
+                    ids = random_ids((tokens, top_k), -extra, num_experts + extra, tokens).to(device)
+                    check_sorting(ids, num_experts)

@@ -1,0 +1,231 @@
+"""Quantising: bit for bit what MLX writes, and the MXFP4 blocks of checkpoints."""
+
+import numpy as np
+import pytest
+import torch
+from support.oracles_experts import dequantise
+from support.quantized_layers import FORMATS, NAMES, bits_of
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from torch_moe_mps.quantization import (
+    Format,
+    QuantizedWeight,
+    dequantize,
+    formats,
+    quantize,
+    relative_error,
+    repack_mxfp4_blocks,
+)
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def to_mlx(mx, tensor):
+    if tensor.dtype == torch.bfloat16:
+        return mx.array(tensor.view(torch.int16).numpy()).view(mx.bfloat16)
+    return mx.array(tensor.numpy())
+
+
+def from_mlx(mx, array):
+    if array.dtype == mx.bfloat16:
+        return torch.from_numpy(np.array(array.view(mx.int16))).view(torch.bfloat16)
+    if array.dtype == mx.uint32:
+        return torch.from_numpy(np.array(array).view(np.int32)).view(torch.uint32)
+    return torch.from_numpy(np.array(array))
+
+
+def awkward_weights(dtype):
+    """Odd counts of experts and rows; zero, constant, one-signed, tiny and huge groups, and ties."""
+    weight = torch.randn(3, 17, 256, generator=torch.Generator().manual_seed(0))
+    weight[0, 0] = 0
+    weight[0, 1], weight[0, 2] = 1.5, -0.3
+    weight[0, 3], weight[0, 4] = weight[0, 3].abs(), -weight[0, 4].abs()
+    weight[0, 5] *= 1e-6
+    weight[0, 6] = weight[0, 6].clamp(-2, 2) * 3e4
+    weight[0, 7] = torch.randint(-24, 25, (256,), generator=torch.Generator().manual_seed(1)) * 0.25
+    weight[0, 8] *= 1e-9
+    weight[0, 9, ::7] = 40
+    weight[0, 10] = torch.where(weight[0, 10] > 0, 1.0, -1.0)
+    weight[1] *= torch.exp2(torch.arange(17.0) - 12)[:, None]
+    if dtype != torch.float16:
+        weight[0, 11] *= 1e30
+        weight[0, 12] *= 1e-30
+    return weight.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+def test_bit_for_bit_as_mlx(format, dtype):
+    mx = pytest.importorskip("mlx.core")
+    bits, group_size, mode = format
+    weight = awkward_weights(dtype)
+    ours = quantize(weight, *format)
+    with mx.stream(mx.cpu):
+        theirs = mx.quantize(to_mlx(mx, weight), group_size=group_size, bits=bits, mode=mode)
+        back = mx.dequantize(*theirs, group_size=group_size, bits=bits, mode=mode)
+        theirs, back = [from_mlx(mx, array) for array in theirs], from_mlx(mx, back)
+    assert ours.packed.dtype == torch.uint32 and (ours.biases is None) == (mode == "mxfp4")
+    for mine, other in zip(ours, theirs, strict=False):
+        assert mine.shape == other.shape and mine.dtype == other.dtype
+        assert torch.equal(bits_of(mine), bits_of(other))
+    result = dequantize(*ours, *format)
+    assert result.dtype == back.dtype and torch.equal(bits_of(result), bits_of(back))
+    assert torch.equal(dequantize(ours.packed.view(torch.int32), *ours[1:], *format), result)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+def test_the_nearest_value_is_chosen(format):
+    """No code of the same group is nearer; a dequantised weight is that of the format's definition."""
+    weight = torch.randn(2, 5, 256, generator=torch.Generator().manual_seed(3))
+    quantized = quantize(weight, *format)
+    values = dequantise(*quantized, *format[:2])
+    assert np.allclose(
+        dequantize(*quantized, *format, dtype=torch.float32).numpy(), values, rtol=0, atol=1e-6
+    )
+    error = abs(weight.numpy() - values)
+    for code in range(2 ** format[0]):
+        filled = QuantizedWeight(torch.full_like(quantized.packed.view(torch.uint8), code), *quantized[1:])
+        if format[0] == 4:
+            filled = QuantizedWeight(filled.packed * 17, *quantized[1:])
+        other = dequantise(filled.packed.view(torch.int32), *quantized[1:], *format[:2])
+        assert (error <= abs(weight.numpy() - other) + 1e-6).all()
+    expected = error.mean() / weight.abs().mean().item()
+    assert relative_error(weight, quantized, Format(*format)) == pytest.approx(expected, rel=1e-4)
+
+
+def test_views_and_pieces(monkeypatch):
+    """Transposed and sliced stacks give what their copies give, however the work is cut."""
+    stack = torch.randn(3, 64, 40, generator=torch.Generator().manual_seed(4)).mT[:, 1:, :]
+    for format in (FORMATS[0], FORMATS[-1]):
+        whole = quantize(stack.contiguous(), *format)
+        monkeypatch.setattr(formats, "CHUNK", 200)
+        for mine, other in zip(quantize(stack, *format), whole, strict=True):
+            assert mine is other or torch.equal(bits_of(mine), bits_of(other))
+        error = relative_error(stack, whole, Format(*format))
+        monkeypatch.undo()
+        assert error == pytest.approx(relative_error(stack, whole, Format(*format)), rel=1e-5)
+        single = quantize(stack[1], *format)
+        assert torch.equal(bits_of(single.packed), bits_of(whole.packed[1]))
+    assert quantize(torch.zeros(2, 0, 32), 4, 32).packed.shape == (2, 0, 4)
+
+
+def test_the_device_does_not_matter(device):
+    weight = torch.randn(2, 64, 5, generator=torch.Generator().manual_seed(7), dtype=torch.bfloat16).mT
+    for format in (FORMATS[0], FORMATS[-1]):
+        expected, quantized = quantize(weight, *format), quantize(weight.to(device), *format)
+        for here, there in zip(expected, quantized, strict=True):
+            if here is not None:
+                assert there.device.type == device
+                assert torch.equal(bits_of(here), bits_of(there).cpu())
+        dense = dequantize(*quantized, *format)
+        assert dense.device.type == device and torch.equal(dense.cpu(), dequantize(*expected, *format))
+        errors = (
+            relative_error(weight, expected, Format(*format)),
+            relative_error(weight.to(device), quantized, Format(*format)),
+        )
+        assert errors[0] == errors[1]
+
+
+def test_the_default_dtype_does_not_matter():
+    weight = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(6))
+    x, ids = torch.ones(1, 64), torch.zeros(1, 1, dtype=torch.int32)
+    for format in (FORMATS[0], FORMATS[-1]):
+        results = []
+        for dtype in (torch.float32, torch.float16):
+            torch.set_default_dtype(dtype)
+            try:
+                quantized = quantize(weight, *format)
+                out = torch.ops.moe_mps.expert_qmm(x, *quantized, ids, *format)
+                results.append(
+                    [t for t in (*quantized, dequantize(*quantized, *format), out) if t is not None]
+                )
+            finally:
+                torch.set_default_dtype(torch.float32)
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(bits_of(one), bits_of(other))
+
+
+def test_mxfp4_below_the_smallest_scale():
+    """A group under 6 * 2^-127 keeps that scale; it does not wrap around."""
+    weight = torch.full((1, 32), 2.0**-128)
+    packed, scales, _ = quantize(weight, 4, 32, "mxfp4")
+    assert scales.item() == 0
+    assert (dequantize(packed, scales, None, 4, 32, "mxfp4", torch.float32) == 2.0**-128).all()
+
+
+def test_mxfp4_blocks_of_gpt_oss():
+    """The bytes of a checkpoint, reinterpreted; transformers' own dequantisation says what they mean."""
+    generator = torch.Generator().manual_seed(5)
+    blocks = torch.randint(256, (3, 10, 4, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(110, 140, (3, 10, 4), generator=generator, dtype=torch.uint8)
+    expected = convert_moe_packed_tensors(blocks, scales).mT
+    quantized = repack_mxfp4_blocks(blocks, scales)
+    assert quantized.packed.data_ptr() == blocks.data_ptr()
+    assert torch.equal(dequantize(*quantized, 4, 32, "mxfp4"), expected)
+    for other in (blocks.flip(0).flip(0).transpose(0, 1).contiguous().transpose(0, 1), shifted(blocks)):
+        assert torch.equal(bits_of(repack_mxfp4_blocks(other, scales).packed), bits_of(quantized.packed))
+
+
+def shifted(tensor):
+    """The same values at an address that is no multiple of 4."""
+    storage = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+    return storage.copy_(tensor)
+
+
+def test_errors():
+    ones = torch.ones(2, 64)
+    packed, scales, biases = quantize(ones, 4, 32)
+    blocks = torch.zeros(2, 3, 16, dtype=torch.uint8)
+    cases = {
+        "quantize: bits must be 4 or 8 for mode affine, got 2": lambda: quantize(ones, 2),
+        "quantize: group_size must be 32 for mode mxfp4, got 64": lambda: quantize(ones, 4, 64, "mxfp4"),
+        "quantize: bits must be 4 or 8 for mode affine, got '4'": lambda: quantize(ones, "4"),
+        "quantize: bits must be 4 or 8 for mode affine, got 4.0": lambda: quantize(ones, 4.0),
+        "quantize: group_size must be 32 or 64 or 128 for mode affine, got 64.0": lambda: quantize(
+            ones, 4, 64.0
+        ),
+        "quantize: mode must be one of affine, mxfp4, got 'nf4'": lambda: quantize(ones, 4, 64, "nf4"),
+        "quantize: weight must be float32 or float16 or bfloat16, got int32": lambda: quantize(ones.int()),
+        "quantize: weight must be 2-D or 3-D, got 1-D of shape (64,)": lambda: quantize(ones[0]),
+        "quantize: weight must be of a last dimension that is a multiple of 64, got (2, 33)": lambda: (
+            quantize(ones[:, :33])
+        ),
+        "dequantize: packed must be uint32 or int32, got float32": lambda: dequantize(ones, scales, biases),
+        "dequantize: scales must be of shape [..., C / group_size] = (2, 1), got (2, 2)": lambda: dequantize(
+            packed, scales, biases
+        ),
+        "dequantize: biases must be a tensor for mode affine, got None": lambda: dequantize(
+            packed, scales, None, 4, 32
+        ),
+        "dequantize: scales must be uint8, got float32": lambda: dequantize(
+            packed, scales, None, 4, 32, "mxfp4"
+        ),
+        "repack_mxfp4_blocks: blocks must be of shape [..., R, C / 32, 16] = (2, 4, 16), got (2, 3, 16)": (
+            lambda: repack_mxfp4_blocks(blocks, torch.zeros(2, 4, dtype=torch.uint8))
+        ),
+        "repack_mxfp4_blocks: blocks must be uint8, got float32": lambda: repack_mxfp4_blocks(
+            blocks.float(), torch.zeros(2, 3, dtype=torch.uint8)
+        ),
+    }
+    for message, call in cases.items():
+        with pytest.raises(ValueError) as error:
+            call()
+        assert str(error.value) == f"moe_mps::{message}"
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        for format in (FORMATS[0], FORMATS[-1]):
+            weight = torch.ones(3, 128)
+            weight[1, 77] = bad
+            with pytest.raises(ValueError, match="moe_mps::quantize: weight must be finite"):
+                quantize(weight, *format)
+
+
+def test_the_default_group_goes_with_the_mode():
+    weight = torch.randn(2, 64, generator=torch.Generator().manual_seed(8))
+    assert (Format().group_size, Format(mode="mxfp4").group_size) == (64, 32)
+    for given, full in (((8,), (8, 64, "affine")), ((4, None, "mxfp4"), (4, 32, "mxfp4"))):
+        quantized = quantize(weight, *given)
+        assert quantized.scales.shape == (2, 64 // full[1])
+        assert torch.equal(dequantize(*quantized, *given), dequantize(*quantized, *full))
+
+
+# Models

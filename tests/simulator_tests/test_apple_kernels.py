@@ -1,0 +1,412 @@
+"""What each kernel of the package costs on Apple GPUs, by the model: a change of cost shows in review.
+
+The texts are of bfloat16. After an intended change:
+
+    EXPECTTEST_ACCEPT=1 scripts/test tests/simulator_tests/test_apple_kernels.py -k TestCosts
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import expecttest
+import pytest
+import torch
+from simulator import apple
+from simulator.build import compile_shader
+from simulator.shaderlib import kernels_of
+from support.msl_probes import linux_only
+
+pytestmark = linux_only
+M1, M3 = apple.GPUS["M1"], apple.GPUS["M3"]
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+HIDDEN, INTERMEDIATE = 512, 256
+
+UNDECLARED_THREADS = 384  # what Apple's compiler may go down to where a kernel declares no bound
+
+Call = tuple[str, Callable[[], object], dict[torch.Tensor, apple.Work], int]  # label, call, work, elements
+
+
+def on_device(*shape: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(*shape).to(dtype).to("mps")
+
+
+def ids_of(tokens: int, slots: int, experts: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(tokens)
+    chosen = [torch.randperm(experts, generator=generator)[:slots] for _ in range(tokens)]
+    return torch.stack(chosen).int().to("mps")
+
+
+# Calls: each kernel of a library is dispatched by one of them ------------------------------------------
+
+
+def norms(dtype: torch.dtype) -> Iterator[Call]:
+    x, y, weight = (on_device(*shape, dtype=dtype) for shape in ((8, 2048), (8, 2048), (2048,)))
+    ops = torch.ops.moe_mps
+    yield "fused_norm_add", lambda: ops.fused_norm_add(x, y, weight, 1e-6), {}, x.numel()
+    yield "fused_residual_norm", lambda: ops.fused_residual_norm(x, y, weight, 1e-6), {}, x.numel()
+
+
+def combine(dtype: torch.dtype) -> Iterator[Call]:
+    slots, weights = on_device(8, 4, 2048, dtype=dtype), on_device(8, 4, dtype=dtype)
+    x, norm = on_device(8, 2048, dtype=dtype), on_device(2048, dtype=dtype)
+    ops, n = torch.ops.moe_mps, slots.numel()
+    yield "silu_mul_stacked", lambda: ops.silu_mul_stacked(slots, slots), {}, n
+    yield "weighted_sum_stacked", lambda: ops.weighted_sum_stacked(slots, weights), {}, n
+    call = lambda: ops.weighted_sum_residual_norm_stacked_(x, slots, weights, norm, 1e-6)  # noqa: E731
+    yield "weighted_sum_residual_norm_stacked_", call, {}, n
+    *_, last = dense(dtype)  # of many tokens: their sum is a dispatch of its own
+    label, call, _, elements = last
+    yield label, call, {}, elements
+
+
+def routing(dtype: torch.dtype) -> Iterator[Call]:
+    ops = torch.ops.moe_mps
+    for experts in (64, 128, 256, 512, 1024):
+        logits = on_device(8, experts, dtype=dtype)
+        label = f"moe_router_topk_softmax of {experts}"
+        yield label, functools.partial(ops.moe_router_topk_softmax, logits, 4, True), {}, logits.numel()
+    router, norm, scale = (on_device(*shape, dtype=dtype) for shape in ((64, HIDDEN), (HIDDEN,), (64,)))
+    for tokens in (1, 65, 1024):
+        hidden = on_device(tokens, HIDDEN, dtype=dtype)
+        work = {router: apple.Work("router", tokens * router.numel())}
+        call = functools.partial(ops.moe_gate, hidden, router, norm, scale, 4, 1e-6)
+        yield f"moe_gate of {tokens}", call, work, 0
+    for kind in (torch.int32, torch.int64):
+        ids = ids_of(64, 4, 32).to(kind)
+        yield f"moe_bucket {kind}", functools.partial(ops.moe_bucket, ids, 32), {}, ids.numel()
+        call = functools.partial(ops.moe_compute_ids_tpe, ids, 32, 128, 128)
+        yield f"moe_compute_ids_tpe {kind}", call, {}, ids.numel()
+
+
+def layer(label: str, tokens: int, experts: int, slots: int, dtype, matrices, *format_, **options) -> Call:
+    """One call of an operator for experts; `matrices` gives a stack's tensors from rows and inputs."""
+    gate_up, down = matrices(experts, 2 * INTERMEDIATE, HIDDEN), matrices(experts, HIDDEN, INTERMEDIATE)
+    x, weights, ids = (
+        on_device(tokens, HIDDEN, dtype=dtype),
+        on_device(tokens, slots),
+        ids_of(tokens, slots, experts),
+    )
+    pairs = tokens * slots
+    work = {
+        gate_up[0]: apple.Work("gate+up", pairs * 2 * INTERMEDIATE * HIDDEN),
+        down[0]: apple.Work("down", pairs * HIDDEN * INTERMEDIATE),
+    }
+    operator = torch.ops.moe_mps.moe_experts_quantized if format_ else torch.ops.moe_mps.moe_experts
+    call = functools.partial(operator, x, *gate_up, *down, ids, weights, *format_, **options)
+    return f"{label}, {tokens} tokens, {slots} of {experts}", call, work, tokens * HIDDEN
+
+
+def dense(dtype: torch.dtype) -> Iterator[Call]:
+    def rows_first(experts: int, rows: int, inputs: int) -> tuple:
+        return (on_device(experts, rows, inputs, dtype=dtype),)
+
+    def columns_first(experts: int, rows: int, inputs: int) -> tuple:
+        return (on_device(experts, inputs, rows, dtype=dtype),)
+
+    for tokens in (1, 8, 64, 256):
+        yield layer("dense", tokens, 32, 4, dtype, rows_first)
+    for tokens in (1, 64, 256):
+        yield layer("transposed", tokens, 32, 4, dtype, columns_first, transposed=True)
+
+
+def quantised(dtype: torch.dtype, bits: int, mode: str, group: int) -> Iterator[Call]:
+    def stack(experts: int, rows: int, inputs: int) -> tuple:
+        words = torch.randint(-(2**31), 2**31, (experts, rows, inputs * bits // 32), dtype=torch.int64)
+        shape = (experts, rows, inputs // group)
+        if mode != "affine":
+            return words.int().to("mps"), torch.full(shape, 120, dtype=torch.uint8).to("mps"), None
+        return words.int().to("mps"), on_device(*shape, dtype=dtype), on_device(*shape, dtype=dtype)
+
+    label = f"{mode} {bits} bits in {group}"
+    for tokens, experts, slots in ((1, 32, 4), (3, 4, 2), (8, 32, 4), (64, 32, 4), (256, 32, 4)):
+        yield layer(label, tokens, experts, slots, dtype, stack, bits, group, mode)
+
+
+def format_of(bits: int, mode: str, group: int) -> Callable:
+    return functools.partial(quantised, bits=bits, mode=mode, group=group)
+
+
+# Calls, and the libraries whose kernels they dispatch; {} is a dtype.
+GROUPS = {
+    "norms": (norms, ["norms_{}"]),
+    "combine": (combine, ["combine_{}"]),
+    "routing": (routing, ["routing_{}", "bucket_i32", "bucket_i64"]),
+    "dense": (dense, ["experts_{}"]),
+    "int4": (format_of(4, "affine", 64), ["quantized_affine4_64_{}"]),
+    "int8": (format_of(8, "affine", 64), ["quantized_affine8_64_{}"]),
+    "mxfp4": (format_of(4, "mxfp4", 32), ["quantized_mxfp4_{}"]),
+}
+# What the names of libraries start with; together they are all of them.
+KINDS = ["norms", "combine", "routing", "bucket", "experts"]
+KINDS += [f"quantized_affine{bits}" for bits in (2, 3, 4, 5, 6, 8)]
+KINDS += ["quantized_mxfp4", "quantized_mxfp8", "quantized_nvfp4"]
+
+
+# Costs -------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def library(name: str) -> Path:
+    """The compiled shader that the host makes of a library's source."""
+    return compile_shader(torch.ops.moe_mps._library_source(name))
+
+
+def libraries(kind: str, dtype: str) -> list[str]:
+    """The names of those libraries of a kind that are for this dtype, or for none."""
+    names = [name for name in torch.ops.moe_mps._libraries() if name.startswith(kind)]
+    return [name for name in names if name.endswith(f"_{dtype}") or not name.endswith(tuple(DTYPES))]
+
+
+def register_text(name: str, path: Path, launched: object) -> str:
+    found, bound = apple.registers(path, name), kernels_of(path)[name].max_threads
+    return (
+        f"{found.registers:g} registers, {launched}/{bound or '-'}/{apple.threads_for(found.halves)} threads"
+    )
+
+
+def dispatch_line(m: apple.Measurement, elements: int) -> str:
+    unit = "a MAC" if m.work else "an element"
+    m.work = m.work or apple.Work("", elements)
+    slots = f"{m.slots_per_mac(M1):.2f} {m.slots_per_mac(M3):.2f} slots {unit}"
+    return f"  {m.kernel}: {slots}, {register_text(m.kernel, m.library, m.threads)}"
+
+
+def costs(group: str, dtype: str) -> str:
+    """A line for each dispatch of the group's libraries, and for each of their kernels without one."""
+    torch.manual_seed(0)
+    calls, names = GROUPS[group]
+    own = {library(name.format(dtype)) for name in names}
+    lines, seen = [], set()
+    for label, call, work, elements in calls(DTYPES[dtype]):
+        lines.append(label)
+        measurements = [m for m in apple.measure(call, work) if m.library in own]
+        lines += [dispatch_line(m, elements) for m in measurements]
+        seen |= {m.kernel for m in measurements}
+    others = sorted((name, path) for path in own for name in kernels_of(path) if name not in seen)
+    lines += ["not dispatched here"] * bool(others)
+    lines += [f"  {name}: {register_text(name, path, '-')}" for name, path in others]
+    return "\n".join(lines) + "\n"
+
+
+def registers_of_formats(dtype: str) -> str:
+    """A line for each quantised format: the registers of its kernels, in the order of the library."""
+    lines = []
+    for name in libraries("quantized", dtype):
+        path, end = library(name), len(name) - len("quantized")
+        kernels = [(k[:-end].removeprefix("expert_"), apple.registers(path, k)) for k in kernels_of(path)]
+        text = ", ".join(f"{kernel} {found.registers:g}" for kernel, found in kernels)
+        lines.append(f"{name.removeprefix('quantized_')}: {text}")
+    return "\n".join(lines) + "\n"
+
+
+def check_registers(kind: str, dtype: str) -> None:
+    """No kernel needs more registers than the M1 has for its bound: it would spill there."""
+    names = libraries(kind, dtype)
+    assert names
+    for path in map(library, names):
+        for name, kernel in kernels_of(path).items():
+            found, bound = apple.registers(path, name), kernel.max_threads or UNDECLARED_THREADS
+            assert apple.threads_for(found.halves) >= bound, f"{name}: {found.registers:g} registers"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_registers_fit_the_bound(simulated, kind):
+    check_registers(kind, "bf16")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_registers_fit_the_bound_of_other_dtypes(simulated, kind, dtype):
+    check_registers(kind, dtype)
+
+
+def test_every_library_is_of_a_kind(simulated):
+    names = torch.ops.moe_mps._libraries()
+    assert sorted(names) == sorted({n for kind in KINDS for dtype in DTYPES for n in libraries(kind, dtype)})
+
+
+@pytest.mark.usefixtures("simulated")
+class TestCosts(expecttest.TestCase):
+    """Issue slots of a lane on the M1 and M2, and from the M3 on, where bfloat16 is native; 32-bit registers;
+    threads of a threadgroup as launched, as declared, and as the M1's registers allow (0: it spills)."""
+
+    def test_norms(self):
+        self.assertExpectedInline(
+            costs("norms", "bf16"),
+            """\
+fused_norm_add
+  norm_add_bf16: 42.50 35.50 slots an element, 54 registers, 512/512/896 threads
+fused_residual_norm
+  residual_norm_bf16: 50.75 38.75 slots an element, 53 registers, 512/512/896 threads
+""",
+        )
+
+    def test_combine(self):
+        self.assertExpectedInline(
+            costs("combine", "bf16"),
+            """\
+silu_mul_stacked
+  silu_mul_stacked_bf16: 20.75 14.75 slots an element, 13 registers, 128/-/1024 threads
+weighted_sum_stacked
+  weighted_sum_bf16: 16.94 7.69 slots an element, 48 registers, 32/-/1024 threads
+weighted_sum_residual_norm_stacked_
+  weighted_sum_norm_bf16: 29.73 15.11 slots an element, 67.5 registers, 384/384/768 threads
+transposed, 256 tokens, 4 of 32
+  expert_combine_bf16: 40.50 32.50 slots an element, 19 registers, 256/-/1024 threads
+""",
+        )
+
+    def test_routing(self):
+        self.assertExpectedInline(
+            costs("routing", "bf16"),
+            """\
+moe_router_topk_softmax of 64
+  route2_bf16: 151.12 150.12 slots an element, 23 registers, 32/-/1024 threads
+moe_router_topk_softmax of 128
+  route4_bf16: 116.12 115.12 slots an element, 32.5 registers, 32/-/1024 threads
+moe_router_topk_softmax of 256
+  route8_bf16: 98.30 97.30 slots an element, 43 registers, 32/-/1024 threads
+moe_router_topk_softmax of 512
+  route16_bf16: 88.61 87.61 slots an element, 71.5 registers, 32/-/704 threads
+moe_router_topk_softmax of 1024
+  route32_bf16: 83.18 82.18 slots an element, 127.5 registers, 32/-/384 threads
+moe_gate of 1
+  gate_single_bf16: 9.31 8.31 slots a MAC, 29 registers, 128/-/1024 threads
+moe_gate of 65
+  gate_many_bf16: 4.92 4.65 slots a MAC, 70 registers, 128/-/704 threads
+moe_gate of 1024
+  gate_many_bf16: 4.72 4.47 slots a MAC, 70 registers, 128/-/704 threads
+moe_bucket torch.int32
+  bucket_pairs_i32: 190.50 161.50 slots an element, 36 registers, 128/1024/1024 threads
+moe_compute_ids_tpe torch.int32
+  ids_by_expert_i32: 3365.25 3365.25 slots an element, 13 registers, 256/1024/1024 threads
+moe_bucket torch.int64
+  bucket_pairs_i64: 170.50 141.50 slots an element, 37 registers, 128/1024/1024 threads
+moe_compute_ids_tpe torch.int64
+  ids_by_expert_i64: 3300.25 3300.25 slots an element, 14 registers, 256/1024/1024 threads
+""",
+        )
+
+    def test_dense(self):
+        self.assertExpectedInline(
+            costs("dense", "bf16"),
+            """\
+dense, 1 tokens, 4 of 32
+  expert_rows_bf16: 3.64 2.37 slots a MAC, 45 registers, 256/384/1024 threads
+  expert_down_bf16: 4.01 2.76 slots a MAC, 56.5 registers, 128/384/832 threads
+dense, 8 tokens, 4 of 32
+  expert_rows_few_bf16: 3.66 2.61 slots a MAC, 73 registers, 256/384/640 threads
+  expert_down_few_bf16: 5.48 4.19 slots a MAC, 71 registers, 256/384/704 threads
+dense, 64 tokens, 4 of 32
+  expert_gemm8_bf16: 2.03 1.84 slots a MAC, 71 registers, 128/384/704 threads
+  expert_gemm8_bf16: 2.15 1.95 slots a MAC, 71 registers, 128/384/704 threads
+dense, 256 tokens, 4 of 32
+  expert_gemm32_bf16: 1.41 1.35 slots a MAC, 97.5 registers, 128/384/512 threads
+  expert_gemm32_bf16: 1.49 1.43 slots a MAC, 97.5 registers, 128/384/512 threads
+transposed, 1 tokens, 4 of 32
+  expert_columns_bf16: 14.60 12.60 slots a MAC, 46.5 registers, 512/512/1024 threads
+  expert_down_columns_bf16: 14.83 12.83 slots a MAC, 34 registers, 512/512/1024 threads
+transposed, 64 tokens, 4 of 32
+  expert_gemm8_transposed_bf16: 2.76 2.57 slots a MAC, 80 registers, 128/384/640 threads
+  expert_gemm8_transposed_bf16: 2.87 2.67 slots a MAC, 80 registers, 128/384/640 threads
+transposed, 256 tokens, 4 of 32
+  expert_gemm32_transposed_bf16: 1.59 1.53 slots a MAC, 105.5 registers, 128/384/448 threads
+  expert_gemm32_transposed_bf16: 1.67 1.60 slots a MAC, 105.5 registers, 128/384/448 threads
+""",
+        )
+
+    def test_int4(self):
+        self.assertExpectedInline(
+            costs("int4", "bf16"),
+            """\
+affine 4 bits in 64, 1 tokens, 4 of 32
+  expert_rows_affine4_64_bf16: 3.96 3.63 slots a MAC, 58.5 registers, 256/384/832 threads
+  expert_down_affine4_64_bf16: 4.35 4.03 slots a MAC, 70 registers, 128/384/704 threads
+affine 4 bits in 64, 3 tokens, 2 of 4
+  expert_rows_few_affine4_64_bf16: 3.49 3.19 slots a MAC, 89 registers, 256/384/576 threads
+  expert_down_few_affine4_64_bf16: 5.83 5.28 slots a MAC, 81 registers, 256/384/576 threads
+affine 4 bits in 64, 8 tokens, 4 of 32
+  expert_rows_few_affine4_64_bf16: 3.81 3.49 slots a MAC, 89 registers, 256/384/576 threads
+  expert_down_few_affine4_64_bf16: 5.55 5.00 slots a MAC, 81 registers, 256/384/576 threads
+affine 4 bits in 64, 64 tokens, 4 of 32
+  expert_gemm8_affine4_64_bf16: 2.34 2.31 slots a MAC, 73.5 registers, 128/384/640 threads
+  expert_gemm8_affine4_64_bf16: 2.46 2.41 slots a MAC, 73.5 registers, 128/384/640 threads
+affine 4 bits in 64, 256 tokens, 4 of 32
+  expert_gemm32_affine4_64_bf16: 1.49 1.47 slots a MAC, 99 registers, 128/384/512 threads
+  expert_gemm32_affine4_64_bf16: 1.57 1.54 slots a MAC, 99 registers, 128/384/512 threads
+""",
+        )
+
+    def test_int8(self):
+        self.assertExpectedInline(
+            costs("int8", "bf16"),
+            """\
+affine 8 bits in 64, 1 tokens, 4 of 32
+  expert_rows_affine8_64_bf16: 4.23 3.90 slots a MAC, 72.5 registers, 256/384/640 threads
+  expert_down_affine8_64_bf16: 4.62 4.30 slots a MAC, 84 registers, 128/384/576 threads
+affine 8 bits in 64, 3 tokens, 2 of 4
+  expert_rows_few_affine8_64_bf16: 3.66 3.36 slots a MAC, 99.5 registers, 256/384/512 threads
+  expert_down_few_affine8_64_bf16: 5.99 5.44 slots a MAC, 85.5 registers, 256/384/576 threads
+affine 8 bits in 64, 8 tokens, 4 of 32
+  expert_rows_few_affine8_64_bf16: 4.01 3.70 slots a MAC, 99.5 registers, 256/384/512 threads
+  expert_down_few_affine8_64_bf16: 5.75 5.19 slots a MAC, 85.5 registers, 256/384/576 threads
+affine 8 bits in 64, 64 tokens, 4 of 32
+  expert_gemm8_affine8_64_bf16: 2.40 2.36 slots a MAC, 81.5 registers, 128/384/576 threads
+  expert_gemm8_affine8_64_bf16: 2.51 2.47 slots a MAC, 81.5 registers, 128/384/576 threads
+affine 8 bits in 64, 256 tokens, 4 of 32
+  expert_gemm32_affine8_64_bf16: 1.50 1.48 slots a MAC, 107 registers, 128/384/448 threads
+  expert_gemm32_affine8_64_bf16: 1.58 1.55 slots a MAC, 107 registers, 128/384/448 threads
+""",
+        )
+
+    def test_mxfp4(self):
+        self.assertExpectedInline(
+            costs("mxfp4", "bf16"),
+            """\
+mxfp4 4 bits in 32, 1 tokens, 4 of 32
+  expert_rows_mxfp4_bf16: 6.59 6.32 slots a MAC, 55 registers, 256/384/896 threads
+  expert_down_mxfp4_bf16: 6.97 6.71 slots a MAC, 66.5 registers, 128/384/768 threads
+mxfp4 4 bits in 32, 3 tokens, 2 of 4
+  expert_rows_few_mxfp4_bf16: 5.12 4.86 slots a MAC, 84 registers, 256/384/576 threads
+  expert_down_few_mxfp4_bf16: 7.18 6.67 slots a MAC, 76 registers, 256/384/640 threads
+mxfp4 4 bits in 32, 8 tokens, 4 of 32
+  expert_rows_few_mxfp4_bf16: 5.78 5.52 slots a MAC, 84 registers, 256/384/576 threads
+  expert_down_few_mxfp4_bf16: 7.23 6.73 slots a MAC, 76 registers, 256/384/640 threads
+mxfp4 4 bits in 32, 64 tokens, 4 of 32
+  expert_gemm8_mxfp4_bf16: 2.84 2.82 slots a MAC, 61.5 registers, 128/384/832 threads
+  expert_gemm8_mxfp4_bf16: 2.95 2.92 slots a MAC, 61.5 registers, 128/384/832 threads
+mxfp4 4 bits in 32, 256 tokens, 4 of 32
+  expert_gemm32_mxfp4_bf16: 1.61 1.59 slots a MAC, 87 registers, 128/384/576 threads
+  expert_gemm32_mxfp4_bf16: 1.69 1.67 slots a MAC, 87 registers, 128/384/576 threads
+""",
+        )
+
+    def test_registers_of_every_format(self):
+        self.assertExpectedInline(
+            registers_of_formats("bf16"),
+            """\
+mxfp4_bf16: rows 55, rows_few 84, down 66.5, down_few 76, gemm8 61.5, gemm32 87
+mxfp8_bf16: rows 68.5, rows_few 95, down 80, down_few 81, gemm8 69.5, gemm32 95
+nvfp4_bf16: rows 45, rows_few 73, down 56.5, down_few 70, gemm8 57.5, gemm32 83
+affine2_32_bf16: rows 78, rows_few 84.5, down 89.5, down_few 81, gemm8 69.5, gemm32 95
+affine2_64_bf16: rows 78, rows_few 84.5, down 89.5, down_few 81, gemm8 69.5, gemm32 95
+affine2_128_bf16: rows 78, rows_few 84.5, down 89.5, down_few 81, gemm8 69.5, gemm32 95
+affine3_32_bf16: rows 92.5, rows_few 99, down 104, down_few 91.5, gemm8 74, gemm32 104
+affine3_64_bf16: rows 92.5, rows_few 99, down 104, down_few 91.5, gemm8 74, gemm32 104
+affine3_128_bf16: rows 92.5, rows_few 99, down 104, down_few 91.5, gemm8 74, gemm32 104
+affine4_32_bf16: rows 58.5, rows_few 89, down 70, down_few 81, gemm8 73.5, gemm32 99
+affine4_64_bf16: rows 58.5, rows_few 89, down 70, down_few 81, gemm8 73.5, gemm32 99
+affine4_128_bf16: rows 58.5, rows_few 89, down 70, down_few 81, gemm8 73.5, gemm32 99
+affine5_32_bf16: rows 99.5, rows_few 106, down 111, down_few 94.5, gemm8 82, gemm32 112
+affine5_64_bf16: rows 99.5, rows_few 106, down 111, down_few 94.5, gemm8 82, gemm32 112
+affine5_128_bf16: rows 99.5, rows_few 106, down 111, down_few 94.5, gemm8 82, gemm32 112
+affine6_32_bf16: rows 103.5, rows_few 110, down 115, down_few 94.5, gemm8 82.5, gemm32 108
+affine6_64_bf16: rows 103.5, rows_few 110, down 115, down_few 94.5, gemm8 82.5, gemm32 108
+affine6_128_bf16: rows 103.5, rows_few 110, down 115, down_few 94.5, gemm8 82.5, gemm32 108
+affine8_32_bf16: rows 72.5, rows_few 99.5, down 84, down_few 85.5, gemm8 81.5, gemm32 107
+affine8_64_bf16: rows 72.5, rows_few 99.5, down 84, down_few 85.5, gemm8 81.5, gemm32 107
+affine8_128_bf16: rows 72.5, rows_few 99.5, down 84, down_few 85.5, gemm8 81.5, gemm32 107
+""",
+        )

@@ -1,0 +1,441 @@
+"""The translation to CUDA, and the benchmark's plans: recorded, and replayed in the simulator."""
+
+import json
+import re
+
+import pytest
+import torch
+from support.processes import REPOSITORY
+
+SHADERS = REPOSITORY / "torch_moe_mps" / "shaders"
+FILES = sorted(path.name for path in SHADERS.glob("*.metal"))
+BUFFER_WORDS = {"device", "threadgroup", "thread", "kernel", "constant"}
+SHAPE = (8, 2, 512, 128)  # experts, of them a token, hidden, intermediate
+
+
+@pytest.fixture
+def nvidia(simulated):
+    """The modules of simulator.nvidia; the simulator is installed."""
+    from simulator import nvidia
+
+    return nvidia
+
+
+def preprocessed(file: str) -> str:
+    from simulator.nvidia import record
+
+    return record.preprocessed((SHADERS / file).read_text(), (SHADERS,))
+
+
+def all_entries(source: str) -> dict:
+    from simulator.nvidia.translate import Entry, kernel_names
+
+    return {f"entry{i}": Entry(name) for i, name in enumerate(kernel_names(source))}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_translated_files(simulated, file):
+    """Every kernel has an entry, bounds are kept, and nothing of Metal's syntax is left."""
+    from simulator.nvidia.translate import translate
+
+    source = preprocessed(file)
+    entries = all_entries(source)
+    code = translate(source, entries)
+    names = set(re.findall(r'host_name\("(.*?)"\s*\)', source.replace('" "', "")))
+    assert {entry.instance for entry in entries.values()} == names and names
+    declared = re.findall(r'extern "C" __global__ (__launch_bounds__\(.*?\) )?void (\w+)\(void\* b0', code)
+    assert [name for _, name in declared] == list(entries)
+    unbounded = [entries[name].instance for bound, name in declared if not bound]
+    assert "max_total_threads_per_threadgroup" in source
+    assert len(unbounded) < len(entries) and "[[" not in code
+    assert not BUFFER_WORDS & set(re.findall(r"\w+", re.sub(r'".*?"', "", code)))
+
+
+KERNEL = """
+#include <metal_stdlib>
+using namespace metal;
+struct Params { uint count; float scale; };
+constant bool doubled [[function_constant(0)]];
+template <typename T, int N>
+[[kernel, max_total_threads_per_threadgroup(N * 32)]] void scaled(
+    device const T* in [[buffer(0)]], device T* out [[buffer(1)]], constant Params& p [[buffer(2)]],
+    threadgroup float* shared [[threadgroup(0)]], uint i [[thread_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  threadgroup T row[N];
+  if (lane < N) row[lane] = in[i];
+  shared[lane] = 2.0 * p.scale;
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  if (i < p.count) out[i] = T(row[lane % N] * shared[lane] * (doubled ? 2 : 1));
+}
+template [[host_name("scaled_f16")]] [[kernel]] decltype(scaled<half, 4>) scaled<half, 4>;
+"""
+
+
+def test_entry(nvidia):
+    """A bound out of template arguments, parameters by value, threadgroup memory, function constants."""
+    from simulator.nvidia import nvrtc, record
+    from simulator.nvidia.translate import Entry, translate
+
+    entry = Entry("scaled_f16", by_value={2: 8})
+    code = translate(record.preprocessed(KERNEL), {"entry": entry}, {0: True})
+    assert (entry.buffers, entry.threadgroups) == ([0, 1, 2], [0])
+    assert "__launch_bounds__(threads_of_scaled<half, 4>)" in code
+    assert "__shared__ __align__(16) T row[N]" in code and "constexpr bool doubled = bool(1)" in code
+    _, ptx = nvrtc.compile_program(code)
+    assert ".maxntid 128" in ptx
+    assert ".param .align 16 .b8 entry_param_2[16]" in ptx
+    assert "ld.param" in ptx and "depot" not in ptx  # the parameters are read where they lie
+    assert ".ftz.f32" in ptx and "f64" not in ptx
+
+
+def test_unknown_kernel(nvidia):
+    from simulator.errors import ShaderError
+    from simulator.nvidia import record
+    from simulator.nvidia.translate import Entry, translate
+
+    with pytest.raises(ShaderError, match="no kernel scaled_f32; there are scaled_f16"):
+        translate(record.preprocessed(KERNEL), {"entry": Entry("scaled_f32")}, {0: True})
+
+
+def test_compile_error(nvidia):
+    from simulator.nvidia import nvrtc
+
+    with pytest.raises(nvrtc.CompileError, match=r'program.cu\(1\): error: identifier "undeclared"'):
+        nvrtc.compile_program('extern "C" __global__ void f() { undeclared(); }')
+
+
+LANES = """
+#include "metal_simd.h"
+using namespace metal;
+constexpr bool right() {
+  for (uint t = 0; t < 32; ++t) {
+    const uint lane = lane_of_thread(t), quad = lane / 4;
+    if (thread_of_lane(lane) != t) return false;
+    // Where Apple's GPUs have a lane's two elements, as MLX's BaseMMAFrag::get_coord says.
+    if ((quad & 4) + lane / 2 % 4 != t / 4 || (quad & 2) * 2 + lane % 2 * 2 != t % 4 * 2) return false;
+    for (uint mask = 0; mask < 32; ++mask)
+      if (lane_of_thread(t ^ thread_of_lane(mask)) != (lane ^ mask)) return false;
+  }
+  return true;
+}
+static_assert(right() == EXPECTED, "lanes");
+"""
+
+
+@pytest.mark.parametrize("matrices", (True, False))
+def test_lanes(nvidia, matrices):
+    """Numbered for matrices, a lane's elements are where the tensor cores have them, and xor stays xor."""
+    from simulator.nvidia import nvrtc
+
+    options = ["-DMETAL_MATRIX_LANES"] if matrices else []
+    nvrtc.compile_program(LANES.replace("EXPECTED", "true" if matrices else "false"), options=tuple(options))
+
+
+def test_numbering_follows_the_kernel(nvidia, tmp_path, monkeypatch):
+    """Lanes are numbered for matrices in a kernel that has some, not in its neighbour that has none."""
+    from simulator import build
+    from simulator.nvidia import record
+    from simulator.nvidia.compile import Job, compile_job
+
+    monkeypatch.setattr(build, "cache_directory", lambda: tmp_path)
+    source = record.preprocessed("""
+    #include <metal_stdlib>
+    using namespace metal;
+    kernel void plain(device uint* out [[buffer(0)]], uint lane [[thread_index_in_simdgroup]]) {
+      out[lane] = 1;
+    }
+    kernel void product(device const half* a [[buffer(0)]], device float* out [[buffer(1)]]) {
+      simdgroup_matrix<half, 8, 8> m;
+      simdgroup_load(m, a);
+      simdgroup_matrix<float, 8, 8> sums = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+      simdgroup_multiply_accumulate(sums, m, m, sums);
+      simdgroup_store(sums, out);
+    }""")
+    jobs = {name: Job(source, name, (), (), True, "sm_90") for name in ("plain", "product")}
+    compiled = {name: compile_job(job) for name, job in jobs.items()}
+    assert {name: c.matrices for name, c in compiled.items()} == {"plain": False, "product": True}
+    assert compile_job(jobs["plain"]) == compiled["plain"]  # kept
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("file", FILES)
+def test_sweep_compiles(simulated, file):
+    """Every kernel of a file, in all dtypes."""
+    from simulator.nvidia import nvrtc
+    from simulator.nvidia.translate import translate
+
+    source = preprocessed(file)
+    code, _ = nvrtc.compile_program(translate(source, all_entries(source)))
+    assert len(code) > 10000
+
+
+# Plans
+
+
+def some_cases() -> list:
+    from simulator.nvidia.cases import Experts, Linear
+    from simulator.nvidia.cases_layer import Bucket, Gate, Norm, Router, WeightedSum
+
+    return [
+        Experts("experts", "int4", "f16", 1, *SHAPE),
+        Experts("experts", "mxfp4", "bf16", 3, *SHAPE),
+        Experts("prefill", "dense", "f32", 40, *SHAPE),
+        Linear("linear", "int8", "f16", 2, 512, 64),
+        Gate(3, 64, 130, 4, "bf16"),
+        Router("moe_router", 2, 64, 4, "f32"),
+        Bucket("moe_bucket", 9, 16, 2, "i64"),
+        WeightedSum("weighted_sum_residual_norm_stacked_", 2, 3, 256, "bf16"),
+        Norm("fused_residual_norm", 2, 512, "f32"),
+    ]
+
+
+@pytest.fixture
+def plan(nvidia, tmp_path, monkeypatch):
+    from simulator.nvidia import timing
+    from simulator.nvidia.plan import Plan
+
+    monkeypatch.setattr(timing, "COLD_BYTES", 1)  # one input set
+    return Plan(tmp_path / "plan")
+
+
+def loaded(plan, cases: list):
+    """The plan with these cases, out of its files."""
+    from simulator.nvidia.plan import Plan
+    from simulator.nvidia.record import record_all
+
+    record_all(plan, cases, lambda text: None)
+    plan.save()
+    return Plan.load(plan.folder)
+
+
+def runner(plan, time=lambda calls: [call() for call in calls] and 2.0, machine=None):
+    from simulator.nvidia.run import Runner
+    from simulator.nvidia.simulated import SimulatedGpu
+
+    return Runner(machine or SimulatedGpu(plan), plan, only_check=False, time=time)
+
+
+def traced(dispatch) -> str:
+    """A recorded dispatch in the words of runtime.trace, without buffers."""
+
+    def size(numbers) -> str:
+        return "x".join(map(str, numbers))
+
+    memory = "".join(f" threadgroup({i})={n} bytes" for i, n in dispatch.threadgroup_bytes.items())
+    grid = "indirect" if dispatch.indirect else size(dispatch.grid)
+    return f"{dispatch.kernel} grid {grid} of {size(dispatch.threads)}:{memory}"
+
+
+def test_recorded_is_what_is_encoded(plan, simulated):
+    """Kernels, grids, threads, threadgroup memory and lengths of setBytes are those of a trace."""
+    from simulator.nvidia.values import Shapes
+
+    for recording, case in zip(loaded(plan, some_cases()).recordings, some_cases(), strict=True):
+        shapes = Shapes("mps")
+        inputs = {**case.weights(shapes), **case.inputs(shapes)}
+        with simulated.intercepted(lambda dispatch: None), simulated.trace() as commands:
+            case.call(inputs)
+        lines = [re.sub(r" \d+=\S+( bytes)?", "", line) for line in commands if " grid " in line]
+        lines = [re.sub(r"grid [A-Z]+\[\S+", "grid indirect", line) for line in lines]
+        assert [traced(dispatch) for dispatch in recording.dispatches] == lines and lines
+        lengths = [re.findall(r" (\d+)=(\d+) bytes", line) for line in commands if " grid " in line]
+        by_value = [
+            [(str(b.index), str(len(b.data) // 2)) for b in dispatch.bindings if b.data]
+            for dispatch in recording.dispatches
+        ]
+        assert by_value == [[(i, n) for i, n in line] for line in lengths]
+
+
+def test_replayed_results(plan):
+    """A plan that went through its files gives results that are right against float64."""
+    plan = loaded(plan, some_cases())
+    assert any(dispatch.indirect for recording in plan.recordings for dispatch in recording.dispatches)
+    for recording in plan.recordings:
+        for row in runner(plan).run(recording):
+            assert (row.wrong, row.peer, row.ours_us) == ("", "", 2.0), row
+
+
+def test_parts(plan):
+    """Both products are timed alone too, whatever their kernels are called."""
+    rows = runner(loaded(plan, some_cases()[:1])).run(plan.recordings[0])
+    assert [row.part for row in rows] == ["gate+up", "down", ""]
+    gate_up, down, whole = (row.bytes for row in rows)
+    bits = 4 + 2 * 16 / 64
+    assert gate_up == 2 * 2 * 128 * 512 * bits / 8 and down == gate_up / 2 and whole == gate_up + down
+
+
+def test_wrong_results_show(plan):
+    """Where kernels write nothing, every case says so."""
+    from simulator.nvidia.simulated import SimulatedGpu
+
+    class Idle(SimulatedGpu):
+        def prepare(self, dispatch, arguments):
+            return lambda grid: None
+
+    cases = [case for case in some_cases() if case.group != "prefill"]  # which reads its grid
+    plan = loaded(plan, cases)
+    for recording in plan.recordings:
+        assert all(row.wrong for row in runner(plan, machine=Idle(plan)).run(recording)), recording
+
+
+def test_only_checked(plan):
+    """What compute-sanitizer watches: one set of inputs, one launch of ours, no times."""
+    from simulator.nvidia.run import Runner
+    from simulator.nvidia.simulated import SimulatedGpu
+
+    plan = loaded(plan, some_cases()[:1])
+    (row,) = Runner(SimulatedGpu(plan), plan, only_check=True, time=None).run(plan.recordings[0])
+    assert (row.wrong, row.ours_us, row.peer) == ("", None, "")
+
+
+def test_lines_of_a_sanitizer(plan):
+    from simulator.nvidia.worker import is_right
+
+    plan, said = loaded(plan, some_cases()[:1]), []
+    row = {"case": "c", "group": "g", "part": ""}
+    lines = [
+        "========= ERROR SUMMARY: 0 errors\n",
+        json.dumps({"device": "a GPU", "copy": 0.0}),
+        json.dumps({"number": 0, "rows": [row]}),
+        json.dumps({"number": 0, "rows": [row | {"wrong": "error 1.0e+00"}]}),
+        json.dumps({"number": 0, "error": "CudaError: misaligned"}),
+    ]
+    assert [is_right(plan, line, said.append) for line in lines] == [False, False, True, False, False]
+    name = "experts int4 f16 T 1"
+    assert said == [lines[0].strip(), f"{name}: error 1.0e+00", f"{name}: CudaError: misaligned"]
+
+
+def test_filled_scratch_is_refused(plan):
+    """Memory that aten fills is no dispatch: a plan cannot say what is in it."""
+    from simulator.nvidia.cases_layer import SiluMul
+    from simulator.nvidia.record import RecordError, record
+
+    class Filled(SiluMul):
+        def call(self, t):
+            return torch.ops.moe_mps.silu_mul_stacked(torch.zeros_like(t["gate"]), t["up"])
+
+    with pytest.raises(RecordError, match="scratch0 was filled without a kernel"):
+        record(plan, Filled(2, 64, "f32"))
+
+
+@pytest.fixture
+def mlx_plan(plan, tmp_path):
+    from simulator.nvidia import peers_mlx
+
+    peers_mlx.record(plan, peers_mlx.folder(), tmp_path / "headers")
+    # The simulator's compiler has no cast from half to bfloat.
+    path = plan.folder / plan.files("mlx_fp_quantized")[0]
+    cast = "static_cast<bfloat16_t>(this->operator {}())"
+    path.write_text(path.read_text().replace(cast.format("float16_t"), cast.format("float")))
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("format_", "tokens", "expected"),
+    (
+        ("int4", 3, ["MLX affine_gather_qmv_fast", "MLX affine_gather_qmv"]),
+        ("int4", 33, ["MLX affine_gather_qmm_rhs"] * 2),
+        ("dense", 3, ["MLX gather_mv"] * 2),
+        ("dense", 33, ["MLX gather_mm_rhs"] * 2),
+        ("mxfp4", 2, ["MLX fp_gather_qmv_fast", "MLX fp_gather_qmv"]),
+    ),
+)
+@pytest.mark.sweep
+def test_mlx_peers(mlx_plan, format_, tokens, expected):
+    """MLX's kernels, launched as peers_mlx.py writes it down, are right against float64."""
+    from simulator.nvidia.cases import Experts
+
+    plan = loaded(mlx_plan, [Experts("experts", format_, "f16", tokens, *SHAPE)])
+    rows = [row for row in runner(plan).run(plan.recordings[0]) if row.peer]
+    assert [row.peer for row in rows] == expected
+    assert all((row.peer_wrong, row.ratio) == ("", 1.0) for row in rows), rows
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("tokens", "expected"), ((1, ["qmv_fast"]), (8, ["qmv_fast", "qmv_wide", "qmm_t"])))
+def test_mlx_linear_peers(mlx_plan, tokens, expected):
+    from simulator.nvidia.cases import Linear
+
+    plan = loaded(mlx_plan, [Linear("linear", "int4", "f16", tokens, 512, 64)])
+    rows = runner(plan).run(plan.recordings[0])
+    assert [row.peer for row in rows] == [f"MLX {name}" for name in expected]
+    assert all(row.peer_wrong == "" for row in rows), rows
+
+
+def test_a_peer_of_its_own_source(plan):
+    """A source kernel is found by name, and its fault is not ours."""
+    from simulator.nvidia.cases_layer import SiluMul
+    from simulator.nvidia.record import preprocessed
+
+    kernel = """
+    #include <metal_stdlib>
+    using namespace metal;
+    kernel void silu_mul_stacked_f32(
+        device const float* gate [[buffer(0)]], device const float* up [[buffer(1)]],
+        device float* out [[buffer(2)]], constant uint2& shape [[buffer(3)]],
+        uint2 i [[thread_position_in_grid]]) {
+      if (i.x >= shape.x) return;
+      const uint at = i.y * shape.x + i.x;
+      out[at] = gate[at] / (1.0f + exp(-gate[at])) * up[at] FACTOR;
+    }"""
+    for factor, wrong in (("", ""), ("* 2", "error 1.0e+00")):
+        for path in plan.folder.glob("source-*"):
+            path.unlink()
+        plan.recordings.clear()
+        plan.add_source("source", preprocessed(kernel.replace("FACTOR", factor)))
+        (row,) = runner(loaded(plan, [SiluMul(3, 300, "f32")])).run(plan.recordings[0])
+        assert (row.wrong, row.peer, row.peer_wrong) == ("", "source", wrong)
+
+
+def test_a_worker_that_dies_costs_one_case(nvidia, tmp_path):
+    from simulator.nvidia.worker import supervise
+
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import json, sys\n"
+        "for n in map(int, sys.argv[sys.argv.index('--cases') + 1].split(',')):\n"
+        "    if n == 5: sys.exit(3)\n"
+        "    print(json.dumps({'number': n, 'rows': []}), flush=True)\n"
+    )
+    messages = list(supervise(script, tmp_path, [4, 5, 6], []))
+    assert messages == [
+        {"number": 4, "rows": []},
+        {"number": 5, "error": "the worker ended with 3"},
+        {"number": 6, "rows": []},
+    ]
+
+
+def test_report():
+    from simulator.nvidia import report
+    from simulator.nvidia.run import Row
+
+    row = Row("experts int4 f16 T 1", "experts", "down", "", 5.0, 10_000_000, "MLX qmv", 7.5)
+    line = report.line(row, 4000.0)
+    assert " ".join(line.split()) == f"{row.case} down 5.0 7.5 1.50 2000 50% ok MLX qmv"
+    alone = Row("moe_bucket T 1", "routing", "", "order differs", 2.0, 0)
+    assert alone.ratio is None and "order differs" in report.line(alone, 0.0)
+    slower = Row("experts int4 f16 T 4", "experts", "", "", 5.0, 1, "MLX qmv", 5.5)
+    text = "experts: the lowest ratio is 1.10, experts int4 f16 T 4, MLX qmv"
+    assert report.summary([row, slower, alone]) == [text]
+
+
+def test_command_line(nvidia, tmp_path, capsys):
+    from simulator.nvidia import main
+
+    folder = tmp_path / "plan"
+    arguments = ["record", "--plan", str(folder), "--only", "norms"]
+    assert main.main(arguments) == 0
+    assert re.search(r"recorded \d+ cases in .*, 0\.\d MB", capsys.readouterr().out)
+    content = json.loads((folder / "plan.json").read_text())
+    assert {case["family"] for case in content["cases"]} == {"Norm"} and content["about"]["mlx"]
+    for wrong, message in (
+        ("--only=linears", "there is no group linears"),
+        ("--shape=1,2", "four numbers"),
+        ("--mlx=/", "there is no mlx"),
+    ):
+        with pytest.raises(SystemExit):
+            main.main(["record", wrong])
+        assert message in capsys.readouterr().err
+    for command in ("run", "record"):  # nothing that is no plan is replayed or removed
+        with pytest.raises(SystemExit, match=r"error: .*(has no plan\.json|there are other files in it)"):
+            main.main([command, "--plan", str(tmp_path)])

@@ -1,0 +1,1 @@
+"""What tests share: oracles, samples, layouts, tiny models, probes of the simulator."""

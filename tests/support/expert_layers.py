@@ -1,0 +1,103 @@
+"""Random layers of experts, and a check of one against the float64 oracle."""
+
+import pytest
+import torch
+
+from support.oracles import exact
+from support.oracles_experts import assert_close
+from support.oracles_experts import moe_experts as expected_experts
+from torch_moe_mps.ops.experts import moe_experts
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+IDS = (torch.int32, torch.int64)
+
+
+def random(shape, dtype, seed, scale=1.0):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def random_ids(tokens, slots, experts, seed, dtype):
+    """Distinct ids in a row where there are enough experts."""
+    generator = torch.Generator().manual_seed(seed)
+    if slots > experts:
+        return torch.randint(experts, (tokens, slots), generator=generator).to(dtype)
+    return torch.rand(tokens, experts, generator=generator).argsort(-1)[:, :slots].to(dtype)
+
+
+def layer(tokens, slots, experts, hidden, intermediate, dtype, seed=0, *, gated=True, ids_dtype=torch.int32):
+    """x, gate_up, down, ids, weights of one layer, on the CPU."""
+    rows = 2 * intermediate if gated else intermediate
+    return (
+        random((tokens, hidden), dtype, seed),
+        random((experts, rows, hidden), dtype, seed + 1, hidden**-0.5),
+        random((experts, hidden, intermediate), dtype, seed + 2, intermediate**-0.5),
+        random_ids(tokens, slots, experts, seed + 3, ids_dtype),
+        random((tokens, slots), torch.float32, seed + 4).softmax(-1),
+    )
+
+
+def to_device(options, device):
+    return {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in options.items()
+    }
+
+
+def check_experts(device, arguments, **options):
+    x, gate_up, down, ids, weights = arguments
+    expected = expected_experts(x, exact(gate_up), exact(down), ids, weights, options)
+    if options.get("transposed"):
+        gate_up, down = gate_up.mT.contiguous(), down.mT.contiguous()
+    tensors = [tensor.to(device) for tensor in (x, gate_up, down, ids, weights)]
+    assert_close(moe_experts(*tensors, **to_device(options, device)), expected)
+
+
+ACTIVATIONS = (
+    {"activation": "silu"},
+    {"activation": "gelu"},
+    {"activation": "gelu_tanh"},
+    {"activation": "relu"},
+    {"activation": "relu2"},
+    {"activation": "swiglu_oai"},
+    {"activation": "swiglu_oai", "alpha": 1.5, "limit": 0.75},
+    {"activation": "silu_clamped", "limit": 0.5},
+)
+
+
+def random_options(choose, shape, dtype, seed):
+    """Any keywords of moe_experts but `transposed` that go together."""
+    tokens, _, experts, hidden, intermediate = shape
+    options = dict(choose.choice(ACTIVATIONS))
+    options["gated"] = "limit" in options or options["activation"] == "swiglu_oai" or choose.random() < 0.8
+    options["interleaved"] = options["gated"] and choose.random() < 0.5
+    rows = 2 * intermediate if options["gated"] else intermediate
+    tensors = {
+        "gate_up_bias": (experts, rows),
+        "down_bias": (experts, hidden),
+        "residual": (tokens, hidden),
+        "shared_out": (tokens, hidden),
+    }
+    for i, (name, size) in enumerate(tensors.items()):
+        if choose.random() < 0.5:
+            options[name] = random(size, dtype, seed + i)
+    if "shared_out" in options and choose.random() < 0.7:
+        options["shared_gate"] = random((tokens, 1)[: choose.randint(1, 2)], choose.choice(DTYPES), seed + 9)
+        options["gate_is_logit"] = choose.random() < 0.5
+    return options
+
+
+TOKENS = (1, 1, 2, 3, 4, 7, 8, 9, 16, 31, 32, 33, 34, 65, 100)
+
+
+def messages(calls):
+    lines = []
+    for function, good, changes in calls:
+        operator = getattr(torch.ops.moe_mps, function.__name__)
+        operator(**good)
+        for change in changes:
+            with pytest.raises(ValueError) as error:
+                operator(**good | change)
+            lines.append(str(error.value))
+    return lines

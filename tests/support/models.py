@@ -1,0 +1,66 @@
+"""Running tiny models: prompts, results, and how close they must be."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from support import tiny_models
+
+# Architectures whose class here has no generate: their logits or hidden states are compared.
+NO_GENERATE = {"diffusion_gemma", "muse_spark", "openai_privacy_filter", "qwen3_omni_moe"}
+
+
+NEW_TOKENS = 32
+
+
+def prompt(batch: int = 2, length: int = 9) -> torch.Tensor:
+    return torch.randint(2, 90, (batch, length), generator=torch.Generator().manual_seed(7))
+
+
+def eager(model):
+    model.set_experts_implementation("eager")
+    return model
+
+
+def output(model, ids: torch.Tensor, **inputs) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, **inputs)[0]
+
+
+def generate(model, ids: torch.Tensor, **options) -> torch.Tensor:
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0} | options
+    return model.generate(input_ids=ids, **options)
+
+
+def assert_close(result: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    assert result.dtype == expected.dtype and result.shape == expected.shape
+    assert torch.isfinite(expected).all()
+    error = (result.float() - expected.float()).abs().max() / expected.float().abs().max()
+    assert error <= tolerance, f"relative error {error:.2e}"
+
+
+class CountOperators(TorchDispatchMode):
+    """Counts the calls of moe_mps operators by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts: dict[str, int] = {}
+        self.others: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "moe_mps":
+            name = function._schema.name.partition("::")[2]
+            self.counts[name] = self.counts.get(name, 0) + 1
+        else:
+            self.others.add(function._schema.name.partition("::")[2])
+        return function(*args, **(kwargs or {}))
+
+
+def operators_of(call) -> dict[str, int]:
+    with CountOperators() as mode:
+        call()
+    return mode.counts
+
+
+def tiny(architecture: str):
+    with tiny_models.groups_of_32():
+        return eager(tiny_models.tiny_model(architecture))

@@ -1,0 +1,174 @@
+"""The experts in numpy and float64, and how far a right implementation may be from that.
+
+An implementation rounds the result of each matmul and the activation to the dtype of x once or not at all,
+and sums in float32. Such errors are independent of each other, so their standard deviation follows from the
+oracle's own values; `Estimate` carries it along. A test allows DEVIATIONS of it: no room for a wrong
+row, a lost term, or sums in 16 bit.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from support.oracles import FORMATS, exact, spacing
+
+DEVIATIONS = 5
+erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+class Estimate(NamedTuple):
+    value: np.ndarray
+    deviation: np.ndarray
+
+
+def roundoff(dtype: torch.dtype) -> float:
+    return 2.0 ** -FORMATS[dtype][0]
+
+
+def multiply(x: Estimate, weight: np.ndarray, dtype: torch.dtype, rounded_weight: bool) -> Estimate:
+    """rows [n, C] times weight [N, C]: float32 sums, one rounding of the result and perhaps of the weight."""
+    spread = np.sqrt(x.value**2 @ (weight**2).T)
+    sums = roundoff(torch.float32) * math.sqrt(weight.shape[1]) * spread
+    value = x.value @ weight.T
+    inherited = np.sqrt(x.deviation**2 @ (weight**2).T)
+    weights = roundoff(dtype) * spread if rounded_weight else 0.0
+    return Estimate(value, np.sqrt(inherited**2 + sums**2 + weights**2) + roundoff(dtype) * abs(value))
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 0.5 * (1 + np.tanh(0.5 * x))
+
+
+def pointwise(x: np.ndarray, activation: str) -> np.ndarray:
+    if activation == "silu":
+        return x * sigmoid(x)
+    if activation == "gelu":
+        return 0.5 * x * (1 + erf(x / math.sqrt(2)))
+    if activation == "gelu_tanh":
+        return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    positive = np.maximum(x, 0.0)
+    return positive if activation == "relu" else positive**2
+
+
+def activate(rows: Estimate, options: dict, dtype: torch.dtype) -> Estimate:
+    """[n, 2I] -> [n, I], or [n, I] -> [n, I] when not gated."""
+    activation = options.get("activation", "silu")
+    if not options.get("gated", True):
+        gate, up = rows, Estimate(np.ones_like(rows.value), np.zeros_like(rows.value))
+    elif options.get("interleaved", False):
+        gate, up = (Estimate(*(part[:, i::2] for part in rows)) for i in range(2))
+    else:
+        half = rows.value.shape[1] // 2
+        gate, up = (Estimate(*(part[:, i * half : (i + 1) * half] for part in rows)) for i in range(2))
+    g, u = gate.value, up.value
+    slope = (
+        2 * np.maximum(g, 0.0) if activation == "relu2" else 1.2
+    )  # No other activation is steeper than that.
+    if activation in ("swiglu_oai", "silu_clamped"):
+        limit = options.get("limit")
+        limit = 7.0 if limit is None else limit
+        g, u = np.minimum(g, limit), np.clip(u, -limit, limit)
+    if activation == "swiglu_oai":
+        alpha = options.get("alpha")
+        u, acted = u + 1, g * sigmoid((1.702 if alpha is None else alpha) * g)
+    else:
+        acted = pointwise(g, "silu" if activation == "silu_clamped" else activation)
+    value = acted * u
+    # exp and erf in float32 are right to a few units of the last place of the argument.
+    error = (slope * (gate.deviation + 8 * roundoff(torch.float32) * abs(g)) * u) ** 2 + (
+        acted * up.deviation
+    ) ** 2
+    return Estimate(value, np.sqrt(error) + roundoff(dtype) * abs(value))
+
+
+def valid_pairs(ids: Tensor, num_experts: int) -> list[tuple[int, int, int]]:
+    """(token, slot, expert) of the ids inside [0, E)."""
+    table = ids.cpu().tolist()
+    return [(t, k, e) for t, row in enumerate(table) for k, e in enumerate(row) if 0 <= e < num_experts]
+
+
+def expert_mm(x, weight, ids, bias=None, *, rounded_weight=False) -> Estimate:
+    """[T, K, N]; x is a tensor, weight [E, N, C] an array, whatever it was packed as."""
+    rows, dtype = exact(x), x.dtype
+    value = np.zeros((*ids.shape, weight.shape[1]))
+    deviation = np.zeros_like(value)
+    for t, k, e in valid_pairs(ids, len(weight)):
+        row = (rows[t, k] if rows.ndim == 3 else rows[t])[None]
+        out = multiply(Estimate(row, np.zeros_like(row)), weight[e], dtype, rounded_weight)
+        value[t, k], deviation[t, k] = (part[0] for part in out)
+        if bias is not None:
+            value[t, k] += exact(bias)[e]
+            deviation[t, k] += roundoff(dtype) * abs(value[t, k])
+    return Estimate(value, deviation)
+
+
+def moe_experts(x, gate_up, down, ids, weights, options: dict, *, rounded_weight=False) -> Estimate:
+    """[T, H]; gate_up [E, 2I, H] or [E, I, H] and down [E, H, I] are arrays, `options` the keywords."""
+    rows, scales, dtype = exact(x), exact(weights), x.dtype
+    biases = [options.get(name) for name in ("gate_up_bias", "down_bias")]
+    gate_up_bias, down_bias = (None if bias is None else exact(bias) for bias in biases)
+    value, variance = np.zeros_like(rows), np.zeros_like(rows)
+    for t, k, e in valid_pairs(ids, len(gate_up)):
+        row = Estimate(rows[t : t + 1], np.zeros_like(rows[t : t + 1]))
+        hidden = add(multiply(row, gate_up[e], dtype, rounded_weight), gate_up_bias, e, dtype)
+        hidden = activate(hidden, options, dtype)
+        out = add(multiply(hidden, down[e], dtype, rounded_weight), down_bias, e, dtype)
+        value[t] += scales[t, k] * out.value[0]
+        variance[t] += (scales[t, k] * out.deviation[0]) ** 2
+    deviation = np.sqrt(variance)
+    if options.get("shared_out") is not None:
+        gate = np.ones(len(rows))
+        if options.get("shared_gate") is not None:
+            gate = exact(options["shared_gate"]).reshape(-1)
+            gate = sigmoid(gate) if options.get("gate_is_logit", False) else gate
+        value += gate[:, None] * exact(options["shared_out"])
+    if options.get("residual") is not None:
+        value += exact(options["residual"])
+    return Estimate(value, deviation + 4 * roundoff(torch.float32) * abs(value))
+
+
+def add(out: Estimate, bias: np.ndarray | None, expert: int, dtype: torch.dtype) -> Estimate:
+    if bias is None:
+        return out
+    value = out.value + bias[expert]
+    return Estimate(value, out.deviation + roundoff(dtype) * abs(value))
+
+
+def assert_close(actual: Tensor, expected: Estimate) -> None:
+    """Within DEVIATIONS of the error that is to be expected, after the rounding of the result."""
+    assert tuple(actual.shape) == expected.value.shape
+    assert actual.is_contiguous()
+    allowed = DEVIATIONS * expected.deviation + spacing(expected.value, actual.dtype)
+    error = abs(exact(actual) - expected.value)
+    assert (error <= allowed).all(), f"{np.nanmax(error / allowed):.3g} times the allowed error"
+
+
+# Formats
+
+
+def e2m1(code: np.ndarray) -> np.ndarray:
+    """One sign, two exponent and one mantissa bit; exponent 0 is subnormal, the bias is 1."""
+    sign, exponent, mantissa = code >> 3, (code >> 1) & 3, code & 1
+    magnitude = np.where(exponent == 0, 0.5 * mantissa, (1 + 0.5 * mantissa) * 2.0 ** (exponent - 1.0))
+    return np.where(sign == 1, -magnitude, magnitude)
+
+
+def words(packed: Tensor) -> np.ndarray:
+    return packed.cpu().view(torch.int32).numpy().view(np.uint32)
+
+
+def dequantise(
+    packed: Tensor, scales: Tensor, biases: Tensor | None, bits: int, group_size: int
+) -> np.ndarray:
+    """[..., words] -> [..., words * 32 / bits] in float64; mxfp4 where there are no biases."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    codes = (words(packed)[..., None] >> shifts) & np.uint32(2**bits - 1)
+    codes = codes.reshape(*packed.shape[:-1], -1, group_size).astype(np.int64)
+    if biases is None:
+        values = e2m1(codes) * np.exp2(scales.cpu().numpy().astype(np.float64) - 127)[..., None]
+    else:
+        values = codes * exact(scales)[..., None] + exact(biases)[..., None]
+    return values.reshape(*packed.shape[:-1], -1)

@@ -1,0 +1,85 @@
+"""Random layers of quantised experts, and a check of one against the float64 oracle."""
+
+import numpy as np
+import torch
+
+from support.expert_layers import IDS, random, random_ids, to_device
+from support.layouts import lay
+from support.oracles_experts import assert_close, dequantise
+from support.oracles_experts import moe_experts as expected_experts
+from torch_moe_mps.ops.quantized import moe_experts_quantized
+
+# bits, group_size, mode
+FORMATS = (
+    (4, 32, "affine"),
+    (4, 64, "affine"),
+    (4, 128, "affine"),
+    (8, 32, "affine"),
+    (8, 64, "affine"),
+    (8, 128, "affine"),
+    (4, 32, "mxfp4"),
+)
+
+
+NAMES = [f"{mode}{bits}-{group_size}" for bits, group_size, mode in FORMATS]
+
+
+def random_quantized(experts, rows, columns, format, dtype, seed):
+    """packed, scales, biases of values with a standard deviation near columns^-1/2; all codes occur."""
+    bits, group_size, mode = format
+    generator = torch.Generator().manual_seed(seed)
+    shape = (experts, rows, columns * bits // 32)
+    packed = torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64).to(torch.int32)
+    groups = (experts, rows, columns // group_size)
+    if mode == "mxfp4":
+        middle = 127 - round(np.log2(3 * columns**0.5))
+        scales = torch.randint(middle - 2, middle + 2, groups, generator=generator, dtype=torch.uint8)
+        return packed.view(torch.uint32), scales, None
+    scales = random(groups, torch.float32, seed + 1).abs() * columns**-0.5 * 4 / 2**bits
+    biases = -scales * (2**bits - 1) / 2 * (1 + 0.2 * random(groups, torch.float32, seed + 2))
+    return packed.view(torch.uint32), scales.to(dtype), biases.to(dtype)
+
+
+def dense(weight, format):
+    return dequantise(*weight, *format[:2])
+
+
+def place(weight, device, layout="contiguous"):
+    return [None if tensor is None else lay_words(tensor, layout, device) for tensor in weight]
+
+
+def lay_words(tensor, layout, device):
+    """lay() for the packed words too: what surrounds them is no number then, only other words."""
+    if tensor.dtype == torch.uint32:
+        return lay(tensor.view(torch.int32), layout, device)
+    return (
+        lay(tensor.int(), layout, device).to(torch.uint8)
+        if tensor.dtype == torch.uint8
+        else lay(tensor, layout, device)
+    )
+
+
+def check_layer(device, shape, format, dtype, seed, scale_dtype=None, ids=None, **options):
+    tokens, slots, experts, hidden, intermediate = shape
+    rows = 2 * intermediate if options.get("gated", True) else intermediate
+    scale_dtype = scale_dtype or dtype
+    gate_up = random_quantized(experts, rows, hidden, format, scale_dtype, seed)
+    down = random_quantized(experts, hidden, intermediate, format, scale_dtype, seed + 3)
+    x = random((tokens, hidden), dtype, seed + 6)
+    if ids is None:
+        ids = random_ids(tokens, slots, experts, seed + 7, IDS[seed % 2])
+    weights = random((tokens, slots), torch.float32, seed + 8).softmax(-1)
+    expected = expected_experts(
+        x, dense(gate_up, format), dense(down, format), ids, weights, options, rounded_weight=True
+    )
+    x, ids, weights = (tensor.to(device) for tensor in (x, ids, weights))
+    placed = (*place(gate_up, device), *place(down, device))
+    out = moe_experts_quantized(x, *placed, ids, weights, *format, **to_device(options, device))
+    assert_close(out, expected)
+
+
+BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def bits_of(tensor):
+    return tensor.view(BITS_OF[tensor.element_size()])

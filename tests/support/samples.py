@@ -1,0 +1,161 @@
+"""One good call of every operator, and more of some: arguments by name."""
+
+import textwrap
+from collections.abc import Callable
+
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+
+import torch_moe_mps
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+T, H, E, K, I = 3, 64, 8, 2, 32
+
+
+def packet(name: str) -> Callable:
+    return getattr(torch.ops.moe_mps, name)
+
+
+def sample_arguments(device: str, dtype: torch.dtype) -> dict[str, dict]:
+    """Good arguments of every operator, by name. All sizes differ from each other."""
+    generator = torch.Generator().manual_seed(0)
+
+    def values(*shape, dtype=dtype):
+        return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+    def integers(high, *shape, dtype):
+        return torch.randint(high, shape, generator=generator, dtype=torch.int64).to(dtype).to(device)
+
+    norm = {
+        "residual": values(T, H),
+        "input": values(T, H),
+        "weight": values(H, dtype=torch.float32),
+        "eps": 1e-6,
+    }
+    ids = torch.tensor([[0, 7], [3, E], [5, 3]], dtype=torch.int32, device=device)
+    weights = values(T, K, dtype=torch.float32).abs()
+    slots = {"slots": values(T, K, H), "weights": weights}
+    format = {"bits": 4, "group_size": 32, "mode": "affine"}
+
+    def affine(prefix, rows, columns):
+        groups = (E, rows, columns // 32)
+        return {
+            f"{prefix}packed": integers(2**31, E, rows, columns // 8, dtype=torch.int32),
+            f"{prefix}scales": values(*groups),
+            f"{prefix}biases": values(*groups),
+        }
+
+    return {
+        "fused_norm_add": norm,
+        "fused_norm_add_scalar": {**norm, "scalar": values(1)},
+        "fused_residual_norm": norm,
+        "fused_residual_norm_scalar": {**norm, "scalar": values(H)},
+        "moe_router": {"logits": values(T, E), "top_k": K, "scoring": "softmax", "norm_topk_prob": True},
+        "moe_router_topk_softmax": {"logits": values(T, E), "top_k": K, "norm_topk_prob": True},
+        "fused_moe_routing": {"logits": values(T, E), "per_expert_scale": values(E), "top_k": K},
+        "moe_gate": {
+            "hidden": values(T, H),
+            "router_weight": values(E, H),
+            "norm_weight": values(H),
+            "per_expert_scale": values(E).abs(),
+            "top_k": K,
+            "eps": 1e-6,
+        },
+        "moe_bucket": {"ids": ids, "num_experts": E},
+        "moe_compute_ids_tpe": {"ids": ids, "num_experts": E, "gate_up_rows": 2 * I, "down_rows": H},
+        "silu_mul_stacked": {"gate": values(T, I), "up": values(T, I)},
+        "weighted_sum_stacked": slots,
+        "weighted_sum_residual_stacked_": {"residual_": values(T, H), **slots},
+        "weighted_sum_residual_norm_stacked_": {
+            "residual_": values(T, H),
+            **slots,
+            "norm_weight": values(H),
+            "eps": 1e-6,
+        },
+        "moe_weighted_reduce": {"weights": weights, "expert_out": values(T, K, H)},
+        "expert_mm": {"x": values(T, H), "weight": values(E, I, H), "ids": ids},
+        "moe_experts": {
+            "x": values(T, H),
+            "gate_up": values(E, 2 * I, H),
+            "down": values(E, H, I),
+            "ids": ids,
+            "weights": weights,
+        },
+        "expert_qmm": {"x": values(T, H), **affine("", I, H), "ids": ids, **format},
+        "moe_experts_quantized": {
+            "x": values(T, H),
+            **affine("gate_up_", 2 * I, H),
+            **affine("down_", H, I),
+            "ids": ids,
+            "weights": weights,
+            **format,
+        },
+    }
+
+
+def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
+    """What to change in the good arguments for other paths of the operator."""
+
+    def values(*shape, dtype=dtype):
+        return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
+
+    tail = {"shared_gate": values(T, 1), "shared_out": values(T, H), "residual": values(T, H)}
+    strided = values(H, T).t()
+    return {
+        "fused_norm_add": [{"input": strided, "weight_offset": 1.0}],
+        "fused_residual_norm": [{"residual": strided, "write_sum": False}],
+        "moe_router": [
+            {
+                "scoring": "sigmoid",
+                "bias": values(E),
+                "num_groups": 4,
+                "top_groups": 2,
+                "per_expert_scale": values(E, dtype=torch.float32),
+            },
+            {"scoring": "softmax_after_topk", "logits": values(E, T).t(), "norm_topk_prob": False},
+        ],
+        "fused_moe_routing": [{"logits": values(E)}],
+        "moe_gate": [{"renormalize_after_scale": False}],
+        "moe_bucket": [{"ids": torch.zeros(0, K, dtype=torch.int64, device=device)}],
+        "silu_mul_stacked": [{"gate": values(I, T).t()}],
+        "weighted_sum_residual_stacked_": [{"residual_": values(H, T).t()}],
+        "weighted_sum_residual_norm_stacked_": [{"residual_": values(H, T).t()}],
+        "moe_weighted_reduce": [{"expert_out": values(T * K, H), **tail, "gate_is_logit": True}],
+        "moe_experts": [{**tail, "gate_up_bias": values(E, 2 * I), "interleaved": True}],
+    }.get(name, [])
+
+
+def positional(name: str, arguments: dict) -> tuple[list, dict]:
+    """The arguments as a caller without keywords passes them; defaults in between are filled in."""
+    args, kwargs = [], {}
+    for argument in packet(name).default._schema.arguments:
+        value = arguments.get(argument.name, argument.default_value)
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    return args, kwargs
+
+
+def copies(arguments: dict) -> dict:
+    """Fresh tensors with the same strides, for operators that write."""
+    return {
+        name: value.clone(memory_format=torch.preserve_format) if isinstance(value, Tensor) else value
+        for name, value in arguments.items()
+    }
+
+
+def wrapped(line: str) -> str:
+    return textwrap.fill(line, 108, subsequent_indent="    ")
+
+
+MODULES = (
+    torch_moe_mps.ops.norms,
+    torch_moe_mps.ops.routing,
+    torch_moe_mps.ops.combine,
+    torch_moe_mps.ops.experts,
+    torch_moe_mps.ops.quantized,
+)

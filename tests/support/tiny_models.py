@@ -1,0 +1,295 @@
+"""Tiny random models of every architecture with experts in transformers, from its real config class."""
+
+import contextlib
+import functools
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from torch_moe_mps.quantization import dequantize
+from torch_moe_mps.transformers.interface import projections
+
+# Attributes of configs, set where a config has them. Sizes are odd where the architecture allows.
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "top_k_experts": 2,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "moe_layer_start_index": 1,
+    "max_position_embeddings": 256,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
+    "mlp_layer_types": ["dense", "sparse"],
+    "depth": 1,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "projection_intermediate_size": 48,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "use_cache": True,
+}
+# What single architectures need beyond that, by model type (of the text config, where there is one).
+HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+EXTRA: dict[str, dict] = {
+    "bailing_hybrid": HYBRID,
+    "deepseek_v4": {"mlp_layer_types": ["hash_moe", "moe"]},
+    "diffusion_gemma_text": {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 8},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [64, 32],
+        "head_dim": 8,
+        "mlp_layer_types": ["sparse", "sparse"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+    },
+    "flint": {"mlp_only_layers": [0]},
+    "glm4v_moe_text": {
+        "head_dim": 8,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [1, 1, 0],
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "glm5_next_text": {"qk_rope_head_dim": 0, "head_dim": 0, "indexer_types": ["full", "full"]} | HYBRID,
+    "mistral4": {"head_dim": 16},
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 97,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "global_head_dim": 8,
+        "num_kv_shared_layers": 0,
+    },
+    "jamba": {
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+    },
+    "kimi_linear": HYBRID,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "qwen3_5_moe_text": HYBRID,
+    "qwen3_next": HYBRID,
+    "nemotron_h": {
+        "layers_block_type": ["attention", "moe"],
+        "n_groups": 2,
+        "moe_shared_expert_intermediate_size": 40,
+    },
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "hc_lowrank": 8,
+    }
+    | HYBRID,
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+    "granitemoehybrid": HYBRID,
+}
+
+
+# Where the class that generates is not the one with the experts to be tested.
+MODEL_CLASSES = {
+    "diffusion_gemma": "DiffusionGemmaEncoderTextModel",
+    "muse_spark": "MuseSparkTextModel",
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerTextModel",
+}
+
+
+@functools.cache
+def experts_classes() -> dict[str, type[nn.Module]]:
+    """{qualified name: class} of all classes decorated with use_experts_implementation."""
+    found = {}
+    for package in pkgutil.iter_modules(transformers.models.__path__):
+        name = f"transformers.models.{package.name}.modeling_{package.name}"
+        spec = importlib.util.find_spec(name) if package.ispkg else None
+        if spec is None or "@use_experts_implementation" not in Path(spec.origin).read_text():
+            continue
+        module = importlib.import_module(name)
+        for cls in vars(module).values():
+            own = inspect.isclass(cls) and issubclass(cls, nn.Module) and cls.__module__ == name
+            if own and is_decorated(cls):
+                found[f"{package.name}.{cls.__name__}"] = cls
+    return found
+
+
+def count_decorators() -> int:
+    """How often the modelling files apply the decorator."""
+    files = Path(transformers.models.__path__[0]).glob("*/modeling_*.py")
+    return sum(file.read_text().count("\n@use_experts_implementation") for file in files)
+
+
+def is_decorated(cls: type) -> bool:
+    """The decorator wraps forward in a function of transformers.integrations.moe."""
+    forward = cls.__dict__.get("forward")
+    return (
+        hasattr(forward, "__wrapped__") and forward.__globals__["__name__"] == "transformers.integrations.moe"
+    )
+
+
+def architectures() -> list[str]:
+    """The model packages that the classes belong to."""
+    return sorted({name.partition(".")[0] for name in experts_classes()})
+
+
+def model_class(architecture: str) -> type[PreTrainedModel]:
+    """The class of an architecture to run: the one that generates, else one that has outputs of its own."""
+    module = importlib.import_module(f"transformers.models.{architecture}.modeling_{architecture}")
+    classes = [
+        cls
+        for cls in vars(module).values()
+        if inspect.isclass(cls) and issubclass(cls, PreTrainedModel) and cls.__module__ == module.__name__
+    ]
+    if architecture in MODEL_CLASSES:
+        return getattr(module, MODEL_CLASSES[architecture])
+    for suffix in ("ForCausalLM", "ForConditionalGeneration", "ForTokenClassification", "Model"):
+        for cls in classes:
+            if cls.__name__.endswith(suffix):
+                return cls
+    raise LookupError(f"{architecture} has no model class")
+
+
+def build_config(cls, **overrides):
+    """A config of a class with the tiny sizes in it and in its parts."""
+    default = cls()
+    names = dir(default)
+    values = {name: value for name, value in SIZES.items() if name in names}
+    if "kv_lora_rank" in names:  # latent attention has a key for each query head
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    extra = EXTRA.get(default.model_type, {})
+    for name, part in cls.sub_configs.items():
+        part = type(getattr(default, name, None)) if part.__name__ == "AutoConfig" else part
+        if name not in extra and getattr(default, name, None) is not None:
+            values[name] = build_config(part)
+    return cls(**(values | extra | overrides))
+
+
+def tiny_config(architecture: str, **overrides):
+    return build_config(model_class(architecture).config_class, **overrides)
+
+
+def tiny_model(
+    architecture: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides
+) -> PreTrainedModel:
+    """A model in evaluation mode with random weights, biases and buffers included."""
+    config = tiny_config(architecture, **overrides)
+    torch.manual_seed(seed)
+    model = model_class(architecture)(config)
+    randomise(model, seed)
+    return model.to(dtype).eval()
+
+
+@contextlib.contextmanager
+def sizes(**values: int):
+    """Other sizes for the configs built within."""
+    before = SIZES.copy()
+    SIZES.update(values)
+    try:
+        yield
+    finally:
+        SIZES.clear()
+        SIZES.update(before)
+
+
+def groups_of_32():
+    """Sizes at which the experts can be quantised."""
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "out_hidden_size",
+        "moe_hidden_size",
+    )
+    return sizes(mamba_d_head=32, **dict.fromkeys(names, 64))
+
+
+@torch.no_grad()
+def dense_twin(dense: nn.Module, quantized: nn.Module) -> nn.Module:
+    """The dense model with the values that the quantised one's experts stand for: the oracle."""
+    for name, module in quantized.named_modules():
+        form = getattr(module, "quantization", None)
+        for projection in projections(module) if form else ():
+            tensors = (
+                getattr(module, f"{projection}_{part}", None) for part in ("packed", "scales", "biases")
+            )
+            values = dequantize(*tensors, **form.to_dict(), dtype=torch.float32)
+            weight = getattr(dense.get_submodule(name), projection)
+            weight.copy_(values.mT if module.is_transposed else values)
+    return dense
+
+
+# Classes that the model of their architecture above does not contain: the config that they are built from.
+EXPERTS_CONFIGS = {"qwen3_omni_moe.Qwen3OmniMoeTalkerTextExperts": "Qwen3OmniMoeTalkerTextConfig"}
+
+
+def experts_module(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """An experts module of the class with this qualified name, in evaluation mode with random weights."""
+    architecture, cls = name.partition(".")[0], experts_classes()[name]
+    if name in EXPERTS_CONFIGS:
+        config = build_config(getattr(transformers, EXPERTS_CONFIGS[name]))
+        config._experts_implementation = "eager"
+        module = cls(config)
+        randomise(module, 0)
+    else:
+        model = tiny_model(architecture)
+        module = next(m for m in model.modules() if type(m) is cls)
+    return module.to(dtype).eval()
+
+
+@torch.no_grad()
+def randomise(model: nn.Module, seed: int) -> None:
+    """Weights of a spread that keeps activations alive and routers decided; norms near one, biases small."""
+    generator = torch.Generator().manual_seed(seed)
+    for _, parameter in sorted(model.named_parameters()):
+        if parameter.dim() >= 2:
+            parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+        else:
+            parameter.add_(torch.empty_like(parameter).uniform_(-0.1, 0.1, generator=generator))
+    for name, buffer in sorted(model.named_buffers()):
+        if "bias" in name and buffer.dtype.is_floating_point:
+            buffer.uniform_(-0.2, 0.2, generator=generator)

@@ -1,0 +1,99 @@
+"""How the repository is laid out: what may import what."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.processes import REPOSITORY
+
+PACKAGE = REPOSITORY / "torch_moe_mps"
+# Parts of the package from the lowest floor to the highest: a part imports those below it.
+FLOORS = (
+    "_extension",
+    "ops",
+    "quantization",
+    "transformers.interface",
+    "transformers.program",
+    "transformers.experts",
+    "transformers.rules",
+    "transformers",
+)
+
+
+def name_of(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path, root: Path) -> Iterator[str]:
+    """What a file imports, in its functions too: absolute names of modules, or of names in modules."""
+    name = name_of(path, root).split(".")
+    package = name if path.name == "__init__.py" else name[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = [*above, *([node.module] if node.module else [])]
+            yield from (".".join([*module, alias.name]) for alias in node.names)
+
+
+def graph() -> dict[str, set[str]]:
+    """{module: the modules of the package that it imports}."""
+    files = {name_of(path, REPOSITORY): path for path in PACKAGE.rglob("*.py")}
+    edges: dict[str, set[str]] = {name: set() for name in files}
+    for name, path in files.items():
+        for imported in imports(path, REPOSITORY):
+            module = imported if imported in files else imported.rpartition(".")[0]
+            edges[name] |= {module} & files.keys()
+    return edges
+
+
+def circle(edges: dict[str, set[str]]) -> list[str] | None:
+    """A circle of imports, if there is one."""
+    done: set[str] = set()
+
+    def visit(name: str, above: list[str]) -> list[str] | None:
+        if name in above:
+            return [*above[above.index(name) :], name]
+        if name in done:
+            return None
+        found = next(filter(None, (visit(other, [*above, name]) for other in sorted(edges[name]))), None)
+        done.add(name)
+        return found
+
+    return next(filter(None, (visit(name, []) for name in sorted(edges))), None)
+
+
+def test_no_circle_of_imports():
+    edges = graph()
+    assert len(edges) > 20 and edges["torch_moe_mps.transformers.accelerate"]
+    assert circle(edges) is None
+    assert circle(edges | {"torch_moe_mps.ops._checks": {"torch_moe_mps.ops.norms"}}) is not None
+
+
+def floor(name: str) -> int:
+    """The floor of a module: that of the longest name in FLOORS that it belongs to."""
+    inner = name.removeprefix("torch_moe_mps.")
+    matching = [floor for floor in FLOORS if inner == floor or inner.startswith(f"{floor}.")]
+    return FLOORS.index(max(matching, key=len)) if matching else len(FLOORS)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in graph() if floor(name) < len(FLOORS)))
+def test_imports_go_down(name):
+    assert not {other for other in graph()[name] if floor(other) > floor(name)}
+
+
+@pytest.mark.parametrize("room", ["ops", "quantization"])
+def test_rooms_that_know_no_model(room):
+    for path in (PACKAGE / room).rglob("*.py"):
+        assert not [name for name in imports(path, REPOSITORY) if "transformers" in name.split(".")], path
+
+
+def test_no_test_imports_another():
+    tests = REPOSITORY / "tests"
+    modules = {path.stem for path in tests.rglob("test_*.py")}
+    for path in tests.rglob("*.py"):
+        used = {part for name in imports(path, tests) for part in name.split(".")}
+        assert not used & modules, path

@@ -1,0 +1,45 @@
+"""The package as a whole: what an import costs and gives."""
+
+import pytest
+from support.processes import python
+
+import torch_moe_mps
+
+UNKNOWN_TRANSFORMERS = """
+import warnings
+import torch_moe_mps
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from transformers.quantizers.auto import VALUE
+print(VALUE, *(warning.message for warning in caught))
+"""
+
+
+def test_unknown_transformers_can_be_imported(tmp_path):
+    """A version that lacks what is registered with runs as if this package were not there, with a warning."""
+    module = tmp_path / "transformers" / "quantizers"
+    module.mkdir(parents=True)
+    for folder in (module.parent, module):
+        (folder / "__init__.py").touch()
+    (module / "auto.py").write_text("VALUE = 42\n")
+    metadata = tmp_path / "transformers-4.57.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.57.1\n")
+    output = python(UNKNOWN_TRANSFORMERS, paths=(tmp_path,))
+    assert output.startswith("42 torch_moe_mps: transformers 4.57.1 is not supported")
+
+
+def test_import_is_fast_and_without_transformers():
+    code = (
+        "import sys, time, torch; start = time.perf_counter(); import torch_moe_mps; "
+        "print(time.perf_counter() - start, 'transformers' in sys.modules)"
+    )
+    runs = [python(code).split() for _ in range(2)]
+    assert all(loaded == "False" for _, loaded in runs)
+    assert min(float(seconds) for seconds, _ in runs) < 0.3
+
+
+def test_public_names():
+    assert all(callable(getattr(torch_moe_mps, name)) for name in set(torch_moe_mps.__all__) - {"ops"})
+    with pytest.raises(AttributeError, match="has no attribute 'acelerate'"):
+        torch_moe_mps.acelerate  # noqa: B018

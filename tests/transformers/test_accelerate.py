@@ -1,0 +1,297 @@
+"""accelerate and restore: registration, the operators of a layer, the report, and who keeps its own code."""
+
+import pytest
+import torch
+import transformers
+from support import tiny_models
+from support.models import CountOperators, assert_close, eager, generate, operators_of, output, prompt
+from support.processes import python
+from torch import nn
+
+import torch_moe_mps
+
+transformers.logging.set_verbosity_error()
+
+
+# Registration
+
+
+@pytest.mark.parametrize("order", [("torch_moe_mps", "transformers"), ("transformers", "torch_moe_mps")])
+@pytest.mark.parametrize("touch", [False, True])
+def test_registered_in_both_import_orders(order, touch):
+    """`touch` imports the experts module of transformers in between."""
+    between = "import transformers.integrations.moe" if touch else ""
+    printed = python(f"""
+        import {order[0]}
+        {between}
+        import {order[1]}
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+        print("moe_mps" in ALL_EXPERTS_FUNCTIONS.keys())
+    """)
+    assert printed == "True"
+
+
+def test_import_is_light():
+    printed = python("""
+        import sys, time, torch
+        start = time.process_time()
+        import torch_moe_mps
+        print("transformers" in sys.modules, time.process_time() - start)
+    """)
+    imported, seconds = printed.split()
+    assert imported == "False"
+    assert float(seconds) < 0.3
+
+
+def test_set_experts_implementation_alone():
+    model = eager(tiny_models.tiny_model("qwen3_moe"))
+    ids = prompt()
+    expected = output(model, ids)
+    model.set_experts_implementation("moe_mps")
+    assert operators_of(lambda: output(model, ids)) == {"moe_experts": 2}
+    assert_close(output(model, ids), expected, 1e-5)
+
+
+# accelerate and restore
+
+
+def test_operators_of_a_layer():
+    model = tiny_models.tiny_model("qwen2_moe")
+    torch_moe_mps.accelerate(model)
+    expected = {"fused_residual_norm": 2, "moe_router": 2, "moe_experts": 2}
+    assert operators_of(lambda: output(model, prompt())) == expected
+
+
+def test_nothing_between_router_and_experts():
+    """A block in 16 bit: the router's matmul, the router, the experts, and views."""
+    model = tiny_models.tiny_model("qwen3_moe", torch.bfloat16)
+    torch_moe_mps.accelerate(model)
+    block = model.model.layers[0].mlp
+    x = torch.ones(1, 1, 32, dtype=torch.bfloat16)
+    with torch.no_grad(), CountOperators() as mode:
+        block(x)
+    assert mode.counts == {"moe_router": 1, "moe_experts": 1}
+    assert not {name for name in mode.others if "copy" in name or "to" in name.split("_")}
+
+
+def test_other_implementation_after_acceleration():
+    """The routers are ours, the experts somebody else's: ids and weights are as those expect them."""
+    model = eager(tiny_models.tiny_model("qwen2_moe"))
+    expected = output(model, prompt())
+    torch_moe_mps.accelerate(model)
+    for implementation in ("eager", "batched_mm", "grouped_mm"):
+        model.set_experts_implementation(implementation)
+        assert_close(output(model, prompt()), expected, 1e-5)
+
+
+def test_operators_of_gemma4():
+    model = tiny_models.tiny_model("gemma4")
+    torch_moe_mps.accelerate(model)
+    expected = {"fused_norm_add": 4, "fused_norm_add_scalar": 2, "moe_gate": 2, "moe_experts": 2}
+    assert operators_of(lambda: output(model, prompt())) == expected
+
+
+def test_restore():
+    model = tiny_models.tiny_model("gemma4")
+    before = [(name, type(module), set(module.__dict__)) for name, module in model.named_modules()]
+    implementation = model.config._experts_implementation
+    torch_moe_mps.accelerate(model)
+    assert torch_moe_mps.restore(model) is model
+    after = [(name, type(module), set(module.__dict__)) for name, module in model.named_modules()]
+    assert before == after
+    assert model.config._experts_implementation == implementation
+    assert operators_of(lambda: output(model, prompt())) == {}
+
+
+def test_accelerate_twice_is_accelerate_once():
+    model = tiny_models.tiny_model("qwen2_moe")
+    first = str(torch_moe_mps.accelerate(model))
+    classes = [type(module) for module in model.modules()]
+    assert str(torch_moe_mps.accelerate(model)) == first
+    assert [type(module) for module in model.modules()] == classes
+    torch_moe_mps.restore(model)
+    assert operators_of(lambda: output(model, prompt())) == {}
+
+
+def test_report_prints_a_table():
+    report = str(torch_moe_mps.accelerate(tiny_models.tiny_model("phimoe")))
+    lines = [line.split("  ")[0] for line in report.splitlines()]
+    assert lines[0] == "module" and "model.layers.*.mlp.experts" in lines
+    assert "left alone: its forward is decorated or uses super()" in report
+
+
+def test_model_without_experts():
+    report = torch_moe_mps.accelerate(nn.Sequential(nn.Linear(4, 4)))
+    assert report.rows == []
+    expected = "No experts with transformers' experts interface found; the model is left as it is."
+    assert str(report) == expected
+
+
+def test_quantisation_of_a_model_without_experts_is_a_warning():
+    with pytest.warns(UserWarning, match="torch_moe_mps: no experts were found that can be quantised"):
+        torch_moe_mps.accelerate(nn.Sequential(nn.Linear(4, 4)), bits=4)
+
+
+@pytest.mark.parametrize("function", [torch_moe_mps.accelerate, torch_moe_mps.restore])
+def test_what_is_not_a_module_is_an_error(function):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str$"):
+        function("Qwen/Qwen3-30B-A3B")
+
+
+def test_block_alone():
+    """Any module can be accelerated, a single block too."""
+    block = eager(tiny_models.tiny_model("qwen2_moe")).model.layers[0].mlp
+    x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = block(x)
+        report = torch_moe_mps.accelerate(block)
+        assert {row.kind for row in report.replaced} == {"experts", "router", "layer"}
+        assert_close(block(x), expected, 1e-5)
+
+
+# Gradients and training
+
+
+def test_training_runs_the_models_own_code():
+    model = eager(tiny_models.tiny_model("qwen2_moe")).train()
+    ids = prompt()
+
+    def gradients():
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    expected = gradients()
+    torch_moe_mps.accelerate(model)
+    assert operators_of(gradients) == {}
+    for name, gradient in gradients().items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+def test_gradients_in_evaluation_mode():
+    model = tiny_models.tiny_model("gemma4")
+    torch_moe_mps.accelerate(model)
+    assert operators_of(lambda: model(input_ids=prompt())) == {}
+    model.requires_grad_(False)
+    assert "moe_experts" in operators_of(lambda: model(input_ids=prompt()))
+
+
+def test_gradients_through_frozen_experts():
+    """The input needs a gradient, the parameters do not."""
+    model = eager(tiny_models.tiny_model("qwen3_moe")).requires_grad_(False)
+    embedded = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(0))
+
+    def gradient():
+        x = embedded.clone().requires_grad_()
+        model(inputs_embeds=x).logits.square().sum().backward()
+        return x.grad
+
+    expected = gradient()
+    torch_moe_mps.accelerate(model)
+    assert torch.equal(gradient(), expected)
+
+
+def test_gradients_of_the_routing_weights_alone():
+    """Neither the experts nor their input need a gradient."""
+    model = eager(tiny_models.tiny_model("qwen3_moe")).requires_grad_(False)
+    router = model.model.layers[1].mlp.gate.weight.requires_grad_()
+
+    def gradient():
+        router.grad = None
+        model(input_ids=prompt()).logits.square().sum().backward()
+        return router.grad
+
+    expected = gradient()
+    model.set_experts_implementation("moe_mps")
+    assert torch.equal(gradient(), expected)
+
+
+def test_autocast_runs_the_models_own_code():
+    model = tiny_models.tiny_model("qwen3_moe")
+    torch_moe_mps.accelerate(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert operators_of(lambda: output(model, prompt())) == {}
+
+
+def test_float64_runs_the_models_own_code():
+    model = tiny_models.tiny_model("gemma4")
+    torch_moe_mps.accelerate(model)
+    model.double()
+    assert operators_of(lambda: output(model, prompt())) == {}
+
+
+def test_meta_device():
+    """Shapes of an accelerated model that has no weights."""
+    model = tiny_models.tiny_model("qwen2_moe")
+    torch_moe_mps.accelerate(model)
+    assert output(model.to("meta"), prompt().to("meta")).shape == (2, 9, 97)
+
+
+def test_router_that_chooses_more_than_its_groups_hold():
+    """The model's own code then chooses masked experts too; moe_router would refuse."""
+    model = tiny_models.tiny_model("deepseek_v3", num_experts_per_tok=6)
+    rows = [row for row in torch_moe_mps.accelerate(model).rows if row.kind == "router"]
+    assert [row.reason for row in rows] == ["it chooses 6 experts from 1 of 2 groups of 4"]
+    assert "moe_experts" in operators_of(lambda: output(model, prompt()))
+
+
+# Copies, checkpoints, hooks
+
+
+def test_beam_search():
+    model = eager(tiny_models.tiny_model("qwen3_moe"))
+    ids = prompt(2, 6)
+    tokens = generate(model, ids, num_beams=3, max_new_tokens=12)
+    torch_moe_mps.accelerate(model)
+    assert torch.equal(generate(model, ids, num_beams=3, max_new_tokens=12), tokens)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("rewritten", [True, False])
+def test_torch_compile(architecture, rewritten):
+    """One graph with the operators in it; without accelerate the experts' plan is found while compiling."""
+    model = eager(tiny_models.tiny_model(architecture))
+    ids = prompt()
+    expected = output(model, ids)
+    if rewritten:
+        torch_moe_mps.accelerate(model)
+    else:
+        model.set_experts_implementation("moe_mps")
+    targets = []
+
+    def backend(graph, inputs):
+        targets.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    assert_close(output(compiled, ids, use_cache=False), expected, 1e-5)
+    assert sum("moe_mps.moe_experts" in target for target in targets) == 2
+    assert sum("moe_mps.moe_router" in target for target in targets) == (2 if rewritten else 0)
+
+
+# Expert parallelism
+
+
+def test_sentinels_of_expert_parallelism():
+    """Ids of other ranks' experts are num_experts; they contribute nothing."""
+    experts = eager(tiny_models.tiny_model("qwen3_moe")).model.layers[0].mlp.experts
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 32, generator=generator)
+    ids = torch.tensor([[0, 8], [8, 8], [3, 7], [8, 1], [2, 8], [5, 6]])
+    weights = torch.rand(6, 2, generator=generator).masked_fill(ids == 8, 0.0)
+    experts._is_expert_parallel = True
+    with torch.no_grad():
+        expected = experts(x, ids, weights)
+        torch_moe_mps.accelerate(experts)
+        assert_close(experts(x, ids, weights), expected, 1e-5)
+    assert expected[1].eq(0).all()
+
+
+# Classes that nobody here has seen
+
+
+# Rewriting of forwards
+
+
+# Formulas that look like ones of the operators

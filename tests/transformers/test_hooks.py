@@ -1,0 +1,181 @@
+"""Hooks, recorded outputs and adapters see and change in an accelerated model what they do in eager."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from support import tiny_models
+from support.models import assert_close, eager, operators_of, output, prompt
+
+import torch_moe_mps
+
+transformers.logging.set_verbosity_error()
+
+
+def test_peft_adapters_on_attention():
+    peft = pytest.importorskip("peft")
+    model = eager(tiny_models.tiny_model("qwen3_moe"))
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).eval()
+    ids = prompt()
+    expected = output(adapted, ids)
+    report = torch_moe_mps.accelerate(adapted)
+    assert {row.kind for row in report.replaced} == {"experts", "router", "block", "layer"}
+    assert operators_of(lambda: output(adapted, ids))["moe_experts"] == 2
+    assert_close(output(adapted, ids), expected, 1e-5)
+    adapted.train()(input_ids=ids, labels=ids).loss.backward()
+    trained = [p for name, p in adapted.named_parameters() if "lora_B" in name]
+    assert trained and all(p.grad.abs().sum() > 0 for p in trained)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "target"),
+    [
+        ("gemma4", {"target_modules": r".*router\.proj"}),
+        ("qwen2_moe", {"target_modules": "all-linear"}),
+        ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}),
+    ],
+)
+def test_peft_adapters_put_in_after_acceleration(architecture, target):
+    """On a router's matmul and on the experts: trained by the model's own code, seen in evaluation."""
+    peft = pytest.importorskip("peft")
+    model = eager(tiny_models.tiny_model(architecture))
+    plain = output(model, prompt())
+    config = peft.LoraConfig(r=2, init_lora_weights=False, **target)
+
+    def adapted(base):
+        torch.manual_seed(0)
+        return peft.get_peft_model(base, config).eval()
+
+    expected = output(adapted(copy.deepcopy(model)), prompt())
+    assert not torch.allclose(expected, plain, atol=1e-2)
+    torch_moe_mps.accelerate(model)
+    model = adapted(model)
+    assert_close(output(model, prompt()), expected, 1e-5)
+    model.train()(input_ids=prompt(), labels=prompt()).loss.backward()
+    assert_close(output(model.eval(), prompt()), expected, 1e-5)
+
+
+@pytest.mark.parametrize("hooks_first", [True, False])
+def test_hooks_of_the_accelerate_library(hooks_first):
+    """Offloaded weights come and go around each module's forward; the hooks keep working."""
+    accelerate = pytest.importorskip("accelerate")
+    model = eager(tiny_models.tiny_model("qwen2_moe"))
+    ids = prompt()
+    expected = output(model, ids)
+    steps = [
+        lambda: accelerate.cpu_offload(model, torch.device("cpu")),
+        lambda: torch_moe_mps.accelerate(model),
+    ]
+    for step in steps if hooks_first else reversed(steps):
+        step()
+    assert "moe_experts" in operators_of(lambda: output(model, ids))
+    assert_close(output(model, ids), expected, 1e-5)
+
+
+def test_hooks_of_the_accelerate_library_that_are_gone():
+    """They leave a forward on every instance."""
+    accelerate = pytest.importorskip("accelerate")
+    model = eager(tiny_models.tiny_model("qwen2_moe"))
+    torch_moe_mps.accelerate(model)
+    expected = operators_of(lambda: output(model, prompt()))
+
+    def put_on_and_remove():
+        accelerate.cpu_offload(model, torch.device("cpu"))
+        accelerate.hooks.remove_hook_from_submodules(model)
+
+    put_on_and_remove()
+    torch_moe_mps.restore(model)
+    assert operators_of(lambda: output(model, prompt())) == {}
+    put_on_and_remove()
+    torch_moe_mps.accelerate(model)
+    assert operators_of(lambda: output(model, prompt())) == expected
+
+
+def test_forward_hooks_still_run():
+    model = tiny_models.tiny_model("gemma4")
+    torch_moe_mps.accelerate(model)
+    seen = []
+    for name in ("router", "post_attention_layernorm", "experts"):
+        module = model.model.layers[0].get_submodule(name)
+        module.register_forward_hook(lambda module, args, result, name=name: seen.append((name, result)))
+    expected = output(eager(torch_moe_mps.restore(copy.deepcopy(model))), prompt())
+    seen.clear()
+    assert_close(output(model, prompt()), expected, 1e-5)
+    assert [name for name, _ in seen] == ["post_attention_layernorm", "router", "experts"]
+    assert seen[1][1][0].shape == (18, 8)  # the probabilities, computed because a hook may want them
+
+
+def calls_of_experts(model, replace=lambda result: None) -> tuple[list, torch.Tensor]:
+    """What hooks on the last experts see, and the logits; a hook may `replace` results."""
+    seen = []
+    experts = [module for module in model.modules() if torch_moe_mps.transformers.is_experts(module)][-1]
+    hooks = [
+        experts.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.extend([*args, *kwargs.values()]), with_kwargs=True
+        ),
+        experts.register_forward_hook(lambda module, args, result: seen.append(result.clone())),
+        experts.register_forward_hook(lambda module, args, result: replace(result)),
+    ]
+    logits = output(model, prompt())
+    for hook in hooks:
+        hook.remove()
+    return seen, logits
+
+
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "gemma4", "glm4_moe", "qwen2_moe", "qwen3_moe"])
+def test_hooks_of_experts_see_and_change_what_they_do_in_eager(architecture):
+    """The routed output alone, without the shared expert; zeroing it leaves the shared expert's."""
+    model = eager(tiny_models.tiny_model(architecture))
+    seen, ablated = calls_of_experts(model, torch.zeros_like)
+    torch_moe_mps.accelerate(model)
+    seen_now, ablated_now = calls_of_experts(model, torch.zeros_like)
+    assert len(seen_now) == len(seen) == 4
+    for value, expected in zip(seen_now, seen, strict=True):
+        assert value.dtype == expected.dtype
+    assert_close(seen_now[-1], seen[-1], 1e-5)
+    assert_close(ablated_now, ablated, 1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["gemma4", "qwen2_moe", "qwen3_moe"])
+def test_hooks_of_experts_get_the_dtypes_of_eager(architecture):
+    model = eager(tiny_models.tiny_model(architecture, torch.bfloat16))
+    expected = [value.dtype for value in calls_of_experts(model)[0]]
+    torch_moe_mps.accelerate(model)
+    assert [value.dtype for value in calls_of_experts(model)[0]] == expected
+
+
+@pytest.mark.parametrize("path", ["router.proj", "router.norm"])
+def test_hooks_within_a_gate_still_run(path):
+    """moe_gate computes the router's parts in one: not where something changes one of them."""
+    model = eager(tiny_models.tiny_model("gemma4"))
+    plain = output(model, prompt())
+    module = model.model.layers[0].get_submodule(path)
+    hook = module.register_forward_hook(lambda module, args, result: result.flip(-1))
+    expected = output(model, prompt())
+    hook.remove()
+    torch_moe_mps.accelerate(model)
+    module.register_forward_hook(lambda module, args, result: result.flip(-1))
+    assert not torch.allclose(expected, plain, atol=1e-2)
+    assert_close(output(model, prompt()), expected, 1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_recorded_outputs(architecture):
+    model = eager(tiny_models.tiny_model(architecture))
+    options = {"output_hidden_states": True}
+    if architecture != "deepseek_v3":
+        options["output_router_logits"] = True
+
+    def recorded():
+        with torch.no_grad():
+            result = model(input_ids=prompt(), **options)
+        return [*result.hidden_states, *(result.get("router_logits") or [])]
+
+    expected = recorded()
+    torch_moe_mps.accelerate(model)
+    results = recorded()
+    assert len(results) == len(expected) > 2
+    for value, reference in zip(results, expected, strict=True):
+        assert_close(value, reference, 1e-5)

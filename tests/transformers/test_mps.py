@@ -1,0 +1,100 @@
+"""One model of each kind of router on device="mps", dense and quantised: as on the CPU, all in kernels."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from support import tiny_models
+from support.models import NO_GENERATE, assert_close, eager, generate, operators_of, output, prompt
+from support.models import tiny as tiny_for_groups
+
+import torch_moe_mps
+
+transformers.logging.set_verbosity_error()
+
+# Architecture -> the operator that routes in it.
+ROUTERS = {
+    "gemma4": "moe_gate",
+    "qwen3_moe": "moe_router",  # softmax
+    "gpt_oss": "moe_router",  # softmax after top-k
+    "deepseek_v2": "moe_router",  # softmax, groups by maximum
+    "deepseek_v3": "moe_router",  # sigmoid, bias, groups by the sum of two
+    "deepseek_v4": "moe_router",  # sqrtsoftplus, bias
+    "ernie4_5_moe": "moe_router",  # softmax, bias
+    "kolibri1": "moe_router",  # bias on the logits
+}
+NEW_TOKENS = 8
+
+
+def has_kernel(operator: str, device: str) -> bool:
+    key = {"cpu": "CPU", "mps": "MPS"}[device]
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"moe_mps::{operator}", key)
+
+
+def check(accelerated, reference, device: str, operators: set[str]) -> None:
+    ids = prompt(2, 5)
+    expected = output(reference, ids)
+    tokens = generate(reference, ids, max_new_tokens=NEW_TOKENS)
+    ran = operators_of(lambda: assert_close(output(accelerated, ids.to(device)).cpu(), expected, 1e-5))
+    assert operators <= ran.keys()
+    assert all(has_kernel(operator, device) for operator in ran)
+    assert torch.equal(generate(accelerated, ids.to(device), max_new_tokens=NEW_TOKENS).cpu(), tokens)
+
+
+@pytest.mark.parametrize("architecture", ROUTERS)
+def test_dense(architecture, device):
+    reference = eager(tiny_models.tiny_model(architecture))
+    model = copy.deepcopy(reference).to(device)
+    torch_moe_mps.accelerate(model)
+    check(model, reference, device, {ROUTERS[architecture], "moe_experts"})
+
+
+@pytest.mark.sweep
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("architecture", tiny_models.architectures())
+def test_every_architecture(architecture, device):
+    """The model's own code, the accelerated model, and generation with it."""
+    reference = eager(tiny_models.tiny_model(architecture))
+    ids = prompt(2, 5)
+    expected = output(reference, ids)
+    model = copy.deepcopy(reference).to(device)
+    assert_close(output(model, ids.to(device)).cpu(), expected, 1e-5)
+    torch_moe_mps.accelerate(model)
+    ran = operators_of(lambda: assert_close(output(model, ids.to(device)).cpu(), expected, 1e-5))
+    assert ran.keys() & {"moe_experts", "expert_mm"} and all(has_kernel(operator, device) for operator in ran)
+    if architecture not in NO_GENERATE:
+        tokens = generate(reference, ids, max_new_tokens=NEW_TOKENS)
+        assert torch.equal(generate(model, ids.to(device), max_new_tokens=NEW_TOKENS).cpu(), tokens)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "gemma4"])
+@pytest.mark.parametrize("form", [(4, 32, "affine"), (4, 32, "mxfp4")], ids=["int4", "mxfp4"])
+def test_quantised(architecture, form, device):
+    reference = tiny_for_groups(architecture)
+    model = copy.deepcopy(reference)
+    torch_moe_mps.accelerate(model, *form)
+    tiny_models.dense_twin(reference, model)
+    check(model.to(device), reference, device, {ROUTERS[architecture], "moe_experts_quantized"})
+
+
+def test_moved_after_acceleration(device):
+    reference = eager(tiny_models.tiny_model("qwen2_moe"))
+    model = copy.deepcopy(reference)
+    torch_moe_mps.accelerate(model)
+    check(model.to(device), reference, device, {"moe_router", "moe_experts", "fused_residual_norm"})
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen2_moe", "deepseek_v3"])
+def test_three_dispatches_a_block(architecture, simulated):
+    """One token: the router; gate, up and activation; down, the sum with the shared expert."""
+    model = tiny_models.tiny_model(architecture, torch.bfloat16).to("mps")
+    torch_moe_mps.accelerate(model)
+    block = model.model.layers[1].mlp
+    x = torch.ones(1, 1, 32, dtype=torch.bfloat16, device="mps")
+    with torch.no_grad(), simulated.trace() as commands:
+        block(x)
+    kernels = [
+        line.split("_bf16")[0].split("_f32")[0] for line in str(commands).splitlines() if " grid " in line
+    ]
+    assert kernels == ["route", "expert_rows_single", "expert_down_single"]

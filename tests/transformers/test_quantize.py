@@ -1,0 +1,281 @@
+"""Models whose experts are quantised in place."""
+
+import copy
+import pickle
+
+import expecttest
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.quantized_layers import FORMATS, NAMES, bits_of
+from support.tiny_models import tiny_model
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torch_moe_mps.quantization import (
+    Format,
+    QuantizedWeight,
+    dequantize,
+    formats,
+)
+from torch_moe_mps.transformers import (
+    QuantizationReport,
+    experts_of,
+    packing,
+    quantize_experts,
+)
+from torch_moe_mps.transformers.interface import projections
+from torch_moe_mps.transformers.packing import empty_quantized_module, quantize_module
+from torch_moe_mps.transformers.report import QuantizedProjection
+
+
+def small(architecture, **overrides):
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 32}
+    return tiny_model(architecture, **(sizes | overrides))
+
+
+def dequantised_twin(model, quantized):
+    """The dense model with the values of the quantised one, for the model's own code."""
+    for name, module in experts_of(quantized).items():
+        dense = model.get_submodule(name)
+        for projection in projections(dense):
+            parts = [getattr(module, f"{projection}_{part}", None) for part in QuantizedWeight._fields]
+            values = dequantize(*parts, **module.quantization.to_dict(), dtype=torch.float32)
+            getattr(dense, projection).data = values.mT.contiguous() if module.is_transposed else values
+    return model
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "mixtral", "nemotron_h"])
+@pytest.mark.parametrize("format", [FORMATS[0], FORMATS[3], FORMATS[-1]], ids=[NAMES[i] for i in (0, 3, -1)])
+def test_models(architecture, format):
+    """The logits are those of the model's own code on the dequantised weights."""
+    model = small(architecture)
+    quantized = copy.deepcopy(model)
+    report = quantize_experts(quantized, *format, progress=False)
+    names = experts_of(model)
+    assert set(report.modules) == set(names) and names and not report.skipped
+    for name, entries in report.modules.items():
+        module = quantized.get_submodule(name)
+        assert module.quantization == Format(*format)
+        assert {entry.projection for entry in entries} == set(projections(module))
+        assert all(0 < entry.error < 0.2 for entry in entries)
+        assert sum(entry.dense_bytes for entry in entries) > 3 * sum(
+            entry.quantized_bytes for entry in entries
+        )
+        suffixes = tuple(f"_{part}" for part in QuantizedWeight._fields)
+        stored = [value for key, value in module.named_parameters() if key.endswith(suffixes)]
+        assert len(stored) >= 4 and not any(parameter.requires_grad for parameter in stored)
+    twin = dequantised_twin(model, quantized)
+    tokens = torch.arange(1, 9).view(1, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(quantized(tokens).logits, twin(tokens).logits, rtol=1e-4, atol=1e-5)
+        generated = quantized.generate(tokens, max_new_tokens=8, do_sample=False)
+    assert torch.equal(generated, twin.generate(tokens, max_new_tokens=8, do_sample=False))
+
+
+class TestReport(expecttest.TestCase):
+    def test_table(self):
+        """Equal layers share a line."""
+        entries = [QuantizedProjection("gate_up_proj", 0.1, 3 << 20, 1 << 20)]
+        entries += [QuantizedProjection("down_proj", 0.09, 2 << 20, 1 << 19)]
+        other = [entries[0]._replace(error=0.2), entries[1]]
+        report = QuantizationReport(
+            Format(4, 32),
+            {"layers.0.experts": entries, "layers.11.experts": other},
+            {f"layers.{i}.experts": "already mxfp4" for i in (3, 4)},
+        )
+        assert (report.dense_bytes, report.quantized_bytes) == (10 << 20, 3 << 20)
+        self.assertExpectedInline(
+            str(report),
+            """\
+parameter                      n  mean error  largest    before    after
+layers.*.experts.gate_up_proj  2      0.1500   0.2000   6.0 MiB  2.0 MiB
+layers.*.experts.down_proj     2      0.0900   0.0900   4.0 MiB  1.0 MiB
+all, int4 group 32             4      0.1200   0.2000  10.0 MiB  3.0 MiB
+layers.*.experts (2): left as it is, already mxfp4""",
+        )
+        report.modules.clear()
+        self.assertExpectedInline(str(report), """layers.*.experts (2): left as it is, already mxfp4""")
+        self.assertExpectedInline(
+            str(quantize_experts(torch.nn.Linear(2, 2))),
+            """No experts with transformers' experts interface found; nothing is quantised.""",
+        )
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+def test_models_on_a_device(device, architecture, monkeypatch):
+    """The same bits as on the CPU, and the allocator's cache is given back after every layer."""
+    released = []
+    monkeypatch.setattr(torch.mps, "empty_cache", lambda: released.append(None))
+    model = small(architecture)
+    expected = copy.deepcopy(model)
+    quantize_experts(expected, 4, 32, progress=False)
+    report = quantize_experts(model.to(device), 4, 32, progress=False)
+    assert len(released) == (len(report.modules) if device == "mps" else 0)
+    state = expected.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert tensor.device.type == device and torch.equal(bits_of(tensor.cpu()), bits_of(state[name]))
+
+
+def test_a_second_time_leaves_them_alone():
+    model = small("qwen3_moe")
+    quantize_experts(model, 4, 32, progress=False)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    report = quantize_experts(model, 8, 32, progress=False)
+    assert not report.modules and set(report.skipped.values()) == {"already int4 group 32"}
+    assert all(
+        torch.equal(bits_of(tensor), bits_of(before[name])) for name, tensor in model.state_dict().items()
+    )
+
+
+def test_what_does_not_fit_changes_nothing():
+    """The second layer's weights are no multiple of a group: the first stays dense too."""
+    model = small("qwen3_moe", moe_intermediate_size=48)
+    before = model.state_dict()
+    with pytest.raises(
+        ValueError, match=r"experts.down_proj must be of an input dimension that is a multiple of"
+    ):
+        quantize_experts(model, 4, 32, progress=False)
+    assert list(model.state_dict()) == list(before)
+    with pytest.raises(ValueError, match="moe_mps::quantize: bits must be 4 or 8"):
+        quantize_experts(model, 5, progress=False)
+    with torch.device("meta"):
+        offloaded = small("qwen3_moe")
+    with pytest.raises(ValueError, match="must be loaded and not offloaded"):
+        quantize_experts(offloaded, 4, 32, progress=False)
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_change_nothing(mode, bad):
+    model = small("qwen3_moe")
+    last = model.model.layers[1].mlp.experts
+    with torch.no_grad():
+        last.down_proj[3, 2, 1] = bad
+    with pytest.raises(
+        ValueError, match=r"model.layers.1.mlp.experts.down_proj must be finite, got NaN, inf or"
+    ):
+        quantize_experts(model, 4, 32, mode, progress=False)
+    assert not any("packed" in name for name in model.state_dict())
+    assert not hasattr(model.config, "quantization_config")
+
+
+def test_want_of_memory_leaves_a_model_that_runs_and_saves(monkeypatch, tmp_path):
+    model = small("qwen3_moe")
+    tokens, errors = torch.arange(1, 9).view(1, 8), iter([0.1, 0.1, 0.1])
+
+    def fourth_time_fails(*_):
+        if (error := next(errors, None)) is None:
+            raise MemoryError
+        return error
+
+    monkeypatch.setattr(packing, "relative_error", fourth_time_fails)
+    with pytest.raises(MemoryError):
+        quantize_experts(model, 4, 32, progress=False)
+    assert [hasattr(module, "quantization") for module in experts_of(model).values()] == [True, False]
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("parameters", [["gate_up_proj"], ["gate_up_proj", "down_proj"]], ids=len)
+def test_an_adapter_on_the_experts_is_an_error(parameters):
+    peft = pytest.importorskip("peft")
+    targets = [f"mlp.experts.{name}" for name in parameters]
+    config = peft.LoraConfig(r=2, target_parameters=targets, init_lora_weights=False)
+    adapted = peft.get_peft_model(small("qwen3_moe"), config).eval()
+    tokens = torch.arange(1, 9).view(1, 8)
+    with torch.no_grad():
+        expected = adapted(input_ids=tokens).logits
+        with pytest.raises(
+            ValueError, match=r"a PEFT adapter is on \S+layers.0.mlp.experts\S*; merge_and_unload"
+        ):
+            quantize_experts(adapted, 4, 32, progress=False)
+        assert torch.equal(adapted(input_ids=tokens).logits, expected)
+        merged = adapted.merge_and_unload()
+        assert len(quantize_experts(merged, 4, 32, progress=False).modules) == 2
+
+
+def test_distributed_weights_are_an_error(tmp_path):
+    from torch import distributed
+    from torch.distributed.tensor import distribute_tensor
+
+    model = small("qwen3_moe")
+    module = model.model.layers[1].mlp.experts
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = distributed.init_device_mesh("cpu", (1,))
+        module.down_proj = torch.nn.Parameter(distribute_tensor(module.down_proj.detach(), mesh))
+        message = (
+            r"layers.1.mlp.experts.down_proj must be a plain tensor, without expert parallelism, got DTensor"
+        )
+        with pytest.raises(ValueError, match=message):
+            quantize_experts(model, 4, 32, progress=False)
+    finally:
+        distributed.destroy_process_group()
+    assert not any("packed" in name for name in model.state_dict())
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+def test_state_dict_round_trip(architecture, tmp_path):
+    """Through safetensors into a module prepared on the meta device, and through pickle."""
+    for format in (Format(4, 32), Format(4, 32, "mxfp4")):
+        module = next(iter(experts_of(small(architecture)).values()))
+        with torch.device("meta"):
+            empty = next(iter(experts_of(small(architecture)).values()))
+        empty_quantized_module(empty, format)
+        quantize_module(module, format)
+        save_file(module.state_dict(), tmp_path / "module.safetensors")
+        loaded = load_file(tmp_path / "module.safetensors")
+        empty.load_state_dict(loaded, strict=True, assign=True)
+        again = pickle.loads(pickle.dumps(module))
+        for other in (empty, again):
+            assert other.quantization == format
+            for name, tensor in module.state_dict().items():
+                assert torch.equal(bits_of(other.state_dict()[name]), bits_of(tensor))
+
+
+class LiveBytes(TorchDispatchMode):
+    """The memory of all tensors that are alive, after each operation."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.storages, self.peak = {}, 0
+        self.watch(tensors)
+
+    def watch(self, tensors):
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, self.now())
+
+    def now(self):
+        self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
+        return sum(size for _, size in self.storages.values())
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.watch(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
+        return out
+
+
+def test_peak_memory_while_quantising(monkeypatch):
+    """Under the dense model plus one layer, counting every tensor that is alive."""
+    monkeypatch.setattr(formats, "CHUNK", 4096)
+    model = small("qwen3_moe", num_hidden_layers=4, hidden_size=128, moe_intermediate_size=64)
+    dense = sum(parameter.nbytes for parameter in model.parameters())
+    layer = sum(parameter.nbytes for parameter in next(iter(experts_of(model).values())).parameters())
+    with LiveBytes([*model.parameters(), *model.buffers()]) as live:
+        started = live.now()
+        report = quantize_experts(model, 4, 64, progress=False)
+        ended = live.now()
+    assert report.dense_bytes == 4 * layer and started >= dense
+    assert live.peak < started + layer
+    assert ended == started - report.dense_bytes + report.quantized_bytes
+
+
+def test_progress_bar(capsys):
+    quantize_experts(small("qwen3_moe"), 4, 32)
+    assert "Quantising experts" in capsys.readouterr().err

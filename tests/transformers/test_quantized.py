@@ -1,0 +1,338 @@
+"""Models with quantised experts: generation, checkpoints, gpt-oss's MXFP4 blocks."""
+
+import copy
+import itertools
+import json
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from support import tiny_models
+from support.models import assert_close, generate, operators_of, output, prompt, tiny
+
+import torch_moe_mps
+from torch_moe_mps.quantization import quantize
+from torch_moe_mps.transformers import experts_of, is_experts
+
+transformers.logging.set_verbosity_error()
+
+FORMATS = [(4, 32, "affine"), (8, 32, "affine"), (4, 32, "mxfp4")]
+ARCHITECTURES = ["qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h"]
+# A block that initialises its experts, experts beside a dense MLP, layers without experts, mixed layers.
+TRICKY = ["qwen3_omni_moe", "gemma4", "jamba", "qwen3_5_moe"]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_logits_and_generation(architecture, form):
+    model = tiny(architecture)
+    dense = copy.deepcopy(model)
+    report = torch_moe_mps.accelerate(model, *form)
+    errors = [entry.error for entries in report.quantization.modules.values() for entry in entries]
+    assert errors and all(0.0 < error < 0.2 for error in errors)
+    ids = prompt()
+    assert "moe_experts_quantized" in operators_of(lambda: output(model, ids))
+    tiny_models.dense_twin(dense, model)
+    assert_close(output(model, ids), output(dense, ids), 1e-5)
+    assert torch.equal(generate(model, ids), generate(dense, ids))
+
+
+def stored_quantization(folder) -> dict:
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "form"),
+    [
+        *itertools.product(ARCHITECTURES, FORMATS),
+        *((name, FORMATS[0]) for name in TRICKY),
+        *(
+            pytest.param(name, FORMATS[0], marks=pytest.mark.sweep)
+            for name in tiny_models.architectures()
+            if name not in ARCHITECTURES + TRICKY
+        ),
+    ],
+    ids=str,
+)
+def test_checkpoint_round_trip(architecture, form, tmp_path):
+    model = tiny(architecture)
+    torch_moe_mps.accelerate(model, *form)
+    expected = output(model, prompt())
+    model.save_pretrained(tmp_path)
+    stored = stored_quantization(tmp_path)
+    assert stored["quant_method"] == "moe_mps" and stored["mode"] == form[2] and stored["modules"] is None
+    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert all(
+        parameter.dtype == model.get_parameter(name).dtype for name, parameter in loaded.named_parameters()
+    )
+    # expert_qmm: where the activation is the model's own
+    assert operators_of(lambda: output(loaded.eval(), prompt())).keys() & {
+        "moe_experts_quantized",
+        "expert_qmm",
+    }
+    assert_close(output(loaded.eval(), prompt()), expected, 1e-5)
+    torch_moe_mps.accelerate(loaded)
+    assert_close(output(loaded, prompt()), expected, 1e-5)
+
+
+def first_experts(model) -> dict:
+    return dict([next(iter(experts_of(model).items()))])
+
+
+def quantise_all(model):
+    torch_moe_mps.quantize_experts(model, 4, 32, progress=False)
+
+
+def quantise_one(model):
+    torch_moe_mps.quantize_experts(model, 8, 32, modules=first_experts(model), progress=False)
+
+
+def quantise_in_two_formats(model):
+    quantise_one(model)
+    torch_moe_mps.accelerate(model, mode="mxfp4")
+
+
+def quantise_layers(model):
+    torch_moe_mps.quantize_experts(model.model.layers[1], 4, 64, progress=False)
+    torch_moe_mps.accelerate(model)
+
+
+@pytest.mark.parametrize(
+    "quantise",
+    [quantise_all, quantise_one, quantise_in_two_formats, quantise_layers],
+    ids=lambda f: f.__name__,
+)
+def test_a_checkpoint_has_each_module_in_its_format(quantise, tmp_path):
+    model = tiny("qwen3_moe")
+    quantise(model)
+    expected = output(model, prompt())
+    model.save_pretrained(tmp_path)
+    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    assert torch.equal(output(loaded.eval(), prompt()), expected)
+    loaded.save_pretrained(tmp_path / "again")
+    assert stored_quantization(tmp_path / "again") == stored_quantization(tmp_path)
+
+
+def through_peft(model):
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2)).eval()
+    quantise_one(adapted)
+    return adapted.merge_and_unload()
+
+
+def through_compile(model):
+    compiled = torch.compile(model, backend="eager")
+    quantise_one(compiled)
+    return compiled
+
+
+def through_the_base_model(model):
+    quantise_one(model.model)
+    return model
+
+
+@pytest.mark.parametrize(
+    "through", [through_peft, through_compile, through_the_base_model], ids=lambda f: f.__name__
+)
+def test_what_is_wrapped_around_a_model_is_not_in_its_checkpoint(through, tmp_path):
+    model = tiny("qwen3_moe")
+    through(model).save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert_close(output(loaded, prompt()), output(model, prompt()), 1e-5)
+
+
+@pytest.mark.parametrize("quantise", [quantise_all, quantise_one], ids=lambda f: f.__name__)
+def test_checkpoints_of_one_class_load_in_another(quantise, tmp_path):
+    model = tiny("qwen3_moe")
+    quantise(model)
+    expected = output(model.model, prompt())
+    model.save_pretrained(tmp_path / "whole")
+    base = transformers.AutoModel.from_pretrained(tmp_path / "whole").eval()
+    assert_close(output(base, prompt()), expected, 1e-6)
+    base.save_pretrained(tmp_path / "base")
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    assert_close(output(whole.model, prompt()), expected, 1e-6)
+
+
+def test_a_module_that_is_not_in_the_model_is_an_error(tmp_path):
+    model = tiny("qwen3_moe")
+    quantise_one(model)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    modules = config["quantization_config"]["modules"]
+    modules["layers.7.experts"] = modules.pop("model.layers.0.mlp.experts")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ValueError, match=r"has quantised experts layers.7.experts, but the model has model.laye"
+    ):
+        type(model).from_pretrained(tmp_path)
+
+
+def test_what_a_checkpoint_lacks_is_initialised(tmp_path):
+    """The block of this model initialises its experts together with the router."""
+    model = tiny("qwen3_omni_moe")
+    quantise_all(model)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    router = next(name for name in tensors if name.endswith("mlp.gate.weight"))
+    del tensors[router]
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert set(info["missing_keys"]) == {router}
+    assert 0.01 < loaded.get_parameter(router).std() < 0.04  # initializer_range is 0.02
+    for name, parameter in model.named_parameters():
+        assert name == router or torch.equal(loaded.get_parameter(name), parameter)
+
+
+def test_another_quantiser_keeps_its_record(tmp_path):
+    model = tiny("qwen3_moe")
+    for record in ({"quant_method": "other"}, transformers.BitsAndBytesConfig(load_in_8bit=True)):
+        model.config.quantization_config = record
+        with pytest.raises(
+            ValueError, match=r"already quantised with (other|bitsandbytes): .*; use bits=None"
+        ):
+            torch_moe_mps.accelerate(model, 4, 32)
+        torch_moe_mps.accelerate(model)
+        assert model.config.quantization_config is record
+        assert not any(hasattr(module, "quantization") for module in model.modules())
+
+
+def test_what_asks_for_quantisation():
+    model = tiny("qwen3_moe")
+    for arguments in ({"group_size": 32}, {"mode": "affine"}):
+        with pytest.raises(ValueError, match=r"moe_mps::quantize: \w+=.* needs bits, 4 or 8, got None"):
+            torch_moe_mps.accelerate(model, **arguments)
+    assert torch_moe_mps.accelerate(model).quantization is None
+    report = torch_moe_mps.accelerate(model, mode="mxfp4")
+    assert str(report.quantization.format) == "mxfp4" and len(report.quantization.modules) == 2
+
+
+def test_quantise_while_loading(tmp_path):
+    model = tiny("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    config = torch_moe_mps.transformers.saving.ExpertsQuantizationConfig(bits=8, group_size=32)
+    loaded = type(model).from_pretrained(tmp_path, quantization_config=config).eval()
+    torch_moe_mps.accelerate(model, 8, 32)
+    torch_moe_mps.restore(model)
+    assert_close(output(loaded, prompt()), output(model, prompt()), 1e-6)
+
+
+def write_mxfp4_checkpoint(model, folder) -> None:
+    """A checkpoint with blocks and scales, as gpt-oss has them."""
+    model.save_pretrained(folder)
+    path = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        packed, scales, _ = quantize(tensors.pop(name).mT.contiguous(), 4, 32, "mxfp4")
+        tensors[f"{name}_blocks"] = packed.view(torch.uint8).reshape(*scales.shape, 16)
+        tensors[f"{name}_scales"] = scales
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_mxfp4_blocks_are_never_dequantised(tmp_path):
+    model = tiny("gpt_oss")
+    write_mxfp4_checkpoint(model, tmp_path)
+    loaded = torch_moe_mps.from_pretrained(str(tmp_path))
+    expected = output(tiny_models.dense_twin(model, loaded), prompt())
+    for module in filter(is_experts, loaded.modules()):
+        assert module.gate_up_proj_packed.dtype in (torch.uint32, torch.int32) and not hasattr(
+            module, "gate_up_proj"
+        )
+    assert "moe_experts_quantized" in operators_of(lambda: output(loaded, prompt()))
+    assert_close(output(loaded, prompt()), expected, 1e-5)
+    loaded.save_pretrained(tmp_path / "again")
+    again = torch_moe_mps.from_pretrained(str(tmp_path / "again"))
+    assert torch.equal(output(again, prompt()), output(loaded, prompt()))
+
+
+@pytest.mark.parametrize("trained", ["", "layers.1.mlp.gate.weight"])
+def test_gradients_through_quantised_experts_are_an_error(trained):
+    """Of everything, or of the last routing weights alone."""
+    model = tiny("qwen3_moe")
+    torch_moe_mps.accelerate(model, 4, 32)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.is_floating_point() and name.endswith(trained))
+    with pytest.raises(NotImplementedError, match="Qwen3MoeExperts has quantised experts, without gradients"):
+        model(input_ids=prompt())
+
+
+def test_bad_group_size_changes_nothing():
+    model = tiny_models.tiny_model("qwen3_moe")  # 32 and 24 columns
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(ValueError, match="must be of an input dimension that is a multiple of group_size 64"):
+        torch_moe_mps.accelerate(model, 4, 64)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert operators_of(lambda: output(model, prompt())) == {}
+
+
+def test_restore_keeps_quantised_experts_running():
+    """Dense first, quantised then: what the dense experts ran on is not set for the quantised ones."""
+    model = tiny("qwen2_moe")
+    torch_moe_mps.accelerate(model)
+    torch_moe_mps.accelerate(model, 4, 32)
+    expected = output(model, prompt())
+    torch_moe_mps.restore(model)
+    assert model.config._experts_implementation == "eager"
+    assert operators_of(lambda: output(model, prompt())) == {"moe_experts_quantized": 2}
+    assert_close(output(model, prompt()), expected, 1e-5)
+    torch_moe_mps.accelerate(model)
+    assert_close(output(model, prompt()), expected, 1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("way", ["accelerate", "quantize_experts", "from_pretrained"])
+def test_other_implementations_leave_quantised_experts_running(implementation, way, tmp_path):
+    """Set for the model, or for another model with the same config."""
+    model = tiny("qwen2_moe")
+    if way == "quantize_experts":
+        torch_moe_mps.quantize_experts(model, 4, 32)
+    else:
+        torch_moe_mps.accelerate(model, 4, 32)
+    if way == "from_pretrained":
+        model.save_pretrained(tmp_path)
+        model = type(model).from_pretrained(tmp_path).eval()
+    expected = output(model, prompt())
+    sibling = type(model)(model.config)
+    for other in (model, sibling):
+        other.set_experts_implementation(implementation)
+        assert_close(output(model, prompt()), expected, 1e-5)
+        assert_close(output(copy.deepcopy(model), prompt()), expected, 1e-5)
+
+
+def test_arguments_of_from_pretrained(tmp_path):
+    model = tiny("qwen3_moe")
+    model.save_pretrained(tmp_path / "dense")
+    load = torch_moe_mps.from_pretrained
+    loaded, info = load(tmp_path, subfolder="dense", bits=8, group_size=32, output_loading_info=True)
+    assert not info["missing_keys"] and not loaded.training
+    torch_moe_mps.accelerate(model, 8, 32)
+    assert_close(output(loaded, prompt()), output(model, prompt()), 1e-5)
+    fewer = load(tmp_path / "dense", num_experts_per_tok=1, dtype=torch.bfloat16)
+    assert fewer.config.num_experts_per_tok == 1 and fewer.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="group_size must be 32 for mode mxfp4, got 64"):
+        load(tmp_path / "nothing here", mode="mxfp4", group_size=64)
+
+
+def test_arguments_of_from_pretrained_with_mxfp4_blocks(tmp_path):
+    model = tiny("gpt_oss")
+    (tmp_path / "sub").mkdir()
+    write_mxfp4_checkpoint(model, tmp_path / "sub")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "sub")
+    config.quantization_config = transformers.Mxfp4Config()
+    for arguments in (
+        {"subfolder": "sub", "num_experts_per_tok": 1, "dtype": torch.float32},
+        {"subfolder": "sub", "config": config, "trust_remote_code": False},
+        {"subfolder": "sub", "model_class": transformers.GptOssForCausalLM, "bits": 8},
+    ):
+        loaded = torch_moe_mps.from_pretrained(tmp_path, **arguments)
+        assert loaded.config.num_experts_per_tok == arguments.get("num_experts_per_tok", 2)
+        assert loaded.dtype == arguments.get("dtype", model.dtype)
+        assert {str(module.quantization) for module in loaded.modules() if is_experts(module)} == {"mxfp4"}
+    assert isinstance(config.quantization_config, transformers.Mxfp4Config)

@@ -1,0 +1,176 @@
+"""Classes that no model of transformers has: served by their interface and formulas, or left alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from support import tiny_models
+from support.future_models import Config, FutureBlock, FutureExperts, FutureRouter, random_block
+from support.models import assert_close, operators_of, output, prompt
+from torch import nn
+
+import torch_moe_mps
+from torch_moe_mps.transformers.rewriting import rewrite
+
+transformers.logging.set_verbosity_error()
+
+
+def test_unknown_class_that_follows_the_interface():
+    block, x = random_block(FutureBlock)
+    with torch.no_grad():
+        expected = block(x)
+        report = torch_moe_mps.accelerate(block)
+        assert_close(block(x), expected, 1e-5)
+        assert operators_of(lambda: block(x)) == {"expert_mm": 2, "moe_weighted_reduce": 1}
+    rows = {row.kind: row for row in report.rows}
+    assert rows["experts"].replaced_by == "expert_mm, own activation, moe_weighted_reduce"
+    assert rows["router"].reason == "its formula is not one of moe_router's"
+
+
+class OtherExperts(nn.Module):
+    """A stack of experts with an interface that nobody here knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.stacked = nn.Parameter(torch.ones(4, 8, 16))
+
+
+def test_experts_with_another_interface_are_left_alone():
+    module = nn.Sequential(OtherExperts())
+    with pytest.warns(UserWarning, match="OtherExperts is left alone: its class does not follow"):
+        report = torch_moe_mps.accelerate(module)
+    assert [(row.name, row.replaced_by) for row in report.rows] == [("0", None)]
+
+
+class SeparateExperts(nn.ModuleDict):
+    pass
+
+
+@pytest.mark.parametrize("container", ["list", "dict"])
+def test_experts_that_are_modules_are_left_alone(container):
+    """By the name of the list, or of the class; shared experts are none of it."""
+    model, experts = nn.Module(), [nn.Linear(4, 4), nn.Linear(4, 4)]
+    model.shared_experts = nn.ModuleList(experts)
+    if container == "list":
+        model.experts = nn.ModuleList(experts)
+    else:
+        model.mlp = SeparateExperts({"expert_0": experts[0]})
+    with pytest.warns(UserWarning, match="is left alone: each expert is a module"):
+        report = torch_moe_mps.accelerate(model)
+    assert [row.name for row in report.left_alone] == ["experts" if container == "list" else "mlp"]
+
+
+def test_model_with_another_interface_is_as_it_was():
+    torch.manual_seed(0)
+    cls = transformers.Llama4ForCausalLM
+    model = cls(tiny_models.build_config(cls.config_class)).eval()
+    tiny_models.randomise(model, 0)
+    expected = output(model, prompt())
+    with pytest.warns(UserWarning, match="Llama4TextExperts is left alone"):
+        report = torch_moe_mps.accelerate(model)
+    assert report.replaced == []
+    assert torch.equal(output(model, prompt()), expected)
+
+
+def test_experts_in_another_dtype_are_left_alone():
+    block = FutureBlock().to(torch.float64).eval()
+    with pytest.warns(UserWarning, match="FutureExperts is left alone: its weights are torch.float64"):
+        report = torch_moe_mps.accelerate(block)
+    rows = {row.kind: row for row in report.rows}
+    assert rows["experts"].reason == "its weights are torch.float64"
+    assert block.experts.config._experts_implementation == "eager"
+
+
+class OverTokens(FutureRouter):
+    def forward(self, hidden_states):
+        logits = F.linear(hidden_states, self.weight)
+        weights, ids = torch.topk(logits.softmax(0), self.top_k, dim=-1)
+        return logits, weights, ids
+
+
+def test_softmax_over_another_dimension():
+    router = OverTokens().eval()
+    assert rewrite(router) == ([], "its formula is not one of moe_router's")
+
+
+class LateLogits(FutureRouter):
+    """What the router returns first is computed after the ids."""
+
+    def forward(self, hidden_states):
+        logits = F.linear(hidden_states, self.weight)
+        weights, ids = torch.topk(logits.softmax(-1), self.top_k, dim=-1)
+        logits = logits * 2
+        return logits, weights, ids
+
+
+class ReturnsLogits(FutureBlock):
+    def __init__(self):
+        super().__init__()
+        self.router = LateLogits()
+
+    def forward(self, hidden_states):
+        logits, weights, ids = self.router(hidden_states)
+        return self.experts(hidden_states, ids, weights), logits
+
+
+def test_logits_that_are_computed_last():
+    block, x = random_block(ReturnsLogits)
+    with torch.no_grad():
+        expected = block(x)
+        report = torch_moe_mps.accelerate(block)
+        assert {row.kind for row in report.replaced} >= {"experts", "router"}
+        for result, reference in zip(block(x), expected, strict=True):
+            assert_close(result, reference, 1e-5)
+
+
+class ClampedApart(FutureExperts):
+    """As silu_clamped, but with other limits of the up half below than above."""
+
+    low, high = 0.25, 1.0
+
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate.clamp(max=self.high)) * up.clamp(-self.low, self.high)
+
+
+class ClampedAlike(ClampedApart):
+    low = 1.0
+
+
+def future_experts(cls):
+    experts = cls(Config()).eval()
+    tiny_models.randomise(experts, 0)
+    return experts
+
+
+@pytest.mark.parametrize(
+    ("cls", "operators"),
+    [(ClampedAlike, {"moe_experts": 1}), (ClampedApart, {"expert_mm": 2, "moe_weighted_reduce": 1})],
+)
+def test_limits_of_a_clamped_activation(cls, operators):
+    experts = future_experts(cls)
+    generator = torch.Generator().manual_seed(0)
+    x, weights = 9 * torch.randn(7, 16, generator=generator), torch.rand(7, 2, generator=generator)
+    ids = torch.rand(7, 4, generator=generator).argsort(-1)[:, :2]
+    with torch.no_grad():
+        expected = experts(x, ids, weights)
+        torch_moe_mps.accelerate(experts)
+        assert operators_of(lambda: experts(x, ids, weights)) == operators
+        assert_close(experts(x, ids, weights), expected, 1e-5)
+
+
+def test_more_slots_than_the_operators_take():
+    """The model's own code computes them, and the shared expert is added behind its gate."""
+    experts = future_experts(FutureExperts)
+    generator = torch.Generator().manual_seed(0)
+    x, shared = torch.randn(2, 7, 16, generator=generator)
+    ids, weights = torch.randint(4, (7, 65), generator=generator), torch.rand(7, 65, generator=generator)
+    gate = torch.randn(7, 1, generator=generator)
+    with torch.no_grad():
+        expected = experts(x, ids, weights)
+        torch_moe_mps.accelerate(experts)
+        assert operators_of(lambda: experts(x, ids, weights)) == {}
+        assert_close(experts(x, ids, weights), expected, 1e-5)
+        for each in (gate, gate.flatten()):
+            with_shared = experts(x, ids, weights, shared_gate=each, shared_out=shared)
+            assert_close(with_shared, expected + gate.sigmoid() * shared, 1e-5)
