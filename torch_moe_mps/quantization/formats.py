@@ -189,12 +189,18 @@ def repack_mxfp4_blocks(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
 
 
 @torch.no_grad()
-def relative_error(weight: Tensor, quantized: QuantizedWeight, format: Format) -> float:
-    """mean |weight - dequantised| / mean |weight| of a stack [E, R, C]; 0 for weights that are all zero."""
+def error_sums(weight: Tensor, quantized: QuantizedWeight, format: Format) -> tuple[float, float]:
+    """sum |weight - dequantised| and sum |weight| of a stack [E, R, C]."""
     difference = magnitude = 0.0
     for index in _chunks(weight):
         parts = [None if tensor is None else _at_hand(tensor[index]) for tensor in quantized]
         dense = _at_hand(weight[index]).float()
-        difference += float((dense - dequantize_values(*parts, format)).abs().sum())
-        magnitude += float(dense.abs().sum())
+        difference += float((dense - dequantize_values(*parts, format)).abs_().sum())
+        magnitude += float(dense.abs_().sum() if weight.dtype != torch.float32 else dense.abs().sum())
+    return difference, magnitude
+
+
+def relative_error(weight: Tensor, quantized: QuantizedWeight, format: Format) -> float:
+    """mean |weight - dequantised| / mean |weight| of a stack [E, R, C]; 0 for weights that are all zero."""
+    difference, magnitude = error_sums(weight, quantized, format)
     return difference / magnitude if magnitude > 0 else 0.0

@@ -2,16 +2,17 @@
 
 import ast
 import warnings
+from typing import Any
 
 from torch import nn
 
-from ..quantization import requested_format
 from .experts import NAME, describe, unsupported
 from .interface import experts_of, is_experts, is_quantized
 from .program.formulas import Reader
 from .program.programs import Unsupported
 from .program.straightening import straighten
-from .quantize import keep_when_saving, quantize_experts
+from .quantize import keep_when_saving, quantize_model
+from .recipe import requested_recipe
 from .report import Report
 from .rewriting import drop_forward_of_class, restore_module, rewrite
 
@@ -19,15 +20,22 @@ _PREVIOUS = "_moe_mps_previous_implementation"
 
 
 def accelerate(
-    model: nn.Module, bits: int | None = None, group_size: int | None = None, mode: str | None = None
+    model: nn.Module,
+    bits: int | None = None,
+    group_size: int | None = None,
+    mode: str | None = None,
+    **recipe: Any,
 ) -> Report:
     """Make the Mixture-of-Experts layers of a model run on `torch.ops.moe_mps`, in place.
 
     Args:
         model: any module, most often a model of transformers; PEFT and other wrappers are looked through.
-        bits: 4 or 8 quantises the experts' weights, layer by layer; None leaves them dense.
-        group_size, mode: of the quantisation, as in `torch_moe_mps.quantization.quantize`; mode "mxfp4" needs
-            no bits.
+        bits: quantises the weights, layer by layer: experts, linear layers, embeddings and output head; None
+            leaves them dense.
+        group_size, mode: of the quantisation, as in `torch_moe_mps.quantization.quantize`; only mode "affine"
+            needs bits.
+        recipe: linear_bits, embedding_bits, keep and overrides, which say what is quantised otherwise or not
+            at all: see `requested_recipe`.
 
     Returns: a report that prints as a table: what replaced each module, or why it was left alone.
 
@@ -36,13 +44,13 @@ def accelerate(
     """
     _require_module("accelerate", model)
     report = Report()
-    format = requested_format(bits, group_size, mode)
+    wanted = requested_recipe(bits, group_size, mode, **recipe)
     for module in model.modules():
         drop_forward_of_class(module)
     found = experts_of(model)
     previous = {name: _implementation(module) for name, module in found.items()}
-    if format is not None:
-        report.quantization = quantize_experts(model, **format.to_dict())
+    if wanted is not None:
+        report.quantization = quantize_model(model, wanted)
     else:
         keep_when_saving(model)
     for name, module in found.items():

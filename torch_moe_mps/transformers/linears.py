@@ -1,21 +1,42 @@
 """Linear layers and embeddings with quantised weights, in place of nn.Linear and nn.Embedding."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
+from ..ops._formats import dequantize_values
 from ..quantization import Format
 
 ops = torch.ops.moe_mps
 
 
-class AbsentWeight(NamedTuple):
-    """What code reads of the `weight` of a quantised layer, which has none: it is no tensor to compute with."""
+class LazyWeight:
+    """What code may read of the `weight` of a quantised layer; it is no tensor to compute with.
 
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
+    Elements are dequantised when they are asked for: weight[7] reads one row.
+    """
+
+    def __init__(self, layer: "QuantizedLayer"):
+        self._layer = layer
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self._layer.rows, self._layer.columns))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._layer._like.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._layer.packed.device
+
+    def __getitem__(self, index) -> Tensor:
+        first, *others = index if isinstance(index, tuple) else (index,)
+        if first is None or first is Ellipsis:
+            return self._layer.dequantized(slice(None))[index]
+        if isinstance(first, int):
+            return self._layer.dequantized(slice(first, first + 1 or None))[(0, *others)]
+        return self._layer.dequantized(first)[(slice(None), *others)]
 
 
 class QuantizedLayer(nn.Module):
@@ -48,11 +69,14 @@ class QuantizedLayer(nn.Module):
         return self.format.columns(self.packed.shape[1])
 
     @property
-    def weight(self) -> AbsentWeight:
-        return AbsentWeight(torch.Size((self.rows, self.columns)), self._like.dtype, self.packed.device)
+    def weight(self) -> LazyWeight:
+        return LazyWeight(self)
 
-    def weight_tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.packed, self.scales, self.biases
+    def dequantized(self, rows: slice | Tensor) -> Tensor:
+        """Some rows of the matrix, in the dtype of the dense weight."""
+        biases = None if self.biases is None else self.biases[rows]
+        values = dequantize_values(self.packed[rows], self.scales[rows], biases, self.format)
+        return values.to(self._like.dtype)
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:

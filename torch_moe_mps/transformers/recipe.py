@@ -58,6 +58,16 @@ def requested_recipe(
 ) -> Recipe | None:
     """The recipe that the arguments of `accelerate` ask for; None for none.
 
+    Args:
+        bits, group_size, mode: the format of the experts, and of all that follows unless it is given.
+        linear_bits: bits of the linear layers in mode "affine"; "same" as the experts; None leaves them dense.
+        embedding_bits: the same for embeddings and the output head.
+        keep: names of weights that stay dense, with * and ?, or their ends: "lm_head", "*.v_proj".
+        overrides: {name or pattern: bits, {bits, group_size, mode}, or False for dense}; the last that fits
+            decides. For experts "layers.0.*experts.down_proj" means one of their matrices.
+
+    Routers always stay dense.
+
     Raises: ValueError for a format that does not exist, and for any argument without bits or a mode.
     """
     experts = requested_format(bits, group_size, mode)

@@ -4,10 +4,12 @@ A weight is left dense, with the reason, where something reads or changes it tha
 """
 
 import ast
+import contextlib
 import inspect
 import re
+import textwrap
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +22,9 @@ from .program.formulas import Node, Reader
 from .program.programs import Unsupported
 from .program.straightening import straighten
 from .recipe import Recipe
+
+# Fewer outputs than this save nothing: the gate of a shared expert has one.
+SMALLEST = 16
 
 
 @dataclass
@@ -42,7 +47,7 @@ class Weights(NamedTuple):
 def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
     """Raises: ValueError for a pattern of the recipe that fits nothing."""
     found = Weights({}, {})
-    kinds = _kinds(model)
+    kinds = kinds_of(model)
     names = [
         f"{name}.{projection}" if kind == "experts" else name
         for name, (kind, module) in kinds.items()
@@ -68,7 +73,7 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
     return found
 
 
-def _kinds(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
+def kinds_of(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
     """{name: (kind, module)} of everything that has a weight of a kind, in the model's order."""
     experts, found = experts_of(model), {}
     inside = tuple(f"{name}." for name in experts)
@@ -105,6 +110,8 @@ class _Reasons:
     def of(self, name: str, module: nn.Module) -> str | None:
         if module in self.routers:
             return "it feeds a router"
+        if isinstance(module, nn.Linear) and module.out_features < SMALLEST:
+            return f"it has {module.out_features} outputs only"
         if self.adapted and name.startswith(self.adapted):
             return "it is under an adapter of PEFT"
         if self.towers and name.startswith(self.towers):
@@ -131,7 +138,7 @@ def _is_plain(embedding: nn.Embedding) -> bool:
     if own is nn.Embedding.forward:
         return True
     try:
-        (function,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(own))).body
+        (function,) = ast.parse(textwrap.dedent(inspect.getsource(own))).body
         (statement,) = [s for s in function.body if not _is_docstring(s)]
         value = statement.value
         left, right = ast.unparse(value.left), ast.unparse(value.right)
@@ -147,22 +154,48 @@ def _is_docstring(statement: ast.stmt) -> bool:
 
 
 def _weights_read_by(cls: type) -> set[str]:
-    """The children whose weight the code of a class reads, but for its dtype, device or shape.
+    """The children whose weight the methods of a class read, but for what LazyWeight gives.
 
-    Functions for CUDA kernels, by their names, never run where quantised layers do.
+    Functions for CUDA kernels, by their names, and branches for training never run on quantised layers.
     """
-    found = set()
+    reads = _Reads()
     for base in cls.__mro__:
         if base.__module__.startswith(("torch.", "builtins")):
             continue
         for name, function in vars(base).items():
             if inspect.isfunction(function) and "cuda" not in name:
-                try:
+                with contextlib.suppress(OSError, SyntaxError):
                     source = inspect.getsource(inspect.unwrap(function))
-                except OSError:
-                    continue
-                found.update(re.findall(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape)\b)", source))
-    return found
+                    reads.visit(ast.parse(textwrap.dedent(source)))
+    return reads.found
+
+
+class _Reads(ast.NodeVisitor):
+    """The names N in `self.N.weight`, unless an attribute or an element of that is all that is read."""
+
+    def __init__(self):
+        self.found: set[str] = set()
+
+    def visit_If(self, node: ast.If) -> None:
+        parts = [node.test, *node.orelse]
+        if not any(ast.unparse(n) == "self.training" for n in ast.walk(node.test)):
+            parts += node.body
+        for part in parts:
+            self.visit(part)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if not (node.attr in ("dtype", "device", "shape") and self._child(node.value)):
+            self.found.update(self._child(node))
+            self.visit(node.value)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        if not self._child(node.value):
+            self.visit(node.value)
+        self.visit(node.slice)
+
+    @staticmethod
+    def _child(node: ast.expr) -> list[str]:
+        return re.findall(r"^self\.(\w+)\.weight$", ast.unparse(node))
 
 
 def _towers(model: nn.Module) -> Iterator[str]:
@@ -183,13 +216,8 @@ def _towers(model: nn.Module) -> Iterator[str]:
 
 def _drop_half_shared(model: nn.Module, found: Weights) -> None:
     """A weight that several modules share is quantised once, if all of them are targets in one format."""
-    owners = defaultdict(list)
-    for name, module in model.named_modules(remove_duplicate=False):
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners[id(parameter)].append(name)
-    groups = [names for names in owners.values() if len(names) > 1]
-    groups += [[target, source] for target, source in tied_layers(model).items()]
+    groups = _sharing(model)
+    groups += [{target, source} for target, source in tied_layers(model).items()]
     for names in groups:
         formats = [found.targets[n].formats if n in found.targets else None for n in names]
         if any(f != formats[0] for f in formats):
@@ -197,6 +225,46 @@ def _drop_half_shared(model: nn.Module, found: Weights) -> None:
                 if found.targets.pop(name, None) is not None:
                     other = next(n for n in names if n != name)
                     found.dense[name] = f"it shares its weight with {other}, which is not quantised alike"
+
+
+def _sharing(model: nn.Module) -> list[list[str]]:
+    """The names of modules that have a parameter in common."""
+    owners: dict[int, dict[int, str]] = defaultdict(dict)
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners[id(parameter)][id(module)] = name
+    return [list(names.values()) for names in owners.values() if len(names) > 1]
+
+
+def shared_weights(model: nn.Module, targets: Mapping[str, Target]) -> dict[str, list[str]]:
+    """{name: names of other targets} that have the same tensor as their weight."""
+    groups = [[n for n in names if n in targets] for names in _sharing(model)]
+    return {name: [n for n in names if n != name] for names in groups for name in names}
+
+
+def tie_quantized(model: nn.Module) -> None:
+    """Let transformers tie the tensors of quantised layers where it tied their weights."""
+    for part in model.modules():
+        for attribute in ("_tied_weights_keys", "all_tied_weights_keys"):
+            tied = getattr(part, attribute, None)
+            if isinstance(tied, Mapping):
+                changed = dict(_tied_tensors(part, tied))
+                if changed != tied:
+                    setattr(part, attribute, changed)
+
+
+def _tied_tensors(model: nn.Module, tied: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    everything = model.named_modules(remove_duplicate=False)
+    layers = {name: module for name, module in everything if getattr(module, "packed", None) is not None}
+    for target, source in tied.items():
+        ends = [name.removesuffix(".weight") for name in (target, source)]
+        if all(end in layers and f"{end}.weight" == name for end, name in zip(ends, (target, source), strict=True)):
+            for part in ("packed", "scales", "biases"):
+                if getattr(layers[ends[1]], part, None) is not None:
+                    yield f"{ends[0]}.{part}", f"{ends[1]}.{part}"
+        else:
+            yield target, source
 
 
 def tied_layers(model: nn.Module) -> dict[str, str]:
@@ -238,7 +306,8 @@ def _that_feed(block: nn.Module, experts: str, count: int) -> set[nn.Module]:
         calls = [node for value in values for node in ast.walk(value) if isinstance(node, ast.Call)]
         calls = [c for c in calls if ast.unparse(c.func) == f"self.{experts}" and len(c.args) == 3]
         if calls:
-            return {m for call in calls for m in _first_with(reader.read(call.args[1]), block, count)}
+            ids = [reader.read(call.args[1]).peel() for call in calls]
+            return {module for node in ids for module in _router(node, block, count)}
     except Unsupported:
         pass
     return {
@@ -250,12 +319,24 @@ def _that_feed(block: nn.Module, experts: str, count: int) -> set[nn.Module]:
     }
 
 
+def _router(ids: Node, block: nn.Module, count: int) -> Iterator[nn.Module]:
+    """The linear layers of the module that gives the ids beside other results, else those on the way back."""
+    if ids.op == "item" and ids.args[0].op == "module":
+        yield from _linears(block.get_submodule(ids.args[0].args[0].removeprefix("self.")))
+    else:
+        yield from _first_with(ids, block, count)
+
+
+def _linears(module: nn.Module) -> Iterator[nn.Module]:
+    return (m for m in module.modules() if isinstance(m, (nn.Linear, QuantizedLayer)))
+
+
 def _first_with(node: Node, block: nn.Module, count: int) -> Iterator[nn.Module]:
     """The linear layers of the first modules on the way back that have an output for each expert."""
     if node.op == "module":
         part = block.get_submodule(node.args[0].removeprefix("self."))
         if any(p is not None and p.shape[:1] == (count,) for p in part.parameters()):
-            yield from (m for m in part.modules() if isinstance(m, (nn.Linear, QuantizedLayer)))
+            yield from _linears(part)
             return
     for argument in node.args:
         if isinstance(argument, Node):
