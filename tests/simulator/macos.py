@@ -219,7 +219,7 @@ def check_names(objects: Sequence[Path]) -> tuple[int, list[str]]:
 def check(version: str, sources: Sequence[Path] | None = None) -> Result:
     """Compile, link and check the sources (by default the package's) for one version of torch."""
     started = time.monotonic()
-    sources = sorted(HOST_SOURCES.glob("*.mm")) if sources is None else sources
+    sources = sorted(HOST_SOURCES.rglob("*.mm")) if sources is None else sources
     wheel = torch_wheel(version)
     objects = compile_all(sources, wheel)
     with tempfile.TemporaryDirectory() as scratch:

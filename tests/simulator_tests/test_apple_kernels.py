@@ -263,15 +263,15 @@ transposed, 256 tokens, 4 of 32
             costs("routing", "bf16"),
             """\
 moe_router_topk_softmax of 64
-  route2_bf16: 151.12 150.12 slots an element, 23 registers, 32/-/1024 threads
+  route2_bf16: 128.25 127.25 slots an element, 25.5 registers, 32/-/1024 threads
 moe_router_topk_softmax of 128
-  route4_bf16: 116.12 115.12 slots an element, 32.5 registers, 32/-/1024 threads
+  route4_bf16: 89.91 88.91 slots an element, 33 registers, 32/-/1024 threads
 moe_router_topk_softmax of 256
-  route8_bf16: 98.30 97.30 slots an element, 43 registers, 32/-/1024 threads
+  route8_bf16: 70.92 69.92 slots an element, 40 registers, 32/-/1024 threads
 moe_router_topk_softmax of 512
-  route16_bf16: 88.61 87.61 slots an element, 71.5 registers, 32/-/704 threads
+  route16_bf16: 61.42 60.42 slots an element, 64.5 registers, 32/-/768 threads
 moe_router_topk_softmax of 1024
-  route32_bf16: 83.18 82.18 slots an element, 127.5 registers, 32/-/384 threads
+  route32_bf16: 71.05 70.05 slots an element, 112.5 registers, 32/-/448 threads
 moe_gate of 1
   gate_single_bf16: 9.31 8.31 slots a MAC, 29 registers, 128/-/1024 threads
 moe_gate of 65
@@ -294,11 +294,11 @@ moe_compute_ids_tpe torch.int64
             costs("dense", "bf16"),
             """\
 dense, 1 tokens, 4 of 32
-  expert_rows_bf16: 3.64 2.37 slots a MAC, 45 registers, 256/384/1024 threads
-  expert_down_bf16: 4.01 2.76 slots a MAC, 56.5 registers, 128/384/832 threads
+  expert_rows_bf16: 4.55 3.02 slots a MAC, 53 registers, 64/384/896 threads
+  expert_down_bf16: 5.11 3.59 slots a MAC, 61.5 registers, 128/384/832 threads
 dense, 8 tokens, 4 of 32
-  expert_rows_few_bf16: 3.66 2.61 slots a MAC, 73 registers, 256/384/640 threads
-  expert_down_few_bf16: 5.48 4.19 slots a MAC, 71 registers, 256/384/704 threads
+  expert_rows_few_bf16: 3.48 2.44 slots a MAC, 105 registers, 128/384/448 threads
+  expert_down_few_bf16: 5.15 3.86 slots a MAC, 95 registers, 256/384/512 threads
 dense, 64 tokens, 4 of 32
   expert_gemm8_bf16: 2.03 1.84 slots a MAC, 71 registers, 128/384/704 threads
   expert_gemm8_bf16: 2.15 1.95 slots a MAC, 71 registers, 128/384/704 threads
@@ -322,13 +322,13 @@ transposed, 256 tokens, 4 of 32
             costs("int4", "bf16"),
             """\
 affine 4 bits in 64, 1 tokens, 4 of 32
-  expert_rows_affine4_64_bf16: 3.96 3.63 slots a MAC, 58.5 registers, 256/384/832 threads
-  expert_down_affine4_64_bf16: 4.35 4.03 slots a MAC, 70 registers, 128/384/704 threads
+  expert_rows_affine4_64_bf16: 4.98 4.38 slots a MAC, 42.5 registers, 64/384/1024 threads
+  expert_down_affine4_64_bf16: 5.59 5.01 slots a MAC, 51 registers, 128/384/1024 threads
 affine 4 bits in 64, 3 tokens, 2 of 4
-  expert_rows_few_affine4_64_bf16: 3.49 3.19 slots a MAC, 89 registers, 256/384/576 threads
+  expert_rows_few_affine4_64_bf16: 3.49 3.19 slots a MAC, 89 registers, 128/384/576 threads
   expert_down_few_affine4_64_bf16: 5.83 5.28 slots a MAC, 81 registers, 256/384/576 threads
 affine 4 bits in 64, 8 tokens, 4 of 32
-  expert_rows_few_affine4_64_bf16: 3.81 3.49 slots a MAC, 89 registers, 256/384/576 threads
+  expert_rows_few_affine4_64_bf16: 3.81 3.50 slots a MAC, 89 registers, 128/384/576 threads
   expert_down_few_affine4_64_bf16: 5.55 5.00 slots a MAC, 81 registers, 256/384/576 threads
 affine 4 bits in 64, 64 tokens, 4 of 32
   expert_gemm8_affine4_64_bf16: 2.34 2.31 slots a MAC, 73.5 registers, 128/384/640 threads
@@ -344,13 +344,13 @@ affine 4 bits in 64, 256 tokens, 4 of 32
             costs("int8", "bf16"),
             """\
 affine 8 bits in 64, 1 tokens, 4 of 32
-  expert_rows_affine8_64_bf16: 4.23 3.90 slots a MAC, 72.5 registers, 256/384/640 threads
-  expert_down_affine8_64_bf16: 4.62 4.30 slots a MAC, 84 registers, 128/384/576 threads
+  expert_rows_affine8_64_bf16: 5.24 4.65 slots a MAC, 48.5 registers, 64/384/1024 threads
+  expert_down_affine8_64_bf16: 5.86 5.28 slots a MAC, 57 registers, 128/384/832 threads
 affine 8 bits in 64, 3 tokens, 2 of 4
-  expert_rows_few_affine8_64_bf16: 3.66 3.36 slots a MAC, 99.5 registers, 256/384/512 threads
+  expert_rows_few_affine8_64_bf16: 3.66 3.36 slots a MAC, 99.5 registers, 128/384/512 threads
   expert_down_few_affine8_64_bf16: 5.99 5.44 slots a MAC, 85.5 registers, 256/384/576 threads
 affine 8 bits in 64, 8 tokens, 4 of 32
-  expert_rows_few_affine8_64_bf16: 4.01 3.70 slots a MAC, 99.5 registers, 256/384/512 threads
+  expert_rows_few_affine8_64_bf16: 4.01 3.70 slots a MAC, 99.5 registers, 128/384/512 threads
   expert_down_few_affine8_64_bf16: 5.75 5.19 slots a MAC, 85.5 registers, 256/384/576 threads
 affine 8 bits in 64, 64 tokens, 4 of 32
   expert_gemm8_affine8_64_bf16: 2.40 2.36 slots a MAC, 81.5 registers, 128/384/576 threads
@@ -366,13 +366,13 @@ affine 8 bits in 64, 256 tokens, 4 of 32
             costs("mxfp4", "bf16"),
             """\
 mxfp4 4 bits in 32, 1 tokens, 4 of 32
-  expert_rows_mxfp4_bf16: 6.59 6.32 slots a MAC, 55 registers, 256/384/896 threads
-  expert_down_mxfp4_bf16: 6.97 6.71 slots a MAC, 66.5 registers, 128/384/768 threads
+  expert_rows_mxfp4_bf16: 7.34 6.80 slots a MAC, 39 registers, 64/384/1024 threads
+  expert_down_mxfp4_bf16: 7.92 7.40 slots a MAC, 47.5 registers, 128/384/1024 threads
 mxfp4 4 bits in 32, 3 tokens, 2 of 4
-  expert_rows_few_mxfp4_bf16: 5.12 4.86 slots a MAC, 84 registers, 256/384/576 threads
+  expert_rows_few_mxfp4_bf16: 5.12 4.86 slots a MAC, 84 registers, 128/384/576 threads
   expert_down_few_mxfp4_bf16: 7.18 6.67 slots a MAC, 76 registers, 256/384/640 threads
 mxfp4 4 bits in 32, 8 tokens, 4 of 32
-  expert_rows_few_mxfp4_bf16: 5.78 5.52 slots a MAC, 84 registers, 256/384/576 threads
+  expert_rows_few_mxfp4_bf16: 5.78 5.52 slots a MAC, 84 registers, 128/384/576 threads
   expert_down_few_mxfp4_bf16: 7.23 6.73 slots a MAC, 76 registers, 256/384/640 threads
 mxfp4 4 bits in 32, 64 tokens, 4 of 32
   expert_gemm8_mxfp4_bf16: 2.84 2.82 slots a MAC, 61.5 registers, 128/384/832 threads
@@ -387,26 +387,26 @@ mxfp4 4 bits in 32, 256 tokens, 4 of 32
         self.assertExpectedInline(
             registers_of_formats("bf16"),
             """\
-mxfp4_bf16: rows 55, rows_few 84, down 66.5, down_few 76, gemm8 61.5, gemm32 87
-mxfp8_bf16: rows 68.5, rows_few 95, down 80, down_few 81, gemm8 69.5, gemm32 95
-nvfp4_bf16: rows 45, rows_few 73, down 56.5, down_few 70, gemm8 57.5, gemm32 83
-affine2_32_bf16: rows 78, rows_few 84.5, down 89.5, down_few 81, gemm8 69.5, gemm32 95
-affine2_64_bf16: rows 78, rows_few 84.5, down 89.5, down_few 81, gemm8 69.5, gemm32 95
-affine2_128_bf16: rows 78, rows_few 84.5, down 89.5, down_few 81, gemm8 69.5, gemm32 95
-affine3_32_bf16: rows 92.5, rows_few 99, down 104, down_few 91.5, gemm8 74, gemm32 104
-affine3_64_bf16: rows 92.5, rows_few 99, down 104, down_few 91.5, gemm8 74, gemm32 104
-affine3_128_bf16: rows 92.5, rows_few 99, down 104, down_few 91.5, gemm8 74, gemm32 104
-affine4_32_bf16: rows 58.5, rows_few 89, down 70, down_few 81, gemm8 73.5, gemm32 99
-affine4_64_bf16: rows 58.5, rows_few 89, down 70, down_few 81, gemm8 73.5, gemm32 99
-affine4_128_bf16: rows 58.5, rows_few 89, down 70, down_few 81, gemm8 73.5, gemm32 99
-affine5_32_bf16: rows 99.5, rows_few 106, down 111, down_few 94.5, gemm8 82, gemm32 112
-affine5_64_bf16: rows 99.5, rows_few 106, down 111, down_few 94.5, gemm8 82, gemm32 112
-affine5_128_bf16: rows 99.5, rows_few 106, down 111, down_few 94.5, gemm8 82, gemm32 112
-affine6_32_bf16: rows 103.5, rows_few 110, down 115, down_few 94.5, gemm8 82.5, gemm32 108
-affine6_64_bf16: rows 103.5, rows_few 110, down 115, down_few 94.5, gemm8 82.5, gemm32 108
-affine6_128_bf16: rows 103.5, rows_few 110, down 115, down_few 94.5, gemm8 82.5, gemm32 108
-affine8_32_bf16: rows 72.5, rows_few 99.5, down 84, down_few 85.5, gemm8 81.5, gemm32 107
-affine8_64_bf16: rows 72.5, rows_few 99.5, down 84, down_few 85.5, gemm8 81.5, gemm32 107
-affine8_128_bf16: rows 72.5, rows_few 99.5, down 84, down_few 85.5, gemm8 81.5, gemm32 107
+mxfp4_bf16: rows 39, rows_few 84, down 47.5, down_few 76, gemm8 61.5, gemm32 87
+mxfp8_bf16: rows 45.5, rows_few 95, down 54, down_few 81, gemm8 69.5, gemm32 95
+nvfp4_bf16: rows 34, rows_few 73, down 42.5, down_few 70, gemm8 57.5, gemm32 83
+affine2_32_bf16: rows 66, rows_few 84.5, down 74.5, down_few 81, gemm8 69.5, gemm32 95
+affine2_64_bf16: rows 66, rows_few 84.5, down 74.5, down_few 81, gemm8 69.5, gemm32 95
+affine2_128_bf16: rows 66, rows_few 84.5, down 74.5, down_few 81, gemm8 69.5, gemm32 95
+affine3_32_bf16: rows 76.5, rows_few 99, down 85, down_few 91.5, gemm8 74, gemm32 104
+affine3_64_bf16: rows 76.5, rows_few 99, down 85, down_few 91.5, gemm8 74, gemm32 104
+affine3_128_bf16: rows 76.5, rows_few 99, down 85, down_few 91.5, gemm8 74, gemm32 104
+affine4_32_bf16: rows 42.5, rows_few 89, down 51, down_few 81, gemm8 73.5, gemm32 99
+affine4_64_bf16: rows 42.5, rows_few 89, down 51, down_few 81, gemm8 73.5, gemm32 99
+affine4_128_bf16: rows 42.5, rows_few 89, down 51, down_few 81, gemm8 73.5, gemm32 99
+affine5_32_bf16: rows 79.5, rows_few 106, down 88, down_few 94.5, gemm8 82, gemm32 112
+affine5_64_bf16: rows 79.5, rows_few 106, down 88, down_few 94.5, gemm8 82, gemm32 112
+affine5_128_bf16: rows 79.5, rows_few 106, down 88, down_few 94.5, gemm8 82, gemm32 112
+affine6_32_bf16: rows 79.5, rows_few 110, down 88, down_few 94.5, gemm8 82.5, gemm32 108
+affine6_64_bf16: rows 79.5, rows_few 110, down 88, down_few 94.5, gemm8 82.5, gemm32 108
+affine6_128_bf16: rows 79.5, rows_few 110, down 88, down_few 94.5, gemm8 82.5, gemm32 108
+affine8_32_bf16: rows 48.5, rows_few 99.5, down 57, down_few 85.5, gemm8 81.5, gemm32 107
+affine8_64_bf16: rows 48.5, rows_few 99.5, down 57, down_few 85.5, gemm8 81.5, gemm32 107
+affine8_128_bf16: rows 48.5, rows_few 99.5, down 57, down_few 85.5, gemm8 81.5, gemm32 107
 """,
         )

@@ -54,8 +54,9 @@ inline void add_chunks(thread C* chunks, device const typename W::Element* x, So
   UNROLL for (int unit = 0; unit < W::kValues / kUnit; ++unit) {
     Pack<kUnit> inputs[M];
     UNROLL for (int m = 0; m < M; ++m) {
+      const uint start = W::kAnyLength ? min(uint(unit * kUnit), left) : unit * kUnit;
       const auto loaded =
-          load_elements<kUnit>(x + sources.v[m] + column + unit * kUnit, left - unit * kUnit, vectorised);
+          load_elements<kUnit>(x + sources.v[m] + column + start, left - start, vectorised);
       UNROLL for (int i = 0; i < kUnit; ++i) inputs[m].v[i] = loaded.at(i);
       W::add_inputs(inputs[m], sums[m]);
     }
