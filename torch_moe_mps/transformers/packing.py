@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..ops._checks import Check
-from ..quantization import Format, QuantizedWeight, relative_error
-from ..quantization.formats import check_finite, empty_weight, quantize_stack
+from ..quantization import Format, QuantizedWeight
+from ..quantization.formats import ErrorSums, check_finite, empty_weight, quantize_stack
 from .experts import pin_implementation
 from .interface import projections, set_formats
 from .linears import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
@@ -30,11 +30,6 @@ def rows_first(target: Target, weight: Tensor) -> Tensor:
     if target.kind != "experts":
         return weight.unsqueeze(0)
     return weight.mT if target.module.is_transposed else weight
-
-
-def quantize_weight(target: Target, parameter: str, weight: Tensor) -> QuantizedWeight:
-    out = quantize_stack(rows_first(target, weight.detach()), target.formats[parameter])
-    return out if target.kind == "experts" else without_stack(out)
 
 
 def without_stack(quantized: QuantizedWeight) -> QuantizedWeight:
@@ -101,14 +96,10 @@ def quantize_target(target: Target, others: list[Target]) -> list[QuantizedProje
     """
     done, replacements = [], {}
     for parameter, format in target.formats.items():
-        weight = getattr(target.module, parameter).detach()
-        quantized = replacements[parameter] = quantize_weight(target, parameter, weight)
-        rows = rows_first(target, weight)
-        stack = quantized if target.kind == "experts" else QuantizedWeight(
-            *(None if tensor is None else tensor.unsqueeze(0) for tensor in quantized)
-        )
-        error = relative_error(rows, stack, format)
-        done.append(QuantizedProjection(parameter, error, weight.nbytes, quantized.nbytes, format))
+        weight, errors = getattr(target.module, parameter).detach(), ErrorSums()
+        quantized = quantize_stack(rows_first(target, weight), format, errors)
+        replacements[parameter] = quantized if target.kind == "experts" else without_stack(quantized)
+        done.append(QuantizedProjection(parameter, errors.relative, weight.nbytes, quantized.nbytes, format))
     for parameter, quantized in replacements.items():
         store(target, parameter, quantized)
         for other in others:

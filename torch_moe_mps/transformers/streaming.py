@@ -4,6 +4,7 @@ transformers hands over a parameter when its tensors are read. The quantised ten
 is loaded; until then the model keeps a parameter without memory in their place, which it may tie or initialise.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers.core_model_loading import ConversionOps, MergeModulelist, Weig
 
 from ..ops._checks import Check
 from ..quantization import QuantizedWeight
-from ..quantization.formats import CHUNK, check_finite, empty_weight, error_sums, quantize_stack
+from ..quantization.formats import CHUNK, ErrorSums, empty_weight, quantize_stack
 from .packing import (
     as_parameters,
     check_columns,
@@ -72,25 +73,25 @@ class Stream:
     ) -> QuantizedWeight:
         format = target.formats[parameter]
         shape = rows_first(target, getattr(target.module, parameter)).shape
-        out, first, sums, nbytes = None, 0, (0.0, 0.0), 0
+        out, errors, first, nbytes = None, ErrorSums(), 0, 0
         for piece in pieces:
             stack = rows_first(target, piece)
             _CHECK.shape(name, stack, (stack.shape[0], *shape[1:]), "[output, input] of the model")
-            check_finite(_CHECK, name, stack)
             if out is None:
                 out = empty_weight(shape, stack.dtype, stack.device, format)
-            part = quantize_stack(stack, format)
+            part = quantize_stack(stack, format, errors)
             for whole, some in zip(out, part, strict=True):
                 if whole is not None:
                     whole = whole.view(torch.int32) if whole.dtype == torch.uint32 else whole
                     whole[first : first + len(stack)] = some.view(whole.dtype)
-            sums = tuple(map(sum, zip(sums, error_sums(stack, part, format), strict=True)))
+            if not math.isfinite(errors.magnitude):
+                _CHECK.fail(name, "finite", "NaN, inf or a range over that of float32")
             first, nbytes = first + len(stack), nbytes + stack.nbytes
         if first != shape[0]:
             _CHECK.fail(name, f"of {shape[0]} matrices", first)
         release_cache(out.packed)
         out = out if target.kind == "experts" else without_stack(out)
-        entry = QuantizedProjection(parameter, sums[0] / sums[1] if sums[1] else 0.0, nbytes, out.nbytes, format)
+        entry = QuantizedProjection(parameter, errors.relative, nbytes, out.nbytes, format)
         self.report.modules.setdefault(target.name, []).append(entry)
         return as_parameters(out)
 
