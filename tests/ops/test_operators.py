@@ -49,14 +49,23 @@ moe_mps::moe_experts(Tensor x, Tensor gate_up, Tensor down, Tensor ids, Tensor w
     gate_up_bias=None, Tensor? down_bias=None, str activation="silu", float? alpha=None, float? limit=None,
     bool gated=True, bool interleaved=False, bool transposed=False, Tensor? shared_gate=None, Tensor?
     shared_out=None, Tensor? residual=None, bool gate_is_logit=False) -> Tensor
+moe_mps::linear_quantized(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor? bias, int bits,
+    int group_size, str mode) -> Tensor
+moe_mps::mlp_quantized(Tensor x, Tensor gate_up_packed, Tensor gate_up_scales, Tensor? gate_up_biases,
+    Tensor down_packed, Tensor down_scales, Tensor? down_biases, int bits, int group_size, str mode, *,
+    Tensor? gate_up_bias=None, Tensor? down_bias=None, str activation="silu", float? alpha=None, float?
+    limit=None, bool gated=True, bool interleaved=False, Tensor? residual=None, int? down_bits=None, int?
+    down_group_size=None, str? down_mode=None) -> Tensor
+moe_mps::embedding_quantized(Tensor ids, Tensor packed, Tensor scales, Tensor? biases, int bits, int
+    group_size, str mode, ScalarType dtype) -> Tensor
 moe_mps::expert_qmm(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor ids, int bits, int
     group_size, str mode, Tensor? bias=None) -> Tensor
 moe_mps::moe_experts_quantized(Tensor x, Tensor gate_up_packed, Tensor gate_up_scales, Tensor?
     gate_up_biases, Tensor down_packed, Tensor down_scales, Tensor? down_biases, Tensor ids, Tensor weights,
     int bits, int group_size, str mode, *, Tensor? gate_up_bias=None, Tensor? down_bias=None, str
     activation="silu", float? alpha=None, float? limit=None, bool gated=True, bool interleaved=False,
-    Tensor? shared_gate=None, Tensor? shared_out=None, Tensor? residual=None, bool gate_is_logit=False) ->
-    Tensor
+    Tensor? shared_gate=None, Tensor? shared_out=None, Tensor? residual=None, bool gate_is_logit=False, int?
+    down_bits=None, int? down_group_size=None, str? down_mode=None) -> Tensor
 moe_mps::moe_router(Tensor logits, int top_k, *, str scoring, Tensor? bias=None, int num_groups=1, int
     top_groups=1, str group_score="top2_sum", float? masked_score=None, bool bias_on_logits=False, bool
     norm_topk_prob, float norm_eps=9.9999999999999995e-21, float norm_min=0., float scaling_factor=1.,

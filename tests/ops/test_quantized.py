@@ -13,7 +13,16 @@ from support.oracles import exact
 from support.oracles_experts import assert_close, dequantise
 from support.oracles_experts import expert_mm as expected_mm
 from support.oracles_experts import moe_experts as expected_experts
-from support.quantized_layers import FORMATS, NAMES, check_layer, dense, place, random_quantized
+from support.quantized_layers import (
+    ALL_FORMATS,
+    FORMATS,
+    NAMES,
+    check_layer,
+    dense,
+    name_of,
+    place,
+    random_quantized,
+)
 
 from torch_moe_mps.ops.quantized import expert_qmm, moe_experts_quantized
 
@@ -55,6 +64,36 @@ def test_layer(device, format, dtype):
     check_layer(device, (3, 2, 4, group, group), format, dtype, 1, scale_dtype=torch.float32)
     check_layer(device, (7, 3, 12, 3 * group, 5 * group), format, dtype, 3, scale_dtype=torch.float32)
     check_layer(device, (37, 2, 3, 2 * group, group), format, dtype, 2)
+
+
+@pytest.mark.parametrize("format", [f for f in ALL_FORMATS if f not in FORMATS], ids=name_of)
+def test_other_formats(device, format):
+    """Each with one dtype; the others in the sweep."""
+    dtype, group = DTYPES[ALL_FORMATS.index(format) % 3], max(format[1], 32)
+    check_layer(device, (1, 4, 6, 3 * group, group), format, dtype, 0)
+    check_layer(device, (5, 2, 3, 2 * group, 3 * group), format, dtype, 1)
+    check_layer(device, (37, 2, 3, 2 * group, group), format, dtype, 2)
+
+
+@pytest.mark.parametrize("down_format", [(6, 64, "affine"), (4, 32, "affine"), (4, 32, "mxfp4")], ids=name_of)
+def test_a_format_of_its_own_for_down(device, down_format):
+    for i, tokens in enumerate((1, 4, 40)):
+        check_layer(device, (tokens, 2, 3, 128, 64), (4, 64, "affine"), DTYPES[i], i, down_format=down_format)
+
+
+def test_another_mode_for_down_brings_its_own_groups(device):
+    gate_up, down = (4, 64, "affine"), (4, 32, "mxfp4")
+    parts = place(random_quantized(3, 128, 64, gate_up, torch.float32, 0), device)
+    parts += place(random_quantized(3, 64, 64, down, torch.float32, 1), device)
+    x, ids = torch.ones(2, 64, device=device), torch.tensor([[0, 2], [1, 0]], device=device)
+    results = [
+        moe_experts_quantized(x, *parts, ids, torch.ones(2, 2, device=device), *gate_up, **options).cpu()
+        for options in (
+            {"down_mode": "mxfp4"},
+            {"down_mode": "mxfp4", "down_bits": 4, "down_group_size": 32},
+        )
+    ]
+    assert torch.equal(*results) and results[0].isfinite().all()
 
 
 @pytest.mark.parametrize("wide", ["gate_up", "down"])
@@ -243,11 +282,12 @@ def test_options(device, mode):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(90))
 def test_sweep(device, seed):
     """Random sizes, formats and options together."""
     choose = Random(seed)
-    dtype, experts, format = choose.choice(DTYPES), choose.choice((1, 2, 3, 8, 17)), choose.choice(FORMATS)
+    dtype, experts = choose.choice(DTYPES), choose.choice((1, 2, 3, 8, 17))
+    format = choose.choice(ALL_FORMATS)
     slots = choose.randint(1, min(experts, 9))
     hidden, intermediate = (format[1] * choose.randint(1, 256 // format[1]) for _ in range(2))
     shape = (choose.choice(TOKENS), slots, experts, hidden, intermediate)
@@ -454,7 +494,8 @@ def bad_calls(device):
         {"biases": zeros(4, 6, 1)},
         {"biases": zeros(4, 6, 2, dtype=torch.float16)},
         {"bits": 8},
-        {"bits": 3},
+        {"bits": 6},
+        {"bits": 7},
         {"group_size": 16},
         {"group_size": 128},
         {"mode": "int4"},
@@ -462,6 +503,8 @@ def bad_calls(device):
         mxfp4 | {"scales": zeros(4, 6, 2)},
         mxfp4 | {"bits": 8},
         mxfp4 | {"group_size": 64},
+        mxfp4 | {"mode": "mxfp8"},
+        mxfp4 | {"mode": "nvfp4"},
         {"bias": zeros(4, 5)},
         {"ids": zeros(2, 2, dtype=torch.int64)},
     ]
@@ -480,6 +523,11 @@ def bad_calls(device):
         {"gate_up_scales": zeros(4, 64, 1)},
         {"down_packed": zeros(4, 64, 8, dtype=torch.int32)},
         {"down_biases": None},
+        {"down_bits": 6},
+        {"down_group_size": 16},
+        {"down_mode": "mxfp4"},
+        {"down_mode": "mxfp8", "down_bits": 4},
+        {"down_mode": "int4"},
         {"gate_up_bias": zeros(4, 32)},
         {"down_bias": zeros(4, 32)},
         {"activation": "silu_clamped"},
@@ -505,14 +553,17 @@ moe_mps::expert_qmm: biases must be a tensor for mode affine, got None
 moe_mps::expert_qmm: biases must be of shape [E, N, H / 32] = (4, 6, 2), got (4, 6, 1)
 moe_mps::expert_qmm: biases must be float32, got float16
 moe_mps::expert_qmm: packed must be of shape [E, N, H * 8 / 32] = (4, 6, 16), got (4, 6, 8)
-moe_mps::expert_qmm: bits must be 4 or 8 for mode affine, got 3
+moe_mps::expert_qmm: packed must be of shape [E, N, H * 6 / 32] = (4, 6, 12), got (4, 6, 8)
+moe_mps::expert_qmm: bits must be 2 or 3 or 4 or 5 or 6 or 8 for mode affine, got 7
 moe_mps::expert_qmm: group_size must be 32 or 64 or 128 for mode affine, got 16
 moe_mps::expert_qmm: H, the input dimension of packed, must be a multiple of 128, got 64
-moe_mps::expert_qmm: mode must be one of affine, mxfp4, got 'int4'
+moe_mps::expert_qmm: mode must be one of affine, mxfp4, mxfp8, nvfp4, got 'int4'
 moe_mps::expert_qmm: biases must be None for mode mxfp4, got a tensor of shape (4, 6, 2)
 moe_mps::expert_qmm: scales must be uint8, got float32
 moe_mps::expert_qmm: bits must be 4 for mode mxfp4, got 8
 moe_mps::expert_qmm: group_size must be 32 for mode mxfp4, got 64
+moe_mps::expert_qmm: bits must be 8 for mode mxfp8, got 4
+moe_mps::expert_qmm: group_size must be 16 for mode nvfp4, got 32
 moe_mps::expert_qmm: bias must be of shape [E, N] = (4, 6), got (4, 5)
 moe_mps::expert_qmm: ids must be of shape [T, K] with T = 3 as in x, got (2, 2)
 moe_mps::moe_experts_quantized: gate_up_scales must be of shape [E, 2I, H / 64] = (4, 64, 1), got (4, 64, 2)
@@ -521,6 +572,11 @@ moe_mps::moe_experts_quantized: gate_up_packed must be of an even number of rows
 moe_mps::moe_experts_quantized: gate_up_scales must be of shape [E, 2I, H / 32] = (4, 64, 2), got (4, 64, 1)
 moe_mps::moe_experts_quantized: down_packed must be of shape [E, H, I * 4 / 32] = (4, 64, 4), got (4, 64, 8)
 moe_mps::moe_experts_quantized: down_biases must be a tensor for mode affine, got None
+moe_mps::moe_experts_quantized: down_packed must be of shape [E, H, I * 6 / 32] = (4, 64, 6), got (4, 64, 4)
+moe_mps::moe_experts_quantized: down_group_size must be 32 or 64 or 128 for mode affine, got 16
+moe_mps::moe_experts_quantized: down_biases must be None for mode mxfp4, got a tensor of shape (4, 64, 1)
+moe_mps::moe_experts_quantized: down_bits must be 8 for mode mxfp8, got 4
+moe_mps::moe_experts_quantized: down_mode must be one of affine, mxfp4, mxfp8, nvfp4, got 'int4'
 moe_mps::moe_experts_quantized: gate_up_bias must be of shape [E, 2I] = (4, 64), got (4, 32)
 moe_mps::moe_experts_quantized: down_bias must be of shape [E, H] = (4, 64), got (4, 32)
 moe_mps::moe_experts_quantized: limit must be a number for activation silu_clamped, got None

@@ -4,20 +4,24 @@ import numpy as np
 import pytest
 import torch
 from support.oracles_experts import dequantise
-from support.quantized_layers import FORMATS, NAMES, bits_of
+from support.quantized_layers import ALL_FORMATS, FORMATS, bits_of, name_of
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from torch_moe_mps.quantization import (
     Format,
-    QuantizedWeight,
     dequantize,
     formats,
     quantize,
-    relative_error,
     repack_mxfp4_blocks,
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def error_of(stack, format):
+    errors = formats.ErrorSums()
+    formats.quantize_stack(stack, Format(*format), errors)
+    return errors.relative
 
 
 def to_mlx(mx, tensor):
@@ -54,17 +58,19 @@ def awkward_weights(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+@pytest.mark.parametrize("format", ALL_FORMATS, ids=name_of)
 def test_bit_for_bit_as_mlx(format, dtype):
     mx = pytest.importorskip("mlx.core")
     bits, group_size, mode = format
     weight = awkward_weights(dtype)
+    if mode == "nvfp4":
+        weight[0, 11] = 0  # see test_nvfp4_beyond_the_largest_scale
     ours = quantize(weight, *format)
     with mx.stream(mx.cpu):
         theirs = mx.quantize(to_mlx(mx, weight), group_size=group_size, bits=bits, mode=mode)
         back = mx.dequantize(*theirs, group_size=group_size, bits=bits, mode=mode)
         theirs, back = [from_mlx(mx, array) for array in theirs], from_mlx(mx, back)
-    assert ours.packed.dtype == torch.uint32 and (ours.biases is None) == (mode == "mxfp4")
+    assert ours.packed.dtype == torch.uint32 and (ours.biases is None) == (mode != "affine")
     for mine, other in zip(ours, theirs, strict=False):
         assert mine.shape == other.shape and mine.dtype == other.dtype
         assert torch.equal(bits_of(mine), bits_of(other))
@@ -73,7 +79,7 @@ def test_bit_for_bit_as_mlx(format, dtype):
     assert torch.equal(dequantize(ours.packed.view(torch.int32), *ours[1:], *format), result)
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+@pytest.mark.parametrize("format", ALL_FORMATS, ids=name_of)
 def test_the_nearest_value_is_chosen(format):
     """No code of the same group is nearer; a dequantised weight is that of the format's definition."""
     weight = torch.randn(2, 5, 256, generator=torch.Generator().manual_seed(3))
@@ -84,13 +90,15 @@ def test_the_nearest_value_is_chosen(format):
     )
     error = abs(weight.numpy() - values)
     for code in range(2 ** format[0]):
-        filled = QuantizedWeight(torch.full_like(quantized.packed.view(torch.uint8), code), *quantized[1:])
-        if format[0] == 4:
-            filled = QuantizedWeight(filled.packed * 17, *quantized[1:])
-        other = dequantise(filled.packed.view(torch.int32), *quantized[1:], *format[:2])
+        if format[2] == "mxfp8" and code & 0x7F == 0x7F:
+            continue  # stands for no number
+        digits = np.unpackbits(np.uint8([code]), bitorder="little")[: format[0]]
+        octets = np.packbits(np.tile(digits, 256), bitorder="little")
+        filled = torch.from_numpy(octets).expand(2, 5, -1).contiguous().view(torch.int32)
+        other = dequantise(filled, *quantized[1:], *format[:2])
         assert (error <= abs(weight.numpy() - other) + 1e-6).all()
     expected = error.mean() / weight.abs().mean().item()
-    assert relative_error(weight, quantized, Format(*format)) == pytest.approx(expected, rel=1e-4)
+    assert error_of(weight, format) == pytest.approx(expected, rel=1e-4)
 
 
 def test_views_and_pieces(monkeypatch):
@@ -101,9 +109,9 @@ def test_views_and_pieces(monkeypatch):
         monkeypatch.setattr(formats, "CHUNK", 200)
         for mine, other in zip(quantize(stack, *format), whole, strict=True):
             assert mine is other or torch.equal(bits_of(mine), bits_of(other))
-        error = relative_error(stack, whole, Format(*format))
+        error = error_of(stack, format)
         monkeypatch.undo()
-        assert error == pytest.approx(relative_error(stack, whole, Format(*format)), rel=1e-5)
+        assert error == pytest.approx(error_of(stack, format), rel=1e-5)
         single = quantize(stack[1], *format)
         assert torch.equal(bits_of(single.packed), bits_of(whole.packed[1]))
     assert quantize(torch.zeros(2, 0, 32), 4, 32).packed.shape == (2, 0, 4)
@@ -119,11 +127,7 @@ def test_the_device_does_not_matter(device):
                 assert torch.equal(bits_of(here), bits_of(there).cpu())
         dense = dequantize(*quantized, *format)
         assert dense.device.type == device and torch.equal(dense.cpu(), dequantize(*expected, *format))
-        errors = (
-            relative_error(weight, expected, Format(*format)),
-            relative_error(weight.to(device), quantized, Format(*format)),
-        )
-        assert errors[0] == errors[1]
+        assert error_of(weight, format) == error_of(weight.to(device), format)
 
 
 def test_the_default_dtype_does_not_matter():
@@ -153,6 +157,24 @@ def test_mxfp4_below_the_smallest_scale():
     assert (dequantize(packed, scales, None, 4, 32, "mxfp4", torch.float32) == 2.0**-128).all()
 
 
+def test_nvfp4_beyond_the_largest_scale():
+    """A group over 6 * 448 takes its largest values; MLX makes zeros of it where dtypes are too coarse."""
+    packed, scales, _ = quantize(torch.tensor([1e6, -1e6] * 8)[None], 4, 16, "nvfp4")
+    values = dequantize(packed, scales, None, 4, 16, "nvfp4")
+    assert torch.equal(values, torch.tensor([2688.0, -2688.0] * 8, dtype=torch.bfloat16)[None])
+
+
+def test_many_small_matrices_are_quantised_together(monkeypatch):
+    weight = torch.randn(9, 5, 64, generator=torch.Generator().manual_seed(9))
+    calls = []
+    encode = formats.encode
+    monkeypatch.setattr(formats, "encode", lambda *args: calls.append(args) or encode(*args))
+    whole = quantize(weight, 3, 32)
+    assert len(calls) == 1
+    for i in range(9):
+        assert torch.equal(bits_of(quantize(weight[i], 3, 32).packed), bits_of(whole.packed[i]))
+
+
 def test_mxfp4_blocks_of_gpt_oss():
     """The bytes of a checkpoint, reinterpreted; transformers' own dequantisation says what they mean."""
     generator = torch.Generator().manual_seed(5)
@@ -177,21 +199,27 @@ def test_errors():
     packed, scales, biases = quantize(ones, 4, 32)
     blocks = torch.zeros(2, 3, 16, dtype=torch.uint8)
     cases = {
-        "quantize: bits must be 4 or 8 for mode affine, got 2": lambda: quantize(ones, 2),
+        "quantize: bits must be 2 or 3 or 4 or 5 or 6 or 8 for mode affine, got 7": lambda: quantize(ones, 7),
         "quantize: group_size must be 32 for mode mxfp4, got 64": lambda: quantize(ones, 4, 64, "mxfp4"),
-        "quantize: bits must be 4 or 8 for mode affine, got '4'": lambda: quantize(ones, "4"),
-        "quantize: bits must be 4 or 8 for mode affine, got 4.0": lambda: quantize(ones, 4.0),
+        "quantize: bits must be 2 or 3 or 4 or 5 or 6 or 8 for mode affine, got '4'": lambda: quantize(
+            ones, "4"
+        ),
+        "quantize: bits must be 2 or 3 or 4 or 5 or 6 or 8 for mode affine, got 4.0": lambda: quantize(
+            ones, 4.0
+        ),
         "quantize: group_size must be 32 or 64 or 128 for mode affine, got 64.0": lambda: quantize(
             ones, 4, 64.0
         ),
-        "quantize: mode must be one of affine, mxfp4, got 'nf4'": lambda: quantize(ones, 4, 64, "nf4"),
+        "quantize: mode must be one of affine, mxfp4, mxfp8, nvfp4, got 'nf4'": lambda: quantize(
+            ones, 4, 64, "nf4"
+        ),
         "quantize: weight must be float32 or float16 or bfloat16, got int32": lambda: quantize(ones.int()),
         "quantize: weight must be 2-D or 3-D, got 1-D of shape (64,)": lambda: quantize(ones[0]),
         "quantize: weight must be of a last dimension that is a multiple of 64, got (2, 33)": lambda: (
             quantize(ones[:, :33])
         ),
         "dequantize: packed must be uint32 or int32, got float32": lambda: dequantize(ones, scales, biases),
-        "dequantize: scales must be of shape [..., C / group_size] = (2, 1), got (2, 2)": lambda: dequantize(
+        "dequantize: scales must be of shape [..., C / 64] = (2, 1), got (2, 2)": lambda: dequantize(
             packed, scales, biases
         ),
         "dequantize: biases must be a tensor for mode affine, got None": lambda: dequantize(
@@ -222,6 +250,8 @@ def test_errors():
 def test_the_default_group_goes_with_the_mode():
     weight = torch.randn(2, 64, generator=torch.Generator().manual_seed(8))
     assert (Format().group_size, Format(mode="mxfp4").group_size) == (64, 32)
+    assert Format(mode="mxfp8") == Format(8, 32, "mxfp8") and Format(mode="nvfp4") == Format(4, 16, "nvfp4")
+    assert list(map(str, (Format(6), Format(mode="nvfp4")))) == ["int6 group 64", "nvfp4"]
     for given, full in (((8,), (8, 64, "affine")), ((4, None, "mxfp4"), (4, 32, "mxfp4"))):
         quantized = quantize(weight, *given)
         assert quantized.scales.shape == (2, 64 // full[1])

@@ -156,19 +156,29 @@ def e2m1(code: np.ndarray) -> np.ndarray:
     return np.where(sign == 1, -magnitude, magnitude)
 
 
-def words(packed: Tensor) -> np.ndarray:
-    return packed.cpu().view(torch.int32).numpy().view(np.uint32)
+def e4m3(code: np.ndarray) -> np.ndarray:
+    """One sign, four exponent and three mantissa bits; exponent 0 is subnormal, the bias is 7."""
+    sign, exponent, mantissa = code >> 7, (code >> 3) & 15, code & 7
+    magnitude = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
+    return np.where(sign == 1, -magnitude, magnitude)
+
+
+def codes_of(packed: Tensor, bits: int) -> np.ndarray:
+    """[..., words] -> [..., words * 32 / bits]: the lowest bits first, whatever words they lie in."""
+    octets = packed.cpu().view(torch.int32).numpy().view(np.uint8)
+    each = np.unpackbits(octets, axis=-1, bitorder="little").reshape(*octets.shape[:-1], -1, bits)
+    return (each * (1 << np.arange(bits))).sum(-1)
 
 
 def dequantise(
     packed: Tensor, scales: Tensor, biases: Tensor | None, bits: int, group_size: int
 ) -> np.ndarray:
-    """[..., words] -> [..., words * 32 / bits] in float64; mxfp4 where there are no biases."""
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    codes = (words(packed)[..., None] >> shifts) & np.uint32(2**bits - 1)
-    codes = codes.reshape(*packed.shape[:-1], -1, group_size).astype(np.int64)
-    if biases is None:
-        values = e2m1(codes) * np.exp2(scales.cpu().numpy().astype(np.float64) - 127)[..., None]
-    else:
+    """[..., words] -> [..., words * 32 / bits] in float64. Without biases bits and groups tell the format."""
+    codes = codes_of(packed, bits).reshape(*packed.shape[:-1], -1, group_size)
+    if biases is not None:
         values = codes * exact(scales)[..., None] + exact(biases)[..., None]
+        return values.reshape(*packed.shape[:-1], -1)
+    scales = scales.cpu().numpy()
+    factors = e4m3(scales.astype(np.int64)) if group_size == 16 else np.exp2(scales.astype(np.float64) - 127)
+    values = (e2m1(codes) if bits == 4 else e4m3(codes)) * factors[..., None]
     return values.reshape(*packed.shape[:-1], -1)

@@ -9,7 +9,7 @@ from support.oracles_experts import assert_close, dequantise
 from support.oracles_experts import moe_experts as expected_experts
 from torch_moe_mps.ops.quantized import moe_experts_quantized
 
-# bits, group_size, mode
+# bits, group_size, mode: those that every path is tested with
 FORMATS = (
     (4, 32, "affine"),
     (4, 64, "affine"),
@@ -21,7 +21,20 @@ FORMATS = (
 )
 
 
-NAMES = [f"{mode}{bits}-{group_size}" for bits, group_size, mode in FORMATS]
+ALL_FORMATS = (
+    *((bits, group_size, "affine") for bits in (2, 3, 4, 5, 6, 8) for group_size in (32, 64, 128)),
+    (4, 32, "mxfp4"),
+    (8, 32, "mxfp8"),
+    (4, 16, "nvfp4"),
+)
+
+
+def name_of(format):
+    bits, group_size, mode = format
+    return f"{mode}{bits}-{group_size}"
+
+
+NAMES = list(map(name_of, FORMATS))
 
 
 def random_quantized(experts, rows, columns, format, dtype, seed):
@@ -31,8 +44,15 @@ def random_quantized(experts, rows, columns, format, dtype, seed):
     shape = (experts, rows, columns * bits // 32)
     packed = torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64).to(torch.int32)
     groups = (experts, rows, columns // group_size)
-    if mode == "mxfp4":
-        middle = 127 - round(np.log2(3 * columns**0.5))
+    if mode == "nvfp4":
+        near = columns**-0.5 / 3 * (0.5 + torch.rand(groups, generator=generator))
+        return packed.view(torch.uint32), near.to(torch.float8_e4m3fn).view(torch.uint8), None
+    if mode == "mxfp8":
+        octets = packed.view(torch.uint8)
+        octets[octets & 0x7F == 0x7F] ^= 1  # which quantising never writes
+    if mode != "affine":
+        largest = {"mxfp4": 3, "mxfp8": 128}[mode]
+        middle = 127 - round(np.log2(largest * columns**0.5))
         scales = torch.randint(middle - 2, middle + 2, groups, generator=generator, dtype=torch.uint8)
         return packed.view(torch.uint32), scales, None
     scales = random(groups, torch.float32, seed + 1).abs() * columns**-0.5 * 4 / 2**bits
@@ -59,22 +79,31 @@ def lay_words(tensor, layout, device):
     )
 
 
-def check_layer(device, shape, format, dtype, seed, scale_dtype=None, ids=None, **options):
+def check_layer(device, shape, format, dtype, seed, scale_dtype=None, ids=None, down_format=None, **options):
     tokens, slots, experts, hidden, intermediate = shape
     rows = 2 * intermediate if options.get("gated", True) else intermediate
     scale_dtype = scale_dtype or dtype
     gate_up = random_quantized(experts, rows, hidden, format, scale_dtype, seed)
-    down = random_quantized(experts, hidden, intermediate, format, scale_dtype, seed + 3)
+    down = random_quantized(experts, hidden, intermediate, down_format or format, scale_dtype, seed + 3)
     x = random((tokens, hidden), dtype, seed + 6)
     if ids is None:
         ids = random_ids(tokens, slots, experts, seed + 7, IDS[seed % 2])
     weights = random((tokens, slots), torch.float32, seed + 8).softmax(-1)
     expected = expected_experts(
-        x, dense(gate_up, format), dense(down, format), ids, weights, options, rounded_weight=True
+        x,
+        dense(gate_up, format),
+        dense(down, down_format or format),
+        ids,
+        weights,
+        options,
+        rounded_weight=True,
     )
     x, ids, weights = (tensor.to(device) for tensor in (x, ids, weights))
     placed = (*place(gate_up, device), *place(down, device))
-    out = moe_experts_quantized(x, *placed, ids, weights, *format, **to_device(options, device))
+    options = to_device(options, device)
+    if down_format:
+        options |= dict(zip(("down_bits", "down_group_size", "down_mode"), down_format, strict=True))
+    out = moe_experts_quantized(x, *placed, ids, weights, *format, **options)
     assert_close(out, expected)
 
 

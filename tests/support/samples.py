@@ -40,10 +40,10 @@ def sample_arguments(device: str, dtype: torch.dtype) -> dict[str, dict]:
     slots = {"slots": values(T, K, H), "weights": weights}
     format = {"bits": 4, "group_size": 32, "mode": "affine"}
 
-    def affine(prefix, rows, columns):
-        groups = (E, rows, columns // 32)
+    def affine(prefix, rows, columns, experts=(E,)):
+        groups = (*experts, rows, columns // 32)
         return {
-            f"{prefix}packed": integers(2**31, E, rows, columns // 8, dtype=torch.int32),
+            f"{prefix}packed": integers(2**31, *experts, rows, columns // 8, dtype=torch.int32),
             f"{prefix}scales": values(*groups),
             f"{prefix}biases": values(*groups),
         }
@@ -93,6 +93,14 @@ def sample_arguments(device: str, dtype: torch.dtype) -> dict[str, dict]:
             "weights": weights,
             **format,
         },
+        "linear_quantized": {"x": values(T, H), **affine("", I, H, ()), "bias": values(I), **format},
+        "mlp_quantized": {
+            "x": values(T, H),
+            **affine("gate_up_", 2 * I, H, ()),
+            **affine("down_", H, I, ()),
+            **format,
+        },
+        "embedding_quantized": {"ids": ids, **affine("", E, H, ()), **format, "dtype": dtype},
     }
 
 
@@ -124,6 +132,8 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
         "weighted_sum_residual_stacked_": [{"residual_": values(H, T).t()}],
         "weighted_sum_residual_norm_stacked_": [{"residual_": values(H, T).t()}],
         "moe_weighted_reduce": [{"expert_out": values(T * K, H), **tail, "gate_is_logit": True}],
+        "linear_quantized": [{"x": strided, "bias": None}, {"x": values(2, 0, H)}],
+        "mlp_quantized": [{"residual": strided, "gate_up_bias": values(2 * I), "interleaved": True}],
         "moe_experts": [{**tail, "gate_up_bias": values(E, 2 * I), "interleaved": True}],
     }.get(name, [])
 
@@ -158,4 +168,5 @@ MODULES = (
     torch_moe_mps.ops.combine,
     torch_moe_mps.ops.experts,
     torch_moe_mps.ops.quantized,
+    torch_moe_mps.ops.linear,
 )

@@ -45,4 +45,7 @@ struct ExpertPlan {
 
 ExpertPlan plan_experts(const ExpertShape& shape);
 
+// A linear layer: one matrix for all tokens, in one dispatch.
+ExpertStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs);
+
 }  // namespace moe_mps

@@ -119,22 +119,44 @@ ExpertPlan plan_experts(const ExpertShape& shape) {
   return plan;
 }
 
+ExpertStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs) {
+  const ExpertShape shape{tokens, 1, 1, rows, outputs};
+  if (path_for(shape) != Path::kGemm) {
+    ExpertStep step = first_step(shape, path_for(shape));
+    step.grid.y = 1;
+    return step;
+  }
+  const int64_t tile_pairs = tokens <= 8 ? 8 : kTilePairs;
+  return {ExpertWork::kFirst,
+          c10::str("expert_gemm", tile_pairs),
+          {blocks(outputs, outputs_of_rows(shape, kGemmRows)), blocks(tokens, tile_pairs)},
+          -1,
+          kGemmSimdgroups * kSimdWidth};
+}
+
 namespace {
 
-// A line a dispatch: kernel, threadgroups (or which grid of the first dispatch), threads, threadgroup memory.
+// Kernel, threadgroups (or which grid of the first dispatch), threads, threadgroup memory.
+std::string line_of(const ExpertStep& step) {
+  std::string line = step.kernel + " grid ";
+  line += step.indirect >= 0 ? c10::str("of tiles, ", step.indirect)
+                             : c10::str(step.grid.x, "x", step.grid.y, "x", step.grid.z);
+  line += c10::str(" of ", step.threads);
+  if (step.memory > 0) line += c10::str(" with ", step.memory, " bytes");
+  return line;
+}
+
+std::string linear_line(int64_t tokens, int64_t rows, bool gated) {
+  return line_of(plan_linear(tokens, rows, gated ? rows / 2 : rows));
+}
+
+// A line a dispatch.
 std::vector<std::string> plan_lines(int64_t tokens, int64_t slots, int64_t experts, int64_t hidden,
                                     int64_t intermediate, bool gated, bool transposed) {
   ExpertShape shape{tokens, slots, experts, gated ? 2 * intermediate : intermediate, intermediate, hidden};
   shape.first_transposed = shape.second_transposed = transposed;
   std::vector<std::string> lines;
-  for (const ExpertStep& step : plan_experts(shape).steps) {
-    std::string line = step.kernel + " grid ";
-    line += step.indirect >= 0 ? c10::str("of tiles, ", step.indirect)
-                               : c10::str(step.grid.x, "x", step.grid.y, "x", step.grid.z);
-    line += c10::str(" of ", step.threads);
-    if (step.memory > 0) line += c10::str(" with ", step.memory, " bytes");
-    lines.push_back(line);
-  }
+  for (const ExpertStep& step : plan_experts(shape).steps) lines.push_back(line_of(step));
   return lines;
 }
 
@@ -145,4 +167,5 @@ TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   m.def("_plan(int tokens, int slots, int experts, int hidden, int intermediate, bool gated=True, "
         "bool transposed=False) -> str[]",
         &moe_mps::plan_lines);
+  m.def("_plan_linear(int tokens, int rows, bool gated=False) -> str", &moe_mps::linear_line);
 }

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "../shaders/params.h"
+#include "metal/encoder.h"
 #include "metal/library.h"
 
 namespace moe_mps {
@@ -35,6 +36,12 @@ struct ExpertSum {
   std::optional<at::Tensor> shared_gate, shared_out, residual;
   bool gate_is_logit;
 };
+
+// Adds to `commands`: out[T, outputs] = activation(x[T, inputs] times the matrix, of one expert) + residual.
+// The tensors are contiguous, x aligned, the matrix not empty.
+void add_linear(Commands& commands, const at::Tensor& x, const ExpertMatrix& matrix,
+                const Activation& activation, const std::optional<at::Tensor>& residual,
+                const at::Tensor& out);
 
 void warn_of_copy(const at::Tensor& weight);
 

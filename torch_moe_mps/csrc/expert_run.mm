@@ -58,26 +58,33 @@ struct Run {
   }
 };
 
-ExpertParams matmul_params(const Tensor& x, const ExpertMatrix& matrix, const Tensor& ids,
-                           const Activation& activation, bool x_per_pair) {
+// Of a matrix and what becomes of its products, whatever pairs there are.
+ExpertParams matrix_params(const Tensor& x, const ExpertMatrix& matrix, const Activation& activation) {
   ExpertParams params{};
-  params.tokens = ids.size(0);
-  params.slots = ids.size(1);
-  params.pairs = ids.numel();
   params.experts = matrix.experts;
   params.inputs = matrix.inputs;
   params.rows = matrix.rows;
   params.outputs = outputs_of(matrix.rows, activation);
   params.vectorised = matrix.inputs % 16 == 0 && is_aligned(x) && is_aligned(matrix.packed);
-  params.wide_ids = ids.scalar_type() == at::kLong;
-  params.x_per_pair = x_per_pair;
-  params.units_are_experts = ids.numel() > matrix.experts;
   params.row_layout = activation.row_layout;
   params.activation = activation.kind;
   params.has_bias = matrix.bias.has_value();
   params.bias_dtype = matrix.bias ? dtype_code(*matrix.bias) : DTYPE_FLOAT;
   params.alpha = activation.alpha;
   params.limit = activation.limit;
+  return params;
+}
+
+ExpertParams matmul_params(const Tensor& x, const ExpertMatrix& matrix, const Tensor& ids,
+                           const Activation& activation, bool x_per_pair) {
+  ExpertParams params = matrix_params(x, matrix, activation);
+  params.tokens = ids.size(0);
+  params.slots = ids.size(1);
+  params.pairs = ids.numel();
+  params.has_ids = 1;
+  params.wide_ids = ids.scalar_type() == at::kLong;
+  params.x_per_pair = x_per_pair;
+  params.units_are_experts = ids.numel() > matrix.experts;
   return params;
 }
 
@@ -118,7 +125,7 @@ void add_matmul(Commands& commands, const Run& run, const ExpertStep& step, cons
   ExpertParams params = matmul_params(x, matrix, run.ids, activation, x_per_pair);
   params.writes_tiles = !is_last;
   Command& command = commands.add(matrix.library, step.kernel);
-  bind_matmul(command, x, matrix, run.ids, out).params(params);
+  bind_matmul(command, x, matrix, run.ids, out).bind(x).params(params);  // x stands in for a residual
   run.launch(run.bind_buckets(command), step);
 }
 
@@ -142,6 +149,19 @@ void add_combine(Commands& commands, const Run& run, const ExpertStep& step, con
 }
 
 }  // namespace
+
+void add_linear(Commands& commands, const Tensor& x, const ExpertMatrix& matrix, const Activation& activation,
+                const std::optional<Tensor>& residual, const Tensor& out) {
+  ExpertParams params = matrix_params(x, matrix, activation);
+  params.tokens = params.pairs = x.size(0);
+  params.slots = params.x_per_pair = 1;
+  params.has_residual = residual.has_value();
+  const ExpertStep step = plan_linear(x.size(0), params.rows, params.outputs);
+  Command& command = commands.add(matrix.library, step.kernel);
+  bind_matmul(command, x, matrix, x, out).bind_or(residual, x).params(params);
+  if (step.kernel != "expert_rows") command.bind(x).bind(x);  // for lists of pairs, which are not read
+  command.threadgroups(step.grid, {NSUInteger(step.threads)});
+}
 
 Activation activation_of(std::string_view name, std::optional<double> alpha, std::optional<double> limit,
                          bool gated, bool interleaved) {

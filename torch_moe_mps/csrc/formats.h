@@ -3,6 +3,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -17,6 +18,10 @@ struct WeightFormat {
   int64_t group_size;
 
   std::string name() const;  // "affine4_64", "mxfp4"
+
+  // The same but for what is given; another mode starts from its defaults.
+  WeightFormat replaced(std::optional<int64_t> bits_, std::optional<int64_t> group_size_,
+                        std::optional<std::string_view> mode_) const;
 };
 
 const std::vector<WeightFormat>& all_formats();

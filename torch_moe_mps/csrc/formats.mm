@@ -19,6 +19,23 @@ std::string WeightFormat::name() const {
   return mode == "affine" ? c10::str(mode, bits, "_", group_size) : mode;
 }
 
+WeightFormat WeightFormat::replaced(std::optional<int64_t> bits_, std::optional<int64_t> group_size_,
+                                    std::optional<std::string_view> mode_) const {
+  WeightFormat other = *this;
+  if (mode_ && *mode_ != mode) {
+    if (*mode_ == "affine") {
+      other = {"affine", 4, 64};
+    } else {
+      for (const WeightFormat& format : all_formats()) {
+        if (format.mode == *mode_) other = format;
+      }
+    }
+  }
+  other.bits = bits_.value_or(other.bits);
+  other.group_size = group_size_.value_or(other.group_size);
+  return other;
+}
+
 const std::vector<WeightFormat>& all_formats() {
   static const auto* const formats = [] {
     auto* list = new std::vector<WeightFormat>{{"mxfp4", 4, 32}, {"mxfp8", 8, 32}, {"nvfp4", 4, 16}};

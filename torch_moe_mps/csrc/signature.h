@@ -19,6 +19,7 @@ class Signature {
   void append(const at::Tensor& tensor);
   void append(std::string_view text);
   void append(double value) { append_bytes(&value, sizeof(value)); }
+  void append(c10::ScalarType value) { append(static_cast<int64_t>(value)); }
   void append(int64_t value) { append_bytes(&value, sizeof(value)); }
   void append(bool value) { key_ += value ? '1' : '0'; }
   template <class T>

@@ -48,7 +48,7 @@ def requested_format(bits: int | None, group_size: int | None, mode: str | None)
 
 
 class QuantizedWeight(NamedTuple):
-    """packed [..., R, C * bits / 32] uint32; scales, biases [..., R, C / group_size]; mode affine has biases."""
+    """packed [..., R, C * bits / 32] uint32; scales, biases [..., R, C / group_size], or no biases."""
 
     packed: Tensor
     scales: Tensor

@@ -122,6 +122,18 @@ inline float load_one(device const uchar* source, uint dtype, ulong index) {
   return dtype == DTYPE_HALF ? float(as_type<half>(bits)) : as_type<float>(uint(bits) << 16);
 }
 
+// To a tensor whose dtype is a run-time parameter.
+template <int N>
+inline void store_any(device uchar* target, uint dtype, ulong index, Pack<N> pack) {
+  if (dtype == DTYPE_FLOAT) {
+    store_pack(reinterpret_cast<device float*>(target) + index, pack);
+  } else if (dtype == DTYPE_HALF) {
+    store_pack(reinterpret_cast<device half*>(target) + index, pack);
+  } else {
+    store_pack(reinterpret_cast<device bfloat*>(target) + index, pack);
+  }
+}
+
 template <int N>
 inline float sum_of_squares(Pack<N> pack) {
   float sum = 0.0f;

@@ -42,6 +42,8 @@ GEOMETRY kDownSimdgroups = 8;
 GEOMETRY kMaxFewPairs = 512;      // their terms lie in threadgroup memory
 GEOMETRY kColumnSimdgroups = 16;  // transposed weights
 
+GEOMETRY kEmbeddingThreads = 128;
+
 // Many tokens: matrix products
 GEOMETRY kTilePairs = 32;
 GEOMETRY kGemmRows = 128;  // of a threadgroup

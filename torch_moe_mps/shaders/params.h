@@ -133,7 +133,8 @@ struct IdsTpeParams {
 #define ROWS_HALVES 1       // gates in rows 0 .. I - 1, ups in rows I .. 2I - 1
 #define ROWS_INTERLEAVED 2  // gate0, up0, gate1, up1, ...
 
-// One expert matmul. Pair p = token * slots + slot.
+// One matmul of experts. Pair p = token * slots + slot. Or of a linear layer, one matrix for all tokens: pair
+// p is token p.
 struct ExpertParams {
   uint32_t tokens;
   uint32_t slots;
@@ -143,6 +144,7 @@ struct ExpertParams {
   uint32_t rows;               // rows of an expert's matrix
   uint32_t outputs;            // of one pair, after the activation
   uint32_t vectorised;         // rows of x and of a dense matrix are whole vectors: multiples of 16 elements
+  uint32_t has_ids;            // else every pair is of expert 0
   uint32_t wide_ids;           // ids are int64
   uint32_t x_per_pair;         // x has a row for each pair, else for each token
   uint32_t units_are_experts;  // units of the grid are experts, else pairs
@@ -151,6 +153,7 @@ struct ExpertParams {
   uint32_t activation;
   uint32_t bias_dtype;
   uint32_t has_bias;
+  uint32_t has_residual;
   float alpha;
   float limit;
 };
@@ -168,4 +171,10 @@ struct ExpertCombineParams {
 struct ExpertDownParams {
   ExpertParams matmul;
   ExpertCombineParams combine;
+};
+
+// Rows of a matrix: `experts` are its rows, `pairs` the ids.
+struct EmbeddingParams {
+  ExpertParams matrix;
+  uint32_t out_dtype;
 };

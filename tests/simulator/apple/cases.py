@@ -93,7 +93,7 @@ def _format_arguments(format_name: str) -> tuple:
 
 
 def ours(shape: Shape, format_name: str, dtype: str, tokens: int, limit: Limit = DEFAULT_LIMIT) -> list[Row]:
-    """What `moe_experts*` or, for one matrix alone, `expert_*mm` of the package dispatches."""
+    """What `moe_experts*`, or for one matrix `linear_quantized` and `expert_mm`, of the package dispatch."""
     ids = routing(shape, tokens)
     x = torch.randn(tokens, shape.hidden).to(DTYPES[dtype]).to("mps")
     placed = torch.from_numpy(ids).to("mps")
@@ -126,8 +126,10 @@ def _alone(shape: Shape, format_name: str, dtype: str, x, placed, ids: np.ndarra
         )
     }
     format_ = _format_arguments(format_name)
-    operator = torch.ops.moe_mps.expert_qmm if format_ else torch.ops.moe_mps.expert_mm
-    return functools.partial(operator, x, *weight, placed, *format_), work
+    if not format_:
+        return functools.partial(torch.ops.moe_mps.expert_mm, x, *weight, placed), work
+    matrix = [None if part is None else part[0] for part in weight]
+    return functools.partial(torch.ops.moe_mps.linear_quantized, x, *matrix, None, *format_), work
 
 
 # MLX -------------------------------------------------------------------------------------------------

@@ -61,8 +61,8 @@ template <typename T>
     up = column_dot(weights, input, second, simdgroup, params.inputs);
     up = sum_over_simdgroups(up, partials, lane, simdgroup);
   }
-  const float value = finished_output(own, up, bias, expert, safe, params);
-  if (stores) out[target] = T(value);
+  const Outputs<T> outputs = {bias, residual, out};
+  if (stores) outputs.store(own, up, pair, expert, output, params);
 }
 
 // Grid: (blocks of 32 outputs, tokens).

@@ -8,6 +8,7 @@ inline uint expert_of_words(uint low, uint high, constant ExpertParams& params) 
 }
 
 inline uint expert_of(device const int* ids, uint pair, constant ExpertParams& params) {
+  if (params.has_ids == 0) return 0;
   if (params.wide_ids == 0) return expert_of_words(uint(ids[pair]), 0, params);
   return expert_of_words(uint(ids[2 * pair]), uint(ids[2 * pair + 1]), params);
 }
@@ -40,7 +41,8 @@ inline uint dtype_of() {
       device const uchar *scales [[buffer(2)]], device const uchar *biases [[buffer(3)]], \
       device const int *ids [[buffer(4)]], device const uchar *bias [[buffer(5)]],        \
       device T *out [[buffer(6)]]
-#define EXPERT_ROWS_BUFFERS(T) EXPERT_BUFFERS(T), constant ExpertParams& params [[buffer(7)]]
+#define EXPERT_ROWS_BUFFERS(T) \
+  EXPERT_BUFFERS(T), device const T *residual [[buffer(7)]], constant ExpertParams &params [[buffer(8)]]
 #define EXPERT_DOWN_BUFFERS(T)                                                                     \
   EXPERT_BUFFERS(T), device const uchar *routing [[buffer(7)]],                                    \
       device const uchar *shared_gate [[buffer(8)]], device const uchar *shared_out [[buffer(9)]], \

@@ -19,6 +19,21 @@ inline float finished_output(float own, float up, device const uchar* bias, uint
                           with_bias(up, bias, expert, weight_row(output, 1, params), params), params);
 }
 
+// Where the outputs of a matmul go, and what comes on top of them.
+template <typename T>
+struct Outputs {
+  device const uchar* bias;
+  device const T* residual;
+  device T* out;
+
+  void store(float own, float up, uint pair, uint expert, uint output, constant ExpertParams& params) const {
+    const ulong index = ulong(pair) * params.outputs + output;
+    float value = finished_output(own, up, bias, expert, output, params);
+    if (params.has_residual != 0) value += float(residual[index]);
+    out[index] = T(value);
+  }
+};
+
 // A token's experts are done: the shared expert and the residual come on top.
 inline float combined(float sum, uint token, uint column, uint columns, device const uchar* shared_gate,
                       device const uchar* shared_out, device const uchar* residual, uint dtype,

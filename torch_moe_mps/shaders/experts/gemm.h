@@ -30,6 +30,16 @@ struct MatrixPlace {
   MatrixPlace(uint lane) : row((lane / 16 * 4) + lane / 2 % 4), quarter(lane / 8 % 2 * 2 + lane % 2) {}
 };
 
+// The pairs of a tile: some of a list, or without one those from `first` on.
+struct TilePairs {
+  device const int* list;
+  uint first;
+  uint count;
+  bool listed;
+
+  uint at(uint index) const { return listed ? uint(list[first + index]) : first + index; }
+};
+
 // The work of a threadgroup: kGemmRows rows times the inputs of up to 8 * kPairTiles pairs. The loop over the
 // inputs has no branches: fragments past the last pair are left out by choosing a smaller kPairTiles.
 template <typename W, int kPairTiles>
@@ -79,12 +89,11 @@ struct Tile {
     uint pair;    // of the first share
     uint target;  // its place in the tile
 
-    Inputs(device const T* x, device const int* order, uint count, uint thread_index,
-           constant ExpertParams& params)
+    Inputs(device const T* x, TilePairs pairs, uint thread_index, constant ExpertParams& params)
         : first(8 * (thread_index % kOctets)), pair(thread_index / kOctets) {
       target = (tile_row(first % W::kTileValues) + 2 * (first / W::kTileValues)) * kStride + pair;
       UNROLL for (int share = 0; share < kShares; ++share) {
-        const uint row = input_row(uint(order[min(pair + share * kPairsApart, count - 1)]), params);
+        const uint row = input_row(pairs.at(min(pair + share * kPairsApart, pairs.count - 1)), params);
         sources[share] = x + ulong(row) * params.inputs;
       }
     }
@@ -147,9 +156,8 @@ struct Tile {
 
     // Bias, activation and the store to the pairs' rows of `out`, eight pairs at a time, through the
     // simdgroup's part of `memory`: so that the activation's code is there once for each of them.
-    void store(threadgroup float* memory, device const int* order, uint count, device const uchar* bias,
-               uint expert, uint first, MatrixPlace place, uint lane, device T* out,
-               constant ExpertParams& params) const {
+    void store(threadgroup float* memory, TilePairs pairs, Outputs<T> out, uint expert, uint first,
+               MatrixPlace place, uint lane, constant ExpertParams& params) const {
       constexpr uint kRows = 8 * kRowTiles;
       const bool plain = params.row_layout == ROWS_PLAIN;
       const uint outputs = outputs_of_rows(kRows, params), local = lane % outputs, output = first + local;
@@ -163,22 +171,21 @@ struct Tile {
           }
         }
         simdgroup_barrier(mem_flags::mem_threadgroup);
-        for (uint pair = lane / outputs; pair < min(8u, count - 8 * p); pair += kSimdWidth / outputs) {
+        for (uint pair = lane / outputs; pair < min(8u, pairs.count - 8 * p); pair += kSimdWidth / outputs) {
           if (output >= params.outputs) continue;
           threadgroup const float* sum = own + pair * kRows;
-          out[ulong(order[8 * p + pair]) * params.outputs + output] =
-              T(finished_output(sum[0], plain ? 0.0f : sum[8], bias, expert, output, params));
+          out.store(sum[0], plain ? 0.0f : sum[8], pairs.at(8 * p + pair), expert, output, params);
         }
       }
     }
   };
 
-  static void run(W weights, device const T* x, device const int* order, uint count, device const uchar* bias,
-                  uint expert, uint first, threadgroup F* tile, uint thread_index, uint lane, uint simdgroup,
-                  device T* out, constant ExpertParams& params) {
+  static void run(W weights, device const T* x, TilePairs pairs, Outputs<T> out, uint expert, uint first,
+                  threadgroup F* tile, uint thread_index, uint lane, uint simdgroup,
+                  constant ExpertParams& params) {
     const MatrixPlace place(lane);
     Rows rows(weights, first, place, params);
-    const Inputs inputs(x, order, count, thread_index, params);
+    const Inputs inputs(x, pairs, thread_index, params);
     Sums sums;
     for (uint depth = 0; depth < params.inputs; depth += kDepth) {
       rows.load(weights, depth + place.quarter * W::kTileValues, params.inputs);
@@ -189,16 +196,16 @@ struct Tile {
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tile has been read
     threadgroup float* memory = reinterpret_cast<threadgroup float*>(tile) + simdgroup * 64 * kRowTiles;
-    sums.store(memory, order, count, bias, expert, first, place, lane, out, params);
+    sums.store(memory, pairs, out, expert, first, place, lane, params);
   }
 };
 
 // Grid: (blocks of rows, tiles). A tile, from moe_bucket, is (expert, first position in pair_order, pairs),
-// with expert -1 for pairs without an expert, whose outputs become zero.
+// with expert -1 for pairs without an expert, whose outputs become zero. Without ids tiles follow each other.
 template <typename W, int kPairTiles>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void expert_gemm(
-    EXPERT_ROWS_BUFFERS(typename W::Element), device const int* pair_order [[buffer(8)]],
-    device const int4* tiles [[buffer(9)]], uint2 group [[threadgroup_position_in_grid]],
+    EXPERT_ROWS_BUFFERS(typename W::Element), device const int* pair_order [[buffer(9)]],
+    device const int4* tiles [[buffer(10)]], uint2 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef Tile<W, kPairTiles> Largest;
@@ -208,25 +215,26 @@ template <typename W, int kPairTiles>
   threadgroup typename Largest::F* input_tile = reinterpret_cast<threadgroup typename Largest::F*>(memory);
   const uint block = outputs_of_rows(kGemmRows, params);
   const uint first_of_group = group.x * block, first = first_of_group + simdgroup * block / kGemmSimdgroups;
-  const int4 tile = tiles[group.y];
-  const uint count = tile.z;
-  device const int* order = pair_order + tile.y;
-  if (count == 0) return;
+  const bool listed = params.has_ids != 0;
+  int4 tile = int4(0, int(group.y) * Largest::kPairs, Largest::kPairs, 0);
+  if (listed) tile = tiles[group.y];
+  const TilePairs pairs = {pair_order, uint(tile.y), min(uint(tile.z), params.pairs - uint(tile.y)), listed};
+  if (pairs.count == 0) return;
   if (tile.x < 0) {
     const uint columns = min(block, params.outputs - first_of_group);
-    for (uint i = thread_index; i < count * columns; i += Largest::kThreads) {
-      out[ulong(order[i / columns]) * params.outputs + first_of_group + i % columns] = 0;
+    for (uint i = thread_index; i < pairs.count * columns; i += Largest::kThreads) {
+      out[ulong(pairs.at(i / columns)) * params.outputs + first_of_group + i % columns] = 0;
     }
     return;
   }
   const W weights(packed, scales, biases, uint(tile.x), params);
-#define RUN_TILE(pair_tiles)                                                                    \
-  if constexpr (pair_tiles <= kPairTiles) {                                                     \
-    if (pair_tiles == kPairTiles || count <= 8 * pair_tiles) {                                  \
-      Tile<W, pair_tiles>::run(weights, x, order, count, bias, uint(tile.x), first, input_tile, \
-                               thread_index, lane, simdgroup, out, params);                     \
-      return;                                                                                   \
-    }                                                                                           \
+#define RUN_TILE(pair_tiles)                                                                              \
+  if constexpr (pair_tiles <= kPairTiles) {                                                               \
+    if (pair_tiles == kPairTiles || pairs.count <= 8 * pair_tiles) {                                      \
+      Tile<W, pair_tiles>::run(weights, x, pairs, {bias, residual, out}, uint(tile.x), first, input_tile, \
+                               thread_index, lane, simdgroup, params);                                    \
+      return;                                                                                             \
+    }                                                                                                     \
   }
   RUN_TILE(1)
   RUN_TILE(2)

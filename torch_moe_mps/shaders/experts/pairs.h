@@ -56,7 +56,14 @@ inline PairList list_pairs(device const int* ids, uint expert, threadgroup ushor
 // them.
 inline PairList pairs_of_unit(device const int* ids, uint unit, threadgroup ushort* members, uint lane,
                               uint simdgroup, constant ExpertParams& params) {
-  const PairList none = {params.experts, 0, 0, 0};
+  const PairList none = {params.experts, 0, 0, 0}, all = {0, params.pairs, 0, 0};
+  if (params.has_ids == 0) {
+    if (simdgroup == 0) {
+      for (uint pair = lane; pair < params.pairs; pair += kSimdWidth) members[pair] = ushort(pair);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    return all;
+  }
   const bool units_are_experts = params.units_are_experts != 0;
   const bool sentinels = unit == (units_are_experts ? params.experts : params.pairs);
   uint expert = params.experts;

@@ -6,8 +6,8 @@
 
 // Stores what a lane's rows give for M pairs, the outputs shared out among the lanes that have them all.
 template <typename T, int R, int M>
-inline void store_outputs(Dots<R, M> dots, PairSet<M> pairs, uint count, device const uchar* bias,
-                          uint expert, uint first, uint lane, device T* out, constant ExpertParams& params) {
+inline void store_outputs(Dots<R, M> dots, PairSet<M> pairs, uint count, Outputs<T> out, uint expert,
+                          uint first, uint lane, constant ExpertParams& params) {
   const uint outputs = outputs_of_rows(R, params), rows_of_output = R / outputs;
   for (uint item = lane % kRowLanes; item < outputs * M; item += kRowLanes) {
     const uint m = item / outputs, local = item % outputs;
@@ -15,21 +15,19 @@ inline void store_outputs(Dots<R, M> dots, PairSet<M> pairs, uint count, device 
     if (m >= count || output >= params.outputs) continue;
     const float own = picked(dots, rows_of_output * local, m);
     const float up = rows_of_output == 2 ? picked(dots, 2 * local + 1, m) : 0.0f;
-    out[ulong(pairs.at(m)) * params.outputs + output] =
-        T(finished_output(own, up, bias, expert, output, params));
+    out.store(own, up, pairs.at(m), expert, output, params);
   }
 }
 
 // M pairs of one expert, `count` of which exist.
 template <typename W, int R, int M>
 inline void rows_of_pairs(W weights, RowSet<R> rows, PairSet<M> pairs, uint count,
-                          device const typename W::Element* x, device const uchar* bias, uint expert,
-                          uint first, uint lane, device typename W::Element* out,
-                          constant ExpertParams& params) {
+                          device const typename W::Element* x, Outputs<typename W::Element> out, uint expert,
+                          uint first, uint lane, constant ExpertParams& params) {
   Sources<M> sources;
   UNROLL for (int m = 0; m < M; ++m) sources.v[m] = input_row(pairs.v[m], params) * params.inputs;
   const Dots<R, M> dots = row_dots<W, R, M>(weights, rows, x, sources, lane, params);
-  store_outputs(dots, pairs, count, bias, expert, first, lane, out, params);
+  store_outputs(dots, pairs, count, out, expert, first, lane, params);
 }
 
 // Each pair reads its expert's rows by itself: one token, or any number of them, slowly. Grid: (blocks of
@@ -50,16 +48,16 @@ template <typename W, int R>
   }
   const W weights(packed, scales, biases, expert, params);
   const PairSet<1> pairs = {{pair}};
-  rows_of_pairs<W, R, 1>(weights, rows_of_lane<R>(first, lane, params), pairs, 1, x, bias, expert, first,
-                         lane, out, params);
+  rows_of_pairs<W, R, 1>(weights, rows_of_lane<R>(first, lane, params), pairs, 1, x, {bias, residual, out},
+                         expert, first, lane, params);
 }
 
 // A threadgroup takes rows of one expert and every pair that chose it, so that memory gives the rows once.
 // Grid: (blocks of rows, units and one more for the sentinels).
 template <typename W>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void expert_rows_few(
-    EXPERT_ROWS_BUFFERS(typename W::Element), device int* pair_order [[buffer(8)]],
-    device int4* tiles [[buffer(9)]], uint2 group [[threadgroup_position_in_grid]],
+    EXPERT_ROWS_BUFFERS(typename W::Element), device int* pair_order [[buffer(9)]],
+    device int4* tiles [[buffer(10)]], uint2 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename W::Element T;
@@ -84,15 +82,16 @@ template <typename W>
   if (first >= params.outputs) return;
   const W weights(packed, scales, biases, list.expert, params);
   const RowSet<R> rows = rows_of_lane<R>(first, lane, params);
+  const Outputs<T> outputs = {bias, residual, out};
   for (uint start = 0; start < list.count;) {
     const uint left = list.count - start;
     if (W::kPairs > 1 && left > 1) {
       rows_of_pairs<W, R, W::kPairs>(weights, rows, list.template some<W::kPairs>(members, start), left, x,
-                                     bias, list.expert, first, lane, out, params);
+                                     outputs, list.expert, first, lane, params);
       start += W::kPairs;
     } else {
-      rows_of_pairs<W, R, 1>(weights, rows, list.template some<1>(members, start), left, x, bias, list.expert,
-                             first, lane, out, params);
+      rows_of_pairs<W, R, 1>(weights, rows, list.template some<1>(members, start), left, x, outputs,
+                             list.expert, first, lane, params);
       start += 1;
     }
   }

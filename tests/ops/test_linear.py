@@ -1,0 +1,419 @@
+"""linear_quantized, mlp_quantized and embedding_quantized against float64, and against MLX."""
+
+import math
+import textwrap
+from random import Random
+
+import expecttest
+import numpy as np
+import pytest
+import torch
+from support.expert_layers import messages, random
+from support.layouts import LAYOUTS, lay
+from support.oracles import assert_rounded, exact
+from support.oracles_experts import Estimate, activate, assert_close, multiply, roundoff
+from support.quantized_layers import ALL_FORMATS, dense, name_of, place, random_quantized
+
+from torch_moe_mps.ops import linear
+from torch_moe_mps.ops.linear import embedding_quantized, linear_quantized, mlp_quantized
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# One token, a few by dot products, and matrix products of one tile, of two, and of one that is not full.
+TOKENS = (1, 2, 5, 6, 9, 33)
+IDS = (torch.int32, torch.int64)
+
+
+def random_matrix(rows, columns, format, dtype, seed):
+    """packed, scales, biases of [rows, columns]."""
+    return [
+        None if tensor is None else tensor[0]
+        for tensor in random_quantized(1, rows, columns, format, dtype, seed)
+    ]
+
+
+def exactly(x):
+    return Estimate(exact(x), np.zeros(x.shape))
+
+
+def product(x: Estimate, weight, format, bias, dtype) -> Estimate:
+    out = multiply(x, dense(weight, format), dtype, rounded_weight=True)
+    if bias is None:
+        return out
+    value = out.value + exact(bias)
+    return Estimate(value, out.deviation + roundoff(dtype) * abs(value))
+
+
+def check_linear(device, shape, format, dtype, seed, *, scale_dtype=None, bias=False, layout="contiguous"):
+    """`shape`: leading dimensions of x, C, N."""
+    *leading, columns, rows = shape
+    weight = random_matrix(rows, columns, format, scale_dtype or dtype, seed)
+    x = random((*leading, columns), dtype, seed + 5)
+    bias = random((rows,), DTYPES[seed % 3], seed + 6) if bias else None
+    expected = product(exactly(x.reshape(-1, columns)), weight, format, bias, dtype)
+    out = linear_quantized(
+        lay(x, layout, device),
+        *place(weight, device, layout),
+        None if bias is None else lay(bias, layout, device),
+        *format,
+    )
+    assert out.dtype == dtype and out.shape == (*leading, rows)
+    assert_close(out.reshape(-1, rows), expected)
+
+
+def check_mlp(device, shape, format, dtype, seed, *, down_format=None, scale_dtype=None, **options):
+    """`shape`: T, H, I. The tensors among the options are on the CPU."""
+    tokens, hidden, intermediate = shape
+    gated, down_format = options.get("gated", True), down_format or format
+    rows, scale_dtype = 2 * intermediate if gated else intermediate, scale_dtype or dtype
+    gate_up = random_matrix(rows, hidden, format, scale_dtype, seed)
+    down = random_matrix(hidden, intermediate, down_format, scale_dtype, seed + 3)
+    x = random((tokens, hidden), dtype, seed + 6)
+    inner = product(exactly(x), gate_up, format, options.get("gate_up_bias"), dtype)
+    expected = product(activate(inner, options, dtype), down, down_format, options.get("down_bias"), dtype)
+    if "residual" in options:
+        expected = Estimate(expected.value + exact(options["residual"]), expected.deviation)
+    options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    if down_format != format:
+        options |= dict(zip(("down_bits", "down_group_size", "down_mode"), down_format, strict=True))
+    out = mlp_quantized(x.to(device), *place(gate_up, device), *place(down, device), *format, **options)
+    assert_close(out, expected)
+
+
+@pytest.mark.parametrize("format", ALL_FORMATS, ids=name_of)
+def test_every_format(device, format):
+    """Each with one dtype; the others in the sweep. Odd numbers of outputs, all kernels."""
+    dtype = DTYPES[ALL_FORMATS.index(format) % 3]
+    columns = 3 * max(format[1], 32)
+    for i, tokens in enumerate((1, 3, 7, 34)):
+        check_linear(device, (tokens, columns, 2 * columns - 7), format, dtype, i, bias=i % 2 == 1)
+    check_mlp(device, (1, columns, 2 * max(format[1], 32)), format, dtype, 5)
+    weight = random_matrix(11, columns, format, dtype, 6)
+    ids = torch.tensor([[10, 0, 3], [-1, 11, 5]])
+    check_embedding(device, weight, ids, format, dtype)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens(device, dtype, tokens):
+    """Outputs that fill a block of rows, are one more, and are one alone; leading dimensions."""
+    for i, (columns, rows) in enumerate(((64, 128), (192, 129), (320, 1), (64, 16), (128, 33))):
+        check_linear(device, (tokens, columns, rows), (4, 64, "affine"), dtype, i, bias=i % 2 == 0)
+    check_linear(device, (64, 40), (4, 64, "affine"), dtype, 7)
+    check_linear(device, (2, tokens, 1, 64, 40), (4, 64, "affine"), dtype, 8)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(device, layout):
+    for tokens in (1, 3, 8):
+        check_linear(
+            device, (tokens, 128, 40), (4, 32, "affine"), torch.float16, tokens, bias=True, layout=layout
+        )
+    weight = random_matrix(20, 128, (4, 32, "affine"), torch.float16, 1)
+    ids = torch.tensor([[3, 19], [0, 7]])
+    check_embedding(device, weight, ids, (4, 32, "affine"), torch.float16, layout)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_scales_beyond_the_dtype_of_the_activations(device, tokens):
+    check_linear(
+        device, (tokens, 128, 40), (4, 64, "affine"), torch.float16, 3, scale_dtype=torch.float32, bias=True
+    )
+    check_mlp(device, (tokens, 64, 64), (4, 64, "affine"), torch.float16, 4, scale_dtype=torch.float32)
+
+
+OPTIONS = (
+    {"activation": "swiglu_oai", "interleaved": True},
+    {"activation": "gelu_tanh"},
+    {"activation": "relu2", "gated": False},
+    {"activation": "silu_clamped", "limit": 0.5},
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options["activation"])
+def test_mlp(device, options):
+    """Biases, a residual, and a down projection of another format."""
+    for i, (tokens, dtype) in enumerate(zip((1, 4, 12), DTYPES, strict=True)):
+        rows = 96 * (1 + options.get("gated", True))
+        around = {
+            "gate_up_bias": random((rows,), torch.float32, 20 + i),
+            "down_bias": random((64,), dtype, 30 + i),
+            "residual": random((tokens, 64), dtype, 40 + i),
+        }
+        format = (4, 64, "affine")
+        check_mlp(device, (tokens, 64, 96), (4, 32, "affine"), dtype, i, **options, **around)
+        check_mlp(device, (tokens, 64, 64), format, dtype, i, down_format=(6, 64, "affine"), **options)
+        check_mlp(device, (tokens, 64, 64), format, dtype, i, down_format=(4, 32, "mxfp4"), **options)
+
+
+def check_embedding(device, weight, ids, format, dtype, layout="contiguous"):
+    values = dense(weight, format)
+    inside = (ids >= 0) & (ids < len(values))
+    expected = np.where(inside[..., None], values[ids.clamp(0, len(values) - 1)], 0.0)
+    for ids_dtype, out_dtype in zip((*IDS, torch.int32), DTYPES, strict=True):
+        placed, indices = place(weight, device, layout), lay(ids.to(ids_dtype), layout, device)
+        out = embedding_quantized(indices, *placed, *format, out_dtype)
+        assert out.dtype == out_dtype and out.is_contiguous()
+        # In 16 bit the kernels take an offset of up to 2^10 off the codes along with the bias: see formats.h.
+        magnitude = 2.0**10 * abs(exact(weight[1])).max() if format[2] == "affine" else 0.0
+        assert_rounded(out, expected, magnitude, 4)
+
+
+def test_embedding(device):
+    """An id outside reads nothing; any shape of ids; no ids."""
+    format = (6, 64, "affine")
+    weight = random_matrix(40, 320, format, torch.bfloat16, 0)
+    for ids in (torch.tensor([7]), torch.arange(-2, 43), torch.tensor([[[2**31 - 1, -(2**31), 39, 0]]])):
+        check_embedding(device, weight, ids, format, torch.bfloat16)
+    wide = torch.tensor([2**32 + 3, 3], device=device)
+    out = embedding_quantized(wide, *place(weight, device), *format, torch.float16).cpu()
+    assert (out[0] == 0).all() and (out[1] != 0).any()
+    none = torch.zeros(0, 2, dtype=torch.int32, device=device)
+    assert embedding_quantized(none, *place(weight, device), *format, torch.float32).shape == (0, 2, 320)
+
+
+def test_empty(device):
+    format = (4, 32, "affine")
+    weight, down = (place(random_matrix(64, 32, format, torch.float32, seed), device) for seed in (0, 1))
+    x = torch.zeros(2, 0, 32, device=device)
+    assert linear_quantized(x, *weight, None, *format).shape == (2, 0, 64)
+    nothing = [tensor[:0] for tensor in weight]
+    assert linear_quantized(x.new_ones(3, 32), *nothing, None, *format).shape == (3, 0)
+    bias = torch.arange(64.0, device=device)
+    narrow = [tensor[:, :0] for tensor in weight]
+    out = linear_quantized(x.new_ones(3, 0), *narrow, bias, *format)
+    assert torch.equal(out.cpu(), torch.arange(64.0).expand(3, 64))
+    gate_up = [tensor[:0] for tensor in weight]
+    down = [tensor[:32, :0] for tensor in down]
+    out = mlp_quantized(x.new_ones(3, 32), *gate_up, *down, *format, down_bias=bias[:32])
+    assert torch.equal(out.cpu(), torch.arange(32.0).expand(3, 32))
+    assert mlp_quantized(x, *gate_up, *down, *format).shape == (2, 0, 32)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_infinite_input(device, tokens):
+    """It leaves no finite output of its own token, and the other tokens alone."""
+    format = (4, 32, "affine")
+    weight = random_matrix(33, 64, format, torch.float16, 1)
+    x = random((tokens, 64), torch.float16, 2)
+    x[0, 5] = torch.inf
+    out = linear_quantized(x.to(device), *place(weight, device), None, *format).cpu()
+    assert not out[0][torch.as_tensor(dense(weight, format)[:, 5] != 0)].isfinite().any()
+    assert_close(out[1:], product(exactly(x[1:]), weight, format, None, torch.float16))
+
+
+@pytest.mark.one_schedule
+def test_the_same_bits_every_time(device, every_order):
+    format = (4, 32, "affine")
+    weight = place(random_matrix(70, 192, format, torch.float32, 0), device)
+    for tokens in (1, 4, 20):
+        x = random((tokens, 192), torch.float32, 1).to(device)
+        first, *others = [linear_quantized(x, *weight, None, *format).cpu() for _ in every_order()]
+        assert all(torch.equal(other, first) for other in others)
+
+
+def test_rows_of_several_layers_are_one_call(device):
+    """Concatenated rows give what the layers give one by one, bit for bit."""
+    format = (4, 64, "affine")
+    layers = [random_matrix(rows, 128, format, torch.float16, rows) for rows in (32, 16, 48)]
+    together = [
+        torch.cat([w.view(torch.int32) if w.dtype == torch.uint32 else w for w in parts])
+        for parts in zip(*layers, strict=True)
+    ]
+    for tokens in (1, 3, 8):
+        x = random((tokens, 128), torch.float16, 1).to(device)
+        apart = [linear_quantized(x, *place(layer, device), None, *format) for layer in layers]
+        out = linear_quantized(x, *place(together, device), None, *format)
+        assert torch.equal(out.cpu(), torch.cat(apart, -1).cpu())
+
+
+def test_the_reference_dequantises_some_rows_at_a_time(monkeypatch):
+    format = (5, 64, "affine")
+    weight, x = random_matrix(23, 128, format, torch.float32, 0), random((4, 128), torch.float32, 1)
+    whole = linear_quantized(x, *weight, None, *format)
+    monkeypatch.setattr(linear, "VALUES_AT_ONCE", 5 * 128)
+    assert torch.allclose(linear_quantized(x, *weight, None, *format), whole, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "format", [(4, 64, "affine"), (6, 32, "affine"), (8, 32, "mxfp8"), (4, 16, "nvfp4")], ids=name_of
+)
+def test_against_mlx(format):
+    """quantized_matmul and dequantize on MLX's own weights."""
+    mx = pytest.importorskip("mlx.core")
+    bits, group_size, mode = format
+    options = {"group_size": group_size, "bits": bits, "mode": mode}
+    dense_weight, x = random((40, 256), torch.float32, 0), random((5, 256), torch.float32, 1)
+    with mx.stream(mx.cpu):
+        parts = mx.quantize(mx.array(dense_weight.numpy()), **options)
+        expected = np.array(mx.quantized_matmul(mx.array(x.numpy()), *parts, transpose=True, **options))
+        rows = np.array(mx.dequantize(*parts, dtype=mx.float32, **options))
+        packed, *scales = [torch.from_numpy(np.array(part)) for part in parts]
+    weight = (packed, scales[0], scales[1] if mode == "affine" else None)
+    assert np.allclose(linear_quantized(x, *weight, None, *format), expected, rtol=1e-4, atol=1e-4)
+    embedded = embedding_quantized(torch.arange(40), *weight, *format, torch.float32)
+    assert np.allclose(embedded, rows, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("format", ALL_FORMATS, ids=name_of)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sweep(device, dtype, format):
+    """Random sizes and options together."""
+    choose = Random(name_of(format) + str(dtype))
+    unit = max(format[1], 32)
+    for seed in range(6):
+        tokens, columns = choose.choice((*TOKENS, 65)), unit * choose.randint(1, 512 // unit)
+        shape = (tokens, columns, choose.randint(1, 300))
+        scale_dtype = choose.choice(DTYPES)
+        check_linear(device, shape, format, dtype, seed, scale_dtype=scale_dtype, bias=bool(seed % 2))
+        options = choose.choice(OPTIONS)
+        down_format = choose.choice(ALL_FORMATS)
+        intermediate = math.lcm(down_format[1], 32) * choose.randint(1, 3)
+        check_mlp(
+            device, (tokens, columns, intermediate), format, dtype, seed, down_format=down_format, **options
+        )
+
+
+@pytest.mark.one_schedule
+class TestPlan(expecttest.TestCase):
+    """Kernels and grids for the rows of q, k and v, of a gate and up projection, and of lm_head."""
+
+    @pytest.fixture(autouse=True)
+    def _simulator(self, simulated):
+        del simulated
+
+    def test_plan(self):
+        lines = []
+        for tokens in (1, 2, 5, 6, 8, 9, 64, 512):
+            for rows, gated in ((2560, False), (12288, True), (151936, False)):
+                plan = torch.ops.moe_mps._plan_linear(tokens, rows, gated)
+                lines.append(f"T {tokens}, {rows} rows{', gated' * gated}: {plan}")
+        self.assertExpectedInline("\n".join(lines) + "\n", """\
+T 1, 2560 rows: expert_rows grid 160x1x1 of 64
+T 1, 12288 rows, gated: expert_rows grid 768x1x1 of 64
+T 1, 151936 rows: expert_rows grid 9496x1x1 of 64
+T 2, 2560 rows: expert_rows_few grid 40x1x1 of 128
+T 2, 12288 rows, gated: expert_rows_few grid 192x1x1 of 128
+T 2, 151936 rows: expert_rows_few grid 2374x1x1 of 128
+T 5, 2560 rows: expert_rows_few grid 40x1x1 of 128
+T 5, 12288 rows, gated: expert_rows_few grid 192x1x1 of 128
+T 5, 151936 rows: expert_rows_few grid 2374x1x1 of 128
+T 6, 2560 rows: expert_gemm8 grid 20x1x1 of 128
+T 6, 12288 rows, gated: expert_gemm8 grid 96x1x1 of 128
+T 6, 151936 rows: expert_gemm8 grid 1187x1x1 of 128
+T 8, 2560 rows: expert_gemm8 grid 20x1x1 of 128
+T 8, 12288 rows, gated: expert_gemm8 grid 96x1x1 of 128
+T 8, 151936 rows: expert_gemm8 grid 1187x1x1 of 128
+T 9, 2560 rows: expert_gemm32 grid 20x1x1 of 128
+T 9, 12288 rows, gated: expert_gemm32 grid 96x1x1 of 128
+T 9, 151936 rows: expert_gemm32 grid 1187x1x1 of 128
+T 64, 2560 rows: expert_gemm32 grid 20x2x1 of 128
+T 64, 12288 rows, gated: expert_gemm32 grid 96x2x1 of 128
+T 64, 151936 rows: expert_gemm32 grid 1187x2x1 of 128
+T 512, 2560 rows: expert_gemm32 grid 20x16x1 of 128
+T 512, 12288 rows, gated: expert_gemm32 grid 96x16x1 of 128
+T 512, 151936 rows: expert_gemm32 grid 1187x16x1 of 128
+""")
+
+
+def bad_calls(device):
+    """Per operator: good arguments, and changes to them that must be refused."""
+
+    def zeros(*shape, dtype=torch.float32):
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def weight(prefix, rows, columns):
+        return {
+            f"{prefix}packed": zeros(rows, columns // 8, dtype=torch.int32),
+            f"{prefix}scales": zeros(rows, columns // 32),
+            f"{prefix}biases": zeros(rows, columns // 32),
+        }
+
+    format = {"bits": 4, "group_size": 32, "mode": "affine"}
+    one = {"x": zeros(3, 64), **weight("", 6, 64), "bias": None, **format}
+    one_changes = [
+        {"x": zeros(3, 64, dtype=torch.int32)},
+        {"x": zeros()},
+        {"x": zeros(3, 33)},
+        {"packed": zeros(1, 6, 8, dtype=torch.int32)},
+        {"packed": zeros(6, 9, dtype=torch.int32)},
+        {"scales": zeros(6, 1)},
+        {"biases": None},
+        {"bits": 6},
+        {"bits": 1},
+        {"mode": "nvfp4"},
+        {"bias": zeros(5)},
+        {"bias": zeros(6, dtype=torch.int32)},
+    ]
+    mlp = {"x": zeros(3, 64), **weight("gate_up_", 64, 64), **weight("down_", 64, 32), **format}
+    mlp_changes = [
+        {"x": zeros(3, 32)},
+        {"gate_up_packed": zeros(63, 8, dtype=torch.int32)},
+        {"gated": False},
+        {"down_scales": zeros(64, 2)},
+        {"down_bits": 3},
+        {"down_mode": "mxfp4"},
+        {"gate_up_bias": zeros(32)},
+        {"down_bias": zeros(32)},
+        {"activation": "tanh"},
+        {"residual": zeros(64)},
+        {"residual": zeros(3, 64, dtype=torch.float16)},
+    ]
+    rows = {"ids": zeros(3, dtype=torch.int32), **weight("", 6, 64), **format, "dtype": torch.float16}
+    rows_changes = [
+        {"ids": zeros(3)},
+        {"packed": zeros(8, dtype=torch.int32)},
+        {"scales": zeros(5, 2)},
+        {"group_size": 128},
+        {"dtype": torch.int32},
+    ]
+    return (
+        (linear_quantized, one, one_changes),
+        (mlp_quantized, mlp, mlp_changes),
+        (embedding_quantized, rows, rows_changes),
+    )
+
+
+class TestErrors(expecttest.TestCase):
+    def test_messages(self):
+        lines = messages(bad_calls("cpu"))
+        assert lines == messages(bad_calls("meta"))
+        self.assertExpectedInline(
+            "\n".join(textwrap.fill(line, 108, subsequent_indent="    ") for line in lines) + "\n",
+            """\
+moe_mps::linear_quantized: x must be float32 or float16 or bfloat16, got int32
+moe_mps::linear_quantized: x must be at least 1-D, got 0-D of shape ()
+moe_mps::linear_quantized: C, the input dimension of packed, must be a multiple of 32, got 33
+moe_mps::linear_quantized: packed must be 2-D, got 3-D of shape (1, 6, 8)
+moe_mps::linear_quantized: packed must be of shape [N, C * 4 / 32] = (6, 8), got (6, 9)
+moe_mps::linear_quantized: scales must be of shape [N, C / 32] = (6, 2), got (6, 1)
+moe_mps::linear_quantized: biases must be a tensor for mode affine, got None
+moe_mps::linear_quantized: packed must be of shape [N, C * 6 / 32] = (6, 12), got (6, 8)
+moe_mps::linear_quantized: bits must be 2 or 3 or 4 or 5 or 6 or 8 for mode affine, got 1
+moe_mps::linear_quantized: group_size must be 16 for mode nvfp4, got 32
+moe_mps::linear_quantized: bias must be of shape [N] = (6,), got (5,)
+moe_mps::linear_quantized: bias must be float32 or float16 or bfloat16, got int32
+moe_mps::mlp_quantized: gate_up_packed must be of shape [2I, H * 4 / 32] = (64, 4), got (64, 8)
+moe_mps::mlp_quantized: gate_up_packed must be of an even number of rows 2I, got (63, 8)
+moe_mps::mlp_quantized: down_packed must be of shape [H, I * 4 / 32] = (64, 8), got (64, 4)
+moe_mps::mlp_quantized: down_scales must be of shape [H, I / 32] = (64, 1), got (64, 2)
+moe_mps::mlp_quantized: down_packed must be of shape [H, I * 3 / 32] = (64, 3), got (64, 4)
+moe_mps::mlp_quantized: down_biases must be None for mode mxfp4, got a tensor of shape (64, 1)
+moe_mps::mlp_quantized: gate_up_bias must be of shape [2I] = (64,), got (32,)
+moe_mps::mlp_quantized: down_bias must be of shape [H] = (64,), got (32,)
+moe_mps::mlp_quantized: activation must be one of silu, gelu, gelu_tanh, relu, relu2, swiglu_oai,
+    silu_clamped, got 'tanh'
+moe_mps::mlp_quantized: residual must be of shape [..., H] = (3, 64), got (64,)
+moe_mps::mlp_quantized: residual must be float32, got float16
+moe_mps::embedding_quantized: ids must be int32 or int64, got float32
+moe_mps::embedding_quantized: packed must be 2-D, got 1-D of shape (8,)
+moe_mps::embedding_quantized: scales must be of shape [V, C / 32] = (6, 2), got (5, 2)
+moe_mps::embedding_quantized: C, the input dimension of packed, must be a multiple of 128, got 64
+moe_mps::embedding_quantized: dtype must be float32 or float16 or bfloat16, got int32
+""",
+        )
+
+
+@pytest.mark.one_schedule
+def test_the_host_checks_alike(device):
+    assert messages(bad_calls(device)) == messages(bad_calls("cpu"))

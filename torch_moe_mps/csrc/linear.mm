@@ -1,0 +1,130 @@
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+#include "packed_matrix.h"
+#include "signature.h"
+#include "tensors.h"
+
+namespace moe_mps {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// [..., C] -> [T, C], contiguous, aligned, in `dtype`.
+Tensor rows_of(const Tensor& x, c10::ScalarType dtype) {
+  return aligned(x.reshape({-1, x.size(-1)}).to(dtype));
+}
+
+std::vector<int64_t> with_columns(at::IntArrayRef sizes, int64_t columns) {
+  std::vector<int64_t> shape = sizes.vec();
+  shape.back() = columns;
+  return shape;
+}
+
+Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& scales,
+                        const OptionalTensor& biases, const OptionalTensor& bias, int64_t bits,
+                        int64_t group_size, std::string_view mode) {
+  check_call("linear_quantized", x, packed, scales, biases, bias, bits, group_size, mode);
+  const auto shape = with_columns(x.sizes(), packed.size(0));
+  if (x.numel() == 0 || packed.numel() == 0) {  // no rows, no outputs, or outputs of nothing
+    Tensor out = at::zeros(shape, x.options());
+    return bias.has_value() && out.numel() > 0 ? out.add_(*bias) : out;
+  }
+  const auto dtype = compute_dtype(x.scalar_type(), {scales});
+  const ExpertMatrix matrix =
+      packed_matrix({packed, scales, biases, {std::string(mode), bits, group_size}}, bias, dtype);
+  const Tensor rows = rows_of(x, dtype);
+  const Tensor out = at::empty({rows.size(0), matrix.rows}, rows.options());
+  Commands commands;
+  add_linear(commands, rows, matrix, Activation{}, std::nullopt, out);
+  commands.encode();
+  return out.to(x.scalar_type()).view(shape);
+}
+
+Tensor mlp_quantized(const Tensor& x, const Tensor& gate_up_packed, const Tensor& gate_up_scales,
+                     const OptionalTensor& gate_up_biases, const Tensor& down_packed,
+                     const Tensor& down_scales, const OptionalTensor& down_biases, int64_t bits,
+                     int64_t group_size, std::string_view mode, const OptionalTensor& gate_up_bias,
+                     const OptionalTensor& down_bias, std::string_view activation,
+                     std::optional<double> alpha, std::optional<double> limit, bool gated, bool interleaved,
+                     const OptionalTensor& residual, std::optional<int64_t> down_bits,
+                     std::optional<int64_t> down_group_size, std::optional<std::string_view> down_mode) {
+  check_call("mlp_quantized", x, gate_up_packed, gate_up_scales, gate_up_biases, down_packed, down_scales,
+             down_biases, bits, group_size, mode, gate_up_bias, down_bias, activation, alpha, limit, gated,
+             interleaved, residual, down_bits, down_group_size, down_mode);
+  if (x.numel() == 0) return at::empty(x.sizes(), x.options());
+  if (gate_up_packed.numel() == 0) {  // nothing between the matrices
+    Tensor out = residual.has_value() ? residual->clone(at::MemoryFormat::Contiguous)
+                                      : at::zeros(x.sizes(), x.options());
+    return down_bias.has_value() ? out.add_(*down_bias) : out;
+  }
+  const auto dtype = compute_dtype(x.scalar_type(), {gate_up_scales, down_scales});
+  const WeightFormat format{std::string(mode), bits, group_size};
+  const WeightFormat down_format = format.replaced(down_bits, down_group_size, down_mode);
+  const ExpertMatrix gate_up =
+      packed_matrix({gate_up_packed, gate_up_scales, gate_up_biases, format}, gate_up_bias, dtype);
+  const ExpertMatrix down =
+      packed_matrix({down_packed, down_scales, down_biases, down_format}, down_bias, dtype);
+  const Tensor rows = rows_of(x, dtype);
+  const Tensor hidden = at::empty({rows.size(0), down.inputs}, rows.options());
+  const Tensor out = at::empty({rows.size(0), down.rows}, rows.options());
+  const OptionalTensor added = converted(residual, dtype);
+  Commands commands;
+  add_linear(commands, rows, gate_up, activation_of(activation, alpha, limit, gated, interleaved),
+             std::nullopt, hidden);
+  add_linear(commands, hidden, down, Activation{}, added, out);
+  commands.encode();
+  return out.to(x.scalar_type()).view(x.sizes());
+}
+
+Tensor embedding_quantized(const Tensor& ids_, const Tensor& packed, const Tensor& scales,
+                           const OptionalTensor& biases, int64_t bits, int64_t group_size,
+                           std::string_view mode, c10::ScalarType dtype) {
+  check_call("embedding_quantized", ids_, packed, scales, biases, bits, group_size, mode, dtype);
+  const auto scale_dtype = scales.scalar_type() == at::kByte ? dtype : scales.scalar_type();
+  const ExpertMatrix matrix = packed_matrix({packed, scales, biases, {std::string(mode), bits, group_size}},
+                                            std::nullopt, scale_dtype);
+  std::vector<int64_t> shape = ids_.sizes().vec();
+  shape.push_back(matrix.inputs);
+  const auto options = ids_.options().dtype(dtype);
+  if (packed.numel() == 0) return at::zeros(shape, options);
+  Tensor out = at::empty(shape, options);
+  if (out.numel() == 0) return out;
+  const Tensor ids = ids_.contiguous();
+  EmbeddingParams params{};
+  params.matrix.pairs = ids.numel();
+  params.matrix.experts = params.matrix.rows = matrix.rows;
+  params.matrix.inputs = matrix.inputs;
+  params.matrix.has_ids = 1;
+  params.matrix.wide_ids = ids.scalar_type() == at::kLong;
+  params.out_dtype = dtype_code(out);
+  Commands commands;
+  commands.add(matrix.library, "embedding_rows")
+      .bind(matrix.packed)
+      .bind(matrix.scales)
+      .bind(matrix.biases)
+      .bind(ids)
+      .bind(out)
+      .params(params)
+      .threadgroups({NSUInteger(ids.numel())}, {NSUInteger(kEmbeddingThreads)});
+  commands.encode();
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(moe_mps, MPS, m) {
+  m.impl("linear_quantized", linear_quantized);
+  m.impl("mlp_quantized", mlp_quantized);
+  m.impl("embedding_quantized", embedding_quantized);
+}
+
+TORCH_LIBRARY_IMPL(moe_mps, AutogradMPS, m) {
+  for (const char* name : {"linear_quantized", "mlp_quantized", "embedding_quantized"}) {
+    m.impl(name, torch::autograd::autogradNotImplementedFallback());
+  }
+}
+
+}  // namespace moe_mps

@@ -1,0 +1,42 @@
+#include "packed_matrix.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "tensors.h"
+
+namespace moe_mps {
+
+using at::Tensor;
+
+c10::ScalarType compute_dtype(c10::ScalarType x, std::initializer_list<Tensor> scales) {
+  const bool same = std::all_of(scales.begin(), scales.end(), [&](const Tensor& each) {
+    return each.scalar_type() == at::kByte || each.scalar_type() == x;
+  });
+  return same ? x : at::kFloat;
+}
+
+ExpertMatrix packed_matrix(const PackedWeight& weight, const std::optional<Tensor>& bias,
+                           c10::ScalarType dtype) {
+  const Tensor& packed = weight.packed;
+  if (!packed.is_contiguous() || !is_aligned(packed)) warn_of_copy(packed);
+  ExpertMatrix matrix{quantized_library(weight.format, dtype), aligned(packed)};
+  matrix.scales = weight.scales.contiguous();
+  if (matrix.scales.scalar_type() != at::kByte) matrix.scales = matrix.scales.to(dtype);
+  matrix.biases = matrix.scales;
+  if (weight.biases.has_value() && weight.biases->defined())
+    matrix.biases = weight.biases->contiguous().to(dtype);
+  matrix.bias = contiguous(bias);
+  matrix.experts = packed.dim() == 3 ? packed.size(0) : 1;
+  matrix.rows = packed.size(-2);
+  matrix.inputs = packed.size(-1) * 32 / weight.format.bits;
+  return matrix;
+}
+
+std::optional<Tensor> converted(const std::optional<Tensor>& tensor, c10::ScalarType dtype) {
+  const std::optional<Tensor> rows = contiguous(tensor);
+  return rows ? std::optional(rows->to(dtype)) : rows;
+}
+
+}  // namespace moe_mps

@@ -1,0 +1,35 @@
+// Rows of a matrix, dequantised.
+#pragma once
+#include "experts/common.h"
+#include "experts/formats.h"
+
+// A threadgroup takes a row; ids outside the matrix give zeros. Grid: ids.
+template <typename W>
+[[kernel]] void embedding_rows(device const uchar* packed [[buffer(0)]],
+                               device const uchar* scales [[buffer(1)]],
+                               device const uchar* biases [[buffer(2)]], device const int* ids [[buffer(3)]],
+                               device uchar* out [[buffer(4)]],
+                               constant EmbeddingParams& params [[buffer(5)]],
+                               uint index [[threadgroup_position_in_grid]],
+                               uint thread_index [[thread_index_in_threadgroup]]) {
+  constexpr int N = W::kTileValues;
+  constant ExpertParams& matrix = params.matrix;
+  const W weights(packed, scales, biases, 0, matrix);
+  const uint number = expert_of(ids, index, matrix);
+  for (uint column = thread_index * N; column < matrix.inputs; column += kEmbeddingThreads * N) {
+    float2 pairs[N / 2];
+    UNROLL for (int i = 0; i < N / 2; ++i) pairs[i] = float2(0.0f);
+    if (number < matrix.rows) {
+      const auto chunk = weights.template load<N>(weights.row(number), column, matrix.inputs - column);
+      UNROLL for (int i = 0; i < N / 2; ++i) pairs[i] = W::values(chunk, i);
+    }
+    UNROLL for (int start = 0; start < N; start += 4) {
+      Pack<4> four;
+      UNROLL for (int i = 0; i < 4; ++i) {
+        const PairPlace place = W::pair_place(start + i);
+        four.v[i] = pairs[place.pair][place.element];
+      }
+      store_any(out, params.out_dtype, ulong(index) * matrix.inputs + column + start, four);
+    }
+  }
+}
