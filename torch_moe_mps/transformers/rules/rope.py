@@ -188,9 +188,10 @@ def _replace(program: Program, statement: ast.Assign, call: ast.Call, form: Rope
         if found is None:
             inputs.append(argument)
         else:
-            name, inner = found
+            name, inner, read = found
             inputs.append(inner)
             names.append(name)
+            program.statements = [each for each in program.statements if each not in read]
             norms[keyword] = own_module(name)
     k = [] if tensors == 2 else [ast.Constant(None)]
     form_text = ast.parse(repr(tuple(form)), mode="eval").body
@@ -200,9 +201,12 @@ def _replace(program: Program, statement: ast.Assign, call: ast.Call, form: Rope
     program.rewrites.append("rope" + (f" with {', '.join(names)}" if names else ""))
 
 
-def _normed(program: Program, argument: ast.expr, until: ast.Assign) -> tuple[str, ast.expr] | None:
-    """(name of the norm, what replaces the argument) of self.norm(x) or self.norm(x).transpose(1, 2), which
-    nothing else reads. A norm of heads goes over the last dimension, so it may come after the transposition."""
+def _normed(
+    program: Program, argument: ast.expr, until: ast.Assign
+) -> tuple[str, ast.expr, list[ast.stmt]] | None:
+    """(name of the norm, what replaces the argument, statements that are no longer needed) of self.norm(x) or
+    self.norm(x).transpose(1, 2), which nothing else reads. A norm of heads goes over the last dimension, so
+    it may come after the transposition."""
     name = program.last_name(argument)
     if name is None or program.uses(name) != 1:
         return None
@@ -212,12 +216,13 @@ def _normed(program: Program, argument: ast.expr, until: ast.Assign) -> tuple[st
     transposed = isinstance(value, ast.Call) and ast.unparse(value.func).endswith(".transpose")
     if transposed and [ast.unparse(a) for a in value.args] != ["1", "2"]:
         return None
-    call = value.func.value if transposed else value
+    call, read = value.func.value if transposed else value, [source]
     if transposed and isinstance(call, ast.Name):
         inner = program.last_name(call)
         if inner is None or program.uses(inner) != 1:
             return None
         call = program.definitions[inner]
+        read.append(program.defined_by(inner))
     found = child_of_call(program, call)
     if found is None or len(call.args) != 1 or call.keywords:
         return None
@@ -228,4 +233,4 @@ def _normed(program: Program, argument: ast.expr, until: ast.Assign) -> tuple[st
     x = call.args[0]
     if transposed:
         x = ast.Call(ast.Attribute(x, "transpose", ast.Load()), value.args, [])
-    return found[0], x
+    return found[0], x, read
