@@ -1,3 +1,0 @@
-#include "rope.h"
-
-INSTANTIATE("rope", rope_heads<MOE_DTYPE>)
