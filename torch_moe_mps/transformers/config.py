@@ -112,9 +112,7 @@ def _same_module(stored: str, kinds: Mapping[str, tuple[str, nn.Module]]) -> str
         return stored
     same = [name for name in names if f".{name}".endswith(f".{stored}") or f".{stored}".endswith(f".{name}")]
     if len(same) != 1:
-        experts = ", ".join(name for name, (kind, _) in kinds.items() if kind == "experts") or "none"
-        raise ValueError(
-            f"moe_mps: the checkpoint has quantised weights {stored}, but the model has none of that name; "
-            f"its experts are {experts}"
-        )
+        kind = "experts" if "experts" in stored else "linears"
+        has = ", ".join(n for n, (k, _) in kinds.items() if k == kind) or "none"
+        raise ValueError(f"moe_mps: the checkpoint has quantised {kind} {stored}, but the model has {has}")
     return same[0]

@@ -64,7 +64,9 @@ def as_parameters(quantized: QuantizedWeight) -> QuantizedWeight:
         words = tensor.view(torch.int32) if tensor.dtype == torch.uint32 else tensor
         return nn.Parameter(words, requires_grad=False)
 
-    return QuantizedWeight(*(t if t is None or isinstance(t, nn.Parameter) else parameter(t) for t in quantized))
+    return QuantizedWeight(
+        *(t if t is None or isinstance(t, nn.Parameter) else parameter(t) for t in quantized)
+    )
 
 
 def store(target: Target, parameter: str, quantized: QuantizedWeight) -> None:

@@ -56,7 +56,9 @@ def quantize_model(model: nn.Module, recipe: Recipe, progress: bool = True) -> Q
     Raises: ValueError for experts that do not fit, and whatever quantize_experts raises.
     """
     weights = weights_of(model, recipe)
-    return quantize_targets("quantize", model, weights.targets, QuantizationReport(skipped=weights.dense), progress)
+    return quantize_targets(
+        "quantize", model, weights.targets, QuantizationReport(skipped=weights.dense), progress
+    )
 
 
 def quantize_targets(

@@ -78,7 +78,10 @@ def requested_recipe(
             if value:
                 raise ValueError(f"moe_mps::quantize: {argument} needs bits or a mode, got neither")
         return None
-    exceptions = {pattern: _format(f"overrides[{pattern!r}]", value, experts) for pattern, value in (overrides or {}).items()}
+    exceptions = {
+        pattern: _format(f"overrides[{pattern!r}]", value, experts)
+        for pattern, value in (overrides or {}).items()
+    }
     exceptions |= dict.fromkeys([keep] if isinstance(keep, str) else keep)
     return Recipe(
         experts,
@@ -100,7 +103,9 @@ def _format(argument: str, value: Any, usual: Format) -> Format | None:
         known = {"bits", "group_size", "mode"}
         if not set(value) <= known:
             wrong = ", ".join(sorted(set(value) - known))
-            raise ValueError(f"moe_mps::quantize: {argument} must have bits, group_size and mode, got {wrong}")
+            raise ValueError(
+                f"moe_mps::quantize: {argument} must have bits, group_size and mode, got {wrong}"
+            )
         return usual.replaced(*(value.get(key) for key in ("bits", "group_size", "mode")))
     if type(value) is int:
         group_size = usual.group_size if usual.mode == "affine" else None
