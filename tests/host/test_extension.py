@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from support.processes import python
-from support.samples import packet, sample_arguments
+from support.samples import packet
 
 from torch_moe_mps import _extension
 from torch_moe_mps.ops._checks import Check

@@ -118,7 +118,7 @@ def test_recipes(linear, embedding, tmp_path):
     model = tiny("qwen3_moe")
     torch_moe_mps.accelerate(
         model, 4, 32, linear_bits=linear, embedding_bits=embedding, keep=["layers.1.self_attn.*"],
-        overrides={"*.v_proj": {"mode": "mxfp4"}, "layers.0.mlp.experts.down_proj": 8, "1.self_attn.v_proj": 5},
+        overrides={"*.v_proj": {"mode": "mxfp4"}, "0.mlp.experts.down_proj": 8, "1.self_attn.v_proj": 5},
     )  # fmt: skip
     expected = {"model.embed_tokens": FORMATS[embedding], "lm_head": FORMATS[embedding]}
     expected |= {f"model.layers.0.self_attn.{name}_proj": FORMATS[linear] for name in "qko"}
@@ -162,7 +162,7 @@ def test_adapters_keep_their_layers():
     config = peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
     adapted = peft.get_peft_model(tiny("qwen3_moe"), config).eval()
     report = torch_moe_mps.accelerate(adapted, 4, 32).quantization
-    assert {reason for reason in report.skipped.values()} == {"it is under an adapter of PEFT"}
+    assert set(report.skipped.values()) == {"it is under an adapter of PEFT"}
     assert len(report.skipped) == 2 * 3 and torch.isfinite(output(adapted, prompt())).all()
 
 
@@ -201,7 +201,7 @@ def test_autocast_and_gradients():
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
     assert layer(x).dtype == torch.float32
-    with pytest.raises(NotImplementedError, match="is without gradients; use torch.no_grad"):
+    with pytest.raises(NotImplementedError, match="is without gradients; use torch"):
         layer(x.requires_grad_())
 
 

@@ -12,9 +12,9 @@ from support import tiny_models
 from support.models import assert_close, generate, operators_of, output, prompt, tiny
 
 import torch_moe_mps
-from torch_moe_mps.transformers.linears import QuantizedLayer
 from torch_moe_mps.quantization import quantize
 from torch_moe_mps.transformers import experts_of, is_experts
+from torch_moe_mps.transformers.linears import QuantizedLayer
 
 transformers.logging.set_verbosity_error()
 
@@ -277,7 +277,7 @@ def test_gradients_through_quantised_experts_are_an_error(trained):
     torch_moe_mps.accelerate(model, 4, 32)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.is_floating_point() and name.endswith(trained))
-    with pytest.raises(NotImplementedError, match="quantised .*gradients; use torch.no_grad"):
+    with pytest.raises(NotImplementedError, match=r"quantised .*gradients; use torch\.no_grad"):
         model(input_ids=prompt())
 
 

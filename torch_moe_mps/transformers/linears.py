@@ -126,8 +126,8 @@ class QuantizedLinear(QuantizedLayer):
         )
 
     def extra_repr(self) -> str:
-        has_bias = self.bias is not None
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}, {self.format}"
+        bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, {bias=}, {self.format}"
 
 
 class QuantizedEmbedding(QuantizedLayer):

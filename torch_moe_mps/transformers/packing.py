@@ -1,7 +1,7 @@
 """Modules whose dense parameters are replaced by quantised ones.
 
-A parameter `gate_up_proj` becomes `gate_up_proj_packed` (int32), `_scales` and, in mode affine, `_biases`; the
-`weight` of a layer becomes `packed`, `scales` and `biases` of a layer of linears.py.
+A parameter `gate_up_proj` becomes `gate_up_proj_packed` (int32), `_scales` and, in mode affine, `_biases`;
+the `weight` of a layer becomes `packed`, `scales` and `biases` of a layer of linears.py.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""The quantizer "moe_mps" of transformers: quantised checkpoints as they are, dense ones while they stream in.
+"""The quantizer "moe_mps" of transformers: quantised checkpoints as they are, dense ones as they stream in.
 
 Imported when transformers' quantizers are, through the package's import hook.
 """

@@ -60,7 +60,7 @@ def requested_recipe(
 
     Args:
         bits, group_size, mode: the format of the experts, and of all that follows unless it is given.
-        linear_bits: bits of the linear layers in mode "affine"; "same" as the experts; None leaves them dense.
+        linear_bits: bits of the linear layers in mode "affine"; "same" as the experts; None is dense.
         embedding_bits: the same for embeddings and the output head.
         keep: names of weights that stay dense, with * and ?, or their ends: "lm_head", "*.v_proj".
         overrides: {name or pattern: bits, {bits, group_size, mode}, or False for dense}; the last that fits
