@@ -11,9 +11,10 @@ import subprocess
 import sys
 
 import torch
-from support.samples import OPERATORS, copies, packet, sample_arguments
+from support.samples import copies, packet, sample_arguments
 
 import torch_moe_mps
+from torch_moe_mps.ops import OPERATORS
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # of the largest value
 

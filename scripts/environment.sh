@@ -24,7 +24,7 @@ make_environment() {
   PYTHON=$root/.venv/bin/python
   stamp=$(cat tests/requirements.txt pyproject.toml setup.py scripts/environment.sh | cksum)
   if [ "$(uname)" = Darwin ]; then
-    stamp+=$(cat torch_moe_mps/csrc/* torch_moe_mps/shaders/*.h | cksum)  # the host shares headers with shaders
+    stamp+=$(find torch_moe_mps/csrc torch_moe_mps/shaders -name "*.h" -o -name "*.mm" | sort | xargs cat | cksum)  # the host shares headers with shaders
   fi
   if [ -x "$PYTHON" ] && [ "$(cat .venv/stamp 2> /dev/null)" = "$stamp" ]; then
     return

@@ -1,6 +1,6 @@
 """Checks without a Mac that the host code builds for one: `python -m simulator.macos [--all | VERSION ...]`.
 
-Every csrc/*.mm is compiled for arm64-macos against the headers of PyTorch's macOS wheel and linked against
+Every .mm of csrc is compiled for arm64-macos against the headers of PyTorch's macOS wheel and linked against
 its libraries, in which every symbol of torch has to be found; every Objective-C selector and class that the
 code names has to exist in Apple's metal-cpp headers. The wheels are downloaded once, to MOE_MPS_CACHE or
 ~/.cache/torch_moe_mps.

@@ -66,6 +66,11 @@ class Format:
         return f"int{self.bits} group {self.group_size}" if self.has_biases else self.mode
 
     @property
+    def library(self) -> str:
+        """What the names of its Metal kernels contain."""
+        return f"{self.mode}{self.bits}_{self.group_size}" if self.has_biases else self.mode
+
+    @property
     def has_biases(self) -> bool:
         return self.mode == "affine"
 

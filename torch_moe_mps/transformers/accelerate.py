@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from .compiling import compile_kernels
 from .experts import NAME, describe, unsupported
 from .interface import experts_of, is_experts, is_quantized
 from .program.formulas import Reader
@@ -36,6 +37,8 @@ def accelerate(
             needs bits.
         recipe: linear_bits, embedding_bits, keep and overrides, which say what is quantised otherwise or not
             at all: see `requested_recipe`.
+
+    A model on mps has its Metal kernels compiled here, not in its first token; one line on stderr says so.
 
     Returns: a report that prints as a table: what replaced each module, or why it was left alone.
 
@@ -69,8 +72,9 @@ def accelerate(
         report.add(name, module, kind, "; ".join(rewrites) or None, reason)
     report.rows.sort(key=_model_order(model))
     _warn_of_experts_left_alone(report)
-    if report.quantization is not None and not any(map(is_quantized, found.values())):
+    if wanted is not None and found and not any(map(is_quantized, found.values())):
         warnings.warn("torch_moe_mps: no experts were found that can be quantised", stacklevel=2)
+    report.compiled = compile_kernels(model)
     return report
 
 

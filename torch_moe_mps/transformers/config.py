@@ -21,7 +21,7 @@ class QuantizationConfig(QuantizationConfigMixin):
 
     Args:
         bits, group_size, mode: as in `torch_moe_mps.quantization.quantize`, the usual format.
-        modules: {name: {bits, group_size, mode}} of what is quantised in a checkpoint: experts modules, or
+        modules: {name: {bits, group_size, mode}} of what a checkpoint has quantised: experts modules, or
             one of their parameters, linear layers, embeddings. None in a checkpoint: its experts, in the usual
             format. Names of a larger or a smaller model are understood.
         linear_bits, embedding_bits, keep, overrides: as in `accelerate`, for dense checkpoints.

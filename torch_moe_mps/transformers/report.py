@@ -106,6 +106,7 @@ class Report:
 
     rows: list[Row] = field(default_factory=list)
     quantization: QuantizationReport | None = None
+    compiled: str | None = None
 
     def add(
         self, name: str, module: object, kind: str, replaced_by: str | None, reason: str | None = None
@@ -137,4 +138,6 @@ class Report:
         table.insert(1, "  ".join("-" * w for w in (*widths, 8)))
         if self.quantization is not None:
             table += ["", str(self.quantization)]
+        if self.compiled is not None:
+            table += ["", self.compiled]
         return "\n".join(table)

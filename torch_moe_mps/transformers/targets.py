@@ -1,6 +1,6 @@
 """The weights of a model that can be quantised: experts, linear layers and embeddings.
 
-A weight is left dense, with the reason, where something reads or changes what a quantised layer does not have.
+A weight is left dense, with the reason, where something reads what a quantised layer does not have.
 """
 
 import ast

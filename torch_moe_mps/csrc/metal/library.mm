@@ -45,6 +45,10 @@ class Once {
     const std::lock_guard<std::mutex> lock(mutex_);
     return futures_.at(key).get();
   }
+  bool has(const std::string& key) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return futures_.count(key) > 0;
+  }
 
  private:
   std::mutex mutex_;
@@ -191,6 +195,10 @@ std::string library_source(const std::string& name) {
   return source_of(named_library(name));
 }
 
+bool is_built(const std::string& name) {
+  return libraries().has(named_library(name).name());
+}
+
 // "<function> <most threads of a threadgroup> <bytes of threadgroup memory that it declares>" of each kernel.
 std::vector<std::string> library_pipelines(const std::string& name) {
   const Library& library = named_library(name);
@@ -216,5 +224,6 @@ TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   m.def("_set_shader_directory(str directory) -> ()", &moe_mps::set_shader_directory);
   m.def("_libraries() -> str[]", &moe_mps::library_names);
   m.def("_library_source(str library) -> str", &moe_mps::library_source);
+  m.def("_is_built(str library) -> bool", &moe_mps::is_built);
   m.def("_pipelines(str library) -> str[]", &moe_mps::library_pipelines);
 }
