@@ -288,7 +288,9 @@ class TestPlan(expecttest.TestCase):
             for rows, gated in ((2560, False), (12288, True), (151936, False)):
                 plan = torch.ops.moe_mps._plan_linear(tokens, rows, gated)
                 lines.append(f"T {tokens}, {rows} rows{', gated' * gated}: {plan}")
-        self.assertExpectedInline("\n".join(lines) + "\n", """\
+        self.assertExpectedInline(
+            "\n".join(lines) + "\n",
+            """\
 T 1, 2560 rows: expert_rows grid 160x1x1 of 64
 T 1, 12288 rows, gated: expert_rows grid 768x1x1 of 64
 T 1, 151936 rows: expert_rows grid 9496x1x1 of 64
@@ -313,7 +315,8 @@ T 64, 151936 rows: expert_gemm32 grid 1187x2x1 of 128
 T 512, 2560 rows: expert_gemm32 grid 20x16x1 of 128
 T 512, 12288 rows, gated: expert_gemm32 grid 96x16x1 of 128
 T 512, 151936 rows: expert_gemm32 grid 1187x16x1 of 128
-""")
+""",
+        )
 
 
 def bad_calls(device):

@@ -25,9 +25,10 @@ from torch_moe_mps.transformers import (
     packing,
     quantize_experts,
 )
-from torch_moe_mps.transformers.interface import projections
+from torch_moe_mps.transformers.interface import projections, set_formats
 from torch_moe_mps.transformers.packing import empty_quantized_module, quantize_target
 from torch_moe_mps.transformers.report import QuantizedProjection
+from torch_moe_mps.transformers.targets import Target
 
 
 def small(architecture, **overrides):
@@ -92,14 +93,21 @@ class TestReport(expecttest.TestCase):
         self.assertExpectedInline(
             str(report),
             """\
-parameter                      n  mean error  largest    before    after
-layers.*.experts.gate_up_proj  2      0.1500   0.2000   6.0 MiB  2.0 MiB
-layers.*.experts.down_proj     2      0.0900   0.0900   4.0 MiB  1.0 MiB
-all, int4 group 32             4      0.1200   0.2000  10.0 MiB  3.0 MiB
-layers.*.experts (2): left as it is, already mxfp4""",
+parameter                      format         n  mean error  largest    before    after
+layers.*.experts.gate_up_proj  int4 group 32  2      0.1500   0.2000   6.0 MiB  2.0 MiB
+layers.*.experts.down_proj     int4 group 32  2      0.0900   0.0900   4.0 MiB  1.0 MiB
+all                                           4      0.1200   0.2000  10.0 MiB  3.0 MiB
+lm_head: shares the weight of embed_tokens
+layers.*.experts (2): left as it is, already mxfp4
+weights read for a token: 10.0 MB before, 3.5 MB after""",
         )
         report.modules.clear()
-        self.assertExpectedInline(str(report), """layers.*.experts (2): left as it is, already mxfp4""")
+        self.assertExpectedInline(
+            str(report),
+            """\
+lm_head: shares the weight of embed_tokens
+layers.*.experts (2): left as it is, already mxfp4""",
+        )
         self.assertExpectedInline(
             str(quantize_experts(torch.nn.Linear(2, 2))),
             """No experts with transformers' experts interface found; nothing is quantised.""",
@@ -141,8 +149,8 @@ def test_what_does_not_fit_changes_nothing():
     ):
         quantize_experts(model, 4, 32, progress=False)
     assert list(model.state_dict()) == list(before)
-    with pytest.raises(ValueError, match="moe_mps::quantize: bits must be 4 or 8"):
-        quantize_experts(model, 5, progress=False)
+    with pytest.raises(ValueError, match="moe_mps::quantize: bits must be 2 or 3 or"):
+        quantize_experts(model, 7, progress=False)
     with torch.device("meta"):
         offloaded = small("qwen3_moe")
     with pytest.raises(ValueError, match="must be loaded and not offloaded"):
@@ -284,4 +292,4 @@ def test_peak_memory_while_quantising(monkeypatch):
 
 def test_progress_bar(capsys):
     quantize_experts(small("qwen3_moe"), 4, 32)
-    assert "Quantising experts" in capsys.readouterr().err
+    assert "Quantising" in capsys.readouterr().err

@@ -78,7 +78,7 @@ def accelerate(
         report.add(name, module, kind, "; ".join(rewrites) or None, reason)
     report.rows.sort(key=_model_order(model))
     _warn_of_experts_left_alone(report)
-    if report.quantization is not None and not any(map(is_quantized, found.values())):
+    if wanted is not None and found and not any(map(is_quantized, found.values())):
         warnings.warn("torch_moe_mps: no experts were found that can be quantised", stacklevel=2)
     report.compiled = compile_kernels(model)
     return report

@@ -21,8 +21,8 @@ class QuantizationConfig(QuantizationConfigMixin):
 
     Args:
         bits, group_size, mode: as in `torch_moe_mps.quantization.quantize`, the usual format.
-        modules: {name: {bits, group_size, mode}} of what is quantised in a checkpoint: experts modules, or one
-            of their parameters, linear layers and embeddings. None in a checkpoint: its experts, in the usual
+        modules: {name: {bits, group_size, mode}} of what a checkpoint has quantised: experts modules, or
+            one of their parameters, linear layers, embeddings. None in a checkpoint: its experts, in the usual
             format. Names of a larger or a smaller model are understood.
         linear_bits, embedding_bits, keep, overrides: as in `accelerate`, for dense checkpoints.
 
@@ -112,9 +112,7 @@ def _same_module(stored: str, kinds: Mapping[str, tuple[str, nn.Module]]) -> str
         return stored
     same = [name for name in names if f".{name}".endswith(f".{stored}") or f".{stored}".endswith(f".{name}")]
     if len(same) != 1:
-        experts = ", ".join(name for name, (kind, _) in kinds.items() if kind == "experts") or "none"
-        raise ValueError(
-            f"moe_mps: the checkpoint has quantised weights {stored}, but the model has none of that name; "
-            f"its experts are {experts}"
-        )
+        kind = "experts" if "experts" in stored else "linears"
+        has = ", ".join(n for n, (k, _) in kinds.items() if k == kind) or "none"
+        raise ValueError(f"moe_mps: the checkpoint has quantised {kind} {stored}, but the model has {has}")
     return same[0]

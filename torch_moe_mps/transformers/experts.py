@@ -236,7 +236,9 @@ def _quantized_forward(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor,
     if activation is None:
         hidden = ops.expert_qmm(x, *first, ids, form.bits, form.group_size, form.mode, bias)
         hidden = _own_activation(self, hidden)
-        hidden = ops.expert_qmm(hidden, *second, ids, down_form.bits, down_form.group_size, down_form.mode, down_bias)
+        hidden = ops.expert_qmm(
+            hidden, *second, ids, down_form.bits, down_form.group_size, down_form.mode, down_bias
+        )
         return _own_combine(self, hidden, weights, shared)
     return ops.moe_experts_quantized(
         x, *first, *second, ids, weights, form.bits, form.group_size, form.mode,

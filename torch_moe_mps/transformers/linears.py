@@ -52,7 +52,9 @@ class QuantizedLayer(nn.Module):
     scales: Tensor
     biases: Tensor | None
 
-    def __init__(self, packed: Tensor, scales: Tensor, biases: Tensor | None, format: Format, dtype: torch.dtype):
+    def __init__(
+        self, packed: Tensor, scales: Tensor, biases: Tensor | None, format: Format, dtype: torch.dtype
+    ):
         super().__init__()
         self.format = format
         for name, tensor in (("packed", packed), ("scales", scales), ("biases", biases)):
@@ -113,7 +115,9 @@ class QuantizedLinear(QuantizedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and x.requires_grad:
-            raise NotImplementedError("moe_mps: a quantised linear layer has no gradients; use torch.no_grad()")
+            raise NotImplementedError(
+                "moe_mps: a quantised linear layer is without gradients; use torch.no_grad()"
+            )
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         form = self.format
@@ -122,8 +126,8 @@ class QuantizedLinear(QuantizedLayer):
         )
 
     def extra_repr(self) -> str:
-        has_bias = self.bias is not None
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}, {self.format}"
+        bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, {bias=}, {self.format}"
 
 
 class QuantizedEmbedding(QuantizedLayer):

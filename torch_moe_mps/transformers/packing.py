@@ -1,7 +1,7 @@
 """Modules whose dense parameters are replaced by quantised ones.
 
-A parameter `gate_up_proj` becomes `gate_up_proj_packed` (int32), `_scales` and, in mode affine, `_biases`; the
-`weight` of a layer becomes `packed`, `scales` and `biases` of a layer of linears.py.
+A parameter `gate_up_proj` becomes `gate_up_proj_packed` (int32), `_scales` and, in mode affine, `_biases`;
+the `weight` of a layer becomes `packed`, `scales` and `biases` of a layer of linears.py.
 """
 
 import copy
@@ -64,7 +64,9 @@ def as_parameters(quantized: QuantizedWeight) -> QuantizedWeight:
         words = tensor.view(torch.int32) if tensor.dtype == torch.uint32 else tensor
         return nn.Parameter(words, requires_grad=False)
 
-    return QuantizedWeight(*(t if t is None or isinstance(t, nn.Parameter) else parameter(t) for t in quantized))
+    return QuantizedWeight(
+        *(t if t is None or isinstance(t, nn.Parameter) else parameter(t) for t in quantized)
+    )
 
 
 def store(target: Target, parameter: str, quantized: QuantizedWeight) -> None:

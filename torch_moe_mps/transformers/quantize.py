@@ -24,7 +24,7 @@ def quantize_experts(
     modules: Mapping[str, nn.Module] | None = None,
     progress: bool = True,
 ) -> QuantizationReport:
-    """Quantise the experts of a transformers model in place, layer by layer; `accelerate` does it for all weights.
+    """Quantise the experts of a transformers model in place, layer by layer; `accelerate` quantises all.
 
     The dense weights of a layer are freed before the next one is quantised, so the peak is the dense model
     plus one quantised layer. All checks come first: on their errors the model is unchanged.
@@ -56,7 +56,9 @@ def quantize_model(model: nn.Module, recipe: Recipe, progress: bool = True) -> Q
     Raises: ValueError for experts that do not fit, and whatever quantize_experts raises.
     """
     weights = weights_of(model, recipe)
-    return quantize_targets("quantize", model, weights.targets, QuantizationReport(skipped=weights.dense), progress)
+    return quantize_targets(
+        "quantize", model, weights.targets, QuantizationReport(skipped=weights.dense), progress
+    )
 
 
 def quantize_targets(

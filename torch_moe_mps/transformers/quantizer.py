@@ -1,4 +1,4 @@
-"""The quantizer "moe_mps" of transformers: quantised checkpoints as they are, dense ones while they stream in.
+"""The quantizer "moe_mps" of transformers: quantised checkpoints as they are, dense ones as they stream in.
 
 Imported when transformers' quantizers are, through the package's import hook.
 """
@@ -15,6 +15,7 @@ from .blocks import RepackBlocks
 from .config import QuantizationConfig
 from .experts import NAME
 from .packing import finish, store_empty
+from .saving import mark_quantized
 from .streaming import QuantizeParameter, Stream, streaming_converters
 from .targets import tie_quantized
 
@@ -37,7 +38,9 @@ class Quantizer(HfQuantizer):
             return
         self._targets = self.quantization_config.targets(model)
         for target in self._targets.values():
-            dense = {name: torch.empty_like(getattr(target.module, name), device="meta") for name in target.formats}
+            dense = {
+                name: torch.empty_like(getattr(target.module, name), device="meta") for name in target.formats
+            }
             store_empty(target)
             # The model initialises what it takes for missing, from the module or from what is around it.
             for name, weight in dense.items():
@@ -52,8 +55,6 @@ class Quantizer(HfQuantizer):
         return QuantizeParameter(self._stream)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        from .saving import mark_quantized
-
         if self.pre_quantized:
             for target in self._targets.values():
                 dtype = next(target.module.__dict__[name].dtype for name in target.formats)

@@ -60,7 +60,7 @@ def requested_recipe(
 
     Args:
         bits, group_size, mode: the format of the experts, and of all that follows unless it is given.
-        linear_bits: bits of the linear layers in mode "affine"; "same" as the experts; None leaves them dense.
+        linear_bits: bits of the linear layers in mode "affine"; "same" as the experts; None is dense.
         embedding_bits: the same for embeddings and the output head.
         keep: names of weights that stay dense, with * and ?, or their ends: "lm_head", "*.v_proj".
         overrides: {name or pattern: bits, {bits, group_size, mode}, or False for dense}; the last that fits
@@ -78,7 +78,10 @@ def requested_recipe(
             if value:
                 raise ValueError(f"moe_mps::quantize: {argument} needs bits or a mode, got neither")
         return None
-    exceptions = {pattern: _format(f"overrides[{pattern!r}]", value, experts) for pattern, value in (overrides or {}).items()}
+    exceptions = {
+        pattern: _format(f"overrides[{pattern!r}]", value, experts)
+        for pattern, value in (overrides or {}).items()
+    }
     exceptions |= dict.fromkeys([keep] if isinstance(keep, str) else keep)
     return Recipe(
         experts,
@@ -100,7 +103,9 @@ def _format(argument: str, value: Any, usual: Format) -> Format | None:
         known = {"bits", "group_size", "mode"}
         if not set(value) <= known:
             wrong = ", ".join(sorted(set(value) - known))
-            raise ValueError(f"moe_mps::quantize: {argument} must have bits, group_size and mode, got {wrong}")
+            raise ValueError(
+                f"moe_mps::quantize: {argument} must have bits, group_size and mode, got {wrong}"
+            )
         return usual.replaced(*(value.get(key) for key in ("bits", "group_size", "mode")))
     if type(value) is int:
         group_size = usual.group_size if usual.mode == "affine" else None

@@ -3,12 +3,13 @@
 from collections import Counter
 
 from torch import nn
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from ..quantization import Format
 from .config import QuantizationConfig
+from .experts import NAME
 from .interface import experts_of, formats_of, is_quantized
 from .linears import QuantizedLayer
-from .quantizer import Quantizer
 
 
 def mark_quantized(model: nn.Module) -> None:
@@ -23,7 +24,7 @@ def mark_quantized(model: nn.Module) -> None:
         config = config_of(part)
         if config is not None:
             part.config.quantization_config = config
-            part.hf_quantizer = Quantizer(config, pre_quantized=True)
+            part.hf_quantizer = AUTO_QUANTIZER_MAPPING[NAME](config, pre_quantized=True)
 
 
 def config_of(model: nn.Module) -> QuantizationConfig | None:

@@ -1,7 +1,8 @@
 """Weights quantised while a dense checkpoint is loaded: never more than one dense parameter is there.
 
-transformers hands over a parameter when its tensors are read. The quantised tensors wait here until everything
-is loaded; until then the model keeps a parameter without memory in their place, which it may tie or initialise.
+transformers hands over a parameter when its tensors are read. The quantised tensors wait here until
+everything is loaded; until then the model keeps a parameter without memory in their place, to be tied or
+initialised.
 """
 
 import math

@@ -1,6 +1,6 @@
 """The weights of a model that can be quantised: experts, linear layers and embeddings.
 
-A weight is left dense, with the reason, where something reads or changes it that a quantised layer does not have.
+A weight is left dense, with the reason, where something reads what a quantised layer does not have.
 """
 
 import ast
@@ -110,10 +110,10 @@ class _Reasons:
     def of(self, name: str, module: nn.Module) -> str | None:
         if module in self.routers:
             return "it feeds a router"
-        if isinstance(module, nn.Linear) and module.out_features < SMALLEST:
-            return f"it has {module.out_features} outputs only"
         if self.adapted and name.startswith(self.adapted):
             return "it is under an adapter of PEFT"
+        if isinstance(module, nn.Linear) and module.out_features < SMALLEST:
+            return f"it has {module.out_features} outputs only"
         if self.towers and name.startswith(self.towers):
             return "it is not in the language model"
         if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
@@ -259,7 +259,10 @@ def _tied_tensors(model: nn.Module, tied: Mapping[str, str]) -> Iterator[tuple[s
     layers = {name: module for name, module in everything if getattr(module, "packed", None) is not None}
     for target, source in tied.items():
         ends = [name.removesuffix(".weight") for name in (target, source)]
-        if all(end in layers and f"{end}.weight" == name for end, name in zip(ends, (target, source), strict=True)):
+        if all(
+            end in layers and f"{end}.weight" == name
+            for end, name in zip(ends, (target, source), strict=True)
+        ):
             for part in ("packed", "scales", "biases"):
                 if getattr(layers[ends[1]], part, None) is not None:
                     yield f"{ends[0]}.{part}", f"{ends[1]}.{part}"
