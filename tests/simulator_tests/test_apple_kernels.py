@@ -43,8 +43,34 @@ def ids_of(tokens: int, slots: int, experts: int) -> torch.Tensor:
 def norms(dtype: torch.dtype) -> Iterator[Call]:
     x, y, weight = (on_device(*shape, dtype=dtype) for shape in ((8, 2048), (8, 2048), (2048,)))
     ops = torch.ops.moe_mps
+    yield "rms_norm", lambda: ops.rms_norm(x, weight, 1e-6), {}, x.numel()
     yield "fused_norm_add", lambda: ops.fused_norm_add(x, y, weight, 1e-6), {}, x.numel()
     yield "fused_residual_norm", lambda: ops.fused_residual_norm(x, y, weight, 1e-6), {}, x.numel()
+
+
+def rope(dtype: torch.dtype) -> Iterator[Call]:
+    q, k = on_device(1, 8, 16, 128, dtype=dtype), on_device(1, 8, 4, 128, dtype=dtype)
+    table, weight = on_device(1, 8, 128, dtype=dtype), on_device(128, dtype=dtype)
+    elements = q.numel() + k.numel()
+    for label, weights in (("rope", ()), ("rope with QK-norm", (weight, weight))):
+        yield label, functools.partial(torch.ops.moe_mps.rope, q, k, table, table, *weights), {}, elements
+
+
+def attention(dtype: torch.dtype) -> Iterator[Call]:
+    for heads, key_heads, keys, width in (
+        (4, 4, 512, 64),
+        (4, 4, 512, 128),
+        (4, 4, 512, 256),
+        (16, 2, 512, 64),
+        (16, 2, 512, 128),
+        (16, 2, 4096, 256),
+    ):
+        q = on_device(1, heads, 1, width, dtype=dtype)
+        k, v = (on_device(1, key_heads, keys, width, dtype=dtype) for _ in range(2))
+        work = {k: apple.Work("attention", 2 * heads * keys * width)}
+        call = functools.partial(torch.ops.moe_mps.attention_sinks, q, k, v, None, 0.1)
+        label = f"attention_sinks of {heads} heads on {key_heads}, {keys} keys of {width}"
+        yield label, call, work, q.numel()
 
 
 def combine(dtype: torch.dtype) -> Iterator[Call]:
@@ -130,6 +156,8 @@ def format_of(bits: int, mode: str, group: int) -> Callable:
 # Calls, and the libraries whose kernels they dispatch; {} is a dtype.
 GROUPS = {
     "norms": (norms, ["norms_{}"]),
+    "rope": (rope, ["rope_{}"]),
+    "attention": (attention, ["attention_{}"]),
     "combine": (combine, ["combine_{}"]),
     "routing": (routing, ["routing_{}", "bucket_i32", "bucket_i64"]),
     "dense": (dense, ["experts_{}"]),
@@ -138,7 +166,7 @@ GROUPS = {
     "mxfp4": (format_of(4, "mxfp4", 32), ["quantized_mxfp4_{}"]),
 }
 # What the names of libraries start with; together they are all of them.
-KINDS = ["norms", "combine", "routing", "bucket", "experts"]
+KINDS = ["norms", "rope", "attention", "combine", "routing", "bucket", "experts"]
 KINDS += [f"quantized_affine{bits}" for bits in (2, 3, 4, 5, 6, 8)]
 KINDS += ["quantized_mxfp4", "quantized_mxfp8", "quantized_nvfp4"]
 
@@ -236,10 +264,43 @@ class TestCosts(expecttest.TestCase):
         self.assertExpectedInline(
             costs("norms", "bf16"),
             """\
+rms_norm
+  rms_norm_bf16: 39.75 33.75 slots an element, 44 registers, 512/512/1024 threads
 fused_norm_add
-  norm_add_bf16: 42.50 35.50 slots an element, 54 registers, 512/512/896 threads
+  norm_add_bf16: 43.00 36.00 slots an element, 54 registers, 512/512/896 threads
 fused_residual_norm
-  residual_norm_bf16: 50.75 38.75 slots an element, 53 registers, 512/512/896 threads
+  residual_norm_bf16: 51.25 39.25 slots an element, 56.5 registers, 512/512/832 threads
+""",
+        )
+
+    def test_rope(self):
+        self.assertExpectedInline(
+            costs("rope", "bf16"),
+            """\
+rope
+  rope_bf16: 62.25 52.25 slots an element, 71.5 registers, 128/128/704 threads
+rope with QK-norm
+  rope_bf16: 82.50 72.50 slots an element, 71.5 registers, 128/128/704 threads
+""",
+        )
+
+    def test_attention(self):
+        self.assertExpectedInline(
+            costs("attention", "bf16"),
+            """\
+attention_sinks of 4 heads on 4, 512 keys of 64
+  attention1_64_bf16: 7.99 5.15 slots a MAC, 81 registers, 128/128/576 threads
+attention_sinks of 4 heads on 4, 512 keys of 128
+  attention1_128_bf16: 7.66 4.83 slots a MAC, 81.5 registers, 128/128/576 threads
+attention_sinks of 4 heads on 4, 512 keys of 256
+  attention1_256_bf16: 7.54 4.72 slots a MAC, 81.5 registers, 128/128/576 threads
+attention_sinks of 16 heads on 2, 512 keys of 64
+  attention2_64_bf16: 6.03 3.70 slots a MAC, 104 registers, 128/128/512 threads
+attention_sinks of 16 heads on 2, 512 keys of 128
+  attention2_128_bf16: 5.74 3.41 slots a MAC, 103.5 registers, 128/128/512 threads
+attention_sinks of 16 heads on 2, 4096 keys of 256
+  attention2_256_bf16: 5.75 3.43 slots a MAC, 103.5 registers, 128/128/512 threads
+  attention_merge_bf16: 137.50 133.50 slots an element, 31 registers, 128/128/1024 threads
 """,
         )
 
