@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from .attention import restore_attention, use_attention_of_sinks
 from .compiling import compile_kernels
 from .experts import NAME, describe, unsupported
 from .interface import experts_of, is_experts, is_quantized
@@ -67,8 +68,10 @@ def accelerate(
         if name not in found and (reason := _other_experts(name, module)):
             report.add(name, module, "experts", None, reason)
     around = list(_around(model, found))
+    with_sinks = set(use_attention_of_sinks(model))
     for name, module in _others(model, {name for name, *_ in around} | found.keys()):
         rewrites, reason = rewrite(module)
+        rewrites = [*rewrites, *(["attention_sinks"] if name in with_sinks else [])]
         if rewrites or "attention" in type(module).__name__.lower():
             report.add(name, module, "other", "; ".join(rewrites) or None, reason)
     for name, kind, module in around:
@@ -94,6 +97,7 @@ def restore(model: nn.Module) -> nn.Module:
     _require_module("restore", model)
     for module in model.modules():
         restore_module(module)
+        restore_attention(module)
         if _PREVIOUS in module.__dict__:
             config, implementation = module.__dict__.pop(_PREVIOUS)
             config._experts_implementation = implementation

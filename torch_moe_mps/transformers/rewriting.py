@@ -56,8 +56,8 @@ def _apply_rules(program: Program) -> str | None:
     has_experts = any(is_experts(child) for child in program.module.modules())
     if has_experts:
         fold_shared_experts(program)
-        hand_over_raw_results(program)
         take_residual(program)
+        hand_over_raw_results(program)
     fuse_norms(program)
     hand_over_residual(program)
     if has_experts:

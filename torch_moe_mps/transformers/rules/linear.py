@@ -1,5 +1,7 @@
-"""Quantised linear layers of one input (q, k and v; gate and up): their rows stand behind each other in memory,
-and one operator multiplies them all."""
+"""Quantised linear layers of one input (q, k and v; gate and up): one operator multiplies them all.
+
+Their rows stand behind each other in memory.
+"""
 
 import ast
 from collections import defaultdict
@@ -61,7 +63,9 @@ class Joined:
 
 
 def _bias(layer: QuantizedLinear) -> Tensor:
-    return torch.zeros(layer.rows, dtype=layer.scales.dtype, device=layer.packed.device) if layer.bias is None else layer.bias
+    if layer.bias is not None:
+        return layer.bias
+    return torch.zeros(layer.rows, dtype=layer.weight.dtype, device=layer.packed.device)
 
 
 def _place(layer: QuantizedLinear) -> tuple:

@@ -1,4 +1,7 @@
-"""Dense MLPs and shared experts with quantised weights: gate, up and activation in one dispatch, down in one."""
+"""Dense MLPs and shared experts with quantised weights.
+
+Gate, up and activation are one dispatch, down is one.
+"""
 
 import ast
 from dataclasses import dataclass

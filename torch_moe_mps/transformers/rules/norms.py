@@ -50,7 +50,7 @@ def norm_formula(module: nn.Module) -> NormFormula | None:
 
 
 def _has_weight(module: nn.Module, weight: Node | None) -> bool:
-    """Whether a factor of the formula is the module's `weight`, a vector; without a factor nothing is asked."""
+    """Whether a factor of the formula is the module's `weight`, a vector. There may be none."""
     if weight is None:
         return True
     own = getattr(module, "weight", None)

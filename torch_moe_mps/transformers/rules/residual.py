@@ -69,13 +69,21 @@ def hand_over_residual(program: Program) -> None:
     """Rewrites `residual + self.mlp(x)` of a layer."""
     for statement in list(program.statements):
         value = statement.value if isinstance(statement, ast.Assign) else None
-        if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) and statement not in program.inplace:
+        if (
+            isinstance(value, ast.BinOp)
+            and isinstance(value.op, ast.Add)
+            and statement not in program.inplace
+        ):
             _hand_over(program, statement, value)
     if isinstance(program.result, ast.BinOp) and isinstance(program.result.op, ast.Add):
         statement = program.assign("total", program.result)
         program.statements.append(statement)
         program.result = ast.Name(statement.targets[0].id, ast.Load())
         _hand_over(program, statement, statement.value)
+
+
+def _is_sum(value: ast.expr | None) -> bool:
+    return isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)
 
 
 def _hand_over(program: Program, statement: ast.Assign, total: ast.BinOp) -> None:
@@ -103,11 +111,18 @@ def _block_call(program: Program, out: ast.expr) -> ast.Assign | None:
     source, value = program.defined_by(name), program.definitions[name]
     if isinstance(value, ast.Subscript) and ast.unparse(value.slice) == "0":
         items = program.last_name(value.value)
+        others = (n for n, v in program.definitions.items() if n != name and _is_item(v, items))
+        if any(map(program.uses, others)):
+            return None
         source = program.defined_by(items) if items else None
         value = program.definitions.get(items)
     found = child_of_call(program, value) if source is not None else None
     plain = found is not None and len(value.args) == 1 and not value.keywords
     return source if plain and source.value is value else None
+
+
+def _is_item(value: ast.expr, of: str | None) -> bool:
+    return isinstance(value, ast.Subscript) and isinstance(value.value, ast.Name) and value.value.id == of
 
 
 def _is_known(program: Program, residual: ast.expr, before: ast.Assign) -> bool:

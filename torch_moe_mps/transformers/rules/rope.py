@@ -62,10 +62,11 @@ def _turned(turn: _Turn, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, 
 @functools.lru_cache(maxsize=1024)
 def rope_form(function: types.FunctionType, tensors: int, options: tuple) -> RopeForm | None:
     """What a function of (q, k, cos, sin) or (x, cos, sin) does; None if the operator cannot do it."""
+    widths = (_WIDTH, _WIDTH // 2)
     for heads_dim in (1, 2):
-        wide, narrow = (_turn_of(function, tensors, dict(options), heads_dim, w) for w in (_WIDTH, _WIDTH // 2))
-        if wide is not None or narrow is not None:
-            return RopeForm(heads_dim, wide, narrow)
+        turns = [_turn_of(function, tensors, dict(options), heads_dim, width) for width in widths]
+        if any(turns):
+            return RopeForm(heads_dim, *turns)
     return None
 
 
@@ -89,9 +90,13 @@ def _turn_of(function, tensors: int, options: dict, heads_dim: int, table_width:
         if columns * (2 if turn.doubled else 1) > _WIDTH:
             continue
         turned = _turned(turn, inputs[0], inputs[1] if tensors == 2 else None, cos, sin)
-        if all(a.shape == b.shape and torch.allclose(a, b, 1e-5, 1e-5) for a, b in zip(turned, expected)):
+        if all(map(_agree, turned, expected)):
             return tuple(turn)
     return None
+
+
+def _agree(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b, 1e-5, 1e-5)
 
 
 def _turn(form: RopeForm, q: Tensor, cos: Tensor) -> _Turn | None:
