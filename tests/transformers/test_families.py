@@ -57,12 +57,14 @@ def chosen_experts(model, ids: torch.Tensor) -> list[torch.Tensor]:
 
 
 def decided_model(architecture: str, ids: torch.Tensor):
-    """A bfloat16 model whose own code chooses the same experts in bfloat16 and in float32: no near ties."""
+    """A bfloat16 model whose own code chooses the same experts in three dtypes: no near ties."""
     for seed in range(50):
         model = eager(tiny_models.tiny_model(architecture, torch.bfloat16, seed))
-        in_bfloat16 = chosen_experts(model, ids)
-        in_float32 = chosen_experts(copy.deepcopy(model).float(), ids)
-        if all(map(torch.equal, in_bfloat16, in_float32)):
+        chosen = [
+            chosen_experts(copy.deepcopy(model).to(dtype), ids)
+            for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        ]
+        if all(all(map(torch.equal, chosen[0], other)) for other in chosen[1:]):
             return model
     raise AssertionError("every seed has a near tie")
 

@@ -17,7 +17,7 @@ from ..program.programs import Program
 
 ops = torch.ops.moe_mps
 
-MARK = "_moe_mps_joined"
+JOINED = "_moe_mps_joined"
 _TENSORS = ("packed", "scales", "biases", "bias")
 
 
@@ -71,7 +71,7 @@ def _bias(layer: QuantizedLinear) -> Tensor:
 def _place(layer: QuantizedLinear) -> tuple:
     """Where the tensors of a layer lie, and what they are: another place is another weight."""
     return tuple(
-        None if (tensor := layer._parameters[name]) is None else (tensor.data_ptr(), tensor.dtype)
+        None if (tensor := layer._parameters.get(name)) is None else (tensor.data_ptr(), tensor.dtype)
         for name in _TENSORS
     )
 
@@ -94,25 +94,24 @@ def _can_join(layers: Sequence[nn.Module]) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def joined(layers: Sequence[nn.Module]) -> Joined | None:
-    """The layers' weights as one, joined now if need be; None where they cannot be."""
+def join(*layers: nn.Module) -> bool:
+    """Whether the layers' weights are one, as JOINED of the first layer; they are joined now if need be."""
     if any(is_observed(layer) for layer in layers):
-        return None
-    found = layers[0].__dict__.get(MARK)
+        return False
+    found = layers[0].__dict__.get(JOINED)
     if found is not None and len(found.places) == len(layers) and found.is_current(layers):
-        return found
+        return True
     if not _can_join(layers):
-        return None
-    layers[0].__dict__[MARK] = found = Joined(layers)
-    return found
+        return False
+    layers[0].__dict__[JOINED] = Joined(layers)
+    return True
 
 
 def linears(layers: tuple[nn.Module, ...], x: Tensor) -> Sequence[Tensor]:
     """layer(x) of each layer."""
-    whole = joined(layers)
-    if whole is None:
+    if not join(*layers):
         return [layer(x) for layer in layers]
-    form = whole.format
+    whole, form = layers[0]._moe_mps_joined, layers[0].format
     out = ops.linear_quantized(
         x, whole.packed, whole.scales, whole.biases, whole.bias, form.bits, form.group_size, form.mode
     )
@@ -137,7 +136,7 @@ def join_linears(program: Program) -> None:
 
 def _join(program: Program, group: list[tuple[ast.Assign, ast.Call, str, nn.Module]]) -> None:
     names = [name for _, _, name, _ in group]
-    joined(tuple(layer for *_, layer in group))
+    join(*(layer for *_, layer in group))
     layers = ast.Tuple([own_module(name) for name in names], ast.Load())
     first, call, *_ = group[0]
     together = program.assign("joined", helper("linears", layers, call.args[0]))

@@ -15,7 +15,7 @@ from ..program.building import add_option, helper, replace_everything
 from ..program.formulas import Node, Reader
 from ..program.patterns import match
 from ..program.programs import Program, original_class
-from .linear import joined
+from .linear import join
 
 ops = torch.ops.moe_mps
 
@@ -66,13 +66,12 @@ def _is_input(node: Node) -> bool:
 def mlp(module: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:
     """The forward of an MLP, plus the residual."""
     formula: MlpFormula = module.__dict__[MARK]
-    names = (formula.gate,) if formula.up is None else (formula.gate, formula.up)
-    down = module._modules[formula.down]
-    first = joined(tuple(module._modules[name] for name in names))
-    if first is None or type(down) is not QuantizedLinear or is_observed(down):
+    gate, down = getattr(module, formula.gate), getattr(module, formula.down)
+    layers = (gate,) if formula.up is None else (gate, getattr(module, formula.up))
+    if not join(*layers) or type(down) is not QuantizedLinear or is_observed(down):
         out = original_class(module).forward(module, x)
         return out if residual is None else residual + out
-    form, to = first.format, down.format
+    first, form, to = gate._moe_mps_joined, gate.format, down.format
     return ops.mlp_quantized(
         x, first.packed, first.scales, first.biases, down.packed, down.scales, down.biases,
         form.bits, form.group_size, form.mode, gate_up_bias=first.bias, down_bias=down.bias,
@@ -88,7 +87,7 @@ def fuse_mlp(program: Program) -> bool:
         return False
     program.module.__dict__[MARK] = formula
     names = (formula.gate,) if formula.up is None else (formula.gate, formula.up)
-    joined(tuple(program.module._modules[name] for name in names))
+    join(*(getattr(program.module, name) for name in names))
     x = ast.Name(program.arguments.args[1].arg, ast.Load())
     add_option(program, RESIDUAL)
     replace_everything(
