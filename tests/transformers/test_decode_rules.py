@@ -148,7 +148,7 @@ def test_form_of_rotary_functions(name, architecture):
         expected = function(*inputs, cos, sin)
         k = inputs[1] if tensors == 2 else None
         result = rope.rope(lambda *args: pytest.fail("fell back"), form, inputs[0], k, cos, sin)
-        for a, b in zip(result if k is not None else [result], expected if k is not None else [expected]):
+        for a, b in zip(*((x,) if k is None else x for x in (result, expected)), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 

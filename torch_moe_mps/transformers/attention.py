@@ -19,7 +19,7 @@ def use_attention_of_sinks(model: nn.Module) -> list[str]:
     names = []
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
-        has_sinks = isinstance(getattr(module, "sinks", None), Tensor)
+        has_sinks = isinstance(getattr(module, "sinks", None), Tensor) and getattr(module, "is_causal", False)
         implementation = getattr(config, "_attn_implementation", None)
         if has_sinks and implementation in ("eager", NAME):
             module.__dict__.setdefault(_PREVIOUS, (config, "eager"))
