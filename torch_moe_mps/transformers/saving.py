@@ -3,7 +3,6 @@
 from collections import Counter
 
 from torch import nn
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from ..quantization import Format
 from .config import QuantizationConfig
@@ -18,7 +17,9 @@ def mark_quantized(model: nn.Module) -> None:
     Every model of transformers in `model` with quantised weights is marked: whichever is saved, whatever is
     wrapped around it. The outermost comes last, since models share their config with the base model.
     """
-    from transformers import PreTrainedModel  # still incomplete when transformers' quantizers are imported
+    # Still incomplete when transformers' quantizers, and with them ours, are imported.
+    from transformers import PreTrainedModel
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
     for part in reversed([module for module in model.modules() if isinstance(module, PreTrainedModel)]):
         config = config_of(part)
