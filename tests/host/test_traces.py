@@ -39,13 +39,76 @@ class TestEncoded(expecttest.TestCase):
         ]
         return "\n".join(lines) + "\n"
 
+    def test_rms_norm(self):
+        wide = tensor(6, 3072)
+        self.assertExpectedInline(
+            self.encoded(ops.rms_norm, wide[:, 512:2560], tensor(2048, dtype=torch.float32), EPS),
+            """\
+rms_norm_f16 grid 6x1x1 of 512x1x1
+0=A[0:24576] 1=B[1024:36864] 2=C[0:8192] 3=A[0:24576] 4=A[0:24576] 5=A[0:24576] 6=56 bytes
+""",
+        )
+
+    def test_rms_norm_of_heads(self):
+        self.assertExpectedInline(
+            self.encoded(ops.rms_norm, tensor(1, 1, 32, 128), None, EPS),
+            """\
+rms_norm_f16 grid 4x1x1 of 256x1x1
+0=A[0:8192] 1=B[0:8192] 2=A[0:8192] 3=A[0:8192] 4=A[0:8192] 5=A[0:8192] 6=56 bytes
+""",
+        )
+
+    def test_rope(self):
+        qkv, table, weight = tensor(1, 1, 6 * 128), tensor(1, 1, 128), tensor(128)
+        q, k = qkv[..., : 4 * 128].view(1, 1, 4, 128), qkv[..., 4 * 128 : 5 * 128].view(1, 1, 1, 128)
+        self.assertExpectedInline(
+            self.encoded(ops.rope, q, k, table, table[:], weight, weight[:], EPS),
+            """\
+rope_f16 grid 2x1x1 of 128x1x1
+0=A[0:1536] 1=A[1024:1536] 2=B[0:256] 3=B[0:256] 4=C[0:256] 5=C[0:256] 6=D[0:1024] 7=E[0:256] 8=136 bytes
+""",
+        )
+
+    def test_rope_of_q_alone(self):
+        q, table = tensor(2, 3, 4, 64), tensor(1, 3, 16)
+        self.assertExpectedInline(
+            self.encoded(ops.rope, q, None, table, table[:], pairs="interleaved", rotary_dim=32),
+            """\
+rope_f16 grid 6x1x1 of 128x1x1
+0=A[0:3072] 1=A[0:3072] 2=B[0:96] 3=B[0:96] 4=C[0:3072] 5=C[0:3072] 6=C[0:3072] 7=C[0:3072] 8=136 bytes
+""",
+        )
+
+    def test_attention_sinks(self):
+        q, k, v = tensor(1, 16, 1, 64), tensor(1, 2, 700, 64)[:, :, :600], tensor(1, 2, 600, 64)
+        self.assertExpectedInline(
+            self.encoded(ops.attention_sinks, q, k, v, tensor(16), 0.125),
+            """\
+attention2_64_f16 grid 1x4x2 of 128x1x1
+0=A[0:2048] 1=B[0:179200] 2=C[0:153600] 3=D[0:2048] 4=E[0:32] 5=D[0:2048] 6=D[0:2048] 7=152 bytes
+""",
+        )
+
+    def test_attention_sinks_of_a_long_cache(self):
+        q, k, v = tensor(1, 4, 1, 128), tensor(1, 4, 4096, 128), tensor(1, 4, 4096, 128)
+        mask = torch.ones(1, 1, 1, 4096, dtype=torch.bool, device="mps")
+        self.assertExpectedInline(
+            self.encoded(ops.attention_sinks, q, k, v, None, 0.125, mask),
+            """\
+attention1_128_f16 grid 16x1x4 of 128x1x1
+0=A[0:1024] 1=B[0:4194304] 2=C[0:4194304] 3=D[0:4096] 4=E[0:1024] 5=E[0:1024] 6=F[0:33280] 7=152 bytes
+attention_merge_f16 grid 1x1x1 of 128x1x1
+0=F[0:33280] 1=E[0:1024] 2=E[0:1024] 3=152 bytes
+""",
+        )
+
     def test_fused_norm_add(self):
         x, w = tensor(6, 2048), tensor(2048, dtype=torch.float32)
         self.assertExpectedInline(
             self.encoded(ops.fused_norm_add, x, x[:], w, EPS),
             """\
 norm_add_f16 grid 6x1x1 of 512x1x1
-0=A[0:24576] 1=A[0:24576] 2=B[0:8192] 3=B[0:8192] 4=C[0:24576] 5=C[0:24576] 6=40 bytes
+0=A[0:24576] 1=A[0:24576] 2=B[0:8192] 3=C[0:24576] 4=C[0:24576] 5=C[0:24576] 6=56 bytes
 """,
         )
 
@@ -55,7 +118,7 @@ norm_add_f16 grid 6x1x1 of 512x1x1
             self.encoded(ops.fused_norm_add_scalar, x, x[:], w, s, EPS),
             """\
 norm_add_f16 grid 6x1x1 of 512x1x1
-0=A[0:24576] 1=A[0:24576] 2=B[0:4096] 3=C[0:2] 4=D[0:24576] 5=D[0:24576] 6=40 bytes
+0=A[0:24576] 1=A[0:24576] 2=B[0:4096] 3=C[0:2] 4=D[0:24576] 5=D[0:24576] 6=56 bytes
 """,
         )
 
@@ -65,7 +128,7 @@ norm_add_f16 grid 6x1x1 of 512x1x1
             self.encoded(ops.fused_residual_norm, x, x[:], w, EPS),
             """\
 residual_norm_f16 grid 300x1x1 of 128x1x1
-0=A[0:1228800] 1=A[0:1228800] 2=B[0:4096] 3=B[0:4096] 4=C[0:1228800] 5=D[0:1228800] 6=40 bytes
+0=A[0:1228800] 1=A[0:1228800] 2=B[0:4096] 3=C[0:1228800] 4=C[0:1228800] 5=D[0:1228800] 6=56 bytes
 """,
         )
 
@@ -75,7 +138,7 @@ residual_norm_f16 grid 300x1x1 of 128x1x1
             self.encoded(ops.fused_residual_norm, x, x[:], w, EPS, False),
             """\
 residual_norm_f16 grid 3x1x1 of 256x1x1
-0=A[0:5120] 1=A[0:5120] 2=B[0:256] 3=B[0:256] 4=C[0:5120] 5=C[0:5120] 6=40 bytes
+0=A[0:5120] 1=A[0:5120] 2=B[0:256] 3=C[0:5120] 4=C[0:5120] 5=C[0:5120] 6=56 bytes
 """,
         )
 
@@ -85,7 +148,7 @@ residual_norm_f16 grid 3x1x1 of 256x1x1
             self.encoded(ops.fused_residual_norm_scalar, x, x[:], w, s, EPS),
             """\
 residual_norm_f16 grid 6x1x1 of 512x1x1
-0=A[0:24576] 1=A[0:24576] 2=B[0:4096] 3=C[0:4096] 4=D[0:24576] 5=D[0:24576] 6=40 bytes
+0=A[0:24576] 1=A[0:24576] 2=B[0:4096] 3=C[0:4096] 4=D[0:24576] 5=D[0:24576] 6=56 bytes
 """,
         )
 
@@ -241,6 +304,8 @@ class TestTraffic:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_norms(self, simulated, rows, width, dtype):
         residual, x, w = tensor(rows, width, dtype=dtype), tensor(rows, width, dtype=dtype), tensor(width)
+        must = nbytes(x, x) + rows * nbytes(w)
+        assert self.moved(simulated, lambda: ops.rms_norm(x, w, EPS)) <= 1.05 * must
         out = sum_out = residual
         must = nbytes(residual, x, out) + rows * nbytes(w)
         assert self.moved(simulated, lambda: ops.fused_norm_add(residual, x, w, EPS)) <= 1.05 * must

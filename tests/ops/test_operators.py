@@ -29,6 +29,9 @@ class TestSchemas(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(wrapped(schema) for schema in schemas),
             """\
+moe_mps::attention_sinks(Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, Tensor? mask=None, int?
+    window=None) -> Tensor
+moe_mps::rms_norm(Tensor input, Tensor? weight, float eps, float weight_offset=0.) -> Tensor
 moe_mps::fused_norm_add(Tensor residual, Tensor input, Tensor weight, float eps, float weight_offset=0.) ->
     Tensor
 moe_mps::fused_norm_add_scalar(Tensor residual, Tensor input, Tensor weight, Tensor scalar, float eps, float
@@ -66,6 +69,9 @@ moe_mps::moe_experts_quantized(Tensor x, Tensor gate_up_packed, Tensor gate_up_s
     activation="silu", float? alpha=None, float? limit=None, bool gated=True, bool interleaved=False,
     Tensor? shared_gate=None, Tensor? shared_out=None, Tensor? residual=None, bool gate_is_logit=False, int?
     down_bits=None, int? down_group_size=None, str? down_mode=None) -> Tensor
+moe_mps::rope(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? q_weight=None, Tensor? k_weight=None,
+    float eps=9.9999999999999995e-07, float weight_offset=0., *, str pairs="half", int? rotary_dim=None,
+    bool rotary_last=False) -> (Tensor, Tensor)
 moe_mps::moe_router(Tensor logits, int top_k, *, str scoring, Tensor? bias=None, int num_groups=1, int
     top_groups=1, str group_score="top2_sum", float? masked_score=None, bool bias_on_logits=False, bool
     norm_topk_prob, float norm_eps=9.9999999999999995e-21, float norm_min=0., float scaling_factor=1.,

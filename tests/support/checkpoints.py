@@ -26,6 +26,9 @@ def fp8_blocks(model, folder: Path, block: int = 32) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {
-        "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [block, block], "activation_scheme": "dynamic",
-    }  # fmt: skip
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [block, block],
+        "activation_scheme": "dynamic",
+    }
     (folder / "config.json").write_text(json.dumps(config))

@@ -48,7 +48,15 @@ def sample_arguments(device: str, dtype: torch.dtype) -> dict[str, dict]:
             f"{prefix}biases": values(*groups),
         }
 
+    q, k = values(2, T, 4, 16), values(2, T, 2, 16)
+    heads_first = {"q": q.transpose(1, 2), "k": values(2, 2, 9, 16), "v": values(2, 2, 9, 8)}
     return {
+        "rms_norm": {"input": values(T, H), "weight": values(H, dtype=torch.float32), "eps": 1e-6},
+        "rope": {
+            **{"q": q, "k": k, "cos": values(1, T, 16), "sin": values(1, T, 16)},
+            **{"q_weight": values(16), "k_weight": values(16)},
+        },
+        "attention_sinks": {**heads_first, "sinks": values(4), "scale": 0.25},
         "fused_norm_add": norm,
         "fused_norm_add_scalar": {**norm, "scalar": values(1)},
         "fused_residual_norm": norm,
@@ -113,6 +121,16 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
     tail = {"shared_gate": values(T, 1), "shared_out": values(T, H), "residual": values(T, H)}
     strided = values(H, T).t()
     return {
+        "rms_norm": [{"input": strided, "weight": None}, {"weight_offset": 1.0}],
+        "rope": [
+            {"k": None, "k_weight": None, "pairs": "interleaved", "rotary_dim": 8, "cos": values(2, T, 4)}
+            | {"sin": values(2, T, 4), "rotary_last": True},
+        ],
+        "attention_sinks": [
+            {"sinks": None, "window": 4},
+            {"mask": values(2, 1, T, 9)},
+            {"mask": values(1, 1, T, 9) > 0.0},
+        ],
         "fused_norm_add": [{"input": strided, "weight_offset": 1.0}],
         "fused_residual_norm": [{"residual": strided, "write_sum": False}],
         "moe_router": [
@@ -164,6 +182,8 @@ def wrapped(line: str) -> str:
 
 MODULES = (
     torch_moe_mps.ops.norms,
+    torch_moe_mps.ops.rope,
+    torch_moe_mps.ops.attention,
     torch_moe_mps.ops.routing,
     torch_moe_mps.ops.combine,
     torch_moe_mps.ops.experts,

@@ -17,7 +17,7 @@ from torch_moe_mps.transformers.config import QuantizationConfig
 
 transformers.logging.set_verbosity_error()
 
-# Experts stored one by one, merged and transposed; tied and scaled embeddings; two kinds of experts in one list.
+# Experts one by one, merged, transposed, two kinds in one list; tied and scaled embeddings.
 ALWAYS = ["qwen3_moe", "gpt_oss", "deepseek_v3", "gemma4", "ernie4_5_vl_moe", "nemotron_h"]
 EVERY = [
     name if name in ALWAYS else pytest.param(name, marks=pytest.mark.sweep)
@@ -55,7 +55,7 @@ def test_the_bits_are_those_of_quantising_afterwards(architecture, tmp_path):
     assert ours.modules.keys() == report.modules.keys() and ours.skipped == report.skipped
     assert (ours.bytes_before, ours.bytes_after) == (report.bytes_before, report.bytes_after)
     for name, entries in report.modules.items():
-        for entry, other in zip(entries, ours.modules[name], strict=True):
+        for entry, other in zip(sorted(entries, key=str), sorted(ours.modules[name], key=str), strict=True):
             assert entry._replace(error=0) == other._replace(error=0)
             assert math.isclose(entry.error, other.error, rel_tol=1e-6)
     streamed.save_pretrained(tmp_path / "saved")
@@ -66,7 +66,7 @@ def test_the_bits_are_those_of_quantising_afterwards(architecture, tmp_path):
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3"])
 def test_fp8_blocks(architecture, tmp_path):
-    """As transformers dequantises them, in another process of its own; the scales are not rounded on the way."""
+    """As transformers dequantises them: the scales are not rounded on the way."""
     sizes = {"q_lora_rank": 32, "kv_lora_rank": 32} if architecture == "deepseek_v3" else {}
     fp8_blocks(tiny(architecture, dtype=torch.bfloat16, **sizes), tmp_path)
     dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -214,11 +214,8 @@ def measure(device, tmp_path, source, layers, hidden, intermediate, experts, sha
         "dense": dense,
         "rate": dense / result["seconds"] / 1e6,
     }
-    print(
-        device,
-        source,
-        {key: round(value / 2**20, 1) if value > 1e4 else value for key, value in result.items()},
-    )
+    shown = {k: f"{v / 2**20:.1f} MiB" if v > 1e4 else f"{v:.1f}" for k, v in result.items()}
+    print(device, source, shown)
     return result
 
 

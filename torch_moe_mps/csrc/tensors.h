@@ -25,6 +25,16 @@ RowLayout row_per_threadgroup(int64_t rows, int64_t width, int64_t most_threads 
 // Whether every row of every tensor starts on a multiple of 4 elements, which vector loads need.
 bool rows_start_aligned(int64_t width, std::initializer_list<at::Tensor> tensors);
 
+// The distance in elements of the tensor's rows, where it is the same from each to the next and rows lie in
+// one piece.
+std::optional<int64_t> row_stride(const at::Tensor& tensor);
+
+// The tensor, or a copy of it, with its last dimension in one piece.
+at::Tensor rows_contiguous(const at::Tensor& tensor);
+
+// Whether each row of a tensor of any strides starts on a multiple of 4 elements.
+bool starts_aligned(const at::Tensor& tensor);
+
 // The DTYPE_* code of shaders/params.h.
 uint32_t dtype_code(const at::Tensor& tensor);
 

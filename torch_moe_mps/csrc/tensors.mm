@@ -36,6 +36,30 @@ bool rows_start_aligned(int64_t width, std::initializer_list<at::Tensor> tensors
          });
 }
 
+std::optional<int64_t> row_stride(const at::Tensor& tensor) {
+  const int64_t last = tensor.dim() - 1;
+  if (tensor.stride(last) != 1 && tensor.size(last) > 1) return std::nullopt;
+  int64_t stride = tensor.size(last), rows = 1;
+  for (int64_t dim = last - 1; dim >= 0; --dim) {
+    if (tensor.size(dim) == 1) continue;
+    if (rows == 1) stride = tensor.stride(dim);
+    if (tensor.stride(dim) != rows * stride) return std::nullopt;
+    rows *= tensor.size(dim);
+  }
+  return stride;
+}
+
+at::Tensor rows_contiguous(const at::Tensor& tensor) {
+  return tensor.size(-1) == 1 || tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
+}
+
+bool starts_aligned(const at::Tensor& tensor) {
+  for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) {
+    if (tensor.size(dim) > 1 && tensor.stride(dim) % 4 != 0) return false;
+  }
+  return tensor.storage_offset() % 4 == 0;
+}
+
 uint32_t dtype_code(const at::Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case at::ScalarType::Float:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._checks import ACTIVATION_DTYPES, ID_DTYPES, MAX_TOP_K, Check
 from ._registry import operator
-from .norms import rms_norm
+from .norms import normed
 
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus", "softmax_after_topk")
 GROUP_SCORES = ("top2_sum", "max")
@@ -351,7 +351,7 @@ def moe_gate(
 
     Stands for the source kernel moe_gate.
     """
-    logits = rms_norm(hidden, norm_weight, eps) @ router_weight.float().T
+    logits = normed(hidden, norm_weight, eps) @ router_weight.float().T
     weights, ids = _scaled_softmax_of_selected(logits, per_expert_scale, top_k)
     return (_divide_by_sum(weights) if renormalize_after_scale else weights), ids
 

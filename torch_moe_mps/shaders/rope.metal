@@ -1,0 +1,3 @@
+#include "rope.h"
+
+INSTANTIATE("rope", rope_heads<MOE_DTYPE>)
