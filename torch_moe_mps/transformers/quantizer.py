@@ -72,8 +72,7 @@ class Quantizer(HfQuantizer):
         else:
             self.report = self._stream.finish(model)
             del self._stream
-        mark_quantized(model)  # with another quantizer
-        model.hf_quantizer.report = self.report
+        mark_quantized(model)
 
     def update_weight_conversions(self, weight_conversions: list, *model: nn.Module) -> list:
         if not self._streams:

@@ -25,7 +25,9 @@ def mark_quantized(model: nn.Module) -> None:
         config = config_of(part)
         if config is not None:
             part.config.quantization_config = config
+            report = getattr(getattr(part, "hf_quantizer", None), "report", None)
             part.hf_quantizer = AUTO_QUANTIZER_MAPPING[NAME](config, pre_quantized=True)
+            part.hf_quantizer.report = report
 
 
 def config_of(model: nn.Module) -> QuantizationConfig | None:
