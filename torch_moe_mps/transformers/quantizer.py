@@ -71,6 +71,7 @@ class Quantizer(HfQuantizer):
             del self._targets
         else:
             self.report = self._stream.finish(model)
+            model.hf_quantizer = self
             del self._stream
         mark_quantized(model)
 
