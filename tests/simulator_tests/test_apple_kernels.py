@@ -358,23 +358,23 @@ dense, 1 tokens, 4 of 32
   expert_rows_bf16: 4.55 3.02 slots a MAC, 53 registers, 64/384/896 threads
   expert_down_bf16: 5.11 3.59 slots a MAC, 61.5 registers, 128/384/832 threads
 dense, 8 tokens, 4 of 32
-  expert_rows_few_bf16: 3.48 2.44 slots a MAC, 105 registers, 128/384/448 threads
+  expert_rows_few_bf16: 3.49 2.45 slots a MAC, 105 registers, 128/384/448 threads
   expert_down_few_bf16: 5.15 3.86 slots a MAC, 95 registers, 256/384/512 threads
 dense, 64 tokens, 4 of 32
-  expert_gemm8_bf16: 2.03 1.84 slots a MAC, 71 registers, 128/384/704 threads
-  expert_gemm8_bf16: 2.15 1.95 slots a MAC, 71 registers, 128/384/704 threads
+  expert_gemm8_bf16: 2.04 1.85 slots a MAC, 70 registers, 128/384/704 threads
+  expert_gemm8_bf16: 2.17 1.97 slots a MAC, 70 registers, 128/384/704 threads
 dense, 256 tokens, 4 of 32
-  expert_gemm32_bf16: 1.41 1.35 slots a MAC, 97.5 registers, 128/384/512 threads
-  expert_gemm32_bf16: 1.49 1.43 slots a MAC, 97.5 registers, 128/384/512 threads
+  expert_gemm32_bf16: 1.42 1.36 slots a MAC, 96.5 registers, 128/384/512 threads
+  expert_gemm32_bf16: 1.51 1.45 slots a MAC, 96.5 registers, 128/384/512 threads
 transposed, 1 tokens, 4 of 32
-  expert_columns_bf16: 14.60 12.60 slots a MAC, 46.5 registers, 512/512/1024 threads
+  expert_columns_bf16: 14.19 12.19 slots a MAC, 44.5 registers, 512/512/1024 threads
   expert_down_columns_bf16: 14.83 12.83 slots a MAC, 34 registers, 512/512/1024 threads
 transposed, 64 tokens, 4 of 32
-  expert_gemm8_transposed_bf16: 2.76 2.57 slots a MAC, 80 registers, 128/384/640 threads
-  expert_gemm8_transposed_bf16: 2.87 2.67 slots a MAC, 80 registers, 128/384/640 threads
+  expert_gemm8_transposed_bf16: 2.77 2.58 slots a MAC, 79 registers, 128/384/640 threads
+  expert_gemm8_transposed_bf16: 2.89 2.69 slots a MAC, 79 registers, 128/384/640 threads
 transposed, 256 tokens, 4 of 32
-  expert_gemm32_transposed_bf16: 1.59 1.53 slots a MAC, 105.5 registers, 128/384/448 threads
-  expert_gemm32_transposed_bf16: 1.67 1.60 slots a MAC, 105.5 registers, 128/384/448 threads
+  expert_gemm32_transposed_bf16: 1.59 1.54 slots a MAC, 104.5 registers, 128/384/448 threads
+  expert_gemm32_transposed_bf16: 1.69 1.62 slots a MAC, 104.5 registers, 128/384/448 threads
 """,
         )
 
@@ -386,17 +386,19 @@ affine 4 bits in 64, 1 tokens, 4 of 32
   expert_rows_affine4_64_bf16: 4.98 4.38 slots a MAC, 42.5 registers, 64/384/1024 threads
   expert_down_affine4_64_bf16: 5.59 5.01 slots a MAC, 51 registers, 128/384/1024 threads
 affine 4 bits in 64, 3 tokens, 2 of 4
-  expert_rows_few_affine4_64_bf16: 3.49 3.19 slots a MAC, 89 registers, 128/384/576 threads
+  expert_rows_few_affine4_64_bf16: 3.50 3.20 slots a MAC, 89 registers, 128/384/576 threads
   expert_down_few_affine4_64_bf16: 5.83 5.28 slots a MAC, 81 registers, 256/384/576 threads
 affine 4 bits in 64, 8 tokens, 4 of 32
-  expert_rows_few_affine4_64_bf16: 3.81 3.50 slots a MAC, 89 registers, 128/384/576 threads
+  expert_rows_few_affine4_64_bf16: 3.82 3.51 slots a MAC, 89 registers, 128/384/576 threads
   expert_down_few_affine4_64_bf16: 5.55 5.00 slots a MAC, 81 registers, 256/384/576 threads
 affine 4 bits in 64, 64 tokens, 4 of 32
-  expert_gemm8_affine4_64_bf16: 2.34 2.31 slots a MAC, 73.5 registers, 128/384/640 threads
-  expert_gemm8_affine4_64_bf16: 2.46 2.41 slots a MAC, 73.5 registers, 128/384/640 threads
+  expert_gemm8_affine4_64_bf16: 2.35 2.31 slots a MAC, 72.5 registers, 128/384/640 threads
+  expert_gemm8_affine4_64_bf16: 2.48 2.43 slots a MAC, 72.5 registers, 128/384/640 threads
 affine 4 bits in 64, 256 tokens, 4 of 32
-  expert_gemm32_affine4_64_bf16: 1.49 1.47 slots a MAC, 99 registers, 128/384/512 threads
-  expert_gemm32_affine4_64_bf16: 1.57 1.54 slots a MAC, 99 registers, 128/384/512 threads
+  expert_gemm32_affine4_64_bf16: 1.49 1.47 slots a MAC, 98 registers, 128/384/512 threads
+  expert_gemm32_affine4_64_bf16: 1.59 1.56 slots a MAC, 98 registers, 128/384/512 threads
+not dispatched here
+  embedding_rows_affine4_64_bf16: 43 registers, -/-/1024 threads
 """,
         )
 
@@ -408,17 +410,19 @@ affine 8 bits in 64, 1 tokens, 4 of 32
   expert_rows_affine8_64_bf16: 5.24 4.65 slots a MAC, 48.5 registers, 64/384/1024 threads
   expert_down_affine8_64_bf16: 5.86 5.28 slots a MAC, 57 registers, 128/384/832 threads
 affine 8 bits in 64, 3 tokens, 2 of 4
-  expert_rows_few_affine8_64_bf16: 3.66 3.36 slots a MAC, 99.5 registers, 128/384/512 threads
+  expert_rows_few_affine8_64_bf16: 3.67 3.37 slots a MAC, 99.5 registers, 128/384/512 threads
   expert_down_few_affine8_64_bf16: 5.99 5.44 slots a MAC, 85.5 registers, 256/384/576 threads
 affine 8 bits in 64, 8 tokens, 4 of 32
-  expert_rows_few_affine8_64_bf16: 4.01 3.70 slots a MAC, 99.5 registers, 128/384/512 threads
+  expert_rows_few_affine8_64_bf16: 4.03 3.72 slots a MAC, 99.5 registers, 128/384/512 threads
   expert_down_few_affine8_64_bf16: 5.75 5.19 slots a MAC, 85.5 registers, 256/384/576 threads
 affine 8 bits in 64, 64 tokens, 4 of 32
-  expert_gemm8_affine8_64_bf16: 2.40 2.36 slots a MAC, 81.5 registers, 128/384/576 threads
-  expert_gemm8_affine8_64_bf16: 2.51 2.47 slots a MAC, 81.5 registers, 128/384/576 threads
+  expert_gemm8_affine8_64_bf16: 2.41 2.37 slots a MAC, 80.5 registers, 128/384/576 threads
+  expert_gemm8_affine8_64_bf16: 2.53 2.49 slots a MAC, 80.5 registers, 128/384/576 threads
 affine 8 bits in 64, 256 tokens, 4 of 32
-  expert_gemm32_affine8_64_bf16: 1.50 1.48 slots a MAC, 107 registers, 128/384/448 threads
-  expert_gemm32_affine8_64_bf16: 1.58 1.55 slots a MAC, 107 registers, 128/384/448 threads
+  expert_gemm32_affine8_64_bf16: 1.50 1.49 slots a MAC, 106 registers, 128/384/448 threads
+  expert_gemm32_affine8_64_bf16: 1.60 1.57 slots a MAC, 106 registers, 128/384/448 threads
+not dispatched here
+  embedding_rows_affine8_64_bf16: 43 registers, -/-/1024 threads
 """,
         )
 
@@ -430,17 +434,19 @@ mxfp4 4 bits in 32, 1 tokens, 4 of 32
   expert_rows_mxfp4_bf16: 7.34 6.80 slots a MAC, 39 registers, 64/384/1024 threads
   expert_down_mxfp4_bf16: 7.92 7.40 slots a MAC, 47.5 registers, 128/384/1024 threads
 mxfp4 4 bits in 32, 3 tokens, 2 of 4
-  expert_rows_few_mxfp4_bf16: 5.12 4.86 slots a MAC, 84 registers, 128/384/576 threads
+  expert_rows_few_mxfp4_bf16: 5.13 4.87 slots a MAC, 84 registers, 128/384/576 threads
   expert_down_few_mxfp4_bf16: 7.18 6.67 slots a MAC, 76 registers, 256/384/640 threads
 mxfp4 4 bits in 32, 8 tokens, 4 of 32
-  expert_rows_few_mxfp4_bf16: 5.78 5.52 slots a MAC, 84 registers, 128/384/576 threads
+  expert_rows_few_mxfp4_bf16: 5.80 5.53 slots a MAC, 84 registers, 128/384/576 threads
   expert_down_few_mxfp4_bf16: 7.23 6.73 slots a MAC, 76 registers, 256/384/640 threads
 mxfp4 4 bits in 32, 64 tokens, 4 of 32
-  expert_gemm8_mxfp4_bf16: 2.84 2.82 slots a MAC, 61.5 registers, 128/384/832 threads
-  expert_gemm8_mxfp4_bf16: 2.95 2.92 slots a MAC, 61.5 registers, 128/384/832 threads
+  expert_gemm8_mxfp4_bf16: 2.84 2.83 slots a MAC, 60.5 registers, 128/384/832 threads
+  expert_gemm8_mxfp4_bf16: 2.97 2.94 slots a MAC, 60.5 registers, 128/384/832 threads
 mxfp4 4 bits in 32, 256 tokens, 4 of 32
-  expert_gemm32_mxfp4_bf16: 1.61 1.59 slots a MAC, 87 registers, 128/384/576 threads
-  expert_gemm32_mxfp4_bf16: 1.69 1.67 slots a MAC, 87 registers, 128/384/576 threads
+  expert_gemm32_mxfp4_bf16: 1.61 1.60 slots a MAC, 86 registers, 128/384/576 threads
+  expert_gemm32_mxfp4_bf16: 1.71 1.69 slots a MAC, 86 registers, 128/384/576 threads
+not dispatched here
+  embedding_rows_mxfp4_bf16: 43 registers, -/-/1024 threads
 """,
         )
 
@@ -448,26 +454,26 @@ mxfp4 4 bits in 32, 256 tokens, 4 of 32
         self.assertExpectedInline(
             registers_of_formats("bf16"),
             """\
-mxfp4_bf16: rows 39, rows_few 84, down 47.5, down_few 76, gemm8 61.5, gemm32 87
-mxfp8_bf16: rows 45.5, rows_few 95, down 54, down_few 81, gemm8 69.5, gemm32 95
-nvfp4_bf16: rows 34, rows_few 73, down 42.5, down_few 70, gemm8 57.5, gemm32 83
-affine2_32_bf16: rows 66, rows_few 84.5, down 74.5, down_few 81, gemm8 69.5, gemm32 95
-affine2_64_bf16: rows 66, rows_few 84.5, down 74.5, down_few 81, gemm8 69.5, gemm32 95
-affine2_128_bf16: rows 66, rows_few 84.5, down 74.5, down_few 81, gemm8 69.5, gemm32 95
-affine3_32_bf16: rows 76.5, rows_few 99, down 85, down_few 91.5, gemm8 74, gemm32 104
-affine3_64_bf16: rows 76.5, rows_few 99, down 85, down_few 91.5, gemm8 74, gemm32 104
-affine3_128_bf16: rows 76.5, rows_few 99, down 85, down_few 91.5, gemm8 74, gemm32 104
-affine4_32_bf16: rows 42.5, rows_few 89, down 51, down_few 81, gemm8 73.5, gemm32 99
-affine4_64_bf16: rows 42.5, rows_few 89, down 51, down_few 81, gemm8 73.5, gemm32 99
-affine4_128_bf16: rows 42.5, rows_few 89, down 51, down_few 81, gemm8 73.5, gemm32 99
-affine5_32_bf16: rows 79.5, rows_few 106, down 88, down_few 94.5, gemm8 82, gemm32 112
-affine5_64_bf16: rows 79.5, rows_few 106, down 88, down_few 94.5, gemm8 82, gemm32 112
-affine5_128_bf16: rows 79.5, rows_few 106, down 88, down_few 94.5, gemm8 82, gemm32 112
-affine6_32_bf16: rows 79.5, rows_few 110, down 88, down_few 94.5, gemm8 82.5, gemm32 108
-affine6_64_bf16: rows 79.5, rows_few 110, down 88, down_few 94.5, gemm8 82.5, gemm32 108
-affine6_128_bf16: rows 79.5, rows_few 110, down 88, down_few 94.5, gemm8 82.5, gemm32 108
-affine8_32_bf16: rows 48.5, rows_few 99.5, down 57, down_few 85.5, gemm8 81.5, gemm32 107
-affine8_64_bf16: rows 48.5, rows_few 99.5, down 57, down_few 85.5, gemm8 81.5, gemm32 107
-affine8_128_bf16: rows 48.5, rows_few 99.5, down 57, down_few 85.5, gemm8 81.5, gemm32 107
+mxfp4_bf16: rows 39, rows_few 84, down 47.5, down_few 76, gemm8 60.5, gemm32 86, embedding_rows 43
+mxfp8_bf16: rows 45.5, rows_few 95, down 54, down_few 81, gemm8 68.5, gemm32 94, embedding_rows 43
+nvfp4_bf16: rows 34, rows_few 73, down 42.5, down_few 70, gemm8 56.5, gemm32 82, embedding_rows 43
+affine2_32_bf16: rows 66, rows_few 84.5, down 74.5, down_few 81, gemm8 68.5, gemm32 94, embedding_rows 43
+affine2_64_bf16: rows 66, rows_few 84.5, down 74.5, down_few 81, gemm8 68.5, gemm32 94, embedding_rows 43
+affine2_128_bf16: rows 66, rows_few 84.5, down 74.5, down_few 81, gemm8 68.5, gemm32 94, embedding_rows 43
+affine3_32_bf16: rows 76.5, rows_few 99, down 85, down_few 91.5, gemm8 73, gemm32 103, embedding_rows 75
+affine3_64_bf16: rows 76.5, rows_few 99, down 85, down_few 91.5, gemm8 73, gemm32 103, embedding_rows 75
+affine3_128_bf16: rows 76.5, rows_few 99, down 85, down_few 91.5, gemm8 73, gemm32 103, embedding_rows 75
+affine4_32_bf16: rows 42.5, rows_few 89, down 51, down_few 81, gemm8 72.5, gemm32 98, embedding_rows 43
+affine4_64_bf16: rows 42.5, rows_few 89, down 51, down_few 81, gemm8 72.5, gemm32 98, embedding_rows 43
+affine4_128_bf16: rows 42.5, rows_few 89, down 51, down_few 81, gemm8 72.5, gemm32 98, embedding_rows 43
+affine5_32_bf16: rows 79.5, rows_few 106, down 88, down_few 94.5, gemm8 81, gemm32 111, embedding_rows 75
+affine5_64_bf16: rows 79.5, rows_few 106, down 88, down_few 94.5, gemm8 81, gemm32 111, embedding_rows 75
+affine5_128_bf16: rows 79.5, rows_few 106, down 88, down_few 94.5, gemm8 81, gemm32 111, embedding_rows 75
+affine6_32_bf16: rows 79.5, rows_few 110, down 88, down_few 94.5, gemm8 81.5, gemm32 107, embedding_rows 43
+affine6_64_bf16: rows 79.5, rows_few 110, down 88, down_few 94.5, gemm8 81.5, gemm32 107, embedding_rows 43
+affine6_128_bf16: rows 79.5, rows_few 110, down 88, down_few 94.5, gemm8 81.5, gemm32 107, embedding_rows 43
+affine8_32_bf16: rows 48.5, rows_few 99.5, down 57, down_few 85.5, gemm8 80.5, gemm32 106, embedding_rows 43
+affine8_64_bf16: rows 48.5, rows_few 99.5, down 57, down_few 85.5, gemm8 80.5, gemm32 106, embedding_rows 43
+affine8_128_bf16: rows 48.5, rows_few 99.5, down 57, down_few 85.5, gemm8 80.5, gemm32 106, embedding_rows 43
 """,
         )

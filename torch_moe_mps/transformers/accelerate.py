@@ -81,7 +81,7 @@ def accelerate(
         report.add(name, module, kind, "; ".join(rewrites) or None, reason)
     report.rows.sort(key=_model_order(model))
     _warn_of_experts_left_alone(report)
-    if wanted is not None and found and not any(map(is_quantized, found.values())):
+    if wanted is not None and not any(map(_has_format, model.modules())):
         warnings.warn("torch_moe_mps: no experts were found that can be quantised", stacklevel=2)
     report.compiled = compile_kernels(model)
     return report
@@ -107,6 +107,10 @@ def restore(model: nn.Module) -> nn.Module:
 def _implementation(experts: nn.Module) -> tuple[object, str | None]:
     """The config that experts take their implementation from, and that implementation."""
     return experts.config, getattr(experts.config, "_experts_implementation", None)
+
+
+def _has_format(module: nn.Module) -> bool:
+    return is_quantized(module) or isinstance(module, QuantizedLayer)
 
 
 def _require_module(function: str, model: object) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
-from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..ops._checks import Check
@@ -15,16 +14,16 @@ from .recipe import SAME, Recipe, requested_recipe
 from .targets import Target, kinds_of
 
 
-@register_quantization_config(NAME)
 class QuantizationConfig(QuantizationConfigMixin):
     """How the weights of a checkpoint are quantised, or shall be when they are loaded.
 
     Args:
         bits, group_size, mode: as in `torch_moe_mps.quantization.quantize`, the usual format.
         modules: {name: {bits, group_size, mode}} of what a checkpoint has quantised: experts modules, or
-            one of their parameters, linear layers, embeddings. None in a checkpoint: its experts, in the usual
+            one of their parameters, linear layers, embeddings. None in a checkpoint: experts, in the usual
             format. Names of a larger or a smaller model are understood.
         linear_bits, embedding_bits, keep, overrides: as in `accelerate`, for dense checkpoints.
+        source: the quantisation of a checkpoint that transformers dequantises while ours quantises: FP8.
 
     Raises: ValueError for a format that does not exist.
     """
@@ -39,6 +38,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         embedding_bits: int | str | None = SAME,
         keep: Collection[str] = (),
         overrides: Mapping[str, Any] | None = None,
+        source: Mapping[str, Any] | None = None,
         **unused: Any,
     ):
         self.quant_method = NAME
@@ -49,7 +49,7 @@ class QuantizationConfig(QuantizationConfigMixin):
             )
         self.modules = modules and {name: Format(**format).to_dict() for name, format in modules.items()}
         self.linear_bits, self.embedding_bits = linear_bits, embedding_bits
-        self.keep, self.overrides = keep, overrides
+        self.keep, self.overrides, self.source = keep, overrides, source
         self.recipe()  # its errors come now
 
     def recipe(self) -> Recipe:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.core_model_loading import WeightConverter
-from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
 from .blocks import RepackBlocks
@@ -18,6 +18,8 @@ from .packing import finish, store_empty
 from .saving import mark_quantized
 from .streaming import QuantizeParameter, Stream, streaming_converters
 from .targets import tie_quantized
+
+register_quantization_config(NAME)(QuantizationConfig)
 
 
 @register_quantizer(NAME)
@@ -32,8 +34,13 @@ class Quantizer(HfQuantizer):
     quantization_config: QuantizationConfig
     report = None
 
+    @property
+    def _streams(self) -> bool:
+        """Whether the checkpoint is dense, or can be dequantised while it is read."""
+        return not self.pre_quantized or self.quantization_config.source is not None
+
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        if not self.pre_quantized:
+        if self._streams:
             self._stream = Stream(model, self.quantization_config.recipe())
             return
         self._targets = self.quantization_config.targets(model)
@@ -55,7 +62,7 @@ class Quantizer(HfQuantizer):
         return QuantizeParameter(self._stream)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        if self.pre_quantized:
+        if not self._streams:
             for target in self._targets.values():
                 dtype = next(target.module.__dict__[name].dtype for name in target.formats)
                 for name in target.formats:
@@ -64,13 +71,17 @@ class Quantizer(HfQuantizer):
             del self._targets
         else:
             self.report = self._stream.finish(model)
+            model.hf_quantizer = self
             del self._stream
         mark_quantized(model)
 
     def update_weight_conversions(self, weight_conversions: list, *model: nn.Module) -> list:
-        if self.pre_quantized:
+        if not self._streams:
             return [*weight_conversions, *self.get_weight_conversions()]
-        return streaming_converters(weight_conversions, self._stream)
+        source = self.quantization_config.source
+        if source is not None:
+            source = AutoHfQuantizer.from_config({**source, "dequantize": True}, pre_quantized=True)
+        return streaming_converters(weight_conversions, self._stream, source)
 
     def get_weight_conversions(self) -> list:
         """MXFP4 blocks are read as packed weights; a checkpoint of this package has no blocks."""

@@ -3,7 +3,6 @@
 from collections import Counter
 
 from torch import nn
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from ..quantization import Format
 from .config import QuantizationConfig
@@ -18,13 +17,17 @@ def mark_quantized(model: nn.Module) -> None:
     Every model of transformers in `model` with quantised weights is marked: whichever is saved, whatever is
     wrapped around it. The outermost comes last, since models share their config with the base model.
     """
-    from transformers import PreTrainedModel  # still incomplete when transformers' quantizers are imported
+    # Still incomplete when transformers' quantizers, and with them ours, are imported.
+    from transformers import PreTrainedModel
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
     for part in reversed([module for module in model.modules() if isinstance(module, PreTrainedModel)]):
         config = config_of(part)
         if config is not None:
             part.config.quantization_config = config
+            report = getattr(getattr(part, "hf_quantizer", None), "report", None)
             part.hf_quantizer = AUTO_QUANTIZER_MAPPING[NAME](config, pre_quantized=True)
+            part.hf_quantizer.report = report
 
 
 def config_of(model: nn.Module) -> QuantizationConfig | None:

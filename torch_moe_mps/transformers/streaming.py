@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, MergeModulelist, WeightConverter
+from transformers.quantizers.base import HfQuantizer
 
 from ..ops._checks import Check
 from ..quantization import QuantizedWeight
@@ -51,6 +52,8 @@ class Stream:
             for parameter, format in target.formats.items():
                 check_columns(_CHECK, target, parameter, format)
                 self.wanted[f"{target.name}.{parameter}"] = (target, parameter)
+        self.model = model
+        self.original_conversions: list = []
         self.report = QuantizationReport(skipped=weights.dense, bytes_before=bytes_a_token(model))
         self._done: dict[str, QuantizedWeight] = {}
         self._errors: list[ValueError] = []
@@ -88,6 +91,7 @@ class Stream:
             if not math.isfinite(errors.magnitude):
                 _CHECK.fail(name, "finite", "NaN, inf or a range over that of float32")
             first, nbytes = first + len(stack), nbytes + stack.nbytes
+            del piece, stack, part
         if first != shape[0]:
             _CHECK.fail(name, f"of {shape[0]} matrices", first)
         release_cache(out.packed)
@@ -96,9 +100,8 @@ class Stream:
         self.report.modules.setdefault(target.name, []).append(entry)
         return as_parameters(out)
 
-    def replaced(self, converter: WeightConverter) -> WeightConverter:
-        """One that merges and quantises in pieces; saving needs the original."""
-        operations = [QuantizeMerged(self, converter.operations)]
+    def replaced(self, converter: WeightConverter, operations: list[ConversionOps]) -> WeightConverter:
+        """One with other operations; saving needs the original."""
         sources, targets = converter._original_source_patterns, converter._original_target_patterns
         ours = converter.copy(list(sources), list(targets), operations=operations)
         self._replaced.append((ours, converter))
@@ -111,8 +114,9 @@ class Stream:
         """
         if self._errors:
             raise self._errors[0]
-        originals = {id(ours): theirs for ours, theirs in self._replaced}
-        model._weight_conversions = [originals.get(id(c), c) for c in model._weight_conversions]
+        used = {id(theirs) for ours, theirs in self._replaced if ours.was_used()}
+        used |= {id(conversion) for conversion in model._weight_conversions}
+        model._weight_conversions = [c for c in self.original_conversions if id(c) in used]
         self._unite_tied(model)
         # Tied modules have one parameter by now, whichever of them was in the checkpoint.
         names = {id(getattr(t.module, p)): name for name, (t, p) in self.wanted.items() if name in self._done}
@@ -150,6 +154,10 @@ class QuantizeParameter(ConversionOps):
     def __init__(self, stream: Stream):
         self.stream = stream
 
+    def __deepcopy__(self, memo: dict) -> "QuantizeParameter":
+        """The loader copies its converters for every parameter; the stream is one."""
+        return self
+
     def convert(self, input_dict: dict, missing_keys: set[str], **kwargs: Any) -> dict[str, Tensor]:
         others = {}
         for name, value in input_dict.items():
@@ -176,9 +184,10 @@ class QuantizeMerged(ConversionOps):
     def __init__(self, stream: Stream, operations: list[ConversionOps]):
         self.stream = stream
         self.operations = operations
+        # transformers must not cast what an operation of a quantizer reads.
+        self.hf_quantizer = next(filter(None, (getattr(o, "hf_quantizer", None) for o in operations)), None)
 
     def __deepcopy__(self, memo: dict) -> "QuantizeMerged":
-        """The loader copies its converters for every parameter; the stream is one."""
         return self
 
     def convert(self, input_dict: dict, full_layer_name: str, **kwargs: Any) -> dict:
@@ -199,16 +208,46 @@ class QuantizeMerged(ConversionOps):
         step = max(1, CHUNK // elements)
         for first in range(0, experts, step):
             some = {pattern: values[first : first + step] for pattern, values in tensors.items()}
+            for values in tensors.values():  # what was read is freed as it is quantised
+                values[first : first + step] = [None] * len(values[first : first + step])
             (piece,) = self._merge(some, **kwargs).values()
+            del some
             yield piece
 
 
-def streaming_converters(converters: list, stream: Stream) -> list:
-    """transformers' converters of a checkpoint with those replaced that merge experts."""
-    return [stream.replaced(c) if _merges(c) else c for c in converters]
+def streaming_converters(converters: list, stream: Stream, dequantizer: HfQuantizer | None = None) -> list:
+    """transformers' converters of a checkpoint, to be quantised from.
+
+    Those that merge experts do it in pieces. With a quantizer that dequantises its checkpoints (FP8), every
+    parameter passes through a converter of it, and ours comes last in each.
+    """
+    stream.original_conversions = list(converters)
+    if dequantizer is None:
+        return [
+            stream.replaced(c, [QuantizeMerged(stream, c.operations)]) if _merges(c) else c
+            for c in converters
+        ]
+    found = []
+    for converter in dequantizer.update_weight_conversions(converters, stream.model):
+        if isinstance(converter, WeightConverter):
+            operations = converter.operations
+            operations = [QuantizeMerged(stream, operations)] if _merges(converter) else list(operations)
+            converter = stream.replaced(converter, [*operations, QuantizeConverted(stream)])
+        found.append(converter)
+    return found
 
 
 def _merges(converter: object) -> bool:
     if not isinstance(converter, WeightConverter) or len(converter.target_patterns) != 1:
         return False
     return any(isinstance(o, MergeModulelist) and o.dim == 0 for o in converter.operations)
+
+
+class QuantizeConverted(QuantizeParameter):
+    """QuantizeParameter as the last operation of a converter, where tensors have the names of patterns."""
+
+    def convert(self, input_dict: dict, full_layer_name: str, missing_keys: set[str], **kwargs: Any) -> dict:
+        if len(input_dict) != 1 or full_layer_name not in self.stream.wanted:
+            return input_dict
+        (value,) = input_dict.values()
+        return super().convert({full_layer_name: value}, missing_keys=missing_keys)

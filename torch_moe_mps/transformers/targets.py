@@ -5,6 +5,7 @@ A weight is left dense, with the reason, where something reads what a quantised 
 
 import ast
 import contextlib
+import functools
 import inspect
 import re
 import textwrap
@@ -153,6 +154,7 @@ def _is_docstring(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
+@functools.cache
 def _weights_read_by(cls: type) -> set[str]:
     """The children whose weight the methods of a class read, but for what LazyWeight gives.
 
