@@ -82,7 +82,7 @@ def accelerate(
     report.rows.sort(key=_model_order(model))
     _warn_of_experts_left_alone(report)
     if wanted is not None and not any(map(_has_format, model.modules())):
-        warnings.warn("torch_moe_mps: no experts were found that can be quantised", stacklevel=2)
+        warnings.warn("torch_moe_mps: nothing was found that can be quantised", stacklevel=2)
     report.compiled = compile_kernels(model)
     return report
 
