@@ -28,8 +28,8 @@ from ..ops._checks import ACTIVATION_DTYPES, Check
 from ..ops._formats import BITS, PACKED_DTYPES, Format, dequantize_values, pack, unpack
 from .encoding import encode
 
-# Values quantised at a time: enough to amortise the calls, with float32 temporaries of about 100 MiB.
-CHUNK = 1 << 22
+# Values quantised at a time: enough to amortise the calls, with float32 temporaries of about 25 MiB.
+CHUNK = 1 << 20
 
 
 def requested_format(bits: int | None, group_size: int | None, mode: str | None) -> Format | None:
@@ -104,7 +104,7 @@ def quantize(
         bits, group_size, mode: see Format.
 
     Returns: QuantizedWeight(packed, scales, biases). In mode affine, scales and biases have the dtype of
-        `weight`. The memory beside the result stays under about 100 MiB.
+        `weight`. The memory beside the result stays under about 25 MiB.
 
     Raises: ValueError for a shape, dtype or format that does not fit, and for weights that are not finite.
     """
