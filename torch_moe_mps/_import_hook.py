@@ -18,7 +18,7 @@ def _register_experts(module: object) -> None:
 
 
 def _register_quantizer(module: object) -> None:
-    from .transformers import saving  # noqa: F401
+    from .transformers import quantizer  # noqa: F401
 
 
 _REGISTRATIONS = {

@@ -67,17 +67,17 @@ def _covering_powers(fit: Tensor) -> Tensor:
 
 
 @functools.cache
-def _e2m1_table() -> tuple[int, ...]:
+def _e2m1_table() -> bytearray:
     """The codes of all signs, exponents and 2 bits of mantissa: the midpoints have no more."""
     values = (torch.arange(1 << 11, dtype=torch.int32, device="cpu") << 21).view(torch.float32)
     codes = sum((values.abs() > midpoint).to(torch.uint8) for midpoint in E2M1_MIDPOINTS)
-    return tuple((codes + (((values < 0) & (codes > 0)).to(torch.uint8) << 3)).tolist())
+    return bytearray((codes + (((values < 0) & (codes > 0)).to(torch.uint8) << 3)).tolist())
 
 
 def _e2m1_codes(values: Tensor) -> Tensor:
     """By table, from magnitudes rounded up to 2 bits of mantissa, which crosses no midpoint."""
     top = (values.view(torch.int32) + ((1 << 21) - 1)) >> 21
-    table = torch.tensor(_e2m1_table(), dtype=torch.uint8, device=values.device)
+    table = torch.frombuffer(_e2m1_table(), dtype=torch.uint8).to(values.device)
     return table.index_select(0, top.bitwise_and_((1 << 11) - 1).flatten()).view(values.shape)
 
 

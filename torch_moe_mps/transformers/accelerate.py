@@ -2,17 +2,19 @@
 
 import ast
 import warnings
+from typing import Any
 
 from torch import nn
 
-from ..quantization import requested_format
 from .compiling import compile_kernels
 from .experts import NAME, describe, unsupported
 from .interface import experts_of, is_experts, is_quantized
+from .linears import QuantizedLayer
 from .program.formulas import Reader
 from .program.programs import Unsupported
 from .program.straightening import straighten
-from .quantize import keep_when_saving, quantize_experts
+from .quantize import keep_when_saving, quantize_model
+from .recipe import requested_recipe
 from .report import Report
 from .rewriting import drop_forward_of_class, restore_module, rewrite
 
@@ -20,15 +22,22 @@ _PREVIOUS = "_moe_mps_previous_implementation"
 
 
 def accelerate(
-    model: nn.Module, bits: int | None = None, group_size: int | None = None, mode: str | None = None
+    model: nn.Module,
+    bits: int | None = None,
+    group_size: int | None = None,
+    mode: str | None = None,
+    **recipe: Any,
 ) -> Report:
     """Make the Mixture-of-Experts layers of a model run on `torch.ops.moe_mps`, in place.
 
     Args:
         model: any module, most often a model of transformers; PEFT and other wrappers are looked through.
-        bits: 2, 3, 4, 5, 6 or 8 quantises the experts' weights, layer by layer; None leaves them dense.
-        group_size, mode: of the quantisation, as in `torch_moe_mps.quantization.quantize`; modes "mxfp4",
-            "mxfp8" and "nvfp4" need no bits.
+        bits: quantises the weights, layer by layer: experts, linear layers, embeddings and output head; None
+            leaves them dense.
+        group_size, mode: of the quantisation, as in `torch_moe_mps.quantization.quantize`; only mode "affine"
+            needs bits.
+        recipe: linear_bits, embedding_bits, keep and overrides, which say what is quantised otherwise or not
+            at all: see `requested_recipe`.
 
     A model on mps has its Metal kernels compiled here, not in its first token; one line on stderr says so.
 
@@ -39,13 +48,13 @@ def accelerate(
     """
     _require_module("accelerate", model)
     report = Report()
-    format = requested_format(bits, group_size, mode)
+    wanted = requested_recipe(bits, group_size, mode, **recipe)
     for module in model.modules():
         drop_forward_of_class(module)
     found = experts_of(model)
     previous = {name: _implementation(module) for name, module in found.items()}
-    if format is not None:
-        report.quantization = quantize_experts(model, **format.to_dict())
+    if wanted is not None:
+        report.quantization = quantize_model(model, wanted)
     else:
         keep_when_saving(model)
     for name, module in found.items():
@@ -64,7 +73,7 @@ def accelerate(
         report.add(name, module, kind, "; ".join(rewrites) or None, reason)
     report.rows.sort(key=_model_order(model))
     _warn_of_experts_left_alone(report)
-    if report.quantization is not None and not any(map(is_quantized, found.values())):
+    if wanted is not None and not any(map(_has_format, model.modules())):
         warnings.warn("torch_moe_mps: no experts were found that can be quantised", stacklevel=2)
     report.compiled = compile_kernels(model)
     return report
@@ -89,6 +98,10 @@ def restore(model: nn.Module) -> nn.Module:
 def _implementation(experts: nn.Module) -> tuple[object, str | None]:
     """The config that experts take their implementation from, and that implementation."""
     return experts.config, getattr(experts.config, "_experts_implementation", None)
+
+
+def _has_format(module: nn.Module) -> bool:
+    return is_quantized(module) or isinstance(module, QuantizedLayer)
 
 
 def _require_module(function: str, model: object) -> None:
