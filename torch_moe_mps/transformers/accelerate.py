@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from .attention import restore_attention, use_attention_of_sinks
 from .compiling import compile_kernels
 from .experts import NAME, describe, unsupported
 from .interface import experts_of, is_experts, is_quantized
@@ -66,7 +67,14 @@ def accelerate(
     for name, module in model.named_modules():
         if name not in found and (reason := _other_experts(name, module)):
             report.add(name, module, "experts", None, reason)
-    for name, kind, module in _around(model, found):
+    around = list(_around(model, found))
+    with_sinks = set(use_attention_of_sinks(model))
+    for name, module in _others(model, {name for name, *_ in around} | found.keys()):
+        rewrites, reason = rewrite(module)
+        rewrites = [*rewrites, *(["attention_sinks"] if name in with_sinks else [])]
+        if rewrites or "attention" in type(module).__name__.lower():
+            report.add(name, module, "other", "; ".join(rewrites) or None, reason)
+    for name, kind, module in around:
         rewrites, reason = rewrite(module)
         if kind == "router" and "_moe_mps_gate" in module.__dict__:
             rewrites = ["moe_gate, called by the layer"]
@@ -74,7 +82,7 @@ def accelerate(
     report.rows.sort(key=_model_order(model))
     _warn_of_experts_left_alone(report)
     if wanted is not None and not any(map(_has_format, model.modules())):
-        warnings.warn("torch_moe_mps: no experts were found that can be quantised", stacklevel=2)
+        warnings.warn("torch_moe_mps: nothing was found that can be quantised", stacklevel=2)
     report.compiled = compile_kernels(model)
     return report
 
@@ -89,6 +97,7 @@ def restore(model: nn.Module) -> nn.Module:
     _require_module("restore", model)
     for module in model.modules():
         restore_module(module)
+        restore_attention(module)
         if _PREVIOUS in module.__dict__:
             config, implementation = module.__dict__.pop(_PREVIOUS)
             config._experts_implementation = implementation
@@ -146,6 +155,16 @@ def _around(model: nn.Module, found: dict[str, nn.Module]):
             if path not in seen:
                 seen.add(path)
                 yield path, kind, module
+
+
+def _others(model: nn.Module, seen: set[str]):
+    """(name, module) of the norms, attentions, MLPs and layers without experts, children before parents."""
+    named = list(model.named_modules())
+    for name, module in sorted(named, key=lambda item: -item[0].count(".")):
+        is_torch = type(module).__module__.startswith("torch.") or isinstance(module, QuantizedLayer)
+        is_model = hasattr(module, "base_model_prefix") or not name
+        if name not in seen and not is_torch and not is_model:
+            yield name, module
 
 
 def _routers(block: nn.Module, experts: str):

@@ -182,21 +182,29 @@ def experts_forward(
     *,
     shared_gate: Tensor | None = None,
     shared_out: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """The forward that transformers calls for experts_implementation="moe_mps".
 
-    `shared_gate` (a logit) and `shared_out` come from blocks that `accelerate` rewrote: g * shared_out is
-    added.
+    `shared_gate` (a logit), `shared_out` and `residual` come from blocks that `accelerate` rewrote:
+    g * shared_out + residual is added.
     """
-    shared = {"shared_gate": shared_gate, "shared_out": shared_out, "gate_is_logit": shared_gate is not None}
-    inputs = [x for x in (hidden_states, top_k_weights, shared_gate, shared_out) if x is not None]
+    shared = {
+        "shared_gate": shared_gate,
+        "shared_out": shared_out,
+        "residual": residual,
+        "gate_is_logit": shared_gate is not None,
+    }
+    terms = (hidden_states, top_k_weights, shared_gate, shared_out, residual)
+    inputs = [x for x in terms if x is not None]
     if self.__dict__.get("quantization") is not None:  # getattr of a missing attribute is slow on modules
         _require_no_gradients(self, inputs)
         return _quantized_forward(self, hidden_states, top_k_index, top_k_weights, shared)
     first = self.gate_up_proj if self.has_gate else self.up_proj
     if runs_own_code(self, *inputs) or not _fits(hidden_states, first, top_k_index):
         routed = own_forward(self, hidden_states, top_k_index.long(), top_k_weights)
-        return add_shared(routed, shared_gate, shared_out)
+        routed = add_shared(routed, shared_gate, shared_out)
+        return routed if residual is None else residual + routed
     activation = _activation(self)
     bias = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias) if self.has_bias else None
     down_bias = self.down_proj_bias if self.has_bias else None
