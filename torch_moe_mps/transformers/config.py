@@ -24,6 +24,7 @@ class QuantizationConfig(QuantizationConfigMixin):
             format. Names of a larger or a smaller model are understood.
         linear_bits, embedding_bits, keep, overrides: as in `accelerate`, for dense checkpoints.
         source: the quantisation of a checkpoint that transformers dequantises while ours quantises: FP8.
+        mlx: whether MLX wrote the checkpoint: what is quantised in it is read from its tensors.
 
     Raises: ValueError for a format that does not exist.
     """
@@ -39,6 +40,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         keep: Collection[str] = (),
         overrides: Mapping[str, Any] | None = None,
         source: Mapping[str, Any] | None = None,
+        mlx: bool = False,
         **unused: Any,
     ):
         self.quant_method = NAME
@@ -50,6 +52,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         self.modules = modules and {name: Format(**format).to_dict() for name, format in modules.items()}
         self.linear_bits, self.embedding_bits = linear_bits, embedding_bits
         self.keep, self.overrides, self.source = keep, overrides, source
+        self.mlx = mlx
         self.recipe()  # its errors come now
 
     def recipe(self) -> Recipe:
@@ -94,6 +97,11 @@ class QuantizationConfig(QuantizationConfigMixin):
         for target in found.values():
             _check_complete(target)
         return found
+
+
+def is_mlx(stored: Mapping[str, Any]) -> bool:
+    """Whether the quantisation in a config is that of MLX, which names no method."""
+    return "quant_method" not in stored and "bits" in stored and "group_size" in stored
 
 
 def _check_complete(target: Target) -> None:

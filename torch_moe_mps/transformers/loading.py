@@ -10,8 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from ..quantization import Format
 from .accelerate import accelerate
-from .config import QuantizationConfig
+from .config import QuantizationConfig, is_mlx
 from .experts import NAME
+from .mlx import written_by_mlx
 from .recipe import SAME, requested_recipe
 
 _NO_READING_AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -77,9 +78,12 @@ def _with_quantization(name: str, cls: type, kwargs: dict[str, Any], asked: dict
     stored = stored if isinstance(stored, Mapping) else stored.to_dict()
     method = stored.get("quant_method")
     method = getattr(method, "value", method)
-    if not stored and asked is not None:
+    stored = stored or getattr(config, "quantization", None) or {}
+    if is_mlx(stored) or (not stored and written_by_mlx(name)):
+        ours = {"mlx": True}
+    elif not stored and asked is not None:
         return {**kwargs, "quantization_config": QuantizationConfig(**asked)}
-    if method == "mxfp4":
+    elif method == "mxfp4":
         ours = Format(mode="mxfp4").to_dict()
     elif method == "fp8" and asked is not None:
         ours = {**asked, "source": dict(stored)}
@@ -87,6 +91,7 @@ def _with_quantization(name: str, cls: type, kwargs: dict[str, Any], asked: dict
         return kwargs
     config = copy.deepcopy(config)
     config.quantization_config = {"quant_method": NAME, **ours}
+    vars(config).pop("quantization", None)
     return {**others, "config": config}
 
 

@@ -7,19 +7,38 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
 from .blocks import RepackBlocks
-from .config import QuantizationConfig
+from .config import QuantizationConfig, is_mlx
 from .experts import NAME
+from .mlx import MlxConverter, Plan
 from .packing import finish, store_empty
 from .saving import mark_quantized
 from .streaming import QuantizeParameter, Stream, streaming_converters
 from .targets import tie_quantized
 
 register_quantization_config(NAME)(QuantizationConfig)
+
+
+def _recognise_mlx() -> None:
+    """The quantisation of MLX names no method, which transformers takes for an error."""
+    supports = AutoHfQuantizer.supports_quant_method
+
+    def supports_quant_method(quantization_config_dict: Any) -> bool:
+        stored = quantization_config_dict
+        if isinstance(stored, dict) and is_mlx(stored):
+            stored.clear()
+            stored.update(quant_method=NAME, mlx=True)
+        return supports(stored)
+
+    AutoHfQuantizer.supports_quant_method = staticmethod(supports_quant_method)
+
+
+_recognise_mlx()
 
 
 @register_quantizer(NAME)
@@ -43,7 +62,12 @@ class Quantizer(HfQuantizer):
         if self._streams:
             self._stream = Stream(model, self.quantization_config.recipe())
             return
-        self._targets = self.quantization_config.targets(model)
+        if self.quantization_config.mlx:
+            conversions = get_model_conversion_mapping(model)
+            self._plan = Plan(model, kwargs["checkpoint_files"], conversions)
+            self._targets = self._plan.targets
+        else:
+            self._targets = self.quantization_config.targets(model)
         for target in self._targets.values():
             dense = {
                 name: torch.empty_like(getattr(target.module, name), device="meta") for name in target.formats
@@ -69,6 +93,8 @@ class Quantizer(HfQuantizer):
                     del target.module.__dict__[name]
                 finish(model, target, dtype)
             del self._targets
+            if self.quantization_config.mlx:
+                model._weight_conversions = None  # saved with the names of transformers
         else:
             self.report = self._stream.finish(model)
             model.hf_quantizer = self
@@ -76,6 +102,8 @@ class Quantizer(HfQuantizer):
         mark_quantized(model)
 
     def update_weight_conversions(self, weight_conversions: list, *model: nn.Module) -> list:
+        if self.quantization_config.mlx:
+            return [MlxConverter(self._plan)]
         if not self._streams:
             return [*weight_conversions, *self.get_weight_conversions()]
         source = self.quantization_config.source

@@ -10,7 +10,7 @@ import inspect
 import re
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -99,6 +99,11 @@ def _does_not_fit(weight, format: Format) -> str | None:
     return None
 
 
+def reasons_to_stay_dense(model: nn.Module) -> Callable[[str, nn.Module], str | None]:
+    """(name, layer) -> why it has to stay dense; routers and small layers do not have to."""
+    return _Reasons(model).needs
+
+
 class _Reasons:
     """Why a linear layer or an embedding of a model stays dense."""
 
@@ -117,6 +122,9 @@ class _Reasons:
             return f"it has {module.out_features} outputs only"
         if self.towers and name.startswith(self.towers):
             return "it is not in the language model"
+        return self.needs(name, module)
+
+    def needs(self, name: str, module: nn.Module) -> str | None:
         if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
             return "a hook is on it"
         if hasattr(module, "parametrizations") or not isinstance(module.weight, nn.Parameter):
