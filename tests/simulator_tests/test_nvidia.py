@@ -8,16 +8,9 @@ import torch
 from support.processes import REPOSITORY
 
 SHADERS = REPOSITORY / "torch_moe_mps" / "shaders"
-LIBRARIES = (
-    "bucket_i32",
-    *(f"{f}_f16" for f in ("attention", "combine", "experts", "norms", "rope", "routing")),
-)
-LIBRARIES += (
-    "quantized_affine4_64_f16",
-    "quantized_affine3_32_bf16",
-    "quantized_mxfp4_bf16",
-    "quantized_nvfp4_f32",
-)
+LIBRARIES = [f"{file}_f16" for file in ("attention", "combine", "experts", "norms", "rope", "routing")]
+LIBRARIES += ["bucket_i32", "quantized_affine4_64_f16", "quantized_affine3_32_bf16", "quantized_nvfp4_f32"]
+UNBOUNDED = ["routing_f16"]  # a simdgroup a row, as many registers as it takes
 BUFFER_WORDS = {"device", "threadgroup", "thread", "kernel", "constant"}
 SHAPE = (8, 2, 512, 128)  # experts, of them a token, hidden, intermediate
 
