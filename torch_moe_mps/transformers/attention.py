@@ -1,16 +1,38 @@
-"""Attention with sinks for transformers' AttentionInterface: few new tokens by the operator.
-
-AttentionInterface.register("moe_mps_sinks", attention)
-AttentionMaskInterface.register("moe_mps_sinks", attention_mask)
-"""
+"""Attention with sinks for transformers' AttentionInterface: few new tokens by the operator."""
 
 import sys
 
 import torch
 from torch import Tensor, nn
 
+NAME = "moe_mps_sinks"  # of the attention implementation
+_PREVIOUS = "_moe_mps_previous_attention"
 MOST_TOKENS = 8  # of a call of the operator; longer inputs are prompts
 MOST_WIDTH = 256  # of a head
+
+
+def use_attention_of_sinks(model: nn.Module) -> list[str]:
+    """Lets the attention layers that have sinks run on the operator, where they run their model's own code.
+
+    Returns: the names of these layers.
+    """
+    names = []
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        has_sinks = isinstance(getattr(module, "sinks", None), Tensor) and getattr(module, "is_causal", False)
+        implementation = getattr(config, "_attn_implementation", None)
+        if has_sinks and implementation in ("eager", NAME):
+            module.__dict__.setdefault(_PREVIOUS, (config, "eager"))
+            config._attn_implementation = NAME
+            names.append(name)
+    return names
+
+
+def restore_attention(module: nn.Module) -> None:
+    """The implementation that a layer had before `use_attention_of_sinks`."""
+    if _PREVIOUS in module.__dict__:
+        config, implementation = module.__dict__.pop(_PREVIOUS)
+        config._attn_implementation = implementation
 
 
 def attention(

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ..ops._checks import MAX_TOP_K
-from .interface import is_quantized, projections
+from ..quantization import Format
+from .interface import formats_of, is_quantized, projections
 from .program.formulas import Node, evaluate, inline, operation_of
 from .program.patterns import match
 from .program.programs import Unsupported
@@ -155,7 +156,8 @@ def describe(module: nn.Module) -> str:
     details = [activation.activation]
     details += ["not gated"] if not activation.gated else []
     details += ["interleaved"] if activation.interleaved else []
-    details += [str(quantization)] if quantization is not None else []
+    if quantization is not None:
+        details += dict.fromkeys(map(str, formats_of(module).values()))
     return f"{how} ({', '.join(details)})"
 
 
@@ -180,21 +182,29 @@ def experts_forward(
     *,
     shared_gate: Tensor | None = None,
     shared_out: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """The forward that transformers calls for experts_implementation="moe_mps".
 
-    `shared_gate` (a logit) and `shared_out` come from blocks that `accelerate` rewrote: g * shared_out is
-    added.
+    `shared_gate` (a logit), `shared_out` and `residual` come from blocks that `accelerate` rewrote:
+    g * shared_out + residual is added.
     """
-    shared = {"shared_gate": shared_gate, "shared_out": shared_out, "gate_is_logit": shared_gate is not None}
-    inputs = [x for x in (hidden_states, top_k_weights, shared_gate, shared_out) if x is not None]
+    shared = {
+        "shared_gate": shared_gate,
+        "shared_out": shared_out,
+        "residual": residual,
+        "gate_is_logit": shared_gate is not None,
+    }
+    terms = (hidden_states, top_k_weights, shared_gate, shared_out, residual)
+    inputs = [x for x in terms if x is not None]
     if self.__dict__.get("quantization") is not None:  # getattr of a missing attribute is slow on modules
         _require_no_gradients(self, inputs)
         return _quantized_forward(self, hidden_states, top_k_index, top_k_weights, shared)
     first = self.gate_up_proj if self.has_gate else self.up_proj
     if runs_own_code(self, *inputs) or not _fits(hidden_states, first, top_k_index):
         routed = own_forward(self, hidden_states, top_k_index.long(), top_k_weights)
-        return add_shared(routed, shared_gate, shared_out)
+        routed = add_shared(routed, shared_gate, shared_out)
+        return routed if residual is None else residual + routed
     activation = _activation(self)
     bias = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias) if self.has_bias else None
     down_bias = self.down_proj_bias if self.has_bias else None
@@ -218,7 +228,7 @@ def _require_no_gradients(self: nn.Module, inputs: list[Tensor]) -> None:
 
 
 def _quantized_forward(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, shared: dict) -> Tensor:
-    form = self.quantization
+    form, down_form = self.quantization, self.down_quantization
     first, second = (_packed(self, name) for name in projections(self))
     bias = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias) if self.has_bias else None
     down_bias = self.down_proj_bias if self.has_bias else None
@@ -226,12 +236,26 @@ def _quantized_forward(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor,
     if activation is None:
         hidden = ops.expert_qmm(x, *first, ids, form.bits, form.group_size, form.mode, bias)
         hidden = _own_activation(self, hidden)
-        hidden = ops.expert_qmm(hidden, *second, ids, form.bits, form.group_size, form.mode, down_bias)
+        hidden = ops.expert_qmm(
+            hidden, *second, ids, down_form.bits, down_form.group_size, down_form.mode, down_bias
+        )
         return _own_combine(self, hidden, weights, shared)
     return ops.moe_experts_quantized(
         x, *first, *second, ids, weights, form.bits, form.group_size, form.mode,
         gate_up_bias=bias, down_bias=down_bias, **_arguments(activation), **shared,
+        **_other_format(form, down_form),
     )  # fmt: skip
+
+
+def _other_format(form: Format, down_form: Format) -> dict:
+    """The format of the second matrices as arguments, where it is not that of the first."""
+    if down_form == form:
+        return {}
+    return {
+        "down_bits": down_form.bits,
+        "down_group_size": down_form.group_size,
+        "down_mode": down_form.mode,
+    }
 
 
 def _packed(self: nn.Module, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
