@@ -289,6 +289,8 @@ class TestCosts(expecttest.TestCase):
             """\
 rms_norm
   rms_norm_bf16: 39.75 33.75 slots an element, 44 registers, 512/512/1024 threads
+rms_norm_gated
+  rms_norm_gated_bf16: 50.00 43.00 slots an element, 54 registers, 512/512/896 threads
 fused_norm_add
   norm_add_bf16: 43.00 36.00 slots an element, 54 registers, 512/512/896 threads
 fused_residual_norm
@@ -304,11 +306,21 @@ rope
   rope_bf16: 62.25 52.25 slots an element, 71.5 registers, 128/128/704 threads
 rope with QK-norm
   rope_bf16: 82.50 72.50 slots an element, 71.5 registers, 128/128/704 threads
+rope_tables
+  rope_tables_bf16: 36.00 32.00 slots an element, 9 registers, 64/64/1024 threads
 """,
         )
 
     def test_gated_delta(self):
-        self.assertExpectedInline(costs("gated_delta", "bf16"), """""")
+        self.assertExpectedInline(
+            costs("gated_delta", "bf16"),
+            """\
+causal_conv1d_update_
+  causal_conv1d_update_bf16: 248.00 226.00 slots an element, 18 registers, 64/64/1024 threads
+gated_delta_rule_
+  gated_delta_rule_bf16: 35.76 35.04 slots an element, 54.5 registers, 256/512/896 threads
+""",
+        )
 
     def test_attention(self):
         self.assertExpectedInline(
@@ -359,12 +371,16 @@ moe_router_topk_softmax of 512
   route16_bf16: 61.42 60.42 slots an element, 64.5 registers, 32/-/768 threads
 moe_router_topk_softmax of 1024
   route32_bf16: 71.05 70.05 slots an element, 112.5 registers, 32/-/448 threads
+router_logits of 1
+  logits_single_bf16: 6.53 5.53 slots a MAC, 24 registers, 128/-/1024 threads
+router_logits of 32
+  logits_many_bf16: 3.81 3.56 slots a MAC, 62 registers, 128/-/832 threads
 moe_gate of 1
-  gate_single_bf16: 9.31 8.31 slots a MAC, 29 registers, 128/-/1024 threads
+  gate_single_bf16: 9.44 8.44 slots a MAC, 29 registers, 128/-/1024 threads
 moe_gate of 65
-  gate_many_bf16: 4.92 4.65 slots a MAC, 70 registers, 128/-/704 threads
+  gate_many_bf16: 5.04 4.78 slots a MAC, 70 registers, 128/-/704 threads
 moe_gate of 1024
-  gate_many_bf16: 4.72 4.47 slots a MAC, 70 registers, 128/-/704 threads
+  gate_many_bf16: 4.84 4.59 slots a MAC, 70 registers, 128/-/704 threads
 moe_bucket torch.int32
   bucket_pairs_i32: 190.50 161.50 slots an element, 36 registers, 128/1024/1024 threads
 moe_compute_ids_tpe torch.int32

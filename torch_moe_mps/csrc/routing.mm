@@ -142,7 +142,6 @@ Tensor logits_of(const Tensor& hidden, const Tensor& router, const OptionalTenso
   params.width = width;
   params.vectorised = rows_start_aligned(width, {hidden, router, norm_weight.value_or(hidden)});
   params.hidden_dtype = dtype_code(hidden);
-  params.has_norm = norm_weight.has_value();
   if (norm_weight) params.norm_dtype = dtype_code(*norm_weight);
   params.has_bias = bias.has_value();
   if (bias) params.bias_dtype = dtype_code(*bias);
@@ -150,7 +149,9 @@ Tensor logits_of(const Tensor& hidden, const Tensor& router, const OptionalTenso
   const bool many = tokens >= kManyTokens;
   const int64_t experts_of_group = kGateSimdgroups * (many ? kGateExperts : kGateSingleExperts);
   Commands commands;
-  commands.add({"routing", router.scalar_type()}, many ? "gate_many" : "gate_single")
+  commands
+      .add({"routing", router.scalar_type()},
+           c10::str(norm_weight ? "gate" : "logits", many ? "_many" : "_single"))
       .bind(width > 0 ? hidden : logits)  // a width of 0 leaves nothing else to bind
       .bind(width > 0 ? router : logits)
       .bind_or(width > 0 ? norm_weight : std::nullopt, logits)

@@ -10,7 +10,7 @@ struct GateSums {
 
 // R experts times M tokens, lanes striding over the columns. Rows past the last expert or token are those of
 // the last: read, not stored.
-template <typename W, int R, int M, int N>
+template <typename W, bool kNormed, int R, int M, int N>
 inline GateSums<R, M> gate_sums(device const uchar* hidden, device const W* router,
                                 device const uchar* norm_weight, uint first_expert, uint first_token,
                                 uint lane, constant GateParams& params) {
@@ -23,11 +23,11 @@ inline GateSums<R, M> gate_sums(device const uchar* hidden, device const W* rout
       rows[r] = load_raw<N>(router + ulong(expert) * width + column);
     }
     Pack<N> norm;
-    if (params.has_norm != 0) norm = load_any<N>(norm_weight, params.norm_dtype, column);
+    if constexpr (kNormed) norm = load_any<N>(norm_weight, params.norm_dtype, column);
     UNROLL for (int m = 0; m < M; ++m) {
       const uint token = min(first_token + m, params.tokens - 1);
       Pack<N> x = load_any<N>(hidden, params.hidden_dtype, ulong(token) * width + column);
-      if (params.has_norm != 0) {
+      if constexpr (kNormed) {
         sums.squares[m] += sum_of_squares(x);
         UNROLL for (int i = 0; i < N; ++i) x.v[i] *= norm.v[i];
       }
@@ -41,7 +41,7 @@ inline GateSums<R, M> gate_sums(device const uchar* hidden, device const W* rout
 }
 
 // logits[tokens][experts] of R experts and M tokens a simdgroup. Grid: (blocks of experts, blocks of tokens).
-template <typename W, int R, int M>
+template <typename W, bool kNormed, int R, int M>
 [[kernel]] void gate_logits(device const uchar* hidden [[buffer(0)]], device const W* router [[buffer(1)]],
                             device const uchar* norm_weight [[buffer(2)]],
                             device const uchar* bias [[buffer(3)]], device float* logits [[buffer(4)]],
@@ -53,13 +53,15 @@ template <typename W, int R, int M>
   if (first_expert >= params.experts) return;
   GateSums<R, M> sums;
   if (params.vectorised != 0) {
-    sums = gate_sums<W, R, M, 4>(hidden, router, norm_weight, first_expert, first_token, lane, params);
+    sums =
+        gate_sums<W, kNormed, R, M, 4>(hidden, router, norm_weight, first_expert, first_token, lane, params);
   } else {
-    sums = gate_sums<W, R, M, 1>(hidden, router, norm_weight, first_expert, first_token, lane, params);
+    sums =
+        gate_sums<W, kNormed, R, M, 1>(hidden, router, norm_weight, first_expert, first_token, lane, params);
   }
   UNROLL for (int m = 0; m < M; ++m) {
     float inverse = 1.0f;
-    if (params.has_norm != 0) {
+    if constexpr (kNormed) {
       inverse = precise::rsqrt(simd_sum(sums.squares[m]) / float(params.width) + params.eps);
     }
     UNROLL for (int r = 0; r < R; ++r) {

@@ -219,7 +219,6 @@ struct GateParams {
   uint32_t width;
   uint32_t vectorised;
   uint32_t hidden_dtype;
-  uint32_t has_norm;
   uint32_t norm_dtype;
   uint32_t has_bias;
   uint32_t bias_dtype;
