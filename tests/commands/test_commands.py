@@ -22,7 +22,7 @@ def checkpoint(tmp_path):
     folder = tmp_path / "dense"
     model.save_pretrained(folder, max_shard_size="200KB")
     letters = {
-        character: index for index, character in enumerate(sorted(set(SAMPLE.read_text())) + ["?" * 2])
+        character: index for index, character in enumerate([*sorted(set(SAMPLE.read_text())), "?" * 2])
     }
     tokenizer = Tokenizer(models.WordLevel(letters, unk_token="??"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
