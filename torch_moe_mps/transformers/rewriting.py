@@ -16,6 +16,8 @@ from .program.programs import CLASS_MARK, Program, Unsupported, original_class
 from .program.straightening import straighten
 from .rules import fused
 from .rules.gate import use_gates
+from .rules.gated_delta import rewrite_gated_delta
+from .rules.gated_norm import rewrite_gated_norm
 from .rules.handover import hand_over_raw_results
 from .rules.linear import join_linears
 from .rules.mlp import RESIDUAL, fuse_mlp
@@ -23,10 +25,17 @@ from .rules.norms import fuse_norms
 from .rules.residual import add_to_first, hand_over_residual, take_residual
 from .rules.rms_norm import call_norms, replace_rms_norm
 from .rules.rope import replace_rope
+from .rules.rotary import rewrite_rotary
 from .rules.router import RAW, replace_selection
+from .rules.router_logits import replace_router_logits
 from .rules.shared import fold_shared_experts
 
-_MARKS = ("_moe_mps_norm", "_moe_mps_activation", "_moe_mps_gate", "_moe_mps_mlp")
+_MARKS = (
+    *("_moe_mps_norm", "_moe_mps_activation", "_moe_mps_gate", "_moe_mps_mlp"),
+    *("_moe_mps_rotary", "_moe_mps_gated_norm"),
+)
+# Rules for forwards that are no straight-line programs, or are replaced as a whole.
+_WHOLE = (rewrite_rotary, rewrite_gated_norm, functools.partial(rewrite_gated_delta, fused))
 
 
 def is_rewritten(module: nn.Module) -> bool:
@@ -39,6 +48,12 @@ def rewrite(module: nn.Module) -> tuple[list[str], str | None]:
         restore_module(module)
     if "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
         return [], "its forward was replaced on the instance"
+    for rule in _WHOLE:
+        found = rule(module)
+        if found is not None:
+            forward, what = found
+            _change_class(module, forward)
+            return [what], None
     try:
         program = straighten(module)
         reason = _apply_rules(program)
@@ -67,7 +82,10 @@ def _apply_rules(program: Program) -> str | None:
     call_norms(program)
     if has_experts or program.rewrites:
         return "no norm or shared expert here that an operator can fuse"
-    return replace_selection(program)
+    reason = replace_selection(program)
+    if reason is None:
+        replace_router_logits(program)
+    return reason
 
 
 def restore_module(module: nn.Module) -> None:
