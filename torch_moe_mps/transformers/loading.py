@@ -38,16 +38,20 @@ def from_pretrained(
     Returns: what its from_pretrained returns: the model, in evaluation mode and accelerated; with
         output_loading_info, a tuple of that and the information.
 
-    Raises: ValueError for a format that does not exist, or does not fit the weights.
+    Raises: ValueError for a format that does not exist, or does not fit the weights, and for parameters that
+        the checkpoint lacks.
     """
     requested_format(bits, group_size, mode)  # before anything is loaded
     cls = model_class or AutoModelForCausalLM
     if kwargs.get("quantization_config") is None:
         kwargs = _without_dequantising(name, cls, kwargs)
-    loaded = cls.from_pretrained(name, **kwargs)
-    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    with_info = kwargs.pop("output_loading_info", False)
+    model, info = cls.from_pretrained(name, output_loading_info=True, **kwargs)
+    if info["missing_keys"]:
+        names = ", ".join(sorted(info["missing_keys"]))
+        raise ValueError(f"moe_mps::from_pretrained: {names} must be in the checkpoint, got no such tensor")
     accelerate(model.eval(), bits, group_size, mode)
-    return loaded
+    return (model, info) if with_info else model
 
 
 def _without_dequantising(name: str, cls: type, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..ops._checks import Check
 from ..quantization import Format, QuantizedWeight, relative_error
 from ..quantization.formats import check_finite, empty_weight, quantize_stack
-from .experts import pin_implementation, unsupported
+from .experts import pinned_config, unsupported
 from .interface import is_quantized, projections
 from .report import QuantizationReport, QuantizedProjection
 
@@ -36,28 +36,33 @@ def check_module(name: str, module: nn.Module, format: Format) -> None:
         check_finite(check, argument, weight)
 
 
-def _replace(module: nn.Module, projection: str, quantized: QuantizedWeight) -> None:
-    delattr(module, projection)
-    # int32 where quantize gives uint32: torch 2.13 cannot unpickle uint32, and lacks operations for it.
-    quantized = quantized._replace(packed=quantized.packed.view(torch.int32))
-    for suffix, tensor in zip(QuantizedWeight._fields, quantized, strict=True):
-        if tensor is not None:
-            module.register_parameter(f"{projection}_{suffix}", nn.Parameter(tensor, requires_grad=False))
+def _replace(module: nn.Module, weights: Mapping[str, QuantizedWeight], format: Format) -> None:
+    """The quantised parameters in place of the dense ones, and a config of the module's own.
+
+    All of it is one assignment: whenever a user interrupts, the module is either dense or quantised.
+    """
+    parameters = {name: value for name, value in module._parameters.items() if name not in weights}
+    for projection, quantized in weights.items():
+        # int32 where quantize gives uint32: torch 2.13 cannot unpickle uint32, and lacks operations for it.
+        quantized = quantized._replace(packed=quantized.packed.view(torch.int32))
+        for suffix, tensor in zip(QuantizedWeight._fields, quantized, strict=True):
+            if tensor is not None:
+                parameters[f"{projection}_{suffix}"] = nn.Parameter(tensor, requires_grad=False)
+    module.__dict__.update(_parameters=parameters, quantization=format, config=pinned_config(module))
 
 
 def empty_quantized_module(module: nn.Module, format: Format) -> None:
     """Replace the dense parameters by uninitialised quantised ones on their devices, to load a checkpoint."""
-    for projection in projections(module):
-        weight = _rows_first(module, projection)
-        _replace(module, projection, empty_weight(weight.shape, weight.dtype, weight.device, format))
-    module.quantization = format
+    weights = {projection: _rows_first(module, projection) for projection in projections(module)}
+    empty = {name: empty_weight(w.shape, w.dtype, w.device, format) for name, w in weights.items()}
+    _replace(module, empty, format)
 
 
 def quantize_module(module: nn.Module, format: Format) -> list[QuantizedProjection]:
     """Replace `<projection>` by `<projection>_packed` (int32), `_scales` and, in mode affine, `_biases`.
 
     The module is one that passed check_module. Nothing is replaced before everything is computed: a failure,
-    for want of memory, leaves a module that works. Sets `module.quantization`.
+    for want of memory, leaves a module that works. Sets `module.quantization`, and pins the implementation.
     """
     done, replacements = [], {}
     for projection in projections(module):
@@ -65,9 +70,7 @@ def quantize_module(module: nn.Module, format: Format) -> list[QuantizedProjecti
         quantized = replacements[projection] = quantize_stack(weight, format)
         error = relative_error(weight, quantized, format)
         done.append(QuantizedProjection(projection, error, weight.nbytes, quantized.nbytes))
-    for projection, quantized in replacements.items():
-        _replace(module, projection, quantized)
-    module.quantization = format
+    _replace(module, replacements, format)
     return done
 
 
@@ -133,5 +136,4 @@ def quantize_modules(
     for name in _with_progress(dense, progress):
         report.modules[name] = quantize_module(dense[name], format)
         _release_cache(dense[name])
-        pin_implementation(dense[name])
     return report

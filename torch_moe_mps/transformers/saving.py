@@ -3,6 +3,7 @@
 Imported when transformers' quantizers are, through the package's import hook.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -15,7 +16,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..quantization import Format, repack_mxfp4_blocks
-from .experts import NAME, pin_implementation
+from .checking import check_loaded
+from .experts import NAME
 from .interface import experts_of, is_quantized, projections
 from .packing import empty_quantized_module, quantize_modules
 
@@ -46,7 +48,16 @@ class ExpertsQuantizationConfig(QuantizationConfigMixin):
             raise ValueError(
                 f"moe_mps: modules must be {{name: {{bits, group_size, mode}}}}, got {modules!r}"
             )
+        for name, format in (modules or {}).items():
+            if not isinstance(format, Mapping) or not set(format) <= {"bits", "group_size", "mode"}:
+                raise ValueError(
+                    f"moe_mps: modules[{name!r}] must be {{bits, group_size, mode}}, got {format!r}"
+                )
         self.modules = modules and {name: Format(**format).to_dict() for name, format in modules.items()}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As from the dict in config.json, for which transformers takes the config of a loaded model."""
+        return getattr(self, key, default)
 
     def formats(self, names: Collection[str]) -> dict[str, Format]:
         """{name: format} of those of a model's experts modules that are quantised."""
@@ -78,6 +89,12 @@ class ExpertsQuantizer(HfQuantizer):
         formats = self.quantization_config.formats(experts)
         return {experts[name]: format for name, format in formats.items()}
 
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        """No cast of numbers to codes: `check_loaded` names a parameter in a wrong dtype."""
+        if dtype is not None and not dtype.is_floating_point:
+            return None
+        return super().get_new_dtype(converter, param, dtype)
+
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         if self.pre_quantized:
             for module, format in self._formats(model).items():
@@ -97,7 +114,7 @@ class ExpertsQuantizer(HfQuantizer):
             for module in formats:
                 for name in projections(module):
                     del module.__dict__[name]
-                pin_implementation(module)
+            check_loaded(model)
             return
         for format in set(formats.values()):
             names = {name: module for name, module in model.named_modules() if formats.get(module) == format}
@@ -168,11 +185,24 @@ def mark_quantized(model: nn.Module) -> None:
     """
     from transformers import PreTrainedModel  # still incomplete when this module is imported
 
-    for part in reversed([module for module in model.modules() if isinstance(module, PreTrainedModel)]):
-        config = _config_of(part)
-        if config is not None:
-            part.config.quantization_config = config
-            part.hf_quantizer = ExpertsQuantizer(config, pre_quantized=True)
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    marked = {part: config for part in parts if (config := _config_of(part)) is not None}
+    if any(not isinstance(getattr(part, "hf_quantizer", None), ExpertsQuantizer) for part in marked):
+        _own_configs(model)
+    for part, config in reversed(marked.items()):
+        part.config.quantization_config = config
+        part.hf_quantizer = ExpertsQuantizer(config, pre_quantized=True)
+
+
+def _own_configs(model: nn.Module) -> None:
+    """Copies the configs in a model: another model with the same config object is not quantised."""
+    from transformers import PreTrainedConfig
+
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        config = module.__dict__.get("config")
+        if isinstance(config, PreTrainedConfig):
+            module.config = copy.deepcopy(config, copies)
 
 
 def _config_of(model: nn.Module) -> ExpertsQuantizationConfig | None:
