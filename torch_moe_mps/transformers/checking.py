@@ -33,6 +33,8 @@ def check_loaded(model: nn.Module) -> None:
                 check.fail(argument, "in the checkpoint", "no such tensor")
             if (part := name.rpartition("_")[2]) in dtypes:
                 check.dtype(argument, tensor, dtypes[part])
+            elif isinstance(tensor, nn.Parameter) and not tensor.is_floating_point():
+                check.fail(argument, "of a floating-point dtype", str(tensor.dtype).removeprefix("torch."))
 
 
 def _dtypes(format: Format) -> dict[str, tuple[torch.dtype, ...]]:
