@@ -75,7 +75,9 @@ def profile(step: Step, steps: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--bits", type=int, default=4, help="0: dense weights")
@@ -89,7 +91,9 @@ def main() -> None:
     torch_moe_mps.accelerate(accelerated, bits=options.bits or None, group_size=32 if options.bits else None)
     with torch.no_grad(), simulator.dropped(validate=False):
         steps = {name: Step(m.to("mps")) for name, m in (("own code", model), ("accelerated", accelerated))}
-        times = {name: [step() for _ in range(5)][:0] for name, step in steps.items()}  # the first are warm-up
+        times = {
+            name: [step() for _ in range(5)][:0] for name, step in steps.items()
+        }  # the first are warm-up
         for _ in range(options.steps):
             for name, step in steps.items():
                 times[name].append(step())

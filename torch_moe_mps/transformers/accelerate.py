@@ -2,6 +2,7 @@
 
 import ast
 import warnings
+import weakref
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,8 @@ from .report import Report
 from .rewriting import drop_forward_of_class, restore_module, rewrite
 
 _PREVIOUS = "_moe_mps_previous_implementation"
+# {id of a config: the config, and the implementation that it named when a model with it was accelerated}
+_BEFORE: dict[int, tuple[weakref.ref, str | None]] = {}
 
 
 def accelerate(
@@ -53,15 +56,14 @@ def accelerate(
     for module in model.modules():
         drop_forward_of_class(module)
     found = experts_of(model)
-    previous = {name: _implementation(module) for name, module in found.items()}
     if wanted is not None:
         report.quantization = quantize_model(model, wanted)
     else:
         keep_when_saving(model)
     for name, module in found.items():
-        module.__dict__.setdefault(_PREVIOUS, previous[name])
         reason = unsupported(module)
-        if reason is None:
+        if reason is None and not is_quantized(module):
+            module.__dict__.setdefault(_PREVIOUS, (module.config, _implementation(module.config)))
             module.config._experts_implementation = NAME
         report.add(name, module, "experts", None if reason else describe(module), reason)
     for name, module in model.named_modules():
@@ -101,12 +103,19 @@ def restore(model: nn.Module) -> nn.Module:
         if _PREVIOUS in module.__dict__:
             config, implementation = module.__dict__.pop(_PREVIOUS)
             config._experts_implementation = implementation
+            _BEFORE.pop(id(config), None)
     return model
 
 
-def _implementation(experts: nn.Module) -> tuple[object, str | None]:
-    """The config that experts take their implementation from, and that implementation."""
-    return experts.config, getattr(experts.config, "_experts_implementation", None)
+def _implementation(config: object) -> str | None:
+    """The implementation of a config before the first of the models that share it was accelerated."""
+    current = getattr(config, "_experts_implementation", None)
+    known, implementation = _BEFORE.get(id(config), (None, None))
+    if current == NAME and known is not None and known() is config:
+        return implementation
+    key = id(config)
+    _BEFORE[key] = (weakref.ref(config, lambda _: _BEFORE.pop(key, None)), current)
+    return current
 
 
 def _has_format(module: nn.Module) -> bool:

@@ -1,6 +1,8 @@
 """Models that save_pretrained writes as quantised."""
 
+import copy
 from collections import Counter
+from typing import Any
 
 from torch import nn
 
@@ -21,13 +23,27 @@ def mark_quantized(model: nn.Module) -> None:
     from transformers import PreTrainedModel
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
-    for part in reversed([module for module in model.modules() if isinstance(module, PreTrainedModel)]):
-        config = config_of(part)
-        if config is not None:
-            part.config.quantization_config = config
-            report = getattr(getattr(part, "hf_quantizer", None), "report", None)
-            part.hf_quantizer = AUTO_QUANTIZER_MAPPING[NAME](config, pre_quantized=True)
-            part.hf_quantizer.report = report
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    marked = {part: config for part in parts if (config := config_of(part)) is not None}
+    quantizer = AUTO_QUANTIZER_MAPPING[NAME]
+    if any(not isinstance(getattr(part, "hf_quantizer", None), quantizer) for part in marked):
+        _own_configs(model)
+    for part, config in reversed(marked.items()):
+        part.config.quantization_config = config
+        report = getattr(getattr(part, "hf_quantizer", None), "report", None)
+        part.hf_quantizer = quantizer(config, pre_quantized=True)
+        part.hf_quantizer.report = report
+
+
+def _own_configs(model: nn.Module) -> None:
+    """Copies the configs in a model: another model with the same config object is not quantised."""
+    from transformers import PreTrainedConfig
+
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        config = module.__dict__.get("config")
+        if isinstance(config, PreTrainedConfig):
+            module.config = copy.deepcopy(config, copies)
 
 
 def config_of(model: nn.Module) -> QuantizationConfig | None:

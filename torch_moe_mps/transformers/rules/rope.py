@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..experts import is_observed
 from ..program.building import calls, child_of_call, helper, own_module, replace
 from ..program.programs import Program
+from ..program.reads import unchanged
 from .norms import norm_formula
 from .rms_norm import MARK
 
@@ -146,7 +147,9 @@ def _norm_arguments(q_norm: nn.Module | None, k_norm: nn.Module | None, q: Tenso
     for norm, formula, x in ((q_norm, formulas[0], q), (k_norm, formulas[1], k)):
         if norm is None:
             continue
-        if formula is None or is_observed(norm) or norm.weight.shape != x.shape[-1:]:
+        if formula is None or is_observed(norm) or not unchanged(formula.reads):
+            return None
+        if norm.weight.shape != x.shape[-1:]:
             return None
         if not formula.keeps_dtype and norm.weight.dtype != x.dtype:
             return None
