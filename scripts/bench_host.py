@@ -38,8 +38,9 @@ LAYERS = {
 
 def tiny_model(layers: int):
     config = Qwen3MoeConfig(
-        num_hidden_layers=layers, hidden_size=64, intermediate_size=64, moe_intermediate_size=64, vocab_size=128,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts=8, num_experts_per_tok=2,
+        num_hidden_layers=layers, hidden_size=64, intermediate_size=64, moe_intermediate_size=64,
+        vocab_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+        num_experts=8, num_experts_per_tok=2,
     )  # fmt: skip
     config._experts_implementation = "eager"
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
