@@ -93,8 +93,9 @@ def runs_own_code(module: nn.Module, *inputs: Tensor) -> bool:
     device = inputs[0].device.type
     if module.training or (device != "meta" and torch.is_autocast_enabled(device)):
         return True
-    if any(x.dtype == torch.float64 for x in inputs):
-        return True
+    for x in inputs:
+        if x.dtype == torch.float64:
+            return True
     if not torch.is_grad_enabled():
         return False
     return any(x.requires_grad for x in inputs) or any(p.requires_grad for p in module.parameters())

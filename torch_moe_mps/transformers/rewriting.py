@@ -13,7 +13,7 @@ from .experts import runs_own_code
 from .interface import is_experts
 from .program.formulas import is_pure
 from .program.programs import CLASS_MARK, Program, Unsupported, original_class
-from .program.reads import READS, recording, unchanged
+from .program.reads import READS, holds, recording
 from .program.straightening import straighten
 from .rules import fused
 from .rules.gate import use_gates
@@ -94,7 +94,7 @@ def _is_on_top(module: nn.Module) -> bool:
 def _resume(module: nn.Module) -> tuple[list[str], str | None]:
     """Rewritten again beneath the class that was put on top since: what was read must still hold."""
     module.__dict__.pop(_RESTORED, None)
-    if unchanged(module.__dict__[READS]):
+    if holds(module, READS):
         return list(module.__dict__[_REWRITES]), None
     return [], "its class and its attributes were changed after it was rewritten"
 
@@ -163,7 +163,7 @@ def _rewritten_class(original: type[nn.Module], rewritten: types.FunctionType) -
 
 def _holds(module: nn.Module) -> bool:
     """Whether a rewritten forward is still what the module's own code computes."""
-    return _RESTORED not in module.__dict__ and unchanged(module.__dict__[READS])
+    return _RESTORED not in module.__dict__ and holds(module, READS)
 
 
 def _new_copy(original: type[nn.Module]) -> nn.Module:

@@ -10,11 +10,12 @@ from ..experts import is_observed
 from ..program.formulas import Node, Reader, evaluate, is_number
 from ..program.patterns import match
 from ..program.programs import Program, Unsupported
-from ..program.reads import Read, recording, unchanged
+from ..program.reads import Read, holds, recording
 from ..program.straightening import straighten
 
 ops = torch.ops.moe_mps
 
+MARK = "_moe_mps_norm"
 _RMS = "X * rsqrt(mean(square(X)) + EPS)"
 # Formula of the norm's forward -> what is added to its weight.
 _FORMULAS = {f"(W + 1.0) * ({_RMS})": 1.0, f"W * ({_RMS})": 0.0, _RMS: 0.0}
@@ -67,8 +68,8 @@ def _has_weight(module: nn.Module, weight: Node | None) -> bool:
 
 def _fusable(norm: nn.Module, residual: Tensor, x: Tensor) -> NormFormula | None:
     """The formula if the operator gives what the module gives for these tensors, hooks included."""
-    formula = norm.__dict__.get("_moe_mps_norm")
-    if formula is None or not unchanged(formula.reads) or is_observed(norm):
+    formula = norm.__dict__.get(MARK)
+    if formula is None or not holds(norm, MARK) or is_observed(norm):
         return None
     if not (isinstance(residual, Tensor) and isinstance(x, Tensor)):
         return None
@@ -135,7 +136,7 @@ def _helper(name: str, norm: str, *arguments: ast.expr) -> ast.Call:
 
 
 def _mark(program: Program, norm: str, formula: NormFormula, note: str) -> None:
-    getattr(program.module, norm).__dict__["_moe_mps_norm"] = formula
+    getattr(program.module, norm).__dict__[MARK] = formula
     program.rewrites.append(f"{note} ({norm})")
 
 
