@@ -9,7 +9,7 @@ from torch import nn
 
 from .attention import restore_attention, use_attention_of_sinks
 from .compiling import compile_kernels
-from .experts import NAME, describe, unsupported
+from .experts import NAME, PREVIOUS_EXPERTS, describe, unsupported
 from .interface import experts_of, is_experts, is_quantized
 from .linears import QuantizedLayer
 from .program.formulas import Reader
@@ -20,7 +20,6 @@ from .recipe import requested_recipe
 from .report import Report
 from .rewriting import drop_forward_of_class, restore_module, rewrite
 
-_PREVIOUS = "_moe_mps_previous_implementation"
 # {id of a config: the config, and the implementation that it named when a model with it was accelerated}
 _BEFORE: dict[int, tuple[weakref.ref, str | None]] = {}
 
@@ -63,7 +62,7 @@ def accelerate(
     for name, module in found.items():
         reason = unsupported(module)
         if reason is None and not is_quantized(module):
-            module.__dict__.setdefault(_PREVIOUS, (module.config, _implementation(module.config)))
+            module.__dict__.setdefault(PREVIOUS_EXPERTS, (module.config, _implementation(module.config)))
             module.config._experts_implementation = NAME
         report.add(name, module, "experts", None if reason else describe(module), reason)
     for name, module in model.named_modules():
@@ -100,8 +99,8 @@ def restore(model: nn.Module) -> nn.Module:
     for module in model.modules():
         restore_module(module)
         restore_attention(module)
-        if _PREVIOUS in module.__dict__:
-            config, implementation = module.__dict__.pop(_PREVIOUS)
+        if PREVIOUS_EXPERTS in module.__dict__:
+            config, implementation = module.__dict__.pop(PREVIOUS_EXPERTS)
             config._experts_implementation = implementation
             _BEFORE.pop(id(config), None)
     return model

@@ -19,6 +19,8 @@ from .program.straightening import straighten
 ops = torch.ops.moe_mps
 
 NAME = "moe_mps"
+# Where a module keeps its config and the implementation that the config named before.
+PREVIOUS_EXPERTS = "_moe_mps_previous_implementation"
 _POINTWISE = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 # The formula of _apply_gate on its argument X, with G and U its gate and up half.
 _GATES = {
