@@ -92,6 +92,13 @@ def test_frequencies_that_change_are_read_again():
     assert_same(tables(module), tables(other))
 
 
+def test_a_type_that_changes():
+    module = rotary_of()
+    rewrite(module)
+    module.rope_type = "another"
+    assert operators_of(lambda: tables(module)) == {}
+
+
 def test_positions_that_the_operator_does_not_take():
     module = rotary_of()
     ids = IDS.double()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...ops._checks import ACTIVATION_DTYPES
 from ..program.programs import original_class
+from ..program.reads import record
 
 ops = torch.ops.moe_mps
 
@@ -41,6 +42,9 @@ def rewrite_gated_norm(module: nn.Module):
         return None
     if weight.shape[0] > _WIDEST or any(a.kind is not a.POSITIONAL_OR_KEYWORD for a in arguments):
         return None
+    for name, value in vars(module).items():
+        if isinstance(value, (bool, int, str)) and name != "training":
+            record(module, name)
     offset = _offset(module, own, eps, weight.shape[0])
     if offset is None:
         return None

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ...ops._checks import ACTIVATION_DTYPES, ID_DTYPES
 from ..program.programs import original_class
+from ..program.reads import record
 
 ops = torch.ops.moe_mps
 
@@ -41,6 +42,7 @@ def _fits(x: Tensor, position_ids: Tensor, frequencies: Tensor) -> bool:
 def rewrite_rotary(module: nn.Module):
     """(forward, what it runs) for a module that computes these tables, else None."""
     types = getattr(module, "rope_type", None)
+    record(module, "rope_type")
     names = {None: types} if isinstance(types, str) else types
     if not isinstance(names, dict) or not names or not all(isinstance(t, str) for t in names.values()):
         return None
