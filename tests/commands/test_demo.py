@@ -68,7 +68,7 @@ ERRORS = {
         "its class does not follow transformers' experts interface",
     ),
     "Qwen3MoeForCausalLM": (
-        "moe_mps::quantize_experts: model.layers.0.mlp.experts.gate_up_proj must be "
+        "moe_mps::quantize: model.layers.0.mlp.experts.gate_up_proj must be "
         "of an input dimension that is a multiple of group_size 64, got 32",
         "--bits",
         "4",

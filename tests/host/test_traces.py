@@ -69,6 +69,50 @@ rope_f16 grid 2x1x1 of 128x1x1
 """,
         )
 
+    def test_rope_tables(self):
+        ids, inv_freq = torch.arange(6).view(2, 3).to("mps"), tensor(32, dtype=torch.float32)
+        self.assertExpectedInline(
+            self.encoded(ops.rope_tables, ids, inv_freq, 1.0, torch.float16),
+            """\
+rope_tables_f16 grid 3x1x1 of 64x1x1
+0=A[0:48] 1=B[0:128] 2=C[0:768] 3=D[0:768] 4=24 bytes
+""",
+        )
+
+    def test_rms_norm_gated(self):
+        x, gate = tensor(32, 128), tensor(32, 256)[:, 128:]
+        self.assertExpectedInline(
+            self.encoded(ops.rms_norm_gated, x, gate.clone(), tensor(128), EPS),
+            """\
+rms_norm_gated_f16 grid 4x1x1 of 256x1x1
+0=A[0:8192] 1=B[0:8192] 2=C[0:256] 3=D[0:8192] 4=D[0:8192] 5=D[0:8192] 6=56 bytes
+""",
+        )
+
+    def test_causal_conv1d_update(self):
+        x, state = tensor(1, 1, 256).transpose(1, 2), tensor(1, 256, 4)
+        self.assertExpectedInline(
+            self.encoded(ops.causal_conv1d_update_, x, state, tensor(256, 4)),
+            """\
+causal_conv1d_update_f16 grid 4x1x1 of 64x1x1
+0=A[0:512] 1=B[0:2048] 2=C[0:2048] 3=D[0:512] 4=D[0:512] 5=64 bytes
+""",
+        )
+
+    def test_gated_delta_rule(self):
+        qkv, gates = tensor(1, 1, 2 * 128 + 2 * 64), tensor(2, 1, 1, 2)
+        q, k = (qkv[..., start : start + 128].view(1, 1, 1, 128) for start in (0, 128))
+        v, state = qkv[..., 256:].view(1, 1, 2, 64), tensor(1, 2, 128, 64, dtype=torch.float32)
+        self.assertExpectedInline(
+            self.encoded(
+                ops.gated_delta_rule_, q, k, v, *gates, state, 0.1, A_log=tensor(2), beta_is_logit=True
+            ),
+            """\
+gated_delta_rule_f16 grid 2x2x1 of 256x1x1
+0=A[0:768] 1=A[256:768] 2=A[512:768] 3=B[0:8] 4=B[4:8] 5=C[0:4] 6=D[0:256] 7=E[0:65536] 8=D[0:256] 9=60 bytes
+""",
+        )
+
     def test_rope_of_q_alone(self):
         q, table = tensor(2, 3, 4, 64), tensor(1, 3, 16)
         self.assertExpectedInline(
@@ -243,13 +287,33 @@ route2_f16 grid 1x1x1 of 32x1x1
 """,
         )
 
+    def test_router_logits(self):
+        self.assertExpectedInline(
+            self.encoded(
+                ops.router_logits, tensor(1, 2048), tensor(128, 2048, dtype=torch.float32), tensor(128)
+            ),
+            """\
+logits_single_f32 grid 16x1x1 of 128x1x1
+0=A[0:4096] 1=B[0:1048576] 2=C[0:512] 3=D[0:256] 4=C[0:512] 5=36 bytes
+""",
+        )
+
+    def test_router_logits_of_several_tokens(self):
+        self.assertExpectedInline(
+            self.encoded(ops.router_logits, tensor(32, 2048), tensor(64, 2048)),
+            """\
+logits_many_f16 grid 4x8x1 of 128x1x1
+0=A[0:131072] 1=B[0:262144] 2=C[0:8192] 3=C[0:8192] 4=C[0:8192] 5=36 bytes
+""",
+        )
+
     def test_moe_gate(self):
         args = [tensor(1, 2816), tensor(128, 2816, dtype=torch.float32), tensor(2816), tensor(128)]
         self.assertExpectedInline(
             self.encoded(ops.moe_gate, *args, 8, EPS),
             """\
 gate_single_f32 grid 16x1x1 of 128x1x1
-0=A[0:5632] 1=B[0:1441792] 2=C[0:5632] 3=D[0:512] 4=28 bytes
+0=A[0:5632] 1=B[0:1441792] 2=C[0:5632] 3=D[0:512] 4=D[0:512] 5=36 bytes
 route4_f32 grid 1x1x1 of 32x1x1
 0=D[0:512] 1=D[0:512] 2=E[0:256] 3=F[0:32] 4=G[0:32] 5=80 bytes
 """,
@@ -261,7 +325,7 @@ route4_f32 grid 1x1x1 of 32x1x1
             self.encoded(ops.moe_gate, *args, 8, EPS),
             """\
 gate_many_f16 grid 4x258x1 of 128x1x1
-0=A[0:527360] 1=B[0:32768] 2=C[0:512] 3=D[0:263680] 4=28 bytes
+0=A[0:527360] 1=B[0:32768] 2=C[0:512] 3=D[0:263680] 4=D[0:263680] 5=36 bytes
 route2_f32 grid 258x1x1 of 128x1x1
 0=D[0:263680] 1=D[0:263680] 2=E[0:128] 3=F[0:32960] 4=G[0:32960] 5=80 bytes
 """,
@@ -348,6 +412,15 @@ class TestTraffic:
         (dispatch,) = dispatches
         *tensors, _parameters = sorted(dispatch.buffers)
         assert sum(dispatch.buffers[i].bytes_read for i in tensors) == nbytes(logits)
+
+    def test_delta_moves_its_state_once(self, simulated):
+        q, v, gate = tensor(1, 4, 2, 128), tensor(1, 4, 4, 128), tensor(1, 4, 4)
+        state = tensor(1, 4, 128, 128, dtype=torch.float32)
+        with simulated.counters() as dispatches:
+            ops.gated_delta_rule_(q, q, v, gate, gate, state, 0.1)
+        (dispatch,) = dispatches
+        moved = dispatch.buffers[7]
+        assert moved.bytes_read == moved.bytes_written == nbytes(state)
 
     def test_gate_reads_the_router_once_for_four_tokens(self, simulated):
         hidden, router = tensor(1024, 128), tensor(16, 128)

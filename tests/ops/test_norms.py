@@ -11,6 +11,7 @@ from support.oracles import (
     residual_norm,
     rms,
     round_to,
+    silu_mul,
     spacing,
 )
 
@@ -20,6 +21,7 @@ from torch_moe_mps.ops.norms import (
     fused_residual_norm,
     fused_residual_norm_scalar,
     rms_norm,
+    rms_norm_gated,
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -253,3 +255,46 @@ def test_sweep(device, dtype, weight_dtype):
                 weight = random((width,), weight_dtype, 3).to(device)
                 for size in (1, width):
                     check_all(residual, input, weight, random((size,), dtype, 4).to(device), 1e-5, offset)
+
+
+# The norm with a gate
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated(device, dtype):
+    for i, (rows, width) in enumerate([(1, 128), (3, 31), (9, 64), (2, 1030)]):
+        input, gate = (random((rows, width), dtype, 10 * i + j, 3.0).to(device) for j in range(2))
+        weight, offset = random((width,), torch.float32 if i % 2 else dtype, i).to(device), float(i % 3 == 0)
+        x, z, w = (exact(tensor) for tensor in (input, gate, weight))
+        expected = silu_mul(z, rms(x, EPS) * (w + offset))
+        magnitude = abs(silu_mul(z, rms(x, EPS) * (abs(w) + offset)))
+        result = rms_norm_gated(input, gate, weight, EPS, offset)
+        assert_rounded(result, expected, magnitude, FLOAT32_ERRORS)
+
+
+def test_gated_layouts(device):
+    tensors = [random((6, 64), torch.float16, seed) for seed in range(2)] + [random((64,), torch.float16, 2)]
+    x, z, w = map(exact, tensors)
+    expected = silu_mul(z, rms(x, EPS) * w)
+    laid = [[lay(tensor, layout, device) for tensor in tensors] for layout in LAYOUTS]
+    for operands in (*laid, *lay_with_one_unaligned(tensors, device)):
+        assert_rounded(rms_norm_gated(*operands, EPS), expected, abs(expected), FLOAT32_ERRORS)
+
+
+def test_gated_empty(device):
+    empty = torch.zeros(0, 8, device=device)
+    assert rms_norm_gated(empty, empty, torch.ones(8, device=device), EPS).shape == (0, 8)
+
+
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gated_norm_of_qwen3_next(device, dtype):
+    """The model rounds the normed row, its product with the weight and the result: 3 ulp apart at most."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+    norm = Qwen3NextRMSNormGated(128, EPS).to(dtype)
+    norm.weight = torch.nn.Parameter(random((128,), dtype, 3), requires_grad=False)
+    x, z = (random((5, 128), dtype, seed) for seed in range(2))
+    model = exact(norm(x, z))
+    ours = exact(rms_norm_gated(*(t.to(device) for t in (x, z, norm.weight)), EPS))
+    assert (abs(ours - model) <= 3 * spacing(model, dtype) + FLOAT32_ERRORS * FLOAT32_EPS * abs(model)).all()

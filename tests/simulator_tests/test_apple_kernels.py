@@ -44,6 +44,7 @@ def norms(dtype: torch.dtype) -> Iterator[Call]:
     x, y, weight = (on_device(*shape, dtype=dtype) for shape in ((8, 2048), (8, 2048), (2048,)))
     ops = torch.ops.moe_mps
     yield "rms_norm", lambda: ops.rms_norm(x, weight, 1e-6), {}, x.numel()
+    yield "rms_norm_gated", lambda: ops.rms_norm_gated(x, y, weight, 1e-6), {}, x.numel()
     yield "fused_norm_add", lambda: ops.fused_norm_add(x, y, weight, 1e-6), {}, x.numel()
     yield "fused_residual_norm", lambda: ops.fused_residual_norm(x, y, weight, 1e-6), {}, x.numel()
 
@@ -54,6 +55,9 @@ def rope(dtype: torch.dtype) -> Iterator[Call]:
     elements = q.numel() + k.numel()
     for label, weights in (("rope", ()), ("rope with QK-norm", (weight, weight))):
         yield label, functools.partial(torch.ops.moe_mps.rope, q, k, table, table, *weights), {}, elements
+    ids, inv_freq = torch.arange(8).view(1, 8).to("mps"), on_device(64)
+    call = functools.partial(torch.ops.moe_mps.rope_tables, ids, inv_freq, 1.0, dtype)
+    yield "rope_tables", call, {}, table.numel()
 
 
 def attention(dtype: torch.dtype) -> Iterator[Call]:
@@ -71,6 +75,19 @@ def attention(dtype: torch.dtype) -> Iterator[Call]:
         call = functools.partial(torch.ops.moe_mps.attention_sinks, q, k, v, None, 0.1)
         label = f"attention_sinks of {heads} heads on {key_heads}, {keys} keys of {width}"
         yield label, call, work, q.numel()
+
+
+def gated_delta(dtype: torch.dtype) -> Iterator[Call]:
+    x, state = on_device(1, 8192, 1, dtype=dtype), on_device(1, 8192, 4, dtype=dtype)
+    call = functools.partial(
+        torch.ops.moe_mps.causal_conv1d_update_, x, state, on_device(8192, 4, dtype=dtype)
+    )
+    yield "causal_conv1d_update_", call, {}, x.numel()
+    q, v, gate = (on_device(1, 1, *shape, dtype=dtype) for shape in ((2, 128), (4, 128), (4,)))
+    state, per_head = on_device(1, 4, 128, 128), on_device(4, dtype=dtype)
+    options = {"l2norm_eps": 1e-6, "A_log": per_head, "dt_bias": per_head, "beta_is_logit": True}
+    call = functools.partial(torch.ops.moe_mps.gated_delta_rule_, q, q, v, gate, gate, state, 0.1, **options)
+    yield "gated_delta_rule_", call, {}, state.numel()
 
 
 def combine(dtype: torch.dtype) -> Iterator[Call]:
@@ -93,6 +110,11 @@ def routing(dtype: torch.dtype) -> Iterator[Call]:
         label = f"moe_router_topk_softmax of {experts}"
         yield label, functools.partial(ops.moe_router_topk_softmax, logits, 4, True), {}, logits.numel()
     router, norm, scale = (on_device(*shape, dtype=dtype) for shape in ((64, HIDDEN), (HIDDEN,), (64,)))
+    for tokens in (1, 32):
+        hidden = on_device(tokens, HIDDEN, dtype=dtype)
+        work = {router: apple.Work("router", tokens * router.numel())}
+        call = functools.partial(ops.router_logits, hidden, router)
+        yield f"router_logits of {tokens}", call, work, 0
     for tokens in (1, 65, 1024):
         hidden = on_device(tokens, HIDDEN, dtype=dtype)
         work = {router: apple.Work("router", tokens * router.numel())}
@@ -158,6 +180,7 @@ GROUPS = {
     "norms": (norms, ["norms_{}"]),
     "rope": (rope, ["rope_{}"]),
     "attention": (attention, ["attention_{}"]),
+    "gated_delta": (gated_delta, ["gated_delta_{}"]),
     "combine": (combine, ["combine_{}"]),
     "routing": (routing, ["routing_{}", "bucket_i32", "bucket_i64"]),
     "dense": (dense, ["experts_{}"]),
@@ -166,7 +189,7 @@ GROUPS = {
     "mxfp4": (format_of(4, "mxfp4", 32), ["quantized_mxfp4_{}"]),
 }
 # What the names of libraries start with; together they are all of them.
-KINDS = ["norms", "rope", "attention", "combine", "routing", "bucket", "experts"]
+KINDS = ["norms", "rope", "attention", "gated_delta", "combine", "routing", "bucket", "experts"]
 KINDS += [f"quantized_affine{bits}" for bits in (2, 3, 4, 5, 6, 8)]
 KINDS += ["quantized_mxfp4", "quantized_mxfp8", "quantized_nvfp4"]
 
@@ -266,6 +289,8 @@ class TestCosts(expecttest.TestCase):
             """\
 rms_norm
   rms_norm_bf16: 39.75 33.75 slots an element, 44 registers, 512/512/1024 threads
+rms_norm_gated
+  rms_norm_gated_bf16: 50.00 43.00 slots an element, 54 registers, 512/512/896 threads
 fused_norm_add
   norm_add_bf16: 43.00 36.00 slots an element, 54 registers, 512/512/896 threads
 fused_residual_norm
@@ -281,6 +306,19 @@ rope
   rope_bf16: 62.25 52.25 slots an element, 71.5 registers, 128/128/704 threads
 rope with QK-norm
   rope_bf16: 82.50 72.50 slots an element, 71.5 registers, 128/128/704 threads
+rope_tables
+  rope_tables_bf16: 36.00 32.00 slots an element, 9 registers, 64/64/1024 threads
+""",
+        )
+
+    def test_gated_delta(self):
+        self.assertExpectedInline(
+            costs("gated_delta", "bf16"),
+            """\
+causal_conv1d_update_
+  causal_conv1d_update_bf16: 248.00 226.00 slots an element, 18 registers, 64/64/1024 threads
+gated_delta_rule_
+  gated_delta_rule_bf16: 35.76 35.04 slots an element, 54.5 registers, 256/512/896 threads
 """,
         )
 
@@ -333,12 +371,16 @@ moe_router_topk_softmax of 512
   route16_bf16: 61.42 60.42 slots an element, 64.5 registers, 32/-/768 threads
 moe_router_topk_softmax of 1024
   route32_bf16: 71.05 70.05 slots an element, 112.5 registers, 32/-/448 threads
+router_logits of 1
+  logits_single_bf16: 6.53 5.53 slots a MAC, 24 registers, 128/-/1024 threads
+router_logits of 32
+  logits_many_bf16: 3.81 3.56 slots a MAC, 62 registers, 128/-/832 threads
 moe_gate of 1
-  gate_single_bf16: 9.31 8.31 slots a MAC, 29 registers, 128/-/1024 threads
+  gate_single_bf16: 9.44 8.44 slots a MAC, 29 registers, 128/-/1024 threads
 moe_gate of 65
-  gate_many_bf16: 4.92 4.65 slots a MAC, 70 registers, 128/-/704 threads
+  gate_many_bf16: 5.04 4.78 slots a MAC, 70 registers, 128/-/704 threads
 moe_gate of 1024
-  gate_many_bf16: 4.72 4.47 slots a MAC, 70 registers, 128/-/704 threads
+  gate_many_bf16: 4.84 4.59 slots a MAC, 70 registers, 128/-/704 threads
 moe_bucket torch.int32
   bucket_pairs_i32: 190.50 161.50 slots an element, 36 registers, 128/1024/1024 threads
 moe_compute_ids_tpe torch.int32

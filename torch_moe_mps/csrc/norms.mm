@@ -62,6 +62,16 @@ Tensor rms_norm(const Tensor& input, const std::optional<Tensor>& weight, double
   return output;
 }
 
+Tensor rms_norm_gated(const Tensor& input, const Tensor& gate, const Tensor& weight, double eps,
+                      double weight_offset) {
+  check_call("rms_norm_gated", input, gate, weight, eps, weight_offset);
+  Tensor output = at::empty(input.sizes(), input.options());
+  if (output.numel() == 0) return output;
+  encode_norm("rms_norm_gated", gate.contiguous(), row_stride(input) ? input : input.contiguous(),
+              weight.contiguous(), std::nullopt, eps, weight_offset, output, std::nullopt);
+  return output;
+}
+
 Tensor norm_add(const Tensor& residual, const Tensor& input, const Tensor& weight,
                 const std::optional<Tensor>& scalar, double eps, double weight_offset) {
   Tensor output = at::empty(residual.sizes(), residual.options());
@@ -113,6 +123,7 @@ Tensor fused_residual_norm_scalar(const Tensor& residual, const Tensor& input, c
 
 TORCH_LIBRARY_IMPL(moe_mps, MPS, m) {
   m.impl("rms_norm", moe_mps::rms_norm);
+  m.impl("rms_norm_gated", moe_mps::rms_norm_gated);
   m.impl("fused_norm_add", moe_mps::fused_norm_add);
   m.impl("fused_norm_add_scalar", moe_mps::fused_norm_add_scalar);
   m.impl("fused_residual_norm", moe_mps::fused_residual_norm);
@@ -120,8 +131,8 @@ TORCH_LIBRARY_IMPL(moe_mps, MPS, m) {
 }
 
 TORCH_LIBRARY_IMPL(moe_mps, AutogradMPS, m) {
-  for (const char* name : {"rms_norm", "fused_norm_add", "fused_norm_add_scalar", "fused_residual_norm",
-                           "fused_residual_norm_scalar"}) {
+  for (const char* name : {"rms_norm", "rms_norm_gated", "fused_norm_add", "fused_norm_add_scalar",
+                           "fused_residual_norm", "fused_residual_norm_scalar"}) {
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
   }
 }

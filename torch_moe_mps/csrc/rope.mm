@@ -94,13 +94,49 @@ std::tuple<Tensor, Tensor> rope(const Tensor& q, const std::optional<Tensor>& k,
   return outputs;
 }
 
+uint32_t layout_code(std::string_view layout) {
+  if (layout == "pairs") return TABLE_PAIRS;
+  return layout == "halves" ? TABLE_HALVES : TABLE_INTERLEAVED;
+}
+
+std::tuple<Tensor, Tensor> rope_tables(const Tensor& position_ids, const Tensor& inv_freq, double scaling,
+                                       c10::ScalarType dtype, std::string_view layout) {
+  check_call("rope_tables", position_ids, inv_freq, scaling, dtype, layout);
+  const Tensor positions = position_ids.contiguous(), frequencies = inv_freq.contiguous();
+  RopeTableParams params{};
+  params.pairs = frequencies.size(0);
+  params.angles = positions.numel() * params.pairs;
+  params.layout = layout_code(layout);
+  params.wide_positions = positions.scalar_type() == at::kLong;
+  params.scaling = static_cast<float>(scaling);
+  const int64_t width = params.pairs * (params.layout == TABLE_PAIRS ? 1 : 2);
+  const auto options = frequencies.options().dtype(dtype);
+  const Tensor cos = at::empty({positions.size(0), positions.size(1), width}, options);
+  const Tensor sin = at::empty_like(cos);
+  if (cos.numel() == 0) return {cos, sin};
+
+  Commands commands;
+  commands.add({"rope", dtype}, "rope_tables")
+      .bind(positions)
+      .bind(frequencies)
+      .bind(cos)
+      .bind(sin)
+      .params(params)
+      .threadgroups({NSUInteger(ceil_div(params.angles, kTableThreads))}, {NSUInteger(kTableThreads)});
+  commands.encode();
+  return {cos, sin};
+}
+
 }  // namespace
 }  // namespace moe_mps
 
 TORCH_LIBRARY_IMPL(moe_mps, MPS, m) {
   m.impl("rope", moe_mps::rope);
+  m.impl("rope_tables", moe_mps::rope_tables);
 }
 
 TORCH_LIBRARY_IMPL(moe_mps, AutogradMPS, m) {
-  m.impl("rope", torch::autograd::autogradNotImplementedFallback());
+  for (const char* name : {"rope", "rope_tables"}) {
+    m.impl(name, torch::autograd::autogradNotImplementedFallback());
+  }
 }

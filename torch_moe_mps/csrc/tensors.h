@@ -4,6 +4,7 @@
 
 #include <initializer_list>
 #include <optional>
+#include <utility>
 
 #include "../shaders/geometry.h"
 #include "metal/encoder.h"
@@ -44,5 +45,10 @@ std::optional<at::Tensor> contiguous(const std::optional<at::Tensor>& tensor);
 // already.
 at::Tensor aligned(const at::Tensor& tensor);
 bool is_aligned(const at::Tensor& tensor);
+
+// Before an argument of an operator is written in place: an error if it shares memory with one that is read
+// (undefined: not given). The check is not part of the signature, which has no addresses.
+void prepare_write(const char* operator_name, const char* argument, const at::Tensor& written,
+                   std::initializer_list<std::pair<const char*, at::Tensor>> read);
 
 }  // namespace moe_mps

@@ -1,5 +1,7 @@
 #include "tensors.h"
 
+#include <ATen/MemoryOverlap.h>
+
 #include <algorithm>
 
 #include "../shaders/params.h"
@@ -80,6 +82,18 @@ bool is_aligned(const at::Tensor& tensor) {
 at::Tensor aligned(const at::Tensor& tensor) {
   const at::Tensor rows = tensor.contiguous();
   return is_aligned(rows) ? rows : rows.clone();
+}
+
+void prepare_write(const char* operator_name, const char* argument, const at::Tensor& written,
+                   std::initializer_list<std::pair<const char*, at::Tensor>> read) {
+  for (const auto& [other, tensor] : read) {
+    if (!tensor.defined()) continue;
+    const at::MemOverlapStatus overlap = at::get_overlap_status(written, tensor);
+    TORCH_CHECK_VALUE(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
+                      "moe_mps::", operator_name, ": ", argument, " must be free of overlap with ", other,
+                      ", got a view of the same memory");
+  }
+  written.unsafeGetTensorImpl()->bump_version();
 }
 
 std::optional<at::Tensor> contiguous(const std::optional<at::Tensor>& tensor) {

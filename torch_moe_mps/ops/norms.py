@@ -72,6 +72,43 @@ def rms_norm(input: Tensor, weight: Tensor | None, eps: float, weight_offset: fl
     return normed(input, weight, eps, weight_offset).to(input.dtype)
 
 
+def _meta_rms_norm_gated(check, input, gate, weight, eps, weight_offset=0.0):
+    check.dtype("input", input, ACTIVATION_DTYPES)
+    check.min_rank("input", input, 1)
+    check.dtype("gate", gate, (input.dtype,))
+    check.shape("gate", gate, input.shape, "[..., H] of input")
+    check.dtype("weight", weight, ACTIVATION_DTYPES)
+    check.shape("weight", weight, (input.shape[-1],), "[H]")
+    check.same_device(input=input, gate=gate, weight=weight)
+    return input.new_empty(input.shape)
+
+
+@operator(
+    "rms_norm_gated(Tensor input, Tensor gate, Tensor weight, float eps, float weight_offset=0.0) -> Tensor",
+    meta=_meta_rms_norm_gated,
+)
+def rms_norm_gated(
+    input: Tensor, gate: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
+) -> Tensor:
+    """rms(input) * (weight + weight_offset) * silu(gate), the norm behind linear attention (Qwen3-Next).
+
+    Models that round the normed row and its product with the weight differ by at most 3 ulp.
+
+    Args:
+        input, gate: [..., H], float32, float16 or bfloat16, of one dtype.
+        weight: [H], any of the three dtypes.
+        eps: added to the mean of squares.
+        weight_offset: 1.0 for zero-centred weights.
+
+    Returns: [..., H] in the dtype of `input`.
+
+    Raises: ValueError for a dtype, shape or device that does not fit.
+    """
+    return (normed(input, weight, eps, weight_offset) * torch.nn.functional.silu(gate.float())).to(
+        input.dtype
+    )
+
+
 # The norm of the input, added to the residual
 
 

@@ -1,13 +1,14 @@
-"""Rotary position embedding of queries and keys, with the RMSNorm of their heads."""
+"""Rotary position embedding of queries and keys, with the RMSNorm of their heads, and its tables."""
 
 import torch
 from torch import Tensor
 
-from ._checks import ACTIVATION_DTYPES, Check
+from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check
 from ._registry import operator
 from .norms import normed
 
 PAIRS = ("half", "interleaved", "interleaved_to_half")
+LAYOUTS = ("pairs", "halves", "interleaved")
 
 
 def _check_heads(check: Check, argument: str, x: Tensor, q: Tensor, rotary: int) -> None:
@@ -150,3 +151,53 @@ def rope(
     rest = (cos, sin, eps, weight_offset, pairs, rotary, rotary_last)
     q_out = _rotated(q, q_weight, *rest)
     return q_out, q.new_empty(0) if k is None else _rotated(k, k_weight, *rest)
+
+
+# The tables
+
+
+def _meta_rope_tables(check, position_ids, inv_freq, scaling, dtype, layout="halves"):
+    check.choice("layout", layout, LAYOUTS)
+    check.dtype("position_ids", position_ids, ID_DTYPES)
+    check.rank("position_ids", position_ids, (2,))
+    check.dtype("inv_freq", inv_freq, (torch.float32,))
+    check.rank("inv_freq", inv_freq, (1,))
+    if dtype not in ACTIVATION_DTYPES:
+        check.fail("dtype", "float32 or float16 or bfloat16", str(dtype).removeprefix("torch."))
+    check.same_device(position_ids=position_ids, inv_freq=inv_freq)
+    width = inv_freq.shape[0] * (1 if layout == "pairs" else 2)
+    shape = (*position_ids.shape, width)
+    return inv_freq.new_empty(shape, dtype=dtype), inv_freq.new_empty(shape, dtype=dtype)
+
+
+@operator(
+    "rope_tables(Tensor position_ids, Tensor inv_freq, float scaling, ScalarType dtype, "
+    "str layout='halves') -> (Tensor cos, Tensor sin)",
+    meta=_meta_rope_tables,
+)
+def rope_tables(
+    position_ids: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype, layout: str = "halves"
+) -> tuple[Tensor, Tensor]:
+    """The tables of `rope`: cos and sin of position * frequency, times `scaling`, for each token and pair.
+
+    Positions are rounded to float32, angles are rounded products of float32, and their cosines and sines are
+    those of the rounded angles, however large: in float32 exact to a few units of the last place of 1.0.
+
+    Args:
+        position_ids: [B, T], int32 or int64.
+        inv_freq: [R / 2], float32: radians a position.
+        scaling: factor of the tables (YaRN's attention factor).
+        dtype: of the tables: float32, float16 or bfloat16; the results are rounded once.
+        layout: "pairs": a column for each pair; "halves": those of all pairs, twice, one after the other;
+            "interleaved": the column of each pair twice in a row.
+
+    Returns: cos and sin, [B, T, R], with "pairs" [B, T, R / 2].
+
+    Raises: ValueError for a dtype, shape, choice or device that does not fit.
+    """
+    angles = position_ids.unsqueeze(-1).float() * inv_freq
+    if layout == "halves":
+        angles = torch.cat((angles, angles), -1)
+    elif layout == "interleaved":
+        angles = angles.repeat_interleave(2, -1)
+    return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)

@@ -9,10 +9,11 @@
 constant constexpr int kNormElements = 16;
 
 // What a residual does: it is not there, it is added to the norm of the input, or it is added to the input
-// and the norm is that of the sum.
+// and the norm is that of the sum. Or there is a gate in its place.
 #define JOIN_NONE 0
 #define JOIN_NORM 1
 #define JOIN_SUM 2
+#define JOIN_GATE 3
 
 // The threads that work on one row.
 struct RowThreads {
@@ -69,14 +70,16 @@ inline AnyRaw<N> load_weight(device const uchar* weight, constant NormParams& pa
 }
 
 // (residual + x * inverse * weight) * scale; the residual with JOIN_NORM only, the scale not with JOIN_NONE.
+// With JOIN_GATE x * inverse * weight * silu(gate).
 template <int N, int kJoin>
 inline Pack<N> finished_columns(Pack<N> residual, Pack<N> x, float inverse, Pack<N> weight,
                                 device const uchar* scalar, constant NormParams& params, uint column) {
   UNROLL for (int i = 0; i < N; ++i) {
     x.v[i] = x.v[i] * inverse * (weight.v[i] + params.weight_offset);
     if constexpr (kJoin == JOIN_NORM) x.v[i] += residual.v[i];
+    if constexpr (kJoin == JOIN_GATE) x.v[i] *= residual.v[i] * sigmoid(residual.v[i]);
   }
-  if constexpr (kJoin == JOIN_NONE) return x;
+  if constexpr (kJoin == JOIN_NONE || kJoin == JOIN_GATE) return x;
   const Pack<N> scale = output_scale<N>(scalar, params, column);
   UNROLL for (int i = 0; i < N; ++i) x.v[i] *= scale.v[i];
   return x;

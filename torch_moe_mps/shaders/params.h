@@ -66,6 +66,18 @@ struct RopeParams {
   float weight_offset;
 };
 
+#define TABLE_PAIRS 0        // a column for each pair
+#define TABLE_HALVES 1       // those of all pairs, twice
+#define TABLE_INTERLEAVED 2  // that of each pair, twice
+
+struct RopeTableParams {
+  uint64_t angles;  // of all tokens
+  uint32_t pairs;
+  uint32_t layout;
+  uint32_t wide_positions;  // int64
+  float scaling;
+};
+
 // Attention
 
 #define MASK_NONE 0  // causal
@@ -102,6 +114,43 @@ struct AttentionParams {
   uint32_t vectorised;
   uint32_t rows;    // of queries: B * T * Hq
   uint32_t chunks;  // more than 1: partial results, to be merged
+  float scale;
+};
+
+// Linear attention by the gated delta rule
+
+// Strides are in elements.
+struct ConvParams {
+  uint64_t x_batch_stride;
+  uint64_t x_channel_stride;
+  uint64_t x_token_stride;
+  uint32_t rows;  // channels of the whole batch
+  uint32_t channels;
+  uint32_t tokens;
+  uint32_t length;  // of the state
+  uint32_t width;   // of the window
+  uint32_t silu;
+  uint32_t state_dtype;
+  uint32_t weight_dtype;
+  uint32_t has_bias;
+  uint32_t bias_dtype;
+};
+
+struct DeltaParams {
+  uint32_t tokens;
+  uint32_t key_heads;
+  uint32_t heads;  // of the values
+  uint32_t key_width;
+  uint32_t value_width;
+  uint32_t g_dtype;
+  uint32_t beta_dtype;
+  uint32_t beta_is_logit;
+  uint32_t has_a_log;
+  uint32_t a_log_dtype;
+  uint32_t has_dt_bias;
+  uint32_t dt_bias_dtype;
+  uint32_t has_l2norm;
+  float l2norm_eps;
   float scale;
 };
 
@@ -171,6 +220,8 @@ struct GateParams {
   uint32_t vectorised;
   uint32_t hidden_dtype;
   uint32_t norm_dtype;
+  uint32_t has_bias;
+  uint32_t bias_dtype;
   float eps;
 };
 

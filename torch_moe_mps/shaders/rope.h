@@ -175,3 +175,33 @@ template <typename T>
     rope_head<T, 1>(source, weight, cos, sin, table_row, target, heads, params, lane);
   }
 }
+
+// The tables: a thread takes the angle of a pair at a token. Angles reach millions of radians, where the fast
+// functions are wrong by far more than a table may be.
+template <typename T>
+[[kernel, max_total_threads_per_threadgroup(kTableThreads)]] void rope_table_columns(
+    device const uchar* positions [[buffer(0)]], device const float* frequencies [[buffer(1)]],
+    device T* cos [[buffer(2)]], device T* sin [[buffer(3)]], constant RopeTableParams& params [[buffer(4)]],
+    uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]]) {
+  const ulong index = ulong(group) * kTableThreads + thread_index;
+  if (index >= params.angles) return;
+  const ulong token = index / params.pairs;
+  const uint pair = index % params.pairs;
+  const float position = params.wide_positions != 0
+                             ? float(reinterpret_cast<device const long*>(positions)[token])
+                             : float(reinterpret_cast<device const int*>(positions)[token]);
+  const float angle = position * frequencies[pair];
+  const T cosine = T(precise::cos(angle) * params.scaling), sine = T(precise::sin(angle) * params.scaling);
+  if (params.layout == TABLE_PAIRS) {
+    cos[index] = cosine;
+    sin[index] = sine;
+    return;
+  }
+  const bool halves = params.layout == TABLE_HALVES;
+  const ulong first = 2 * token * params.pairs + (halves ? pair : 2 * pair);
+  const ulong second = first + (halves ? params.pairs : 1);
+  cos[first] = cosine;
+  cos[second] = cosine;
+  sin[first] = sine;
+  sin[second] = sine;
+}
