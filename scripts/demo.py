@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors import SafetensorError
 
 import torch_moe_mps
 from torch_moe_mps.transformers import Report, experts_of, is_quantized
@@ -75,9 +76,23 @@ def load(path: str, dtype: str, device: str):
     except (OSError, ValueError) as error:
         sys.exit(f"error: no checkpoint at {path}: {first_line(error)}")
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device).eval()
-    except (OSError, ValueError, RuntimeError) as error:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, device_map=device, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         sys.exit(f"error: {path} ({config.model_type}) could not be loaded: {first_line(error)}")
+    if info["missing_keys"]:
+        sys.exit(f"error: {path} ({config.model_type}) lacks {', '.join(sorted(info['missing_keys']))}")
+    return model.eval()
+
+
+def usable(device: str) -> str:
+    """The device if tensors can be on it; one line on what is wrong otherwise."""
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:
+        sys.exit(f"error: argument --device: {device} holds no tensors here: {first_line(error)}")
+    return device
 
 
 def first_line(error: Exception) -> str:
@@ -113,7 +128,7 @@ def main() -> None:
     args = arguments()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    device = args.device or ("mps" if torch.backends.mps.is_available() else "cpu")
+    device = usable(args.device or ("mps" if torch.backends.mps.is_available() else "cpu"))
     with tempfile.TemporaryDirectory() as folder:
         path = args.model or folder
         if args.model is None:

@@ -37,8 +37,9 @@ def test_backward_fails_by_name(device, name):
         assert floats and all(output.requires_grad for output in floats)
         assert not any(output.requires_grad for output in outputs if not output.is_floating_point())
         for output in floats:
-            with pytest.raises(RuntimeError, match=f"moe_mps::{name}.* not implemented"):
+            with pytest.raises(RuntimeError, match=f"moe_mps::{name}.* not implemented") as error:
                 output.sum().backward(retain_graph=True)
+            assert error.type is RuntimeError
 
 
 @pytest.mark.filterwarnings("ignore:Error detected in _NoBackward")

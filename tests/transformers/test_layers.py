@@ -171,11 +171,8 @@ def quantised_linear(
 ) -> tuple[nn.Linear, QuantizedLinear]:
     parent = nn.Sequential(nn.Linear(64, 48, bias=bias, dtype=dtype))
     dense = copy.deepcopy(parent[0])
-    from torch_moe_mps.transformers.packing import finish
-
     target = Target("0", parent[0], "linears", {"weight": Format(8, 32)})
-    quantize_target(target, [])
-    finish(parent, target, dtype)
+    quantize_target(parent, target, [])
     return dense, parent[0]
 
 

@@ -25,7 +25,7 @@ from torch_moe_mps.transformers import (
     packing,
     quantize_experts,
 )
-from torch_moe_mps.transformers.interface import projections, set_formats
+from torch_moe_mps.transformers.interface import projections
 from torch_moe_mps.transformers.packing import empty_quantized_module, quantize_target
 from torch_moe_mps.transformers.report import QuantizedProjection
 from torch_moe_mps.transformers.targets import Target
@@ -239,8 +239,7 @@ def test_state_dict_round_trip(architecture, tmp_path):
             empty = next(iter(experts_of(small(architecture)).values()))
         empty_quantized_module(empty, format)
         target = Target("", module, "experts", dict.fromkeys(projections(module), format))
-        quantize_target(target, [])
-        set_formats(module, target.formats)
+        quantize_target(module, target, [])
         save_file(module.state_dict(), tmp_path / "module.safetensors")
         loaded = load_file(tmp_path / "module.safetensors")
         empty.load_state_dict(loaded, strict=True, assign=True)

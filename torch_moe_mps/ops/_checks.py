@@ -16,8 +16,19 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie side by side, in whatever order of dimensions."""
+    step = 1
+    dimensions = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in dimensions if size != 1):
+        if stride != step:
+            return False
+        step *= size
+    return True
+
+
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two contiguous tensors share bytes.
+    """Whether two tensors without gaps share bytes.
 
     Addresses are compared within one storage only: on mps they are those of buffer objects, which lie closer
     together than the buffers are long.
@@ -82,7 +93,7 @@ class Check:
     def apart(self, argument: str, written: Tensor, **read: Tensor) -> None:
         """What is written in place shares no memory with what is read. Needs addresses: real tensors only."""
         for other, tensor in read.items():
-            if tensor.is_contiguous() and written.is_contiguous() and _overlap(written, tensor):
+            if tensor is written or (_is_dense(tensor) and _is_dense(written) and _overlap(written, tensor)):
                 self.fail(argument, f"free of overlap with {other}", "a view of the same memory")
 
     def same_device(self, **tensors: Tensor | None) -> None:

@@ -17,6 +17,10 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 OPERATORS: list[str] = []
+_NO_BACKWARD = (
+    "moe_mps::{}: backward is not implemented, the operators are for inference; run it under torch.no_grad() "
+    "or use the model's own code for training"
+)
 
 
 def operator(
@@ -126,7 +130,7 @@ def _autograd_kernel(name: str) -> Callable:
         if not (needs_grad and torch.is_grad_enabled()):
             return call()
         if torch._C._are_functorch_transforms_active():
-            raise _no_backward(name)
+            raise NotImplementedError(_NO_BACKWARD.format(name))
         dirty = [args[i] for i in mutated]
         outputs = _NoBackward.apply(name, call, len(dirty), *dirty, *needs_grad)[len(dirty) :]
         return outputs if len(overload._schema.returns) > 1 else (outputs[0] if outputs else None)
@@ -149,11 +153,4 @@ class _NoBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        raise _no_backward(ctx.name)
-
-
-def _no_backward(name: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"moe_mps::{name}: backward is not implemented, the operators are for inference; run it "
-        "under torch.no_grad() or use the model's own code for training"
-    )
+        raise RuntimeError(_NO_BACKWARD.format(ctx.name))  # as PyTorch raises on mps

@@ -2,13 +2,14 @@
 
 import ast
 import warnings
+import weakref
 from typing import Any
 
 from torch import nn
 
 from .attention import restore_attention, use_attention_of_sinks
 from .compiling import compile_kernels
-from .experts import NAME, describe, unsupported
+from .experts import NAME, PREVIOUS_EXPERTS, describe, unsupported
 from .interface import experts_of, is_experts, is_quantized
 from .linears import QuantizedLayer
 from .program.formulas import Reader
@@ -19,7 +20,8 @@ from .recipe import requested_recipe
 from .report import Report
 from .rewriting import drop_forward_of_class, restore_module, rewrite
 
-_PREVIOUS = "_moe_mps_previous_implementation"
+# {id of a config: the config, and the implementation that it named when a model with it was accelerated}
+_BEFORE: dict[int, tuple[weakref.ref, str | None]] = {}
 
 
 def accelerate(
@@ -53,15 +55,14 @@ def accelerate(
     for module in model.modules():
         drop_forward_of_class(module)
     found = experts_of(model)
-    previous = {name: _implementation(module) for name, module in found.items()}
     if wanted is not None:
         report.quantization = quantize_model(model, wanted)
     else:
         keep_when_saving(model)
     for name, module in found.items():
-        module.__dict__.setdefault(_PREVIOUS, previous[name])
         reason = unsupported(module)
-        if reason is None:
+        if reason is None and not is_quantized(module):
+            module.__dict__.setdefault(PREVIOUS_EXPERTS, (module.config, _implementation(module.config)))
             module.config._experts_implementation = NAME
         report.add(name, module, "experts", None if reason else describe(module), reason)
     for name, module in model.named_modules():
@@ -98,15 +99,22 @@ def restore(model: nn.Module) -> nn.Module:
     for module in model.modules():
         restore_module(module)
         restore_attention(module)
-        if _PREVIOUS in module.__dict__:
-            config, implementation = module.__dict__.pop(_PREVIOUS)
+        if PREVIOUS_EXPERTS in module.__dict__:
+            config, implementation = module.__dict__.pop(PREVIOUS_EXPERTS)
             config._experts_implementation = implementation
+            _BEFORE.pop(id(config), None)
     return model
 
 
-def _implementation(experts: nn.Module) -> tuple[object, str | None]:
-    """The config that experts take their implementation from, and that implementation."""
-    return experts.config, getattr(experts.config, "_experts_implementation", None)
+def _implementation(config: object) -> str | None:
+    """The implementation of a config before the first of the models that share it was accelerated."""
+    current = getattr(config, "_experts_implementation", None)
+    known, implementation = _BEFORE.get(id(config), (None, None))
+    if current == NAME and known is not None and known() is config:
+        return implementation
+    key = id(config)
+    _BEFORE[key] = (weakref.ref(config, lambda _: _BEFORE.pop(key, None)), current)
+    return current
 
 
 def _has_format(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 NAME = "moe_mps_sinks"  # of the attention implementation
-_PREVIOUS = "_moe_mps_previous_attention"
+PREVIOUS_ATTENTION = "_moe_mps_previous_attention"
 MOST_TOKENS = 8  # of a call of the operator; longer inputs are prompts
 MOST_WIDTH = 256  # of a head
 
@@ -22,7 +22,7 @@ def use_attention_of_sinks(model: nn.Module) -> list[str]:
         has_sinks = isinstance(getattr(module, "sinks", None), Tensor) and getattr(module, "is_causal", False)
         implementation = getattr(config, "_attn_implementation", None)
         if has_sinks and implementation in ("eager", NAME):
-            module.__dict__.setdefault(_PREVIOUS, (config, "eager"))
+            module.__dict__.setdefault(PREVIOUS_ATTENTION, (config, "eager"))
             config._attn_implementation = NAME
             names.append(name)
     return names
@@ -30,8 +30,8 @@ def use_attention_of_sinks(model: nn.Module) -> list[str]:
 
 def restore_attention(module: nn.Module) -> None:
     """The implementation that a layer had before `use_attention_of_sinks`."""
-    if _PREVIOUS in module.__dict__:
-        config, implementation = module.__dict__.pop(_PREVIOUS)
+    if PREVIOUS_ATTENTION in module.__dict__:
+        config, implementation = module.__dict__.pop(PREVIOUS_ATTENTION)
         config._attn_implementation = implementation
 
 

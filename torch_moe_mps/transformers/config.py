@@ -49,11 +49,20 @@ class QuantizationConfig(QuantizationConfigMixin):
             raise ValueError(
                 f"moe_mps: modules must be {{name: {{bits, group_size, mode}}}}, got {modules!r}"
             )
+        for name, format in (modules or {}).items():
+            if not isinstance(format, Mapping) or not set(format) <= {"bits", "group_size", "mode"}:
+                raise ValueError(
+                    f"moe_mps: modules[{name!r}] must be {{bits, group_size, mode}}, got {format!r}"
+                )
         self.modules = modules and {name: Format(**format).to_dict() for name, format in modules.items()}
         self.linear_bits, self.embedding_bits = linear_bits, embedding_bits
         self.keep, self.overrides, self.source = keep, overrides, source
         self.mlx = mlx
         self.recipe()  # its errors come now
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As from the dict in config.json, for which transformers takes the config of a loaded model."""
+        return getattr(self, key, default)
 
     def recipe(self) -> Recipe:
         """What to do with a dense checkpoint."""

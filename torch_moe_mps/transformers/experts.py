@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from ..ops._checks import MAX_TOP_K
 from ..quantization import Format
@@ -12,11 +13,14 @@ from .interface import formats_of, is_quantized, projections
 from .program.formulas import Node, evaluate, inline, operation_of
 from .program.patterns import match
 from .program.programs import Unsupported
+from .program.reads import READS, record, recording, unchanged
 from .program.straightening import straighten
 
 ops = torch.ops.moe_mps
 
 NAME = "moe_mps"
+# Where a module keeps its config and the implementation that the config named before.
+PREVIOUS_EXPERTS = "_moe_mps_previous_implementation"
 _POINTWISE = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 # The formula of _apply_gate on its argument X, with G and U its gate and up half.
 _GATES = {
@@ -37,9 +41,11 @@ class Activation(NamedTuple):
 
 def activation_of(module: nn.Module) -> Activation | None:
     """The activation if the operators know it; None if the module's own code has to compute it."""
+    record(module, "has_post_expert_norm")
     if getattr(module, "has_post_expert_norm", False):
         return None
     if not module.has_gate:
+        record(module, "act_fn")
         name = operation_of(getattr(module, "act_fn", None))
         return Activation(name, False, False) if name in _POINTWISE else None
     try:
@@ -89,8 +95,9 @@ def runs_own_code(module: nn.Module, *inputs: Tensor) -> bool:
     device = inputs[0].device.type
     if module.training or (device != "meta" and torch.is_autocast_enabled(device)):
         return True
-    if any(x.dtype == torch.float64 for x in inputs):
-        return True
+    for x in inputs:
+        if x.dtype == torch.float64:
+            return True
     if not torch.is_grad_enabled():
         return False
     return any(x.requires_grad for x in inputs) or any(p.requires_grad for p in module.parameters())
@@ -98,7 +105,18 @@ def runs_own_code(module: nn.Module, *inputs: Tensor) -> bool:
 
 def is_observed(module: nn.Module) -> bool:
     """Whether a hook or a forward of the instance sees or changes what a module gets and gives."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+def _activation_is_observed(experts: nn.Module) -> bool:
+    activation = getattr(experts, "act_fn", None)
+    return isinstance(activation, nn.Module) and is_observed(activation)
 
 
 def may_be_fused(experts: nn.Module) -> bool:
@@ -111,26 +129,29 @@ def may_be_fused(experts: nn.Module) -> bool:
     return experts.config._experts_implementation == NAME
 
 
-def pin_implementation(quantized: nn.Module) -> None:
-    """Gives quantised experts a config of their own: only our implementation reads their weights.
+def pinned_config(experts: nn.Module) -> object:
+    """A config for quantised experts alone: only our implementation reads their weights.
 
     The model's config may name another one, for its dense experts or for another model with the same config.
     """
-    quantized.config = copy.deepcopy(quantized.config)
-    quantized.config._experts_implementation = NAME
+    config = copy.deepcopy(experts.config)
+    config._experts_implementation = NAME
+    return config
 
 
 def prepare(module: nn.Module) -> Activation | None:
-    """Finds out how an experts module works and keeps it on the module."""
-    activation = activation_of(module)
+    """Finds out how an experts module works and keeps it on the module, with what it was read from."""
+    with recording() as reads:
+        activation = activation_of(module)
     module.__dict__["_moe_mps_activation"] = activation
+    module.__dict__[READS] = tuple(reads.values())
     return activation
 
 
 @torch.compiler.assume_constant_result
 def _activation(module: nn.Module) -> tuple | None:
     """The fields of the activation, a plain tuple because torch.compile takes it as a constant."""
-    if "_moe_mps_activation" not in module.__dict__:
+    if "_moe_mps_activation" not in module.__dict__ or not unchanged(module.__dict__[READS]):
         prepare(module)
     activation = module.__dict__["_moe_mps_activation"]
     return None if activation is None else tuple(activation)
@@ -201,7 +222,8 @@ def experts_forward(
         _require_no_gradients(self, inputs)
         return _quantized_forward(self, hidden_states, top_k_index, top_k_weights, shared)
     first = self.gate_up_proj if self.has_gate else self.up_proj
-    if runs_own_code(self, *inputs) or not _fits(hidden_states, first, top_k_index):
+    own = runs_own_code(self, *inputs) or _activation_is_observed(self)
+    if own or not _fits(hidden_states, first, top_k_index):
         routed = own_forward(self, hidden_states, top_k_index.long(), top_k_weights)
         routed = add_shared(routed, shared_gate, shared_out)
         return routed if residual is None else residual + routed
@@ -232,7 +254,7 @@ def _quantized_forward(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor,
     first, second = (_packed(self, name) for name in projections(self))
     bias = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias) if self.has_bias else None
     down_bias = self.down_proj_bias if self.has_bias else None
-    activation = _activation(self)
+    activation = None if _activation_is_observed(self) else _activation(self)
     if activation is None:
         hidden = ops.expert_qmm(x, *first, ids, form.bits, form.group_size, form.mode, bias)
         hidden = _own_activation(self, hidden)

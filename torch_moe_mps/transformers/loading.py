@@ -54,7 +54,8 @@ def from_pretrained(
         output_loading_info, a tuple of that and the information. `model.hf_quantizer.report` says what was
         quantised.
 
-    Raises: ValueError for a format that does not exist, or does not fit the weights.
+    Raises: ValueError for a format that does not exist, or does not fit the weights, and for parameters that
+        the checkpoint lacks.
     """
     asked = {"bits": bits, "group_size": group_size, "mode": mode, "linear_bits": linear_bits}
     asked |= {"embedding_bits": embedding_bits, "keep": keep, "overrides": overrides}
@@ -63,12 +64,15 @@ def from_pretrained(
     if kwargs.get("quantization_config") is None:
         asked = {key: value for key, value in asked.items() if value is not None}
         kwargs = _with_quantization(name, cls, kwargs, None if recipe is None else asked)
+    with_info = kwargs.pop("output_loading_info", False)
     with _one_by_one(recipe is not None):
-        loaded = cls.from_pretrained(name, **kwargs)
-    model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model, info = cls.from_pretrained(name, output_loading_info=True, **kwargs)
+    if info["missing_keys"]:
+        names = ", ".join(sorted(info["missing_keys"]))
+        raise ValueError(f"moe_mps::from_pretrained: {names} must be in the checkpoint, got no such tensor")
     streamed = getattr(getattr(model, "hf_quantizer", None), "report", None) is not None
     accelerate(model.eval(), **({} if recipe is None or streamed else asked))
-    return loaded
+    return (model, info) if with_info else model
 
 
 def _with_quantization(name: str, cls: type, kwargs: dict[str, Any], asked: dict | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ the `weight` of a layer becomes `packed`, `scales` and `biases` of a layer of li
 """
 
 import copy
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from ..ops._checks import Check
 from ..quantization import Format, QuantizedWeight
 from ..quantization.formats import ErrorSums, check_finite, empty_weight, quantize_stack
-from .experts import pin_implementation
+from .experts import pinned_config
 from .interface import projections, set_formats
 from .linears import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
 from .report import QuantizedProjection
@@ -90,32 +91,44 @@ def store_empty(target: Target) -> None:
         store(target, parameter, empty if target.kind == "experts" else without_stack(empty))
 
 
-def quantize_target(target: Target, others: list[Target]) -> list[QuantizedProjection]:
+def quantize_target(model: nn.Module, target: Target, others: list[Target]) -> list[QuantizedProjection]:
     """Quantise the weights of a target, and those of others that are the same tensor.
 
-    The target is one that passed check_target. Nothing is replaced before everything is computed: a failure,
-    for want of memory, leaves a module that works.
+    The target is one that passed check_target. Nothing is replaced before everything is computed, and then by
+    one assignment: whenever a user interrupts, a module is either dense or quantised.
     """
-    done, replacements = [], {}
+    done, weights, dtype = [], {}, dense_dtype(target)
     for parameter, format in target.formats.items():
         weight, errors = getattr(target.module, parameter).detach(), ErrorSums()
         quantized = quantize_stack(rows_first(target, weight), format, errors)
-        replacements[parameter] = quantized if target.kind == "experts" else without_stack(quantized)
         done.append(QuantizedProjection(parameter, errors.relative, weight.nbytes, quantized.nbytes, format))
-    for parameter, quantized in replacements.items():
-        store(target, parameter, quantized)
-        for other in others:
-            store(other, parameter, stored(target.module, parameter))
+        stack = target.kind == "experts"
+        weights[parameter] = as_parameters(quantized if stack else without_stack(quantized))
+    for each in (target, *others):
+        if each.kind == "experts":
+            _replace_experts(each, weights)
+        else:
+            _replace_layer(model, each, weights["weight"], dtype)
     return done
 
 
-def finish(model: nn.Module, target: Target, dtype: torch.dtype) -> None:
-    """Let a module whose weights are stored run on the operators; `dtype` is that of the dense weights."""
-    if target.kind == "experts":
-        set_formats(target.module, target.formats)
-        pin_implementation(target.module)
-        return
-    layer = _layer(target.module, target.formats["weight"], dtype)
+def _replace_experts(target: Target, weights: Mapping[str, QuantizedWeight]) -> None:
+    module = target.module
+    parameters = {name: value for name, value in module._parameters.items() if name not in weights}
+    for parameter, quantized in weights.items():
+        named = zip(quantized_names(parameter), quantized, strict=True)
+        parameters |= {name: tensor for name, tensor in named if tensor is not None}
+    formats = [target.formats[name] for name in projections(module)]
+    module.__dict__.update(
+        _parameters=parameters,
+        quantization=formats[0],
+        down_quantization=formats[1],
+        config=pinned_config(module),
+    )
+
+
+def _replace_layer(model: nn.Module, target: Target, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+    layer = _layer(target.module, weight, target.formats["weight"], dtype)
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if child is target.module:
@@ -123,22 +136,29 @@ def finish(model: nn.Module, target: Target, dtype: torch.dtype) -> None:
     target.module = layer
 
 
-def _layer(module: nn.Module, format: Format, dtype: torch.dtype) -> QuantizedLayer:
-    weight = stored(module, "weight")
+def finish(model: nn.Module, target: Target, dtype: torch.dtype) -> None:
+    """Let a module whose weights are stored run on the operators; `dtype` is that of the dense weights."""
+    if target.kind == "experts":
+        set_formats(target.module, target.formats)
+        target.module.config = pinned_config(target.module)
+    else:
+        _replace_layer(model, target, stored(target.module, "weight"), dtype)
+
+
+def _layer(module: nn.Module, weight: QuantizedWeight, format: Format, dtype: torch.dtype) -> QuantizedLayer:
     if isinstance(module, nn.Embedding):
-        scale = _scale_of(module)
+        scale = _scale_of(module, weight.packed.device)
         layer = QuantizedEmbedding(*weight, format, dtype, module.padding_idx, scale)
     else:
         layer = QuantizedLinear(*weight, format, dtype, module.bias)
     return layer.train(module.training)
 
 
-def _scale_of(embedding: nn.Embedding) -> Tensor | None:
+def _scale_of(embedding: nn.Embedding, device: torch.device) -> Tensor | None:
     """What a subclass multiplies the rows with, found by a row of ones; None for nothing."""
     if type(embedding).forward is nn.Embedding.forward:
         return None
     probe = copy.copy(embedding)
-    device = embedding.packed.device
     ones = nn.Parameter(torch.ones(1, embedding.embedding_dim, device=device), requires_grad=False)
     probe.__dict__["_parameters"] = {"weight": ones}
     probe.padding_idx = None

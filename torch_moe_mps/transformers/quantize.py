@@ -8,7 +8,7 @@ from torch import nn
 from ..quantization import Format
 from .experts import unsupported
 from .interface import experts_of, formats_of, is_quantized, projections
-from .packing import check_target, dense_dtype, finish, quantize_target, release_cache
+from .packing import check_target, quantize_target, release_cache
 from .recipe import Recipe
 from .report import QuantizationReport
 from .sizes import bytes_a_token
@@ -83,10 +83,7 @@ def quantize_targets(
             others = [dense[other] for other in sharing.get(name, ())]
             if name in report.modules or name in report.shared:
                 continue
-            dtype = dense_dtype(dense[name])
-            report.modules[name] = quantize_target(dense[name], others)
-            for target in (dense[name], *others):
-                finish(model, target, dtype)
+            report.modules[name] = quantize_target(model, dense[name], others)
             report.shared.update({other.name: name for other in others})
             release_cache(next(dense[name].module.parameters()))
     finally:  # a model that was interrupted works, and can be saved

@@ -13,6 +13,7 @@ from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_
 from transformers.quantizers.base import HfQuantizer
 
 from .blocks import RepackBlocks
+from .checking import check_loaded
 from .config import QuantizationConfig, is_mlx
 from .experts import NAME
 from .mlx import MlxConverter, Plan
@@ -58,6 +59,12 @@ class Quantizer(HfQuantizer):
         """Whether the checkpoint is dense, or can be dequantised while it is read."""
         return not self.pre_quantized or self.quantization_config.source is not None
 
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        """No cast of numbers to codes: `check_loaded` names a parameter in a wrong dtype."""
+        if dtype is not None and not dtype.is_floating_point:
+            return None
+        return super().get_new_dtype(converter, param, dtype)
+
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         if self._streams:
             self._stream = Stream(model, self.quantization_config.recipe())
@@ -93,6 +100,7 @@ class Quantizer(HfQuantizer):
                     del target.module.__dict__[name]
                 finish(model, target, dtype)
             del self._targets
+            check_loaded(model)
             if self.quantization_config.mlx:
                 model._weight_conversions = None  # saved with the names of transformers
         else:

@@ -13,6 +13,7 @@ from .experts import runs_own_code
 from .interface import is_experts
 from .program.formulas import is_pure
 from .program.programs import CLASS_MARK, Program, Unsupported, original_class
+from .program.reads import READS, holds, recording
 from .program.straightening import straighten
 from .rules import fused
 from .rules.gate import use_gates
@@ -26,7 +27,17 @@ from .rules.rope import replace_rope
 from .rules.router import RAW, replace_selection
 from .rules.shared import fold_shared_experts
 
-_MARKS = ("_moe_mps_norm", "_moe_mps_activation", "_moe_mps_gate", "_moe_mps_mlp")
+_RESTORED = "_moe_mps_restored"
+_REWRITES = "_moe_mps_rewrites"
+_MARKS = (
+    "_moe_mps_norm",
+    "_moe_mps_activation",
+    "_moe_mps_gate",
+    "_moe_mps_mlp",
+    READS,
+    _REWRITES,
+    _RESTORED,
+)
 
 
 def is_rewritten(module: nn.Module) -> bool:
@@ -35,14 +46,19 @@ def is_rewritten(module: nn.Module) -> bool:
 
 def rewrite(module: nn.Module) -> tuple[list[str], str | None]:
     """Rewrites a module's forward. What was replaced in it, and the reason if that is nothing."""
+    if is_rewritten(module) and not _is_on_top(module):
+        return _resume(module)
     if is_rewritten(module):
         restore_module(module)
     if "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
         return [], "its forward was replaced on the instance"
     try:
-        program = straighten(module)
-        reason = _apply_rules(program)
+        with recording() as reads:
+            program = straighten(module)
+            reason = _apply_rules(program)
         if program.rewrites:
+            module.__dict__[READS] = tuple(reads.values())
+            module.__dict__[_REWRITES] = tuple(program.rewrites)
             _change_class(module, program.compile(fused, is_pure))
     except Unsupported as unsupported:
         return [], str(unsupported)
@@ -70,9 +86,25 @@ def _apply_rules(program: Program) -> str | None:
     return replace_selection(program)
 
 
+def _is_on_top(module: nn.Module) -> bool:
+    """Whether the rewritten class is the module's: a parametrisation, FSDP2 or a user may subclass it."""
+    return CLASS_MARK in vars(type(module))
+
+
+def _resume(module: nn.Module) -> tuple[list[str], str | None]:
+    """Rewritten again beneath the class that was put on top since: what was read must still hold."""
+    module.__dict__.pop(_RESTORED, None)
+    if holds(module, READS):
+        return list(module.__dict__[_REWRITES]), None
+    return [], "its class and its attributes were changed after it was rewritten"
+
+
 def restore_module(module: nn.Module) -> None:
-    """The module as it was before `rewrite`."""
+    """The module as it was before `rewrite`; beneath another class it runs its own code from then on."""
     drop_forward_of_class(module)
+    if is_rewritten(module) and not _is_on_top(module):
+        module.__dict__[_RESTORED] = True
+        return
     if is_rewritten(module):
         _set_class(module, original_class(module))
     for mark in _MARKS:
@@ -104,13 +136,15 @@ def _rewritten_class(original: type[nn.Module], rewritten: types.FunctionType) -
     @functools.wraps(own)
     def forward(self, *args, **kwargs):
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        if not tensors or runs_own_code(self, *tensors):
+        if not tensors or runs_own_code(self, *tensors) or not _holds(self):
             kwargs.pop(RAW, None)
             residual = kwargs.pop(RESIDUAL, None)
             return add_to_first(residual, own(self, *args, **kwargs))
         return rewritten(self, *args, **kwargs)
 
     def reduce(self, protocol):
+        if type(self) is not cls:  # the class on top has its own way, or none
+            return super(cls, self).__reduce_ex__(protocol)
         _, _, *state = super(cls, self).__reduce_ex__(protocol)
         return _new_copy, (original,), *state
 
@@ -125,6 +159,11 @@ def _rewritten_class(original: type[nn.Module], rewritten: types.FunctionType) -
     members |= {option: True for option in (RAW, RESIDUAL) if option in (rewritten.__kwdefaults__ or {})}
     cls = type(original.__name__, (original,), members)
     return cls
+
+
+def _holds(module: nn.Module) -> bool:
+    """Whether a rewritten forward is still what the module's own code computes."""
+    return _RESTORED not in module.__dict__ and holds(module, READS)
 
 
 def _new_copy(original: type[nn.Module]) -> nn.Module:

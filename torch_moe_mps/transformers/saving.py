@@ -1,12 +1,16 @@
 """Models that save_pretrained writes as quantised."""
 
+import copy
+import gc
 from collections import Counter
+from typing import Any
 
 from torch import nn
 
 from ..quantization import Format
+from .attention import PREVIOUS_ATTENTION
 from .config import QuantizationConfig
-from .experts import NAME
+from .experts import NAME, PREVIOUS_EXPERTS
 from .interface import experts_of, formats_of, is_quantized
 from .linears import QuantizedLayer
 
@@ -21,13 +25,42 @@ def mark_quantized(model: nn.Module) -> None:
     from transformers import PreTrainedModel
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
-    for part in reversed([module for module in model.modules() if isinstance(module, PreTrainedModel)]):
-        config = config_of(part)
-        if config is not None:
-            part.config.quantization_config = config
-            report = getattr(getattr(part, "hf_quantizer", None), "report", None)
-            part.hf_quantizer = AUTO_QUANTIZER_MAPPING[NAME](config, pre_quantized=True)
-            part.hf_quantizer.report = report
+    model = _outermost(model, PreTrainedModel)
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    marked = {part: config for part in parts if (config := config_of(part)) is not None}
+    quantizer = AUTO_QUANTIZER_MAPPING[NAME]
+    if any(not isinstance(getattr(part, "hf_quantizer", None), quantizer) for part in marked):
+        _own_configs(model)
+    for part, config in reversed(marked.items()):
+        part.config.quantization_config = config
+        report = getattr(getattr(part, "hf_quantizer", None), "report", None)
+        part.hf_quantizer = quantizer(config, pre_quantized=True)
+        part.hf_quantizer.report = report
+
+
+def _outermost(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
+    """The model of transformers that a model is a part of: it is saved with what is quantised in its part."""
+    if not hasattr(model, "config"):
+        return model
+    every = (each for each in gc.get_objects() if issubclass(type(each), cls) and each is not model)
+    around = [each for each in every if any(part is model for part in each.modules())]
+    return max(around, key=lambda each: len(list(each.modules())), default=model)
+
+
+def _own_configs(model: nn.Module) -> None:
+    """Copies the configs in a model: another model with the same config object is not quantised."""
+    from transformers import PreTrainedConfig
+
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        config = module.__dict__.get("config")
+        if isinstance(config, PreTrainedConfig):
+            module.config = copy.deepcopy(config, copies)
+    for module in model.modules():
+        for name in (PREVIOUS_EXPERTS, PREVIOUS_ATTENTION):
+            if name in module.__dict__:
+                config, implementation = module.__dict__[name]
+                module.__dict__[name] = copies.get(id(config), config), implementation
 
 
 def config_of(model: nn.Module) -> QuantizationConfig | None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .programs import Program, Unsupported
+from .reads import record
 from .straightening import straighten
 
 # Operations by name: the parameters in order. A dimension must be the last one.
@@ -228,6 +229,7 @@ class Reader:
             return self.read_method(callee.__func__, value)
         name = operation_of(callee)
         if name is not None:
+            self.record(value.func)
             return self.operation(name, value.args, value)
         of_tensor = isinstance(getattr(callee, "__self__", None), Tensor)
         if (callee is None or of_tensor) and isinstance(value.func, ast.Attribute):
@@ -250,9 +252,16 @@ class Reader:
         except Exception:
             return None
 
+    def record(self, function: ast.expr) -> None:
+        """Notes the attribute that a function was found in."""
+        path = ast.unparse(function)
+        if path.startswith("self."):
+            record(self.program.module, path.removeprefix("self."))
+
     def read_module(self, module: nn.Module, value: ast.Call) -> Node:
         name = operation_of(module)
         if name is not None and len(value.args) == 1 and not value.keywords:
+            self.record(value.func)
             return self.make(name, (self.read(value.args[0]),), value)
         path = self.prefix + ast.unparse(value.func)[4:]
         if not path.startswith(self.prefix + "."):
@@ -265,6 +274,7 @@ class Reader:
     def expand(self, node: Node) -> Node | None:
         """A call of a submodule as the formula of its forward."""
         path, *arguments = node.args
+        record(self.program.module, path[len(self.prefix) + 1 :])
         module = self.program.module.get_submodule(path[len(self.prefix) + 1 :])
         try:
             return inline(straighten(module), path, arguments)
@@ -325,6 +335,7 @@ def evaluate(node: Node | None, module: nn.Module) -> object:
     if node.op == "const":
         return node.args[0]
     if node.op == "attr":
+        record(module, node.args[0].partition(".")[2])
         value: object = module
         for name in node.args[0].split(".")[1:]:
             value = getattr(value, name, None)

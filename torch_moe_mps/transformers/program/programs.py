@@ -23,8 +23,8 @@ class Unsupported(Exception):
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module before its forward was rewritten."""
-    return getattr(type(module), CLASS_MARK, type(module))
+    """The class of a module before its forward was rewritten; a class that was put on top later stays."""
+    return vars(type(module)).get(CLASS_MARK, type(module))
 
 
 class Program:

@@ -9,6 +9,7 @@ import ast
 import copy
 import functools
 import inspect
+import re
 import textwrap
 import types
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from .programs import Program, RenameVariables, Unsupported, original_class
+from .reads import record
 
 # Inplace operators keep their meaning: x *= y becomes x_2 = _inplace.imul(x_1, y).
 _INPLACE = {ast.Add: "iadd", ast.Sub: "isub", ast.Mult: "imul", ast.Div: "itruediv"}
@@ -77,6 +79,15 @@ class _Rename(RenameVariables):
         if node.attr == "training" and isinstance(node.value, ast.Name) and node.value.id == "self":
             return ast.Constant(False)
         return self.generic_visit(node)
+
+
+def _attributes(expression: ast.expr) -> set[str]:
+    """The attributes of `self` that an expression reads, by their paths."""
+    texts = {ast.unparse(node) for node in ast.walk(expression) if isinstance(node, ast.Attribute)}
+    for call in (node for node in ast.walk(expression) if isinstance(node, ast.Call)):
+        if ast.unparse(call.func) in ("getattr", "hasattr") and isinstance(call.args[1], ast.Constant):
+            texts.add(f"{ast.unparse(call.args[0])}.{call.args[1].value}")
+    return {text.removeprefix("self.") for text in texts if re.fullmatch(r"self(\.\w+)+", text)}
 
 
 class _Builder:
@@ -252,7 +263,11 @@ class _Builder:
             value = eval(code, self.globals, {"self": self.program.module})
         except Exception:
             return None
-        return None if isinstance(value, Tensor) else bool(value)
+        if isinstance(value, Tensor):
+            return None
+        for path in _attributes(expression):
+            record(self.program.module, path)
+        return bool(value)
 
     def evaluate_conjunction(self, test: ast.expr) -> bool | None:
         """`False and x` is False whatever x is."""

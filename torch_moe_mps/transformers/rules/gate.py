@@ -6,7 +6,7 @@ Such a router also returns probabilities over all experts. Where the layer disca
 
 import ast
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from ..experts import is_observed, may_be_fused
 from ..program.formulas import Node, Reader, evaluate, is_number
 from ..program.patterns import match
 from ..program.programs import Program, Unsupported, original_class
+from ..program.reads import Read, record, recording, unchanged
 from ..program.straightening import straighten
 from .handover import experts_fed_by
 
@@ -40,11 +41,13 @@ class GateFormula:
     top_k: str
     eps: str
     classes: tuple[type[nn.Module], ...]
+    reads: tuple[Read, ...] = ()
 
     def holds_for(self, router: nn.Module) -> bool:
         """Whether the router still computes this, with nothing that sees or changes what its parts do."""
         modules = list(router.modules())
-        return _classes(modules) == self.classes and not any(map(is_observed, modules))
+        same = _classes(modules) == self.classes and unchanged(self.reads)
+        return same and not any(map(is_observed, modules))
 
 
 def _classes(modules: Iterable[nn.Module]) -> tuple[type[nn.Module], ...]:
@@ -52,6 +55,12 @@ def _classes(modules: Iterable[nn.Module]) -> tuple[type[nn.Module], ...]:
 
 
 def gate_formula(router: nn.Module) -> GateFormula | None:
+    with recording() as reads:
+        formula = _read_gate(router)
+    return formula and replace(formula, reads=tuple(reads.values()))
+
+
+def _read_gate(router: nn.Module) -> GateFormula | None:
     try:
         program = straighten(router)
         result = Reader(program).result()
@@ -66,6 +75,7 @@ def gate_formula(router: nn.Module) -> GateFormula | None:
         return None
     normed = match(_HIDDEN, logits.args[1], bound)
     linear = router.get_submodule(logits.args[0].removeprefix("self."))
+    record(linear, "bias")
     if normed is None or type(linear) is not nn.Linear or linear.bias is not None:
         return None
     return _paths(router, normed | {"LINEAR": Node("attr", (logits.args[0],))})

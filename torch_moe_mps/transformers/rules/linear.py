@@ -56,7 +56,7 @@ class Joined:
         return [_place(layer) for layer in layers]
 
     def is_current(self, layers: Sequence[QuantizedLinear]) -> bool:
-        return all(_place(layer) == place for layer, place in zip(layers, self.places, strict=True))
+        return [_place(layer) for layer in layers] == self.places
 
     def __reduce_ex__(self, protocol):
         return _nothing, ()
@@ -68,12 +68,13 @@ def _bias(layer: QuantizedLinear) -> Tensor:
     return torch.zeros(layer.rows, dtype=layer.weight.dtype, device=layer.packed.device)
 
 
-def _place(layer: QuantizedLinear) -> tuple:
-    """Where the tensors of a layer lie, and what they are: another place is another weight."""
-    return tuple(
-        None if (tensor := layer._parameters.get(name)) is None else (tensor.data_ptr(), tensor.dtype)
-        for name in _TENSORS
-    )
+def _place(layer: nn.Module) -> tuple:
+    """Where the weights of a layer lie, and which parameters they are: another place is another weight."""
+    own = layer._parameters
+    packed, scales = own.get("packed"), own.get("scales")
+    if packed is None or scales is None:
+        return ()
+    return packed.data_ptr(), scales.data_ptr(), scales.dtype, id(own["biases"]), id(own["bias"])
 
 
 def _can_join(layers: Sequence[nn.Module]) -> bool:
@@ -99,7 +100,7 @@ def join(*layers: nn.Module) -> bool:
     if any(is_observed(layer) for layer in layers):
         return False
     found = layers[0].__dict__.get(JOINED)
-    if found is not None and len(found.places) == len(layers) and found.is_current(layers):
+    if found is not None and found.is_current(layers):
         return True
     if not _can_join(layers):
         return False

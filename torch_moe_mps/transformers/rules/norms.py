@@ -1,7 +1,7 @@
 """RMSNorms next to the residual stream: `residual + x -> norm` and `residual + norm(x)` as one operator."""
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +10,12 @@ from ..experts import is_observed
 from ..program.formulas import Node, Reader, evaluate, is_number
 from ..program.patterns import match
 from ..program.programs import Program, Unsupported
+from ..program.reads import Read, holds, recording
 from ..program.straightening import straighten
 
 ops = torch.ops.moe_mps
 
+MARK = "_moe_mps_norm"
 _RMS = "X * rsqrt(mean(square(X)) + EPS)"
 # Formula of the norm's forward -> what is added to its weight.
 _FORMULAS = {f"(W + 1.0) * ({_RMS})": 1.0, f"W * ({_RMS})": 0.0, _RMS: 0.0}
@@ -30,10 +32,17 @@ class NormFormula:
     eps: str
     offset: float
     keeps_dtype: bool
+    reads: tuple[Read, ...] = ()
 
 
 def norm_formula(module: nn.Module) -> NormFormula | None:
     """How a module computes its RMSNorm, None if it is something else."""
+    with recording() as reads:
+        formula = _read_norm(module)
+    return formula and replace(formula, reads=tuple(reads.values()))
+
+
+def _read_norm(module: nn.Module) -> NormFormula | None:
     try:
         result = Reader(straighten(module)).result()
     except Unsupported:
@@ -59,8 +68,10 @@ def _has_weight(module: nn.Module, weight: Node | None) -> bool:
 
 def _fusable(norm: nn.Module, residual: Tensor, x: Tensor) -> NormFormula | None:
     """The formula if the operator gives what the module gives for these tensors, hooks included."""
-    formula = norm.__dict__.get("_moe_mps_norm")
-    if formula is None or is_observed(norm) or not (isinstance(residual, Tensor) and isinstance(x, Tensor)):
+    formula = norm.__dict__.get(MARK)
+    if formula is None or not holds(norm, MARK) or is_observed(norm):
+        return None
+    if not (isinstance(residual, Tensor) and isinstance(x, Tensor)):
         return None
     weight = norm.weight
     same = residual.dtype == x.dtype and residual.shape == x.shape and weight.device == x.device
@@ -125,7 +136,7 @@ def _helper(name: str, norm: str, *arguments: ast.expr) -> ast.Call:
 
 
 def _mark(program: Program, norm: str, formula: NormFormula, note: str) -> None:
-    getattr(program.module, norm).__dict__["_moe_mps_norm"] = formula
+    getattr(program.module, norm).__dict__[MARK] = formula
     program.rewrites.append(f"{note} ({norm})")
 
 

@@ -16,7 +16,7 @@ _VIEWS = {"view", "reshape"}
 
 def with_residual(block: nn.Module, residual: Tensor, x: Tensor) -> Tensor | tuple:
     """block(x) with the residual added to its result, to the first one if there are several."""
-    if hasattr(type(block), RESIDUAL) and not is_observed(block) and residual.shape == x.shape:
+    if RESIDUAL in vars(type(block)) and not is_observed(block) and residual.shape == x.shape:
         return block(x, **{RESIDUAL: residual})
     return add_to_first(residual, block(x))
 
@@ -92,7 +92,7 @@ def _hand_over(program: Program, statement: ast.Assign, total: ast.BinOp) -> Non
         if source is None or program.mutates_between(source, statement):
             continue
         name, block = child_of_call(program, source.value)
-        if not hasattr(type(block), RESIDUAL) or not _is_known(program, residual, source):
+        if RESIDUAL not in vars(type(block)) or not _is_known(program, residual, source):
             continue
         source.value = helper(
             "with_residual", source.value.func, copy.deepcopy(residual), source.value.args[0]

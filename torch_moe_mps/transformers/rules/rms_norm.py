@@ -8,16 +8,15 @@ from torch import Tensor, nn
 from ..experts import is_observed
 from ..program.building import calls, child_of_call, helper, own_module, replace, replace_everything
 from ..program.programs import Program, original_class
-from .norms import NormFormula, norm_formula
+from ..program.reads import holds
+from .norms import MARK, NormFormula, norm_formula
 
 ops = torch.ops.moe_mps
-
-MARK = "_moe_mps_norm"
 
 
 def _fits(formula: NormFormula | None, norm: nn.Module, x: Tensor) -> bool:
     """Whether the operator gives what the module gives for this input."""
-    if formula is None or x.dtype == torch.float64:
+    if formula is None or x.dtype == torch.float64 or not holds(norm, MARK):
         return False
     weight = norm.weight if formula.weight else None
     if weight is None:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ..experts import is_observed
 from ..program.building import calls, child_of_call, helper, own_module, replace
 from ..program.programs import Program
-from .norms import norm_formula
-from .rms_norm import MARK
+from ..program.reads import holds
+from .norms import MARK, norm_formula
 
 ops = torch.ops.moe_mps
 
@@ -141,23 +141,24 @@ def _norm_arguments(q_norm: nn.Module | None, k_norm: nn.Module | None, q: Tenso
     """The norms as arguments of the operator; None where their modules have to run."""
     if q_norm is None and k_norm is None:
         return {}
-    formulas = [None if norm is None else norm.__dict__.get(MARK) for norm in (q_norm, k_norm)]
-    found = {"eps": set(), "weight_offset": set()}
-    for norm, formula, x in ((q_norm, formulas[0], q), (k_norm, formulas[1], k)):
+    eps = offset = None
+    for norm, x in ((q_norm, q), (k_norm, k)):
         if norm is None:
             continue
-        if formula is None or is_observed(norm) or norm.weight.shape != x.shape[-1:]:
+        formula = norm.__dict__.get(MARK)
+        if formula is None or is_observed(norm) or not holds(norm, MARK):
             return None
-        if not formula.keeps_dtype and norm.weight.dtype != x.dtype:
+        weight, own_eps = norm.weight, getattr(norm, formula.eps)
+        if weight.shape[0] != x.shape[-1] or not (formula.keeps_dtype or weight.dtype == x.dtype):
             return None
-        found["eps"].add(getattr(norm, formula.eps))
-        found["weight_offset"].add(formula.offset)
-    if any(len(values) > 1 for values in found.values()):
-        return None
+        if eps is not None and (eps, offset) != (own_eps, formula.offset):
+            return None
+        eps, offset = own_eps, formula.offset
     return {
         "q_weight": None if q_norm is None else q_norm.weight,
         "k_weight": None if k_norm is None else k_norm.weight,
-        **{name: values.pop() for name, values in found.items()},
+        "eps": eps,
+        "weight_offset": offset,
     }
 
 

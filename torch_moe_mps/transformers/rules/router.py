@@ -222,7 +222,7 @@ def routed(experts: nn.Module, unseen: bool, router: nn.Module, *args, **kwargs)
 
     `unseen`: nothing but the experts reads them.
     """
-    if unseen and hasattr(type(router), RAW) and not is_observed(router) and may_be_fused(experts):
+    if unseen and RAW in vars(type(router)) and not is_observed(router) and may_be_fused(experts):
         kwargs[RAW] = True
     return router(*args, **kwargs)
 

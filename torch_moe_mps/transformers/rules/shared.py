@@ -4,7 +4,7 @@ import ast
 
 from torch import Tensor, nn
 
-from ..experts import may_be_fused
+from ..experts import experts_forward, may_be_fused
 from ..interface import is_experts
 from ..program.formulas import Reader
 from ..program.patterns import match
@@ -30,7 +30,8 @@ def experts_with_shared(
     added = {name: term.reshape(hidden_states.shape) for name, term in added.items() if term is not None}
     if may_be_fused(experts) and all(term.dtype == hidden_states.dtype for term in added.values()):
         gate = None if shared_gate is None else shared_gate.reshape(-1)
-        return experts(hidden_states, top_k_index, top_k_weights, shared_gate=gate, **added)
+        # What transformers' dispatch to implementations would call, without it.
+        return experts_forward(experts, hidden_states, top_k_index, top_k_weights, shared_gate=gate, **added)
     out = experts(hidden_states, top_k_index, top_k_weights)
     if shared_out is not None:
         shared = added["shared_out"]

@@ -1,0 +1,56 @@
+"""What a checkpoint of quantised weights must have, checked after it was loaded."""
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ..ops._checks import ACTIVATION_DTYPES, Check
+from ..quantization import Format, QuantizedWeight
+from ..quantization.formats import empty_weight
+
+
+def check_loaded(model: nn.Module) -> None:
+    """Raise the one-line error for a tensor that the checkpoint lacks, or has in another dtype.
+
+    transformers leaves what is missing uninitialised, or fills it with random values, and only logs its name.
+    Shapes it compares itself. A head that the checkpoint was saved without may be new.
+    """
+    check = Check("from_pretrained")
+    whole = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
+    optional = [
+        re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    ]
+    base = set(model.base_model.modules())
+    for path, module in model.named_modules():
+        required = whole or module in base
+        format = getattr(module, "quantization", None) or getattr(module, "format", None)
+        dtypes = _dtypes(format) if isinstance(format, Format) else {}
+        for name, tensor in _stored(module):
+            argument = f"{path}.{name}".lstrip(".")
+            missing = not getattr(tensor, "_is_hf_initialized", False)
+            if missing and required and not any(pattern.search(argument) for pattern in optional):
+                check.fail(argument, "in the checkpoint", "no such tensor")
+            if (part := name.rpartition("_")[2]) in dtypes:
+                check.dtype(argument, tensor, dtypes[part])
+            elif isinstance(tensor, nn.Parameter) and not tensor.is_floating_point():
+                check.fail(argument, "of a floating-point dtype", str(tensor.dtype).removeprefix("torch."))
+
+
+def _dtypes(format: Format) -> dict[str, tuple[torch.dtype, ...]]:
+    """{"packed", "scales", "biases": the dtypes that they may have}."""
+    weight = empty_weight((1, 1024), torch.float32, torch.device("meta"), format)
+    dtypes = {"packed": (torch.int32,)}
+    for part, tensor in zip(QuantizedWeight._fields[1:], weight[1:], strict=True):
+        if tensor is not None:
+            dtypes[part] = ACTIVATION_DTYPES if tensor.dtype.is_floating_point else (tensor.dtype,)
+    return dtypes
+
+
+def _stored(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """A module's own parameters and buffers, as far as a checkpoint has them."""
+    yield from module.named_parameters(recurse=False)
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer

@@ -1,0 +1,76 @@
+"""What recognising a module has read from it, so that a later change is noticed.
+
+A rewritten forward contains what an attribute said when it was read (`if self.norm_topk_prob`), and a formula
+what a submodule computed. `unchanged` compares these with what the module says now.
+"""
+
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+# Where a module keeps what it was recognised by.
+READS = "_moe_mps_reads"
+_PLAIN = (bool, int, float, str, tuple)
+_MISSING = "<no attribute>"
+_TENSOR = "<a tensor>"  # whose values are read when they are needed
+_current: ContextVar[dict | None] = ContextVar("moe_mps_reads", default=None)
+
+
+class Read(NamedTuple):
+    """An attribute of a module, by its path, and what it was."""
+
+    owner: nn.Module
+    path: str
+    value: object
+
+
+@contextmanager
+def recording() -> Iterator[dict[tuple[int, str], Read]]:
+    """Collects what `record` gets within."""
+    reads: dict[tuple[int, str], Read] = {}
+    token = _current.set(reads)
+    try:
+        yield reads
+    finally:
+        _current.reset(token)
+
+
+def record(owner: nn.Module, path: str) -> None:
+    """Notes an attribute that a decision rests on. Without `recording` around it nothing happens."""
+    reads = _current.get()
+    if reads is not None and not isinstance(value := _value(owner, path), types.MethodType):
+        reads[id(owner), path] = Read(owner, path, value)
+
+
+def _value(owner: nn.Module, path: str) -> object:
+    value: object = owner
+    for name in path.split("."):
+        value = getattr(value, name, _MISSING)
+    return _TENSOR if isinstance(value, Tensor) else value
+
+
+@torch.compiler.assume_constant_result
+def holds(module: nn.Module, mark: str) -> bool:
+    """Whether what a module keeps under `mark` (reads, or a formula with its reads) is still true.
+
+    Takes the module, since torch.compile asks for arguments that it knows.
+    """
+    kept = module.__dict__[mark]
+    return unchanged(getattr(kept, "reads", kept))
+
+
+def unchanged(reads: tuple[Read, ...]) -> bool:
+    """Whether every attribute is what it was."""
+    for owner, path, value in reads:
+        own = owner.__dict__
+        if value is not None and (own.get(path) is value or own["_modules"].get(path) is value):
+            continue  # most of them; getattr on a module is slow
+        now = _value(owner, path)
+        if now is not value and not (isinstance(value, _PLAIN) and type(now) is type(value) and now == value):
+            return False
+    return True
