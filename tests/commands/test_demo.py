@@ -59,10 +59,7 @@ def write_model(name: str, folder: Path) -> None:
 
 # The line on what is wrong with a model of transformers, and the options.
 ERRORS = {
-    "Qwen3ForCausalLM": (
-        "Qwen3ForCausalLM: No experts with transformers' experts interface found; "
-        "the model is left as it is.",
-    ),
+    "Qwen3ForCausalLM": ("Qwen3ForCausalLM: it has no experts with transformers' experts interface",),
     "Llama4ForCausalLM": (
         "Llama4ForCausalLM: Llama4TextExperts is left alone: "
         "its class does not follow transformers' experts interface",
