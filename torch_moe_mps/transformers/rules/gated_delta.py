@@ -68,8 +68,10 @@ def delta_rule(function, q: Tensor, k: Tensor, v: Tensor, *, gates: Callable, ra
 
 
 def _split(options: dict) -> tuple:
-    """initial_state, use_qk_l2norm_in_kernel, output_final_state, and what else the function may heed: not the
-    model's own flags, such as use_cache, which forwards pass on to everything."""
+    """initial_state, use_qk_l2norm_in_kernel, output_final_state, and what else the function may heed.
+
+    That does not count the model's own flags, such as use_cache, which forwards pass on to everything.
+    """
     names = ("initial_state", "use_qk_l2norm_in_kernel", "output_final_state")
     others = [name for name, value in options.items() if not (name in names or isinstance(value, _FLAG))]
     return *(options.get(name) for name in names), others
