@@ -28,7 +28,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=DTYPES, default="auto", help="of the weights; auto: as in the checkpoint"
     )
-    parser.add_argument("--bits", type=int, choices=(4, 8), help="quantise the experts")
+    parser.add_argument("--bits", type=int, choices=(2, 3, 4, 5, 6, 8), help="quantise the weights")
     parser.add_argument(
         "--prompt", default="The experts of a Mixture-of-Experts model", help="needs a tokenizer"
     )
@@ -157,7 +157,8 @@ def accelerate(model, bits: int | None) -> Report:
         sys.exit(f"error: {first_line(error)}")
     if not any(row.kind == "experts" for row in report.replaced):
         reasons = [f"{row.cls} is left alone: {row.reason}" for row in report.left_alone]
-        sys.exit(f"error: {type(model).__name__}: {reasons[0] if reasons else report}")
+        reason = reasons[0] if reasons else "it has no experts with transformers' experts interface"
+        sys.exit(f"error: {type(model).__name__}: {reason}")
     return report
 
 

@@ -15,6 +15,7 @@ FLOORS = (
     "quantization",
     "transformers.interface",
     "transformers.program",
+    "transformers.linears",
     "transformers.experts",
     "transformers.rules",
     "transformers",

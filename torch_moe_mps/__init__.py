@@ -7,7 +7,7 @@ from . import ops
 from ._extension import load_extension
 from ._import_hook import register_when_imported
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["accelerate", "from_pretrained", "ops", "quantize_experts", "restore"]
 
 # Imported when first used: most of it needs transformers.

@@ -1,7 +1,7 @@
 """Registers this package with transformers, whichever of the two is imported first.
 
-The experts implementation "moe_mps" goes with transformers' experts interface, quantised checkpoints with its
-quantizers.
+The experts implementation "moe_mps" goes with transformers' experts interface, attention with sinks with its
+attention interface, quantised checkpoints with its quantizers.
 """
 
 import importlib.abc
@@ -18,10 +18,24 @@ def _register_experts(module: object) -> None:
 
 
 def _register_quantizer(module: object) -> None:
-    from .transformers import saving  # noqa: F401
+    from .transformers import quantizer  # noqa: F401
+
+
+def _register_attention(module: object) -> None:
+    from .transformers.attention import NAME, attention
+
+    module.AttentionInterface.register(NAME, attention)
+
+
+def _register_mask(module: object) -> None:
+    from .transformers.attention import NAME, attention_mask
+
+    module.AttentionMaskInterface.register(NAME, attention_mask)
 
 
 _REGISTRATIONS = {
+    "transformers.masking_utils": _register_mask,
+    "transformers.modeling_utils": _register_attention,
     "transformers.integrations.moe": _register_experts,
     "transformers.quantizers.auto": _register_quantizer,
 }

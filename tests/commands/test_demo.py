@@ -61,16 +61,13 @@ def write_model(name: str, folder: Path) -> None:
 
 # The line on what is wrong with a model of transformers, and the options.
 ERRORS = {
-    "Qwen3ForCausalLM": (
-        "Qwen3ForCausalLM: No experts with transformers' experts interface found; "
-        "the model is left as it is.",
-    ),
+    "Qwen3ForCausalLM": ("Qwen3ForCausalLM: it has no experts with transformers' experts interface",),
     "Llama4ForCausalLM": (
         "Llama4ForCausalLM: Llama4TextExperts is left alone: "
         "its class does not follow transformers' experts interface",
     ),
     "Qwen3MoeForCausalLM": (
-        "moe_mps::quantize_experts: model.layers.0.mlp.experts.gate_up_proj must be "
+        "moe_mps::quantize: model.layers.0.mlp.experts.gate_up_proj must be "
         "of an input dimension that is a multiple of group_size 64, got 32",
         "--bits",
         "4",

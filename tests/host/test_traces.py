@@ -39,13 +39,120 @@ class TestEncoded(expecttest.TestCase):
         ]
         return "\n".join(lines) + "\n"
 
+    def test_rms_norm(self):
+        wide = tensor(6, 3072)
+        self.assertExpectedInline(
+            self.encoded(ops.rms_norm, wide[:, 512:2560], tensor(2048, dtype=torch.float32), EPS),
+            """\
+rms_norm_f16 grid 6x1x1 of 512x1x1
+0=A[0:24576] 1=B[1024:36864] 2=C[0:8192] 3=A[0:24576] 4=A[0:24576] 5=A[0:24576] 6=56 bytes
+""",
+        )
+
+    def test_rms_norm_of_heads(self):
+        self.assertExpectedInline(
+            self.encoded(ops.rms_norm, tensor(1, 1, 32, 128), None, EPS),
+            """\
+rms_norm_f16 grid 4x1x1 of 256x1x1
+0=A[0:8192] 1=B[0:8192] 2=A[0:8192] 3=A[0:8192] 4=A[0:8192] 5=A[0:8192] 6=56 bytes
+""",
+        )
+
+    def test_rope(self):
+        qkv, table, weight = tensor(1, 1, 6 * 128), tensor(1, 1, 128), tensor(128)
+        q, k = qkv[..., : 4 * 128].view(1, 1, 4, 128), qkv[..., 4 * 128 : 5 * 128].view(1, 1, 1, 128)
+        self.assertExpectedInline(
+            self.encoded(ops.rope, q, k, table, table[:], weight, weight[:], EPS),
+            """\
+rope_f16 grid 2x1x1 of 128x1x1
+0=A[0:1536] 1=A[1024:1536] 2=B[0:256] 3=B[0:256] 4=C[0:256] 5=C[0:256] 6=D[0:1024] 7=E[0:256] 8=136 bytes
+""",
+        )
+
+    def test_rope_tables(self):
+        ids, inv_freq = torch.arange(6).view(2, 3).to("mps"), tensor(32, dtype=torch.float32)
+        self.assertExpectedInline(
+            self.encoded(ops.rope_tables, ids, inv_freq, 1.0, torch.float16),
+            """\
+rope_tables_f16 grid 3x1x1 of 64x1x1
+0=A[0:48] 1=B[0:128] 2=C[0:768] 3=D[0:768] 4=24 bytes
+""",
+        )
+
+    def test_rms_norm_gated(self):
+        x, gate = tensor(32, 128), tensor(32, 256)[:, 128:]
+        self.assertExpectedInline(
+            self.encoded(ops.rms_norm_gated, x, gate.clone(), tensor(128), EPS),
+            """\
+rms_norm_gated_f16 grid 4x1x1 of 256x1x1
+0=A[0:8192] 1=B[0:8192] 2=C[0:256] 3=D[0:8192] 4=D[0:8192] 5=D[0:8192] 6=56 bytes
+""",
+        )
+
+    def test_causal_conv1d_update(self):
+        x, state = tensor(1, 1, 256).transpose(1, 2), tensor(1, 256, 4)
+        self.assertExpectedInline(
+            self.encoded(ops.causal_conv1d_update_, x, state, tensor(256, 4)),
+            """\
+causal_conv1d_update_f16 grid 4x1x1 of 64x1x1
+0=A[0:512] 1=B[0:2048] 2=C[0:2048] 3=D[0:512] 4=D[0:512] 5=64 bytes
+""",
+        )
+
+    def test_gated_delta_rule(self):
+        qkv, gates = tensor(1, 1, 2 * 128 + 2 * 64), tensor(2, 1, 1, 2)
+        q, k = (qkv[..., start : start + 128].view(1, 1, 1, 128) for start in (0, 128))
+        v, state = qkv[..., 256:].view(1, 1, 2, 64), tensor(1, 2, 128, 64, dtype=torch.float32)
+        self.assertExpectedInline(
+            self.encoded(
+                ops.gated_delta_rule_, q, k, v, *gates, state, 0.1, A_log=tensor(2), beta_is_logit=True
+            ),
+            """\
+gated_delta_rule_f16 grid 2x2x1 of 256x1x1
+0=A[0:768] 1=A[256:768] 2=A[512:768] 3=B[0:8] 4=B[4:8] 5=C[0:4] 6=D[0:256] 7=E[0:65536] 8=D[0:256] 9=60 bytes
+""",
+        )
+
+    def test_rope_of_q_alone(self):
+        q, table = tensor(2, 3, 4, 64), tensor(1, 3, 16)
+        self.assertExpectedInline(
+            self.encoded(ops.rope, q, None, table, table[:], pairs="interleaved", rotary_dim=32),
+            """\
+rope_f16 grid 6x1x1 of 128x1x1
+0=A[0:3072] 1=A[0:3072] 2=B[0:96] 3=B[0:96] 4=C[0:3072] 5=C[0:3072] 6=C[0:3072] 7=C[0:3072] 8=136 bytes
+""",
+        )
+
+    def test_attention_sinks(self):
+        q, k, v = tensor(1, 16, 1, 64), tensor(1, 2, 700, 64)[:, :, :600], tensor(1, 2, 600, 64)
+        self.assertExpectedInline(
+            self.encoded(ops.attention_sinks, q, k, v, tensor(16), 0.125),
+            """\
+attention2_64_f16 grid 1x4x2 of 128x1x1
+0=A[0:2048] 1=B[0:179200] 2=C[0:153600] 3=D[0:2048] 4=E[0:32] 5=D[0:2048] 6=D[0:2048] 7=152 bytes
+""",
+        )
+
+    def test_attention_sinks_of_a_long_cache(self):
+        q, k, v = tensor(1, 4, 1, 128), tensor(1, 4, 4096, 128), tensor(1, 4, 4096, 128)
+        mask = torch.ones(1, 1, 1, 4096, dtype=torch.bool, device="mps")
+        self.assertExpectedInline(
+            self.encoded(ops.attention_sinks, q, k, v, None, 0.125, mask),
+            """\
+attention1_128_f16 grid 16x1x4 of 128x1x1
+0=A[0:1024] 1=B[0:4194304] 2=C[0:4194304] 3=D[0:4096] 4=E[0:1024] 5=E[0:1024] 6=F[0:33280] 7=152 bytes
+attention_merge_f16 grid 1x1x1 of 128x1x1
+0=F[0:33280] 1=E[0:1024] 2=E[0:1024] 3=152 bytes
+""",
+        )
+
     def test_fused_norm_add(self):
         x, w = tensor(6, 2048), tensor(2048, dtype=torch.float32)
         self.assertExpectedInline(
             self.encoded(ops.fused_norm_add, x, x[:], w, EPS),
             """\
 norm_add_f16 grid 6x1x1 of 512x1x1
-0=A[0:24576] 1=A[0:24576] 2=B[0:8192] 3=B[0:8192] 4=C[0:24576] 5=C[0:24576] 6=40 bytes
+0=A[0:24576] 1=A[0:24576] 2=B[0:8192] 3=C[0:24576] 4=C[0:24576] 5=C[0:24576] 6=56 bytes
 """,
         )
 
@@ -55,7 +162,7 @@ norm_add_f16 grid 6x1x1 of 512x1x1
             self.encoded(ops.fused_norm_add_scalar, x, x[:], w, s, EPS),
             """\
 norm_add_f16 grid 6x1x1 of 512x1x1
-0=A[0:24576] 1=A[0:24576] 2=B[0:4096] 3=C[0:2] 4=D[0:24576] 5=D[0:24576] 6=40 bytes
+0=A[0:24576] 1=A[0:24576] 2=B[0:4096] 3=C[0:2] 4=D[0:24576] 5=D[0:24576] 6=56 bytes
 """,
         )
 
@@ -65,7 +172,7 @@ norm_add_f16 grid 6x1x1 of 512x1x1
             self.encoded(ops.fused_residual_norm, x, x[:], w, EPS),
             """\
 residual_norm_f16 grid 300x1x1 of 128x1x1
-0=A[0:1228800] 1=A[0:1228800] 2=B[0:4096] 3=B[0:4096] 4=C[0:1228800] 5=D[0:1228800] 6=40 bytes
+0=A[0:1228800] 1=A[0:1228800] 2=B[0:4096] 3=C[0:1228800] 4=C[0:1228800] 5=D[0:1228800] 6=56 bytes
 """,
         )
 
@@ -75,7 +182,7 @@ residual_norm_f16 grid 300x1x1 of 128x1x1
             self.encoded(ops.fused_residual_norm, x, x[:], w, EPS, False),
             """\
 residual_norm_f16 grid 3x1x1 of 256x1x1
-0=A[0:5120] 1=A[0:5120] 2=B[0:256] 3=B[0:256] 4=C[0:5120] 5=C[0:5120] 6=40 bytes
+0=A[0:5120] 1=A[0:5120] 2=B[0:256] 3=C[0:5120] 4=C[0:5120] 5=C[0:5120] 6=56 bytes
 """,
         )
 
@@ -85,7 +192,7 @@ residual_norm_f16 grid 3x1x1 of 256x1x1
             self.encoded(ops.fused_residual_norm_scalar, x, x[:], w, s, EPS),
             """\
 residual_norm_f16 grid 6x1x1 of 512x1x1
-0=A[0:24576] 1=A[0:24576] 2=B[0:4096] 3=C[0:4096] 4=D[0:24576] 5=D[0:24576] 6=40 bytes
+0=A[0:24576] 1=A[0:24576] 2=B[0:4096] 3=C[0:4096] 4=D[0:24576] 5=D[0:24576] 6=56 bytes
 """,
         )
 
@@ -180,13 +287,33 @@ route2_f16 grid 1x1x1 of 32x1x1
 """,
         )
 
+    def test_router_logits(self):
+        self.assertExpectedInline(
+            self.encoded(
+                ops.router_logits, tensor(1, 2048), tensor(128, 2048, dtype=torch.float32), tensor(128)
+            ),
+            """\
+logits_single_f32 grid 16x1x1 of 128x1x1
+0=A[0:4096] 1=B[0:1048576] 2=C[0:512] 3=D[0:256] 4=C[0:512] 5=36 bytes
+""",
+        )
+
+    def test_router_logits_of_several_tokens(self):
+        self.assertExpectedInline(
+            self.encoded(ops.router_logits, tensor(32, 2048), tensor(64, 2048)),
+            """\
+logits_many_f16 grid 4x8x1 of 128x1x1
+0=A[0:131072] 1=B[0:262144] 2=C[0:8192] 3=C[0:8192] 4=C[0:8192] 5=36 bytes
+""",
+        )
+
     def test_moe_gate(self):
         args = [tensor(1, 2816), tensor(128, 2816, dtype=torch.float32), tensor(2816), tensor(128)]
         self.assertExpectedInline(
             self.encoded(ops.moe_gate, *args, 8, EPS),
             """\
 gate_single_f32 grid 16x1x1 of 128x1x1
-0=A[0:5632] 1=B[0:1441792] 2=C[0:5632] 3=D[0:512] 4=28 bytes
+0=A[0:5632] 1=B[0:1441792] 2=C[0:5632] 3=D[0:512] 4=D[0:512] 5=36 bytes
 route4_f32 grid 1x1x1 of 32x1x1
 0=D[0:512] 1=D[0:512] 2=E[0:256] 3=F[0:32] 4=G[0:32] 5=80 bytes
 """,
@@ -198,7 +325,7 @@ route4_f32 grid 1x1x1 of 32x1x1
             self.encoded(ops.moe_gate, *args, 8, EPS),
             """\
 gate_many_f16 grid 4x258x1 of 128x1x1
-0=A[0:527360] 1=B[0:32768] 2=C[0:512] 3=D[0:263680] 4=28 bytes
+0=A[0:527360] 1=B[0:32768] 2=C[0:512] 3=D[0:263680] 4=D[0:263680] 5=36 bytes
 route2_f32 grid 258x1x1 of 128x1x1
 0=D[0:263680] 1=D[0:263680] 2=E[0:128] 3=F[0:32960] 4=G[0:32960] 5=80 bytes
 """,
@@ -241,6 +368,8 @@ class TestTraffic:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_norms(self, simulated, rows, width, dtype):
         residual, x, w = tensor(rows, width, dtype=dtype), tensor(rows, width, dtype=dtype), tensor(width)
+        must = nbytes(x, x) + rows * nbytes(w)
+        assert self.moved(simulated, lambda: ops.rms_norm(x, w, EPS)) <= 1.05 * must
         out = sum_out = residual
         must = nbytes(residual, x, out) + rows * nbytes(w)
         assert self.moved(simulated, lambda: ops.fused_norm_add(residual, x, w, EPS)) <= 1.05 * must
@@ -283,6 +412,15 @@ class TestTraffic:
         (dispatch,) = dispatches
         *tensors, _parameters = sorted(dispatch.buffers)
         assert sum(dispatch.buffers[i].bytes_read for i in tensors) == nbytes(logits)
+
+    def test_delta_moves_its_state_once(self, simulated):
+        q, v, gate = tensor(1, 4, 2, 128), tensor(1, 4, 4, 128), tensor(1, 4, 4)
+        state = tensor(1, 4, 128, 128, dtype=torch.float32)
+        with simulated.counters() as dispatches:
+            ops.gated_delta_rule_(q, q, v, gate, gate, state, 0.1)
+        (dispatch,) = dispatches
+        moved = dispatch.buffers[7]
+        assert moved.bytes_read == moved.bytes_written == nbytes(state)
 
     def test_gate_reads_the_router_once_for_four_tokens(self, simulated):
         hidden, router = tensor(1024, 128), tensor(16, 128)

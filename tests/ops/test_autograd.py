@@ -32,7 +32,7 @@ def test_backward_fails_by_name(device, name):
         needy[argument] = needy[argument].requires_grad_()
         result = packet(name)(**needy)
         outputs = [result] if isinstance(result, Tensor) else list(result or ())
-        outputs += [needy["residual_"]] if "residual_" in needy else []
+        outputs += [value for written, value in needy.items() if written.endswith("_")]
         floats = [output for output in outputs if output.is_floating_point()]
         assert floats and all(output.requires_grad for output in floats)
         assert not any(output.requires_grad for output in outputs if not output.is_floating_point())
@@ -94,26 +94,30 @@ IN_PLACE = [name for name in OPERATORS if name.endswith("_")]
 def test_writing_in_place_is_seen_by_autograd(device, name):
     """What was saved for a backward pass and overwritten since gives an error, not a wrong gradient."""
     arguments = copies(sample_arguments(device, torch.float32)[name])
-    residual = arguments["residual_"]
-    version = residual._version
-    factor = torch.ones_like(residual, requires_grad=True)
-    product = (factor * residual).sum()
+    (written,) = (value for argument, value in arguments.items() if argument.endswith("_"))
+    version = written._version
+    factor = torch.ones_like(written, requires_grad=True)
+    product = (factor * written).sum()
     packet(name)(**arguments)
-    assert residual._version > version
+    assert written._version > version
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_writing_in_place_over_other_arguments(device, name):
+    """Each argument that is read, and the one that is written, as views of one buffer."""
     arguments = copies(sample_arguments(device, torch.float32)[name])
-    slots, residual = arguments["slots"], arguments["residual_"]
-    buffer = torch.cat([slots.flatten(), residual.flatten()])
-    arguments["slots"] = buffer[: slots.numel()].view(slots.shape)
-    arguments["residual_"] = buffer[1 : 1 + residual.numel()].view(residual.shape)
-    message = f"moe_mps::{name}: residual_ must be free of overlap with slots, got a view of the same memory"
-    with pytest.raises(ValueError, match=message):
-        packet(name)(**arguments)
+    (written,) = (argument for argument in arguments if argument.endswith("_"))
+    others = [n for n, value in arguments.items() if isinstance(value, Tensor) and n != written]
+    assert others
+    for other in others:
+        a, b = arguments[other], arguments[written]
+        buffer = torch.cat([a.flatten(), b.flatten()])
+        views = {other: buffer[: a.numel()].view(a.shape), written: buffer[1 : 1 + b.numel()].view(b.shape)}
+        message = f"moe_mps::{name}: {written} must be free of overlap with {other}, got a view of the same"
+        with pytest.raises(ValueError, match=message):
+            packet(name)(**{**arguments, **views})
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

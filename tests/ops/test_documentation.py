@@ -1,9 +1,11 @@
-"""Docstrings, signatures and schemas say the same."""
+"""Docstrings, signatures, schemas and docs/operators.md say the same."""
 
 import inspect
 import re
+import runpy
 
 import pytest
+from support.processes import REPOSITORY
 from support.samples import MODULES, packet
 
 from torch_moe_mps.ops import OPERATORS
@@ -38,3 +40,18 @@ def test_defaults_of_functions_and_schemas_agree():
             if argument.has_default_value():
                 assert argument.default_value == parameter.default
             assert argument.kwarg_only == (parameter.kind is parameter.KEYWORD_ONLY)
+
+
+def test_operators_table_is_current():
+    generator = runpy.run_path(str(REPOSITORY / "scripts" / "make_operators_table.py"))
+    written = (REPOSITORY / "docs" / "operators.md").read_text()
+    assert written == generator["document"](), "run scripts/make_operators_table.py"
+
+
+def test_operators_table_has_every_operator_with_its_arguments():
+    lines = (REPOSITORY / "docs" / "operators.md").read_text().splitlines()
+    rows = [re.split(r" \| ", line.strip("| ")) for line in lines if line.startswith("| `")]
+    assert sorted(row[0].strip("`") for row in rows) == sorted(OPERATORS)
+    for name, arguments, *_ in rows:
+        expected = [argument.name for argument in packet(name.strip("`")).default._schema.arguments]
+        assert sorted(re.findall(r"`(\w+)`", arguments)) == sorted(expected)

@@ -99,6 +99,112 @@ def bad_arguments(device: str) -> list[tuple[str, dict]]:
         {"shared_out": zeros(T, H), "gate_is_logit": True},
     ]
     table = {
+        "rms_norm": [
+            {"input": zeros(T, H, dtype=short)},
+            {"input": zeros()},
+            {"weight": zeros(H - 1)},
+            {"weight": zeros(H, dtype=integer)},
+            {"weight": None, "weight_offset": 1.0},
+        ],
+        "rope": [
+            {"pairs": "quarters"},
+            {"q": zeros(2, T, 16)},
+            {"q": zeros(2, T, 4, 15)},
+            {"q": zeros(2, T, 4, 14)},
+            {"q": zeros(2, T, 0, 16)},
+            {"q": zeros(2, T, 4, 16, dtype=integer)},
+            {"k": zeros(2, T, 2, 16, dtype=half)},
+            {"k": zeros(2, T + 1, 2, 16)},
+            {"k": None},
+            {"cos": zeros(3, T, 16)},
+            {"cos": zeros(1, T, 12), "rotary_dim": 16},
+            {"cos": zeros(T, 16)},
+            {"rotary_dim": 7},
+            {"sin": zeros(1, T, 8)},
+            {"sin": zeros(1, T, 16, dtype=half)},
+            {"q_weight": zeros(8)},
+            {"k_weight": zeros(16, dtype=short)},
+        ],
+        "rms_norm_gated": [
+            {"input": zeros(T, H, dtype=short)},
+            {"input": zeros()},
+            {"gate": zeros(T, H, dtype=half)},
+            {"gate": zeros(T, H - 1)},
+            {"weight": zeros(H - 1)},
+            {"weight": zeros(H, dtype=integer)},
+        ],
+        "rope_tables": [
+            {"layout": "thirds"},
+            {"position_ids": zeros(2, T)},
+            {"position_ids": zeros(T, dtype=integer)},
+            {"inv_freq": zeros(8, dtype=half)},
+            {"inv_freq": zeros(1, 8)},
+            {"dtype": torch.float64},
+            {"scaling": float("nan")},
+        ],
+        "causal_conv1d_update_": [
+            {"activation": "tanh"},
+            {"x": zeros(2, 6, T, dtype=short)},
+            {"x": zeros(6, T)},
+            {"weight": zeros(6, 1, 4)},
+            {"weight": zeros(5, 4)},
+            {"weight": zeros(6, 4, dtype=integer)},
+            {"conv_state_": zeros(2, 6, 5, dtype=integer)},
+            {"conv_state_": zeros(6, 5)},
+            {"conv_state_": zeros(2, 7, 5)},
+            {"conv_state_": zeros(2, 6, 2)},
+            {"conv_state_": zeros(1, 6, 5).expand(2, -1, -1)},
+            {"bias": zeros(5)},
+            {"bias": zeros(6, dtype=integer)},
+        ],
+        "gated_delta_rule_": [
+            {"q": zeros(2, T, 32)},
+            {"q": zeros(2, T, 2, 16, dtype=short)},
+            {"q": zeros(2, T, 2, 257), "k": zeros(2, T, 2, 257)},
+            {"k": zeros(2, T, 2, 16, dtype=half)},
+            {"k": zeros(2, T, 1, 16)},
+            {"v": zeros(2, T, 32)},
+            {"v": zeros(2, T, 4, 8, dtype=half)},
+            {"v": zeros(2, T + 1, 4, 8)},
+            {"v": zeros(2, T, 5, 8)},
+            {"g": zeros(2, T, 2)},
+            {"g": zeros(2, T, 4, dtype=integer)},
+            {"beta": zeros(2, T)},
+            {"state_": zeros(2, 4, 16, 8, dtype=half)},
+            {"state_": zeros(2, 4, 8, 16)},
+            {"state_": zeros(1, 4, 16, 8).expand(2, -1, -1, -1)},
+            {"A_log": None},
+            {"A_log": zeros(2)},
+            {"dt_bias": zeros(4, dtype=integer)},
+            {"l2norm_eps": float("nan")},
+        ],
+        "router_logits": [
+            {"x": zeros(T, H, dtype=short)},
+            {"x": zeros(H)},
+            {"weight": zeros(E, H + 1)},
+            {"weight": zeros(E * H)},
+            {"weight": zeros(E, H, dtype=integer)},
+            {"bias": zeros(E + 1)},
+            {"bias": zeros(E, dtype=short)},
+        ],
+        "attention_sinks": [
+            {"q": zeros(2, 4, 16)},
+            {"q": zeros(2, 4, T, 16, dtype=short)},
+            {"q": zeros(2, 4, T, 257)},
+            {"q": zeros(2, 3, T, 16)},
+            {"k": zeros(2, 2, 9, 16, dtype=half)},
+            {"k": zeros(2, 2, 9, 8)},
+            {"k": zeros(2, 0, 9, 16)},
+            {"v": zeros(2, 2, 8, 8)},
+            {"v": zeros(2, 2, 9, 300)},
+            {"sinks": zeros(2)},
+            {"sinks": zeros(4, dtype=integer)},
+            {"mask": zeros(2, 4, T, 9)},
+            {"mask": zeros(2, 1, T, 9, dtype=integer)},
+            {"mask": zeros(1, 1, T, 9), "window": 4},
+            {"window": 0},
+            {"scale": float("nan")},
+        ],
         "fused_norm_add": [*norm, {"weight": None}, {"eps": float("nan")}, {"weight_offset": 1e39}],
         "fused_norm_add_scalar": [norm[3], *scalar, {"scalar": None}],
         "fused_residual_norm": [norm[0]],
@@ -158,6 +264,99 @@ class TestErrorMessages(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(wrapped(message) for message in messages),
             """\
+moe_mps::rms_norm: input must be float32 or float16 or bfloat16, got int16
+moe_mps::rms_norm: input must be at least 1-D, got 0-D of shape ()
+moe_mps::rms_norm: weight must be of shape [H] = (64,), got (63,)
+moe_mps::rms_norm: weight must be float32 or float16 or bfloat16, got int32
+moe_mps::rms_norm: weight_offset must be 0.0 without a weight, got 1.0
+moe_mps::rope: pairs must be one of half, interleaved, interleaved_to_half, got 'quarters'
+moe_mps::rope: q must be 4-D, got 3-D of shape (2, 3, 16)
+moe_mps::rope: q must be of heads of an even number of elements, 16 or more, got shape (2, 3, 4, 15)
+moe_mps::rope: q must be of heads of an even number of elements, 16 or more, got shape (2, 3, 4, 14)
+moe_mps::rope: q must be of at least one head, got shape (2, 3, 0, 16)
+moe_mps::rope: q must be float32 or float16 or bfloat16, got int32
+moe_mps::rope: k must be float32, got float16
+moe_mps::rope: k must be of shape [B, T, Hk, Dk] = (2, 3, 2, 16), got (2, 4, 2, 16)
+moe_mps::rope: k_weight must be None without k, got shape (16,)
+moe_mps::rope: cos must be of shape [B or 1, T, R or R / 2], with B, T, R = (2, 3, 16), got (3, 3, 16)
+moe_mps::rope: cos must be of shape [B or 1, T, R or R / 2], with B, T, R = (2, 3, 16), got (1, 3, 12)
+moe_mps::rope: cos must be 3-D, got 2-D of shape (3, 16)
+moe_mps::rope: rotary_dim must be an even number of at least 2, got 7
+moe_mps::rope: sin must be of shape cos's = (1, 3, 16), got (1, 3, 8)
+moe_mps::rope: sin must be float32, got float16
+moe_mps::rope: q_weight must be of shape [Dq] = (16,), got (8,)
+moe_mps::rope: k_weight must be float32 or float16 or bfloat16, got int16
+moe_mps::rms_norm_gated: input must be float32 or float16 or bfloat16, got int16
+moe_mps::rms_norm_gated: input must be at least 1-D, got 0-D of shape ()
+moe_mps::rms_norm_gated: gate must be float32, got float16
+moe_mps::rms_norm_gated: gate must be of shape [..., H] of input = (3, 64), got (3, 63)
+moe_mps::rms_norm_gated: weight must be of shape [H] = (64,), got (63,)
+moe_mps::rms_norm_gated: weight must be float32 or float16 or bfloat16, got int32
+moe_mps::rope_tables: layout must be one of pairs, halves, interleaved, got 'thirds'
+moe_mps::rope_tables: position_ids must be int32 or int64, got float32
+moe_mps::rope_tables: position_ids must be 2-D, got 1-D of shape (3,)
+moe_mps::rope_tables: inv_freq must be float32, got float16
+moe_mps::rope_tables: inv_freq must be 1-D, got 2-D of shape (1, 8)
+moe_mps::rope_tables: dtype must be float32 or float16 or bfloat16, got float64
+moe_mps::rope_tables: scaling must be a number in the range of float32, got nan
+moe_mps::causal_conv1d_update_: activation must be one of none, silu, got 'tanh'
+moe_mps::causal_conv1d_update_: x must be float32 or float16 or bfloat16, got int16
+moe_mps::causal_conv1d_update_: x must be 3-D, got 2-D of shape (6, 3)
+moe_mps::causal_conv1d_update_: weight must be 2-D, got 3-D of shape (6, 1, 4)
+moe_mps::causal_conv1d_update_: weight must be of shape [C, W] = (6, 4), got (5, 4)
+moe_mps::causal_conv1d_update_: weight must be float32 or float16 or bfloat16, got int32
+moe_mps::causal_conv1d_update_: conv_state_ must be float32 or float16 or bfloat16, got int32
+moe_mps::causal_conv1d_update_: conv_state_ must be 3-D, got 2-D of shape (6, 5)
+moe_mps::causal_conv1d_update_: conv_state_ must be of shape [B, C, S] = (2, 6, 5), got (2, 7, 5)
+moe_mps::causal_conv1d_update_: conv_state_ must be of W - 1 = 3 positions or more, got 2
+moe_mps::causal_conv1d_update_: conv_state_ must be free of expanded (stride-0) dimensions, got strides (0,
+    5, 1)
+moe_mps::causal_conv1d_update_: bias must be of shape [C] = (6,), got (5,)
+moe_mps::causal_conv1d_update_: bias must be float32 or float16 or bfloat16, got int32
+moe_mps::gated_delta_rule_: q must be 4-D, got 3-D of shape (2, 3, 32)
+moe_mps::gated_delta_rule_: q must be float32 or float16 or bfloat16, got int16
+moe_mps::gated_delta_rule_: q must be between 1 and 256 elements a head, got 257
+moe_mps::gated_delta_rule_: k must be float32, got float16
+moe_mps::gated_delta_rule_: k must be of shape [B, T, Hk, Dk] of q = (2, 3, 2, 16), got (2, 3, 1, 16)
+moe_mps::gated_delta_rule_: v must be 4-D, got 3-D of shape (2, 3, 32)
+moe_mps::gated_delta_rule_: v must be float32, got float16
+moe_mps::gated_delta_rule_: v must be of shape [B, T, Hv, Dv] = (2, 3, 4, 8), got (2, 4, 4, 8)
+moe_mps::gated_delta_rule_: v must be of a multiple of q's 2 heads, got 5 heads
+moe_mps::gated_delta_rule_: g must be of shape [B, T, Hv] = (2, 3, 4), got (2, 3, 2)
+moe_mps::gated_delta_rule_: g must be float32 or float16 or bfloat16, got int32
+moe_mps::gated_delta_rule_: beta must be of shape [B, T, Hv] = (2, 3, 4), got (2, 3)
+moe_mps::gated_delta_rule_: state_ must be float32, got float16
+moe_mps::gated_delta_rule_: state_ must be of shape [B, Hv, Dk, Dv] = (2, 4, 16, 8), got (2, 4, 8, 16)
+moe_mps::gated_delta_rule_: state_ must be free of expanded (stride-0) dimensions, got strides (0, 128, 8,
+    1)
+moe_mps::gated_delta_rule_: dt_bias must be None without A_log, got shape (4,)
+moe_mps::gated_delta_rule_: A_log must be of shape [Hv] = (4,), got (2,)
+moe_mps::gated_delta_rule_: dt_bias must be float32 or float16 or bfloat16, got int32
+moe_mps::gated_delta_rule_: l2norm_eps must be a number in the range of float32, got nan
+moe_mps::router_logits: x must be float32 or float16 or bfloat16, got int16
+moe_mps::router_logits: x must be 2-D, got 1-D of shape (64,)
+moe_mps::router_logits: weight must be of shape [E, H] = (8, 64), got (8, 65)
+moe_mps::router_logits: weight must be 2-D, got 1-D of shape (512,)
+moe_mps::router_logits: weight must be float32 or float16 or bfloat16, got int32
+moe_mps::router_logits: bias must be of shape [E] = (8,), got (9,)
+moe_mps::router_logits: bias must be float32 or float16 or bfloat16, got int16
+moe_mps::attention_sinks: q must be 4-D, got 3-D of shape (2, 4, 16)
+moe_mps::attention_sinks: q must be float32 or float16 or bfloat16, got int16
+moe_mps::attention_sinks: q's head dimension must be between 1 and 256, got 257
+moe_mps::attention_sinks: k must be of a number of heads that divides Hq = 3, got (2, 2, 9, 16)
+moe_mps::attention_sinks: k must be float32, got float16
+moe_mps::attention_sinks: k must be of shape [B, Hk, S, D] = (2, 2, 9, 16), got (2, 2, 9, 8)
+moe_mps::attention_sinks: k must be of a number of heads that divides Hq = 4, got (2, 0, 9, 16)
+moe_mps::attention_sinks: v must be of shape [B, Hk, S, Dv] = (2, 2, 9, 8), got (2, 2, 8, 8)
+moe_mps::attention_sinks: v's head dimension must be between 1 and 256, got 300
+moe_mps::attention_sinks: sinks must be of shape [Hq] = (4,), got (2,)
+moe_mps::attention_sinks: sinks must be float32 or float16 or bfloat16, got int32
+moe_mps::attention_sinks: mask must be of shape [B or 1, 1, T, S], with B, 1, T, S = (2, 1, 3, 9), got (2,
+    4, 3, 9)
+moe_mps::attention_sinks: mask must be bool or float32 or float16 or bfloat16, got int32
+moe_mps::attention_sinks: window must be None beside a mask, which holds it, got 4
+moe_mps::attention_sinks: window must be at least 1, got 0
+moe_mps::attention_sinks: scale must be a number in the range of float32, got nan
 moe_mps::fused_norm_add: residual must be float32 or float16 or bfloat16, got int16
 moe_mps::fused_norm_add: residual must be at least 1-D, got 0-D of shape ()
 moe_mps::fused_norm_add: input must be float32, got float16

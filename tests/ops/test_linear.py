@@ -18,8 +18,8 @@ from torch_moe_mps.ops import linear
 from torch_moe_mps.ops.linear import embedding_quantized, linear_quantized, mlp_quantized
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# One token, a few by dot products, and matrix products with one tile, with two, and with one that is not full.
-TOKENS = (1, 2, 5, 6, 9, 33)
+# One token, a few by dot products, and matrix products of one tile, of two, and of one that is not full.
+TOKENS = (1, 2, 4, 5, 9, 33)
 IDS = (torch.int32, torch.int64)
 
 
@@ -284,11 +284,44 @@ class TestPlan(expecttest.TestCase):
 
     def test_plan(self):
         lines = []
-        for tokens in (1, 2, 5, 6, 8, 9, 64, 512):
+        for tokens in (1, 2, 4, 5, 8, 9, 64, 512):
             for rows, gated in ((2560, False), (12288, True), (151936, False)):
                 plan = torch.ops.moe_mps._plan_linear(tokens, rows, gated)
                 lines.append(f"T {tokens}, {rows} rows{', gated' * gated}: {plan}")
-        self.assertExpectedInline("\n".join(lines) + "\n", """""")
+        for tokens in (2, 3):  # codes of 3, 5 or 6 bits
+            plan = torch.ops.moe_mps._plan_linear(tokens, 2560, shares_rows=False)
+            lines.append(f"T {tokens}, 2560 rows read for one token each: {plan}")
+        self.assertExpectedInline(
+            "\n".join(lines) + "\n",
+            """\
+T 1, 2560 rows: expert_rows grid 160x1x1 of 64
+T 1, 12288 rows, gated: expert_rows grid 768x1x1 of 64
+T 1, 151936 rows: expert_rows grid 9496x1x1 of 64
+T 2, 2560 rows: expert_rows_few grid 40x1x1 of 128
+T 2, 12288 rows, gated: expert_rows_few grid 192x1x1 of 128
+T 2, 151936 rows: expert_rows_few grid 2374x1x1 of 128
+T 4, 2560 rows: expert_rows_few grid 40x1x1 of 128
+T 4, 12288 rows, gated: expert_rows_few grid 192x1x1 of 128
+T 4, 151936 rows: expert_rows_few grid 2374x1x1 of 128
+T 5, 2560 rows: expert_gemm8 grid 20x1x1 of 128
+T 5, 12288 rows, gated: expert_gemm8 grid 96x1x1 of 128
+T 5, 151936 rows: expert_gemm8 grid 1187x1x1 of 128
+T 8, 2560 rows: expert_gemm8 grid 20x1x1 of 128
+T 8, 12288 rows, gated: expert_gemm8 grid 96x1x1 of 128
+T 8, 151936 rows: expert_gemm8 grid 1187x1x1 of 128
+T 9, 2560 rows: expert_gemm32 grid 20x1x1 of 128
+T 9, 12288 rows, gated: expert_gemm32 grid 96x1x1 of 128
+T 9, 151936 rows: expert_gemm32 grid 1187x1x1 of 128
+T 64, 2560 rows: expert_gemm32 grid 20x2x1 of 128
+T 64, 12288 rows, gated: expert_gemm32 grid 96x2x1 of 128
+T 64, 151936 rows: expert_gemm32 grid 1187x2x1 of 128
+T 512, 2560 rows: expert_gemm32 grid 20x16x1 of 128
+T 512, 12288 rows, gated: expert_gemm32 grid 96x16x1 of 128
+T 512, 151936 rows: expert_gemm32 grid 1187x16x1 of 128
+T 2, 2560 rows read for one token each: expert_rows_few grid 40x1x1 of 128
+T 3, 2560 rows read for one token each: expert_gemm8 grid 20x1x1 of 128
+""",
+        )
 
 
 def bad_calls(device):

@@ -1,15 +1,27 @@
-"""RMSNorm fused with the residual stream."""
+"""RMSNorm, alone and fused with the residual stream."""
 
 import pytest
 import torch
 from support.layouts import LAYOUTS, lay, lay_with_one_unaligned
-from support.oracles import assert_rounded, exact, norm_add, residual_norm, round_to
+from support.oracles import (
+    FLOAT32_EPS,
+    assert_rounded,
+    exact,
+    norm_add,
+    residual_norm,
+    rms,
+    round_to,
+    silu_mul,
+    spacing,
+)
 
 from torch_moe_mps.ops.norms import (
     fused_norm_add,
     fused_norm_add_scalar,
     fused_residual_norm,
     fused_residual_norm_scalar,
+    rms_norm,
+    rms_norm_gated,
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -23,6 +35,12 @@ def check_all(residual, input, weight, scalar, eps=EPS, weight_offset=0.0):
     r, x, w, s = (exact(tensor) for tensor in (residual, input, weight, scalar))
     total = round_to(r + x, residual.dtype)
     positive = [abs(a) for a in (r, x, w, s)]
+
+    alone = rms(x, eps) * (w + weight_offset)
+    magnitude = rms(positive[1], eps) * (positive[2] + abs(weight_offset))
+    assert_rounded(rms_norm(input, weight, eps, weight_offset), alone, magnitude, FLOAT32_ERRORS)
+    bare = rms(x, eps)
+    assert_rounded(rms_norm(input, None, eps), bare, abs(bare), FLOAT32_ERRORS)
 
     added = norm_add(r, x, w, eps, weight_offset=weight_offset)
     magnitude = norm_add(*positive[:3], eps, weight_offset=abs(weight_offset))
@@ -72,6 +90,55 @@ def test_longest_row(device):
         check_all(residual, input, random((width,), torch.bfloat16, 2).to(device), scalar)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_at_a_distance(device, dtype):
+    """Slices of wider rows, aligned to vectors or not, and rows of several leading dimensions."""
+    weight = random((24,), dtype, 1)
+    for start, width in ((0, 64), (8, 64), (3, 64), (8, 61)):
+        wide = random((2, 3, width), dtype, start).to(device)
+        rows = wide[..., start : start + 24]
+        for input in (rows, rows[:, 1], rows[1:, :2], rows.transpose(0, 1)):
+            expected = rms(exact(input), EPS) * exact(weight)
+            assert_rounded(rms_norm(input, weight.to(device), EPS), expected, abs(expected), FLOAT32_ERRORS)
+
+
+def model_norms():
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
+
+    yield Qwen3MoeRMSNorm, {}, 0.0
+    yield GptOssRMSNorm, {}, 0.0
+    yield Qwen3NextRMSNorm, {}, 1.0
+    yield Gemma4RMSNorm, {"with_scale": False}, 0.0
+    yield Gemma4RMSNorm, {}, 0.0
+
+
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_norms_of_models(device, dtype):
+    """Those that round the normed row before they multiply it, too: 2 ulp apart at most."""
+    for i, (norm, options, offset) in enumerate(model_norms()):
+        module = norm(80, eps=EPS, **options).to(dtype)
+        weight = getattr(module, "weight", None)
+        if weight is not None:
+            weight = torch.nn.Parameter(random((80,), dtype, i), requires_grad=False)
+            module.weight = weight
+        x = random((7, 80), dtype, 20 + i, 3.0)
+        expected = exact(module(x))
+        actual = exact(rms_norm(x.to(device), None if weight is None else weight.to(device), EPS, offset))
+        allowed = 2 * spacing(expected, dtype) + FLOAT32_ERRORS * FLOAT32_EPS * abs(expected)
+        assert (abs(actual - expected) <= allowed).all(), norm.__name__
+
+
+def test_nan_stays_in_its_row(device):
+    input = random((3, 40), torch.float16, 0).to(device)
+    input[1, 7] = torch.nan
+    result = rms_norm(input, None, EPS)
+    assert result[1].isnan().all() and result[[0, 2]].isfinite().all()
+
+
 def test_many_rows(device):
     """With hundreds of rows a thread takes more elements; the last threadgroup of short rows is not full."""
     for rows, width in ((9, 33), (258, 516), (258, 517)):
@@ -107,6 +174,7 @@ def test_empty(device):
     for shape in ((0, 8), (2, 0, 8), (0,), (3, 0)):
         residual, weight = (torch.zeros(size, device=device) for size in (shape, shape[-1]))
         outputs = (
+            rms_norm(residual, weight, EPS),
             fused_norm_add(residual, residual, weight, EPS),
             fused_norm_add_scalar(residual, residual, weight, torch.ones(1, device=device), EPS),
             *fused_residual_norm(residual, residual, weight, EPS),
@@ -187,3 +255,46 @@ def test_sweep(device, dtype, weight_dtype):
                 weight = random((width,), weight_dtype, 3).to(device)
                 for size in (1, width):
                     check_all(residual, input, weight, random((size,), dtype, 4).to(device), 1e-5, offset)
+
+
+# The norm with a gate
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated(device, dtype):
+    for i, (rows, width) in enumerate([(1, 128), (3, 31), (9, 64), (2, 1030)]):
+        input, gate = (random((rows, width), dtype, 10 * i + j, 3.0).to(device) for j in range(2))
+        weight, offset = random((width,), torch.float32 if i % 2 else dtype, i).to(device), float(i % 3 == 0)
+        x, z, w = (exact(tensor) for tensor in (input, gate, weight))
+        expected = silu_mul(z, rms(x, EPS) * (w + offset))
+        magnitude = abs(silu_mul(z, rms(x, EPS) * (abs(w) + offset)))
+        result = rms_norm_gated(input, gate, weight, EPS, offset)
+        assert_rounded(result, expected, magnitude, FLOAT32_ERRORS)
+
+
+def test_gated_layouts(device):
+    tensors = [random((6, 64), torch.float16, seed) for seed in range(2)] + [random((64,), torch.float16, 2)]
+    x, z, w = map(exact, tensors)
+    expected = silu_mul(z, rms(x, EPS) * w)
+    laid = [[lay(tensor, layout, device) for tensor in tensors] for layout in LAYOUTS]
+    for operands in (*laid, *lay_with_one_unaligned(tensors, device)):
+        assert_rounded(rms_norm_gated(*operands, EPS), expected, abs(expected), FLOAT32_ERRORS)
+
+
+def test_gated_empty(device):
+    empty = torch.zeros(0, 8, device=device)
+    assert rms_norm_gated(empty, empty, torch.ones(8, device=device), EPS).shape == (0, 8)
+
+
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gated_norm_of_qwen3_next(device, dtype):
+    """The model rounds the normed row, its product with the weight and the result: 3 ulp apart at most."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+    norm = Qwen3NextRMSNormGated(128, EPS).to(dtype)
+    norm.weight = torch.nn.Parameter(random((128,), dtype, 3), requires_grad=False)
+    x, z = (random((5, 128), dtype, seed) for seed in range(2))
+    model = exact(norm(x, z))
+    ours = exact(rms_norm_gated(*(t.to(device) for t in (x, z, norm.weight)), EPS))
+    assert (abs(ours - model) <= 3 * spacing(model, dtype) + FLOAT32_ERRORS * FLOAT32_EPS * abs(model)).all()

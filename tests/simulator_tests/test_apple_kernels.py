@@ -43,8 +43,51 @@ def ids_of(tokens: int, slots: int, experts: int) -> torch.Tensor:
 def norms(dtype: torch.dtype) -> Iterator[Call]:
     x, y, weight = (on_device(*shape, dtype=dtype) for shape in ((8, 2048), (8, 2048), (2048,)))
     ops = torch.ops.moe_mps
+    yield "rms_norm", lambda: ops.rms_norm(x, weight, 1e-6), {}, x.numel()
+    yield "rms_norm_gated", lambda: ops.rms_norm_gated(x, y, weight, 1e-6), {}, x.numel()
     yield "fused_norm_add", lambda: ops.fused_norm_add(x, y, weight, 1e-6), {}, x.numel()
     yield "fused_residual_norm", lambda: ops.fused_residual_norm(x, y, weight, 1e-6), {}, x.numel()
+
+
+def rope(dtype: torch.dtype) -> Iterator[Call]:
+    q, k = on_device(1, 8, 16, 128, dtype=dtype), on_device(1, 8, 4, 128, dtype=dtype)
+    table, weight = on_device(1, 8, 128, dtype=dtype), on_device(128, dtype=dtype)
+    elements = q.numel() + k.numel()
+    for label, weights in (("rope", ()), ("rope with QK-norm", (weight, weight))):
+        yield label, functools.partial(torch.ops.moe_mps.rope, q, k, table, table, *weights), {}, elements
+    ids, inv_freq = torch.arange(8).view(1, 8).to("mps"), on_device(64)
+    call = functools.partial(torch.ops.moe_mps.rope_tables, ids, inv_freq, 1.0, dtype)
+    yield "rope_tables", call, {}, table.numel()
+
+
+def attention(dtype: torch.dtype) -> Iterator[Call]:
+    for heads, key_heads, keys, width in (
+        (4, 4, 512, 64),
+        (4, 4, 512, 128),
+        (4, 4, 512, 256),
+        (16, 2, 512, 64),
+        (16, 2, 512, 128),
+        (16, 2, 4096, 256),
+    ):
+        q = on_device(1, heads, 1, width, dtype=dtype)
+        k, v = (on_device(1, key_heads, keys, width, dtype=dtype) for _ in range(2))
+        work = {k: apple.Work("attention", 2 * heads * keys * width)}
+        call = functools.partial(torch.ops.moe_mps.attention_sinks, q, k, v, None, 0.1)
+        label = f"attention_sinks of {heads} heads on {key_heads}, {keys} keys of {width}"
+        yield label, call, work, q.numel()
+
+
+def gated_delta(dtype: torch.dtype) -> Iterator[Call]:
+    x, state = on_device(1, 8192, 1, dtype=dtype), on_device(1, 8192, 4, dtype=dtype)
+    call = functools.partial(
+        torch.ops.moe_mps.causal_conv1d_update_, x, state, on_device(8192, 4, dtype=dtype)
+    )
+    yield "causal_conv1d_update_", call, {}, x.numel()
+    q, v, gate = (on_device(1, 1, *shape, dtype=dtype) for shape in ((2, 128), (4, 128), (4,)))
+    state, per_head = on_device(1, 4, 128, 128), on_device(4, dtype=dtype)
+    options = {"l2norm_eps": 1e-6, "A_log": per_head, "dt_bias": per_head, "beta_is_logit": True}
+    call = functools.partial(torch.ops.moe_mps.gated_delta_rule_, q, q, v, gate, gate, state, 0.1, **options)
+    yield "gated_delta_rule_", call, {}, state.numel()
 
 
 def combine(dtype: torch.dtype) -> Iterator[Call]:
@@ -67,6 +110,11 @@ def routing(dtype: torch.dtype) -> Iterator[Call]:
         label = f"moe_router_topk_softmax of {experts}"
         yield label, functools.partial(ops.moe_router_topk_softmax, logits, 4, True), {}, logits.numel()
     router, norm, scale = (on_device(*shape, dtype=dtype) for shape in ((64, HIDDEN), (HIDDEN,), (64,)))
+    for tokens in (1, 32):
+        hidden = on_device(tokens, HIDDEN, dtype=dtype)
+        work = {router: apple.Work("router", tokens * router.numel())}
+        call = functools.partial(ops.router_logits, hidden, router)
+        yield f"router_logits of {tokens}", call, work, 0
     for tokens in (1, 65, 1024):
         hidden = on_device(tokens, HIDDEN, dtype=dtype)
         work = {router: apple.Work("router", tokens * router.numel())}
@@ -130,6 +178,9 @@ def format_of(bits: int, mode: str, group: int) -> Callable:
 # Calls, and the libraries whose kernels they dispatch; {} is a dtype.
 GROUPS = {
     "norms": (norms, ["norms_{}"]),
+    "rope": (rope, ["rope_{}"]),
+    "attention": (attention, ["attention_{}"]),
+    "gated_delta": (gated_delta, ["gated_delta_{}"]),
     "combine": (combine, ["combine_{}"]),
     "routing": (routing, ["routing_{}", "bucket_i32", "bucket_i64"]),
     "dense": (dense, ["experts_{}"]),
@@ -138,7 +189,7 @@ GROUPS = {
     "mxfp4": (format_of(4, "mxfp4", 32), ["quantized_mxfp4_{}"]),
 }
 # What the names of libraries start with; together they are all of them.
-KINDS = ["norms", "combine", "routing", "bucket", "experts"]
+KINDS = ["norms", "rope", "attention", "gated_delta", "combine", "routing", "bucket", "experts"]
 KINDS += [f"quantized_affine{bits}" for bits in (2, 3, 4, 5, 6, 8)]
 KINDS += ["quantized_mxfp4", "quantized_mxfp8", "quantized_nvfp4"]
 
@@ -236,10 +287,58 @@ class TestCosts(expecttest.TestCase):
         self.assertExpectedInline(
             costs("norms", "bf16"),
             """\
+rms_norm
+  rms_norm_bf16: 39.75 33.75 slots an element, 44 registers, 512/512/1024 threads
+rms_norm_gated
+  rms_norm_gated_bf16: 50.00 43.00 slots an element, 54 registers, 512/512/896 threads
 fused_norm_add
-  norm_add_bf16: 42.50 35.50 slots an element, 54 registers, 512/512/896 threads
+  norm_add_bf16: 43.00 36.00 slots an element, 54 registers, 512/512/896 threads
 fused_residual_norm
-  residual_norm_bf16: 50.75 38.75 slots an element, 53 registers, 512/512/896 threads
+  residual_norm_bf16: 51.25 39.25 slots an element, 56.5 registers, 512/512/832 threads
+""",
+        )
+
+    def test_rope(self):
+        self.assertExpectedInline(
+            costs("rope", "bf16"),
+            """\
+rope
+  rope_bf16: 62.25 52.25 slots an element, 71.5 registers, 128/128/704 threads
+rope with QK-norm
+  rope_bf16: 82.50 72.50 slots an element, 71.5 registers, 128/128/704 threads
+rope_tables
+  rope_tables_bf16: 36.00 32.00 slots an element, 9 registers, 64/64/1024 threads
+""",
+        )
+
+    def test_gated_delta(self):
+        self.assertExpectedInline(
+            costs("gated_delta", "bf16"),
+            """\
+causal_conv1d_update_
+  causal_conv1d_update_bf16: 248.00 226.00 slots an element, 18 registers, 64/64/1024 threads
+gated_delta_rule_
+  gated_delta_rule_bf16: 35.76 35.04 slots an element, 54.5 registers, 256/512/896 threads
+""",
+        )
+
+    def test_attention(self):
+        self.assertExpectedInline(
+            costs("attention", "bf16"),
+            """\
+attention_sinks of 4 heads on 4, 512 keys of 64
+  attention1_64_bf16: 7.99 5.15 slots a MAC, 81 registers, 128/128/576 threads
+attention_sinks of 4 heads on 4, 512 keys of 128
+  attention1_128_bf16: 7.66 4.83 slots a MAC, 81.5 registers, 128/128/576 threads
+attention_sinks of 4 heads on 4, 512 keys of 256
+  attention1_256_bf16: 7.54 4.72 slots a MAC, 81.5 registers, 128/128/576 threads
+attention_sinks of 16 heads on 2, 512 keys of 64
+  attention2_64_bf16: 6.03 3.70 slots a MAC, 104 registers, 128/128/512 threads
+attention_sinks of 16 heads on 2, 512 keys of 128
+  attention2_128_bf16: 5.74 3.41 slots a MAC, 103.5 registers, 128/128/512 threads
+attention_sinks of 16 heads on 2, 4096 keys of 256
+  attention2_256_bf16: 5.75 3.43 slots a MAC, 103.5 registers, 128/128/512 threads
+  attention_merge_bf16: 137.50 133.50 slots an element, 31 registers, 128/128/1024 threads
 """,
         )
 
@@ -272,12 +371,16 @@ moe_router_topk_softmax of 512
   route16_bf16: 61.42 60.42 slots an element, 64.5 registers, 32/-/768 threads
 moe_router_topk_softmax of 1024
   route32_bf16: 71.05 70.05 slots an element, 112.5 registers, 32/-/448 threads
+router_logits of 1
+  logits_single_bf16: 6.53 5.53 slots a MAC, 24 registers, 128/-/1024 threads
+router_logits of 32
+  logits_many_bf16: 3.81 3.56 slots a MAC, 62 registers, 128/-/832 threads
 moe_gate of 1
-  gate_single_bf16: 9.31 8.31 slots a MAC, 29 registers, 128/-/1024 threads
+  gate_single_bf16: 9.44 8.44 slots a MAC, 29 registers, 128/-/1024 threads
 moe_gate of 65
-  gate_many_bf16: 4.92 4.65 slots a MAC, 70 registers, 128/-/704 threads
+  gate_many_bf16: 5.04 4.78 slots a MAC, 70 registers, 128/-/704 threads
 moe_gate of 1024
-  gate_many_bf16: 4.72 4.47 slots a MAC, 70 registers, 128/-/704 threads
+  gate_many_bf16: 4.84 4.59 slots a MAC, 70 registers, 128/-/704 threads
 moe_bucket torch.int32
   bucket_pairs_i32: 190.50 161.50 slots an element, 36 registers, 128/1024/1024 threads
 moe_compute_ids_tpe torch.int32
@@ -297,23 +400,23 @@ dense, 1 tokens, 4 of 32
   expert_rows_bf16: 4.55 3.02 slots a MAC, 53 registers, 64/384/896 threads
   expert_down_bf16: 5.11 3.59 slots a MAC, 61.5 registers, 128/384/832 threads
 dense, 8 tokens, 4 of 32
-  expert_rows_few_bf16: 3.48 2.44 slots a MAC, 105 registers, 128/384/448 threads
+  expert_rows_few_bf16: 3.49 2.45 slots a MAC, 105 registers, 128/384/448 threads
   expert_down_few_bf16: 5.15 3.86 slots a MAC, 95 registers, 256/384/512 threads
 dense, 64 tokens, 4 of 32
-  expert_gemm8_bf16: 2.03 1.84 slots a MAC, 71 registers, 128/384/704 threads
-  expert_gemm8_bf16: 2.15 1.95 slots a MAC, 71 registers, 128/384/704 threads
+  expert_gemm8_bf16: 2.04 1.85 slots a MAC, 70 registers, 128/384/704 threads
+  expert_gemm8_bf16: 2.17 1.97 slots a MAC, 70 registers, 128/384/704 threads
 dense, 256 tokens, 4 of 32
-  expert_gemm32_bf16: 1.41 1.35 slots a MAC, 97.5 registers, 128/384/512 threads
-  expert_gemm32_bf16: 1.49 1.43 slots a MAC, 97.5 registers, 128/384/512 threads
+  expert_gemm32_bf16: 1.42 1.36 slots a MAC, 96.5 registers, 128/384/512 threads
+  expert_gemm32_bf16: 1.51 1.45 slots a MAC, 96.5 registers, 128/384/512 threads
 transposed, 1 tokens, 4 of 32
-  expert_columns_bf16: 14.60 12.60 slots a MAC, 46.5 registers, 512/512/1024 threads
+  expert_columns_bf16: 14.19 12.19 slots a MAC, 44.5 registers, 512/512/1024 threads
   expert_down_columns_bf16: 14.83 12.83 slots a MAC, 34 registers, 512/512/1024 threads
 transposed, 64 tokens, 4 of 32
-  expert_gemm8_transposed_bf16: 2.76 2.57 slots a MAC, 80 registers, 128/384/640 threads
-  expert_gemm8_transposed_bf16: 2.87 2.67 slots a MAC, 80 registers, 128/384/640 threads
+  expert_gemm8_transposed_bf16: 2.77 2.58 slots a MAC, 79 registers, 128/384/640 threads
+  expert_gemm8_transposed_bf16: 2.89 2.69 slots a MAC, 79 registers, 128/384/640 threads
 transposed, 256 tokens, 4 of 32
-  expert_gemm32_transposed_bf16: 1.59 1.53 slots a MAC, 105.5 registers, 128/384/448 threads
-  expert_gemm32_transposed_bf16: 1.67 1.60 slots a MAC, 105.5 registers, 128/384/448 threads
+  expert_gemm32_transposed_bf16: 1.59 1.54 slots a MAC, 104.5 registers, 128/384/448 threads
+  expert_gemm32_transposed_bf16: 1.69 1.62 slots a MAC, 104.5 registers, 128/384/448 threads
 """,
         )
 
@@ -325,17 +428,19 @@ affine 4 bits in 64, 1 tokens, 4 of 32
   expert_rows_affine4_64_bf16: 4.98 4.38 slots a MAC, 42.5 registers, 64/384/1024 threads
   expert_down_affine4_64_bf16: 5.59 5.01 slots a MAC, 51 registers, 128/384/1024 threads
 affine 4 bits in 64, 3 tokens, 2 of 4
-  expert_rows_few_affine4_64_bf16: 3.49 3.19 slots a MAC, 89 registers, 128/384/576 threads
+  expert_rows_few_affine4_64_bf16: 3.50 3.20 slots a MAC, 89 registers, 128/384/576 threads
   expert_down_few_affine4_64_bf16: 5.83 5.28 slots a MAC, 81 registers, 256/384/576 threads
 affine 4 bits in 64, 8 tokens, 4 of 32
-  expert_rows_few_affine4_64_bf16: 3.81 3.50 slots a MAC, 89 registers, 128/384/576 threads
+  expert_rows_few_affine4_64_bf16: 3.82 3.51 slots a MAC, 89 registers, 128/384/576 threads
   expert_down_few_affine4_64_bf16: 5.55 5.00 slots a MAC, 81 registers, 256/384/576 threads
 affine 4 bits in 64, 64 tokens, 4 of 32
-  expert_gemm8_affine4_64_bf16: 2.34 2.31 slots a MAC, 73.5 registers, 128/384/640 threads
-  expert_gemm8_affine4_64_bf16: 2.46 2.41 slots a MAC, 73.5 registers, 128/384/640 threads
+  expert_gemm8_affine4_64_bf16: 2.35 2.31 slots a MAC, 72.5 registers, 128/384/640 threads
+  expert_gemm8_affine4_64_bf16: 2.48 2.43 slots a MAC, 72.5 registers, 128/384/640 threads
 affine 4 bits in 64, 256 tokens, 4 of 32
-  expert_gemm32_affine4_64_bf16: 1.49 1.47 slots a MAC, 99 registers, 128/384/512 threads
-  expert_gemm32_affine4_64_bf16: 1.57 1.54 slots a MAC, 99 registers, 128/384/512 threads
+  expert_gemm32_affine4_64_bf16: 1.49 1.47 slots a MAC, 98 registers, 128/384/512 threads
+  expert_gemm32_affine4_64_bf16: 1.59 1.56 slots a MAC, 98 registers, 128/384/512 threads
+not dispatched here
+  embedding_rows_affine4_64_bf16: 43 registers, -/-/1024 threads
 """,
         )
 
@@ -347,17 +452,19 @@ affine 8 bits in 64, 1 tokens, 4 of 32
   expert_rows_affine8_64_bf16: 5.24 4.65 slots a MAC, 48.5 registers, 64/384/1024 threads
   expert_down_affine8_64_bf16: 5.86 5.28 slots a MAC, 57 registers, 128/384/832 threads
 affine 8 bits in 64, 3 tokens, 2 of 4
-  expert_rows_few_affine8_64_bf16: 3.66 3.36 slots a MAC, 99.5 registers, 128/384/512 threads
+  expert_rows_few_affine8_64_bf16: 3.67 3.37 slots a MAC, 99.5 registers, 128/384/512 threads
   expert_down_few_affine8_64_bf16: 5.99 5.44 slots a MAC, 85.5 registers, 256/384/576 threads
 affine 8 bits in 64, 8 tokens, 4 of 32
-  expert_rows_few_affine8_64_bf16: 4.01 3.70 slots a MAC, 99.5 registers, 128/384/512 threads
+  expert_rows_few_affine8_64_bf16: 4.03 3.72 slots a MAC, 99.5 registers, 128/384/512 threads
   expert_down_few_affine8_64_bf16: 5.75 5.19 slots a MAC, 85.5 registers, 256/384/576 threads
 affine 8 bits in 64, 64 tokens, 4 of 32
-  expert_gemm8_affine8_64_bf16: 2.40 2.36 slots a MAC, 81.5 registers, 128/384/576 threads
-  expert_gemm8_affine8_64_bf16: 2.51 2.47 slots a MAC, 81.5 registers, 128/384/576 threads
+  expert_gemm8_affine8_64_bf16: 2.41 2.37 slots a MAC, 80.5 registers, 128/384/576 threads
+  expert_gemm8_affine8_64_bf16: 2.53 2.49 slots a MAC, 80.5 registers, 128/384/576 threads
 affine 8 bits in 64, 256 tokens, 4 of 32
-  expert_gemm32_affine8_64_bf16: 1.50 1.48 slots a MAC, 107 registers, 128/384/448 threads
-  expert_gemm32_affine8_64_bf16: 1.58 1.55 slots a MAC, 107 registers, 128/384/448 threads
+  expert_gemm32_affine8_64_bf16: 1.50 1.49 slots a MAC, 106 registers, 128/384/448 threads
+  expert_gemm32_affine8_64_bf16: 1.60 1.57 slots a MAC, 106 registers, 128/384/448 threads
+not dispatched here
+  embedding_rows_affine8_64_bf16: 43 registers, -/-/1024 threads
 """,
         )
 
@@ -369,17 +476,19 @@ mxfp4 4 bits in 32, 1 tokens, 4 of 32
   expert_rows_mxfp4_bf16: 7.34 6.80 slots a MAC, 39 registers, 64/384/1024 threads
   expert_down_mxfp4_bf16: 7.92 7.40 slots a MAC, 47.5 registers, 128/384/1024 threads
 mxfp4 4 bits in 32, 3 tokens, 2 of 4
-  expert_rows_few_mxfp4_bf16: 5.12 4.86 slots a MAC, 84 registers, 128/384/576 threads
+  expert_rows_few_mxfp4_bf16: 5.13 4.87 slots a MAC, 84 registers, 128/384/576 threads
   expert_down_few_mxfp4_bf16: 7.18 6.67 slots a MAC, 76 registers, 256/384/640 threads
 mxfp4 4 bits in 32, 8 tokens, 4 of 32
-  expert_rows_few_mxfp4_bf16: 5.78 5.52 slots a MAC, 84 registers, 128/384/576 threads
+  expert_rows_few_mxfp4_bf16: 5.80 5.53 slots a MAC, 84 registers, 128/384/576 threads
   expert_down_few_mxfp4_bf16: 7.23 6.73 slots a MAC, 76 registers, 256/384/640 threads
 mxfp4 4 bits in 32, 64 tokens, 4 of 32
-  expert_gemm8_mxfp4_bf16: 2.84 2.82 slots a MAC, 61.5 registers, 128/384/832 threads
-  expert_gemm8_mxfp4_bf16: 2.95 2.92 slots a MAC, 61.5 registers, 128/384/832 threads
+  expert_gemm8_mxfp4_bf16: 2.84 2.83 slots a MAC, 60.5 registers, 128/384/832 threads
+  expert_gemm8_mxfp4_bf16: 2.97 2.94 slots a MAC, 60.5 registers, 128/384/832 threads
 mxfp4 4 bits in 32, 256 tokens, 4 of 32
-  expert_gemm32_mxfp4_bf16: 1.61 1.59 slots a MAC, 87 registers, 128/384/576 threads
-  expert_gemm32_mxfp4_bf16: 1.69 1.67 slots a MAC, 87 registers, 128/384/576 threads
+  expert_gemm32_mxfp4_bf16: 1.61 1.60 slots a MAC, 86 registers, 128/384/576 threads
+  expert_gemm32_mxfp4_bf16: 1.71 1.69 slots a MAC, 86 registers, 128/384/576 threads
+not dispatched here
+  embedding_rows_mxfp4_bf16: 43 registers, -/-/1024 threads
 """,
         )
 
@@ -387,26 +496,26 @@ mxfp4 4 bits in 32, 256 tokens, 4 of 32
         self.assertExpectedInline(
             registers_of_formats("bf16"),
             """\
-mxfp4_bf16: rows 39, rows_few 84, down 47.5, down_few 76, gemm8 61.5, gemm32 87
-mxfp8_bf16: rows 45.5, rows_few 95, down 54, down_few 81, gemm8 69.5, gemm32 95
-nvfp4_bf16: rows 34, rows_few 73, down 42.5, down_few 70, gemm8 57.5, gemm32 83
-affine2_32_bf16: rows 66, rows_few 84.5, down 74.5, down_few 81, gemm8 69.5, gemm32 95
-affine2_64_bf16: rows 66, rows_few 84.5, down 74.5, down_few 81, gemm8 69.5, gemm32 95
-affine2_128_bf16: rows 66, rows_few 84.5, down 74.5, down_few 81, gemm8 69.5, gemm32 95
-affine3_32_bf16: rows 76.5, rows_few 99, down 85, down_few 91.5, gemm8 74, gemm32 104
-affine3_64_bf16: rows 76.5, rows_few 99, down 85, down_few 91.5, gemm8 74, gemm32 104
-affine3_128_bf16: rows 76.5, rows_few 99, down 85, down_few 91.5, gemm8 74, gemm32 104
-affine4_32_bf16: rows 42.5, rows_few 89, down 51, down_few 81, gemm8 73.5, gemm32 99
-affine4_64_bf16: rows 42.5, rows_few 89, down 51, down_few 81, gemm8 73.5, gemm32 99
-affine4_128_bf16: rows 42.5, rows_few 89, down 51, down_few 81, gemm8 73.5, gemm32 99
-affine5_32_bf16: rows 79.5, rows_few 106, down 88, down_few 94.5, gemm8 82, gemm32 112
-affine5_64_bf16: rows 79.5, rows_few 106, down 88, down_few 94.5, gemm8 82, gemm32 112
-affine5_128_bf16: rows 79.5, rows_few 106, down 88, down_few 94.5, gemm8 82, gemm32 112
-affine6_32_bf16: rows 79.5, rows_few 110, down 88, down_few 94.5, gemm8 82.5, gemm32 108
-affine6_64_bf16: rows 79.5, rows_few 110, down 88, down_few 94.5, gemm8 82.5, gemm32 108
-affine6_128_bf16: rows 79.5, rows_few 110, down 88, down_few 94.5, gemm8 82.5, gemm32 108
-affine8_32_bf16: rows 48.5, rows_few 99.5, down 57, down_few 85.5, gemm8 81.5, gemm32 107
-affine8_64_bf16: rows 48.5, rows_few 99.5, down 57, down_few 85.5, gemm8 81.5, gemm32 107
-affine8_128_bf16: rows 48.5, rows_few 99.5, down 57, down_few 85.5, gemm8 81.5, gemm32 107
+mxfp4_bf16: rows 39, rows_few 84, down 47.5, down_few 76, gemm8 60.5, gemm32 86, embedding_rows 43
+mxfp8_bf16: rows 45.5, rows_few 95, down 54, down_few 81, gemm8 68.5, gemm32 94, embedding_rows 43
+nvfp4_bf16: rows 34, rows_few 73, down 42.5, down_few 70, gemm8 56.5, gemm32 82, embedding_rows 43
+affine2_32_bf16: rows 66, rows_few 84.5, down 74.5, down_few 81, gemm8 68.5, gemm32 94, embedding_rows 43
+affine2_64_bf16: rows 66, rows_few 84.5, down 74.5, down_few 81, gemm8 68.5, gemm32 94, embedding_rows 43
+affine2_128_bf16: rows 66, rows_few 84.5, down 74.5, down_few 81, gemm8 68.5, gemm32 94, embedding_rows 43
+affine3_32_bf16: rows 76.5, rows_few 99, down 85, down_few 91.5, gemm8 73, gemm32 103, embedding_rows 75
+affine3_64_bf16: rows 76.5, rows_few 99, down 85, down_few 91.5, gemm8 73, gemm32 103, embedding_rows 75
+affine3_128_bf16: rows 76.5, rows_few 99, down 85, down_few 91.5, gemm8 73, gemm32 103, embedding_rows 75
+affine4_32_bf16: rows 42.5, rows_few 89, down 51, down_few 81, gemm8 72.5, gemm32 98, embedding_rows 43
+affine4_64_bf16: rows 42.5, rows_few 89, down 51, down_few 81, gemm8 72.5, gemm32 98, embedding_rows 43
+affine4_128_bf16: rows 42.5, rows_few 89, down 51, down_few 81, gemm8 72.5, gemm32 98, embedding_rows 43
+affine5_32_bf16: rows 79.5, rows_few 106, down 88, down_few 94.5, gemm8 81, gemm32 111, embedding_rows 75
+affine5_64_bf16: rows 79.5, rows_few 106, down 88, down_few 94.5, gemm8 81, gemm32 111, embedding_rows 75
+affine5_128_bf16: rows 79.5, rows_few 106, down 88, down_few 94.5, gemm8 81, gemm32 111, embedding_rows 75
+affine6_32_bf16: rows 79.5, rows_few 110, down 88, down_few 94.5, gemm8 81.5, gemm32 107, embedding_rows 43
+affine6_64_bf16: rows 79.5, rows_few 110, down 88, down_few 94.5, gemm8 81.5, gemm32 107, embedding_rows 43
+affine6_128_bf16: rows 79.5, rows_few 110, down 88, down_few 94.5, gemm8 81.5, gemm32 107, embedding_rows 43
+affine8_32_bf16: rows 48.5, rows_few 99.5, down 57, down_few 85.5, gemm8 80.5, gemm32 106, embedding_rows 43
+affine8_64_bf16: rows 48.5, rows_few 99.5, down 57, down_few 85.5, gemm8 80.5, gemm32 106, embedding_rows 43
+affine8_128_bf16: rows 48.5, rows_few 99.5, down 57, down_few 85.5, gemm8 80.5, gemm32 106, embedding_rows 43
 """,
         )

@@ -48,7 +48,34 @@ def sample_arguments(device: str, dtype: torch.dtype) -> dict[str, dict]:
             f"{prefix}biases": values(*groups),
         }
 
+    q, k = values(2, T, 4, 16), values(2, T, 2, 16)
+    heads_first = {"q": q.transpose(1, 2), "k": values(2, 2, 9, 16), "v": values(2, 2, 9, 8)}
     return {
+        "rms_norm": {"input": values(T, H), "weight": values(H, dtype=torch.float32), "eps": 1e-6},
+        "rope": {
+            **{"q": q, "k": k, "cos": values(1, T, 16), "sin": values(1, T, 16)},
+            **{"q_weight": values(16), "k_weight": values(16)},
+        },
+        "rms_norm_gated": {
+            **{"input": values(T, H), "gate": values(T, H), "weight": values(H, dtype=torch.float32)},
+            "eps": 1e-6,
+        },
+        "rope_tables": {
+            "position_ids": integers(1000, 2, T, dtype=torch.int64),
+            "inv_freq": values(8, dtype=torch.float32).abs(),
+            **{"scaling": 1.25, "dtype": dtype},
+        },
+        "causal_conv1d_update_": {
+            **{"x": values(2, 6, T), "conv_state_": values(2, 6, 5), "weight": values(6, 4)},
+            "bias": values(6),
+        },
+        "gated_delta_rule_": {
+            **{"q": values(2, T, 2, 16), "k": values(2, T, 2, 16), "v": values(2, T, 4, 8)},
+            **{"g": values(2, T, 4), "beta": values(2, T, 4)},
+            **{"state_": values(2, 4, 16, 8, dtype=torch.float32), "scale": 0.25, "l2norm_eps": 1e-6},
+            **{"A_log": values(4), "dt_bias": values(4), "beta_is_logit": True},
+        },
+        "attention_sinks": {**heads_first, "sinks": values(4), "scale": 0.25},
         "fused_norm_add": norm,
         "fused_norm_add_scalar": {**norm, "scalar": values(1)},
         "fused_residual_norm": norm,
@@ -56,6 +83,7 @@ def sample_arguments(device: str, dtype: torch.dtype) -> dict[str, dict]:
         "moe_router": {"logits": values(T, E), "top_k": K, "scoring": "softmax", "norm_topk_prob": True},
         "moe_router_topk_softmax": {"logits": values(T, E), "top_k": K, "norm_topk_prob": True},
         "fused_moe_routing": {"logits": values(T, E), "per_expert_scale": values(E), "top_k": K},
+        "router_logits": {"x": values(T, H), "weight": values(E, H), "bias": values(E)},
         "moe_gate": {
             "hidden": values(T, H),
             "router_weight": values(E, H),
@@ -113,6 +141,27 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
     tail = {"shared_gate": values(T, 1), "shared_out": values(T, H), "residual": values(T, H)}
     strided = values(H, T).t()
     return {
+        "rms_norm": [{"input": strided, "weight": None}, {"weight_offset": 1.0}],
+        "rope": [
+            {"k": None, "k_weight": None, "pairs": "interleaved", "rotary_dim": 8, "cos": values(2, T, 4)}
+            | {"sin": values(2, T, 4), "rotary_last": True},
+        ],
+        "rms_norm_gated": [{"input": strided, "gate": strided, "weight_offset": 1.0}],
+        "rope_tables": [{"layout": "pairs"}, {"layout": "interleaved", "scaling": 1.0}],
+        "causal_conv1d_update_": [
+            {"x": values(2, T, 6).transpose(1, 2), "bias": None, "activation": "none"},
+            {"conv_state_": values(2, 5, 6).transpose(1, 2)},
+        ],
+        "gated_delta_rule_": [
+            {"A_log": None, "dt_bias": None, "g": -values(2, T, 4).abs(), "beta_is_logit": False}
+            | {"state_": values(4, 2, 16, 8, dtype=torch.float32).transpose(0, 1)},
+        ],
+        "router_logits": [{"x": strided, "bias": None}],
+        "attention_sinks": [
+            {"sinks": None, "window": 4},
+            {"mask": values(2, 1, T, 9)},
+            {"mask": values(1, 1, T, 9) > 0.0},
+        ],
         "fused_norm_add": [{"input": strided, "weight_offset": 1.0}],
         "fused_residual_norm": [{"residual": strided, "write_sum": False}],
         "moe_router": [
@@ -164,6 +213,9 @@ def wrapped(line: str) -> str:
 
 MODULES = (
     torch_moe_mps.ops.norms,
+    torch_moe_mps.ops.rope,
+    torch_moe_mps.ops.attention,
+    torch_moe_mps.ops.gated_delta,
     torch_moe_mps.ops.routing,
     torch_moe_mps.ops.combine,
     torch_moe_mps.ops.experts,

@@ -12,8 +12,9 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from torch_moe_mps.quantization import dequantize
-from torch_moe_mps.transformers.interface import projections
+from torch_moe_mps.quantization import Format, dequantize
+from torch_moe_mps.transformers.interface import formats_of
+from torch_moe_mps.transformers.linears import QuantizedLayer
 
 # Attributes of configs, set where a config has them. Sizes are odd where the architecture allows.
 SIZES = {
@@ -248,18 +249,23 @@ def groups_of_32():
     return sizes(mamba_d_head=32, **dict.fromkeys(names, 64))
 
 
+def quantized_parameters(module: nn.Module) -> dict[str, tuple[list, Format]]:
+    """{dense parameter: (packed, scales, biases), format} of what is quantised in a module itself."""
+    if isinstance(module, QuantizedLayer):
+        return {"weight": ([module.packed, module.scales, module.biases], module.format)}
+    forms = formats_of(module) if getattr(module, "quantization", None) else {}
+    parts = ("packed", "scales", "biases")
+    return {p: ([getattr(module, f"{p}_{part}", None) for part in parts], form) for p, form in forms.items()}
+
+
 @torch.no_grad()
 def dense_twin(dense: nn.Module, quantized: nn.Module) -> nn.Module:
-    """The dense model with the values that the quantised one's experts stand for: the oracle."""
+    """The dense model with the values that the quantised one's weights stand for: the oracle."""
     for name, module in quantized.named_modules():
-        form = getattr(module, "quantization", None)
-        for projection in projections(module) if form else ():
-            tensors = (
-                getattr(module, f"{projection}_{part}", None) for part in ("packed", "scales", "biases")
-            )
+        for parameter, (tensors, form) in quantized_parameters(module).items():
             values = dequantize(*tensors, **form.to_dict(), dtype=torch.float32)
-            weight = getattr(dense.get_submodule(name), projection)
-            weight.copy_(values.mT if module.is_transposed else values)
+            weight = getattr(dense.get_submodule(name), parameter)
+            weight.copy_(values.mT if getattr(module, "is_transposed", False) else values)
     return dense
 
 

@@ -41,39 +41,24 @@ def test_logits_and_greedy_generation(architecture):
         assert torch.equal(generate(model, ids), tokens)
 
 
-def chosen_experts(model, ids: torch.Tensor) -> list[torch.Tensor]:
-    """The experts of each token in the layers of an eager model, in ascending order."""
-    chosen = []
-
-    def record(module, arguments):
-        chosen.append(arguments[1].sort(-1).values)
-
-    modules = [module for module in model.modules() if tiny_models.is_decorated(type(module))]
-    hooks = [module.register_forward_pre_hook(record) for module in modules]
-    output(model, ids)
-    for hook in hooks:
-        hook.remove()
-    return chosen
-
-
-def decided_model(architecture: str, ids: torch.Tensor):
-    """A bfloat16 model whose own code chooses the same experts in bfloat16 and in float32: no near ties."""
-    for seed in range(50):
-        model = eager(tiny_models.tiny_model(architecture, torch.bfloat16, seed))
-        in_bfloat16 = chosen_experts(model, ids)
-        in_float32 = chosen_experts(copy.deepcopy(model).float(), ids)
-        if all(map(torch.equal, in_bfloat16, in_float32)):
-            return model
-    raise AssertionError("every seed has a near tie")
+def errors(result: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Of each token's logits, relative."""
+    difference = (result.float() - exact).norm(dim=-1)
+    return (difference / exact.norm(dim=-1)).flatten()
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_bfloat16_logits(architecture):
-    ids = prompt(1, 7)
-    model = decided_model(architecture, ids)
-    expected = output(model, ids)
-    torch_moe_mps.accelerate(model)
-    assert_close(output(model, ids), expected, 2e-2)
+    """No farther from float32 than the model's own code is. Near ties between experts fall either way, with
+    the whole difference of two experts: the median is what rounding makes."""
+    ids, own, ours = prompt(1, 7), [], []
+    for seed in range(6):
+        model = eager(tiny_models.tiny_model(architecture, torch.bfloat16, seed))
+        exact = output(copy.deepcopy(model).float(), ids)
+        own.append(errors(output(model, ids), exact))
+        torch_moe_mps.accelerate(model)
+        ours.append(errors(output(model, ids), exact))
+    assert torch.cat(ours).median() <= 1.1 * torch.cat(own).median()
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)

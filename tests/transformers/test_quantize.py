@@ -27,8 +27,9 @@ from torch_moe_mps.transformers import (
     quantize_experts,
 )
 from torch_moe_mps.transformers.interface import projections
-from torch_moe_mps.transformers.packing import empty_quantized_module, quantize_module
+from torch_moe_mps.transformers.packing import empty_quantized_module, quantize_target
 from torch_moe_mps.transformers.report import QuantizedProjection
+from torch_moe_mps.transformers.targets import Target
 
 
 def small(architecture, **overrides):
@@ -80,26 +81,36 @@ def test_models(architecture, format):
 class TestReport(expecttest.TestCase):
     def test_table(self):
         """Equal layers share a line."""
-        entries = [QuantizedProjection("gate_up_proj", 0.1, 3 << 20, 1 << 20)]
-        entries += [QuantizedProjection("down_proj", 0.09, 2 << 20, 1 << 19)]
+        form = Format(4, 32)
+        entries = [QuantizedProjection("gate_up_proj", 0.1, 3 << 20, 1 << 20, form)]
+        entries += [QuantizedProjection("down_proj", 0.09, 2 << 20, 1 << 19, form)]
         other = [entries[0]._replace(error=0.2), entries[1]]
         report = QuantizationReport(
-            Format(4, 32),
             {"layers.0.experts": entries, "layers.11.experts": other},
+            {"lm_head": "embed_tokens"},
             {f"layers.{i}.experts": "already mxfp4" for i in (3, 4)},
+            10_000_000,
+            3_450_000,
         )
         assert (report.dense_bytes, report.quantized_bytes) == (10 << 20, 3 << 20)
         self.assertExpectedInline(
             str(report),
             """\
-parameter                      n  mean error  largest    before    after
-layers.*.experts.gate_up_proj  2      0.1500   0.2000   6.0 MiB  2.0 MiB
-layers.*.experts.down_proj     2      0.0900   0.0900   4.0 MiB  1.0 MiB
-all, int4 group 32             4      0.1200   0.2000  10.0 MiB  3.0 MiB
-layers.*.experts (2): left as it is, already mxfp4""",
+parameter                      format         n  mean error  largest    before    after
+layers.*.experts.gate_up_proj  int4 group 32  2      0.1500   0.2000   6.0 MiB  2.0 MiB
+layers.*.experts.down_proj     int4 group 32  2      0.0900   0.0900   4.0 MiB  1.0 MiB
+all                                           4      0.1200   0.2000  10.0 MiB  3.0 MiB
+lm_head: shares the weight of embed_tokens
+layers.*.experts (2): left as it is, already mxfp4
+weights read for a token: 10.0 MB before, 3.5 MB after""",
         )
         report.modules.clear()
-        self.assertExpectedInline(str(report), """layers.*.experts (2): left as it is, already mxfp4""")
+        self.assertExpectedInline(
+            str(report),
+            """\
+lm_head: shares the weight of embed_tokens
+layers.*.experts (2): left as it is, already mxfp4""",
+        )
         self.assertExpectedInline(
             str(quantize_experts(torch.nn.Linear(2, 2))),
             """No experts with transformers' experts interface found; nothing is quantised.""",
@@ -141,8 +152,8 @@ def test_what_does_not_fit_changes_nothing():
     ):
         quantize_experts(model, 4, 32, progress=False)
     assert list(model.state_dict()) == list(before)
-    with pytest.raises(ValueError, match="moe_mps::quantize: bits must be 4 or 8"):
-        quantize_experts(model, 5, progress=False)
+    with pytest.raises(ValueError, match="moe_mps::quantize: bits must be 2 or 3 or 4 or 5 or 6 or 8"):
+        quantize_experts(model, 7, progress=False)
     with torch.device("meta"):
         offloaded = small("qwen3_moe")
     with pytest.raises(ValueError, match="must be loaded and not offloaded"):
@@ -166,14 +177,15 @@ def test_weights_that_are_not_finite_change_nothing(mode, bad):
 
 def test_want_of_memory_leaves_a_model_that_runs_and_saves(monkeypatch, tmp_path):
     model = small("qwen3_moe")
-    tokens, errors = torch.arange(1, 9).view(1, 8), iter([0.1, 0.1, 0.1])
+    tokens, calls, quantize_stack = torch.arange(1, 9).view(1, 8), [], packing.quantize_stack
 
-    def fourth_time_fails(*_):
-        if (error := next(errors, None)) is None:
+    def fourth_time_fails(*arguments):
+        calls.append(None)
+        if len(calls) == 4:
             raise MemoryError
-        return error
+        return quantize_stack(*arguments)
 
-    monkeypatch.setattr(packing, "relative_error", fourth_time_fails)
+    monkeypatch.setattr(packing, "quantize_stack", fourth_time_fails)
     with pytest.raises(MemoryError):
         quantize_experts(model, 4, 32, progress=False)
     assert [hasattr(module, "quantization") for module in experts_of(model).values()] == [True, False]
@@ -229,7 +241,8 @@ def test_state_dict_round_trip(architecture, tmp_path):
         with torch.device("meta"):
             empty = next(iter(experts_of(small(architecture)).values()))
         empty_quantized_module(empty, format)
-        quantize_module(module, format)
+        target = Target("", module, "experts", dict.fromkeys(projections(module), format))
+        quantize_target(module, target, [])
         save_file(module.state_dict(), tmp_path / "module.safetensors")
         loaded = load_file(tmp_path / "module.safetensors")
         empty.load_state_dict(loaded, strict=True, assign=True)
@@ -281,7 +294,7 @@ def test_peak_memory_while_quantising(monkeypatch):
 
 def test_progress_bar(capsys):
     quantize_experts(small("qwen3_moe"), 4, 32)
-    assert "Quantising experts" in capsys.readouterr().err
+    assert "Quantising" in capsys.readouterr().err
 
 
 class Interrupts:

@@ -60,7 +60,7 @@ def test_experts_that_are_modules_are_left_alone(container):
     assert [row.name for row in report.left_alone] == ["experts" if container == "list" else "mlp"]
 
 
-def test_model_with_another_interface_is_as_it_was():
+def test_norms_around_experts_with_another_interface():
     torch.manual_seed(0)
     cls = transformers.Llama4ForCausalLM
     model = cls(tiny_models.build_config(cls.config_class)).eval()
@@ -68,8 +68,8 @@ def test_model_with_another_interface_is_as_it_was():
     expected = output(model, prompt())
     with pytest.warns(UserWarning, match="Llama4TextExperts is left alone"):
         report = torch_moe_mps.accelerate(model)
-    assert report.replaced == []
-    assert torch.equal(output(model, prompt()), expected)
+    assert {row.kind for row in report.replaced} == {"other"}  # norms and attention
+    assert_close(output(model, prompt()), expected, 1e-5)
 
 
 def test_experts_in_another_dtype_are_left_alone():

@@ -1,5 +1,4 @@
 #include <ATen/ATen.h>
-#include <ATen/MemoryOverlap.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
@@ -99,21 +98,10 @@ Tensor weighted_sum_stacked(const Tensor& slots, const Tensor& weights) {
   return output;
 }
 
-// Before `residual` is written in place. The check is not part of the signature, which has no addresses.
-void prepare_write(const char* name, const Tensor& residual,
-                   std::initializer_list<std::pair<const char*, Tensor>> read) {
-  for (const auto& [argument, tensor] : read) {
-    const at::MemOverlapStatus overlap = at::get_overlap_status(residual, tensor);
-    TORCH_CHECK_VALUE(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
-                      "moe_mps::", name, ": residual_ must be free of overlap with ", argument,
-                      ", got a view of the same memory");
-  }
-  residual.unsafeGetTensorImpl()->bump_version();
-}
-
 void weighted_sum_residual_stacked_(const Tensor& residual_, const Tensor& slots, const Tensor& weights) {
   check_call("weighted_sum_residual_stacked_", residual_, slots, weights);
-  prepare_write("weighted_sum_residual_stacked_", residual_, {{"slots", slots}, {"weights", weights}});
+  prepare_write("weighted_sum_residual_stacked_", "residual_", residual_,
+                {{"slots", slots}, {"weights", weights}});
   if (residual_.numel() == 0) return;
   const Tensor residual = residual_.contiguous();
   WeightedSum sum = stacked(slots, weights);
@@ -125,7 +113,7 @@ void weighted_sum_residual_stacked_(const Tensor& residual_, const Tensor& slots
 Tensor weighted_sum_residual_norm_stacked_(const Tensor& residual_, const Tensor& slots,
                                            const Tensor& weights, const Tensor& norm_weight, double eps) {
   check_call("weighted_sum_residual_norm_stacked_", residual_, slots, weights, norm_weight, eps);
-  prepare_write("weighted_sum_residual_norm_stacked_", residual_,
+  prepare_write("weighted_sum_residual_norm_stacked_", "residual_", residual_,
                 {{"slots", slots}, {"weights", weights}, {"norm_weight", norm_weight}});
   Tensor output = at::empty(residual_.sizes(), residual_.options());
   if (output.numel() == 0) return output;

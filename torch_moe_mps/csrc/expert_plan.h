@@ -45,7 +45,8 @@ struct ExpertPlan {
 
 ExpertPlan plan_experts(const ExpertShape& shape);
 
-// A linear layer: one matrix for all tokens, in one dispatch.
-ExpertStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs);
+// A linear layer: one matrix for all tokens, in one dispatch. `shares_rows`: dot products of the format take
+// two tokens at a time.
+ExpertStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, bool shares_rows);
 
 }  // namespace moe_mps

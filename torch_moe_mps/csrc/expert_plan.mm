@@ -18,6 +18,12 @@ constexpr int64_t kManyPairs = 6;
 // The most pairs of an expert, on average, for which tiles of 8 pairs are enough.
 constexpr int64_t kSmallTilePairs = 12;
 
+// Tokens of a linear layer from which on matrix products pay: where a byte of a row serves two tokens' dot
+// products, and where it serves one. By the cost model, int4 and int6 on an M4 Max: slots a MAC of dot
+// products and products at 4 tokens 2.3 and 3.2, 5.5 and 3.9.
+constexpr int64_t kManyTokens = 5;
+constexpr int64_t kManyTokensAlone = 3;
+
 enum class Path { kRows, kFew, kGemm };  // kRows serves everything, slowly for many tokens
 
 Path path_for(const ExpertShape& shape) {
@@ -119,10 +125,10 @@ ExpertPlan plan_experts(const ExpertShape& shape) {
   return plan;
 }
 
-ExpertStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs) {
+ExpertStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, bool shares_rows) {
   const ExpertShape shape{tokens, 1, 1, rows, outputs};
-  if (path_for(shape) != Path::kGemm) {
-    ExpertStep step = first_step(shape, path_for(shape));
+  if (tokens < (shares_rows ? kManyTokens : kManyTokensAlone)) {
+    ExpertStep step = first_step(shape, tokens == 1 ? Path::kRows : Path::kFew);
     step.grid.y = 1;
     return step;
   }
@@ -146,8 +152,8 @@ std::string line_of(const ExpertStep& step) {
   return line;
 }
 
-std::string linear_line(int64_t tokens, int64_t rows, bool gated) {
-  return line_of(plan_linear(tokens, rows, gated ? rows / 2 : rows));
+std::string linear_line(int64_t tokens, int64_t rows, bool gated, bool shares_rows) {
+  return line_of(plan_linear(tokens, rows, gated ? rows / 2 : rows, shares_rows));
 }
 
 // A line a dispatch.
@@ -167,5 +173,6 @@ TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   m.def("_plan(int tokens, int slots, int experts, int hidden, int intermediate, bool gated=True, "
         "bool transposed=False) -> str[]",
         &moe_mps::plan_lines);
-  m.def("_plan_linear(int tokens, int rows, bool gated=False) -> str", &moe_mps::linear_line);
+  m.def("_plan_linear(int tokens, int rows, bool gated=False, bool shares_rows=True) -> str",
+        &moe_mps::linear_line);
 }

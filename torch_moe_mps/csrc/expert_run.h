@@ -19,6 +19,7 @@ struct ExpertMatrix {
   std::optional<at::Tensor> bias;     // of the layer, [E, rows]
   int64_t experts, rows, inputs;
   bool transposed = false;
+  bool shares_rows = true;  // the format's dot products take two pairs at a time
 };
 
 struct Activation {

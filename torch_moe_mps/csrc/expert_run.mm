@@ -156,7 +156,7 @@ void add_linear(Commands& commands, const Tensor& x, const ExpertMatrix& matrix,
   params.tokens = params.pairs = x.size(0);
   params.slots = params.x_per_pair = 1;
   params.has_residual = residual.has_value();
-  const ExpertStep step = plan_linear(x.size(0), params.rows, params.outputs);
+  const ExpertStep step = plan_linear(x.size(0), params.rows, params.outputs, matrix.shares_rows);
   Command& command = commands.add(matrix.library, step.kernel);
   bind_matmul(command, x, matrix, x, out).bind_or(residual, x).params(params);
   if (step.kernel != "expert_rows") command.bind(x).bind(x);  // for lists of pairs, which are not read

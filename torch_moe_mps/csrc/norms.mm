@@ -13,21 +13,25 @@ namespace {
 
 using at::Tensor;
 
-// One dispatch for all four operators. `sum` is nullopt where the kernel has none to write.
-void encode_norm(const char* kernel, const Tensor& residual, const Tensor& input, const Tensor& weight,
-                 const std::optional<Tensor>& scalar, double eps, double weight_offset, const Tensor& output,
-                 const std::optional<Tensor>& sum) {
-  const int64_t width = residual.size(-1);
-  const int64_t rows = residual.numel() / width;
+// One dispatch for all operators. `residual`, `scalar` and `sum` are nullopt where the kernel has none.
+void encode_norm(const char* kernel, const std::optional<Tensor>& residual, const Tensor& input,
+                 const std::optional<Tensor>& weight, const std::optional<Tensor>& scalar, double eps,
+                 double weight_offset, const Tensor& output, const std::optional<Tensor>& sum) {
+  const int64_t width = input.size(-1);
+  const int64_t rows = input.numel() / width;
+  const int64_t stride = row_stride(input).value();
   const RowLayout layout = row_layout(rows, width);
   NormParams params{};
+  params.input_stride = stride;
   params.rows = rows;
   params.width = width;
   params.simdgroups_per_row = layout.simdgroups_per_row;
-  params.vectorised = rows_start_aligned(width, {residual, input, weight, output}) &&
-                      (!scalar || rows_start_aligned(width, {*scalar})) &&
-                      (!sum || rows_start_aligned(width, {*sum}));
-  params.weight_dtype = dtype_code(weight);
+  params.vectorised = stride % 4 == 0 && rows_start_aligned(width, {input, output});
+  for (const auto& other : {residual, weight, scalar, sum}) {
+    if (other) params.vectorised &= rows_start_aligned(width, {*other});
+  }
+  params.has_weight = weight.has_value();
+  if (weight) params.weight_dtype = dtype_code(*weight);
   if (scalar) {
     params.scalar_kind = scalar->numel() == width && width > 1 ? SCALAR_PER_COLUMN : SCALAR_SINGLE;
     params.scalar_dtype = dtype_code(*scalar);
@@ -37,16 +41,35 @@ void encode_norm(const char* kernel, const Tensor& residual, const Tensor& input
   params.weight_offset = static_cast<float>(weight_offset);
 
   Commands commands;
-  commands.add({"norms", residual.scalar_type()}, kernel)
-      .bind(residual)
-      .bind(input)
-      .bind(weight)
-      .bind_or(scalar, weight)
+  commands.add({"norms", input.scalar_type()}, kernel)
+      .bind_or(residual, output)
+      .bind_strided(input)
+      .bind_or(weight, output)
+      .bind_or(scalar, output)
       .bind(output)
       .bind_or(sum, output)
       .params(params)
       .threadgroups(layout.grid, layout.threads);
   commands.encode();
+}
+
+Tensor rms_norm(const Tensor& input, const std::optional<Tensor>& weight, double eps, double weight_offset) {
+  check_call("rms_norm", input, weight, eps, weight_offset);
+  Tensor output = at::empty(input.sizes(), input.options());
+  if (output.numel() == 0) return output;
+  encode_norm("rms_norm", std::nullopt, row_stride(input) ? input : input.contiguous(), contiguous(weight),
+              std::nullopt, eps, weight_offset, output, std::nullopt);
+  return output;
+}
+
+Tensor rms_norm_gated(const Tensor& input, const Tensor& gate, const Tensor& weight, double eps,
+                      double weight_offset) {
+  check_call("rms_norm_gated", input, gate, weight, eps, weight_offset);
+  Tensor output = at::empty(input.sizes(), input.options());
+  if (output.numel() == 0) return output;
+  encode_norm("rms_norm_gated", gate.contiguous(), row_stride(input) ? input : input.contiguous(),
+              weight.contiguous(), std::nullopt, eps, weight_offset, output, std::nullopt);
+  return output;
 }
 
 Tensor norm_add(const Tensor& residual, const Tensor& input, const Tensor& weight,
@@ -99,6 +122,8 @@ Tensor fused_residual_norm_scalar(const Tensor& residual, const Tensor& input, c
 }  // namespace moe_mps
 
 TORCH_LIBRARY_IMPL(moe_mps, MPS, m) {
+  m.impl("rms_norm", moe_mps::rms_norm);
+  m.impl("rms_norm_gated", moe_mps::rms_norm_gated);
   m.impl("fused_norm_add", moe_mps::fused_norm_add);
   m.impl("fused_norm_add_scalar", moe_mps::fused_norm_add_scalar);
   m.impl("fused_residual_norm", moe_mps::fused_residual_norm);
@@ -106,8 +131,8 @@ TORCH_LIBRARY_IMPL(moe_mps, MPS, m) {
 }
 
 TORCH_LIBRARY_IMPL(moe_mps, AutogradMPS, m) {
-  for (const char* name :
-       {"fused_norm_add", "fused_norm_add_scalar", "fused_residual_norm", "fused_residual_norm_scalar"}) {
+  for (const char* name : {"rms_norm", "rms_norm_gated", "fused_norm_add", "fused_norm_add_scalar",
+                           "fused_residual_norm", "fused_residual_norm_scalar"}) {
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
   }
 }

@@ -30,6 +30,7 @@ ExpertMatrix packed_matrix(const PackedWeight& weight, const std::optional<Tenso
   matrix.bias = contiguous(bias);
   matrix.experts = packed.dim() == 3 ? packed.size(0) : 1;
   matrix.rows = packed.size(-2);
+  matrix.shares_rows = weight.format.shares_rows();
   matrix.inputs = packed.size(-1) * 32 / weight.format.bits;
   return matrix;
 }

@@ -127,10 +127,11 @@ Routing fused_moe_routing(const Tensor& logits, const Tensor& per_expert_scale, 
   return route(logits, std::nullopt, per_expert_scale, plain_router(SCORING_SOFTMAX_AFTER_TOPK, top_k));
 }
 
-// moe_gate
+// The router's matmul, and moe_gate
 
-// logits[T, E] = (rms(hidden) * norm_weight) @ router^T in float32.
-Tensor gate_logits(const Tensor& hidden, const Tensor& router, const Tensor& norm_weight, double eps) {
+// logits[T, E] = (rms(hidden) * norm_weight) @ router^T + bias in float32; without a norm weight no norm.
+Tensor logits_of(const Tensor& hidden, const Tensor& router, const OptionalTensor& norm_weight, double eps,
+                 const OptionalTensor& bias) {
   // From here on threadgroups of several tokens, which read the router less often, fill the GPU.
   constexpr int64_t kManyTokens = 9;
   const int64_t tokens = hidden.size(0), width = hidden.size(1), experts = router.size(0);
@@ -139,17 +140,22 @@ Tensor gate_logits(const Tensor& hidden, const Tensor& router, const Tensor& nor
   params.tokens = tokens;
   params.experts = experts;
   params.width = width;
-  params.vectorised = rows_start_aligned(width, {hidden, router, norm_weight});
+  params.vectorised = rows_start_aligned(width, {hidden, router, norm_weight.value_or(hidden)});
   params.hidden_dtype = dtype_code(hidden);
-  params.norm_dtype = dtype_code(norm_weight);
+  if (norm_weight) params.norm_dtype = dtype_code(*norm_weight);
+  params.has_bias = bias.has_value();
+  if (bias) params.bias_dtype = dtype_code(*bias);
   params.eps = static_cast<float>(eps);
   const bool many = tokens >= kManyTokens;
   const int64_t experts_of_group = kGateSimdgroups * (many ? kGateExperts : kGateSingleExperts);
   Commands commands;
-  commands.add({"routing", router.scalar_type()}, many ? "gate_many" : "gate_single")
+  commands
+      .add({"routing", router.scalar_type()},
+           c10::str(norm_weight ? "gate" : "logits", many ? "_many" : "_single"))
       .bind(width > 0 ? hidden : logits)  // a width of 0 leaves nothing else to bind
       .bind(width > 0 ? router : logits)
-      .bind(width > 0 ? norm_weight : logits)
+      .bind_or(width > 0 ? norm_weight : std::nullopt, logits)
+      .bind_or(bias, logits)
       .bind(logits)
       .params(params)
       .threadgroups({NSUInteger(ceil_div(experts, experts_of_group)),
@@ -159,13 +165,21 @@ Tensor gate_logits(const Tensor& hidden, const Tensor& router, const Tensor& nor
   return logits;
 }
 
+Tensor router_logits(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  check_call("router_logits", x, weight, bias);
+  if (x.size(0) == 0 || weight.size(0) == 0) {
+    return at::empty({x.size(0), weight.size(0)}, x.options().dtype(at::kFloat));
+  }
+  return logits_of(x.contiguous(), weight.contiguous(), std::nullopt, 0.0, contiguous(bias));
+}
+
 Routing moe_gate(const Tensor& hidden, const Tensor& router_weight, const Tensor& norm_weight,
                  const Tensor& per_expert_scale, int64_t top_k, double eps, bool renormalize_after_scale) {
   check_call("moe_gate", hidden, router_weight, norm_weight, per_expert_scale, top_k, eps,
              renormalize_after_scale);
   if (hidden.size(0) == 0) return empty_routing(hidden, {0}, top_k);
   const Tensor logits =
-      gate_logits(hidden.contiguous(), router_weight.contiguous(), norm_weight.contiguous(), eps);
+      logits_of(hidden.contiguous(), router_weight.contiguous(), norm_weight.contiguous(), eps, std::nullopt);
   RouterParams params = plain_router(SCORING_SOFTMAX_AFTER_TOPK, top_k);
   params.normalise_scaled = renormalize_after_scale;
   return route(logits, std::nullopt, per_expert_scale, params);
@@ -178,11 +192,13 @@ TORCH_LIBRARY_IMPL(moe_mps, MPS, m) {
   m.impl("moe_router", moe_mps::moe_router);
   m.impl("moe_router_topk_softmax", moe_mps::moe_router_topk_softmax);
   m.impl("fused_moe_routing", moe_mps::fused_moe_routing);
+  m.impl("router_logits", moe_mps::router_logits);
   m.impl("moe_gate", moe_mps::moe_gate);
 }
 
 TORCH_LIBRARY_IMPL(moe_mps, AutogradMPS, m) {
-  for (const char* name : {"moe_router", "moe_router_topk_softmax", "fused_moe_routing", "moe_gate"}) {
+  for (const char* name :
+       {"moe_router", "moe_router_topk_softmax", "fused_moe_routing", "router_logits", "moe_gate"}) {
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
   }
 }

@@ -1,5 +1,7 @@
 #include "tensors.h"
 
+#include <ATen/MemoryOverlap.h>
+
 #include <algorithm>
 
 #include "../shaders/params.h"
@@ -36,6 +38,30 @@ bool rows_start_aligned(int64_t width, std::initializer_list<at::Tensor> tensors
          });
 }
 
+std::optional<int64_t> row_stride(const at::Tensor& tensor) {
+  const int64_t last = tensor.dim() - 1;
+  if (tensor.stride(last) != 1 && tensor.size(last) > 1) return std::nullopt;
+  int64_t stride = tensor.size(last), rows = 1;
+  for (int64_t dim = last - 1; dim >= 0; --dim) {
+    if (tensor.size(dim) == 1) continue;
+    if (rows == 1) stride = tensor.stride(dim);
+    if (tensor.stride(dim) != rows * stride) return std::nullopt;
+    rows *= tensor.size(dim);
+  }
+  return stride;
+}
+
+at::Tensor rows_contiguous(const at::Tensor& tensor) {
+  return tensor.size(-1) == 1 || tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
+}
+
+bool starts_aligned(const at::Tensor& tensor) {
+  for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) {
+    if (tensor.size(dim) > 1 && tensor.stride(dim) % 4 != 0) return false;
+  }
+  return tensor.storage_offset() % 4 == 0;
+}
+
 uint32_t dtype_code(const at::Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case at::ScalarType::Float:
@@ -56,6 +82,18 @@ bool is_aligned(const at::Tensor& tensor) {
 at::Tensor aligned(const at::Tensor& tensor) {
   const at::Tensor rows = tensor.contiguous();
   return is_aligned(rows) ? rows : rows.clone();
+}
+
+void prepare_write(const char* operator_name, const char* argument, const at::Tensor& written,
+                   std::initializer_list<std::pair<const char*, at::Tensor>> read) {
+  for (const auto& [other, tensor] : read) {
+    if (!tensor.defined()) continue;
+    const at::MemOverlapStatus overlap = at::get_overlap_status(written, tensor);
+    TORCH_CHECK_VALUE(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
+                      "moe_mps::", operator_name, ": ", argument, " must be free of overlap with ", other,
+                      ", got a view of the same memory");
+  }
+  written.unsafeGetTensorImpl()->bump_version();
 }
 
 std::optional<at::Tensor> contiguous(const std::optional<at::Tensor>& tensor) {

@@ -1,6 +1,17 @@
 """The operators, one module a family. Importing this package registers all of them."""
 
-from . import combine, experts, linear, norms, quantized, routing
+from . import attention, combine, experts, gated_delta, linear, norms, quantized, rope, routing
 from ._registry import OPERATORS
 
-__all__ = ["OPERATORS", "combine", "experts", "linear", "norms", "quantized", "routing"]
+__all__ = [
+    "OPERATORS",
+    "attention",
+    "combine",
+    "experts",
+    "gated_delta",
+    "linear",
+    "norms",
+    "quantized",
+    "rope",
+    "routing",
+]

@@ -241,10 +241,25 @@ def unpack(packed: Tensor, format: Format) -> Tensor:
     return _spread(octets, format.bits).float()
 
 
+def decode(codes: Tensor, scales: Tensor, biases: Tensor | None, format: Format) -> Tensor:
+    """Codes uint8 [..., group_size] with the scales and biases [...] of their groups -> float32."""
+    if biases is not None:
+        return codes.float().mul_(scales.float().unsqueeze(-1)).add_(biases.float().unsqueeze(-1))
+    if format.mode == "mxfp8":
+        values = e4m3(codes)
+    else:
+        table = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=codes.device)
+        values = table.index_select(0, codes.flatten().int()).view(codes.shape)
+    return values.mul_(_factors(scales, format).unsqueeze(-1))
+
+
+def _factors(scales: Tensor, format: Format) -> Tensor:
+    return e4m3(scales) if format.mode == "nvfp4" else e8m0(scales)
+
+
 def dequantize_values(packed: Tensor, scales: Tensor, biases: Tensor | None, format: Format) -> Tensor:
     """[..., words], [..., groups] -> [..., columns] float32."""
     groups = unpack(packed, format).unflatten(-1, (-1, format.group_size))
     if biases is not None:
         return groups.mul_(scales.float().unsqueeze(-1)).add_(biases.float().unsqueeze(-1)).flatten(-2)
-    factors = e4m3(scales) if format.mode == "nvfp4" else e8m0(scales)
-    return groups.mul_(factors.unsqueeze(-1)).flatten(-2)
+    return groups.mul_(_factors(scales, format).unsqueeze(-1)).flatten(-2)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._checks import ACTIVATION_DTYPES, Check
 from ._registry import operator
-from .norms import rms_norm
+from .norms import normed
 
 
 def _sum_over_slots(slots: Tensor, weights: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def weighted_sum_residual_norm_stacked_(
         "residual_", residual_, slots=slots, weights=weights, norm_weight=norm_weight
     )
     residual_.copy_(residual_.float() + _sum_over_slots(slots, weights))
-    return rms_norm(residual_, norm_weight, eps).to(residual_.dtype)
+    return normed(residual_, norm_weight, eps).to(residual_.dtype)
 
 
 # The combine of a whole MoE layer

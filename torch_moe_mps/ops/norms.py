@@ -1,4 +1,4 @@
-"""RMSNorm fused with the residual stream.
+"""RMSNorm, alone and fused with the residual stream.
 
 rms(x) = x * rsqrt(mean(x^2) + eps), over the last dimension, in float32, rounded once when stored.
 """
@@ -10,10 +10,11 @@ from ._checks import ACTIVATION_DTYPES, Check
 from ._registry import operator
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
+def normed(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0) -> Tensor:
     """rms(x) * (weight + weight_offset), in float32."""
     x = x.float()
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight.float() + weight_offset)
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x if weight is None else x * (weight.float() + weight_offset)
 
 
 def _check_norm(
@@ -30,6 +31,82 @@ def _check_norm(
         if scalar.dim() > 1 or scalar.numel() not in (1, residual.shape[-1]):
             check.fail("scalar", f"of 1 or H = {residual.shape[-1]} elements", f"shape {tuple(scalar.shape)}")
     check.same_device(residual=residual, input=input, weight=weight, scalar=scalar)
+
+
+# The norm alone
+
+
+def _meta_rms_norm(check, input, weight, eps, weight_offset=0.0):
+    check.dtype("input", input, ACTIVATION_DTYPES)
+    check.min_rank("input", input, 1)
+    if weight is not None:
+        check.dtype("weight", weight, ACTIVATION_DTYPES)
+        check.shape("weight", weight, (input.shape[-1],), "[H]")
+    elif weight_offset != 0.0:
+        check.fail("weight_offset", "0.0 without a weight", weight_offset)
+    check.same_device(input=input, weight=weight)
+    return input.new_empty(input.shape)
+
+
+@operator(
+    "rms_norm(Tensor input, Tensor? weight, float eps, float weight_offset=0.0) -> Tensor",
+    meta=_meta_rms_norm,
+)
+def rms_norm(input: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0) -> Tensor:
+    """rms(input) * (weight + weight_offset), without a weight rms(input).
+
+    aten's `_fused_rms_norm` is one dispatch on MPS too, but takes no offset, and only weights that are there
+    and of the input's dtype; for all others `torch.nn.functional.rms_norm` falls back to single operations.
+    Models that round the normed row before they multiply it by the weight differ by at most 2 ulp.
+
+    Args:
+        input: [..., H], float32, float16 or bfloat16. Rows at equal distances are read where they lie.
+        weight: [H], any of the three dtypes, or None.
+        eps: added to the mean of squares.
+        weight_offset: 1.0 for zero-centred weights; 0.0 without a weight.
+
+    Returns: [..., H] in the dtype of `input`.
+
+    Raises: ValueError for a dtype, shape or device that does not fit.
+    """
+    return normed(input, weight, eps, weight_offset).to(input.dtype)
+
+
+def _meta_rms_norm_gated(check, input, gate, weight, eps, weight_offset=0.0):
+    check.dtype("input", input, ACTIVATION_DTYPES)
+    check.min_rank("input", input, 1)
+    check.dtype("gate", gate, (input.dtype,))
+    check.shape("gate", gate, input.shape, "[..., H] of input")
+    check.dtype("weight", weight, ACTIVATION_DTYPES)
+    check.shape("weight", weight, (input.shape[-1],), "[H]")
+    check.same_device(input=input, gate=gate, weight=weight)
+    return input.new_empty(input.shape)
+
+
+@operator(
+    "rms_norm_gated(Tensor input, Tensor gate, Tensor weight, float eps, float weight_offset=0.0) -> Tensor",
+    meta=_meta_rms_norm_gated,
+)
+def rms_norm_gated(
+    input: Tensor, gate: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
+) -> Tensor:
+    """rms(input) * (weight + weight_offset) * silu(gate), the norm behind linear attention (Qwen3-Next).
+
+    Models that round the normed row and its product with the weight differ by at most 3 ulp.
+
+    Args:
+        input, gate: [..., H], float32, float16 or bfloat16, of one dtype.
+        weight: [H], any of the three dtypes.
+        eps: added to the mean of squares.
+        weight_offset: 1.0 for zero-centred weights.
+
+    Returns: [..., H] in the dtype of `input`.
+
+    Raises: ValueError for a dtype, shape or device that does not fit.
+    """
+    return (normed(input, weight, eps, weight_offset) * torch.nn.functional.silu(gate.float())).to(
+        input.dtype
+    )
 
 
 # The norm of the input, added to the residual
@@ -62,7 +139,7 @@ def fused_norm_add(
 
     Stands for the source kernel fused_norm_add_f32.
     """
-    return (residual.float() + rms_norm(input, weight, eps, weight_offset)).to(residual.dtype)
+    return (residual.float() + normed(input, weight, eps, weight_offset)).to(residual.dtype)
 
 
 def _meta_norm_add_scalar(check, residual, input, weight, scalar, eps, weight_offset=0.0):
@@ -93,7 +170,7 @@ def fused_norm_add_scalar(
 
     Stands for the source kernel fused_norm_add_scalar_f32.
     """
-    total = residual.float() + rms_norm(input, weight, eps, weight_offset)
+    total = residual.float() + normed(input, weight, eps, weight_offset)
     return (total * scalar.float()).to(residual.dtype)
 
 
@@ -137,8 +214,8 @@ def fused_residual_norm(
     Stands for the source kernel fused_residual_norm_f32.
     """
     total = residual + input
-    normed = rms_norm(total, weight, eps, weight_offset).to(residual.dtype)
-    return normed, total if write_sum else residual.new_empty(0)
+    result = normed(total, weight, eps, weight_offset).to(residual.dtype)
+    return result, total if write_sum else residual.new_empty(0)
 
 
 def _meta_residual_norm_scalar(check, residual, input, weight, scalar, eps, weight_offset=0.0):
@@ -171,5 +248,5 @@ def fused_residual_norm_scalar(
 
     Stands for the source kernel fused_residual_norm_scalar_f32.
     """
-    normed = rms_norm(residual + input, weight, eps, weight_offset)
-    return (normed * scalar.float()).to(residual.dtype)
+    result = normed(residual + input, weight, eps, weight_offset)
+    return (result * scalar.float()).to(residual.dtype)

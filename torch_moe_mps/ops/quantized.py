@@ -188,9 +188,9 @@ def moe_experts_quantized(
 ) -> Tensor:
     """moe_experts with quantised weights; the formula is the same, after dequantising in float32.
 
-    As there, h is rounded to the dtype of `x`. For more than 32 tokens the Metal kernels also round what they
-    dequantise and each y, so that a float16 beyond 65504 becomes infinite. An infinite element of `x` may make
-    NaN there where the formula gives infinity, as in expert_qmm.
+    As there, h is rounded to the dtype of `x`. For many tokens the Metal kernels also round each y, and in
+    float16 what they dequantise, so that a value beyond 65504 becomes infinite. An infinite element of `x`
+    may make NaN there where the formula gives infinity, as in expert_qmm.
 
     Args:
         gate_up_packed: [E, 2I, H * bits / 32] ([E, I, ...] when not gated), uint32 or the same bits as int32.

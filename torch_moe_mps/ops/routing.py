@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._checks import ACTIVATION_DTYPES, ID_DTYPES, MAX_TOP_K, Check
 from ._registry import operator
-from .norms import rms_norm
+from .norms import normed
 
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus", "softmax_after_topk")
 GROUP_SCORES = ("top2_sum", "max")
@@ -296,6 +296,38 @@ def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> t
     return _scaled_softmax_of_selected(logits, per_expert_scale, top_k)
 
 
+def _meta_router_logits(check, x, weight, bias=None):
+    check.dtype("x", x, ACTIVATION_DTYPES)
+    check.rank("x", x, (2,))
+    check.dtype("weight", weight, ACTIVATION_DTYPES)
+    check.rank("weight", weight, (2,))
+    check.shape("weight", weight, (weight.shape[0], x.shape[1]), "[E, H]")
+    _check_per_expert(check, "bias", bias, weight.shape[0])
+    check.same_device(x=x, weight=weight, bias=bias)
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
+
+
+@operator(
+    "router_logits(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
+    meta=_meta_router_logits,
+)
+def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight^T + bias in float32, whatever the dtypes: a router's matmul without copies in float32.
+
+    The kernel is for few tokens; for many a matmul of copies is faster, though not more exact.
+
+    Args:
+        x: [T, H], float32, float16 or bfloat16.
+        weight: [E, H], any of the three dtypes.
+        bias: [E], any of the three dtypes, or None.
+
+    Returns: [T, E] float32.
+
+    Raises: ValueError for a dtype, shape or device that does not fit.
+    """
+    return torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+
+
 def _meta_gate(
     check, hidden, router_weight, norm_weight, per_expert_scale, top_k, eps, renormalize_after_scale=True
 ):
@@ -351,7 +383,7 @@ def moe_gate(
 
     Stands for the source kernel moe_gate.
     """
-    logits = rms_norm(hidden, norm_weight, eps) @ router_weight.float().T
+    logits = normed(hidden, norm_weight, eps) @ router_weight.float().T
     weights, ids = _scaled_softmax_of_selected(logits, per_expert_scale, top_k)
     return (_divide_by_sum(weights) if renormalize_after_scale else weights), ids
 

@@ -5,7 +5,6 @@ from .formats import (
     QuantizedWeight,
     dequantize,
     quantize,
-    relative_error,
     repack_mxfp4_blocks,
     requested_format,
 )
@@ -15,7 +14,6 @@ __all__ = [
     "QuantizedWeight",
     "dequantize",
     "quantize",
-    "relative_error",
     "repack_mxfp4_blocks",
     "requested_format",
 ]

@@ -1,5 +1,7 @@
 """Groups of float32 values -> codes, scales and biases, bit for bit as mlx.core.quantize on a CPU."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -64,12 +66,19 @@ def _covering_powers(fit: Tensor) -> Tensor:
     return torch.where(bits == 0, 127, scales)
 
 
+@functools.cache
+def _e2m1_table() -> bytearray:
+    """The codes of all signs, exponents and 2 bits of mantissa: the midpoints have no more."""
+    values = (torch.arange(1 << 11, dtype=torch.int32, device="cpu") << 21).view(torch.float32)
+    codes = sum((values.abs() > midpoint).to(torch.uint8) for midpoint in E2M1_MIDPOINTS)
+    return bytearray((codes + (((values < 0) & (codes > 0)).to(torch.uint8) << 3)).tolist())
+
+
 def _e2m1_codes(values: Tensor) -> Tensor:
-    magnitudes, codes = values.abs(), torch.zeros_like(values, dtype=torch.uint8)
-    for midpoint in E2M1_MIDPOINTS:  # 4 times faster than torch.bucketize
-        codes += magnitudes > midpoint
-    codes += ((values < 0) & (codes > 0)).to(torch.uint8) << 3
-    return codes
+    """By table, from magnitudes rounded up to 2 bits of mantissa, which crosses no midpoint."""
+    top = (values.view(torch.int32) + ((1 << 21) - 1)) >> 21
+    table = torch.frombuffer(_e2m1_table(), dtype=torch.uint8).to(values.device)
+    return table.index_select(0, top.bitwise_and_((1 << 11) - 1).flatten()).view(values.shape)
 
 
 def _e4m3_codes(values: Tensor) -> Tensor:

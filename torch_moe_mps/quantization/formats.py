@@ -19,17 +19,18 @@ All are written bit for bit as mlx.core.quantize writes them on a CPU.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ops._checks import ACTIVATION_DTYPES, Check
-from ..ops._formats import BITS, PACKED_DTYPES, Format, dequantize_values, pack, unpack
+from ..ops._formats import BITS, PACKED_DTYPES, Format, decode, dequantize_values, pack, unpack
 from .encoding import encode
 
-# Values quantised at a time: enough to amortise the calls, with float32 temporaries of about 100 MiB.
-CHUNK = 1 << 22
+# Values quantised at a time: the float32 temporaries stay in the cache of a core.
+CHUNK = 1 << 18
 
 
 def requested_format(bits: int | None, group_size: int | None, mode: str | None) -> Format | None:
@@ -56,6 +57,24 @@ class QuantizedWeight(NamedTuple):
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self if tensor is not None)
+
+
+@dataclass
+class ErrorSums:
+    """sum |weight - dequantised| and sum |weight| of what was quantised."""
+
+    difference: float = 0.0
+    magnitude: float = 0.0
+
+    def add(self, groups: Tensor, values: Tensor) -> None:
+        """float32 of one shape; `values` are overwritten."""
+        self.difference += float(values.sub_(groups).abs_().sum())
+        self.magnitude += float(groups.abs().sum())
+
+    @property
+    def relative(self) -> float:
+        """0 for weights that are all zero."""
+        return self.difference / self.magnitude if self.magnitude > 0 else 0.0
 
 
 def _check_weight(weight: Tensor, format: Format) -> None:
@@ -104,7 +123,7 @@ def quantize(
         bits, group_size, mode: see Format.
 
     Returns: QuantizedWeight(packed, scales, biases). In mode affine, scales and biases have the dtype of
-        `weight`. The memory beside the result stays under about 100 MiB.
+        `weight`. The memory beside the result stays under about 10 MiB.
 
     Raises: ValueError for a shape, dtype or format that does not fit, and for weights that are not finite.
     """
@@ -119,17 +138,21 @@ def quantize(
 
 
 @torch.no_grad()
-def quantize_stack(stack: Tensor, format: Format) -> QuantizedWeight:
-    """quantize for [E, R, C] that was checked."""
+def quantize_stack(stack: Tensor, format: Format, errors: ErrorSums | None = None) -> QuantizedWeight:
+    """quantize for [E, R, C] that was checked; the errors are added to `errors`."""
     out = empty_weight(stack.shape, stack.dtype, stack.device, format)
     words = out.packed.view(torch.int32)
     for index in _chunks(stack):
         groups = _at_hand(stack[index]).float().unflatten(-1, (-1, format.group_size))
         codes, scales, biases = encode(groups, stack.dtype, format)
+        scales = scales.to(out.scales.dtype)
+        biases = None if biases is None else biases.to(stack.dtype)
         words[index] = pack(codes.flatten(-2), format.bits)
-        out.scales[index] = scales.to(out.scales.dtype)
+        out.scales[index] = scales
         if biases is not None:
-            out.biases[index] = biases.to(stack.dtype)
+            out.biases[index] = biases
+        if errors is not None:
+            errors.add(groups, decode(codes, scales, biases, format))
     return out
 
 
@@ -186,15 +209,3 @@ def repack_mxfp4_blocks(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
     if packed.storage_offset() % 4 != 0:
         packed = packed.clone()
     return QuantizedWeight(packed.view(torch.int32).view(torch.uint32), scales, None)
-
-
-@torch.no_grad()
-def relative_error(weight: Tensor, quantized: QuantizedWeight, format: Format) -> float:
-    """mean |weight - dequantised| / mean |weight| of a stack [E, R, C]; 0 for weights that are all zero."""
-    difference = magnitude = 0.0
-    for index in _chunks(weight):
-        parts = [None if tensor is None else _at_hand(tensor[index]) for tensor in quantized]
-        dense = _at_hand(weight[index]).float()
-        difference += float((dense - dequantize_values(*parts, format)).abs().sum())
-        magnitude += float(dense.abs().sum())
-    return difference / magnitude if magnitude > 0 else 0.0

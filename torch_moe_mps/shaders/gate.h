@@ -1,4 +1,4 @@
-// The first dispatch of moe_gate: RMSNorm and the router's matmul. The choice is the router's kernel.
+// A router's matmul, for moe_gate with the RMSNorm in front of it. The choice is the router's kernel.
 #pragma once
 #include "common.h"
 
@@ -10,7 +10,7 @@ struct GateSums {
 
 // R experts times M tokens, lanes striding over the columns. Rows past the last expert or token are those of
 // the last: read, not stored.
-template <typename W, int R, int M, int N>
+template <typename W, bool kNormed, int R, int M, int N>
 inline GateSums<R, M> gate_sums(device const uchar* hidden, device const W* router,
                                 device const uchar* norm_weight, uint first_expert, uint first_token,
                                 uint lane, constant GateParams& params) {
@@ -22,12 +22,15 @@ inline GateSums<R, M> gate_sums(device const uchar* hidden, device const W* rout
       const uint expert = min(first_expert + r, params.experts - 1);
       rows[r] = load_raw<N>(router + ulong(expert) * width + column);
     }
-    const Pack<N> norm = load_any<N>(norm_weight, params.norm_dtype, column);
+    Pack<N> norm;
+    if constexpr (kNormed) norm = load_any<N>(norm_weight, params.norm_dtype, column);
     UNROLL for (int m = 0; m < M; ++m) {
       const uint token = min(first_token + m, params.tokens - 1);
       Pack<N> x = load_any<N>(hidden, params.hidden_dtype, ulong(token) * width + column);
-      sums.squares[m] += sum_of_squares(x);
-      UNROLL for (int i = 0; i < N; ++i) x.v[i] *= norm.v[i];
+      if constexpr (kNormed) {
+        sums.squares[m] += sum_of_squares(x);
+        UNROLL for (int i = 0; i < N; ++i) x.v[i] *= norm.v[i];
+      }
       UNROLL for (int r = 0; r < R; ++r) {
         const Pack<N> row = widen(rows[r]);
         UNROLL for (int i = 0; i < N; ++i) sums.logits[r][m] = fma(row.v[i], x.v[i], sums.logits[r][m]);
@@ -38,10 +41,11 @@ inline GateSums<R, M> gate_sums(device const uchar* hidden, device const W* rout
 }
 
 // logits[tokens][experts] of R experts and M tokens a simdgroup. Grid: (blocks of experts, blocks of tokens).
-template <typename W, int R, int M>
+template <typename W, bool kNormed, int R, int M>
 [[kernel]] void gate_logits(device const uchar* hidden [[buffer(0)]], device const W* router [[buffer(1)]],
-                            device const uchar* norm_weight [[buffer(2)]], device float* logits [[buffer(3)]],
-                            constant GateParams& params [[buffer(4)]],
+                            device const uchar* norm_weight [[buffer(2)]],
+                            device const uchar* bias [[buffer(3)]], device float* logits [[buffer(4)]],
+                            constant GateParams& params [[buffer(5)]],
                             uint2 group [[threadgroup_position_in_grid]],
                             uint lane [[thread_index_in_simdgroup]],
                             uint simdgroup [[simdgroup_index_in_threadgroup]]) {
@@ -49,18 +53,23 @@ template <typename W, int R, int M>
   if (first_expert >= params.experts) return;
   GateSums<R, M> sums;
   if (params.vectorised != 0) {
-    sums = gate_sums<W, R, M, 4>(hidden, router, norm_weight, first_expert, first_token, lane, params);
+    sums =
+        gate_sums<W, kNormed, R, M, 4>(hidden, router, norm_weight, first_expert, first_token, lane, params);
   } else {
-    sums = gate_sums<W, R, M, 1>(hidden, router, norm_weight, first_expert, first_token, lane, params);
+    sums =
+        gate_sums<W, kNormed, R, M, 1>(hidden, router, norm_weight, first_expert, first_token, lane, params);
   }
   UNROLL for (int m = 0; m < M; ++m) {
-    const float mean = simd_sum(sums.squares[m]) / float(params.width);
-    const float inverse = precise::rsqrt(mean + params.eps);
+    float inverse = 1.0f;
+    if constexpr (kNormed) {
+      inverse = precise::rsqrt(simd_sum(sums.squares[m]) / float(params.width) + params.eps);
+    }
     UNROLL for (int r = 0; r < R; ++r) {
       const float logit = simd_sum(sums.logits[r][m]) * inverse;
       const uint expert = first_expert + r, token = first_token + m;
       if (lane == 0 && expert < params.experts && token < params.tokens) {
-        logits[ulong(token) * params.experts + expert] = logit;
+        const float shift = params.has_bias != 0 ? load_one(bias, params.bias_dtype, expert) : 0.0f;
+        logits[ulong(token) * params.experts + expert] = logit + shift;
       }
     }
   }

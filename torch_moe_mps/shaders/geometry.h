@@ -13,6 +13,21 @@ GEOMETRY kSimdWidth = 32;
 // Norms: the most threads of a row. More would leave a thread too few registers on M1.
 GEOMETRY kNormThreads = 512;
 
+// Rotary position embedding: heads of a threadgroup, a simdgroup each.
+GEOMETRY kRopeHeads = 4;
+GEOMETRY kTableThreads = 64;
+
+// Attention. A threadgroup takes some queries of a key head and a chunk of the keys; its simdgroups take
+// tiles of kSimdWidth keys by turns.
+GEOMETRY kAttentionSimdgroups = 4;
+GEOMETRY kAttentionQueries = 2;  // four would take more registers than M1 has
+GEOMETRY kHeadElements = 8;      // of a lane
+
+// Linear attention
+GEOMETRY kConvThreads = 64;
+GEOMETRY kDeltaRows = 16;        // of a head's state, of a thread
+GEOMETRY kDeltaSimdgroups = 16;  // at most
+
 // Combine
 GEOMETRY kSiluThreads = 128;
 GEOMETRY kSumNormThreads = 384;

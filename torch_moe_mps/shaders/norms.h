@@ -1,4 +1,5 @@
-// RMSNorm fused with the residual stream: one row per threadgroup, or per simdgroup where rows are short.
+// RMSNorm, alone and fused with the residual stream: one row per threadgroup, or per simdgroup where rows are
+// short.
 #pragma once
 #include "common.h"
 
@@ -6,6 +7,13 @@
 // kNormThreads
 // * 16 columns are read once. What lies beyond is read again.
 constant constexpr int kNormElements = 16;
+
+// What a residual does: it is not there, it is added to the norm of the input, or it is added to the input
+// and the norm is that of the sum. Or there is a gate in its place.
+#define JOIN_NONE 0
+#define JOIN_NORM 1
+#define JOIN_SUM 2
+#define JOIN_GATE 3
 
 // The threads that work on one row.
 struct RowThreads {
@@ -30,31 +38,54 @@ inline Pack<N> output_scale(device const uchar* scalar, constant NormParams& par
   return scale;
 }
 
-// The columns to be normed: those of input, or with kNormSum those of residual + input, rounded to T as the
-// residual stream is.
-template <typename T, int N, bool kNormSum>
+// The columns to be normed: those of input, or of residual + input, rounded to T as the residual stream is.
+template <typename T, int N, int kJoin>
 inline Raw<T, N> normed_columns(Raw<T, N> residual, Raw<T, N> input) {
-  if constexpr (!kNormSum) return input;
+  if constexpr (kJoin != JOIN_SUM) return input;
   Pack<N> sum = widen(input);
   const Pack<N> base = widen(residual);
   UNROLL for (int i = 0; i < N; ++i) sum.v[i] += base.v[i];
   return narrow<T>(sum);
 }
 
-// (residual + x * inverse * weight) * scale, with kNormSum without the residual.
-template <int N, bool kNormSum>
+template <typename T, int N, int kJoin>
+inline Raw<T, N> residual_columns(device const T* residual) {
+  if constexpr (kJoin == JOIN_NONE) return Raw<T, N>{};
+  return load_raw<N>(residual);
+}
+
+// A weight that is not there is 1; only a norm alone may lack it.
+template <int N, int kJoin>
+inline Pack<N> weight_columns(AnyRaw<N> raw, constant NormParams& params) {
+  if (kJoin != JOIN_NONE || params.has_weight != 0) return widen(raw, params.weight_dtype);
+  Pack<N> weight;
+  UNROLL for (int i = 0; i < N; ++i) weight.v[i] = 1.0f;
+  return weight;
+}
+
+template <int N, int kJoin>
+inline AnyRaw<N> load_weight(device const uchar* weight, constant NormParams& params, uint column) {
+  if (kJoin == JOIN_NONE && params.has_weight == 0) return AnyRaw<N>{};
+  return load_any_raw<N>(weight, params.weight_dtype, column);
+}
+
+// (residual + x * inverse * weight) * scale; the residual with JOIN_NORM only, the scale not with JOIN_NONE.
+// With JOIN_GATE x * inverse * weight * silu(gate).
+template <int N, int kJoin>
 inline Pack<N> finished_columns(Pack<N> residual, Pack<N> x, float inverse, Pack<N> weight,
                                 device const uchar* scalar, constant NormParams& params, uint column) {
-  const Pack<N> scale = output_scale<N>(scalar, params, column);
   UNROLL for (int i = 0; i < N; ++i) {
-    float y = x.v[i] * inverse * (weight.v[i] + params.weight_offset);
-    if constexpr (!kNormSum) y += residual.v[i];
-    x.v[i] = y * scale.v[i];
+    x.v[i] = x.v[i] * inverse * (weight.v[i] + params.weight_offset);
+    if constexpr (kJoin == JOIN_NORM) x.v[i] += residual.v[i];
+    if constexpr (kJoin == JOIN_GATE) x.v[i] *= residual.v[i] * sigmoid(residual.v[i]);
   }
+  if constexpr (kJoin == JOIN_NONE || kJoin == JOIN_GATE) return x;
+  const Pack<N> scale = output_scale<N>(scalar, params, column);
+  UNROLL for (int i = 0; i < N; ++i) x.v[i] *= scale.v[i];
   return x;
 }
 
-template <typename T, int N, bool kNormSum>
+template <typename T, int N, int kJoin>
 inline void norm_row(device const T* residual, device const T* input, device const uchar* weight,
                      device const uchar* scalar, device T* output, device T* sum_output,
                      constant NormParams& params, RowThreads threads, threadgroup float* partials) {
@@ -68,24 +99,24 @@ inline void norm_row(device const T* residual, device const T* input, device con
   UNROLL for (int k = 0; k < kKept; ++k) {
     const uint column = first + k * step;
     if (column < params.width) {
-      base[k] = load_raw<N>(residual + column);
+      base[k] = residual_columns<T, N, kJoin>(residual + column);
       row[k] = load_raw<N>(input + column);
     }
   }
-  if (first < params.width) first_weight = load_any_raw<N>(weight, params.weight_dtype, first);
+  if (first < params.width) first_weight = load_weight<N, kJoin>(weight, params, first);
   UNROLL for (int k = 0; k < kKept; ++k) {
     const uint column = first + k * step;
     if (column < params.width) {
-      row[k] = normed_columns<T, N, kNormSum>(base[k], row[k]);
-      if (kNormSum && params.write_sum != 0) store_raw(sum_output + column, row[k]);
+      row[k] = normed_columns<T, N, kJoin>(base[k], row[k]);
+      if (kJoin == JOIN_SUM && params.write_sum != 0) store_raw(sum_output + column, row[k]);
       sum += sum_of_squares(widen(row[k]));
     }
   }
   const uint rest = first + kKept * step;
   for (uint column = rest; column < params.width; column += step) {
-    const Raw<T, N> x =
-        normed_columns<T, N, kNormSum>(load_raw<N>(residual + column), load_raw<N>(input + column));
-    if (kNormSum && params.write_sum != 0) store_raw(sum_output + column, x);
+    const Raw<T, N> x = normed_columns<T, N, kJoin>(residual_columns<T, N, kJoin>(residual + column),
+                                                    load_raw<N>(input + column));
+    if (kJoin == JOIN_SUM && params.write_sum != 0) store_raw(sum_output + column, x);
     sum += sum_of_squares(widen(x));
   }
 
@@ -95,22 +126,23 @@ inline void norm_row(device const T* residual, device const T* input, device con
   UNROLL for (int k = 0; k < kKept; ++k) {
     const uint column = first + k * step;
     if (column < params.width) {
-      const Pack<N> factor = k == 0 ? widen(first_weight, params.weight_dtype)
-                                    : load_any<N>(weight, params.weight_dtype, column);
-      store_pack(output + column, finished_columns<N, kNormSum>(widen(base[k]), widen(row[k]), inverse,
-                                                                factor, scalar, params, column));
+      AnyRaw<N> raw = first_weight;
+      if (k > 0) raw = load_weight<N, kJoin>(weight, params, column);
+      const Pack<N> factor = weight_columns<N, kJoin>(raw, params);
+      store_pack(output + column, finished_columns<N, kJoin>(widen(base[k]), widen(row[k]), inverse, factor,
+                                                             scalar, params, column));
     }
   }
   for (uint column = rest; column < params.width; column += step) {
-    const Raw<T, N> r = load_raw<N>(residual + column);
-    const Raw<T, N> x = normed_columns<T, N, kNormSum>(r, load_raw<N>(input + column));
-    const Pack<N> factor = load_any<N>(weight, params.weight_dtype, column);
+    const Raw<T, N> r = residual_columns<T, N, kJoin>(residual + column);
+    const Raw<T, N> x = normed_columns<T, N, kJoin>(r, load_raw<N>(input + column));
+    const Pack<N> factor = weight_columns<N, kJoin>(load_weight<N, kJoin>(weight, params, column), params);
     store_pack(output + column,
-               finished_columns<N, kNormSum>(widen(r), widen(x), inverse, factor, scalar, params, column));
+               finished_columns<N, kJoin>(widen(r), widen(x), inverse, factor, scalar, params, column));
   }
 }
 
-template <typename T, bool kNormSum>
+template <typename T, int kJoin>
 [[kernel, max_total_threads_per_threadgroup(kNormThreads)]] void norm_rows(
     device const T* residual [[buffer(0)]], device const T* input [[buffer(1)]],
     device const uchar* weight [[buffer(2)]], device const uchar* scalar [[buffer(3)]],
@@ -125,11 +157,12 @@ template <typename T, bool kNormSum>
   const RowThreads threads = {row_per_simdgroup ? lane : thread_index, params.simdgroups_per_row * kSimdWidth,
                               lane, simdgroup, params.simdgroups_per_row};
   const ulong start = ulong(row) * params.width;
+  const ulong input_start = row * params.input_stride;
   if (params.vectorised != 0) {
-    norm_row<T, 4, kNormSum>(residual + start, input + start, weight, scalar, output + start,
-                             sum_output + start, params, threads, partials);
+    norm_row<T, 4, kJoin>(residual + start, input + input_start, weight, scalar, output + start,
+                          sum_output + start, params, threads, partials);
   } else {
-    norm_row<T, 1, kNormSum>(residual + start, input + start, weight, scalar, output + start,
-                             sum_output + start, params, threads, partials);
+    norm_row<T, 1, kJoin>(residual + start, input + input_start, weight, scalar, output + start,
+                          sum_output + start, params, threads, partials);
   }
 }

@@ -1,4 +1,6 @@
 #include "norms.h"
 
-INSTANTIATE("norm_add", norm_rows<MOE_DTYPE, false>)
-INSTANTIATE("residual_norm", norm_rows<MOE_DTYPE, true>)
+INSTANTIATE("rms_norm", norm_rows<MOE_DTYPE, JOIN_NONE>)
+INSTANTIATE("rms_norm_gated", norm_rows<MOE_DTYPE, JOIN_GATE>)
+INSTANTIATE("norm_add", norm_rows<MOE_DTYPE, JOIN_NORM>)
+INSTANTIATE("residual_norm", norm_rows<MOE_DTYPE, JOIN_SUM>)

@@ -18,16 +18,140 @@
 #define SCALAR_PER_COLUMN 2
 
 struct NormParams {
+  uint64_t input_stride;  // elements from a row of the input to the next
   uint32_t rows;
   uint32_t width;
   uint32_t simdgroups_per_row;
   uint32_t vectorised;  // every row starts on a multiple of 4 elements
+  uint32_t has_weight;
   uint32_t weight_dtype;
   uint32_t scalar_kind;
   uint32_t scalar_dtype;
   uint32_t write_sum;
   float eps;
   float weight_offset;
+};
+
+// Rotary position embedding
+
+#define PAIRS_HALF 0                 // elements i and i + R / 2
+#define PAIRS_INTERLEAVED 1          // elements 2 i and 2 i + 1
+#define PAIRS_INTERLEAVED_TO_HALF 2  // read as interleaved, stored as halves
+
+// q or k. Strides are in elements.
+struct RopeHeads {
+  uint64_t batch_stride;
+  uint64_t token_stride;
+  uint64_t head_stride;
+  uint32_t heads;
+  uint32_t width;
+  uint32_t has_weight;
+  uint32_t weight_dtype;
+};
+
+struct RopeParams {
+  RopeHeads q;
+  RopeHeads k;
+  uint64_t table_batch_stride;
+  uint64_t table_token_stride;
+  uint32_t rows;  // heads of all tokens
+  uint32_t tokens;
+  uint32_t rotary;
+  uint32_t rotary_last;
+  uint32_t pairs;
+  uint32_t table_of_pairs;  // cos and sin have an element for each pair
+  uint32_t table_dtype;
+  uint32_t vectorised;
+  float eps;
+  float weight_offset;
+};
+
+#define TABLE_PAIRS 0        // a column for each pair
+#define TABLE_HALVES 1       // those of all pairs, twice
+#define TABLE_INTERLEAVED 2  // that of each pair, twice
+
+struct RopeTableParams {
+  uint64_t angles;  // of all tokens
+  uint32_t pairs;
+  uint32_t layout;
+  uint32_t wide_positions;  // int64
+  float scaling;
+};
+
+// Attention
+
+#define MASK_NONE 0  // causal
+#define MASK_BOOL 1
+#define MASK_ADDITIVE 2
+
+// Strides are in elements.
+struct AttentionParams {
+  uint64_t q_batch_stride;
+  uint64_t q_head_stride;
+  uint64_t q_token_stride;
+  uint64_t k_batch_stride;
+  uint64_t k_head_stride;
+  uint64_t v_batch_stride;
+  uint64_t v_head_stride;
+  uint64_t mask_batch_stride;
+  uint32_t k_key_stride;
+  uint32_t v_key_stride;
+  uint32_t mask_token_stride;
+  uint32_t mask_key_stride;
+  uint32_t tokens;
+  uint32_t heads;
+  uint32_t key_heads;
+  uint32_t keys;
+  uint32_t first_key;  // no token sees one before
+  uint32_t chunk;      // keys of a threadgroup
+  uint32_t width;
+  uint32_t value_width;
+  uint32_t mask_kind;
+  uint32_t mask_dtype;
+  uint32_t window;
+  uint32_t has_sinks;
+  uint32_t sinks_dtype;
+  uint32_t vectorised;
+  uint32_t rows;    // of queries: B * T * Hq
+  uint32_t chunks;  // more than 1: partial results, to be merged
+  float scale;
+};
+
+// Linear attention by the gated delta rule
+
+// Strides are in elements.
+struct ConvParams {
+  uint64_t x_batch_stride;
+  uint64_t x_channel_stride;
+  uint64_t x_token_stride;
+  uint32_t rows;  // channels of the whole batch
+  uint32_t channels;
+  uint32_t tokens;
+  uint32_t length;  // of the state
+  uint32_t width;   // of the window
+  uint32_t silu;
+  uint32_t state_dtype;
+  uint32_t weight_dtype;
+  uint32_t has_bias;
+  uint32_t bias_dtype;
+};
+
+struct DeltaParams {
+  uint32_t tokens;
+  uint32_t key_heads;
+  uint32_t heads;  // of the values
+  uint32_t key_width;
+  uint32_t value_width;
+  uint32_t g_dtype;
+  uint32_t beta_dtype;
+  uint32_t beta_is_logit;
+  uint32_t has_a_log;
+  uint32_t a_log_dtype;
+  uint32_t has_dt_bias;
+  uint32_t dt_bias_dtype;
+  uint32_t has_l2norm;
+  float l2norm_eps;
+  float scale;
 };
 
 // Combine
@@ -96,6 +220,8 @@ struct GateParams {
   uint32_t vectorised;
   uint32_t hidden_dtype;
   uint32_t norm_dtype;
+  uint32_t has_bias;
+  uint32_t bias_dtype;
   float eps;
 };
 

@@ -3,35 +3,44 @@
 import ast
 import warnings
 import weakref
+from typing import Any
 
 from torch import nn
 
-from ..quantization import requested_format
+from .attention import restore_attention, use_attention_of_sinks
 from .compiling import compile_kernels
-from .experts import NAME, describe, unsupported
+from .experts import NAME, PREVIOUS_EXPERTS, describe, unsupported
 from .interface import experts_of, is_experts, is_quantized
+from .linears import QuantizedLayer
 from .program.formulas import Reader
 from .program.programs import Unsupported
 from .program.straightening import straighten
-from .quantize import keep_when_saving, quantize_experts
+from .quantize import keep_when_saving, quantize_model
+from .recipe import requested_recipe
 from .report import Report
 from .rewriting import drop_forward_of_class, restore_module, rewrite
 
-_PREVIOUS = "_moe_mps_previous_implementation"
 # {id of a config: the config, and the implementation that it named when a model with it was accelerated}
 _BEFORE: dict[int, tuple[weakref.ref, str | None]] = {}
 
 
 def accelerate(
-    model: nn.Module, bits: int | None = None, group_size: int | None = None, mode: str | None = None
+    model: nn.Module,
+    bits: int | None = None,
+    group_size: int | None = None,
+    mode: str | None = None,
+    **recipe: Any,
 ) -> Report:
     """Make the Mixture-of-Experts layers of a model run on `torch.ops.moe_mps`, in place.
 
     Args:
         model: any module, most often a model of transformers; PEFT and other wrappers are looked through.
-        bits: 4 or 8 quantises the experts' weights, layer by layer; None leaves them dense.
-        group_size, mode: of the quantisation, as in `torch_moe_mps.quantization.quantize`; mode "mxfp4" needs
-            no bits.
+        bits: quantises the weights, layer by layer: experts, linear layers, embeddings and output head; None
+            leaves them dense.
+        group_size, mode: of the quantisation, as in `torch_moe_mps.quantization.quantize`; only mode "affine"
+            needs bits.
+        recipe: linear_bits, embedding_bits, keep and overrides, which say what is quantised otherwise or not
+            at all: see `requested_recipe`.
 
     A model on mps has its Metal kernels compiled here, not in its first token; one line on stderr says so.
 
@@ -42,32 +51,39 @@ def accelerate(
     """
     _require_module("accelerate", model)
     report = Report()
-    format = requested_format(bits, group_size, mode)
+    wanted = requested_recipe(bits, group_size, mode, **recipe)
     for module in model.modules():
         drop_forward_of_class(module)
     found = experts_of(model)
-    if format is not None:
-        report.quantization = quantize_experts(model, **format.to_dict())
+    if wanted is not None:
+        report.quantization = quantize_model(model, wanted)
     else:
         keep_when_saving(model)
     for name, module in found.items():
         reason = unsupported(module)
         if reason is None and not is_quantized(module):
-            module.__dict__.setdefault(_PREVIOUS, (module.config, _implementation(module.config)))
+            module.__dict__.setdefault(PREVIOUS_EXPERTS, (module.config, _implementation(module.config)))
             module.config._experts_implementation = NAME
         report.add(name, module, "experts", None if reason else describe(module), reason)
     for name, module in model.named_modules():
         if name not in found and (reason := _other_experts(name, module)):
             report.add(name, module, "experts", None, reason)
-    for name, kind, module in _around(model, found):
+    around = list(_around(model, found))
+    with_sinks = set(use_attention_of_sinks(model))
+    for name, module in _others(model, {name for name, *_ in around} | found.keys()):
+        rewrites, reason = rewrite(module)
+        rewrites = [*rewrites, *(["attention_sinks"] if name in with_sinks else [])]
+        if rewrites or "attention" in type(module).__name__.lower():
+            report.add(name, module, "other", "; ".join(rewrites) or None, reason)
+    for name, kind, module in around:
         rewrites, reason = rewrite(module)
         if kind == "router" and "_moe_mps_gate" in module.__dict__:
             rewrites = ["moe_gate, called by the layer"]
         report.add(name, module, kind, "; ".join(rewrites) or None, reason)
     report.rows.sort(key=_model_order(model))
     _warn_of_experts_left_alone(report)
-    if report.quantization is not None and not any(map(is_quantized, found.values())):
-        warnings.warn("torch_moe_mps: no experts were found that can be quantised", stacklevel=2)
+    if wanted is not None and not any(map(_has_format, model.modules())):
+        warnings.warn("torch_moe_mps: nothing was found that can be quantised", stacklevel=2)
     report.compiled = compile_kernels(model)
     return report
 
@@ -82,8 +98,9 @@ def restore(model: nn.Module) -> nn.Module:
     _require_module("restore", model)
     for module in model.modules():
         restore_module(module)
-        if _PREVIOUS in module.__dict__:
-            config, implementation = module.__dict__.pop(_PREVIOUS)
+        restore_attention(module)
+        if PREVIOUS_EXPERTS in module.__dict__:
+            config, implementation = module.__dict__.pop(PREVIOUS_EXPERTS)
             config._experts_implementation = implementation
             _BEFORE.pop(id(config), None)
     return model
@@ -98,6 +115,10 @@ def _implementation(config: object) -> str | None:
     key = id(config)
     _BEFORE[key] = (weakref.ref(config, lambda _: _BEFORE.pop(key, None)), current)
     return current
+
+
+def _has_format(module: nn.Module) -> bool:
+    return is_quantized(module) or isinstance(module, QuantizedLayer)
 
 
 def _require_module(function: str, model: object) -> None:
@@ -142,6 +163,16 @@ def _around(model: nn.Module, found: dict[str, nn.Module]):
             if path not in seen:
                 seen.add(path)
                 yield path, kind, module
+
+
+def _others(model: nn.Module, seen: set[str]):
+    """(name, module) of the norms, attentions, MLPs and layers without experts, children before parents."""
+    named = list(model.named_modules())
+    for name, module in sorted(named, key=lambda item: -item[0].count(".")):
+        is_torch = type(module).__module__.startswith("torch.") or isinstance(module, QuantizedLayer)
+        is_model = hasattr(module, "base_model_prefix") or not name
+        if name not in seen and not is_torch and not is_model:
+            yield name, module
 
 
 def _routers(block: nn.Module, experts: str):

@@ -25,7 +25,8 @@ def check_loaded(model: nn.Module) -> None:
     base = set(model.base_model.modules())
     for path, module in model.named_modules():
         required = whole or module in base
-        dtypes = _dtypes(module.quantization) if getattr(module, "quantization", None) else {}
+        format = getattr(module, "quantization", None) or getattr(module, "format", None)
+        dtypes = _dtypes(format) if isinstance(format, Format) else {}
         for name, tensor in _stored(module):
             argument = f"{path}.{name}".lstrip(".")
             missing = not getattr(tensor, "_is_hf_initialized", False)

@@ -58,9 +58,10 @@ def libraries_of(model: nn.Module) -> list[str]:
 def _weight_libraries(module: nn.Module, dtype: str | None) -> Iterator[str]:
     if dtype is None:
         return
-    format = getattr(module, "quantization", None) or getattr(module, "format", None)
-    if isinstance(format, Format):
-        yield f"quantized_{format.library}_{dtype}"
+    attributes = ("quantization", "down_quantization", "format")
+    formats = [f for f in (getattr(module, name, None) for name in attributes) if isinstance(f, Format)]
+    if formats:
+        yield from (f"quantized_{format.library}_{dtype}" for format in formats)
     elif is_experts(module):
         yield f"experts_{dtype}"
 

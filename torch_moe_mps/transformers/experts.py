@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ..ops._checks import MAX_TOP_K
-from .interface import is_quantized, projections
+from ..quantization import Format
+from .interface import formats_of, is_quantized, projections
 from .program.formulas import Node, evaluate, inline, operation_of
 from .program.patterns import match
 from .program.programs import Unsupported
@@ -18,6 +19,8 @@ from .program.straightening import straighten
 ops = torch.ops.moe_mps
 
 NAME = "moe_mps"
+# Where a module keeps its config and the implementation that the config named before.
+PREVIOUS_EXPERTS = "_moe_mps_previous_implementation"
 _POINTWISE = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 # The formula of _apply_gate on its argument X, with G and U its gate and up half.
 _GATES = {
@@ -92,8 +95,9 @@ def runs_own_code(module: nn.Module, *inputs: Tensor) -> bool:
     device = inputs[0].device.type
     if module.training or (device != "meta" and torch.is_autocast_enabled(device)):
         return True
-    if any(x.dtype == torch.float64 for x in inputs):
-        return True
+    for x in inputs:
+        if x.dtype == torch.float64:
+            return True
     if not torch.is_grad_enabled():
         return False
     return any(x.requires_grad for x in inputs) or any(p.requires_grad for p in module.parameters())
@@ -173,7 +177,8 @@ def describe(module: nn.Module) -> str:
     details = [activation.activation]
     details += ["not gated"] if not activation.gated else []
     details += ["interleaved"] if activation.interleaved else []
-    details += [str(quantization)] if quantization is not None else []
+    if quantization is not None:
+        details += dict.fromkeys(map(str, formats_of(module).values()))
     return f"{how} ({', '.join(details)})"
 
 
@@ -198,14 +203,21 @@ def experts_forward(
     *,
     shared_gate: Tensor | None = None,
     shared_out: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """The forward that transformers calls for experts_implementation="moe_mps".
 
-    `shared_gate` (a logit) and `shared_out` come from blocks that `accelerate` rewrote: g * shared_out is
-    added.
+    `shared_gate` (a logit), `shared_out` and `residual` come from blocks that `accelerate` rewrote:
+    g * shared_out + residual is added.
     """
-    shared = {"shared_gate": shared_gate, "shared_out": shared_out, "gate_is_logit": shared_gate is not None}
-    inputs = [x for x in (hidden_states, top_k_weights, shared_gate, shared_out) if x is not None]
+    shared = {
+        "shared_gate": shared_gate,
+        "shared_out": shared_out,
+        "residual": residual,
+        "gate_is_logit": shared_gate is not None,
+    }
+    terms = (hidden_states, top_k_weights, shared_gate, shared_out, residual)
+    inputs = [x for x in terms if x is not None]
     if self.__dict__.get("quantization") is not None:  # getattr of a missing attribute is slow on modules
         _require_no_gradients(self, inputs)
         return _quantized_forward(self, hidden_states, top_k_index, top_k_weights, shared)
@@ -213,7 +225,8 @@ def experts_forward(
     own = runs_own_code(self, *inputs) or _activation_is_observed(self)
     if own or not _fits(hidden_states, first, top_k_index):
         routed = own_forward(self, hidden_states, top_k_index.long(), top_k_weights)
-        return add_shared(routed, shared_gate, shared_out)
+        routed = add_shared(routed, shared_gate, shared_out)
+        return routed if residual is None else residual + routed
     activation = _activation(self)
     bias = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias) if self.has_bias else None
     down_bias = self.down_proj_bias if self.has_bias else None
@@ -237,7 +250,7 @@ def _require_no_gradients(self: nn.Module, inputs: list[Tensor]) -> None:
 
 
 def _quantized_forward(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, shared: dict) -> Tensor:
-    form = self.quantization
+    form, down_form = self.quantization, self.down_quantization
     first, second = (_packed(self, name) for name in projections(self))
     bias = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias) if self.has_bias else None
     down_bias = self.down_proj_bias if self.has_bias else None
@@ -245,12 +258,26 @@ def _quantized_forward(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor,
     if activation is None:
         hidden = ops.expert_qmm(x, *first, ids, form.bits, form.group_size, form.mode, bias)
         hidden = _own_activation(self, hidden)
-        hidden = ops.expert_qmm(hidden, *second, ids, form.bits, form.group_size, form.mode, down_bias)
+        hidden = ops.expert_qmm(
+            hidden, *second, ids, down_form.bits, down_form.group_size, down_form.mode, down_bias
+        )
         return _own_combine(self, hidden, weights, shared)
     return ops.moe_experts_quantized(
         x, *first, *second, ids, weights, form.bits, form.group_size, form.mode,
         gate_up_bias=bias, down_bias=down_bias, **_arguments(activation), **shared,
+        **_other_format(form, down_form),
     )  # fmt: skip
+
+
+def _other_format(form: Format, down_form: Format) -> dict:
+    """The format of the second matrices as arguments, where it is not that of the first."""
+    if down_form == form:
+        return {}
+    return {
+        "down_bits": down_form.bits,
+        "down_group_size": down_form.group_size,
+        "down_mode": down_form.mode,
+    }
 
 
 def _packed(self: nn.Module, name: str) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -2,6 +2,8 @@
 
 from torch import Tensor, nn
 
+from ..quantization import Format
+
 INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # of transformers' experts
 
 
@@ -15,8 +17,18 @@ def is_experts(module: object) -> bool:
 
 
 def is_quantized(experts: nn.Module) -> bool:
-    """Whether quantize_module, or the loading of a checkpoint, gave the module a format."""
+    """Whether quantising, or the loading of a checkpoint, gave the module a format."""
     return getattr(experts, "quantization", None) is not None
+
+
+def formats_of(experts: nn.Module) -> dict[str, Format]:
+    """{projection: format} of a quantised module."""
+    first, second = projections(experts)
+    return {first: experts.quantization, second: experts.down_quantization}
+
+
+def set_formats(experts: nn.Module, formats: dict[str, Format]) -> None:
+    experts.quantization, experts.down_quantization = (formats[name] for name in projections(experts))
 
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:

@@ -1,14 +1,21 @@
 """Loading a checkpoint of transformers as an accelerated model."""
 
+import contextlib
 import copy
-from collections.abc import Mapping
+import os
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from ..quantization import Format, requested_format
+from ..quantization import Format
 from .accelerate import accelerate
+from .config import QuantizationConfig, is_mlx
 from .experts import NAME
+from .mlx import written_by_mlx
+from .recipe import SAME, requested_recipe
+
+_NO_READING_AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"
 
 # Arguments of from_pretrained that a config would keep to itself, and those that say where both files are.
 _FOR_THE_MODEL = ("dtype", "torch_dtype")
@@ -25,45 +32,86 @@ def from_pretrained(
     bits: int | None = None,
     group_size: int | None = None,
     mode: str | None = None,
+    linear_bits: int | str | None = SAME,
+    embedding_bits: int | str | None = SAME,
+    keep: Collection[str] = (),
+    overrides: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Load a model and accelerate it; MXFP4 experts (gpt-oss) stay in MXFP4 and are never dequantised.
+    """Load a model and accelerate it; with bits, every weight is quantised as it comes from the checkpoint.
+
+    The memory beside the model is that of one layer: the dense model never exists. MXFP4 experts (gpt-oss)
+    stay in MXFP4 and are never dequantised; FP8 checkpoints are quantised from what they stand for.
 
     Args:
         name: folder or name on the Hub.
         model_class: of transformers; AutoModelForCausalLM unless given.
-        bits, group_size, mode: as in `accelerate`, for dense experts; quantised ones stay as they are.
+        bits, group_size, mode, linear_bits, embedding_bits, keep, overrides: as in `accelerate`; weights that
+            are quantised stay as they are.
         kwargs: for its from_pretrained.
 
     Returns: what its from_pretrained returns: the model, in evaluation mode and accelerated; with
-        output_loading_info, a tuple of that and the information.
+        output_loading_info, a tuple of that and the information. `model.hf_quantizer.report` says what was
+        quantised.
 
     Raises: ValueError for a format that does not exist, or does not fit the weights, and for parameters that
         the checkpoint lacks.
     """
-    requested_format(bits, group_size, mode)  # before anything is loaded
+    asked = {"bits": bits, "group_size": group_size, "mode": mode, "linear_bits": linear_bits}
+    asked |= {"embedding_bits": embedding_bits, "keep": keep, "overrides": overrides}
+    recipe = requested_recipe(**asked)  # its errors come before anything is loaded
     cls = model_class or AutoModelForCausalLM
     if kwargs.get("quantization_config") is None:
-        kwargs = _without_dequantising(name, cls, kwargs)
+        asked = {key: value for key, value in asked.items() if value is not None}
+        kwargs = _with_quantization(name, cls, kwargs, None if recipe is None else asked)
     with_info = kwargs.pop("output_loading_info", False)
-    model, info = cls.from_pretrained(name, output_loading_info=True, **kwargs)
+    with _one_by_one(recipe is not None):
+        model, info = cls.from_pretrained(name, output_loading_info=True, **kwargs)
     if info["missing_keys"]:
         names = ", ".join(sorted(info["missing_keys"]))
         raise ValueError(f"moe_mps::from_pretrained: {names} must be in the checkpoint, got no such tensor")
-    accelerate(model.eval(), bits, group_size, mode)
+    streamed = getattr(getattr(model, "hf_quantizer", None), "report", None) is not None
+    accelerate(model.eval(), **({} if recipe is None or streamed else asked))
     return (model, info) if with_info else model
 
 
-def _without_dequantising(name: str, cls: type, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of cls.from_pretrained; a config for MXFP4 experts is changed to keep them."""
+def _with_quantization(name: str, cls: type, kwargs: dict[str, Any], asked: dict | None) -> dict[str, Any]:
+    """The arguments of cls.from_pretrained, with the quantisation that shall be or is in the checkpoint."""
     config, others = _load_config(name, cls, kwargs)
     stored = getattr(config, "quantization_config", None) or {}
     stored = stored if isinstance(stored, Mapping) else stored.to_dict()
-    if stored.get("quant_method") != "mxfp4":
+    method = stored.get("quant_method")
+    method = getattr(method, "value", method)
+    stored = stored or getattr(config, "quantization", None) or {}
+    if is_mlx(stored) or (not stored and written_by_mlx(name)):
+        ours = {"mlx": True}
+    elif not stored and asked is not None:
+        return {**kwargs, "quantization_config": QuantizationConfig(**asked)}
+    elif method == "mxfp4":
+        ours = Format(mode="mxfp4").to_dict()
+    elif method == "fp8" and asked is not None:
+        ours = {**asked, "source": dict(stored)}
+    else:
         return kwargs
     config = copy.deepcopy(config)
-    config.quantization_config = {"quant_method": NAME, **Format(mode="mxfp4").to_dict()}
+    config.quantization_config = {"quant_method": NAME, **ours}
+    vars(config).pop("quantization", None)
     return {**others, "config": config}
+
+
+@contextlib.contextmanager
+def _one_by_one(enabled: bool) -> Iterator[None]:
+    """Let transformers read a tensor when it is its turn: four threads would be ahead of the quantising."""
+    before = os.environ.get(_NO_READING_AHEAD)
+    if enabled:
+        os.environ[_NO_READING_AHEAD] = "1"
+    try:
+        yield
+    finally:
+        if enabled:
+            os.environ.pop(_NO_READING_AHEAD)
+        if before is not None:
+            os.environ[_NO_READING_AHEAD] = before
 
 
 def _load_config(name: str, cls: type, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

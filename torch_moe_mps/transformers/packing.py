@@ -1,139 +1,183 @@
-"""Experts modules whose dense parameters are replaced by quantised ones."""
+"""Modules whose dense parameters are replaced by quantised ones.
 
-from collections.abc import Collection, Iterable, Mapping
-from functools import partial
+A parameter `gate_up_proj` becomes `gate_up_proj_packed` (int32), `_scales` and, in mode affine, `_biases`;
+the `weight` of a layer becomes `packed`, `scales` and `biases` of a layer of linears.py.
+"""
+
+import copy
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from ..ops._checks import Check
-from ..quantization import Format, QuantizedWeight, relative_error
-from ..quantization.formats import check_finite, empty_weight, quantize_stack
-from .experts import pinned_config, unsupported
-from .interface import is_quantized, projections
-from .report import QuantizationReport, QuantizedProjection
+from ..quantization import Format, QuantizedWeight
+from ..quantization.formats import ErrorSums, check_finite, empty_weight, quantize_stack
+from .experts import pinned_config
+from .interface import projections, set_formats
+from .linears import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
+from .report import QuantizedProjection
+from .targets import Target
 
 
-def _rows_first(module: nn.Module, projection: str) -> Tensor:
-    """The view [E, output, input] of a dense parameter."""
-    weight = getattr(module, projection).detach()
-    return weight.mT if module.is_transposed else weight
+def quantized_names(parameter: str) -> list[str]:
+    """What takes the place of a dense parameter: the names of packed words, scales and biases."""
+    prefix = "" if parameter == "weight" else f"{parameter}_"
+    return [f"{prefix}{part}" for part in QuantizedWeight._fields]
 
 
-def check_module(name: str, module: nn.Module, format: Format) -> None:
-    """Raise the one-line error for a module that cannot be quantised, before anything is changed."""
-    check = Check("quantize_experts")
-    for projection in projections(module):
-        weight = _rows_first(module, projection)
-        argument = f"{name}.{projection}"
+def rows_first(target: Target, weight: Tensor) -> Tensor:
+    """The view [E, output, input] of a dense parameter; E is 1 for a layer."""
+    if target.kind != "experts":
+        return weight.unsqueeze(0)
+    return weight.mT if target.module.is_transposed else weight
+
+
+def without_stack(quantized: QuantizedWeight) -> QuantizedWeight:
+    return QuantizedWeight(*(None if tensor is None else tensor.squeeze(0) for tensor in quantized))
+
+
+def check_target(function: str, target: Target) -> None:
+    """Raise the one-line error for weights that cannot be quantised, before anything is changed."""
+    check = Check(function)
+    for parameter, format in target.formats.items():
+        weight = getattr(target.module, parameter)
+        argument = f"{target.name}.{parameter}"
         if hasattr(weight, "placements"):  # a DTensor
             check.fail(argument, "a plain tensor, without expert parallelism", type(weight).__name__)
         if weight.is_meta:
             check.fail(argument, "loaded and not offloaded", "a tensor on the meta device")
-        if weight.shape[-1] % format.group_size != 0:
-            expected = f"of an input dimension that is a multiple of group_size {format.group_size}"
-            check.fail(argument, expected, weight.shape[-1])
-        check_finite(check, argument, weight)
+        check_columns(check, target, parameter, format)
+        check_finite(check, argument, rows_first(target, weight.detach()))
 
 
-def _replace(module: nn.Module, weights: Mapping[str, QuantizedWeight], format: Format) -> None:
-    """The quantised parameters in place of the dense ones, and a config of the module's own.
+def check_columns(check: Check, target: Target, parameter: str, format: Format) -> None:
+    columns = rows_first(target, getattr(target.module, parameter)).shape[-1]
+    if columns % format.group_size != 0:
+        expected = f"of an input dimension that is a multiple of group_size {format.group_size}"
+        check.fail(f"{target.name}.{parameter}", expected, columns)
 
-    All of it is one assignment: whenever a user interrupts, the module is either dense or quantised.
+
+def as_parameters(quantized: QuantizedWeight) -> QuantizedWeight:
+    """int32 where quantize gives uint32: torch 2.13 cannot unpickle uint32, and lacks operations for it."""
+
+    def parameter(tensor: Tensor) -> nn.Parameter:
+        words = tensor.view(torch.int32) if tensor.dtype == torch.uint32 else tensor
+        return nn.Parameter(words, requires_grad=False)
+
+    return QuantizedWeight(
+        *(t if t is None or isinstance(t, nn.Parameter) else parameter(t) for t in quantized)
+    )
+
+
+def store(target: Target, parameter: str, quantized: QuantizedWeight) -> None:
+    """Put quantised tensors, perhaps parameters of another module, in the place of a dense parameter."""
+    delattr(target.module, parameter)
+    for name, tensor in zip(quantized_names(parameter), as_parameters(quantized), strict=True):
+        if tensor is not None:
+            target.module.register_parameter(name, tensor)
+
+
+def stored(module: nn.Module, parameter: str) -> QuantizedWeight:
+    """The quantised tensors that took the place of a dense parameter."""
+    return QuantizedWeight(*(getattr(module, name, None) for name in quantized_names(parameter)))
+
+
+def store_empty(target: Target) -> None:
+    """Uninitialised quantised tensors in place of the dense ones, on their devices, to load a checkpoint."""
+    for parameter, format in target.formats.items():
+        weight = getattr(target.module, parameter)
+        empty = empty_weight(rows_first(target, weight).shape, weight.dtype, weight.device, format)
+        store(target, parameter, empty if target.kind == "experts" else without_stack(empty))
+
+
+def quantize_target(model: nn.Module, target: Target, others: list[Target]) -> list[QuantizedProjection]:
+    """Quantise the weights of a target, and those of others that are the same tensor.
+
+    The target is one that passed check_target. Nothing is replaced before everything is computed, and then by
+    one assignment: whenever a user interrupts, a module is either dense or quantised.
     """
-    parameters = {name: value for name, value in module._parameters.items() if name not in weights}
-    for projection, quantized in weights.items():
-        # int32 where quantize gives uint32: torch 2.13 cannot unpickle uint32, and lacks operations for it.
-        quantized = quantized._replace(packed=quantized.packed.view(torch.int32))
-        for suffix, tensor in zip(QuantizedWeight._fields, quantized, strict=True):
-            if tensor is not None:
-                parameters[f"{projection}_{suffix}"] = nn.Parameter(tensor, requires_grad=False)
-    module.__dict__.update(_parameters=parameters, quantization=format, config=pinned_config(module))
-
-
-def empty_quantized_module(module: nn.Module, format: Format) -> None:
-    """Replace the dense parameters by uninitialised quantised ones on their devices, to load a checkpoint."""
-    weights = {projection: _rows_first(module, projection) for projection in projections(module)}
-    empty = {name: empty_weight(w.shape, w.dtype, w.device, format) for name, w in weights.items()}
-    _replace(module, empty, format)
-
-
-def quantize_module(module: nn.Module, format: Format) -> list[QuantizedProjection]:
-    """Replace `<projection>` by `<projection>_packed` (int32), `_scales` and, in mode affine, `_biases`.
-
-    The module is one that passed check_module. Nothing is replaced before everything is computed: a failure,
-    for want of memory, leaves a module that works. Sets `module.quantization`, and pins the implementation.
-    """
-    done, replacements = [], {}
-    for projection in projections(module):
-        weight = _rows_first(module, projection)
-        quantized = replacements[projection] = quantize_stack(weight, format)
-        error = relative_error(weight, quantized, format)
-        done.append(QuantizedProjection(projection, error, weight.nbytes, quantized.nbytes))
-    _replace(module, replacements, format)
+    done, weights, dtype = [], {}, dense_dtype(target)
+    for parameter, format in target.formats.items():
+        weight, errors = getattr(target.module, parameter).detach(), ErrorSums()
+        quantized = quantize_stack(rows_first(target, weight), format, errors)
+        done.append(QuantizedProjection(parameter, errors.relative, weight.nbytes, quantized.nbytes, format))
+        stack = target.kind == "experts"
+        weights[parameter] = as_parameters(quantized if stack else without_stack(quantized))
+    for each in (target, *others):
+        if each.kind == "experts":
+            _replace_experts(each, weights)
+        else:
+            _replace_layer(model, each, weights["weight"], dtype)
     return done
 
 
-# The modules of a model
+def _replace_experts(target: Target, weights: Mapping[str, QuantizedWeight]) -> None:
+    module = target.module
+    parameters = {name: value for name, value in module._parameters.items() if name not in weights}
+    for parameter, quantized in weights.items():
+        named = zip(quantized_names(parameter), quantized, strict=True)
+        parameters |= {name: tensor for name, tensor in named if tensor is not None}
+    formats = [target.formats[name] for name in projections(module)]
+    module.__dict__.update(
+        _parameters=parameters,
+        quantization=formats[0],
+        down_quantization=formats[1],
+        config=pinned_config(module),
+    )
 
 
-def _check_adapters(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    """An adapter of PEFT computes with the dense parameters that quantising removes."""
-    names = {id(module): name for name, module in modules.items()}
-    for adapter in model.modules():
-        if hasattr(adapter, "get_base_layer") and id(adapter.get_base_layer()) in names:
-            name = names[id(adapter.get_base_layer())]
-            raise ValueError(
-                f"moe_mps::quantize_experts: a PEFT adapter is on {name}; merge_and_unload() it first"
-            )
+def _replace_layer(model: nn.Module, target: Target, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+    layer = _layer(target.module, weight, target.formats["weight"], dtype)
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child is target.module:
+                parent._modules[name] = layer
+    target.module = layer
 
 
-def _check_one_method(model: nn.Module) -> None:
-    for module in model.modules():
-        stored = getattr(getattr(module, "config", None), "quantization_config", None)
-        get = stored.get if isinstance(stored, Mapping) else partial(getattr, stored)
-        method = get("quant_method", None)
-        if method not in (None, "moe_mps"):
-            raise ValueError(
-                "moe_mps::quantize_experts: the model is already quantised with "
-                f"{getattr(method, 'value', method)}: a checkpoint holds one method; use bits=None"
-            )
+def finish(model: nn.Module, target: Target, dtype: torch.dtype) -> None:
+    """Let a module whose weights are stored run on the operators; `dtype` is that of the dense weights."""
+    if target.kind == "experts":
+        set_formats(target.module, target.formats)
+        target.module.config = pinned_config(target.module)
+    else:
+        _replace_layer(model, target, stored(target.module, "weight"), dtype)
 
 
-def _release_cache(module: nn.Module) -> None:
+def _layer(module: nn.Module, weight: QuantizedWeight, format: Format, dtype: torch.dtype) -> QuantizedLayer:
+    if isinstance(module, nn.Embedding):
+        scale = _scale_of(module, weight.packed.device)
+        layer = QuantizedEmbedding(*weight, format, dtype, module.padding_idx, scale)
+    else:
+        layer = QuantizedLinear(*weight, format, dtype, module.bias)
+    return layer.train(module.training)
+
+
+def _scale_of(embedding: nn.Embedding, device: torch.device) -> Tensor | None:
+    """What a subclass multiplies the rows with, found by a row of ones; None for nothing."""
+    if type(embedding).forward is nn.Embedding.forward:
+        return None
+    probe = copy.copy(embedding)
+    ones = nn.Parameter(torch.ones(1, embedding.embedding_dim, device=device), requires_grad=False)
+    probe.__dict__["_parameters"] = {"weight": ones}
+    probe.padding_idx = None
+    row = probe(torch.zeros(1, dtype=torch.long, device=device))[0]
+    return row[0].clone() if bool((row == row[0]).all()) else row
+
+
+def dense_dtype(target: Target) -> torch.dtype:
+    return next(getattr(target.module, name).dtype for name in target.formats)
+
+
+def empty_quantized_module(module: nn.Module, format: Format) -> None:
+    """Uninitialised quantised tensors in an experts module, to load its state."""
+    target = Target("", module, "experts", dict.fromkeys(projections(module), format))
+    store_empty(target)
+    set_formats(module, target.formats)
+
+
+def release_cache(tensor: Tensor) -> None:
     """Give freed weights back to the system: PyTorch's MPS allocator keeps them for buffers of that size."""
-    if any(parameter.device.type == "mps" for parameter in module.parameters()):
+    if tensor.device.type == "mps":
         torch.mps.empty_cache()
-
-
-def _with_progress(items: Collection, enabled: bool) -> Iterable:
-    """A progress bar where tqdm is installed, as it is with transformers."""
-    if not enabled:
-        return items
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        return items
-    return tqdm(items, desc="Quantising experts", unit="layer")
-
-
-def quantize_modules(
-    model: nn.Module, modules: Mapping[str, nn.Module], format: Format, progress: bool = True
-) -> QuantizationReport:
-    """Quantise experts modules of a model, by name, after checking all of them."""
-    report = QuantizationReport(format)
-    dense = {}
-    for name, module in modules.items():
-        reason = f"already {module.quantization}" if is_quantized(module) else unsupported(module)
-        if reason is not None:
-            report.skipped[name] = reason
-        else:
-            check_module(name, module, format)
-            dense[name] = module
-    if dense:
-        _check_adapters(model, dense)
-        _check_one_method(model)
-    for name in _with_progress(dense, progress):
-        report.modules[name] = quantize_module(dense[name], format)
-        _release_cache(dense[name])
-    return report

@@ -1,13 +1,18 @@
-"""Models whose experts are quantised in place."""
+"""Models quantised in place: experts, linear layers and embeddings."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 
 from torch import nn
 
 from ..quantization import Format
-from .interface import experts_of, is_quantized
-from .packing import quantize_modules
+from .experts import unsupported
+from .interface import experts_of, formats_of, is_quantized, projections
+from .packing import check_target, quantize_target, release_cache
+from .recipe import Recipe
 from .report import QuantizationReport
+from .sizes import bytes_a_token
+from .targets import Target, shared_weights, tie_quantized, weights_of
 
 
 def quantize_experts(
@@ -19,7 +24,7 @@ def quantize_experts(
     modules: Mapping[str, nn.Module] | None = None,
     progress: bool = True,
 ) -> QuantizationReport:
-    """Quantise the experts of a transformers model in place, layer by layer.
+    """Quantise the experts of a transformers model in place, layer by layer; `accelerate` quantises all.
 
     The dense weights of a layer are freed before the next one is quantised, so the peak is the dense model
     plus one quantised layer. All checks come first: on their errors the model is unchanged.
@@ -39,16 +44,100 @@ def quantize_experts(
         distributed or under an adapter of PEFT; and for a model with another quantisation method.
     """
     format = Format(bits, group_size, mode)
+    targets, report = {}, QuantizationReport()
+    for name, module in (experts_of(model) if modules is None else modules).items():
+        targets[name] = Target(name, module, "experts", dict.fromkeys(projections(module), format))
+    return quantize_targets("quantize_experts", model, targets, report, progress)
+
+
+def quantize_model(model: nn.Module, recipe: Recipe, progress: bool = True) -> QuantizationReport:
+    """Quantise what a recipe names, as quantize_experts does; what cannot be quantised stays dense.
+
+    Raises: ValueError for experts that do not fit, and whatever quantize_experts raises.
+    """
+    weights = weights_of(model, recipe)
+    return quantize_targets(
+        "quantize", model, weights.targets, QuantizationReport(skipped=weights.dense), progress
+    )
+
+
+def quantize_targets(
+    function: str, model: nn.Module, targets: Mapping[str, Target], report: QuantizationReport, progress: bool
+) -> QuantizationReport:
+    """Quantise targets of a model after checking all of them, and add to the report what was done."""
+    dense = {}
+    for name, target in targets.items():
+        reason = _reason(target)
+        if reason is not None:
+            report.skipped[name] = reason
+        else:
+            check_target(function, target)
+            dense[name] = target
+    if dense:
+        _check_adapters(function, model, dense)
+        _check_one_method(function, model)
+    report.bytes_before = report.bytes_before or bytes_a_token(model)
+    sharing = shared_weights(model, dense)
     try:
-        return quantize_modules(model, experts_of(model) if modules is None else modules, format, progress)
+        for name in _with_progress(list(dense), progress):
+            others = [dense[other] for other in sharing.get(name, ())]
+            if name in report.modules or name in report.shared:
+                continue
+            report.modules[name] = quantize_target(model, dense[name], others)
+            report.shared.update({other.name: name for other in others})
+            release_cache(next(dense[name].module.parameters()))
     finally:  # a model that was interrupted works, and can be saved
+        tie_quantized(model)
         keep_when_saving(model)
+    report.bytes_after = bytes_a_token(model)
+    return report
+
+
+def _reason(target: Target) -> str | None:
+    """Why a target is left as it is."""
+    if target.kind != "experts":
+        return None
+    if is_quantized(target.module):
+        formats = dict.fromkeys(map(str, formats_of(target.module).values()))
+        return f"already {' and '.join(formats)}"
+    return unsupported(target.module)
 
 
 def keep_when_saving(model: nn.Module) -> None:
     """Lets the models of transformers in `model` save what is quantised, and load it again."""
-    modules = list(model.modules())
-    if any(map(is_quantized, modules)) and any(hasattr(module, "save_pretrained") for module in modules):
+    if any(hasattr(module, "save_pretrained") for module in model.modules()):
         from .saving import mark_quantized  # which needs transformers; quantising a plain module does not
 
         mark_quantized(model)
+
+
+def _check_adapters(function: str, model: nn.Module, targets: Mapping[str, Target]) -> None:
+    """An adapter of PEFT computes with the dense parameters that quantising removes."""
+    names = {id(target.module): name for name, target in targets.items()}
+    for adapter in model.modules():
+        if hasattr(adapter, "get_base_layer") and id(adapter.get_base_layer()) in names:
+            name = names[id(adapter.get_base_layer())]
+            raise ValueError(f"moe_mps::{function}: a PEFT adapter is on {name}; merge_and_unload() it first")
+
+
+def _check_one_method(function: str, model: nn.Module) -> None:
+    for module in model.modules():
+        stored = getattr(getattr(module, "config", None), "quantization_config", None)
+        get = stored.get if isinstance(stored, Mapping) else partial(getattr, stored)
+        method = get("quant_method", None)
+        if method not in (None, "moe_mps"):
+            raise ValueError(
+                f"moe_mps::{function}: the model is already quantised with "
+                f"{getattr(method, 'value', method)}: a checkpoint holds one method; use bits=None"
+            )
+
+
+def _with_progress(items: Collection, enabled: bool) -> Iterable:
+    """A progress bar where tqdm is installed, as it is with transformers."""
+    if not enabled:
+        return items
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return items
+    return tqdm(items, desc="Quantising", unit="module")

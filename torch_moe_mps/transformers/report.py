@@ -15,15 +15,25 @@ class QuantizedProjection(NamedTuple):
     error: float
     dense_bytes: int
     quantized_bytes: int
+    format: Format
 
 
 @dataclass
 class QuantizationReport:
-    """What quantize_experts did; prints as a table."""
+    """What quantising did; prints as a table.
 
-    format: Format
+    Attributes:
+        modules: {name: what became of its parameters} of the quantised modules.
+        shared: {name: name} of modules that have the quantised weight of another.
+        skipped: {name: reason} of modules that were left as they are.
+        bytes_before, bytes_after: bytes of weights that decoding one token reads.
+    """
+
     modules: dict[str, list[QuantizedProjection]] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    bytes_before: int = 0
+    bytes_after: int = 0
 
     @property
     def dense_bytes(self) -> int:
@@ -35,29 +45,32 @@ class QuantizationReport:
 
     def __str__(self) -> str:
         """Equal layers are on one line, with the mean and the largest of their errors."""
+        lines = [f"{name}: shares the weight of {other}" for name, other in self.shared.items()]
         reasons = Counter((_any_layer(name), why) for name, why in self.skipped.items())
-        lines = [f"{name} ({n}): left as it is, {why}" for (name, why), n in reasons.items()]
+        lines += [f"{name} ({n}): left as it is, {why}" for (name, why), n in reasons.items()]
         if self.modules:
+            before, after = (f"{count / 1e6:.1f} MB" for count in (self.bytes_before, self.bytes_after))
+            lines.append(f"weights read for a token: {before} before, {after} after")
             return "\n".join(self._table() + lines)
         return "\n".join(lines) or (
             "No experts with transformers' experts interface found; nothing is quantised."
         )
 
     def _table(self) -> list[str]:
-        groups: dict[str, list[QuantizedProjection]] = {}
+        groups: dict[tuple[str, str], list[QuantizedProjection]] = {}
         for name, entries in self.modules.items():
             for entry in entries:
-                groups.setdefault(_any_layer(f"{name}.{entry.projection}"), []).append(entry)
-        rows = [("parameter", "n", "mean error", "largest", "before", "after")]
-        rows += [(name, str(len(entries)), *_summary(entries)) for name, entries in groups.items()]
+                parameter = _any_layer(f"{name}.{entry.projection}".removesuffix(".weight"))
+                groups.setdefault((parameter, str(entry.format)), []).append(entry)
+        rows = [("parameter", "format", "n", "mean error", "largest", "before", "after")]
+        rows += [(*key, str(len(entries)), *_summary(entries)) for key, entries in groups.items()]
         everything = [entry for entries in groups.values() for entry in entries]
-        rows.append((f"all, {self.format}", str(len(everything)), *_summary(everything)))
+        rows.append(("all", "", str(len(everything)), *_summary(everything)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        aligned = [[str.ljust] * 2 + [str.rjust] * 5] * len(rows)
         return [
-            "  ".join(
-                [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
-            )
-            for row in rows
+            "  ".join(f(c, w) for f, c, w in zip(align, row, widths, strict=True))
+            for align, row in zip(aligned, rows, strict=True)
         ]
 
 

@@ -13,18 +13,31 @@ from .experts import runs_own_code
 from .interface import is_experts
 from .program.formulas import is_pure
 from .program.programs import CLASS_MARK, Program, Unsupported, original_class
-from .program.reads import READS, recording, unchanged
+from .program.reads import READS, holds, recording
 from .program.straightening import straighten
 from .rules import fused
 from .rules.gate import use_gates
 from .rules.handover import hand_over_raw_results
+from .rules.linear import join_linears
+from .rules.mlp import RESIDUAL, fuse_mlp
 from .rules.norms import fuse_norms
+from .rules.residual import add_to_first, hand_over_residual, take_residual
+from .rules.rms_norm import call_norms, replace_rms_norm
+from .rules.rope import replace_rope
 from .rules.router import RAW, replace_selection
 from .rules.shared import fold_shared_experts
 
 _RESTORED = "_moe_mps_restored"
 _REWRITES = "_moe_mps_rewrites"
-_MARKS = ("_moe_mps_norm", "_moe_mps_activation", "_moe_mps_gate", READS, _REWRITES, _RESTORED)
+_MARKS = (
+    "_moe_mps_norm",
+    "_moe_mps_activation",
+    "_moe_mps_gate",
+    "_moe_mps_mlp",
+    READS,
+    _REWRITES,
+    _RESTORED,
+)
 
 
 def is_rewritten(module: nn.Module) -> bool:
@@ -53,13 +66,24 @@ def rewrite(module: nn.Module) -> tuple[list[str], str | None]:
 
 
 def _apply_rules(program: Program) -> str | None:
-    if not any(is_experts(child) for child in program.module.modules()):
-        return replace_selection(program)
-    fold_shared_experts(program)
-    hand_over_raw_results(program)
+    """The reason why nothing could be replaced, if that is so."""
+    if replace_rms_norm(program) or fuse_mlp(program):
+        return None
+    has_experts = any(is_experts(child) for child in program.module.modules())
+    if has_experts:
+        fold_shared_experts(program)
+        take_residual(program)
+        hand_over_raw_results(program)
     fuse_norms(program)
-    use_gates(program)
-    return "no norm or shared expert here that an operator can fuse"
+    hand_over_residual(program)
+    if has_experts:
+        use_gates(program)
+    replace_rope(program)
+    join_linears(program)
+    call_norms(program)
+    if has_experts or program.rewrites:
+        return "no norm or shared expert here that an operator can fuse"
+    return replace_selection(program)
 
 
 def _is_on_top(module: nn.Module) -> bool:
@@ -70,7 +94,7 @@ def _is_on_top(module: nn.Module) -> bool:
 def _resume(module: nn.Module) -> tuple[list[str], str | None]:
     """Rewritten again beneath the class that was put on top since: what was read must still hold."""
     module.__dict__.pop(_RESTORED, None)
-    if unchanged(module.__dict__[READS]):
+    if holds(module, READS):
         return list(module.__dict__[_REWRITES]), None
     return [], "its class and its attributes were changed after it was rewritten"
 
@@ -114,7 +138,8 @@ def _rewritten_class(original: type[nn.Module], rewritten: types.FunctionType) -
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if not tensors or runs_own_code(self, *tensors) or not _holds(self):
             kwargs.pop(RAW, None)
-            return own(self, *args, **kwargs)
+            residual = kwargs.pop(RESIDUAL, None)
+            return add_to_first(residual, own(self, *args, **kwargs))
         return rewritten(self, *args, **kwargs)
 
     def reduce(self, protocol):
@@ -131,15 +156,14 @@ def _rewritten_class(original: type[nn.Module], rewritten: types.FunctionType) -
         "__doc__": original.__doc__,
         CLASS_MARK: original,
     }
-    if RAW in (rewritten.__kwdefaults__ or {}):
-        members[RAW] = True
+    members |= {option: True for option in (RAW, RESIDUAL) if option in (rewritten.__kwdefaults__ or {})}
     cls = type(original.__name__, (original,), members)
     return cls
 
 
 def _holds(module: nn.Module) -> bool:
     """Whether a rewritten forward is still what the module's own code computes."""
-    return _RESTORED not in module.__dict__ and unchanged(module.__dict__[READS])
+    return _RESTORED not in module.__dict__ and holds(module, READS)
 
 
 def _new_copy(original: type[nn.Module]) -> nn.Module:

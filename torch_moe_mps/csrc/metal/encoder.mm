@@ -22,8 +22,14 @@ MTLSize metal_size(const Size& size) {
 }  // namespace
 
 Command& Command::bind(const at::Tensor& tensor) {
-  TORCH_CHECK(tensor.is_mps() && tensor.is_contiguous() && tensor.numel() > 0, "moe_mps: ", name_,
-              " cannot bind a tensor on ", tensor.device(), " of shape ", tensor.sizes());
+  TORCH_CHECK(tensor.is_contiguous(), "moe_mps: ", name_, " cannot bind a tensor of strides ",
+              tensor.strides());
+  return bind_strided(tensor);
+}
+
+Command& Command::bind_strided(const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.is_mps() && tensor.numel() > 0, "moe_mps: ", name_, " cannot bind a tensor on ",
+              tensor.device(), " of shape ", tensor.sizes());
   bindings_.push_back({buffer_of(tensor), byte_offset(tensor), next_index_++});
   return *this;
 }

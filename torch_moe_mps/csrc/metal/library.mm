@@ -168,7 +168,8 @@ const std::vector<Library>& all_libraries() {
   static const auto* const all = [] {
     auto* list = new std::vector<Library>{{"bucket", at::kInt}, {"bucket", at::kLong}};
     for (const c10::ScalarType dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
-      for (const char* file : {"norms", "routing", "combine", "experts"}) list->push_back({file, dtype});
+      for (const char* file : {"norms", "rope", "attention", "gated_delta", "routing", "combine", "experts"})
+        list->push_back({file, dtype});
       for (const WeightFormat& format : all_formats()) list->push_back(quantized_library(format, dtype));
     }
     return list;

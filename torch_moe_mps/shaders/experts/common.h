@@ -8,7 +8,6 @@ inline uint expert_of_words(uint low, uint high, constant ExpertParams& params) 
 }
 
 inline uint expert_of(device const int* ids, uint pair, constant ExpertParams& params) {
-  if (params.has_ids == 0) return 0;
   if (params.wide_ids == 0) return expert_of_words(uint(ids[pair]), 0, params);
   return expert_of_words(uint(ids[2 * pair]), uint(ids[2 * pair + 1]), params);
 }

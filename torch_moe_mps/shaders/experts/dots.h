@@ -55,8 +55,7 @@ inline void add_chunks(thread C* chunks, device const typename W::Element* x, So
     Pack<kUnit> inputs[M];
     UNROLL for (int m = 0; m < M; ++m) {
       const uint start = W::kAnyLength ? min(uint(unit * kUnit), left) : unit * kUnit;
-      const auto loaded =
-          load_elements<kUnit>(x + sources.v[m] + column + start, left - start, vectorised);
+      const auto loaded = load_elements<kUnit>(x + sources.v[m] + column + start, left - start, vectorised);
       UNROLL for (int i = 0; i < kUnit; ++i) inputs[m].v[i] = loaded.at(i);
       W::add_inputs(inputs[m], sums[m]);
     }

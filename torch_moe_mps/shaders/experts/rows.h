@@ -41,7 +41,7 @@ template <typename W, int R>
   const uint count = outputs_of_rows(kRowGroups * R, params);
   const uint first = (group.x * kSingleSimdgroups + simdgroup) * count;
   if (first >= params.outputs) return;
-  const uint expert = expert_of(ids, pair, params);
+  const uint expert = params.has_ids != 0 ? expert_of(ids, pair, params) : 0;
   if (expert == params.experts) {
     if (lane < min(count, params.outputs - first)) out[ulong(pair) * params.outputs + first + lane] = T(0.0f);
     return;

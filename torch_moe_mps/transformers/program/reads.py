@@ -55,9 +55,21 @@ def _value(owner: nn.Module, path: str) -> object:
 
 
 @torch.compiler.assume_constant_result
+def holds(module: nn.Module, mark: str) -> bool:
+    """Whether what a module keeps under `mark` (reads, or a formula with its reads) is still true.
+
+    Takes the module, since torch.compile asks for arguments that it knows.
+    """
+    kept = module.__dict__[mark]
+    return unchanged(getattr(kept, "reads", kept))
+
+
 def unchanged(reads: tuple[Read, ...]) -> bool:
     """Whether every attribute is what it was."""
     for owner, path, value in reads:
+        own = owner.__dict__
+        if value is not None and (own.get(path) is value or own["_modules"].get(path) is value):
+            continue  # most of them; getattr on a module is slow
         now = _value(owner, path)
         if now is not value and not (isinstance(value, _PLAIN) and type(now) is type(value) and now == value):
             return False

@@ -6,12 +6,17 @@ import copy
 from torch import nn
 
 from ..interface import is_experts
+from ..program.building import helper
 from ..program.programs import Program
+from .mlp import RESIDUAL
 from .router import is_replaceable
 
 
 def hand_over_raw_results(program: Program) -> None:
-    """Rewrites `logits, weights, ids = self.router(x)` where weights and ids only go to the experts."""
+    """Rewrites `logits, weights, ids = self.router(x)` where weights and ids only go to the experts.
+
+    A block may return weights beside its result. A layer that hands over its residual does not read them.
+    """
     for statement in list(program.statements):
         call = statement.value if isinstance(statement, ast.Assign) else None
         owner, _, name = (
@@ -20,29 +25,37 @@ def hand_over_raw_results(program: Program) -> None:
         router = getattr(program.module, name, None) if owner == "self" else None
         if not isinstance(router, nn.Module) or not is_replaceable(router):
             continue
-        experts = experts_fed_by(program, statement.targets[0].id)
+        results = statement.targets[0].id
+        experts, condition = experts_fed_by(program, results), ast.Constant(True)
+        if experts is None and RESIDUAL in program.arguments_names():
+            experts = experts_fed_by(program, results, or_returned=True)
+            condition = ast.parse(f"{RESIDUAL} is not None", mode="eval").body
         if experts is not None:
             program.rewrites.append(f"results of {name} passed on without casts")
-            function = ast.Attribute(ast.Name("_moe_mps", ast.Load()), "routed", ast.Load())
-            statement.value = ast.Call(function, [experts, call.func, *call.args], call.keywords)
+            statement.value = helper("routed", experts, condition, call.func, *call.args)
+            statement.value.keywords = call.keywords
 
 
-def experts_fed_by(program: Program, results: str) -> ast.expr | None:
-    """The experts, as an expression, that take results[1] and results[2], if nothing else reads these."""
-    consumer = _only_consumer(program, results)
+def experts_fed_by(program: Program, results: str, or_returned: bool = False) -> ast.expr | None:
+    """The experts, as an expression, that take results[1] and results[2], if nothing else reads these.
+
+    `or_returned`: the block may return them, too, behind its first result.
+    """
+    consumer = _only_consumer(program, results, or_returned)
     if consumer is None:
         return None
     return copy.deepcopy(consumer.args[0] if _is_with_shared(consumer) else consumer.func)
 
 
-def _only_consumer(program: Program, results: str) -> ast.Call | None:
+def _only_consumer(program: Program, results: str, or_returned: bool) -> ast.Call | None:
     """The call of the experts that reads results[1] and results[2], if nothing else does."""
     names = {}
     for name, value in program.definitions.items():
         for index in (1, 2):
             if ast.unparse(value) == f"{results}[{index}]":
                 names[name] = index
-    if sorted(names.values()) != [1, 2] or any(program.uses(name) != 1 for name in names):
+    returned = [e.id for e in _returned(program)[1:] if isinstance(e, ast.Name)] if or_returned else []
+    if sorted(names.values()) != [1, 2] or any(program.uses(n) - returned.count(n) != 1 for n in names):
         return None
     for tree in (*program.statements, program.result):
         for node in ast.walk(tree):
@@ -51,6 +64,11 @@ def _only_consumer(program: Program, results: str) -> ast.Call | None:
                 if names.keys() <= read:
                     return node
     return None
+
+
+def _returned(program: Program) -> list[ast.expr]:
+    """What a block returns, one or several values."""
+    return program.result.elts if isinstance(program.result, ast.Tuple) else [program.result]
 
 
 def _is_experts_call(program: Program, call: ast.Call) -> bool:

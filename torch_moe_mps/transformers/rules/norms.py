@@ -7,22 +7,26 @@ import torch
 from torch import Tensor, nn
 
 from ..experts import is_observed
-from ..program.formulas import Reader, evaluate, is_number
+from ..program.formulas import Node, Reader, evaluate, is_number
 from ..program.patterns import match
 from ..program.programs import Program, Unsupported
-from ..program.reads import Read, recording, unchanged
+from ..program.reads import Read, holds, recording
 from ..program.straightening import straighten
 
 ops = torch.ops.moe_mps
 
+MARK = "_moe_mps_norm"
 _RMS = "X * rsqrt(mean(square(X)) + EPS)"
 # Formula of the norm's forward -> what is added to its weight.
-_FORMULAS = {f"(W + 1.0) * ({_RMS})": 1.0, f"W * ({_RMS})": 0.0}
+_FORMULAS = {f"(W + 1.0) * ({_RMS})": 1.0, f"W * ({_RMS})": 0.0, _RMS: 0.0}
 
 
 @dataclass(frozen=True)
 class NormFormula:
-    """rms(x) * (weight + offset); `keeps_dtype`: the result has the dtype of x, whatever the weight has."""
+    """rms(x) * (weight + offset); `keeps_dtype`: the result has the dtype of x, whatever the weight has.
+
+    `weight` is empty for a norm without one.
+    """
 
     weight: str
     eps: str
@@ -39,28 +43,33 @@ def norm_formula(module: nn.Module) -> NormFormula | None:
 
 
 def _read_norm(module: nn.Module) -> NormFormula | None:
-    if not isinstance(getattr(module, "weight", None), Tensor) or module.weight.dim() != 1:
-        return None
     try:
         result = Reader(straighten(module)).result()
     except Unsupported:
         return None
     for formula, offset in _FORMULAS.items():
         bound = match(formula, result)
-        if bound is None or bound["W"].peel().op != "attr" or not is_number(bound["EPS"], module):
+        if bound is None or bound["X"].peel().op != "opaque" or not is_number(bound["EPS"], module):
             continue
-        is_input = bound["X"].peel().op == "opaque"
-        if is_input and evaluate(bound["W"].peel(), module) is module.weight:
-            return NormFormula(
-                "weight", bound["EPS"].args[0].removeprefix("self."), offset, result.op == "cast"
-            )
+        if bound["EPS"].op != "attr" or not _has_weight(module, bound.get("W")):
+            continue
+        weight = "weight" if "W" in bound else ""
+        return NormFormula(weight, bound["EPS"].args[0].removeprefix("self."), offset, result.op == "cast")
     return None
+
+
+def _has_weight(module: nn.Module, weight: Node | None) -> bool:
+    """Whether a factor of the formula is the module's `weight`, a vector. There may be none."""
+    if weight is None:
+        return True
+    own = getattr(module, "weight", None)
+    return isinstance(own, Tensor) and own.dim() == 1 and evaluate(weight.peel(), module) is own
 
 
 def _fusable(norm: nn.Module, residual: Tensor, x: Tensor) -> NormFormula | None:
     """The formula if the operator gives what the module gives for these tensors, hooks included."""
-    formula = norm.__dict__.get("_moe_mps_norm")
-    if formula is None or not unchanged(formula.reads) or is_observed(norm):
+    formula = norm.__dict__.get(MARK)
+    if formula is None or not holds(norm, MARK) or is_observed(norm):
         return None
     if not (isinstance(residual, Tensor) and isinstance(x, Tensor)):
         return None
@@ -104,7 +113,7 @@ def norm_add_scalar(norm: nn.Module, residual: Tensor, x: Tensor, scalar: Tensor
 def fuse_norms(program: Program) -> None:
     """Rewrites each pair of a residual sum and an RMSNorm; notes in program.rewrites what it did."""
     norms = {name: norm_formula(child) for name, child in program.module.named_children()}
-    formulas = {name: formula for name, formula in norms.items() if formula is not None}
+    formulas = {name: formula for name, formula in norms.items() if formula is not None and formula.weight}
     for statement in list(program.statements):
         _fuse_norm_add(program, statement, formulas)
     for statement in list(program.statements):
@@ -127,7 +136,7 @@ def _helper(name: str, norm: str, *arguments: ast.expr) -> ast.Call:
 
 
 def _mark(program: Program, norm: str, formula: NormFormula, note: str) -> None:
-    getattr(program.module, norm).__dict__["_moe_mps_norm"] = formula
+    getattr(program.module, norm).__dict__[MARK] = formula
     program.rewrites.append(f"{note} ({norm})")
 
 

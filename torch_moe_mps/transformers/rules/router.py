@@ -217,9 +217,12 @@ def _is_known_before(program: Program, value: ast.expr, position: int) -> bool:
     return statement is not None and program.statements.index(statement) < position
 
 
-def routed(experts: nn.Module, router: nn.Module, *args, **kwargs) -> tuple:
-    """router(...), without casts where it is rewritten and only our operators see the results."""
-    if hasattr(type(router), RAW) and not is_observed(router) and may_be_fused(experts):
+def routed(experts: nn.Module, unseen: bool, router: nn.Module, *args, **kwargs) -> tuple:
+    """router(...), without casts where it is rewritten and only our operators see the results.
+
+    `unseen`: nothing but the experts reads them.
+    """
+    if unseen and RAW in vars(type(router)) and not is_observed(router) and may_be_fused(experts):
         kwargs[RAW] = True
     return router(*args, **kwargs)
 

@@ -4,7 +4,7 @@ import ast
 
 from torch import Tensor, nn
 
-from ..experts import may_be_fused
+from ..experts import experts_forward, may_be_fused
 from ..interface import is_experts
 from ..program.formulas import Reader
 from ..program.patterns import match
@@ -18,18 +18,25 @@ def experts_with_shared(
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    shared_out: Tensor,
+    shared_out: Tensor | None = None,
     shared_gate: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """experts(...) + shared_out, times sigmoid(shared_gate) where there is one; the sum is rounded once."""
-    shared = shared_out.reshape(hidden_states.shape)
-    if may_be_fused(experts) and shared.dtype == hidden_states.dtype:
-        if shared_gate is not None:
-            shared_gate = shared_gate.reshape(-1)
-        return experts(hidden_states, top_k_index, top_k_weights, shared_gate=shared_gate, shared_out=shared)
-    if shared_gate is not None:
-        shared = shared_gate.sigmoid().reshape(-1, 1) * shared
-    return experts(hidden_states, top_k_index, top_k_weights) + shared
+    """experts(...) + shared_out, times sigmoid(shared_gate) where there is one, + residual.
+
+    What the operators add is rounded once.
+    """
+    added = {"shared_out": shared_out, "residual": residual}
+    added = {name: term.reshape(hidden_states.shape) for name, term in added.items() if term is not None}
+    if may_be_fused(experts) and all(term.dtype == hidden_states.dtype for term in added.values()):
+        gate = None if shared_gate is None else shared_gate.reshape(-1)
+        # What transformers' dispatch to implementations would call, without it.
+        return experts_forward(experts, hidden_states, top_k_index, top_k_weights, shared_gate=gate, **added)
+    out = experts(hidden_states, top_k_index, top_k_weights)
+    if shared_out is not None:
+        shared = added["shared_out"]
+        out = out + (shared if shared_gate is None else shared_gate.sigmoid().reshape(-1, 1) * shared)
+    return out if residual is None else added["residual"] + out
 
 
 def fold_shared_experts(program: Program) -> None:

@@ -1,0 +1,111 @@
+#!/usr/bin/env python
+"""The host's time of one decode step: Python, PyTorch's dispatcher and this package's host code.
+
+A model of tiny layers runs in the simulator with a device that computes nothing, once as it is and once
+accelerated, in turns. What MPS takes to encode an operator of aten is missing, which favours the model's own
+code. --profile prints where the accelerated step spends its time, by layer of code.
+"""
+
+import argparse
+import copy
+import cProfile
+import os
+import pstats
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import simulator
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, Qwen3MoeConfig
+
+import torch_moe_mps
+
+# Parts of a file's path -> the layer of code that it belongs to; the first that fits.
+LAYERS = {
+    "torch_moe_mps/transformers": "rewritten modules",
+    "<torch_moe_mps": "rewritten forwards",
+    "torch_moe_mps": "operators",
+    "transformers": "transformers",
+    "torch": "torch",
+}
+
+
+def tiny_model(layers: int):
+    config = Qwen3MoeConfig(
+        num_hidden_layers=layers, hidden_size=64, intermediate_size=64, moe_intermediate_size=64,
+        vocab_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+        num_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    config._experts_implementation = "eager"
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+class Step:
+    """One token after another through a model."""
+
+    def __init__(self, model):
+        self.model = model
+        self.cache = DynamicCache(config=model.config)
+        self.token = torch.zeros(1, 1, dtype=torch.int64, device="mps")
+
+    def __call__(self) -> float:
+        started = time.perf_counter()
+        self.model(self.token, past_key_values=self.cache, use_cache=True)
+        return time.perf_counter() - started
+
+
+def profile(step: Step, steps: int) -> None:
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(steps):
+        step()
+    profiler.disable()
+    times: dict[str, float] = {}
+    for (file, _, name), (_, _, own, _, _) in pstats.Stats(profiler).stats.items():
+        layer = next((title for part, title in LAYERS.items() if part in file), "built-in: " + name[:60])
+        times[layer] = times.get(layer, 0.0) + own
+    print("own time of a step, profiled:")
+    for layer, seconds in sorted(times.items(), key=lambda item: -item[1])[:16]:
+        print(f"  {1000 * seconds / steps:7.2f} ms  {layer}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--bits", type=int, default=4, help="0: dense weights")
+    parser.add_argument("--profile", action="store_true")
+    options = parser.parse_args()
+    simulator.install()
+    torch.manual_seed(0)
+    model = tiny_model(options.layers)
+    accelerated = copy.deepcopy(model)
+    warnings.simplefilter("ignore")
+    torch_moe_mps.accelerate(accelerated, bits=options.bits or None, group_size=32 if options.bits else None)
+    with torch.no_grad(), simulator.dropped(validate=False):
+        steps = {name: Step(m.to("mps")) for name, m in (("own code", model), ("accelerated", accelerated))}
+        times = {
+            name: [step() for _ in range(5)][:0] for name, step in steps.items()
+        }  # the first are warm-up
+        for _ in range(options.steps):
+            for name, step in steps.items():
+                times[name].append(step())
+        for name, seconds in times.items():
+            best, median = 1000 * min(seconds), 1000 * statistics.median(seconds)
+            print(f"{name:12} {best:7.2f} ms best, {median:7.2f} ms median of {options.steps} steps")
+        ratio = statistics.median(times["accelerated"]) / statistics.median(times["own code"])
+        print(f"accelerated / own code: {ratio:.2f} ({options.layers} layers)")
+        if options.profile:
+            profile(steps["accelerated"], options.steps)
+
+
+if __name__ == "__main__":
+    main()

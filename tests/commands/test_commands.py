@@ -1,0 +1,143 @@
+"""The commands convert and perplexity, on tiny checkpoints with a tokenizer of characters."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from support import tiny_models
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import torch_moe_mps
+from torch_moe_mps.commands import main
+from torch_moe_mps.commands.perplexity import SAMPLE, measure
+from torch_moe_mps.transformers.interface import formats_of
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A dense folder, sharded, with a tokenizer."""
+    with tiny_models.groups_of_32(), tiny_models.sizes(num_hidden_layers=8):
+        model = tiny_models.tiny_model("qwen3_moe")
+    folder = tmp_path / "dense"
+    model.save_pretrained(folder, max_shard_size="200KB")
+    letters = {
+        character: index for index, character in enumerate([*sorted(set(SAMPLE.read_text())), "?" * 2])
+    }
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="??"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
+
+
+def run(*arguments) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def test_convert(checkpoint, tmp_path, capsys):
+    assert (
+        run("convert", checkpoint, tmp_path / "new", "--bits", 4, "--group-size", 32, "--keep", "*.k_proj")
+        == 0
+    )
+    output = capsys.readouterr().out
+    assert "weights read for a token" in output and f"wrote {tmp_path / 'new'}" in output
+    converted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    torch_moe_mps.accelerate(model, 4, 32, keep=["*.k_proj"])
+    state, expected = converted.state_dict(), model.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in state)
+    transformers.AutoTokenizer.from_pretrained(tmp_path / "new")
+    assert {path.name for path in tmp_path.iterdir()} == {"dense", "new"}
+
+
+def test_dry_run_writes_nothing(checkpoint, tmp_path, capsys):
+    assert run("convert", checkpoint, tmp_path / "new", "--bits", 4, "--group-size", 32, "--dry-run") == 0
+    assert "fits in three quarters of this machine's" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"dense"}
+
+
+def test_mixed_recipe(checkpoint, tmp_path):
+    """Of 8 layers the first, every third from it and the last."""
+    assert run("convert", checkpoint, tmp_path / "new", "--recipe", "mixed_4_6", "--group-size", 32) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+    more = [0, 3, 6, 7]
+    for index, layer in enumerate(model.model.layers):
+        bits = [f.bits for f in formats_of(layer.mlp.experts).values()]
+        assert bits == [4, 6 if index in more else 4]
+        assert layer.self_attn.v_proj.format.bits == bits[1] and layer.self_attn.k_proj.format.bits == 4
+    assert model.lm_head.format.bits == 6 and model.model.embed_tokens.format.bits == 4
+
+
+def test_perplexity(checkpoint, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text(SAMPLE.read_text()[:400])
+    assert run("convert", checkpoint, tmp_path / "new", "--bits", 8, "--group-size", 32) == 0
+    arguments = ["--text", text, "--window", 64, "--device", "cpu"]
+    assert run("perplexity", tmp_path / "new", "--against", checkpoint, *arguments) == 0
+    output = capsys.readouterr().out
+    assert "mean KL divergence from it 0.0" in output and "400 tokens in windows of 64" in output
+
+
+def test_measure_is_the_definition():
+    torch.manual_seed(0)
+    tables = [torch.randn(7, 7) for _ in range(2)]
+
+    def model(table):
+        return lambda input_ids: type("Output", (), {"logits": table[input_ids]})
+
+    ids = torch.randint(0, 7, (50,))
+    result = measure(model(tables[0]), ids, 16, model(tables[1]))
+    p, q = (table.double().softmax(-1)[ids[:-1]] for table in tables)
+    expected = torch.exp(-p.gather(1, ids[1:, None]).log().mean())
+    assert result["perplexity"] == pytest.approx(expected.item(), rel=1e-5)
+    assert result["divergence"] == pytest.approx((q * (q / p).log()).sum(1).mean().item(), rel=1e-4)
+    assert result["agreement"] == pytest.approx((p.argmax(1) == q.argmax(1)).double().mean().item())
+
+
+def shards(folder) -> list:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def truncated(folder):
+    shards(folder)[0].write_bytes(shards(folder)[0].read_bytes()[:5000])
+    return rf"{shards(folder)[0]} is truncated or no safetensors file"
+
+
+def missing(folder):
+    name = shards(folder)[1].name
+    shards(folder)[1].unlink()
+    return f"names {name}, which is missing"
+
+
+def nothing(folder):
+    for shard in shards(folder):
+        shard.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    return "has no safetensors files"
+
+
+@pytest.mark.parametrize("damage", [truncated, missing, nothing], ids=lambda f: f.__name__)
+def test_damaged_checkpoints_are_one_line(damage, checkpoint, tmp_path, capsys):
+    message = damage(checkpoint)
+    assert run("convert", checkpoint, tmp_path / "new", "--group-size", 32) == 1
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("torch-moe-mps: error: ") and message in error and "\n" not in error
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_does_not_fit_is_one_line(checkpoint, tmp_path, capsys):
+    (tmp_path / "there").mkdir()
+    for arguments, message in (
+        ([checkpoint, tmp_path / "new", "--bits", 7], "bits must be 2 or 3 or"),
+        (
+            [checkpoint, tmp_path / "new", "--group-size", 128],
+            "must be of an input dimension that is a multiple",
+        ),
+        ([checkpoint, tmp_path / "there"], "there exists; convert writes a new folder"),
+        ([checkpoint, tmp_path / "new", "--recipe", "mixed_4_6", "--bits", 4], "leave --bits and --mode out"),
+    ):
+        assert run("convert", *arguments) == 1
+        assert message in capsys.readouterr().err.strip().splitlines()[-1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "there"]
+    assert json.loads((checkpoint / "config.json").read_text())["model_type"] == "qwen3_moe"

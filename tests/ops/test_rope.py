@@ -1,0 +1,227 @@
+"""Rotary position embedding with the norms of the heads."""
+
+import numpy as np
+import pytest
+import torch
+from support.oracles import FLOAT32_EPS, assert_rounded, exact, rms, spacing
+
+from torch_moe_mps.ops.rope import PAIRS, rope
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+EPS = 1e-6
+FLOAT32_ERRORS = 16
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def tables(batch, tokens, width, dtype=torch.float32, seed=0):
+    """Not of the angles that a model uses, and not the same for both elements of a pair."""
+    return random(batch, tokens, width, dtype=dtype, seed=seed), random(
+        batch, tokens, width, dtype=dtype, seed=seed + 1
+    )
+
+
+# The definition, in float64, element by element ----------------------------------------------------------
+
+
+def partners(pairs: str, rotary: int):
+    """For each element that is stored: where it is read, where its partner is, and the sine's sign."""
+    for i in range(rotary):
+        half = rotary // 2
+        if pairs == "half":
+            yield i, i, (i + half) % rotary, -1.0 if i < half else 1.0
+        elif pairs == "interleaved":
+            yield i, i, i ^ 1, 1.0 if i % 2 else -1.0
+        else:
+            source = 2 * (i % half) + i // half
+            yield i, source, source ^ 1, 1.0 if source % 2 else -1.0
+
+
+def expected(x, cos, sin, weight, pairs, rotary, last, eps, offset):
+    """The result and its magnitude, [B, H, T, D]."""
+    y = exact(x).transpose(0, 2, 1, 3)
+    if weight is not None:
+        y = rms(y, eps) * (exact(weight) + offset)
+    cos, sin = (exact(t)[:, None] for t in (cos, sin))
+    start = y.shape[-1] - rotary if last else 0
+    out, magnitude = y.copy(), abs(y)
+    for stored, own, other, sign in partners(pairs, rotary):
+        pair = own % (rotary // 2) if pairs == "half" else own // 2
+        column = own if cos.shape[-1] == rotary else pair
+        a, b = y[..., start + own], y[..., start + other]
+        out[..., start + stored] = a * cos[..., column] + sign * b * sin[..., column]
+        magnitude[..., start + stored] = abs(a * cos[..., column]) + abs(b * sin[..., column])
+    return out, magnitude
+
+
+def check(q, k, cos, sin, q_weight=None, k_weight=None, offset=0.0, pairs="half", rotary=None, last=False):
+    options = {"pairs": pairs, "rotary_dim": rotary, "rotary_last": last}
+    q_out, k_out = rope(q, k, cos, sin, q_weight, k_weight, EPS, offset, **options)
+    width = cos.shape[-1] if rotary is None else rotary
+    for x, weight, out in ((q, q_weight, q_out), (k, k_weight, k_out)):
+        if x is None:
+            assert tuple(out.shape) == (0,) and out.dtype == q.dtype
+            continue
+        correct, magnitude = expected(x, cos, sin, weight, pairs, width, last, EPS, offset)
+        assert_rounded(out, correct, magnitude, FLOAT32_ERRORS)
+
+
+@pytest.mark.parametrize("pairs", PAIRS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads(device, dtype, pairs):
+    """(D, R, width of the tables, rotary_last): whole heads and parts, vectors and odd sizes."""
+    sizes = [
+        (64, 64, 64, False),
+        (64, 32, 16, True),
+        (48, 16, 16, False),
+        (10, 6, 3, False),
+        (14, 2, 2, True),
+    ]
+    for i, (width, rotary, columns, last) in enumerate(sizes):
+        q, k = (random(2, 3, heads, width, dtype=dtype).to(device) for heads in (3, 1))
+        cos, sin = (t.to(device) for t in tables(1 + i % 2, 3, columns, torch.float32 if i % 2 else dtype))
+        weight = random(width, dtype=torch.float32 if i % 2 else dtype).to(device)
+        check(q, k, cos, sin, weight, weight.flip(0), float(i % 3 == 0), pairs, rotary, last)
+        check(q, k, cos, sin, None, weight, 0.0, pairs, rotary, last)
+
+
+def test_long_heads(device):
+    """More than a simdgroup holds, as vectors and as single elements."""
+    for width in (256, 320, 514):
+        q = random(1, 2, 2, width).to(device)
+        cos, sin = (t.to(device) for t in tables(1, 2, width // 2))
+        check(q, None, cos, sin, random(width).to(device), rotary=width)
+
+
+def test_heads_of_two_widths(device):
+    """DeepSeek's queries carry elements that do not turn in front, its keys have none."""
+    q, k = random(1, 2, 4, 24).to(device), random(1, 2, 1, 8).to(device)
+    cos, sin = (t.to(device) for t in tables(1, 2, 8))
+    check(q, k, cos, sin, last=True, pairs="interleaved_to_half")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_strides(device, dtype):
+    """Slices of a fused projection, transposed views, expanded tables: aligned and not."""
+    cos, sin = (t.to(device) for t in tables(1, 3, 16, dtype))
+    for start, extra in ((0, 0), (8, 8), (3, 8), (8, 5)):
+        qkv = random(2, 3, start + 5 * 16 + extra, dtype=dtype).to(device)
+        q = qkv[..., start : start + 48].view(2, 3, 3, 16)
+        k = qkv[..., start + 48 : start + 80].view(2, 3, 2, 16)
+        check(q, k, cos, sin, random(16, dtype=dtype).to(device))
+        check(q, k, cos.expand(2, -1, -1), sin.expand(2, -1, -1))
+    heads_first = random(2, 3, 4, 16, dtype=dtype).to(device)
+    cos, sin = (t.to(device) for t in tables(2, 4, 32, dtype))
+    check(heads_first.transpose(1, 2), heads_first[:, :1].transpose(1, 2), cos[..., ::2], sin[..., ::2])
+    check(heads_first.transpose(1, 2), None, cos[..., :16], sin[..., 8:24])
+    check(random(16, 4, 3, 2, dtype=dtype).to(device).transpose(0, 3), None, cos[..., :16], sin[..., :16])
+
+
+def test_inputs_are_read_where_they_lie(simulated):
+    """One dispatch, no copy, and only what belongs to q and k is read, once."""
+    qkv = random(2, 3, 96, dtype=torch.float16).to("mps")
+    q, k = qkv[..., :64].view(2, 3, 4, 16), qkv[..., 64:80].view(2, 3, 1, 16)
+    cos, sin = (t.to("mps") for t in tables(1, 3, 16, torch.float16))
+    with simulated.counters() as dispatches:
+        rope(q, k, cos, sin)
+    (dispatch,) = dispatches
+    of_qkv = [dispatch.buffers[i].bytes_read for i in (0, 1)]  # one buffer
+    assert sum(of_qkv) == 2 * (q.numel() + k.numel())
+
+
+def test_empty(device):
+    for batch, tokens in ((0, 3), (2, 0)):
+        q, k = (
+            torch.zeros(batch, tokens, 4, 8, device=device),
+            torch.zeros(batch, tokens, 2, 8, device=device),
+        )
+        cos = torch.zeros(batch, tokens, 8, device=device)
+        q_out, k_out = rope(q, k, cos, cos)
+        assert q_out.shape == (batch, 4, tokens, 8) and k_out.shape == (batch, 2, tokens, 8)
+
+
+def test_nan_stays_in_its_head(device):
+    q = random(1, 2, 3, 16).to(device)
+    q[0, 1, 2, 5] = torch.nan
+    cos, sin = (t.to(device) for t in tables(1, 2, 16))
+    for weight, count in ((None, 2), (torch.ones(16, device=device), 16)):
+        out, _ = rope(q, None, cos, sin, weight)
+        assert out.isnan().sum() == count == out[0, 2, 1].isnan().sum()
+
+
+# The models' own functions -------------------------------------------------------------------------------
+
+
+def modules():
+    from transformers.models.cohere import modeling_cohere as cohere
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
+    from transformers.models.ernie4_5_moe import modeling_ernie4_5_moe as ernie
+    from transformers.models.gemma4 import modeling_gemma4 as gemma4
+    from transformers.models.glm import modeling_glm as glm
+    from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe
+    from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
+
+    def single(q, k, cos, sin):
+        return tuple(gemma4.apply_rotary_pos_emb(x, cos, sin) for x in (q, k))
+
+    both = slice(None)
+    # function, R of D 32, how its tables are written, what of them rope takes, options
+    yield qwen3_moe.apply_rotary_pos_emb, 32, "twice", both, {}
+    yield single, 32, "twice", both, {}
+    yield glm4_moe.apply_rotary_pos_emb, 16, "twice", both, {}
+    yield gpt_oss.apply_rotary_pos_emb, 32, "once", both, {"rotary_dim": 32}
+    yield glm.apply_rotary_pos_emb, 16, "twice", slice(8), {"rotary_dim": 16, "pairs": "interleaved"}
+    yield ernie.apply_rotary_pos_emb, 32, "twice", slice(16), {"rotary_dim": 32, "pairs": "interleaved"}
+    yield cohere.apply_rotary_pos_emb, 32, "by turns", both, {"pairs": "interleaved"}
+    options = {"rotary_dim": 32, "pairs": "interleaved_to_half"}
+    yield deepseek_v3.apply_rotary_pos_emb_interleave, 32, "twice", slice(16), options
+
+
+def model_tables(tokens, rotary, written, dtype):
+    angles = torch.arange(tokens)[None, :, None] * 10000.0 ** -(torch.arange(rotary // 2) / (rotary // 2))
+    angles = {
+        "once": angles,
+        "twice": torch.cat((angles, angles), -1),
+        "by turns": angles.repeat_interleave(2, -1),
+    }[written]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_functions_of_models(device, dtype):
+    """They round each product to the dtype: 2 ulp of the larger magnitude apart at most."""
+    for apply, rotary, written, columns, options in modules():
+        q, k = (random(2, heads, 9, 32, dtype=dtype, seed=5) for heads in (4, 2))
+        cos, sin = model_tables(9, rotary, written, dtype)
+        models = apply(q, k, cos, sin)
+        on_device = [t.transpose(1, 2).to(device) for t in (q, k)]
+        ours = rope(*on_device, *(t[..., columns].to(device) for t in (cos, sin)), **options)
+        for x, model, our in zip((q, k), models, ours, strict=True):
+            largest = np.broadcast_to(abs(exact(x)).max(-1, keepdims=True), x.shape)
+            allowed = 2 * spacing(1.5 * largest, dtype) + FLOAT32_ERRORS * FLOAT32_EPS * largest
+            assert (abs(exact(our) - exact(model)) <= allowed).all(), apply
+
+
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_and_rotation_of_a_model(device, dtype):
+    """Qwen3-MoE's QK-norm and rotation, no less exact than the model's own code in its dtype."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, apply_rotary_pos_emb
+
+    q, k = (random(1, 9, heads, 32, dtype=dtype, seed=7) for heads in (4, 2))
+    cos, sin = model_tables(9, 32, "twice", dtype)
+    norms = [Qwen3MoeRMSNorm(32, EPS).to(dtype) for _ in range(2)]
+    weights = [random(32, dtype=dtype, seed=seed) for seed in range(2)]
+    for norm, weight in zip(norms, weights, strict=True):
+        norm.weight = torch.nn.Parameter(weight, requires_grad=False)
+    models = apply_rotary_pos_emb(norms[0](q).transpose(1, 2), norms[1](k).transpose(1, 2), cos, sin)
+    ours = rope(*(t.to(device) for t in (q, k, cos, sin, *weights)), EPS)
+    for x, weight, model, our in zip((q, k), weights, models, ours, strict=True):
+        correct, magnitude = expected(x, cos, sin, weight, "half", 32, False, EPS, 0.0)
+        error, models_error = (abs(exact(t) - correct) for t in (our, model))
+        assert (error <= spacing(correct, dtype) + FLOAT32_ERRORS * FLOAT32_EPS * magnitude).all()
+        assert error.mean() <= models_error.mean() + FLOAT32_EPS

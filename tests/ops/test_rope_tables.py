@@ -1,0 +1,91 @@
+"""The tables of rotary position embeddings."""
+
+import numpy as np
+import pytest
+import torch
+from support.oracles import FLOAT32_EPS, exact, spacing
+
+from torch_moe_mps.ops.rope import LAYOUTS, rope_tables
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def frequencies(pairs):
+    return 10000.0 ** -(torch.arange(pairs) / pairs)
+
+
+def check(position_ids, inv_freq, scaling, dtype, layout):
+    results = rope_tables(position_ids, inv_freq, scaling, dtype, layout)
+    positions = position_ids.cpu().float().numpy()[..., None]
+    angles = exact(torch.from_numpy(positions * inv_freq.cpu().numpy()))  # rounded to float32, as models do
+    if layout == "halves":
+        angles = np.concatenate((angles, angles), -1)
+    elif layout == "interleaved":
+        angles = np.repeat(angles, 2, -1)
+    for result, function in zip(results, (np.cos, np.sin), strict=True):
+        expected = function(angles) * scaling
+        assert result.dtype == dtype and result.shape == expected.shape and result.is_contiguous()
+        # Metal's precise functions are good to 4 units of the last place; then a product and a rounding.
+        allowed = spacing(expected, dtype) + 5 * FLOAT32_EPS * abs(expected)
+        assert (abs(exact(result) - expected) <= allowed).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tables(device, dtype, layout):
+    for i, (batch, tokens, pairs) in enumerate([(1, 1, 64), (2, 3, 16), (1, 5, 7), (3, 1, 1)]):
+        generator = torch.Generator().manual_seed(i)
+        ids = torch.randint(0, 10**6, (batch, tokens), generator=generator).to(device)
+        ids = ids if i % 2 else ids.int()
+        check(ids, frequencies(pairs).to(device), 1.0 if i % 2 else 1.34, dtype, layout)
+
+
+def test_positions(device):
+    """From the first to those that float32 does not hold, and in front of the first."""
+    ids = torch.tensor([[0, 1, 2, 4095, 131071, 999999, 10**6, 2**24 + 1, 2**31 - 1, -1, -77]]).to(device)
+    check(ids, frequencies(32).to(device), 1.0, torch.float32, "pairs")
+
+
+def test_strides(device):
+    ids = torch.arange(24).view(4, 6).t()[1:].to(device)
+    check(ids, frequencies(16).to(device)[::2], 1.0, torch.float32, "halves")
+    check(ids[:1].expand(3, -1), frequencies(16).to(device)[3:], 1.0, torch.float16, "interleaved")
+
+
+def test_empty(device):
+    for shape, pairs in (((0, 3), 4), ((2, 0), 4), ((2, 3), 0)):
+        ids = torch.zeros(shape, dtype=torch.int64, device=device)
+        cos, sin = rope_tables(ids, torch.zeros(pairs, device=device), 1.0, torch.float32)
+        assert cos.shape == sin.shape == (*shape, 2 * pairs)
+
+
+def modules():
+    from transformers.models.deepseek_v3 import configuration_deepseek_v3, modeling_deepseek_v3
+    from transformers.models.glm4_moe import configuration_glm4_moe, modeling_glm4_moe
+    from transformers.models.gpt_oss import configuration_gpt_oss, modeling_gpt_oss
+    from transformers.models.qwen3_moe import configuration_qwen3_moe, modeling_qwen3_moe
+
+    yarn = {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1e5, "original_max_position_embeddings": 4096}
+    yield modeling_qwen3_moe.Qwen3MoeRotaryEmbedding(configuration_qwen3_moe.Qwen3MoeConfig()), "halves"
+    config = configuration_qwen3_moe.Qwen3MoeConfig(rope_parameters=yarn, max_position_embeddings=32768)
+    yield modeling_qwen3_moe.Qwen3MoeRotaryEmbedding(config), "halves"
+    yield modeling_glm4_moe.Glm4MoeRotaryEmbedding(configuration_glm4_moe.Glm4MoeConfig()), "halves"
+    yield (
+        modeling_deepseek_v3.DeepseekV3RotaryEmbedding(configuration_deepseek_v3.DeepseekV3Config()),
+        "halves",
+    )
+    yield modeling_gpt_oss.GptOssRotaryEmbedding(configuration_gpt_oss.GptOssConfig()), "pairs"
+
+
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_modules_of_models(device, dtype):
+    ids = torch.tensor([[0, 1, 77, 4096, 131071, 999999]])
+    for module, layout in modules():
+        model = module(torch.zeros(1, dtype=dtype), ids)
+        ours = rope_tables(
+            ids.to(device), module.inv_freq.to(device), module.attention_scaling, dtype, layout
+        )
+        for a, b in zip(ours, model, strict=True):
+            allowed = spacing(exact(b), dtype) + 1e-6
+            assert a.shape == b.shape and (abs(exact(a) - exact(b)) <= allowed).all()

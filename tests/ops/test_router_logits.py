@@ -1,0 +1,99 @@
+"""A router's matmul in float32."""
+
+import numpy as np
+import pytest
+import torch
+from support.layouts import LAYOUTS, lay, lay_with_one_unaligned
+from support.oracles import FLOAT32_EPS, exact
+
+from torch_moe_mps.ops.routing import router_logits
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def check(x, weight, bias=None):
+    result = router_logits(x, weight, bias)
+    shift = 0.0 if bias is None else exact(bias)
+    expected = exact(x) @ exact(weight).T + shift
+    magnitude = abs(exact(x)) @ abs(exact(weight)).T + abs(shift)
+    assert result.dtype == torch.float32 and result.shape == expected.shape and result.is_contiguous()
+    # A dot product of n terms, summed in any order, is off by n / 2 roundings at most, by their root usually.
+    allowed = (4 + np.sqrt(x.shape[1])) * FLOAT32_EPS * magnitude
+    assert (abs(exact(result) - expected) <= allowed).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sizes(device, dtype):
+    """One token and several, blocks of experts and of tokens that are not full, vectors and odd widths."""
+    for i, (tokens, width, experts) in enumerate(
+        [(1, 256, 9), (3, 31, 5), (8, 132, 64), (9, 64, 17), (33, 68, 33)]
+    ):
+        other = torch.float32 if i % 2 else dtype
+        weight = random(experts, width, dtype=other, seed=i).to(device)
+        x = random(tokens, width, dtype=dtype, seed=i).to(device)
+        check(x, weight)
+        check(x, weight, random(experts, dtype=dtype).to(device))
+
+
+@pytest.mark.one_schedule
+def test_many_tokens(device):
+    check(random(260, 96, dtype=torch.bfloat16).to(device), random(40, 96).to(device))
+
+
+def test_layouts(device):
+    tensors = [random(5, 64, dtype=torch.float16), random(7, 64), random(7)]
+    for layout in LAYOUTS:
+        check(*(lay(tensor, layout, device) for tensor in tensors))
+    for operands in lay_with_one_unaligned(tensors, device):
+        check(*operands)
+
+
+def test_empty(device):
+    assert router_logits(torch.zeros(0, 8, device=device), torch.zeros(3, 8, device=device)).shape == (0, 3)
+    assert router_logits(torch.zeros(2, 8, device=device), torch.zeros(0, 8, device=device)).shape == (2, 0)
+    bias = torch.tensor([1.0, -2.0, 0.5], device=device)
+    empty = router_logits(torch.zeros(2, 0, device=device), torch.zeros(3, 0, device=device), bias)
+    assert torch.equal(empty.cpu(), torch.tensor([[1.0, -2.0, 0.5]]).expand(2, 3))
+
+
+def test_nan_stays_in_its_token(device):
+    x = random(3, 64).to(device)
+    x[1, 7] = torch.nan
+    result = router_logits(x, random(5, 64).to(device))
+    assert result.isnan().sum() == 5 == result[1].isnan().sum()
+
+
+def routers():
+    from transformers.models.deepseek_v3 import configuration_deepseek_v3, modeling_deepseek_v3
+    from transformers.models.dots1 import configuration_dots1, modeling_dots1
+    from transformers.models.glm4_moe import configuration_glm4_moe, modeling_glm4_moe
+
+    yield modeling_deepseek_v3.DeepseekV3TopkRouter, configuration_deepseek_v3.DeepseekV3Config
+    yield modeling_dots1.Dots1TopkRouter, configuration_dots1.Dots1Config
+    yield modeling_glm4_moe.Glm4MoeTopkRouter, configuration_glm4_moe.Glm4MoeConfig
+
+
+@pytest.mark.one_schedule
+def test_the_routers_of_models(device):
+    """Their logits, bit for bit but for the order of the sum."""
+    for router_class, config_class in routers():
+        experts = {
+            "n_routed_experts": 16,
+            "num_local_experts": 16,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+        }
+        config = config_class(hidden_size=96, **experts)
+        router = router_class(config)
+        router.weight = torch.nn.Parameter(random(16, 96, dtype=torch.bfloat16), requires_grad=False)
+        x = random(4, 96, dtype=torch.bfloat16)
+        model = router(x)
+        logits = model[0] if isinstance(model, tuple) else model
+        assert logits.dtype == torch.float32
+        ours = router_logits(x.to(device), router.weight.to(device)).cpu()
+        torch.testing.assert_close(ours, logits, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,34 @@
+"""Checkpoints for tests, in the layouts that are found on the Hub."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+
+def fp8_blocks(model, folder: Path, block: int = 32) -> None:
+    """A checkpoint of the model with its matrices in FP8, one scale for a square block, experts one by one.
+
+    The model is given the values that the checkpoint stands for.
+    """
+    model.save_pretrained(folder)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        weight = tensors[name].float()
+        rows, columns = weight.shape
+        blocks = weight.view(rows // block, block, columns // block, block)
+        scale = blocks.abs().amax((1, 3)) / 448
+        codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+        tensors[name] = codes.view(rows, columns)
+        tensors[f"{name}_scale_inv"] = scale
+    save_file(tensors, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [block, block],
+        "activation_scheme": "dynamic",
+    }
+    (folder / "config.json").write_text(json.dumps(config))

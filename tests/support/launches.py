@@ -1,0 +1,53 @@
+"""How many kernels a program launches: operators of aten that are no views, and the package's dispatches."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Operators that launch nothing on MPS: memory without values, and bookkeeping.
+FREE = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "lift_fresh", "_unsafe_view"}
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators of aten by name. Those of this package are counted as dispatches, by the simulator."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.paused = False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if function.namespace == "aten" and not function.is_view and name not in FREE and not self.paused:
+            self.counts[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+class AttentionIsOne(TorchFunctionMode):
+    """Attention is one operator on MPS; elsewhere aten takes it apart."""
+
+    def __init__(self, launches: Launches):
+        super().__init__()
+        self.launches = launches
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is not F.scaled_dot_product_attention:
+            return function(*args, **(kwargs or {}))
+        self.launches.counts["scaled_dot_product_attention"] += 1
+        self.launches.paused = True
+        try:
+            return function(*args, **(kwargs or {}))
+        finally:
+            self.launches.paused = False
+
+
+def launches(simulated, run: Callable[[], object]) -> Counter[str]:
+    """Names of operators and kernels -> how often `run` launches them."""
+    with torch.no_grad(), simulated.trace() as commands, Launches() as mode, AttentionIsOne(mode):
+        run()
+    kernels = [line.split()[0] for line in str(commands).splitlines() if " grid " in line]
+    return mode.counts + Counter(kernels)

@@ -1,0 +1,210 @@
+"""The rules of the decode step: each against the model's own code with the same weights."""
+
+import copy
+import inspect
+import io
+import pickle
+import sys
+
+import pytest
+import torch
+from support import tiny_models
+from support.models import assert_close, eager, output, prompt
+from torch import nn
+
+import torch_moe_mps
+from torch_moe_mps.transformers.linears import QuantizedLinear
+from torch_moe_mps.transformers.rules import rope
+from torch_moe_mps.transformers.rules.linear import JOINED, linears
+from torch_moe_mps.transformers.rules.norms import norm_formula
+from torch_moe_mps.transformers.rules.rope import rope_form
+
+
+def quantised(architecture: str = "qwen3_moe", dtype: torch.dtype = torch.float32):
+    with tiny_models.groups_of_32():
+        model = eager(tiny_models.tiny_model(architecture, dtype))
+    torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    return model
+
+
+def attention(model) -> nn.Module:
+    return model.model.layers[0].self_attn
+
+
+def projections(model) -> list[QuantizedLinear]:
+    return [getattr(attention(model), name) for name in ("q_proj", "k_proj", "v_proj")]
+
+
+def one_by_one(model, ids: torch.Tensor) -> torch.Tensor:
+    """The logits of the model's own code, with the weights that the quantised layers hold."""
+    return output(torch_moe_mps.restore(copy.deepcopy(model)), ids)
+
+
+def test_joined_layers_share_their_weights():
+    model = quantised()
+    layers = projections(model)
+    storages = {layer.packed.untyped_storage().data_ptr() for layer in layers}
+    assert len(storages) == 1 and sum(JOINED in layer.__dict__ for layer in layers) == 1
+    assert_close(output(model, prompt()), one_by_one(model, prompt()), 1e-5)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save", "float16 and back"])
+def test_copies_of_joined_layers_stand_alone(way):
+    model = quantised()
+    if way == "deepcopy":
+        other = copy.deepcopy(model)
+    elif way == "pickle":
+        other = pickle.loads(pickle.dumps(model))
+    elif way == "torch.save":
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    else:
+        other = copy.deepcopy(model).half().float()
+    before = output(model, prompt())
+    assert_close(output(other, prompt()), before, 1e-5 if "16" not in way else 1e-2)
+    for layer in projections(other):
+        layer.scales.data.zero_()
+        layer.biases.data.zero_()
+    assert_close(output(model, prompt()), before, 0.0)
+    assert_close(output(other, prompt()), one_by_one(other, prompt()), 1e-5)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_weights_that_are_loaded_are_used(assign):
+    model, source = quantised(), quantised()
+    for layer in projections(source):
+        layer.scales.data.mul_(2)
+    model.load_state_dict(source.state_dict(), assign=assign)
+    assert_close(output(model, prompt()), one_by_one(source, prompt()), 1e-5)
+
+
+def test_a_layer_that_is_replaced_is_used():
+    model = quantised()
+    layer = attention(model).k_proj
+    attention(model).k_proj = nn.Linear(layer.in_features, layer.out_features, bias=False).eval()
+    assert_close(output(model, prompt()), one_by_one(model, prompt()), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "q_norm"])
+def test_a_hook_within_an_attention_is_called(name):
+    model = quantised()
+    seen = []
+    getattr(attention(model), name).register_forward_hook(lambda *args: seen.append(args[2] * 2) or seen[-1])
+    expected = one_by_one(model, prompt())
+    seen.clear()
+    assert_close(output(model, prompt()), expected, 1e-5)
+    assert len(seen) == 1
+
+
+def test_layers_of_several_formats_run_one_by_one():
+    model = quantised()
+    layers = projections(model)
+    x = torch.randn(3, layers[0].in_features)
+    dense = nn.Linear(layers[0].in_features, 5)
+    with torch.no_grad():
+        results = linears((*layers, dense), x)
+        assert all(map(torch.equal, results, [layer(x) for layer in (*layers, dense)]))
+
+
+# Rotary embeddings
+
+FUNCTIONS = sorted(
+    {
+        (name, architecture)
+        for architecture in tiny_models.architectures()
+        for name, function in inspect.getmembers(
+            sys.modules[tiny_models.model_class(architecture).__module__], inspect.isfunction
+        )
+        if name.startswith("apply_rotary")
+    }
+)
+
+
+def tables(function) -> int:
+    """How many tensors a function rotates."""
+    return sum(name in ("q", "k", "x", "xq", "xk") for name in inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize(("name", "architecture"), FUNCTIONS)
+def test_form_of_rotary_functions(name, architecture):
+    """What is found agrees with the function for other shapes, numbers and dtypes than it was found by."""
+    function = getattr(sys.modules[tiny_models.model_class(architecture).__module__], name)
+    tensors = tables(function)
+    form = rope_form(function, tensors, ())
+    takes_complex = "freqs" in str(inspect.signature(function))
+    if form is None:
+        assert takes_complex or name.endswith("vision")
+        return
+    for turn, width in ((form.wide, 32), (form.narrow, 16)):
+        if turn is None:
+            continue
+        shapes = [(2, 4, 7, 32), (2, 2, 7, 32)][:tensors]
+        inputs = [torch.randn(shape) for shape in shapes]
+        if form.heads_dim == 2:
+            inputs = [x.transpose(1, 2) for x in inputs]
+        cos, sin = torch.randn(2, 7, width), torch.randn(2, 7, width)
+        expected = function(*inputs, cos, sin)
+        k = inputs[1] if tensors == 2 else None
+        result = rope.rope(lambda *args: pytest.fail("fell back"), form, inputs[0], k, cos, sin)
+        for a, b in zip(*((x,) if k is None else x for x in (result, expected)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_functions_that_are_no_rotation():
+    assert rope_form(lambda q, k, cos, sin: (q, k), 2, ()) is None
+    assert rope_form(lambda q, k, cos, sin: (q * cos[:, None], k * sin[:, None]), 2, ()) is None
+    assert rope_form(lambda q, k, cos, sin: 1 / 0, 2, ()) is None
+
+
+def test_other_tables_run_the_function_itself():
+    form = rope_form(sys.modules[tiny_models.model_class("qwen3_moe").__module__].apply_rotary_pos_emb, 2, ())
+    q, k = torch.randn(1, 2, 3, 32), torch.randn(1, 1, 3, 32)
+    cos = torch.randn(1, 3, 24)
+    assert rope.rope(lambda *args: args[:2], form, q, k, cos, cos)[0] is q
+
+
+# Norms
+
+
+class WithoutWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.eps = 1e-3
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+class Doubled(WithoutWeight):
+    def forward(self, x):
+        return 2 * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+def test_a_norm_without_weight():
+    formula = norm_formula(WithoutWeight())
+    assert formula is not None and formula.weight == ""
+    assert norm_formula(Doubled()) is None
+
+
+def test_norms_of_other_dtypes_run_their_own_code():
+    """A float32 weight beside a bfloat16 input gives float32 where the module does not cast its result."""
+    model = quantised(dtype=torch.bfloat16)
+    norm = model.model.norm
+    x = torch.randn(2, 3, norm.weight.shape[0], dtype=torch.float64)
+    assert norm(x).dtype == torch_moe_mps.restore(copy.deepcopy(norm))(x).dtype
+
+
+# Residuals
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3"])
+def test_residuals_are_added_once(architecture):
+    """Also where a hook on the block must see its result alone."""
+    model = quantised(architecture)
+    expected = one_by_one(model, prompt())
+    assert_close(output(model, prompt()), expected, 2e-5)
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(lambda *args: None)
+    assert_close(output(model, prompt()), expected, 2e-5)

@@ -1,0 +1,226 @@
+"""Quantised linear layers and embeddings: which they are, what they compute, what they are called."""
+
+import copy
+
+import pytest
+import torch
+from support import tiny_models
+from support.models import assert_close, eager, generate, operators_of, output, prompt
+from torch import nn
+
+import torch_moe_mps
+from torch_moe_mps.quantization import Format
+from torch_moe_mps.transformers.linears import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
+from torch_moe_mps.transformers.packing import quantize_target
+from torch_moe_mps.transformers.targets import Target
+
+ALWAYS = ["qwen3_moe", "gpt_oss", "deepseek_v3", "gemma4", "qwen3_5_moe", "granitemoehybrid", "zaya", "jamba"]
+EVERY = [
+    name if name in ALWAYS else pytest.param(name, marks=pytest.mark.sweep)
+    for name in tiny_models.architectures()
+]
+
+
+def tiny(architecture: str, **overrides):
+    with tiny_models.groups_of_32():
+        return eager(tiny_models.tiny_model(architecture, **overrides))
+
+
+def layers(model) -> dict[str, QuantizedLayer]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLayer)}
+
+
+@pytest.mark.parametrize("architecture", EVERY)
+def test_logits_are_those_of_the_rounded_weights(architecture):
+    model = tiny(architecture)
+    dense = copy.deepcopy(model)
+    torch_moe_mps.accelerate(model, 4, 32)
+    assert layers(model)
+    tiny_models.dense_twin(dense, model)
+    assert_close(output(model, prompt()), output(dense, prompt()), 1e-5)
+
+
+def test_everything_but_the_router_is_quantised():
+    model = tiny("qwen3_moe")
+    names = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))}
+    report = torch_moe_mps.accelerate(model, 4, 32).quantization
+    assert set(layers(model)) == names and not report.skipped
+    assert [
+        name
+        for name, p in model.named_parameters()
+        if p.dim() == 2 and p.is_floating_point() and "scales" not in name and "biases" not in name
+    ] == [f"model.layers.{i}.mlp.gate.weight" for i in (0, 1)]
+
+
+def bytes_of(*modules: nn.Module) -> int:
+    return sum(p.nbytes for module in modules for p in module.parameters())
+
+
+def test_bytes_of_a_token():
+    """Two of eight experts, one row of the embedding, everything else."""
+    model = tiny("qwen3_moe")
+    experts = [layer.mlp.experts for layer in model.model.layers]
+
+    def necessary():
+        rest = bytes_of(model) - bytes_of(*experts) - bytes_of(model.model.embed_tokens)
+        return rest + bytes_of(*experts) // 4 + bytes_of(model.model.embed_tokens) // 97
+
+    before = necessary()
+    report = torch_moe_mps.accelerate(model, 4, 32).quantization
+    assert (report.bytes_before, report.bytes_after) == (before, necessary())
+    assert f"{before / 1e6:.1f} MB before" in str(report)
+
+
+@pytest.mark.parametrize("architecture", ["afmoe", "phimoe", "hunyuan_v1_moe", "gemma4", "zaya"])
+def test_linear_layers_of_routers_stay_dense(architecture):
+    model = tiny(architecture)
+    report = torch_moe_mps.accelerate(model, 4, 32).quantization
+    routers = [name for name, reason in report.skipped.items() if reason == "it feeds a router"]
+    assert routers and all(isinstance(model.get_submodule(name), nn.Linear) for name in routers)
+    assert all("router" in name or ".gate." in name for name in routers)
+
+
+def test_tied_layers_share_one_weight(tmp_path):
+    model = tiny("qwen3_moe", tie_word_embeddings=True)
+    dense = copy.deepcopy(model)
+    report = torch_moe_mps.accelerate(model, 4, 32).quantization
+    embedding, head = model.model.embed_tokens, model.lm_head
+    assert isinstance(embedding, QuantizedEmbedding) and isinstance(head, QuantizedLinear)
+    assert head.packed is embedding.packed and head.scales is embedding.scales
+    assert report.shared == {"lm_head": "model.embed_tokens"}
+    tiny_models.dense_twin(dense, model)
+    assert torch.equal(generate(model, prompt()), generate(dense, prompt()))
+    model.save_pretrained(tmp_path)
+    loaded = eager(type(model).from_pretrained(tmp_path).eval())
+    assert loaded.lm_head.packed is loaded.model.embed_tokens.packed
+    model.tie_weights()
+    copied = copy.deepcopy(model)
+    assert copied.lm_head.packed is copied.model.embed_tokens.packed
+    for other in (loaded, copied, model):
+        assert_close(output(other, prompt()), output(dense, prompt()), 1e-5)
+
+
+def test_an_embedding_that_scales_its_rows():
+    model = tiny("gemma4")
+    dense = copy.deepcopy(model)
+    torch_moe_mps.accelerate(model, 4, 32)
+    embedding = model.get_input_embeddings()
+    tiny_models.dense_twin(dense, model)
+    assert embedding.scale == dense.get_input_embeddings().embed_scale
+    assert_close(embedding(prompt()), dense.get_input_embeddings()(prompt()), 1e-6)
+
+
+FORMATS = {None: None, 6: Format(6, 32), 8: Format(8, 32), "same": Format(4, 32)}
+
+
+@pytest.mark.parametrize(("linear", "embedding"), [(None, "same"), (8, 6), ("same", None)])
+def test_recipes(linear, embedding, tmp_path):
+    model = tiny("qwen3_moe")
+    torch_moe_mps.accelerate(
+        model, 4, 32, linear_bits=linear, embedding_bits=embedding, keep=["layers.1.self_attn.*"],
+        overrides={"*.v_proj": {"mode": "mxfp4"}, "0.mlp.experts.down_proj": 8, "1.self_attn.v_proj": 5},
+    )  # fmt: skip
+    expected = {"model.embed_tokens": FORMATS[embedding], "lm_head": FORMATS[embedding]}
+    expected |= {f"model.layers.0.self_attn.{name}_proj": FORMATS[linear] for name in "qko"}
+    expected["model.layers.0.self_attn.v_proj"] = Format(mode="mxfp4")
+    assert {n: m.format for n, m in layers(model).items()} == {n: f for n, f in expected.items() if f}
+    experts = [layer.mlp.experts for layer in model.model.layers]
+    assert [str(m.quantization) for m in experts] == ["int4 group 32"] * 2
+    assert [str(m.down_quantization) for m in experts] == ["int8 group 32", "int4 group 32"]
+    dense = tiny_models.dense_twin(tiny("qwen3_moe"), model)
+    assert_close(output(model, prompt()), output(dense, prompt()), 1e-5)
+    model.save_pretrained(tmp_path)
+    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()) and torch.equal(
+        output(eager(loaded.eval()), prompt()), output(model, prompt())
+    )
+
+
+def test_what_something_else_needs_stays_dense():
+    class Twice(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = tiny("qwen3_moe")
+    first = model.model.layers[0].self_attn
+    first.q_proj.register_forward_hook(lambda *_: None)
+    torch.nn.utils.parametrizations.weight_norm(first.k_proj)
+    twice = Twice(first.v_proj.in_features, first.v_proj.out_features, bias=False)
+    twice.weight = first.v_proj.weight
+    first.v_proj = twice
+    report = torch_moe_mps.accelerate(model, 4, 32).quantization
+    prefix = "model.layers.0.self_attn."
+    assert report.skipped == {
+        f"{prefix}q_proj": "a hook is on it",
+        f"{prefix}k_proj": "its weight is computed by a parametrisation",
+        f"{prefix}v_proj": "Twice has code of its own",
+    }
+
+
+def test_adapters_keep_their_layers():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
+    adapted = peft.get_peft_model(tiny("qwen3_moe"), config).eval()
+    report = torch_moe_mps.accelerate(adapted, 4, 32).quantization
+    assert set(report.skipped.values()) == {"it is under an adapter of PEFT"}
+    assert len(report.skipped) == 2 * 3 and torch.isfinite(output(adapted, prompt())).all()
+
+
+def quantised_linear(
+    bias: bool = True, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Linear, QuantizedLinear]:
+    parent = nn.Sequential(nn.Linear(64, 48, bias=bias, dtype=dtype))
+    dense = copy.deepcopy(parent[0])
+    target = Target("0", parent[0], "linears", {"weight": Format(8, 32)})
+    quantize_target(parent, target, [])
+    return dense, parent[0]
+
+
+def test_what_is_read_of_the_weight():
+    dense, layer = quantised_linear(dtype=torch.bfloat16)
+    weight = layer.weight
+    assert (weight.shape, weight.dtype, weight.device) == ((48, 64), torch.bfloat16, dense.weight.device)
+    assert (layer.in_features, layer.out_features) == (64, 48)
+    values = weight[:]
+    assert values.shape == (48, 64) and torch.allclose(values, dense.weight, atol=2e-3)
+    assert torch.equal(weight[5], values[5]) and torch.equal(weight[-1, 3:7], values[-1, 3:7])
+    assert torch.equal(weight[None, 2:5], values[None, 2:5][:, :])
+    assert torch.equal(weight[torch.tensor([1, 4])], values[[1, 4]])
+    with pytest.raises(TypeError):
+        nn.functional.linear(torch.ones(1, 64), weight)
+    layer.to(torch.float16)
+    assert layer.weight.dtype == torch.float16
+
+
+def test_autocast_and_gradients():
+    _, layer = quantised_linear()
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+    assert layer(x).dtype == torch.float32
+    with pytest.raises(NotImplementedError, match="is without gradients; use torch"):
+        layer(x.requires_grad_())
+
+
+def test_bad_recipes_change_nothing():
+    model = tiny("qwen3_moe")
+    before = list(model.state_dict())
+    for arguments, message in {
+        (("keep", ("q_prj",)),): "the pattern 'q_prj' fits no weight",
+        (("linear_bits", "4"),): "linear_bits must be bits, a format or None, got '4'",
+        (("linear_bits", 7),): "bits must be 2 or 3",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            torch_moe_mps.accelerate(model, 4, 32, **dict(arguments))
+    with pytest.raises(ValueError, match="must have bits, group_size and mode, got bit"):
+        torch_moe_mps.accelerate(model, 4, 32, overrides={"lm_head": {"bit": 4}})
+    assert list(model.state_dict()) == before
+
+
+def test_a_simulated_or_real_gpu_computes_the_same(device):
+    model = tiny("qwen3_moe")
+    torch_moe_mps.accelerate(model, 4, 32)
+    expected = output(model, prompt())
+    moved = model.to(device)
+    assert "linear_quantized" in operators_of(lambda: output(moved, prompt().to(device)))
+    assert_close(output(moved, prompt().to(device)).cpu(), expected, 1e-4)

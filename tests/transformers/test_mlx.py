@@ -1,0 +1,126 @@
+"""Checkpoints of MLX: mlx-lm writes them, and its logits are the oracle."""
+
+import re
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from support import mlx_models
+from support.models import assert_close, output, prompt
+
+import torch_moe_mps
+from torch_moe_mps.transformers.interface import formats_of, is_experts, is_quantized
+from torch_moe_mps.transformers.linears import QuantizedLayer
+
+pytest.importorskip("mlx_lm")
+transformers.logging.set_verbosity_error()
+
+FORMATS = [(bits, 32, "affine") for bits in (4, 2, 3, 5, 6, 8)]
+FORMATS += [(4, 64, "affine"), (4, 32, "mxfp4"), (8, 32, "mxfp8"), (4, 16, "nvfp4")]
+ALWAYS = [
+    ("qwen3_moe", FORMATS[0]),
+    ("deepseek_v3", FORMATS[0]),
+    ("gpt_oss", FORMATS[7]),
+    ("qwen3_next", FORMATS[4]),
+]
+EVERY = [
+    (name, form) if (name, form) in ALWAYS else pytest.param(name, form, marks=pytest.mark.sweep)
+    for name in mlx_models.ARCHITECTURES
+    for form in FORMATS
+]
+
+
+def load(model, folder, **arguments):
+    return torch_moe_mps.from_pretrained(
+        str(folder / "mlx"), type(model), dtype=torch.float32, attn_implementation="eager", **arguments
+    )
+
+
+def assert_same_tokens(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert_close(ours, theirs, 2e-5)
+    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+@pytest.mark.parametrize(("architecture", "form"), EVERY, ids=str)
+def test_logits_are_those_of_mlx(architecture, form, tmp_path):
+    model = mlx_models.tiny(architecture)
+    oracle = mlx_models.write(model, tmp_path, *form)
+    loaded = load(model, tmp_path)
+    experts = [module for module in loaded.modules() if is_experts(module)]
+    assert experts and all(map(is_quantized, experts))
+    assert any(isinstance(module, QuantizedLayer) for module in loaded.modules())
+    assert_same_tokens(output(loaded, prompt()), mlx_models.logits(oracle, prompt()))
+
+
+def test_words_are_not_written_anew(tmp_path):
+    model = mlx_models.tiny("qwen3_moe")
+    mlx_models.write(model, tmp_path, 4)
+    loaded = load(model, tmp_path)
+    stored = safetensors.torch.load_file(tmp_path / "mlx" / "model.safetensors")
+    layer = loaded.model.layers[1]
+    theirs = stored["model.layers.1.self_attn.q_proj.weight"].view(torch.int32)
+    assert torch.equal(layer.self_attn.q_proj.packed, theirs)
+    halves = [
+        stored[f"model.layers.1.mlp.switch_mlp.{half}_proj.weight"].view(torch.int32)
+        for half in ("gate", "up")
+    ]
+    assert torch.equal(layer.mlp.experts.gate_up_proj_packed, torch.cat(halves, 1))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+def test_dense_checkpoints(architecture, tmp_path):
+    model = mlx_models.tiny(architecture)
+    oracle = mlx_models.write(model, tmp_path, None)
+    assert_same_tokens(output(load(model, tmp_path), prompt()), mlx_models.logits(oracle, prompt()))
+
+
+def test_every_module_has_its_own_format(tmp_path):
+    """A recipe of mlx-lm, with a module that stays dense."""
+
+    def predicate(path, module):
+        if "k_proj" in path:
+            return False
+        bits = 6 if "down_proj" in path or "lm_head" in path else 3
+        return {"group_size": 32, "bits": bits, "mode": "affine"}
+
+    model = mlx_models.tiny("qwen3_moe")
+    oracle = mlx_models.write(model, tmp_path, 4, predicate=predicate)
+    loaded = load(model, tmp_path)
+    assert isinstance(loaded.model.layers[0].self_attn.k_proj, torch.nn.Linear)
+    assert [f.bits for f in formats_of(loaded.model.layers[0].mlp.experts).values()] == [3, 6]
+    assert loaded.lm_head.format.bits == 6
+    assert_same_tokens(output(loaded, prompt()), mlx_models.logits(oracle, prompt()))
+    loaded.save_pretrained(tmp_path / "ours")
+    again, info = type(model).from_pretrained(
+        tmp_path / "ours", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(info.values())
+    assert torch.equal(output(again.eval(), prompt()), output(torch_moe_mps.restore(loaded), prompt()))
+
+
+def test_the_auto_classes_read_them(tmp_path):
+    model = mlx_models.tiny("qwen3_moe")
+    oracle = mlx_models.write(model, tmp_path, 4)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mlx", dtype=torch.float32).eval()
+    assert_same_tokens(output(loaded, prompt()), mlx_models.logits(oracle, prompt()))
+
+
+def test_a_missing_tensor_is_one_line(tmp_path):
+    model = mlx_models.tiny("qwen3_moe")
+    mlx_models.write(model, tmp_path, 4)
+    path = tmp_path / "mlx" / "model.safetensors"
+    stored = safetensors.torch.load_file(path)
+    for part in ("weight", "scales", "biases"):
+        del stored[f"model.layers.1.self_attn.q_proj.{part}"]
+    safetensors.torch.save_file(stored, path, metadata={"format": "mlx"})
+    with pytest.raises(
+        ValueError, match=r"model.layers.1.self_attn.q_proj.weight must be in the checkpoint of MLX"
+    ):
+        load(model, tmp_path)
+
+
+def test_the_table_names_what_is_tested():
+    text = (Path(__file__).parents[2] / "docs" / "mlx.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", text, re.M) == sorted(mlx_models.ARCHITECTURES)

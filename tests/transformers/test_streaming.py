@@ -1,0 +1,246 @@
+"""Dense checkpoints quantised while they are loaded: the same bits, and never the dense model in memory."""
+
+import json
+import math
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from support import tiny_models
+from support.checkpoints import fp8_blocks
+from support.models import eager, output, prompt
+from support.processes import python
+
+import torch_moe_mps
+from torch_moe_mps.transformers.config import QuantizationConfig
+
+transformers.logging.set_verbosity_error()
+
+# Experts one by one, merged, transposed, two kinds in one list; tied and scaled embeddings.
+ALWAYS = ["qwen3_moe", "gpt_oss", "deepseek_v3", "gemma4", "ernie4_5_vl_moe", "nemotron_h"]
+EVERY = [
+    name if name in ALWAYS else pytest.param(name, marks=pytest.mark.sweep)
+    for name in tiny_models.architectures()
+]
+# Buffers that save_pretrained of transformers loses.
+LOST = "balancing_biases"
+
+
+def tiny(architecture: str, **arguments):
+    with tiny_models.groups_of_32():
+        return eager(tiny_models.tiny_model(architecture, **arguments))
+
+
+def assert_same_state(model, expected) -> None:
+    state, other = model.state_dict(), expected.state_dict()
+    assert state.keys() == other.keys()
+    for name in state:
+        assert LOST in name or torch.equal(state[name], other[name]), name
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("architecture", EVERY)
+def test_the_bits_are_those_of_quantising_afterwards(architecture, tmp_path):
+    model = tiny(architecture)
+    model.save_pretrained(tmp_path)
+    config = QuantizationConfig(4, 32)
+    streamed, info = type(model).from_pretrained(
+        tmp_path, quantization_config=config, output_loading_info=True
+    )
+    report = torch_moe_mps.accelerate(model, 4, 32).quantization
+    assert not any(info.values())
+    assert_same_state(streamed, model)
+    ours = streamed.hf_quantizer.report
+    assert ours.modules.keys() == report.modules.keys() and ours.skipped == report.skipped
+    assert (ours.bytes_before, ours.bytes_after) == (report.bytes_before, report.bytes_after)
+    for name, entries in report.modules.items():
+        for entry, other in zip(sorted(entries, key=str), sorted(ours.modules[name], key=str), strict=True):
+            assert entry._replace(error=0) == other._replace(error=0)
+            assert math.isclose(entry.error, other.error, rel_tol=1e-6)
+    streamed.save_pretrained(tmp_path / "saved")
+    again, info = type(model).from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not any(info.values())
+    assert_same_state(again, model)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3"])
+def test_fp8_blocks(architecture, tmp_path):
+    """As transformers dequantises them: the scales are not rounded on the way."""
+    sizes = {"q_lora_rank": 32, "kv_lora_rank": 32} if architecture == "deepseek_v3" else {}
+    fp8_blocks(tiny(architecture, dtype=torch.bfloat16, **sizes), tmp_path)
+    dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch_moe_mps.accelerate(dense, 4, 32)
+    streamed = torch_moe_mps.from_pretrained(str(tmp_path), bits=4, group_size=32)
+    assert_same_state(streamed, dense)
+    assert streamed.hf_quantizer.report.modules
+    streamed.save_pretrained(tmp_path / "saved")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert_same_state(loaded, dense)
+
+
+def test_a_recipe_while_loading(tmp_path):
+    model = tiny("qwen3_moe", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    recipe = {
+        "linear_bits": 8,
+        "embedding_bits": 6,
+        "keep": ["*.k_proj"],
+        "overrides": {"experts.down_proj": 5},
+    }
+    loaded = torch_moe_mps.from_pretrained(str(tmp_path), bits=4, group_size=32, **recipe)
+    torch_moe_mps.accelerate(model, 4, 32, **recipe)
+    assert_same_state(loaded, model)
+
+
+def test_tied_layers_that_are_both_in_the_checkpoint(tmp_path):
+    model = tiny("qwen3_moe", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    for other in (tensors["model.embed_tokens.weight"].clone(), -tensors["model.embed_tokens.weight"]):
+        safetensors.torch.save_file(tensors | {"lm_head.weight": other}, path, metadata={"format": "pt"})
+        loaded = type(model).from_pretrained(tmp_path, quantization_config=QuantizationConfig(4, 32))
+        same = torch.equal(other, tensors["model.embed_tokens.weight"])
+        assert (loaded.lm_head.packed is loaded.model.embed_tokens.packed) == same
+        dense = type(model).from_pretrained(tmp_path)
+        tiny_models.dense_twin(dense, loaded)
+        assert torch.allclose(output(loaded.eval(), prompt()), output(dense.eval(), prompt()), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.fill_(torch.nan), "layers.1.mlp.experts.down_proj must be finite, got NaN, inf or"),
+        (lambda t: t[:, :32], r"layers.1.mlp.experts.down_proj must be of shape .*, got"),
+    ],
+    ids=["NaN", "shape"],
+)
+def test_errors_name_the_parameter(change, message, tmp_path):
+    model = tiny("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    for expert in range(8):
+        name = f"model.layers.1.mlp.experts.{expert}.down_proj.weight"
+        tensors[name] = change(tensors[name]).contiguous()
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        torch_moe_mps.from_pretrained(str(tmp_path), bits=4, group_size=32)
+
+
+def test_experts_that_do_not_fit_are_an_error(tmp_path):
+    tiny("qwen3_moe").save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"experts.gate_up_proj must be of an input dimension that is a multiple"
+    ):
+        torch_moe_mps.from_pretrained(str(tmp_path), bits=4, group_size=128)
+
+
+# Memory
+
+CHILD = """
+import gc, json, sys, threading, time
+import torch, transformers, torch_moe_mps
+transformers.logging.set_verbosity_error()
+device, folder, arguments = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+if device == "mps":
+    from simulator import install
+    install()
+
+def private():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+def load(folder):
+    return torch_moe_mps.from_pretrained(folder, device_map=device, **arguments)
+
+load(folder + "/warm")  # what the first model imports and compiles is not the model's
+gc.collect()
+base = peak = private()
+stop = threading.Event()
+
+def watch():
+    global peak
+    while not stop.wait(0.001):
+        peak = max(peak, private())
+
+thread = threading.Thread(target=watch)
+thread.start()
+started = time.perf_counter(), time.process_time()
+model = load(folder)
+seconds, cpu = time.perf_counter() - started[0], time.process_time() - started[1]
+stop.set()
+thread.join()
+model = sum(p.nbytes for p in model.parameters())
+print(json.dumps({"peak": peak - base, "seconds": seconds, "cpu": cpu, "model": model}))
+"""
+
+
+def sized_model(layers: int, hidden: int, intermediate: int, experts: int):
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=512, hidden_size=hidden, intermediate_size=hidden, moe_intermediate_size=intermediate,
+        num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
+        num_experts=experts, num_experts_per_tok=4, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.02)
+    return model
+
+
+def write(model, folder, source: str, shard: str) -> None:
+    if source == "fp8":
+        fp8_blocks(model, folder, 128)
+    elif source == "merged":
+        model.save_pretrained(folder, max_shard_size=shard, save_original_format=False)
+    else:
+        model.save_pretrained(folder, max_shard_size=shard)
+
+
+def measure(device, tmp_path, source, layers, hidden, intermediate, experts, shard="5GB") -> dict:
+    model = sized_model(layers, hidden, intermediate, experts)
+    dense = sum(p.nbytes for p in model.parameters())
+    layer = sum(p.nbytes for p in model.model.layers[0].parameters())
+    write(model, tmp_path, source, shard)
+    write(sized_model(1, 128, 128, 8), tmp_path / "warm", source, "5GB")
+    del model
+    result = json.loads(python(CHILD, device, str(tmp_path), json.dumps({"bits": 4})).splitlines()[-1])
+    result |= {
+        "bound": result["model"] + 1.5 * layer,
+        "dense": dense,
+        "rate": dense / result["seconds"] / 1e6,
+    }
+    shown = {k: f"{v / 2**20:.1f} MiB" if v > 1e4 else f"{v:.1f}" for k, v in result.items()}
+    print(device, source, shown)
+    return result
+
+
+def assert_small(result: dict) -> None:
+    assert result["peak"] <= result["bound"] < 0.8 * result["dense"]
+
+
+@pytest.mark.parametrize("source", ["one by one", "merged", "sharded"])
+def test_peak_of_private_memory(source, tmp_path):
+    """Of 190 MiB in 5 layers: the quantised model and 1.5 dense layers at most."""
+    shard = "40MB" if source == "sharded" else "5GB"
+    assert_small(measure("cpu", tmp_path, source, 5, 768, 512, 16, shard))
+
+
+def test_peak_of_private_memory_from_fp8(tmp_path):
+    assert_small(measure("cpu", tmp_path, "fp8", 5, 768, 512, 16))
+
+
+def test_peak_of_private_memory_on_simulated_mps(tmp_path):
+    assert_small(measure("mps", tmp_path, "one by one", 5, 768, 512, 16))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("source", ["one by one", "merged", "sharded", "fp8"])
+@pytest.mark.parametrize("on", ["cpu", "mps"])
+def test_peak_of_a_gigabyte(source, on, tmp_path):
+    assert_small(measure(on, tmp_path, source, 10, 1024, 512, 32, "200MB" if source == "sharded" else "5GB"))

@@ -1,0 +1,203 @@
+"""Rotary position embedding of queries and keys, with the RMSNorm of their heads, and its tables."""
+
+import torch
+from torch import Tensor
+
+from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check
+from ._registry import operator
+from .norms import normed
+
+PAIRS = ("half", "interleaved", "interleaved_to_half")
+LAYOUTS = ("pairs", "halves", "interleaved")
+
+
+def _check_heads(check: Check, argument: str, x: Tensor, q: Tensor, rotary: int) -> None:
+    check.dtype(argument, x, ACTIVATION_DTYPES if x is q else (q.dtype,))
+    check.rank(argument, x, (4,))
+    check.shape(argument, x, (*q.shape[:2], *x.shape[2:]), f"[B, T, H{argument}, D{argument}]")
+    if x.shape[2] < 1:
+        check.fail(argument, "of at least one head", f"shape {tuple(x.shape)}")
+    if x.shape[-1] % 2 or x.shape[-1] < rotary:
+        expected = f"of heads of an even number of elements, {rotary} or more"
+        check.fail(argument, expected, f"shape {tuple(x.shape)}")
+
+
+def _check_weight(check: Check, argument: str, weight: Tensor | None, x: Tensor | None) -> None:
+    if weight is None:
+        return
+    if x is None:
+        check.fail(argument, "None without k", f"shape {tuple(weight.shape)}")
+    check.dtype(argument, weight, ACTIVATION_DTYPES)
+    check.shape(argument, weight, (x.shape[-1],), f"[D{argument[0]}]")
+
+
+def _meta_rope(
+    check,
+    q,
+    k,
+    cos,
+    sin,
+    q_weight=None,
+    k_weight=None,
+    eps=1e-6,
+    weight_offset=0.0,
+    *,
+    pairs="half",
+    rotary_dim=None,
+    rotary_last=False,
+):
+    check.choice("pairs", pairs, PAIRS)
+    check.dtype("cos", cos, ACTIVATION_DTYPES)
+    check.rank("cos", cos, (3,))
+    rotary = cos.shape[-1] if rotary_dim is None else rotary_dim
+    if rotary < 2 or rotary % 2:
+        check.fail("rotary_dim", "an even number of at least 2", rotary)
+    check.rank("q", q, (4,))
+    _check_heads(check, "q", q, q, rotary)
+    if k is not None:
+        _check_heads(check, "k", k, q, rotary)
+    batch, tokens = q.shape[:2]
+    if cos.shape[0] not in (1, batch) or cos.shape[1] != tokens or cos.shape[2] not in (rotary, rotary // 2):
+        expected = f"of shape [B or 1, T, R or R / 2], with B, T, R = {(batch, tokens, rotary)}"
+        check.fail("cos", expected, tuple(cos.shape))
+    check.dtype("sin", sin, (cos.dtype,))
+    check.shape("sin", sin, cos.shape, "cos's")
+    _check_weight(check, "q_weight", q_weight, q)
+    _check_weight(check, "k_weight", k_weight, k)
+    check.same_device(q=q, k=k, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight)
+    return _heads_first(q), q.new_empty(0) if k is None else _heads_first(k)
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3]))
+
+
+def _split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The first and the second elements of the pairs."""
+    return (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+
+
+def _rotated(
+    x: Tensor,
+    weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    weight_offset: float,
+    pairs: str,
+    rotary: int,
+    rotary_last: bool,
+) -> Tensor:
+    y = x.float() if weight is None else normed(x, weight, eps, weight_offset)
+    start = x.shape[-1] - rotary if rotary_last else 0
+    before, y, after = y.tensor_split((start, start + rotary), -1)
+    interleaved = pairs != "half"
+    first, second = _split(y, interleaved)
+    tables = (table.float().unsqueeze(2) for table in (cos, sin))
+    cos, sin = ((t, t) if t.shape[-1] < rotary else _split(t, interleaved) for t in tables)
+    turned = (first * cos[0] - second * sin[0], second * cos[1] + first * sin[1])
+    turned = torch.stack(turned, -1).flatten(-2) if pairs == "interleaved" else torch.cat(turned, -1)
+    return torch.cat((before, turned, after), -1).to(x.dtype).transpose(1, 2)
+
+
+@operator(
+    "rope(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? q_weight=None, Tensor? k_weight=None, "
+    "float eps=1e-6, float weight_offset=0.0, *, str pairs='half', int? rotary_dim=None, "
+    "bool rotary_last=False) -> (Tensor, Tensor)",
+    meta=_meta_rope,
+)
+def rope(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    *,
+    pairs: str = "half",
+    rotary_dim: int | None = None,
+    rotary_last: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Rotary position embedding of q and k, and the RMSNorm of each head before it where a weight is given.
+
+    x = rms(x) * (weight + weight_offset), over a head, where there is a weight
+    (a, b) -> (a * cos - b * sin, b * cos + a * sin), for each pair (a, b) of the R elements that turn
+
+    All is computed in float32 and rounded once, when it is stored. Models that compute in 16 bit round both
+    products and the normed row, too.
+
+    Args:
+        q: [B, T, Hq, Dq], float32, float16 or bfloat16. Strides are free: a slice of a fused projection, or
+            the transposed view of [B, Hq, T, Dq], is read where it lies.
+        k: [B, T, Hk, Dk] in the dtype of `q`, or None.
+        cos, sin: [B or 1, T, R or R / 2], any of the three dtypes: of each element that turns, in the order
+            of the head's elements, or of each pair.
+        q_weight, k_weight: [Dq], [Dk], any of the three dtypes: QK-norm.
+        eps: added to the mean of squares.
+        weight_offset: 1.0 for zero-centred weights.
+        pairs: "half": element i and i + R / 2 are a pair; "interleaved": elements 2 i and 2 i + 1;
+            "interleaved_to_half": the same, but the results of pair i are stored at i and i + R / 2.
+        rotary_dim: R; without it the width of `cos`.
+        rotary_last: the last R elements of a head turn, not the first. The others are copied (and normed).
+
+    Returns: q and k as [B, Hq, T, Dq] and [B, Hk, T, Dk], contiguous, as attention takes them. Without k the
+        second is empty, of shape [0].
+
+    Raises: ValueError for a dtype, shape, choice or device that does not fit.
+    """
+    rotary = cos.shape[-1] if rotary_dim is None else rotary_dim
+    rest = (cos, sin, eps, weight_offset, pairs, rotary, rotary_last)
+    q_out = _rotated(q, q_weight, *rest)
+    return q_out, q.new_empty(0) if k is None else _rotated(k, k_weight, *rest)
+
+
+# The tables
+
+
+def _meta_rope_tables(check, position_ids, inv_freq, scaling, dtype, layout="halves"):
+    check.choice("layout", layout, LAYOUTS)
+    check.dtype("position_ids", position_ids, ID_DTYPES)
+    check.rank("position_ids", position_ids, (2,))
+    check.dtype("inv_freq", inv_freq, (torch.float32,))
+    check.rank("inv_freq", inv_freq, (1,))
+    if dtype not in ACTIVATION_DTYPES:
+        check.fail("dtype", "float32 or float16 or bfloat16", str(dtype).removeprefix("torch."))
+    check.same_device(position_ids=position_ids, inv_freq=inv_freq)
+    width = inv_freq.shape[0] * (1 if layout == "pairs" else 2)
+    shape = (*position_ids.shape, width)
+    return inv_freq.new_empty(shape, dtype=dtype), inv_freq.new_empty(shape, dtype=dtype)
+
+
+@operator(
+    "rope_tables(Tensor position_ids, Tensor inv_freq, float scaling, ScalarType dtype, "
+    "str layout='halves') -> (Tensor cos, Tensor sin)",
+    meta=_meta_rope_tables,
+)
+def rope_tables(
+    position_ids: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype, layout: str = "halves"
+) -> tuple[Tensor, Tensor]:
+    """The tables of `rope`: cos and sin of position * frequency, times `scaling`, for each token and pair.
+
+    Positions are rounded to float32, angles are rounded products of float32, and their cosines and sines are
+    those of the rounded angles, however large: in float32 exact to a few units of the last place of 1.0.
+
+    Args:
+        position_ids: [B, T], int32 or int64.
+        inv_freq: [R / 2], float32: radians a position.
+        scaling: factor of the tables (YaRN's attention factor).
+        dtype: of the tables: float32, float16 or bfloat16; the results are rounded once.
+        layout: "pairs": a column for each pair; "halves": those of all pairs, twice, one after the other;
+            "interleaved": the column of each pair twice in a row.
+
+    Returns: cos and sin, [B, T, R], with "pairs" [B, T, R / 2].
+
+    Raises: ValueError for a dtype, shape, choice or device that does not fit.
+    """
+    angles = position_ids.unsqueeze(-1).float() * inv_freq
+    if layout == "halves":
+        angles = torch.cat((angles, angles), -1)
+    elif layout == "interleaved":
+        angles = angles.repeat_interleave(2, -1)
+    return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)

@@ -1,0 +1,207 @@
+// Rotary position embedding of q and k with the RMSNorm of their heads: a simdgroup takes a head of a token.
+//
+// A head is walked in pairs of elements: those that turn together, then those that stay as they are, paired
+// by halves. A lane takes N pairs next to each other; heads of up to 64 * N elements are read once.
+#pragma once
+#include "common.h"
+
+template <int N>
+struct Pairs {
+  Pack<N> first;
+  Pack<N> second;
+};
+
+// Where pairs lie in a head: the first elements from `first` on and the second ones from `second` on, or all
+// of them by turns from `first` on.
+struct PairsAt {
+  uint first;
+  uint second;
+  bool interleaved;
+};
+
+// Where the pairs from `pair` on lie in a head, as it is read or as it is stored.
+inline PairsAt pairs_at(uint pair, bool interleaved, uint width, constant RopeParams& params) {
+  const uint turning = params.rotary / 2;
+  if (pair < turning) {
+    const uint start = params.rotary_last != 0 ? width - params.rotary : 0;
+    if (interleaved) return {start + 2 * pair, 0, true};
+    return {start + pair, start + pair + turning, false};
+  }
+  const uint start = (params.rotary_last != 0 ? 0 : params.rotary) + pair - turning;
+  return {start, start + width / 2 - turning, false};
+}
+
+// a[0] b[0] a[1] b[1] ... -> a, b
+template <int N>
+inline Pairs<N> untangled(Pack<N> low, Pack<N> high) {
+  float both[2 * N];
+  UNROLL for (int i = 0; i < N; ++i) {
+    both[i] = low.v[i];
+    both[N + i] = high.v[i];
+  }
+  Pairs<N> pairs;
+  UNROLL for (int i = 0; i < N; ++i) {
+    pairs.first.v[i] = both[2 * i];
+    pairs.second.v[i] = both[2 * i + 1];
+  }
+  return pairs;
+}
+
+template <int N>
+inline Pairs<N> load_pairs(device const uchar* source, uint dtype, ulong start, PairsAt at) {
+  const uint second = at.interleaved ? at.first + N : at.second;
+  const AnyRaw<N> low = load_any_raw<N>(source, dtype, start + at.first);
+  const AnyRaw<N> high = load_any_raw<N>(source, dtype, start + second);
+  if (at.interleaved) return untangled(widen(low, dtype), widen(high, dtype));
+  return {widen(low, dtype), widen(high, dtype)};
+}
+
+template <int N, typename T>
+inline Pairs<N> load_pairs(device const T* head, PairsAt at) {
+  const Raw<T, N> low = load_raw<N>(head + at.first);
+  const Raw<T, N> high = load_raw<N>(head + (at.interleaved ? at.first + N : at.second));
+  if (at.interleaved) return untangled(widen(low), widen(high));
+  return {widen(low), widen(high)};
+}
+
+template <int N, typename T>
+inline void store_pairs(device T* head, PairsAt at, Pairs<N> pairs) {
+  if (!at.interleaved) {
+    store_pack(head + at.first, pairs.first);
+    store_pack(head + at.second, pairs.second);
+    return;
+  }
+  float both[2 * N];
+  UNROLL for (int i = 0; i < N; ++i) {
+    both[2 * i] = pairs.first.v[i];
+    both[2 * i + 1] = pairs.second.v[i];
+  }
+  Pack<N> low, high;
+  UNROLL for (int i = 0; i < N; ++i) {
+    low.v[i] = both[i];
+    high.v[i] = both[N + i];
+  }
+  store_pack(head + at.first, low);
+  store_pack(head + at.first + N, high);
+}
+
+// cos or sin of the pairs from `pair` on.
+template <int N>
+inline Pairs<N> load_table(device const uchar* table, ulong row, uint pair, constant RopeParams& params) {
+  if (params.table_of_pairs != 0) {
+    const Pack<N> of_pairs = load_any<N>(table, params.table_dtype, row + pair);
+    return {of_pairs, of_pairs};
+  }
+  if (params.pairs != PAIRS_HALF) return load_pairs<N>(table, params.table_dtype, row, {2 * pair, 0, true});
+  return load_pairs<N>(table, params.table_dtype, row, {pair, pair + params.rotary / 2, false});
+}
+
+template <int N>
+inline Pairs<N> turned(Pairs<N> x, Pairs<N> cos, Pairs<N> sin) {
+  Pairs<N> y;
+  UNROLL for (int i = 0; i < N; ++i) {
+    y.first.v[i] = x.first.v[i] * cos.first.v[i] - x.second.v[i] * sin.first.v[i];
+    y.second.v[i] = x.second.v[i] * cos.second.v[i] + x.first.v[i] * sin.second.v[i];
+  }
+  return y;
+}
+
+template <int N>
+inline Pairs<N> scaled(Pairs<N> x, float inverse, Pairs<N> weight, float offset) {
+  UNROLL for (int i = 0; i < N; ++i) {
+    x.first.v[i] = x.first.v[i] * inverse * (weight.first.v[i] + offset);
+    x.second.v[i] = x.second.v[i] * inverse * (weight.second.v[i] + offset);
+  }
+  return x;
+}
+
+template <typename T, int N>
+inline void rope_head(device const T* head, device const uchar* weight, device const uchar* cos,
+                      device const uchar* sin, ulong table_row, device T* output, constant RopeHeads& heads,
+                      constant RopeParams& params, uint lane) {
+  const uint width = heads.width, pairs = width / 2;
+  const bool interleaved = params.pairs != PAIRS_HALF;
+  const uint first = lane * N, step = kSimdWidth * N;
+  Pairs<N> kept;
+  if (first < pairs) kept = load_pairs<N>(head, pairs_at(first, interleaved, width, params));
+  float inverse = 1.0f;
+  if (heads.has_weight != 0) {
+    float sum = first < pairs ? sum_of_squares(kept.first) + sum_of_squares(kept.second) : 0.0f;
+    for (uint pair = first + step; pair < pairs; pair += step) {
+      const Pairs<N> x = load_pairs<N>(head, pairs_at(pair, interleaved, width, params));
+      sum += sum_of_squares(x.first) + sum_of_squares(x.second);
+    }
+    inverse = precise::rsqrt(simd_sum(sum) / float(width) + params.eps);
+  }
+  for (uint pair = first; pair < pairs; pair += step) {
+    const PairsAt from = pairs_at(pair, interleaved, width, params);
+    Pairs<N> x = kept;
+    if (pair != first) x = load_pairs<N>(head, from);
+    if (heads.has_weight != 0) {
+      x = scaled(x, inverse, load_pairs<N>(weight, heads.weight_dtype, 0, from), params.weight_offset);
+    }
+    if (pair < params.rotary / 2) {
+      x = turned(x, load_table<N>(cos, table_row, pair, params), load_table<N>(sin, table_row, pair, params));
+    }
+    store_pairs(output, pairs_at(pair, params.pairs == PAIRS_INTERLEAVED, width, params), x);
+  }
+}
+
+template <typename T>
+[[kernel, max_total_threads_per_threadgroup(kRopeHeads* kSimdWidth)]] void rope_heads(
+    device const T* q [[buffer(0)]], device const T* k [[buffer(1)]], device const uchar* cos [[buffer(2)]],
+    device const uchar* sin [[buffer(3)]], device const uchar* q_weight [[buffer(4)]],
+    device const uchar* k_weight [[buffer(5)]], device T* q_output [[buffer(6)]],
+    device T* k_output [[buffer(7)]], constant RopeParams& params [[buffer(8)]],
+    uint group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  const uint row = group * kRopeHeads + simdgroup;
+  if (row >= params.rows) return;
+  const uint all_heads = params.q.heads + params.k.heads;
+  const uint position = row / all_heads;
+  const uint batch = position / params.tokens, token = position % params.tokens;
+  const bool is_k = row % all_heads >= params.q.heads;
+  const uint head = row % all_heads - (is_k ? params.q.heads : 0);
+  constant RopeHeads& heads = is_k ? params.k : params.q;
+  device const T* source =
+      (is_k ? k : q) + batch * heads.batch_stride + token * heads.token_stride + head * heads.head_stride;
+  device T* target = (is_k ? k_output : q_output) +
+                     ((ulong(batch) * heads.heads + head) * params.tokens + token) * heads.width;
+  device const uchar* weight = is_k ? k_weight : q_weight;
+  const ulong table_row = batch * params.table_batch_stride + token * params.table_token_stride;
+  if (params.vectorised != 0) {
+    rope_head<T, 4>(source, weight, cos, sin, table_row, target, heads, params, lane);
+  } else {
+    rope_head<T, 1>(source, weight, cos, sin, table_row, target, heads, params, lane);
+  }
+}
+
+// The tables: a thread takes the angle of a pair at a token. Angles reach millions of radians, where the fast
+// functions are wrong by far more than a table may be.
+template <typename T>
+[[kernel, max_total_threads_per_threadgroup(kTableThreads)]] void rope_table_columns(
+    device const uchar* positions [[buffer(0)]], device const float* frequencies [[buffer(1)]],
+    device T* cos [[buffer(2)]], device T* sin [[buffer(3)]], constant RopeTableParams& params [[buffer(4)]],
+    uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]]) {
+  const ulong index = ulong(group) * kTableThreads + thread_index;
+  if (index >= params.angles) return;
+  const ulong token = index / params.pairs;
+  const uint pair = index % params.pairs;
+  const float position = params.wide_positions != 0
+                             ? float(reinterpret_cast<device const long*>(positions)[token])
+                             : float(reinterpret_cast<device const int*>(positions)[token]);
+  const float angle = position * frequencies[pair];
+  const T cosine = T(precise::cos(angle) * params.scaling), sine = T(precise::sin(angle) * params.scaling);
+  if (params.layout == TABLE_PAIRS) {
+    cos[index] = cosine;
+    sin[index] = sine;
+    return;
+  }
+  const bool halves = params.layout == TABLE_HALVES;
+  const ulong first = 2 * token * params.pairs + (halves ? pair : 2 * pair);
+  const ulong second = first + (halves ? params.pairs : 1);
+  cos[first] = cosine;
+  cos[second] = cosine;
+  sin[first] = sine;
+  sin[second] = sine;
+}

@@ -1,0 +1,130 @@
+"""Attention with sinks for transformers' AttentionInterface: few new tokens by the operator."""
+
+import sys
+
+import torch
+from torch import Tensor, nn
+
+NAME = "moe_mps_sinks"  # of the attention implementation
+PREVIOUS_ATTENTION = "_moe_mps_previous_attention"
+MOST_TOKENS = 8  # of a call of the operator; longer inputs are prompts
+MOST_WIDTH = 256  # of a head
+
+
+def use_attention_of_sinks(model: nn.Module) -> list[str]:
+    """Lets the attention layers that have sinks run on the operator, where they run their model's own code.
+
+    Returns: the names of these layers.
+    """
+    names = []
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        has_sinks = isinstance(getattr(module, "sinks", None), Tensor) and getattr(module, "is_causal", False)
+        implementation = getattr(config, "_attn_implementation", None)
+        if has_sinks and implementation in ("eager", NAME):
+            module.__dict__.setdefault(PREVIOUS_ATTENTION, (config, "eager"))
+            config._attn_implementation = NAME
+            names.append(name)
+    return names
+
+
+def restore_attention(module: nn.Module) -> None:
+    """The implementation that a layer had before `use_attention_of_sinks`."""
+    if PREVIOUS_ATTENTION in module.__dict__:
+        config, implementation = module.__dict__.pop(PREVIOUS_ATTENTION)
+        config._attn_implementation = implementation
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """What `eager_attention_forward` of the module's file returns, its weights only where that runs.
+
+    Args:
+        module: the attention layer.
+        query: [B, Hq, T, D].
+        key, value: [B, Hk, S, D] and [B, Hk, S, Dv].
+        attention_mask: [B, 1, T, S], True or 0 where a token sees a key, or None: a token sees its own key
+            and what lies before it, in the sliding window.
+        scaling: of the scores; without it D ** -0.5.
+        dropout, kwargs: for the model's own code, which runs where dropout is asked for.
+        sliding_window: of the layer; a mask holds it already.
+        s_aux: [Hq], the sinks.
+
+    Returns: [B, T, Hq, Dv], and the attention's weights or None.
+
+    Raises: RuntimeError where the model's own code is needed and its file has none.
+    """
+    if _takes(query, key, value, attention_mask, s_aux, dropout, kwargs):
+        window = sliding_window if attention_mask is None else None
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        operator = torch.ops.moe_mps.attention_sinks
+        return operator(query, key, value, s_aux, scale, attention_mask, window), None
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        raise RuntimeError(
+            f"torch_moe_mps: attention of {type(module).__name__} must be in a file with "
+            "eager_attention_forward, which prompts, training and dropout need, got none"
+        )
+    return eager(
+        module,
+        query,
+        key,
+        value,
+        _additive(attention_mask, query, key, sliding_window),
+        scaling=scaling,
+        dropout=dropout,
+        sliding_window=sliding_window,
+        s_aux=s_aux,
+        **kwargs,
+    )
+
+
+def attention_mask(*args, q_length: int, allow_is_causal_skip: bool = True, **kwargs) -> Tensor | None:
+    """The mask for `attention`: None for one new token that sees the whole cache, else an additive one."""
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    if q_length == 1 and allow_is_causal_skip:
+        plain = {name: value for name, value in kwargs.items() if name != "dtype"}
+        if sdpa_mask(*args, q_length=q_length, allow_is_causal_skip=True, **plain) is None:
+            return None
+    return eager_mask(*args, q_length=q_length, **kwargs)
+
+
+def _takes(query, key, value, mask, sinks, dropout, kwargs) -> bool:
+    """Whether the operator gives what is asked for."""
+    tensors = [t for t in (query, key, value, mask, sinks) if t is not None]
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    plain = query.dtype == key.dtype == value.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return (
+        query.shape[2] <= MOST_TOKENS
+        and max(query.shape[3], value.shape[3]) <= MOST_WIDTH
+        and plain
+        and dropout == 0.0
+        and not needs_grad
+        and not kwargs.get("output_attentions")
+        and (mask is None or (mask.dim() == 4 and mask.shape[1] == 1))
+    )
+
+
+def _additive(mask: Tensor | None, query: Tensor, key: Tensor, window: int | None) -> Tensor | None:
+    """The mask in the form that a model's own code adds to the scores."""
+    tokens, keys = query.shape[2], key.shape[2]
+    if mask is None:
+        new = torch.arange(keys - tokens, keys, device=query.device)
+        distance = new[:, None] - torch.arange(keys, device=query.device)
+        mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        mask = mask[None, None]
+    if mask.dtype != torch.bool:
+        return mask
+    lowest = torch.finfo(query.dtype).min
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, lowest)

@@ -1,0 +1,170 @@
+"""Linear layers and embeddings with quantised weights, in place of nn.Linear and nn.Embedding."""
+
+import torch
+from torch import Tensor, nn
+
+from ..ops._formats import dequantize_values
+from ..quantization import Format
+
+ops = torch.ops.moe_mps
+
+
+class LazyWeight:
+    """What code may read of the `weight` of a quantised layer; it is no tensor to compute with.
+
+    Elements are dequantised when they are asked for: weight[7] reads one row.
+    """
+
+    def __init__(self, layer: "QuantizedLayer"):
+        self._layer = layer
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self._layer.rows, self._layer.columns))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._layer._like.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._layer.packed.device
+
+    def __getitem__(self, index) -> Tensor:
+        first, *others = index if isinstance(index, tuple) else (index,)
+        if first is None or first is Ellipsis:
+            return self._layer.dequantized(slice(None))[index]
+        if isinstance(first, int):
+            return self._layer.dequantized(slice(first, first + 1 or None))[(0, *others)]
+        return self._layer.dequantized(first)[(slice(None), *others)]
+
+
+class QuantizedLayer(nn.Module):
+    """A quantised matrix [rows, columns]; `scales` and `biases` are those of the format.
+
+    Attributes:
+        packed: [rows, columns * bits / 32], int32: the words of the format.
+        scales, biases: [rows, columns / group_size]; biases are None where the format has none.
+        format: how they are read.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    biases: Tensor | None
+
+    def __init__(
+        self, packed: Tensor, scales: Tensor, biases: Tensor | None, format: Format, dtype: torch.dtype
+    ):
+        super().__init__()
+        self.format = format
+        for name, tensor in (("packed", packed), ("scales", scales), ("biases", biases)):
+            self.register_parameter(name, None if tensor is None else _parameter(tensor))
+        # Of no size: it keeps the dtype of the dense weight, and follows where the module is moved.
+        self.register_buffer("_like", torch.empty(0, dtype=dtype, device=packed.device), persistent=False)
+
+    @property
+    def rows(self) -> int:
+        return self.packed.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.format.columns(self.packed.shape[1])
+
+    @property
+    def weight(self) -> LazyWeight:
+        return LazyWeight(self)
+
+    def dequantized(self, rows: slice | Tensor) -> Tensor:
+        """Some rows of the matrix, in the dtype of the dense weight."""
+        biases = None if self.biases is None else self.biases[rows]
+        values = dequantize_values(self.packed[rows], self.scales[rows], biases, self.format)
+        return values.to(self._like.dtype)
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    """Itself if it is a parameter: tied layers share it."""
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+
+
+class QuantizedLinear(QuantizedLayer):
+    """nn.Linear on `torch.ops.moe_mps.linear_quantized`, for inference.
+
+    Attributes: those of QuantizedLayer with out_features rows and in_features columns, and `bias`
+        [out_features] or None.
+    """
+
+    def __init__(
+        self,
+        packed: Tensor,
+        scales: Tensor,
+        biases: Tensor | None,
+        format: Format,
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+    ):
+        super().__init__(packed, scales, biases, format, dtype)
+        self.register_parameter("bias", None if bias is None else _parameter(bias))
+
+    @property
+    def in_features(self) -> int:
+        return self.columns
+
+    @property
+    def out_features(self) -> int:
+        return self.rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise NotImplementedError(
+                "moe_mps: a quantised linear layer is without gradients; use torch.no_grad()"
+            )
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        form = self.format
+        return ops.linear_quantized(
+            x, self.packed, self.scales, self.biases, self.bias, form.bits, form.group_size, form.mode
+        )
+
+    def extra_repr(self) -> str:
+        bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, {bias=}, {self.format}"
+
+
+class QuantizedEmbedding(QuantizedLayer):
+    """nn.Embedding on `torch.ops.moe_mps.embedding_quantized`, for inference.
+
+    Attributes: those of QuantizedLayer with num_embeddings rows and embedding_dim columns; `padding_idx`; and
+        `scale`, a number that the rows are multiplied with in the dtype of the model, or None.
+    """
+
+    def __init__(
+        self,
+        packed: Tensor,
+        scales: Tensor,
+        biases: Tensor | None,
+        format: Format,
+        dtype: torch.dtype,
+        padding_idx: int | None = None,
+        scale: Tensor | None = None,
+    ):
+        super().__init__(packed, scales, biases, format, dtype)
+        self.padding_idx = padding_idx
+        self.register_buffer("scale", scale, persistent=False)
+
+    @property
+    def num_embeddings(self) -> int:
+        return self.rows
+
+    @property
+    def embedding_dim(self) -> int:
+        return self.columns
+
+    def forward(self, ids: Tensor) -> Tensor:
+        form, dtype = self.format, self._like.dtype
+        out = ops.embedding_quantized(
+            ids, self.packed, self.scales, self.biases, form.bits, form.group_size, form.mode, dtype
+        )
+        return out if self.scale is None else out * self.scale.to(dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, {self.format}"

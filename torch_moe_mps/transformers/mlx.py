@@ -1,0 +1,385 @@
+"""Checkpoints that MLX wrote, read as they are: its words and scales are ours.
+
+A plan says for each parameter of the model which tensors of the checkpoint it is made of. It follows from
+the names and shapes in the files and in the model; the config only says that the checkpoint is MLX's. mlx-lm
+calls modules as the first checkpoints of an architecture did, which transformers renames, too; only its
+experts have names of their own, one tensor for each of gate, up and down.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings, dot_natural_key
+
+from ..ops._checks import Check
+from ..quantization import Format, dequantize
+from .experts import activation_of
+from .interface import projections
+from .packing import quantized_names
+from .targets import Target, kinds_of, reasons_to_stay_dense, tied_layers
+
+_CHECK = Check("load")
+_EXPERTS = re.compile(r"^(.*)\.(gate_proj|up_proj|down_proj|fc1|fc2)$")
+_FIRST = {"gate_proj": 0, "up_proj": 1, "fc1": 1}
+_PARTS = ("weight", "scales", "biases")
+# Where mlx-lm stores 1 + w: its norms have no offset, those of transformers have. By the type of the model.
+_ONE_MORE = {"qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"}
+# Where mlx-lm drops the correction of the router's scores: what transformers initialises is none.
+_DROP_BIAS = {"ernie4_5_moe"}
+_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "model.norm",
+    "q_norm",
+    "k_norm",
+    "language_model.norm",
+)
+
+
+class Entry(NamedTuple):
+    """One parameter: the tensors that it is made of, and how."""
+
+    sources: tuple[str, ...]
+    make: Callable[..., Tensor]
+
+
+class Plan:
+    """What becomes of each tensor of a checkpoint.
+
+    Attributes:
+        targets: {name: target} of what is quantised.
+        entries: {name of a parameter: entry}.
+        dequantized: the modules that the model needs dense.
+        unknown: tensors that the model has no place for.
+
+    Raises: ValueError for tensors that do not fit the model.
+    """
+
+    def __init__(self, model: nn.Module, files: Sequence[str], conversions: Sequence[object]):
+        self.shapes, self.dtypes = _headers(files)
+        self.renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+        self.model = model
+        self.kinds = kinds_of(model)
+        state = model.state_dict()
+        self.parameters = {name: tensor.shape for name, tensor in state.items()}
+        self.types_of = {name: tensor.dtype for name, tensor in state.items()}
+        self.types = {getattr(getattr(m, "config", None), "model_type", None) for m in model.modules()}
+        self.why_dense = reasons_to_stay_dense(model)
+        self.targets: dict[str, Target] = {}
+        self.entries: dict[str, Entry] = {}
+        self.dequantized: list[str] = []
+        self.unknown: list[str] = []
+        for module, parts in _modules(self.shapes).items():
+            if not self._layer(module, parts):
+                self.unknown += [f"{module}.{part}".lstrip(".") for part in parts]
+        self._experts()
+        self._latent_attention()
+        self._tied()
+        self._check_complete()
+
+    def _check_complete(self) -> None:
+        packed = {f"{t.name}.{parameter}" for t in self.targets.values() for parameter in t.formats}
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
+        ignored = re.compile("|".join(getattr(self.model, "_keys_to_ignore_on_load_missing", None) or ["$^"]))
+        buffers = {name for name, _ in self.model.named_buffers()}
+        for name in self.parameters:
+            there = name in self.entries or name in packed or name in tied or name in buffers
+            dropped = bool(self.types & _DROP_BIAS) and name.endswith("e_score_correction_bias")
+            if not there and not dropped and not ignored.search(name):
+                _CHECK.fail(name, "in the checkpoint of MLX", f"no tensor like it, but {self.unknown[:3]}")
+
+    def _tied(self) -> None:
+        """Of tied layers the checkpoint has one."""
+        for pair in tied_layers(self.model).items():
+            for name, other in (pair, pair[::-1]):
+                if other in self.targets and name not in self.targets and name in self.kinds:
+                    kind, module = self.kinds[name]
+                    self.targets[name] = Target(name, module, kind, self.targets[other].formats)
+
+    # Layers
+
+    def _layer(self, module: str, parts: list[str]) -> bool:
+        """Plan the tensors of one module; False where the model has none like it."""
+        quantized = "scales" in parts and "weight" in parts
+        names = {
+            part: self._resolve(f"{module}.{part}".lstrip(".")) for part in parts if part not in _PARTS[1:]
+        }
+        if not quantized:
+            names |= {p: self._resolve(f"{module}.{p}".lstrip(".")) for p in parts if p in _PARTS[1:]}
+        if not names or None in names.values():
+            return False
+        for part, name in names.items():
+            source = f"{module}.{part}".lstrip(".")
+            if part == "weight" and quantized:
+                self._quantized(module, name)
+            else:
+                self.entries[name] = Entry((source,), self._cast(name, source))
+        return True
+
+    def _quantized(self, module: str, name: str) -> None:
+        owner, _, parameter = name.rpartition(".")
+        format = self._format(module, self.parameters[name][-1])
+        sources = tuple(f"{module}.{p}" for p in _PARTS if f"{module}.{p}" in self.shapes)
+        kind, target = self.kinds.get(owner, (None, None))
+        if kind in ("linears", "embeddings") and self.why_dense(owner, target) is None:
+            self.targets[owner] = Target(owner, target, kind, {parameter: format})
+            for source, ours in zip(sources, quantized_names(parameter), strict=False):
+                self.entries[f"{owner}.{ours}"] = Entry((source,), _words)
+        else:
+            self.dequantized.append(owner)
+            shape, dtype = self.parameters[name], self.types_of[name]
+            self.entries[name] = Entry(sources, lambda *t: _dense(format, *t).view(shape).to(dtype))
+
+    def _format(self, module: str, columns: int) -> Format:
+        """From the shapes: 32 * words = bits * columns, and a scale for each group."""
+        words, groups = (self.shapes[f"{module}.{part}"][-1] for part in _PARTS[:2])
+        group_size = columns // max(1, groups)
+        mode = (
+            "affine" if f"{module}.biases" in self.shapes else _MODES.get((group_size, words * 32 // columns))
+        )
+        if mode is None or f"{module}.global_scale" in self.shapes:
+            _CHECK.fail(
+                module, "in a format of MLX without a global scale", f"{words} words, {groups} scales"
+            )
+        return Format(words * 32 // columns, group_size, mode)
+
+    def _cast(self, name: str, source: str) -> Callable[[Tensor], Tensor]:
+        """How a dense tensor becomes the parameter: convolutions have their last two dimensions swapped."""
+        shape, stored = self.parameters[name], torch.Size(self.shapes[source])
+        one_more = bool(self.types & _ONE_MORE) and name.removesuffix(".weight").endswith(_NORMS)
+        if one_more and "linear_attn" not in name:
+            return lambda t: t - 1
+        if shape == stored:
+            return lambda t: t
+        if len(shape) >= 3 and torch.Size([*stored[:-2], stored[-1], stored[-2]]) == shape:
+            return lambda t: t.mT.contiguous()
+        if len(shape) >= 3 and torch.Size([stored[0], stored[-1], *stored[1:-1]]) == shape:
+            return lambda t: t.movedim(-1, 1).contiguous()
+        if shape.numel() == stored.numel() and [d for d in shape if d > 1] == [d for d in stored if d > 1]:
+            return lambda t: t.view(shape)
+        return _CHECK.fail(name, f"of shape {tuple(shape)}", f"{tuple(stored)} in {source}")
+
+    def _resolve(self, key: str) -> str | None:
+        """The parameter that a tensor with MLX's name belongs to."""
+        for variant in _variants(key):
+            for name in (variant, apply_renamings(variant, self.renamings)):
+                for candidate in _with_base(name, getattr(self.model, "base_model_prefix", "")):
+                    if candidate in self.parameters:
+                        return candidate
+        return None
+
+    # Experts
+
+    def _experts(self) -> None:
+        layers = defaultdict(dict)
+        for name in list(self.unknown):
+            module, _, part = name.rpartition(".")
+            matched = _EXPERTS.match(module)
+            if matched and (len(self.shapes[name]) == 3 or part == "bias"):
+                layers[matched[1]].setdefault(matched[2], []).append(part)
+        for container, found in layers.items():
+            owner = self._experts_module(container)
+            if owner is not None:
+                self._merge(owner, container, found)
+
+    def _experts_module(self, container: str) -> str | None:
+        """The experts of the same layer; the numbers in both names are the same."""
+        numbers = re.findall(r"\.(\d+)\.", f"{container}.")
+        same = [
+            name for name, (kind, _) in self.kinds.items()
+            if kind == "experts" and re.findall(r"\.(\d+)\.", f"{name}.") == numbers
+        ]  # fmt: skip
+        return same[0] if len(same) == 1 else None
+
+    def _merge(self, owner: str, container: str, found: Mapping[str, list[str]]) -> None:
+        module = self.kinds[owner][1]
+        first = sorted((name for name in found if name in _FIRST), key=_FIRST.get)
+        second = [name for name in found if name not in _FIRST]
+        activation = activation_of(module)
+        interleaved = activation.interleaved if activation is not None else not module.is_concatenated
+        for projection, names in zip(projections(module), (first, second), strict=True):
+            tensors = [f"{container}.{name}" for name in names]
+            for part in found[names[0]]:
+                sources = tuple(f"{tensor}.{part}" for tensor in tensors)
+                for source in sources:
+                    self.unknown.remove(source)
+                self._matrices(owner, module, projection, part, sources, interleaved)
+
+    def _matrices(
+        self,
+        owner: str,
+        module: nn.Module,
+        projection: str,
+        part: str,
+        sources: tuple[str, ...],
+        interleaved: bool,
+    ) -> None:
+        base = sources[0].rpartition(".")[0]
+        quantized = f"{base}.scales" in self.shapes
+        if part == "bias":
+            name, transposed = f"{owner}.{projection}_bias", False
+        elif quantized:
+            shape = self.parameters[f"{owner}.{projection}"]
+            format = self._format(base, shape[-2] if module.is_transposed else shape[-1])
+            target = self.targets.setdefault(owner, Target(owner, module, "experts", {}))
+            target.formats[projection] = format
+            name = f"{owner}.{quantized_names(projection)[_PARTS.index(part)]}"
+            transposed = False
+        else:
+            name, transposed = f"{owner}.{projection}", module.is_transposed
+        if part == "weight" and len({tuple(self.shapes[s]) for s in sources}) > 1:
+            _CHECK.fail(name, "of gate and up rows in one format", [self.shapes[s] for s in sources])
+        self.entries[name] = Entry(sources, lambda *t: _joined(t, interleaved, transposed))
+
+    # Latent attention
+
+    def _latent_attention(self) -> None:
+        """kv_b_proj from its two halves, of which one is transposed: those have to be dequantised."""
+        for first in [n for n in self.unknown if n.endswith(".embed_q.weight")]:
+            attention = first.removesuffix(".embed_q.weight")
+            name = self._resolve(f"{attention}.kv_b_proj.weight")
+            if name is None:
+                continue
+            halves = [f"{attention}.{half}" for half in ("embed_q", "unembed_out")]
+            sources = tuple(f"{h}.{p}" for h in halves for p in _PARTS if f"{h}.{p}" in self.shapes)
+            for source in sources:
+                self.unknown.remove(source)
+            formats = [None, None]
+            if f"{halves[0]}.scales" in self.shapes:
+                rank = self.parameters[name][-1]
+                heads = self.shapes[first][0]
+                nope = self.parameters[name][0] // heads - self.shapes[f"{halves[1]}.weight"][1]
+                formats = [self._format(halves[0], nope), self._format(halves[1], rank)]
+                self.dequantized.append(name.removesuffix(".weight"))
+            dtype = self.types_of[name]
+            self.entries[name] = Entry(sources, lambda *t, f=formats, d=dtype: _kv_b(f, t).to(d))
+
+
+# What mlx-lm calls the matrices of an MLP that its architecture numbers.
+_NUMBERED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+_MODES = {(32, 4): "mxfp4", (32, 8): "mxfp8", (16, 4): "nvfp4"}
+
+
+def written_by_mlx(name: str) -> bool:
+    """Whether a folder has tensors that MLX wrote: their files say so."""
+    for file in sorted(Path(name).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            return (tensors.metadata() or {}).get("format") == "mlx"
+    return False
+
+
+def _headers(files: Sequence[str]) -> tuple[dict[str, list[int]], dict[str, str]]:
+    shapes, dtypes = {}, {}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                part = tensors.get_slice(name)
+                shapes[name], dtypes[name] = part.get_shape(), part.get_dtype()
+    return shapes, dtypes
+
+
+def _modules(names: Mapping[str, Any]) -> dict[str, list[str]]:
+    found = defaultdict(list)
+    for name in sorted(names):
+        module, _, part = name.rpartition(".")
+        found[module].append(part)
+    return found
+
+
+def _variants(key: str) -> Iterator[str]:
+    """A name as language models, and those with more than language, have it."""
+    yield key
+    if key.startswith("language_model."):
+        rest = key.removeprefix("language_model.")
+        yield rest
+        if rest.startswith("model."):
+            yield f"model.language_model.{rest.removeprefix('model.')}"
+    elif key.startswith("model.language_model."):
+        yield f"model.{key.removeprefix('model.language_model.')}"
+    elif key.startswith("model."):
+        yield f"model.language_model.{key.removeprefix('model.')}"
+    module, _, part = key.rpartition(".")
+    parent, _, child = module.rpartition(".")
+    if child in _NUMBERED:
+        yield f"{parent}.{_NUMBERED[child]}.{part}"
+    if key.endswith(".gate.gate_proj.weight"):  # a linear layer within the router
+        yield key.replace(".gate.gate_proj.", ".gate.")
+
+
+def _with_base(name: str, prefix: str) -> Iterator[str]:
+    yield name
+    yield f"{prefix}.{name}"
+    yield name.removeprefix(f"{prefix}.")
+
+
+def _words(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int32) if tensor.dtype == torch.uint32 else tensor
+
+
+def _dense(format: Format, packed: Tensor, scales: Tensor, biases: Tensor | None = None) -> Tensor:
+    return dequantize(packed, scales, biases, **format.to_dict())
+
+
+def _joined(tensors: Sequence[Tensor], interleaved: bool, transposed: bool) -> Tensor:
+    """The rows of gate and up, one after the other or in turns, of every expert."""
+    tensors = [_words(tensor) for tensor in tensors]
+    if len(tensors) == 1:
+        (rows,) = tensors
+    elif interleaved:
+        rows = torch.stack(tensors, 2).flatten(1, 2)
+    else:
+        rows = torch.cat(tensors, 1)
+    return rows.mT.contiguous() if transposed else rows
+
+
+def _kv_b(formats: Sequence[Format | None], tensors: Sequence[Tensor]) -> Tensor:
+    """embed_q [heads, rank, nope], unembed_out [heads, v, rank] -> [heads * (nope + v), rank]."""
+    half = len(tensors) // 2
+    q, v = (
+        parts[0] if format is None else _dense(format, *parts)
+        for format, parts in zip(formats, (tensors[:half], tensors[half:]), strict=True)
+    )
+    return torch.cat((q.mT, v), 1).flatten(0, 1).contiguous()
+
+
+class MlxConverter(WeightConverter):
+    """A plan as a converter of transformers: names are looked up, not matched."""
+
+    __slots__ = ("plan", "targets_of")
+
+    def __init__(self, plan: Plan):
+        super().__init__(_SOURCE, _SOURCE, [_Nothing()])
+        self.plan = plan
+        self.targets_of = {s: name for name, entry in plan.entries.items() for s in entry.sources}
+
+    def __deepcopy__(self, memo: dict) -> "MlxConverter":
+        return MlxConverter(self.plan)
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        target = self.targets_of.get(source_key)
+        return (source_key, None) if target is None else (target, _SOURCE)
+
+    def convert(self, layer_name: str, **kwargs: Any) -> dict[str, Tensor]:
+        entry = self.plan.entries[layer_name]
+        (tensors,) = self.materialize_tensors().values()
+        came = dict(zip(sorted(entry.sources, key=dot_natural_key), tensors, strict=True))
+        return {layer_name: entry.make(*(came[source] for source in entry.sources))}
+
+
+_SOURCE = "tensor of MLX"
+
+
+class _Nothing:
+    """In the place of operations, which a converter must have; scales keep their dtype."""
+
+    hf_quantizer = True
+    reverse_op = None
+
+
+__all__ = ["MlxConverter", "Plan", "written_by_mlx"]

@@ -1,0 +1,68 @@
+"""Pieces of programs: what rules put in the place of a model's code."""
+
+import ast
+from collections.abc import Iterator
+
+from torch import nn
+
+from .programs import Program
+
+
+def helper(name: str, *arguments: ast.expr, **keywords: ast.expr) -> ast.Call:
+    """A call of one of the functions that rewritten programs know as `_moe_mps`."""
+    function = ast.Attribute(ast.Name("_moe_mps", ast.Load()), name, ast.Load())
+    return ast.Call(function, list(arguments), [ast.keyword(k, v) for k, v in keywords.items()])
+
+
+def own_module(name: str) -> ast.Attribute:
+    """self.name"""
+    return ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load())
+
+
+def item(name: str, index: int) -> ast.Subscript:
+    return ast.Subscript(ast.Name(name, ast.Load()), ast.Constant(index), ast.Load())
+
+
+def child_of_call(program: Program, value: ast.expr) -> tuple[str, nn.Module] | None:
+    """(name, module) if a value is a call of one of the module's children."""
+    if not isinstance(value, ast.Call):
+        return None
+    owner, _, name = ast.unparse(value.func).rpartition(".")
+    child = program.module._modules.get(name) if owner == "self" else None
+    return None if child is None else (name, child)
+
+
+def calls(program: Program) -> Iterator[tuple[ast.Assign, ast.Call]]:
+    """Every call in the values that the program gives names, with its statement, in order."""
+    for statement in program.statements:
+        if isinstance(statement, ast.Assign) and statement not in program.inplace:
+            for node in ast.walk(statement.value):
+                if isinstance(node, ast.Call):
+                    yield statement, node
+
+
+class _Replace(ast.NodeTransformer):
+    def __init__(self, old: ast.expr, new: ast.expr):
+        self.old, self.new = old, new
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        return self.new if node is self.old else self.generic_visit(node)
+
+
+def replace(program: Program, statement: ast.Assign, old: ast.expr, new: ast.expr) -> None:
+    """Puts `new` where `old` stands in the value of a statement."""
+    statement.value = _Replace(old, new).visit(statement.value)
+    program.definitions[statement.targets[0].id] = statement.value
+
+
+def replace_everything(program: Program, result: ast.expr) -> None:
+    """The program computes `result` and nothing else."""
+    program.statements.clear()
+    program.inplace.clear()
+    program.result = result
+
+
+def add_option(program: Program, name: str) -> None:
+    """A keyword argument of the rewritten forward, None unless given."""
+    program.arguments.kwonlyargs.append(ast.arg(name))
+    program.arguments.kw_defaults.append(ast.Constant(None))

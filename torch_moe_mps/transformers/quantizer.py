@@ -1,0 +1,140 @@
+"""The quantizer "moe_mps" of transformers: quantised checkpoints as they are, dense ones as they stream in.
+
+Imported when transformers' quantizers are, through the package's import hook.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+
+from .blocks import RepackBlocks
+from .checking import check_loaded
+from .config import QuantizationConfig, is_mlx
+from .experts import NAME
+from .mlx import MlxConverter, Plan
+from .packing import finish, store_empty
+from .saving import mark_quantized
+from .streaming import QuantizeParameter, Stream, streaming_converters
+from .targets import tie_quantized
+
+register_quantization_config(NAME)(QuantizationConfig)
+
+
+def _recognise_mlx() -> None:
+    """The quantisation of MLX names no method, which transformers takes for an error."""
+    supports = AutoHfQuantizer.supports_quant_method
+
+    def supports_quant_method(quantization_config_dict: Any) -> bool:
+        stored = quantization_config_dict
+        if isinstance(stored, dict) and is_mlx(stored):
+            stored.clear()
+            stored.update(quant_method=NAME, mlx=True)
+        return supports(stored)
+
+    AutoHfQuantizer.supports_quant_method = staticmethod(supports_quant_method)
+
+
+_recognise_mlx()
+
+
+@register_quantizer(NAME)
+class Quantizer(HfQuantizer):
+    """Loads quantised weights as they are, and quantises those of dense checkpoints one by one.
+
+    Attributes:
+        report: the QuantizationReport of what was quantised while loading; None if nothing was.
+    """
+
+    requires_calibration = False
+    quantization_config: QuantizationConfig
+    report = None
+
+    @property
+    def _streams(self) -> bool:
+        """Whether the checkpoint is dense, or can be dequantised while it is read."""
+        return not self.pre_quantized or self.quantization_config.source is not None
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        """No cast of numbers to codes: `check_loaded` names a parameter in a wrong dtype."""
+        if dtype is not None and not dtype.is_floating_point:
+            return None
+        return super().get_new_dtype(converter, param, dtype)
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        if self._streams:
+            self._stream = Stream(model, self.quantization_config.recipe())
+            return
+        if self.quantization_config.mlx:
+            conversions = get_model_conversion_mapping(model)
+            self._plan = Plan(model, kwargs["checkpoint_files"], conversions)
+            self._targets = self._plan.targets
+        else:
+            self._targets = self.quantization_config.targets(model)
+        for target in self._targets.values():
+            dense = {
+                name: torch.empty_like(getattr(target.module, name), device="meta") for name in target.formats
+            }
+            store_empty(target)
+            # The model initialises what it takes for missing, from the module or from what is around it.
+            for name, weight in dense.items():
+                weight._is_hf_initialized = True
+                target.module.__dict__[name] = weight
+        tie_quantized(model)
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
+        return not self.pre_quantized and param_name in self._stream.wanted
+
+    def get_quantize_ops(self):
+        return QuantizeParameter(self._stream)
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        if not self._streams:
+            for target in self._targets.values():
+                dtype = next(target.module.__dict__[name].dtype for name in target.formats)
+                for name in target.formats:
+                    del target.module.__dict__[name]
+                finish(model, target, dtype)
+            del self._targets
+            check_loaded(model)
+            if self.quantization_config.mlx:
+                model._weight_conversions = None  # saved with the names of transformers
+        else:
+            self.report = self._stream.finish(model)
+            model.hf_quantizer = self
+            del self._stream
+        mark_quantized(model)
+
+    def update_weight_conversions(self, weight_conversions: list, *model: nn.Module) -> list:
+        if self.quantization_config.mlx:
+            return [MlxConverter(self._plan)]
+        if not self._streams:
+            return [*weight_conversions, *self.get_weight_conversions()]
+        source = self.quantization_config.source
+        if source is not None:
+            source = AutoHfQuantizer.from_config({**source, "dequantize": True}, pre_quantized=True)
+        return streaming_converters(weight_conversions, self._stream, source)
+
+    def get_weight_conversions(self) -> list:
+        """MXFP4 blocks are read as packed weights; a checkpoint of this package has no blocks."""
+        if not self.pre_quantized or self.quantization_config.mode != "mxfp4":
+            return []
+        return [
+            WeightConverter(f"{name}_blocks", f"{name}_packed", [RepackBlocks()])
+            for name in ("gate_up_proj", "down_proj")
+        ]
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True

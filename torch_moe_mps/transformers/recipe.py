@@ -1,0 +1,113 @@
+"""Which weights of a model are quantised, and in which format."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ..quantization import Format, requested_format
+
+SAME = "same"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A format for each kind of weight, and exceptions by the name of the weight.
+
+    Args:
+        experts, linears, embeddings: the format of each kind; None leaves it dense. The output head counts as
+            an embedding.
+        overrides: {pattern: format or None}; the last pattern that fits a name decides. A pattern is a name
+            or its end, with * and ?: "lm_head", "*.v_proj", "layers.0.*", "experts.down_proj".
+    """
+
+    experts: Format | None
+    linears: Format | None = None
+    embeddings: Format | None = None
+    overrides: Mapping[str, Format | None] = field(default_factory=dict)
+
+    def format_of(self, name: str, kind: str) -> Format | None:
+        """The format of the weight called `name`, which is one of "experts", "linears" or "embeddings"."""
+        for pattern in reversed(self.overrides):
+            if fits(pattern, name):
+                return self.overrides[pattern]
+        return getattr(self, kind)
+
+    def check_patterns(self, names: Collection[str]) -> None:
+        """Raises: ValueError for a pattern that fits none of the names."""
+        for pattern in self.overrides:
+            if not any(fits(pattern, name) for name in names):
+                raise ValueError(
+                    f"moe_mps::quantize: the pattern {pattern!r} fits no weight that can be quantised"
+                )
+
+
+def fits(pattern: str, name: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def requested_recipe(
+    bits: int | None = None,
+    group_size: int | None = None,
+    mode: str | None = None,
+    *,
+    linear_bits: int | str | None = SAME,
+    embedding_bits: int | str | None = SAME,
+    keep: Collection[str] = (),
+    overrides: Mapping[str, Any] | None = None,
+) -> Recipe | None:
+    """The recipe that the arguments of `accelerate` ask for; None for none.
+
+    Args:
+        bits, group_size, mode: the format of the experts, and of all that follows unless it is given.
+        linear_bits: bits of the linear layers in mode "affine"; "same" as the experts; None is dense.
+        embedding_bits: the same for embeddings and the output head.
+        keep: names of weights that stay dense, with * and ?, or their ends: "lm_head", "*.v_proj".
+        overrides: {name or pattern: bits, {bits, group_size, mode}, or False for dense}; the last that fits
+            decides. For experts "layers.0.*experts.down_proj" means one of their matrices.
+
+    Routers always stay dense.
+
+    Raises: ValueError for a format that does not exist, and for any argument without bits or a mode.
+    """
+    experts = requested_format(bits, group_size, mode)
+    if experts is None:
+        given = {"keep": keep, "overrides": overrides}
+        given |= {"linear_bits": linear_bits != SAME, "embedding_bits": embedding_bits != SAME}
+        for argument, value in given.items():
+            if value:
+                raise ValueError(f"moe_mps::quantize: {argument} needs bits or a mode, got neither")
+        return None
+    exceptions = {
+        pattern: _format(f"overrides[{pattern!r}]", value, experts)
+        for pattern, value in (overrides or {}).items()
+    }
+    exceptions |= dict.fromkeys([keep] if isinstance(keep, str) else keep)
+    return Recipe(
+        experts,
+        _format("linear_bits", linear_bits, experts),
+        _format("embedding_bits", embedding_bits, experts),
+        exceptions,
+    )
+
+
+def _format(argument: str, value: Any, usual: Format) -> Format | None:
+    """What a value of the user stands for: bits, a mapping of them, False or None for dense, or "same"."""
+    if value is None or value is False:
+        return None
+    if isinstance(value, Format):
+        return value
+    if value == SAME:
+        return usual
+    if isinstance(value, Mapping):
+        known = {"bits", "group_size", "mode"}
+        if not set(value) <= known:
+            wrong = ", ".join(sorted(set(value) - known))
+            raise ValueError(
+                f"moe_mps::quantize: {argument} must have bits, group_size and mode, got {wrong}"
+            )
+        return usual.replaced(*(value.get(key) for key in ("bits", "group_size", "mode")))
+    if type(value) is int:
+        group_size = usual.group_size if usual.mode == "affine" else None
+        return Format(value, group_size, "affine")
+    raise ValueError(f"moe_mps::quantize: {argument} must be bits, a format or None, got {value!r}")

@@ -1,0 +1,147 @@
+"""Quantised linear layers of one input (q, k and v; gate and up): one operator multiplies them all.
+
+Their rows stand behind each other in memory.
+"""
+
+import ast
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..experts import is_observed
+from ..linears import QuantizedLinear
+from ..program.building import calls, child_of_call, helper, item, own_module, replace
+from ..program.programs import Program
+
+ops = torch.ops.moe_mps
+
+JOINED = "_moe_mps_joined"
+_TENSORS = ("packed", "scales", "biases", "bias")
+
+
+def _nothing() -> None:
+    return None
+
+
+class Joined:
+    """The weights of several layers, one behind another; the layers' own parameters are views of them.
+
+    A copy or a pickle of a layer has weights of its own: it leaves this out, and they are joined again.
+    """
+
+    def __init__(self, layers: Sequence[QuantizedLinear]):
+        self.format = layers[0].format
+        self.rows = [layer.rows for layer in layers]
+        self.packed, self.scales, self.biases = (
+            self._join([getattr(layer, name) for layer in layers]) for name in _TENSORS[:3]
+        )
+        has_bias = any(layer.bias is not None for layer in layers)
+        self.bias = self._join([_bias(layer) for layer in layers]) if has_bias else None
+        self.places = self._share(layers)
+
+    @staticmethod
+    def _join(tensors: list[Tensor | None]) -> Tensor | None:
+        return None if tensors[0] is None else torch.cat([tensor.detach() for tensor in tensors])
+
+    def _share(self, layers: Sequence[QuantizedLinear]) -> list[tuple]:
+        for name in _TENSORS:
+            whole = getattr(self, name)
+            parts = [None] * len(layers) if whole is None else whole.split(self.rows)
+            for layer, part in zip(layers, parts, strict=True):
+                parameter = layer._parameters[name]
+                if parameter is not None:
+                    parameter.data = part
+        return [_place(layer) for layer in layers]
+
+    def is_current(self, layers: Sequence[QuantizedLinear]) -> bool:
+        return [_place(layer) for layer in layers] == self.places
+
+    def __reduce_ex__(self, protocol):
+        return _nothing, ()
+
+
+def _bias(layer: QuantizedLinear) -> Tensor:
+    if layer.bias is not None:
+        return layer.bias
+    return torch.zeros(layer.rows, dtype=layer.weight.dtype, device=layer.packed.device)
+
+
+def _place(layer: nn.Module) -> tuple:
+    """Where the weights of a layer lie, and which parameters they are: another place is another weight."""
+    own = layer._parameters
+    packed, scales = own.get("packed"), own.get("scales")
+    if packed is None or scales is None:
+        return ()
+    return packed.data_ptr(), scales.data_ptr(), scales.dtype, id(own["biases"]), id(own["bias"])
+
+
+def _can_join(layers: Sequence[nn.Module]) -> bool:
+    """Whether the layers can be one matrix: of one format, on one device, seen by nobody."""
+    first = layers[0]
+    for layer in layers:
+        if type(layer) is not QuantizedLinear or is_observed(layer) or layer.format != first.format:
+            return False
+        same = all(
+            getattr(layer, name).dtype == getattr(first, name).dtype
+            and getattr(layer, name).device == getattr(first, name).device
+            for name in ("packed", "scales")
+        )
+        if not same or layer.columns != first.columns or layer.packed.is_meta:
+            return False
+    biases = [layer.bias.dtype for layer in layers if layer.bias is not None]
+    return len(set(biases)) < 2 and len({id(layer) for layer in layers}) == len(layers)
+
+
+@torch.compiler.assume_constant_result
+def join(*layers: nn.Module) -> bool:
+    """Whether the layers' weights are one, as JOINED of the first layer; they are joined now if need be."""
+    if any(is_observed(layer) for layer in layers):
+        return False
+    found = layers[0].__dict__.get(JOINED)
+    if found is not None and found.is_current(layers):
+        return True
+    if not _can_join(layers):
+        return False
+    layers[0].__dict__[JOINED] = Joined(layers)
+    return True
+
+
+def linears(layers: tuple[nn.Module, ...], x: Tensor) -> Sequence[Tensor]:
+    """layer(x) of each layer."""
+    if not join(*layers):
+        return [layer(x) for layer in layers]
+    whole, form = layers[0]._moe_mps_joined, layers[0].format
+    out = ops.linear_quantized(
+        x, whole.packed, whole.scales, whole.biases, whole.bias, form.bits, form.group_size, form.mode
+    )
+    return out.split(whole.rows, -1)
+
+
+def join_linears(program: Program) -> None:
+    """Rewrites the calls of quantised linear layers that have one input."""
+    inputs = defaultdict(list)
+    for statement, call in calls(program):
+        found = child_of_call(program, call)
+        if found is None or not isinstance(found[1], QuantizedLinear) or len(call.args) != 1 or call.keywords:
+            continue
+        if isinstance(call.args[0], ast.Name):
+            name = program.last_name(call.args[0]) or call.args[0].id
+            inputs[name].append((statement, call, *found))
+    for group in inputs.values():
+        layers = [layer for *_, layer in group]
+        if len(group) > 1 and _can_join(layers) and not program.mutates_between(group[0][0], group[-1][0]):
+            _join(program, group)
+
+
+def _join(program: Program, group: list[tuple[ast.Assign, ast.Call, str, nn.Module]]) -> None:
+    names = [name for _, _, name, _ in group]
+    join(*(layer for *_, layer in group))
+    layers = ast.Tuple([own_module(name) for name in names], ast.Load())
+    first, call, *_ = group[0]
+    together = program.assign("joined", helper("linears", layers, call.args[0]))
+    program.statements.insert(program.statements.index(first), together)
+    for index, (statement, call, *_) in enumerate(group):
+        replace(program, statement, call, item(together.targets[0].id, index))
+    program.rewrites.append(f"linear_quantized ({', '.join(names)})")

@@ -1,0 +1,242 @@
+"""Rotary position embeddings, and the norms of q and k in front of them.
+
+The functions of models that apply them differ in how they write the same few formulas. What a function
+computes is found by trying it: on random numbers only one of the operator's forms can agree with it.
+"""
+
+import ast
+import functools
+import itertools
+import types
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..experts import is_observed
+from ..program.building import calls, child_of_call, helper, own_module, replace
+from ..program.programs import Program
+from ..program.reads import holds
+from .norms import MARK, norm_formula
+
+ops = torch.ops.moe_mps
+
+_PAIRS = ("half", "interleaved", "interleaved_to_half")
+_HEADS, _TOKENS, _WIDTH = 3, 5, 16
+
+
+class RopeForm(NamedTuple):
+    """How a function rotates, for tables cos and sin as wide as a head and half as wide (None: it cannot).
+
+    `heads_dim`: where q and k have their heads, 1 or 2.
+    """
+
+    heads_dim: int
+    wide: tuple | None
+    narrow: tuple | None
+
+
+class _Turn(NamedTuple):
+    """One of the operator's forms: which elements are a pair, how many columns of the tables count, and
+    whether the elements that turn are as many as these columns or twice as many."""
+
+    pairs: str
+    half_of_table: bool
+    doubled: bool
+    rotary_last: bool
+
+
+_TURNS = [_Turn(*fields) for fields in itertools.product(_PAIRS, (False, True), (False, True), (False, True))]
+
+
+def _turned(turn: _Turn, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **norms) -> tuple:
+    """The operator on q, k [B, T, heads, D], its results [B, heads, T, D]."""
+    if turn.half_of_table:
+        cos, sin = (table[..., : table.shape[-1] // 2] for table in (cos, sin))
+    rotary = cos.shape[-1] * (2 if turn.doubled else 1)
+    return ops.rope(
+        q, k, cos, sin, pairs=turn.pairs, rotary_dim=rotary, rotary_last=turn.rotary_last, **norms
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def rope_form(function: types.FunctionType, tensors: int, options: tuple) -> RopeForm | None:
+    """What a function of (q, k, cos, sin) or (x, cos, sin) does; None if the operator cannot do it."""
+    widths = (_WIDTH, _WIDTH // 2)
+    for heads_dim in (1, 2):
+        turns = [_turn_of(function, tensors, dict(options), heads_dim, width) for width in widths]
+        if any(turns):
+            return RopeForm(heads_dim, *turns)
+    return None
+
+
+def _turn_of(function, tensors: int, options: dict, heads_dim: int, table_width: int) -> tuple | None:
+    generator = torch.Generator().manual_seed(heads_dim)
+    shapes = [(2, _TOKENS, _HEADS + i, _WIDTH) for i in range(tensors)]
+    inputs = [torch.rand(shape, generator=generator) + 0.5 for shape in shapes]
+    cos, sin = (torch.rand(2, _TOKENS, table_width, generator=generator) + 0.5 for _ in range(2))
+    try:
+        given = [x.transpose(1, 2) if heads_dim == 1 else x for x in inputs]
+        with torch.no_grad():
+            results = function(*given, cos, sin, **options)
+    except Exception:  # of a function that is not ours, on arguments that it may not know
+        return None
+    results = results if isinstance(results, tuple) else (results,)
+    if len(results) != tensors or not all(isinstance(result, Tensor) for result in results):
+        return None
+    expected = [result if heads_dim == 1 else result.transpose(1, 2) for result in results]
+    for turn in _TURNS:
+        columns = table_width // 2 if turn.half_of_table else table_width
+        if columns * (2 if turn.doubled else 1) > _WIDTH:
+            continue
+        turned = _turned(turn, inputs[0], inputs[1] if tensors == 2 else None, cos, sin)
+        if all(map(_agree, turned, expected)):
+            return tuple(turn)
+    return None
+
+
+def _agree(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b, 1e-5, 1e-5)
+
+
+def _turn(form: RopeForm, q: Tensor, cos: Tensor) -> _Turn | None:
+    """The form for these tables: a partial rotation is one for narrow tables."""
+    if cos.dim() != 3 or q.dim() != 4:
+        return None
+    if cos.shape[-1] == q.shape[-1]:
+        return form.wide and _Turn(*form.wide)
+    turn = form.narrow and _Turn(*form.narrow)
+    if turn and turn.doubled and cos.shape[-1] * 2 != q.shape[-1]:
+        return None
+    return turn
+
+
+def rope(
+    function,
+    form: tuple,
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: nn.Module | None = None,
+    k_norm: nn.Module | None = None,
+    **options,
+):
+    """function(q_norm(q), k_norm(k), cos, sin), or function(q_norm(q), cos, sin)."""
+    form = RopeForm(*form)
+    turn = _turn(form, q, cos)
+    norms = _norm_arguments(q_norm, k_norm, q, k)
+    if turn is None or norms is None or q.dtype == torch.float64 or (k is not None and k.dtype != q.dtype):
+        normed = [x if norm is None else norm(x) for x, norm in ((q, q_norm), (k, k_norm)) if x is not None]
+        return function(*normed, cos, sin, **options)
+    heads_last = form.heads_dim == 1
+    given = (x if x is None or not heads_last else x.transpose(1, 2) for x in (q, k))
+    q, k_turned = _turned(turn, *given, cos, sin, **norms)
+    if not heads_last:
+        q, k_turned = q.transpose(1, 2), k_turned.transpose(1, 2) if k is not None else k_turned
+    return q if k is None else (q, k_turned)
+
+
+def _norm_arguments(q_norm: nn.Module | None, k_norm: nn.Module | None, q: Tensor, k) -> dict | None:
+    """The norms as arguments of the operator; None where their modules have to run."""
+    if q_norm is None and k_norm is None:
+        return {}
+    eps = offset = None
+    for norm, x in ((q_norm, q), (k_norm, k)):
+        if norm is None:
+            continue
+        formula = norm.__dict__.get(MARK)
+        if formula is None or is_observed(norm) or not holds(norm, MARK):
+            return None
+        weight, own_eps = norm.weight, getattr(norm, formula.eps)
+        if weight.shape[0] != x.shape[-1] or not (formula.keeps_dtype or weight.dtype == x.dtype):
+            return None
+        if eps is not None and (eps, offset) != (own_eps, formula.offset):
+            return None
+        eps, offset = own_eps, formula.offset
+    return {
+        "q_weight": None if q_norm is None else q_norm.weight,
+        "k_weight": None if k_norm is None else k_norm.weight,
+        "eps": eps,
+        "weight_offset": offset,
+    }
+
+
+# Rewriting of an attention's program
+
+
+def replace_rope(program: Program) -> None:
+    """Rewrites the calls of functions that apply rotary embeddings."""
+    for statement, call in list(calls(program)):
+        function = _rotary_function(program, call)
+        tensors = len(call.args) - 2
+        if function is None or tensors not in (1, 2) or any(isinstance(a, ast.Starred) for a in call.args):
+            continue
+        options = {k.arg: k.value.value for k in call.keywords if k.arg and isinstance(k.value, ast.Constant)}
+        if len(options) != len(call.keywords):
+            continue
+        form = rope_form(function, tensors, tuple(sorted(options.items())))
+        if form is not None:
+            _replace(program, statement, call, form, tensors)
+
+
+def _rotary_function(program: Program, call: ast.Call) -> types.FunctionType | None:
+    if not isinstance(call.func, ast.Name) or "rotary" not in call.func.id:
+        return None
+    function = program.function.__globals__.get(call.func.id)
+    return function if isinstance(function, types.FunctionType) else None
+
+
+def _replace(program: Program, statement: ast.Assign, call: ast.Call, form: RopeForm, tensors: int) -> None:
+    inputs, names, norms = [], [], {}
+    for argument, keyword in zip(call.args[:tensors], ("q_norm", "k_norm"), strict=False):
+        found = _normed(program, argument, statement)
+        if found is None:
+            inputs.append(argument)
+        else:
+            name, inner, read = found
+            inputs.append(inner)
+            names.append(name)
+            program.statements = [each for each in program.statements if each not in read]
+            norms[keyword] = own_module(name)
+    k = [] if tensors == 2 else [ast.Constant(None)]
+    form_text = ast.parse(repr(tuple(form)), mode="eval").body
+    new = helper("rope", call.func, form_text, *inputs, *k, *call.args[tensors:], **norms)
+    new.keywords += call.keywords
+    replace(program, statement, call, new)
+    program.rewrites.append("rope" + (f" with {', '.join(names)}" if names else ""))
+
+
+def _normed(
+    program: Program, argument: ast.expr, until: ast.Assign
+) -> tuple[str, ast.expr, list[ast.stmt]] | None:
+    """(name of the norm, what replaces the argument, statements that are no longer needed) of self.norm(x) or
+    self.norm(x).transpose(1, 2), which nothing else reads. A norm of heads goes over the last dimension, so
+    it may come after the transposition."""
+    name = program.last_name(argument)
+    if name is None or program.uses(name) != 1:
+        return None
+    source, value = program.defined_by(name), program.definitions[name]
+    if source is None or source.value is not value or program.mutates_between(source, until):
+        return None
+    transposed = isinstance(value, ast.Call) and ast.unparse(value.func).endswith(".transpose")
+    if transposed and [ast.unparse(a) for a in value.args] != ["1", "2"]:
+        return None
+    call, read = value.func.value if transposed else value, [source]
+    if transposed and isinstance(call, ast.Name):
+        inner = program.last_name(call)
+        if inner is None or program.uses(inner) != 1:
+            return None
+        call = program.definitions[inner]
+        read.append(program.defined_by(inner))
+    found = child_of_call(program, call)
+    if found is None or len(call.args) != 1 or call.keywords:
+        return None
+    formula = norm_formula(found[1])
+    if formula is None or not formula.weight:
+        return None
+    found[1].__dict__[MARK] = formula
+    x = call.args[0]
+    if transposed:
+        x = ast.Call(ast.Attribute(x, "transpose", ast.Load()), value.args, [])
+    return found[0], x, read

@@ -1,0 +1,253 @@
+"""Weights quantised while a dense checkpoint is loaded: never more than one dense parameter is there.
+
+transformers hands over a parameter when its tensors are read. The quantised tensors wait here until
+everything is loaded; until then the model keeps a parameter without memory in their place, to be tied or
+initialised.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, MergeModulelist, WeightConverter
+from transformers.quantizers.base import HfQuantizer
+
+from ..ops._checks import Check
+from ..quantization import QuantizedWeight
+from ..quantization.formats import CHUNK, ErrorSums, empty_weight, quantize_stack
+from .packing import (
+    as_parameters,
+    check_columns,
+    dense_dtype,
+    finish,
+    release_cache,
+    rows_first,
+    store,
+    without_stack,
+)
+from .quantize import quantize_targets
+from .recipe import Recipe
+from .report import QuantizationReport, QuantizedProjection
+from .sizes import bytes_a_token
+from .targets import Target, tied_layers, weights_of
+
+_CHECK = Check("quantize")
+
+
+class Stream:
+    """The weights of a model, on the meta device, that are quantised as they come.
+
+    Attributes:
+        wanted: {full name of a parameter: (target, name in the target)}.
+        report: what was done.
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe):
+        weights = weights_of(model, recipe)
+        self.targets = weights.targets
+        self.wanted: dict[str, tuple[Target, str]] = {}
+        for target in self.targets.values():
+            for parameter, format in target.formats.items():
+                check_columns(_CHECK, target, parameter, format)
+                self.wanted[f"{target.name}.{parameter}"] = (target, parameter)
+        self.model = model
+        self.original_conversions: list = []
+        self.report = QuantizationReport(skipped=weights.dense, bytes_before=bytes_a_token(model))
+        self._done: dict[str, QuantizedWeight] = {}
+        self._errors: list[ValueError] = []
+        self._replaced: list[tuple[WeightConverter, WeightConverter]] = []
+
+    def quantize(self, name: str, pieces: Iterable[Tensor]) -> None:
+        """Quantise the parameter called `name`, which comes in pieces of its first dimension.
+
+        An error is kept for `finish`: transformers would bury it in its report.
+        """
+        target, parameter = self.wanted[name]
+        expected = getattr(target.module, parameter)
+        expected._is_hf_initialized = True
+        try:
+            self._done[name] = self._quantized(name, target, parameter, pieces)
+        except ValueError as error:
+            self._errors.append(error)
+
+    def _quantized(
+        self, name: str, target: Target, parameter: str, pieces: Iterable[Tensor]
+    ) -> QuantizedWeight:
+        format = target.formats[parameter]
+        shape = rows_first(target, getattr(target.module, parameter)).shape
+        out, errors, first, nbytes = None, ErrorSums(), 0, 0
+        for piece in pieces:
+            stack = rows_first(target, piece)
+            _CHECK.shape(name, stack, (stack.shape[0], *shape[1:]), "[output, input] of the model")
+            if out is None:
+                out = empty_weight(shape, stack.dtype, stack.device, format)
+            part = quantize_stack(stack, format, errors)
+            for whole, some in zip(out, part, strict=True):
+                if whole is not None:
+                    whole = whole.view(torch.int32) if whole.dtype == torch.uint32 else whole
+                    whole[first : first + len(stack)] = some.view(whole.dtype)
+            if not math.isfinite(errors.magnitude):
+                _CHECK.fail(name, "finite", "NaN, inf or a range over that of float32")
+            first, nbytes = first + len(stack), nbytes + stack.nbytes
+            del piece, stack, part
+        if first != shape[0]:
+            _CHECK.fail(name, f"of {shape[0]} matrices", first)
+        release_cache(out.packed)
+        out = out if target.kind == "experts" else without_stack(out)
+        entry = QuantizedProjection(parameter, errors.relative, nbytes, out.nbytes, format)
+        self.report.modules.setdefault(target.name, []).append(entry)
+        return as_parameters(out)
+
+    def replaced(self, converter: WeightConverter, operations: list[ConversionOps]) -> WeightConverter:
+        """One with other operations; saving needs the original."""
+        sources, targets = converter._original_source_patterns, converter._original_target_patterns
+        ours = converter.copy(list(sources), list(targets), operations=operations)
+        self._replaced.append((ours, converter))
+        return ours
+
+    def finish(self, model: nn.Module) -> QuantizationReport:
+        """Put the quantised tensors into the model, and quantise what was not in the checkpoint.
+
+        Raises: ValueError for the first parameter that could not be quantised.
+        """
+        if self._errors:
+            raise self._errors[0]
+        used = {id(theirs) for ours, theirs in self._replaced if ours.was_used()}
+        used |= {id(conversion) for conversion in model._weight_conversions}
+        model._weight_conversions = [c for c in self.original_conversions if id(c) in used]
+        self._unite_tied(model)
+        # Tied modules have one parameter by now, whichever of them was in the checkpoint.
+        names = {id(getattr(t.module, p)): name for name, (t, p) in self.wanted.items() if name in self._done}
+        rest = {}
+        for target in self.targets.values():
+            dtype = dense_dtype(target)
+            sources = {p: names.get(id(getattr(target.module, p))) for p in target.formats}
+            if None in sources.values():
+                rest[target.name] = target
+                continue
+            for parameter, source in sources.items():
+                store(target, parameter, self._done[source])
+                if source != f"{target.name}.{parameter}":
+                    self.report.shared[target.name] = source.rpartition(".")[0]
+            finish(model, target, dtype)
+        return quantize_targets("quantize", model, rest, self.report, progress=False)
+
+    def _unite_tied(self, model: nn.Module) -> None:
+        """Where tied layers both were in the checkpoint, one of two equal weights is enough."""
+        for names in tied_layers(model).items():
+            first, second = (self._done.get(f"{name}.weight") for name in names)
+            if first is not None and second is not None and all(map(_equal, first, second)):
+                self._done[f"{names[0]}.weight"] = second
+                self.report.modules.pop(names[0])
+                self.report.shared[names[0]] = names[1]
+
+
+def _equal(first: Tensor | None, second: Tensor | None) -> bool:
+    return first is second or torch.equal(first, second)
+
+
+class QuantizeParameter(ConversionOps):
+    """Takes parameters from the loader: they go into the stream, and nothing is left to be set."""
+
+    def __init__(self, stream: Stream):
+        self.stream = stream
+
+    def __deepcopy__(self, memo: dict) -> "QuantizeParameter":
+        """The loader copies its converters for every parameter; the stream is one."""
+        return self
+
+    def convert(self, input_dict: dict, missing_keys: set[str], **kwargs: Any) -> dict[str, Tensor]:
+        others = {}
+        for name, value in input_dict.items():
+            if name not in self.stream.wanted:
+                others[name] = value
+                continue
+            if value is not _QUANTIZED:
+                self.stream.quantize(name, value if isinstance(value, list) else [value])
+            missing_keys.discard(name)
+        return others
+
+
+# What QuantizeMerged hands on in the place of a tensor.
+_QUANTIZED = object()
+
+
+class QuantizeMerged(ConversionOps):
+    """Experts that are stored one by one, merged and quantised some at a time.
+
+    `operations` are those of transformers: the first stacks a list of tensors, the others treat every expert
+    by itself. What they return for some of the experts is a piece of the parameter.
+    """
+
+    def __init__(self, stream: Stream, operations: list[ConversionOps]):
+        self.stream = stream
+        self.operations = operations
+        # transformers must not cast what an operation of a quantizer reads.
+        self.hf_quantizer = next(filter(None, (getattr(o, "hf_quantizer", None) for o in operations)), None)
+
+    def __deepcopy__(self, memo: dict) -> "QuantizeMerged":
+        return self
+
+    def convert(self, input_dict: dict, full_layer_name: str, **kwargs: Any) -> dict:
+        if full_layer_name not in self.stream.wanted:
+            return self._merge(input_dict, full_layer_name=full_layer_name, **kwargs)
+        merged = self._pieces(input_dict, full_layer_name=full_layer_name, **kwargs)
+        self.stream.quantize(full_layer_name, merged)
+        return {full_layer_name: _QUANTIZED}
+
+    def _merge(self, tensors: dict, **kwargs: Any) -> dict:
+        for operation in self.operations:
+            tensors = operation.convert(tensors, **kwargs)
+        return tensors
+
+    def _pieces(self, tensors: dict[str, list[Tensor]], **kwargs: Any) -> Iterator[Tensor]:
+        experts = max(map(len, tensors.values()))
+        elements = sum(values[0].numel() for values in tensors.values())
+        step = max(1, CHUNK // elements)
+        for first in range(0, experts, step):
+            some = {pattern: values[first : first + step] for pattern, values in tensors.items()}
+            for values in tensors.values():  # what was read is freed as it is quantised
+                values[first : first + step] = [None] * len(values[first : first + step])
+            (piece,) = self._merge(some, **kwargs).values()
+            del some
+            yield piece
+
+
+def streaming_converters(converters: list, stream: Stream, dequantizer: HfQuantizer | None = None) -> list:
+    """transformers' converters of a checkpoint, to be quantised from.
+
+    Those that merge experts do it in pieces. With a quantizer that dequantises its checkpoints (FP8), every
+    parameter passes through a converter of it, and ours comes last in each.
+    """
+    stream.original_conversions = list(converters)
+    if dequantizer is None:
+        return [
+            stream.replaced(c, [QuantizeMerged(stream, c.operations)]) if _merges(c) else c
+            for c in converters
+        ]
+    found = []
+    for converter in dequantizer.update_weight_conversions(converters, stream.model):
+        if isinstance(converter, WeightConverter):
+            operations = converter.operations
+            operations = [QuantizeMerged(stream, operations)] if _merges(converter) else list(operations)
+            converter = stream.replaced(converter, [*operations, QuantizeConverted(stream)])
+        found.append(converter)
+    return found
+
+
+def _merges(converter: object) -> bool:
+    if not isinstance(converter, WeightConverter) or len(converter.target_patterns) != 1:
+        return False
+    return any(isinstance(o, MergeModulelist) and o.dim == 0 for o in converter.operations)
+
+
+class QuantizeConverted(QuantizeParameter):
+    """QuantizeParameter as the last operation of a converter, where tensors have the names of patterns."""
+
+    def convert(self, input_dict: dict, full_layer_name: str, missing_keys: set[str], **kwargs: Any) -> dict:
+        if len(input_dict) != 1 or full_layer_name not in self.stream.wanted:
+            return input_dict
+        (value,) = input_dict.values()
+        return super().convert({full_layer_name: value}, missing_keys=missing_keys)

@@ -1,0 +1,356 @@
+"""The weights of a model that can be quantised: experts, linear layers and embeddings.
+
+A weight is left dense, with the reason, where something reads what a quantised layer does not have.
+"""
+
+import ast
+import contextlib
+import functools
+import inspect
+import re
+import textwrap
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+
+from ..quantization import Format
+from .interface import experts_of, is_quantized, projections
+from .linears import QuantizedLayer
+from .program.formulas import Node, Reader
+from .program.programs import Unsupported
+from .program.straightening import straighten
+from .recipe import Recipe
+
+# Fewer outputs than this save nothing: the gate of a shared expert has one.
+SMALLEST = 16
+
+
+@dataclass
+class Target:
+    """A module with weights to be quantised: `formats` by the name of the parameter."""
+
+    name: str
+    module: nn.Module
+    kind: str
+    formats: dict[str, Format]
+
+
+class Weights(NamedTuple):
+    """What a recipe does to a model: {name: target}, and {name: reason} of what stays dense."""
+
+    targets: dict[str, Target]
+    dense: dict[str, str]
+
+
+def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
+    """Raises: ValueError for a pattern of the recipe that fits nothing."""
+    found = Weights({}, {})
+    kinds = kinds_of(model)
+    names = [
+        f"{name}.{projection}" if kind == "experts" else name
+        for name, (kind, module) in kinds.items()
+        for projection in (projections(module) if kind == "experts" else [""])
+    ]
+    recipe.check_patterns(names)
+    reasons = _Reasons(model)
+    for name, (kind, module) in kinds.items():
+        if kind == "experts":
+            formats = {p: recipe.format_of(f"{name}.{p}", kind) for p in projections(module)}
+            reason = "kept by the recipe" if None in formats.values() else None
+        else:
+            formats = {"weight": recipe.format_of(name, kind)}
+            reason = reasons.of(name, module)
+            if reason is None and formats["weight"] is None:
+                reason = "kept by the recipe"
+            reason = reason or _does_not_fit(module.weight, formats["weight"])
+        if reason is None:
+            found.targets[name] = Target(name, module, kind, formats)
+        else:
+            found.dense[name] = reason
+    _drop_half_shared(model, found)
+    return found
+
+
+def kinds_of(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
+    """{name: (kind, module)} of everything that has a weight of a kind, in the model's order."""
+    experts, found = experts_of(model), {}
+    inside = tuple(f"{name}." for name in experts)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    for name, module in model.named_modules():
+        if name in experts:
+            found[name] = ("experts", module)
+        elif name.startswith(inside) and inside:
+            continue
+        elif isinstance(module, nn.Embedding) or (module is head and isinstance(module, nn.Linear)):
+            found[name] = ("embeddings", module)
+        elif isinstance(module, nn.Linear):
+            found[name] = ("linears", module)
+    return found
+
+
+def _does_not_fit(weight, format: Format) -> str | None:
+    if weight.shape[-1] % format.group_size != 0:
+        return f"its input dimension {weight.shape[-1]} is no multiple of {format.group_size}"
+    if not weight.is_floating_point() or weight.element_size() not in (2, 4):
+        return f"its weight is {weight.dtype}"
+    return None
+
+
+def reasons_to_stay_dense(model: nn.Module) -> Callable[[str, nn.Module], str | None]:
+    """(name, layer) -> why it has to stay dense; routers and small layers do not have to."""
+    return _Reasons(model).needs
+
+
+class _Reasons:
+    """Why a linear layer or an embedding of a model stays dense."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.routers = routers_of(model)
+        self.adapted = tuple(f"{n}." for n, m in model.named_modules() if hasattr(m, "get_base_layer"))
+        self.towers = tuple(f"{name}." for name in _towers(model))
+
+    def of(self, name: str, module: nn.Module) -> str | None:
+        if module in self.routers:
+            return "it feeds a router"
+        if self.adapted and name.startswith(self.adapted):
+            return "it is under an adapter of PEFT"
+        if isinstance(module, nn.Linear) and module.out_features < SMALLEST:
+            return f"it has {module.out_features} outputs only"
+        if self.towers and name.startswith(self.towers):
+            return "it is not in the language model"
+        return self.needs(name, module)
+
+    def needs(self, name: str, module: nn.Module) -> str | None:
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+            return "a hook is on it"
+        if hasattr(module, "parametrizations") or not isinstance(module.weight, nn.Parameter):
+            return "its weight is computed by a parametrisation"
+        if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
+            return f"{type(module).__name__} has code of its own"
+        if isinstance(module, nn.Embedding) and not _is_plain(module):
+            return f"{type(module).__name__} has code of its own"
+        parent, _, child = name.rpartition(".")
+        if child in _weights_read_by(type(self.model.get_submodule(parent))):
+            return "the code around it reads its weight"
+        return None
+
+
+def _is_plain(embedding: nn.Embedding) -> bool:
+    """Whether its forward is the lookup, perhaps times a number: `super().forward(ids) * ...`."""
+    if embedding.max_norm is not None:
+        return False
+    own = type(embedding).forward
+    if own is nn.Embedding.forward:
+        return True
+    try:
+        (function,) = ast.parse(textwrap.dedent(inspect.getsource(own))).body
+        (statement,) = [s for s in function.body if not _is_docstring(s)]
+        value = statement.value
+        left, right = ast.unparse(value.left), ast.unparse(value.right)
+    except (OSError, SyntaxError, ValueError, AttributeError):
+        return False
+    ids = function.args.args[-1].arg
+    product = isinstance(value.op, ast.Mult) and left == f"super().forward({ids})"
+    return product and not re.search(rf"\b{ids}\b", right)
+
+
+def _is_docstring(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+@functools.cache
+def _weights_read_by(cls: type) -> set[str]:
+    """The children whose weight the methods of a class read, but for what LazyWeight gives.
+
+    Functions for CUDA kernels, by their names, and branches for training never run on quantised layers.
+    """
+    reads = _Reads()
+    for base in cls.__mro__:
+        if base.__module__.startswith(("torch.", "builtins")):
+            continue
+        for name, function in vars(base).items():
+            if inspect.isfunction(function) and "cuda" not in name:
+                with contextlib.suppress(OSError, SyntaxError):
+                    source = inspect.getsource(inspect.unwrap(function))
+                    reads.visit(ast.parse(textwrap.dedent(source)))
+    return reads.found
+
+
+class _Reads(ast.NodeVisitor):
+    """The names N in `self.N.weight`, unless an attribute or an element of that is all that is read."""
+
+    def __init__(self):
+        self.found: set[str] = set()
+
+    def visit_If(self, node: ast.If) -> None:
+        parts = [node.test, *node.orelse]
+        if not any(ast.unparse(n) == "self.training" for n in ast.walk(node.test)):
+            parts += node.body
+        for part in parts:
+            self.visit(part)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if not (node.attr in ("dtype", "device", "shape") and self._child(node.value)):
+            self.found.update(self._child(node))
+            self.visit(node.value)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        if not self._child(node.value):
+            self.visit(node.value)
+        self.visit(node.slice)
+
+    @staticmethod
+    def _child(node: ast.expr) -> list[str]:
+        return re.findall(r"^self\.(\w+)\.weight$", ast.unparse(node))
+
+
+def _towers(model: nn.Module) -> Iterator[str]:
+    """The models within that are beside the language model: vision, audio."""
+    if not hasattr(model, "get_input_embeddings"):
+        return
+    try:
+        embedding = model.get_input_embeddings()
+    except (NotImplementedError, AttributeError):
+        return
+    around = {name for name, module in model.named_modules() if any(m is embedding for m in module.modules())}
+    models = {name for name, module in model.named_modules() if hasattr(module, "base_model_prefix")}
+    text = max(around & models, key=len, default="")
+    for name in models - around:
+        if not name.startswith(f"{text}.") or not text:
+            yield name
+
+
+def _drop_half_shared(model: nn.Module, found: Weights) -> None:
+    """A weight that several modules share is quantised once, if all of them are targets in one format."""
+    groups = _sharing(model)
+    groups += [{target, source} for target, source in tied_layers(model).items()]
+    for names in groups:
+        formats = [found.targets[n].formats if n in found.targets else None for n in names]
+        if any(f != formats[0] for f in formats):
+            for name in names:
+                if found.targets.pop(name, None) is not None:
+                    other = next(n for n in names if n != name)
+                    found.dense[name] = f"it shares its weight with {other}, which is not quantised alike"
+
+
+def _sharing(model: nn.Module) -> list[list[str]]:
+    """The names of modules that have a parameter in common."""
+    owners: dict[int, dict[int, str]] = defaultdict(dict)
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners[id(parameter)][id(module)] = name
+    return [list(names.values()) for names in owners.values() if len(names) > 1]
+
+
+def shared_weights(model: nn.Module, targets: Mapping[str, Target]) -> dict[str, list[str]]:
+    """{name: names of other targets} that have the same tensor as their weight."""
+    groups = [[n for n in names if n in targets] for names in _sharing(model)]
+    return {name: [n for n in names if n != name] for names in groups for name in names}
+
+
+def tie_quantized(model: nn.Module) -> None:
+    """Let transformers tie the tensors of quantised layers where it tied their weights."""
+    for part in model.modules():
+        for attribute in ("_tied_weights_keys", "all_tied_weights_keys"):
+            tied = getattr(part, attribute, None)
+            if isinstance(tied, Mapping):
+                changed = dict(_tied_tensors(part, tied))
+                if changed != tied:
+                    setattr(part, attribute, changed)
+
+
+def _tied_tensors(model: nn.Module, tied: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    everything = model.named_modules(remove_duplicate=False)
+    layers = {name: module for name, module in everything if getattr(module, "packed", None) is not None}
+    for target, source in tied.items():
+        ends = [name.removesuffix(".weight") for name in (target, source)]
+        if all(
+            end in layers and f"{end}.weight" == name
+            for end, name in zip(ends, (target, source), strict=True)
+        ):
+            for part in ("packed", "scales", "biases"):
+                if getattr(layers[ends[1]], part, None) is not None:
+                    yield f"{ends[0]}.{part}", f"{ends[1]}.{part}"
+        else:
+            yield target, source
+
+
+def tied_layers(model: nn.Module) -> dict[str, str]:
+    """{name: name} of the modules whose weight transformers ties: the first takes it from the second."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return {
+        target.removesuffix(".weight"): source.removesuffix(".weight")
+        for target, source in tied.items()
+        if target.endswith(".weight") and source.endswith(".weight")
+    }
+
+
+# Routers
+
+
+def routers_of(model: nn.Module) -> set[nn.Module]:
+    """The linear layers that the ids of experts are computed with."""
+    found: set[nn.Module] = set()
+    for name, experts in experts_of(model).items():
+        block = model.get_submodule(name.rpartition(".")[0])
+        found |= _that_feed(block, name.rpartition(".")[2], _count(experts))
+    for module in model.modules():  # experts that are modules of their own
+        lists = [len(child) for child in module.children() if isinstance(child, nn.ModuleList)]
+        found.update(c for c in module.children() if isinstance(c, nn.Linear) and c.out_features in lists)
+    return found
+
+
+def _count(experts: nn.Module) -> int:
+    name = projections(experts)[1]
+    return getattr(experts, f"{name}_packed" if is_quantized(experts) else name).shape[0]
+
+
+def _that_feed(block: nn.Module, experts: str, count: int) -> set[nn.Module]:
+    """Read from the program of the block; if it has none, by the number of outputs."""
+    try:
+        program = straighten(block)
+        reader = Reader(program)
+        values = [s.value for s in program.statements if isinstance(s, ast.Assign)] + [program.result]
+        calls = [node for value in values for node in ast.walk(value) if isinstance(node, ast.Call)]
+        calls = [c for c in calls if ast.unparse(c.func) == f"self.{experts}" and len(c.args) == 3]
+        if calls:
+            ids = [reader.read(call.args[1]).peel() for call in calls]
+            return {module for node in ids for module in _router(node, block, count)}
+    except Unsupported:
+        pass
+    return {
+        module
+        for child, part in block.named_children()
+        if child != experts
+        for module in part.modules()
+        if isinstance(module, nn.Linear) and module.out_features == count and "attn" not in child
+    }
+
+
+def _router(ids: Node, block: nn.Module, count: int) -> Iterator[nn.Module]:
+    """The linear layers of the module that gives the ids beside other results, else those on the way back."""
+    if ids.op == "item" and ids.args[0].op == "module":
+        yield from _linears(block.get_submodule(ids.args[0].args[0].removeprefix("self.")))
+    else:
+        yield from _first_with(ids, block, count)
+
+
+def _linears(module: nn.Module) -> Iterator[nn.Module]:
+    return (m for m in module.modules() if isinstance(m, (nn.Linear, QuantizedLayer)))
+
+
+def _first_with(node: Node, block: nn.Module, count: int) -> Iterator[nn.Module]:
+    """The linear layers of the first modules on the way back that have an output for each expert."""
+    if node.op == "module":
+        part = block.get_submodule(node.args[0].removeprefix("self."))
+        if any(p is not None and p.shape[:1] == (count,) for p in part.parameters()):
+            yield from _linears(part)
+            return
+    for argument in node.args:
+        if isinstance(argument, Node):
+            yield from _first_with(argument, block, count)
