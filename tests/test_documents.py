@@ -1,0 +1,49 @@
+"""The documents name files that exist, and the version that the package has."""
+
+import re
+
+import pytest
+import torch
+from support import tiny_models
+from support.processes import REPOSITORY
+
+import torch_moe_mps
+from torch_moe_mps.transformers.interface import formats_of
+
+DOCUMENTS = [
+    *REPOSITORY.glob("*.md"),
+    *(REPOSITORY / "docs").glob("*.md"),
+    REPOSITORY / "tests" / "simulator" / "README.md",
+]
+# Not followed by what stands for a name, as in tests/ops/test_<family>.py.
+PATH = re.compile(r"\b((?:docs|scripts|tests|torch_moe_mps|csrc|shaders)/[\w./]*\w)(?![\w/<])")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_links_and_paths_exist(document):
+    text = document.read_text()
+    for link in re.findall(r"\]\(([^)#]+)", text):
+        assert "://" in link or (document.parent / link).exists(), link
+    for path in PATH.findall(text):
+        roots = (REPOSITORY, REPOSITORY / "torch_moe_mps")
+        assert any((root / path).exists() for root in roots), path
+
+
+def test_changelog_begins_with_the_version():
+    latest = re.search(r"^## (\S+)", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE).group(1)
+    assert latest == torch_moe_mps.__version__
+
+
+def test_the_recipe_of_the_readme():
+    """linear_bits, embedding_bits, keep and overrides as README writes them."""
+    text = (REPOSITORY / "README.md").read_text()
+    written = re.findall(r"`((?:linear_bits|embedding_bits|keep|overrides)=[^`]*)`", text)
+    assert len(written) == 4
+    recipe = eval(f"dict({', '.join(written)})")
+    with tiny_models.groups_of_32():
+        model = tiny_models.tiny_model("qwen3_moe", torch.float32)
+    torch_moe_mps.accelerate(model, bits=4, group_size=32, **recipe)
+    layer = model.model.layers[0]
+    assert [model.lm_head.format.bits, layer.self_attn.q_proj.format.bits] == [6, 8]
+    assert [format.bits for format in formats_of(layer.mlp.experts).values()] == [4, 5]
+    assert type(layer.self_attn.v_proj) is torch.nn.Linear
