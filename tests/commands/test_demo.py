@@ -101,17 +101,17 @@ def test_what_is_no_checkpoint_is_one_line(kind, tmp_path):
     assert_one_line(demo("--model", str(path)), expected)
 
 
-@pytest.mark.parametrize("device", ["cuda", "meta", "nonsense"])
-def test_devices_without_tensors_are_one_line(device):
+@pytest.mark.parametrize("name", ["cuda", "meta", "nonsense"])
+def test_devices_without_tensors_are_one_line(name):
     result = subprocess.run(
-        [sys.executable, DEMO, "--device", device], capture_output=True, text=True, env=environment()
+        [sys.executable, DEMO, "--device", name], capture_output=True, text=True, env=environment()
     )
-    if device == "cuda" and torch.cuda.is_available():
+    if name == "cuda" and torch.cuda.is_available():
         assert result.returncode == 0
         return
     assert result.returncode == 1 and "Traceback" not in result.stderr
     last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"error: argument --device: {device} holds no tensors here: ")
+    assert last.startswith(f"error: argument --device: {name} holds no tensors here: ")
 
 
 def test_truncated_file_is_one_line(tmp_path):
