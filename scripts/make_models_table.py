@@ -28,7 +28,8 @@ current.
 
 - **Experts**: the operator, and the activation in it. "own activation" means `expert_mm`, the model's
   activation and norm, `expert_mm`, `moe_weighted_reduce`.
-- **Router**: `moe_router` with its scoring, `moe_gate`, or "own" where the model's router feeds the experts.
+- **Router**: `moe_router` with its scoring, behind `router_logits` where the matmul is in float32;
+  `moe_gate`; or "own" where the model's router feeds the experts.
 - **Shared expert**: whether its output (and its gate) joins the sum over the experts; "-" where there is none
   to join.
 - **Norms**: residual sums and RMSNorms that became one operator; "-" where the layer has no such

@@ -85,9 +85,12 @@ def test_moved_after_acceleration(device):
     check(model.to(device), reference, device, {"moe_router", "moe_experts", "fused_residual_norm"})
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen2_moe", "deepseek_v3"])
-def test_three_dispatches_a_block(architecture, simulated):
-    """One token: the router; gate, up and activation; down, the sum with the shared expert."""
+@pytest.mark.parametrize(
+    ("architecture", "matmul"), [("qwen3_moe", []), ("qwen2_moe", []), ("deepseek_v3", ["logits_single"])]
+)
+def test_three_dispatches_a_block(architecture, matmul, simulated):
+    """One token: the router, and its matmul where it is in float32; gate, up and activation; down, the sum
+    with the shared expert."""
     model = tiny_models.tiny_model(architecture, torch.bfloat16).to("mps")
     torch_moe_mps.accelerate(model)
     block = model.model.layers[1].mlp
@@ -97,4 +100,4 @@ def test_three_dispatches_a_block(architecture, simulated):
     kernels = [
         line.split("_bf16")[0].split("_f32")[0] for line in str(commands).splitlines() if " grid " in line
     ]
-    assert kernels == [kernels[0], "expert_rows", "expert_down"] and kernels[0].startswith("route")
+    assert kernels == [*matmul, "route2", "expert_rows", "expert_down"]

@@ -17,6 +17,8 @@ from .program.reads import READS, holds, recording
 from .program.straightening import straighten
 from .rules import fused
 from .rules.gate import use_gates
+from .rules.gated_delta import rewrite_gated_delta
+from .rules.gated_norm import rewrite_gated_norm
 from .rules.handover import hand_over_raw_results
 from .rules.linear import join_linears
 from .rules.mlp import RESIDUAL, fuse_mlp
@@ -24,7 +26,9 @@ from .rules.norms import fuse_norms
 from .rules.residual import add_to_first, hand_over_residual, take_residual
 from .rules.rms_norm import call_norms, replace_rms_norm
 from .rules.rope import replace_rope
+from .rules.rotary import rewrite_rotary
 from .rules.router import RAW, replace_selection
+from .rules.router_logits import replace_router_logits
 from .rules.shared import fold_shared_experts
 
 _RESTORED = "_moe_mps_restored"
@@ -34,10 +38,14 @@ _MARKS = (
     "_moe_mps_activation",
     "_moe_mps_gate",
     "_moe_mps_mlp",
+    "_moe_mps_rotary",
+    "_moe_mps_gated_norm",
     READS,
     _REWRITES,
     _RESTORED,
 )
+# Rules for forwards that are no straight-line programs, or are replaced as a whole.
+_WHOLE = (rewrite_rotary, rewrite_gated_norm, functools.partial(rewrite_gated_delta, fused))
 
 
 def is_rewritten(module: nn.Module) -> bool:
@@ -52,14 +60,19 @@ def rewrite(module: nn.Module) -> tuple[list[str], str | None]:
         restore_module(module)
     if "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
         return [], "its forward was replaced on the instance"
+    for rule in _WHOLE:
+        with recording() as reads:
+            found = rule(module)
+        if found is not None:
+            forward, what = found
+            _run(module, forward, [what], reads)
+            return [what], None
     try:
         with recording() as reads:
             program = straighten(module)
             reason = _apply_rules(program)
         if program.rewrites:
-            module.__dict__[READS] = tuple(reads.values())
-            module.__dict__[_REWRITES] = tuple(program.rewrites)
-            _change_class(module, program.compile(fused, is_pure))
+            _run(module, program.compile(fused, is_pure), program.rewrites, reads)
     except Unsupported as unsupported:
         return [], str(unsupported)
     return program.rewrites, None if program.rewrites else reason
@@ -83,7 +96,10 @@ def _apply_rules(program: Program) -> str | None:
     call_norms(program)
     if has_experts or program.rewrites:
         return "no norm or shared expert here that an operator can fuse"
-    return replace_selection(program)
+    reason = replace_selection(program)
+    if reason is None:
+        replace_router_logits(program)
+    return reason
 
 
 def _is_on_top(module: nn.Module) -> bool:
@@ -118,7 +134,10 @@ def drop_forward_of_class(module: nn.Module) -> None:
         del module.__dict__["forward"]
 
 
-def _change_class(module: nn.Module, forward: types.FunctionType) -> None:
+def _run(module: nn.Module, forward: types.FunctionType, rewrites: list[str], reads: dict) -> None:
+    """Puts a forward in the place of the module's, as long as what was read to find it holds."""
+    module.__dict__[READS] = tuple(reads.values())
+    module.__dict__[_REWRITES] = tuple(rewrites)
     _set_class(module, _rewritten_class(type(module), forward))
 
 

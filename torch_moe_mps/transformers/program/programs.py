@@ -104,7 +104,7 @@ class Program:
         build = ast.parse("def build(_moe_mps, _inplace):\n    return forward")
         build.body[0].body.insert(0, forward)
         source = ast.unparse(ast.fix_missing_locations(build))
-        return _compile(self.function, source, helpers)
+        return compile_forward(self.function, source, helpers)
 
     def _drop_unused(self, is_pure: Callable[[ast.expr, nn.Module], bool]) -> None:
         read = {n.id for n in ast.walk(self.result) if isinstance(n, ast.Name)}
@@ -157,7 +157,10 @@ class RenameVariables(ast.NodeTransformer):
 
 
 @functools.lru_cache(maxsize=4096)
-def _compile(function: types.FunctionType, source: str, helpers: types.ModuleType) -> types.FunctionType:
+def compile_forward(
+    function: types.FunctionType, source: str, helpers: types.ModuleType
+) -> types.FunctionType:
+    """The function that `build(_moe_mps, _inplace)` in `source` returns, with the globals of `function`."""
     name = f"<torch_moe_mps {function.__module__}.{function.__qualname__} {hash(source) & 0xFFFFFFFF:08x}>"
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
     scope: dict = {}

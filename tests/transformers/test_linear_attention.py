@@ -1,0 +1,259 @@
+"""The decode step of linear attention by the gated delta rule: the operators against the model's own code."""
+
+import ast
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import tiny_models
+from support.launches import launches
+from support.models import assert_close, eager, operators_of, prompt
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
+import torch_moe_mps
+from torch_moe_mps.transformers.rules import gated_delta
+from torch_moe_mps.transformers.rules.gated_norm import rewrite_gated_norm
+
+ARCHITECTURES = ("qwen3_next", "qwen3_5_moe")
+STEP = {"causal_conv1d_update_": 1, "gated_delta_rule_": 1, "rms_norm_gated": 1}
+
+
+def model_of(architecture: str = "qwen3_next", dtype: torch.dtype = torch.float32):
+    """With gates that are not the same for every head."""
+    model = eager(tiny_models.tiny_model(architecture, dtype))
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("A_log", "dt_bias", "linear_attn.norm.weight")):
+            parameter.data = (torch.rand(parameter.shape, generator=generator) + 0.5).to(parameter.dtype)
+    return model
+
+
+def layer_of(model) -> torch.nn.Module:
+    return next(m for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet"))
+
+
+def decoded(model, tokens: int = 4) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits of a prompt and of tokens one by one, and the states of the first layer behind them."""
+    ids = prompt()
+    with torch.no_grad():
+        out = model(input_ids=ids, use_cache=True)
+        cache, logits = out.past_key_values, [out.logits]
+        for token in range(tokens):
+            ids = torch.full((2, 1), 5 + token)
+            logits.append(model(input_ids=ids, past_key_values=cache, use_cache=True).logits)
+    layer = cache.layers[0]
+    return torch.cat(logits, 1), [layer.conv_states[0], layer.recurrent_states[0]]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_step_by_step(architecture):
+    """Logits and states of the cache, over several steps."""
+    model = model_of(architecture)
+    expected, states = decoded(model)
+    torch_moe_mps.accelerate(model)
+    result, ours = decoded(model)
+    assert_close(result, expected, 1e-5)
+    for a, b in zip(ours, states, strict=True):
+        assert_close(a, b, 1e-5)
+
+
+def step(model):
+    """A call that runs the linear attention for one more token."""
+    with torch.no_grad():
+        cache = model(input_ids=prompt(1).to(model.device), use_cache=True).past_key_values
+    layer = layer_of(model)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1, 1, model.config.get_text_config().hidden_size, generator=generator)
+    x = x.to(model.device, model.dtype)
+
+    def run():
+        with torch.no_grad():
+            return layer(x, cache_params=cache)
+
+    return run
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_operators_of_a_step(architecture):
+    model = model_of(architecture)
+    torch_moe_mps.accelerate(model)
+    assert operators_of(step(model)) == STEP
+    with torch.no_grad():
+        layer, x = layer_of(model), torch.ones(1, 9, 32)
+        assert operators_of(lambda: layer(x)) == {"rms_norm_gated": 1}  # a prompt
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_launches_of_a_step(simulated, architecture):
+    model = model_of(architecture, torch.bfloat16).to("mps")
+    before = launches(simulated, step(model))
+    torch_moe_mps.accelerate(model)
+    after = launches(simulated, step(model))
+    assert sum(after.values()) <= 16 < 50 < sum(before.values()), dict(after)
+
+
+def test_as_exact_in_16_bit():
+    """The step's distance from float32, the operators' and the model's own, from one state of the cache."""
+    model = model_of(dtype=torch.bfloat16)
+    x = torch.randn(16, 1, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with torch.no_grad():
+        cache = model(input_ids=prompt(16), use_cache=True).past_key_values
+        narrow, wide = copy.deepcopy(cache), copy.deepcopy(cache)
+        wide.layers[0].conv_states[0] = cache.layers[0].conv_states[0].float()
+        correct = copy.deepcopy(layer_of(model)).float()(x.float(), cache_params=wide)
+        own = layer_of(model)(x, cache_params=narrow)
+        torch_moe_mps.accelerate(model)
+        ours = layer_of(model)(x, cache_params=cache)
+    assert ours.dtype == torch.bfloat16
+    error, own_error = ((y.float() - correct).square().mean() for y in (ours, own))
+    assert error <= own_error
+
+
+@pytest.mark.parametrize("way", ["restore", "deepcopy", "pickle", "training"])
+def test_own_code_and_copies(way):
+    model = model_of()
+    expected, _ = decoded(model)
+    torch_moe_mps.accelerate(model)
+    if way == "deepcopy":
+        model = copy.deepcopy(model)
+    elif way == "pickle":
+        model = pickle.loads(pickle.dumps(model))
+    elif way == "restore":
+        torch_moe_mps.restore(model)
+        assert type(layer_of(model)) is qwen3_next.Qwen3NextGatedDeltaNet
+    if way == "training":
+        layer_of(model).train()
+        layer_of(model).norm.eval()
+        assert operators_of(step(model)) == {"rms_norm_gated": 1}
+    else:
+        assert operators_of(step(model)) == ({} if way == "restore" else STEP)
+    assert_close(decoded(model)[0], expected, 1e-5)
+
+
+def test_hooks_are_called():
+    model = model_of()
+    torch_moe_mps.accelerate(model)
+    seen = []
+    layer_of(model).register_forward_hook(lambda *_: seen.append("layer"))
+    layer_of(model).norm.register_forward_hook(lambda *_: seen.append("norm"))
+    assert operators_of(step(model)) == STEP
+    assert seen == ["norm", "layer"] * 2  # the prompt and the step
+
+
+def test_a_state_of_another_dtype():
+    """It is not what the operator takes: the model's own function runs."""
+    model = model_of()
+    results = []
+    for accelerated in (False, True):
+        if accelerated:
+            torch_moe_mps.accelerate(model)
+        with torch.no_grad():
+            cache = model(input_ids=prompt(), use_cache=True).past_key_values
+            layer = cache.layers[0]
+            layer.recurrent_states[0] = layer.recurrent_states[0].bfloat16()
+            logits = []
+            token = {"input_ids": torch.full((2, 1), 5), "past_key_values": cache, "use_cache": True}
+            used = operators_of(lambda: logits.append(model(**token).logits))  # noqa: B023
+        assert "gated_delta_rule_" not in used and layer.recurrent_states[0].dtype == torch.bfloat16
+        assert used.get("causal_conv1d_update_", 0) == accelerated
+        results += logits
+    assert_close(results[1], results[0], 1e-4)
+
+
+def test_an_activation_that_changes():
+    """The norm's form was found with the old one: its own code runs from then on."""
+    model = model_of()
+    torch_moe_mps.accelerate(model)
+    norm = layer_of(model).norm
+    norm.activation = "gelu"
+    x, z = torch.ones(2, 8), torch.ones(2, 8)
+    norm.weight.data = torch.ones(8)
+    with torch.no_grad():
+        assert operators_of(lambda: norm(x, z)) == {}
+        torch.testing.assert_close(norm(x, z), F.gelu(z))
+
+
+# What functions compute
+
+
+def test_functions_are_told_apart_by_what_they_compute():
+    conv, rule = qwen3_next.causal_conv1d_update, qwen3_next.torch_recurrent_gated_delta_rule
+
+    def other_conv(x, state, weight, bias=None, activation=None):
+        return conv(x, state, weight.flip(-1), bias, activation)
+
+    def without_update(x, state, *rest):
+        return conv(x, state.clone(), *rest)
+
+    def other_scale(q, k, v, **options):
+        out, state = rule(q, k, v, **options)
+        return 2.0 * out, state
+
+    def other_decay(q, k, v, g, **options):
+        return rule(q, k, v, g=2.0 * g, **options)
+
+    assert gated_delta.is_causal_conv(conv) and gated_delta.is_delta_rule(rule)
+    assert not any(map(gated_delta.is_causal_conv, (other_conv, without_update, rule, len)))
+    assert not any(map(gated_delta.is_delta_rule, (other_scale, other_decay, conv, len)))
+
+
+def gate(text: str) -> gated_delta._Gate:
+    return gated_delta._Gate(ast.parse(text).body[0], {"F": F, "torch": torch})
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)", ("A_log", "dt_bias")),
+        ("g = F.softplus(self.z + a) * torch.exp(self.b) * -1.0", ("b", "z")),
+        ("g = -self.A_log.exp() * F.softplus(a - self.dt_bias)", None),
+        ("g = -self.A_log * F.softplus(a + self.dt_bias)", None),
+        ("g = -self.A_log.exp() * F.softplus(a)", None),
+        ("g = -self.A_log.exp() * F.softplus(a + self.dt_bias) * b", None),
+        ("g = self.compute(a, self.dt_bias)", None),
+    ],
+)
+def test_decays(text, found):
+    assert gated_delta._decay_attributes(gate(text)) == found
+
+
+def test_sigmoids():
+    assert gated_delta._is_sigmoid(gate("beta = b.sigmoid()"))
+    assert gated_delta._is_sigmoid(gate("beta = 1 / (1 + torch.exp(-b))"))
+    for text in ("beta = 2 * b.sigmoid()", "beta = b", "beta = b.sigmoid() * c", "beta = self.f(b)"):
+        assert not gated_delta._is_sigmoid(gate(text))
+
+
+class OneNorm(qwen3_next.Qwen3NextRMSNormGated):
+    """Zero-centred."""
+
+    def forward(self, x, gate):
+        y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return (y * (1.0 + self.weight) * F.silu(gate.float())).to(x.dtype)
+
+
+class GateFirst(qwen3_next.Qwen3NextRMSNormGated):
+    def forward(self, x, gate):
+        y = x.float() * F.silu(gate.float())
+        return (self.weight * y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class SigmoidGate(qwen3_next.Qwen3NextRMSNormGated):
+    def forward(self, x, gate):
+        y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return (y * self.weight * gate.float().sigmoid()).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("norm", "offset"),
+    [(qwen3_next.Qwen3NextRMSNormGated, 0.0), (OneNorm, 1.0), (GateFirst, None), (SigmoidGate, None)],
+)
+def test_norms_are_told_apart_by_what_they_compute(norm, offset):
+    module = norm(16)
+    found = rewrite_gated_norm(module)
+    assert (found is None) == (offset is None)
+    expected = None if offset is None else ("variance_epsilon", offset)
+    assert module.__dict__.get("_moe_mps_gated_norm") == expected
+    assert torch.equal(module.weight, torch.ones(16))

@@ -1,0 +1,142 @@
+"""Modules that compute the tables of rotary embeddings: the operator against their own code."""
+
+import copy
+
+import pytest
+import torch
+from support import tiny_models
+from support.models import eager, operators_of
+from torch import nn
+from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
+
+import torch_moe_mps
+from torch_moe_mps.transformers.rewriting import restore_module, rewrite
+
+KINDS = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 4096},
+    "llama3": {
+        **{"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "original_max_position_embeddings": 4096,
+    },
+    "dynamic": {"factor": 2.0},
+    "longrope": {
+        **{"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0},
+        "original_max_position_embeddings": 4096,
+    },
+}
+IDS = torch.tensor([[0, 1, 5, 4095, 131071, 999999]])
+
+
+def rotary_of(kind: str = "default", **options) -> nn.Module:
+    parameters = {"rope_type": kind, "rope_theta": 10000.0, **KINDS[kind], **options}
+    config = Qwen3MoeConfig(hidden_size=64, num_attention_heads=4, head_dim=16, rope_parameters=parameters)
+    return Qwen3MoeRotaryEmbedding(config).eval()
+
+
+def tables(module, dtype=torch.float32, ids=IDS):
+    with torch.no_grad():
+        return module(torch.zeros(1, dtype=dtype, device=ids.device), ids)
+
+
+def assert_same(ours, own, tolerance=1e-6):
+    for a, b in zip(ours, own, strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds(kind):
+    """Those whose frequencies change with the length are left alone."""
+    module = rotary_of(kind)
+    own = tables(module)
+    fixed = kind not in ("dynamic", "longrope")
+    assert rewrite(module)[0] == (["rope_tables"] if fixed else [])
+    assert operators_of(lambda: tables(module)) == ({"rope_tables": 1} if fixed else {})
+    assert_same(tables(module), own)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["gpt_oss", "gemma4", "glm4_moe", "deepseek_v3", "qwen3_next"])
+def test_the_modules_of_models(architecture, dtype):
+    """Half the width, a part of the head, one for each type of layers; frequencies of 16 bit, too."""
+    model = eager(tiny_models.tiny_model(architecture, dtype))
+    (rotary,) = (m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding"))
+    types = list(rotary.rope_type) if isinstance(rotary.rope_type, dict) else [None]
+    calls = [{} if kind is None else {"layer_type": kind} for kind in types]
+    own = [rotary(torch.zeros(1, dtype=dtype), IDS, **call) for call in calls]
+    torch_moe_mps.accelerate(model)
+    with torch.no_grad():
+        for call, expected in zip(calls, own, strict=True):
+            run = lambda: rotary(torch.zeros(1, dtype=dtype), IDS, **call)  # noqa: E731, B023
+            assert operators_of(run) == {"rope_tables": 1}
+            assert_same(run(), expected, 1e-6 if dtype == torch.float32 else 2.0**-8)
+
+
+def test_one_launch(simulated):
+    from support.launches import launches
+
+    module, x, ids = rotary_of().to("mps"), torch.zeros(1, device="mps").bfloat16(), IDS.to("mps")
+    before = launches(simulated, lambda: module(x, ids))
+    rewrite(module)
+    after = launches(simulated, lambda: module(x, ids))
+    assert sum(before.values()) >= 8 and dict(after) == {"rope_tables_bf16": 1}
+
+
+def test_frequencies_that_change_are_read_again():
+    module, other = rotary_of(), rotary_of("linear")
+    rewrite(module)
+    module.inv_freq.copy_(other.inv_freq)
+    module.attention_scaling = other.attention_scaling = 1.5
+    assert_same(tables(module), tables(other))
+
+
+def test_a_type_that_changes():
+    module = rotary_of()
+    rewrite(module)
+    module.rope_type = "another"
+    assert operators_of(lambda: tables(module)) == {}
+
+
+def test_positions_that_the_operator_does_not_take():
+    module = rotary_of()
+    ids = IDS.double()
+    own = tables(module, ids=ids)
+    rewrite(module)
+    assert operators_of(lambda: tables(module, ids=ids)) == {}
+    assert_same(tables(module, ids=ids), own, 0.0)
+
+
+def test_copies_hooks_and_restore():
+    module = rotary_of()
+    own = tables(module)
+    rewrite(module)
+    seen = []
+    for other in (module, copy.deepcopy(module)):
+        other.register_forward_hook(lambda *_: seen.append(1))
+        assert operators_of(lambda: tables(other)) == {"rope_tables": 1}  # noqa: B023
+    assert len(seen) == 2
+    restore_module(module)
+    assert type(module) is Qwen3MoeRotaryEmbedding and "_moe_mps_rotary" not in module.__dict__
+    assert operators_of(lambda: tables(module)) == {}
+    assert_same(tables(module), own, 0.0)
+
+
+class Sines(Qwen3MoeRotaryEmbedding):
+    """A sine of another sign."""
+
+    def forward(self, x, position_ids):
+        cos, sin = super().forward(x, position_ids)
+        return cos, -sin
+
+
+class Thirds(Qwen3MoeRotaryEmbedding):
+    def forward(self, x, position_ids):
+        return tuple(table[..., ::2] for table in super().forward(x, position_ids))
+
+
+@pytest.mark.parametrize("cls", [Sines, Thirds])
+def test_other_tables_are_left_alone(cls):
+    module = cls(rotary_of().config).eval()
+    assert rewrite(module)[0] == []

@@ -1,0 +1,73 @@
+"""RMSNorms whose result a gate multiplies: rms(x) * weight * silu(gate).
+
+What a module computes is found by trying a copy of it on random numbers.
+"""
+
+import copy
+import inspect
+
+import torch
+from torch import Tensor, nn
+
+from ...ops._checks import ACTIVATION_DTYPES
+from ..program.programs import original_class
+from ..program.reads import record
+
+ops = torch.ops.moe_mps
+
+MARK = "_moe_mps_gated_norm"
+_EPS = ("variance_epsilon", "eps", "epsilon")
+_TRIAL_EPS = 0.25  # large enough to tell where it is added
+_WIDEST = 1024  # what is wider is no norm of heads
+
+
+def gated_norm_forward(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
+    """The forward of a rewritten norm."""
+    eps, offset = norm.__dict__[MARK]
+    weight = norm.weight
+    fits = x.shape == gate.shape and x.dtype == gate.dtype and x.shape[-1:] == weight.shape
+    if not fits or not x.device == gate.device == weight.device or weight.dtype not in ACTIVATION_DTYPES:
+        return original_class(norm).forward(norm, x, gate)
+    return ops.rms_norm_gated(x, gate, weight, getattr(norm, eps), offset)
+
+
+def rewrite_gated_norm(module: nn.Module):
+    """(forward, what it runs) for a norm with a gate, else None."""
+    own = original_class(module).forward
+    parameters = dict(module.named_parameters())
+    weight = parameters.get("weight")
+    eps = next((name for name in _EPS if isinstance(getattr(module, name, None), float)), None)
+    arguments = list(inspect.signature(own).parameters.values())
+    if eps is None or len(arguments) != 3 or len(parameters) != 1 or weight is None or weight.dim() != 1:
+        return None
+    if weight.shape[0] > _WIDEST or any(a.kind is not a.POSITIONAL_OR_KEYWORD for a in arguments):
+        return None
+    for name, value in vars(module).items():
+        if isinstance(value, (bool, int, str)) and name != "training":
+            record(module, name)
+    offset = _offset(module, own, eps, weight.shape[0])
+    if offset is None:
+        return None
+    module.__dict__[MARK] = (eps, offset)
+    return gated_norm_forward, "rms_norm_gated"
+
+
+def _offset(module: nn.Module, own, eps: str, width: int) -> float | None:
+    """What the module adds to its weight, if the operator computes what it computes."""
+    generator = torch.Generator().manual_seed(0)
+    x, gate = (torch.randn(4, width, generator=generator) for _ in range(2))
+    trial = copy.copy(module)
+    trial.__dict__ = {**module.__dict__, "_parameters": {"weight": torch.rand(width, generator=generator)}}
+    trial.__dict__[eps] = _TRIAL_EPS
+    try:
+        with torch.no_grad():
+            result, narrow = own(trial, x, gate), own(trial, x.bfloat16(), gate.bfloat16())
+    except Exception:  # of a forward that is not ours, on arguments that it may not know
+        return None
+    if not all(isinstance(r, Tensor) for r in (result, narrow)) or narrow.dtype != torch.bfloat16:
+        return None
+    for offset in (0.0, 1.0):
+        ours = ops.rms_norm_gated(x, gate, trial.weight, _TRIAL_EPS, offset)
+        if ours.shape == result.shape and torch.allclose(ours, result, 1e-5, 1e-5):
+            return offset
+    return None
