@@ -53,7 +53,10 @@ def test_step_by_step(architecture):
     model = model_of(architecture)
     expected, states = decoded(model)
     torch_moe_mps.accelerate(model)
-    result, ours = decoded(model)
+    results = []
+    used = operators_of(lambda: results.append(decoded(model)))
+    assert used["gated_delta_rule_"] == used["causal_conv1d_update_"] == 4
+    ((result, ours),) = results
     assert_close(result, expected, 1e-5)
     for a, b in zip(ours, states, strict=True):
         assert_close(a, b, 1e-5)
@@ -130,6 +133,29 @@ def test_own_code_and_copies(way):
     else:
         assert operators_of(step(model)) == ({} if way == "restore" else STEP)
     assert_close(decoded(model)[0], expected, 1e-5)
+
+
+def test_arguments_that_the_operator_does_not_know():
+    """Bounds of packed sequences and the like go to the model's own function."""
+    q, k, v, g, beta, state = (
+        torch.rand(1, 1, *shape) for shape in ((2, 8), (2, 8), (2, 4), (2,), (2,), (2, 8, 4))
+    )
+    state, given = state[0], []
+
+    def function(*args, **options):
+        given.append(options)
+        return args[2], state
+
+    options = {"initial_state": state, "output_final_state": True, "use_cache": True}
+    gates = {"gates": lambda: (g, beta), "raw": None}
+    for others, own in (
+        ({"cu_seqlens": None}, 0),
+        ({"cu_seqlens": torch.tensor([0, 1])}, 1),
+        ({"mode": "a"}, 2),
+    ):
+        gated_delta.delta_rule(function, q, k, v, **gates, **options, **others)
+        assert len(given) == own
+    assert given[-1] == {"g": g, "beta": beta, **options, "mode": "a"}
 
 
 def test_hooks_are_called():

@@ -26,6 +26,7 @@ ops = torch.ops.moe_mps
 
 MOST_TOKENS = 8
 _L2NORM_EPS = 1e-6
+_FLAG = (bool, type(None))
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", None: "none"}
 
 
@@ -51,7 +52,7 @@ def delta_rule(function, q: Tensor, k: Tensor, v: Tensor, *, gates: Callable, ra
     `gates` computes g and beta; `raw` is what the operator takes in their place: g, beta, A_log, dt_bias.
     """
     state, normed, final, others = _split(options)
-    if not final or any(value is not None for value in others.values()) or not _fits(q, k, v, state):
+    if not final or others or not _fits(q, k, v, state):
         g, beta = gates()
         return function(q, k, v, g=g, beta=beta, **options)
     eps = _L2NORM_EPS if normed else None
@@ -67,9 +68,10 @@ def delta_rule(function, q: Tensor, k: Tensor, v: Tensor, *, gates: Callable, ra
 
 
 def _split(options: dict) -> tuple:
-    """initial_state, use_qk_l2norm_in_kernel, output_final_state, what else is given."""
+    """initial_state, use_qk_l2norm_in_kernel, output_final_state, and what else the function may heed: not the
+    model's own flags, such as use_cache, which forwards pass on to everything."""
     names = ("initial_state", "use_qk_l2norm_in_kernel", "output_final_state")
-    others = {name: value for name, value in options.items() if name not in names}
+    others = [name for name, value in options.items() if not (name in names or isinstance(value, _FLAG))]
     return *(options.get(name) for name in names), others
 
 
