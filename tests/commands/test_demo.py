@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from support import tiny_models
 from support.processes import REPOSITORY, environment
 
@@ -97,3 +99,34 @@ def test_what_is_no_checkpoint_is_one_line(kind, tmp_path):
     path = tmp_path / "missing" if kind == "missing" else tmp_path
     expected = f"{path} is not a checkpoint: there is no {path}/config.json"
     assert_one_line(demo("--model", str(path)), expected)
+
+
+@pytest.mark.parametrize("name", ["cuda", "meta", "nonsense"])
+def test_devices_without_tensors_are_one_line(name):
+    result = subprocess.run(
+        [sys.executable, DEMO, "--device", name], capture_output=True, text=True, env=environment()
+    )
+    if name == "cuda" and torch.cuda.is_available():
+        assert result.returncode == 0
+        return
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"error: argument --device: {name} holds no tensors here: ")
+
+
+def test_truncated_file_is_one_line(tmp_path):
+    write_model("Qwen3MoeForCausalLM", tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    result = demo("--model", str(tmp_path))
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "could not be loaded" in result.stderr.strip().splitlines()[-1]
+
+
+def test_missing_tensor_is_one_line(tmp_path):
+    write_model("Qwen3MoeForCausalLM", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.gate.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    result = demo("--model", str(tmp_path))
+    assert_one_line(result, f"{tmp_path} (qwen3_moe) lacks model.layers.1.mlp.gate.weight")

@@ -255,3 +255,13 @@ def test_sweep(device, dtype, weight_dtype):
                     random((tokens, slots), weight_dtype, 2).to(device),
                     random((width,), weight_dtype, 3).to(device),
                 )
+
+
+def test_overlap_of_transposed_views(device):
+    """Dense in memory, though not contiguous: refused on the CPU as on mps."""
+    square = torch.zeros(8, 8, device=device)
+    slots, weights = torch.ones(8, 2, 8, device=device), torch.ones(8, 2, device=device)
+    with pytest.raises(ValueError, match="residual_ must be free of overlap with norm_weight, got a view"):
+        weighted_sum_residual_norm_stacked_(square.t(), slots, weights, square[0], 1e-6)
+    weighted_sum_residual_norm_stacked_(square.t(), slots, weights, torch.ones(8, device=device), 1e-6)
+    assert torch.equal(square.cpu(), torch.full((8, 8), 2.0))

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 
 import expecttest
 import pytest
@@ -39,6 +40,8 @@ def small(architecture, **overrides):
 def dequantised_twin(model, quantized):
     """The dense model with the values of the quantised one, for the model's own code."""
     for name, module in experts_of(quantized).items():
+        if not hasattr(module, "quantization"):
+            continue
         dense = model.get_submodule(name)
         for projection in projections(dense):
             parts = [getattr(module, f"{projection}_{part}", None) for part in QuantizedWeight._fields]
@@ -292,3 +295,67 @@ def test_peak_memory_while_quantising(monkeypatch):
 def test_progress_bar(capsys):
     quantize_experts(small("qwen3_moe"), 4, 32)
     assert "Quantising" in capsys.readouterr().err
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt at the n-th line that the package runs, as Ctrl-C may."""
+
+    def __init__(self, after: int):
+        self.left = after
+
+    def __call__(self, frame, event, argument):
+        if "torch_moe_mps" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+    def __enter__(self):
+        sys.settrace(self)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+
+def check_interrupted(after: int) -> bool:
+    """A model that was interrupted computes, and can be quantised again. False if it came too late."""
+    model = small("qwen3_moe")
+    twin = copy.deepcopy(model)
+    try:
+        with Interrupts(after) as interrupts:
+            quantize_experts(model, 4, 32, progress=False)
+    except KeyboardInterrupt:
+        pass
+    assert_same(model, dequantised_twin(twin, model))
+    quantize_experts(model, 4, 32, progress=False)
+    assert all(hasattr(experts, "quantization") for experts in experts_of(model).values())
+    assert_same(model, dequantised_twin(twin, model))
+    return interrupts.left <= 0
+
+
+def assert_same(model, twin) -> None:
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, twin(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_an_interrupt_leaves_a_model_that_computes():
+    quantize_experts(small("qwen3_moe"), 4, 32, progress=False)  # what is imported and cached once
+    with Interrupts(10**9) as counter:
+        quantize_experts(small("qwen3_moe"), 4, 32, progress=False)
+    lines = 10**9 - counter.left
+    generator = torch.Generator().manual_seed(0)
+    points = sorted(torch.randint(1, lines, (24,), generator=generator).tolist())
+    interrupted = [check_interrupted(after) for after in points]
+    assert all(interrupted)
+
+
+@pytest.mark.sweep
+def test_an_interrupt_at_any_line():
+    after = 1
+    while check_interrupted(after):
+        after += 1
+    assert after > 100

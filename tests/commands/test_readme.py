@@ -1,0 +1,33 @@
+"""What the README shows works as it is pasted, after what the README says to install."""
+
+import re
+import sys
+from importlib.metadata import requires
+
+import torch
+from packaging.requirements import Requirement
+from support.models import tiny
+from support.processes import REPOSITORY, python
+
+README = (REPOSITORY / "README.md").read_text()
+
+
+def test_the_first_snippet(tmp_path):
+    (snippet, *_) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    model = tiny("qwen3_moe")
+    model.config.num_hidden_layers = 2
+    model.save_pretrained(tmp_path)
+    device = "mps" if torch.backends.mps.is_available() and sys.platform == "darwin" else "cpu"
+    assert 'device_map="mps"' in snippet and "path/to/model" in snippet
+    snippet = snippet.replace("path/to/model", str(tmp_path)).replace('"mps"', f'"{device}"')
+    assert "moe_experts_quantized" in python(snippet.replace("bits=4", "bits=4, group_size=32"))
+
+
+def test_the_installation_brings_what_the_snippet_needs():
+    """device_map needs the package accelerate, which transformers does not require."""
+    assert '".[transformers]"' in README
+    project = (REPOSITORY / "pyproject.toml").read_text()
+    extra = re.search(r"^transformers = \[(.*)\]$", project, re.MULTILINE).group(1)
+    assert {Requirement(line).name for line in re.findall('"(.*?)"', extra)} == {"transformers", "accelerate"}
+    plain = [Requirement(line) for line in requires("transformers")]
+    assert not any(need.name == "accelerate" and need.marker is None for need in plain)

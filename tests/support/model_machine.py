@@ -1,0 +1,179 @@
+"""What users do to a model, as a state machine: in any order the model computes what its own code does."""
+
+import copy
+import tempfile
+
+import torch
+import transformers
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import nn
+from torch.nn.utils import parametrize
+
+import torch_moe_mps
+from support import tiny_models
+from support.models import eager, output, prompt
+from torch_moe_mps.transformers import experts_of, is_quantized
+
+ARCHITECTURES = ("qwen3_moe", "gpt_oss", "gemma4", "deepseek_v3")
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 0.06}
+
+
+class Halved(nn.Module):
+    """A parametrisation."""
+
+    def forward(self, weight):
+        return weight / 2
+
+
+def double(module, args, result):
+    return 2 * result
+
+
+def routers(model) -> list[nn.Module]:
+    return [m for m in model.modules() if type(m).__name__.endswith(("Router", "TopkRouter"))]
+
+
+def activations(model) -> list[nn.Module]:
+    return [m.act_fn for m in experts_of(model).values() if isinstance(getattr(m, "act_fn", None), nn.Module)]
+
+
+class ModelMachine(RuleBasedStateMachine):
+    """`fast` is what the user does things to; `own` has the same done to it, and always runs its own code."""
+
+    @initialize(architecture=st.sampled_from(ARCHITECTURES), shared=st.booleans())
+    def start(self, architecture, shared):
+        transformers.logging.set_verbosity_error()
+        with tiny_models.groups_of_32():
+            self.own = eager(tiny_models.tiny_model(architecture))
+        self.fast = copy.deepcopy(self.own)
+        self.neighbour = None
+        if shared:
+            self.neighbour = type(self.fast)(self.fast.config).eval()
+            self.neighbour.config._experts_implementation = "eager"
+            self.neighbours_logits = output(self.neighbour, prompt())
+        self.hooks: list = []
+        self.parametrised = False
+
+    # What the package does
+
+    @rule()
+    def accelerate(self):
+        torch_moe_mps.accelerate(self.fast)
+
+    @rule()
+    def restore(self):
+        assert torch_moe_mps.restore(self.fast) is self.fast
+
+    @precondition(lambda self: not self.quantised())
+    @rule(form=st.sampled_from([(4, 32, "affine"), (8, 32, "affine"), (4, 32, "mxfp4")]))
+    def quantize(self, form):
+        torch_moe_mps.quantize_experts(self.fast, *form, progress=False)
+        tiny_models.dense_twin(self.own, self.fast)
+
+    @precondition(lambda self: not self.hooks and not self.parametrised)
+    @rule(ours=st.booleans())
+    def save_and_load(self, ours):
+        with tempfile.TemporaryDirectory() as folder:
+            self.fast.save_pretrained(folder)
+            if ours:
+                self.fast = torch_moe_mps.from_pretrained(folder, type(self.fast))
+            else:
+                self.fast = type(self.fast).from_pretrained(folder).eval()
+        attributes = {name: vars(module) for name, module in self.own.named_modules()}
+        for name, module in self.fast.named_modules():  # a checkpoint does not have them
+            for attribute in ("norm_topk_prob", "limit", "alpha"):
+                if attribute in attributes[name]:
+                    setattr(module, attribute, attributes[name][attribute])
+
+    # What users do
+
+    @precondition(lambda self: not self.parametrised)
+    @rule()
+    def deepcopy(self):
+        removable = len(self.hooks)
+        while self.hooks:
+            self.unhook()
+        self.fast = copy.deepcopy(self.fast)
+        for _ in range(removable and 1):
+            self.hook_activation()
+
+    @precondition(lambda self: not self.hooks)
+    @rule()
+    def hook_activation(self):
+        pairs = zip(activations(self.fast), activations(self.own), strict=True)
+        for module in [m for pair in pairs for m in pair][:2]:
+            self.hooks.append(module.register_forward_hook(double))
+
+    @precondition(lambda self: not self.hooks)
+    @rule()
+    def hook_router(self):
+        def first(module, args, result):
+            return None
+
+        for model in (self.fast, self.own):
+            self.hooks += [router.register_forward_hook(first) for router in routers(model)]
+
+    @precondition(lambda self: self.hooks)
+    @rule()
+    def unhook(self):
+        while self.hooks:
+            self.hooks.pop().remove()
+
+    @rule(name=st.sampled_from(["norm_topk_prob", "limit", "alpha", "top_k"]))
+    def change_attribute(self, name):
+        for model in (self.fast, self.own):
+            for module in [*routers(model), *experts_of(model).values()]:
+                value = getattr(module, name, None)
+                if isinstance(value, bool):
+                    setattr(module, name, not value)
+                elif isinstance(value, int):
+                    setattr(module, name, 3 - value % 2)
+                elif isinstance(value, float):
+                    setattr(module, name, 0.5 + value / 2)
+
+    @precondition(lambda self: not self.parametrised and routers(self.fast))
+    @rule()
+    def parametrise(self):
+        for model in (self.fast, self.own):
+            for router in routers(model):
+                if isinstance(getattr(router, "weight", None), nn.Parameter):
+                    parametrize.register_parametrization(router, "weight", Halved())
+                    self.parametrised = True
+
+    @rule()
+    def train_and_back(self):
+        self.fast.train()
+        self.fast.eval()
+
+    @rule(implementation=st.sampled_from(["eager", "moe_mps", "batched_mm"]))
+    def choose_implementation(self, implementation):
+        if not self.quantised():
+            self.fast.set_experts_implementation(implementation)
+
+    @rule()
+    def replace_a_norm(self):
+        for model in (self.fast, self.own):
+            for module in model.modules():
+                norm = module._modules.get("post_attention_layernorm")
+                if norm is not None:
+                    generator = torch.Generator().manual_seed(1)
+                    other = nn.LayerNorm(norm.weight.shape[0], bias=False, dtype=norm.weight.dtype)
+                    other.weight.data.copy_(torch.rand(norm.weight.shape, generator=generator) + 0.5)
+                    module.post_attention_layernorm = other
+                    break
+
+    def quantised(self) -> bool:
+        return any(map(is_quantized, experts_of(self.fast).values()))
+
+    @invariant()
+    def computes_what_its_own_code_does(self):
+        if not hasattr(self, "fast"):
+            return
+        result, expected = output(self.fast, prompt()), output(self.own, prompt())
+        assert torch.isfinite(expected).all()
+        error = (result - expected).abs().max() / expected.abs().max()
+        assert error < TOLERANCES[expected.dtype], f"relative error {error:.2g}"
+        if self.neighbour is not None:
+            assert torch.allclose(output(self.neighbour, prompt()), self.neighbours_logits, atol=1e-4)
+            assert not hasattr(self.neighbour.config, "quantization_config")

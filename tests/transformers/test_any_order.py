@@ -1,0 +1,26 @@
+"""Whatever is done to a model in whatever order, it computes what its own code does."""
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from support.model_machine import ModelMachine
+
+PHASES = (Phase.explicit, Phase.generate)  # a failure is told as it was found: to shrink it takes long
+ALWAYS = {
+    "phases": PHASES,
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "database": None,
+    "print_blob": True,
+}
+
+
+def test_a_few_orders():
+    short = settings(max_examples=12, stateful_step_count=8, derandomize=True, **ALWAYS)
+    run_state_machine_as_test(ModelMachine, settings=short)
+
+
+@pytest.mark.sweep
+def test_many_orders():
+    long = settings(max_examples=300, stateful_step_count=20, **ALWAYS)
+    run_state_machine_as_test(ModelMachine, settings=long)
