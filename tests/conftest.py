@@ -2,8 +2,8 @@
 
 A test that takes the fixture `device` runs on the CPU and on "mps": on a Mac that is Metal, elsewhere it is
 the simulator (tests/simulator), which runs the same host code and shaders in an ordinary PyTorch. There it
-runs once for each of four orders of threads and threadgroups; `@pytest.mark.one_schedule` is for a test that
-takes long, and runs it under the one that its name selects.
+runs once for each of two orders of threads and threadgroups, in the sweep for two more;
+`@pytest.mark.one_schedule` is for a test that takes long, and runs it under the one that its name selects.
 """
 
 import sys
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 SCHEDULES = (0, 1, 2, 3)
+ALWAYS = (0, 1)  # the others in the sweep
 SIMULATED = sys.platform != "darwin"
 
 
@@ -30,7 +31,12 @@ def mps_variants(one_schedule: bool) -> list:
     """The parameters of `device` beside "cpu"."""
     if not SIMULATED or one_schedule:
         return ["mps"]
-    return [pytest.param(("mps", seed), id=f"mps-schedule{seed}") for seed in SCHEDULES]
+    return [
+        pytest.param(
+            ("mps", seed), id=f"mps-schedule{seed}", marks=[] if seed in ALWAYS else pytest.mark.sweep
+        )
+        for seed in SCHEDULES
+    ]
 
 
 def pytest_generate_tests(metafunc):
