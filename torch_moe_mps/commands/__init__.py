@@ -4,6 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from ..ops._formats import MODES
+
 EPILOG = "An error is one line, and the exit code 1."
 
 
@@ -37,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("destination", metavar="DST", help="folder to be written: complete, or not there")
     convert.add_argument("--bits", type=int, help="2, 3, 4, 5, 6 or 8 (4)")
     convert.add_argument("--group-size", type=int, help="32, 64 or 128 (64)")
-    convert.add_argument("--mode", choices=("affine", "mxfp4", "mxfp8", "nvfp4"), default="affine")
+    convert.add_argument("--mode", choices=MODES, default="affine")
     convert.add_argument("--linear-bits", type=_bits, default="same", help="of linear layers; none is dense")
     convert.add_argument("--embedding-bits", type=_bits, default="same", help="of embeddings and output head")
     convert.add_argument(

@@ -244,22 +244,24 @@ def unpack(packed: Tensor, format: Format) -> Tensor:
 def decode(codes: Tensor, scales: Tensor, biases: Tensor | None, format: Format) -> Tensor:
     """Codes uint8 [..., group_size] with the scales and biases [...] of their groups -> float32."""
     if biases is not None:
-        return codes.float().mul_(scales.float().unsqueeze(-1)).add_(biases.float().unsqueeze(-1))
-    if format.mode == "mxfp8":
+        values = codes.float()
+    elif format.mode == "mxfp8":
         values = e4m3(codes)
     else:
         table = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=codes.device)
         values = table.index_select(0, codes.flatten().int()).view(codes.shape)
-    return values.mul_(_factors(scales, format).unsqueeze(-1))
+    return _scaled(values, scales, biases, format)
 
 
-def _factors(scales: Tensor, format: Format) -> Tensor:
-    return e4m3(scales) if format.mode == "nvfp4" else e8m0(scales)
+def _scaled(values: Tensor, scales: Tensor, biases: Tensor | None, format: Format) -> Tensor:
+    """The numbers [..., group_size] of codes, changed in place to what they stand for with their groups."""
+    if biases is not None:
+        return values.mul_(scales.float().unsqueeze(-1)).add_(biases.float().unsqueeze(-1))
+    factors = e4m3(scales) if format.mode == "nvfp4" else e8m0(scales)
+    return values.mul_(factors.unsqueeze(-1))
 
 
 def dequantize_values(packed: Tensor, scales: Tensor, biases: Tensor | None, format: Format) -> Tensor:
     """[..., words], [..., groups] -> [..., columns] float32."""
     groups = unpack(packed, format).unflatten(-1, (-1, format.group_size))
-    if biases is not None:
-        return groups.mul_(scales.float().unsqueeze(-1)).add_(biases.float().unsqueeze(-1)).flatten(-2)
-    return groups.mul_(_factors(scales, format).unsqueeze(-1)).flatten(-2)
+    return _scaled(groups, scales, biases, format).flatten(-2)

@@ -13,6 +13,11 @@ from .experts import check_bias
 VALUES_AT_ONCE = 1 << 22
 
 
+def _rows(x: Tensor) -> Tensor:
+    """[..., C] -> [n, C], also for C = 0."""
+    return x.reshape(-1, x.shape[-1]) if x.shape[-1] > 0 else x.new_empty(x.shape[:-1].numel(), 0)
+
+
 def _product(
     rows: Tensor, packed: Tensor, scales: Tensor, biases: Tensor | None, bias: Tensor | None, format: Format
 ) -> Tensor:
@@ -70,8 +75,7 @@ def linear_quantized(
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
     """
-    rows = x.reshape(-1, x.shape[-1]) if x.shape[-1] > 0 else x.new_empty(x.shape[:-1].numel(), 0)
-    out = _product(rows, packed, scales, biases, bias, Format(bits, group_size, mode))
+    out = _product(_rows(x), packed, scales, biases, bias, Format(bits, group_size, mode))
     return out.to(x.dtype).view(*x.shape[:-1], packed.shape[0])
 
 
@@ -198,8 +202,7 @@ def mlp_quantized(
     Raises: ValueError for a dtype, shape, device, option or format that does not fit.
     """
     format = Format(bits, group_size, mode)
-    rows = x.reshape(-1, x.shape[-1]) if x.shape[-1] > 0 else x.new_empty(x.shape[:-1].numel(), 0)
-    rows = _product(rows, gate_up_packed, gate_up_scales, gate_up_biases, gate_up_bias, format)
+    rows = _product(_rows(x), gate_up_packed, gate_up_scales, gate_up_biases, gate_up_bias, format)
     hidden = apply_activation(rows, activation, alpha, limit, gated, interleaved).to(x.dtype)
     down_format = format.replaced(down_bits, down_group_size, down_mode)
     out = _product(hidden, down_packed, down_scales, down_biases, down_bias, down_format).view(x.shape)

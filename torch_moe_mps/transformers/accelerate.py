@@ -11,7 +11,7 @@ from .attention import restore_attention, use_attention_of_sinks
 from .compiling import compile_kernels
 from .experts import NAME, PREVIOUS_EXPERTS, describe, unsupported
 from .interface import experts_of, is_experts, is_quantized
-from .linears import QuantizedLayer
+from .linears import QuantizedLayer, has_quantized_weights
 from .program.formulas import Reader
 from .program.programs import Unsupported
 from .program.straightening import straighten
@@ -82,7 +82,7 @@ def accelerate(
         report.add(name, module, kind, "; ".join(rewrites) or None, reason)
     report.rows.sort(key=_model_order(model))
     _warn_of_experts_left_alone(report)
-    if wanted is not None and not any(map(_has_format, model.modules())):
+    if wanted is not None and not any(map(has_quantized_weights, model.modules())):
         warnings.warn("torch_moe_mps: nothing was found that can be quantised", stacklevel=2)
     report.compiled = compile_kernels(model)
     return report
@@ -115,10 +115,6 @@ def _implementation(config: object) -> str | None:
     key = id(config)
     _BEFORE[key] = (weakref.ref(config, lambda _: _BEFORE.pop(key, None)), current)
     return current
-
-
-def _has_format(module: nn.Module) -> bool:
-    return is_quantized(module) or isinstance(module, QuantizedLayer)
 
 
 def _require_module(function: str, model: object) -> None:

@@ -5,10 +5,12 @@ import sys
 import torch
 from torch import Tensor, nn
 
+from ..ops._checks import ACTIVATION_DTYPES
+from ..ops.attention import MAX_HEAD
+
 NAME = "moe_mps_sinks"  # of the attention implementation
 PREVIOUS_ATTENTION = "_moe_mps_previous_attention"
 MOST_TOKENS = 8  # of a call of the operator; longer inputs are prompts
-MOST_WIDTH = 256  # of a head
 
 
 def use_attention_of_sinks(model: nn.Module) -> list[str]:
@@ -104,10 +106,10 @@ def _takes(query, key, value, mask, sinks, dropout, kwargs) -> bool:
     """Whether the operator gives what is asked for."""
     tensors = [t for t in (query, key, value, mask, sinks) if t is not None]
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    plain = query.dtype == key.dtype == value.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    plain = query.dtype == key.dtype == value.dtype in ACTIVATION_DTYPES
     return (
         query.shape[2] <= MOST_TOKENS
-        and max(query.shape[3], value.shape[3]) <= MOST_WIDTH
+        and max(query.shape[3], value.shape[3]) <= MAX_HEAD
         and plain
         and dropout == 0.0
         and not needs_grad

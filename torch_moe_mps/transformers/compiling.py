@@ -1,5 +1,6 @@
 """The Metal libraries that a model on mps runs, compiled before its first token."""
 
+import itertools
 import sys
 import time
 from collections.abc import Iterator
@@ -68,6 +69,5 @@ def _weight_libraries(module: nn.Module, dtype: str | None) -> Iterator[str]:
 
 def _dtype(module: nn.Module, model: nn.Module) -> str | None:
     """The dtype of the activations: that of the module's weights or scales, else of the model."""
-    own = [p.dtype for p in module.parameters(recurse=False)]
-    every = own if any(dtype in _DTYPES for dtype in own) else [p.dtype for p in model.parameters()]
-    return next((_DTYPES[dtype] for dtype in every if dtype in _DTYPES), None)
+    every = itertools.chain(module.parameters(recurse=False), model.parameters())
+    return next((_DTYPES[p.dtype] for p in every if p.dtype in _DTYPES), None)

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ..ops._checks import MAX_TOP_K
-from ..quantization import Format
 from .interface import formats_of, is_quantized, projections
 from .program.formulas import Node, evaluate, inline, operation_of
 from .program.patterns import match
@@ -225,8 +224,7 @@ def experts_forward(
     own = runs_own_code(self, *inputs) or _activation_is_observed(self)
     if own or not _fits(hidden_states, first, top_k_index):
         routed = own_forward(self, hidden_states, top_k_index.long(), top_k_weights)
-        routed = add_shared(routed, shared_gate, shared_out)
-        return routed if residual is None else residual + routed
+        return add_terms(routed, shared_gate, shared_out, residual)
     activation = _activation(self)
     bias = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias) if self.has_bias else None
     down_bias = self.down_proj_bias if self.has_bias else None
@@ -265,19 +263,8 @@ def _quantized_forward(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor,
     return ops.moe_experts_quantized(
         x, *first, *second, ids, weights, form.bits, form.group_size, form.mode,
         gate_up_bias=bias, down_bias=down_bias, **_arguments(activation), **shared,
-        **_other_format(form, down_form),
+        down_bits=down_form.bits, down_group_size=down_form.group_size, down_mode=down_form.mode,
     )  # fmt: skip
-
-
-def _other_format(form: Format, down_form: Format) -> dict:
-    """The format of the second matrices as arguments, where it is not that of the first."""
-    if down_form == form:
-        return {}
-    return {
-        "down_bits": down_form.bits,
-        "down_group_size": down_form.group_size,
-        "down_mode": down_form.mode,
-    }
 
 
 def _packed(self: nn.Module, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -310,9 +297,15 @@ def own_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top
     return type(self).forward.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
 
 
-def add_shared(routed: Tensor, shared_gate: Tensor | None, shared_out: Tensor | None) -> Tensor:
-    if shared_out is None:
-        return routed
-    if shared_gate is not None:
-        shared_out = torch.sigmoid(shared_gate).reshape(-1, 1) * shared_out
-    return routed + shared_out
+def add_terms(
+    routed: Tensor,
+    shared_gate: Tensor | None = None,
+    shared_out: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """routed + sigmoid(shared_gate) * shared_out + residual, as far as they are there, by aten."""
+    if shared_out is not None:
+        if shared_gate is not None:
+            shared_out = torch.sigmoid(shared_gate).reshape(-1, 1) * shared_out
+        routed = routed + shared_out
+    return routed if residual is None else residual + routed

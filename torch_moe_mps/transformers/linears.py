@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from ..ops._formats import dequantize_values
 from ..quantization import Format
+from .interface import is_quantized
 
 ops = torch.ops.moe_mps
 
@@ -79,6 +80,10 @@ class QuantizedLayer(nn.Module):
         biases = None if self.biases is None else self.biases[rows]
         values = dequantize_values(self.packed[rows], self.scales[rows], biases, self.format)
         return values.to(self._like.dtype)
+
+
+def has_quantized_weights(module: nn.Module) -> bool:
+    return isinstance(module, QuantizedLayer) or is_quantized(module)
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:

@@ -8,6 +8,7 @@ from torch import nn
 from ..quantization import Format
 from .experts import unsupported
 from .interface import experts_of, formats_of, is_quantized, projections
+from .linears import has_quantized_weights
 from .packing import check_target, quantize_target, release_cache
 from .recipe import Recipe
 from .report import QuantizationReport
@@ -105,7 +106,9 @@ def _reason(target: Target) -> str | None:
 
 def keep_when_saving(model: nn.Module) -> None:
     """Lets the models of transformers in `model` save what is quantised, and load it again."""
-    if any(hasattr(module, "save_pretrained") for module in model.modules()):
+    modules = list(model.modules())
+    savable = any(hasattr(module, "save_pretrained") for module in modules)
+    if savable and any(map(has_quantized_weights, modules)):
         from .saving import mark_quantized  # which needs transformers; quantising a plain module does not
 
         mark_quantized(model)

@@ -15,7 +15,7 @@ from .program.formulas import is_pure
 from .program.programs import CLASS_MARK, Program, Unsupported, original_class
 from .program.reads import READS, holds, recording
 from .program.straightening import straighten
-from .rules import fused
+from .rules import fused, gated_norm, mlp, norms, rotary
 from .rules.gate import use_gates
 from .rules.gated_delta import rewrite_gated_delta
 from .rules.gated_norm import rewrite_gated_norm
@@ -34,12 +34,9 @@ from .rules.shared import fold_shared_experts
 _RESTORED = "_moe_mps_restored"
 _REWRITES = "_moe_mps_rewrites"
 _MARKS = (
-    "_moe_mps_norm",
     "_moe_mps_activation",
     "_moe_mps_gate",
-    "_moe_mps_mlp",
-    "_moe_mps_rotary",
-    "_moe_mps_gated_norm",
+    *(rule.MARK for rule in (norms, mlp, rotary, gated_norm)),
     READS,
     _REWRITES,
     _RESTORED,

@@ -32,6 +32,27 @@ def child_of_call(program: Program, value: ast.expr) -> tuple[str, nn.Module] | 
     return None if child is None else (name, child)
 
 
+def unary_call(program: Program, value: ast.expr) -> tuple[str, nn.Module, ast.expr] | None:
+    """(name, module, x) if a value is self.name(x)."""
+    found = child_of_call(program, value)
+    return (*found, value.args[0]) if found and len(value.args) == 1 and not value.keywords else None
+
+
+def sum_of(statement: ast.stmt) -> ast.BinOp | None:
+    """a + b of a statement that gives it a name."""
+    value = statement.value if isinstance(statement, ast.Assign) else None
+    return value if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) else None
+
+
+def sums(program: Program) -> list[ast.Assign]:
+    """The statements that name a sum; a sum that is returned gets a name first."""
+    if isinstance(program.result, ast.BinOp) and isinstance(program.result.op, ast.Add):
+        statement = program.assign("total", program.result)
+        program.statements.append(statement)
+        program.result = ast.Name(statement.targets[0].id, ast.Load())
+    return [statement for statement in program.statements if sum_of(statement)]
+
+
 def calls(program: Program) -> Iterator[tuple[ast.Assign, ast.Call]]:
     """Every call in the values that the program gives names, with its statement, in order."""
     for statement in program.statements:
@@ -62,7 +83,7 @@ def replace_everything(program: Program, result: ast.expr) -> None:
     program.result = result
 
 
-def add_option(program: Program, name: str) -> None:
-    """A keyword argument of the rewritten forward, None unless given."""
+def add_option(program: Program, name: str, default: object = None) -> None:
+    """A keyword argument of the rewritten forward."""
     program.arguments.kwonlyargs.append(ast.arg(name))
-    program.arguments.kw_defaults.append(ast.Constant(None))
+    program.arguments.kw_defaults.append(ast.Constant(default))

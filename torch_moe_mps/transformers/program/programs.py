@@ -101,10 +101,7 @@ class Program:
         self._reuse_names()
         body = [*self.statements, ast.Return(self.result)]
         forward = ast.FunctionDef("forward", self.arguments, body, [], type_params=[])
-        build = ast.parse("def build(_moe_mps, _inplace):\n    return forward")
-        build.body[0].body.insert(0, forward)
-        source = ast.unparse(ast.fix_missing_locations(build))
-        return compile_forward(self.function, source, helpers)
+        return compile_forward(self.function, forward, helpers)
 
     def _drop_unused(self, is_pure: Callable[[ast.expr, nn.Module], bool]) -> None:
         read = {n.id for n in ast.walk(self.result) if isinstance(n, ast.Name)}
@@ -156,11 +153,17 @@ class RenameVariables(ast.NodeTransformer):
         return ast.Name(self.names.get(node.id, node.id), node.ctx)
 
 
-@functools.lru_cache(maxsize=4096)
 def compile_forward(
-    function: types.FunctionType, source: str, helpers: types.ModuleType
+    function: types.FunctionType, forward: ast.FunctionDef, helpers: types.ModuleType
 ) -> types.FunctionType:
-    """The function that `build(_moe_mps, _inplace)` in `source` returns, with the globals of `function`."""
+    """A rewritten `function`, with its globals and `helpers` as `_moe_mps`; one object for one source."""
+    build = ast.parse("def build(_moe_mps, _inplace):\n    return forward")
+    build.body[0].body.insert(0, forward)
+    return _compile(function, ast.unparse(ast.fix_missing_locations(build)), helpers)
+
+
+@functools.lru_cache(maxsize=4096)
+def _compile(function: types.FunctionType, source: str, helpers: types.ModuleType) -> types.FunctionType:
     name = f"<torch_moe_mps {function.__module__}.{function.__qualname__} {hash(source) & 0xFFFFFFFF:08x}>"
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
     scope: dict = {}

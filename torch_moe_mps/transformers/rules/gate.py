@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...ops._checks import MAX_TOP_K
 from ..experts import is_observed, may_be_fused
+from ..program.building import helper, unary_call
 from ..program.formulas import Node, Reader, evaluate, is_number
 from ..program.patterns import match
 from ..program.programs import Program, Unsupported, original_class
@@ -128,19 +129,15 @@ def gate(
 def use_gates(program: Program) -> None:
     """Rewrites `_, weights, ids = self.router(x)` where the first result is not read."""
     for statement in program.statements:
-        call = statement.value if isinstance(statement, ast.Assign) else None
-        if not isinstance(call, ast.Call) or len(call.args) != 1 or call.keywords:
+        found = unary_call(program, statement.value) if isinstance(statement, ast.Assign) else None
+        if found is None or _reads_first(program, statement.targets[0].id):
             continue
-        owner, _, name = ast.unparse(call.func).rpartition(".")
-        router = getattr(program.module, name, None) if owner == "self" else None
-        if not isinstance(router, nn.Module) or _reads_first(program, statement.targets[0].id):
-            continue
+        name, router, x = found
         formula = gate_formula(router)
         if formula is not None:
             router.__dict__["_moe_mps_gate"] = formula
             experts = experts_fed_by(program, statement.targets[0].id) or ast.Constant(None)
-            function = ast.Attribute(ast.Name("_moe_mps", ast.Load()), "gate", ast.Load())
-            statement.value = ast.Call(function, [experts, call.func, *call.args], [])
+            statement.value = helper("gate", experts, statement.value.func, x)
             program.rewrites.append(f"moe_gate ({name})")
 
 

@@ -21,6 +21,7 @@ from ...ops._checks import ACTIVATION_DTYPES
 from ...ops.gated_delta import MAX_KEY_WIDTH
 from ..program.building import helper
 from ..program.programs import compile_forward, original_class
+from .trial import agrees
 
 ops = torch.ops.moe_mps
 
@@ -130,8 +131,7 @@ def is_delta_rule(function: object) -> bool:
     return True
 
 
-def _agree(a: object, b: Tensor) -> bool:
-    return isinstance(a, Tensor) and a.shape == b.shape and torch.allclose(a, b, 1e-4, 1e-5)
+_agree = functools.partial(agrees, rtol=1e-4)
 
 
 class _Gate:
@@ -204,10 +204,7 @@ def rewrite_gated_delta(helpers: types.ModuleType, module: nn.Module):
         if isinstance(argument, ast.arg):
             argument.annotation = None
     tree.name, tree.returns = "forward", None
-    build = ast.parse("def build(_moe_mps, _inplace):\n    return forward")
-    build.body[0].body.insert(0, tree)
-    forward = compile_forward(inner, ast.unparse(ast.fix_missing_locations(build)), helpers)
-    return forward, "; ".join(sorted(rewriter.rewrites))
+    return compile_forward(inner, tree, helpers), "; ".join(sorted(rewriter.rewrites))
 
 
 class _Rewriter(ast.NodeTransformer):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ...ops._checks import ACTIVATION_DTYPES
 from ..program.programs import original_class
 from ..program.reads import record
+from .trial import agrees
 
 ops = torch.ops.moe_mps
 
@@ -68,6 +69,6 @@ def _offset(module: nn.Module, own, eps: str, width: int) -> float | None:
         return None
     for offset in (0.0, 1.0):
         ours = ops.rms_norm_gated(x, gate, trial.weight, _TRIAL_EPS, offset)
-        if ours.shape == result.shape and torch.allclose(ours, result, 1e-5, 1e-5):
+        if agrees(ours, result):
             return offset
     return None

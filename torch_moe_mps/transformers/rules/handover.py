@@ -3,13 +3,11 @@
 import ast
 import copy
 
-from torch import nn
-
-from ..interface import is_experts
-from ..program.building import helper
+from ..program.building import child_of_call, helper
 from ..program.programs import Program
 from .mlp import RESIDUAL
 from .router import is_replaceable
+from .shared import is_experts_call, is_with_shared
 
 
 def hand_over_raw_results(program: Program) -> None:
@@ -18,13 +16,10 @@ def hand_over_raw_results(program: Program) -> None:
     A block may return weights beside its result. A layer that hands over its residual does not read them.
     """
     for statement in list(program.statements):
-        call = statement.value if isinstance(statement, ast.Assign) else None
-        owner, _, name = (
-            ast.unparse(call.func).rpartition(".") if isinstance(call, ast.Call) else ("", "", "")
-        )
-        router = getattr(program.module, name, None) if owner == "self" else None
-        if not isinstance(router, nn.Module) or not is_replaceable(router):
+        found = child_of_call(program, statement.value) if isinstance(statement, ast.Assign) else None
+        if found is None or not is_replaceable(found[1]):
             continue
+        name, call = found[0], statement.value
         results = statement.targets[0].id
         experts, condition = experts_fed_by(program, results), ast.Constant(True)
         if experts is None and RESIDUAL in program.arguments_names():
@@ -44,7 +39,7 @@ def experts_fed_by(program: Program, results: str, or_returned: bool = False) ->
     consumer = _only_consumer(program, results, or_returned)
     if consumer is None:
         return None
-    return copy.deepcopy(consumer.args[0] if _is_with_shared(consumer) else consumer.func)
+    return copy.deepcopy(consumer.args[0] if is_with_shared(consumer) else consumer.func)
 
 
 def _only_consumer(program: Program, results: str, or_returned: bool) -> ast.Call | None:
@@ -59,7 +54,7 @@ def _only_consumer(program: Program, results: str, or_returned: bool) -> ast.Cal
         return None
     for tree in (*program.statements, program.result):
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and _is_experts_call(program, node):
+            if is_with_shared(node) or is_experts_call(program, node):
                 read = {argument.id for argument in node.args if isinstance(argument, ast.Name)}
                 if names.keys() <= read:
                     return node
@@ -69,14 +64,3 @@ def _only_consumer(program: Program, results: str, or_returned: bool) -> ast.Cal
 def _returned(program: Program) -> list[ast.expr]:
     """What a block returns, one or several values."""
     return program.result.elts if isinstance(program.result, ast.Tuple) else [program.result]
-
-
-def _is_experts_call(program: Program, call: ast.Call) -> bool:
-    owner, _, called = ast.unparse(call.func).rpartition(".")
-    if _is_with_shared(call):
-        return True
-    return owner == "self" and is_experts(getattr(program.module, called, None)) and len(call.args) == 3
-
-
-def _is_with_shared(call: ast.Call) -> bool:
-    return ast.unparse(call.func) == "_moe_mps.experts_with_shared"

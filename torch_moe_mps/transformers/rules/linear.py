@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..experts import is_observed
 from ..linears import QuantizedLinear
-from ..program.building import calls, child_of_call, helper, item, own_module, replace
+from ..program.building import calls, helper, item, own_module, replace, unary_call
 from ..program.programs import Program
 
 ops = torch.ops.moe_mps
@@ -123,12 +123,12 @@ def join_linears(program: Program) -> None:
     """Rewrites the calls of quantised linear layers that have one input."""
     inputs = defaultdict(list)
     for statement, call in calls(program):
-        found = child_of_call(program, call)
-        if found is None or not isinstance(found[1], QuantizedLinear) or len(call.args) != 1 or call.keywords:
+        found = unary_call(program, call)
+        if found is None or not isinstance(found[1], QuantizedLinear):
             continue
-        if isinstance(call.args[0], ast.Name):
-            name = program.last_name(call.args[0]) or call.args[0].id
-            inputs[name].append((statement, call, *found))
+        name, layer, x = found
+        if isinstance(x, ast.Name):
+            inputs[program.last_name(x) or x.id].append((statement, call, name, layer))
     for group in inputs.values():
         layers = [layer for *_, layer in group]
         if len(group) > 1 and _can_join(layers) and not program.mutates_between(group[0][0], group[-1][0]):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..experts import is_observed
+from ..experts import add_terms, is_observed
 from ..linears import QuantizedLinear
 from ..program.building import add_option, helper, replace_everything
 from ..program.formulas import Node, Reader
@@ -69,8 +69,7 @@ def mlp(module: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:
     gate, down = getattr(module, formula.gate), getattr(module, formula.down)
     layers = (gate,) if formula.up is None else (gate, getattr(module, formula.up))
     if not join(*layers) or type(down) is not QuantizedLinear or is_observed(down):
-        out = original_class(module).forward(module, x)
-        return out if residual is None else residual + out
+        return add_terms(original_class(module).forward(module, x), residual=residual)
     first, form, to = gate._moe_mps_joined, gate.format, down.format
     return ops.mlp_quantized(
         x, first.packed, first.scales, first.biases, down.packed, down.scales, down.biases,

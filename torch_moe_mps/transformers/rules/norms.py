@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..experts import is_observed
+from ..program.building import helper, item, own_module, sum_of, unary_call
 from ..program.formulas import Node, Reader, evaluate, is_number
 from ..program.patterns import match
 from ..program.programs import Program, Unsupported
@@ -120,19 +121,12 @@ def fuse_norms(program: Program) -> None:
         _fuse_residual_norm(program, statement, formulas)
 
 
-def _norm_call(value: ast.expr, formulas: dict[str, NormFormula]) -> tuple[str, ast.expr] | None:
+def _norm_call(
+    program: Program, value: ast.expr, formulas: dict[str, NormFormula]
+) -> tuple[str, ast.expr] | None:
     """(norm, x) of an expression self.norm(x)."""
-    if isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords:
-        owner, _, name = ast.unparse(value.func).rpartition(".")
-        if owner == "self" and name in formulas:
-            return name, value.args[0]
-    return None
-
-
-def _helper(name: str, norm: str, *arguments: ast.expr) -> ast.Call:
-    function = ast.Attribute(ast.Name("_moe_mps", ast.Load()), name, ast.Load())
-    module = ast.Attribute(ast.Name("self", ast.Load()), norm, ast.Load())
-    return ast.Call(function, [module, *arguments], [])
+    found = unary_call(program, value)
+    return (found[0], found[2]) if found is not None and found[0] in formulas else None
 
 
 def _mark(program: Program, norm: str, formula: NormFormula, note: str) -> None:
@@ -140,20 +134,15 @@ def _mark(program: Program, norm: str, formula: NormFormula, note: str) -> None:
     program.rewrites.append(f"{note} ({norm})")
 
 
-def _sum(program: Program, statement: ast.stmt) -> tuple[ast.expr, ast.expr] | None:
-    value = statement.value if isinstance(statement, ast.Assign) else None
-    is_sum = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)
-    return (value.left, value.right) if is_sum else None
-
-
 def _fuse_norm_add(program: Program, statement: ast.stmt, formulas: dict[str, NormFormula]) -> None:
     """residual + self.norm(x), and the multiplication by the layer's scalar where it follows."""
-    terms = _sum(program, statement)
-    if terms is None:
+    added = sum_of(statement)
+    if added is None:
         return
+    terms = (added.left, added.right)
     for residual, normed in (terms, terms[::-1]):
         name = program.last_name(normed)
-        call = _norm_call(program.definitions[name], formulas) if name else None
+        call = _norm_call(program, program.definitions[name], formulas) if name else None
         if call is None or program.uses(name) > 1:
             continue
         source = program.defined_by(name)
@@ -164,11 +153,11 @@ def _fuse_norm_add(program: Program, statement: ast.stmt, formulas: dict[str, No
         total = statement.targets[0].id
         scaled = _scaled_by_attribute(program, total)
         if scaled is None:
-            statement.value = _helper("norm_add", norm, residual, x)
+            statement.value = helper("norm_add", own_module(norm), residual, x)
             _mark(program, norm, formulas[norm], "fused_norm_add")
         else:
             product, scalar = scaled
-            product.value = _helper("norm_add_scalar", norm, residual, x, scalar)
+            product.value = helper("norm_add_scalar", own_module(norm), residual, x, scalar)
             program.statements.remove(statement)
             _mark(program, norm, formulas[norm], "fused_norm_add_scalar")
         return
@@ -192,19 +181,18 @@ def _scaled_by_attribute(program: Program, total: str) -> tuple[ast.Assign, ast.
 
 def _fuse_residual_norm(program: Program, statement: ast.stmt, formulas: dict[str, NormFormula]) -> None:
     """x = self.norm(s) with s = residual + y"""
-    call = _norm_call(statement.value, formulas) if isinstance(statement, ast.Assign) else None
+    call = _norm_call(program, statement.value, formulas) if isinstance(statement, ast.Assign) else None
     if call is None:
         return
     norm, x = call
     total = program.last_name(x)
     source = program.defined_by(total) if total else None
-    terms = _sum(program, source) if source is not None else None
+    terms = sum_of(source) if source is not None else None
     if terms is None or program.mutates_between(source, statement):
         return
-    pair = program.assign("normed", _helper("residual_norm", norm, *terms))
+    pair = program.assign("normed", helper("residual_norm", own_module(norm), terms.left, terms.right))
     program.statements.insert(program.statements.index(source), pair)
-    name = pair.targets[0].id
     for target, index in ((statement, 0), (source, 1)):
-        target.value = ast.Subscript(ast.Name(name, ast.Load()), ast.Constant(index), ast.Load())
+        target.value = item(pair.targets[0].id, index)
     program.definitions[total] = source.value
     _mark(program, norm, formulas[norm], "fused_residual_norm")

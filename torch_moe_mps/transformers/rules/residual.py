@@ -6,12 +6,10 @@ import copy
 from torch import Tensor, nn
 
 from ..experts import is_observed
-from ..interface import is_experts
-from ..program.building import add_option, child_of_call, helper
+from ..program.building import add_option, helper, sums, unary_call
 from ..program.programs import Program
 from .mlp import RESIDUAL
-
-_VIEWS = {"view", "reshape"}
+from .shared import experts_call, is_with_shared
 
 
 def with_residual(block: nn.Module, residual: Tensor, x: Tensor) -> Tensor | tuple:
@@ -31,59 +29,21 @@ def take_residual(program: Program) -> None:
     """Gives a block whose result is that of its experts the option to add a residual to it."""
     result = program.follow(program.result)
     first = result.elts[0] if isinstance(result, ast.Tuple) and result.elts else result
-    call = _call_of_experts(program, first)
-    if call is None:
+    call = experts_call(program, first, or_with_shared=True)
+    if call is None or call.keywords:
         return
-    if ast.unparse(call.func) == "_moe_mps.experts_with_shared":
-        arguments = call.args
-    else:
-        arguments = [call.func, *call.args]
-    call.func = helper("experts_with_shared").func
-    call.args = arguments
-    call.keywords = [*call.keywords, ast.keyword("residual", ast.Name(RESIDUAL, ast.Load()))]
+    arguments = call.args if is_with_shared(call) else [call.func, *call.args]
+    new = helper("experts_with_shared", *arguments, residual=ast.Name(RESIDUAL, ast.Load()))
+    call.func, call.args, call.keywords = new.func, new.args, new.keywords
     add_option(program, RESIDUAL)
     program.rewrites.append("residual in moe_experts")
 
 
-def _call_of_experts(program: Program, value: ast.expr) -> ast.Call | None:
-    """The call of the experts behind a value and changes of its shape, if nothing else reads it."""
-    while True:
-        name = program.last_name(value)
-        if name is not None and program.uses(name) != 1:
-            return None
-        value = program.follow(value)
-        if not isinstance(value, ast.Call):
-            return None
-        if ast.unparse(value.func) == "_moe_mps.experts_with_shared":
-            return value
-        found = child_of_call(program, value)
-        if found is not None:
-            plain = is_experts(found[1]) and len(value.args) == 3 and not value.keywords
-            return value if plain else None
-        if not isinstance(value.func, ast.Attribute) or value.func.attr not in _VIEWS:
-            return None
-        value = value.func.value
-
-
 def hand_over_residual(program: Program) -> None:
     """Rewrites `residual + self.mlp(x)` of a layer."""
-    for statement in list(program.statements):
-        value = statement.value if isinstance(statement, ast.Assign) else None
-        if (
-            isinstance(value, ast.BinOp)
-            and isinstance(value.op, ast.Add)
-            and statement not in program.inplace
-        ):
-            _hand_over(program, statement, value)
-    if isinstance(program.result, ast.BinOp) and isinstance(program.result.op, ast.Add):
-        statement = program.assign("total", program.result)
-        program.statements.append(statement)
-        program.result = ast.Name(statement.targets[0].id, ast.Load())
-        _hand_over(program, statement, statement.value)
-
-
-def _is_sum(value: ast.expr | None) -> bool:
-    return isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)
+    for statement in sums(program):
+        if statement not in program.inplace:
+            _hand_over(program, statement, statement.value)
 
 
 def _hand_over(program: Program, statement: ast.Assign, total: ast.BinOp) -> None:
@@ -91,12 +51,10 @@ def _hand_over(program: Program, statement: ast.Assign, total: ast.BinOp) -> Non
         source = _block_call(program, out)
         if source is None or program.mutates_between(source, statement):
             continue
-        name, block = child_of_call(program, source.value)
+        name, block, x = unary_call(program, source.value)
         if RESIDUAL not in vars(type(block)) or not _is_known(program, residual, source):
             continue
-        source.value = helper(
-            "with_residual", source.value.func, copy.deepcopy(residual), source.value.args[0]
-        )
+        source.value = helper("with_residual", source.value.func, copy.deepcopy(residual), x)
         statement.value = out
         program.definitions[statement.targets[0].id] = out
         program.rewrites.append(f"residual in {name}")
@@ -116,9 +74,8 @@ def _block_call(program: Program, out: ast.expr) -> ast.Assign | None:
             return None
         source = program.defined_by(items) if items else None
         value = program.definitions.get(items)
-    found = child_of_call(program, value) if source is not None else None
-    plain = found is not None and len(value.args) == 1 and not value.keywords
-    return source if plain and source.value is value else None
+    is_call = source is not None and source.value is value and unary_call(program, value) is not None
+    return source if is_call else None
 
 
 def _is_item(value: ast.expr, of: str | None) -> bool:

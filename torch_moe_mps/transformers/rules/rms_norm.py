@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..experts import is_observed
-from ..program.building import calls, child_of_call, helper, own_module, replace, replace_everything
+from ..program.building import calls, helper, own_module, replace, replace_everything, unary_call
 from ..program.programs import Program, original_class
 from ..program.reads import holds
 from .norms import MARK, NormFormula, norm_formula
@@ -62,12 +62,12 @@ def replace_rms_norm(program: Program) -> bool:
 def call_norms(program: Program) -> None:
     """Rewrites self.norm(x), which saves the call of a module."""
     for statement, call in list(calls(program)):
-        found = child_of_call(program, call)
-        if found is None or len(call.args) != 1 or call.keywords:
+        found = unary_call(program, call)
+        if found is None:
             continue
-        name, norm = found
+        name, norm, x = found
         formula = norm_formula(norm)
         if formula is not None:
             norm.__dict__[MARK] = formula
-            replace(program, statement, call, helper("rms_norm", own_module(name), call.args[0]))
+            replace(program, statement, call, helper("rms_norm", own_module(name), x))
             program.rewrites.append(f"rms_norm ({name})")

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ..experts import is_observed
-from ..program.building import calls, child_of_call, helper, own_module, replace
+from ..program.building import calls, helper, own_module, replace, unary_call
 from ..program.programs import Program
 from ..program.reads import holds
 from .norms import MARK, norm_formula
+from .trial import agrees
 
 ops = torch.ops.moe_mps
 
@@ -90,13 +91,9 @@ def _turn_of(function, tensors: int, options: dict, heads_dim: int, table_width:
         if columns * (2 if turn.doubled else 1) > _WIDTH:
             continue
         turned = _turned(turn, inputs[0], inputs[1] if tensors == 2 else None, cos, sin)
-        if all(map(_agree, turned, expected)):
+        if all(map(agrees, turned, expected)):
             return tuple(turn)
     return None
-
-
-def _agree(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.allclose(a, b, 1e-5, 1e-5)
 
 
 def _turn(form: RopeForm, q: Tensor, cos: Tensor) -> _Turn | None:
@@ -229,14 +226,14 @@ def _normed(
             return None
         call = program.definitions[inner]
         read.append(program.defined_by(inner))
-    found = child_of_call(program, call)
-    if found is None or len(call.args) != 1 or call.keywords:
+    found = unary_call(program, call)
+    if found is None:
         return None
-    formula = norm_formula(found[1])
+    name, norm, x = found
+    formula = norm_formula(norm)
     if formula is None or not formula.weight:
         return None
-    found[1].__dict__[MARK] = formula
-    x = call.args[0]
+    norm.__dict__[MARK] = formula
     if transposed:
         x = ast.Call(ast.Attribute(x, "transpose", ast.Load()), value.args, [])
-    return found[0], x, read
+    return name, x, read

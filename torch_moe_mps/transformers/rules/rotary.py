@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ...ops._checks import ACTIVATION_DTYPES, ID_DTYPES
 from ..program.programs import original_class
 from ..program.reads import record
+from .trial import agrees
 
 ops = torch.ops.moe_mps
 
@@ -74,14 +75,11 @@ def _layout(module: nn.Module, layer_type: str | None) -> str | None:
             tables = original_class(module).forward(module, x, ids, **options)
     except Exception:  # of a forward that is not ours, on arguments that it may not know
         return None
-    if not isinstance(tables, tuple) or len(tables) != 2:
+    if not isinstance(tables, tuple) or len(tables) != 2 or not all(isinstance(t, Tensor) for t in tables):
         return None
+    tables = [table.float() for table in tables]
     for layout in _LAYOUTS:
         ours = ops.rope_tables(ids, frequencies.float(), scaling, torch.float32, layout)
-        if all(map(_agree, ours, tables)):
+        if all(map(agrees, ours, tables)):
             return layout
     return None
-
-
-def _agree(a: Tensor, b: object) -> bool:
-    return isinstance(b, Tensor) and a.shape == b.shape and torch.allclose(a, b.float(), 1e-5, 1e-5)

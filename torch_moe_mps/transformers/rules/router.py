@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...ops._checks import MAX_TOP_K
 from ..experts import is_observed, may_be_fused
+from ..program.building import add_option, helper, item
 from ..program.formulas import Node, Reader, casts_to_float32, evaluate, held, is_number
 from ..program.patterns import match
 from ..program.programs import Program, Unsupported
@@ -188,8 +189,7 @@ def replace_selection(program: Program) -> str | None:
     if returns_early:
         _return_raw_results(program, position + 1, routed.targets[0].id, result.elts[0])
     for index, statement in enumerate(statements):
-        name = ast.Name(routed.targets[0].id, ast.Load())
-        statement.value = ast.Subscript(name, ast.Constant(index), ast.Load())
+        statement.value = item(routed.targets[0].id, index)
     program.rewrites.append(f"moe_router ({formula.arguments['scoring'].value})")
     return None
 
@@ -197,17 +197,14 @@ def replace_selection(program: Program) -> str | None:
 def _route_call(formula: RouterFormula, raw: ast.expr) -> ast.Call:
     in_float32 = casts_to_float32(formula.weights.peel(), formula.logits)
     dtype = ast.Constant(None) if in_float32 else ast.Attribute(formula.logits.source, "dtype", ast.Load())
-    function = ast.Attribute(ast.Name("_moe_mps", ast.Load()), "route", ast.Load())
-    keywords = [ast.keyword(name, value) for name, value in sorted(formula.arguments.items())]
-    return ast.Call(function, [formula.logits.source, formula.top_k, dtype, raw], keywords)
+    arguments = dict(sorted(formula.arguments.items()))
+    return helper("route", formula.logits.source, formula.top_k, dtype, raw, **arguments)
 
 
 def _return_raw_results(program: Program, position: int, routed: str, logits: ast.expr) -> None:
     """With RAW the forward returns right after the operator, without the casts that follow."""
-    program.arguments.kwonlyargs.append(ast.arg(RAW))
-    program.arguments.kw_defaults.append(ast.Constant(False))
-    results = [ast.Subscript(ast.Name(routed, ast.Load()), ast.Constant(i), ast.Load()) for i in range(2)]
-    early = ast.Return(ast.Tuple([logits, *results], ast.Load()))
+    add_option(program, RAW, False)
+    early = ast.Return(ast.Tuple([logits, item(routed, 0), item(routed, 1)], ast.Load()))
     program.statements.insert(position, ast.If(ast.Name(RAW, ast.Load()), [early], []))
 
 

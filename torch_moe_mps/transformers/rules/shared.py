@@ -4,8 +4,9 @@ import ast
 
 from torch import Tensor, nn
 
-from ..experts import experts_forward, may_be_fused
+from ..experts import add_terms, experts_forward, may_be_fused
 from ..interface import is_experts
+from ..program.building import child_of_call, helper, sums
 from ..program.formulas import Reader
 from ..program.patterns import match
 from ..program.programs import Program
@@ -32,42 +33,39 @@ def experts_with_shared(
         gate = None if shared_gate is None else shared_gate.reshape(-1)
         # What transformers' dispatch to implementations would call, without it.
         return experts_forward(experts, hidden_states, top_k_index, top_k_weights, shared_gate=gate, **added)
-    out = experts(hidden_states, top_k_index, top_k_weights)
-    if shared_out is not None:
-        shared = added["shared_out"]
-        out = out + (shared if shared_gate is None else shared_gate.sigmoid().reshape(-1, 1) * shared)
-    return out if residual is None else added["residual"] + out
+    return add_terms(experts(hidden_states, top_k_index, top_k_weights), shared_gate, **added)
 
 
 def fold_shared_experts(program: Program) -> None:
     """Rewrites `experts(...) + shared` in a block's program."""
-    for statement in list(program.statements):
-        if isinstance(statement, ast.Assign) and _is_sum(statement.value):
-            _fold(program, statement)
-    if _is_sum(program.result):
-        statement = program.assign("combined", program.result)
-        program.statements.append(statement)
-        program.result = ast.Name(statement.targets[0].id, ast.Load())
+    for statement in sums(program):
         _fold(program, statement)
 
 
-def _is_sum(value: ast.expr) -> bool:
-    return isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)
+def is_experts_call(program: Program, value: ast.expr) -> bool:
+    """Whether a value is self.experts(hidden, ids, weights)."""
+    found = child_of_call(program, value)
+    return found is not None and is_experts(found[1]) and len(value.args) == 3
 
 
-def experts_call(program: Program, value: ast.expr) -> ast.Call | None:
-    """The call of an experts module behind a value and changes of its shape, if nothing else reads it."""
+def is_with_shared(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and ast.unparse(value.func) == "_moe_mps.experts_with_shared"
+
+
+def experts_call(program: Program, value: ast.expr, or_with_shared: bool = False) -> ast.Call | None:
+    """The call of the experts behind a value and changes of its shape, if nothing else reads it.
+
+    `or_with_shared`: also one that `fold_shared_experts` has rewritten.
+    """
     while True:
         name = program.last_name(value)
         if name is not None and program.uses(name) != 1:
             return None
         value = program.follow(value)
-        if not isinstance(value, ast.Call):
-            return None
-        owner, _, called = ast.unparse(value.func).rpartition(".")
-        if owner == "self" and is_experts(getattr(program.module, called, None)) and len(value.args) == 3:
+        if is_experts_call(program, value) or (or_with_shared and is_with_shared(value)):
             return value
-        if called not in _VIEWS:
+        is_method = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
+        if not is_method or value.func.attr not in _VIEWS:
             return None
         value = value.func.value
 
@@ -81,10 +79,9 @@ def _fold(program: Program, statement: ast.Assign) -> None:
         if call is None or moves or _reads(program, shared, call):
             continue
         gate, output = _gated(program, shared)
-        arguments = [call.func, *call.args, output, *([gate] if gate else [])]
-        function = ast.Attribute(ast.Name("_moe_mps", ast.Load()), "experts_with_shared", ast.Load())
+        new = helper("experts_with_shared", call.func, *call.args, output, *([gate] if gate else []))
         # The sum takes the place of the routed output, in the shape in which it was added.
-        statement.value = _in_place_of(program, routed, call, ast.Call(function, arguments, []))
+        statement.value = _in_place_of(program, routed, call, new)
         program.definitions[statement.targets[0].id] = statement.value
         program.rewrites.append("shared expert" + (" and its gate" if gate else "") + " in moe_experts")
         return
