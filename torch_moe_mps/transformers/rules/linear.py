@@ -53,10 +53,10 @@ class Joined:
                 parameter = layer._parameters[name]
                 if parameter is not None:
                     parameter.data = part
-        return [_place(layer) for layer in layers]
+        return list(map(_place, layers))
 
     def is_current(self, layers: Sequence[QuantizedLinear]) -> bool:
-        return [_place(layer) for layer in layers] == self.places
+        return list(map(_place, layers)) == self.places
 
     def __reduce_ex__(self, protocol):
         return _nothing, ()
@@ -97,8 +97,9 @@ def _can_join(layers: Sequence[nn.Module]) -> bool:
 @torch.compiler.assume_constant_result
 def join(*layers: nn.Module) -> bool:
     """Whether the layers' weights are one, as JOINED of the first layer; they are joined now if need be."""
-    if any(is_observed(layer) for layer in layers):
-        return False
+    for layer in layers:
+        if is_observed(layer):
+            return False
     found = layers[0].__dict__.get(JOINED)
     if found is not None and found.is_current(layers):
         return True
@@ -112,11 +113,12 @@ def linears(layers: tuple[nn.Module, ...], x: Tensor) -> Sequence[Tensor]:
     """layer(x) of each layer."""
     if not join(*layers):
         return [layer(x) for layer in layers]
-    whole, form = layers[0]._moe_mps_joined, layers[0].format
+    whole = layers[0].__dict__[JOINED]
+    form = whole.format
     out = ops.linear_quantized(
         x, whole.packed, whole.scales, whole.biases, whole.bias, form.bits, form.group_size, form.mode
     )
-    return out.split(whole.rows, -1)
+    return out.split_with_sizes(whole.rows, -1)
 
 
 def join_linears(program: Program) -> None:
