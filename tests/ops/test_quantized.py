@@ -226,24 +226,6 @@ def test_simdgroups_take_experts_in_turn(device, bits, counts):
         check_counts(device, counts, (bits, group, "affine"), groups, i)
 
 
-@pytest.mark.parametrize(("experts", "tokens"), [(3, 6), (9, 6), (3, 40)])
-@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
-def test_whatever_lanes_hold_of_a_matrix(simulated, format, experts, tokens):
-    group = format[1]
-    gate_up = random_quantized(experts, 2 * group, 2 * group, format, torch.float16, 1)
-    down = random_quantized(experts, 2 * group, group, format, torch.float16, 2)
-    arguments = (
-        random((tokens, 2 * group), torch.float16, 3).to("mps"),
-        *place(gate_up, "mps"),
-        *place(down, "mps"),
-        random_ids(tokens, 2, experts, 4, torch.int32).to("mps"),
-        random((tokens, 2), torch.float32, 5).to("mps"),
-    )
-    expected = moe_experts_quantized(*arguments, *format).cpu()
-    with simulated.matrix_rows_in_lane_order():
-        assert torch.equal(moe_experts_quantized(*arguments, *format).cpu(), expected)
-
-
 @pytest.mark.parametrize("tokens", [1, 2, 40])
 @pytest.mark.parametrize("format", FORMATS, ids=NAMES)
 def test_infinite_input(device, format, tokens):
