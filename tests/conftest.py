@@ -20,7 +20,7 @@ SIMULATED = sys.platform != "darwin"
 def pytest_configure(config):
     config.addinivalue_line(
         "markers",
-        "one_schedule: run the simulated mps variant under one schedule in the sweep, not under every one",
+        "one_schedule: run the simulated mps variant under one schedule in the sweep, too",
     )
     # Before test modules are imported: torch remembers for the process whether MPS was there when asked.
     if SIMULATED:
