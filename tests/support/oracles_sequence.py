@@ -28,6 +28,9 @@ def attention(q, k, v, sinks, scale, seen, added=0.0) -> tuple[np.ndarray, np.nd
         keys, head = np.nonzero(seen[b, t])[0], h // (heads // k.shape[1])
         k_seen, v_seen = k[b, head, keys], v[b, head, keys]
         scores = k_seen @ q[b, h, t] * scale + added[b, t, keys]
+        if not np.isfinite(scores).all():  # the order of the factors decides what it becomes
+            value[b, t, h] = np.nan
+            continue
         size = abs(k_seen) @ abs(q[b, h, t]) * abs(scale) + abs(added[b, t, keys])
         sink = -np.inf if sinks is None else float(exact(sinks)[h])
         highest = max(scores.max(initial=-np.inf), sink)
