@@ -1,6 +1,7 @@
 """Models that save_pretrained writes as quantised."""
 
 import copy
+import functools
 import gc
 from collections import Counter
 from typing import Any
@@ -25,6 +26,7 @@ def mark_quantized(model: nn.Module) -> None:
     from transformers import PreTrainedModel
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
+    _decide_when_saving(PreTrainedModel)
     model = _outermost(model, PreTrainedModel)
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     marked = {part: config for part in parts if (config := config_of(part)) is not None}
@@ -36,6 +38,37 @@ def mark_quantized(model: nn.Module) -> None:
         report = getattr(getattr(part, "hf_quantizer", None), "report", None)
         part.hf_quantizer = quantizer(config, pre_quantized=True)
         part.hf_quantizer.report = report
+
+
+@functools.cache
+def _decide_when_saving(cls: type[nn.Module]) -> None:
+    """What the config says of the weights is decided by the model that is saved.
+
+    A model that was made from the config of a quantised one is dense, and so is a module that took the place
+    of a quantised one.
+    """
+    save = cls.save_pretrained
+
+    @functools.wraps(save)
+    def save_pretrained(model, *args, **kwargs):
+        stored = getattr(model.config, "quantization_config", None)
+        if isinstance(stored, QuantizationConfig):
+            right = config_of(model)
+            if right is None:
+                _unmark(model)
+            elif right.to_dict() != stored.to_dict():
+                mark_quantized(model)
+        return save(model, *args, **kwargs)
+
+    cls.save_pretrained = save_pretrained
+
+
+def _unmark(model: nn.Module) -> None:
+    _own_configs(model)
+    for module in model.modules():
+        if hasattr(module.__dict__.get("config"), "quantization_config"):
+            del module.config.quantization_config
+        module.__dict__.pop("hf_quantizer", None)
 
 
 def _outermost(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
