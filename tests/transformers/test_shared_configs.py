@@ -77,6 +77,19 @@ def test_dense_experts_put_into_a_quantised_model(pair, layers, tmp_path):
     assert_close(output(loaded_from(tmp_path), prompt()), output(first, prompt()), 1e-5)
 
 
+def test_quantising_is_interrupted_before_the_config_says_so(pair, monkeypatch, tmp_path):
+    first, _ = pair
+
+    def interrupt(model):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("torch_moe_mps.transformers.quantize.keep_when_saving", interrupt)
+        torch_moe_mps.quantize_experts(first, 4, 32)
+    first.save_pretrained(tmp_path)
+    assert_close(output(loaded_from(tmp_path), prompt()), output(first, prompt()), 1e-5)
+
+
 def test_dense_weights_under_a_quantised_config_are_refused(pair, tmp_path):
     first, _ = pair
     first.save_pretrained(tmp_path)

@@ -26,7 +26,6 @@ def mark_quantized(model: nn.Module) -> None:
     from transformers import PreTrainedModel
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
-    _decide_when_saving(PreTrainedModel)
     model = _outermost(model, PreTrainedModel)
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     marked = {part: config for part in parts if (config := config_of(part)) is not None}
@@ -40,24 +39,22 @@ def mark_quantized(model: nn.Module) -> None:
         part.hf_quantizer.report = report
 
 
-@functools.cache
-def _decide_when_saving(cls: type[nn.Module]) -> None:
-    """What the config says of the weights is decided by the model that is saved.
+def decide_when_saving(cls: type[nn.Module]) -> None:
+    """Makes `save_pretrained` of transformers' models write a config that says of the weights what they are.
 
     A model that was made from the config of a quantised one is dense, and so is a module that took the place
-    of a quantised one.
+    of a quantised one; quantising may have been interrupted before the model was marked.
     """
     save = cls.save_pretrained
 
     @functools.wraps(save)
     def save_pretrained(model, *args, **kwargs):
-        stored = getattr(model.config, "quantization_config", None)
-        if isinstance(stored, QuantizationConfig):
-            right = config_of(model)
-            if right is None:
-                _unmark(model)
-            elif right.to_dict() != stored.to_dict():
-                mark_quantized(model)
+        stored, right = getattr(model.config, "quantization_config", None), config_of(model)
+        ours = isinstance(stored, QuantizationConfig)
+        if right is None and ours:
+            _unmark(model)
+        elif right is not None and not (ours and right.to_dict() == stored.to_dict()):
+            mark_quantized(model)
         return save(model, *args, **kwargs)
 
     cls.save_pretrained = save_pretrained
