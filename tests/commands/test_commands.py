@@ -69,6 +69,20 @@ def test_mixed_recipe(checkpoint, tmp_path):
     assert model.lm_head.format.bits == 6 and model.model.embed_tokens.format.bits == 4
 
 
+def test_budget(checkpoint, tmp_path):
+    """The recipe that was measured is written, and gives the same model again."""
+    text, recipe = tmp_path / "text.txt", tmp_path / "recipe.json"
+    text.write_text(SAMPLE.read_text()[:100])
+    arguments = ["--group-size", 32, "--text", text, "--save-recipe", recipe]
+    assert run("convert", checkpoint, tmp_path / "new", "--budget", 7, *arguments) == 0
+    assert run("convert", checkpoint, tmp_path / "again", "--recipe", recipe) == 0
+    assert len(set(json.loads(recipe.read_text())["overrides"].values())) > 1
+    first, second = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("new", "again")
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
 def test_perplexity(checkpoint, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text(SAMPLE.read_text()[:400])
@@ -136,6 +150,13 @@ def test_what_does_not_fit_is_one_line(checkpoint, tmp_path, capsys):
         ),
         ([checkpoint, tmp_path / "there"], "there exists; convert writes a new folder"),
         ([checkpoint, tmp_path / "new", "--recipe", "mixed_4_6", "--bits", 4], "leave --bits and --mode out"),
+        ([checkpoint, tmp_path / "new", "--recipe", "mixed"], "mixed_4_6 or a file, got mixed"),
+        (
+            [checkpoint, tmp_path / "new", "--recipe", checkpoint / "config.json"],
+            "config.json must have bits, ",
+        ),
+        ([checkpoint, tmp_path / "new", "--budget", 3, "--group-size", 32], "budget must be"),
+        ([checkpoint, tmp_path / "new", "--save-recipe", "x"], "--save-recipe needs --budget"),
     ):
         assert run("convert", *arguments) == 1
         assert message in capsys.readouterr().err.strip().splitlines()[-1]
