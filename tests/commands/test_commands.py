@@ -1,6 +1,8 @@
 """The commands convert and perplexity, on tiny checkpoints with a tokenizer of characters."""
 
+import contextlib
 import json
+import resource
 
 import pytest
 import torch
@@ -162,3 +164,24 @@ def test_what_does_not_fit_is_one_line(checkpoint, tmp_path, capsys):
         assert message in capsys.readouterr().err.strip().splitlines()[-1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "there"]
     assert json.loads((checkpoint / "config.json").read_text())["model_type"] == "qwen3_moe"
+
+
+@contextlib.contextmanager
+def files_of(limit: int):
+    """No file grows over `limit` bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("limit", [2000, 40000], ids=["while quantising", "while writing"])
+@pytest.mark.parametrize("layout", ["moe_mps", "mlx"])
+def test_a_full_disk_is_one_line(limit, layout, checkpoint, tmp_path, capsys):
+    with files_of(limit):
+        code = run("convert", checkpoint, tmp_path / "new", "--group-size", 32, "--to", layout)
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert code == 1 and error.startswith("torch-moe-mps: error: ") and "File too large" in error
+    assert {path.name for path in tmp_path.iterdir()} == {"dense"}

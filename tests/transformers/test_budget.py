@@ -54,7 +54,7 @@ def test_the_most_error_a_byte_first():
         (48, [4, 4, 4]),
         (50, [4, 6, 4]),
         (52, [6, 6, 4]),
-        (70, [4, 6, 6]),
+        (71, [6, 6, 4]),
         (72, [6] * 3),
     ):
         assert [c.format.bits for c in choose(items, limit)] == expected

@@ -93,7 +93,10 @@ class LayerwiseCheckpoint:
         converters = [c for c in self._conversions if isinstance(c, WeightConverter)]
         state, prefix = self.model.state_dict(), self.model.base_model_prefix
         for key in keys:
-            yield key, rename_source_key(key, renamings, converters, prefix, state)[0]
+            name = rename_source_key(key, renamings, converters, prefix, state)[0]
+            if name not in state and key in state:
+                name = key
+            yield key, name
 
     @contextmanager
     def loaded(self, part: str) -> Iterator[nn.Module]:

@@ -23,7 +23,6 @@ from .interface import experts_of, formats_of, is_quantized, projections
 from .linears import QuantizedLayer
 from .mlx import DROP_BIAS, NORMS, ONE_MORE
 from .packing import stored
-from .targets import tied_layers
 
 _CHECK = Check("save_mlx")
 _PARTS = ("weight", "scales", "biases")
@@ -133,15 +132,13 @@ class _Writer:
         self.formats: dict[str, Format] = {}
         experts = experts_of(model)
         layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
-        tied = tied_layers(model)
+        tied = getattr(model, "all_tied_weights_keys", None) or {}
         for name, module in experts.items():
             self._experts(name, module)
         inside = tuple(f"{name}." for name in experts)
         for name, tensor in model.state_dict().items():
             module, _, part = name.rpartition(".")
-            if name.startswith(inside) and inside:
-                continue
-            if module in tied and part in ("weight", *QuantizedWeight._fields):
+            if name in tied or (inside and name.startswith(inside)):
                 continue
             if module in layers and part in QuantizedWeight._fields:
                 if part == "packed":
