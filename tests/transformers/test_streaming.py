@@ -272,7 +272,7 @@ def test_convert_needs_one_layer(to, tmp_path):
 def test_measuring_needs_two_layers(tmp_path):
     """One that is dense, and the copies of one weight."""
     result = measure("cpu", tmp_path, "one by one", 5, 768, 512, 16, budget=4.5)
-    assert result["peak"] <= result["bound"] * 4 / 3 < 0.45 * result["dense"]
+    assert result["peak"] <= result["bound"] * 1.5 < 0.45 * result["dense"]
 
 
 @pytest.mark.sweep

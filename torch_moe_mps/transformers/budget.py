@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..ops._checks import Check
 from ..quantization import Format, dequantize
-from ..quantization.formats import quantize_stack
+from ..quantization.formats import CHUNK, quantize_stack
 from .layerwise import LayerwiseCheckpoint, part_of
 from .packing import check_columns, rows_first
 from .recipe import Recipe
@@ -156,8 +156,7 @@ def _names(targets: Mapping[str, Target]) -> Iterator[str]:
 def _rounded(target: Target, parameter: str, format: Format) -> Iterator[None]:
     """A parameter with the values that its codes stand for."""
     weight = getattr(target.module, parameter)
-    stack = rows_first(target, weight.data)
-    values = dequantize(*quantize_stack(stack, format), **format.to_dict(), dtype=weight.dtype)
+    values = _values(rows_first(target, weight.data), format)
     values = values if target.kind == "experts" else values.squeeze(0)
     dense = weight.data
     weight.data = values.mT if target.kind == "experts" and target.module.is_transposed else values
@@ -165,6 +164,17 @@ def _rounded(target: Target, parameter: str, format: Format) -> Iterator[None]:
         yield
     finally:
         weight.data = dense
+
+
+def _values(stack: Tensor, format: Format) -> Tensor:
+    """What the codes of matrices stand for, some rows at a time: the temporaries stay small."""
+    values = torch.empty(stack.shape, dtype=stack.dtype, device=stack.device)
+    step = max(1, CHUNK // stack.shape[-1])
+    for matrix, out in zip(stack, values, strict=True):
+        for rows, result in zip(matrix.split(step), out.split(step), strict=True):
+            weight = quantize_stack(rows.unsqueeze(0), format)
+            result.copy_(dequantize(*weight, **format.to_dict()).squeeze(0))
+    return values
 
 
 def _distance(expected: Any, output: Any) -> float:

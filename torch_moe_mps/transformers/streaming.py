@@ -88,7 +88,7 @@ class Stream:
         self.original_conversions: list = []
         self.report = QuantizationReport(skipped=weights.dense, bytes_before=bytes_a_token(model))
         self._done: dict[str, QuantizedWeight] = {}
-        self._errors: list[ValueError] = []
+        self._errors: list[ValueError | OSError] = []
         self._replaced: list[tuple[WeightConverter, WeightConverter]] = []
 
     def quantize(self, name: str, pieces: Iterable[Tensor]) -> None:
@@ -99,9 +99,11 @@ class Stream:
         target, parameter = self.wanted[name]
         expected = getattr(target.module, parameter)
         expected._is_hf_initialized = True
+        if self._errors:
+            return
         try:
             self._done[name] = self._quantized(name, target, parameter, pieces)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             self._errors.append(error)
 
     def _quantized(
@@ -148,7 +150,7 @@ class Stream:
     def finish(self, model: nn.Module) -> QuantizationReport:
         """Put the quantised tensors into the model, and quantise what was not in the checkpoint.
 
-        Raises: ValueError for the first parameter that could not be quantised.
+        Raises: ValueError for the first parameter that could not be quantised, OSError for a full disk.
         """
         if self._errors:
             raise self._errors[0]
