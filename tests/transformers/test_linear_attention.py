@@ -105,9 +105,8 @@ def test_projections_of_one_input_run_together(simulated):
     report = torch_moe_mps.accelerate(model, bits=4, group_size=32)
     notes = [row.replaced_by for row in report.rows if row.name.endswith("linear_attn")]
     assert "linear_quantized (in_proj_qkvz, in_proj_ba)" in notes[0]
-    for result, expected in zip(
-        decoded(model)[0], decoded(tiny_models.dense_twin(dense, model))[0], strict=False
-    ):
+    twin = tiny_models.dense_twin(dense, model)
+    for result, expected in zip(decoded(model)[0], decoded(twin)[0], strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
     model.to("mps")
     with torch.no_grad():
