@@ -19,6 +19,7 @@ from .quantize import keep_when_saving, quantize_model
 from .recipe import requested_recipe
 from .report import Report
 from .rewriting import drop_forward_of_class, restore_module, rewrite
+from .rules.norms import formulas_kept
 
 # {id of a config: the config, and the implementation that it named when a model with it was accelerated}
 _BEFORE: dict[int, tuple[weakref.ref, str | None]] = {}
@@ -70,16 +71,17 @@ def accelerate(
             report.add(name, module, "experts", None, reason)
     around = list(_around(model, found))
     with_sinks = set(use_attention_of_sinks(model))
-    for name, module in _others(model, {name for name, *_ in around} | found.keys()):
-        rewrites, reason = rewrite(module)
-        rewrites = [*rewrites, *(["attention_sinks"] if name in with_sinks else [])]
-        if rewrites or "attention" in type(module).__name__.lower():
-            report.add(name, module, "other", "; ".join(rewrites) or None, reason)
-    for name, kind, module in around:
-        rewrites, reason = rewrite(module)
-        if kind == "router" and "_moe_mps_gate" in module.__dict__:
-            rewrites = ["moe_gate, called by the layer"]
-        report.add(name, module, kind, "; ".join(rewrites) or None, reason)
+    with formulas_kept():
+        for name, module in _others(model, {name for name, *_ in around} | found.keys()):
+            rewrites, reason = rewrite(module)
+            rewrites = [*rewrites, *(["attention_sinks"] if name in with_sinks else [])]
+            if rewrites or "attention" in type(module).__name__.lower():
+                report.add(name, module, "other", "; ".join(rewrites) or None, reason)
+        for name, kind, module in around:
+            rewrites, reason = rewrite(module)
+            if kind == "router" and "_moe_mps_gate" in module.__dict__:
+                rewrites = ["moe_gate, called by the layer"]
+            report.add(name, module, kind, "; ".join(rewrites) or None, reason)
     report.rows.sort(key=_model_order(model))
     _warn_of_experts_left_alone(report)
     if wanted is not None and not any(map(has_quantized_weights, model.modules())):

@@ -7,7 +7,6 @@ such a difference is one of rounding only.
 """
 
 import ast
-import copy
 import functools
 from dataclasses import dataclass, field
 
@@ -15,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .programs import Program, Unsupported
+from .programs import Program, Unsupported, copied
 from .reads import record
 from .straightening import straighten
 
@@ -114,7 +113,7 @@ class _Owner(ast.NodeTransformer):
         self.path = ast.parse(path, mode="eval").body
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        return copy.deepcopy(self.path) if node.id == "self" else node
+        return copied(self.path) if node.id == "self" else node
 
 
 class Reader:
@@ -142,7 +141,7 @@ class Reader:
             return value
         if {node.id for node in ast.walk(value) if isinstance(node, ast.Name)} - {"self"}:
             return None
-        return _Owner(self.prefix).visit(copy.deepcopy(value))
+        return _Owner(self.prefix).visit(copied(value))
 
     def opaque(self, value: ast.expr) -> Node:
         return self.make("opaque", (f"{self.prefix}:{ast.dump(value)}",), value)

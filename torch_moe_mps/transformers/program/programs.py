@@ -147,6 +147,17 @@ class Program:
         return first, last
 
 
+def copied(tree):
+    """A copy of a syntax tree, several times as fast as copy.deepcopy."""
+    if isinstance(tree, list):
+        return [copied(each) for each in tree]
+    if not isinstance(tree, ast.AST) or isinstance(tree, ast.expr_context):
+        return tree
+    new = tree.__class__.__new__(tree.__class__)
+    new.__dict__.update({name: copied(value) for name, value in tree.__dict__.items()})
+    return new
+
+
 class RenameVariables(ast.NodeTransformer):
     def __init__(self, names: dict[str, str]):
         self.names = names

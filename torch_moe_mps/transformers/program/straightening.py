@@ -6,7 +6,6 @@ cannot be kept raises `Unsupported`.
 """
 
 import ast
-import copy
 import functools
 import inspect
 import re
@@ -16,7 +15,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from .programs import Program, RenameVariables, Unsupported, original_class
+from .programs import Program, RenameVariables, Unsupported, copied, original_class
 from .reads import record
 
 # Inplace operators keep their meaning: x *= y becomes x_2 = _inplace.imul(x_1, y).
@@ -94,7 +93,7 @@ class _Builder:
     def __init__(self, module: nn.Module, function: types.FunctionType):
         self.tree = _parse(function)
         self.globals = function.__globals__
-        arguments = copy.deepcopy(self.tree.args)
+        arguments = copied(self.tree.args)
         names = [
             *arguments.posonlyargs,
             *arguments.args,
@@ -125,7 +124,7 @@ class _Builder:
     def expression(self, node: ast.expr) -> ast.expr:
         if any(isinstance(child, _UNSUPPORTED) for child in ast.walk(node)):
             raise Unsupported("its forward has a comprehension or lambda")
-        return _Rename(self.names).visit(copy.deepcopy(node))
+        return _Rename(self.names).visit(copied(node))
 
     def define(self, variable: str, value: ast.expr, code: ast.expr | None = None) -> ast.stmt:
         statement = self.program.assign(variable, value, code)
@@ -254,7 +253,7 @@ class _Builder:
 
     def evaluate(self, test: ast.expr) -> bool | None:
         """The outcome of a condition on the module's attributes alone, else None."""
-        expression = _Rename({}).visit(copy.deepcopy(test))
+        expression = _Rename({}).visit(copied(test))
         names = {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)}
         if names & (self.names.keys() - {"self"}):
             return self.evaluate_conjunction(expression)
@@ -290,6 +289,6 @@ class _Builder:
                     ast.Assign(targets=[ast.Name(name, ast.Store())], value=before)
                 )
             self.names[variable] = name
-        statement = _Rename(self.names).visit(copy.deepcopy(node))
+        statement = _Rename(self.names).visit(copied(node))
         self.program.statements.append(statement)
         self.program.inplace.append(statement)

@@ -1,6 +1,9 @@
 """RMSNorms next to the residual stream: `residual + x -> norm` and `residual + norm(x)` as one operator."""
 
 import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,11 +39,30 @@ class NormFormula:
     reads: tuple[Read, ...] = ()
 
 
+_found: ContextVar[dict[nn.Module, NormFormula | None] | None] = ContextVar("moe_mps_norms", default=None)
+
+
+@contextmanager
+def formulas_kept() -> Iterator[None]:
+    """Within, each module is read once: several rules ask for it, and nothing changes."""
+    token = _found.set({})
+    try:
+        yield
+    finally:
+        _found.reset(token)
+
+
 def norm_formula(module: nn.Module) -> NormFormula | None:
     """How a module computes its RMSNorm, None if it is something else."""
+    found = _found.get()
+    if found is not None and module in found:
+        return found[module]
     with recording() as reads:
         formula = _read_norm(module)
-    return formula and replace(formula, reads=tuple(reads.values()))
+    formula = formula and replace(formula, reads=tuple(reads.values()))
+    if found is not None:
+        found[module] = formula
+    return formula
 
 
 def _read_norm(module: nn.Module) -> NormFormula | None:
