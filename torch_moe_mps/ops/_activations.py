@@ -1,12 +1,14 @@
 """The activation between an expert's two matmuls."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ._checks import Check
 
-POINTWISE = {
+POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -48,9 +50,9 @@ def apply_activation(
     gate, up = (rows[:, 0::2], rows[:, 1::2]) if interleaved else rows.chunk(2, dim=-1)
     if activation in POINTWISE:
         return POINTWISE[activation](gate).mul_(up)
-    if activation == "silu_clamped":
-        return F.silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
-    alpha = SWIGLU_OAI_ALPHA if alpha is None else alpha
     limit = SWIGLU_OAI_LIMIT if limit is None else limit
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if activation == "silu_clamped":
+        return F.silu(gate).mul_(up)
+    alpha = SWIGLU_OAI_ALPHA if alpha is None else alpha
     return (gate * torch.sigmoid(alpha * gate)).mul_(up + 1)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ class Check:
     def __init__(self, name: str):
         self.name = name
 
-    def fail(self, argument: str, expected: str, got: object) -> None:
+    def fail(self, argument: str, expected: str, got: object) -> NoReturn:
         raise ValueError(f"moe_mps::{self.name}: {argument} must be {expected}, got {got}")
 
     def dtype(self, argument: str, tensor: Tensor, allowed: Sequence[torch.dtype]) -> None:

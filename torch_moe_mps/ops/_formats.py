@@ -40,7 +40,7 @@ def _check_numbers(check: Check, prefix: str, bits: int | None, group_size: int 
             check.fail(f"{prefix}{argument}", expected, repr(value))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Format:
     """How weights are quantised: a row of the table above.
 
@@ -48,16 +48,16 @@ class Format:
     the others have.
     """
 
-    bits: int | None = None
-    group_size: int | None = None
-    mode: str = "affine"
+    bits: int
+    group_size: int
+    mode: str
 
-    def __post_init__(self):
-        _check_numbers(_QUANTIZE, "", self.bits, self.group_size, self.mode)
-        if self.bits is None:
-            object.__setattr__(self, "bits", DEFAULT_BITS[self.mode])
-        if self.group_size is None:
-            object.__setattr__(self, "group_size", DEFAULT_GROUP_SIZE[self.mode])
+    def __init__(self, bits: int | None = None, group_size: int | None = None, mode: str = "affine"):
+        _check_numbers(_QUANTIZE, "", bits, group_size, mode)
+        set_field = functools.partial(object.__setattr__, self)
+        set_field("bits", DEFAULT_BITS[mode] if bits is None else bits)
+        set_field("group_size", DEFAULT_GROUP_SIZE[mode] if group_size is None else group_size)
+        set_field("mode", mode)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -96,7 +96,8 @@ class Format:
         packed = torch.empty(*rows, self.words(columns), dtype=torch.uint32, device=device)
         if not self.has_biases:
             return packed, torch.empty(groups, dtype=torch.uint8, device=device), None
-        return packed, *(torch.empty(groups, dtype=dtype, device=device) for _ in range(2))
+        scales, biases = (torch.empty(groups, dtype=dtype, device=device) for _ in range(2))
+        return packed, scales, biases
 
     def replaced(
         self,
@@ -107,7 +108,7 @@ class Format:
         prefix: str = "",
     ) -> "Format":
         """The same but for what is given; another mode starts from its defaults."""
-        if mode in (None, self.mode):
+        if mode is None or mode == self.mode:
             mode = self.mode
             bits = self.bits if bits is None else bits
             group_size = self.group_size if group_size is None else group_size

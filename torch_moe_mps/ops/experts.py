@@ -74,7 +74,9 @@ class Groups(NamedTuple):
 
     def pieces(self, size: int) -> Iterator["Groups"]:
         """The same pairs in pieces of at most `size`; an expert is cut only if it has more."""
-        experts, counts, first, filled = [], [], 0, 0
+        experts: list[int] = []
+        counts: list[int] = []
+        first = filled = 0
         for expert, count in zip(self.experts, self.counts, strict=True):
             while count > 0:
                 if filled > 0 and filled + count > size:

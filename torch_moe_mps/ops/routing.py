@@ -476,8 +476,8 @@ def moe_compute_ids_tpe(
     routed = slice(int(offsets[-1]))
     ids_by_expert[experts[routed], places[routed]] = order[routed].int()
     tiles = ((tpe.max() + PAIRS_PER_TILE - 1) // PAIRS_PER_TILE).clamp(min=1)
-    grids = (_grid(tiles, rows, num_experts) for rows in (gate_up_rows, down_rows))
-    return tpe.int(), ids_by_expert, *grids
+    gate_up_args, down_args = (_grid(tiles, rows, num_experts) for rows in (gate_up_rows, down_rows))
+    return tpe.int(), ids_by_expert, gate_up_args, down_args
 
 
 def _grid(tiles: Tensor, rows: int, num_experts: int) -> Tensor:
