@@ -9,9 +9,10 @@ import importlib.machinery
 import sys
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 
-def _register_experts(module: object) -> None:
+def _register_experts(module: Any) -> None:
     from .transformers.experts import NAME, experts_forward
 
     module.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
@@ -21,13 +22,13 @@ def _register_quantizer(module: object) -> None:
     from .transformers import quantizer  # noqa: F401
 
 
-def _register_attention(module: object) -> None:
+def _register_attention(module: Any) -> None:
     from .transformers.attention import NAME, attention
 
     module.AttentionInterface.register(NAME, attention)
 
 
-def _register_mask(module: object) -> None:
+def _register_mask(module: Any) -> None:
     from .transformers.attention import NAME, attention_mask
 
     module.AttentionMaskInterface.register(NAME, attention_mask)

@@ -6,14 +6,18 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..transformers.recipe import fits, requested_recipe
+from ..quantization import Format
+from ..transformers.recipe import fits, recipe_of, requested_recipe
 from ..transformers.sizes import bytes_a_token
 from ..transformers.targets import weights_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # What a folder holds beside the weights and the config: the tokenizer and its like.
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -53,7 +57,7 @@ def _arguments(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def mixed_overrides(recipe: str | None, model: torch.nn.Module) -> dict[str, int]:
+def mixed_overrides(recipe: str | None, model: "PreTrainedModel") -> dict[str, int]:
     """More bits where mlx-lm's recipe of that name has them, after llama.cpp's Q4_K_M.
 
     Those are lm_head, and v_proj and down_proj in the first and the last eighth of the layers and in every
@@ -62,7 +66,7 @@ def mixed_overrides(recipe: str | None, model: torch.nn.Module) -> dict[str, int
     if recipe is None:
         return {}
     high = int(recipe.split("_")[2])
-    weights = weights_of(model, requested_recipe(4, 32))
+    weights = weights_of(model, recipe_of(Format(4, 32)))
     names = [f"{t.name}.{p}" for t in weights.targets.values() for p in t.formats]
     names += list(weights.targets)
     layers = model.config.get_text_config().num_hidden_layers
@@ -95,7 +99,7 @@ def check_files(source: str) -> None:
             raise ValueError(f"{file} is truncated or no safetensors file: {error}") from None
 
 
-def _meta_model(source: str) -> torch.nn.Module:
+def _meta_model(source: str) -> "PreTrainedModel":
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(source)
@@ -107,7 +111,9 @@ def _meta_model(source: str) -> torch.nn.Module:
 
 def _sizes(model: torch.nn.Module, arguments: dict[str, Any]) -> str:
     """What will be written, from the formats alone."""
-    weights = weights_of(model, requested_recipe(**arguments))
+    recipe = requested_recipe(**arguments)
+    assert recipe is not None  # the arguments have bits or a mode
+    weights = weights_of(model, recipe)
     before = sum(p.nbytes for p in model.parameters())
     token = bytes_a_token(model)
     after, seen = before, set()

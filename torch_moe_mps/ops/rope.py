@@ -97,9 +97,7 @@ def _rotated(
     interleaved = pairs != "half"
     first, second = _split(y, interleaved)
     tables = (table.float().unsqueeze(2) for table in (cos, sin))
-    (cos1, cos2), (sin1, sin2) = (
-        (t, t) if t.shape[-1] < rotary else _split(t, interleaved) for t in tables
-    )
+    (cos1, cos2), (sin1, sin2) = ((t, t) if t.shape[-1] < rotary else _split(t, interleaved) for t in tables)
     halves = (first * cos1 - second * sin1, second * cos2 + first * sin2)
     turned = torch.stack(halves, -1).flatten(-2) if pairs == "interleaved" else torch.cat(halves, -1)
     return torch.cat((before, turned, after), -1).to(x.dtype).transpose(1, 2)

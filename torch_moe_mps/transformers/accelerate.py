@@ -3,6 +3,7 @@
 import ast
 import warnings
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -143,7 +144,7 @@ def _warn_of_experts_left_alone(report: Report) -> None:
         warnings.warn(f"torch_moe_mps: {cls} is left alone: {reason}", stacklevel=3)
 
 
-def _around(model: nn.Module, found: dict[str, nn.Module]):
+def _around(model: nn.Module, found: Mapping[str, nn.Module]):
     """(name, kind, module) of the routers, blocks and layers that the experts belong to, each once."""
     seen: set[str] = set()
     for name in found:

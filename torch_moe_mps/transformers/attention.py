@@ -1,6 +1,7 @@
 """Attention with sinks for transformers' AttentionInterface: few new tokens by the operator."""
 
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ def use_attention_of_sinks(model: nn.Module) -> list[str]:
     """
     names = []
     for name, module in model.named_modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         has_sinks = isinstance(getattr(module, "sinks", None), Tensor) and getattr(module, "is_causal", False)
         implementation = getattr(config, "_attn_implementation", None)
         if has_sinks and implementation in ("eager", NAME):

@@ -5,13 +5,14 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..ops._checks import ACTIVATION_DTYPES, Check
 from ..quantization import Format, QuantizedWeight
 from ..quantization.formats import empty_weight
 
 
-def check_loaded(model: nn.Module) -> None:
+def check_loaded(model: PreTrainedModel) -> None:
     """Raise the one-line error for a tensor that the checkpoint lacks, or has in another dtype.
 
     transformers leaves what is missing uninitialised, or fills it with random values, and only logs its name.
@@ -41,7 +42,7 @@ def check_loaded(model: nn.Module) -> None:
 def _dtypes(format: Format) -> dict[str, tuple[torch.dtype, ...]]:
     """{"packed", "scales", "biases": the dtypes that they may have}."""
     weight = empty_weight((1, 1024), torch.float32, torch.device("meta"), format)
-    dtypes = {"packed": (torch.int32,)}
+    dtypes: dict[str, tuple[torch.dtype, ...]] = {"packed": (torch.int32,)}
     for part, tensor in zip(QuantizedWeight._fields[1:], weight[1:], strict=True):
         if tensor is not None:
             dtypes[part] = ACTIVATION_DTYPES if tensor.dtype.is_floating_point else (tensor.dtype,)

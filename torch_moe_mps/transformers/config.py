@@ -10,7 +10,7 @@ from ..ops._checks import Check
 from ..quantization import Format
 from .experts import NAME
 from .interface import projections
-from .recipe import SAME, Recipe, requested_recipe
+from .recipe import SAME, Recipe, recipe_of
 from .targets import Target, kinds_of
 
 
@@ -66,15 +66,8 @@ class QuantizationConfig(QuantizationConfigMixin):
 
     def recipe(self) -> Recipe:
         """What to do with a dense checkpoint."""
-        return requested_recipe(
-            self.bits,
-            self.group_size,
-            self.mode,
-            linear_bits=self.linear_bits,
-            embedding_bits=self.embedding_bits,
-            keep=self.keep,
-            overrides=self.overrides,
-        )
+        usual = Format(self.bits, self.group_size, self.mode)
+        return recipe_of(usual, self.linear_bits, self.embedding_bits, self.keep, self.overrides)
 
     def to_dict(self) -> dict[str, Any]:
         names = ("quant_method", "bits", "group_size", "mode", "modules")
@@ -85,7 +78,8 @@ class QuantizationConfig(QuantizationConfigMixin):
 
         Raises: ValueError for a name that the model does not have.
         """
-        kinds, found = kinds_of(model), {}
+        kinds = kinds_of(model)
+        found: dict[str, Target] = {}
         usual = Format(self.bits, self.group_size, self.mode)
         if self.modules is None:
             formats = {name: usual for name, (kind, _) in kinds.items() if kind == "experts"}

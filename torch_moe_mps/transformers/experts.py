@@ -1,14 +1,14 @@
 """The experts implementation "moe_mps": every class with the experts interface of transformers."""
 
 import copy
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ..ops._checks import MAX_TOP_K
-from .interface import formats_of, is_quantized, projections
+from .interface import Experts, formats_of, is_quantized, projections
 from .program.formulas import Node, evaluate, inline, operation_of
 from .program.patterns import match
 from .program.programs import Unsupported
@@ -59,8 +59,8 @@ def activation_of(module: nn.Module) -> Activation | None:
 
 
 def _gate_formula(module: nn.Module) -> Node:
-    function = type(module)._apply_gate
-    program = straighten(module, function)
+    cls: Any = type(module)
+    program = straighten(module, cls._apply_gate)
     return inline(program, "self", [Node("any", ("input",))])
 
 
@@ -85,8 +85,8 @@ def _with_numbers(
             return None
     if "ALPHA" in bound and not isinstance(alpha, (int, float)):
         return None
-    as_float = [None if number is None else float(number) for number in (alpha, limit)]
-    return Activation(name, True, interleaved, *as_float)
+    given = (float(number) if isinstance(number, (int, float)) else None for number in (alpha, limit))
+    return Activation(name, True, interleaved, *given)
 
 
 def runs_own_code(module: nn.Module, *inputs: Tensor) -> bool:
@@ -125,10 +125,11 @@ def may_be_fused(experts: nn.Module) -> bool:
     """
     if "_moe_mps_activation" not in experts.__dict__ or is_observed(experts):
         return False
-    return experts.config._experts_implementation == NAME
+    config: Any = experts.config
+    return config._experts_implementation == NAME
 
 
-def pinned_config(experts: nn.Module) -> object:
+def pinned_config(experts: Experts) -> Any:
     """A config for quantised experts alone: only our implementation reads their weights.
 
     The model's config may name another one, for its dense experts or for another model with the same config.
@@ -161,7 +162,7 @@ def _arguments(activation: tuple) -> dict:
     return {"activation": name, "gated": gated, "interleaved": interleaved, "alpha": alpha, "limit": limit}
 
 
-def describe(module: nn.Module) -> str:
+def describe(module: Experts) -> str:
     """What serves an experts module, in words."""
     quantization = getattr(module, "quantization", None)
     activation = prepare(module)
@@ -195,7 +196,7 @@ def unsupported(module: nn.Module) -> str | None:
 
 
 def experts_forward(
-    self: nn.Module,
+    self: Experts,
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
@@ -247,7 +248,7 @@ def _require_no_gradients(self: nn.Module, inputs: list[Tensor]) -> None:
         )
 
 
-def _quantized_forward(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, shared: dict) -> Tensor:
+def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor, shared: dict) -> Tensor:
     form, down_form = self.quantization, self.down_quantization
     first, second = (_packed(self, name) for name in projections(self))
     bias = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias) if self.has_bias else None
@@ -282,11 +283,11 @@ def _fits(x: Tensor, weight: Tensor, ids: Tensor) -> bool:
     )
 
 
-def _own_activation(self: nn.Module, rows: Tensor) -> Tensor:
+def _own_activation(self: Experts, rows: Tensor) -> Tensor:
     return self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
 
 
-def _own_combine(self: nn.Module, slots: Tensor, weights: Tensor, shared: dict) -> Tensor:
+def _own_combine(self: Experts, slots: Tensor, weights: Tensor, shared: dict) -> Tensor:
     if getattr(self, "has_post_expert_norm", False):
         slots = self.post_expert_norm(slots)
     return ops.moe_weighted_reduce(weights, slots, **shared)
@@ -294,7 +295,8 @@ def _own_combine(self: nn.Module, slots: Tensor, weights: Tensor, shared: dict) 
 
 def own_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The class's own (eager) forward, beneath the dispatch to implementations."""
-    return type(self).forward.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
+    dispatch: Any = type(self).forward
+    return dispatch.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
 
 
 def add_terms(

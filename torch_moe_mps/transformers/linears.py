@@ -36,8 +36,10 @@ class LazyWeight:
         if first is None or first is Ellipsis:
             return self._layer.dequantized(slice(None))[index]
         if isinstance(first, int):
-            return self._layer.dequantized(slice(first, first + 1 or None))[(0, *others)]
-        return self._layer.dequantized(first)[(slice(None), *others)]
+            within: tuple = (0, *others)
+            return self._layer.dequantized(slice(first, first + 1 or None))[within]
+        within = (slice(None), *others)
+        return self._layer.dequantized(first)[within]
 
 
 class QuantizedLayer(nn.Module):
@@ -52,6 +54,7 @@ class QuantizedLayer(nn.Module):
     packed: Tensor
     scales: Tensor
     biases: Tensor | None
+    _like: Tensor
 
     def __init__(
         self, packed: Tensor, scales: Tensor, biases: Tensor | None, format: Format, dtype: torch.dtype
@@ -98,6 +101,8 @@ class QuantizedLinear(QuantizedLayer):
         [out_features] or None.
     """
 
+    bias: Tensor | None
+
     def __init__(
         self,
         packed: Tensor,
@@ -141,6 +146,8 @@ class QuantizedEmbedding(QuantizedLayer):
     Attributes: those of QuantizedLayer with num_embeddings rows and embedding_dim columns; `padding_idx`; and
         `scale`, a number that the rows are multiplied with in the dtype of the model, or None.
     """
+
+    scale: Tensor | None
 
     def __init__(
         self,

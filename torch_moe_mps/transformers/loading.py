@@ -57,10 +57,10 @@ def from_pretrained(
     Raises: ValueError for a format that does not exist, or does not fit the weights, and for parameters that
         the checkpoint lacks.
     """
-    asked = {"bits": bits, "group_size": group_size, "mode": mode, "linear_bits": linear_bits}
+    asked: dict[str, Any] = {"bits": bits, "group_size": group_size, "mode": mode, "linear_bits": linear_bits}
     asked |= {"embedding_bits": embedding_bits, "keep": keep, "overrides": overrides}
     recipe = requested_recipe(**asked)  # its errors come before anything is loaded
-    cls = model_class or AutoModelForCausalLM
+    cls: Any = model_class or AutoModelForCausalLM
     if kwargs.get("quantization_config") is None:
         asked = {key: value for key, value in asked.items() if value is not None}
         kwargs = _with_quantization(name, cls, kwargs, None if recipe is None else asked)
@@ -75,7 +75,7 @@ def from_pretrained(
     return (model, info) if with_info else model
 
 
-def _with_quantization(name: str, cls: type, kwargs: dict[str, Any], asked: dict | None) -> dict[str, Any]:
+def _with_quantization(name: str, cls: Any, kwargs: dict[str, Any], asked: dict | None) -> dict[str, Any]:
     """The arguments of cls.from_pretrained, with the quantisation that shall be or is in the checkpoint."""
     config, others = _load_config(name, cls, kwargs)
     stored = getattr(config, "quantization_config", None) or {}
@@ -84,7 +84,7 @@ def _with_quantization(name: str, cls: type, kwargs: dict[str, Any], asked: dict
     method = getattr(method, "value", method)
     stored = stored or getattr(config, "quantization", None) or {}
     if is_mlx(stored) or (not stored and written_by_mlx(name)):
-        ours = {"mlx": True}
+        ours: dict[str, Any] = {"mlx": True}
     elif not stored and asked is not None:
         return {**kwargs, "quantization_config": QuantizationConfig(**asked)}
     elif method == "mxfp4":

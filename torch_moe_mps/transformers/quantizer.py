@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
@@ -82,7 +83,7 @@ class Quantizer(HfQuantizer):
             store_empty(target)
             # The model initialises what it takes for missing, from the module or from what is around it.
             for name, weight in dense.items():
-                weight._is_hf_initialized = True
+                vars(weight)["_is_hf_initialized"] = True
                 target.module.__dict__[name] = weight
         tie_quantized(model)
 
@@ -92,7 +93,7 @@ class Quantizer(HfQuantizer):
     def get_quantize_ops(self):
         return QuantizeParameter(self._stream)
 
-    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         if not self._streams:
             for target in self._targets.values():
                 dtype = next(target.module.__dict__[name].dtype for name in target.formats)

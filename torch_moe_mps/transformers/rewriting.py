@@ -135,13 +135,14 @@ def _run(module: nn.Module, forward: types.FunctionType, rewrites: list[str], re
     """Puts a forward in the place of the module's, as long as what was read to find it holds."""
     module.__dict__[READS] = tuple(reads.values())
     module.__dict__[_REWRITES] = tuple(rewrites)
-    _set_class(module, _rewritten_class(type(module), forward))
+    cls: type = type(module)
+    _set_class(module, _rewritten_class(cls, forward))
 
 
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
     module.__class__ = cls
     if "_old_forward" in module.__dict__:  # the accelerate library calls this one between its hooks
-        module._old_forward = types.MethodType(cls.forward, module)
+        module.__dict__["_old_forward"] = types.MethodType(cls.forward, module)
 
 
 @functools.cache
@@ -173,7 +174,7 @@ def _rewritten_class(original: type[nn.Module], rewritten: types.FunctionType) -
         CLASS_MARK: original,
     }
     members |= {option: True for option in (RAW, RESIDUAL) if option in (rewritten.__kwdefaults__ or {})}
-    cls = type(original.__name__, (original,), members)
+    cls: type[nn.Module] = type(original.__name__, (original,), members)
     return cls
 
 
@@ -182,7 +183,7 @@ def _holds(module: nn.Module) -> bool:
     return _RESTORED not in module.__dict__ and holds(module, READS)
 
 
-def _new_copy(original: type[nn.Module]) -> nn.Module:
+def _new_copy(original: type) -> nn.Module:
     """An empty module that is rewritten once its state has been set."""
     cls = _copy_class(original)
     return cls.__new__(cls)

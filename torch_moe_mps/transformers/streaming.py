@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, MergeModulelist, WeightConverter
 from transformers.quantizers.base import HfQuantizer
 
@@ -77,7 +78,8 @@ class Stream:
     ) -> QuantizedWeight:
         format = target.formats[parameter]
         shape = rows_first(target, getattr(target.module, parameter)).shape
-        out, errors, first, nbytes = None, ErrorSums(), 0, 0
+        out: QuantizedWeight | None = None
+        errors, first, nbytes = ErrorSums(), 0, 0
         for piece in pieces:
             stack = rows_first(target, piece)
             _CHECK.shape(name, stack, (stack.shape[0], *shape[1:]), "[output, input] of the model")
@@ -85,14 +87,14 @@ class Stream:
                 out = empty_weight(shape, stack.dtype, stack.device, format)
             part = quantize_stack(stack, format, errors)
             for whole, some in zip(out, part, strict=True):
-                if whole is not None:
+                if whole is not None and some is not None:
                     whole = whole.view(torch.int32) if whole.dtype == torch.uint32 else whole
                     whole[first : first + len(stack)] = some.view(whole.dtype)
             if not math.isfinite(errors.magnitude):
                 _CHECK.fail(name, "finite", "NaN, inf or a range over that of float32")
             first, nbytes = first + len(stack), nbytes + stack.nbytes
             del piece, stack, part
-        if first != shape[0]:
+        if out is None or first != shape[0]:
             _CHECK.fail(name, f"of {shape[0]} matrices", first)
         release_cache(out.packed)
         out = out if target.kind == "experts" else without_stack(out)
@@ -107,7 +109,7 @@ class Stream:
         self._replaced.append((ours, converter))
         return ours
 
-    def finish(self, model: nn.Module) -> QuantizationReport:
+    def finish(self, model: PreTrainedModel) -> QuantizationReport:
         """Put the quantised tensors into the model, and quantise what was not in the checkpoint.
 
         Raises: ValueError for the first parameter that could not be quantised.
@@ -124,10 +126,11 @@ class Stream:
         for target in self.targets.values():
             dtype = dense_dtype(target)
             sources = {p: names.get(id(getattr(target.module, p))) for p in target.formats}
-            if None in sources.values():
+            found = {parameter: source for parameter, source in sources.items() if source is not None}
+            if len(found) < len(sources):
                 rest[target.name] = target
                 continue
-            for parameter, source in sources.items():
+            for parameter, source in found.items():
                 store(target, parameter, self._done[source])
                 if source != f"{target.name}.{parameter}":
                     self.report.shared[target.name] = source.rpartition(".")[0]
@@ -145,7 +148,7 @@ class Stream:
 
 
 def _equal(first: Tensor | None, second: Tensor | None) -> bool:
-    return first is second or torch.equal(first, second)
+    return first is second or (first is not None and second is not None and torch.equal(first, second))
 
 
 class QuantizeParameter(ConversionOps):
@@ -202,7 +205,7 @@ class QuantizeMerged(ConversionOps):
             tensors = operation.convert(tensors, **kwargs)
         return tensors
 
-    def _pieces(self, tensors: dict[str, list[Tensor]], **kwargs: Any) -> Iterator[Tensor]:
+    def _pieces(self, tensors: dict[str, list], **kwargs: Any) -> Iterator[Tensor]:
         experts = max(map(len, tensors.values()))
         elements = sum(values[0].numel() for values in tensors.values())
         step = max(1, CHUNK // elements)
@@ -246,7 +249,8 @@ def _merges(converter: object) -> bool:
 class QuantizeConverted(QuantizeParameter):
     """QuantizeParameter as the last operation of a converter, where tensors have the names of patterns."""
 
-    def convert(self, input_dict: dict, full_layer_name: str, missing_keys: set[str], **kwargs: Any) -> dict:
+    def convert(self, input_dict: dict, missing_keys: set[str], **kwargs: Any) -> dict:
+        full_layer_name = kwargs["full_layer_name"]
         if len(input_dict) != 1 or full_layer_name not in self.stream.wanted:
             return input_dict
         (value,) = input_dict.values()

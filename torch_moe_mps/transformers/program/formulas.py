@@ -226,7 +226,11 @@ class Reader:
         callee = self.resolve(value.func)
         if callee is float and len(value.args) == 1 and isinstance(value.args[0], ast.Constant):
             number = value.args[0].value
-            return self.make("const", (float(number),), value) if isinstance(number, _NUMBER) else self.opaque(value)
+            return (
+                self.make("const", (float(number),), value)
+                if isinstance(number, _NUMBER)
+                else self.opaque(value)
+            )
         if isinstance(callee, nn.Module):
             return self.read_module(callee, value)
         if isinstance(callee, types.MethodType) and callee.__self__ is self.program.module:

@@ -6,6 +6,7 @@ Their rows stand behind each other in memory.
 import ast
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from ..experts import is_observed
 from ..linears import QuantizedLinear
 from ..program.building import calls, helper, item, own_module, replace, unary_call
-from ..program.programs import Program
+from ..program.programs import Program, name_of
 
 ops = torch.ops.moe_mps
 
@@ -43,7 +44,8 @@ class Joined:
 
     @staticmethod
     def _join(tensors: list[Tensor | None]) -> Tensor | None:
-        return None if tensors[0] is None else torch.cat([tensor.detach() for tensor in tensors])
+        present = [tensor.detach() for tensor in tensors if tensor is not None]
+        return torch.cat(present) if present else None
 
     def _share(self, layers: Sequence[QuantizedLinear]) -> list[tuple]:
         for name in _TENSORS:
@@ -55,7 +57,7 @@ class Joined:
                     parameter.data = part
         return [_place(layer) for layer in layers]
 
-    def is_current(self, layers: Sequence[QuantizedLinear]) -> bool:
+    def is_current(self, layers: Sequence[nn.Module]) -> bool:
         return [_place(layer) for layer in layers] == self.places
 
     def __reduce_ex__(self, protocol):
@@ -77,7 +79,7 @@ def _place(layer: nn.Module) -> tuple:
     return packed.data_ptr(), scales.data_ptr(), scales.dtype, id(own["biases"]), id(own["bias"])
 
 
-def _can_join(layers: Sequence[nn.Module]) -> bool:
+def _can_join(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[QuantizedLinear]]:
     """Whether the layers can be one matrix: of one format, on one device, seen by nobody."""
     first = layers[0]
     for layer in layers:
@@ -90,7 +92,7 @@ def _can_join(layers: Sequence[nn.Module]) -> bool:
         )
         if not same or layer.columns != first.columns or layer.packed.is_meta:
             return False
-    biases = [layer.bias.dtype for layer in layers if layer.bias is not None]
+    biases = [bias.dtype for layer in layers if (bias := layer._parameters["bias"]) is not None]
     return len(set(biases)) < 2 and len({id(layer) for layer in layers}) == len(layers)
 
 
@@ -99,7 +101,7 @@ def join(*layers: nn.Module) -> bool:
     """Whether the layers' weights are one, as JOINED of the first layer; they are joined now if need be."""
     if any(is_observed(layer) for layer in layers):
         return False
-    found = layers[0].__dict__.get(JOINED)
+    found: Joined | None = layers[0].__dict__.get(JOINED)
     if found is not None and found.is_current(layers):
         return True
     if not _can_join(layers):
@@ -112,7 +114,8 @@ def linears(layers: tuple[nn.Module, ...], x: Tensor) -> Sequence[Tensor]:
     """layer(x) of each layer."""
     if not join(*layers):
         return [layer(x) for layer in layers]
-    whole, form = layers[0]._moe_mps_joined, layers[0].format
+    whole = getattr(layers[0], JOINED)
+    form = whole.format
     out = ops.linear_quantized(
         x, whole.packed, whole.scales, whole.biases, whole.bias, form.bits, form.group_size, form.mode
     )
@@ -143,5 +146,5 @@ def _join(program: Program, group: list[tuple[ast.Assign, ast.Call, str, nn.Modu
     together = program.assign("joined", helper("linears", layers, call.args[0]))
     program.statements.insert(program.statements.index(first), together)
     for index, (statement, call, *_) in enumerate(group):
-        replace(program, statement, call, item(together.targets[0].id, index))
+        replace(program, statement, call, item(name_of(together), index))
     program.rewrites.append(f"linear_quantized ({', '.join(names)})")

@@ -15,7 +15,7 @@ from ..program.building import add_option, helper, replace_everything
 from ..program.formulas import Node, Reader
 from ..program.patterns import match
 from ..program.programs import Program, original_class
-from .linear import join
+from .linear import JOINED, join
 
 ops = torch.ops.moe_mps
 
@@ -51,11 +51,13 @@ def mlp_formula(program: Program) -> MlpFormula | None:
         return None
     for activation in ACTIVATIONS:
         for form in (f"{activation}(G) * U", f"{activation}(G)"):
-            bound = match(form, down[1])
-            halves = bound and {name: _child(node, module) for name, node in bound.items()}
-            if halves and all(halves.values()) and all(_is_input(x) for _, x in halves.values()):
-                up = halves["U"][0] if "U" in halves else None
-                return MlpFormula(activation, halves["G"][0], up, down[0])
+            bound = match(form, down[1]) or {}
+            found = {name: _child(node, module) for name, node in bound.items()}
+            halves = {
+                name: half[0] for name, half in found.items() if half is not None and _is_input(half[1])
+            }
+            if halves and len(halves) == len(found):
+                return MlpFormula(activation, halves["G"], halves.get("U"), down[0])
     return None
 
 
@@ -70,7 +72,7 @@ def mlp(module: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:
     layers = (gate,) if formula.up is None else (gate, getattr(module, formula.up))
     if not join(*layers) or type(down) is not QuantizedLinear or is_observed(down):
         return add_terms(original_class(module).forward(module, x), residual=residual)
-    first, form, to = gate._moe_mps_joined, gate.format, down.format
+    first, form, to = getattr(gate, JOINED), gate.format, down.format
     return ops.mlp_quantized(
         x, first.packed, first.scales, first.biases, down.packed, down.scales, down.biases,
         form.bits, form.group_size, form.mode, gate_up_bias=first.bias, down_bias=down.bias,

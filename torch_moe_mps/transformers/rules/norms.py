@@ -2,6 +2,7 @@
 
 import ast
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,12 @@ def _has_weight(module: nn.Module, weight: Node | None) -> bool:
     return isinstance(own, Tensor) and own.dim() == 1 and evaluate(weight.peel(), module) is own
 
 
+def weight_of(norm: nn.Module) -> Tensor:
+    """The weight of a norm whose formula has one."""
+    weight: Any = norm.weight
+    return weight
+
+
 def _fusable(norm: nn.Module, residual: Tensor, x: Tensor) -> NormFormula | None:
     """The formula if the operator gives what the module gives for these tensors, hooks included."""
     formula = norm.__dict__.get(MARK)
@@ -74,7 +81,7 @@ def _fusable(norm: nn.Module, residual: Tensor, x: Tensor) -> NormFormula | None
         return None
     if not (isinstance(residual, Tensor) and isinstance(x, Tensor)):
         return None
-    weight = norm.weight
+    weight = weight_of(norm)
     same = residual.dtype == x.dtype and residual.shape == x.shape and weight.device == x.device
     return formula if same and (formula.keeps_dtype or weight.dtype == x.dtype) else None
 
@@ -167,8 +174,9 @@ def _scaled_by_attribute(program: Program, total: str) -> tuple[ast.Assign, ast.
     if program.uses(total) != 1:
         return None
     for statement in program.inplace:
-        value = statement.value if isinstance(statement, ast.Assign) else None
-        if not (isinstance(value, ast.Call) and ast.unparse(value.func) == "_inplace.imul"):
+        if not isinstance(statement, ast.Assign) or not isinstance(value := statement.value, ast.Call):
+            continue
+        if ast.unparse(value.func) != "_inplace.imul":
             continue
         target, factor = value.args
         name = ast.unparse(factor).removeprefix("self.")

@@ -9,31 +9,31 @@ from ..experts import is_observed
 from ..program.building import calls, helper, own_module, replace, replace_everything, unary_call
 from ..program.programs import Program, original_class
 from ..program.reads import holds
-from .norms import MARK, NormFormula, norm_formula
+from .norms import MARK, NormFormula, norm_formula, weight_of
 
 ops = torch.ops.moe_mps
 
 
-def _fits(formula: NormFormula | None, norm: nn.Module, x: Tensor) -> bool:
+def _fits(formula: NormFormula, norm: nn.Module, x: Tensor) -> bool:
     """Whether the operator gives what the module gives for this input."""
-    if formula is None or x.dtype == torch.float64 or not holds(norm, MARK):
+    if x.dtype == torch.float64 or not holds(norm, MARK):
         return False
-    weight = norm.weight if formula.weight else None
-    if weight is None:
+    if not formula.weight:
         return True
+    weight = weight_of(norm)
     same_device = weight.device == x.device
     return same_device and x.shape[-1] == weight.shape[0] and (formula.keeps_dtype or weight.dtype == x.dtype)
 
 
 def _normed(formula: NormFormula, norm: nn.Module, x: Tensor) -> Tensor:
-    weight = norm.weight if formula.weight else None
+    weight = weight_of(norm) if formula.weight else None
     return ops.rms_norm(x, weight, getattr(norm, formula.eps), formula.offset)
 
 
 def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
     """norm(x), where the calling forward has been rewritten."""
     formula = norm.__dict__.get(MARK)
-    if is_observed(norm) or not _fits(formula, norm, x):
+    if formula is None or is_observed(norm) or not _fits(formula, norm, x):
         return norm(x)
     return _normed(formula, norm, x)
 
@@ -41,7 +41,7 @@ def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
 def rms_norm_forward(norm: nn.Module, x: Tensor) -> Tensor:
     """The forward of a norm that has been rewritten itself."""
     formula = norm.__dict__.get(MARK)
-    if not _fits(formula, norm, x):
+    if formula is None or not _fits(formula, norm, x):
         return original_class(norm).forward(norm, x)
     return _normed(formula, norm, x)
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from ..experts import is_observed
 from ..program.building import calls, helper, own_module, replace, unary_call
-from ..program.programs import Program
+from ..program.programs import Program, name_of
 from ..program.reads import holds
-from .norms import MARK, norm_formula
+from .norms import MARK, norm_formula, weight_of
 from .trial import agrees
 
 ops = torch.ops.moe_mps
@@ -33,11 +33,11 @@ class RopeForm(NamedTuple):
     """
 
     heads_dim: int
-    wide: tuple | None
-    narrow: tuple | None
+    wide: "Turn | None"
+    narrow: "Turn | None"
 
 
-class _Turn(NamedTuple):
+class Turn(NamedTuple):
     """One of the operator's forms: which elements are a pair, how many columns of the tables count, and
     whether the elements that turn are as many as these columns or twice as many."""
 
@@ -47,10 +47,10 @@ class _Turn(NamedTuple):
     rotary_last: bool
 
 
-_TURNS = [_Turn(*fields) for fields in itertools.product(_PAIRS, (False, True), (False, True), (False, True))]
+_TURNS = [Turn(*fields) for fields in itertools.product(_PAIRS, (False, True), (False, True), (False, True))]
 
 
-def _turned(turn: _Turn, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **norms) -> tuple:
+def _turned(turn: Turn, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **norms) -> tuple:
     """The operator on q, k [B, T, heads, D], its results [B, heads, T, D]."""
     if turn.half_of_table:
         cos, sin = (table[..., : table.shape[-1] // 2] for table in (cos, sin))
@@ -67,11 +67,12 @@ def rope_form(function: types.FunctionType, tensors: int, options: tuple) -> Rop
     for heads_dim in (1, 2):
         turns = [_turn_of(function, tensors, dict(options), heads_dim, width) for width in widths]
         if any(turns):
-            return RopeForm(heads_dim, *turns)
+            wide, narrow = turns
+            return RopeForm(heads_dim, wide, narrow)
     return None
 
 
-def _turn_of(function, tensors: int, options: dict, heads_dim: int, table_width: int) -> tuple | None:
+def _turn_of(function, tensors: int, options: dict, heads_dim: int, table_width: int) -> Turn | None:
     generator = torch.Generator().manual_seed(heads_dim)
     shapes = [(2, _TOKENS, _HEADS + i, _WIDTH) for i in range(tensors)]
     inputs = [torch.rand(shape, generator=generator) + 0.5 for shape in shapes]
@@ -92,17 +93,17 @@ def _turn_of(function, tensors: int, options: dict, heads_dim: int, table_width:
             continue
         turned = _turned(turn, inputs[0], inputs[1] if tensors == 2 else None, cos, sin)
         if all(map(agrees, turned, expected)):
-            return tuple(turn)
+            return turn
     return None
 
 
-def _turn(form: RopeForm, q: Tensor, cos: Tensor) -> _Turn | None:
+def _turn(form: RopeForm, q: Tensor, cos: Tensor) -> Turn | None:
     """The form for these tables: a partial rotation is one for narrow tables."""
     if cos.dim() != 3 or q.dim() != 4:
         return None
     if cos.shape[-1] == q.shape[-1]:
-        return form.wide and _Turn(*form.wide)
-    turn = form.narrow and _Turn(*form.narrow)
+        return form.wide
+    turn = form.narrow
     if turn and turn.doubled and cos.shape[-1] * 2 != q.shape[-1]:
         return None
     return turn
@@ -120,18 +121,19 @@ def rope(
     **options,
 ):
     """function(q_norm(q), k_norm(k), cos, sin), or function(q_norm(q), cos, sin)."""
-    form = RopeForm(*form)
-    turn = _turn(form, q, cos)
+    heads_dim, *turns = form
+    wide, narrow = (None if turn is None else Turn(*turn) for turn in turns)
+    turn = _turn(RopeForm(heads_dim, wide, narrow), q, cos)
     norms = _norm_arguments(q_norm, k_norm, q, k)
     if turn is None or norms is None or q.dtype == torch.float64 or (k is not None and k.dtype != q.dtype):
         normed = [x if norm is None else norm(x) for x, norm in ((q, q_norm), (k, k_norm)) if x is not None]
         return function(*normed, cos, sin, **options)
-    heads_last = form.heads_dim == 1
-    given = (x if x is None or not heads_last else x.transpose(1, 2) for x in (q, k))
-    q, k_turned = _turned(turn, *given, cos, sin, **norms)
-    if not heads_last:
-        q, k_turned = q.transpose(1, 2), k_turned.transpose(1, 2) if k is not None else k_turned
-    return q if k is None else (q, k_turned)
+    if heads_dim == 1:
+        q, k = q.transpose(1, 2), None if k is None else k.transpose(1, 2)
+    turned = _turned(turn, q, k, cos, sin, **norms)[: 1 if k is None else 2]
+    if heads_dim == 2:
+        turned = tuple(x.transpose(1, 2) for x in turned)
+    return turned[0] if k is None else turned
 
 
 def _norm_arguments(q_norm: nn.Module | None, k_norm: nn.Module | None, q: Tensor, k) -> dict | None:
@@ -145,7 +147,7 @@ def _norm_arguments(q_norm: nn.Module | None, k_norm: nn.Module | None, q: Tenso
         formula = norm.__dict__.get(MARK)
         if formula is None or is_observed(norm) or not holds(norm, MARK):
             return None
-        weight, own_eps = norm.weight, getattr(norm, formula.eps)
+        weight, own_eps = weight_of(norm), getattr(norm, formula.eps)
         if weight.shape[0] != x.shape[-1] or not (formula.keeps_dtype or weight.dtype == x.dtype):
             return None
         if eps is not None and (eps, offset) != (own_eps, formula.offset):
@@ -197,7 +199,8 @@ def _replace(program: Program, statement: ast.Assign, call: ast.Call, form: Rope
             program.statements = [each for each in program.statements if each not in read]
             norms[keyword] = own_module(name)
     k = [] if tensors == 2 else [ast.Constant(None)]
-    form_text = ast.parse(repr(tuple(form)), mode="eval").body
+    plain = tuple(tuple(field) if isinstance(field, Turn) else field for field in form)
+    form_text = ast.parse(repr(plain), mode="eval").body
     new = helper("rope", call.func, form_text, *inputs, *k, *call.args[tensors:], **norms)
     new.keywords += call.keywords
     replace(program, statement, call, new)
@@ -216,17 +219,17 @@ def _normed(
     source, value = program.defined_by(name), program.definitions[name]
     if source is None or source.value is not value or program.mutates_between(source, until):
         return None
-    transposed = isinstance(value, ast.Call) and ast.unparse(value.func).endswith(".transpose")
-    if transposed and [ast.unparse(a) for a in value.args] != ["1", "2"]:
-        return None
-    call, read = value.func.value if transposed else value, [source]
-    if transposed and isinstance(call, ast.Name):
-        inner = program.last_name(call)
-        if inner is None or program.uses(inner) != 1:
+    read: list[ast.stmt] = [source]
+    inner = _transposed(value)
+    if inner is not None:
+        value = inner
+        defined = program.definition(program.last_name(value))
+        if isinstance(value, ast.Name) and (defined is None or program.uses(name_of(defined[0])) != 1):
             return None
-        call = program.definitions[inner]
-        read.append(program.defined_by(inner))
-    found = unary_call(program, call)
+        if defined is not None:
+            value = defined[1]
+            read.append(defined[0])
+    found = unary_call(program, value)
     if found is None:
         return None
     name, norm, x = found
@@ -234,6 +237,14 @@ def _normed(
     if formula is None or not formula.weight:
         return None
     norm.__dict__[MARK] = formula
-    if transposed:
-        x = ast.Call(ast.Attribute(x, "transpose", ast.Load()), value.args, [])
+    if inner is not None:
+        x = ast.Call(ast.Attribute(x, "transpose", ast.Load()), [ast.Constant(1), ast.Constant(2)], [])
     return name, x, read
+
+
+def _transposed(value: ast.expr) -> ast.expr | None:
+    """x if a value is x.transpose(1, 2)."""
+    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
+        return None
+    is_swap = value.func.attr == "transpose" and [ast.unparse(a) for a in value.args] == ["1", "2"]
+    return value.func.value if is_swap else None

@@ -4,6 +4,8 @@ What such a module computes is found by trying it on random positions. Types of 
 change with the length of the sequence are left alone.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +31,7 @@ def rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_typ
     return ops.rope_tables(position_ids, frequencies.float(), scaling, x.dtype, layout)
 
 
-def _parameters(rotary: nn.Module, layer_type: str | None) -> tuple[object, object]:
+def _parameters(rotary: nn.Module, layer_type: str | None) -> tuple[Any, Any]:
     prefix = "" if layer_type is None else f"{layer_type}_"
     return getattr(rotary, f"{prefix}inv_freq", None), getattr(rotary, f"{prefix}attention_scaling", None)
 

@@ -6,8 +6,8 @@ results are cast to what the model's code would give (weights in its dtype, ids 
 
 import ast
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -245,8 +245,9 @@ def _value_before_casts(program: Program, result: ast.Tuple, index: int) -> ast.
     while True:
         found = program.definition(program.last_name(value))
         owner, definition = found or (owner, value)
-        is_method = isinstance(definition, ast.Call) and isinstance(definition.func, ast.Attribute)
-        if not is_method or Reader(program).read(definition).op != "cast":
+        if not isinstance(definition, ast.Call) or not isinstance(definition.func, ast.Attribute):
+            break
+        if Reader(program).read(definition).op != "cast":
             break
         method, value = definition.func, definition.func.value
     if found is not None:

@@ -5,7 +5,7 @@ import ast
 from torch import Tensor, nn
 
 from ..experts import add_terms, experts_forward, may_be_fused
-from ..interface import is_experts
+from ..interface import Experts, is_experts
 from ..program.building import child_of_call, helper, sums
 from ..program.formulas import Reader
 from ..program.patterns import match
@@ -15,7 +15,7 @@ _VIEWS = {"view", "reshape"}
 
 
 def experts_with_shared(
-    experts: nn.Module,
+    experts: Experts,
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
