@@ -133,7 +133,7 @@ def _sizes(model: torch.nn.Module, arguments: dict[str, Any]) -> str:
     )
 
 
-def _quantized_bytes(weight: torch.Tensor, format) -> int:
+def _quantized_bytes(weight: torch.Tensor, format: Format) -> int:
     scale = 2 * weight.element_size() if format.has_biases else 1
     return weight.numel() * format.bits // 8 + weight.numel() // format.group_size * scale
 

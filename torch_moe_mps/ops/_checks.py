@@ -71,7 +71,7 @@ class Check:
         if tensor.dim() != len(expected) or any(a != b for a, b in zip(tensor.shape, expected, strict=True)):
             self.fail(argument, f"of shape {meaning} = {tuple(expected)}", tuple(tensor.shape))
 
-    def between(self, argument: str, value, low, high, meaning: str = "") -> None:
+    def between(self, argument: str, value: int, low: int, high: int, meaning: str = "") -> None:
         if not low <= value <= high:
             self.fail(argument, f"between {low} and {high}{meaning}", value)
 

@@ -88,7 +88,7 @@ class Format:
         return words * 32 // self.bits
 
     def empty(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """packed (uint32), scales and biases of a weight of `shape` and `dtype`, uninitialised."""
         *rows, columns = shape

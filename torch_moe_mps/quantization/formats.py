@@ -98,7 +98,9 @@ def check_finite(check: Check, argument: str, stack: Tensor) -> None:
             check.fail(argument, "finite", "NaN, inf or a range over that of float32")
 
 
-def empty_weight(shape: tuple[int, ...], dtype: torch.dtype, device, format: Format) -> QuantizedWeight:
+def empty_weight(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, format: Format
+) -> QuantizedWeight:
     return QuantizedWeight(*format.empty(shape, dtype, device))
 
 

@@ -48,7 +48,7 @@ def attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What `eager_attention_forward` of the module's file returns, its weights only where that runs.
 
@@ -92,7 +92,9 @@ def attention(
     )
 
 
-def attention_mask(*args, q_length: int, allow_is_causal_skip: bool = True, **kwargs) -> Tensor | None:
+def attention_mask(
+    *args: Any, q_length: int, allow_is_causal_skip: bool = True, **kwargs: Any
+) -> Tensor | None:
     """The mask for `attention`: None for one new token that sees the whole cache, else an additive one."""
     from transformers.masking_utils import eager_mask, sdpa_mask
 
@@ -103,7 +105,15 @@ def attention_mask(*args, q_length: int, allow_is_causal_skip: bool = True, **kw
     return eager_mask(*args, q_length=q_length, **kwargs)
 
 
-def _takes(query, key, value, mask, sinks, dropout, kwargs) -> bool:
+def _takes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> bool:
     """Whether the operator gives what is asked for."""
     tensors = [t for t in (query, key, value, mask, sinks) if t is not None]
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

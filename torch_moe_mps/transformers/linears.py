@@ -1,5 +1,7 @@
 """Linear layers and embeddings with quantised weights, in place of nn.Linear and nn.Embedding."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -31,7 +33,7 @@ class LazyWeight:
     def device(self) -> torch.device:
         return self._layer.packed.device
 
-    def __getitem__(self, index) -> Tensor:
+    def __getitem__(self, index: Any) -> Tensor:
         first, *others = index if isinstance(index, tuple) else (index,)
         if first is None or first is Ellipsis:
             return self._layer.dequantized(slice(None))[index]

@@ -90,7 +90,7 @@ class Quantizer(HfQuantizer):
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         return not self.pre_quantized and param_name in self._stream.wanted
 
-    def get_quantize_ops(self):
+    def get_quantize_ops(self) -> QuantizeParameter:
         return QuantizeParameter(self._stream)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:

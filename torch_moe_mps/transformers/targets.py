@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..quantization import Format
 from .interface import Experts, experts_of, is_quantized, projections
@@ -72,7 +72,8 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
         if reason is None and len(formats) < len(wanted):
             reason = "kept by the recipe"
         if reason is None and kind != "experts":
-            reason = _does_not_fit(module.weight, formats["weight"])
+            weight: Any = module.weight
+            reason = _does_not_fit(weight, formats["weight"])
         if reason is None:
             found.targets[name] = Target(name, module, kind, formats)
         else:
@@ -98,7 +99,7 @@ def kinds_of(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
     return found
 
 
-def _does_not_fit(weight, format: Format) -> str | None:
+def _does_not_fit(weight: Tensor, format: Format) -> str | None:
     if weight.shape[-1] % format.group_size != 0:
         return f"its input dimension {weight.shape[-1]} is no multiple of {format.group_size}"
     if not weight.is_floating_point() or weight.element_size() not in (2, 4):
@@ -192,7 +193,7 @@ def _weights_read_by(cls: type) -> set[str]:
 class _Reads(ast.NodeVisitor):
     """The names N in `self.N.weight`, unless an attribute or an element of that is all that is read."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.found: set[str] = set()
 
     def visit_If(self, node: ast.If) -> None:

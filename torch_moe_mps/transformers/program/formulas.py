@@ -11,6 +11,7 @@ import copy
 import functools
 import types
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -289,7 +290,7 @@ class Reader:
         except Unsupported:
             return None
 
-    def read_method(self, function, value: ast.Call) -> Node:
+    def read_method(self, function: Any, value: ast.Call) -> Node:
         try:
             program = straighten(self.program.module, function)
             return inline(program, self.prefix, [self.read(a) for a in value.args])

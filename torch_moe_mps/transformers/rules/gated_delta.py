@@ -12,6 +12,7 @@ import inspect
 import textwrap
 import types
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +36,13 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", None: "none"}
 
 
 def causal_conv(
-    function, x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation=None
-):
+    function: Callable,
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
     """function(x, conv_state, weight, bias, activation), which updates conv_state in place."""
     name = _ACTIVATIONS.get(activation)
     present = [tensor for tensor in (x, conv_state, weight, bias) if tensor is not None]
@@ -47,7 +53,16 @@ def causal_conv(
     return ops.causal_conv1d_update_(x, conv_state, weight, bias, name)
 
 
-def delta_rule(function, q: Tensor, k: Tensor, v: Tensor, *, gates: Callable, raw: tuple | None, **options):
+def delta_rule(
+    function: Callable,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    gates: Callable,
+    raw: tuple | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
     """function(q, k, v, g=, beta=, **options), and the state, which is updated in place.
 
     `gates` computes g and beta; `raw` is what the operator takes in their place: g, beta, A_log, dt_bias.
@@ -184,7 +199,7 @@ def _decay_attributes(gate: _Gate) -> tuple[str, str] | None:
 # Rewriting of a forward
 
 
-def rewrite_gated_delta(helpers: types.ModuleType, module: nn.Module):
+def rewrite_gated_delta(helpers: types.ModuleType, module: nn.Module) -> tuple[Callable, str] | None:
     """(forward, what it runs) for a layer with linear attention, else None."""
     own = original_class(module).forward
     inner = inspect.unwrap(own)

@@ -6,7 +6,7 @@ Their rows stand behind each other in memory.
 import ast
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ class Joined:
     def is_current(self, layers: Sequence[nn.Module]) -> bool:
         return [_place(layer) for layer in layers] == self.places
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: Any) -> tuple:
         return _nothing, ()
 
 

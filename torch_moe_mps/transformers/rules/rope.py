@@ -8,7 +8,8 @@ import ast
 import functools
 import itertools
 import types
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +51,9 @@ class Turn(NamedTuple):
 _TURNS = [Turn(*fields) for fields in itertools.product(_PAIRS, (False, True), (False, True), (False, True))]
 
 
-def _turned(turn: Turn, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **norms) -> tuple:
+def _turned(
+    turn: Turn, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **norms: Any
+) -> tuple[Tensor, ...]:
     """The operator on q, k [B, T, heads, D], its results [B, heads, T, D]."""
     if turn.half_of_table:
         cos, sin = (table[..., : table.shape[-1] // 2] for table in (cos, sin))
@@ -72,7 +75,9 @@ def rope_form(function: types.FunctionType, tensors: int, options: tuple) -> Rop
     return None
 
 
-def _turn_of(function, tensors: int, options: dict, heads_dim: int, table_width: int) -> Turn | None:
+def _turn_of(
+    function: Callable, tensors: int, options: dict, heads_dim: int, table_width: int
+) -> Turn | None:
     generator = torch.Generator().manual_seed(heads_dim)
     shapes = [(2, _TOKENS, _HEADS + i, _WIDTH) for i in range(tensors)]
     inputs = [torch.rand(shape, generator=generator) + 0.5 for shape in shapes]
@@ -110,7 +115,7 @@ def _turn(form: RopeForm, q: Tensor, cos: Tensor) -> Turn | None:
 
 
 def rope(
-    function,
+    function: Callable,
     form: tuple,
     q: Tensor,
     k: Tensor | None,
@@ -118,8 +123,8 @@ def rope(
     sin: Tensor,
     q_norm: nn.Module | None = None,
     k_norm: nn.Module | None = None,
-    **options,
-):
+    **options: Any,
+) -> Tensor | tuple[Tensor, ...]:
     """function(q_norm(q), k_norm(k), cos, sin), or function(q_norm(q), cos, sin)."""
     heads_dim, *turns = form
     wide, narrow = (None if turn is None else Turn(*turn) for turn in turns)
@@ -136,13 +141,15 @@ def rope(
     return turned[0] if k is None else turned
 
 
-def _norm_arguments(q_norm: nn.Module | None, k_norm: nn.Module | None, q: Tensor, k) -> dict | None:
+def _norm_arguments(
+    q_norm: nn.Module | None, k_norm: nn.Module | None, q: Tensor, k: Tensor | None
+) -> dict | None:
     """The norms as arguments of the operator; None where their modules have to run."""
     if q_norm is None and k_norm is None:
         return {}
     eps = offset = None
     for norm, x in ((q_norm, q), (k_norm, k)):
-        if norm is None:
+        if norm is None or x is None:
             continue
         formula = norm.__dict__.get(MARK)
         if formula is None or is_observed(norm) or not holds(norm, MARK):

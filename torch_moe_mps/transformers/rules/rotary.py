@@ -4,6 +4,7 @@ What such a module computes is found by trying it on random positions. Types of 
 change with the length of the sequence are left alone.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ _LAYOUTS = ("halves", "pairs", "interleaved")
 _LARGEST_POSITION = 4096
 
 
-def rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None):
+def rotary_forward(
+    rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+) -> tuple[Tensor, ...]:
     """The forward of a rewritten module: cos and sin for each position."""
     layout = rotary.__dict__.get(MARK, {}).get(layer_type)
     frequencies, scaling = _parameters(rotary, layer_type)
@@ -42,7 +45,7 @@ def _fits(x: Tensor, position_ids: Tensor, frequencies: Tensor) -> bool:
     return dtypes and devices and frequencies.dtype in ACTIVATION_DTYPES and position_ids.dim() == 2
 
 
-def rewrite_rotary(module: nn.Module):
+def rewrite_rotary(module: nn.Module) -> tuple[Callable, str] | None:
     """(forward, what it runs) for a module that computes these tables, else None."""
     types = getattr(module, "rope_type", None)
     record(module, "rope_type")

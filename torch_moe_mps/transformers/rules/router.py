@@ -166,7 +166,7 @@ def _complete(module: nn.Module, bound: dict[str, Node], scoring: str, arguments
 
 
 def route(
-    logits: Tensor, top_k: int, dtype: torch.dtype | None, raw: bool, **arguments
+    logits: Tensor, top_k: int, dtype: torch.dtype | None, raw: bool, **arguments: Any
 ) -> tuple[Tensor, Tensor]:
     """moe_router; unless `raw`, weights in `dtype` (None: float32) and ids in int64 as models have them."""
     weights, ids = ops.moe_router(logits, top_k, **arguments)
@@ -227,7 +227,7 @@ def _is_known_before(program: Program, value: ast.expr, position: int) -> bool:
     return statement is not None and program.statements.index(statement) < position
 
 
-def routed(experts: nn.Module, unseen: bool, router: nn.Module, *args, **kwargs) -> tuple:
+def routed(experts: nn.Module, unseen: bool, router: nn.Module, *args: Any, **kwargs: Any) -> tuple:
     """router(...), without casts where it is rewritten and only our operators see the results.
 
     `unseen`: nothing but the experts reads them.
