@@ -2,17 +2,20 @@
 
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from ..ops._checks import ACTIVATION_DTYPES, Check
 from ..quantization import Format, QuantizedWeight
 from ..quantization.formats import empty_weight
 
+if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
+    from transformers import PreTrainedModel
 
-def check_loaded(model: PreTrainedModel) -> None:
+
+def check_loaded(model: "PreTrainedModel") -> None:
     """Raise the one-line error for a tensor that the checkpoint lacks, or has in another dtype.
 
     transformers leaves what is missing uninitialised, or fills it with random values, and only logs its name.

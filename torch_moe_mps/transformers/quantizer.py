@@ -3,11 +3,10 @@
 Imported when transformers' quantizers are, through the package's import hook.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
@@ -22,6 +21,9 @@ from .packing import finish, store_empty
 from .saving import mark_quantized
 from .streaming import QuantizeParameter, Stream, streaming_converters
 from .targets import tie_quantized
+
+if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
+    from transformers import PreTrainedModel
 
 register_quantization_config(NAME)(QuantizationConfig)
 
@@ -93,7 +95,7 @@ class Quantizer(HfQuantizer):
     def get_quantize_ops(self) -> QuantizeParameter:
         return QuantizeParameter(self._stream)
 
-    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+    def _process_model_after_weight_loading(self, model: "PreTrainedModel", **kwargs: Any) -> None:
         if not self._streams:
             for target in self._targets.values():
                 dtype = next(target.module.__dict__[name].dtype for name in target.formats)

@@ -7,11 +7,10 @@ initialised.
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, MergeModulelist, WeightConverter
 from transformers.quantizers.base import HfQuantizer
 
@@ -33,6 +32,9 @@ from .recipe import Recipe
 from .report import QuantizationReport, QuantizedProjection
 from .sizes import bytes_a_token
 from .targets import Target, tied_layers, weights_of
+
+if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
+    from transformers import PreTrainedModel
 
 _CHECK = Check("quantize")
 
@@ -109,7 +111,7 @@ class Stream:
         self._replaced.append((ours, converter))
         return ours
 
-    def finish(self, model: PreTrainedModel) -> QuantizationReport:
+    def finish(self, model: "PreTrainedModel") -> QuantizationReport:
         """Put the quantised tensors into the model, and quantise what was not in the checkpoint.
 
         Raises: ValueError for the first parameter that could not be quantised.
