@@ -1,5 +1,5 @@
 # Sourced by the other scripts: makes .venv with the pinned packages and this one, and leaves its python in $PYTHON.
-# TORCH_VERSION=2.10.0 in the environment installs that torch instead of the pinned one.
+# TORCH_VERSION=2.10.0 and TRANSFORMERS_VERSION=5.20.0 in the environment take the place of the pinned versions.
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 
@@ -20,7 +20,8 @@ system_python() {
 }
 
 requirements() {
-  sed "${TORCH_VERSION:+s/^torch==.*/torch==$TORCH_VERSION/}" tests/requirements.txt
+  sed -e "${TORCH_VERSION:+s/^torch==.*/torch==$TORCH_VERSION/}" \
+    -e "${TRANSFORMERS_VERSION:+s/^transformers==.*/transformers==$TRANSFORMERS_VERSION/}" tests/requirements.txt
 }
 
 make_environment() {
