@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,14 @@ ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ID_DTYPES = (torch.int32, torch.int64)
 FLOAT32_MAX = torch.finfo(torch.float32).max
 MAX_TOP_K = 64  # experts per token
+MAX_EXPERTS = 1024
+Group = TypeVar("Group", bound=tuple)
+
+
+def picked(group: type[Group], options: dict[str, Any], **given: Any) -> Group:
+    """The named tuple `group` of the options that are its fields; the others keep their defaults."""
+    fields: Any = group
+    return group(**given, **{name: value for name, value in options.items() if name in fields._fields})
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:

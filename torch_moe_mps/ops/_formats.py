@@ -13,7 +13,7 @@ cross the ends of words. The numbers of mxfp4 and mxfp8 are those of OCP microsc
 
 import functools
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,32 +117,6 @@ class Format:
     def check_columns(self, check: Check, argument: str, columns: int) -> None:
         if columns % self.group_size != 0:
             check.fail(argument, f"a multiple of {self.group_size}", columns)
-
-    def check_weight(
-        self,
-        check: Check,
-        prefix: str,
-        packed: Tensor,
-        scales: Tensor,
-        biases: Tensor | None,
-        shape: tuple[int, ...],
-        meaning: str,
-    ) -> None:
-        """`shape` is that of the dense weight [..., columns], `meaning` names its dimensions: "E, N, H"."""
-        *rows, columns = shape
-        rows_name, _, columns_name = meaning.rpartition(", ")
-        self.check_columns(check, f"{columns_name}, the input dimension of {prefix}packed,", columns)
-        check.dtype(f"{prefix}packed", packed, PACKED_DTYPES)
-        words = f"[{rows_name}, {columns_name} * {self.bits} / 32]"
-        check.shape(f"{prefix}packed", packed, (*rows, self.words(columns)), words)
-        self.check_scales(
-            check,
-            prefix,
-            scales,
-            biases,
-            (*rows, self.groups(columns)),
-            f"[{rows_name}, {columns_name} / {self.group_size}]",
-        )
 
     def check_scales(
         self,
@@ -266,3 +240,38 @@ def dequantize_values(packed: Tensor, scales: Tensor, biases: Tensor | None, for
     """[..., words], [..., groups] -> [..., columns] float32."""
     groups = unpack(packed, format).unflatten(-1, (-1, format.group_size))
     return _scaled(groups, scales, biases, format).flatten(-2)
+
+
+class PackedWeight(NamedTuple):
+    """A quantised matrix or stack of matrices, [..., columns], as operators take it."""
+
+    packed: Tensor
+    scales: Tensor
+    biases: Tensor | None
+    format: Format
+
+    def check(self, check: Check, prefix: str, shape: tuple[int, ...], meaning: str) -> None:
+        """`shape` is that of the dense weight, `meaning` names its dimensions: "E, N, H"."""
+        packed, scales, biases, format = self
+        *rows, columns = shape
+        rows_name, _, columns_name = meaning.rpartition(", ")
+        format.check_columns(check, f"{columns_name}, the input dimension of {prefix}packed,", columns)
+        check.dtype(f"{prefix}packed", packed, PACKED_DTYPES)
+        words = f"[{rows_name}, {columns_name} * {format.bits} / 32]"
+        check.shape(f"{prefix}packed", packed, (*rows, format.words(columns)), words)
+        groups = f"[{rows_name}, {columns_name} / {format.group_size}]"
+        format.check_scales(check, prefix, scales, biases, (*rows, format.groups(columns)), groups)
+
+    def named(self, prefix: str = "") -> dict[str, Tensor | None]:
+        """The tensors by the names of their arguments."""
+        return {
+            f"{prefix}packed": self.packed,
+            f"{prefix}scales": self.scales,
+            f"{prefix}biases": self.biases,
+        }
+
+    def values(self, index: int | slice | Tensor) -> Tensor:
+        """A matrix of the stack or some rows of the matrix, dequantised to float32."""
+        biases = None if self.biases is None else self.biases[index]
+        packed = self.packed.view(torch.int32)[index]  # uint32 cannot be indexed by a tensor
+        return dequantize_values(packed, self.scales[index], biases, self.format)

@@ -1,13 +1,14 @@
 """The experts implementation "moe_mps": every class with the experts interface of transformers."""
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from ..ops._checks import MAX_TOP_K
+from ..ops._activations import POINTWISE, Activation
+from ..ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
 from .interface import Experts, formats_of, is_quantized, projections
 from .program.formulas import Node, evaluate, inline, operation_of
 from .program.patterns import match
@@ -20,22 +21,11 @@ ops = torch.ops.moe_mps
 NAME = "moe_mps"
 # Where a module keeps its config and the implementation that the config named before.
 PREVIOUS_EXPERTS = "_moe_mps_previous_implementation"
-_POINTWISE = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 # The formula of _apply_gate on its argument X, with G and U its gate and up half.
 _GATES = {
     "silu_clamped": "silu(clamp_max(G, LIMIT)) * clamp(U, LOW, LIMIT)",
     "swiglu_oai": "(clamp(U, LOW, LIMIT) + 1) * (clamp_max(G, LIMIT) * sigmoid(clamp_max(G, LIMIT) * ALPHA))",
-} | {name: f"{name}(G) * U" for name in _POINTWISE}
-
-
-class Activation(NamedTuple):
-    """What happens between an expert's two matmuls, as keyword arguments of moe_experts."""
-
-    activation: str
-    gated: bool
-    interleaved: bool
-    alpha: float | None = None
-    limit: float | None = None
+} | {name: f"{name}(G) * U" for name in POINTWISE}
 
 
 def activation_of(module: nn.Module) -> Activation | None:
@@ -46,7 +36,7 @@ def activation_of(module: nn.Module) -> Activation | None:
     if not module.has_gate:
         record(module, "act_fn")
         name = operation_of(getattr(module, "act_fn", None))
-        return Activation(name, False, False) if name in _POINTWISE else None
+        return Activation(name, gated=False) if name in POINTWISE else None
     try:
         result = _gate_formula(module)
     except Unsupported:
@@ -85,8 +75,8 @@ def _with_numbers(
             return None
     if "ALPHA" in bound and not isinstance(alpha, (int, float)):
         return None
-    given = (float(number) if isinstance(number, (int, float)) else None for number in (alpha, limit))
-    return Activation(name, True, interleaved, *given)
+    alpha, limit = (float(number) if isinstance(number, (int, float)) else None for number in (alpha, limit))
+    return Activation(name, alpha, limit, interleaved=interleaved)
 
 
 def runs_own_code(module: nn.Module, *inputs: Tensor) -> bool:
@@ -158,7 +148,7 @@ def _activation(module: nn.Module) -> tuple | None:
 
 
 def _arguments(activation: tuple) -> dict:
-    name, gated, interleaved, alpha, limit = activation
+    name, alpha, limit, gated, interleaved = activation
     return {"activation": name, "gated": gated, "interleaved": interleaved, "alpha": alpha, "limit": limit}
 
 
@@ -188,7 +178,7 @@ def unsupported(module: nn.Module) -> str | None:
     if is_quantized(module):
         return None
     dtypes = {getattr(module, p).dtype for p in (first, second)}
-    if not dtypes <= {torch.float32, torch.float16, torch.bfloat16} or len(dtypes) > 1:
+    if not dtypes <= set(ACTIVATION_DTYPES) or len(dtypes) > 1:
         return f"its weights are {', '.join(sorted(map(str, dtypes)))}"
     if not hasattr(type(module).forward, "__wrapped__"):
         return "its class does not dispatch to experts implementations"

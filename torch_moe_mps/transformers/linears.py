@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops._formats import dequantize_values
+from ..ops._formats import PackedWeight
 from ..quantization import Format
 from .interface import is_quantized
 
@@ -82,9 +82,8 @@ class QuantizedLayer(nn.Module):
 
     def dequantized(self, rows: slice | Tensor) -> Tensor:
         """Some rows of the matrix, in the dtype of the dense weight."""
-        biases = None if self.biases is None else self.biases[rows]
-        values = dequantize_values(self.packed[rows], self.scales[rows], biases, self.format)
-        return values.to(self._like.dtype)
+        weight = PackedWeight(self.packed, self.scales, self.biases, self.format)
+        return weight.values(rows).to(self._like.dtype)
 
 
 def has_quantized_weights(module: nn.Module) -> bool:

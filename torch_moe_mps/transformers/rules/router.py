@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ...ops._checks import MAX_TOP_K
+from ...ops._checks import MAX_EXPERTS, MAX_TOP_K
 from ..experts import is_observed, may_be_fused
 from ..program.building import add_option, helper, item
 from ..program.formulas import Node, Reader, casts_to_float32, evaluate, held, is_number
@@ -22,7 +22,6 @@ from ..program.straightening import straighten
 
 ops = torch.ops.moe_mps
 
-MAX_EXPERTS = 1024
 # The argument with which a block that hands everything to our experts asks for results without casts.
 RAW = "moe_mps_raw"
 _SCORES = {"softmax": "softmax(L)", "sigmoid": "sigmoid(L)", "sqrtsoftplus": "sqrtsoftplus(L)"}
