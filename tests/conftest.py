@@ -2,8 +2,8 @@
 
 A test that takes the fixture `device` runs on the CPU and on "mps": on a Mac that is Metal, elsewhere it is
 the simulator (tests/simulator), which runs the same host code and shaders in an ordinary PyTorch. There it
-runs once for each of two orders of threads and threadgroups, in the sweep for two more;
-`@pytest.mark.one_schedule` is for a test that takes long, and runs it under the one that its name selects.
+runs under one of four orders of threads and threadgroups, selected by the test's name, and in the sweep under
+all four; `@pytest.mark.one_schedule` keeps a test that takes long at one in the sweep, too.
 """
 
 import sys
@@ -14,13 +14,13 @@ import pytest
 import torch
 
 SCHEDULES = (0, 1, 2, 3)
-ALWAYS = (0, 1)  # the others in the sweep
 SIMULATED = sys.platform != "darwin"
 
 
 def pytest_configure(config):
     config.addinivalue_line(
-        "markers", "one_schedule: run the simulated mps variant under one schedule, not under every one"
+        "markers",
+        "one_schedule: run the simulated mps variant under one schedule in the sweep, too",
     )
     # Before test modules are imported: torch remembers for the process whether MPS was there when asked.
     if SIMULATED:
@@ -31,12 +31,10 @@ def mps_variants(one_schedule: bool) -> list:
     """The parameters of `device` beside "cpu"."""
     if not SIMULATED or one_schedule:
         return ["mps"]
-    return [
-        pytest.param(
-            ("mps", seed), id=f"mps-schedule{seed}", marks=[] if seed in ALWAYS else pytest.mark.sweep
-        )
-        for seed in SCHEDULES
+    every = [
+        pytest.param(("mps", seed), id=f"mps-schedule{seed}", marks=pytest.mark.sweep) for seed in SCHEDULES
     ]
+    return ["mps", *every]
 
 
 def pytest_generate_tests(metafunc):

@@ -81,7 +81,9 @@ def assert_one_line(result: subprocess.CompletedProcess, expected: str) -> None:
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.sweep if i else []) for i, name in enumerate(ERRORS)]
+)
 def test_models_that_are_not_served_are_one_line(name, tmp_path):
     expected, *options = ERRORS[name]
     write_model(name, tmp_path)
@@ -94,14 +96,16 @@ def test_no_tokens():
     assert result.stderr.strip().endswith("error: argument --tokens: must be at least 1, got 0")
 
 
-@pytest.mark.parametrize("kind", ["missing", "empty"])
+@pytest.mark.parametrize("kind", ["missing", pytest.param("empty", marks=pytest.mark.sweep)])
 def test_what_is_no_checkpoint_is_one_line(kind, tmp_path):
     path = tmp_path / "missing" if kind == "missing" else tmp_path
     expected = f"{path} is not a checkpoint: there is no {path}/config.json"
     assert_one_line(demo("--model", str(path)), expected)
 
 
-@pytest.mark.parametrize("name", ["cuda", "meta", "nonsense"])
+@pytest.mark.parametrize(
+    "name", ["meta", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("cuda", "nonsense"))]
+)
 def test_devices_without_tensors_are_one_line(name):
     result = subprocess.run(
         [sys.executable, DEMO, "--device", name], capture_output=True, text=True, env=environment()

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from support.oracles import FLOAT32_EPS, exact, round_to, spacing
+from support.oracles import exact, round_to, spacing
+from support.oracles_sequence import attention, causal
 
 from torch_moe_mps.ops.attention import attention_sinks
 
@@ -14,32 +15,12 @@ def random(*shape, dtype=torch.float32, seed=0, scale=1.0):
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))) * scale).to(dtype)
 
 
-def causal(tokens: int, keys: int, window: int | None = None) -> np.ndarray:
-    distance = np.arange(keys - tokens, keys)[:, None] - np.arange(keys)
-    return ((distance >= 0) & (distance < (keys + tokens if window is None else window)))[None]
-
-
 def assert_right(actual, q, k, v, sinks, scale, seen, added=0.0):
-    """`seen`: [B or 1, T, S]. One row after the other, in float64; terms that are not seen take no part."""
-    q, k, v = (exact(t) for t in (q, k, v))
-    batch, heads, tokens, _ = q.shape
-    group = heads // k.shape[1]
-    assert tuple(actual.shape) == (batch, tokens, heads, v.shape[3]) and actual.is_contiguous()
-    seen, added = (np.broadcast_to(x, (batch, tokens, k.shape[2])) for x in (seen, added))
-    got = exact(actual)
-    for b, t, h in np.ndindex(batch, tokens, heads):
-        keys = np.nonzero(seen[b, t])[0]
-        k_seen, v_seen = k[b, h // group, keys], v[b, h // group, keys]
-        scores = k_seen @ q[b, h, t] * scale + added[b, t, keys]
-        size = abs(k_seen) @ abs(q[b, h, t]) * abs(scale) + abs(added[b, t, keys])
-        sink = -np.inf if sinks is None else float(exact(sinks)[h])
-        highest = max(scores.max(initial=-np.inf), sink)
-        terms = np.exp(scores - highest) if keys.size else scores
-        total = terms.sum() + np.exp(sink - highest) if highest > -np.inf else 1.0
-        correct = round_to(terms @ v_seen / total, actual.dtype)
-        # A score's error is one of its exponential.
-        errors = (24 + 4 * size.max(initial=0.0)) * FLOAT32_EPS * (terms @ abs(v_seen) / total)
-        assert (abs(got[b, t, h] - correct) <= spacing(correct, actual.dtype) + errors).all(), (b, t, h)
+    """`seen`: [B or 1, T, S]."""
+    value, errors = attention(q, k, v, sinks, scale, seen, added)
+    assert tuple(actual.shape) == value.shape and actual.is_contiguous()
+    correct = round_to(value, actual.dtype)
+    assert (abs(exact(actual) - correct) <= spacing(correct, actual.dtype) + errors).all()
 
 
 def tensors(device, dtype, batch, heads, key_heads, tokens, keys, width, value_width=None):

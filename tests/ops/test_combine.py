@@ -227,6 +227,9 @@ def test_empty(device):
     weighted_sum_residual_stacked_(zeros(0, 8), zeros(0, 4, 8), zeros(0, 4))
     normed = weighted_sum_residual_norm_stacked_(zeros(0, 8), zeros(0, 4, 8), zeros(0, 4), zeros(8), EPS)
     assert normed.shape == (0, 8)
+    empty = torch.zeros(2, 0, 1, device=device) * 1
+    assert empty.stride() == (0, 1, 0)  # as PyTorch leaves an empty result
+    weighted_sum_residual_stacked_(empty, zeros(2, 0, 3, 1), zeros(2, 0, 3))
     assert moe_weighted_reduce(zeros(0, 4), zeros(0, 4, 8)).shape == (0, 8)
     assert moe_weighted_reduce(zeros(0, 4), zeros(0, 8), residual=zeros(0, 8)).shape == (0, 8)
 

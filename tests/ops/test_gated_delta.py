@@ -1,9 +1,9 @@
 """Linear attention by the gated delta rule: the convolution's and the recurrence's step."""
 
-import numpy as np
 import pytest
 import torch
-from support.oracles import FLOAT32_EPS, exact, sigmoid, spacing
+from support.oracles import FLOAT32_EPS, exact, spacing
+from support.oracles_sequence import convolution, recurrence
 
 from torch_moe_mps.ops.gated_delta import causal_conv1d_update_, gated_delta_rule_
 
@@ -25,23 +25,11 @@ def assert_near(actual, expected, magnitude):
 
 
 def check_conv(x, state, weight, bias, activation):
-    """Written from the definition, position by position."""
-    every = np.concatenate((exact(state), exact(x)), -1)
-    length, width, tokens = state.shape[-1], weight.shape[-1], x.shape[-1]
-    expected = np.zeros(x.shape)
-    magnitude = np.zeros(x.shape)
-    shift = np.zeros(x.shape[1]) if bias is None else exact(bias)
-    for t in range(tokens):
-        window = every[..., length + t + 1 - width : length + t + 1]
-        expected[..., t] = (window * exact(weight)).sum(-1) + shift
-        magnitude[..., t] = (abs(window) * abs(exact(weight))).sum(-1) + abs(shift)
-    if activation == "silu":
-        expected = expected * sigmoid(expected)
+    expected, magnitude, kept = convolution(x, state, weight, bias, activation)
     result = causal_conv1d_update_(x, state, weight, bias, activation)
     assert result.dtype == x.dtype and result.is_contiguous()
     assert_near(result, expected, magnitude)
-    kept = torch.from_numpy(every[..., every.shape[-1] - length :]).to(state.dtype)
-    assert torch.equal(state.cpu(), kept)
+    assert torch.equal(state.cpu(), torch.from_numpy(kept).to(state.dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -106,26 +94,6 @@ def inputs(batch, tokens, key_heads, heads, key_width, value_width, dtype, seed=
     v = random(batch, tokens, heads, value_width, dtype=dtype, seed=seed)
     g, beta = (random(batch, tokens, heads, dtype=dtype, seed=seed + i) for i in range(2))
     return [q, k, v, g, beta, random(batch, heads, key_width, value_width, seed=seed)]
-
-
-def recurrence(
-    q, k, v, g, beta, state, scale, l2norm_eps=None, A_log=None, dt_bias=None, beta_is_logit=False
-):
-    """The definition in float64, head by head: result, state."""
-    q, k, v, g, beta, state = map(exact, (q, k, v, g, beta, state))
-    if l2norm_eps is not None:
-        q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + l2norm_eps) for x in (q, k))
-    if A_log is not None:
-        g = -np.exp(exact(A_log)) * np.logaddexp(0.0, g + (0.0 if dt_bias is None else exact(dt_bias)))
-    beta = sigmoid(beta) if beta_is_logit else beta
-    heads, shared = v.shape[2], v.shape[2] // q.shape[2]
-    out, state = np.zeros(v.shape), state.copy()
-    for b, t, h in np.ndindex(v.shape[0], v.shape[1], heads):
-        key, query = k[b, t, h // shared], q[b, t, h // shared]
-        s = state[b, h] * np.exp(g[b, t, h])
-        s = s + np.outer(key, (v[b, t, h] - key @ s) * beta[b, t, h])
-        state[b, h], out[b, t, h] = s, query @ s * scale
-    return out, state
 
 
 def check_delta(arguments, device, **options):

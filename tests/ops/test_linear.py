@@ -12,7 +12,7 @@ from support.expert_layers import messages, random
 from support.layouts import LAYOUTS, lay
 from support.oracles import assert_rounded, exact
 from support.oracles_experts import Estimate, activate, assert_close, multiply, roundoff
-from support.quantized_layers import ALL_FORMATS, dense, name_of, place, random_quantized
+from support.quantized_layers import ALL_FORMATS, dense, each, name_of, place, random_quantized
 
 from torch_moe_mps.ops import linear
 from torch_moe_mps.ops.linear import embedding_quantized, linear_quantized, mlp_quantized
@@ -79,7 +79,7 @@ def check_mlp(device, shape, format, dtype, seed, *, down_format=None, scale_dty
     assert_close(out, expected)
 
 
-@pytest.mark.parametrize("format", ALL_FORMATS, ids=name_of)
+@pytest.mark.parametrize("format", each(ALL_FORMATS))
 def test_every_format(device, format):
     """Each with one dtype; the others in the sweep. Odd numbers of outputs, all kernels."""
     dtype = DTYPES[ALL_FORMATS.index(format) % 3]
@@ -255,7 +255,7 @@ def test_against_mlx(format):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("format", ALL_FORMATS, ids=name_of)
+@pytest.mark.parametrize("format", each(ALL_FORMATS))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sweep(device, dtype, format):
     """Random sizes and options together."""

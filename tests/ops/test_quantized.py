@@ -16,9 +16,9 @@ from support.oracles_experts import moe_experts as expected_experts
 from support.quantized_layers import (
     ALL_FORMATS,
     FORMATS,
-    NAMES,
     check_layer,
     dense,
+    each,
     name_of,
     place,
     random_quantized,
@@ -37,7 +37,7 @@ def ids_of_counts(counts, slots, seed):
     return flat[order].reshape(-1, slots)
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+@pytest.mark.parametrize("format", each(FORMATS))
 def test_expert_qmm(device, format):
     step = max(format[1], 64)
     for i, (tokens, slots, experts, rows) in enumerate(
@@ -56,7 +56,7 @@ def test_expert_qmm(device, format):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+@pytest.mark.parametrize("format", each(FORMATS))
 def test_layer(device, format, dtype):
     """Sizes are multiples of the group, not of a tile."""
     group = format[1]
@@ -66,7 +66,7 @@ def test_layer(device, format, dtype):
     check_layer(device, (37, 2, 3, 2 * group, group), format, dtype, 2)
 
 
-@pytest.mark.parametrize("format", [f for f in ALL_FORMATS if f not in FORMATS], ids=name_of)
+@pytest.mark.parametrize("format", each(f for f in ALL_FORMATS if f not in FORMATS))
 def test_other_formats(device, format):
     """Each with one dtype; the others in the sweep."""
     dtype, group = DTYPES[ALL_FORMATS.index(format) % 3], max(format[1], 32)
@@ -125,7 +125,7 @@ COUNTS = ((1, 2, 3), (8, 1, 9), (17, 0, 16), (33, 31, 2))
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+@pytest.mark.parametrize("format", each(FORMATS))
 def test_many_pairs_of_one_expert(device, format, counts):
     """At 2 to 32 tokens the pairs of an expert are multiplied together. Rows of 3 and of 5 groups.
 
@@ -149,7 +149,12 @@ MANY_BLOCKS = (1, 2, 4, 5, 8, 9, 33, 0, 1, 3, 7, 17, 1, 3, 6, 12, 0, 1, 1, 5)
 
 
 @pytest.mark.parametrize(
-    ("bits", "group", "dtype"), [(4, 64, torch.half), (4, 32, torch.bfloat16), (8, 64, torch.half)]
+    ("bits", "group", "dtype"),
+    [
+        (4, 64, torch.half),
+        pytest.param(4, 32, torch.bfloat16, marks=pytest.mark.sweep),
+        pytest.param(8, 64, torch.half, marks=pytest.mark.sweep),
+    ],
 )
 @pytest.mark.parametrize("counts", [MANY_BLOCKS, (2, 1, 1, 0, 0) * 8], ids=["experts", "pairs"])
 def test_many_blocks_of_rows(device, counts, bits, group, dtype):
@@ -163,7 +168,7 @@ def test_many_blocks_of_rows(device, counts, bits, group, dtype):
     check_layer(device, (*ids.shape, len(counts), 64, 75 * 32 // 64 * 64), format, dtype, seed, ids=ids)
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+@pytest.mark.parametrize("format", each(FORMATS))
 def test_inputs_of_several_blocks(device, format):
     """Longer than what of a pair's inputs, or of several pairs', lies in threadgroup memory at a time."""
     counts, group = (1, 2, 3, 4, 9, 1), format[1]
@@ -172,7 +177,7 @@ def test_inputs_of_several_blocks(device, format):
         check_layer(device, (*ids.shape, len(counts), 2048 + group, group), format, dtype, i, ids=ids)
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+@pytest.mark.parametrize("format", each(FORMATS))
 def test_more_experts_than_simdgroups(device, format):
     """In the down projection a simdgroup goes from one to the next. Rows of whole steps, and of more."""
     for i, intermediate in enumerate((256, 512, 5 * format[1])):
@@ -226,26 +231,8 @@ def test_simdgroups_take_experts_in_turn(device, bits, counts):
         check_counts(device, counts, (bits, group, "affine"), groups, i)
 
 
-@pytest.mark.parametrize(("experts", "tokens"), [(3, 6), (9, 6), (3, 40)])
-@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
-def test_whatever_lanes_hold_of_a_matrix(simulated, format, experts, tokens):
-    group = format[1]
-    gate_up = random_quantized(experts, 2 * group, 2 * group, format, torch.float16, 1)
-    down = random_quantized(experts, 2 * group, group, format, torch.float16, 2)
-    arguments = (
-        random((tokens, 2 * group), torch.float16, 3).to("mps"),
-        *place(gate_up, "mps"),
-        *place(down, "mps"),
-        random_ids(tokens, 2, experts, 4, torch.int32).to("mps"),
-        random((tokens, 2), torch.float32, 5).to("mps"),
-    )
-    expected = moe_experts_quantized(*arguments, *format).cpu()
-    with simulated.matrix_rows_in_lane_order():
-        assert torch.equal(moe_experts_quantized(*arguments, *format).cpu(), expected)
-
-
 @pytest.mark.parametrize("tokens", [1, 2, 40])
-@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+@pytest.mark.parametrize("format", each(FORMATS))
 def test_infinite_input(device, format, tokens):
     """It leaves no finite output of its own token, and the other tokens alone."""
     experts, rows, columns = 2, 33, 256
@@ -435,7 +422,7 @@ def test_one_expert_is_dequantised_at_a_time():
     assert_close(expert_qmm(x, packed.view(torch.int32), scales, biases, ids, *FORMATS[0]), expected)
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=NAMES)
+@pytest.mark.parametrize("format", each(FORMATS))
 def test_against_mlx(device, format):
     """What MLX's own quantised weights give in MLX's own gather_qmm, in float32 on the CPU."""
     mx = pytest.importorskip("mlx.core")

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from support.oracles import FLOAT32_EPS, assert_rounded, exact, rms, spacing
+from support.oracles import FLOAT32_EPS, assert_rounded, exact, spacing
+from support.oracles_sequence import rotated
 
 from torch_moe_mps.ops.rope import PAIRS, rope
 
@@ -23,39 +24,6 @@ def tables(batch, tokens, width, dtype=torch.float32, seed=0):
     )
 
 
-# The definition, in float64, element by element ----------------------------------------------------------
-
-
-def partners(pairs: str, rotary: int):
-    """For each element that is stored: where it is read, where its partner is, and the sine's sign."""
-    for i in range(rotary):
-        half = rotary // 2
-        if pairs == "half":
-            yield i, i, (i + half) % rotary, -1.0 if i < half else 1.0
-        elif pairs == "interleaved":
-            yield i, i, i ^ 1, 1.0 if i % 2 else -1.0
-        else:
-            source = 2 * (i % half) + i // half
-            yield i, source, source ^ 1, 1.0 if source % 2 else -1.0
-
-
-def expected(x, cos, sin, weight, pairs, rotary, last, eps, offset):
-    """The result and its magnitude, [B, H, T, D]."""
-    y = exact(x).transpose(0, 2, 1, 3)
-    if weight is not None:
-        y = rms(y, eps) * (exact(weight) + offset)
-    cos, sin = (exact(t)[:, None] for t in (cos, sin))
-    start = y.shape[-1] - rotary if last else 0
-    out, magnitude = y.copy(), abs(y)
-    for stored, own, other, sign in partners(pairs, rotary):
-        pair = own % (rotary // 2) if pairs == "half" else own // 2
-        column = own if cos.shape[-1] == rotary else pair
-        a, b = y[..., start + own], y[..., start + other]
-        out[..., start + stored] = a * cos[..., column] + sign * b * sin[..., column]
-        magnitude[..., start + stored] = abs(a * cos[..., column]) + abs(b * sin[..., column])
-    return out, magnitude
-
-
 def check(q, k, cos, sin, q_weight=None, k_weight=None, offset=0.0, pairs="half", rotary=None, last=False):
     options = {"pairs": pairs, "rotary_dim": rotary, "rotary_last": last}
     q_out, k_out = rope(q, k, cos, sin, q_weight, k_weight, EPS, offset, **options)
@@ -64,7 +32,7 @@ def check(q, k, cos, sin, q_weight=None, k_weight=None, offset=0.0, pairs="half"
         if x is None:
             assert tuple(out.shape) == (0,) and out.dtype == q.dtype
             continue
-        correct, magnitude = expected(x, cos, sin, weight, pairs, width, last, EPS, offset)
+        correct, magnitude = rotated(x, cos, sin, weight, pairs, width, last, EPS, offset)
         assert_rounded(out, correct, magnitude, FLOAT32_ERRORS)
 
 
@@ -221,7 +189,7 @@ def test_norms_and_rotation_of_a_model(device, dtype):
     models = apply_rotary_pos_emb(norms[0](q).transpose(1, 2), norms[1](k).transpose(1, 2), cos, sin)
     ours = rope(*(t.to(device) for t in (q, k, cos, sin, *weights)), EPS)
     for x, weight, model, our in zip((q, k), weights, models, ours, strict=True):
-        correct, magnitude = expected(x, cos, sin, weight, "half", 32, False, EPS, 0.0)
+        correct, magnitude = rotated(x, cos, sin, weight, "half", 32, False, EPS, 0.0)
         error, models_error = (abs(exact(t) - correct) for t in (our, model))
         assert (error <= spacing(correct, dtype) + FLOAT32_ERRORS * FLOAT32_EPS * magnitude).all()
         assert error.mean() <= models_error.mean() + FLOAT32_EPS

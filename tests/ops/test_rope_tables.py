@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from support.oracles import FLOAT32_EPS, exact, spacing
+from support.oracles_sequence import angles
 
 from torch_moe_mps.ops.rope import LAYOUTS, rope_tables
 
@@ -16,14 +17,9 @@ def frequencies(pairs):
 
 def check(position_ids, inv_freq, scaling, dtype, layout):
     results = rope_tables(position_ids, inv_freq, scaling, dtype, layout)
-    positions = position_ids.cpu().float().numpy()[..., None]
-    angles = exact(torch.from_numpy(positions * inv_freq.cpu().numpy()))  # rounded to float32, as models do
-    if layout == "halves":
-        angles = np.concatenate((angles, angles), -1)
-    elif layout == "interleaved":
-        angles = np.repeat(angles, 2, -1)
+    radians = angles(position_ids, inv_freq, layout)
     for result, function in zip(results, (np.cos, np.sin), strict=True):
-        expected = function(angles) * scaling
+        expected = function(radians) * scaling
         assert result.dtype == dtype and result.shape == expected.shape and result.is_contiguous()
         # Metal's precise functions are good to 4 units of the last place; then a product and a rounding.
         allowed = spacing(expected, dtype) + 5 * FLOAT32_EPS * abs(expected)

@@ -7,7 +7,6 @@
     address(tensor)                 where the tensor's bytes lie
     with counters() as dispatches:  dispatches: what each dispatch read, wrote and waited for
     set_schedule(seed)              order of threads and threadgroups; 0 is ascending
-    with matrix_rows_in_lane_order():  another layout of simdgroup_matrix than Apple's
     with pipeline_limit(threads):   pipelines that allow fewer threads a threadgroup
     shader_library(source)          any MSL text, to run its kernels without PyTorch's stream
 
@@ -26,7 +25,6 @@ from .runtime import (
     intercepted,
     live_buffers,
     live_objects,
-    matrix_rows_in_lane_order,
     pipeline_limit,
     reset,
     set_schedule,
@@ -45,7 +43,6 @@ __all__ = [
     "intercepted",
     "live_buffers",
     "live_objects",
-    "matrix_rows_in_lane_order",
     "pipeline_limit",
     "reset",
     "set_schedule",

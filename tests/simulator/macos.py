@@ -29,9 +29,9 @@ DEFAULT = "2.13.0"
 # The oldest supported, the one that the tests run with, the newest; of each the latest patch that there is.
 ALL = ("2.10", "2.13", "2.15")
 METAL_CPP = "mlx-metal==0.32.4"
+PRECOMPILED = HERE / "metal/macos/precompiled.h"
 TARGET = "aarch64-macos.14.0"
 DYLIBS = ("torch_cpu", "torch", "c10")
-
 # Foundation's, of which metal-cpp covers a part only: developer.apple.com/documentation/foundation
 FOUNDATION_SELECTORS = {"initWithBytes:length:encoding:", "isEqualToString:", "new", "stringWithUTF8String:"}
 FOUNDATION_CLASSES = {"NSConstantString"}
@@ -151,17 +151,21 @@ def system_library() -> Path:
 def compile_all(sources: Sequence[Path], wheel: Path) -> list[Path]:
     """Objects for arm64-macos, with the flags of setup.py and the C++ version that this torch asks for."""
     standard = max(re.findall(r"-std=c\+\+(\d\d)", (wheel / "utils/cpp_extension.py").read_text()))
-    command = [zig() / "zig", "c++", "-target", TARGET, "-x", "objective-c++", f"-std=c++{standard}", "-O2"]
+    command = [zig() / "zig", "c++", "-target", TARGET, f"-std=c++{standard}", "-O2"]
     command += ["-fblocks", "-fobjc-exceptions", "-fno-objc-arc", "-Wall", "-Werror=objc-method-access"]
     command += [f"-I{HERE / 'metal/include'}", f"-I{HERE / 'metal/macos'}"]
     command += ["-isystem", wheel / "include", "-isystem", wheel / "include/torch/csrc/api/include"]
     objects = cache_directory() / "objects"
     objects.mkdir(exist_ok=True)
     command = list(map(str, command))
+
+    def compile_(source: Path, *options: object) -> Path:
+        return compile_once(source, [*command, *map(str, options)], wheel.parent.name, objects)
+
+    precompiled = compile_(PRECOMPILED, "-x", "objective-c++-header", "-Xclang", "-fno-pch-timestamp")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(
-            pool.map(lambda source: compile_once(source, command, wheel.parent.name, objects), sources)
-        )
+        options = ("-include-pch", precompiled, "-x", "objective-c++")
+        return list(pool.map(lambda source: compile_(source, *options), sources))
 
 
 def link(objects: Sequence[Path], wheel: Path, target: Path) -> None:

@@ -118,15 +118,6 @@ def set_schedule(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def matrix_rows_in_lane_order() -> Iterator[None]:
-    """Another layout of simdgroup_matrix, as in shaderlib, for what is run on the device meanwhile."""
-    torch.mps.synchronize()
-    with shaderlib.matrix_rows_in_lane_order():
-        yield
-        torch.mps.synchronize()
-
-
-@contextlib.contextmanager
 def pipeline_limit(threads: int) -> Iterator[None]:
     """Pipelines allow no more threads a threadgroup, as where Apple's compiler takes many registers."""
     _runtime().simulator_limit_pipelines(threads)

@@ -1,10 +1,8 @@
 """`shader_library(source).launch(...)`: runs any MSL text in the executor, without an MPS device."""
 
-import contextlib
 import ctypes
 import functools
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -205,20 +203,6 @@ class ShaderLibrary:
 
                     flat = value.detach().reshape(-1).view(torch.uint8)
                     flat.copy_(torch.from_numpy(memory[id(value)]))
-
-
-@contextlib.contextmanager
-def matrix_rows_in_lane_order() -> Iterator[None]:
-    """Lanes hold the rows of a simdgroup_matrix one after another, 4 lanes a row: not as on Apple's GPUs.
-
-    Metal leaves the layout open. What a kernel gives must not depend on it.
-    """
-    layout = ctypes.c_uint.in_dll(executor(), "msl_matrix_layout")
-    layout.value = 1
-    try:
-        yield
-    finally:
-        layout.value = 0
 
 
 def shader_library(msl_source: str, constants: dict | None = None, include: tuple = ()) -> ShaderLibrary:

@@ -319,7 +319,17 @@ class TestFacts:
         assert all(name in text for name in COSTS)
 
 
-@pytest.mark.parametrize("entry", published.published(), ids=lambda entry: entry.what)
+def is_slow(entry) -> bool:
+    return "gather_qmm_rhs" in entry.what or "qmm_t of" in entry.what
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param(entry, id=entry.what, marks=pytest.mark.sweep if is_slow(entry) else [])
+        for entry in published.published()
+    ],
+)
 def test_published_measurement(entry):
     low, high = entry.band
     assert low <= entry.ratio() <= high

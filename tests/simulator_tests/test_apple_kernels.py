@@ -261,7 +261,12 @@ def check_registers(kind: str, dtype: str) -> None:
             assert apple.threads_for(found.halves) >= bound, f"{name}: {found.registers:g} registers"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+RARE = {*(f"quantized_affine{bits}" for bits in (2, 3, 5, 6, 8)), "quantized_mxfp8", "quantized_nvfp4"}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.sweep) if k in RARE else k for k in KINDS]
+)
 def test_registers_fit_the_bound(simulated, kind):
     check_registers(kind, "bf16")
 

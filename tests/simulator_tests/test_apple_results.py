@@ -12,6 +12,7 @@ from support.quantized_layers import check_layer
 from support.routing import check_gate, check_sorting, gate_arguments, random_ids
 
 pytestmark = linux_only
+SWEEP = pytest.mark.sweep
 EXPERTS, SLOTS, TOKENS = 4, 2, 9
 
 
@@ -25,7 +26,9 @@ class TestOurs:
         return [m.kernel for m in measurements]
 
     @pytest.mark.parametrize("tokens, dispatches", [(1, 2), (7, 2), (40, 4)])
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    @pytest.mark.parametrize(
+        "dtype", [torch.bfloat16, *(pytest.param(d, marks=SWEEP) for d in (torch.float16, torch.float32))]
+    )
     def test_experts(self, simulated, dtype, tokens, dispatches):
         assert (
             len(self.kernels(lambda: check_experts("mps", layer(tokens, 2, 5, 64, 40, dtype)))) == dispatches
@@ -79,8 +82,13 @@ class TestMlx:
     @pytest.mark.parametrize(
         "name, inputs, fast",
         [
-            *((name, 512, "_fast") for name in cases.FORMATS),
-            *(("int4", 320, ""), ("int6", 320, ""), ("int8", 768, "_fast"), ("mxfp4", 320, "")),
+            *(("int4", 512, "_fast"), ("mxfp4", 512, "_fast"), ("int4", 320, ""), ("int6", 320, "")),
+            *(
+                pytest.param(n, 512, "_fast", marks=SWEEP)
+                for n in cases.FORMATS
+                if n not in ("int4", "mxfp4")
+            ),
+            *(pytest.param(*c, marks=SWEEP) for c in (("int8", 768, "_fast"), ("mxfp4", 320, ""))),
         ],
     )
     def test_quantised_experts(self, name, inputs, fast):
@@ -97,8 +105,14 @@ class TestMlx:
         launch = mlx.gather_qmm_rhs(m, self.placed(x[x_rows[order]]), offsets, out, "f16")
         assert self.check(launch, out, expected[order]) == f"{format.prefix}_gather_qmm_rhs"
 
-    @pytest.mark.parametrize("gpu", ["M2", "M4 Max"])
-    @pytest.mark.parametrize("name", ["int4", "int6", "mxfp4"])
+    @pytest.mark.parametrize(
+        "name, gpu",
+        [
+            *(("int4", "M4 Max"), ("mxfp4", "M2")),
+            *(pytest.param(n, g, marks=SWEEP) for n, g in (("int4", "M2"), ("mxfp4", "M4 Max"))),
+            *(pytest.param("int6", gpu, marks=SWEEP) for gpu in ("M2", "M4 Max")),
+        ],
+    )
     def test_one_quantised_matrix(self, name, gpu):
         format = cases.FORMATS[name]
         m, dense = self.matrices(format, 1, 64, 512)

@@ -1,10 +1,8 @@
 """What simdgroups compute in the MSL executor: reductions, shuffles, matrices."""
 
-import contextlib
-
 import numpy as np
 import pytest
-from simulator.shaderlib import matrix_rows_in_lane_order, shader_library
+from simulator.shaderlib import shader_library
 from support.msl_probes import ACROSS, HEAD, SEEDS, floats, linux_only
 
 pytestmark = linux_only
@@ -73,9 +71,8 @@ def test_reduction_over_a_part_of_a_simdgroup():
     assert list(out) == [3132.0] * 32 + [4413.0] * 13
 
 
-@pytest.mark.parametrize("layout_of_apple", [True, False])
 @pytest.mark.parametrize("kind", ["float", "half", "bfloat"])
-def test_simdgroup_matrix(kind, layout_of_apple):
+def test_simdgroup_matrix(kind):
     """Products, transposed and offset loads, and each lane's two elements where Apple's GPUs have them."""
     torch = pytest.importorskip("torch")
     dtype = {"float": torch.float32, "half": torch.float16, "bfloat": torch.bfloat16}[kind]
@@ -103,14 +100,11 @@ kernel void product(device const {kind}* a [[buffer(0)]], device const {kind}* b
     )
     d, layout, copy = torch.zeros(8, 8), torch.zeros(32, 2, dtype=dtype), torch.zeros(8, 8, dtype=dtype)
     library = shader_library(HEAD + source)
-    with contextlib.nullcontext() if layout_of_apple else matrix_rows_in_lane_order():
-        counters = library.launch("product", {0: a, 1: b, 2: d, 3: layout, 4: copy}, (1,), (32,))
+    counters = library.launch("product", {0: a, 1: b, 2: d, 3: layout, 4: copy}, (1,), (32,))
     tile = a[2:10, 3:11]
     torch.testing.assert_close(d, tile.float() @ b.float().T + 0.5, rtol=1e-6, atol=1e-6)
     assert torch.equal(copy, (tile * 2).T)
     for lane in range(32):
-        row, column = lane // 4, lane % 4 * 2
-        if layout_of_apple:
-            row, column = (lane // 4 & 4) + lane // 2 % 4, (lane // 4 & 2) * 2 + lane % 2 * 2
+        row, column = (lane // 4 & 4) + lane // 2 % 4, (lane // 4 & 2) * 2 + lane % 2 * 2
         assert torch.equal(layout[lane], tile[row, column : column + 2])
     assert counters["buffers"][0]["bytes_read"] == 64 * a.itemsize and counters["simd_operations"] == 2

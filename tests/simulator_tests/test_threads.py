@@ -28,12 +28,13 @@ def test_threads_that_execute_nothing_are_not_judged():
     )
     source += " { for (int n = 0; n < 20000; n++) out[i] += %s; }"
     library, other = (shader_library(HEAD + source % step) for step in ("1", "2"))
+    tables = ctypes.CDLL(str(other.path))
     done, asked = threading.Event(), 0
 
     def ask():
         nonlocal asked
         while not done.is_set():
-            other._library.msl_kernels(ctypes.byref(ctypes.c_int()))
+            tables.msl_kernels(ctypes.byref(ctypes.c_int()))
             asked += 1
 
     thread = threading.Thread(target=ask)
@@ -41,6 +42,7 @@ def test_threads_that_execute_nothing_are_not_judged():
     try:
         overlaps = 0
         while overlaps < 20:
+            assert thread.is_alive()
             out, before = floats(64), asked
             library.launch("long_run", {0: out}, (1,), (64,))
             assert set(out) == {20000}

@@ -118,16 +118,18 @@ def moe_experts(x, gate_up, down, ids, weights, options: dict, *, rounded_weight
         out = add(multiply(hidden, down[e], dtype, rounded_weight), down_bias, e, dtype)
         value[t] += scales[t, k] * out.value[0]
         variance[t] += (scales[t, k] * out.deviation[0]) ** 2
-    deviation = np.sqrt(variance)
+    deviation, size = np.sqrt(variance), abs(value)
     if options.get("shared_out") is not None:
         gate = np.ones(len(rows))
         if options.get("shared_gate") is not None:
             gate = exact(options["shared_gate"]).reshape(-1)
             gate = sigmoid(gate) if options.get("gate_is_logit", False) else gate
         value += gate[:, None] * exact(options["shared_out"])
+        size += abs(gate[:, None] * exact(options["shared_out"]))
     if options.get("residual") is not None:
         value += exact(options["residual"])
-    return Estimate(value, deviation + 4 * roundoff(torch.float32) * abs(value))
+        size += abs(exact(options["residual"]))
+    return Estimate(value, deviation + 4 * roundoff(torch.float32) * size)
 
 
 def add(out: Estimate, bias: np.ndarray | None, expert: int, dtype: torch.dtype) -> Estimate:

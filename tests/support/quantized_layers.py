@@ -1,6 +1,7 @@
 """Random layers of quantised experts, and a check of one against the float64 oracle."""
 
 import numpy as np
+import pytest
 import torch
 
 from support.expert_layers import IDS, random, random_ids, to_device
@@ -35,6 +36,22 @@ def name_of(format):
 
 
 NAMES = list(map(name_of, FORMATS))
+
+# Each number of bits, each group and each mode is there; what is left of the formats is for the sweep.
+ALWAYS = {
+    (2, 128, "affine"),
+    (3, 32, "affine"),
+    (4, 64, "affine"),
+    (5, 64, "affine"),
+    (6, 128, "affine"),
+    (8, 32, "affine"),
+    *((4, 32, "mxfp4"), (8, 32, "mxfp8"), (4, 16, "nvfp4")),
+}
+
+
+def each(formats):
+    """Parameters of a test for `formats`: those of ALWAYS, the others in the sweep."""
+    return [pytest.param(f, id=name_of(f), marks=[] if f in ALWAYS else pytest.mark.sweep) for f in formats]
 
 
 def random_quantized(experts, rows, columns, format, dtype, seed):

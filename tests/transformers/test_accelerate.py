@@ -16,8 +16,15 @@ transformers.logging.set_verbosity_error()
 # Registration
 
 
-@pytest.mark.parametrize("order", [("torch_moe_mps", "transformers"), ("transformers", "torch_moe_mps")])
-@pytest.mark.parametrize("touch", [False, True])
+@pytest.mark.parametrize(
+    ("order", "touch"),
+    [
+        (("torch_moe_mps", "transformers"), True),
+        (("transformers", "torch_moe_mps"), False),
+        pytest.param(("torch_moe_mps", "transformers"), False, marks=pytest.mark.sweep),
+        pytest.param(("transformers", "torch_moe_mps"), True, marks=pytest.mark.sweep),
+    ],
+)
 def test_registered_in_both_import_orders(order, touch):
     """`touch` imports the experts module of transformers in between."""
     between = "import transformers.integrations.moe" if touch else ""

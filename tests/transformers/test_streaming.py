@@ -224,7 +224,9 @@ def assert_small(result: dict) -> None:
     assert result["peak"] <= result["bound"] < 0.8 * result["dense"]
 
 
-@pytest.mark.parametrize("source", ["one by one", "merged", "sharded"])
+@pytest.mark.parametrize(
+    "source", ["sharded", *(pytest.param(s, marks=pytest.mark.sweep) for s in ("one by one", "merged"))]
+)
 def test_peak_of_private_memory(source, tmp_path):
     """Of 190 MiB in 5 layers: the quantised model and 1.5 dense layers at most."""
     shard = "40MB" if source == "sharded" else "5GB"

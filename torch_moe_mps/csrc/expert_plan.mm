@@ -1,6 +1,6 @@
 #include "expert_plan.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <c10/util/StringUtil.h>
 #include <torch/library.h>
 

@@ -1,6 +1,7 @@
 #include "expert_run.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include "bucket.h"
 #include "expert_plan.h"

@@ -1,6 +1,6 @@
 #include "packed_matrix.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 

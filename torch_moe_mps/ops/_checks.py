@@ -95,8 +95,9 @@ class Check:
             self.fail(argument, "one of " + ", ".join(choices), repr(value))
 
     def written(self, argument: str, tensor: Tensor) -> None:
-        """An argument that is written in place holds each of its elements once."""
-        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        """An argument that is written in place holds each of its elements once; without any it may."""
+        expanded = any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        if expanded and tensor.numel() > 0:
             self.fail(argument, "free of expanded (stride-0) dimensions", f"strides {tensor.stride()}")
 
     def apart(self, argument: str, written: Tensor, **read: Tensor) -> None:

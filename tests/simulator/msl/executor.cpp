@@ -58,7 +58,6 @@ msl_switch:
 
 const msl_thread_position* msl_self;
 msl_group_position msl_group;
-unsigned msl_matrix_layout;
 
 namespace msl {
 namespace {

@@ -22,7 +22,7 @@ struct FragmentOf<half> {
   typedef half type;
 };
 
-// A lane's place in a matrix of 8x8.
+// A lane's place in a matrix of 8x8. Metal leaves it open; it is the same on all Apple GPUs up to now.
 struct MatrixPlace {
   uint row;
   uint quarter;  // the lane's elements are in columns 2 * quarter and 2 * quarter + 1

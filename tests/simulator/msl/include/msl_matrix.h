@@ -1,5 +1,5 @@
 // simdgroup_matrix: 8x8 elements over 32 lanes, two neighbouring columns of one row in each lane, laid out as
-// on Apple GPUs (unless msl_matrix_layout says otherwise).
+// on Apple GPUs.
 #pragma once
 #include "msl_simd.h"
 
@@ -36,7 +36,6 @@ struct matrix_place {
 };
 MSL_COMBINE inline matrix_place place_of_lane(unsigned lane) {
   const int quad = lane / 4;
-  if (msl_matrix_layout == 1) return {quad, int(lane % 4) * 2};
   return {(quad & 4) + int(lane / 2) % 4, (quad & 2) * 2 + int(lane % 2) * 2};
 }
 __attribute__((const)) MSL_RUNTIME inline matrix_place matrix_place_here() {

@@ -39,8 +39,6 @@ extern msl_group_position msl_group;
 extern const msl_group_position msl_group;
 #endif
 extern const msl_thread_position* msl_self;
-// How the lanes of a simdgroup hold an 8x8 matrix: 0 as on Apple GPUs up to now, 1 row after row.
-extern unsigned msl_matrix_layout;
 
 void msl_threadgroup_barrier(unsigned flags, const char* file, unsigned line) __attribute__((convergent));
 void msl_simdgroup_barrier(unsigned flags, const char* file, unsigned line) __attribute__((convergent));

@@ -1,0 +1,64 @@
+"""Random arguments: CPU, meta, fake tensors and mps agree in errors, shapes, dtypes; values are float64's."""
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from support.any_arguments import STRATEGIES
+from support.any_calls import calls, check_values, fake_outcome, outcome
+from support.oracles_operators import ORACLES
+
+from torch_moe_mps.ops import OPERATORS
+
+SETTINGS = {
+    "phases": (Phase.explicit, Phase.generate),
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "database": None,
+    "print_blob": True,
+}
+
+
+def test_every_operator_has_a_strategy_and_an_oracle():
+    assert set(STRATEGIES) == set(ORACLES) == set(OPERATORS)
+
+
+def check(call, device: str) -> None:
+    results = outcome(call, device)
+    assert results.form == outcome(call, "cpu").form
+    if "meta" not in call.layouts.values() and not is_refused_for_overlap(results.error):
+        assert results.form == outcome(call, "meta").form
+        assert results.form == fake_outcome(call).form
+    if results.error is None:
+        check_values(call, results)
+    else:
+        assert not call.good, results.error
+        assert results.error.startswith(f"ValueError: moe_mps::{call.name}: ") and "\n" not in results.error
+
+
+def is_refused_for_overlap(error: str | None) -> bool:
+    """It takes addresses, which meta and fake tensors have not."""
+    return error is not None and "free of overlap" in error
+
+
+def run(name: str, device: str, request, examples: int, **options) -> None:
+    @settings(max_examples=examples, **options, **SETTINGS)
+    @given(call=calls(name), order=st.integers(0, 3))
+    def body(call, order):
+        if device == "mps" and "simulated" in request.fixturenames:
+            request.getfixturevalue("simulated").set_schedule(order)
+        check(call, device)
+
+    body()
+
+
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_few(device, name, request):
+    run(name, device, request, 6, derandomize=True)
+
+
+@pytest.mark.sweep
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("name", OPERATORS)
+def test_many(device, name, request):
+    run(name, device, request, 400)

@@ -1,0 +1,498 @@
+"""Random arguments of every operator, from its own domain: sizes, dtypes, options."""
+
+import math
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from support.expert_layers import ACTIVATIONS, random_options
+from support.quantized_layers import ALL_FORMATS, random_quantized
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+IDS = (torch.int32, torch.int64)
+WIDTHS = (1, 7, 31, 32, 33, 64, 100, 128, 260, 0)
+COUNTS = (1, 2, 3, 5, 9, 33, 0)
+LAYOUTS = ("contiguous", "offset", "strided", "transposed")
+OUTSIDE = {torch.int32: (-1, 2**31 - 1, -(2**31)), torch.int64: (-1, 2**32, 2**40 + 1, -(2**63))}
+
+STRATEGIES: dict[str, Callable[["Draws"], dict[str, Any]]] = {}
+
+
+def strategy(function: Callable[["Draws"], dict[str, Any]]) -> Callable[["Draws"], dict[str, Any]]:
+    """Good arguments of the operator of this name, on the CPU."""
+    STRATEGIES[function.__name__] = function
+    return function
+
+
+class Draws:
+    """What hypothesis chooses. Elements of tensors follow from a seed: it has nothing to find in them."""
+
+    def __init__(self, draw):
+        self.draw = draw
+        self.seed = draw(st.integers(0, 2**16))
+        self.generator = torch.Generator().manual_seed(self.seed)
+
+    def one(self, *choices):
+        return self.draw(st.sampled_from(choices))
+
+    def flag(self) -> bool:
+        return self.draw(st.booleans())
+
+    def maybe(self, make: Callable[[], Any]) -> Any:
+        return make() if self.flag() else None
+
+    def dtype(self) -> torch.dtype:
+        return self.one(*DTYPES)
+
+    def width(self) -> int:
+        return self.one(*WIDTHS)
+
+    def count(self) -> int:
+        return self.one(*COUNTS)
+
+    def leading(self) -> tuple[int, ...]:
+        return self.one((3,), (), (1,), (0,), (2, 3), (2, 0), (33,), (2, 1, 4))
+
+    def values(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=self.generator) * scale).to(dtype or self.dtype())
+
+    def ids(self, *shape: int, experts: int) -> Tensor:
+        dtype = self.one(*IDS)
+        ids = torch.randint(max(1, experts), shape, generator=self.generator)
+        for value in self.one((), (experts,), OUTSIDE[dtype]):
+            ids[torch.rand(shape, generator=self.generator) < 0.1] = value
+        return ids.to(dtype)
+
+    def eps(self) -> float:
+        return self.one(1e-6, 1e-5, 0.01)
+
+    def offset(self) -> float:
+        return self.one(0.0, 1.0)
+
+
+# Norms
+
+
+def norm(d: Draws, *names: str) -> dict[str, Any]:
+    shape, dtype = (*d.leading(), d.width()), d.dtype()
+    scale = d.one(1.0, 1e-3, 30.0)
+    tensors = {name: d.values(*shape, dtype=dtype, scale=scale) for name in names}
+    return {**tensors, "weight": d.values(shape[-1]), "eps": d.eps(), "weight_offset": d.offset()}
+
+
+def with_scalar(d: Draws) -> dict[str, Any]:
+    arguments = norm(d, "residual", "input")
+    width = arguments["input"].shape[-1]
+    return {**arguments, "scalar": d.values(*d.one((1,), (width,), ()))}
+
+
+@strategy
+def rms_norm(d):
+    arguments = norm(d, "input")
+    return arguments if d.flag() else {**arguments, "weight": None, "weight_offset": 0.0}
+
+
+@strategy
+def rms_norm_gated(d):
+    return norm(d, "input", "gate")
+
+
+@strategy
+def fused_norm_add(d):
+    return norm(d, "residual", "input")
+
+
+@strategy
+def fused_norm_add_scalar(d):
+    return with_scalar(d)
+
+
+@strategy
+def fused_residual_norm(d):
+    return {**norm(d, "residual", "input"), "write_sum": d.flag()}
+
+
+@strategy
+def fused_residual_norm_scalar(d):
+    return with_scalar(d)
+
+
+# Combine
+
+
+def slots(d: Draws, dtype: torch.dtype, leading: tuple, width: int) -> dict[str, Any]:
+    count = d.one(1, 2, 3, 8, 11)
+    return {
+        "slots": d.values(*leading, count, width, dtype=dtype),
+        "weights": d.values(*leading, count),
+    }
+
+
+@strategy
+def silu_mul_stacked(d):
+    shape, dtype = (*d.leading(), d.width()), d.dtype()
+    scale = d.one(1.0, 8.0)
+    return {name: d.values(*shape, dtype=dtype, scale=scale) for name in ("gate", "up")}
+
+
+@strategy
+def weighted_sum_stacked(d):
+    return slots(d, d.dtype(), d.leading(), d.width())
+
+
+@strategy
+def weighted_sum_residual_stacked_(d):
+    leading, width, dtype = d.leading(), d.width(), d.dtype()
+    return {"residual_": d.values(*leading, width, dtype=dtype), **slots(d, dtype, leading, width)}
+
+
+@strategy
+def weighted_sum_residual_norm_stacked_(d):
+    arguments = weighted_sum_residual_stacked_(d)
+    return {**arguments, "norm_weight": d.values(arguments["residual_"].shape[-1]), "eps": d.eps()}
+
+
+@strategy
+def moe_weighted_reduce(d):
+    tokens, top_k, width, dtype = d.count(), d.one(1, 2, 8, 10), d.width(), d.dtype()
+    shape = (tokens, top_k, width) if d.flag() else (tokens * top_k, width)
+    shared_out = d.maybe(lambda: d.values(tokens, width, dtype=dtype))
+    shared_gate = None if shared_out is None else d.maybe(lambda: d.values(*d.one((tokens,), (tokens, 1))))
+    return {
+        "weights": d.values(tokens, top_k),
+        "expert_out": d.values(*shape, dtype=dtype),
+        "shared_gate": shared_gate,
+        "shared_out": shared_out,
+        "residual": d.maybe(lambda: d.values(tokens, width, dtype=dtype)),
+        "gate_is_logit": shared_gate is not None and d.flag(),
+    }
+
+
+# Routing
+
+
+def logits(d: Draws, *shape: int, special: bool) -> Tensor:
+    values = d.values(*shape, scale=d.one(1.0, 8.0))
+    if special and d.flag():
+        for value in (math.nan, math.inf, -math.inf):
+            values[torch.rand(shape, generator=d.generator) < 0.05] = value
+    return values
+
+
+def experts_and_top_k(d: Draws) -> tuple[int, int]:
+    experts = d.one(8, 1, 2, 7, 33, 64, 128, 300)
+    return experts, d.one(*(k for k in (1, 2, 8, 11, 64) if k <= experts))
+
+
+@strategy
+def moe_router(d):
+    experts, top_k = experts_and_top_k(d)
+    num_groups = d.one(1, 1, *(g for g in (2, 4, 8) if experts % g == 0 and experts // g >= 2))
+    least = -(-top_k // (experts // num_groups))
+    top_groups = d.draw(st.integers(least, num_groups))
+    bias = d.maybe(lambda: d.values(experts, scale=0.1))
+    masked_score = d.one(None, None, 0.0)
+    plain = num_groups == 1 and bias is None and masked_score is None
+    return {
+        "logits": logits(d, d.count(), experts, special=plain),
+        "top_k": top_k,
+        "scoring": d.one("softmax", "sigmoid", "sqrtsoftplus", "softmax_after_topk"),
+        "bias": bias,
+        "num_groups": num_groups,
+        "top_groups": top_groups,
+        "group_score": d.one("top2_sum", "max"),
+        "masked_score": masked_score,
+        "bias_on_logits": d.flag(),
+        "norm_topk_prob": d.flag(),
+        "norm_eps": d.one(1e-20, 1e-6, 0.0),
+        "norm_min": d.one(0.0, 1e-3),
+        "scaling_factor": d.one(1.0, 2.5),
+        "per_expert_scale": d.maybe(lambda: d.values(experts)),
+    }
+
+
+@strategy
+def moe_router_topk_softmax(d):
+    experts, top_k = experts_and_top_k(d)
+    rows = logits(d, d.count(), experts, special=True)
+    return {"logits": rows, "top_k": top_k, "norm_topk_prob": d.flag()}
+
+
+@strategy
+def fused_moe_routing(d):
+    experts, top_k = experts_and_top_k(d)
+    rows = logits(d, *d.one((d.count(),), ()), experts, special=True)
+    return {"logits": rows, "per_expert_scale": d.values(experts), "top_k": top_k}
+
+
+@strategy
+def router_logits(d):
+    tokens, width, experts = d.count(), d.width(), d.one(8, 1, 5, 33, 64, 0)
+    return {
+        "x": d.values(tokens, width),
+        "weight": d.values(experts, width),
+        "bias": d.maybe(lambda: d.values(experts)),
+    }
+
+
+@strategy
+def moe_gate(d):
+    (experts, top_k), width = experts_and_top_k(d), d.width()
+    return {
+        "hidden": d.values(d.count(), width),
+        "router_weight": d.values(experts, width, scale=max(1, width) ** -0.5),
+        "norm_weight": d.values(width),
+        "per_expert_scale": d.values(experts),
+        "top_k": top_k,
+        "eps": d.eps(),
+        "renormalize_after_scale": d.flag(),
+    }
+
+
+@strategy
+def moe_bucket(d):
+    experts = d.one(8, 1, 33, 1024)
+    return {"ids": d.ids(d.count(), d.one(1, 2, 8, 0), experts=experts), "num_experts": experts}
+
+
+@strategy
+def moe_compute_ids_tpe(d):
+    rows = {name: d.one(1, 64, 65, 2**31 - 1) for name in ("gate_up_rows", "down_rows")}
+    return {**moe_bucket(d), **rows}
+
+
+# Experts
+
+
+def layer_of_experts(d: Draws, sizes: tuple[int, ...]) -> tuple[tuple, dict[str, Any], dict[str, Any]]:
+    """(T, K, E, H, I), the arguments around the weights, and options."""
+    tokens, slots = d.one(1, 2, 3, 5, 9, 33, 40, 0), d.one(1, 2, 3, 8)
+    shape = (tokens, slots, d.one(4, 1, 7), d.one(*sizes), d.one(*sizes))
+    dtype = d.dtype()
+    around = {
+        "x": d.values(tokens, shape[3], dtype=dtype),
+        "ids": d.ids(tokens, slots, experts=shape[2]),
+        "weights": d.values(tokens, slots),
+    }
+    return shape, around, random_options(Random(d.seed), shape, dtype, d.seed)
+
+
+@strategy
+def expert_mm(d):
+    (tokens, slots, experts, hidden, rows), around, _ = layer_of_experts(d, (32, 7, 64, 100, 65))
+    dtype, transposed = around["x"].dtype, d.flag()
+    matrix = (hidden, rows) if transposed else (rows, hidden)
+    return {
+        "x": d.values(tokens, slots, hidden, dtype=dtype) if d.flag() else around["x"],
+        "weight": d.values(experts, *matrix, dtype=dtype, scale=hidden**-0.5),
+        "ids": around["ids"],
+        "bias": d.maybe(lambda: d.values(experts, rows)),
+        "transposed": transposed,
+    }
+
+
+@strategy
+def moe_experts(d):
+    (_, _, experts, hidden, inner), around, options = layer_of_experts(d, (32, 7, 64, 100, 65))
+    dtype, transposed = around["x"].dtype, d.flag()
+    rows = 2 * inner if options["gated"] else inner
+    gate_up, down = (hidden, rows) if transposed else (rows, hidden), (inner, hidden)
+    return {
+        **around,
+        "gate_up": d.values(experts, *gate_up, dtype=dtype, scale=hidden**-0.5),
+        "down": d.values(experts, *(down if transposed else down[::-1]), dtype=dtype, scale=inner**-0.5),
+        "transposed": transposed,
+        **options,
+    }
+
+
+# Quantised
+
+
+def weight(d: Draws, prefix: str, experts: int | None, rows: int, columns: int, form: tuple) -> dict:
+    tensors = random_quantized(experts or 1, rows, columns, form, d.dtype(), d.seed + rows)
+    packed, *rest = tensors if experts else [None if t is None else t[0] for t in tensors]
+    packed = packed.view(torch.int32) if d.flag() else packed
+    return {f"{prefix}{p}": t for p, t in zip(("packed", "scales", "biases"), (packed, *rest), strict=True)}
+
+
+def named(form: tuple, prefix: str = "") -> dict[str, Any]:
+    return {f"{prefix}{k}": v for k, v in zip(("bits", "group_size", "mode"), form, strict=True)}
+
+
+def columns_of(form: tuple) -> tuple[int, ...]:
+    return tuple(form[1] * count for count in (1, 2, 3))
+
+
+@strategy
+def expert_qmm(d):
+    form = d.one(*ALL_FORMATS)
+    (tokens, slots, experts, hidden, _), around, _ = layer_of_experts(d, columns_of(form))
+    rows = d.one(8, 1, 33, 64)
+    x = d.values(tokens, slots, hidden, dtype=around["x"].dtype) if d.flag() else around["x"]
+    return {
+        **{"x": x, "ids": around["ids"], **named(form)},
+        **weight(d, "", experts, rows, hidden, form),
+        "bias": d.maybe(lambda: d.values(experts, rows)),
+    }
+
+
+def two_formats(d: Draws) -> tuple[tuple, tuple, dict[str, Any], tuple[int, ...]]:
+    """The formats of gate_up and down, how they are passed, and sizes that both divide."""
+    form = d.one(*ALL_FORMATS)
+    down = d.one(form, form, *ALL_FORMATS)
+    passed = named(form) if down == form else {**named(form), **named(down, "down_")}
+    return form, down, passed, columns_of(max(form, down, key=lambda f: f[1]))
+
+
+@strategy
+def moe_experts_quantized(d):
+    form, down, passed, sizes = two_formats(d)
+    (_, _, experts, hidden, inner), around, options = layer_of_experts(d, sizes)
+    rows = 2 * inner if options["gated"] else inner
+    return {
+        **{**around, **passed, **options},
+        **weight(d, "gate_up_", experts, rows, hidden, form),
+        **weight(d, "down_", experts, hidden, inner, down),
+    }
+
+
+@strategy
+def linear_quantized(d):
+    form = d.one(*ALL_FORMATS)
+    columns, rows = d.one(*columns_of(form)), d.one(8, 1, 33, 64)
+    return {
+        **{"x": d.values(*d.leading(), columns), **named(form)},
+        **weight(d, "", None, rows, columns, form),
+        "bias": d.maybe(lambda: d.values(rows)),
+    }
+
+
+@strategy
+def mlp_quantized(d):
+    form, down, passed, sizes = two_formats(d)
+    hidden, inner, leading, dtype = d.one(*sizes), d.one(*sizes), d.leading(), d.dtype()
+    options = dict(d.one(*ACTIVATIONS))
+    must = "limit" in options or options["activation"] == "swiglu_oai"
+    gated = must or d.flag()
+    rows = 2 * inner if gated else inner
+    return {
+        **{"x": d.values(*leading, hidden, dtype=dtype), **passed, **options, "gated": gated},
+        **weight(d, "gate_up_", None, rows, hidden, form),
+        **weight(d, "down_", None, hidden, inner, down),
+        "interleaved": gated and d.flag(),
+        "gate_up_bias": d.maybe(lambda: d.values(rows)),
+        "down_bias": d.maybe(lambda: d.values(hidden)),
+        "residual": d.maybe(lambda: d.values(*leading, hidden, dtype=dtype)),
+    }
+
+
+@strategy
+def embedding_quantized(d):
+    form = d.one(*ALL_FORMATS)
+    rows = d.one(8, 1, 33)
+    return {
+        **{"ids": d.ids(*d.leading(), experts=rows), **named(form), "dtype": d.dtype()},
+        **weight(d, "", None, rows, d.one(*columns_of(form)), form),
+    }
+
+
+# Sequences
+
+
+@strategy
+def attention_sinks(d):
+    batch, key_heads, group = d.one(1, 2, 0), d.one(1, 2), d.one(1, 3, 8)
+    tokens, keys, width, value_width = (
+        d.one(1, 2, 5, 0),
+        d.one(9, 1, 40, 130, 0),
+        *d.one((64, 64), (24, 40), (7, 1)),
+    )
+    dtype, heads = d.dtype(), key_heads * group
+    mask = None
+    if d.flag():
+        shown = torch.rand(d.one(1, batch), 1, tokens, keys, generator=d.generator) < 0.7
+        number = d.dtype()
+        added = torch.randn(shown.shape, generator=d.generator).to(number)
+        hidden = d.one(-math.inf, torch.finfo(number).min)
+        mask = d.one(shown, added.masked_fill(~shown, hidden))
+    return {
+        "q": d.values(batch, heads, tokens, width, dtype=dtype),
+        "k": d.values(batch, key_heads, keys, width, dtype=dtype),
+        "v": d.values(batch, key_heads, keys, value_width, dtype=dtype),
+        "sinks": d.maybe(lambda: d.values(heads)),
+        "scale": d.one(width**-0.5, 1.0),
+        "mask": mask,
+        "window": None if mask is not None else d.one(None, 1, 4, 128),
+    }
+
+
+@strategy
+def causal_conv1d_update_(d):
+    batch, channels, tokens, width = d.one(1, 2, 0), d.one(6, 1, 65, 0), d.one(1, 3, 8, 0), d.one(4, 1, 2, 0)
+    return {
+        "x": d.values(batch, channels, tokens),
+        "conv_state_": d.values(batch, channels, max(0, width - 1) + d.one(0, 1, 3)),
+        "weight": d.values(channels, width),
+        "bias": d.maybe(lambda: d.values(channels)),
+        "activation": d.one("silu", "none"),
+    }
+
+
+@strategy
+def gated_delta_rule_(d):
+    batch, tokens, key_heads, group = d.one(1, 2, 0), d.one(1, 2, 5, 0), d.one(1, 2), d.one(1, 2, 3)
+    key_width, value_width, dtype = d.one(16, 7, 64, 100), d.one(8, 1, 33), d.dtype()
+    heads, scale = key_heads * group, key_width**-0.5
+    A_log = d.maybe(lambda: d.values(heads))
+    g = d.values(batch, tokens, heads)
+    return {
+        "q": d.values(batch, tokens, key_heads, key_width, dtype=dtype, scale=scale),
+        "k": d.values(batch, tokens, key_heads, key_width, dtype=dtype, scale=scale),
+        "v": d.values(batch, tokens, heads, value_width, dtype=dtype),
+        "g": -g.abs() if A_log is None else g,
+        "beta": d.values(batch, tokens, heads, scale=0.5),
+        "state_": d.values(batch, heads, key_width, value_width, dtype=torch.float32),
+        "scale": d.one(scale, 1.0),
+        "l2norm_eps": d.one(None, 1e-6),
+        "A_log": A_log,
+        "dt_bias": None if A_log is None else d.maybe(lambda: d.values(heads)),
+        "beta_is_logit": d.flag(),
+    }
+
+
+@strategy
+def rope(d):
+    batch, tokens, dtype, number = d.one(1, 2, 0), d.one(1, 3, 9, 0), d.dtype(), d.dtype()
+    rotary = d.one(16, 2, 6, 64)
+    widths = [rotary + d.one(0, 0, 2, 16) for _ in range(2)]
+    with_k, halved = d.flag(), d.flag()
+    table = (d.one(1, batch), tokens, rotary // 2 if halved else rotary)
+    return {
+        "q": d.values(batch, tokens, d.one(1, 4), widths[0], dtype=dtype),
+        "k": d.values(batch, tokens, d.one(1, 2), widths[1], dtype=dtype) if with_k else None,
+        **{name: d.values(*table, dtype=number) for name in ("cos", "sin")},
+        "q_weight": d.maybe(lambda: d.values(widths[0])),
+        "k_weight": d.maybe(lambda: d.values(widths[1])) if with_k else None,
+        "eps": d.eps(),
+        "weight_offset": d.offset(),
+        "pairs": d.one("half", "interleaved", "interleaved_to_half"),
+        "rotary_dim": rotary if halved else d.one(None, rotary),
+        "rotary_last": d.flag(),
+    }
+
+
+@strategy
+def rope_tables(d):
+    ids = torch.randint(-100, d.one(100, 10**6), (d.one(1, 2, 0), d.one(1, 5, 0)), generator=d.generator)
+    return {
+        "position_ids": ids.to(d.one(*IDS)),
+        "inv_freq": torch.rand(d.one(16, 1, 7, 0), generator=d.generator),
+        "scaling": d.one(1.0, 1.34),
+        "dtype": d.dtype(),
+        "layout": d.one("pairs", "halves", "interleaved"),
+    }

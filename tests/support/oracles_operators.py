@@ -1,0 +1,408 @@
+"""What each operator must give for its arguments, in float64, and how far float32 arithmetic may be off."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from support import oracles, oracles_experts, oracles_sequence
+from support.oracles import FLOAT32_EPS, exact
+from support.oracles_experts import DEVIATIONS, Estimate, activate, dequantise, multiply, roundoff
+
+
+class Expected(NamedTuple):
+    """`error` comes on top of one unit of the last place of the result; None: the value itself, rounded.
+
+    Where `known` is False float32 cannot tell the right result.
+    """
+
+    value: np.ndarray
+    error: np.ndarray | float | None = None
+    known: np.ndarray | bool = True
+
+
+Oracle = Callable[[SimpleNamespace], list[Expected]]
+ORACLES: dict[str, Oracle] = {}
+
+
+def oracle(function: Oracle) -> Oracle:
+    """The results of the operator of this name, then what it leaves in the arguments that it writes."""
+    ORACLES[function.__name__] = function
+    return function
+
+
+def given(tensor: torch.Tensor | None) -> np.ndarray | None:
+    return None if tensor is None else exact(tensor)
+
+
+def estimated(estimate: Estimate) -> Expected:
+    return Expected(estimate.value, DEVIATIONS * estimate.deviation)
+
+
+EMPTY = Expected(np.zeros(0))
+
+
+# Norms
+
+
+def normed(x, weight, eps, offset=0.0, factor=1.0, *, x_error=0.0) -> Expected:
+    """rms(x) * (weight + offset) * factor; `x_error` is that of x."""
+    if x.shape[-1] == 0:
+        return Expected(np.zeros(x.shape), np.zeros(x.shape))
+    weight = np.ones(x.shape[-1]) if weight is None else weight
+    relative = (12 + np.sqrt(x.shape[-1])) * FLOAT32_EPS
+    scale = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
+    error = abs(x) * scale * (abs(weight) + abs(offset)) * abs(factor) * relative
+    error = error + 2 * x_error * scale * abs(weight + offset) * abs(factor)
+    return Expected(x * scale * (weight + offset) * factor, error)
+
+
+def norm_add(a, factor=1.0) -> list[Expected]:
+    residual = exact(a.residual)
+    norm = normed(exact(a.input), exact(a.weight), a.eps, a.weight_offset)
+    error = norm.error + 4 * FLOAT32_EPS * (abs(residual) + abs(norm.value))
+    return [Expected((residual + norm.value) * factor, error * abs(factor))]
+
+
+def residual_norm(a, factor=1.0) -> tuple[Expected, Expected]:
+    total = oracles.round_to(exact(a.residual) + exact(a.input), a.residual.dtype)
+    ulp = oracles.spacing(total, a.residual.dtype)
+    norm = normed(total, exact(a.weight), a.eps, a.weight_offset, factor, x_error=ulp)
+    return norm, Expected(total, 0.0)
+
+
+@oracle
+def rms_norm(a):
+    return [normed(exact(a.input), given(a.weight), a.eps, a.weight_offset)]
+
+
+@oracle
+def rms_norm_gated(a):
+    gate = exact(a.gate)
+    norm = normed(exact(a.input), exact(a.weight), a.eps, a.weight_offset, gate * oracles.sigmoid(gate))
+    return [Expected(norm.value, norm.error + 2 * abs(gate) * FLOAT32_EPS * abs(norm.value) + 1e-35)]
+
+
+@oracle
+def fused_norm_add(a):
+    return norm_add(a)
+
+
+@oracle
+def fused_norm_add_scalar(a):
+    return norm_add(a, exact(a.scalar))
+
+
+@oracle
+def fused_residual_norm(a):
+    norm, total = residual_norm(a)
+    return [norm, total if a.write_sum else EMPTY]
+
+
+@oracle
+def fused_residual_norm_scalar(a):
+    return [residual_norm(a, exact(a.scalar))[0]]
+
+
+# Combine
+
+
+def summed(terms: np.ndarray, magnitude: np.ndarray, count: int) -> Expected:
+    return Expected(terms, (4 + count) * FLOAT32_EPS * magnitude)
+
+
+def weighted(slots, weights, residual=0.0) -> Expected:
+    value = residual + oracles.weighted_sum(slots, weights)
+    magnitude = abs(residual) + oracles.weighted_sum(abs(slots), abs(weights))
+    return summed(value, magnitude, slots.shape[-2])
+
+
+@oracle
+def silu_mul_stacked(a):
+    gate, up = exact(a.gate), exact(a.up)
+    value = oracles.silu_mul(gate, up)
+    return [Expected(value, (8 + 2 * abs(gate)) * FLOAT32_EPS * abs(value) + 1e-37)]
+
+
+@oracle
+def weighted_sum_stacked(a):
+    return [weighted(exact(a.slots), exact(a.weights))]
+
+
+@oracle
+def weighted_sum_residual_stacked_(a):
+    return [weighted(exact(a.slots), exact(a.weights), exact(a.residual_))]
+
+
+@oracle
+def weighted_sum_residual_norm_stacked_(a):
+    total = weighted(exact(a.slots), exact(a.weights), exact(a.residual_))
+    dtype = a.residual_.dtype
+    error = total.error + oracles.spacing(total.value, dtype)
+    rounded = oracles.round_to(total.value, dtype)
+    return [normed(rounded, exact(a.norm_weight), a.eps, x_error=error), total]
+
+
+@oracle
+def moe_weighted_reduce(a):
+    arguments = [given(x) for x in (a.weights, a.expert_out, a.shared_gate, a.shared_out, a.residual)]
+    value = oracles.weighted_reduce(*arguments, a.gate_is_logit)
+    sizes = [None if x is None else abs(x) for x in arguments]
+    if a.gate_is_logit:
+        sizes[2] = oracles.sigmoid(arguments[2]) * (1 + abs(arguments[2]))
+    return [summed(value, oracles.weighted_reduce(*sizes), a.weights.shape[1])]
+
+
+# Routing
+
+SURE = 1e-5  # of the largest choice: how far apart two choices are that float32 tells from each other
+
+
+def routed(logits, a, **options) -> list[Expected]:
+    if logits.shape[0] == 0:
+        empty = Expected(np.zeros((0, a.top_k)))
+        return [empty, empty]
+    weights, ids, gaps = oracles.route(logits, a.top_k, **options)
+    largest = np.abs(oracles.finite(logits)).max(-1, initial=1.0)
+    bias = options.get("bias")
+    largest = largest + (0.0 if bias is None else abs(bias).max())
+    sure = (gaps > SURE * largest)[:, None]
+    chosen = np.take_along_axis(oracles.finite(logits), ids, -1)
+    error = (64 + 2 * np.minimum(abs(chosen), 200)) * FLOAT32_EPS * abs(weights)
+    return [Expected(weights, error + 1e-36, sure), Expected(ids, None, sure)]
+
+
+@oracle
+def moe_router(a):
+    names = (
+        *("scoring", "norm_topk_prob", "num_groups", "top_groups", "group_score", "masked_score"),
+        *("bias_on_logits", "norm_eps", "norm_min", "scaling_factor"),
+    )
+    options = {name: getattr(a, name) for name in names}
+    return routed(
+        exact(a.logits), a, **options, bias=given(a.bias), per_expert_scale=given(a.per_expert_scale)
+    )
+
+
+@oracle
+def moe_router_topk_softmax(a):
+    return routed(exact(a.logits), a, scoring="softmax", norm_topk_prob=a.norm_topk_prob, norm_eps=0.0)
+
+
+@oracle
+def fused_moe_routing(a):
+    logits = exact(a.logits)
+    results = routed(
+        logits.reshape(-1, logits.shape[-1]),
+        a,
+        scoring="softmax_after_topk",
+        norm_topk_prob=False,
+        per_expert_scale=exact(a.per_expert_scale),
+    )
+    if logits.ndim == 2:
+        return results
+    return [Expected(*(part[0] if isinstance(part, np.ndarray) else part for part in r)) for r in results]
+
+
+def dot_products(x: np.ndarray, weight: np.ndarray, shift: np.ndarray | float) -> Expected:
+    """x @ weight^T + shift in float32."""
+    magnitude = abs(x) @ abs(weight).T + abs(shift)
+    return Expected(x @ weight.T + shift, (4 + np.sqrt(x.shape[-1])) * FLOAT32_EPS * magnitude)
+
+
+@oracle
+def router_logits(a):
+    return [dot_products(exact(a.x), exact(a.weight), 0.0 if a.bias is None else exact(a.bias))]
+
+
+@oracle
+def moe_gate(a):
+    norm = normed(exact(a.hidden), exact(a.norm_weight), a.eps)
+    weight, scale = exact(a.router_weight), exact(a.per_expert_scale)
+    logits = dot_products(norm.value, weight, 0.0)
+    error = (2 * logits.error + norm.error @ abs(weight).T).max(-1, initial=0.0)
+    ids = np.array([oracles.descending(row)[: a.top_k] for row in logits.value], dtype=np.int64)
+    ids = ids.reshape(-1, a.top_k)
+    gaps = np.array([oracles.gap(row, a.top_k) for row in logits.value])
+    sure = (gaps > 2 * error)[:, None]
+    weights = oracles.gate_weights(logits.value, ids, scale, a.renormalize_after_scale)
+    relative = 64 * FLOAT32_EPS + 4 * error[:, None]
+    if a.renormalize_after_scale:  # scales of both signs cancel in the sum
+        plain = oracles.gate_weights(logits.value, ids, scale, False)
+        total, size = plain.sum(-1, keepdims=True), abs(plain).sum(-1, keepdims=True)
+        relative = relative * (1 + size / np.where(total == 0, 1.0, abs(total)))
+    return [Expected(weights, relative * abs(weights) + 1e-36, sure), Expected(ids, None, sure)]
+
+
+@oracle
+def moe_bucket(a):
+    lists, rest = oracles.pairs_of_experts(a.ids.numpy(), a.num_experts)
+    offsets = np.cumsum([0, *map(len, lists)])
+    return [Expected(np.array([p for pairs in lists for p in pairs] + rest)), Expected(offsets)]
+
+
+@oracle
+def moe_compute_ids_tpe(a):
+    lists, _ = oracles.pairs_of_experts(a.ids.numpy(), a.num_experts)
+    pairs = a.ids.numel()
+    padded = np.array([p + [-1] * (pairs - len(p)) for p in lists]).reshape(a.num_experts, pairs)
+    counts = np.array([len(p) for p in lists])
+    tiles = max(1, -(-counts.max() // 32))
+    grids = [np.array([tiles, -(-rows // 64), a.num_experts]) for rows in (a.gate_up_rows, a.down_rows)]
+    return [Expected(counts), Expected(padded), *map(Expected, grids)]
+
+
+# Experts
+
+EXPERT_OPTIONS = (
+    *("gate_up_bias", "down_bias", "activation", "alpha", "limit", "gated", "interleaved"),
+    *("shared_gate", "shared_out", "residual", "gate_is_logit"),
+)
+
+
+def experts(a, gate_up: np.ndarray, down: np.ndarray, rounded_weight: bool) -> list[Expected]:
+    options = {name: getattr(a, name) for name in EXPERT_OPTIONS}
+    return [
+        estimated(
+            oracles_experts.moe_experts(
+                a.x, gate_up, down, a.ids, a.weights, options, rounded_weight=rounded_weight
+            )
+        )
+    ]
+
+
+@oracle
+def expert_mm(a):
+    weight = exact(a.weight).swapaxes(1, 2) if a.transposed else exact(a.weight)
+    return [estimated(oracles_experts.expert_mm(a.x, weight, a.ids, a.bias))]
+
+
+@oracle
+def moe_experts(a):
+    gate_up, down = exact(a.gate_up), exact(a.down)
+    if a.transposed:
+        gate_up, down = gate_up.swapaxes(1, 2), down.swapaxes(1, 2)
+    return experts(a, gate_up, down, rounded_weight=False)
+
+
+# Quantised
+
+
+def dense(a, prefix="", down=False) -> np.ndarray:
+    bits, group_size = a.bits, a.group_size
+    if down and a.down_mode in (None, a.mode):
+        bits, group_size = a.down_bits or bits, a.down_group_size or group_size
+    elif down:
+        defaults = {"affine": (4, 64), "mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}[a.down_mode]
+        bits, group_size = a.down_bits or defaults[0], a.down_group_size or defaults[1]
+    weight = (getattr(a, f"{prefix}{part}") for part in ("packed", "scales", "biases"))
+    return dequantise(*weight, bits, group_size)
+
+
+def product(x: Estimate, weight: np.ndarray, bias, dtype: torch.dtype) -> Estimate:
+    out = multiply(x, weight, dtype, rounded_weight=True)
+    if bias is None:
+        return out
+    value = out.value + exact(bias)
+    return Estimate(value, out.deviation + roundoff(dtype) * abs(value))
+
+
+def rows_of(x: torch.Tensor) -> Estimate:
+    rows = exact(x).reshape(int(np.prod(x.shape[:-1])), x.shape[-1])
+    return Estimate(rows, np.zeros_like(rows))
+
+
+@oracle
+def expert_qmm(a):
+    return [estimated(oracles_experts.expert_mm(a.x, dense(a), a.ids, a.bias, rounded_weight=True))]
+
+
+@oracle
+def moe_experts_quantized(a):
+    return experts(a, dense(a, "gate_up_"), dense(a, "down_", down=True), rounded_weight=True)
+
+
+@oracle
+def linear_quantized(a):
+    out = product(rows_of(a.x), dense(a), a.bias, a.x.dtype)
+    shape = (*a.x.shape[:-1], a.packed.shape[0])
+    return [estimated(Estimate(*(part.reshape(shape) for part in out)))]
+
+
+@oracle
+def mlp_quantized(a):
+    dtype = a.x.dtype
+    inner = product(rows_of(a.x), dense(a, "gate_up_"), a.gate_up_bias, dtype)
+    hidden = activate(inner, vars(a), dtype)
+    out = product(hidden, dense(a, "down_", down=True), a.down_bias, dtype)
+    value, deviation = (part.reshape(a.x.shape) for part in out)
+    if a.residual is not None:
+        value = value + exact(a.residual)
+    return [estimated(Estimate(value, deviation))]
+
+
+@oracle
+def embedding_quantized(a):
+    matrix, ids = dense(a), a.ids.numpy()
+    inside = (ids >= 0) & (ids < len(matrix))
+    padded = np.concatenate((matrix, np.zeros((1, matrix.shape[1]))))
+    value = padded[np.where(inside, ids, len(matrix))]
+    biases = 0.0 if a.biases is None else abs(exact(a.biases)).max(initial=0.0)
+    return [Expected(value, 4 * FLOAT32_EPS * (abs(value) + 2 * biases))]
+
+
+# Sequences
+
+
+@oracle
+def attention_sinks(a):
+    tokens, keys = a.q.shape[2], a.k.shape[2]
+    added = 0.0
+    if a.mask is None:
+        seen = oracles_sequence.causal(tokens, keys, a.window)
+    elif a.mask.dtype == torch.bool:
+        seen = a.mask[:, 0].numpy()
+    else:
+        seen = (a.mask > torch.finfo(a.mask.dtype).min)[:, 0].numpy()
+        added = np.where(seen, exact(a.mask)[:, 0], 0.0)
+    return [Expected(*oracles_sequence.attention(a.q, a.k, a.v, a.sinks, a.scale, seen, added))]
+
+
+@oracle
+def causal_conv1d_update_(a):
+    value, magnitude, kept = oracles_sequence.convolution(a.x, a.conv_state_, a.weight, a.bias, a.activation)
+    return [Expected(value, 24 * FLOAT32_EPS * magnitude * (1 + magnitude)), Expected(kept)]
+
+
+@oracle
+def gated_delta_rule_(a):
+    value, state = oracles_sequence.recurrence(
+        *(a.q, a.k, a.v, a.g, a.beta, a.state_, a.scale),
+        *(a.l2norm_eps, a.A_log, a.dt_bias, a.beta_is_logit),
+    )
+    largest = max(abs(x).max(initial=1.0) for x in (state, exact(a.state_), exact(a.v)))
+    error = 200 * FLOAT32_EPS * largest
+    return [Expected(value, error * max(1.0, abs(a.scale))), Expected(state, error)]
+
+
+@oracle
+def rope(a):
+    rotary = a.cos.shape[-1] if a.rotary_dim is None else a.rotary_dim
+    rest = (a.pairs, rotary, a.rotary_last, a.eps, a.weight_offset)
+    results = []
+    for x, weight in ((a.q, a.q_weight), (a.k, a.k_weight)):
+        if x is None:
+            results.append(EMPTY)
+            continue
+        value, magnitude = oracles_sequence.rotated(x, a.cos, a.sin, weight, *rest)
+        results.append(Expected(value, 24 * FLOAT32_EPS * magnitude))
+    return results
+
+
+@oracle
+def rope_tables(a):
+    angles = oracles_sequence.angles(a.position_ids, a.inv_freq, a.layout)
+    values = [function(angles) * a.scaling for function in (np.cos, np.sin)]
+    return [Expected(value, 5 * FLOAT32_EPS * abs(value)) for value in values]

@@ -1,0 +1,123 @@
+"""Attention, linear attention and rotary embedding in numpy and float64, written from their definitions."""
+
+import numpy as np
+from torch import Tensor
+
+from support.oracles import FLOAT32_EPS, exact, rms, sigmoid
+
+# Attention
+
+
+def causal(tokens: int, keys: int, window: int | None = None) -> np.ndarray:
+    """Which keys the last `tokens` of `keys` positions see, [1, T, S]."""
+    distance = np.arange(keys - tokens, keys)[:, None] - np.arange(keys)
+    return ((distance >= 0) & (distance < (keys + tokens if window is None else window)))[None]
+
+
+def attention(q, k, v, sinks, scale, seen, added=0.0) -> tuple[np.ndarray, np.ndarray]:
+    """The result and the error of float32 arithmetic. `seen` and `added`: [B or 1, T, S].
+
+    One row after the other; terms that are not seen take no part.
+    """
+    q, k, v = (exact(t) for t in (q, k, v))
+    batch, heads, tokens, _ = q.shape
+    seen, added = (np.broadcast_to(x, (batch, tokens, k.shape[2])) for x in (seen, added))
+    value = np.zeros((batch, tokens, heads, v.shape[3]))
+    error = np.zeros_like(value)
+    for b, t, h in np.ndindex(batch, tokens, heads):
+        keys, head = np.nonzero(seen[b, t])[0], h // (heads // k.shape[1])
+        k_seen, v_seen = k[b, head, keys], v[b, head, keys]
+        scores = k_seen @ q[b, h, t] * scale + added[b, t, keys]
+        if not np.isfinite(scores).all():  # the order of the factors decides what it becomes
+            value[b, t, h] = np.nan
+            continue
+        size = abs(k_seen) @ abs(q[b, h, t]) * abs(scale) + abs(added[b, t, keys])
+        sink = -np.inf if sinks is None else float(exact(sinks)[h])
+        highest = max(scores.max(initial=-np.inf), sink)
+        terms = np.exp(scores - highest) if keys.size else scores
+        total = terms.sum() + np.exp(sink - highest) if highest > -np.inf else 1.0
+        value[b, t, h] = terms @ v_seen / total
+        # A score's error is one of its exponential.
+        factor = (24 + 4 * size.max(initial=0.0)) * FLOAT32_EPS
+        error[b, t, h] = factor * (terms @ abs(v_seen) / total)
+    return value, error
+
+
+# Linear attention
+
+
+def convolution(x, state, weight, bias, activation) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Result, its magnitude and the state that is left: position by position."""
+    every = np.concatenate((exact(state), exact(x)), -1)
+    length, width, tokens = state.shape[-1], weight.shape[-1], x.shape[-1]
+    value, magnitude = np.zeros(x.shape), np.zeros(x.shape)
+    shift = np.zeros(x.shape[1]) if bias is None else exact(bias)
+    for t in range(tokens):
+        window = every[..., length + t + 1 - width : length + t + 1]
+        value[..., t] = (window * exact(weight)).sum(-1) + shift
+        magnitude[..., t] = (abs(window) * abs(exact(weight))).sum(-1) + abs(shift)
+    if activation == "silu":
+        value = value * sigmoid(value)
+    return value, magnitude, every[..., every.shape[-1] - length :]
+
+
+def recurrence(
+    q, k, v, g, beta, state, scale, l2norm_eps=None, A_log=None, dt_bias=None, beta_is_logit=False
+) -> tuple[np.ndarray, np.ndarray]:
+    """The gated delta rule, head by head: result, state."""
+    q, k, v, g, beta, state = map(exact, (q, k, v, g, beta, state))
+    if l2norm_eps is not None:
+        q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + l2norm_eps) for x in (q, k))
+    if A_log is not None:
+        g = -np.exp(exact(A_log)) * np.logaddexp(0.0, g + (0.0 if dt_bias is None else exact(dt_bias)))
+    beta = sigmoid(beta) if beta_is_logit else beta
+    heads, shared = v.shape[2], v.shape[2] // q.shape[2]
+    out, state = np.zeros(v.shape), state.copy()
+    for b, t, h in np.ndindex(v.shape[0], v.shape[1], heads):
+        key, query = k[b, t, h // shared], q[b, t, h // shared]
+        s = state[b, h] * np.exp(g[b, t, h])
+        s = s + np.outer(key, (v[b, t, h] - key @ s) * beta[b, t, h])
+        state[b, h], out[b, t, h] = s, query @ s * scale
+    return out, state
+
+
+# Rotary embedding
+
+
+def partners(pairs: str, rotary: int):
+    """For each element that is stored: where it is read, where its partner is, and the sine's sign."""
+    for i in range(rotary):
+        half = rotary // 2
+        if pairs == "half":
+            yield i, i, (i + half) % rotary, -1.0 if i < half else 1.0
+        elif pairs == "interleaved":
+            yield i, i, i ^ 1, 1.0 if i % 2 else -1.0
+        else:
+            source = 2 * (i % half) + i // half
+            yield i, source, source ^ 1, 1.0 if source % 2 else -1.0
+
+
+def rotated(x, cos, sin, weight, pairs, rotary, last, eps, offset) -> tuple[np.ndarray, np.ndarray]:
+    """The result and its magnitude, [B, H, T, D]: element by element."""
+    y = exact(x).transpose(0, 2, 1, 3)
+    if weight is not None:
+        y = rms(y, eps) * (exact(weight) + offset)
+    cos, sin = (exact(t)[:, None] for t in (cos, sin))
+    start = y.shape[-1] - rotary if last else 0
+    out, magnitude = y.copy(), abs(y)
+    for stored, own, other, sign in partners(pairs, rotary):
+        pair = own % (rotary // 2) if pairs == "half" else own // 2
+        column = own if cos.shape[-1] == rotary else pair
+        a, b = y[..., start + own], y[..., start + other]
+        out[..., start + stored] = a * cos[..., column] + sign * b * sin[..., column]
+        magnitude[..., start + stored] = abs(a * cos[..., column]) + abs(b * sin[..., column])
+    return out, magnitude
+
+
+def angles(position_ids: Tensor, inv_freq: Tensor, layout: str) -> np.ndarray:
+    """[B, T, R] in radians: products that are rounded to float32, as models do."""
+    positions = position_ids.cpu().float().numpy()[..., None]
+    each = (positions * inv_freq.cpu().numpy()).astype(np.float64)
+    if layout == "halves":
+        return np.concatenate((each, each), -1)
+    return np.repeat(each, 2, -1) if layout == "interleaved" else each
