@@ -1,5 +1,5 @@
 # Sourced by the other scripts: makes .venv with the pinned packages and this one, and leaves its python in $PYTHON.
-# TORCH_VERSION=2.10.0 and TRANSFORMERS_VERSION=5.20.0 in the environment take the place of the pinned versions.
+# TORCH_VERSION=2.10.0 in the environment installs that torch in place of the pinned one.
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 
@@ -20,8 +20,7 @@ system_python() {
 }
 
 requirements() {
-  sed -e "${TORCH_VERSION:+s/^torch==.*/torch==$TORCH_VERSION/}" \
-    -e "${TRANSFORMERS_VERSION:+s/^transformers==.*/transformers==$TRANSFORMERS_VERSION/}" tests/requirements.txt
+  sed "${TORCH_VERSION:+s/^torch==.*/torch==$TORCH_VERSION/}" tests/requirements.txt
 }
 
 make_environment() {

@@ -73,7 +73,8 @@ def attention(
         operator = torch.ops.moe_mps.attention_sinks
         return operator(query, key, value, s_aux, scale, attention_mask, window), None
     files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)  # FSDP2 puts a class on top
-    eager = next((f.eager_attention_forward for f in files if hasattr(f, "eager_attention_forward")), None)
+    functions = (getattr(file, "eager_attention_forward", None) for file in files)
+    eager = next(filter(None, functions), None)
     if eager is None:
         raise RuntimeError(
             f"torch_moe_mps: attention of {type(module).__name__} must be in a file with "
