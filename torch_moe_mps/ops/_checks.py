@@ -39,8 +39,8 @@ def _is_dense(tensor: Tensor) -> bool:
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors without gaps share bytes.
 
-    Addresses are compared within one storage only: on mps they are those of buffer objects, which lie closer
-    together than the buffers are long.
+    Only addresses within one storage are compared. On mps an address is that of a buffer object, and two of
+    these lie closer together than their buffers are long.
     """
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         return False

@@ -44,8 +44,8 @@ def _check_numbers(check: Check, prefix: str, bits: int | None, group_size: int 
 class Format:
     """How weights are quantised: a row of the table above.
 
-    A `bits` of None becomes 4, in mode "mxfp8" 8; a group_size of None becomes 64 in mode "affine" and what
-    the others have.
+    A `bits` of None becomes 8 in mode "mxfp8" and 4 in the others. A group_size of None becomes 64 in mode
+    "affine"; every other mode has one group size.
     """
 
     bits: int
@@ -107,7 +107,7 @@ class Format:
         check: Check = _QUANTIZE,
         prefix: str = "",
     ) -> "Format":
-        """The same but for what is given; another mode starts from its defaults."""
+        """This format with the given numbers changed. Another mode starts from its own defaults."""
         if mode is None or mode == self.mode:
             mode = self.mode
             bits = self.bits if bits is None else bits
@@ -187,7 +187,7 @@ def _spread(octets: Tensor, bits: int) -> Tensor:
     eights = octets.new_zeros(*octets.shape[:-1], octets.shape[-1] // bits, 8)
     eights[..., :bits] = octets.unflatten(-1, (-1, bits))
     codes = eights.view(torch.int64).squeeze(-1)
-    for count in (4, 2, 1):  # codes that stay together
+    for count in (4, 2, 1):  # how many codes move together
         lower = _repeated((1 << count * bits) - 1, 16 * count)
         upper = (codes << count * (8 - bits)).bitwise_and_(lower << 8 * count)
         codes = (codes & lower).bitwise_or_(upper)
@@ -251,7 +251,7 @@ class PackedWeight(NamedTuple):
     format: Format
 
     def check(self, check: Check, prefix: str, shape: tuple[int, ...], meaning: str) -> None:
-        """`shape` is that of the dense weight, `meaning` names its dimensions: "E, N, H"."""
+        """`shape` is the shape of the dense weight; `meaning` names its dimensions, such as "E, N, H"."""
         packed, scales, biases, format = self
         *rows, columns = shape
         rows_name, _, columns_name = meaning.rpartition(", ")

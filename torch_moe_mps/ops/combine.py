@@ -138,7 +138,7 @@ def weighted_sum_residual_norm_stacked_(
         residual_ += sum_s weights[..., s] * slots[..., s, :]      s ascending, rounded once
         result = residual_ * rsqrt(mean(residual_^2) + eps) * norm_weight
 
-    In 16 bit the norm is that of the rounded residual_.
+    In 16 bit residual_ is rounded first, and the norm is taken of the rounded values.
 
     Args:
         residual_: [..., H], the dtype of `slots`; updated in place, whatever its strides. It must not overlap

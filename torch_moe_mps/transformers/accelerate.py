@@ -124,7 +124,7 @@ def _require_module(function: str, model: object) -> None:
 
 
 def _other_experts(path: str, module: nn.Module) -> str | None:
-    """Why routed experts, by their name or that of their class, are left alone."""
+    """Why a module is left alone that is called experts, or whose class is."""
     cls, name = type(module).__name__, path.rpartition(".")[2]
     if "shared" in f"{cls} {name}".lower():
         return None
@@ -190,7 +190,7 @@ def _routers(block: nn.Module, experts: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _owners(model: nn.Module, path: str) -> Iterator[str]:
-    """The paths of a block and of what is above it, up to the layer: the last below a list or a model."""
+    """The paths of a block and of its parents up to the layer, the last module below a list or a model."""
     while True:
         yield path
         above = path.rpartition(".")[0]

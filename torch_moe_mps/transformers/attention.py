@@ -116,7 +116,7 @@ def _takes(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> bool:
-    """Whether the operator gives what is asked for."""
+    """Whether the operator computes what a call asks for."""
     tensors = [t for t in (query, key, value, mask, sinks) if t is not None]
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     plain = query.dtype == key.dtype == value.dtype in ACTIVATION_DTYPES

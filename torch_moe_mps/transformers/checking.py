@@ -53,7 +53,7 @@ def _dtypes(format: Format) -> dict[str, tuple[torch.dtype, ...]]:
 
 
 def _stored(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """A module's own parameters and buffers, as far as a checkpoint has them."""
+    """The parameters and buffers of a module that a checkpoint has."""
     yield from module.named_parameters(recurse=False)
     for name, buffer in module.named_buffers(recurse=False):
         if name not in module._non_persistent_buffers_set:

@@ -74,7 +74,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         return {name: getattr(self, name) for name in names}
 
     def targets(self, model: nn.Module) -> dict[str, Target]:
-        """{name: target} of what is quantised in a checkpoint of the model.
+        """{name: target} of the modules that are quantised in a checkpoint of the model.
 
         Raises: ValueError for a name that the model does not have.
         """
@@ -103,7 +103,7 @@ class QuantizationConfig(QuantizationConfigMixin):
 
 
 def is_mlx(stored: Mapping[str, Any]) -> bool:
-    """Whether the quantisation in a config is that of MLX, which names no method."""
+    """Whether MLX wrote the quantisation of a config; its entry names no method."""
     return "quant_method" not in stored and "bits" in stored and "group_size" in stored
 
 

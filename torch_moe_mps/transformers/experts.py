@@ -267,7 +267,7 @@ def _packed(self: nn.Module, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _fits(x: Tensor, weight: Tensor, ids: Tensor) -> bool:
-    """Whether the operators take it; the model's own code gets the rest, or says what is wrong."""
+    """Whether the operators take these arguments. If not, the model's own code runs, or raises its error."""
     return (
         x.dim() == 2 and x.dtype == weight.dtype and x.device == weight.device and ids.shape[-1] <= MAX_TOP_K
     )
@@ -295,7 +295,7 @@ def add_terms(
     shared_out: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """routed + sigmoid(shared_gate) * shared_out + residual, as far as they are there, by aten."""
+    """routed + sigmoid(shared_gate) * shared_out + residual by aten; a term that is None is left out."""
     if shared_out is not None:
         if shared_gate is not None:
             shared_out = torch.sigmoid(shared_gate).reshape(-1, 1) * shared_out

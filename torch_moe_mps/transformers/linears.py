@@ -45,7 +45,7 @@ class LazyWeight:
 
 
 class QuantizedLayer(nn.Module):
-    """A quantised matrix [rows, columns]; `scales` and `biases` are those of the format.
+    """A quantised matrix [rows, columns].
 
     Attributes:
         packed: [rows, columns * bits / 32], int32: the words of the format.

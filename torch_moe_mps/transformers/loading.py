@@ -17,7 +17,7 @@ from .recipe import SAME, requested_recipe
 
 _NO_READING_AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"
 
-# Arguments of from_pretrained that a config would keep to itself, and those that say where both files are.
+# Arguments of from_pretrained: a config would keep the first to itself, the others say where the files are.
 _FOR_THE_MODEL = ("dtype", "torch_dtype")
 _FOR_BOTH = (
     "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder",
@@ -40,7 +40,7 @@ def from_pretrained(
 ) -> Any:
     """Load a model and accelerate it; with bits, every weight is quantised as it comes from the checkpoint.
 
-    The memory beside the model is that of one layer: the dense model never exists. MXFP4 experts (gpt-oss)
+    Loading needs the memory of one layer beside the model: the dense model never exists as a whole. MXFP4 experts (gpt-oss)
     stay in MXFP4 and are never dequantised; FP8 checkpoints are quantised from what they stand for.
 
     Args:

@@ -28,7 +28,8 @@ _CHECK = Check("load")
 _EXPERTS = re.compile(r"^(.*)\.(gate_proj|up_proj|down_proj|fc1|fc2)$")
 _FIRST = {"gate_proj": 0, "up_proj": 1, "fc1": 1}
 _PARTS = ("weight", "scales", "biases")
-# Where mlx-lm stores 1 + w: its norms have no offset, those of transformers have. By the type of the model.
+# The model types for which mlx-lm stores 1 + w: norms of transformers add the 1 themselves, norms of mlx-lm do
+# not.
 _ONE_MORE = {"qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"}
 # Where mlx-lm drops the correction of the router's scores: what transformers initialises is none.
 _DROP_BIAS = {"ernie4_5_moe"}
@@ -238,7 +239,7 @@ class Plan:
     # Latent attention
 
     def _latent_attention(self) -> None:
-        """kv_b_proj from its two halves, of which one is transposed: those have to be dequantised."""
+        """Makes kv_b_proj from its two halves. One is transposed, so both have to be dequantised."""
         for first in [n for n in self.unknown if n.endswith(".embed_q.weight")]:
             attention = first.removesuffix(".embed_q.weight")
             name = self._resolve(f"{attention}.kv_b_proj.weight")
@@ -374,7 +375,7 @@ _SOURCE = "tensor of MLX"
 
 
 class _Nothing:
-    """In the place of operations, which a converter must have; scales keep their dtype."""
+    """Stands for the operations that a converter must have; scales keep their dtype."""
 
     hf_quantizer = True
     reverse_op = None

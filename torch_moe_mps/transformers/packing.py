@@ -93,7 +93,7 @@ def store_empty(target: Target) -> None:
 
 
 def quantize_target(model: nn.Module, target: Target, others: list[Target]) -> list[QuantizedProjection]:
-    """Quantise the weights of a target, and those of others that are the same tensor.
+    """Quantise the weights of a target, and the weights of other targets that share its tensor.
 
     The target is one that passed check_target. Nothing is replaced before everything is computed, and then by
     one assignment: whenever a user interrupts, a module is either dense or quantised.
@@ -140,7 +140,7 @@ def _replace_layer(model: nn.Module, target: Target, weight: QuantizedWeight, dt
 
 
 def finish(model: nn.Module, target: Target, dtype: torch.dtype) -> None:
-    """Let a module whose weights are stored run on the operators; `dtype` is that of the dense weights."""
+    """Let a module with stored weights run on the operators; its dense weights had the dtype `dtype`."""
     if target.kind == "experts":
         set_formats(target.experts, target.formats)
         target.experts.config = pinned_config(target.experts)

@@ -47,7 +47,7 @@ _recognise_mlx()
 
 @register_quantizer(NAME)
 class Quantizer(HfQuantizer):
-    """Loads quantised weights as they are, and quantises those of dense checkpoints one by one.
+    """Loads quantised weights as they are, and quantises the weights of a dense checkpoint one by one.
 
     Attributes:
         report: the QuantizationReport of what was quantised while loading; None if nothing was.
@@ -83,7 +83,7 @@ class Quantizer(HfQuantizer):
                 name: torch.empty_like(getattr(target.module, name), device="meta") for name in target.formats
             }
             store_empty(target)
-            # The model initialises what it takes for missing, from the module or from what is around it.
+            # The model initialises each weight that it believes to be missing; these marks keep it from that.
             for name, weight in dense.items():
                 vars(weight)["_is_hf_initialized"] = True
                 target.module.__dict__[name] = weight

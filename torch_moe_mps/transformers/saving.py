@@ -39,7 +39,7 @@ def mark_quantized(model: nn.Module) -> None:
 
 
 def _outermost(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
-    """The model of transformers that a model is a part of: it is saved with what is quantised in its part."""
+    """The largest model of transformers that contains a model: saving it saves the quantised part as well."""
     if not hasattr(model, "config"):
         return model
     every = (each for each in gc.get_objects() if issubclass(type(each), cls) and each is not model)
@@ -64,7 +64,7 @@ def _own_configs(model: nn.Module) -> None:
 
 
 def config_of(model: nn.Module) -> QuantizationConfig | None:
-    """The formats of what is quantised in a model; None for nothing."""
+    """The config with the formats of a model's quantised modules; None if it has none."""
     modules: dict[str, Format] = {}
     experts = experts_of(model)
     for name, module in experts.items():

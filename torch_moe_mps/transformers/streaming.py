@@ -122,7 +122,7 @@ class Stream:
         used |= {id(conversion) for conversion in model._weight_conversions}
         model._weight_conversions = [c for c in self.original_conversions if id(c) in used]
         self._unite_tied(model)
-        # Tied modules have one parameter by now, whichever of them was in the checkpoint.
+        # Tied modules share one parameter by now, no matter which of them was in the checkpoint.
         names = {id(getattr(t.module, p)): name for name, (t, p) in self.wanted.items() if name in self._done}
         rest = {}
         for target in self.targets.values():

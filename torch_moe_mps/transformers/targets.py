@@ -174,7 +174,7 @@ def _is_docstring(statement: ast.stmt) -> bool:
 
 @functools.cache
 def _weights_read_by(cls: type) -> set[str]:
-    """The children whose weight the methods of a class read, but for what LazyWeight gives.
+    """The children whose weight the methods of a class read. What LazyWeight provides does not count.
 
     Functions for CUDA kernels, by their names, and branches for training never run on quantised layers.
     """

@@ -229,7 +229,7 @@ class _Builder:
             raise Unsupported("its forward changes a tensor in place that has another name")
 
     def memory(self, name: str) -> str:
-        """What owns the memory of a value, as text: the same for all views of it."""
+        """The owner of a value's memory, as text. All views of a tensor have the same owner."""
         while True:
             name = self.program.last_name(ast.Name(name, ast.Load())) or name
             value = self.program.definitions.get(name)

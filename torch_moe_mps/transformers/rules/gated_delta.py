@@ -86,7 +86,7 @@ def delta_rule(
 def _split(options: dict) -> tuple:
     """initial_state, use_qk_l2norm_in_kernel, output_final_state, and what else the function may heed.
 
-    That does not count the model's own flags, such as use_cache, which forwards pass on to everything.
+    Flags of the model, such as use_cache, do not count: forwards pass them on to every function.
     """
     names = ("initial_state", "use_qk_l2norm_in_kernel", "output_final_state")
     others = [name for name, value in options.items() if not (name in names or isinstance(value, _FLAG))]

@@ -20,7 +20,7 @@ ops = torch.ops.moe_mps
 MARK = "_moe_mps_gated_norm"
 _EPS = ("variance_epsilon", "eps", "epsilon")
 _TRIAL_EPS = 0.25  # large enough to tell where it is added
-_WIDEST = 1024  # what is wider is no norm of heads
+_WIDEST = 1024  # a norm of heads is not wider
 
 
 def gated_norm_forward(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
