@@ -40,8 +40,9 @@ def from_pretrained(
 ) -> Any:
     """Load a model and accelerate it; with bits, every weight is quantised as it comes from the checkpoint.
 
-    Loading needs the memory of one layer beside the model: the dense model never exists as a whole. MXFP4 experts (gpt-oss)
-    stay in MXFP4 and are never dequantised; FP8 checkpoints are quantised from what they stand for.
+    Loading needs the memory of one layer beside the model: the dense model never exists as a whole. MXFP4
+    experts (gpt-oss) stay in MXFP4 and are never dequantised; FP8 checkpoints are quantised from what they
+    stand for.
 
     Args:
         name: folder or name on the Hub.

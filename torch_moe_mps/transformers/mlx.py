@@ -28,8 +28,7 @@ _CHECK = Check("load")
 _EXPERTS = re.compile(r"^(.*)\.(gate_proj|up_proj|down_proj|fc1|fc2)$")
 _FIRST = {"gate_proj": 0, "up_proj": 1, "fc1": 1}
 _PARTS = ("weight", "scales", "biases")
-# The model types for which mlx-lm stores 1 + w: norms of transformers add the 1 themselves, norms of mlx-lm do
-# not.
+# The model types for which mlx-lm stores 1 + w: its norms do not add the 1, norms of transformers do.
 _ONE_MORE = {"qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"}
 # Where mlx-lm drops the correction of the router's scores: what transformers initialises is none.
 _DROP_BIAS = {"ernie4_5_moe"}

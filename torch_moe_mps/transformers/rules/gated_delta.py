@@ -84,7 +84,7 @@ def delta_rule(
 
 
 def _split(options: dict) -> tuple:
-    """initial_state, use_qk_l2norm_in_kernel, output_final_state, and what else the function may heed.
+    """initial_state, use_qk_l2norm_in_kernel, output_final_state, and the names of other options that count.
 
     Flags of the model, such as use_cache, do not count: forwards pass them on to every function.
     """

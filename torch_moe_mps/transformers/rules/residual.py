@@ -26,7 +26,7 @@ def add_to_first(residual: Tensor | None, out: Tensor | tuple) -> Tensor | tuple
 
 
 def take_residual(program: Program) -> None:
-    """Gives a block that returns the output of its experts an option: a residual to be added to that output."""
+    """Gives a block that returns the output of its experts an option: a residual that is added to it."""
     result = program.follow(program.result)
     first = result.elts[0] if isinstance(result, ast.Tuple) and result.elts else result
     call = experts_call(program, first, or_with_shared=True)
