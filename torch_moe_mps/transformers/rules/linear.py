@@ -71,7 +71,7 @@ def _bias(layer: QuantizedLinear) -> Tensor:
 
 
 def _place(layer: nn.Module) -> tuple:
-    """Where the weights of a layer lie, and which parameters hold them. If this changes, so has the weight."""
+    """Where the weights of a layer lie, and which parameters hold them. If this changes, the weight does."""
     own = layer._parameters
     packed, scales = own.get("packed"), own.get("scales")
     if packed is None or scales is None:
@@ -98,8 +98,10 @@ def _can_join(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[QuantizedLinear
 
 @torch.compiler.assume_constant_result
 def join(*layers: nn.Module) -> bool:
-    """Joins the weights of the layers unless they are joined. False if they cannot be; else the first layer has
-    them under JOINED."""
+    """Joins the weights of the layers unless they are joined. False if they cannot be.
+
+    The first layer has them under JOINED.
+    """
     if any(is_observed(layer) for layer in layers):
         return False
     found: Joined | None = layers[0].__dict__.get(JOINED)
