@@ -4,11 +4,10 @@ import torch
 from torch import Tensor
 
 from ._activations import Activation
-from ._checks import ACTIVATION_DTYPES, ID_DTYPES, picked
+from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check, picked
 from ._formats import Format, PackedWeight, checked_format
 from ._registry import operator
 from .experts import check_bias
-from .quantized import check_packed_mlp
 
 # Values that the reference dequantises at a time: 16 MiB of float32, whatever the size of the matrix.
 VALUES_AT_ONCE = 1 << 22
@@ -76,6 +75,28 @@ def linear_quantized(
     """
     out = _product(_rows(x), PackedWeight(packed, scales, biases, Format(bits, group_size, mode)), bias)
     return out.to(x.dtype).view(*x.shape[:-1], packed.shape[0])
+
+
+def check_packed_mlp(
+    check: Check,
+    hidden: int,
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    gated: bool,
+    stack: str = "",
+) -> None:
+    """The weights of an MLP with `hidden` inputs; of a stack of MLPs with `stack` "E, "."""
+    check.rank("gate_up_packed", gate_up.packed, (3 if stack else 2,))
+    *experts, rows, _ = gate_up.packed.shape
+    rows_name, intermediate = ("2I", rows // 2) if gated else ("I", rows)
+    if gated and rows % 2 != 0:
+        check.fail("gate_up_packed", "of an even number of rows 2I", tuple(gate_up.packed.shape))
+    gate_up.check(check, "gate_up_", (*experts, rows, hidden), f"{stack}{rows_name}, H")
+    down.check(check, "down_", (*experts, hidden, intermediate), f"{stack}H, I")
+    check_bias(check, "gate_up_bias", gate_up_bias, (*experts, rows), f"[{stack}{rows_name}]")
+    check_bias(check, "down_bias", down_bias, (*experts, hidden), f"[{stack}H]")
 
 
 def _meta_mlp_quantized(

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ._activations import Activation
-from ._checks import Check, picked
+from ._checks import picked
 from ._formats import Format, PackedWeight, checked_format
 from ._registry import operator
 from .combine import ExpertSum
@@ -17,6 +17,7 @@ from .experts import (
     grouped_product,
     project_slots,
 )
+from .linear import check_packed_mlp
 
 
 def _product(rows: Tensor, groups: Groups, weight: PackedWeight) -> Tensor:
@@ -25,28 +26,6 @@ def _product(rows: Tensor, groups: Groups, weight: PackedWeight) -> Tensor:
     return grouped_product(
         rows.float(), groups, lambda expert: weight.values(expert).t(), weight.packed.shape[1]
     )
-
-
-def check_packed_mlp(
-    check: Check,
-    hidden: int,
-    gate_up: PackedWeight,
-    down: PackedWeight,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    gated: bool,
-    stack: str = "",
-) -> None:
-    """The weights of an MLP with `hidden` inputs; of a stack of MLPs with `stack` "E, "."""
-    check.rank("gate_up_packed", gate_up.packed, (3 if stack else 2,))
-    *experts, rows, _ = gate_up.packed.shape
-    rows_name, intermediate = ("2I", rows // 2) if gated else ("I", rows)
-    if gated and rows % 2 != 0:
-        check.fail("gate_up_packed", "of an even number of rows 2I", tuple(gate_up.packed.shape))
-    gate_up.check(check, "gate_up_", (*experts, rows, hidden), f"{stack}{rows_name}, H")
-    down.check(check, "down_", (*experts, hidden, intermediate), f"{stack}H, I")
-    check_bias(check, "gate_up_bias", gate_up_bias, (*experts, rows), f"[{stack}{rows_name}]")
-    check_bias(check, "down_bias", down_bias, (*experts, hidden), f"[{stack}H]")
 
 
 def _meta_expert_qmm(check, x, packed, scales, biases, ids, bits, group_size, mode, bias=None):
