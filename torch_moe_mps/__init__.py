@@ -8,18 +8,20 @@ from ._extension import load_extension
 from ._import_hook import register_when_imported
 
 __version__ = "0.2.0"
-__all__ = ["accelerate", "from_pretrained", "ops", "quantize_experts", "restore"]
+__all__ = ["accelerate", "from_pretrained", "measured_recipe", "ops", "quantize_experts", "restore"]
 
 # Imported when first used: most of it needs transformers.
 _LAZY = {
     "accelerate": ".transformers",
     "restore": ".transformers",
     "from_pretrained": ".transformers.loading",
+    "measured_recipe": ".transformers.budget",
     "quantize_experts": ".transformers",
 }
 
 if TYPE_CHECKING:
     from .transformers import accelerate, quantize_experts, restore
+    from .transformers.budget import measured_recipe
     from .transformers.loading import from_pretrained
 
 load_extension()

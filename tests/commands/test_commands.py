@@ -1,6 +1,8 @@
 """The commands convert and perplexity, on tiny checkpoints with a tokenizer of characters."""
 
+import contextlib
 import json
+import resource
 
 import pytest
 import torch
@@ -67,6 +69,20 @@ def test_mixed_recipe(checkpoint, tmp_path):
         assert bits == [4, 6 if index in more else 4]
         assert layer.self_attn.v_proj.format.bits == bits[1] and layer.self_attn.k_proj.format.bits == 4
     assert model.lm_head.format.bits == 6 and model.model.embed_tokens.format.bits == 4
+
+
+def test_budget(checkpoint, tmp_path):
+    """The recipe that was measured is written, and gives the same model again."""
+    text, recipe = tmp_path / "text.txt", tmp_path / "recipe.json"
+    text.write_text(SAMPLE.read_text()[:100])
+    arguments = ["--group-size", 32, "--text", text, "--save-recipe", recipe]
+    assert run("convert", checkpoint, tmp_path / "new", "--budget", 7, *arguments) == 0
+    assert run("convert", checkpoint, tmp_path / "again", "--recipe", recipe) == 0
+    assert len(set(json.loads(recipe.read_text())["overrides"].values())) > 1
+    first, second = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("new", "again")
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
 def test_perplexity(checkpoint, tmp_path, capsys):
@@ -136,8 +152,36 @@ def test_what_does_not_fit_is_one_line(checkpoint, tmp_path, capsys):
         ),
         ([checkpoint, tmp_path / "there"], "there exists; convert writes a new folder"),
         ([checkpoint, tmp_path / "new", "--recipe", "mixed_4_6", "--bits", 4], "leave --bits and --mode out"),
+        ([checkpoint, tmp_path / "new", "--recipe", "mixed"], "mixed_4_6 or a file, got mixed"),
+        (
+            [checkpoint, tmp_path / "new", "--recipe", checkpoint / "config.json"],
+            "config.json must have bits, ",
+        ),
+        ([checkpoint, tmp_path / "new", "--budget", 3, "--group-size", 32], "budget must be"),
+        ([checkpoint, tmp_path / "new", "--save-recipe", "x"], "--save-recipe needs --budget"),
     ):
         assert run("convert", *arguments) == 1
         assert message in capsys.readouterr().err.strip().splitlines()[-1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "there"]
     assert json.loads((checkpoint / "config.json").read_text())["model_type"] == "qwen3_moe"
+
+
+@contextlib.contextmanager
+def files_of(limit: int):
+    """No file grows over `limit` bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("limit", [2000, 40000], ids=["while quantising", "while writing"])
+@pytest.mark.parametrize("layout", ["moe_mps", "mlx"])
+def test_a_full_disk_is_one_line(limit, layout, checkpoint, tmp_path, capsys):
+    with files_of(limit):
+        code = run("convert", checkpoint, tmp_path / "new", "--group-size", 32, "--to", layout)
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert code == 1 and error.startswith("torch-moe-mps: error: ") and "File too large" in error
+    assert {path.name for path in tmp_path.iterdir()} == {"dense"}

@@ -54,7 +54,7 @@ def write(model, folder: Path, bits: int | None, group_size: int = 32, mode: str
 
     dense = folder / "dense"
     model.save_pretrained(dense)
-    (dense / "config.json").write_text(json.dumps(_with_older_keys(model.config.to_dict())))
+    (dense / "config.json").write_text(json.dumps(with_older_keys(model.config.to_dict())))
     if model.config.model_type == "gpt_oss":
         _split_gate_and_up(dense / "model.safetensors")
     converted, config = utils.load_model(dense)
@@ -74,7 +74,7 @@ def logits(converted, ids: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.array(converted(mx.array(ids.numpy())).astype(mx.float32)))
 
 
-def _with_older_keys(config: dict) -> dict:
+def with_older_keys(config: dict) -> dict:
     """A config of transformers 5 with the keys that mlx-lm reads."""
     rope = config.get("rope_parameters") or {}
     older = {

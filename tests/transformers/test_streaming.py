@@ -156,6 +156,23 @@ def private():
 def load(folder):
     return torch_moe_mps.from_pretrained(folder, device_map=device, **arguments)
 
+def convert(folder):
+    from torch_moe_mps.commands import main
+
+    assert main(["convert", folder, folder + "-new", "--bits", "4", "--to", arguments["to"]]) == 0
+
+def measure(folder):
+    import pathlib
+
+    with torch.no_grad():
+        checkpoint = LayerwiseCheckpoint(folder)
+        torch_moe_mps.measured_recipe(checkpoint, torch.zeros(1, 8, dtype=torch.long), 4.5, 64, (3, 6))
+
+if "to" in arguments:
+    load = convert
+elif "budget" in arguments:
+    from torch_moe_mps.transformers.layerwise import LayerwiseCheckpoint
+    load = measure
 load(folder + "/warm")  # what the first model imports and compiles is not the model's
 gc.collect()
 base = peak = private()
@@ -173,7 +190,7 @@ model = load(folder)
 seconds, cpu = time.perf_counter() - started[0], time.process_time() - started[1]
 stop.set()
 thread.join()
-model = sum(p.nbytes for p in model.parameters())
+model = sum(p.nbytes for p in model.parameters()) if model is not None else 0
 print(json.dumps({"peak": peak - base, "seconds": seconds, "cpu": cpu, "model": model}))
 """
 
@@ -202,14 +219,17 @@ def write(model, folder, source: str, shard: str) -> None:
         model.save_pretrained(folder, max_shard_size=shard)
 
 
-def measure(device, tmp_path, source, layers, hidden, intermediate, experts, shard="5GB") -> dict:
+def measure(
+    device, tmp_path, source, layers, hidden, intermediate, experts, shard="5GB", **arguments
+) -> dict:
     model = sized_model(layers, hidden, intermediate, experts)
     dense = sum(p.nbytes for p in model.parameters())
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())
     write(model, tmp_path, source, shard)
     write(sized_model(1, 128, 128, 8), tmp_path / "warm", source, "5GB")
     del model
-    result = json.loads(python(CHILD, device, str(tmp_path), json.dumps({"bits": 4})).splitlines()[-1])
+    arguments = arguments or {"bits": 4}
+    result = json.loads(python(CHILD, device, str(tmp_path), json.dumps(arguments)).splitlines()[-1])
     result |= {
         "bound": result["model"] + 1.5 * layer,
         "dense": dense,
@@ -239,6 +259,20 @@ def test_peak_of_private_memory_from_fp8(tmp_path):
 
 def test_peak_of_private_memory_on_simulated_mps(tmp_path):
     assert_small(measure("mps", tmp_path, "one by one", 5, 768, 512, 16))
+
+
+@pytest.mark.parametrize("to", ["mlx", pytest.param("moe_mps", marks=pytest.mark.sweep)])
+def test_convert_needs_one_layer(to, tmp_path):
+    """Neither the dense nor the quantised model is in private memory."""
+    result = measure("cpu", tmp_path / "dense", "one by one", 5, 768, 512, 16, to=to)
+    assert result["peak"] <= result["bound"] < 0.35 * result["dense"]
+
+
+@pytest.mark.sweep
+def test_measuring_needs_two_layers(tmp_path):
+    """One that is dense, and the copies of one weight."""
+    result = measure("cpu", tmp_path, "one by one", 5, 768, 512, 16, budget=4.5)
+    assert result["peak"] <= result["bound"] * 1.5 < 0.45 * result["dense"]
 
 
 @pytest.mark.sweep

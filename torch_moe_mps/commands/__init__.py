@@ -45,7 +45,17 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--keep", action="append", default=[], metavar="PATTERN", help="names that stay dense"
     )
-    convert.add_argument("--recipe", choices=("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6"))
+    convert.add_argument(
+        "--recipe", metavar="NAME", help="mixed_2_6, mixed_3_4, mixed_3_6, mixed_4_6, or a JSON file"
+    )
+    convert.add_argument(
+        "--budget", type=float, metavar="BITS", help="measure, and give the bits where they pay: 4.5 a weight"
+    )
+    convert.add_argument(
+        "--text", metavar="FILE", help="UTF-8, for --budget; a sample of English prose unless given"
+    )
+    convert.add_argument("--save-recipe", metavar="FILE", help="write what --budget found, for --recipe")
+    convert.add_argument("--to", choices=("moe_mps", "mlx"), default="moe_mps", help="layout that is written")
     convert.add_argument("--dry-run", action="store_true", help="print sizes, write nothing")
     perplexity = commands.add_parser("perplexity", help="of a model over a text", epilog=EPILOG)
     perplexity.add_argument("model", metavar="MODEL", help="folder or name on the Hub")

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from ..quantization import Format
-from ..transformers.recipe import fits, recipe_of, requested_recipe
-from ..transformers.sizes import bytes_a_token
+from ..transformers.layerwise import check_files
+from ..transformers.mlx_writing import check_writable
+from ..transformers.recipe import requested_recipe
+from ..transformers.sizes import bytes_a_token, quantized_bytes
 from ..transformers.targets import weights_of
+from .recipes import arguments_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,73 +31,16 @@ def run(options: argparse.Namespace) -> None:
     if destination.exists():
         raise ValueError(f"{destination} exists; convert writes a new folder")
     check_files(options.source)
-    arguments = _arguments(options)
+    if options.save_recipe is not None and options.budget is None:
+        raise ValueError("--save-recipe needs --budget, whose recipe it writes")
     model = _meta_model(options.source)
-    arguments["overrides"] = mixed_overrides(options.recipe, model)
+    if options.to == "mlx":
+        check_writable(model.config)
+    arguments = arguments_of(options, model)
     print(_sizes(model, arguments))
     if not options.dry_run:
-        _convert(options.source, destination, arguments)
+        _convert(options, destination, arguments)
         print(f"wrote {destination}")
-
-
-def _arguments(options: argparse.Namespace) -> dict[str, Any]:
-    bits = options.bits
-    if options.recipe is not None:
-        if bits is not None or options.mode != "affine":
-            raise ValueError("--recipe says the bits itself; leave --bits and --mode out")
-        bits = int(options.recipe.split("_")[1])
-    elif bits is None and options.mode == "affine":
-        bits = 4
-    return {
-        "bits": bits,
-        "group_size": options.group_size,
-        "mode": options.mode,
-        "linear_bits": options.linear_bits,
-        "embedding_bits": options.embedding_bits,
-        "keep": options.keep,
-    }
-
-
-def mixed_overrides(recipe: str | None, model: "PreTrainedModel") -> dict[str, int]:
-    """More bits where mlx-lm's recipe of that name has them, after llama.cpp's Q4_K_M.
-
-    Those are lm_head, and v_proj and down_proj in the first and the last eighth of the layers and in every
-    third between.
-    """
-    if recipe is None:
-        return {}
-    high = int(recipe.split("_")[2])
-    weights = weights_of(model, recipe_of(Format(4, 32)))
-    names = [f"{t.name}.{p}" for t in weights.targets.values() for p in t.formats]
-    names += list(weights.targets)
-    layers = model.config.get_text_config().num_hidden_layers
-    edge = layers // 8
-    chosen = [i for i in range(layers) if i < edge or i >= 7 * layers // 8 or (i - edge) % 3 == 2]
-    patterns = [
-        f"layers.{i}.*{end}" for i in chosen for end in ("v_proj", "v_a_proj", "v_b_proj", "down_proj")
-    ]
-    return {pattern: high for pattern in [*patterns, "lm_head"] if any(fits(pattern, name) for name in names)}
-
-
-def check_files(source: str) -> None:
-    """That the shards of a local folder are there and whole, with the name of the file that is not."""
-    folder = Path(source)
-    if not folder.is_dir():
-        return
-    index = folder / "model.safetensors.index.json"
-    files = sorted(folder.glob("*.safetensors"))
-    if index.exists():
-        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    if not files:
-        raise ValueError(f"{folder} has no safetensors files")
-    for file in files:
-        if not file.exists():
-            raise ValueError(f"{index} names {file.name}, which is missing")
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except SafetensorError as error:
-            raise ValueError(f"{file} is truncated or no safetensors file: {error}") from None
 
 
 def _meta_model(source: str) -> "PreTrainedModel":
@@ -122,7 +66,7 @@ def _sizes(model: torch.nn.Module, arguments: dict[str, Any]) -> str:
             weight = getattr(target.module, parameter)
             if id(weight) not in seen:
                 seen.add(id(weight))
-                after += _quantized_bytes(weight, format) - weight.nbytes
+                after += quantized_bytes(weight, format) - weight.nbytes
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     fit = "fits" if after < 0.75 * memory else "does not fit"
     return (
@@ -133,26 +77,42 @@ def _sizes(model: torch.nn.Module, arguments: dict[str, Any]) -> str:
     )
 
 
-def _quantized_bytes(weight: torch.Tensor, format: Format) -> int:
-    scale = 2 * weight.element_size() if format.has_biases else 1
-    return weight.numel() * format.bits // 8 + weight.numel() // format.group_size * scale
-
-
-def _convert(source: str, destination: Path, arguments: dict[str, Any]) -> None:
+def _convert(options: argparse.Namespace, destination: Path, arguments: dict[str, Any]) -> None:
+    """Everything is written into a folder beside the destination, which gets its name in the end."""
     from ..transformers.loading import from_pretrained
+    from ..transformers.streaming import quantised_in
 
     destination.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
     try:
-        model = from_pretrained(source, **arguments, dtype="auto")
-        report = model.hf_quantizer.report if getattr(model, "hf_quantizer", None) is not None else None
+        with quantised_in(folder):
+            model = from_pretrained(options.source, **arguments, dtype="auto")
+        report = getattr(getattr(model, "hf_quantizer", None), "report", None)
         if report is not None:
             print(report)
-        model.save_pretrained(folder, max_shard_size="2GB")
-        for file in (f for pattern in _COPIED for f in Path(source).glob(pattern)):
+        _save(model, folder, options)
+        for file in (f for pattern in _COPIED for f in Path(options.source).glob(pattern)):
             if file.name not in _WRITTEN:
                 shutil.copy(file, folder)
         folder.chmod(0o755)
         os.replace(folder, destination)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _save(model: "PreTrainedModel", folder: Path, options: argparse.Namespace) -> None:
+    if options.to == "mlx":
+        from ..transformers.mlx_writing import save_mlx
+
+        save_mlx(model, folder, _stored_config(options.source))
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+    else:
+        model.save_pretrained(folder, max_shard_size="2GB")
+
+
+def _stored_config(source: str) -> dict[str, Any]:
+    """config.json as it is: mlx-lm reads keys that transformers 5 drops."""
+    from transformers.utils.hub import cached_file
+
+    return json.loads(Path(cached_file(source, "config.json")).read_text())

@@ -29,10 +29,10 @@ _EXPERTS = re.compile(r"^(.*)\.(gate_proj|up_proj|down_proj|fc1|fc2)$")
 _FIRST = {"gate_proj": 0, "up_proj": 1, "fc1": 1}
 _PARTS = ("weight", "scales", "biases")
 # The model types for which mlx-lm stores 1 + w: its norms do not add the 1, norms of transformers do.
-_ONE_MORE = {"qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"}
-# Where mlx-lm drops the correction of the router's scores: what transformers initialises is none.
-_DROP_BIAS = {"ernie4_5_moe"}
-_NORMS = (
+ONE_MORE = {"qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"}
+# Where mlx-lm drops the correction of the router's scores.
+DROP_BIAS = {"ernie4_5_moe"}
+NORMS = (
     "input_layernorm",
     "post_attention_layernorm",
     "model.norm",
@@ -56,6 +56,7 @@ class Plan:
         targets: {name: target} of what is quantised.
         entries: {name of a parameter: entry}.
         dequantized: the modules that the model needs dense.
+        dropped: parameters that mlx-lm drops; they are zeros.
         unknown: tensors that the model has no place for.
 
     Raises: ValueError for tensors that do not fit the model.
@@ -75,6 +76,7 @@ class Plan:
         self.entries: dict[str, Entry] = {}
         self.dequantized: list[str] = []
         self.unknown: list[str] = []
+        self.dropped: list[str] = []
         for module, parts in _modules(self.shapes).items():
             if not self._layer(module, parts):
                 self.unknown += [f"{module}.{part}".lstrip(".") for part in parts]
@@ -90,8 +92,11 @@ class Plan:
         buffers = {name for name, _ in self.model.named_buffers()}
         for name in self.parameters:
             there = name in self.entries or name in packed or name in tied or name in buffers
-            dropped = bool(self.types & _DROP_BIAS) and name.endswith("e_score_correction_bias")
-            if not there and not dropped and not ignored.search(name):
+            if there:
+                continue
+            if self.types & DROP_BIAS and name.endswith("e_score_correction_bias"):
+                self.dropped.append(name)
+            elif not ignored.search(name):
                 _CHECK.fail(name, "in the checkpoint of MLX", f"no tensor like it, but {self.unknown[:3]}")
 
     def _tied(self) -> None:
@@ -150,7 +155,7 @@ class Plan:
     def _cast(self, name: str, source: str) -> Callable[[Tensor], Tensor]:
         """How a dense tensor becomes the parameter: convolutions have their last two dimensions swapped."""
         shape, stored = self.parameters[name], torch.Size(self.shapes[source])
-        one_more = bool(self.types & _ONE_MORE) and name.removesuffix(".weight").endswith(_NORMS)
+        one_more = bool(self.types & ONE_MORE) and name.removesuffix(".weight").endswith(NORMS)
         if one_more and "linear_attn" not in name:
             return lambda t: t - 1
         if shape == stored:
@@ -367,7 +372,11 @@ class MlxConverter(WeightConverter):
         entry = self.plan.entries[layer_name]
         (tensors,) = self.materialize_tensors().values()
         came = dict(zip(sorted(entry.sources, key=dot_natural_key), tensors, strict=True))
-        return {layer_name: entry.make(*(came[source] for source in entry.sources))}
+        made = {layer_name: entry.make(*(came[source] for source in entry.sources))}
+        while self.plan.dropped:
+            name = self.plan.dropped.pop()
+            made[name] = torch.zeros(self.plan.parameters[name], dtype=self.plan.types_of[name])
+        return made
 
 
 _SOURCE = "tensor of MLX"

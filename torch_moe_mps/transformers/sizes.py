@@ -1,7 +1,8 @@
 """How many bytes of weights a model reads for a token."""
 
-from torch import nn
+from torch import Tensor, nn
 
+from ..quantization import Format
 from .interface import experts_of
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk", "top_k")
@@ -24,6 +25,12 @@ def bytes_a_token(model: nn.Module) -> int:
                 seen.add(id(parameter))
                 total += parameter.nbytes
     return total
+
+
+def quantized_bytes(weight: Tensor, format: Format) -> int:
+    """Of a dense weight in a format: words, scales and biases."""
+    scale = 2 * weight.element_size() if format.has_biases else 1
+    return weight.numel() * format.bits // 8 + weight.numel() // format.group_size * scale
 
 
 def _is_embedding(module: nn.Module) -> bool:

@@ -6,7 +6,11 @@ initialised.
 """
 
 import math
+import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +19,7 @@ from transformers.core_model_loading import ConversionOps, MergeModulelist, Weig
 from transformers.quantizers.base import HfQuantizer
 
 from ..ops._checks import Check
-from ..quantization import QuantizedWeight
+from ..quantization import Format, QuantizedWeight
 from ..quantization.formats import CHUNK, ErrorSums, empty_weight, quantize_stack
 from .packing import (
     as_parameters,
@@ -39,6 +43,34 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
 _CHECK = Check("quantize")
 
 
+# Where quantised tensors wait, if not in memory.
+_FOLDER: ContextVar[Path | None] = ContextVar("folder", default=None)
+
+
+@contextmanager
+def quantised_in(folder: Path) -> Iterator[None]:
+    """Models that are loaded within have their quantised weights in files of a folder, which have no names.
+
+    The system reads and writes their pages as it needs: they count as no memory of the process.
+    """
+    token = _FOLDER.set(folder)
+    try:
+        yield
+    finally:
+        _FOLDER.reset(token)
+
+
+def _in_a_file(tensor: Tensor, folder: Path) -> Tensor:
+    """Zeros like a tensor, on the pages of a file. A full disk is an error here, not later."""
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        zeros = bytes(min(tensor.nbytes, 1 << 20))
+        for first in range(0, tensor.nbytes, 1 << 20):
+            file.write(zeros[: tensor.nbytes - first])
+        file.flush()
+        mapped = torch.from_file(file.name, shared=True, size=tensor.nbytes, dtype=torch.uint8)
+    return mapped.view(tensor.dtype).view(tensor.shape)
+
+
 class Stream:
     """The weights of a model, on the meta device, that are quantised as they come.
 
@@ -55,11 +87,11 @@ class Stream:
             for parameter, format in target.formats.items():
                 check_columns(_CHECK, target, parameter, format)
                 self.wanted[f"{target.name}.{parameter}"] = (target, parameter)
-        self.model = model
+        self.model, self.folder = model, _FOLDER.get()
         self.original_conversions: list = []
         self.report = QuantizationReport(skipped=weights.dense, bytes_before=bytes_a_token(model))
         self._done: dict[str, QuantizedWeight] = {}
-        self._errors: list[ValueError] = []
+        self._errors: list[ValueError | OSError] = []
         self._replaced: list[tuple[WeightConverter, WeightConverter]] = []
 
     def quantize(self, name: str, pieces: Iterable[Tensor]) -> None:
@@ -70,9 +102,11 @@ class Stream:
         target, parameter = self.wanted[name]
         expected = getattr(target.module, parameter)
         expected._is_hf_initialized = True
+        if self._errors:
+            return
         try:
             self._done[name] = self._quantized(name, target, parameter, pieces)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             self._errors.append(error)
 
     def _quantized(
@@ -86,7 +120,7 @@ class Stream:
             stack = rows_first(target, piece)
             _CHECK.shape(name, stack, (stack.shape[0], *shape[1:]), "[output, input] of the model")
             if out is None:
-                out = empty_weight(shape, stack.dtype, stack.device, format)
+                out = self._empty(shape, stack, format)
             part = quantize_stack(stack, format, errors)
             for whole, some in zip(out, part, strict=True):
                 if whole is not None and some is not None:
@@ -104,6 +138,13 @@ class Stream:
         self.report.modules.setdefault(target.name, []).append(entry)
         return as_parameters(out)
 
+    def _empty(self, shape: torch.Size, stack: Tensor, format: Format) -> QuantizedWeight:
+        if self.folder is None:
+            return empty_weight(shape, stack.dtype, stack.device, format)
+        folder = self.folder
+        empty = empty_weight(shape, stack.dtype, torch.device("meta"), format)
+        return empty.map(lambda tensor: _in_a_file(tensor, folder))
+
     def replaced(self, converter: WeightConverter, operations: list[ConversionOps]) -> WeightConverter:
         """One with other operations; saving needs the original."""
         sources, targets = converter._original_source_patterns, converter._original_target_patterns
@@ -114,7 +155,7 @@ class Stream:
     def finish(self, model: "PreTrainedModel") -> QuantizationReport:
         """Put the quantised tensors into the model, and quantise what was not in the checkpoint.
 
-        Raises: ValueError for the first parameter that could not be quantised.
+        Raises: ValueError for the first parameter that could not be quantised, OSError for a full disk.
         """
         if self._errors:
             raise self._errors[0]

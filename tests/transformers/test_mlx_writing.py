@@ -1,0 +1,102 @@
+"""Models written for MLX: mlx-lm reads them, and has the same logits."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from support import mlx_models
+from support.models import assert_close, output, prompt
+
+import torch_moe_mps
+from torch_moe_mps.commands import main
+from torch_moe_mps.transformers.mlx_writing import save_mlx
+
+pytest.importorskip("mlx_lm")
+transformers.logging.set_verbosity_error()
+
+# A module of MLX whose words are dequantised when they are read: routers, and the halves of kv_b_proj.
+REWRITTEN = ("gate", "router", "router.layer", "embed_q", "unembed_out", "shared_expert_gate")
+ALWAYS = ["qwen3_moe", "gpt_oss"]
+EVERY = [
+    name if name in ALWAYS else pytest.param(name, marks=pytest.mark.sweep)
+    for name in mlx_models.ARCHITECTURES
+]
+
+
+def config_of(model, folder) -> dict:
+    """What a checkpoint of the architecture says, in config.json."""
+    model.save_pretrained(folder)
+    return mlx_models.with_older_keys(json.loads((folder / "config.json").read_text()))
+
+
+def assert_mlx_computes_the_same(model, folder) -> None:
+    from mlx_lm import utils
+
+    theirs = mlx_models.logits(utils.load_model(folder)[0], prompt())
+    ours = output(model, prompt())
+    assert_close(theirs, ours, 2e-5)
+    assert torch.equal(theirs.argmax(-1), ours.argmax(-1))
+
+
+@pytest.mark.parametrize("architecture", EVERY)
+def test_mlx_reads_what_is_quantised_here(architecture, tmp_path):
+    """Mixed formats, and layers that stay dense."""
+    model = mlx_models.tiny(architecture).eval()
+    config = config_of(model, tmp_path / "dense")
+    torch_moe_mps.accelerate(
+        model, 4, 32, embedding_bits=6, overrides={"experts.down_proj": 8}, keep=["layers.1.*o_proj"]
+    )
+    (tmp_path / "mlx").mkdir()
+    save_mlx(model, tmp_path / "mlx", config)
+    assert_mlx_computes_the_same(model, tmp_path / "mlx")
+
+
+@pytest.mark.parametrize("architecture", EVERY)
+def test_words_come_back(architecture, tmp_path):
+    model = mlx_models.tiny(architecture)
+    mlx_models.write(model, tmp_path, 4)
+    loaded = torch_moe_mps.from_pretrained(
+        str(tmp_path / "mlx"), type(model), dtype=torch.float32, attn_implementation="eager"
+    )
+    (tmp_path / "back").mkdir()
+    save_mlx(loaded, tmp_path / "back", json.loads((tmp_path / "mlx" / "config.json").read_text()))
+    stored, back = (load_file(tmp_path / name / "model.safetensors") for name in ("mlx", "back"))
+    rewritten = {name for name in stored if name.rpartition(".")[0].endswith(REWRITTEN)}
+    assert stored.keys() - rewritten == back.keys() - rewritten
+    for name in stored.keys() - rewritten:
+        assert stored[name].dtype == back[name].dtype and torch.equal(stored[name], back[name]), name
+    assert any(tensor.dtype == torch.uint32 for tensor in back.values())
+    assert_mlx_computes_the_same(loaded, tmp_path / "back")
+
+
+def test_dense_models(tmp_path):
+    model = mlx_models.tiny("qwen3_moe").eval()
+    config = config_of(model, tmp_path / "dense")
+    (tmp_path / "mlx").mkdir()
+    save_mlx(model, tmp_path / "mlx", config)
+    assert_mlx_computes_the_same(model, tmp_path / "mlx")
+
+
+def test_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch_moe_mps.transformers.mlx_writing._SHARD", 30000)
+    model = mlx_models.tiny("qwen3_moe").eval()
+    config_of(model, tmp_path / "dense")
+    arguments = ["--to", "mlx", "--bits", "4", "--group-size", "32"]
+    assert main(["convert", str(tmp_path / "dense"), str(tmp_path / "mlx"), *arguments]) == 0
+    assert len(list((tmp_path / "mlx").glob("*.safetensors"))) > 2
+    again = torch_moe_mps.from_pretrained(str(tmp_path / "mlx"))
+    torch_moe_mps.accelerate(model, 4, 32)
+    assert torch.equal(output(model, prompt()), output(again, prompt()))
+
+
+def test_other_architectures_are_one_line(tmp_path, capsys):
+    model = mlx_models.tiny("qwen3_moe")
+    model.save_pretrained(tmp_path / "dense")
+    config = json.loads((tmp_path / "dense" / "config.json").read_text()) | {"model_type": "flex_olmo"}
+    (tmp_path / "dense" / "config.json").write_text(json.dumps(config))
+    assert main(["convert", str(tmp_path / "dense"), str(tmp_path / "mlx"), "--to", "mlx"]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "model_type must be one of deepseek_v2, " in error and "got flex_olmo" in error
+    assert not (tmp_path / "mlx").exists()

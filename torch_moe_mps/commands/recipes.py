@@ -1,0 +1,109 @@
+"""What the options of `convert` ask for, as arguments of `from_pretrained`."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..quantization import Format
+from ..transformers.recipe import fits, recipe_of
+from ..transformers.targets import weights_of
+from .perplexity import SAMPLE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MIXED = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
+# A calibration text: as many tokens, in windows. Errors of a layer differ by few percent with more.
+_TOKENS, _WINDOW = 2048, 512
+
+
+def arguments_of(options: argparse.Namespace, model: "PreTrainedModel") -> dict[str, Any]:
+    """Raises: ValueError, OSError for options that exclude each other, and for a recipe that is none."""
+    ways = {"--recipe": options.recipe, "--budget": options.budget}
+    given = [way for way, value in ways.items() if value is not None]
+    if given and (len(given) > 1 or options.bits is not None or options.mode != "affine"):
+        raise ValueError(f"{given[0]} says the bits itself; leave --bits and --mode out")
+    if options.budget is not None:
+        return _measured(options)
+    if options.recipe is not None and options.recipe not in MIXED:
+        return read_recipe(options.recipe)
+    bits = options.bits
+    if options.recipe is not None:
+        bits = int(options.recipe.split("_")[1])
+    elif bits is None and options.mode == "affine":
+        bits = 4
+    return {
+        "bits": bits,
+        "group_size": options.group_size,
+        "mode": options.mode,
+        "linear_bits": options.linear_bits,
+        "embedding_bits": options.embedding_bits,
+        "keep": options.keep,
+        "overrides": mixed_overrides(options.recipe, model),
+    }
+
+
+def read_recipe(file: str) -> dict[str, Any]:
+    """The arguments in a JSON file."""
+    known = {"bits", "group_size", "mode", "linear_bits", "embedding_bits", "keep", "overrides"}
+    try:
+        recipe = json.loads(Path(file).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from None
+    except FileNotFoundError:
+        raise ValueError(f"--recipe must be {', '.join(MIXED)} or a file, got {file}") from None
+    if not isinstance(recipe, dict) or not set(recipe) <= known:
+        wrong = sorted(set(recipe) - known) if isinstance(recipe, dict) else type(recipe).__name__
+        raise ValueError(f"{file} must have {', '.join(sorted(known))}, got {wrong}")
+    return recipe
+
+
+def _measured(options: argparse.Namespace) -> dict[str, Any]:
+    from ..transformers.budget import measured_recipe
+    from ..transformers.layerwise import LayerwiseCheckpoint
+
+    ids = calibration_ids(options.source, options.text)
+    device = "mps" if torch.backends.mps.is_available() else "cpu"
+    group_size = 64 if options.group_size is None else options.group_size
+    with LayerwiseCheckpoint(options.source, device) as checkpoint:
+        recipe = measured_recipe(checkpoint, ids.to(device), options.budget, group_size, keep=options.keep)
+    if options.save_recipe is not None:
+        Path(options.save_recipe).write_text(json.dumps(recipe, indent=1) + "\n")
+    return recipe
+
+
+def calibration_ids(source: str, text: str | None) -> Tensor:
+    """[B, T] tokens of the first part of a text file."""
+    from transformers import AutoTokenizer
+
+    words = Path(text or SAMPLE).read_text(encoding="utf-8")
+    ids = AutoTokenizer.from_pretrained(source)(words, return_tensors="pt").input_ids[0, :_TOKENS]
+    if len(ids) == 0:
+        raise ValueError(f"{text} has no text to measure with")
+    rows = max(1, len(ids) // _WINDOW)
+    return ids[: rows * _WINDOW].view(rows, -1) if rows > 1 else ids[None]
+
+
+def mixed_overrides(recipe: str | None, model: "PreTrainedModel") -> dict[str, int]:
+    """More bits where mlx-lm's recipe of that name has them, after llama.cpp's Q4_K_M.
+
+    Those are lm_head, and v_proj and down_proj in the first and the last eighth of the layers and in every
+    third between.
+    """
+    if recipe is None:
+        return {}
+    high = int(recipe.split("_")[2])
+    weights = weights_of(model, recipe_of(Format(4, 32)))
+    names = [f"{t.name}.{p}" for t in weights.targets.values() for p in t.formats]
+    names += list(weights.targets)
+    layers = model.config.get_text_config().num_hidden_layers
+    edge = layers // 8
+    chosen = [i for i in range(layers) if i < edge or i >= 7 * layers // 8 or (i - edge) % 3 == 2]
+    patterns = [
+        f"layers.{i}.*{end}" for i in chosen for end in ("v_proj", "v_a_proj", "v_b_proj", "down_proj")
+    ]
+    return {pattern: high for pattern in [*patterns, "lm_head"] if any(fits(pattern, name) for name in names)}

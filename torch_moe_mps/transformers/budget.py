@@ -1,0 +1,267 @@
+"""Recipes by measurement: the bits where they lower the error most, for a number of bytes.
+
+Every part of the model (a layer, an embedding, the output head) reads what the dense parts before it gave for
+a calibration text. One weight after the other is quantised in each format, and the error of the part is
+
+    sum (output - dense output)^2 / sum (dense output)^2
+
+The output of a layer is that of the residual stream: the errors of all weights have one unit, and add up.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..ops._checks import Check
+from ..quantization import Format, dequantize
+from ..quantization.formats import CHUNK, quantize_stack
+from .layerwise import LayerwiseCheckpoint, part_of
+from .packing import check_columns, rows_first
+from .recipe import Recipe
+from .sizes import quantized_bytes
+from .targets import Target, tied_layers, weights_of
+
+BITS = (2, 3, 4, 5, 6, 8)
+_CHECK = Check("measured_recipe")
+
+# {name of a weight: {format: error}}
+Errors = Mapping[str, Mapping[Format, float]]
+
+
+class Choice(NamedTuple):
+    """What a weight costs in a format."""
+
+    format: Format
+    nbytes: int
+    error: float
+
+
+class Item(NamedTuple):
+    """A tensor of `size` weights, which has several names where layers are tied."""
+
+    names: tuple[str, ...]
+    size: int
+    choices: list[Choice]
+
+
+def measured_recipe(
+    model: nn.Module | LayerwiseCheckpoint,
+    ids: Tensor,
+    budget: float,
+    group_size: int = 64,
+    bits: Collection[int] = BITS,
+    keep: Collection[str] = (),
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Which bits each weight of a language model shall have, by their errors on a calibration text.
+
+    Args:
+        model: dense, in memory; or a checkpoint of which one part is in memory at a time.
+        ids: [B, T] tokens of the text.
+        budget: bits a weight, on average over all that is quantised, with scales and biases.
+        group_size, bits: of the formats to choose from, in mode affine.
+        keep: as in `accelerate`.
+        progress: show a bar where tqdm is installed.
+
+    Returns: arguments of `accelerate` and `from_pretrained`, which can be written as JSON. Of what fits the
+        budget they have the least sum of errors that a greedy choice by error a byte finds.
+
+    Raises: ValueError for a budget that the smallest format exceeds, and for weights that do not fit.
+    """
+    checkpoint = model if isinstance(model, LayerwiseCheckpoint) else None
+    whole: nn.Module = model.model if isinstance(model, LayerwiseCheckpoint) else model
+    formats = [Format(count, group_size, "affine") for count in sorted(bits)]
+    recipe = Recipe(formats[0], formats[0], formats[0], dict.fromkeys(keep))
+    targets = weights_of(whole, recipe).targets
+    for target in targets.values():
+        for parameter in target.formats:
+            check_columns(_CHECK, target, parameter, formats[0])
+    errors = _measure(whole, targets, formats, ids, checkpoint, progress)
+    items = list(_items(whole, targets, formats, errors))
+    total = sum(item.size for item in items)
+    chosen = choose([item.choices for item in items], int(budget * total / 8))
+    result = {n: c.format.bits for item, c in zip(items, chosen, strict=True) for n in item.names}
+    return _arguments(result, group_size, keep)
+
+
+def _arguments(bits: Mapping[str, int], group_size: int, keep: Collection[str]) -> dict[str, Any]:
+    usual = max(set(bits.values()), key=list(bits.values()).count)
+    overrides = {name: count for name, count in bits.items() if count != usual}
+    recipe = {"bits": usual, "group_size": group_size, "mode": "affine", "overrides": overrides}
+    return recipe | ({"keep": list(keep)} if keep else {})
+
+
+# Errors
+
+
+@torch.no_grad()
+def _measure(
+    model: nn.Module,
+    targets: Mapping[str, Target],
+    formats: Sequence[Format],
+    ids: Tensor,
+    checkpoint: LayerwiseCheckpoint | None,
+    progress: bool,
+) -> Errors:
+    """Run the model once; each part is read, measured and freed when its turn comes."""
+    found = {name: dict.fromkeys(formats, 0.0) for name in _names(targets)}
+    inside = defaultdict(list)
+    for name, target in targets.items():
+        inside[part_of(name)].append(target)
+    parts = inside if checkpoint is None else checkpoint.parts
+    with ExitStack() as stack, _bar(len(inside), progress) as advance:
+        for part in list(parts):
+            weights = stack.enter_context(ExitStack())
+
+            def enter(module: nn.Module, args: Any, part: str = part, weights: ExitStack = weights) -> None:
+                if checkpoint is not None:
+                    weights.enter_context(checkpoint.loaded(part))
+
+            def leave(
+                module: nn.Module,
+                args: Any,
+                kwargs: Any,
+                output: Any,
+                part: str = part,
+                weights: ExitStack = weights,
+            ) -> None:
+                for target in inside.get(part, ()):
+                    for parameter in target.formats:
+                        errors = found[_name(target, parameter)]
+                        for format in formats:
+                            with _rounded(target, parameter, format):
+                                errors[format] += _distance(output, module.forward(*args, **kwargs))
+                advance(int(part in inside))
+                weights.close()
+
+            module = model.get_submodule(part)
+            hooks = (
+                module.register_forward_pre_hook(enter),
+                module.register_forward_hook(leave, with_kwargs=True),
+            )
+            for hook in hooks:
+                stack.callback(hook.remove)
+        model(input_ids=ids, use_cache=False)
+    return found
+
+
+def _name(target: Target, parameter: str) -> str:
+    """As the patterns of a recipe have it."""
+    return f"{target.name}.{parameter}" if target.kind == "experts" else target.name
+
+
+def _names(targets: Mapping[str, Target]) -> Iterator[str]:
+    return (_name(target, parameter) for target in targets.values() for parameter in target.formats)
+
+
+@contextmanager
+def _rounded(target: Target, parameter: str, format: Format) -> Iterator[None]:
+    """A parameter with the values that its codes stand for."""
+    weight = getattr(target.module, parameter)
+    values = _values(rows_first(target, weight.data), format)
+    values = values if target.kind == "experts" else values.squeeze(0)
+    dense = weight.data
+    weight.data = values.mT if target.kind == "experts" and target.module.is_transposed else values
+    try:
+        yield
+    finally:
+        weight.data = dense
+
+
+def _values(stack: Tensor, format: Format) -> Tensor:
+    """What the codes of matrices stand for, some rows at a time: the temporaries stay small."""
+    values = torch.empty(stack.shape, dtype=stack.dtype, device=stack.device)
+    step = max(1, CHUNK // stack.shape[-1])
+    for matrix, out in zip(stack, values, strict=True):
+        for rows, result in zip(matrix.split(step), out.split(step), strict=True):
+            weight = quantize_stack(rows.unsqueeze(0), format)
+            result.copy_(dequantize(*weight, **format.to_dict()).squeeze(0))
+    return values
+
+
+def _distance(expected: Any, output: Any) -> float:
+    """The squared error of an output, or of the first of several, relative to its square."""
+    expected, output = (t if isinstance(t, Tensor) else t[0] for t in (expected, output))
+    difference = square = 0.0
+    for dense, other in zip(expected.flatten(0, -2).split(64), output.flatten(0, -2).split(64), strict=True):
+        difference += float((other.float() - dense.float()).square().sum())
+        square += float(dense.float().square().sum())
+    return difference / square if square else 0.0
+
+
+@contextmanager
+def _bar(count: int, enabled: bool) -> Iterator[Callable[[int], object]]:
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        enabled = False
+    if not enabled:
+        yield lambda n: None
+        return
+    with tqdm(total=count, desc="Measuring", unit="part") as bar:
+        yield bar.update
+
+
+# Bits
+
+
+def _items(
+    model: nn.Module, targets: Mapping[str, Target], formats: Sequence[Format], errors: Errors
+) -> Iterator[Item]:
+    """The errors of tied layers add up."""
+    tied = {name: other for name, other in tied_layers(model).items() if {name, other} <= targets.keys()}
+    for target in targets.values():
+        for parameter in target.formats:
+            name = _name(target, parameter)
+            if name in tied:
+                continue
+            names = (name, *(n for n, other in tied.items() if other == name))
+            weight = getattr(target.module, parameter)
+            choices = [
+                Choice(f, quantized_bytes(weight, f), sum(errors[n][f] for n in names)) for f in formats
+            ]
+            yield Item(names, weight.numel(), choices)
+
+
+def choose(items: Sequence[Sequence[Choice]], budget: int) -> list[Choice]:
+    """One choice of each item, of `budget` bytes in sum: the steps that lower the error most a byte first.
+
+    Raises: ValueError for a budget below the smallest choices.
+    """
+    hulls = [_hull(item) for item in items]
+    chosen, spent = [0] * len(hulls), sum(hull[0].nbytes for hull in hulls)
+    if spent > budget:
+        raise ValueError(f"moe_mps::measured_recipe: budget must be {spent} bytes or more, got {budget}")
+    steps = []
+    for index, hull in enumerate(hulls):
+        for level, (low, high) in enumerate(pairwise(hull), 1):
+            gain = (low.error - high.error) / (high.nbytes - low.nbytes)
+            steps.append((-gain, index, level, high.nbytes - low.nbytes))
+    full = set()
+    for _, index, level, nbytes in sorted(steps):
+        if index not in full and spent + nbytes <= budget:
+            chosen[index], spent = level, spent + nbytes
+        else:
+            full.add(index)
+    return [hull[level] for hull, level in zip(hulls, chosen, strict=True)]
+
+
+def _hull(choices: Sequence[Choice]) -> list[Choice]:
+    """From the smallest on, those that no mixture of two others beats: their gains a byte fall."""
+    hull: list[Choice] = []
+    for choice in sorted(choices, key=lambda c: (c.nbytes, c.error)):
+        if hull and choice.error >= hull[-1].error:
+            continue
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-2], choice):
+            hull.pop()
+        hull.append(choice)
+    return hull
+
+
+def _slope(low: Choice, high: Choice) -> float:
+    return (low.error - high.error) / (high.nbytes - low.nbytes)

@@ -1,0 +1,271 @@
+"""Models written as MLX has them: packed words, scales and biases are its own.
+
+Names are those of the first checkpoints of an architecture, as transformers writes them; only the experts,
+which are one tensor for each of gate, up and down, have names of mlx-lm. See mlx.py, which reads the same.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from ..ops._checks import Check
+from ..quantization import Format, QuantizedWeight, dequantize
+from .experts import activation_of
+from .interface import Experts, experts_of, formats_of, is_quantized, projections
+from .linears import QuantizedLayer
+from .mlx import DROP_BIAS, NORMS, ONE_MORE
+from .packing import stored
+
+_CHECK = Check("save_mlx")
+_PARTS = ("weight", "scales", "biases")
+# Where mlx-lm has the experts of a layer, by the type of the model.
+EXPERTS = {
+    "deepseek_v2": "mlp.switch_mlp",
+    "deepseek_v3": "mlp.switch_mlp",
+    "deepseek_v32": "mlp.switch_mlp",
+    "dots1": "mlp.experts",
+    "ernie4_5_moe": "mlp.switch_mlp",
+    "glm4_moe": "mlp.switch_mlp",
+    "gpt_oss": "mlp.experts",
+    "granitemoe": "block_sparse_moe.switch_mlp",
+    "minimax_m2": "block_sparse_moe.switch_mlp",
+    "mixtral": "block_sparse_moe.switch_mlp",
+    "nemotron_h": "mixer.switch_mlp",
+    "olmoe": "mlp.switch_mlp",
+    "qwen2_moe": "mlp.switch_mlp",
+    "qwen3_moe": "mlp.switch_mlp",
+    "qwen3_next": "mlp.switch_mlp",
+}
+_HALVES = ("deepseek_v3", "deepseek_v32")  # mlx-lm halves kv_b_proj
+_SHARD = 2 << 30  # bytes of a file
+
+# Makes a tensor when its file is written: one file is in memory at a time.
+Make = Callable[[], Tensor]
+
+
+def check_writable(config: Any) -> None:
+    """Raises: ValueError for an architecture whose layout in MLX is not known."""
+    if config.model_type not in EXPERTS:
+        known = ", ".join(sorted(EXPERTS))
+        raise ValueError(f"moe_mps::save_mlx: model_type must be one of {known}, got {config.model_type}")
+
+
+def save_mlx(model: PreTrainedModel, folder: Path, config: Mapping[str, Any]) -> None:
+    """Write weights, index and config.json.
+
+    Args:
+        model: quantised by this package, or dense.
+        folder: which exists.
+        config: what config.json shall say; mlx-lm reads keys that transformers 5 no longer writes.
+
+    Raises: ValueError for an architecture whose layout in MLX is not known.
+    """
+    check_writable(model.config)
+    writer = _Writer(model)
+    _save_shards(folder, writer.tensors)
+    config = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
+    if writer.formats:
+        quantization = _quantization(writer.formats)
+        config |= {"quantization": quantization, "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(_with_older_keys(config), indent=2, sort_keys=True) + "\n")
+
+
+def _quantization(formats: Mapping[str, Format]) -> dict[str, Any]:
+    """The usual format, and the modules that have another."""
+    usual = Counter(formats.values()).most_common(1)[0][0]
+    others = {name: format.to_dict() for name, format in formats.items() if format != usual}
+    return {**usual.to_dict(), **others}
+
+
+def _with_older_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """transformers 5 has rope_parameters for what mlx-lm reads as rope_theta and rope_scaling."""
+    rope = config.get("rope_parameters")
+    if isinstance(rope, Mapping) and "rope_theta" in rope:
+        scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
+        scaled = scaling.get("rope_type", "default") != "default"
+        older = {"rope_theta": rope["rope_theta"], "rope_scaling": scaling if scaled else None}
+        older |= {k: rope[k] for k in ("partial_rotary_factor",) if k in rope}
+        return older | config
+    return config
+
+
+def _save_shards(folder: Path, tensors: Mapping[str, tuple[int, Make]]) -> None:
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, (nbytes, _) in tensors.items():
+        if shards[-1] and size + nbytes > _SHARD:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += nbytes
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = (
+            "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        )
+        save_file({n: tensors[n][1]().contiguous() for n in names}, folder / file, metadata={"format": "mlx"})
+        weight_map |= dict.fromkeys(names, file)
+    total = sum(nbytes for nbytes, _ in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+
+class _Writer:
+    """What a model is in MLX.
+
+    Attributes:
+        tensors: {name: (bytes, how it is made)}.
+        formats: {module: format}.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model, self.type = model, model.config.model_type
+        self.tensors: dict[str, tuple[int, Make]] = {}
+        self.formats: dict[str, Format] = {}
+        experts = experts_of(model)
+        layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
+        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        for name, module in experts.items():
+            self._experts(name, module)
+        inside = tuple(f"{name}." for name in experts)
+        for name, tensor in model.state_dict().items():
+            module, _, part = name.rpartition(".")
+            if name in tied or (inside and name.startswith(inside)):
+                continue
+            if module in layers and part in QuantizedWeight._fields:
+                if part == "packed":
+                    self._layer(module, layers[module])
+            else:
+                self._dense(name, tensor)
+
+    def _put(self, name: str, tensor: Tensor, make: Make | None = None) -> None:
+        self.tensors[name] = (tensor.nbytes, make or (lambda: tensor))
+
+    def _theirs(self, name: str) -> str:
+        """The name of a parameter in the first checkpoints of the architecture."""
+        (theirs,) = revert_weight_conversion(self.model, {name: torch.empty(2, 2, device="meta")})
+        return theirs
+
+    def _quantized(self, module: str, weight: QuantizedWeight, format: Format) -> None:
+        self.formats[module] = format
+        for part, tensor in zip(_PARTS, weight, strict=True):
+            if tensor is not None:
+                self._put(f"{module}.{part}", tensor, partial(_words, tensor))
+
+    # Layers
+
+    def _layer(self, name: str, layer: QuantizedLayer) -> None:
+        theirs = self._theirs(f"{name}.weight").removesuffix(".weight")
+        weight = QuantizedWeight(layer.packed, layer.scales, layer.biases)
+        if self._is_halved(name):
+            self._halves(theirs, (*weight,), layer.format)
+        else:
+            self._quantized(theirs, weight, layer.format)
+
+    def _dense(self, name: str, tensor: Tensor) -> None:
+        if self.type in DROP_BIAS and name.endswith("e_score_correction_bias"):
+            return
+        theirs = self._theirs(name)
+        if self._is_halved(name.removesuffix(".weight")):
+            self._halves(theirs.removesuffix(".weight"), (tensor,), None)
+            return
+        norm = name.removesuffix(".weight").endswith(NORMS) and "linear_attn" not in name
+        if self.type in ONE_MORE and norm:
+            self._put(theirs, tensor, lambda: tensor + 1)
+        elif tensor.dim() == 3 and name.endswith("conv1d.weight"):
+            self._put(theirs, tensor, lambda: tensor.mT)
+        else:
+            self._put(theirs, tensor)
+
+    def _is_halved(self, name: str) -> bool:
+        return self.type in _HALVES and name.endswith("kv_b_proj")
+
+    def _halves(self, name: str, parts: tuple[Tensor | None, ...], format: Format | None) -> None:
+        """kv_b_proj [heads * (nope + v), rank] -> embed_q [heads, rank, nope], unembed_out [heads, v, rank].
+
+        embed_q is transposed, and so dequantised. `parts` is the dense weight, or packed, scales and biases.
+        """
+        config = self.model.config
+        nope, heads = config.qk_nope_head_dim, config.num_attention_heads
+        attention = name.removesuffix("kv_b_proj")
+        q: tuple[Any, ...]
+        v: tuple[Any, ...]
+        q, v = zip(*(_split(t, heads, nope) for t in parts), strict=True)
+        rank = q[0].shape[-1] if format is None else format.columns(q[0].shape[-1])
+        dtype = q[0].dtype if format is None else q[1].dtype
+        dense = torch.empty(heads, rank, nope, dtype=dtype, device="meta")
+        self._put(f"{attention}embed_q.weight", dense, lambda: _dense(q, format).mT)
+        if format is None:
+            self._put(f"{attention}unembed_out.weight", v[0])
+        else:
+            self._quantized(f"{attention}unembed_out", QuantizedWeight(*v), format)
+
+    # Experts
+
+    def _experts(self, name: str, module: Experts) -> None:
+        layer = self._theirs(f"{name.rpartition('.')[0].rpartition('.')[0]}.x").removesuffix(".x")
+        container = f"{layer}.{EXPERTS[self.type]}"
+        activation = activation_of(module)
+        interleaved = activation.interleaved if activation is not None else not module.is_concatenated
+        first, second = projections(module)
+        gated = ("gate_proj", "up_proj") if module.has_gate else ("fc1",)
+        for projection, names in ((first, gated), (second, ("down_proj" if module.has_gate else "fc2",))):
+            for row, part in enumerate(names):
+                rows = _Rows(row, len(names), interleaved)
+                self._matrices(f"{container}.{part}", module, projection, rows)
+
+    def _matrices(self, theirs: str, module: Experts, projection: str, rows: "_Rows") -> None:
+        if is_quantized(module):
+            weight = stored(module, projection).map(rows)
+            self._quantized(theirs, weight, formats_of(module)[projection])
+        else:
+            dense = getattr(module, projection)
+            self._put(f"{theirs}.weight", *_lazily(rows(dense.mT if module.is_transposed else dense)))
+        bias = getattr(module, f"{projection}_bias", None)
+        if bias is not None:
+            self._put(f"{theirs}.bias", *_lazily(rows(bias)))
+
+
+class _Rows:
+    """The rows of gate, or of up, of stacked matrices or biases."""
+
+    def __init__(self, row: int, count: int, interleaved: bool):
+        self.row, self.count, self.interleaved = row, count, interleaved
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if self.interleaved and self.count > 1:
+            return tensor[:, self.row :: self.count]
+        return tensor.chunk(self.count, 1)[self.row]
+
+
+def _lazily(view: Tensor) -> tuple[Tensor, Make]:
+    return view, view.contiguous
+
+
+def _words(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().contiguous()
+    return tensor.view(torch.uint32) if tensor.dtype == torch.int32 else tensor
+
+
+def _split(tensor: Tensor | None, heads: int, nope: int) -> tuple[Tensor | None, Tensor | None]:
+    if tensor is None:
+        return None, None
+    rows = tensor.unflatten(0, (heads, -1))
+    return rows[:, :nope], rows[:, nope:]
+
+
+def _dense(parts: tuple[Any, ...], format: Format | None) -> Tensor:
+    if format is None:
+        return parts[0]
+    packed, scales, biases = parts
+    biases = None if biases is None else biases.contiguous()
+    return dequantize(packed.contiguous(), scales.contiguous(), biases, **format.to_dict())
