@@ -1,6 +1,7 @@
 """Models that save_pretrained writes as quantised."""
 
 import copy
+import functools
 import gc
 from collections import Counter
 from typing import Any
@@ -38,6 +39,36 @@ def mark_quantized(model: nn.Module) -> None:
         part.hf_quantizer.report = report
 
 
+def decide_when_saving(cls: Any) -> None:
+    """Makes `save_pretrained` of transformers' models write a config that says of the weights what they are.
+
+    A model that was made from the config of a quantised one is dense, and so is a module that took the place
+    of a quantised one; quantising may have been interrupted before the model was marked.
+    """
+    save = cls.save_pretrained
+
+    @functools.wraps(save)
+    def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
+        stored: Any = getattr(model.config, "quantization_config", None)
+        ours, right = isinstance(stored, QuantizationConfig), config_of(model)
+        if right is None and ours:
+            _unmark(model)
+        elif right is not None and not (ours and right.to_dict() == stored.to_dict()):
+            mark_quantized(model)
+        return save(model, *args, **kwargs)
+
+    cls.save_pretrained = save_pretrained
+
+
+def _unmark(model: nn.Module) -> None:
+    _own_configs(model)
+    for module in model.modules():
+        config: Any = module.__dict__.get("config")
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        module.__dict__.pop("hf_quantizer", None)
+
+
 def _outermost(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
     """The largest model of transformers that contains a model: saving it saves the quantised part as well."""
     if not hasattr(model, "config"):
@@ -53,7 +84,7 @@ def _own_configs(model: nn.Module) -> None:
 
     copies: dict[int, Any] = {}
     for module in model.modules():
-        config = module.__dict__.get("config")
+        config: Any = module.__dict__.get("config")
         if isinstance(config, PreTrainedConfig):
             module.config = copy.deepcopy(config, copies)
     for module in model.modules():

@@ -22,6 +22,7 @@ from ...ops._checks import ACTIVATION_DTYPES
 from ...ops.gated_delta import MAX_KEY_WIDTH
 from ..program.building import helper
 from ..program.programs import compile_forward, original_class
+from .linear import join_in_body
 from .trial import agrees
 
 ops = torch.ops.moe_mps
@@ -215,9 +216,12 @@ def rewrite_gated_delta(helpers: types.ModuleType, module: nn.Module) -> tuple[C
     if not isinstance(tree, ast.FunctionDef):
         return None
     rewriter = _Rewriter(inner.__globals__, tree)
-    tree = ast.fix_missing_locations(rewriter.visit_FunctionDef(tree))
+    tree = rewriter.visit_FunctionDef(tree)
     if not rewriter.rewrites:
         return None
+    if joined := join_in_body(module, tree.body):
+        rewriter.rewrites.add(f"linear_quantized ({', '.join(joined)})")
+    tree = ast.fix_missing_locations(tree)
     for argument in ast.walk(tree.args):
         if isinstance(argument, ast.arg):
             argument.annotation = None

@@ -16,13 +16,14 @@ ops = torch.ops.moe_mps
 
 def _fits(formula: NormFormula, norm: nn.Module, x: Tensor) -> bool:
     """Whether the operator gives what the module gives for this input."""
-    if x.dtype == torch.float64 or not holds(norm, MARK):
+    if x.dtype is torch.float64 or not holds(norm, MARK):
         return False
-    if not formula.weight:
+    weight = weight_of(norm) if formula.weight else None
+    if weight is None:
         return True
     weight = weight_of(norm)
     same_device = weight.device == x.device
-    return same_device and x.shape[-1] == weight.shape[0] and (formula.keeps_dtype or weight.dtype == x.dtype)
+    return same_device and x.shape[-1] == weight.shape[0] and (formula.keeps_dtype or weight.dtype is x.dtype)
 
 
 def _normed(formula: NormFormula, norm: nn.Module, x: Tensor) -> Tensor:

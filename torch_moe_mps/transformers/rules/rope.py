@@ -34,11 +34,11 @@ class RopeForm(NamedTuple):
     """
 
     heads_dim: int
-    wide: "Turn | None"
-    narrow: "Turn | None"
+    wide: tuple | None
+    narrow: tuple | None
 
 
-class Turn(NamedTuple):
+class _Turn(NamedTuple):
     """One of the operator's forms: which elements are a pair, how many columns of the tables count, and
     whether the elements that turn are as many as these columns or twice as many."""
 
@@ -48,19 +48,18 @@ class Turn(NamedTuple):
     rotary_last: bool
 
 
-_TURNS = [Turn(*fields) for fields in itertools.product(_PAIRS, (False, True), (False, True), (False, True))]
+_TURNS = [_Turn(*fields) for fields in itertools.product(_PAIRS, (False, True), (False, True), (False, True))]
 
 
 def _turned(
-    turn: Turn, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **norms: Any
+    turn: tuple, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **norms: Any
 ) -> tuple[Tensor, ...]:
     """The operator on q, k [B, T, heads, D], its results [B, heads, T, D]."""
-    if turn.half_of_table:
+    pairs, half_of_table, doubled, rotary_last = turn
+    if half_of_table:
         cos, sin = (table[..., : table.shape[-1] // 2] for table in (cos, sin))
-    rotary = cos.shape[-1] * (2 if turn.doubled else 1)
-    return ops.rope(
-        q, k, cos, sin, pairs=turn.pairs, rotary_dim=rotary, rotary_last=turn.rotary_last, **norms
-    )
+    rotary = cos.shape[-1] * (2 if doubled else 1)
+    return ops.rope(q, k, cos, sin, pairs=pairs, rotary_dim=rotary, rotary_last=rotary_last, **norms)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -70,14 +69,13 @@ def rope_form(function: types.FunctionType, tensors: int, options: tuple) -> Rop
     for heads_dim in (1, 2):
         turns = [_turn_of(function, tensors, dict(options), heads_dim, width) for width in widths]
         if any(turns):
-            wide, narrow = turns
-            return RopeForm(heads_dim, wide, narrow)
+            return RopeForm(heads_dim, *turns)
     return None
 
 
 def _turn_of(
     function: Callable, tensors: int, options: dict, heads_dim: int, table_width: int
-) -> Turn | None:
+) -> tuple | None:
     generator = torch.Generator().manual_seed(heads_dim)
     shapes = [(2, _TOKENS, _HEADS + i, _WIDTH) for i in range(tensors)]
     inputs = [torch.rand(shape, generator=generator) + 0.5 for shape in shapes]
@@ -98,20 +96,19 @@ def _turn_of(
             continue
         turned = _turned(turn, inputs[0], inputs[1] if tensors == 2 else None, cos, sin)
         if all(map(agrees, turned, expected)):
-            return turn
+            return tuple(turn)
     return None
 
 
-def _turn(form: RopeForm, q: Tensor, cos: Tensor) -> Turn | None:
+def _turn(wide: tuple | None, narrow: tuple | None, q: Tensor, cos: Tensor) -> tuple | None:
     """The form for these tables: a partial rotation is one for narrow tables."""
     if cos.dim() != 3 or q.dim() != 4:
         return None
     if cos.shape[-1] == q.shape[-1]:
-        return form.wide
-    turn = form.narrow
-    if turn and turn.doubled and cos.shape[-1] * 2 != q.shape[-1]:
+        return wide
+    if narrow and _Turn(*narrow).doubled and cos.shape[-1] * 2 != q.shape[-1]:
         return None
-    return turn
+    return narrow
 
 
 def rope(
@@ -126,19 +123,21 @@ def rope(
     **options: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     """function(q_norm(q), k_norm(k), cos, sin), or function(q_norm(q), cos, sin)."""
-    heads_dim, *turns = form
-    wide, narrow = (None if turn is None else Turn(*turn) for turn in turns)
-    turn = _turn(RopeForm(heads_dim, wide, narrow), q, cos)
+    heads_dim, wide, narrow = form
+    turn = _turn(wide, narrow, q, cos)
     norms = _norm_arguments(q_norm, k_norm, q, k)
-    if turn is None or norms is None or q.dtype == torch.float64 or (k is not None and k.dtype != q.dtype):
+    dtype = q.dtype
+    if turn is None or norms is None or dtype is torch.float64 or (k is not None and k.dtype is not dtype):
         normed = [x if norm is None else norm(x) for x, norm in ((q, q_norm), (k, k_norm)) if x is not None]
         return function(*normed, cos, sin, **options)
     if heads_dim == 1:
-        q, k = q.transpose(1, 2), None if k is None else k.transpose(1, 2)
-    turned = _turned(turn, q, k, cos, sin, **norms)[: 1 if k is None else 2]
-    if heads_dim == 2:
-        turned = tuple(x.transpose(1, 2) for x in turned)
-    return turned[0] if k is None else turned
+        q, k_turned = _turned(
+            turn, q.transpose(1, 2), None if k is None else k.transpose(1, 2), cos, sin, **norms
+        )
+        return q if k is None else (q, k_turned)
+    q, k_turned = _turned(turn, q, k, cos, sin, **norms)
+    q = q.transpose(1, 2)
+    return q if k is None else (q, k_turned.transpose(1, 2))
 
 
 def _norm_arguments(
@@ -147,25 +146,22 @@ def _norm_arguments(
     """The norms as arguments of the operator; None where their modules have to run."""
     if q_norm is None and k_norm is None:
         return {}
+    arguments: dict = {}
     eps = offset = None
-    for norm, x in ((q_norm, q), (k_norm, k)):
+    for name, norm, x in (("q_weight", q_norm, q), ("k_weight", k_norm, k)):
         if norm is None or x is None:
             continue
         formula = norm.__dict__.get(MARK)
         if formula is None or is_observed(norm) or not holds(norm, MARK):
             return None
         weight, own_eps = weight_of(norm), getattr(norm, formula.eps)
-        if weight.shape[0] != x.shape[-1] or not (formula.keeps_dtype or weight.dtype == x.dtype):
+        if weight.shape[0] != x.shape[-1] or not (formula.keeps_dtype or weight.dtype is x.dtype):
             return None
         if eps is not None and (eps, offset) != (own_eps, formula.offset):
             return None
-        eps, offset = own_eps, formula.offset
-    return {
-        "q_weight": None if q_norm is None else q_norm.weight,
-        "k_weight": None if k_norm is None else k_norm.weight,
-        "eps": eps,
-        "weight_offset": offset,
-    }
+        arguments[name], eps, offset = weight, own_eps, formula.offset
+    arguments["eps"], arguments["weight_offset"] = eps, offset
+    return arguments
 
 
 # Rewriting of an attention's program
@@ -206,8 +202,7 @@ def _replace(program: Program, statement: ast.Assign, call: ast.Call, form: Rope
             program.statements = [each for each in program.statements if each not in read]
             norms[keyword] = own_module(name)
     k = [] if tensors == 2 else [ast.Constant(None)]
-    plain = tuple(tuple(field) if isinstance(field, Turn) else field for field in form)
-    form_text = ast.parse(repr(plain), mode="eval").body
+    form_text = ast.parse(repr(tuple(form)), mode="eval").body
     new = helper("rope", call.func, form_text, *inputs, *k, *call.args[tensors:], **norms)
     new.keywords += call.keywords
     replace(program, statement, call, new)
