@@ -1,7 +1,8 @@
 """Writes docs/models.md: what `accelerate` does for each architecture with experts in transformers.
 
 Every row is found out, not written down: a tiny model of the architecture is built from its real config
-class, its logits are compared with its own eager code, and the table says what the report said.
+class, its logits are compared with its own eager code, and the table says what the report said. Launches are
+counted in the simulator.
 """
 
 import copy
@@ -10,11 +11,18 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch import nn
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY / "tests"))
 
+import simulator  # noqa: E402
+
+if __name__ == "__main__":
+    simulator.install()  # in front of whatever asks torch for MPS
+
 from support import tiny_models  # noqa: E402
+from support.launches import launches_of_last_layer, model_on_mps  # noqa: E402
 
 import torch_moe_mps  # noqa: E402
 from torch_moe_mps.transformers import experts_of  # noqa: E402
@@ -30,16 +38,22 @@ current.
   activation and norm, `expert_mm`, `moe_weighted_reduce`.
 - **Router**: `moe_router` with its scoring, behind `router_logits` where the matmul is in float32;
   `moe_gate`; or "own" where the model's router feeds the experts.
-- **Shared expert**: whether its output (and its gate) joins the sum over the experts; "-" where there is none
-  to join.
+- **Shared**: whether the output of a shared expert (and its gate) joins the sum over the experts; "-" where
+  there is none to join.
 - **Norms**: residual sums and RMSNorms that became one operator; "-" where the layer has no such
   pair.
-- **Quantised**: whether the model with int4 experts gives the logits of a dense model with the same rounded
-  weights.
+- **Linears**: linear layers that run together as one operator once they are quantised (q, k and v; gate and
+  up with the MLP's activation); every other one is an operator of its own.
+- **RoPE**: `rope`, where it applies the rotary embedding, with the norms of the heads that it takes in.
+- **Launches**: kernels that the last layer launches for one token with a cache, in bfloat16: the model's own
+  code with its eager experts (2 for a token here) / accelerated in 4 bit. An operator of aten that is no view
+  counts one, the package's as many as they encode. "-" where the last layer cannot be told from the rest, or
+  where the model's own code does not run with all of its weights in bfloat16.
+- **Quantised**: whether the model in 4 bit gives the logits of a dense model with the same rounded weights.
 - **Whole model**: logits (or hidden states) equal to the model's eager code in float32 within 1e-5.
 
-| Architecture | Experts | Router | Shared expert | Norms | Quantised | Whole model |
-|---|---|---|---|---|---|---|
+| Architecture | Experts | Router | Shared | Norms | Linears | RoPE | Launches | Quantised | Whole model |
+|---|---|---|---|---|---|---|---|---|---|
 """
 FOOTER = """
 {served} of {architectures} architectures run their experts on the operators, {routers} their router too.
@@ -86,6 +100,18 @@ def norms(report) -> str:
     return unique([part.partition(" ")[0] for part in parts(report) if part.startswith("fused_")])
 
 
+def linears(report) -> str:
+    joined = [
+        part[18:-1].replace(", ", " + ") for part in parts(report) if part.startswith("linear_quantized")
+    ]
+    mlps = [part for part in parts(report) if part.startswith("mlp_quantized")]
+    return unique(sorted({*joined, *mlps}))
+
+
+def rope(report) -> str:
+    return unique(sorted({part for part in parts(report) if part == "rope" or part.startswith("rope with")}))
+
+
 def router(report) -> str:
     rows = of_kind(report, "router")
     return unique([(row.replaced_by or "own").partition(",")[0] for row in rows]) if rows else "own"
@@ -108,16 +134,41 @@ def eager_model(architecture: str):
     return model
 
 
-def quantised(architecture: str) -> str:
-    """The quantised model against a dense one with the values that its weights stand for."""
+def quantised(architecture: str) -> tuple[str, object]:
+    """The quantised model against a dense one with the values that its weights stand for, and its report."""
     with tiny_models.groups_of_32():
         dense = eager_model(architecture)
     model = copy.deepcopy(dense)
     report = torch_moe_mps.accelerate(model, bits=4, group_size=32)
     left = [why for name, why in report.quantization.skipped.items() if name in experts_of(model)]
     if left:
-        return "no: " + unique(left)
-    return verdict(relative_error(tiny_models.dense_twin(dense, model), model))
+        return "no: " + unique(left), report
+    return verdict(relative_error(tiny_models.dense_twin(dense, model), model)), report
+
+
+def launches(architecture: str) -> str:
+    model = model_on_mps(architecture)
+    accelerated = copy.deepcopy(model)
+    torch_moe_mps.accelerate(accelerated, bits=4, group_size=32)
+    return f"{launches_of_layer(model)} / {launches_of_layer(accelerated)}"
+
+
+def launches_of_layer(model: nn.Module) -> int | str:
+    try:
+        layer, _ = launches_of_last_layer(simulator, model)
+    except (
+        AttributeError,
+        KeyError,
+        IndexError,
+        TypeError,
+        ValueError,
+    ):  # no layers, or no cache for a token
+        return "-"
+    except RuntimeError as error:
+        if "same dtype" not in str(error):
+            raise
+        return "-"  # its own code does not run with all weights in bfloat16
+    return sum(layer.values()) or "-"
 
 
 def row(architecture: str) -> tuple[str, object]:
@@ -126,18 +177,25 @@ def row(architecture: str) -> tuple[str, object]:
     report = torch_moe_mps.accelerate(accelerated)
     experts = unique([r.replaced_by or f"no: {r.reason}" for r in of_kind(report, "experts")])
     whole = verdict(relative_error(model, accelerated))
+    right, report_quantised = quantised(architecture)
     cells = [architecture, experts, router(report), shared_expert(report), norms(report)]
-    return "| " + " | ".join([*cells, quantised(architecture), whole]) + " |", report
+    cells += [linears(report_quantised), rope(report_quantised), launches(architecture), right, whole]
+    return "| " + " | ".join(cells) + " |", report
+
+
+def header() -> str:
+    counts = {
+        "classes": len(tiny_models.experts_classes()),
+        "architectures": len(tiny_models.architectures()),
+    }
+    return HEADER.format(version=transformers.__version__, **counts)
 
 
 def table() -> str:
     transformers.logging.set_verbosity_error()
-    architectures = tiny_models.architectures()
-    rows = {architecture: row(architecture) for architecture in architectures}
-    counts = {"classes": len(tiny_models.experts_classes()), "architectures": len(architectures)}
-    header = HEADER.format(version=transformers.__version__, **counts)
+    rows = {architecture: row(architecture) for architecture in tiny_models.architectures()}
     return (
-        header
+        header()
         + "\n".join(line for line, _ in rows.values())
         + "\n"
         + footer({a: r for a, (_, r) in rows.items()})

@@ -1,7 +1,7 @@
 """Registers this package with transformers, whichever of the two is imported first.
 
 The experts implementation "moe_mps" goes with transformers' experts interface, attention with sinks with its
-attention interface, quantised checkpoints with its quantizers.
+attention interface, quantised checkpoints with its quantizers and its `save_pretrained`.
 """
 
 import importlib.abc
@@ -21,10 +21,12 @@ def _register_quantizer(module: object) -> None:
     from .transformers import quantizer  # noqa: F401
 
 
-def _register_attention(module: object) -> None:
+def _register_models(module: object) -> None:
     from .transformers.attention import NAME, attention
+    from .transformers.saving import decide_when_saving
 
     module.AttentionInterface.register(NAME, attention)
+    decide_when_saving(module.PreTrainedModel)
 
 
 def _register_mask(module: object) -> None:
@@ -35,7 +37,7 @@ def _register_mask(module: object) -> None:
 
 _REGISTRATIONS = {
     "transformers.masking_utils": _register_mask,
-    "transformers.modeling_utils": _register_attention,
+    "transformers.modeling_utils": _register_models,
     "transformers.integrations.moe": _register_experts,
     "transformers.quantizers.auto": _register_quantizer,
 }

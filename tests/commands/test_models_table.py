@@ -1,14 +1,18 @@
 """docs/models.md says what the code does with the installed transformers."""
 
+import functools
 import importlib.util
 
 import pytest
 import transformers
+from support import tiny_models
 from support.processes import REPOSITORY
 
 TABLE = REPOSITORY / "docs" / "models.md"
+ALWAYS = ["qwen3_moe", "gemma4", "deepseek_v3", "phimoe"]  # every other row in the sweep
 
 
+@functools.cache
 def generator():
     spec = importlib.util.spec_from_file_location(
         "make_models_table", REPOSITORY / "scripts" / "make_models_table.py"
@@ -18,17 +22,38 @@ def generator():
     return module
 
 
-def test_table_is_current():
-    written = TABLE.read_text()
-    version = written.partition("each architecture of transformers ")[2].split()[0]
+def rows() -> dict[str, str]:
+    """{architecture: line} of the table."""
+    lines = [line for line in TABLE.read_text().splitlines() if line.startswith("| ")][1:]
+    return {line.split(" | ")[0].removeprefix("| "): line for line in lines}
+
+
+@pytest.fixture
+def current():
+    version = TABLE.read_text().partition("each architecture of transformers ")[2].split()[0]
     if version != transformers.__version__:
         pytest.skip(f"the table is of transformers {version}, {transformers.__version__} is installed")
-    assert written == generator().table(), "run scripts/make_models_table.py"
+
+
+def test_every_architecture_is_listed(current):
+    assert list(rows()) == list(tiny_models.architectures())
+    assert TABLE.read_text().startswith(generator().header())
+
+
+@pytest.mark.parametrize("architecture", ALWAYS)
+def test_row_is_current(current, simulated, architecture):
+    line, _ = generator().row(architecture)
+    assert rows()[architecture] == line, "run scripts/make_models_table.py"
+
+
+@pytest.mark.sweep
+def test_table_is_current(current, simulated):
+    assert TABLE.read_text() == generator().table(), "run scripts/make_models_table.py"
 
 
 def test_every_model_is_right():
-    rows = [line.split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| ")][1:]
-    assert len(rows) > 60
-    for row in rows:
+    assert len(rows()) > 60
+    for line in rows().values():
+        row = line.split(" | ")
         assert row[1].startswith(("moe_experts", "expert_mm")), row
         assert (row[-2], row[-1]) == ("yes", "yes |"), row

@@ -5,8 +5,11 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import tiny_models
 
 # Operators that launch nothing on MPS: memory without values, and bookkeeping.
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "lift_fresh", "_unsafe_view"}
@@ -51,3 +54,24 @@ def launches(simulated, run: Callable[[], object]) -> Counter[str]:
         run()
     kernels = [line.split()[0] for line in str(commands).splitlines() if " grid " in line]
     return mode.counts + Counter(kernels)
+
+
+def model_on_mps(architecture: str) -> nn.Module:
+    """A tiny model in bfloat16, of sizes that can be quantised."""
+    with tiny_models.groups_of_32():
+        return tiny_models.tiny_model(architecture, torch.bfloat16).to("mps")
+
+
+def one_token(simulated, model: nn.Module) -> Counter[str]:
+    with torch.no_grad():
+        cache = model(torch.tensor([[1, 2, 3, 4]], device="mps"), use_cache=True).past_key_values
+    token = torch.tensor([[5]], device="mps")
+    return launches(simulated, lambda: model(token, past_key_values=cache, use_cache=True))
+
+
+def launches_of_last_layer(simulated, model: nn.Module) -> tuple[Counter[str], int]:
+    """Those of the last layer, which the model loses, and how many there are in all."""
+    every = one_token(simulated, model)
+    decoder = model.get_decoder()
+    decoder.layers = decoder.layers[:-1]
+    return every - one_token(simulated, model), sum(every.values())

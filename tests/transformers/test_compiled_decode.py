@@ -3,30 +3,70 @@
 import pytest
 import torch
 from support import tiny_models
-from transformers import StaticCache
+from torch._dynamo.backends.debugging import aot_eager
+from transformers import CompileConfig, StaticCache
 
 import torch_moe_mps
 
 ALWAYS = ["qwen3_moe", "gpt_oss"]
 IN_THE_SWEEP = ["mixtral", "glm4_moe", "deepseek_v3", "gemma4", "qwen3_next"]
+EVERY = [*ALWAYS, *IN_THE_SWEEP]
 ARCHITECTURES = [*ALWAYS, *(pytest.param(name, marks=pytest.mark.sweep) for name in IN_THE_SWEEP)]
 
 
 def after_a_prompt(model) -> StaticCache:
     cache = StaticCache(config=model.config, max_cache_len=16)
-    model(torch.arange(4)[None], past_key_values=cache)
+    model(torch.arange(4, device=model.device)[None], past_key_values=cache)
     return cache
+
+
+def check_decode_step(architecture: str, device: str, backend: str) -> None:
+    """Compiled without a graph break, quantised: the logits of the step that is not compiled."""
+    with tiny_models.groups_of_32():
+        model = tiny_models.tiny_model(architecture).to(device)
+    torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    token = torch.tensor([[5]], device=device)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    with torch.no_grad():
+        expected = model(token, past_key_values=after_a_prompt(model)).logits
+        result = compiled(token, past_key_values=after_a_prompt(model)).logits
+    torch.testing.assert_close(result.cpu(), expected.cpu(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_decode_step_compiles(architecture):
-    """Without a graph break, quantised, to the logits of the step that is not compiled."""
+    check_decode_step(architecture, "cpu", "aot_eager")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("architecture", EVERY)
+def test_decode_step_compiles_with_inductor(architecture):
+    check_decode_step(architecture, "cpu", "inductor")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("architecture", EVERY)
+def test_decode_step_compiles_on_mps(simulated, architecture):
+    check_decode_step(architecture, "mps", "aot_eager")
+
+
+@pytest.mark.sweep
+def test_generate_compiles_its_decode_step():
+    """As docs/compile.md calls it: the tokens of an uncompiled run, from one graph."""
     with tiny_models.groups_of_32():
-        model = tiny_models.tiny_model(architecture)
+        model = tiny_models.tiny_model("qwen3_moe")
     torch_moe_mps.accelerate(model, bits=4, group_size=32)
-    token = torch.tensor([[5]])
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        expected = model(token, past_key_values=after_a_prompt(model)).logits
-        result = compiled(token, past_key_values=after_a_prompt(model)).logits
-    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    config = CompileConfig(fullgraph=True, mode=None, backend=backend, dynamic=False)
+    config._compile_all_devices = True
+    options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+    ids = torch.arange(4)[None]
+    expected = model.generate(ids, **options)
+    result = model.generate(ids, cache_implementation="static", compile_config=config, **options)
+    assert result.tolist() == expected.tolist()
+    assert len(graphs) == 1

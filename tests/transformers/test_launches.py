@@ -1,11 +1,7 @@
 """How many kernels a token launches, layer by layer: what binds decode on a Mac after the bytes."""
 
-from collections import Counter
-
 import pytest
-import torch
-from support import tiny_models
-from support.launches import launches
+from support.launches import launches_of_last_layer, model_on_mps
 
 import torch_moe_mps
 
@@ -32,26 +28,6 @@ OWN_CODE = {
     "gemma4": 148,
     "qwen3_next": 96,
 }
-
-
-def model_on_mps(architecture: str):
-    with tiny_models.groups_of_32():
-        return tiny_models.tiny_model(architecture, torch.bfloat16).to("mps")
-
-
-def one_token(simulated, model) -> Counter[str]:
-    with torch.no_grad():
-        cache = model(torch.tensor([[1, 2, 3, 4]], device="mps"), use_cache=True).past_key_values
-    token = torch.tensor([[5]], device="mps")
-    return launches(simulated, lambda: model(token, past_key_values=cache, use_cache=True))
-
-
-def launches_of_last_layer(simulated, model) -> tuple[Counter[str], int]:
-    """Those of the last layer, and how many there are in all."""
-    every = one_token(simulated, model)
-    decoder = model.get_decoder()
-    decoder.layers = decoder.layers[:-1]
-    return every - one_token(simulated, model), sum(every.values())
 
 
 @pytest.mark.parametrize("architecture", MOST)

@@ -97,6 +97,26 @@ def test_launches_of_a_step(simulated, architecture):
     assert sum(after.values()) <= 16 < 50 < sum(before.values()), dict(after)
 
 
+def test_projections_of_one_input_run_together(simulated):
+    """in_proj_qkvz and in_proj_ba, quantised, are one dispatch; logits are those of the rounded weights."""
+    with tiny_models.groups_of_32(), tiny_models.sizes(linear_num_value_heads=16):
+        dense = eager(tiny_models.tiny_model("qwen3_next"))
+    model = copy.deepcopy(dense)
+    report = torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    notes = [row.replaced_by for row in report.rows if row.name.endswith("linear_attn")]
+    assert "linear_quantized (in_proj_qkvz, in_proj_ba)" in notes[0]
+    twin = tiny_models.dense_twin(dense, model)
+    for result, expected in zip(decoded(model)[0], decoded(twin)[0], strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+    model.to("mps")
+    with torch.no_grad():
+        cache = model(torch.arange(4, device="mps")[None], use_cache=True).past_key_values
+    x = torch.ones(1, 1, dense.config.hidden_size, device="mps")
+    counts = launches(simulated, lambda: layer_of(model)(x, cache_params=cache))
+    assert sum(n for name, n in counts.items() if name.startswith("expert_rows")) == 2  # and out_proj
+    assert "mm" not in counts and sum(counts.values()) <= 13, dict(counts)
+
+
 def test_as_exact_in_16_bit():
     """The step's distance from float32, the operators' and the model's own, from one state of the cache."""
     model = model_of(dtype=torch.bfloat16)

@@ -2,12 +2,12 @@
 
 import copy
 import pickle
-import sys
 
 import expecttest
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.interrupts import Interrupts, interrupted
 from support.quantized_layers import FORMATS, NAMES, bits_of
 from support.tiny_models import tiny_model
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -297,43 +297,16 @@ def test_progress_bar(capsys):
     assert "Quantising" in capsys.readouterr().err
 
 
-class Interrupts:
-    """Raises KeyboardInterrupt at the n-th line that the package runs, as Ctrl-C may."""
-
-    def __init__(self, after: int):
-        self.left = after
-
-    def __call__(self, frame, event, argument):
-        if "torch_moe_mps" not in frame.f_code.co_filename:
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-        return self
-
-    def __enter__(self):
-        sys.settrace(self)
-        return self
-
-    def __exit__(self, *_):
-        sys.settrace(None)
-
-
 def check_interrupted(after: int) -> bool:
     """A model that was interrupted computes, and can be quantised again. False if it came too late."""
     model = small("qwen3_moe")
     twin = copy.deepcopy(model)
-    try:
-        with Interrupts(after) as interrupts:
-            quantize_experts(model, 4, 32, progress=False)
-    except KeyboardInterrupt:
-        pass
+    came = interrupted(lambda: quantize_experts(model, 4, 32, progress=False), after)
     assert_same(model, dequantised_twin(twin, model))
     quantize_experts(model, 4, 32, progress=False)
     assert all(hasattr(experts, "quantization") for experts in experts_of(model).values())
     assert_same(model, dequantised_twin(twin, model))
-    return interrupts.left <= 0
+    return came
 
 
 def assert_same(model, twin) -> None:
@@ -349,8 +322,8 @@ def test_an_interrupt_leaves_a_model_that_computes():
     lines = 10**9 - counter.left
     generator = torch.Generator().manual_seed(0)
     points = sorted(torch.randint(1, lines, (24,), generator=generator).tolist())
-    interrupted = [check_interrupted(after) for after in points]
-    assert all(interrupted)
+    for after in points:
+        assert check_interrupted(after)
 
 
 @pytest.mark.sweep

@@ -53,11 +53,50 @@ def test_all_modules_of_a_quantised_model_share_its_own_config(pair):
     assert second.config._attn_implementation != "eager"
 
 
-def test_dense_weights_under_a_quantised_config_are_refused(pair, tmp_path):
-    """A new model made from the config of a quantised one saves dense tensors that the config denies."""
+def test_a_dense_model_made_from_the_config_of_a_quantised_one(pair, tmp_path):
     first, _ = pair
     torch_moe_mps.quantize_experts(first, 4, 32)
-    type(first)(first.config).save_pretrained(tmp_path)
+    dense = type(first)(first.config).eval()
+    dense.set_experts_implementation("eager")
+    expected = output(dense, prompt())
+    for name, model in (("dense", dense), ("first", first)):
+        model.save_pretrained(tmp_path / name)
+    assert not is_saved_as_quantized(tmp_path / "dense") and is_saved_as_quantized(tmp_path / "first")
+    assert_close(output(loaded_from(tmp_path / "dense"), prompt()), expected, 1e-5)
+    assert_close(output(loaded_from(tmp_path / "first"), prompt()), output(first, prompt()), 1e-5)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_dense_experts_put_into_a_quantised_model(pair, layers, tmp_path):
+    first, second = pair
+    torch_moe_mps.quantize_experts(first, 4, 32)
+    for layer in range(layers):
+        first.model.layers[layer].mlp.experts = second.model.layers[layer].mlp.experts
+    first.save_pretrained(tmp_path)
+    assert is_saved_as_quantized(tmp_path) == (layers == 1)
+    assert_close(output(loaded_from(tmp_path), prompt()), output(first, prompt()), 1e-5)
+
+
+def test_quantising_is_interrupted_before_the_config_says_so(pair, monkeypatch, tmp_path):
+    first, _ = pair
+
+    def interrupt(model):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("torch_moe_mps.transformers.quantize.keep_when_saving", interrupt)
+        torch_moe_mps.quantize_experts(first, 4, 32)
+    first.save_pretrained(tmp_path)
+    assert_close(output(loaded_from(tmp_path), prompt()), output(first, prompt()), 1e-5)
+
+
+def test_dense_weights_under_a_quantised_config_are_refused(pair, tmp_path):
+    first, _ = pair
+    first.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    torch_moe_mps.quantize_experts(first, 4, 32)
+    stored["quantization_config"] = first.config.quantization_config.to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(stored))
     with pytest.raises(ValueError, match=r"experts\.gate_up_proj_packed must be in the checkpoint, got no"):
         loaded_from(tmp_path)
 

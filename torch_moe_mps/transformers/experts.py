@@ -91,25 +91,32 @@ def _with_numbers(
 
 def runs_own_code(module: nn.Module, *inputs: Tensor) -> bool:
     """Training, gradients that are needed, autocast and float64 belong to the model's own code."""
-    device = inputs[0].device.type
-    if module.training or (device != "meta" and torch.is_autocast_enabled(device)):
+    if module.training or _in_autocast(inputs[0]):
         return True
     for x in inputs:
-        if x.dtype == torch.float64:
+        if x.dtype is torch.float64:
             return True
     if not torch.is_grad_enabled():
         return False
     return any(x.requires_grad for x in inputs) or any(p.requires_grad for p in module.parameters())
 
 
+def _in_autocast(x: Tensor) -> bool:
+    if not torch._C._is_any_autocast_enabled():
+        return False
+    device = x.device.type
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
 def is_observed(module: nn.Module) -> bool:
     """Whether a hook or a forward of the instance sees or changes what a module gets and gives."""
+    own = module.__dict__
     return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
         or torch_module._global_forward_hooks
         or torch_module._global_forward_pre_hooks
-        or "forward" in module.__dict__
+        or "forward" in own
     )
 
 
@@ -125,6 +132,8 @@ def may_be_fused(experts: nn.Module) -> bool:
     """
     if "_moe_mps_activation" not in experts.__dict__ or is_observed(experts):
         return False
+    if experts.__dict__.get("quantization") is not None:
+        return True  # with a config of its own, see `pinned_config`
     return experts.config._experts_implementation == NAME
 
 
@@ -209,14 +218,11 @@ def experts_forward(
     `shared_gate` (a logit), `shared_out` and `residual` come from blocks that `accelerate` rewrote:
     g * shared_out + residual is added.
     """
-    shared = {
-        "shared_gate": shared_gate,
-        "shared_out": shared_out,
-        "residual": residual,
-        "gate_is_logit": shared_gate is not None,
-    }
-    terms = (hidden_states, top_k_weights, shared_gate, shared_out, residual)
-    inputs = [x for x in terms if x is not None]
+    shared = {"shared_gate": shared_gate, "shared_out": shared_out, "residual": residual}
+    shared = {name: term for name, term in shared.items() if term is not None}
+    inputs = (hidden_states, top_k_weights, *shared.values())
+    if shared_gate is not None:
+        shared["gate_is_logit"] = True
     if self.__dict__.get("quantization") is not None:  # getattr of a missing attribute is slow on modules
         _require_no_gradients(self, inputs)
         return _quantized_forward(self, hidden_states, top_k_index, top_k_weights, shared)
@@ -240,7 +246,7 @@ def experts_forward(
     )  # fmt: skip
 
 
-def _require_no_gradients(self: nn.Module, inputs: list[Tensor]) -> None:
+def _require_no_gradients(self: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         raise NotImplementedError(
             f"moe_mps: {type(self).__name__} has quantised experts, without gradients; use torch.no_grad()"
@@ -250,8 +256,10 @@ def _require_no_gradients(self: nn.Module, inputs: list[Tensor]) -> None:
 def _quantized_forward(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, shared: dict) -> Tensor:
     form, down_form = self.quantization, self.down_quantization
     first, second = (_packed(self, name) for name in projections(self))
-    bias = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias) if self.has_bias else None
-    down_bias = self.down_proj_bias if self.has_bias else None
+    bias = down_bias = None
+    if self.has_bias:
+        bias = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
+        down_bias = self.down_proj_bias
     activation = None if _activation_is_observed(self) else _activation(self)
     if activation is None:
         hidden = ops.expert_qmm(x, *first, ids, form.bits, form.group_size, form.mode, bias)
@@ -268,11 +276,15 @@ def _quantized_forward(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor,
 
 
 def _packed(self: nn.Module, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    return (
-        getattr(self, f"{name}_packed"),
-        getattr(self, f"{name}_scales"),
-        getattr(self, f"{name}_biases", None),
-    )
+    own = self._parameters
+    packed, scales, biases = (own.get(name + part) for part in ("_packed", "_scales", "_biases"))
+    if packed is None or scales is None:  # not where `quantize` put them
+        return (
+            getattr(self, name + "_packed"),
+            getattr(self, name + "_scales"),
+            getattr(self, name + "_biases", None),
+        )
+    return packed, scales, biases
 
 
 def _fits(x: Tensor, weight: Tensor, ids: Tensor) -> bool:

@@ -123,12 +123,18 @@ class QuantizedLinear(QuantizedLayer):
             raise NotImplementedError(
                 "moe_mps: a quantised linear layer is without gradients; use torch.no_grad()"
             )
-        if torch.is_autocast_enabled(x.device.type):
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        form = self.format
-        return ops.linear_quantized(
-            x, self.packed, self.scales, self.biases, self.bias, form.bits, form.group_size, form.mode
-        )
+        form, (packed, scales, biases, bias) = self.format, self.weights()
+        return ops.linear_quantized(x, packed, scales, biases, bias, form.bits, form.group_size, form.mode)
+
+    def weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """packed, scales, biases and bias; attributes of modules are slow to read."""
+        own = self._parameters
+        packed, scales = own.get("packed"), own.get("scales")
+        if packed is None or scales is None:  # not registered, as FSDP leaves them
+            return self.packed, self.scales, self.biases, self.bias
+        return packed, scales, own["biases"], own["bias"]
 
     def extra_repr(self) -> str:
         bias = self.bias is not None

@@ -151,7 +151,9 @@ def _rewritten_class(original: type[nn.Module], rewritten: types.FunctionType) -
 
     @functools.wraps(own)
     def forward(self, *args, **kwargs):
-        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        if kwargs:
+            tensors += [a for a in kwargs.values() if isinstance(a, Tensor)]
         if not tensors or runs_own_code(self, *tensors) or not _holds(self):
             kwargs.pop(RAW, None)
             residual = kwargs.pop(RESIDUAL, None)
@@ -179,7 +181,7 @@ def _rewritten_class(original: type[nn.Module], rewritten: types.FunctionType) -
 
 def _holds(module: nn.Module) -> bool:
     """Whether a rewritten forward is still what the module's own code computes."""
-    return _RESTORED not in module.__dict__ and holds(module, READS)
+    return holds(module, READS) and _RESTORED not in module.__dict__
 
 
 def _new_copy(original: type[nn.Module]) -> nn.Module:

@@ -1,6 +1,7 @@
 """Models that save_pretrained writes as quantised."""
 
 import copy
+import functools
 import gc
 from collections import Counter
 from typing import Any
@@ -36,6 +37,35 @@ def mark_quantized(model: nn.Module) -> None:
         report = getattr(getattr(part, "hf_quantizer", None), "report", None)
         part.hf_quantizer = quantizer(config, pre_quantized=True)
         part.hf_quantizer.report = report
+
+
+def decide_when_saving(cls: type[nn.Module]) -> None:
+    """Makes `save_pretrained` of transformers' models write a config that says of the weights what they are.
+
+    A model that was made from the config of a quantised one is dense, and so is a module that took the place
+    of a quantised one; quantising may have been interrupted before the model was marked.
+    """
+    save = cls.save_pretrained
+
+    @functools.wraps(save)
+    def save_pretrained(model, *args, **kwargs):
+        stored, right = getattr(model.config, "quantization_config", None), config_of(model)
+        ours = isinstance(stored, QuantizationConfig)
+        if right is None and ours:
+            _unmark(model)
+        elif right is not None and not (ours and right.to_dict() == stored.to_dict()):
+            mark_quantized(model)
+        return save(model, *args, **kwargs)
+
+    cls.save_pretrained = save_pretrained
+
+
+def _unmark(model: nn.Module) -> None:
+    _own_configs(model)
+    for module in model.modules():
+        if hasattr(module.__dict__.get("config"), "quantization_config"):
+            del module.config.quantization_config
+        module.__dict__.pop("hf_quantizer", None)
 
 
 def _outermost(model: nn.Module, cls: type[nn.Module]) -> nn.Module:

@@ -100,6 +100,8 @@ class Program:
         self._drop_unused(is_pure)
         self._reuse_names()
         body = [*self.statements, ast.Return(self.result)]
+        children = _ReadChildren(self.module)
+        body = [children.visit(statement) for statement in body]
         forward = ast.FunctionDef("forward", self.arguments, body, [], type_params=[])
         return compile_forward(self.function, forward, helpers)
 
@@ -151,6 +153,21 @@ class RenameVariables(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         return ast.Name(self.names.get(node.id, node.id), node.ctx)
+
+
+class _ReadChildren(ast.NodeTransformer):
+    """self.child becomes `(self._modules.get("child") or self.child)`: attributes of modules are slow."""
+
+    def __init__(self, module: nn.Module):
+        self.names = {name for name in module._modules if not hasattr(type(module), name)}
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        is_child = node.attr in self.names and isinstance(node.ctx, ast.Load)
+        if not is_child or not isinstance(node.value, ast.Name) or node.value.id != "self":
+            return node
+        found = ast.parse(f"self._modules.get({node.attr!r})", mode="eval").body
+        return ast.BoolOp(ast.Or(), [found, node])
 
 
 def compile_forward(

@@ -16,17 +16,23 @@ from torch import Tensor, nn
 # Where a module keeps what it was recognised by.
 READS = "_moe_mps_reads"
 _PLAIN = (bool, int, float, str, tuple)
+_PLACES = ("", "_parameters", "_buffers", "_modules")
 _MISSING = "<no attribute>"
 _TENSOR = "<a tensor>"  # whose values are read when they are needed
 _current: ContextVar[dict | None] = ContextVar("moe_mps_reads", default=None)
 
 
 class Read(NamedTuple):
-    """An attribute of a module, by its path, and what it was."""
+    """An attribute of a module, by its path, and what it was.
+
+    `kept_in`: which dictionary of the module has it, "" for its `__dict__`; None for a path, a property or an
+    attribute of the class.
+    """
 
     owner: nn.Module
     path: str
     value: object
+    kept_in: str | None
 
 
 @contextmanager
@@ -44,7 +50,12 @@ def record(owner: nn.Module, path: str) -> None:
     """Notes an attribute that a decision rests on. Without `recording` around it nothing happens."""
     reads = _current.get()
     if reads is not None and not isinstance(value := _value(owner, path), types.MethodType):
-        reads[id(owner), path] = Read(owner, path, value)
+        reads[id(owner), path] = Read(owner, path, value, _place_of(owner, path))
+
+
+def _place_of(owner: nn.Module, path: str) -> str | None:
+    own = owner.__dict__
+    return next((name for name in _PLACES if path in (own[name] if name else own)), None)
 
 
 def _value(owner: nn.Module, path: str) -> object:
@@ -61,15 +72,17 @@ def holds(module: nn.Module, mark: str) -> bool:
     Takes the module, since torch.compile asks for arguments that it knows.
     """
     kept = module.__dict__[mark]
-    return unchanged(getattr(kept, "reads", kept))
+    return unchanged(kept if type(kept) is tuple else kept.reads)
 
 
 def unchanged(reads: tuple[Read, ...]) -> bool:
     """Whether every attribute is what it was."""
-    for owner, path, value in reads:
-        own = owner.__dict__
-        if value is not None and (own.get(path) is value or own["_modules"].get(path) is value):
-            continue  # most of them; getattr on a module is slow
+    for owner, path, value, kept_in in reads:
+        if kept_in is not None:  # most of them; getattr on a module is slow
+            own = owner.__dict__
+            now = (own[kept_in] if kept_in else own).get(path)
+            if now is not None and (now is value or (value is _TENSOR and isinstance(now, Tensor))):
+                continue
         now = _value(owner, path)
         if now is not value and not (isinstance(value, _PLAIN) and type(now) is type(value) and now == value):
             return False

@@ -21,6 +21,7 @@ from ...ops._checks import ACTIVATION_DTYPES
 from ...ops.gated_delta import MAX_KEY_WIDTH
 from ..program.building import helper
 from ..program.programs import compile_forward, original_class
+from .linear import join_in_body
 from .trial import agrees
 
 ops = torch.ops.moe_mps
@@ -197,9 +198,12 @@ def rewrite_gated_delta(helpers: types.ModuleType, module: nn.Module):
     except (OSError, TypeError, SyntaxError):
         return None
     rewriter = _Rewriter(inner.__globals__, tree)
-    tree = ast.fix_missing_locations(rewriter.visit(tree))
+    tree = rewriter.visit(tree)
     if not rewriter.rewrites:
         return None
+    if joined := join_in_body(module, tree.body):
+        rewriter.rewrites.add(f"linear_quantized ({', '.join(joined)})")
+    tree = ast.fix_missing_locations(tree)
     for argument in ast.walk(tree.args):
         if isinstance(argument, ast.arg):
             argument.annotation = None

@@ -53,10 +53,10 @@ class Joined:
                 parameter = layer._parameters[name]
                 if parameter is not None:
                     parameter.data = part
-        return [_place(layer) for layer in layers]
+        return list(map(_place, layers))
 
     def is_current(self, layers: Sequence[QuantizedLinear]) -> bool:
-        return [_place(layer) for layer in layers] == self.places
+        return list(map(_place, layers)) == self.places
 
     def __reduce_ex__(self, protocol):
         return _nothing, ()
@@ -97,8 +97,9 @@ def _can_join(layers: Sequence[nn.Module]) -> bool:
 @torch.compiler.assume_constant_result
 def join(*layers: nn.Module) -> bool:
     """Whether the layers' weights are one, as JOINED of the first layer; they are joined now if need be."""
-    if any(is_observed(layer) for layer in layers):
-        return False
+    for layer in layers:
+        if is_observed(layer):
+            return False
     found = layers[0].__dict__.get(JOINED)
     if found is not None and found.is_current(layers):
         return True
@@ -112,11 +113,56 @@ def linears(layers: tuple[nn.Module, ...], x: Tensor) -> Sequence[Tensor]:
     """layer(x) of each layer."""
     if not join(*layers):
         return [layer(x) for layer in layers]
-    whole, form = layers[0]._moe_mps_joined, layers[0].format
+    whole = layers[0].__dict__[JOINED]
+    form = whole.format
     out = ops.linear_quantized(
         x, whole.packed, whole.scales, whole.biases, whole.bias, form.bits, form.group_size, form.mode
     )
-    return out.split(whole.rows, -1)
+    return out.split_with_sizes(whole.rows, -1)
+
+
+def join_in_body(module: nn.Module, body: list[ast.stmt]) -> list[str]:
+    """The same in the statements of a forward that is no program: `y = self.layer(x)` with one x.
+
+    Later calls move up to the first; in between nothing may name x or what moves. Returns: the layers' names.
+    """
+    found = [(i, *call) for i, statement in enumerate(body) if (call := _named_call(module, statement))]
+    group = [each for each in found if each[2] == found[0][2]]
+    if len(group) < 2 or not _can_join([layer for *_, layer in group]):
+        return []
+    first, x, places = group[0][0], group[0][2], {i for i, *_ in group}
+    others = [statement for i, statement in enumerate(body[: max(places)]) if i > first and i not in places]
+    if any(_is_named(x, others) or _is_named(name, body[first:i]) for i, name, *_ in group[1:]):
+        return []
+    join(*(layer for *_, layer in group))
+    names = [body[i].value.func.attr for i, *_ in group]
+    layers = ast.Tuple([own_module(name) for name in names], ast.Load())
+    targets = ast.Tuple([ast.Name(name, ast.Store()) for _, name, *_ in group], ast.Store())
+    together = ast.Assign([targets], helper("linears", layers, ast.Name(x, ast.Load())))
+    body[:] = [
+        together if i == first else statement
+        for i, statement in enumerate(body)
+        if i == first or i not in places
+    ]
+    return names
+
+
+def _named_call(module: nn.Module, statement: ast.stmt) -> tuple[str, str, nn.Module] | None:
+    """(y, x, layer) of a statement y = self.layer(x) with a quantised linear layer."""
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return None
+    target, call = statement.targets[0], statement.value
+    if not isinstance(target, ast.Name) or not isinstance(call, ast.Call) or call.keywords:
+        return None
+    owner, _, name = ast.unparse(call.func).rpartition(".")
+    layer = module._modules.get(name) if owner == "self" else None
+    is_unary = len(call.args) == 1 and isinstance(call.args[0], ast.Name)
+    return (target.id, call.args[0].id, layer) if is_unary and isinstance(layer, QuantizedLinear) else None
+
+
+def _is_named(name: str, statements: list[ast.stmt]) -> bool:
+    nodes = (node for statement in statements for node in ast.walk(statement))
+    return any(isinstance(node, ast.Name) and node.id == name for node in nodes)
 
 
 def join_linears(program: Program) -> None:

@@ -15,7 +15,7 @@ from ..program.building import add_option, helper, replace_everything
 from ..program.formulas import Node, Reader
 from ..program.patterns import match
 from ..program.programs import Program, original_class
-from .linear import join
+from .linear import JOINED, join
 
 ops = torch.ops.moe_mps
 
@@ -70,10 +70,12 @@ def mlp(module: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:
     layers = (gate,) if formula.up is None else (gate, getattr(module, formula.up))
     if not join(*layers) or type(down) is not QuantizedLinear or is_observed(down):
         return add_terms(original_class(module).forward(module, x), residual=residual)
-    first, form, to = gate._moe_mps_joined, gate.format, down.format
+    first, to = gate.__dict__[JOINED], down.format
+    form = first.format
+    packed, scales, biases, bias = down.weights()
     return ops.mlp_quantized(
-        x, first.packed, first.scales, first.biases, down.packed, down.scales, down.biases,
-        form.bits, form.group_size, form.mode, gate_up_bias=first.bias, down_bias=down.bias,
+        x, first.packed, first.scales, first.biases, packed, scales, biases,
+        form.bits, form.group_size, form.mode, gate_up_bias=first.bias, down_bias=bias,
         activation=formula.activation, gated=formula.up is not None, residual=residual,
         down_bits=to.bits, down_group_size=to.group_size, down_mode=to.mode,
     )  # fmt: skip

@@ -74,9 +74,15 @@ def _fusable(norm: nn.Module, residual: Tensor, x: Tensor) -> NormFormula | None
         return None
     if not (isinstance(residual, Tensor) and isinstance(x, Tensor)):
         return None
-    weight = norm.weight
-    same = residual.dtype == x.dtype and residual.shape == x.shape and weight.device == x.device
-    return formula if same and (formula.keeps_dtype or weight.dtype == x.dtype) else None
+    weight = weight_of(norm)
+    same = residual.dtype is x.dtype and residual.shape == x.shape and weight.device == x.device
+    return formula if same and (formula.keeps_dtype or weight.dtype is x.dtype) else None
+
+
+def weight_of(norm: nn.Module) -> Tensor:
+    """norm.weight, which is slow to read as an attribute."""
+    weight = norm._parameters.get("weight")
+    return norm.weight if weight is None else weight
 
 
 def residual_norm(norm: nn.Module, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +92,7 @@ def residual_norm(norm: nn.Module, residual: Tensor, x: Tensor) -> tuple[Tensor,
         total = residual + x
         return norm(total), total
     eps = getattr(norm, formula.eps)
-    return ops.fused_residual_norm(residual, x, norm.weight, eps, True, formula.offset)
+    return ops.fused_residual_norm(residual, x, weight_of(norm), eps, True, formula.offset)
 
 
 def norm_add(norm: nn.Module, residual: Tensor, x: Tensor) -> Tensor:
@@ -94,7 +100,7 @@ def norm_add(norm: nn.Module, residual: Tensor, x: Tensor) -> Tensor:
     formula = _fusable(norm, residual, x)
     if formula is None:
         return residual + norm(x)
-    return ops.fused_norm_add(residual, x, norm.weight, getattr(norm, formula.eps), formula.offset)
+    return ops.fused_norm_add(residual, x, weight_of(norm), getattr(norm, formula.eps), formula.offset)
 
 
 def norm_add_scalar(norm: nn.Module, residual: Tensor, x: Tensor, scalar: Tensor) -> Tensor:
@@ -105,7 +111,7 @@ def norm_add_scalar(norm: nn.Module, residual: Tensor, x: Tensor, scalar: Tensor
         total *= scalar
         return total
     eps = getattr(norm, formula.eps)
-    return ops.fused_norm_add_scalar(residual, x, norm.weight, scalar, eps, formula.offset)
+    return ops.fused_norm_add_scalar(residual, x, weight_of(norm), scalar, eps, formula.offset)
 
 
 # Rewriting of a layer's program

@@ -9,24 +9,24 @@ from ..experts import is_observed
 from ..program.building import calls, helper, own_module, replace, replace_everything, unary_call
 from ..program.programs import Program, original_class
 from ..program.reads import holds
-from .norms import MARK, NormFormula, norm_formula
+from .norms import MARK, NormFormula, norm_formula, weight_of
 
 ops = torch.ops.moe_mps
 
 
 def _fits(formula: NormFormula | None, norm: nn.Module, x: Tensor) -> bool:
     """Whether the operator gives what the module gives for this input."""
-    if formula is None or x.dtype == torch.float64 or not holds(norm, MARK):
+    if formula is None or x.dtype is torch.float64 or not holds(norm, MARK):
         return False
-    weight = norm.weight if formula.weight else None
+    weight = weight_of(norm) if formula.weight else None
     if weight is None:
         return True
     same_device = weight.device == x.device
-    return same_device and x.shape[-1] == weight.shape[0] and (formula.keeps_dtype or weight.dtype == x.dtype)
+    return same_device and x.shape[-1] == weight.shape[0] and (formula.keeps_dtype or weight.dtype is x.dtype)
 
 
 def _normed(formula: NormFormula, norm: nn.Module, x: Tensor) -> Tensor:
-    weight = norm.weight if formula.weight else None
+    weight = weight_of(norm) if formula.weight else None
     return ops.rms_norm(x, weight, getattr(norm, formula.eps), formula.offset)
 
 

@@ -17,7 +17,7 @@ from ..experts import is_observed
 from ..program.building import calls, helper, own_module, replace, unary_call
 from ..program.programs import Program
 from ..program.reads import holds
-from .norms import MARK, norm_formula
+from .norms import MARK, norm_formula, weight_of
 from .trial import agrees
 
 ops = torch.ops.moe_mps
@@ -50,14 +50,13 @@ class _Turn(NamedTuple):
 _TURNS = [_Turn(*fields) for fields in itertools.product(_PAIRS, (False, True), (False, True), (False, True))]
 
 
-def _turned(turn: _Turn, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **norms) -> tuple:
+def _turned(turn: tuple, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **norms) -> tuple:
     """The operator on q, k [B, T, heads, D], its results [B, heads, T, D]."""
-    if turn.half_of_table:
+    pairs, half_of_table, doubled, rotary_last = turn
+    if half_of_table:
         cos, sin = (table[..., : table.shape[-1] // 2] for table in (cos, sin))
-    rotary = cos.shape[-1] * (2 if turn.doubled else 1)
-    return ops.rope(
-        q, k, cos, sin, pairs=turn.pairs, rotary_dim=rotary, rotary_last=turn.rotary_last, **norms
-    )
+    rotary = cos.shape[-1] * (2 if doubled else 1)
+    return ops.rope(q, k, cos, sin, pairs=pairs, rotary_dim=rotary, rotary_last=rotary_last, **norms)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -96,16 +95,15 @@ def _turn_of(function, tensors: int, options: dict, heads_dim: int, table_width:
     return None
 
 
-def _turn(form: RopeForm, q: Tensor, cos: Tensor) -> _Turn | None:
+def _turn(wide: tuple | None, narrow: tuple | None, q: Tensor, cos: Tensor) -> tuple | None:
     """The form for these tables: a partial rotation is one for narrow tables."""
     if cos.dim() != 3 or q.dim() != 4:
         return None
     if cos.shape[-1] == q.shape[-1]:
-        return form.wide and _Turn(*form.wide)
-    turn = form.narrow and _Turn(*form.narrow)
-    if turn and turn.doubled and cos.shape[-1] * 2 != q.shape[-1]:
+        return wide
+    if narrow and _Turn(*narrow).doubled and cos.shape[-1] * 2 != q.shape[-1]:
         return None
-    return turn
+    return narrow
 
 
 def rope(
@@ -120,43 +118,43 @@ def rope(
     **options,
 ):
     """function(q_norm(q), k_norm(k), cos, sin), or function(q_norm(q), cos, sin)."""
-    form = RopeForm(*form)
-    turn = _turn(form, q, cos)
+    heads_dim, wide, narrow = form
+    turn = _turn(wide, narrow, q, cos)
     norms = _norm_arguments(q_norm, k_norm, q, k)
-    if turn is None or norms is None or q.dtype == torch.float64 or (k is not None and k.dtype != q.dtype):
+    dtype = q.dtype
+    if turn is None or norms is None or dtype is torch.float64 or (k is not None and k.dtype is not dtype):
         normed = [x if norm is None else norm(x) for x, norm in ((q, q_norm), (k, k_norm)) if x is not None]
         return function(*normed, cos, sin, **options)
-    heads_last = form.heads_dim == 1
-    given = (x if x is None or not heads_last else x.transpose(1, 2) for x in (q, k))
-    q, k_turned = _turned(turn, *given, cos, sin, **norms)
-    if not heads_last:
-        q, k_turned = q.transpose(1, 2), k_turned.transpose(1, 2) if k is not None else k_turned
-    return q if k is None else (q, k_turned)
+    if heads_dim == 1:
+        q, k_turned = _turned(
+            turn, q.transpose(1, 2), None if k is None else k.transpose(1, 2), cos, sin, **norms
+        )
+        return q if k is None else (q, k_turned)
+    q, k_turned = _turned(turn, q, k, cos, sin, **norms)
+    q = q.transpose(1, 2)
+    return q if k is None else (q, k_turned.transpose(1, 2))
 
 
 def _norm_arguments(q_norm: nn.Module | None, k_norm: nn.Module | None, q: Tensor, k) -> dict | None:
     """The norms as arguments of the operator; None where their modules have to run."""
     if q_norm is None and k_norm is None:
         return {}
+    arguments: dict = {}
     eps = offset = None
-    for norm, x in ((q_norm, q), (k_norm, k)):
+    for name, norm, x in (("q_weight", q_norm, q), ("k_weight", k_norm, k)):
         if norm is None:
             continue
         formula = norm.__dict__.get(MARK)
         if formula is None or is_observed(norm) or not holds(norm, MARK):
             return None
-        weight, own_eps = norm.weight, getattr(norm, formula.eps)
-        if weight.shape[0] != x.shape[-1] or not (formula.keeps_dtype or weight.dtype == x.dtype):
+        weight, own_eps = weight_of(norm), getattr(norm, formula.eps)
+        if weight.shape[0] != x.shape[-1] or not (formula.keeps_dtype or weight.dtype is x.dtype):
             return None
         if eps is not None and (eps, offset) != (own_eps, formula.offset):
             return None
-        eps, offset = own_eps, formula.offset
-    return {
-        "q_weight": None if q_norm is None else q_norm.weight,
-        "k_weight": None if k_norm is None else k_norm.weight,
-        "eps": eps,
-        "weight_offset": offset,
-    }
+        arguments[name], eps, offset = weight, own_eps, formula.offset
+    arguments["eps"], arguments["weight_offset"] = eps, offset
+    return arguments
 
 
 # Rewriting of an attention's program

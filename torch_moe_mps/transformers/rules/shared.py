@@ -27,9 +27,12 @@ def experts_with_shared(
 
     What the operators add is rounded once.
     """
-    added = {"shared_out": shared_out, "residual": residual}
-    added = {name: term.reshape(hidden_states.shape) for name, term in added.items() if term is not None}
-    if may_be_fused(experts) and all(term.dtype == hidden_states.dtype for term in added.values()):
+    added, is_same = {}, True
+    for name, term in (("shared_out", shared_out), ("residual", residual)):
+        if term is not None:
+            added[name] = term.reshape(hidden_states.shape)
+            is_same = is_same and term.dtype is hidden_states.dtype
+    if is_same and may_be_fused(experts):
         gate = None if shared_gate is None else shared_gate.reshape(-1)
         # What transformers' dispatch to implementations would call, without it.
         return experts_forward(experts, hidden_states, top_k_index, top_k_weights, shared_gate=gate, **added)
