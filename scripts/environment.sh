@@ -1,4 +1,5 @@
-# Sourced by demo and test: makes .venv with the pinned packages and this one, and leaves its python in $PYTHON.
+# Sourced by the other scripts: makes .venv with the pinned packages and this one, and leaves its python in $PYTHON.
+# TORCH_VERSION=2.10.0 in the environment installs that torch in place of the pinned one.
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 
@@ -9,7 +10,7 @@ fail() {
 
 system_python() {
   local candidate
-  for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
+  for candidate in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
     if command -v "$candidate" > /dev/null && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
       echo "$candidate"
       return
@@ -18,11 +19,15 @@ system_python() {
   fail "Python 3.10 or newer is needed"
 }
 
+requirements() {
+  sed "${TORCH_VERSION:+s/^torch==.*/torch==$TORCH_VERSION/}" tests/requirements.txt
+}
+
 make_environment() {
   local base stamp
   base=$(system_python) || exit 1
   PYTHON=$root/.venv/bin/python
-  stamp=$(cat tests/requirements.txt pyproject.toml setup.py scripts/environment.sh | cksum)
+  stamp=$(requirements | cat - pyproject.toml setup.py scripts/environment.sh | cksum)
   if [ "$(uname)" = Darwin ]; then
     stamp+=$(find torch_moe_mps/csrc torch_moe_mps/shaders -name "*.h" -o -name "*.mm" | sort | xargs cat | cksum)  # the host shares headers with shaders
   fi
@@ -32,7 +37,7 @@ make_environment() {
   echo "setting up .venv (once)"
   "$PYTHON" -m pip --version > /dev/null 2>&1 || "$base" -m venv --clear .venv ||
     fail ".venv could not be made: on Debian and Ubuntu, apt-get install python3-venv"
-  "$PYTHON" -m pip install -qq --disable-pip-version-check "setuptools>=77" wheel -r tests/requirements.txt
+  "$PYTHON" -m pip install -qq --disable-pip-version-check "setuptools>=77" wheel -r <(requirements)
   # Without isolation the extension is compiled against the torch it will run with.
   "$PYTHON" -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps --editable .
   echo "$stamp" > .venv/stamp

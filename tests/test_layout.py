@@ -1,11 +1,14 @@
 """How the repository is laid out: what may import what."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.processes import REPOSITORY
+
+from torch_moe_mps.ops import _activations, _checks, routing
 
 PACKAGE = REPOSITORY / "torch_moe_mps"
 # Parts of the package from the lowest floor to the highest: a part imports those below it.
@@ -98,3 +101,19 @@ def test_no_test_imports_another():
     for path in tests.rglob("*.py"):
         used = {part for name in imports(path, tests) for part in name.split(".")}
         assert not used & modules, path
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "value"),
+    [
+        ("shaders/params.h", "SWIGLU_OAI_ALPHA", _activations.SWIGLU_OAI_ALPHA),
+        ("shaders/params.h", "SWIGLU_OAI_LIMIT", _activations.SWIGLU_OAI_LIMIT),
+        ("shaders/geometry.h", "kMaxSlots", _checks.MAX_TOP_K),
+        ("csrc/bucket.h", "kMaxBuckets", _checks.MAX_EXPERTS),
+        ("csrc/bucket.mm", "kRowsPerTile", routing.ROWS_PER_TILE),
+    ],
+)
+def test_limits_are_the_same_on_every_floor(file, name, value):
+    """What Python checks or assumes is what the host and the shaders are built for."""
+    (written,) = re.findall(rf"\b{name}(?: =)? ([0-9.]+)f?\b", (PACKAGE / file).read_text())
+    assert float(written) == value

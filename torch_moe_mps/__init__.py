@@ -1,7 +1,7 @@
 """Mixture-of-Experts operators for PyTorch on Apple GPUs: `torch.ops.moe_mps.*`."""
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import ops
 from ._extension import load_extension
@@ -28,7 +28,7 @@ load_extension()
 register_when_imported()
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,9 +9,12 @@ import importlib.machinery
 import sys
 import warnings
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
 
-def _register_experts(module: object) -> None:
+def _register_experts(module: Any) -> None:
     from .transformers.experts import NAME, experts_forward
 
     module.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
@@ -21,7 +24,7 @@ def _register_quantizer(module: object) -> None:
     from .transformers import quantizer  # noqa: F401
 
 
-def _register_models(module: object) -> None:
+def _register_models(module: Any) -> None:
     from .transformers.attention import NAME, attention
     from .transformers.saving import decide_when_saving
 
@@ -29,7 +32,7 @@ def _register_models(module: object) -> None:
     decide_when_saving(module.PreTrainedModel)
 
 
-def _register_mask(module: object) -> None:
+def _register_mask(module: Any) -> None:
     from .transformers.attention import NAME, attention_mask
 
     module.AttentionMaskInterface.register(NAME, attention_mask)
@@ -64,12 +67,14 @@ class _Loader(importlib.abc.Loader):
         self.loader = loader
         self.registration = registration
 
-    def create_module(self, spec):
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
 
-    def exec_module(self, module):
+    def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
-        module.__loader__ = module.__spec__.loader = self.loader
+        module.__loader__ = self.loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
         _register(module, self.registration)
 
 
@@ -80,7 +85,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         self.name = name
         self.registration = registration
 
-    def find_spec(self, fullname, path=None, target=None):
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != self.name:
             return None
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))

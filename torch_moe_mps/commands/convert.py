@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from ..transformers.recipe import requested_recipe
 from ..transformers.sizes import bytes_a_token, quantized_bytes
 from ..transformers.targets import weights_of
 from .recipes import arguments_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # What a folder holds beside the weights and the config: the tokenizer and its like.
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -40,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
         print(f"wrote {destination}")
 
 
-def _meta_model(source: str) -> torch.nn.Module:
+def _meta_model(source: str) -> "PreTrainedModel":
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(source)
@@ -52,7 +55,9 @@ def _meta_model(source: str) -> torch.nn.Module:
 
 def _sizes(model: torch.nn.Module, arguments: dict[str, Any]) -> str:
     """What will be written, from the formats alone."""
-    weights = weights_of(model, requested_recipe(**arguments))
+    recipe = requested_recipe(**arguments)
+    assert recipe is not None  # the arguments have bits or a mode
+    weights = weights_of(model, recipe)
     before = sum(p.nbytes for p in model.parameters())
     token = bytes_a_token(model)
     after, seen = before, set()
@@ -95,7 +100,7 @@ def _convert(options: argparse.Namespace, destination: Path, arguments: dict[str
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _save(model: torch.nn.Module, folder: Path, options: argparse.Namespace) -> None:
+def _save(model: "PreTrainedModel", folder: Path, options: argparse.Namespace) -> None:
     if options.to == "mlx":
         from ..transformers.mlx_writing import save_mlx
 

@@ -2,8 +2,9 @@
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 @torch.no_grad()
-def measure(model, ids: Tensor, window: int, other=None) -> dict[str, float]:
+def measure(model: Callable, ids: Tensor, window: int, other: Callable | None = None) -> dict[str, float]:
     """Means over the predicted tokens of a text [T]: exp of the negative log likelihood, KL(other, model)."""
     sums, count = dict.fromkeys(("model", "other", "divergence", "agreement"), 0.0), 0
     for piece in _windows(ids, window):
@@ -61,12 +62,12 @@ def _windows(ids: Tensor, window: int) -> Iterator[Tensor]:
         yield ids[first : first + window]
 
 
-def _log_probabilities(model, ids: Tensor) -> Tensor:
+def _log_probabilities(model: Callable, ids: Tensor) -> Tensor:
     """[T] -> [T - 1, V] in float32: of the token after each but the last."""
     return model(input_ids=ids[None]).logits[0, :-1].float().log_softmax(-1)
 
 
-def _load(name: str, device: str):
+def _load(name: str, device: str) -> Any:
     from ..transformers.layerwise import check_files
     from ..transformers.loading import from_pretrained
 

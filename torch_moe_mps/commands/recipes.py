@@ -3,21 +3,25 @@
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..transformers.recipe import fits, requested_recipe
+from ..quantization import Format
+from ..transformers.recipe import fits, recipe_of
 from ..transformers.targets import weights_of
 from .perplexity import SAMPLE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MIXED = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
 # A calibration text: as many tokens, in windows. Errors of a layer differ by few percent with more.
 _TOKENS, _WINDOW = 2048, 512
 
 
-def arguments_of(options: argparse.Namespace, model: torch.nn.Module) -> dict[str, Any]:
+def arguments_of(options: argparse.Namespace, model: "PreTrainedModel") -> dict[str, Any]:
     """Raises: ValueError, OSError for options that exclude each other, and for a recipe that is none."""
     ways = {"--recipe": options.recipe, "--budget": options.budget}
     given = [way for way, value in ways.items() if value is not None]
@@ -84,7 +88,7 @@ def calibration_ids(source: str, text: str | None) -> Tensor:
     return ids[: rows * _WINDOW].view(rows, -1) if rows > 1 else ids[None]
 
 
-def mixed_overrides(recipe: str | None, model: torch.nn.Module) -> dict[str, int]:
+def mixed_overrides(recipe: str | None, model: "PreTrainedModel") -> dict[str, int]:
     """More bits where mlx-lm's recipe of that name has them, after llama.cpp's Q4_K_M.
 
     Those are lm_head, and v_proj and down_proj in the first and the last eighth of the layers and in every
@@ -93,7 +97,7 @@ def mixed_overrides(recipe: str | None, model: torch.nn.Module) -> dict[str, int
     if recipe is None:
         return {}
     high = int(recipe.split("_")[2])
-    weights = weights_of(model, requested_recipe(4, 32))
+    weights = weights_of(model, recipe_of(Format(4, 32)))
     names = [f"{t.name}.{p}" for t in weights.targets.values() for p in t.formats]
     names += list(weights.targets)
     layers = model.config.get_text_config().num_hidden_layers

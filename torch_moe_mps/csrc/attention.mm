@@ -15,13 +15,14 @@ namespace {
 
 using at::Tensor;
 
-// Up to so many keys one dispatch is shorter than a second one to merge chunks.
+// Up to this many keys one dispatch without chunks is faster than two, of which the second merges the chunks.
+// No measurement.
 constexpr int64_t kSingleChunk = 1024;
 constexpr int64_t kSmallestChunk = 256;
-constexpr int64_t kEnoughThreadgroups = 1024;  // for the largest GPU
+constexpr int64_t kEnoughThreadgroups = 1024;  // more do not help even the largest GPU; no measurement
 constexpr int64_t kChunkStep = kAttentionSimdgroups * kSimdWidth;
 
-// The keys of a threadgroup.
+// How many keys a threadgroup takes.
 int64_t chunk_of(int64_t keys, int64_t groups) {
   if (keys <= kSingleChunk) return std::max<int64_t>(keys, 1);
   const int64_t most = ceil_div(keys, kSmallestChunk);

@@ -8,17 +8,18 @@
 
 namespace moe_mps {
 
-// The most experts whose counters fit into threadgroup memory; what moe_bucket promises.
+// The most experts that moe_bucket takes: MAX_EXPERTS of ops/_checks.py. Their counters fit into threadgroup
+// memory.
 constexpr int64_t kMaxBuckets = 1024;
 
 // Tiles of pairs of one expert, and the grids of two matmuls over them.
 struct BucketTiles {
-  int64_t pairs = 0;  // of a tile, at most
+  int64_t pairs = 0;  // the most pairs of a tile
   int64_t columns_a = 1, columns_b = 1;
-  bool sentinels = false;  // behind the others, tiles of expert -1 for the pairs without an expert
+  bool sentinels = false;  // pairs without an expert get tiles too, of expert -1, behind the others
 };
 
-// What the dispatch writes, contiguous int32.
+// What the dispatch writes; all contiguous int32.
 struct Buckets {
   at::Tensor pair_order;  // [pairs]
   at::Tensor offsets;     // [num_experts + 1]
@@ -26,7 +27,7 @@ struct Buckets {
   at::Tensor grids = {};  // [6]: columns_a, tiles, 1, columns_b, tiles, 1; without a tile one of count 0
 };
 
-// Outputs for `pairs` pairs; with tiles if there are any.
+// Empty outputs for `pairs` pairs; `tiles` and `grids` only if a tile has pairs.
 Buckets empty_buckets(int64_t pairs, int64_t num_experts, const at::TensorOptions& like,
                       const std::optional<BucketTiles>& tiles = std::nullopt);
 
@@ -38,7 +39,7 @@ struct BucketLaunch {
 
 BucketLaunch bucket_launch(int64_t pairs, int64_t num_experts);
 
-// Appends the dispatch. `ids` is contiguous.
+// Adds the dispatch to `commands`. `ids` is contiguous.
 void add_bucket(Commands& commands, const at::Tensor& ids, int64_t num_experts, const Buckets& out,
                 const std::optional<BucketTiles>& tiles = std::nullopt);
 

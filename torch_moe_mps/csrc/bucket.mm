@@ -24,7 +24,7 @@ int64_t binary_digits(int64_t value) {
   return digits;
 }
 
-// The most tiles that `pairs` pairs can make.
+// The largest number of tiles that `pairs` pairs can make.
 int64_t most_tiles(int64_t pairs, int64_t num_experts, int64_t tile_pairs) {
   return std::max<int64_t>(1, std::min(pairs, num_experts + 1) + pairs / tile_pairs);
 }
@@ -87,7 +87,7 @@ BucketLaunch bucket_launch(int64_t pairs, int64_t num_experts) {
   // Every threadgroup counts all pairs, so more of them share the scattered writes but repeat the counting.
   // 32768 pairs on an NVIDIA H200: one threadgroup 36 us, 16 of them 9 us. Not measured on an Apple GPU.
   constexpr int64_t kPairsPerGroup = 2048, kMaxGroups = 16;
-  constexpr int64_t kPairsPerChunk = 64;  // fewer are not worth another row of counters
+  constexpr int64_t kPairsPerChunk = 64;  // with fewer, another row of counters costs more; no measurement
   constexpr int64_t kStaticWords = 128;   // declared in the kernel, and room for what a compiler adds
   constexpr int64_t kSimdgroups = kBucketThreads / kSimdWidth;
   const int64_t buckets = num_experts + 1;

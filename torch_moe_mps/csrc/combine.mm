@@ -17,7 +17,8 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// Threads that share a weighted sum's row; few columns are spread over more threadgroups, for latency.
+// Threads that share a row of a weighted sum. If there are few columns in all, threadgroups are smaller and
+// therefore more. No measurement.
 constexpr int64_t kSumThreads = 128, kSumThreadsFew = 32, kFewColumns = 16384;
 
 Tensor silu_mul_stacked(const Tensor& gate_, const Tensor& up_) {
@@ -40,7 +41,7 @@ Tensor silu_mul_stacked(const Tensor& gate_, const Tensor& up_) {
   return output;
 }
 
-// The operands of a weighted sum, contiguous: slots [rows, slots, width], weights [rows, slots].
+// The operands of a weighted sum, both contiguous: slots [rows, slots, width] and weights [rows, slots].
 struct WeightedSum {
   Tensor slots, weights;
   OptionalTensor shared_gate, shared, residual;

@@ -11,11 +11,11 @@
 namespace moe_mps {
 namespace {
 
-constexpr int64_t kCombineThreads = 256;
+constexpr int64_t kCombineThreads = 256;  // not tuned
 // Pairs of an expert, on average, from which on matrix products pay: a product takes eight pairs, a dot
 // product one. By the cost model (tests/simulator/apple), int4 on an M1 Max.
 constexpr int64_t kManyPairs = 6;
-// The most pairs of an expert, on average, for which tiles of 8 pairs are enough.
+// Up to this many pairs of an expert, on average, tiles have 8 pairs, above kTilePairs. No measurement.
 constexpr int64_t kSmallTilePairs = 12;
 
 // Tokens of a linear layer from which on matrix products pay: where a byte of a row serves two tokens' dot
@@ -39,7 +39,7 @@ NSUInteger blocks(int64_t count, int64_t size) {
   return static_cast<NSUInteger>(ceil_div(count, size));
 }
 
-// The outputs that `rows` rows of the first matrix give.
+// How many outputs `rows` rows of the first matrix give.
 int64_t outputs_of_rows(const ExpertShape& shape, int64_t rows) {
   return rows * shape.outputs / shape.rows;
 }

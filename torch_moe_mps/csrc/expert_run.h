@@ -12,11 +12,11 @@
 
 namespace moe_mps {
 
-// [E, rows, inputs] in one format; dense and `transposed`, [E, inputs, rows].
+// A stack of matrices in one format, [E, rows, inputs]; a dense one may be `transposed`, [E, inputs, rows].
 struct ExpertMatrix {
-  Library library;                    // with its kernels, for the dtype of the activations
-  at::Tensor packed, scales, biases;  // dense: the weight three times
-  std::optional<at::Tensor> bias;     // of the layer, [E, rows]
+  Library library;                    // the kernels for its format and the dtype of the activations
+  at::Tensor packed, scales, biases;  // of a dense matrix, all three are the weight
+  std::optional<at::Tensor> bias;     // the layer's bias, [E, rows]
   int64_t experts, rows, inputs;
   bool transposed = false;
   bool shares_rows = true;  // the format's dot products take two pairs at a time

@@ -16,13 +16,13 @@ int64_t outputs_of(int64_t rows, const Activation& activation) {
   return activation.row_layout == ROWS_PLAIN ? rows : rows / 2;
 }
 
-// A stack without elements: of no experts or no inputs.
+// Whether a stack has no elements: no experts or no inputs.
 bool is_empty(const ExpertMatrix& matrix) {
   return matrix.packed.numel() == 0;
 }
 
-// No empty buffer can be bound: `any` is one that is not. The kernels read none of it, but the biases of
-// experts without inputs.
+// Metal binds no empty buffer, so the tensor `any` takes the place of empty ones. The kernels do not read it.
+// A bias that has elements is kept: experts without inputs give their bias.
 ExpertMatrix bindable(ExpertMatrix matrix, const Tensor& any) {
   if (!is_empty(matrix)) return matrix;
   matrix.packed = matrix.scales = matrix.biases = any;
@@ -30,7 +30,7 @@ ExpertMatrix bindable(ExpertMatrix matrix, const Tensor& any) {
   return matrix;
 }
 
-// What the steps of a plan pass on.
+// What the steps of a plan hand to each other.
 struct Run {
   const ExpertPlan& plan;
   const Tensor& ids;
@@ -59,7 +59,7 @@ struct Run {
   }
 };
 
-// Of a matrix and what becomes of its products, whatever pairs there are.
+// The params that depend on the matrix and the activation alone.
 ExpertParams matrix_params(const Tensor& x, const ExpertMatrix& matrix, const Activation& activation) {
   ExpertParams params{};
   params.experts = matrix.experts;
@@ -119,7 +119,7 @@ Command& bind_sum(Command& command, const ExpertSum& sum) {
       .bind_or(sum.residual, sum.weights);
 }
 
-// One matmul whose outputs are rows of `out`, a row a pair.
+// Adds one matmul; `out` has a row for each pair.
 void add_matmul(Commands& commands, const Run& run, const ExpertStep& step, const Tensor& x,
                 const ExpertMatrix& matrix, const Activation& activation, bool x_per_pair, bool is_last,
                 const Tensor& out) {
@@ -130,7 +130,7 @@ void add_matmul(Commands& commands, const Run& run, const ExpertStep& step, cons
   run.launch(run.bind_buckets(command), step);
 }
 
-// The second matmul with the sum over a token's experts.
+// Adds the second matmul with the weighted sum over a token's experts.
 void add_second(Commands& commands, const Run& run, const ExpertStep& step, const Tensor& hidden,
                 const ExpertMatrix& matrix, const ExpertSum& sum, const Tensor& out) {
   Command& command = commands.add(matrix.library, step.kernel);
@@ -160,7 +160,7 @@ void add_linear(Commands& commands, const Tensor& x, const ExpertMatrix& matrix,
   const ExpertStep step = plan_linear(x.size(0), params.rows, params.outputs, matrix.shares_rows);
   Command& command = commands.add(matrix.library, step.kernel);
   bind_matmul(command, x, matrix, x, out).bind_or(residual, x).params(params);
-  if (step.kernel != "expert_rows") command.bind(x).bind(x);  // for lists of pairs, which are not read
+  if (step.kernel != "expert_rows") command.bind(x).bind(x);  // in place of lists of pairs; not read
   command.threadgroups(step.grid, {NSUInteger(step.threads)});
 }
 
@@ -178,8 +178,8 @@ Activation activation_of(std::string_view name, std::optional<double> alpha, std
     if (known == name) activation.kind = kind;
   }
   TORCH_CHECK(activation.kind != ACTIVATION_NONE, "moe_mps: no kernel for activation ", name);
-  activation.alpha = static_cast<float>(alpha.value_or(1.702));
-  activation.limit = static_cast<float>(limit.value_or(7.0));
+  activation.alpha = alpha ? static_cast<float>(*alpha) : SWIGLU_OAI_ALPHA;
+  activation.limit = limit ? static_cast<float>(*limit) : SWIGLU_OAI_LIMIT;
   if (gated) activation.row_layout = interleaved ? ROWS_INTERLEAVED : ROWS_HALVES;
   return activation;
 }

@@ -40,7 +40,7 @@ uint32_t scoring_code(std::string_view scoring) {
   return SCORING_SOFTMAX_AFTER_TOPK;
 }
 
-// What is the same for every router: one group, no bias, no scale.
+// The params that all routers start from: one group, no bias, no scale.
 RouterParams plain_router(uint32_t scoring, int64_t top_k) {
   RouterParams params{};
   params.scoring = scoring;
@@ -57,7 +57,7 @@ void set_normalisation(RouterParams& params, double eps, double minimum) {
   params.norm_min = minimum > 0.0 ? static_cast<float>(minimum) : -std::numeric_limits<float>::infinity();
 }
 
-// The experts that a lane of the kernel holds.
+// How many experts a lane of the kernel holds.
 int64_t experts_per_lane(int64_t experts) {
   int64_t count = 2;
   while (count * kSimdWidth < experts) count *= 2;
@@ -66,8 +66,9 @@ int64_t experts_per_lane(int64_t experts) {
 
 Routing route(const Tensor& logits_, const OptionalTensor& bias_, const OptionalTensor& scale_,
               RouterParams params) {
-  constexpr int64_t kManyRows =
-      256;  // from here on the GPU is full, and threadgroups of one simdgroup cost more
+  // From this many rows on the GPU is full, and threadgroups of one simdgroup cost more than larger ones. No
+  // measurement.
+  constexpr int64_t kManyRows = 256;
   const Tensor logits = logits_.contiguous();
   const OptionalTensor bias = contiguous(bias_), scale = contiguous(scale_);
   const Routing result = empty_routing(logits, logits.sizes().slice(0, logits.dim() - 1), params.top_k);
@@ -133,8 +134,9 @@ Routing fused_moe_routing(const Tensor& logits, const Tensor& per_expert_scale, 
 // logits[T, E] = (rms(hidden) * norm_weight) @ router^T + bias in float32; without a norm weight no norm.
 Tensor logits_of(const Tensor& hidden, const Tensor& router, const OptionalTensor& norm_weight, double eps,
                  const OptionalTensor& bias) {
-  // From here on threadgroups of several tokens, which read the router less often, fill the GPU.
-  constexpr int64_t kManyTokens = 9;
+  // From this many tokens on, threadgroups that take several tokens fill the GPU; they read the router less
+  // often. No measurement.
+  constexpr int64_t kManyGateTokens = 9;
   const int64_t tokens = hidden.size(0), width = hidden.size(1), experts = router.size(0);
   Tensor logits = at::empty({tokens, experts}, hidden.options().dtype(at::kFloat));
   GateParams params{};
@@ -147,13 +149,13 @@ Tensor logits_of(const Tensor& hidden, const Tensor& router, const OptionalTenso
   params.has_bias = bias.has_value();
   if (bias) params.bias_dtype = dtype_code(*bias);
   params.eps = static_cast<float>(eps);
-  const bool many = tokens >= kManyTokens;
+  const bool many = tokens >= kManyGateTokens;
   const int64_t experts_of_group = kGateSimdgroups * (many ? kGateExperts : kGateSingleExperts);
   Commands commands;
   commands
       .add({"routing", router.scalar_type()},
            c10::str(norm_weight ? "gate" : "logits", many ? "_many" : "_single"))
-      .bind(width > 0 ? hidden : logits)  // a width of 0 leaves nothing else to bind
+      .bind(width > 0 ? hidden : logits)  // an empty tensor cannot be bound
       .bind(width > 0 ? router : logits)
       .bind_or(width > 0 ? norm_weight : std::nullopt, logits)
       .bind_or(bias, logits)

@@ -1,4 +1,4 @@
-// How tensors are handed to kernels, and how rows are laid on threads.
+// How tensors are passed to kernels, and how many threads a row gets.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -17,20 +17,20 @@ struct RowLayout {
   Size threads;
 };
 
-// Threads for `rows` rows of `width` elements, of which a thread keeps up to 16 in registers.
+// The threads for `rows` rows of `width` elements; a thread keeps up to 16 elements in registers.
 RowLayout row_layout(int64_t rows, int64_t width);
 
-// The same for kernels that always take a whole threadgroup for a row, of at most `most_threads`.
+// The same for kernels in which a whole threadgroup, of at most `most_threads`, takes a row.
 RowLayout row_per_threadgroup(int64_t rows, int64_t width, int64_t most_threads = kNormThreads);
 
 // Whether every row of every tensor starts on a multiple of 4 elements, which vector loads need.
 bool rows_start_aligned(int64_t width, std::initializer_list<at::Tensor> tensors);
 
-// The distance in elements of the tensor's rows, where it is the same from each to the next and rows lie in
-// one piece.
+// The distance in elements from each row of the tensor to the next; nullopt if it varies, or if the elements
+// of a row do not lie side by side.
 std::optional<int64_t> row_stride(const at::Tensor& tensor);
 
-// The tensor, or a copy of it, with its last dimension in one piece.
+// The tensor if the elements of its rows lie side by side, else a contiguous copy.
 at::Tensor rows_contiguous(const at::Tensor& tensor);
 
 // Whether each row of a tensor of any strides starts on a multiple of 4 elements.
@@ -41,13 +41,13 @@ uint32_t dtype_code(const at::Tensor& tensor);
 
 std::optional<at::Tensor> contiguous(const std::optional<at::Tensor>& tensor);
 
-// A contiguous tensor whose first element lies at a multiple of 16 bytes; the same one where it is so
-// already.
+// The tensor if it is contiguous and starts at a multiple of 16 bytes, else a copy that does.
 at::Tensor aligned(const at::Tensor& tensor);
 bool is_aligned(const at::Tensor& tensor);
 
-// Before an argument of an operator is written in place: an error if it shares memory with one that is read
-// (undefined: not given). The check is not part of the signature, which has no addresses.
+// Raises an error if an argument that will be written in place shares memory with one that is read. An
+// undefined tensor is an argument that was not given. The check runs in every call: a signature has no
+// addresses.
 void prepare_write(const char* operator_name, const char* argument, const at::Tensor& written,
                    std::initializer_list<std::pair<const char*, at::Tensor>> read);
 

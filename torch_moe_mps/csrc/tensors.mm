@@ -9,11 +9,11 @@
 namespace moe_mps {
 namespace {
 
-constexpr int64_t kShortRow = 512;  // one simdgroup holds it in registers
+constexpr int64_t kShortRow = 512;  // elements; one simdgroup holds them in registers
 constexpr int64_t kRowsPerThreadgroup = 8;
-// Up to here a row gets all the threads it can use, for latency; above, each thread takes 16 elements, for
-// bandwidth (fused_norm_add, 8192 rows of 2048 floats: 97 % of a copy on an H200).
-constexpr int64_t kFewRows = 256;
+// Up to this many rows, a row gets all the threads that it can use, for latency. With more rows each thread
+// takes 16 elements, for bandwidth (fused_norm_add, 8192 rows of 2048 floats: 97 % of a copy on an H200).
+constexpr int64_t kRowsForLatency = 256;
 
 }  // namespace
 
@@ -26,7 +26,7 @@ RowLayout row_layout(int64_t rows, int64_t width) {
 }
 
 RowLayout row_per_threadgroup(int64_t rows, int64_t width, int64_t most_threads) {
-  const int64_t elements_per_thread = rows <= kFewRows ? 4 : 16;
+  const int64_t elements_per_thread = rows <= kRowsForLatency ? 4 : 16;
   const int64_t simdgroups =
       std::clamp<int64_t>(ceil_div(width, elements_per_thread * kSimdWidth), 1, most_threads / kSimdWidth);
   return {simdgroups, {NSUInteger(rows)}, {NSUInteger(simdgroups * kSimdWidth)}};

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +11,14 @@ ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ID_DTYPES = (torch.int32, torch.int64)
 FLOAT32_MAX = torch.finfo(torch.float32).max
 MAX_TOP_K = 64  # experts per token
+MAX_EXPERTS = 1024
+Group = TypeVar("Group", bound=tuple)
+
+
+def picked(group: type[Group], options: dict[str, Any], **given: Any) -> Group:
+    """The named tuple `group` of the options that are its fields; the others keep their defaults."""
+    fields: Any = group
+    return group(**given, **{name: value for name, value in options.items() if name in fields._fields})
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
@@ -30,8 +39,8 @@ def _is_dense(tensor: Tensor) -> bool:
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors without gaps share bytes.
 
-    Addresses are compared within one storage only: on mps they are those of buffer objects, which lie closer
-    together than the buffers are long.
+    Only addresses within one storage are compared. On mps an address is that of a buffer object, and two of
+    these lie closer together than their buffers are long.
     """
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         return False
@@ -47,7 +56,7 @@ class Check:
     def __init__(self, name: str):
         self.name = name
 
-    def fail(self, argument: str, expected: str, got: object) -> None:
+    def fail(self, argument: str, expected: str, got: object) -> NoReturn:
         raise ValueError(f"moe_mps::{self.name}: {argument} must be {expected}, got {got}")
 
     def dtype(self, argument: str, tensor: Tensor, allowed: Sequence[torch.dtype]) -> None:
@@ -70,7 +79,7 @@ class Check:
         if tensor.dim() != len(expected) or any(a != b for a, b in zip(tensor.shape, expected, strict=True)):
             self.fail(argument, f"of shape {meaning} = {tuple(expected)}", tuple(tensor.shape))
 
-    def between(self, argument: str, value, low, high, meaning: str = "") -> None:
+    def between(self, argument: str, value: int, low: int, high: int, meaning: str = "") -> None:
         if not low <= value <= high:
             self.fail(argument, f"between {low} and {high}{meaning}", value)
 

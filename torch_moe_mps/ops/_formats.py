@@ -13,7 +13,7 @@ cross the ends of words. The numbers of mxfp4 and mxfp8 are those of OCP microsc
 
 import functools
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,24 +40,24 @@ def _check_numbers(check: Check, prefix: str, bits: int | None, group_size: int 
             check.fail(f"{prefix}{argument}", expected, repr(value))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Format:
     """How weights are quantised: a row of the table above.
 
-    A `bits` of None becomes 4, in mode "mxfp8" 8; a group_size of None becomes 64 in mode "affine" and what
-    the others have.
+    A `bits` of None becomes 8 in mode "mxfp8" and 4 in the others. A group_size of None becomes 64 in mode
+    "affine"; every other mode has one group size.
     """
 
-    bits: int | None = None
-    group_size: int | None = None
-    mode: str = "affine"
+    bits: int
+    group_size: int
+    mode: str
 
-    def __post_init__(self):
-        _check_numbers(_QUANTIZE, "", self.bits, self.group_size, self.mode)
-        if self.bits is None:
-            object.__setattr__(self, "bits", DEFAULT_BITS[self.mode])
-        if self.group_size is None:
-            object.__setattr__(self, "group_size", DEFAULT_GROUP_SIZE[self.mode])
+    def __init__(self, bits: int | None = None, group_size: int | None = None, mode: str = "affine"):
+        _check_numbers(_QUANTIZE, "", bits, group_size, mode)
+        set_field = functools.partial(object.__setattr__, self)
+        set_field("bits", DEFAULT_BITS[mode] if bits is None else bits)
+        set_field("group_size", DEFAULT_GROUP_SIZE[mode] if group_size is None else group_size)
+        set_field("mode", mode)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -88,7 +88,7 @@ class Format:
         return words * 32 // self.bits
 
     def empty(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """packed (uint32), scales and biases of a weight of `shape` and `dtype`, uninitialised."""
         *rows, columns = shape
@@ -96,7 +96,8 @@ class Format:
         packed = torch.empty(*rows, self.words(columns), dtype=torch.uint32, device=device)
         if not self.has_biases:
             return packed, torch.empty(groups, dtype=torch.uint8, device=device), None
-        return packed, *(torch.empty(groups, dtype=dtype, device=device) for _ in range(2))
+        scales, biases = (torch.empty(groups, dtype=dtype, device=device) for _ in range(2))
+        return packed, scales, biases
 
     def replaced(
         self,
@@ -106,8 +107,8 @@ class Format:
         check: Check = _QUANTIZE,
         prefix: str = "",
     ) -> "Format":
-        """The same but for what is given; another mode starts from its defaults."""
-        if mode in (None, self.mode):
+        """This format with the given numbers changed. Another mode starts from its own defaults."""
+        if mode is None or mode == self.mode:
             mode = self.mode
             bits = self.bits if bits is None else bits
             group_size = self.group_size if group_size is None else group_size
@@ -116,32 +117,6 @@ class Format:
     def check_columns(self, check: Check, argument: str, columns: int) -> None:
         if columns % self.group_size != 0:
             check.fail(argument, f"a multiple of {self.group_size}", columns)
-
-    def check_weight(
-        self,
-        check: Check,
-        prefix: str,
-        packed: Tensor,
-        scales: Tensor,
-        biases: Tensor | None,
-        shape: tuple[int, ...],
-        meaning: str,
-    ) -> None:
-        """`shape` is that of the dense weight [..., columns], `meaning` names its dimensions: "E, N, H"."""
-        *rows, columns = shape
-        rows_name, _, columns_name = meaning.rpartition(", ")
-        self.check_columns(check, f"{columns_name}, the input dimension of {prefix}packed,", columns)
-        check.dtype(f"{prefix}packed", packed, PACKED_DTYPES)
-        words = f"[{rows_name}, {columns_name} * {self.bits} / 32]"
-        check.shape(f"{prefix}packed", packed, (*rows, self.words(columns)), words)
-        self.check_scales(
-            check,
-            prefix,
-            scales,
-            biases,
-            (*rows, self.groups(columns)),
-            f"[{rows_name}, {columns_name} / {self.group_size}]",
-        )
 
     def check_scales(
         self,
@@ -212,7 +187,7 @@ def _spread(octets: Tensor, bits: int) -> Tensor:
     eights = octets.new_zeros(*octets.shape[:-1], octets.shape[-1] // bits, 8)
     eights[..., :bits] = octets.unflatten(-1, (-1, bits))
     codes = eights.view(torch.int64).squeeze(-1)
-    for count in (4, 2, 1):  # codes that stay together
+    for count in (4, 2, 1):  # how many codes move together
         lower = _repeated((1 << count * bits) - 1, 16 * count)
         upper = (codes << count * (8 - bits)).bitwise_and_(lower << 8 * count)
         codes = (codes & lower).bitwise_or_(upper)
@@ -265,3 +240,38 @@ def dequantize_values(packed: Tensor, scales: Tensor, biases: Tensor | None, for
     """[..., words], [..., groups] -> [..., columns] float32."""
     groups = unpack(packed, format).unflatten(-1, (-1, format.group_size))
     return _scaled(groups, scales, biases, format).flatten(-2)
+
+
+class PackedWeight(NamedTuple):
+    """A quantised matrix or stack of matrices, [..., columns], as operators take it."""
+
+    packed: Tensor
+    scales: Tensor
+    biases: Tensor | None
+    format: Format
+
+    def check(self, check: Check, prefix: str, shape: tuple[int, ...], meaning: str) -> None:
+        """`shape` is the shape of the dense weight; `meaning` names its dimensions, such as "E, N, H"."""
+        packed, scales, biases, format = self
+        *rows, columns = shape
+        rows_name, _, columns_name = meaning.rpartition(", ")
+        format.check_columns(check, f"{columns_name}, the input dimension of {prefix}packed,", columns)
+        check.dtype(f"{prefix}packed", packed, PACKED_DTYPES)
+        words = f"[{rows_name}, {columns_name} * {format.bits} / 32]"
+        check.shape(f"{prefix}packed", packed, (*rows, format.words(columns)), words)
+        groups = f"[{rows_name}, {columns_name} / {format.group_size}]"
+        format.check_scales(check, prefix, scales, biases, (*rows, format.groups(columns)), groups)
+
+    def named(self, prefix: str = "") -> dict[str, Tensor | None]:
+        """The tensors by the names of their arguments."""
+        return {
+            f"{prefix}packed": self.packed,
+            f"{prefix}scales": self.scales,
+            f"{prefix}biases": self.biases,
+        }
+
+    def values(self, index: int | slice | Tensor) -> Tensor:
+        """A matrix of the stack or some rows of the matrix, dequantised to float32."""
+        biases = None if self.biases is None else self.biases[index]
+        packed = self.packed.view(torch.int32)[index]  # uint32 cannot be indexed by a tensor
+        return dequantize_values(packed, self.scales[index], biases, self.format)

@@ -3,7 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from ._checks import Check
 
 NAMESPACE = "moe_mps"
 Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+Outputs: TypeAlias = Tensor | tuple[Tensor, ...] | None
+Result = TypeVar("Result", bound=Outputs)
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 OPERATORS: list[str] = []
 _NO_BACKWARD = (
@@ -93,7 +94,7 @@ def _check_of_values(check: Check) -> Callable:
     return check_values
 
 
-def _contiguous(outputs: Tensor | tuple[Tensor, ...] | None) -> Tensor | tuple[Tensor, ...] | None:
+def _contiguous(outputs: Outputs) -> Outputs:
     if isinstance(outputs, tuple):
         return tuple(output.contiguous() for output in outputs)
     return outputs if outputs is None else outputs.contiguous()

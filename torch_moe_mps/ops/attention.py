@@ -44,7 +44,9 @@ def _meta_attention_sinks(check, q, k, v, sinks, scale, mask=None, window=None):
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
 
 
-def _additive(mask: Tensor | None, window: int | None, tokens: int, keys: int, device) -> Tensor:
+def _additive(
+    mask: Tensor | None, window: int | None, tokens: int, keys: int, device: torch.device
+) -> Tensor:
     """What is added to the scores, [B or 1, 1, T, S] in float32: -inf where a token does not see a key."""
     if mask is None:
         distance = torch.arange(keys - tokens, keys, device=device)[:, None] - torch.arange(

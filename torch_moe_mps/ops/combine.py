@@ -5,6 +5,7 @@ depend on how many tokens there are.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,7 +138,7 @@ def weighted_sum_residual_norm_stacked_(
         residual_ += sum_s weights[..., s] * slots[..., s, :]      s ascending, rounded once
         result = residual_ * rsqrt(mean(residual_^2) + eps) * norm_weight
 
-    In 16 bit the norm is that of the rounded residual_.
+    In 16 bit residual_ is rounded first, and the norm is taken of the rounded values.
 
     Args:
         residual_: [..., H], the dtype of `slots`; updated in place, whatever its strides. It must not overlap
@@ -163,54 +164,51 @@ def weighted_sum_residual_norm_stacked_(
 # The combine of a whole MoE layer
 
 
-def check_shared_and_residual(
-    check: Check,
-    rows: Sequence[int],
-    dtype: torch.dtype,
-    shared_gate: Tensor | None,
-    shared_out: Tensor | None,
-    residual: Tensor | None,
-    gate_is_logit: bool,
-) -> None:
-    """What is added to the experts' sum at the end of a layer, whose output has the shape `rows`, (T, H)."""
-    if gate_is_logit and shared_gate is None:
-        check.fail("gate_is_logit", "False without shared_gate", True)
-    if shared_gate is not None:
-        if shared_out is None:
-            check.fail("shared_out", "given when shared_gate is", None)
-        check.dtype("shared_gate", shared_gate, ACTIVATION_DTYPES)
-        if shared_gate.dim() == 2:
-            check.shape("shared_gate", shared_gate, (rows[0], 1), "[T, 1]")
-        else:
-            check.shape("shared_gate", shared_gate, (rows[0],), "[T]")
-    for argument, tensor in (("shared_out", shared_out), ("residual", residual)):
-        if tensor is not None:
-            check.dtype(argument, tensor, (dtype,))
-            check.shape(argument, tensor, rows, "[T, H]")
+class ExpertSum(NamedTuple):
+    """What a layer adds up around its experts, by the operators' arguments of these names."""
+
+    weights: Tensor
+    shared_gate: Tensor | None = None
+    shared_out: Tensor | None = None
+    residual: Tensor | None = None
+    gate_is_logit: bool = False
+
+    def check(self, check: Check, rows: Sequence[int], dtype: torch.dtype) -> None:
+        """What is added to the experts' sum, whose shape and dtype are `rows`, (T, H), and `dtype`."""
+        if self.gate_is_logit and self.shared_gate is None:
+            check.fail("gate_is_logit", "False without shared_gate", True)
+        if self.shared_gate is not None:
+            if self.shared_out is None:
+                check.fail("shared_out", "given when shared_gate is", None)
+            check.dtype("shared_gate", self.shared_gate, ACTIVATION_DTYPES)
+            if self.shared_gate.dim() == 2:
+                check.shape("shared_gate", self.shared_gate, (rows[0], 1), "[T, 1]")
+            else:
+                check.shape("shared_gate", self.shared_gate, (rows[0],), "[T]")
+        for argument, tensor in (("shared_out", self.shared_out), ("residual", self.residual)):
+            if tensor is not None:
+                check.dtype(argument, tensor, (dtype,))
+                check.shape(argument, tensor, rows, "[T, H]")
+
+    def named(self) -> dict[str, Tensor | None]:
+        """What is added, by the names of the arguments."""
+        return {"shared_gate": self.shared_gate, "shared_out": self.shared_out, "residual": self.residual}
+
+    def added_to(self, total: Tensor) -> Tensor:
+        """total + g * shared_out + residual in float32, in that order."""
+        if self.shared_out is not None:
+            shared = self.shared_out.float()
+            if self.shared_gate is not None:
+                gate = self.shared_gate.float().reshape(-1, 1)
+                shared = (torch.sigmoid(gate) if self.gate_is_logit else gate) * shared
+            total = total + shared
+        if self.residual is not None:
+            total = total + self.residual.float()
+        return total
 
 
-def add_shared_and_residual(
-    total: Tensor,
-    shared_gate: Tensor | None,
-    shared_out: Tensor | None,
-    residual: Tensor | None,
-    gate_is_logit: bool,
-) -> Tensor:
-    """total + g * shared_out + residual in float32, in that order."""
-    if shared_out is not None:
-        shared = shared_out.float()
-        if shared_gate is not None:
-            gate = shared_gate.float().reshape(-1, 1)
-            shared = (torch.sigmoid(gate) if gate_is_logit else gate) * shared
-        total = total + shared
-    if residual is not None:
-        total = total + residual.float()
-    return total
-
-
-def _meta_weighted_reduce(
-    check, weights, expert_out, shared_gate=None, shared_out=None, residual=None, gate_is_logit=False
-):
+def _meta_weighted_reduce(check, weights, expert_out, *added, **options):
+    around = ExpertSum(weights, *added, **options)
     check.dtype("weights", weights, ACTIVATION_DTYPES)
     check.rank("weights", weights, (2,))
     check.dtype("expert_out", expert_out, ACTIVATION_DTYPES)
@@ -223,16 +221,8 @@ def _meta_weighted_reduce(
         check.shape("expert_out", expert_out, (tokens * top_k, width), "[T * K, H]")
     else:
         check.shape("expert_out", expert_out, (tokens, top_k, width), "[T, K, H]")
-    check_shared_and_residual(
-        check, (tokens, width), expert_out.dtype, shared_gate, shared_out, residual, gate_is_logit
-    )
-    check.same_device(
-        weights=weights,
-        expert_out=expert_out,
-        shared_gate=shared_gate,
-        shared_out=shared_out,
-        residual=residual,
-    )
+    around.check(check, (tokens, width), expert_out.dtype)
+    check.same_device(weights=weights, expert_out=expert_out, **around.named())
     return expert_out.new_empty((weights.shape[0], expert_out.shape[-1]))
 
 
@@ -266,6 +256,5 @@ def moe_weighted_reduce(
     Stands for the source kernel moe_weighted_reduce_f32.
     """
     total = _sum_over_slots(expert_out.reshape(*weights.shape, expert_out.shape[-1]), weights)
-    return add_shared_and_residual(total, shared_gate, shared_out, residual, gate_is_logit).to(
-        expert_out.dtype
-    )
+    around = ExpertSum(weights, shared_gate, shared_out, residual, gate_is_logit)
+    return around.added_to(total).to(expert_out.dtype)

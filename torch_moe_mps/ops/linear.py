@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from ._activations import apply_activation, check_activation
-from ._checks import ACTIVATION_DTYPES, ID_DTYPES
-from ._formats import Format, checked_format, dequantize_values
+from ._activations import Activation
+from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check, picked
+from ._formats import Format, PackedWeight, checked_format
 from ._registry import operator
 from .experts import check_bias
 
@@ -18,28 +18,26 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]) if x.shape[-1] > 0 else x.new_empty(x.shape[:-1].numel(), 0)
 
 
-def _product(
-    rows: Tensor, packed: Tensor, scales: Tensor, biases: Tensor | None, bias: Tensor | None, format: Format
-) -> Tensor:
+def _product(rows: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     """[n, C] -> [n, N] in float32: rows times the transposed matrix, plus the layer's bias."""
-    rows, out = rows.float(), rows.new_empty(rows.shape[0], packed.shape[0], dtype=torch.float32)
+    outputs = weight.packed.shape[0]
+    rows, out = rows.float(), rows.new_empty(rows.shape[0], outputs, dtype=torch.float32)
     step = max(1, VALUES_AT_ONCE // max(1, rows.shape[1]))
-    for first in range(0, packed.shape[0], step):
+    for first in range(0, outputs, step):
         some = slice(first, first + step)
-        offsets = None if biases is None else biases[some]
-        torch.mm(rows, dequantize_values(packed[some], scales[some], offsets, format).t(), out=out[:, some])
+        torch.mm(rows, weight.values(some).t(), out=out[:, some])
     return out if bias is None else out.add_(bias.float())
 
 
 def _meta_linear_quantized(check, x, packed, scales, biases, bias, bits, group_size, mode):
     check.dtype("x", x, ACTIVATION_DTYPES)
     check.min_rank("x", x, 1)
-    format = checked_format(check, bits, group_size, mode)
+    weight = PackedWeight(packed, scales, biases, checked_format(check, bits, group_size, mode))
     check.rank("packed", packed, (2,))
     rows = packed.shape[0]
-    format.check_weight(check, "", packed, scales, biases, (rows, x.shape[-1]), "N, C")
+    weight.check(check, "", (rows, x.shape[-1]), "N, C")
     check_bias(check, "bias", bias, (rows,), "[N]")
-    check.same_device(x=x, packed=packed, scales=scales, biases=biases, bias=bias)
+    check.same_device(x=x, **weight.named(), bias=bias)
     return x.new_empty(*x.shape[:-1], rows)
 
 
@@ -75,8 +73,30 @@ def linear_quantized(
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
     """
-    out = _product(_rows(x), packed, scales, biases, bias, Format(bits, group_size, mode))
+    out = _product(_rows(x), PackedWeight(packed, scales, biases, Format(bits, group_size, mode)), bias)
     return out.to(x.dtype).view(*x.shape[:-1], packed.shape[0])
+
+
+def check_packed_mlp(
+    check: Check,
+    hidden: int,
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    gated: bool,
+    stack: str = "",
+) -> None:
+    """The weights of an MLP with `hidden` inputs; of a stack of MLPs with `stack` "E, "."""
+    check.rank("gate_up_packed", gate_up.packed, (3 if stack else 2,))
+    *experts, rows, _ = gate_up.packed.shape
+    rows_name, intermediate = ("2I", rows // 2) if gated else ("I", rows)
+    if gated and rows % 2 != 0:
+        check.fail("gate_up_packed", "of an even number of rows 2I", tuple(gate_up.packed.shape))
+    gate_up.check(check, "gate_up_", (*experts, rows, hidden), f"{stack}{rows_name}, H")
+    down.check(check, "down_", (*experts, hidden, intermediate), f"{stack}H, I")
+    check_bias(check, "gate_up_bias", gate_up_bias, (*experts, rows), f"[{stack}{rows_name}]")
+    check_bias(check, "down_bias", down_bias, (*experts, hidden), f"[{stack}H]")
 
 
 def _meta_mlp_quantized(
@@ -94,49 +114,28 @@ def _meta_mlp_quantized(
     *,
     gate_up_bias=None,
     down_bias=None,
-    activation="silu",
-    alpha=None,
-    limit=None,
-    gated=True,
-    interleaved=False,
     residual=None,
     down_bits=None,
     down_group_size=None,
     down_mode=None,
+    **options,
 ):
     check.dtype("x", x, ACTIVATION_DTYPES)
     check.min_rank("x", x, 1)
-    check_activation(check, activation, alpha, limit, gated, interleaved)
+    activation = picked(Activation, options)
+    activation.check(check)
     format = checked_format(check, bits, group_size, mode)
     down_format = format.replaced(down_bits, down_group_size, down_mode, check, "down_")
-    check.rank("gate_up_packed", gate_up_packed, (2,))
-    hidden, rows, rows_name = x.shape[-1], gate_up_packed.shape[0], "2I" if gated else "I"
-    if gated and rows % 2 != 0:
-        check.fail("gate_up_packed", "of an even number of rows 2I", tuple(gate_up_packed.shape))
-    format.check_weight(
-        check,
-        "gate_up_",
-        gate_up_packed,
-        gate_up_scales,
-        gate_up_biases,
-        (rows, hidden),
-        f"{rows_name}, H",
-    )
-    down = (hidden, rows // 2 if gated else rows)
-    down_format.check_weight(check, "down_", down_packed, down_scales, down_biases, down, "H, I")
-    check_bias(check, "gate_up_bias", gate_up_bias, (rows,), f"[{rows_name}]")
-    check_bias(check, "down_bias", down_bias, (hidden,), "[H]")
+    gate_up = PackedWeight(gate_up_packed, gate_up_scales, gate_up_biases, format)
+    down = PackedWeight(down_packed, down_scales, down_biases, down_format)
+    check_packed_mlp(check, x.shape[-1], gate_up, down, gate_up_bias, down_bias, activation.gated)
     if residual is not None:
         check.dtype("residual", residual, (x.dtype,))
         check.shape("residual", residual, x.shape, "[..., H]")
     check.same_device(
         x=x,
-        gate_up_packed=gate_up_packed,
-        gate_up_scales=gate_up_scales,
-        gate_up_biases=gate_up_biases,
-        down_packed=down_packed,
-        down_scales=down_scales,
-        down_biases=down_biases,
+        **gate_up.named("gate_up_"),
+        **down.named("down_"),
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
         residual=residual,
@@ -202,10 +201,12 @@ def mlp_quantized(
     Raises: ValueError for a dtype, shape, device, option or format that does not fit.
     """
     format = Format(bits, group_size, mode)
-    rows = _product(_rows(x), gate_up_packed, gate_up_scales, gate_up_biases, gate_up_bias, format)
-    hidden = apply_activation(rows, activation, alpha, limit, gated, interleaved).to(x.dtype)
+    gate_up = PackedWeight(gate_up_packed, gate_up_scales, gate_up_biases, format)
     down_format = format.replaced(down_bits, down_group_size, down_mode)
-    out = _product(hidden, down_packed, down_scales, down_biases, down_bias, down_format).view(x.shape)
+    down = PackedWeight(down_packed, down_scales, down_biases, down_format)
+    act = Activation(activation, alpha, limit, gated, interleaved)
+    hidden = act.apply(_product(_rows(x), gate_up, gate_up_bias)).to(x.dtype)
+    out = _product(hidden, down, down_bias).view(x.shape)
     return (out if residual is None else out.add_(residual.float())).to(x.dtype)
 
 
@@ -215,9 +216,10 @@ def _meta_embedding_quantized(check, ids, packed, scales, biases, bits, group_si
     if dtype not in ACTIVATION_DTYPES:
         check.fail("dtype", "float32 or float16 or bfloat16", str(dtype).removeprefix("torch."))
     check.rank("packed", packed, (2,))
+    weight = PackedWeight(packed, scales, biases, format)
     shape = (packed.shape[0], format.columns(packed.shape[1]))
-    format.check_weight(check, "", packed, scales, biases, shape, "V, C")
-    check.same_device(ids=ids, packed=packed, scales=scales, biases=biases)
+    weight.check(check, "", shape, "V, C")
+    check.same_device(ids=ids, **weight.named())
     return ids.new_empty(*ids.shape, shape[1], dtype=dtype)
 
 
@@ -250,13 +252,11 @@ def embedding_quantized(
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
     """
-    format = Format(bits, group_size, mode)
-    rows, columns = packed.shape[0], format.columns(packed.shape[1])
+    weight = PackedWeight(packed, scales, biases, Format(bits, group_size, mode))
+    rows, columns = packed.shape[0], weight.format.columns(packed.shape[1])
     flat = ids.reshape(-1).long()
     out = torch.zeros(*flat.shape, columns, dtype=dtype, device=ids.device)
     inside = ((flat >= 0) & (flat < rows)).nonzero().squeeze(-1)
     flat = flat[inside]
-    offsets = None if biases is None else biases[flat]
-    values = dequantize_values(packed.view(torch.int32)[flat], scales[flat], offsets, format)
-    out[inside] = values.to(dtype)
+    out[inside] = weight.values(flat).to(dtype)
     return out.view(*ids.shape, columns)

@@ -198,7 +198,7 @@ def fused_residual_norm(
 ) -> tuple[Tensor, Tensor]:
     """s = residual + input  ->  (rms(s) * (weight + weight_offset), s), the order of pre-norm models.
 
-    In 16 bit s is rounded first and the norm is that of the rounded s, which the residual stream carries.
+    In 16 bit s is rounded first, because the residual stream carries the rounded s; the norm is taken of it.
 
     Args:
         residual, input: [..., H], float32, float16 or bfloat16, of one dtype.

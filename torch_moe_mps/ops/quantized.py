@@ -2,41 +2,40 @@
 
 from torch import Tensor
 
-from ._activations import apply_activation, check_activation
-from ._formats import Format, checked_format, dequantize_values
+from ._activations import Activation
+from ._checks import picked
+from ._formats import Format, PackedWeight, checked_format
 from ._registry import operator
+from .combine import ExpertSum
 from .experts import (
     Groups,
     add_bias,
+    check_around,
     check_bias,
-    check_combine,
     check_slots,
     combine_experts,
     grouped_product,
     project_slots,
 )
+from .linear import check_packed_mlp
 
 
-def _product(
-    rows: Tensor, groups: Groups, packed: Tensor, scales: Tensor, biases: Tensor | None, format: Format
-) -> Tensor:
+def _product(rows: Tensor, groups: Groups, weight: PackedWeight) -> Tensor:
     """grouped_product in float32; experts are dequantised when their turn comes, one at a time."""
 
-    def matrix(expert: int) -> Tensor:
-        offsets = None if biases is None else biases[expert]
-        return dequantize_values(packed[expert], scales[expert], offsets, format).t()
-
-    return grouped_product(rows.float(), groups, matrix, packed.shape[1])
+    return grouped_product(
+        rows.float(), groups, lambda expert: weight.values(expert).t(), weight.packed.shape[1]
+    )
 
 
 def _meta_expert_qmm(check, x, packed, scales, biases, ids, bits, group_size, mode, bias=None):
     check_slots(check, x, ids)
-    format = checked_format(check, bits, group_size, mode)
+    weight = PackedWeight(packed, scales, biases, checked_format(check, bits, group_size, mode))
     check.rank("packed", packed, (3,))
     experts, rows, _ = packed.shape
-    format.check_weight(check, "", packed, scales, biases, (experts, rows, x.shape[-1]), "E, N, H")
+    weight.check(check, "", (experts, rows, x.shape[-1]), "E, N, H")
     check_bias(check, "bias", bias, (experts, rows), "[E, N]")
-    check.same_device(x=x, packed=packed, scales=scales, biases=biases, ids=ids, bias=bias)
+    check.same_device(x=x, **weight.named(), ids=ids, bias=bias)
     return x.new_empty(*ids.shape, packed.shape[1])
 
 
@@ -74,9 +73,10 @@ def expert_qmm(
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
     """
+    weight = PackedWeight(packed, scales, biases, Format(bits, group_size, mode))
 
     def product(rows: Tensor, groups: Groups) -> Tensor:
-        return _product(rows, groups, packed, scales, biases, Format(bits, group_size, mode))
+        return _product(rows, groups, weight)
 
     return project_slots(x, ids, packed.shape[0], packed.shape[1], bias, product)
 
@@ -98,51 +98,28 @@ def _meta_moe_experts_quantized(
     *,
     gate_up_bias=None,
     down_bias=None,
-    activation="silu",
-    alpha=None,
-    limit=None,
-    gated=True,
-    interleaved=False,
-    shared_gate=None,
-    shared_out=None,
-    residual=None,
-    gate_is_logit=False,
     down_bits=None,
     down_group_size=None,
     down_mode=None,
+    **options,
 ):
-    check_combine(check, x, ids, weights, shared_gate, shared_out, residual, gate_is_logit)
-    check_activation(check, activation, alpha, limit, gated, interleaved)
+    around, activation = picked(ExpertSum, options, weights=weights), picked(Activation, options)
+    check_around(check, x, ids, around)
+    activation.check(check)
     format = checked_format(check, bits, group_size, mode)
     down_format = format.replaced(down_bits, down_group_size, down_mode, check, "down_")
-    check.rank("gate_up_packed", gate_up_packed, (3,))
-    experts, rows, _ = gate_up_packed.shape
-    hidden, intermediate = x.shape[1], rows // 2 if gated else rows
-    rows_name = "2I" if gated else "I"
-    if gated and rows % 2 != 0:
-        check.fail("gate_up_packed", "of an even number of rows 2I", tuple(gate_up_packed.shape))
-    gate_up, down = (experts, rows, hidden), (experts, hidden, intermediate)
-    format.check_weight(
-        check, "gate_up_", gate_up_packed, gate_up_scales, gate_up_biases, gate_up, f"E, {rows_name}, H"
-    )
-    down_format.check_weight(check, "down_", down_packed, down_scales, down_biases, down, "E, H, I")
-    check_bias(check, "gate_up_bias", gate_up_bias, (experts, rows), f"[E, {rows_name}]")
-    check_bias(check, "down_bias", down_bias, (experts, hidden), "[E, H]")
+    gate_up = PackedWeight(gate_up_packed, gate_up_scales, gate_up_biases, format)
+    down = PackedWeight(down_packed, down_scales, down_biases, down_format)
+    check_packed_mlp(check, x.shape[1], gate_up, down, gate_up_bias, down_bias, activation.gated, stack="E, ")
     check.same_device(
         x=x,
-        gate_up_packed=gate_up_packed,
-        gate_up_scales=gate_up_scales,
-        gate_up_biases=gate_up_biases,
-        down_packed=down_packed,
-        down_scales=down_scales,
-        down_biases=down_biases,
+        **gate_up.named("gate_up_"),
+        **down.named("down_"),
         ids=ids,
         weights=weights,
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
-        shared_gate=shared_gate,
-        shared_out=shared_out,
-        residual=residual,
+        **around.named(),
     )
     return x.new_empty(x.shape)
 
@@ -210,15 +187,14 @@ def moe_experts_quantized(
     Raises: ValueError for a dtype, shape, device, option or format that does not fit.
     """
     format = Format(bits, group_size, mode)
+    gate_up = PackedWeight(gate_up_packed, gate_up_scales, gate_up_biases, format)
     down_format = format.replaced(down_bits, down_group_size, down_mode)
+    down = PackedWeight(down_packed, down_scales, down_biases, down_format)
+    act = Activation(activation, alpha, limit, gated, interleaved)
 
     def experts(rows: Tensor, groups: Groups) -> Tensor:
-        rows = _product(rows, groups, gate_up_packed, gate_up_scales, gate_up_biases, format)
-        rows = add_bias(rows, groups, ids, gate_up_bias)
-        hidden = apply_activation(rows, activation, alpha, limit, gated, interleaved).to(x.dtype)
-        out = _product(hidden, groups, down_packed, down_scales, down_biases, down_format)
-        return add_bias(out, groups, ids, down_bias)
+        rows = add_bias(_product(rows, groups, gate_up), groups, ids, gate_up_bias)
+        return add_bias(_product(act.apply(rows).to(x.dtype), groups, down), groups, ids, down_bias)
 
-    return combine_experts(
-        x, ids, weights, gate_up_packed.shape[0], experts, shared_gate, shared_out, residual, gate_is_logit
-    )
+    around = ExpertSum(weights, shared_gate, shared_out, residual, gate_is_logit)
+    return combine_experts(x, ids, gate_up_packed.shape[0], experts, around)

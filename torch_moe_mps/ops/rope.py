@@ -74,7 +74,10 @@ def _heads_first(x: Tensor) -> Tensor:
 
 def _split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """The first and the second elements of the pairs."""
-    return (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    if interleaved:
+        return x[..., 0::2], x[..., 1::2]
+    first, second = x.chunk(2, -1)
+    return first, second
 
 
 def _rotated(
@@ -94,9 +97,9 @@ def _rotated(
     interleaved = pairs != "half"
     first, second = _split(y, interleaved)
     tables = (table.float().unsqueeze(2) for table in (cos, sin))
-    cos, sin = ((t, t) if t.shape[-1] < rotary else _split(t, interleaved) for t in tables)
-    turned = (first * cos[0] - second * sin[0], second * cos[1] + first * sin[1])
-    turned = torch.stack(turned, -1).flatten(-2) if pairs == "interleaved" else torch.cat(turned, -1)
+    (cos1, cos2), (sin1, sin2) = ((t, t) if t.shape[-1] < rotary else _split(t, interleaved) for t in tables)
+    halves = (first * cos1 - second * sin1, second * cos2 + first * sin2)
+    turned = torch.stack(halves, -1).flatten(-2) if pairs == "interleaved" else torch.cat(halves, -1)
     return torch.cat((before, turned, after), -1).to(x.dtype).transpose(1, 2)
 
 

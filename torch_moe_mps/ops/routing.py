@@ -9,25 +9,22 @@ are exact, where rounded or saturated scores would tie.
 import torch
 from torch import Tensor
 
-from ._checks import ACTIVATION_DTYPES, ID_DTYPES, MAX_TOP_K, Check
+from ._checks import ACTIVATION_DTYPES, FLOAT32_MAX, ID_DTYPES, MAX_EXPERTS, MAX_TOP_K, Check
 from ._registry import operator
 from .norms import normed
 
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus", "softmax_after_topk")
 GROUP_SCORES = ("top2_sum", "max")
-MAX_EXPERTS = 1024
 # Rows and columns of the tiles that the grids of moe_compute_ids_tpe count.
 PAIRS_PER_TILE = 32
 ROWS_PER_TILE = 64
 # Up to this many logits one stable sort on the CPU is faster than topk and the search for ties.
 SORTED_AT_MOST = 2048
 
-_LARGEST = torch.finfo(torch.float32).max
-
 
 def _finite(x: Tensor) -> Tensor:
     """x in float32 with NaN and the infinities replaced by the finite values they count as."""
-    return torch.nan_to_num(x.float(), nan=-_LARGEST, posinf=_LARGEST, neginf=-_LARGEST)
+    return torch.nan_to_num(x.float(), nan=-FLOAT32_MAX, posinf=FLOAT32_MAX, neginf=-FLOAT32_MAX)
 
 
 def _select(choice: Tensor, count: int) -> Tensor:
@@ -476,8 +473,8 @@ def moe_compute_ids_tpe(
     routed = slice(int(offsets[-1]))
     ids_by_expert[experts[routed], places[routed]] = order[routed].int()
     tiles = ((tpe.max() + PAIRS_PER_TILE - 1) // PAIRS_PER_TILE).clamp(min=1)
-    grids = (_grid(tiles, rows, num_experts) for rows in (gate_up_rows, down_rows))
-    return tpe.int(), ids_by_expert, *grids
+    gate_up_args, down_args = (_grid(tiles, rows, num_experts) for rows in (gate_up_rows, down_rows))
+    return tpe.int(), ids_by_expert, gate_up_args, down_args
 
 
 def _grid(tiles: Tensor, rows: int, num_experts: int) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..ops._formats import Format, e4m3, e8m0
 
-# mlx.core.quantize keeps scales of (nearly) constant groups away from zero with this.
+# The smallest scale of mlx.core.quantize: a constant group would have a scale of zero.
 SMALLEST_SCALE = 1e-7
 # Halfway between neighbouring e2m1 magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6. A tie goes to the smaller one.
 E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -23,7 +23,7 @@ def encode(groups: Tensor, dtype: torch.dtype, format: Format) -> tuple[Tensor, 
     if format.has_biases:
         return _encode_affine(groups, format.bits)
     largest = E2M1_LARGEST if format.bits == 4 else E4M3_LARGEST
-    # MLX divides in the dtype of the weight, which decides when the magnitude is between two scales.
+    # MLX divides in the dtype of the weight; for a magnitude between two scales, the rounding decides.
     fit = (groups.abs().amax(-1).to(dtype) / largest).float()
     if format.mode == "nvfp4":
         scales = _e4m3_codes(fit)
@@ -75,7 +75,8 @@ def _e2m1_table() -> bytearray:
 
 
 def _e2m1_codes(values: Tensor) -> Tensor:
-    """By table, from magnitudes rounded up to 2 bits of mantissa, which crosses no midpoint."""
+    """Codes by table. The table is indexed by magnitudes rounded up to 2 bits of mantissa, which keeps every
+    value on its side of each midpoint."""
     top = (values.view(torch.int32) + ((1 << 21) - 1)) >> 21
     table = torch.frombuffer(_e2m1_table(), dtype=torch.uint8).to(values.device)
     return table.index_select(0, top.bitwise_and_((1 << 11) - 1).flatten()).view(values.shape)

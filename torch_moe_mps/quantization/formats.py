@@ -18,7 +18,7 @@
 All are written bit for bit as mlx.core.quantize writes them on a CPU.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,6 +53,11 @@ class QuantizedWeight(NamedTuple):
     packed: Tensor
     scales: Tensor
     biases: Tensor | None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
+        """The function of each tensor that is there."""
+        biases = None if self.biases is None else function(self.biases)
+        return QuantizedWeight(function(self.packed), function(self.scales), biases)
 
     @property
     def nbytes(self) -> int:
@@ -93,7 +98,9 @@ def check_finite(check: Check, argument: str, stack: Tensor) -> None:
             check.fail(argument, "finite", "NaN, inf or a range over that of float32")
 
 
-def empty_weight(shape: tuple[int, ...], dtype: torch.dtype, device, format: Format) -> QuantizedWeight:
+def empty_weight(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, format: Format
+) -> QuantizedWeight:
     return QuantizedWeight(*format.empty(shape, dtype, device))
 
 
@@ -133,7 +140,7 @@ def quantize(
     check_finite(Check("quantize"), "weight", stack)
     out = quantize_stack(stack, format)
     if weight.dim() == 2:
-        return QuantizedWeight(*(None if tensor is None else tensor.squeeze(0) for tensor in out))
+        return out.map(lambda tensor: tensor.squeeze(0))
     return out
 
 
@@ -146,10 +153,10 @@ def quantize_stack(stack: Tensor, format: Format, errors: ErrorSums | None = Non
         groups = _at_hand(stack[index]).float().unflatten(-1, (-1, format.group_size))
         codes, scales, biases = encode(groups, stack.dtype, format)
         scales = scales.to(out.scales.dtype)
-        biases = None if biases is None else biases.to(stack.dtype)
         words[index] = pack(codes.flatten(-2), format.bits)
         out.scales[index] = scales
-        if biases is not None:
+        if out.biases is not None and biases is not None:
+            biases = biases.to(stack.dtype)
             out.biases[index] = biases
         if errors is not None:
             errors.add(groups, decode(codes, scales, biases, format))

@@ -1,18 +1,18 @@
-// Attention of few queries over many keys: a threadgroup takes some queries of one key head, which share what
-// is read, and a chunk of the keys. Its simdgroups take tiles of 32 keys by turns. In a tile kLanes lanes
-// together hold a row of k or v, 8 elements each, and every such piece of the simdgroup walks kLanes keys of
-// its own, so that lane i ends up with the score of key i: one maximum, one exponential and one rescaling for
-// a tile.
+// Attention of few queries over many keys. A threadgroup takes a chunk of the keys and some queries of one
+// key head, so that a key is read once for all of them. The simdgroups take turns at tiles of 32 keys. A row
+// of k or v is held by kLanes lanes, 8 elements each; a simdgroup consists of several such pieces, and each
+// piece walks over kLanes keys of the tile. In the end lane i has the score of key i, so a tile needs one
+// maximum, one exponential and one rescaling.
 #pragma once
 #include "common.h"
 
-// Unrolled, a loop over the keys of a tile would have all its loads in flight, which takes too many
-// registers.
+// The loop over the keys of a tile is not unrolled: all its loads would be in flight at once, which takes too
+// many registers.
 #define ROLLED _Pragma("clang loop unroll(disable)")
 
 constant constexpr float kLowest = -3.402823466e38f;
 
-// Elements of a row that a lane holds.
+// The elements of a row that one lane holds.
 template <typename T>
 struct Elements {
   Raw<T, 4> low;
@@ -25,7 +25,7 @@ struct Row {
   bool vectorised;
 };
 
-// Zeros beyond the row's end, and where the row is not wanted.
+// Loads zeros past the end of the row, and for a row that is not wanted.
 template <typename T>
 inline Elements<T> load_elements(device const T* source, Row row, bool wanted) {
   Elements<T> x;
@@ -77,7 +77,7 @@ inline Wide with_added(Wide sum, float factor, Wide x) {
   return sum;
 }
 
-// The sum over the pieces of a simdgroup, whose lanes lie kLanes apart.
+// The sum over the pieces of a simdgroup: over lanes that are kLanes apart.
 template <int kLanes>
 inline float sum_of_pieces(float x) {
   UNROLL for (ushort apart = kLanes; apart < kSimdWidth; apart *= 2) x += simd_shuffle_xor(x, apart);
@@ -94,7 +94,7 @@ inline float lowest_of(uint dtype) {
   return dtype == DTYPE_FLOAT ? kLowest : dtype == DTYPE_HALF ? -65504.0f : -3.3895313892515355e38f;
 }
 
-// What is added to the score of a key, -INFINITY where the token does not see it.
+// What the mask adds to the score of a key: -INFINITY for a key that the token does not see.
 inline float bias_of(device const uchar* mask, ulong start, uint token, uint key,
                      constant AttentionParams& params) {
   if (params.mask_kind == MASK_NONE) {
@@ -108,15 +108,15 @@ inline float bias_of(device const uchar* mask, ulong start, uint token, uint key
   return bias <= lowest_of(params.mask_dtype) ? -INFINITY : bias;
 }
 
-// A softmax under way: the highest score, and sum and weighted values relative to it.
+// The state of a softmax: the highest score so far, and the sum and the weighted values relative to it.
 template <int kQueries>
 struct Softmax {
   float highest[kQueries];
-  float sum[kQueries];  // a lane's share
+  float sum[kQueries];  // over the keys of this lane
   Wide values[kQueries];
 };
 
-// What the threads of a kernel share: which queries, keys and elements are theirs.
+// Which queries, keys and elements a thread works on.
 struct Place {
   ulong mask_start;
   uint first_row;  // of the key head's T * Hq / Hk queries: token t of the g-th head is row g * T + t
@@ -130,7 +130,7 @@ template <typename T, int kLanes, int kQueries>
 inline void add_tile(thread Softmax<kQueries>& softmax, thread const Wide* queries, device const T* k,
                      device const T* v, device const uchar* mask, uint tile, uint end, Place at,
                      constant AttentionParams& params) {
-  constexpr int kAhead = sizeof(T) == 4 ? 2 : 4;  // rows in flight, as registers allow
+  constexpr int kAhead = sizeof(T) == 4 ? 2 : 4;  // rows in flight; no measurement
   float bias[kQueries], score[kQueries];
   uint seen = 0;
   UNROLL for (int r = 0; r < kQueries; ++r) {
@@ -184,13 +184,13 @@ inline void add_tile(thread Softmax<kQueries>& softmax, thread const Wide* queri
   }
 }
 
-// The sums of a query over all keys that were seen, and the sink that belongs to them.
+// The results of a query over all its keys, and the sink of its head.
 struct Total {
   float highest;
   float sum;
 };
 
-// What values are multiplied by at the end; 0 where nothing was seen.
+// What the values are multiplied by in the end; 0 if the query saw no key.
 inline float final_factor(Total total, device const uchar* sinks, uint head,
                           constant AttentionParams& params) {
   if (params.has_sinks == 0) return total.sum == 0.0f ? 0.0f : 1.0f / total.sum;
@@ -201,7 +201,7 @@ inline float final_factor(Total total, device const uchar* sinks, uint head,
   return sum == 0.0f ? 0.0f : factor / sum;
 }
 
-// Where chunks leave what attention_merge takes: all values, then (highest, sum) of each.
+// Where the chunks leave their results for attention_merge: the values of all, then (highest, sum) of each.
 inline device float* partial_values(device float* partials, uint chunk, uint row,
                                     constant AttentionParams& params) {
   return partials + (ulong(chunk) * params.rows + row) * params.value_width;
@@ -309,7 +309,7 @@ template <typename T, int kLanes, int kQueries>
   }
 }
 
-// A simdgroup takes a query: the chunks in ascending order.
+// A simdgroup takes a query and adds up its chunks in ascending order.
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(kAttentionSimdgroups* kSimdWidth)]] void attention_merge(
     device float* partials [[buffer(0)]], device const uchar* sinks [[buffer(1)]],

@@ -25,7 +25,7 @@ inline uint threadgroup_scan(uint value, thread uint& total, threadgroup uint* p
   return before_simdgroup + before_in_simdgroup;
 }
 
-// The last bucket whose first tile is not behind `tile`.
+// The bucket that `tile` belongs to: the last one whose first tile is not behind it.
 inline uint bucket_of_tile(uint tile, threadgroup const uint* first_tile, uint buckets) {
   uint low = 0;
   uint high = buckets;
@@ -40,7 +40,7 @@ inline uint bucket_of_tile(uint tile, threadgroup const uint* first_tile, uint b
   return low;
 }
 
-// starts: where each bucket begins.
+// `starts` says where each bucket begins.
 inline void write_tiles(device int4* tiles, device uint* grids, BucketParams params, uint tile_count,
                         threadgroup const uint* first_tile, threadgroup const uint* starts, uint thread_index,
                         uint threads) {
@@ -64,8 +64,8 @@ inline void write_tiles(device int4* tiles, device uint* grids, BucketParams par
   }
 }
 
-// Lanes that share a bucket find each other through a word for each residue of the bucket: every lane sets
-// its bit there.
+// Lanes with the same bucket find each other through words of threadgroup memory: a bucket selects a word by
+// its residue, and every lane sets its bit in the word of its bucket.
 
 // The lanes of the simdgroup whose bucket equals this lane's, among those that are `valid`. The bits are set
 // in any order, to the same end. What lies above the residue is compared digit by digit.
@@ -88,7 +88,7 @@ inline uint lanes_with_same(uint bucket, bool valid, uint upper_digits, threadgr
   return same;
 }
 
-// Ids that a lane loads before it uses the first: 32 bytes of registers.
+// How many ids a lane loads before it uses the first one: 32 bytes of registers.
 template <typename Id>
 struct Ahead {
   static constant constexpr uint value = 32 / sizeof(Id);
@@ -99,7 +99,7 @@ struct Ids {
   Id v[Ahead<Id>::value];
 };
 
-// Some ids of a simdgroup, from pair `first` on.
+// The ids that a simdgroup has loaded, from pair `first` on.
 template <typename Id>
 inline Ids<Id> load_ids(device const Id* ids, uint first, uint end, uint lane) {
   Ids<Id> loaded;
@@ -205,7 +205,7 @@ template <typename Id>
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   if (group == 0 && params.tile_pairs != 0) {
-    // Nothing lies before the first run, so its first row of counters still says where the buckets begin.
+    // The first run has no pairs before it: its first row of counters still says where the buckets begin.
     write_tiles(tiles, grids, params, tiles_before, behind, counters, thread_index, threads);
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
@@ -235,7 +235,8 @@ template <typename Id>
 
 constant constexpr uint kIdsPairsPerTile = 32;
 
-// Threadgroup e lists expert e's pairs; one more counts all experts for the grids' maximum.
+// Threadgroup e lists the pairs of expert e. One more threadgroup counts the pairs of all experts: the grids
+// need the largest count.
 template <typename Id>
 [[kernel, max_total_threads_per_threadgroup(kBucketThreads)]] void ids_by_expert(
     device const Id* ids [[buffer(0)]], device int* tpe [[buffer(1)]], device int* lists [[buffer(2)]],

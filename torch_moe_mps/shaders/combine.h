@@ -29,11 +29,11 @@ template <typename T>
     output[i] = T(silu_mul(float(gate[i]), float(up[i])));
 }
 
-// Loads in flight of a thread that sums over slots.
+// How many loads a thread that sums over slots has in flight.
 constant constexpr uint kSlotBlock = 4;
 
-// sum_s weights[s] * slots[s][column ...], s ascending. Weights are read once per simdgroup and passed on in
-// registers, so all lanes take part; those that are not `active` have no column.
+// sum_s weights[s] * slots[s][column ...], s ascending. A simdgroup reads the weights once and passes them on
+// by shuffles, in which all lanes take part; a lane that is not `active` has no column.
 template <typename T, int N>
 inline Pack<N> sum_over_slots(device const T* slots, device const uchar* weights, uint weights_dtype,
                               ulong row, uint count, uint width, uint column, bool active, uint lane) {
@@ -50,7 +50,7 @@ inline Pack<N> sum_over_slots(device const T* slots, device const uchar* weights
         if (active && block + s < slots_here) loaded[s] = load_raw<N>(source + ulong(s) * width);
       }
       UNROLL for (uint s = 0; s < kSlotBlock; ++s) {
-        // Outside of the branch: a shuffle in a branch makes the simdgroup reconverge for every slot.
+        // The shuffle stands outside of the branch: inside, the simdgroup would reconverge for every slot.
         const float weight = simd_shuffle(lane_weight, ushort(block + s));
         if (active && block + s < slots_here) {
           const Pack<N> x = widen(loaded[s]);
@@ -110,8 +110,8 @@ template <typename T>
   }
 }
 
-// Vectors that a thread keeps between the sum and the norm: rows of up to kSumNormThreads * 16 columns.
-// Longer ones read residual, just written, again.
+// How many vectors a thread keeps from the sum to the norm, enough for rows of kSumNormThreads * 16 columns.
+// The columns beyond are read again from `residual`, to which the sum was written.
 constant constexpr uint kKeptSums = 4;
 
 template <int N>
@@ -183,8 +183,8 @@ inline void weighted_sum_norm_row(device T* residual, device const T* slots, dev
   }
 }
 
-// residual += sum over slots, then output = rms(residual) * norm_weight: one row per threadgroup, of few
-// threads, so that each has the registers for its loads in flight.
+// residual += sum over slots, then output = rms(residual) * norm_weight. A threadgroup takes a row and has
+// few threads, so that each has enough registers for its loads in flight.
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(kSumNormThreads)]] void weighted_sum_norm_rows(
     device T* residual [[buffer(0)]], device const T* slots [[buffer(1)]],

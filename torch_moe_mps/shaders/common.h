@@ -80,8 +80,8 @@ inline void store_pack(device T* target, Pack<N> pack) {
   store_raw(target, narrow<T>(pack));
 }
 
-// The same for a tensor whose dtype is a run-time parameter. The branch is uniform; a template on it would
-// multiply the kernels.
+// Loads from a tensor whose dtype is a run-time parameter. All threads take the same branch; a template
+// parameter in its place would multiply the number of kernels.
 template <int N>
 struct AnyRaw {
   Raw<float, N> wide;
@@ -122,7 +122,7 @@ inline float load_one(device const uchar* source, uint dtype, ulong index) {
   return dtype == DTYPE_HALF ? float(as_type<half>(bits)) : as_type<float>(uint(bits) << 16);
 }
 
-// To a tensor whose dtype is a run-time parameter.
+// Stores to a tensor whose dtype is a run-time parameter.
 template <int N>
 inline void store_any(device uchar* target, uint dtype, ulong index, Pack<N> pack) {
   if (dtype == DTYPE_FLOAT) {

@@ -8,8 +8,8 @@ struct GateSums {
   float squares[M];
 };
 
-// R experts times M tokens, lanes striding over the columns. Rows past the last expert or token are those of
-// the last: read, not stored.
+// R experts times M tokens; the lanes stride over the columns. Past the last expert or token the last one is
+// read again, and its result is not stored.
 template <typename W, bool kNormed, int R, int M, int N>
 inline GateSums<R, M> gate_sums(device const uchar* hidden, device const W* router,
                                 device const uchar* norm_weight, uint first_expert, uint first_token,

@@ -2,7 +2,7 @@
 #pragma once
 #include "common.h"
 
-// A position of a channel: of the state, then of the input.
+// The value of a channel at a position; the positions of the input follow those of the state.
 template <typename T>
 inline float conv_value(device const uchar* state, ulong state_start, device const T* x, ulong x_start,
                         uint position, constant ConvParams& params) {
@@ -11,8 +11,8 @@ inline float conv_value(device const uchar* state, ulong state_start, device con
   return load_one(state, params.state_dtype, state_start + position);
 }
 
-// A thread takes a channel. It writes its part of the state in ascending order after all that it reads there
-// for the sums; what it still has to move lies further on.
+// A thread takes a channel. It reads the state for all sums before it writes the new one. The new state is
+// written in ascending order, so that a position is read before it is overwritten.
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(kConvThreads)]] void conv_channels(
     device const T* x [[buffer(0)]], device uchar* state [[buffer(1)]],
@@ -50,10 +50,10 @@ struct DeltaStep {
   float beta;
   float q_scale;
   float k_scale;
-  float q_dot_k;  // scaled
+  float q_dot_k;  // times the scale
 };
 
-// Sums over a head of q and k, the same in every lane of every simdgroup.
+// Sums over a head of q and k. Every lane of every simdgroup gets the same values.
 template <typename T>
 inline DeltaStep delta_step(device const T* q, device const T* k, float g, float beta,
                             device const uchar* a_log, device const uchar* dt_bias, uint head,
@@ -82,9 +82,9 @@ inline DeltaStep delta_step(device const T* q, device const T* k, float g, float
   return step;
 }
 
-// A threadgroup takes 32 columns of a head's state, a lane a column and a simdgroup kDeltaRows of its rows,
-// which stay in registers for all tokens. What the old state gives for k and for q is summed in one step:
-// q S' = q S + (q k) delta, so a token needs one barrier.
+// A threadgroup takes 32 columns of a head's state: each lane one column, each simdgroup kDeltaRows rows,
+// which stay in registers for all tokens. k S and q S of the old state are summed in one step, because the
+// output is q S' = q S + (q k) delta: a token needs one barrier.
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(kDeltaSimdgroups* kSimdWidth)]] void delta_columns(
     device const T* q [[buffer(0)]], device const T* k [[buffer(1)]], device const T* v [[buffer(2)]],
@@ -94,7 +94,7 @@ template <typename T>
     constant DeltaParams& params [[buffer(9)]], uint2 group [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
-  // Two sums of each simdgroup and column, of even and of odd tokens.
+  // Two sums for each simdgroup and column; even and odd tokens use different places.
   threadgroup float partials[2][kDeltaSimdgroups][2][kSimdWidth];
   const uint batch = group.y / params.heads, head = group.y % params.heads;
   const uint key_head = head / (params.heads / params.key_heads);

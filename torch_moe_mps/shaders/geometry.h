@@ -1,4 +1,6 @@
-// How kernels share out their work, as far as the host sizes grids and threadgroup memory by it.
+// How many rows, tokens and threads a threadgroup takes: the host sizes grids and threadgroup memory by these
+// numbers, the kernels index by them. A number without a reason beside it
+// has no measurement behind it.
 #pragma once
 #ifdef __METAL_VERSION__
 #include <metal_stdlib>
@@ -10,57 +12,57 @@
 
 GEOMETRY kSimdWidth = 32;
 
-// Norms: the most threads of a row. More would leave a thread too few registers on M1.
+// Norms: the most threads that work on a row. With more, a thread has too few registers on M1.
 GEOMETRY kNormThreads = 512;
 
-// Rotary position embedding: heads of a threadgroup, a simdgroup each.
+// Rotary position embedding: a threadgroup takes this many heads, each simdgroup one.
 GEOMETRY kRopeHeads = 4;
 GEOMETRY kTableThreads = 64;
 
-// Attention. A threadgroup takes some queries of a key head and a chunk of the keys; its simdgroups take
-// tiles of kSimdWidth keys by turns.
+// Attention. A threadgroup takes kAttentionQueries queries of a key head and a chunk of the keys. Its
+// simdgroups take turns at tiles of kSimdWidth keys.
 GEOMETRY kAttentionSimdgroups = 4;
-GEOMETRY kAttentionQueries = 2;  // four would take more registers than M1 has
-GEOMETRY kHeadElements = 8;      // of a lane
+GEOMETRY kAttentionQueries = 2;  // with 4, a thread needs more registers than M1 has
+GEOMETRY kHeadElements = 8;      // elements of a head that a lane holds
 
 // Linear attention
 GEOMETRY kConvThreads = 64;
-GEOMETRY kDeltaRows = 16;        // of a head's state, of a thread
-GEOMETRY kDeltaSimdgroups = 16;  // at most
+GEOMETRY kDeltaRows = 16;        // rows of a head's state that a thread holds
+GEOMETRY kDeltaSimdgroups = 16;  // the most simdgroups that share a head
 
 // Combine
 GEOMETRY kSiluThreads = 128;
 GEOMETRY kSumNormThreads = 384;
 
 // Routing
-GEOMETRY kLaneSets = 64;  // of bucket_pairs
+GEOMETRY kLaneSets = 64;  // words in which the lanes of bucket_pairs find lanes with the same bucket
 GEOMETRY kBucketThreads = 1024;
 GEOMETRY kGateSimdgroups = 4;
-GEOMETRY kGateSingleExperts = 2;  // of a simdgroup, for few tokens: many threadgroups
+GEOMETRY kGateSingleExperts = 2;  // experts of a simdgroup for few tokens: fewer give more threadgroups
 GEOMETRY kGateExperts = 4;
 GEOMETRY kGateTokens = 4;
-GEOMETRY kMaxSlots = 64;             // experts of a token
-GEOMETRY kThreadgroupFloats = 8192;  // of threadgroup memory
+GEOMETRY kMaxSlots = 64;             // the most experts of a token: MAX_TOP_K of ops/_checks.py
+GEOMETRY kThreadgroupFloats = 8192;  // what 32 KiB of threadgroup memory hold
 
-// Experts. The threads that the matmuls' kernels declare, more than they are launched with: as few as let a
-// thread have 128 registers on M1.
+// Experts. The kernels of the matmuls declare this many threads, although they are launched with fewer: with
+// this bound, Apple's compiler gives a thread 128 registers on M1.
 GEOMETRY kMatmulBound = 384;
 
 // Few tokens: dot products
-GEOMETRY kRowGroupsOfSimdgroup = 4;  // groups of lanes that each have rows of their own
-GEOMETRY kSingleRows = 2;            // of a lane
-GEOMETRY kSingleSimdgroups = 2;      // of a threadgroup: many threadgroups
-GEOMETRY kFewRows = 4;               // of a lane, for several tokens
-GEOMETRY kFewDownRows = 8;           // of a threadgroup, for several tokens
+GEOMETRY kRowGroupsOfSimdgroup = 4;  // a simdgroup is 4 groups of 8 lanes; each group has its own rows
+GEOMETRY kSingleRows = 2;            // rows of a group of lanes, for one token
+GEOMETRY kSingleSimdgroups = 2;      // simdgroups of a threadgroup: fewer give more threadgroups
+GEOMETRY kFewRows = 4;               // rows of a group of lanes, for a few tokens
+GEOMETRY kFewDownRows = 8;           // rows of a threadgroup of the down projection, for 2 to 32 tokens
 GEOMETRY kFewSimdgroups = 4;
 GEOMETRY kDownSimdgroups = 8;
-GEOMETRY kMaxFewPairs = 512;      // their terms lie in threadgroup memory
-GEOMETRY kColumnSimdgroups = 16;  // transposed weights
+GEOMETRY kMaxFewPairs = 512;      // their terms take 16 KiB of threadgroup memory
+GEOMETRY kColumnSimdgroups = 16;  // simdgroups that share the inputs of transposed weights
 
 GEOMETRY kEmbeddingThreads = 128;
 
 // Many tokens: matrix products
 GEOMETRY kTilePairs = 32;
-GEOMETRY kGemmRows = 128;  // of a threadgroup
+GEOMETRY kGemmRows = 128;  // rows of a threadgroup
 GEOMETRY kGemmSimdgroups = 4;
-GEOMETRY kCombineColumns = 4;  // of a thread
+GEOMETRY kCombineColumns = 4;  // columns of a thread

@@ -3,13 +3,12 @@
 #pragma once
 #include "common.h"
 
-// Elements that a thread keeps in registers between the two passes over a row, so that rows of up to
-// kNormThreads
-// * 16 columns are read once. What lies beyond is read again.
+// How many elements a thread keeps in registers from the first pass over a row to the second: rows of up to
+// 16 * kNormThreads columns are read once, and columns beyond that twice.
 constant constexpr int kNormElements = 16;
 
-// What a residual does: it is not there, it is added to the norm of the input, or it is added to the input
-// and the norm is that of the sum. Or there is a gate in its place.
+// What is joined to the norm: nothing, a residual that is added to the norm of the input, a residual that is
+// added to the input before the norm, or a gate.
 #define JOIN_NONE 0
 #define JOIN_NORM 1
 #define JOIN_SUM 2
@@ -38,7 +37,7 @@ inline Pack<N> output_scale(device const uchar* scalar, constant NormParams& par
   return scale;
 }
 
-// The columns to be normed: those of input, or of residual + input, rounded to T as the residual stream is.
+// The columns to be normed: of the input, or of residual + input rounded to T, as the residual stream is.
 template <typename T, int N, int kJoin>
 inline Raw<T, N> normed_columns(Raw<T, N> residual, Raw<T, N> input) {
   if constexpr (kJoin != JOIN_SUM) return input;
@@ -54,7 +53,7 @@ inline Raw<T, N> residual_columns(device const T* residual) {
   return load_raw<N>(residual);
 }
 
-// A weight that is not there is 1; only a norm alone may lack it.
+// A missing weight counts as 1. Only a norm with nothing joined to it may lack its weight.
 template <int N, int kJoin>
 inline Pack<N> weight_columns(AnyRaw<N> raw, constant NormParams& params) {
   if (kJoin != JOIN_NONE || params.has_weight != 0) return widen(raw, params.weight_dtype);
@@ -69,8 +68,8 @@ inline AnyRaw<N> load_weight(device const uchar* weight, constant NormParams& pa
   return load_any_raw<N>(weight, params.weight_dtype, column);
 }
 
-// (residual + x * inverse * weight) * scale; the residual with JOIN_NORM only, the scale not with JOIN_NONE.
-// With JOIN_GATE x * inverse * weight * silu(gate).
+// (residual + x * inverse * weight) * scale. JOIN_NORM alone has the residual, JOIN_NONE has no scale.
+// JOIN_GATE computes x * inverse * weight * silu(gate).
 template <int N, int kJoin>
 inline Pack<N> finished_columns(Pack<N> residual, Pack<N> x, float inverse, Pack<N> weight,
                                 device const uchar* scalar, constant NormParams& params, uint column) {

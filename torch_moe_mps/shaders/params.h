@@ -6,7 +6,7 @@
 #include <cstdint>
 #endif
 
-// Dtypes that a kernel tells apart at run time (small tensors: weights of norms, routing weights, biases).
+// The dtypes of small tensors (weights of norms, routing weights, biases): kernels branch on them.
 #define DTYPE_FLOAT 0
 #define DTYPE_HALF 1
 #define DTYPE_BFLOAT 2
@@ -18,7 +18,7 @@
 #define SCALAR_PER_COLUMN 2
 
 struct NormParams {
-  uint64_t input_stride;  // elements from a row of the input to the next
+  uint64_t input_stride;  // elements between the starts of two rows of the input
   uint32_t rows;
   uint32_t width;
   uint32_t simdgroups_per_row;
@@ -67,14 +67,14 @@ struct RopeParams {
 };
 
 #define TABLE_PAIRS 0        // a column for each pair
-#define TABLE_HALVES 1       // those of all pairs, twice
-#define TABLE_INTERLEAVED 2  // that of each pair, twice
+#define TABLE_HALVES 1       // the columns of all pairs, then the same again
+#define TABLE_INTERLEAVED 2  // the column of each pair twice, side by side
 
 struct RopeTableParams {
-  uint64_t angles;  // of all tokens
+  uint64_t angles;  // how many the tokens have together
   uint32_t pairs;
   uint32_t layout;
-  uint32_t wide_positions;  // int64
+  uint32_t wide_positions;  // positions are int64, else int32
   float scaling;
 };
 
@@ -102,8 +102,8 @@ struct AttentionParams {
   uint32_t heads;
   uint32_t key_heads;
   uint32_t keys;
-  uint32_t first_key;  // no token sees one before
-  uint32_t chunk;      // keys of a threadgroup
+  uint32_t first_key;  // the lowest key that any token sees
+  uint32_t chunk;      // keys that a threadgroup takes
   uint32_t width;
   uint32_t value_width;
   uint32_t mask_kind;
@@ -112,8 +112,8 @@ struct AttentionParams {
   uint32_t has_sinks;
   uint32_t sinks_dtype;
   uint32_t vectorised;
-  uint32_t rows;    // of queries: B * T * Hq
-  uint32_t chunks;  // more than 1: partial results, to be merged
+  uint32_t rows;    // queries of all heads: B * T * Hq
+  uint32_t chunks;  // more than 1: attention_merge adds up partial results
   float scale;
 };
 
@@ -127,8 +127,8 @@ struct ConvParams {
   uint32_t rows;  // channels of the whole batch
   uint32_t channels;
   uint32_t tokens;
-  uint32_t length;  // of the state
-  uint32_t width;   // of the window
+  uint32_t length;  // positions that the state holds
+  uint32_t width;   // positions that the convolution sees
   uint32_t silu;
   uint32_t state_dtype;
   uint32_t weight_dtype;
@@ -139,7 +139,7 @@ struct ConvParams {
 struct DeltaParams {
   uint32_t tokens;
   uint32_t key_heads;
-  uint32_t heads;  // of the values
+  uint32_t heads;  // value heads
   uint32_t key_width;
   uint32_t value_width;
   uint32_t g_dtype;
@@ -255,6 +255,10 @@ struct IdsTpeParams {
 #define ACTIVATION_SWIGLU_OAI 6
 #define ACTIVATION_SILU_CLAMPED 7
 
+// Of swiglu_oai where a call gives none; ops/_activations.py has them for the reference.
+#define SWIGLU_OAI_ALPHA 1.702f
+#define SWIGLU_OAI_LIMIT 7.0f
+
 #define ROWS_PLAIN 0        // output i is weight row i
 #define ROWS_HALVES 1       // gates in rows 0 .. I - 1, ups in rows I .. 2I - 1
 #define ROWS_INTERLEAVED 2  // gate0, up0, gate1, up1, ...
@@ -268,13 +272,13 @@ struct ExpertParams {
   uint32_t experts;
   uint32_t inputs;             // columns of an expert's matrix
   uint32_t rows;               // rows of an expert's matrix
-  uint32_t outputs;            // of one pair, after the activation
+  uint32_t outputs;            // what one pair has after the activation
   uint32_t vectorised;         // rows of x and of a dense matrix are whole vectors: multiples of 16 elements
   uint32_t has_ids;            // else every pair is of expert 0
   uint32_t wide_ids;           // ids are int64
   uint32_t x_per_pair;         // x has a row for each pair, else for each token
   uint32_t units_are_experts;  // units of the grid are experts, else pairs
-  uint32_t writes_tiles;       // the pairs by expert are written down for the down projection
+  uint32_t writes_tiles;       // the kernel writes the list of pairs by expert for the down projection
   uint32_t row_layout;
   uint32_t activation;
   uint32_t bias_dtype;
@@ -299,7 +303,7 @@ struct ExpertDownParams {
   ExpertCombineParams combine;
 };
 
-// Rows of a matrix: `experts` are its rows, `pairs` the ids.
+// embedding_rows: matrix.experts is the number of rows that the matrix has, matrix.pairs the number of ids.
 struct EmbeddingParams {
   ExpertParams matrix;
   uint32_t out_dtype;

@@ -1,7 +1,8 @@
 // Rotary position embedding of q and k with the RMSNorm of their heads: a simdgroup takes a head of a token.
 //
-// A head is walked in pairs of elements: those that turn together, then those that stay as they are, paired
-// by halves. A lane takes N pairs next to each other; heads of up to 64 * N elements are read once.
+// The elements of a head are taken in pairs: first the pairs that are rotated, then the elements that stay as
+// they are, the first half of them with the second. A lane takes N neighbouring pairs; heads of up to 64 * N
+// elements are read once.
 #pragma once
 #include "common.h"
 
@@ -11,8 +12,8 @@ struct Pairs {
   Pack<N> second;
 };
 
-// Where pairs lie in a head: the first elements from `first` on and the second ones from `second` on, or all
-// of them by turns from `first` on.
+// Where pairs lie in a head: the first elements of all from `first` on and the second ones from `second` on,
+// or first and second alternating from `first` on.
 struct PairsAt {
   uint first;
   uint second;
@@ -85,7 +86,7 @@ inline void store_pairs(device T* head, PairsAt at, Pairs<N> pairs) {
   store_pack(head + at.first + N, high);
 }
 
-// cos or sin of the pairs from `pair` on.
+// The table's entries, cos or sin, for the pairs from `pair` on.
 template <int N>
 inline Pairs<N> load_table(device const uchar* table, ulong row, uint pair, constant RopeParams& params) {
   if (params.table_of_pairs != 0) {
@@ -176,8 +177,8 @@ template <typename T>
   }
 }
 
-// The tables: a thread takes the angle of a pair at a token. Angles reach millions of radians, where the fast
-// functions are wrong by far more than a table may be.
+// The tables of cos and sin. A thread takes the angle of one pair and token. Angles reach millions of
+// radians; there the error of Metal's fast functions is far too large for a table.
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(kTableThreads)]] void rope_table_columns(
     device const uchar* positions [[buffer(0)]], device const float* frequencies [[buffer(1)]],

@@ -10,7 +10,7 @@ struct Keys {
   uint v[N];
 };
 
-// Logits at first, then the scores of the chosen, which become their weights.
+// The logits at first; later the scores of the chosen experts, which become their weights.
 template <int N>
 struct Values {
   float v[N];
@@ -54,7 +54,7 @@ inline void choose(thread Keys<N>& keys, uint count, uint lane) {
   }
 }
 
-// The sum of the scores of the chosen; those of the others are zero.
+// The sum of the scores of the chosen experts; other scores are zero by then.
 template <int N>
 inline float sum_of(thread Values<N>& scores) {
   float sum = 0.0f;
@@ -112,7 +112,7 @@ inline float softplus(float x) {
   return max(x, 0.0f) + log1p;
 }
 
-// From logits to scores; a softmax goes over the whole row.
+// Turns logits into scores; a softmax takes the whole row.
 struct Scoring {
   uint kind;
   float highest, sum;
@@ -131,7 +131,7 @@ struct Scoring {
   }
 };
 
-// `valid`: how many of the lane's logits exist.
+// `valid` is the number of logits that exist for this lane.
 template <int N>
 inline Scoring scoring_of(Values<N> logits, uint kind, int valid) {
   Scoring scoring = {kind, 0.0f, 1.0f};
@@ -149,7 +149,7 @@ inline Scoring scoring_of(Values<N> logits, uint kind, int valid) {
   return scoring;
 }
 
-// The largest and the second largest of all lanes' pairs.
+// The largest and the second largest value of all lanes.
 inline float2 simd_top2(float2 top) {
   for (ushort distance = kSimdWidth / 2; distance > 0; distance /= 2) {
     const float2 other = float2(simd_shuffle_xor(top.x, distance), simd_shuffle_xor(top.y, distance));
@@ -158,8 +158,8 @@ inline float2 simd_top2(float2 top) {
   return top;
 }
 
-// The experts of this lane, as bits, that belong to the best groups. A group's score is the sum of its two
-// largest values, or the largest.
+// A bit for each expert of this lane: whether it belongs to one of the best groups. The score of a group is
+// its largest value, or the sum of its two largest.
 template <int N>
 inline uint experts_of_best_groups(Values<N> values, RouterParams params, uint lane) {
   const uint group_size = params.experts / params.groups;
@@ -192,7 +192,7 @@ inline uint experts_of_best_groups(Values<N> values, RouterParams params, uint l
   return members;
 }
 
-// What is compared to choose the experts.
+// The values that are compared to choose the experts.
 template <int N>
 inline Keys<N> keys_of(Values<N> logits, Scoring scoring, device const uchar* bias, int valid,
                        RouterParams params, uint lane) {

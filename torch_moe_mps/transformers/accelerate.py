@@ -3,6 +3,7 @@
 import ast
 import warnings
 import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -17,7 +18,7 @@ from .program.programs import Unsupported
 from .program.straightening import straighten
 from .quantize import keep_when_saving, quantize_model
 from .recipe import requested_recipe
-from .report import Report
+from .report import Report, Row
 from .rewriting import drop_forward_of_class, restore_module, rewrite
 
 # {id of a config: the config, and the implementation that it named when a model with it was accelerated}
@@ -123,7 +124,7 @@ def _require_module(function: str, model: object) -> None:
 
 
 def _other_experts(path: str, module: nn.Module) -> str | None:
-    """Why routed experts, by their name or that of their class, are left alone."""
+    """Why a module is left alone that is called experts, or whose class is."""
     cls, name = type(module).__name__, path.rpartition(".")[2]
     if "shared" in f"{cls} {name}".lower():
         return None
@@ -143,7 +144,7 @@ def _warn_of_experts_left_alone(report: Report) -> None:
         warnings.warn(f"torch_moe_mps: {cls} is left alone: {reason}", stacklevel=3)
 
 
-def _around(model: nn.Module, found: dict[str, nn.Module]):
+def _around(model: nn.Module, found: Mapping[str, nn.Module]) -> Iterator[tuple[str, str, nn.Module]]:
     """(name, kind, module) of the routers, blocks and layers that the experts belong to, each once."""
     seen: set[str] = set()
     for name in found:
@@ -161,7 +162,7 @@ def _around(model: nn.Module, found: dict[str, nn.Module]):
                 yield path, kind, module
 
 
-def _others(model: nn.Module, seen: set[str]):
+def _others(model: nn.Module, seen: set[str]) -> Iterator[tuple[str, nn.Module]]:
     """(name, module) of the norms, attentions, MLPs and layers without experts, children before parents."""
     named = list(model.named_modules())
     for name, module in sorted(named, key=lambda item: -item[0].count(".")):
@@ -171,7 +172,7 @@ def _others(model: nn.Module, seen: set[str]):
             yield name, module
 
 
-def _routers(block: nn.Module, experts: str):
+def _routers(block: nn.Module, experts: str) -> Iterator[tuple[str, nn.Module]]:
     """(name, module) of the children whose results are the expert ids of a block."""
     try:
         program = straighten(block)
@@ -188,8 +189,8 @@ def _routers(block: nn.Module, experts: str):
                 yield name, block.get_submodule(name)
 
 
-def _owners(model: nn.Module, path: str):
-    """The paths of a block and of what is above it, up to the layer: the last below a list or a model."""
+def _owners(model: nn.Module, path: str) -> Iterator[str]:
+    """The paths of a block and of its parents up to the layer, the last module below a list or a model."""
     while True:
         yield path
         above = path.rpartition(".")[0]
@@ -203,6 +204,6 @@ def _owners(model: nn.Module, path: str):
         path = above
 
 
-def _model_order(model: nn.Module):
+def _model_order(model: nn.Module) -> Callable[[Row], int]:
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     return lambda row: order[row.name]

@@ -1,6 +1,7 @@
 """Attention with sinks for transformers' AttentionInterface: few new tokens by the operator."""
 
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ def use_attention_of_sinks(model: nn.Module) -> list[str]:
     """
     names = []
     for name, module in model.named_modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         has_sinks = isinstance(getattr(module, "sinks", None), Tensor) and getattr(module, "is_causal", False)
         implementation = getattr(config, "_attn_implementation", None)
         if has_sinks and implementation in ("eager", NAME):
@@ -47,7 +48,7 @@ def attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What `eager_attention_forward` of the module's file returns, its weights only where that runs.
 
@@ -72,7 +73,8 @@ def attention(
         operator = torch.ops.moe_mps.attention_sinks
         return operator(query, key, value, s_aux, scale, attention_mask, window), None
     files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)  # FSDP2 puts a class on top
-    eager = next((f.eager_attention_forward for f in files if hasattr(f, "eager_attention_forward")), None)
+    functions = (getattr(file, "eager_attention_forward", None) for file in files)
+    eager = next(filter(None, functions), None)
     if eager is None:
         raise RuntimeError(
             f"torch_moe_mps: attention of {type(module).__name__} must be in a file with "
@@ -92,7 +94,9 @@ def attention(
     )
 
 
-def attention_mask(*args, q_length: int, allow_is_causal_skip: bool = True, **kwargs) -> Tensor | None:
+def attention_mask(
+    *args: Any, q_length: int, allow_is_causal_skip: bool = True, **kwargs: Any
+) -> Tensor | None:
     """The mask for `attention`: None for one new token that sees the whole cache, else an additive one."""
     from transformers.masking_utils import eager_mask, sdpa_mask
 
@@ -103,8 +107,16 @@ def attention_mask(*args, q_length: int, allow_is_causal_skip: bool = True, **kw
     return eager_mask(*args, q_length=q_length, **kwargs)
 
 
-def _takes(query, key, value, mask, sinks, dropout, kwargs) -> bool:
-    """Whether the operator gives what is asked for."""
+def _takes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> bool:
+    """Whether the operator computes what a call asks for."""
     tensors = [t for t in (query, key, value, mask, sinks) if t is not None]
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     plain = query.dtype == key.dtype == value.dtype in ACTIVATION_DTYPES

@@ -42,10 +42,10 @@ class Choice(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A tensor of `count` weights, which has several names where layers are tied."""
+    """A tensor of `size` weights, which has several names where layers are tied."""
 
     names: tuple[str, ...]
-    count: int
+    size: int
     choices: list[Choice]
 
 
@@ -74,16 +74,16 @@ def measured_recipe(
     Raises: ValueError for a budget that the smallest format exceeds, and for weights that do not fit.
     """
     checkpoint = model if isinstance(model, LayerwiseCheckpoint) else None
-    model = model if checkpoint is None else checkpoint.model
+    whole: nn.Module = model.model if isinstance(model, LayerwiseCheckpoint) else model
     formats = [Format(count, group_size, "affine") for count in sorted(bits)]
     recipe = Recipe(formats[0], formats[0], formats[0], dict.fromkeys(keep))
-    targets = weights_of(model, recipe).targets
+    targets = weights_of(whole, recipe).targets
     for target in targets.values():
         for parameter in target.formats:
             check_columns(_CHECK, target, parameter, formats[0])
-    errors = _measure(model, targets, formats, ids, checkpoint, progress)
-    items = list(_items(model, targets, formats, errors))
-    total = sum(item.count for item in items)
+    errors = _measure(whole, targets, formats, ids, checkpoint, progress)
+    items = list(_items(whole, targets, formats, errors))
+    total = sum(item.size for item in items)
     chosen = choose([item.choices for item in items], int(budget * total / 8))
     result = {n: c.format.bits for item, c in zip(items, chosen, strict=True) for n in item.names}
     return _arguments(result, group_size, keep)
@@ -118,11 +118,18 @@ def _measure(
         for part in list(parts):
             weights = stack.enter_context(ExitStack())
 
-            def enter(module, args, part=part, weights=weights):
+            def enter(module: nn.Module, args: Any, part: str = part, weights: ExitStack = weights) -> None:
                 if checkpoint is not None:
                     weights.enter_context(checkpoint.loaded(part))
 
-            def leave(module, args, kwargs, output, part=part, weights=weights):
+            def leave(
+                module: nn.Module,
+                args: Any,
+                kwargs: Any,
+                output: Any,
+                part: str = part,
+                weights: ExitStack = weights,
+            ) -> None:
                 for target in inside.get(part, ()):
                     for parameter in target.formats:
                         errors = found[_name(target, parameter)]

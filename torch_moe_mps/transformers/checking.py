@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,8 +13,11 @@ from ..quantization.formats import empty_weight
 from .interface import formats_of, is_experts, is_quantized
 from .packing import quantized_names
 
+if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
+    from transformers import PreTrainedModel
 
-def check_loaded(model: nn.Module) -> None:
+
+def check_loaded(model: "PreTrainedModel") -> None:
     """Raise the one-line error for a tensor that the checkpoint lacks, or has in another dtype.
 
     transformers leaves what is missing uninitialised, or fills it with random values, and only logs its name.
@@ -58,7 +62,7 @@ def _dtypes_of(module: nn.Module) -> dict[str, tuple[torch.dtype, ...]]:
 def _dtypes(format: Format) -> dict[str, tuple[torch.dtype, ...]]:
     """{"packed", "scales", "biases": the dtypes that they may have}."""
     weight = empty_weight((1, 1024), torch.float32, torch.device("meta"), format)
-    dtypes = {"packed": (torch.int32,)}
+    dtypes: dict[str, tuple[torch.dtype, ...]] = {"packed": (torch.int32,)}
     for part, tensor in zip(QuantizedWeight._fields[1:], weight[1:], strict=True):
         if tensor is not None:
             dtypes[part] = ACTIVATION_DTYPES if tensor.dtype.is_floating_point else (tensor.dtype,)
@@ -66,7 +70,7 @@ def _dtypes(format: Format) -> dict[str, tuple[torch.dtype, ...]]:
 
 
 def _stored(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """A module's own parameters and buffers, as far as a checkpoint has them."""
+    """The parameters and buffers of a module that a checkpoint has."""
     yield from module.named_parameters(recurse=False)
     for name, buffer in module.named_buffers(recurse=False):
         if name not in module._non_persistent_buffers_set:

@@ -68,6 +68,6 @@ def _weight_libraries(module: nn.Module, dtype: str | None) -> Iterator[str]:
 
 
 def _dtype(module: nn.Module, model: nn.Module) -> str | None:
-    """The dtype of the activations: that of the module's weights or scales, else of the model."""
+    """The dtype of the activations: the dtype of the module's weights or scales, or else of the model."""
     every = itertools.chain(module.parameters(recurse=False), model.parameters())
     return next((_DTYPES[p.dtype] for p in every if p.dtype in _DTYPES), None)

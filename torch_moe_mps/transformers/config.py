@@ -10,7 +10,7 @@ from ..ops._checks import Check
 from ..quantization import Format
 from .experts import NAME
 from .interface import projections
-from .recipe import SAME, Recipe, requested_recipe
+from .recipe import SAME, Recipe, recipe_of
 from .targets import Target, kinds_of
 
 
@@ -66,26 +66,20 @@ class QuantizationConfig(QuantizationConfigMixin):
 
     def recipe(self) -> Recipe:
         """What to do with a dense checkpoint."""
-        return requested_recipe(
-            self.bits,
-            self.group_size,
-            self.mode,
-            linear_bits=self.linear_bits,
-            embedding_bits=self.embedding_bits,
-            keep=self.keep,
-            overrides=self.overrides,
-        )
+        usual = Format(self.bits, self.group_size, self.mode)
+        return recipe_of(usual, self.linear_bits, self.embedding_bits, self.keep, self.overrides)
 
     def to_dict(self) -> dict[str, Any]:
         names = ("quant_method", "bits", "group_size", "mode", "modules")
         return {name: getattr(self, name) for name in names}
 
     def targets(self, model: nn.Module) -> dict[str, Target]:
-        """{name: target} of what is quantised in a checkpoint of the model.
+        """{name: target} of the modules that are quantised in a checkpoint of the model.
 
         Raises: ValueError for a name that the model does not have.
         """
-        kinds, found = kinds_of(model), {}
+        kinds = kinds_of(model)
+        found: dict[str, Target] = {}
         usual = Format(self.bits, self.group_size, self.mode)
         if self.modules is None:
             formats = {name: usual for name, (kind, _) in kinds.items() if kind == "experts"}
@@ -109,7 +103,7 @@ class QuantizationConfig(QuantizationConfigMixin):
 
 
 def is_mlx(stored: Mapping[str, Any]) -> bool:
-    """Whether the quantisation in a config is that of MLX, which names no method."""
+    """Whether MLX wrote the quantisation of a config; its entry names no method."""
     return "quant_method" not in stored and "bits" in stored and "group_size" in stored
 
 

@@ -1,14 +1,15 @@
 """The experts implementation "moe_mps": every class with the experts interface of transformers."""
 
 import copy
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from ..ops._checks import MAX_TOP_K
-from .interface import formats_of, is_quantized, projections
+from ..ops._activations import POINTWISE, Activation
+from ..ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
+from .interface import Experts, formats_of, is_quantized, projections
 from .program.formulas import Node, evaluate, inline, operation_of
 from .program.patterns import match
 from .program.programs import Unsupported
@@ -20,22 +21,11 @@ ops = torch.ops.moe_mps
 NAME = "moe_mps"
 # Where a module keeps its config and the implementation that the config named before.
 PREVIOUS_EXPERTS = "_moe_mps_previous_implementation"
-_POINTWISE = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 # The formula of _apply_gate on its argument X, with G and U its gate and up half.
 _GATES = {
     "silu_clamped": "silu(clamp_max(G, LIMIT)) * clamp(U, LOW, LIMIT)",
     "swiglu_oai": "(clamp(U, LOW, LIMIT) + 1) * (clamp_max(G, LIMIT) * sigmoid(clamp_max(G, LIMIT) * ALPHA))",
-} | {name: f"{name}(G) * U" for name in _POINTWISE}
-
-
-class Activation(NamedTuple):
-    """What happens between an expert's two matmuls, as keyword arguments of moe_experts."""
-
-    activation: str
-    gated: bool
-    interleaved: bool
-    alpha: float | None = None
-    limit: float | None = None
+} | {name: f"{name}(G) * U" for name in POINTWISE}
 
 
 def activation_of(module: nn.Module) -> Activation | None:
@@ -46,7 +36,7 @@ def activation_of(module: nn.Module) -> Activation | None:
     if not module.has_gate:
         record(module, "act_fn")
         name = operation_of(getattr(module, "act_fn", None))
-        return Activation(name, False, False) if name in _POINTWISE else None
+        return Activation(name, gated=False) if name in POINTWISE else None
     try:
         result = _gate_formula(module)
     except Unsupported:
@@ -59,8 +49,8 @@ def activation_of(module: nn.Module) -> Activation | None:
 
 
 def _gate_formula(module: nn.Module) -> Node:
-    function = type(module)._apply_gate
-    program = straighten(module, function)
+    cls: Any = type(module)
+    program = straighten(module, cls._apply_gate)
     return inline(program, "self", [Node("any", ("input",))])
 
 
@@ -85,8 +75,8 @@ def _with_numbers(
             return None
     if "ALPHA" in bound and not isinstance(alpha, (int, float)):
         return None
-    as_float = [None if number is None else float(number) for number in (alpha, limit)]
-    return Activation(name, True, interleaved, *as_float)
+    alpha, limit = (float(number) if isinstance(number, (int, float)) else None for number in (alpha, limit))
+    return Activation(name, alpha, limit, interleaved=interleaved)
 
 
 def runs_own_code(module: nn.Module, *inputs: Tensor) -> bool:
@@ -134,10 +124,11 @@ def may_be_fused(experts: nn.Module) -> bool:
         return False
     if experts.__dict__.get("quantization") is not None:
         return True  # with a config of its own, see `pinned_config`
-    return experts.config._experts_implementation == NAME
+    config: Any = experts.config
+    return config._experts_implementation == NAME
 
 
-def pinned_config(experts: nn.Module) -> object:
+def pinned_config(experts: Experts) -> Any:
     """A config for quantised experts alone: only our implementation reads their weights.
 
     The model's config may name another one, for its dense experts or for another model with the same config.
@@ -166,11 +157,11 @@ def _activation(module: nn.Module) -> tuple | None:
 
 
 def _arguments(activation: tuple) -> dict:
-    name, gated, interleaved, alpha, limit = activation
+    name, alpha, limit, gated, interleaved = activation
     return {"activation": name, "gated": gated, "interleaved": interleaved, "alpha": alpha, "limit": limit}
 
 
-def describe(module: nn.Module) -> str:
+def describe(module: Experts) -> str:
     """What serves an experts module, in words."""
     quantization = getattr(module, "quantization", None)
     activation = prepare(module)
@@ -196,7 +187,7 @@ def unsupported(module: nn.Module) -> str | None:
     if is_quantized(module):
         return None
     dtypes = {getattr(module, p).dtype for p in (first, second)}
-    if not dtypes <= {torch.float32, torch.float16, torch.bfloat16} or len(dtypes) > 1:
+    if not dtypes <= set(ACTIVATION_DTYPES) or len(dtypes) > 1:
         return f"its weights are {', '.join(sorted(map(str, dtypes)))}"
     if not hasattr(type(module).forward, "__wrapped__"):
         return "its class does not dispatch to experts implementations"
@@ -204,7 +195,7 @@ def unsupported(module: nn.Module) -> str | None:
 
 
 def experts_forward(
-    self: nn.Module,
+    self: Experts,
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
@@ -218,8 +209,8 @@ def experts_forward(
     `shared_gate` (a logit), `shared_out` and `residual` come from blocks that `accelerate` rewrote:
     g * shared_out + residual is added.
     """
-    shared = {"shared_gate": shared_gate, "shared_out": shared_out, "residual": residual}
-    shared = {name: term for name, term in shared.items() if term is not None}
+    terms = {"shared_gate": shared_gate, "shared_out": shared_out, "residual": residual}
+    shared: dict[str, Any] = {name: term for name, term in terms.items() if term is not None}
     inputs = (hidden_states, top_k_weights, *shared.values())
     if shared_gate is not None:
         shared["gate_is_logit"] = True
@@ -253,7 +244,7 @@ def _require_no_gradients(self: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         )
 
 
-def _quantized_forward(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, shared: dict) -> Tensor:
+def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor, shared: dict) -> Tensor:
     form, down_form = self.quantization, self.down_quantization
     first, second = (_packed(self, name) for name in projections(self))
     bias = down_bias = None
@@ -288,17 +279,17 @@ def _packed(self: nn.Module, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _fits(x: Tensor, weight: Tensor, ids: Tensor) -> bool:
-    """Whether the operators take it; the model's own code gets the rest, or says what is wrong."""
+    """Whether the operators take these arguments. If not, the model's own code runs, or raises its error."""
     return (
         x.dim() == 2 and x.dtype == weight.dtype and x.device == weight.device and ids.shape[-1] <= MAX_TOP_K
     )
 
 
-def _own_activation(self: nn.Module, rows: Tensor) -> Tensor:
+def _own_activation(self: Experts, rows: Tensor) -> Tensor:
     return self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
 
 
-def _own_combine(self: nn.Module, slots: Tensor, weights: Tensor, shared: dict) -> Tensor:
+def _own_combine(self: Experts, slots: Tensor, weights: Tensor, shared: dict) -> Tensor:
     if getattr(self, "has_post_expert_norm", False):
         slots = self.post_expert_norm(slots)
     return ops.moe_weighted_reduce(weights, slots, **shared)
@@ -306,7 +297,8 @@ def _own_combine(self: nn.Module, slots: Tensor, weights: Tensor, shared: dict) 
 
 def own_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The class's own (eager) forward, beneath the dispatch to implementations."""
-    return type(self).forward.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
+    dispatch: Any = type(self).forward
+    return dispatch.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
 
 
 def add_terms(
@@ -315,7 +307,7 @@ def add_terms(
     shared_out: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """routed + sigmoid(shared_gate) * shared_out + residual, as far as they are there, by aten."""
+    """routed + sigmoid(shared_gate) * shared_out + residual by aten; a term that is None is left out."""
     if shared_out is not None:
         if shared_gate is not None:
             shared_out = torch.sigmoid(shared_gate).reshape(-1, 1) * shared_out

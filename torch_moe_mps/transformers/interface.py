@@ -1,5 +1,8 @@
 """The experts interface of transformers: what a module of experts has, and what its parameters are called."""
 
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
 from torch import Tensor, nn
 
 from ..quantization import Format
@@ -7,7 +10,32 @@ from ..quantization import Format
 INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # of transformers' experts
 
 
-def is_experts(module: object) -> bool:
+class Experts(nn.Module):
+    """What a type checker knows of a module with the experts interface; nothing is an instance of it.
+
+    `quantization` and `down_quantization` are there once the weights are quantised: the formats of the first
+    and the second matrix.
+    """
+
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+    is_concatenated: bool
+    config: Any
+    gate_up_proj: Tensor
+    gate_up_proj_bias: Tensor
+    up_proj: Tensor
+    up_proj_bias: Tensor
+    down_proj: Tensor
+    down_proj_bias: Tensor
+    quantization: Format
+    down_quantization: Format
+    act_fn: Callable[[Tensor], Tensor]
+    _apply_gate: Callable[[Tensor], Tensor]
+    post_expert_norm: Callable[[Tensor], Tensor]
+
+
+def is_experts(module: nn.Module) -> TypeGuard[Experts]:
     """Whether a module has the experts interface of transformers' `use_experts_implementation`."""
     if not all(isinstance(getattr(module, flag, None), bool) for flag in INTERFACE):
         return False
@@ -21,17 +49,17 @@ def is_quantized(experts: nn.Module) -> bool:
     return getattr(experts, "quantization", None) is not None
 
 
-def formats_of(experts: nn.Module) -> dict[str, Format]:
+def formats_of(experts: Experts) -> dict[str, Format]:
     """{projection: format} of a quantised module."""
     first, second = projections(experts)
     return {first: experts.quantization, second: experts.down_quantization}
 
 
-def set_formats(experts: nn.Module, formats: dict[str, Format]) -> None:
+def set_formats(experts: Experts, formats: dict[str, Format]) -> None:
     experts.quantization, experts.down_quantization = (formats[name] for name in projections(experts))
 
 
-def experts_of(model: nn.Module) -> dict[str, nn.Module]:
+def experts_of(model: nn.Module) -> dict[str, Experts]:
     """{name: module} of all experts of a model, in its order."""
     return {name: module for name, module in model.named_modules() if is_experts(module)}
 

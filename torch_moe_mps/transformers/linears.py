@@ -1,9 +1,11 @@
 """Linear layers and embeddings with quantised weights, in place of nn.Linear and nn.Embedding."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from ..ops._formats import dequantize_values
+from ..ops._formats import PackedWeight
 from ..quantization import Format
 from .interface import is_quantized
 
@@ -31,17 +33,19 @@ class LazyWeight:
     def device(self) -> torch.device:
         return self._layer.packed.device
 
-    def __getitem__(self, index) -> Tensor:
+    def __getitem__(self, index: Any) -> Tensor:
         first, *others = index if isinstance(index, tuple) else (index,)
         if first is None or first is Ellipsis:
             return self._layer.dequantized(slice(None))[index]
         if isinstance(first, int):
-            return self._layer.dequantized(slice(first, first + 1 or None))[(0, *others)]
-        return self._layer.dequantized(first)[(slice(None), *others)]
+            within: tuple = (0, *others)
+            return self._layer.dequantized(slice(first, first + 1 or None))[within]
+        within = (slice(None), *others)
+        return self._layer.dequantized(first)[within]
 
 
 class QuantizedLayer(nn.Module):
-    """A quantised matrix [rows, columns]; `scales` and `biases` are those of the format.
+    """A quantised matrix [rows, columns].
 
     Attributes:
         packed: [rows, columns * bits / 32], int32: the words of the format.
@@ -52,6 +56,7 @@ class QuantizedLayer(nn.Module):
     packed: Tensor
     scales: Tensor
     biases: Tensor | None
+    _like: Tensor
 
     def __init__(
         self, packed: Tensor, scales: Tensor, biases: Tensor | None, format: Format, dtype: torch.dtype
@@ -77,9 +82,8 @@ class QuantizedLayer(nn.Module):
 
     def dequantized(self, rows: slice | Tensor) -> Tensor:
         """Some rows of the matrix, in the dtype of the dense weight."""
-        biases = None if self.biases is None else self.biases[rows]
-        values = dequantize_values(self.packed[rows], self.scales[rows], biases, self.format)
-        return values.to(self._like.dtype)
+        weight = PackedWeight(self.packed, self.scales, self.biases, self.format)
+        return weight.values(rows).to(self._like.dtype)
 
 
 def has_quantized_weights(module: nn.Module) -> bool:
@@ -97,6 +101,8 @@ class QuantizedLinear(QuantizedLayer):
     Attributes: those of QuantizedLayer with out_features rows and in_features columns, and `bias`
         [out_features] or None.
     """
+
+    bias: Tensor | None
 
     def __init__(
         self,
@@ -147,6 +153,8 @@ class QuantizedEmbedding(QuantizedLayer):
     Attributes: those of QuantizedLayer with num_embeddings rows and embedding_dim columns; `padding_idx`; and
         `scale`, a number that the rows are multiplied with in the dtype of the model, or None.
     """
+
+    scale: Tensor | None
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from .recipe import SAME, requested_recipe
 
 _NO_READING_AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"
 
-# Arguments of from_pretrained that a config would keep to itself, and those that say where both files are.
+# Arguments of from_pretrained: a config would keep the first to itself, the others say where the files are.
 _FOR_THE_MODEL = ("dtype", "torch_dtype")
 _FOR_BOTH = (
     "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder",
@@ -40,8 +40,9 @@ def from_pretrained(
 ) -> Any:
     """Load a model and accelerate it; with bits, every weight is quantised as it comes from the checkpoint.
 
-    The memory beside the model is that of one layer: the dense model never exists. MXFP4 experts (gpt-oss)
-    stay in MXFP4 and are never dequantised; FP8 checkpoints are quantised from what they stand for.
+    Loading needs the memory of one layer beside the model: the dense model never exists as a whole. MXFP4
+    experts (gpt-oss) stay in MXFP4 and are never dequantised; FP8 checkpoints are quantised from what they
+    stand for.
 
     Args:
         name: folder or name on the Hub.
@@ -57,10 +58,10 @@ def from_pretrained(
     Raises: ValueError for a format that does not exist, or does not fit the weights, and for parameters that
         the checkpoint lacks.
     """
-    asked = {"bits": bits, "group_size": group_size, "mode": mode, "linear_bits": linear_bits}
+    asked: dict[str, Any] = {"bits": bits, "group_size": group_size, "mode": mode, "linear_bits": linear_bits}
     asked |= {"embedding_bits": embedding_bits, "keep": keep, "overrides": overrides}
     recipe = requested_recipe(**asked)  # its errors come before anything is loaded
-    cls = model_class or AutoModelForCausalLM
+    cls: Any = model_class or AutoModelForCausalLM
     if kwargs.get("quantization_config") is None:
         asked = {key: value for key, value in asked.items() if value is not None}
         kwargs = _with_quantization(name, cls, kwargs, None if recipe is None else asked)
@@ -75,7 +76,7 @@ def from_pretrained(
     return (model, info) if with_info else model
 
 
-def _with_quantization(name: str, cls: type, kwargs: dict[str, Any], asked: dict | None) -> dict[str, Any]:
+def _with_quantization(name: str, cls: Any, kwargs: dict[str, Any], asked: dict | None) -> dict[str, Any]:
     """The arguments of cls.from_pretrained, with the quantisation that shall be or is in the checkpoint."""
     config, others = _load_config(name, cls, kwargs)
     stored = getattr(config, "quantization_config", None) or {}
@@ -84,7 +85,7 @@ def _with_quantization(name: str, cls: type, kwargs: dict[str, Any], asked: dict
     method = getattr(method, "value", method)
     stored = stored or getattr(config, "quantization", None) or {}
     if is_mlx(stored) or (not stored and written_by_mlx(name)):
-        ours = {"mlx": True}
+        ours: dict[str, Any] = {"mlx": True}
     elif not stored and asked is not None:
         return {**kwargs, "quantization_config": QuantizationConfig(**asked)}
     elif method == "mxfp4":

@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import safe_open
@@ -20,7 +20,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, app
 from ..ops._checks import Check
 from ..quantization import Format, dequantize
 from .experts import activation_of
-from .interface import projections
+from .interface import Experts, projections
 from .packing import quantized_names
 from .targets import Target, kinds_of, reasons_to_stay_dense, tied_layers
 
@@ -28,7 +28,7 @@ _CHECK = Check("load")
 _EXPERTS = re.compile(r"^(.*)\.(gate_proj|up_proj|down_proj|fc1|fc2)$")
 _FIRST = {"gate_proj": 0, "up_proj": 1, "fc1": 1}
 _PARTS = ("weight", "scales", "biases")
-# Where mlx-lm stores 1 + w: its norms have no offset, those of transformers have. By the type of the model.
+# The model types for which mlx-lm stores 1 + w: its norms do not add the 1, norms of transformers do.
 ONE_MORE = {"qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"}
 # Where mlx-lm drops the correction of the router's scores.
 DROP_BIAS = {"ernie4_5_moe"}
@@ -112,12 +112,10 @@ class Plan:
     def _layer(self, module: str, parts: list[str]) -> bool:
         """Plan the tensors of one module; False where the model has none like it."""
         quantized = "scales" in parts and "weight" in parts
-        names = {
-            part: self._resolve(f"{module}.{part}".lstrip(".")) for part in parts if part not in _PARTS[1:]
-        }
-        if not quantized:
-            names |= {p: self._resolve(f"{module}.{p}".lstrip(".")) for p in parts if p in _PARTS[1:]}
-        if not names or None in names.values():
+        wanted = [part for part in parts if not quantized or part not in _PARTS[1:]]
+        resolved = {part: self._resolve(f"{module}.{part}".lstrip(".")) for part in wanted}
+        names = {part: name for part, name in resolved.items() if name is not None}
+        if not names or len(names) < len(wanted):
             return False
         for part, name in names.items():
             source = f"{module}.{part}".lstrip(".")
@@ -131,8 +129,8 @@ class Plan:
         owner, _, parameter = name.rpartition(".")
         format = self._format(module, self.parameters[name][-1])
         sources = tuple(f"{module}.{p}" for p in _PARTS if f"{module}.{p}" in self.shapes)
-        kind, target = self.kinds.get(owner, (None, None))
-        if kind in ("linears", "embeddings") and self.why_dense(owner, target) is None:
+        kind, target = self.kinds.get(owner, ("", None))
+        if target is not None and kind != "experts" and self.why_dense(owner, target) is None:
             self.targets[owner] = Target(owner, target, kind, {parameter: format})
             for source, ours in zip(sources, quantized_names(parameter), strict=False):
                 self.entries[f"{owner}.{ours}"] = Entry((source,), _words)
@@ -187,7 +185,7 @@ class Plan:
     # Experts
 
     def _experts(self) -> None:
-        layers = defaultdict(dict)
+        layers: dict[str, dict[str, list[str]]] = defaultdict(dict)
         for name in list(self.unknown):
             module, _, part = name.rpartition(".")
             matched = _EXPERTS.match(module)
@@ -208,8 +206,8 @@ class Plan:
         return same[0] if len(same) == 1 else None
 
     def _merge(self, owner: str, container: str, found: Mapping[str, list[str]]) -> None:
-        module = self.kinds[owner][1]
-        first = sorted((name for name in found if name in _FIRST), key=_FIRST.get)
+        module = cast(Experts, self.kinds[owner][1])
+        first = sorted((name for name in found if name in _FIRST), key=_FIRST.__getitem__)
         second = [name for name in found if name not in _FIRST]
         activation = activation_of(module)
         interleaved = activation.interleaved if activation is not None else not module.is_concatenated
@@ -224,7 +222,7 @@ class Plan:
     def _matrices(
         self,
         owner: str,
-        module: nn.Module,
+        module: Experts,
         projection: str,
         part: str,
         sources: tuple[str, ...],
@@ -251,7 +249,7 @@ class Plan:
     # Latent attention
 
     def _latent_attention(self) -> None:
-        """kv_b_proj from its two halves, of which one is transposed: those have to be dequantised."""
+        """Makes kv_b_proj from its two halves. One is transposed, so both have to be dequantised."""
         for first in [n for n in self.unknown if n.endswith(".embed_q.weight")]:
             attention = first.removesuffix(".embed_q.weight")
             name = self._resolve(f"{attention}.kv_b_proj.weight")
@@ -261,7 +259,7 @@ class Plan:
             sources = tuple(f"{h}.{p}" for h in halves for p in _PARTS if f"{h}.{p}" in self.shapes)
             for source in sources:
                 self.unknown.remove(source)
-            formats = [None, None]
+            formats: list[Format | None] = [None, None]
             if f"{halves[0]}.scales" in self.shapes:
                 rank = self.parameters[name][-1]
                 heads = self.shapes[first][0]
@@ -392,7 +390,7 @@ _SOURCE = "tensor of MLX"
 
 
 class _Nothing:
-    """In the place of operations, which a converter must have; scales keep their dtype."""
+    """Stands for the operations that a converter must have; scales keep their dtype."""
 
     hf_quantizer = True
     reverse_op = None

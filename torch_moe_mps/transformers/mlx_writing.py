@@ -8,18 +8,19 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ..quantization import Format, QuantizedWeight, dequantize
 from .experts import activation_of
-from .interface import experts_of, formats_of, is_quantized, projections
+from .interface import Experts, experts_of, formats_of, is_quantized, projections
 from .linears import QuantizedLayer
 from .mlx import DROP_BIAS, NORMS, NUMBERED, ONE_MORE
 from .packing import stored
@@ -138,7 +139,7 @@ def _save_shards(folder: Path, tensors: Mapping[str, tuple[int, Make]]) -> None:
             size = 0
         shards[-1].append(name)
         size += nbytes
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = (
             "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -193,7 +194,7 @@ class _Writer:
         self.formats[module] = format
         for part, tensor in zip(_PARTS, weight, strict=True):
             if tensor is not None:
-                self._put(f"{module}.{part}", tensor, lambda t=tensor: _words(t))
+                self._put(f"{module}.{part}", tensor, partial(_words, tensor))
 
     # Layers
 
@@ -201,7 +202,7 @@ class _Writer:
         theirs = self._theirs(f"{name}.weight").removesuffix(".weight")
         weight = QuantizedWeight(layer.packed, layer.scales, layer.biases)
         if self._is_halved(name):
-            self._halves(theirs, weight, layer.format)
+            self._halves(theirs, (*weight,), layer.format)
         else:
             self._quantized(theirs, weight, layer.format)
 
@@ -210,7 +211,7 @@ class _Writer:
             return
         theirs = self._theirs(name)
         if self._is_halved(name.removesuffix(".weight")):
-            self._halves(theirs.removesuffix(".weight"), QuantizedWeight(tensor, None, None), None)
+            self._halves(theirs.removesuffix(".weight"), (tensor,), None)
             return
         norm = name.removesuffix(".weight").endswith(NORMS) and "linear_attn" not in name
         if self.type in ONE_MORE and norm:
@@ -223,20 +224,21 @@ class _Writer:
     def _is_halved(self, name: str) -> bool:
         return self.type in _HALVES and name.endswith("kv_b_proj")
 
-    def _halves(self, name: str, weight: QuantizedWeight, format: Format | None) -> None:
+    def _halves(self, name: str, parts: tuple[Tensor | None, ...], format: Format | None) -> None:
         """kv_b_proj [heads * (nope + v), rank] -> embed_q [heads, rank, nope], unembed_out [heads, v, rank].
 
-        embed_q is transposed, and so dequantised.
+        embed_q is transposed, and so dequantised. `parts` is the dense weight, or packed, scales and biases.
         """
         config = self.model.config
         nope, heads = config.qk_nope_head_dim, config.num_attention_heads
         attention = name.removesuffix("kv_b_proj")
-        q, v = zip(*(_split(t, heads, nope) for t in weight), strict=True)
-        rank = weight.packed.shape[-1] if format is None else format.columns(weight.packed.shape[-1])
-        dtype = weight.packed.dtype if format is None else weight.scales.dtype
+        q: tuple[Any, ...]
+        v: tuple[Any, ...]
+        q, v = zip(*(_split(t, heads, nope) for t in parts), strict=True)
+        rank = q[0].shape[-1] if format is None else format.columns(q[0].shape[-1])
+        dtype = q[0].dtype if format is None else q[1].dtype
         dense = torch.empty(heads, rank, nope, dtype=dtype, device="meta")
-        embed = QuantizedWeight(*q)
-        self._put(f"{attention}embed_q.weight", dense, lambda: _dense(embed, format).mT)
+        self._put(f"{attention}embed_q.weight", dense, lambda: _dense(q, format).mT)
         if format is None:
             self._put(f"{attention}unembed_out.weight", v[0])
         else:
@@ -244,7 +246,7 @@ class _Writer:
 
     # Experts
 
-    def _experts(self, name: str, module: nn.Module) -> None:
+    def _experts(self, name: str, module: Experts) -> None:
         layer = self._theirs(f"{_LAYER.match(name)[1]}.x").removesuffix(".x")
         container = f"{layer}.{EXPERTS[self.type]}"
         activation = activation_of(module)
@@ -256,13 +258,13 @@ class _Writer:
                 rows = _Rows(row, len(names), interleaved)
                 self._matrices(f"{container}.{part}", module, projection, rows)
 
-    def _matrices(self, theirs: str, module: nn.Module, projection: str, rows: "_Rows") -> None:
+    def _matrices(self, theirs: str, module: Experts, projection: str, rows: "_Rows") -> None:
         if is_quantized(module):
-            weight = QuantizedWeight(*(None if t is None else rows(t) for t in stored(module, projection)))
+            weight = stored(module, projection).map(rows)
             self._quantized(theirs, weight, formats_of(module)[projection])
         else:
-            weight = getattr(module, projection)
-            self._put(f"{theirs}.weight", *_lazily(rows(weight.mT if module.is_transposed else weight)))
+            dense = getattr(module, projection)
+            self._put(f"{theirs}.weight", *_lazily(rows(dense.mT if module.is_transposed else dense)))
         bias = getattr(module, f"{projection}_bias", None)
         if bias is not None:
             self._put(f"{theirs}.bias", *_lazily(rows(bias)))
@@ -296,7 +298,9 @@ def _split(tensor: Tensor | None, heads: int, nope: int) -> tuple[Tensor | None,
     return rows[:, :nope], rows[:, nope:]
 
 
-def _dense(weight: QuantizedWeight, format: Format | None) -> Tensor:
+def _dense(parts: tuple[Any, ...], format: Format | None) -> Tensor:
     if format is None:
-        return weight.packed
-    return dequantize(*(None if t is None else t.contiguous() for t in weight), **format.to_dict())
+        return parts[0]
+    packed, scales, biases = parts
+    biases = None if biases is None else biases.contiguous()
+    return dequantize(packed.contiguous(), scales.contiguous(), biases, **format.to_dict())

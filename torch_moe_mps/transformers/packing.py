@@ -14,7 +14,7 @@ from ..ops._checks import Check
 from ..quantization import Format, QuantizedWeight
 from ..quantization.formats import ErrorSums, check_finite, empty_weight, quantize_stack
 from .experts import pinned_config
-from .interface import projections, set_formats
+from .interface import Experts, projections, set_formats
 from .linears import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
 from .report import QuantizedProjection
 from .targets import Target
@@ -34,7 +34,7 @@ def rows_first(target: Target, weight: Tensor) -> Tensor:
 
 
 def without_stack(quantized: QuantizedWeight) -> QuantizedWeight:
-    return QuantizedWeight(*(None if tensor is None else tensor.squeeze(0) for tensor in quantized))
+    return quantized.map(lambda tensor: tensor.squeeze(0))
 
 
 def check_target(function: str, target: Target) -> None:
@@ -62,25 +62,26 @@ def as_parameters(quantized: QuantizedWeight) -> QuantizedWeight:
     """int32 where quantize gives uint32: torch 2.13 cannot unpickle uint32, and lacks operations for it."""
 
     def parameter(tensor: Tensor) -> nn.Parameter:
+        if isinstance(tensor, nn.Parameter):
+            return tensor
         words = tensor.view(torch.int32) if tensor.dtype == torch.uint32 else tensor
         return nn.Parameter(words, requires_grad=False)
 
-    return QuantizedWeight(
-        *(t if t is None or isinstance(t, nn.Parameter) else parameter(t) for t in quantized)
-    )
+    return quantized.map(parameter)
 
 
 def store(target: Target, parameter: str, quantized: QuantizedWeight) -> None:
     """Put quantised tensors, perhaps parameters of another module, in the place of a dense parameter."""
     delattr(target.module, parameter)
     for name, tensor in zip(quantized_names(parameter), as_parameters(quantized), strict=True):
-        if tensor is not None:
+        if isinstance(tensor, nn.Parameter):
             target.module.register_parameter(name, tensor)
 
 
 def stored(module: nn.Module, parameter: str) -> QuantizedWeight:
     """The quantised tensors that took the place of a dense parameter."""
-    return QuantizedWeight(*(getattr(module, name, None) for name in quantized_names(parameter)))
+    packed, scales, biases = quantized_names(parameter)
+    return QuantizedWeight(getattr(module, packed), getattr(module, scales), getattr(module, biases, None))
 
 
 def store_empty(target: Target) -> None:
@@ -92,7 +93,7 @@ def store_empty(target: Target) -> None:
 
 
 def quantize_target(model: nn.Module, target: Target, others: list[Target]) -> list[QuantizedProjection]:
-    """Quantise the weights of a target, and those of others that are the same tensor.
+    """Quantise the weights of a target, and the weights of other targets that share its tensor.
 
     The target is one that passed check_target. Nothing is replaced before everything is computed, and then by
     one assignment: whenever a user interrupts, a module is either dense or quantised.
@@ -113,8 +114,10 @@ def quantize_target(model: nn.Module, target: Target, others: list[Target]) -> l
 
 
 def _replace_experts(target: Target, weights: Mapping[str, QuantizedWeight]) -> None:
-    module = target.module
-    parameters = {name: value for name, value in module._parameters.items() if name not in weights}
+    module = target.experts
+    parameters: dict[str, Tensor | None] = {
+        name: value for name, value in module._parameters.items() if name not in weights
+    }
     for parameter, quantized in weights.items():
         named = zip(quantized_names(parameter), quantized, strict=True)
         parameters |= {name: tensor for name, tensor in named if tensor is not None}
@@ -137,20 +140,21 @@ def _replace_layer(model: nn.Module, target: Target, weight: QuantizedWeight, dt
 
 
 def finish(model: nn.Module, target: Target, dtype: torch.dtype) -> None:
-    """Let a module whose weights are stored run on the operators; `dtype` is that of the dense weights."""
+    """Let a module with stored weights run on the operators; its dense weights had the dtype `dtype`."""
     if target.kind == "experts":
-        set_formats(target.module, target.formats)
-        target.module.config = pinned_config(target.module)
+        set_formats(target.experts, target.formats)
+        target.experts.config = pinned_config(target.experts)
     else:
         _replace_layer(model, target, stored(target.module, "weight"), dtype)
 
 
 def _layer(module: nn.Module, weight: QuantizedWeight, format: Format, dtype: torch.dtype) -> QuantizedLayer:
+    layer: QuantizedLayer
     if isinstance(module, nn.Embedding):
         scale = _scale_of(module, weight.packed.device)
         layer = QuantizedEmbedding(*weight, format, dtype, module.padding_idx, scale)
     else:
-        layer = QuantizedLinear(*weight, format, dtype, module.bias)
+        layer = QuantizedLinear(*weight, format, dtype, module._parameters["bias"])
     return layer.train(module.training)
 
 
@@ -170,7 +174,7 @@ def dense_dtype(target: Target) -> torch.dtype:
     return next(getattr(target.module, name).dtype for name in target.formats)
 
 
-def empty_quantized_module(module: nn.Module, format: Format) -> None:
+def empty_quantized_module(module: Experts, format: Format) -> None:
     """Uninitialised quantised tensors in an experts module, to load its state."""
     target = Target("", module, "experts", dict.fromkeys(projections(module), format))
     store_empty(target)

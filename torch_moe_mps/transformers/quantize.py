@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -99,7 +100,7 @@ def _reason(target: Target) -> str | None:
     if target.kind != "experts":
         return None
     if is_quantized(target.module):
-        formats = dict.fromkeys(map(str, formats_of(target.module).values()))
+        formats = dict.fromkeys(map(str, formats_of(target.experts).values()))
         return f"already {' and '.join(formats)}"
     return unsupported(target.module)
 
@@ -118,8 +119,9 @@ def _check_adapters(function: str, model: nn.Module, targets: Mapping[str, Targe
     """An adapter of PEFT computes with the dense parameters that quantising removes."""
     names = {id(target.module): name for name, target in targets.items()}
     for adapter in model.modules():
-        if hasattr(adapter, "get_base_layer") and id(adapter.get_base_layer()) in names:
-            name = names[id(adapter.get_base_layer())]
+        get_base_layer: Any = getattr(adapter, "get_base_layer", None)
+        name = None if get_base_layer is None else names.get(id(get_base_layer()))
+        if name is not None:
             raise ValueError(f"moe_mps::{function}: a PEFT adapter is on {name}; merge_and_unload() it first")
 
 

@@ -3,7 +3,7 @@
 Imported when transformers' quantizers are, through the package's import hook.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from .packing import finish, store_empty
 from .saving import mark_quantized
 from .streaming import QuantizeParameter, Stream, streaming_converters
 from .targets import tie_quantized
+
+if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
+    from transformers import PreTrainedModel
 
 register_quantization_config(NAME)(QuantizationConfig)
 
@@ -44,7 +47,7 @@ _recognise_mlx()
 
 @register_quantizer(NAME)
 class Quantizer(HfQuantizer):
-    """Loads quantised weights as they are, and quantises those of dense checkpoints one by one.
+    """Loads quantised weights as they are, and quantises the weights of a dense checkpoint one by one.
 
     Attributes:
         report: the QuantizationReport of what was quantised while loading; None if nothing was.
@@ -80,19 +83,19 @@ class Quantizer(HfQuantizer):
                 name: torch.empty_like(getattr(target.module, name), device="meta") for name in target.formats
             }
             store_empty(target)
-            # The model initialises what it takes for missing, from the module or from what is around it.
+            # The model initialises each weight that it believes to be missing; these marks keep it from that.
             for name, weight in dense.items():
-                weight._is_hf_initialized = True
+                vars(weight)["_is_hf_initialized"] = True
                 target.module.__dict__[name] = weight
         tie_quantized(model)
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         return not self.pre_quantized and param_name in self._stream.wanted
 
-    def get_quantize_ops(self):
+    def get_quantize_ops(self) -> QuantizeParameter:
         return QuantizeParameter(self._stream)
 
-    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+    def _process_model_after_weight_loading(self, model: "PreTrainedModel", **kwargs: Any) -> None:
         if not self._streams:
             for target in self._targets.values():
                 dtype = next(target.module.__dict__[name].dtype for name in target.formats)

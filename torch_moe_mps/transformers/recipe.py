@@ -28,9 +28,9 @@ class Recipe:
 
     def format_of(self, name: str, kind: str) -> Format | None:
         """The format of the weight called `name`, which is one of "experts", "linears" or "embeddings"."""
-        for pattern in reversed(self.overrides):
+        for pattern, format in reversed(list(self.overrides.items())):
             if fits(pattern, name):
-                return self.overrides[pattern]
+                return format
         return getattr(self, kind)
 
     def check_patterns(self, names: Collection[str]) -> None:
@@ -70,25 +70,37 @@ def requested_recipe(
 
     Raises: ValueError for a format that does not exist, and for any argument without bits or a mode.
     """
-    experts = requested_format(bits, group_size, mode)
-    if experts is None:
-        given = {"keep": keep, "overrides": overrides}
+    usual = requested_format(bits, group_size, mode)
+    if usual is None:
+        given = {"keep": bool(keep), "overrides": bool(overrides)}
         given |= {"linear_bits": linear_bits != SAME, "embedding_bits": embedding_bits != SAME}
-        for argument, value in given.items():
-            if value:
+        for argument, is_given in given.items():
+            if is_given:
                 raise ValueError(f"moe_mps::quantize: {argument} needs bits or a mode, got neither")
         return None
+    return recipe_of(usual, linear_bits, embedding_bits, keep, overrides)
+
+
+def recipe_of(
+    usual: Format,
+    linear_bits: int | str | None = SAME,
+    embedding_bits: int | str | None = SAME,
+    keep: Collection[str] = (),
+    overrides: Mapping[str, Any] | None = None,
+) -> Recipe:
+    """The recipe with the format `usual` for the experts and for all that has none of its own.
+
+    Args: see `requested_recipe`.
+
+    Raises: ValueError for a format that does not exist.
+    """
     exceptions = {
-        pattern: _format(f"overrides[{pattern!r}]", value, experts)
+        pattern: _format(f"overrides[{pattern!r}]", value, usual)
         for pattern, value in (overrides or {}).items()
     }
     exceptions |= dict.fromkeys([keep] if isinstance(keep, str) else keep)
-    return Recipe(
-        experts,
-        _format("linear_bits", linear_bits, experts),
-        _format("embedding_bits", embedding_bits, experts),
-        exceptions,
-    )
+    linears = _format("linear_bits", linear_bits, usual)
+    return Recipe(usual, linears, _format("embedding_bits", embedding_bits, usual), exceptions)
 
 
 def _format(argument: str, value: Any, usual: Format) -> Format | None:
@@ -106,7 +118,7 @@ def _format(argument: str, value: Any, usual: Format) -> Format | None:
             raise ValueError(
                 f"moe_mps::quantize: {argument} must have bits, group_size and mode, got {wrong}"
             )
-        return usual.replaced(*(value.get(key) for key in ("bits", "group_size", "mode")))
+        return usual.replaced(value.get("bits"), value.get("group_size"), value.get("mode"))
     if type(value) is int:
         group_size = usual.group_size if usual.mode == "affine" else None
         return Format(value, group_size, "affine")

@@ -81,8 +81,8 @@ def _any_layer(name: str) -> str:
 
 def _summary(entries: list[QuantizedProjection]) -> tuple[str, str, str, str]:
     errors = [entry.error for entry in entries]
-    sizes = (sum(e.dense_bytes for e in entries), sum(e.quantized_bytes for e in entries))
-    return (f"{sum(errors) / len(errors):.4f}", f"{max(errors):.4f}", *map(_mib, sizes))
+    before, after = sum(e.dense_bytes for e in entries), sum(e.quantized_bytes for e in entries)
+    return f"{sum(errors) / len(errors):.4f}", f"{max(errors):.4f}", _mib(before), _mib(after)
 
 
 def _mib(count: int) -> str:

@@ -6,6 +6,8 @@ class and rewrite the copy, and `restore_module` puts the original class back.
 
 import functools
 import types
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -131,26 +133,27 @@ def drop_forward_of_class(module: nn.Module) -> None:
         del module.__dict__["forward"]
 
 
-def _run(module: nn.Module, forward: types.FunctionType, rewrites: list[str], reads: dict) -> None:
+def _run(module: nn.Module, forward: Callable, rewrites: list[str], reads: dict) -> None:
     """Puts a forward in the place of the module's, as long as what was read to find it holds."""
     module.__dict__[READS] = tuple(reads.values())
     module.__dict__[_REWRITES] = tuple(rewrites)
-    _set_class(module, _rewritten_class(type(module), forward))
+    cls: type = type(module)
+    _set_class(module, _rewritten_class(cls, forward))
 
 
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
     module.__class__ = cls
     if "_old_forward" in module.__dict__:  # the accelerate library calls this one between its hooks
-        module._old_forward = types.MethodType(cls.forward, module)
+        module.__dict__["_old_forward"] = types.MethodType(cls.forward, module)
 
 
 @functools.cache
-def _rewritten_class(original: type[nn.Module], rewritten: types.FunctionType) -> type[nn.Module]:
+def _rewritten_class(original: type[nn.Module], rewritten: Callable) -> type[nn.Module]:
     """The subclass of `original` that runs `rewritten` in inference and the original forward otherwise."""
     own = original.forward
 
     @functools.wraps(own)
-    def forward(self, *args, **kwargs):
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         tensors = [a for a in args if isinstance(a, Tensor)]
         if kwargs:
             tensors += [a for a in kwargs.values() if isinstance(a, Tensor)]
@@ -160,10 +163,11 @@ def _rewritten_class(original: type[nn.Module], rewritten: types.FunctionType) -
             return add_to_first(residual, own(self, *args, **kwargs))
         return rewritten(self, *args, **kwargs)
 
-    def reduce(self, protocol):
+    def reduce(self: nn.Module, protocol: Any) -> Any:
         if type(self) is not cls:  # the class on top has its own way, or none
             return super(cls, self).__reduce_ex__(protocol)
-        _, _, *state = super(cls, self).__reduce_ex__(protocol)
+        reduced: Any = super(cls, self).__reduce_ex__(protocol)
+        _, _, *state = reduced
         return _new_copy, (original,), *state
 
     members = {
@@ -175,7 +179,7 @@ def _rewritten_class(original: type[nn.Module], rewritten: types.FunctionType) -
         CLASS_MARK: original,
     }
     members |= {option: True for option in (RAW, RESIDUAL) if option in (rewritten.__kwdefaults__ or {})}
-    cls = type(original.__name__, (original,), members)
+    cls: type[nn.Module] = type(original.__name__, (original,), members)
     return cls
 
 
@@ -184,7 +188,7 @@ def _holds(module: nn.Module) -> bool:
     return holds(module, READS) and _RESTORED not in module.__dict__
 
 
-def _new_copy(original: type[nn.Module]) -> nn.Module:
+def _new_copy(original: type) -> nn.Module:
     """An empty module that is rewritten once its state has been set."""
     cls = _copy_class(original)
     return cls.__new__(cls)
@@ -192,7 +196,7 @@ def _new_copy(original: type[nn.Module]) -> nn.Module:
 
 @functools.cache
 def _copy_class(original: type[nn.Module]) -> type[nn.Module]:
-    def resume(self, state):
+    def resume(self: nn.Module, state: Any) -> None:
         self.__class__ = original
         self.__setstate__(state)
         rewrite(self)

@@ -39,7 +39,7 @@ def mark_quantized(model: nn.Module) -> None:
         part.hf_quantizer.report = report
 
 
-def decide_when_saving(cls: type[nn.Module]) -> None:
+def decide_when_saving(cls: Any) -> None:
     """Makes `save_pretrained` of transformers' models write a config that says of the weights what they are.
 
     A model that was made from the config of a quantised one is dense, and so is a module that took the place
@@ -48,9 +48,9 @@ def decide_when_saving(cls: type[nn.Module]) -> None:
     save = cls.save_pretrained
 
     @functools.wraps(save)
-    def save_pretrained(model, *args, **kwargs):
-        stored, right = getattr(model.config, "quantization_config", None), config_of(model)
-        ours = isinstance(stored, QuantizationConfig)
+    def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
+        stored: Any = getattr(model.config, "quantization_config", None)
+        ours, right = isinstance(stored, QuantizationConfig), config_of(model)
         if right is None and ours:
             _unmark(model)
         elif right is not None and not (ours and right.to_dict() == stored.to_dict()):
@@ -63,13 +63,14 @@ def decide_when_saving(cls: type[nn.Module]) -> None:
 def _unmark(model: nn.Module) -> None:
     _own_configs(model)
     for module in model.modules():
-        if hasattr(module.__dict__.get("config"), "quantization_config"):
-            del module.config.quantization_config
+        config: Any = module.__dict__.get("config")
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
         module.__dict__.pop("hf_quantizer", None)
 
 
 def _outermost(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
-    """The model of transformers that a model is a part of: it is saved with what is quantised in its part."""
+    """The largest model of transformers that contains a model: saving it saves the quantised part as well."""
     if not hasattr(model, "config"):
         return model
     every = (each for each in gc.get_objects() if issubclass(type(each), cls) and each is not model)
@@ -83,7 +84,7 @@ def _own_configs(model: nn.Module) -> None:
 
     copies: dict[int, Any] = {}
     for module in model.modules():
-        config = module.__dict__.get("config")
+        config: Any = module.__dict__.get("config")
         if isinstance(config, PreTrainedConfig):
             module.config = copy.deepcopy(config, copies)
     for module in model.modules():
@@ -94,7 +95,7 @@ def _own_configs(model: nn.Module) -> None:
 
 
 def config_of(model: nn.Module) -> QuantizationConfig | None:
-    """The formats of what is quantised in a model; None for nothing."""
+    """The config with the formats of a model's quantised modules; None if it has none."""
     modules: dict[str, Format] = {}
     experts = experts_of(model)
     for name, module in experts.items():

@@ -11,7 +11,7 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_
 def bytes_a_token(model: nn.Module) -> int:
     """Bytes of the parameters that decoding one token reads.
 
-    Of experts those that a token is routed to, of an embedding one row, of everything else all; shared
+    A token reads the experts that it is routed to, one row of an embedding, and everything else; shared
     parameters once.
     """
     experts = experts_of(model)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ from .recipe import Recipe
 from .report import QuantizationReport, QuantizedProjection
 from .sizes import bytes_a_token
 from .targets import Target, tied_layers, weights_of
+
+if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
+    from transformers import PreTrainedModel
 
 _CHECK = Check("quantize")
 
@@ -111,7 +114,8 @@ class Stream:
     ) -> QuantizedWeight:
         format = target.formats[parameter]
         shape = rows_first(target, getattr(target.module, parameter)).shape
-        out, errors, first, nbytes = None, ErrorSums(), 0, 0
+        out: QuantizedWeight | None = None
+        errors, first, nbytes = ErrorSums(), 0, 0
         for piece in pieces:
             stack = rows_first(target, piece)
             _CHECK.shape(name, stack, (stack.shape[0], *shape[1:]), "[output, input] of the model")
@@ -119,14 +123,14 @@ class Stream:
                 out = self._empty(shape, stack, format)
             part = quantize_stack(stack, format, errors)
             for whole, some in zip(out, part, strict=True):
-                if whole is not None:
+                if whole is not None and some is not None:
                     whole = whole.view(torch.int32) if whole.dtype == torch.uint32 else whole
                     whole[first : first + len(stack)] = some.view(whole.dtype)
             if not math.isfinite(errors.magnitude):
                 _CHECK.fail(name, "finite", "NaN, inf or a range over that of float32")
             first, nbytes = first + len(stack), nbytes + stack.nbytes
             del piece, stack, part
-        if first != shape[0]:
+        if out is None or first != shape[0]:
             _CHECK.fail(name, f"of {shape[0]} matrices", first)
         release_cache(out.packed)
         out = out if target.kind == "experts" else without_stack(out)
@@ -137,8 +141,9 @@ class Stream:
     def _empty(self, shape: torch.Size, stack: Tensor, format: Format) -> QuantizedWeight:
         if self.folder is None:
             return empty_weight(shape, stack.dtype, stack.device, format)
-        empty = empty_weight(shape, stack.dtype, "meta", format)
-        return QuantizedWeight(*(None if t is None else _in_a_file(t, self.folder) for t in empty))
+        folder = self.folder
+        empty = empty_weight(shape, stack.dtype, torch.device("meta"), format)
+        return empty.map(lambda tensor: _in_a_file(tensor, folder))
 
     def replaced(self, converter: WeightConverter, operations: list[ConversionOps]) -> WeightConverter:
         """One with other operations; saving needs the original."""
@@ -147,7 +152,7 @@ class Stream:
         self._replaced.append((ours, converter))
         return ours
 
-    def finish(self, model: nn.Module) -> QuantizationReport:
+    def finish(self, model: "PreTrainedModel") -> QuantizationReport:
         """Put the quantised tensors into the model, and quantise what was not in the checkpoint.
 
         Raises: ValueError for the first parameter that could not be quantised, OSError for a full disk.
@@ -158,16 +163,17 @@ class Stream:
         used |= {id(conversion) for conversion in model._weight_conversions}
         model._weight_conversions = [c for c in self.original_conversions if id(c) in used]
         self._unite_tied(model)
-        # Tied modules have one parameter by now, whichever of them was in the checkpoint.
+        # Tied modules share one parameter by now, no matter which of them was in the checkpoint.
         names = {id(getattr(t.module, p)): name for name, (t, p) in self.wanted.items() if name in self._done}
         rest = {}
         for target in self.targets.values():
             dtype = dense_dtype(target)
             sources = {p: names.get(id(getattr(target.module, p))) for p in target.formats}
-            if None in sources.values():
+            found = {parameter: source for parameter, source in sources.items() if source is not None}
+            if len(found) < len(sources):
                 rest[target.name] = target
                 continue
-            for parameter, source in sources.items():
+            for parameter, source in found.items():
                 store(target, parameter, self._done[source])
                 if source != f"{target.name}.{parameter}":
                     self.report.shared[target.name] = source.rpartition(".")[0]
@@ -185,7 +191,7 @@ class Stream:
 
 
 def _equal(first: Tensor | None, second: Tensor | None) -> bool:
-    return first is second or torch.equal(first, second)
+    return first is second or (first is not None and second is not None and torch.equal(first, second))
 
 
 class QuantizeParameter(ConversionOps):
@@ -242,7 +248,7 @@ class QuantizeMerged(ConversionOps):
             tensors = operation.convert(tensors, **kwargs)
         return tensors
 
-    def _pieces(self, tensors: dict[str, list[Tensor]], **kwargs: Any) -> Iterator[Tensor]:
+    def _pieces(self, tensors: dict[str, list], **kwargs: Any) -> Iterator[Tensor]:
         experts = max(map(len, tensors.values()))
         elements = sum(values[0].numel() for values in tensors.values())
         step = max(1, CHUNK // elements)
@@ -286,7 +292,8 @@ def _merges(converter: object) -> bool:
 class QuantizeConverted(QuantizeParameter):
     """QuantizeParameter as the last operation of a converter, where tensors have the names of patterns."""
 
-    def convert(self, input_dict: dict, full_layer_name: str, missing_keys: set[str], **kwargs: Any) -> dict:
+    def convert(self, input_dict: dict, missing_keys: set[str], **kwargs: Any) -> dict:
+        full_layer_name = kwargs["full_layer_name"]
         if len(input_dict) != 1 or full_layer_name not in self.stream.wanted:
             return input_dict
         (value,) = input_dict.values()

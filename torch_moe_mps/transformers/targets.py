@@ -12,12 +12,12 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..quantization import Format
-from .interface import experts_of, is_quantized, projections
+from .interface import Experts, experts_of, is_quantized, projections
 from .linears import QuantizedLayer
 from .program.formulas import Node, Reader
 from .program.programs import Unsupported
@@ -36,6 +36,11 @@ class Target:
     module: nn.Module
     kind: str
     formats: dict[str, Format]
+
+    @property
+    def experts(self) -> Experts:
+        """The module of a target of kind "experts"."""
+        return cast(Experts, self.module)
 
 
 class Weights(NamedTuple):
@@ -58,14 +63,17 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
     reasons = _Reasons(model)
     for name, (kind, module) in kinds.items():
         if kind == "experts":
-            formats = {p: recipe.format_of(f"{name}.{p}", kind) for p in projections(module)}
-            reason = "kept by the recipe" if None in formats.values() else None
+            wanted = {p: recipe.format_of(f"{name}.{p}", kind) for p in projections(module)}
+            reason = None
         else:
-            formats = {"weight": recipe.format_of(name, kind)}
+            wanted = {"weight": recipe.format_of(name, kind)}
             reason = reasons.of(name, module)
-            if reason is None and formats["weight"] is None:
-                reason = "kept by the recipe"
-            reason = reason or _does_not_fit(module.weight, formats["weight"])
+        formats = {parameter: format for parameter, format in wanted.items() if format is not None}
+        if reason is None and len(formats) < len(wanted):
+            reason = "kept by the recipe"
+        if reason is None and kind != "experts":
+            weight: Any = module.weight
+            reason = _does_not_fit(weight, formats["weight"])
         if reason is None:
             found.targets[name] = Target(name, module, kind, formats)
         else:
@@ -91,7 +99,7 @@ def kinds_of(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
     return found
 
 
-def _does_not_fit(weight, format: Format) -> str | None:
+def _does_not_fit(weight: Tensor, format: Format) -> str | None:
     if weight.shape[-1] % format.group_size != 0:
         return f"its input dimension {weight.shape[-1]} is no multiple of {format.group_size}"
     if not weight.is_floating_point() or weight.element_size() not in (2, 4):
@@ -134,7 +142,8 @@ class _Reasons:
         if isinstance(module, nn.Embedding) and not _is_plain(module):
             return f"{type(module).__name__} has code of its own"
         parent, _, child = name.rpartition(".")
-        if child in _weights_read_by(type(self.model.get_submodule(parent))):
+        around: type = type(self.model.get_submodule(parent))
+        if child in _weights_read_by(around):
             return "the code around it reads its weight"
         return None
 
@@ -148,14 +157,15 @@ def _is_plain(embedding: nn.Embedding) -> bool:
         return True
     try:
         (function,) = ast.parse(textwrap.dedent(inspect.getsource(own))).body
-        (statement,) = [s for s in function.body if not _is_docstring(s)]
-        value = statement.value
-        left, right = ast.unparse(value.left), ast.unparse(value.right)
-    except (OSError, SyntaxError, ValueError, AttributeError):
+    except (OSError, SyntaxError, ValueError):
+        return False
+    body = [s for s in function.body if not _is_docstring(s)] if isinstance(function, ast.FunctionDef) else []
+    value = body[0].value if len(body) == 1 and isinstance(body[0], ast.Return) else None
+    if not isinstance(function, ast.FunctionDef) or not isinstance(value, ast.BinOp):
         return False
     ids = function.args.args[-1].arg
-    product = isinstance(value.op, ast.Mult) and left == f"super().forward({ids})"
-    return product and not re.search(rf"\b{ids}\b", right)
+    product = isinstance(value.op, ast.Mult) and ast.unparse(value.left) == f"super().forward({ids})"
+    return product and not re.search(rf"\b{ids}\b", ast.unparse(value.right))
 
 
 def _is_docstring(statement: ast.stmt) -> bool:
@@ -164,7 +174,7 @@ def _is_docstring(statement: ast.stmt) -> bool:
 
 @functools.cache
 def _weights_read_by(cls: type) -> set[str]:
-    """The children whose weight the methods of a class read, but for what LazyWeight gives.
+    """The children whose weight the methods of a class read. What LazyWeight provides does not count.
 
     Functions for CUDA kernels, by their names, and branches for training never run on quantised layers.
     """
@@ -183,7 +193,7 @@ def _weights_read_by(cls: type) -> set[str]:
 class _Reads(ast.NodeVisitor):
     """The names N in `self.N.weight`, unless an attribute or an element of that is all that is read."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.found: set[str] = set()
 
     def visit_If(self, node: ast.If) -> None:
@@ -208,7 +218,7 @@ class _Reads(ast.NodeVisitor):
         return re.findall(r"^self\.(\w+)\.weight$", ast.unparse(node))
 
 
-def _towers(model: nn.Module) -> Iterator[str]:
+def _towers(model: Any) -> Iterator[str]:
     """The models within that are beside the language model: vision, audio."""
     if not hasattr(model, "get_input_embeddings"):
         return
@@ -227,7 +237,7 @@ def _towers(model: nn.Module) -> Iterator[str]:
 def _drop_half_shared(model: nn.Module, found: Weights) -> None:
     """A weight that several modules share is quantised once, if all of them are targets in one format."""
     groups = _sharing(model)
-    groups += [{target, source} for target, source in tied_layers(model).items()]
+    groups += [list({target, source}) for target, source in tied_layers(model).items()]
     for names in groups:
         formats = [found.targets[n].formats if n in found.targets else None for n in names]
         if any(f != formats[0] for f in formats):

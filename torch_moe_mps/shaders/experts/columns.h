@@ -1,13 +1,13 @@
-// Dense weights with the input dimension first, for a single token: a lane takes a column, the simdgroups
-// take the inputs in turn.
+// Dense weights with the input dimension first, for a single token. A lane takes a column; the simdgroups
+// take turns at the inputs.
 #pragma once
 #include "experts/epilogue.h"
 #include "experts/formats.h"
 
 constant constexpr int kColumnUnroll = 8;
 
-// The part of x times one column of the matrix that belongs to a simdgroup: inputs simdgroup, simdgroup +
-// kColumnSimdgroups, ...
+// The simdgroup's part of the product of x and one column: inputs simdgroup, simdgroup + kColumnSimdgroups,
+// and so on.
 template <typename T>
 inline float column_dot(DenseColumns<T> weights, device const T* x, uint column, uint simdgroup,
                         uint inputs) {

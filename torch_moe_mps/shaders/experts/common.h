@@ -2,7 +2,7 @@
 #pragma once
 #include "common.h"
 
-// An id by its words; one outside [0, experts) becomes `experts`.
+// The expert of a pair; an id outside [0, experts) becomes `experts`.
 inline uint expert_of_words(uint low, uint high, constant ExpertParams& params) {
   return min(high == 0 ? low : params.experts, params.experts);
 }
@@ -16,7 +16,7 @@ inline uint input_row(uint pair, constant ExpertParams& params) {
   return params.x_per_pair != 0 ? pair : pair / params.slots;
 }
 
-// The outputs that so many rows of a matrix give: a gate and an up row give one.
+// How many outputs this many rows of a matrix give: a gate row and an up row give one.
 inline uint outputs_of_rows(uint rows, constant ExpertParams& params) {
   return params.row_layout == ROWS_PLAIN ? rows : rows / 2;
 }

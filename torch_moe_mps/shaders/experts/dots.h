@@ -14,7 +14,7 @@ struct RowSet {
   uint v[R];
 };
 
-// Where the inputs of M pairs start, in elements of x.
+// The offsets in x, in elements, at which the inputs of M pairs start.
 template <int M>
 struct Sources {
   uint v[M];
@@ -25,8 +25,8 @@ struct Dots {
   float v[R][M];
 };
 
-// The rows of a lane in a block of kRowGroups * R, whose first output is `first`: gates and ups alternate.
-// Past the last output they are those of the last: read, not stored.
+// The rows of a lane in a block of kRowGroups * R rows whose first output is `first`; gate and up rows
+// alternate. Past the last output the rows of the last one are read again, and their results are not stored.
 template <int R>
 inline RowSet<R> rows_of_lane(uint first, uint lane, constant ExpertParams& params) {
   RowSet<R> rows;
@@ -38,12 +38,12 @@ inline RowSet<R> rows_of_lane(uint first, uint lane, constant ExpertParams& para
   return rows;
 }
 
-// Adds a chunk of R rows times the inputs of M pairs. The products are those of codes, and scale and offset
-// are applied once a chunk.
+// Adds the products of a chunk of R rows with the inputs of M pairs. The codes themselves are multiplied;
+// scale and offset are applied once for the whole chunk.
 template <typename W, int R, int M, typename C>
 inline void add_chunks(thread C* chunks, device const typename W::Element* x, Sources<M> sources, uint column,
                        uint left, thread Dots<R, M>& dots, constant ExpertParams& params) {
-  constexpr int kUnit = W::kUnit;
+  constexpr int kPackSize = W::kPackSize;
   const bool vectorised = W::kAnyLength ? params.vectorised != 0 : true;
   Dots<R, M> coded;
   InputSums sums[M];
@@ -51,18 +51,19 @@ inline void add_chunks(thread C* chunks, device const typename W::Element* x, So
     sums[m].v[0] = sums[m].v[1] = 0.0f;
     UNROLL for (int r = 0; r < R; ++r) coded.v[r][m] = 0.0f;
   }
-  UNROLL for (int unit = 0; unit < W::kValues / kUnit; ++unit) {
-    Pack<kUnit> inputs[M];
+  UNROLL for (int pack = 0; pack < W::kValues / kPackSize; ++pack) {
+    Pack<kPackSize> inputs[M];
     UNROLL for (int m = 0; m < M; ++m) {
-      const uint start = W::kAnyLength ? min(uint(unit * kUnit), left) : unit * kUnit;
-      const auto loaded = load_elements<kUnit>(x + sources.v[m] + column + start, left - start, vectorised);
-      UNROLL for (int i = 0; i < kUnit; ++i) inputs[m].v[i] = loaded.at(i);
+      const uint start = W::kAnyLength ? min(uint(pack * kPackSize), left) : pack * kPackSize;
+      const auto loaded =
+          load_elements<kPackSize>(x + sources.v[m] + column + start, left - start, vectorised);
+      UNROLL for (int i = 0; i < kPackSize; ++i) inputs[m].v[i] = loaded.at(i);
       W::add_inputs(inputs[m], sums[m]);
     }
     UNROLL for (int r = 0; r < R; ++r) {
-      const Pack<kUnit> codes = W::codes(chunks[r], unit);
+      const Pack<kPackSize> codes = W::codes(chunks[r], pack);
       UNROLL for (int m = 0; m < M; ++m) {
-        UNROLL for (int i = 0; i < kUnit; ++i) {
+        UNROLL for (int i = 0; i < kPackSize; ++i) {
           coded.v[r][m] = fma(codes.v[i], inputs[m].v[i], coded.v[r][m]);
         }
       }
@@ -75,7 +76,8 @@ inline void add_chunks(thread C* chunks, device const typename W::Element* x, So
   }
 }
 
-// The dot products of a lane's R rows with M pairs' inputs, in each of the eight lanes that share the rows.
+// The dot products of a lane's R rows with the inputs of M pairs. All eight lanes that share the rows get
+// them.
 template <typename W, int R, int M>
 inline Dots<R, M> row_dots(W weights, RowSet<R> rows, device const typename W::Element* x, Sources<M> sources,
                            uint lane, constant ExpertParams& params) {
@@ -107,7 +109,7 @@ inline Dots<R, M> row_dots(W weights, RowSet<R> rows, device const typename W::E
   return dots;
 }
 
-// The value of a row and a pair that are known at run time.
+// One of the dot products, by a row and a pair that are known only at run time.
 template <int R, int M>
 inline float picked(Dots<R, M> dots, uint row, uint pair) {
   float value = dots.v[0][0];

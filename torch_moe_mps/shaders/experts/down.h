@@ -1,11 +1,11 @@
-// The second matmul of a few tokens' experts, with the weighted sum over a token's slots, the shared expert
-// and the residual: the products of the pairs stay in threadgroup memory.
+// The second matmul of the experts for a few tokens, together with the weighted sum over a token's slots, the
+// shared expert and the residual. The products of the pairs stay in threadgroup memory.
 #pragma once
 #include "experts/dots.h"
 #include "experts/epilogue.h"
 #include "experts/pairs.h"
 
-// What kRows rows contribute to a token's sum by each pair of a threadgroup: routing weight * (product +
+// The terms of a token's sum: for kRows rows and each pair of the threadgroup, routing weight * (product +
 // bias).
 template <int kRows>
 struct PairTerms {
@@ -15,7 +15,7 @@ struct PairTerms {
 
   void clear(uint pair) const { UNROLL for (int r = 0; r < kRows; ++r) at(pair, r) = 0.0f; }
 
-  // The sum over a token's slots, ascending; `first`: of the token's pairs.
+  // The sum over the slots of a token, ascending; `first` is the token's first pair.
   float sum(uint first, uint slots, uint row) const {
     float sum = 0.0f;
     for (uint slot = 0; slot < slots; ++slot) sum += at(first + slot, row);
@@ -39,7 +39,8 @@ inline void store_combined(PairTerms<kRows> terms, uint first_token, uint tokens
   }
 }
 
-// The terms of M pairs of one expert, of which `count` exist; `places`: theirs in `terms`.
+// Computes the terms of M pairs of one expert, of which `count` exist; `places` says where in `terms` they
+// go.
 template <typename W, int R, int M>
 inline void terms_of_pairs(W weights, PairSet<M> pairs, PairSet<M> places, uint count, uint expert,
                            uint first, device const typename W::Element* x, device const uchar* routing,
@@ -59,7 +60,7 @@ inline void terms_of_pairs(W weights, PairSet<M> pairs, PairSet<M> places, uint 
   }
 }
 
-// One token: the simdgroups take its slots in turn. Grid: (blocks of rows, tokens).
+// For one token; the simdgroups take turns at its slots. Grid: (blocks of rows, tokens).
 template <typename W, int R>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void expert_down(
     EXPERT_DOWN_BUFFERS(typename W::Element), uint2 group [[threadgroup_position_in_grid]],
@@ -87,7 +88,8 @@ template <typename W, int R>
                     simdgroups * kSimdWidth, params);
 }
 
-// The terms of an expert's `count` pairs, in groups that share what is read of the rows.
+// Computes the terms of the `count` pairs of an expert. Several pairs at a time share one reading of the
+// rows.
 template <typename W, int R>
 inline void terms_of_expert(W weights, device const int* pair_order, uint count, uint expert, uint first,
                             device const typename W::Element* x, device const uchar* routing,
@@ -109,8 +111,8 @@ inline void terms_of_expert(W weights, device const int* pair_order, uint count,
   }
 }
 
-// A few tokens: a threadgroup has kFewDownRows rows for all pairs, and its simdgroups take the experts of
-// `tiles` in turn. Grid: blocks of rows. Threadgroup memory: kFewDownRows floats a pair.
+// For a few tokens. A threadgroup computes kFewDownRows rows for all pairs; its simdgroups take turns at the
+// experts of `tiles`. Grid: blocks of rows. Threadgroup memory: kFewDownRows floats for each pair.
 template <typename W>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void expert_down_few(
     EXPERT_DOWN_BUFFERS(typename W::Element), device const int* pair_order [[buffer(12)]],

@@ -3,7 +3,7 @@
 #include "experts/common.h"
 #include "experts/formats.h"
 
-// A threadgroup takes a row; ids outside the matrix give zeros. Grid: ids.
+// A threadgroup writes the row of one id; an id outside the matrix gives zeros. Grid: ids.
 template <typename W>
 [[kernel]] void embedding_rows(device const uchar* packed [[buffer(0)]],
                                device const uchar* scales [[buffer(1)]],

@@ -9,7 +9,7 @@ inline float with_bias(float value, device const uchar* bias, uint expert, uint 
                               : value;
 }
 
-// An output from the dot product of its row, or from those of its gate's and its up's row.
+// Makes an output from the dot product of its row, or from the two of its gate row and its up row.
 inline float finished_output(float own, float up, device const uchar* bias, uint expert, uint output,
                              constant ExpertParams& params) {
   if (params.row_layout == ROWS_PLAIN) {
@@ -34,7 +34,7 @@ struct Outputs {
   }
 };
 
-// A token's experts are done: the shared expert and the residual come on top.
+// Adds the shared expert and the residual to the sum over a token's experts.
 inline float combined(float sum, uint token, uint column, uint columns, device const uchar* shared_gate,
                       device const uchar* shared_out, device const uchar* residual, uint dtype,
                       constant ExpertCombineParams& params) {

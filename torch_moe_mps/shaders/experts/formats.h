@@ -3,11 +3,11 @@
 // A chunk is N consecutive values of a row with one scale. A lane takes chunks of W::kValues values for dot
 // products with W::kPairs pairs at a time, and of W::kTileValues for tiles:
 //
-//   Row row = weights.row(number);                       where a row begins
-//   Chunk<N> chunk = weights.load<N>(row, column, left); its bits and its scale; `left`: values up to the end
-//   Pack<kUnit> codes = W::codes(chunk, unit);          kUnit of its codes as floats
-//   float dot = W::scaled(chunk, dot, sums);             a dot product of codes and inputs -> of values and
-//   inputs float2 two = W::values(chunk, pair);                two values; pair_place() tells which
+//   row(number)                 Row: where a row begins
+//   load<N>(row, column, left)  Chunk<N>: its bits and its scale; `left` values remain up to the row's end
+//   codes(chunk, pack)          Pack<kPackSize>: kPackSize of its codes, as floats
+//   scaled(chunk, dot, sums)    float: from a dot product of codes and inputs to one of values and inputs
+//   values(chunk, pair)         float2: two of its values; pair_place() tells which two
 //
 // Affine codes come with an offset, which scaled() takes back with the sums of the inputs that add_inputs()
 // collects. The offset of an expert takes 64 bits; within its matrix 32 are enough.
@@ -40,7 +40,7 @@ inline Words<kWords> load_words(device const uint* source) {
   return words;
 }
 
-// N elements of a dense row; what lies at or beyond `left` is zero.
+// N elements of a dense row; elements from `left` on are zero.
 template <typename T, int N>
 struct Elements {
   static constant constexpr int kPerWord = 4 / sizeof(T);
@@ -83,7 +83,7 @@ inline Elements<T, N> load_elements(device const T* source, uint left, bool vect
   return elements;
 }
 
-// Sums of the inputs, those apart that meet codes with another offset.
+// Sums of the inputs, one for each offset that the codes they meet have.
 struct InputSums {
   float v[2];
 };
@@ -97,7 +97,7 @@ struct PairPlace {
 template <typename T>
 struct Dense {
   typedef T Element;
-  static constant constexpr int kValues = 32 / sizeof(T), kTileValues = kValues, kUnit = 8, kPairs = 2;
+  static constant constexpr int kValues = 32 / sizeof(T), kTileValues = kValues, kPackSize = 8, kPairs = 2;
   static constant constexpr bool kAnyLength = true;
 
   template <int N>
@@ -122,10 +122,10 @@ struct Dense {
     return {load_elements<N>(matrix + (row + column), left, vectorised)};
   }
 
-  static Pack<8> codes(Chunk<kValues> chunk, int unit) {
-    Pack<8> pack;
-    UNROLL for (int i = 0; i < 8; ++i) pack.v[i] = chunk.elements.at(8 * unit + i);
-    return pack;
+  static Pack<8> codes(Chunk<kValues> chunk, int pack) {
+    Pack<8> result;
+    UNROLL for (int i = 0; i < 8; ++i) result.v[i] = chunk.elements.at(8 * pack + i);
+    return result;
   }
   static void add_inputs(Pack<8>, thread InputSums&) {}
   static float scaled(Chunk<kValues>, float dot, InputSums) { return dot; }
@@ -136,7 +136,7 @@ struct Dense {
   }
 };
 
-// [E, inputs, rows] in T: the input dimension first. Only for tiles.
+// [E, inputs, rows] in T: the input dimension comes first. Only the tiles of gemm.h read it.
 template <typename T>
 struct DenseColumns {
   typedef T Element;
@@ -198,7 +198,7 @@ struct PackedRows {
   }
 };
 
-// A code of kBits bits from consecutive words.
+// A code of kBits bits, which may lie across two words.
 template <int kBits, int kWords>
 inline uint code_at(Words<kWords> words, int index) {
   const int bit = index * kBits, word = bit / 32, shift = bit % 32;
@@ -210,7 +210,7 @@ inline uint code_at(Words<kWords> words, int index) {
 // Unsigned codes, two at a time, as the mantissas of two halves with a fixed exponent: numbers without a
 // conversion from integers, which takes four cycles on Apple's GPUs. Where two codes of a word lie 16 bits
 // apart, one mask gives both; and a mask may leave them one code's width up, so that a shifted word serves
-// two pairs. The exponent is that for which a code counts units: a half is offset(pair) + code.
+// two pairs. The exponent is chosen so that the lowest bit of a code counts 1: a half is offset(pair) + code.
 template <int kBits>
 struct HalfCodes {
   static constant constexpr bool kAligned = 16 % kBits == 0;
@@ -240,8 +240,8 @@ struct HalfCodes {
   }
 };
 
-// Values in their order from pairs of them. Pairs are made whole and taken apart here: LLVM would otherwise
-// split what makes a pair into operations on 16 bits.
+// Puts values in order that were computed in pairs. A pair is computed whole and taken apart only here:
+// otherwise LLVM splits its computation into operations on 16 bits.
 template <int kCount, typename Codes>
 inline Pack<kCount> in_order(thread const float2* pairs) {
   Pack<kCount> pack;
@@ -262,10 +262,10 @@ struct Affine {
   static constant constexpr int kValues = 32;
   static constant constexpr int kPairs = kBits % 4 == 0 ? 2 : 1;         // the others take more registers
   static constant constexpr int kTileValues = kBits % 2 == 0 ? 16 : 32;  // fills words
-  static constant constexpr int kUnit = kBits == 2 ? 16 : 8;             // holds whole pairs
+  static constant constexpr int kPackSize = kBits == 2 ? 16 : 8;         // holds whole pairs
   static constant constexpr bool kAnyLength = false;
-  // Relative to q the offset is at most 2^10; what it costs, 2^-24 of it, is less than 1e-5 of q's range and
-  // below the rounding of 16-bit activations. For float activations it is subtracted first.
+  // The offset is at most 2^10 times q. Its rounding error, 2^-24 of the offset, is less than 1e-5 of q's
+  // range and below the rounding of 16-bit activations. For float activations the offset is subtracted first.
   static constant constexpr bool kExact = sizeof(T) == 4;
 
   template <int N>
@@ -299,14 +299,14 @@ struct Affine {
     return float2(float(codes.x), float(codes.y));
   }
 
-  static Pack<kUnit> codes(Chunk<kValues> chunk, int unit) {
-    float2 pairs[kUnit / 2];
-    UNROLL for (int i = 0; i < kUnit / 2; ++i) pairs[i] = coded_pair(chunk, unit * kUnit / 2 + i);
-    return in_order<kUnit, Codes>(pairs);
+  static Pack<kPackSize> codes(Chunk<kValues> chunk, int pack) {
+    float2 pairs[kPackSize / 2];
+    UNROLL for (int i = 0; i < kPackSize / 2; ++i) pairs[i] = coded_pair(chunk, pack * kPackSize / 2 + i);
+    return in_order<kPackSize, Codes>(pairs);
   }
 
-  static void add_inputs(Pack<kUnit> inputs, thread InputSums& sums) {
-    UNROLL for (int i = 0; i < kUnit; ++i) sums.v[Codes::shift(Codes::pair_place(i).pair)] += inputs.v[i];
+  static void add_inputs(Pack<kPackSize> inputs, thread InputSums& sums) {
+    UNROLL for (int i = 0; i < kPackSize; ++i) sums.v[Codes::shift(Codes::pair_place(i).pair)] += inputs.v[i];
   }
 
   static float scaled(Chunk<kValues> chunk, float dot, InputSums sums) {
@@ -328,9 +328,9 @@ struct Affine {
 // inverse is taken in half, which keeps subnormals, and is exact.
 struct E2M1 {
   static constant constexpr int kBits = 4;
-  static constant constexpr float kUnit = 16384.0f;
+  static constant constexpr float kDivisor = 16384.0f;
 
-  // Codes i and i + 4 of a word, divided by kUnit.
+  // Codes i and i + 4 of a word, divided by kDivisor.
   static half2 pair(uint word, int i) {
     const uint signs = i < 3 ? word << (12 - 4 * i) : word;
     const uint magnitudes = i < 3 ? word << (9 - 4 * i) : word >> 3;
@@ -340,9 +340,9 @@ struct E2M1 {
 
 struct E4M3 {
   static constant constexpr int kBits = 8;
-  static constant constexpr float kUnit = 256.0f;
+  static constant constexpr float kDivisor = 256.0f;
 
-  // Codes i and i + 2 of a word, divided by kUnit.
+  // Codes i and i + 2 of a word, divided by kDivisor.
   static half2 pair(uint word, int i) {
     const uint signs = i == 0 ? word << 8 : word;
     const uint magnitudes = i == 0 ? word << 7 : word >> 1;
@@ -361,7 +361,7 @@ struct ScaleE4M3 {
   static float of_codes(uchar) { return 1.0f; }
   static float factor(uchar scale) {
     const uint bits = uint(scale & 0x80) << 8 | uint(scale & 0x7f) << 7;
-    return float(as_type<half>(ushort(bits)) * half(E4M3::kUnit));
+    return float(as_type<half>(ushort(bits)) * half(E4M3::kDivisor));
   }
 };
 
@@ -371,7 +371,7 @@ struct FloatCodes {
   typedef T Element;
   typedef PackedRows<uchar, Code::kBits, kGroup> Rows;
   typedef typename Rows::Row Row;
-  static constant constexpr int kValues = kGroup, kTileValues = 16, kUnit = 8, kPairs = 2;
+  static constant constexpr int kValues = kGroup, kTileValues = 16, kPackSize = 8, kPairs = 2;
   static constant constexpr bool kAnyLength = false;
   static constant constexpr int kCodePairs = 16 / Code::kBits;  // of a word
 
@@ -398,18 +398,18 @@ struct FloatCodes {
   template <int N>
   static half2 coded_pair(Chunk<N> chunk, int pair) {
     const half2 codes = Code::pair(chunk.words.v[pair / kCodePairs], pair % kCodePairs);
-    return codes * half2(half(Code::kUnit * CodeScale::of_codes(chunk.scale)));
+    return codes * half2(half(Code::kDivisor * CodeScale::of_codes(chunk.scale)));
   }
 
-  static Pack<kUnit> codes(Chunk<kValues> chunk, int unit) {
-    float2 pairs[kUnit / 2];
-    UNROLL for (int i = 0; i < kUnit / 2; ++i) {
-      const half2 two = coded_pair(chunk, unit * kUnit / 2 + i);
+  static Pack<kPackSize> codes(Chunk<kValues> chunk, int pack) {
+    float2 pairs[kPackSize / 2];
+    UNROLL for (int i = 0; i < kPackSize / 2; ++i) {
+      const half2 two = coded_pair(chunk, pack * kPackSize / 2 + i);
       pairs[i] = float2(float(two.x), float(two.y));
     }
-    return in_order<kUnit, HalfCodes<Code::kBits>>(pairs);
+    return in_order<kPackSize, HalfCodes<Code::kBits>>(pairs);
   }
-  static void add_inputs(Pack<kUnit>, thread InputSums&) {}
+  static void add_inputs(Pack<kPackSize>, thread InputSums&) {}
   static float scaled(Chunk<kValues> chunk, float dot, InputSums) {
     return dot * CodeScale::factor(chunk.scale);
   }

@@ -11,8 +11,8 @@
 #include "experts/epilogue.h"
 #include "experts/formats.h"
 
-// Fragments are halves for half activations, else floats, whose products run at the same rate: before the M3,
-// rounding to bfloat takes five instructions.
+// Fragments are halves for half activations and floats for all others. Products of both run at the same rate,
+// and before the M3 rounding to bfloat takes five instructions.
 template <typename T>
 struct FragmentOf {
   typedef float type;
@@ -25,12 +25,12 @@ struct FragmentOf<half> {
 // A lane's place in a matrix of 8x8. Metal leaves it open; it is the same on all Apple GPUs up to now.
 struct MatrixPlace {
   uint row;
-  uint quarter;  // its elements are in columns 2 * quarter and 2 * quarter + 1
+  uint quarter;  // the lane's elements are in columns 2 * quarter and 2 * quarter + 1
 
   MatrixPlace(uint lane) : row((lane / 16 * 4) + lane / 2 % 4), quarter(lane / 8 % 2 * 2 + lane % 2) {}
 };
 
-// The pairs of a tile: some of a list, or without one those from `first` on.
+// The pairs of a tile: consecutive entries of a list, or without a list consecutive pairs, from `first` on.
 struct TilePairs {
   device const int* list;
   uint first;
@@ -53,7 +53,7 @@ struct Tile {
   static constant constexpr int kStride = kPairs + 4;         // of an input in threadgroup memory; not tuned
   static constant constexpr int kThreads = kGemmSimdgroups * kSimdWidth;
 
-  // The rows of a lane, one of each of the simdgroup's row tiles: gates and ups alternate.
+  // The rows of a lane: one in each row tile of the simdgroup. Gate and up rows alternate.
   struct Rows {
     typename W::Row starts[kRowTiles];
     Chunk chunks[kRowTiles];
@@ -78,7 +78,7 @@ struct Tile {
     }
   };
 
-  // A thread's share of the inputs: eight columns of some pairs.
+  // The part of the inputs that a thread copies: eight columns of some pairs.
   struct Inputs {
     static constant constexpr int kOctets = kDepth / 8;              // of a pair
     static constant constexpr int kPairsApart = kThreads / kOctets;  // of a thread's pairs
@@ -86,7 +86,7 @@ struct Tile {
 
     device const T* sources[kShares];
     uint first;   // column of a step
-    uint pair;    // of the first share
+    uint pair;    // the first of the thread's pairs
     uint target;  // its place in the tile
 
     Inputs(device const T* x, TilePairs pairs, uint thread_index, constant ExpertParams& params)
@@ -104,8 +104,8 @@ struct Tile {
       return 8 * place.pair + place.element;
     }
 
-    // To [kDepth][kStride], zeros past the last input. Pairs past the last one are copies of it, whose sums
-    // nobody stores.
+    // Copies the inputs to [kDepth][kStride], with zeros past the last input. Pairs past the last one are
+    // copies of it, and their sums are not stored.
     void stage(threadgroup F* tile, uint depth, constant ExpertParams& params) const {
       const uint column = depth + first;
       UNROLL for (int share = 0; share < kShares; ++share) {
@@ -121,7 +121,7 @@ struct Tile {
     }
   };
 
-  // Sums of kRowTiles x kPairTiles matrices of rows x pairs.
+  // The sums: kRowTiles x kPairTiles matrices of 8 rows x 8 pairs.
   struct Sums {
     simdgroup_matrix<float, 8, 8> sums[kRowTiles][kPairTiles];
 
@@ -154,8 +154,8 @@ struct Tile {
       }
     }
 
-    // Bias, activation and the store to the pairs' rows of `out`, eight pairs at a time, through the
-    // simdgroup's part of `memory`: so that the activation's code is there once for each of them.
+    // Adds the bias, applies the activation and stores to the pairs' rows of `out`, eight pairs at a time.
+    // The sums go through the simdgroup's part of `memory`, so that the code of the activation exists once.
     void store(threadgroup float* memory, TilePairs pairs, Outputs<T> out, uint expert, uint first,
                MatrixPlace place, uint lane, constant ExpertParams& params) const {
       constexpr uint kRows = 8 * kRowTiles;

@@ -1,4 +1,4 @@
-// The pairs of an expert, found without a dispatch of their own: for a few tokens.
+// For a few tokens: finds the pairs of an expert within the kernel that needs them, without another dispatch.
 #pragma once
 #include "experts/common.h"
 
@@ -13,16 +13,16 @@ struct PairSet {
   }
 };
 
-// All of them, ascending: in threadgroup memory where there is more than one.
+// All pairs of the expert, ascending; they lie in threadgroup memory if there is more than one.
 struct PairList {
   uint expert;
   uint count;
-  uint before;  // pairs of experts with lower ids
-  uint first;   // the lowest
+  uint before;  // how many pairs the experts with lower ids have
+  uint first;   // the lowest pair
 
   uint at(threadgroup const ushort* members, uint index) const { return count == 1 ? first : members[index]; }
 
-  // M from `start` on; the last one stands in for those past the end.
+  // M pairs from `start` on; the last pair stands in for those past the end.
   template <int M>
   PairSet<M> some(threadgroup const ushort* members, uint start) const {
     PairSet<M> set;
@@ -51,9 +51,9 @@ inline PairList list_pairs(device const int* ids, uint expert, threadgroup ushor
   return list;
 }
 
-// The grid has a unit for each expert or each pair, whichever are fewer, and one more for the pairs without
-// an expert. Where units are pairs, the first pair of an expert works for all. No pairs: another unit has
-// them.
+// The grid has a unit for each expert or for each pair, whichever is fewer, and one more unit for the pairs
+// without an expert. If units are pairs, the unit of an expert's first pair takes all its pairs, and the
+// units of the others get none.
 inline PairList pairs_of_unit(device const int* ids, uint unit, threadgroup ushort* members, uint lane,
                               uint simdgroup, constant ExpertParams& params) {
   const PairList none = {params.experts, 0, 0, 0}, all = {0, params.pairs, 0, 0};
@@ -75,8 +75,9 @@ inline PairList pairs_of_unit(device const int* ids, uint unit, threadgroup usho
   return list;
 }
 
-// For the down projection, as moe_bucket gives it for many tokens: the pairs by expert, and where an expert's
-// begin, a tile (expert, position, count, 0) with all of them; at other positions a count of 0.
+// Writes what the down projection reads, as moe_bucket does for many tokens: the pairs sorted by expert, and
+// tiles (expert, position, count, 0). The tile at an expert's first pair has all its pairs; the others have a
+// count of 0.
 inline void write_tile(PairList list, threadgroup const ushort* members, device int* pair_order,
                        device int4* tiles, uint thread_index, uint threads) {
   for (uint i = thread_index; i < list.count; i += threads) {

@@ -4,7 +4,7 @@
 #include "experts/epilogue.h"
 #include "experts/pairs.h"
 
-// Stores what a lane's rows give for M pairs, the outputs shared out among the lanes that have them all.
+// Stores the outputs of a lane's rows for M pairs. All eight lanes have all of them, and each stores some.
 template <typename T, int R, int M>
 inline void store_outputs(Dots<R, M> dots, PairSet<M> pairs, uint count, Outputs<T> out, uint expert,
                           uint first, uint lane, constant ExpertParams& params) {
@@ -19,7 +19,7 @@ inline void store_outputs(Dots<R, M> dots, PairSet<M> pairs, uint count, Outputs
   }
 }
 
-// M pairs of one expert, `count` of which exist.
+// Computes M pairs of one expert, of which `count` exist.
 template <typename W, int R, int M>
 inline void rows_of_pairs(W weights, RowSet<R> rows, PairSet<M> pairs, uint count,
                           device const typename W::Element* x, Outputs<typename W::Element> out, uint expert,
@@ -30,7 +30,7 @@ inline void rows_of_pairs(W weights, RowSet<R> rows, PairSet<M> pairs, uint coun
   store_outputs(dots, pairs, count, out, expert, first, lane, params);
 }
 
-// Each pair reads its expert's rows by itself: one token, or any number of them, slowly. Grid: (blocks of
+// Each pair reads the rows of its expert by itself: right for one token, slow for many. Grid: (blocks of
 // rows, pairs).
 template <typename W, int R>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void expert_rows(
@@ -52,8 +52,8 @@ template <typename W, int R>
                          expert, first, lane, params);
 }
 
-// A threadgroup takes rows of one expert and every pair that chose it, so that memory gives the rows once.
-// Grid: (blocks of rows, units and one more for the sentinels).
+// A threadgroup takes some rows of one expert and every pair that chose it, so that the rows are read from
+// memory once. Grid: (blocks of rows, units and one more for pairs without an expert).
 template <typename W>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void expert_rows_few(
     EXPERT_ROWS_BUFFERS(typename W::Element), device int* pair_order [[buffer(9)]],

@@ -2,10 +2,11 @@
 
 import ast
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
-from .programs import Program
+from .programs import Program, name_of
 
 
 def helper(name: str, *arguments: ast.expr, **keywords: ast.expr) -> ast.Call:
@@ -35,7 +36,9 @@ def child_of_call(program: Program, value: ast.expr) -> tuple[str, nn.Module] | 
 def unary_call(program: Program, value: ast.expr) -> tuple[str, nn.Module, ast.expr] | None:
     """(name, module, x) if a value is self.name(x)."""
     found = child_of_call(program, value)
-    return (*found, value.args[0]) if found and len(value.args) == 1 and not value.keywords else None
+    if found is None or not isinstance(value, ast.Call) or len(value.args) != 1 or value.keywords:
+        return None
+    return *found, value.args[0]
 
 
 def sum_of(statement: ast.stmt) -> ast.BinOp | None:
@@ -44,13 +47,17 @@ def sum_of(statement: ast.stmt) -> ast.BinOp | None:
     return value if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) else None
 
 
-def sums(program: Program) -> list[ast.Assign]:
-    """The statements that name a sum; a sum that is returned gets a name first."""
+def sums(program: Program) -> list[tuple[ast.Assign, ast.BinOp]]:
+    """The statements that name a sum, and these sums; a sum that is returned gets a name first."""
     if isinstance(program.result, ast.BinOp) and isinstance(program.result.op, ast.Add):
         statement = program.assign("total", program.result)
         program.statements.append(statement)
-        program.result = ast.Name(statement.targets[0].id, ast.Load())
-    return [statement for statement in program.statements if sum_of(statement)]
+        program.result = ast.Name(name_of(statement), ast.Load())
+    return [
+        (statement, total)
+        for statement in program.statements
+        if isinstance(statement, ast.Assign) and (total := sum_of(statement)) is not None
+    ]
 
 
 def calls(program: Program) -> Iterator[tuple[ast.Assign, ast.Call]]:
@@ -66,14 +73,14 @@ class _Replace(ast.NodeTransformer):
     def __init__(self, old: ast.expr, new: ast.expr):
         self.old, self.new = old, new
 
-    def visit(self, node: ast.AST) -> ast.AST:
+    def visit(self, node: ast.AST) -> Any:
         return self.new if node is self.old else self.generic_visit(node)
 
 
 def replace(program: Program, statement: ast.Assign, old: ast.expr, new: ast.expr) -> None:
     """Puts `new` where `old` stands in the value of a statement."""
     statement.value = _Replace(old, new).visit(statement.value)
-    program.definitions[statement.targets[0].id] = statement.value
+    program.definitions[name_of(statement)] = statement.value
 
 
 def replace_everything(program: Program, result: ast.expr) -> None:
@@ -83,7 +90,7 @@ def replace_everything(program: Program, result: ast.expr) -> None:
     program.result = result
 
 
-def add_option(program: Program, name: str, default: object = None) -> None:
+def add_option(program: Program, name: str, default: bool | None = None) -> None:
     """A keyword argument of the rewritten forward."""
     program.arguments.kwonlyargs.append(ast.arg(name))
     program.arguments.kw_defaults.append(ast.Constant(default))

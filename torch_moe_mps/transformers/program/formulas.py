@@ -9,7 +9,9 @@ such a difference is one of rounding only.
 import ast
 import copy
 import functools
+import types
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +42,7 @@ _PARAMETERS = {
     "masked_fill": ("input", "mask", "value"),
     "chunk": ("input", "chunks", "dim"),
 }
+_CLAMPS: dict[tuple[str, ...], str] = {("input", "min"): "clamp_min", ("input", "max"): "clamp_max"}
 _IGNORED = {"dtype", "keepdim", "sorted"}
 _LAST_DIMENSION = {ast.dump(ast.parse(text, mode="eval").body) for text in ("-1", "1")}
 _FUNCTIONS = {
@@ -51,6 +54,7 @@ _FUNCTIONS = {
 _CASTS = {"float", "to", "type", "type_as", "detach", "double", "half", "bfloat16", "bool"}
 _SHAPES = {"view", "reshape", "unsqueeze", "squeeze", "expand", "flatten", "contiguous"}
 _TRANSPARENT = {"cast", "shape"}
+_NUMBER = (int, float, str)  # what float() takes
 BINARY = {ast.Add: "add", ast.Mult: "mul", ast.Sub: "sub", ast.Div: "div", ast.Pow: "pow"}
 COMMUTATIVE = {"add", "mul"}
 # Modules that are one operation, by the name of their class.
@@ -185,7 +189,7 @@ class Reader:
         return self.make(op, (left, right), value)
 
     def power(self, base: Node, exponent: Node, value: ast.expr) -> Node:
-        named = {2: "square", -0.5: "rsqrt"}.get(exponent.args[0] if exponent.op == "const" else None)
+        named = {2: "square", -0.5: "rsqrt"}.get(exponent.args[0]) if exponent.op == "const" else None
         return self.make(named, (base,), value) if named else self.make("pow", (base, exponent), value)
 
     def read_attribute(self, value: ast.Attribute) -> Node:
@@ -222,10 +226,15 @@ class Reader:
     def read_call(self, value: ast.Call) -> Node:
         callee = self.resolve(value.func)
         if callee is float and len(value.args) == 1 and isinstance(value.args[0], ast.Constant):
-            return self.make("const", (float(value.args[0].value),), value)
+            number = value.args[0].value
+            return (
+                self.make("const", (float(number),), value)
+                if isinstance(number, _NUMBER)
+                else self.opaque(value)
+            )
         if isinstance(callee, nn.Module):
             return self.read_module(callee, value)
-        if getattr(callee, "__self__", None) is self.program.module:
+        if isinstance(callee, types.MethodType) and callee.__self__ is self.program.module:
             return self.read_method(callee.__func__, value)
         name = operation_of(callee)
         if name is not None:
@@ -281,7 +290,7 @@ class Reader:
         except Unsupported:
             return None
 
-    def read_method(self, function, value: ast.Call) -> Node:
+    def read_method(self, function: Any, value: ast.Call) -> Node:
         try:
             program = straighten(self.program.module, function)
             return inline(program, self.prefix, [self.read(a) for a in value.args])
@@ -314,7 +323,7 @@ class Reader:
         nodes = {p: self.read(given[p]) for p in parameters if p in given and p not in _IGNORED}
         nodes = {p: node for p, node in nodes.items() if node.op != "const" or node.args[0] is not None}
         if name == "clamp":
-            name = {("input", "min"): "clamp_min", ("input", "max"): "clamp_max"}.get(tuple(nodes), name)
+            name = _CLAMPS.get(tuple(nodes), name)
         if name == "pow":
             return self.power(nodes["input"], nodes["exponent"], value)
         if casts:

@@ -20,9 +20,9 @@ def _pattern(tree: ast.expr) -> Node:
         return Node("const", (tree.value,))
     if isinstance(tree, ast.BinOp):
         return Node(BINARY[type(tree.op)], (_pattern(tree.left), _pattern(tree.right)))
-    if isinstance(tree, ast.Subscript):
+    if isinstance(tree, ast.Subscript) and isinstance(tree.slice, ast.Constant):
         return Node("item", (_pattern(tree.value), tree.slice.value))
-    if isinstance(tree, ast.Call):
+    if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):
         return Node(tree.func.id, tuple(_pattern(a) for a in tree.args))
     raise ValueError(f"not a pattern: {ast.unparse(tree)}")
 
@@ -46,7 +46,7 @@ def _matches(form: Node, node: Node, bound: dict[str, Node]) -> Iterator[dict[st
         orders = [node.args, node.args[::-1]] if form.op in COMMUTATIVE else [node.args]
         for args in orders:
             yield from _match_all(form.args, args, bound)
-    elif node.op == "module" and (expanded := node.reader.expand(node)) is not None:
+    elif node.op == "module" and node.reader and (expanded := node.reader.expand(node)) is not None:
         yield from _matches(form, expanded, bound)
 
 

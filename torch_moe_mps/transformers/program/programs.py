@@ -11,6 +11,7 @@ import linecache
 import operator
 import types
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -25,6 +26,13 @@ class Unsupported(Exception):
 def original_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module before its forward was rewritten; a class that was put on top later stays."""
     return vars(type(module)).get(CLASS_MARK, type(module))
+
+
+def name_of(statement: ast.Assign) -> str:
+    """The name that an assignment of a program defines."""
+    target = statement.targets[0]
+    assert isinstance(target, ast.Name)
+    return target.id
 
 
 class Program:
@@ -63,9 +71,14 @@ class Program:
     def defined_by(self, name: str) -> ast.Assign | None:
         """The statement that computes a name."""
         for statement in self.statements:
-            if isinstance(statement, ast.Assign) and statement.targets[0].id == name:
+            if isinstance(statement, ast.Assign) and name_of(statement) == name:
                 return statement
         return None
+
+    def definition(self, name: str | None) -> tuple[ast.Assign, ast.expr] | None:
+        """The statement that computes a name, and the value; None for a name that has no statement."""
+        statement = None if name is None else self.defined_by(name)
+        return None if name is None or statement is None else (statement, self.definitions[name])
 
     def uses(self, name: str) -> int:
         """How often a name is read."""
@@ -102,15 +115,20 @@ class Program:
         body = [*self.statements, ast.Return(self.result)]
         children = _ReadChildren(self.module)
         body = [children.visit(statement) for statement in body]
-        forward = ast.FunctionDef("forward", self.arguments, body, [], type_params=[])
+        # From Python 3.12 on the node has type_params, which may not be missing.
+        options: dict[str, Any] = {"type_params": []}
+        forward = ast.FunctionDef("forward", self.arguments, body, [], **options)
         return compile_forward(self.function, forward, helpers)
 
     def _drop_unused(self, is_pure: Callable[[ast.expr, nn.Module], bool]) -> None:
         read = {n.id for n in ast.walk(self.result) if isinstance(n, ast.Name)}
         kept = []
         for statement in reversed(self.statements):
-            droppable = isinstance(statement, ast.Assign) and is_pure(statement.value, self.module)
-            if droppable and statement.targets[0].id not in read:
+            if (
+                isinstance(statement, ast.Assign)
+                and name_of(statement) not in read
+                and is_pure(statement.value, self.module)
+            ):
                 continue
             read |= {
                 n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)
@@ -175,7 +193,9 @@ def compile_forward(
 ) -> types.FunctionType:
     """A rewritten `function`, with its globals and `helpers` as `_moe_mps`; one object for one source."""
     build = ast.parse("def build(_moe_mps, _inplace):\n    return forward")
-    build.body[0].body.insert(0, forward)
+    (function_tree,) = build.body
+    assert isinstance(function_tree, ast.FunctionDef)
+    function_tree.body.insert(0, forward)
     return _compile(function, ast.unparse(ast.fix_missing_locations(build)), helpers)
 
 

@@ -37,7 +37,7 @@ class Read(NamedTuple):
 
 @contextmanager
 def recording() -> Iterator[dict[tuple[int, str], Read]]:
-    """Collects what `record` gets within."""
+    """Collects what `record` notes while the context is open."""
     reads: dict[tuple[int, str], Read] = {}
     token = _current.set(reads)
     try:

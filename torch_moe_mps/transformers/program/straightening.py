@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from .programs import Program, RenameVariables, Unsupported, original_class
+from .programs import Program, RenameVariables, Unsupported, name_of, original_class
 from .reads import record
 
 # Inplace operators keep their meaning: x *= y becomes x_2 = _inplace.imul(x_1, y).
@@ -85,9 +85,17 @@ def _attributes(expression: ast.expr) -> set[str]:
     """The attributes of `self` that an expression reads, by their paths."""
     texts = {ast.unparse(node) for node in ast.walk(expression) if isinstance(node, ast.Attribute)}
     for call in (node for node in ast.walk(expression) if isinstance(node, ast.Call)):
-        if ast.unparse(call.func) in ("getattr", "hasattr") and isinstance(call.args[1], ast.Constant):
-            texts.add(f"{ast.unparse(call.args[0])}.{call.args[1].value}")
+        if ast.unparse(call.func) in ("getattr", "hasattr"):
+            owner, name, *_ = call.args
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                texts.add(f"{ast.unparse(owner)}.{name.value}")
     return {text.removeprefix("self.") for text in texts if re.fullmatch(r"self(\.\w+)+", text)}
+
+
+def _switches_autocast_off(context: ast.expr) -> bool:
+    if not isinstance(context, ast.Call) or "enabled=False" not in map(ast.unparse, context.keywords):
+        return False
+    return ast.unparse(context.func).rpartition(".")[2] in ("maybe_autocast", "autocast")
 
 
 class _Builder:
@@ -127,10 +135,10 @@ class _Builder:
             raise Unsupported("its forward has a comprehension or lambda")
         return _Rename(self.names).visit(copy.deepcopy(node))
 
-    def define(self, variable: str, value: ast.expr, code: ast.expr | None = None) -> ast.stmt:
+    def define(self, variable: str, value: ast.expr, code: ast.expr | None = None) -> ast.Assign:
         statement = self.program.assign(variable, value, code)
         self.program.statements.append(statement)
-        self.names[variable] = statement.targets[0].id
+        self.names[variable] = name_of(statement)
         return statement
 
     # Statements
@@ -147,16 +155,23 @@ class _Builder:
             self.on_assign(ast.Assign(targets=[node.target], value=node.value))
 
     def on_assign(self, node: ast.Assign) -> None:
-        target = node.targets[0]
-        if len(node.targets) > 1:
-            return self.opaque(node)
         value = self.expression(node.value)
+        if len(node.targets) > 1:
+            statement = self.program.assign("value", value)
+            self.program.statements.append(statement)
+            value = ast.Name(name_of(statement), ast.Load())
+        for target in node.targets:
+            self.bind(target, value)
+
+    def bind(self, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Name):
             self.define(target.id, value)
-        elif isinstance(target, ast.Tuple) and all(isinstance(item, ast.Name) for item in target.elts):
-            self.unpack([item.id for item in target.elts], value)
-        else:
+            return
+        elements = target.elts if isinstance(target, ast.Tuple) else []
+        names = [element.id for element in elements if isinstance(element, ast.Name)]
+        if not names or len(names) != len(elements):
             raise Unsupported("its forward assigns to an attribute or into a tensor")
+        self.unpack(names, value)
 
     def unpack(self, names: list[str], value: ast.expr) -> None:
         if isinstance(value, ast.Tuple) and len(value.elts) == len(names):
@@ -164,7 +179,7 @@ class _Builder:
         else:
             statement = self.program.assign("items", value)
             self.program.statements.append(statement)
-            source = statement.targets[0].id
+            source = name_of(statement)
             values = [
                 ast.Subscript(ast.Name(source, ast.Load()), ast.Constant(index), ast.Load())
                 for index in range(len(names))
@@ -172,7 +187,7 @@ class _Builder:
         defined = [(name, self.program.assign(name, item)) for name, item in zip(names, values, strict=True)]
         for name, statement in defined:
             self.program.statements.append(statement)
-            self.names[name] = statement.targets[0].id
+            self.names[name] = name_of(statement)
 
     def on_augassign(self, node: ast.AugAssign) -> None:
         if not isinstance(node.target, ast.Name) or type(node.op) not in _INPLACE:
@@ -200,8 +215,9 @@ class _Builder:
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
             return None
         owner = call.func.value
-        is_variable = isinstance(owner, ast.Name) and owner.id in self.names
-        return owner.id if is_variable and call.func.attr.endswith("_") else None
+        if not isinstance(owner, ast.Name) or owner.id not in self.names:
+            return None
+        return owner.id if call.func.attr.endswith("_") else None
 
     def require_unshared(self, variable: str) -> None:
         """An in-place change must not be seen through another variable, whose definition would be stale."""
@@ -213,7 +229,7 @@ class _Builder:
             raise Unsupported("its forward changes a tensor in place that has another name")
 
     def memory(self, name: str) -> str:
-        """What owns the memory of a value, as text: the same for all views of it."""
+        """The owner of a value's memory, as text. All views of a tensor have the same owner."""
         while True:
             name = self.program.last_name(ast.Name(name, ast.Load())) or name
             value = self.program.definitions.get(name)
@@ -235,12 +251,7 @@ class _Builder:
 
     def on_with(self, node: ast.With) -> None:
         """Regions that switch autocast off are transparent: the program never runs under autocast."""
-        call = node.items[0].context_expr
-        named = isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] in (
-            "maybe_autocast",
-            "autocast",
-        )
-        if len(node.items) == 1 and named and "enabled=False" in map(ast.unparse, call.keywords):
+        if len(node.items) == 1 and _switches_autocast_off(node.items[0].context_expr):
             self.block(node.body)
         else:
             self.opaque(node)
@@ -271,8 +282,9 @@ class _Builder:
 
     def evaluate_conjunction(self, test: ast.expr) -> bool | None:
         """`False and x` is False whatever x is."""
-        is_and = isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And)
-        return False if is_and and any(self.evaluate(value) is False for value in test.values) else None
+        if not isinstance(test, ast.BoolOp) or not isinstance(test.op, ast.And):
+            return None
+        return False if any(self.evaluate(value) is False for value in test.values) else None
 
     def opaque(self, node: ast.stmt) -> None:
         """A statement kept as it is. The variables it assigns get one name before, in and after it."""

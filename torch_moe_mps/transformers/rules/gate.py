@@ -7,16 +7,17 @@ Such a router also returns probabilities over all experts. Where the layer disca
 import ast
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...ops._checks import MAX_TOP_K
 from ..experts import is_observed, may_be_fused
-from ..program.building import helper, unary_call
+from ..program.building import helper, own_module, unary_call
 from ..program.formulas import Node, Reader, evaluate, is_number
 from ..program.patterns import match
-from ..program.programs import Program, Unsupported, original_class
+from ..program.programs import Program, Unsupported, name_of, original_class
 from ..program.reads import Read, record, recording, unchanged
 from ..program.straightening import straighten
 from .handover import experts_fed_by
@@ -93,14 +94,15 @@ def _paths(router: nn.Module, bound: dict[str, Node]) -> GateFormula | None:
     is_input = bound["X"].peel().op == "opaque"
     if not (numbers and tensors and is_input and all(node.op == "attr" for node in nodes)):
         return None
-    if not 1 <= evaluate(bound["K"].peel(), router) <= MAX_TOP_K:
+    top_k = evaluate(bound["K"].peel(), router)
+    if not isinstance(top_k, int) or not 1 <= top_k <= MAX_TOP_K:
         return None
-    paths = (node.args[0].removeprefix("self.") for node in nodes)
-    return GateFormula(*paths, classes=_classes(router.modules()))
+    linear, scale, root, per_expert, k, eps = (node.args[0].removeprefix("self.") for node in nodes)
+    return GateFormula(linear, scale, root, per_expert, k, eps, _classes(router.modules()))
 
 
-def _attribute(module: nn.Module, path: str) -> object:
-    value: object = module
+def _attribute(module: nn.Module, path: str) -> Any:
+    value: Any = module
     for name in path.split("."):
         value = getattr(value, name)
     return value
@@ -130,14 +132,18 @@ def use_gates(program: Program) -> None:
     """Rewrites `_, weights, ids = self.router(x)` where the first result is not read."""
     for statement in program.statements:
         found = unary_call(program, statement.value) if isinstance(statement, ast.Assign) else None
-        if found is None or _reads_first(program, statement.targets[0].id):
+        if (
+            found is None
+            or not isinstance(statement, ast.Assign)
+            or _reads_first(program, name_of(statement))
+        ):
             continue
         name, router, x = found
         formula = gate_formula(router)
         if formula is not None:
             router.__dict__["_moe_mps_gate"] = formula
-            experts = experts_fed_by(program, statement.targets[0].id) or ast.Constant(None)
-            statement.value = helper("gate", experts, statement.value.func, x)
+            experts = experts_fed_by(program, name_of(statement)) or ast.Constant(None)
+            statement.value = helper("gate", experts, own_module(name), x)
             program.rewrites.append(f"moe_gate ({name})")
 
 

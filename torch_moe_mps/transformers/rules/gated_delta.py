@@ -12,6 +12,7 @@ import inspect
 import textwrap
 import types
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +37,13 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", None: "none"}
 
 
 def causal_conv(
-    function, x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation=None
-):
+    function: Callable,
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
     """function(x, conv_state, weight, bias, activation), which updates conv_state in place."""
     name = _ACTIVATIONS.get(activation)
     present = [tensor for tensor in (x, conv_state, weight, bias) if tensor is not None]
@@ -48,7 +54,16 @@ def causal_conv(
     return ops.causal_conv1d_update_(x, conv_state, weight, bias, name)
 
 
-def delta_rule(function, q: Tensor, k: Tensor, v: Tensor, *, gates: Callable, raw: tuple | None, **options):
+def delta_rule(
+    function: Callable,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    gates: Callable,
+    raw: tuple | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
     """function(q, k, v, g=, beta=, **options), and the state, which is updated in place.
 
     `gates` computes g and beta; `raw` is what the operator takes in their place: g, beta, A_log, dt_bias.
@@ -70,9 +85,9 @@ def delta_rule(function, q: Tensor, k: Tensor, v: Tensor, *, gates: Callable, ra
 
 
 def _split(options: dict) -> tuple:
-    """initial_state, use_qk_l2norm_in_kernel, output_final_state, and what else the function may heed.
+    """initial_state, use_qk_l2norm_in_kernel, output_final_state, and the names of other options that count.
 
-    That does not count the model's own flags, such as use_cache, which forwards pass on to everything.
+    Flags of the model, such as use_cache, do not count: forwards pass them on to every function.
     """
     names = ("initial_state", "use_qk_l2norm_in_kernel", "output_final_state")
     others = [name for name, value in options.items() if not (name in names or isinstance(value, _FLAG))]
@@ -91,7 +106,7 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> bool:
 
 
 @functools.cache
-def is_causal_conv(function: object) -> bool:
+def is_causal_conv(function: Callable) -> bool:
     """Whether a function of (x, conv_state, weight, bias, activation) is causal_conv1d_update_."""
     generator = torch.Generator().manual_seed(0)
     x, state, weight, bias = (
@@ -111,7 +126,7 @@ def is_causal_conv(function: object) -> bool:
 
 
 @functools.cache
-def is_delta_rule(function: object) -> bool:
+def is_delta_rule(function: Callable) -> bool:
     """Whether a function of (q, k, v, g, beta, ...) is gated_delta_rule_."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 2, 2, 8), (2, 2, 2, 8), (2, 2, 4, 3), (2, 2, 4), (2, 2, 4), (2, 4, 8, 3))
@@ -175,16 +190,17 @@ def _decay_attributes(gate: _Gate) -> tuple[str, str] | None:
         torch.linspace(0.0, 3.0, 7),
     )
     expected = -A_log.exp() * F.softplus(a + dt_bias)
-    for names in (gate.attributes, gate.attributes[::-1]):
+    first, second = gate.attributes
+    for names in ((first, second), (second, first)):
         if _agree(gate.tried(a, dict(zip(names, (A_log, dt_bias), strict=True))), expected):
-            return tuple(names)
+            return names
     return None
 
 
 # Rewriting of a forward
 
 
-def rewrite_gated_delta(helpers: types.ModuleType, module: nn.Module):
+def rewrite_gated_delta(helpers: types.ModuleType, module: nn.Module) -> tuple[Callable, str] | None:
     """(forward, what it runs) for a layer with linear attention, else None."""
     own = original_class(module).forward
     inner = inspect.unwrap(own)
@@ -197,8 +213,10 @@ def rewrite_gated_delta(helpers: types.ModuleType, module: nn.Module):
         tree = ast.parse(textwrap.dedent(inspect.getsource(inner))).body[0]
     except (OSError, TypeError, SyntaxError):
         return None
+    if not isinstance(tree, ast.FunctionDef):
+        return None
     rewriter = _Rewriter(inner.__globals__, tree)
-    tree = rewriter.visit(tree)
+    tree = rewriter.visit_FunctionDef(tree)
     if not rewriter.rewrites:
         return None
     if joined := join_in_body(module, tree.body):
@@ -217,11 +235,10 @@ class _Rewriter(ast.NodeTransformer):
         self.tree = tree
         self.rewrites: set[str] = set()
 
-    def function(self, call: ast.AST) -> object:
-        is_name = isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
-        return self.scope.get(call.func.id) if is_name else None
+    def function(self, call: ast.Call) -> Callable | None:
+        return self.scope.get(call.func.id) if isinstance(call.func, ast.Name) else None
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         node.body = self.statements(node.body)
         return node
 
@@ -229,7 +246,12 @@ class _Rewriter(ast.NodeTransformer):
         self.generic_visit(node)
         function = self.function(node)
         plain = 3 <= len(node.args) <= 5 and not node.keywords
-        if function is None or not plain or "conv" not in node.func.id or not is_causal_conv(function):
+        if (
+            function is None
+            or not plain
+            or "conv" not in ast.unparse(node.func)
+            or not is_causal_conv(function)
+        ):
             return node
         self.rewrites.add("causal_conv1d_update_")
         return helper("causal_conv", node.func, *node.args)
@@ -238,34 +260,33 @@ class _Rewriter(ast.NodeTransformer):
         """The rewritten statements of the forward; gates move to the branches that use them."""
         body = [self.visit(statement) for statement in body]
         for branch in body:
-            call = self.step(branch)
-            if call is None:
+            call = self.step(branch) if isinstance(branch, ast.If) else None
+            if call is None or not isinstance(branch, ast.If):
                 continue
             gates = [self.gate(body, branch, call, name) for name in ("g", "beta")]
-            raw = self.raw(*gates) if all(gates) else None
+            raw = self.raw(*gates)
             self.rewrite_step(call, raw)
             if raw is not None:
-                moved = [gate.statement for gate in gates]
+                moved = [gate.statement for gate in gates if gate is not None]
                 first = sorted(moved, key=body.index)
                 body = [statement for statement in body if statement not in moved]
                 branch.orelse = [*first, *branch.orelse]
         return body
 
-    def step(self, branch: ast.stmt) -> ast.Call | None:
+    def step(self, branch: ast.If) -> ast.Call | None:
         """The call of the recurrence in a branch of an `if`; the cache takes the state back."""
-        if not isinstance(branch, ast.If) or len(branch.body) != 1 or not branch.orelse:
+        if len(branch.body) != 1 or not branch.orelse or not isinstance(assign := branch.body[0], ast.Assign):
             return None
-        assign = branch.body[0]
-        call = assign.value if isinstance(assign, ast.Assign) else None
-        target = assign.targets[0] if isinstance(assign, ast.Assign) else None
-        if not isinstance(target, ast.Tuple) or len(target.elts) != 2 or self.function(call) is None:
+        call, target = assign.value, assign.targets[0]
+        if not isinstance(target, ast.Tuple) or len(target.elts) != 2 or not isinstance(call, ast.Call):
             return None
+        function = self.function(call)
         keywords = {keyword.arg: keyword.value for keyword in call.keywords}
         if len(call.args) != 3 or not {"g", "beta", "initial_state"} <= keywords.keys():
             return None
-        if not self.returns_state(ast.unparse(target.elts[1])) or not is_delta_rule(self.function(call)):
+        if function is None or not self.returns_state(ast.unparse(target.elts[1])):
             return None
-        return call
+        return call if is_delta_rule(function) else None
 
     def returns_state(self, name: str) -> bool:
         """Whether the cache is given the state that the step returns: in place is then the same."""
@@ -286,8 +307,10 @@ class _Rewriter(ast.NodeTransformer):
             return None
         return _Gate(defined[0], self.scope)
 
-    def raw(self, g: _Gate, beta: _Gate) -> list[ast.expr] | None:
+    def raw(self, g: _Gate | None, beta: _Gate | None) -> list[ast.expr] | None:
         """g, beta, A_log and dt_bias as the operator takes them."""
+        if g is None or beta is None:
+            return None
         names = _decay_attributes(g)
         if names is None or not _is_sigmoid(beta):
             return None
@@ -299,7 +322,7 @@ class _Rewriter(ast.NodeTransformer):
         rest = [keyword for keyword in call.keywords if keyword.arg not in ("g", "beta")]
         values = [given["g"], given["beta"]]
         if raw is not None:
-            values = [copy.deepcopy(self.definition(value.id)) for value in values]
+            values = [copy.deepcopy(self.definition(ast.unparse(value))) for value in values]
         empty = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
         gates = ast.Lambda(empty, ast.Tuple(values, ast.Load()))
         packed = ast.Constant(None) if raw is None else ast.Tuple(raw, ast.Load())

@@ -5,6 +5,7 @@ What a module computes is found by trying a copy of it on random numbers.
 
 import copy
 import inspect
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ ops = torch.ops.moe_mps
 MARK = "_moe_mps_gated_norm"
 _EPS = ("variance_epsilon", "eps", "epsilon")
 _TRIAL_EPS = 0.25  # large enough to tell where it is added
-_WIDEST = 1024  # what is wider is no norm of heads
+_WIDEST = 1024  # a norm of heads is not wider
 
 
 def gated_norm_forward(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
@@ -32,7 +33,7 @@ def gated_norm_forward(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
     return ops.rms_norm_gated(x, gate, weight, getattr(norm, eps), offset)
 
 
-def rewrite_gated_norm(module: nn.Module):
+def rewrite_gated_norm(module: nn.Module) -> tuple[Callable, str] | None:
     """(forward, what it runs) for a norm with a gate, else None."""
     own = original_class(module).forward
     parameters = dict(module.named_parameters())
@@ -53,7 +54,7 @@ def rewrite_gated_norm(module: nn.Module):
     return gated_norm_forward, "rms_norm_gated"
 
 
-def _offset(module: nn.Module, own, eps: str, width: int) -> float | None:
+def _offset(module: nn.Module, own: Callable, eps: str, width: int) -> float | None:
     """What the module adds to its weight, if the operator computes what it computes."""
     generator = torch.Generator().manual_seed(0)
     x, gate = (torch.randn(4, width, generator=generator) for _ in range(2))

@@ -4,7 +4,7 @@ import ast
 import copy
 
 from ..program.building import child_of_call, helper
-from ..program.programs import Program
+from ..program.programs import Program, name_of
 from .mlp import RESIDUAL
 from .router import is_replaceable
 from .shared import is_experts_call, is_with_shared
@@ -16,19 +16,22 @@ def hand_over_raw_results(program: Program) -> None:
     A block may return weights beside its result. A layer that hands over its residual does not read them.
     """
     for statement in list(program.statements):
-        found = child_of_call(program, statement.value) if isinstance(statement, ast.Assign) else None
+        if not isinstance(statement, ast.Assign) or not isinstance(call := statement.value, ast.Call):
+            continue
+        found = child_of_call(program, call)
         if found is None or not is_replaceable(found[1]):
             continue
-        name, call = found[0], statement.value
-        results = statement.targets[0].id
-        experts, condition = experts_fed_by(program, results), ast.Constant(True)
+        name, results = found[0], name_of(statement)
+        condition: ast.expr = ast.Constant(True)
+        experts = experts_fed_by(program, results)
         if experts is None and RESIDUAL in program.arguments_names():
             experts = experts_fed_by(program, results, or_returned=True)
             condition = ast.parse(f"{RESIDUAL} is not None", mode="eval").body
         if experts is not None:
             program.rewrites.append(f"results of {name} passed on without casts")
-            statement.value = helper("routed", experts, condition, call.func, *call.args)
-            statement.value.keywords = call.keywords
+            routed = helper("routed", experts, condition, call.func, *call.args)
+            routed.keywords = call.keywords
+            statement.value = routed
 
 
 def experts_fed_by(program: Program, results: str, or_returned: bool = False) -> ast.expr | None:
@@ -54,7 +57,7 @@ def _only_consumer(program: Program, results: str, or_returned: bool) -> ast.Cal
         return None
     for tree in (*program.statements, program.result):
         for node in ast.walk(tree):
-            if is_with_shared(node) or is_experts_call(program, node):
+            if isinstance(node, ast.Call) and (is_with_shared(node) or is_experts_call(program, node)):
                 read = {argument.id for argument in node.args if isinstance(argument, ast.Name)}
                 if names.keys() <= read:
                     return node

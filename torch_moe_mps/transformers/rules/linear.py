@@ -6,6 +6,7 @@ Their rows stand behind each other in memory.
 import ast
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from ..experts import is_observed
 from ..linears import QuantizedLinear
 from ..program.building import calls, helper, item, own_module, replace, unary_call
-from ..program.programs import Program
+from ..program.programs import Program, name_of
 
 ops = torch.ops.moe_mps
 
@@ -43,7 +44,8 @@ class Joined:
 
     @staticmethod
     def _join(tensors: list[Tensor | None]) -> Tensor | None:
-        return None if tensors[0] is None else torch.cat([tensor.detach() for tensor in tensors])
+        present = [tensor.detach() for tensor in tensors if tensor is not None]
+        return torch.cat(present) if present else None
 
     def _share(self, layers: Sequence[QuantizedLinear]) -> list[tuple]:
         for name in _TENSORS:
@@ -55,10 +57,10 @@ class Joined:
                     parameter.data = part
         return list(map(_place, layers))
 
-    def is_current(self, layers: Sequence[QuantizedLinear]) -> bool:
+    def is_current(self, layers: Sequence[nn.Module]) -> bool:
         return list(map(_place, layers)) == self.places
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: Any) -> tuple:
         return _nothing, ()
 
 
@@ -69,7 +71,7 @@ def _bias(layer: QuantizedLinear) -> Tensor:
 
 
 def _place(layer: nn.Module) -> tuple:
-    """Where the weights of a layer lie, and which parameters they are: another place is another weight."""
+    """Where the weights of a layer lie, and which parameters hold them. If this changes, the weight does."""
     own = layer._parameters
     packed, scales = own.get("packed"), own.get("scales")
     if packed is None or scales is None:
@@ -77,7 +79,7 @@ def _place(layer: nn.Module) -> tuple:
     return packed.data_ptr(), scales.data_ptr(), scales.dtype, id(own["biases"]), id(own["bias"])
 
 
-def _can_join(layers: Sequence[nn.Module]) -> bool:
+def _can_join(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[QuantizedLinear]]:
     """Whether the layers can be one matrix: of one format, on one device, seen by nobody."""
     first = layers[0]
     for layer in layers:
@@ -90,7 +92,7 @@ def _can_join(layers: Sequence[nn.Module]) -> bool:
         )
         if not same or layer.columns != first.columns or layer.packed.is_meta:
             return False
-    biases = [layer.bias.dtype for layer in layers if layer.bias is not None]
+    biases = [bias.dtype for layer in layers if (bias := layer._parameters["bias"]) is not None]
     return len(set(biases)) < 2 and len({id(layer) for layer in layers}) == len(layers)
 
 
@@ -100,7 +102,7 @@ def join(*layers: nn.Module) -> bool:
     for layer in layers:
         if is_observed(layer):
             return False
-    found = layers[0].__dict__.get(JOINED)
+    found: Joined | None = layers[0].__dict__.get(JOINED)
     if found is not None and found.is_current(layers):
         return True
     if not _can_join(layers):
@@ -132,12 +134,12 @@ def join_in_body(module: nn.Module, body: list[ast.stmt]) -> list[str]:
         return []
     first, x, places = group[0][0], group[0][2], {i for i, *_ in group}
     others = [statement for i, statement in enumerate(body[: max(places)]) if i > first and i not in places]
-    if any(_is_named(x, others) or _is_named(name, body[first:i]) for i, name, *_ in group[1:]):
+    if any(_is_named(x, others) or _is_named(y, body[first:i]) for i, y, *_ in group[1:]):
         return []
     join(*(layer for *_, layer in group))
-    names = [body[i].value.func.attr for i, *_ in group]
+    names = [name for *_, name, _ in group]
     layers = ast.Tuple([own_module(name) for name in names], ast.Load())
-    targets = ast.Tuple([ast.Name(name, ast.Store()) for _, name, *_ in group], ast.Store())
+    targets = ast.Tuple([ast.Name(y, ast.Store()) for _, y, *_ in group], ast.Store())
     together = ast.Assign([targets], helper("linears", layers, ast.Name(x, ast.Load())))
     body[:] = [
         together if i == first else statement
@@ -147,8 +149,8 @@ def join_in_body(module: nn.Module, body: list[ast.stmt]) -> list[str]:
     return names
 
 
-def _named_call(module: nn.Module, statement: ast.stmt) -> tuple[str, str, nn.Module] | None:
-    """(y, x, layer) of a statement y = self.layer(x) with a quantised linear layer."""
+def _named_call(module: nn.Module, statement: ast.stmt) -> tuple[str, str, str, nn.Module] | None:
+    """(y, x, name, layer) of a statement y = self.layer(x) with a quantised linear layer."""
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return None
     target, call = statement.targets[0], statement.value
@@ -156,8 +158,10 @@ def _named_call(module: nn.Module, statement: ast.stmt) -> tuple[str, str, nn.Mo
         return None
     owner, _, name = ast.unparse(call.func).rpartition(".")
     layer = module._modules.get(name) if owner == "self" else None
-    is_unary = len(call.args) == 1 and isinstance(call.args[0], ast.Name)
-    return (target.id, call.args[0].id, layer) if is_unary and isinstance(layer, QuantizedLinear) else None
+    x = call.args[0] if len(call.args) == 1 else None
+    if not isinstance(x, ast.Name) or not isinstance(layer, QuantizedLinear):
+        return None
+    return target.id, x.id, name, layer
 
 
 def _is_named(name: str, statements: list[ast.stmt]) -> bool:
@@ -189,5 +193,5 @@ def _join(program: Program, group: list[tuple[ast.Assign, ast.Call, str, nn.Modu
     together = program.assign("joined", helper("linears", layers, call.args[0]))
     program.statements.insert(program.statements.index(first), together)
     for index, (statement, call, *_) in enumerate(group):
-        replace(program, statement, call, item(together.targets[0].id, index))
+        replace(program, statement, call, item(name_of(together), index))
     program.rewrites.append(f"linear_quantized ({', '.join(names)})")

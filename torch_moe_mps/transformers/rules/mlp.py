@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ...ops._activations import POINTWISE
 from ..experts import add_terms, is_observed
 from ..linears import QuantizedLinear
 from ..program.building import add_option, helper, replace_everything
@@ -22,7 +23,6 @@ ops = torch.ops.moe_mps
 MARK = "_moe_mps_mlp"
 # The argument with which a layer hands over what it would add to the result.
 RESIDUAL = "moe_mps_residual"
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,15 @@ def mlp_formula(program: Program) -> MlpFormula | None:
     down = _child(Reader(program).result(), module)
     if down is None:
         return None
-    for activation in ACTIVATIONS:
+    for activation in POINTWISE:
         for form in (f"{activation}(G) * U", f"{activation}(G)"):
-            bound = match(form, down[1])
-            halves = bound and {name: _child(node, module) for name, node in bound.items()}
-            if halves and all(halves.values()) and all(_is_input(x) for _, x in halves.values()):
-                up = halves["U"][0] if "U" in halves else None
-                return MlpFormula(activation, halves["G"][0], up, down[0])
+            bound = match(form, down[1]) or {}
+            found = {name: _child(node, module) for name, node in bound.items()}
+            halves = {
+                name: half[0] for name, half in found.items() if half is not None and _is_input(half[1])
+            }
+            if halves and len(halves) == len(found):
+                return MlpFormula(activation, halves["G"], halves.get("U"), down[0])
     return None
 
 

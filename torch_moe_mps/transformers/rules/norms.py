@@ -2,6 +2,7 @@
 
 import ast
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from ..experts import is_observed
 from ..program.building import helper, item, own_module, sum_of, unary_call
 from ..program.formulas import Node, Reader, evaluate, is_number
 from ..program.patterns import match
-from ..program.programs import Program, Unsupported
+from ..program.programs import Program, Unsupported, name_of
 from ..program.reads import Read, holds, recording
 from ..program.straightening import straighten
 
@@ -81,8 +82,10 @@ def _fusable(norm: nn.Module, residual: Tensor, x: Tensor) -> NormFormula | None
 
 def weight_of(norm: nn.Module) -> Tensor:
     """norm.weight, which is slow to read as an attribute."""
-    weight = norm._parameters.get("weight")
-    return norm.weight if weight is None else weight
+    weight: Any = norm._parameters.get("weight")
+    if weight is None:
+        weight = norm.weight
+    return weight
 
 
 def residual_norm(norm: nn.Module, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,10 +124,10 @@ def fuse_norms(program: Program) -> None:
     """Rewrites each pair of a residual sum and an RMSNorm; notes in program.rewrites what it did."""
     norms = {name: norm_formula(child) for name, child in program.module.named_children()}
     formulas = {name: formula for name, formula in norms.items() if formula is not None and formula.weight}
-    for statement in list(program.statements):
-        _fuse_norm_add(program, statement, formulas)
-    for statement in list(program.statements):
-        _fuse_residual_norm(program, statement, formulas)
+    for fuse in (_fuse_norm_add, _fuse_residual_norm):
+        for statement in list(program.statements):
+            if isinstance(statement, ast.Assign):
+                fuse(program, statement, formulas)
 
 
 def _norm_call(
@@ -140,24 +143,23 @@ def _mark(program: Program, norm: str, formula: NormFormula, note: str) -> None:
     program.rewrites.append(f"{note} ({norm})")
 
 
-def _fuse_norm_add(program: Program, statement: ast.stmt, formulas: dict[str, NormFormula]) -> None:
+def _fuse_norm_add(program: Program, statement: ast.Assign, formulas: dict[str, NormFormula]) -> None:
     """residual + self.norm(x), and the multiplication by the layer's scalar where it follows."""
     added = sum_of(statement)
     if added is None:
         return
     terms = (added.left, added.right)
     for residual, normed in (terms, terms[::-1]):
-        name = program.last_name(normed)
-        call = _norm_call(program, program.definitions[name], formulas) if name else None
-        if call is None or program.uses(name) > 1:
+        found = program.definition(program.last_name(normed))
+        if found is None:
             continue
-        source = program.defined_by(name)
-        if program.mutates_between(source, statement):
+        source, value = found
+        call = _norm_call(program, value, formulas)
+        if call is None or program.uses(name_of(source)) > 1 or program.mutates_between(source, statement):
             continue
         norm, x = call
         program.statements.remove(source)
-        total = statement.targets[0].id
-        scaled = _scaled_by_attribute(program, total)
+        scaled = _scaled_by_attribute(program, name_of(statement))
         if scaled is None:
             statement.value = helper("norm_add", own_module(norm), residual, x)
             _mark(program, norm, formulas[norm], "fused_norm_add")
@@ -174,8 +176,9 @@ def _scaled_by_attribute(program: Program, total: str) -> tuple[ast.Assign, ast.
     if program.uses(total) != 1:
         return None
     for statement in program.inplace:
-        value = getattr(statement, "value", None)
-        if not (isinstance(value, ast.Call) and ast.unparse(value.func) == "_inplace.imul"):
+        if not isinstance(statement, ast.Assign) or not isinstance(value := statement.value, ast.Call):
+            continue
+        if ast.unparse(value.func) != "_inplace.imul":
             continue
         target, factor = value.args
         name = ast.unparse(factor).removeprefix("self.")
@@ -185,20 +188,22 @@ def _scaled_by_attribute(program: Program, total: str) -> tuple[ast.Assign, ast.
     return None
 
 
-def _fuse_residual_norm(program: Program, statement: ast.stmt, formulas: dict[str, NormFormula]) -> None:
+def _fuse_residual_norm(program: Program, statement: ast.Assign, formulas: dict[str, NormFormula]) -> None:
     """x = self.norm(s) with s = residual + y"""
-    call = _norm_call(program, statement.value, formulas) if isinstance(statement, ast.Assign) else None
+    call = _norm_call(program, statement.value, formulas)
     if call is None:
         return
     norm, x = call
-    total = program.last_name(x)
-    source = program.defined_by(total) if total else None
-    terms = sum_of(source) if source is not None else None
+    found = program.definition(program.last_name(x))
+    if found is None:
+        return
+    source, _ = found
+    terms = sum_of(source)
     if terms is None or program.mutates_between(source, statement):
         return
     pair = program.assign("normed", helper("residual_norm", own_module(norm), terms.left, terms.right))
     program.statements.insert(program.statements.index(source), pair)
     for target, index in ((statement, 0), (source, 1)):
-        target.value = item(pair.targets[0].id, index)
-    program.definitions[total] = source.value
+        target.value = item(name_of(pair), index)
+    program.definitions[name_of(source)] = source.value
     _mark(program, norm, formulas[norm], "fused_residual_norm")

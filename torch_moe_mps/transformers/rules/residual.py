@@ -6,8 +6,8 @@ import copy
 from torch import Tensor, nn
 
 from ..experts import is_observed
-from ..program.building import add_option, helper, sums, unary_call
-from ..program.programs import Program
+from ..program.building import add_option, helper, own_module, sums, unary_call
+from ..program.programs import Program, name_of
 from .mlp import RESIDUAL
 from .shared import experts_call, is_with_shared
 
@@ -26,7 +26,7 @@ def add_to_first(residual: Tensor | None, out: Tensor | tuple) -> Tensor | tuple
 
 
 def take_residual(program: Program) -> None:
-    """Gives a block whose result is that of its experts the option to add a residual to it."""
+    """Gives a block that returns the output of its experts an option: a residual that is added to it."""
     result = program.follow(program.result)
     first = result.elts[0] if isinstance(result, ast.Tuple) and result.elts else result
     call = experts_call(program, first, or_with_shared=True)
@@ -41,22 +41,23 @@ def take_residual(program: Program) -> None:
 
 def hand_over_residual(program: Program) -> None:
     """Rewrites `residual + self.mlp(x)` of a layer."""
-    for statement in sums(program):
+    for statement, total in sums(program):
         if statement not in program.inplace:
-            _hand_over(program, statement, statement.value)
+            _hand_over(program, statement, total)
 
 
 def _hand_over(program: Program, statement: ast.Assign, total: ast.BinOp) -> None:
     for residual, out in ((total.left, total.right), (total.right, total.left)):
         source = _block_call(program, out)
-        if source is None or program.mutates_between(source, statement):
+        found = unary_call(program, source.value) if source is not None else None
+        if source is None or found is None or program.mutates_between(source, statement):
             continue
-        name, block, x = unary_call(program, source.value)
+        name, block, x = found
         if RESIDUAL not in vars(type(block)) or not _is_known(program, residual, source):
             continue
-        source.value = helper("with_residual", source.value.func, copy.deepcopy(residual), x)
+        source.value = helper("with_residual", own_module(name), copy.deepcopy(residual), x)
         statement.value = out
-        program.definitions[statement.targets[0].id] = out
+        program.definitions[name_of(statement)] = out
         program.rewrites.append(f"residual in {name}")
         return
 
@@ -66,14 +67,14 @@ def _block_call(program: Program, out: ast.expr) -> ast.Assign | None:
     name = program.last_name(out)
     if name is None or program.uses(name) != 1:
         return None
-    source, value = program.defined_by(name), program.definitions[name]
+    value = program.definitions[name]
     if isinstance(value, ast.Subscript) and ast.unparse(value.slice) == "0":
         items = program.last_name(value.value)
         others = (n for n, v in program.definitions.items() if n != name and _is_item(v, items))
-        if any(map(program.uses, others)):
+        if items is None or any(map(program.uses, others)):
             return None
-        source = program.defined_by(items) if items else None
-        value = program.definitions.get(items)
+        name, value = items, program.definitions[items]
+    source = program.defined_by(name)
     is_call = source is not None and source.value is value and unary_call(program, value) is not None
     return source if is_call else None
 

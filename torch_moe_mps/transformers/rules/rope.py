@@ -8,14 +8,15 @@ import ast
 import functools
 import itertools
 import types
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..experts import is_observed
 from ..program.building import calls, helper, own_module, replace, unary_call
-from ..program.programs import Program
+from ..program.programs import Program, name_of
 from ..program.reads import holds
 from .norms import MARK, norm_formula, weight_of
 from .trial import agrees
@@ -50,7 +51,9 @@ class _Turn(NamedTuple):
 _TURNS = [_Turn(*fields) for fields in itertools.product(_PAIRS, (False, True), (False, True), (False, True))]
 
 
-def _turned(turn: tuple, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **norms) -> tuple:
+def _turned(
+    turn: tuple, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **norms: Any
+) -> tuple[Tensor, ...]:
     """The operator on q, k [B, T, heads, D], its results [B, heads, T, D]."""
     pairs, half_of_table, doubled, rotary_last = turn
     if half_of_table:
@@ -70,7 +73,9 @@ def rope_form(function: types.FunctionType, tensors: int, options: tuple) -> Rop
     return None
 
 
-def _turn_of(function, tensors: int, options: dict, heads_dim: int, table_width: int) -> tuple | None:
+def _turn_of(
+    function: Callable, tensors: int, options: dict, heads_dim: int, table_width: int
+) -> tuple | None:
     generator = torch.Generator().manual_seed(heads_dim)
     shapes = [(2, _TOKENS, _HEADS + i, _WIDTH) for i in range(tensors)]
     inputs = [torch.rand(shape, generator=generator) + 0.5 for shape in shapes]
@@ -107,7 +112,7 @@ def _turn(wide: tuple | None, narrow: tuple | None, q: Tensor, cos: Tensor) -> t
 
 
 def rope(
-    function,
+    function: Callable,
     form: tuple,
     q: Tensor,
     k: Tensor | None,
@@ -115,8 +120,8 @@ def rope(
     sin: Tensor,
     q_norm: nn.Module | None = None,
     k_norm: nn.Module | None = None,
-    **options,
-):
+    **options: Any,
+) -> Tensor | tuple[Tensor, ...]:
     """function(q_norm(q), k_norm(k), cos, sin), or function(q_norm(q), cos, sin)."""
     heads_dim, wide, narrow = form
     turn = _turn(wide, narrow, q, cos)
@@ -135,14 +140,16 @@ def rope(
     return q if k is None else (q, k_turned.transpose(1, 2))
 
 
-def _norm_arguments(q_norm: nn.Module | None, k_norm: nn.Module | None, q: Tensor, k) -> dict | None:
+def _norm_arguments(
+    q_norm: nn.Module | None, k_norm: nn.Module | None, q: Tensor, k: Tensor | None
+) -> dict | None:
     """The norms as arguments of the operator; None where their modules have to run."""
     if q_norm is None and k_norm is None:
         return {}
     arguments: dict = {}
     eps = offset = None
     for name, norm, x in (("q_weight", q_norm, q), ("k_weight", k_norm, k)):
-        if norm is None:
+        if norm is None or x is None:
             continue
         formula = norm.__dict__.get(MARK)
         if formula is None or is_observed(norm) or not holds(norm, MARK):
@@ -214,17 +221,17 @@ def _normed(
     source, value = program.defined_by(name), program.definitions[name]
     if source is None or source.value is not value or program.mutates_between(source, until):
         return None
-    transposed = isinstance(value, ast.Call) and ast.unparse(value.func).endswith(".transpose")
-    if transposed and [ast.unparse(a) for a in value.args] != ["1", "2"]:
-        return None
-    call, read = value.func.value if transposed else value, [source]
-    if transposed and isinstance(call, ast.Name):
-        inner = program.last_name(call)
-        if inner is None or program.uses(inner) != 1:
+    read: list[ast.stmt] = [source]
+    inner = _transposed(value)
+    if inner is not None:
+        value = inner
+        defined = program.definition(program.last_name(value))
+        if isinstance(value, ast.Name) and (defined is None or program.uses(name_of(defined[0])) != 1):
             return None
-        call = program.definitions[inner]
-        read.append(program.defined_by(inner))
-    found = unary_call(program, call)
+        if defined is not None:
+            value = defined[1]
+            read.append(defined[0])
+    found = unary_call(program, value)
     if found is None:
         return None
     name, norm, x = found
@@ -232,6 +239,14 @@ def _normed(
     if formula is None or not formula.weight:
         return None
     norm.__dict__[MARK] = formula
-    if transposed:
-        x = ast.Call(ast.Attribute(x, "transpose", ast.Load()), value.args, [])
+    if inner is not None:
+        x = ast.Call(ast.Attribute(x, "transpose", ast.Load()), [ast.Constant(1), ast.Constant(2)], [])
     return name, x, read
+
+
+def _transposed(value: ast.expr) -> ast.expr | None:
+    """x if a value is x.transpose(1, 2)."""
+    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
+        return None
+    is_swap = value.func.attr == "transpose" and [ast.unparse(a) for a in value.args] == ["1", "2"]
+    return value.func.value if is_swap else None

@@ -4,6 +4,9 @@ What such a module computes is found by trying it on random positions. Types of 
 change with the length of the sequence are left alone.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +22,9 @@ _LAYOUTS = ("halves", "pairs", "interleaved")
 _LARGEST_POSITION = 4096
 
 
-def rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None):
+def rotary_forward(
+    rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+) -> tuple[Tensor, ...]:
     """The forward of a rewritten module: cos and sin for each position."""
     layout = rotary.__dict__.get(MARK, {}).get(layer_type)
     frequencies, scaling = _parameters(rotary, layer_type)
@@ -29,7 +34,7 @@ def rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_typ
     return ops.rope_tables(position_ids, frequencies.float(), scaling, x.dtype, layout)
 
 
-def _parameters(rotary: nn.Module, layer_type: str | None) -> tuple[object, object]:
+def _parameters(rotary: nn.Module, layer_type: str | None) -> tuple[Any, Any]:
     prefix = "" if layer_type is None else f"{layer_type}_"
     return getattr(rotary, f"{prefix}inv_freq", None), getattr(rotary, f"{prefix}attention_scaling", None)
 
@@ -40,7 +45,7 @@ def _fits(x: Tensor, position_ids: Tensor, frequencies: Tensor) -> bool:
     return dtypes and devices and frequencies.dtype in ACTIVATION_DTYPES and position_ids.dim() == 2
 
 
-def rewrite_rotary(module: nn.Module):
+def rewrite_rotary(module: nn.Module) -> tuple[Callable, str] | None:
     """(forward, what it runs) for a module that computes these tables, else None."""
     types = getattr(module, "rope_type", None)
     record(module, "rope_type")

@@ -5,23 +5,23 @@ results are cast to what the model's code would give (weights in its dtype, ids 
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from ...ops._checks import MAX_TOP_K
+from ...ops._checks import MAX_EXPERTS, MAX_TOP_K
 from ..experts import is_observed, may_be_fused
 from ..program.building import add_option, helper, item
 from ..program.formulas import Node, Reader, casts_to_float32, evaluate, held, is_number
 from ..program.patterns import match
-from ..program.programs import Program, Unsupported
+from ..program.programs import Program, Unsupported, name_of
 from ..program.straightening import straighten
 
 ops = torch.ops.moe_mps
 
-MAX_EXPERTS = 1024
 # The argument with which a block that hands everything to our experts asks for results without casts.
 RAW = "moe_mps_raw"
 _SCORES = {"softmax": "softmax(L)", "sigmoid": "sigmoid(L)", "sqrtsoftplus": "sqrtsoftplus(L)"}
@@ -39,7 +39,7 @@ class Selection:
 
     ids: str
     weights: tuple[str, ...]
-    arguments: dict[str, object]
+    arguments: Mapping[str, Any]
 
 
 def _table() -> Iterator[Selection]:
@@ -66,19 +66,27 @@ _FACTORS = ("W * SCALE", "W / DIVISOR")
 _NORMALISATIONS = ("W / sum(W)", "W / (sum(W) + EPS)", "W / clamp(sum(W), MIN)", "W / clamp_min(sum(W), MIN)")
 
 
+# Arguments of moe_router by name: expressions of the program, None for a value that it has no expression of.
+Arguments: TypeAlias = dict[str, ast.expr | None]
+
+
 @dataclass
 class RouterFormula:
-    """A router's selection as arguments of moe_router: expressions of the program, by name."""
+    """A router's selection as arguments of moe_router: expressions of the program, by name.
 
-    weights: Node
-    logits: Node
+    `in_float32`: the model computes the weights in float32, else in the dtype of the logits.
+    """
+
+    logits: ast.expr
     top_k: ast.expr
+    scoring: str
+    in_float32: bool
     arguments: dict[str, ast.expr]
 
 
 def router_formula(module: nn.Module, weights: Node, ids: Node) -> RouterFormula | str:
     """The formula behind a router's results, or the reason why it has none here."""
-    arguments: dict[str, ast.expr] = {}
+    arguments: Arguments = {}
     scored = _peel_factors(module, weights.peel(), arguments)
     for selection in SELECTIONS:
         bound = match(selection.ids, ids)
@@ -86,17 +94,20 @@ def router_formula(module: nn.Module, weights: Node, ids: Node) -> RouterFormula
         if not found:
             continue
         arguments |= {name: ast.Constant(value) for name, value in selection.arguments.items()}
-        reason = _complete(module, found, arguments)
+        reason = _complete(module, found, selection.arguments["scoring"], arguments)
         if reason is not None:
             return reason
         scores = held(found["L"])
-        if None in (scores.source, found["K"].source, *arguments.values()):
+        logits, top_k = scores.source, found["K"].source
+        known = {name: value for name, value in arguments.items() if value is not None}
+        if logits is None or top_k is None or len(known) < len(arguments):
             return "its formula is spread over several modules"
-        return RouterFormula(weights, scores, found["K"].source, arguments)
+        in_float32 = casts_to_float32(weights.peel(), scores)
+        return RouterFormula(logits, top_k, selection.arguments["scoring"], in_float32, known)
     return "its formula is not one of moe_router's"
 
 
-def _peel_factors(module: nn.Module, weights: Node, arguments: dict[str, ast.expr]) -> Node:
+def _peel_factors(module: nn.Module, weights: Node, arguments: Arguments) -> Node:
     """Strips scaling and normalisation off the weights and notes them as arguments."""
     arguments["norm_topk_prob"] = ast.Constant(False)
     for form in _FACTORS:
@@ -104,8 +115,9 @@ def _peel_factors(module: nn.Module, weights: Node, arguments: dict[str, ast.exp
         for name in ("SCALE", "DIVISOR"):
             if bound and name in bound and is_number(bound[name], module):
                 factor = bound[name].source
-                inverse = ast.BinOp(ast.Constant(1.0), ast.Div(), factor)
-                arguments["scaling_factor"] = factor if name == "SCALE" else inverse
+                if factor is not None and name == "DIVISOR":
+                    factor = ast.BinOp(ast.Constant(1.0), ast.Div(), factor)
+                arguments["scaling_factor"] = factor
                 weights = bound["W"].peel()
                 break
     for form in _NORMALISATIONS:
@@ -120,12 +132,13 @@ def _peel_factors(module: nn.Module, weights: Node, arguments: dict[str, ast.exp
     return weights
 
 
-def _complete(module: nn.Module, bound: dict[str, Node], arguments: dict[str, ast.expr]) -> str | None:
+def _complete(module: nn.Module, bound: dict[str, Node], scoring: str, arguments: Arguments) -> str | None:
     """Adds bias and groups; the reason why the operator cannot be used, if there is one."""
     top_k = evaluate(bound["K"], module)
     if not isinstance(top_k, int) or not 1 <= top_k <= MAX_TOP_K:
         return f"top_k is {top_k}, beyond what moe_router takes"
-    num_experts = module.weight.shape[0] if isinstance(getattr(module, "weight", None), Tensor) else 0
+    weight = getattr(module, "weight", None)
+    num_experts = weight.shape[0] if isinstance(weight, Tensor) else 0
     if num_experts > MAX_EXPERTS:
         return f"it has {num_experts} experts, beyond what moe_router takes"
     if "B" in bound:
@@ -146,13 +159,13 @@ def _complete(module: nn.Module, bound: dict[str, Node], arguments: dict[str, as
         if fill not in (0.0, float("-inf")):
             return f"experts outside of the chosen groups count as {fill}"
         # A softmax is above 0, so 0 excludes as -inf does.
-        if fill == 0.0 and ("B" in bound or arguments["scoring"].value != "softmax"):
+        if fill == 0.0 and ("B" in bound or scoring != "softmax"):
             arguments["masked_score"] = ast.Constant(0.0)
     return None
 
 
 def route(
-    logits: Tensor, top_k: int, dtype: torch.dtype | None, raw: bool, **arguments
+    logits: Tensor, top_k: int, dtype: torch.dtype | None, raw: bool, **arguments: Any
 ) -> tuple[Tensor, Tensor]:
     """moe_router; unless `raw`, weights in `dtype` (None: float32) and ids in int64 as models have them."""
     weights, ids = ops.moe_router(logits, top_k, **arguments)
@@ -178,27 +191,26 @@ def replace_selection(program: Program) -> str | None:
     formula = router_formula(program.module, reader.read(result.elts[1]), reader.read(result.elts[2]))
     if isinstance(formula, str):
         return formula
-    outputs = [_value_before_casts(program, result, index) for index in (1, 2)]
-    statements = [program.defined_by(name) for name in outputs]
+    statements = [_value_before_casts(program, result, index) for index in (1, 2)]
     first = min(statements, key=program.statements.index)
     position = program.statements.index(first)
     returns_early = len(result.elts) == 3 and _is_known_before(program, result.elts[0], position)
-    call = _route_call(formula, ast.Name(RAW, ast.Load()) if returns_early else ast.Constant(False))
-    routed = program.assign("routed", call)
+    raw = ast.Name(RAW, ast.Load()) if returns_early else ast.Constant(False)
+    routed = program.assign("routed", _route_call(formula, raw))
     program.statements.insert(position, routed)
     if returns_early:
-        _return_raw_results(program, position + 1, routed.targets[0].id, result.elts[0])
+        _return_raw_results(program, position + 1, name_of(routed), result.elts[0])
     for index, statement in enumerate(statements):
-        statement.value = item(routed.targets[0].id, index)
-    program.rewrites.append(f"moe_router ({formula.arguments['scoring'].value})")
+        statement.value = item(name_of(routed), index)
+    program.rewrites.append(f"moe_router ({formula.scoring})")
     return None
 
 
 def _route_call(formula: RouterFormula, raw: ast.expr) -> ast.Call:
-    in_float32 = casts_to_float32(formula.weights.peel(), formula.logits)
-    dtype = ast.Constant(None) if in_float32 else ast.Attribute(formula.logits.source, "dtype", ast.Load())
+    float32 = ast.Constant(None)
+    dtype = float32 if formula.in_float32 else ast.Attribute(formula.logits, "dtype", ast.Load())
     arguments = dict(sorted(formula.arguments.items()))
-    return helper("route", formula.logits.source, formula.top_k, dtype, raw, **arguments)
+    return helper("route", formula.logits, formula.top_k, dtype, raw, **arguments)
 
 
 def _return_raw_results(program: Program, position: int, routed: str, logits: ast.expr) -> None:
@@ -214,7 +226,7 @@ def _is_known_before(program: Program, value: ast.expr, position: int) -> bool:
     return statement is not None and program.statements.index(statement) < position
 
 
-def routed(experts: nn.Module, unseen: bool, router: nn.Module, *args, **kwargs) -> tuple:
+def routed(experts: nn.Module, unseen: bool, router: nn.Module, *args: Any, **kwargs: Any) -> tuple:
     """router(...), without casts where it is rewritten and only our operators see the results.
 
     `unseen`: nothing but the experts reads them.
@@ -224,24 +236,28 @@ def routed(experts: nn.Module, unseen: bool, router: nn.Module, *args, **kwargs)
     return router(*args, **kwargs)
 
 
-def _value_before_casts(program: Program, result: ast.Tuple, index: int) -> str:
-    """The name of the result's value in front of the casts that the model's code applies to it."""
-    value, cast, owner = result.elts[index], None, None
+def _value_before_casts(program: Program, result: ast.Tuple, index: int) -> ast.Assign:
+    """The statement of the result's value in front of the casts that the model's code applies to it."""
+    value = result.elts[index]
+    method: ast.Attribute | None = None  # that casts the value
+    owner: ast.Assign | None = None
     while True:
-        name = program.last_name(value)
-        owner = program.defined_by(name) if name else owner
-        definition = program.definitions[name] if name else value
+        found = program.definition(program.last_name(value))
+        owner, definition = found or (owner, value)
+        if not isinstance(definition, ast.Call) or not isinstance(definition.func, ast.Attribute):
+            break
         if Reader(program).read(definition).op != "cast":
             break
-        cast, value = definition, definition.func.value
-    if name is None:
-        statement = program.assign("value", value)
-        name = statement.targets[0].id
-        program.statements.insert(
-            program.statements.index(owner) if owner else len(program.statements), statement
-        )
-        if cast is None:
-            result.elts[index] = ast.Name(name, ast.Load())
-        else:
-            cast.func.value = ast.Name(name, ast.Load())
-    return name
+        method, value = definition.func, definition.func.value
+    if found is not None:
+        return found[0]
+    statement = program.assign("value", value)
+    program.statements.insert(
+        len(program.statements) if owner is None else program.statements.index(owner), statement
+    )
+    name = ast.Name(name_of(statement), ast.Load())
+    if method is None:
+        result.elts[index] = name
+    else:
+        method.value = name
+    return statement

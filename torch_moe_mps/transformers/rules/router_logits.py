@@ -47,8 +47,9 @@ def _before_cast(program: Program, value: ast.expr, until: ast.stmt) -> ast.expr
         if source is None or source.value is not cast or program.mutates_between(source, until):
             return None
     node = Reader(program).read(cast)
-    is_cast = isinstance(cast, ast.Call) and isinstance(cast.func, ast.Attribute)
-    return cast.func.value if is_cast and (node.op, node.args[1:]) == ("cast", ("float32",)) else None
+    if not isinstance(cast, ast.Call) or not isinstance(cast.func, ast.Attribute):
+        return None
+    return cast.func.value if (node.op, node.args[1:]) == ("cast", ("float32",)) else None
 
 
 def _is_attribute(program: Program, weight: ast.expr) -> bool:

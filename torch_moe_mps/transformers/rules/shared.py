@@ -5,17 +5,17 @@ import ast
 from torch import Tensor, nn
 
 from ..experts import add_terms, experts_forward, may_be_fused
-from ..interface import is_experts
+from ..interface import Experts, is_experts
 from ..program.building import child_of_call, helper, sums
 from ..program.formulas import Reader
 from ..program.patterns import match
-from ..program.programs import Program
+from ..program.programs import Program, name_of
 
 _VIEWS = {"view", "reshape"}
 
 
 def experts_with_shared(
-    experts: nn.Module,
+    experts: Experts,
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
@@ -27,7 +27,8 @@ def experts_with_shared(
 
     What the operators add is rounded once.
     """
-    added, is_same = {}, True
+    added: dict[str, Tensor] = {}
+    is_same = True
     for name, term in (("shared_out", shared_out), ("residual", residual)):
         if term is not None:
             added[name] = term.reshape(hidden_states.shape)
@@ -41,18 +42,18 @@ def experts_with_shared(
 
 def fold_shared_experts(program: Program) -> None:
     """Rewrites `experts(...) + shared` in a block's program."""
-    for statement in sums(program):
-        _fold(program, statement)
+    for statement, total in sums(program):
+        _fold(program, statement, total)
 
 
-def is_experts_call(program: Program, value: ast.expr) -> bool:
-    """Whether a value is self.experts(hidden, ids, weights)."""
-    found = child_of_call(program, value)
-    return found is not None and is_experts(found[1]) and len(value.args) == 3
+def is_experts_call(program: Program, call: ast.Call) -> bool:
+    """Whether a call is self.experts(hidden, ids, weights)."""
+    found = child_of_call(program, call)
+    return found is not None and is_experts(found[1]) and len(call.args) == 3
 
 
-def is_with_shared(value: ast.expr) -> bool:
-    return isinstance(value, ast.Call) and ast.unparse(value.func) == "_moe_mps.experts_with_shared"
+def is_with_shared(call: ast.Call) -> bool:
+    return ast.unparse(call.func) == "_moe_mps.experts_with_shared"
 
 
 def experts_call(program: Program, value: ast.expr, or_with_shared: bool = False) -> ast.Call | None:
@@ -65,27 +66,28 @@ def experts_call(program: Program, value: ast.expr, or_with_shared: bool = False
         if name is not None and program.uses(name) != 1:
             return None
         value = program.follow(value)
+        if not isinstance(value, ast.Call):
+            return None
         if is_experts_call(program, value) or (or_with_shared and is_with_shared(value)):
             return value
-        is_method = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
-        if not is_method or value.func.attr not in _VIEWS:
+        if not isinstance(value.func, ast.Attribute) or value.func.attr not in _VIEWS:
             return None
         value = value.func.value
 
 
-def _fold(program: Program, statement: ast.Assign) -> None:
-    terms = (statement.value.left, statement.value.right)
+def _fold(program: Program, statement: ast.Assign, total: ast.BinOp) -> None:
+    terms = (total.left, total.right)
     for routed, shared in (terms, terms[::-1]):
         call = experts_call(program, routed)
-        name = program.last_name(routed)
-        moves = name is not None and program.mutates_between(program.defined_by(name), statement)
+        found = program.definition(program.last_name(routed))
+        moves = found is not None and program.mutates_between(found[0], statement)
         if call is None or moves or _reads(program, shared, call):
             continue
         gate, output = _gated(program, shared)
         new = helper("experts_with_shared", call.func, *call.args, output, *([gate] if gate else []))
         # The sum takes the place of the routed output, in the shape in which it was added.
         statement.value = _in_place_of(program, routed, call, new)
-        program.definitions[statement.targets[0].id] = statement.value
+        program.definitions[name_of(statement)] = statement.value
         program.rewrites.append("shared expert" + (" and its gate" if gate else "") + " in moe_experts")
         return
 
@@ -116,11 +118,12 @@ def _gated(program: Program, shared: ast.expr) -> tuple[ast.expr | None, ast.exp
 
 def _in_place_of(program: Program, routed: ast.expr, call: ast.Call, new: ast.Call) -> ast.expr:
     """The expression for `routed` with the call of the experts replaced; its statements are dropped."""
-    name = program.last_name(routed)
-    if name is not None:
-        program.statements.remove(program.defined_by(name))
+    found = program.definition(program.last_name(routed))
+    if found is not None:
+        program.statements.remove(found[0])
     value = program.follow(routed)
     if value is call:
         return new
+    assert isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)  # a view: experts_call
     inner = _in_place_of(program, value.func.value, call, new)
     return ast.Call(ast.Attribute(inner, value.func.attr, ast.Load()), value.args, value.keywords)

@@ -1,0 +1,79 @@
+"""Sorting the pairs of token and slot by expert."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.layouts import LAYOUTS, lay
+from support.routing import (
+    check_sorting,
+    random_ids,
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_sorting(device, dtype):
+    cases = [
+        ((1, 1), 1),
+        ((3, 2), 4),
+        ((1, 8), 128),
+        ((33, 8), 60),
+        ((70, 1), 3),
+        ((130, 4), 257),
+        ((9, 6), 1024),
+    ]
+    for i, (shape, num_experts) in enumerate(cases):
+        check_sorting(random_ids(shape, 0, num_experts, i, dtype).to(device), num_experts, 64 * i + 1, 4096)
+        check_sorting(random_ids(shape, -2, num_experts + 3, i, dtype).to(device), num_experts)
+
+
+@pytest.mark.parametrize("tokens, top_k, num_experts", [(700, 8, 60), (330, 7, 1024), (3100, 11, 9)])
+def test_sorting_of_many_pairs(device, tokens, top_k, num_experts):
+    """More pairs than one threadgroup sorts, and more than all of them hold at a time."""
+    check_sorting(random_ids((tokens, top_k), -1, num_experts + 1, tokens).to(device), num_experts)
+
+
+def test_sorting_when_all_choose_one_expert(device):
+    for expert in (0, 6, 7, -1):
+        check_sorting(torch.full((40, 2), expert, dtype=torch.int32, device=device), 7)
+        check_sorting(torch.full((16, 2), expert, dtype=torch.int32, device=device), 7)  # a full tile
+
+
+def test_sorting_of_distant_sentinels(device):
+    """An int64 id is compared as such, not by its lower half."""
+    ids = torch.tensor([[2**32 + 1, 1], [-(2**40), 2**62], [2, 3]], device=device)
+    check_sorting(ids, 3)
+    check_sorting(torch.tensor([[2**31 - 1, 0], [-(2**31), 2]], dtype=torch.int32, device=device), 3)
+
+
+def test_sorting_layouts(device):
+    for layout in LAYOUTS:
+        for dtype in (torch.int32, torch.int64):
+            check_sorting(lay(random_ids((10, 4), 0, 9, 0, dtype), layout, device), 9)
+
+
+def test_sorting_nothing(device):
+    for shape in ((0, 4), (3, 0)):
+        check_sorting(torch.zeros(shape, dtype=torch.int32, device=device), 5)
+
+
+@given(
+    st.integers(0, 40),
+    st.integers(1, 9),
+    st.integers(1, 300),
+    st.integers(0, 2**30),
+    st.sampled_from([torch.int32, torch.int64]),
+)
+@settings(max_examples=60, deadline=None)
+def test_sorting_any_shape_on_cpu(tokens, top_k, num_experts, seed, dtype):
+    check_sorting(random_ids((tokens, top_k), -1, num_experts + 1, seed, dtype), num_experts)
+
+
+@pytest.mark.sweep
+def test_sorting_sweep(device):
+    for num_experts in (1, 2, 31, 32, 33, 60, 128, 256, 512, 1024):
+        for tokens in (1, 2, 7, 64, 333, 1025):
+            for top_k in (1, 2, 6, 8, 22):
+                for extra in (0, 2):
+                    ids = random_ids((tokens, top_k), -extra, num_experts + extra, tokens).to(device)
+                    check_sorting(ids, num_experts)

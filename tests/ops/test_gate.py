@@ -1,0 +1,107 @@
+"""moe_gate: norm, matmul and choice of experts in one operator."""
+
+import pytest
+import torch
+from support.layouts import LAYOUTS
+from support.routing import (
+    DTYPES,
+    check_gate,
+    gate_arguments,
+)
+
+from torch_moe_mps.ops.routing import (
+    moe_gate,
+)
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate(device, dtype):
+    sizes = [(1, 31, 8, 2), (4, 33, 5, 5), (3, 300, 60, 4), (9, 128, 128, 8), (2, 520, 130, 16)]
+    for i, (tokens, width, num_experts, top_k) in enumerate(sizes):
+        arguments = gate_arguments(
+            tokens + 4, width, num_experts, dtype, torch.float32 if i % 2 else dtype, 10 * i
+        )
+        for renormalize in (True, False):
+            assert check_gate(*arguments, top_k, renormalize, device) > 0
+
+
+def test_gate_of_gemma4(device):
+    """The shape of the source kernel, and rows longer than a threadgroup's memory holds in float32."""
+    assert check_gate(*gate_arguments(3, 2816, 128, torch.bfloat16, torch.float32, 0), 8, False, device) > 0
+    assert check_gate(*gate_arguments(2, 16384, 16, torch.bfloat16, torch.bfloat16, 5), 2, True, device) > 0
+    # The row is staged again for the experts behind the first 128.
+    assert check_gate(*gate_arguments(2, 8200, 130, torch.float16, torch.float32, 6), 4, False, device) > 0
+
+
+@pytest.mark.one_schedule
+def test_gate_for_many_tokens(device):
+    """4 and 16 tokens share the router's rows; rows longer than what is staged of them at once."""
+    for dtype in (torch.bfloat16, torch.float32):
+        assert check_gate(*gate_arguments(70, 96, 32, dtype, torch.bfloat16, 3), 4, True, device) > 20
+        assert check_gate(*gate_arguments(66, 1100, 9, dtype, torch.float32, 4), 2, True, device) > 40
+        assert check_gate(*gate_arguments(1100, 260, 5, dtype, torch.float32, 5), 2, False, device) >= 1024
+        assert check_gate(*gate_arguments(1100, 33, 6, dtype, torch.bfloat16, 6), 3, True, device) >= 1024
+
+
+def test_gate_layouts(device):
+    for layout in LAYOUTS:
+        arguments = gate_arguments(6, 66, 16, torch.float16, torch.float32, 7)
+        assert check_gate(*arguments, 3, True, device, [layout] * 4) > 2
+
+
+def test_gate_with_one_unaligned_operand(device):
+    arguments = gate_arguments(6, 128, 16, torch.float16, torch.float32, 7)
+    for odd in range(4):
+        layouts = ["offset" if i == odd else "contiguous" for i in range(4)]
+        assert check_gate(*arguments, 3, True, device, layouts) > 2
+
+
+def test_gate_of_degenerate_rows(device):
+    hidden, router_weight, norm_weight, _ = gate_arguments(3, 64, 16, torch.float32, torch.float32, 1)
+    hidden[0] = NAN
+    hidden[1] = 0.0
+    hidden[2, 3] = INF
+    scale = torch.ones(16)
+    for renormalize in (True, False):
+        tensors = (tensor.to(device) for tensor in (hidden, router_weight, norm_weight, scale))
+        weights, ids = moe_gate(*tensors, 4, 1e-6, renormalize)
+        assert ids[:2].tolist() == [[0, 1, 2, 3]] * 2
+        assert weights[:2].tolist() == [[0.25] * 4] * 2
+        assert torch.isfinite(weights).all() and len(set(ids[2].tolist())) == 4
+
+
+@pytest.mark.parametrize("bad", [NAN, -INF])
+def test_gate_with_a_scale_that_is_no_number(device, bad):
+    """It reaches every weight of its tokens through the sum, as the formula says."""
+    hidden, router_weight, norm_weight, _ = gate_arguments(2, 64, 16, torch.float32, torch.float32, 1)
+    scale = torch.ones(16)
+    args = [tensor.to(device) for tensor in (hidden, router_weight, norm_weight)]
+    _, ids = moe_gate(*args, scale.to(device), 4, 1e-6, True)
+    scale[ids[0, 2].item()] = bad
+    weights, _ = moe_gate(*args, scale.to(device), 4, 1e-6, True)
+    assert weights[0, 2].isnan() and (weights[0].isnan() | (weights[0] == 0.0)).all()
+    assert weights[0].isnan().all() == (bad != -INF)
+
+
+def test_gate_whose_scales_sum_to_zero(device):
+    tensors = (
+        torch.ones(1, 32),
+        torch.zeros(8, 32),
+        torch.ones(32),
+        torch.tensor([1.0, -1.0, 0, 0, 0, 0, 0, 0]),
+    )
+    weights, ids = moe_gate(*(tensor.to(device) for tensor in tensors), 2, 1e-6)
+    assert ids.tolist() == [[0, 1]] and weights.tolist() == [[0.5, -0.5]]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+def test_gate_sweep(device, dtype, weight_dtype):
+    for width in (1, 31, 32, 33, 127, 300, 1024, 2880, 7168):
+        for num_experts, top_k in ((1, 1), (8, 2), (31, 5), (128, 8), (512, 10)):
+            for tokens in (1, 3, 33) if width * num_experts < 2**17 else (1,):
+                arguments = gate_arguments(tokens, width, num_experts, dtype, weight_dtype, width)
+                check_gate(*arguments, top_k, bool(tokens % 2), device)

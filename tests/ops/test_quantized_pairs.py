@@ -1,0 +1,138 @@
+"""Quantised experts whose pairs are spread in many ways: all on one expert, on few, on many."""
+
+import pytest
+import torch
+from support.expert_layers import random
+from support.oracles_experts import assert_close
+from support.oracles_experts import expert_mm as expected_mm
+from support.quantized_layers import (
+    FORMATS,
+    check_layer,
+    dense,
+    each,
+    place,
+    random_quantized,
+)
+
+from torch_moe_mps.ops.quantized import expert_qmm
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def ids_of_counts(counts, slots, seed):
+    """[T, slots]: expert e occurs counts[e] times, sentinels fill up."""
+    flat = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).int()
+    flat = torch.cat([flat, torch.full((-len(flat) % slots,), -1, dtype=torch.int32)])
+    order = torch.randperm(len(flat), generator=torch.Generator().manual_seed(seed))
+    return flat[order].reshape(-1, slots)
+
+
+# Pairs of each expert: what one matrix takes, a few columns of them, and more than are taken at once.
+COUNTS = ((1, 2, 3), (8, 1, 9), (17, 0, 16), (33, 31, 2))
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("format", each(FORMATS))
+def test_many_pairs_of_one_expert(device, format, counts):
+    """At 2 to 32 tokens the pairs of an expert are multiplied together. Rows of 3 and of 5 groups.
+
+    In the down projection simdgroups share experts where there are at most 8.
+    """
+    group, seed = format[1], sum(counts)
+    counts += (0,) * (6 * (seed % 2))
+    for i, (slots, dtype) in enumerate(zip((2, 3, 2), DTYPES, strict=True)):
+        ids = ids_of_counts(counts, max(slots, -(-sum(counts) // 32)), seed)
+        shape = (*ids.shape, len(counts), 3 * group, group if i else 5 * group)
+        check_layer(device, shape, format, dtype, seed, ids=ids)
+    weight = random_quantized(len(counts), 37, 5 * group, format, torch.float16, seed)
+    x = random((*ids.shape, 5 * group), torch.float16, seed)
+    expected = expected_mm(x, dense(weight, format), ids, None, rounded_weight=True)
+    assert_close(expert_qmm(x.to(device), *place(weight, device), ids.to(device), *format), expected)
+
+
+# Pairs of 12 experts whose blocks of rows are taken in twos, of 6 one by one, of 2 in halves. Where there are
+# more experts than pairs it is those of the first 24 pairs, of 6 and of 2.
+MANY_BLOCKS = (1, 2, 4, 5, 8, 9, 33, 0, 1, 3, 7, 17, 1, 3, 6, 12, 0, 1, 1, 5)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "dtype"),
+    [
+        (4, 64, torch.half),
+        pytest.param(4, 32, torch.bfloat16, marks=pytest.mark.sweep),
+        pytest.param(8, 64, torch.half, marks=pytest.mark.sweep),
+    ],
+)
+@pytest.mark.parametrize("counts", [MANY_BLOCKS, (2, 1, 1, 0, 0) * 8], ids=["experts", "pairs"])
+def test_many_blocks_of_rows(device, counts, bits, group, dtype):
+    """75 blocks; the rows of the projection end in the middle of one, and their number is odd."""
+    format, seed = (bits, group, "affine"), len(counts)
+    ids = ids_of_counts(counts, max(2, -(-sum(counts) // 32)), seed)
+    weight = random_quantized(len(counts), 75 * 64 - 27, 64, format, dtype, seed)
+    x = random((len(ids), 64), dtype, seed)
+    expected = expected_mm(x, dense(weight, format), ids, None, rounded_weight=True)
+    assert_close(expert_qmm(x.to(device), *place(weight, device), ids.to(device), *format), expected)
+    check_layer(device, (*ids.shape, len(counts), 64, 75 * 32 // 64 * 64), format, dtype, seed, ids=ids)
+
+
+@pytest.mark.parametrize("format", each(FORMATS))
+def test_inputs_of_several_blocks(device, format):
+    """Longer than what of a pair's inputs, or of several pairs', lies in threadgroup memory at a time."""
+    counts, group = (1, 2, 3, 4, 9, 1), format[1]
+    for i, dtype in enumerate(DTYPES):
+        ids = ids_of_counts(counts, 2, i)
+        check_layer(device, (*ids.shape, len(counts), 2048 + group, group), format, dtype, i, ids=ids)
+
+
+@pytest.mark.parametrize("format", each(FORMATS))
+def test_more_experts_than_simdgroups(device, format):
+    """In the down projection a simdgroup goes from one to the next. Rows of whole steps, and of more."""
+    for i, intermediate in enumerate((256, 512, 5 * format[1])):
+        check_layer(device, (9, 5, 40, 128, intermediate), format, DTYPES[i], i)
+
+
+def check_counts(device, counts, format, groups: int, seed: int, **options):
+    """At most 32 tokens whose experts have these numbers of pairs; `groups` of intermediate values."""
+    group = format[1]
+    ids = ids_of_counts(counts, max(2, -(-sum(counts) // 32)), seed)
+    shape = (*ids.shape, len(counts), max(64, group), group * groups)
+    check_layer(device, shape, format, DTYPES[seed % 3], seed, ids=ids, **options)
+
+
+# Pairs of each expert; with more than 32 an expert counts again. Shares of 16 simdgroups for 1 to 16 of them.
+FEW_COUNTS = (
+    (2,),
+    (5, 4),
+    (1, 0, 3, 3),
+    (1, 2, 3, 4, 5),
+    (1, 0, 1, 1, 1, 1, 1, 9),
+    (40,),
+    (33, 65),
+    (226, 2, 1, 2, 1, 2, 1, 2),
+)
+
+
+@pytest.mark.parametrize("counts", FEW_COUNTS, ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_simdgroups_share_few_experts(device, bits, counts):
+    """Rows of one step, of fewer steps than simdgroups of an expert, and of more, the last one not full."""
+    for i, (group, groups) in enumerate([(32, 1), (64, 3), (128, 7), (64, 37)]):
+        bias = random((len(counts), max(64, group)), torch.float32, i)
+        check_counts(device, counts, (bits, group, "affine"), groups, i, down_bias=bias)
+
+
+# Experts with few pairs (to 2, 4 or 8) and with many are dealt to 12 simdgroups; those that have many leave
+# turns to the others. None, 6 and 13 with many; fewer with few than there are turns to leave, and more.
+TURNS_COUNTS = (
+    (1, 2) * 13,
+    (9, 1, 0) * 6,
+    (9, 1, 1, 0) * 6 + (1,) * 13,
+    (9,) * 13 + (1,) * 27,
+)
+
+
+@pytest.mark.parametrize("counts", TURNS_COUNTS, ids=lambda counts: f"{len(counts)}-{sum(counts)}")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_simdgroups_take_experts_in_turn(device, bits, counts):
+    for i, (group, groups) in enumerate([(32, 3), (64, 5), (128, 1)]):
+        check_counts(device, counts, (bits, group, "affine"), groups, i)
