@@ -31,7 +31,7 @@ FORMATS |= {"mxfp4": (4, 32, "mxfp4"), "mxfp8": (8, 32, "mxfp8"), "nvfp4": (4, 1
 
 def head() -> str:
     names = ["architecture", "experts in MLX", *FORMATS, "written back"]
-    return f"| {' | '.join(names)} |\n|{' --- |' * len(names)}\n"
+    return f"| {' | '.join(names)} |\n|{'---|' * len(names)}\n"
 
 
 def row(architecture: str) -> str:
