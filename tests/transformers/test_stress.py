@@ -122,8 +122,9 @@ def test_threads_generate(device, count):
 @pytest.mark.sweep
 @pytest.mark.one_schedule
 @pytest.mark.parametrize("count", [1, 4])
-def test_a_thousand_generations(device, count):
-    check(device, count, 125, quantised=True)
+def test_many_generations(device, count):
+    """1,000 on the CPU."""
+    check(device, count, 125 if device == "cpu" else 20, quantised=True)
 
 
 # Threads that change models of their own
@@ -150,6 +151,24 @@ def change(device: str, architecture: str, rounds: int) -> Callable[[], None]:
     return run
 
 
+def test_tuples_that_other_threads_build():
+    """CPython fails to finish a tuple that something else holds, such as a list of all objects."""
+    model, quantised = tiny("qwen3_moe"), threading.Event()
+
+    def build():
+        while not quantised.is_set():
+            tuple(tuple(i for i in range(50)) for _ in range(50))
+
+    def quantize():
+        try:
+            torch_moe_mps.quantize_experts(model.model, 4, 32, progress=False)
+        finally:
+            quantised.set()
+
+    in_threads(build, build, quantize)
+    assert hasattr(model, "hf_quantizer") and hasattr(model.config, "quantization_config")
+
+
 def check_changes(device: str, architectures: tuple[str, ...], rounds: int) -> None:
     generating = jobs(device, 1, quantised=False)[: THREADS // 2]
     works = [lambda job=job: [job.run() for _ in range(4 * rounds)] for job in generating]
@@ -164,4 +183,4 @@ def test_threads_change_their_own_models():
 @pytest.mark.sweep
 @pytest.mark.one_schedule
 def test_threads_change_their_own_models_for_long(device):
-    check_changes(device, ARCHITECTURES, 25)
+    check_changes(device, ARCHITECTURES, 25 if device == "cpu" else 2)

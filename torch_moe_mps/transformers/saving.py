@@ -73,9 +73,28 @@ def _outermost(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
     """The largest model of transformers that contains a model: saving it saves the quantised part as well."""
     if not hasattr(model, "config"):
         return model
-    every = (each for each in gc.get_objects() if issubclass(type(each), cls) and each is not model)
-    around = [each for each in every if any(part is model for part in each.modules())]
-    return max(around, key=lambda each: len(list(each.modules())), default=model)
+    around, found = [model], model
+    for module in around:  # which grows
+        around += [parent for parent in _parents(module) if all(parent is not each for each in around)]
+        if issubclass(type(module), cls) and any(part is found for part in module.modules()):
+            found = module
+    return found
+
+
+def _parents(module: nn.Module) -> list[nn.Module]:
+    """The modules that a module is a child of.
+
+    Found by its referrers. `gc.get_objects` would hold tuples that other threads are still building, which
+    CPython fails to finish then.
+    """
+    found = []
+    for children in gc.get_referrers(module):
+        if type(children) is not dict:
+            continue
+        for holder in gc.get_referrers(children):  # the module, or the dict of its attributes
+            owners = gc.get_referrers(holder) if type(holder) is dict else [holder]
+            found += [o for o in owners if issubclass(type(o), nn.Module) and o._modules is children]
+    return found
 
 
 def _own_configs(model: nn.Module) -> None:
