@@ -1,6 +1,6 @@
 """Checkpoints of MLX: mlx-lm writes them, and its logits are the oracle."""
 
-import re
+import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from support.models import assert_close, output, prompt
 import torch_moe_mps
 from torch_moe_mps.transformers.interface import formats_of, is_experts, is_quantized
 from torch_moe_mps.transformers.linears import QuantizedLayer
+from torch_moe_mps.transformers.mlx_writing import EXPERTS
 
 pytest.importorskip("mlx_lm")
 transformers.logging.set_verbosity_error()
@@ -32,9 +33,9 @@ EVERY = [
 ]
 
 
-def load(model, folder, **arguments):
+def load(model, folder, precision=torch.float32, **arguments):
     return torch_moe_mps.from_pretrained(
-        str(folder / "mlx"), type(model), dtype=torch.float32, attn_implementation="eager", **arguments
+        str(folder / "mlx"), type(model), dtype=precision, attn_implementation="eager", **arguments
     )
 
 
@@ -123,4 +124,51 @@ def test_a_missing_tensor_is_one_line(tmp_path):
 
 def test_the_table_names_what_is_tested():
     text = (Path(__file__).parents[2] / "docs" / "mlx.md").read_text()
-    assert re.findall(r"^\| `(\w+)` \|", text, re.M) == sorted(mlx_models.ARCHITECTURES)
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert [row[0].strip("`") for row in rows[1:]] == sorted(mlx_models.ARCHITECTURES)
+    assert rows[0][2:-1] == [
+        "2 bits",
+        "3 bits",
+        "4 bits",
+        "5 bits",
+        "6 bits",
+        "8 bits",
+        "mxfp4",
+        "mxfp8",
+        "nvfp4",
+    ]
+    assert {row[1] for row in rows[1:]} == set(EXPERTS.values())
+    assert all(cell == "yes" for row in rows[1:] for cell in row[2:])
+
+
+@pytest.mark.parametrize("truncate", [True, pytest.param(False, marks=pytest.mark.sweep)])
+def test_yarn_of_gpt_oss(truncate, tmp_path):
+    """gpt-oss says "truncate": false: mlx-lm rounds the range of the ramp all the same."""
+    rope = {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "original_max_position_embeddings": 64, "truncate": truncate,
+    }  # fmt: skip
+    with mlx_models.tiny_models.groups_of_32(), mlx_models.tiny_models.sizes(**mlx_models.SIZES, head_dim=32):
+        model = mlx_models.tiny_models.tiny_model("gpt_oss", rope_parameters=rope)
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    oracle = mlx_models.write(model, tmp_path, 4, rope_scaling=scaling)
+    config = tmp_path / "mlx" / "config.json"
+    assert json.loads(config.read_text())["rope_parameters"]["truncate"] is truncate
+    ours, theirs = output(load(model, tmp_path), prompt()), mlx_models.logits(oracle, prompt())
+    error = float((ours - theirs).abs().max() / theirs.abs().max())
+    assert error <= 2e-5 if truncate else error > 1e-4
+
+
+@pytest.mark.parametrize(
+    "architecture", ["qwen3_moe", *(pytest.param(n, marks=pytest.mark.sweep) for n in ("gpt_oss", "mixtral"))]
+)
+def test_bfloat16_within_rounding(architecture, tmp_path):
+    """Two roundings of bfloat16 apart from mlx-lm, as mlx-lm is from its own float32."""
+    model = mlx_models.tiny(architecture).to(torch.bfloat16)
+    oracle = mlx_models.write(model, tmp_path, 4)
+    theirs = mlx_models.logits(oracle, prompt())
+    exact = output(load(model, tmp_path), prompt())
+    ours = output(load(model, tmp_path, precision=torch.bfloat16), prompt()).float()
+    scale = exact.abs().max()
+    own = (theirs - exact).abs().max() / scale
+    assert (ours - exact).abs().max() / scale <= max(2 * own, 2**-7)

@@ -10,6 +10,8 @@ from torch import nn
 from ..ops._checks import ACTIVATION_DTYPES, Check
 from ..quantization import Format, QuantizedWeight
 from ..quantization.formats import empty_weight
+from .interface import formats_of, is_experts, is_quantized
+from .packing import quantized_names
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
@@ -29,17 +31,32 @@ def check_loaded(model: "PreTrainedModel") -> None:
     base = set(model.base_model.modules())
     for path, module in model.named_modules():
         required = whole or module in base
-        format = getattr(module, "quantization", None) or getattr(module, "format", None)
-        dtypes = _dtypes(format) if isinstance(format, Format) else {}
+        dtypes = _dtypes_of(module)
         for name, tensor in _stored(module):
             argument = f"{path}.{name}".lstrip(".")
             missing = not getattr(tensor, "_is_hf_initialized", False)
             if missing and required and not any(pattern.search(argument) for pattern in optional):
                 check.fail(argument, "in the checkpoint", "no such tensor")
-            if (part := name.rpartition("_")[2]) in dtypes:
-                check.dtype(argument, tensor, dtypes[part])
+            if name in dtypes:
+                check.dtype(argument, tensor, dtypes[name])
             elif isinstance(tensor, nn.Parameter) and not tensor.is_floating_point():
                 check.fail(argument, "of a floating-point dtype", str(tensor.dtype).removeprefix("torch."))
+
+
+def _dtypes_of(module: nn.Module) -> dict[str, tuple[torch.dtype, ...]]:
+    """{name of a quantised tensor: its possible dtypes}; the matrices of experts have a format each."""
+    if is_experts(module) and is_quantized(module):
+        formats = formats_of(module)
+    else:
+        format = getattr(module, "format", None)
+        formats = {"weight": format} if isinstance(format, Format) else {}
+    names = ((quantized_names(parameter), _dtypes(format)) for parameter, format in formats.items())
+    return {
+        name: dtypes[part]
+        for ours, dtypes in names
+        for name, part in zip(ours, QuantizedWeight._fields, strict=True)
+        if part in dtypes
+    }
 
 
 def _dtypes(format: Format) -> dict[str, tuple[torch.dtype, ...]]:

@@ -122,7 +122,7 @@ class Plan:
             if part == "weight" and quantized:
                 self._quantized(module, name)
             else:
-                self.entries[name] = Entry((source,), self._cast(name, source))
+                self.entries[name] = Entry((source,), self._in_dtype(name, self._cast(name, source)))
         return True
 
     def _quantized(self, module: str, name: str) -> None:
@@ -167,6 +167,11 @@ class Plan:
         if shape.numel() == stored.numel() and [d for d in shape if d > 1] == [d for d in stored if d > 1]:
             return lambda t: t.view(shape)
         return _CHECK.fail(name, f"of shape {tuple(shape)}", f"{tuple(stored)} in {source}")
+
+    def _in_dtype(self, name: str, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Scales keep the dtype of the checkpoint; what is dense has that of the model."""
+        dtype = self.types_of[name]
+        return lambda *tensors: make(*tensors).to(dtype)
 
     def _resolve(self, key: str) -> str | None:
         """The parameter that a tensor with MLX's name belongs to."""
@@ -238,7 +243,8 @@ class Plan:
             name, transposed = f"{owner}.{projection}", module.is_transposed
         if part == "weight" and len({tuple(self.shapes[s]) for s in sources}) > 1:
             _CHECK.fail(name, "of gate and up rows in one format", [self.shapes[s] for s in sources])
-        self.entries[name] = Entry(sources, lambda *t: _joined(t, interleaved, transposed))
+        make: Callable[..., Tensor] = lambda *t: _joined(t, interleaved, transposed)  # noqa: E731
+        self.entries[name] = Entry(sources, self._in_dtype(name, make) if name in self.parameters else make)
 
     # Latent attention
 
@@ -265,7 +271,7 @@ class Plan:
 
 
 # What mlx-lm calls the matrices of an MLP that its architecture numbers.
-_NUMBERED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+NUMBERED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 _MODES = {(32, 4): "mxfp4", (32, 8): "mxfp8", (16, 4): "nvfp4"}
 
 
@@ -309,10 +315,11 @@ def _variants(key: str) -> Iterator[str]:
         yield f"model.language_model.{key.removeprefix('model.')}"
     module, _, part = key.rpartition(".")
     parent, _, child = module.rpartition(".")
-    if child in _NUMBERED:
-        yield f"{parent}.{_NUMBERED[child]}.{part}"
-    if key.endswith(".gate.gate_proj.weight"):  # a linear layer within the router
-        yield key.replace(".gate.gate_proj.", ".gate.")
+    if child in NUMBERED:
+        yield f"{parent}.{NUMBERED[child]}.{part}"
+    for layer in (".gate_proj.", ".proj."):  # a linear layer within the router
+        if key.endswith(f".gate{layer}weight"):
+            yield key.replace(f".gate{layer}", ".gate.")
 
 
 def _with_base(name: str, prefix: str) -> Iterator[str]:

@@ -5,6 +5,7 @@ which are one tensor for each of gate, up and down, have names of mlx-lm. See ml
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,35 +18,60 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from ..ops._checks import Check
 from ..quantization import Format, QuantizedWeight, dequantize
 from .experts import activation_of
 from .interface import Experts, experts_of, formats_of, is_quantized, projections
 from .linears import QuantizedLayer
-from .mlx import DROP_BIAS, NORMS, ONE_MORE
+from .mlx import DROP_BIAS, NORMS, NUMBERED, ONE_MORE
 from .packing import stored
 
-_CHECK = Check("save_mlx")
+_LAYER = re.compile(r"^(.*\.\d+)\.")
 _PARTS = ("weight", "scales", "biases")
 # Where mlx-lm has the experts of a layer, by the type of the model.
 EXPERTS = {
+    "afmoe": "mlp.experts",
     "deepseek_v2": "mlp.switch_mlp",
     "deepseek_v3": "mlp.switch_mlp",
     "deepseek_v32": "mlp.switch_mlp",
     "dots1": "mlp.experts",
     "ernie4_5_moe": "mlp.switch_mlp",
+    "exaone_moe": "mlp.switch_mlp",
+    "gemma4_text": "experts.switch_glu",
     "glm4_moe": "mlp.switch_mlp",
+    "glm4_moe_lite": "mlp.switch_mlp",
+    "glm_moe_dsa": "mlp.switch_mlp",
     "gpt_oss": "mlp.experts",
     "granitemoe": "block_sparse_moe.switch_mlp",
+    "jamba": "feed_forward.switch_mlp",
+    "laguna": "mlp.switch_mlp",
+    "lfm2_moe": "feed_forward.switch_mlp",
+    "mellum": "mlp.switch_mlp",
     "minimax_m2": "block_sparse_moe.switch_mlp",
     "mixtral": "block_sparse_moe.switch_mlp",
     "nemotron_h": "mixer.switch_mlp",
     "olmoe": "mlp.switch_mlp",
+    "phimoe": "block_sparse_moe.switch_mlp",
     "qwen2_moe": "mlp.switch_mlp",
+    "qwen3_5_moe_text": "mlp.switch_mlp",
     "qwen3_moe": "mlp.switch_mlp",
     "qwen3_next": "mlp.switch_mlp",
+    "solar_open": "mlp.switch_mlp",
 }
-_HALVES = ("deepseek_v3", "deepseek_v32")  # mlx-lm halves kv_b_proj
+# Where mlx-lm halves kv_b_proj.
+_HALVES = ("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
+# Language models that mlx-lm knows by the type of a model with more than language, and has in a part of it.
+_PARTS_OF = {"qwen3_5_moe_text": "qwen3_5_moe"}
+# What mlx-lm calls parameters otherwise, by the type of the model: {end of the first name: end of its own}.
+_RENAMED = {
+    "exaone_moe": {".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"},
+    "laguna": {
+        ".mlp.experts.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
+        ".mlp.gate.weight": ".mlp.gate.proj.weight",
+    },
+    "lfm2_moe": {
+        f".feed_forward.{old}.weight": f".feed_forward.{new}.weight" for new, old in NUMBERED.items()
+    },
+}
 _SHARD = 2 << 30  # bytes of a file
 
 # Makes a tensor when its file is written: one file is in memory at a time.
@@ -54,9 +80,14 @@ Make = Callable[[], Tensor]
 
 def check_writable(config: Any) -> None:
     """Raises: ValueError for an architecture whose layout in MLX is not known."""
-    if config.model_type not in EXPERTS:
+    if _type_of(config) not in EXPERTS:
         known = ", ".join(sorted(EXPERTS))
-        raise ValueError(f"moe_mps::save_mlx: model_type must be one of {known}, got {config.model_type}")
+        raise ValueError(f"moe_mps::save_mlx: model_type must be one of {known}, got {_type_of(config)}")
+
+
+def _type_of(config: Any) -> str:
+    """That of its class: an instance may say what its checkpoint says."""
+    return type(config).model_type
 
 
 def save_mlx(model: PreTrainedModel, folder: Path, config: Mapping[str, Any]) -> None:
@@ -73,6 +104,7 @@ def save_mlx(model: PreTrainedModel, folder: Path, config: Mapping[str, Any]) ->
     writer = _Writer(model)
     _save_shards(folder, writer.tensors)
     config = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
+    config["model_type"] = _PARTS_OF.get(_type_of(model.config), config["model_type"])
     if writer.formats:
         quantization = _quantization(writer.formats)
         config |= {"quantization": quantization, "quantization_config": quantization}
@@ -128,7 +160,7 @@ class _Writer:
     """
 
     def __init__(self, model: PreTrainedModel):
-        self.model, self.type = model, model.config.model_type
+        self.model, self.type = model, _type_of(model.config)
         self.tensors: dict[str, tuple[int, Make]] = {}
         self.formats: dict[str, Format] = {}
         experts = experts_of(model)
@@ -153,7 +185,10 @@ class _Writer:
     def _theirs(self, name: str) -> str:
         """The name of a parameter in the first checkpoints of the architecture."""
         (theirs,) = revert_weight_conversion(self.model, {name: torch.empty(2, 2, device="meta")})
-        return theirs
+        for end, other in _RENAMED.get(self.type, {}).items():
+            if theirs.endswith(end):
+                return theirs.removesuffix(end) + other
+        return f"language_model.{theirs}" if self.type in _PARTS_OF else theirs
 
     def _quantized(self, module: str, weight: QuantizedWeight, format: Format) -> None:
         self.formats[module] = format
@@ -181,7 +216,7 @@ class _Writer:
         norm = name.removesuffix(".weight").endswith(NORMS) and "linear_attn" not in name
         if self.type in ONE_MORE and norm:
             self._put(theirs, tensor, lambda: tensor + 1)
-        elif tensor.dim() == 3 and name.endswith("conv1d.weight"):
+        elif tensor.dim() == 3 and tensor.shape[1] == 1:  # a convolution
             self._put(theirs, tensor, lambda: tensor.mT)
         else:
             self._put(theirs, tensor)
@@ -212,7 +247,7 @@ class _Writer:
     # Experts
 
     def _experts(self, name: str, module: Experts) -> None:
-        layer = self._theirs(f"{name.rpartition('.')[0].rpartition('.')[0]}.x").removesuffix(".x")
+        layer = self._theirs(f"{_LAYER.match(name)[1]}.x").removesuffix(".x")
         container = f"{layer}.{EXPERTS[self.type]}"
         activation = activation_of(module)
         interleaved = activation.interleaved if activation is not None else not module.is_concatenated

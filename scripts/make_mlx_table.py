@@ -1,0 +1,80 @@
+"""Writes the table of docs/mlx.md: which checkpoints of MLX are read, and which are written.
+
+Every cell is found out: mlx-lm writes a tiny model of the architecture; its float32 logits are compared
+with those of the model that is read here; then that model is written back, for mlx-lm to read.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DOCUMENT = REPOSITORY / "docs" / "mlx.md"
+sys.path.insert(0, str(REPOSITORY / "tests"))
+
+from support import mlx_models  # noqa: E402
+from support.models import output, prompt  # noqa: E402
+
+import torch_moe_mps  # noqa: E402
+from torch_moe_mps.transformers.mlx_writing import EXPERTS, save_mlx  # noqa: E402
+
+MARK = "<!-- scripts/make_mlx_table.py writes what follows -->\n"
+TOLERANCE = 2e-5  # of the largest logit
+FORMATS = {f"{bits} bits": (bits, 32, "affine") for bits in (2, 3, 4, 5, 6, 8)}
+FORMATS |= {"mxfp4": (4, 32, "mxfp4"), "mxfp8": (8, 32, "mxfp8"), "nvfp4": (4, 16, "nvfp4")}
+
+
+def head() -> str:
+    names = ["architecture", "experts in MLX", *FORMATS, "written back"]
+    return f"| {' | '.join(names)} |\n|{'---|' * len(names)}\n"
+
+
+def row(architecture: str) -> str:
+    model = mlx_models.tiny(architecture)
+    cells = []
+    for format in FORMATS.values():
+        with tempfile.TemporaryDirectory() as folder:
+            oracle = mlx_models.write(model, Path(folder), *format)
+            loaded = torch_moe_mps.from_pretrained(
+                f"{folder}/mlx", type(model), dtype=torch.float32, attn_implementation="eager"
+            )
+            ours = output(loaded, prompt())
+            cells.append(
+                (same(mlx_models.logits(oracle, prompt()), ours), written(loaded, ours, Path(folder)))
+            )
+    reads = [read for read, _ in cells]
+    back = "yes" if all(result == "yes" for _, result in cells) else "no"
+    experts = EXPERTS[type(model.config).model_type]
+    return f"| `{architecture}` | {experts} | {' | '.join(reads)} | {back} |\n"
+
+
+def written(model: Any, ours: torch.Tensor, folder: Path) -> str:
+    (folder / "back").mkdir()
+    save_mlx(model, folder / "back", json.loads((folder / "mlx" / "config.json").read_text()))
+    return same(mlx_models.logits(mlx_models.read(folder / "back"), prompt()), ours)
+
+
+def same(theirs: torch.Tensor, ours: torch.Tensor) -> str:
+    """yes, or the error of the logits."""
+    error = float((ours - theirs).abs().max() / theirs.abs().max())
+    return "yes" if error <= TOLERANCE and torch.equal(ours.argmax(-1), theirs.argmax(-1)) else f"{error:.0e}"
+
+
+def main() -> None:
+    transformers.utils.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    rows = []
+    for architecture in sorted(mlx_models.ARCHITECTURES):
+        rows.append(row(architecture))
+        print(rows[-1], end="", file=sys.stderr)
+    before = DOCUMENT.read_text().partition(MARK)[0]
+    DOCUMENT.write_text(before + MARK + head() + "".join(rows))
+
+
+if __name__ == "__main__":
+    main()
