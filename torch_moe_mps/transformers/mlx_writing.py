@@ -247,7 +247,10 @@ class _Writer:
     # Experts
 
     def _experts(self, name: str, module: Experts) -> None:
-        layer = self._theirs(f"{_LAYER.match(name)[1]}.x").removesuffix(".x")
+        found = _LAYER.match(name)
+        if found is None:
+            raise ValueError(f"convert: experts that MLX has in a numbered layer, got {name}")
+        layer = self._theirs(f"{found[1]}.x").removesuffix(".x")
         container = f"{layer}.{EXPERTS[self.type]}"
         activation = activation_of(module)
         interleaved = activation.interleaved if activation is not None else not module.is_concatenated
