@@ -118,6 +118,7 @@ def test_devices_without_tensors_are_one_line(name):
     assert last.startswith(f"error: argument --device: {name} holds no tensors here: ")
 
 
+@pytest.mark.sweep
 def test_truncated_file_is_one_line(tmp_path):
     write_model("Qwen3MoeForCausalLM", tmp_path)
     file = tmp_path / "model.safetensors"

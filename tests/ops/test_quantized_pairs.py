@@ -113,7 +113,7 @@ FEW_COUNTS = (
 
 
 @pytest.mark.parametrize("counts", FEW_COUNTS, ids=str)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.sweep)])
 def test_simdgroups_share_few_experts(device, bits, counts):
     """Rows of one step, of fewer steps than simdgroups of an expert, and of more, the last one not full."""
     for i, (group, groups) in enumerate([(32, 1), (64, 3), (128, 7), (64, 37)]):
@@ -132,7 +132,7 @@ TURNS_COUNTS = (
 
 
 @pytest.mark.parametrize("counts", TURNS_COUNTS, ids=lambda counts: f"{len(counts)}-{sum(counts)}")
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.sweep)])
 def test_simdgroups_take_experts_in_turn(device, bits, counts):
     for i, (group, groups) in enumerate([(32, 3), (64, 5), (128, 1)]):
         check_counts(device, counts, (bits, group, "affine"), groups, i)

@@ -320,7 +320,7 @@ class TestFacts:
 
 
 def is_slow(entry) -> bool:
-    return "gather_qmm_rhs" in entry.what or "qmm_t of" in entry.what
+    return any(name in entry.what for name in ("gather_qmm_rhs", "qmm_t of", "qmv_wide"))
 
 
 @pytest.mark.parametrize(

@@ -261,11 +261,9 @@ def check_registers(kind: str, dtype: str) -> None:
             assert apple.threads_for(found.halves) >= bound, f"{name}: {found.registers:g} registers"
 
 
-RARE = {*(f"quantized_affine{bits}" for bits in (2, 3, 5, 6, 8)), "quantized_mxfp8", "quantized_nvfp4"}
-
-
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=pytest.mark.sweep) if k in RARE else k for k in KINDS]
+    "kind",
+    [pytest.param(k, marks=pytest.mark.sweep if k.startswith("quantized_") else []) for k in KINDS],
 )
 def test_registers_fit_the_bound(simulated, kind):
     check_registers(kind, "bf16")
@@ -449,6 +447,7 @@ not dispatched here
 """,
         )
 
+    @pytest.mark.sweep
     def test_int8(self):
         self.assertExpectedInline(
             costs("int8", "bf16"),
@@ -497,6 +496,7 @@ not dispatched here
 """,
         )
 
+    @pytest.mark.sweep
     def test_registers_of_every_format(self):
         self.assertExpectedInline(
             registers_of_formats("bf16"),

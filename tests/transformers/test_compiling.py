@@ -29,7 +29,10 @@ print(before == built(), *sorted(before))
 """
 
 
-@pytest.mark.parametrize(("bits", "experts"), [(0, "experts_f16"), (4, "quantized_affine4_32_f16")])
+@pytest.mark.parametrize(
+    ("bits", "experts"),
+    [pytest.param(0, "experts_f16", marks=pytest.mark.sweep), (4, "quantized_affine4_32_f16")],
+)
 def test_nothing_compiles_in_the_first_token(simulated, bits, experts):
     """A float16 model compiles nothing for bfloat16, and of the weights' formats its own alone."""
     same, *built = python(FIRST_TOKEN, str(bits)).splitlines()[-1].split()

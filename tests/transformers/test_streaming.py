@@ -257,6 +257,7 @@ def test_peak_of_private_memory_from_fp8(tmp_path):
     assert_small(measure("cpu", tmp_path, "fp8", 5, 768, 512, 16))
 
 
+@pytest.mark.sweep
 def test_peak_of_private_memory_on_simulated_mps(tmp_path):
     assert_small(measure("mps", tmp_path, "one by one", 5, 768, 512, 16))
 

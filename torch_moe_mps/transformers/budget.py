@@ -30,7 +30,7 @@ BITS = (2, 3, 4, 5, 6, 8)
 _CHECK = Check("measured_recipe")
 
 # {name of a weight: {format: error}}
-Errors = Mapping[str, Mapping[Format, float]]
+Errors = dict[str, dict[Format, float]]
 
 
 class Choice(NamedTuple):
@@ -81,9 +81,13 @@ def measured_recipe(
     for target in targets.values():
         for parameter in target.formats:
             check_columns(_CHECK, target, parameter, formats[0])
+    items = list(_items(whole, targets, formats, _no_errors(targets, formats)))
+    total = sum(item.size for item in items)
+    least = 8 * sum(min(choice.nbytes for choice in item.choices) for item in items) / max(total, 1)
+    if budget < least:  # said before the measuring, which takes long
+        raise ValueError(f"moe_mps::measured_recipe: budget must be {least:.3f} bits or more, got {budget}")
     errors = _measure(whole, targets, formats, ids, checkpoint, progress)
     items = list(_items(whole, targets, formats, errors))
-    total = sum(item.size for item in items)
     chosen = choose([item.choices for item in items], int(budget * total / 8))
     result = {n: c.format.bits for item, c in zip(items, chosen, strict=True) for n in item.names}
     return _arguments(result, group_size, keep)
@@ -109,7 +113,7 @@ def _measure(
     progress: bool,
 ) -> Errors:
     """Run the model once; each part is read, measured and freed when its turn comes."""
-    found = {name: dict.fromkeys(formats, 0.0) for name in _names(targets)}
+    found = _no_errors(targets, formats)
     inside = defaultdict(list)
     for name, target in targets.items():
         inside[part_of(name)].append(target)
@@ -148,6 +152,10 @@ def _measure(
                 stack.callback(hook.remove)
         model(input_ids=ids, use_cache=False)
     return found
+
+
+def _no_errors(targets: Mapping[str, Target], formats: Sequence[Format]) -> Errors:
+    return {name: dict.fromkeys(formats, 0.0) for name in _names(targets)}
 
 
 def _name(target: Target, parameter: str) -> str:

@@ -249,7 +249,9 @@ class _Writer:
     def _experts(self, name: str, module: Experts) -> None:
         found = _LAYER.match(name)
         if found is None:
-            raise ValueError(f"convert: experts that MLX has in a numbered layer, got {name}")
+            raise ValueError(
+                f"moe_mps::save_mlx: experts must be in a numbered layer, as MLX has them, got {name}"
+            )
         layer = self._theirs(f"{found[1]}.x").removesuffix(".x")
         container = f"{layer}.{EXPERTS[self.type]}"
         activation = activation_of(module)

@@ -62,11 +62,10 @@ def quantised_in(folder: Path) -> Iterator[None]:
 
 def _in_a_file(tensor: Tensor, folder: Path) -> Tensor:
     """Zeros like a tensor, on the pages of a file. A full disk is an error here, not later."""
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        zeros = bytes(min(tensor.nbytes, 1 << 20))
-        for first in range(0, tensor.nbytes, 1 << 20):
-            file.write(zeros[: tensor.nbytes - first])
-        file.flush()
+    with tempfile.NamedTemporaryFile(dir=folder, buffering=0) as file:  # a buffer fails again
+        zeros, left = bytes(min(tensor.nbytes, 1 << 20)), tensor.nbytes
+        while left:
+            left -= file.write(zeros[:left])
         mapped = torch.from_file(file.name, shared=True, size=tensor.nbytes, dtype=torch.uint8)
     return mapped.view(tensor.dtype).view(tensor.shape)
 
