@@ -1,0 +1,40 @@
+"""One quantised matrix by the cost model: DRAM-bound for one token, never more slots than MLX's kernels."""
+
+import pytest
+from simulator.apple import cases
+from support.msl_probes import linux_only
+
+pytestmark = linux_only
+SWEEP = pytest.mark.sweep
+USUAL = ("int4", "int6", "int8")
+TOKENS = (1, 2, 4, 5, 9, 40)
+
+
+def rows_of(size: int, format: str, tokens: int):
+    """Ours; and on each GPU MLX's, which takes other kernels on other GPUs."""
+    shape = cases.Shape(1, 1, size, size, alone=True)
+    own = cases.ours(shape, format, "bf16", tokens)
+    theirs = {}
+    for gpu in cases.DEFAULT_GPUS:
+        peers = cases.mlx_peers(shape, format, "bf16", tokens, gpu)
+        yield gpu, own, theirs.setdefault(peers[0].launch.template, cases.mlx_rows(peers))
+
+
+def slots(rows, gpu) -> float:
+    return sum(row.measurement.slots(gpu) * row.repeats for row in rows)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, *(pytest.param(t, marks=SWEEP) for t in TOKENS if t not in (1, 5))])
+@pytest.mark.parametrize(
+    "format", ["int4", *(pytest.param(f, marks=SWEEP) for f in cases.FORMATS if f != "int4")]
+)
+def test_no_more_slots_than_mlx(simulated, format, tokens):
+    for gpu, own, theirs in rows_of(1024, format, tokens):
+        assert slots(own, gpu) <= slots(theirs, gpu), gpu.name
+
+
+@pytest.mark.parametrize("size", [512, pytest.param(2048, marks=SWEEP)])
+@pytest.mark.parametrize("format", ["int4", *(pytest.param(f, marks=SWEEP) for f in USUAL if f != "int4")])
+def test_one_token_is_bound_by_dram(simulated, format, size):
+    for gpu, own, _ in rows_of(size, format, 1):
+        assert {row.measurement.bounds(gpu).binding for row in own} == {"dram"}, gpu.name
