@@ -472,6 +472,7 @@ not dispatched here
 """,
         )
 
+    @pytest.mark.sweep
     def test_mxfp4(self):
         self.assertExpectedInline(
             costs("mxfp4", "bf16"),

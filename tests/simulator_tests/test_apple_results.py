@@ -35,7 +35,10 @@ class TestOurs:
         )
 
     @pytest.mark.parametrize("tokens", [1, 7, 40])
-    @pytest.mark.parametrize("format", [(4, 64, "affine"), (8, 32, "affine"), (4, 32, "mxfp4")])
+    @pytest.mark.parametrize(
+        "format",
+        [(4, 64, "affine"), *(pytest.param(f, marks=SWEEP) for f in ((8, 32, "affine"), (4, 32, "mxfp4")))],
+    )
     def test_quantised_experts(self, simulated, format, tokens):
         shape = (tokens, 2, 5, 128, 64)
         assert self.kernels(lambda: check_layer("mps", shape, format, torch.bfloat16, tokens))

@@ -18,7 +18,7 @@ def problems(source):
 
 
 def in_sweep(library):
-    others = library.startswith("quantized_") and not library.endswith("_bf16")
+    others = library.startswith("quantized_") and not library.endswith(("64_bf16", "fp4_bf16", "fp8_bf16"))
     return pytest.param(library, marks=pytest.mark.sweep if others else ())
 
 
