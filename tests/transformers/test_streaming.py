@@ -183,7 +183,7 @@ def watch():
     while not stop.wait(0.001):
         peak = max(peak, private())
 
-thread = threading.Thread(target=watch)
+thread = threading.Thread(target=watch, daemon=True)
 thread.start()
 started = time.perf_counter(), time.process_time()
 model = load(folder)

@@ -20,6 +20,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, app
 from ..ops._checks import Check
 from ..quantization import Format, dequantize
 from .experts import activation_of
+from .files import in_a_file
 from .interface import Experts, projections
 from .packing import quantized_names
 from .targets import Target, kinds_of, reasons_to_stay_dense, tied_layers
@@ -379,11 +380,17 @@ class MlxConverter(WeightConverter):
         entry = self.plan.entries[layer_name]
         (tensors,) = self.materialize_tensors().values()
         came = dict(zip(sorted(entry.sources, key=dot_natural_key), tensors, strict=True))
-        made = {layer_name: entry.make(*(came[source] for source in entry.sources))}
+        made = {layer_name: _kept(entry.make(*(came[source] for source in entry.sources)), tensors)}
         while self.plan.dropped:
             name = self.plan.dropped.pop()
             made[name] = torch.zeros(self.plan.parameters[name], dtype=self.plan.types_of[name])
         return made
+
+
+def _kept(made: Tensor, sources: Sequence[Tensor]) -> Tensor:
+    """What was made of mapped tensors, unless it is one of them, goes to where `tensors_in` says."""
+    memory = made.untyped_storage().data_ptr()
+    return made if any(memory == s.untyped_storage().data_ptr() for s in sources) else in_a_file(made)
 
 
 _SOURCE = "tensor of MLX"

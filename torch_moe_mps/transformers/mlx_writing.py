@@ -20,6 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ..quantization import Format, QuantizedWeight, dequantize
 from .experts import activation_of
+from .files import in_a_file, tensors_in
 from .interface import Experts, experts_of, formats_of, is_quantized, projections
 from .linears import QuantizedLayer
 from .mlx import DROP_BIAS, NORMS, NUMBERED, ONE_MORE
@@ -74,7 +75,7 @@ _RENAMED = {
 }
 _SHARD = 2 << 30  # bytes of a file
 
-# Makes a tensor when its file is written: one file is in memory at a time.
+# Makes a tensor when its file is written: one tensor is in memory at a time.
 Make = Callable[[], Tensor]
 
 
@@ -144,7 +145,9 @@ def _save_shards(folder: Path, tensors: Mapping[str, tuple[int, Make]]) -> None:
         file = (
             "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         )
-        save_file({n: tensors[n][1]().contiguous() for n in names}, folder / file, metadata={"format": "mlx"})
+        with tensors_in(folder):
+            made = {name: in_a_file(tensors[name][1]()) for name in names}
+        save_file(made, folder / file, metadata={"format": "mlx"})
         weight_map |= dict.fromkeys(names, file)
     total = sum(nbytes for nbytes, _ in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -292,7 +295,7 @@ def _lazily(view: Tensor) -> tuple[Tensor, Make]:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().contiguous()
+    tensor = tensor.detach()
     return tensor.view(torch.uint32) if tensor.dtype == torch.int32 else tensor
 
 

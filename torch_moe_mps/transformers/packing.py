@@ -58,14 +58,16 @@ def check_columns(check: Check, target: Target, parameter: str, format: Format) 
         check.fail(f"{target.name}.{parameter}", expected, columns)
 
 
-def as_parameters(quantized: QuantizedWeight) -> QuantizedWeight:
+def words(tensor: Tensor) -> Tensor:
     """int32 where quantize gives uint32: torch 2.13 cannot unpickle uint32, and lacks operations for it."""
+    return tensor.view(torch.int32) if tensor.dtype == torch.uint32 else tensor
 
+
+def as_parameters(quantized: QuantizedWeight) -> QuantizedWeight:
     def parameter(tensor: Tensor) -> nn.Parameter:
         if isinstance(tensor, nn.Parameter):
             return tensor
-        words = tensor.view(torch.int32) if tensor.dtype == torch.uint32 else tensor
-        return nn.Parameter(words, requires_grad=False)
+        return nn.Parameter(words(tensor), requires_grad=False)
 
     return quantized.map(parameter)
 

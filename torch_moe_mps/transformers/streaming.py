@@ -6,11 +6,8 @@ initialised.
 """
 
 import math
-import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from pathlib import Path
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +16,9 @@ from transformers.core_model_loading import ConversionOps, MergeModulelist, Weig
 from transformers.quantizers.base import HfQuantizer
 
 from ..ops._checks import Check
-from ..quantization import Format, QuantizedWeight
-from ..quantization.formats import CHUNK, ErrorSums, empty_weight, quantize_stack
+from ..quantization import QuantizedWeight
+from ..quantization.formats import CHUNK, ErrorSums, quantize_stack
+from .files import Whole, empty_whole
 from .packing import (
     as_parameters,
     check_columns,
@@ -30,6 +28,7 @@ from .packing import (
     rows_first,
     store,
     without_stack,
+    words,
 )
 from .quantize import quantize_targets
 from .recipe import Recipe
@@ -41,33 +40,6 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
     from transformers import PreTrainedModel
 
 _CHECK = Check("quantize")
-
-
-# Where quantised tensors wait, if not in memory.
-_FOLDER: ContextVar[Path | None] = ContextVar("folder", default=None)
-
-
-@contextmanager
-def quantised_in(folder: Path) -> Iterator[None]:
-    """Models that are loaded within have their quantised weights in files of a folder, which have no names.
-
-    The system reads and writes their pages as it needs: they count as no memory of the process.
-    """
-    token = _FOLDER.set(folder)
-    try:
-        yield
-    finally:
-        _FOLDER.reset(token)
-
-
-def _in_a_file(tensor: Tensor, folder: Path) -> Tensor:
-    """Zeros like a tensor, on the pages of a file. A full disk is an error here, not later."""
-    with tempfile.NamedTemporaryFile(dir=folder, buffering=0) as file:  # a buffer fails again
-        zeros, left = bytes(min(tensor.nbytes, 1 << 20)), tensor.nbytes
-        while left:
-            left -= file.write(zeros[:left])
-        mapped = torch.from_file(file.name, shared=True, size=tensor.nbytes, dtype=torch.uint8)
-    return mapped.view(tensor.dtype).view(tensor.shape)
 
 
 class Stream:
@@ -86,7 +58,7 @@ class Stream:
             for parameter, format in target.formats.items():
                 check_columns(_CHECK, target, parameter, format)
                 self.wanted[f"{target.name}.{parameter}"] = (target, parameter)
-        self.model, self.folder = model, _FOLDER.get()
+        self.model = model
         self.original_conversions: list = []
         self.report = QuantizationReport(skipped=weights.dense, bytes_before=bytes_a_token(model))
         self._done: dict[str, QuantizedWeight] = {}
@@ -112,37 +84,46 @@ class Stream:
         self, name: str, target: Target, parameter: str, pieces: Iterable[Tensor]
     ) -> QuantizedWeight:
         format = target.formats[parameter]
-        shape = rows_first(target, getattr(target.module, parameter)).shape
-        out: QuantizedWeight | None = None
-        errors, first, nbytes = ErrorSums(), 0, 0
-        for piece in pieces:
-            stack = rows_first(target, piece)
-            _CHECK.shape(name, stack, (stack.shape[0], *shape[1:]), "[output, input] of the model")
-            if out is None:
-                out = self._empty(shape, stack, format)
-            part = quantize_stack(stack, format, errors)
-            for whole, some in zip(out, part, strict=True):
-                if whole is not None and some is not None:
-                    whole = whole.view(torch.int32) if whole.dtype == torch.uint32 else whole
-                    whole[first : first + len(stack)] = some.view(whole.dtype)
-            if not math.isfinite(errors.magnitude):
-                _CHECK.fail(name, "finite", "NaN, inf or a range over that of float32")
-            first, nbytes = first + len(stack), nbytes + stack.nbytes
-            del piece, stack, part
-        if out is None or first != shape[0]:
-            _CHECK.fail(name, f"of {shape[0]} matrices", first)
+        errors = ErrorSums()
+        with ExitStack() as files:
+            out, nbytes = self._together(name, target, parameter, pieces, errors, files)
         release_cache(out.packed)
         out = out if target.kind == "experts" else without_stack(out)
         entry = QuantizedProjection(parameter, errors.relative, nbytes, out.nbytes, format)
         self.report.modules.setdefault(target.name, []).append(entry)
         return as_parameters(out)
 
-    def _empty(self, shape: torch.Size, stack: Tensor, format: Format) -> QuantizedWeight:
-        if self.folder is None:
-            return empty_weight(shape, stack.dtype, stack.device, format)
-        folder = self.folder
-        empty = empty_weight(shape, stack.dtype, torch.device("meta"), format)
-        return empty.map(lambda tensor: _in_a_file(tensor, folder))
+    def _together(
+        self,
+        name: str,
+        target: Target,
+        parameter: str,
+        pieces: Iterable[Tensor],
+        errors: ErrorSums,
+        files: ExitStack,
+    ) -> tuple[QuantizedWeight, int]:
+        """Quantised matrices of all pieces, and the bytes that they had."""
+        shape = rows_first(target, getattr(target.module, parameter)).shape
+        wholes: list[Whole] = []
+        first = nbytes = 0
+        for piece in pieces:
+            stack = rows_first(target, piece)
+            _CHECK.shape(name, stack, (stack.shape[0], *shape[1:]), "[output, input] of the model")
+            quantized = quantize_stack(stack, target.formats[parameter], errors)
+            parts = [words(tensor) for tensor in quantized if tensor is not None]
+            if not wholes:
+                shapes = [torch.Size((shape[0], *part.shape[1:])) for part in parts]
+                wholes = [files.enter_context(empty_whole(each)) for each in shapes]
+            for whole in wholes:
+                whole.append(parts.pop(0))
+            if not math.isfinite(errors.magnitude):
+                _CHECK.fail(name, "finite", "NaN, inf or a range over that of float32")
+            first, nbytes = first + len(stack), nbytes + stack.nbytes
+            del piece, stack, quantized
+        if first != shape[0]:
+            _CHECK.fail(name, f"of {shape[0]} matrices", first)
+        packed, scales, *biases = (whole.tensor() for whole in wholes)
+        return QuantizedWeight(packed, scales, biases[0] if biases else None), nbytes
 
     def replaced(self, converter: WeightConverter, operations: list[ConversionOps]) -> WeightConverter:
         """One with other operations; saving needs the original."""
@@ -204,15 +185,21 @@ class QuantizeParameter(ConversionOps):
         return self
 
     def convert(self, input_dict: dict, missing_keys: set[str], **kwargs: Any) -> dict[str, Tensor]:
-        others = {}
-        for name, value in input_dict.items():
-            if name not in self.stream.wanted:
-                others[name] = value
-                continue
-            if value is not _QUANTIZED:
-                self.stream.quantize(name, value if isinstance(value, list) else [value])
+        others = {name: value for name, value in input_dict.items() if name not in self.stream.wanted}
+        for name in input_dict.keys() - others.keys():
+            if input_dict[name] is not _QUANTIZED:
+                self.stream.quantize(name, _taken(input_dict, name))
             missing_keys.discard(name)
         return others
+
+
+def _taken(tensors: dict, name: str) -> Iterator[Tensor]:
+    """A tensor, or each of a list, that nobody else holds: its memory is free when it is quantised."""
+    value = tensors.pop(name)
+    values = value if isinstance(value, list) else [value]
+    del value
+    while values:
+        yield values.pop(0)
 
 
 # What QuantizeMerged hands on in the place of a tensor.
