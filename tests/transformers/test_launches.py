@@ -41,7 +41,7 @@ def test_launches_of_a_layer(simulated, architecture):
 
 
 def test_launches_of_a_layer_with_linear_attention(simulated, monkeypatch):
-    """Three of four layers of Qwen3-Next have it; in the model above the last layer has the other attention."""
+    """Three of four layers of Qwen3-Next have it; in the model above the last layer has softmax attention."""
     layers = {"layer_types": ["full_attention", "linear_attention"]}
     monkeypatch.setitem(tiny_models.EXTRA, "qwen3_next", layers)
     with tiny_models.sizes(linear_num_value_heads=16, shared_expert_intermediate_size=64):
