@@ -157,12 +157,8 @@ def _rewritten_class(original: type[nn.Module], rewritten: Callable) -> type[nn.
         tensors = [a for a in args if isinstance(a, Tensor)]
         if kwargs:
             tensors += [a for a in kwargs.values() if isinstance(a, Tensor)]
-        if (
-            not tensors
-            or runs_own_code(self, *tensors)
-            or not holds(self, READS)
-            or _RESTORED in self.__dict__
-        ):
+        restored = _RESTORED in self.__dict__
+        if restored or not tensors or runs_own_code(self, *tensors) or not holds(self, READS):
             kwargs.pop(RAW, None)
             residual = kwargs.pop(RESIDUAL, None)
             return add_to_first(residual, own(self, *args, **kwargs))
