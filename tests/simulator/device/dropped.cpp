@@ -1,6 +1,8 @@
 #include "dropped.h"
 
-#include <ATen/ATen.h>
+#include <ATen/WrapDimUtils.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
 #include <ATen/EmptyTensor.h>
 
 #include <mutex>
