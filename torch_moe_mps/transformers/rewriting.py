@@ -17,7 +17,7 @@ from .program.formulas import is_pure
 from .program.programs import CLASS_MARK, Program, Unsupported, original_class
 from .program.reads import READS, holds, recording
 from .program.straightening import straighten
-from .rules import fused, gated_norm, mlp, norms, rotary
+from .rules import fused, gated_norm, mlp, norms, ordering, rotary
 from .rules.gate import use_gates
 from .rules.gated_delta import rewrite_gated_delta
 from .rules.gated_norm import rewrite_gated_norm
@@ -38,7 +38,7 @@ _REWRITES = "_moe_mps_rewrites"
 _MARKS = (
     "_moe_mps_activation",
     "_moe_mps_gate",
-    *(rule.MARK for rule in (norms, mlp, rotary, gated_norm)),
+    *(rule.MARK for rule in (norms, mlp, rotary, gated_norm, ordering)),
     READS,
     _REWRITES,
     _RESTORED,
