@@ -118,7 +118,7 @@ def test_only_the_language_model_is_in_a_checkpoint(tmp_path):
     again = type(model).from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
     for each in (loaded, again):
         assert_same_tokens(output(each, prompt()), mlx_models.logits(oracle, prompt()))
-        with pytest.raises((AttributeError, RuntimeError), match="must have model.visual for this, got"):
+        with pytest.raises((AttributeError, RuntimeError), match=r"must have model\.visual for this, got"):
             output(each, prompt(), pixel_values=torch.zeros(4, 8), image_grid_thw=torch.tensor([[1, 2, 2]]))
 
 
