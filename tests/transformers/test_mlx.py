@@ -108,6 +108,20 @@ def test_the_auto_classes_read_them(tmp_path):
     assert_same_tokens(output(loaded, prompt()), mlx_models.logits(oracle, prompt()))
 
 
+def test_only_the_language_model_is_in_a_checkpoint(tmp_path):
+    """mlx-lm writes nothing of a vision tower: what needs one says so, also after saving."""
+    model = mlx_models.tiny("qwen3_vl_moe")
+    oracle = mlx_models.write(model, tmp_path, 4)
+    loaded = load(model, tmp_path)
+    assert not [name for name, _ in loaded.named_parameters() if "visual" in name]
+    loaded.save_pretrained(tmp_path / "ours")
+    again = type(model).from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    for each in (loaded, again):
+        assert_same_tokens(output(each, prompt()), mlx_models.logits(oracle, prompt()))
+        with pytest.raises((AttributeError, RuntimeError), match=r"must have model\.visual for this, got"):
+            output(each, prompt(), pixel_values=torch.zeros(4, 8), image_grid_thw=torch.tensor([[1, 2, 2]]))
+
+
 def test_a_missing_tensor_is_one_line(tmp_path):
     model = mlx_models.tiny("qwen3_moe")
     mlx_models.write(model, tmp_path, 4)

@@ -12,6 +12,7 @@ from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
+from .absent import leave_out
 from .blocks import RepackBlocks
 from .checking import check_loaded
 from .config import QuantizationConfig, is_mlx
@@ -76,7 +77,9 @@ class Quantizer(HfQuantizer):
             conversions = get_model_conversion_mapping(model)
             self._plan = Plan(model, kwargs["checkpoint_files"], conversions)
             self._targets = self._plan.targets
+            leave_out(model, self._plan.absent)
         else:
+            leave_out(model, self.quantization_config.absent)
             self._targets = self.quantization_config.targets(model)
         for target in self._targets.values():
             dense = {
