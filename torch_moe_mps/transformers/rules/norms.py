@@ -108,7 +108,9 @@ def weight_of(norm: nn.Module) -> Tensor:
     weight: Any = own.get("weight")  # something written over the parameter
     if weight is None:
         weight = own["_parameters"].get("weight")
-    return norm.weight if weight is None else weight
+    if weight is None:
+        weight = norm.weight
+    return weight
 
 
 def residual_norm(norm: nn.Module, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
