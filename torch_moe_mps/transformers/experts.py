@@ -268,14 +268,14 @@ def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor, s
 
 def _packed(self: nn.Module, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
     own = self._parameters
-    packed, scales, biases = (own.get(name + part) for part in ("_packed", "_scales", "_biases"))
+    packed, scales = own.get(name + "_packed"), own.get(name + "_scales")
     if packed is None or scales is None:  # not where `quantize` put them
         return (
             getattr(self, name + "_packed"),
             getattr(self, name + "_scales"),
             getattr(self, name + "_biases", None),
         )
-    return packed, scales, biases
+    return packed, scales, own.get(name + "_biases")
 
 
 def _fits(x: Tensor, weight: Tensor, ids: Tensor) -> bool:
