@@ -170,7 +170,14 @@ def composite(cls, text: str, **overrides):
 
 
 def write(
-    model, folder: Path, bits: int | None, group_size: int = 32, mode: str = "affine", predicate=None, **keys
+    model,
+    folder: Path,
+    bits: int | None,
+    group_size: int = 32,
+    mode: str = "affine",
+    predicate=None,
+    global_scale: bool = False,
+    **keys,
 ):
     """mlx-lm's model as it reads back what it wrote, dense with bits of None; `keys` are for its config."""
     from mlx_lm import utils
@@ -187,7 +194,13 @@ def write(
     converted, config = utils.load_model(dense)
     if bits is not None:
         converted, config = utils.quantize_model(
-            converted, config, group_size, bits, mode=mode, quant_predicate=predicate
+            converted,
+            config,
+            group_size,
+            bits,
+            mode=mode,
+            quant_predicate=predicate,
+            global_scale=global_scale,
         )
         config["quantization_config"] = config["quantization"]
     utils.save_model(folder / "mlx", converted)
@@ -200,7 +213,28 @@ def read(folder: Path):
     from mlx_lm import utils
 
     _let_jamba_route_as_transformers()
-    return utils.load_model(folder)[0]
+    return _without_global_scales(utils.load_model(folder)[0])
+
+
+def _without_global_scales(converted):
+    """MLX multiplies with them on a GPU alone; what it dequantises with them it does anywhere."""
+    import mlx.core as mx
+    from mlx.utils import tree_unflatten
+    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+    found = []
+    for name, module in converted.named_modules():
+        if isinstance(module, QuantizedSwitchLinear) and module.global_scale is not None:
+            how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+            parts = zip(module.weight, module.scales, module.global_scale, strict=True)
+            dense = [mx.dequantize(w, s, global_scale=g, dtype=mx.float32, **how) for w, s, g in parts]
+            found.append((name, SwitchLinear(1, 1, 1, bias="bias" in module)))
+            found[-1][1].weight = mx.stack(dense)
+            if "bias" in module:
+                found[-1][1].bias = module.bias
+    if found:
+        converted.update_modules(tree_unflatten(found))
+    return converted
 
 
 def logits(converted, ids: torch.Tensor) -> torch.Tensor:

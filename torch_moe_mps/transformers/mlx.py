@@ -10,23 +10,18 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers.core_model_loading import (
-    Concatenate,
-    WeightConverter,
-    WeightRenaming,
-    apply_renamings,
-    dot_natural_key,
-)
+from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, apply_renamings
 
 from ..ops._checks import Check
 from ..quantization import Format
 from .absent import beside_text
 from .experts import activation_of
+from .global_scales import global_scale_of
 from .interface import Experts, projections
 from .mlx_names import by_module, variants, with_base
 from .mlx_tensors import dense_rows, joined, kv_b, rows
@@ -66,6 +61,7 @@ class Plan:
         entries: {name of a parameter: entry}.
         dequantized: the modules that the model needs dense.
         dropped: parameters that mlx-lm drops; they are zeros.
+        global_scales: the matrices of experts with a scale for each expert beside those of the groups.
         absent: parts of the model that the checkpoint has nothing of: all but its language model.
         unknown: tensors that the model has no place for.
 
@@ -87,6 +83,7 @@ class Plan:
         self.dequantized: list[str] = []
         self.unknown: list[str] = []
         self.dropped: list[str] = []
+        self.global_scales: list[str] = []
         self.absent: list[str] = []
         for module, parts in by_module(self.shapes).items():
             if not self._layer(module, parts):
@@ -159,14 +156,14 @@ class Plan:
             sources = tuple(f"{m}.{p}" for m in modules for p in _PARTS if f"{m}.{p}" in self.shapes)
             self.entries[name] = Entry(sources, lambda *t: dense_rows(formats, t).view(shape).to(dtype))
 
-    def _format(self, module: str, columns: int) -> Format:
+    def _format(self, module: str, columns: int, experts: bool = False) -> Format:
         """From the shapes: 32 * words = bits * columns, and a scale for each group."""
         row, groups = (self.shapes[f"{module}.{part}"][-1] for part in _PARTS[:2])
         group_size = columns // max(1, groups)
         mode = (
             "affine" if f"{module}.biases" in self.shapes else _MODES.get((group_size, row * 32 // columns))
         )
-        if mode is None or f"{module}.global_scale" in self.shapes:
+        if mode is None or (f"{module}.global_scale" in self.shapes and not (experts and mode == "nvfp4")):
             _CHECK.fail(module, "in a format of MLX without a global scale", f"{row} words, {groups} scales")
         return Format(row * 32 // columns, group_size, mode)
 
@@ -211,7 +208,7 @@ class Plan:
         for name in list(self.unknown):
             module, _, part = name.rpartition(".")
             matched = _EXPERTS.match(module)
-            if matched and (len(self.shapes[name]) == 3 or part == "bias"):
+            if matched and (len(self.shapes[name]) == 3 or part in ("bias", "global_scale")):
                 layers[matched[1]].setdefault(matched[2], []).append(part)
         for container, found in layers.items():
             owner = self._experts_module(container)
@@ -238,6 +235,8 @@ class Plan:
             for part in found[names[0]]:
                 sources = tuple(f"{tensor}.{part}" for tensor in tensors)
                 for source in sources:
+                    if source not in self.unknown:
+                        _CHECK.fail(source, "in the checkpoint of MLX", "no such tensor")
                     self.unknown.remove(source)
                 self._matrices(owner, module, projection, part, sources, interleaved)
 
@@ -252,11 +251,17 @@ class Plan:
     ) -> None:
         base = sources[0].rpartition(".")[0]
         quantized = f"{base}.scales" in self.shapes
+        if part == "global_scale":
+            self.global_scales.append(f"{owner}.{projection}")
+            self.entries[f"{owner}.{global_scale_of(projection)}"] = Entry(
+                sources, lambda *t: torch.stack(t, 1)
+            )
+            return
         if part == "bias":
             name, transposed = f"{owner}.{projection}_bias", False
         elif quantized:
             shape = self.parameters[f"{owner}.{projection}"]
-            format = self._format(base, shape[-2] if module.is_transposed else shape[-1])
+            format = self._format(base, shape[-2] if module.is_transposed else shape[-1], experts=True)
             target = self.targets.setdefault(owner, Target(owner, module, "experts", {}))
             target.formats[projection] = format
             name = f"{owner}.{quantized_names(projection)[_PARTS.index(part)]}"
@@ -353,42 +358,4 @@ def _headers(files: Sequence[str]) -> tuple[dict[str, list[int]], dict[str, str]
     return shapes, dtypes
 
 
-class MlxConverter(WeightConverter):
-    """A plan as a converter of transformers: names are looked up, not matched."""
-
-    __slots__ = ("plan", "targets_of")
-
-    def __init__(self, plan: Plan):
-        super().__init__(_SOURCE, _SOURCE, [_Nothing()])
-        self.plan = plan
-        self.targets_of = {s: name for name, entry in plan.entries.items() for s in entry.sources}
-
-    def __deepcopy__(self, memo: dict) -> "MlxConverter":
-        return MlxConverter(self.plan)
-
-    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        target = self.targets_of.get(source_key)
-        return (source_key, None) if target is None else (target, _SOURCE)
-
-    def convert(self, layer_name: str, **kwargs: Any) -> dict[str, Tensor]:
-        entry = self.plan.entries[layer_name]
-        (tensors,) = self.materialize_tensors().values()
-        came = dict(zip(sorted(entry.sources, key=dot_natural_key), tensors, strict=True))
-        made = {layer_name: entry.make(*(came[source] for source in entry.sources))}
-        while self.plan.dropped:
-            name = self.plan.dropped.pop()
-            made[name] = torch.zeros(self.plan.parameters[name], dtype=self.plan.types_of[name])
-        return made
-
-
-_SOURCE = "tensor of MLX"
-
-
-class _Nothing:
-    """Stands for the operations that a converter must have; scales keep their dtype."""
-
-    hf_quantizer = True
-    reverse_op = None
-
-
-__all__ = ["MlxConverter", "Plan", "written_by_mlx"]
+__all__ = ["Plan", "written_by_mlx"]

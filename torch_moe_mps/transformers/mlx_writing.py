@@ -21,6 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from ..quantization import Format, QuantizedWeight, dequantize
 from .absent import beside_text
 from .experts import activation_of
+from .global_scales import global_scale_of
 from .interface import Experts, experts_of, formats_of, is_quantized, projections
 from .linears import QuantizedLayer
 from .mlx import DROP_BIAS, NORMS, ONE_MORE
@@ -134,6 +135,9 @@ def save_mlx(model: PreTrainedModel, folder: Path, config: Mapping[str, Any]) ->
     config["model_type"] = _PARTS_OF.get(type(model.config).model_type, config["model_type"])
     if writer.formats:
         quantization = _quantization(writer.formats)
+        for name in writer.formats:
+            if f"{name}.global_scale" in writer.tensors:
+                quantization[name] = writer.formats[name].to_dict() | {"global_scale": True}
         config |= {"quantization": quantization, "quantization_config": quantization}
     if isinstance(config.get("text_config"), Mapping):
         config["text_config"] = _with_older_keys(config["text_config"])
@@ -305,6 +309,9 @@ class _Writer:
     def _matrices(self, theirs: str, module: Experts, projection: str, rows: "_Rows") -> None:
         if is_quantized(module):
             weight = stored(module, projection).map(rows)
+            global_scale = module._parameters.get(global_scale_of(projection))
+            if global_scale is not None:
+                self._put(f"{theirs}.global_scale", *_lazily(global_scale[:, rows.row]))
             self._quantized(theirs, weight, formats_of(module)[projection])
         else:
             dense = getattr(module, projection)
