@@ -37,7 +37,7 @@ make_environment() {
   echo "setting up .venv (once)"
   "$PYTHON" -m pip --version > /dev/null 2>&1 || "$base" -m venv --clear .venv ||
     fail ".venv could not be made: on Debian and Ubuntu, apt-get install python3-venv"
-  "$PYTHON" -m pip install -qq --disable-pip-version-check "setuptools>=77" wheel -r <(requirements)
+  "$PYTHON" -m pip install -qq --disable-pip-version-check --no-compile "setuptools>=77" wheel -r <(requirements)
   # Without isolation the extension is compiled against the torch it will run with.
   "$PYTHON" -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps --editable .
   echo "$stamp" > .venv/stamp

@@ -49,7 +49,7 @@ def row(architecture: str) -> str:
             )
     reads = [read for read, _ in cells]
     back = "yes" if all(result == "yes" for _, result in cells) else "no"
-    experts = EXPERTS[type(model.config).model_type]
+    experts = EXPERTS[type(model.config.get_text_config()).model_type]
     return f"| `{architecture}` | {experts} | {' | '.join(reads)} | {back} |\n"
 
 

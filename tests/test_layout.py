@@ -18,6 +18,7 @@ FLOORS = (
     "quantization",
     "transformers.interface",
     "transformers.program",
+    "transformers.global_scales",
     "transformers.linears",
     "transformers.experts",
     "transformers.rules",

@@ -151,7 +151,7 @@ def system_library() -> Path:
 def compile_all(sources: Sequence[Path], wheel: Path) -> list[Path]:
     """Objects for arm64-macos, with the flags of setup.py and the C++ version that this torch asks for."""
     standard = max(re.findall(r"-std=c\+\+(\d\d)", (wheel / "utils/cpp_extension.py").read_text()))
-    command = [zig() / "zig", "c++", "-target", TARGET, f"-std=c++{standard}", "-O2"]
+    command = [zig() / "zig", "c++", "-target", TARGET, f"-std=c++{standard}", "-O2", "-g0"]
     command += ["-fblocks", "-fobjc-exceptions", "-fno-objc-arc", "-Wall", "-Werror=objc-method-access"]
     command += [f"-I{HERE / 'metal/include'}", f"-I{HERE / 'metal/macos'}"]
     command += ["-isystem", wheel / "include", "-isystem", wheel / "include/torch/csrc/api/include"]

@@ -75,3 +75,10 @@ def launches_of_last_layer(simulated, model: nn.Module) -> tuple[Counter[str], i
     decoder = model.get_decoder()
     decoder.layers = decoder.layers[:-1]
     return every - one_token(simulated, model), sum(every.values())
+
+
+def launches_without_layers(simulated, model: nn.Module) -> Counter[str]:
+    """Those of everything outside of layers, all of which the model loses."""
+    decoder = model.get_decoder()
+    decoder.layers = decoder.layers[:0]
+    return one_token(simulated, model)

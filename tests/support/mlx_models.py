@@ -1,18 +1,22 @@
 """Tiny models as MLX writes them, by mlx-lm, whose logits are the oracle."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from support import tiny_models
 
+NULL = "null"  # what a config must say, where None among the keys below stands for no such key
 # Architectures that mlx-lm's model code and transformers' compute alike, and what their configs need for it.
 PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 ARCHITECTURES: dict[str, dict] = {
     "afmoe": {"layer_types": ["sliding_attention", "full_attention"]},
+    "bailing_hybrid": {},
     "deepseek_v2": {},
     "deepseek_v3": {},
     "deepseek_v32": {},
@@ -20,37 +24,116 @@ ARCHITECTURES: dict[str, dict] = {
     "ernie4_5_moe": {},
     "exaone_moe": {},
     "gemma4": {"final_logit_softcapping": 30.0},
+    "gemma4 with vision": {"final_logit_softcapping": 30.0},
     "glm4_moe": {},
     "glm4_moe_lite": {"rms_norm_eps": 1e-6},
     "glm_moe_dsa": {},
     "gpt_oss": PLAIN_ROPE,
     "granitemoe": {},
+    "granitemoehybrid": {"position_embedding_type": "rope"},
     "jamba": {},
+    "kimi_k25": {},
+    "kimi_linear": {"q_lora_rank": None},
     "laguna": {},
     "lfm2_moe": {},
     "mellum": {"mlp_layer_types": ["sparse", "sparse"]},
+    "mimo_v2_flash": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
+            for kind, theta in (("full_attention", 5e6), ("sliding_attention", 1e4))
+        },
+    },
     "minimax_m2": {},
+    "minimax_m3_vl": {},
+    "mistral3": {"head_dim": 40},
+    "mistral4": {"head_dim": 40},
     "mixtral": {"head_dim": 16},
     "nemotron_h": {},
     "olmoe": {},
     "phimoe": {"attention_bias": True, "lm_head_bias": True},
     "qwen2_moe": {},
     "qwen3_5_moe": {},
+    "qwen3_5_moe with vision": {},
     "qwen3_moe": {},
     "qwen3_next": {},
+    "qwen3_vl_moe": {"tie_word_embeddings": False},
     "solar_open": {},
 }
 # Keys that mlx-lm reads, and None where a key of others would be misread; by the type of the model.
 OLDER_KEYS: dict[str, dict] = {
+    "bailing_hybrid": {
+        "architectures": ["BailingMoeV3ForCausalLM"],
+        "layer_group_size": 2,
+        "moe_shared_expert_intermediate_size": 64,
+        "num_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "q_lora_rank": NULL,
+    },
     "exaone_moe": {"is_moe_layer": [False, True]},
+    "gemma4": {"vocab_size": 96},
     "gemma4_text": {"global_head_dim": 8, "rope_scaling": None},
     "glm4_moe_lite": {"head_dim": None},
     "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "kimi_linear": {
+        "linear_attn_config": {
+            "full_attn_layers": [2],
+            "kda_layers": [1],
+            "head_dim": 8,
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+        "model_max_length": 256,
+        "mla_use_nope": True,
+        "first_k_dense_replace": 1,
+        "num_expert_group": 2,
+    },
     "laguna": {"rope_scaling": None},
     "mellum": {"rope_scaling": None},
+    "mimo_v2_flash": {
+        "hybrid_layer_pattern": [0, 1],
+        "moe_layer_freq": [0, 1],
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "sliding_window_size": 128,
+        "n_shared_experts": NULL,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "layernorm_epsilon": 1e-5,
+        "rope_scaling": None,
+        "rope_theta": 5e6,
+        "swa_rope_theta": 1e4,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 8,
+        "swa_v_head_dim": 32,
+        "partial_rotary_factor": 0.5,
+    },
+    "minimax_m3_vl_text": {"rotary_dim": 8},
     "qwen3_5_moe_text": {"model_type": "qwen3_5_moe", "rope_scaling": None},
     "solar_open": {"intermediate_size": 64, "first_k_dense_replace": 0},
 }
+# Models of which mlx-lm has the language model: their classes, and those of its config.
+COMPOSITES = {
+    "gemma4 with vision": ("Gemma4ForConditionalGeneration", "Gemma4TextConfig"),
+    "kimi_k25": ("Kimi_K25ForConditionalGeneration", "DeepseekV3Config"),
+    "minimax_m3_vl": ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLTextConfig"),
+    "mistral3": ("Mistral3ForConditionalGeneration", "Mistral4Config"),
+    "qwen3_5_moe with vision": ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeTextConfig"),
+    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeTextConfig"),
+}
+# Names that transformers writes otherwise than the checkpoints of the architecture have them.
+CHECKPOINT_NAMES = {
+    "bailing_hybrid": {r"(layers\.0\.attention)\.dense\.": r"\1.o_proj."},
+    "kimi_k25": {
+        r"^(language_model\.model)\.blocks\.": r"\1.layers.",
+        r"^model\.mm_projector": "mm_projector",
+    },
+    "kimi_linear": {r"(layers\.0)\.block_sparse_moe\.(\w+)_proj\.": r"\1.mlp.\2_proj."},
+}
+TOWER = {"projection_dim": 32}
 SIZES = {
     "vocab_size": 96,
     "kv_lora_rank": 32,
@@ -67,26 +150,57 @@ UNSCALED = {
 
 
 def tiny(architecture: str):
+    overrides = ARCHITECTURES[architecture]
     with tiny_models.groups_of_32(), tiny_models.sizes(**SIZES):
-        return tiny_models.tiny_model(architecture, **ARCHITECTURES[architecture])
+        if architecture not in COMPOSITES:
+            return tiny_models.tiny_model(architecture, **overrides)
+        name, text = COMPOSITES[architecture]
+        with tiny_models.sizes(**TOWER):
+            return composite(getattr(transformers, name), text, **overrides)
+
+
+def composite(cls, text: str, **overrides):
+    """A model with more than language; `overrides` are for the config of its text, which is `text`."""
+    part = tiny_models.build_config(getattr(transformers, text), **overrides)
+    tied = part.tie_word_embeddings
+    torch.manual_seed(0)
+    model = cls(tiny_models.build_config(cls.config_class, text_config=part, tie_word_embeddings=tied))
+    tiny_models.randomise(model, 0)
+    return model.eval()
 
 
 def write(
-    model, folder: Path, bits: int | None, group_size: int = 32, mode: str = "affine", predicate=None, **keys
+    model,
+    folder: Path,
+    bits: int | None,
+    group_size: int = 32,
+    mode: str = "affine",
+    predicate=None,
+    global_scale: bool = False,
+    **keys,
 ):
     """mlx-lm's model as it reads back what it wrote, dense with bits of None; `keys` are for its config."""
     from mlx_lm import utils
 
     dense = folder / "dense"
-    merged = model.config.model_type == "qwen3_5_moe_text"  # as in its checkpoints
+    merged = model.config.get_text_config().model_type == "qwen3_5_moe_text"  # as in its checkpoints
     model.save_pretrained(dense, save_original_format=not merged)
     (dense / "config.json").write_text(json.dumps(with_older_keys(model.config.to_dict()) | keys))
     if model.config.model_type == "gpt_oss":
         _split_gate_and_up(dense / "model.safetensors")
+    if model.config.model_type == "qwen3_vl_moe":
+        _transpose_experts(dense / "model.safetensors")
+    _rename(dense / "model.safetensors", CHECKPOINT_NAMES.get(model.config.model_type, {}))
     converted, config = utils.load_model(dense)
     if bits is not None:
         converted, config = utils.quantize_model(
-            converted, config, group_size, bits, mode=mode, quant_predicate=predicate
+            converted,
+            config,
+            group_size,
+            bits,
+            mode=mode,
+            quant_predicate=predicate,
+            global_scale=global_scale,
         )
         config["quantization_config"] = config["quantization"]
     utils.save_model(folder / "mlx", converted)
@@ -99,7 +213,28 @@ def read(folder: Path):
     from mlx_lm import utils
 
     _let_jamba_route_as_transformers()
-    return utils.load_model(folder)[0]
+    return _without_global_scales(utils.load_model(folder)[0])
+
+
+def _without_global_scales(converted):
+    """MLX multiplies with them on a GPU alone; what it dequantises with them it does anywhere."""
+    import mlx.core as mx
+    from mlx.utils import tree_unflatten
+    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+    found = []
+    for name, module in converted.named_modules():
+        if isinstance(module, QuantizedSwitchLinear) and module.global_scale is not None:
+            how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+            parts = zip(module.weight, module.scales, module.global_scale, strict=True)
+            dense = [mx.dequantize(w, s, global_scale=g, dtype=mx.float32, **how) for w, s, g in parts]
+            found.append((name, SwitchLinear(1, 1, 1, bias="bias" in module)))
+            found[-1][1].weight = mx.stack(dense)
+            if "bias" in module:
+                found[-1][1].bias = module.bias
+    if found:
+        converted.update_modules(tree_unflatten(found))
+    return converted
 
 
 def logits(converted, ids: torch.Tensor) -> torch.Tensor:
@@ -110,6 +245,9 @@ def logits(converted, ids: torch.Tensor) -> torch.Tensor:
 
 def with_older_keys(config: dict) -> dict:
     """A config of transformers 5 with the keys that mlx-lm reads."""
+    if "text_config" in config:
+        text = with_older_keys(config["text_config"])
+        return config | {"text_config": text} | OLDER_KEYS.get(config["model_type"], {})
     rope = config.get("rope_parameters") or {}
     older = {
         "rope_theta": rope.get("rope_theta", 10000.0),
@@ -128,7 +266,17 @@ def with_older_keys(config: dict) -> dict:
     older |= {key: value for key, value in config.items() if value is not None}
     older |= OLDER_KEYS.get(config["model_type"], {})
     dropped = [key for key, value in OLDER_KEYS.get(config["model_type"], {}).items() if value is None]
-    return {key: value for key, value in older.items() if key not in dropped}
+    kept = {key: value for key, value in older.items() if key not in dropped}
+    return {key: None if value == NULL else value for key, value in kept.items()}
+
+
+def _rename(path: Path, patterns: dict[str, str]) -> None:
+    if not patterns:
+        return
+    tensors = load_file(path)
+    for pattern, name in patterns.items():
+        tensors = {re.sub(pattern, name, old): tensor for old, tensor in tensors.items()}
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _split_gate_and_up(path: Path) -> None:
@@ -144,6 +292,13 @@ def _split_gate_and_up(path: Path) -> None:
         else:
             tensors[f"{name}.{part}"] = value.contiguous()
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _transpose_experts(path: Path) -> None:
+    """Checkpoints of Qwen3-VL have experts [input, output]."""
+    tensors = load_file(path)
+    swapped = {name: tensor.mT.contiguous() for name, tensor in tensors.items() if ".experts." in name}
+    save_file(tensors | swapped, path, metadata={"format": "pt"})
 
 
 def _let_jamba_route_as_transformers() -> None:

@@ -1,5 +1,7 @@
 """Attributes, hooks and classes that change after acceleration: the model computes what its own code does."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -65,6 +67,25 @@ def test_an_attribute_that_changes(architecture, cls, name, value):
     assert name == "norm_topk_prob" or not torch.equal(output(fast, prompt()), before)
     torch_moe_mps.accelerate(fast)
     check(fast, own)
+
+
+CHILDREN = ["input_layernorm", "input_layernorm.weight", "mlp.gate", "self_attn.q_norm", "self_attn.q_proj"]
+
+
+@pytest.mark.parametrize("path", CHILDREN)
+def test_what_is_written_over_a_child(path):
+    """Into the instance's dictionary, where Python looks before it asks the module for its children."""
+    fast, own = pair("qwen3_moe")
+    before = output(fast, prompt())
+    for model in (fast, own):
+        layer = model.get_decoder().layers[0]
+        owner, _, name = path.rpartition(".")
+        new = copy.deepcopy(getattr(layer.get_submodule(owner), name))
+        for parameter in [new] if isinstance(new, nn.Parameter) else new.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
+        layer.get_submodule(owner).__dict__[name] = new
+    check(fast, own)
+    assert not torch.allclose(output(fast, prompt()), before, atol=1e-3)
 
 
 def test_a_bias_added_to_the_projection_of_a_gate():

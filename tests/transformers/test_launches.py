@@ -1,7 +1,8 @@
 """How many kernels a token launches, layer by layer: what binds decode on a Mac after the bytes."""
 
 import pytest
-from support.launches import launches_of_last_layer, model_on_mps
+from support import tiny_models
+from support.launches import launches_of_last_layer, launches_without_layers, model_on_mps
 
 import torch_moe_mps
 
@@ -15,9 +16,6 @@ MOST = {
     "gemma4": (24, 12),
     "qwen3_next": (40, 12),
 }
-
-
-LAYERS_ALIKE = ["mixtral", "qwen3_moe", "gpt_oss", "gemma4"]
 # Launches of the last layer where the model's own code runs.
 OWN_CODE = {
     "mixtral": 58,
@@ -34,12 +32,25 @@ OWN_CODE = {
 def test_launches_of_a_layer(simulated, architecture):
     model = model_on_mps(architecture)
     torch_moe_mps.accelerate(model, bits=4, group_size=32)
-    layers = len(model.get_decoder().layers)
-    layer, every = launches_of_last_layer(simulated, model)
-    of_layer, outside = MOST[architecture]
+    layer, _ = launches_of_last_layer(simulated, model)
+    of_layer, of_others = MOST[architecture]
     assert sum(layer.values()) <= of_layer, dict(layer)
-    if architecture in LAYERS_ALIKE:
-        assert every - layers * sum(layer.values()) <= outside
+    outside = launches_without_layers(simulated, model)
+    assert outside["embedding_rows_affine4_32_bf16"] == 1
+    assert sum(outside.values()) <= of_others, dict(outside)
+
+
+def test_launches_of_a_layer_with_linear_attention(simulated, monkeypatch):
+    """Three of four layers of Qwen3-Next have it; in the model above the last layer has softmax attention."""
+    layers = {"layer_types": ["full_attention", "linear_attention"]}
+    monkeypatch.setitem(tiny_models.EXTRA, "qwen3_next", layers)
+    with tiny_models.sizes(linear_num_value_heads=16, shared_expert_intermediate_size=64):
+        own, model = (model_on_mps("qwen3_next") for _ in range(2))  # all linear layers can be quantised
+    assert sum(launches_of_last_layer(simulated, own)[0].values()) == 119
+    torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    layer, _ = launches_of_last_layer(simulated, model)
+    assert layer["gated_delta_rule_bf16"] == layer["index_select"] == 1
+    assert sum(layer.values()) <= 17, dict(layer)
 
 
 @pytest.mark.sweep

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from support import tiny_models
 from support.launches import launches
+from support.linear_attention import decoded, layer_of, model_of, step
 from support.models import assert_close, eager, operators_of, prompt
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
@@ -18,33 +19,6 @@ from torch_moe_mps.transformers.rules.gated_norm import rewrite_gated_norm
 
 ARCHITECTURES = ("qwen3_next", "qwen3_5_moe")
 STEP = {"causal_conv1d_update_": 1, "gated_delta_rule_": 1, "rms_norm_gated": 1}
-
-
-def model_of(architecture: str = "qwen3_next", dtype: torch.dtype = torch.float32):
-    """With gates that are not the same for every head."""
-    model = eager(tiny_models.tiny_model(architecture, dtype))
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in model.named_parameters():
-        if name.endswith(("A_log", "dt_bias", "linear_attn.norm.weight")):
-            parameter.data = (torch.rand(parameter.shape, generator=generator) + 0.5).to(parameter.dtype)
-    return model
-
-
-def layer_of(model) -> torch.nn.Module:
-    return next(m for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet"))
-
-
-def decoded(model, tokens: int = 4) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Logits of a prompt and of tokens one by one, and the states of the first layer behind them."""
-    ids = prompt()
-    with torch.no_grad():
-        out = model(input_ids=ids, use_cache=True)
-        cache, logits = out.past_key_values, [out.logits]
-        for token in range(tokens):
-            ids = torch.full((2, 1), 5 + token)
-            logits.append(model(input_ids=ids, past_key_values=cache, use_cache=True).logits)
-    layer = cache.layers[0]
-    return torch.cat(logits, 1), [layer.conv_states[0], layer.recurrent_states[0]]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -60,22 +34,6 @@ def test_step_by_step(architecture):
     assert_close(result, expected, 1e-5)
     for a, b in zip(ours, states, strict=True):
         assert_close(a, b, 1e-5)
-
-
-def step(model):
-    """A call that runs the linear attention for one more token."""
-    with torch.no_grad():
-        cache = model(input_ids=prompt(1).to(model.device), use_cache=True).past_key_values
-    layer = layer_of(model)
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(1, 1, model.config.get_text_config().hidden_size, generator=generator)
-    x = x.to(model.device, model.dtype)
-
-    def run():
-        with torch.no_grad():
-            return layer(x, cache_params=cache)
-
-    return run
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -115,6 +73,18 @@ def test_projections_of_one_input_run_together(simulated):
     counts = launches(simulated, lambda: layer_of(model)(x, cache_params=cache))
     assert sum(n for name, n in counts.items() if name.startswith("expert_rows")) == 2  # and out_proj
     assert "mm" not in counts and sum(counts.values()) <= 13, dict(counts)
+
+
+def test_projections_too_small_to_quantise_do_not_keep_the_others_apart():
+    with tiny_models.groups_of_32():
+        dense = eager(tiny_models.tiny_model("qwen3_5_moe"))
+    model = copy.deepcopy(dense)
+    report = torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    notes = [row.replaced_by for row in report.rows if row.name.endswith("linear_attn")]
+    assert "linear_quantized (in_proj_qkv, in_proj_z)" in notes[0]
+    twin = tiny_models.dense_twin(dense, model)
+    for result, expected in zip(decoded(model)[0], decoded(twin)[0], strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_as_exact_in_16_bit():

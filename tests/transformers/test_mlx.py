@@ -13,7 +13,7 @@ from support.models import assert_close, output, prompt
 import torch_moe_mps
 from torch_moe_mps.transformers.interface import formats_of, is_experts, is_quantized
 from torch_moe_mps.transformers.linears import QuantizedLayer
-from torch_moe_mps.transformers.mlx_writing import EXPERTS
+from torch_moe_mps.transformers.mlx_writing import EXPERTS, save_mlx
 
 pytest.importorskip("mlx_lm")
 transformers.logging.set_verbosity_error()
@@ -101,11 +101,66 @@ def test_every_module_has_its_own_format(tmp_path):
     assert torch.equal(output(again.eval(), prompt()), output(torch_moe_mps.restore(loaded), prompt()))
 
 
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(n, marks=pytest.mark.sweep) for n in ("qwen3_moe", "nemotron_h")] + ["gpt_oss"],
+)
+def test_global_scales_of_nvfp4(architecture, tmp_path):
+    """One for each expert and matrix: kept in reading, saving and writing back."""
+    model = mlx_models.tiny(architecture)
+    oracle = mlx_models.logits(mlx_models.write(model, tmp_path, 4, 16, "nvfp4", global_scale=True), prompt())
+    loaded = load(model, tmp_path)
+    scales = [p for name, p in loaded.named_parameters() if name.endswith("_global_scale")]
+    assert scales and all(scale.dtype == torch.float32 for scale in scales)
+    assert_same_tokens(output(loaded, prompt()), oracle)
+    loaded.save_pretrained(tmp_path / "ours")
+    again = type(model).from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    assert torch.equal(output(again, prompt()), output(torch_moe_mps.restore(loaded), prompt()))
+    (tmp_path / "back").mkdir()
+    save_mlx(again, tmp_path / "back", json.loads((tmp_path / "mlx" / "config.json").read_text()))
+    assert_same_tokens(
+        output(again, prompt()), mlx_models.logits(mlx_models.read(tmp_path / "back"), prompt())
+    )
+    stored, back = (
+        safetensors.torch.load_file(tmp_path / name / "model.safetensors") for name in ("mlx", "back")
+    )
+    names = [name for name in stored if name.endswith("global_scale")]
+    assert names and all(torch.equal(stored[name], back[name]) for name in names)
+
+
 def test_the_auto_classes_read_them(tmp_path):
     model = mlx_models.tiny("qwen3_moe")
     oracle = mlx_models.write(model, tmp_path, 4)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mlx", dtype=torch.float32).eval()
     assert_same_tokens(output(loaded, prompt()), mlx_models.logits(oracle, prompt()))
+
+
+def test_only_the_language_model_is_in_a_checkpoint(tmp_path):
+    """mlx-lm writes nothing of a vision tower: what needs one says so, also after saving."""
+    model = mlx_models.tiny("qwen3_vl_moe")
+    oracle = mlx_models.write(model, tmp_path, 4)
+    loaded = load(model, tmp_path)
+    assert not [name for name, _ in loaded.named_parameters() if "visual" in name]
+    loaded.save_pretrained(tmp_path / "ours")
+    again = type(model).from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    for each in (loaded, again):
+        assert_same_tokens(output(each, prompt()), mlx_models.logits(oracle, prompt()))
+        with pytest.raises((AttributeError, RuntimeError), match=r"must have model\.visual for this, got"):
+            output(each, prompt(), pixel_values=torch.zeros(4, 8), image_grid_thw=torch.tensor([[1, 2, 2]]))
+
+
+def test_types_that_only_mlx_lm_knows(tmp_path):
+    """Kimi K2 is DeepSeek's model with another name; another type is one line."""
+    model = mlx_models.tiny("deepseek_v3")
+    oracle = mlx_models.write(model, tmp_path, 4)
+    path = tmp_path / "mlx" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"model_type": "kimi_k2"}))
+    loaded = torch_moe_mps.from_pretrained(str(path.parent), dtype=torch.float32, attn_implementation="eager")
+    assert_same_tokens(output(loaded, prompt()), mlx_models.logits(oracle, prompt()))
+    path.write_text(json.dumps(config | {"model_type": "hunyuan"}))
+    with pytest.raises(ValueError, match=r"^moe_mps::from_pretrained: model_type must be .*, got 'hunyuan'$"):
+        torch_moe_mps.from_pretrained(str(path.parent))
 
 
 def test_a_missing_tensor_is_one_line(tmp_path):

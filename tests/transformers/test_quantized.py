@@ -118,7 +118,7 @@ def test_a_checkpoint_has_each_module_in_its_format(quantise, tmp_path):
     model.save_pretrained(tmp_path)
     loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values())
-    assert torch.equal(output(loaded.eval(), prompt()), expected)
+    assert_close(output(loaded.eval(), prompt()), expected, 1e-5)  # dense experts run their own code here
     loaded.save_pretrained(tmp_path / "again")
     assert stored_quantization(tmp_path / "again") == stored_quantization(tmp_path)
 

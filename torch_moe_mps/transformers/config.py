@@ -24,6 +24,8 @@ class QuantizationConfig(QuantizationConfigMixin):
             format. Names of a larger or a smaller model are understood.
         linear_bits, embedding_bits, keep, overrides: as in `accelerate`, for dense checkpoints.
         source: the quantisation of a checkpoint that transformers dequantises while ours quantises: FP8.
+        absent: names of parts of the model, beside its language model, that a checkpoint does not have.
+        global_scales: names of matrices of experts that have a scale for each expert, see global_scales.py.
         mlx: whether MLX wrote the checkpoint: what is quantised in it is read from its tensors.
 
     Raises: ValueError for a format that does not exist.
@@ -40,6 +42,8 @@ class QuantizationConfig(QuantizationConfigMixin):
         keep: Collection[str] = (),
         overrides: Mapping[str, Any] | None = None,
         source: Mapping[str, Any] | None = None,
+        absent: Collection[str] = (),
+        global_scales: Collection[str] = (),
         mlx: bool = False,
         **unused: Any,
     ):
@@ -57,7 +61,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         self.modules = modules and {name: Format(**format).to_dict() for name, format in modules.items()}
         self.linear_bits, self.embedding_bits = linear_bits, embedding_bits
         self.keep, self.overrides, self.source = keep, overrides, source
-        self.mlx = mlx
+        self.absent, self.global_scales, self.mlx = [*absent], [*global_scales], mlx
         self.recipe()  # its errors come now
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -71,7 +75,8 @@ class QuantizationConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         names = ("quant_method", "bits", "group_size", "mode", "modules")
-        return {name: getattr(self, name) for name in names}
+        rare = {"absent": self.absent, "global_scales": self.global_scales}
+        return {name: getattr(self, name) for name in names} | {k: v for k, v in rare.items() if v}
 
     def targets(self, model: nn.Module) -> dict[str, Target]:
         """{name: target} of the modules that are quantised in a checkpoint of the model.

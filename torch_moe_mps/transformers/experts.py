@@ -9,6 +9,7 @@ from torch.nn.modules import module as torch_module
 
 from ..ops._activations import POINTWISE, Activation
 from ..ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
+from .global_scales import expert_qmm, global_scales_of
 from .interface import Experts, formats_of, is_quantized, projections
 from .program.formulas import Node, evaluate, inline, operation_of
 from .program.patterns import match
@@ -141,7 +142,7 @@ def pinned_config(experts: Experts) -> Any:
 def prepare(module: nn.Module) -> Activation | None:
     """Finds out how an experts module works and keeps it on the module, with what it was read from."""
     with recording() as reads:
-        activation = activation_of(module)
+        activation = None if global_scales_of(module) else activation_of(module)
     module.__dict__["_moe_mps_activation"] = activation
     module.__dict__[READS] = tuple(reads.values())
     return activation
@@ -246,18 +247,17 @@ def _require_no_gradients(self: nn.Module, inputs: tuple[Tensor, ...]) -> None:
 
 def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor, shared: dict) -> Tensor:
     form, down_form = self.quantization, self.down_quantization
-    first, second = (_packed(self, name) for name in projections(self))
+    names = projections(self)
+    first, second = (_packed(self, name) for name in names)
     bias = down_bias = None
     if self.has_bias:
         bias = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
         down_bias = self.down_proj_bias
     activation = None if _activation_is_observed(self) else _activation(self)
     if activation is None:
-        hidden = ops.expert_qmm(x, *first, ids, form.bits, form.group_size, form.mode, bias)
+        hidden = expert_qmm(self, names[0], x, first, ids, form, bias)
         hidden = _own_activation(self, hidden)
-        hidden = ops.expert_qmm(
-            hidden, *second, ids, down_form.bits, down_form.group_size, down_form.mode, down_bias
-        )
+        hidden = expert_qmm(self, names[1], hidden, second, ids, down_form, down_bias)
         return _own_combine(self, hidden, weights, shared)
     return ops.moe_experts_quantized(
         x, *first, *second, ids, weights, form.bits, form.group_size, form.mode,
@@ -268,14 +268,14 @@ def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor, s
 
 def _packed(self: nn.Module, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
     own = self._parameters
-    packed, scales, biases = (own.get(name + part) for part in ("_packed", "_scales", "_biases"))
+    packed, scales = own.get(name + "_packed"), own.get(name + "_scales")
     if packed is None or scales is None:  # not where `quantize` put them
         return (
             getattr(self, name + "_packed"),
             getattr(self, name + "_scales"),
             getattr(self, name + "_biases", None),
         )
-    return packed, scales, biases
+    return packed, scales, own.get(name + "_biases")
 
 
 def _fits(x: Tensor, weight: Tensor, ids: Tensor) -> bool:

@@ -6,7 +6,15 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as _WITH_IMAGES
 
 from ..quantization import Format
 from .accelerate import accelerate
@@ -17,6 +25,8 @@ from .recipe import SAME, requested_recipe
 
 _NO_READING_AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"
 
+# Types of models that mlx-lm reads as another one, which transformers knows.
+_SAME_MODEL = {"joyai_llm_flash": "deepseek_v3", "kimi_k2": "deepseek_v3"}
 # Arguments of from_pretrained: a config would keep the first to itself, the others say where the files are.
 _FOR_THE_MODEL = ("dtype", "torch_dtype")
 _FOR_BOTH = (
@@ -46,7 +56,8 @@ def from_pretrained(
 
     Args:
         name: folder or name on the Hub.
-        model_class: of transformers; AutoModelForCausalLM unless given.
+        model_class: of transformers; unless given AutoModelForCausalLM, or AutoModelForImageTextToText for a
+            type of model that the first does not know.
         bits, group_size, mode, linear_bits, embedding_bits, keep, overrides: as in `accelerate`; weights that
             are quantised stay as they are.
         kwargs: for its from_pretrained.
@@ -55,8 +66,8 @@ def from_pretrained(
         output_loading_info, a tuple of that and the information. `model.hf_quantizer.report` says what was
         quantised.
 
-    Raises: ValueError for a format that does not exist, or does not fit the weights, and for parameters that
-        the checkpoint lacks.
+    Raises: ValueError for a format that does not exist, or does not fit the weights, for parameters that the
+        checkpoint lacks, and for a checkpoint of MLX of a type of model that transformers does not know.
     """
     asked: dict[str, Any] = {"bits": bits, "group_size": group_size, "mode": mode, "linear_bits": linear_bits}
     asked |= {"embedding_bits": embedding_bits, "keep": keep, "overrides": overrides}
@@ -64,7 +75,9 @@ def from_pretrained(
     cls: Any = model_class or AutoModelForCausalLM
     if kwargs.get("quantization_config") is None:
         asked = {key: value for key, value in asked.items() if value is not None}
-        kwargs = _with_quantization(name, cls, kwargs, None if recipe is None else asked)
+        config, others = _load_config(name, cls, kwargs)
+        cls = model_class or _class_for(config)
+        kwargs = _with_quantization(name, config, others, kwargs, None if recipe is None else asked)
     with_info = kwargs.pop("output_loading_info", False)
     with _one_by_one(recipe is not None):
         model, info = cls.from_pretrained(name, output_loading_info=True, **kwargs)
@@ -76,9 +89,16 @@ def from_pretrained(
     return (model, info) if with_info else model
 
 
-def _with_quantization(name: str, cls: Any, kwargs: dict[str, Any], asked: dict | None) -> dict[str, Any]:
+def _class_for(config: PreTrainedConfig) -> Any:
+    kind = type(config).model_type
+    known, with_images = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, kind in _WITH_IMAGES
+    return AutoModelForImageTextToText if with_images and not known else AutoModelForCausalLM
+
+
+def _with_quantization(
+    name: str, config: Any, others: dict[str, Any], kwargs: dict[str, Any], asked: dict | None
+) -> dict[str, Any]:
     """The arguments of cls.from_pretrained, with the quantisation that shall be or is in the checkpoint."""
-    config, others = _load_config(name, cls, kwargs)
     stored = getattr(config, "quantization_config", None) or {}
     stored = stored if isinstance(stored, Mapping) else stored.to_dict()
     method = stored.get("quant_method")
@@ -115,6 +135,19 @@ def _one_by_one(enabled: bool) -> Iterator[None]:
             os.environ[_NO_READING_AHEAD] = before
 
 
+def _config_class(name: str, given: Mapping[str, Any]) -> Any:
+    """AutoConfig, but for types of models that only mlx-lm knows."""
+    where = {key: value for key, value in given.items() if key in _FOR_BOTH}
+    stored, _ = PreTrainedConfig.get_config_dict(name, **where)
+    kind = stored.get("model_type")
+    mlx = is_mlx(stored.get("quantization") or {}) or written_by_mlx(name)
+    if not mlx or kind in CONFIG_MAPPING or where.get("trust_remote_code"):
+        return AutoConfig
+    if kind not in _SAME_MODEL:
+        raise ValueError(f"moe_mps::from_pretrained: model_type must be one of transformers', got {kind!r}")
+    return CONFIG_MAPPING[_SAME_MODEL[kind]]
+
+
 def _load_config(name: str, cls: type, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The config with its overrides among the arguments of cls.from_pretrained, and the other arguments."""
     others = {key: value for key, value in kwargs.items() if key != "config"}
@@ -122,7 +155,7 @@ def _load_config(name: str, cls: type, kwargs: dict[str, Any]) -> tuple[Any, dic
     if isinstance(config, PreTrainedConfig):
         return config, others
     given = {key: value for key, value in others.items() if key not in _FOR_THE_MODEL}
-    config_class = getattr(cls, "config_class", None) or AutoConfig
+    config_class = getattr(cls, "config_class", None) or _config_class(str(config or name), given)
     config, unused = config_class.from_pretrained(config or name, return_unused_kwargs=True, **given)
     return config, {
         key: value for key, value in others.items() if key in {*unused, *_FOR_THE_MODEL, *_FOR_BOTH}

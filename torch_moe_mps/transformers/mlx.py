@@ -8,20 +8,23 @@ experts have names of their own, one tensor for each of gate, up and down.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings, dot_natural_key
+from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, apply_renamings
 
 from ..ops._checks import Check
-from ..quantization import Format, dequantize
+from ..quantization import Format
+from .absent import beside_text
 from .experts import activation_of
-from .files import in_a_file
+from .global_scales import global_scale_of
 from .interface import Experts, projections
+from .mlx_names import by_module, variants, with_base
+from .mlx_tensors import dense_rows, joined, kv_b, rows
 from .packing import quantized_names
 from .targets import Target, kinds_of, reasons_to_stay_dense, tied_layers
 
@@ -58,6 +61,8 @@ class Plan:
         entries: {name of a parameter: entry}.
         dequantized: the modules that the model needs dense.
         dropped: parameters that mlx-lm drops; they are zeros.
+        global_scales: the matrices of experts with a scale for each expert beside those of the groups.
+        absent: parts of the model that the checkpoint has nothing of: all but its language model.
         unknown: tensors that the model has no place for.
 
     Raises: ValueError for tensors that do not fit the model.
@@ -78,12 +83,18 @@ class Plan:
         self.dequantized: list[str] = []
         self.unknown: list[str] = []
         self.dropped: list[str] = []
-        for module, parts in _modules(self.shapes).items():
+        self.global_scales: list[str] = []
+        self.absent: list[str] = []
+        for module, parts in by_module(self.shapes).items():
             if not self._layer(module, parts):
                 self.unknown += [f"{module}.{part}".lstrip(".") for part in parts]
         self._experts()
+        self._concatenated([c for c in conversions if isinstance(c, WeightConverter)])
         self._latent_attention()
         self._tied()
+        if not self.unknown:
+            beside = beside_text(model)
+            self.absent = [p for p in beside if not any(n.startswith(f"{p}.") for n in self.entries)]
         self._check_complete()
 
     def _check_complete(self) -> None:
@@ -93,6 +104,7 @@ class Plan:
         buffers = {name for name, _ in self.model.named_buffers()}
         for name in self.parameters:
             there = name in self.entries or name in packed or name in tied or name in buffers
+            there |= name.startswith(tuple(f"{part}." for part in self.absent))
             if there:
                 continue
             if self.types & DROP_BIAS and name.endswith("e_score_correction_bias"):
@@ -121,44 +133,50 @@ class Plan:
         for part, name in names.items():
             source = f"{module}.{part}".lstrip(".")
             if part == "weight" and quantized:
-                self._quantized(module, name)
+                self._quantized([module], name)
             else:
                 self.entries[name] = Entry((source,), self._in_dtype(name, self._cast(name, source)))
         return True
 
-    def _quantized(self, module: str, name: str) -> None:
+    def _quantized(self, modules: Sequence[str], name: str) -> None:
+        """One parameter of the quantised rows of one module or several."""
         owner, _, parameter = name.rpartition(".")
-        format = self._format(module, self.parameters[name][-1])
-        sources = tuple(f"{module}.{p}" for p in _PARTS if f"{module}.{p}" in self.shapes)
+        formats = [self._format(module, self.parameters[name][-1]) for module in modules]
         kind, target = self.kinds.get(owner, ("", None))
-        if target is not None and kind != "experts" and self.why_dense(owner, target) is None:
-            self.targets[owner] = Target(owner, target, kind, {parameter: format})
-            for source, ours in zip(sources, quantized_names(parameter), strict=False):
-                self.entries[f"{owner}.{ours}"] = Entry((source,), _words)
+        usable = target is not None and kind != "experts" and self.why_dense(owner, target) is None
+        if target is not None and usable and len(set(formats)) == 1:
+            self.targets[owner] = Target(owner, target, kind, {parameter: formats[0]})
+            for part, ours in zip(_PARTS, quantized_names(parameter), strict=True):
+                sources = tuple(f"{module}.{part}" for module in modules)
+                if sources[0] in self.shapes:
+                    self.entries[f"{owner}.{ours}"] = Entry(sources, rows)
         else:
             self.dequantized.append(owner)
             shape, dtype = self.parameters[name], self.types_of[name]
-            self.entries[name] = Entry(sources, lambda *t: _dense(format, *t).view(shape).to(dtype))
+            sources = tuple(f"{m}.{p}" for m in modules for p in _PARTS if f"{m}.{p}" in self.shapes)
+            self.entries[name] = Entry(sources, lambda *t: dense_rows(formats, t).view(shape).to(dtype))
 
-    def _format(self, module: str, columns: int) -> Format:
+    def _format(self, module: str, columns: int, experts: bool = False) -> Format:
         """From the shapes: 32 * words = bits * columns, and a scale for each group."""
-        words, groups = (self.shapes[f"{module}.{part}"][-1] for part in _PARTS[:2])
+        row, groups = (self.shapes[f"{module}.{part}"][-1] for part in _PARTS[:2])
         group_size = columns // max(1, groups)
         mode = (
-            "affine" if f"{module}.biases" in self.shapes else _MODES.get((group_size, words * 32 // columns))
+            "affine" if f"{module}.biases" in self.shapes else _MODES.get((group_size, row * 32 // columns))
         )
-        if mode is None or f"{module}.global_scale" in self.shapes:
-            _CHECK.fail(
-                module, "in a format of MLX without a global scale", f"{words} words, {groups} scales"
-            )
-        return Format(words * 32 // columns, group_size, mode)
+        if mode is None or (f"{module}.global_scale" in self.shapes and not (experts and mode == "nvfp4")):
+            _CHECK.fail(module, "in a format of MLX without a global scale", f"{row} words, {groups} scales")
+        return Format(row * 32 // columns, group_size, mode)
 
     def _cast(self, name: str, source: str) -> Callable[[Tensor], Tensor]:
-        """How a dense tensor becomes the parameter: convolutions have their last two dimensions swapped."""
-        shape, stored = self.parameters[name], torch.Size(self.shapes[source])
+        """How a dense tensor becomes the parameter."""
         one_more = bool(self.types & ONE_MORE) and name.removesuffix(".weight").endswith(NORMS)
         if one_more and "linear_attn" not in name:
             return lambda t: t - 1
+        return self._reshaped(source, self.parameters[name])
+
+    def _reshaped(self, source: str, shape: torch.Size) -> Callable[[Tensor], Tensor]:
+        """How a tensor gets its shape in the model: convolutions have their last two dimensions swapped."""
+        stored = torch.Size(self.shapes[source])
         if shape == stored:
             return lambda t: t
         if len(shape) >= 3 and torch.Size([*stored[:-2], stored[-1], stored[-2]]) == shape:
@@ -167,7 +185,7 @@ class Plan:
             return lambda t: t.movedim(-1, 1).contiguous()
         if shape.numel() == stored.numel() and [d for d in shape if d > 1] == [d for d in stored if d > 1]:
             return lambda t: t.view(shape)
-        return _CHECK.fail(name, f"of shape {tuple(shape)}", f"{tuple(stored)} in {source}")
+        return _CHECK.fail(source, f"of shape {tuple(shape)}", tuple(stored))
 
     def _in_dtype(self, name: str, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Scales keep the dtype of the checkpoint; what is dense has that of the model."""
@@ -176,9 +194,9 @@ class Plan:
 
     def _resolve(self, key: str) -> str | None:
         """The parameter that a tensor with MLX's name belongs to."""
-        for variant in _variants(key):
+        for variant in variants(key):
             for name in (variant, apply_renamings(variant, self.renamings)):
-                for candidate in _with_base(name, getattr(self.model, "base_model_prefix", "")):
+                for candidate in with_base(name, getattr(self.model, "base_model_prefix", "")):
                     if candidate in self.parameters:
                         return candidate
         return None
@@ -190,7 +208,7 @@ class Plan:
         for name in list(self.unknown):
             module, _, part = name.rpartition(".")
             matched = _EXPERTS.match(module)
-            if matched and (len(self.shapes[name]) == 3 or part == "bias"):
+            if matched and (len(self.shapes[name]) == 3 or part in ("bias", "global_scale")):
                 layers[matched[1]].setdefault(matched[2], []).append(part)
         for container, found in layers.items():
             owner = self._experts_module(container)
@@ -217,6 +235,8 @@ class Plan:
             for part in found[names[0]]:
                 sources = tuple(f"{tensor}.{part}" for tensor in tensors)
                 for source in sources:
+                    if source not in self.unknown:
+                        _CHECK.fail(source, "in the checkpoint of MLX", "no such tensor")
                     self.unknown.remove(source)
                 self._matrices(owner, module, projection, part, sources, interleaved)
 
@@ -231,11 +251,17 @@ class Plan:
     ) -> None:
         base = sources[0].rpartition(".")[0]
         quantized = f"{base}.scales" in self.shapes
+        if part == "global_scale":
+            self.global_scales.append(f"{owner}.{projection}")
+            self.entries[f"{owner}.{global_scale_of(projection)}"] = Entry(
+                sources, lambda *t: torch.stack(t, 1)
+            )
+            return
         if part == "bias":
             name, transposed = f"{owner}.{projection}_bias", False
         elif quantized:
             shape = self.parameters[f"{owner}.{projection}"]
-            format = self._format(base, shape[-2] if module.is_transposed else shape[-1])
+            format = self._format(base, shape[-2] if module.is_transposed else shape[-1], experts=True)
             target = self.targets.setdefault(owner, Target(owner, module, "experts", {}))
             target.formats[projection] = format
             name = f"{owner}.{quantized_names(projection)[_PARTS.index(part)]}"
@@ -244,8 +270,48 @@ class Plan:
             name, transposed = f"{owner}.{projection}", module.is_transposed
         if part == "weight" and len({tuple(self.shapes[s]) for s in sources}) > 1:
             _CHECK.fail(name, "of gate and up rows in one format", [self.shapes[s] for s in sources])
-        make: Callable[..., Tensor] = lambda *t: _joined(t, interleaved, transposed)  # noqa: E731
+        make: Callable[..., Tensor] = lambda *t: joined(t, interleaved, transposed)  # noqa: E731
         self.entries[name] = Entry(sources, self._in_dtype(name, make) if name in self.parameters else make)
+
+    # Parameters that transformers concatenates
+
+    def _concatenated(self, converters: Sequence[WeightConverter]) -> None:
+        """Rows that the model has in one parameter, such as the kernels of the convolutions of q, k and v."""
+        for converter in converters:
+            if [type(op) for op in converter.operations] != [Concatenate]:
+                continue
+            found: dict[str, dict[str, str]] = defaultdict(dict)
+            for source in self.unknown:
+                target, pattern = self._part_of(source, converter)
+                if target in self.parameters and pattern is not None:
+                    found[target][pattern] = source
+            for target, parts in found.items():
+                if len(parts) == len(converter.source_patterns):
+                    sources = [parts[pattern] for pattern in converter.source_patterns]
+                    self._cat(target, sources, converter.operations[0].dim)
+
+    def _part_of(self, source: str, converter: WeightConverter) -> tuple[str, str | None]:
+        for variant in variants(source):
+            target, pattern = converter.rename_source_key(apply_renamings(variant, self.renamings))
+            if pattern is not None:
+                return target, pattern
+        return source, None
+
+    def _cat(self, name: str, sources: list[str], dim: int) -> None:
+        modules = [source.rpartition(".")[0] for source in sources]
+        quantized = [f"{module}.scales" in self.shapes for module in modules]
+        if any(quantized) and not (all(quantized) and dim == 0):
+            return
+        for module in modules:
+            self.unknown = [source for source in self.unknown if source.rpartition(".")[0] != module]
+        if any(quantized):
+            self._quantized(modules, name)
+            return
+        shape = list(self.parameters[name])
+        shape[dim] //= len(sources)
+        parts = [self._reshaped(source, torch.Size(shape)) for source in sources]
+        make = lambda *t: torch.cat([part(x) for part, x in zip(parts, t, strict=True)], dim)  # noqa: E731
+        self.entries[name] = Entry(tuple(sources), self._in_dtype(name, make))
 
     # Latent attention
 
@@ -268,11 +334,9 @@ class Plan:
                 formats = [self._format(halves[0], nope), self._format(halves[1], rank)]
                 self.dequantized.append(name.removesuffix(".weight"))
             dtype = self.types_of[name]
-            self.entries[name] = Entry(sources, lambda *t, f=formats, d=dtype: _kv_b(f, t).to(d))
+            self.entries[name] = Entry(sources, lambda *t, f=formats, d=dtype: kv_b(f, t).to(d))
 
 
-# What mlx-lm calls the matrices of an MLP that its architecture numbers.
-NUMBERED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 _MODES = {(32, 4): "mxfp4", (32, 8): "mxfp8", (16, 4): "nvfp4"}
 
 
@@ -294,113 +358,4 @@ def _headers(files: Sequence[str]) -> tuple[dict[str, list[int]], dict[str, str]
     return shapes, dtypes
 
 
-def _modules(names: Mapping[str, Any]) -> dict[str, list[str]]:
-    found = defaultdict(list)
-    for name in sorted(names):
-        module, _, part = name.rpartition(".")
-        found[module].append(part)
-    return found
-
-
-def _variants(key: str) -> Iterator[str]:
-    """A name as language models, and those with more than language, have it."""
-    yield key
-    if key.startswith("language_model."):
-        rest = key.removeprefix("language_model.")
-        yield rest
-        if rest.startswith("model."):
-            yield f"model.language_model.{rest.removeprefix('model.')}"
-    elif key.startswith("model.language_model."):
-        yield f"model.{key.removeprefix('model.language_model.')}"
-    elif key.startswith("model."):
-        yield f"model.language_model.{key.removeprefix('model.')}"
-    module, _, part = key.rpartition(".")
-    parent, _, child = module.rpartition(".")
-    if child in NUMBERED:
-        yield f"{parent}.{NUMBERED[child]}.{part}"
-    for layer in (".gate_proj.", ".proj."):  # a linear layer within the router
-        if key.endswith(f".gate{layer}weight"):
-            yield key.replace(f".gate{layer}", ".gate.")
-
-
-def _with_base(name: str, prefix: str) -> Iterator[str]:
-    yield name
-    yield f"{prefix}.{name}"
-    yield name.removeprefix(f"{prefix}.")
-
-
-def _words(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.int32) if tensor.dtype == torch.uint32 else tensor
-
-
-def _dense(format: Format, packed: Tensor, scales: Tensor, biases: Tensor | None = None) -> Tensor:
-    return dequantize(packed, scales, biases, **format.to_dict())
-
-
-def _joined(tensors: Sequence[Tensor], interleaved: bool, transposed: bool) -> Tensor:
-    """The rows of gate and up, one after the other or in turns, of every expert."""
-    tensors = [_words(tensor) for tensor in tensors]
-    if len(tensors) == 1:
-        (rows,) = tensors
-    elif interleaved:
-        rows = torch.stack(tensors, 2).flatten(1, 2)
-    else:
-        rows = torch.cat(tensors, 1)
-    return rows.mT.contiguous() if transposed else rows
-
-
-def _kv_b(formats: Sequence[Format | None], tensors: Sequence[Tensor]) -> Tensor:
-    """embed_q [heads, rank, nope], unembed_out [heads, v, rank] -> [heads * (nope + v), rank]."""
-    half = len(tensors) // 2
-    q, v = (
-        parts[0] if format is None else _dense(format, *parts)
-        for format, parts in zip(formats, (tensors[:half], tensors[half:]), strict=True)
-    )
-    return torch.cat((q.mT, v), 1).flatten(0, 1).contiguous()
-
-
-class MlxConverter(WeightConverter):
-    """A plan as a converter of transformers: names are looked up, not matched."""
-
-    __slots__ = ("plan", "targets_of")
-
-    def __init__(self, plan: Plan):
-        super().__init__(_SOURCE, _SOURCE, [_Nothing()])
-        self.plan = plan
-        self.targets_of = {s: name for name, entry in plan.entries.items() for s in entry.sources}
-
-    def __deepcopy__(self, memo: dict) -> "MlxConverter":
-        return MlxConverter(self.plan)
-
-    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        target = self.targets_of.get(source_key)
-        return (source_key, None) if target is None else (target, _SOURCE)
-
-    def convert(self, layer_name: str, **kwargs: Any) -> dict[str, Tensor]:
-        entry = self.plan.entries[layer_name]
-        (tensors,) = self.materialize_tensors().values()
-        came = dict(zip(sorted(entry.sources, key=dot_natural_key), tensors, strict=True))
-        made = {layer_name: _kept(entry.make(*(came[source] for source in entry.sources)), tensors)}
-        while self.plan.dropped:
-            name = self.plan.dropped.pop()
-            made[name] = torch.zeros(self.plan.parameters[name], dtype=self.plan.types_of[name])
-        return made
-
-
-def _kept(made: Tensor, sources: Sequence[Tensor]) -> Tensor:
-    """What was made of mapped tensors, unless it is one of them, goes to where `tensors_in` says."""
-    memory = made.untyped_storage().data_ptr()
-    return made if any(memory == s.untyped_storage().data_ptr() for s in sources) else in_a_file(made)
-
-
-_SOURCE = "tensor of MLX"
-
-
-class _Nothing:
-    """Stands for the operations that a converter must have; scales keep their dtype."""
-
-    hf_quantizer = True
-    reverse_op = None
-
-
-__all__ = ["MlxConverter", "Plan", "written_by_mlx"]
+__all__ = ["Plan", "written_by_mlx"]

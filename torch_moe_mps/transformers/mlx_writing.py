@@ -19,11 +19,14 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ..quantization import Format, QuantizedWeight, dequantize
+from .absent import beside_text
 from .experts import activation_of
 from .files import in_a_file, tensors_in
+from .global_scales import global_scale_of
 from .interface import Experts, experts_of, formats_of, is_quantized, projections
 from .linears import QuantizedLayer
-from .mlx import DROP_BIAS, NORMS, NUMBERED, ONE_MORE
+from .mlx import DROP_BIAS, NORMS, ONE_MORE
+from .mlx_names import NUMBERED
 from .packing import stored
 
 _LAYER = re.compile(r"^(.*\.\d+)\.")
@@ -31,6 +34,7 @@ _PARTS = ("weight", "scales", "biases")
 # Where mlx-lm has the experts of a layer, by the type of the model.
 EXPERTS = {
     "afmoe": "mlp.experts",
+    "bailing_hybrid": "mlp.switch_mlp",
     "deepseek_v2": "mlp.switch_mlp",
     "deepseek_v3": "mlp.switch_mlp",
     "deepseek_v32": "mlp.switch_mlp",
@@ -43,11 +47,16 @@ EXPERTS = {
     "glm_moe_dsa": "mlp.switch_mlp",
     "gpt_oss": "mlp.experts",
     "granitemoe": "block_sparse_moe.switch_mlp",
+    "granitemoehybrid": "block_sparse_moe.switch_mlp",
     "jamba": "feed_forward.switch_mlp",
+    "kimi_linear": "mlp.switch_mlp",
     "laguna": "mlp.switch_mlp",
     "lfm2_moe": "feed_forward.switch_mlp",
     "mellum": "mlp.switch_mlp",
+    "mimo_v2_flash": "mlp.switch_mlp",
     "minimax_m2": "block_sparse_moe.switch_mlp",
+    "minimax_m3_vl_text": "block_sparse_moe.switch_mlp",
+    "mistral4": "mlp.switch_mlp",
     "mixtral": "block_sparse_moe.switch_mlp",
     "nemotron_h": "mixer.switch_mlp",
     "olmoe": "mlp.switch_mlp",
@@ -56,15 +65,31 @@ EXPERTS = {
     "qwen3_5_moe_text": "mlp.switch_mlp",
     "qwen3_moe": "mlp.switch_mlp",
     "qwen3_next": "mlp.switch_mlp",
+    "qwen3_vl_moe_text": "mlp.switch_mlp",
     "solar_open": "mlp.switch_mlp",
 }
 # Where mlx-lm halves kv_b_proj.
-_HALVES = ("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
+_HALVES = (
+    "bailing_hybrid",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "kimi_linear",
+    "mistral4",
+)
+# Models with more than language, of which mlx-lm has the language model.
+_COMPOSITES = ("gemma4", "kimi_k25", "minimax_m3_vl", "mistral3", "qwen3_5_moe", "qwen3_vl_moe")
 # Language models that mlx-lm knows by the type of a model with more than language, and has in a part of it.
 _PARTS_OF = {"qwen3_5_moe_text": "qwen3_5_moe"}
-# What mlx-lm calls parameters otherwise, by the type of the model: {end of the first name: end of its own}.
+# What mlx-lm calls parameters otherwise, by the type of the model: {part of the first name: part of its own}.
 _RENAMED = {
     "exaone_moe": {".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"},
+    "kimi_linear": {
+        ".block_sparse_moe.": ".mlp.",
+        ".mlp.gate.e_score_correction_bias": ".mlp.e_score_correction_bias",
+        "_conv1d.": "_conv.conv.",
+    },
     "laguna": {
         ".mlp.experts.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
         ".mlp.gate.weight": ".mlp.gate.proj.weight",
@@ -73,6 +98,8 @@ _RENAMED = {
         f".feed_forward.{old}.weight": f".feed_forward.{new}.weight" for new, old in NUMBERED.items()
     },
 }
+# The same in layers of linear attention alone.
+_RENAMED_LINEAR = {"bailing_hybrid": {".attention.dense.": ".attention.o_proj."}}
 _SHARD = 2 << 30  # bytes of a file
 
 # Makes a tensor when its file is written: one tensor is in memory at a time.
@@ -81,14 +108,15 @@ Make = Callable[[], Tensor]
 
 def check_writable(config: Any) -> None:
     """Raises: ValueError for an architecture whose layout in MLX is not known."""
-    if _type_of(config) not in EXPERTS:
-        known = ", ".join(sorted(EXPERTS))
-        raise ValueError(f"moe_mps::save_mlx: model_type must be one of {known}, got {_type_of(config)}")
+    whole, text = type(config).model_type, _type_of(config)
+    if text not in EXPERTS or whole not in (text, *_COMPOSITES):
+        known = ", ".join(sorted({*EXPERTS, *_COMPOSITES}))
+        raise ValueError(f"moe_mps::save_mlx: model_type must be one of {known}, got {whole}")
 
 
 def _type_of(config: Any) -> str:
-    """That of its class: an instance may say what its checkpoint says."""
-    return type(config).model_type
+    """That of the class of the language model's config: an instance may say what its checkpoint says."""
+    return type(config.get_text_config()).model_type
 
 
 def save_mlx(model: PreTrainedModel, folder: Path, config: Mapping[str, Any]) -> None:
@@ -105,10 +133,15 @@ def save_mlx(model: PreTrainedModel, folder: Path, config: Mapping[str, Any]) ->
     writer = _Writer(model)
     _save_shards(folder, writer.tensors)
     config = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
-    config["model_type"] = _PARTS_OF.get(_type_of(model.config), config["model_type"])
+    config["model_type"] = _PARTS_OF.get(type(model.config).model_type, config["model_type"])
     if writer.formats:
         quantization = _quantization(writer.formats)
+        for name in writer.formats:
+            if f"{name}.global_scale" in writer.tensors:
+                quantization[name] = writer.formats[name].to_dict() | {"global_scale": True}
         config |= {"quantization": quantization, "quantization_config": quantization}
+    if isinstance(config.get("text_config"), Mapping):
+        config["text_config"] = _with_older_keys(config["text_config"])
     (folder / "config.json").write_text(json.dumps(_with_older_keys(config), indent=2, sort_keys=True) + "\n")
 
 
@@ -171,7 +204,7 @@ class _Writer:
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         for name, module in experts.items():
             self._experts(name, module)
-        inside = tuple(f"{name}." for name in experts)
+        inside = tuple(f"{name}." for name in (*experts, *beside_text(model)))
         for name, tensor in model.state_dict().items():
             module, _, part = name.rpartition(".")
             if name in tied or (inside and name.startswith(inside)):
@@ -185,12 +218,20 @@ class _Writer:
     def _put(self, name: str, tensor: Tensor, make: Make | None = None) -> None:
         self.tensors[name] = (tensor.nbytes, make or (lambda: tensor))
 
-    def _theirs(self, name: str) -> str:
-        """The name of a parameter in the first checkpoints of the architecture."""
-        (theirs,) = revert_weight_conversion(self.model, {name: torch.empty(2, 2, device="meta")})
-        for end, other in _RENAMED.get(self.type, {}).items():
-            if theirs.endswith(end):
-                return theirs.removesuffix(end) + other
+    def _theirs(self, name: str) -> list[str]:
+        """The names of a parameter's rows in the first checkpoints of the architecture, or in mlx-lm."""
+        reverted = revert_weight_conversion(self.model, {name: torch.empty(12, 12, device="meta")})
+        return [self._renamed(theirs, name) for theirs in reverted]
+
+    def _renamed(self, theirs: str, name: str) -> str:
+        attention = name.rpartition(".")[0].rpartition(".")[0]
+        linear = hasattr(self.model.get_submodule(attention), "conv1d")
+        renamed = _RENAMED.get(self.type, {}) | (_RENAMED_LINEAR.get(self.type, {}) if linear else {})
+        for old, new in renamed.items():
+            theirs = theirs.replace(old, new)
+        if type(self.model.config).model_type in _COMPOSITES:
+            theirs = theirs.removeprefix("language_model.").replace("model.blocks.", "model.layers.")
+            return f"language_model.{theirs.replace('model.language_model.', 'model.')}"
         return f"language_model.{theirs}" if self.type in _PARTS_OF else theirs
 
     def _quantized(self, module: str, weight: QuantizedWeight, format: Format) -> None:
@@ -202,27 +243,29 @@ class _Writer:
     # Layers
 
     def _layer(self, name: str, layer: QuantizedLayer) -> None:
-        theirs = self._theirs(f"{name}.weight").removesuffix(".weight")
+        names = [theirs.removesuffix(".weight") for theirs in self._theirs(f"{name}.weight")]
         weight = QuantizedWeight(layer.packed, layer.scales, layer.biases)
         if self._is_halved(name):
-            self._halves(theirs, (*weight,), layer.format)
-        else:
-            self._quantized(theirs, weight, layer.format)
+            self._halves(names[0], (*weight,), layer.format)
+            return
+        for row, theirs in enumerate(names):
+            self._quantized(theirs, weight.map(partial(_chunk, row=row, count=len(names))), layer.format)
 
     def _dense(self, name: str, tensor: Tensor) -> None:
         if self.type in DROP_BIAS and name.endswith("e_score_correction_bias"):
             return
-        theirs = self._theirs(name)
+        names = self._theirs(name)
         if self._is_halved(name.removesuffix(".weight")):
-            self._halves(theirs.removesuffix(".weight"), (tensor,), None)
+            self._halves(names[0].removesuffix(".weight"), (tensor,), None)
             return
         norm = name.removesuffix(".weight").endswith(NORMS) and "linear_attn" not in name
-        if self.type in ONE_MORE and norm:
-            self._put(theirs, tensor, lambda: tensor + 1)
-        elif tensor.dim() == 3 and tensor.shape[1] == 1:  # a convolution
-            self._put(theirs, tensor, lambda: tensor.mT)
-        else:
-            self._put(theirs, tensor)
+        for theirs, rows in zip(names, tensor.chunk(len(names)) if tensor.dim() else [tensor], strict=True):
+            if self.type in ONE_MORE and norm:
+                self._put(theirs, rows, partial(torch.add, rows, 1))
+            elif rows.dim() == 3 and rows.shape[1] == 1:  # a convolution
+                self._put(theirs, rows, partial(torch.transpose, rows, 1, 2))
+            else:
+                self._put(theirs, rows)
 
     def _is_halved(self, name: str) -> bool:
         return self.type in _HALVES and name.endswith("kv_b_proj")
@@ -232,7 +275,7 @@ class _Writer:
 
         embed_q is transposed, and so dequantised. `parts` is the dense weight, or packed, scales and biases.
         """
-        config = self.model.config
+        config = self.model.config.get_text_config()
         nope, heads = config.qk_nope_head_dim, config.num_attention_heads
         attention = name.removesuffix("kv_b_proj")
         q: tuple[Any, ...]
@@ -255,7 +298,7 @@ class _Writer:
             raise ValueError(
                 f"moe_mps::save_mlx: experts must be in a numbered layer, as MLX has them, got {name}"
             )
-        layer = self._theirs(f"{found[1]}.x").removesuffix(".x")
+        layer = self._theirs(f"{found[1]}.x")[0].removesuffix(".x")
         container = f"{layer}.{EXPERTS[self.type]}"
         activation = activation_of(module)
         interleaved = activation.interleaved if activation is not None else not module.is_concatenated
@@ -269,6 +312,9 @@ class _Writer:
     def _matrices(self, theirs: str, module: Experts, projection: str, rows: "_Rows") -> None:
         if is_quantized(module):
             weight = stored(module, projection).map(rows)
+            global_scale = module._parameters.get(global_scale_of(projection))
+            if global_scale is not None:
+                self._put(f"{theirs}.global_scale", *_lazily(global_scale[:, rows.row]))
             self._quantized(theirs, weight, formats_of(module)[projection])
         else:
             dense = getattr(module, projection)
@@ -292,6 +338,10 @@ class _Rows:
 
 def _lazily(view: Tensor) -> tuple[Tensor, Make]:
     return view, view.contiguous
+
+
+def _chunk(tensor: Tensor, row: int, count: int) -> Tensor:
+    return tensor.chunk(count)[row]
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -12,11 +12,14 @@ from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
+from .absent import leave_out
 from .blocks import RepackBlocks
 from .checking import check_loaded
 from .config import QuantizationConfig, is_mlx
 from .experts import NAME
-from .mlx import MlxConverter, Plan
+from .global_scales import register
+from .mlx import Plan
+from .mlx_converter import MlxConverter
 from .packing import finish, store_empty
 from .saving import mark_quantized
 from .streaming import QuantizeParameter, Stream, streaming_converters
@@ -76,8 +79,12 @@ class Quantizer(HfQuantizer):
             conversions = get_model_conversion_mapping(model)
             self._plan = Plan(model, kwargs["checkpoint_files"], conversions)
             self._targets = self._plan.targets
+            leave_out(model, self._plan.absent)
+            global_scales = self._plan.global_scales
         else:
+            leave_out(model, self.quantization_config.absent)
             self._targets = self.quantization_config.targets(model)
+            global_scales = self.quantization_config.global_scales
         for target in self._targets.values():
             dense = {
                 name: torch.empty_like(getattr(target.module, name), device="meta") for name in target.formats
@@ -87,6 +94,7 @@ class Quantizer(HfQuantizer):
             for name, weight in dense.items():
                 vars(weight)["_is_hf_initialized"] = True
                 target.module.__dict__[name] = weight
+        register(model, global_scales)
         tie_quantized(model)
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:

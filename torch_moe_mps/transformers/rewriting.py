@@ -17,7 +17,7 @@ from .program.formulas import is_pure
 from .program.programs import CLASS_MARK, Program, Unsupported, original_class
 from .program.reads import READS, holds, recording
 from .program.straightening import straighten
-from .rules import fused, gated_norm, mlp, norms, rotary
+from .rules import fused, gated_norm, mlp, norms, ordering, rotary
 from .rules.gate import use_gates
 from .rules.gated_delta import rewrite_gated_delta
 from .rules.gated_norm import rewrite_gated_norm
@@ -38,7 +38,7 @@ _REWRITES = "_moe_mps_rewrites"
 _MARKS = (
     "_moe_mps_activation",
     "_moe_mps_gate",
-    *(rule.MARK for rule in (norms, mlp, rotary, gated_norm)),
+    *(rule.MARK for rule in (norms, mlp, rotary, gated_norm, ordering)),
     READS,
     _REWRITES,
     _RESTORED,
@@ -157,7 +157,8 @@ def _rewritten_class(original: type[nn.Module], rewritten: Callable) -> type[nn.
         tensors = [a for a in args if isinstance(a, Tensor)]
         if kwargs:
             tensors += [a for a in kwargs.values() if isinstance(a, Tensor)]
-        if not tensors or runs_own_code(self, *tensors) or not _holds(self):
+        restored = _RESTORED in self.__dict__
+        if restored or not tensors or runs_own_code(self, *tensors) or not holds(self, READS):
             kwargs.pop(RAW, None)
             residual = kwargs.pop(RESIDUAL, None)
             return add_to_first(residual, own(self, *args, **kwargs))
@@ -181,11 +182,6 @@ def _rewritten_class(original: type[nn.Module], rewritten: Callable) -> type[nn.
     members |= {option: True for option in (RAW, RESIDUAL) if option in (rewritten.__kwdefaults__ or {})}
     cls: type[nn.Module] = type(original.__name__, (original,), members)
     return cls
-
-
-def _holds(module: nn.Module) -> bool:
-    """Whether a rewritten forward is still what the module's own code computes."""
-    return holds(module, READS) and _RESTORED not in module.__dict__
 
 
 def _new_copy(original: type) -> nn.Module:

@@ -9,9 +9,11 @@ from typing import Any
 from torch import nn
 
 from ..quantization import Format
+from .absent import absent_in
 from .attention import PREVIOUS_ATTENTION
 from .config import QuantizationConfig
 from .experts import NAME, PREVIOUS_EXPERTS
+from .global_scales import global_scales_of
 from .interface import experts_of, formats_of, is_quantized
 from .linears import QuantizedLayer
 
@@ -125,9 +127,11 @@ def config_of(model: nn.Module) -> QuantizationConfig | None:
             else:
                 modules |= {f"{name}.{parameter}": format for parameter, format in formats.items()}
     layers = {name: m.format for name, m in model.named_modules() if isinstance(m, QuantizedLayer)}
-    if not modules and not layers:
+    absent = absent_in(model)
+    scales = [f"{name}.{p}" for name, module in experts.items() for p in global_scales_of(module)]
+    if not modules and not layers and not absent:
         return None
-    usual = Counter((modules | layers).values()).most_common(1)[0][0]
+    usual = Counter((modules | layers or {"": Format()}).values()).most_common(1)[0][0]
     everything = not layers and set(modules) == set(experts) and len(set(modules.values())) == 1
     stored = None if everything else {n: format.to_dict() for n, format in (modules | layers).items()}
-    return QuantizationConfig(**usual.to_dict(), modules=stored)
+    return QuantizationConfig(**usual.to_dict(), modules=stored, absent=absent, global_scales=scales)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor, nn
 
 from ..quantization import Format
+from .absent import around_text
 from .interface import Experts, experts_of, is_quantized, projections
 from .linears import QuantizedLayer
 from .program.formulas import Node, Reader
@@ -223,12 +224,10 @@ def _towers(model: Any) -> Iterator[str]:
     if not hasattr(model, "get_input_embeddings"):
         return
     try:
-        embedding = model.get_input_embeddings()
+        around, text = around_text(model)
     except (NotImplementedError, AttributeError):
         return
-    around = {name for name, module in model.named_modules() if any(m is embedding for m in module.modules())}
     models = {name for name, module in model.named_modules() if hasattr(module, "base_model_prefix")}
-    text = max(around & models, key=len, default="")
     for name in models - around:
         if not name.startswith(f"{text}.") or not text:
             yield name

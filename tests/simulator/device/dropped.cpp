@@ -1,7 +1,9 @@
 #include "dropped.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/WrapDimUtils.h>
 
 #include <mutex>
 #include <string>

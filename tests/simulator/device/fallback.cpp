@@ -1,6 +1,6 @@
 // All other operators of aten: computed on the CPU after waiting for the device, or on the null device
 // (dropped.h) not at all.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/native/CPUFallback.h>
 #include <torch/library.h>
 

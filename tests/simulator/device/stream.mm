@@ -1,5 +1,5 @@
 // The at::mps functions that libtorch declares everywhere and defines on macOS only.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/mps/MPSAllocatorInterface.h>
 #include <ATen/mps/MPSDevice.h>
 #include <ATen/mps/MPSStream.h>

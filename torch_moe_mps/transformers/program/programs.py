@@ -185,7 +185,10 @@ class RenameVariables(ast.NodeTransformer):
 
 
 class _ReadChildren(ast.NodeTransformer):
-    """self.child becomes `(self._modules.get("child") or self.child)`: attributes of modules are slow."""
+    """self.child is read from the dictionaries that hold it: attributes of modules are slow.
+
+    The instance's own dictionary comes first: something may be written there over a child.
+    """
 
     def __init__(self, module: nn.Module):
         self.names = {name for name in module._modules if not hasattr(type(module), name)}
@@ -195,8 +198,8 @@ class _ReadChildren(ast.NodeTransformer):
         is_child = node.attr in self.names and isinstance(node.ctx, ast.Load)
         if not is_child or not isinstance(node.value, ast.Name) or node.value.id != "self":
             return node
-        found = ast.parse(f"self._modules.get({node.attr!r})", mode="eval").body
-        return ast.BoolOp(ast.Or(), [found, node])
+        places = (f"self.{own}.get({node.attr!r})" for own in ("__dict__", "_modules"))
+        return ast.BoolOp(ast.Or(), [*(ast.parse(place, mode="eval").body for place in places), node])
 
 
 def compile_forward(

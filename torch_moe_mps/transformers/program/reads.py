@@ -80,7 +80,7 @@ def unchanged(reads: tuple[Read, ...]) -> bool:
     for owner, path, value, kept_in in reads:
         if kept_in is not None:  # most of them; getattr on a module is slow
             own = owner.__dict__
-            now = (own[kept_in] if kept_in else own).get(path)
+            now = (own[kept_in] if kept_in and path not in own else own).get(path)
             if now is not None and (now is value or (value is _TENSOR and isinstance(now, Tensor))):
                 continue
         now = _value(owner, path)

@@ -5,6 +5,7 @@ from .gated_delta import causal_conv, delta_rule
 from .linear import linears
 from .mlp import mlp
 from .norms import norm_add, norm_add_scalar, residual_norm
+from .ordering import in_order
 from .residual import with_residual
 from .rms_norm import rms_norm, rms_norm_forward
 from .rope import rope
@@ -17,6 +18,7 @@ __all__ = [
     "delta_rule",
     "experts_with_shared",
     "gate",
+    "in_order",
     "linears",
     "mlp",
     "norm_add",

@@ -23,6 +23,7 @@ from ...ops.gated_delta import MAX_KEY_WIDTH
 from ..program.building import helper
 from ..program.programs import compile_forward, original_class
 from .linear import join_in_body
+from .ordering import order_in_body
 from .trial import agrees
 
 ops = torch.ops.moe_mps
@@ -219,7 +220,9 @@ def rewrite_gated_delta(helpers: types.ModuleType, module: nn.Module) -> tuple[C
     tree = rewriter.visit_FunctionDef(tree)
     if not rewriter.rewrites:
         return None
-    if joined := join_in_body(module, tree.body):
+    if ordered := order_in_body(module, tree.body, inner, helpers):
+        rewriter.rewrites.update(ordered)
+    elif joined := join_in_body(module, tree.body):
         rewriter.rewrites.add(f"linear_quantized ({', '.join(joined)})")
     tree = ast.fix_missing_locations(tree)
     for argument in ast.walk(tree.args):

@@ -6,7 +6,7 @@ Their rows stand behind each other in memory.
 import ast
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -111,46 +111,72 @@ def join(*layers: nn.Module) -> bool:
     return True
 
 
-def linears(layers: tuple[nn.Module, ...], x: Tensor) -> Sequence[Tensor]:
-    """layer(x) of each layer."""
+def together(layers: tuple[nn.Module, ...], x: Tensor) -> Tensor | None:
+    """The outputs of the layers, one behind another, if they can be one matrix."""
     if not join(*layers):
-        return [layer(x) for layer in layers]
+        return None
     whole = layers[0].__dict__[JOINED]
     form = whole.format
-    out = ops.linear_quantized(
+    return ops.linear_quantized(
         x, whole.packed, whole.scales, whole.biases, whole.bias, form.bits, form.group_size, form.mode
     )
-    return out.split_with_sizes(whole.rows, -1)
+
+
+def linears(layers: tuple[nn.Module, ...], x: Tensor) -> Sequence[Tensor]:
+    """layer(x) of each layer."""
+    out = together(layers, x)
+    if out is None:
+        return [layer(x) for layer in layers]
+    return out.split_with_sizes(layers[0].__dict__[JOINED].rows, -1)
+
+
+class NamedCall(NamedTuple):
+    """A statement output = self.name(input) of a linear layer, at a place of a body."""
+
+    place: int
+    output: str
+    input: str
+    name: str
+    layer: nn.Linear | QuantizedLinear
+
+
+def layers_of_one_input(
+    module: nn.Module, body: list[ast.stmt], kinds: tuple[type, ...] = (nn.Linear, QuantizedLinear)
+) -> list[NamedCall]:
+    """The calls of linear layers that have the input of the first, if there are more than one.
+
+    The later ones may move up to the first: nothing in between names the input or what moves.
+    """
+    found = [call for i, statement in enumerate(body) if (call := _named_call(module, i, statement, kinds))]
+    group = [call for call in found if call.input == found[0].input]
+    if len(group) < 2:
+        return []
+    first, x, places = group[0].place, group[0].input, {call.place for call in group}
+    others = [statement for i, statement in enumerate(body[: max(places)]) if i > first and i not in places]
+    in_the_way = is_named(x, others) or any(is_named(c.output, body[first : c.place]) for c in group[1:])
+    return [] if in_the_way else group
 
 
 def join_in_body(module: nn.Module, body: list[ast.stmt]) -> list[str]:
-    """The same in the statements of a forward that is no program: `y = self.layer(x)` with one x.
-
-    Later calls move up to the first; in between nothing may name x or what moves. Returns: the layers' names.
-    """
-    found = [(i, *call) for i, statement in enumerate(body) if (call := _named_call(module, statement))]
-    group = [each for each in found if each[2] == found[0][2]]
-    if len(group) < 2 or not _can_join([layer for *_, layer in group]):
+    """`join_linears` for the statements of a forward that is no program. Returns: the layers' names."""
+    group = layers_of_one_input(module, body, (QuantizedLinear,))
+    if not group or not join(*(call.layer for call in group)):
         return []
-    first, x, places = group[0][0], group[0][2], {i for i, *_ in group}
-    others = [statement for i, statement in enumerate(body[: max(places)]) if i > first and i not in places]
-    if any(_is_named(x, others) or _is_named(y, body[first:i]) for i, y, *_ in group[1:]):
-        return []
-    join(*(layer for *_, layer in group))
-    names = [name for *_, name, _ in group]
-    layers = ast.Tuple([own_module(name) for name in names], ast.Load())
-    targets = ast.Tuple([ast.Name(y, ast.Store()) for _, y, *_ in group], ast.Store())
-    together = ast.Assign([targets], helper("linears", layers, ast.Name(x, ast.Load())))
+    layers = ast.Tuple([own_module(call.name) for call in group], ast.Load())
+    targets = ast.Tuple([ast.Name(call.output, ast.Store()) for call in group], ast.Store())
+    first, places = group[0].place, {call.place for call in group}
+    statement_of_all = ast.Assign([targets], helper("linears", layers, ast.Name(group[0].input, ast.Load())))
     body[:] = [
-        together if i == first else statement
+        statement_of_all if i == first else statement
         for i, statement in enumerate(body)
         if i == first or i not in places
     ]
-    return names
+    return [call.name for call in group]
 
 
-def _named_call(module: nn.Module, statement: ast.stmt) -> tuple[str, str, str, nn.Module] | None:
-    """(y, x, name, layer) of a statement y = self.layer(x) with a quantised linear layer."""
+def _named_call(
+    module: nn.Module, place: int, statement: ast.stmt, kinds: tuple[type, ...]
+) -> NamedCall | None:
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return None
     target, call = statement.targets[0], statement.value
@@ -159,12 +185,13 @@ def _named_call(module: nn.Module, statement: ast.stmt) -> tuple[str, str, str, 
     owner, _, name = ast.unparse(call.func).rpartition(".")
     layer = module._modules.get(name) if owner == "self" else None
     x = call.args[0] if len(call.args) == 1 else None
-    if not isinstance(x, ast.Name) or not isinstance(layer, QuantizedLinear):
+    if not isinstance(x, ast.Name) or not isinstance(layer, kinds):
         return None
-    return target.id, x.id, name, layer
+    assert isinstance(layer, (nn.Linear, QuantizedLinear))
+    return NamedCall(place, target.id, x.id, name, layer)
 
 
-def _is_named(name: str, statements: list[ast.stmt]) -> bool:
+def is_named(name: str, statements: list[ast.stmt]) -> bool:
     nodes = (node for statement in statements for node in ast.walk(statement))
     return any(isinstance(node, ast.Name) and node.id == name for node in nodes)
 

@@ -104,7 +104,10 @@ def _fusable(norm: nn.Module, residual: Tensor, x: Tensor) -> NormFormula | None
 
 def weight_of(norm: nn.Module) -> Tensor:
     """norm.weight, which is slow to read as an attribute."""
-    weight: Any = norm._parameters.get("weight")
+    own = norm.__dict__
+    weight: Any = own.get("weight")  # something written over the parameter
+    if weight is None:
+        weight = own["_parameters"].get("weight")
     if weight is None:
         weight = norm.weight
     return weight

@@ -1,0 +1,73 @@
+"""What a decode step costs the host, counted: a time would measure what else the machine does.
+
+The host's time of a step is that of the operators it dispatches, some microseconds each, and of the calls in
+Python, each a fraction of one. `scripts/bench_host.py` times both: with the numbers below an accelerated step
+takes less than 0.5 of the time of the model's own code, which is the goal.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from support.launches import AttentionIsOne, Launches, model_on_mps
+from support.models import eager
+
+import torch_moe_mps
+
+PACKAGE = (str(Path(torch_moe_mps.__file__).parent), "<torch_moe_mps")  # and the forwards that it writes
+
+
+class Dispatches(Launches):
+    """All operators that are dispatched; views cost the host as much as others."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not self.paused:
+            self.counts[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def dispatches(run: Callable[[], object]) -> Counter[str]:
+    with Dispatches() as mode, AttentionIsOne(mode):
+        run()
+    return mode.counts
+
+
+def calls_of_the_package(run: Callable[[], object]) -> Counter[str]:
+    """Of its functions ("call"), and of the built-in functions that these call ("c_call")."""
+    counts: Counter[str] = Counter()
+
+    def count(frame, event, argument):
+        if event in ("call", "c_call") and frame.f_code.co_filename.startswith(PACKAGE):
+            counts[event] += 1
+
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return counts
+
+
+def per_layer(model, count: Callable) -> Counter[str]:
+    """What one more layer adds to the counts of a step."""
+    token = torch.zeros(1, 1, dtype=torch.int64, device="mps")
+    found = []
+    decoder = model.get_decoder()
+    for layers in (decoder.layers, decoder.layers[:-1]):
+        decoder.layers = layers
+        cache = model(token, use_cache=True).past_key_values
+        found.append(count(lambda: model(token, past_key_values=cache, use_cache=True)))  # noqa: B023
+    return found[0] - found[1]
+
+
+def test_of_a_layer(simulated):
+    """Qwen3-MoE, one token, everything in 4 bit. More calls in Python need a reason."""
+    own, model = (eager(model_on_mps("qwen3_moe")) for _ in range(2))
+    torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    with torch.no_grad(), simulated.dropped():
+        before, after = per_layer(own, dispatches), per_layer(model, dispatches)
+        python = per_layer(model, calls_of_the_package)
+    assert sum(before.values()) == 142 and sum(after.values()) <= 28, after
+    assert python["call"] <= 97 and python["c_call"] <= 155, python

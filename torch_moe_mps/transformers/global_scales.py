@@ -1,0 +1,63 @@
+"""Experts in nvfp4 with a scale for each expert beside those of the groups, as MLX writes them.
+
+A weight is code * scale of its group * global scale of its expert / (448 * 6). No group's scale can take the
+global scale in: it has 8 bits. So rows are multiplied with it, in float32.
+"""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+from ..quantization import Format
+from .interface import Experts
+
+ops = torch.ops.moe_mps
+
+LARGEST = 448.0 * 6.0  # scale of a group, times code
+
+
+def global_scale_of(projection: str) -> str:
+    """The name of a parameter [E, 1], or [E, 2] for gate and up, float32."""
+    return f"{projection}_global_scale"
+
+
+def global_scales_of(experts: nn.Module) -> list[str]:
+    """The projections of an experts module that have global scales."""
+    return [p for p in ("gate_up_proj", "up_proj", "down_proj") if global_scale_of(p) in experts._parameters]
+
+
+def register(model: nn.Module, names: Collection[str]) -> None:
+    """Uninitialised global scales, to load a checkpoint, of the projections `names` of a model's experts."""
+    for name in names:
+        owner, _, projection = name.rpartition(".")
+        module = model.get_submodule(owner)
+        packed = getattr(module, f"{projection}_packed")
+        empty = torch.empty(packed.shape[0], _parts(projection), dtype=torch.float32, device=packed.device)
+        module.register_parameter(global_scale_of(projection), nn.Parameter(empty, requires_grad=False))
+
+
+def _parts(projection: str) -> int:
+    return 2 if projection == "gate_up_proj" else 1
+
+
+def expert_qmm(
+    self: Experts, projection: str, x: Tensor, weight: tuple, ids: Tensor, form: Format, bias: Tensor | None
+) -> Tensor:
+    """The operator of the same name, with global scales if the module has them.
+
+    With them nothing is rounded between the sum and the bias: rows without their scale may exceed float16.
+    """
+    scale = self._parameters.get(global_scale_of(projection))
+    if scale is None:
+        return ops.expert_qmm(x, *weight, ids, form.bits, form.group_size, form.mode, bias)
+    rows = ops.expert_qmm(x.float(), *weight, ids, form.bits, form.group_size, form.mode)
+    known = ids.clamp(0, scale.shape[0] - 1).long()
+    factor = (scale.float() / LARGEST)[known]
+    if not self.is_concatenated:
+        rows = (rows.unflatten(-1, (-1, scale.shape[1])) * factor.unsqueeze(-2)).flatten(-2)
+    else:
+        rows = (rows.unflatten(-1, (scale.shape[1], -1)) * factor.unsqueeze(-1)).flatten(-2)
+    if bias is not None:
+        rows = rows + bias[known] * (known == ids).unsqueeze(-1)
+    return rows.to(x.dtype)

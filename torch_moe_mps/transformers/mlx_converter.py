@@ -1,0 +1,55 @@
+"""The plan for a checkpoint of MLX as transformers carries it out."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import WeightConverter, dot_natural_key
+
+from .files import in_a_file
+from .mlx import Plan
+
+
+class MlxConverter(WeightConverter):
+    """A plan as a converter of transformers: names are looked up, not matched."""
+
+    __slots__ = ("plan", "targets_of")
+
+    def __init__(self, plan: Plan):
+        super().__init__(_SOURCE, _SOURCE, [_Nothing()])
+        self.plan = plan
+        self.targets_of = {s: name for name, entry in plan.entries.items() for s in entry.sources}
+
+    def __deepcopy__(self, memo: dict) -> "MlxConverter":
+        return MlxConverter(self.plan)
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        target = self.targets_of.get(source_key)
+        return (source_key, None) if target is None else (target, _SOURCE)
+
+    def convert(self, layer_name: str, **kwargs: Any) -> dict[str, Tensor]:
+        entry = self.plan.entries[layer_name]
+        (tensors,) = self.materialize_tensors().values()
+        came = dict(zip(sorted(entry.sources, key=dot_natural_key), tensors, strict=True))
+        made = {layer_name: _kept(entry.make(*(came[source] for source in entry.sources)), tensors)}
+        while self.plan.dropped:
+            name = self.plan.dropped.pop()
+            made[name] = torch.zeros(self.plan.parameters[name], dtype=self.plan.types_of[name])
+        return made
+
+
+def _kept(made: Tensor, sources: Sequence[Tensor]) -> Tensor:
+    """What was made of mapped tensors, unless it is one of them, goes to where `tensors_in` says."""
+    memory = made.untyped_storage().data_ptr()
+    return made if any(memory == s.untyped_storage().data_ptr() for s in sources) else in_a_file(made)
+
+
+_SOURCE = "tensor of MLX"
+
+
+class _Nothing:
+    """Stands for the operations that a converter must have; scales keep their dtype."""
+
+    hf_quantizer = True
+    reverse_op = None
