@@ -83,8 +83,9 @@ def errors_of(model, ids, name: str, format: Format) -> float:
 def found_errors(monkeypatch, *arguments, **options) -> tuple[dict, dict]:
     kept = []
     measure = budget._measure
-    monkeypatch.setattr(budget, "_measure", lambda *a: kept.append(measure(*a)) or kept[0])
-    return measured_recipe(*arguments, **options), kept[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(budget, "_measure", lambda *a: kept.append(measure(*a)) or kept[0])
+        return measured_recipe(*arguments, **options), kept[0]
 
 
 @pytest.mark.parametrize("where", [pytest.param("memory", marks=pytest.mark.sweep), "checkpoint"])
@@ -122,6 +123,22 @@ def test_tied_layers_have_one_format(tmp_path):
     assert recipe == measured_recipe(model, prompt(), 6.5, 32, (3, 4, 6), progress=False)
     loaded = torch_moe_mps.from_pretrained(str(tmp_path), **recipe)
     assert loaded.lm_head.packed is loaded.model.embed_tokens.packed
+
+
+@pytest.mark.one_schedule
+def test_errors_on_a_device_are_those_on_the_cpu(device, tmp_path, monkeypatch):
+    """The parts of the checkpoint are read to the device and run there."""
+    model = tiny("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    options = {"group_size": 32, "bits": (4, 6), "progress": False}
+    recipe, errors = found_errors(monkeypatch, model, prompt(), 6.5, **options)
+    with LayerwiseCheckpoint(str(tmp_path), device) as checkpoint:
+        ids = prompt().to(device)
+        again, found = found_errors(monkeypatch, checkpoint, ids, 6.5, **options)
+    assert again == recipe and len(set(recipe["overrides"].values()) | {recipe["bits"]}) == 2
+    assert found.keys() == errors.keys()
+    for name, of_formats in errors.items():
+        assert found[name] == pytest.approx(of_formats, rel=1e-3), name
 
 
 @pytest.mark.sweep

@@ -14,6 +14,7 @@ from support.processes import python
 
 import torch_moe_mps
 from torch_moe_mps.transformers.config import QuantizationConfig
+from torch_moe_mps.transformers.mlx_writing import save_mlx
 
 transformers.logging.set_verbosity_error()
 
@@ -213,6 +214,13 @@ def sized_model(layers: int, hidden: int, intermediate: int, experts: int):
 def write(model, folder, source: str, shard: str) -> None:
     if source == "fp8":
         fp8_blocks(model, folder, 128)
+    elif source == "mlx":
+        folder.mkdir(parents=True)
+        torch_moe_mps.accelerate(model, 4)
+        save_mlx(model, folder, model.config.to_dict())
+    elif source == "moe_mps":
+        torch_moe_mps.accelerate(model, 4)
+        model.save_pretrained(folder)
     elif source == "merged":
         model.save_pretrained(folder, max_shard_size=shard, save_original_format=False)
     else:
@@ -233,6 +241,7 @@ def measure(
     result |= {
         "bound": result["model"] + 1.5 * layer,
         "dense": dense,
+        "stored": sum(file.stat().st_size for file in tmp_path.glob("*.safetensors")),
         "rate": dense / result["seconds"] / 1e6,
     }
     shown = {k: f"{v / 2**20:.1f} MiB" if v > 1e4 else f"{v:.1f}" for k, v in result.items()}
@@ -267,6 +276,20 @@ def test_convert_needs_one_layer(to, tmp_path):
     """Neither the dense nor the quantised model is in private memory."""
     result = measure("cpu", tmp_path / "dense", "one by one", 5, 768, 512, 16, to=to)
     assert result["peak"] <= result["bound"] < 0.35 * result["dense"]
+
+
+def test_convert_of_a_quantised_checkpoint_needs_one_layer(tmp_path):
+    result = measure("cpu", tmp_path / "source", "mlx", 10, 512, 256, 16, to="moe_mps")
+    assert result["peak"] <= 0.3 * result["stored"]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("to", ["mlx", "moe_mps"])
+@pytest.mark.parametrize("source", ["one by one", "mlx", "moe_mps"])
+def test_convert_of_a_gigabyte_needs_one_layer(source, to, tmp_path):
+    """Neither what is read nor what is written is in private memory."""
+    result = measure("cpu", tmp_path / "dense", source, 10, 1024, 512, 32, to=to)
+    assert result["peak"] <= min(result["bound"], 0.3 * result["stored"])
 
 
 @pytest.mark.sweep

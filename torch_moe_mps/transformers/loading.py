@@ -79,8 +79,14 @@ def from_pretrained(
         cls = model_class or _class_for(config)
         kwargs = _with_quantization(name, config, others, kwargs, None if recipe is None else asked)
     with_info = kwargs.pop("output_loading_info", False)
+    device = kwargs.get("device_map")
+    on_mps = recipe is not None and str(device).partition(":")[0] == "mps"
+    if on_mps:
+        kwargs = {**kwargs, "device_map": "cpu"}  # whose files are mapped; for MPS they are read into memory
     with _one_by_one(recipe is not None):
         model, info = cls.from_pretrained(name, output_loading_info=True, **kwargs)
+    if on_mps:
+        model.to(device).hf_device_map = {"": device}
     if info["missing_keys"]:
         names = ", ".join(sorted(info["missing_keys"]))
         raise ValueError(f"moe_mps::from_pretrained: {names} must be in the checkpoint, got no such tensor")
