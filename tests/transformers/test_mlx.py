@@ -163,6 +163,52 @@ def test_types_that_only_mlx_lm_knows(tmp_path):
         torch_moe_mps.from_pretrained(str(path.parent))
 
 
+def test_types_that_no_class_here_is_for(tmp_path):
+    """The same names in mlx-lm and transformers may be of two models."""
+    model = mlx_models.tiny("minimax_m2")
+    mlx_models.write(model, tmp_path, 4)
+    path = tmp_path / "mlx" / "config.json"
+    config = json.loads(path.read_text())
+    for kind, error in (
+        (
+            "minimax",
+            r"^moe_mps::load: model.layers.1.self_attn.norm.weight must be in the checkpoint of MLX, .*$",
+        ),
+        ("step3p5", r"^moe_mps::from_pretrained: model_type must be of a model that .*, got 'step3p5'$"),
+    ):
+        path.write_text(json.dumps(config | {"model_type": kind, "layer_types": None}))
+        with pytest.raises(ValueError, match=error):
+            torch_moe_mps.from_pretrained(str(path.parent))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layer"),
+    [
+        pytest.param("llama4", "language_model.model.layers.0.feed_forward", marks=pytest.mark.sweep),
+        ("longcat_flash", "model.layers.0.mlp"),
+    ],
+)
+def test_experts_that_do_not_dispatch_are_one_line(architecture, layer, tmp_path):
+    model = mlx_models.tiny(architecture)
+    mlx_models.write(model, tmp_path, 4)
+    with pytest.raises(ValueError, match=rf"^moe_mps::load: {layer}.experts.gate_up_proj must be in .*$"):
+        load(model, tmp_path)
+
+
+def test_words_that_do_not_fit_are_one_line(tmp_path):
+    model = mlx_models.tiny("qwen3_moe")
+    mlx_models.write(model, tmp_path, 4)
+    path = tmp_path / "mlx" / "model.safetensors"
+    stored = safetensors.torch.load_file(path)
+    name = "model.layers.1.self_attn.q_proj"
+    stored[f"{name}.weight"] = stored[f"{name}.weight"].repeat(1, 4)
+    safetensors.torch.save_file(stored, path, metadata={"format": "mlx"})
+    with pytest.raises(
+        ValueError, match=rf"{name} must be in a format of MLX, 64 columns wide, got 32 words and 2"
+    ):
+        load(model, tmp_path)
+
+
 def test_a_missing_tensor_is_one_line(tmp_path):
     model = mlx_models.tiny("qwen3_moe")
     mlx_models.write(model, tmp_path, 4)
