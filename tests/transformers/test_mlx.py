@@ -1,6 +1,8 @@
 """Checkpoints of MLX: mlx-lm writes them, and its logits are the oracle."""
 
+import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -158,9 +160,13 @@ def test_types_that_only_mlx_lm_knows(tmp_path):
     path.write_text(json.dumps(config | {"model_type": "kimi_k2"}))
     loaded = torch_moe_mps.from_pretrained(str(path.parent), dtype=torch.float32, attn_implementation="eager")
     assert_same_tokens(output(loaded, prompt()), mlx_models.logits(oracle, prompt()))
-    path.write_text(json.dumps(config | {"model_type": "hunyuan"}))
-    with pytest.raises(ValueError, match=r"^moe_mps::from_pretrained: model_type must be .*, got 'hunyuan'$"):
-        torch_moe_mps.from_pretrained(str(path.parent))
+    kinds = ("Klear", "bailing_moe", "bailing_moe_linear", "deepseek", "deepseek_v41", "hunyuan", "kimi_k3")
+    for kind in (*kinds, "kimi_vl", "longcat_flash_ngram", "phixtral"):
+        path.write_text(json.dumps(config | {"model_type": kind}))
+        with pytest.raises(
+            ValueError, match=rf"^moe_mps::from_pretrained: model_type must be .*, got '{kind}'$"
+        ):
+            torch_moe_mps.from_pretrained(str(path.parent))
 
 
 def test_types_that_no_class_here_is_for(tmp_path):
@@ -225,6 +231,7 @@ def test_a_missing_tensor_is_one_line(tmp_path):
 
 def test_the_table_names_what_is_tested():
     text = (Path(__file__).parents[2] / "docs" / "mlx.md").read_text()
+    text = text.partition("scripts/make_mlx_table.py writes")[2]
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     assert [row[0].strip("`") for row in rows[1:]] == sorted(mlx_models.ARCHITECTURES)
     assert rows[0][2:-1] == [
@@ -240,6 +247,16 @@ def test_the_table_names_what_is_tested():
     ]
     assert {row[1] for row in rows[1:]} == set(EXPERTS.values())
     assert all(cell == "yes" for row in rows[1:] for cell in row[2:])
+
+
+def test_every_architecture_of_mlx_lm_with_experts_is_named():
+    """Those that are read are in the table; the others have a reason."""
+    text = (Path(__file__).parents[2] / "docs" / "mlx.md").read_text()
+    named = set(re.findall(r"`(\w+)`", text))
+    models = Path(importlib.import_module("mlx_lm.models").__path__[0])
+    importing = re.compile(r"^(?:from|import) .*\b(?:switch_layers)\b", re.MULTILINE)
+    found = {file.stem for file in models.glob("*.py") if importing.search(file.read_text())}
+    assert len(found) > 30 and not {name.removesuffix("_text") for name in found} - named
 
 
 @pytest.mark.parametrize("truncate", [True, pytest.param(False, marks=pytest.mark.sweep)])
