@@ -48,7 +48,8 @@ current.
 - **Launches**: kernels that the last layer launches for one token with a cache, in bfloat16: the model's own
   code with its eager experts (2 for a token here) / accelerated in 4 bit. An operator of aten that is no view
   counts one, the package's as many as they encode. "-" where the last layer cannot be told from the rest, or
-  where the model's own code does not run with all of its weights in bfloat16.
+  where the model's own code does not run with all of its weights in bfloat16. Qwen3-Next's
+  last layer has softmax attention; its layers with linear attention are in [speed.md](speed.md#counts).
 - **Quantised**: whether the model in 4 bit gives the logits of a dense model with the same rounded weights.
 - **Whole model**: logits (or hidden states) equal to the model's eager code in float32 within 1e-5.
 

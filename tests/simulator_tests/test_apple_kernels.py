@@ -13,6 +13,7 @@ import expecttest
 import pytest
 import torch
 from simulator import apple
+from simulator.apple import cases
 from simulator.build import compile_shader
 from simulator.shaderlib import kernels_of
 from support.msl_probes import linux_only
@@ -279,6 +280,20 @@ def test_registers_fit_the_bound_of_other_dtypes(simulated, kind, dtype):
 def test_every_library_is_of_a_kind(simulated):
     names = torch.ops.moe_mps._libraries()
     assert sorted(names) == sorted({n for kind in KINDS for dtype in DTYPES for n in libraries(kind, dtype)})
+
+
+LAUNCH_US = 5.0  # the least that a dependent launch costs on a Mac
+
+
+@pytest.mark.parametrize("calls", [norms, rope])
+def test_norms_and_rope_cost_less_than_their_launch(simulated, calls):
+    """An eighth of eight tokens, on one core: its instructions, after what they need was read."""
+    for label, call, work, _ in calls(torch.bfloat16):
+        for measured in apple.measure(call, work):
+            for gpu in cases.DEFAULT_GPUS:
+                bounds = measured.bounds(gpu)
+                one_token = (bounds.issue * gpu.cores + bounds.dram) / 8
+                assert one_token < LAUNCH_US / 2, (label, gpu.name, bounds)
 
 
 @pytest.mark.usefixtures("simulated")

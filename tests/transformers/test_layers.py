@@ -161,9 +161,10 @@ def test_adapters_keep_their_layers():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
     adapted = peft.get_peft_model(tiny("qwen3_moe"), config).eval()
+    dense = copy.deepcopy(adapted)
     report = torch_moe_mps.accelerate(adapted, 4, 32).quantization
-    assert set(report.skipped.values()) == {"it is under an adapter of PEFT"}
-    assert len(report.skipped) == 2 * 3 and torch.isfinite(output(adapted, prompt())).all()
+    assert set(report.skipped.values()) == {"it is under an adapter of PEFT"} and len(report.skipped) == 2 * 3
+    assert_close(output(adapted, prompt()), output(tiny_models.dense_twin(dense, adapted), prompt()), 1e-5)
 
 
 def quantised_linear(
@@ -202,19 +203,60 @@ def test_autocast_and_gradients():
         layer(x.requires_grad_())
 
 
-def test_bad_recipes_change_nothing():
+def state(model: nn.Module) -> tuple:
+    """All that accelerate changes in a model: classes, attributes, weights by their addresses, the config."""
+    modules = {name: (type(m), sorted(m.__dict__)) for name, m in model.named_modules()}
+    weights = {name: (id(p), p._version) for name, p in model.named_parameters()}
+    return modules, weights, model.config._experts_implementation, model.config._attn_implementation
+
+
+WRONG = {
+    "the pattern 'q_prj' fits no weight": {"keep": ("q_prj",)},
+    "linear_bits must be bits, a format or None, got '4'": {"linear_bits": "4"},
+    "bits must be 2 or 3": {"linear_bits": 7},
+    "must have bits, group_size and mode, got bit": {"overrides": {"lm_head": {"bit": 4}}},
+    "group_size must be 32 or 64 or 128 for mode affine, got 48": {"group_size": 48},
+    "mode must be": {"mode": "nf4"},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_bad_recipes_change_nothing(message):
     model = tiny("qwen3_moe")
-    before = list(model.state_dict())
-    for arguments, message in {
-        (("keep", ("q_prj",)),): "the pattern 'q_prj' fits no weight",
-        (("linear_bits", "4"),): "linear_bits must be bits, a format or None, got '4'",
-        (("linear_bits", 7),): "bits must be 2 or 3",
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            torch_moe_mps.accelerate(model, 4, 32, **dict(arguments))
-    with pytest.raises(ValueError, match="must have bits, group_size and mode, got bit"):
-        torch_moe_mps.accelerate(model, 4, 32, overrides={"lm_head": {"bit": 4}})
-    assert list(model.state_dict()) == before
+    before = state(model)
+    with pytest.raises(ValueError, match=message) as error:
+        torch_moe_mps.accelerate(model, **{"bits": 4, "group_size": 32} | WRONG[message])
+    assert "\n" not in str(error.value) and state(model) == before
+
+
+def narrow(weight: nn.Parameter) -> None:
+    weight.data = weight.data[..., :48].contiguous()
+
+
+def off_the_device(weight: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(weight, device="meta"))
+
+
+UNFIT = [
+    ("model.layers.1.mlp.experts", "down_proj", narrow, "multiple of group_size 32, got 48"),
+    ("model.layers.1.mlp.experts", "gate_up_proj", lambda w: w.data[1, 2].fill_(torch.inf), "finite"),
+    ("model.layers.1.self_attn.o_proj", "weight", off_the_device, "must be loaded"),
+    ("lm_head", "weight", lambda w: w.data[3].fill_(torch.nan), "finite"),
+]
+
+
+@pytest.mark.parametrize(("path", "name", "spoil", "message"), UNFIT)
+def test_what_does_not_fit_is_named_before_anything_changes(path, name, spoil, message):
+    """The last weights are at fault, so that all others would have been quantised before them."""
+    model = tiny("qwen3_moe")
+    module = model.get_submodule(path)
+    spoiled = spoil(getattr(module, name))
+    if isinstance(spoiled, nn.Parameter):
+        setattr(module, name, spoiled)
+    before = state(model)
+    with pytest.raises(ValueError, match=message) as error:
+        torch_moe_mps.accelerate(model, 4, 32)
+    assert path in str(error.value) and "\n" not in str(error.value) and state(model) == before
 
 
 def test_a_simulated_or_real_gpu_computes_the_same(device):

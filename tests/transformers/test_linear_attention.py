@@ -75,6 +75,18 @@ def test_projections_of_one_input_run_together(simulated):
     assert "mm" not in counts and sum(counts.values()) <= 13, dict(counts)
 
 
+def test_projections_too_small_to_quantise_do_not_keep_the_others_apart():
+    with tiny_models.groups_of_32():
+        dense = eager(tiny_models.tiny_model("qwen3_5_moe"))
+    model = copy.deepcopy(dense)
+    report = torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    notes = [row.replaced_by for row in report.rows if row.name.endswith("linear_attn")]
+    assert "linear_quantized (in_proj_qkv, in_proj_z)" in notes[0]
+    twin = tiny_models.dense_twin(dense, model)
+    for result, expected in zip(decoded(model)[0], decoded(twin)[0], strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_as_exact_in_16_bit():
     """The step's distance from float32, the operators' and the model's own, from one state of the cache."""
     model = model_of(dtype=torch.bfloat16)

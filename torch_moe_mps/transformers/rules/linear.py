@@ -140,12 +140,14 @@ class NamedCall(NamedTuple):
     layer: nn.Linear | QuantizedLinear
 
 
-def layers_of_one_input(module: nn.Module, body: list[ast.stmt]) -> list[NamedCall]:
+def layers_of_one_input(
+    module: nn.Module, body: list[ast.stmt], kinds: tuple[type, ...] = (nn.Linear, QuantizedLinear)
+) -> list[NamedCall]:
     """The calls of linear layers that have the input of the first, if there are more than one.
 
     The later ones may move up to the first: nothing in between names the input or what moves.
     """
-    found = [call for i, statement in enumerate(body) if (call := _named_call(module, i, statement))]
+    found = [call for i, statement in enumerate(body) if (call := _named_call(module, i, statement, kinds))]
     group = [call for call in found if call.input == found[0].input]
     if len(group) < 2:
         return []
@@ -157,7 +159,7 @@ def layers_of_one_input(module: nn.Module, body: list[ast.stmt]) -> list[NamedCa
 
 def join_in_body(module: nn.Module, body: list[ast.stmt]) -> list[str]:
     """`join_linears` for the statements of a forward that is no program. Returns: the layers' names."""
-    group = layers_of_one_input(module, body)
+    group = layers_of_one_input(module, body, (QuantizedLinear,))
     if not group or not join(*(call.layer for call in group)):
         return []
     layers = ast.Tuple([own_module(call.name) for call in group], ast.Load())
@@ -172,7 +174,9 @@ def join_in_body(module: nn.Module, body: list[ast.stmt]) -> list[str]:
     return [call.name for call in group]
 
 
-def _named_call(module: nn.Module, place: int, statement: ast.stmt) -> NamedCall | None:
+def _named_call(
+    module: nn.Module, place: int, statement: ast.stmt, kinds: tuple[type, ...]
+) -> NamedCall | None:
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return None
     target, call = statement.targets[0], statement.value
@@ -181,8 +185,9 @@ def _named_call(module: nn.Module, place: int, statement: ast.stmt) -> NamedCall
     owner, _, name = ast.unparse(call.func).rpartition(".")
     layer = module._modules.get(name) if owner == "self" else None
     x = call.args[0] if len(call.args) == 1 else None
-    if not isinstance(x, ast.Name) or not isinstance(layer, (nn.Linear, QuantizedLinear)):
+    if not isinstance(x, ast.Name) or not isinstance(layer, kinds):
         return None
+    assert isinstance(layer, (nn.Linear, QuantizedLinear))
     return NamedCall(place, target.id, x.id, name, layer)
 
 
