@@ -8,13 +8,13 @@ from typing import Any
 
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedConfig,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as _WITH_IMAGES
 
 from ..quantization import Format
 from .accelerate import accelerate
@@ -90,9 +90,14 @@ def from_pretrained(
 
 
 def _class_for(config: PreTrainedConfig) -> Any:
-    kind = type(config).model_type
-    known, with_images = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, kind in _WITH_IMAGES
-    return AutoModelForImageTextToText if with_images and not known else AutoModelForCausalLM
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map"):
+        return AutoModelForCausalLM
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        expected = "of a model that generates text; give model_class for another"
+        raise ValueError(
+            f"moe_mps::from_pretrained: model_type must be {expected}, got {config.model_type!r}"
+        )
+    return AutoModelForImageTextToText
 
 
 def _with_quantization(
