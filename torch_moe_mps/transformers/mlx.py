@@ -331,12 +331,13 @@ class Plan:
             sources = tuple(f"{h}.{p}" for h in halves for p in _PARTS if f"{h}.{p}" in self.shapes)
             for source in sources:
                 self.unknown.remove(source)
-            formats: list[Format | None] = [None, None]
-            if f"{halves[0]}.scales" in self.shapes:
-                rank = self.parameters[name][-1]
-                heads = self.shapes[first][0]
-                nope = self.parameters[name][0] // heads - self.shapes[f"{halves[1]}.weight"][1]
-                formats = [self._format(halves[0], nope), self._format(halves[1], rank)]
+            heads, rank = self.shapes[first][0], self.parameters[name][-1]
+            nope = self.parameters[name][0] // heads - self.shapes[f"{halves[1]}.weight"][1]
+            formats = [
+                self._format(half, columns) if f"{half}.scales" in self.shapes else None
+                for half, columns in zip(halves, (nope, rank), strict=True)
+            ]
+            if any(formats):
                 self.dequantized.append(name.removesuffix(".weight"))
             dtype = self.types_of[name]
             self.entries[name] = Entry(sources, lambda *t, f=formats, d=dtype: kv_b(f, t).to(d))
