@@ -60,6 +60,11 @@ ARCHITECTURES: dict[str, dict] = {
     "qwen3_vl_moe": {"tie_word_embeddings": False},
     "solar_open": {},
 }
+# Architectures whose experts transformers does not dispatch, so that they are not read.
+UNREAD: dict[str, dict] = {
+    "llama4": {"num_experts_per_tok": 1, "interleave_moe_layer_step": 1},
+    "longcat_flash": {"zero_expert_num": 0},
+}
 # Keys that mlx-lm reads, and None where a key of others would be misread; by the type of the model.
 OLDER_KEYS: dict[str, dict] = {
     "bailing_hybrid": {
@@ -92,6 +97,12 @@ OLDER_KEYS: dict[str, dict] = {
     },
     "laguna": {"rope_scaling": None},
     "mellum": {"rope_scaling": None},
+    "longcat_flash": {
+        "attention_method": "MLA",
+        "zero_expert_type": "identity",
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+    },
     "mimo_v2_flash": {
         "hybrid_layer_pattern": [0, 1],
         "moe_layer_freq": [0, 1],
@@ -119,6 +130,7 @@ OLDER_KEYS: dict[str, dict] = {
 COMPOSITES = {
     "gemma4 with vision": ("Gemma4ForConditionalGeneration", "Gemma4TextConfig"),
     "kimi_k25": ("Kimi_K25ForConditionalGeneration", "DeepseekV3Config"),
+    "llama4": ("Llama4ForConditionalGeneration", "Llama4TextConfig"),
     "minimax_m3_vl": ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLTextConfig"),
     "mistral3": ("Mistral3ForConditionalGeneration", "Mistral4Config"),
     "qwen3_5_moe with vision": ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeTextConfig"),
@@ -150,7 +162,7 @@ UNSCALED = {
 
 
 def tiny(architecture: str):
-    overrides = ARCHITECTURES[architecture]
+    overrides = (ARCHITECTURES | UNREAD)[architecture]
     with tiny_models.groups_of_32(), tiny_models.sizes(**SIZES):
         if architecture not in COMPOSITES:
             return tiny_models.tiny_model(architecture, **overrides)

@@ -199,7 +199,7 @@ def test_norms_of_other_dtypes_run_their_own_code():
 # Residuals
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3", "qwen3_next"])
 def test_residuals_are_added_once(architecture):
     """Also where a hook on the block must see its result alone."""
     model = quantised(architecture)
@@ -208,3 +208,18 @@ def test_residuals_are_added_once(architecture):
     for layer in model.model.layers:
         layer.mlp.register_forward_hook(lambda *args: None)
     assert_close(output(model, prompt()), expected, 2e-5)
+
+
+def test_a_layer_that_unpacks_the_result_of_its_block():
+    """Qwen3-Next's takes a tensor or a tuple of two; a hook may make the one out of the other."""
+    own = eager(tiny_models.tiny_model("qwen3_next"))
+    fast = copy.deepcopy(own)
+    report = torch_moe_mps.accelerate(fast)
+    assert all("residual in mlp" in row.replaced_by for row in report.rows if row.kind == "layer")
+    assert_close(output(fast, prompt()), output(own, prompt()), 1e-5)
+    before = output(own, prompt())
+    for model in (own, fast):
+        for layer in model.model.layers:
+            layer.mlp.register_forward_hook(lambda module, args, out: (2 * out, None))
+    assert_close(output(fast, prompt()), output(own, prompt()), 1e-5)
+    assert not torch.allclose(output(fast, prompt()), before, atol=1e-2)

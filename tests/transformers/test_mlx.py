@@ -1,6 +1,8 @@
 """Checkpoints of MLX: mlx-lm writes them, and its logits are the oracle."""
 
+import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -158,9 +160,59 @@ def test_types_that_only_mlx_lm_knows(tmp_path):
     path.write_text(json.dumps(config | {"model_type": "kimi_k2"}))
     loaded = torch_moe_mps.from_pretrained(str(path.parent), dtype=torch.float32, attn_implementation="eager")
     assert_same_tokens(output(loaded, prompt()), mlx_models.logits(oracle, prompt()))
-    path.write_text(json.dumps(config | {"model_type": "hunyuan"}))
-    with pytest.raises(ValueError, match=r"^moe_mps::from_pretrained: model_type must be .*, got 'hunyuan'$"):
-        torch_moe_mps.from_pretrained(str(path.parent))
+    kinds = ("Klear", "bailing_moe", "bailing_moe_linear", "deepseek", "deepseek_v41", "hunyuan", "kimi_k3")
+    for kind in (*kinds, "kimi_vl", "longcat_flash_ngram", "phixtral"):
+        path.write_text(json.dumps(config | {"model_type": kind}))
+        with pytest.raises(
+            ValueError, match=rf"^moe_mps::from_pretrained: model_type must be .*, got '{kind}'$"
+        ):
+            torch_moe_mps.from_pretrained(str(path.parent))
+
+
+def test_types_that_no_class_here_is_for(tmp_path):
+    """The same names in mlx-lm and transformers may be of two models."""
+    model = mlx_models.tiny("minimax_m2")
+    mlx_models.write(model, tmp_path, 4)
+    path = tmp_path / "mlx" / "config.json"
+    config = json.loads(path.read_text())
+    for kind, error in (
+        (
+            "minimax",
+            r"^moe_mps::load: model.layers.1.self_attn.norm.weight must be in the checkpoint of MLX, .*$",
+        ),
+        ("step3p5", r"^moe_mps::from_pretrained: model_type must be of a model that .*, got 'step3p5'$"),
+    ):
+        path.write_text(json.dumps(config | {"model_type": kind, "layer_types": None}))
+        with pytest.raises(ValueError, match=error):
+            torch_moe_mps.from_pretrained(str(path.parent))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layer"),
+    [
+        pytest.param("llama4", "language_model.model.layers.0.feed_forward", marks=pytest.mark.sweep),
+        ("longcat_flash", "model.layers.0.mlp"),
+    ],
+)
+def test_experts_that_do_not_dispatch_are_one_line(architecture, layer, tmp_path):
+    model = mlx_models.tiny(architecture)
+    mlx_models.write(model, tmp_path, 4)
+    with pytest.raises(ValueError, match=rf"^moe_mps::load: {layer}.experts.gate_up_proj must be in .*$"):
+        load(model, tmp_path)
+
+
+def test_words_that_do_not_fit_are_one_line(tmp_path):
+    model = mlx_models.tiny("qwen3_moe")
+    mlx_models.write(model, tmp_path, 4)
+    path = tmp_path / "mlx" / "model.safetensors"
+    stored = safetensors.torch.load_file(path)
+    name = "model.layers.1.self_attn.q_proj"
+    stored[f"{name}.weight"] = stored[f"{name}.weight"].repeat(1, 4)
+    safetensors.torch.save_file(stored, path, metadata={"format": "mlx"})
+    with pytest.raises(
+        ValueError, match=rf"{name} must be in a format of MLX, 64 columns wide, got 32 words and 2"
+    ):
+        load(model, tmp_path)
 
 
 def test_a_missing_tensor_is_one_line(tmp_path):
@@ -179,6 +231,7 @@ def test_a_missing_tensor_is_one_line(tmp_path):
 
 def test_the_table_names_what_is_tested():
     text = (Path(__file__).parents[2] / "docs" / "mlx.md").read_text()
+    text = text.partition("scripts/make_mlx_table.py writes")[2]
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     assert [row[0].strip("`") for row in rows[1:]] == sorted(mlx_models.ARCHITECTURES)
     assert rows[0][2:-1] == [
@@ -194,6 +247,16 @@ def test_the_table_names_what_is_tested():
     ]
     assert {row[1] for row in rows[1:]} == set(EXPERTS.values())
     assert all(cell == "yes" for row in rows[1:] for cell in row[2:])
+
+
+def test_every_architecture_of_mlx_lm_with_experts_is_named():
+    """Those that are read are in the table; the others have a reason."""
+    text = (Path(__file__).parents[2] / "docs" / "mlx.md").read_text()
+    named = set(re.findall(r"`(\w+)`", text))
+    models = Path(importlib.import_module("mlx_lm.models").__path__[0])
+    importing = re.compile(r"^(?:from|import) .*\b(?:switch_layers)\b", re.MULTILINE)
+    found = {file.stem for file in models.glob("*.py") if importing.search(file.read_text())}
+    assert len(found) > 30 and not {name.removesuffix("_text") for name in found} - named
 
 
 @pytest.mark.parametrize("truncate", [True, pytest.param(False, marks=pytest.mark.sweep)])

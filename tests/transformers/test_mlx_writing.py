@@ -52,6 +52,10 @@ def test_mlx_reads_what_is_quantised_here(architecture, tmp_path):
     (tmp_path / "mlx").mkdir()
     save_mlx(model, tmp_path / "mlx", config)
     assert_mlx_computes_the_same(model, tmp_path / "mlx")
+    again = torch_moe_mps.from_pretrained(
+        str(tmp_path / "mlx"), type(model), dtype=torch.float32, attn_implementation="eager"
+    )
+    assert_close(output(again, prompt()), output(model, prompt()), 2e-5)
 
 
 @pytest.mark.parametrize("architecture", EVERY)
@@ -90,6 +94,23 @@ def test_several_files(tmp_path, monkeypatch):
     again = torch_moe_mps.from_pretrained(str(tmp_path / "mlx"))
     torch_moe_mps.accelerate(model, 4, 32)
     assert torch.equal(output(model, prompt()), output(again, prompt()))
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["qwen3_vl_moe", *(pytest.param(n, marks=pytest.mark.sweep) for n in ("kimi_k25", "gemma4 with vision"))],
+)
+def test_the_language_model_of_more_is_converted(architecture, tmp_path):
+    """A dense model with its tower, and what MLX has of it."""
+    model = mlx_models.tiny(architecture)
+    config = config_of(model, tmp_path / "dense")
+    (tmp_path / "dense" / "config.json").write_text(json.dumps(config))
+    arguments = ["--to", "mlx", "--bits", "4", "--group-size", "32"]
+    assert main(["convert", str(tmp_path / "dense"), str(tmp_path / "mlx"), *arguments]) == 0
+    assert main(["convert", str(tmp_path / "mlx"), str(tmp_path / "again"), "--to", "mlx"]) == 0
+    torch_moe_mps.accelerate(model, 4, 32)
+    for folder in ("mlx", "again"):
+        assert_mlx_computes_the_same(model, tmp_path / folder)
 
 
 def test_other_architectures_are_one_line(tmp_path, capsys):

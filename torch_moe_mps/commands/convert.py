@@ -46,13 +46,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _meta_model(source: str) -> "PreTrainedModel":
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from ..transformers.loading import class_for, load_config
 
-    config = AutoConfig.from_pretrained(source)
+    config, _ = load_config(source)
     dtype = getattr(config, "dtype", None) or torch.bfloat16
     vars(config).pop("quantization_config", None)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return class_for(config).from_config(config, dtype=dtype)
 
 
 def _sizes(model: torch.nn.Module, arguments: dict[str, Any]) -> str:

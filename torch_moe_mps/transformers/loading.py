@@ -4,17 +4,18 @@ import contextlib
 import copy
 import os
 from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedConfig,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as _WITH_IMAGES
 
 from ..quantization import Format
 from .accelerate import accelerate
@@ -75,8 +76,8 @@ def from_pretrained(
     cls: Any = model_class or AutoModelForCausalLM
     if kwargs.get("quantization_config") is None:
         asked = {key: value for key, value in asked.items() if value is not None}
-        config, others = _load_config(name, cls, kwargs)
-        cls = model_class or _class_for(config)
+        config, others = load_config(name, cls, kwargs)
+        cls = model_class or class_for(config)
         kwargs = _with_quantization(name, config, others, kwargs, None if recipe is None else asked)
     with_info = kwargs.pop("output_loading_info", False)
     device = kwargs.get("device_map")
@@ -95,10 +96,16 @@ def from_pretrained(
     return (model, info) if with_info else model
 
 
-def _class_for(config: PreTrainedConfig) -> Any:
-    kind = type(config).model_type
-    known, with_images = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, kind in _WITH_IMAGES
-    return AutoModelForImageTextToText if with_images and not known else AutoModelForCausalLM
+def class_for(config: PreTrainedConfig) -> Any:
+    """The Auto class for a model with this config that generates text."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map"):
+        return AutoModelForCausalLM
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        expected = "of a model that generates text; give model_class for another"
+        raise ValueError(
+            f"moe_mps::from_pretrained: model_type must be {expected}, got {config.model_type!r}"
+        )
+    return AutoModelForImageTextToText
 
 
 def _with_quantization(
@@ -154,7 +161,9 @@ def _config_class(name: str, given: Mapping[str, Any]) -> Any:
     return CONFIG_MAPPING[_SAME_MODEL[kind]]
 
 
-def _load_config(name: str, cls: type, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def load_config(
+    name: str, cls: type = AutoModelForCausalLM, kwargs: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Any, dict[str, Any]]:
     """The config with its overrides among the arguments of cls.from_pretrained, and the other arguments."""
     others = {key: value for key, value in kwargs.items() if key != "config"}
     config = kwargs.get("config")

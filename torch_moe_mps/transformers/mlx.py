@@ -92,17 +92,18 @@ class Plan:
         self._concatenated([c for c in conversions if isinstance(c, WeightConverter)])
         self._latent_attention()
         self._tied()
+        beside = beside_text(model)
         if not self.unknown:
-            beside = beside_text(model)
             self.absent = [p for p in beside if not any(n.startswith(f"{p}.") for n in self.entries)]
-        self._check_complete()
+        self._check_complete(tuple(f"{part}." for part in beside))
 
-    def _check_complete(self) -> None:
+    def _check_complete(self, beside: tuple[str, ...]) -> None:
+        """Names a parameter that no tensor is for, rather of the language model than of what is beside it."""
         packed = {f"{t.name}.{parameter}" for t in self.targets.values() for parameter in t.formats}
         tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
         ignored = re.compile("|".join(getattr(self.model, "_keys_to_ignore_on_load_missing", None) or ["$^"]))
         buffers = {name for name, _ in self.model.named_buffers()}
-        for name in self.parameters:
+        for name in sorted(self.parameters, key=lambda name: name.startswith(beside)):
             there = name in self.entries or name in packed or name in tied or name in buffers
             there |= name.startswith(tuple(f"{part}." for part in self.absent))
             if there:
@@ -165,7 +166,11 @@ class Plan:
         )
         if mode is None or (f"{module}.global_scale" in self.shapes and not (experts and mode == "nvfp4")):
             _CHECK.fail(module, "in a format of MLX without a global scale", f"{row} words, {groups} scales")
-        return Format(row * 32 // columns, group_size, mode)
+        try:
+            return Format(row * 32 // columns, group_size, mode)
+        except ValueError:
+            got = f"{row} words and {groups} scales"
+            return _CHECK.fail(module, f"in a format of MLX, {columns} columns wide", got)
 
     def _cast(self, name: str, source: str) -> Callable[[Tensor], Tensor]:
         """How a dense tensor becomes the parameter."""
@@ -326,12 +331,13 @@ class Plan:
             sources = tuple(f"{h}.{p}" for h in halves for p in _PARTS if f"{h}.{p}" in self.shapes)
             for source in sources:
                 self.unknown.remove(source)
-            formats: list[Format | None] = [None, None]
-            if f"{halves[0]}.scales" in self.shapes:
-                rank = self.parameters[name][-1]
-                heads = self.shapes[first][0]
-                nope = self.parameters[name][0] // heads - self.shapes[f"{halves[1]}.weight"][1]
-                formats = [self._format(halves[0], nope), self._format(halves[1], rank)]
+            heads, rank = self.shapes[first][0], self.parameters[name][-1]
+            nope = self.parameters[name][0] // heads - self.shapes[f"{halves[1]}.weight"][1]
+            formats = [
+                self._format(half, columns) if f"{half}.scales" in self.shapes else None
+                for half, columns in zip(halves, (nope, rank), strict=True)
+            ]
+            if any(formats):
                 self.dequantized.append(name.removesuffix(".weight"))
             dtype = self.types_of[name]
             self.entries[name] = Entry(sources, lambda *t, f=formats, d=dtype: kv_b(f, t).to(d))

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from .building import helper
 from .programs import Program, RenameVariables, Unsupported, copied, name_of, original_class
 from .reads import record
 
@@ -95,6 +96,15 @@ def _switches_autocast_off(context: ast.expr) -> bool:
     if not isinstance(context, ast.Call) or "enabled=False" not in map(ast.unparse, context.keywords):
         return False
     return ast.unparse(context.func).rpartition(".")[2] in ("maybe_autocast", "autocast")
+
+
+def _unpacked_if_tuple(node: ast.If) -> str | None:
+    """x of `if isinstance(x, tuple): x, _ = x`."""
+    if node.orelse or len(node.body) != 1 or not isinstance(assign := node.body[0], ast.Assign):
+        return None
+    name, target = ast.unparse(assign.value), ast.unparse(assign.targets[0])
+    is_test = ast.unparse(node.test) == f"isinstance({name}, tuple)"
+    return name if is_test and target.strip("()") == f"{name}, _" else None
 
 
 class _Builder:
@@ -256,6 +266,10 @@ class _Builder:
             self.opaque(node)
 
     def on_if(self, node: ast.If) -> None:
+        variable = _unpacked_if_tuple(node)
+        if variable is not None and variable in self.names:
+            self.define(variable, helper("first_of", ast.Name(self.names[variable], ast.Load())))
+            return
         outcome = self.evaluate(node.test)
         if outcome is None:
             self.opaque(node)

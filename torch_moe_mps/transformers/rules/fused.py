@@ -6,7 +6,7 @@ from .linear import linears
 from .mlp import mlp
 from .norms import norm_add, norm_add_scalar, residual_norm
 from .ordering import in_order
-from .residual import with_residual
+from .residual import first_of, with_residual
 from .rms_norm import rms_norm, rms_norm_forward
 from .rope import rope
 from .router import route, routed
@@ -17,6 +17,7 @@ __all__ = [
     "causal_conv",
     "delta_rule",
     "experts_with_shared",
+    "first_of",
     "gate",
     "in_order",
     "linears",

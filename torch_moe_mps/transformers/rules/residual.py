@@ -2,6 +2,7 @@
 
 import ast
 import copy
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -23,6 +24,14 @@ def add_to_first(residual: Tensor | None, out: Tensor | tuple) -> Tensor | tuple
     if residual is None:
         return out
     return (residual + out[0], *out[1:]) if isinstance(out, tuple) else residual + out
+
+
+def first_of(out: Any) -> Any:
+    """The first of several results."""
+    if not isinstance(out, tuple):
+        return out
+    first, _ = out
+    return first
 
 
 def take_residual(program: Program) -> None:
@@ -68,6 +77,11 @@ def _block_call(program: Program, out: ast.expr) -> ast.Assign | None:
     if name is None or program.uses(name) != 1:
         return None
     value = program.definitions[name]
+    if ast.unparse(value).startswith("_moe_mps.first_of(") and isinstance(value, ast.Call):
+        name = program.last_name(value.args[0])
+        if name is None or program.uses(name) != 1:
+            return None
+        value = program.definitions[name]
     if isinstance(value, ast.Subscript) and ast.unparse(value.slice) == "0":
         items = program.last_name(value.value)
         others = (n for n, v in program.definitions.items() if n != name and _is_item(v, items))
