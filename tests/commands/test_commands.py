@@ -5,6 +5,7 @@ import json
 import resource
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from support import tiny_models
@@ -133,7 +134,24 @@ def nothing(folder):
     return "has no safetensors files"
 
 
-@pytest.mark.parametrize("damage", [truncated, missing, nothing], ids=lambda f: f.__name__)
+def no_index(folder):
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": ')
+    return f"{folder / 'model.safetensors.index.json'} is truncated or has no weight_map in JSON"
+
+
+def other_index(folder):
+    (folder / "model.safetensors.index.json").write_text("{}")
+    return f"{folder / 'model.safetensors.index.json'} is truncated or has no weight_map in JSON"
+
+
+def no_config(folder):
+    (folder / "config.json").unlink()
+    return f"{folder} has no config.json"
+
+
+@pytest.mark.parametrize(
+    "damage", [truncated, missing, nothing, no_index, other_index, no_config], ids=lambda f: f.__name__
+)
 def test_damaged_checkpoints_are_one_line(damage, checkpoint, tmp_path, capsys):
     message = damage(checkpoint)
     assert run("convert", checkpoint, tmp_path / "new", "--group-size", 32) == 1
@@ -164,6 +182,33 @@ def test_what_does_not_fit_is_one_line(checkpoint, tmp_path, capsys):
         assert message in capsys.readouterr().err.strip().splitlines()[-1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "there"]
     assert json.loads((checkpoint / "config.json").read_text())["model_type"] == "qwen3_moe"
+
+
+@pytest.mark.parametrize("layout", ["moe_mps", "mlx"])
+def test_damaged_tensors_of_quantised_checkpoints_are_one_line(layout, checkpoint, tmp_path, capsys):
+    """Lacking, and of another shape; the file or the tensors that it is made of are named."""
+    assert run("convert", checkpoint, tmp_path / "whole", "--group-size", 32, "--to", layout) == 0
+    file = tmp_path / "whole" / "model.safetensors"
+    layer, packed = "model.layers.1.self_attn.q_proj", "packed" if layout == "moe_mps" else "weight"
+    tensors = safetensors.torch.load_file(file)
+    form = {"format": "pt" if layout == "moe_mps" else "mlx"}
+    place = str(file) if layout == "moe_mps" else f"made of {layer}.scales"
+    for change, message in (
+        (
+            {f"{layer}.scales": tensors[f"{layer}.scales"][:-1]},
+            f"{layer}.scales must be of shape (64, 2), got",
+        ),
+        ({f"{layer}.{packed}": None}, f"{layer}."),
+        ({"model.norm.weight": None}, "model.norm.weight must be in the checkpoint"),
+    ):
+        left = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
+        safetensors.torch.save_file({n: t.contiguous() for n, t in left.items()}, file, metadata=form)
+        capsys.readouterr()
+        assert run("convert", tmp_path / "whole", tmp_path / "new") == 1
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith("torch-moe-mps: error: ") and message in error
+        assert None in change.values() or place in error
+        assert not (tmp_path / "new").exists()
 
 
 @contextlib.contextmanager

@@ -1,10 +1,11 @@
 """What a checkpoint of quantised weights must have, checked after it was loaded."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from ..ops._checks import ACTIVATION_DTYPES, Check
@@ -17,11 +18,24 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
     from transformers import PreTrainedModel
 
 
+def check_shapes(model: nn.Module, files: Sequence[str] | None) -> None:
+    """Raise the one-line error for a tensor in the files that is not of its shape in the model."""
+    state = model.state_dict()
+    for file in files or ():
+        if not file.endswith(".safetensors"):
+            continue
+        with safe_open(file, framework="pt") as tensors:
+            for name in sorted(state.keys() & set(tensors.keys())):
+                shape, found = tuple(state[name].shape), tuple(tensors.get_slice(name).get_shape())
+                if found != shape:
+                    Check("from_pretrained").fail(name, f"of shape {shape}", f"{found} in {file}")
+
+
 def check_loaded(model: "PreTrainedModel") -> None:
     """Raise the one-line error for a tensor that the checkpoint lacks, or has in another dtype.
 
     transformers leaves what is missing uninitialised, or fills it with random values, and only logs its name.
-    Shapes it compares itself. A head that the checkpoint was saved without may be new.
+    A head that the checkpoint was saved without may be new.
     """
     check = Check("from_pretrained")
     whole = type(model).__name__ in (getattr(model.config, "architectures", None) or ())

@@ -133,7 +133,10 @@ class LayerwiseCheckpoint:
 
 def check_files(source: str) -> None:
     """That the files of a local folder are there and whole; see `checkpoint_files`."""
-    if Path(source).is_dir():
+    folder = Path(source)
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise ValueError(f"{folder} has no config.json")
         checkpoint_files(source)
 
 
@@ -148,7 +151,7 @@ def checkpoint_files(source: str) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     files = sorted(folder.glob("*.safetensors"))
     if index.exists():
-        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        files = [folder / name for name in _named_in(index)]
     if not files:
         raise ValueError(f"{folder} has no safetensors files")
     for file in files:
@@ -160,6 +163,13 @@ def checkpoint_files(source: str) -> list[Path]:
         except SafetensorError as error:
             raise ValueError(f"{file} is truncated or no safetensors file: {error}") from None
     return files
+
+
+def _named_in(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{index} is truncated or has no weight_map in JSON") from None
 
 
 def part_of(module: str) -> str:

@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import WeightConverter, dot_natural_key
 
+from ..ops._checks import Check
 from .files import in_a_file
 from .mlx import Plan
+
+_CHECK = Check("load")
 
 
 class MlxConverter(WeightConverter):
@@ -32,7 +35,13 @@ class MlxConverter(WeightConverter):
         entry = self.plan.entries[layer_name]
         (tensors,) = self.materialize_tensors().values()
         came = dict(zip(sorted(entry.sources, key=dot_natural_key), tensors, strict=True))
-        made = {layer_name: _kept(entry.make(*(came[source] for source in entry.sources)), tensors)}
+        value = entry.make(*(came[source] for source in entry.sources))
+        owner, _, name = layer_name.rpartition(".")
+        shape = getattr(kwargs["model"].get_submodule(owner), name).shape
+        if value.shape != shape:
+            sources = " and ".join(entry.sources)
+            _CHECK.fail(layer_name, f"of shape {tuple(shape)}", f"{tuple(value.shape)} made of {sources}")
+        made = {layer_name: _kept(value, tensors)}
         while self.plan.dropped:
             name = self.plan.dropped.pop()
             made[name] = torch.zeros(self.plan.parameters[name], dtype=self.plan.types_of[name])

@@ -14,7 +14,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from .absent import leave_out
 from .blocks import RepackBlocks
-from .checking import check_loaded
+from .checking import check_loaded, check_shapes
 from .config import QuantizationConfig, is_mlx
 from .experts import NAME
 from .global_scales import register
@@ -96,6 +96,8 @@ class Quantizer(HfQuantizer):
                 target.module.__dict__[name] = weight
         register(model, global_scales)
         tie_quantized(model)
+        if not self.quantization_config.mlx:
+            check_shapes(model, kwargs["checkpoint_files"])
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         return not self.pre_quantized and param_name in self._stream.wanted
