@@ -26,6 +26,11 @@ def tensors_in(folder: Path) -> Iterator[None]:
         _FOLDER.reset(token)
 
 
+def in_files() -> bool:
+    """Whether `tensors_in` says where tensors shall be."""
+    return _FOLDER.get() is not None
+
+
 def in_a_file(tensor: Tensor) -> Tensor:
     """The tensor, contiguous, in a file if `tensors_in` says where and it is in none."""
     if _FOLDER.get() is None or (tensor.is_shared() and tensor.is_contiguous()):

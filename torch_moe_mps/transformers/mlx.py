@@ -51,6 +51,7 @@ class Entry(NamedTuple):
 
     sources: tuple[str, ...]
     make: Callable[..., Tensor]
+    by_matrix: bool = False  # whether it makes each matrix of a stack by itself
 
 
 class Plan:
@@ -276,7 +277,8 @@ class Plan:
         if part == "weight" and len({tuple(self.shapes[s]) for s in sources}) > 1:
             _CHECK.fail(name, "of gate and up rows in one format", [self.shapes[s] for s in sources])
         make: Callable[..., Tensor] = lambda *t: joined(t, interleaved, transposed)  # noqa: E731
-        self.entries[name] = Entry(sources, self._in_dtype(name, make) if name in self.parameters else make)
+        make = self._in_dtype(name, make) if name in self.parameters else make
+        self.entries[name] = Entry(sources, make, by_matrix=True)
 
     # Parameters that transformers concatenates
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers.core_model_loading import WeightConverter, dot_natural_key
 
 from ..ops._checks import Check
-from .files import in_a_file
-from .mlx import Plan
+from .files import empty_whole, in_a_file, in_files
+from .mlx import Entry, Plan
 
 _CHECK = Check("load")
 
@@ -35,23 +35,33 @@ class MlxConverter(WeightConverter):
         entry = self.plan.entries[layer_name]
         (tensors,) = self.materialize_tensors().values()
         came = dict(zip(sorted(entry.sources, key=dot_natural_key), tensors, strict=True))
-        value = entry.make(*(came[source] for source in entry.sources))
         owner, _, name = layer_name.rpartition(".")
         shape = getattr(kwargs["model"].get_submodule(owner), name).shape
+        value = _made(entry, [came[source] for source in entry.sources])
         if value.shape != shape:
             sources = " and ".join(entry.sources)
             _CHECK.fail(layer_name, f"of shape {tuple(shape)}", f"{tuple(value.shape)} made of {sources}")
-        made = {layer_name: _kept(value, tensors)}
+        made = {layer_name: value}
         while self.plan.dropped:
             name = self.plan.dropped.pop()
             made[name] = torch.zeros(self.plan.parameters[name], dtype=self.plan.types_of[name])
         return made
 
 
-def _kept(made: Tensor, sources: Sequence[Tensor]) -> Tensor:
-    """What was made of mapped tensors, unless it is one of them, goes to where `tensors_in` says."""
+def _made(entry: Entry, tensors: Sequence[Tensor]) -> Tensor:
+    """What is not one of the mapped tensors goes to where `tensors_in` says.
+
+    Experts go there one at a time: the allocator may keep the memory that large tensors had.
+    """
+    if in_files() and entry.by_matrix and len(entry.sources) > 1:
+        whole = len(tensors[0]), *entry.make(*(tensor[:1] for tensor in tensors)).shape[1:]
+        with empty_whole(torch.Size(whole)) as file:
+            for matrices in zip(*(tensor.split(1) for tensor in tensors), strict=True):
+                file.append(entry.make(*matrices))
+            return file.tensor()
+    made = entry.make(*tensors)
     memory = made.untyped_storage().data_ptr()
-    return made if any(memory == s.untyped_storage().data_ptr() for s in sources) else in_a_file(made)
+    return made if any(memory == s.untyped_storage().data_ptr() for s in tensors) else in_a_file(made)
 
 
 _SOURCE = "tensor of MLX"
