@@ -27,6 +27,8 @@ ALWAYS = [
     ("deepseek_v3", FORMATS[0]),
     ("gpt_oss", FORMATS[7]),
     ("qwen3_next", FORMATS[4]),
+    ("kimi_linear", FORMATS[0]),
+    ("minimax_m3_vl", FORMATS[0]),
 ]
 EVERY = [
     (name, form) if (name, form) in ALWAYS else pytest.param(name, form, marks=pytest.mark.sweep)
