@@ -27,6 +27,8 @@ ALWAYS = [
     ("deepseek_v3", FORMATS[0]),
     ("gpt_oss", FORMATS[7]),
     ("qwen3_next", FORMATS[4]),
+    ("kimi_linear", FORMATS[0]),
+    ("minimax_m3_vl", FORMATS[0]),
 ]
 EVERY = [
     (name, form) if (name, form) in ALWAYS else pytest.param(name, form, marks=pytest.mark.sweep)
@@ -185,6 +187,23 @@ def test_types_that_no_class_here_is_for(tmp_path):
         path.write_text(json.dumps(config | {"model_type": kind, "layer_types": None}))
         with pytest.raises(ValueError, match=error):
             torch_moe_mps.from_pretrained(str(path.parent))
+
+
+@pytest.mark.sweep
+def test_another_bailing_hybrid_is_one_line(tmp_path):
+    """Without BailingMoeV3ForCausalLM mlx-lm means another model than transformers does."""
+    from mlx_lm import utils
+
+    model = mlx_models.tiny("bailing_hybrid")
+    keys = mlx_models.with_older_keys(model.config.to_dict())
+    others = {"architectures": ["BailingMoeV2_5ForCausalLM"], "group_norm_size": 2, "q_lora_rank": 32}
+    others |= {"num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 64}
+    cls, arguments = utils._get_classes(keys | others)
+    written, config = utils.quantize_model(cls(arguments.from_dict(keys | others)), keys | others, 32, 4)
+    utils.save_model(tmp_path / "mlx", written)
+    utils.save_config(config, tmp_path / "mlx" / "config.json")
+    with pytest.raises(ValueError, match=r"^moe_mps::load: model.layers.\S+ must be .*$"):
+        load(model, tmp_path)
 
 
 @pytest.mark.parametrize(
