@@ -5,8 +5,6 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +85,7 @@ def _convert(options: argparse.Namespace, destination: Path, arguments: dict[str
     destination.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
     try:
-        with _threads_on_free_cores(), tensors_in(folder):
+        with tensors_in(folder):
             model = from_pretrained(options.source, **arguments, dtype="auto")
         report = getattr(getattr(model, "hf_quantizer", None), "report", None)
         if report is not None:
@@ -100,18 +98,6 @@ def _convert(options: argparse.Namespace, destination: Path, arguments: dict[str
         os.replace(folder, destination)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _threads_on_free_cores() -> Iterator[None]:
-    """Fewer threads where other processes have the cores: PyTorch's wait for each other by spinning."""
-    threads = torch.get_num_threads()
-    free = (os.cpu_count() or 1) - round(os.getloadavg()[0])
-    torch.set_num_threads(max(1, min(threads, free)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _save(model: "PreTrainedModel", folder: Path, options: argparse.Namespace) -> None:

@@ -85,7 +85,7 @@ class WholeInAFile(Whole):
         self.dtype = part.dtype
         rows = max(1, _COPIED * len(part) // max(1, part.nbytes))
         for some in part.split(rows) if part.dim() else [part]:
-            octets = memoryview(some.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            octets = some.contiguous().view(-1).view(torch.uint8).numpy().data
             while octets:
                 octets = octets[self.file.write(octets) :]
 
