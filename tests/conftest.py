@@ -3,7 +3,8 @@
 A test that takes the fixture `device` runs on the CPU and on "mps": on a Mac that is Metal, elsewhere it is
 the simulator (tests/simulator), which runs the same host code and shaders in an ordinary PyTorch. There it
 runs under one of four orders of threads and threadgroups, selected by the test's name, and in the sweep under
-the three others; `@pytest.mark.one_schedule` keeps a test that takes long at one in the sweep, too.
+the three others, but for tests marked `one_schedule`, and those that are of the sweep themselves, with many
+cases.
 """
 
 import sys
@@ -39,7 +40,8 @@ def mps_variants(one_schedule: bool) -> list:
 
 def pytest_generate_tests(metafunc):
     if "device" in metafunc.fixturenames:
-        one_schedule = metafunc.definition.get_closest_marker("one_schedule") is not None
+        marks = {mark.name for mark in metafunc.definition.iter_markers()}
+        one_schedule = bool(marks & {"one_schedule", "sweep"})
         metafunc.parametrize("device", ["cpu", *mps_variants(one_schedule)], indirect=True)
 
 

@@ -58,7 +58,6 @@ def test_a_few(device, name, request):
 
 
 @pytest.mark.sweep
-@pytest.mark.one_schedule
 @pytest.mark.parametrize("name", OPERATORS)
 def test_many(device, name, request):
     run(name, device, request, 400 if device == "cpu" else 150)

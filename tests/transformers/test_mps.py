@@ -51,7 +51,6 @@ def test_dense(architecture, device):
 
 
 @pytest.mark.sweep
-@pytest.mark.one_schedule
 @pytest.mark.parametrize("architecture", tiny_models.architectures())
 def test_every_architecture(architecture, device):
     """The model's own code, the accelerated model, and generation with it."""

@@ -120,7 +120,6 @@ def test_threads_generate(device, count):
 
 
 @pytest.mark.sweep
-@pytest.mark.one_schedule
 @pytest.mark.parametrize("count", [1, 4])
 def test_many_generations(device, count):
     """1,000 on the CPU."""
@@ -181,6 +180,5 @@ def test_threads_change_their_own_models():
 
 
 @pytest.mark.sweep
-@pytest.mark.one_schedule
 def test_threads_change_their_own_models_for_long(device):
     check_changes(device, ARCHITECTURES, 25 if device == "cpu" else 2)
