@@ -113,6 +113,18 @@ def test_the_language_model_of_more_is_converted(architecture, tmp_path):
         assert_mlx_computes_the_same(model, tmp_path / folder)
 
 
+def test_convert_of_a_model_with_vision(tmp_path):
+    """transformers loads its language model alone, whose parameters have other names."""
+    model = mlx_models.tiny("qwen3_5_moe with vision").eval()
+    config = config_of(model, tmp_path / "dense")
+    config["text_config"]["model_type"] = "qwen3_5_moe_text"
+    (tmp_path / "dense" / "config.json").write_text(json.dumps(config))
+    arguments = ["--to", "mlx", "--bits", "4", "--group-size", "32"]
+    assert main(["convert", str(tmp_path / "dense"), str(tmp_path / "mlx"), *arguments]) == 0
+    torch_moe_mps.accelerate(model, 4, 32)
+    assert_mlx_computes_the_same(model, tmp_path / "mlx")
+
+
 def test_other_architectures_are_one_line(tmp_path, capsys):
     model = mlx_models.tiny("qwen3_moe")
     model.save_pretrained(tmp_path / "dense")

@@ -232,7 +232,9 @@ class _Writer:
         if type(self.model.config).model_type in _COMPOSITES:
             theirs = theirs.removeprefix("language_model.").replace("model.blocks.", "model.layers.")
             return f"language_model.{theirs.replace('model.language_model.', 'model.')}"
-        return f"language_model.{theirs}" if self.type in _PARTS_OF else theirs
+        if self.type in _PARTS_OF:  # read from the whole or from the part
+            return f"language_model.{theirs.replace('model.language_model.', 'model.')}"
+        return theirs
 
     def _quantized(self, module: str, weight: QuantizedWeight, format: Format) -> None:
         self.formats[module] = format
