@@ -3,6 +3,9 @@
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 
+# Modules are compiled when they are first imported, and kept: most of what is installed is never imported.
+unset PYTHONDONTWRITEBYTECODE
+
 fail() {
   echo "error: $*" >&2
   exit 1

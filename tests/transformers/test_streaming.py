@@ -139,6 +139,16 @@ def test_experts_that_do_not_fit_are_an_error(tmp_path):
         torch_moe_mps.from_pretrained(str(tmp_path), bits=4, group_size=128)
 
 
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize("device_map", ["mps", "mps:0", {"": "mps"}], ids=str)
+def test_the_bits_on_mps_are_those_on_the_cpu(device_map, tmp_path):
+    tiny("qwen3_moe").save_pretrained(tmp_path)
+    expected = torch_moe_mps.from_pretrained(tmp_path, bits=4, group_size=32)
+    model = torch_moe_mps.from_pretrained(tmp_path, bits=4, group_size=32, device_map=device_map)
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"mps"}
+    assert_same_state(model.to("cpu"), expected)
+
+
 # Memory
 
 CHILD = """

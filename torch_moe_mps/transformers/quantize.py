@@ -139,7 +139,7 @@ def _check_one_method(function: str, model: nn.Module) -> None:
 
 def _with_progress(items: Collection, enabled: bool) -> Iterable:
     """A progress bar where tqdm is installed, as it is with transformers."""
-    if not enabled:
+    if not enabled or not items:
         return items
     try:
         from tqdm.auto import tqdm
