@@ -140,11 +140,13 @@ def test_experts_that_do_not_fit_are_an_error(tmp_path):
 
 
 @pytest.mark.usefixtures("simulated")
-@pytest.mark.parametrize("device_map", ["mps", "mps:0", {"": "mps"}], ids=str)
+@pytest.mark.parametrize("device_map", ["mps", torch.device("mps"), {"": "mps"}], ids=str)
 def test_the_bits_on_mps_are_those_on_the_cpu(device_map, tmp_path):
-    tiny("qwen3_moe").save_pretrained(tmp_path)
-    expected = torch_moe_mps.from_pretrained(tmp_path, bits=4, group_size=32)
-    model = torch_moe_mps.from_pretrained(tmp_path, bits=4, group_size=32, device_map=device_map)
+    dense = tiny("qwen3_moe")
+    dense.save_pretrained(tmp_path)
+    config = QuantizationConfig(4, 32)
+    expected = type(dense).from_pretrained(tmp_path, quantization_config=config)
+    model = type(dense).from_pretrained(tmp_path, quantization_config=config, device_map=device_map)
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"mps"}
     assert_same_state(model.to("cpu"), expected)
 

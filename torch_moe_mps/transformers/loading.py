@@ -80,26 +80,15 @@ def from_pretrained(
         cls = model_class or class_for(config)
         kwargs = _with_quantization(name, config, others, kwargs, None if recipe is None else asked)
     with_info = kwargs.pop("output_loading_info", False)
-    mps = _mps_of(kwargs.get("device_map")) if recipe is not None else None
-    if mps is not None:
-        kwargs = {**kwargs, "device_map": "cpu"}  # whose files are mapped; for MPS they are read into memory
     with _one_by_one(recipe is not None):
         model, info = cls.from_pretrained(name, output_loading_info=True, **kwargs)
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise ValueError(f"moe_mps::from_pretrained: {names} must be in the checkpoint, got no such tensor")
-    if mps is not None:
-        model.to(mps).hf_device_map = {"": mps}
     streamed = getattr(getattr(model, "hf_quantizer", None), "report", None) is not None
     accelerate(model.eval(), **({} if recipe is None or streamed else asked))
     return (model, info) if with_info else model
-
-
-def _mps_of(device_map: Any) -> Any:
-    """The device of a map that puts the whole model on MPS."""
-    device = device_map.get("") if isinstance(device_map, dict) and len(device_map) == 1 else device_map
-    return device if str(device).partition(":")[0] == "mps" else None
 
 
 def class_for(config: PreTrainedConfig) -> Any:

@@ -59,11 +59,20 @@ class Quantizer(HfQuantizer):
     requires_calibration = False
     quantization_config: QuantizationConfig
     report = None
+    _device: torch.device | None = None  # where a model goes that was quantised elsewhere
 
     @property
     def _streams(self) -> bool:
         """Whether the checkpoint is dense, or can be dequantised while it is read."""
         return not self.pre_quantized or self.quantization_config.source is not None
+
+    def update_device_map(self, device_map: dict[str, Any] | None) -> dict[str, Any] | None:
+        """A whole model for MPS is quantised on the CPU, from mapped files: for MPS they are read into memory."""
+        whole = device_map.get("") if isinstance(device_map, dict) and len(device_map) == 1 else None
+        if self._streams and isinstance(whole, str | torch.device) and torch.device(whole).type == "mps":
+            self._device = torch.device(whole)
+            return {"": torch.device("cpu")}
+        return device_map
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """No cast of numbers to codes: `check_loaded` names a parameter in a wrong dtype."""
@@ -118,6 +127,8 @@ class Quantizer(HfQuantizer):
                 model._weight_conversions = None  # saved with the names of transformers
         else:
             self.report = self._stream.finish(model)
+            if self._device is not None:
+                model.to(self._device)
             model.hf_quantizer = self
             del self._stream
         mark_quantized(model)
