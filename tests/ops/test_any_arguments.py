@@ -54,7 +54,7 @@ def run(name: str, device: str, request, examples: int, **options) -> None:
 @pytest.mark.one_schedule
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_few(device, name, request):
-    run(name, device, request, 6, derandomize=True)
+    run(name, device, request, 4, derandomize=True)
 
 
 @pytest.mark.sweep

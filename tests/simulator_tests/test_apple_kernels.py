@@ -210,8 +210,16 @@ def libraries(kind: str, dtype: str) -> list[str]:
     return [name for name in names if name.endswith(f"_{dtype}") or not name.endswith(tuple(DTYPES))]
 
 
-def register_text(name: str, path: Path, launched: object) -> str:
+def fitting_registers(name: str, path: Path):
+    """Those of a kernel: no more than the M1 has for its bound, or it would spill there."""
     found, bound = apple.registers(path, name), kernels_of(path)[name].max_threads
+    fits = apple.threads_for(found.halves) >= (bound or UNDECLARED_THREADS)
+    assert fits, f"{name}: {found.registers:g} registers"
+    return found
+
+
+def register_text(name: str, path: Path, launched: object) -> str:
+    found, bound = fitting_registers(name, path), kernels_of(path)[name].max_threads
     return (
         f"{found.registers:g} registers, {launched}/{bound or '-'}/{apple.threads_for(found.halves)} threads"
     )
@@ -252,29 +260,15 @@ def registers_of_formats(dtype: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def check_registers(kind: str, dtype: str) -> None:
-    """No kernel needs more registers than the M1 has for its bound: it would spill there."""
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_registers_fit_the_bound(simulated, kind, dtype):
     names = libraries(kind, dtype)
     assert names
     for path in map(library, names):
-        for name, kernel in kernels_of(path).items():
-            found, bound = apple.registers(path, name), kernel.max_threads or UNDECLARED_THREADS
-            assert apple.threads_for(found.halves) >= bound, f"{name}: {found.registers:g} registers"
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(k, marks=pytest.mark.sweep if k.startswith("quantized_") else []) for k in KINDS],
-)
-def test_registers_fit_the_bound(simulated, kind):
-    check_registers(kind, "bf16")
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("dtype", ["f16", "f32"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_registers_fit_the_bound_of_other_dtypes(simulated, kind, dtype):
-    check_registers(kind, dtype)
+        for name in kernels_of(path):
+            fitting_registers(name, path)
 
 
 def test_every_library_is_of_a_kind(simulated):

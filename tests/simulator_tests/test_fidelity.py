@@ -84,7 +84,7 @@ def test_logsumexp(compiled, mlx, seed):
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", SEEDS[:2])
 @pytest.mark.parametrize(
     ("kernel", "header"), [("softmax_single_row", "softmax.h"), ("logsumexp", "logsumexp.h")]
 )

@@ -38,7 +38,8 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3"])
 def test_two_processes_give_the_logits_of_one(architecture, tmp_path):
     """Each process holds half of the experts and all of the rest; DeepSeek-V3 has a shared expert."""
     pytest.importorskip("transformers.distributed.expert_parallel")

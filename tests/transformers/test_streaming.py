@@ -290,6 +290,7 @@ def test_convert_needs_one_layer(to, tmp_path):
     assert result["peak"] <= result["bound"] < 0.35 * result["dense"]
 
 
+@pytest.mark.sweep
 def test_convert_of_a_quantised_checkpoint_needs_one_layer(tmp_path):
     result = measure("cpu", tmp_path / "source", "mlx", 10, 512, 256, 16, to="moe_mps")
     assert result["peak"] <= 0.3 * result["stored"]
