@@ -67,7 +67,7 @@ class Quantizer(HfQuantizer):
         return not self.pre_quantized or self.quantization_config.source is not None
 
     def update_device_map(self, device_map: dict[str, Any] | None) -> dict[str, Any] | None:
-        """A whole model for MPS is quantised on the CPU: only there files are mapped, not read into memory."""
+        """A whole model for MPS is quantised on the CPU: only there files are mapped, not read."""
         whole = device_map.get("") if isinstance(device_map, dict) and len(device_map) == 1 else None
         if self._streams and isinstance(whole, str | torch.device) and torch.device(whole).type == "mps":
             self._device = torch.device(whole)
