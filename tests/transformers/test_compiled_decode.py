@@ -14,6 +14,12 @@ EVERY = [*ALWAYS, *IN_THE_SWEEP]
 ARCHITECTURES = [*ALWAYS, *(pytest.param(name, marks=pytest.mark.sweep) for name in IN_THE_SWEEP)]
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """Models of several tests share code, of which only so many versions are compiled in a process."""
+    torch._dynamo.reset()
+
+
 def after_a_prompt(model) -> StaticCache:
     cache = StaticCache(config=model.config, max_cache_len=16)
     model(torch.arange(4, device=model.device)[None], past_key_values=cache)
