@@ -55,17 +55,23 @@ def test_launches_of_a_step(simulated, architecture):
     assert sum(after.values()) <= 9 < 50 < sum(before.values()), dict(after)
 
 
+def quantised_with(dense, joined: str):
+    """A quantised copy, which runs these layers together and gives the logits of the rounded weights."""
+    model = copy.deepcopy(dense)
+    report = torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    notes = [row.replaced_by for row in report.rows if row.name.endswith("linear_attn")]
+    assert f"linear_quantized ({joined})" in notes[0]
+    twin = tiny_models.dense_twin(dense, model)
+    for result, expected in zip(decoded(model)[0], decoded(twin)[0], strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+    return model
+
+
 def test_projections_of_one_input_run_together(simulated):
     """in_proj_qkvz and in_proj_ba, quantised, are one dispatch; logits are those of the rounded weights."""
     with tiny_models.groups_of_32(), tiny_models.sizes(linear_num_value_heads=16):
         dense = eager(tiny_models.tiny_model("qwen3_next"))
-    model = copy.deepcopy(dense)
-    report = torch_moe_mps.accelerate(model, bits=4, group_size=32)
-    notes = [row.replaced_by for row in report.rows if row.name.endswith("linear_attn")]
-    assert "linear_quantized (in_proj_qkvz, in_proj_ba)" in notes[0]
-    twin = tiny_models.dense_twin(dense, model)
-    for result, expected in zip(decoded(model)[0], decoded(twin)[0], strict=True):
-        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+    model = quantised_with(dense, "in_proj_qkvz, in_proj_ba")
     model.to("mps")
     with torch.no_grad():
         cache = model(torch.arange(4, device="mps")[None], use_cache=True).past_key_values
@@ -78,13 +84,7 @@ def test_projections_of_one_input_run_together(simulated):
 def test_projections_too_small_to_quantise_do_not_keep_the_others_apart():
     with tiny_models.groups_of_32():
         dense = eager(tiny_models.tiny_model("qwen3_5_moe"))
-    model = copy.deepcopy(dense)
-    report = torch_moe_mps.accelerate(model, bits=4, group_size=32)
-    notes = [row.replaced_by for row in report.rows if row.name.endswith("linear_attn")]
-    assert "linear_quantized (in_proj_qkv, in_proj_z)" in notes[0]
-    twin = tiny_models.dense_twin(dense, model)
-    for result, expected in zip(decoded(model)[0], decoded(twin)[0], strict=True):
-        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+    quantised_with(dense, "in_proj_qkv, in_proj_z")
 
 
 def test_as_exact_in_16_bit():

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -220,14 +221,21 @@ def test_experts_that_do_not_dispatch_are_one_line(architecture, layer, tmp_path
         load(model, tmp_path)
 
 
-def test_words_that_do_not_fit_are_one_line(tmp_path):
+@contextmanager
+def written(folder):
+    """A model and the tensors of its checkpoint in 4 bit, which may be changed within `with`."""
     model = mlx_models.tiny("qwen3_moe")
-    mlx_models.write(model, tmp_path, 4)
-    path = tmp_path / "mlx" / "model.safetensors"
+    mlx_models.write(model, folder, 4)
+    path = folder / "mlx" / "model.safetensors"
     stored = safetensors.torch.load_file(path)
-    name = "model.layers.1.self_attn.q_proj"
-    stored[f"{name}.weight"] = stored[f"{name}.weight"].repeat(1, 4)
+    yield model, stored
     safetensors.torch.save_file(stored, path, metadata={"format": "mlx"})
+
+
+def test_words_that_do_not_fit_are_one_line(tmp_path):
+    name = "model.layers.1.self_attn.q_proj"
+    with written(tmp_path) as (model, stored):
+        stored[f"{name}.weight"] = stored[f"{name}.weight"].repeat(1, 4)
     with pytest.raises(
         ValueError, match=rf"{name} must be in a format of MLX, 64 columns wide, got 32 words and 2"
     ):
@@ -235,13 +243,9 @@ def test_words_that_do_not_fit_are_one_line(tmp_path):
 
 
 def test_a_missing_tensor_is_one_line(tmp_path):
-    model = mlx_models.tiny("qwen3_moe")
-    mlx_models.write(model, tmp_path, 4)
-    path = tmp_path / "mlx" / "model.safetensors"
-    stored = safetensors.torch.load_file(path)
-    for part in ("weight", "scales", "biases"):
-        del stored[f"model.layers.1.self_attn.q_proj.{part}"]
-    safetensors.torch.save_file(stored, path, metadata={"format": "mlx"})
+    with written(tmp_path) as (model, stored):
+        for part in ("weight", "scales", "biases"):
+            del stored[f"model.layers.1.self_attn.q_proj.{part}"]
     with pytest.raises(
         ValueError, match=r"model.layers.1.self_attn.q_proj.weight must be in the checkpoint of MLX"
     ):

@@ -229,10 +229,10 @@ class _Writer:
         renamed = _RENAMED.get(self.type, {}) | (_RENAMED_LINEAR.get(self.type, {}) if linear else {})
         for old, new in renamed.items():
             theirs = theirs.replace(old, new)
-        if type(self.model.config).model_type in _COMPOSITES:
+        composite = type(self.model.config).model_type in _COMPOSITES
+        if composite:
             theirs = theirs.removeprefix("language_model.").replace("model.blocks.", "model.layers.")
-            return f"language_model.{theirs.replace('model.language_model.', 'model.')}"
-        if self.type in _PARTS_OF:  # read from the whole or from the part
+        if composite or self.type in _PARTS_OF:  # the latter is read from the whole or from the part
             return f"language_model.{theirs.replace('model.language_model.', 'model.')}"
         return theirs
 
