@@ -17,11 +17,11 @@ FLOORS = (
     "ops",
     "quantization",
     "transformers.interface",
-    "transformers.program",
+    "transformers.rewriting.program",
     "transformers.global_scales",
     "transformers.linears",
     "transformers.experts",
-    "transformers.rules",
+    "transformers.rewriting.rules",
     "transformers",
 )
 

@@ -14,10 +14,10 @@ from torch import nn
 
 import torch_moe_mps
 from torch_moe_mps.transformers.linears import QuantizedLinear
-from torch_moe_mps.transformers.rules import rope
-from torch_moe_mps.transformers.rules.linear import JOINED, linears
-from torch_moe_mps.transformers.rules.norms import norm_formula
-from torch_moe_mps.transformers.rules.rope import rope_form
+from torch_moe_mps.transformers.rewriting.rules import rope
+from torch_moe_mps.transformers.rewriting.rules.linear import JOINED, linears
+from torch_moe_mps.transformers.rewriting.rules.norms import norm_formula
+from torch_moe_mps.transformers.rewriting.rules.rope import rope_form
 
 
 def quantised(architecture: str = "qwen3_moe", dtype: torch.dtype = torch.float32):

@@ -14,8 +14,8 @@ from support.models import assert_close, eager, operators_of, prompt
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import torch_moe_mps
-from torch_moe_mps.transformers.rules import gated_delta
-from torch_moe_mps.transformers.rules.gated_norm import rewrite_gated_norm
+from torch_moe_mps.transformers.rewriting.rules import gated_delta
+from torch_moe_mps.transformers.rewriting.rules.gated_norm import rewrite_gated_norm
 
 ARCHITECTURES = ("qwen3_next", "qwen3_5_moe")
 STEP = {"causal_conv1d_update_": 1, "gated_delta_rule_": 1, "rms_norm_gated": 1}

@@ -13,8 +13,9 @@ from support.models import assert_close, eager, output, prompt
 from torch import nn
 
 import torch_moe_mps
-from torch_moe_mps.transformers.program.programs import compile_forward
-from torch_moe_mps.transformers.rules import fused, ordering
+from torch_moe_mps.transformers.rewriting import runtime
+from torch_moe_mps.transformers.rewriting.program.programs import compile_forward
+from torch_moe_mps.transformers.rewriting.rules import ordering
 
 HEAD = """
 def forward(self, x):
@@ -54,8 +55,8 @@ def rewritten(module: nn.Module, text: str) -> tuple[types.FunctionType, types.F
         returned = [ast.Name(f"r{i}", ast.Load()) for i in range(len(named))]
         tree.body[-2:] = [*named, ast.Return(ast.Tuple(returned, ast.Load()))]
     new = copy.deepcopy(tree)
-    runs = ordering.order_in_body(module, new.body, rewritten, fused)
-    return compile_forward(rewritten, tree, fused), compile_forward(rewritten, new, fused), runs
+    runs = ordering.order_in_body(module, new.body, rewritten, runtime)
+    return compile_forward(rewritten, tree, runtime), compile_forward(rewritten, new, runtime), runs
 
 
 def values(result) -> list[torch.Tensor]:

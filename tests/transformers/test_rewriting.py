@@ -11,7 +11,7 @@ from support.models import assert_close
 from torch import nn
 
 import torch_moe_mps
-from torch_moe_mps.transformers.rewriting import is_rewritten, rewrite
+from torch_moe_mps.transformers.rewriting.install import is_rewritten, rewrite
 
 
 class Norm(nn.Module):

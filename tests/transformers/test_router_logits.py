@@ -9,11 +9,11 @@ from support.models import assert_close, eager, operators_of, output, prompt
 from torch import nn
 
 import torch_moe_mps
-from torch_moe_mps.transformers.program.formulas import is_pure
-from torch_moe_mps.transformers.program.straightening import straighten
-from torch_moe_mps.transformers.rewriting import rewrite
-from torch_moe_mps.transformers.rules import fused
-from torch_moe_mps.transformers.rules.router_logits import MOST_TOKENS, replace_router_logits
+from torch_moe_mps.transformers.rewriting import runtime
+from torch_moe_mps.transformers.rewriting.install import rewrite
+from torch_moe_mps.transformers.rewriting.program.formulas import is_pure
+from torch_moe_mps.transformers.rewriting.program.straightening import straighten
+from torch_moe_mps.transformers.rewriting.rules.router_logits import MOST_TOKENS, replace_router_logits
 
 ROUTERS = ("deepseek_v3", "glm4_moe", "dots1")
 
@@ -97,6 +97,6 @@ def test_programs(cls, found):
     program = straighten(module)
     replace_router_logits(program)
     assert program.rewrites == (["router_logits"] if found else [])
-    forward = program.compile(fused, is_pure)
+    forward = program.compile(runtime, is_pure)
     assert operators_of(lambda: forward(module, x)) == ({"router_logits": 1} if found else {})
     torch.testing.assert_close(forward(module, x.clone()), module(x.clone()), rtol=1e-5, atol=1e-5)

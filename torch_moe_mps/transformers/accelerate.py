@@ -13,14 +13,14 @@ from .compiling import compile_kernels
 from .experts import NAME, PREVIOUS_EXPERTS, describe, unsupported
 from .interface import experts_of, is_experts, is_quantized
 from .linears import QuantizedLayer, has_quantized_weights
-from .program.formulas import Reader
-from .program.programs import Unsupported
-from .program.straightening import straighten
 from .quantize import keep_when_saving, quantize_model
 from .recipe import requested_recipe
 from .report import Report, Row
-from .rewriting import drop_forward_of_class, restore_module, rewrite
-from .rules.norms import formulas_kept
+from .rewriting.install import drop_forward_of_class, restore_module, rewrite
+from .rewriting.program.formulas import Reader
+from .rewriting.program.programs import Unsupported
+from .rewriting.program.straightening import straighten
+from .rewriting.rules.norms import formulas_kept
 
 # {id of a config: the config, and the implementation that it named when a model with it was accelerated}
 _BEFORE: dict[int, tuple[weakref.ref, str | None]] = {}

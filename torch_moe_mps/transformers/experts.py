@@ -11,11 +11,11 @@ from ..ops._activations import POINTWISE, Activation
 from ..ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
 from .global_scales import expert_qmm, global_scales_of
 from .interface import Experts, formats_of, is_quantized, projections
-from .program.formulas import Node, evaluate, inline, operation_of
-from .program.patterns import match
-from .program.programs import Unsupported
-from .program.reads import READS, record, recording, unchanged
-from .program.straightening import straighten
+from .rewriting.program.formulas import Node, evaluate, inline, operation_of
+from .rewriting.program.patterns import match
+from .rewriting.program.programs import Unsupported
+from .rewriting.program.reads import READS, record, recording, unchanged
+from .rewriting.program.straightening import straighten
 
 ops = torch.ops.moe_mps
 

@@ -20,10 +20,10 @@ from ..quantization import Format
 from .absent import around_text
 from .interface import Experts, experts_of, is_quantized, projections
 from .linears import QuantizedLayer
-from .program.formulas import Node, Reader
-from .program.programs import Unsupported
-from .program.straightening import straighten
 from .recipe import Recipe
+from .rewriting.program.formulas import Node, Reader
+from .rewriting.program.programs import Unsupported
+from .rewriting.program.straightening import straighten
 
 # Fewer outputs than this save nothing: the gate of a shared expert has one.
 SMALLEST = 16

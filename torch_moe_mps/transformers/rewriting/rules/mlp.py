@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ...ops._activations import POINTWISE
-from ..experts import add_terms, is_observed
-from ..linears import QuantizedLinear
+from ....ops._activations import POINTWISE
+from ...experts import add_terms, is_observed
+from ...linears import QuantizedLinear
 from ..program.building import add_option, helper, replace_everything
 from ..program.formulas import Node, Reader
 from ..program.patterns import match

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..experts import is_observed
+from ...experts import is_observed
 from ..program.building import calls, helper, own_module, replace, unary_call
 from ..program.programs import Program, name_of
 from ..program.reads import holds

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ops._checks import ACTIVATION_DTYPES, ID_DTYPES
+from ....ops._checks import ACTIVATION_DTYPES, ID_DTYPES
 from ..program.programs import original_class
 from ..program.reads import record
 from .trial import agrees

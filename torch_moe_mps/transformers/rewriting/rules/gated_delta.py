@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops._checks import ACTIVATION_DTYPES
-from ...ops.gated_delta import MAX_KEY_WIDTH
+from ....ops._checks import ACTIVATION_DTYPES
+from ....ops.gated_delta import MAX_KEY_WIDTH
 from ..program.building import helper
 from ..program.programs import compile_forward, original_class
 from .linear import join_in_body

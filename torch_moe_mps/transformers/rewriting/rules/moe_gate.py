@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ops._checks import MAX_TOP_K
-from ..experts import is_observed, may_be_fused
+from ....ops._checks import MAX_TOP_K
+from ...experts import is_observed, may_be_fused
 from ..program.building import helper, own_module, unary_call
 from ..program.formulas import Node, Reader, evaluate, is_number
 from ..program.patterns import match

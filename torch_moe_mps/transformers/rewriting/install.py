@@ -11,19 +11,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .experts import runs_own_code
-from .interface import is_experts
+from ..experts import runs_own_code
+from ..interface import is_experts
+from . import runtime
 from .program.formulas import is_pure
 from .program.programs import CLASS_MARK, Program, Unsupported, original_class
 from .program.reads import READS, holds, recording
 from .program.straightening import straighten
-from .rules import fused, gated_norm, mlp, norms, ordering, rotary
-from .rules.gate import use_gates
+from .rules import gated_norm, mlp, norms, ordering, rotary
 from .rules.gated_delta import rewrite_gated_delta
 from .rules.gated_norm import rewrite_gated_norm
 from .rules.handover import hand_over_raw_results
 from .rules.linear import join_linears
 from .rules.mlp import RESIDUAL, fuse_mlp
+from .rules.moe_gate import use_gates
 from .rules.norms import fuse_norms
 from .rules.residual import add_to_first, hand_over_residual, take_residual
 from .rules.rms_norm import call_norms, replace_rms_norm
@@ -44,7 +45,7 @@ _MARKS = (
     _RESTORED,
 )
 # Rules for forwards that are no straight-line programs, or are replaced as a whole.
-_WHOLE = (rewrite_rotary, rewrite_gated_norm, functools.partial(rewrite_gated_delta, fused))
+_WHOLE = (rewrite_rotary, rewrite_gated_norm, functools.partial(rewrite_gated_delta, runtime))
 
 
 def is_rewritten(module: nn.Module) -> bool:
@@ -71,7 +72,7 @@ def rewrite(module: nn.Module) -> tuple[list[str], str | None]:
             program = straighten(module)
             reason = _apply_rules(program)
         if program.rewrites:
-            _run(module, program.compile(fused, is_pure), program.rewrites, reads)
+            _run(module, program.compile(runtime, is_pure), program.rewrites, reads)
     except Unsupported as unsupported:
         return [], str(unsupported)
     return program.rewrites, None if program.rewrites else reason

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..experts import is_observed
+from ...experts import is_observed
 from ..program.building import helper, item, own_module, sum_of, unary_call
 from ..program.formulas import Node, Reader, evaluate, is_number
 from ..program.patterns import match

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ops._checks import ACTIVATION_DTYPES
+from ....ops._checks import ACTIVATION_DTYPES
 from ..program.building import calls, helper, replace
 from ..program.formulas import Node, Reader
 from ..program.programs import Program

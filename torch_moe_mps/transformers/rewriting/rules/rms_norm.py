@@ -5,7 +5,7 @@ import ast
 import torch
 from torch import Tensor, nn
 
-from ..experts import is_observed
+from ...experts import is_observed
 from ..program.building import calls, helper, own_module, replace, replace_everything, unary_call
 from ..program.programs import Program, original_class
 from ..program.reads import holds

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from ..experts import is_observed
-from ..linears import QuantizedLinear
+from ...experts import is_observed
+from ...linears import QuantizedLinear
 from ..program.building import calls, helper, item, own_module, replace, unary_call
 from ..program.programs import Program, name_of
 

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ...ops._checks import MAX_EXPERTS, MAX_TOP_K
-from ..experts import is_observed, may_be_fused
+from ....ops._checks import MAX_EXPERTS, MAX_TOP_K
+from ...experts import is_observed, may_be_fused
 from ..program.building import add_option, helper, item
 from ..program.formulas import Node, Reader, casts_to_float32, evaluate, held, is_number
 from ..program.patterns import match

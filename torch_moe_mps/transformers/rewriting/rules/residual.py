@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..experts import is_observed
+from ...experts import is_observed
 from ..program.building import add_option, helper, own_module, sums, unary_call
 from ..program.programs import Program, name_of
 from .mlp import RESIDUAL

@@ -4,8 +4,8 @@ import ast
 
 from torch import Tensor, nn
 
-from ..experts import add_terms, experts_forward, may_be_fused
-from ..interface import Experts, is_experts
+from ...experts import add_terms, experts_forward, may_be_fused
+from ...interface import Experts, is_experts
 from ..program.building import child_of_call, helper, sums
 from ..program.formulas import Reader
 from ..program.patterns import match
