@@ -22,7 +22,7 @@ from torch import Tensor
 import torch_moe_mps
 from torch_moe_mps.commands.perplexity import measure
 from torch_moe_mps.commands.recipes import mixed_overrides
-from torch_moe_mps.transformers.layerwise import LayerwiseCheckpoint
+from torch_moe_mps.transformers.checkpoints.layerwise import LayerwiseCheckpoint
 
 GROUP_SIZE = 32
 WINDOW = 256

@@ -21,7 +21,7 @@ from support import mlx_models  # noqa: E402
 from support.models import output, prompt  # noqa: E402
 
 import torch_moe_mps  # noqa: E402
-from torch_moe_mps.transformers.mlx_writing import EXPERTS, save_mlx  # noqa: E402
+from torch_moe_mps.transformers.checkpoints.mlx.writing import EXPERTS, save_mlx  # noqa: E402
 
 MARK = "<!-- scripts/make_mlx_table.py writes what follows -->\n"
 TOLERANCE = 2e-5  # of the largest logit

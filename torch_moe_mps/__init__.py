@@ -14,15 +14,15 @@ __all__ = ["accelerate", "from_pretrained", "measured_recipe", "ops", "quantize_
 _LAZY = {
     "accelerate": ".transformers",
     "restore": ".transformers",
-    "from_pretrained": ".transformers.loading",
-    "measured_recipe": ".transformers.budget",
+    "from_pretrained": ".transformers.checkpoints.loading",
+    "measured_recipe": ".transformers.checkpoints.budget",
     "quantize_experts": ".transformers",
 }
 
 if TYPE_CHECKING:
     from .transformers import accelerate, quantize_experts, restore
-    from .transformers.budget import measured_recipe
-    from .transformers.loading import from_pretrained
+    from .transformers.checkpoints.budget import measured_recipe
+    from .transformers.checkpoints.loading import from_pretrained
 
 load_extension()
 register_when_imported()

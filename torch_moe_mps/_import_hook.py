@@ -21,12 +21,12 @@ def _register_experts(module: Any) -> None:
 
 
 def _register_quantizer(module: object) -> None:
-    from .transformers import quantizer  # noqa: F401
+    from .transformers.checkpoints import quantizer  # noqa: F401
 
 
 def _register_models(module: Any) -> None:
     from .transformers.attention import NAME, attention
-    from .transformers.saving import decide_when_saving
+    from .transformers.checkpoints.saving import decide_when_saving
 
     module.AttentionInterface.register(NAME, attention)
     decide_when_saving(module.PreTrainedModel)

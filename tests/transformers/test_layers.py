@@ -10,9 +10,9 @@ from torch import nn
 
 import torch_moe_mps
 from torch_moe_mps.quantization import Format
+from torch_moe_mps.transformers.checkpoints.targets import Target
+from torch_moe_mps.transformers.checkpoints.weights import quantize_target
 from torch_moe_mps.transformers.linears import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
-from torch_moe_mps.transformers.packing import quantize_target
-from torch_moe_mps.transformers.targets import Target
 
 ALWAYS = ["qwen3_moe", "gpt_oss", "deepseek_v3", "gemma4", "qwen3_5_moe", "granitemoehybrid", "zaya", "jamba"]
 EVERY = [

@@ -11,7 +11,7 @@ from support.models import assert_close, output, prompt
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
-from torch_moe_mps.transformers.mlx_writing import save_mlx
+from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
 
 pytest.importorskip("mlx_lm")
 transformers.logging.set_verbosity_error()
@@ -85,7 +85,7 @@ def test_dense_models(tmp_path):
 
 
 def test_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("torch_moe_mps.transformers.mlx_writing._SHARD", 30000)
+    monkeypatch.setattr("torch_moe_mps.transformers.checkpoints.mlx.writing._SHARD", 30000)
     model = mlx_models.tiny("qwen3_moe").eval()
     config_of(model, tmp_path / "dense")
     arguments = ["--to", "mlx", "--bits", "4", "--group-size", "32"]

@@ -26,10 +26,10 @@ from torch_moe_mps.transformers import (
     packing,
     quantize_experts,
 )
+from torch_moe_mps.transformers.checkpoints.targets import Target
+from torch_moe_mps.transformers.checkpoints.weights import empty_quantized_module, quantize_target
 from torch_moe_mps.transformers.interface import projections
-from torch_moe_mps.transformers.packing import empty_quantized_module, quantize_target
 from torch_moe_mps.transformers.report import QuantizedProjection
-from torch_moe_mps.transformers.targets import Target
 
 
 def small(architecture, **overrides):

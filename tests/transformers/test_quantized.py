@@ -229,7 +229,7 @@ def test_what_asks_for_quantisation():
 def test_quantise_while_loading(tmp_path):
     model = tiny("qwen3_moe")
     model.save_pretrained(tmp_path)
-    config = torch_moe_mps.transformers.config.QuantizationConfig(bits=8, group_size=32)
+    config = torch_moe_mps.transformers.checkpoints.config.QuantizationConfig(bits=8, group_size=32)
     loaded = type(model).from_pretrained(tmp_path, quantization_config=config).eval()
     torch_moe_mps.accelerate(model, 8, 32)
     torch_moe_mps.restore(model)

@@ -84,7 +84,7 @@ def test_quantising_is_interrupted_before_the_config_says_so(pair, monkeypatch, 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("torch_moe_mps.transformers.quantize.keep_when_saving", interrupt)
+        patch.setattr("torch_moe_mps.transformers.checkpoints.quantize.keep_when_saving", interrupt)
         torch_moe_mps.quantize_experts(first, 4, 32)
     first.save_pretrained(tmp_path)
     assert_close(output(loaded_from(tmp_path), prompt()), output(first, prompt()), 1e-5)

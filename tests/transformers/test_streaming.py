@@ -13,8 +13,8 @@ from support.models import eager, output, prompt
 from support.processes import python
 
 import torch_moe_mps
-from torch_moe_mps.transformers.config import QuantizationConfig
-from torch_moe_mps.transformers.mlx_writing import save_mlx
+from torch_moe_mps.transformers.checkpoints.config import QuantizationConfig
+from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
 
 transformers.logging.set_verbosity_error()
 
@@ -184,7 +184,7 @@ def measure(folder):
 if "to" in arguments:
     load = convert
 elif "budget" in arguments:
-    from torch_moe_mps.transformers.layerwise import LayerwiseCheckpoint
+    from torch_moe_mps.transformers.checkpoints.layerwise import LayerwiseCheckpoint
     load = measure
 load(folder + "/warm")  # what the first model imports and compiles is not the model's
 gc.collect()

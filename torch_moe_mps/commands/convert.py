@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..transformers.layerwise import check_files
-from ..transformers.mlx_writing import check_writable
-from ..transformers.recipe import requested_recipe
-from ..transformers.sizes import bytes_a_token, quantized_bytes
-from ..transformers.targets import weights_of
+from ..transformers.checkpoints.layerwise import check_files
+from ..transformers.checkpoints.mlx.writing import check_writable
+from ..transformers.checkpoints.recipe import requested_recipe
+from ..transformers.checkpoints.sizes import bytes_a_token, quantized_bytes
+from ..transformers.checkpoints.targets import weights_of
 from .recipes import arguments_of
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _meta_model(source: str) -> "PreTrainedModel":
-    from ..transformers.loading import class_for, load_config
+    from ..transformers.checkpoints.loading import class_for, load_config
 
     config, _ = load_config(source)
     dtype = getattr(config, "dtype", None) or torch.bfloat16
@@ -79,8 +79,8 @@ def _sizes(model: torch.nn.Module, arguments: dict[str, Any]) -> str:
 
 def _convert(options: argparse.Namespace, destination: Path, arguments: dict[str, Any]) -> None:
     """Everything is written into a folder beside the destination, which gets its name in the end."""
-    from ..transformers.files import tensors_in
-    from ..transformers.loading import from_pretrained
+    from ..transformers.checkpoints.files import tensors_in
+    from ..transformers.checkpoints.loading import from_pretrained
 
     destination.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
@@ -102,7 +102,7 @@ def _convert(options: argparse.Namespace, destination: Path, arguments: dict[str
 
 def _save(model: "PreTrainedModel", folder: Path, options: argparse.Namespace) -> None:
     if options.to == "mlx":
-        from ..transformers.mlx_writing import save_mlx
+        from ..transformers.checkpoints.mlx.writing import save_mlx
 
         save_mlx(model, folder, _stored_config(options.source))
         if model.can_generate():

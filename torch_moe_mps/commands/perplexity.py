@@ -68,8 +68,8 @@ def _log_probabilities(model: Callable, ids: Tensor) -> Tensor:
 
 
 def _load(name: str, device: str) -> Any:
-    from ..transformers.layerwise import check_files
-    from ..transformers.loading import from_pretrained
+    from ..transformers.checkpoints.layerwise import check_files
+    from ..transformers.checkpoints.loading import from_pretrained
 
     check_files(name)
     return from_pretrained(name, device_map=device)

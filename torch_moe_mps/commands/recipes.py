@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..quantization import Format
-from ..transformers.recipe import fits, recipe_of
-from ..transformers.targets import weights_of
+from ..transformers.checkpoints.recipe import fits, recipe_of
+from ..transformers.checkpoints.targets import weights_of
 from .perplexity import SAMPLE
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def read_recipe(file: str) -> dict[str, Any]:
 
 
 def _measured(options: argparse.Namespace) -> dict[str, Any]:
-    from ..transformers.budget import measured_recipe
-    from ..transformers.layerwise import LayerwiseCheckpoint
+    from ..transformers.checkpoints.budget import measured_recipe
+    from ..transformers.checkpoints.layerwise import LayerwiseCheckpoint
 
     ids = calibration_ids(options.source, options.text)
     device = "mps" if torch.backends.mps.is_available() else "cpu"

@@ -9,9 +9,9 @@ is not recognised stays as it is. Training, gradients that are needed and autoca
 """
 
 from .accelerate import accelerate, restore
+from .checkpoints.quantize import quantize_experts
 from .experts import unsupported
 from .interface import experts_of, is_experts, is_quantized
-from .quantize import quantize_experts
 from .report import QuantizationReport, Report, Row
 
 __all__ = [

@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 
 from .attention import restore_attention, use_attention_of_sinks
+from .checkpoints.quantize import keep_when_saving, quantize_model
+from .checkpoints.recipe import requested_recipe
 from .compiling import compile_kernels
 from .experts import NAME, PREVIOUS_EXPERTS, describe, unsupported
 from .interface import experts_of, is_experts, is_quantized
 from .linears import QuantizedLayer, has_quantized_weights
-from .quantize import keep_when_saving, quantize_model
-from .recipe import requested_recipe
 from .report import Report, Row
 from .rewriting.install import drop_forward_of_class, restore_module, rewrite
 from .rewriting.program.formulas import Reader

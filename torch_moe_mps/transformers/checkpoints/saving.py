@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from ..quantization import Format
+from ...quantization import Format
+from ..attention import PREVIOUS_ATTENTION
+from ..experts import NAME, PREVIOUS_EXPERTS
+from ..global_scales import global_scales_of
+from ..interface import experts_of, formats_of, is_quantized
+from ..linears import QuantizedLayer
 from .absent import absent_in
-from .attention import PREVIOUS_ATTENTION
 from .config import QuantizationConfig
-from .experts import NAME, PREVIOUS_EXPERTS
-from .global_scales import global_scales_of
-from .interface import experts_of, formats_of, is_quantized
-from .linears import QuantizedLayer
 
 
 def mark_quantized(model: nn.Module) -> None:

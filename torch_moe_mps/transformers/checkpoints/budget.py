@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..ops._checks import Check
-from ..quantization import Format, dequantize
-from ..quantization.formats import CHUNK, quantize_stack
+from ...ops._checks import Check
+from ...quantization import Format, dequantize
+from ...quantization.formats import CHUNK, quantize_stack
 from .layerwise import LayerwiseCheckpoint, part_of
-from .packing import check_columns, rows_first
 from .recipe import Recipe
 from .sizes import quantized_bytes
 from .targets import Target, tied_layers, weights_of
+from .weights import check_columns, rows_first
 
 BITS = (2, 3, 4, 5, 6, 8)
 _CHECK = Check("measured_recipe")

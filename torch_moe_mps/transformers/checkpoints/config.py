@@ -6,10 +6,10 @@ from typing import Any
 from torch import nn
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..ops._checks import Check
-from ..quantization import Format
-from .experts import NAME
-from .interface import projections
+from ...ops._checks import Check
+from ...quantization import Format
+from ..experts import NAME
+from ..interface import projections
 from .recipe import SAME, Recipe, recipe_of
 from .targets import Target, kinds_of
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import WeightConverter, dot_natural_key
 
-from ..ops._checks import Check
-from .files import empty_whole, in_a_file, in_files
-from .mlx import Entry, Plan
+from ....ops._checks import Check
+from ..files import empty_whole, in_a_file, in_files
+from .plan import Entry, Plan
 
 _CHECK = Check("load")
 

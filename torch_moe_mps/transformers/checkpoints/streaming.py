@@ -15,11 +15,16 @@ from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, MergeModulelist, WeightConverter
 from transformers.quantizers.base import HfQuantizer
 
-from ..ops._checks import Check
-from ..quantization import QuantizedWeight
-from ..quantization.formats import CHUNK, ErrorSums, quantize_stack
+from ...ops._checks import Check
+from ...quantization import QuantizedWeight
+from ...quantization.formats import CHUNK, ErrorSums, quantize_stack
+from ..report import QuantizationReport, QuantizedProjection
 from .files import Whole, empty_whole
-from .packing import (
+from .quantize import quantize_targets
+from .recipe import Recipe
+from .sizes import bytes_a_token
+from .targets import Target, tied_layers, weights_of
+from .weights import (
     as_parameters,
     check_columns,
     dense_dtype,
@@ -30,11 +35,6 @@ from .packing import (
     without_stack,
     words,
 )
-from .quantize import quantize_targets
-from .recipe import Recipe
-from .report import QuantizationReport, QuantizedProjection
-from .sizes import bytes_a_token
-from .targets import Target, tied_layers, weights_of
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel

@@ -12,18 +12,18 @@ from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
+from ..experts import NAME
+from ..global_scales import register
 from .absent import leave_out
 from .blocks import RepackBlocks
 from .checking import check_loaded, check_shapes
 from .config import QuantizationConfig, is_mlx
-from .experts import NAME
-from .global_scales import register
-from .mlx import Plan
-from .mlx_converter import MlxConverter
-from .packing import finish, store_empty
+from .mlx.converter import MlxConverter
+from .mlx.plan import Plan
 from .saving import mark_quantized
 from .streaming import QuantizeParameter, Stream, streaming_converters
 from .targets import tie_quantized
+from .weights import finish, store_empty
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ..quantization import Format, requested_format
+from ...quantization import Format, requested_format
 
 SAME = "same"
 

@@ -18,16 +18,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from ..quantization import Format, QuantizedWeight, dequantize
-from .absent import beside_text
-from .experts import activation_of
-from .files import in_a_file, tensors_in
-from .global_scales import global_scale_of
-from .interface import Experts, experts_of, formats_of, is_quantized, projections
-from .linears import QuantizedLayer
-from .mlx import DROP_BIAS, NORMS, ONE_MORE
-from .mlx_names import NUMBERED
-from .packing import stored
+from ....quantization import Format, QuantizedWeight, dequantize
+from ...experts import activation_of
+from ...global_scales import global_scale_of
+from ...interface import Experts, experts_of, formats_of, is_quantized, projections
+from ...linears import QuantizedLayer
+from ..absent import beside_text
+from ..files import in_a_file, tensors_in
+from ..weights import stored
+from .names import NUMBERED
+from .plan import DROP_BIAS, NORMS, ONE_MORE
 
 _LAYER = re.compile(r"^(.*\.\d+)\.")
 _PARTS = ("weight", "scales", "biases")

@@ -17,16 +17,16 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, apply_renamings
 
-from ..ops._checks import Check
-from ..quantization import Format
-from .absent import beside_text
-from .experts import activation_of
-from .global_scales import global_scale_of
-from .interface import Experts, projections
-from .mlx_names import by_module, variants, with_base
-from .mlx_tensors import dense_rows, joined, kv_b, rows
-from .packing import quantized_names
-from .targets import Target, kinds_of, reasons_to_stay_dense, tied_layers
+from ....ops._checks import Check
+from ....quantization import Format
+from ...experts import activation_of
+from ...global_scales import global_scale_of
+from ...interface import Experts, projections
+from ..absent import beside_text
+from ..targets import Target, kinds_of, reasons_to_stay_dense, tied_layers
+from ..weights import quantized_names
+from .names import by_module, variants, with_base
+from .tensors import dense_rows, joined, kv_b, rows
 
 _CHECK = Check("load")
 _EXPERTS = re.compile(r"^(.*)\.(gate_proj|up_proj|down_proj|fc1|fc2)$")

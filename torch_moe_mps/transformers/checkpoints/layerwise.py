@@ -28,7 +28,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging
 
-from ..ops._checks import Check
+from ...ops._checks import Check
 from .config import is_mlx
 from .targets import kinds_of, tied_layers
 

@@ -17,11 +17,11 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from ..quantization import Format
-from .accelerate import accelerate
+from ...quantization import Format
+from ..accelerate import accelerate
+from ..experts import NAME
 from .config import QuantizationConfig, is_mlx
-from .experts import NAME
-from .mlx import written_by_mlx
+from .mlx.plan import written_by_mlx
 from .recipe import SAME, requested_recipe
 
 _NO_READING_AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"

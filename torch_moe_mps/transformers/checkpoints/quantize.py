@@ -6,15 +6,15 @@ from typing import Any
 
 from torch import nn
 
-from ..quantization import Format
-from .experts import unsupported
-from .interface import experts_of, formats_of, is_quantized, projections
-from .linears import has_quantized_weights
-from .packing import check_target, quantize_target, release_cache
+from ...quantization import Format
+from ..experts import unsupported
+from ..interface import experts_of, formats_of, is_quantized, projections
+from ..linears import has_quantized_weights
+from ..report import QuantizationReport
 from .recipe import Recipe
-from .report import QuantizationReport
 from .sizes import bytes_a_token
 from .targets import Target, shared_weights, tie_quantized, weights_of
+from .weights import check_target, quantize_target, release_cache
 
 
 def quantize_experts(

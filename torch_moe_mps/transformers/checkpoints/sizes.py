@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
-from ..quantization import Format
-from .interface import experts_of
+from ...quantization import Format
+from ..interface import experts_of
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk", "top_k")
 

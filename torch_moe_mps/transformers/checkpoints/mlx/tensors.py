@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..quantization import Format, dequantize
-from .packing import words
+from ....quantization import Format, dequantize
+from ..weights import words
 
 
 def rows(*tensors: Tensor) -> Tensor:

@@ -8,11 +8,11 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from ..ops._checks import ACTIVATION_DTYPES, Check
-from ..quantization import Format, QuantizedWeight
-from ..quantization.formats import empty_weight
-from .interface import formats_of, is_experts, is_quantized
-from .packing import quantized_names
+from ...ops._checks import ACTIVATION_DTYPES, Check
+from ...quantization import Format, QuantizedWeight
+from ...quantization.formats import empty_weight
+from ..interface import formats_of, is_experts, is_quantized
+from .weights import quantized_names
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ..ops._checks import Check
-from ..quantization import Format, QuantizedWeight
-from ..quantization.formats import ErrorSums, check_finite, empty_weight, quantize_stack
-from .experts import pinned_config
-from .interface import Experts, projections, set_formats
-from .linears import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
-from .report import QuantizedProjection
+from ...ops._checks import Check
+from ...quantization import Format, QuantizedWeight
+from ...quantization.formats import ErrorSums, check_finite, empty_weight, quantize_stack
+from ..experts import pinned_config
+from ..interface import Experts, projections, set_formats
+from ..linears import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
+from ..report import QuantizedProjection
 from .targets import Target
 
 

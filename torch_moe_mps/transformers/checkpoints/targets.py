@@ -16,14 +16,14 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from ..quantization import Format
+from ...quantization import Format
+from ..interface import Experts, experts_of, is_quantized, projections
+from ..linears import QuantizedLayer
+from ..rewriting.program.formulas import Node, Reader
+from ..rewriting.program.programs import Unsupported
+from ..rewriting.program.straightening import straighten
 from .absent import around_text
-from .interface import Experts, experts_of, is_quantized, projections
-from .linears import QuantizedLayer
 from .recipe import Recipe
-from .rewriting.program.formulas import Node, Reader
-from .rewriting.program.programs import Unsupported
-from .rewriting.program.straightening import straighten
 
 # Fewer outputs than this save nothing: the gate of a shared expert has one.
 SMALLEST = 16

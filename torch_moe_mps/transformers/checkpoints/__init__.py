@@ -1,0 +1,1 @@
+"""Quantised checkpoints: which weights, how they are read, quantised, saved and loaded."""

@@ -1,0 +1,1 @@
+"""Checkpoints in MLX's layout, read and written."""
