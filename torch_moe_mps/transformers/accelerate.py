@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from .attention import restore_attention, use_attention_of_sinks
+from .cache import grow_caches_in_place, restore_cache
 from .checkpoints.quantize import keep_when_saving, quantize_model
 from .checkpoints.recipe import requested_recipe
 from .compiling import compile_kernels
@@ -87,6 +88,7 @@ def accelerate(
     _warn_of_experts_left_alone(report)
     if wanted is not None and not any(map(has_quantized_weights, model.modules())):
         warnings.warn("torch_moe_mps: nothing was found that can be quantised", stacklevel=2)
+    grow_caches_in_place(model)
     report.compiled = compile_kernels(model)
     return report
 
@@ -102,6 +104,7 @@ def restore(model: nn.Module) -> nn.Module:
     for module in model.modules():
         restore_module(module)
         restore_attention(module)
+        restore_cache(module)
         if PREVIOUS_EXPERTS in module.__dict__:
             config, implementation = module.__dict__.pop(PREVIOUS_EXPERTS)
             config._experts_implementation = implementation

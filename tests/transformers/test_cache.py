@@ -1,0 +1,312 @@
+"""The cache that grows in place against transformers' own, bit for bit, and what it copies and holds."""
+
+import copy
+import pickle
+import random
+import weakref
+
+import pytest
+import torch
+from support.tiny_models import tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+
+import torch_moe_mps
+from torch_moe_mps.transformers.cache import grow_cache, growing_class
+
+PLAIN = [
+    (DynamicLayer, {}),
+    (DynamicIndexedLayer, {}),
+    (LinearAttentionAndFullAttentionLayer, {}),
+    *((DynamicSlidingWindowLayer, {"sliding_window": window}) for window in (1, 2, 7, 100, 600)),
+    (LinearAttentionAndSlidingWindowAttentionLayer, {"sliding_window": 7}),
+]
+NEW_TOKENS = [1, 1, 1, 2, 5, 80, 300]
+
+
+class Memory(TorchDispatchMode):
+    """Counts the bytes that operators write into tensors, and the most bytes that are held at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.written = self.held = self.peak = 0
+        self.known = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not isinstance(out, torch.Tensor):
+            return out
+        storage = out.untyped_storage()
+        if storage.data_ptr() not in self.known and storage.nbytes():
+            self.known.add(storage.data_ptr())
+            self.held += storage.nbytes()
+            self.peak = max(self.peak, self.held)
+            weakref.finalize(storage, self.release, storage.data_ptr(), storage.nbytes())
+        if not func.is_view and "empty" not in str(func):
+            self.written += out.numel() * out.element_size()
+        return out
+
+    def release(self, pointer, size):
+        self.known.discard(pointer)
+        self.held -= size
+
+
+class Pair:
+    """A plain layer and one that grows in place, which get the same calls."""
+
+    def __init__(self, cls, arguments, seed):
+        self.plain, self.growing = cls(**arguments), cls(**arguments)
+        self.growing.__class__ = growing_class(cls)
+        self.random = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.batch = 2
+        records = hasattr(cls, "activate_past_recording") and not hasattr(cls, "update_conv_state")
+        if records and self.random.random() < 0.5:
+            self.both(lambda layer: layer.activate_past_recording())
+
+    def both(self, call):
+        """The results of a call of each, or the class of the error that each raises."""
+        results = []
+        for layer in (self.plain, self.growing):
+            try:
+                results.append(call(layer))
+            except RuntimeError as error:
+                results.append(str(error))
+        return results
+
+    def update(self):
+        tokens = self.random.choice(NEW_TOKENS)
+        states = [torch.randn(self.batch, 2, tokens, d, generator=self.generator) for d in (8, 4)]
+        plain, growing = self.both(lambda layer: layer.update(*states))
+        assert all(map(torch.equal, plain, growing))
+        if hasattr(self.plain, "update_indexer"):
+            keys = torch.randn(self.batch, tokens, 3, generator=self.generator)
+            assert torch.equal(*self.both(lambda layer: layer.update_indexer(keys)))
+
+    def crop(self):
+        if self.plain.get_seq_length() > 4:
+            count = -self.random.randrange(4)
+            plain, growing = self.both(lambda layer: layer.crop(count))
+            assert plain == growing
+
+    def reorder(self):
+        order = torch.randint(0, self.batch, (self.batch,), generator=self.generator)
+        self.both(lambda layer: layer.reorder_cache(order) if layer.is_initialized else None)
+
+    def repeat(self):
+        if self.plain.get_seq_length() and self.batch < 8:
+            self.both(lambda layer: layer.batch_repeat_interleave(2))
+            self.batch *= 2
+
+    def select(self):
+        if self.plain.get_seq_length() and self.batch > 2:
+            self.both(lambda layer: layer.batch_select_indices(torch.tensor([2, 0])))
+            self.batch = 2
+
+    def move(self):
+        self.both(lambda layer: (layer.offload(), layer.prefetch()) if layer.is_initialized else None)
+
+    def reset(self):
+        if self.random.random() < 0.3:
+            self.both(lambda layer: layer.reset())
+            self.batch = 2
+
+    def save(self):
+        copied = copy.deepcopy(self.growing) if self.random.random() < 0.5 else None
+        saved = pickle.dumps(self.growing)
+        assert b"torch_moe_mps" not in saved
+        self.growing = copied or pickle.loads(saved)
+        assert type(self.growing) is type(self.plain)
+        self.growing.__class__ = growing_class(type(self.plain))
+
+    def check(self):
+        assert self.plain.get_seq_length() == self.growing.get_seq_length()
+        assert self.plain.get_mask_sizes(3) == self.growing.get_mask_sizes(3)
+        for name in ("keys", "values", "indexer_keys"):
+            plain, growing = (getattr(layer, name, None) for layer in (self.plain, self.growing))
+            assert (plain is None) == (growing is None)
+            assert plain is None or torch.equal(plain, growing)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("cls", "arguments"), PLAIN, ids=lambda value: getattr(value, "__name__", str(value))
+)
+def test_a_layer_does_what_the_plain_one_does(cls, arguments, seed):
+    pair = Pair(cls, arguments, seed)
+    others = [pair.crop, pair.reorder, pair.repeat, pair.select, pair.move, pair.reset, pair.save]
+    with torch.no_grad():
+        for _ in range(60):
+            pair.random.choice([pair.update] * 7 + others)()
+            pair.check()
+
+
+def one_token(batch=1, heads=2, width=64):
+    return torch.randn(batch, heads, 1, width), torch.randn(batch, heads, 1, width)
+
+
+@pytest.mark.parametrize(
+    ("cls", "arguments"), [PLAIN[0], (DynamicSlidingWindowLayer, {"sliding_window": 512})]
+)
+@torch.no_grad()
+def test_a_token_is_written_alone(cls, arguments):
+    layer = cls(**arguments)
+    layer.__class__ = growing_class(cls)
+    layer.update(torch.randn(1, 2, 3000, 64), torch.randn(1, 2, 3000, 64))
+    states = [one_token() for _ in range(50)]
+    with Memory() as memory:
+        for key, value in states:
+            layer.update(key, value)
+    assert memory.written == 50 * 2 * 2 * 64 * 4
+
+
+@torch.no_grad()
+def test_tokens_after_a_crop_are_written_alone():
+    layer = growing_class(DynamicLayer)()
+    layer.update(torch.randn(1, 2, 3000, 64), torch.randn(1, 2, 3000, 64))
+    states = [one_token() for _ in range(20)]
+    with Memory() as memory:
+        for key, value in states:
+            layer.update(key, value)
+            layer.update(key, value)
+            layer.crop(-1)
+    assert memory.written == 40 * 2 * 2 * 64 * 4
+
+
+@pytest.mark.parametrize("window", [None, 1024])
+@torch.no_grad()
+def test_memory_stays_under_five_quarters(window):
+    """16 layers, every second one with a window if there is one, from 4,000 to 5,200 tokens."""
+    classes = [DynamicLayer, DynamicLayer] if window is None else [DynamicLayer, DynamicSlidingWindowLayer]
+    arguments = {} if window is None else {"sliding_window": window}
+    layers = [growing_class(classes[i % 2])(**(arguments if i % 2 else {})) for i in range(16)]
+    with Memory() as memory:
+        for layer in layers:
+            layer.update(torch.empty(1, 1, 4000, 16), torch.empty(1, 1, 4000, 16))
+        memory.peak = memory.held
+        for tokens in range(4100, 5200, 100):
+            for layer in layers:
+                layer.update(torch.empty(1, 1, 100, 16), torch.empty(1, 1, 100, 16))
+            needed = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+            assert memory.peak <= 1.25 * needed, (tokens, memory.peak / needed)
+
+
+def test_a_prompt_leaves_only_its_window():
+    layer = growing_class(DynamicSlidingWindowLayer)(sliding_window=64)
+    with torch.no_grad():
+        layer.update(torch.randn(1, 2, 5000, 8), torch.randn(1, 2, 5000, 8))
+    assert layer.keys.untyped_storage().nbytes() <= 2 * 2 * 64 * 8 * 4
+
+
+def test_a_gradient_finds_the_states_it_saved():
+    layer = growing_class(DynamicLayer)()
+    states = [torch.randn(1, 2, 3, 8, requires_grad=True) for _ in range(4)]
+    keys, values = layer.update(*states[:2])
+    loss = (keys * values).sum()
+    layer.update(*states[2:])
+    loss.backward()
+    assert torch.equal(states[0].grad, states[1].detach())
+
+
+def test_memory_of_inference_mode_is_left_alone():
+    layer = growing_class(DynamicLayer)()
+    with torch.inference_mode():
+        first = one_token()
+        layer.update(*first)
+    second = one_token()
+    with torch.no_grad():
+        keys, _ = layer.update(*second)
+    assert torch.equal(keys, torch.cat([first[0], second[0]], 2))
+
+
+GENERATION = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 20},
+    "beams": {"num_beams": 3},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+    "chunked": {"prefill_chunk_size": 4},
+}
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "qwen3_next"])
+def test_generate_gives_the_same_tokens(architecture):
+    """The same model with and without the cache that grows: the same scores, bit for bit."""
+    model = tiny_model(architecture, sliding_window=8)
+    torch_moe_mps.accelerate(model)
+    decoder = next(m for m in model.modules() if grow_cache in m._forward_pre_hooks.values())
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    hooks = decoder._forward_pre_hooks.copy()
+    for name, options in GENERATION.items():
+        if name == "lookup" and architecture == "qwen3_next":
+            continue  # transformers refuses it for states that cannot be cropped
+        rows = ids[:1] if name == "lookup" else ids
+        results = []
+        for active in (True, False):
+            decoder._forward_pre_hooks.clear()
+            decoder._forward_pre_hooks.update(hooks if active else {})
+            torch.manual_seed(1)
+            results.append(
+                model.generate(
+                    rows,
+                    attention_mask=torch.ones_like(rows),
+                    max_new_tokens=8,
+                    output_scores=True,
+                    return_dict_in_generate=True,
+                    **options,
+                )
+            )
+            layers = results[-1].past_key_values.layers
+            grown = [type(layer).__name__.startswith("Growing") for layer in layers]
+            assert any(grown) if active else not any(grown)
+        ours, plain = results
+        assert torch.equal(ours.sequences, plain.sequences), name
+        assert all(map(torch.equal, ours.scores, plain.scores)), name
+
+
+@torch.no_grad()
+def test_a_prompt_cache_is_continued_twice():
+    model = tiny_model("qwen3_moe")
+    torch_moe_mps.accelerate(model)
+    ids = torch.randint(3, 90, (1, 20), generator=torch.Generator().manual_seed(0))
+    prompt = DynamicCache(config=model.config)
+    model(ids[:, :10], past_key_values=prompt)
+    expected = model(ids).logits[:, 10:]
+    for _ in range(2):
+        logits = model(ids[:, 10:], past_key_values=copy.deepcopy(prompt)).logits
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    assert prompt.get_seq_length() == 10
+
+
+class OwnCache(DynamicCache):
+    """A cache of a user's."""
+
+
+@torch.no_grad()
+def test_other_caches_are_left_alone():
+    model = tiny_model("qwen3_moe")
+    torch_moe_mps.accelerate(model)
+    ids = torch.randint(3, 90, (1, 5))
+    own = OwnCache(config=model.config)
+    static = StaticCache(config=model.config, max_cache_len=16)
+    for cache in (own, static):
+        before = [type(layer) for layer in cache.layers]
+        model(ids, past_key_values=cache)
+        assert [type(layer) for layer in cache.layers] == before
+
+
+@torch.no_grad()
+def test_restore_leaves_the_next_cache_alone():
+    model = tiny_model("qwen3_moe")
+    hooks = [dict(m._forward_pre_hooks) for m in model.modules()]
+    for _ in range(2):
+        torch_moe_mps.accelerate(model)
+    assert sum(len(m._forward_pre_hooks) for m in model.modules()) == 1
+    torch_moe_mps.restore(model)
+    assert [dict(m._forward_pre_hooks) for m in model.modules()] == hooks

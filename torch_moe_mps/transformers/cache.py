@@ -1,0 +1,250 @@
+"""A key-value cache that grows in place.
+
+transformers' DynamicCache joins all old keys and values with the new ones in every step. Here they lie in
+memory with room behind them: new ones are written there, and attention gets views.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+# Room for a sixteenth more than is held: memory stays small, and a token is copied 17 times at most.
+ROOM_SHARE = 16
+LEAST_ROOM = 256  # tokens
+# A window moves to new memory when it has moved on by an eighth of its length.
+WINDOW_ROOM_SHARE = 8
+LEAST_WINDOW_ROOM = 64  # tokens
+# The attribute of a view that names the memory it lies in, [..., capacity, D].
+_MEMORY = "_moe_mps_memory"
+
+
+def grow_caches_in_place(model: nn.Module) -> None:
+    """Make the caches that a model is called with grow in place, from the next call on."""
+    for module in _decoders(model):
+        if grow_cache not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(grow_cache, with_kwargs=True)
+
+
+def restore_cache(module: nn.Module) -> None:
+    """Undo `grow_caches_in_place` for one module. A cache that grows in place goes on doing so."""
+    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is grow_cache]:
+        del module._forward_pre_hooks[key]
+        del module._forward_pre_hooks_with_kwargs[key]
+
+
+def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Runs before a decoder: gives the layers of a plain DynamicCache classes that grow in place."""
+    cache = kwargs.get("past_key_values")
+    if type(cache) is EncoderDecoderCache:
+        cache = cache.self_attention_cache
+    if type(cache) is not DynamicCache or cache.offloading or torch.compiler.is_compiling():
+        return
+    for layer in cache.layers:
+        growing = growing_class(type(layer))
+        if growing is not None:
+            layer.__class__ = growing
+
+
+@functools.cache
+def growing_class(plain: type) -> type | None:
+    """The class that grows in place and otherwise does what `plain` does, or None if there is none."""
+    update = getattr(plain, "update", None)
+    if update is DynamicLayer.update:
+        growing: type = _GrowingIndexed if issubclass(plain, DynamicIndexedLayer) else _Growing
+    elif update is DynamicSlidingWindowLayer.update:
+        growing = _GrowingWindow
+    else:
+        return None
+    bases = (growing,) if issubclass(growing, plain) else (plain, growing)
+    # transformers registers a class under its _layer_type for all models, so this one must have none.
+    return type(f"Growing{plain.__name__}", bases, {"_layer_type": None, "plain": plain})
+
+
+def _decoders(model: nn.Module) -> Iterator[nn.Module]:
+    """The innermost models of transformers that take a cache; every call of an outer one reaches them."""
+    found = {m for m in model.modules() if isinstance(m, PreTrainedModel) and _takes_cache(type(m))}
+    for module in found:
+        if not any(inner in found for inner in module.modules() if inner is not module):
+            yield module
+
+
+@functools.cache
+def _takes_cache(cls: type[nn.Module]) -> bool:
+    return "past_key_values" in inspect.signature(cls.forward).parameters
+
+
+def _in_place() -> bool:
+    """Whether a cache may write into memory that earlier results lie in.
+
+    With gradients on, a backward may still need these results; compilers have static caches instead.
+    """
+    return not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+class _Growing(DynamicLayer):
+    """A layer that holds all tokens."""
+
+    plain: type
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not _in_place():
+            return DynamicLayer.update(self, key_states, value_states, *args, **kwargs)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = _joined(self.keys, key_states, _room(self.keys, key_states))
+        self.values = _joined(self.values, value_states, _room(self.values, value_states))
+        return self.keys, self.values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        keys, values = self.keys, self.values
+        super().crop(tokens_to_remove)
+        self.keys, self.values = _in_memory_of(keys, self.keys), _in_memory_of(values, self.values)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._change_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change_batch(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._change_batch(lambda tensor: tensor[indices, ...])
+
+    def _change_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.get_seq_length() > 0:
+            self.keys, self.values = _with_room(self.keys, change), _with_room(self.values, change)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A copied or pickled layer is a plain one without room: it can be loaded without this package."""
+        state = {name: _compact(value) for name, value in self.__dict__.items()}
+        return object.__new__, (self.plain,), state
+
+
+class _GrowingIndexed(DynamicIndexedLayer, _Growing):
+    """A layer that holds all tokens, and keys of an indexer beside its own."""
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        if not _in_place():
+            return super().update_indexer(indexer_key_states)
+        if not self.is_indexer_initialized:
+            self.lazy_initialization_indexer(indexer_key_states)
+        room = _room(self.indexer_keys, indexer_key_states)
+        self.indexer_keys = _joined(self.indexer_keys, indexer_key_states, room)
+        return self.indexer_keys
+
+    def crop(self, tokens_to_remove: int) -> None:
+        indexer_keys = self.indexer_keys
+        super().crop(tokens_to_remove)
+        self.indexer_keys = _in_memory_of(indexer_keys, self.indexer_keys)
+
+
+class _GrowingWindow(_Growing, DynamicSlidingWindowLayer):
+    """A layer that holds a sliding window, which moves on in its memory."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        tokens, window = key_states.shape[-2], self.sliding_window
+        room = max(LEAST_WINDOW_ROOM, window // WINDOW_ROOM_SHARE)
+        is_prompt = tokens > room and not self.record_past
+        if is_prompt or not _in_place():
+            every = DynamicSlidingWindowLayer.update(self, key_states, value_states, *args, **kwargs)
+            if is_prompt and _in_place():
+                # As views they would keep the memory of the whole prompt.
+                self.keys, self.values = _copied(self.keys, room), _copied(self.values, room)
+            return every
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.cumulative_length += tokens
+        keys = _joined(self.keys, key_states, room)
+        values = _joined(self.values, value_states, room)
+        if self.record_past:
+            self.keys, self.values = keys, values
+            visible = window - 1 + tokens
+            return keys[:, :, -visible:, :], values[:, :, -visible:, :]
+        self.keys = _in_memory_of(keys, keys[:, :, -window + 1 :, :])
+        self.values = _in_memory_of(values, values[:, :, -window + 1 :, :])
+        return keys, values
+
+
+def _room(held: Tensor, new: Tensor) -> int:
+    """How many tokens more than these two hold new memory gets."""
+    tokens = new.shape[-2] + (held.shape[-2] if held.dim() > 1 else 0)
+    return max(LEAST_ROOM, tokens // ROOM_SHARE)
+
+
+def _joined(held: Tensor, new: Tensor, room: int) -> Tensor:
+    """`held` followed by `new` along the tokens, which are the last dimension but one.
+
+    If there is room behind `held`, only `new` is written; else both are copied to memory with `room` more.
+    """
+    empty = held.numel() == 0
+    if type(new) is not Tensor or not (empty or _alike(held, new)):
+        return torch.cat([held, new], dim=-2)
+    tokens, before = new.shape[-2], 0 if empty else held.shape[-2]
+    memory: Tensor | None = getattr(held, _MEMORY, None)
+    start = 0 if memory is None else _start(held)
+    if memory is None or start + before + tokens > memory.shape[-2] or not _writable(memory):
+        memory = new.new_empty((*new.shape[:-2], before + tokens + room, new.shape[-1]))
+        start = 0
+        if before:
+            memory.narrow(-2, 0, before).copy_(held)
+    memory.narrow(-2, start + before, tokens).copy_(new)
+    return _view(memory, start, before + tokens)
+
+
+def _alike(held: Tensor, new: Tensor) -> bool:
+    return (
+        held.dtype == new.dtype
+        and held.device == new.device
+        and held.shape[:-2] == new.shape[:-2]
+        and held.shape[-1] == new.shape[-1]
+    )
+
+
+def _writable(memory: Tensor) -> bool:
+    """torch refuses to write into what was made in inference mode outside of it."""
+    return torch.is_inference_mode_enabled() or not memory.is_inference()
+
+
+def _copied(tensor: Tensor, room: int) -> Tensor:
+    return _joined(tensor[..., :0, :], tensor, room)
+
+
+def _view(memory: Tensor, start: int, tokens: int) -> Tensor:
+    view = memory.narrow(-2, start, tokens)
+    setattr(view, _MEMORY, memory)
+    return view
+
+
+def _start(view: Tensor) -> int:
+    """The token of its memory that a view begins with."""
+    return view.storage_offset() // view.stride(-2)
+
+
+def _in_memory_of(tensor: Any, part: Any) -> Any:
+    """`part`, a view of `tensor`, with the room behind it."""
+    memory = getattr(tensor, _MEMORY, None)
+    if memory is not None and part is not None:
+        setattr(part, _MEMORY, memory)
+    return part
+
+
+def _with_room(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """`change` of a tensor, with the room behind it."""
+    memory: Tensor | None = getattr(tensor, _MEMORY, None)
+    if memory is None:
+        return change(tensor)
+    return _view(change(memory), _start(tensor), tensor.shape[-2])
+
+
+def _compact(value: Any) -> Any:
+    """What is saved of a value: of a view, what it shows and not its memory."""
+    return value.clone(memory_format=torch.contiguous_format) if hasattr(value, _MEMORY) else value
