@@ -312,7 +312,7 @@ logits_many_f16 grid 4x8x1 of 128x1x1
         self.assertExpectedInline(
             self.encoded(ops.moe_gate, *args, 8, EPS),
             """\
-gate_single_f32 grid 16x1x1 of 128x1x1
+normed_logits_single_f32 grid 16x1x1 of 128x1x1
 0=A[0:5632] 1=B[0:1441792] 2=C[0:5632] 3=D[0:512] 4=D[0:512] 5=36 bytes
 route4_f32 grid 1x1x1 of 32x1x1
 0=D[0:512] 1=D[0:512] 2=E[0:256] 3=F[0:32] 4=G[0:32] 5=80 bytes
@@ -324,7 +324,7 @@ route4_f32 grid 1x1x1 of 32x1x1
         self.assertExpectedInline(
             self.encoded(ops.moe_gate, *args, 8, EPS),
             """\
-gate_many_f16 grid 4x258x1 of 128x1x1
+normed_logits_many_f16 grid 4x258x1 of 128x1x1
 0=A[0:527360] 1=B[0:32768] 2=C[0:512] 3=D[0:263680] 4=D[0:263680] 5=36 bytes
 route2_f32 grid 258x1x1 of 128x1x1
 0=D[0:263680] 1=D[0:263680] 2=E[0:128] 3=F[0:32960] 4=G[0:32960] 5=80 bytes

@@ -37,7 +37,7 @@ class TestTraces(expecttest.TestCase):
         self.assertExpectedInline(
             self.linear(1),
             """\
-expert_rows_affine4_64_f16 grid 20x1x1 of 64x1x1
+matmul_rows_affine4_64_f16 grid 20x1x1 of 64x1x1
  0=A[0:256] 1=B[0:20480] 2=C[0:1280] 3=D[0:1280]
 4=A[0:256] 5=A[0:256] 6=E[0:640] 7=A[0:256]
 8=80 bytes
@@ -48,7 +48,7 @@ expert_rows_affine4_64_f16 grid 20x1x1 of 64x1x1
         self.assertExpectedInline(
             self.linear(4),
             """\
-expert_rows_few_affine4_64_f16 grid 5x1x1 of 128x1x1
+matmul_rows_few_affine4_64_f16 grid 5x1x1 of 128x1x1
  0=A[0:1024] 1=B[0:20480] 2=C[0:1280] 3=D[0:1280]
 4=A[0:1024] 5=A[0:1024] 6=E[0:2560] 7=A[0:1024]
 8=80 bytes 9=A[0:1024] 10=A[0:1024]
@@ -59,7 +59,7 @@ expert_rows_few_affine4_64_f16 grid 5x1x1 of 128x1x1
         self.assertExpectedInline(
             self.linear(8),
             """\
-expert_gemm8_affine4_64_f16 grid 3x1x1 of 128x1x1
+gemm8_affine4_64_f16 grid 3x1x1 of 128x1x1
  0=A[0:2048] 1=B[0:20480] 2=C[0:1280] 3=D[0:1280]
 4=A[0:2048] 5=A[0:2048] 6=E[0:5120] 7=A[0:2048]
 8=80 bytes 9=A[0:2048] 10=A[0:2048]
@@ -70,7 +70,7 @@ expert_gemm8_affine4_64_f16 grid 3x1x1 of 128x1x1
         self.assertExpectedInline(
             self.linear(40),
             """\
-expert_gemm32_affine4_64_f16 grid 3x2x1 of 128x1x1
+gemm32_affine4_64_f16 grid 3x2x1 of 128x1x1
  0=A[0:10240] 1=B[0:20480] 2=C[0:1280] 3=D[0:1280]
 4=A[0:10240] 5=A[0:10240] 6=E[0:25600] 7=A[0:10240]
 8=80 bytes 9=A[0:10240] 10=A[0:10240]
@@ -86,11 +86,11 @@ expert_gemm32_affine4_64_f16 grid 3x2x1 of 128x1x1
         self.assertExpectedInline(
             trace,
             """\
-expert_rows_affine4_64_f16 grid 32x1x1 of 64x1x1
+matmul_rows_affine4_64_f16 grid 32x1x1 of 64x1x1
  0=A[0:256] 1=B[0:32768] 2=C[0:2048] 3=D[0:2048]
 4=A[0:256] 5=A[0:256] 6=E[0:512] 7=A[0:256]
 8=80 bytes
-expert_rows_affine6_64_f16 grid 8x1x1 of 64x1x1
+matmul_rows_affine6_64_f16 grid 8x1x1 of 64x1x1
  0=E[0:512] 1=F[0:24576] 2=G[0:1024] 3=H[0:1024]
 4=E[0:512] 5=E[0:512] 6=I[0:256] 7=A[0:256]
 8=80 bytes

@@ -294,32 +294,32 @@ class TestPlan(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(lines) + "\n",
             """\
-T 1, 2560 rows: expert_rows grid 160x1x1 of 64
-T 1, 12288 rows, gated: expert_rows grid 768x1x1 of 64
-T 1, 151936 rows: expert_rows grid 9496x1x1 of 64
-T 2, 2560 rows: expert_rows_few grid 40x1x1 of 128
-T 2, 12288 rows, gated: expert_rows_few grid 192x1x1 of 128
-T 2, 151936 rows: expert_rows_few grid 2374x1x1 of 128
-T 4, 2560 rows: expert_rows_few grid 40x1x1 of 128
-T 4, 12288 rows, gated: expert_rows_few grid 192x1x1 of 128
-T 4, 151936 rows: expert_rows_few grid 2374x1x1 of 128
-T 5, 2560 rows: expert_gemm8 grid 20x1x1 of 128
-T 5, 12288 rows, gated: expert_gemm8 grid 96x1x1 of 128
-T 5, 151936 rows: expert_gemm8 grid 1187x1x1 of 128
-T 8, 2560 rows: expert_gemm8 grid 20x1x1 of 128
-T 8, 12288 rows, gated: expert_gemm8 grid 96x1x1 of 128
-T 8, 151936 rows: expert_gemm8 grid 1187x1x1 of 128
-T 9, 2560 rows: expert_gemm32 grid 20x1x1 of 128
-T 9, 12288 rows, gated: expert_gemm32 grid 96x1x1 of 128
-T 9, 151936 rows: expert_gemm32 grid 1187x1x1 of 128
-T 64, 2560 rows: expert_gemm32 grid 20x2x1 of 128
-T 64, 12288 rows, gated: expert_gemm32 grid 96x2x1 of 128
-T 64, 151936 rows: expert_gemm32 grid 1187x2x1 of 128
-T 512, 2560 rows: expert_gemm32 grid 20x16x1 of 128
-T 512, 12288 rows, gated: expert_gemm32 grid 96x16x1 of 128
-T 512, 151936 rows: expert_gemm32 grid 1187x16x1 of 128
-T 2, 2560 rows read for one token each: expert_rows_few grid 40x1x1 of 128
-T 3, 2560 rows read for one token each: expert_gemm8 grid 20x1x1 of 128
+T 1, 2560 rows: matmul_rows grid 160x1x1 of 64
+T 1, 12288 rows, gated: matmul_rows grid 768x1x1 of 64
+T 1, 151936 rows: matmul_rows grid 9496x1x1 of 64
+T 2, 2560 rows: matmul_rows_few grid 40x1x1 of 128
+T 2, 12288 rows, gated: matmul_rows_few grid 192x1x1 of 128
+T 2, 151936 rows: matmul_rows_few grid 2374x1x1 of 128
+T 4, 2560 rows: matmul_rows_few grid 40x1x1 of 128
+T 4, 12288 rows, gated: matmul_rows_few grid 192x1x1 of 128
+T 4, 151936 rows: matmul_rows_few grid 2374x1x1 of 128
+T 5, 2560 rows: gemm8 grid 20x1x1 of 128
+T 5, 12288 rows, gated: gemm8 grid 96x1x1 of 128
+T 5, 151936 rows: gemm8 grid 1187x1x1 of 128
+T 8, 2560 rows: gemm8 grid 20x1x1 of 128
+T 8, 12288 rows, gated: gemm8 grid 96x1x1 of 128
+T 8, 151936 rows: gemm8 grid 1187x1x1 of 128
+T 9, 2560 rows: gemm32 grid 20x1x1 of 128
+T 9, 12288 rows, gated: gemm32 grid 96x1x1 of 128
+T 9, 151936 rows: gemm32 grid 1187x1x1 of 128
+T 64, 2560 rows: gemm32 grid 20x2x1 of 128
+T 64, 12288 rows, gated: gemm32 grid 96x2x1 of 128
+T 64, 151936 rows: gemm32 grid 1187x2x1 of 128
+T 512, 2560 rows: gemm32 grid 20x16x1 of 128
+T 512, 12288 rows, gated: gemm32 grid 96x16x1 of 128
+T 512, 151936 rows: gemm32 grid 1187x16x1 of 128
+T 2, 2560 rows read for one token each: matmul_rows_few grid 40x1x1 of 128
+T 3, 2560 rows read for one token each: gemm8 grid 20x1x1 of 128
 """,
         )
 

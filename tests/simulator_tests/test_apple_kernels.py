@@ -6,6 +6,7 @@ The texts are of bfloat16. After an intended change:
 """
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -254,8 +255,8 @@ def registers_of_formats(dtype: str) -> str:
     lines = []
     for name in libraries("quantized", dtype):
         path, end = library(name), len(name) - len("quantized")
-        kernels = [(k[:-end].removeprefix("expert_"), apple.registers(path, k)) for k in kernels_of(path)]
-        text = ", ".join(f"{kernel} {found.registers:g}" for kernel, found in kernels)
+        kernels = {re.sub("^(expert|matmul)_", "", k[:-end]): k for k in kernels_of(path)}
+        text = ", ".join(f"{k} {apple.registers(path, whole).registers:g}" for k, whole in kernels.items())
         lines.append(f"{name.removeprefix('quantized_')}: {text}")
     return "\n".join(lines) + "\n"
 
@@ -388,11 +389,11 @@ router_logits of 1
 router_logits of 32
   logits_many_bf16: 3.81 3.56 slots a MAC, 62 registers, 128/-/832 threads
 moe_gate of 1
-  gate_single_bf16: 9.44 8.44 slots a MAC, 29 registers, 128/-/1024 threads
+  normed_logits_single_bf16: 9.44 8.44 slots a MAC, 29 registers, 128/-/1024 threads
 moe_gate of 65
-  gate_many_bf16: 5.04 4.78 slots a MAC, 70 registers, 128/-/704 threads
+  normed_logits_many_bf16: 5.04 4.78 slots a MAC, 70 registers, 128/-/704 threads
 moe_gate of 1024
-  gate_many_bf16: 4.84 4.59 slots a MAC, 70 registers, 128/-/704 threads
+  normed_logits_many_bf16: 4.84 4.59 slots a MAC, 70 registers, 128/-/704 threads
 moe_bucket torch.int32
   bucket_pairs_i32: 190.50 161.50 slots an element, 36 registers, 128/1024/1024 threads
 moe_compute_ids_tpe torch.int32
@@ -409,26 +410,26 @@ moe_compute_ids_tpe torch.int64
             costs("dense", "bf16"),
             """\
 dense, 1 tokens, 4 of 32
-  expert_rows_bf16: 4.55 3.02 slots a MAC, 53 registers, 64/384/896 threads
+  matmul_rows_bf16: 4.55 3.02 slots a MAC, 53 registers, 64/384/896 threads
   expert_down_bf16: 5.11 3.59 slots a MAC, 61.5 registers, 128/384/832 threads
 dense, 8 tokens, 4 of 32
-  expert_rows_few_bf16: 3.49 2.45 slots a MAC, 105 registers, 128/384/448 threads
+  matmul_rows_few_bf16: 3.49 2.45 slots a MAC, 105 registers, 128/384/448 threads
   expert_down_few_bf16: 5.15 3.86 slots a MAC, 95 registers, 256/384/512 threads
 dense, 64 tokens, 4 of 32
-  expert_gemm8_bf16: 2.04 1.85 slots a MAC, 70 registers, 128/384/704 threads
-  expert_gemm8_bf16: 2.17 1.97 slots a MAC, 70 registers, 128/384/704 threads
+  gemm8_bf16: 2.04 1.85 slots a MAC, 70 registers, 128/384/704 threads
+  gemm8_bf16: 2.17 1.97 slots a MAC, 70 registers, 128/384/704 threads
 dense, 256 tokens, 4 of 32
-  expert_gemm32_bf16: 1.42 1.36 slots a MAC, 96.5 registers, 128/384/512 threads
-  expert_gemm32_bf16: 1.51 1.45 slots a MAC, 96.5 registers, 128/384/512 threads
+  gemm32_bf16: 1.42 1.36 slots a MAC, 96.5 registers, 128/384/512 threads
+  gemm32_bf16: 1.51 1.45 slots a MAC, 96.5 registers, 128/384/512 threads
 transposed, 1 tokens, 4 of 32
-  expert_columns_bf16: 14.19 12.19 slots a MAC, 44.5 registers, 512/512/1024 threads
+  matmul_columns_bf16: 14.19 12.19 slots a MAC, 44.5 registers, 512/512/1024 threads
   expert_down_columns_bf16: 14.83 12.83 slots a MAC, 34 registers, 512/512/1024 threads
 transposed, 64 tokens, 4 of 32
-  expert_gemm8_transposed_bf16: 2.77 2.58 slots a MAC, 79 registers, 128/384/640 threads
-  expert_gemm8_transposed_bf16: 2.89 2.69 slots a MAC, 79 registers, 128/384/640 threads
+  gemm8_transposed_bf16: 2.77 2.58 slots a MAC, 79 registers, 128/384/640 threads
+  gemm8_transposed_bf16: 2.89 2.69 slots a MAC, 79 registers, 128/384/640 threads
 transposed, 256 tokens, 4 of 32
-  expert_gemm32_transposed_bf16: 1.59 1.54 slots a MAC, 104.5 registers, 128/384/448 threads
-  expert_gemm32_transposed_bf16: 1.69 1.62 slots a MAC, 104.5 registers, 128/384/448 threads
+  gemm32_transposed_bf16: 1.59 1.54 slots a MAC, 104.5 registers, 128/384/448 threads
+  gemm32_transposed_bf16: 1.69 1.62 slots a MAC, 104.5 registers, 128/384/448 threads
 """,
         )
 
@@ -437,20 +438,20 @@ transposed, 256 tokens, 4 of 32
             costs("int4", "bf16"),
             """\
 affine 4 bits in 64, 1 tokens, 4 of 32
-  expert_rows_affine4_64_bf16: 4.98 4.38 slots a MAC, 42.5 registers, 64/384/1024 threads
+  matmul_rows_affine4_64_bf16: 4.98 4.38 slots a MAC, 42.5 registers, 64/384/1024 threads
   expert_down_affine4_64_bf16: 5.59 5.01 slots a MAC, 51 registers, 128/384/1024 threads
 affine 4 bits in 64, 3 tokens, 2 of 4
-  expert_rows_few_affine4_64_bf16: 3.50 3.20 slots a MAC, 89 registers, 128/384/576 threads
+  matmul_rows_few_affine4_64_bf16: 3.50 3.20 slots a MAC, 89 registers, 128/384/576 threads
   expert_down_few_affine4_64_bf16: 5.83 5.28 slots a MAC, 81 registers, 256/384/576 threads
 affine 4 bits in 64, 8 tokens, 4 of 32
-  expert_rows_few_affine4_64_bf16: 3.82 3.51 slots a MAC, 89 registers, 128/384/576 threads
+  matmul_rows_few_affine4_64_bf16: 3.82 3.51 slots a MAC, 89 registers, 128/384/576 threads
   expert_down_few_affine4_64_bf16: 5.55 5.00 slots a MAC, 81 registers, 256/384/576 threads
 affine 4 bits in 64, 64 tokens, 4 of 32
-  expert_gemm8_affine4_64_bf16: 2.35 2.31 slots a MAC, 72.5 registers, 128/384/640 threads
-  expert_gemm8_affine4_64_bf16: 2.48 2.43 slots a MAC, 72.5 registers, 128/384/640 threads
+  gemm8_affine4_64_bf16: 2.35 2.31 slots a MAC, 72.5 registers, 128/384/640 threads
+  gemm8_affine4_64_bf16: 2.48 2.43 slots a MAC, 72.5 registers, 128/384/640 threads
 affine 4 bits in 64, 256 tokens, 4 of 32
-  expert_gemm32_affine4_64_bf16: 1.49 1.47 slots a MAC, 98 registers, 128/384/512 threads
-  expert_gemm32_affine4_64_bf16: 1.59 1.56 slots a MAC, 98 registers, 128/384/512 threads
+  gemm32_affine4_64_bf16: 1.49 1.47 slots a MAC, 98 registers, 128/384/512 threads
+  gemm32_affine4_64_bf16: 1.59 1.56 slots a MAC, 98 registers, 128/384/512 threads
 not dispatched here
   embedding_rows_affine4_64_bf16: 43 registers, -/-/1024 threads
 """,
@@ -462,20 +463,20 @@ not dispatched here
             costs("int8", "bf16"),
             """\
 affine 8 bits in 64, 1 tokens, 4 of 32
-  expert_rows_affine8_64_bf16: 5.24 4.65 slots a MAC, 48.5 registers, 64/384/1024 threads
+  matmul_rows_affine8_64_bf16: 5.24 4.65 slots a MAC, 48.5 registers, 64/384/1024 threads
   expert_down_affine8_64_bf16: 5.86 5.28 slots a MAC, 57 registers, 128/384/832 threads
 affine 8 bits in 64, 3 tokens, 2 of 4
-  expert_rows_few_affine8_64_bf16: 3.67 3.37 slots a MAC, 99.5 registers, 128/384/512 threads
+  matmul_rows_few_affine8_64_bf16: 3.67 3.37 slots a MAC, 99.5 registers, 128/384/512 threads
   expert_down_few_affine8_64_bf16: 5.99 5.44 slots a MAC, 85.5 registers, 256/384/576 threads
 affine 8 bits in 64, 8 tokens, 4 of 32
-  expert_rows_few_affine8_64_bf16: 4.03 3.72 slots a MAC, 99.5 registers, 128/384/512 threads
+  matmul_rows_few_affine8_64_bf16: 4.03 3.72 slots a MAC, 99.5 registers, 128/384/512 threads
   expert_down_few_affine8_64_bf16: 5.75 5.19 slots a MAC, 85.5 registers, 256/384/576 threads
 affine 8 bits in 64, 64 tokens, 4 of 32
-  expert_gemm8_affine8_64_bf16: 2.41 2.37 slots a MAC, 80.5 registers, 128/384/576 threads
-  expert_gemm8_affine8_64_bf16: 2.53 2.49 slots a MAC, 80.5 registers, 128/384/576 threads
+  gemm8_affine8_64_bf16: 2.41 2.37 slots a MAC, 80.5 registers, 128/384/576 threads
+  gemm8_affine8_64_bf16: 2.53 2.49 slots a MAC, 80.5 registers, 128/384/576 threads
 affine 8 bits in 64, 256 tokens, 4 of 32
-  expert_gemm32_affine8_64_bf16: 1.50 1.49 slots a MAC, 106 registers, 128/384/448 threads
-  expert_gemm32_affine8_64_bf16: 1.60 1.57 slots a MAC, 106 registers, 128/384/448 threads
+  gemm32_affine8_64_bf16: 1.50 1.49 slots a MAC, 106 registers, 128/384/448 threads
+  gemm32_affine8_64_bf16: 1.60 1.57 slots a MAC, 106 registers, 128/384/448 threads
 not dispatched here
   embedding_rows_affine8_64_bf16: 43 registers, -/-/1024 threads
 """,
@@ -487,20 +488,20 @@ not dispatched here
             costs("mxfp4", "bf16"),
             """\
 mxfp4 4 bits in 32, 1 tokens, 4 of 32
-  expert_rows_mxfp4_bf16: 7.34 6.80 slots a MAC, 39 registers, 64/384/1024 threads
+  matmul_rows_mxfp4_bf16: 7.34 6.80 slots a MAC, 39 registers, 64/384/1024 threads
   expert_down_mxfp4_bf16: 7.92 7.40 slots a MAC, 47.5 registers, 128/384/1024 threads
 mxfp4 4 bits in 32, 3 tokens, 2 of 4
-  expert_rows_few_mxfp4_bf16: 5.13 4.87 slots a MAC, 84 registers, 128/384/576 threads
+  matmul_rows_few_mxfp4_bf16: 5.13 4.87 slots a MAC, 84 registers, 128/384/576 threads
   expert_down_few_mxfp4_bf16: 7.18 6.67 slots a MAC, 76 registers, 256/384/640 threads
 mxfp4 4 bits in 32, 8 tokens, 4 of 32
-  expert_rows_few_mxfp4_bf16: 5.80 5.53 slots a MAC, 84 registers, 128/384/576 threads
+  matmul_rows_few_mxfp4_bf16: 5.80 5.53 slots a MAC, 84 registers, 128/384/576 threads
   expert_down_few_mxfp4_bf16: 7.23 6.73 slots a MAC, 76 registers, 256/384/640 threads
 mxfp4 4 bits in 32, 64 tokens, 4 of 32
-  expert_gemm8_mxfp4_bf16: 2.84 2.83 slots a MAC, 60.5 registers, 128/384/832 threads
-  expert_gemm8_mxfp4_bf16: 2.97 2.94 slots a MAC, 60.5 registers, 128/384/832 threads
+  gemm8_mxfp4_bf16: 2.84 2.83 slots a MAC, 60.5 registers, 128/384/832 threads
+  gemm8_mxfp4_bf16: 2.97 2.94 slots a MAC, 60.5 registers, 128/384/832 threads
 mxfp4 4 bits in 32, 256 tokens, 4 of 32
-  expert_gemm32_mxfp4_bf16: 1.61 1.60 slots a MAC, 86 registers, 128/384/576 threads
-  expert_gemm32_mxfp4_bf16: 1.71 1.69 slots a MAC, 86 registers, 128/384/576 threads
+  gemm32_mxfp4_bf16: 1.61 1.60 slots a MAC, 86 registers, 128/384/576 threads
+  gemm32_mxfp4_bf16: 1.71 1.69 slots a MAC, 86 registers, 128/384/576 threads
 not dispatched here
   embedding_rows_mxfp4_bf16: 43 registers, -/-/1024 threads
 """,

@@ -1,13 +1,11 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <string>
 
 #include "../shaders/params.h"
-#include "signature.h"
+#include "register.h"
 #include "tensors.h"
 
 namespace moe_mps {
@@ -58,7 +56,6 @@ void set_mask(AttentionParams& params, const std::optional<Tensor>& mask, std::o
 Tensor attention_sinks(const Tensor& q_, const Tensor& k_, const Tensor& v_,
                        const std::optional<Tensor>& sinks_, double scale, const std::optional<Tensor>& mask,
                        std::optional<int64_t> window) {
-  check_call("attention_sinks", q_, k_, v_, sinks_, scale, mask, window);
   const int64_t batch = q_.size(0), heads = q_.size(1), tokens = q_.size(2), keys = k_.size(2);
   Tensor output = at::empty({batch, tokens, heads, v_.size(3)}, q_.options());
   if (output.numel() == 0) return output;
@@ -125,12 +122,9 @@ Tensor attention_sinks(const Tensor& q_, const Tensor& k_, const Tensor& v_,
 }
 
 }  // namespace
+
+TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  implement<attention_sinks>(m, "attention_sinks");
+}
+
 }  // namespace moe_mps
-
-TORCH_LIBRARY_IMPL(moe_mps, MPS, m) {
-  m.impl("attention_sinks", moe_mps::attention_sinks);
-}
-
-TORCH_LIBRARY_IMPL(moe_mps, AutogradMPS, m) {
-  m.impl("attention_sinks", torch::autograd::autogradNotImplementedFallback());
-}

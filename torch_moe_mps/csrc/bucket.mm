@@ -2,15 +2,13 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <tuple>
 
 #include "../shaders/geometry.h"
 #include "../shaders/params.h"
-#include "signature.h"
+#include "register.h"
 #include "tensors.h"
 
 namespace moe_mps {
@@ -30,7 +28,6 @@ int64_t most_tiles(int64_t pairs, int64_t num_experts, int64_t tile_pairs) {
 }
 
 std::tuple<Tensor, Tensor> moe_bucket(const Tensor& ids_, int64_t num_experts) {
-  check_call("moe_bucket", ids_, num_experts);
   const Tensor ids = ids_.contiguous();
   const Buckets out = empty_buckets(ids.numel(), num_experts, ids.options());
   Commands commands;
@@ -41,7 +38,6 @@ std::tuple<Tensor, Tensor> moe_bucket(const Tensor& ids_, int64_t num_experts) {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> moe_compute_ids_tpe(const Tensor& ids_, int64_t num_experts,
                                                                int64_t gate_up_rows, int64_t down_rows) {
-  check_call("moe_compute_ids_tpe", ids_, num_experts, gate_up_rows, down_rows);
   constexpr int64_t kRowsPerTile = 64;
   const Tensor ids = ids_.contiguous();
   const int64_t pairs = ids.numel();
@@ -131,15 +127,9 @@ void add_bucket(Commands& commands, const Tensor& ids, int64_t num_experts, cons
       .threadgroups(launch.grid, {NSUInteger(launch.threads)});
 }
 
+TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  implement<moe_bucket>(m, "moe_bucket");
+  implement<moe_compute_ids_tpe>(m, "moe_compute_ids_tpe");
+}
+
 }  // namespace moe_mps
-
-TORCH_LIBRARY_IMPL(moe_mps, MPS, m) {
-  m.impl("moe_bucket", moe_mps::moe_bucket);
-  m.impl("moe_compute_ids_tpe", moe_mps::moe_compute_ids_tpe);
-}
-
-TORCH_LIBRARY_IMPL(moe_mps, AutogradMPS, m) {
-  for (const char* name : {"moe_bucket", "moe_compute_ids_tpe"}) {
-    m.impl(name, torch::autograd::autogradNotImplementedFallback());
-  }
-}

@@ -1,14 +1,12 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <initializer_list>
 #include <utility>
 
 #include "../shaders/params.h"
-#include "signature.h"
+#include "register.h"
 #include "tensors.h"
 
 namespace moe_mps {
@@ -22,7 +20,6 @@ using OptionalTensor = std::optional<Tensor>;
 constexpr int64_t kSumThreads = 128, kSumThreadsFew = 32, kFewColumns = 16384;
 
 Tensor silu_mul_stacked(const Tensor& gate_, const Tensor& up_) {
-  check_call("silu_mul_stacked", gate_, up_);
   const Tensor gate = gate_.contiguous(), up = up_.contiguous();
   Tensor output = at::empty(gate.sizes(), gate.options());
   if (output.numel() == 0) return output;
@@ -92,7 +89,6 @@ WeightedSum stacked(const Tensor& slots, const Tensor& weights) {
 }
 
 Tensor weighted_sum_stacked(const Tensor& slots, const Tensor& weights) {
-  check_call("weighted_sum_stacked", slots, weights);
   auto shape = slots.sizes().vec();
   shape.erase(shape.end() - 2);
   Tensor output = at::empty(shape, slots.options());
@@ -101,7 +97,6 @@ Tensor weighted_sum_stacked(const Tensor& slots, const Tensor& weights) {
 }
 
 void weighted_sum_residual_stacked_(const Tensor& residual_, const Tensor& slots, const Tensor& weights) {
-  check_call("weighted_sum_residual_stacked_", residual_, slots, weights);
   prepare_write("weighted_sum_residual_stacked_", "residual_", residual_,
                 {{"slots", slots}, {"weights", weights}});
   if (residual_.numel() == 0) return;
@@ -114,7 +109,6 @@ void weighted_sum_residual_stacked_(const Tensor& residual_, const Tensor& slots
 
 Tensor weighted_sum_residual_norm_stacked_(const Tensor& residual_, const Tensor& slots,
                                            const Tensor& weights, const Tensor& norm_weight, double eps) {
-  check_call("weighted_sum_residual_norm_stacked_", residual_, slots, weights, norm_weight, eps);
   prepare_write("weighted_sum_residual_norm_stacked_", "residual_", residual_,
                 {{"slots", slots}, {"weights", weights}, {"norm_weight", norm_weight}});
   Tensor output = at::empty(residual_.sizes(), residual_.options());
@@ -147,7 +141,6 @@ Tensor weighted_sum_residual_norm_stacked_(const Tensor& residual_, const Tensor
 Tensor moe_weighted_reduce(const Tensor& weights, const Tensor& expert_out, const OptionalTensor& shared_gate,
                            const OptionalTensor& shared_out, const OptionalTensor& residual,
                            bool gate_is_logit) {
-  check_call("moe_weighted_reduce", weights, expert_out, shared_gate, shared_out, residual, gate_is_logit);
   WeightedSum sum;
   sum.slots = expert_out.contiguous();
   sum.weights = weights.contiguous();
@@ -164,21 +157,13 @@ Tensor moe_weighted_reduce(const Tensor& weights, const Tensor& expert_out, cons
 }
 
 }  // namespace
+
+TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  implement<silu_mul_stacked>(m, "silu_mul_stacked");
+  implement<weighted_sum_stacked>(m, "weighted_sum_stacked");
+  implement_in_place<weighted_sum_residual_stacked_>(m, "weighted_sum_residual_stacked_");
+  implement_in_place<weighted_sum_residual_norm_stacked_>(m, "weighted_sum_residual_norm_stacked_");
+  implement<moe_weighted_reduce>(m, "moe_weighted_reduce");
+}
+
 }  // namespace moe_mps
-
-TORCH_LIBRARY_IMPL(moe_mps, MPS, m) {
-  m.impl("silu_mul_stacked", moe_mps::silu_mul_stacked);
-  m.impl("weighted_sum_stacked", moe_mps::weighted_sum_stacked);
-  m.impl("weighted_sum_residual_stacked_", moe_mps::weighted_sum_residual_stacked_);
-  m.impl("weighted_sum_residual_norm_stacked_", moe_mps::weighted_sum_residual_norm_stacked_);
-  m.impl("moe_weighted_reduce", moe_mps::moe_weighted_reduce);
-}
-
-// Not the two operators that write in place: the fallback marks returned outputs only, and would let a
-// backward pass miss gradients silently. They keep the Python kernel of the Autograd key, which fails by
-// name.
-TORCH_LIBRARY_IMPL(moe_mps, AutogradMPS, m) {
-  for (const char* name : {"silu_mul_stacked", "weighted_sum_stacked", "moe_weighted_reduce"}) {
-    m.impl(name, torch::autograd::autogradNotImplementedFallback());
-  }
-}

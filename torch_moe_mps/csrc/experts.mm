@@ -1,9 +1,7 @@
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/library.h>
 
-#include "expert_run.h"
-#include "signature.h"
+#include "matmul_run.h"
+#include "register.h"
 #include "tensors.h"
 
 namespace moe_mps {
@@ -13,15 +11,14 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 // A weight whose last two dimensions are swapped in memory is the other layout, not a reason to copy it.
-ExpertMatrix dense_matrix(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                          bool transposed) {
+MatrixStack dense_matrix(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool transposed) {
   Tensor stored = weight;
   if (!weight.is_contiguous() && weight.mT().is_contiguous()) {
     stored = weight.mT();
     transposed = !transposed;
   }
   if (!stored.is_contiguous()) warn_of_copy(stored);
-  ExpertMatrix matrix{{"experts", x.scalar_type()}, stored.contiguous()};
+  MatrixStack matrix{{"experts", x.scalar_type()}, stored.contiguous()};
   matrix.scales = matrix.biases = matrix.packed;
   matrix.bias = contiguous(bias);
   matrix.experts = stored.size(0);
@@ -33,7 +30,6 @@ ExpertMatrix dense_matrix(const Tensor& x, const Tensor& weight, const OptionalT
 
 Tensor expert_mm(const Tensor& x, const Tensor& weight, const Tensor& ids, const OptionalTensor& bias,
                  bool transposed) {
-  check_call("expert_mm", x, weight, ids, bias, transposed);
   return project_slots(x, dense_matrix(x, weight, bias, transposed), ids);
 }
 
@@ -42,10 +38,8 @@ Tensor moe_experts(const Tensor& x, const Tensor& gate_up_, const Tensor& down_,
                    std::string_view activation, std::optional<double> alpha, std::optional<double> limit,
                    bool gated, bool interleaved, bool transposed, const OptionalTensor& shared_gate,
                    const OptionalTensor& shared_out, const OptionalTensor& residual, bool gate_is_logit) {
-  check_call("moe_experts", x, gate_up_, down_, ids, weights, gate_up_bias, down_bias, activation, alpha,
-             limit, gated, interleaved, transposed, shared_gate, shared_out, residual, gate_is_logit);
-  ExpertMatrix gate_up = dense_matrix(x, gate_up_, gate_up_bias, transposed);
-  ExpertMatrix down = dense_matrix(x, down_, down_bias, transposed);
+  MatrixStack gate_up = dense_matrix(x, gate_up_, gate_up_bias, transposed);
+  MatrixStack down = dense_matrix(x, down_, down_bias, transposed);
   const ExpertSum sum{weights.contiguous(), contiguous(shared_gate), contiguous(shared_out),
                       contiguous(residual), gate_is_logit};
   return apply_experts(x, gate_up, down, ids, activation_of(activation, alpha, limit, gated, interleaved),
@@ -54,14 +48,9 @@ Tensor moe_experts(const Tensor& x, const Tensor& gate_up_, const Tensor& down_,
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(moe_mps, MPS, m) {
-  m.impl("expert_mm", expert_mm);
-  m.impl("moe_experts", moe_experts);
-}
-
-TORCH_LIBRARY_IMPL(moe_mps, AutogradMPS, m) {
-  m.impl("expert_mm", torch::autograd::autogradNotImplementedFallback());
-  m.impl("moe_experts", torch::autograd::autogradNotImplementedFallback());
+TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  implement<expert_mm>(m, "expert_mm");
+  implement<moe_experts>(m, "moe_experts");
 }
 
 }  // namespace moe_mps

@@ -18,7 +18,7 @@ struct WeightFormat {
   int64_t group_size;
 
   std::string name() const;  // "affine4_64", "mxfp4"
-  // Whether dot products take two pairs at a time: kPairs of shaders/experts/formats.h.
+  // Whether dot products take two pairs at a time: kPairs of shaders/matmul/formats.h.
   bool shares_rows() const { return mode != "affine" || bits % 4 == 0; }
 
   // The same but for what is given; another mode starts from its defaults.

@@ -5,7 +5,7 @@
 namespace moe_mps {
 namespace {
 
-// The template of shaders/experts/formats.h.
+// The template of shaders/matmul/formats.h.
 std::string metal_template(const WeightFormat& format) {
   if (format.mode == "affine")
     return c10::str("Affine<MOE_DTYPE, ", format.bits, ", ", format.group_size, ">");

@@ -1,12 +1,11 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <optional>
 #include <string_view>
 
 #include "../shaders/params.h"
-#include "signature.h"
+#include "register.h"
 #include "tensors.h"
 
 namespace moe_mps {
@@ -17,7 +16,6 @@ using OptionalTensor = std::optional<Tensor>;
 
 Tensor causal_conv1d_update_(const Tensor& x, const Tensor& conv_state_, const Tensor& weight_,
                              const OptionalTensor& bias_, std::string_view activation) {
-  check_call("causal_conv1d_update_", x, conv_state_, weight_, bias_, activation);
   prepare_write("causal_conv1d_update_", "conv_state_", conv_state_,
                 {{"x", x}, {"weight", weight_}, {"bias", bias_.value_or(Tensor())}});
   Tensor output = at::empty(x.sizes(), x.options());
@@ -58,8 +56,6 @@ Tensor gated_delta_rule_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
                          const Tensor& beta_, const Tensor& state_, double scale,
                          std::optional<double> l2norm_eps, const OptionalTensor& a_log_,
                          const OptionalTensor& dt_bias_, bool beta_is_logit) {
-  check_call("gated_delta_rule_", q_, k_, v_, g_, beta_, state_, scale, l2norm_eps, a_log_, dt_bias_,
-             beta_is_logit);
   prepare_write("gated_delta_rule_", "state_", state_,
                 {{"q", q_},
                  {"k", k_},
@@ -112,9 +108,10 @@ Tensor gated_delta_rule_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
 }
 
 }  // namespace
-}  // namespace moe_mps
 
-TORCH_LIBRARY_IMPL(moe_mps, MPS, m) {
-  m.impl("causal_conv1d_update_", moe_mps::causal_conv1d_update_);
-  m.impl("gated_delta_rule_", moe_mps::gated_delta_rule_);
+TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  implement_in_place<causal_conv1d_update_>(m, "causal_conv1d_update_");
+  implement_in_place<gated_delta_rule_>(m, "gated_delta_rule_");
 }
+
+}  // namespace moe_mps

@@ -1,11 +1,9 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/library.h>
 
 #include "packed_matrix.h"
-#include "signature.h"
+#include "register.h"
 #include "tensors.h"
 
 namespace moe_mps {
@@ -28,14 +26,13 @@ std::vector<int64_t> with_columns(at::IntArrayRef sizes, int64_t columns) {
 Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& scales,
                         const OptionalTensor& biases, const OptionalTensor& bias, int64_t bits,
                         int64_t group_size, std::string_view mode) {
-  check_call("linear_quantized", x, packed, scales, biases, bias, bits, group_size, mode);
   const auto shape = with_columns(x.sizes(), packed.size(0));
   if (x.numel() == 0 || packed.numel() == 0) {  // no rows, no outputs, or outputs of nothing
     Tensor out = at::zeros(shape, x.options());
     return bias.has_value() && out.numel() > 0 ? out.add_(*bias) : out;
   }
   const auto dtype = compute_dtype(x.scalar_type(), {scales});
-  const ExpertMatrix matrix =
+  const MatrixStack matrix =
       packed_matrix({packed, scales, biases, {std::string(mode), bits, group_size}}, bias, dtype);
   const Tensor rows = rows_of(x, dtype);
   const Tensor out = at::empty({rows.size(0), matrix.rows}, rows.options());
@@ -53,9 +50,6 @@ Tensor mlp_quantized(const Tensor& x, const Tensor& gate_up_packed, const Tensor
                      std::optional<double> alpha, std::optional<double> limit, bool gated, bool interleaved,
                      const OptionalTensor& residual, std::optional<int64_t> down_bits,
                      std::optional<int64_t> down_group_size, std::optional<std::string_view> down_mode) {
-  check_call("mlp_quantized", x, gate_up_packed, gate_up_scales, gate_up_biases, down_packed, down_scales,
-             down_biases, bits, group_size, mode, gate_up_bias, down_bias, activation, alpha, limit, gated,
-             interleaved, residual, down_bits, down_group_size, down_mode);
   if (x.numel() == 0) return at::empty(x.sizes(), x.options());
   if (gate_up_packed.numel() == 0) {  // nothing between the matrices
     Tensor out = residual.has_value() ? residual->clone(at::MemoryFormat::Contiguous)
@@ -65,9 +59,9 @@ Tensor mlp_quantized(const Tensor& x, const Tensor& gate_up_packed, const Tensor
   const auto dtype = compute_dtype(x.scalar_type(), {gate_up_scales, down_scales});
   const WeightFormat format{std::string(mode), bits, group_size};
   const WeightFormat down_format = format.replaced(down_bits, down_group_size, down_mode);
-  const ExpertMatrix gate_up =
+  const MatrixStack gate_up =
       packed_matrix({gate_up_packed, gate_up_scales, gate_up_biases, format}, gate_up_bias, dtype);
-  const ExpertMatrix down =
+  const MatrixStack down =
       packed_matrix({down_packed, down_scales, down_biases, down_format}, down_bias, dtype);
   const Tensor rows = rows_of(x, dtype);
   const Tensor hidden = at::empty({rows.size(0), down.inputs}, rows.options());
@@ -84,10 +78,9 @@ Tensor mlp_quantized(const Tensor& x, const Tensor& gate_up_packed, const Tensor
 Tensor embedding_quantized(const Tensor& ids_, const Tensor& packed, const Tensor& scales,
                            const OptionalTensor& biases, int64_t bits, int64_t group_size,
                            std::string_view mode, c10::ScalarType dtype) {
-  check_call("embedding_quantized", ids_, packed, scales, biases, bits, group_size, mode, dtype);
   const auto scale_dtype = scales.scalar_type() == at::kByte ? dtype : scales.scalar_type();
-  const ExpertMatrix matrix = packed_matrix({packed, scales, biases, {std::string(mode), bits, group_size}},
-                                            std::nullopt, scale_dtype);
+  const MatrixStack matrix = packed_matrix({packed, scales, biases, {std::string(mode), bits, group_size}},
+                                           std::nullopt, scale_dtype);
   std::vector<int64_t> shape = ids_.sizes().vec();
   shape.push_back(matrix.inputs);
   const auto options = ids_.options().dtype(dtype);
@@ -117,16 +110,10 @@ Tensor embedding_quantized(const Tensor& ids_, const Tensor& packed, const Tenso
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(moe_mps, MPS, m) {
-  m.impl("linear_quantized", linear_quantized);
-  m.impl("mlp_quantized", mlp_quantized);
-  m.impl("embedding_quantized", embedding_quantized);
-}
-
-TORCH_LIBRARY_IMPL(moe_mps, AutogradMPS, m) {
-  for (const char* name : {"linear_quantized", "mlp_quantized", "embedding_quantized"}) {
-    m.impl(name, torch::autograd::autogradNotImplementedFallback());
-  }
+TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  implement<linear_quantized>(m, "linear_quantized");
+  implement<mlp_quantized>(m, "mlp_quantized");
+  implement<embedding_quantized>(m, "embedding_quantized");
 }
 
 }  // namespace moe_mps

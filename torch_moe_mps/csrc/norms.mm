@@ -1,12 +1,10 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/library.h>
 
 #include <tuple>
 
 #include "../shaders/params.h"
-#include "signature.h"
+#include "register.h"
 #include "tensors.h"
 
 namespace moe_mps {
@@ -55,7 +53,6 @@ void encode_norm(const char* kernel, const std::optional<Tensor>& residual, cons
 }
 
 Tensor rms_norm(const Tensor& input, const std::optional<Tensor>& weight, double eps, double weight_offset) {
-  check_call("rms_norm", input, weight, eps, weight_offset);
   Tensor output = at::empty(input.sizes(), input.options());
   if (output.numel() == 0) return output;
   encode_norm("rms_norm", std::nullopt, row_stride(input) ? input : input.contiguous(), contiguous(weight),
@@ -65,7 +62,6 @@ Tensor rms_norm(const Tensor& input, const std::optional<Tensor>& weight, double
 
 Tensor rms_norm_gated(const Tensor& input, const Tensor& gate, const Tensor& weight, double eps,
                       double weight_offset) {
-  check_call("rms_norm_gated", input, gate, weight, eps, weight_offset);
   Tensor output = at::empty(input.sizes(), input.options());
   if (output.numel() == 0) return output;
   encode_norm("rms_norm_gated", gate.contiguous(), row_stride(input) ? input : input.contiguous(),
@@ -96,44 +92,34 @@ std::tuple<Tensor, Tensor> residual_norm(const Tensor& residual, const Tensor& i
 
 Tensor fused_norm_add(const Tensor& residual, const Tensor& input, const Tensor& weight, double eps,
                       double weight_offset) {
-  check_call("fused_norm_add", residual, input, weight, eps, weight_offset);
   return norm_add(residual, input, weight, std::nullopt, eps, weight_offset);
 }
 
 Tensor fused_norm_add_scalar(const Tensor& residual, const Tensor& input, const Tensor& weight,
                              const Tensor& scalar, double eps, double weight_offset) {
-  check_call("fused_norm_add_scalar", residual, input, weight, scalar, eps, weight_offset);
   return norm_add(residual, input, weight, scalar, eps, weight_offset);
 }
 
 std::tuple<Tensor, Tensor> fused_residual_norm(const Tensor& residual, const Tensor& input,
                                                const Tensor& weight, double eps, bool write_sum,
                                                double weight_offset) {
-  check_call("fused_residual_norm", residual, input, weight, eps, write_sum, weight_offset);
   return residual_norm(residual, input, weight, std::nullopt, eps, write_sum, weight_offset);
 }
 
 Tensor fused_residual_norm_scalar(const Tensor& residual, const Tensor& input, const Tensor& weight,
                                   const Tensor& scalar, double eps, double weight_offset) {
-  check_call("fused_residual_norm_scalar", residual, input, weight, scalar, eps, weight_offset);
   return std::get<0>(residual_norm(residual, input, weight, scalar, eps, false, weight_offset));
 }
 
 }  // namespace
+
+TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  implement<rms_norm>(m, "rms_norm");
+  implement<rms_norm_gated>(m, "rms_norm_gated");
+  implement<fused_norm_add>(m, "fused_norm_add");
+  implement<fused_norm_add_scalar>(m, "fused_norm_add_scalar");
+  implement<fused_residual_norm>(m, "fused_residual_norm");
+  implement<fused_residual_norm_scalar>(m, "fused_residual_norm_scalar");
+}
+
 }  // namespace moe_mps
-
-TORCH_LIBRARY_IMPL(moe_mps, MPS, m) {
-  m.impl("rms_norm", moe_mps::rms_norm);
-  m.impl("rms_norm_gated", moe_mps::rms_norm_gated);
-  m.impl("fused_norm_add", moe_mps::fused_norm_add);
-  m.impl("fused_norm_add_scalar", moe_mps::fused_norm_add_scalar);
-  m.impl("fused_residual_norm", moe_mps::fused_residual_norm);
-  m.impl("fused_residual_norm_scalar", moe_mps::fused_residual_norm_scalar);
-}
-
-TORCH_LIBRARY_IMPL(moe_mps, AutogradMPS, m) {
-  for (const char* name : {"rms_norm", "rms_norm_gated", "fused_norm_add", "fused_norm_add_scalar",
-                           "fused_residual_norm", "fused_residual_norm_scalar"}) {
-    m.impl(name, torch::autograd::autogradNotImplementedFallback());
-  }
-}

@@ -5,8 +5,8 @@
 #include <initializer_list>
 #include <optional>
 
-#include "expert_run.h"
 #include "formats.h"
+#include "matmul_run.h"
 
 namespace moe_mps {
 
@@ -23,8 +23,8 @@ c10::ScalarType compute_dtype(c10::ScalarType x, std::initializer_list<at::Tenso
 // The kernels take scales in the dtype of the activations. For scales of another dtype, scales and
 // activations are converted to float32, which is right but slow: every call reads the scales once more.
 // `bias` is the layer's.
-ExpertMatrix packed_matrix(const PackedWeight& weight, const std::optional<at::Tensor>& bias,
-                           c10::ScalarType dtype);
+MatrixStack packed_matrix(const PackedWeight& weight, const std::optional<at::Tensor>& bias,
+                          c10::ScalarType dtype);
 
 // The tensor made contiguous, in `dtype`.
 std::optional<at::Tensor> converted(const std::optional<at::Tensor>& tensor, c10::ScalarType dtype);

@@ -17,11 +17,11 @@ c10::ScalarType compute_dtype(c10::ScalarType x, std::initializer_list<Tensor> s
   return same ? x : at::kFloat;
 }
 
-ExpertMatrix packed_matrix(const PackedWeight& weight, const std::optional<Tensor>& bias,
-                           c10::ScalarType dtype) {
+MatrixStack packed_matrix(const PackedWeight& weight, const std::optional<Tensor>& bias,
+                          c10::ScalarType dtype) {
   const Tensor& packed = weight.packed;
   if (!packed.is_contiguous() || !is_aligned(packed)) warn_of_copy(packed);
-  ExpertMatrix matrix{quantized_library(weight.format, dtype), aligned(packed)};
+  MatrixStack matrix{quantized_library(weight.format, dtype), aligned(packed)};
   matrix.scales = weight.scales.contiguous();
   if (matrix.scales.scalar_type() != at::kByte) matrix.scales = matrix.scales.to(dtype);
   matrix.biases = matrix.scales;

@@ -1,9 +1,7 @@
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/library.h>
 
 #include "packed_matrix.h"
-#include "signature.h"
+#include "register.h"
 #include "tensors.h"
 
 namespace moe_mps {
@@ -15,9 +13,8 @@ using OptionalTensor = std::optional<Tensor>;
 Tensor expert_qmm(const Tensor& x, const Tensor& packed, const Tensor& scales, const OptionalTensor& biases,
                   const Tensor& ids, int64_t bits, int64_t group_size, std::string_view mode,
                   const OptionalTensor& bias) {
-  check_call("expert_qmm", x, packed, scales, biases, ids, bits, group_size, mode, bias);
   const auto dtype = compute_dtype(x.scalar_type(), {scales});
-  const ExpertMatrix matrix =
+  const MatrixStack matrix =
       packed_matrix({packed, scales, biases, {std::string(mode), bits, group_size}}, bias, dtype);
   return project_slots(x.to(dtype), matrix, ids).to(x.scalar_type());
 }
@@ -33,16 +30,12 @@ Tensor moe_experts_quantized(const Tensor& x, const Tensor& gate_up_packed, cons
                              const OptionalTensor& residual, bool gate_is_logit,
                              std::optional<int64_t> down_bits, std::optional<int64_t> down_group_size,
                              std::optional<std::string_view> down_mode) {
-  check_call("moe_experts_quantized", x, gate_up_packed, gate_up_scales, gate_up_biases, down_packed,
-             down_scales, down_biases, ids, weights, bits, group_size, mode, gate_up_bias, down_bias,
-             activation, alpha, limit, gated, interleaved, shared_gate, shared_out, residual, gate_is_logit,
-             down_bits, down_group_size, down_mode);
   const auto dtype = compute_dtype(x.scalar_type(), {gate_up_scales, down_scales});
   const WeightFormat format{std::string(mode), bits, group_size};
   const WeightFormat down_format = format.replaced(down_bits, down_group_size, down_mode);
-  const ExpertMatrix gate_up =
+  const MatrixStack gate_up =
       packed_matrix({gate_up_packed, gate_up_scales, gate_up_biases, format}, gate_up_bias, dtype);
-  const ExpertMatrix down =
+  const MatrixStack down =
       packed_matrix({down_packed, down_scales, down_biases, down_format}, down_bias, dtype);
   const ExpertSum sum{weights.contiguous(), contiguous(shared_gate), converted(shared_out, dtype),
                       converted(residual, dtype), gate_is_logit};
@@ -53,14 +46,9 @@ Tensor moe_experts_quantized(const Tensor& x, const Tensor& gate_up_packed, cons
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(moe_mps, MPS, m) {
-  m.impl("expert_qmm", expert_qmm);
-  m.impl("moe_experts_quantized", moe_experts_quantized);
-}
-
-TORCH_LIBRARY_IMPL(moe_mps, AutogradMPS, m) {
-  m.impl("expert_qmm", torch::autograd::autogradNotImplementedFallback());
-  m.impl("moe_experts_quantized", torch::autograd::autogradNotImplementedFallback());
+TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  implement<expert_qmm>(m, "expert_qmm");
+  implement<moe_experts_quantized>(m, "moe_experts_quantized");
 }
 
 }  // namespace moe_mps

@@ -1,14 +1,12 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/library.h>
 
 #include <string_view>
 #include <tuple>
 
 #include "../shaders/params.h"
-#include "signature.h"
+#include "register.h"
 #include "tensors.h"
 
 namespace moe_mps {
@@ -51,7 +49,6 @@ std::tuple<Tensor, Tensor> rope(const Tensor& q, const std::optional<Tensor>& k,
                                 const Tensor& sin, const std::optional<Tensor>& q_weight,
                                 const std::optional<Tensor>& k_weight, double eps, double weight_offset,
                                 std::string_view pairs, std::optional<int64_t> rotary_dim, bool rotary_last) {
-  check_call("rope", q, k, cos, sin, q_weight, k_weight, eps, weight_offset, pairs, rotary_dim, rotary_last);
   const Heads queries = heads_of(q, q_weight);
   std::optional<Heads> keys;
   if (k) keys = heads_of(*k, k_weight);
@@ -103,7 +100,6 @@ uint32_t layout_code(std::string_view layout) {
 
 std::tuple<Tensor, Tensor> rope_tables(const Tensor& position_ids, const Tensor& inv_freq, double scaling,
                                        c10::ScalarType dtype, std::string_view layout) {
-  check_call("rope_tables", position_ids, inv_freq, scaling, dtype, layout);
   const Tensor positions = position_ids.contiguous(), frequencies = inv_freq.contiguous();
   RopeTableParams params{};
   params.pairs = frequencies.size(0);
@@ -130,15 +126,10 @@ std::tuple<Tensor, Tensor> rope_tables(const Tensor& position_ids, const Tensor&
 }
 
 }  // namespace
+
+TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  implement<rope>(m, "rope");
+  implement<rope_tables>(m, "rope_tables");
+}
+
 }  // namespace moe_mps
-
-TORCH_LIBRARY_IMPL(moe_mps, MPS, m) {
-  m.impl("rope", moe_mps::rope);
-  m.impl("rope_tables", moe_mps::rope_tables);
-}
-
-TORCH_LIBRARY_IMPL(moe_mps, AutogradMPS, m) {
-  for (const char* name : {"rope", "rope_tables"}) {
-    m.impl(name, torch::autograd::autogradNotImplementedFallback());
-  }
-}

@@ -1,7 +1,5 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <limits>
@@ -10,7 +8,7 @@
 
 #include "../shaders/geometry.h"
 #include "../shaders/params.h"
-#include "signature.h"
+#include "register.h"
 #include "tensors.h"
 
 namespace moe_mps {
@@ -103,8 +101,6 @@ Routing moe_router(const Tensor& logits, int64_t top_k, std::string_view scoring
                    std::optional<double> masked_score, bool bias_on_logits, bool norm_topk_prob,
                    double norm_eps, double norm_min, double scaling_factor,
                    const OptionalTensor& per_expert_scale) {
-  check_call("moe_router", logits, top_k, scoring, bias, num_groups, top_groups, group_score, masked_score,
-             bias_on_logits, norm_topk_prob, norm_eps, norm_min, scaling_factor, per_expert_scale);
   RouterParams params = plain_router(scoring_code(scoring), top_k);
   params.bias_on_logits = bias_on_logits;
   params.groups = num_groups;
@@ -118,14 +114,12 @@ Routing moe_router(const Tensor& logits, int64_t top_k, std::string_view scoring
 }
 
 Routing moe_router_topk_softmax(const Tensor& logits, int64_t top_k, bool norm_topk_prob) {
-  check_call("moe_router_topk_softmax", logits, top_k, norm_topk_prob);
   RouterParams params = plain_router(SCORING_SOFTMAX, top_k);
   if (norm_topk_prob) set_normalisation(params, 0.0, kSoftmaxNormMin);
   return route(logits, std::nullopt, std::nullopt, params);
 }
 
 Routing fused_moe_routing(const Tensor& logits, const Tensor& per_expert_scale, int64_t top_k) {
-  check_call("fused_moe_routing", logits, per_expert_scale, top_k);
   return route(logits, std::nullopt, per_expert_scale, plain_router(SCORING_SOFTMAX_AFTER_TOPK, top_k));
 }
 
@@ -136,10 +130,10 @@ Tensor logits_of(const Tensor& hidden, const Tensor& router, const OptionalTenso
                  const OptionalTensor& bias) {
   // From this many tokens on, threadgroups that take several tokens fill the GPU; they read the router less
   // often. No measurement.
-  constexpr int64_t kManyGateTokens = 9;
+  constexpr int64_t kManyLogitsTokens = 9;
   const int64_t tokens = hidden.size(0), width = hidden.size(1), experts = router.size(0);
   Tensor logits = at::empty({tokens, experts}, hidden.options().dtype(at::kFloat));
-  GateParams params{};
+  RouterLogitsParams params{};
   params.tokens = tokens;
   params.experts = experts;
   params.width = width;
@@ -149,12 +143,12 @@ Tensor logits_of(const Tensor& hidden, const Tensor& router, const OptionalTenso
   params.has_bias = bias.has_value();
   if (bias) params.bias_dtype = dtype_code(*bias);
   params.eps = static_cast<float>(eps);
-  const bool many = tokens >= kManyGateTokens;
-  const int64_t experts_of_group = kGateSimdgroups * (many ? kGateExperts : kGateSingleExperts);
+  const bool many = tokens >= kManyLogitsTokens;
+  const int64_t experts_of_group = kLogitsSimdgroups * (many ? kLogitsExperts : kLogitsSingleExperts);
   Commands commands;
   commands
       .add({"routing", router.scalar_type()},
-           c10::str(norm_weight ? "gate" : "logits", many ? "_many" : "_single"))
+           c10::str(norm_weight ? "normed_logits" : "logits", many ? "_many" : "_single"))
       .bind(width > 0 ? hidden : logits)  // an empty tensor cannot be bound
       .bind(width > 0 ? router : logits)
       .bind_or(width > 0 ? norm_weight : std::nullopt, logits)
@@ -162,14 +156,13 @@ Tensor logits_of(const Tensor& hidden, const Tensor& router, const OptionalTenso
       .bind(logits)
       .params(params)
       .threadgroups({NSUInteger(ceil_div(experts, experts_of_group)),
-                     NSUInteger(ceil_div(tokens, many ? kGateTokens : 1))},
-                    {NSUInteger(kGateSimdgroups * kSimdWidth)});
+                     NSUInteger(ceil_div(tokens, many ? kLogitsTokens : 1))},
+                    {NSUInteger(kLogitsSimdgroups * kSimdWidth)});
   commands.encode();
   return logits;
 }
 
 Tensor router_logits(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
-  check_call("router_logits", x, weight, bias);
   if (x.size(0) == 0 || weight.size(0) == 0) {
     return at::empty({x.size(0), weight.size(0)}, x.options().dtype(at::kFloat));
   }
@@ -178,8 +171,6 @@ Tensor router_logits(const Tensor& x, const Tensor& weight, const OptionalTensor
 
 Routing moe_gate(const Tensor& hidden, const Tensor& router_weight, const Tensor& norm_weight,
                  const Tensor& per_expert_scale, int64_t top_k, double eps, bool renormalize_after_scale) {
-  check_call("moe_gate", hidden, router_weight, norm_weight, per_expert_scale, top_k, eps,
-             renormalize_after_scale);
   if (hidden.size(0) == 0) return empty_routing(hidden, {0}, top_k);
   const Tensor logits =
       logits_of(hidden.contiguous(), router_weight.contiguous(), norm_weight.contiguous(), eps, std::nullopt);
@@ -189,19 +180,13 @@ Routing moe_gate(const Tensor& hidden, const Tensor& router_weight, const Tensor
 }
 
 }  // namespace
+
+TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  implement<moe_router>(m, "moe_router");
+  implement<moe_router_topk_softmax>(m, "moe_router_topk_softmax");
+  implement<fused_moe_routing>(m, "fused_moe_routing");
+  implement<router_logits>(m, "router_logits");
+  implement<moe_gate>(m, "moe_gate");
+}
+
 }  // namespace moe_mps
-
-TORCH_LIBRARY_IMPL(moe_mps, MPS, m) {
-  m.impl("moe_router", moe_mps::moe_router);
-  m.impl("moe_router_topk_softmax", moe_mps::moe_router_topk_softmax);
-  m.impl("fused_moe_routing", moe_mps::fused_moe_routing);
-  m.impl("router_logits", moe_mps::router_logits);
-  m.impl("moe_gate", moe_mps::moe_gate);
-}
-
-TORCH_LIBRARY_IMPL(moe_mps, AutogradMPS, m) {
-  for (const char* name :
-       {"moe_router", "moe_router_topk_softmax", "fused_moe_routing", "router_logits", "moe_gate"}) {
-    m.impl(name, torch::autograd::autogradNotImplementedFallback());
-  }
-}

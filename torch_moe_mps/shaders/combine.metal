@@ -1,5 +1,5 @@
 #include "combine.h"
-#include "experts/combine.h"
+#include "matmul/combine.h"
 
 INSTANTIATE("silu_mul_stacked", silu_mul_stacked<MOE_DTYPE>)
 INSTANTIATE("weighted_sum", weighted_sum_rows<MOE_DTYPE>)

@@ -37,10 +37,10 @@ GEOMETRY kSumNormThreads = 384;
 // Routing
 GEOMETRY kLaneSets = 64;  // words in which the lanes of bucket_pairs find lanes with the same bucket
 GEOMETRY kBucketThreads = 1024;
-GEOMETRY kGateSimdgroups = 4;
-GEOMETRY kGateSingleExperts = 2;  // experts of a simdgroup for few tokens: fewer give more threadgroups
-GEOMETRY kGateExperts = 4;
-GEOMETRY kGateTokens = 4;
+GEOMETRY kLogitsSimdgroups = 4;
+GEOMETRY kLogitsSingleExperts = 2;  // experts of a simdgroup for few tokens: fewer give more threadgroups
+GEOMETRY kLogitsExperts = 4;
+GEOMETRY kLogitsTokens = 4;
 GEOMETRY kMaxSlots = 64;             // the most experts of a token: MAX_TOP_K of ops/_checks.py
 GEOMETRY kThreadgroupFloats = 8192;  // what 32 KiB of threadgroup memory hold
 

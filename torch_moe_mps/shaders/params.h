@@ -213,7 +213,7 @@ struct RouterParams {
   float scaling_factor;
 };
 
-struct GateParams {
+struct RouterLogitsParams {
   uint32_t tokens;
   uint32_t experts;
   uint32_t width;
@@ -265,7 +265,7 @@ struct IdsTpeParams {
 
 // One matmul of experts. Pair p = token * slots + slot. Or of a linear layer, one matrix for all tokens: pair
 // p is token p.
-struct ExpertParams {
+struct MatmulParams {
   uint32_t tokens;
   uint32_t slots;
   uint32_t pairs;
@@ -299,12 +299,12 @@ struct ExpertCombineParams {
 };
 
 struct ExpertDownParams {
-  ExpertParams matmul;
+  MatmulParams matmul;
   ExpertCombineParams combine;
 };
 
 // embedding_rows: matrix.experts is the number of rows that the matrix has, matrix.pairs the number of ids.
 struct EmbeddingParams {
-  ExpertParams matrix;
+  MatmulParams matrix;
   uint32_t out_dtype;
 };

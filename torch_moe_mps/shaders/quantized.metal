@@ -1,6 +1,6 @@
 // The kernels for weights in the format MOE_WEIGHTS: experts, linear layers, embeddings.
-#include "experts/embedding.h"
-#include "experts/kernels.h"
+#include "matmul/embedding.h"
+#include "matmul/kernels.h"
 
-INSTANTIATE_EXPERTS(MOE_WEIGHTS)
+INSTANTIATE_MATMULS(MOE_WEIGHTS)
 INSTANTIATE("embedding_rows", embedding_rows<Weights>)

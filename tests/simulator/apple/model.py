@@ -1,6 +1,7 @@
 """What a counted dispatch takes on an Apple GPU: instructions, bytes, registers, and what bounds it."""
 
 import functools
+import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 from .count import SPACES, Counts
 from .facts import COSTS, LANES, M3, SCHEDULERS, SECTOR_BYTES, THREADGROUP_BYTES, Gpu, threads_for
 from .kernel import KernelModel
+from .latency import Latency, latency
 from .liveness import Registers
 
 _LATER = {"anyshuffle": "anyshuffle3"}  # classes that cost something else from the M3 on
@@ -156,6 +158,21 @@ class Measurement:
         classes = self.classes(gpu)
         sums = {group: sum(classes[c] for c in names.split()) for group, names in GROUPS.items()}
         return {group: n * LANES / self.work.macs for group, n in sums.items() if n}
+
+    @property
+    def steps(self) -> float:
+        """How often a simdgroup waits for device memory: the runs of its most frequent load."""
+        sites = zip(self.model.sites, self.counts.sites, strict=True)
+        loads = [s.block for s, (*_, space) in sites if _class_of(SPACES[int(space)], s.op) == "devload"]
+        runs = max((float(self.counts.blocks[block]) for block in loads), default=0.0)
+        return runs / max(1, self.counts.groups_run * self.threads // LANES)
+
+    def latency(self, gpu: Gpu) -> Latency:
+        """The time of the launch where its simdgroups are too few to hide latency, at least what binds it."""
+        groups, simdgroups = math.prod(self.grid), self.threads // LANES
+        slots = self.slots(gpu) / max(1, groups * simdgroups)
+        bound = self.bounds(gpu).predicted_us
+        return Latency(*(max(us, bound) for us in latency(gpu, groups, simdgroups, slots, self.steps)))
 
     @property
     def active_lanes(self) -> float:

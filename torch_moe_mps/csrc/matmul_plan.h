@@ -11,7 +11,7 @@
 namespace moe_mps {
 
 // What a step reads and writes.
-enum class ExpertWork {
+enum class MatmulWork {
   kBucket,   // ids -> pairs by expert, tiles
   kFirst,    // x -> hidden: the first matmul, or the only one
   kSecond,   // hidden -> output: the second matmul and the sum over a token's experts
@@ -19,8 +19,8 @@ enum class ExpertWork {
   kCombine,  // slots -> output
 };
 
-struct ExpertStep {
-  ExpertWork work;
+struct MatmulStep {
+  MatmulWork work;
   std::string kernel;  // without the suffix of its library
   Size grid{0};
   int64_t indirect = -1;  // at least 0: the number of the grid, computed by kBucket, that replaces `grid`
@@ -28,7 +28,7 @@ struct ExpertStep {
   int64_t memory = 0;  // bytes of threadgroup memory
 };
 
-struct ExpertShape {
+struct MatmulShape {
   int64_t tokens, slots, experts;
   int64_t rows, outputs;  // rows of the first matrix; outputs of one pair after the activation
   int64_t columns = 0;    // outputs of the second matmul; 0: there is none
@@ -37,16 +37,16 @@ struct ExpertShape {
   int64_t pairs() const { return tokens * slots; }
 };
 
-struct ExpertPlan {
-  std::vector<ExpertStep> steps;
+struct MatmulPlan {
+  std::vector<MatmulStep> steps;
   bool lists_pairs = false;  // the first matmul's kernel finds the pairs of an expert by itself
   BucketTiles tiles;         // what kBucket makes
 };
 
-ExpertPlan plan_experts(const ExpertShape& shape);
+MatmulPlan plan_experts(const MatmulShape& shape);
 
 // A linear layer: one matrix for all tokens, in one dispatch. With `shares_rows`, a dot product of the format
 // takes two tokens at a time.
-ExpertStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, bool shares_rows);
+MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, bool shares_rows);
 
 }  // namespace moe_mps

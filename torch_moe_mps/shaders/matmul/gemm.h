@@ -8,8 +8,8 @@
 #pragma once
 #include <metal_simdgroup_matrix>
 
-#include "experts/epilogue.h"
-#include "experts/formats.h"
+#include "matmul/epilogue.h"
+#include "matmul/formats.h"
 
 // Fragments are halves for half activations and floats for all others. Products of both run at the same rate,
 // and before the M3 rounding to bfloat takes five instructions.
@@ -58,7 +58,7 @@ struct Tile {
     typename W::Row starts[kRowTiles];
     Chunk chunks[kRowTiles];
 
-    Rows(W weights, uint first, MatrixPlace place, constant ExpertParams& params) {
+    Rows(W weights, uint first, MatrixPlace place, constant MatmulParams& params) {
       UNROLL for (int r = 0; r < kRowTiles; ++r) {
         const bool plain = params.row_layout == ROWS_PLAIN;
         const uint output = min(first + 8 * (plain ? r : r / 2) + place.row, params.outputs - 1);
@@ -89,7 +89,7 @@ struct Tile {
     uint pair;    // the first of the thread's pairs
     uint target;  // its place in the tile
 
-    Inputs(device const T* x, TilePairs pairs, uint thread_index, constant ExpertParams& params)
+    Inputs(device const T* x, TilePairs pairs, uint thread_index, constant MatmulParams& params)
         : first(8 * (thread_index % kOctets)), pair(thread_index / kOctets) {
       target = (tile_row(first % W::kTileValues) + 2 * (first / W::kTileValues)) * kStride + pair;
       UNROLL for (int share = 0; share < kShares; ++share) {
@@ -106,7 +106,7 @@ struct Tile {
 
     // Copies the inputs to [kDepth][kStride], with zeros past the last input. Pairs past the last one are
     // copies of it, and their sums are not stored.
-    void stage(threadgroup F* tile, uint depth, constant ExpertParams& params) const {
+    void stage(threadgroup F* tile, uint depth, constant MatmulParams& params) const {
       const uint column = depth + first;
       UNROLL for (int share = 0; share < kShares; ++share) {
         if ((share + 1) * kPairsApart > kPairs && pair + share * kPairsApart >= kPairs) continue;
@@ -157,7 +157,7 @@ struct Tile {
     // Adds the bias, applies the activation and stores to the pairs' rows of `out`, eight pairs at a time.
     // The sums go through the simdgroup's part of `memory`, so that the code of the activation exists once.
     void store(threadgroup float* memory, TilePairs pairs, Outputs<T> out, uint expert, uint first,
-               MatrixPlace place, uint lane, constant ExpertParams& params) const {
+               MatrixPlace place, uint lane, constant MatmulParams& params) const {
       constexpr uint kRows = 8 * kRowTiles;
       const bool plain = params.row_layout == ROWS_PLAIN;
       const uint outputs = outputs_of_rows(kRows, params), local = lane % outputs, output = first + local;
@@ -182,7 +182,7 @@ struct Tile {
 
   static void run(W weights, device const T* x, TilePairs pairs, Outputs<T> out, uint expert, uint first,
                   threadgroup F* tile, uint thread_index, uint lane, uint simdgroup,
-                  constant ExpertParams& params) {
+                  constant MatmulParams& params) {
     const MatrixPlace place(lane);
     Rows rows(weights, first, place, params);
     const Inputs inputs(x, pairs, thread_index, params);
@@ -203,8 +203,8 @@ struct Tile {
 // Grid: (blocks of rows, tiles). A tile, from moe_bucket, is (expert, first position in pair_order, pairs),
 // with expert -1 for pairs without an expert, whose outputs become zero. Without ids tiles follow each other.
 template <typename W, int kPairTiles>
-[[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void expert_gemm(
-    EXPERT_ROWS_BUFFERS(typename W::Element), device const int* pair_order [[buffer(9)]],
+[[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void gemm(
+    MATMUL_BUFFERS(typename W::Element), device const int* pair_order [[buffer(9)]],
     device const int4* tiles [[buffer(10)]], uint2 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {

@@ -47,7 +47,7 @@ inline float at_least(float x, float limit) {
   return x < limit ? limit : x;
 }
 
-inline float gated_activation(float gate, float up, constant ExpertParams& params) {
+inline float gated_activation(float gate, float up, constant MatmulParams& params) {
   if (params.activation == ACTIVATION_SWIGLU_OAI || params.activation == ACTIVATION_SILU_CLAMPED) {
     gate = at_most(gate, params.limit);
     up = at_least(at_most(up, params.limit), -params.limit);

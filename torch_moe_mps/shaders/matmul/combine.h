@@ -1,7 +1,7 @@
 // The last step of the experts for many tokens: the weighted sum over a token's slots, the shared expert and
 // the residual.
 #pragma once
-#include "experts/epilogue.h"
+#include "matmul/epilogue.h"
 
 // N columns of a token, slots ascending.
 template <typename T, int N>
@@ -9,7 +9,7 @@ inline void combine_columns(device const T* slots, device const int* ids, device
                             device const uchar* shared_gate, device const uchar* shared_out,
                             device const uchar* residual, device T* out, uint token, uint column,
                             constant ExpertDownParams& params) {
-  constant ExpertParams& matmul = params.matmul;
+  constant MatmulParams& matmul = params.matmul;
   Pack<N> sums;
   UNROLL for (int i = 0; i < N; ++i) sums.v[i] = 0.0f;
   for (uint slot = 0; slot < matmul.slots; ++slot) {

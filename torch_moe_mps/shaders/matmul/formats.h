@@ -12,7 +12,7 @@
 // Affine codes come with an offset, which scaled() takes back with the sums of the inputs that add_inputs()
 // collects. The offset of an expert takes 64 bits; within its matrix 32 are enough.
 #pragma once
-#include "experts/common.h"
+#include "matmul/common.h"
 
 template <int kWords>
 struct Words {
@@ -111,7 +111,7 @@ struct Dense {
   bool vectorised;
 
   Dense(device const uchar* packed, device const uchar*, device const uchar*, uint expert,
-        constant ExpertParams& params)
+        constant MatmulParams& params)
       : matrix(reinterpret_cast<device const T*>(packed) + ulong(expert) * params.rows * params.inputs),
         inputs(params.inputs),
         vectorised(params.vectorised != 0) {}
@@ -152,7 +152,7 @@ struct DenseColumns {
   uint rows;
 
   DenseColumns(device const uchar* packed, device const uchar*, device const uchar*, uint expert,
-               constant ExpertParams& params)
+               constant MatmulParams& params)
       : matrix(reinterpret_cast<device const T*>(packed) + ulong(expert) * params.rows * params.inputs),
         rows(params.rows) {}
 
@@ -184,7 +184,7 @@ struct PackedRows {
   uint words_per_row, groups_per_row;
 
   PackedRows(device const uchar* packed, device const uchar* scales_, uint expert,
-             constant ExpertParams& params)
+             constant MatmulParams& params)
       : words_per_row(params.inputs / 16 * kBits / 2), groups_per_row(params.inputs / kGroup) {
     const ulong row = ulong(expert) * params.rows;
     words = reinterpret_cast<device const uint*>(packed) + row * words_per_row;
@@ -278,7 +278,7 @@ struct Affine {
   device const T* biases;
 
   Affine(device const uchar* packed, device const uchar* scales, device const uchar* biases_, uint expert,
-         constant ExpertParams& params)
+         constant MatmulParams& params)
       : rows(packed, scales, expert, params) {
     biases = reinterpret_cast<device const T*>(biases_) + ulong(expert) * params.rows * rows.groups_per_row;
   }
@@ -384,7 +384,7 @@ struct FloatCodes {
   Rows rows;
 
   FloatCodes(device const uchar* packed, device const uchar* scales, device const uchar*, uint expert,
-             constant ExpertParams& params)
+             constant MatmulParams& params)
       : rows(packed, scales, expert, params) {}
 
   Row row(uint number) const { return rows.row(number); }

@@ -1,17 +1,17 @@
 // From sums to outputs: bias, activation, and what an expert's output is combined with.
 #pragma once
-#include "experts/activations.h"
-#include "experts/common.h"
+#include "matmul/activations.h"
+#include "matmul/common.h"
 
 inline float with_bias(float value, device const uchar* bias, uint expert, uint row,
-                       constant ExpertParams& params) {
+                       constant MatmulParams& params) {
   return params.has_bias != 0 ? value + load_one(bias, params.bias_dtype, ulong(expert) * params.rows + row)
                               : value;
 }
 
 // Makes an output from the dot product of its row, or from the two of its gate row and its up row.
 inline float finished_output(float own, float up, device const uchar* bias, uint expert, uint output,
-                             constant ExpertParams& params) {
+                             constant MatmulParams& params) {
   if (params.row_layout == ROWS_PLAIN) {
     return pointwise_activation(with_bias(own, bias, expert, output, params), params.activation);
   }
@@ -26,7 +26,7 @@ struct Outputs {
   device const T* residual;
   device T* out;
 
-  void store(float own, float up, uint pair, uint expert, uint output, constant ExpertParams& params) const {
+  void store(float own, float up, uint pair, uint expert, uint output, constant MatmulParams& params) const {
     const ulong index = ulong(pair) * params.outputs + output;
     float value = finished_output(own, up, bias, expert, output, params);
     if (params.has_residual != 0) value += float(residual[index]);

@@ -1,10 +1,10 @@
-#include "expert_run.h"
+#include "matmul_run.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
 #include "bucket.h"
-#include "expert_plan.h"
+#include "matmul_plan.h"
 #include "tensors.h"
 
 namespace moe_mps {
@@ -17,13 +17,13 @@ int64_t outputs_of(int64_t rows, const Activation& activation) {
 }
 
 // Whether a stack has no elements: no experts or no inputs.
-bool is_empty(const ExpertMatrix& matrix) {
+bool is_empty(const MatrixStack& matrix) {
   return matrix.packed.numel() == 0;
 }
 
 // Metal binds no empty buffer, so the tensor `any` takes the place of empty ones. The kernels do not read it.
 // A bias that has elements is kept: experts without inputs give their bias.
-ExpertMatrix bindable(ExpertMatrix matrix, const Tensor& any) {
+MatrixStack bindable(MatrixStack matrix, const Tensor& any) {
   if (!is_empty(matrix)) return matrix;
   matrix.packed = matrix.scales = matrix.biases = any;
   if (matrix.bias && matrix.bias->numel() == 0) matrix.bias.reset();
@@ -32,11 +32,11 @@ ExpertMatrix bindable(ExpertMatrix matrix, const Tensor& any) {
 
 // What the steps of a plan hand to each other.
 struct Run {
-  const ExpertPlan& plan;
+  const MatmulPlan& plan;
   const Tensor& ids;
   Buckets buckets;
 
-  Run(const ExpertPlan& plan_, const Tensor& ids_, int64_t experts) : plan(plan_), ids(ids_) {
+  Run(const MatmulPlan& plan_, const Tensor& ids_, int64_t experts) : plan(plan_), ids(ids_) {
     const auto ints = ids.options().dtype(at::kInt);
     if (plan.lists_pairs) {
       buckets = {at::empty({ids.numel()}, ints), {}, at::empty({ids.numel(), 4}, ints)};
@@ -45,7 +45,7 @@ struct Run {
     }
   }
 
-  void launch(Command& command, const ExpertStep& step) const {
+  void launch(Command& command, const MatmulStep& step) const {
     if (step.memory > 0) command.threadgroup_memory(step.memory);
     if (step.indirect >= 0) {
       command.indirect(buckets.grids, 3 * step.indirect, {NSUInteger(step.threads)});
@@ -60,8 +60,8 @@ struct Run {
 };
 
 // The params that depend on the matrix and the activation alone.
-ExpertParams matrix_params(const Tensor& x, const ExpertMatrix& matrix, const Activation& activation) {
-  ExpertParams params{};
+MatmulParams matrix_params(const Tensor& x, const MatrixStack& matrix, const Activation& activation) {
+  MatmulParams params{};
   params.experts = matrix.experts;
   params.inputs = matrix.inputs;
   params.rows = matrix.rows;
@@ -76,9 +76,9 @@ ExpertParams matrix_params(const Tensor& x, const ExpertMatrix& matrix, const Ac
   return params;
 }
 
-ExpertParams matmul_params(const Tensor& x, const ExpertMatrix& matrix, const Tensor& ids,
+MatmulParams matmul_params(const Tensor& x, const MatrixStack& matrix, const Tensor& ids,
                            const Activation& activation, bool x_per_pair) {
-  ExpertParams params = matrix_params(x, matrix, activation);
+  MatmulParams params = matrix_params(x, matrix, activation);
   params.tokens = ids.size(0);
   params.slots = ids.size(1);
   params.pairs = ids.numel();
@@ -89,7 +89,7 @@ ExpertParams matmul_params(const Tensor& x, const ExpertMatrix& matrix, const Te
   return params;
 }
 
-ExpertDownParams down_params(const ExpertParams& matmul, const ExpertSum& sum) {
+ExpertDownParams down_params(const MatmulParams& matmul, const ExpertSum& sum) {
   ExpertDownParams params{};
   params.matmul = matmul;
   params.combine.weights_dtype = dtype_code(sum.weights);
@@ -101,7 +101,7 @@ ExpertDownParams down_params(const ExpertParams& matmul, const ExpertSum& sum) {
   return params;
 }
 
-Command& bind_matmul(Command& command, const Tensor& x, const ExpertMatrix& matrix, const Tensor& ids,
+Command& bind_matmul(Command& command, const Tensor& x, const MatrixStack& matrix, const Tensor& ids,
                      const Tensor& out) {
   return command.bind(x)
       .bind(matrix.packed)
@@ -120,10 +120,10 @@ Command& bind_sum(Command& command, const ExpertSum& sum) {
 }
 
 // Adds one matmul; `out` has a row for each pair.
-void add_matmul(Commands& commands, const Run& run, const ExpertStep& step, const Tensor& x,
-                const ExpertMatrix& matrix, const Activation& activation, bool x_per_pair, bool is_last,
+void add_matmul(Commands& commands, const Run& run, const MatmulStep& step, const Tensor& x,
+                const MatrixStack& matrix, const Activation& activation, bool x_per_pair, bool is_last,
                 const Tensor& out) {
-  ExpertParams params = matmul_params(x, matrix, run.ids, activation, x_per_pair);
+  MatmulParams params = matmul_params(x, matrix, run.ids, activation, x_per_pair);
   params.writes_tiles = !is_last;
   Command& command = commands.add(matrix.library, step.kernel);
   bind_matmul(command, x, matrix, run.ids, out).bind(x).params(params);  // x stands in for a residual
@@ -131,16 +131,16 @@ void add_matmul(Commands& commands, const Run& run, const ExpertStep& step, cons
 }
 
 // Adds the second matmul with the weighted sum over a token's experts.
-void add_second(Commands& commands, const Run& run, const ExpertStep& step, const Tensor& hidden,
-                const ExpertMatrix& matrix, const ExpertSum& sum, const Tensor& out) {
+void add_second(Commands& commands, const Run& run, const MatmulStep& step, const Tensor& hidden,
+                const MatrixStack& matrix, const ExpertSum& sum, const Tensor& out) {
   Command& command = commands.add(matrix.library, step.kernel);
   bind_matmul(command, hidden, matrix, run.ids, out);
   bind_sum(command, sum).params(down_params(matmul_params(hidden, matrix, run.ids, Activation{}, true), sum));
   run.launch(run.bind_buckets(command), step);
 }
 
-void add_combine(Commands& commands, const Run& run, const ExpertStep& step, const Tensor& slots,
-                 const ExpertMatrix& matrix, const ExpertSum& sum, const Tensor& out) {
+void add_combine(Commands& commands, const Run& run, const MatmulStep& step, const Tensor& slots,
+                 const MatrixStack& matrix, const ExpertSum& sum, const Tensor& out) {
   Command& command = commands.add({"combine", out.scalar_type()}, step.kernel);
   command.bind(slots).bind(run.ids);
   bind_sum(command, sum)
@@ -151,16 +151,16 @@ void add_combine(Commands& commands, const Run& run, const ExpertStep& step, con
 
 }  // namespace
 
-void add_linear(Commands& commands, const Tensor& x, const ExpertMatrix& matrix, const Activation& activation,
+void add_linear(Commands& commands, const Tensor& x, const MatrixStack& matrix, const Activation& activation,
                 const std::optional<Tensor>& residual, const Tensor& out) {
-  ExpertParams params = matrix_params(x, matrix, activation);
+  MatmulParams params = matrix_params(x, matrix, activation);
   params.tokens = params.pairs = x.size(0);
   params.slots = params.x_per_pair = 1;
   params.has_residual = residual.has_value();
-  const ExpertStep step = plan_linear(x.size(0), params.rows, params.outputs, matrix.shares_rows);
+  const MatmulStep step = plan_linear(x.size(0), params.rows, params.outputs, matrix.shares_rows);
   Command& command = commands.add(matrix.library, step.kernel);
   bind_matmul(command, x, matrix, x, out).bind_or(residual, x).params(params);
-  if (step.kernel != "expert_rows") command.bind(x).bind(x);  // in place of lists of pairs; not read
+  if (step.kernel != "matmul_rows") command.bind(x).bind(x);  // in place of lists of pairs; not read
   command.threadgroups(step.grid, {NSUInteger(step.threads)});
 }
 
@@ -190,19 +190,19 @@ void warn_of_copy(const Tensor& weight) {
                   " is copied in every call; keep the weights contiguous, packed ones on 16 bytes");
 }
 
-Tensor project_slots(const Tensor& x_, const ExpertMatrix& matrix_, const Tensor& ids_) {
+Tensor project_slots(const Tensor& x_, const MatrixStack& matrix_, const Tensor& ids_) {
   Tensor out = at::empty({ids_.size(0), ids_.size(1), matrix_.rows}, x_.options());
   if (out.numel() == 0) return out;
-  ExpertShape shape{ids_.size(0), ids_.size(1), matrix_.experts, matrix_.rows, matrix_.rows};
+  MatmulShape shape{ids_.size(0), ids_.size(1), matrix_.experts, matrix_.rows, matrix_.rows};
   shape.first_transposed = matrix_.transposed;
   shape.empty = is_empty(matrix_);
   const Tensor x = shape.empty ? out : aligned(x_), ids = ids_.contiguous();
-  const ExpertMatrix matrix = bindable(matrix_, out);
-  const ExpertPlan plan = plan_experts(shape);
+  const MatrixStack matrix = bindable(matrix_, out);
+  const MatmulPlan plan = plan_experts(shape);
   const Run run(plan, ids, shape.experts);
   Commands commands;
-  for (const ExpertStep& step : plan.steps) {
-    if (step.work == ExpertWork::kBucket) {
+  for (const MatmulStep& step : plan.steps) {
+    if (step.work == MatmulWork::kBucket) {
       add_bucket(commands, ids, shape.experts, run.buckets, plan.tiles);
     } else {
       add_matmul(commands, run, step, x, matrix, Activation{}, x_.dim() == 3, true, out);
@@ -212,39 +212,39 @@ Tensor project_slots(const Tensor& x_, const ExpertMatrix& matrix_, const Tensor
   return out;
 }
 
-Tensor apply_experts(const Tensor& x_, const ExpertMatrix& gate_up, const ExpertMatrix& down_,
+Tensor apply_experts(const Tensor& x_, const MatrixStack& gate_up, const MatrixStack& down_,
                      const Tensor& ids_, const Activation& activation, const ExpertSum& sum) {
   Tensor out = at::empty(x_.sizes(), x_.options());
   if (out.numel() == 0) return out;
   const Tensor x = aligned(x_), ids = ids_.contiguous();
-  ExpertShape shape{
+  MatmulShape shape{
       ids.size(0), ids.size(1), gate_up.experts, gate_up.rows, outputs_of(gate_up.rows, activation),
       down_.rows};
   shape.first_transposed = gate_up.transposed;
   shape.second_transposed = down_.transposed;
   shape.empty = is_empty(down_);  // and so is gate_up
-  const ExpertMatrix down = bindable(down_, x);
-  const ExpertPlan plan = plan_experts(shape);
+  const MatrixStack down = bindable(down_, x);
+  const MatmulPlan plan = plan_experts(shape);
   const Run run(plan, ids, shape.experts);
   const Tensor hidden = shape.empty ? x : at::empty({ids.numel(), down.inputs}, x.options());
   Tensor slots;
   Commands commands;
-  for (const ExpertStep& step : plan.steps) {
+  for (const MatmulStep& step : plan.steps) {
     switch (step.work) {
-      case ExpertWork::kBucket:
+      case MatmulWork::kBucket:
         add_bucket(commands, ids, shape.experts, run.buckets, plan.tiles);
         break;
-      case ExpertWork::kFirst:
+      case MatmulWork::kFirst:
         add_matmul(commands, run, step, x, gate_up, activation, false, false, hidden);
         break;
-      case ExpertWork::kSecond:
+      case MatmulWork::kSecond:
         add_second(commands, run, step, hidden, down, sum, out);
         break;
-      case ExpertWork::kSlots:
+      case MatmulWork::kSlots:
         slots = at::empty({ids.numel(), down.rows}, x.options());
         add_matmul(commands, run, step, hidden, down, Activation{}, true, true, slots);
         break;
-      case ExpertWork::kCombine:
+      case MatmulWork::kCombine:
         add_combine(commands, run, step, slots, down, sum, out);
         break;
     }

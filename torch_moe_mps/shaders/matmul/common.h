@@ -3,26 +3,26 @@
 #include "common.h"
 
 // The expert of a pair; an id outside [0, experts) becomes `experts`.
-inline uint expert_of_words(uint low, uint high, constant ExpertParams& params) {
+inline uint expert_of_words(uint low, uint high, constant MatmulParams& params) {
   return min(high == 0 ? low : params.experts, params.experts);
 }
 
-inline uint expert_of(device const int* ids, uint pair, constant ExpertParams& params) {
+inline uint expert_of(device const int* ids, uint pair, constant MatmulParams& params) {
   if (params.wide_ids == 0) return expert_of_words(uint(ids[pair]), 0, params);
   return expert_of_words(uint(ids[2 * pair]), uint(ids[2 * pair + 1]), params);
 }
 
-inline uint input_row(uint pair, constant ExpertParams& params) {
+inline uint input_row(uint pair, constant MatmulParams& params) {
   return params.x_per_pair != 0 ? pair : pair / params.slots;
 }
 
 // How many outputs this many rows of a matrix give: a gate row and an up row give one.
-inline uint outputs_of_rows(uint rows, constant ExpertParams& params) {
+inline uint outputs_of_rows(uint rows, constant MatmulParams& params) {
   return params.row_layout == ROWS_PLAIN ? rows : rows / 2;
 }
 
 // The row of the matrix that holds an output, or its gate (0) or up (1).
-inline uint weight_row(uint output, uint half_of_pair, constant ExpertParams& params) {
+inline uint weight_row(uint output, uint half_of_pair, constant MatmulParams& params) {
   if (params.row_layout == ROWS_INTERLEAVED) return 2 * output + half_of_pair;
   if (params.row_layout == ROWS_HALVES) return output + half_of_pair * params.outputs;
   return output;
@@ -35,14 +35,14 @@ inline uint dtype_of() {
 }
 
 // The buffers of the kernels, in the order in which the host binds them.
-#define EXPERT_BUFFERS(T)                                                                 \
+#define MATRIX_BUFFERS(T)                                                                 \
   device const T *x [[buffer(0)]], device const uchar *packed [[buffer(1)]],              \
       device const uchar *scales [[buffer(2)]], device const uchar *biases [[buffer(3)]], \
       device const int *ids [[buffer(4)]], device const uchar *bias [[buffer(5)]],        \
       device T *out [[buffer(6)]]
-#define EXPERT_ROWS_BUFFERS(T) \
-  EXPERT_BUFFERS(T), device const T *residual [[buffer(7)]], constant ExpertParams &params [[buffer(8)]]
-#define EXPERT_DOWN_BUFFERS(T)                                                                     \
-  EXPERT_BUFFERS(T), device const uchar *routing [[buffer(7)]],                                    \
+#define MATMUL_BUFFERS(T) \
+  MATRIX_BUFFERS(T), device const T *residual [[buffer(7)]], constant MatmulParams &params [[buffer(8)]]
+#define DOWN_BUFFERS(T)                                                                            \
+  MATRIX_BUFFERS(T), device const uchar *routing [[buffer(7)]],                                    \
       device const uchar *shared_gate [[buffer(8)]], device const uchar *shared_out [[buffer(9)]], \
       device const uchar *residual [[buffer(10)]], constant ExpertDownParams &params [[buffer(11)]]

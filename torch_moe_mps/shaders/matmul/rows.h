@@ -1,13 +1,13 @@
 // The first matmul of a few tokens' experts: gate and up rows, bias and activation; also any single matmul.
 #pragma once
-#include "experts/dots.h"
-#include "experts/epilogue.h"
-#include "experts/pairs.h"
+#include "matmul/dots.h"
+#include "matmul/epilogue.h"
+#include "matmul/pairs.h"
 
 // Stores the outputs of a lane's rows for M pairs. All eight lanes have all of them, and each stores some.
 template <typename T, int R, int M>
 inline void store_outputs(Dots<R, M> dots, PairSet<M> pairs, uint count, Outputs<T> out, uint expert,
-                          uint first, uint lane, constant ExpertParams& params) {
+                          uint first, uint lane, constant MatmulParams& params) {
   const uint outputs = outputs_of_rows(R, params), rows_of_output = R / outputs;
   for (uint item = lane % kRowLanes; item < outputs * M; item += kRowLanes) {
     const uint m = item / outputs, local = item % outputs;
@@ -23,7 +23,7 @@ inline void store_outputs(Dots<R, M> dots, PairSet<M> pairs, uint count, Outputs
 template <typename W, int R, int M>
 inline void rows_of_pairs(W weights, RowSet<R> rows, PairSet<M> pairs, uint count,
                           device const typename W::Element* x, Outputs<typename W::Element> out, uint expert,
-                          uint first, uint lane, constant ExpertParams& params) {
+                          uint first, uint lane, constant MatmulParams& params) {
   Sources<M> sources;
   UNROLL for (int m = 0; m < M; ++m) sources.v[m] = input_row(pairs.v[m], params) * params.inputs;
   const Dots<R, M> dots = row_dots<W, R, M>(weights, rows, x, sources, lane, params);
@@ -33,8 +33,8 @@ inline void rows_of_pairs(W weights, RowSet<R> rows, PairSet<M> pairs, uint coun
 // Each pair reads the rows of its expert by itself: right for one token, slow for many. Grid: (blocks of
 // rows, pairs).
 template <typename W, int R>
-[[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void expert_rows(
-    EXPERT_ROWS_BUFFERS(typename W::Element), uint2 group [[threadgroup_position_in_grid]],
+[[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void matmul_rows(
+    MATMUL_BUFFERS(typename W::Element), uint2 group [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename W::Element T;
   const uint pair = group.y;
@@ -55,8 +55,8 @@ template <typename W, int R>
 // A threadgroup takes some rows of one expert and every pair that chose it, so that the rows are read from
 // memory once. Grid: (blocks of rows, units and one more for pairs without an expert).
 template <typename W>
-[[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void expert_rows_few(
-    EXPERT_ROWS_BUFFERS(typename W::Element), device int* pair_order [[buffer(9)]],
+[[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void matmul_rows_few(
+    MATMUL_BUFFERS(typename W::Element), device int* pair_order [[buffer(9)]],
     device int4* tiles [[buffer(10)]], uint2 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {

@@ -3,7 +3,7 @@
 #include "common.h"
 
 template <int R, int M>
-struct GateSums {
+struct LogitSums {
   float logits[R][M];
   float squares[M];
 };
@@ -11,11 +11,11 @@ struct GateSums {
 // R experts times M tokens; the lanes stride over the columns. Past the last expert or token the last one is
 // read again, and its result is not stored.
 template <typename W, bool kNormed, int R, int M, int N>
-inline GateSums<R, M> gate_sums(device const uchar* hidden, device const W* router,
-                                device const uchar* norm_weight, uint first_expert, uint first_token,
-                                uint lane, constant GateParams& params) {
+inline LogitSums<R, M> logit_sums(device const uchar* hidden, device const W* router,
+                                  device const uchar* norm_weight, uint first_expert, uint first_token,
+                                  uint lane, constant RouterLogitsParams& params) {
   const uint width = params.width;
-  GateSums<R, M> sums = {};
+  LogitSums<R, M> sums = {};
   for (uint column = lane * N; column < width; column += kSimdWidth * N) {
     Raw<W, N> rows[R];
     UNROLL for (int r = 0; r < R; ++r) {
@@ -42,22 +42,22 @@ inline GateSums<R, M> gate_sums(device const uchar* hidden, device const W* rout
 
 // logits[tokens][experts] of R experts and M tokens a simdgroup. Grid: (blocks of experts, blocks of tokens).
 template <typename W, bool kNormed, int R, int M>
-[[kernel]] void gate_logits(device const uchar* hidden [[buffer(0)]], device const W* router [[buffer(1)]],
-                            device const uchar* norm_weight [[buffer(2)]],
-                            device const uchar* bias [[buffer(3)]], device float* logits [[buffer(4)]],
-                            constant GateParams& params [[buffer(5)]],
-                            uint2 group [[threadgroup_position_in_grid]],
-                            uint lane [[thread_index_in_simdgroup]],
-                            uint simdgroup [[simdgroup_index_in_threadgroup]]) {
-  const uint first_expert = (group.x * kGateSimdgroups + simdgroup) * R, first_token = group.y * M;
+[[kernel]] void router_logits(device const uchar* hidden [[buffer(0)]], device const W* router [[buffer(1)]],
+                              device const uchar* norm_weight [[buffer(2)]],
+                              device const uchar* bias [[buffer(3)]], device float* logits [[buffer(4)]],
+                              constant RouterLogitsParams& params [[buffer(5)]],
+                              uint2 group [[threadgroup_position_in_grid]],
+                              uint lane [[thread_index_in_simdgroup]],
+                              uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  const uint first_expert = (group.x * kLogitsSimdgroups + simdgroup) * R, first_token = group.y * M;
   if (first_expert >= params.experts) return;
-  GateSums<R, M> sums;
+  LogitSums<R, M> sums;
   if (params.vectorised != 0) {
     sums =
-        gate_sums<W, kNormed, R, M, 4>(hidden, router, norm_weight, first_expert, first_token, lane, params);
+        logit_sums<W, kNormed, R, M, 4>(hidden, router, norm_weight, first_expert, first_token, lane, params);
   } else {
     sums =
-        gate_sums<W, kNormed, R, M, 1>(hidden, router, norm_weight, first_expert, first_token, lane, params);
+        logit_sums<W, kNormed, R, M, 1>(hidden, router, norm_weight, first_expert, first_token, lane, params);
   }
   UNROLL for (int m = 0; m < M; ++m) {
     float inverse = 1.0f;

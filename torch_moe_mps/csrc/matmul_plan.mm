@@ -1,4 +1,4 @@
-#include "expert_plan.h"
+#include "matmul_plan.h"
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/StringUtil.h>
@@ -26,7 +26,7 @@ constexpr int64_t kManyTokensAlone = 3;
 
 enum class Path { kRows, kFew, kGemm };  // kRows serves everything, slowly for many tokens
 
-Path path_for(const ExpertShape& shape) {
+Path path_for(const MatmulShape& shape) {
   if (shape.tokens == 1 || shape.empty) return Path::kRows;
   // The kernels for a few tokens walk along the rows of a matrix, which a transposed one does not have.
   const bool few = shape.pairs() <= kMaxFewPairs && shape.pairs() < kManyPairs * shape.experts;
@@ -40,15 +40,15 @@ NSUInteger blocks(int64_t count, int64_t size) {
 }
 
 // How many outputs `rows` rows of the first matrix give.
-int64_t outputs_of_rows(const ExpertShape& shape, int64_t rows) {
+int64_t outputs_of_rows(const MatmulShape& shape, int64_t rows) {
   return rows * shape.outputs / shape.rows;
 }
 
-ExpertStep first_step(const ExpertShape& shape, Path path) {
+MatmulStep first_step(const MatmulShape& shape, Path path) {
   const auto pairs = static_cast<NSUInteger>(shape.pairs());
   if (shape.first_transposed) {
-    return {ExpertWork::kFirst,
-            "expert_columns",
+    return {MatmulWork::kFirst,
+            "matmul_columns",
             {blocks(shape.outputs, kSimdWidth), pairs},
             -1,
             kColumnSimdgroups * kSimdWidth};
@@ -57,55 +57,55 @@ ExpertStep first_step(const ExpertShape& shape, Path path) {
   const int64_t simdgroups = few ? kFewSimdgroups : kSingleSimdgroups;
   const int64_t rows = simdgroups * kRowGroupsOfSimdgroup * (few ? kFewRows : kSingleRows);
   const auto units = static_cast<NSUInteger>(std::min(shape.pairs(), shape.experts)) + 1;
-  return {ExpertWork::kFirst,
-          few ? "expert_rows_few" : "expert_rows",
+  return {MatmulWork::kFirst,
+          few ? "matmul_rows_few" : "matmul_rows",
           {blocks(shape.outputs, outputs_of_rows(shape, rows)), few ? units : pairs},
           -1,
           simdgroups * kSimdWidth};
 }
 
-ExpertStep second_step(const ExpertShape& shape, Path path) {
+MatmulStep second_step(const MatmulShape& shape, Path path) {
   const auto tokens = static_cast<NSUInteger>(shape.tokens);
   if (shape.second_transposed) {
-    return {ExpertWork::kSecond,
+    return {MatmulWork::kSecond,
             "expert_down_columns",
             {blocks(shape.columns, kSimdWidth), tokens},
             -1,
             kColumnSimdgroups * kSimdWidth};
   }
   if (path == Path::kFew) {
-    return {ExpertWork::kSecond,
+    return {MatmulWork::kSecond,
             "expert_down_few",
             {blocks(shape.columns, kFewDownRows)},
             -1,
             kDownSimdgroups * kSimdWidth,
             shape.pairs() * kFewDownRows * static_cast<int64_t>(sizeof(float))};
   }
-  return {ExpertWork::kSecond,
+  return {MatmulWork::kSecond,
           "expert_down",
           {blocks(shape.columns, kRowGroupsOfSimdgroup * kSingleRows), tokens},
           -1,
           std::min<int64_t>(shape.slots, kDownSimdgroups) * kSimdWidth};
 }
 
-ExpertPlan plan_gemm(const ExpertShape& shape) {
+MatmulPlan plan_gemm(const MatmulShape& shape) {
   const int64_t tile_pairs = shape.pairs() <= kSmallTilePairs * shape.experts ? 8 : kTilePairs;
   const auto kernel = [&](bool transposed) {
-    return c10::str("expert_gemm", tile_pairs, transposed ? "_transposed" : "");
+    return c10::str("gemm", tile_pairs, transposed ? "_transposed" : "");
   };
   const int64_t threads = kGemmSimdgroups * kSimdWidth;
-  ExpertPlan plan;
+  MatmulPlan plan;
   plan.tiles.pairs = tile_pairs;
   plan.tiles.columns_a = ceil_div(shape.outputs, outputs_of_rows(shape, kGemmRows));
   plan.tiles.columns_b = shape.columns > 0 ? ceil_div(shape.columns, kGemmRows) : 1;
   plan.tiles.sentinels = shape.columns == 0;
   const BucketLaunch bucket = bucket_launch(shape.pairs(), shape.experts);
-  plan.steps.push_back({ExpertWork::kBucket, "bucket_pairs", bucket.grid, -1, bucket.threads, bucket.memory});
-  plan.steps.push_back({ExpertWork::kFirst, kernel(shape.first_transposed), {0}, 0, threads});
+  plan.steps.push_back({MatmulWork::kBucket, "bucket_pairs", bucket.grid, -1, bucket.threads, bucket.memory});
+  plan.steps.push_back({MatmulWork::kFirst, kernel(shape.first_transposed), {0}, 0, threads});
   if (shape.columns == 0) return plan;
-  plan.steps.push_back({ExpertWork::kSlots, kernel(shape.second_transposed), {0}, 1, threads});
+  plan.steps.push_back({MatmulWork::kSlots, kernel(shape.second_transposed), {0}, 1, threads});
   plan.steps.push_back(
-      {ExpertWork::kCombine,
+      {MatmulWork::kCombine,
        "expert_combine",
        {blocks(shape.columns, kCombineThreads * kCombineColumns), static_cast<NSUInteger>(shape.tokens)},
        -1,
@@ -115,26 +115,26 @@ ExpertPlan plan_gemm(const ExpertShape& shape) {
 
 }  // namespace
 
-ExpertPlan plan_experts(const ExpertShape& shape) {
+MatmulPlan plan_experts(const MatmulShape& shape) {
   const Path path = path_for(shape);
   if (path == Path::kGemm) return plan_gemm(shape);
-  ExpertPlan plan;
+  MatmulPlan plan;
   plan.lists_pairs = path == Path::kFew;
   if (!shape.empty || shape.columns == 0) plan.steps.push_back(first_step(shape, path));
   if (shape.columns > 0) plan.steps.push_back(second_step(shape, path));
   return plan;
 }
 
-ExpertStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, bool shares_rows) {
-  const ExpertShape shape{tokens, 1, 1, rows, outputs};
+MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, bool shares_rows) {
+  const MatmulShape shape{tokens, 1, 1, rows, outputs};
   if (tokens < (shares_rows ? kManyTokens : kManyTokensAlone)) {
-    ExpertStep step = first_step(shape, tokens == 1 ? Path::kRows : Path::kFew);
+    MatmulStep step = first_step(shape, tokens == 1 ? Path::kRows : Path::kFew);
     step.grid.y = 1;
     return step;
   }
   const int64_t tile_pairs = tokens <= 8 ? 8 : kTilePairs;
-  return {ExpertWork::kFirst,
-          c10::str("expert_gemm", tile_pairs),
+  return {MatmulWork::kFirst,
+          c10::str("gemm", tile_pairs),
           {blocks(outputs, outputs_of_rows(shape, kGemmRows)), blocks(tokens, tile_pairs)},
           -1,
           kGemmSimdgroups * kSimdWidth};
@@ -143,7 +143,7 @@ ExpertStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, bool share
 namespace {
 
 // Kernel, threadgroups (or which grid of the first dispatch), threads, threadgroup memory.
-std::string line_of(const ExpertStep& step) {
+std::string line_of(const MatmulStep& step) {
   std::string line = step.kernel + " grid ";
   line += step.indirect >= 0 ? c10::str("of tiles, ", step.indirect)
                              : c10::str(step.grid.x, "x", step.grid.y, "x", step.grid.z);
@@ -159,10 +159,10 @@ std::string linear_line(int64_t tokens, int64_t rows, bool gated, bool shares_ro
 // A line a dispatch.
 std::vector<std::string> plan_lines(int64_t tokens, int64_t slots, int64_t experts, int64_t hidden,
                                     int64_t intermediate, bool gated, bool transposed) {
-  ExpertShape shape{tokens, slots, experts, gated ? 2 * intermediate : intermediate, intermediate, hidden};
+  MatmulShape shape{tokens, slots, experts, gated ? 2 * intermediate : intermediate, intermediate, hidden};
   shape.first_transposed = shape.second_transposed = transposed;
   std::vector<std::string> lines;
-  for (const ExpertStep& step : plan_experts(shape).steps) lines.push_back(line_of(step));
+  for (const MatmulStep& step : plan_experts(shape).steps) lines.push_back(line_of(step));
   return lines;
 }
 

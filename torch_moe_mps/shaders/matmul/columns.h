@@ -1,8 +1,8 @@
 // Dense weights with the input dimension first, for a single token. A lane takes a column; the simdgroups
 // take turns at the inputs.
 #pragma once
-#include "experts/epilogue.h"
-#include "experts/formats.h"
+#include "matmul/epilogue.h"
+#include "matmul/formats.h"
 
 constant constexpr int kColumnUnroll = 8;
 
@@ -38,9 +38,9 @@ inline float sum_over_simdgroups(float value, threadgroup float* partials, uint 
 
 // Grid: (blocks of 32 outputs, pairs).
 template <typename T>
-[[kernel, max_total_threads_per_threadgroup(kColumnSimdgroups* kSimdWidth)]] void expert_columns(
-    EXPERT_ROWS_BUFFERS(T), uint2 group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+[[kernel, max_total_threads_per_threadgroup(kColumnSimdgroups* kSimdWidth)]] void matmul_columns(
+    MATMUL_BUFFERS(T), uint2 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   threadgroup float partials[kColumnSimdgroups * kSimdWidth];
   const uint pair = group.y;
   const uint output = group.x * kSimdWidth + lane;
@@ -68,10 +68,10 @@ template <typename T>
 // Grid: (blocks of 32 outputs, tokens).
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(kColumnSimdgroups* kSimdWidth)]] void expert_down_columns(
-    EXPERT_DOWN_BUFFERS(T), uint2 group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    DOWN_BUFFERS(T), uint2 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   threadgroup float partials[kColumnSimdgroups * kSimdWidth];
-  constant ExpertParams& matmul = params.matmul;
+  constant MatmulParams& matmul = params.matmul;
   const uint token = group.y;
   const uint output = group.x * kSimdWidth + lane;
   const uint column = min(output, matmul.outputs - 1);

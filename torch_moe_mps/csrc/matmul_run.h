@@ -13,7 +13,7 @@
 namespace moe_mps {
 
 // A stack of matrices in one format, [E, rows, inputs]; a dense one may be `transposed`, [E, inputs, rows].
-struct ExpertMatrix {
+struct MatrixStack {
   Library library;                    // the kernels for its format and the dtype of the activations
   at::Tensor packed, scales, biases;  // of a dense matrix, all three are the weight
   std::optional<at::Tensor> bias;     // the layer's bias, [E, rows]
@@ -40,17 +40,17 @@ struct ExpertSum {
 
 // Adds to `commands`: out[T, outputs] = activation(x[T, inputs] times the matrix, of one expert) + residual.
 // The tensors are contiguous, x aligned, the matrix not empty.
-void add_linear(Commands& commands, const at::Tensor& x, const ExpertMatrix& matrix,
+void add_linear(Commands& commands, const at::Tensor& x, const MatrixStack& matrix,
                 const Activation& activation, const std::optional<at::Tensor>& residual,
                 const at::Tensor& out);
 
 void warn_of_copy(const at::Tensor& weight);
 
 // expert_mm: out[T, K, rows] in one dispatch for few tokens, in two for many.
-at::Tensor project_slots(const at::Tensor& x, const ExpertMatrix& matrix, const at::Tensor& ids);
+at::Tensor project_slots(const at::Tensor& x, const MatrixStack& matrix, const at::Tensor& ids);
 
 // moe_experts: in two dispatches for few tokens, in four for many.
-at::Tensor apply_experts(const at::Tensor& x, const ExpertMatrix& gate_up, const ExpertMatrix& down,
+at::Tensor apply_experts(const at::Tensor& x, const MatrixStack& gate_up, const MatrixStack& down,
                          const at::Tensor& ids, const Activation& activation, const ExpertSum& sum);
 
 }  // namespace moe_mps

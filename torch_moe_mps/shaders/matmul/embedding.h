@@ -1,7 +1,7 @@
 // Rows of a matrix, dequantised.
 #pragma once
-#include "experts/common.h"
-#include "experts/formats.h"
+#include "matmul/common.h"
+#include "matmul/formats.h"
 
 // A threadgroup writes the row of one id; an id outside the matrix gives zeros. Grid: ids.
 template <typename W>
@@ -13,7 +13,7 @@ template <typename W>
                                uint index [[threadgroup_position_in_grid]],
                                uint thread_index [[thread_index_in_threadgroup]]) {
   constexpr int N = W::kTileValues;
-  constant ExpertParams& matrix = params.matrix;
+  constant MatmulParams& matrix = params.matrix;
   const W weights(packed, scales, biases, 0, matrix);
   const uint number = expert_of(ids, index, matrix);
   for (uint column = thread_index * N; column < matrix.inputs; column += kEmbeddingThreads * N) {

@@ -1,6 +1,6 @@
 // For a few tokens: finds the pairs of an expert within the kernel that needs them, without another dispatch.
 #pragma once
-#include "experts/common.h"
+#include "matmul/common.h"
 
 // Some pairs of one expert.
 template <int M>
@@ -34,7 +34,7 @@ struct PairList {
 // Each simdgroup goes through all ids by itself, so that nothing waits for the threadgroup; the first one
 // writes `members`.
 inline PairList list_pairs(device const int* ids, uint expert, threadgroup ushort* members, uint lane,
-                           uint simdgroup, constant ExpertParams& params) {
+                           uint simdgroup, constant MatmulParams& params) {
   PairList list = {expert, 0, 0, 0};
   for (uint base = 0; base < params.pairs; base += kSimdWidth) {
     const uint pair = base + lane;
@@ -55,7 +55,7 @@ inline PairList list_pairs(device const int* ids, uint expert, threadgroup ushor
 // without an expert. If units are pairs, the unit of an expert's first pair takes all its pairs, and the
 // units of the others get none.
 inline PairList pairs_of_unit(device const int* ids, uint unit, threadgroup ushort* members, uint lane,
-                              uint simdgroup, constant ExpertParams& params) {
+                              uint simdgroup, constant MatmulParams& params) {
   const PairList none = {params.experts, 0, 0, 0}, all = {0, params.pairs, 0, 0};
   if (params.has_ids == 0) {
     if (simdgroup == 0) {

@@ -1,9 +1,9 @@
 // The second matmul of the experts for a few tokens, together with the weighted sum over a token's slots, the
 // shared expert and the residual. The products of the pairs stay in threadgroup memory.
 #pragma once
-#include "experts/dots.h"
-#include "experts/epilogue.h"
-#include "experts/pairs.h"
+#include "matmul/dots.h"
+#include "matmul/epilogue.h"
+#include "matmul/pairs.h"
 
 // The terms of a token's sum: for kRows rows and each pair of the threadgroup, routing weight * (product +
 // bias).
@@ -46,7 +46,7 @@ inline void terms_of_pairs(W weights, PairSet<M> pairs, PairSet<M> places, uint 
                            uint first, device const typename W::Element* x, device const uchar* routing,
                            device const uchar* bias, PairTerms<kRowGroups * R> terms, uint lane,
                            constant ExpertDownParams& params) {
-  constant ExpertParams& matmul = params.matmul;
+  constant MatmulParams& matmul = params.matmul;
   Sources<M> sources;
   UNROLL for (int m = 0; m < M; ++m) sources.v[m] = pairs.v[m] * matmul.inputs;
   const RowSet<R> rows = rows_of_lane<R>(first, lane, matmul);
@@ -63,13 +63,13 @@ inline void terms_of_pairs(W weights, PairSet<M> pairs, PairSet<M> places, uint 
 // For one token; the simdgroups take turns at its slots. Grid: (blocks of rows, tokens).
 template <typename W, int R>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void expert_down(
-    EXPERT_DOWN_BUFFERS(typename W::Element), uint2 group [[threadgroup_position_in_grid]],
+    DOWN_BUFFERS(typename W::Element), uint2 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
   typedef typename W::Element T;
   constexpr int kRows = kRowGroups * R;
   threadgroup float memory[kMaxSlots * kRows];
-  constant ExpertParams& matmul = params.matmul;
+  constant MatmulParams& matmul = params.matmul;
   const PairTerms<kRows> terms = {memory};
   const uint token = group.y, first = group.x * kRows;
   for (uint slot = simdgroup; slot < matmul.slots; slot += simdgroups) {
@@ -115,13 +115,13 @@ inline void terms_of_expert(W weights, device const int* pair_order, uint count,
 // experts of `tiles`. Grid: blocks of rows. Threadgroup memory: kFewDownRows floats for each pair.
 template <typename W>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void expert_down_few(
-    EXPERT_DOWN_BUFFERS(typename W::Element), device const int* pair_order [[buffer(12)]],
+    DOWN_BUFFERS(typename W::Element), device const int* pair_order [[buffer(12)]],
     device const int4* tiles [[buffer(13)]], threadgroup float* memory [[threadgroup(0)]],
     uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename W::Element T;
   constexpr int R = kFewDownRows / kRowGroups;
-  constant ExpertParams& matmul = params.matmul;
+  constant MatmulParams& matmul = params.matmul;
   const PairTerms<kFewDownRows> terms = {memory};
   const uint first = group * kFewDownRows;
   for (uint pair = thread_index; pair < matmul.pairs; pair += kDownSimdgroups * kSimdWidth) {

@@ -4,7 +4,7 @@
 // has four such groups of lanes, each with R neighbouring rows. A lane loads the inputs of a chunk once for
 // its R rows, and each byte of a row once for M pairs.
 #pragma once
-#include "experts/formats.h"
+#include "matmul/formats.h"
 
 constant constexpr uint kRowGroups = kRowGroupsOfSimdgroup;
 constant constexpr uint kRowLanes = kSimdWidth / kRowGroups;
@@ -28,7 +28,7 @@ struct Dots {
 // The rows of a lane in a block of kRowGroups * R rows whose first output is `first`; gate and up rows
 // alternate. Past the last output the rows of the last one are read again, and their results are not stored.
 template <int R>
-inline RowSet<R> rows_of_lane(uint first, uint lane, constant ExpertParams& params) {
+inline RowSet<R> rows_of_lane(uint first, uint lane, constant MatmulParams& params) {
   RowSet<R> rows;
   UNROLL for (int r = 0; r < R; ++r) {
     const uint local = lane / kRowLanes * R + r;
@@ -42,7 +42,7 @@ inline RowSet<R> rows_of_lane(uint first, uint lane, constant ExpertParams& para
 // scale and offset are applied once for the whole chunk.
 template <typename W, int R, int M, typename C>
 inline void add_chunks(thread C* chunks, device const typename W::Element* x, Sources<M> sources, uint column,
-                       uint left, thread Dots<R, M>& dots, constant ExpertParams& params) {
+                       uint left, thread Dots<R, M>& dots, constant MatmulParams& params) {
   constexpr int kPackSize = W::kPackSize;
   const bool vectorised = W::kAnyLength ? params.vectorised != 0 : true;
   Dots<R, M> coded;
@@ -80,7 +80,7 @@ inline void add_chunks(thread C* chunks, device const typename W::Element* x, So
 // them.
 template <typename W, int R, int M>
 inline Dots<R, M> row_dots(W weights, RowSet<R> rows, device const typename W::Element* x, Sources<M> sources,
-                           uint lane, constant ExpertParams& params) {
+                           uint lane, constant MatmulParams& params) {
   typedef typename W::template Chunk<W::kValues> Chunk;
   constexpr uint kStride = kRowLanes * W::kValues;
   const uint inputs = params.inputs;

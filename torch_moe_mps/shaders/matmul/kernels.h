@@ -1,0 +1,14 @@
+// The experts' kernels, to be instantiated for a format of weights.
+#pragma once
+#include "matmul/down.h"
+#include "matmul/gemm.h"
+#include "matmul/rows.h"
+
+#define INSTANTIATE_MATMULS(...)                                \
+  typedef __VA_ARGS__ Weights;                                  \
+  INSTANTIATE("matmul_rows", matmul_rows<Weights, kSingleRows>) \
+  INSTANTIATE("matmul_rows_few", matmul_rows_few<Weights>)      \
+  INSTANTIATE("expert_down", expert_down<Weights, kSingleRows>) \
+  INSTANTIATE("expert_down_few", expert_down_few<Weights>)      \
+  INSTANTIATE("gemm8", gemm<Weights, 1>)                        \
+  INSTANTIATE("gemm32", gemm<Weights, kTilePairs / 8>)
