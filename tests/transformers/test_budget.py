@@ -13,7 +13,7 @@ from support.models import prompt, tiny
 
 import torch_moe_mps
 from torch_moe_mps.quantization import Format, dequantize, quantize
-from torch_moe_mps.transformers import budget
+from torch_moe_mps.transformers.checkpoints import budget
 from torch_moe_mps.transformers.checkpoints.budget import Choice, choose, measured_recipe
 from torch_moe_mps.transformers.checkpoints.layerwise import LayerwiseCheckpoint
 

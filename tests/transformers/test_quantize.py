@@ -23,9 +23,9 @@ from torch_moe_mps.quantization import (
 from torch_moe_mps.transformers import (
     QuantizationReport,
     experts_of,
-    packing,
     quantize_experts,
 )
+from torch_moe_mps.transformers.checkpoints import weights
 from torch_moe_mps.transformers.checkpoints.targets import Target
 from torch_moe_mps.transformers.checkpoints.weights import empty_quantized_module, quantize_target
 from torch_moe_mps.transformers.interface import projections
@@ -177,7 +177,7 @@ def test_weights_that_are_not_finite_change_nothing(mode, bad):
 
 def test_want_of_memory_leaves_a_model_that_runs_and_saves(monkeypatch, tmp_path):
     model = small("qwen3_moe")
-    tokens, calls, quantize_stack = torch.arange(1, 9).view(1, 8), [], packing.quantize_stack
+    tokens, calls, quantize_stack = torch.arange(1, 9).view(1, 8), [], weights.quantize_stack
 
     def fourth_time_fails(*arguments):
         calls.append(None)
@@ -185,7 +185,7 @@ def test_want_of_memory_leaves_a_model_that_runs_and_saves(monkeypatch, tmp_path
             raise MemoryError
         return quantize_stack(*arguments)
 
-    monkeypatch.setattr(packing, "quantize_stack", fourth_time_fails)
+    monkeypatch.setattr(weights, "quantize_stack", fourth_time_fails)
     with pytest.raises(MemoryError):
         quantize_experts(model, 4, 32, progress=False)
     assert [hasattr(module, "quantization") for module in experts_of(model).values()] == [True, False]
