@@ -20,7 +20,7 @@ from . import build
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
 HOST_SOURCES = REPOSITORY / "torch_moe_mps" / "csrc"
-TORCH = Path(torch.__file__).parent
+TORCH = Path(torch.__file__).resolve().parent
 PERSONALITY = HERE / "metal" / "personality.cpp"
 LIBRARIES = ("torch", "torch_cpu", "torch_python", "c10", "objc", "BlocksRuntime", "dl")
 PACKAGES = "clang-19 lld-19 llvm-19 libobjc-12-dev libblocksruntime-dev"
@@ -83,7 +83,7 @@ def check_tools() -> None:
 def _flags(source: Path) -> list[str]:
     flags = ["-std=c++20", "-fPIC", "-O1", "-Wall", "-Wno-unused-function"]
     flags += ["-isystem", str(TORCH / "include"), "-isystem", str(TORCH / "include/torch/csrc/api/include")]
-    flags += ["-isystem", str(python_include()), f"-I{HERE / 'metal/linux'}"]
+    flags += ["-isystem", str(python_include()), "-Imetal/linux"]
     if source.suffix == ".mm":
         flags += [
             "-x",
@@ -95,7 +95,7 @@ def _flags(source: Path) -> list[str]:
         ]
         flags += ["-fconstant-string-class=NSConstantString", "-Wno-incomplete-implementation"]
         # GCC's directory holds headers that must not shadow clang's own.
-        flags += [f"-I{HERE / 'metal/include'}", "-idirafter", str(objective_c() / "include")]
+        flags += ["-Imetal/include", "-idirafter", str(objective_c() / "include")]
     return flags
 
 
@@ -104,8 +104,8 @@ def _digest(*parts: object) -> str:
 
 
 def run(command: Sequence[str | Path], what: str) -> str:
-    """The output of a command; BuildError with its messages where it fails."""
-    result = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    """The output of a command, run in this folder; BuildError with its messages where it fails."""
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=HERE)
     if result.returncode != 0:
         raise BuildError(f"{what} failed:\n{result.stderr}")
     return result.stdout
@@ -118,12 +118,18 @@ def _headers(dependency_file: Path) -> list[Path]:
 
 
 def _contents(files: Sequence[Path]) -> str:
+    files = [HERE / file for file in files]
     return _digest(*(file.read_bytes() if file.exists() else "missing" for file in files))
+
+
+def local(path: Path) -> str:
+    """A path from here, the same in every checkout: what is built in one serves the others."""
+    return os.path.relpath(path, HERE)
 
 
 def compile_once(source: Path, command: Sequence[str], identity: str, cache: Path) -> Path:
     """The object of `source`, built once for each text of it and of its headers, command and identity."""
-    key = _digest(source, source.read_bytes(), command, identity)
+    key = _digest(local(source), source.read_bytes(), command, identity)
     dependencies = cache / f"{source.stem}-{key}.d"
     if dependencies.exists():
         cached = cache / f"{source.stem}-{key}-{_contents(_headers(dependencies))}.o"
@@ -131,7 +137,7 @@ def compile_once(source: Path, command: Sequence[str], identity: str, cache: Pat
             return cached
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         built, listed = Path(scratch, "out.o"), Path(scratch, "out.d")
-        run([*command, "-MMD", "-MF", listed, "-c", "-o", built, source], f"compiling {source.name}")
+        run([*command, "-MMD", "-MF", listed, "-c", "-o", built, local(source)], f"compiling {source.name}")
         cached = cache / f"{source.stem}-{key}-{_contents(_headers(listed))}.o"
         built.replace(cached)
         listed.replace(dependencies)

@@ -153,14 +153,15 @@ def compile_all(sources: Sequence[Path], wheel: Path) -> list[Path]:
     standard = max(re.findall(r"-std=c\+\+(\d\d)", (wheel / "utils/cpp_extension.py").read_text()))
     command = [zig() / "zig", "c++", "-target", TARGET, f"-std=c++{standard}", "-O2", "-g0"]
     command += ["-fblocks", "-fobjc-exceptions", "-fno-objc-arc", "-Wall", "-Werror=objc-method-access"]
-    command += [f"-I{HERE / 'metal/include'}", f"-I{HERE / 'metal/macos'}"]
+    command += ["-Imetal/include", "-Imetal/macos"]
     command += ["-isystem", wheel / "include", "-isystem", wheel / "include/torch/csrc/api/include"]
     objects = cache_directory() / "objects"
     objects.mkdir(exist_ok=True)
     command = list(map(str, command))
 
     def compile_(source: Path, *options: object) -> Path:
-        return compile_once(source, [*command, *map(str, options)], wheel.parent.name, objects)
+        # A precompiled header holds absolute paths.
+        return compile_once(source, [*command, *map(str, options)], f"{wheel.parent.name} {HERE}", objects)
 
     precompiled = compile_(PRECOMPILED, "-x", "objective-c++-header", "-Xclang", "-fno-pch-timestamp")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
