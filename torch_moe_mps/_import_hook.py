@@ -26,10 +26,10 @@ def _register_quantizer(module: object) -> None:
 
 def _register_models(module: Any) -> None:
     from .transformers.attention import NAME, attention
-    from .transformers.checkpoints.saving import decide_when_saving
+    from .transformers.checkpoints.saving import describe_when_saving
 
     module.AttentionInterface.register(NAME, attention)
-    decide_when_saving(module.PreTrainedModel)
+    describe_when_saving(module.PreTrainedModel)
 
 
 def _register_mask(module: Any) -> None:
@@ -38,7 +38,14 @@ def _register_mask(module: Any) -> None:
     module.AttentionMaskInterface.register(NAME, attention_mask)
 
 
+def _register_adapters(module: Any) -> None:
+    from .transformers.checkpoints.adapters import refuse_quantized
+
+    refuse_quantized(module)
+
+
 _REGISTRATIONS = {
+    "peft.peft_model": _register_adapters,
     "transformers.masking_utils": _register_mask,
     "transformers.modeling_utils": _register_models,
     "transformers.integrations.moe": _register_experts,

@@ -125,8 +125,8 @@ def test_recipes(linear, embedding, tmp_path):
     expected["model.layers.0.self_attn.v_proj"] = Format(mode="mxfp4")
     assert {n: m.format for n, m in layers(model).items()} == {n: f for n, f in expected.items() if f}
     experts = [layer.mlp.experts for layer in model.model.layers]
-    assert [str(m.quantization) for m in experts] == ["int4 group 32"] * 2
-    assert [str(m.down_quantization) for m in experts] == ["int8 group 32", "int4 group 32"]
+    assert [str(m.quantization) for m in experts] == ["affine4_32"] * 2
+    assert [str(m.down_quantization) for m in experts] == ["affine8_32", "affine4_32"]
     dense = tiny_models.dense_twin(tiny("qwen3_moe"), model)
     assert_close(output(model, prompt()), output(dense, prompt()), 1e-5)
     model.save_pretrained(tmp_path)

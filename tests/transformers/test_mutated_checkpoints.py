@@ -18,6 +18,10 @@ import torch_moe_mps
 transformers.logging.set_verbosity_error()
 
 ERRORS = (ValueError, RuntimeError, OSError, SafetensorError)
+FORMATS = (
+    *("affine2_32", "affine3_32", "affine8_32", "affine5_32", "affine0_32", "affine4_64", "affine4_128"),
+    *("affine4_16", "affine", "affine4_32", "mxfp4", "mxfp8", "nvfp4", "other", "", None, 4),
+)
 # Another dtype that a tool may have written.
 OTHER_DTYPES = {
     torch.float32: (torch.int32, torch.float16, torch.bfloat16),
@@ -73,10 +77,12 @@ def config_mutations(stored: dict) -> Iterator[Mutation]:
         return lambda tensors, config: config["quantization_config"].update(changes)
 
     for key, values in {
-        "bits": (2, 3, 8, 5, 0, "4", None),
-        "group_size": (64, 128, 16, 0, "32"),
-        "mode": ("affine", "mxfp4", "mxfp8", "nvfp4", "other", None),
-        "modules": ({}, {"nothing": {}}, {"model.layers.0.mlp.experts": 5}, [1], "all"),
+        "library": ("other", None),
+        "quant_method": ("moe_mps",),
+        "modules": (
+            *({}, {"nothing": {}}, {"model.layers.0.mlp.experts": 5}, [1], "all", None),
+            *({"model.layers.*.mlp.experts": format} for format in FORMATS),
+        ),
     }.items():
         for value in values:
             if value != stored["quantization_config"].get(key):

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torch_moe_mps.quantization import (
+    TENSORS,
     Format,
-    QuantizedWeight,
     dequantize,
     formats,
 )
@@ -44,7 +44,7 @@ def dequantised_twin(model, quantized):
             continue
         dense = model.get_submodule(name)
         for projection in projections(dense):
-            parts = [getattr(module, f"{projection}_{part}", None) for part in QuantizedWeight._fields]
+            parts = [getattr(module, f"{projection}_{part}", None) for part in TENSORS]
             values = dequantize(*parts, **module.quantization.to_dict(), dtype=torch.float32)
             getattr(dense, projection).data = values.mT.contiguous() if module.is_transposed else values
     return model
@@ -67,7 +67,7 @@ def test_models(architecture, format):
         assert sum(entry.dense_bytes for entry in entries) > 3 * sum(
             entry.quantized_bytes for entry in entries
         )
-        suffixes = tuple(f"_{part}" for part in QuantizedWeight._fields)
+        suffixes = tuple(f"_{part}" for part in TENSORS)
         stored = [value for key, value in module.named_parameters() if key.endswith(suffixes)]
         assert len(stored) >= 4 and not any(parameter.requires_grad for parameter in stored)
     twin = dequantised_twin(model, quantized)
@@ -96,20 +96,19 @@ class TestReport(expecttest.TestCase):
         self.assertExpectedInline(
             str(report),
             """\
-parameter                      format         n  mean error  largest    before    after
-layers.*.experts.gate_up_proj  int4 group 32  2      0.1500   0.2000   6.0 MiB  2.0 MiB
-layers.*.experts.down_proj     int4 group 32  2      0.0900   0.0900   4.0 MiB  1.0 MiB
-all                                           4      0.1200   0.2000  10.0 MiB  3.0 MiB
+weights                        format      n  mean error  largest  before   after
+layers.*.experts.gate_up_proj  affine4_32  2       15.0%    20.0%  6.3 MB  2.1 MB
+layers.*.experts.down_proj     affine4_32  2        9.0%     9.0%  4.2 MB  1.0 MB
 lm_head: shares the weight of embed_tokens
-layers.*.experts (2): left as it is, already mxfp4
-weights read for a token: 10.0 MB before, 3.5 MB after""",
+layers.*.experts (2): not quantised, already mxfp4
+4 matrices quantised: 10.5 MB before, 3.1 MB after; weights read for a token: 10.0 MB before, 3.5 MB after""",
         )
         report.modules.clear()
         self.assertExpectedInline(
             str(report),
             """\
 lm_head: shares the weight of embed_tokens
-layers.*.experts (2): left as it is, already mxfp4""",
+layers.*.experts (2): not quantised, already mxfp4""",
         )
         self.assertExpectedInline(
             str(quantize_experts(torch.nn.Linear(2, 2))),
@@ -137,7 +136,7 @@ def test_a_second_time_leaves_them_alone():
     quantize_experts(model, 4, 32, progress=False)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     report = quantize_experts(model, 8, 32, progress=False)
-    assert not report.modules and set(report.skipped.values()) == {"already int4 group 32"}
+    assert not report.modules and set(report.skipped.values()) == {"already affine4_32"}
     assert all(
         torch.equal(bits_of(tensor), bits_of(before[name])) for name, tensor in model.state_dict().items()
     )

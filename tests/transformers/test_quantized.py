@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import re
 
 import pytest
 import safetensors.torch
@@ -12,7 +13,7 @@ from support import tiny_models
 from support.models import assert_close, generate, operators_of, output, prompt, tiny
 
 import torch_moe_mps
-from torch_moe_mps.quantization import quantize
+from torch_moe_mps.quantization import Format, quantize
 from torch_moe_mps.transformers import experts_of, is_experts
 from torch_moe_mps.transformers.linears import QuantizedLayer
 
@@ -67,8 +68,13 @@ def test_checkpoint_round_trip(architecture, form, tmp_path):
     model.save_pretrained(tmp_path)
     stored = stored_quantization(tmp_path)
     quantized = [name for name, m in model.named_modules() if tiny_models.quantized_parameters(m)]
-    assert stored["quant_method"] == "moe_mps" and stored["mode"] == form[2]
-    assert sorted(stored["modules"]) == sorted(quantized)
+    assert stored.keys() == {"library", "modules"} and stored["library"] == "torch_moe_mps"
+    assert {*stored["modules"].values()} == {str(Format(*form))}
+    lines = {
+        n: {n, re.sub(r"\.\d+(?=\.|$)", ".*", n)} & stored["modules"].keys() for n, _ in model.named_modules()
+    }
+    assert [name for name, found in lines.items() if found] == quantized
+    assert set().union(*lines.values()) == stored["modules"].keys()
     loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     assert all(

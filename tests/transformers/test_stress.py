@@ -150,24 +150,6 @@ def change(device: str, architecture: str, rounds: int) -> Callable[[], None]:
     return run
 
 
-def test_tuples_that_other_threads_build():
-    """CPython fails to finish a tuple that something else holds, such as a list of all objects."""
-    model, quantised = tiny("qwen3_moe"), threading.Event()
-
-    def build():
-        while not quantised.is_set():
-            tuple(tuple(i for i in range(50)) for _ in range(50))
-
-    def quantize():
-        try:
-            torch_moe_mps.quantize_experts(model.model, 4, 32, progress=False)
-        finally:
-            quantised.set()
-
-    in_threads(build, build, quantize)
-    assert hasattr(model, "hf_quantizer") and hasattr(model.config, "quantization_config")
-
-
 def check_changes(device: str, architectures: tuple[str, ...], rounds: int) -> None:
     generating = jobs(device, 1, quantised=False)[: THREADS // 2]
     works = [lambda job=job: [job.run() for _ in range(4 * rounds)] for job in generating]

@@ -12,14 +12,18 @@ cross the ends of words. The numbers of mxfp4 and mxfp8 are those of OCP microsc
 """
 
 import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._checks import ACTIVATION_DTYPES, Check
 
+# The tensors of a quantised weight.
+TENSORS = ("packed", "scales", "biases")
 PACKED_DTYPES = (torch.uint32, torch.int32)
 BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
 GROUP_SIZES = {"affine": (32, 64, 128), "mxfp4": (32,), "mxfp8": (32,), "nvfp4": (16,)}
@@ -63,12 +67,18 @@ class Format:
         return asdict(self)
 
     def __str__(self) -> str:
-        return f"int{self.bits} group {self.group_size}" if self.has_biases else self.mode
-
-    @property
-    def library(self) -> str:
-        """What the names of its Metal kernels contain."""
+        """The name of the format in reports, config.json and Metal libraries: "affine4_64", "mxfp4"."""
         return f"{self.mode}{self.bits}_{self.group_size}" if self.has_biases else self.mode
+
+    @classmethod
+    def named(cls, name: str) -> "Format":
+        """Raises: ValueError for a name that no format has."""
+        affine = re.fullmatch(r"affine(\d+)_(\d+)", name)
+        if affine:
+            return cls(int(affine[1]), int(affine[2]), "affine")
+        if name not in MODES or name == "affine":
+            _QUANTIZE.fail("format", "a name such as affine4_64 or mxfp4", repr(name))
+        return cls(mode=name)
 
     @property
     def has_biases(self) -> bool:
@@ -86,18 +96,6 @@ class Format:
 
     def columns(self, words: int) -> int:
         return words * 32 // self.bits
-
-    def empty(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """packed (uint32), scales and biases of a weight of `shape` and `dtype`, uninitialised."""
-        *rows, columns = shape
-        groups = (*rows, self.groups(columns))
-        packed = torch.empty(*rows, self.words(columns), dtype=torch.uint32, device=device)
-        if not self.has_biases:
-            return packed, torch.empty(groups, dtype=torch.uint8, device=device), None
-        scales, biases = (torch.empty(groups, dtype=dtype, device=device) for _ in range(2))
-        return packed, scales, biases
 
     def replaced(
         self,
@@ -242,33 +240,62 @@ def dequantize_values(packed: Tensor, scales: Tensor, biases: Tensor | None, for
     return _scaled(groups, scales, biases, format).flatten(-2)
 
 
-class PackedWeight(NamedTuple):
-    """A quantised matrix or stack of matrices, [..., columns], as operators take it."""
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """A quantised matrix [R, C], or a stack of them [E, R, C]; it unpacks into its three tensors.
+
+    Attributes:
+        packed: [..., R, C * bits / 32], uint32 or the same bits as int32: the codes.
+        scales: [..., R, C / group_size].
+        biases: like `scales`, or None where the format has none.
+        format: how they are read.
+    """
 
     packed: Tensor
     scales: Tensor
     biases: Tensor | None
     format: Format
 
+    @classmethod
+    def empty(
+        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, format: Format
+    ) -> "QuantizedWeight":
+        """Uninitialised, for a dense weight of a shape and a dtype."""
+        *rows, columns = shape
+        groups = (*rows, format.groups(columns))
+        packed = torch.empty(*rows, format.words(columns), dtype=torch.uint32, device=device)
+        if not format.has_biases:
+            return cls(packed, torch.empty(groups, dtype=torch.uint8, device=device), None, format)
+        scales, biases = (torch.empty(groups, dtype=dtype, device=device) for _ in range(2))
+        return cls(packed, scales, biases, format)
+
+    def __iter__(self) -> Iterator[Tensor | None]:
+        return iter((self.packed, self.scales, self.biases))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
+        """The function of each tensor that is there."""
+        biases = None if self.biases is None else function(self.biases)
+        return QuantizedWeight(function(self.packed), function(self.scales), biases, self.format)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self if tensor is not None)
+
     def check(self, check: Check, prefix: str, shape: tuple[int, ...], meaning: str) -> None:
         """`shape` is the shape of the dense weight; `meaning` names its dimensions, such as "E, N, H"."""
-        packed, scales, biases, format = self
+        format = self.format
         *rows, columns = shape
         rows_name, _, columns_name = meaning.rpartition(", ")
         format.check_columns(check, f"{columns_name}, the input dimension of {prefix}packed,", columns)
-        check.dtype(f"{prefix}packed", packed, PACKED_DTYPES)
+        check.dtype(f"{prefix}packed", self.packed, PACKED_DTYPES)
         words = f"[{rows_name}, {columns_name} * {format.bits} / 32]"
-        check.shape(f"{prefix}packed", packed, (*rows, format.words(columns)), words)
+        check.shape(f"{prefix}packed", self.packed, (*rows, format.words(columns)), words)
         groups = f"[{rows_name}, {columns_name} / {format.group_size}]"
-        format.check_scales(check, prefix, scales, biases, (*rows, format.groups(columns)), groups)
+        format.check_scales(check, prefix, self.scales, self.biases, (*rows, format.groups(columns)), groups)
 
     def named(self, prefix: str = "") -> dict[str, Tensor | None]:
         """The tensors by the names of their arguments."""
-        return {
-            f"{prefix}packed": self.packed,
-            f"{prefix}scales": self.scales,
-            f"{prefix}biases": self.biases,
-        }
+        return {f"{prefix}{name}": tensor for name, tensor in zip(TENSORS, self, strict=True)}
 
     def values(self, index: int | slice | Tensor) -> Tensor:
         """A matrix of the stack or some rows of the matrix, dequantised to float32."""

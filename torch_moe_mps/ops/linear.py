@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ._activations import Activation
 from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check, picked
-from ._formats import Format, PackedWeight, checked_format
+from ._formats import Format, QuantizedWeight, checked_format
 from ._registry import operator
 from .experts import check_bias
 
@@ -18,7 +18,7 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]) if x.shape[-1] > 0 else x.new_empty(x.shape[:-1].numel(), 0)
 
 
-def _product(rows: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+def _product(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """[n, C] -> [n, N] in float32: rows times the transposed matrix, plus the layer's bias."""
     outputs = weight.packed.shape[0]
     rows, out = rows.float(), rows.new_empty(rows.shape[0], outputs, dtype=torch.float32)
@@ -32,7 +32,7 @@ def _product(rows: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
 def _meta_linear_quantized(check, x, packed, scales, biases, bias, bits, group_size, mode):
     check.dtype("x", x, ACTIVATION_DTYPES)
     check.min_rank("x", x, 1)
-    weight = PackedWeight(packed, scales, biases, checked_format(check, bits, group_size, mode))
+    weight = QuantizedWeight(packed, scales, biases, checked_format(check, bits, group_size, mode))
     check.rank("packed", packed, (2,))
     rows = packed.shape[0]
     weight.check(check, "", (rows, x.shape[-1]), "N, C")
@@ -73,15 +73,15 @@ def linear_quantized(
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
     """
-    out = _product(_rows(x), PackedWeight(packed, scales, biases, Format(bits, group_size, mode)), bias)
+    out = _product(_rows(x), QuantizedWeight(packed, scales, biases, Format(bits, group_size, mode)), bias)
     return out.to(x.dtype).view(*x.shape[:-1], packed.shape[0])
 
 
 def check_packed_mlp(
     check: Check,
     hidden: int,
-    gate_up: PackedWeight,
-    down: PackedWeight,
+    gate_up: QuantizedWeight,
+    down: QuantizedWeight,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     gated: bool,
@@ -126,8 +126,8 @@ def _meta_mlp_quantized(
     activation.check(check)
     format = checked_format(check, bits, group_size, mode)
     down_format = format.replaced(down_bits, down_group_size, down_mode, check, "down_")
-    gate_up = PackedWeight(gate_up_packed, gate_up_scales, gate_up_biases, format)
-    down = PackedWeight(down_packed, down_scales, down_biases, down_format)
+    gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_biases, format)
+    down = QuantizedWeight(down_packed, down_scales, down_biases, down_format)
     check_packed_mlp(check, x.shape[-1], gate_up, down, gate_up_bias, down_bias, activation.gated)
     if residual is not None:
         check.dtype("residual", residual, (x.dtype,))
@@ -201,9 +201,9 @@ def mlp_quantized(
     Raises: ValueError for a dtype, shape, device, option or format that does not fit.
     """
     format = Format(bits, group_size, mode)
-    gate_up = PackedWeight(gate_up_packed, gate_up_scales, gate_up_biases, format)
+    gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_biases, format)
     down_format = format.replaced(down_bits, down_group_size, down_mode)
-    down = PackedWeight(down_packed, down_scales, down_biases, down_format)
+    down = QuantizedWeight(down_packed, down_scales, down_biases, down_format)
     act = Activation(activation, alpha, limit, gated, interleaved)
     hidden = act.apply(_product(_rows(x), gate_up, gate_up_bias)).to(x.dtype)
     out = _product(hidden, down, down_bias).view(x.shape)
@@ -216,7 +216,7 @@ def _meta_embedding_quantized(check, ids, packed, scales, biases, bits, group_si
     if dtype not in ACTIVATION_DTYPES:
         check.fail("dtype", "float32 or float16 or bfloat16", str(dtype).removeprefix("torch."))
     check.rank("packed", packed, (2,))
-    weight = PackedWeight(packed, scales, biases, format)
+    weight = QuantizedWeight(packed, scales, biases, format)
     shape = (packed.shape[0], format.columns(packed.shape[1]))
     weight.check(check, "", shape, "V, C")
     check.same_device(ids=ids, **weight.named())
@@ -252,7 +252,7 @@ def embedding_quantized(
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
     """
-    weight = PackedWeight(packed, scales, biases, Format(bits, group_size, mode))
+    weight = QuantizedWeight(packed, scales, biases, Format(bits, group_size, mode))
     rows, columns = packed.shape[0], weight.format.columns(packed.shape[1])
     flat = ids.reshape(-1).long()
     out = torch.zeros(*flat.shape, columns, dtype=dtype, device=ids.device)

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from ._activations import Activation
 from ._checks import picked
-from ._formats import Format, PackedWeight, checked_format
+from ._formats import Format, QuantizedWeight, checked_format
 from ._registry import operator
 from .combine import ExpertSum
 from .experts import (
@@ -20,7 +20,7 @@ from .experts import (
 from .linear import check_packed_mlp
 
 
-def _product(rows: Tensor, groups: Groups, weight: PackedWeight) -> Tensor:
+def _product(rows: Tensor, groups: Groups, weight: QuantizedWeight) -> Tensor:
     """grouped_product in float32; experts are dequantised when their turn comes, one at a time."""
 
     return grouped_product(
@@ -30,7 +30,7 @@ def _product(rows: Tensor, groups: Groups, weight: PackedWeight) -> Tensor:
 
 def _meta_expert_qmm(check, x, packed, scales, biases, ids, bits, group_size, mode, bias=None):
     check_slots(check, x, ids)
-    weight = PackedWeight(packed, scales, biases, checked_format(check, bits, group_size, mode))
+    weight = QuantizedWeight(packed, scales, biases, checked_format(check, bits, group_size, mode))
     check.rank("packed", packed, (3,))
     experts, rows, _ = packed.shape
     weight.check(check, "", (experts, rows, x.shape[-1]), "E, N, H")
@@ -73,7 +73,7 @@ def expert_qmm(
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
     """
-    weight = PackedWeight(packed, scales, biases, Format(bits, group_size, mode))
+    weight = QuantizedWeight(packed, scales, biases, Format(bits, group_size, mode))
 
     def product(rows: Tensor, groups: Groups) -> Tensor:
         return _product(rows, groups, weight)
@@ -108,8 +108,8 @@ def _meta_moe_experts_quantized(
     activation.check(check)
     format = checked_format(check, bits, group_size, mode)
     down_format = format.replaced(down_bits, down_group_size, down_mode, check, "down_")
-    gate_up = PackedWeight(gate_up_packed, gate_up_scales, gate_up_biases, format)
-    down = PackedWeight(down_packed, down_scales, down_biases, down_format)
+    gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_biases, format)
+    down = QuantizedWeight(down_packed, down_scales, down_biases, down_format)
     check_packed_mlp(check, x.shape[1], gate_up, down, gate_up_bias, down_bias, activation.gated, stack="E, ")
     check.same_device(
         x=x,
@@ -187,9 +187,9 @@ def moe_experts_quantized(
     Raises: ValueError for a dtype, shape, device, option or format that does not fit.
     """
     format = Format(bits, group_size, mode)
-    gate_up = PackedWeight(gate_up_packed, gate_up_scales, gate_up_biases, format)
+    gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_biases, format)
     down_format = format.replaced(down_bits, down_group_size, down_mode)
-    down = PackedWeight(down_packed, down_scales, down_biases, down_format)
+    down = QuantizedWeight(down_packed, down_scales, down_biases, down_format)
     act = Activation(activation, alpha, limit, gated, interleaved)
 
     def experts(rows: Tensor, groups: Groups) -> Tensor:

@@ -1,8 +1,7 @@
 """Formats of quantised weights: tensors only, nothing of models."""
 
-from ..ops._formats import Format
+from ..ops._formats import TENSORS, Format, QuantizedWeight
 from .formats import (
-    QuantizedWeight,
     dequantize,
     quantize,
     repack_mxfp4_blocks,
@@ -10,6 +9,7 @@ from .formats import (
 )
 
 __all__ = [
+    "TENSORS",
     "Format",
     "QuantizedWeight",
     "dequantize",

@@ -18,15 +18,23 @@
 All are written bit for bit as mlx.core.quantize writes them on a CPU.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ops._checks import ACTIVATION_DTYPES, Check
-from ..ops._formats import BITS, PACKED_DTYPES, Format, decode, dequantize_values, pack, unpack
+from ..ops._formats import (
+    BITS,
+    PACKED_DTYPES,
+    Format,
+    QuantizedWeight,
+    decode,
+    dequantize_values,
+    pack,
+    unpack,
+)
 from .encoding import encode
 
 # Values quantised at a time: the float32 temporaries stay in the cache of a core.
@@ -45,23 +53,6 @@ def requested_format(bits: int | None, group_size: int | None, mode: str | None)
             known = ", ".join(map(str, BITS["affine"]))
             raise ValueError(f"moe_mps::quantize: {argument}={value!r} needs bits, one of {known}, got None")
     return None
-
-
-class QuantizedWeight(NamedTuple):
-    """packed [..., R, C * bits / 32] uint32; scales, biases [..., R, C / group_size], or no biases."""
-
-    packed: Tensor
-    scales: Tensor
-    biases: Tensor | None
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
-        """The function of each tensor that is there."""
-        biases = None if self.biases is None else function(self.biases)
-        return QuantizedWeight(function(self.packed), function(self.scales), biases)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self if tensor is not None)
 
 
 @dataclass
@@ -98,12 +89,6 @@ def check_finite(check: Check, argument: str, stack: Tensor) -> None:
             check.fail(argument, "finite", "NaN, inf or a range over that of float32")
 
 
-def empty_weight(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, format: Format
-) -> QuantizedWeight:
-    return QuantizedWeight(*format.empty(shape, dtype, device))
-
-
 def _chunks(weight: Tensor) -> Iterator[tuple[slice, slice]]:
     """Indices (matrices, rows) of pieces of about CHUNK values; a piece is a view, whatever the strides."""
     matrices, rows, columns = weight.shape
@@ -129,8 +114,8 @@ def quantize(
         weight: [R, C] or [E, R, C], float32, float16 or bfloat16, any strides; C a multiple of group_size.
         bits, group_size, mode: see Format.
 
-    Returns: QuantizedWeight(packed, scales, biases). In mode affine, scales and biases have the dtype of
-        `weight`. The memory beside the result stays under about 10 MiB.
+    Returns: QuantizedWeight(packed, scales, biases, format). In mode affine, scales and biases have the dtype
+        of `weight`. The memory beside the result stays under about 10 MiB.
 
     Raises: ValueError for a shape, dtype or format that does not fit, and for weights that are not finite.
     """
@@ -147,7 +132,7 @@ def quantize(
 @torch.no_grad()
 def quantize_stack(stack: Tensor, format: Format, errors: ErrorSums | None = None) -> QuantizedWeight:
     """quantize for [E, R, C] that was checked; the errors are added to `errors`."""
-    out = empty_weight(stack.shape, stack.dtype, stack.device, format)
+    out = QuantizedWeight.empty(stack.shape, stack.dtype, stack.device, format)
     words = out.packed.view(torch.int32)
     for index in _chunks(stack):
         groups = _at_hand(stack[index]).float().unflatten(-1, (-1, format.group_size))
@@ -203,8 +188,8 @@ def repack_mxfp4_blocks(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
         blocks: uint8 [..., R, C / 32, 16], two values per byte, the first in the lower half.
         scales: uint8 [..., R, C / 32].
 
-    Returns: QuantizedWeight(packed [..., R, C / 8] uint32, scales, None), on the memory of `blocks` if that
-        is contiguous.
+    Returns: QuantizedWeight(packed [..., R, C / 8] uint32, scales, None, format), on the memory of `blocks`
+        if that is contiguous.
 
     Raises: ValueError for a shape or dtype that does not fit.
     """
@@ -215,4 +200,4 @@ def repack_mxfp4_blocks(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
     packed = blocks.contiguous().flatten(-2)
     if packed.storage_offset() % 4 != 0:
         packed = packed.clone()
-    return QuantizedWeight(packed.view(torch.int32).view(torch.uint32), scales, None)
+    return QuantizedWeight(packed.view(torch.int32).view(torch.uint32), scales, None, Format(mode="mxfp4"))

@@ -62,7 +62,7 @@ def _weight_libraries(module: nn.Module, dtype: str | None) -> Iterator[str]:
     attributes = ("quantization", "down_quantization", "format")
     formats = [f for f in (getattr(module, name, None) for name in attributes) if isinstance(f, Format)]
     if formats:
-        yield from (f"quantized_{format.library}_{dtype}" for format in formats)
+        yield from (f"quantized_{format}_{dtype}" for format in formats)
     elif is_experts(module):
         yield f"experts_{dtype}"
 

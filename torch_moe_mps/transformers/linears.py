@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops._formats import PackedWeight
-from ..quantization import Format
+from ..quantization import TENSORS, QuantizedWeight
 from .interface import is_quantized
 
 ops = torch.ops.moe_mps
@@ -33,6 +32,14 @@ class LazyWeight:
     def device(self) -> torch.device:
         return self._layer.packed.device
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"moe_mps: a weight must be dense for .{name}, got a quantised one; resize, tune or train first, "
+            "and quantise then"
+        )
+
     def __getitem__(self, index: Any) -> Tensor:
         first, *others = index if isinstance(index, tuple) else (index,)
         if first is None or first is Ellipsis:
@@ -58,15 +65,15 @@ class QuantizedLayer(nn.Module):
     biases: Tensor | None
     _like: Tensor
 
-    def __init__(
-        self, packed: Tensor, scales: Tensor, biases: Tensor | None, format: Format, dtype: torch.dtype
-    ):
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype):
         super().__init__()
-        self.format = format
-        for name, tensor in (("packed", packed), ("scales", scales), ("biases", biases)):
+        self.format = weight.format
+        for name, tensor in zip(TENSORS, weight, strict=True):
             self.register_parameter(name, None if tensor is None else _parameter(tensor))
         # Of no size: it keeps the dtype of the dense weight, and follows where the module is moved.
-        self.register_buffer("_like", torch.empty(0, dtype=dtype, device=packed.device), persistent=False)
+        self.register_buffer(
+            "_like", torch.empty(0, dtype=dtype, device=weight.packed.device), persistent=False
+        )
 
     @property
     def rows(self) -> int:
@@ -80,10 +87,13 @@ class QuantizedLayer(nn.Module):
     def weight(self) -> LazyWeight:
         return LazyWeight(self)
 
+    @property
+    def quantized(self) -> QuantizedWeight:
+        return QuantizedWeight(self.packed, self.scales, self.biases, self.format)
+
     def dequantized(self, rows: slice | Tensor) -> Tensor:
         """Some rows of the matrix, in the dtype of the dense weight."""
-        weight = PackedWeight(self.packed, self.scales, self.biases, self.format)
-        return weight.values(rows).to(self._like.dtype)
+        return self.quantized.values(rows).to(self._like.dtype)
 
 
 def has_quantized_weights(module: nn.Module) -> bool:
@@ -104,16 +114,8 @@ class QuantizedLinear(QuantizedLayer):
 
     bias: Tensor | None
 
-    def __init__(
-        self,
-        packed: Tensor,
-        scales: Tensor,
-        biases: Tensor | None,
-        format: Format,
-        dtype: torch.dtype,
-        bias: Tensor | None = None,
-    ):
-        super().__init__(packed, scales, biases, format, dtype)
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype, bias: Tensor | None = None):
+        super().__init__(weight, dtype)
         self.register_parameter("bias", None if bias is None else _parameter(bias))
 
     @property
@@ -158,17 +160,17 @@ class QuantizedEmbedding(QuantizedLayer):
 
     def __init__(
         self,
-        packed: Tensor,
-        scales: Tensor,
-        biases: Tensor | None,
-        format: Format,
+        weight: QuantizedWeight,
         dtype: torch.dtype,
         padding_idx: int | None = None,
         scale: Tensor | None = None,
     ):
-        super().__init__(packed, scales, biases, format, dtype)
+        super().__init__(weight, dtype)
         self.padding_idx = padding_idx
-        self.register_buffer("scale", scale, persistent=False)
+        if scale is None:
+            self.scale = None  # no buffer: offloading does not expect one to be None
+        else:
+            self.register_buffer("scale", scale, persistent=False)
 
     @property
     def num_embeddings(self) -> int:

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -44,16 +45,24 @@ class QuantizationReport:
         return sum(entry.quantized_bytes for entries in self.modules.values() for entry in entries)
 
     def __str__(self) -> str:
-        """Equal layers are on one line, with the mean and the largest of their errors."""
+        """Equal layers share a line, with the mean and the largest of their errors; the last line sums up."""
         lines = [f"{name}: shares the weight of {other}" for name, other in self.shared.items()]
         reasons = Counter((_any_layer(name), why) for name, why in self.skipped.items())
-        lines += [f"{name} ({n}): left as it is, {why}" for (name, why), n in reasons.items()]
+        lines += [f"{name} ({n}): not quantised, {why}" for (name, why), n in reasons.items()]
         if self.modules:
-            before, after = (f"{count / 1e6:.1f} MB" for count in (self.bytes_before, self.bytes_after))
-            lines.append(f"weights read for a token: {before} before, {after} after")
-            return "\n".join(self._table() + lines)
+            return "\n".join([*self._table(), *lines, self.summary()])
         return "\n".join(lines) or (
             "No experts with transformers' experts interface found; nothing is quantised."
+        )
+
+    def summary(self) -> str:
+        """One line: the bytes of what is quantised, and of what a token reads."""
+        count = sum(map(len, self.modules.values()))
+        show = _unit(self.dense_bytes)
+        return (
+            f"{count} matrices quantised: {show(self.dense_bytes)} before, "
+            f"{show(self.quantized_bytes)} after; "
+            f"weights read for a token: {show(self.bytes_before)} before, {show(self.bytes_after)} after"
         )
 
     def _table(self) -> list[str]:
@@ -62,16 +71,16 @@ class QuantizationReport:
             for entry in entries:
                 parameter = _any_layer(f"{name}.{entry.projection}".removesuffix(".weight"))
                 groups.setdefault((parameter, str(entry.format)), []).append(entry)
-        rows = [("parameter", "format", "n", "mean error", "largest", "before", "after")]
-        rows += [(*key, str(len(entries)), *_summary(entries)) for key, entries in groups.items()]
-        everything = [entry for entries in groups.values() for entry in entries]
-        rows.append(("all", "", str(len(everything)), *_summary(everything)))
+        show = _unit(self.dense_bytes)
+        rows = [("weights", "format", "n", "mean error", "largest", "before", "after")]
+        for key, entries in groups.items():
+            errors = [entry.error for entry in entries]
+            before, after = sum(e.dense_bytes for e in entries), sum(e.quantized_bytes for e in entries)
+            mean, largest = f"{sum(errors) / len(errors):.1%}", f"{max(errors):.1%}"
+            rows.append((*key, str(len(entries)), mean, largest, show(before), show(after)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        aligned = [[str.ljust] * 2 + [str.rjust] * 5] * len(rows)
-        return [
-            "  ".join(f(c, w) for f, c, w in zip(align, row, widths, strict=True))
-            for align, row in zip(aligned, rows, strict=True)
-        ]
+        aligned = [str.ljust] * 2 + [str.rjust] * 5
+        return ["  ".join(f(c, w) for f, c, w in zip(aligned, row, widths, strict=True)) for row in rows]
 
 
 def _any_layer(name: str) -> str:
@@ -79,14 +88,10 @@ def _any_layer(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def _summary(entries: list[QuantizedProjection]) -> tuple[str, str, str, str]:
-    errors = [entry.error for entry in entries]
-    before, after = sum(e.dense_bytes for e in entries), sum(e.quantized_bytes for e in entries)
-    return f"{sum(errors) / len(errors):.4f}", f"{max(errors):.4f}", _mib(before), _mib(after)
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"
+def _unit(largest: int) -> Callable[[int], str]:
+    """Shows numbers of bytes in one unit, the one that fits the largest."""
+    size, name, digits = (1e9, "GB", 2) if largest >= 1e9 else (1e6, "MB", 1)
+    return lambda count: f"{count / size:.{digits}f} {name}"
 
 
 @dataclass(frozen=True)
@@ -126,8 +131,8 @@ class Report:
             return "No experts with transformers' experts interface found; the model is left as it is."
         groups: dict[tuple, list[str]] = {}
         for row in self.rows:
-            result = row.replaced_by or f"left alone: {row.reason}"
-            key = (re.sub(r"(?<=\.)\d+(?=\.|$)", "*", row.name) or "(model)", row.cls, result)
+            result = _in_words(row.replaced_by) if row.replaced_by else f"left alone: {row.reason}"
+            key = (_any_layer(row.name) or "(model)", row.cls, result)
             groups.setdefault(key, []).append(row.name)
         lines = [("module", "class", "n", "now runs")]
         lines += [(name, cls, str(len(names)), result) for (name, cls, result), names in groups.items()]
@@ -140,4 +145,12 @@ class Report:
             table += ["", str(self.quantization)]
         if self.compiled is not None:
             table += ["", self.compiled]
+        replaced, alone = len(self.replaced), len(self.left_alone)
+        table += ["", f"{replaced} modules run on torch_moe_mps, {alone} keep their own code."]
         return "\n".join(table)
+
+
+def _in_words(replaced_by: str) -> str:
+    """What rules note, as a reader who does not know them would say it."""
+    words = re.sub(r"residual in (\w+)", r"\1 adds the residual", replaced_by)
+    return re.sub(r"(shared expert(?: and its gate)?) in moe_experts", r"moe_experts adds the \1", words)

@@ -1,4 +1,4 @@
-"""Parts of a model that a checkpoint does not have: mlx-lm writes the language model alone."""
+"""Parts of a model that a checkpoint lacks: of a multimodal model, mlx-lm writes only the language model."""
 
 from collections.abc import Iterable
 from typing import Any, NoReturn
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Absent(nn.Module):
-    """Stands for a part without weights; whatever uses it raises RuntimeError or AttributeError."""
+    """Replaces a part without weights; using it raises RuntimeError or AttributeError."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -24,7 +24,7 @@ class Absent(nn.Module):
 
 
 def around_text(model: Any) -> tuple[set[str], str]:
-    """The names of all modules around the embedding of tokens, and of the smallest model among them."""
+    """The names of all ancestors of the token embedding, and of the innermost PreTrainedModel among them."""
     embedding = model.get_input_embeddings()
     around = {name for name, module in model.named_modules() if any(m is embedding for m in module.modules())}
     models = {name for name in around if hasattr(model.get_submodule(name), "base_model_prefix")}
@@ -32,7 +32,7 @@ def around_text(model: Any) -> tuple[set[str], str]:
 
 
 def beside_text(model: Any) -> list[str]:
-    """The names of the parts of a model with more than language that are beside its language model."""
+    """The names of the parts of a multimodal model that are outside its language model."""
     if model.config.get_text_config() is model.config:
         return []
     around, text = around_text(model)
@@ -48,7 +48,7 @@ def beside_text(model: Any) -> list[str]:
 
 
 def leave_out(model: nn.Module, names: Iterable[str]) -> None:
-    """Put a stand-in where each of these parts is."""
+    """Replaces these parts by stand-ins."""
     for name in names:
         owner, _, child = name.rpartition(".")
         setattr(model.get_submodule(owner), child, Absent(name))

@@ -1,11 +1,11 @@
-"""Recipes by measurement: the bits where they lower the error most, for a number of bytes.
+"""Recipes by measurement: within a number of bytes, more bits for the weights that need them most.
 
-Every part of the model (a layer, an embedding, the output head) reads what the dense parts before it gave for
-a calibration text. One weight after the other is quantised in each format, and the error of the part is
+Every part of the model (a layer, an embedding, the output head) runs on what the dense parts before it
+compute for a calibration text. Its weights are quantised one at a time, in each format, and the error is
 
     sum (output - dense output)^2 / sum (dense output)^2
 
-The output of a layer is that of the residual stream: the errors of all weights have one unit, and add up.
+The output of a layer is the residual stream, so all errors have the same unit and can be added.
 """
 
 from collections import defaultdict
@@ -58,18 +58,18 @@ def measured_recipe(
     keep: Collection[str] = (),
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Which bits each weight of a language model shall have, by their errors on a calibration text.
+    """Choose the bits of each weight of a language model by the errors that they cause on a calibration text.
 
     Args:
-        model: dense, in memory; or a checkpoint of which one part is in memory at a time.
+        model: a dense model in memory, or a checkpoint that is read part by part.
         ids: [B, T] tokens of the text.
-        budget: bits a weight, on average over all that is quantised, with scales and biases.
+        budget: bits for each quantised weight, on average, with scales and biases.
         group_size, bits: of the formats to choose from, in mode affine.
         keep: as in `accelerate`.
         progress: show a bar where tqdm is installed.
 
-    Returns: arguments of `accelerate` and `from_pretrained`, which can be written as JSON. Of what fits the
-        budget they have the least sum of errors that a greedy choice by error a byte finds.
+    Returns: arguments of `accelerate` and `from_pretrained`, which can be written as JSON. They are the best
+        a greedy search finds within the budget: it spends bytes where they lower the error most.
 
     Raises: ValueError for a budget that the smallest format exceeds, and for weights that do not fit.
     """
@@ -112,7 +112,7 @@ def _measure(
     checkpoint: LayerwiseCheckpoint | None,
     progress: bool,
 ) -> Errors:
-    """Run the model once; each part is read, measured and freed when its turn comes."""
+    """Runs the model once; each part is read, measured and freed in turn."""
     found = _no_errors(targets, formats)
     inside = defaultdict(list)
     for name, target in targets.items():
@@ -169,7 +169,7 @@ def _names(targets: Mapping[str, Target]) -> Iterator[str]:
 
 @contextmanager
 def _rounded(target: Target, parameter: str, format: Format) -> Iterator[None]:
-    """A parameter with the values that its codes stand for."""
+    """Within, a parameter has its quantised values."""
     weight = getattr(target.module, parameter)
     values = _values(rows_first(target, weight.data), format)
     values = values if target.kind == "experts" else values.squeeze(0)
@@ -182,7 +182,7 @@ def _rounded(target: Target, parameter: str, format: Format) -> Iterator[None]:
 
 
 def _values(stack: Tensor, format: Format) -> Tensor:
-    """What the codes of matrices stand for, some rows at a time: the temporaries stay small."""
+    """The dequantised matrices, computed some rows at a time to keep temporaries small."""
     values = torch.empty(stack.shape, dtype=stack.dtype, device=stack.device)
     step = max(1, CHUNK // stack.shape[-1])
     for matrix, out in zip(stack, values, strict=True):
@@ -221,7 +221,7 @@ def _bar(count: int, enabled: bool) -> Iterator[Callable[[int], object]]:
 def _items(
     model: nn.Module, targets: Mapping[str, Target], formats: Sequence[Format], errors: Errors
 ) -> Iterator[Item]:
-    """The errors of tied layers add up."""
+    """One item for each tensor: the errors of tied layers are added."""
     tied = {name: other for name, other in tied_layers(model).items() if {name, other} <= targets.keys()}
     for target in targets.values():
         for parameter in target.formats:
@@ -260,7 +260,7 @@ def choose(items: Sequence[Sequence[Choice]], budget: int) -> list[Choice]:
 
 
 def _hull(choices: Sequence[Choice]) -> list[Choice]:
-    """From the smallest on, those that no mixture of two others beats: their gains a byte fall."""
+    """The lower convex hull: the choices that no mixture of two others beats, the smallest first."""
     hull: list[Choice] = []
     for choice in sorted(choices, key=lambda c: (c.nbytes, c.error)):
         if hull and choice.error >= hull[-1].error:

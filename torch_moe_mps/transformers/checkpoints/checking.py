@@ -1,4 +1,4 @@
-"""What a checkpoint of quantised weights must have, checked after it was loaded."""
+"""Checks that a quantised checkpoint has everything that the model needs."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -9,8 +9,7 @@ from safetensors import safe_open
 from torch import nn
 
 from ...ops._checks import ACTIVATION_DTYPES, Check
-from ...quantization import Format, QuantizedWeight
-from ...quantization.formats import empty_weight
+from ...quantization import TENSORS, Format, QuantizedWeight
 from ..interface import formats_of, is_experts, is_quantized
 from .weights import quantized_names
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
 
 
 def check_shapes(model: nn.Module, files: Sequence[str] | None) -> None:
-    """Raise the one-line error for a tensor in the files that is not of its shape in the model."""
+    """Raises: ValueError for a tensor in the files whose shape differs from the model's."""
     state = model.state_dict()
     for file in files or ():
         if not file.endswith(".safetensors"):
@@ -32,10 +31,10 @@ def check_shapes(model: nn.Module, files: Sequence[str] | None) -> None:
 
 
 def check_loaded(model: "PreTrainedModel") -> None:
-    """Raise the one-line error for a tensor that the checkpoint lacks, or has in another dtype.
+    """Raises: ValueError for a tensor that the checkpoint lacks, or has in a wrong dtype.
 
-    transformers leaves what is missing uninitialised, or fills it with random values, and only logs its name.
-    A head that the checkpoint was saved without may be new.
+    transformers leaves missing tensors uninitialised, or fills them with random values, and only logs their
+    names. A head that is not part of the saved model may be new.
     """
     check = Check("from_pretrained")
     whole = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
@@ -68,17 +67,17 @@ def _dtypes_of(module: nn.Module) -> dict[str, tuple[torch.dtype, ...]]:
     return {
         name: dtypes[part]
         for ours, dtypes in names
-        for name, part in zip(ours, QuantizedWeight._fields, strict=True)
+        for name, part in zip(ours, TENSORS, strict=True)
         if part in dtypes
     }
 
 
 def _dtypes(format: Format) -> dict[str, tuple[torch.dtype, ...]]:
-    """{"packed", "scales", "biases": the dtypes that they may have}."""
-    weight = empty_weight((1, 1024), torch.float32, torch.device("meta"), format)
+    """{"packed", "scales" or "biases": the dtypes that are allowed}."""
+    weight = QuantizedWeight.empty((1, 1024), torch.float32, torch.device("meta"), format)
     dtypes: dict[str, tuple[torch.dtype, ...]] = {"packed": (torch.int32,)}
-    for part, tensor in zip(QuantizedWeight._fields[1:], weight[1:], strict=True):
-        if tensor is not None:
+    for part, tensor in zip(TENSORS, weight, strict=True):
+        if tensor is not None and part != "packed":
             dtypes[part] = ACTIVATION_DTYPES if tensor.dtype.is_floating_point else (tensor.dtype,)
     return dtypes
 

@@ -1,6 +1,17 @@
-"""The quantisation in the config of a checkpoint: quant_method "moe_mps"."""
+"""The quantisation in the config of a checkpoint.
 
-from collections.abc import Collection, Mapping
+    "quantization_config": {
+      "library": "torch_moe_mps",
+      "modules": {"lm_head": "affine6_64", "model.layers.*.mlp.experts": "affine4_64", ...}
+    }
+
+A * is any number: equal layers share a line. No "quant_method" is named: without this package, transformers
+refuses such a checkpoint with an error, where it would ignore a method that it does not know and fill what is
+quantised with random values. Version 0.2 named one, and had a line for each layer; such files are read, too.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -13,15 +24,18 @@ from ..interface import projections
 from .recipe import SAME, Recipe, recipe_of
 from .targets import Target, kinds_of
 
+LIBRARY = "torch_moe_mps"
+
 
 class QuantizationConfig(QuantizationConfigMixin):
     """How the weights of a checkpoint are quantised, or shall be when they are loaded.
 
     Args:
         bits, group_size, mode: as in `torch_moe_mps.quantization.quantize`, the usual format.
-        modules: {name: {bits, group_size, mode}} of what a checkpoint has quantised: experts modules, or
-            one of their parameters, linear layers, embeddings. None in a checkpoint: experts, in the usual
-            format. Names of a larger or a smaller model are understood.
+        modules: {name: format} of what a checkpoint has quantised: experts modules, or one of their
+            parameters, linear layers, embeddings. A format is a name such as "affine4_64", or {bits,
+            group_size, mode}. None in a checkpoint: experts, in the usual format. Names of a larger or a
+            smaller model are understood.
         linear_bits, embedding_bits, keep, overrides: as in `accelerate`, for dense checkpoints.
         source: the quantisation of a checkpoint that transformers dequantises while ours quantises: FP8.
         absent: names of parts of the model, beside its language model, that a checkpoint does not have.
@@ -36,7 +50,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         bits: int | None = None,
         group_size: int | None = None,
         mode: str = "affine",
-        modules: Mapping[str, Mapping[str, Any]] | None = None,
+        modules: Mapping[str, Any] | None = None,
         linear_bits: int | str | None = SAME,
         embedding_bits: int | str | None = SAME,
         keep: Collection[str] = (),
@@ -48,17 +62,10 @@ class QuantizationConfig(QuantizationConfigMixin):
         **unused: Any,
     ):
         self.quant_method = NAME
-        self.bits, self.group_size, self.mode = Format(bits, group_size, mode).to_dict().values()
+        self.usual = Format(bits, group_size, mode)
         if modules is not None and not isinstance(modules, Mapping):
-            raise ValueError(
-                f"moe_mps: modules must be {{name: {{bits, group_size, mode}}}}, got {modules!r}"
-            )
-        for name, format in (modules or {}).items():
-            if not isinstance(format, Mapping) or not set(format) <= {"bits", "group_size", "mode"}:
-                raise ValueError(
-                    f"moe_mps: modules[{name!r}] must be {{bits, group_size, mode}}, got {format!r}"
-                )
-        self.modules = modules and {name: Format(**format).to_dict() for name, format in modules.items()}
+            raise ValueError(f"moe_mps: modules must be {{name: format}}, got {modules!r}")
+        self.modules = modules and {name: _format_of(name, value) for name, value in modules.items()}
         self.linear_bits, self.embedding_bits = linear_bits, embedding_bits
         self.keep, self.overrides, self.source = keep, overrides, source
         self.absent, self.global_scales, self.mlx = [*absent], [*global_scales], mlx
@@ -70,13 +77,19 @@ class QuantizationConfig(QuantizationConfigMixin):
 
     def recipe(self) -> Recipe:
         """What to do with a dense checkpoint."""
-        usual = Format(self.bits, self.group_size, self.mode)
-        return recipe_of(usual, self.linear_bits, self.embedding_bits, self.keep, self.overrides)
+        return recipe_of(self.usual, self.linear_bits, self.embedding_bits, self.keep, self.overrides)
+
+    def formats(self) -> set[Format]:
+        """All formats of a quantised checkpoint."""
+        return {self.usual} if self.modules is None else {*self.modules.values()}
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("quant_method", "bits", "group_size", "mode", "modules")
+        """What config.json says. Without `modules` it is what 0.2 wrote for quantised experts."""
+        if self.modules is None:
+            return {"quant_method": NAME, **self.usual.to_dict(), "modules": None}
+        modules = {name: str(format) for name, format in self.modules.items()}
         rare = {"absent": self.absent, "global_scales": self.global_scales}
-        return {name: getattr(self, name) for name in names} | {k: v for k, v in rare.items() if v}
+        return {"library": LIBRARY, "modules": modules} | {k: v for k, v in rare.items() if v}
 
     def targets(self, model: nn.Module) -> dict[str, Target]:
         """{name: target} of the modules that are quantised in a checkpoint of the model.
@@ -85,13 +98,10 @@ class QuantizationConfig(QuantizationConfigMixin):
         """
         kinds = kinds_of(model)
         found: dict[str, Target] = {}
-        usual = Format(self.bits, self.group_size, self.mode)
         if self.modules is None:
-            formats = {name: usual for name, (kind, _) in kinds.items() if kind == "experts"}
+            formats = {name: self.usual for name, (kind, _) in kinds.items() if kind == "experts"}
         else:
-            formats = {
-                _same_module(stored, kinds): Format(**format) for stored, format in self.modules.items()
-            }
+            formats = {n: f for stored, f in self.modules.items() for n in _named(stored, kinds)}
         for name, format in formats.items():
             if name in kinds:
                 kind, module = kinds[name]
@@ -106,10 +116,47 @@ class QuantizationConfig(QuantizationConfigMixin):
             _check_complete(target)
         return found
 
+    def with_global_scales(self, model: nn.Module) -> list[str]:
+        """The names of the matrices of a model that have global scales."""
+        kinds = kinds_of(model)
+        return [name for stored in self.global_scales for name in _named(stored, kinds)]
+
 
 def is_mlx(stored: Mapping[str, Any]) -> bool:
     """Whether MLX wrote the quantisation of a config; its entry names no method."""
     return "quant_method" not in stored and "bits" in stored and "group_size" in stored
+
+
+def is_ours(stored: Any) -> bool:
+    """Whether this package wrote the quantisation of a config."""
+    ours = isinstance(stored, QuantizationConfig)
+    return ours or (isinstance(stored, Mapping) and stored.get("library") == LIBRARY)
+
+
+def together(names: Collection[str], everything: Iterable[str]) -> dict[str, str]:
+    """{name: what config.json calls it}, with a * for numbers where it has all of `everything` like it."""
+    shortened: dict[str, str] = {}
+    others = {_any_layer(name) for name in {*everything} - {*names}}
+    for name in names:
+        short = _any_layer(name)
+        shortened[name] = name if short in others else short
+    return shortened
+
+
+def _any_layer(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _format_of(name: str, value: Any) -> Format:
+    if isinstance(value, Format):
+        return value
+    if isinstance(value, str):
+        return Format.named(value)
+    if not isinstance(value, Mapping) or not set(value) <= {"bits", "group_size", "mode"}:
+        raise ValueError(
+            f"moe_mps: modules[{name!r}] must be a format or {{bits, group_size, mode}}, got {value!r}"
+        )
+    return Format(**value)
 
 
 def _check_complete(target: Target) -> None:
@@ -118,17 +165,24 @@ def _check_complete(target: Target) -> None:
         Check("load").fail(f"{target.name}.{missing}", "quantised as the other matrices are", "no format")
 
 
-def _same_module(stored: str, kinds: Mapping[str, tuple[str, nn.Module]]) -> str:
-    """The name in this model of what may have been saved from a larger or a smaller one."""
+def _named(stored: str, kinds: Mapping[str, tuple[str, nn.Module]]) -> list[str]:
+    """The names in this model of what may have been saved from a larger or a smaller one."""
     names = [*kinds]
     for name, (kind, module) in kinds.items():
         if kind == "experts":
             names += [f"{name}.{projection}" for projection in projections(module)]
-    if stored in names:
-        return stored
-    same = [name for name in names if f".{name}".endswith(f".{stored}") or f".{stored}".endswith(f".{name}")]
-    if len(same) != 1:
+    parts = stored.split(".")
+    found = [name for name in names if _same_end(parts, name.split("."))]
+    same = [name for name in found if name.count(".") == stored.count(".")] or found
+    outside = {(name.count("."), *name.split(".")[: -len(parts)]) for name in same}
+    if len(outside) != 1:
         kind = "experts" if "experts" in stored else "linears"
         has = ", ".join(n for n, (k, _) in kinds.items() if k == kind) or "none"
         raise ValueError(f"moe_mps: the checkpoint has quantised {kind} {stored}, but the model has {has}")
-    return same[0]
+    return same
+
+
+def _same_end(stored: list[str], name: list[str]) -> bool:
+    """Whether the shorter of two names is the end of the other."""
+    pairs = zip(reversed(stored), reversed(name), strict=False)
+    return all(ours == theirs or (ours == "*" and theirs.isdigit()) for ours, theirs in pairs)

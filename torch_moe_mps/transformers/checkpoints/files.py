@@ -1,6 +1,6 @@
-"""Tensors in files that have no names.
+"""Tensors in temporary files.
 
-The system reads and writes their pages as it needs: they count as no memory of the process.
+The system reads and writes their pages as needed, so they do not count as memory of the process.
 """
 
 import tempfile
@@ -18,7 +18,7 @@ _FOLDER: ContextVar[Path | None] = ContextVar("folder", default=None)
 
 @contextmanager
 def tensors_in(folder: Path) -> Iterator[None]:
-    """Models that are loaded within have the tensors that are made for them in files of a folder."""
+    """Within, tensors that loading creates are put into temporary files of a folder."""
     token = _FOLDER.set(folder)
     try:
         yield
@@ -27,12 +27,12 @@ def tensors_in(folder: Path) -> Iterator[None]:
 
 
 def in_files() -> bool:
-    """Whether `tensors_in` says where tensors shall be."""
+    """Whether this is within `tensors_in`."""
     return _FOLDER.get() is not None
 
 
 def in_a_file(tensor: Tensor) -> Tensor:
-    """The tensor, contiguous, in a file if `tensors_in` says where and it is in none."""
+    """The tensor, contiguous; within `tensors_in` it is moved to a file unless it is in one."""
     if _FOLDER.get() is None or (tensor.is_shared() and tensor.is_contiguous()):
         return tensor.contiguous()
     with empty_whole(tensor.shape) as whole:
@@ -41,13 +41,13 @@ def in_a_file(tensor: Tensor) -> Tensor:
 
 
 def empty_whole(shape: torch.Size) -> "Whole":
-    """To be filled part by part, in a file if `tensors_in` says where."""
+    """A tensor to be filled part by part; within `tensors_in` it is in a file."""
     folder = _FOLDER.get()
     return Whole(shape) if folder is None else WholeInAFile(shape, folder)
 
 
 class Whole:
-    """A tensor [E, ...] that comes in parts of its first dimension, to be taken within `with`."""
+    """A tensor [E, ...] that is filled in parts of its first dimension; use it as a context manager."""
 
     def __init__(self, shape: torch.Size):
         self.shape, self.whole, self.filled = shape, torch.empty(0), 0
@@ -72,7 +72,7 @@ class Whole:
 
 
 class WholeInAFile(Whole):
-    """One in a file. A full disk is an error of `append`."""
+    """The same in a file; on a full disk `append` raises."""
 
     def __init__(self, shape: torch.Size, folder: Path):
         self.shape, self.dtype = shape, torch.uint8

@@ -1,7 +1,7 @@
 """Dense checkpoints in parts: a layer, an embedding or the output head is read when it is needed.
 
-The model is on the meta device but for its buffers and small parameters; those of a part are there between
-`load` and `free`.
+The model is on the meta device, except for its buffers and small parameters; the weights of a part exist
+only within `loaded`.
 """
 
 import json
@@ -37,11 +37,11 @@ _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 
 
 class LayerwiseCheckpoint:
-    """A model whose weights are read part by part.
+    """A model that has the weights of one part at a time.
 
     Args:
-        source: folder or name on the Hub of a dense checkpoint, or of one in FP8.
-        device: of the part that is there.
+        source: a folder, or a name on the Hub: a dense checkpoint, or one in FP8.
+        device: where the loaded part is.
         model_class: of transformers; AutoModelForCausalLM unless given.
 
     Attributes:
@@ -88,7 +88,7 @@ class LayerwiseCheckpoint:
         self._stack.close()
 
     def _names(self, keys: list[str]) -> Iterator[tuple[str, str]]:
-        """The parameter that each tensor of a file belongs to."""
+        """(key in a file, parameter of the model that it belongs to)."""
         renamings = [c for c in self._conversions if isinstance(c, WeightRenaming)]
         converters = [c for c in self._conversions if isinstance(c, WeightConverter)]
         state, prefix = self.model.state_dict(), self.model.base_model_prefix
@@ -100,7 +100,7 @@ class LayerwiseCheckpoint:
 
     @contextmanager
     def loaded(self, part: str) -> Iterator[nn.Module]:
-        """A module with its weights.
+        """Within, the module has its weights.
 
         Raises: ValueError for a parameter that the checkpoint lacks.
         """
@@ -132,7 +132,7 @@ class LayerwiseCheckpoint:
 
 
 def check_files(source: str) -> None:
-    """That the files of a local folder are there and whole; see `checkpoint_files`."""
+    """Checks that the files of a local folder are complete; see `checkpoint_files`."""
     folder = Path(source)
     if folder.is_dir():
         if not (folder / "config.json").exists():
@@ -173,7 +173,7 @@ def _named_in(index: Path) -> list[str]:
 
 
 def part_of(module: str) -> str:
-    """The layer that a module is in, or itself."""
+    """The layer that contains a module, or the module itself."""
     layer = _LAYER.match(module)
     return layer[1] if layer else module
 
@@ -189,7 +189,7 @@ def _is_layer(part: str) -> bool:
 def _without_weights(
     config: Any, device: str | torch.device, model_class: type[PreTrainedModel] | None
 ) -> PreTrainedModel:
-    """A model with its buffers alone."""
+    """A model with buffers but no parameters."""
     with torch.device("meta"):
         dtype = getattr(config, "dtype", None) or torch.bfloat16
         make = AutoModelForCausalLM.from_config if model_class is None else model_class._from_config

@@ -22,13 +22,14 @@ from ..accelerate import accelerate
 from ..experts import NAME
 from .config import QuantizationConfig, is_mlx
 from .mlx.plan import written_by_mlx
+from .quantizer import Quantizer
 from .recipe import SAME, requested_recipe
 
 _NO_READING_AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"
 
-# Types of models that mlx-lm reads as another one, which transformers knows.
+# Model types that mlx-lm loads as another type, which transformers knows.
 _SAME_MODEL = {"joyai_llm_flash": "deepseek_v3", "kimi_k2": "deepseek_v3"}
-# Arguments of from_pretrained: a config would keep the first to itself, the others say where the files are.
+# Arguments of from_pretrained: a config would swallow the first; the others say where the files are.
 _FOR_THE_MODEL = ("dtype", "torch_dtype")
 _FOR_BOTH = (
     "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder",
@@ -49,16 +50,16 @@ def from_pretrained(
     overrides: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Load a model and accelerate it; with bits, every weight is quantised as it comes from the checkpoint.
+    """Load a model and accelerate it; with bits, each weight is quantised as soon as it is read.
 
-    Loading needs the memory of one layer beside the model: the dense model never exists as a whole. MXFP4
-    experts (gpt-oss) stay in MXFP4 and are never dequantised; FP8 checkpoints are quantised from what they
-    stand for.
+    Loading needs the memory of the quantised model and one layer: the dense model never exists as a whole.
+    MXFP4 experts (gpt-oss) stay in MXFP4 and are never dequantised; FP8 checkpoints are dequantised, then
+    quantised.
 
     Args:
         name: folder or name on the Hub.
-        model_class: of transformers; unless given AutoModelForCausalLM, or AutoModelForImageTextToText for a
-            type of model that the first does not know.
+        model_class: a class of transformers; the default is AutoModelForCausalLM, or for a model type that it
+            does not know AutoModelForImageTextToText.
         bits, group_size, mode, linear_bits, embedding_bits, keep, overrides: as in `accelerate`; weights that
             are quantised stay as they are.
         kwargs: for its from_pretrained.
@@ -75,7 +76,7 @@ def from_pretrained(
     recipe = requested_recipe(**asked)  # its errors come before anything is loaded
     cls: Any = model_class or AutoModelForCausalLM
     if kwargs.get("quantization_config") is None:
-        asked = {key: value for key, value in asked.items() if value is not None}
+        asked = {k: v for k, v in asked.items() if v is not None or k in ("linear_bits", "embedding_bits")}
         config, others = load_config(name, cls, kwargs)
         cls = model_class or class_for(config)
         kwargs = _with_quantization(name, config, others, kwargs, None if recipe is None else asked)
@@ -86,27 +87,29 @@ def from_pretrained(
         missing = sorted(info["missing_keys"])
         names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise ValueError(f"moe_mps::from_pretrained: {names} must be in the checkpoint, got no such tensor")
-    streamed = getattr(getattr(model, "hf_quantizer", None), "report", None) is not None
-    accelerate(model.eval(), **({} if recipe is None or streamed else asked))
+    quantizer = getattr(model, "hf_quantizer", None)
+    accelerated = isinstance(quantizer, Quantizer) and (recipe is None or quantizer.report is not None)
+    if not accelerated:
+        accelerate(model.eval(), **({} if recipe is None else asked))
     return (model, info) if with_info else model
 
 
 def class_for(config: PreTrainedConfig) -> Any:
     """The Auto class for a model with this config that generates text."""
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map"):
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
-    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        expected = "of a model that generates text; give model_class for another"
-        raise ValueError(
-            f"moe_mps::from_pretrained: model_type must be {expected}, got {config.model_type!r}"
-        )
-    return AutoModelForImageTextToText
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    if hasattr(config, "auto_map"):  # a class in the repository, for a type that transformers does not know
+        return AutoModelForCausalLM
+    expected = "of a model that generates text; give model_class for another"
+    raise ValueError(f"moe_mps::from_pretrained: model_type must be {expected}, got {config.model_type!r}")
 
 
 def _with_quantization(
     name: str, config: Any, others: dict[str, Any], kwargs: dict[str, Any], asked: dict | None
 ) -> dict[str, Any]:
-    """The arguments of cls.from_pretrained, with the quantisation that shall be or is in the checkpoint."""
+    """The arguments of cls.from_pretrained, with the quantisation that is in the checkpoint or asked for."""
     stored = getattr(config, "quantization_config", None) or {}
     stored = stored if isinstance(stored, Mapping) else stored.to_dict()
     method = stored.get("quant_method")
@@ -130,7 +133,7 @@ def _with_quantization(
 
 @contextlib.contextmanager
 def _one_by_one(enabled: bool) -> Iterator[None]:
-    """Let transformers read a tensor when it is its turn: four threads would be ahead of the quantising."""
+    """Makes transformers read one tensor at a time: its four threads would read faster than we quantise."""
     before = os.environ.get(_NO_READING_AHEAD)
     if enabled:
         os.environ[_NO_READING_AHEAD] = "1"
@@ -144,7 +147,7 @@ def _one_by_one(enabled: bool) -> Iterator[None]:
 
 
 def _config_class(name: str, given: Mapping[str, Any]) -> Any:
-    """AutoConfig, but for types of models that only mlx-lm knows."""
+    """AutoConfig, or the config class for a model type that only mlx-lm knows."""
     where = {key: value for key, value in given.items() if key in _FOR_BOTH}
     stored, _ = PreTrainedConfig.get_config_dict(name, **where)
     kind = stored.get("model_type")
@@ -159,7 +162,7 @@ def _config_class(name: str, given: Mapping[str, Any]) -> Any:
 def load_config(
     name: str, cls: type = AutoModelForCausalLM, kwargs: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[Any, dict[str, Any]]:
-    """The config with its overrides among the arguments of cls.from_pretrained, and the other arguments."""
+    """The config with its overrides from the arguments of cls.from_pretrained, and the other arguments."""
     others = {key: value for key, value in kwargs.items() if key != "config"}
     config = kwargs.get("config")
     if isinstance(config, PreTrainedConfig):

@@ -29,10 +29,11 @@ def quantize_experts(
     """Quantise the experts of a transformers model in place, layer by layer; `accelerate` quantises all.
 
     The dense weights of a layer are freed before the next one is quantised, so the peak is the dense model
-    plus one quantised layer. All checks come first: on their errors the model is unchanged.
+    plus one quantised layer. Everything is checked first; if a check fails, the model is unchanged.
 
-    The modules run as experts implementation "moe_mps" from then on, for inference only. save_pretrained of
-    `model`, and of the models of transformers within, keeps them quantised.
+    The modules run as experts implementation "moe_mps" from then on, for inference only: no parameter of
+    `model` asks for gradients any more. save_pretrained of `model`, and of the models of transformers within,
+    keeps them quantised.
 
     Args:
         model: any module; experts are recognised by the interface of transformers' experts implementations.
@@ -53,7 +54,7 @@ def quantize_experts(
 
 
 def quantize_model(model: nn.Module, recipe: Recipe, progress: bool = True) -> QuantizationReport:
-    """Quantise what a recipe names, as quantize_experts does; what cannot be quantised stays dense.
+    """Quantise a model by a recipe, as quantize_experts does; what cannot be quantised stays dense.
 
     Raises: ValueError for experts that do not fit, and whatever quantize_experts raises.
     """
@@ -66,7 +67,7 @@ def quantize_model(model: nn.Module, recipe: Recipe, progress: bool = True) -> Q
 def quantize_targets(
     function: str, model: nn.Module, targets: Mapping[str, Target], report: QuantizationReport, progress: bool
 ) -> QuantizationReport:
-    """Quantise targets of a model after checking all of them, and add to the report what was done."""
+    """Check all targets, quantise them, and add the results to the report."""
     dense = {}
     for name, target in targets.items():
         reason = _reason(target)
@@ -90,6 +91,8 @@ def quantize_targets(
             release_cache(next(dense[name].module.parameters()))
     finally:  # a model that was interrupted works, and can be saved
         tie_quantized(model)
+        if report.modules:
+            model.requires_grad_(False)  # quantised weights have no backward
         keep_when_saving(model)
     report.bytes_after = bytes_a_token(model)
     return report
@@ -106,7 +109,7 @@ def _reason(target: Target) -> str | None:
 
 
 def keep_when_saving(model: nn.Module) -> None:
-    """Lets the models of transformers in `model` save what is quantised, and load it again."""
+    """Marks the models of transformers in `model` as quantised."""
     modules = list(model.modules())
     savable = any(hasattr(module, "save_pretrained") for module in modules)
     if savable and any(map(has_quantized_weights, modules)):
@@ -116,7 +119,7 @@ def keep_when_saving(model: nn.Module) -> None:
 
 
 def _check_adapters(function: str, model: nn.Module, targets: Mapping[str, Target]) -> None:
-    """An adapter of PEFT computes with the dense parameters that quantising removes."""
+    """A PEFT adapter needs the dense parameters that quantising removes."""
     names = {id(target.module): name for name, target in targets.items()}
     for adapter in model.modules():
         get_base_layer: Any = getattr(adapter, "get_base_layer", None)

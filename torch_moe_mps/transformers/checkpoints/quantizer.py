@@ -1,6 +1,6 @@
-"""The quantizer "moe_mps" of transformers: quantised checkpoints as they are, dense ones as they stream in.
+"""The quantizer "moe_mps" of transformers: loads quantised checkpoints, quantises dense ones while loading.
 
-Imported when transformers' quantizers are, through the package's import hook.
+The package's import hook imports it with transformers' quantizers.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,12 +12,13 @@ from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
+from ...quantization import Format
 from ..experts import NAME
 from ..global_scales import register
 from .absent import leave_out
 from .blocks import RepackBlocks
 from .checking import check_loaded, check_shapes
-from .config import QuantizationConfig, is_mlx
+from .config import QuantizationConfig, is_mlx, is_ours
 from .mlx.converter import MlxConverter
 from .mlx.plan import Plan
 from .saving import mark_quantized
@@ -31,8 +32,8 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
 register_quantization_config(NAME)(QuantizationConfig)
 
 
-def _recognise_mlx() -> None:
-    """The quantisation of MLX names no method, which transformers takes for an error."""
+def _recognise() -> None:
+    """MLX's quantisation and ours name no method, which transformers takes for an error."""
     supports = AutoHfQuantizer.supports_quant_method
 
     def supports_quant_method(quantization_config_dict: Any) -> bool:
@@ -40,17 +41,19 @@ def _recognise_mlx() -> None:
         if isinstance(stored, dict) and is_mlx(stored):
             stored.clear()
             stored.update(quant_method=NAME, mlx=True)
+        elif isinstance(stored, dict) and is_ours(stored):
+            stored.update(quant_method=NAME)
         return supports(stored)
 
     AutoHfQuantizer.supports_quant_method = staticmethod(supports_quant_method)
 
 
-_recognise_mlx()
+_recognise()
 
 
 @register_quantizer(NAME)
 class Quantizer(HfQuantizer):
-    """Loads quantised weights as they are, and quantises the weights of a dense checkpoint one by one.
+    """Loads quantised weights, or quantises the weights of a dense checkpoint one by one, and accelerates.
 
     Attributes:
         report: the QuantizationReport of what was quantised while loading; None if nothing was.
@@ -59,7 +62,7 @@ class Quantizer(HfQuantizer):
     requires_calibration = False
     quantization_config: QuantizationConfig
     report = None
-    _device: torch.device | None = None  # where a model goes that was quantised elsewhere
+    _device: torch.device | None = None  # where the model goes once it is quantised
 
     @property
     def _streams(self) -> bool:
@@ -67,7 +70,7 @@ class Quantizer(HfQuantizer):
         return not self.pre_quantized or self.quantization_config.source is not None
 
     def update_device_map(self, device_map: dict[str, Any] | None) -> dict[str, Any] | None:
-        """A whole model for MPS is quantised on the CPU: only there files are mapped, not read."""
+        """A model that is wholly for MPS is quantised on the CPU, where files are mapped instead of read."""
         whole = device_map.get("") if isinstance(device_map, dict) and len(device_map) == 1 else None
         if self._streams and isinstance(whole, str | torch.device) and torch.device(whole).type == "mps":
             self._device = torch.device(whole)
@@ -75,7 +78,7 @@ class Quantizer(HfQuantizer):
         return device_map
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """No cast of numbers to codes: `check_loaded` names a parameter in a wrong dtype."""
+        """Floating-point tensors are never cast to codes: `check_loaded` reports a wrong dtype."""
         if dtype is not None and not dtype.is_floating_point:
             return None
         return super().get_new_dtype(converter, param, dtype)
@@ -93,13 +96,13 @@ class Quantizer(HfQuantizer):
         else:
             leave_out(model, self.quantization_config.absent)
             self._targets = self.quantization_config.targets(model)
-            global_scales = self.quantization_config.global_scales
+            global_scales = self.quantization_config.with_global_scales(model)
         for target in self._targets.values():
             dense = {
                 name: torch.empty_like(getattr(target.module, name), device="meta") for name in target.formats
             }
             store_empty(target)
-            # The model initialises each weight that it believes to be missing; these marks keep it from that.
+            # The mark keeps transformers from initialising weights that it believes to be missing.
             for name, weight in dense.items():
                 vars(weight)["_is_hf_initialized"] = True
                 target.module.__dict__[name] = weight
@@ -115,6 +118,8 @@ class Quantizer(HfQuantizer):
         return QuantizeParameter(self._stream)
 
     def _process_model_after_weight_loading(self, model: "PreTrainedModel", **kwargs: Any) -> None:
+        from ..accelerate import accelerate
+
         if not self._streams:
             for target in self._targets.values():
                 dtype = next(target.module.__dict__[name].dtype for name in target.formats)
@@ -131,7 +136,9 @@ class Quantizer(HfQuantizer):
                 model.to(self._device)
             model.hf_quantizer = self
             del self._stream
+        model.requires_grad_(False)  # quantised weights have no backward
         mark_quantized(model)
+        accelerate(model)
 
     def update_weight_conversions(self, weight_conversions: list, *model: nn.Module) -> list:
         if self.quantization_config.mlx:
@@ -144,8 +151,8 @@ class Quantizer(HfQuantizer):
         return streaming_converters(weight_conversions, self._stream, source)
 
     def get_weight_conversions(self) -> list:
-        """MXFP4 blocks are read as packed weights; a checkpoint of this package has no blocks."""
-        if not self.pre_quantized or self.quantization_config.mode != "mxfp4":
+        """Reads MXFP4 blocks, as gpt-oss has them, as packed weights."""
+        if not self.pre_quantized or Format(mode="mxfp4") not in self.quantization_config.formats():
             return []
         return [
             WeightConverter(f"{name}_blocks", f"{name}_packed", [RepackBlocks()])

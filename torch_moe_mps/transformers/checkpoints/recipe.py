@@ -15,7 +15,7 @@ class Recipe:
     """A format for each kind of weight, and exceptions by the name of the weight.
 
     Args:
-        experts, linears, embeddings: the format of each kind; None leaves it dense. The output head counts as
+        experts, linears, embeddings: the format of each kind; None keeps it dense. The output head counts as
             an embedding.
         overrides: {pattern: format or None}; the last pattern that fits a name decides. A pattern is a name
             or its end, with * and ?: "lm_head", "*.v_proj", "layers.0.*", "experts.down_proj".
@@ -88,7 +88,7 @@ def recipe_of(
     keep: Collection[str] = (),
     overrides: Mapping[str, Any] | None = None,
 ) -> Recipe:
-    """The recipe with the format `usual` for the experts and for all that has none of its own.
+    """The recipe that uses the format `usual` unless an argument says otherwise.
 
     Args: see `requested_recipe`.
 
@@ -104,7 +104,7 @@ def recipe_of(
 
 
 def _format(argument: str, value: Any, usual: Format) -> Format | None:
-    """What a value of the user stands for: bits, a mapping of them, False or None for dense, or "same"."""
+    """The format for an argument: bits, a mapping with bits, False or None for dense, or "same"."""
     if value is None or value is False:
         return None
     if isinstance(value, Format):

@@ -1,4 +1,4 @@
-"""How many bytes of weights a model reads for a token."""
+"""The bytes of weights that a model reads for a token, and those of a quantised weight."""
 
 from torch import Tensor, nn
 
@@ -28,7 +28,7 @@ def bytes_a_token(model: nn.Module) -> int:
 
 
 def quantized_bytes(weight: Tensor, format: Format) -> int:
-    """Of a dense weight in a format: words, scales and biases."""
+    """The bytes of a dense weight once it is quantised: words, scales and biases."""
     scale = 2 * weight.element_size() if format.has_biases else 1
     return weight.numel() * format.bits // 8 + weight.numel() // format.group_size * scale
 

@@ -1,7 +1,7 @@
-"""Weights quantised while a dense checkpoint is loaded: never more than one dense parameter is there.
+"""Quantises weights while a dense checkpoint is loaded: at most one dense parameter exists at a time.
 
-transformers hands over a parameter when its tensors are read. The quantised tensors wait here until
-everything is loaded; until then the model keeps a parameter without memory in their place, to be tied or
+transformers hands over each parameter once its tensors are read. The quantised tensors are kept here until
+everything is loaded; until then the model has a parameter on the meta device in their place, to be tied or
 initialised.
 """
 
@@ -43,7 +43,7 @@ _CHECK = Check("quantize")
 
 
 class Stream:
-    """The weights of a model, on the meta device, that are quantised as they come.
+    """Quantises the weights of a model on the meta device as they are read.
 
     Attributes:
         wanted: {full name of a parameter: (target, name in the target)}.
@@ -66,9 +66,9 @@ class Stream:
         self._replaced: list[tuple[WeightConverter, WeightConverter]] = []
 
     def quantize(self, name: str, pieces: Iterable[Tensor]) -> None:
-        """Quantise the parameter called `name`, which comes in pieces of its first dimension.
+        """Quantises the parameter called `name`, given in pieces of its first dimension.
 
-        An error is kept for `finish`: transformers would bury it in its report.
+        An error is kept for `finish`, because transformers would only mention it in its report.
         """
         target, parameter = self.wanted[name]
         expected = getattr(target.module, parameter)
@@ -102,14 +102,14 @@ class Stream:
         errors: ErrorSums,
         files: ExitStack,
     ) -> tuple[QuantizedWeight, int]:
-        """Quantised matrices of all pieces, and the bytes that they had."""
-        shape = rows_first(target, getattr(target.module, parameter)).shape
+        """The quantised matrices of all pieces, and the number of dense bytes."""
+        shape, format = rows_first(target, getattr(target.module, parameter)).shape, target.formats[parameter]
         wholes: list[Whole] = []
         first = nbytes = 0
         for piece in pieces:
             stack = rows_first(target, piece)
             _CHECK.shape(name, stack, (stack.shape[0], *shape[1:]), "[output, input] of the model")
-            quantized = quantize_stack(stack, target.formats[parameter], errors)
+            quantized = quantize_stack(stack, format, errors)
             parts = [words(tensor) for tensor in quantized if tensor is not None]
             if not wholes:
                 shapes = [torch.Size((shape[0], *part.shape[1:])) for part in parts]
@@ -123,17 +123,17 @@ class Stream:
         if first != shape[0]:
             _CHECK.fail(name, f"of {shape[0]} matrices", first)
         packed, scales, *biases = (whole.tensor() for whole in wholes)
-        return QuantizedWeight(packed, scales, biases[0] if biases else None), nbytes
+        return QuantizedWeight(packed, scales, biases[0] if biases else None, format), nbytes
 
     def replaced(self, converter: WeightConverter, operations: list[ConversionOps]) -> WeightConverter:
-        """One with other operations; saving needs the original."""
+        """A copy of a converter with other operations; the original is kept for saving."""
         sources, targets = converter._original_source_patterns, converter._original_target_patterns
         ours = converter.copy(list(sources), list(targets), operations=operations)
         self._replaced.append((ours, converter))
         return ours
 
     def finish(self, model: "PreTrainedModel") -> QuantizationReport:
-        """Put the quantised tensors into the model, and quantise what was not in the checkpoint.
+        """Puts the quantised tensors into the model, and quantises weights that the checkpoint lacked.
 
         Raises: ValueError for the first parameter that could not be quantised, OSError for a full disk.
         """
@@ -161,7 +161,7 @@ class Stream:
         return quantize_targets("quantize", model, rest, self.report, progress=False)
 
     def _unite_tied(self, model: nn.Module) -> None:
-        """Where tied layers both were in the checkpoint, one of two equal weights is enough."""
+        """If the checkpoint has equal weights for two tied layers, keeps one of them."""
         for names in tied_layers(model).items():
             first, second = (self._done.get(f"{name}.weight") for name in names)
             if first is not None and second is not None and all(map(_equal, first, second)):
@@ -175,13 +175,13 @@ def _equal(first: Tensor | None, second: Tensor | None) -> bool:
 
 
 class QuantizeParameter(ConversionOps):
-    """Takes parameters from the loader: they go into the stream, and nothing is left to be set."""
+    """Takes parameters from the loader into the stream, so that the loader has nothing to set."""
 
     def __init__(self, stream: Stream):
         self.stream = stream
 
     def __deepcopy__(self, memo: dict) -> "QuantizeParameter":
-        """The loader copies its converters for every parameter; the stream is one."""
+        """The loader copies its converters for every parameter, but there is only one stream."""
         return self
 
     def convert(self, input_dict: dict, missing_keys: set[str], **kwargs: Any) -> dict[str, Tensor]:
@@ -194,7 +194,7 @@ class QuantizeParameter(ConversionOps):
 
 
 def _taken(tensors: dict, name: str) -> Iterator[Tensor]:
-    """A tensor, or each of a list, that nobody else holds: its memory is free when it is quantised."""
+    """A tensor, or those of a list, without other references, so that memory is freed after quantising."""
     value = tensors.pop(name)
     values = value if isinstance(value, list) else [value]
     del value
@@ -202,15 +202,15 @@ def _taken(tensors: dict, name: str) -> Iterator[Tensor]:
         yield values.pop(0)
 
 
-# What QuantizeMerged hands on in the place of a tensor.
+# What QuantizeMerged returns instead of a tensor.
 _QUANTIZED = object()
 
 
 class QuantizeMerged(ConversionOps):
-    """Experts that are stored one by one, merged and quantised some at a time.
+    """Merges experts that are stored one by one, and quantises them some at a time.
 
-    `operations` are those of transformers: the first stacks a list of tensors, the others treat every expert
-    by itself. What they return for some of the experts is a piece of the parameter.
+    `operations` are those of transformers: the first stacks a list of tensors, the others treat each expert
+    separately. For some of the experts, they return a piece of the parameter.
     """
 
     def __init__(self, stream: Stream, operations: list[ConversionOps]):
@@ -248,10 +248,10 @@ class QuantizeMerged(ConversionOps):
 
 
 def streaming_converters(converters: list, stream: Stream, dequantizer: HfQuantizer | None = None) -> list:
-    """transformers' converters of a checkpoint, to be quantised from.
+    """transformers' converters of a checkpoint, changed so that weights are quantised.
 
-    Those that merge experts do it in pieces. With a quantizer that dequantises its checkpoints (FP8), every
-    parameter passes through a converter of it, and ours comes last in each.
+    Experts are merged in pieces. If another quantizer dequantises the checkpoint (FP8), each parameter passes
+    through one of its converters, and our operation is the last of each.
     """
     stream.original_conversions = list(converters)
     if dequantizer is None:
@@ -276,7 +276,7 @@ def _merges(converter: object) -> bool:
 
 
 class QuantizeConverted(QuantizeParameter):
-    """QuantizeParameter as the last operation of a converter, where tensors have the names of patterns."""
+    """QuantizeParameter as the last operation of a converter, where tensors are named by patterns."""
 
     def convert(self, input_dict: dict, missing_keys: set[str], **kwargs: Any) -> dict:
         full_layer_name = kwargs["full_layer_name"]

@@ -1,6 +1,6 @@
 """The weights of a model that can be quantised: experts, linear layers and embeddings.
 
-A weight is left dense, with the reason, where something reads what a quantised layer does not have.
+A weight stays dense, with a reason, if something uses what a quantised layer does not have.
 """
 
 import ast
@@ -45,7 +45,7 @@ class Target:
 
 
 class Weights(NamedTuple):
-    """What a recipe does to a model: {name: target}, and {name: reason} of what stays dense."""
+    """{name: target} of the weights that a recipe quantises, and {name: reason} of those that stay dense."""
 
     targets: dict[str, Target]
     dense: dict[str, str]
@@ -84,7 +84,7 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
 
 
 def kinds_of(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
-    """{name: (kind, module)} of everything that has a weight of a kind, in the model's order."""
+    """{name: (kind, module)} of all experts, linear layers and embeddings, in the model's order."""
     experts, found = experts_of(model), {}
     inside = tuple(f"{name}." for name in experts)
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -109,7 +109,7 @@ def _does_not_fit(weight: Tensor, format: Format) -> str | None:
 
 
 def reasons_to_stay_dense(model: nn.Module) -> Callable[[str, nn.Module], str | None]:
-    """(name, layer) -> why it has to stay dense; routers and small layers do not have to."""
+    """(name, layer) -> why it must stay dense; this leaves out routers and small layers, which need not."""
     return _Reasons(model).needs
 
 
@@ -150,7 +150,7 @@ class _Reasons:
 
 
 def _is_plain(embedding: nn.Embedding) -> bool:
-    """Whether its forward is the lookup, perhaps times a number: `super().forward(ids) * ...`."""
+    """Whether its forward is the plain lookup, or that times a number: `super().forward(ids) * ...`."""
     if embedding.max_norm is not None:
         return False
     own = type(embedding).forward
@@ -175,9 +175,9 @@ def _is_docstring(statement: ast.stmt) -> bool:
 
 @functools.cache
 def _weights_read_by(cls: type) -> set[str]:
-    """The children whose weight the methods of a class read. What LazyWeight provides does not count.
+    """The children whose weight the methods of a class read, other than in the ways that LazyWeight allows.
 
-    Functions for CUDA kernels, by their names, and branches for training never run on quantised layers.
+    Functions with "cuda" in their names and branches for training never run on quantised layers.
     """
     reads = _Reads()
     for base in cls.__mro__:
@@ -192,7 +192,7 @@ def _weights_read_by(cls: type) -> set[str]:
 
 
 class _Reads(ast.NodeVisitor):
-    """The names N in `self.N.weight`, unless an attribute or an element of that is all that is read."""
+    """The names N in `self.N.weight`, unless only an attribute or an element of the weight is read."""
 
     def __init__(self) -> None:
         self.found: set[str] = set()
@@ -220,7 +220,7 @@ class _Reads(ast.NodeVisitor):
 
 
 def _towers(model: Any) -> Iterator[str]:
-    """The models within that are beside the language model: vision, audio."""
+    """The models within that are outside the language model: vision, audio."""
     if not hasattr(model, "get_input_embeddings"):
         return
     try:
@@ -234,7 +234,7 @@ def _towers(model: Any) -> Iterator[str]:
 
 
 def _drop_half_shared(model: nn.Module, found: Weights) -> None:
-    """A weight that several modules share is quantised once, if all of them are targets in one format."""
+    """A weight that several modules share is quantised only if all of them are targets in the same format."""
     groups = _sharing(model)
     groups += [list({target, source}) for target, source in tied_layers(model).items()]
     for names in groups:
@@ -263,7 +263,7 @@ def shared_weights(model: nn.Module, targets: Mapping[str, Target]) -> dict[str,
 
 
 def tie_quantized(model: nn.Module) -> None:
-    """Let transformers tie the tensors of quantised layers where it tied their weights."""
+    """Makes transformers tie the tensors of quantised layers if it tied their weights."""
     for part in model.modules():
         for attribute in ("_tied_weights_keys", "all_tied_weights_keys"):
             tied = getattr(part, attribute, None)
@@ -320,7 +320,7 @@ def _count(experts: nn.Module) -> int:
 
 
 def _that_feed(block: nn.Module, experts: str, count: int) -> set[nn.Module]:
-    """Read from the program of the block; if it has none, by the number of outputs."""
+    """Found in the program of the block; without one, by the number of outputs."""
     try:
         program = straighten(block)
         reader = Reader(program)
@@ -342,7 +342,7 @@ def _that_feed(block: nn.Module, experts: str, count: int) -> set[nn.Module]:
 
 
 def _router(ids: Node, block: nn.Module, count: int) -> Iterator[nn.Module]:
-    """The linear layers of the module that gives the ids beside other results, else those on the way back."""
+    """The linear layers of the module that returns the ids, else of those that they are computed from."""
     if ids.op == "item" and ids.args[0].op == "module":
         yield from _linears(block.get_submodule(ids.args[0].args[0].removeprefix("self.")))
     else:
@@ -354,7 +354,7 @@ def _linears(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _first_with(node: Node, block: nn.Module, count: int) -> Iterator[nn.Module]:
-    """The linear layers of the first modules on the way back that have an output for each expert."""
+    """The linear layers of the nearest modules before a node that have an output for each expert."""
     if node.op == "module":
         part = block.get_submodule(node.args[0].removeprefix("self."))
         if any(p is not None and p.shape[:1] == (count,) for p in part.parameters()):

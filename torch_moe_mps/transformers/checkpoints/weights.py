@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ...ops._checks import Check
-from ...quantization import Format, QuantizedWeight
-from ...quantization.formats import ErrorSums, check_finite, empty_weight, quantize_stack
+from ...quantization import TENSORS, Format, QuantizedWeight
+from ...quantization.formats import ErrorSums, check_finite, quantize_stack
 from ..experts import pinned_config
 from ..interface import Experts, projections, set_formats
 from ..linears import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
@@ -23,7 +23,7 @@ from .targets import Target
 def quantized_names(parameter: str) -> list[str]:
     """What takes the place of a dense parameter: the names of packed words, scales and biases."""
     prefix = "" if parameter == "weight" else f"{parameter}_"
-    return [f"{prefix}{part}" for part in QuantizedWeight._fields]
+    return [f"{prefix}{part}" for part in TENSORS]
 
 
 def rows_first(target: Target, weight: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def without_stack(quantized: QuantizedWeight) -> QuantizedWeight:
 
 
 def check_target(function: str, target: Target) -> None:
-    """Raise the one-line error for weights that cannot be quantised, before anything is changed."""
+    """Raises: ValueError for weights that cannot be quantised; changes nothing."""
     check = Check(function)
     for parameter, format in target.formats.items():
         weight = getattr(target.module, parameter)
@@ -59,7 +59,7 @@ def check_columns(check: Check, target: Target, parameter: str, format: Format) 
 
 
 def words(tensor: Tensor) -> Tensor:
-    """int32 where quantize gives uint32: torch 2.13 cannot unpickle uint32, and lacks operations for it."""
+    """int32 instead of uint32, which torch 2.13 cannot unpickle and has few operations for."""
     return tensor.view(torch.int32) if tensor.dtype == torch.uint32 else tensor
 
 
@@ -73,32 +73,33 @@ def as_parameters(quantized: QuantizedWeight) -> QuantizedWeight:
 
 
 def store(target: Target, parameter: str, quantized: QuantizedWeight) -> None:
-    """Put quantised tensors, perhaps parameters of another module, in the place of a dense parameter."""
+    """Replaces a dense parameter by quantised tensors, which may be parameters of another module."""
     delattr(target.module, parameter)
     for name, tensor in zip(quantized_names(parameter), as_parameters(quantized), strict=True):
         if isinstance(tensor, nn.Parameter):
             target.module.register_parameter(name, tensor)
 
 
-def stored(module: nn.Module, parameter: str) -> QuantizedWeight:
-    """The quantised tensors that took the place of a dense parameter."""
+def stored(module: nn.Module, parameter: str, format: Format) -> QuantizedWeight:
+    """The quantised weight that took the place of a dense parameter."""
     packed, scales, biases = quantized_names(parameter)
-    return QuantizedWeight(getattr(module, packed), getattr(module, scales), getattr(module, biases, None))
+    tensors = getattr(module, packed), getattr(module, scales), getattr(module, biases, None)
+    return QuantizedWeight(*tensors, format)
 
 
 def store_empty(target: Target) -> None:
-    """Uninitialised quantised tensors in place of the dense ones, on their devices, to load a checkpoint."""
+    """Replaces dense tensors by uninitialised quantised ones on the same devices, to load a checkpoint."""
     for parameter, format in target.formats.items():
         weight = getattr(target.module, parameter)
-        empty = empty_weight(rows_first(target, weight).shape, weight.dtype, weight.device, format)
+        empty = QuantizedWeight.empty(rows_first(target, weight).shape, weight.dtype, weight.device, format)
         store(target, parameter, empty if target.kind == "experts" else without_stack(empty))
 
 
 def quantize_target(model: nn.Module, target: Target, others: list[Target]) -> list[QuantizedProjection]:
-    """Quantise the weights of a target, and the weights of other targets that share its tensor.
+    """Quantises the weights of a target that passed check_target, and replaces them in all that share them.
 
-    The target is one that passed check_target. Nothing is replaced before everything is computed, and then by
-    one assignment: whenever a user interrupts, a module is either dense or quantised.
+    Everything is computed first and then replaced by one assignment: if a user interrupts, each module is
+    either dense or quantised.
     """
     done, weights, dtype = [], {}, dense_dtype(target)
     for parameter, format in target.formats.items():
@@ -133,7 +134,7 @@ def _replace_experts(target: Target, weights: Mapping[str, QuantizedWeight]) -> 
 
 
 def _replace_layer(model: nn.Module, target: Target, weight: QuantizedWeight, dtype: torch.dtype) -> None:
-    layer = _layer(target.module, weight, target.formats["weight"], dtype)
+    layer = _layer(target.module, weight, dtype)
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if child is target.module:
@@ -142,26 +143,27 @@ def _replace_layer(model: nn.Module, target: Target, weight: QuantizedWeight, dt
 
 
 def finish(model: nn.Module, target: Target, dtype: torch.dtype) -> None:
-    """Let a module with stored weights run on the operators; its dense weights had the dtype `dtype`."""
+    """Makes a module with stored weights run on the operators; its dense weights had the dtype `dtype`."""
     if target.kind == "experts":
         set_formats(target.experts, target.formats)
         target.experts.config = pinned_config(target.experts)
     else:
-        _replace_layer(model, target, stored(target.module, "weight"), dtype)
+        weight = stored(target.module, "weight", target.formats["weight"])
+        _replace_layer(model, target, weight, dtype)
 
 
-def _layer(module: nn.Module, weight: QuantizedWeight, format: Format, dtype: torch.dtype) -> QuantizedLayer:
+def _layer(module: nn.Module, weight: QuantizedWeight, dtype: torch.dtype) -> QuantizedLayer:
     layer: QuantizedLayer
     if isinstance(module, nn.Embedding):
         scale = _scale_of(module, weight.packed.device)
-        layer = QuantizedEmbedding(*weight, format, dtype, module.padding_idx, scale)
+        layer = QuantizedEmbedding(weight, dtype, module.padding_idx, scale)
     else:
-        layer = QuantizedLinear(*weight, format, dtype, module._parameters["bias"])
+        layer = QuantizedLinear(weight, dtype, module._parameters["bias"])
     return layer.train(module.training)
 
 
 def _scale_of(embedding: nn.Embedding, device: torch.device) -> Tensor | None:
-    """What a subclass multiplies the rows with, found by a row of ones; None for nothing."""
+    """The factor that a subclass multiplies rows with, found with a row of ones; None if it has none."""
     if type(embedding).forward is nn.Embedding.forward:
         return None
     probe = copy.copy(embedding)
@@ -184,6 +186,6 @@ def empty_quantized_module(module: Experts, format: Format) -> None:
 
 
 def release_cache(tensor: Tensor) -> None:
-    """Give freed weights back to the system: PyTorch's MPS allocator keeps them for buffers of that size."""
+    """Returns freed memory to the system; PyTorch's MPS allocator would keep it for equal buffers."""
     if tensor.device.type == "mps":
         torch.mps.empty_cache()

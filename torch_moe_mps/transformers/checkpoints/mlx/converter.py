@@ -1,4 +1,4 @@
-"""The plan for a checkpoint of MLX as transformers carries it out."""
+"""Carries out the plan for a checkpoint of MLX within transformers' loading."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ _CHECK = Check("load")
 
 
 class MlxConverter(WeightConverter):
-    """A plan as a converter of transformers: names are looked up, not matched."""
+    """A converter of transformers that looks names up in a plan instead of matching patterns."""
 
     __slots__ = ("plan", "targets_of")
 
@@ -49,9 +49,9 @@ class MlxConverter(WeightConverter):
 
 
 def _made(entry: Entry, tensors: Sequence[Tensor]) -> Tensor:
-    """What is not one of the mapped tensors goes to where `tensors_in` says.
+    """Makes a parameter; within `tensors_in`, new tensors are put into files.
 
-    Experts go there one at a time: the allocator may keep the memory that large tensors had.
+    Experts are made one at a time, because the allocator may keep the memory of large tensors.
     """
     if in_files() and entry.by_matrix and len(entry.sources) > 1:
         whole = len(tensors[0]), *entry.make(*(tensor[:1] for tensor in tensors)).shape[1:]
@@ -68,7 +68,7 @@ _SOURCE = "tensor of MLX"
 
 
 class _Nothing:
-    """Stands for the operations that a converter must have; scales keep their dtype."""
+    """A placeholder: a converter must have operations. `hf_quantizer` lets scales keep their dtype."""
 
     hf_quantizer = True
     reverse_op = None

@@ -1,12 +1,12 @@
-"""What mlx-lm calls the tensors of a checkpoint, as names of the first checkpoints of an architecture."""
+"""Maps mlx-lm's tensor names to the names in the architecture's original checkpoints."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# What mlx-lm calls the matrices of an MLP that its architecture numbers.
+# mlx-lm's names for the matrices of an MLP that the original checkpoints number.
 NUMBERED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-# Ends of names that mlx-lm has otherwise, wherever the model has the second one.
+# Suffixes that mlx-lm renames: {its suffix: the original}. Used only if the model has the original.
 _ENDS = {
     ".gate.gate_proj.weight": ".gate.weight",  # a linear layer within the router
     ".gate.proj.weight": ".gate.weight",
@@ -25,7 +25,7 @@ def by_module(names: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def variants(key: str) -> Iterator[str]:
-    """A name as language models, and those with more than language, have it."""
+    """All original names that a name may stand for."""
     for name in _prefixed(key):
         yield name
         module, _, part = name.rpartition(".")
@@ -51,7 +51,7 @@ def _prefixed(key: str) -> Iterator[str]:
 
 
 def with_base(name: str, prefix: str) -> Iterator[str]:
-    """A name in the model with a head, and in the one without."""
+    """The name in a model with a head, and in one without."""
     yield name
     yield f"{prefix}.{name}"
     yield name.removeprefix(f"{prefix}.")

@@ -1,9 +1,9 @@
-"""Checkpoints that MLX wrote, read as they are: its words and scales are ours.
+"""Reads checkpoints that MLX wrote; packed words and scales have the same layout as ours.
 
-A plan says for each parameter of the model which tensors of the checkpoint it is made of. It follows from
-the names and shapes in the files and in the model; the config only says that the checkpoint is MLX's. mlx-lm
-calls modules as the first checkpoints of an architecture did, which transformers renames, too; only its
-experts have names of their own, one tensor for each of gate, up and down.
+A plan lists, for each parameter of the model, the tensors of the checkpoint that it is made of. It is derived
+from the names and shapes in the files and in the model; the config only says that MLX wrote the checkpoint.
+mlx-lm uses the names of an architecture's original checkpoints, which transformers knows how to rename. Only
+its experts have names of their own, with one tensor for each of gate, up and down.
 """
 
 import re
@@ -32,9 +32,9 @@ _CHECK = Check("load")
 _EXPERTS = re.compile(r"^(.*)\.(gate_proj|up_proj|down_proj|fc1|fc2)$")
 _FIRST = {"gate_proj": 0, "up_proj": 1, "fc1": 1}
 _PARTS = ("weight", "scales", "biases")
-# The model types for which mlx-lm stores 1 + w: its norms do not add the 1, norms of transformers do.
+# Model types whose norms add 1 to the weight in transformers; mlx-lm stores the sum.
 ONE_MORE = {"qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"}
-# Where mlx-lm drops the correction of the router's scores.
+# Model types for which mlx-lm drops the correction of the router's scores.
 DROP_BIAS = {"ernie4_5_moe"}
 NORMS = (
     "input_layernorm",
@@ -47,24 +47,24 @@ NORMS = (
 
 
 class Entry(NamedTuple):
-    """One parameter: the tensors that it is made of, and how."""
+    """The tensors that a parameter is made of, and the function that makes it."""
 
     sources: tuple[str, ...]
     make: Callable[..., Tensor]
-    by_matrix: bool = False  # whether it makes each matrix of a stack by itself
+    by_matrix: bool = False  # whether each matrix of a stack can be made separately
 
 
 class Plan:
-    """What becomes of each tensor of a checkpoint.
+    """How the parameters of a model are made of the tensors of a checkpoint.
 
     Attributes:
         targets: {name: target} of what is quantised.
         entries: {name of a parameter: entry}.
-        dequantized: the modules that the model needs dense.
-        dropped: parameters that mlx-lm drops; they are zeros.
-        global_scales: the matrices of experts with a scale for each expert beside those of the groups.
-        absent: parts of the model that the checkpoint has nothing of: all but its language model.
-        unknown: tensors that the model has no place for.
+        dequantized: the modules that are quantised in the checkpoint but must be dense in the model.
+        dropped: parameters that mlx-lm drops; they are filled with zeros.
+        global_scales: the matrices of experts that also have a scale for each expert.
+        absent: parts of a multimodal model that the checkpoint lacks.
+        unknown: tensors that fit no parameter.
 
     Raises: ValueError for tensors that do not fit the model.
     """
@@ -99,7 +99,7 @@ class Plan:
         self._check_complete(tuple(f"{part}." for part in beside))
 
     def _check_complete(self, beside: tuple[str, ...]) -> None:
-        """Names a parameter that no tensor is for, rather of the language model than of what is beside it."""
+        """Raises: ValueError with the name of a missing parameter, of the language model if possible."""
         packed = {f"{t.name}.{parameter}" for t in self.targets.values() for parameter in t.formats}
         tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
         ignored = re.compile("|".join(getattr(self.model, "_keys_to_ignore_on_load_missing", None) or ["$^"]))
@@ -115,7 +115,7 @@ class Plan:
                 _CHECK.fail(name, "in the checkpoint of MLX", f"no tensor like it, but {self.unknown[:3]}")
 
     def _tied(self) -> None:
-        """Of tied layers the checkpoint has one."""
+        """Adds the tied layers: the checkpoint has only one of each pair."""
         for pair in tied_layers(self.model).items():
             for name, other in (pair, pair[::-1]):
                 if other in self.targets and name not in self.targets and name in self.kinds:
@@ -125,7 +125,7 @@ class Plan:
     # Layers
 
     def _layer(self, module: str, parts: list[str]) -> bool:
-        """Plan the tensors of one module; False where the model has none like it."""
+        """Plans the tensors of one module; False if the model has no such module."""
         quantized = "scales" in parts and "weight" in parts
         wanted = [part for part in parts if not quantized or part not in _PARTS[1:]]
         resolved = {part: self._resolve(f"{module}.{part}".lstrip(".")) for part in wanted}
@@ -141,7 +141,7 @@ class Plan:
         return True
 
     def _quantized(self, modules: Sequence[str], name: str) -> None:
-        """One parameter of the quantised rows of one module or several."""
+        """Plans a parameter that has the quantised rows of one or several modules."""
         owner, _, parameter = name.rpartition(".")
         formats = [self._format(module, self.parameters[name][-1]) for module in modules]
         kind, target = self.kinds.get(owner, ("", None))
@@ -159,7 +159,7 @@ class Plan:
             self.entries[name] = Entry(sources, lambda *t: dense_rows(formats, t).view(shape).to(dtype))
 
     def _format(self, module: str, columns: int, experts: bool = False) -> Format:
-        """From the shapes: 32 * words = bits * columns, and a scale for each group."""
+        """The format, from the shapes: 32 * words = bits * columns, and one scale for each group."""
         row, groups = (self.shapes[f"{module}.{part}"][-1] for part in _PARTS[:2])
         group_size = columns // max(1, groups)
         mode = (
@@ -174,14 +174,14 @@ class Plan:
             return _CHECK.fail(module, f"in a format of MLX, {columns} columns wide", got)
 
     def _cast(self, name: str, source: str) -> Callable[[Tensor], Tensor]:
-        """How a dense tensor becomes the parameter."""
+        """The function that makes a parameter of a dense tensor."""
         one_more = bool(self.types & ONE_MORE) and name.removesuffix(".weight").endswith(NORMS)
         if one_more and "linear_attn" not in name:
             return lambda t: t - 1
         return self._reshaped(source, self.parameters[name])
 
     def _reshaped(self, source: str, shape: torch.Size) -> Callable[[Tensor], Tensor]:
-        """How a tensor gets its shape in the model: convolutions have their last two dimensions swapped."""
+        """The function that gives a tensor its shape in the model: convolutions are transposed."""
         stored = torch.Size(self.shapes[source])
         if shape == stored:
             return lambda t: t
@@ -194,12 +194,12 @@ class Plan:
         return _CHECK.fail(source, f"of shape {tuple(shape)}", tuple(stored))
 
     def _in_dtype(self, name: str, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Scales keep the dtype of the checkpoint; what is dense has that of the model."""
+        """Casts dense parameters to the dtype of the model; scales keep the dtype of the checkpoint."""
         dtype = self.types_of[name]
         return lambda *tensors: make(*tensors).to(dtype)
 
     def _resolve(self, key: str) -> str | None:
-        """The parameter that a tensor with MLX's name belongs to."""
+        """The parameter for MLX's name of a tensor."""
         for variant in variants(key):
             for name in (variant, apply_renamings(variant, self.renamings)):
                 for candidate in with_base(name, getattr(self.model, "base_model_prefix", "")):
@@ -222,7 +222,7 @@ class Plan:
                 self._merge(owner, container, found)
 
     def _experts_module(self, container: str) -> str | None:
-        """The experts of the same layer; the numbers in both names are the same."""
+        """The experts of the same layer: the numbers in both names are equal."""
         numbers = re.findall(r"\.(\d+)\.", f"{container}.")
         same = [
             name for name, (kind, _) in self.kinds.items()
@@ -283,7 +283,7 @@ class Plan:
     # Parameters that transformers concatenates
 
     def _concatenated(self, converters: Sequence[WeightConverter]) -> None:
-        """Rows that the model has in one parameter, such as the kernels of the convolutions of q, k and v."""
+        """Plans parameters that transformers concatenates, such as the convolutions of q, k and v."""
         for converter in converters:
             if [type(op) for op in converter.operations] != [Concatenate]:
                 continue
@@ -323,7 +323,7 @@ class Plan:
     # Latent attention
 
     def _latent_attention(self) -> None:
-        """Makes kv_b_proj from its two halves. One is transposed, so both have to be dequantised."""
+        """Plans kv_b_proj, which is made of two halves. One is transposed, so both are dequantised."""
         for first in [n for n in self.unknown if n.endswith(".embed_q.weight")]:
             attention = first.removesuffix(".embed_q.weight")
             name = self._resolve(f"{attention}.kv_b_proj.weight")
@@ -349,7 +349,7 @@ _MODES = {(32, 4): "mxfp4", (32, 8): "mxfp8", (16, 4): "nvfp4"}
 
 
 def written_by_mlx(name: str) -> bool:
-    """Whether a folder has tensors that MLX wrote: their files say so."""
+    """Whether the metadata of the files in a folder says that MLX wrote them."""
     for file in sorted(Path(name).glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             return (tensors.metadata() or {}).get("format") == "mlx"

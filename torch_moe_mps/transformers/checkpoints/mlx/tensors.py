@@ -1,4 +1,4 @@
-"""Tensors of MLX as those of a model: its words, and what has to be dequantised."""
+"""Makes parameters of a model from tensors of MLX: joins their words, or dequantises them."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,12 +10,12 @@ from ..weights import words
 
 
 def rows(*tensors: Tensor) -> Tensor:
-    """The rows of matrices with the same columns, one after the other."""
+    """Concatenates the rows of matrices that have equally many columns."""
     return words(tensors[0]) if len(tensors) == 1 else torch.cat([words(tensor) for tensor in tensors])
 
 
 def dense_rows(formats: Sequence[Format], tensors: Sequence[Tensor]) -> Tensor:
-    """The rows of dequantised matrices, which have as many tensors as their formats need."""
+    """Dequantises matrices and concatenates their rows; `tensors` are those of all matrices in order."""
     return torch.cat([*_dequantized(formats, tensors)])
 
 
@@ -31,7 +31,7 @@ def _dequantized(formats: Sequence[Format | None], tensors: Sequence[Tensor]) ->
 
 
 def joined(tensors: Sequence[Tensor], interleaved: bool, transposed: bool) -> Tensor:
-    """The rows of gate and up, one after the other or in turns, of every expert."""
+    """Joins the rows of gate and up of every expert, concatenated or interleaved."""
     tensors = [words(tensor) for tensor in tensors]
     if len(tensors) == 1:
         (rows,) = tensors

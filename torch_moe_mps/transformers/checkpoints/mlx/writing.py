@@ -1,7 +1,7 @@
-"""Models written as MLX has them: packed words, scales and biases are its own.
+"""Writes models in MLX's layout; packed words, scales and biases are the same as ours.
 
-Names are those of the first checkpoints of an architecture, as transformers writes them; only the experts,
-which are one tensor for each of gate, up and down, have names of mlx-lm. See mlx.py, which reads the same.
+Names are those of an architecture's original checkpoints, as transformers writes them. Only the experts have
+names of mlx-lm, with one tensor for each of gate, up and down. plan.py reads the same layout.
 """
 
 import json
@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from ....quantization import Format, QuantizedWeight, dequantize
+from ....quantization import TENSORS, Format, QuantizedWeight, dequantize
 from ...experts import activation_of
 from ...global_scales import global_scale_of
 from ...interface import Experts, experts_of, formats_of, is_quantized, projections
@@ -31,7 +31,7 @@ from .plan import DROP_BIAS, NORMS, ONE_MORE
 
 _LAYER = re.compile(r"^(.*\.\d+)\.")
 _PARTS = ("weight", "scales", "biases")
-# Where mlx-lm has the experts of a layer, by the type of the model.
+# {model type: where mlx-lm has the experts of a layer}.
 EXPERTS = {
     "afmoe": "mlp.experts",
     "bailing_hybrid": "mlp.switch_mlp",
@@ -68,7 +68,7 @@ EXPERTS = {
     "qwen3_vl_moe_text": "mlp.switch_mlp",
     "solar_open": "mlp.switch_mlp",
 }
-# Where mlx-lm halves kv_b_proj.
+# Model types for which mlx-lm splits kv_b_proj.
 _HALVES = (
     "bailing_hybrid",
     "deepseek_v3",
@@ -78,11 +78,11 @@ _HALVES = (
     "kimi_linear",
     "mistral4",
 )
-# Models with more than language, of which mlx-lm has the language model.
+# Multimodal model types of which mlx-lm has only the language model.
 _COMPOSITES = ("gemma4", "kimi_k25", "minimax_m3_vl", "mistral3", "qwen3_5_moe", "qwen3_vl_moe")
-# Language models that mlx-lm knows by the type of a model with more than language, and has in a part of it.
+# Text-only model types that mlx-lm loads as the language part of a multimodal type.
 _PARTS_OF = {"qwen3_5_moe_text": "qwen3_5_moe"}
-# What mlx-lm calls parameters otherwise, by the type of the model: {part of the first name: part of its own}.
+# {model type: {part of an original name: what mlx-lm writes instead}}.
 _RENAMED = {
     "exaone_moe": {".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"},
     "kimi_linear": {
@@ -98,11 +98,11 @@ _RENAMED = {
         f".feed_forward.{old}.weight": f".feed_forward.{new}.weight" for new, old in NUMBERED.items()
     },
 }
-# The same in layers of linear attention alone.
+# The same, only in layers of linear attention.
 _RENAMED_LINEAR = {"bailing_hybrid": {".attention.dense.": ".attention.o_proj."}}
 _SHARD = 2 << 30  # bytes of a file
 
-# Makes a tensor when its file is written: one tensor is in memory at a time.
+# Makes a tensor when its file is written, so that only one is in memory at a time.
 Make = Callable[[], Tensor]
 
 
@@ -115,7 +115,7 @@ def check_writable(config: Any) -> None:
 
 
 def _type_of(config: Any) -> str:
-    """That of the class of the language model's config: an instance may say what its checkpoint says."""
+    """The model type of the language model, from the class: an instance may have that of its checkpoint."""
     return type(config.get_text_config()).model_type
 
 
@@ -125,7 +125,7 @@ def save_mlx(model: PreTrainedModel, folder: Path, config: Mapping[str, Any]) ->
     Args:
         model: quantised by this package, or dense.
         folder: which exists.
-        config: what config.json shall say; mlx-lm reads keys that transformers 5 no longer writes.
+        config: the original config.json, because mlx-lm reads keys that transformers 5 no longer writes.
 
     Raises: ValueError for an architecture whose layout in MLX is not known.
     """
@@ -146,14 +146,14 @@ def save_mlx(model: PreTrainedModel, folder: Path, config: Mapping[str, Any]) ->
 
 
 def _quantization(formats: Mapping[str, Format]) -> dict[str, Any]:
-    """The usual format, and the modules that have another."""
+    """The most common format, and the modules that have another."""
     usual = Counter(formats.values()).most_common(1)[0][0]
     others = {name: format.to_dict() for name, format in formats.items() if format != usual}
     return {**usual.to_dict(), **others}
 
 
 def _with_older_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 has rope_parameters for what mlx-lm reads as rope_theta and rope_scaling."""
+    """Adds rope_theta and rope_scaling, which mlx-lm reads, from the rope_parameters of transformers 5."""
     rope = config.get("rope_parameters")
     if isinstance(rope, Mapping) and "rope_theta" in rope:
         scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
@@ -188,10 +188,10 @@ def _save_shards(folder: Path, tensors: Mapping[str, tuple[int, Make]]) -> None:
 
 
 class _Writer:
-    """What a model is in MLX.
+    """The tensors of a model in MLX's layout.
 
     Attributes:
-        tensors: {name: (bytes, how it is made)}.
+        tensors: {name: (bytes, function that makes it)}.
         formats: {module: format}.
     """
 
@@ -209,7 +209,7 @@ class _Writer:
             module, _, part = name.rpartition(".")
             if name in tied or (inside and name.startswith(inside)):
                 continue
-            if module in layers and part in QuantizedWeight._fields:
+            if module in layers and part in TENSORS:
                 if part == "packed":
                     self._layer(module, layers[module])
             else:
@@ -219,7 +219,7 @@ class _Writer:
         self.tensors[name] = (tensor.nbytes, make or (lambda: tensor))
 
     def _theirs(self, name: str) -> list[str]:
-        """The names of a parameter's rows in the first checkpoints of the architecture, or in mlx-lm."""
+        """mlx-lm's names for a parameter; several if its rows are separate tensors there."""
         reverted = revert_weight_conversion(self.model, {name: torch.empty(12, 12, device="meta")})
         return [self._renamed(theirs, name) for theirs in reverted]
 
@@ -236,8 +236,8 @@ class _Writer:
             return f"language_model.{theirs.replace('model.language_model.', 'model.')}"
         return theirs
 
-    def _quantized(self, module: str, weight: QuantizedWeight, format: Format) -> None:
-        self.formats[module] = format
+    def _quantized(self, module: str, weight: QuantizedWeight) -> None:
+        self.formats[module] = weight.format
         for part, tensor in zip(_PARTS, weight, strict=True):
             if tensor is not None:
                 self._put(f"{module}.{part}", tensor, partial(_words, tensor))
@@ -246,12 +246,11 @@ class _Writer:
 
     def _layer(self, name: str, layer: QuantizedLayer) -> None:
         names = [theirs.removesuffix(".weight") for theirs in self._theirs(f"{name}.weight")]
-        weight = QuantizedWeight(layer.packed, layer.scales, layer.biases)
         if self._is_halved(name):
-            self._halves(names[0], (*weight,), layer.format)
+            self._halves(names[0], (*layer.quantized,), layer.format)
             return
         for row, theirs in enumerate(names):
-            self._quantized(theirs, weight.map(partial(_chunk, row=row, count=len(names))), layer.format)
+            self._quantized(theirs, layer.quantized.map(partial(_chunk, row=row, count=len(names))))
 
     def _dense(self, name: str, tensor: Tensor) -> None:
         if self.type in DROP_BIAS and name.endswith("e_score_correction_bias"):
@@ -290,7 +289,7 @@ class _Writer:
         if format is None:
             self._put(f"{attention}unembed_out.weight", v[0])
         else:
-            self._quantized(f"{attention}unembed_out", QuantizedWeight(*v), format)
+            self._quantized(f"{attention}unembed_out", QuantizedWeight(v[0], v[1], v[2], format))
 
     # Experts
 
@@ -313,11 +312,11 @@ class _Writer:
 
     def _matrices(self, theirs: str, module: Experts, projection: str, rows: "_Rows") -> None:
         if is_quantized(module):
-            weight = stored(module, projection).map(rows)
+            weight = stored(module, projection, formats_of(module)[projection]).map(rows)
             global_scale = module._parameters.get(global_scale_of(projection))
             if global_scale is not None:
                 self._put(f"{theirs}.global_scale", *_lazily(global_scale[:, rows.row]))
-            self._quantized(theirs, weight, formats_of(module)[projection])
+            self._quantized(theirs, weight)
         else:
             dense = getattr(module, projection)
             self._put(f"{theirs}.weight", *_lazily(rows(dense.mT if module.is_transposed else dense)))
@@ -327,7 +326,7 @@ class _Writer:
 
 
 class _Rows:
-    """The rows of gate, or of up, of stacked matrices or biases."""
+    """Selects the rows of gate, or of up, from stacked matrices or biases."""
 
     def __init__(self, row: int, count: int, interleaved: bool):
         self.row, self.count, self.interleaved = row, count, interleaved

@@ -1,0 +1,167 @@
+"""What a new user tries with a quantised model: it works, or one line says what to do instead."""
+
+import copy
+import json
+
+import accelerate
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from support.models import assert_close, operators_of, output, prompt, tiny
+from support.processes import python
+
+import torch_moe_mps
+from torch_moe_mps.transformers import experts_of
+from torch_moe_mps.transformers.checkpoints.loading import class_for
+from torch_moe_mps.transformers.linears import QuantizedLayer
+
+transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture(scope="module")
+def quantised():
+    model = tiny("qwen3_moe")
+    torch_moe_mps.accelerate(model, 4, 32, embedding_bits=6)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(quantised, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quantised")
+    quantised.save_pretrained(folder)
+    return folder
+
+
+def test_without_the_package_transformers_refuses(folder):
+    """It would fill what it does not know with random values."""
+    said = python(
+        """
+        import os, sys
+        os.environ["MOE_MPS_AUTOLOAD"] = "0"
+        from transformers import AutoModelForCausalLM
+        try:
+            AutoModelForCausalLM.from_pretrained(sys.argv[1])
+        except ValueError as error:
+            print("torch_moe_mps" in sys.modules, error)
+        """,
+        str(folder),
+    )
+    assert said.startswith("False The model's quantization config from the arguments has no `quant_method`")
+
+
+def test_the_classes_of_transformers_load_accelerated(folder, quantised):
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ours = torch_moe_mps.from_pretrained(folder)
+    counts = operators_of(lambda: output(loaded, prompt()))
+    assert counts == operators_of(lambda: output(ours, prompt())) and counts["rms_norm"]
+    assert_close(output(loaded, prompt()), output(quantised, prompt()), 1e-5)
+    torch_moe_mps.restore(loaded)
+    assert "rms_norm" not in operators_of(lambda: output(loaded, prompt()))
+
+
+def test_a_line_for_all_layers(folder):
+    """In the config of the checkpoint, but for what differs."""
+    stored = json.loads((folder / "config.json").read_text())["quantization_config"]
+    attention = {f"model.layers.*.self_attn.{name}_proj": "affine4_32" for name in "qkvo"}
+    assert stored == {
+        "library": "torch_moe_mps",
+        "modules": attention
+        | {"model.layers.*.mlp.experts": "affine4_32"}
+        | {"model.embed_tokens": "affine6_32", "lm_head": "affine6_32"},
+    }
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_no_gradients_are_asked_for(quantised, folder, loaded):
+    """So that a call outside of no_grad runs, and runs on the operators."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder) if loaded else quantised
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    with torch.enable_grad():
+        counts = operators_of(lambda: model(input_ids=prompt()))
+        logits = model(input_ids=prompt()).logits
+    assert counts == operators_of(lambda: output(model, prompt()))
+    assert_close(logits, output(quantised, prompt()), 1e-5)
+
+
+def test_none_keeps_linear_layers_and_embeddings_dense(tmp_path):
+    tiny("qwen3_moe").save_pretrained(tmp_path)
+    model = torch_moe_mps.from_pretrained(
+        tmp_path, bits=4, group_size=32, linear_bits=None, embedding_bits=None
+    )
+    assert {str(module.quantization) for module in experts_of(model).values()} == {"affine4_32"}
+    assert not any(isinstance(module, QuantizedLayer) for module in model.modules())
+
+
+def test_the_config_of_a_base_model_lists_what_is_saved(quantised, tmp_path):
+    quantised.model.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert "lm_head" not in stored["modules"] and "embed_tokens" in stored["modules"]
+    assert not any("lm_head" in name for name in load_file(tmp_path / "model.safetensors"))
+    base = transformers.AutoModel.from_pretrained(tmp_path)
+    assert_close(output(base, prompt()), output(quantised.model, prompt()), 1e-5)
+    assert "lm_head" in quantised.config.quantization_config.modules
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (transformers.Qwen3VLMoeConfig, transformers.AutoModelForImageTextToText),
+        (transformers.Qwen3MoeConfig, transformers.AutoModelForCausalLM),
+    ],
+)
+def test_a_known_type_wins_over_code_of_the_repository(config, expected):
+    config = config()
+    config.auto_map = {"AutoModelForCausalLM": "modeling.Model"}
+    assert class_for(config) is expected
+
+
+def test_offloaded_buffers(quantised):
+    model = copy.deepcopy(quantised)
+    accelerate.cpu_offload(model, execution_device="cpu", offload_buffers=True)
+    assert_close(output(model, prompt()), output(quantised, prompt()), 1e-5)
+
+
+def lora(model):
+    peft = pytest.importorskip("peft")
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
+
+
+def prompt_tuning(model):
+    peft = pytest.importorskip("peft")
+    peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lora, "moe_mps: a LoRA adapter must be on dense weights, got quantised ones; merge_and_unload"),
+        (
+            prompt_tuning,
+            "moe_mps: prompt tuning must be on dense weights, got quantised ones; tune the dense",
+        ),
+        (
+            lambda model: model.resize_token_embeddings(120),
+            "moe_mps: a weight must be dense for .size, got a quantised one; resize, tune",
+        ),
+        (
+            lambda model: model.lm_head.weight.requires_grad_(),
+            "moe_mps: a weight must be dense for .requires",
+        ),
+    ],
+)
+def test_what_needs_dense_weights_says_so(quantised, change, error):
+    with pytest.raises((ValueError, AttributeError)) as raised:
+        change(copy.deepcopy(quantised))
+    assert str(raised.value).startswith(error) and "\n" not in str(raised.value)
+
+
+def test_the_report_sums_up():
+    model = tiny("qwen3_moe")
+    report = torch_moe_mps.accelerate(model, 4, 32)
+    text = str(report)
+    assert text.splitlines()[-1] == (
+        f"{len(report.replaced)} modules run on torch_moe_mps, {len(report.left_alone)} keep their own code."
+    )
+    assert " adds the residual" in text and "residual in" not in text
+    assert "MiB" not in text and "GB" not in text
