@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from .attention import restore_attention, use_attention_of_sinks
-from .cache import grow_caches_in_place, restore_cache
 from .checkpoints.quantize import keep_when_saving, quantize_model
 from .checkpoints.recipe import requested_recipe
 from .compiling import compile_kernels
@@ -88,7 +87,10 @@ def accelerate(
     _warn_of_experts_left_alone(report)
     if wanted is not None and not any(map(has_quantized_weights, model.modules())):
         warnings.warn("torch_moe_mps: nothing was found that can be quantised", stacklevel=2)
-    grow_caches_in_place(model)
+    if _is_of_transformers(model):
+        from .cache import grow_caches_in_place
+
+        grow_caches_in_place(model)
     report.compiled = compile_kernels(model)
     return report
 
@@ -101,10 +103,14 @@ def restore(model: nn.Module) -> nn.Module:
     Raises: TypeError for what is not a module.
     """
     _require_module("restore", model)
+    if _is_of_transformers(model):
+        from .cache import restore_cache
+
+        for module in model.modules():
+            restore_cache(module)
     for module in model.modules():
         restore_module(module)
         restore_attention(module)
-        restore_cache(module)
         if PREVIOUS_EXPERTS in module.__dict__:
             config, implementation = module.__dict__.pop(PREVIOUS_EXPERTS)
             config._experts_implementation = implementation
@@ -121,6 +127,11 @@ def _implementation(config: object) -> str | None:
     key = id(config)
     _BEFORE[key] = (weakref.ref(config, lambda _: _BEFORE.pop(key, None)), current)
     return current
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    """Whether code for it may import transformers, which is not complete when this module is imported."""
+    return any(hasattr(module, "save_pretrained") for module in model.modules())
 
 
 def _require_module(function: str, model: object) -> None:
