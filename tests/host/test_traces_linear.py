@@ -5,6 +5,7 @@ import re
 import expecttest
 import pytest
 import torch
+from simulator.apple.facts import GPUS
 from support.expert_layers import random
 from support.quantized_layers import place
 
@@ -40,7 +41,7 @@ class TestTraces(expecttest.TestCase):
 matmul_rows_affine4_64_f16 grid 20x1x1 of 64x1x1
  0=A[0:256] 1=B[0:20480] 2=C[0:1280] 3=D[0:1280]
 4=A[0:256] 5=A[0:256] 6=E[0:640] 7=A[0:256]
-8=80 bytes
+8=84 bytes
 """,
         )
 
@@ -48,10 +49,10 @@ matmul_rows_affine4_64_f16 grid 20x1x1 of 64x1x1
         self.assertExpectedInline(
             self.linear(4),
             """\
-matmul_rows_few_affine4_64_f16 grid 5x1x1 of 128x1x1
+matmul_rows_few_affine4_64_f16 grid 20x1x1 of 128x1x1
  0=A[0:1024] 1=B[0:20480] 2=C[0:1280] 3=D[0:1280]
 4=A[0:1024] 5=A[0:1024] 6=E[0:2560] 7=A[0:1024]
-8=80 bytes 9=A[0:1024] 10=A[0:1024]
+8=84 bytes 9=A[0:1024] 10=A[0:1024]
 """,
         )
 
@@ -59,10 +60,10 @@ matmul_rows_few_affine4_64_f16 grid 5x1x1 of 128x1x1
         self.assertExpectedInline(
             self.linear(8),
             """\
-gemm8_affine4_64_f16 grid 3x1x1 of 128x1x1
+gemm16_split_affine4_64_f16 grid 10x1x1 of 128x1x1
  0=A[0:2048] 1=B[0:20480] 2=C[0:1280] 3=D[0:1280]
 4=A[0:2048] 5=A[0:2048] 6=E[0:5120] 7=A[0:2048]
-8=80 bytes 9=A[0:2048] 10=A[0:2048]
+8=84 bytes 9=A[0:2048] 10=A[0:2048]
 """,
         )
 
@@ -70,10 +71,10 @@ gemm8_affine4_64_f16 grid 3x1x1 of 128x1x1
         self.assertExpectedInline(
             self.linear(40),
             """\
-gemm32_affine4_64_f16 grid 3x2x1 of 128x1x1
+gemm16_split_affine4_64_f16 grid 10x3x1 of 128x1x1
  0=A[0:10240] 1=B[0:20480] 2=C[0:1280] 3=D[0:1280]
 4=A[0:10240] 5=A[0:10240] 6=E[0:25600] 7=A[0:10240]
-8=80 bytes 9=A[0:10240] 10=A[0:10240]
+8=84 bytes 9=A[0:10240] 10=A[0:10240]
 """,
         )
 
@@ -89,11 +90,11 @@ gemm32_affine4_64_f16 grid 3x2x1 of 128x1x1
 matmul_rows_affine4_64_f16 grid 32x1x1 of 64x1x1
  0=A[0:256] 1=B[0:32768] 2=C[0:2048] 3=D[0:2048]
 4=A[0:256] 5=A[0:256] 6=E[0:512] 7=A[0:256]
-8=80 bytes
+8=84 bytes
 matmul_rows_affine6_64_f16 grid 8x1x1 of 64x1x1
  0=E[0:512] 1=F[0:24576] 2=G[0:1024] 3=H[0:1024]
 4=E[0:512] 5=E[0:512] 6=I[0:256] 7=A[0:256]
-8=80 bytes
+8=84 bytes
 """,
         )
 
@@ -105,7 +106,7 @@ matmul_rows_affine6_64_f16 grid 8x1x1 of 64x1x1
             """\
 embedding_rows_affine4_64_f16 grid 3x1x1 of 128x1x1
  0=A[0:3200] 1=B[0:200] 2=C[0:200] 3=D[0:12]
-4=E[0:768] 5=84 bytes
+4=E[0:768] 5=88 bytes
 """,
         )
 
@@ -130,3 +131,26 @@ def test_an_embedding_reads_its_rows_alone(simulated):
         torch.mps.synchronize()
     (dispatch,) = counters
     assert dispatch.buffers[0].bytes_read == 2 * parts[0].nbytes // 50
+
+
+@pytest.mark.parametrize(
+    "gpu, launch",
+    [
+        ("Apple M1", "gemm8_affine4_64_f16 grid 32x1x1"),
+        ("Apple M4 Max", "gemm16_split_affine4_64_f16 grid 128x1x1"),
+        ("Apple M9 Nano", "gemm16_split_affine4_64_f16 grid 128x1x1"),  # unknown: 16 cores
+    ],
+)
+def test_grid_follows_the_cores(simulated, monkeypatch, gpu, launch):
+    monkeypatch.setenv("SIMULATED_GPU", gpu)
+    x, weight = random((8, 64), torch.float16, 0).to("mps"), matrix(4096, 64)
+    with simulated.trace() as commands:
+        ops.linear_quantized(x, *weight, None, *FORMAT)
+    assert [command.startswith(launch) for command in commands] == [True]
+
+
+def test_cores_of_a_gpu():
+    """The same as those of the cost model, but for the smaller one of two chips of one name."""
+    known = {name: gpu.cores for name, gpu in GPUS.items() if name != "M1 Pro 14"}
+    assert {name: ops._gpu_cores(f"Apple {name}") for name in known} == known
+    assert ops._gpu_cores("Simulated Apple GPU") == ops._gpu_cores("Apple M99") == 16

@@ -92,6 +92,13 @@ def test_every_format(device, format):
     check_embedding(device, weight, ids, format, dtype)
 
 
+@pytest.mark.parametrize("tokens, rows", [(4, 2048), (7, 4096), (9, 4096)])
+def test_threadgroups_for_every_core(device, monkeypatch, tokens, rows):
+    """So many that the simdgroups of a threadgroup have rows of their own, on a GPU of eight cores."""
+    monkeypatch.setenv("SIMULATED_GPU", "Apple M1")
+    check_linear(device, (tokens, 64, rows), (4, 64, "affine"), torch.float16, tokens, bias=True)
+
+
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tokens(device, dtype, tokens):
@@ -288,6 +295,10 @@ class TestPlan(expecttest.TestCase):
             for rows, gated in ((2560, False), (12288, True), (151936, False)):
                 plan = torch.ops.moe_mps._plan_linear(tokens, rows, gated)
                 lines.append(f"T {tokens}, {rows} rows{', gated' * gated}: {plan}")
+        for cores in (8, 32, 40):  # M1, M1 Max, M4 Max
+            for tokens in (4, 8, 16, 64):
+                plan = torch.ops.moe_mps._plan_linear(tokens, 4096, cores=cores)
+                lines.append(f"T {tokens}, 4096 rows, {cores} cores: {plan}")
         for tokens in (2, 3):  # codes of 3, 5 or 6 bits
             plan = torch.ops.moe_mps._plan_linear(tokens, 2560, shares_rows=False)
             lines.append(f"T {tokens}, 2560 rows read for one token each: {plan}")
@@ -297,29 +308,41 @@ class TestPlan(expecttest.TestCase):
 T 1, 2560 rows: matmul_rows grid 160x1x1 of 64
 T 1, 12288 rows, gated: matmul_rows grid 768x1x1 of 64
 T 1, 151936 rows: matmul_rows grid 9496x1x1 of 64
-T 2, 2560 rows: matmul_rows_few grid 40x1x1 of 128
+T 2, 2560 rows: matmul_rows_few grid 160x1x1 of 128, inputs split
 T 2, 12288 rows, gated: matmul_rows_few grid 192x1x1 of 128
 T 2, 151936 rows: matmul_rows_few grid 2374x1x1 of 128
-T 4, 2560 rows: matmul_rows_few grid 40x1x1 of 128
+T 4, 2560 rows: matmul_rows_few grid 160x1x1 of 128, inputs split
 T 4, 12288 rows, gated: matmul_rows_few grid 192x1x1 of 128
 T 4, 151936 rows: matmul_rows_few grid 2374x1x1 of 128
-T 5, 2560 rows: gemm8 grid 20x1x1 of 128
+T 5, 2560 rows: gemm16_split grid 80x1x1 of 128, inputs split
 T 5, 12288 rows, gated: gemm8 grid 96x1x1 of 128
 T 5, 151936 rows: gemm8 grid 1187x1x1 of 128
-T 8, 2560 rows: gemm8 grid 20x1x1 of 128
+T 8, 2560 rows: gemm16_split grid 80x1x1 of 128, inputs split
 T 8, 12288 rows, gated: gemm8 grid 96x1x1 of 128
 T 8, 151936 rows: gemm8 grid 1187x1x1 of 128
-T 9, 2560 rows: gemm32 grid 20x1x1 of 128
+T 9, 2560 rows: gemm16_split grid 80x1x1 of 128, inputs split
 T 9, 12288 rows, gated: gemm32 grid 96x1x1 of 128
 T 9, 151936 rows: gemm32 grid 1187x1x1 of 128
-T 64, 2560 rows: gemm32 grid 20x2x1 of 128
+T 64, 2560 rows: gemm16_split grid 80x4x1 of 128, inputs split
 T 64, 12288 rows, gated: gemm32 grid 96x2x1 of 128
 T 64, 151936 rows: gemm32 grid 1187x2x1 of 128
 T 512, 2560 rows: gemm32 grid 20x16x1 of 128
 T 512, 12288 rows, gated: gemm32 grid 96x16x1 of 128
 T 512, 151936 rows: gemm32 grid 1187x16x1 of 128
-T 2, 2560 rows read for one token each: matmul_rows_few grid 40x1x1 of 128
-T 3, 2560 rows read for one token each: gemm8 grid 20x1x1 of 128
+T 4, 4096 rows, 8 cores: matmul_rows_few grid 64x1x1 of 128
+T 8, 4096 rows, 8 cores: gemm8 grid 32x1x1 of 128
+T 16, 4096 rows, 8 cores: gemm32 grid 32x1x1 of 128
+T 64, 4096 rows, 8 cores: gemm32 grid 32x2x1 of 128
+T 4, 4096 rows, 32 cores: matmul_rows_few grid 256x1x1 of 128, inputs split
+T 8, 4096 rows, 32 cores: gemm16_split grid 128x1x1 of 128, inputs split
+T 16, 4096 rows, 32 cores: gemm16_split grid 128x1x1 of 128, inputs split
+T 64, 4096 rows, 32 cores: gemm16_split grid 128x4x1 of 128, inputs split
+T 4, 4096 rows, 40 cores: matmul_rows_few grid 256x1x1 of 128, inputs split
+T 8, 4096 rows, 40 cores: gemm16_split grid 128x1x1 of 128, inputs split
+T 16, 4096 rows, 40 cores: gemm16_split grid 128x1x1 of 128, inputs split
+T 64, 4096 rows, 40 cores: gemm16_split grid 128x4x1 of 128, inputs split
+T 2, 2560 rows read for one token each: matmul_rows_few grid 160x1x1 of 128, inputs split
+T 3, 2560 rows read for one token each: gemm16_split grid 80x1x1 of 128, inputs split
 """,
         )
 

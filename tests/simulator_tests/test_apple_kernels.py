@@ -307,7 +307,7 @@ rms_norm_gated
 fused_norm_add
   norm_add_bf16: 43.00 36.00 slots an element, 54 registers, 512/512/896 threads
 fused_residual_norm
-  residual_norm_bf16: 51.25 39.25 slots an element, 56.5 registers, 512/512/832 threads
+  residual_norm_bf16: 51.25 39.25 slots an element, 64.5 registers, 512/512/768 threads
 """,
         )
 
@@ -316,9 +316,9 @@ fused_residual_norm
             costs("rope", "bf16"),
             """\
 rope
-  rope_bf16: 62.25 52.25 slots an element, 71.5 registers, 128/128/704 threads
+  rope_bf16: 62.50 52.50 slots an element, 58.5 registers, 128/128/832 threads
 rope with QK-norm
-  rope_bf16: 82.50 72.50 slots an element, 71.5 registers, 128/128/704 threads
+  rope_bf16: 82.25 72.25 slots an element, 58.5 registers, 128/128/832 threads
 rope_tables
   rope_tables_bf16: 36.00 32.00 slots an element, 9 registers, 64/64/1024 threads
 """,
@@ -331,7 +331,7 @@ rope_tables
 causal_conv1d_update_
   causal_conv1d_update_bf16: 248.00 226.00 slots an element, 18 registers, 64/64/1024 threads
 gated_delta_rule_
-  gated_delta_rule_bf16: 35.76 35.04 slots an element, 54.5 registers, 256/512/896 threads
+  gated_delta_rule_bf16: 36.26 35.54 slots an element, 54.5 registers, 256/512/896 threads
 """,
         )
 
@@ -360,11 +360,11 @@ attention_sinks of 16 heads on 2, 4096 keys of 256
             costs("combine", "bf16"),
             """\
 silu_mul_stacked
-  silu_mul_stacked_bf16: 20.75 14.75 slots an element, 13 registers, 128/-/1024 threads
+  silu_mul_stacked_bf16: 21.75 15.75 slots an element, 14 registers, 128/-/1024 threads
 weighted_sum_stacked
   weighted_sum_bf16: 16.94 7.69 slots an element, 48 registers, 32/-/1024 threads
 weighted_sum_residual_norm_stacked_
-  weighted_sum_norm_bf16: 29.73 15.11 slots an element, 67.5 registers, 384/384/768 threads
+  weighted_sum_norm_bf16: 29.95 15.33 slots an element, 70.5 registers, 384/384/704 threads
 transposed, 256 tokens, 4 of 32
   expert_combine_bf16: 40.50 32.50 slots an element, 19 registers, 256/-/1024 threads
 """,
@@ -385,15 +385,15 @@ moe_router_topk_softmax of 512
 moe_router_topk_softmax of 1024
   route32_bf16: 71.05 70.05 slots an element, 112.5 registers, 32/-/448 threads
 router_logits of 1
-  logits_single_bf16: 6.53 5.53 slots a MAC, 24 registers, 128/-/1024 threads
+  logits_single_bf16: 6.53 5.53 slots a MAC, 23 registers, 128/-/1024 threads
 router_logits of 32
-  logits_many_bf16: 3.81 3.56 slots a MAC, 62 registers, 128/-/832 threads
+  logits_many_bf16: 3.81 3.56 slots a MAC, 61 registers, 128/-/832 threads
 moe_gate of 1
-  normed_logits_single_bf16: 9.44 8.44 slots a MAC, 29 registers, 128/-/1024 threads
+  normed_logits_single_bf16: 9.44 8.44 slots a MAC, 28 registers, 128/-/1024 threads
 moe_gate of 65
-  normed_logits_many_bf16: 5.04 4.78 slots a MAC, 70 registers, 128/-/704 threads
+  normed_logits_many_bf16: 5.04 4.78 slots a MAC, 69 registers, 128/-/704 threads
 moe_gate of 1024
-  normed_logits_many_bf16: 4.84 4.59 slots a MAC, 70 registers, 128/-/704 threads
+  normed_logits_many_bf16: 4.84 4.59 slots a MAC, 69 registers, 128/-/704 threads
 moe_bucket torch.int32
   bucket_pairs_i32: 190.50 161.50 slots an element, 36 registers, 128/1024/1024 threads
 moe_compute_ids_tpe torch.int32
@@ -413,11 +413,11 @@ dense, 1 tokens, 4 of 32
   matmul_rows_bf16: 4.55 3.02 slots a MAC, 53 registers, 64/384/896 threads
   expert_down_bf16: 5.11 3.59 slots a MAC, 61.5 registers, 128/384/832 threads
 dense, 8 tokens, 4 of 32
-  matmul_rows_few_bf16: 3.49 2.45 slots a MAC, 105 registers, 128/384/448 threads
-  expert_down_few_bf16: 5.15 3.86 slots a MAC, 95 registers, 256/384/512 threads
+  matmul_rows_few_bf16: 3.57 2.53 slots a MAC, 113 registers, 128/384/448 threads
+  expert_down_few_bf16: 5.15 3.87 slots a MAC, 100 registers, 256/384/512 threads
 dense, 64 tokens, 4 of 32
   gemm8_bf16: 2.04 1.85 slots a MAC, 70 registers, 128/384/704 threads
-  gemm8_bf16: 2.17 1.97 slots a MAC, 70 registers, 128/384/704 threads
+  gemm8_bf16: 2.17 1.96 slots a MAC, 70 registers, 128/384/704 threads
 dense, 256 tokens, 4 of 32
   gemm32_bf16: 1.42 1.36 slots a MAC, 96.5 registers, 128/384/512 threads
   gemm32_bf16: 1.51 1.45 slots a MAC, 96.5 registers, 128/384/512 threads
@@ -441,19 +441,20 @@ affine 4 bits in 64, 1 tokens, 4 of 32
   matmul_rows_affine4_64_bf16: 4.98 4.38 slots a MAC, 42.5 registers, 64/384/1024 threads
   expert_down_affine4_64_bf16: 5.59 5.01 slots a MAC, 51 registers, 128/384/1024 threads
 affine 4 bits in 64, 3 tokens, 2 of 4
-  matmul_rows_few_affine4_64_bf16: 3.50 3.20 slots a MAC, 89 registers, 128/384/576 threads
-  expert_down_few_affine4_64_bf16: 5.83 5.28 slots a MAC, 81 registers, 256/384/576 threads
+  matmul_rows_few_affine4_64_bf16: 5.60 5.30 slots a MAC, 97 registers, 128/384/512 threads
+  expert_down_few_affine4_64_bf16: 5.95 5.40 slots a MAC, 86 registers, 256/384/576 threads
 affine 4 bits in 64, 8 tokens, 4 of 32
-  matmul_rows_few_affine4_64_bf16: 3.82 3.51 slots a MAC, 89 registers, 128/384/576 threads
-  expert_down_few_affine4_64_bf16: 5.55 5.00 slots a MAC, 81 registers, 256/384/576 threads
+  matmul_rows_few_affine4_64_bf16: 3.91 3.60 slots a MAC, 97 registers, 128/384/512 threads
+  expert_down_few_affine4_64_bf16: 5.60 5.05 slots a MAC, 86 registers, 256/384/576 threads
 affine 4 bits in 64, 64 tokens, 4 of 32
-  gemm8_affine4_64_bf16: 2.35 2.31 slots a MAC, 72.5 registers, 128/384/640 threads
-  gemm8_affine4_64_bf16: 2.48 2.43 slots a MAC, 72.5 registers, 128/384/640 threads
+  gemm8_affine4_64_bf16: 2.33 2.29 slots a MAC, 68.5 registers, 128/384/704 threads
+  gemm8_affine4_64_bf16: 2.46 2.41 slots a MAC, 68.5 registers, 128/384/704 threads
 affine 4 bits in 64, 256 tokens, 4 of 32
-  gemm32_affine4_64_bf16: 1.49 1.47 slots a MAC, 98 registers, 128/384/512 threads
-  gemm32_affine4_64_bf16: 1.59 1.56 slots a MAC, 98 registers, 128/384/512 threads
+  gemm32_affine4_64_bf16: 1.49 1.47 slots a MAC, 94 registers, 128/384/512 threads
+  gemm32_affine4_64_bf16: 1.58 1.55 slots a MAC, 94 registers, 128/384/512 threads
 not dispatched here
-  embedding_rows_affine4_64_bf16: 43 registers, -/-/1024 threads
+  embedding_rows_affine4_64_bf16: 45 registers, -/-/1024 threads
+  gemm16_split_affine4_64_bf16: 84 registers, -/384/576 threads
 """,
         )
 

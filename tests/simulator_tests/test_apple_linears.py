@@ -1,7 +1,7 @@
 """One quantised matrix by the cost model: DRAM-bound for one token, never more slots than MLX's kernels."""
 
 import pytest
-from simulator.apple import cases
+from simulator.apple import GPUS, Limit, cases
 from support.msl_probes import linux_only
 
 pytestmark = linux_only
@@ -38,3 +38,14 @@ def test_no_more_slots_than_mlx(simulated, format, tokens):
 def test_one_token_is_bound_by_dram(simulated, format, size):
     for gpu, own, _ in rows_of(size, format, 1):
         assert {row.measurement.bounds(gpu).binding for row in own} == {"dram"}, gpu.name
+
+
+@pytest.mark.parametrize("inputs, rows", [(2048, 6144), (4096, 4096)])
+def test_eight_tokens_fill_the_gpu(simulated, monkeypatch, inputs, rows):
+    """Predicted with the latency of few threadgroups; a threadgroup stands for all."""
+    monkeypatch.setenv("SIMULATED_GPU", "Apple M4 Max")
+    shape, one = cases.Shape(1, 1, inputs, rows, alone=True), Limit(groups=1, slots=1)
+    [row] = cases.ours(shape, "int4", "f16", 8, one)
+    assert row.measurement.grid[0] == rows // 32
+    for gpu, most in (("M1 Max", 55), ("M4 Max", 45)):
+        assert row.measurement.latency(GPUS[gpu]).most <= most

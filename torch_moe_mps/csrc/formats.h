@@ -13,18 +13,23 @@
 namespace moe_mps {
 
 struct WeightFormat {
+  std::string name;  // "affine4_64", "mxfp4"
   std::string mode;
   int64_t bits;
   int64_t group_size;
+  std::string type;  // in shaders/matmul/formats.h
 
-  std::string name() const;  // "affine4_64", "mxfp4"
-  // Whether dot products take two pairs at a time: kPairs of shaders/matmul/formats.h.
+  // Whether dot products take two pairs at a time: kPairsAtOnce there.
   bool shares_rows() const { return mode != "affine" || bits % 4 == 0; }
-
-  // The same but for what is given; another mode starts from its defaults.
-  WeightFormat replaced(std::optional<int64_t> bits_, std::optional<int64_t> group_size_,
-                        std::optional<std::string_view> mode_) const;
 };
+
+// The format that the operators' arguments select.
+const WeightFormat& weight_format(std::string_view mode, int64_t bits, int64_t group_size);
+
+// The format of a second matrix: the first one's but for what is given; another mode starts from its
+// defaults.
+const WeightFormat& second_format(const WeightFormat& first, std::optional<int64_t> bits,
+                                  std::optional<int64_t> group_size, std::optional<std::string_view> mode);
 
 const std::vector<WeightFormat>& all_formats();
 

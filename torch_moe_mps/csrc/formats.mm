@@ -1,46 +1,42 @@
 #include "formats.h"
 
+#include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include <algorithm>
+
 namespace moe_mps {
-namespace {
 
-// The template of shaders/matmul/formats.h.
-std::string metal_template(const WeightFormat& format) {
-  if (format.mode == "affine")
-    return c10::str("Affine<MOE_DTYPE, ", format.bits, ", ", format.group_size, ">");
-  if (format.mode == "mxfp4") return "Mxfp4<MOE_DTYPE>";
-  return format.mode == "mxfp8" ? "Mxfp8<MOE_DTYPE>" : "Nvfp4<MOE_DTYPE>";
-}
-
-}  // namespace
-
-std::string WeightFormat::name() const {
-  return mode == "affine" ? c10::str(mode, bits, "_", group_size) : mode;
-}
-
-WeightFormat WeightFormat::replaced(std::optional<int64_t> bits_, std::optional<int64_t> group_size_,
-                                    std::optional<std::string_view> mode_) const {
-  WeightFormat other = *this;
-  if (mode_ && *mode_ != mode) {
-    if (*mode_ == "affine") {
-      other = {"affine", 4, 64};
-    } else {
-      for (const WeightFormat& format : all_formats()) {
-        if (format.mode == *mode_) other = format;
-      }
-    }
+const WeightFormat& weight_format(std::string_view mode, int64_t bits, int64_t group_size) {
+  for (const WeightFormat& format : all_formats()) {
+    if (format.mode == mode && format.bits == bits && format.group_size == group_size) return format;
   }
-  other.bits = bits_.value_or(other.bits);
-  other.group_size = group_size_.value_or(other.group_size);
-  return other;
+  TORCH_CHECK(false, "moe_mps: no kernel for weights of mode ", mode, ", ", bits, " bits, groups of ",
+              group_size);
 }
 
+const WeightFormat& second_format(const WeightFormat& first, std::optional<int64_t> bits,
+                                  std::optional<int64_t> group_size, std::optional<std::string_view> mode) {
+  const WeightFormat* like = &first;
+  if (mode && *mode != first.mode) {
+    const auto& all = all_formats();
+    like =
+        &*std::find_if(all.begin(), all.end(), [&](const WeightFormat& each) { return each.mode == *mode; });
+  }
+  return weight_format(like->mode, bits.value_or(like->bits), group_size.value_or(like->group_size));
+}
+
+// The first of a mode is its default.
 const std::vector<WeightFormat>& all_formats() {
   static const auto* const formats = [] {
-    auto* list = new std::vector<WeightFormat>{{"mxfp4", 4, 32}, {"mxfp8", 8, 32}, {"nvfp4", 4, 16}};
-    for (const int64_t bits : {2, 3, 4, 5, 6, 8}) {
-      for (const int64_t group_size : {32, 64, 128}) list->push_back({"affine", bits, group_size});
+    auto* list = new std::vector<WeightFormat>{{"mxfp4", "mxfp4", 4, 32, "Mxfp4<MOE_DTYPE>"},
+                                               {"mxfp8", "mxfp8", 8, 32, "Mxfp8<MOE_DTYPE>"},
+                                               {"nvfp4", "nvfp4", 4, 16, "Nvfp4<MOE_DTYPE>"}};
+    for (const int64_t bits : {4, 2, 3, 5, 6, 8}) {
+      for (const int64_t group : {64, 32, 128}) {
+        list->push_back({c10::str("affine", bits, "_", group), "affine", bits, group,
+                         c10::str("Affine<MOE_DTYPE, ", bits, ", ", group, ">")});
+      }
     }
     return list;
   }();
@@ -48,7 +44,7 @@ const std::vector<WeightFormat>& all_formats() {
 }
 
 Library quantized_library(const WeightFormat& format, c10::ScalarType dtype) {
-  return {"quantized", dtype, format.name(), metal_template(format)};
+  return {"quantized", dtype, format.name, format.type};
 }
 
 }  // namespace moe_mps

@@ -33,7 +33,7 @@ Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& sca
   }
   const auto dtype = compute_dtype(x.scalar_type(), {scales});
   const MatrixStack matrix =
-      packed_matrix({packed, scales, biases, {std::string(mode), bits, group_size}}, bias, dtype);
+      packed_matrix(packed, scales, biases, weight_format(mode, bits, group_size), bias, dtype);
   const Tensor rows = rows_of(x, dtype);
   const Tensor out = at::empty({rows.size(0), matrix.rows}, rows.options());
   Commands commands;
@@ -57,12 +57,12 @@ Tensor mlp_quantized(const Tensor& x, const Tensor& gate_up_packed, const Tensor
     return down_bias.has_value() ? out.add_(*down_bias) : out;
   }
   const auto dtype = compute_dtype(x.scalar_type(), {gate_up_scales, down_scales});
-  const WeightFormat format{std::string(mode), bits, group_size};
-  const WeightFormat down_format = format.replaced(down_bits, down_group_size, down_mode);
+  const WeightFormat& format = weight_format(mode, bits, group_size);
+  const WeightFormat& down_format = second_format(format, down_bits, down_group_size, down_mode);
   const MatrixStack gate_up =
-      packed_matrix({gate_up_packed, gate_up_scales, gate_up_biases, format}, gate_up_bias, dtype);
+      packed_matrix(gate_up_packed, gate_up_scales, gate_up_biases, format, gate_up_bias, dtype);
   const MatrixStack down =
-      packed_matrix({down_packed, down_scales, down_biases, down_format}, down_bias, dtype);
+      packed_matrix(down_packed, down_scales, down_biases, down_format, down_bias, dtype);
   const Tensor rows = rows_of(x, dtype);
   const Tensor hidden = at::empty({rows.size(0), down.inputs}, rows.options());
   const Tensor out = at::empty({rows.size(0), down.rows}, rows.options());
@@ -79,8 +79,8 @@ Tensor embedding_quantized(const Tensor& ids_, const Tensor& packed, const Tenso
                            const OptionalTensor& biases, int64_t bits, int64_t group_size,
                            std::string_view mode, c10::ScalarType dtype) {
   const auto scale_dtype = scales.scalar_type() == at::kByte ? dtype : scales.scalar_type();
-  const MatrixStack matrix = packed_matrix({packed, scales, biases, {std::string(mode), bits, group_size}},
-                                           std::nullopt, scale_dtype);
+  const MatrixStack matrix =
+      packed_matrix(packed, scales, biases, weight_format(mode, bits, group_size), std::nullopt, scale_dtype);
   std::vector<int64_t> shape = ids_.sizes().vec();
   shape.push_back(matrix.inputs);
   const auto options = ids_.options().dtype(dtype);

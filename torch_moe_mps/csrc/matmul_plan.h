@@ -1,5 +1,5 @@
-// How the experts run: a pure function from shapes to dispatches. Benchmarks, traces and the cost model see
-// the same plan, through `torch.ops.moe_mps._plan`.
+// How matmuls run: pure functions from shapes and the GPU's cores to dispatches. Benchmarks, traces and the
+// cost model see the same plan, through `torch.ops.moe_mps._plan` and `_plan_linear`.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -25,7 +25,8 @@ struct MatmulStep {
   Size grid{0};
   int64_t indirect = -1;  // at least 0: the number of the grid, computed by kBucket, that replaces `grid`
   int64_t threads = 0;
-  int64_t memory = 0;  // bytes of threadgroup memory
+  int64_t memory = 0;          // bytes of threadgroup memory
+  bool splits_inputs = false;  // the simdgroups of a threadgroup share the inputs of its rows
 };
 
 struct MatmulShape {
@@ -43,10 +44,10 @@ struct MatmulPlan {
   BucketTiles tiles;         // what kBucket makes
 };
 
-MatmulPlan plan_experts(const MatmulShape& shape);
+MatmulPlan plan_experts(const MatmulShape& shape, int64_t cores);
 
 // A linear layer: one matrix for all tokens, in one dispatch. With `shares_rows`, a dot product of the format
 // takes two tokens at a time.
-MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, bool shares_rows);
+MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, bool shares_rows, int64_t cores);
 
 }  // namespace moe_mps

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 
 #include "bucket.h"
+#include "gpu.h"
 #include "matmul_plan.h"
 #include "tensors.h"
 
@@ -85,7 +86,7 @@ MatmulParams matmul_params(const Tensor& x, const MatrixStack& matrix, const Ten
   params.has_ids = 1;
   params.wide_ids = ids.scalar_type() == at::kLong;
   params.x_per_pair = x_per_pair;
-  params.units_are_experts = ids.numel() > matrix.experts;
+  params.grid_by_expert = ids.numel() > matrix.experts;
   return params;
 }
 
@@ -125,6 +126,7 @@ void add_matmul(Commands& commands, const Run& run, const MatmulStep& step, cons
                 const Tensor& out) {
   MatmulParams params = matmul_params(x, matrix, run.ids, activation, x_per_pair);
   params.writes_tiles = !is_last;
+  params.splits_inputs = step.splits_inputs;
   Command& command = commands.add(matrix.library, step.kernel);
   bind_matmul(command, x, matrix, run.ids, out).bind(x).params(params);  // x stands in for a residual
   run.launch(run.bind_buckets(command), step);
@@ -157,7 +159,9 @@ void add_linear(Commands& commands, const Tensor& x, const MatrixStack& matrix, 
   params.tokens = params.pairs = x.size(0);
   params.slots = params.x_per_pair = 1;
   params.has_residual = residual.has_value();
-  const MatmulStep step = plan_linear(x.size(0), params.rows, params.outputs, matrix.shares_rows);
+  const MatmulStep step =
+      plan_linear(x.size(0), params.rows, params.outputs, matrix.shares_rows, gpu_cores());
+  params.splits_inputs = step.splits_inputs;
   Command& command = commands.add(matrix.library, step.kernel);
   bind_matmul(command, x, matrix, x, out).bind_or(residual, x).params(params);
   if (step.kernel != "matmul_rows") command.bind(x).bind(x);  // in place of lists of pairs; not read
@@ -198,7 +202,7 @@ Tensor project_slots(const Tensor& x_, const MatrixStack& matrix_, const Tensor&
   shape.empty = is_empty(matrix_);
   const Tensor x = shape.empty ? out : aligned(x_), ids = ids_.contiguous();
   const MatrixStack matrix = bindable(matrix_, out);
-  const MatmulPlan plan = plan_experts(shape);
+  const MatmulPlan plan = plan_experts(shape, gpu_cores());
   const Run run(plan, ids, shape.experts);
   Commands commands;
   for (const MatmulStep& step : plan.steps) {
@@ -224,7 +228,7 @@ Tensor apply_experts(const Tensor& x_, const MatrixStack& gate_up, const MatrixS
   shape.second_transposed = down_.transposed;
   shape.empty = is_empty(down_);  // and so is gate_up
   const MatrixStack down = bindable(down_, x);
-  const MatmulPlan plan = plan_experts(shape);
+  const MatmulPlan plan = plan_experts(shape, gpu_cores());
   const Run run(plan, ids, shape.experts);
   const Tensor hidden = shape.empty ? x : at::empty({ids.numel(), down.inputs}, x.options());
   Tensor slots;

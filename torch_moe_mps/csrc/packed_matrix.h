@@ -10,21 +10,16 @@
 
 namespace moe_mps {
 
-struct PackedWeight {
-  const at::Tensor& packed;  // [E, rows, words], or [rows, words] for a single matrix
-  const at::Tensor& scales;
-  const std::optional<at::Tensor>& biases;
-  WeightFormat format;
-};
-
 // The dtype in which a call runs: that of `x`, or float32 where scales have another one.
 c10::ScalarType compute_dtype(c10::ScalarType x, std::initializer_list<at::Tensor> scales);
 
-// The kernels take scales in the dtype of the activations. For scales of another dtype, scales and
-// activations are converted to float32, which is right but slow: every call reads the scales once more.
-// `bias` is the layer's.
-MatrixStack packed_matrix(const PackedWeight& weight, const std::optional<at::Tensor>& bias,
-                          c10::ScalarType dtype);
+// The matrices `packed` ([E, rows, words], or [rows, words] for a single one) for a call in `dtype`. The
+// kernels take scales in the dtype of the activations. For scales of another dtype, scales and activations
+// are converted to float32, which is right but slow: every call reads the scales once more. `bias` is the
+// layer's.
+MatrixStack packed_matrix(const at::Tensor& packed, const at::Tensor& scales,
+                          const std::optional<at::Tensor>& biases, const WeightFormat& format,
+                          const std::optional<at::Tensor>& bias, c10::ScalarType dtype);
 
 // The tensor made contiguous, in `dtype`.
 std::optional<at::Tensor> converted(const std::optional<at::Tensor>& tensor, c10::ScalarType dtype);

@@ -17,21 +17,20 @@ c10::ScalarType compute_dtype(c10::ScalarType x, std::initializer_list<Tensor> s
   return same ? x : at::kFloat;
 }
 
-MatrixStack packed_matrix(const PackedWeight& weight, const std::optional<Tensor>& bias,
+MatrixStack packed_matrix(const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& biases,
+                          const WeightFormat& format, const std::optional<Tensor>& bias,
                           c10::ScalarType dtype) {
-  const Tensor& packed = weight.packed;
   if (!packed.is_contiguous() || !is_aligned(packed)) warn_of_copy(packed);
-  MatrixStack matrix{quantized_library(weight.format, dtype), aligned(packed)};
-  matrix.scales = weight.scales.contiguous();
+  MatrixStack matrix{quantized_library(format, dtype), aligned(packed)};
+  matrix.scales = scales.contiguous();
   if (matrix.scales.scalar_type() != at::kByte) matrix.scales = matrix.scales.to(dtype);
   matrix.biases = matrix.scales;
-  if (weight.biases.has_value() && weight.biases->defined())
-    matrix.biases = weight.biases->contiguous().to(dtype);
+  if (biases.has_value() && biases->defined()) matrix.biases = biases->contiguous().to(dtype);
   matrix.bias = contiguous(bias);
   matrix.experts = packed.dim() == 3 ? packed.size(0) : 1;
   matrix.rows = packed.size(-2);
-  matrix.shares_rows = weight.format.shares_rows();
-  matrix.inputs = packed.size(-1) * 32 / weight.format.bits;
+  matrix.shares_rows = format.shares_rows();
+  matrix.inputs = packed.size(-1) * 32 / format.bits;
   return matrix;
 }
 

@@ -15,7 +15,7 @@ Tensor expert_qmm(const Tensor& x, const Tensor& packed, const Tensor& scales, c
                   const OptionalTensor& bias) {
   const auto dtype = compute_dtype(x.scalar_type(), {scales});
   const MatrixStack matrix =
-      packed_matrix({packed, scales, biases, {std::string(mode), bits, group_size}}, bias, dtype);
+      packed_matrix(packed, scales, biases, weight_format(mode, bits, group_size), bias, dtype);
   return project_slots(x.to(dtype), matrix, ids).to(x.scalar_type());
 }
 
@@ -31,12 +31,12 @@ Tensor moe_experts_quantized(const Tensor& x, const Tensor& gate_up_packed, cons
                              std::optional<int64_t> down_bits, std::optional<int64_t> down_group_size,
                              std::optional<std::string_view> down_mode) {
   const auto dtype = compute_dtype(x.scalar_type(), {gate_up_scales, down_scales});
-  const WeightFormat format{std::string(mode), bits, group_size};
-  const WeightFormat down_format = format.replaced(down_bits, down_group_size, down_mode);
+  const WeightFormat& format = weight_format(mode, bits, group_size);
+  const WeightFormat& down_format = second_format(format, down_bits, down_group_size, down_mode);
   const MatrixStack gate_up =
-      packed_matrix({gate_up_packed, gate_up_scales, gate_up_biases, format}, gate_up_bias, dtype);
+      packed_matrix(gate_up_packed, gate_up_scales, gate_up_biases, format, gate_up_bias, dtype);
   const MatrixStack down =
-      packed_matrix({down_packed, down_scales, down_biases, down_format}, down_bias, dtype);
+      packed_matrix(down_packed, down_scales, down_biases, down_format, down_bias, dtype);
   const ExpertSum sum{weights.contiguous(), contiguous(shared_gate), converted(shared_out, dtype),
                       converted(residual, dtype), gate_is_logit};
   return apply_experts(x.to(dtype), gate_up, down, ids,

@@ -15,8 +15,8 @@ constant constexpr float kLowest = -3.402823466e38f;
 // The elements of a row that one lane holds.
 template <typename T>
 struct Elements {
-  Raw<T, 4> low;
-  Raw<T, 4> high;
+  Vector<T, 4> low;
+  Vector<T, 4> high;
 };
 
 struct Row {
@@ -29,24 +29,24 @@ struct Row {
 template <typename T>
 inline Elements<T> load_elements(device const T* source, Row row, bool wanted) {
   Elements<T> x;
-  x.low.v = vec<T, 4>(T(0.0f));
-  x.high.v = vec<T, 4>(T(0.0f));
+  x.low = vec<T, 4>(T(0.0f));
+  x.high = vec<T, 4>(T(0.0f));
   if (!wanted || row.first >= row.width) return x;
   if (row.vectorised) {
-    x.low = load_raw<4>(source + row.first);
-    x.high = load_raw<4>(source + row.first + 4);
+    x.low = load<4>(source + row.first);
+    x.high = load<4>(source + row.first + 4);
     return x;
   }
   UNROLL for (uint i = 0; i < 4; ++i) {
-    if (row.first + i < row.width) x.low.v[i] = source[row.first + i];
-    if (row.first + 4 + i < row.width) x.high.v[i] = source[row.first + 4 + i];
+    if (row.first + i < row.width) x.low[i] = source[row.first + i];
+    if (row.first + 4 + i < row.width) x.high[i] = source[row.first + 4 + i];
   }
   return x;
 }
 
 struct Wide {
-  Pack<4> low;
-  Pack<4> high;
+  float4 low;
+  float4 high;
 };
 
 template <typename T>
@@ -56,23 +56,23 @@ inline Wide widen(Elements<T> x) {
 
 inline float dot(Wide a, Wide b) {
   float sum = 0.0f;
-  UNROLL for (int i = 0; i < 4; ++i) sum += a.low.v[i] * b.low.v[i];
-  UNROLL for (int i = 0; i < 4; ++i) sum += a.high.v[i] * b.high.v[i];
+  UNROLL for (int i = 0; i < 4; ++i) sum += a.low[i] * b.low[i];
+  UNROLL for (int i = 0; i < 4; ++i) sum += a.high[i] * b.high[i];
   return sum;
 }
 
 inline Wide scaled(Wide x, float factor) {
   UNROLL for (int i = 0; i < 4; ++i) {
-    x.low.v[i] *= factor;
-    x.high.v[i] *= factor;
+    x.low[i] *= factor;
+    x.high[i] *= factor;
   }
   return x;
 }
 
 inline Wide with_added(Wide sum, float factor, Wide x) {
   UNROLL for (int i = 0; i < 4; ++i) {
-    sum.low.v[i] += factor * x.low.v[i];
-    sum.high.v[i] += factor * x.high.v[i];
+    sum.low[i] += factor * x.low[i];
+    sum.high[i] += factor * x.high[i];
   }
   return sum;
 }
@@ -231,8 +231,8 @@ inline void leave_share(threadgroup Shares<kLanes, kQueries>& shares, thread con
       shares.sum[simdgroup][r] = sum;
     }
     UNROLL for (int i = 0; i < 4; ++i) {
-      const float low = sum_of_pieces<kLanes>(softmax.values[r].low.v[i]);
-      const float high = sum_of_pieces<kLanes>(softmax.values[r].high.v[i]);
+      const float low = sum_of_pieces<kLanes>(softmax.values[r].low[i]);
+      const float high = sum_of_pieces<kLanes>(softmax.values[r].high[i]);
       if (lane < kLanes) {
         shares.values[simdgroup][r][lane * kHeadElements + i] = low;
         shares.values[simdgroup][r][lane * kHeadElements + 4 + i] = high;

@@ -67,8 +67,9 @@ inline void write_tiles(device int4* tiles, device uint* grids, BucketParams par
 // Lanes with the same bucket find each other through words of threadgroup memory: a bucket selects a word by
 // its residue, and every lane sets its bit in the word of its bucket.
 
-// The lanes of the simdgroup whose bucket equals this lane's, among those that are `valid`. The bits are set
-// in any order, to the same end. What lies above the residue is compared digit by digit.
+// The lanes of the simdgroup whose bucket equals this lane's, among those that are `valid`. The order in
+// which lanes set their bits does not matter. Buckets that share a word are told apart by ballots over their
+// upper bits.
 inline uint lanes_with_same(uint bucket, bool valid, uint upper_digits, threadgroup uint* lane_sets,
                             uint lane) {
   threadgroup uint* own = lane_sets + bucket % kLaneSets;
@@ -123,11 +124,11 @@ inline void count_ids(Ids<Id> loaded, uint first, uint end, uint experts, thread
 }
 
 // A stable counting sort. Every threadgroup counts all pairs, those before its own run, those behind it, and
-// those of its own run by chunk, so that it knows where its pairs go without waiting for another threadgroup:
-// one dispatch, and the scattered writes, which cost one threadgroup more than all the rest, are spread over
-// the GPU. Within a run, a simdgroup owns a chunk and a row of counters that become the places of its next
-// pairs. threadgroup(0): before[buckets], behind[buckets] and later first_tile, counters[chunks][buckets],
-// lane_sets[chunks][kLaneSets].
+// those of its own run by chunk, so that it knows where its pairs go without waiting for another threadgroup.
+// This takes one dispatch and spreads the scattered writes, which would dominate in a single threadgroup,
+// over the GPU. Within a run, a simdgroup owns a chunk and a row of counters that become the places of its
+// next pairs. threadgroup(0): before[buckets], behind[buckets] and later first_tile,
+// counters[chunks][buckets], lane_sets[chunks][kLaneSets].
 template <typename Id>
 [[kernel, max_total_threads_per_threadgroup(kBucketThreads)]] void bucket_pairs(
     device const Id* ids [[buffer(0)]], device int* pair_order [[buffer(1)]],
@@ -224,8 +225,8 @@ template <typename Id>
           place = own_counters[bucket];
           own_counters[bucket] = place + popcount(same);
         }
-        simdgroup_barrier(
-            mem_flags::mem_threadgroup);  // the next ids may touch counter and set from another lane
+        // The next ids may touch counter and set from another lane.
+        simdgroup_barrier(mem_flags::mem_threadgroup);
         place = simd_shuffle(place, ushort(valid ? ctz(same) : lane)) + rank;
         if (valid) pair_order[place] = int(pair);
       }

@@ -2,10 +2,6 @@
 #pragma once
 #include "common.h"
 
-inline float silu_mul(float gate, float up) {
-  return gate / (1.0f + precise::exp(-gate)) * up;
-}
-
 template <typename T>
 [[kernel]] void silu_mul_stacked(device const T* gate [[buffer(0)]], device const T* up [[buffer(1)]],
                                  device T* output [[buffer(2)]],
@@ -16,77 +12,72 @@ template <typename T>
   const uint width = params.vectorised != 0 ? 4 : 1;
   const ulong first = (ulong(group) * kSiluThreads + thread_index) * width;
   if (width == 4 && first + 4 <= params.count) {
-    const Raw<T, 4> raw_gate = load_raw<4>(gate + first);
-    const Raw<T, 4> raw_up = load_raw<4>(up + first);
-    const Pack<4> g = widen(raw_gate);
-    const Pack<4> u = widen(raw_up);
-    Pack<4> out;
-    UNROLL for (int i = 0; i < 4; ++i) out.v[i] = silu_mul(g.v[i], u.v[i]);
-    store_pack(output + first, out);
+    const Vector<T, 4> gates = load<4>(gate + first), ups = load<4>(up + first);
+    store(output + first, silu(widen(gates)) * widen(ups));
     return;
   }
   for (ulong i = first; i < first + width && i < params.count; ++i)
-    output[i] = T(silu_mul(float(gate[i]), float(up[i])));
+    output[i] = T(silu(float(gate[i])) * float(up[i]));
 }
 
 // How many loads a thread that sums over slots has in flight.
 constant constexpr uint kSlotBlock = 4;
 
-// sum_s weights[s] * slots[s][column ...], s ascending. A simdgroup reads the weights once and passes them on
-// by shuffles, in which all lanes take part; a lane that is not `active` has no column.
-template <typename T, int N>
-inline Pack<N> sum_over_slots(device const T* slots, device const uchar* weights, uint weights_dtype,
-                              ulong row, uint count, uint width, uint column, bool active, uint lane) {
-  Pack<N> sum;
-  UNROLL for (int i = 0; i < N; ++i) sum.v[i] = 0.0f;
-  for (uint base = 0; base < count; base += kSimdWidth) {
-    const bool has_weight = base + lane < count;
-    const float lane_weight = has_weight ? load_one(weights, weights_dtype, row * count + base + lane) : 0.0f;
-    const uint slots_here = min(count - base, kSimdWidth);
-    for (uint block = 0; block < slots_here; block += kSlotBlock) {
-      device const T* source = slots + (row * count + base + block) * width + column;
-      Raw<T, N> loaded[kSlotBlock];
-      UNROLL for (uint s = 0; s < kSlotBlock; ++s) {
-        if (active && block + s < slots_here) loaded[s] = load_raw<N>(source + ulong(s) * width);
-      }
-      UNROLL for (uint s = 0; s < kSlotBlock; ++s) {
-        // The shuffle stands outside of the branch: inside, the simdgroup would reconverge for every slot.
-        const float weight = simd_shuffle(lane_weight, ushort(block + s));
-        if (active && block + s < slots_here) {
-          const Pack<N> x = widen(loaded[s]);
-          UNROLL for (int i = 0; i < N; ++i) sum.v[i] += weight * x.v[i];
+// The slots [rows][count][width] and their weights [rows][count], as a lane reads them.
+template <typename T>
+struct Slots {
+  device const T* slots;
+  device const uchar* weights;
+  uint weights_dtype;
+  uint count;
+  uint width;
+  uint lane;
+
+  // sum_s weights[s] * slots[s][column ...], s ascending. A simdgroup reads the weights once and passes them
+  // on by shuffles, in which all lanes take part; a lane that is not `active` has no column.
+  template <int N>
+  Floats<N> sum(ulong row, uint column, bool active) const {
+    Floats<N> sum = 0.0f;
+    for (uint base = 0; base < count; base += kSimdWidth) {
+      const bool has_weight = base + lane < count;
+      const float own_weight =
+          has_weight ? load_one(weights, weights_dtype, row * count + base + lane) : 0.0f;
+      const uint slots_here = min(count - base, kSimdWidth);
+      for (uint block = 0; block < slots_here; block += kSlotBlock) {
+        device const T* source = slots + (row * count + base + block) * width + column;
+        Vector<T, N> loaded[kSlotBlock];
+        UNROLL for (uint s = 0; s < kSlotBlock; ++s) {
+          if (active && block + s < slots_here) loaded[s] = load<N>(source + ulong(s) * width);
+        }
+        UNROLL for (uint s = 0; s < kSlotBlock; ++s) {
+          // The shuffle stands outside of the branch: inside, the simdgroup would reconverge for every slot.
+          const float weight = simd_shuffle(own_weight, ushort(block + s));
+          if (active && block + s < slots_here) sum += weight * widen(loaded[s]);
         }
       }
     }
+    return sum;
   }
-  return sum;
-}
+};
 
-template <typename T, int N>
-inline void weighted_sum_columns(device const T* slots, device const uchar* weights,
-                                 device const uchar* shared_gate, device const T* shared,
+template <int N, typename T>
+inline void weighted_sum_columns(Slots<T> slots, device const uchar* shared_gate, device const T* shared,
                                  device const T* residual, device T* output, WeightedSumParams params,
-                                 ulong row, uint column, uint lane) {
+                                 ulong row, uint column) {
   const bool active = column < params.width;
   const ulong place = row * params.width + column;
-  Raw<T, N> raw_shared;  // in flight with the slots
-  Raw<T, N> raw_residual;
-  if (active && params.has_shared != 0) raw_shared = load_raw<N>(shared + place);
-  if (active && params.has_residual != 0) raw_residual = load_raw<N>(residual + place);
-  Pack<N> sum = sum_over_slots<T, N>(slots, weights, params.weights_dtype, row, params.slots, params.width,
-                                     column, active, lane);
+  Vector<T, N> own_shared, own_residual;  // in flight with the slots
+  if (active && params.has_shared != 0) own_shared = load<N>(shared + place);
+  if (active && params.has_residual != 0) own_residual = load<N>(residual + place);
+  Floats<N> sum = slots.template sum<N>(row, column, active);
   if (!active) return;
   if (params.has_shared != 0) {
     float gate = params.has_gate != 0 ? load_one(shared_gate, params.gate_dtype, row) : 1.0f;
     if (params.has_gate != 0 && params.gate_is_logit != 0) gate = sigmoid(gate);
-    const Pack<N> x = widen(raw_shared);
-    UNROLL for (int i = 0; i < N; ++i) sum.v[i] += gate * x.v[i];
+    sum += gate * widen(own_shared);
   }
-  if (params.has_residual != 0) {
-    const Pack<N> x = widen(raw_residual);
-    UNROLL for (int i = 0; i < N; ++i) sum.v[i] += x.v[i];
-  }
-  store_pack(output + place, sum);
+  if (params.has_residual != 0) sum += widen(own_residual);
+  store(output + place, sum);
 }
 
 // output = sum over slots + gate * shared + residual. `output` may be `residual`: a thread reads its columns
@@ -100,13 +91,12 @@ template <typename T>
     uint3 group_threads [[threads_per_threadgroup]], uint thread_index [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   const WeightedSumParams params = arguments;
+  const Slots<T> all = {slots, weights, params.weights_dtype, params.slots, params.width, lane};
   const uint item = group.x * group_threads.x + thread_index;
   if (params.vectorised != 0) {
-    weighted_sum_columns<T, 4>(slots, weights, shared_gate, shared, residual, output, params, group.y,
-                               item * 4, lane);
+    weighted_sum_columns<4>(all, shared_gate, shared, residual, output, params, group.y, item * 4);
   } else {
-    weighted_sum_columns<T, 1>(slots, weights, shared_gate, shared, residual, output, params, group.y, item,
-                               lane);
+    weighted_sum_columns<1>(all, shared_gate, shared, residual, output, params, group.y, item);
   }
 }
 
@@ -114,72 +104,60 @@ template <typename T>
 // The columns beyond are read again from `residual`, to which the sum was written.
 constant constexpr uint kKeptSums = 4;
 
-template <int N>
-inline Pack<N> added(Pack<N> a, Pack<N> b) {
-  UNROLL for (int i = 0; i < N; ++i) a.v[i] += b.v[i];
-  return a;
-}
+// The threads that share a row: all of the threadgroup.
+struct SumThreads {
+  uint index, simdgroup, simdgroups;
+};
 
-template <int N>
-inline Pack<N> scaled(Pack<N> x, float factor, Pack<N> weight) {
-  UNROLL for (int i = 0; i < N; ++i) x.v[i] *= factor * weight.v[i];
-  return x;
-}
-
-template <typename T, int N>
-inline void weighted_sum_norm_row(device T* residual, device const T* slots, device const uchar* weights,
-                                  device const uchar* norm_weight, device T* output,
-                                  WeightedSumNormParams params, ulong row, uint thread_index, uint threads,
-                                  uint lane, uint simdgroup, uint simdgroups, threadgroup float* partials) {
-  const ulong start = row * params.width;
-  const uint step = threads * N;
-  const uint first_column = thread_index * N;
-  Raw<T, N> kept[kKeptSums];
-  AnyRaw<N> first_weight;  // in flight during the sums
-  if (first_column < params.width)
-    first_weight = load_any_raw<N>(norm_weight, params.norm_dtype, first_column);
+// A row: `residual` and `output` at its start.
+template <int N, typename T>
+inline void weighted_sum_norm_row(Slots<T> slots, device const uchar* norm_weight, device T* residual,
+                                  device T* output, WeightedSumNormParams params, ulong row,
+                                  SumThreads threads, threadgroup float* partials) {
+  const uint step = threads.simdgroups * kSimdWidth * N, first = threads.index * N;
+  Vector<T, N> kept[kKeptSums];
+  AnyVector<N> first_weight;  // in flight during the sums
+  if (first < params.width) first_weight = load_any_raw<N>(norm_weight, params.norm_dtype, first);
   float squares = 0.0f;
   UNROLL for (uint k = 0; k < kKeptSums; ++k) {
     if (k * step < params.width) {
-      const uint column = k * step + first_column;
+      const uint column = k * step + first;
       const bool active = column < params.width;
-      Raw<T, N> base;
-      if (active) base = load_raw<N>(residual + start + column);
-      const Pack<N> sum = sum_over_slots<T, N>(slots, weights, params.weights_dtype, row, params.slots,
-                                               params.width, column, active, lane);
+      Vector<T, N> base;
+      if (active) base = load<N>(residual + column);
+      const Floats<N> sum = slots.template sum<N>(row, column, active);
       if (active) {
-        kept[k] = narrow<T>(added(widen(base), sum));
-        store_raw(residual + start + column, kept[k]);
+        kept[k] = narrow<T>(widen(base) + sum);
+        store_raw<N>(residual + column, kept[k]);
         squares += sum_of_squares(widen(kept[k]));
       }
     }
   }
   for (uint group = kKeptSums * step; group < params.width; group += step) {
-    const uint column = group + first_column;
+    const uint column = group + first;
     const bool active = column < params.width;
-    const Pack<N> sum = sum_over_slots<T, N>(slots, weights, params.weights_dtype, row, params.slots,
-                                             params.width, column, active, lane);
+    const Floats<N> sum = slots.template sum<N>(row, column, active);
     if (active) {
-      const Raw<T, N> x = narrow<T>(added(load_pack<N>(residual + start + column), sum));
-      store_raw(residual + start + column, x);
+      const Vector<T, N> x = narrow<T>(widen(load<N>(residual + column)) + sum);
+      store_raw<N>(residual + column, x);
       squares += sum_of_squares(widen(x));
     }
   }
 
-  const float total = threadgroup_sum(squares, partials, lane, simdgroup, simdgroups);
+  const float total = threadgroup_sum(squares, partials, slots.lane, threads.simdgroup, threads.simdgroups);
   const float inverse = precise::rsqrt(total / float(params.width) + params.eps);
 
   UNROLL for (uint k = 0; k < kKeptSums; ++k) {
-    const uint column = k * step + first_column;
+    const uint column = k * step + first;
     if (column < params.width) {
-      const Pack<N> weight = k == 0 ? widen(first_weight, params.norm_dtype)
-                                    : load_any<N>(norm_weight, params.norm_dtype, column);
-      store_pack(output + start + column, scaled(widen(kept[k]), inverse, weight));
+      AnyVector<N> weight = first_weight;
+      if (k > 0) weight = load_any_raw<N>(norm_weight, params.norm_dtype, column);
+      store(output + column, widen(kept[k]) * (inverse * widen<N>(weight, params.norm_dtype)));
     }
   }
-  for (uint column = kKeptSums * step + first_column; column < params.width; column += step) {
-    const Pack<N> weight = load_any<N>(norm_weight, params.norm_dtype, column);
-    store_pack(output + start + column, scaled(load_pack<N>(residual + start + column), inverse, weight));
+  for (uint column = kKeptSums * step + first; column < params.width; column += step) {
+    const Floats<N> weight = load_any<N>(norm_weight, params.norm_dtype, column);
+    store(output + column, widen(load<N>(residual + column)) * (inverse * weight));
   }
 }
 
@@ -195,12 +173,13 @@ template <typename T>
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   const WeightedSumNormParams params = arguments;
   threadgroup float partials[kMaxSimdgroups];
-  const uint threads = simdgroups * kSimdWidth;
+  const Slots<T> all = {slots, weights, params.weights_dtype, params.slots, params.width, lane};
+  const SumThreads threads = {thread_index, simdgroup, simdgroups};
+  residual += ulong(row) * params.width;
+  output += ulong(row) * params.width;
   if (params.vectorised != 0) {
-    weighted_sum_norm_row<T, 4>(residual, slots, weights, norm_weight, output, params, row, thread_index,
-                                threads, lane, simdgroup, simdgroups, partials);
+    weighted_sum_norm_row<4>(all, norm_weight, residual, output, params, row, threads, partials);
   } else {
-    weighted_sum_norm_row<T, 1>(residual, slots, weights, norm_weight, output, params, row, thread_index,
-                                threads, lane, simdgroup, simdgroups, partials);
+    weighted_sum_norm_row<1>(all, norm_weight, residual, output, params, row, threads, partials);
   }
 }

@@ -17,132 +17,165 @@ using namespace metal;
 // Threadgroup memory for one value of each of up to 32 simdgroups.
 constant constexpr uint kMaxSimdgroups = 32;
 
-// N consecutive elements. N is 4 where rows start on a multiple of 4 elements (loads of 8 or 16 bytes),
-// else 1. Raw holds them as they lie in memory: kernels first load all that they can and widen later, because
-// a conversion next to a load makes the thread wait for that load before it issues the next (bfloat norms:
-// 2650 instead of 3550 GB/s on an H200).
+// N consecutive elements: a vector where rows start on a multiple of 4 elements (loads of 8 or 16 bytes),
+// else one element. Kernels first load all that they can and widen it to float later, because a conversion
+// next to a load makes the thread wait for that load before it issues the next (bfloat norms: 2650 instead of
+// 3550 GB/s on an H200).
 template <typename T, int N>
-struct Raw {
-  T v[N];
+struct VectorOf {
+  typedef vec<T, N> type;
 };
+template <typename T>
+struct VectorOf<T, 1> {
+  typedef T type;
+};
+template <typename T, int N>
+using Vector = typename VectorOf<T, N>::type;
+template <int N>
+using Floats = Vector<float, N>;
+
+inline float widen(float x) {
+  return x;
+}
+inline float widen(half x) {
+  return float(x);
+}
+inline float widen(bfloat x) {
+  return float(x);
+}
+inline float4 widen(float4 x) {
+  return x;
+}
+inline float4 widen(half4 x) {
+  return float4(float(x[0]), float(x[1]), float(x[2]), float(x[3]));
+}
+inline float4 widen(bfloat4 x) {
+  return float4(float(x[0]), float(x[1]), float(x[2]), float(x[3]));
+}
 
 template <typename T>
-struct Raw<T, 4> {
-  vec<T, 4> v;
-};
+inline T narrow(float x) {
+  return T(x);
+}
+template <typename T>
+inline vec<T, 4> narrow(float4 x) {
+  return vec<T, 4>(T(x[0]), T(x[1]), T(x[2]), T(x[3]));
+}
 
+template <int N, typename T>
+inline Vector<T, N> load(device const T* source) {
+  return *reinterpret_cast<device const Vector<T, N>*>(source);
+}
+
+template <int N, typename T>
+inline void store_raw(device T* target, Vector<T, N> x) {
+  *reinterpret_cast<device Vector<T, N>*>(target) = x;
+}
+
+template <typename T>
+inline void store(device T* target, float x) {
+  *target = T(x);
+}
+template <typename T>
+inline void store(device T* target, float4 x) {
+  *reinterpret_cast<device vec<T, 4>*>(target) = narrow<T>(x);
+}
+
+// N floats of which kernels take one at a time.
 template <int N>
 struct Pack {
   float v[N];
 };
 
-template <int N, typename T>
-inline Raw<T, N> load_raw(device const T* source) {
-  Raw<T, N> raw;
-  if constexpr (N == 4) {
-    raw.v = *reinterpret_cast<device const vec<T, 4>*>(source);
-  } else {
-    UNROLL for (int i = 0; i < N; ++i) raw.v[i] = source[i];
-  }
-  return raw;
-}
-
-template <typename T, int N>
-inline Pack<N> widen(Raw<T, N> raw) {
-  Pack<N> pack;
-  UNROLL for (int i = 0; i < N; ++i) pack.v[i] = float(raw.v[i]);
-  return pack;
-}
-
-template <typename T, int N>
-inline Raw<T, N> narrow(Pack<N> pack) {
-  Raw<T, N> raw;
-  UNROLL for (int i = 0; i < N; ++i) raw.v[i] = T(pack.v[i]);
-  return raw;
-}
-
-template <int N, typename T>
-inline Pack<N> load_pack(device const T* source) {
-  return widen(load_raw<N>(source));
-}
-
-template <typename T, int N>
-inline void store_raw(device T* target, Raw<T, N> raw) {
-  if constexpr (N == 4) {
-    *reinterpret_cast<device vec<T, 4>*>(target) = raw.v;
-  } else {
-    UNROLL for (int i = 0; i < N; ++i) target[i] = raw.v[i];
-  }
-}
-
-template <int N, typename T>
-inline void store_pack(device T* target, Pack<N> pack) {
-  store_raw(target, narrow<T>(pack));
-}
-
 // Loads from a tensor whose dtype is a run-time parameter. All threads take the same branch; a template
 // parameter in its place would multiply the number of kernels.
 template <int N>
-struct AnyRaw {
-  Raw<float, N> wide;
-  Raw<ushort, N> narrow;
+struct AnyVector {
+  Floats<N> wide;
+  Vector<ushort, N> bits;
 };
 
 template <int N>
-inline AnyRaw<N> load_any_raw(device const uchar* source, uint dtype, ulong index) {
-  AnyRaw<N> raw;
+inline AnyVector<N> load_any_raw(device const uchar* source, uint dtype, ulong index) {
+  AnyVector<N> raw;
   if (dtype == DTYPE_FLOAT) {
-    raw.wide = load_raw<N>(reinterpret_cast<device const float*>(source) + index);
+    raw.wide = load<N>(reinterpret_cast<device const float*>(source) + index);
   } else {
-    raw.narrow = load_raw<N>(reinterpret_cast<device const ushort*>(source) + index);
+    raw.bits = load<N>(reinterpret_cast<device const ushort*>(source) + index);
   }
   return raw;
 }
 
-template <int N>
-inline Pack<N> widen(AnyRaw<N> raw, uint dtype) {
-  if (dtype == DTYPE_FLOAT) return widen(raw.wide);
-  Pack<N> pack;
-  if (dtype == DTYPE_HALF) {
-    UNROLL for (int i = 0; i < N; ++i) pack.v[i] = float(as_type<half>(ushort(raw.narrow.v[i])));
-  } else {
-    UNROLL for (int i = 0; i < N; ++i) pack.v[i] = as_type<float>(uint(raw.narrow.v[i]) << 16);
-  }
-  return pack;
+inline float float_of_bits(ushort bits, uint dtype) {
+  return dtype == DTYPE_HALF ? float(as_type<half>(bits)) : as_type<float>(uint(bits) << 16);
+}
+inline float4 float_of_bits(ushort4 bits, uint dtype) {
+  if (dtype == DTYPE_HALF) return widen(as_type<half4>(bits));
+  return as_type<float4>(uint4(bits) << 16);
 }
 
 template <int N>
-inline Pack<N> load_any(device const uchar* source, uint dtype, ulong index) {
-  return widen(load_any_raw<N>(source, dtype, index), dtype);
+inline Floats<N> widen(AnyVector<N> raw, uint dtype) {
+  return dtype == DTYPE_FLOAT ? raw.wide : float_of_bits(raw.bits, dtype);
+}
+
+template <int N>
+inline Floats<N> load_any(device const uchar* source, uint dtype, ulong index) {
+  return widen<N>(load_any_raw<N>(source, dtype, index), dtype);
 }
 
 inline float load_one(device const uchar* source, uint dtype, ulong index) {
   if (dtype == DTYPE_FLOAT) return reinterpret_cast<device const float*>(source)[index];
-  const ushort bits = reinterpret_cast<device const ushort*>(source)[index];
-  return dtype == DTYPE_HALF ? float(as_type<half>(bits)) : as_type<float>(uint(bits) << 16);
+  return float_of_bits(reinterpret_cast<device const ushort*>(source)[index], dtype);
 }
 
 // Stores to a tensor whose dtype is a run-time parameter.
-template <int N>
-inline void store_any(device uchar* target, uint dtype, ulong index, Pack<N> pack) {
+template <typename V>
+inline void store_any(device uchar* target, uint dtype, ulong index, V x) {
   if (dtype == DTYPE_FLOAT) {
-    store_pack(reinterpret_cast<device float*>(target) + index, pack);
+    store(reinterpret_cast<device float*>(target) + index, x);
   } else if (dtype == DTYPE_HALF) {
-    store_pack(reinterpret_cast<device half*>(target) + index, pack);
+    store(reinterpret_cast<device half*>(target) + index, x);
   } else {
-    store_pack(reinterpret_cast<device bfloat*>(target) + index, pack);
+    store(reinterpret_cast<device bfloat*>(target) + index, x);
   }
 }
 
-template <int N>
-inline float sum_of_squares(Pack<N> pack) {
-  float sum = 0.0f;
-  UNROLL for (int i = 0; i < N; ++i) sum += pack.v[i] * pack.v[i];
+inline float sum_of_squares(float x) {
+  return x * x;
+}
+inline float sum_of_squares(float4 x) {
+  return x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3];
+}
+
+// sum + a * b, summed one element after the other.
+inline float add_dot(float sum, float a, float b) {
+  return fma(a, b, sum);
+}
+inline float add_dot(float sum, float4 a, float4 b) {
+  UNROLL for (int i = 0; i < 4; ++i) sum = fma(a[i], b[i], sum);
   return sum;
 }
 
 inline float sigmoid(float x) {
   return 1.0f / (1.0f + precise::exp(-x));
+}
+inline float4 sigmoid(float4 x) {
+  return 1.0f / (1.0f + precise::exp(-x));
+}
+
+template <typename V>
+inline V silu(V x) {
+  return x * sigmoid(x);
+}
+
+// log(1 + exp(x)) without overflow, and without log1p, which Metal lacks: log(u) * y / (u - 1) undoes the
+// rounding of u = 1 + y.
+inline float softplus(float x) {
+  const float y = precise::exp(-fabs(x));
+  const float u = 1.0f + y;
+  const float log1p = u == 1.0f ? y : precise::log(u) * y / (u - 1.0f);
+  return max(x, 0.0f) + log1p;
 }
 
 // The lanes for which `predicate` holds, as bits.

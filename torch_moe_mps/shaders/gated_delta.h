@@ -31,17 +31,12 @@ template <typename T>
       const float factor = load_one(weight, params.weight_dtype, ulong(channel) * params.width + i);
       sum = fma(factor, conv_value(state, state_start, x, x_start, first + i, params), sum);
     }
-    if (params.silu != 0) sum *= sigmoid(sum);
-    output[ulong(row) * params.tokens + token] = T(sum);
+    output[ulong(row) * params.tokens + token] = T(params.silu != 0 ? silu(sum) : sum);
   }
   for (uint i = 0; i < params.length; ++i) {
-    const Pack<1> moved = {{conv_value(state, state_start, x, x_start, params.tokens + i, params)}};
+    const float moved = conv_value(state, state_start, x, x_start, params.tokens + i, params);
     store_any(state, params.state_dtype, state_start + i, moved);
   }
-}
-
-inline float softplus(float x) {
-  return x > 20.0f ? x : precise::log(1.0f + precise::exp(x));
 }
 
 // What a head does at a token.

@@ -1,6 +1,5 @@
 // How many rows, tokens and threads a threadgroup takes: the host sizes grids and threadgroup memory by these
-// numbers, the kernels index by them. A number without a reason beside it
-// has no measurement behind it.
+// numbers, the kernels index by them. Numbers without a comment are untuned.
 #pragma once
 #ifdef __METAL_VERSION__
 #include <metal_stdlib>
@@ -65,4 +64,5 @@ GEOMETRY kEmbeddingThreads = 128;
 GEOMETRY kTilePairs = 32;
 GEOMETRY kGemmRows = 128;  // rows of a threadgroup
 GEOMETRY kGemmSimdgroups = 4;
-GEOMETRY kCombineColumns = 4;  // columns of a thread
+GEOMETRY kSplitTilePairs = 16;  // where the simdgroups split the inputs: tiles of 32 would not fit
+GEOMETRY kCombineColumns = 4;   // columns of a thread

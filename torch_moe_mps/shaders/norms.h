@@ -28,116 +28,104 @@ inline float row_sum(float value, RowThreads threads, threadgroup float* partial
   return threadgroup_sum(value, partials, threads.lane, threads.simdgroup, threads.simdgroups);
 }
 
-template <int N>
-inline Pack<N> output_scale(device const uchar* scalar, constant NormParams& params, uint column) {
-  if (params.scalar_kind == SCALAR_PER_COLUMN) return load_any<N>(scalar, params.scalar_dtype, column);
-  const float value = params.scalar_kind == SCALAR_SINGLE ? load_one(scalar, params.scalar_dtype, 0) : 1.0f;
-  Pack<N> scale;
-  UNROLL for (int i = 0; i < N; ++i) scale.v[i] = value;
-  return scale;
-}
+// N neighbouring columns of the residual (or gate) and of the input.
+template <typename T, int N>
+struct Columns {
+  Vector<T, N> residual, input;
+};
 
-// The columns to be normed: of the input, or of residual + input rounded to T, as the residual stream is.
+// A row and what is read and written with it.
 template <typename T, int N, int kJoin>
-inline Raw<T, N> normed_columns(Raw<T, N> residual, Raw<T, N> input) {
-  if constexpr (kJoin != JOIN_SUM) return input;
-  Pack<N> sum = widen(input);
-  const Pack<N> base = widen(residual);
-  UNROLL for (int i = 0; i < N; ++i) sum.v[i] += base.v[i];
-  return narrow<T>(sum);
-}
+struct NormRow {
+  device const T* residual;
+  device const T* input;
+  device const uchar* weight;
+  device const uchar* scalar;
+  device T* output;
+  device T* sum;
 
-template <typename T, int N, int kJoin>
-inline Raw<T, N> residual_columns(device const T* residual) {
-  if constexpr (kJoin == JOIN_NONE) return Raw<T, N>{};
-  return load_raw<N>(residual);
-}
-
-// A missing weight counts as 1. Only a norm with nothing joined to it may lack its weight.
-template <int N, int kJoin>
-inline Pack<N> weight_columns(AnyRaw<N> raw, constant NormParams& params) {
-  if (kJoin != JOIN_NONE || params.has_weight != 0) return widen(raw, params.weight_dtype);
-  Pack<N> weight;
-  UNROLL for (int i = 0; i < N; ++i) weight.v[i] = 1.0f;
-  return weight;
-}
-
-template <int N, int kJoin>
-inline AnyRaw<N> load_weight(device const uchar* weight, constant NormParams& params, uint column) {
-  if (kJoin == JOIN_NONE && params.has_weight == 0) return AnyRaw<N>{};
-  return load_any_raw<N>(weight, params.weight_dtype, column);
-}
-
-// (residual + x * inverse * weight) * scale. JOIN_NORM alone has the residual, JOIN_NONE has no scale.
-// JOIN_GATE computes x * inverse * weight * silu(gate).
-template <int N, int kJoin>
-inline Pack<N> finished_columns(Pack<N> residual, Pack<N> x, float inverse, Pack<N> weight,
-                                device const uchar* scalar, constant NormParams& params, uint column) {
-  UNROLL for (int i = 0; i < N; ++i) {
-    x.v[i] = x.v[i] * inverse * (weight.v[i] + params.weight_offset);
-    if constexpr (kJoin == JOIN_NORM) x.v[i] += residual.v[i];
-    if constexpr (kJoin == JOIN_GATE) x.v[i] *= residual.v[i] * sigmoid(residual.v[i]);
+  Columns<T, N> columns(uint column) const {
+    Columns<T, N> x;
+    if constexpr (kJoin != JOIN_NONE) x.residual = load<N>(residual + column);
+    x.input = load<N>(input + column);
+    return x;
   }
-  if constexpr (kJoin == JOIN_NONE || kJoin == JOIN_GATE) return x;
-  const Pack<N> scale = output_scale<N>(scalar, params, column);
-  UNROLL for (int i = 0; i < N; ++i) x.v[i] *= scale.v[i];
-  return x;
-}
 
+  // The columns to be normed: of the input, or of residual + input rounded to T, as the residual stream is.
+  Vector<T, N> normed(Columns<T, N> x) const {
+    if constexpr (kJoin != JOIN_SUM) return x.input;
+    return narrow<T>(widen(x.input) + widen(x.residual));
+  }
+
+  // Only a norm with nothing joined to it may lack its weight.
+  AnyVector<N> weights(uint column, constant NormParams& params) const {
+    if (kJoin == JOIN_NONE && params.has_weight == 0) return AnyVector<N>{};
+    return load_any_raw<N>(weight, params.weight_dtype, column);
+  }
+
+  Floats<N> scale(uint column, constant NormParams& params) const {
+    if (params.scalar_kind == SCALAR_PER_COLUMN) return load_any<N>(scalar, params.scalar_dtype, column);
+    return Floats<N>(params.scalar_kind == SCALAR_SINGLE ? load_one(scalar, params.scalar_dtype, 0) : 1.0f);
+  }
+
+  // Stores what is to be stored of the sum, and returns the sum of its squares.
+  float add(uint column, Vector<T, N> x, constant NormParams& params) const {
+    if (kJoin == JOIN_SUM && params.write_sum != 0) store_raw<N>(sum + column, x);
+    return sum_of_squares(widen(x));
+  }
+
+  // Stores (residual + x * inverse * weight) * scale. Only JOIN_NORM has the residual, and JOIN_NONE no
+  // scale. JOIN_GATE stores x * inverse * weight * silu(gate).
+  void finish(uint column, Vector<T, N> base, Vector<T, N> x, float inverse, AnyVector<N> raw_weight,
+              constant NormParams& params) const {
+    Floats<N> factor = 1.0f;
+    if (kJoin != JOIN_NONE || params.has_weight != 0) factor = widen<N>(raw_weight, params.weight_dtype);
+    Floats<N> y = widen(x) * inverse * (factor + params.weight_offset);
+    if constexpr (kJoin == JOIN_NORM) y += widen(base);
+    if constexpr (kJoin == JOIN_GATE) y *= silu(widen(base));
+    if constexpr (kJoin == JOIN_NORM || kJoin == JOIN_SUM) y *= scale(column, params);
+    store(output + column, y);
+  }
+};
+
+// Norms a row. Its first columns stay in registers from the sum to the norm; all of them, and the first
+// weights, are in flight during the reduction. Columns beyond are read again.
 template <typename T, int N, int kJoin>
-inline void norm_row(device const T* residual, device const T* input, device const uchar* weight,
-                     device const uchar* scalar, device T* output, device T* sum_output,
-                     constant NormParams& params, RowThreads threads, threadgroup float* partials) {
+inline void norm_row(NormRow<T, N, kJoin> row, constant NormParams& params, RowThreads threads,
+                     threadgroup float* partials) {
   constexpr int kKept = kNormElements / N;
-  const uint step = threads.count * N;
-  const uint first = threads.index * N;
-  Raw<T, N> base[kKept];  // loaded with the first pass, to be in flight during the reduction
-  Raw<T, N> row[kKept];
-  AnyRaw<N> first_weight;
-  float sum = 0.0f;
+  const uint step = threads.count * N, first = threads.index * N, rest = first + kKept * step;
+  Columns<T, N> kept[kKept];
+  AnyVector<N> first_weight;
+  float squares = 0.0f;
   UNROLL for (int k = 0; k < kKept; ++k) {
     const uint column = first + k * step;
-    if (column < params.width) {
-      base[k] = residual_columns<T, N, kJoin>(residual + column);
-      row[k] = load_raw<N>(input + column);
-    }
+    if (column < params.width) kept[k] = row.columns(column);
   }
-  if (first < params.width) first_weight = load_weight<N, kJoin>(weight, params, first);
+  if (first < params.width) first_weight = row.weights(first, params);
   UNROLL for (int k = 0; k < kKept; ++k) {
     const uint column = first + k * step;
-    if (column < params.width) {
-      row[k] = normed_columns<T, N, kJoin>(base[k], row[k]);
-      if (kJoin == JOIN_SUM && params.write_sum != 0) store_raw(sum_output + column, row[k]);
-      sum += sum_of_squares(widen(row[k]));
-    }
+    if (column >= params.width) continue;
+    kept[k].input = row.normed(kept[k]);
+    squares += row.add(column, kept[k].input, params);
   }
-  const uint rest = first + kKept * step;
   for (uint column = rest; column < params.width; column += step) {
-    const Raw<T, N> x = normed_columns<T, N, kJoin>(residual_columns<T, N, kJoin>(residual + column),
-                                                    load_raw<N>(input + column));
-    if (kJoin == JOIN_SUM && params.write_sum != 0) store_raw(sum_output + column, x);
-    sum += sum_of_squares(widen(x));
+    squares += row.add(column, row.normed(row.columns(column)), params);
   }
 
-  const float total = row_sum(sum, threads, partials);
+  const float total = row_sum(squares, threads, partials);
   const float inverse = precise::rsqrt(total / float(params.width) + params.eps);
 
   UNROLL for (int k = 0; k < kKept; ++k) {
     const uint column = first + k * step;
-    if (column < params.width) {
-      AnyRaw<N> raw = first_weight;
-      if (k > 0) raw = load_weight<N, kJoin>(weight, params, column);
-      const Pack<N> factor = weight_columns<N, kJoin>(raw, params);
-      store_pack(output + column, finished_columns<N, kJoin>(widen(base[k]), widen(row[k]), inverse, factor,
-                                                             scalar, params, column));
-    }
+    if (column >= params.width) continue;
+    AnyVector<N> weight = first_weight;
+    if (k > 0) weight = row.weights(column, params);
+    row.finish(column, kept[k].residual, kept[k].input, inverse, weight, params);
   }
   for (uint column = rest; column < params.width; column += step) {
-    const Raw<T, N> r = residual_columns<T, N, kJoin>(residual + column);
-    const Raw<T, N> x = normed_columns<T, N, kJoin>(r, load_raw<N>(input + column));
-    const Pack<N> factor = weight_columns<N, kJoin>(load_weight<N, kJoin>(weight, params, column), params);
-    store_pack(output + column,
-               finished_columns<N, kJoin>(widen(r), widen(x), inverse, factor, scalar, params, column));
+    const Columns<T, N> x = row.columns(column);
+    row.finish(column, x.residual, row.normed(x), inverse, row.weights(column, params), params);
   }
 }
 
@@ -156,12 +144,15 @@ template <typename T, int kJoin>
   const RowThreads threads = {row_per_simdgroup ? lane : thread_index, params.simdgroups_per_row * kSimdWidth,
                               lane, simdgroup, params.simdgroups_per_row};
   const ulong start = ulong(row) * params.width;
-  const ulong input_start = row * params.input_stride;
+  residual += start;
+  input += ulong(row) * params.input_stride;
+  output += start;
+  sum_output += start;
   if (params.vectorised != 0) {
-    norm_row<T, 4, kJoin>(residual + start, input + input_start, weight, scalar, output + start,
-                          sum_output + start, params, threads, partials);
+    const NormRow<T, 4, kJoin> columns = {residual, input, weight, scalar, output, sum_output};
+    norm_row(columns, params, threads, partials);
   } else {
-    norm_row<T, 1, kJoin>(residual + start, input + input_start, weight, scalar, output + start,
-                          sum_output + start, params, threads, partials);
+    const NormRow<T, 1, kJoin> columns = {residual, input, weight, scalar, output, sum_output};
+    norm_row(columns, params, threads, partials);
   }
 }

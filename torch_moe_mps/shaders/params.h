@@ -270,15 +270,16 @@ struct MatmulParams {
   uint32_t slots;
   uint32_t pairs;
   uint32_t experts;
-  uint32_t inputs;             // columns of an expert's matrix
-  uint32_t rows;               // rows of an expert's matrix
-  uint32_t outputs;            // what one pair has after the activation
-  uint32_t vectorised;         // rows of x and of a dense matrix are whole vectors: multiples of 16 elements
-  uint32_t has_ids;            // else every pair is of expert 0
-  uint32_t wide_ids;           // ids are int64
-  uint32_t x_per_pair;         // x has a row for each pair, else for each token
-  uint32_t units_are_experts;  // units of the grid are experts, else pairs
-  uint32_t writes_tiles;       // the kernel writes the list of pairs by expert for the down projection
+  uint32_t inputs;          // columns of an expert's matrix
+  uint32_t rows;            // rows of an expert's matrix
+  uint32_t outputs;         // what one pair has after the activation
+  uint32_t vectorised;      // rows of x and of a dense matrix are whole vectors: multiples of 16 elements
+  uint32_t has_ids;         // else every pair is of expert 0
+  uint32_t wide_ids;        // ids are int64
+  uint32_t x_per_pair;      // x has a row for each pair, else for each token
+  uint32_t grid_by_expert;  // see pairs_of_grid_row in matmul/pairs.h
+  uint32_t splits_inputs;   // the simdgroups of a threadgroup share the inputs of its rows
+  uint32_t writes_tiles;    // the kernel writes the list of pairs by expert for the down projection
   uint32_t row_layout;
   uint32_t activation;
   uint32_t bias_dtype;

@@ -3,4 +3,5 @@
 #include "matmul/kernels.h"
 
 INSTANTIATE_MATMULS(MOE_WEIGHTS)
+INSTANTIATE("gemm16_split", gemm<Weights, kSplitTilePairs / 8, true>)
 INSTANTIATE("embedding_rows", embedding_rows<Weights>)

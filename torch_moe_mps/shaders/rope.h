@@ -8,8 +8,8 @@
 
 template <int N>
 struct Pairs {
-  Pack<N> first;
-  Pack<N> second;
+  Floats<N> first;
+  Floats<N> second;
 };
 
 // Where pairs lie in a head: the first elements of all from `first` on and the second ones from `second` on,
@@ -33,64 +33,51 @@ inline PairsAt pairs_at(uint pair, bool interleaved, uint width, constant RopePa
 }
 
 // a[0] b[0] a[1] b[1] ... -> a, b
-template <int N>
-inline Pairs<N> untangled(Pack<N> low, Pack<N> high) {
-  float both[2 * N];
-  UNROLL for (int i = 0; i < N; ++i) {
-    both[i] = low.v[i];
-    both[N + i] = high.v[i];
-  }
-  Pairs<N> pairs;
-  UNROLL for (int i = 0; i < N; ++i) {
-    pairs.first.v[i] = both[2 * i];
-    pairs.second.v[i] = both[2 * i + 1];
-  }
-  return pairs;
+inline Pairs<1> untangled(float low, float high) {
+  return {low, high};
+}
+inline Pairs<4> untangled(float4 low, float4 high) {
+  return {float4(low.xz, high.xz), float4(low.yw, high.yw)};
+}
+
+// a, b -> a[0] b[0] a[1] b[1] ...
+inline Pairs<1> tangled(Pairs<1> x) {
+  return x;
+}
+inline Pairs<4> tangled(Pairs<4> x) {
+  const float4 a = x.first, b = x.second;
+  return {float4(a.x, b.x, a.y, b.y), float4(a.z, b.z, a.w, b.w)};
 }
 
 template <int N>
 inline Pairs<N> load_pairs(device const uchar* source, uint dtype, ulong start, PairsAt at) {
   const uint second = at.interleaved ? at.first + N : at.second;
-  const AnyRaw<N> low = load_any_raw<N>(source, dtype, start + at.first);
-  const AnyRaw<N> high = load_any_raw<N>(source, dtype, start + second);
-  if (at.interleaved) return untangled(widen(low, dtype), widen(high, dtype));
-  return {widen(low, dtype), widen(high, dtype)};
+  const AnyVector<N> low = load_any_raw<N>(source, dtype, start + at.first);
+  const AnyVector<N> high = load_any_raw<N>(source, dtype, start + second);
+  if (at.interleaved) return untangled(widen<N>(low, dtype), widen<N>(high, dtype));
+  return {widen<N>(low, dtype), widen<N>(high, dtype)};
 }
 
 template <int N, typename T>
 inline Pairs<N> load_pairs(device const T* head, PairsAt at) {
-  const Raw<T, N> low = load_raw<N>(head + at.first);
-  const Raw<T, N> high = load_raw<N>(head + (at.interleaved ? at.first + N : at.second));
+  const Vector<T, N> low = load<N>(head + at.first);
+  const Vector<T, N> high = load<N>(head + (at.interleaved ? at.first + N : at.second));
   if (at.interleaved) return untangled(widen(low), widen(high));
   return {widen(low), widen(high)};
 }
 
 template <int N, typename T>
 inline void store_pairs(device T* head, PairsAt at, Pairs<N> pairs) {
-  if (!at.interleaved) {
-    store_pack(head + at.first, pairs.first);
-    store_pack(head + at.second, pairs.second);
-    return;
-  }
-  float both[2 * N];
-  UNROLL for (int i = 0; i < N; ++i) {
-    both[2 * i] = pairs.first.v[i];
-    both[2 * i + 1] = pairs.second.v[i];
-  }
-  Pack<N> low, high;
-  UNROLL for (int i = 0; i < N; ++i) {
-    low.v[i] = both[i];
-    high.v[i] = both[N + i];
-  }
-  store_pack(head + at.first, low);
-  store_pack(head + at.first + N, high);
+  if (at.interleaved) pairs = tangled(pairs);
+  store(head + at.first, pairs.first);
+  store(head + (at.interleaved ? at.first + N : at.second), pairs.second);
 }
 
 // The table's entries, cos or sin, for the pairs from `pair` on.
 template <int N>
 inline Pairs<N> load_table(device const uchar* table, ulong row, uint pair, constant RopeParams& params) {
   if (params.table_of_pairs != 0) {
-    const Pack<N> of_pairs = load_any<N>(table, params.table_dtype, row + pair);
+    const Floats<N> of_pairs = load_any<N>(table, params.table_dtype, row + pair);
     return {of_pairs, of_pairs};
   }
   if (params.pairs != PAIRS_HALF) return load_pairs<N>(table, params.table_dtype, row, {2 * pair, 0, true});
@@ -99,21 +86,12 @@ inline Pairs<N> load_table(device const uchar* table, ulong row, uint pair, cons
 
 template <int N>
 inline Pairs<N> turned(Pairs<N> x, Pairs<N> cos, Pairs<N> sin) {
-  Pairs<N> y;
-  UNROLL for (int i = 0; i < N; ++i) {
-    y.first.v[i] = x.first.v[i] * cos.first.v[i] - x.second.v[i] * sin.first.v[i];
-    y.second.v[i] = x.second.v[i] * cos.second.v[i] + x.first.v[i] * sin.second.v[i];
-  }
-  return y;
+  return {x.first * cos.first - x.second * sin.first, x.second * cos.second + x.first * sin.second};
 }
 
 template <int N>
-inline Pairs<N> scaled(Pairs<N> x, float inverse, Pairs<N> weight, float offset) {
-  UNROLL for (int i = 0; i < N; ++i) {
-    x.first.v[i] = x.first.v[i] * inverse * (weight.first.v[i] + offset);
-    x.second.v[i] = x.second.v[i] * inverse * (weight.second.v[i] + offset);
-  }
-  return x;
+inline Pairs<N> normed(Pairs<N> x, float inverse, Pairs<N> weight, float offset) {
+  return {x.first * inverse * (weight.first + offset), x.second * inverse * (weight.second + offset)};
 }
 
 template <typename T, int N>
@@ -139,7 +117,7 @@ inline void rope_head(device const T* head, device const uchar* weight, device c
     Pairs<N> x = kept;
     if (pair != first) x = load_pairs<N>(head, from);
     if (heads.has_weight != 0) {
-      x = scaled(x, inverse, load_pairs<N>(weight, heads.weight_dtype, 0, from), params.weight_offset);
+      x = normed(x, inverse, load_pairs<N>(weight, heads.weight_dtype, 0, from), params.weight_offset);
     }
     if (pair < params.rotary / 2) {
       x = turned(x, load_table<N>(cos, table_row, pair, params), load_table<N>(sin, table_row, pair, params));

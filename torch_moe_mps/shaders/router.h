@@ -103,15 +103,6 @@ inline void store_chosen(Keys<N> keys, Values<N> scores, uint lane, device float
   }
 }
 
-// log(1 + exp(x)) without overflow, and without log1p, which Metal lacks: log(u) * y / (u - 1) undoes the
-// rounding of u = 1 + y.
-inline float softplus(float x) {
-  const float y = precise::exp(-fabs(x));
-  const float u = 1.0f + y;
-  const float log1p = u == 1.0f ? y : precise::log(u) * y / (u - 1.0f);
-  return max(x, 0.0f) + log1p;
-}
-
 // Turns logits into scores; a softmax takes the whole row.
 struct Scoring {
   uint kind;
@@ -228,12 +219,12 @@ inline Values<N> load_logits(device const T* source, RouterParams params, uint l
   Values<N> logits;
   UNROLL for (int j = 0; j < N; ++j) logits.v[j] = 0.0f;
   if (N % 4 == 0 && params.vectorised != 0) {
-    Raw<T, 4> raw[(N + 3) / 4];
+    Vector<T, 4> raw[(N + 3) / 4];
     UNROLL for (int j = 0; j + 3 < N; j += 4) {
-      if (lane * N + j < params.experts) raw[j / 4] = load_raw<4>(source + lane * N + j);
+      if (lane * N + j < params.experts) raw[j / 4] = load<4>(source + lane * N + j);
     }
     UNROLL for (int j = 0; j < N; ++j) {
-      if (lane * N + j < params.experts) logits.v[j] = finite(float(raw[j / 4].v[j % 4]));
+      if (lane * N + j < params.experts) logits.v[j] = finite(float(raw[j / 4][j % 4]));
     }
   } else {
     T raw[N];

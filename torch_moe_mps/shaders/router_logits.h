@@ -17,23 +17,22 @@ inline LogitSums<R, M> logit_sums(device const uchar* hidden, device const W* ro
   const uint width = params.width;
   LogitSums<R, M> sums = {};
   for (uint column = lane * N; column < width; column += kSimdWidth * N) {
-    Raw<W, N> rows[R];
+    Vector<W, N> rows[R];
     UNROLL for (int r = 0; r < R; ++r) {
       const uint expert = min(first_expert + r, params.experts - 1);
-      rows[r] = load_raw<N>(router + ulong(expert) * width + column);
+      rows[r] = load<N>(router + ulong(expert) * width + column);
     }
-    Pack<N> norm;
+    Floats<N> norm;
     if constexpr (kNormed) norm = load_any<N>(norm_weight, params.norm_dtype, column);
     UNROLL for (int m = 0; m < M; ++m) {
       const uint token = min(first_token + m, params.tokens - 1);
-      Pack<N> x = load_any<N>(hidden, params.hidden_dtype, ulong(token) * width + column);
+      Floats<N> x = load_any<N>(hidden, params.hidden_dtype, ulong(token) * width + column);
       if constexpr (kNormed) {
         sums.squares[m] += sum_of_squares(x);
-        UNROLL for (int i = 0; i < N; ++i) x.v[i] *= norm.v[i];
+        x *= norm;
       }
       UNROLL for (int r = 0; r < R; ++r) {
-        const Pack<N> row = widen(rows[r]);
-        UNROLL for (int i = 0; i < N; ++i) sums.logits[r][m] = fma(row.v[i], x.v[i], sums.logits[r][m]);
+        sums.logits[r][m] = add_dot(sums.logits[r][m], widen(rows[r]), x);
       }
     }
   }

@@ -3,6 +3,7 @@
 #import <Metal/Metal.h>
 #import <MetalPerformanceShadersGraph/MetalPerformanceShadersGraph.h>
 
+#include <cstdlib>
 #include <string>
 
 #include "metal.h"
@@ -22,7 +23,8 @@ namespace {
 @end
 @implementation SimulatorDevice
 - (NSString*)name {
-  return @"Simulated Apple GPU";
+  const char* name = std::getenv("SIMULATED_GPU");
+  return name == nullptr ? @"Simulated Apple GPU" : [NSString stringWithUTF8String:name];
 }
 - (NSUInteger)maxBufferLength {
   return NSUInteger{64} << 30;

@@ -32,7 +32,7 @@ inline float gelu_tanh(float x) {
 
 inline float pointwise_activation(float x, uint activation) {
   if (activation == ACTIVATION_NONE) return x;
-  if (activation == ACTIVATION_SILU) return x * sigmoid(x);
+  if (activation == ACTIVATION_SILU) return silu(x);
   if (activation == ACTIVATION_GELU) return gelu(x);
   if (activation == ACTIVATION_GELU_TANH) return gelu_tanh(x);
   const float positive = x < 0.0f ? 0.0f : x;  // keeps NaN
@@ -51,7 +51,7 @@ inline float gated_activation(float gate, float up, constant MatmulParams& param
   if (params.activation == ACTIVATION_SWIGLU_OAI || params.activation == ACTIVATION_SILU_CLAMPED) {
     gate = at_most(gate, params.limit);
     up = at_least(at_most(up, params.limit), -params.limit);
-    if (params.activation == ACTIVATION_SILU_CLAMPED) return gate * sigmoid(gate) * up;
+    if (params.activation == ACTIVATION_SILU_CLAMPED) return silu(gate) * up;
     return (up + 1.0f) * (gate * sigmoid(params.alpha * gate));
   }
   return pointwise_activation(gate, params.activation) * up;

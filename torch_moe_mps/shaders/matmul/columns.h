@@ -75,6 +75,7 @@ template <typename T>
   const uint token = group.y;
   const uint output = group.x * kSimdWidth + lane;
   const uint column = min(output, matmul.outputs - 1);
+  const Addends addends = {shared_gate, shared_out, residual, dtype_of<T>()};
   float sum = 0.0f;
   for (uint slot = 0; slot < matmul.slots; ++slot) {
     const uint pair = token * matmul.slots + slot;
@@ -88,7 +89,6 @@ template <typename T>
   sum = sum_over_simdgroups(sum, partials, lane, simdgroup);
   if (simdgroup == 0 && output < matmul.outputs) {
     out[ulong(token) * matmul.outputs + output] =
-        T(combined(sum, token, output, matmul.outputs, shared_gate, shared_out, residual, dtype_of<T>(),
-                   params.combine));
+        T(addends.add_to(sum, token, output, matmul.outputs, params.combine));
   }
 }

@@ -6,24 +6,18 @@
 // N columns of a token, slots ascending.
 template <typename T, int N>
 inline void combine_columns(device const T* slots, device const int* ids, device const uchar* routing,
-                            device const uchar* shared_gate, device const uchar* shared_out,
-                            device const uchar* residual, device T* out, uint token, uint column,
+                            Addends addends, device T* out, uint token, uint column,
                             constant ExpertDownParams& params) {
   constant MatmulParams& matmul = params.matmul;
-  Pack<N> sums;
-  UNROLL for (int i = 0; i < N; ++i) sums.v[i] = 0.0f;
+  Floats<N> sum = 0.0f;
   for (uint slot = 0; slot < matmul.slots; ++slot) {
     const uint pair = token * matmul.slots + slot;
     if (expert_of(ids, pair, matmul) == matmul.experts) continue;
-    const float weight = load_one(routing, params.combine.weights_dtype, pair);
-    const Pack<N> terms = load_pack<N>(slots + ulong(pair) * matmul.outputs + column);
-    UNROLL for (int i = 0; i < N; ++i) sums.v[i] = fma(weight, terms.v[i], sums.v[i]);
+    const Floats<N> weight = load_one(routing, params.combine.weights_dtype, pair);
+    sum = fma(weight, widen(load<N>(slots + ulong(pair) * matmul.outputs + column)), sum);
   }
-  UNROLL for (int i = 0; i < N; ++i) {
-    sums.v[i] = combined(sums.v[i], token, column + i, matmul.outputs, shared_gate, shared_out, residual,
-                         dtype_of<T>(), params.combine);
-  }
-  store_pack(out + ulong(token) * matmul.outputs + column, sums);
+  sum = addends.add_to(sum, token, column, matmul.outputs, params.combine);
+  store(out + ulong(token) * matmul.outputs + column, sum);
 }
 
 // Grid: (blocks of columns, tokens).
@@ -37,15 +31,15 @@ template <typename T>
                                uint2 group [[threadgroup_position_in_grid]],
                                uint2 threads [[threads_per_threadgroup]],
                                uint thread_index [[thread_index_in_threadgroup]]) {
+  const Addends addends = {shared_gate, shared_out, residual, dtype_of<T>()};
   const uint outputs = params.matmul.outputs;
   const uint column = (group.x * threads.x + thread_index) * kCombineColumns;
   if (outputs % kCombineColumns == 0) {
     if (column >= outputs) return;
-    combine_columns<T, kCombineColumns>(slots, ids, routing, shared_gate, shared_out, residual, out, group.y,
-                                        column, params);
+    combine_columns<T, kCombineColumns>(slots, ids, routing, addends, out, group.y, column, params);
   } else {
     for (uint i = column; i < min(column + kCombineColumns, outputs); ++i) {
-      combine_columns<T, 1>(slots, ids, routing, shared_gate, shared_out, residual, out, group.y, i, params);
+      combine_columns<T, 1>(slots, ids, routing, addends, out, group.y, i, params);
     }
   }
 }

@@ -9,9 +9,10 @@
 constant constexpr uint kRowGroups = kRowGroupsOfSimdgroup;
 constant constexpr uint kRowLanes = kSimdWidth / kRowGroups;
 
-template <int R>
-struct RowSet {
-  uint v[R];
+// Where the rows of a lane begin.
+template <typename W, int R>
+struct LaneRows {
+  typename W::Row v[R];
 };
 
 // The offsets in x, in elements, at which the inputs of M pairs start.
@@ -23,23 +24,70 @@ struct Sources {
 template <int R, int M>
 struct Dots {
   float v[R][M];
+
+  // One of the dot products, by a row and a pair that are known only at run time.
+  float at(uint row, uint pair) const {
+    float value = v[0][0];
+    UNROLL for (int r = 0; r < R; ++r) {
+      UNROLL for (int m = 0; m < M; ++m) value = row == uint(r) && pair == uint(m) ? v[r][m] : value;
+    }
+    return value;
+  }
+};
+
+// The share of a simdgroup in the inputs: all of them, or each `count`-th chunk of its lanes.
+struct Share {
+  uint number, count;
+};
+
+// Dot products with M of at most kMostPairs pairs in threadgroup memory, where their shares are added.
+template <int R, int M, int kMostPairs>
+struct SharedDots {
+  static constant constexpr uint kSize = kRowGroups * R * kMostPairs;  // of a simdgroup
+
+  threadgroup float* shares;
+  uint count;
+
+  // `memory`: kSize for each simdgroup. Not to be written again before the next barrier.
+  SharedDots(Dots<R, M> own, threadgroup float* memory, uint simdgroup, Share share, uint lane)
+      : shares(memory + lane / kRowLanes * R * M), count(share.count) {
+    if (count == 1) shares += simdgroup * kSize;
+    if (lane % kRowLanes == 0) {
+      threadgroup float* target = shares + share.number * kSize;
+      UNROLL for (int r = 0; r < R; ++r) {
+        UNROLL for (int m = 0; m < M; ++m) target[r * M + m] = own.v[r][m];
+      }
+    }
+    if (count == 1) {
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+    } else {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+  }
+
+  // One of the lane's dot products.
+  float at(uint row, uint pair) const {
+    float sum = 0.0f;
+    for (uint share = 0; share < count; ++share) sum += shares[share * kSize + row * M + pair];
+    return sum;
+  }
 };
 
 // The rows of a lane in a block of kRowGroups * R rows whose first output is `first`; gate and up rows
 // alternate. Past the last output the rows of the last one are read again, and their results are not stored.
-template <int R>
-inline RowSet<R> rows_of_lane(uint first, uint lane, constant MatmulParams& params) {
-  RowSet<R> rows;
+template <typename W, int R>
+inline LaneRows<W, R> rows_of_lane(W weights, uint first, uint lane, constant MatmulParams& params) {
+  LaneRows<W, R> rows;
   UNROLL for (int r = 0; r < R; ++r) {
     const uint local = lane / kRowLanes * R + r;
     const uint output = min(first + outputs_of_rows(local, params), params.outputs - 1);
-    rows.v[r] = weight_row(output, local % 2, params);
+    rows.v[r] = weights.row(weight_row(output, local % 2, params));
   }
   return rows;
 }
 
-// Adds the products of a chunk of R rows with the inputs of M pairs. The codes themselves are multiplied;
-// scale and offset are applied once for the whole chunk.
+// Adds the products of a chunk of R rows with the inputs of M pairs. The codes themselves are multiplied; the
+// scale is applied once for the whole chunk.
 template <typename W, int R, int M, typename C>
 inline void add_chunks(thread C* chunks, device const typename W::Element* x, Sources<M> sources, uint column,
                        uint left, thread Dots<R, M>& dots, constant MatmulParams& params) {
@@ -71,29 +119,27 @@ inline void add_chunks(thread C* chunks, device const typename W::Element* x, So
   }
   UNROLL for (int r = 0; r < R; ++r) {
     UNROLL for (int m = 0; m < M; ++m) {
-      dots.v[r][m] += W::scaled(chunks[r], coded.v[r][m], sums[m]);
+      dots.v[r][m] += W::value_dot(chunks[r], coded.v[r][m], sums[m]);
     }
   }
 }
 
-// The dot products of a lane's R rows with the inputs of M pairs. All eight lanes that share the rows get
-// them.
+// The dot products of a lane's R rows with a share of the inputs of M pairs. All eight lanes that have the
+// rows get them.
 template <typename W, int R, int M>
-inline Dots<R, M> row_dots(W weights, RowSet<R> rows, device const typename W::Element* x, Sources<M> sources,
-                           uint lane, constant MatmulParams& params) {
+inline Dots<R, M> row_dots(W weights, LaneRows<W, R> rows, device const typename W::Element* x,
+                           Sources<M> sources, Share share, uint lane, constant MatmulParams& params) {
   typedef typename W::template Chunk<W::kValues> Chunk;
-  constexpr uint kStride = kRowLanes * W::kValues;
-  const uint inputs = params.inputs;
-  typename W::Row starts[R];
+  constexpr uint kStep = kRowLanes * W::kValues;
+  const uint inputs = params.inputs, first = share.number * kStep + lane % kRowLanes * W::kValues;
   Dots<R, M> dots;
   UNROLL for (int r = 0; r < R; ++r) {
-    starts[r] = weights.row(rows.v[r]);
     UNROLL for (int m = 0; m < M; ++m) dots.v[r][m] = 0.0f;
   }
-  for (uint column = lane % kRowLanes * W::kValues; column < inputs; column += kStride) {
+  for (uint column = first; column < inputs; column += share.count * kStep) {
     Chunk chunks[R];
     UNROLL for (int r = 0; r < R; ++r) {
-      chunks[r] = weights.template load<W::kValues>(starts[r], column, inputs - column);
+      chunks[r] = weights.template load<W::kValues>(rows.v[r], column, inputs - column);
     }
     add_chunks<W, R, M>(chunks, x, sources, column, inputs - column, dots, params);
   }
@@ -109,12 +155,24 @@ inline Dots<R, M> row_dots(W weights, RowSet<R> rows, device const typename W::E
   return dots;
 }
 
-// One of the dot products, by a row and a pair that are known only at run time.
-template <int R, int M>
-inline float picked(Dots<R, M> dots, uint row, uint pair) {
-  float value = dots.v[0][0];
-  UNROLL for (int r = 0; r < R; ++r) {
-    UNROLL for (int m = 0; m < M; ++m) value = row == uint(r) && pair == uint(m) ? dots.v[r][m] : value;
+// A block of kRowGroups * R rows of one expert's matrix, by a simdgroup: what a lane has of it.
+template <typename W, int R>
+struct RowBlock {
+  W weights;
+  device const typename W::Element* x;
+  LaneRows<W, R> rows;
+  uint expert;
+  uint first;  // the block's first output
+  uint lane;
+
+  template <int M>
+  Dots<R, M> dots(Sources<M> sources, Share share, constant MatmulParams& params) const {
+    return row_dots<W, R, M>(weights, rows, x, sources, share, lane, params);
   }
-  return value;
+};
+
+template <int R, typename W>
+inline RowBlock<W, R> row_block(W weights, device const typename W::Element* x, uint expert, uint first,
+                                uint lane, constant MatmulParams& params) {
+  return {weights, x, rows_of_lane<W, R>(weights, first, lane, params), expert, first, lane};
 }

@@ -26,39 +26,41 @@ struct PairTerms {
 // The outputs of `tokens` tokens from the terms of their pairs.
 template <typename T, int kRows>
 inline void store_combined(PairTerms<kRows> terms, uint first_token, uint tokens, uint first_row,
-                           device const uchar* shared_gate, device const uchar* shared_out,
-                           device const uchar* residual, device T* out, uint thread_index, uint threads,
+                           Addends addends, device T* out, uint thread_index, uint threads,
                            constant ExpertDownParams& params) {
   const uint slots = params.matmul.slots, columns = params.matmul.outputs;
   for (uint i = thread_index; i < tokens * kRows; i += threads) {
     const uint token = first_token + i / kRows, row = first_row + i % kRows;
     if (row >= columns) continue;
     const float sum = terms.sum(i / kRows * slots, slots, i % kRows);
-    out[ulong(token) * columns + row] = T(
-        combined(sum, token, row, columns, shared_gate, shared_out, residual, dtype_of<T>(), params.combine));
+    out[ulong(token) * columns + row] = T(addends.add_to(sum, token, row, columns, params.combine));
   }
 }
 
-// Computes the terms of M pairs of one expert, of which `count` exist; `places` says where in `terms` they
-// go.
-template <typename W, int R, int M>
-inline void terms_of_pairs(W weights, PairSet<M> pairs, PairSet<M> places, uint count, uint expert,
-                           uint first, device const typename W::Element* x, device const uchar* routing,
-                           device const uchar* bias, PairTerms<kRowGroups * R> terms, uint lane,
-                           constant ExpertDownParams& params) {
-  constant MatmulParams& matmul = params.matmul;
-  Sources<M> sources;
-  UNROLL for (int m = 0; m < M; ++m) sources.v[m] = pairs.v[m] * matmul.inputs;
-  const RowSet<R> rows = rows_of_lane<R>(first, lane, matmul);
-  const Dots<R, M> dots = row_dots<W, R, M>(weights, rows, x, sources, lane, matmul);
-  for (uint item = lane % kRowLanes; item < R * M; item += kRowLanes) {
-    const uint m = item / R, local = lane / kRowLanes * R + item % R;
-    if (m >= count) continue;
-    const uint row = min(first + local, matmul.outputs - 1);
-    terms.at(places.at(m), local) = load_one(routing, params.combine.weights_dtype, pairs.at(m)) *
-                                    with_bias(picked(dots, item % R, m), bias, expert, row, matmul);
+// What the terms of a block of rows are made of.
+template <typename W, int R>
+struct TermsBlock {
+  RowBlock<W, R> rows;
+  device const uchar* routing;
+  device const uchar* bias;
+  PairTerms<kRowGroups * R> terms;
+
+  // Computes the terms of M pairs, of which `count` exist; `places` says where in `terms` they go.
+  template <int M>
+  void add(PairSet<M> pairs, PairSet<M> places, uint count, constant ExpertDownParams& params) const {
+    constant MatmulParams& matmul = params.matmul;
+    Sources<M> sources;
+    UNROLL for (int m = 0; m < M; ++m) sources.v[m] = pairs.v[m] * matmul.inputs;
+    const Dots<R, M> dots = rows.dots(sources, {0, 1}, matmul);
+    for (uint item = rows.lane % kRowLanes; item < R * M; item += kRowLanes) {
+      const uint m = item / R, local = rows.lane / kRowLanes * R + item % R;
+      if (m >= count) continue;
+      const uint row = min(rows.first + local, matmul.outputs - 1);
+      terms.at(places.at(m), local) = load_one(routing, params.combine.weights_dtype, pairs.at(m)) *
+                                      with_bias(dots.at(item % R, m), bias, rows.expert, row, matmul);
+    }
   }
-}
+};
 
 // For one token; the simdgroups take turns at its slots. Grid: (blocks of rows, tokens).
 template <typename W, int R>
@@ -77,35 +79,33 @@ template <typename W, int R>
     const uint expert = expert_of(ids, pairs.v[0], matmul);
     if (expert < matmul.experts) {
       const W weights(packed, scales, biases, expert, matmul);
-      terms_of_pairs<W, R, 1>(weights, pairs, places, 1, expert, first, x, routing, bias, terms, lane,
-                              params);
+      const TermsBlock<W, R> block = {row_block<R>(weights, x, expert, first, lane, matmul), routing, bias,
+                                      terms};
+      block.add(pairs, places, 1, params);
     } else if (lane == 0) {
       terms.clear(slot);
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  store_combined<T>(terms, token, 1, first, shared_gate, shared_out, residual, out, thread_index,
-                    simdgroups * kSimdWidth, params);
+  const Addends addends = {shared_gate, shared_out, residual, dtype_of<T>()};
+  store_combined<T>(terms, token, 1, first, addends, out, thread_index, simdgroups * kSimdWidth, params);
 }
 
-// Computes the terms of the `count` pairs of an expert. Several pairs at a time share one reading of the
-// rows.
+// Computes the terms of the first `count` pairs of `list`. Several at a time share one reading of the rows.
 template <typename W, int R>
-inline void terms_of_expert(W weights, device const int* pair_order, uint count, uint expert, uint first,
-                            device const typename W::Element* x, device const uchar* routing,
-                            device const uchar* bias, PairTerms<kRowGroups * R> terms, uint lane,
-                            constant ExpertDownParams& params) {
+inline void add_all(TermsBlock<W, R> block, device const int* list, uint count,
+                    constant ExpertDownParams& params) {
+  constexpr int M = W::kPairsAtOnce;
   for (uint start = 0; start < count;) {
     const uint left = count - start;
-    if (W::kPairs > 1 && left > 1) {
-      PairSet<W::kPairs> pairs;
-      UNROLL for (int m = 0; m < W::kPairs; ++m) pairs.v[m] = uint(pair_order[min(start + m, count - 1)]);
-      terms_of_pairs<W, R, W::kPairs>(weights, pairs, pairs, left, expert, first, x, routing, bias, terms,
-                                      lane, params);
-      start += W::kPairs;
+    if (M > 1 && left > 1) {
+      PairSet<M> pairs;
+      UNROLL for (int m = 0; m < M; ++m) pairs.v[m] = uint(list[min(start + m, count - 1)]);
+      block.add(pairs, pairs, left, params);
+      start += M;
     } else {
-      const PairSet<1> one = {{uint(pair_order[start])}};
-      terms_of_pairs<W, R, 1>(weights, one, one, left, expert, first, x, routing, bias, terms, lane, params);
+      const PairSet<1> pair = {{uint(list[start])}};
+      block.add(pair, pair, left, params);
       start += 1;
     }
   }
@@ -136,12 +136,15 @@ template <typename W>
     for (uint left = starts; left != 0; left &= left - 1, ++turn) {
       if (turn % kDownSimdgroups != simdgroup) continue;
       const int4 tile = tiles[base + ctz(left)];
-      const W weights(packed, scales, biases, uint(tile.x), matmul);
-      terms_of_expert<W, R>(weights, pair_order + tile.y, uint(tile.z), uint(tile.x), first, x, routing, bias,
-                            terms, lane, params);
+      const uint expert = uint(tile.x);
+      const W weights(packed, scales, biases, expert, matmul);
+      const TermsBlock<W, R> block = {row_block<R>(weights, x, expert, first, lane, matmul), routing, bias,
+                                      terms};
+      add_all(block, pair_order + tile.y, uint(tile.z), params);
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  store_combined<T>(terms, 0, matmul.tokens, first, shared_gate, shared_out, residual, out, thread_index,
-                    kDownSimdgroups * kSimdWidth, params);
+  const Addends addends = {shared_gate, shared_out, residual, dtype_of<T>()};
+  const uint threads = kDownSimdgroups * kSimdWidth;
+  store_combined<T>(terms, 0, matmul.tokens, first, addends, out, thread_index, threads, params);
 }

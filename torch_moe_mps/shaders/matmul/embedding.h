@@ -17,17 +17,17 @@ template <typename W>
   const W weights(packed, scales, biases, 0, matrix);
   const uint number = expert_of(ids, index, matrix);
   for (uint column = thread_index * N; column < matrix.inputs; column += kEmbeddingThreads * N) {
-    float2 pairs[N / 2];
-    UNROLL for (int i = 0; i < N / 2; ++i) pairs[i] = float2(0.0f);
+    float2 fragments[N / 2];
+    UNROLL for (int i = 0; i < N / 2; ++i) fragments[i] = float2(0.0f);
     if (number < matrix.rows) {
       const auto chunk = weights.template load<N>(weights.row(number), column, matrix.inputs - column);
-      UNROLL for (int i = 0; i < N / 2; ++i) pairs[i] = W::values(chunk, i);
+      UNROLL for (int i = 0; i < N / 2; ++i) fragments[i] = W::values(chunk, i);
     }
     UNROLL for (int start = 0; start < N; start += 4) {
-      Pack<4> four;
+      float4 four;
       UNROLL for (int i = 0; i < 4; ++i) {
-        const PairPlace place = W::pair_place(start + i);
-        four.v[i] = pairs[place.pair][place.element];
+        const FragmentElement place = W::place_of(start + i);
+        four[i] = fragments[place.number][place.element];
       }
       store_any(out, params.out_dtype, ulong(index) * matrix.inputs + column + start, four);
     }

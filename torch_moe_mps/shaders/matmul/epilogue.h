@@ -34,17 +34,28 @@ struct Outputs {
   }
 };
 
-// Adds the shared expert and the residual to the sum over a token's experts.
-inline float combined(float sum, uint token, uint column, uint columns, device const uchar* shared_gate,
-                      device const uchar* shared_out, device const uchar* residual, uint dtype,
-                      constant ExpertCombineParams& params) {
-  const ulong index = ulong(token) * columns + column;
-  if (params.has_shared != 0) {
-    float gate = 1.0f;
-    if (params.has_gate != 0) gate = load_one(shared_gate, params.gate_dtype, token);
-    if (params.has_gate != 0 && params.gate_is_logit != 0) gate = sigmoid(gate);
-    sum += gate * load_one(shared_out, dtype, index);
+// What is added to the sum over a token's experts: the shared expert and the residual, both of `dtype`.
+struct Addends {
+  device const uchar* shared_gate;
+  device const uchar* shared_out;
+  device const uchar* residual;
+  uint dtype;
+
+  float add_to(float sum, uint token, uint column, uint columns, constant ExpertCombineParams& params) const {
+    const ulong index = ulong(token) * columns + column;
+    if (params.has_shared != 0) {
+      float gate = 1.0f;
+      if (params.has_gate != 0) gate = load_one(shared_gate, params.gate_dtype, token);
+      if (params.has_gate != 0 && params.gate_is_logit != 0) gate = sigmoid(gate);
+      sum += gate * load_one(shared_out, dtype, index);
+    }
+    if (params.has_residual != 0) sum += load_one(residual, dtype, index);
+    return sum;
   }
-  if (params.has_residual != 0) sum += load_one(residual, dtype, index);
-  return sum;
-}
+
+  float4 add_to(float4 sum, uint token, uint column, uint columns,
+                constant ExpertCombineParams& params) const {
+    UNROLL for (uint i = 0; i < 4; ++i) sum[i] = add_to(sum[i], token, column + i, columns, params);
+    return sum;
+  }
+};

@@ -1,16 +1,17 @@
 // The formats of a matrix behind one interface, for kernels that read its rows.
 //
 // A chunk is N consecutive values of a row with one scale. A lane takes chunks of W::kValues values for dot
-// products with W::kPairs pairs at a time, and of W::kTileValues for tiles:
+// products with W::kPairsAtOnce pairs, and of W::kTileValues for tiles:
 //
-//   row(number)                 Row: where a row begins
-//   load<N>(row, column, left)  Chunk<N>: its bits and its scale; `left` values remain up to the row's end
-//   codes(chunk, pack)          Pack<kPackSize>: kPackSize of its codes, as floats
-//   scaled(chunk, dot, sums)    float: from a dot product of codes and inputs to one of values and inputs
-//   values(chunk, pair)         float2: two of its values; pair_place() tells which two
+//   row(number)                  Row: where a row begins
+//   load<N>(row, column, left)   Chunk<N>: its bits and its scale; `left` values remain up to the row's end
+//   codes(chunk, pack)           Pack<kPackSize>: kPackSize of its codes, as floats
+//   value_dot(chunk, dot, sums)  float: the dot product of values and inputs, from that of codes and inputs
+//   values(chunk, number)        float2: the two values that a lane has in a fragment of a tile
+//   place_of(value)              FragmentElement: which fragment, and which of the two
 //
-// Affine codes come with an offset, which scaled() takes back with the sums of the inputs that add_inputs()
-// collects. The offset of an expert takes 64 bits; within its matrix 32 are enough.
+// codes() may add a constant to affine codes; value_dot() subtracts it times the sum of the inputs, which
+// add_inputs() collected. An expert's address takes 64 bits, an index within its matrix 32.
 #pragma once
 #include "matmul/common.h"
 
@@ -83,21 +84,22 @@ inline Elements<T, N> load_elements(device const T* source, uint left, bool vect
   return elements;
 }
 
-// Sums of the inputs, one for each offset that the codes they meet have.
+// Sums of the inputs, one for each constant that is added to the codes they meet.
 struct InputSums {
   float v[2];
 };
 
-// Which fragment of a tile, and which of a lane's two elements there, a value of a chunk belongs to.
-struct PairPlace {
-  int pair, element;
+// Where a value of a chunk goes: the number of a fragment, and `element` 0 or 1 of the lane's two in it.
+struct FragmentElement {
+  int number, element;
 };
 
 // [E, rows, inputs] in T; rows of any length.
 template <typename T>
 struct Dense {
   typedef T Element;
-  static constant constexpr int kValues = 32 / sizeof(T), kTileValues = kValues, kPackSize = 8, kPairs = 2;
+  static constant constexpr int kValues = 32 / sizeof(T), kTileValues = kValues, kPackSize = 8,
+                                kPairsAtOnce = 2;
   static constant constexpr bool kAnyLength = true;
 
   template <int N>
@@ -128,11 +130,11 @@ struct Dense {
     return result;
   }
   static void add_inputs(Pack<8>, thread InputSums&) {}
-  static float scaled(Chunk<kValues>, float dot, InputSums) { return dot; }
+  static float value_dot(Chunk<kValues>, float dot, InputSums) { return dot; }
 
-  static PairPlace pair_place(int value) { return {value / 2, value % 2}; }
-  static float2 values(Chunk<kTileValues> chunk, int pair) {
-    return float2(chunk.elements.at(2 * pair), chunk.elements.at(2 * pair + 1));
+  static FragmentElement place_of(int value) { return {value / 2, value % 2}; }
+  static float2 values(Chunk<kTileValues> chunk, int number) {
+    return float2(chunk.elements.at(2 * number), chunk.elements.at(2 * number + 1));
   }
 };
 
@@ -166,9 +168,9 @@ struct DenseColumns {
     return chunk;
   }
 
-  static PairPlace pair_place(int value) { return {value / 2, value % 2}; }
-  static float2 values(Chunk<kTileValues> chunk, int pair) {
-    return float2(float(chunk.v[2 * pair]), float(chunk.v[2 * pair + 1]));
+  static FragmentElement place_of(int value) { return {value / 2, value % 2}; }
+  static float2 values(Chunk<kTileValues> chunk, int number) {
+    return float2(float(chunk.v[2 * number]), float(chunk.v[2 * number + 1]));
   }
 };
 
@@ -207,31 +209,31 @@ inline uint code_at(Words<kWords> words, int index) {
   return code & ((1u << kBits) - 1);
 }
 
-// Unsigned codes, two at a time, as the mantissas of two halves with a fixed exponent: numbers without a
-// conversion from integers, which takes four cycles on Apple's GPUs. Where two codes of a word lie 16 bits
-// apart, one mask gives both; and a mask may leave them one code's width up, so that a shifted word serves
-// two pairs. The exponent is chosen so that the lowest bit of a code counts 1: a half is offset(pair) + code.
+// Unsigned codes, two at a time (a code pair), as the mantissas of two halves with a fixed exponent: this
+// needs no conversion from integers, which takes four cycles on Apple's GPUs. When two codes are 16 bits
+// apart, one mask extracts both. A second mask extracts them one code further left, so one shift serves two
+// code pairs. The exponent is chosen so that the lowest bit of a code counts 1: a half is added(pair) + code.
 template <int kBits>
 struct HalfCodes {
   static constant constexpr bool kAligned = 16 % kBits == 0;
-  static constant constexpr int kPairs = 16 / kBits;  // of a word, if aligned: codes i and i + kPairs
+  static constant constexpr int kCodePairs = 16 / kBits;  // of a word, if aligned: codes i and i + kCodePairs
   static constant constexpr int kShifts = kAligned && 2 * kBits <= 10 ? 2 : 1;  // of a pair in its mantissa
   static constant constexpr uint kMask = ((1u << kBits) - 1) * 0x00010001u;
 
-  static int shift(int pair) { return kAligned ? pair % kPairs % kShifts : 0; }
-  static float offset(int pair) { return shift(pair) == 0 ? 1024.0f : float(1024 >> kBits); }
+  static int shift(int pair) { return kAligned ? pair % kCodePairs % kShifts : 0; }
+  static float added(int pair) { return shift(pair) == 0 ? 1024.0f : float(1024 >> kBits); }
 
-  static PairPlace pair_place(int value) {
+  static FragmentElement place_of(int value) {
     if (!kAligned) return {value / 2, value % 2};
-    const int in_word = value % (2 * kPairs);
-    return {value / (2 * kPairs) * kPairs + in_word % kPairs, in_word / kPairs};
+    const int in_word = value % (2 * kCodePairs);
+    return {value / (2 * kCodePairs) * kCodePairs + in_word % kCodePairs, in_word / kCodePairs};
   }
 
   template <int kWords>
   static half2 pair(Words<kWords> words, int pair) {
     if constexpr (kAligned) {
       const int up = kBits * shift(pair);
-      const uint word = words.v[pair / kPairs] >> (kBits * (pair % kPairs) - up);
+      const uint word = words.v[pair / kCodePairs] >> (kBits * (pair % kCodePairs) - up);
       return as_type<half2>((word & (kMask << up)) | (0x64006400u - uint(up) * 0x04000400u));
     } else {
       const uint first = code_at<kBits>(words, 2 * pair), second = code_at<kBits>(words, 2 * pair + 1);
@@ -246,8 +248,8 @@ template <int kCount, typename Codes>
 inline Pack<kCount> in_order(thread const float2* pairs) {
   Pack<kCount> pack;
   UNROLL for (int i = 0; i < kCount; ++i) {
-    const PairPlace place = Codes::pair_place(i);
-    pack.v[i] = pairs[place.pair][place.element];
+    const FragmentElement place = Codes::place_of(i);
+    pack.v[i] = pairs[place.number][place.element];
   }
   return pack;
 }
@@ -260,12 +262,12 @@ struct Affine {
   typedef PackedRows<T, kBits, kGroup> Rows;
   typedef typename Rows::Row Row;
   static constant constexpr int kValues = 32;
-  static constant constexpr int kPairs = kBits % 4 == 0 ? 2 : 1;         // the others take more registers
+  static constant constexpr int kPairsAtOnce = kBits % 4 == 0 ? 2 : 1;   // the others take more registers
   static constant constexpr int kTileValues = kBits % 2 == 0 ? 16 : 32;  // fills words
   static constant constexpr int kPackSize = kBits == 2 ? 16 : 8;         // holds whole pairs
   static constant constexpr bool kAnyLength = false;
-  // The offset is at most 2^10 times q. Its rounding error, 2^-24 of the offset, is less than 1e-5 of q's
-  // range and below the rounding of 16-bit activations. For float activations the offset is subtracted first.
+  // The constant added to q is at most 2^10. Its rounding error, 2^-24 of it, is less than 1e-5 of q's range
+  // and below the rounding of 16-bit activations. For float activations it is subtracted first.
   static constant constexpr bool kExact = sizeof(T) == 4;
 
   template <int N>
@@ -291,34 +293,36 @@ struct Affine {
             biases[place.group]};
   }
 
-  static float offset(int pair) { return kExact ? 0.0f : Codes::offset(pair); }
+  static float added(int pair) { return kExact ? 0.0f : Codes::added(pair); }
   template <int N>
-  static float2 coded_pair(Chunk<N> chunk, int pair) {
+  static float2 code_pair(Chunk<N> chunk, int pair) {
     half2 codes = Codes::pair(chunk.words, pair);
-    if (kExact) codes -= half2(half(Codes::offset(pair)));
+    if (kExact) codes -= half2(half(Codes::added(pair)));
     return float2(float(codes.x), float(codes.y));
   }
 
   static Pack<kPackSize> codes(Chunk<kValues> chunk, int pack) {
     float2 pairs[kPackSize / 2];
-    UNROLL for (int i = 0; i < kPackSize / 2; ++i) pairs[i] = coded_pair(chunk, pack * kPackSize / 2 + i);
+    UNROLL for (int i = 0; i < kPackSize / 2; ++i) pairs[i] = code_pair(chunk, pack * kPackSize / 2 + i);
     return in_order<kPackSize, Codes>(pairs);
   }
 
   static void add_inputs(Pack<kPackSize> inputs, thread InputSums& sums) {
-    UNROLL for (int i = 0; i < kPackSize; ++i) sums.v[Codes::shift(Codes::pair_place(i).pair)] += inputs.v[i];
+    UNROLL for (int i = 0; i < kPackSize; ++i) {
+      sums.v[Codes::shift(Codes::place_of(i).number)] += inputs.v[i];
+    }
   }
 
-  static float scaled(Chunk<kValues> chunk, float dot, InputSums sums) {
-    UNROLL for (int i = 0; i < Codes::kShifts; ++i) dot = fma(-offset(i), sums.v[i], dot);
+  static float value_dot(Chunk<kValues> chunk, float dot, InputSums sums) {
+    UNROLL for (int i = 0; i < Codes::kShifts; ++i) dot = fma(-added(i), sums.v[i], dot);
     const float sum = Codes::kShifts == 1 ? sums.v[0] : sums.v[0] + sums.v[1];
     return fma(float(chunk.bias), sum, float(chunk.scale) * dot);
   }
 
-  static PairPlace pair_place(int value) { return Codes::pair_place(value); }
-  static float2 values(Chunk<kTileValues> chunk, int pair) {
-    const float scale = float(chunk.scale), rest = fma(-offset(pair), scale, float(chunk.bias));
-    const float2 codes = coded_pair(chunk, pair);
+  static FragmentElement place_of(int value) { return Codes::place_of(value); }
+  static float2 values(Chunk<kTileValues> chunk, int number) {
+    const float scale = float(chunk.scale), rest = fma(-added(number), scale, float(chunk.bias));
+    const float2 codes = code_pair(chunk, number);
     return float2(fma(codes.x, scale, rest), fma(codes.y, scale, rest));
   }
 };
@@ -371,7 +375,7 @@ struct FloatCodes {
   typedef T Element;
   typedef PackedRows<uchar, Code::kBits, kGroup> Rows;
   typedef typename Rows::Row Row;
-  static constant constexpr int kValues = kGroup, kTileValues = 16, kPackSize = 8, kPairs = 2;
+  static constant constexpr int kValues = kGroup, kTileValues = 16, kPackSize = 8, kPairsAtOnce = 2;
   static constant constexpr bool kAnyLength = false;
   static constant constexpr int kCodePairs = 16 / Code::kBits;  // of a word
 
@@ -394,9 +398,9 @@ struct FloatCodes {
     return {load_words<N * Code::kBits / 32>(rows.words + place.word), rows.scales[place.group]};
   }
 
-  static PairPlace pair_place(int value) { return HalfCodes<Code::kBits>::pair_place(value); }
+  static FragmentElement place_of(int value) { return HalfCodes<Code::kBits>::place_of(value); }
   template <int N>
-  static half2 coded_pair(Chunk<N> chunk, int pair) {
+  static half2 code_pair(Chunk<N> chunk, int pair) {
     const half2 codes = Code::pair(chunk.words.v[pair / kCodePairs], pair % kCodePairs);
     return codes * half2(half(Code::kDivisor * CodeScale::of_codes(chunk.scale)));
   }
@@ -404,18 +408,18 @@ struct FloatCodes {
   static Pack<kPackSize> codes(Chunk<kValues> chunk, int pack) {
     float2 pairs[kPackSize / 2];
     UNROLL for (int i = 0; i < kPackSize / 2; ++i) {
-      const half2 two = coded_pair(chunk, pack * kPackSize / 2 + i);
+      const half2 two = code_pair(chunk, pack * kPackSize / 2 + i);
       pairs[i] = float2(float(two.x), float(two.y));
     }
     return in_order<kPackSize, HalfCodes<Code::kBits>>(pairs);
   }
   static void add_inputs(Pack<kPackSize>, thread InputSums&) {}
-  static float scaled(Chunk<kValues> chunk, float dot, InputSums) {
+  static float value_dot(Chunk<kValues> chunk, float dot, InputSums) {
     return dot * CodeScale::factor(chunk.scale);
   }
 
-  static float2 values(Chunk<kTileValues> chunk, int pair) {
-    const half2 codes = coded_pair(chunk, pair);
+  static float2 values(Chunk<kTileValues> chunk, int number) {
+    const half2 codes = code_pair(chunk, number);
     const float factor = CodeScale::factor(chunk.scale);
     return float2(float(codes.x) * factor, float(codes.y) * factor);
   }

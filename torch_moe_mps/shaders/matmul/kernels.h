@@ -1,4 +1,4 @@
-// The experts' kernels, to be instantiated for a format of weights.
+// The kernels of matmuls, to be instantiated for a format of weights.
 #pragma once
 #include "matmul/down.h"
 #include "matmul/gemm.h"
@@ -10,5 +10,5 @@
   INSTANTIATE("matmul_rows_few", matmul_rows_few<Weights>)      \
   INSTANTIATE("expert_down", expert_down<Weights, kSingleRows>) \
   INSTANTIATE("expert_down_few", expert_down_few<Weights>)      \
-  INSTANTIATE("gemm8", gemm<Weights, 1>)                        \
-  INSTANTIATE("gemm32", gemm<Weights, kTilePairs / 8>)
+  INSTANTIATE("gemm8", gemm<Weights, 1, false>)                 \
+  INSTANTIATE("gemm32", gemm<Weights, kTilePairs / 8, false>)

@@ -13,7 +13,7 @@ struct PairSet {
   }
 };
 
-// All pairs of the expert, ascending; they lie in threadgroup memory if there is more than one.
+// The pairs of one expert in ascending order. A single pair is in `first`; several are in threadgroup memory.
 struct PairList {
   uint expert;
   uint count;
@@ -51,11 +51,11 @@ inline PairList list_pairs(device const int* ids, uint expert, threadgroup ushor
   return list;
 }
 
-// The grid has a unit for each expert or for each pair, whichever is fewer, and one more unit for the pairs
-// without an expert. If units are pairs, the unit of an expert's first pair takes all its pairs, and the
-// units of the others get none.
-inline PairList pairs_of_unit(device const int* ids, uint unit, threadgroup ushort* members, uint lane,
-                              uint simdgroup, constant MatmulParams& params) {
+// grid.y is min(experts, pairs) + 1. With fewer experts than pairs, row y of the grid serves expert y;
+// otherwise it serves the expert of pair y if y is that expert's first pair, and nothing if not. The last row
+// serves the pairs without an expert.
+inline PairList pairs_of_grid_row(device const int* ids, uint y, threadgroup ushort* members, uint lane,
+                                  uint simdgroup, constant MatmulParams& params) {
   const PairList none = {params.experts, 0, 0, 0}, all = {0, params.pairs, 0, 0};
   if (params.has_ids == 0) {
     if (simdgroup == 0) {
@@ -64,13 +64,13 @@ inline PairList pairs_of_unit(device const int* ids, uint unit, threadgroup usho
     threadgroup_barrier(mem_flags::mem_threadgroup);
     return all;
   }
-  const bool units_are_experts = params.units_are_experts != 0;
-  const bool sentinels = unit == (units_are_experts ? params.experts : params.pairs);
+  const bool by_expert = params.grid_by_expert != 0;
+  const bool sentinels = y == (by_expert ? params.experts : params.pairs);
   uint expert = params.experts;
-  if (!sentinels) expert = units_are_experts ? unit : expert_of(ids, unit, params);
+  if (!sentinels) expert = by_expert ? y : expert_of(ids, y, params);
   if (expert == params.experts && !sentinels) return none;
   const PairList list = list_pairs(ids, expert, members, lane, simdgroup, params);
-  if (list.count == 0 || (!units_are_experts && !sentinels && list.first != unit)) return none;
+  if (list.count == 0 || (!by_expert && !sentinels && list.first != y)) return none;
   if (list.count > 1) threadgroup_barrier(mem_flags::mem_threadgroup);
   return list;
 }

@@ -4,30 +4,27 @@
 #include "matmul/epilogue.h"
 #include "matmul/pairs.h"
 
-// Stores the outputs of a lane's rows for M pairs. All eight lanes have all of them, and each stores some.
-template <typename T, int R, int M>
-inline void store_outputs(Dots<R, M> dots, PairSet<M> pairs, uint count, Outputs<T> out, uint expert,
-                          uint first, uint lane, constant MatmulParams& params) {
+// Stores the outputs of a block for M pairs, of which `count` exist. All eight lanes of a row have its dot
+// products, and each stores some.
+template <typename W, int R, int M, typename D>
+inline void store_outputs(RowBlock<W, R> block, D dots, PairSet<M> pairs, uint count,
+                          Outputs<typename W::Element> out, constant MatmulParams& params) {
   const uint outputs = outputs_of_rows(R, params), rows_of_output = R / outputs;
-  for (uint item = lane % kRowLanes; item < outputs * M; item += kRowLanes) {
+  for (uint item = block.lane % kRowLanes; item < outputs * M; item += kRowLanes) {
     const uint m = item / outputs, local = item % outputs;
-    const uint output = first + lane / kRowLanes * outputs + local;
+    const uint output = block.first + block.lane / kRowLanes * outputs + local;
     if (m >= count || output >= params.outputs) continue;
-    const float own = picked(dots, rows_of_output * local, m);
-    const float up = rows_of_output == 2 ? picked(dots, 2 * local + 1, m) : 0.0f;
-    out.store(own, up, pairs.at(m), expert, output, params);
+    const float own = dots.at(rows_of_output * local, m);
+    const float up = rows_of_output == 2 ? dots.at(2 * local + 1, m) : 0.0f;
+    out.store(own, up, pairs.at(m), block.expert, output, params);
   }
 }
 
-// Computes M pairs of one expert, of which `count` exist.
-template <typename W, int R, int M>
-inline void rows_of_pairs(W weights, RowSet<R> rows, PairSet<M> pairs, uint count,
-                          device const typename W::Element* x, Outputs<typename W::Element> out, uint expert,
-                          uint first, uint lane, constant MatmulParams& params) {
+template <int M>
+inline Sources<M> sources_of(PairSet<M> pairs, constant MatmulParams& params) {
   Sources<M> sources;
   UNROLL for (int m = 0; m < M; ++m) sources.v[m] = input_row(pairs.v[m], params) * params.inputs;
-  const Dots<R, M> dots = row_dots<W, R, M>(weights, rows, x, sources, lane, params);
-  store_outputs(dots, pairs, count, out, expert, first, lane, params);
+  return sources;
 }
 
 // Each pair reads the rows of its expert by itself: right for one token, slow for many. Grid: (blocks of
@@ -47,13 +44,25 @@ template <typename W, int R>
     return;
   }
   const W weights(packed, scales, biases, expert, params);
+  const RowBlock<W, R> block = row_block<R>(weights, x, expert, first, lane, params);
   const PairSet<1> pairs = {{pair}};
-  rows_of_pairs<W, R, 1>(weights, rows_of_lane<R>(first, lane, params), pairs, 1, x, {bias, residual, out},
-                         expert, first, lane, params);
+  const Dots<R, 1> dots = block.dots(sources_of(pairs, params), {0, 1}, params);
+  store_outputs<W, R, 1>(block, dots, pairs, 1, {bias, residual, out}, params);
+}
+
+// Computes M pairs of one expert, of which `count` exist. `memory`: for SharedDots.
+template <typename W, int R, int M>
+inline void rows_of_pairs(RowBlock<W, R> block, PairSet<M> pairs, uint count, Share share,
+                          threadgroup float* memory, uint simdgroup, Outputs<typename W::Element> out,
+                          constant MatmulParams& params) {
+  const Dots<R, M> dots = block.dots(sources_of(pairs, params), share, params);
+  const SharedDots<R, M, W::kPairsAtOnce> sums(dots, memory, simdgroup, share, block.lane);
+  if (share.number == 0) store_outputs<W, R, M>(block, sums, pairs, count, out, params);
 }
 
 // A threadgroup takes some rows of one expert and every pair that chose it, so that the rows are read from
-// memory once. Grid: (blocks of rows, units and one more for pairs without an expert).
+// memory once. Its simdgroups have different rows or, where there are few threadgroups, the same rows and a
+// share of the inputs each. Grid: (blocks of rows, see pairs_of_grid_row).
 template <typename W>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void matmul_rows_few(
     MATMUL_BUFFERS(typename W::Element), device int* pair_order [[buffer(9)]],
@@ -61,19 +70,22 @@ template <typename W>
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename W::Element T;
-  constexpr int R = kFewRows;
+  constexpr int R = kFewRows, M = W::kPairsAtOnce;
   constexpr uint kThreads = kFewSimdgroups * kSimdWidth;
   threadgroup ushort members[kMaxFewPairs];
+  threadgroup float sums[2][kFewSimdgroups * SharedDots<R, M, M>::kSize];  // of even and of odd turns
+  const bool split = params.splits_inputs != 0;
   const uint count = outputs_of_rows(kRowGroups * R, params);
-  const uint first_of_group = group.x * kFewSimdgroups * count;
-  const uint first = first_of_group + simdgroup * count;
-  const PairList list = pairs_of_unit(ids, group.y, members, lane, simdgroup, params);
+  const uint count_of_group = (split ? 1 : kFewSimdgroups) * count;
+  const uint first_of_group = group.x * count_of_group,
+             first = first_of_group + (split ? 0 : simdgroup * count);
+  const PairList list = pairs_of_grid_row(ids, group.y, members, lane, simdgroup, params);
   if (list.count == 0) return;
   if (group.x == 0 && params.writes_tiles != 0) {
     write_tile(list, members, pair_order, tiles, thread_index, kThreads);
   }
   if (list.expert == params.experts) {
-    const uint columns = min(params.outputs - first_of_group, kFewSimdgroups * count);
+    const uint columns = min(params.outputs - first_of_group, count_of_group);
     for (uint i = thread_index; i < list.count * columns; i += kThreads) {
       out[ulong(list.at(members, i / columns)) * params.outputs + first_of_group + i % columns] = T(0.0f);
     }
@@ -81,17 +93,19 @@ template <typename W>
   }
   if (first >= params.outputs) return;
   const W weights(packed, scales, biases, list.expert, params);
-  const RowSet<R> rows = rows_of_lane<R>(first, lane, params);
+  const RowBlock<W, R> block = row_block<R>(weights, x, list.expert, first, lane, params);
+  const Share share = {split ? simdgroup : 0, split ? uint(kFewSimdgroups) : 1};
   const Outputs<T> outputs = {bias, residual, out};
-  for (uint start = 0; start < list.count;) {
+  for (uint start = 0, turn = 0; start < list.count; ++turn) {
     const uint left = list.count - start;
-    if (W::kPairs > 1 && left > 1) {
-      rows_of_pairs<W, R, W::kPairs>(weights, rows, list.template some<W::kPairs>(members, start), left, x,
-                                     outputs, list.expert, first, lane, params);
-      start += W::kPairs;
+    threadgroup float* memory = sums[turn % 2];
+    if (M > 1 && left > 1) {
+      const PairSet<M> pairs = list.template some<M>(members, start);
+      rows_of_pairs(block, pairs, left, share, memory, simdgroup, outputs, params);
+      start += M;
     } else {
-      rows_of_pairs<W, R, 1>(weights, rows, list.template some<1>(members, start), left, x, outputs,
-                             list.expert, first, lane, params);
+      const PairSet<1> pair = list.template some<1>(members, start);
+      rows_of_pairs(block, pair, left, share, memory, simdgroup, outputs, params);
       start += 1;
     }
   }
