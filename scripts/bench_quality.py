@@ -6,6 +6,7 @@ The model is a Qwen3-MoE of a million weights on bytes; the text is Python's own
 """
 
 import argparse
+import math
 import platform
 import sys
 import tempfile
@@ -20,7 +21,7 @@ import transformers
 from torch import Tensor
 
 import torch_moe_mps
-from torch_moe_mps.commands.perplexity import measure
+from torch_moe_mps.commands.perplexity import measure, save_references, windows
 from torch_moe_mps.commands.recipes import mixed_overrides
 from torch_moe_mps.transformers.checkpoints.layerwise import LayerwiseCheckpoint
 
@@ -104,7 +105,9 @@ def table(steps: int, tested: int) -> str:
         train(data, steps).save_pretrained(folder)
         dense = load(folder)
         rows = [("dense, bfloat16", {}), *recipes(folder, dense, ids)]
-        lines = [row(name, load(folder, **recipe), dense, rest[:tested]) for name, recipe in rows]
+        pieces = windows(rest[:tested], rest[:0], WINDOW)
+        save_references(dense, pieces, Path(folder))
+        lines = [row(name, load(folder, **recipe), pieces, Path(folder)) for name, recipe in rows]
     weights = sum(p.numel() for p in dense.parameters())
     head = HEAD.format(
         weights=weights / 1e6, seen=steps * 16 * 128 / 1e6, steps=steps, window=WINDOW, group=GROUP_SIZE,
@@ -113,12 +116,12 @@ def table(steps: int, tested: int) -> str:
     return head + "\n".join(lines) + "\n"
 
 
-def row(name: str, model: Any, dense: Any, text: Tensor) -> str:
+def row(name: str, model: Any, pieces: list[Tensor], references: Path) -> str:
     size = sum(p.nbytes for p in model.parameters()) / 1e3
-    result = measure(model, text, WINDOW, dense)
+    means = measure(model, pieces, references)
     return (
-        f"| {name} | {size:.0f} | {result['perplexity']:.4f} | {result['divergence']:.5f} "
-        f"| {100 * result['agreement']:.1f} % |"
+        f"| {name} | {size:.0f} | {math.exp(means.loss):.4f} | {means.divergence:.5f} "
+        f"| {100 * means.agreement:.1f} % |"
     )
 
 

@@ -9,13 +9,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-import transformers
-from safetensors import SafetensorError
-
-import torch_moe_mps
-from torch_moe_mps.transformers import Report, experts_of, is_quantized
-
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
@@ -37,6 +30,18 @@ def arguments() -> argparse.Namespace:
     if arguments.tokens < 1:
         parser.error(f"argument --tokens: must be at least 1, got {arguments.tokens}")
     return arguments
+
+
+if __name__ == "__main__":
+    ARGUMENTS = arguments()  # before the packages below are imported: --help needs none of them
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from safetensors import SafetensorError  # noqa: E402
+
+import torch_moe_mps  # noqa: E402
+from torch_moe_mps.commands.sources import usable_device  # noqa: E402
+from torch_moe_mps.transformers import Report, experts_of, is_quantized  # noqa: E402
 
 
 def write_checkpoint(folder: str) -> None:
@@ -86,15 +91,6 @@ def load(path: str, dtype: str, device: str):
     return model.eval()
 
 
-def usable(device: str) -> str:
-    """The device if tensors can be on it; one line on what is wrong otherwise."""
-    try:
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError) as error:
-        sys.exit(f"error: argument --device: {device} holds no tensors here: {first_line(error)}")
-    return device
-
-
 def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
@@ -124,11 +120,13 @@ def run(model, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tens
     return logits, generated, len(generated) / (time.perf_counter() - start)
 
 
-def main() -> None:
-    args = arguments()
+def main(args: argparse.Namespace) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    device = usable(args.device or ("mps" if torch.backends.mps.is_available() else "cpu"))
+    try:
+        device = usable_device(args.device)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     with tempfile.TemporaryDirectory() as folder:
         path = args.model or folder
         if args.model is None:
@@ -184,4 +182,4 @@ def compare(logits, tokens, speed: float, expected, eager_tokens, eager_speed: f
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGUMENTS)

@@ -55,3 +55,37 @@ def test_public_names():
     assert all(callable(getattr(torch_moe_mps, name)) for name in set(torch_moe_mps.__all__) - {"ops"})
     with pytest.raises(AttributeError, match="has no attribute 'acelerate'"):
         torch_moe_mps.acelerate  # noqa: B018
+
+
+def test_reloading_before_transformers_is_imported():
+    """Two waiting finders once asked each other for ever."""
+    code = """
+        import importlib, torch_moe_mps
+        importlib.reload(torch_moe_mps)
+        import torch
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+        print("moe_mps" in ALL_EXPERTS_FUNCTIONS, torch.ops.moe_mps.rms_norm)
+    """
+    assert python(code) == "True moe_mps.rms_norm"
+
+
+def test_another_copy_that_waits_too():
+    code = """
+        import sys, torch_moe_mps
+        for name in [name for name in sys.modules if name.startswith("torch_moe_mps")]:
+            del sys.modules[name]
+        import torch_moe_mps, torch
+        print(torch.ops.moe_mps.rms_norm)
+    """
+    assert python(code) == "moe_mps.rms_norm"
+
+
+def test_operators_are_there_whenever_torch_is():
+    """Importing the package first imports no torch."""
+    code = """
+        import sys, torch_moe_mps
+        print("torch" in sys.modules)
+        import torch
+        print(torch.ops.moe_mps.rms_norm, torch_moe_mps.ops.norms.__name__)
+    """
+    assert python(code).split("\n") == ["False", "moe_mps.rms_norm torch_moe_mps.ops.norms"]

@@ -3,14 +3,12 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import ops
-from ._extension import load_extension
 from ._import_hook import register_when_imported
 
 __version__ = "0.2.0"
 __all__ = ["accelerate", "from_pretrained", "measured_recipe", "ops", "quantize_experts", "restore"]
 
-# Imported when first used: most of it needs transformers.
+# Imported when first used: most of it needs transformers, and all of it torch.
 _LAZY = {
     "accelerate": ".transformers",
     "restore": ".transformers",
@@ -20,15 +18,17 @@ _LAZY = {
 }
 
 if TYPE_CHECKING:
+    from . import ops
     from .transformers import accelerate, quantize_experts, restore
     from .transformers.checkpoints.budget import measured_recipe
     from .transformers.checkpoints.loading import from_pretrained
 
-load_extension()
 register_when_imported()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "ops":
+        return importlib.import_module(".ops", __name__)
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,8 @@
-"""Registers this package with transformers, whichever of the two is imported first.
+"""Registers this package with torch and transformers, whichever is imported first.
 
-The experts implementation "moe_mps" goes with transformers' experts interface, attention with sinks with its
-attention interface, quantised checkpoints with its quantizers and its `save_pretrained`.
+Torch gets the operators; waiting for its import keeps `torch-moe-mps --help` fast. In transformers, the
+experts implementation "moe_mps" goes with the experts interface, attention with sinks with the attention
+interface, quantised checkpoints with the quantizers and `save_pretrained`.
 """
 
 import importlib.abc
@@ -12,6 +13,13 @@ from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+
+def _register_operators(module: object) -> None:
+    from . import ops  # noqa: F401
+    from ._extension import load_extension
+
+    load_extension()
 
 
 def _register_experts(module: Any) -> None:
@@ -44,33 +52,38 @@ def _register_adapters(module: Any) -> None:
     refuse_quantized(module)
 
 
+def _guarded(registration: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Whatever goes wrong with an unknown transformers must not break its import."""
+
+    def register(module: Any) -> None:
+        try:
+            registration(module)
+        except Exception as error:
+            from importlib.metadata import version
+
+            warnings.warn(
+                f"torch_moe_mps: transformers {version('transformers')} is not supported, its models run "
+                f"their own code (5.18 or newer is needed; {error})",
+                stacklevel=3,
+            )
+
+    return register
+
+
 _REGISTRATIONS = {
-    "peft.peft_model": _register_adapters,
-    "transformers.masking_utils": _register_mask,
-    "transformers.modeling_utils": _register_models,
-    "transformers.integrations.moe": _register_experts,
-    "transformers.quantizers.auto": _register_quantizer,
+    "torch": _register_operators,
+    "peft.peft_model": _guarded(_register_adapters),
+    "transformers.masking_utils": _guarded(_register_mask),
+    "transformers.modeling_utils": _guarded(_register_models),
+    "transformers.integrations.moe": _guarded(_register_experts),
+    "transformers.quantizers.auto": _guarded(_register_quantizer),
 }
 
 
-def _register(module: object, registration: Callable[[object], None]) -> None:
-    """Whatever goes wrong with an unknown transformers must not break its import."""
-    try:
-        registration(module)
-    except Exception as error:
-        from importlib.metadata import version
-
-        warnings.warn(
-            f"torch_moe_mps: transformers {version('transformers')} is not supported, its models run their "
-            f"own code (5.18 or newer is needed; {error})",
-            stacklevel=2,
-        )
-
-
 class _Loader(importlib.abc.Loader):
-    """The loader of a module of transformers, with the registration after it."""
+    """The loader of a module, with the registration after it."""
 
-    def __init__(self, loader: importlib.abc.Loader, registration: Callable[[object], None]):
+    def __init__(self, loader: importlib.abc.Loader, registration: Callable[[Any], None]):
         self.loader = loader
         self.registration = registration
 
@@ -82,30 +95,37 @@ class _Loader(importlib.abc.Loader):
         module.__loader__ = self.loader
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
-        _register(module, self.registration)
+        self.registration(module)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Waits for the import of one module."""
-
-    def __init__(self, name: str, registration: Callable[[object], None]):
-        self.name = name
-        self.registration = registration
+    """Waits for the imports of the modules in `_REGISTRATIONS`."""
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != self.name:
+        if fullname not in _REGISTRATIONS:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
-        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        # Only the finders behind this one: another copy of this package may be waiting, and ask this one.
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        found = (
+            finder.find_spec(fullname, path, target) for finder in others if hasattr(finder, "find_spec")
+        )
+        spec = next(filter(None, found), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self.registration)
+            spec.loader = _Loader(spec.loader, _REGISTRATIONS[fullname])
         return spec
 
 
+_FINDER = _Finder()
+
+
 def register_when_imported() -> None:
-    """Now for the modules that are there, else on their import; nothing is imported for it."""
+    """Register with modules that are imported already now, with the others on their import.
+
+    Nothing is imported for it. Calling it again, as a reload of the package does, changes nothing.
+    """
+    if _FINDER in sys.meta_path:
+        return
+    sys.meta_path.insert(0, _FINDER)
     for name, registration in _REGISTRATIONS.items():
         if name in sys.modules:
-            _register(sys.modules[name], registration)
-        else:
-            sys.meta_path.insert(0, _Finder(name, registration))
+            registration(sys.modules[name])

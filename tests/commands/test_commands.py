@@ -1,8 +1,13 @@
 """The commands convert and perplexity, on tiny checkpoints with a tokenizer of characters."""
 
 import contextlib
+import gc
 import json
+import os
 import resource
+import shutil
+import signal
+import weakref
 
 import pytest
 import safetensors.torch
@@ -12,8 +17,8 @@ from support import tiny_models
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import torch_moe_mps
-from torch_moe_mps.commands import main
-from torch_moe_mps.commands.perplexity import SAMPLE, measure
+from torch_moe_mps.commands import convert, main, perplexity
+from torch_moe_mps.commands.perplexity import SAMPLE, Means, measure, save_references, windows
 from torch_moe_mps.transformers.interface import formats_of
 
 
@@ -96,20 +101,234 @@ def test_perplexity(checkpoint, tmp_path, capsys):
     assert "mean KL divergence from it 0.0" in output and "400 tokens in windows of 64" in output
 
 
-def test_measure_is_the_definition():
+def lookup(table):
+    """A model whose logits of the next token depend on this token alone."""
+    return lambda input_ids: type("Output", (), {"logits": table[input_ids]})
+
+
+def measured(tables, ids, first, window, folder) -> tuple[Means, dict[str, float]]:
+    """What `perplexity` measures of the first model against the second, and the definitions in float64."""
+    pieces = windows(ids, first, window)
+    save_references(lookup(tables[1]), pieces, folder)
+    result = measure(lookup(tables[0]), pieces, folder)
+    contexts = torch.cat([piece[:-1] for piece in pieces])
+    targets = torch.cat([piece[1:] for piece in pieces])
+    p, q = (table.double().softmax(-1)[contexts] for table in tables)
+    return result, {
+        "loss": -p.gather(1, targets[:, None]).log().mean().item(),
+        "other": -q.gather(1, targets[:, None]).log().mean().item(),
+        "divergence": (q * (q / p).log()).sum(1).mean().item(),
+        "agreement": (p.argmax(1) == q.argmax(1)).double().mean().item(),
+    }
+
+
+def test_measure_is_the_definition(tmp_path):
     torch.manual_seed(0)
     tables = [torch.randn(7, 7) for _ in range(2)]
-
-    def model(table):
-        return lambda input_ids: type("Output", (), {"logits": table[input_ids]})
-
     ids = torch.randint(0, 7, (50,))
-    result = measure(model(tables[0]), ids, 16, model(tables[1]))
-    p, q = (table.double().softmax(-1)[ids[:-1]] for table in tables)
-    expected = torch.exp(-p.gather(1, ids[1:, None]).log().mean())
-    assert result["perplexity"] == pytest.approx(expected.item(), rel=1e-5)
-    assert result["divergence"] == pytest.approx((q * (q / p).log()).sum(1).mean().item(), rel=1e-4)
-    assert result["agreement"] == pytest.approx((p.argmax(1) == q.argmax(1)).double().mean().item())
+    result, expected = measured(tables, ids, ids[:0], 16, tmp_path)
+    assert vars(result) == pytest.approx(expected | {"rest": 0.0}, rel=1e-5)
+
+
+def test_divergence_of_a_large_vocabulary_is_a_lower_bound(tmp_path):
+    """It misses no more than the divergence within the class, of which the output says the probability."""
+    torch.manual_seed(0)
+    tables = [3 * torch.randn(64, 3000) for _ in range(2)]
+    tables[1] = tables[0] + 0.3 * torch.randn(64, 3000)
+    tables = [torch.cat([table, torch.zeros(3000 - 64, 3000)]) for table in tables]
+    result, expected = measured(tables, torch.randint(0, 64, (65,)), torch.zeros(0).long(), 65, tmp_path)
+    missing = expected["divergence"] - result.divergence
+    assert 0 < missing < 2 * result.rest * expected["divergence"] and 1e-3 < result.rest < 0.1
+    assert result.other == pytest.approx(expected["other"]) and result.agreement == expected["agreement"]
+
+
+@pytest.mark.parametrize(("begins", "window"), [(0, 2), (0, 5), (1, 2), (1, 5), (1, 100)])
+def test_windows_predict_each_token_once(begins, window):
+    ids, first = torch.arange(1, 14), torch.zeros(begins).long()
+    pieces = windows(ids, first, window)
+    assert all(len(piece) <= window and torch.equal(piece[:begins], first) for piece in pieces)
+    assert torch.cat([piece[1:] for piece in pieces]).tolist() == list(range(2 - begins, 14))
+
+
+def test_a_hopeless_model_has_an_infinite_perplexity(checkpoint, tmp_path, monkeypatch, capsys):
+    """exp of a mean loss over 709 nats overflows a double."""
+    text = tmp_path / "text.txt"
+    text.write_text(SAMPLE.read_text()[:40])
+    monkeypatch.setattr(perplexity, "measure", lambda *arguments: Means(loss=800.0))
+    assert run("perplexity", checkpoint, "--text", text, "--device", "cpu") == 0
+    assert "perplexity inf" in capsys.readouterr().out
+
+
+def test_models_are_compared_one_after_the_other(checkpoint, tmp_path, monkeypatch):
+    """The first is gone when the second is loaded."""
+    text = tmp_path / "text.txt"
+    text.write_text(SAMPLE.read_text()[:40])
+    load, loaded = perplexity._load, []
+
+    def load_alone(*arguments):
+        gc.collect()
+        assert all(model() is None for model in loaded)
+        model = load(*arguments)
+        loaded.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(perplexity, "_load", load_alone)
+    assert run("perplexity", checkpoint, "--against", checkpoint, "--text", text, "--device", "cpu") == 0
+    assert len(loaded) == 2
+
+
+def test_the_sample_is_long_and_ascii():
+    text = SAMPLE.read_text(encoding="utf-8")
+    assert len(text.split()) >= 30_000 and text.isascii()
+
+
+def in_the_cache(folder, cache, revision: str, branch: str | None = "main") -> None:
+    """Put a folder into a cache of the Hub, as the model org/name."""
+    repository = cache / "models--org--name"
+    shutil.copytree(folder, repository / "snapshots" / revision)
+    (repository / "refs").mkdir(exist_ok=True)
+    if branch:
+        (repository / "refs" / branch).write_text(revision)
+
+
+@pytest.fixture
+def hub(checkpoint, tmp_path, monkeypatch):
+    """The Hub, which cannot be reached, with a checkpoint in its cache."""
+    (checkpoint / "tokenization_own.py").write_text("# the tokenizer's own code\n")
+    (checkpoint / "original").mkdir()
+    (checkpoint / "original" / "params.json").write_text("{}")
+    cache = tmp_path / "hub"
+    in_the_cache(checkpoint, cache, "a" * 40)
+    config = checkpoint / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 4}))
+    in_the_cache(checkpoint, cache, "b" * 40, "other")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return "org/name"
+
+
+def test_convert_of_a_name_keeps_the_tokenizer(hub, tmp_path):
+    assert run("convert", hub, tmp_path / "new", "--group-size", 32) == 0
+    text = SAMPLE.read_text()[:40]
+    assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "new")(text).input_ids) == 40
+    assert (tmp_path / "new" / "tokenization_own.py").read_text() == "# the tokenizer's own code\n"
+    assert not (tmp_path / "new" / "original").exists()
+
+
+def test_a_revision_and_a_dtype(hub, tmp_path):
+    arguments = ["--revision", "other", "--dtype", "float16", "--group-size", 32]
+    assert run("convert", hub, tmp_path / "new", *arguments) == 0
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert config["num_hidden_layers"] == 4 and config["dtype"] == "float16"
+    tensors = safetensors.torch.load_file(tmp_path / "new" / "model.safetensors")
+    assert {t.dtype for t in tensors.values() if t.is_floating_point()} == {torch.float16}
+
+
+def test_names_that_are_not_there_are_one_line(hub, checkpoint, tmp_path, capsys):
+    for arguments, message in (
+        (["org/nothing"], "org/nothing is not in the Hub's cache, and the Hub cannot be reached"),
+        (["./no/such/folder"], "./no/such/folder is neither a folder nor the name of a model on the Hub"),
+        ([checkpoint, "--revision", "main"], "--revision is of a name on the Hub, got the folder"),
+    ):
+        assert run("convert", *arguments, tmp_path / "new") == 1
+        assert message in capsys.readouterr().err
+
+
+def test_code_of_a_model_runs_only_when_trusted(tmp_path, capsys):
+    folder = tmp_path / "own"
+    with tiny_models.groups_of_32():
+        tiny_models.tiny_model("llama").save_pretrained(folder)
+    own = {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"},
+    }
+    config = json.loads((folder / "config.json").read_text()) | own
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(
+        "import transformers\n"
+        "class OwnConfig(transformers.LlamaConfig):\n    model_type = 'own'\n"
+        "class Own(transformers.LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    assert run("convert", folder, tmp_path / "new", "--group-size", 32) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("torch-moe-mps: error: ") and error.endswith("--trust-remote-code lets it run.")
+    assert run("convert", folder, tmp_path / "new", "--group-size", 32, "--trust-remote-code") == 0
+    assert (tmp_path / "new" / "own.py").exists()
+
+
+def test_the_dry_run_says_what_a_token_reads(tmp_path, capsys):
+    """As the report of the conversion does, from the tensors that were written."""
+    with tiny_models.groups_of_32(), tiny_models.sizes(hidden_size=512, moe_intermediate_size=512):
+        tiny_models.tiny_model("qwen3_moe").save_pretrained(tmp_path / "dense")
+    assert run("convert", tmp_path / "dense", tmp_path / "new", "--group-size", 32, "--dry-run") == 0
+    said = capsys.readouterr().out
+    model = torch_moe_mps.from_pretrained(tmp_path / "dense", bits=4, group_size=32)
+    expected = model.hf_quantizer.report.bytes_after
+    assert f"{expected / 1e9:.3f} GB of the quantised one" in said and expected > 1e6
+
+
+def broken_link(folder):
+    (folder / "vocab.json").symlink_to("nowhere")
+    return f"{folder / 'vocab.json'} must be a file, got a broken link"
+
+
+def folder_like_a_file(folder):
+    (folder / "extra.json").mkdir()
+    return f"{folder / 'extra.json'} must be a file, got a folder"
+
+
+@pytest.mark.parametrize("damage", [broken_link, folder_like_a_file], ids=lambda f: f.__name__)
+def test_what_cannot_be_copied_is_said_before_the_conversion(
+    damage, checkpoint, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.delattr(convert, "_convert")
+    message = damage(checkpoint)
+    assert run("convert", checkpoint, tmp_path / "new", "--group-size", 32) == 1
+    assert capsys.readouterr().err == f"torch-moe-mps: error: {message}\n"
+
+
+def test_a_link_to_nowhere_is_no_destination(checkpoint, tmp_path, capsys, monkeypatch):
+    monkeypatch.delattr(convert, "_convert")
+    (tmp_path / "link").symlink_to("nowhere")
+    assert run("convert", checkpoint, tmp_path / "link", "--group-size", 32) == 1
+    assert "link exists; convert writes a new folder" in capsys.readouterr().err
+
+
+def test_two_conversions_to_one_folder(checkpoint, tmp_path, capsys, monkeypatch):
+    """The second one to end says so and leaves the first one's result alone."""
+    save = convert._save
+
+    def save_late(*arguments):
+        save(*arguments)
+        (tmp_path / "new").mkdir()
+        (tmp_path / "new" / "config.json").write_text("of the first")
+
+    monkeypatch.setattr(convert, "_save", save_late)
+    assert run("convert", checkpoint, tmp_path / "new", "--group-size", 32) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.endswith("new was written by something else while this ran; it is left as it is")
+    assert (tmp_path / "new" / "config.json").read_text() == "of the first"
+    assert {path.name for path in tmp_path.iterdir()} == {"dense", "new"}
+
+
+def test_a_conversion_that_is_told_to_end_leaves_nothing(checkpoint, tmp_path, monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+
+    def end(*arguments):
+        assert any(path.name.startswith(".new.") for path in tmp_path.iterdir())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(convert, "_save", end)
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        run("convert", checkpoint, tmp_path / "new", "--group-size", 32)
+    assert {path.name for path in tmp_path.iterdir()} == {"dense"}
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_devices_that_hold_no_tensors_are_one_line(checkpoint, capsys):
+    assert run("perplexity", checkpoint, "--device", "meta") == 1
+    error = capsys.readouterr().err.splitlines()
+    assert len(error) == 1 and "--device must be one that holds tensors here, got meta: " in error[0]
 
 
 def shards(folder) -> list:
@@ -176,6 +395,8 @@ def test_what_does_not_fit_is_one_line(checkpoint, tmp_path, capsys):
             "config.json must have bits, ",
         ),
         ([checkpoint, tmp_path / "new", "--budget", 3, "--group-size", 32], "budget must be"),
+        ([checkpoint, tmp_path / "new", "--budget", 40], "--budget must be at most 8.5 bits a weight"),
+        ([checkpoint, tmp_path / "new", "--budget", "nan"], "--budget must be at most 8.5 bits a weight"),
         ([checkpoint, tmp_path / "new", "--save-recipe", "x"], "--save-recipe needs --budget"),
     ):
         assert run("convert", *arguments) == 1

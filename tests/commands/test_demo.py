@@ -1,5 +1,6 @@
 """scripts/demo.py: the main job from a checkpoint on disk to text, and one line for what is wrong."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,17 @@ def demo(*arguments: str) -> subprocess.CompletedProcess:
         text=True,
         env=environment(),
     )
+
+
+def test_help_needs_no_package_and_installs_nothing(tmp_path):
+    """With a Python that has neither torch nor a .venv."""
+    for path in ("scripts/demo", "scripts/demo.py", "scripts/environment.sh"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        shutil.copy(REPOSITORY / path, tmp_path / path)
+    result = subprocess.run([tmp_path / "scripts" / "demo", "--help"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("usage: scripts/demo") and "--tokens" in result.stdout
+    assert not (tmp_path / ".venv").exists()
 
 
 def test_own_checkpoint():
@@ -115,7 +127,7 @@ def test_devices_without_tensors_are_one_line(name):
         return
     assert result.returncode == 1 and "Traceback" not in result.stderr
     last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"error: argument --device: {name} holds no tensors here: ")
+    assert last.startswith(f"error: --device must be one that holds tensors here, got {name}: ")
 
 
 @pytest.mark.sweep

@@ -10,6 +10,7 @@ from support.processes import REPOSITORY
 
 TABLE = REPOSITORY / "docs" / "models.md"
 ALWAYS = ["qwen3_moe", "gemma4", "deepseek_v3", "phimoe"]  # every other row in the sweep
+DENSE_ALWAYS = ["llama", "gemma3"]
 
 
 @functools.cache
@@ -22,9 +23,10 @@ def generator():
     return module
 
 
-def rows() -> dict[str, str]:
-    """{architecture: line} of the table."""
-    lines = [line for line in TABLE.read_text().splitlines() if line.startswith("| ")][1:]
+def rows(table: int = 0) -> dict[str, str]:
+    """{architecture: line} of the table with experts, or of the dense one, 1."""
+    section = TABLE.read_text().split("\n## Dense models\n")[table]
+    lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
     return {line.split(" | ")[0].removeprefix("| "): line for line in lines}
 
 
@@ -40,10 +42,20 @@ def test_every_architecture_is_listed(current):
     assert TABLE.read_text().startswith(generator().header())
 
 
+def test_every_dense_architecture_is_listed():
+    assert list(rows(1)) == list(generator().DENSE_ARCHITECTURES)
+
+
 @pytest.mark.parametrize("architecture", ALWAYS)
 def test_row_is_current(current, simulated, architecture):
     line, _ = generator().row(architecture)
     assert rows()[architecture] == line, "run scripts/make_models_table.py"
+
+
+@pytest.mark.parametrize("architecture", DENSE_ALWAYS)
+def test_dense_row_is_current(current, architecture):
+    pytest.importorskip("mlx_lm")
+    assert rows(1)[architecture] == generator().dense_row(architecture), "run scripts/make_models_table.py"
 
 
 @pytest.mark.sweep
@@ -57,3 +69,10 @@ def test_every_model_is_right():
         row = line.split(" | ")
         assert row[1].startswith(("moe_experts", "expert_mm")), row
         assert (row[-2], row[-1]) == ("yes", "yes |"), row
+
+
+def test_every_dense_model_is_right():
+    assert len(rows(1)) >= 20
+    for line in rows(1).values():
+        row = line.split(" | ")
+        assert row[4] in ("yes", "-") and (row[-2], row[-1]) == ("yes", "yes |"), row

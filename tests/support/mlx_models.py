@@ -77,6 +77,7 @@ OLDER_KEYS: dict[str, dict] = {
         "q_lora_rank": NULL,
     },
     "exaone_moe": {"is_moe_layer": [False, True]},
+    "gemma3_text": {"sliding_window_pattern": 2, "rope_theta": 1e6},
     "gemma4": {"vocab_size": 96},
     "gemma4_text": {"global_head_dim": 8, "rope_scaling": None},
     "glm4_moe_lite": {"head_dim": None},

@@ -75,6 +75,7 @@ SIZES = {
 }
 # What single architectures need beyond that, by model type (of the text config, where there is one).
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
 EXTRA: dict[str, dict] = {
     "bailing_hybrid": HYBRID,
     "deepseek_v4": {"mlp_layer_types": ["hash_moe", "moe"]},
@@ -85,6 +86,8 @@ EXTRA: dict[str, dict] = {
         "mlp_layer_types": ["sparse", "sparse"],
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
     },
+    "gemma3_text": SLIDING,
+    "olmo3": SLIDING,
     "flint": {"mlp_only_layers": [0]},
     "glm4v_moe_text": {
         "head_dim": 8,

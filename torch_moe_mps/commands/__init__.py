@@ -1,77 +1,66 @@
-"""The commands `python -m torch_moe_mps` and `torch-moe-mps`: convert a checkpoint, measure what it costs."""
+"""The commands `torch-moe-mps` and `python -m torch_moe_mps`.
 
-import argparse
+Each command NAME has its options in arguments.py, which imports nothing heavy so that --help is fast, and
+`run(options)` in NAME.py.
+"""
+
+import importlib
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from ..ops._formats import MODES
+from .arguments import parser
 
-EPILOG = "An error is one line, and the exit code 1."
+_ENDED = (signal.SIGTERM, signal.SIGHUP)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns: the exit code."""
-    options = _parser().parse_args(arguments)
-    from safetensors import SafetensorError  # as all of these: only where a command runs
-
-    from . import convert, perplexity
-
-    commands = {"convert": convert.run, "perplexity": perplexity.run}
+    options = parser().parse_args(arguments)
     try:
-        commands[options.command](options)
+        with _signals_raise():
+            importlib.import_module(f".{options.command}", __package__).run(options)
     except KeyboardInterrupt:
         print("torch-moe-mps: interrupted", file=sys.stderr)
         return 130
-    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
-        line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    except Exception as error:
+        line = _line(error)
+        if line is None:
+            raise
         print(f"torch-moe-mps: error: {line}", file=sys.stderr)
         return 1
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("torch-moe-mps", description=__doc__, epilog=EPILOG)
-    commands = parser.add_subparsers(dest="command", required=True)
-    convert = commands.add_parser("convert", help="quantise a checkpoint while it is read", epilog=EPILOG)
-    convert.add_argument(
-        "source", metavar="SRC", help="folder or name on the Hub, of any layout that is read"
-    )
-    convert.add_argument("destination", metavar="DST", help="folder to be written: complete, or not there")
-    convert.add_argument("--bits", type=int, help="2, 3, 4, 5, 6 or 8 (4)")
-    convert.add_argument("--group-size", type=int, help="32, 64 or 128 (64)")
-    convert.add_argument("--mode", choices=MODES, default="affine")
-    convert.add_argument("--linear-bits", type=_bits, default="same", help="of linear layers; none is dense")
-    convert.add_argument("--embedding-bits", type=_bits, default="same", help="of embeddings and output head")
-    convert.add_argument(
-        "--keep", action="append", default=[], metavar="PATTERN", help="names that stay dense"
-    )
-    convert.add_argument(
-        "--recipe", metavar="NAME", help="mixed_2_6, mixed_3_4, mixed_3_6, mixed_4_6, or a JSON file"
-    )
-    convert.add_argument(
-        "--budget", type=float, metavar="BITS", help="measure, and give the bits where they pay: 4.5 a weight"
-    )
-    convert.add_argument(
-        "--text", metavar="FILE", help="UTF-8, for --budget; a sample of English prose unless given"
-    )
-    convert.add_argument("--save-recipe", metavar="FILE", help="write what --budget found, for --recipe")
-    convert.add_argument("--to", choices=("moe_mps", "mlx"), default="moe_mps", help="layout that is written")
-    convert.add_argument("--dry-run", action="store_true", help="print sizes, write nothing")
-    perplexity = commands.add_parser("perplexity", help="of a model over a text", epilog=EPILOG)
-    perplexity.add_argument("model", metavar="MODEL", help="folder or name on the Hub")
-    perplexity.add_argument("--text", metavar="FILE", help="UTF-8; a sample of English prose unless given")
-    perplexity.add_argument(
-        "--against", metavar="OTHER", help="a model to compare with, most often the dense one"
-    )
-    perplexity.add_argument("--window", type=int, default=512, help="tokens that are read at once (512)")
-    perplexity.add_argument("--device", default=None, help="cpu or mps; mps where there is one")
-    return parser
+def _line(error: Exception) -> str | None:
+    """What to print for an error that a user can cause; None for any other."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error}; `pip install 'torch-moe-mps[transformers]'` installs what the commands need"
+    if isinstance(error, ImportError):
+        return str(error)
+    from safetensors import SafetensorError
+
+    if not isinstance(error, (ValueError, OSError, RuntimeError, SafetensorError)):
+        return None
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return f"{line} --trust-remote-code lets it run." if "trust_remote_code" in str(error) else line
 
 
-def _bits(text: str) -> int | str | None:
-    if text in ("none", "same"):
-        return None if text == "none" else text
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """A command that is told to end raises SystemExit, so that it removes what it has half written."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+
+    def end(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in _ENDED}
     try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number of bits, same or none, got {text!r}") from None
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,6 +1,7 @@
-"""`convert SRC DST`: a checkpoint quantised while it is read, written completely or not at all."""
+"""`convert SRC DST`: quantise a checkpoint while it is read. DST is written completely or not at all."""
 
 import argparse
+import errno
 import json
 import os
 import shutil
@@ -11,108 +12,115 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..transformers.checkpoints.layerwise import check_files
-from ..transformers.checkpoints.mlx.writing import check_writable
+from ..transformers.checkpoints.loading import class_for, from_pretrained, load_config
+from ..transformers.checkpoints.mlx.writing import check_writable, save_mlx
 from ..transformers.checkpoints.recipe import requested_recipe
-from ..transformers.checkpoints.sizes import bytes_a_token, quantized_bytes
+from ..transformers.checkpoints.sizes import bytes_a_token, quantized_sizes
 from ..transformers.checkpoints.targets import weights_of
 from .recipes import arguments_of
+from .sources import folder_of, loading_options, small_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# What a folder holds beside the weights and the config: the tokenizer and its like.
-_COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+# What is written anew, not copied.
 _WRITTEN = ("config.json", "generation_config.json", "model.safetensors.index.json")
 
 
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, RuntimeError, SafetensorError with one line that says what is wrong."""
     destination = Path(options.destination)
-    if destination.exists():
+    if os.path.lexists(destination):
         raise ValueError(f"{destination} exists; convert writes a new folder")
-    check_files(options.source)
     if options.save_recipe is not None and options.budget is None:
         raise ValueError("--save-recipe needs --budget, whose recipe it writes")
-    model = _meta_model(options.source)
+    local = Path(options.source).is_dir()
+    source = folder_of(options.source, options.revision, weights=False)
+    if local:
+        check_files(source)
+    model = meta_model(source, **loading_options(options))
     if options.to == "mlx":
         check_writable(model.config)
-    arguments = arguments_of(options, model)
+    copied = [file for file in small_files(source) if file.name not in _WRITTEN]
+    if not local and (not options.dry_run or options.budget is not None):
+        source = folder_of(
+            options.source, options.revision
+        )  # gigabytes: after what can be checked without them
+        check_files(source)
+    arguments = arguments_of(options, source, model)
     print(_sizes(model, arguments))
     if not options.dry_run:
-        _convert(options, destination, arguments)
+        _convert(source, copied, options, arguments)
         print(f"wrote {destination}")
 
 
-def _meta_model(source: str) -> "PreTrainedModel":
-    from ..transformers.checkpoints.loading import class_for, load_config
-
-    config, _ = load_config(source)
-    dtype = getattr(config, "dtype", None) or torch.bfloat16
+def meta_model(source: str, dtype: Any = "auto", trust_remote_code: bool = False) -> "PreTrainedModel":
+    """The dense model of a checkpoint without its weights, from config.json alone."""
+    config, _ = load_config(source, kwargs={"trust_remote_code": trust_remote_code})
+    if dtype == "auto":
+        dtype = getattr(config, "dtype", None) or torch.bfloat16
     vars(config).pop("quantization_config", None)
     with torch.device("meta"):
-        return class_for(config).from_config(config, dtype=dtype)
+        return class_for(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def _sizes(model: torch.nn.Module, arguments: dict[str, Any]) -> str:
-    """What will be written, from the formats alone."""
+    """The sizes of what will be written, which follow from shapes and formats."""
     recipe = requested_recipe(**arguments)
     assert recipe is not None  # the arguments have bits or a mode
     weights = weights_of(model, recipe)
+    sizes = quantized_sizes(weights.targets.values())
     before = sum(p.nbytes for p in model.parameters())
-    token = bytes_a_token(model)
-    after, seen = before, set()
-    for target in weights.targets.values():
-        for parameter, format in target.formats.items():
-            weight = getattr(target.module, parameter)
-            if id(weight) not in seen:
-                seen.add(id(weight))
-                after += quantized_bytes(weight, format) - weight.nbytes
+    after = sum(sizes.get(p, p.nbytes) for p in model.parameters())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     fit = "fits" if after < 0.75 * memory else "does not fit"
     return (
         f"{before / 1e9:.2f} GB -> {after / 1e9:.2f} GB ({len(weights.targets)} modules quantised, "
         f"{len(weights.dense)} left dense)\n"
-        f"a token reads {token / 1e9:.3f} GB of the dense model\n"
+        f"a token reads {bytes_a_token(model) / 1e9:.3f} GB of the dense model, "
+        f"{bytes_a_token(model, sizes) / 1e9:.3f} GB of the quantised one\n"
         f"the quantised model {fit} in three quarters of this machine's {memory / 1e9:.0f} GB"
     )
 
 
-def _convert(options: argparse.Namespace, destination: Path, arguments: dict[str, Any]) -> None:
-    """Everything is written into a folder beside the destination, which gets its name in the end."""
+def _convert(source: str, copied: list[Path], options: argparse.Namespace, arguments: dict[str, Any]) -> None:
+    """Write into a temporary folder beside the destination, and rename it in the end."""
     from ..transformers.checkpoints.files import tensors_in
-    from ..transformers.checkpoints.loading import from_pretrained
 
+    destination = Path(options.destination)
     destination.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
     try:
         with tensors_in(folder):
-            model = from_pretrained(options.source, **arguments, dtype="auto")
+            model = from_pretrained(source, **arguments, **loading_options(options))
         report = getattr(getattr(model, "hf_quantizer", None), "report", None)
         if report is not None:
             print(report)
-        _save(model, folder, options)
-        for file in (f for pattern in _COPIED for f in Path(options.source).glob(pattern)):
-            if file.name not in _WRITTEN:
-                shutil.copy(file, folder)
+        _save(model, folder, source, options.to)
+        for file in copied:
+            (folder / file).parent.mkdir(exist_ok=True)
+            shutil.copyfile(Path(source) / file, folder / file)
         folder.chmod(0o755)
-        os.replace(folder, destination)
+        _rename(folder, destination)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _save(model: "PreTrainedModel", folder: Path, options: argparse.Namespace) -> None:
-    if options.to == "mlx":
-        from ..transformers.checkpoints.mlx.writing import save_mlx
+def _rename(folder: Path, destination: Path) -> None:
+    try:
+        folder.rename(destination)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise ValueError(
+            f"{destination} was written by something else while this ran; it is left as it is"
+        ) from None
 
-        save_mlx(model, folder, _stored_config(options.source))
+
+def _save(model: "PreTrainedModel", folder: Path, source: str, layout: str) -> None:
+    if layout == "mlx":
+        save_mlx(model, folder, json.loads((Path(source) / "config.json").read_text()))
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
     else:
         model.save_pretrained(folder, max_shard_size="2GB")
-
-
-def _stored_config(source: str) -> dict[str, Any]:
-    """config.json as it is: mlx-lm reads keys that transformers 5 drops."""
-    from transformers.utils.hub import cached_file
-
-    return json.loads(Path(cached_file(source, "config.json")).read_text())

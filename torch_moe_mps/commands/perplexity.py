@@ -1,75 +1,169 @@
 """`perplexity MODEL`: how well a model predicts a text, and how far it is from another one."""
 
 import argparse
-import math
+import gc
+import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from .sources import folder_of, loading_options, usable_device
+
 SAMPLE = Path(__file__).with_name("sample.txt")
+# The tokens whose probabilities are kept of the model to compare with; all others are one class.
+LIKELIEST = 1024
 
 
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError with one line that says what is wrong."""
-    from transformers import AutoTokenizer
-
-    text = Path(options.text or SAMPLE).read_text(encoding="utf-8")
-    ids = AutoTokenizer.from_pretrained(options.model)(text, return_tensors="pt").input_ids[0]
-    if len(ids) < 2 or options.window < 2:
-        raise ValueError(
-            f"a text and a window of 2 tokens or more are needed, got {len(ids)} and {options.window}"
-        )
-    device = options.device or ("mps" if torch.backends.mps.is_available() else "cpu")
-    model = _load(options.model, device)
-    other = _load(options.against, device) if options.against else None
-    result = measure(model, ids.to(device), options.window, other)
+    if options.window < 2:
+        raise ValueError(f"--window must be at least 2 tokens, got {options.window}")
+    device = usable_device(options.device)
+    source = folder_of(options.model, options.revision)
+    other = folder_of(options.against) if options.against else None
+    ids, first = text_ids(source, options.text, options.trust_remote_code)
+    if len(ids) < 2:
+        raise ValueError(f"a text of 2 tokens or more is needed, got {len(ids)}")
+    pieces = windows(ids, first, options.window)
     print(f"{len(ids)} tokens in windows of {options.window}")
-    print(f"perplexity {result['perplexity']:.4f}")
+    with tempfile.TemporaryDirectory() as folder:
+        if other is not None:
+            save_references(_load(other, device, options), pieces, Path(folder))
+            _free(device)
+        means = measure(_load(source, device, options), pieces, Path(folder) if other else None)
+    print(f"perplexity {_exp(means.loss):.4f}")
     if other is not None:
-        print(f"perplexity of {options.against} {result['other']:.4f}")
-        print(f"mean KL divergence from it {result['divergence']:.5f} nats a token")
-        print(f"equal top tokens {100 * result['agreement']:.2f} %")
+        print(f"perplexity of {options.against} {_exp(means.other):.4f}")
+        print(f"mean KL divergence from it {means.divergence:.5f} nats a token{_bound(means.rest)}")
+        print(f"equal top tokens {100 * means.agreement:.2f} %")
+
+
+def _free(device: str) -> None:
+    """Give back the memory of the first model before the second is loaded."""
+    gc.collect()
+    if torch.device(device).type == "mps":
+        torch.mps.empty_cache()
+
+
+def _bound(rest: float) -> str:
+    """What is left out of the divergence, in words."""
+    if rest < 1e-6:
+        return ""
+    return (
+        f" at least; the tokens behind its {LIKELIEST} likeliest, "
+        f"with {100 * rest:.3f} % of the probability, count as one"
+    )
+
+
+def _exp(mean: float) -> float:
+    """exp, infinite where math.exp raises OverflowError."""
+    return torch.tensor(mean, dtype=torch.float64).exp().item()
+
+
+@dataclass
+class Means:
+    """Means over the predicted tokens of a text, in nats.
+
+    Attributes:
+        loss, other: the negative log likelihood in the model, and in the one that it is compared with.
+        divergence: KL(other, model), with the tokens behind the other's `LIKELIEST` as one class: never more
+            than the whole divergence, and equal to it for a vocabulary of that size.
+        agreement: the share of tokens where both have the same likeliest one.
+        rest: the other's probability of the tokens that count as one class.
+    """
+
+    loss: float = 0.0
+    other: float = 0.0
+    divergence: float = 0.0
+    agreement: float = 0.0
+    rest: float = 0.0
 
 
 @torch.no_grad()
-def measure(model: Callable, ids: Tensor, window: int, other: Callable | None = None) -> dict[str, float]:
-    """Means over the predicted tokens of a text [T]: exp of the negative log likelihood, KL(other, model)."""
-    sums, count = dict.fromkeys(("model", "other", "divergence", "agreement"), 0.0), 0
-    for piece in _windows(ids, window):
+def save_references(model: Callable, pieces: list[Tensor], folder: Path) -> None:
+    """Write what `measure` needs of the other model: a file for each piece, 8 KB a token."""
+    for index, piece in _progress(pieces, "Reading, first model"):
         logs = _log_probabilities(model, piece)
-        targets = piece[1:, None]
-        sums["model"] -= float(logs.gather(1, targets).sum())
-        count += len(targets)
-        if other is not None:
-            theirs = _log_probabilities(other, piece)
-            sums["other"] -= float(theirs.gather(1, targets).sum())
-            sums["divergence"] += float((theirs.exp() * (theirs - logs)).sum())
-            sums["agreement"] += int((theirs.argmax(1) == logs.argmax(1)).sum())
-    result = {"perplexity": math.exp(sums["model"] / count)}
-    if other is not None:
-        result |= {"other": math.exp(sums["other"] / count)}
-        result |= {key: sums[key] / count for key in ("divergence", "agreement")}
-    return result
+        top, ids = logs.topk(min(LIKELIEST, logs.shape[1]), dim=1)
+        target = logs.gather(1, piece[1:, None].to(logs.device))
+        kept = (top, ids.int(), logs.argmax(1), target)
+        torch.save([tensor.cpu() for tensor in kept], folder / f"{index}.pt")
 
 
-def _windows(ids: Tensor, window: int) -> Iterator[Tensor]:
+@torch.no_grad()
+def measure(model: Callable, pieces: list[Tensor], folder: Path | None = None) -> Means:
+    """Means over the predicted tokens of pieces [T] of a text.
+
+    Args:
+        folder: with the files that `save_references` wrote for the same pieces.
+    """
+    sums, count = Means(), 0
+    for index, piece in _progress(pieces, "Reading"):
+        logs = _log_probabilities(model, piece)
+        count += len(logs)
+        sums.loss -= float(logs.gather(1, piece[1:, None].to(logs.device)).sum())
+        if folder is not None:
+            top, ids, best, target = (t.to(logs.device) for t in torch.load(folder / f"{index}.pt"))
+            sums.other -= float(target.sum())
+            sums.agreement += float((best == logs.argmax(1)).sum())
+            for name, value in _divergence(logs, top, ids.long()).items():
+                setattr(sums, name, getattr(sums, name) + value)
+    return Means(*(getattr(sums, field.name) / count for field in fields(Means)))
+
+
+def _divergence(logs: Tensor, top: Tensor, ids: Tensor) -> dict[str, float]:
+    """KL(other, model) over the other's likeliest tokens [T, K] and one class for the rest, and its share.
+
+    The class is summed in the model, not taken from one, so that no difference of large numbers is left.
+    """
+    found = (top.exp() * (top - logs.gather(1, ids))).sum()
+    rest = (1 - top.exp().sum(1, dtype=torch.float32)).clamp(min=0)
+    if ids.shape[1] == logs.shape[1]:
+        return {"divergence": float(found), "rest": 0.0}
+    theirs = logs.scatter(1, ids, -torch.inf).logsumexp(1)
+    found += torch.where(rest > 0, rest * (rest.clamp(min=1e-30).log() - theirs), 0).sum()
+    return {"divergence": float(found), "rest": float(rest.sum())}
+
+
+def text_ids(source: str, text: str | None, trust_remote_code: bool = False) -> tuple[Tensor, Tensor]:
+    """The tokens [T] of a text file, and the token [1] that the tokenizer puts in front, or none [0]."""
+    from transformers import AutoTokenizer
+
+    words = Path(text or SAMPLE).read_text(encoding="utf-8")
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    ids = tokenizer(words, return_tensors="pt", verbose=False).input_ids[0]
+    begins = len(ids) > 0 and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id
+    return (ids[1:], ids[:1]) if begins else (ids, ids[:0])
+
+
+def windows(ids: Tensor, first: Tensor, window: int) -> list[Tensor]:
+    """Pieces of a text in which each token but the first of the text is predicted once.
+
+    A piece begins with `first`, or if that is empty with the last token of the piece before it.
+    """
+    size, shared = window - len(first), 1 - len(first)
+    starts = range(0, len(ids) - shared, size - shared)
+    return [torch.cat((first, ids[start : start + size])) for start in starts]
+
+
+def _progress(pieces: list[Tensor], what: str) -> Iterator[tuple[int, Tensor]]:
     from tqdm.auto import tqdm
 
-    for first in tqdm(range(0, len(ids) - 1, window - 1), desc="Reading", unit="window"):
-        yield ids[first : first + window]
+    return enumerate(tqdm(pieces, desc=what, unit="window"))
 
 
 def _log_probabilities(model: Callable, ids: Tensor) -> Tensor:
     """[T] -> [T - 1, V] in float32: of the token after each but the last."""
-    return model(input_ids=ids[None]).logits[0, :-1].float().log_softmax(-1)
+    device = getattr(model, "device", ids.device)
+    return model(input_ids=ids[None].to(device)).logits[0, :-1].float().log_softmax(-1)
 
 
-def _load(name: str, device: str) -> Any:
+def _load(source: str, device: str, options: argparse.Namespace) -> Callable:
     from ..transformers.checkpoints.layerwise import check_files
     from ..transformers.checkpoints.loading import from_pretrained
 
-    check_files(name)
-    return from_pretrained(name, device_map=device)
+    check_files(source)
+    return from_pretrained(source, device_map=device, **loading_options(options))

@@ -1,4 +1,4 @@
-"""What the options of `convert` ask for, as arguments of `from_pretrained`."""
+"""Turns the options of `convert` into arguments of `from_pretrained`."""
 
 import argparse
 import json
@@ -11,24 +11,27 @@ from torch import Tensor
 from ..quantization import Format
 from ..transformers.checkpoints.recipe import fits, recipe_of
 from ..transformers.checkpoints.targets import weights_of
-from .perplexity import SAMPLE
+from .perplexity import text_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MIXED = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
-# A calibration text: as many tokens, in windows. Errors of a layer differ by few percent with more.
+# --budget measures with this many tokens, in windows. More change the error of a layer by a few percent.
 _TOKENS, _WINDOW = 2048, 512
 
 
-def arguments_of(options: argparse.Namespace, model: "PreTrainedModel") -> dict[str, Any]:
-    """Raises: ValueError, OSError for options that exclude each other, and for a recipe that is none."""
+def arguments_of(options: argparse.Namespace, source: str, model: "PreTrainedModel") -> dict[str, Any]:
+    """The arguments for the checkpoint in the folder `source`, whose model on the meta device is `model`.
+
+    Raises: ValueError, OSError for options that exclude each other, and for a file that holds no recipe.
+    """
     ways = {"--recipe": options.recipe, "--budget": options.budget}
     given = [way for way, value in ways.items() if value is not None]
     if given and (len(given) > 1 or options.bits is not None or options.mode != "affine"):
         raise ValueError(f"{given[0]} says the bits itself; leave --bits and --mode out")
     if options.budget is not None:
-        return _measured(options)
+        return _measured(options, source)
     if options.recipe is not None and options.recipe not in MIXED:
         return read_recipe(options.recipe)
     bits = options.bits
@@ -62,26 +65,27 @@ def read_recipe(file: str) -> dict[str, Any]:
     return recipe
 
 
-def _measured(options: argparse.Namespace) -> dict[str, Any]:
+def _measured(options: argparse.Namespace, source: str) -> dict[str, Any]:
     from ..transformers.checkpoints.budget import measured_recipe
     from ..transformers.checkpoints.layerwise import LayerwiseCheckpoint
 
-    ids = calibration_ids(options.source, options.text)
-    device = "mps" if torch.backends.mps.is_available() else "cpu"
     group_size = 64 if options.group_size is None else options.group_size
-    with LayerwiseCheckpoint(options.source, device) as checkpoint:
+    most = 8 + 32 / max(1, group_size)  # 16 bits of scale and of bias for each group
+    if not options.budget <= most:
+        expected = f"at most {most:g} bits a weight, with which all weights are in 8 bit"
+        raise ValueError(f"--budget must be {expected}, got {options.budget:g}")
+    ids = calibration_ids(source, options.text, options.trust_remote_code)
+    device = "mps" if torch.backends.mps.is_available() else "cpu"
+    with LayerwiseCheckpoint(source, device) as checkpoint:
         recipe = measured_recipe(checkpoint, ids.to(device), options.budget, group_size, keep=options.keep)
     if options.save_recipe is not None:
         Path(options.save_recipe).write_text(json.dumps(recipe, indent=1) + "\n")
     return recipe
 
 
-def calibration_ids(source: str, text: str | None) -> Tensor:
+def calibration_ids(source: str, text: str | None, trust_remote_code: bool = False) -> Tensor:
     """[B, T] tokens of the first part of a text file."""
-    from transformers import AutoTokenizer
-
-    words = Path(text or SAMPLE).read_text(encoding="utf-8")
-    ids = AutoTokenizer.from_pretrained(source)(words, return_tensors="pt").input_ids[0, :_TOKENS]
+    ids = torch.cat(text_ids(source, text, trust_remote_code)[::-1])[:_TOKENS]
     if len(ids) == 0:
         raise ValueError(f"{text} has no text to measure with")
     rows = max(1, len(ids) // _WINDOW)

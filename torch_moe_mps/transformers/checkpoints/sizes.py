@@ -1,30 +1,47 @@
 """The bytes of weights that a model reads for a token, and those of a quantised weight."""
 
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
 from torch import Tensor, nn
 
 from ...quantization import Format
 from ..interface import experts_of
+from .targets import Target
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk", "top_k")
 
 
-def bytes_a_token(model: nn.Module) -> int:
+def bytes_a_token(model: nn.Module, sizes: Mapping[Tensor, int] = MappingProxyType({})) -> int:
     """Bytes of the parameters that decoding one token reads.
 
     A token reads the experts that it is routed to, one row of an embedding, and everything else; shared
     parameters once.
+
+    Args:
+        sizes: {parameter: its bytes} where they are to differ, as `quantized_sizes` has them.
     """
     experts = experts_of(model)
-    total = sum(map(_routed, experts.values()))
+    total = sum(_routed(module, sizes) for module in experts.values())
     seen = {id(p) for module in experts.values() for p in module.parameters()}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
+            nbytes = sizes.get(parameter, parameter.nbytes)
             if _is_embedding(module):
-                total += parameter.nbytes // max(1, parameter.shape[0])
+                total += nbytes // max(1, parameter.shape[0])
             elif id(parameter) not in seen:
                 seen.add(id(parameter))
-                total += parameter.nbytes
+                total += nbytes
     return total
+
+
+def quantized_sizes(targets: Iterable[Target]) -> dict[Tensor, int]:
+    """{parameter: bytes in its format} of dense modules that are to be quantised."""
+    return {
+        getattr(target.module, name): quantized_bytes(getattr(target.module, name), format)
+        for target in targets
+        for name, format in target.formats.items()
+    }
 
 
 def quantized_bytes(weight: Tensor, format: Format) -> int:
@@ -37,9 +54,9 @@ def _is_embedding(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) or hasattr(module, "num_embeddings")
 
 
-def _routed(experts: nn.Module) -> int:
+def _routed(experts: nn.Module, sizes: Mapping[Tensor, int]) -> int:
     parameters = list(experts.parameters())
     count = next(p.shape[0] for p in parameters if p.dim() == 3)
     configured = (getattr(experts.config, name, None) for name in _TOP_K)
     top_k = next((k for k in configured if isinstance(k, int)), count)
-    return sum(p.nbytes for p in parameters) * min(top_k, count) // count
+    return sum(sizes.get(p, p.nbytes) for p in parameters) * min(top_k, count) // count

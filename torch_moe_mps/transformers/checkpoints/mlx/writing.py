@@ -68,6 +68,13 @@ EXPERTS = {
     "qwen3_vl_moe_text": "mlp.switch_mlp",
     "solar_open": "mlp.switch_mlp",
 }
+# Models without experts that mlx-lm computes as transformers does; the parameters keep their names.
+DENSE = frozenset(
+    {
+        "cohere", "ernie4_5", "gemma2", "gemma3_text", "glm4", "granite", "hunyuan_v1_dense", "llama",
+        "mistral", "nemotron", "olmo2", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm",
+    }
+)  # fmt: skip
 # Model types for which mlx-lm splits kv_b_proj.
 _HALVES = (
     "bailing_hybrid",
@@ -109,9 +116,10 @@ Make = Callable[[], Tensor]
 def check_writable(config: Any) -> None:
     """Raises: ValueError for an architecture whose layout in MLX is not known."""
     whole, text = type(config).model_type, _type_of(config)
-    if text not in EXPERTS or whole not in (text, *_COMPOSITES):
-        known = ", ".join(sorted({*EXPERTS, *_COMPOSITES}))
-        raise ValueError(f"moe_mps::save_mlx: model_type must be one of {known}, got {whole}")
+    known = {*EXPERTS, *DENSE}
+    if text not in known or whole not in (text, *_COMPOSITES):
+        names = ", ".join(sorted({*known, *_COMPOSITES}))
+        raise ValueError(f"moe_mps::save_mlx: model_type must be one of {names}, got {whole}")
 
 
 def _type_of(config: Any) -> str:

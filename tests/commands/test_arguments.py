@@ -1,0 +1,82 @@
+"""The command line before a command runs: help, version, and options that are refused."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from support.processes import environment
+
+import torch_moe_mps
+from torch_moe_mps.commands import main
+from torch_moe_mps.commands.arguments import parser
+from torch_moe_mps.ops._formats import MODES
+
+COMMANDS = sorted(next(a.choices for a in parser()._actions if a.dest == "command"))
+
+
+def module(*arguments: str) -> subprocess.CompletedProcess:
+    """A fresh `python -m torch_moe_mps`, which says what it imported."""
+    return subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "torch_moe_mps", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["convert", "--help"], ["--version"], ["convert"]], ids=str
+)
+def test_the_command_line_imports_nothing_heavy(arguments):
+    """torch alone takes seconds."""
+    result = module(*arguments)
+    assert result.returncode == (2 if arguments == ["convert"] else 0)
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "torch_moe_mps.commands.arguments" in imported
+    assert not {"torch", "transformers", "numpy", "huggingface_hub", "safetensors"} & imported
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"torch-moe-mps {torch_moe_mps.__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_examples_in_the_help_are_right(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    _, _, examples = capsys.readouterr().out.partition("examples:\n")
+    lines = [line.partition("#")[0].split() for line in examples.splitlines()]
+    assert len(lines) >= 2
+    for line in lines:
+        assert line[:2] == ["torch-moe-mps", command]
+        parser().parse_args(line[1:])
+
+
+def test_the_help_names_every_mode(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["convert", "--help"])
+    assert re.search(r"--mode MODE +(.*) \(affine\)", capsys.readouterr().out)[1] == (
+        f"{', '.join(MODES[:-1])} or {MODES[-1]}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "torch-moe-mps: error: the following arguments are required: COMMAND"),
+        (["convert", "a"], "torch-moe-mps convert: error: the following arguments are required: DST"),
+        (
+            ["convert", "a", "b", "--linear-bits", "x"],
+            "torch-moe-mps convert: error: argument --linear-bits: "
+            "must be a number of bits, same or none, got 'x'",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wrong_arguments_are_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert capsys.readouterr().err == message + "\n"

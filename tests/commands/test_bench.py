@@ -1,0 +1,117 @@
+"""The command bench on a tiny model: what is measured, not how fast it is."""
+
+import builtins
+import json
+import re
+import signal
+
+import pytest
+import torch
+from support import tiny_models
+
+from torch_moe_mps.commands import bench, main
+
+SIZES = ["--prompt", 6, "--generate", 3, "--turn", 2, "--depth", "0,20", "--repeats", 2, "--device", "cpu"]
+TESTS = ["pp6", "tg3", "pp6 @ d20", "tg3 @ d20", "ttft2 @ d20"]
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    with tiny_models.groups_of_32():
+        tiny_models.tiny_model("qwen3_moe").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def run(*arguments) -> int:
+    return main(["bench", *map(str, arguments)])
+
+
+def rows(output: str) -> dict[str, list[str]]:
+    """{test: cells} of the table, without its head."""
+    lines = [line.split("|")[1:-1] for line in output.splitlines() if line.startswith("| ")]
+    assert [len(line) for line in lines] == [9] * len(lines)
+    return {line[3].strip(): [cell.strip() for cell in line] for line in lines[2:]}
+
+
+def test_rows_and_json(checkpoint, tmp_path, capsys):
+    file = tmp_path / "speed.json"
+    arguments = [*SIZES, "--bits", 4, "--group-size", 32, "--json", file, "--bandwidth", 100]
+    assert run(checkpoint, *arguments) == 0
+    found = rows(capsys.readouterr().out)
+    assert list(found) == TESTS
+    assert re.fullmatch(r"\d+\.\d\d ± \d+\.\d\d", found["tg3"][4]) and found["ttft2 @ d20"][4].endswith(" ms")
+    assert re.fullmatch(r"\d+ %", found["tg3 @ d20"][5])
+    data = json.loads(file.read_text())
+    assert [row["test"] for row in data["rows"]] == TESTS
+    config = json.loads((checkpoint / "config.json").read_text())
+    head = config["hidden_size"] // config["num_attention_heads"]
+    values = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head  # of K and V
+    bounds = [100e9 / (data["bytes_a_token"] + depth * values * 4) for depth in (0, 20)]
+    generated = [row for row in data["rows"] if row["test"].startswith("tg")]
+    assert [row["rate"] / row["share"] for row in generated] == pytest.approx(bounds)
+    assert all(row["memory"] > 1e6 and row["rate"] > 0 for row in data["rows"])
+
+
+def test_operators_are_those_of_a_token(checkpoint, capsys):
+    """Counted by torch's profiler: what is no view and is called by the model, not by another operator."""
+    from torch_moe_mps.transformers.checkpoints.loading import from_pretrained
+
+    model = from_pretrained(checkpoint)
+    with bench._Operators() as counted, torch.no_grad():
+        model(input_ids=torch.ones(1, 1, dtype=torch.long))
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        model(input_ids=torch.ones(1, 1, dtype=torch.long))
+    experts = [event for event in profile.events() if event.name == "moe_mps::moe_experts"]
+    assert len(experts) == 2 and 20 < counted.count < len(profile.events())
+
+
+def test_an_interruption_keeps_what_was_measured(checkpoint, tmp_path, capsys, monkeypatch):
+    read, calls = bench.Bench._read, []
+
+    def interrupted(self, *arguments):
+        calls.append(arguments)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return read(self, *arguments)
+
+    monkeypatch.setattr(bench.Bench, "_read", interrupted)
+    assert run(checkpoint, *SIZES, "--json", tmp_path / "speed.json") == 128 + signal.SIGINT
+    assert list(rows(capsys.readouterr().out)) == TESTS[:2]
+    assert [row["test"] for row in json.loads((tmp_path / "speed.json").read_text())["rows"]] == TESTS[:2]
+
+
+def test_a_picture(checkpoint, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "speed.svg"
+    assert run(checkpoint, *SIZES, "--picture", picture, "--bandwidth", 100) == 0
+    text = picture.read_text()
+    assert text.count("<!-- ") > 10 and "<!-- bound by memory at 100 GB/s -->" in text
+    assert "<!-- measured, and its share of the bound -->" in text and "<!-- tokens of context -->" in text
+
+
+def test_a_picture_without_matplotlib_is_one_line(checkpoint, monkeypatch, capsys):
+    own = builtins.__import__
+
+    def without(name, *arguments, **kwargs):
+        if name == "matplotlib":
+            raise ModuleNotFoundError("No module named 'matplotlib'")
+        return own(name, *arguments, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert run(checkpoint, *SIZES, "--picture", "speed.png") == 1
+    assert (
+        capsys.readouterr().err
+        == "torch-moe-mps: error: --picture needs matplotlib: pip install matplotlib\n"
+    )
+
+
+def test_wrong_numbers_are_one_line(checkpoint, capsys):
+    for arguments, message in (
+        (["--generate", 0], "--generate must be at least 1, got 0"),
+        (["--depth=-1,5"], "--depth must be at least 0 tokens, got -1"),
+    ):
+        assert run(checkpoint, *arguments) == 1
+        assert capsys.readouterr().err == f"torch-moe-mps: error: {message}\n"
+    with pytest.raises(SystemExit, match="2"):
+        run(checkpoint, "--depth", "4k")
+    assert "must be numbers with commas between, got '4k'" in capsys.readouterr().err

@@ -1,0 +1,168 @@
+"""The command fit: sizes against what loading gives, bounds against arithmetic."""
+
+import json
+import re
+import stat
+
+import pytest
+import torch
+import transformers
+from support import tiny_models
+
+import torch_moe_mps
+from torch_moe_mps.commands import fit, macs, main
+from torch_moe_mps.commands.caches import kv_cache
+
+# Qwen3-30B-A3B.
+QWEN3 = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "max_position_embeddings": 40960,
+    "dtype": "bfloat16",
+}
+
+
+def table(output: str, first: str) -> dict[str, list[str]]:
+    """{first cell: the others} of the rows below the head that begins with `first`."""
+    lines = output.split(f"\n{first} ")[1].split("\n\n")[0].splitlines()[1:]
+    return {cells[0]: cells[1:] for cells in (re.split(r"  +", line) for line in lines)}
+
+
+@pytest.fixture
+def qwen3(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    return tmp_path
+
+
+def test_a_large_model_from_its_config_alone(qwen3, capsys):
+    """Against arithmetic with its shapes."""
+    layers, hidden, vocabulary = 48, 2048, 151936
+    attention = 2 * hidden * 32 * 128 + 2 * hidden * 4 * 128
+    expert = 3 * hidden * 768
+    dense = layers * (128 * hidden + 2 * hidden + 2 * 128) + hidden  # routers and norms
+    quantised = 2 * vocabulary * hidden + layers * (attention + 128 * expert)
+    read = (vocabulary + 1) * hidden + layers * (
+        attention + 8 * expert
+    )  # the head, and a row of the embedding
+    cache = layers * 2 * 4 * 128 * 2  # K and V of a token
+
+    def nbytes(bits: int, weights: int) -> int:
+        return weights * (2 * bits + 1) // 16 + 2 * dense  # groups of 64 have 32 bits of scale and bias
+
+    assert main(["fit", str(qwen3)]) == 0
+    output = capsys.readouterr().out
+    assert f"{(quantised + dense) / 1e9:.2f} billion weights" in output
+    assert f"{cache / 1e6:.3f} GB for each 1,000 tokens" in output
+    sizes = {f"{bits} bit": [nbytes(bits, quantised), nbytes(bits, read)] for bits in (8, 6, 5, 4, 3, 2)}
+    sizes = {"16 bit": [2 * (quantised + dense), 2 * (read + dense)]} | sizes
+    expected = {name: [f"{a / 1e9:.1f}", f"{b / 1e9:.2f}"] for name, (a, b) in sizes.items()}
+    assert table(output, "weights") == expected and expected["4 bit"] == ["17.2", "1.73"]
+    contexts = table(output, "Mac")
+    limit = (16 << 30) * 2 // 3
+    assert contexts["16 GB"] == ["11.5", *["-"] * 6, f"{(limit - sizes['2 bit'][0]) // cache:,}"]
+    assert contexts["32 GB"][1:4] == ["-"] * 3 and contexts["512 GB"][1] == "40,960"
+    speed = table(output, "chip")
+    assert len(speed) == len(macs.BANDWIDTHS) and "No measurement" in output
+    bounds = [546e9 / (token + 4096 * cache) for _, token in sizes.values()]
+    assert speed["M4 Max (40 cores), 546 GB/s"] == [f"{bound:.0f}" for bound in bounds]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gemma4", "deepseek_v3", "qwen3_next"])
+def test_the_cache_on_the_meta_device_is_that_of_a_run(architecture):
+    """At 1, 5 and 40 tokens; gemma4's sliding window is set to 16."""
+    config = tiny_models.tiny_config(architecture)
+    text = config.get_text_config()
+    if getattr(text, "sliding_window", None):
+        text.sliding_window = 16
+    with torch.device("meta"):
+        found = kv_cache(tiny_models.model_class(architecture)(config))
+    model = tiny_models.model_class(architecture)(config).eval()
+    for tokens in (1, 5, 40):
+        with torch.no_grad():
+            cache = model(input_ids=torch.ones(1, tokens, dtype=torch.long), use_cache=True).past_key_values
+        nbytes = 0
+        for layer in cache.layers:
+            for value in vars(layer).values():
+                parts = value.values() if isinstance(value, dict) else [value]
+                tensors = [t for t in parts if isinstance(t, torch.Tensor) and t.is_floating_point()]
+                nbytes += sum(t.nbytes for t in tensors)
+        window = 16 if tokens > 16 and getattr(text, "sliding_window", None) else 0
+        # transformers keeps one token less than the window, which it adds in the next step.
+        assert nbytes <= found.at(tokens) <= nbytes + (window > 0) * nbytes / (window - 1)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_sizes_are_those_of_a_loaded_model(bits, tmp_path):
+    with tiny_models.groups_of_32(), tiny_models.sizes(hidden_size=256, moe_intermediate_size=64):
+        model = tiny_models.tiny_model("qwen3_moe", torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    size = next(s for s in fit.sizes_of(model, 32) if s.name == f"{bits} bit")
+    loaded = torch_moe_mps.from_pretrained(tmp_path, bits=bits, group_size=32)
+    assert size.weights == sum(p.nbytes for p in loaded.parameters())
+    assert size.token == loaded.hf_quantizer.report.bytes_after
+
+
+def test_wired_limits():
+    """What Metal reports, in MiB, on Macs of users (see macs.py)."""
+    reported = {16: 10922.67, 32: 21845.33, 36: 27648, 96: 73728}
+    for gib, mib in reported.items():
+        assert macs.wired_limit(gib) / 2**20 == pytest.approx(mib, abs=0.01)
+
+
+@pytest.fixture
+def mac(tmp_path, monkeypatch):
+    """A function that makes this machine a Mac: programs with the names of Apple's answer for it."""
+
+    def make(chip: str, gib: int, cores: int, wired: int = 0) -> None:
+        values = {"machdep.cpu.brand_string": chip, "hw.memsize": gib << 30, "iogpu.wired_limit_mb": wired}
+        cases = "".join(f'{name}) echo "{value}" ;;\n' for name, value in values.items())
+        programs = {"sysctl": f'case "$2" in\n{cases}esac', "ioreg": f"echo '  \"gpu-core-count\" = {cores}'"}
+        for name, text in programs.items():
+            program = tmp_path / "bin" / name
+            program.parent.mkdir(exist_ok=True)
+            program.write_text(f"#!/bin/sh\n{text}\n")
+            program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+
+    return make
+
+
+def test_this_mac(mac, qwen3, capsys):
+    mac("Apple M4 Max", 36, 32)
+    assert main(["fit", str(qwen3), "--mac", "--context", "0"]) == 0
+    output = capsys.readouterr().out
+    assert set(table(output, "Mac")) == {"this Mac, 36 GB"}
+    assert set(table(output, "chip")) == {"M4 Max (32 cores), 410 GB/s"}
+
+
+def test_this_mac_with_another_limit_and_an_unknown_chip(mac, qwen3, capsys):
+    mac("Apple M9", 64, 10, wired=60000)
+    assert main(["fit", str(qwen3), "--mac"]) == 0
+    output = capsys.readouterr().out
+    assert table(output, "Mac")["this Mac, 64 GB"][0] == "62.9"
+    assert output.endswith("The memory bandwidth of the M9 is not known here.\n")
+
+
+def test_what_does_not_fit_is_one_line(mac, qwen3, tmp_path, capsys):
+    mac("Intel(R) Core(TM) i7", 16, 0)
+    transformers.ViTConfig().save_pretrained(tmp_path / "vit")
+    for arguments, message in (
+        ([qwen3, "--mac"], "--mac is for a Mac with Apple silicon; this machine is none"),
+        ([qwen3, "--context", "-1"], "--context must be at least 0 tokens, got -1"),
+        ([qwen3, "--group-size", "48"], "group_size must be 32 or 64 or 128"),
+        ([tmp_path / "nothing"], "is neither a folder nor the name of a model on the Hub"),
+        ([tmp_path / "vit"], "model_type must be of a model that generates text"),
+    ):
+        assert main(["fit", *map(str, arguments)]) == 1
+        error = capsys.readouterr().err
+        assert message in error and len(error.splitlines()) == 1

@@ -1,0 +1,219 @@
+"""The options of the commands. Importing this costs nothing: --help must not wait for torch."""
+
+import argparse
+import sys
+from typing import NoReturn
+
+from .. import __version__
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+DESCRIPTION = "Quantised Hugging Face models on Apple GPUs."
+EPILOG = "`torch-moe-mps COMMAND --help` has examples. An error is one line; the exit code is then not 0."
+
+CONVERT = """examples:
+  torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-4bit                 # everything in 4 bit
+  torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3 --dry-run            # only the sizes; downloads no weights
+  torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-mixed --recipe mixed_4_6
+  torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-best --budget 4.5    # measures which weights need more bits
+  torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-mlx --to mlx         # for mlx-lm"""
+
+PERPLEXITY = """examples:
+  torch-moe-mps perplexity qwen3-4bit
+  torch-moe-mps perplexity qwen3-4bit --against Qwen/Qwen3-30B-A3B    # one model in memory at a time
+  torch-moe-mps perplexity qwen3-4bit --text chats.txt --window 2048"""
+
+FIT = """examples:
+  torch-moe-mps fit Qwen/Qwen3-30B-A3B            # downloads config.json, no weights
+  torch-moe-mps fit Qwen/Qwen3-30B-A3B --mac      # for this Mac, with the memory that it lets the GPU have
+  torch-moe-mps fit qwen3-4bit --context 32768"""
+
+BENCH = """examples:
+  torch-moe-mps bench qwen3-4bit
+  torch-moe-mps bench Qwen/Qwen3-30B-A3B --bits 4 --picture speed.png   # needs matplotlib
+  torch-moe-mps bench qwen3-4bit --depth 0,32768 --repeats 3 --json speed.json"""
+
+CHAT = """!help in the chat lists what else it understands.
+
+examples:
+  torch-moe-mps chat qwen3-4bit
+  torch-moe-mps chat Qwen/Qwen3-30B-A3B --bits 4 --set max_new_tokens=1000 --set temperature=0.6"""
+
+SERVE = """Clients use the URL http://localhost:8000/v1 and MODEL as the model's name. Only with continuous
+batching do requests share their prefixes, such as the earlier turns of a chat.
+
+examples:
+  torch-moe-mps serve qwen3-4bit --continuous-batching
+  torch-moe-mps serve Qwen/Qwen3-30B-A3B --bits 4 --port 8080"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Its errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def parser() -> argparse.ArgumentParser:
+    whole = _Parser("torch-moe-mps", description=DESCRIPTION, epilog=EPILOG)
+    whole.add_argument("--version", action="version", version=f"torch-moe-mps {__version__}")
+    commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _convert(_command(commands, "convert", "quantise a checkpoint while it is read", CONVERT))
+    _perplexity(_command(commands, "perplexity", "measure how well a model predicts a text", PERPLEXITY))
+    _fit(_command(commands, "fit", "say which Macs hold a model, and how fast it can be at most", FIT))
+    _bench(_command(commands, "bench", "measure the speed of a model", BENCH))
+    _chat(_command(commands, "chat", "chat with a model, as `transformers chat` does", CHAT))
+    _serve(
+        _command(commands, "serve", "serve a model to OpenAI clients, as `transformers serve` does", SERVE)
+    )
+    return whole
+
+
+def _command(
+    commands: argparse._SubParsersAction, name: str, does: str, examples: str
+) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=does,
+        description=does[0].upper() + does[1:] + ".",
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _convert(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add(
+        "source",
+        metavar="SRC",
+        help="folder or name on the Hub: dense, FP8, of MLX, or converted before",
+    )
+    add("destination", metavar="DST", help="folder to write; it must not exist")
+    add("--bits", type=int, help="2, 3, 4, 5, 6 or 8 (4)")
+    add("--group-size", type=int, help="weights that share a scale: 32, 64 or 128 (64)")
+    add("--mode", default="affine", help="affine, mxfp4, mxfp8 or nvfp4 (affine)")
+    add("--linear-bits", type=_bits, default="same", metavar="BITS", help="of linear layers; none is dense")
+    add(
+        "--embedding-bits",
+        type=_bits,
+        default="same",
+        metavar="BITS",
+        help="of embeddings and output head; none is dense",
+    )
+    add("--keep", action="append", default=[], metavar="PATTERN", help="names of weights that stay dense")
+    add("--recipe", metavar="NAME", help="mixed_2_6, mixed_3_4, mixed_3_6, mixed_4_6, or a JSON file")
+    add(
+        "--budget",
+        type=float,
+        metavar="BITS",
+        help="bits a weight on average, such as 4.5; measures which weights need more than others",
+    )
+    add("--text", metavar="FILE", help="UTF-8 text that --budget measures with (that of `perplexity`)")
+    add("--save-recipe", metavar="FILE", help="write what --budget found, for --recipe")
+    add("--to", choices=("moe_mps", "mlx"), default="moe_mps", help="layout to write (moe_mps)")
+    add("--dry-run", action="store_true", help="print sizes, write nothing")
+    _dtype(command, "of weights that stay dense, and of scales (as in SRC)")
+    _from_the_hub(command, "SRC")
+
+
+def _perplexity(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("model", metavar="MODEL", help="folder or name on the Hub")
+    add("--text", metavar="FILE", help="UTF-8 text (43,000 words of Python Enhancement Proposals of 2026)")
+    add("--against", metavar="OTHER", help="a model to compare with, most often the dense one; it runs first")
+    add("--window", type=int, default=512, help="tokens that are read at once (512)")
+    _device(command)
+    _dtype(command, "of weights that are not quantised (as in the checkpoint)")
+    _from_the_hub(command, "MODEL")
+
+
+def _fit(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("model", metavar="NAME", help="folder or name on the Hub; only config.json is read")
+    add("--mac", action="store_true", help="only this Mac")
+    add("--context", type=int, default=4096, help="tokens of context that the bound of speed is for (4096)")
+    add("--group-size", type=int, default=64, help="weights that share a scale: 32, 64 or 128 (64)")
+    _dtype(command, "of weights that stay dense, and of the KV cache (as in the checkpoint)")
+    _from_the_hub(command, "NAME")
+
+
+def _bench(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    _model_to_run(command)
+    add("--prompt", type=int, default=512, metavar="N", help="tokens of a prompt (512)")
+    add("--generate", type=int, default=128, metavar="N", help="tokens that are generated (128)")
+    add("--turn", type=int, default=64, metavar="N", help="tokens of a second turn (64)")
+    add("--depth", type=_depths, default=(0, 4096, 16384), metavar="N,N", help="contexts (0,4096,16384)")
+    add("--repeats", type=int, default=5, help="of each test, behind one that warms up (5)")
+    add("--json", metavar="FILE", help="write all that was measured")
+    add("--picture", metavar="FILE", help="draw tokens/s by context beside the bound (.png, .svg, .pdf)")
+    add(
+        "--bandwidth",
+        type=float,
+        metavar="GB/s",
+        help="of this machine's memory, for the bound (known of Macs)",
+    )
+
+
+def _chat(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    _model_to_run(command)
+    add("--set", action="append", default=[], metavar="FLAG=VALUE", help="an argument of generate()")
+    add("--system-prompt", metavar="TEXT", help="what the model is told first")
+    add("--save-folder", default="./chat_history/", help="where !save puts chats (./chat_history/)")
+
+
+def _serve(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    _model_to_run(command)
+    add("--host", default="localhost", help="address to listen on (localhost)")
+    add("--port", type=int, default=8000, help="port to listen on (8000)")
+    add(
+        "--continuous-batching",
+        action="store_true",
+        help="serve requests side by side, and share their prefixes",
+    )
+    add("--enable-cors", action="store_true", help="answer scripts of any web page")
+    add("--log-level", default="warning", help="debug, info, warning or error (warning)")
+
+
+def _model_to_run(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("model", metavar="MODEL", help="folder or name on the Hub")
+    add("--bits", type=int, help="quantise while loading: 2, 3, 4, 5, 6 or 8 (as in the checkpoint)")
+    add("--group-size", type=int, help="weights that share a scale, with --bits: 32, 64 or 128 (64)")
+    _device(command)
+    _dtype(command, "of weights that are not quantised (as in the checkpoint)")
+    _from_the_hub(command, "MODEL")
+
+
+def _depths(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(sorted({int(number) for number in text.split(",")}))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers with commas between, got {text!r}") from None
+
+
+def _device(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--device", help="mps where there is one, else cpu")
+
+
+def _dtype(command: argparse.ArgumentParser, what: str) -> None:
+    command.add_argument("--dtype", choices=DTYPES, default="auto", help=what)
+
+
+def _from_the_hub(command: argparse.ArgumentParser, name: str) -> None:
+    command.add_argument("--revision", help=f"branch, tag or commit of {name} on the Hub (main)")
+    command.add_argument(
+        "--trust-remote-code", action="store_true", help=f"run the Python code that {name} brings with it"
+    )
+
+
+def _bits(text: str) -> int | str | None:
+    if text in ("none", "same"):
+        return None if text == "none" else text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number of bits, same or none, got {text!r}") from None

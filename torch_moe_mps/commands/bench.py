@@ -1,0 +1,287 @@
+"""`bench MODEL`: how fast a model reads prompts and generates, at several contexts.
+
+pp512 is a prompt of 512 tokens, tg128 the generation of 128 tokens one by one, each behind so many tokens of
+context ("@ d4096"). ttft64 is the second turn of a chat: the time from 64 new tokens to the first answer.
+"""
+
+import argparse
+import copy
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import __version__
+from ..transformers.checkpoints.layerwise import check_files
+from ..transformers.checkpoints.loading import from_pretrained
+from ..transformers.checkpoints.sizes import bytes_a_token
+from .caches import KVCache, kv_cache
+from .convert import meta_model
+from .macs import this_mac
+from .sources import bits_of, folder_of, loading_options, usable_device
+
+_CHUNK = 2048  # tokens of a context that are read at once
+
+
+@dataclass
+class Row:
+    """One test.
+
+    Attributes:
+        test: "pp512", "tg128 @ d4096", ...
+        rate, spread: mean and standard deviation of the repeats: tokens/s; of a second turn milliseconds.
+        depth: tokens of context before the test.
+        share: the rate of a generation over the bound that the memory's bandwidth sets, if that is known.
+        memory: bytes that the device's driver has given to this process afterwards; on a CPU the peak.
+        operators, host: of a token that is generated: operators that compute, and the seconds that the host
+            needs for it, of which a GPU may still be computing.
+    """
+
+    test: str
+    rate: float
+    spread: float
+    unit: str
+    depth: int
+    share: float | None = None
+    memory: int = 0
+    operators: int | None = None
+    host: float | None = None
+
+    def line(self, model: str, size: str, device: str) -> str:
+        """A row of the table."""
+        share = "" if self.share is None else f"{100 * self.share:.0f} %"
+        host = "" if self.host is None else f"{1e3 * self.host:.2f}"
+        operators = "" if self.operators is None else str(self.operators)
+        measured = f"{self.rate:.2f} ± {self.spread:.2f}{'' if self.unit == 't/s' else f' {self.unit}'}"
+        cells = [model, size, device, self.test, measured, share, f"{self.memory / 1e9:.2f}", operators, host]
+        return "| " + " | ".join(cells) + " |"
+
+
+HEAD = """\
+| model | size | device | test | t/s | of the bound | memory, GB | operators/token | host, ms/token |
+| --- | ---: | --- | --- | ---: | ---: | ---: | ---: | ---: |"""
+
+
+def run(options: argparse.Namespace) -> None:
+    """Raises: ValueError, OSError, RuntimeError with one line that says what is wrong.
+
+    KeyboardInterrupt ends it after what was measured is written.
+    """
+    for name in ("prompt", "generate", "turn", "repeats"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    if min(options.depth) < 0:
+        raise ValueError(f"--depth must be at least 0 tokens, got {min(options.depth)}")
+    draw = _drawing() if options.picture else None
+    device = usable_device(options.device)
+    source = folder_of(options.model, options.revision)
+    check_files(source)
+    model = from_pretrained(source, device_map=device, **bits_of(options), **loading_options(options))
+    bandwidth, chip = options.bandwidth, device
+    if sys.platform == "darwin" and device == "mps":
+        mac = this_mac()
+        bandwidth, chip = bandwidth or mac.bandwidth, mac.chip
+    cache = None if bandwidth is None else kv_cache(meta_model(source, **loading_options(options)))
+    bench = Bench(model, options, None if bandwidth is None else bandwidth * 1e9, cache)
+    size = f"{sum(p.nbytes for p in model.parameters()) / 1e9:.2f} GB"
+    print(HEAD)
+    rows: list[Row] = []
+    try:
+        for row in bench.rows():
+            rows.append(row)
+            print(row.line(options.model, size, chip), flush=True)
+    finally:  # an interruption keeps what was measured
+        if options.json:
+            _write(options.json, rows, bench, model=options.model, size=size, device=chip)
+        if draw and rows:
+            draw(options.picture, rows, bench, f"{options.model}, {size}, {chip}")
+            print(f"wrote {options.picture}")
+
+
+def _write(file: str, rows: list[Row], bench: "Bench", **what: str) -> None:
+    versions = {"torch_moe_mps": __version__, "torch": torch.__version__}
+    found = {**what, "versions": versions, "bytes_a_token": bench.weights, "bandwidth": bench.bandwidth}
+    Path(file).write_text(json.dumps({**found, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    print(f"wrote {file}")
+
+
+class Bench:
+    """The tests of one model.
+
+    Args:
+        options: prompt, generate, turn, depth, repeats.
+        bandwidth: of the memory, in bytes a second.
+        cache: what the bound counts beside the weights.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        options: argparse.Namespace,
+        bandwidth: float | None = None,
+        cache: KVCache | None = None,
+    ):
+        self.model, self.options, self.bandwidth, self.cache = model, options, bandwidth, cache
+        self.device = torch.device(model.device)
+        self.weights = bytes_a_token(model)
+        vocabulary = model.config.get_text_config().vocab_size
+        count = max(options.depth) + options.prompt + options.turn
+        generator = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(vocabulary, (1, count), generator=generator).to(self.device)
+
+    @torch.no_grad()
+    def rows(self) -> Iterator[Row]:
+        options = self.options
+        for depth in options.depth:
+            cache = self._context(depth)
+            name = f" @ d{depth}" if depth else ""
+            prompt = self.ids[:, depth : depth + options.prompt]
+            seconds = self._repeated(cache, partial(self._read, prompt))
+            yield self._rate(f"pp{options.prompt}{name}", options.prompt, seconds, depth)
+            seconds = self._repeated(cache, partial(self._generate, options.generate))
+            row = self._rate(f"tg{options.generate}{name}", options.generate, seconds, depth)
+            if self.bandwidth is not None:
+                row.share = row.rate / self.bound(depth)
+            row.operators, row.host = self._operators(cache), self._host(cache)
+            yield row
+            if depth:
+                turn = self.ids[:, depth : depth + options.turn]
+                times = [1e3 * s for s in self._repeated(cache, partial(self._read, turn))]
+                yield self._row(f"ttft{options.turn}{name}", times, "ms", depth)
+
+    def bound(self, depth: int) -> float:
+        """Tokens/s that reading the weights and the KV cache allows."""
+        assert self.bandwidth is not None
+        return self.bandwidth / (self.weights + (self.cache.at(depth) if self.cache else 0))
+
+    def _context(self, depth: int) -> Any:
+        """A cache with so many tokens; None for no token."""
+        cache = None
+        for ids in self.ids[:, :depth].split(_CHUNK, dim=1) if depth else ():
+            cache = self._forward(ids, cache).past_key_values
+        return cache
+
+    def _forward(self, ids: Tensor, cache: Any) -> Any:
+        return self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    def _read(self, ids: Tensor, cache: Any) -> int:
+        """The token after a prompt; `item` waits for the device."""
+        return int(self._forward(ids, cache).logits[0, -1].argmax().item())
+
+    def _generate(self, tokens: int, cache: Any) -> None:
+        """Greedily, with each token given to the host, as a chat does to show it."""
+        ids = self.ids[:, :1]
+        for _ in range(tokens):
+            output = self._forward(ids, cache)
+            cache, ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
+            ids.item()
+
+    def _repeated(self, cache: Any, test: Callable[[Any], object]) -> list[float]:
+        """Seconds of each repeat, which begins with a copy of the cache. One before them warms up."""
+        seconds = []
+        for _ in range(self.options.repeats + 1):
+            fresh = copy.deepcopy(cache)
+            self._synchronize()
+            start = time.perf_counter()
+            test(fresh)
+            seconds.append(time.perf_counter() - start)
+        return seconds[1:]
+
+    def _host(self, cache: Any) -> float:
+        """Seconds until the operators of a token are issued, without waiting for what they compute."""
+        cache, ids, count = copy.deepcopy(cache), self.ids[:, :1], 8
+        self._synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            cache = self._forward(ids, cache).past_key_values
+        seconds = (time.perf_counter() - start) / count
+        self._synchronize()
+        return seconds
+
+    def _operators(self, cache: Any) -> int:
+        with _Operators() as operators:
+            self._forward(self.ids[:, :1], copy.deepcopy(cache))
+        return operators.count
+
+    def _synchronize(self) -> None:
+        if self.device.type == "mps":
+            torch.mps.synchronize()
+
+    def _rate(self, test: str, tokens: int, seconds: list[float], depth: int) -> Row:
+        return self._row(test, [tokens / s for s in seconds], "t/s", depth)
+
+    def _row(self, test: str, values: list[float], unit: str, depth: int) -> Row:
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        return Row(test, statistics.mean(values), spread, unit, depth, memory=self._memory())
+
+    def _memory(self) -> int:
+        if self.device.type == "mps":
+            return torch.mps.driver_allocated_memory()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+class _Operators(TorchDispatchMode):
+    """Counts operators but for views; one of this package launches one kernel or a few."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+def _drawing() -> Callable[[str, list[Row], Bench, str], None]:
+    """Raises: ValueError if matplotlib is missing: before anything is measured."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise ValueError("--picture needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("agg")
+    return _draw
+
+
+def _draw(file: str, rows: list[Row], bench: Bench, title: str) -> None:
+    """Tokens/s of generation by context, with the spread, and the bound beside them."""
+    from matplotlib import pyplot
+
+    rows = [row for row in rows if row.test.startswith("tg")]
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    depths = [row.depth for row in rows]
+    if bench.bandwidth is not None and rows:
+        last = max(depths) or 1
+        line = [last * i / 64 for i in range(65)]
+        bounds = [bench.bound(round(depth)) for depth in line]
+        label = f"bound by memory at {bench.bandwidth / 1e9:.0f} GB/s"
+        axes.plot(line, bounds, color="0.55", linestyle="--", label=label)
+    axes.errorbar(
+        depths,
+        [row.rate for row in rows],
+        [row.spread for row in rows],
+        color="#1f6feb",
+        marker="o",
+        capsize=3,
+        label="measured" if bench.bandwidth is None else "measured, and its share of the bound",
+    )
+    for row in rows:
+        text = f"{row.rate:.1f}" if row.share is None else f"{row.rate:.1f}\n{100 * row.share:.0f} %"
+        below = {"xytext": (0, -8), "textcoords": "offset points", "va": "top", "ha": "center"}
+        axes.annotate(text, (row.depth, row.rate), **below)
+    axes.set(title=title, xlabel="tokens of context", ylabel="tokens/s, one after the other")
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    figure.savefig(file, dpi=160)
+    pyplot.close(figure)

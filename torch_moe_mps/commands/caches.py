@@ -1,0 +1,73 @@
+"""How many bytes a model's KV cache takes, found by running its code on shapes alone."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+
+class KVCache:
+    """Bytes of a model's cache, in the model's dtype, for one sequence.
+
+    Args:
+        states: bytes that do not depend on the context.
+        rates: {window: bytes for each token} of its layers; the window, in tokens, is None for all tokens.
+    """
+
+    def __init__(self, states: int, rates: dict[int | None, int]):
+        self.states, self.rates = states, rates
+
+    @property
+    def token(self) -> int:
+        """Bytes that each token adds to a long context."""
+        return self.rates.get(None, 0)
+
+    def at(self, context: int) -> int:
+        tokens = (
+            (context if window is None else min(context, window), rate) for window, rate in self.rates.items()
+        )
+        return self.states + sum(count * rate for count, rate in tokens)
+
+    def tokens_in(self, space: int, most: int) -> int:
+        """How many tokens fit into so many bytes, of `most`; 0 also where none does."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.at(middle) <= space else (low, middle - 1)
+        return low
+
+
+def kv_cache(model: Any) -> KVCache | None:
+    """From the caches that two short forwards leave; None where they do not run on the meta device.
+
+    Args:
+        model: of transformers, on the meta device, and not accelerated.
+    """
+    few, more = 4, 8  # fewer than any sliding window
+    try:
+        model.set_experts_implementation("batched_mm")  # of transformers: knows shapes without values
+        before, after = _cached(model, few), _cached(model, more)
+    except Exception:  # code that reads values, or knows no meta device: any error may come of it
+        return None
+    states, rates = 0, Counter[int | None]()
+    for (window, first), (_, second) in zip(before, after, strict=True):
+        rate = (second - first) // (more - few)
+        states += first - rate * few
+        rates[window] += rate
+    return KVCache(states, dict(rates))
+
+
+@torch.no_grad()
+def _cached(model: Any, tokens: int) -> list[tuple[int | None, int]]:
+    """Of each layer of the cache its sliding window, or None, and its bytes."""
+    ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
+    layers = model(input_ids=ids, use_cache=True).past_key_values.layers
+    return [(getattr(layer, "sliding_window", None), _nbytes(vars(layer))) for layer in layers]
+
+
+def _nbytes(value: object) -> int:
+    """Of the floating-point tensors in a value, a list or a dict."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes if value.is_floating_point() else 0
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return sum(map(_nbytes, inside))

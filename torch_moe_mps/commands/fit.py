@@ -1,0 +1,130 @@
+"""`fit NAME`: which Macs hold a model in which number of bits, and how fast it can be at most.
+
+All follows from config.json: a model on the meta device has the shapes of the weights and of the KV cache.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..ops._checks import Check
+from ..quantization import Format
+from ..transformers.checkpoints.recipe import recipe_of
+from ..transformers.checkpoints.sizes import bytes_a_token, quantized_sizes
+from ..transformers.checkpoints.targets import weights_of
+from ..transformers.checkpoints.weights import check_columns
+from .caches import KVCache, kv_cache
+from .convert import meta_model
+from .macs import BANDWIDTHS, GIB, MEMORIES, Mac, this_mac, wired_limit
+from .sources import folder_of, loading_options
+
+BITS = (8, 6, 5, 4, 3, 2)
+_DENSE = "16 bit"
+_LONGEST = 1 << 24  # tokens; longer than any window or context that models have
+_CHECK = Check("fit")
+
+
+@dataclass
+class Size:
+    """A model in one format: its name, bytes of all weights, bytes of weights that a token reads."""
+
+    name: str
+    weights: int
+    token: int
+
+
+def run(options: argparse.Namespace) -> None:
+    """Raises: ValueError, OSError with one line that says what is wrong."""
+    if options.context < 0:
+        raise ValueError(f"--context must be at least 0 tokens, got {options.context}")
+    mac = this_mac() if options.mac else None
+    folder = folder_of(options.model, options.revision, weights=False)
+    model = meta_model(folder, **loading_options(options))
+    print(report(model, options.context, options.group_size, mac))
+
+
+def report(model: Any, context: int, group_size: int, mac: Mac | None) -> str:
+    """The tables, for all Macs or for one."""
+    sizes, cache = sizes_of(model, group_size), kv_cache(model)
+    total = sum(p.numel() for p in model.parameters())
+    lines = [f"{type(model).__name__}, {total / 1e9:.2f} billion weights"]
+    if cache is None:
+        lines.append("KV cache: unknown; the model's code does not run on shapes alone")
+    else:
+        lines.append(f"KV cache: {cache.token * 1000 / 1e9:.3f} GB for each 1,000 tokens of context")
+        rest = cache.at(_LONGEST) - cache.token * _LONGEST
+        if rest:
+            lines.append(f"beside it, sliding windows and states take at most {rest / 1e9:.3f} GB")
+    cells = [[f"{s.name}", f"{s.weights / 1e9:.1f}", f"{s.token / 1e9:.2f}"] for s in sizes]
+    lines += ["", *_table(["weights", "GB", "GB read for a token"], cells)]
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST
+    limits = [(f"{gib} GB", wired_limit(gib)) for gib in MEMORIES]
+    if mac is not None:
+        limits = [(f"this Mac, {mac.memory // GIB} GB", mac.limit)]
+    cells = [[name, f"{limit / 1e9:.1f}", *_contexts(sizes, cache, limit, longest)] for name, limit in limits]
+    lines += ["", "Context that fits into what macOS lets the GPU have, in tokens:"]
+    lines += _table(["Mac", "GPU's GB", *(s.name for s in sizes)], cells)
+    chips = [(f"{name}, {gbs:.0f} GB/s", gbs) for name, gbs in BANDWIDTHS.items()]
+    if mac is not None:
+        known = mac.bandwidth
+        chips = [] if known is None else [(f"{mac.chip}, {known:.0f} GB/s", known)]
+    if not chips and mac is not None:
+        return "\n".join([*lines, "", f"The memory bandwidth of the {mac.chip} is not known here."])
+    cells = [[name, *(f"{bound(s, cache, context, gbs):.0f}" for s in sizes)] for name, gbs in chips]
+    lines += [
+        "",
+        f"Upper bound of tokens/s at a context of {context:,} tokens. No measurement: nothing can be",
+    ]
+    lines += ["faster, because each token reads these weights and the KV cache; real speed is lower."]
+    lines += _table(["chip", *(s.name for s in sizes)], cells)
+    return "\n".join(lines)
+
+
+def bound(size: Size, cache: KVCache | None, context: int, bandwidth: float) -> float:
+    """Tokens a second that memory of so many GB/s allows."""
+    return bandwidth * 1e9 / (size.token + (cache.at(context) if cache else 0))
+
+
+def sizes_of(model: nn.Module, group_size: int) -> list[Size]:
+    """The dense model, and the model in each number of bits."""
+    sizes = [Size(_DENSE, _total(model, {}), bytes_a_token(model))]
+    for bits in BITS:
+        format = Format(bits, group_size)
+        targets = weights_of(model, recipe_of(format)).targets.values()
+        for target in targets:
+            for parameter in target.formats:
+                check_columns(_CHECK, target, parameter, format)
+        after = quantized_sizes(targets)
+        sizes.append(Size(f"{bits} bit", _total(model, after), bytes_a_token(model, after)))
+    return sizes
+
+
+def _total(model: nn.Module, sizes: dict[torch.Tensor, int]) -> int:
+    return sum(sizes.get(p, p.nbytes) for p in model.parameters())
+
+
+def _contexts(sizes: Sequence[Size], cache: KVCache | None, limit: int, longest: int) -> list[str]:
+    """How long a context fits beside the weights of each size; at most what the model can read."""
+    cells = []
+    for size in sizes:
+        if size.weights > limit:
+            cells.append("-")
+        elif cache is None:
+            cells.append("fits")
+        else:
+            cells.append(f"{cache.tokens_in(limit - size.weights, longest):,}")
+    return cells
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return [
+        "  ".join(
+            (str.ljust if i == 0 else str.rjust)(cell, widths[i]) for i, cell in enumerate(row)
+        ).rstrip()
+        for row in (head, *rows)
+    ]

@@ -1,0 +1,93 @@
+"""What is known of Macs: memory bandwidth by chip, and how much memory macOS lets the GPU have."""
+
+import shutil
+import subprocess
+from typing import NamedTuple
+
+import torch
+
+GIB = 1 << 30
+MEMORIES = (16, 18, 24, 32, 36, 48, 64, 96, 128, 192, 256, 512)  # GiB that Macs were sold with
+
+# GB/s, the width of the memory's bus times its rate. Apple's specifications round it ("800GB/s").
+# Sources: support.apple.com/specs of the MacBook Pro, Mac mini, Mac Studio and iMac with each chip; for M5
+# apple.com/newsroom of October 2025, for the M5 Pro and Max of March 2026.
+# Where two GPUs of one chip have different memory, the number of GPU cores tells them apart.
+BANDWIDTHS = {
+    "M1": 68.3,
+    "M1 Pro": 204.8,
+    "M1 Max": 409.6,
+    "M1 Ultra": 819.2,
+    "M2": 102.4,
+    "M2 Pro": 204.8,
+    "M2 Max": 409.6,
+    "M2 Ultra": 819.2,
+    "M3": 102.4,
+    "M3 Pro": 153.6,
+    "M3 Max (30 cores)": 307.2,
+    "M3 Max (40 cores)": 409.6,
+    "M3 Ultra": 819.2,
+    "M4": 120.0,
+    "M4 Pro": 273.0,
+    "M4 Max (32 cores)": 410.0,
+    "M4 Max (40 cores)": 546.0,
+    "M5": 153.6,
+    "M5 Pro": 307.0,
+    "M5 Max (32 cores)": 460.0,
+    "M5 Max (40 cores)": 614.0,
+}
+
+
+class Mac(NamedTuple):
+    """This machine. `chip` is a key of BANDWIDTHS or unknown to it; sizes are in bytes, bandwidth in GB/s."""
+
+    chip: str
+    memory: int
+    limit: int
+    bandwidth: float | None
+
+
+def wired_limit(gib: int) -> int:
+    """Bytes that macOS lets the GPU have of a Mac's memory, unless the user or a newer macOS allows more.
+
+    Metal's recommendedMaxWorkingSetSize, as llama.cpp prints it: 10,922.67 MiB of 16 GiB, 21,845.34 of 32
+    (two thirds: its issues #2048 and PR #2011); 27,648 of 36 and 73,728 of 96 (three quarters: issue #3213).
+    """
+    return gib * GIB * 2 // 3 if gib <= 32 else gib * GIB * 3 // 4
+
+
+def this_mac() -> Mac:
+    """Raises: ValueError where this is no Mac with Apple silicon."""
+    if shutil.which("sysctl") is None or not (brand := _sysctl("machdep.cpu.brand_string")).startswith(
+        "Apple M"
+    ):
+        raise ValueError("--mac is for a Mac with Apple silicon; this machine is none")
+    memory = int(_sysctl("hw.memsize"))
+    chosen = _sysctl("iogpu.wired_limit_mb")  # 0 unless the user set it
+    if chosen.isdecimal() and int(chosen) > 0:
+        limit = int(chosen) << 20
+    elif torch.backends.mps.is_available():
+        limit = torch.mps.recommended_max_memory()
+    else:
+        limit = wired_limit(memory // GIB)
+    chip = brand.removeprefix("Apple ")
+    cores = _gpu_cores() if f"{chip} (40 cores)" in BANDWIDTHS else None
+    chip = f"{chip} ({cores} cores)" if cores else chip
+    return Mac(chip, memory, limit, BANDWIDTHS.get(chip))
+
+
+def _sysctl(name: str) -> str:
+    """The value of a name; empty where there is none."""
+    return subprocess.run(["sysctl", "-n", name], capture_output=True, text=True).stdout.strip()
+
+
+def _gpu_cores() -> int | None:
+    """The number of cores of the GPU, from the registry of devices."""
+    if shutil.which("ioreg") is None:
+        return None
+    command = ["ioreg", "-r", "-d", "1", "-c", "AGXAccelerator"]
+    for line in subprocess.run(command, capture_output=True, text=True).stdout.splitlines():
+        name, _, value = line.partition("=")
+        if '"gpu-core-count"' in name and value.strip().isdecimal():
+            return int(value)
+    return None

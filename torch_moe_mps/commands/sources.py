@@ -1,0 +1,82 @@
+"""Where a model comes from: a folder, or a name on the Hub, whose files are downloaded into its cache."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Files beside the weights: config, tokenizer, processor, chat templates, Python code of the model.
+SMALL_FILES = (
+    "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm", "*.bpe", "*.py", "LICENSE*", "NOTICE*",
+    "additional_chat_templates/*",
+)  # fmt: skip
+# Weights in other layouts, which some repositories have beside the one that transformers reads.
+_DUPLICATES = ("*/*", "consolidated*")
+
+
+def folder_of(source: str, revision: str | None = None, weights: bool = True) -> str:
+    """The folder itself, or the one in the Hub's cache; without weights, only small files are downloaded.
+
+    Raises: ValueError, OSError for what is neither a folder nor a name on the Hub.
+    """
+    if Path(source).is_dir():
+        if revision is not None:
+            raise ValueError(f"--revision is of a name on the Hub, got the folder {source}")
+        return source
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        folder = snapshot_download(source, revision=revision, allow_patterns=[*SMALL_FILES])
+        if weights:
+            snapshot_download(
+                source, revision=revision, allow_patterns=["*.safetensors"], ignore_patterns=[*_DUPLICATES]
+            )
+    except (HFValidationError, RepositoryNotFoundError):
+        raise ValueError(f"{source} is neither a folder nor the name of a model on the Hub") from None
+    except LocalEntryNotFoundError:
+        raise ValueError(f"{source} is not in the Hub's cache, and the Hub cannot be reached") from None
+    return folder
+
+
+def small_files(folder: str) -> list[Path]:
+    """The files beside the weights, by their paths within the folder.
+
+    Raises: ValueError for one that cannot be read.
+    """
+    found = sorted({path for pattern in SMALL_FILES for path in Path(folder).glob(pattern)})
+    for path in found:
+        if not path.is_file():
+            raise ValueError(f"{path} must be a file, got {'a folder' if path.is_dir() else 'a broken link'}")
+        if not os.access(path, os.R_OK):
+            raise ValueError(f"{path} must be readable, got no permission")
+    return [path.relative_to(folder) for path in found]
+
+
+def usable_device(name: str | None) -> str:
+    """The device if tensors can be on it; unless given, mps where there is one.
+
+    Raises: ValueError.
+    """
+    device = name or ("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"--device must be one that holds tensors here, got {device}: {reason}") from None
+    return device
+
+
+def loading_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `from_pretrained` that several commands have options for."""
+    # False, not None: nobody is asked on the terminal whether code may run.
+    return {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
+
+
+def bits_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `from_pretrained` for --bits and --group-size."""
+    if options.bits is None:
+        return {}
+    return {"bits": options.bits, "group_size": options.group_size}
