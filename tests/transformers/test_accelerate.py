@@ -184,6 +184,36 @@ def test_gradients_in_evaluation_mode():
     assert "moe_experts" in operators_of(lambda: model(input_ids=prompt()))
 
 
+def test_frozen_weights_need_no_gradients():
+    """Outside of no_grad, too, the operators run while nothing asks for gradients."""
+    model = eager(tiny_models.tiny_model("qwen3_moe")).requires_grad_(False)
+    torch_moe_mps.accelerate(model)
+    ids = prompt()
+    used = operators_of(lambda: model(input_ids=ids))
+    assert torch.is_grad_enabled() and used == operators_of(lambda: output(model, ids))
+    assert used["moe_experts"] == 2
+
+
+def test_forward_mode_gradients():
+    """torch.func.jvp through dense weights is the model's own; quantised ones say that they have none."""
+    with tiny_models.groups_of_32():
+        model = eager(tiny_models.tiny_model("qwen3_moe"))
+    model.set_attn_implementation("eager")  # sdpa has no forward-mode gradients on a CPU
+    x = model.get_input_embeddings()(prompt()).detach()
+
+    def jvp():
+        return torch.func.jvp(lambda x: model(inputs_embeds=x).logits, (x,), (torch.ones_like(x),))
+
+    expected = jvp()
+    torch_moe_mps.accelerate(model)
+    for result, own in zip(jvp(), expected, strict=True):
+        assert_close(result, own, 1e-5)
+    torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    with pytest.raises(NotImplementedError, match="forward-mode") as error:
+        jvp()
+    assert "\n" not in str(error.value)
+
+
 def test_gradients_through_frozen_experts():
     """The input needs a gradient, the parameters do not."""
     model = eager(tiny_models.tiny_model("qwen3_moe")).requires_grad_(False)

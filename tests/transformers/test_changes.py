@@ -207,3 +207,17 @@ def test_a_subclass_that_a_user_puts_on_top_stays(again):
     again(fast)
     assert all(type(layer) is cls for layer, cls in layers)
     check(fast, own)
+
+
+def test_a_wrapped_forward_survives_restore_and_accelerate():
+    """The wrapper still calls the forward that was there when it was put on."""
+    fast, own = pair("qwen3_moe")
+    layer = fast.model.layers[0].mlp
+    wrapped, calls = layer.forward, []
+    layer.forward = lambda *args, **kwargs: calls.append(1) or wrapped(*args, **kwargs)
+    check(fast, own)
+    for change in (torch_moe_mps.restore, torch_moe_mps.accelerate, torch_moe_mps.accelerate):
+        change(fast)
+        calls.clear()
+        check(fast, own)
+        assert calls

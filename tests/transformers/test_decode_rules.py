@@ -14,8 +14,9 @@ from torch import nn
 
 import torch_moe_mps
 from torch_moe_mps.transformers.linears import QuantizedLinear
+from torch_moe_mps.transformers.rewriting.record import NOTHING, RECORD
 from torch_moe_mps.transformers.rewriting.rules import rope
-from torch_moe_mps.transformers.rewriting.rules.linear import JOINED, linears
+from torch_moe_mps.transformers.rewriting.rules.linear import linears
 from torch_moe_mps.transformers.rewriting.rules.norms import norm_formula
 from torch_moe_mps.transformers.rewriting.rules.rope import rope_form
 
@@ -44,7 +45,10 @@ def test_joined_layers_share_their_weights():
     model = quantised()
     layers = projections(model)
     storages = {layer.packed.untyped_storage().data_ptr() for layer in layers}
-    assert len(storages) == 1 and sum(JOINED in layer.__dict__ for layer in layers) == 1
+    assert (
+        len(storages) == 1
+        and sum(layer.__dict__.get(RECORD, NOTHING).joined is not None for layer in layers) == 1
+    )
     assert_close(output(model, prompt()), one_by_one(model, prompt()), 1e-5)
 
 

@@ -14,6 +14,7 @@ from support.models import assert_close, eager, operators_of, prompt
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import torch_moe_mps
+from torch_moe_mps.transformers.rewriting.record import NOTHING, RECORD
 from torch_moe_mps.transformers.rewriting.rules import gated_delta
 from torch_moe_mps.transformers.rewriting.rules.gated_norm import rewrite_gated_norm
 
@@ -271,5 +272,5 @@ def test_norms_are_told_apart_by_what_they_compute(norm, offset):
     found = rewrite_gated_norm(module)
     assert (found is None) == (offset is None)
     expected = None if offset is None else ("variance_epsilon", offset)
-    assert module.__dict__.get("_moe_mps_gated_norm") == expected
+    assert module.__dict__.get(RECORD, NOTHING).formula == expected
     assert torch.equal(module.weight, torch.ones(16))

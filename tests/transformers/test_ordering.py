@@ -13,8 +13,8 @@ from support.models import assert_close, eager, output, prompt
 from torch import nn
 
 import torch_moe_mps
-from torch_moe_mps.transformers.rewriting import runtime
 from torch_moe_mps.transformers.rewriting.program.programs import compile_forward
+from torch_moe_mps.transformers.rewriting.record import RECORD
 from torch_moe_mps.transformers.rewriting.rules import ordering
 
 HEAD = """
@@ -55,8 +55,8 @@ def rewritten(module: nn.Module, text: str) -> tuple[types.FunctionType, types.F
         returned = [ast.Name(f"r{i}", ast.Load()) for i in range(len(named))]
         tree.body[-2:] = [*named, ast.Return(ast.Tuple(returned, ast.Load()))]
     new = copy.deepcopy(tree)
-    runs = ordering.order_in_body(module, new.body, rewritten, runtime)
-    return compile_forward(rewritten, tree, runtime), compile_forward(rewritten, new, runtime), runs
+    runs = ordering.order_in_body(module, new.body, rewritten)
+    return compile_forward(rewritten, tree), compile_forward(rewritten, new), runs
 
 
 def values(result) -> list[torch.Tensor]:
@@ -82,7 +82,7 @@ def test_whatever_else_statements_do_stays(text):
     module = Two().requires_grad_(False)
     own, new, runs = rewritten(module, text)
     x = torch.randn(2, 5, 32)
-    assert runs == [] and ordering.MARK not in module.__dict__
+    assert runs == [] and RECORD not in module.__dict__
     assert all(map(torch.equal, values(new(module, x)), values(own(module, x))))
 
 

@@ -186,6 +186,16 @@ class SharedAfterRouted(SharedLayer):
         return total + self.shared(x)
 
 
+class UsedUnderTwoNames(Layer):
+    """What the norm gives is added, and read under another name."""
+
+    def forward(self, x, y):
+        normed = self.after(y)
+        kept = normed
+        total = x + kept
+        return total + self.moe(kept)
+
+
 def normed(x):
     return x * 0.5
 
@@ -212,6 +222,7 @@ CASES = {
     Shared: ["shared expert in moe_experts", "residual in moe_experts"],
     SharedInPlace: "no norm or shared expert here that an operator can fuse",
     SharedAfterRouted: "no norm or shared expert here that an operator can fuse",
+    UsedUnderTwoNames: ["rms_norm (after)"],
     NameOfAGlobal: ["fused_residual_norm (norm)"],
     Looping: "no norm or shared expert here that an operator can fuse",
     EarlyReturn: "its forward returns from within a branch or defines functions",

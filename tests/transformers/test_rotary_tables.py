@@ -118,7 +118,7 @@ def test_copies_hooks_and_restore():
         assert operators_of(lambda: tables(other)) == {"rope_tables": 1}  # noqa: B023
     assert len(seen) == 2
     restore_module(module)
-    assert type(module) is Qwen3MoeRotaryEmbedding and "_moe_mps_rotary" not in module.__dict__
+    assert type(module) is Qwen3MoeRotaryEmbedding and "_moe_mps" not in module.__dict__
     assert operators_of(lambda: tables(module)) == {}
     assert_same(tables(module), own, 0.0)
 

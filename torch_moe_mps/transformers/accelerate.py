@@ -1,6 +1,5 @@
 """Models made to run on the operators of this package, and back."""
 
-import ast
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -8,18 +7,18 @@ from typing import Any
 
 from torch import nn
 
-from .attention import restore_attention, use_attention_of_sinks
+from .attention import use_attention_of_sinks
 from .checkpoints.quantize import keep_when_saving, quantize_model
 from .checkpoints.recipe import requested_recipe
 from .compiling import compile_kernels
-from .experts import NAME, PREVIOUS_EXPERTS, describe, unsupported
+from .experts import NAME, describe, unsupported
 from .interface import experts_of, is_experts, is_quantized
 from .linears import QuantizedLayer, has_quantized_weights
 from .report import Report, Row
+from .rewriting.experts_calls import ids_of_experts, module_that_gives
 from .rewriting.install import drop_forward_of_class, restore_module, rewrite
-from .rewriting.program.formulas import Reader
-from .rewriting.program.programs import Unsupported
-from .rewriting.program.straightening import straighten
+from .rewriting.record import NOTHING, RECORD, record_of
+from .rewriting.rules.moe_gate import GateFormula
 from .rewriting.rules.norms import formulas_kept
 
 # {id of a config: the config, and the implementation that it named when a model with it was accelerated}
@@ -64,7 +63,8 @@ def accelerate(
     for name, module in found.items():
         reason = unsupported(module)
         if reason is None and not is_quantized(module):
-            module.__dict__.setdefault(PREVIOUS_EXPERTS, (module.config, _implementation(module.config)))
+            before = module.config, _implementation(module.config)
+            record_of(module).previous.setdefault("_experts_implementation", before)
             module.config._experts_implementation = NAME
         report.add(name, module, "experts", None if reason else describe(module), reason)
     for name, module in model.named_modules():
@@ -80,7 +80,7 @@ def accelerate(
                 report.add(name, module, "other", "; ".join(rewrites) or None, reason)
         for name, kind, module in around:
             rewrites, reason = rewrite(module)
-            if kind == "router" and "_moe_mps_gate" in module.__dict__:
+            if kind == "router" and isinstance(module.__dict__.get(RECORD, NOTHING).formula, GateFormula):
                 rewrites = ["moe_gate, called by the layer"]
             report.add(name, module, kind, "; ".join(rewrites) or None, reason)
     report.rows.sort(key=_model_order(model))
@@ -109,12 +109,12 @@ def restore(model: nn.Module) -> nn.Module:
         for module in model.modules():
             restore_cache(module)
     for module in model.modules():
-        restore_module(module)
-        restore_attention(module)
-        if PREVIOUS_EXPERTS in module.__dict__:
-            config, implementation = module.__dict__.pop(PREVIOUS_EXPERTS)
-            config._experts_implementation = implementation
+        previous = module.__dict__.get(RECORD, NOTHING).previous
+        for attribute, (config, implementation) in previous.items():
+            setattr(config, attribute, implementation)
             _BEFORE.pop(id(config), None)
+        previous.clear()
+        restore_module(module)
     return model
 
 
@@ -190,19 +190,8 @@ def _others(model: nn.Module, seen: set[str]) -> Iterator[tuple[str, nn.Module]]
 
 def _routers(block: nn.Module, experts: str) -> Iterator[tuple[str, nn.Module]]:
     """(name, module) of the children whose results are the expert ids of a block."""
-    try:
-        program = straighten(block)
-    except Unsupported:
-        return
-    reader = Reader(program)
-    values = [s.value for s in program.statements if isinstance(s, ast.Assign)] + [program.result]
-    calls = (node for value in values for node in ast.walk(value) if isinstance(node, ast.Call))
-    for call in calls:
-        if ast.unparse(call.func) == f"self.{experts}" and len(call.args) == 3:
-            ids = reader.read(call.args[1]).peel()
-            if ids.op == "item" and ids.args[0].op == "module":
-                name = ids.args[0].args[0].removeprefix("self.")
-                yield name, block.get_submodule(name)
+    for name in filter(None, map(module_that_gives, ids_of_experts(block, experts))):
+        yield name, block.get_submodule(name)
 
 
 def _owners(model: nn.Module, path: str) -> Iterator[str]:

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from ..ops._checks import ACTIVATION_DTYPES
 from ..ops.attention import MAX_HEAD
+from .rewriting.record import record_of
 
 NAME = "moe_mps_sinks"  # of the attention implementation
-PREVIOUS_ATTENTION = "_moe_mps_previous_attention"
 MOST_TOKENS = 8  # of a call of the operator; longer inputs are prompts
 
 
@@ -25,17 +25,10 @@ def use_attention_of_sinks(model: nn.Module) -> list[str]:
         has_sinks = isinstance(getattr(module, "sinks", None), Tensor) and getattr(module, "is_causal", False)
         implementation = getattr(config, "_attn_implementation", None)
         if has_sinks and implementation in ("eager", NAME):
-            module.__dict__.setdefault(PREVIOUS_ATTENTION, (config, "eager"))
+            record_of(module).previous.setdefault("_attn_implementation", (config, "eager"))
             config._attn_implementation = NAME
             names.append(name)
     return names
-
-
-def restore_attention(module: nn.Module) -> None:
-    """The implementation that a layer had before `use_attention_of_sinks`."""
-    if PREVIOUS_ATTENTION in module.__dict__:
-        config, implementation = module.__dict__.pop(PREVIOUS_ATTENTION)
-        config._attn_implementation = implementation
 
 
 def attention(

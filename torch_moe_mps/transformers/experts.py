@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
 from ..ops._activations import POINTWISE, Activation
@@ -14,14 +15,13 @@ from .interface import Experts, formats_of, is_quantized, projections
 from .rewriting.program.formulas import Node, evaluate, inline, operation_of
 from .rewriting.program.patterns import match
 from .rewriting.program.programs import Unsupported
-from .rewriting.program.reads import READS, record, recording, unchanged
+from .rewriting.program.reads import record, recording, unchanged
 from .rewriting.program.straightening import straighten
+from .rewriting.record import RECORD, record_of
 
 ops = torch.ops.moe_mps
 
 NAME = "moe_mps"
-# Where a module keeps its config and the implementation that the config named before.
-PREVIOUS_EXPERTS = "_moe_mps_previous_implementation"
 # The formula of _apply_gate on its argument X, with G and U its gate and up half.
 _GATES = {
     "silu_clamped": "silu(clamp_max(G, LIMIT)) * clamp(U, LOW, LIMIT)",
@@ -81,8 +81,11 @@ def _with_numbers(
 
 
 def runs_own_code(module: nn.Module, *inputs: Tensor) -> bool:
-    """Training, gradients that are needed, autocast and float64 belong to the model's own code."""
-    if module.training or _in_autocast(inputs[0]):
+    """Training, gradients that are needed, autocast and float64 belong to the model's own code.
+
+    Forward-mode gradients (torch.func.jvp) are needed wherever a level of dual numbers is open.
+    """
+    if module.training or _in_autocast(inputs[0]) or forward_ad._current_level >= 0:
         return True
     for x in inputs:
         if x.dtype is torch.float64:
@@ -119,9 +122,10 @@ def _activation_is_observed(experts: nn.Module) -> bool:
 def may_be_fused(experts: nn.Module) -> bool:
     """Whether an experts module runs on our operators, and nothing in between sees what it is called with.
 
-    The mark that `prepare` leaves is in the module itself: a wrapper around the experts does not have it.
+    The record that `prepare` fills is in the module itself: a wrapper around the experts does not have it.
     """
-    if "_moe_mps_activation" not in experts.__dict__ or is_observed(experts):
+    own = experts.__dict__
+    if RECORD not in own or own[RECORD].reads is None or is_observed(experts):
         return False
     if experts.__dict__.get("quantization") is not None:
         return True  # with a config of its own, see `pinned_config`
@@ -143,17 +147,18 @@ def prepare(module: nn.Module) -> Activation | None:
     """Finds out how an experts module works and keeps it on the module, with what it was read from."""
     with recording() as reads:
         activation = None if global_scales_of(module) else activation_of(module)
-    module.__dict__["_moe_mps_activation"] = activation
-    module.__dict__[READS] = tuple(reads.values())
+    record_of(module).formula = activation
+    record_of(module).reads = tuple(reads.values())
     return activation
 
 
 @torch.compiler.assume_constant_result
 def _activation(module: nn.Module) -> tuple | None:
     """The fields of the activation, a plain tuple because torch.compile takes it as a constant."""
-    if "_moe_mps_activation" not in module.__dict__ or not unchanged(module.__dict__[READS]):
+    own = module.__dict__
+    if RECORD not in own or own[RECORD].reads is None or not unchanged(own[RECORD].reads):
         prepare(module)
-    activation = module.__dict__["_moe_mps_activation"]
+    activation = own[RECORD].formula
     return None if activation is None else tuple(activation)
 
 

@@ -11,10 +11,9 @@ INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # of t
 
 
 class Experts(nn.Module):
-    """What a type checker knows of a module with the experts interface; nothing is an instance of it.
+    """The attributes of a module with the experts interface, for type checkers; it has no instances.
 
-    `quantization` and `down_quantization` are there once the weights are quantised: the formats of the first
-    and the second matrix.
+    `quantization` and `down_quantization`, the formats of the two matrices, exist once they are quantised.
     """
 
     has_gate: bool

@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from ...quantization import Format
-from ..attention import PREVIOUS_ATTENTION
-from ..experts import NAME, PREVIOUS_EXPERTS
+from ..experts import NAME
 from ..global_scales import global_scales_of
 from ..interface import experts_of, formats_of, is_quantized, projections
 from ..linears import QuantizedLayer
+from ..rewriting.record import NOTHING, RECORD
 from .absent import absent_in
 from .config import QuantizationConfig, is_ours, together
 from .targets import kinds_of
@@ -88,10 +88,9 @@ def _own_configs(model: nn.Module) -> None:
         if isinstance(config, PreTrainedConfig):
             module.config = copy.deepcopy(config, copies)
     for module in model.modules():
-        for name in (PREVIOUS_EXPERTS, PREVIOUS_ATTENTION):
-            if name in module.__dict__:
-                config, implementation = module.__dict__[name]
-                module.__dict__[name] = copies.get(id(config), config), implementation
+        previous = module.__dict__.get(RECORD, NOTHING).previous
+        for attribute, (config, implementation) in previous.items():
+            previous[attribute] = copies.get(id(config), config), implementation
 
 
 def config_of(model: nn.Module) -> QuantizationConfig | None:

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from ...quantization import Format
 from ..interface import Experts, experts_of, is_quantized, projections
 from ..linears import QuantizedLayer
-from ..rewriting.program.formulas import Node, Reader
-from ..rewriting.program.programs import Unsupported
-from ..rewriting.program.straightening import straighten
+from ..rewriting.experts_calls import ids_of_experts, module_that_gives
+from ..rewriting.program.formulas import Node
 from .absent import around_text
 from .recipe import Recipe
 
@@ -321,17 +320,8 @@ def _count(experts: nn.Module) -> int:
 
 def _that_feed(block: nn.Module, experts: str, count: int) -> set[nn.Module]:
     """Found in the program of the block; without one, by the number of outputs."""
-    try:
-        program = straighten(block)
-        reader = Reader(program)
-        values = [s.value for s in program.statements if isinstance(s, ast.Assign)] + [program.result]
-        calls = [node for value in values for node in ast.walk(value) if isinstance(node, ast.Call)]
-        calls = [c for c in calls if ast.unparse(c.func) == f"self.{experts}" and len(c.args) == 3]
-        if calls:
-            ids = [reader.read(call.args[1]).peel() for call in calls]
-            return {module for node in ids for module in _router(node, block, count)}
-    except Unsupported:
-        pass
+    if found := list(ids_of_experts(block, experts)):
+        return {module for ids in found for module in _router(ids, block, count)}
     return {
         module
         for child, part in block.named_children()
@@ -343,8 +333,8 @@ def _that_feed(block: nn.Module, experts: str, count: int) -> set[nn.Module]:
 
 def _router(ids: Node, block: nn.Module, count: int) -> Iterator[nn.Module]:
     """The linear layers of the module that returns the ids, else of those that they are computed from."""
-    if ids.op == "item" and ids.args[0].op == "module":
-        yield from _linears(block.get_submodule(ids.args[0].args[0].removeprefix("self.")))
+    if name := module_that_gives(ids):
+        yield from _linears(block.get_submodule(name))
     else:
         yield from _first_with(ids, block, count)
 

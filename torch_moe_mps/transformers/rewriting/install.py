@@ -13,39 +13,16 @@ from torch import Tensor, nn
 
 from ..experts import runs_own_code
 from ..interface import is_experts
-from . import runtime
 from .program.formulas import is_pure
 from .program.programs import CLASS_MARK, Program, Unsupported, original_class
-from .program.reads import READS, holds, recording
+from .program.reads import holds, recording
 from .program.straightening import straighten
-from .rules import gated_norm, mlp, norms, ordering, rotary
-from .rules.gated_delta import rewrite_gated_delta
-from .rules.gated_norm import rewrite_gated_norm
-from .rules.handover import hand_over_raw_results
-from .rules.linear import join_linears
-from .rules.mlp import RESIDUAL, fuse_mlp
-from .rules.moe_gate import use_gates
-from .rules.norms import fuse_norms
-from .rules.residual import add_to_first, hand_over_residual, take_residual
-from .rules.rms_norm import call_norms, replace_rms_norm
-from .rules.rope import replace_rope
-from .rules.rotary import rewrite_rotary
+from .record import NOTHING, RECORD, record_of
+from .rules import MODULE_RULES, RULES, WHOLE_RULES
+from .rules.mlp import RESIDUAL
+from .rules.residual import add_to_first
 from .rules.router import RAW, replace_selection
-from .rules.router_logits import replace_router_logits
-from .rules.shared import fold_shared_experts
-
-_RESTORED = "_moe_mps_restored"
-_REWRITES = "_moe_mps_rewrites"
-_MARKS = (
-    "_moe_mps_activation",
-    "_moe_mps_gate",
-    *(rule.MARK for rule in (norms, mlp, rotary, gated_norm, ordering)),
-    READS,
-    _REWRITES,
-    _RESTORED,
-)
-# Rules for forwards that are no straight-line programs, or are replaced as a whole.
-_WHOLE = (rewrite_rotary, rewrite_gated_norm, functools.partial(rewrite_gated_delta, runtime))
+from .rules.router_logits import REPLACE_ROUTER_LOGITS
 
 
 def is_rewritten(module: nn.Module) -> bool:
@@ -60,7 +37,7 @@ def rewrite(module: nn.Module) -> tuple[list[str], str | None]:
         restore_module(module)
     if "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
         return [], "its forward was replaced on the instance"
-    for rule in _WHOLE:
+    for rule in MODULE_RULES:
         with recording() as reads:
             found = rule(module)
         if found is not None:
@@ -72,33 +49,27 @@ def rewrite(module: nn.Module) -> tuple[list[str], str | None]:
             program = straighten(module)
             reason = _apply_rules(program)
         if program.rewrites:
-            _run(module, program.compile(runtime, is_pure), program.rewrites, reads)
+            _run(module, program.compile(is_pure), program.rewrites, reads)
     except Unsupported as unsupported:
         return [], str(unsupported)
-    return program.rewrites, None if program.rewrites else reason
+    return program.rewrites, reason
 
 
 def _apply_rules(program: Program) -> str | None:
     """The reason why nothing could be replaced, if that is so."""
-    if replace_rms_norm(program) or fuse_mlp(program):
+    if any(rule(program) for rule in WHOLE_RULES):
         return None
-    has_experts = any(is_experts(child) for child in program.module.modules())
-    if has_experts:
-        fold_shared_experts(program)
-        take_residual(program)
-        hand_over_raw_results(program)
-    fuse_norms(program)
-    hand_over_residual(program)
-    if has_experts:
-        use_gates(program)
-    replace_rope(program)
-    join_linears(program)
-    call_norms(program)
-    if has_experts or program.rewrites:
+    program.drop_unused(is_pure)
+    for rule in RULES:
+        rule(program)
+    if program.rewrites:
+        return None
+    if any(map(is_experts, program.module.modules())):
         return "no norm or shared expert here that an operator can fuse"
     reason = replace_selection(program)
     if reason is None:
-        replace_router_logits(program)
+        for rewrite_logits in REPLACE_ROUTER_LOGITS:
+            rewrite_logits(program)
     return reason
 
 
@@ -108,10 +79,14 @@ def _is_on_top(module: nn.Module) -> bool:
 
 
 def _resume(module: nn.Module) -> tuple[list[str], str | None]:
-    """Rewritten again beneath the class that was put on top since: what was read must still hold."""
-    module.__dict__.pop(_RESTORED, None)
-    if holds(module, READS):
-        return list(module.__dict__[_REWRITES]), None
+    """Lets the rewritten forward run again beneath a class that FSDP2 or a parametrisation put on top.
+
+    Only while nothing that it rests on has changed.
+    """
+    record = record_of(module)
+    record.is_restored = False
+    if record.reads is not None and holds(module):
+        return list(record.rewrites), None
     return [], "its class and its attributes were changed after it was rewritten"
 
 
@@ -119,12 +94,13 @@ def restore_module(module: nn.Module) -> None:
     """The module as it was before `rewrite`; beneath another class it runs its own code from then on."""
     drop_forward_of_class(module)
     if is_rewritten(module) and not _is_on_top(module):
-        module.__dict__[_RESTORED] = True
+        record_of(module).is_restored = True
         return
     if is_rewritten(module):
         _set_class(module, original_class(module))
-    for mark in _MARKS:
-        module.__dict__.pop(mark, None)
+    record = module.__dict__.pop(RECORD, NOTHING)
+    if record.previous:  # for `restore`, which changes configs back
+        record_of(module).previous = record.previous
 
 
 def drop_forward_of_class(module: nn.Module) -> None:
@@ -136,8 +112,8 @@ def drop_forward_of_class(module: nn.Module) -> None:
 
 def _run(module: nn.Module, forward: Callable, rewrites: list[str], reads: dict) -> None:
     """Puts a forward in the place of the module's, as long as what was read to find it holds."""
-    module.__dict__[READS] = tuple(reads.values())
-    module.__dict__[_REWRITES] = tuple(rewrites)
+    record = record_of(module)
+    record.reads, record.rewrites = tuple(reads.values()), tuple(rewrites)
     cls: type = type(module)
     _set_class(module, _rewritten_class(cls, forward))
 
@@ -158,8 +134,10 @@ def _rewritten_class(original: type[nn.Module], rewritten: Callable) -> type[nn.
         tensors = [a for a in args if isinstance(a, Tensor)]
         if kwargs:
             tensors += [a for a in kwargs.values() if isinstance(a, Tensor)]
-        restored = _RESTORED in self.__dict__
-        if restored or not tensors or runs_own_code(self, *tensors) or not holds(self, READS):
+        # A module without a record was restored, and a wrapper that a user put on before still calls this.
+        kept = self.__dict__
+        restored = RECORD not in kept or kept[RECORD].is_restored or kept[RECORD].reads is None
+        if restored or not tensors or runs_own_code(self, *tensors) or not holds(self):
             kwargs.pop(RAW, None)
             residual = kwargs.pop(RESIDUAL, None)
             return add_to_first(residual, own(self, *args, **kwargs))

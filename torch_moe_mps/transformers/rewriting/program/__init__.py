@@ -1,1 +1,1 @@
-"""The reader of formulas: a module's forward as a straight-line program, what it computes, and patterns."""
+"""Reads a forward as a straight-line program, matches formulas in it, and rewrites it."""

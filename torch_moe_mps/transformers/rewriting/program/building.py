@@ -41,22 +41,14 @@ def unary_call(program: Program, value: ast.expr) -> tuple[str, nn.Module, ast.e
     return *found, value.args[0]
 
 
-def sum_of(statement: ast.stmt) -> ast.BinOp | None:
-    """a + b of a statement that gives it a name."""
-    value = statement.value if isinstance(statement, ast.Assign) else None
-    return value if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) else None
-
-
 def sums(program: Program) -> list[tuple[ast.Assign, ast.BinOp]]:
-    """The statements that name a sum, and these sums; a sum that is returned gets a name first."""
-    if isinstance(program.result, ast.BinOp) and isinstance(program.result.op, ast.Add):
-        statement = program.assign("total", program.result)
-        program.statements.append(statement)
-        program.result = ast.Name(name_of(statement), ast.Load())
+    """The statements that name a sum, and these sums."""
     return [
-        (statement, total)
+        (statement, statement.value)
         for statement in program.statements
-        if isinstance(statement, ast.Assign) and (total := sum_of(statement)) is not None
+        if isinstance(statement, ast.Assign)
+        and isinstance(statement.value, ast.BinOp)
+        and isinstance(statement.value.op, ast.Add)
     ]
 
 
@@ -77,7 +69,7 @@ class _Replace(ast.NodeTransformer):
         return self.new if node is self.old else self.generic_visit(node)
 
 
-def replace(program: Program, statement: ast.Assign, old: ast.expr, new: ast.expr) -> None:
+def replace_in(program: Program, statement: ast.Assign, old: ast.expr, new: ast.expr) -> None:
     """Puts `new` where `old` stands in the value of a statement."""
     statement.value = _Replace(old, new).visit(statement.value)
     program.definitions[name_of(statement)] = statement.value

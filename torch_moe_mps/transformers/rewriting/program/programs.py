@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from .. import runtime
+
 # Attribute of the subclasses that rewriting makes.
 CLASS_MARK = "_moe_mps_original_class"
 
@@ -106,11 +108,9 @@ class Program:
         between = self.statements[self.statements.index(first) : self.statements.index(last)]
         return any(statement in self.inplace for statement in between)
 
-    def compile(
-        self, helpers: types.ModuleType, is_pure: Callable[[ast.expr, nn.Module], bool]
-    ) -> types.FunctionType:
-        """The function that runs the program, with the original globals and `helpers` as `_moe_mps`."""
-        self._drop_unused(is_pure)
+    def compile(self, is_pure: Callable[[ast.expr, nn.Module], bool]) -> types.FunctionType:
+        """The function that runs the program, with the globals of the original."""
+        self.drop_unused(is_pure)
         self._reuse_names()
         body = [*self.statements, ast.Return(self.result)]
         children = _ReadChildren(self.module)
@@ -118,9 +118,10 @@ class Program:
         # From Python 3.12 on the node has type_params, which may not be missing.
         options: dict[str, Any] = {"type_params": []}
         forward = ast.FunctionDef("forward", self.arguments, body, [], **options)
-        return compile_forward(self.function, forward, helpers)
+        return compile_forward(self.function, forward)
 
-    def _drop_unused(self, is_pure: Callable[[ast.expr, nn.Module], bool]) -> None:
+    def drop_unused(self, is_pure: Callable[[ast.expr, nn.Module], bool]) -> None:
+        """Drops what nothing reads and what has no effect."""
         read = {n.id for n in ast.walk(self.result) if isinstance(n, ast.Name)}
         kept = []
         for statement in reversed(self.statements):
@@ -129,6 +130,7 @@ class Program:
                 and name_of(statement) not in read
                 and is_pure(statement.value, self.module)
             ):
+                self.definitions.pop(name_of(statement), None)
                 continue
             read |= {
                 n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)
@@ -202,24 +204,22 @@ class _ReadChildren(ast.NodeTransformer):
         return ast.BoolOp(ast.Or(), [*(ast.parse(place, mode="eval").body for place in places), node])
 
 
-def compile_forward(
-    function: types.FunctionType, forward: ast.FunctionDef, helpers: types.ModuleType
-) -> types.FunctionType:
-    """A rewritten `function`, with its globals and `helpers` as `_moe_mps`; one object for one source."""
+def compile_forward(function: types.FunctionType, forward: ast.FunctionDef) -> types.FunctionType:
+    """A rewritten `function` with its globals and `runtime` as `_moe_mps`; one object for one source."""
     build = ast.parse("def build(_moe_mps, _inplace):\n    return forward")
     (function_tree,) = build.body
     assert isinstance(function_tree, ast.FunctionDef)
     function_tree.body.insert(0, forward)
-    return _compile(function, ast.unparse(ast.fix_missing_locations(build)), helpers)
+    return _compile(function, ast.unparse(ast.fix_missing_locations(build)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _compile(function: types.FunctionType, source: str, helpers: types.ModuleType) -> types.FunctionType:
+def _compile(function: types.FunctionType, source: str) -> types.FunctionType:
     name = f"<torch_moe_mps {function.__module__}.{function.__qualname__} {hash(source) & 0xFFFFFFFF:08x}>"
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
     scope: dict = {}
     exec(compile(source, name, "exec"), function.__globals__, scope)
-    forward = scope["build"](helpers, operator)
+    forward = scope["build"](runtime, operator)
     forward.__qualname__ = function.__qualname__
     forward.__module__ = function.__module__
     return forward

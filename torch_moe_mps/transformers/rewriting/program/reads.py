@@ -1,4 +1,4 @@
-"""What recognising a module has read from it, so that a later change is noticed.
+"""The attributes that a rewritten forward rests on, so that a later change is noticed.
 
 A rewritten forward contains what an attribute said when it was read (`if self.norm_topk_prob`), and a formula
 what a submodule computed. `unchanged` compares these with what the module says now.
@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-# Where a module keeps what it was recognised by.
-READS = "_moe_mps_reads"
+from ..record import RECORD
+
 _PLAIN = (bool, int, float, str, tuple)
 _PLACES = ("", "_parameters", "_buffers", "_modules")
 _MISSING = "<no attribute>"
@@ -65,14 +65,19 @@ def _value(owner: nn.Module, path: str) -> object:
     return _TENSOR if isinstance(value, Tensor) else value
 
 
-@torch.compiler.assume_constant_result
-def holds(module: nn.Module, mark: str) -> bool:
-    """Whether what a module keeps under `mark` (reads, or a formula with its reads) is still true.
+# These take the module, since torch.compile asks for arguments that it knows.
 
-    Takes the module, since torch.compile asks for arguments that it knows.
-    """
-    kept = module.__dict__[mark]
-    return unchanged(kept if type(kept) is tuple else kept.reads)
+
+@torch.compiler.assume_constant_result
+def holds(module: nn.Module) -> bool:
+    """Whether a module still has the attributes that its rewritten forward rests on."""
+    return unchanged(module.__dict__[RECORD].reads)
+
+
+@torch.compiler.assume_constant_result
+def formula_holds(module: nn.Module) -> bool:
+    """Whether a module still has the attributes that its formula was read from."""
+    return unchanged(module.__dict__[RECORD].formula.reads)
 
 
 def unchanged(reads: tuple[Read, ...]) -> bool:

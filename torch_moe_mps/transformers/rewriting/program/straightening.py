@@ -153,7 +153,12 @@ class _Builder:
     # Statements
 
     def on_return(self, node: ast.Return) -> None:
-        self.program.result = self.expression(node.value) if node.value else ast.Constant(None)
+        result = self.expression(node.value) if node.value else ast.Constant(None)
+        if isinstance(result, ast.BinOp):  # a sum that rules may fuse has a name
+            statement = self.program.assign("result", result)
+            self.program.statements.append(statement)
+            result = ast.Name(name_of(statement), ast.Load())
+        self.program.result = result
         self.returned = True
 
     def on_pass(self, node: ast.Pass) -> None:

@@ -1,8 +1,8 @@
-"""The decode step of layers with linear attention by the gated delta rule (Qwen3-Next).
+"""The decode step of linear attention with the gated delta rule (Qwen3-Next).
 
-Their forwards choose between a prompt and one token, so they are no straight-line programs: only the calls of
-the two functions of the decode step are rewritten. What these functions and the gates in front of them
-compute is found by trying them on random numbers.
+These forwards branch between a prompt and one token, so they are not straight-line programs. Only the calls
+of the two functions of the decode step are rewritten. Those functions, and the gates before them, are
+recognised by running them on random numbers.
 """
 
 import ast
@@ -22,6 +22,7 @@ from ....ops._checks import ACTIVATION_DTYPES
 from ....ops.gated_delta import MAX_KEY_WIDTH
 from ..program.building import helper
 from ..program.programs import compile_forward, original_class
+from ..runtime import called
 from .linear import join_in_body
 from .ordering import order_in_body
 from .trial import agrees
@@ -37,6 +38,7 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", None: "none"}
 # What the rewritten forwards call
 
 
+@called
 def causal_conv(
     function: Callable,
     x: Tensor,
@@ -55,6 +57,7 @@ def causal_conv(
     return ops.causal_conv1d_update_(x, conv_state, weight, bias, name)
 
 
+@called
 def delta_rule(
     function: Callable,
     q: Tensor,
@@ -86,9 +89,9 @@ def delta_rule(
 
 
 def _split(options: dict) -> tuple:
-    """initial_state, use_qk_l2norm_in_kernel, output_final_state, and the names of other options that count.
+    """initial_state, use_qk_l2norm_in_kernel, output_final_state, and the names of other options in use.
 
-    Flags of the model, such as use_cache, do not count: forwards pass them on to every function.
+    Flags of the model, such as use_cache, are no options: forwards pass them on to every function.
     """
     names = ("initial_state", "use_qk_l2norm_in_kernel", "output_final_state")
     others = [name for name, value in options.items() if not (name in names or isinstance(value, _FLAG))]
@@ -103,7 +106,7 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> bool:
     return dtypes and few and q.shape == k.shape and v.shape[2] % q.shape[2] == 0
 
 
-# What functions compute, by trial
+# Recognising functions by running them
 
 
 @functools.cache
@@ -201,7 +204,7 @@ def _decay_attributes(gate: _Gate) -> tuple[str, str] | None:
 # Rewriting of a forward
 
 
-def rewrite_gated_delta(helpers: types.ModuleType, module: nn.Module) -> tuple[Callable, str] | None:
+def rewrite_gated_delta(module: nn.Module) -> tuple[Callable, str] | None:
     """(forward, what it runs) for a layer with linear attention, else None."""
     own = original_class(module).forward
     inner = inspect.unwrap(own)
@@ -220,7 +223,7 @@ def rewrite_gated_delta(helpers: types.ModuleType, module: nn.Module) -> tuple[C
     tree = rewriter.visit_FunctionDef(tree)
     if not rewriter.rewrites:
         return None
-    if ordered := order_in_body(module, tree.body, inner, helpers):
+    if ordered := order_in_body(module, tree.body, inner):
         rewriter.rewrites.update(ordered)
     elif joined := join_in_body(module, tree.body):
         rewriter.rewrites.add(f"linear_quantized ({', '.join(joined)})")
@@ -229,7 +232,7 @@ def rewrite_gated_delta(helpers: types.ModuleType, module: nn.Module) -> tuple[C
         if isinstance(argument, ast.arg):
             argument.annotation = None
     tree.name, tree.returns = "forward", None
-    return compile_forward(inner, tree, helpers), "; ".join(sorted(rewriter.rewrites))
+    return compile_forward(inner, tree), "; ".join(sorted(rewriter.rewrites))
 
 
 class _Rewriter(ast.NodeTransformer):

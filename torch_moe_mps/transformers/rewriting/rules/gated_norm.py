@@ -1,6 +1,6 @@
 """RMSNorms whose result a gate multiplies: rms(x) * weight * silu(gate).
 
-What a module computes is found by trying a copy of it on random numbers.
+A module is recognised by running a copy of it on random numbers.
 """
 
 import copy
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from ....ops._checks import ACTIVATION_DTYPES
 from ..program.programs import original_class
 from ..program.reads import record
+from ..record import RECORD, record_of
 from .trial import agrees
 
 ops = torch.ops.moe_mps
 
-MARK = "_moe_mps_gated_norm"
 _EPS = ("variance_epsilon", "eps", "epsilon")
 _TRIAL_EPS = 0.25  # large enough to tell where it is added
 _WIDEST = 1024  # a norm of heads is not wider
@@ -25,7 +25,7 @@ _WIDEST = 1024  # a norm of heads is not wider
 
 def gated_norm_forward(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
     """The forward of a rewritten norm."""
-    eps, offset = norm.__dict__[MARK]
+    eps, offset = norm.__dict__[RECORD].formula
     weight = norm.weight
     fits = x.shape == gate.shape and x.dtype == gate.dtype and x.shape[-1:] == weight.shape
     if not fits or not x.device == gate.device == weight.device or weight.dtype not in ACTIVATION_DTYPES:
@@ -50,7 +50,7 @@ def rewrite_gated_norm(module: nn.Module) -> tuple[Callable, str] | None:
     offset = _offset(module, own, eps, weight.shape[0])
     if offset is None:
         return None
-    module.__dict__[MARK] = (eps, offset)
+    record_of(module).formula = (eps, offset)
     return gated_norm_forward, "rms_norm_gated"
 
 

@@ -3,11 +3,12 @@
 import ast
 import copy
 
+from ..experts_calls import is_experts_call
 from ..program.building import child_of_call, helper
 from ..program.programs import Program, name_of
 from .mlp import RESIDUAL
 from .router import is_replaceable
-from .shared import is_experts_call, is_with_shared
+from .shared import is_with_shared
 
 
 def hand_over_raw_results(program: Program) -> None:
@@ -19,7 +20,7 @@ def hand_over_raw_results(program: Program) -> None:
         if not isinstance(statement, ast.Assign) or not isinstance(call := statement.value, ast.Call):
             continue
         found = child_of_call(program, call)
-        if found is None or not is_replaceable(found[1]):
+        if found is None:
             continue
         name, results = found[0], name_of(statement)
         condition: ast.expr = ast.Constant(True)
@@ -27,7 +28,7 @@ def hand_over_raw_results(program: Program) -> None:
         if experts is None and RESIDUAL in program.arguments_names():
             experts = experts_fed_by(program, results, or_returned=True)
             condition = ast.parse(f"{RESIDUAL} is not None", mode="eval").body
-        if experts is not None:
+        if experts is not None and is_replaceable(found[1]):
             program.rewrites.append(f"results of {name} passed on without casts")
             routed = helper("routed", experts, condition, call.func, *call.args)
             routed.keywords = call.keywords

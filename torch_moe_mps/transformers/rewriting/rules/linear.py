@@ -1,6 +1,6 @@
-"""Quantised linear layers of one input (q, k and v; gate and up): one operator multiplies them all.
+"""Quantised linear layers with the same input (q, k and v; gate and up) run as one operator.
 
-Their rows stand behind each other in memory.
+Their rows are concatenated in memory.
 """
 
 import ast
@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from ...experts import is_observed
 from ...linears import QuantizedLinear
-from ..program.building import calls, helper, item, own_module, replace, unary_call
+from ..program.building import calls, helper, item, own_module, replace_in, unary_call
 from ..program.programs import Program, name_of
+from ..record import NOTHING, RECORD, record_of
+from ..runtime import called
 
 ops = torch.ops.moe_mps
 
-JOINED = "_moe_mps_joined"
+_WITH_MEMORY = (Tensor, nn.Parameter)
 _TENSORS = ("packed", "scales", "biases", "bias")
 
 
@@ -27,9 +29,9 @@ def _nothing() -> None:
 
 
 class Joined:
-    """The weights of several layers, one behind another; the layers' own parameters are views of them.
+    """The concatenated weights of several layers, whose own parameters are views of them.
 
-    A copy or a pickle of a layer has weights of its own: it leaves this out, and they are joined again.
+    A copy or a pickle of a layer has its own weights and leaves this out; its layers are joined again.
     """
 
     def __init__(self, layers: Sequence[QuantizedLinear]):
@@ -71,16 +73,19 @@ def _bias(layer: QuantizedLinear) -> Tensor:
 
 
 def _place(layer: nn.Module) -> tuple:
-    """Where the weights of a layer lie, and which parameters hold them. If this changes, the weight does."""
+    """The addresses of a layer's weights, and the parameters that hold them: they change with the weights.
+
+    Empty for weights without memory of their own: torch.export and FSDP2 put subclasses of Tensor there.
+    """
     own = layer._parameters
     packed, scales = own.get("packed"), own.get("scales")
-    if packed is None or scales is None:
+    if packed is None or scales is None or packed.__class__ not in _WITH_MEMORY:
         return ()
     return packed.data_ptr(), scales.data_ptr(), scales.dtype, id(own["biases"]), id(own["bias"])
 
 
 def _can_join(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[QuantizedLinear]]:
-    """Whether the layers can be one matrix: of one format, on one device, seen by nobody."""
+    """Whether the layers can be one matrix: same format, dtype and device, and no hook on any of them."""
     first = layers[0]
     for layer in layers:
         if type(layer) is not QuantizedLinear or is_observed(layer) or layer.format != first.format:
@@ -90,7 +95,8 @@ def _can_join(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[QuantizedLinear
             and getattr(layer, name).device == getattr(first, name).device
             for name in ("packed", "scales")
         )
-        if not same or layer.columns != first.columns or layer.packed.is_meta:
+        known = type(layer.packed) in _WITH_MEMORY and not layer.packed.is_meta
+        if not same or layer.columns != first.columns or not known:
             return False
     biases = [bias.dtype for layer in layers if (bias := layer._parameters["bias"]) is not None]
     return len(set(biases)) < 2 and len({id(layer) for layer in layers}) == len(layers)
@@ -98,36 +104,37 @@ def _can_join(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[QuantizedLinear
 
 @torch.compiler.assume_constant_result
 def join(*layers: nn.Module) -> bool:
-    """Whether the layers' weights are one, as JOINED of the first layer; they are joined now if need be."""
+    """Whether the layers' weights are one matrix, which the record of the first holds; joins them if not."""
     for layer in layers:
         if is_observed(layer):
             return False
-    found: Joined | None = layers[0].__dict__.get(JOINED)
+    found: Joined | None = layers[0].__dict__.get(RECORD, NOTHING).joined
     if found is not None and found.is_current(layers):
         return True
     if not _can_join(layers):
         return False
-    layers[0].__dict__[JOINED] = Joined(layers)
+    record_of(layers[0]).joined = Joined(layers)
     return True
 
 
 def together(layers: tuple[nn.Module, ...], x: Tensor) -> Tensor | None:
-    """The outputs of the layers, one behind another, if they can be one matrix."""
+    """The concatenated outputs of the layers; None if they cannot be one matrix."""
     if not join(*layers):
         return None
-    whole = layers[0].__dict__[JOINED]
+    whole = layers[0].__dict__[RECORD].joined
     form = whole.format
     return ops.linear_quantized(
         x, whole.packed, whole.scales, whole.biases, whole.bias, form.bits, form.group_size, form.mode
     )
 
 
+@called
 def linears(layers: tuple[nn.Module, ...], x: Tensor) -> Sequence[Tensor]:
     """layer(x) of each layer."""
     out = together(layers, x)
     if out is None:
         return [layer(x) for layer in layers]
-    return out.split_with_sizes(layers[0].__dict__[JOINED].rows, -1)
+    return out.split_with_sizes(layers[0].__dict__[RECORD].joined.rows, -1)
 
 
 class NamedCall(NamedTuple):
@@ -143,9 +150,9 @@ class NamedCall(NamedTuple):
 def layers_of_one_input(
     module: nn.Module, body: list[ast.stmt], kinds: tuple[type, ...] = (nn.Linear, QuantizedLinear)
 ) -> list[NamedCall]:
-    """The calls of linear layers that have the input of the first, if there are more than one.
+    """The calls of linear layers with the same input as the first, if there are several.
 
-    The later ones may move up to the first: nothing in between names the input or what moves.
+    All may run where the first does: nothing in between reads their outputs or assigns their input.
     """
     found = [call for i, statement in enumerate(body) if (call := _named_call(module, i, statement, kinds))]
     group = [call for call in found if call.input == found[0].input]
@@ -220,5 +227,5 @@ def _join(program: Program, group: list[tuple[ast.Assign, ast.Call, str, nn.Modu
     together = program.assign("joined", helper("linears", layers, call.args[0]))
     program.statements.insert(program.statements.index(first), together)
     for index, (statement, call, *_) in enumerate(group):
-        replace(program, statement, call, item(name_of(together), index))
+        replace_in(program, statement, call, item(name_of(together), index))
     program.rewrites.append(f"linear_quantized ({', '.join(names)})")

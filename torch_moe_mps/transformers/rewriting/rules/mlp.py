@@ -16,11 +16,12 @@ from ..program.building import add_option, helper, replace_everything
 from ..program.formulas import Node, Reader
 from ..program.patterns import match
 from ..program.programs import Program, original_class
-from .linear import JOINED, join
+from ..record import RECORD, record_of
+from ..runtime import called
+from .linear import join
 
 ops = torch.ops.moe_mps
 
-MARK = "_moe_mps_mlp"
 # The argument with which a layer hands over what it would add to the result.
 RESIDUAL = "moe_mps_residual"
 
@@ -65,14 +66,15 @@ def _is_input(node: Node) -> bool:
     return node.op == "opaque" and isinstance(node.source, ast.Name)
 
 
+@called
 def mlp(module: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:
     """The forward of an MLP, plus the residual."""
-    formula: MlpFormula = module.__dict__[MARK]
+    formula: MlpFormula = module.__dict__[RECORD].formula
     gate, down = getattr(module, formula.gate), getattr(module, formula.down)
     layers = (gate,) if formula.up is None else (gate, getattr(module, formula.up))
     if not join(*layers) or type(down) is not QuantizedLinear or is_observed(down):
         return add_terms(original_class(module).forward(module, x), residual=residual)
-    first, to = gate.__dict__[JOINED], down.format
+    first, to = gate.__dict__[RECORD].joined, down.format
     form = first.format
     packed, scales, biases, bias = down.weights()
     return ops.mlp_quantized(
@@ -88,7 +90,7 @@ def fuse_mlp(program: Program) -> bool:
     formula = mlp_formula(program)
     if formula is None or len(program.arguments.args) != 2:
         return False
-    program.module.__dict__[MARK] = formula
+    record_of(program.module).formula = formula
     names = (formula.gate,) if formula.up is None else (formula.gate, formula.up)
     join(*(getattr(program.module, name) for name in names))
     x = ast.Name(program.arguments.args[1].arg, ast.Load())

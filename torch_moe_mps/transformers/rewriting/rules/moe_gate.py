@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from ....ops._checks import MAX_TOP_K
 from ...experts import is_observed, may_be_fused
-from ..program.building import helper, own_module, unary_call
 from ..program.formulas import Node, Reader, evaluate, is_number
 from ..program.patterns import match
-from ..program.programs import Program, Unsupported, name_of, original_class
+from ..program.programs import Unsupported, name_of, original_class
 from ..program.reads import Read, record, recording, unchanged
+from ..program.rewrites import Match, Rewrite
 from ..program.straightening import straighten
+from ..record import NOTHING, RECORD, record_of
+from ..runtime import called
 from .handover import experts_fed_by
 
 ops = torch.ops.moe_mps
@@ -108,6 +110,7 @@ def _attribute(module: nn.Module, path: str) -> Any:
     return value
 
 
+@called
 def gate(
     experts: nn.Module | None, router: nn.Module, hidden: Tensor
 ) -> tuple[Tensor | None, Tensor, Tensor]:
@@ -115,7 +118,7 @@ def gate(
 
     The ids come in int32 where `experts` alone reads them, and on our operators.
     """
-    formula = router.__dict__.get("_moe_mps_gate")
+    formula: GateFormula | None = router.__dict__.get(RECORD, NOTHING).formula
     if formula is None or hidden.dim() != 2 or not formula.holds_for(router):
         return router(hidden)
     scale, root, per_expert, top_k, eps = (
@@ -128,31 +131,17 @@ def gate(
     return None, weights, ids if raw else ids.long()
 
 
-def use_gates(program: Program) -> None:
-    """Rewrites `_, weights, ids = self.router(x)` where the first result is not read."""
-    for statement in program.statements:
-        found = unary_call(program, statement.value) if isinstance(statement, ast.Assign) else None
-        if (
-            found is None
-            or not isinstance(statement, ast.Assign)
-            or _reads_first(program, name_of(statement))
-        ):
-            continue
-        name, router, x = found
-        formula = gate_formula(router)
-        if formula is not None:
-            router.__dict__["_moe_mps_gate"] = formula
-            experts = experts_fed_by(program, name_of(statement)) or ast.Constant(None)
-            statement.value = helper("gate", experts, own_module(name), x)
-            program.rewrites.append(f"moe_gate ({name})")
+def _is_gate(match: Match) -> str | None:
+    """Whether a router is a gate, and nothing reads the first of its results."""
+    program, results = match.program, name_of(match.statements["RESULTS"])
+    others = [f"{results}[{index}]" for index in (1, 2)]
+    read = [s for s in program.statements if isinstance(s, ast.Assign) and ast.unparse(s.value) in others]
+    formula = gate_formula(match.module("ROUTER")) if program.uses(results) == len(read) else None
+    if formula is None:
+        return None
+    record_of(match.module("ROUTER")).formula = formula
+    match.values["EXPERTS"] = experts_fed_by(program, results) or ast.Constant(None)
+    return f"moe_gate ({match.child('ROUTER')})"
 
 
-def _reads_first(program: Program, results: str) -> bool:
-    """Whether anything but the unpacking reads results[0]."""
-    for name, value in program.definitions.items():
-        if ast.unparse(value) == f"{results}[0]":
-            unpacked = len(
-                [1 for v in program.definitions.values() if ast.unparse(v).startswith(f"{results}[")]
-            )
-            return program.uses(name) > 0 or program.uses(results) != unpacked
-    return True
+USE_GATE = Rewrite("RESULTS = ROUTER(X)", "RESULTS = gate(EXPERTS, ROUTER, X)", where=_is_gate)

@@ -1,6 +1,6 @@
-"""Outputs of linear layers that a forward only puts in another order (Qwen3-Next): one copy instead of many.
+"""Statements that only reorder the outputs of linear layers (Qwen3-Next): one copy instead of many.
 
-What the statements behind the layers do is found by running them on numbers that say where each came from.
+The order is found by running the statements on tensors whose values are their own indices.
 """
 
 import ast
@@ -15,18 +15,19 @@ from torch import Tensor, nn
 from ..program.building import helper, own_module
 from ..program.programs import compile_forward
 from ..program.reads import record
+from ..record import RECORD, record_of
+from ..runtime import called
 from .linear import NamedCall, is_named, join, layers_of_one_input, together
 
-MARK = "_moe_mps_order"
 _OWN = "_moe_mps_own_order"
 
 
 class Order:
-    """Results whose values are the layers' outputs of the same token, in another order.
+    """Results that hold the layers' outputs for the same token in another order.
 
     Attributes:
-        index: [N], int32: for each value of the results, one behind another, its column in the outputs.
-        sizes, shapes: of each result, how many values a token has and their shape.
+        index: [N], int32: for each value of the concatenated results, its column in the outputs.
+        sizes, shapes: the number of values that each result has for a token, and their shape.
     """
 
     def __init__(self, index: Tensor, shapes: list[tuple[int, ...]]):
@@ -42,31 +43,30 @@ class Order:
         return [part.unflatten(-1, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
+@called
 def in_order(module: nn.Module, layers: tuple[nn.Module, ...], x: Tensor, own: Callable) -> Sequence[Tensor]:
-    """own(layer(x) of each layer), the model's own statements; they run where the outputs differ in dtype."""
+    """own(*(layer(x) for each layer)). `own`, the model's statements, runs only if the dtypes differ."""
     outputs = together(layers, x) if x.dim() == 3 else None
     if outputs is None:
         each = [layer(x) for layer in layers]
         if x.dim() != 3 or any(output.dtype is not each[0].dtype for output in each):
             return own(*each)
         outputs = torch.cat(each, -1)
-    return module.__dict__[MARK].results(outputs)
+    return module.__dict__[RECORD].formula.results(outputs)
 
 
 # Rewriting of a forward
 
 
 class _Region(NamedTuple):
-    """Statements behind the layers, and the names of them that are read later."""
+    """The statements after the layers, and the names that they assign and later statements read."""
 
     statements: list[ast.stmt]
     names: list[str]
 
 
-def order_in_body(
-    module: nn.Module, body: list[ast.stmt], function: types.FunctionType, helpers: types.ModuleType
-) -> list[str]:
-    """Rewrites the statements behind linear layers of one input that only order their outputs anew.
+def order_in_body(module: nn.Module, body: list[ast.stmt], function: types.FunctionType) -> list[str]:
+    """Rewrites the statements after linear layers with one input if they only reorder the outputs.
 
     Returns: what the forward runs now.
     """
@@ -75,9 +75,9 @@ def order_in_body(
         return []
     for region in _regions(body, group):
         own = _function(group, region)
-        order = _order(module, group, compile_forward(function, own, helpers))
+        order = _order(module, group, compile_forward(function, own))
         if order is not None:
-            module.__dict__[MARK] = order
+            record_of(module).formula = order
             _replace(body, group, region, own)
             joined = join(*(call.layer for call in group))
             names = ", ".join(call.name for call in group)
@@ -86,7 +86,7 @@ def order_in_body(
 
 
 def _regions(body: list[ast.stmt], group: list[NamedCall]) -> Iterator[_Region]:
-    """Runs of assignments behind the layers, the longest first; nothing else reads the layers' outputs."""
+    """Runs of assignments after the layers, longest first; nothing after a run reads the layers' outputs."""
     start = group[-1].place + 1
     end = start
     while end < len(body) and isinstance(body[end], ast.Assign):
@@ -124,7 +124,7 @@ def _function(group: list[NamedCall], region: _Region) -> ast.FunctionDef:
 
 
 def _order(module: nn.Module, group: list[NamedCall], own: Callable) -> Order | None:
-    """What the statements do, if they copy more than once and each result only orders its token's values."""
+    """The order that the statements make, if they copy more than once and only reorder within a token."""
     columns = [call.layer.out_features for call in group]
     trial = copy.copy(module)
     many, one = (_places(own, trial, columns, *sizes) for sizes in ((2, 3), (1, 1)))

@@ -1,7 +1,7 @@
 """Rotary position embeddings, and the norms of q and k in front of them.
 
-The functions of models that apply them differ in how they write the same few formulas. What a function
-computes is found by trying it: on random numbers only one of the operator's forms can agree with it.
+Models write the same few formulas in many ways, so a function is recognised by running it: on random numbers
+only one of the operator's forms can agree with it.
 """
 
 import ast
@@ -15,16 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from ...experts import is_observed
-from ..program.building import calls, helper, own_module, replace, unary_call
-from ..program.programs import Program, name_of
-from ..program.reads import holds
-from .norms import MARK, norm_formula, weight_of
+from ..program.building import calls, helper, replace_in
+from ..program.programs import Program
+from ..program.reads import formula_holds
+from ..program.rewrites import Form, Match
+from ..record import NOTHING, RECORD, record_of
+from ..runtime import called
+from .norms import norm_formula, weight_of
 from .trial import agrees
 
 ops = torch.ops.moe_mps
 
 _PAIRS = ("half", "interleaved", "interleaved_to_half")
 _HEADS, _TOKENS, _WIDTH = 3, 5, 16
+_NORM, _NORM_TRANSPOSED = Form("NORM(X)"), Form("NORM(X).transpose(1, 2)")
 
 
 class RopeForm(NamedTuple):
@@ -111,6 +115,7 @@ def _turn(wide: tuple | None, narrow: tuple | None, q: Tensor, cos: Tensor) -> t
     return narrow
 
 
+@called
 def rope(
     function: Callable,
     form: tuple,
@@ -151,8 +156,8 @@ def _norm_arguments(
     for name, norm, x in (("q_weight", q_norm, q), ("k_weight", k_norm, k)):
         if norm is None or x is None:
             continue
-        formula = norm.__dict__.get(MARK)
-        if formula is None or is_observed(norm) or not holds(norm, MARK):
+        formula = norm.__dict__.get(RECORD, NOTHING).formula
+        if formula is None or is_observed(norm) or not formula_holds(norm):
             return None
         weight, own_eps = weight_of(norm), getattr(norm, formula.eps)
         if weight.shape[0] != x.shape[-1] or not (formula.keeps_dtype or weight.dtype is x.dtype):
@@ -192,61 +197,36 @@ def _rotary_function(program: Program, call: ast.Call) -> types.FunctionType | N
 def _replace(program: Program, statement: ast.Assign, call: ast.Call, form: RopeForm, tensors: int) -> None:
     inputs, names, norms = [], [], {}
     for argument, keyword in zip(call.args[:tensors], ("q_norm", "k_norm"), strict=False):
-        found = _normed(program, argument, statement)
-        if found is None:
+        match = _normed(program, argument, statement)
+        if match is None:
             inputs.append(argument)
-        else:
-            name, inner, read = found
-            inputs.append(inner)
-            names.append(name)
-            program.statements = [each for each in program.statements if each not in read]
-            norms[keyword] = own_module(name)
+            continue
+        match.drop()
+        inputs.append(match.values["X"])
+        names.append(match.child("NORM"))
+        norms[keyword] = match.values["NORM"]
     k = [] if tensors == 2 else [ast.Constant(None)]
     form_text = ast.parse(repr(tuple(form)), mode="eval").body
     new = helper("rope", call.func, form_text, *inputs, *k, *call.args[tensors:], **norms)
     new.keywords += call.keywords
-    replace(program, statement, call, new)
+    replace_in(program, statement, call, new)
     program.rewrites.append("rope" + (f" with {', '.join(names)}" if names else ""))
 
 
-def _normed(
-    program: Program, argument: ast.expr, until: ast.Assign
-) -> tuple[str, ast.expr, list[ast.stmt]] | None:
-    """(name of the norm, what replaces the argument, statements that are no longer needed) of self.norm(x) or
-    self.norm(x).transpose(1, 2), which nothing else reads. A norm of heads goes over the last dimension, so
-    it may come after the transposition."""
-    name = program.last_name(argument)
-    if name is None or program.uses(name) != 1:
-        return None
-    source, value = program.defined_by(name), program.definitions[name]
-    if source is None or source.value is not value or program.mutates_between(source, until):
-        return None
-    read: list[ast.stmt] = [source]
-    inner = _transposed(value)
-    if inner is not None:
-        value = inner
-        defined = program.definition(program.last_name(value))
-        if isinstance(value, ast.Name) and (defined is None or program.uses(name_of(defined[0])) != 1):
-            return None
-        if defined is not None:
-            value = defined[1]
-            read.append(defined[0])
-    found = unary_call(program, value)
-    if found is None:
-        return None
-    name, norm, x = found
-    formula = norm_formula(norm)
-    if formula is None or not formula.weight:
-        return None
-    norm.__dict__[MARK] = formula
-    if inner is not None:
-        x = ast.Call(ast.Attribute(x, "transpose", ast.Load()), [ast.Constant(1), ast.Constant(2)], [])
-    return name, x, read
+def _normed(program: Program, argument: ast.expr, until: ast.Assign) -> Match | None:
+    """A norm of heads in front of the rotation; X is its input, in the order that the rotation expects.
 
-
-def _transposed(value: ast.expr) -> ast.expr | None:
-    """x if a value is x.transpose(1, 2)."""
-    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
-        return None
-    is_swap = value.func.attr == "transpose" and [ast.unparse(a) for a in value.args] == ["1", "2"]
-    return value.func.value if is_swap else None
+    A norm goes over the last dimension, so it may come after a transposition that follows it.
+    """
+    for form in (_NORM, _NORM_TRANSPOSED):
+        for match in form.find(program, argument, until):
+            norm = match.module("NORM")
+            formula = norm_formula(norm)
+            if formula is None or not formula.weight:
+                continue
+            record_of(norm).formula = formula
+            if form is _NORM_TRANSPOSED:
+                swap = ast.Attribute(match.values["X"], "transpose", ast.Load())
+                match.values["X"] = ast.Call(swap, [ast.Constant(1), ast.Constant(2)], [])
+            return match
+    return None

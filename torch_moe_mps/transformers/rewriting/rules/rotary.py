@@ -1,7 +1,7 @@
 """The modules that compute the tables of rotary position embeddings.
 
-What such a module computes is found by trying it on random positions. Types of embeddings whose frequencies
-change with the length of the sequence are left alone.
+They are recognised by running them on random positions. Embeddings whose frequencies change with the length
+of the sequence are left alone.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from ....ops._checks import ACTIVATION_DTYPES, ID_DTYPES
 from ..program.programs import original_class
 from ..program.reads import record
+from ..record import NOTHING, RECORD, record_of
 from .trial import agrees
 
 ops = torch.ops.moe_mps
 
-MARK = "_moe_mps_rotary"
 _LAYOUTS = ("halves", "pairs", "interleaved")
 _LARGEST_POSITION = 4096
 
@@ -26,7 +26,7 @@ def rotary_forward(
     rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None
 ) -> tuple[Tensor, ...]:
     """The forward of a rewritten module: cos and sin for each position."""
-    layout = rotary.__dict__.get(MARK, {}).get(layer_type)
+    layout = (rotary.__dict__.get(RECORD, NOTHING).formula or {}).get(layer_type)
     frequencies, scaling = _parameters(rotary, layer_type)
     if layout is None or not _fits(x, position_ids, frequencies):
         options = {} if layer_type is None else {"layer_type": layer_type}
@@ -56,7 +56,7 @@ def rewrite_rotary(module: nn.Module) -> tuple[Callable, str] | None:
     found = {name: layout for name, layout in layouts.items() if layout is not None}
     if not found:
         return None
-    module.__dict__[MARK] = found
+    record_of(module).formula = found
     return rotary_forward, "rope_tables"
 
 

@@ -19,6 +19,7 @@ from ..program.formulas import Node, Reader, casts_to_float32, evaluate, held, i
 from ..program.patterns import match
 from ..program.programs import Program, Unsupported, name_of
 from ..program.straightening import straighten
+from ..runtime import called
 
 ops = torch.ops.moe_mps
 
@@ -164,6 +165,7 @@ def _complete(module: nn.Module, bound: dict[str, Node], scoring: str, arguments
     return None
 
 
+@called
 def route(
     logits: Tensor, top_k: int, dtype: torch.dtype | None, raw: bool, **arguments: Any
 ) -> tuple[Tensor, Tensor]:
@@ -226,6 +228,7 @@ def _is_known_before(program: Program, value: ast.expr, position: int) -> bool:
     return statement is not None and program.statements.index(statement) < position
 
 
+@called
 def routed(experts: nn.Module, unseen: bool, router: nn.Module, *args: Any, **kwargs: Any) -> tuple:
     """router(...), without casts where it is rewritten and only our operators see the results.
 

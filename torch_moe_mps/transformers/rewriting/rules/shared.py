@@ -5,15 +5,18 @@ import ast
 from torch import Tensor, nn
 
 from ...experts import add_terms, experts_forward, may_be_fused
-from ...interface import Experts, is_experts
-from ..program.building import child_of_call, helper, sums
+from ...interface import Experts
+from ..experts_calls import is_experts_call
+from ..program.building import helper, sums
 from ..program.formulas import Reader
 from ..program.patterns import match
 from ..program.programs import Program, name_of
+from ..runtime import called
 
 _VIEWS = {"view", "reshape"}
 
 
+@called
 def experts_with_shared(
     experts: Experts,
     hidden_states: Tensor,
@@ -44,12 +47,6 @@ def fold_shared_experts(program: Program) -> None:
     """Rewrites `experts(...) + shared` in a block's program."""
     for statement, total in sums(program):
         _fold(program, statement, total)
-
-
-def is_experts_call(program: Program, call: ast.Call) -> bool:
-    """Whether a call is self.experts(hidden, ids, weights)."""
-    found = child_of_call(program, call)
-    return found is not None and is_experts(found[1]) and len(call.args) == 3
 
 
 def is_with_shared(call: ast.Call) -> bool:

@@ -1,4 +1,4 @@
-"""Functions and modules that are recognised by trying them on random numbers."""
+"""How functions and modules are recognised that run on random numbers."""
 
 import torch
 from torch import Tensor

@@ -1,0 +1,41 @@
+"""The calls of experts in a block, and the modules that choose the experts."""
+
+import ast
+from collections.abc import Iterator
+
+from torch import nn
+
+from ..interface import is_experts
+from .program.building import child_of_call
+from .program.formulas import Node, Reader
+from .program.programs import Program, Unsupported
+from .program.straightening import straighten
+
+
+def is_experts_call(program: Program, call: ast.Call) -> bool:
+    """Whether a call is self.experts(hidden, ids, weights)."""
+    found = child_of_call(program, call)
+    return found is not None and is_experts(found[1]) and len(call.args) == 3
+
+
+def ids_of_experts(block: nn.Module, experts: str) -> Iterator[Node]:
+    """The ids that a block calls its child `experts` with, as formulas; none without a program."""
+    try:
+        program = straighten(block)
+    except Unsupported:
+        return
+    reader = Reader(program)
+    for tree in (*program.statements, program.result):
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not is_experts_call(program, node):
+                continue
+            if ast.unparse(node.func) == f"self.{experts}":
+                yield reader.read(node.args[1]).peel()
+
+
+def module_that_gives(ids: Node) -> str | None:
+    """The path of the module within the block that returns the ids beside other results, if one does."""
+    if ids.op != "item" or ids.args[0].op != "module":
+        return None
+    path: str = ids.args[0].args[0]
+    return path.removeprefix("self.")

@@ -1,0 +1,40 @@
+"""What this package keeps in a module: one record, which `restore` drops."""
+
+from typing import Any
+
+from torch import nn
+
+RECORD = "_moe_mps"  # where a module's __dict__ has it
+
+
+class Record:
+    """What is known of a module.
+
+    Attributes:
+        formula: what the module computes, in the words of the rule that recognised it.
+        reads: the attributes that its rewritten forward rests on, None before there is one; of an experts
+            module, those that its activation rests on.
+        rewrites: what its forward runs now, for the report.
+        is_restored: its own code runs although a rewritten class is among its bases.
+        previous: {attribute of a config: the config, and its value before `accelerate`}.
+        joined: the matrix of several linear layers of which this one is the first.
+    """
+
+    def __init__(self) -> None:
+        self.formula: Any = None
+        self.reads: tuple | None = None
+        self.rewrites: tuple[str, ...] = ()
+        self.is_restored = False
+        self.previous: dict[str, tuple[Any, str | None]] = {}
+        self.joined: Any = None
+
+
+NOTHING = Record()  # of modules that have none
+
+
+def record_of(module: nn.Module) -> Record:
+    """The record of a module, made if it has none."""
+    own: dict[str, Record] = module.__dict__
+    if RECORD not in own:
+        own[RECORD] = Record()
+    return own[RECORD]
