@@ -101,7 +101,7 @@ def test_a_picture_without_matplotlib_is_one_line(checkpoint, monkeypatch, capsy
     assert run(checkpoint, *SIZES, "--picture", "speed.png") == 1
     assert (
         capsys.readouterr().err
-        == "torch-moe-mps: error: --picture needs matplotlib: pip install matplotlib\n"
+        == "torch-moe-mps: error: --picture needs matplotlib: pip install 'torch-moe-mps[picture]'\n"
     )
 
 

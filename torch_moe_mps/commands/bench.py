@@ -246,7 +246,7 @@ def _drawing() -> Callable[[str, list[Row], Bench, str], None]:
     try:
         import matplotlib
     except ModuleNotFoundError:
-        raise ValueError("--picture needs matplotlib: pip install matplotlib") from None
+        raise ValueError("--picture needs matplotlib: pip install 'torch-moe-mps[picture]'") from None
     matplotlib.use("agg")
     return _draw
 
