@@ -31,8 +31,8 @@ HEAD = """# Quality of recipes
 
 Perplexity of a small Mixture-of-Experts model over text that it was not trained on. **This is no claim about
 large models**: the model has {weights:.2f} million weights, reads bytes, and saw {seen:.1f} million of them.
-It shows what `--budget` gives in as many bytes as uniform bits or mlx-lm's mixed recipe, where it can be
-tried in minutes.
+It compares `--budget` with uniform bits and with mlx-lm's mixed recipe at equal sizes, on a model that is
+trained in minutes.
 
 The model is a Qwen3-MoE (4 layers, 8 experts, 2 a token), trained for {steps} steps on nine tenths of the
 topics of `pydoc` (Python {python}), in bfloat16; perplexity a byte and KL divergence from the dense model

@@ -42,7 +42,7 @@ CHUNK = 1 << 18
 
 
 def requested_format(bits: int | None, group_size: int | None, mode: str | None) -> Format | None:
-    """The format that optional arguments ask for; None for none. Every mode but "affine" knows its bits.
+    """The format that optional arguments ask for, or None. Only mode "affine" needs bits.
 
     Raises: ValueError for a format that does not exist, and for a group_size or "affine" without bits.
     """
@@ -57,7 +57,7 @@ def requested_format(bits: int | None, group_size: int | None, mode: str | None)
 
 @dataclass
 class ErrorSums:
-    """sum |weight - dequantised| and sum |weight| of what was quantised."""
+    """sum |weight - dequantised| and sum |weight| over quantised weights."""
 
     difference: float = 0.0
     magnitude: float = 0.0
@@ -83,7 +83,7 @@ def _check_weight(weight: Tensor, format: Format) -> None:
 
 
 def check_finite(check: Check, argument: str, stack: Tensor) -> None:
-    """By the sum of magnitudes: no range in it is larger, and it takes 6 % of the time of quantising."""
+    """Checks sums of magnitudes, which no range of values exceeds; takes 6 % of the time of quantising."""
     for index in _chunks(stack):
         if not torch.isfinite(stack[index].abs().sum(dtype=torch.float32)):
             check.fail(argument, "finite", "NaN, inf or a range over that of float32")
@@ -100,7 +100,7 @@ def _chunks(weight: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def _at_hand(piece: Tensor) -> Tensor:
-    """On the CPU if it is on MPS: the bits must not depend on how a GPU divides."""
+    """Moves data from MPS to the CPU: the bits must not depend on how a GPU divides."""
     return piece.cpu() if piece.device.type == "mps" else piece
 
 
@@ -131,7 +131,7 @@ def quantize(
 
 @torch.no_grad()
 def quantize_stack(stack: Tensor, format: Format, errors: ErrorSums | None = None) -> QuantizedWeight:
-    """quantize for [E, R, C] that was checked; the errors are added to `errors`."""
+    """quantize for a checked [E, R, C]; adds its errors to `errors`."""
     out = QuantizedWeight.empty(stack.shape, stack.dtype, stack.device, format)
     words = out.packed.view(torch.int32)
     for index in _chunks(stack):

@@ -1,7 +1,7 @@
-"""Experts in nvfp4 with a scale for each expert beside those of the groups, as MLX writes them.
+"""Experts in nvfp4 that also have a global scale for each matrix of an expert, as MLX can write them.
 
-A weight is code * scale of its group * global scale of its expert / (448 * 6). No group's scale can take the
-global scale in: it has 8 bits. So rows are multiplied with it, in float32.
+A weight is code * scale of its group * global scale / (448 * 6). The scale of a group has too few bits to
+absorb the global scale, so results are multiplied by it, in float32.
 """
 
 from collections.abc import Collection
@@ -14,7 +14,7 @@ from .interface import Experts
 
 ops = torch.ops.moe_mps
 
-LARGEST = 448.0 * 6.0  # scale of a group, times code
+LARGEST = 448.0 * 6.0  # the largest scale of a group times the largest code
 
 
 def global_scale_of(projection: str) -> str:
@@ -28,7 +28,7 @@ def global_scales_of(experts: nn.Module) -> list[str]:
 
 
 def register(model: nn.Module, names: Collection[str]) -> None:
-    """Uninitialised global scales, to load a checkpoint, of the projections `names` of a model's experts."""
+    """Adds uninitialised global scales to the projections `names` of a model, to load a checkpoint."""
     for name in names:
         owner, _, projection = name.rpartition(".")
         module = model.get_submodule(owner)
@@ -44,9 +44,9 @@ def _parts(projection: str) -> int:
 def expert_qmm(
     self: Experts, projection: str, x: Tensor, weight: tuple, ids: Tensor, form: Format, bias: Tensor | None
 ) -> Tensor:
-    """The operator of the same name, with global scales if the module has them.
+    """The operator of the same name, applied with global scales if the module has them.
 
-    With them nothing is rounded between the sum and the bias: rows without their scale may exceed float16.
+    The results stay in float32 until they are scaled, because unscaled values may exceed float16.
     """
     scale = self._parameters.get(global_scale_of(projection))
     if scale is None:

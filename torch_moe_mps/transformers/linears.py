@@ -12,9 +12,9 @@ ops = torch.ops.moe_mps
 
 
 class LazyWeight:
-    """What code may read of the `weight` of a quantised layer; it is no tensor to compute with.
+    """The `weight` of a quantised layer: shape, dtype, device and elements, but no tensor to compute with.
 
-    Elements are dequantised when they are asked for: weight[7] reads one row.
+    Elements are dequantised on access: weight[7] reads one row.
     """
 
     def __init__(self, layer: "QuantizedLayer"):
@@ -70,7 +70,7 @@ class QuantizedLayer(nn.Module):
         self.format = weight.format
         for name, tensor in zip(TENSORS, weight, strict=True):
             self.register_parameter(name, None if tensor is None else _parameter(tensor))
-        # Of no size: it keeps the dtype of the dense weight, and follows where the module is moved.
+        # An empty tensor that keeps the dtype of the dense weight and is moved and cast with the module.
         self.register_buffer(
             "_like", torch.empty(0, dtype=dtype, device=weight.packed.device), persistent=False
         )
@@ -101,7 +101,7 @@ def has_quantized_weights(module: nn.Module) -> bool:
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:
-    """Itself if it is a parameter: tied layers share it."""
+    """A parameter; one that is given stays the same object, because tied layers share it."""
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
 
 
@@ -137,7 +137,7 @@ class QuantizedLinear(QuantizedLayer):
         return ops.linear_quantized(x, packed, scales, biases, bias, form.bits, form.group_size, form.mode)
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """packed, scales, biases and bias; attributes of modules are slow to read."""
+        """packed, scales, biases and bias, faster than by attributes of the module."""
         own = self._parameters
         packed, scales = own.get("packed"), own.get("scales")
         if packed is None or scales is None:  # not registered, as FSDP leaves them
@@ -153,7 +153,7 @@ class QuantizedEmbedding(QuantizedLayer):
     """nn.Embedding on `torch.ops.moe_mps.embedding_quantized`, for inference.
 
     Attributes: those of QuantizedLayer with num_embeddings rows and embedding_dim columns; `padding_idx`; and
-        `scale`, a number that the rows are multiplied with in the dtype of the model, or None.
+        `scale`, which rows are multiplied with in the dtype of the model, or None.
     """
 
     scale: Tensor | None
@@ -168,7 +168,7 @@ class QuantizedEmbedding(QuantizedLayer):
         super().__init__(weight, dtype)
         self.padding_idx = padding_idx
         if scale is None:
-            self.scale = None  # no buffer: offloading does not expect one to be None
+            self.scale = None  # not a buffer, because offloading expects no buffer to be None
         else:
             self.register_buffer("scale", scale, persistent=False)
 

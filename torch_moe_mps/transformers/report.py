@@ -1,4 +1,4 @@
-"""What quantising and accelerating did, module by module."""
+"""Reports of what quantising and accelerating did, module by module."""
 
 import re
 from collections import Counter
@@ -10,7 +10,7 @@ from ..quantization import Format
 
 
 class QuantizedProjection(NamedTuple):
-    """What became of one parameter; `error` is mean |dense - quantised| / mean |dense|."""
+    """One quantised parameter; `error` is mean |dense - quantised| / mean |dense|."""
 
     projection: str
     error: float
@@ -21,12 +21,12 @@ class QuantizedProjection(NamedTuple):
 
 @dataclass
 class QuantizationReport:
-    """What quantising did; prints as a table.
+    """The result of quantising; prints as a table.
 
     Attributes:
-        modules: {name: what became of its parameters} of the quantised modules.
-        shared: {name: name} of modules that have the quantised weight of another.
-        skipped: {name: reason} of modules that were left as they are.
+        modules: {name of a quantised module: its parameters}.
+        shared: {name of a module: name of the module whose quantised weight it shares}.
+        skipped: {name of a module that stays dense: reason}.
         bytes_before, bytes_after: bytes of weights that decoding one token reads.
     """
 
@@ -56,7 +56,7 @@ class QuantizationReport:
         )
 
     def summary(self) -> str:
-        """One line: the bytes of what is quantised, and of what a token reads."""
+        """One line: the size of the quantised weights, and the bytes that a token reads."""
         count = sum(map(len, self.modules.values()))
         show = _unit(self.dense_bytes)
         return (
@@ -89,7 +89,7 @@ def _any_layer(name: str) -> str:
 
 
 def _unit(largest: int) -> Callable[[int], str]:
-    """Shows numbers of bytes in one unit, the one that fits the largest."""
+    """A function that formats numbers of bytes in one unit, chosen by the largest."""
     size, name, digits = (1e9, "GB", 2) if largest >= 1e9 else (1e6, "MB", 1)
     return lambda count: f"{count / size:.{digits}f} {name}"
 
@@ -151,6 +151,6 @@ class Report:
 
 
 def _in_words(replaced_by: str) -> str:
-    """What rules note, as a reader who does not know them would say it."""
+    """The notes of rules, worded for readers who do not know the rules."""
     words = re.sub(r"residual in (\w+)", r"\1 adds the residual", replaced_by)
     return re.sub(r"(shared expert(?: and its gate)?) in moe_experts", r"moe_experts adds the \1", words)
