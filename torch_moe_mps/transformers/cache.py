@@ -40,13 +40,14 @@ def restore_cache(module: nn.Module) -> None:
 
 def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Runs before a decoder: gives the layers of a plain DynamicCache classes that grow in place."""
-    cache = kwargs.get("past_key_values")
+    cache: Any = kwargs.get("past_key_values")
     if type(cache) is EncoderDecoderCache:
         cache = cache.self_attention_cache
     if type(cache) is not DynamicCache or cache.offloading or torch.compiler.is_compiling():
         return
     for layer in cache.layers:
-        growing = growing_class(type(layer))
+        plain: Any = type(layer)
+        growing = growing_class(plain)
         if growing is not None:
             layer.__class__ = growing
 
@@ -68,15 +69,14 @@ def growing_class(plain: type) -> type | None:
 
 def _decoders(model: nn.Module) -> Iterator[nn.Module]:
     """The innermost models of transformers that take a cache; every call of an outer one reaches them."""
-    found = {m for m in model.modules() if isinstance(m, PreTrainedModel) and _takes_cache(type(m))}
+    found = {m for m in model.modules() if isinstance(m, PreTrainedModel) and _takes_cache(m)}
     for module in found:
         if not any(inner in found for inner in module.modules() if inner is not module):
             yield module
 
 
-@functools.cache
-def _takes_cache(cls: type[nn.Module]) -> bool:
-    return "past_key_values" in inspect.signature(cls.forward).parameters
+def _takes_cache(model: nn.Module) -> bool:
+    return "past_key_values" in inspect.signature(model.forward).parameters
 
 
 def _in_place() -> bool:
@@ -91,6 +91,8 @@ class _Growing(DynamicLayer):
     """A layer that holds all tokens."""
 
     plain: type
+    keys: Any
+    values: Any
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -129,6 +131,8 @@ class _Growing(DynamicLayer):
 
 class _GrowingIndexed(DynamicIndexedLayer, _Growing):
     """A layer that holds all tokens, and keys of an indexer beside its own."""
+
+    indexer_keys: Any
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         if not _in_place():
