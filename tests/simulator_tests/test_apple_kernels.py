@@ -255,9 +255,9 @@ def registers_of_formats(dtype: str) -> str:
     lines = []
     for name in libraries("quantized", dtype):
         path, end = library(name), len(name) - len("quantized")
-        kernels = {re.sub("^(expert|matmul)_", "", k[:-end]): k for k in kernels_of(path)}
+        kernels = {re.sub("^(expert|matmul|gemm16)_|_rows$", "", k[:-end]): k for k in kernels_of(path)}
         text = ", ".join(f"{k} {apple.registers(path, whole).registers:g}" for k, whole in kernels.items())
-        lines.append(f"{name.removeprefix('quantized_')}: {text}")
+        lines.append(f"{name.removeprefix('quantized_').removesuffix(f'_{dtype}')}: {text}")
     return "\n".join(lines) + "\n"
 
 
@@ -467,19 +467,20 @@ affine 8 bits in 64, 1 tokens, 4 of 32
   matmul_rows_affine8_64_bf16: 5.24 4.65 slots a MAC, 48.5 registers, 64/384/1024 threads
   expert_down_affine8_64_bf16: 5.86 5.28 slots a MAC, 57 registers, 128/384/832 threads
 affine 8 bits in 64, 3 tokens, 2 of 4
-  matmul_rows_few_affine8_64_bf16: 3.67 3.37 slots a MAC, 99.5 registers, 128/384/512 threads
-  expert_down_few_affine8_64_bf16: 5.99 5.44 slots a MAC, 85.5 registers, 256/384/576 threads
+  matmul_rows_few_affine8_64_bf16: 5.77 5.46 slots a MAC, 107.5 registers, 128/384/448 threads
+  expert_down_few_affine8_64_bf16: 6.11 5.56 slots a MAC, 90.5 registers, 256/384/576 threads
 affine 8 bits in 64, 8 tokens, 4 of 32
-  matmul_rows_few_affine8_64_bf16: 4.03 3.72 slots a MAC, 99.5 registers, 128/384/512 threads
-  expert_down_few_affine8_64_bf16: 5.75 5.19 slots a MAC, 85.5 registers, 256/384/576 threads
+  matmul_rows_few_affine8_64_bf16: 4.12 3.81 slots a MAC, 107.5 registers, 128/384/448 threads
+  expert_down_few_affine8_64_bf16: 5.80 5.25 slots a MAC, 90.5 registers, 256/384/576 threads
 affine 8 bits in 64, 64 tokens, 4 of 32
-  gemm8_affine8_64_bf16: 2.41 2.37 slots a MAC, 80.5 registers, 128/384/576 threads
-  gemm8_affine8_64_bf16: 2.53 2.49 slots a MAC, 80.5 registers, 128/384/576 threads
+  gemm8_affine8_64_bf16: 2.36 2.32 slots a MAC, 72.5 registers, 128/384/640 threads
+  gemm8_affine8_64_bf16: 2.49 2.44 slots a MAC, 72.5 registers, 128/384/640 threads
 affine 8 bits in 64, 256 tokens, 4 of 32
-  gemm32_affine8_64_bf16: 1.50 1.49 slots a MAC, 106 registers, 128/384/448 threads
-  gemm32_affine8_64_bf16: 1.60 1.57 slots a MAC, 106 registers, 128/384/448 threads
+  gemm32_affine8_64_bf16: 1.49 1.48 slots a MAC, 98 registers, 128/384/512 threads
+  gemm32_affine8_64_bf16: 1.59 1.56 slots a MAC, 98 registers, 128/384/512 threads
 not dispatched here
   embedding_rows_affine8_64_bf16: 43 registers, -/-/1024 threads
+  gemm16_split_affine8_64_bf16: 88 registers, -/384/576 threads
 """,
         )
 
@@ -492,19 +493,20 @@ mxfp4 4 bits in 32, 1 tokens, 4 of 32
   matmul_rows_mxfp4_bf16: 7.34 6.80 slots a MAC, 39 registers, 64/384/1024 threads
   expert_down_mxfp4_bf16: 7.92 7.40 slots a MAC, 47.5 registers, 128/384/1024 threads
 mxfp4 4 bits in 32, 3 tokens, 2 of 4
-  matmul_rows_few_mxfp4_bf16: 5.13 4.87 slots a MAC, 84 registers, 128/384/576 threads
-  expert_down_few_mxfp4_bf16: 7.18 6.67 slots a MAC, 76 registers, 256/384/640 threads
+  matmul_rows_few_mxfp4_bf16: 7.20 6.94 slots a MAC, 92 registers, 128/384/576 threads
+  expert_down_few_mxfp4_bf16: 7.30 6.79 slots a MAC, 81 registers, 256/384/576 threads
 mxfp4 4 bits in 32, 8 tokens, 4 of 32
-  matmul_rows_few_mxfp4_bf16: 5.80 5.53 slots a MAC, 84 registers, 128/384/576 threads
-  expert_down_few_mxfp4_bf16: 7.23 6.73 slots a MAC, 76 registers, 256/384/640 threads
+  matmul_rows_few_mxfp4_bf16: 5.89 5.63 slots a MAC, 92 registers, 128/384/576 threads
+  expert_down_few_mxfp4_bf16: 7.28 6.78 slots a MAC, 81 registers, 256/384/576 threads
 mxfp4 4 bits in 32, 64 tokens, 4 of 32
   gemm8_mxfp4_bf16: 2.84 2.83 slots a MAC, 60.5 registers, 128/384/832 threads
   gemm8_mxfp4_bf16: 2.97 2.94 slots a MAC, 60.5 registers, 128/384/832 threads
 mxfp4 4 bits in 32, 256 tokens, 4 of 32
   gemm32_mxfp4_bf16: 1.61 1.60 slots a MAC, 86 registers, 128/384/576 threads
-  gemm32_mxfp4_bf16: 1.71 1.69 slots a MAC, 86 registers, 128/384/576 threads
+  gemm32_mxfp4_bf16: 1.71 1.68 slots a MAC, 86 registers, 128/384/576 threads
 not dispatched here
-  embedding_rows_mxfp4_bf16: 43 registers, -/-/1024 threads
+  embedding_rows_mxfp4_bf16: 45 registers, -/-/1024 threads
+  gemm16_split_mxfp4_bf16: 76 registers, -/384/640 threads
 """,
         )
 
@@ -513,26 +515,26 @@ not dispatched here
         self.assertExpectedInline(
             registers_of_formats("bf16"),
             """\
-mxfp4_bf16: rows 39, rows_few 84, down 47.5, down_few 76, gemm8 60.5, gemm32 86, embedding_rows 43
-mxfp8_bf16: rows 45.5, rows_few 95, down 54, down_few 81, gemm8 68.5, gemm32 94, embedding_rows 43
-nvfp4_bf16: rows 34, rows_few 73, down 42.5, down_few 70, gemm8 56.5, gemm32 82, embedding_rows 43
-affine2_32_bf16: rows 66, rows_few 84.5, down 74.5, down_few 81, gemm8 68.5, gemm32 94, embedding_rows 43
-affine2_64_bf16: rows 66, rows_few 84.5, down 74.5, down_few 81, gemm8 68.5, gemm32 94, embedding_rows 43
-affine2_128_bf16: rows 66, rows_few 84.5, down 74.5, down_few 81, gemm8 68.5, gemm32 94, embedding_rows 43
-affine3_32_bf16: rows 76.5, rows_few 99, down 85, down_few 91.5, gemm8 73, gemm32 103, embedding_rows 75
-affine3_64_bf16: rows 76.5, rows_few 99, down 85, down_few 91.5, gemm8 73, gemm32 103, embedding_rows 75
-affine3_128_bf16: rows 76.5, rows_few 99, down 85, down_few 91.5, gemm8 73, gemm32 103, embedding_rows 75
-affine4_32_bf16: rows 42.5, rows_few 89, down 51, down_few 81, gemm8 72.5, gemm32 98, embedding_rows 43
-affine4_64_bf16: rows 42.5, rows_few 89, down 51, down_few 81, gemm8 72.5, gemm32 98, embedding_rows 43
-affine4_128_bf16: rows 42.5, rows_few 89, down 51, down_few 81, gemm8 72.5, gemm32 98, embedding_rows 43
-affine5_32_bf16: rows 79.5, rows_few 106, down 88, down_few 94.5, gemm8 81, gemm32 111, embedding_rows 75
-affine5_64_bf16: rows 79.5, rows_few 106, down 88, down_few 94.5, gemm8 81, gemm32 111, embedding_rows 75
-affine5_128_bf16: rows 79.5, rows_few 106, down 88, down_few 94.5, gemm8 81, gemm32 111, embedding_rows 75
-affine6_32_bf16: rows 79.5, rows_few 110, down 88, down_few 94.5, gemm8 81.5, gemm32 107, embedding_rows 43
-affine6_64_bf16: rows 79.5, rows_few 110, down 88, down_few 94.5, gemm8 81.5, gemm32 107, embedding_rows 43
-affine6_128_bf16: rows 79.5, rows_few 110, down 88, down_few 94.5, gemm8 81.5, gemm32 107, embedding_rows 43
-affine8_32_bf16: rows 48.5, rows_few 99.5, down 57, down_few 85.5, gemm8 80.5, gemm32 106, embedding_rows 43
-affine8_64_bf16: rows 48.5, rows_few 99.5, down 57, down_few 85.5, gemm8 80.5, gemm32 106, embedding_rows 43
-affine8_128_bf16: rows 48.5, rows_few 99.5, down 57, down_few 85.5, gemm8 80.5, gemm32 106, embedding_rows 43
+mxfp4: rows 39, rows_few 92, down 47.5, down_few 81, gemm8 60.5, gemm32 86, split 76, embedding 45
+mxfp8: rows 45.5, rows_few 103, down 54, down_few 86, gemm8 68.5, gemm32 94, split 84, embedding 43
+nvfp4: rows 34, rows_few 81, down 42.5, down_few 75, gemm8 56.5, gemm32 82, split 72, embedding 45
+affine2_32: rows 66, rows_few 89.5, down 74.5, down_few 81, gemm8 68.5, gemm32 94, split 84, embedding 45
+affine2_64: rows 66, rows_few 89.5, down 74.5, down_few 81, gemm8 68.5, gemm32 94, split 84, embedding 45
+affine2_128: rows 66, rows_few 89.5, down 74.5, down_few 81, gemm8 68.5, gemm32 94, split 84, embedding 45
+affine3_32: rows 76.5, rows_few 104, down 85, down_few 91.5, gemm8 73, gemm32 103, split 89, embedding 75
+affine3_64: rows 76.5, rows_few 104, down 85, down_few 91.5, gemm8 73, gemm32 103, split 89, embedding 75
+affine3_128: rows 76.5, rows_few 104, down 85, down_few 91.5, gemm8 73, gemm32 103, split 89, embedding 75
+affine4_32: rows 42.5, rows_few 97, down 51, down_few 86, gemm8 68.5, gemm32 94, split 84, embedding 45
+affine4_64: rows 42.5, rows_few 97, down 51, down_few 86, gemm8 68.5, gemm32 94, split 84, embedding 45
+affine4_128: rows 42.5, rows_few 97, down 51, down_few 86, gemm8 68.5, gemm32 94, split 84, embedding 45
+affine5_32: rows 79.5, rows_few 111, down 88, down_few 94.5, gemm8 81, gemm32 111, split 97, embedding 75
+affine5_64: rows 79.5, rows_few 111, down 88, down_few 94.5, gemm8 81, gemm32 111, split 97, embedding 75
+affine5_128: rows 79.5, rows_few 111, down 88, down_few 94.5, gemm8 81, gemm32 111, split 97, embedding 75
+affine6_32: rows 79.5, rows_few 115, down 88, down_few 94.5, gemm8 73.5, gemm32 99, split 87, embedding 43
+affine6_64: rows 79.5, rows_few 115, down 88, down_few 94.5, gemm8 73.5, gemm32 99, split 87, embedding 43
+affine6_128: rows 79.5, rows_few 115, down 88, down_few 94.5, gemm8 73.5, gemm32 99, split 87, embedding 43
+affine8_32: rows 48.5, rows_few 107.5, down 57, down_few 90.5, gemm8 72.5, gemm32 98, split 88, embedding 43
+affine8_64: rows 48.5, rows_few 107.5, down 57, down_few 90.5, gemm8 72.5, gemm32 98, split 88, embedding 43
+affine8_128: rows 48.5, rows_few 107.5, down 57, down_few 90.5, gemm8 72.5, gemm32 98, split 88, embedding 43
 """,
         )

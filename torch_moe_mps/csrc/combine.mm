@@ -16,7 +16,7 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 // Threads that share a row of a weighted sum. If there are few columns in all, threadgroups are smaller and
-// therefore more. No measurement.
+// therefore more. Untuned.
 constexpr int64_t kSumThreads = 128, kSumThreadsFew = 32, kFewColumns = 16384;
 
 Tensor silu_mul_stacked(const Tensor& gate_, const Tensor& up_) {

@@ -15,7 +15,7 @@ enum class MatmulWork {
   kBucket,   // ids -> pairs by expert, tiles
   kFirst,    // x -> hidden: the first matmul, or the only one
   kSecond,   // hidden -> output: the second matmul and the sum over a token's experts
-  kSlots,    // hidden -> slots: the second matmul alone
+  kSlots,    // hidden -> slots: only the second matmul
   kCombine,  // slots -> output
 };
 
@@ -40,7 +40,7 @@ struct MatmulShape {
 
 struct MatmulPlan {
   std::vector<MatmulStep> steps;
-  bool lists_pairs = false;  // the first matmul's kernel finds the pairs of an expert by itself
+  bool lists_pairs = false;  // the first matmul's kernel lists the pairs of each expert
   BucketTiles tiles;         // what kBucket makes
 };
 

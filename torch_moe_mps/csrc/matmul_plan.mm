@@ -15,7 +15,7 @@ constexpr int64_t kCombineThreads = 256;  // not tuned
 // Pairs of an expert, on average, from which on matrix products pay: a product takes eight pairs, a dot
 // product one. By the cost model (tests/simulator/apple), int4 on an M1 Max.
 constexpr int64_t kManyPairs = 6;
-// Up to this many pairs of an expert, on average, tiles have 8 pairs, above kTilePairs. No measurement.
+// Up to this many pairs of an expert, on average, tiles have 8 pairs, above kTilePairs. Untuned.
 constexpr int64_t kSmallTilePairs = 12;
 
 // Tokens of a linear layer from which on matrix products pay: where a byte of a row serves two tokens' dot

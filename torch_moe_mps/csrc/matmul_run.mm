@@ -60,7 +60,7 @@ struct Run {
   }
 };
 
-// The params that depend on the matrix and the activation alone.
+// The params that depend only on the matrix and the activation.
 MatmulParams matrix_params(const Tensor& x, const MatrixStack& matrix, const Activation& activation) {
   MatmulParams params{};
   params.experts = matrix.experts;

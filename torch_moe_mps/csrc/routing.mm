@@ -129,7 +129,7 @@ Routing fused_moe_routing(const Tensor& logits, const Tensor& per_expert_scale, 
 Tensor logits_of(const Tensor& hidden, const Tensor& router, const OptionalTensor& norm_weight, double eps,
                  const OptionalTensor& bias) {
   // From this many tokens on, threadgroups that take several tokens fill the GPU; they read the router less
-  // often. No measurement.
+  // often. Untuned.
   constexpr int64_t kManyLogitsTokens = 9;
   const int64_t tokens = hidden.size(0), width = hidden.size(1), experts = router.size(0);
   Tensor logits = at::empty({tokens, experts}, hidden.options().dtype(at::kFloat));

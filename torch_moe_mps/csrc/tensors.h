@@ -27,10 +27,10 @@ RowLayout row_per_threadgroup(int64_t rows, int64_t width, int64_t most_threads 
 bool rows_start_aligned(int64_t width, std::initializer_list<at::Tensor> tensors);
 
 // The distance in elements from each row of the tensor to the next; nullopt if it varies, or if the elements
-// of a row do not lie side by side.
+// of a row are not contiguous.
 std::optional<int64_t> row_stride(const at::Tensor& tensor);
 
-// The tensor if the elements of its rows lie side by side, else a contiguous copy.
+// The tensor if the elements of each row are contiguous, else a contiguous copy.
 at::Tensor rows_contiguous(const at::Tensor& tensor);
 
 // Whether each row of a tensor of any strides starts on a multiple of 4 elements.

@@ -1,5 +1,5 @@
-// RMSNorm, alone and fused with the residual stream: one row per threadgroup, or per simdgroup where rows are
-// short.
+// RMSNorm, by itself or fused with the residual stream: a row for each threadgroup, or for each simdgroup
+// where rows are short.
 #pragma once
 #include "common.h"
 

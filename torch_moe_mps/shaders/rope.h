@@ -12,7 +12,7 @@ struct Pairs {
   Floats<N> second;
 };
 
-// Where pairs lie in a head: the first elements of all from `first` on and the second ones from `second` on,
+// Where pairs are in a head: the first elements of all from `first` on and the second ones from `second` on,
 // or first and second alternating from `first` on.
 struct PairsAt {
   uint first;
@@ -20,7 +20,7 @@ struct PairsAt {
   bool interleaved;
 };
 
-// Where the pairs from `pair` on lie in a head, as it is read or as it is stored.
+// Where the pairs from `pair` on are in a head, as it is read or as it is stored.
 inline PairsAt pairs_at(uint pair, bool interleaved, uint width, constant RopeParams& params) {
   const uint turning = params.rotary / 2;
   if (pair < turning) {

@@ -200,7 +200,7 @@ struct PackedRows {
   }
 };
 
-// A code of kBits bits, which may lie across two words.
+// A code of kBits bits, which may cross the end of a word.
 template <int kBits, int kWords>
 inline uint code_at(Words<kWords> words, int index) {
   const int bit = index * kBits, word = bit / 32, shift = bit % 32;
@@ -327,7 +327,7 @@ struct Affine {
   }
 };
 
-// What a float format's codes stand for. The bits of an e2m1 or e4m3 number, moved to the top of a half's
+// The codes of float formats. The bits of an e2m1 or e4m3 number, moved to the top of a half's
 // exponent and mantissa, are the number times a power of two, subnormals included. The product with its
 // inverse is taken in half, which keeps subnormals, and is exact.
 struct E2M1 {

@@ -3,8 +3,8 @@
 // A simdgroup dequantises its own rows straight into matrix fragments, so that each weight is dequantised
 // once a tile and touches no threadgroup memory; the inputs go through it. That relies on the layout of an
 // 8x8 matrix over the lanes, the same on every Apple GPU: a lane holds two neighbouring elements of a row,
-// four lanes a row. The product is rows x pairs, so that those two are two inputs of a weight row. Which two,
-// the format decides; the inputs are staged in its order.
+// four lanes a row. The product is rows x pairs, so a lane's two elements are two inputs of a weight
+// row. The format decides which two; the inputs are staged in its order.
 //
 // Where there are enough threadgroups, the simdgroups of one have different rows and stage the inputs
 // together. Where there are few, they split the inputs: all have the same rows, each takes every fourth step

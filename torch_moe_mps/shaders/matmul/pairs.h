@@ -22,7 +22,7 @@ struct PairList {
 
   uint at(threadgroup const ushort* members, uint index) const { return count == 1 ? first : members[index]; }
 
-  // M pairs from `start` on; the last pair stands in for those past the end.
+  // M pairs from `start` on; past the end, the last pair again.
   template <int M>
   PairSet<M> some(threadgroup const ushort* members, uint start) const {
     PairSet<M> set;
@@ -31,8 +31,7 @@ struct PairList {
   }
 };
 
-// Each simdgroup goes through all ids by itself, so that nothing waits for the threadgroup; the first one
-// writes `members`.
+// Every simdgroup goes through all ids, so that none waits for another; the first one writes `members`.
 inline PairList list_pairs(device const int* ids, uint expert, threadgroup ushort* members, uint lane,
                            uint simdgroup, constant MatmulParams& params) {
   PairList list = {expert, 0, 0, 0};

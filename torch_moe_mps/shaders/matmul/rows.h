@@ -27,7 +27,7 @@ inline Sources<M> sources_of(PairSet<M> pairs, constant MatmulParams& params) {
   return sources;
 }
 
-// Each pair reads the rows of its expert by itself: right for one token, slow for many. Grid: (blocks of
+// Each pair reads the rows of its expert separately: good for one token, slow for many. Grid: (blocks of
 // rows, pairs).
 template <typename W, int R>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void matmul_rows(
