@@ -3,11 +3,9 @@
 
 import os
 import sys
-from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("tests", "")]
-
-from simulator.nvidia.main import main  # noqa: E402
+import paths  # noqa: F401  (for simulator)
+from simulator.cuda.main import main
 
 if __name__ == "__main__":
     os.environ.setdefault("SIMULATED_GPU", "Apple M3 Ultra")  # plans for many cores, as such a GPU has

@@ -13,16 +13,15 @@ import cProfile
 import os
 import pstats
 import statistics
-import sys
 import time
 import warnings
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+import paths  # noqa: F401  (for simulator and support)
 import simulator
 import torch
+from support.simulated import install
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3MoeConfig
 
 import torch_moe_mps
@@ -85,7 +84,7 @@ def main() -> None:
     parser.add_argument("--bits", type=int, default=4, help="0: dense weights")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
-    simulator.install()
+    install()
     torch.manual_seed(0)
     model = tiny_model(options.layers)
     accelerated = copy.deepcopy(model)

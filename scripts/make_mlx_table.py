@@ -10,19 +10,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import paths
 import torch
 import transformers
+from support import mlx_models
+from support.models import output, prompt
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-DOCUMENT = REPOSITORY / "docs" / "mlx.md"
-sys.path.insert(0, str(REPOSITORY / "tests"))
+import torch_moe_mps
+from torch_moe_mps.transformers.checkpoints.mlx.writing import EXPERTS, save_mlx
 
-from support import mlx_models  # noqa: E402
-from support.models import output, prompt  # noqa: E402
-
-import torch_moe_mps  # noqa: E402
-from torch_moe_mps.transformers.checkpoints.mlx.writing import EXPERTS, save_mlx  # noqa: E402
-
+DOCUMENT = paths.REPOSITORY / "docs" / "mlx.md"
 MARK = "<!-- scripts/make_mlx_table.py writes what follows -->\n"
 TOLERANCE = 2e-5  # of the largest logit
 FORMATS = {f"{bits} bits": (bits, 32, "affine") for bits in (2, 3, 4, 5, 6, 8)}

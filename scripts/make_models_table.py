@@ -7,28 +7,25 @@ the simulator; mlx-lm reads and writes the checkpoints of MLX.
 
 import copy
 import json
-import sys
 import tempfile
 from pathlib import Path
 
+import paths
+import simulator
 import torch
 import transformers
+from support.simulated import install
 from torch import nn
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY / "tests"))
-
-import simulator  # noqa: E402
-
 if __name__ == "__main__":
-    simulator.install()  # in front of whatever asks torch for MPS
+    install()  # in front of whatever asks torch for MPS
 
-from support import mlx_models, tiny_models  # noqa: E402
-from support.launches import launches_of_last_layer, model_on_mps  # noqa: E402
+from support import mlx_models, tiny_models
+from support.launches import launches_of_last_layer, model_on_mps
 
-import torch_moe_mps  # noqa: E402
-from torch_moe_mps.transformers import experts_of  # noqa: E402
-from torch_moe_mps.transformers.checkpoints.mlx.writing import DENSE, save_mlx  # noqa: E402
+import torch_moe_mps
+from torch_moe_mps.transformers import experts_of
+from torch_moe_mps.transformers.checkpoints.mlx.writing import DENSE, save_mlx
 
 HEADER = """# Models
 
@@ -280,7 +277,7 @@ def footer(reports: dict) -> str:
 
 
 if __name__ == "__main__":
-    path = REPOSITORY / "docs" / "models.md"
+    path = paths.REPOSITORY / "docs" / "models.md"
     path.parent.mkdir(exist_ok=True)
     path.write_text(table())
-    print(f"wrote {path.relative_to(REPOSITORY)}")
+    print(f"wrote {path.relative_to(paths.REPOSITORY)}")

@@ -48,7 +48,8 @@ def pytest_generate_tests(metafunc):
 def install_error(config) -> str | None:
     """Install the simulator once; what it says where it cannot be built."""
     if not hasattr(config, "_simulator_error"):
-        from simulator import build_device, install
+        from simulator import build_device
+        from support.simulated import install
 
         config._simulator_error = None
         try:

@@ -1,12 +1,8 @@
 """scripts/check_metal.py, in the simulator."""
 
 import re
-import sys
 
 import pytest
-from support.processes import REPOSITORY
-
-sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 from torch_moe_mps._extension import SHADERS
 

@@ -31,8 +31,7 @@ def test_buffers_beside_each_other_do_not_overlap(device):
 WITHOUT_EXTENSION = """
 import sys, warnings
 import torch
-from simulator import build_device, install
-build_device.host_library = lambda: None
+from simulator import install  # without the package's own host code
 install()
 from support.samples import copies, packet, sample_arguments
 from torch_moe_mps.ops import OPERATORS
@@ -71,7 +70,7 @@ def test_library_for_another_torch(tmp_path, monkeypatch):
 MESSAGE_ABOUT_A_SHADER = """
 import sys
 import torch
-from simulator import install
+from support.simulated import install
 install()
 from torch_moe_mps.ops.norms import fused_norm_add
 torch.ops.moe_mps._set_shader_directory(sys.argv[1])
@@ -124,7 +123,8 @@ def test_signatures_of_other_shapes_are_told_apart(simulated):
 
 
 NARROW_PIPELINE = """
-from simulator import install, pipeline_limit
+from simulator import pipeline_limit
+from support.simulated import install
 install()
 from support.samples import packet, sample_arguments
 import torch

@@ -1,6 +1,8 @@
-"""`device="mps"` on Linux: runs the package's .mm and .metal sources unchanged in an ordinary PyTorch.
+"""`device="mps"` on Linux: runs .mm and .metal sources unchanged in an ordinary PyTorch.
 
-    install()                       builds what is stale and loads it; from here on device="mps" works
+    install(strict=False)           builds what is stale and loads it; from here on device="mps" works
+    load(name, sources)             builds and imports an extension, as torch.utils.cpp_extension.load does
+    extension(name, sources)        builds one for torch.ops.load_library
     with trace() as commands: ...   commands: what was encoded, one line of text each
     with intercepted(run): ...      run(dispatch) takes the place of the executor
     with dropped(): ...             commands are forgotten, aten does not compute: the host's time alone
@@ -14,6 +16,7 @@ Faults of shaders and of host code raise SimulatorError: those of encoding at th
 the next synchronisation (`.cpu()`, `.item()`, an operator that runs on the CPU, `torch.mps.synchronize()`).
 """
 
+from .build_device import extension, load
 from .errors import SimulatorError
 from .runtime import (
     DispatchCounters,
@@ -39,10 +42,12 @@ __all__ = [
     "address",
     "counters",
     "dropped",
+    "extension",
     "install",
     "intercepted",
     "live_buffers",
     "live_objects",
+    "load",
     "pipeline_limit",
     "reset",
     "set_schedule",

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from .errors import ShaderError
-from .translate import translate
+from .language.translate import translate
 
 MSL = Path(__file__).parent / "msl"
 INCLUDE = MSL / "include"
@@ -45,6 +45,8 @@ METAL_HEADERS = [
     "metal_raytracing",
     "metal_tensor",
 ]
+# Marks a source that includes MetalPerformancePrimitives: its language is 4.0, and it gets msl_tensor.h.
+TENSORS = "#pragma msl tensors"
 # A literal without suffix is a float: Metal has no double.
 LITERALS = ["-Xclang", "-cl-single-precision-constant"]
 LANGUAGE = [
@@ -86,8 +88,8 @@ GENERATION = [
 
 
 def cache_directory() -> Path:
-    """Where built pieces are kept: MOE_MPS_CACHE, or .cache in the repository."""
-    path = Path(os.environ.get("MOE_MPS_CACHE") or Path(__file__).parents[2] / ".cache") / "simulator"
+    """Where built pieces are kept: METAL_SIMULATOR_CACHE, or a folder in the user's cache."""
+    path = Path(os.environ.get("METAL_SIMULATOR_CACHE") or Path.home() / ".cache" / "metal_simulator")
     path.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -176,7 +178,7 @@ def prepared_headers() -> tuple[Path, Path]:
     headers = [*INCLUDE.iterdir(), MSL / "executor.h"]
     flags = [*LANGUAGE, *ARITHMETIC, *INSTRUMENTATION, *GENERATION]
     # The precompiled header holds absolute paths; times it must not hold, as another checkout changes them.
-    key = digest(files_digest(*headers), flags, swizzle_lists(), INCLUDE, cache_directory())
+    key = digest(files_digest(*headers), flags, swizzle_lists(), TENSORS, INCLUDE, cache_directory())
     folder = cache_directory() / f"headers-{key}"
     folder.mkdir(exist_ok=True)
     build_once(folder / "msl_swizzles.h", lambda target: target.write_text(swizzle_lists()))
@@ -184,6 +186,9 @@ def prepared_headers() -> tuple[Path, Path]:
     stubs.mkdir(exist_ok=True)
     for name in METAL_HEADERS:
         (stubs / name).touch()
+    primitives = stubs / "MetalPerformancePrimitives"
+    primitives.mkdir(exist_ok=True)
+    build_once(primitives / "MetalPerformancePrimitives.h", lambda target: target.write_text(TENSORS + "\n"))
 
     def make(target: Path) -> None:
         command = [
@@ -211,7 +216,9 @@ def preprocess(source: str, include: tuple = (), name: str = "program_source") -
     """Macros expanded and local includes inserted; the Metal headers stay out."""
     folder, _ = prepared_headers()
     includes = [f"-I{folder / 'stubs'}", *(f"-I{i}" for i in include)]
-    macros = ["-D__METAL__=1", "-D__METAL_VERSION__=310", "-D__METAL_MACOS__=1"]
+    macros = ["-D__METAL__=1", "-D__METAL_MACOS__=1", "-D__METAL_VERSION__=310"]
+    if "MetalPerformancePrimitives" in source:
+        macros[-1:] = ["-D__METAL_VERSION__=400", "-D__HAVE_TENSOR__=1"]
     command = [
         tool("clang++"),
         "-x",
@@ -264,7 +271,7 @@ def compile_preprocessed(text: str, constants: dict) -> Path:
     """The table of the shader's kernels. A kernel is compiled when it first runs."""
     folder, pch = prepared_headers()
     executor = executor_library()
-    code = translate(text, constants)
+    code = program(text, constants)
     flags = [
         *LANGUAGE,
         *ARITHMETIC,
@@ -304,6 +311,12 @@ def compile_preprocessed(text: str, constants: dict) -> Path:
         object_.unlink()
 
     return build_once(path, make)
+
+
+def program(preprocessed: str, constants: dict) -> str:
+    """The C++ of a preprocessed shader, to be compiled with the precompiled header."""
+    head = '#include "msl_tensor.h"\n' if TENSORS in preprocessed else ""
+    return head + translate(preprocessed, constants)
 
 
 def build_command(flags: list, unit: Path, executor: Path) -> str:

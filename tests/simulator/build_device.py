@@ -1,9 +1,10 @@
-"""Builds the simulated device and the package's own host code for Linux, cached by content."""
+"""Builds the simulated device, and extensions for it, on Linux, cached by content."""
 
 import contextlib
 import fcntl
 import functools
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -12,14 +13,13 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
 from . import build
 
 HERE = Path(__file__).parent
-REPOSITORY = HERE.parent.parent
-HOST_SOURCES = REPOSITORY / "torch_moe_mps" / "csrc"
 TORCH = Path(torch.__file__).resolve().parent
 PERSONALITY = HERE / "metal" / "personality.cpp"
 LIBRARIES = ("torch", "torch_cpu", "torch_python", "c10", "objc", "BlocksRuntime", "dl")
@@ -144,12 +144,15 @@ def compile_once(source: Path, command: Sequence[str], identity: str, cache: Pat
     return cached
 
 
-def compile_object(source: Path) -> Path:
-    return compile_once(source, [compiler(), *_flags(source)], torch.__version__, cache_directory())
-
-
-def build_library(name: str, sources: Sequence[Path], link_with: Sequence[Path] = ()) -> Path:
+def build_library(
+    name: str, sources: Sequence[Path], link_with: Sequence[Path] = (), flags: Sequence[str] = ()
+) -> Path:
     """Compile `sources` on the cores there are and link them to one shared library."""
+
+    def compile_object(source: Path) -> Path:
+        command = [compiler(), *_flags(source), *flags]
+        return compile_once(source, command, torch.__version__, cache_directory())
+
     with build_lock():
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compile_object, [*sources, PERSONALITY]))
@@ -176,7 +179,31 @@ def device_library() -> Path:
     return build_library("device", sorted(sources))
 
 
-def host_library() -> Path | None:
-    """The package's csrc/*.mm, unchanged, against the simulated device. None while there is no source."""
-    sources = sorted(HOST_SOURCES.rglob("*.mm"))
-    return build_library("host", sources, [device_library()]) if sources else None
+def extension(
+    name: str,
+    sources: Sequence[str | Path],
+    include: Sequence[str | Path] = (),
+    flags: Sequence[str] = (),
+) -> Path:
+    """The library of an extension's .mm and .cpp files, built against the simulated device.
+
+    As torch.utils.cpp_extension.load: `include` is its extra_include_paths, `flags` its extra_cflags.
+    torch.ops.load_library loads the result. Raises BuildError with the compiler's message.
+    """
+    options = [*flags, *(f"-I{local(Path(folder).absolute())}" for folder in include)]
+    return build_library(name, [Path(source).absolute() for source in sources], [device_library()], options)
+
+
+def load(
+    name: str,
+    sources: Sequence[str | Path],
+    include: Sequence[str | Path] = (),
+    flags: Sequence[str] = (),
+) -> ModuleType:
+    """Builds an extension that binds a Python module (PYBIND11_MODULE), and imports it."""
+    library = extension(name, sources, include, [f"-DTORCH_EXTENSION_NAME={name}", *flags])
+    spec = importlib.util.spec_from_file_location(name, library)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -23,11 +23,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from .build_device import HERE, HOST_SOURCES, BuildError, compile_once, run
+from .build_device import HERE, BuildError, compile_once, run
 
 DEFAULT = "2.13.0"
 # The oldest supported, the one that the tests run with, the newest; of each the latest patch that there is.
 ALL = ("2.10", "2.13", "2.15")
+SOURCES = HERE.parents[1] / "torch_moe_mps" / "csrc"
 METAL_CPP = "mlx-metal==0.32.4"
 PRECOMPILED = HERE / "metal/macos/precompiled.h"
 TARGET = "aarch64-macos.14.0"
@@ -224,7 +225,7 @@ def check_names(objects: Sequence[Path]) -> tuple[int, list[str]]:
 def check(version: str, sources: Sequence[Path] | None = None) -> Result:
     """Compile, link and check the sources (by default the package's) for one version of torch."""
     started = time.monotonic()
-    sources = sorted(HOST_SOURCES.rglob("*.mm")) if sources is None else sources
+    sources = sorted(SOURCES.rglob("*.mm")) if sources is None else sources
     wheel = torch_wheel(version)
     objects = compile_all(sources, wheel)
     with tempfile.TemporaryDirectory() as scratch:

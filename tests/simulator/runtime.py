@@ -73,8 +73,11 @@ def _runtime() -> ctypes.CDLL:
 
 
 @functools.cache
-def install() -> None:
-    """Build what is stale and load it: the executor, the device, and the package's own host code.
+def install(strict: bool = False) -> None:
+    """Build what is stale and load it: the executor and the device.
+
+    With `strict`, host code must encode with PyTorch's own stream->commandEncoder(), without command buffers,
+    commits or devices of its own, and compile with safe math for language 3.1 (4.0 for sources with tensors).
 
     From here on device="mps" works in this process. Raises BuildError with the compiler's message, or with
     the packages to install where a tool is missing.
@@ -83,6 +86,7 @@ def install() -> None:
     executor = ctypes.CDLL(str(build.executor_library()), mode=ctypes.RTLD_GLOBAL)
     torch.ops.load_library(str(build_device.device_library()))
     _runtime().simulator_set_executor(ctypes.cast(executor.msl_execute, ctypes.c_void_p))
+    _runtime().simulator_set_strict(strict)
     torch._C._has_mps = True
     if not torch._C._mps_is_available():
         raise RuntimeError(
@@ -91,12 +95,6 @@ def install() -> None:
     torch.backends.mps.is_available.cache_clear()
     # torch.load restores tensors of other backends through such a pair of functions.
     torch.serialization.register_package(19, _tag, _restore)
-
-    host = build_device.host_library()
-    if host is not None:
-        from torch_moe_mps._extension import activate
-
-        activate(host)
 
 
 def _tag(storage) -> str | None:

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from simulator import apple, shader_library
 from simulator.apple import published
-from simulator.apple.cases import zeros
 from simulator.apple.facts import COSTS, FACTS, GPUS, threads_for
+from simulator.apple.mlx import zeros
 from support.msl_probes import HEAD, linux_only
 
 pytestmark = linux_only

@@ -5,7 +5,12 @@ import pytest
 import torch
 from simulator import apple
 from simulator.apple import __main__ as command
-from simulator.apple import cases, mlx, mlx_dense
+from simulator.apple import cases, mlx
+from simulator.cases import formats, mlx_dense, mlx_quantized
+from simulator.cases import mlx as launches
+from simulator.cases.formats import DENSE
+from simulator.cases.mlx_launch import Launch, Matrices
+from simulator.cases.values import Values
 from support.expert_layers import check_experts, layer
 from support.msl_probes import linux_only
 from support.quantized_layers import check_layer
@@ -51,36 +56,42 @@ class TestOurs:
 
 
 class TestMlx:
-    """Each kernel that the model launches as MLX would, on random numbers."""
+    """Each kernel that MLX would launch, on random numbers."""
 
     @staticmethod
     def placed(values: np.ndarray) -> np.ndarray:
-        memory = cases.zeros(values.dtype.type, *values.shape)
+        memory = mlx.zeros(values.dtype.type, *values.shape)
         memory[...] = values
         return memory
 
     def x(self, *shape: int) -> np.ndarray:
         return self.placed(np.random.default_rng(5).standard_normal(shape).astype(np.float16))
 
-    def matrices(self, format: mlx.Format, experts: int, rows: int, inputs: int):
+    def weights(self, m: Matrices) -> tuple[dict, np.ndarray]:
         """What the kernels read, and in float64 what MLX makes of it on the CPU."""
+        if m.format == DENSE:
+            w = self.x(m.experts, m.rows, m.inputs)
+            return {"w": w}, w.astype(np.float64)
         mx = pytest.importorskip("mlx.core")
-        options = {"group_size": format.group, "bits": format.bits, "mode": format.mode}
-        weight = mx.random.normal((experts, rows, inputs), scale=inputs**-0.5, key=mx.random.key(7))
+        options = {"group_size": m.format.group, "bits": m.format.bits, "mode": m.format.mode}
+        shape = (m.experts, m.rows, m.inputs)
+        weight = mx.random.normal(shape, scale=m.inputs**-0.5, key=mx.random.key(7))
         packed, *scales = mx.quantize(weight, **options)
         halves = [s.astype(mx.float16) if s.dtype == mx.float32 else s for s in scales]
         exact = [h.astype(s.dtype) for h, s in zip(halves, scales, strict=True)]
         dense = mx.dequantize(packed, *exact, **options, dtype=mx.float32)
         arrays = map(self.placed, map(np.array, (packed, *halves)))
-        weights = dict(zip(("w", "scales", "biases"), arrays, strict=False))
-        return mlx.Matrices(weights, format, experts, rows, inputs), np.array(dense).astype(np.float64)
+        return dict(zip(("w", "scales", "biases"), arrays, strict=False)), np.array(dense).astype(np.float64)
 
-    def check(self, launch: mlx.Launch, out: np.ndarray, expected: np.ndarray) -> str:
-        measurement = mlx.measure(launch, apple.Work("", 1), apple.Recorder())
-        assert measurement.fraction == 1
-        error = np.abs(out.astype(np.float64) - expected).max() / np.abs(expected).max()
-        assert error < 1.5e-3, measurement.kernel
-        return measurement.kernel.split("<")[0]
+    def check(self, launch: Launch, arrays: dict, expected: np.ndarray) -> str:
+        """The kernel's name; its result, or the sum of its parts, is right."""
+        kind, parts = (np.float32, (launch.parts,)) if launch.parts > 1 else (np.float16, ())
+        out = np.zeros((*parts, *expected.shape), kind)
+        assert mlx.run(launch, {**arrays, "out": out}, apple.Recorder()).fraction == 1
+        result = out.astype(np.float64).sum(0) if parts else out.astype(np.float64)
+        error = np.abs(result - expected).max() / np.abs(expected).max()
+        assert error < 1.5e-3, launch.kernel
+        return launch.kernel
 
     @pytest.mark.parametrize(
         "name, inputs, fast",
@@ -95,18 +106,36 @@ class TestMlx:
         ],
     )
     def test_quantised_experts(self, name, inputs, fast):
-        format, rows = cases.FORMATS[name], 64
-        m, dense = self.matrices(format, EXPERTS, rows, inputs)
-        ids = cases.routing(cases.Shape(EXPERTS, SLOTS, 0, 0), TOKENS)
-        x, out = self.x(TOKENS, inputs), np.zeros((ids.size, rows), np.float16)
-        x_rows = np.repeat(np.arange(TOKENS), SLOTS)
-        expected = np.einsum("pi,pri->pr", x[x_rows].astype(np.float64), dense[ids.reshape(-1)])
-        launch = mlx.gather_qmv(m, x, x_rows.reshape(ids.shape), ids, out, "f16")
-        assert self.check(launch, out, expected) == f"{format.prefix}_gather_qmv{fast}"
-        order = np.argsort(ids.reshape(-1), kind="stable")
-        offsets = np.searchsorted(ids.reshape(-1)[order], np.arange(EXPERTS))
-        launch = mlx.gather_qmm_rhs(m, self.placed(x[x_rows[order]]), offsets, out, "f16")
-        assert self.check(launch, out, expected[order]) == f"{format.prefix}_gather_qmm_rhs"
+        m = Matrices(cases.FORMATS[name], "f16", 64, inputs, EXPERTS)
+        prefix = "affine" if m.format.mode == "affine" else "fp"
+        names = self.experts(m, mlx_quantized.gather_qmv, mlx_quantized.gather_qmm_rhs)
+        assert names == [f"{prefix}_gather_qmv{fast}", f"{prefix}_gather_qmm_rhs"]
+
+    def test_dense_experts(self):
+        m = Matrices(DENSE, "f16", 96, 80, EXPERTS)
+        assert self.experts(m, mlx_dense.gather_mv, mlx_dense.gather_mm_rhs)
+
+    def experts(self, m: Matrices, gather, gather_sorted) -> list[str]:
+        ids, (weights, dense) = cases.routing(cases.Shape(EXPERTS, SLOTS, 0, 0), TOKENS), self.weights(m)
+        x, x_rows, experts = self.x(TOKENS, m.inputs), np.repeat(np.arange(TOKENS), SLOTS), ids.reshape(-1)
+        expected = np.einsum("pi,pri->pr", x[x_rows].astype(np.float64), dense[experts])
+        lists = {"x_rows": x_rows.astype(np.uint32), "ids": ids.astype(np.uint32)}
+        order = np.argsort(experts, kind="stable")
+        offsets = np.searchsorted(experts[order], np.arange(EXPERTS)).astype(np.int32)
+        in_order = {"x": self.placed(x[x_rows[order]]), "offsets": offsets}
+        return [
+            self.check(gather(m, TOKENS, SLOTS, TOKENS), {**weights, **lists, "x": x}, expected),
+            self.check(gather_sorted(m, ids.size), {**weights, **in_order}, expected[order]),
+        ]
+
+    def linears(self, m: Matrices, gpu: str, counts: tuple[int, ...] = (1, 7, 40)) -> list[str]:
+        weights, dense = self.weights(m)
+        names = []
+        for count in counts:
+            x = self.x(count, m.inputs)
+            launch = launches.linear(apple.GPUS[gpu], m, count)
+            names.append(self.check(launch, {**weights, "x": x}, x.astype(np.float64) @ dense[0].T))
+        return names
 
     @pytest.mark.parametrize(
         "name, gpu",
@@ -117,60 +146,43 @@ class TestMlx:
         ],
     )
     def test_one_quantised_matrix(self, name, gpu):
-        format = cases.FORMATS[name]
-        m, dense = self.matrices(format, 1, 64, 512)
-        names = []
-        for count in (1, 7, 40):
-            x, out = self.x(count, 512), np.zeros((count, 64), np.float16)
-            launch = mlx.quantized_matmul(apple.GPUS[gpu], m, x, out, "f16")
-            if "splitk" in launch.template:
-                parts = launch.arguments["y"]
-                launch.run(apple.Recorder())
-                np.testing.assert_allclose(parts.sum(0), x @ dense[0].T, atol=2e-2)
-                names.append("splitk")
-            else:
-                names.append(self.check(launch, out, x.astype(np.float64) @ dense[0].T))
-        wide = format.mode != "affine" or gpu == "M4 Max"
-        assert names == [
-            f"{format.prefix}_qmv_fast",
-            f"{format.prefix}_qmv{'_wide' if wide else '_fast'}",
-            "splitk",
-        ]
+        m = Matrices(cases.FORMATS[name], "f16", 64, 512)
+        prefix = "affine" if m.format.mode == "affine" else "fp"
+        few = "wide" if prefix == "fp" or gpu == "M4 Max" else "fast"
+        assert self.linears(m, gpu) == [f"{prefix}_{n}" for n in ("qmv_fast", f"qmv_{few}", "qmm_t_splitk")]
 
     def test_a_tile_of_a_quantised_matrix(self):
-        m, dense = self.matrices(cases.FORMATS["int4"], 1, 512 * 32, 64)
-        x, out = self.x(40, 64), np.zeros((40, 512 * 32), np.float16)
-        name = self.check(mlx.qmm(m, x, out, "f16"), out, x.astype(np.float64) @ dense[0].T)
-        assert name == "affine_qmm_t"
-
-    def test_dense_experts(self):
-        rows, inputs = 96, 80
-        w, ids = self.x(EXPERTS, rows, inputs), cases.routing(cases.Shape(EXPERTS, SLOTS, 0, 0), TOKENS)
-        x, out = self.x(TOKENS, inputs), np.zeros((ids.size, rows), np.float16)
-        x_rows = np.repeat(np.arange(TOKENS), SLOTS)
-        matrices = w.astype(np.float64)[ids.reshape(-1)]
-        expected = np.einsum("pi,pri->pr", x[x_rows].astype(np.float64), matrices)
-        self.check(mlx_dense.gather_mv(w, x, x_rows.reshape(ids.shape), ids, out, "f16"), out, expected)
-        order = np.argsort(ids.reshape(-1), kind="stable")
-        offsets = np.searchsorted(ids.reshape(-1)[order], np.arange(EXPERTS))
-        launch = mlx_dense.gather_mm_rhs(w, self.placed(x[x_rows[order]]), offsets, out, "f16")
-        self.check(launch, out, expected[order])
+        """With enough tiles the inputs are not shared out."""
+        m = Matrices(cases.FORMATS["int4"], "f16", 512 * 32, 64)
+        assert self.linears(m, "M1", (40,)) == ["affine_qmm_t"]
 
     @pytest.mark.parametrize("gpu, names", [("M1", "gemv gemm gemm"), ("M4 Max", "gemv gemv_wide gemm")])
     def test_one_dense_matrix(self, gpu, names):
-        found = []
-        for count in (1, 7, 40):
-            w, x, out = self.x(320, 128), self.x(count, 128), np.zeros((count, 320), np.float16)
-            launch = mlx_dense.matmul(apple.GPUS[gpu], w, x, out, "f16")
-            found.append(self.check(launch, out, x.astype(np.float64) @ w.astype(np.float64).T))
-        assert found == names.split()
+        assert self.linears(Matrices(DENSE, "f16", 320, 128), gpu) == names.split()
 
     def test_parts_of_a_dense_product(self):
-        w, x = self.x(64, 1024), self.x(20, 1024)
-        launch = mlx_dense.matmul(apple.GPUS["M1"], w, x, np.zeros((20, 64), np.float16), "f16")
-        launch.run(apple.Recorder())
-        expected = x.astype(np.float64) @ w.astype(np.float64).T
-        np.testing.assert_allclose(launch.arguments["C"].sum(0), expected, atol=1e-2)
+        assert self.linears(Matrices(DENSE, "f16", 64, 1024), "M1", (20,)) == ["gemm_splitk"]
+
+    @pytest.mark.parametrize("name", formats.FORMATS)
+    def test_formats(self, name):
+        """What the cases take for the weights' values is what MLX makes of them."""
+        format_ = formats.FORMATS[name]
+        made = format_.make(Values("cpu", 3), "w", 2, 4, 256, torch.float16)
+        found = torch.stack([format_.matrix(made, "w", expert) for expert in range(2)])
+        if name == "dense":
+            assert torch.equal(found, made["w"].double())
+            return
+        mx = pytest.importorskip("mlx.core")
+        parts = [
+            made[f"w_{part}"] for part in ("packed", "scales", "biases") if made[f"w_{part}"] is not None
+        ]
+        packed, *scales = (
+            mx.array(p.view(torch.uint32).numpy() if p.dtype == torch.int32 else p.numpy()) for p in parts
+        )
+        options = {"group_size": format_.group, "bits": format_.bits, "mode": format_.mode}
+        scales = [s.astype(mx.float32) if s.dtype == mx.float16 else s for s in scales]
+        expected = np.array(mx.dequantize(packed, *scales, **options, dtype=mx.float32))
+        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-9)
 
 
 class TestCommand:

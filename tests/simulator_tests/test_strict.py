@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from simulator import strict, vocabulary
+from simulator.language import strict, vocabulary
 from support.msl_probes import linux_only
 
 pytestmark = linux_only

@@ -10,7 +10,7 @@ from torch_moe_mps.transformers.compiling import libraries_of
 
 FIRST_TOKEN = """
 import sys
-from simulator import install
+from support.simulated import install
 install()
 import torch
 from support import tiny_models

@@ -159,7 +159,7 @@ import torch, transformers, torch_moe_mps
 transformers.logging.set_verbosity_error()
 device, folder, arguments = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 if device == "mps":
-    from simulator import install
+    from support.simulated import install
     install()
 
 def private():

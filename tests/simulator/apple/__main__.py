@@ -3,7 +3,8 @@
 import argparse
 import sys
 
-from .. import install
+from support.simulated import install
+
 from ..errors import SimulatorError
 from . import published, report
 from .cases import DEFAULT_GPUS, FORMATS, Shape, mlx_peers, mlx_rows, ours

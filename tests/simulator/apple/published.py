@@ -4,13 +4,17 @@ The figures are of the issues and pull requests named, by their authors' clocks.
 and more are here, or ratios of such: shorter ones are mostly the start and end of a dispatch.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from . import mlx, mlx_dense
-from .cases import array, matrices
+from ..cases import mlx_dense
+from ..cases.formats import DENSE, Format
+from ..cases.mlx_launch import Launch, Matrices
+from ..cases.mlx_quantized import gather_qmm_rhs, qmm, qmv, qmv_wide
+from . import mlx
 from .count import Limit
 from .facts import GPUS, Gpu
 from .model import Measurement, Work
@@ -41,44 +45,35 @@ class Published:
         return self.measured / predicted if self.unit == "TFLOPS" else predicted / self.measured
 
 
-def _measured(launch: mlx.Launch, macs: int, dram_bytes: int) -> Measurement:
-    return mlx.measure(launch, Work("", macs, dram_bytes), Recorder(limit=Limit(groups=32, slots=5e6)))
+def _measured(m: Matrices, launch: Launch, count: int, dram_bytes: int, **lists) -> Measurement:
+    work = Work("", count * m.rows * m.inputs, dram_bytes)
+    recorder = Recorder(limit=Limit(groups=32, slots=5e6))
+    return mlx.measure(m, launch, count, count, work, recorder, lists)
 
 
-_known: dict[tuple, Measurement] = {}
-
-
+@functools.cache
 def one_matrix(
-    kernel: str, vectors: int, inputs: int, rows: int, format_: mlx.Format, dtype: str = "bf16", **options
+    kernel: Callable[..., Launch], vectors: int, inputs: int, rows: int, format_: Format, dtype: str = "bf16"
 ) -> Measurement:
-    """A quantised matrix [rows, inputs] and `vectors` rows of x, by MLX's kernel of that name."""
-    key = (kernel, vectors, inputs, rows, format_, dtype, *options.items())
-    if key not in _known:
-        m = matrices(format_, dtype, 1, rows, inputs)
-        launch = getattr(mlx, kernel)(
-            m, array(dtype, vectors, inputs), array(dtype, vectors, rows), dtype, **options
-        )
-        bytes_ = rows * inputs * format_.bits // 8 + rows * inputs // format_.group * 4
-        _known[key] = _measured(launch, vectors * rows * inputs, bytes_)
-    return _known[key]
+    """A quantised matrix [rows, inputs] and `vectors` rows of x, by one of MLX's kernels."""
+    m = Matrices(format_, dtype, rows, inputs)
+    bytes_ = rows * inputs * format_.bits // 8 + rows * inputs // format_.group * 4
+    return _measured(m, kernel(m, vectors), vectors, bytes_)
 
 
 def gathered(
-    rows_per_expert: int, inputs: int, rows: int, format_: mlx.Format, dtype: str, **options
+    rows_per_expert: int, inputs: int, rows: int, format_: Format, dtype: str, **options
 ) -> Measurement:
     """gather_qmm_rhs with as many rows for each of eight experts."""
-    experts = 8
-    m = matrices(format_, dtype, experts, rows, inputs)
-    pairs = experts * rows_per_expert
-    offsets = np.arange(experts) * rows_per_expert
-    x, out = array(dtype, pairs, inputs), array(dtype, pairs, rows)
-    launch = mlx.gather_qmm_rhs(m, x, offsets, out, dtype, **options)
-    return _measured(launch, pairs * rows * inputs, 0)
+    m = Matrices(format_, dtype, rows, inputs, experts=8)
+    pairs = m.experts * rows_per_expert
+    offsets = (np.arange(m.experts) * rows_per_expert).astype(np.int32)
+    return _measured(m, gather_qmm_rhs(m, pairs, **options), pairs, 0, offsets=offsets)
 
 
 def gemv_wide(vectors: int, inputs: int, rows: int) -> Measurement:
-    w, x, out = array("f16", rows, inputs), array("f16", vectors, inputs), array("f16", vectors, rows)
-    return _measured(mlx_dense.gemv_wide(w, x, out, "f16"), vectors * rows * inputs, w.nbytes)
+    m = Matrices(DENSE, "f16", rows, inputs)
+    return _measured(m, mlx_dense.gemv_wide(m, vectors), vectors, rows * inputs * 2)
 
 
 def us(measurement: Measurement, gpu: Gpu) -> float:
@@ -95,9 +90,9 @@ def _cold_vectors() -> Iterator[Published]:
         *((4, 1, 129), (4, 2, 129), (4, 3, 132), (4, 4, 165), (4, 6, 263), (4, 8, 323), (4, 9, 405)),
         *((2, 1, 72), (2, 3, 129)),
     ):
-        kernel, format_ = "qmv" if vectors == 1 else "qmv_wide", mlx.Format(bits, 128, "affine")
+        kernel, format_ = qmv if vectors == 1 else qmv_wide, Format(bits, 128, "affine")
         yield Published(
-            f"{kernel} {bits} bit, {vectors} rows, 5120 -> 17408",
+            f"{kernel.__name__} {bits} bit, {vectors} rows, 5120 -> 17408",
             "M3 Max",
             source,
             "us",
@@ -107,14 +102,14 @@ def _cold_vectors() -> Iterator[Published]:
 
 
 def _slopes() -> Iterator[Published]:
-    format_ = mlx.Format(4, 64, "affine")
+    format_ = Format(4, 64, "affine")
     yield Published(
         "qmv 4 bit, 5120 -> 17408, another row of x",
         "M3 Ultra",
         "mlx #4265",
         "us",
         (252 - 76) / 6,
-        lambda gpu: one_matrix("qmv", 8, 5120, 17408, format_).bounds(gpu).issue / 8,
+        lambda gpu: one_matrix(qmv, 8, 5120, 17408, format_).bounds(gpu).issue / 8,
     )
     yield Published(
         "qmv 4 bit, 7.11e9 weights of Mistral 7B, another row of x",
@@ -123,7 +118,7 @@ def _slopes() -> Iterator[Published]:
         "ms",
         (25.431 - 19.4) / 2,
         lambda gpu: (
-            one_matrix("qmv", 8, 4096, 4096, format_, "f16").bounds(gpu).issue / (8 * 4096**2) * 7.11e9 / 1e3
+            one_matrix(qmv, 8, 4096, 4096, format_, "f16").bounds(gpu).issue / (8 * 4096**2) * 7.11e9 / 1e3
         ),
     )
 
@@ -132,7 +127,7 @@ _SMALL = "fixed costs hide in the time of one row, which the model has none of (
 
 
 def _relative_to_one() -> Iterator[Published]:
-    format_ = mlx.Format(4, 64, "affine")
+    format_ = Format(4, 64, "affine")
     for inputs, rows, measured in (
         (4096, 24576, {2: 1.03, 3: 1.22, 4: 1.47, 6: 2.07, 8: 2.69}),
         (12288, 4096, {2: 1.18, 3: 1.40, 4: 1.52, 6: 2.05, 8: 2.46}),
@@ -147,8 +142,8 @@ def _relative_to_one() -> Iterator[Published]:
                 "times",
                 value,
                 lambda gpu, v=vectors, i=inputs, r=rows: (
-                    us(one_matrix("qmv_wide", v, i, r, format_), gpu)
-                    / us(one_matrix("qmv", 1, i, r, format_), gpu)
+                    us(one_matrix(qmv_wide, v, i, r, format_), gpu)
+                    / us(one_matrix(qmv, 1, i, r, format_), gpu)
                 ),
                 (1.25, 1.55) if outside else BAND,
                 _SMALL if outside else "",
@@ -156,7 +151,7 @@ def _relative_to_one() -> Iterator[Published]:
 
 
 def _wide_over_single() -> Iterator[Published]:
-    format_ = mlx.Format(4, 64, "affine")
+    format_ = Format(4, 64, "affine")
     for gpu, vectors, measured in (
         *(("M3 Ultra", 2, 1.1), ("M3 Ultra", 4, 1.4), ("M4 Pro", 2, 1.2), ("M5 Max", 2, 1.3)),
         *(("M2 Pro", 2, 1.0), ("M2 Pro", 4, 1.0)),
@@ -169,8 +164,8 @@ def _wide_over_single() -> Iterator[Published]:
             "times",
             measured,
             lambda gpu, v=vectors: (
-                us(one_matrix("qmv", v, 3840, 15360, format_), gpu)
-                / us(one_matrix("qmv_wide", v, 3840, 15360, format_), gpu)
+                us(one_matrix(qmv, v, 3840, 15360, format_), gpu)
+                / us(one_matrix(qmv_wide, v, 3840, 15360, format_), gpu)
             ),
             reason="no gain, without a figure: MLX keeps it off there" if no_gain else "",
         )
@@ -185,7 +180,8 @@ def _products() -> Iterator[Published]:
             "TFLOPS",
             2 * vectors * 17408 * 5120 / microseconds / 1e6,
             lambda gpu, v=vectors, b=rows_block: tflops(
-                one_matrix("qmm", v, 5120, 17408, mlx.Format(4, 128, "affine"), rows_block=b), gpu
+                one_matrix(functools.partial(qmm, rows_block=b), v, 5120, 17408, Format(4, 128, "affine")),
+                gpu,
             ),
         )
     yield Published(
@@ -194,7 +190,7 @@ def _products() -> Iterator[Published]:
         "mlx #4246",
         "TFLOPS",
         20.5,
-        lambda gpu: tflops(one_matrix("qmm", 512, 4096, 4096, mlx.Format(4, 64, "affine")), gpu),
+        lambda gpu: tflops(one_matrix(qmm, 512, 4096, 4096, Format(4, 64, "affine")), gpu),
     )
     yield Published(
         "gather_qmm_rhs 4 bit, 43 rows an expert",
@@ -202,12 +198,12 @@ def _products() -> Iterator[Published]:
         "mlx #4246",
         "TFLOPS",
         14.2,
-        lambda gpu: tflops(gathered(43, 2048, 2048, mlx.Format(4, 64, "affine"), "bf16"), gpu),
+        lambda gpu: tflops(gathered(43, 2048, 2048, Format(4, 64, "affine"), "bf16"), gpu),
     )
 
 
 def _tiles() -> Iterator[Published]:
-    format_, larger = mlx.Format(4, 128, "affine"), (32, 64, 32, 2, 2)
+    format_, larger = Format(4, 128, "affine"), (32, 64, 32, 2, 2)
     for rows, measured in ((32, 1.136), (64, 1.20), (128, 1.20)):
         yield Published(
             f"gather_qmm_rhs tiles of 32 x 64 over 16 x 32, {rows} rows an expert",

@@ -253,20 +253,25 @@ std::string macro_text(NSDictionary* macros) {
 @end
 
 id<MTLLibrary> simulated_library(NSString* source, MTLCompileOptions* options, NSError** error) {
-  if (!options || options.mathMode != MTLMathModeSafe) {
+  if (simulator::is_strict() && (!options || options.mathMode != MTLMathModeSafe)) {
     set_error(
         error,
         "the library is compiled with fast math, which is Metal's default: NaN and infinity are part of the "
         "operators' contract, set mathMode = MTLMathModeSafe or fastMathEnabled = NO");
     return nil;
   }
-  if (options.languageVersion > MTLLanguageVersion3_1) {
-    set_error(error, "the language version is over 3.1, which is what the package promises to compile with");
-    return nil;
-  }
   std::string text;
   @autoreleasepool {
-    text = macro_text(options.preprocessorMacros) + [source UTF8String];
+    text = (options ? macro_text(options.preprocessorMacros) : "") + [source UTF8String];
+  }
+  const bool has_tensors = text.find("MetalPerformancePrimitives") != std::string::npos;
+  if (has_tensors && options && options.languageVersion < MTLLanguageVersion4_0) {
+    set_error(error, "MetalPerformancePrimitives needs language version 4.0");
+    return nil;
+  }
+  if (simulator::is_strict() && !has_tensors && options.languageVersion > MTLLanguageVersion3_1) {
+    set_error(error, "the language version is over 3.1, which is what the package promises to compile with");
+    return nil;
   }
   // A source with function constants is compiled when their values are known.
   if (text.find("function_constant") == std::string::npos) {

@@ -18,6 +18,8 @@ namespace simulator {
 
 // Raises SimulatorError in the caller.
 [[noreturn]] void fail(const std::string& message);
+// Whether host code has to keep to PyTorch's own stream, safe math and language 3.1 (runtime.py: install).
+bool is_strict();
 // Keeps a finding for the next synchronisation, where raising now is not possible.
 void report(const std::string& message);
 // The reported findings, one a line; forgets them.

@@ -20,9 +20,11 @@
 #include <xmmintrin.h>
 
 #include <algorithm>
+#include <map>
 #include <mutex>
 #include <random>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -63,7 +65,13 @@ namespace msl {
 namespace {
 
 enum class State : uint8_t { fresh, blocked, finished };
-enum class Wait : uint8_t { simd_operation, simdgroup_barrier, threadgroup_barrier };
+enum class Wait : uint8_t {
+  simd_operation,
+  scope_operation,
+  simdgroup_barrier,
+  threadgroup_barrier,
+  group_operation
+};
 
 struct Thread {
   msl_thread_position position;
@@ -77,6 +85,7 @@ struct Thread {
   const void* value;
   void* result;
   msl_combine combine;
+  msl_scope_combine scope_combine;
 
   bool same_place(const Thread& other) const {
     return wait == other.wait && line == other.line && (name == other.name || !strcmp(name, other.name)) &&
@@ -114,6 +123,8 @@ std::vector<unsigned> simdgroup_order;
 unsigned thread_count, running_simdgroup;
 std::vector<uint64_t> group_order;
 Thread* current;
+const Thread* running_operation;  // whose memory is being read by all its threads
+std::map<std::tuple<uint64_t, uint64_t, unsigned>, std::vector<int>> layouts;
 void* main_stack_pointer;
 void* group_memory[31];  // threadgroup arguments
 
@@ -181,18 +192,47 @@ void new_epoch(Simdgroup& g, unsigned flags) {
     if (flags >> space & 1) g.ordered[space] = g.epoch << code_bits;
 }
 
-void release_threadgroup_barrier() {
+bool waits_for_group(const Thread& t) {
+  return t.wait == Wait::threadgroup_barrier || t.wait == Wait::group_operation;
+}
+
+const char* kind_of(const Thread& t) {
+  if (t.wait == Wait::group_operation) return "operation of the threadgroup";
+  return t.wait == Wait::threadgroup_barrier ? "threadgroup_barrier" : "simdgroup operation";
+}
+
+// Computes an operation of a simdgroup or of the threadgroup, all of whose threads have arrived.
+void complete_scope(const Thread& first, const void* const* values, unsigned count) {
+  counters->simd_operations++;
+  running_operation = &first;
+  if (const char* problem = first.scope_combine(values, count)) finding(problem, nullptr);
+  running_operation = nullptr;
+}
+
+void complete_group_operation(const Thread& first) {
+  const void* values[max_threads];
+  for (unsigned i = 0; i < thread_count; i++) values[i] = threads[i].value;
+  complete_scope(first, values, thread_count);
+  for (Simdgroup& g : simdgroups) {
+    if (!g.count) break;
+    g.progress = Progress::running;
+    g.cursor = -1;
+  }
+}
+
+void release_threadgroup() {
   const Thread* first = nullptr;
   for (unsigned i = 0; i < thread_count; i++) {
     const Thread& t = threads[i];
     if (t.state == State::finished) continue;
     if (!first) first = &t;
     if (!t.same_place(*first))
-      divergent("threadgroup_barrier", *first, "thread " + thread_name(i) + " waits at " + place_name(t));
+      divergent(kind_of(*first), *first, "thread " + thread_name(i) + " waits at " + place_name(t));
   }
   for (unsigned i = 0; i < thread_count; i++)
     if (threads[i].state == State::finished)
-      divergent("threadgroup_barrier", *first, "thread " + thread_name(i) + " has returned from the kernel");
+      divergent(kind_of(*first), *first, "thread " + thread_name(i) + " has returned from the kernel");
+  if (first->wait == Wait::group_operation) return complete_group_operation(*first);
   counters->barriers++;
   const bool renumbered = memory.epoch > max_epoch - 64 * 1024;
   if (renumbered) {
@@ -225,7 +265,7 @@ Thread* next_simdgroup() {
       return first_of(g);
     }
     if (!waiting) return nullptr;
-    release_threadgroup_barrier();
+    release_threadgroup();
     shuffle_if_seeded(simdgroup_order.begin(), simdgroup_order.end());
   }
 }
@@ -237,7 +277,6 @@ void complete(Simdgroup& g, const Thread& first) {
     new_epoch(g, first.flags);
     return;
   }
-  counters->simd_operations++;
   const void* values[32] = {};
   void* results[32] = {};
   for (unsigned i = 0; i < g.count; i++) {
@@ -245,6 +284,8 @@ void complete(Simdgroup& g, const Thread& first) {
     values[t.position.lane] = t.value;
     results[t.position.lane] = t.result;
   }
+  if (first.wait == Wait::scope_operation) return complete_scope(first, values, 32);
+  counters->simd_operations++;
   if (const char* problem = first.combine(values, results))
     finding(place_name(first) + " of simdgroup " + std::to_string(first.position.simdgroup) + ": " + problem,
             nullptr);
@@ -260,22 +301,19 @@ Thread* end_of_round(Simdgroup& g) {
       continue;
     }
     if (!first) first = &t;
-    const char* what =
-        first->wait == Wait::threadgroup_barrier ? "threadgroup_barrier" : "simdgroup operation";
     if (!t.same_place(*first))
-      divergent(what, *first, "thread " + thread_name(t.position.index) + " waits at " + place_name(t));
+      divergent(kind_of(*first), *first,
+                "thread " + thread_name(t.position.index) + " waits at " + place_name(t));
   }
   if (!first) {
     g.progress = Progress::finished;
     return next_simdgroup();
   }
   if (returned) {
-    const char* what =
-        first->wait == Wait::threadgroup_barrier ? "threadgroup_barrier" : "simdgroup operation";
-    divergent(what, *first,
+    divergent(kind_of(*first), *first,
               "thread " + thread_name(returned->position.index) + " has returned from the kernel");
   }
-  if (first->wait == Wait::threadgroup_barrier) {
+  if (waits_for_group(*first)) {
     g.progress = Progress::at_barrier;
     return next_simdgroup();
   }
@@ -572,6 +610,8 @@ void finding(const std::string& text, const void* caller) {
                std::to_string(p[0]) + ", " + std::to_string(p[1]) + ", " + std::to_string(p[2]) + ")";
   }
   message += ": " + text;
+  if (running_operation && !caller) message += " [" + place_name(*running_operation) + "]";
+  running_operation = nullptr;
   finding_caller = caller;
   if (!current) throw Finding();
   leave_group();
@@ -595,6 +635,50 @@ void msl_simd_operation(const char* name, const void* value, void* result, msl_c
                         const char* file, unsigned line) {
   current->value = value, current->result = result, current->combine = combine;
   block(Wait::simd_operation, name, file, line);
+}
+
+void msl_scope_operation(const char* name, unsigned count, const void* value, msl_scope_combine combine,
+                         const char* file, unsigned line) {
+  current->value = value, current->scope_combine = combine;
+  current->name = name, current->file = file, current->line = line;
+  if (count == 0) {
+    current->wait = Wait::simd_operation;
+    return complete_scope(*current, &value, 1);
+  }
+  if (count == 1) return block(Wait::scope_operation, name, file, line);
+  if (count != msl_group.simdgroups || thread_count != 32 * count)
+    finding(place_name(*current) + " is an operation of " + std::to_string(count) +
+                " simdgroups, the threadgroup has " + std::to_string(thread_count) + " threads",
+            nullptr);
+  block(Wait::group_operation, name, file, line);
+}
+
+void msl_scope_read(const void* address, size_t size) {
+  const uintptr_t at = reinterpret_cast<uintptr_t>(address);
+  const Wait wait = running_operation->wait;
+  memory.read_by(wait == Wait::group_operation   ? Reader::threadgroup
+                 : wait == Wait::scope_operation ? Reader::simdgroup
+                                                 : Reader::thread,
+                 at, size);
+}
+
+const int* msl_layout(uint64_t key, unsigned elements, unsigned places) {
+  auto& found = layouts[{dispatch->seed, key, places}];
+  if (found.empty()) {
+    found.assign(places, -1);
+    for (unsigned i = 0; i < elements; i++) found[i] = int(i);
+    std::mt19937_64 source(dispatch->seed * 7919 + key);
+    std::shuffle(found.begin(), found.end(), source);
+  }
+  return found.data();
+}
+
+uint64_t msl_random() {
+  return random_source();
+}
+
+void msl_fault(const char* what) {
+  finding(what, __builtin_return_address(0));
 }
 
 void msl_atomic_access(const volatile void* address, unsigned size, int writes) {

@@ -397,6 +397,19 @@ __attribute__((always_inline)) inline void Memory::aligned_access(uintptr_t addr
   access(address, size, write, caller);
 }
 
+void Memory::read_by(Reader reader, uintptr_t address, size_t size) {
+  const Place own = here;
+  const Stamp since = own.stamp & ~Stamp(code_mask);
+  if (reader == Reader::simdgroup) here.stamp = since | (code_simdgroup + own.simdgroup);
+  if (reader == Reader::threadgroup) {
+    here.stamp = epoch << code_bits | code_many;
+    here.simdgroup = ~0u;
+    here.simd_ordered[0] = here.simd_ordered[1] = 0;
+  }
+  access(address, size, false, nullptr);
+  here = own;
+}
+
 void Memory::misaligned(uintptr_t address, size_t size, bool write, const void* caller) {
   if (private_memory.has(address)) return;
   Segment* s = find(address, size, write, caller);

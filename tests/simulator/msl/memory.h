@@ -76,6 +76,8 @@ struct PrivateMemory {
   bool has_everything() const { return size == ~size_t(0); }
 };
 
+enum class Reader { thread, simdgroup, threadgroup };
+
 class Memory {
  public:
   static constexpr size_t arena_size = 256 << 10, arena_limit = 32 << 10, redzone_bytes = 512;
@@ -91,6 +93,9 @@ class Memory {
   // For accesses whose type is as aligned as it is large.
   void aligned_access(uintptr_t address, size_t size, bool write, const void* caller);
   void atomic(uintptr_t address, unsigned size, bool write, const void* caller);
+
+  // A read that all these threads make.
+  void read_by(Reader reader, uintptr_t address, size_t size);
 
   uint32_t next_epoch();
   void renumber_epochs(bool within_group);

@@ -44,6 +44,17 @@ void msl_threadgroup_barrier(unsigned flags, const char* file, unsigned line) __
 void msl_simdgroup_barrier(unsigned flags, const char* file, unsigned line) __attribute__((convergent));
 void msl_simd_operation(const char* name, const void* value, void* result, msl_combine combine,
                         const char* file, unsigned line) __attribute__((convergent));
+// What all threads of a simdgroup, or of a threadgroup of that many simdgroups, compute together; with 0
+// simdgroups the thread alone. `values` are theirs, in order, null for one that does not exist.
+typedef const char* (*msl_scope_combine)(const void* const* values, unsigned count);
+void msl_scope_operation(const char* name, unsigned simdgroups, const void* value, msl_scope_combine combine,
+                         const char* file, unsigned line) __attribute__((convergent));
+// Within such an operation: memory that each of its threads reads.
+void msl_scope_read(const void* address, size_t size);
+// `places` of which each of `elements` has one, at random: the element in each place, -1 for none.
+const int* msl_layout(uint64_t key, unsigned elements, unsigned places);
+uint64_t msl_random(void);
+void msl_fault(const char* what) __attribute__((noreturn));
 // Declares an atomic access before it is made, so that its bounds and its neighbours are checked.
 void msl_atomic_access(const volatile void* address, unsigned size, int writes);
 void* msl_threadgroup_variable(unsigned site, size_t size, const char* name);

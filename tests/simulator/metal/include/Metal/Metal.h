@@ -59,6 +59,7 @@ typedef enum MTLLanguageVersion : NSUInteger {
   MTLLanguageVersion3_0 = 3 << 16,
   MTLLanguageVersion3_1 = (3 << 16) + 1,
   MTLLanguageVersion3_2 = (3 << 16) + 2,
+  MTLLanguageVersion4_0 = (4 << 16) + 0,
 } MTLLanguageVersion;
 typedef enum MTLMathMode : NSInteger { MTLMathModeSafe, MTLMathModeRelaxed, MTLMathModeFast } MTLMathMode;
 

@@ -14,13 +14,14 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 from ..build_device import BuildError
-from . import cases, cases_layer, peers_mlx, peers_source, report, run, worker
-from .cases import Case
+from ..cases import experts, layer
+from ..cases.experts import Case
+from ..cases.mlx_launch import KERNELS, has_kernels, include_folder
+from . import peers_mlx, peers_source, report, run, worker
 from .plan import Plan
 
 REPOSITORY = Path(__file__).parents[3]
@@ -45,14 +46,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--shape",
-        default=",".join(map(str, cases.SHAPE)),
+        default=",".join(map(str, experts.SHAPE)),
         metavar="E,K,H,I",
         help="of experts and prefill, when recording (default: %(default)s)",
     )
     parser.add_argument(
         "--mlx",
         type=Path,
-        default=peers_mlx.folder(),
+        default=include_folder(),
         metavar="DIR",
         help="the include folder of an mlx wheel (default: that of the installed one)",
     )
@@ -71,14 +72,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         options.dimensions = ()
     if len(options.dimensions) != 4:
         parser.error("--shape: four numbers are needed, as in 128,8,2048,768")
-    if options.mlx and not peers_mlx.has_kernels(options.mlx):
-        parser.error(f"--mlx {options.mlx}: there is no {peers_mlx.KERNELS} in it")
+    if options.mlx and not has_kernels(options.mlx):
+        parser.error(f"--mlx {options.mlx}: there is no {KERNELS} in it")
     return options
 
 
 def all_cases(shape: tuple[int, ...]) -> list[Case]:
-    timed = cases.expert_cases(shape) + cases.linear_cases() + cases_layer.layer_cases()
-    return timed + cases.sanitizer_cases()
+    timed = experts.expert_cases(shape) + experts.linear_cases() + layer.layer_cases()
+    return timed + experts.sanitizer_cases()
 
 
 def say(text: str) -> None:
@@ -86,17 +87,17 @@ def say(text: str) -> None:
 
 
 def record(options: argparse.Namespace) -> None:
-    from .. import runtime
+    from support.simulated import install
+
     from .record import record_all
 
-    runtime.install()
+    install()
     if options.plan.exists() and any(options.plan.iterdir()) and not (options.plan / "plan.json").exists():
         sys.exit(f"error: --plan {options.plan}: there are other files in it")
     shutil.rmtree(options.plan, ignore_errors=True)
     plan = Plan(options.plan)
-    with tempfile.TemporaryDirectory() as work:
-        if options.mlx:
-            peers_mlx.record(plan, options.mlx, Path(work))
+    if options.mlx:
+        peers_mlx.record(plan, options.mlx)
     if options.sources:
         peers_source.record(plan, options.sources)
     wanted = [case for case in all_cases(options.dimensions) if case.group in options.groups]

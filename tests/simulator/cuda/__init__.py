@@ -2,7 +2,6 @@
 
 translate.py, include/      MSL to CUDA C++: one simdgroup is a warp, one threadgroup a block
 nvrtc.py, compile.py        CUDA C++ to machine code, on any machine
-cases.py, cases_layer.py    inputs, operator and reference of each case; formats.py and values.py make inputs
 record.py, plan.py          the package's dispatches for a case, taken from the simulated device, as files
 programs.py, peers_*.py     sequences of dispatches: the recorded ones, and those of the kernels beside ours
 replay.py, driver.py        such a sequence on a GPU; simulated.py: in the simulator, for the tests

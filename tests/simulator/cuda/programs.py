@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from .cases import Case
+from ..cases.experts import Case
 from .plan import Binding, Dispatch, Recording
 
 Tensors = dict[str, Tensor]

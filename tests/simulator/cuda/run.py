@@ -4,13 +4,13 @@ import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from ..cases.experts import Case, Experts, make_case
+from ..cases.values import Shapes, Values
 from . import peers_mlx, peers_source, programs, timing
-from .cases import Case, Experts, make_case
 from .compile import Job, job_of
 from .plan import Plan, Recording
 from .programs import Program, Tensors
 from .replay import Replay
-from .values import Shapes, Values
 
 MAX_SETS = 128
 

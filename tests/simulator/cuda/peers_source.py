@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from .cases import Case, Experts
-from .cases_layer import EPS, Bucket, Gate, Norm, Router, SiluMul, WeightedSum
+from ..cases.experts import Case, Experts
+from ..cases.layer import EPS, Bucket, Gate, Norm, Router, SiluMul, WeightedSum
+from ..cases.values import Shapes
 from .plan import Dispatch, Plan
 from .programs import Program, bind, buffers, ceil_div, joined, words
-from .values import Shapes
 
 
 def record(plan: Plan, folder: Path) -> None:

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from .errors import ShaderError
+from ..errors import ShaderError
 
 TOKEN = re.compile(
     r'^[ \t]*#[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\''

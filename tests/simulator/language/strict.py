@@ -3,11 +3,12 @@
 1. Address spaces: clang's OpenCL C++ front end, which has them, checks the source with every kernel
    instantiated: no pointer or reference without an address space, none of one where another is expected.
 2. Language: nothing outside of Metal 3.1 (C++14 with `if constexpr`; no lambdas, double, recursion, goto),
-   and no implicit conversion to bfloat.
+   and no implicit conversion to bfloat. A source that includes MetalPerformancePrimitives may use the tensors
+   of Metal 4.0, too.
 3. Vocabulary: whatever the source uses of Metal's library also occurs in Metal sources that Apple's compiler
    is known to accept (MLX's kernels, PyTorch's c10/metal), or in the specification (vocabulary.py).
 
-    python -m simulator.strict FILE...       (with tests/ on PYTHONPATH)
+    python -m simulator.language.strict FILE...       (with tests/ on PYTHONPATH)
 """
 
 import re
@@ -16,8 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from . import build
-from .errors import ShaderError
+from .. import build
+from ..errors import ShaderError
 from .tokens import is_identifier, is_space
 from .translate import Translator
 from .vocabulary import VECTOR, Location, check_vocabulary
@@ -82,7 +83,9 @@ class StrictTranslator(Translator):
             else:
                 self.tokens[i] = ADDRESS_SPACES.get(token, token)
         instances = "".join(f"template decltype({name}) {name};\n" for _, name, _ in self.instances)
-        return f'#include "metal_strict.h"\n{"".join(self.tokens)}\n{instances}'
+        text = "".join(self.tokens)
+        header = "metal_strict_tensor.h" if build.TENSORS in text else "metal_strict.h"
+        return f'#include "{header}"\n{text}\n{instances}'
 
     def declares_variable(self, at: int) -> bool:
         """Whether this `constant` belongs to a variable of program scope, not to a pointer."""
@@ -178,6 +181,7 @@ def clang(arguments: list, **options) -> subprocess.CompletedProcess:
         "-Wno-everything",
         "-Werror=c++11-narrowing",
         f"-I{STRICT}",
+        f"-I{build.INCLUDE}",
         "-internal-isystem",
         f"{resource}/include",
     ]
@@ -207,7 +211,7 @@ def check_tree(dump: str) -> list[str]:
     function, function_depth, before, pending = None, 0, "", None
     for line in dump.splitlines():
         where = location.advance(line)
-        if "metal_strict.h" in where:
+        if "metal_strict" in where or "tensor_types.h" in where:
             function = None
             continue
         depth = len(line) - len(line.lstrip("|` -"))
@@ -330,7 +334,7 @@ def check_language(preprocessed: str) -> list[str]:
     flags += ["-include-pch", pch, "-I", build.INCLUDE, "-I", folder, "-DMSL_KERNEL=-1", "-fsyntax-only"]
     flags += ["-Wno-everything", "-Wpre-c++17-compat", "-Wimplicit-float-conversion", "-x", "c++", "-"]
     flags = [f for f in flags if f != "-w"]
-    code = build.translate(preprocessed, {})
+    code = build.program(preprocessed, {})
     found = build.run([build.tool("clang++"), *flags], input=code)
     for line in found.stderr.splitlines():
         if " error: " in line:

@@ -8,7 +8,7 @@ the source's own lines.
 
 from dataclasses import dataclass
 
-from .errors import ShaderError
+from ..errors import ShaderError
 from .tokens import OPENING, Attribute, Tokens, is_identifier, is_space, string_value
 
 ERASED = {"device", "threadgroup", "thread"}

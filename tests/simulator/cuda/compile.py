@@ -31,7 +31,10 @@ class Job:
 
     def key(self) -> str:
         headers = build.files_digest(
-            *nvrtc.INCLUDE.iterdir(), Path(__file__), Path(__file__).with_name("translate.py")
+            *nvrtc.INCLUDE.iterdir(),
+            nvrtc.SHARED / "tensor_types.h",
+            Path(__file__),
+            Path(__file__).with_name("translate.py"),
         )
         return build.digest(repr(self), headers, nvrtc.FLAGS, nvrtc.version())
 

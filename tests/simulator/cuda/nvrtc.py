@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 INCLUDE = Path(__file__).parent / "include"
+SHARED = Path(__file__).parents[1] / "msl" / "include"  # tensor_types.h
 # As Metal's safe math: subnormal floats are flushed to zero, products and sums are contracted.
 FLAGS = ("--std=c++17", "--device-as-default-execution-space", "--ftz=true", "--disable-warnings")
 
@@ -63,7 +64,9 @@ def compile_program(code: str, architecture: str = "sm_90", options: tuple = ())
     """(machine code, PTX) of a CUDA program that includes the headers of this folder."""
     program = ctypes.c_void_p()
     library().nvrtcCreateProgram(ctypes.byref(program), code.encode(), b"program.cu", 0, None, None)
-    flags = [flag.encode() for flag in (*FLAGS, f"-arch={architecture}", f"-I{INCLUDE}", *options)]
+    flags = [
+        flag.encode() for flag in (*FLAGS, f"-arch={architecture}", f"-I{INCLUDE}", f"-I{SHARED}", *options)
+    ]
     try:
         failed = library().nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
         if failed:

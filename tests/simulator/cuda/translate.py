@@ -8,9 +8,10 @@ inside namespace metal (include/metal_*.h), where Metal's names hide those of CU
 import re
 from dataclasses import dataclass, field
 
+from ..build import TENSORS
 from ..errors import ShaderError
-from ..tokens import is_space
-from ..translate import Kernel, Translator
+from ..language.tokens import is_space
+from ..language.translate import Kernel, Translator
 
 FLOAT = re.compile(r"(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?|0[xX][\da-fA-F.]+[pP][+-]?\d+")
 NARROW = {"h": "half", "H": "half", "bf": "bfloat", "BF": "bfloat"}
@@ -51,6 +52,7 @@ class Entry:
 class CudaTranslator(Translator):
     def run(self, entries: dict[str, Entry]) -> str:
         """The CUDA program with an `extern "C"` function for each entry, whose lists are filled in."""
+        header = "metal_tensor.h" if TENSORS in self.tokens else "metal_matrix.h"
         self.take_declarations()
         self.erase_address_spaces()
         self.drop_repeated_overloads()
@@ -62,9 +64,7 @@ class CudaTranslator(Translator):
         ]
         functions = [self.entry(name, entry) for name, entry in entries.items()]
         program = "".join(self.tokens)
-        return "\n".join(
-            ['#include "metal_matrix.h"', "namespace metal {", program, *bounds, *functions, "}", ""]
-        )
+        return "\n".join([f'#include "{header}"', "namespace metal {", program, *bounds, *functions, "}", ""])
 
     @property
     def host_names(self) -> list[str]:
@@ -182,3 +182,12 @@ def kernel_names(preprocessed: str) -> list[str]:
     translator = CudaTranslator(preprocessed, {})
     translator.take_declarations()
     return translator.host_names
+
+
+def buffer_indices(preprocessed: str, kernel: str) -> dict[str, int]:
+    """The indices of a kernel's buffer arguments, by their names."""
+    translator = CudaTranslator(preprocessed, {})
+    translator.take_declarations()
+    taken = translator.kernels[kernel]
+    places = zip(taken.arguments, (getter.split(":") for getter in taken.getters), strict=True)
+    return {name: int(index[0]) for name, (kind, *index) in places if kind in {"Pointer", "Reference"}}

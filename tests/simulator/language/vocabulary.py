@@ -5,7 +5,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-from . import build
+from .. import build
 from .translate import Translator
 
 # What the simulator's metal_stdlib offers and the known sources happen not to use, by the section of the

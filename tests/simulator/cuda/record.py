@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from .. import build, runtime, shaderlib
-from .cases import Case, family_name
+from ..cases.experts import Case, family_name
+from ..cases.values import Shapes
 from .plan import Binding, Dispatch, Plan, Recording
-from .values import Shapes
 
 UNWRITTEN = 0x7FE1  # the simulator's fill of new memory (metal/buffer.mm), of buffers under 64 MiB
 FILLED_BYTES = 64 << 20

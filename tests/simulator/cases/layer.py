@@ -8,7 +8,7 @@ import torch
 from support import oracles
 from support.oracles import exact
 
-from .cases import Case, ops
+from .experts import Case, ops
 from .formats import DTYPES
 
 EPS = 1e-6

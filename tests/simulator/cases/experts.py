@@ -129,7 +129,7 @@ class Experts(Case):
 
 @dataclass
 class Linear(Case):
-    """One matrix for all tokens: x [T, C] -> [T, N], as the only expert of a single slot."""
+    """One matrix for all tokens: x [T, C] -> [T, N]. Dense weights are the only expert of a single slot."""
 
     group: str
     format: str
@@ -156,10 +156,11 @@ class Linear(Case):
         if self.format == "dense":
             return ops().expert_mm(t["x"], t["weight"], t["ids"])
         matrix = [t[f"weight_{part}"] for part in ("packed", "scales", "biases")]
-        return ops().expert_qmm(t["x"], *matrix, t["ids"], *FORMATS[self.format].options())
+        matrix = [None if part is None else part[0] for part in matrix]
+        return ops().linear_quantized(t["x"], *matrix, None, *FORMATS[self.format].options())
 
     def wrong(self, before, after):
-        return too_far(after["result0"][:, 0], self.expected(before), self.dtype)
+        return too_far(after["result0"].reshape(self.tokens, -1), self.expected(before), self.dtype)
 
     def expected(self, t) -> Tensor:
         return t["x"].double() @ FORMATS[self.format].matrix(t, "weight", 0).T
@@ -172,6 +173,7 @@ class Linear(Case):
 SHAPE = (128, 8, 2048, 768)  # Qwen3-30B-A3B: experts, of them a token, hidden, intermediate
 LINEARS = ((2048, 6144), (4096, 4096))
 # Results and paths that the timed cases leave out: every dtype, widths that end inside a tile, few experts.
+SANITIZED = ("int4", "int8", "mxfp4", "dense")
 SMALL_SHAPES = ((16, 4, 256, 192), (5, 2, 320, 64))
 
 
@@ -191,7 +193,7 @@ def sanitizer_cases() -> list[Case]:
     return [
         Experts("sanitize", format_, dtype, tokens, *shape)
         for shape in SMALL_SHAPES
-        for format_ in FORMATS
+        for format_ in SANITIZED
         for dtype in DTYPES
         for tokens in (1, 3, 17, 40)
     ]

@@ -17,15 +17,15 @@ SHAPE = (8, 2, 512, 128)  # experts, of them a token, hidden, intermediate
 
 
 @pytest.fixture
-def nvidia(simulated):
-    """The modules of simulator.nvidia; the simulator is installed."""
-    from simulator import nvidia
+def cuda(simulated):
+    """The modules of simulator.cuda; the simulator is installed."""
+    from simulator import cuda
 
-    return nvidia
+    return cuda
 
 
 def preprocessed(library: str) -> str:
-    from simulator.nvidia import record
+    from simulator.cuda import record
 
     return record.preprocessed(torch.ops.moe_mps._library_source(library), (SHADERS,))
 
@@ -36,7 +36,7 @@ def test_every_file_has_a_library_here():
 
 
 def all_entries(source: str) -> dict:
-    from simulator.nvidia.translate import Entry, kernel_names
+    from simulator.cuda.translate import Entry, kernel_names
 
     return {f"entry{i}": Entry(name) for i, name in enumerate(kernel_names(source))}
 
@@ -44,7 +44,7 @@ def all_entries(source: str) -> dict:
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_translated_libraries(simulated, library):
     """Every kernel has an entry, bounds are kept, and nothing of Metal's syntax is left."""
-    from simulator.nvidia.translate import translate
+    from simulator.cuda.translate import translate
 
     source = preprocessed(library)
     entries = all_entries(source)
@@ -78,10 +78,10 @@ template [[host_name("scaled_f16")]] [[kernel]] decltype(scaled<half, 4>) scaled
 """
 
 
-def test_entry(nvidia):
+def test_entry(cuda):
     """A bound out of template arguments, parameters by value, threadgroup memory, function constants."""
-    from simulator.nvidia import nvrtc, record
-    from simulator.nvidia.translate import Entry, translate
+    from simulator.cuda import nvrtc, record
+    from simulator.cuda.translate import Entry, translate
 
     entry = Entry("scaled_f16", by_value={2: 8})
     code = translate(record.preprocessed(KERNEL), {"entry": entry}, {0: True})
@@ -95,17 +95,17 @@ def test_entry(nvidia):
     assert ".ftz.f32" in ptx and "f64" not in ptx
 
 
-def test_unknown_kernel(nvidia):
+def test_unknown_kernel(cuda):
+    from simulator.cuda import record
+    from simulator.cuda.translate import Entry, translate
     from simulator.errors import ShaderError
-    from simulator.nvidia import record
-    from simulator.nvidia.translate import Entry, translate
 
     with pytest.raises(ShaderError, match="no kernel scaled_f32; there are scaled_f16"):
         translate(record.preprocessed(KERNEL), {"entry": Entry("scaled_f32")}, {0: True})
 
 
-def test_compile_error(nvidia):
-    from simulator.nvidia import nvrtc
+def test_compile_error(cuda):
+    from simulator.cuda import nvrtc
 
     with pytest.raises(nvrtc.CompileError, match=r'program.cu\(1\): error: identifier "undeclared"'):
         nvrtc.compile_program('extern "C" __global__ void f() { undeclared(); }')
@@ -130,19 +130,19 @@ static_assert(right() == EXPECTED, "lanes");
 
 
 @pytest.mark.parametrize("matrices", (True, False))
-def test_lanes(nvidia, matrices):
+def test_lanes(cuda, matrices):
     """Numbered for matrices, a lane's elements are where the tensor cores have them, and xor stays xor."""
-    from simulator.nvidia import nvrtc
+    from simulator.cuda import nvrtc
 
     options = ["-DMETAL_MATRIX_LANES"] if matrices else []
     nvrtc.compile_program(LANES.replace("EXPECTED", "true" if matrices else "false"), options=tuple(options))
 
 
-def test_numbering_follows_the_kernel(nvidia, tmp_path, monkeypatch):
+def test_numbering_follows_the_kernel(cuda, tmp_path, monkeypatch):
     """Lanes are numbered for matrices in a kernel that has some, not in its neighbour that has none."""
     from simulator import build
-    from simulator.nvidia import record
-    from simulator.nvidia.compile import Job, compile_job
+    from simulator.cuda import record
+    from simulator.cuda.compile import Job, compile_job
 
     monkeypatch.setattr(build, "cache_directory", lambda: tmp_path)
     source = record.preprocessed("""
@@ -168,8 +168,8 @@ def test_numbering_follows_the_kernel(nvidia, tmp_path, monkeypatch):
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_sweep_compiles(simulated, library):
     """Every kernel of a library."""
-    from simulator.nvidia import nvrtc
-    from simulator.nvidia.translate import translate
+    from simulator.cuda import nvrtc
+    from simulator.cuda.translate import translate
 
     source = preprocessed(library)
     code, _ = nvrtc.compile_program(translate(source, all_entries(source)))
@@ -180,8 +180,8 @@ def test_sweep_compiles(simulated, library):
 
 
 def some_cases() -> list:
-    from simulator.nvidia.cases import Experts, Linear
-    from simulator.nvidia.cases_layer import Bucket, Gate, Norm, Router, WeightedSum
+    from simulator.cases.experts import Experts, Linear
+    from simulator.cases.layer import Bucket, Gate, Norm, Router, WeightedSum
 
     return [
         Experts("experts", "int4", "f16", 1, *SHAPE),
@@ -197,9 +197,9 @@ def some_cases() -> list:
 
 
 @pytest.fixture
-def plan(nvidia, tmp_path, monkeypatch):
-    from simulator.nvidia import timing
-    from simulator.nvidia.plan import Plan
+def plan(cuda, tmp_path, monkeypatch):
+    from simulator.cuda import timing
+    from simulator.cuda.plan import Plan
 
     monkeypatch.setattr(timing, "COLD_BYTES", 1)  # one input set
     return Plan(tmp_path / "plan")
@@ -207,8 +207,8 @@ def plan(nvidia, tmp_path, monkeypatch):
 
 def loaded(plan, cases: list):
     """The plan with these cases, out of its files."""
-    from simulator.nvidia.plan import Plan
-    from simulator.nvidia.record import record_all
+    from simulator.cuda.plan import Plan
+    from simulator.cuda.record import record_all
 
     record_all(plan, cases, lambda text: None)
     plan.save()
@@ -216,8 +216,8 @@ def loaded(plan, cases: list):
 
 
 def runner(plan, time=lambda calls: [call() for call in calls] and 2.0, machine=None):
-    from simulator.nvidia.run import Runner
-    from simulator.nvidia.simulated import SimulatedGpu
+    from simulator.cuda.run import Runner
+    from simulator.cuda.simulated import SimulatedGpu
 
     return Runner(machine or SimulatedGpu(plan), plan, only_check=False, time=time)
 
@@ -235,7 +235,7 @@ def traced(dispatch) -> str:
 
 def test_recorded_is_what_is_encoded(plan, simulated):
     """Kernels, grids, threads, threadgroup memory and lengths of setBytes are those of a trace."""
-    from simulator.nvidia.values import Shapes
+    from simulator.cases.values import Shapes
 
     for recording, case in zip(loaded(plan, some_cases()).recordings, some_cases(), strict=True):
         shapes = Shapes("mps")
@@ -273,7 +273,7 @@ def test_parts(plan):
 
 def test_wrong_results_show(plan):
     """Where kernels write nothing, every case says so."""
-    from simulator.nvidia.simulated import SimulatedGpu
+    from simulator.cuda.simulated import SimulatedGpu
 
     class Idle(SimulatedGpu):
         def prepare(self, dispatch, arguments):
@@ -287,8 +287,8 @@ def test_wrong_results_show(plan):
 
 def test_only_checked(plan):
     """What compute-sanitizer watches: one set of inputs, one launch of ours, no times."""
-    from simulator.nvidia.run import Runner
-    from simulator.nvidia.simulated import SimulatedGpu
+    from simulator.cuda.run import Runner
+    from simulator.cuda.simulated import SimulatedGpu
 
     plan = loaded(plan, some_cases()[:1])
     (row,) = Runner(SimulatedGpu(plan), plan, only_check=True, time=None).run(plan.recordings[0])
@@ -296,7 +296,7 @@ def test_only_checked(plan):
 
 
 def test_lines_of_a_sanitizer(plan):
-    from simulator.nvidia.worker import is_right
+    from simulator.cuda.worker import is_right
 
     plan, said = loaded(plan, some_cases()[:1]), []
     row = {"case": "c", "group": "g", "part": ""}
@@ -314,8 +314,8 @@ def test_lines_of_a_sanitizer(plan):
 
 def test_filled_scratch_is_refused(plan):
     """Memory that aten fills is no dispatch: a plan cannot say what is in it."""
-    from simulator.nvidia.cases_layer import SiluMul
-    from simulator.nvidia.record import RecordError, record
+    from simulator.cases.layer import SiluMul
+    from simulator.cuda.record import RecordError, record
 
     class Filled(SiluMul):
         def call(self, t):
@@ -326,14 +326,11 @@ def test_filled_scratch_is_refused(plan):
 
 
 @pytest.fixture
-def mlx_plan(plan, tmp_path):
-    from simulator.nvidia import peers_mlx
+def mlx_plan(plan):
+    from simulator.cases.mlx_launch import include_folder
+    from simulator.cuda import peers_mlx
 
-    peers_mlx.record(plan, peers_mlx.folder(), tmp_path / "headers")
-    # The simulator's compiler has no cast from half to bfloat.
-    path = plan.folder / plan.files("mlx_fp_quantized")[0]
-    cast = "static_cast<bfloat16_t>(this->operator {}())"
-    path.write_text(path.read_text().replace(cast.format("float16_t"), cast.format("float")))
+    peers_mlx.record(plan, include_folder())
     return plan
 
 
@@ -342,15 +339,15 @@ def mlx_plan(plan, tmp_path):
     (
         ("int4", 3, ["MLX affine_gather_qmv_fast", "MLX affine_gather_qmv"]),
         ("int4", 33, ["MLX affine_gather_qmm_rhs"] * 2),
-        ("dense", 3, ["MLX gather_mv"] * 2),
+        ("dense", 3, ["MLX gemv_gather"] * 2),
         ("dense", 33, ["MLX gather_mm_rhs"] * 2),
         ("mxfp4", 2, ["MLX fp_gather_qmv_fast", "MLX fp_gather_qmv"]),
     ),
 )
 @pytest.mark.sweep
 def test_mlx_peers(mlx_plan, format_, tokens, expected):
-    """MLX's kernels, launched as peers_mlx.py writes it down, are right against float64."""
-    from simulator.nvidia.cases import Experts
+    """MLX's kernels, launched as cases/mlx.py says, are right against float64."""
+    from simulator.cases.experts import Experts
 
     plan = loaded(mlx_plan, [Experts("experts", format_, "f16", tokens, *SHAPE)])
     rows = [row for row in runner(plan).run(plan.recordings[0]) if row.peer]
@@ -358,21 +355,28 @@ def test_mlx_peers(mlx_plan, format_, tokens, expected):
     assert all((row.peer_wrong, row.ratio) == ("", 1.0) for row in rows), rows
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize(("tokens", "expected"), ((1, ["qmv_fast"]), (8, ["qmv_fast", "qmv_wide", "qmm_t"])))
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    (
+        pytest.param(1, ["qmv_fast"], marks=pytest.mark.sweep),
+        pytest.param(8, ["qmv_fast", "qmv_wide"], marks=pytest.mark.sweep),
+        (14, ["qmm_t_splitk", "qmv_fast", "qmv_wide"]),
+    ),
+)
 def test_mlx_linear_peers(mlx_plan, tokens, expected):
-    from simulator.nvidia.cases import Linear
+    """Ours is compared with every kernel that MLX takes on one of Apple's GPUs, split inputs included."""
+    from simulator.cases.experts import Linear
 
     plan = loaded(mlx_plan, [Linear("linear", "int4", "f16", tokens, 512, 64)])
     rows = runner(plan).run(plan.recordings[0])
-    assert [row.peer for row in rows] == [f"MLX {name}" for name in expected]
+    assert sorted(row.peer for row in rows) == [f"MLX affine_{name}" for name in expected]
     assert all(row.peer_wrong == "" for row in rows), rows
 
 
 def test_a_peer_of_its_own_source(plan):
     """A source kernel is found by name, and its fault is not ours."""
-    from simulator.nvidia import record
-    from simulator.nvidia.cases_layer import SiluMul
+    from simulator.cases.layer import SiluMul
+    from simulator.cuda import record
 
     kernel = """
     #include <metal_stdlib>
@@ -394,8 +398,8 @@ def test_a_peer_of_its_own_source(plan):
         assert (row.wrong, row.peer, row.peer_wrong) == ("", "source", wrong)
 
 
-def test_a_worker_that_dies_costs_one_case(nvidia, tmp_path):
-    from simulator.nvidia.worker import supervise
+def test_a_worker_that_dies_costs_one_case(cuda, tmp_path):
+    from simulator.cuda.worker import supervise
 
     script = tmp_path / "worker.py"
     script.write_text(
@@ -413,8 +417,8 @@ def test_a_worker_that_dies_costs_one_case(nvidia, tmp_path):
 
 
 def test_report():
-    from simulator.nvidia import report
-    from simulator.nvidia.run import Row
+    from simulator.cuda import report
+    from simulator.cuda.run import Row
 
     row = Row("experts int4 f16 T 1", "experts", "down", "", 5.0, 10_000_000, "MLX qmv", 7.5)
     line = report.line(row, 4000.0)
@@ -426,8 +430,8 @@ def test_report():
     assert report.summary([row, slower, alone]) == [text]
 
 
-def test_command_line(nvidia, tmp_path, capsys):
-    from simulator.nvidia import main
+def test_command_line(cuda, tmp_path, capsys):
+    from simulator.cuda import main
 
     folder = tmp_path / "plan"
     arguments = ["record", "--plan", str(folder), "--only", "norms"]

@@ -1,4 +1,4 @@
-"""Weights in the formats of the experts: how they are made, and what they stand for in float64."""
+"""Weights in MLX's formats: how they are made, and what they stand for in float64."""
 
 import math
 from dataclasses import dataclass
@@ -15,24 +15,26 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 @dataclass(frozen=True)
 class Format:
-    """bits 0: the dtype of the activations."""
+    """Codes of `bits` in groups of `group` columns; mode affine, mxfp4, mxfp8 or nvfp4. bits 0: dense."""
 
     bits: int
-    group_size: int
+    group: int
     mode: str
 
     def options(self) -> tuple[int, int, str]:
-        return self.bits, self.group_size, self.mode
+        return self.bits, self.group, self.mode
 
     def make(self, values, name: str, experts: int, rows: int, inputs: int, dtype) -> dict[str, Tensor]:
         """`name` [experts, rows, inputs], or its `_packed`, `_scales`, `_biases`; elements of about 0.03."""
         if self.bits == 0:
             return {name: values.normal(experts, rows, inputs, dtype=dtype, scale=0.03)}
         words = (experts, rows, inputs * self.bits // 32)
-        groups = (experts, rows, inputs // self.group_size)
+        groups = (experts, rows, inputs // self.group)
         packed = values.integers(*words, dtype=torch.int32, low=-(2**31), high=2**31)
-        if self.mode == "mxfp4":
-            scales = values.integers(*groups, dtype=torch.uint8, low=118, high=123)
+        if self.mode != "affine":
+            # The exponents of e8m0 scales; those of nvfp4 are e4m3 numbers from 2^-6 to 2^-5.
+            low, high = (8, 17) if self.mode == "nvfp4" else (118, 123)
+            scales = values.integers(*groups, dtype=torch.uint8, low=low, high=high)
             return {f"{name}_packed": packed, f"{name}_scales": scales, f"{name}_biases": None}
         unit = 0.1 / 2**self.bits
         scales = values.uniform(*groups, dtype=dtype, low=unit / 2, high=1.5 * unit)
@@ -44,22 +46,36 @@ class Format:
         """[rows, inputs] float64 of one expert."""
         if self.bits == 0:
             return tensors[name][expert].double()
-        packed, scales = tensors[f"{name}_packed"][expert], tensors[f"{name}_scales"][expert]
-        shifts = torch.arange(0, 32, self.bits, device=packed.device, dtype=torch.int32)
-        codes = ((packed[..., None] >> shifts) & (2**self.bits - 1)).flatten(-2)
-        if self.mode == "mxfp4":
-            numbers = torch.tensor(E2M1, dtype=torch.float64, device=packed.device)[codes]
-            return numbers * torch.exp2(scales.double() - 127).repeat_interleave(self.group_size, -1)
-        biases = tensors[f"{name}_biases"][expert].double()
-        scales = scales.double().repeat_interleave(self.group_size, -1)
-        return codes * scales + biases.repeat_interleave(self.group_size, -1)
+        scales = tensors[f"{name}_scales"][expert]
+        codes = self.codes(tensors[f"{name}_packed"][expert])
+        if self.mode == "affine":
+            biases = tensors[f"{name}_biases"][expert].double()
+            return codes * self.spread(scales.double()) + self.spread(biases)
+        if self.mode == "mxfp8":
+            numbers = codes.to(torch.uint8).view(torch.float8_e4m3fn).double()
+        else:
+            numbers = torch.tensor(E2M1, dtype=torch.float64, device=codes.device)[codes]
+        if self.mode == "nvfp4":
+            return numbers * self.spread(scales.view(torch.float8_e4m3fn).double())
+        return numbers * self.spread(torch.exp2(scales.double() - 127))
+
+    def codes(self, packed: Tensor) -> Tensor:
+        """The codes of packed rows, which are streams of bits, the lowest first."""
+        one = torch.arange(32, device=packed.device, dtype=torch.int32)
+        bits = ((packed[..., None] >> one) & 1).reshape(packed.shape[0], -1, self.bits)
+        return (bits << one[: self.bits]).sum(-1)
+
+    def spread(self, groups: Tensor) -> Tensor:
+        return groups.repeat_interleave(self.group, -1)
 
 
+DENSE = Format(0, 0, "")
 FORMATS = {
-    "int4": Format(4, 64, "affine"),
-    "int8": Format(8, 64, "affine"),
+    **{f"int{bits}": Format(bits, 64, "affine") for bits in (2, 3, 4, 5, 6, 8)},
     "mxfp4": Format(4, 32, "mxfp4"),
-    "dense": Format(0, 0, ""),
+    "mxfp8": Format(8, 32, "mxfp8"),
+    "nvfp4": Format(4, 16, "nvfp4"),
+    "dense": DENSE,
 }
 
 

@@ -1,0 +1,108 @@
+"""A dispatch of MLX's, and the headers of the installed wheel that its kernels are from."""
+
+import importlib.util
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from .. import build
+from ..apple.facts import M1, M3, M5, Gpu
+from .formats import Format
+
+KERNELS = "mlx/backend/metal/kernels"
+# gemv.h marks values that a simdgroup shares.
+PRELUDE = """\
+#include <metal_stdlib>
+using namespace metal;
+template <class T> using uniform = T;
+template <class T> constexpr T make_uniform(T x) { return x; }"""
+TYPES = {"f16": "float16_t", "bf16": "bfloat16_t", "f32": "float"}
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """E matrices [rows, inputs] in a format, for activations of a dtype."""
+
+    format: Format
+    dtype: str
+    rows: int
+    inputs: int
+    experts: int = 1
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A dispatch of a template's instance, out of `headers`.
+
+    `arguments` has, by name in the kernel, the bytes that MLX gives by value, or the name of an array that it
+    binds: "w" (with "scales" and "biases"), "x", "out", and for experts "x_rows" and "ids", or "offsets" (the
+    first row of each expert). With `parts` above 1, out has that many float32 results, which another kernel
+    adds up; that kernel is not measured.
+    """
+
+    headers: tuple[str, ...]
+    template: str
+    grid: tuple[int, int, int]
+    threads: tuple[int, int, int]
+    arguments: dict[str, str | bytes]
+    constants: dict[int, bool] = field(default_factory=dict)
+    parts: int = 1
+
+    @property
+    def kernel(self) -> str:
+        return self.template.partition("<")[0]
+
+
+def include_folder() -> Path | None:
+    """The include folder of the installed wheel."""
+    spec = importlib.util.find_spec("mlx")
+    folders = [Path(folder) / "include" for folder in (spec.submodule_search_locations or ())] if spec else []
+    return next((folder for folder in folders if has_kernels(folder)), None)
+
+
+def has_kernels(include: Path) -> bool:
+    return (include / KERNELS / "quantized.h").exists()
+
+
+def changed_headers(root: Path) -> Path:
+    """Headers instead of those that need Apple's compiler: builtins, a cast from half to bfloat."""
+    texts = {"bf16_math.h": "#pragma once\n", "logging.h": "#pragma once\n"}
+    for name in ("fp4.h", "fp8.h"):
+        text = (root / KERNELS / name).read_text()
+        texts[name] = text.replace(
+            "static_cast<bfloat16_t>(this->operator float16_t())",
+            "static_cast<bfloat16_t>(static_cast<float>(this->operator float16_t()))",
+        )
+    folder = build.cache_directory() / "mlx" / build.digest(*texts.values())
+    (folder / KERNELS).mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        build.build_once(folder / KERNELS / name, lambda target, text=text: target.write_text(text))
+    return folder
+
+
+def source(headers: tuple[str, ...]) -> str:
+    return "\n".join([PRELUDE, *(f'#include "{KERNELS}/{header}"' for header in headers)]) + "\n"
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def ints(*values: int) -> bytes:
+    return np.array(values, np.int32).tobytes()
+
+
+def longs(*values: int) -> bytes:
+    return np.array(values, np.int64).tobytes()
+
+
+def generation(gpu: Gpu) -> int:
+    """The number in Metal's name of the architecture: 13 for the M1, 15 for the M3; M4 is 16, M5 17."""
+    named_m4 = gpu.name.startswith("M4")
+    return {M1: 13, M1 + 1: 14, M3: 16 if named_m4 else 15, M5: 17}[gpu.family]
+
+
+def size_letter(gpu: Gpu) -> str:
+    """The letter at its end: "d" of an Ultra, "s" of Pro and Max, "g" of the others."""
+    return "d" if "Ultra" in gpu.name else "s" if "Pro" in gpu.name or "Max" in gpu.name else "g"

@@ -1,0 +1,57 @@
+"""The simulator as another Metal extension would take it: on its own, with its example."""
+
+import ast
+import shutil
+import subprocess
+import sys
+
+from support.msl_probes import linux_only
+from support.processes import REPOSITORY
+
+pytestmark = linux_only
+SIMULATOR = REPOSITORY / "tests" / "simulator"
+OURS = {"cases", "apple", "cuda"}  # which measure the package
+
+
+def imported(source: str) -> set[str]:
+    """The names of modules that a file imports, in its functions too; relative ones begin with their dots."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {"." * node.level + (node.module or alias.name) for alias in node.names}
+    return found
+
+
+def foreign(modules: set[str]) -> list[str]:
+    parts = ((module, set(module.replace(".", " ").split())) for module in modules)
+    return sorted(module for module, names in parts if names & {"torch_moe_mps", "support", *OURS})
+
+
+def test_it_imports_nothing_of_the_package():
+    files = [path for path in SIMULATOR.rglob("*.py") if path.relative_to(SIMULATOR).parts[0] not in OURS]
+    assert len(files) > 12
+    assert [(path, bad) for path in files if (bad := foreign(imported(path.read_text())))] == []
+    assert foreign(imported("def f():\n    from support import x\n    from .apple.mlx import y\n")) == [
+        ".apple.mlx",
+        "support",
+    ]
+    for path in SIMULATOR.rglob("*.[mch]*"):
+        if path.relative_to(SIMULATOR).parts[0] not in OURS and path.suffix in (".mm", ".cpp", ".h"):
+            assert "torch_moe_mps" not in path.read_text(), path
+
+
+def test_its_example(simulated, tmp_path):
+    """A copy without the package beside it builds, runs, and finds what is wrong."""
+    copy = tmp_path / "simulator"
+    shutil.copytree(SIMULATOR, copy, ignore=shutil.ignore_patterns(*OURS, "__pycache__"))
+    command = [sys.executable, str(copy / "example" / "example.py")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:4] == [f"schedule {seed}: right" for seed in range(4)]
+    assert "without its barrier: kernel 'normalise'" in lines[4] and "'sums'" in lines[4]
+    assert "with a row too many: kernel 'normalise'" in lines[5] and "buffer" in lines[5]
+    assert lines[6] == "the strict check: ok"
+    assert "double does not exist in Metal" in lines[7]
