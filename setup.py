@@ -1,11 +1,14 @@
 """Builds the Metal extension on macOS; elsewhere the package is pure Python."""
 
+import os
+import re
 import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.dist import Distribution
 
 
 class WithoutTorch(build_ext):
@@ -18,23 +21,31 @@ class WithoutTorch(build_ext):
         )
 
 
-class PlatformWheel(bdist_wheel):
-    """A wheel without the extension must not be installed on a Mac."""
+class Platform(Distribution):
+    """For one platform, also without the extension: a wheel of Linux must not be installed on a Mac."""
 
-    def finalize_options(self):
-        super().finalize_options()
-        self.root_is_pure = False
+    def has_ext_modules(self):
+        return True
+
+
+class EveryPython(bdist_wheel):
+    """The extension uses nothing of Python: its version does not matter."""
+
+    def get_tag(self):
+        platform = "macosx_14_0_arm64" if sys.platform == "darwin" else super().get_tag()[2]
+        return "py3", "none", platform
 
 
 def metal_extension() -> dict:
-    """The keyword arguments that make setup() build torch_moe_mps/_C_torch<version> from csrc/*.mm."""
+    """The keyword arguments that make setup() build torch_moe_mps/_C_torch<version>.so from csrc/*.mm."""
+    os.environ.setdefault("ARCHFLAGS", "-arch arm64")  # a universal Python would also build for Intel
     sources = sorted(str(path) for path in Path("torch_moe_mps/csrc").rglob("*.mm"))
     try:
         import torch
         from torch.utils.cpp_extension import BuildExtension, CppExtension
     except ImportError:
         extension = Extension("torch_moe_mps._C", sources)
-        return {"ext_modules": [extension], "cmdclass": {"build_ext": WithoutTorch}}
+        return {"ext_modules": [extension], "cmdclass": {**wheels, "build_ext": WithoutTorch}}
     major, minor = torch.__version__.split(".")[:2]
     oldest = "-mmacosx-version-min=14.0"
     extension = CppExtension(
@@ -43,9 +54,25 @@ def metal_extension() -> dict:
         depends=sorted(str(path) for path in Path("torch_moe_mps").rglob("*.h")),
         extra_compile_args=["-O2", "-fblocks", "-fobjc-exceptions", "-fno-objc-arc", oldest],
         extra_link_args=["-framework", "Foundation", "-framework", "Metal", oldest],
+        py_limited_api=True,  # the extension uses nothing of Python, and is not linked with libtorch_python
     )
-    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildExtension}}
+    build = BuildExtension.with_options(no_python_abi_suffix=True)
+    return {"ext_modules": [extension], "cmdclass": {**wheels, "build_ext": build}}
 
 
-options = metal_extension() if sys.platform == "darwin" else {"cmdclass": {"bdist_wheel": PlatformWheel}}
-setup(**options)
+def description() -> str:
+    """README.md with absolute links: PyPI has no other file of the repository."""
+    (source,) = re.findall(r'^Source = "(.*)"$', Path("pyproject.toml").read_text(), re.MULTILINE)
+    version = re.findall(
+        r'^__version__ = "(.*)"$', Path("torch_moe_mps/__init__.py").read_text(), re.MULTILINE
+    )
+    return re.sub(r"\]\((?!https://|#)", f"]({source}/blob/v{version[0]}/", Path("README.md").read_text())
+
+
+wheels = {"bdist_wheel": EveryPython}
+setup(
+    distclass=Platform,
+    long_description=description(),
+    long_description_content_type="text/markdown",
+    **(metal_extension() if sys.platform == "darwin" else {"cmdclass": wheels}),
+)

@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ._import_hook import register_when_imported
+from torch_moe_mps_autoload import register_when_imported
 
 __version__ = "0.2.0"
 __all__ = ["accelerate", "from_pretrained", "measured_recipe", "ops", "quantize_experts", "restore"]

@@ -1,6 +1,6 @@
-"""Loads the compiled Metal extension if there is one."""
+"""Loads the compiled Metal extension if there is one for this version of torch."""
 
-import importlib.machinery
+import re
 import warnings
 from pathlib import Path
 
@@ -8,37 +8,40 @@ import torch
 
 PACKAGE = Path(__file__).parent
 SHADERS = PACKAGE / "shaders"
-BUILD = (
-    "`pip install --no-build-isolation --no-deps --force-reinstall --no-cache-dir .` in a checkout of "
-    "torch_moe_mps"
+# Both bring a library for the torch that is there.
+REINSTALL = (
+    "`pip install --force-reinstall --no-deps torch-moe-mps`, or in a checkout `pip install "
+    "--force-reinstall --no-deps --no-build-isolation .`"
 )
 
 
-def extension_name() -> str:
-    """The module that setup.py builds: a library fits the minor version of torch it was compiled against."""
-    major, minor = torch.__version__.split(".")[:2]
-    return f"_C_torch{major}_{minor}"
-
-
 def load_extension() -> bool:
-    """Load the library built on macOS and tell it where the shaders lie. False where there is none."""
-    library = PACKAGE / (extension_name() + importlib.machinery.EXTENSION_SUFFIXES[0])
-    others = sorted(path.name for path in PACKAGE.glob("_C_torch*.so"))
-    if not others:
+    """Load the library for this minor version of torch, and tell it where the shaders are.
+
+    False where there is no library: everywhere but on a Mac, and with a version of torch that came later.
+    """
+    minors = sorted(tuple(map(int, re.findall(r"\d+", path.name))) for path in PACKAGE.glob("_C_torch*.so"))
+    if not minors:
         return False
-    if library.name not in others:
-        _warn(f"{', '.join(others)} is for another torch or Python than torch {torch.__version__}")
+    major, minor = map(int, torch.__version__.split(".")[:2])
+    if (major, minor) not in minors:
+        known = [".".join(map(str, numbers)) for numbers in minors]
+        _warn(
+            f"has no Metal kernels for torch {torch.__version__}, only for {', '.join(known)}: `pip install "
+            f"--upgrade torch-moe-mps` may bring them, `pip install 'torch=={known[-1]}.*'` fits this one"
+        )
         return False
+    library = PACKAGE / f"_C_torch{major}_{minor}.so"
     try:
         activate(library)
     except OSError as error:
-        _warn(f"{library.name} does not load into torch {torch.__version__} ({error})")
+        _warn(f"cannot load {library.name} into torch {torch.__version__} ({error}): {REINSTALL}")
         return False
     return True
 
 
 def _warn(fault: str) -> None:
-    warnings.warn(f"torch_moe_mps: {fault}; build it again: {BUILD}", stacklevel=3)
+    warnings.warn(f"torch_moe_mps {fault}", stacklevel=3)
 
 
 def activate(library: Path) -> None:

@@ -1,9 +1,9 @@
 """The compiled library: how it is loaded, what it says, what it checks."""
 
 import itertools
+import re
 import shutil
 import sys
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -55,15 +55,17 @@ def test_mps_without_the_extension():
 
 
 def test_library_for_another_torch(tmp_path, monkeypatch):
-    """It is not loaded into this one, whose classes may differ."""
-    (tmp_path / "_C_torch1_0.cpython-310-darwin.so").touch()
+    """It is not loaded into this one, whose classes may differ; the line says what to install."""
+    for name in ("_C_torch1_9.so", "_C_torch1_10.so"):
+        (tmp_path / name).touch()
     monkeypatch.setattr(_extension, "PACKAGE", tmp_path)
-    with pytest.warns(
-        UserWarning, match=r"_C_torch1_0\S* is for another torch or Python .*; build it again: `pip"
-    ):
+    version = re.escape(torch.__version__)
+    message = rf"has no Metal kernels for torch {version}, only for 1\.9, 1\.10: `pip .*torch==1\.10\.\*"
+    with pytest.warns(UserWarning, match=message):
         assert not _extension.load_extension()
-    (tmp_path / (_extension.extension_name() + EXTENSION_SUFFIXES[0])).touch()
-    with pytest.warns(UserWarning, match="does not load into torch"):
+    ours = "_C_torch{}_{}.so".format(*torch.__version__.split("."))
+    (tmp_path / ours).touch()
+    with pytest.warns(UserWarning, match=f"cannot load {ours} into torch .*: `pip install --force-reinstall"):
         assert not _extension.load_extension()
 
 

@@ -9,6 +9,7 @@ What it cannot show: Apple's own clang and SDK, and anything at run time.
 """
 
 import argparse
+import fcntl
 import functools
 import importlib.util
 import os
@@ -26,8 +27,8 @@ from pathlib import Path
 from .build_device import HERE, BuildError, compile_once, run
 
 DEFAULT = "2.13.0"
-# The oldest supported, the one that the tests run with, the newest; of each the latest patch that there is.
-ALL = ("2.10", "2.13", "2.15")
+# The minor versions of torch that the package supports: a wheel has an extension for each.
+SUPPORTED = ("2.13", "2.14", "2.15")
 SOURCES = HERE.parents[1] / "torch_moe_mps" / "csrc"
 METAL_CPP = "mlx-metal==0.32.4"
 PRECOMPILED = HERE / "metal/macos/precompiled.h"
@@ -164,15 +165,17 @@ def compile_all(sources: Sequence[Path], wheel: Path) -> list[Path]:
         # A precompiled header holds absolute paths.
         return compile_once(source, [*command, *map(str, options)], f"{wheel.parent.name} {HERE}", objects)
 
-    precompiled = compile_(PRECOMPILED, "-x", "objective-c++-header", "-Xclang", "-fno-pch-timestamp")
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with (objects / "lock").open("w") as lock, ThreadPoolExecutor(os.cpu_count()) as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process compiles, the others wait and find the objects
+        precompiled = compile_(PRECOMPILED, "-x", "objective-c++-header", "-Xclang", "-fno-pch-timestamp")
         options = ("-include-pch", precompiled, "-x", "objective-c++")
         return list(pool.map(lambda source: compile_(source, *options), sources))
 
 
 def link(objects: Sequence[Path], wheel: Path, target: Path) -> None:
-    command = [tool("ld64.lld"), "-arch", "arm64", "-platform_version", "macos", "14.0", "14.0", "-dylib"]
-    command += ["-undefined", "dynamic_lookup", "-install_name", "@rpath/_C.so", "-o", target, *objects]
+    """A bundle, as setuptools links extensions on a Mac."""
+    command = [tool("ld64.lld"), "-arch", "arm64", "-platform_version", "macos", "14.0", "14.0", "-bundle"]
+    command += ["-undefined", "dynamic_lookup", "-o", target, *objects]
     command += [
         f"-L{wheel / 'lib'}",
         *(f"-l{name}" for name in DYLIBS),
@@ -222,6 +225,13 @@ def check_names(objects: Sequence[Path]) -> tuple[int, list[str]]:
     return len(sent), faults
 
 
+def build(version: str, target: Path) -> Path:
+    """The package's extension for one version of torch, as `target`."""
+    wheel = torch_wheel(version)
+    link(compile_all(sorted(SOURCES.rglob("*.mm")), wheel), wheel, target)
+    return target
+
+
 def check(version: str, sources: Sequence[Path] | None = None) -> Result:
     """Compile, link and check the sources (by default the package's) for one version of torch."""
     started = time.monotonic()
@@ -239,10 +249,10 @@ def check(version: str, sources: Sequence[Path] | None = None) -> Result:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="check_macos", description=__doc__.partition("\n")[0])
     parser.add_argument("versions", nargs="*", metavar="VERSION", help=f"of torch, {DEFAULT} unless given")
-    parser.add_argument("--all", action="store_true", help="the latest patches of " + ", ".join(ALL))
+    parser.add_argument("--all", action="store_true", help="the latest patches of " + ", ".join(SUPPORTED))
     arguments = parser.parse_args()
     failed = False
-    for version in arguments.versions or (ALL if arguments.all else [DEFAULT]):
+    for version in arguments.versions or (SUPPORTED if arguments.all else [DEFAULT]):
         try:
             result = check(resolve(version))
         except BuildError as error:

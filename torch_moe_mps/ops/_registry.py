@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .._extension import BUILD
+from .._extension import REINSTALL
 from ._checks import Check
 
 NAMESPACE = "moe_mps"
@@ -104,7 +104,7 @@ def _contiguous(outputs: Outputs) -> Outputs:
 def _warn_mps_reference() -> None:
     warnings.warn(
         "torch_moe_mps: the Metal extension is not loaded; operators on MPS tensors run their reference in "
-        f"plain PyTorch, which is slow. Build it: {BUILD}",
+        f"plain PyTorch, which is slow. {REINSTALL}",
         stacklevel=2,
     )
 

@@ -1,0 +1,22 @@
+"""Says whether the installed extension loads into the installed torch and has a kernel for every operator."""
+
+import warnings
+
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("error")  # the package warns where the extension does not load
+    import torch_moe_mps
+    from torch_moe_mps.ops import OPERATORS
+
+without = [
+    name
+    for name in OPERATORS
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"moe_mps::{name}", "MPS")
+]
+if without:
+    raise SystemExit(f"no Metal kernel is registered for {', '.join(without)}")
+print(
+    f"torch_moe_mps {torch_moe_mps.__version__}: {len(OPERATORS)} operators have a Metal kernel in torch "
+    f"{torch.__version__}"
+)

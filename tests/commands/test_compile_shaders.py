@@ -1,0 +1,45 @@
+"""scripts/compile_shaders.py, with another compiler in the place of Apple's."""
+
+import importlib.util
+import re
+import sys
+
+import pytest
+from support.processes import REPOSITORY
+
+
+@pytest.fixture
+def script(simulated):
+    path = REPOSITORY / "scripts" / "compile_shaders.py"
+    spec = importlib.util.spec_from_file_location("compile_shaders", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_sources_need_no_other_file(script, tmp_path):
+    sources = script.write_sources(tmp_path / "new")
+    names = {path.stem for path in sources}
+    assert len(names) == len(sources) > 50 and {"norms_f16", "bucket_i64", "quantized_mxfp4_bf16"} <= names
+    for source in sources:
+        text = source.read_text()
+        assert set(re.findall(r"#include\s+(\S+)", text)) <= {"<metal_stdlib>", "<metal_simdgroup_matrix>"}
+        assert text.startswith("#define MOE_DTYPE ") and "kernel void" in text
+
+
+def test_refused_source(script, tmp_path, capsys, monkeypatch):
+    compiler = tmp_path / "compiler.py"
+    compiler.write_text(
+        "import pathlib, sys\n"
+        "if 'rope_f16' in sys.argv[1]: sys.exit('rope.h:7: error: no such type')\n"
+        "pathlib.Path(sys.argv[3]).touch()\n"
+    )
+    some = ["norms_f16", "rope_f16"]
+    monkeypatch.setattr(script, "COMPILER", (sys.executable, str(compiler)))
+    monkeypatch.setattr(script, "write_sources", lambda folder: [folder / f"{name}.metal" for name in some])
+    assert script.main([str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"norms_f16 +ok", lines[0])
+    assert re.fullmatch(r"rope_f16 +FAILED: rope.h:7: error: no such type", lines[1])
+    assert lines[-1] == "1 of 2 libraries compile"
+    assert (tmp_path / "norms_f16.air").exists()

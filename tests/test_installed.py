@@ -1,0 +1,281 @@
+"""The installed package in programs that do not import it: torch loads it when transformers is imported."""
+
+import contextlib
+import copy
+import importlib
+import importlib.util
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+import transformers
+from support import installed, tiny_models
+from support.installed import python
+from support.models import operators_of
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+import torch_moe_mps
+import torch_moe_mps_autoload
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+PROMPT = "which experts"
+NEW_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory) -> Path:
+    return installed.package(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A folder with a model in 4 bit, a tokenizer of bytes, and the text that the model should write."""
+
+    def make(folder):
+        with tiny_models.groups_of_32(), tiny_models.sizes(vocab_size=259):
+            model = tiny_models.tiny_model("qwen3_moe")
+        model.generation_config.update(do_sample=False, eos_token_id=None, pad_token_id=256)
+        model.config.eos_token_id = None
+        dense = copy.deepcopy(model)
+        torch_moe_mps.accelerate(model, bits=4, group_size=32)
+        model.save_pretrained(folder)
+        letters = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+        bytewise = Tokenizer(models.BPE(letters, []))
+        bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bytewise.decoder = decoders.ByteLevel()
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=bytewise, chat_template=TEMPLATE, pad_token="<pad>"
+        )
+        tokenizer.save_pretrained(folder)
+        ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
+        written = tiny_models.dense_twin(dense, model).generate(ids, max_new_tokens=NEW_TOKENS)
+        (folder / "expected.txt").write_text(tokenizer.decode(written[0, ids.shape[1] :]))
+
+    return installed.once(tmp_path_factory, "checkpoint", make)
+
+
+def expected(checkpoint: Path) -> str:
+    return (checkpoint / "expected.txt").read_text()
+
+
+IMPORT_TORCH = """
+    import sys
+    import torch
+    print(*sys.modules)
+"""
+
+
+def test_torch_imports_one_small_module(package):
+    """The cost of the entry point: it no other module is read, and none of the package."""
+    with_it = set(python(package, IMPORT_TORCH).split())
+    without = set(python(package, IMPORT_TORCH, TORCH_DEVICE_BACKEND_AUTOLOAD="0").split())
+    assert with_it - without == {"torch_moe_mps_autoload"}
+
+
+def test_no_exception_reaches_torch(package):
+    output = python(
+        package,
+        """
+        import sys, warnings
+        sys.meta_path = tuple(sys.meta_path)  # takes no further finder
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            import torch
+        print(torch.ones(2).sum().item(), *(warning.message for warning in caught))
+        """,
+    )
+    assert output.startswith("2.0 torch_moe_mps will not be loaded with transformers ('tuple' object has no ")
+
+
+def test_package_that_cannot_be_imported(package, tmp_path):
+    """transformers is imported as if the package were not there."""
+    (tmp_path / "torch_moe_mps").mkdir()
+    (tmp_path / "torch_moe_mps" / "__init__.py").write_text("raise RuntimeError('a damaged file')\n")
+    output = python(
+        package,
+        """
+        import sys, warnings
+        sys.path.insert(0, sys.argv[1])
+        import torch
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+        print("grouped_mm" in ALL_EXPERTS_FUNCTIONS, *(warning.message for warning in caught))
+        """,
+        tmp_path,
+    )
+    message = "torch_moe_mps cannot be imported, models of transformers run their own code (a damaged file)"
+    assert output == f"True {message}"
+
+
+SCRIPT = """
+    import collections, json, sys
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+    ids = tokenizer(sys.argv[2], return_tensors="pt")["input_ids"]
+    text = tokenizer.decode(model.generate(ids, max_new_tokens=int(sys.argv[3]))[0, ids.shape[1] :])
+
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        called = collections.Counter()
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.namespace == "moe_mps":
+                self.called[function._schema.name.partition("::")[2]] += 1
+            return function(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Count() as count:
+        model(ids[:, :1])
+    print(json.dumps([text, count.called]))
+"""
+
+
+def test_script_that_knows_nothing_of_the_package(package, checkpoint):
+    """Its model writes the right text, and runs the operators of an accelerated one."""
+    text, called = json.loads(python(package, SCRIPT, checkpoint, PROMPT, NEW_TOKENS))
+    assert text == expected(checkpoint)
+    model = torch_moe_mps.from_pretrained(str(checkpoint))
+    with torch.no_grad():
+        assert called == operators_of(lambda: model(torch.ones(1, 1, dtype=torch.long)))
+    assert called["moe_experts_quantized"] == called["rope"] == model.config.num_hidden_layers
+
+
+def test_switched_off(package):
+    """Then the package registers when it is imported."""
+    source = """
+        import sys
+        import torch
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+        print("torch_moe_mps" in sys.modules, "moe_mps" in ALL_EXPERTS_FUNCTIONS)
+        import torch_moe_mps
+        print("moe_mps" in ALL_EXPERTS_FUNCTIONS)
+    """
+    assert python(package, source, MOE_MPS_AUTOLOAD="0").split() == ["False", "False", "True"]
+
+
+EXTENDED = {"extended.one": "register_one", "extended.two": "register_two"}
+
+
+@pytest.fixture
+def finder(tmp_path, monkeypatch):
+    """Makes finders that wait for the modules extended.one and extended.two, and note which were imported."""
+    noted = []
+    monkeypatch.setattr(torch_moe_mps_autoload, "_register", lambda module, _: noted.append(module))
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "extended").mkdir()
+    for name in ("__init__", "one", "two", "three"):
+        (tmp_path / "extended" / f"{name}.py").write_text(f"VALUE = '{name}'\n")
+    before = list(sys.meta_path)
+
+    def make():
+        finder = torch_moe_mps_autoload._Finder()
+        finder.noted = noted
+        return finder
+
+    yield make
+    sys.meta_path[:] = before
+    for name in [name for name in sys.modules if name.partition(".")[0] == "extended"]:
+        del sys.modules[name]
+
+
+def test_modules_are_extended_after_their_import(finder):
+    waiting = finder()
+    waiting.wait_for(EXTENDED)
+    assert importlib.util.find_spec("extended.one") and not waiting.noted  # a question is no import
+    for name in ("extended.three", "extended.two", "extended.one"):
+        importlib.import_module(name)
+    assert waiting.noted == ["extended.two", "extended.one"]
+    module = sys.modules["extended.one"]
+    assert module.VALUE == "one" and module.__loader__ is module.__spec__.loader
+    assert not isinstance(module.__loader__, torch_moe_mps_autoload._Loader)
+
+
+def test_two_finders_end(finder):
+    """Each asks all others."""
+    first, second = finder(), finder()
+    first.wait_for(EXTENDED)
+    second.wait_for(EXTENDED)
+    importlib.import_module("extended.one")
+    assert first.noted == ["extended.one", "extended.one"]
+
+
+def test_module_in_the_middle_of_its_import(finder, tmp_path, monkeypatch):
+    """It imports torch, which installs the finder: it is extended when it is complete, by the next import."""
+    waiting = finder()
+    monkeypatch.setattr(torch_moe_mps_autoload, "late", lambda: waiting.wait_for(EXTENDED), raising=False)
+    source = "import torch_moe_mps_autoload\ntorch_moe_mps_autoload.late()\nimport extended.three\n"
+    (tmp_path / "extended" / "one.py").write_text(source)
+    importlib.import_module("extended.one")
+    assert waiting.missed == ["extended.one"] and not waiting.noted
+    importlib.import_module("extended.two")
+    assert sorted(waiting.noted) == ["extended.one", "extended.two"] and not waiting.missed
+
+
+def test_module_whose_import_fails(finder, tmp_path, monkeypatch):
+    waiting = finder()
+    waiting.wait_for(EXTENDED)
+    path = tmp_path / "extended" / "one.py"
+    path.write_text("raise ImportError('not yet')\n")
+    with pytest.raises(ImportError, match="not yet"):
+        importlib.import_module("extended.one")
+    assert not waiting.noted
+    path.write_text("VALUE = 'the second attempt'\n")
+    importlib.invalidate_caches()
+    importlib.import_module("extended.one")
+    assert waiting.noted == ["extended.one"]
+
+
+def answers(address: str) -> bool:
+    try:
+        return urllib.request.urlopen(address).status == 200
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def server(package: Path, checkpoint: Path, *options: str) -> Iterator[openai.OpenAI]:
+    """A client of `transformers serve CHECKPOINT` with the installed package."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    line = [Path(sys.executable).parent / "transformers", "serve", checkpoint, "--port", port, *options]
+    output = package.parent / f"server-{port}.txt"
+    with output.open("w") as log:
+        process = subprocess.Popen(
+            list(map(str, line)), stdout=log, stderr=log, env=installed.environment(package), cwd=package
+        )
+    try:
+        deadline = time.monotonic() + 300
+        while not answers(f"http://localhost:{port}/health"):
+            assert process.poll() is None and time.monotonic() < deadline, output.read_text()
+            time.sleep(0.2)
+        yield openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.mark.parametrize(
+    "options", [pytest.param((), marks=pytest.mark.sweep), ("--continuous-batching",)], ids=["", "batching"]
+)
+def test_serve(package, checkpoint, options):
+    with server(package, checkpoint, *options) as client:
+        question = {"role": "user", "content": PROMPT}
+        stream = client.chat.completions.create(
+            model=str(checkpoint), messages=[question], max_tokens=NEW_TOKENS, stream=True
+        )
+        parts = [chunk.choices[0].delta.content for chunk in stream if chunk.choices]
+    # transformers repeats a prompt without special tokens, and keeps back bytes that are no character yet.
+    assert expected(checkpoint).strip("\ufffd") in "".join(part for part in parts if part)
+    assert len(parts) > 2

@@ -1,0 +1,45 @@
+"""What this package registers with torch and transformers; torch_moe_mps_autoload says when.
+
+Torch gets the operators; waiting for its import keeps `torch-moe-mps --help` fast. In transformers, the
+experts implementation "moe_mps" goes with the experts interface, attention with sinks with the attention
+interface, quantised checkpoints with the quantizers and `save_pretrained`. peft refuses quantised weights.
+"""
+
+from typing import Any
+
+
+def register_operators(module: object) -> None:
+    from . import ops  # noqa: F401
+    from ._extension import load_extension
+
+    load_extension()
+
+
+def register_experts(module: Any) -> None:
+    from .transformers.experts import NAME, experts_forward
+
+    module.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+
+def register_quantizer(module: object) -> None:
+    from .transformers.checkpoints import quantizer  # noqa: F401
+
+
+def register_models(module: Any) -> None:
+    from .transformers.attention import NAME, attention
+    from .transformers.checkpoints.saving import describe_when_saving
+
+    module.AttentionInterface.register(NAME, attention)
+    describe_when_saving(module.PreTrainedModel)
+
+
+def register_mask(module: Any) -> None:
+    from .transformers.attention import NAME, attention_mask
+
+    module.AttentionMaskInterface.register(NAME, attention_mask)
+
+
+def register_adapters(module: Any) -> None:
+    from .transformers.checkpoints.adapters import refuse_quantized
+
+    refuse_quantized(module)
