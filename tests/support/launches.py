@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
 
 from . import tiny_models
 
@@ -62,9 +63,16 @@ def model_on_mps(architecture: str) -> nn.Module:
         return tiny_models.tiny_model(architecture, torch.bfloat16).to("mps")
 
 
-def one_token(simulated, model: nn.Module) -> Counter[str]:
+def prompted(model: nn.Module, tokens: list[int]) -> DynamicCache:
+    """The cache after a prompt, made before it, as generate() does."""
+    cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        cache = model(torch.tensor([[1, 2, 3, 4]], device="mps"), use_cache=True).past_key_values
+        model(torch.tensor([tokens], device="mps"), past_key_values=cache, use_cache=True)
+    return cache
+
+
+def one_token(simulated, model: nn.Module) -> Counter[str]:
+    cache = prompted(model, [1, 2, 3, 4])
     token = torch.tensor([[5]], device="mps")
     return launches(simulated, lambda: model(token, past_key_values=cache, use_cache=True))
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from support.launches import AttentionIsOne, Launches, model_on_mps
+from support.launches import AttentionIsOne, Launches, model_on_mps, prompted
 from support.models import eager
 
 import torch_moe_mps
@@ -57,7 +57,7 @@ def per_layer(model, count: Callable) -> Counter[str]:
     decoder = model.get_decoder()
     for layers in (decoder.layers, decoder.layers[:-1]):
         decoder.layers = layers
-        cache = model(token, use_cache=True).past_key_values
+        cache = prompted(model, [0])
         found.append(count(lambda: model(token, past_key_values=cache, use_cache=True)))  # noqa: B023
     return found[0] - found[1]
 
@@ -69,5 +69,6 @@ def test_of_a_layer(simulated):
     with torch.no_grad(), simulated.dropped():
         before, after = per_layer(own, dispatches), per_layer(model, dispatches)
         python = per_layer(model, calls_of_the_package)
-    assert sum(before.values()) == 142 and sum(after.values()) <= 28, after
-    assert python["call"] <= 97 and python["c_call"] <= 155, python
+    assert sum(before.values()) == 142 and sum(after.values()) <= 32, after
+    # The cache that grows in place has four of the operators, all views, and 10 of the calls.
+    assert python["call"] <= 105 and python["c_call"] <= 168, python

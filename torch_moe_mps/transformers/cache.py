@@ -101,8 +101,7 @@ class _Growing(DynamicLayer):
             return DynamicLayer.update(self, key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.keys = _joined(self.keys, key_states, _room(self.keys, key_states))
-        self.values = _joined(self.values, value_states, _room(self.values, value_states))
+        self.keys, self.values = _joined(self.keys, key_states), _joined(self.values, value_states)
         return self.keys, self.values
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -139,8 +138,7 @@ class _GrowingIndexed(DynamicIndexedLayer, _Growing):
             return super().update_indexer(indexer_key_states)
         if not self.is_indexer_initialized:
             self.lazy_initialization_indexer(indexer_key_states)
-        room = _room(self.indexer_keys, indexer_key_states)
-        self.indexer_keys = _joined(self.indexer_keys, indexer_key_states, room)
+        self.indexer_keys = _joined(self.indexer_keys, indexer_key_states)
         return self.indexer_keys
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -178,16 +176,11 @@ class _GrowingWindow(_Growing, DynamicSlidingWindowLayer):
         return keys, values
 
 
-def _room(held: Tensor, new: Tensor) -> int:
-    """How many tokens more than these two hold new memory gets."""
-    tokens = new.shape[-2] + (held.shape[-2] if held.dim() > 1 else 0)
-    return max(LEAST_ROOM, tokens // ROOM_SHARE)
-
-
-def _joined(held: Tensor, new: Tensor, room: int) -> Tensor:
+def _joined(held: Tensor, new: Tensor, room: int | None = None) -> Tensor:
     """`held` followed by `new` along the tokens, which are the last dimension but one.
 
-    If there is room behind `held`, only `new` is written; else both are copied to memory with `room` more.
+    If there is room behind `held`, only `new` is written; else both are copied to memory with `room` for more
+    tokens, or room for a share of them.
     """
     empty = held.numel() == 0
     if type(new) is not Tensor or not (empty or _alike(held, new)):
@@ -195,7 +188,9 @@ def _joined(held: Tensor, new: Tensor, room: int) -> Tensor:
     tokens, before = new.shape[-2], 0 if empty else held.shape[-2]
     memory: Tensor | None = getattr(held, _MEMORY, None)
     start = 0 if memory is None else _start(held)
-    if memory is None or start + before + tokens > memory.shape[-2] or not _writable(memory):
+    if memory is None or start + before + tokens > memory.shape[-2] or _is_closed(memory):
+        if room is None:
+            room = max(LEAST_ROOM, (before + tokens) // ROOM_SHARE)
         memory = new.new_empty((*new.shape[:-2], before + tokens + room, new.shape[-1]))
         start = 0
         if before:
@@ -213,9 +208,9 @@ def _alike(held: Tensor, new: Tensor) -> bool:
     )
 
 
-def _writable(memory: Tensor) -> bool:
-    """torch refuses to write into what was made in inference mode outside of it."""
-    return torch.is_inference_mode_enabled() or not memory.is_inference()
+def _is_closed(memory: Tensor) -> bool:
+    """torch lets nobody write outside of inference mode into what was made in it."""
+    return memory.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def _copied(tensor: Tensor, room: int) -> Tensor:
