@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from support.launches import launches
 from support.layouts import LAYOUTS, lay, lay_with_one_unaligned
 from support.oracles import FLOAT32_EPS, exact
 
@@ -42,6 +43,13 @@ def test_sizes(device, dtype):
 @pytest.mark.one_schedule
 def test_many_tokens(device):
     check(random(260, 96, dtype=torch.bfloat16).to(device), random(40, 96).to(device))
+
+
+def test_a_prompt_runs_on_the_matmul_of_pytorch(simulated):
+    x, weight = torch.ones(33, 8, device="mps"), torch.ones(3, 8, device="mps", dtype=torch.bfloat16)
+    few, many = (launches(simulated, lambda: router_logits(rows, weight)) for rows in (x[:32], x))  # noqa: B023
+    assert any(name.startswith("logits") for name in few)
+    assert not any(name.startswith("logits") for name in many)
 
 
 def test_layouts(device):
