@@ -170,6 +170,8 @@ def demonstrate(model, ids: torch.Tensor, tokenizer, args: argparse.Namespace) -
         print(f"\ntokens/s: {speed:.1f}; transformers' own code does not run quantised experts")
     else:
         compare(logits, tokens, speed, *eager)
+    if model.device.type == "mps":
+        print("\nwrong or slow? `torch-moe-mps check` writes moe_mps_report.json, for an issue")
     print("\n" + (tokenizer.decode(tokens) if tokenizer else " ".join(map(str, tokens.tolist()))))
 
 

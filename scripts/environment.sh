@@ -1,5 +1,5 @@
 # Sourced by the other scripts: makes .venv with the pinned packages and this one, and leaves its python in $PYTHON.
-# TORCH_VERSION=2.10.0 in the environment installs that torch in place of the pinned one.
+# TORCH_VERSION=2.15.0 in the environment installs that torch in place of the pinned one.
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 

@@ -7,6 +7,7 @@ the three others, but for tests marked `one_schedule`, and those that are of the
 cases.
 """
 
+import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ SIMULATED = sys.platform != "darwin"
 
 
 def pytest_configure(config):
+    os.environ.setdefault("MOE_MPS_CHECK", "0")  # accelerate() checks operators where a test is about that
     config.addinivalue_line(
         "markers",
         "one_schedule: run the simulated mps variant under one schedule in the sweep, too",
@@ -86,6 +88,9 @@ def simulated(request):
         pytest.fail(error, pytrace=False)
     import simulator
 
+    from torch_moe_mps._extension import COMMIT_EVERY
+
+    torch.ops.moe_mps._commit_every(COMMIT_EVERY)  # counted from here, so that traces are the same every time
     yield simulator
     try:
         torch.mps.synchronize()

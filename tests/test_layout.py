@@ -15,6 +15,7 @@ PACKAGE = REPOSITORY / "torch_moe_mps"
 FLOORS = (
     "_extension",
     "ops",
+    "selfcheck",
     "quantization",
     "transformers.interface",
     "transformers.rewriting.record",

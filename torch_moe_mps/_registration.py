@@ -5,6 +5,8 @@ experts implementation "moe_mps" goes with the experts interface, attention with
 interface, quantised checkpoints with the quantizers and `save_pretrained`. peft refuses quantised weights.
 """
 
+import os
+import sys
 from typing import Any
 
 
@@ -37,6 +39,14 @@ def register_mask(module: Any) -> None:
     from .transformers.attention import NAME, attention_mask
 
     module.AttentionMaskInterface.register(NAME, attention_mask)
+
+
+def load_in_one_thread(module: object) -> None:
+    """Until torch 2.15, threads that convert dtypes on MPS side by side crash (pytorch#167541, #197836)."""
+    from ._extension import ONE_THREAD, torch_version
+
+    if sys.platform == "darwin" and torch_version() < (2, 15):
+        os.environ.setdefault(ONE_THREAD, "1")
 
 
 def register_adapters(module: Any) -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch._dynamo.testing
 from support.processes import python
-from support.samples import packet
 
 from torch_moe_mps import _extension
 from torch_moe_mps.ops._checks import Check
+from torch_moe_mps.ops._samples import packet
 
 # What is tested here does not depend on the order of threads.
 pytestmark = pytest.mark.one_schedule
@@ -33,7 +33,7 @@ import sys, warnings
 import torch
 from simulator import install  # without the package's own host code
 install()
-from support.samples import copies, packet, sample_arguments
+from torch_moe_mps.ops._samples import copies, packet, sample_arguments
 from torch_moe_mps.ops import OPERATORS
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -128,7 +128,7 @@ NARROW_PIPELINE = """
 from simulator import pipeline_limit
 from support.simulated import install
 install()
-from support.samples import packet, sample_arguments
+from torch_moe_mps.ops._samples import packet, sample_arguments
 import torch
 arguments = sample_arguments("mps", torch.float32)["fused_norm_add"]
 with pipeline_limit(16):

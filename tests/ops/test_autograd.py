@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch._dynamo.testing
-from support.samples import copies, packet, sample_arguments
 from torch import Tensor
 
 from torch_moe_mps.ops import OPERATORS
+from torch_moe_mps.ops._samples import copies, packet, sample_arguments
 
 # What is tested here does not depend on the order of threads.
 pytestmark = pytest.mark.one_schedule

@@ -5,10 +5,11 @@ import re
 import runpy
 
 import pytest
+from support.operators import MODULES
 from support.processes import REPOSITORY
-from support.samples import MODULES, packet
 
 from torch_moe_mps.ops import OPERATORS
+from torch_moe_mps.ops._samples import packet
 
 
 @pytest.mark.parametrize("name", OPERATORS)

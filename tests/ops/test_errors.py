@@ -4,10 +4,11 @@ import expecttest
 import pytest
 import torch
 import torch._dynamo.testing
-from support.samples import E, H, I, K, T, packet, sample_arguments, wrapped
+from support.operators import wrapped
 from torch import Tensor
 
 from torch_moe_mps.ops import OPERATORS
+from torch_moe_mps.ops._samples import E, H, I, K, T, packet, sample_arguments
 
 # What is tested here does not depend on the order of threads.
 pytestmark = pytest.mark.one_schedule

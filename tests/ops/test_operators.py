@@ -6,18 +6,16 @@ import expecttest
 import pytest
 import torch
 import torch._dynamo.testing
-from support.samples import (
+from support.operators import MODULES, positional, wrapped
+
+from torch_moe_mps.ops import OPERATORS
+from torch_moe_mps.ops._samples import (
     DTYPES,
-    MODULES,
     copies,
     more_samples,
     packet,
-    positional,
     sample_arguments,
-    wrapped,
 )
-
-from torch_moe_mps.ops import OPERATORS
 
 # What is tested here does not depend on the order of threads.
 pytestmark = pytest.mark.one_schedule

@@ -8,6 +8,7 @@
     with dropped(): ...             commands are forgotten, aten does not compute: the host's time alone
     address(tensor)                 where the tensor's bytes lie
     with counters() as dispatches:  dispatches: what each dispatch read, wrote and waited for
+    commits()                       how often the stream was committed
     set_schedule(seed)              order of threads and threadgroups; 0 is ascending
     with pipeline_limit(threads):   pipelines that allow fewer threads a threadgroup
     shader_library(source)          any MSL text, to run its kernels without PyTorch's stream
@@ -22,6 +23,7 @@ from .runtime import (
     DispatchCounters,
     Traffic,
     address,
+    commits,
     counters,
     dropped,
     install,
@@ -40,6 +42,7 @@ __all__ = [
     "SimulatorError",
     "Traffic",
     "address",
+    "commits",
     "counters",
     "dropped",
     "extension",

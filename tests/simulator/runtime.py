@@ -67,6 +67,7 @@ def _runtime() -> ctypes.CDLL:
     library.simulator_counters_stop.restype = ctypes.POINTER(_DispatchCounters)
     library.simulator_contents.argtypes = [ctypes.c_void_p]
     library.simulator_contents.restype = ctypes.c_void_p
+    library.simulator_commits.restype = ctypes.c_uint64
     library.simulator_live_buffers.restype = ctypes.c_size_t
     library.simulator_live_objects.restype = ctypes.c_long
     return library
@@ -136,6 +137,11 @@ def address(tensor: torch.Tensor) -> int:
     return _runtime().simulator_contents(tensor.untyped_storage().data_ptr())
 
 
+def commits() -> int:
+    """How often this process has committed the stream, so that the GPU could start."""
+    return _runtime().simulator_commits()
+
+
 def live_buffers() -> int:
     """How many MTLBuffers exist: to find leaks."""
     return _runtime().simulator_live_buffers()
@@ -153,8 +159,8 @@ def trace() -> Iterator[Commands]:
     One line a command: kernel and function constants, grid (threadgroups, `threads` for dispatchThreads, or
     the buffer of an indirect dispatch), threads per threadgroup, bindings. A buffer is a letter in the
     order of appearance, with the bytes from the binding's offset to the buffer's end; setBytes is a length.
-    A line `synchronize` stands where the CPU waited for commands before it, `barrier` where one was
-    encoded.
+    A line `synchronize` stands where the CPU waited for commands before it, `commit` where the GPU was given
+    them without a wait, `barrier` where one was encoded.
 
         fused_norm_add_float grid 4x1x1 of 128x1x1: 0=A[0:4096] 1=B[128:4224] 2=C[0:4096] 3=24 bytes
     """

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from simulator import build_device
+from simulator import SimulatorError, build_device
 from support.processes import REPOSITORY
 
 pytestmark = pytest.mark.usefixtures("calls")
@@ -101,7 +101,9 @@ FAULTS = {
     "own encoder": "computeCommandEncoder: " + NOT_OURS,
     "commit": "commit: " + NOT_OURS,
     "wait": "waitUntilCompleted: " + NOT_OURS,
-    "stream synchronize": "stream->synchronize: host code never commits and never waits",
+    "stream synchronize": "stream->synchronize: host code never waits, it only commits",
+    "commit outside of a block": "stream->synchronize: a commit is called outside of a block",
+    "encoder after a commit": OUTSIDE,
 }
 
 
@@ -296,6 +298,25 @@ def test_trace(calls, simulated):
         "barrier\n"
         "mark grid E[8:20] of 2x1x1: 0=F[0:64]"
     )
+
+
+@pytest.mark.parametrize("schedule", [0, 1])
+def test_commit(calls, simulated, x, schedule):
+    """Work that is committed runs at once under odd schedules; what it finds is raised by the next wait."""
+    simulated.set_schedule(schedule)
+    before = simulated.commits()
+    with simulated.trace() as commands:
+        calls.axpy(x, x, 2.0)
+        calls.commit()
+        calls.commit()
+    assert [line.split()[0] for line in commands] == ["axpy", "commit", "commit"]
+    assert simulated.commits() == before + 2
+    calls.fault("overrun", x)
+    calls.commit()
+    calls.axpy(x, x, 2.0)
+    with pytest.raises(SimulatorError, match="overrun"):
+        torch.mps.synchronize()
+    assert usable(calls)
 
 
 def test_counters(calls, simulated):

@@ -14,7 +14,7 @@ from support import oracles
 from support.any_arguments import DTYPES, LAYOUTS, STRATEGIES, Draws
 from support.oracles_operators import ORACLES, Expected
 from support.quantized_layers import lay_words
-from support.samples import packet
+from torch_moe_mps.ops._samples import packet
 
 WRONG_DTYPES = (*(torch.float32, torch.float16, torch.bfloat16), torch.int16, torch.int32, torch.int64)
 NUMBERS = {

@@ -373,6 +373,15 @@ const std::map<std::string, Fault> faults = {
      [](const Tensor& x) {
        at::mps::getCurrentMPSStream()->synchronize(at::mps::SyncType::COMMIT_AND_WAIT);
      }},
+    {"commit outside of a block",
+     [](const Tensor& x) { at::mps::getCurrentMPSStream()->synchronize(at::mps::SyncType::COMMIT); }},
+    {"encoder after a commit",
+     [](const Tensor& x) {
+       in_block(^(id<MTLComputeCommandEncoder> encoder) {
+         at::mps::getCurrentMPSStream()->synchronize(at::mps::SyncType::COMMIT);
+         [encoder setComputePipelineState:kernel("axpy")];
+       });
+     }},
     {"overrun",
      [](const Tensor& x) {
        in_block(^(id<MTLComputeCommandEncoder> encoder) {
@@ -413,11 +422,19 @@ void commit_fault(const std::string& name, const Tensor& x) {
   faults.at(name)(x);
 }
 
+void commit() {
+  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+  at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{
+    stream->synchronize(at::mps::SyncType::COMMIT);
+  });
+}
+
 TORCH_LIBRARY(simulator_test, m) {
   m.def("set_shader(str source) -> ()", set_shader);
   m.def("axpy(Tensor x, Tensor y, float alpha) -> Tensor", axpy);
   m.def("indirect(Tensor groups) -> Tensor", indirect);
   m.def("constants(bool flag, int count, float scale) -> Tensor", constants);
+  m.def("commit() -> ()", commit);
   m.def("fault(str name, Tensor x) -> ()", commit_fault);
   m.def("no_kernel(Tensor x) -> Tensor");
 }

@@ -1,12 +1,20 @@
-"""The Metal libraries that accelerate() compiles."""
+"""What makes a model on mps ready for its first token."""
+
+import os
+import sys
 
 import pytest
 import torch
 from support import tiny_models
 from support.processes import python
+from transformers import AutoModelForCausalLM, core_model_loading
 
 import torch_moe_mps
+from torch_moe_mps._extension import ONE_THREAD
+from torch_moe_mps._registration import load_in_one_thread
+from torch_moe_mps.quantization import quantize
 from torch_moe_mps.transformers.compiling import libraries_of
+from torch_moe_mps.transformers.linears import QuantizedLinear
 
 FIRST_TOKEN = """
 import sys
@@ -49,3 +57,73 @@ def test_a_model_elsewhere_compiles_nothing(capfd):
 
 def test_libraries_of_a_model_without_experts(simulated):
     assert libraries_of(torch.nn.Linear(4, 4, device="mps")) == []
+
+
+@pytest.mark.parametrize("version", ["2.12.1", "2.9.0+cpu"])
+def test_an_older_torch_is_refused_on_mps(simulated, monkeypatch, version):
+    """Its own attention on MPS is wrong without an error. Elsewhere it serves."""
+    model = tiny_models.tiny_model("qwen3_moe")
+    monkeypatch.setattr(torch, "__version__", version)
+    torch_moe_mps.restore(model)
+    torch_moe_mps.accelerate(model)
+    torch_moe_mps.restore(model)
+    own = type(model.model.layers[0])
+    model.to("mps")
+    with pytest.raises(RuntimeError) as raised:
+        torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    line = str(raised.value)
+    assert line.startswith(
+        f"moe_mps::accelerate: torch must be 2.13 or newer for a model on mps, got {version}"
+    )
+    assert "wrong results" in line and "\n" not in line
+    assert type(model.model.layers[0]) is own
+
+
+@pytest.mark.parametrize(
+    ("platform", "version", "given", "expected"),
+    [
+        ("darwin", "2.14.1", None, "1"),
+        ("darwin", "2.14.1", "0", "0"),
+        ("darwin", "2.15.0", None, None),
+        ("linux", "2.13.0", None, None),
+    ],
+)
+def test_loading_takes_one_thread_where_torch_needs_it(monkeypatch, platform, version, given, expected):
+    monkeypatch.setenv(ONE_THREAD, given or "")  # what is set below goes with the test
+    if given is None:
+        monkeypatch.delenv(ONE_THREAD)
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(torch, "__version__", version)
+    load_in_one_thread(core_model_loading)
+    assert os.environ.get(ONE_THREAD) == expected
+
+
+def test_transformers_reads_without_threads_when_asked(monkeypatch, tmp_path):
+    """The variable is transformers'."""
+    tiny_models.tiny_model("qwen3_moe").save_pretrained(tmp_path)
+
+    def no_threads(*args, **kwargs):
+        raise AssertionError("loaded with threads")
+
+    monkeypatch.setattr(core_model_loading, "ThreadPoolExecutor", no_threads)
+    with pytest.raises(AssertionError, match="loaded with threads"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    monkeypatch.setenv(ONE_THREAD, "1")
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_packed_weights_are_put_on_16_bytes_once(simulated):
+    """A tensor of a file may start anywhere. Left there, it would be copied in every call."""
+    weight = quantize(torch.randn(32, 64), 4, 32)
+    layer = QuantizedLinear(weight, torch.float32).to("mps")
+    expected = layer(torch.ones(1, 64, device="mps")).cpu()
+    memory = torch.zeros(layer.packed.numel() + 1, dtype=torch.int32, device="mps")
+    layer.packed.data = memory[1:].view(layer.packed.shape).copy_(layer.packed)
+    parameter = layer.packed
+    assert layer.packed.storage_offset() == 1
+    torch_moe_mps.accelerate(layer)
+    assert layer.packed is parameter and layer.packed.storage_offset() == 0
+    first = layer.packed.data_ptr()
+    torch_moe_mps.accelerate(layer)
+    assert layer.packed.data_ptr() == first
+    assert torch.equal(layer(torch.ones(1, 64, device="mps")).cpu(), expected)

@@ -11,6 +11,10 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 DESCRIPTION = "Quantised Hugging Face models on Apple GPUs."
 EPILOG = "`torch-moe-mps COMMAND --help` has examples. An error is one line; the exit code is then not 0."
 
+CHECK = """examples:
+  torch-moe-mps check                                             # everything; writes moe_mps_report.json
+  torch-moe-mps check --dtype bfloat16 --format affine4_64,mxfp4  # what some models need"""
+
 CONVERT = """examples:
   torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-4bit                 # everything in 4 bit
   torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3 --dry-run            # only the sizes; downloads no weights
@@ -59,6 +63,14 @@ def parser() -> argparse.ArgumentParser:
     whole = _Parser("torch-moe-mps", description=DESCRIPTION, epilog=EPILOG)
     whole.add_argument("--version", action="version", version=f"torch-moe-mps {__version__}")
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _check(
+        _command(
+            commands,
+            "check",
+            "check that every kernel builds and is right here (exit code 2: no Apple GPU)",
+            CHECK,
+        )
+    )
     _convert(_command(commands, "convert", "quantise a checkpoint while it is read", CONVERT))
     _perplexity(_command(commands, "perplexity", "measure how well a model predicts a text", PERPLEXITY))
     _fit(_command(commands, "fit", "say which Macs hold a model, and how fast it can be at most", FIT))
@@ -80,6 +92,13 @@ def _command(
         epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def _check(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--dtype", metavar="NAMES", help="some of float32,float16,bfloat16 (all)")
+    add("--format", metavar="NAMES", help="formats of weights, such as affine4_64,mxfp4 (all)")
+    add("--report", metavar="FILE", default="moe_mps_report.json", help="what to attach to an issue")
 
 
 def _convert(command: argparse.ArgumentParser) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 from torch import nn
 
 from .attention import use_attention_of_sinks
+from .checked import check_replacements, forget, is_wanted, refusal, require_quantized
 from .checkpoints.quantize import keep_when_saving, quantize_model
 from .checkpoints.recipe import requested_recipe
-from .compiling import compile_kernels
+from .compiling import align_weights, compile_kernels, require_torch
 from .experts import NAME, describe, unsupported
 from .interface import experts_of, is_experts, is_quantized
 from .linears import QuantizedLayer, has_quantized_weights
@@ -30,6 +31,8 @@ def accelerate(
     bits: int | None = None,
     group_size: int | None = None,
     mode: str | None = None,
+    *,
+    check: bool = True,
     **recipe: Any,
 ) -> Report:
     """Make the Mixture-of-Experts layers of a model run on `torch.ops.moe_mps`, in place.
@@ -42,36 +45,62 @@ def accelerate(
             needs bits.
         recipe: linear_bits, embedding_bits, keep and overrides, which say what is quantised otherwise or not
             at all: see `requested_recipe`.
+        check: False leaves out the comparison with the CPU, as MOE_MPS_CHECK=0 in the environment does.
 
     A model on mps has its Metal kernels compiled here, not in its first token; one line on stderr says so.
+    The first time on a machine, each operator that the model uses is compared with the CPU. Where one fails,
+    what it would replace keeps the model's own code, and a warning says so.
 
     Returns: a report that prints as a table: what replaced each module, or why it was left alone.
 
     Raises: ValueError for a quantisation that does not fit the weights, and for a group_size or a mode
-        without one, TypeError for what is not a module, before anything is changed.
+        without one, TypeError for what is not a module, RuntimeError for a model on mps with torch before
+        2.13, whose own operators are wrong there, and for quantised weights whose operator fails on this
+        machine: all before anything is changed.
     """
     _require_module("accelerate", model)
+    require_torch("accelerate", model)
     report = Report()
     wanted = requested_recipe(bits, group_size, mode, **recipe)
+    check = check and is_wanted(model)
+    if check:
+        require_quantized("accelerate", model, wanted)
+    else:
+        forget()
     for module in model.modules():
         drop_forward_of_class(module)
-    found = experts_of(model)
     if wanted is not None:
         report.quantization = quantize_model(model, wanted)
     else:
         keep_when_saving(model)
-    for name, module in found.items():
-        reason = unsupported(module)
-        if reason is None and not is_quantized(module):
-            before = module.config, _implementation(module.config)
-            record_of(module).previous.setdefault("_experts_implementation", before)
-            module.config._experts_implementation = NAME
-        report.add(name, module, "experts", None if reason else describe(module), reason)
+    _replace(model, report)
+    align_weights(model)
+    report.compiled = compile_kernels(model, strict=not check)
+    if check and check_replacements("accelerate", model, report):
+        restore(model)
+        report.rows.clear()
+        _replace(model, report)
+    _warn_of_experts_left_alone(report)
+    if wanted is not None and not any(map(has_quantized_weights, model.modules())):
+        warnings.warn("torch_moe_mps: nothing was found that can be quantised", stacklevel=2)
+    return report
+
+
+def _replace(model: nn.Module, report: Report) -> None:
+    """Replaces what can be, and adds a row for each module to the report, in the model's order."""
+    found = experts_of(model)
+    for name, experts in found.items():
+        reason = unsupported(experts) or refusal(experts, describe(experts))
+        if reason is None and not is_quantized(experts):
+            before = experts.config, _implementation(experts.config)
+            record_of(experts).previous.setdefault("_experts_implementation", before)
+            experts.config._experts_implementation = NAME
+        report.add(name, experts, "experts", None if reason else describe(experts), reason)
     for name, module in model.named_modules():
         if name not in found and (reason := _other_experts(name, module)):
             report.add(name, module, "experts", None, reason)
     around = list(_around(model, found))
-    with_sinks = set(use_attention_of_sinks(model))
+    with_sinks = set() if refusal(model, "attention_sinks") else set(use_attention_of_sinks(model))
     with formulas_kept():
         for name, module in _others(model, {name for name, *_ in around} | found.keys()):
             rewrites, reason = rewrite(module)
@@ -80,19 +109,15 @@ def accelerate(
                 report.add(name, module, "other", "; ".join(rewrites) or None, reason)
         for name, kind, module in around:
             rewrites, reason = rewrite(module)
-            if kind == "router" and isinstance(module.__dict__.get(RECORD, NOTHING).formula, GateFormula):
+            gated = isinstance(module.__dict__.get(RECORD, NOTHING).formula, GateFormula)
+            if kind == "router" and gated and refusal(module, "moe_gate") is None:
                 rewrites = ["moe_gate, called by the layer"]
             report.add(name, module, kind, "; ".join(rewrites) or None, reason)
-    report.rows.sort(key=_model_order(model))
-    _warn_of_experts_left_alone(report)
-    if wanted is not None and not any(map(has_quantized_weights, model.modules())):
-        warnings.warn("torch_moe_mps: nothing was found that can be quantised", stacklevel=2)
     if _is_of_transformers(model):
         from .cache import grow_caches_in_place
 
         grow_caches_in_place(model)
-    report.compiled = compile_kernels(model)
-    return report
+    report.rows.sort(key=_model_order(model))
 
 
 def restore(model: nn.Module) -> nn.Module:

@@ -1,40 +1,76 @@
-"""The Metal libraries that a model on mps runs, compiled before its first token."""
+"""A model on mps made ready for its first token: a torch that computes right, weights on 16 bytes, Metal
+libraries that are compiled."""
 
 import itertools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
 
+from .._extension import torch_version
 from ..ops._formats import Format
 from .interface import is_experts
+from .linears import has_quantized_weights
 
 _DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 # Files whose libraries depend on a weight's format or on the dtype of ids, not on activations alone.
 _OF_WEIGHTS = ("experts", "quantized")
 
+OLDEST_TORCH = (2, 13)
 
-def compile_kernels(model: nn.Module) -> str | None:
-    """Compile what a model on mps will run, several libraries at a time. What was done, in one line.
 
-    None where nothing is on mps, or where the extension is missing. A library that does not compile raises
-    RuntimeError with Metal's message.
+def require_torch(function: str, model: nn.Module) -> None:
+    """Raise the one-line error for a model on mps where torch's own operators are wrong without a word."""
+    if torch_version() < OLDEST_TORCH and any(p.device.type == "mps" for p in model.parameters()):
+        raise RuntimeError(
+            f"moe_mps::{function}: torch must be 2.13 or newer for a model on mps, got {torch.__version__}: "
+            "its own attention and linear layers give wrong results there (pytorch#174861, #180776, #195910)"
+        )
+
+
+def align_weights(model: nn.Module) -> None:
+    """Copy packed weights on mps that do not start on 16 bytes, which every call would copy otherwise."""
+    for module in filter(has_quantized_weights, model.modules()):
+        for parameter in module.parameters(recurse=False):
+            offset = parameter.storage_offset() * parameter.element_size()
+            if parameter.device.type == "mps" and parameter.dtype == torch.int32 and offset % 16:
+                parameter.data = parameter.data.clone()
+
+
+def compile_kernels(model: nn.Module, strict: bool = True) -> str | None:
+    """Compile what a model on mps will run: see compile_libraries."""
+    return (
+        compile_libraries(libraries_of(model), strict) if hasattr(torch.ops.moe_mps, "_pipelines") else None
+    )
+
+
+def compile_libraries(names: Iterable[str], strict: bool) -> str | None:
+    """Compile libraries side by side. What was done, in one line; None where nothing was left to do.
+
+    A library that does not compile raises RuntimeError with Metal's message, if `strict`.
     """
-    if not hasattr(torch.ops.moe_mps, "_pipelines"):
-        return None
-    names = libraries_of(model)
     new = [name for name in names if not torch.ops.moe_mps._is_built(name)]
     if not new:
         return None
     started = time.perf_counter()
     with ThreadPoolExecutor() as pool:
-        list(pool.map(torch.ops.moe_mps._pipelines, new))
+        faults = list(filter(None, pool.map(_fault, new)))
+    if strict and faults:
+        raise faults[0]
     line = f"{len(new)} Metal libraries compiled in {time.perf_counter() - started:.1f} s: {', '.join(new)}"
     print(f"torch_moe_mps: {line}", file=sys.stderr)
     return line
+
+
+def _fault(library: str) -> RuntimeError | None:
+    try:
+        torch.ops.moe_mps._pipelines(library)
+    except RuntimeError as error:
+        return error
+    return None
 
 
 def libraries_of(model: nn.Module) -> list[str]:

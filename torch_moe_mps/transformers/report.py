@@ -112,6 +112,7 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     quantization: QuantizationReport | None = None
     compiled: str | None = None
+    checked: str | None = None
 
     def add(
         self, name: str, module: object, kind: str, replaced_by: str | None, reason: str | None = None
@@ -143,8 +144,9 @@ class Report:
         table.insert(1, "  ".join("-" * w for w in (*widths, 8)))
         if self.quantization is not None:
             table += ["", str(self.quantization)]
-        if self.compiled is not None:
-            table += ["", self.compiled]
+        about = [line for line in (self.compiled, self.checked) if line is not None]
+        if about:
+            table += ["", *about]
         replaced, alone = len(self.replaced), len(self.left_alone)
         table += ["", f"{replaced} modules run on torch_moe_mps, {alone} keep their own code."]
         return "\n".join(table)

@@ -130,8 +130,7 @@ class Hooks final : public at::MPSHooksInterface {
   at::Allocator* getMPSDeviceAllocator() const override { return &the_allocator; }
   at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
   void deviceSynchronize() const override { synchronize(); }
-  // Nothing runs before it is waited for, so a commit changes nothing that could be seen.
-  void commitStream() const override {}
+  void commitStream() const override { commit(); }
   void* getCommandBuffer() const override { return stream_command_buffer(); }
   void* getDispatchQueue() const override { return stream_queue(); }
   void emptyCache() const override {}

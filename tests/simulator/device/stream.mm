@@ -65,7 +65,12 @@ id<MTLComputeCommandEncoder> MPSStream::commandEncoder() {
 void MPSStream::endKernelCoalescing() {}
 void MPSStream::synchronize(SyncType type) {
   if (type == SyncType::NONE) return;
-  simulator::fail("stream->synchronize: host code never commits and never waits");
+  if (type != SyncType::COMMIT) simulator::fail("stream->synchronize: host code never waits, it only commits");
+  if (!simulator::in_block_of((void*)_serialQueue)) {
+    simulator::fail("stream->synchronize: a commit is called outside of a block of the stream's queue");
+  }
+  simulated_end_encoder();
+  simulator::commit();
 }
 
 MPSStream* MPSStreamImpl::_stream = nullptr;

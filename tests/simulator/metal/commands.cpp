@@ -24,6 +24,8 @@ struct State {
   size_t most_threads = SIZE_MAX;  // of a pipeline, set by a test
   std::atomic<bool> dropping = false, validating = true;
 
+  uint64_t commits = 0;
+
   bool tracing = false;
   std::string trace;
   std::map<uint64_t, std::string> trace_names;  // identity of a buffer -> A, B, ... by first appearance
@@ -188,11 +190,12 @@ msl_dispatch describe(const Command& command, const std::array<size_t, 3>& group
   return dispatch;
 }
 
-void execute(const Command& command) {
+// What is found wrong, "" if nothing is.
+std::string execute(const Command& command) {
   State& s = state();
-  if (!s.execute) fail("the MSL executor is not loaded");
+  if (!s.execute) return "the MSL executor is not loaded";
   const auto groups = threadgroups(command);
-  if (std::find(groups.begin(), groups.end(), 0) != groups.end()) return;  // an indirect grid may be empty
+  if (std::find(groups.begin(), groups.end(), 0) != groups.end()) return "";  // an indirect grid may be empty
   const msl_dispatch dispatch = describe(command, groups, s.seed);
   msl_counters counters{};
   std::string message(16384, '\0');
@@ -200,12 +203,41 @@ void execute(const Command& command) {
   if (findings) {
     const std::string text = message.c_str();
     const bool named = text.find(command.kernel->kernel->name) != std::string::npos;
-    fail(named ? text : command.kernel->title + ": " + text);
+    return named ? text : command.kernel->title + ": " + text;
   }
   std::lock_guard<std::mutex> lock(s.mutex);
-  if (!s.counting) return;
+  if (!s.counting) return "";
   s.counted_kernels.push_back(command.kernel->title);
   s.counted.push_back({s.counted_kernels.back().c_str(), counters});
+  return "";
+}
+
+// What was recorded. A trace gets the line `event` where that is anything.
+std::vector<Command> take_pending(const char* event) {
+  State& s = state();
+  std::vector<Command> commands;
+  std::lock_guard<std::mutex> lock(s.mutex);
+  commands.swap(s.pending);
+  s.running = true;
+  if (s.tracing && !commands.empty()) s.trace += event;
+  return commands;
+}
+
+// Ends with the first finding, which the next synchronisation raises.
+void run(const std::vector<Command>& commands) {
+  struct Finish {
+    ~Finish() {
+      std::lock_guard<std::mutex> lock(state().mutex);
+      state().running = false;
+    }
+  } finish;
+  if (state().dropping) return;
+  for (const Command& command : commands) {
+    const std::string finding = execute(command);
+    if (finding.empty()) continue;
+    report(finding);
+    return;
+  }
 }
 
 }  // namespace
@@ -254,23 +286,18 @@ bool has_pending() {
   return s.running || !s.pending.empty();
 }
 
-void run_pending() {
+void commit() {
   State& s = state();
-  std::vector<Command> commands;
-  struct Finish {
-    ~Finish() {
-      std::lock_guard<std::mutex> lock(state().mutex);
-      state().running = false;
-    }
-  } finish;
   {
     std::lock_guard<std::mutex> lock(s.mutex);
-    commands.swap(s.pending);
-    s.running = true;
-    if (s.tracing && !commands.empty()) s.trace += "synchronize\n";
+    s.commits++;
+    if (s.tracing) s.trace += "commit\n";
   }
-  if (s.dropping) return;
-  for (const Command& command : commands) execute(command);
+  if (s.seed % 2 == 1) run(take_pending(""));
+}
+
+void run_pending() {
+  run(take_pending("synchronize\n"));
 }
 
 }  // namespace simulator
@@ -278,7 +305,6 @@ void run_pending() {
 using simulator::state;
 
 extern "C" {
-
 void simulator_set_executor(simulator_execute execute) {
   state().execute = execute;
 }
@@ -336,6 +362,10 @@ const simulator_dispatch_counters* simulator_counters_stop(size_t* count) {
 
 void* simulator_contents(const void* buffer) {
   return simulator::buffer_contents(buffer);
+}
+uint64_t simulator_commits(void) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  return state().commits;
 }
 size_t simulator_live_buffers(void) {
   return simulator::live_buffers();

@@ -26,6 +26,8 @@ void simulator_counters_start(void);
 const simulator_dispatch_counters* simulator_counters_stop(size_t* count);
 // Where an MTLBuffer's bytes lie.
 void* simulator_contents(const void* buffer);
+// How often host code has committed the stream.
+uint64_t simulator_commits(void);
 size_t simulator_live_buffers(void);
 long simulator_live_objects(void);
 }

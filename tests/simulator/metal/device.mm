@@ -29,7 +29,9 @@ extern "C" void simulator_set_strict(int on) {
   strict = on;
 }
 
-@interface SimulatorDevice : NSObject <MTLDevice>
+@interface SimulatorDevice : NSObject <MTLDevice> {
+  std::atomic<bool> maximize_concurrent_compilation;
+}
 @end
 @implementation SimulatorDevice
 - (NSString*)name {
@@ -50,6 +52,12 @@ extern "C" void simulator_set_strict(int on) {
 }
 - (NSUInteger)currentAllocatedSize {
   return simulator::live_bytes();
+}
+- (BOOL)shouldMaximizeConcurrentCompilation {
+  return maximize_concurrent_compilation;
+}
+- (void)setShouldMaximizeConcurrentCompilation:(BOOL)maximize {
+  maximize_concurrent_compilation = maximize;
 }
 - (BOOL)supportsFamily:(MTLGPUFamily)family {
   return family <= MTLGPUFamilyApple9;

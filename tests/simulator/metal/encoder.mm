@@ -51,10 +51,10 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
 
 @implementation SimulatorEncoder
 - (Command&)use:(const char*)method {
-  if (simulator::current_block() != block) {
+  if (!command || simulator::current_block() != block) {
     fail(std::string(method) +
-         ": the encoder is used outside the dispatch_sync block in which it was taken; call "
-         "stream->commandEncoder() in each block");
+         ": the encoder is used outside the dispatch_sync block in which it was taken, or after a commit; "
+         "call stream->commandEncoder() in each block");
   }
   return *command;
 }
@@ -159,20 +159,26 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
 }
 @end
 
+namespace {
+// The encoder of an earlier block is kept as an empty shell, so that using it later is a finding and not a
+// crash.
+SimulatorEncoder* current = nil;
+}  // namespace
+
+void simulated_end_encoder() {
+  if (!current) return;
+  delete current->command;
+  current->command = nullptr;
+}
+
 id<MTLComputeCommandEncoder> simulated_encoder() {
-  // The encoder of an earlier block is kept as an empty shell, so that using it later is a finding and not a
-  // crash.
-  static SimulatorEncoder* current = nil;
   const uint64_t block = simulator::current_block();
   if (block == 0) {
     fail("commandEncoder() is called outside of a dispatch_sync block; encode inside "
          "at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{ ... })");
   }
-  if (!current || current->block != block) {
-    if (current) {
-      delete current->command;
-      current->command = nullptr;
-    }
+  if (!current || !current->command || current->block != block) {
+    simulated_end_encoder();
     current = [SimulatorEncoder new];
     simulator::keep_for_the_process(current);
     current->command = new Command;

@@ -23,3 +23,4 @@ id<MTLComputePipelineState> simulated_pipeline(id<MTLFunction> function, NSError
 
 // The encoder of the dispatch_sync block that the calling thread is in. Raises outside of any block.
 id<MTLComputeCommandEncoder> simulated_encoder();
+void simulated_end_encoder();  // what was taken before may not be used any more

@@ -89,12 +89,16 @@ class Command {
   NSUInteger indirect_offset_ = 0;
 };
 
+// After how many dispatches the stream is committed; 0: never. Torch commits only where somebody waits, so
+// that the GPU would not start before the host has encoded a whole step.
+void commit_every(int64_t dispatches);
+
 class Commands {
  public:
   // The kernel `function` of a library. The reference is good until the next add().
   Command& add(const Library& library, const std::string& function);
-  // Encodes everything on the current stream, in order, without committing or waiting. Torch's encoder is
-  // serial (so in 2.10 to 2.15): each dispatch sees what those before it wrote. With a concurrent encoder
+  // Encodes everything on the current stream, in order, without waiting. Torch's encoder is
+  // serial (so in 2.13 to 2.15): each dispatch sees what those before it wrote. With a concurrent encoder
   // (pytorch#189785) dispatches that depend on each other would need barriers between them, here.
   void encode();
 

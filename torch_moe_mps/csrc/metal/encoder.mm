@@ -2,6 +2,9 @@
 
 #include <ATen/mps/MPSStream.h>
 #include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include <atomic>
 
 namespace moe_mps {
 namespace {
@@ -19,7 +22,33 @@ MTLSize metal_size(const Size& size) {
   return MTLSizeMake(size.x, size.y, size.z);
 }
 
+struct Commits {
+  std::atomic<int64_t> interval = 0;
+  std::atomic<int64_t> dispatches = 0;  // since the last commit of ours
+};
+
+Commits& commits() {
+  static Commits instance;
+  return instance;
+}
+
+// Whether the stream is to be committed, now that so many more dispatches are encoded.
+bool commit_is_due(int64_t dispatches) {
+  Commits& state = commits();
+  const int64_t interval = state.interval;
+  if (interval == 0 || (state.dispatches += dispatches) < interval) return false;
+  state.dispatches = 0;
+  return true;
+}
+
 }  // namespace
+
+void commit_every(int64_t dispatches) {
+  TORCH_CHECK_VALUE(dispatches >= 0, "moe_mps::_commit_every: dispatches must be at least 0, got ",
+                    dispatches);
+  commits().interval = dispatches;
+  commits().dispatches = 0;
+}
 
 Command& Command::bind(const at::Tensor& tensor) {
   TORCH_CHECK(tensor.is_contiguous(), "moe_mps: ", name_, " cannot bind a tensor of strides ",
@@ -45,6 +74,7 @@ void Command::indirect(const at::Tensor& arguments, int64_t offset, Size threads
 void Command::set_threads(Size threads) {
   threads_ = threads;
   const NSUInteger count = threads.x * threads.y * threads.z;
+  if (count > *pipeline_->launched) *pipeline_->launched = count;
   TORCH_CHECK(count <= pipeline_->most_threads, "moe_mps: ", name_, " takes ", count,
               " threads a threadgroup, its pipeline on this GPU at most ", pipeline_->most_threads);
   const NSUInteger bytes = pipeline_->static_bytes + threadgroup_bytes_;
@@ -81,8 +111,13 @@ void Commands::encode() {
     @autoreleasepool {
       id<MTLComputeCommandEncoder> encoder = stream->commandEncoder();
       for (const Command& command : commands->commands_) command.encode(encoder);
+      if (commit_is_due(commands->commands_.size())) stream->synchronize(at::mps::SyncType::COMMIT);
     }
   });
 }
 
 }  // namespace moe_mps
+
+TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  m.def("_commit_every(int dispatches) -> ()", &moe_mps::commit_every);
+}

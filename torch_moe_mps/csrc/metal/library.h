@@ -3,6 +3,7 @@
 #include <c10/core/ScalarType.h>
 #import <Metal/Metal.h>
 
+#include <atomic>
 #include <string>
 #include <vector>
 
@@ -24,9 +25,10 @@ struct Library {
 // What a GPU and its compiler make of a kernel, and what a launch has to keep to.
 struct Pipeline {
   id<MTLComputePipelineState> state;
-  NSUInteger most_threads;  // of a threadgroup
-  NSUInteger static_bytes;  // of threadgroup memory that the kernel declares
-  NSUInteger most_bytes;    // of threadgroup memory that the GPU has
+  NSUInteger most_threads;            // of a threadgroup
+  NSUInteger static_bytes;            // of threadgroup memory that the kernel declares
+  NSUInteger most_bytes;              // of threadgroup memory that the GPU has
+  std::atomic<NSUInteger>* launched;  // the most threads of a threadgroup that a plan asked for; never freed
 };
 
 // The pipeline of `function` + library.suffix(). Thread-safe; different libraries and functions are compiled

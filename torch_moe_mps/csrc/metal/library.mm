@@ -125,6 +125,7 @@ id<MTLLibrary> build_library(id<MTLDevice> device, const Library& library) {
   const std::string source = source_of(library);
   @autoreleasepool {
     MTLCompileOptions* options = compile_options();
+    [device setShouldMaximizeConcurrentCompilation:YES];  // several libraries are built side by side
     NSError* error = nil;
     id<MTLLibrary> built = [device newLibraryWithSource:[NSString stringWithUTF8String:source.c_str()]
                                                 options:options
@@ -149,7 +150,7 @@ Pipeline build_pipeline(id<MTLDevice> device, const Library& library, const std:
     [function release];
     TORCH_CHECK(state != nil, "moe_mps: no pipeline for ", name, ": ", message(error));
     return {state, [state maxTotalThreadsPerThreadgroup], [state staticThreadgroupMemoryLength],
-            [device maxThreadgroupMemoryLength]};
+            [device maxThreadgroupMemoryLength], new std::atomic<NSUInteger>(0)};
   }
 }
 
@@ -200,7 +201,8 @@ bool is_built(const std::string& name) {
   return libraries().has(named_library(name).name());
 }
 
-// "<function> <most threads of a threadgroup> <bytes of threadgroup memory that it declares>" of each kernel.
+// "<function> <most threads of a threadgroup> <the most that a plan asked for so far> <bytes of threadgroup
+// memory that it declares>" of each kernel.
 std::vector<std::string> library_pipelines(const std::string& name) {
   const Library& library = named_library(name);
   id<MTLDevice> device = at::mps::getCurrentMPSStream()->device();
@@ -213,9 +215,16 @@ std::vector<std::string> library_pipelines(const std::string& name) {
   for (const std::string& function : functions) {
     const std::string base = function.substr(0, function.size() - library.suffix().size());
     const Pipeline& built = pipeline(device, library, base);
-    lines.push_back(c10::str(function, " ", built.most_threads, " ", built.static_bytes));
+    lines.push_back(
+        c10::str(function, " ", built.most_threads, " ", built.launched->load(), " ", built.static_bytes));
   }
   return lines;
+}
+
+std::string gpu_name() {
+  @autoreleasepool {
+    return [[at::mps::getCurrentMPSStream()->device() name] UTF8String];
+  }
 }
 
 }  // namespace
@@ -226,5 +235,6 @@ TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   m.def("_libraries() -> str[]", &moe_mps::library_names);
   m.def("_library_source(str library) -> str", &moe_mps::library_source);
   m.def("_is_built(str library) -> bool", &moe_mps::is_built);
+  m.def("_gpu_name() -> str", &moe_mps::gpu_name);
   m.def("_pipelines(str library) -> str[]", &moe_mps::library_pipelines);
 }

@@ -17,15 +17,15 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from ..._extension import ONE_THREAD
 from ...quantization import Format
 from ..accelerate import accelerate
+from ..checked import allowed
 from ..experts import NAME
 from .config import QuantizationConfig, is_mlx
 from .mlx.plan import written_by_mlx
 from .quantizer import Quantizer
 from .recipe import SAME, requested_recipe
-
-_NO_READING_AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"
 
 # Model types that mlx-lm loads as another type, which transformers knows.
 _SAME_MODEL = {"joyai_llm_flash": "deepseek_v3", "kimi_k2": "deepseek_v3"}
@@ -48,6 +48,7 @@ def from_pretrained(
     embedding_bits: int | str | None = SAME,
     keep: Collection[str] = (),
     overrides: Mapping[str, Any] | None = None,
+    check: bool = True,
     **kwargs: Any,
 ) -> Any:
     """Load a model and accelerate it; with bits, each weight is quantised as soon as it is read.
@@ -62,6 +63,7 @@ def from_pretrained(
             does not know AutoModelForImageTextToText.
         bits, group_size, mode, linear_bits, embedding_bits, keep, overrides: as in `accelerate`; weights that
             are quantised stay as they are.
+        check: False leaves out the comparison with the CPU, as in `accelerate`.
         kwargs: for its from_pretrained.
 
     Returns: what its from_pretrained returns: the model, in evaluation mode and accelerated; with
@@ -81,7 +83,7 @@ def from_pretrained(
         cls = model_class or class_for(config)
         kwargs = _with_quantization(name, config, others, kwargs, None if recipe is None else asked)
     with_info = kwargs.pop("output_loading_info", False)
-    with _one_by_one(recipe is not None):
+    with _one_by_one(recipe is not None), allowed(check):
         model, info = cls.from_pretrained(name, output_loading_info=True, **kwargs)
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
@@ -90,7 +92,8 @@ def from_pretrained(
     quantizer = getattr(model, "hf_quantizer", None)
     accelerated = isinstance(quantizer, Quantizer) and (recipe is None or quantizer.report is not None)
     if not accelerated:
-        accelerate(model.eval(), **({} if recipe is None else asked))
+        with allowed(check):
+            accelerate(model.eval(), **({} if recipe is None else asked))
     return (model, info) if with_info else model
 
 
@@ -134,16 +137,16 @@ def _with_quantization(
 @contextlib.contextmanager
 def _one_by_one(enabled: bool) -> Iterator[None]:
     """Makes transformers read one tensor at a time: its four threads would read faster than we quantise."""
-    before = os.environ.get(_NO_READING_AHEAD)
+    before = os.environ.get(ONE_THREAD)
     if enabled:
-        os.environ[_NO_READING_AHEAD] = "1"
+        os.environ[ONE_THREAD] = "1"
     try:
         yield
     finally:
         if enabled:
-            os.environ.pop(_NO_READING_AHEAD)
+            os.environ.pop(ONE_THREAD)
         if before is not None:
-            os.environ[_NO_READING_AHEAD] = before
+            os.environ[ONE_THREAD] = before
 
 
 def _config_class(name: str, given: Mapping[str, Any]) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..checked import refusal
 from ..experts import runs_own_code
 from ..interface import is_experts
 from .program.formulas import is_pure
@@ -38,16 +39,23 @@ def rewrite(module: nn.Module) -> tuple[list[str], str | None]:
     if "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
         return [], "its forward was replaced on the instance"
     for rule in MODULE_RULES:
-        with recording() as reads:
-            found = rule(module)
+        try:
+            with recording() as reads:
+                found = rule(module)
+        except RuntimeError as error:  # from an operator that a rule tries, and that fails on this GPU
+            return [], str(error).partition("\n")[0]
         if found is not None:
             forward, what = found
+            if (refused := refusal(module, what)) is not None:
+                return [], refused
             _run(module, forward, [what], reads)
             return [what], None
     try:
         with recording() as reads:
             program = straighten(module)
             reason = _apply_rules(program)
+        if (refused := refusal(module, "; ".join(program.rewrites))) is not None:
+            return [], refused
         if program.rewrites:
             _run(module, program.compile(is_pure), program.rewrites, reads)
     except Unsupported as unsupported:

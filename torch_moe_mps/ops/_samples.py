@@ -1,26 +1,35 @@
-"""One good call of every operator, and more of some: arguments by name."""
+"""One good call of every operator, and more of some: arguments by name.
 
-import textwrap
+The tests of all operators and the self-check are made of them.
+"""
+
 from collections.abc import Callable
 
 import torch
-import torch._dynamo.testing
 from torch import Tensor
 
-import torch_moe_mps
+from ._formats import Format
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 T, H, E, K, I = 3, 64, 8, 2, 32
+FORMAT = Format(4, 32, "affine")
 
 
 def packet(name: str) -> Callable:
     return getattr(torch.ops.moe_mps, name)
 
 
-def sample_arguments(device: str, dtype: torch.dtype) -> dict[str, dict]:
-    """Good arguments of every operator, by name. All sizes differ from each other."""
+def sample_arguments(
+    device: str, dtype: torch.dtype, format: Format = FORMAT, tokens: int = T
+) -> dict[str, dict]:
+    """Good arguments of every operator, by name. All sizes differ from each other.
+
+    `format` is that of quantised weights, whose columns are a multiple of its groups.
+    """
+    T = tokens
+    H, I = (128, 128) if format.group_size > 32 else (64, 32)
     generator = torch.Generator().manual_seed(0)
 
     def values(*shape, dtype=dtype):
@@ -36,20 +45,30 @@ def sample_arguments(device: str, dtype: torch.dtype) -> dict[str, dict]:
         "eps": 1e-6,
     }
     ids = torch.tensor([[0, 7], [3, E], [5, 3]], dtype=torch.int32, device=device)
+    ids = ids.repeat(-(-T // 3), 1)[:T]
     weights = values(T, K, dtype=torch.float32).abs()
     slots = {"slots": values(T, K, H), "weights": weights}
-    format = {"bits": 4, "group_size": 32, "mode": "affine"}
+    numbers = {"bits": format.bits, "group_size": format.group_size, "mode": format.mode}
 
-    def affine(prefix, rows, columns, experts=(E,)):
-        groups = (*experts, rows, columns // 32)
+    def scales(*groups):
+        """Such that weights are about 1."""
+        if format.mode == "nvfp4":
+            return (40 + integers(16, *groups, dtype=torch.uint8)).to(torch.uint8)
+        if not format.has_biases:
+            low = 118 if format.mode == "mxfp8" else 124
+            return (low + integers(3, *groups, dtype=torch.uint8)).to(torch.uint8)
+        return values(*groups) * 2.0 ** (-1 - format.bits)
+
+    def quantized(prefix, rows, columns, experts=(E,)):
+        groups = (*experts, rows, format.groups(columns))
         return {
-            f"{prefix}packed": integers(2**31, *experts, rows, columns // 8, dtype=torch.int32),
-            f"{prefix}scales": values(*groups),
-            f"{prefix}biases": values(*groups),
+            f"{prefix}packed": integers(2**31, *experts, rows, format.words(columns), dtype=torch.int32),
+            f"{prefix}scales": scales(*groups),
+            f"{prefix}biases": 0.25 * values(*groups) if format.has_biases else None,
         }
 
     q, k = values(2, T, 4, 16), values(2, T, 2, 16)
-    heads_first = {"q": q.transpose(1, 2), "k": values(2, 2, 9, 16), "v": values(2, 2, 9, 8)}
+    heads_first = {"q": q.transpose(1, 2), "k": values(2, 2, T + 6, 16), "v": values(2, 2, T + 6, 8)}
     return {
         "rms_norm": {"input": values(T, H), "weight": values(H, dtype=torch.float32), "eps": 1e-6},
         "rope": {
@@ -112,23 +131,23 @@ def sample_arguments(device: str, dtype: torch.dtype) -> dict[str, dict]:
             "ids": ids,
             "weights": weights,
         },
-        "expert_qmm": {"x": values(T, H), **affine("", I, H), "ids": ids, **format},
+        "expert_qmm": {"x": values(T, H), **quantized("", I, H), "ids": ids, **numbers},
         "moe_experts_quantized": {
             "x": values(T, H),
-            **affine("gate_up_", 2 * I, H),
-            **affine("down_", H, I),
+            **quantized("gate_up_", 2 * I, H),
+            **quantized("down_", H, I),
             "ids": ids,
             "weights": weights,
-            **format,
+            **numbers,
         },
-        "linear_quantized": {"x": values(T, H), **affine("", I, H, ()), "bias": values(I), **format},
+        "linear_quantized": {"x": values(T, H), **quantized("", I, H, ()), "bias": values(I), **numbers},
         "mlp_quantized": {
             "x": values(T, H),
-            **affine("gate_up_", 2 * I, H, ()),
-            **affine("down_", H, I, ()),
-            **format,
+            **quantized("gate_up_", 2 * I, H, ()),
+            **quantized("down_", H, I, ()),
+            **numbers,
         },
-        "embedding_quantized": {"ids": ids, **affine("", E, H, ()), **format, "dtype": dtype},
+        "embedding_quantized": {"ids": ids, **quantized("", E, H, ()), **numbers, "dtype": dtype},
     }
 
 
@@ -140,7 +159,7 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
 
     tail = {"shared_gate": values(T, 1), "shared_out": values(T, H), "residual": values(T, H)}
     strided = values(H, T).t()
-    return {
+    changes: dict[str, list[dict]] = {
         "rms_norm": [{"input": strided, "weight": None}, {"weight_offset": 1.0}],
         "rope": [
             {"k": None, "k_weight": None, "pairs": "interleaved", "rotary_dim": 8, "cos": values(2, T, 4)}
@@ -184,19 +203,8 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
         "linear_quantized": [{"x": strided, "bias": None}, {"x": values(2, 0, H)}],
         "mlp_quantized": [{"residual": strided, "gate_up_bias": values(2 * I), "interleaved": True}],
         "moe_experts": [{**tail, "gate_up_bias": values(E, 2 * I), "interleaved": True}],
-    }.get(name, [])
-
-
-def positional(name: str, arguments: dict) -> tuple[list, dict]:
-    """The arguments as a caller without keywords passes them; defaults in between are filled in."""
-    args, kwargs = [], {}
-    for argument in packet(name).default._schema.arguments:
-        value = arguments.get(argument.name, argument.default_value)
-        if argument.kwarg_only:
-            kwargs[argument.name] = value
-        else:
-            args.append(value)
-    return args, kwargs
+    }
+    return changes.get(name, [])
 
 
 def copies(arguments: dict) -> dict:
@@ -205,20 +213,3 @@ def copies(arguments: dict) -> dict:
         name: value.clone(memory_format=torch.preserve_format) if isinstance(value, Tensor) else value
         for name, value in arguments.items()
     }
-
-
-def wrapped(line: str) -> str:
-    return textwrap.fill(line, 108, subsequent_indent="    ")
-
-
-MODULES = (
-    torch_moe_mps.ops.norms,
-    torch_moe_mps.ops.rope,
-    torch_moe_mps.ops.attention,
-    torch_moe_mps.ops.gated_delta,
-    torch_moe_mps.ops.routing,
-    torch_moe_mps.ops.combine,
-    torch_moe_mps.ops.experts,
-    torch_moe_mps.ops.quantized,
-    torch_moe_mps.ops.linear,
-)

@@ -1,0 +1,107 @@
+"""`torch-moe-mps check`, in the simulator."""
+
+import json
+
+import pytest
+import torch
+from support.processes import REPOSITORY
+
+from torch_moe_mps import selfcheck
+from torch_moe_mps.commands import check, main
+from torch_moe_mps.ops import OPERATORS
+from torch_moe_mps.ops._formats import Format
+
+ONE = ["check", "--dtype", "float32", "--format", "affine4_32"]
+
+
+@pytest.fixture
+def few(simulated, monkeypatch, tmp_path):
+    """Run where the report may be written, with few calls of each operator. All are in the sweep."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(selfcheck, "TOKENS", ())
+    monkeypatch.setattr(selfcheck, "more_samples", lambda *arguments: [])
+
+
+def report() -> dict:
+    with open("moe_mps_report.json") as file:
+        return json.load(file)
+
+
+def test_everything_is_built_and_compared(few, capsys):
+    assert main(ONE) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("Simulated Apple GPU, macOS none, torch 2.") and len(out) < 6
+    assert out[-1] == "All built, all equal. Report: moe_mps_report.json"
+    written = report()
+    assert written["failures"] == [] and written["checked"] == {"libraries": 10, "operators": len(OPERATORS)}
+    assert {"torch", "macos", "gpu", "torch_moe_mps", "processor"} <= written["machine"].keys()
+    kernels = {kernel["kernel"]: kernel for kernel in written["kernels"]}
+    norm = kernels["norm_add_f32"]
+    assert 0 < norm["launched"] <= norm["allowed"]
+    assert {"route8_f32", "bucket_pairs_i64", "gemm32_affine4_32_f32"} <= kernels.keys()
+
+
+def test_a_broken_state_makes_it_fail(few, capsys, monkeypatch):
+    """What gated_delta_rule_ writes in place is compared, not only what it returns."""
+    plain = selfcheck.packet
+
+    def without_state(name):
+        def call(**arguments):
+            if name == "gated_delta_rule_" and arguments["q"].device.type == "mps":
+                arguments["state_"] = arguments["state_"].clone()  # the caller's stays as it was
+            return plain(name)(**arguments)
+
+        call.default = plain(name).default
+        return call
+
+    monkeypatch.setattr(selfcheck, "packet", without_state)
+    monkeypatch.setattr(check, "OPERATORS", ["causal_conv1d_update_", "gated_delta_rule_"])
+    with pytest.raises(SystemExit) as ended:
+        main(ONE)
+    assert ended.value.code == 1
+    out = capsys.readouterr().out
+    assert "FAILED: gated_delta_rule_ (float32) differs (largest error " in out
+    (failure,) = report()["failures"]
+    assert failure["subject"] == "gated_delta_rule_"
+    assert failure["arguments"]["state_"].startswith("float32[2, 4, 16, 8]")
+
+
+def test_a_library_that_does_not_compile(few, capsys, monkeypatch):
+    monkeypatch.setattr(check, "OPERATORS", [])
+    monkeypatch.setattr(selfcheck, "libraries", lambda *arguments: ["missing", "norms_f32"])
+    with pytest.raises(SystemExit) as ended:
+        main(ONE)
+    assert ended.value.code == 1
+    assert "FAILED: missing does not compile: moe_mps: no library missing" in capsys.readouterr().out
+    assert [failure["message"] for failure in report()["failures"]] == ["moe_mps: no library missing"]
+
+
+def test_without_a_mac(capsys, monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        main(["check"])
+    assert ended.value.code == 2
+    assert "no Apple GPU here: nothing was compiled and nothing was compared" in capsys.readouterr().out
+
+
+def test_unknown_names(few, capsys):
+    assert main(["check", "--format", "affine4_65"]) == 1
+    assert "--format must be some of affine2_32, " in capsys.readouterr().err
+
+
+def test_all_libraries_and_all_formats(simulated):
+    every = selfcheck.libraries(selfcheck.DTYPES, selfcheck.FORMATS)
+    assert every == torch.ops.moe_mps._libraries() and len(selfcheck.FORMATS) == 21
+    one = selfcheck.libraries([torch.bfloat16], [Format(4, 64, "affine")])
+    assert "quantized_affine4_64_bf16" in one and not [name for name in one if name.endswith("f32")]
+
+
+def test_the_form_for_issues_asks_for_the_report():
+    (form,) = (REPOSITORY / ".github/ISSUE_TEMPLATE").glob("*.yml")
+    assert "torch-moe-mps check" in form.read_text() and "moe_mps_report.json" in form.read_text()
+
+
+@pytest.mark.sweep
+def test_every_call_of_every_operator(simulated, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["check"]) == 0

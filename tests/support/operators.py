@@ -1,0 +1,35 @@
+"""What the tests of all operators share, beside the samples of the package."""
+
+import textwrap
+
+import torch_moe_mps
+from torch_moe_mps.ops._samples import packet
+
+
+def positional(name: str, arguments: dict) -> tuple[list, dict]:
+    """The arguments as a caller without keywords passes them; defaults in between are filled in."""
+    args, kwargs = [], {}
+    for argument in packet(name).default._schema.arguments:
+        value = arguments.get(argument.name, argument.default_value)
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    return args, kwargs
+
+
+def wrapped(line: str) -> str:
+    return textwrap.fill(line, 108, subsequent_indent="    ")
+
+
+MODULES = (
+    torch_moe_mps.ops.norms,
+    torch_moe_mps.ops.rope,
+    torch_moe_mps.ops.attention,
+    torch_moe_mps.ops.gated_delta,
+    torch_moe_mps.ops.routing,
+    torch_moe_mps.ops.combine,
+    torch_moe_mps.ops.experts,
+    torch_moe_mps.ops.quantized,
+    torch_moe_mps.ops.linear,
+)

@@ -1,0 +1,219 @@
+"""accelerate() on a machine whose GPU gets something wrong: the faults are injected into the simulator."""
+
+import ctypes
+import json
+import warnings
+
+import pytest
+import torch
+from support import tiny_models
+from support.processes import python
+
+import torch_moe_mps
+from torch_moe_mps import selfcheck
+from torch_moe_mps.transformers import checked
+
+IDS = torch.tensor([[1, 2, 3, 4, 5]])
+COMMAND = "`torch-moe-mps check` writes a report"
+
+
+@pytest.fixture
+def machine(simulated, monkeypatch, tmp_path):
+    """A machine that has checked nothing yet, and checks an operator by one call."""
+    monkeypatch.setenv(selfcheck.SWITCH, "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(selfcheck, "SECONDS", 600.0)
+    monkeypatch.setattr(selfcheck, "TOKENS", ())
+    monkeypatch.setattr(selfcheck, "more_samples", lambda *arguments: [])
+    yield simulated
+    checked.forget()
+
+
+def tiny() -> torch.nn.Module:
+    return tiny_models.tiny_model("qwen3_moe", torch.float32)
+
+
+def wrong(dispatch, change: float) -> None:
+    """Runs a dispatch, and changes the first number that it wrote."""
+    from simulator import shaderlib
+
+    shaderlib.execute(dispatch)
+    kernel = dispatch.kernel.contents
+    written = next(kernel.arguments[i] for i in range(kernel.argument_count) if kernel.arguments[i].writable)
+    ctypes.c_float.from_address(dispatch.buffers[written.index].data).value += change
+
+
+class Fault:
+    """In the place of the executor: every dispatch of kernels called `kernel`... goes to `run`."""
+
+    def __init__(self, kernel: str, run):
+        self.kernel, self.run, self.seen = kernel, run, 0
+
+    def __call__(self, dispatch) -> None:
+        from simulator import shaderlib
+
+        if dispatch.kernel.contents.name.decode().startswith(self.kernel):
+            self.seen += 1
+            self.run(dispatch, self.seen)
+        else:
+            shaderlib.execute(dispatch)
+
+
+def wrong_at_one_output(dispatch, seen: int) -> None:
+    wrong(dispatch, 1.0)
+
+
+def another_result_the_second_time(dispatch, seen: int) -> None:
+    """Too close to be wrong."""
+    wrong(dispatch, 1e-5 if seen % 2 else 0.0)
+
+
+def ended_with_an_error(dispatch, seen: int) -> None:
+    """What a command buffer that fails leaves behind: nothing. torch does not ask whether one failed."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (wrong_at_one_output, "differs (largest error "),
+        (another_result_the_second_time, "gives another result the second time (largest error "),
+        (ended_with_an_error, "differs (largest error inf)"),
+    ],
+)
+def test_an_operator_that_fails_is_not_used(machine, fault, kind):
+    """Its modules keep the model's own code, the others run on operators, and the logits are right."""
+    model = tiny()
+    with torch.no_grad():
+        expected = model(IDS).logits
+    model.to("mps")
+    found = Fault("rope_f32", fault)
+    with machine.intercepted(found), pytest.warns(UserWarning) as told:
+        report = torch_moe_mps.accelerate(model)
+    assert found.seen > 0
+    lines = [str(warning.message) for warning in told if "on this machine" in str(warning.message)]
+    (line,) = lines
+    assert line.startswith("torch_moe_mps: on this machine (Simulated Apple GPU, macOS none, torch ")
+    assert f") rope (float32) {kind}" in line and COMMAND in line
+    attention = next(row for row in report.rows if row.cls == "Qwen3MoeAttention")
+    assert attention.replaced_by is None and attention.reason == "rope fails the self-check on this GPU"
+    assert any(row.kind == "experts" for row in report.replaced)
+    assert " operators agree with the CPU on this GPU (" in str(report)
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS.to("mps")).logits.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_quantised_weights_are_refused_before_anything_changes(machine):
+    with tiny_models.groups_of_32():
+        model = tiny_models.tiny_model("qwen3_moe", torch.float32).to("mps")
+    before = {name: (tensor.data_ptr(), type(tensor)) for name, tensor in model.named_parameters()}
+    classes = [type(module) for module in model.modules()]
+    fault = Fault("embed", ended_with_an_error)
+    with (
+        machine.intercepted(fault),
+        pytest.raises(RuntimeError, match=r"weights cannot be used on this machine .* embedding_quantized"),
+    ):
+        torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    assert fault.seen > 0
+    assert {name: (t.data_ptr(), type(t)) for name, t in model.named_parameters()} == before
+    assert [type(module) for module in model.modules()] == classes
+
+
+def test_what_passed_is_remembered(machine, monkeypatch):
+    checked_now: list[str] = []
+    check = selfcheck.check_operator
+    monkeypatch.setattr(
+        selfcheck, "check_operator", lambda name, *rest: (checked_now.append(name), check(name, *rest))[1]
+    )
+
+    def accelerated() -> list[str]:
+        checked_now.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch_moe_mps.accelerate(tiny().to("mps"))
+        return list(checked_now)
+
+    first = accelerated()
+    assert {"rope", "moe_experts", "moe_router"} <= set(first) and len(first) == len(set(first))
+    assert accelerated() == []
+    file = selfcheck.cache_file()
+    assert len(json.loads(file.read_text())["passed"]) == len(first)
+    for damaged in ("", "[]", '{"passed": [1]}', "\0"):
+        file.write_text(damaged)
+        assert accelerated() == first
+    monkeypatch.setattr(torch, "__version__", torch.__version__ + ".other")
+    assert accelerated() == first
+
+
+def test_a_cache_that_cannot_be_written(machine, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for _ in range(2):
+        assert selfcheck.failing(["rms_norm"], [torch.float32], []) == ({}, set())
+
+
+def test_what_there_is_no_time_for_is_checked_the_next_time(machine, monkeypatch):
+    monkeypatch.setattr(selfcheck, "SECONDS", -1.0)
+    report = torch_moe_mps.accelerate(tiny().to("mps"))
+    assert "0 of " in report.checked and "; no time for " in report.checked and "rope" in report.checked
+    monkeypatch.setattr(selfcheck, "SECONDS", 600.0)
+    assert selfcheck.failing(["rms_norm"], [torch.float32], []) == ({}, set())
+    monkeypatch.setattr(selfcheck, "SECONDS", -1.0)
+    assert selfcheck.failing(["rms_norm"], [torch.float32], []) == ({}, set())  # remembered
+
+
+def test_without_a_check(machine, monkeypatch):
+    def never(*arguments):
+        raise AssertionError("checked")
+
+    monkeypatch.setattr(selfcheck, "check_operator", never)
+    report = torch_moe_mps.accelerate(tiny().to("mps"), check=False)
+    assert report.checked is None
+    monkeypatch.setenv(selfcheck.SWITCH, "0")
+    assert torch_moe_mps.accelerate(tiny().to("mps")).checked is None
+    monkeypatch.setenv(selfcheck.SWITCH, "1")
+    assert torch_moe_mps.accelerate(tiny()).checked is None  # not on mps
+
+
+BROKEN = """
+import os, shutil, sys, warnings
+from pathlib import Path
+shaders = Path(sys.argv[1]) / "shaders"
+import torch
+from torch_moe_mps._extension import SHADERS
+shutil.copytree(SHADERS, shaders)
+file = shaders / "rope.metal"
+file.write_text(file.read_text() + "\\nkernel void broken() { undeclared = 1; }\\n")
+from simulator import pipeline_limit
+from support.simulated import install
+install()
+torch.ops.moe_mps._set_shader_directory(str(shaders))
+from support import tiny_models
+import torch_moe_mps
+from torch_moe_mps import selfcheck
+selfcheck.SECONDS, selfcheck.TOKENS, selfcheck.more_samples = 600.0, (), lambda *arguments: []
+os.environ.update({selfcheck.SWITCH: "1", "XDG_CACHE_HOME": sys.argv[1]})
+# A limit is read when a pipeline is built: these kernels get one before the others are compiled.
+with pipeline_limit(16):
+    torch.ops.moe_mps._pipelines("norms_f32")
+model = tiny_models.tiny_model("qwen3_moe", torch.float32).to("mps")
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    report = torch_moe_mps.accelerate(model)
+for warning in told:
+    print(str(warning.message).partition(") ")[2])
+print([row.cls for row in report.rows if row.replaced_by])
+with torch.no_grad():
+    print(bool(model(torch.tensor([[1, 2, 3]], device="mps")).logits.isfinite().all()))
+"""
+
+
+def test_shaders_that_do_not_compile_and_pipelines_of_few_threads(simulated, tmp_path):
+    """What they are for runs the model's own code; the experts run on their operator."""
+    *lines, classes, finite = python(BROKEN, str(tmp_path)).splitlines()
+    (rope,) = [line for line in lines if line.startswith("rope ")]
+    assert rope.startswith("rope (float32) does not compile: moe_mps: rope_f32 does not compile: ")
+    assert COMMAND in rope
+    norms = [line for line in lines if "its pipeline on this GPU at most 16" in line]
+    assert norms and all(" (float32) raises: moe_mps: " in line and COMMAND in line for line in norms)
+    assert "Qwen3MoeExperts" in classes and "Attention" not in classes and "Norm" not in classes
+    assert finite == "True"

@@ -1,0 +1,124 @@
+"""`torch-moe-mps check`: every kernel compiled on this Mac, every operator compared with the CPU."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from .. import selfcheck
+from ..ops import OPERATORS
+from ..ops._formats import Format
+from ..selfcheck import DTYPES, FORMATS, Finding
+
+NO_GPU = 2  # the exit code where nothing can be checked
+Item = TypeVar("Item")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Prints a verdict and writes the report. Ends with exit code 1 where anything fails, 2 without a GPU."""
+    report: dict[str, Any] = {"machine": selfcheck.machine()}
+    if not selfcheck.is_available():
+        print(_why_not())
+        sys.exit(NO_GPU)
+    dtypes = _chosen("--dtype", options.dtype, {str(d).removeprefix("torch."): d for d in DTYPES})
+    formats = _chosen("--format", options.format, {str(format): format for format in FORMATS})
+    about = report["machine"]
+    print(f"{about['gpu']}, macOS {about['macos'] or 'none'}, torch {about['torch']}")
+    started = time.perf_counter()
+    names = selfcheck.libraries(dtypes, formats)
+    with _bar("Compiling", len(names), "library") as bar:
+        findings = selfcheck.compile_libraries(names, lambda name: bar.update())
+    report["seconds_compiling"] = round(time.perf_counter() - started, 1)
+    work = selfcheck.work(OPERATORS, dtypes, formats)
+    with _bar("Comparing", len(work), "operator") as bar:
+        for name, dtype, format in work:
+            finding = selfcheck.check_operator(name, dtype, format)
+            findings += [] if finding is None else [finding]
+            bar.update()
+    findings += check_model(dtypes[-1], formats)
+    failed = {finding.subject for finding in findings}
+    report["kernels"] = selfcheck.pipelines(name for name in names if name not in failed)
+    report["checked"] = {"libraries": len(names), "operators": len(work)}
+    report["failures"] = selfcheck.as_json(findings)
+    Path(options.report).write_text(json.dumps(report, indent=1))
+    _print_verdict(report, findings, options.report)
+    if findings:
+        sys.exit(1)
+
+
+def check_model(dtype: torch.dtype, formats: Sequence[Format]) -> list[Finding]:
+    """A tiny Qwen3-MoE, dense and quantised: its logits on the GPU beside those on the CPU."""
+    try:
+        import transformers
+    except ImportError:
+        return [Finding("model", "raises", message="transformers is not installed, so no model was run")]
+    from ..transformers import accelerate, restore
+
+    config = transformers.Qwen3MoeConfig(
+        **{"vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+        **{"num_experts": 8, "num_experts_per_tok": 2, "eos_token_id": None},
+    )
+    ids = torch.arange(1, 13)[None]
+    findings = []
+    for format in (None, *formats[:1]):
+        torch.manual_seed(0)
+        model = transformers.Qwen3MoeForCausalLM(config).to(dtype).eval()
+        quantisation = {} if format is None else format.to_dict()
+        try:
+            with torch.no_grad():
+                accelerate(model, **quantisation, check=False)
+                expected = model(ids).logits
+                accelerate(restore(model).to("mps"), check=False)
+                actual = model(ids.to("mps")).logits.cpu()
+        except RuntimeError as error:
+            findings.append(Finding("model", "raises", message=str(error)))
+            continue
+        largest = selfcheck.difference(actual, expected)
+        if not largest <= 2 * selfcheck.TOLERANCE[dtype]:
+            findings.append(Finding("model", "differs", error=largest))
+    for finding in findings:
+        finding.dtype = str(dtype).removeprefix("torch.")
+    return findings
+
+
+def _why_not() -> str:
+    cannot = "nothing was compiled and nothing was compared"
+    if not torch.backends.mps.is_available():
+        return (
+            f"torch finds no Apple GPU here: {cannot}. What Apple's compiler and GPUs make of the kernels "
+            "only a Mac can show; on Linux, scripts/test of a checkout runs them in a simulator."
+        )
+    return f"The Metal extension is not loaded: {cannot}. `import torch_moe_mps` warns of the reason."
+
+
+def _chosen(option: str, text: str | None, known: dict[str, Item]) -> list[Item]:
+    """The items that are named with commas between; all of them unless any are."""
+    names = [*known] if text is None else text.split(",")
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{option} must be some of {', '.join(known)}, got {name!r}")
+    return [known[name] for name in names]
+
+
+def _bar(what: str, total: int, unit: str) -> Any:
+    from tqdm.auto import tqdm
+
+    return tqdm(total=total, desc=what, unit=unit)
+
+
+def _print_verdict(report: dict[str, Any], findings: Iterable[Finding], path: str) -> None:
+    checked = report["checked"]
+    print(
+        f"{checked['libraries']} Metal libraries with {len(report['kernels'])} kernels compiled in "
+        f"{report['seconds_compiling']} s, {checked['operators']} operators compared with the CPU"
+    )
+    for finding in findings:
+        print(f"FAILED: {finding}")
+    verdict = "Please attach it to an issue." if report["failures"] else "All built, all equal."
+    print(f"{verdict} Report: {path}")

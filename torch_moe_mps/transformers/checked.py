@@ -1,0 +1,140 @@
+"""Which operators a model on mps may use: those that pass selfcheck.py on this machine.
+
+What an operator replaces keeps the model's own code where the operator fails. A quantised weight has no other
+code, and is refused.
+"""
+
+import contextlib
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import torch
+from torch import nn
+
+from ..ops._formats import Format
+from ..selfcheck import (
+    COMMAND,
+    DTYPES,
+    SWITCH,
+    Finding,
+    failing,
+    is_available,
+    libraries,
+    operators_named,
+    warning,
+    where,
+)
+from .checkpoints.recipe import Recipe
+from .compiling import compile_libraries
+from .interface import formats_of, is_experts, is_quantized
+from .linears import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
+from .report import Report
+
+# {operator: what is wrong with it on this machine's GPU}, as the last check of this process found
+_REFUSED: dict[str, Finding] = {}
+_ALLOWED = ContextVar("moe_mps_check_allowed", default=True)
+_OF_KIND = {
+    "experts": "moe_experts_quantized",
+    "linears": "linear_quantized",
+    "embeddings": "embedding_quantized",
+}
+
+
+@contextlib.contextmanager
+def allowed(check: bool) -> Iterator[None]:
+    """Whether models that are accelerated inside the block may be checked."""
+    token = _ALLOWED.set(check and _ALLOWED.get())
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
+
+
+def forget() -> None:
+    """Nothing is refused from here on."""
+    _REFUSED.clear()
+
+
+def is_wanted(model: nn.Module) -> bool:
+    """Whether there is a GPU on which the model's operators can be checked, and the user lets it be done."""
+    wanted = _ALLOWED.get() and os.environ.get(SWITCH) != "0"
+    return wanted and is_available() and _is_on_mps(model)
+
+
+def refusal(module: nn.Module, text: str) -> str | None:
+    """Why a module is left alone whose replacements a line of the report names; None if it is not."""
+    refused = sorted(operators_named(text) & _REFUSED.keys())
+    return f"{refused[0]} fails the self-check on this GPU" if refused and _is_on_mps(module) else None
+
+
+def require_quantized(function: str, model: nn.Module, recipe: Recipe | None) -> None:
+    """Raise the one-line error if what runs quantised weights, there or asked for, fails on this machine."""
+    used: dict[str, set[Format]] = {operator: set() for operator in _OF_KIND.values()}
+    for module in model.modules():
+        if is_experts(module) and is_quantized(module):
+            used["moe_experts_quantized"].update(formats_of(module).values())
+        elif isinstance(module, QuantizedLinear):
+            used["linear_quantized"].add(module.format)
+        elif isinstance(module, QuantizedEmbedding):
+            used["embedding_quantized"].add(module.format)
+    if recipe is not None:
+        for kind, operator in _OF_KIND.items():
+            wanted = [getattr(recipe, kind), *recipe.overrides.values()]
+            used[operator].update(format for format in wanted if format is not None)
+        if recipe.embeddings is not None:
+            used["linear_quantized"].add(recipe.embeddings)  # the output head
+    dtypes = _dtypes(model)
+    names = libraries(dtypes, set().union(*used.values()))
+    compile_libraries([name for name in names if name.startswith("quantized_")], strict=False)
+    for operator, its_formats in used.items():
+        found, _ = failing([operator], dtypes, sorted(its_formats, key=str))
+        for finding in found.values():
+            _refuse_weights(function, finding)
+
+
+def check_replacements(function: str, model: nn.Module, report: Report) -> bool:
+    """Checks the operators that a report names. Whether some of them failed, and must not be used.
+
+    Raises: RuntimeError for one that runs quantised weights.
+    """
+    named = operators_named(" ".join(row.replaced_by or "" for row in report.replaced))
+    formats: set[Format] = set()
+    for module in model.modules():
+        if is_experts(module) and is_quantized(module):
+            formats.update(formats_of(module).values())
+        elif isinstance(module, QuantizedLayer):
+            formats.add(module.format)
+    started = time.perf_counter()
+    found, late = failing(named, _dtypes(model), sorted(formats, key=str))
+    seconds = time.perf_counter() - started
+    _REFUSED.clear()
+    _REFUSED.update(found)
+    agree = len(named - found.keys() - late)
+    report.checked = f"{agree} of {len(named)} operators agree with the CPU on this GPU ({seconds:.1f} s)"
+    if late:
+        report.checked += f"; no time for {', '.join(sorted(late))}: they are checked the next time"
+    for finding in found.values():
+        if finding.subject in ("expert_qmm", *_OF_KIND.values()):
+            _refuse_weights(function, finding)
+        warnings.warn(warning(finding), stacklevel=3)
+    return bool(found)
+
+
+def _refuse_weights(function: str, finding: Finding) -> None:
+    raise RuntimeError(
+        f"moe_mps::{function}: quantised weights cannot be used on this machine ({where()}): "
+        f"{finding}. `{COMMAND}` writes a report for an issue; check=False uses them all the same"
+    )
+
+
+def _is_on_mps(module: nn.Module) -> bool:
+    return any(parameter.device.type == "mps" for parameter in module.parameters())
+
+
+def _dtypes(model: nn.Module) -> list[torch.dtype]:
+    """The dtypes of what a model computes: those of its weights that have one."""
+    used = {parameter.dtype for parameter in model.parameters() if parameter.device.type == "mps"}
+    return [dtype for dtype in DTYPES if dtype in used]
