@@ -94,8 +94,8 @@ struct Command {
 
 void record(Command command);  // validates; raises SimulatorError
 void record_barrier();
-// A GPU may be done with what was committed before the host's next line, or as late as the next wait. Here the
-// schedule decides: with an odd one it is run at once.
+// A GPU may be done with what was committed before the host's next line, or as late as the next wait. Here
+// the schedule decides: with an odd one it is run at once.
 void commit();
 // Runs what was recorded, in order. Reports the first finding and forgets the rest.
 void run_pending();
