@@ -243,6 +243,10 @@ def answers(address: str) -> bool:
         return False
 
 
+# Its cache would take a large part of the memory.
+BATCHING = ("--continuous-batching", "--cb-num-blocks", "16", "--cb-max-batch-tokens", "64")
+
+
 @contextlib.contextmanager
 def server(package: Path, checkpoint: Path, *options: str) -> Iterator[openai.OpenAI]:
     """A client of `transformers serve CHECKPOINT` with the installed package."""
@@ -267,7 +271,7 @@ def server(package: Path, checkpoint: Path, *options: str) -> Iterator[openai.Op
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param((), marks=pytest.mark.sweep), ("--continuous-batching",)], ids=["", "batching"]
+    "options", [pytest.param((), marks=pytest.mark.sweep), BATCHING], ids=["", "batching"]
 )
 def test_serve(package, checkpoint, options):
     with server(package, checkpoint, *options) as client:
