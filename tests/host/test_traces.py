@@ -1,6 +1,7 @@
 """What norms, routing and combine encode for one shape per operator, and the bytes their kernels move."""
 
 import re
+import textwrap
 
 import expecttest
 import pytest
@@ -37,7 +38,12 @@ class TestEncoded(expecttest.TestCase):
         lines = [
             re.sub(r": 0=|(?= threadgroup)", lambda m: "\n0=" if m[0] else "\n", line) for line in commands
         ]
-        return "\n".join(lines) + "\n"
+        return (
+            "\n".join(
+                textwrap.fill(line, 110, subsequent_indent="  ") for line in "\n".join(lines).splitlines()
+            )
+            + "\n"
+        )
 
     def test_rms_norm(self):
         wide = tensor(6, 3072)
@@ -123,26 +129,33 @@ rope_f16 grid 6x1x1 of 128x1x1
 """,
         )
 
-    def test_attention_sinks(self):
-        q, k, v = tensor(1, 16, 1, 64), tensor(1, 2, 700, 64)[:, :, :600], tensor(1, 2, 600, 64)
+    def test_attention(self):
+        q, k, v = tensor(1, 16, 1, 64), tensor(1, 2, 300, 64)[:, :, :200], tensor(1, 2, 200, 64)
         self.assertExpectedInline(
-            self.encoded(ops.attention_sinks, q, k, v, tensor(16), 0.125),
+            self.encoded(ops.attention, q, k, v, 0.125, sinks=tensor(16)),
             """\
-attention2_64_f16 grid 1x4x2 of 128x1x1
-0=A[0:2048] 1=B[0:179200] 2=C[0:153600] 3=D[0:2048] 4=E[0:32] 5=D[0:2048] 6=D[0:2048] 7=152 bytes
+attention8_64_f16 grid 1x1x2 of 128x1x1
+0=A[0:2048] 1=B[0:76800] 2=C[0:51200] 3=D[0:2048] 4=E[0:32] 5=D[0:2048] 6=D[0:2048] 7=D[0:2048] 8=D[0:2048]
+  9=D[0:2048] 10=D[0:2048] 11=216 bytes
+ threadgroup(0)=1024 bytes
 """,
         )
 
-    def test_attention_sinks_of_a_long_cache(self):
-        q, k, v = tensor(1, 4, 1, 128), tensor(1, 4, 4096, 128), tensor(1, 4, 4096, 128)
-        mask = torch.ones(1, 1, 1, 4096, dtype=torch.bool, device="mps")
+    def test_attention_over_a_long_cache_in_8_bits(self):
+        q, mask = tensor(1, 4, 1, 128), torch.ones(1, 1, 1, 4096, dtype=torch.bool, device="mps")
+        cache = torch.zeros(1, 4, 4096, 32, dtype=torch.int32, device="mps")
+        groups = tensor(1, 4, 4096, 2)
+        parts = {"k_scales": groups, "k_biases": groups[:], "v_scales": groups[:], "v_biases": groups[:]}
         self.assertExpectedInline(
-            self.encoded(ops.attention_sinks, q, k, v, None, 0.125, mask),
+            self.encoded(ops.attention, q, cache, cache[:], 0.125, mask=mask, **parts),
             """\
-attention1_128_f16 grid 16x1x4 of 128x1x1
-0=A[0:1024] 1=B[0:4194304] 2=C[0:4194304] 3=D[0:4096] 4=E[0:1024] 5=E[0:1024] 6=F[0:33280] 7=152 bytes
-attention_merge_f16 grid 1x1x1 of 128x1x1
-0=F[0:33280] 1=E[0:1024] 2=E[0:1024] 3=152 bytes
+attention8_128_affine8_f16 grid 22x1x4 of 128x1x1
+0=A[0:1024] 1=B[0:2097152] 2=B[0:2097152] 3=C[0:4096] 4=D[0:1024] 5=D[0:1024] 6=E[0:45760] 7=F[0:65536]
+  8=F[0:65536] 9=F[0:65536] 10=F[0:65536] 11=216 bytes
+ threadgroup(0)=2048 bytes
+attention_merge_affine8_f16 grid 1x1x1 of 128x1x1
+0=E[0:45760] 1=D[0:1024] 2=D[0:1024] 3=216 bytes
+ threadgroup(0)=2048 bytes
 """,
         )
 

@@ -1,12 +1,14 @@
-"""Attention with sinks."""
+"""Attention over a cache: a block of queries over chunks of keys."""
 
 import numpy as np
 import pytest
 import torch
 from support.oracles import exact, round_to, spacing
+from support.oracles_experts import dequantise
 from support.oracles_sequence import attention, causal
 
-from torch_moe_mps.ops.attention import attention_sinks
+from torch_moe_mps.ops.attention import attention as attend
+from torch_moe_mps.quantization import quantize
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -15,9 +17,9 @@ def random(*shape, dtype=torch.float32, seed=0, scale=1.0):
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))) * scale).to(dtype)
 
 
-def assert_right(actual, q, k, v, sinks, scale, seen, added=0.0):
+def assert_right(actual, q, k, v, scale, seen, sinks=None, added=0.0, softcap=None, sizes=None):
     """`seen`: [B or 1, T, S]."""
-    value, errors = attention(q, k, v, sinks, scale, seen, added)
+    value, errors = attention(q, k, v, sinks, scale, seen, added, softcap, sizes)
     assert tuple(actual.shape) == value.shape and actual.is_contiguous()
     correct = round_to(value, actual.dtype)
     assert (abs(exact(actual) - correct) <= spacing(correct, actual.dtype) + errors).all()
@@ -41,6 +43,8 @@ SIZES = [
     (2, 3, 1, 4, 4, 24, 40, None),
     (1, 2, 2, 2, 31, 7, 65, 1),
     (1, 1, 1, 1, 1, 1, 1, None),
+    (1, 5, 1, 2, 70, 576, 512, None),
+    (1, 2, 2, 1, 9, 512, 512, 5),
 ]
 
 
@@ -49,48 +53,84 @@ def test_sizes(device, dtype):
     for i, (batch, heads, key_heads, tokens, keys, width, value_width, window) in enumerate(SIZES):
         q, k, v = tensors(device, dtype, batch, heads, key_heads, tokens, keys, width, value_width)
         sinks = None if i % 3 == 2 else random(heads, dtype=dtype if i % 2 else torch.float32).to(device)
-        out = attention_sinks(q, k, v, sinks, width**-0.5, None, window)
-        assert_right(out, q, k, v, sinks, width**-0.5, causal(tokens, keys, window))
+        softcap = 3.0 if i % 4 == 1 else None
+        out = attend(q, k, v, width**-0.5, window=window, softcap=softcap, sinks=sinks)
+        seen = causal(tokens, keys, window)
+        assert_right(out, q, k, v, width**-0.5, seen, sinks, softcap=softcap)
+
+
+def in_8_bits(cache, group):
+    """Packed keys or values with scales and biases, what they stand for, and its magnitudes."""
+    shape = cache.shape
+    packed, scales, biases = (t.view(*shape[:3], -1) for t in quantize(cache.flatten(0, 1), 8, group))
+    number = dequantise(packed, scales, torch.zeros_like(biases), 8, group)
+    bias = np.repeat(exact(biases), group, -1)
+    return (packed, scales, biases), number + bias, abs(number) + abs(bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_8_bits(device, dtype):
+    """Groups of all sizes, keys and values of different ones; views of longer caches."""
+    for heads, key_heads, tokens, keys, width, value_width, groups in (
+        (8, 1, 1, 70, 64, 64, (64, 64)),
+        (6, 2, 2, 40, 192, 128, (32, 128)),
+        (4, 1, 3, 20, 256, 256, (128, 32)),
+        (3, 1, 1, 9, 512, 512, (64, 64)),
+    ):
+        q, k, v = tensors("cpu", dtype, 1, heads, key_heads, tokens, keys + 5, width, value_width)
+        tensors_of, values, sizes = {}, [], []
+        for name, cache, group in (("k", k, groups[0]), ("v", v, groups[1])):
+            (packed, scales, biases), value, size = in_8_bits(cache, group)
+            parts = {name: packed, f"{name}_scales": scales, f"{name}_biases": biases}
+            tensors_of |= {n: t.to(device)[:, :, 5:] for n, t in parts.items()}
+            values.append(value[:, :, 5:])
+            sizes.append(size[:, :, 5:])
+        out = attend(q.to(device), scale=0.2, window=30, **tensors_of)
+        assert_right(out, q, *values, 0.2, causal(tokens, keys, 30), sizes=sizes)
 
 
 def test_more_tokens_than_keys(device):
     """The first tokens see no key: zeros, with and without a sink."""
     q, k, v = tensors(device, torch.float32, 1, 2, 1, 5, 3, 16)
     for sinks in (None, random(2).to(device)):
-        out = attention_sinks(q, k, v, sinks, 1.0)
+        out = attend(q, k, v, 1.0, sinks=sinks)
         assert (exact(out[:, :2]) == 0.0).all()
-        assert_right(out, q, k, v, sinks, 1.0, causal(5, 3))
+        assert_right(out, q, k, v, 1.0, causal(5, 3), sinks)
 
 
 @pytest.mark.one_schedule
-def test_a_prompt(device):
-    q, k, v = tensors(device, torch.float16, 1, 4, 2, 37, 37, 32)
-    sinks = random(4).to(device)
-    assert_right(attention_sinks(q, k, v, sinks, 0.2), q, k, v, sinks, 0.2, causal(37, 37))
+@pytest.mark.parametrize("window", [None, 11])
+def test_a_prompt(device, window):
+    """Several blocks of queries, over keys of earlier prompts too."""
+    for dtype, keys, width, value_width in ((torch.float16, 75, 32, 32), (torch.bfloat16, 130, 40, 300)):
+        q, k, v = tensors(device, dtype, 1, 4, 2, 75, keys, width, value_width)
+        sinks = random(4).to(device)
+        out = attend(q, k, v, 0.2, window=window, sinks=sinks)
+        assert_right(out, q, k, v, 0.2, causal(75, keys, window), sinks)
 
 
 @pytest.mark.one_schedule
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_chunks(device, dtype):
-    """Long caches are split, here into 5 and 6 chunks, the last of them shorter."""
+    """Long caches are split, here into several chunks, the last of them shorter."""
     for keys, heads, tokens, window in ((1100, 2, 1, None), (1500, 3, 2, 1300)):
         q, k, v = tensors(device, dtype, 1, heads, 1, tokens, keys, 16)
         sinks = random(heads).to(device)
-        out = attention_sinks(q, k, v, sinks, 0.5, None, window)
-        assert_right(out, q, k, v, sinks, 0.5, causal(tokens, keys, window))
+        out = attend(q, k, v, 0.5, window=window, sinks=sinks)
+        assert_right(out, q, k, v, 0.5, causal(tokens, keys, window), sinks)
 
 
 def test_dispatches(simulated):
     """One for a window or a short cache, two where chunks are merged; none without a token."""
     for tokens, keys, window, count in (
-        (1, 1024, None, 1),
-        (1, 1025, None, 2),
+        (1, 255, None, 1),
+        (1, 256, None, 2),
         (2, 4000, 128, 1),
         (0, 9, 4, 0),
     ):
         q, k, v = tensors("mps", torch.float16, 1, 2, 1, tokens, keys, 16)
         with simulated.trace() as commands:
-            attention_sinks(q, k, v, None, 1.0, None, window)
+            attend(q, k, v, 1.0, window=window)
         assert len(commands) == count
 
 
@@ -118,25 +158,50 @@ def test_a_static_cache(device, kind, keys):
     for cache in (k, v):
         cache.masked_fill_(unseen[:, None, :, None].to(device), torch.nan)
     sinks = random(4).to(device)
-    out = attention_sinks(q, k, v, sinks, 0.3, as_kind(seen, kind).to(device))
-    assert_right(out, q, k, v, sinks, 0.3, seen[:, 0].numpy())
+    out = attend(q, k, v, 0.3, mask=as_kind(seen, kind).to(device), sinks=sinks)
+    assert_right(out, q, k, v, 0.3, seen[:, 0].numpy(), sinks)
+
+
+def bytes_read(simulated, tensors_of, **options) -> list[int]:
+    """Of keys and values, by the kernel that reads them."""
+    with simulated.counters() as dispatches:
+        attend(**tensors_of, **options)
+    return [dispatches[0].buffers[i].bytes_read for i in (1, 2)]
 
 
 def test_hidden_keys_are_not_read(simulated):
     q, k, v = tensors("mps", torch.float16, 1, 4, 1, 1, 640, 64)
-    mask = torch.arange(640) < 40
-    with simulated.counters() as dispatches:
-        attention_sinks(q, k, v, None, 0.3, mask.view(1, 1, 1, -1).to("mps"))
-    (dispatch,) = dispatches
-    assert [dispatch.buffers[i].bytes_read for i in (1, 2)] == [2 * 40 * 64 * 2] * 2
+    mask = (torch.arange(640) < 40).view(1, 1, 1, -1).to("mps")
+    assert bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3, mask=mask) == [40 * 64 * 2] * 2
 
 
-def test_each_key_is_read_once_for_two_queries(simulated):
-    for keys, heads in ((300, 2), (300, 8), (2000, 8)):
-        q, k, v = tensors("mps", torch.bfloat16, 1, heads, 1, 1, keys, 64)
-        with simulated.counters() as dispatches:
-            attention_sinks(q, k, v, None, 0.3)
-        assert [dispatches[0].buffers[i].bytes_read for i in (1, 2)] == [heads // 2 * keys * 64 * 2] * 2
+@pytest.mark.parametrize("heads, tokens, width", [(8, 1, 64), (2, 4, 128), (8, 2, 256), (8, 1, 320)])
+def test_each_key_is_read_once(simulated, heads, tokens, width):
+    """For all queries of its head, up to 16, or 8 where the head is wide; in chunks and in none."""
+    for keys in (130, 520):
+        q, k, v = tensors("mps", torch.bfloat16, 1, 2 * heads, 2, tokens, keys, width)
+        read = bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3)
+        assert read == [k.nbytes, v.nbytes]
+
+
+def test_keys_of_a_prompt(simulated):
+    """Each block of queries reads the keys that one of its tokens sees, once."""
+    q, k, v = tensors("mps", torch.float16, 1, 4, 1, 64, 64, 64)
+    tokens = [4 * (block + 1) for block in range(16)]  # the keys of a block of 4 tokens x 4 heads
+    assert bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3) == [sum(tokens) * 64 * 2] * 2
+    windowed = [min(4 + 10 - 1, n) for n in tokens]
+    read = bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3, window=10)
+    assert read == [sum(windowed) * 64 * 2] * 2
+
+
+def test_8_bits_are_half_of_16(simulated):
+    q, k, v = tensors("cpu", torch.float16, 1, 8, 1, 1, 200, 128)
+    tensors_of = {"q": q.to("mps")}
+    for name, cache in (("k", k), ("v", v)):
+        (packed, scales, biases), *_ = in_8_bits(cache, 128)
+        parts = {name: packed, f"{name}_scales": scales, f"{name}_biases": biases}
+        tensors_of |= {n: t.to("mps") for n, t in parts.items()}
+    assert bytes_read(simulated, tensors_of, scale=0.3) == [200 * 128] * 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -146,11 +211,11 @@ def test_added_masks(device, dtype):
     mask = random(1, 1, 40, 2, dtype=dtype, scale=2.0).transpose(2, 3).to(device)
     added = exact(mask)[:, 0]
     seen = np.ones((1, 2, 40), dtype=bool)
-    assert_right(attention_sinks(q, k, v, None, 0.3, mask), q, k, v, None, 0.3, seen, added)
+    assert_right(attend(q, k, v, 0.3, mask=mask), q, k, v, 0.3, seen, None, added)
     wide = torch.zeros(2, 1, 2, 64, dtype=dtype)
     wide[..., 3:43] = mask.cpu()
     view = wide.to(device)[..., 3:43]
-    assert_right(attention_sinks(q, k, v, None, 0.3, view), q, k, v, None, 0.3, seen, added)
+    assert_right(attend(q, k, v, 0.3, mask=view), q, k, v, 0.3, seen, None, added)
 
 
 def test_a_row_that_sees_nothing(device):
@@ -158,7 +223,7 @@ def test_a_row_that_sees_nothing(device):
     mask = torch.ones(1, 1, 2, 40, dtype=torch.bool, device=device)
     mask[:, :, 0] = False
     for sinks in (None, random(2).to(device)):
-        out = attention_sinks(q, k, v, sinks, 1.0, mask)
+        out = attend(q, k, v, 1.0, mask=mask, sinks=sinks)
         assert (exact(out[:, 0]) == 0.0).all() and out[:, 1].isfinite().all()
 
 
@@ -172,17 +237,16 @@ def test_strides(device):
         k = cache[:, 1:3, 4:50, start : start + width]
         v = random(2, 46, 2, 16, dtype=torch.float16).to(device).transpose(1, 2)
         q = random(2, 2, 4 * width, dtype=torch.float16).to(device).view(2, 2, 4, width).transpose(1, 2)
-        out = attention_sinks(q, k, v, None, 0.3)
-        assert_right(out, q, k, v, None, 0.3, causal(2, 46))
+        assert_right(attend(q, k, v, 0.3), q, k, v, 0.3, causal(2, 46))
     k = random(2, 2, 16, 46, dtype=torch.float16).to(device).transpose(2, 3)
     q, sinks = q[:, :, :, :1].expand(-1, -1, -1, 16), random(8).to(device)[::2]
-    assert_right(attention_sinks(q, k, v, sinks, 0.3), q, k, v, sinks, 0.3, causal(2, 46))
+    assert_right(attend(q, k, v, 0.3, sinks=sinks), q, k, v, 0.3, causal(2, 46), sinks)
 
 
 def test_empty(device):
     for batch, tokens, keys in ((0, 1, 4), (1, 0, 4), (2, 1, 0)):
         q, k, v = tensors(device, torch.float16, batch, 4, 2, tokens, keys, 16)
-        out = attention_sinks(q, k, v, None, 1.0)
+        out = attend(q, k, v, 1.0)
         assert tuple(out.shape) == (batch, tokens, 4, 16) and (exact(out) == 0.0).all()
 
 
@@ -191,7 +255,7 @@ def test_large_scores(device):
     q, k, v = tensors(device, torch.float32, 1, 2, 1, 1, 100, 16)
     for scale, sink in ((1e4, 0.0), (-1e4, 0.0), (1e-3, 1e5), (1.0, -torch.inf)):
         sinks = torch.full((2,), sink, device=device)
-        out = attention_sinks(q, k, v, sinks, scale)
+        out = attend(q, k, v, scale, sinks=sinks)
         highest = exact(q)[0, :, 0] @ exact(k)[0, 0].T * scale
         if scale == 1e-3:
             assert (exact(out) == 0.0).all()
@@ -200,18 +264,18 @@ def test_large_scores(device):
             chosen[highest.max(1) < 0.0] = 0.0
             np.testing.assert_allclose(exact(out)[0, 0], chosen, rtol=1e-5)
         else:
-            assert_right(out, q, k, v, None, scale, causal(1, 100))
+            assert_right(out, q, k, v, scale, causal(1, 100))
 
 
 def test_nan_stays_in_its_head(device):
     q, k, v = tensors(device, torch.float32, 1, 4, 2, 2, 40, 16)
     k[0, 1, 39, 3] = torch.nan  # seen by the last token only
-    out = attention_sinks(q, k, v, None, 1.0)
+    out = attend(q, k, v, 1.0)
     assert out[0, 1, 2:].isnan().all()
     assert out[0, 1, :2].isfinite().all() and out[0, 0].isfinite().all()
 
 
 def test_the_same_bits_again(every_order, device):
     q, k, v = tensors(device, torch.float32, 1, 4, 1, 2, 1100, 24)
-    results = [attention_sinks(q, k, v, None, 0.3).cpu() for _ in every_order()]
+    results = [attend(q, k, v, 0.3).cpu() for _ in every_order()]
     assert all(torch.equal(result, results[0]) for result in results)

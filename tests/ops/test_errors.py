@@ -99,6 +99,11 @@ def bad_arguments(device: str) -> list[tuple[str, dict]]:
         {"residual": zeros(T, H, dtype=half)},
         {"shared_out": zeros(T, H), "gate_is_logit": True},
     ]
+    scales = zeros(2, 2, 9, 1)
+    eight_bits = {
+        **{"q": zeros(2, 4, T, 32), "k_scales": scales, "k_biases": scales},
+        **{"v": zeros(2, 2, 9, 8, dtype=integer), "v_scales": scales, "v_biases": scales},
+    }
     table = {
         "rms_norm": [
             {"input": zeros(T, H, dtype=short)},
@@ -188,23 +193,29 @@ def bad_arguments(device: str) -> list[tuple[str, dict]]:
             {"bias": zeros(E + 1)},
             {"bias": zeros(E, dtype=short)},
         ],
-        "attention_sinks": [
+        "attention": [
             {"q": zeros(2, 4, 16)},
             {"q": zeros(2, 4, T, 16, dtype=short)},
-            {"q": zeros(2, 4, T, 257)},
+            {"q": zeros(2, 4, T, 577)},
             {"q": zeros(2, 3, T, 16)},
             {"k": zeros(2, 2, 9, 16, dtype=half)},
             {"k": zeros(2, 2, 9, 8)},
             {"k": zeros(2, 0, 9, 16)},
             {"v": zeros(2, 2, 8, 8)},
-            {"v": zeros(2, 2, 9, 300)},
+            {"v": zeros(2, 2, 9, 513)},
             {"sinks": zeros(2)},
             {"sinks": zeros(4, dtype=integer)},
             {"mask": zeros(2, 4, T, 9)},
             {"mask": zeros(2, 1, T, 9, dtype=integer)},
             {"mask": zeros(1, 1, T, 9), "window": 4},
             {"window": 0},
+            {"softcap": 0.0},
             {"scale": float("nan")},
+            {**eight_bits},
+            {**eight_bits, "k": zeros(2, 2, 9, 8, dtype=integer), "v_biases": None},
+            {**eight_bits, "k": zeros(2, 2, 9, 4, dtype=integer)},
+            {**eight_bits, "k": zeros(2, 2, 9, 8, dtype=integer), "k_scales": zeros(2, 2, 9, 2)},
+            {**eight_bits, "k": zeros(2, 2, 9, 8, dtype=integer), "v_biases": zeros(2, 2, 9, 1, dtype=half)},
         ],
         "fused_norm_add": [*norm, {"weight": None}, {"eps": float("nan")}, {"weight_offset": 1e39}],
         "fused_norm_add_scalar": [norm[3], *scalar, {"scalar": None}],
@@ -341,23 +352,29 @@ moe_mps::router_logits: weight must be 2-D, got 1-D of shape (512,)
 moe_mps::router_logits: weight must be float32 or float16 or bfloat16, got int32
 moe_mps::router_logits: bias must be of shape [E] = (8,), got (9,)
 moe_mps::router_logits: bias must be float32 or float16 or bfloat16, got int16
-moe_mps::attention_sinks: q must be 4-D, got 3-D of shape (2, 4, 16)
-moe_mps::attention_sinks: q must be float32 or float16 or bfloat16, got int16
-moe_mps::attention_sinks: q's head dimension must be between 1 and 256, got 257
-moe_mps::attention_sinks: k must be of a number of heads that divides Hq = 3, got (2, 2, 9, 16)
-moe_mps::attention_sinks: k must be float32, got float16
-moe_mps::attention_sinks: k must be of shape [B, Hk, S, D] = (2, 2, 9, 16), got (2, 2, 9, 8)
-moe_mps::attention_sinks: k must be of a number of heads that divides Hq = 4, got (2, 0, 9, 16)
-moe_mps::attention_sinks: v must be of shape [B, Hk, S, Dv] = (2, 2, 9, 8), got (2, 2, 8, 8)
-moe_mps::attention_sinks: v's head dimension must be between 1 and 256, got 300
-moe_mps::attention_sinks: sinks must be of shape [Hq] = (4,), got (2,)
-moe_mps::attention_sinks: sinks must be float32 or float16 or bfloat16, got int32
-moe_mps::attention_sinks: mask must be of shape [B or 1, 1, T, S], with B, 1, T, S = (2, 1, 3, 9), got (2,
-    4, 3, 9)
-moe_mps::attention_sinks: mask must be bool or float32 or float16 or bfloat16, got int32
-moe_mps::attention_sinks: window must be None beside a mask, which holds it, got 4
-moe_mps::attention_sinks: window must be at least 1, got 0
-moe_mps::attention_sinks: scale must be a number in the range of float32, got nan
+moe_mps::attention: q must be 4-D, got 3-D of shape (2, 4, 16)
+moe_mps::attention: q must be float32 or float16 or bfloat16, got int16
+moe_mps::attention: q's head dimension must be between 1 and 576, got 577
+moe_mps::attention: k must be of a number of heads that divides Hq = 3, got (2, 2, 9, 16)
+moe_mps::attention: k must be float32, got float16
+moe_mps::attention: k must be of shape [B, Hk, S, D] = (2, 2, 9, 16), got (2, 2, 9, 8)
+moe_mps::attention: k must be of a number of heads that divides Hq = 4, got (2, 0, 9, 16)
+moe_mps::attention: v must be of shape [B, Hk, S, Dv] = (2, 2, 9, 8), got (2, 2, 8, 8)
+moe_mps::attention: v's head dimension must be between 1 and 512, got 513
+moe_mps::attention: sinks must be of shape [Hq] = (4,), got (2,)
+moe_mps::attention: sinks must be float32 or float16 or bfloat16, got int32
+moe_mps::attention: mask must be of shape [B or 1, 1, T, S], with B, 1, T, S = (2, 1, 3, 9), got (2, 4, 3,
+    9)
+moe_mps::attention: mask must be bool or float32 or float16 or bfloat16, got int32
+moe_mps::attention: window must be None beside a mask, which holds it, got 4
+moe_mps::attention: window must be at least 1, got 0
+moe_mps::attention: softcap must be above 0 and finite, got 0.0
+moe_mps::attention: scale must be a number in the range of float32, got nan
+moe_mps::attention: k must be uint32 or int32, got float32
+moe_mps::attention: v_biases must be a tensor beside quantised v, got None
+moe_mps::attention: k_scales must be of a last dimension of 16 / 32 or 64 or 128, got (2, 2, 9, 1)
+moe_mps::attention: k_scales must be of a last dimension of 32 / 32 or 64 or 128, got (2, 2, 9, 2)
+moe_mps::attention: v_biases must be float32, got float16
 moe_mps::fused_norm_add: residual must be float32 or float16 or bfloat16, got int16
 moe_mps::fused_norm_add: residual must be at least 1-D, got 0-D of shape ()
 moe_mps::fused_norm_add: input must be float32, got float16

@@ -62,21 +62,43 @@ def rope(dtype: torch.dtype) -> Iterator[Call]:
     yield "rope_tables", call, {}, table.numel()
 
 
+# Heads, heads of keys, tokens, keys, width of keys and of values, bits
+DECODE = [
+    (8, 1, 1, 256, 64, 64, 16),
+    (8, 1, 1, 256, 128, 128, 16),
+    (4, 1, 1, 256, 256, 256, 16),
+    (16, 1, 1, 256, 512, 512, 16),
+    (8, 1, 1, 256, 128, 128, 8),
+    (2, 2, 1, 256, 192, 128, 16),
+]
+
+
+def attention_of(dtype, heads, key_heads, tokens, keys, width, value_width, bits) -> Call:
+    q, groups = on_device(1, heads, tokens, width, dtype=dtype), {}
+    k, v = (on_device(1, key_heads, keys, w, dtype=dtype) for w in (width, value_width))
+    macs = heads * tokens * keys * (width + value_width)
+    if bits == 8:
+        k, v = (
+            torch.zeros(1, key_heads, keys, w // 4, dtype=torch.int32).to("mps") for w in (width, value_width)
+        )
+        for name, w in (("k", width), ("v", value_width)):
+            groups |= {
+                f"{name}_{part}": on_device(1, key_heads, keys, w // 64, dtype=dtype)
+                for part in ("scales", "biases")
+            }
+    call = functools.partial(torch.ops.moe_mps.attention, q, k, v, 0.1, **groups)
+    label = f"attention of {heads} heads on {key_heads}, {tokens} tokens, {keys} keys of {width}, {bits} bits"
+    return label, call, {k: apple.Work("attention", macs)}, q.numel()
+
+
 def attention(dtype: torch.dtype) -> Iterator[Call]:
-    for heads, key_heads, keys, width in (
-        (4, 4, 512, 64),
-        (4, 4, 512, 128),
-        (4, 4, 512, 256),
-        (16, 2, 512, 64),
-        (16, 2, 512, 128),
-        (16, 2, 4096, 256),
+    for shape in (
+        *DECODE,
+        (8, 1, 8, 64, 64, 64, 16),
+        (8, 1, 8, 64, 128, 128, 16),
+        (8, 1, 8, 64, 256, 256, 16),
     ):
-        q = on_device(1, heads, 1, width, dtype=dtype)
-        k, v = (on_device(1, key_heads, keys, width, dtype=dtype) for _ in range(2))
-        work = {k: apple.Work("attention", 2 * heads * keys * width)}
-        call = functools.partial(torch.ops.moe_mps.attention_sinks, q, k, v, None, 0.1)
-        label = f"attention_sinks of {heads} heads on {key_heads}, {keys} keys of {width}"
-        yield label, call, work, q.numel()
+        yield attention_of(dtype, *shape)
 
 
 def gated_delta(dtype: torch.dtype) -> Iterator[Call]:
@@ -181,7 +203,7 @@ def format_of(bits: int, mode: str, group: int) -> Callable:
 GROUPS = {
     "norms": (norms, ["norms_{}"]),
     "rope": (rope, ["rope_{}"]),
-    "attention": (attention, ["attention_{}"]),
+    "attention": (attention, ["attention_{}", "attention_affine8_{}"]),
     "gated_delta": (gated_delta, ["gated_delta_{}"]),
     "combine": (combine, ["combine_{}"]),
     "routing": (routing, ["routing_{}", "bucket_i32", "bucket_i64"]),
@@ -291,6 +313,16 @@ def test_norms_and_rope_cost_less_than_their_launch(simulated, calls):
                 assert one_token < LAUNCH_US / 2, (label, gpu.name, bounds)
 
 
+@pytest.mark.parametrize("shape", DECODE[:4])
+def test_attention_of_one_token_waits_for_memory(simulated, shape):
+    """Reading each key and value once is what takes the longest."""
+    _, call, work, _ = attention_of(torch.bfloat16, *shape)
+    measured, *_ = apple.measure(call, work)
+    for name in ("M1", "M1 Max", "M4 Max"):
+        bounds = measured.bounds(apple.GPUS[name])
+        assert bounds.dram > max(bounds.issue, bounds.l1, bounds.threadgroup), (name, bounds)
+
+
 @pytest.mark.usefixtures("simulated")
 class TestCosts(expecttest.TestCase):
     """Issue slots of a lane on the M1 and M2, and from the M3 on, where bfloat16 is native; 32-bit registers;
@@ -332,26 +364,6 @@ causal_conv1d_update_
   causal_conv1d_update_bf16: 248.00 226.00 slots an element, 18 registers, 64/64/1024 threads
 gated_delta_rule_
   gated_delta_rule_bf16: 36.26 35.54 slots an element, 54.5 registers, 256/512/896 threads
-""",
-        )
-
-    def test_attention(self):
-        self.assertExpectedInline(
-            costs("attention", "bf16"),
-            """\
-attention_sinks of 4 heads on 4, 512 keys of 64
-  attention1_64_bf16: 7.99 5.15 slots a MAC, 81 registers, 128/128/576 threads
-attention_sinks of 4 heads on 4, 512 keys of 128
-  attention1_128_bf16: 7.66 4.83 slots a MAC, 81.5 registers, 128/128/576 threads
-attention_sinks of 4 heads on 4, 512 keys of 256
-  attention1_256_bf16: 7.54 4.72 slots a MAC, 81.5 registers, 128/128/576 threads
-attention_sinks of 16 heads on 2, 512 keys of 64
-  attention2_64_bf16: 6.03 3.70 slots a MAC, 104 registers, 128/128/512 threads
-attention_sinks of 16 heads on 2, 512 keys of 128
-  attention2_128_bf16: 5.74 3.41 slots a MAC, 103.5 registers, 128/128/512 threads
-attention_sinks of 16 heads on 2, 4096 keys of 256
-  attention2_256_bf16: 5.75 3.43 slots a MAC, 103.5 registers, 128/128/512 threads
-  attention_merge_bf16: 137.50 133.50 slots an element, 31 registers, 128/128/1024 threads
 """,
         )
 

@@ -404,15 +404,25 @@ def embedding_quantized(d):
 # Sequences
 
 
+def cache(d: Draws, name: str, shape: tuple[int, ...], dtype: torch.dtype, quantised: bool) -> dict:
+    """Keys or values [B, Hk, S, D]."""
+    if not quantised:
+        return {name: d.values(*shape, dtype=dtype)}
+    batch, heads, keys, width = shape
+    form = (8, 32 if width % 64 else d.one(32, 64), "affine")
+    tensors = random_quantized(batch * heads, keys, width, form, dtype, d.seed + width)
+    packed, scales, biases = (t.view(batch, heads, keys, -1) for t in tensors)
+    packed = packed.view(torch.int32) if d.flag() else packed
+    return {name: packed, f"{name}_scales": scales, f"{name}_biases": biases}
+
+
 @strategy
-def attention_sinks(d):
+def attention(d):
     batch, key_heads, group = d.one(1, 2, 0), d.one(1, 2), d.one(1, 3, 8)
-    tokens, keys, width, value_width = (
-        d.one(1, 2, 5, 0),
-        d.one(9, 1, 40, 130, 0),
-        *d.one((64, 64), (24, 40), (7, 1)),
-    )
+    tokens, keys = d.one(1, 2, 5, 0), d.one(9, 1, 40, 130, 0)
+    width, value_width = d.one((64, 64), (24, 40), (7, 1), (96, 32))
     dtype, heads = d.dtype(), key_heads * group
+    quantised = width % 32 == 0 and batch * keys > 0 and d.flag()
     mask = None
     if d.flag():
         shown = torch.rand(d.one(1, batch), 1, tokens, keys, generator=d.generator) < 0.7
@@ -422,12 +432,13 @@ def attention_sinks(d):
         mask = d.one(shown, added.masked_fill(~shown, hidden))
     return {
         "q": d.values(batch, heads, tokens, width, dtype=dtype),
-        "k": d.values(batch, key_heads, keys, width, dtype=dtype),
-        "v": d.values(batch, key_heads, keys, value_width, dtype=dtype),
-        "sinks": d.maybe(lambda: d.values(heads)),
+        **cache(d, "k", (batch, key_heads, keys, width), dtype, quantised),
+        **cache(d, "v", (batch, key_heads, keys, value_width), dtype, quantised),
         "scale": d.one(width**-0.5, 1.0),
         "mask": mask,
         "window": None if mask is not None else d.one(None, 1, 4, 128),
+        "softcap": d.one(None, 2.0),
+        "sinks": d.maybe(lambda: d.values(heads)),
     }
 
 

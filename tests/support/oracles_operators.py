@@ -356,8 +356,18 @@ def embedding_quantized(a):
 # Sequences
 
 
+def cached(values, scales, biases) -> tuple[np.ndarray, np.ndarray]:
+    """Keys or values, and the magnitudes of what they are made of."""
+    if scales is None:
+        return exact(values), abs(exact(values))
+    group = values.shape[3] * 4 // scales.shape[3]
+    number = dequantise(values, scales, torch.zeros_like(biases), 8, group)
+    bias = np.repeat(exact(biases), group, -1)
+    return number + bias, abs(number) + abs(bias)
+
+
 @oracle
-def attention_sinks(a):
+def attention(a):
     tokens, keys = a.q.shape[2], a.k.shape[2]
     added = 0.0
     if a.mask is None:
@@ -367,7 +377,10 @@ def attention_sinks(a):
     else:
         seen = (a.mask > torch.finfo(a.mask.dtype).min)[:, 0].numpy()
         added = np.where(seen, exact(a.mask)[:, 0], 0.0)
-    return [Expected(*oracles_sequence.attention(a.q, a.k, a.v, a.sinks, a.scale, seen, added))]
+    k, k_size = cached(a.k, a.k_scales, a.k_biases)
+    v, v_size = cached(a.v, a.v_scales, a.v_biases)
+    options = (a.sinks, a.scale, seen, added, a.softcap, (k_size, v_size))
+    return [Expected(*oracles_sequence.attention(a.q, k, v, *options))]
 
 
 @oracle

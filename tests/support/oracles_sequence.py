@@ -14,12 +14,16 @@ def causal(tokens: int, keys: int, window: int | None = None) -> np.ndarray:
     return ((distance >= 0) & (distance < (keys + tokens if window is None else window)))[None]
 
 
-def attention(q, k, v, sinks, scale, seen, added=0.0) -> tuple[np.ndarray, np.ndarray]:
+def attention(
+    q, k, v, sinks, scale, seen, added=0.0, softcap=None, sizes=None
+) -> tuple[np.ndarray, np.ndarray]:
     """The result and the error of float32 arithmetic. `seen` and `added`: [B or 1, T, S].
 
-    One row after the other; terms that are not seen take no part.
+    One row after the other; terms that are not seen take no part. `k` and `v` are tensors or float64;
+    `sizes` are the magnitudes of what they were computed from.
     """
-    q, k, v = (exact(t) for t in (q, k, v))
+    q, k, v = (t if isinstance(t, np.ndarray) else exact(t) for t in (q, k, v))
+    k_size, v_size = sizes or (abs(k), abs(v))
     batch, heads, tokens, _ = q.shape
     seen, added = (np.broadcast_to(x, (batch, tokens, k.shape[2])) for x in (seen, added))
     value = np.zeros((batch, tokens, heads, v.shape[3]))
@@ -27,19 +31,21 @@ def attention(q, k, v, sinks, scale, seen, added=0.0) -> tuple[np.ndarray, np.nd
     for b, t, h in np.ndindex(batch, tokens, heads):
         keys, head = np.nonzero(seen[b, t])[0], h // (heads // k.shape[1])
         k_seen, v_seen = k[b, head, keys], v[b, head, keys]
-        scores = k_seen @ q[b, h, t] * scale + added[b, t, keys]
-        if not np.isfinite(scores).all():  # the order of the factors decides what it becomes
+        products = k_seen @ q[b, h, t] * scale
+        scores = products if softcap is None else softcap * np.tanh(products / softcap)
+        scores = scores + added[b, t, keys]
+        if not np.isfinite(products + scores).all():  # the order of the factors decides what it becomes
             value[b, t, h] = np.nan
             continue
-        size = abs(k_seen) @ abs(q[b, h, t]) * abs(scale) + abs(added[b, t, keys])
+        size = k_size[b, head, keys] @ abs(q[b, h, t]) * abs(scale) + abs(added[b, t, keys])
         sink = -np.inf if sinks is None else float(exact(sinks)[h])
         highest = max(scores.max(initial=-np.inf), sink)
         terms = np.exp(scores - highest) if keys.size else scores
         total = terms.sum() + np.exp(sink - highest) if highest > -np.inf else 1.0
         value[b, t, h] = terms @ v_seen / total
         # A score's error is one of its exponential.
-        factor = (24 + 4 * size.max(initial=0.0)) * FLOAT32_EPS
-        error[b, t, h] = factor * (terms @ abs(v_seen) / total)
+        factor = (24 + (4 if softcap is None else 12) * size.max(initial=0.0)) * FLOAT32_EPS
+        error[b, t, h] = factor * (terms @ v_size[b, head, keys] / total)
     return value, error
 
 

@@ -2,9 +2,10 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <string>
 
 #include "../shaders/params.h"
+#include "attention_plan.h"
+#include "formats.h"
 #include "register.h"
 #include "tensors.h"
 
@@ -13,32 +14,47 @@ namespace {
 
 using at::Tensor;
 
-// Up to this many keys one dispatch without chunks is faster than two, of which the second merges the chunks.
-// No measurement.
-constexpr int64_t kSingleChunk = 1024;
-constexpr int64_t kSmallestChunk = 256;
-constexpr int64_t kEnoughThreadgroups = 1024;  // more do not help even the largest GPU; no measurement
-constexpr int64_t kChunkStep = kAttentionSimdgroups * kSimdWidth;
+// Kernels count within a tile of keys in 32 bits.
+constexpr int64_t kMostKeyStride = int64_t(1) << 24;
+constexpr int64_t kRun = 8;  // elements of a dense head that a kernel loads at once, the most
+constexpr int64_t kWordsOfRun = 2;
 
-// How many keys a threadgroup takes.
-int64_t chunk_of(int64_t keys, int64_t groups) {
-  if (keys <= kSingleChunk) return std::max<int64_t>(keys, 1);
-  const int64_t most = ceil_div(keys, kSmallestChunk);
-  const int64_t chunks = std::min(most, ceil_div(kEnoughThreadgroups, groups));
-  return ceil_div(ceil_div(keys, chunks), kChunkStep) * kChunkStep;
+bool starts_on(const Tensor& tensor, int64_t multiple) {
+  for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) {
+    if (tensor.size(dim) > 1 && tensor.stride(dim) % multiple != 0) return false;
+  }
+  return tensor.storage_offset() % multiple == 0;
 }
 
-void set_strides(AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v) {
-  params.q_batch_stride = q.stride(0);
-  params.q_head_stride = q.stride(1);
-  params.q_token_stride = q.stride(2);
-  params.k_batch_stride = k.stride(0);
-  params.k_head_stride = k.stride(1);
-  params.k_key_stride = k.stride(2);
-  params.v_batch_stride = v.stride(0);
-  params.v_head_stride = v.stride(1);
-  params.v_key_stride = v.stride(2);
-}
+// Keys or values as kernels read them.
+struct Cache {
+  Tensor values;
+  std::optional<Tensor> scales, biases;
+  CacheParams params{};
+
+  Cache(const Tensor& values_, const std::optional<Tensor>& scales_, const std::optional<Tensor>& biases_)
+      : values(rows_contiguous(values_)), scales(scales_), biases(biases_) {
+    const bool near = values.stride(2) < kMostKeyStride;
+    if (!near || (scales && !starts_on(values, kWordsOfRun)))
+      values = values.clone(at::MemoryFormat::Contiguous);
+    params.batch_stride = values.stride(0);
+    params.head_stride = values.stride(1);
+    params.key_stride = values.stride(2);
+    params.width = values.size(3);
+    params.vectorised = params.width % kRun == 0 && starts_on(values, kRun);
+    if (!scales) return;
+    params.width *= 4;
+    if (scales->strides() != biases->strides() || scales->stride(3) != 1 ||
+        scales->stride(2) >= kMostKeyStride) {
+      scales = scales->contiguous();
+      biases = biases->contiguous();
+    }
+    params.scales_batch_stride = scales->stride(0);
+    params.scales_head_stride = scales->stride(1);
+    params.scales_key_stride = scales->stride(2);
+    for (int64_t group = params.width / scales->size(3); group > 1; group /= 2) ++params.group_shift;
+  }
+};
 
 void set_mask(AttentionParams& params, const std::optional<Tensor>& mask, std::optional<int64_t> window) {
   if (!mask) {
@@ -53,69 +69,72 @@ void set_mask(AttentionParams& params, const std::optional<Tensor>& mask, std::o
   params.mask_key_stride = mask->stride(3);
 }
 
-Tensor attention_sinks(const Tensor& q_, const Tensor& k_, const Tensor& v_,
-                       const std::optional<Tensor>& sinks_, double scale, const std::optional<Tensor>& mask,
-                       std::optional<int64_t> window) {
+Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double scale,
+                 const std::optional<Tensor>& mask, std::optional<int64_t> window,
+                 std::optional<double> softcap, const std::optional<Tensor>& sinks_,
+                 const std::optional<Tensor>& k_scales, const std::optional<Tensor>& k_biases,
+                 const std::optional<Tensor>& v_scales, const std::optional<Tensor>& v_biases) {
   const int64_t batch = q_.size(0), heads = q_.size(1), tokens = q_.size(2), keys = k_.size(2);
-  Tensor output = at::empty({batch, tokens, heads, v_.size(3)}, q_.options());
+  const int64_t value_width = v_.size(3) * (v_scales ? 4 : 1);
+  Tensor output = at::empty({batch, tokens, heads, value_width}, q_.options());
   if (output.numel() == 0) return output;
   if (keys == 0) return output.zero_();
-  const Tensor q = rows_contiguous(q_), k = rows_contiguous(k_), v = rows_contiguous(v_);
+  const Tensor q = rows_contiguous(q_);
+  const Cache k(k_, k_scales, k_biases), v(v_, v_scales, v_biases);
   const std::optional<Tensor> sinks = contiguous(sinks_);
 
   AttentionParams params{};
-  set_strides(params, q, k, v);
+  params.k = k.params;
+  params.v = v.params;
+  params.q_batch_stride = q.stride(0);
+  params.q_head_stride = q.stride(1);
+  params.q_token_stride = q.stride(2);
   params.tokens = tokens;
   params.heads = heads;
-  params.key_heads = k.size(1);
+  params.key_heads = k_.size(1);
   params.keys = keys;
   set_mask(params, mask, window);
-  params.width = q.size(3);
-  params.value_width = v.size(3);
   params.has_sinks = sinks.has_value();
   if (sinks) params.sinks_dtype = dtype_code(*sinks);
-  params.vectorised = params.width % 8 == 0 && params.value_width % 8 == 0 && starts_aligned(q) &&
-                      starts_aligned(k) && starts_aligned(v);
   params.rows = batch * tokens * heads;
   params.scale = static_cast<float>(scale);
+  params.softcap = static_cast<float>(softcap.value_or(0.0));
 
-  const int64_t queries_of_head = heads / k.size(1) * tokens;
-  const int64_t queries = queries_of_head == 1 ? 1 : kAttentionQueries;
-  const int64_t blocks = ceil_div(queries_of_head, queries);
-  const int64_t seen = keys - params.first_key;
-  params.chunk = chunk_of(seen, batch * k.size(1) * blocks);
-  params.chunks = std::max<int64_t>(1, ceil_div(seen, params.chunk));
+  const AttentionPlan plan = plan_attention({batch, tokens, heads, k_.size(1), keys - params.first_key,
+                                             params.k.width, value_width, q.element_size()});
+  params.chunk = plan.chunk;
+  params.chunks = plan.chunks;
   std::optional<Tensor> partials;
-  if (params.chunks > 1) {
-    partials = at::empty({int64_t(params.chunks) * params.rows * (params.value_width + 2)},
-                         q.options().dtype(at::kFloat));
+  if (plan.chunks > 1) {
+    partials =
+        at::empty({plan.chunks * int64_t(params.rows) * (value_width + 2)}, q.options().dtype(at::kFloat));
   }
 
-  const int64_t widest = std::max(params.width, params.value_width);
-  const Library library{"attention", q.scalar_type()};
-  const NSUInteger threads = kAttentionSimdgroups * kSimdWidth;
+  const Library library =
+      k_scales ? quantized_attention_library(q.scalar_type()) : Library{"attention", q.scalar_type()};
   Commands commands;
-  commands
-      .add(library, (queries == 1 ? "attention1_" : "attention2_") + std::to_string(widest <= 64    ? 64
-                                                                                    : widest <= 128 ? 128
-                                                                                                    : 256))
+  commands.add(library, plan.kernel)
       .bind_strided(q)
-      .bind_strided(k)
-      .bind_strided(v)
+      .bind_strided(k.values)
+      .bind_strided(v.values)
       .bind_strided(mask ? *mask : output)
       .bind_or(sinks, output)
       .bind(output)
       .bind_or(partials, output)
+      .bind_strided(k.scales.value_or(output))
+      .bind_strided(k.biases.value_or(output))
+      .bind_strided(v.scales.value_or(output))
+      .bind_strided(v.biases.value_or(output))
       .params(params)
-      .threadgroups({NSUInteger(params.chunks), NSUInteger(blocks), NSUInteger(batch * k.size(1))},
-                    {threads});
+      .threadgroup_memory(plan.memory)
+      .threadgroups(plan.grid, {NSUInteger(plan.threads)});
   if (partials) {
     commands.add(library, "attention_merge")
         .bind(*partials)
         .bind_or(sinks, output)
         .bind(output)
         .params(params)
-        .threadgroups({NSUInteger(ceil_div(params.rows, kAttentionSimdgroups))}, {threads});
+        .threadgroups(plan.merge_grid, {NSUInteger(kMergeSimdgroups * kSimdWidth)});
   }
   commands.encode();
   return output;
@@ -124,7 +143,7 @@ Tensor attention_sinks(const Tensor& q_, const Tensor& k_, const Tensor& v_,
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  implement<attention_sinks>(m, "attention_sinks");
+  implement<attention>(m, "attention");
 }
 
 }  // namespace moe_mps

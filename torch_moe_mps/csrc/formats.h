@@ -36,4 +36,7 @@ const std::vector<WeightFormat>& all_formats();
 // shaders/quantized.metal for a format.
 Library quantized_library(const WeightFormat& format, c10::ScalarType dtype);
 
+// shaders/attention.metal for keys and values of 8 bits.
+Library quantized_attention_library(c10::ScalarType dtype);
+
 }  // namespace moe_mps

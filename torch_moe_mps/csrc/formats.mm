@@ -47,4 +47,8 @@ Library quantized_library(const WeightFormat& format, c10::ScalarType dtype) {
   return {"quantized", dtype, format.name, format.type};
 }
 
+Library quantized_attention_library(c10::ScalarType dtype) {
+  return {"attention", dtype, "affine8", "QuantizedCache<MOE_DTYPE>"};
+}
+
 }  // namespace moe_mps

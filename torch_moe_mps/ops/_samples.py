@@ -94,7 +94,7 @@ def sample_arguments(
             **{"state_": values(2, 4, 16, 8, dtype=torch.float32), "scale": 0.25, "l2norm_eps": 1e-6},
             **{"A_log": values(4), "dt_bias": values(4), "beta_is_logit": True},
         },
-        "attention_sinks": {**heads_first, "sinks": values(4), "scale": 0.25},
+        "attention": {**heads_first, "sinks": values(4), "scale": 0.25},
         "fused_norm_add": norm,
         "fused_norm_add_scalar": {**norm, "scalar": values(1)},
         "fused_residual_norm": norm,
@@ -157,6 +157,11 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
     def values(*shape, dtype=dtype):
         return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
 
+    def quantised_head(name):
+        codes = torch.randint(2**31, (2, 2, 9, 8), generator=torch.Generator().manual_seed(2))
+        groups = {f"{name}_scales": values(2, 2, 9, 1), f"{name}_biases": values(2, 2, 9, 1)}
+        return {name: codes.int().to(device), **groups}
+
     tail = {"shared_gate": values(T, 1), "shared_out": values(T, H), "residual": values(T, H)}
     strided = values(H, T).t()
     changes: dict[str, list[dict]] = {
@@ -176,10 +181,11 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
             | {"state_": values(4, 2, 16, 8, dtype=torch.float32).transpose(0, 1)},
         ],
         "router_logits": [{"x": strided, "bias": None}],
-        "attention_sinks": [
-            {"sinks": None, "window": 4},
+        "attention": [
+            {"sinks": None, "window": 4, "softcap": 20.0},
             {"mask": values(2, 1, T, 9)},
             {"mask": values(1, 1, T, 9) > 0.0},
+            {"q": values(2, 4, T, 32), **quantised_head("k"), **quantised_head("v")},
         ],
         "fused_norm_add": [{"input": strided, "weight_offset": 1.0}],
         "fused_residual_norm": [{"residual": strided, "write_sum": False}],

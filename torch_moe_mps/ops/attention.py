@@ -1,12 +1,17 @@
-"""Attention of few new tokens over a long cache, with a sink for each head."""
+"""Attention over a cache of keys and values."""
+
+import math
 
 import torch
 from torch import Tensor
 
 from ._checks import ACTIVATION_DTYPES, Check
+from ._formats import GROUP_SIZES, PACKED_DTYPES, Format, dequantize_values
 from ._registry import operator
 
-MAX_HEAD = 256  # elements
+MAX_HEAD = 576  # elements of a query and a key
+MAX_VALUE_HEAD = 512
+CACHE_BITS = 8  # of quantised keys and values
 
 
 def _check_mask(check: Check, mask: Tensor, q: Tensor, k: Tensor) -> None:
@@ -17,31 +22,86 @@ def _check_mask(check: Check, mask: Tensor, q: Tensor, k: Tensor) -> None:
         check.fail("mask", f"of shape [B or 1, 1, T, S], with B, 1, T, S = {expected}", tuple(mask.shape))
 
 
-def _meta_attention_sinks(check, q, k, v, sinks, scale, mask=None, window=None):
+def _check_window(check: Check, window: int | None, mask: Tensor | None) -> None:
+    if window is not None and mask is not None:
+        check.fail("window", "None beside a mask, which holds it", window)
+    if window is not None and window < 1:
+        check.fail("window", "at least 1", window)
+
+
+def _check_scales(
+    check: Check,
+    prefix: str,
+    packed: Tensor,
+    scales: Tensor | None,
+    biases: Tensor | None,
+    dtype: torch.dtype,
+) -> int:
+    """The elements of a quantised head."""
+    check.dtype(prefix, packed, PACKED_DTYPES)
+    columns = packed.shape[3] * 32 // CACHE_BITS
+    for name, tensor in ((f"{prefix}_scales", scales), (f"{prefix}_biases", biases)):
+        if tensor is None:
+            check.fail(name, f"a tensor beside quantised {prefix}", None)
+        check.dtype(name, tensor, (dtype,))
+        check.rank(name, tensor, (4,))
+        groups = tensor.shape[3]
+        if groups < 1 or columns % groups or columns // groups not in GROUP_SIZES["affine"]:
+            sizes = " or ".join(map(str, GROUP_SIZES["affine"]))
+            check.fail(name, f"of a last dimension of {columns} / {sizes}", tuple(tensor.shape))
+        check.shape(name, tensor, (*packed.shape[:3], groups), "[B, Hk, S, groups]")
+    assert scales is not None and biases is not None
+    check.shape(f"{prefix}_biases", biases, tuple(scales.shape), f"of {prefix}_scales")
+    return columns
+
+
+def _meta_attention(
+    check,
+    q,
+    k,
+    v,
+    scale,
+    mask=None,
+    window=None,
+    softcap=None,
+    sinks=None,
+    k_scales=None,
+    k_biases=None,
+    v_scales=None,
+    v_biases=None,
+):
     check.dtype("q", q, ACTIVATION_DTYPES)
     check.rank("q", q, (4,))
     batch, heads, _, width = q.shape
     check.between("q's head dimension", width, 1, MAX_HEAD)
-    check.dtype("k", k, (q.dtype,))
     check.rank("k", k, (4,))
-    check.shape("k", k, (batch, k.shape[1], k.shape[2], width), "[B, Hk, S, D]")
+    check.rank("v", v, (4,))
+    scales = {"k_scales": k_scales, "k_biases": k_biases, "v_scales": v_scales, "v_biases": v_biases}
+    if all(tensor is None for tensor in scales.values()):
+        check.dtype("k", k, (q.dtype,))
+        check.dtype("v", v, (q.dtype,))
+        key_columns, value_width = width, v.shape[3]
+    else:
+        key_columns = width * CACHE_BITS // 32
+        columns = _check_scales(check, "k", k, k_scales, k_biases, q.dtype)
+        if columns != width:
+            check.fail("k", f"of {key_columns} words a key, for D = {width}", tuple(k.shape))
+        value_width = _check_scales(check, "v", v, v_scales, v_biases, q.dtype)
+    check.shape("k", k, (batch, k.shape[1], k.shape[2], key_columns), "[B, Hk, S, D]")
     if k.shape[1] < 1 or heads % k.shape[1]:
         check.fail("k", f"of a number of heads that divides Hq = {heads}", tuple(k.shape))
-    check.dtype("v", v, (q.dtype,))
-    check.rank("v", v, (4,))
     check.shape("v", v, (*k.shape[:3], v.shape[3]), "[B, Hk, S, Dv]")
-    check.between("v's head dimension", v.shape[3], 1, MAX_HEAD)
+    check.between("v's head dimension", value_width, 1, MAX_VALUE_HEAD)
     if sinks is not None:
         check.dtype("sinks", sinks, ACTIVATION_DTYPES)
         check.shape("sinks", sinks, (heads,), "[Hq]")
     if mask is not None:
         _check_mask(check, mask, q, k)
-    if window is not None and mask is not None:
-        check.fail("window", "None beside a mask, which holds it", window)
-    if window is not None and window < 1:
-        check.fail("window", "at least 1", window)
-    check.same_device(q=q, k=k, v=v, sinks=sinks, mask=mask)
-    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
+    _check_window(check, window, mask)
+    if softcap is not None and not 0.0 < softcap < math.inf:
+        check.fail("softcap", "above 0 and finite", softcap)
+    check.same_device(q=q, k=k, v=v, sinks=sinks, mask=mask, **scales)
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], value_width))
 
 
 def _additive(
@@ -59,56 +119,81 @@ def _additive(
     return mask.float().masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)
 
 
+def _values(cache: Tensor, scales: Tensor | None, biases: Tensor | None) -> Tensor:
+    """Keys or values in float32."""
+    if scales is None:
+        return cache.float()
+    group = cache.shape[3] * 32 // CACHE_BITS // scales.shape[3]
+    return dequantize_values(cache, scales, biases, Format(CACHE_BITS, group))
+
+
 @operator(
-    "attention_sinks(Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, Tensor? mask=None, "
-    "int? window=None) -> Tensor",
-    meta=_meta_attention_sinks,
+    "attention(Tensor q, Tensor k, Tensor v, float scale, *, Tensor? mask=None, int? window=None, "
+    "float? softcap=None, Tensor? sinks=None, Tensor? k_scales=None, Tensor? k_biases=None, "
+    "Tensor? v_scales=None, Tensor? v_biases=None) -> Tensor",
+    meta=_meta_attention,
 )
-def attention_sinks(
+def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sinks: Tensor | None,
     scale: float,
+    *,
     mask: Tensor | None = None,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    k_biases: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    v_biases: Tensor | None = None,
 ) -> Tensor:
-    """Grouped-query attention with a logit a head that takes part in the softmax and has no value.
+    """Grouped-query attention over a cache, with all that models add to it.
 
-    score[s] = scale * q . k[s] + mask[s]
-    out = sum_s exp(score[s]) * v[s] / (exp(sink) + sum_s exp(score[s]))
+    score[s] = cap(scale * q . k[s]) + mask[s], with cap(x) = softcap * tanh(x / softcap) where it is given
+    out = sum_s exp(score[s]) * v[s] / (exp(sink) + sum_s exp(score[s])), without exp(sink) where it is not
 
-    Meant for one to eight new tokens over a cache of any length. More are right too, but slower than the
-    matrix products of a prompt's attention. Query head h reads key head h // (Hq / Hk). Arithmetic is in
-    float32, rounded once; the same input gives the same bits.
+    For one new token over a long cache, for a few, and for a prompt: no tensor of T x S is made. Keys and
+    values are read once for all the queries of a key head while these are up to 16 (8 where the values have
+    more than 256 elements), and once more for each further block of as many. Query head h reads key head
+    h // (Hq / Hk). Arithmetic is in float32, rounded once; the same input gives the same bits.
 
     Args:
-        q: [B, Hq, T, D], float32, float16 or bfloat16, D up to 256.
-        k: [B, Hk, S, D] in the dtype of `q`; Hk divides Hq. Strides are free: a slice of a static cache is
-            read where it lies.
-        v: [B, Hk, S, Dv] in the dtype of `q`, Dv up to 256.
-        sinks: [Hq], any of the three dtypes, or None.
+        q: [B, Hq, T, D], float32, float16 or bfloat16, D up to 576.
+        k: [B, Hk, S, D] in the dtype of `q`; Hk divides Hq. Strides are free: a slice of a cache is read
+            where it lies.
+        v: [B, Hk, S, Dv] in the dtype of `q`, Dv up to 512.
         scale: of the scores.
         mask: [B or 1, 1, T, S], bool (True: the token sees the key) or one of the three dtypes, which is
             added; -inf or the lowest number of its dtype hides a key. Keys that no token sees are not read.
             Without a mask the new tokens are the last T of S; each sees itself and what lies before it.
         window: how many keys a token sees at most, itself included; None beside a mask, which holds it.
+        softcap: above 0 and finite.
+        sinks: [Hq], any of the three dtypes: a logit for each head that takes part in the softmax and has no
+            value.
+        k_scales, k_biases: [B, Hk, S, D / group] in the dtype of `q`, for keys of 8 bits in groups of 32, 64
+            or 128 along the head, as `torch_moe_mps.quantization.quantize` makes them in mode "affine". Then
+            `k` is [B, Hk, S, D / 4] int32 or uint32.
+        v_scales, v_biases: the same for the values, which are quantised where the keys are.
 
     Returns: [B, T, Hq, Dv] in the dtype of `q`. A token that sees no key gets zeros.
 
-    Raises: ValueError for a dtype, shape, window or device that does not fit.
+    Raises: ValueError for a dtype, shape, window, softcap or device that does not fit.
     """
     batch, heads, tokens, width = q.shape
     key_heads, keys = k.shape[1:3]
+    keys_, values = _values(k, k_scales, k_biases), _values(v, v_scales, v_biases)
     queries = q.float().reshape(batch, key_heads, heads // key_heads, tokens, width) * scale
     bias = _additive(mask, window, tokens, keys, q.device).unsqueeze(2)
     hidden = bias == -torch.inf
-    scores = torch.matmul(queries, k.float().unsqueeze(2).transpose(-1, -2)) + bias
-    scores = scores.masked_fill(hidden, -torch.inf)  # what a hidden key holds may be NaN
+    scores = torch.matmul(queries, keys_.unsqueeze(2).transpose(-1, -2))
+    if softcap is not None:
+        scores = (scores / softcap).tanh_() * softcap
+    scores = (scores + bias).masked_fill(hidden, -torch.inf)  # what a hidden key holds may be NaN
     sink = torch.full((heads,), -torch.inf, device=q.device) if sinks is None else sinks.float()
     sink = sink.view(key_heads, -1, 1, 1).expand(batch, -1, -1, tokens, 1)
     # Without any key and sink the softmax is NaN.
     probabilities = torch.cat((scores, sink), -1).softmax(-1)[..., :-1].masked_fill(hidden, 0.0)
-    values = v.float().masked_fill(hidden.all(3).squeeze(2).unsqueeze(-1), 0.0)
+    values = values.masked_fill(hidden.all(3).squeeze(2).unsqueeze(-1), 0.0)
     out = torch.matmul(probabilities, values.unsqueeze(2))
-    return out.reshape(batch, heads, tokens, v.shape[3]).transpose(1, 2).to(q.dtype)
+    return out.reshape(batch, heads, tokens, values.shape[3]).transpose(1, 2).to(q.dtype)

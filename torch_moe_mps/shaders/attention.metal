@@ -1,9 +1,16 @@
 #include "attention.h"
 
-INSTANTIATE("attention1_64", attention_chunk<MOE_DTYPE, 8, 1>)
-INSTANTIATE("attention1_128", attention_chunk<MOE_DTYPE, 16, 1>)
-INSTANTIATE("attention1_256", attention_chunk<MOE_DTYPE, 32, 1>)
-INSTANTIATE("attention2_64", attention_chunk<MOE_DTYPE, 8, kAttentionQueries>)
-INSTANTIATE("attention2_128", attention_chunk<MOE_DTYPE, 16, kAttentionQueries>)
-INSTANTIATE("attention2_256", attention_chunk<MOE_DTYPE, 32, kAttentionQueries>)
+#ifdef MOE_WEIGHTS
+typedef MOE_WEIGHTS Cache;
+#else
+typedef DenseCache<MOE_DTYPE> Cache;
+#endif
+
+INSTANTIATE("attention8_64", attention_block<Cache, 4, 2, 1>)
+INSTANTIATE("attention8_128", attention_block<Cache, 4, 4, 1>)
+INSTANTIATE("attention8_256", attention_block<Cache, 8, 4, 1>)
+INSTANTIATE("attention8_512", attention_block<Cache, 8, 8, 1>)
+INSTANTIATE("attention16_64", attention_block<Cache, 4, 2, 2>)
+INSTANTIATE("attention16_128", attention_block<Cache, 4, 4, 2>)
+INSTANTIATE("attention16_256", attention_block<Cache, 8, 4, 2>)
 INSTANTIATE("attention_merge", attention_merge<MOE_DTYPE>)

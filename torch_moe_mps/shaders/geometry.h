@@ -18,11 +18,9 @@ GEOMETRY kNormThreads = 512;
 GEOMETRY kRopeHeads = 4;
 GEOMETRY kTableThreads = 64;
 
-// Attention. A threadgroup takes kAttentionQueries queries of a key head and a chunk of the keys. Its
-// simdgroups take turns at tiles of kSimdWidth keys.
-GEOMETRY kAttentionSimdgroups = 4;
-GEOMETRY kAttentionQueries = 2;  // with 4, a thread needs more registers than M1 has
-GEOMETRY kHeadElements = 8;      // elements of a head that a lane holds
+// Attention: the sum over chunks. attention.metal has the sizes of the other kernels.
+GEOMETRY kMergeSimdgroups = 4;
+GEOMETRY kMergeColumns = 4;  // columns of a thread
 
 // Linear attention
 GEOMETRY kConvThreads = 64;

@@ -84,18 +84,27 @@ struct RopeTableParams {
 #define MASK_BOOL 1
 #define MASK_ADDITIVE 2
 
+// Keys or values. Strides are in elements, for quantised ones in words.
+struct CacheParams {
+  uint64_t batch_stride;
+  uint64_t head_stride;
+  uint64_t scales_batch_stride;
+  uint64_t scales_head_stride;
+  uint32_t key_stride;
+  uint32_t scales_key_stride;
+  uint32_t width;        // elements of a head
+  uint32_t group_shift;  // elements of a group, as a power of two
+  uint32_t vectorised;   // whole runs of elements lie side by side, from multiples of their size on
+};
+
 // Strides are in elements.
 struct AttentionParams {
+  CacheParams k;
+  CacheParams v;
   uint64_t q_batch_stride;
   uint64_t q_head_stride;
   uint64_t q_token_stride;
-  uint64_t k_batch_stride;
-  uint64_t k_head_stride;
-  uint64_t v_batch_stride;
-  uint64_t v_head_stride;
   uint64_t mask_batch_stride;
-  uint32_t k_key_stride;
-  uint32_t v_key_stride;
   uint32_t mask_token_stride;
   uint32_t mask_key_stride;
   uint32_t tokens;
@@ -104,17 +113,15 @@ struct AttentionParams {
   uint32_t keys;
   uint32_t first_key;  // the lowest key that any token sees
   uint32_t chunk;      // keys that a threadgroup takes
-  uint32_t width;
-  uint32_t value_width;
   uint32_t mask_kind;
   uint32_t mask_dtype;
   uint32_t window;
   uint32_t has_sinks;
   uint32_t sinks_dtype;
-  uint32_t vectorised;
   uint32_t rows;    // queries of all heads: B * T * Hq
   uint32_t chunks;  // more than 1: attention_merge adds up partial results
   float scale;
+  float softcap;  // 0: none
 };
 
 // Linear attention by the gated delta rule

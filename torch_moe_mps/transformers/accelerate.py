@@ -104,7 +104,7 @@ def _replace(model: nn.Module, report: Report) -> None:
     with formulas_kept():
         for name, module in _others(model, {name for name, *_ in around} | found.keys()):
             rewrites, reason = rewrite(module)
-            rewrites = [*rewrites, *(["attention_sinks"] if name in with_sinks else [])]
+            rewrites = [*rewrites, *(["attention"] if name in with_sinks else [])]
             if rewrites or "attention" in type(module).__name__.lower():
                 report.add(name, module, "other", "; ".join(rewrites) or None, reason)
         for name, kind, module in around:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops._checks import ACTIVATION_DTYPES
-from ..ops.attention import MAX_HEAD
+from ..ops.attention import MAX_HEAD, MAX_VALUE_HEAD
 from .rewriting.record import record_of
 
 NAME = "moe_mps_sinks"  # of the attention implementation
@@ -63,8 +63,9 @@ def attention(
     if _takes(query, key, value, attention_mask, s_aux, dropout, kwargs):
         window = sliding_window if attention_mask is None else None
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        operator = torch.ops.moe_mps.attention_sinks
-        return operator(query, key, value, s_aux, scale, attention_mask, window), None
+        operator = torch.ops.moe_mps.attention
+        out = operator(query, key, value, scale, mask=attention_mask, window=window, sinks=s_aux)
+        return out, None
     files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)  # FSDP2 puts a class on top
     functions = (getattr(file, "eager_attention_forward", None) for file in files)
     eager = next(filter(None, functions), None)
@@ -115,7 +116,8 @@ def _takes(
     plain = query.dtype == key.dtype == value.dtype in ACTIVATION_DTYPES
     return (
         query.shape[2] <= MOST_TOKENS
-        and max(query.shape[3], value.shape[3]) <= MAX_HEAD
+        and query.shape[3] <= MAX_HEAD
+        and value.shape[3] <= MAX_VALUE_HEAD
         and plain
         and dropout == 0.0
         and not needs_grad

@@ -16,8 +16,8 @@ from .interface import is_experts
 from .linears import has_quantized_weights
 
 _DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-# Files whose libraries depend on a weight's format or on the dtype of ids, not on activations alone.
-_OF_WEIGHTS = ("experts", "quantized")
+# Libraries that depend on a format or on the dtype of ids, not on activations alone.
+_OF_WEIGHTS = ("experts", "quantized", "attention_affine8")
 
 OLDEST_TORCH = (2, 13)
 

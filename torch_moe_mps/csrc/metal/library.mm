@@ -171,6 +171,7 @@ const std::vector<Library>& all_libraries() {
     for (const c10::ScalarType dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
       for (const char* file : {"norms", "rope", "attention", "gated_delta", "routing", "combine", "experts"})
         list->push_back({file, dtype});
+      list->push_back(quantized_attention_library(dtype));
       for (const WeightFormat& format : all_formats()) list->push_back(quantized_library(format, dtype));
     }
     return list;

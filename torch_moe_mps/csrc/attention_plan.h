@@ -1,0 +1,31 @@
+// How attention runs: a pure function from shapes to dispatches, through `torch.ops.moe_mps._plan_attention`
+// also for tests and benchmarks.
+#pragma once
+#include <cstdint>
+#include <string>
+
+#include "metal/encoder.h"
+
+namespace moe_mps {
+
+struct AttentionShape {
+  int64_t batch, tokens, heads, key_heads;
+  int64_t keys;  // that any token may see
+  int64_t width, value_width;
+  int64_t element_size;  // of a query
+  int64_t queries() const { return heads / key_heads * tokens; }
+};
+
+struct AttentionPlan {
+  std::string kernel;  // without the suffix of its library
+  Size grid{0};
+  int64_t threads = 0;
+  int64_t memory = 0;  // bytes of threadgroup memory
+  int64_t chunk = 0;   // keys of a threadgroup
+  int64_t chunks = 0;  // more than 1: attention_merge follows
+  Size merge_grid{0};
+};
+
+AttentionPlan plan_attention(const AttentionShape& shape);
+
+}  // namespace moe_mps
