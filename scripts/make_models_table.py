@@ -119,7 +119,7 @@ def shared_expert(report) -> str:
 
 
 def norms(report) -> str:
-    return unique([part.partition(" ")[0] for part in parts(report) if part.startswith("fused_")])
+    return unique(sorted({part.partition(" ")[0] for part in parts(report) if part.startswith("fused_")}))
 
 
 def linears(report) -> str:

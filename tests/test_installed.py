@@ -106,7 +106,7 @@ def test_package_that_cannot_be_imported(package, tmp_path):
         sys.path.insert(0, sys.argv[1])
         import torch
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+            warnings.simplefilter("default")
             from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
         print("grouped_mm" in ALL_EXPERTS_FUNCTIONS, *(warning.message for warning in caught))
         """,
@@ -230,7 +230,7 @@ def test_module_whose_import_fails(finder, tmp_path, monkeypatch):
     with pytest.raises(ImportError, match="not yet"):
         importlib.import_module("extended.one")
     assert not waiting.noted
-    path.write_text("VALUE = 'the second attempt'\n")
+    path.write_text("VALUE = 'a second attempt'\n")  # of another length: Python compares no more than that
     importlib.invalidate_caches()
     importlib.import_module("extended.one")
     assert waiting.noted == ["extended.one"]

@@ -248,17 +248,24 @@ def operators_named(text: str) -> set[str]:
     return set(re.findall(r"\w+", text)) & set(OPERATORS)
 
 
+def time_allowed() -> float:
+    return SECONDS
+
+
 def failing(
-    operators: Collection[str], dtypes: Collection[torch.dtype], formats: Collection[Format]
+    operators: Collection[str],
+    dtypes: Collection[torch.dtype],
+    formats: Collection[Format],
+    seconds: float | None = None,
 ) -> tuple[dict[str, Finding], set[str]]:
-    """Checks what this machine has not passed yet, and remembers what passes.
+    """Checks what this machine has not passed yet, and remembers what passes. Without `seconds` for SECONDS.
 
     Returns: {operator: what is wrong with it}, and the operators for which there was no time.
     """
     passed = _passed()
     found: dict[str, Finding] = {}
     new, late = set(), set()
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + (time_allowed() if seconds is None else seconds)
     for name, dtype, format in work(operators, dtypes, formats):
         label = " ".join((name, DTYPES[dtype], *([str(format)] if format else [])))
         if label in passed or name in found:

@@ -81,7 +81,6 @@ def test_an_interruption_keeps_what_was_measured(checkpoint, tmp_path, capsys, m
 
 
 def test_a_picture(checkpoint, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     picture = tmp_path / "speed.svg"
     assert run(checkpoint, *SIZES, "--picture", picture, "--bandwidth", 100) == 0
     text = picture.read_text()

@@ -33,7 +33,7 @@ def test_everything_is_built_and_compared(few, capsys):
     assert out[0].startswith("Simulated Apple GPU, macOS none, torch 2.") and len(out) < 6
     assert out[-1] == "All built, all equal. Report: moe_mps_report.json"
     written = report()
-    assert written["failures"] == [] and written["checked"] == {"libraries": 10, "operators": len(OPERATORS)}
+    assert written["failures"] == [] and written["checked"] == {"libraries": 11, "operators": len(OPERATORS)}
     assert {"torch", "macos", "gpu", "torch_moe_mps", "processor"} <= written["machine"].keys()
     kernels = {kernel["kernel"]: kernel for kernel in written["kernels"]}
     norm = kernels["norm_add_f32"]

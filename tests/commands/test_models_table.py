@@ -54,7 +54,6 @@ def test_row_is_current(current, simulated, architecture):
 
 @pytest.mark.parametrize("architecture", DENSE_ALWAYS)
 def test_dense_row_is_current(current, architecture):
-    pytest.importorskip("mlx_lm")
     assert rows(1)[architecture] == generator().dense_row(architecture), "run scripts/make_models_table.py"
 
 

@@ -17,8 +17,6 @@ from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.chat import _free_port
 from torch_moe_mps.commands.serving import server
 
-pytest.importorskip("fastapi")  # of transformers[serving]
-
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 

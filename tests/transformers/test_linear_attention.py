@@ -78,7 +78,7 @@ def test_projections_of_one_input_run_together(simulated):
         cache = model(torch.arange(4, device="mps")[None], use_cache=True).past_key_values
     x = torch.ones(1, 1, dense.config.hidden_size, device="mps")
     counts = launches(simulated, lambda: layer_of(model)(x, cache_params=cache))
-    assert sum(n for name, n in counts.items() if name.startswith("expert_rows")) == 2  # and out_proj
+    assert sum(n for name, n in counts.items() if name.startswith("matmul_rows")) == 2  # and out_proj
     assert "mm" not in counts and sum(counts.values()) <= 7, dict(counts)
 
 

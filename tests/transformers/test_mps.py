@@ -99,4 +99,4 @@ def test_three_dispatches_a_block(architecture, matmul, simulated):
     kernels = [
         line.split("_bf16")[0].split("_f32")[0] for line in str(commands).splitlines() if " grid " in line
     ]
-    assert kernels == [*matmul, "route2", "expert_rows", "expert_down"]
+    assert kernels == [*matmul, "route2", "matmul_rows", "expert_down"]

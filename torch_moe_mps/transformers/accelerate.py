@@ -64,7 +64,7 @@ def accelerate(
     wanted = requested_recipe(bits, group_size, mode, **recipe)
     check = check and is_wanted(model)
     if check:
-        require_quantized("accelerate", model, wanted)
+        seconds = require_quantized("accelerate", model, wanted)
     else:
         forget()
     for module in model.modules():
@@ -76,7 +76,7 @@ def accelerate(
     _replace(model, report)
     align_weights(model)
     report.compiled = compile_kernels(model, strict=not check)
-    if check and check_replacements("accelerate", model, report):
+    if check and check_replacements("accelerate", model, report, seconds):
         restore(model)
         report.rows.clear()
         _replace(model, report)
@@ -100,7 +100,7 @@ def _replace(model: nn.Module, report: Report) -> None:
         if name not in found and (reason := _other_experts(name, module)):
             report.add(name, module, "experts", None, reason)
     around = list(_around(model, found))
-    with_sinks = set() if refusal(model, "attention_sinks") else set(use_attention_of_sinks(model))
+    with_sinks = set() if refusal(model, "attention") else set(use_attention_of_sinks(model))
     with formulas_kept():
         for name, module in _others(model, {name for name, *_ in around} | found.keys()):
             rewrites, reason = rewrite(module)

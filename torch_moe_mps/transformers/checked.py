@@ -24,6 +24,7 @@ from ..selfcheck import (
     is_available,
     libraries,
     operators_named,
+    time_allowed,
     warning,
     where,
 )
@@ -70,8 +71,11 @@ def refusal(module: nn.Module, text: str) -> str | None:
     return f"{refused[0]} fails the self-check on this GPU" if refused and _is_on_mps(module) else None
 
 
-def require_quantized(function: str, model: nn.Module, recipe: Recipe | None) -> None:
-    """Raise the one-line error if what runs quantised weights, there or asked for, fails on this machine."""
+def require_quantized(function: str, model: nn.Module, recipe: Recipe | None) -> float:
+    """Raise the one-line error if what runs quantised weights, there or asked for, fails on this machine.
+
+    Returns: the seconds that are left for `check_replacements`.
+    """
     used: dict[str, set[Format]] = {operator: set() for operator in _OF_KIND.values()}
     for module in model.modules():
         if is_experts(module) and is_quantized(module):
@@ -89,13 +93,15 @@ def require_quantized(function: str, model: nn.Module, recipe: Recipe | None) ->
     dtypes = _dtypes(model)
     names = libraries(dtypes, set().union(*used.values()))
     compile_libraries([name for name in names if name.startswith("quantized_")], strict=False)
+    end = time.monotonic() + time_allowed()
     for operator, its_formats in used.items():
-        found, _ = failing([operator], dtypes, sorted(its_formats, key=str))
+        found, _ = failing([operator], dtypes, sorted(its_formats, key=str), end - time.monotonic())
         for finding in found.values():
             _refuse_weights(function, finding)
+    return end - time.monotonic()
 
 
-def check_replacements(function: str, model: nn.Module, report: Report) -> bool:
+def check_replacements(function: str, model: nn.Module, report: Report, seconds: float) -> bool:
     """Checks the operators that a report names. Whether some of them failed, and must not be used.
 
     Raises: RuntimeError for one that runs quantised weights.
@@ -108,12 +114,12 @@ def check_replacements(function: str, model: nn.Module, report: Report) -> bool:
         elif isinstance(module, QuantizedLayer):
             formats.add(module.format)
     started = time.perf_counter()
-    found, late = failing(named, _dtypes(model), sorted(formats, key=str))
-    seconds = time.perf_counter() - started
+    found, late = failing(named, _dtypes(model), sorted(formats, key=str), seconds)
+    took = time.perf_counter() - started
     _REFUSED.clear()
     _REFUSED.update(found)
     agree = len(named - found.keys() - late)
-    report.checked = f"{agree} of {len(named)} operators agree with the CPU on this GPU ({seconds:.1f} s)"
+    report.checked = f"{agree} of {len(named)} operators agree with the CPU on this GPU ({took:.1f} s)"
     if late:
         report.checked += f"; no time for {', '.join(sorted(late))}: they are checked the next time"
     for finding in found.values():

@@ -35,7 +35,7 @@ _CASTS = {
 _OPEN, _CLOSE = "([{<", ")]}>"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # users and operands are a graph
 class Instruction:
     """One instruction. `operands` are the texts of its values in order: locals, globals and literals."""
 
@@ -72,7 +72,7 @@ class Instruction:
         return " contract " in self.text or " fast " in self.text
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Block:
     label: str
     number: int

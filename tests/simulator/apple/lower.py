@@ -40,6 +40,7 @@ _INTRINSICS = {
         "sqrt": "rsqrt fmul",
         "floor ceil rint round trunc nearbyint": "convert",
         "pow": "transc fmul transc",
+        "tanh": "fmul transc fadd recip fma",
         "memset memmove": "private",
     }.items()
     for name in names.split()
@@ -50,7 +51,7 @@ _FUNCTIONS = {
     "logf": ["fmul", "transc"],
     "log2f": ["transc"],
     "powf": ["transc", "fmul", "transc"],
-    "tanhf": ["fmul", "transc", "fadd", "recip", "fma"],
+    "tanhf": _INTRINSICS["tanh"],
     "erff": ["fma"] * 8 + ["transc"],
     "msl_threadgroup_barrier": ["barrier"],
     "msl_simdgroup_barrier": ["simdbarrier"],

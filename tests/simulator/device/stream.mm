@@ -65,7 +65,8 @@ id<MTLComputeCommandEncoder> MPSStream::commandEncoder() {
 void MPSStream::endKernelCoalescing() {}
 void MPSStream::synchronize(SyncType type) {
   if (type == SyncType::NONE) return;
-  if (type != SyncType::COMMIT) simulator::fail("stream->synchronize: host code never waits, it only commits");
+  if (type != SyncType::COMMIT)
+    simulator::fail("stream->synchronize: host code never waits, it only commits");
   if (!simulator::in_block_of((void*)_serialQueue)) {
     simulator::fail("stream->synchronize: a commit is called outside of a block of the stream's queue");
   }
