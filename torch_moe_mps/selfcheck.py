@@ -113,8 +113,10 @@ def _kernels() -> str:
 # --- Metal libraries
 
 
-def compile_libraries(names: Iterable[str], built: Callable[[str], object]) -> list[Finding]:
-    """Has Metal compile the libraries side by side; `built` is told the name of each. What fails."""
+def compile_side_by_side(
+    names: Iterable[str], built: Callable[[str], object] = lambda name: None
+) -> list[Finding]:
+    """Has Metal compile libraries, several at a time; `built` is told the name of each. What fails."""
     findings = []
     with ThreadPoolExecutor() as pool:
         futures = {pool.submit(torch.ops.moe_mps._pipelines, name): name for name in names}

@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
     started = time.perf_counter()
     names = selfcheck.libraries(dtypes, formats)
     with _bar("Compiling", len(names), "library") as bar:
-        findings = selfcheck.compile_libraries(names, lambda name: bar.update())
+        findings = selfcheck.compile_side_by_side(names, lambda name: bar.update())
     report["seconds_compiling"] = round(time.perf_counter() - started, 1)
     work = selfcheck.work(OPERATORS, dtypes, formats)
     with _bar("Comparing", len(work), "operator") as bar:

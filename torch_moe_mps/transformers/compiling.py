@@ -5,17 +5,16 @@ import itertools
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
 
 from .._extension import torch_version
 from ..ops._formats import Format
+from ..selfcheck import DTYPES, compile_side_by_side
 from .interface import is_experts
 from .linears import has_quantized_weights
 
-_DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 # Libraries that depend on a format or on the dtype of ids, not on activations alone.
 _OF_WEIGHTS = ("experts", "quantized", "attention_affine8")
 
@@ -56,21 +55,12 @@ def compile_libraries(names: Iterable[str], strict: bool) -> str | None:
     if not new:
         return None
     started = time.perf_counter()
-    with ThreadPoolExecutor() as pool:
-        faults = list(filter(None, pool.map(_fault, new)))
-    if strict and faults:
-        raise faults[0]
+    findings = compile_side_by_side(new)
+    if strict and findings:
+        raise RuntimeError(findings[0].message)
     line = f"{len(new)} Metal libraries compiled in {time.perf_counter() - started:.1f} s: {', '.join(new)}"
     print(f"torch_moe_mps: {line}", file=sys.stderr)
     return line
-
-
-def _fault(library: str) -> RuntimeError | None:
-    try:
-        torch.ops.moe_mps._pipelines(library)
-    except RuntimeError as error:
-        return error
-    return None
 
 
 def libraries_of(model: nn.Module) -> list[str]:
@@ -106,4 +96,4 @@ def _weight_libraries(module: nn.Module, dtype: str | None) -> Iterator[str]:
 def _dtype(module: nn.Module, model: nn.Module) -> str | None:
     """The dtype of the activations: the dtype of the module's weights or scales, or else of the model."""
     every = itertools.chain(module.parameters(recurse=False), model.parameters())
-    return next((_DTYPES[p.dtype] for p in every if p.dtype in _DTYPES), None)
+    return next((DTYPES[p.dtype] for p in every if p.dtype in DTYPES), None)
