@@ -8,6 +8,7 @@ import signal
 import pytest
 import torch
 from support import tiny_models
+from support.launches import Launches
 
 from torch_moe_mps.commands import bench, main
 
@@ -52,17 +53,34 @@ def test_rows_and_json(checkpoint, tmp_path, capsys):
     assert all(row["memory"] > 1e6 and row["rate"] > 0 for row in data["rows"])
 
 
-def test_operators_are_those_of_a_token(checkpoint, capsys):
+def test_launches_are_the_operators_of_a_token_on_a_cpu(checkpoint):
     """Counted by torch's profiler: what is no view and is called by the model, not by another operator."""
     from torch_moe_mps.transformers.checkpoints.loading import from_pretrained
 
     model = from_pretrained(checkpoint)
-    with bench._Operators() as counted, torch.no_grad():
+    with bench._Launches(model.device) as counted, torch.no_grad():
         model(input_ids=torch.ones(1, 1, dtype=torch.long))
     with torch.no_grad(), torch.profiler.profile() as profile:
         model(input_ids=torch.ones(1, 1, dtype=torch.long))
     experts = [event for event in profile.events() if event.name == "moe_mps::moe_experts"]
     assert len(experts) == 2 and 20 < counted.count < len(profile.events())
+
+
+def test_on_mps(checkpoint, tmp_path, capsys, simulated):
+    """All rows; a token's launches are torch's operators and the kernels that the simulator saw encoded."""
+    from torch_moe_mps.transformers.checkpoints.loading import from_pretrained
+
+    file = tmp_path / "speed.json"
+    sizes = [*SIZES[:-2], "--device", "mps", "--bits", 4, "--group-size", 32]
+    assert run(checkpoint, *sizes, "--json", file) == 0
+    assert list(rows(capsys.readouterr().out)) == TESTS
+    generated = [row for row in json.loads(file.read_text())["rows"] if row["test"].startswith("tg")]
+    model = from_pretrained(checkpoint, bits=4, group_size=32, device_map="mps")
+    ids = torch.ones(1, 1, dtype=torch.long, device="mps")
+    with torch.no_grad(), simulated.trace() as encoded, Launches() as operators:
+        model(input_ids=ids, logits_to_keep=1)
+    kernels = [line for line in str(encoded).splitlines() if " grid " in line]
+    assert generated[0]["launches"] == operators.counts.total() + len(kernels) and len(kernels) > 10
 
 
 def test_an_interruption_keeps_what_was_measured(checkpoint, tmp_path, capsys, monkeypatch):

@@ -43,8 +43,9 @@ class Row:
         depth: tokens of context before the test.
         share: the rate of a generation over the bound that the memory's bandwidth sets, if that is known.
         memory: bytes that the device's driver has given to this process afterwards; on a CPU the peak.
-        operators, host: of a token that is generated: operators that compute, and the seconds that the host
-            needs for it, of which a GPU may still be computing.
+        launches, host: of a token that is generated: this package's kernels and torch's operators that
+            compute, of which each launches one kernel or more; and the seconds until the host has issued
+            them, which a GPU may still be computing.
     """
 
     test: str
@@ -54,21 +55,21 @@ class Row:
     depth: int
     share: float | None = None
     memory: int = 0
-    operators: int | None = None
+    launches: int | None = None
     host: float | None = None
 
     def line(self, model: str, size: str, device: str) -> str:
         """A row of the table."""
         share = "" if self.share is None else f"{100 * self.share:.0f} %"
         host = "" if self.host is None else f"{1e3 * self.host:.2f}"
-        operators = "" if self.operators is None else str(self.operators)
+        launches = "" if self.launches is None else str(self.launches)
         measured = f"{self.rate:.2f} ± {self.spread:.2f}{'' if self.unit == 't/s' else f' {self.unit}'}"
-        cells = [model, size, device, self.test, measured, share, f"{self.memory / 1e9:.2f}", operators, host]
+        cells = [model, size, device, self.test, measured, share, f"{self.memory / 1e9:.2f}", launches, host]
         return "| " + " | ".join(cells) + " |"
 
 
 HEAD = """\
-| model | size | device | test | t/s | of the bound | memory, GB | operators/token | host, ms/token |
+| model | size | device | test | t/s | of the bound | memory, GB | launches/token | host, ms/token |
 | --- | ---: | --- | --- | ---: | ---: | ---: | ---: | ---: |"""
 
 
@@ -152,7 +153,7 @@ class Bench:
             row = self._rate(f"tg{options.generate}{name}", options.generate, seconds, depth)
             if self.bandwidth is not None:
                 row.share = row.rate / self.bound(depth)
-            row.operators, row.host = self._operators(cache), self._host(cache)
+            row.launches, row.host = self._launches(cache), self._host(cache)
             yield row
             if depth:
                 turn = self.ids[:, depth : depth + options.turn]
@@ -208,10 +209,11 @@ class Bench:
         self._synchronize()
         return seconds
 
-    def _operators(self, cache: Any) -> int:
-        with _Operators() as operators:
-            self._forward(self.ids[:, :1], copy.deepcopy(cache))
-        return operators.count
+    def _launches(self, cache: Any) -> int:
+        cache = copy.deepcopy(cache)
+        with _Launches(self.device) as launches:
+            self._forward(self.ids[:, :1], cache)
+        return launches.count
 
     def _synchronize(self) -> None:
         if self.device.type == "mps":
@@ -231,14 +233,26 @@ class Bench:
         return peak if sys.platform == "darwin" else peak * 1024
 
 
-class _Operators(TorchDispatchMode):
-    """Counts operators but for views; one of this package launches one kernel or a few."""
+# Operators that are no views and yet compute nothing.
+_FREE = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty"}
 
-    count = 0
+
+class _Launches(TorchDispatchMode):
+    """Counts torch's operators that compute, and this package's kernels; off a Mac, its operators."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.count = 0
+        self.encodes = device.type == "mps"
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not function.is_view
-        return function(*args, **(kwargs or {}))
+        if not (self.encodes and function.namespace == "moe_mps"):
+            self.count += not (function.is_view or function.overloadpacket.__name__ in _FREE)
+            return function(*args, **(kwargs or {}))
+        before = torch.ops.moe_mps._encoded_dispatches()
+        result = function(*args, **(kwargs or {}))
+        self.count += torch.ops.moe_mps._encoded_dispatches() - before
+        return result
 
 
 def _drawing() -> Callable[[str, list[Row], Bench, str], None]:

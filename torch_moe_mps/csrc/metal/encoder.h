@@ -91,7 +91,7 @@ class Command {
 
 // After how many dispatches the stream is committed; 0: never. Torch commits only where somebody waits, so
 // that the GPU would not start before the host has encoded a whole step.
-void commit_every(int64_t dispatches);
+void commit_every(int64_t interval);
 
 class Commands {
  public:

@@ -22,32 +22,37 @@ MTLSize metal_size(const Size& size) {
   return MTLSizeMake(size.x, size.y, size.z);
 }
 
-struct Commits {
+struct Dispatches {
+  std::atomic<int64_t> encoded = 0;    // since the process began
+  std::atomic<int64_t> committed = 0;  // of these, those before the last commit of ours
   std::atomic<int64_t> interval = 0;
-  std::atomic<int64_t> dispatches = 0;  // since the last commit of ours
 };
 
-Commits& commits() {
-  static Commits instance;
+Dispatches& dispatches() {
+  static Dispatches instance;
   return instance;
 }
 
 // Whether the stream is to be committed, now that so many more dispatches are encoded.
-bool commit_is_due(int64_t dispatches) {
-  Commits& state = commits();
+bool commit_is_due(int64_t count) {
+  Dispatches& state = dispatches();
+  const int64_t encoded = state.encoded += count;
   const int64_t interval = state.interval;
-  if (interval == 0 || (state.dispatches += dispatches) < interval) return false;
-  state.dispatches = 0;
+  if (interval == 0 || encoded - state.committed < interval) return false;
+  state.committed = encoded;
   return true;
+}
+
+int64_t encoded_dispatches() {
+  return dispatches().encoded;
 }
 
 }  // namespace
 
-void commit_every(int64_t dispatches) {
-  TORCH_CHECK_VALUE(dispatches >= 0, "moe_mps::_commit_every: dispatches must be at least 0, got ",
-                    dispatches);
-  commits().interval = dispatches;
-  commits().dispatches = 0;
+void commit_every(int64_t interval) {
+  TORCH_CHECK_VALUE(interval >= 0, "moe_mps::_commit_every: dispatches must be at least 0, got ", interval);
+  dispatches().interval = interval;
+  dispatches().committed = dispatches().encoded.load();
 }
 
 Command& Command::bind(const at::Tensor& tensor) {
@@ -120,4 +125,5 @@ void Commands::encode() {
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   m.def("_commit_every(int dispatches) -> ()", &moe_mps::commit_every);
+  m.def("_encoded_dispatches() -> int", &moe_mps::encoded_dispatches);
 }
