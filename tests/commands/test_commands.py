@@ -21,27 +21,40 @@ from torch_moe_mps.commands import convert, main, perplexity
 from torch_moe_mps.commands.perplexity import SAMPLE, Means, measure, save_references, windows
 from torch_moe_mps.transformers.interface import formats_of
 
+BOTH_KINDS = pytest.mark.parametrize("checkpoint", ["qwen3_moe", "llama"], indirect=True)
+
 
 @pytest.fixture
-def checkpoint(tmp_path):
-    """A dense folder, sharded, with a tokenizer."""
+def checkpoint(request, tmp_path):
+    """A folder that is not quantised, sharded, with a tokenizer."""
     with tiny_models.groups_of_32(), tiny_models.sizes(num_hidden_layers=8):
-        model = tiny_models.tiny_model("qwen3_moe")
+        model = tiny_models.tiny_model(getattr(request, "param", "qwen3_moe"))
     folder = tmp_path / "dense"
     model.save_pretrained(folder, max_shard_size="200KB")
+    add_tokenizer(folder)
+    return folder
+
+
+def add_tokenizer(folder):
     letters = {
         character: index for index, character in enumerate([*sorted(set(SAMPLE.read_text())), "?" * 2])
     }
     tokenizer = Tokenizer(models.WordLevel(letters, unk_token="??"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    return folder
+
+
+@pytest.fixture
+def short_text(tmp_path):
+    (tmp_path / "text.txt").write_text(SAMPLE.read_text()[:100])
+    return tmp_path / "text.txt"
 
 
 def run(*arguments) -> int:
     return main([str(argument) for argument in arguments])
 
 
+@BOTH_KINDS
 def test_convert(checkpoint, tmp_path, capsys):
     assert (
         run("convert", checkpoint, tmp_path / "new", "--bits", 4, "--group-size", 32, "--keep", "*.k_proj")
@@ -77,11 +90,11 @@ def test_mixed_recipe(checkpoint, tmp_path):
     assert model.lm_head.format.bits == 6 and model.model.embed_tokens.format.bits == 4
 
 
-def test_budget(checkpoint, tmp_path):
+@BOTH_KINDS
+def test_budget(checkpoint, tmp_path, short_text):
     """The recipe that was measured is written, and gives the same model again."""
-    text, recipe = tmp_path / "text.txt", tmp_path / "recipe.json"
-    text.write_text(SAMPLE.read_text()[:100])
-    arguments = ["--group-size", 32, "--text", text, "--save-recipe", recipe]
+    recipe = tmp_path / "recipe.json"
+    arguments = ["--group-size", 32, "--text", short_text, "--save-recipe", recipe]
     assert run("convert", checkpoint, tmp_path / "new", "--budget", 7, *arguments) == 0
     assert run("convert", checkpoint, tmp_path / "again", "--recipe", recipe) == 0
     assert len(set(json.loads(recipe.read_text())["overrides"].values())) > 1
@@ -91,6 +104,7 @@ def test_budget(checkpoint, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
+@BOTH_KINDS
 def test_perplexity(checkpoint, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text(SAMPLE.read_text()[:400])
@@ -234,7 +248,7 @@ def test_names_that_are_not_there_are_one_line(hub, checkpoint, tmp_path, capsys
         assert message in capsys.readouterr().err
 
 
-def test_code_of_a_model_runs_only_when_trusted(tmp_path, capsys):
+def test_code_of_a_model_runs_only_when_trusted(tmp_path, short_text, capsys):
     folder = tmp_path / "own"
     with tiny_models.groups_of_32():
         tiny_models.tiny_model("llama").save_pretrained(folder)
@@ -252,8 +266,11 @@ def test_code_of_a_model_runs_only_when_trusted(tmp_path, capsys):
     assert run("convert", folder, tmp_path / "new", "--group-size", 32) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("torch-moe-mps: error: ") and error.endswith("--trust-remote-code lets it run.")
-    assert run("convert", folder, tmp_path / "new", "--group-size", 32, "--trust-remote-code") == 0
+    trusted = ["--group-size", 32, "--trust-remote-code"]
+    assert run("convert", folder, tmp_path / "new", *trusted) == 0
     assert (tmp_path / "new" / "own.py").exists()
+    add_tokenizer(folder)
+    assert run("convert", folder, tmp_path / "measured", *trusted, "--budget", 6, "--text", short_text) == 0
 
 
 def test_the_dry_run_says_what_a_token_reads(tmp_path, capsys):

@@ -76,7 +76,7 @@ def _measured(options: argparse.Namespace, source: str) -> dict[str, Any]:
         raise ValueError(f"--budget must be {expected}, got {options.budget:g}")
     ids = calibration_ids(source, options.text, options.trust_remote_code)
     device = "mps" if torch.backends.mps.is_available() else "cpu"
-    with LayerwiseCheckpoint(source, device) as checkpoint:
+    with LayerwiseCheckpoint(source, device, trust_remote_code=options.trust_remote_code) as checkpoint:
         recipe = measured_recipe(checkpoint, ids.to(device), options.budget, group_size, keep=options.keep)
     if options.save_recipe is not None:
         Path(options.save_recipe).write_text(json.dumps(recipe, indent=1) + "\n")

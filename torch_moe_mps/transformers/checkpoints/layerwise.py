@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -30,6 +30,7 @@ from transformers.utils import logging
 
 from ...ops._checks import Check
 from .config import is_mlx
+from .loading import class_for
 from .targets import kinds_of, tied_layers
 
 _CHECK = Check("load")
@@ -42,7 +43,8 @@ class LayerwiseCheckpoint:
     Args:
         source: a folder, or a name on the Hub: a dense checkpoint, or one in FP8.
         device: where the loaded part is.
-        model_class: of transformers; AutoModelForCausalLM unless given.
+        model_class: of transformers; the Auto class of a model that generates text unless given.
+        trust_remote_code: run the code in the checkpoint, for a type of model that transformers lacks.
 
     Attributes:
         model: of transformers, in evaluation mode.
@@ -56,12 +58,13 @@ class LayerwiseCheckpoint:
         source: str,
         device: str | torch.device = "cpu",
         model_class: type[PreTrainedModel] | None = None,
+        trust_remote_code: bool = False,
     ):
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         stored = vars(config).pop("quantization_config", None)
         if stored and (is_mlx(stored) or stored.get("quant_method") != "fp8"):
             _CHECK.fail(str(source), "a dense checkpoint, or one in FP8", "one that is quantised already")
-        self.model, self.device = _without_weights(config, device, model_class), device
+        self.model, self.device = _without_weights(config, device, model_class, trust_remote_code), device
         self._conversions = get_model_conversion_mapping(self.model)
         if stored:
             dequantizer = AutoHfQuantizer.from_config({**stored, "dequantize": True}, pre_quantized=True)
@@ -187,13 +190,15 @@ def _is_layer(part: str) -> bool:
 
 
 def _without_weights(
-    config: Any, device: str | torch.device, model_class: type[PreTrainedModel] | None
+    config: Any, device: str | torch.device, model_class: type[PreTrainedModel] | None, trusted: bool
 ) -> PreTrainedModel:
     """A model with buffers but no parameters."""
     with torch.device("meta"):
         dtype = getattr(config, "dtype", None) or torch.bfloat16
-        make = AutoModelForCausalLM.from_config if model_class is None else model_class._from_config
-        model = make(config, dtype=dtype)
+        if model_class is None:
+            model = class_for(config).from_config(config, dtype=dtype, trust_remote_code=trusted)
+        else:
+            model = model_class._from_config(config, dtype=dtype)
     for name, buffer in list(model.named_buffers()):
         owner, _, last = name.rpartition(".")
         model.get_submodule(owner)._buffers[last] = torch.empty_like(buffer, device=device)
