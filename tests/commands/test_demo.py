@@ -54,6 +54,13 @@ def test_checkpoint_of_the_user(tmp_path):
     assert "moe_gate" in result.stdout and "greedy tokens equal to eager's: 4 of 4" in result.stdout
 
 
+def test_dense_model(tmp_path):
+    tiny_models.tiny_model("qwen3").save_pretrained(tmp_path)
+    result = demo("--model", str(tmp_path), "--tokens", "4", "--dtype", "float32")
+    assert result.returncode == 0, result.stderr
+    assert "rms_norm" in result.stdout and "greedy tokens equal to eager's: 4 of 4" in result.stdout
+
+
 def test_quantised_checkpoint(tmp_path):
     """Without transformers' own code beside it, which cannot run the experts."""
     with tiny_models.groups_of_32():
@@ -73,7 +80,6 @@ def write_model(name: str, folder: Path) -> None:
 
 # The line on what is wrong with a model of transformers, and the options.
 ERRORS = {
-    "Qwen3ForCausalLM": ("Qwen3ForCausalLM: it has no experts with transformers' experts interface",),
     "Llama4ForCausalLM": (
         "Llama4ForCausalLM: Llama4TextExperts is left alone: "
         "its class does not follow transformers' experts interface",
