@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 from support.layouts import LAYOUTS, lay, lay_with_one_unaligned
-from support.oracles import assert_rounded, exact, rms, round_to, silu_mul, weighted_reduce, weighted_sum
+from support.oracles import exact, round_to
+from support.oracles_operators import check_tensor, checked, expected
 
 from torch_moe_mps.ops.combine import (
     moe_weighted_reduce,
@@ -16,35 +17,21 @@ from torch_moe_mps.ops.combine import (
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EPS = 1e-6
-SILU_ERRORS = 8
-NORM_ERRORS = 12
 
 
 def random(shape, dtype, seed, scale=1.0):
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
-def check_silu_mul(gate, up):
-    expected = silu_mul(exact(gate), exact(up))
-    assert_rounded(silu_mul_stacked(gate, up), expected, abs(expected), SILU_ERRORS)
-
-
 def check_sums(residual, slots, weights, norm_weight):
     """The three sums over these slots; `residual` keeps its values."""
-    r, s, w, n = (exact(tensor) for tensor in (residual, slots, weights, norm_weight))
-    errors = slots.shape[-2] + 2
-    magnitude = weighted_sum(abs(s), abs(w))
-    assert_rounded(weighted_sum_stacked(slots, weights), weighted_sum(s, w), magnitude, errors)
-
-    updated = clone_in_place(residual)
-    assert weighted_sum_residual_stacked_(updated, slots, weights) is None
-    assert_rounded(updated.contiguous(), r + weighted_sum(s, w), abs(r) + magnitude, errors)
-
-    again = clone_in_place(residual)
-    normed = weighted_sum_residual_norm_stacked_(again, slots, weights, norm_weight, EPS)
+    checked("weighted_sum_stacked", slots, weights)
+    updated, again = (clone_in_place(residual) for _ in range(2))
+    assert checked("weighted_sum_residual_stacked_", updated, slots, weights) is None
+    normed = checked("weighted_sum_residual_norm_stacked_", again, slots, weights, norm_weight, EPS)
     assert torch.equal(again, updated)
-    expected = rms(exact(again), EPS) * n
-    assert_rounded(normed, expected, abs(expected), NORM_ERRORS)
+    rows = {"input": again, "weight": norm_weight, "eps": EPS}  # what the norm sees is rounded
+    check_tensor(normed, *expected("rms_norm", rows), "the norm of the sum")
 
 
 def clone_in_place(tensor):
@@ -57,10 +44,10 @@ def clone_in_place(tensor):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_mul(device, dtype):
     for i, shape in enumerate([(1,), (31,), (3, 33), (2, 127), (2, 3, 300), (3, 3001)]):
-        check_silu_mul(*(random(shape, dtype, 2 * i + j, 4.0).to(device) for j in range(2)))
+        checked("silu_mul_stacked", *(random(shape, dtype, 2 * i + j, 4.0).to(device) for j in range(2)))
     for layout, other in zip(LAYOUTS, LAYOUTS[1:] + LAYOUTS[:1], strict=True):
         gate, up = (random((3, 2, 34), dtype, j) for j in range(2))
-        check_silu_mul(lay(gate, layout, device), lay(up, other, device))
+        checked("silu_mul_stacked", lay(gate, layout, device), lay(up, other, device))
 
 
 def test_silu_of_large_arguments(device):
@@ -103,11 +90,11 @@ def test_one_unaligned_operand(device, width):
     for operands in lay_with_one_unaligned([random(shape, torch.float16, 0) for shape in shapes], device):
         check_sums(*operands)
     for operands in lay_with_one_unaligned([random((3, width), torch.float16, i) for i in (1, 2)], device):
-        check_silu_mul(*operands)
+        checked("silu_mul_stacked", *operands)
     rows = [random(shape, torch.float16, 3) for shape in ((3, 5, width), (3, width), (3, width))]
     weights = random((3, 5), torch.float32, 4).to(device)
     for expert_out, shared_out, residual in lay_with_one_unaligned(rows, device):
-        check_reduce(weights, expert_out, shared_out=shared_out, residual=residual)
+        checked("moe_weighted_reduce", weights, expert_out, shared_out=shared_out, residual=residual)
 
 
 def test_longest_row(device):
@@ -173,19 +160,6 @@ def test_a_token_does_not_depend_on_the_others(device):
     assert torch.equal(weighted_sum_stacked(slots, weights), together)
 
 
-def check_reduce(weights, expert_out, gate_is_logit=False, **optional):
-    given = {name: exact(tensor) for name, tensor in optional.items()}
-    w, y = exact(weights), exact(expert_out)
-    expected = weighted_reduce(w, y, gate_is_logit=gate_is_logit, **given)
-    positive = {name: abs(values) for name, values in given.items()}
-    if gate_is_logit:
-        positive["shared_gate"] = given["shared_gate"]
-    magnitude = weighted_reduce(abs(w), abs(y), gate_is_logit=gate_is_logit, **positive)
-    result = moe_weighted_reduce(weights, expert_out, gate_is_logit=gate_is_logit, **optional)
-    assert result.dtype == expert_out.dtype
-    assert_rounded(result, expected, magnitude, weights.shape[1] + 8)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weighted_reduce(device, dtype):
     for i, (tokens, top_k, width) in enumerate(
@@ -196,20 +170,22 @@ def test_weighted_reduce(device, dtype):
         gate = random((tokens, 1), torch.float32 if i % 2 else dtype, 10 * i + 2, 3.0).to(device)
         shared, residual = (random((tokens, width), dtype, 10 * i + j).to(device) for j in (3, 4))
         flat = expert_out.view(tokens * top_k, width)
-        check_reduce(weights, expert_out)
-        check_reduce(weights, flat, residual=residual)
-        check_reduce(weights, expert_out, shared_out=shared)
-        check_reduce(weights, flat, shared_gate=gate, shared_out=shared)
-        check_reduce(weights, expert_out, True, shared_gate=gate[:, 0], shared_out=shared, residual=residual)
+        every = {"shared_gate": gate[:, 0], "shared_out": shared, "residual": residual, "gate_is_logit": True}
+        checked("moe_weighted_reduce", weights, expert_out)
+        checked("moe_weighted_reduce", weights, flat, residual=residual)
+        checked("moe_weighted_reduce", weights, expert_out, shared_out=shared)
+        checked("moe_weighted_reduce", weights, flat, shared_gate=gate, shared_out=shared)
+        checked("moe_weighted_reduce", weights, expert_out, **every)
 
 
 def test_weighted_reduce_layouts(device):
     for i, layout in enumerate(LAYOUTS):
         others = LAYOUTS[i + 1 :] + LAYOUTS[: i + 1]
-        check_reduce(
+        checked(
+            "moe_weighted_reduce",
             lay(random((3, 4), torch.float32, 0), others[0], device),
             lay(random((3, 4, 34), torch.bfloat16, 1), layout, device),
-            True,
+            gate_is_logit=True,
             shared_gate=lay(random((3, 1), torch.bfloat16, 2), others[1], device),
             shared_out=lay(random((3, 34), torch.bfloat16, 3), others[2], device),
             residual=lay(random((3, 34), torch.bfloat16, 4), layout, device),

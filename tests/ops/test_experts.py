@@ -24,6 +24,7 @@ from support.oracles import exact
 from support.oracles_experts import assert_close
 from support.oracles_experts import expert_mm as expected_mm
 from support.oracles_experts import moe_experts as expected_experts
+from support.oracles_operators import checked
 
 from torch_moe_mps.ops.experts import expert_mm, moe_experts
 
@@ -46,12 +47,11 @@ def test_expert_mm(device, dtype):
         weight = random((experts, rows, hidden), dtype, i + 1)
         ids = random_ids(tokens, slots, experts, i + 2, IDS[i % 2])
         bias = random((experts, rows), torch.float32 if i % 3 else dtype, i + 3) if i % 4 else None
-        expected = expected_mm(x, exact(weight), ids, bias)
         transposed = i % 3 == 0
         stored = weight.mT.contiguous() if transposed else weight
         tensors = (tensor.to(device) for tensor in (x, stored, ids))
         bias = None if bias is None else bias.to(device)
-        assert_close(expert_mm(*tensors, bias, transposed), expected)
+        checked("expert_mm", *tensors, bias, transposed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -65,29 +65,22 @@ def test_moe_experts(device, dtype):
 def test_weights_with_swapped_dimensions_in_memory(device, tokens, swapped):
     """Each matrix of a layer may be stored with its input dimension first, whatever the other is."""
     x, gate_up, down, ids, weights = layer(tokens, 2, 8, 64, 32, torch.float32, tokens)
-    expected = expected_experts(x, exact(gate_up), exact(down), ids, weights, {})
     tensors = [x, gate_up, down, ids, weights]
     for i, name in ((1, "gate_up"), (2, "down")):
         stored = tensors[i].to(device)
         tensors[i] = stored.mT.contiguous().mT if name in swapped else stored
-    assert_close(moe_experts(*(tensor.to(device) for tensor in tensors)), expected)
-    assert_close(
-        moe_experts(
-            *(tensor.to(device).mT if i in (1, 2) else tensor.to(device) for i, tensor in enumerate(tensors)),
-            transposed=True,
-        ),
-        expected,
-    )
+    tensors = [tensor.to(device) for tensor in tensors]
+    checked("moe_experts", *tensors)
+    turned = [tensor.mT if i in (1, 2) else tensor for i, tensor in enumerate(tensors)]
+    checked("moe_experts", *turned, transposed=True)
 
 
 def test_weights_with_other_strides(device):
     """A slice of a larger stack is right too; on Metal it is copied, and a warning says so once a process."""
     x, gate_up, down, ids, weights = layer(4, 2, 8, 64, 32, torch.float32)
     wider = torch.cat([gate_up, gate_up], 1).to(device)[:, : gate_up.shape[1]]
-    expected = expected_experts(x, exact(gate_up), exact(down), ids, weights, {})
-    assert_close(
-        moe_experts(x.to(device), wider, down.to(device), ids.to(device), weights.to(device)), expected
-    )
+    x, down, ids, weights = (tensor.to(device) for tensor in (x, down, ids, weights))
+    checked("moe_experts", x, wider, down, ids, weights)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -3,17 +3,8 @@
 import pytest
 import torch
 from support.layouts import LAYOUTS, lay, lay_with_one_unaligned
-from support.oracles import (
-    FLOAT32_EPS,
-    assert_rounded,
-    exact,
-    norm_add,
-    residual_norm,
-    rms,
-    round_to,
-    silu_mul,
-    spacing,
-)
+from support.oracles import FLOAT32_EPS, exact, spacing
+from support.oracles_operators import checked
 
 from torch_moe_mps.ops.norms import (
     fused_norm_add,
@@ -31,42 +22,16 @@ FLOAT32_ERRORS = 12
 
 
 def check_all(residual, input, weight, scalar, eps=EPS, weight_offset=0.0):
-    """The four operators on these tensors, each against the definition."""
-    r, x, w, s = (exact(tensor) for tensor in (residual, input, weight, scalar))
-    total = round_to(r + x, residual.dtype)
-    positive = [abs(a) for a in (r, x, w, s)]
-
-    alone = rms(x, eps) * (w + weight_offset)
-    magnitude = rms(positive[1], eps) * (positive[2] + abs(weight_offset))
-    assert_rounded(rms_norm(input, weight, eps, weight_offset), alone, magnitude, FLOAT32_ERRORS)
-    bare = rms(x, eps)
-    assert_rounded(rms_norm(input, None, eps), bare, abs(bare), FLOAT32_ERRORS)
-
-    added = norm_add(r, x, w, eps, weight_offset=weight_offset)
-    magnitude = norm_add(*positive[:3], eps, weight_offset=abs(weight_offset))
-    assert_rounded(
-        fused_norm_add(residual, input, weight, eps, weight_offset), added, magnitude, FLOAT32_ERRORS
-    )
-    assert_rounded(
-        fused_norm_add_scalar(residual, input, weight, scalar, eps, weight_offset),
-        added * s,
-        magnitude * positive[3],
-        FLOAT32_ERRORS,
-    )
-
-    normed = residual_norm(total, w, eps, weight_offset=weight_offset)
-    magnitude = residual_norm(abs(total), positive[2], eps, weight_offset=abs(weight_offset))
-    result, carried = fused_residual_norm(residual, input, weight, eps, True, weight_offset)
-    assert_rounded(result, normed, magnitude, FLOAT32_ERRORS)
-    assert carried.is_contiguous() and (exact(carried) == total).all()
-    alone, empty = fused_residual_norm(residual, input, weight, eps, False, weight_offset)
-    assert torch.equal(alone, result) and tuple(empty.shape) == (0,) and empty.dtype == residual.dtype
-    assert_rounded(
-        fused_residual_norm_scalar(residual, input, weight, scalar, eps, weight_offset),
-        normed * s,
-        magnitude * positive[3],
-        FLOAT32_ERRORS,
-    )
+    """The operators on these tensors."""
+    options = {"eps": eps, "weight_offset": weight_offset}
+    checked("rms_norm", input, weight, **options)
+    checked("rms_norm", input, None, eps)
+    checked("fused_norm_add", residual, input, weight, **options)
+    checked("fused_norm_add_scalar", residual, input, weight, scalar, **options)
+    result, _ = checked("fused_residual_norm", residual, input, weight, **options)
+    alone, empty = checked("fused_residual_norm", residual, input, weight, write_sum=False, **options)
+    assert torch.equal(alone, result) and empty.dtype == residual.dtype
+    checked("fused_residual_norm_scalar", residual, input, weight, scalar, **options)
 
 
 def random(shape, dtype, seed, scale=1.0):
@@ -98,8 +63,7 @@ def test_rows_at_a_distance(device, dtype):
         wide = random((2, 3, width), dtype, start).to(device)
         rows = wide[..., start : start + 24]
         for input in (rows, rows[:, 1], rows[1:, :2], rows.transpose(0, 1)):
-            expected = rms(exact(input), EPS) * exact(weight)
-            assert_rounded(rms_norm(input, weight.to(device), EPS), expected, abs(expected), FLOAT32_ERRORS)
+            checked("rms_norm", input, weight.to(device), EPS)
 
 
 def model_norms():
@@ -192,12 +156,8 @@ def test_magnitudes(device):
         if scale == 0.0:
             residual += 1.0
         ones = torch.ones(96, device=device)
-        expected = norm_add(exact(residual), exact(input), 1.0, eps)
-        assert_rounded(fused_norm_add(residual, input, ones, eps), expected, abs(expected), FLOAT32_ERRORS)
-        if scale > 0.0:
-            normed, carried = fused_residual_norm(residual, input, ones, eps)
-            assert torch.equal(carried, input)
-            assert_rounded(normed, expected, abs(expected), FLOAT32_ERRORS)
+        checked("fused_norm_add", residual, input, ones, eps)
+        checked("fused_residual_norm", residual, input, ones, eps)
 
 
 def test_norm_sees_the_rounded_sum(device):
@@ -265,20 +225,14 @@ def test_gated(device, dtype):
     for i, (rows, width) in enumerate([(1, 128), (3, 31), (9, 64), (2, 1030)]):
         input, gate = (random((rows, width), dtype, 10 * i + j, 3.0).to(device) for j in range(2))
         weight, offset = random((width,), torch.float32 if i % 2 else dtype, i).to(device), float(i % 3 == 0)
-        x, z, w = (exact(tensor) for tensor in (input, gate, weight))
-        expected = silu_mul(z, rms(x, EPS) * (w + offset))
-        magnitude = abs(silu_mul(z, rms(x, EPS) * (abs(w) + offset)))
-        result = rms_norm_gated(input, gate, weight, EPS, offset)
-        assert_rounded(result, expected, magnitude, FLOAT32_ERRORS)
+        checked("rms_norm_gated", input, gate, weight, EPS, offset)
 
 
 def test_gated_layouts(device):
     tensors = [random((6, 64), torch.float16, seed) for seed in range(2)] + [random((64,), torch.float16, 2)]
-    x, z, w = map(exact, tensors)
-    expected = silu_mul(z, rms(x, EPS) * w)
     laid = [[lay(tensor, layout, device) for tensor in tensors] for layout in LAYOUTS]
     for operands in (*laid, *lay_with_one_unaligned(tensors, device)):
-        assert_rounded(rms_norm_gated(*operands, EPS), expected, abs(expected), FLOAT32_ERRORS)
+        checked("rms_norm_gated", *operands, EPS)
 
 
 def test_gated_empty(device):

@@ -3,18 +3,14 @@
 import pytest
 import torch
 from support.expert_layers import random
-from support.oracles_experts import assert_close
-from support.oracles_experts import expert_mm as expected_mm
+from support.oracles_operators import checked
 from support.quantized_layers import (
     FORMATS,
     check_layer,
-    dense,
     each,
     place,
     random_quantized,
 )
-
-from torch_moe_mps.ops.quantized import expert_qmm
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -46,8 +42,7 @@ def test_many_pairs_of_one_expert(device, format, counts):
         check_layer(device, shape, format, dtype, seed, ids=ids)
     weight = random_quantized(len(counts), 37, 5 * group, format, torch.float16, seed)
     x = random((*ids.shape, 5 * group), torch.float16, seed)
-    expected = expected_mm(x, dense(weight, format), ids, None, rounded_weight=True)
-    assert_close(expert_qmm(x.to(device), *place(weight, device), ids.to(device), *format), expected)
+    checked("expert_qmm", x.to(device), *place(weight, device), ids.to(device), *format)
 
 
 # Pairs of 12 experts whose blocks of rows are taken in twos, of 6 one by one, of 2 in halves. Where there are
@@ -70,8 +65,7 @@ def test_many_blocks_of_rows(device, counts, bits, group, dtype):
     ids = ids_of_counts(counts, max(2, -(-sum(counts) // 32)), seed)
     weight = random_quantized(len(counts), 75 * 64 - 27, 64, format, dtype, seed)
     x = random((len(ids), 64), dtype, seed)
-    expected = expected_mm(x, dense(weight, format), ids, None, rounded_weight=True)
-    assert_close(expert_qmm(x.to(device), *place(weight, device), ids.to(device), *format), expected)
+    checked("expert_qmm", x.to(device), *place(weight, device), ids.to(device), *format)
     check_layer(device, (*ids.shape, len(counts), 64, 75 * 32 // 64 * 64), format, dtype, seed, ids=ids)
 
 

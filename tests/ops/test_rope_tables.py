@@ -1,10 +1,9 @@
 """The tables of rotary position embeddings."""
 
-import numpy as np
 import pytest
 import torch
-from support.oracles import FLOAT32_EPS, exact, spacing
-from support.oracles_sequence import angles
+from support.oracles import exact, spacing
+from support.oracles_operators import checked
 
 from torch_moe_mps.ops.rope import LAYOUTS, rope_tables
 
@@ -15,15 +14,9 @@ def frequencies(pairs):
     return 10000.0 ** -(torch.arange(pairs) / pairs)
 
 
-def check(position_ids, inv_freq, scaling, dtype, layout):
-    results = rope_tables(position_ids, inv_freq, scaling, dtype, layout)
-    radians = angles(position_ids, inv_freq, layout)
-    for result, function in zip(results, (np.cos, np.sin), strict=True):
-        expected = function(radians) * scaling
-        assert result.dtype == dtype and result.shape == expected.shape and result.is_contiguous()
-        # Metal's precise functions are good to 4 units of the last place; then a product and a rounding.
-        allowed = spacing(expected, dtype) + 5 * FLOAT32_EPS * abs(expected)
-        assert (abs(exact(result) - expected) <= allowed).all()
+def check(*arguments):
+    dtype = arguments[3]
+    assert all(table.dtype == dtype for table in checked("rope_tables", *arguments))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,18 +1,15 @@
 """Random calls of every operator: good arguments or spoilt ones, in random layouts; what comes of them."""
 
 import math
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from support import oracles
 from support.any_arguments import DTYPES, LAYOUTS, STRATEGIES, Draws
-from support.oracles_operators import ORACLES, Expected
+from support.oracles_operators import check_tensor, expected, written
 from support.quantized_layers import lay_words
 from torch_moe_mps.ops._samples import packet
 
@@ -176,22 +173,11 @@ def fake_outcome(call: Call) -> Outcome:
         return performed(call.name, arguments, "cpu")
 
 
-def written(name: str) -> list[str]:
-    arguments = packet(name).default._schema.arguments
-    return [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-
-
-def expected(call: Call) -> list[Expected]:
-    defaults = {a.name: a.default_value for a in packet(call.name).default._schema.arguments}
-    with np.errstate(all="ignore"):
-        return ORACLES[call.name](SimpleNamespace(**defaults | call.arguments))
-
-
 def check_values(call: Call, outcome: Outcome) -> None:
     """The results, what is written in place, and that nothing else changes."""
     in_place = written(call.name)
     actual = [*outcome.results, *(outcome.given[name] for name in in_place)]
-    for number, (result, right) in enumerate(zip(actual, expected(call), strict=True)):
+    for number, (result, right) in enumerate(zip(actual, expected(call.name, call.arguments), strict=True)):
         check_tensor(result, right, f"{call.name}: result {number}")
     for name, value in call.arguments.items():
         if isinstance(value, Tensor) and name not in in_place:
@@ -201,23 +187,3 @@ def check_values(call: Call, outcome: Outcome) -> None:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     octets = (t.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8) for t in (a, b))
     return a.dtype == b.dtype and torch.equal(*octets)
-
-
-def check_tensor(result: Tensor, right: Expected, what: str) -> None:
-    assert tuple(result.shape) == right.value.shape, what
-    if not result.dtype.is_floating_point:
-        wrong = (result.cpu().numpy() != right.value) & right.known
-        assert not wrong.any(), f"{what}: {wrong.sum()} wrong"
-        return
-    got = oracles.exact(result)
-    with np.errstate(all="ignore"):
-        correct = oracles.round_to(right.value, result.dtype)
-        if right.error is None:
-            wrong = got != correct
-        else:
-            wrong = ~(abs(got - correct) <= oracles.spacing(correct, result.dtype) + right.error)
-        # A result beyond the dtype is infinite, or the largest number if rounded the other way.
-        largest = 0.99 * oracles.FORMATS[result.dtype][2]
-        wrong &= ~((abs(correct) >= largest) & (abs(got) >= largest) & (np.sign(got) == np.sign(correct)))
-    wrong &= np.isfinite(right.value) & right.known
-    assert not wrong.any(), f"{what}: {wrong.sum()} of {wrong.size} wrong"

@@ -167,7 +167,7 @@ def e4m3(code: np.ndarray) -> np.ndarray:
 
 def codes_of(packed: Tensor, bits: int) -> np.ndarray:
     """[..., words] -> [..., words * 32 / bits]: the lowest bits first, whatever words they lie in."""
-    octets = packed.cpu().view(torch.int32).numpy().view(np.uint8)
+    octets = np.ascontiguousarray(packed.cpu().view(torch.int32).numpy()).view(np.uint8)
     each = np.unpackbits(octets, axis=-1, bitorder="little").reshape(*octets.shape[:-1], -1, bits)
     return (each * (1 << np.arange(bits))).sum(-1)
 

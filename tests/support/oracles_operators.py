@@ -2,14 +2,16 @@
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from support import oracles, oracles_experts, oracles_sequence
 from support.oracles import FLOAT32_EPS, exact
 from support.oracles_experts import DEVIATIONS, Estimate, activate, dequantise, multiply, roundoff
+from torch_moe_mps.ops._samples import packet
 
 
 class Expected(NamedTuple):
@@ -33,7 +35,7 @@ def oracle(function: Oracle) -> Oracle:
     return function
 
 
-def given(tensor: torch.Tensor | None) -> np.ndarray | None:
+def given(tensor: Tensor | None) -> np.ndarray | None:
     return None if tensor is None else exact(tensor)
 
 
@@ -44,6 +46,54 @@ def estimated(estimate: Estimate) -> Expected:
 EMPTY = Expected(np.zeros(0))
 
 
+def expected(name: str, arguments: dict[str, Any]) -> list[Expected]:
+    """What the operator must give for these arguments; tensors may be on any device."""
+    defaults = {a.name: a.default_value for a in packet(name).default._schema.arguments}
+    on_cpu = {n: v.cpu() if isinstance(v, Tensor) else v for n, v in arguments.items()}
+    with np.errstate(all="ignore"):
+        return ORACLES[name](SimpleNamespace(**defaults | on_cpu))
+
+
+def written(name: str) -> list[str]:
+    """The arguments that it writes in place."""
+    arguments = packet(name).default._schema.arguments
+    return [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def checked(name: str, *args: Any, **kwargs: Any) -> Any:
+    """What the operator returns, after it and what is written in place were held against the oracle."""
+    names = [a.name for a in packet(name).default._schema.arguments]
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    right = expected(name, arguments)
+    result = packet(name)(**arguments)
+    results = () if result is None else result if isinstance(result, tuple) else (result,)
+    assert all(tensor.is_contiguous() for tensor in results), name
+    actual = [*results, *(arguments[n] for n in written(name))]
+    for number, (tensor, tensor_right) in enumerate(zip(actual, right, strict=True)):
+        check_tensor(tensor, tensor_right, f"{name}: result {number}")
+    return result
+
+
+def check_tensor(result: Tensor, right: Expected, what: str) -> None:
+    assert tuple(result.shape) == right.value.shape, what
+    if not result.dtype.is_floating_point:
+        wrong = (result.cpu().numpy() != right.value) & right.known
+        assert not wrong.any(), f"{what}: {wrong.sum()} wrong"
+        return
+    got = exact(result)
+    with np.errstate(all="ignore"):
+        correct = oracles.round_to(right.value, result.dtype)
+        if right.error is None:
+            wrong = got != correct
+        else:
+            wrong = ~(abs(got - correct) <= oracles.spacing(correct, result.dtype) + right.error)
+        # A result beyond the dtype is infinite, or the largest number if rounded the other way.
+        largest = 0.99 * oracles.FORMATS[result.dtype][2]
+        wrong &= ~((abs(correct) >= largest) & (abs(got) >= largest) & (np.sign(got) == np.sign(correct)))
+    wrong &= np.isfinite(right.value) & right.known
+    assert not wrong.any(), f"{what}: {wrong.sum()} of {wrong.size} wrong"
+
+
 # Norms
 
 
@@ -52,7 +102,7 @@ def normed(x, weight, eps, offset=0.0, factor=1.0, *, x_error=0.0) -> Expected:
     if x.shape[-1] == 0:
         return Expected(np.zeros(x.shape), np.zeros(x.shape))
     weight = np.ones(x.shape[-1]) if weight is None else weight
-    relative = (12 + np.sqrt(x.shape[-1])) * FLOAT32_EPS
+    relative = 12 * FLOAT32_EPS
     scale = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
     error = abs(x) * scale * (abs(weight) + abs(offset)) * abs(factor) * relative
     error = error + 2 * x_error * scale * abs(weight + offset) * abs(factor)
@@ -67,10 +117,9 @@ def norm_add(a, factor=1.0) -> list[Expected]:
 
 
 def residual_norm(a, factor=1.0) -> tuple[Expected, Expected]:
+    """The sum is exact: 24 bits of float32 are twice float16's 11 and two more: rounding twice is once."""
     total = oracles.round_to(exact(a.residual) + exact(a.input), a.residual.dtype)
-    ulp = oracles.spacing(total, a.residual.dtype)
-    norm = normed(total, exact(a.weight), a.eps, a.weight_offset, factor, x_error=ulp)
-    return norm, Expected(total, 0.0)
+    return normed(total, exact(a.weight), a.eps, a.weight_offset, factor), Expected(total)
 
 
 @oracle
@@ -123,7 +172,7 @@ def weighted(slots, weights, residual=0.0) -> Expected:
 def silu_mul_stacked(a):
     gate, up = exact(a.gate), exact(a.up)
     value = oracles.silu_mul(gate, up)
-    return [Expected(value, (8 + 2 * abs(gate)) * FLOAT32_EPS * abs(value) + 1e-37)]
+    return [Expected(value, (8 + abs(gate) / 4) * FLOAT32_EPS * abs(value) + 1e-37)]
 
 
 @oracle
@@ -309,7 +358,7 @@ def product(x: Estimate, weight: np.ndarray, bias, dtype: torch.dtype) -> Estima
     return Estimate(value, out.deviation + roundoff(dtype) * abs(value))
 
 
-def rows_of(x: torch.Tensor) -> Estimate:
+def rows_of(x: Tensor) -> Estimate:
     rows = exact(x).reshape(int(np.prod(x.shape[:-1])), x.shape[-1])
     return Estimate(rows, np.zeros_like(rows))
 
@@ -386,7 +435,7 @@ def attention(a):
 @oracle
 def causal_conv1d_update_(a):
     value, magnitude, kept = oracles_sequence.convolution(a.x, a.conv_state_, a.weight, a.bias, a.activation)
-    return [Expected(value, 24 * FLOAT32_EPS * magnitude * (1 + magnitude)), Expected(kept)]
+    return [Expected(value, 24 * FLOAT32_EPS * magnitude), Expected(kept)]
 
 
 @oracle
@@ -410,7 +459,7 @@ def rope(a):
             results.append(EMPTY)
             continue
         value, magnitude = oracles_sequence.rotated(x, a.cos, a.sin, weight, *rest)
-        results.append(Expected(value, 24 * FLOAT32_EPS * magnitude))
+        results.append(Expected(value, 16 * FLOAT32_EPS * magnitude))
     return results
 
 

@@ -6,9 +6,8 @@ import torch
 
 from support.expert_layers import IDS, random, random_ids, to_device
 from support.layouts import lay
-from support.oracles_experts import assert_close, dequantise
-from support.oracles_experts import moe_experts as expected_experts
-from torch_moe_mps.ops.quantized import moe_experts_quantized
+from support.oracles_experts import dequantise
+from support.oracles_operators import checked
 
 # bits, group_size, mode: those that every path is tested with
 FORMATS = (
@@ -106,22 +105,12 @@ def check_layer(device, shape, format, dtype, seed, scale_dtype=None, ids=None, 
     if ids is None:
         ids = random_ids(tokens, slots, experts, seed + 7, IDS[seed % 2])
     weights = random((tokens, slots), torch.float32, seed + 8).softmax(-1)
-    expected = expected_experts(
-        x,
-        dense(gate_up, format),
-        dense(down, down_format or format),
-        ids,
-        weights,
-        options,
-        rounded_weight=True,
-    )
     x, ids, weights = (tensor.to(device) for tensor in (x, ids, weights))
     placed = (*place(gate_up, device), *place(down, device))
     options = to_device(options, device)
     if down_format:
         options |= dict(zip(("down_bits", "down_group_size", "down_mode"), down_format, strict=True))
-    out = moe_experts_quantized(x, *placed, ids, weights, *format, **options)
-    assert_close(out, expected)
+    checked("moe_experts_quantized", x, *placed, ids, weights, *format, **options)
 
 
 BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
