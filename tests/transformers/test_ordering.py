@@ -13,7 +13,9 @@ from support.models import assert_close, eager, output, prompt
 from torch import nn
 
 import torch_moe_mps
+from torch_moe_mps.transformers.rewriting.program.formulas import is_pure
 from torch_moe_mps.transformers.rewriting.program.programs import compile_forward
+from torch_moe_mps.transformers.rewriting.program.straightening import straighten
 from torch_moe_mps.transformers.rewriting.record import RECORD
 from torch_moe_mps.transformers.rewriting.rules import ordering
 
@@ -46,7 +48,7 @@ class Two(nn.Module):
 
 
 def rewritten(module: nn.Module, text: str) -> tuple[types.FunctionType, types.FunctionType, list[str]]:
-    """The forward with these statements, the one that `order_in_body` makes of it, and what this one runs."""
+    """The forward with these statements, the one that `order_outputs` makes of it, and what this one runs."""
     statements = text.replace("return ", "out = ", 1).split("; ")
     tree = ast.parse("".join([HEAD, *(f"    {s}\n" for s in statements), "    return out\n"])).body[0]
     results = tree.body[-2].value
@@ -54,9 +56,10 @@ def rewritten(module: nn.Module, text: str) -> tuple[types.FunctionType, types.F
         named = [ast.Assign([ast.Name(f"r{i}", ast.Store())], value) for i, value in enumerate(results.elts)]
         returned = [ast.Name(f"r{i}", ast.Load()) for i in range(len(named))]
         tree.body[-2:] = [*named, ast.Return(ast.Tuple(returned, ast.Load()))]
-    new = copy.deepcopy(tree)
-    runs = ordering.order_in_body(module, new.body, rewritten)
-    return compile_forward(rewritten, tree), compile_forward(rewritten, new), runs
+    own = compile_forward(rewritten, tree)
+    program = straighten(module, own)
+    ordering.order_outputs(program)
+    return own, program.compile(is_pure), program.rewrites
 
 
 def values(result) -> list[torch.Tensor]:

@@ -209,7 +209,68 @@ class NameOfAGlobal(Layer):
         return normed(total) + self.moe(x)
 
 
+class InBranch(Layer):
+    """A sum and its norm in one branch of two."""
+
+    def forward(self, x, y):
+        total = x + y
+        if x.shape[0] > 3:
+            total = total + y
+            x = self.norm(total)
+        else:
+            x = self.after(total)
+        return total + self.moe(x)
+
+
+class NormInBranch(Layer):
+    """The sum is needed on both ways, its norm on one."""
+
+    def forward(self, x, y):
+        total = x + y
+        x = total
+        if x.shape[0] > 3:
+            x = self.norm(total)
+        return total + self.moe(x)
+
+
+class AliasedInBranch(Layer):
+    """An in-place change that is seen through another name if a branch did not run."""
+
+    def forward(self, x, y):
+        total = x + y
+        kept = total
+        if x.shape[0] > 3:
+            total = total * 3
+        total *= 2
+        return kept + self.moe(self.norm(total))
+
+
+class ReadInBranch(Layer):
+    """What one branch reads is computed there, unless it is changed in place before."""
+
+    def forward(self, x, y):
+        half, third = y.float(), x + y
+        before = third * 1
+        third *= 2
+        if x.shape[0] > 3:
+            x = x + half
+        else:
+            x = x - before
+        return third + self.moe(self.norm(x))
+
+
+class Generated(Layer):
+    def forward(self, x, y):
+        x, y = (self.norm(z) for z in (x, y))
+        return x + self.moe(y)
+
+
 CASES = {
+    InBranch: ["fused_residual_norm (norm)", "rms_norm (after)"],
+    NormInBranch: ["rms_norm (norm)"],
+    AliasedInBranch: "its forward changes a tensor in place that has another name",
+    ReadInBranch: ["rms_norm (norm)"],
+    Generated: ["fused_norm_add (norm)", "rms_norm (norm)"],
     Chained: ["fused_residual_norm (norm)"],
     Branching: ["fused_residual_norm (norm)"],
     Post: ["fused_norm_add (after)"],
@@ -236,12 +297,13 @@ def test_rewriting_of_a_forward(cls):
     generator = torch.Generator().manual_seed(2)
     x, y = torch.randn(2, 7, 16, generator=generator)
     with torch.no_grad():
-        expected = layer(x.clone(), y.clone())
+        expected, of_two = layer(x.clone(), y.clone()), layer(x[:2].clone(), y[:2].clone())
         rewrites, reason = rewrite(layer)
         assert (rewrites or reason) == CASES[cls]
         assert is_rewritten(layer) == bool(rewrites)
         assert_close(layer(x.clone(), y.clone()), expected, 1e-5)
         assert_close(layer(x=x.clone(), y=y.clone()), expected, 1e-5)
+        assert_close(layer(x[:2].clone(), y[:2].clone()), of_two, 1e-5)
 
 
 @pytest.mark.parametrize("cls", [Chained, Post])

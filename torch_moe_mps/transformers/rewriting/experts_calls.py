@@ -37,5 +37,5 @@ def module_that_gives(ids: Node) -> str | None:
     """The path of the module within the block that returns the ids beside other results, if one does."""
     if ids.op != "item" or ids.args[0].op != "module":
         return None
-    path: str = ids.args[0].args[0]
-    return path.removeprefix("self.")
+    path: str = ids.args[0].path
+    return path

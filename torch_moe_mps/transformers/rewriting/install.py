@@ -15,15 +15,14 @@ from ..checked import refusal
 from ..experts import runs_own_code
 from ..interface import is_experts
 from .program.formulas import is_pure
-from .program.programs import CLASS_MARK, Program, Unsupported, original_class
+from .program.programs import CLASS_MARK, Unsupported, original_class
 from .program.reads import holds, recording
 from .program.straightening import straighten
 from .record import NOTHING, RECORD, record_of
-from .rules import MODULE_RULES, RULES, WHOLE_RULES
+from .rules import MODULE_RULES, RULES
 from .rules.mlp import RESIDUAL
 from .rules.residual import add_to_first
-from .rules.router import RAW, replace_selection
-from .rules.router_logits import REPLACE_ROUTER_LOGITS
+from .rules.router import RAW
 
 
 def is_rewritten(module: nn.Module) -> bool:
@@ -38,10 +37,10 @@ def rewrite(module: nn.Module) -> tuple[list[str], str | None]:
         restore_module(module)
     if "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
         return [], "its forward was replaced on the instance"
-    for rule in MODULE_RULES:
+    for recognise in MODULE_RULES:
         try:
             with recording() as reads:
-                found = rule(module)
+                found = recognise(module)
         except RuntimeError as error:  # from an operator that a rule tries, and that fails on this GPU
             return [], str(error).partition("\n")[0]
         if found is not None:
@@ -53,32 +52,18 @@ def rewrite(module: nn.Module) -> tuple[list[str], str | None]:
     try:
         with recording() as reads:
             program = straighten(module)
-            reason = _apply_rules(program)
+            program.drop_unused(is_pure)
+            for rule in RULES:
+                rule(program)
         if (refused := refusal(module, "; ".join(program.rewrites))) is not None:
             return [], refused
         if program.rewrites:
             _run(module, program.compile(is_pure), program.rewrites, reads)
     except Unsupported as unsupported:
         return [], str(unsupported)
-    return program.rewrites, reason
-
-
-def _apply_rules(program: Program) -> str | None:
-    """The reason why nothing could be replaced, if that is so."""
-    if any(rule(program) for rule in WHOLE_RULES):
-        return None
-    program.drop_unused(is_pure)
-    for rule in RULES:
-        rule(program)
-    if program.rewrites:
-        return None
-    if any(map(is_experts, program.module.modules())):
-        return "no norm or shared expert here that an operator can fuse"
-    reason = replace_selection(program)
-    if reason is None:
-        for rewrite_logits in REPLACE_ROUTER_LOGITS:
-            rewrite_logits(program)
-    return reason
+    if not program.rewrites and any(map(is_experts, module.modules())):
+        return [], "no norm or shared expert here that an operator can fuse"
+    return program.rewrites, program.reason
 
 
 def _is_on_top(module: nn.Module) -> bool:

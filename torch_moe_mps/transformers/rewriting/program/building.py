@@ -33,32 +33,27 @@ def child_of_call(program: Program, value: ast.expr) -> tuple[str, nn.Module] | 
     return None if child is None else (name, child)
 
 
-def unary_call(program: Program, value: ast.expr) -> tuple[str, nn.Module, ast.expr] | None:
-    """(name, module, x) if a value is self.name(x)."""
-    found = child_of_call(program, value)
-    if found is None or not isinstance(value, ast.Call) or len(value.args) != 1 or value.keywords:
-        return None
-    return *found, value.args[0]
-
-
-def sums(program: Program) -> list[tuple[ast.Assign, ast.BinOp]]:
-    """The statements that name a sum, and these sums."""
-    return [
-        (statement, statement.value)
-        for statement in program.statements
-        if isinstance(statement, ast.Assign)
-        and isinstance(statement.value, ast.BinOp)
-        and isinstance(statement.value.op, ast.Add)
-    ]
-
-
 def calls(program: Program) -> Iterator[tuple[ast.Assign, ast.Call]]:
     """Every call in the values that the program gives names, with its statement, in order."""
-    for statement in program.statements:
-        if isinstance(statement, ast.Assign) and statement not in program.inplace:
+    for statement in program.assignments():
+        if statement not in program.inplace:
             for node in ast.walk(statement.value):
                 if isinstance(node, ast.Call):
                     yield statement, node
+
+
+def first_result(program: Program) -> ast.expr:
+    """What the program returns, the first of it if that is several values."""
+    result = program.follow(program.result)
+    return result.elts[0] if isinstance(result, ast.Tuple) and result.elts else program.result
+
+
+def set_first_result(program: Program, value: ast.expr) -> None:
+    result = program.follow(program.result)
+    if isinstance(result, ast.Tuple):
+        result.elts[0] = value
+    else:
+        program.result = value
 
 
 class _Replace(ast.NodeTransformer):
@@ -72,14 +67,16 @@ class _Replace(ast.NodeTransformer):
 def replace_in(program: Program, statement: ast.Assign, old: ast.expr, new: ast.expr) -> None:
     """Puts `new` where `old` stands in the value of a statement."""
     statement.value = _Replace(old, new).visit(statement.value)
-    program.definitions[name_of(statement)] = statement.value
+    if name_of(statement) in program.definitions:
+        program.definitions[name_of(statement)] = statement.value
 
 
-def replace_everything(program: Program, result: ast.expr) -> None:
-    """The program computes `result` and nothing else."""
+def replace_everything(program: Program, function: str, *options: ast.expr) -> None:
+    """The program calls a function with the module, the forward's argument and options, nothing else."""
+    x = ast.Name(program.arguments.args[1].arg, ast.Load())
     program.statements.clear()
     program.inplace.clear()
-    program.result = result
+    program.result = helper(function, ast.Name("self", ast.Load()), x, *options)
 
 
 def add_option(program: Program, name: str, default: bool | None = None) -> None:

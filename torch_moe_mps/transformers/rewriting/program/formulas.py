@@ -92,6 +92,12 @@ class Node:
         node = self.peel()
         return (node.op, *(a.key if isinstance(a, Node) else a for a in node.args))
 
+    @property
+    def path(self) -> str:
+        """Where the module has what an attribute reads or a submodule's call runs."""
+        whole: str = self.args[0]
+        return whole.removeprefix("self.")
+
     def text(self) -> str:
         return ast.unparse(self.source) if self.source is not None else self.op
 
@@ -351,12 +357,22 @@ def evaluate(node: Node | None, module: nn.Module) -> object:
     return None
 
 
+def child(node: Node | None, module: nn.Module) -> nn.Module | None:
+    """The submodule that a node stands for."""
+    return None if node is None or node.op != "attr" else module.get_submodule(node.path)
+
+
+def is_argument(node: Node) -> bool:
+    """Whether a node is what the forward was called with, unchanged."""
+    return node.op == "opaque" and isinstance(node.source, ast.Name)
+
+
 def is_number(node: Node, module: nn.Module) -> bool:
     value = evaluate(node, module)
     return isinstance(value, (int, float)) and not isinstance(value, (bool, Tensor))
 
 
-def held(node: Node) -> Node:
+def named(node: Node) -> Node:
     """The value that the program has a name for, beneath casts where there is one."""
     best = node
     while node.op in _TRANSPARENT:
@@ -376,18 +392,27 @@ def casts_to_float32(node: Node, until: Node) -> bool:
 
 
 _EFFECTLESS = {*_PARAMETERS, *_CASTS, *_SHAPES, "iadd", "isub", "imul", "itruediv", "size", "linear", "split"}
+_EFFECTLESS |= {"exp", "softplus"}
 
 
 def is_pure(value: ast.expr, module: nn.Module) -> bool:
     """Whether an expression in a forward of `module` has no effect, so that it can be dropped if not read."""
     for call in (node for node in ast.walk(value) if isinstance(node, ast.Call)):
-        path = ast.unparse(call.func)
-        if path.startswith("self."):
-            if not _is_pure_module(module, path.removeprefix("self.")):
+        owner, _, name = ast.unparse(call.func).rpartition(".")
+        if _is_of_a_module(module, owner):
+            if not _is_pure_module(module, f"{owner}.{name}".removeprefix("self.")):
                 return False
-        elif path.rpartition(".")[2] not in _EFFECTLESS:
+        elif name not in _EFFECTLESS:
             return False
     return True
+
+
+def _is_of_a_module(module: nn.Module, owner: str) -> bool:
+    """Whether an expression is `self` or a module in it."""
+    value: Any = module
+    for name in owner.split(".")[1:]:
+        value = getattr(value, name, None)
+    return owner.partition(".")[0] == "self" and isinstance(value, nn.Module)
 
 
 def _is_pure_module(module: nn.Module, path: str) -> bool:

@@ -9,7 +9,11 @@ from .formulas import BINARY, COMMUTATIVE, Node
 
 @functools.lru_cache(maxsize=1024)
 def pattern(text: str) -> Node:
-    """A formula as text. Upper-case names stand for any value, the same wherever they occur."""
+    """A formula as text. Upper-case names stand for any value, the same wherever they occur.
+
+    LAYER(X) is the call of a submodule with one argument: LAYER is bound to the submodule, "LAYER(X)" to the
+    result.
+    """
     return _pattern(ast.parse(text.strip(), mode="eval").body)
 
 
@@ -22,6 +26,8 @@ def _pattern(tree: ast.expr) -> Node:
         return Node(BINARY[type(tree.op)], (_pattern(tree.left), _pattern(tree.right)))
     if isinstance(tree, ast.Subscript) and isinstance(tree.slice, ast.Constant):
         return Node("item", (_pattern(tree.value), tree.slice.value))
+    if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id.isupper():
+        return Node("call", (ast.unparse(tree), tree.func.id, _pattern(tree.args[0])))
     if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):
         return Node(tree.func.id, tuple(_pattern(a) for a in tree.args))
     raise ValueError(f"not a pattern: {ast.unparse(tree)}")
@@ -42,6 +48,12 @@ def _matches(form: Node, node: Node, bound: dict[str, Node]) -> Iterator[dict[st
             yield bound
         return
     node = node.peel()
+    if form.op == "call":
+        if node.op == "module" and len(node.args) == 2:
+            whole, name, argument = form.args
+            module = Node("attr", node.args[:1])
+            yield from _matches(argument, node.args[1], bound | {whole: node, name: module})
+        return
     if form.op == node.op and len(form.args) == len(node.args):
         orders = [node.args, node.args[::-1]] if form.op in COMMUTATIVE else [node.args]
         for args in orders:

@@ -1,8 +1,9 @@
-"""A module's forward as a straight-line program that can be read, matched and rewritten.
+"""A module's forward as a program that can be read, matched and rewritten.
 
-Every value has a name of its own (static single assignment), so that a name stands for one definition.
-`compile` turns the program into a function again: a rewrite replaces the values it knows and leaves every
-other line of the model's code alone.
+Every value has a name of its own (static single assignment), so that a name stands for one definition. An
+`if` that only the arguments decide has two blocks; a variable that they assign gets one more name at the end
+of both, which has no definition. `compile` turns the program into a function again: a rewrite replaces the
+values it knows and leaves every other line of the model's code alone.
 """
 
 import ast
@@ -10,8 +11,9 @@ import functools
 import linecache
 import operator
 import types
-from collections.abc import Callable
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -19,6 +21,9 @@ from .. import runtime
 
 # Attribute of the subclasses that rewriting makes.
 CLASS_MARK = "_moe_mps_original_class"
+
+Block: TypeAlias = list[ast.stmt]
+IsPure: TypeAlias = Callable[[ast.expr, nn.Module], bool]
 
 
 class Unsupported(Exception):
@@ -30,6 +35,10 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return vars(type(module)).get(CLASS_MARK, type(module))
 
 
+class If(ast.If):
+    """An `if` whose branches are blocks of the program; every other one is kept as it is."""
+
+
 def name_of(statement: ast.Assign) -> str:
     """The name that an assignment of a program defines."""
     target = statement.targets[0]
@@ -37,19 +46,26 @@ def name_of(statement: ast.Assign) -> str:
     return target.id
 
 
+def names_in(tree: ast.AST, context: type[ast.expr_context] = ast.Load) -> list[str]:
+    """The names that a tree reads (Load) or assigns (Store), as often as they occur."""
+    return [n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, context)]
+
+
 class Program:
-    """Statements in order; `definitions` maps the names that they define to the values."""
+    """A block of statements in order; `definitions` maps the names that they define to the values."""
 
     def __init__(self, module: nn.Module, function: types.FunctionType, arguments: ast.arguments):
         self.module = module
         self.function = function
         self.arguments = arguments
-        self.statements: list[ast.stmt] = []
+        self.statements: Block = []
         self.definitions: dict[str, ast.expr] = {}
         self.inplace: list[ast.stmt] = []
         self.result: ast.expr = ast.Constant(None)
         self.rewrites: list[str] = []
+        self.reason: str | None = None  # why nothing could be replaced
         self.stems: dict[str, str] = {name: name for name in self.arguments_names()}
+        self._unpacked: dict[str, int] = {}
         self._fresh = 0
 
     def arguments_names(self) -> set[str]:
@@ -70,25 +86,75 @@ class Program:
         self.definitions[name] = value
         return ast.Assign(targets=[ast.Name(name, ast.Store())], value=value if code is None else code)
 
-    def defined_by(self, name: str) -> ast.Assign | None:
-        """The statement that computes a name."""
-        for statement in self.statements:
-            if isinstance(statement, ast.Assign) and name_of(statement) == name:
-                return statement
-        return None
+    def unpack(self, value: ast.expr, statements: list[ast.Assign]) -> ast.Assign:
+        """The statement that computes the values of several others: its result has one for each."""
+        every = self.assign("items", value)
+        name = name_of(every)
+        self._unpacked[name] = len(statements)
+        for index, statement in enumerate(statements):
+            self.replace(
+                statement, ast.Subscript(ast.Name(name, ast.Load()), ast.Constant(index), ast.Load())
+            )
+        return every
 
-    def definition(self, name: str | None) -> tuple[ast.Assign, ast.expr] | None:
-        """The statement that computes a name, and the value; None for a name that has no statement."""
-        statement = None if name is None else self.defined_by(name)
-        return None if name is None or statement is None else (statement, self.definitions[name])
+    # Statements
+
+    def blocks(self) -> Iterator[Block]:
+        """The program's block, and those of the `if`s in it."""
+        pending = [self.statements]
+        for block in pending:
+            yield block
+            for statement in block:
+                if isinstance(statement, If):
+                    pending += [statement.body, statement.orelse]
+
+    def every(self) -> Iterator[ast.stmt]:
+        """All statements in order, those of an `if` after it."""
+        pending = self.statements[::-1]
+        while pending:
+            statement = pending.pop()
+            yield statement
+            if isinstance(statement, If):
+                pending += [*statement.orelse[::-1], *statement.body[::-1]]
+
+    def assignments(self) -> list[ast.Assign]:
+        """The statements that give one name a value."""
+        every = (statement for statement in self.every() if isinstance(statement, ast.Assign))
+        return [statement for statement in every if isinstance(statement.targets[0], ast.Name)]
+
+    def block_of(self, statement: ast.stmt) -> Block:
+        return next(block for block in self.blocks() if statement in block)
+
+    def insert(self, before: ast.stmt, statement: ast.stmt) -> None:
+        block = self.block_of(before)
+        block.insert(block.index(before), statement)
+
+    def remove(self, statement: ast.Assign) -> None:
+        self.block_of(statement).remove(statement)
+        del self.definitions[name_of(statement)]
+
+    def replace(self, statement: ast.Assign, value: ast.expr) -> None:
+        """Gives a name another value."""
+        statement.value = self.definitions[name_of(statement)] = value
+
+    def mutates_between(self, first: ast.stmt, last: ast.stmt | None) -> bool:
+        """Whether something is changed in place between two statements (None: the end), where nothing may
+        move then."""
+        every = list(self.every())
+        between = every[every.index(first) : None if last is None else every.index(last)]
+        return any(statement in self.inplace for statement in between)
+
+    # Values
+
+    def defined_by(self, name: str) -> ast.Assign | None:
+        """The statement that computes a name, None for one that has no definition."""
+        if name not in self.definitions:
+            return None
+        return next((each for each in self.assignments() if name_of(each) == name), None)
 
     def uses(self, name: str) -> int:
         """How often a name is read."""
-        return sum(
-            isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
-            for tree in (*self.statements, self.result)
-            for node in ast.walk(tree)
-        )
+        return sum(names_in(tree).count(name) for tree in (*self.statements, self.result))
 
     def follow(self, value: ast.expr) -> ast.expr:
         """The value behind names that only rename."""
@@ -103,68 +169,151 @@ class Program:
             name, value = value.id, self.definitions[value.id]
         return name
 
-    def mutates_between(self, first: ast.stmt, last: ast.stmt) -> bool:
-        """Whether something is changed in place between two statements: nothing may move there then."""
-        between = self.statements[self.statements.index(first) : self.statements.index(last)]
-        return any(statement in self.inplace for statement in between)
+    def names_of(self, name: str) -> set[str]:
+        """The names that hold the value of a name, on some path at least."""
+        names = {name}
+        for statement in self.assignments():
+            if isinstance(statement.value, ast.Name) and statement.value.id in names:
+                names.add(name_of(statement))
+        return names
 
-    def compile(self, is_pure: Callable[[ast.expr, nn.Module], bool]) -> types.FunctionType:
+    # Back to a function
+
+    def compile(self, is_pure: IsPure) -> types.FunctionType:
         """The function that runs the program, with the globals of the original."""
         self.drop_unused(is_pure)
+        self._move_into_branches(is_pure)
+        self._unpack_at_once()
         self._reuse_names()
-        body = [*self.statements, ast.Return(self.result)]
-        children = _ReadChildren(self.module)
-        body = [children.visit(statement) for statement in body]
+        body = [*map(_ReadChildren(self.module).visit, self.statements), ast.Return(self.result)]
         # From Python 3.12 on the node has type_params, which may not be missing.
         options: dict[str, Any] = {"type_params": []}
         forward = ast.FunctionDef("forward", self.arguments, body, [], **options)
         return compile_forward(self.function, forward)
 
-    def drop_unused(self, is_pure: Callable[[ast.expr, nn.Module], bool]) -> None:
+    def drop_unused(self, is_pure: IsPure) -> None:
         """Drops what nothing reads and what has no effect."""
-        read = {n.id for n in ast.walk(self.result) if isinstance(n, ast.Name)}
-        kept = []
-        for statement in reversed(self.statements):
-            if (
+        self._drop_unused(self.statements, set(names_in(self.result)), is_pure)
+
+    def _drop_unused(self, block: Block, read: set[str], is_pure: IsPure) -> None:
+        for statement in block[::-1]:
+            if isinstance(statement, If):
+                self._drop_unused(statement.body, read, is_pure)
+                self._drop_unused(statement.orelse, read, is_pure)
+                read.update(names_in(statement.test))
+            elif (
                 isinstance(statement, ast.Assign)
                 and name_of(statement) not in read
                 and is_pure(statement.value, self.module)
             ):
                 self.definitions.pop(name_of(statement), None)
+                block.remove(statement)
+            else:
+                read.update(names_in(statement))
+
+    def _move_into_branches(self, is_pure: IsPure) -> None:
+        """A value that only one branch of an `if` reads is computed there."""
+        for block in self.blocks():
+            for statement in block[::-1]:
+                if isinstance(statement, ast.Assign) and is_pure(statement.value, self.module):
+                    branch = self._only_branch_that_reads(block, statement)
+                    if branch is not None:
+                        block.remove(statement)
+                        branch.insert(0, statement)
+
+    def _only_branch_that_reads(self, block: Block, statement: ast.Assign) -> Block | None:
+        name = name_of(statement)
+        readers = [each for each in (*block, self.result) if name in names_in(each)]
+        reader = readers[0] if len(readers) == 1 else None
+        if not isinstance(reader, If) or name in names_in(reader.test) or name not in self.definitions:
+            return None
+        if statement in self.inplace or self.mutates_between(statement, reader):
+            return None
+        branches = (reader.body, reader.orelse)
+        inside = [branch for branch in branches if any(name in names_in(each) for each in branch)]
+        return inside[0] if len(inside) == 1 else None
+
+    def _unpack_at_once(self) -> None:
+        """Results that are only read one by one are unpacked, so that none is kept longer than it is read."""
+        for name, count in self._unpacked.items():
+            statement = self.defined_by(name)
+            if statement is None:
                 continue
-            read |= {
-                n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)
-            }
-            kept.append(statement)
-        self.statements = kept[::-1]
+            items = {f"{name}[{index}]": index for index in range(count)}
+            block = self.block_of(statement)
+            nearby = [each for each in self.assignments() if each in block]
+            parts = [each for each in nearby if ast.unparse(each.value) in items]
+            if not parts or self.uses(name) != len(parts):
+                continue
+            names = [self.fresh("_") for _ in items]
+            for part in parts:
+                names[items[ast.unparse(part.value)]] = name_of(part)
+                block.remove(part)
+            statement.targets = [ast.Tuple([ast.Name(each, ast.Store()) for each in names], ast.Store())]
 
     def _reuse_names(self) -> None:
         """Versions of a variable share its name where their lives do not overlap: tensors are freed early."""
-        first, last = self._lives()
-        free = {name for name in last if name not in self.stems}  # globals, which a variable must not hide
-        holders: dict[str, str] = {name: name for name in self.arguments_names()}
-        renamed: dict[str, str] = {}
-        for name in sorted(first, key=first.__getitem__):
+        lives = _Lives(self)
+        taken: dict[str, str] = {name: name for name in self.arguments_names()}
+        for name in lives.stored:
             stem = self.stems[name]
-            holder = holders.get(stem)
-            if stem not in free and (holder is None or last.get(holder, -1) <= first[name]):
-                renamed[name] = stem
-                holders[stem] = name
-        rename = RenameVariables(renamed)
-        self.statements = [rename.visit(statement) for statement in self.statements]
+            if stem not in lives.globals and all(taken.get(o) != stem for o in lives.together[name]):
+                taken[name] = stem
+        rename = RenameVariables(taken)
+        self.statements = list(map(rename.visit, self.statements))
         self.result = rename.visit(self.result)
+        for block in self.blocks():
+            block[:] = [each for each in block if not _renames_nothing(each)]
+        for statement in self.every():
+            if isinstance(statement, If) and not statement.body:
+                statement.body.append(ast.Pass())
 
-    def _lives(self) -> tuple[dict[str, int], dict[str, int]]:
-        """The positions at which names are first stored and last read."""
-        first: dict[str, int] = {}
-        last: dict[str, int] = {}
-        for position, tree in enumerate([*self.statements, self.result]):
-            for node in ast.walk(tree):
-                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                    first.setdefault(node.id, position)
-                elif isinstance(node, ast.Name):
-                    last[node.id] = position
-        return first, last
+
+def _renames_nothing(statement: ast.stmt) -> bool:
+    """Whether a statement is x = x."""
+    if not isinstance(statement, ast.Assign):
+        return False
+    return ast.unparse(statement.targets[0]) == ast.unparse(statement.value)
+
+
+class _Lives:
+    """Which names hold a value at the same time.
+
+    Attributes:
+        stored: the names that the program assigns, in order.
+        together: for each name those that are still read when it is assigned, and the other way round.
+        globals: names that are only read; a variable must not hide them.
+    """
+
+    def __init__(self, program: Program):
+        self.together: defaultdict[str, set[str]] = defaultdict(set)
+        trees = (*program.statements, program.result)
+        self.stored = list(dict.fromkeys(n for tree in trees for n in names_in(tree, ast.Store)))
+        self.globals = {n for tree in trees for n in names_in(tree)} - program.stems.keys()
+        self._before(program.statements, set(names_in(program.result)))
+
+    def _before(self, block: Block, live: set[str]) -> set[str]:
+        """The names that are read from the block on, given those that are read after it."""
+        for statement in reversed(block):
+            if isinstance(statement, If):
+                live = self._before(statement.body, live) | self._before(statement.orelse, live)
+                live.update(names_in(statement.test))
+                continue
+            stored, read = set(names_in(statement, ast.Store)), set(names_in(statement))
+            if isinstance(statement, ast.Assign):
+                source = read if isinstance(statement.value, ast.Name) else set()
+                self._note(stored, (live | stored) - source)
+                live = (live - stored) | read
+            else:  # in a loop what is assigned is read again, and an `except` may skip what is assigned
+                self._note(stored, live | stored | read)
+                live = live | read
+        return live
+
+    def _note(self, stored: set[str], others: set[str]) -> None:
+        for name in stored:
+            self.together[name] |= others - {name}
+            for other in others - {name}:
+                self.together[other].add(name)
 
 
 def copied(tree: Any) -> Any:

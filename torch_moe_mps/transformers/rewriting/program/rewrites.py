@@ -2,26 +2,39 @@
 
     Rewrite("S = R + Y; N = NORM(S)", "N, S = residual_norm(NORM, R, Y)", where)
 
-A form is a call, or a few assignments of which each reads the one before it. A name that the form assigns
-stands for a value that the program names, every other upper-case name for any expression; as a function it
-stands for a child of the module, as in NORM(S). Sums match in either order. Functions in lower case are
-those of `runtime`, `linear` (torch's), `imul` (an in-place product) and `float32` (a cast, however written).
+A form is a call; a few assignments of which each reads the one before it; or `return` with what the forward
+returns, the first of it if that is several values. In a form
+
+- a name that it assigns stands for a value that the program names, any other upper-case name for any
+  expression, `*REST` for the other arguments and `**OPTIONS` for the other keywords of a call;
+- as a function, an upper-case name is a child of the module, NORM(S), and one with an underscore in front is
+  a function of the model's file, _ROPE(Q, K, COS, SIN);
+- functions in lower case are those of `runtime`, `linear` (torch's), `imul` (an in-place product), `float32`
+  (a cast, however written) and `shaped` (its argument behind any number of view and reshape);
+- sums match in either order.
 
 A value may have a name in the program where the form has none. What every rewrite relies on is checked here:
-nothing is changed in place between the first statement and the last, and nothing else reads a value that is
-gone afterwards.
+nothing is changed in place between the first statement and the last, nothing else reads a value that is gone
+afterwards, and values that are computed together are computed in one block.
 """
 
 import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import torch.nn.functional as F
 from torch import nn
 
-from .building import calls, child_of_call, helper, item, replace_in
+from .building import calls, child_of_call, first_result, helper, replace_in, set_first_result
 from .formulas import Reader
-from .programs import Program, name_of
+from .programs import Program, copied, name_of
+
+# What a name stands for: an expression; the arguments of *REST; the keywords of **OPTIONS.
+Value: TypeAlias = Any
+
+_RESHAPING = {"view", "reshape"}
+_INSIDE = "shaped"  # the name that stands for the argument of `shaped` in the value of that name
 
 
 @dataclass(frozen=True)
@@ -30,13 +43,15 @@ class Match:
 
     Attributes:
         program: what it was found in.
+        place: the statement that reads what was found, None for the program's result.
         values: what its upper-case names stand for.
         statements: those of the names that it assigns.
         gone: statements that only the match reads; each may be dropped with what it names.
     """
 
     program: Program
-    values: dict[str, ast.expr] = field(default_factory=dict)
+    place: ast.stmt | None
+    values: dict[str, Value] = field(default_factory=dict)
     statements: dict[str, ast.Assign] = field(default_factory=dict)
     gone: tuple[ast.Assign, ...] = ()
 
@@ -47,29 +62,32 @@ class Match:
     def module(self, name: str) -> nn.Module:
         return self.program.module.get_submodule(self.child(name))
 
+    def function(self, name: str) -> Callable:
+        """The function that _NAME(...) calls."""
+        found: Callable = self.program.function.__globals__[ast.unparse(self.values[name])]
+        return found
+
     def drop(self) -> None:
         """Takes the statements away that only the match read."""
         for statement in self.gone:
-            self.program.statements.remove(statement)
-            del self.program.definitions[name_of(statement)]
+            self.program.remove(statement)
 
 
 class Form:
-    """A call or assignments, as text; `kept` are names of it whose values stay."""
+    """A form as text; `kept` are names of it whose values stay."""
 
     def __init__(self, text: str, kept: tuple[str, ...] = ()):
         self.parts: dict[str, ast.expr] = {}
         self.kept = kept
         for statement in ast.parse(text).body:
-            assert isinstance(statement, (ast.Assign, ast.Expr))
+            assert isinstance(statement, (ast.Assign, ast.Expr, ast.Return)) and statement.value is not None
             name = name_of(statement) if isinstance(statement, ast.Assign) else ""
             self.parts[name] = self.last = statement.value
         self.name = name
 
-    def find(self, program: Program, value: ast.expr, until: ast.stmt) -> Iterator[Match]:
-        """The ways in which `value`, which the statement `until` reads or computes, has this form."""
-        start = Match(program)
-        for match in self._matches(self.last, value, start):
+    def find(self, program: Program, value: ast.expr, until: ast.stmt | None) -> Iterator[Match]:
+        """The ways in which a value has this form that the statement `until` (None: the end) reads."""
+        for match in self._matches(self.last, value, Match(program, until)):
             first = (*match.gone, *match.statements.values())
             if not any(program.mutates_between(statement, until) for statement in first):
                 yield match
@@ -125,10 +143,23 @@ class Form:
             node = Reader(match.program).read(value)
             if (node.op, node.args[1:]) == ("cast", ("float32",)) and isinstance(value.func, ast.Attribute):
                 yield from self._matches(form.args[0], value.func.value, match)
-        elif len(form.args) == len(value.args) and not value.keywords and _calls(match.program, value, name):
+        elif name == "shaped":
+            yield from self._shaped(form, value, match)
+        elif _calls(match.program, value, name) and (pairs := _arguments(form, value)) is not None:
             if name.isupper():
                 match = replace(match, values=match.values | {name: value.func})
-            yield from self._all(form.args, value.args, match)
+            forms, values, others = pairs
+            yield from self._all(forms, values, replace(match, values=match.values | others))
+
+    def _shaped(self, form: ast.Call, value: ast.Call, match: Match) -> Iterator[Match]:
+        around = match.values.get(_INSIDE, ast.Name(_INSIDE, ast.Load()))
+        for inner in self._matches(form.args[0], value, match):
+            yield replace(inner, values={_INSIDE: around, **inner.values})
+        if isinstance(value.func, ast.Attribute) and value.func.attr in _RESHAPING:
+            step = ast.Attribute(ast.Name(_INSIDE, ast.Load()), value.func.attr, ast.Load())
+            around = _with({_INSIDE: ast.Call(step, value.args, value.keywords)}, around)
+            match = replace(match, values=match.values | {_INSIDE: around})
+            yield from self._matches(form, value.func.value, match)
 
     def _all(self, forms: list[ast.expr], values: list[ast.expr], match: Match) -> Iterator[Match]:
         if not forms:
@@ -144,11 +175,35 @@ def _function_of(form: ast.expr) -> str:
 
 def _calls(program: Program, call: ast.Call, name: str) -> bool:
     """Whether a call is of the function that a form calls `name`."""
+    if name.startswith("_"):
+        found = program.function.__globals__.get(ast.unparse(call.func))
+        return Reader(program).resolve(call.func) is found and callable(found)
     if name.isupper():
         return child_of_call(program, call) is not None
     if name == "linear":
         return Reader(program).resolve(call.func) is F.linear
     return ast.unparse(call.func) in (f"_moe_mps.{name}", f"_inplace.{name}")
+
+
+def _arguments(form: ast.Call, call: ast.Call) -> tuple[list[ast.expr], list[ast.expr], dict] | None:
+    """The arguments of a form beside those of a call, and what *REST and **OPTIONS stand for."""
+    forms, values = list(form.args), list(call.args)
+    others: dict[str, Value] = {}
+    if forms and isinstance(forms[-1], ast.Starred):
+        rest = ast.unparse(forms.pop()).removeprefix("*")
+        values, others[rest] = values[: len(forms)], values[len(forms) :]
+    named = {keyword.arg: keyword.value for keyword in call.keywords}
+    for keyword in form.keywords:
+        if keyword.arg is not None and keyword.arg in named:
+            forms.append(keyword.value)
+            values.append(named.pop(keyword.arg))
+        elif keyword.arg is None:
+            others[ast.unparse(keyword.value)] = [each for each in call.keywords if each.arg in named]
+            named = {}
+        else:
+            return None
+    fits = len(forms) == len(values) and not named
+    return None if not fits or any(isinstance(v, ast.Starred) for v in values) else (forms, values, others)
 
 
 class Rewrite:
@@ -160,60 +215,84 @@ class Rewrite:
 
     def __init__(self, form: str, replacement: str, where: Callable[[Match], str | None]):
         (statement,) = ast.parse(replacement).body
-        assert isinstance(statement, (ast.Assign, ast.Expr))
+        assert isinstance(statement, (ast.Assign, ast.Expr, ast.Return)) and statement.value is not None
         results = statement.targets[0] if isinstance(statement, ast.Assign) else ast.Tuple([])
         names = results.elts if isinstance(results, ast.Tuple) else [results]
+        self.is_returned = isinstance(statement, ast.Return)
         self.results = [ast.unparse(name) for name in names]
         self.replacement = statement.value
         self.form = Form(form, tuple(self.results))
         self.where = where
 
     def __call__(self, program: Program) -> None:
+        if self.is_returned:
+            self._apply(program, None, first_result(program))
+            return
         places: list[tuple[ast.Assign, ast.expr]] = list(calls(program))
         if self.results:
-            places = [(s, s.value) for s in program.statements if isinstance(s, ast.Assign)]
+            places = [(s, s.value) for s in program.assignments() if name_of(s) in program.definitions]
         for statement, value in places:
-            if statement in program.statements:
+            if name_of(statement) in program.definitions or not self.results:
                 self._apply(program, statement, value)
 
-    def _apply(self, program: Program, statement: ast.Assign, value: ast.expr) -> None:
+    def _apply(self, program: Program, statement: ast.Assign | None, value: ast.expr) -> None:
         for match in self.form.find(program, value, statement):
-            if self.results:
+            if statement is not None and self.results:
                 match = replace(match, statements=match.statements | {self.form.name: statement})
-            note = self.where(match)
+            blocks = [program.block_of(each) for each in match.statements.values()]
+            note = self.where(match) if all(block is blocks[0] for block in blocks) else None
             if note is None:
                 continue
             program.rewrites.append(note)
-            new = _Replacement(match.values).visit(ast.parse(ast.unparse(self.replacement), mode="eval").body)
-            if not self.results:
-                replace_in(program, statement, value, new)
-            else:
+            new = _with(match.values, self.replacement)
+            if statement is None:
+                set_first_result(program, new)
+            elif self.results:
                 self._assign(match, new)
+            else:
+                replace_in(program, statement, value, new)
             match.drop()
             return
 
     def _assign(self, match: Match, new: ast.expr) -> None:
         program = match.program
         statements = [match.statements[name] for name in self.results]
-        values = [new]
         if len(statements) > 1:
-            every = program.assign("results", new)
-            program.statements.insert(min(map(program.statements.index, statements)), every)
-            values = [item(name_of(every), index) for index in range(len(statements))]
-        for statement, value in zip(statements, values, strict=True):
-            statement.value = program.definitions[name_of(statement)] = value
-            program.inplace = [each for each in program.inplace if each is not statement]
+            first = min(statements, key=program.block_of(statements[0]).index)
+            program.insert(first, program.unpack(new, statements))
+        else:
+            program.replace(statements[0], new)
+        program.inplace = [each for each in program.inplace if each not in statements]
+
+
+def _with(values: dict[str, Value], replacement: ast.expr) -> ast.expr:
+    """The text of a replacement with the values that a match gave its names."""
+    new: ast.expr = _Replacement(values).visit(copied(replacement))
+    return new
 
 
 class _Replacement(ast.NodeTransformer):
-    """The text of a replacement with the values that a match gave its names."""
-
-    def __init__(self, values: dict[str, ast.expr]):
+    def __init__(self, values: dict[str, Value]):
         self.values = values
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return self.values.get(node.id, node)
 
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        keywords = {str(keyword.arg): self.visit(keyword.value) for keyword in node.keywords}
-        return helper(ast.unparse(node.func), *map(self.visit, node.args), **keywords)
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if not isinstance(node.func, ast.Name):
+            return self.generic_visit(node)
+        if node.func.id == "shaped":
+            return _with({_INSIDE: self.visit(node.args[0])}, self.values[_INSIDE])
+        arguments = []
+        for argument in node.args:
+            if isinstance(argument, ast.Starred):
+                arguments += copied(self.values[ast.unparse(argument.value)])
+            else:
+                arguments.append(self.visit(argument))
+        call = helper(node.func.id, *arguments)
+        for keyword in node.keywords:
+            if keyword.arg is None:
+                call.keywords += copied(self.values[ast.unparse(keyword.value)])
+            else:
+                call.keywords.append(ast.keyword(keyword.arg, self.visit(keyword.value)))
+        return call

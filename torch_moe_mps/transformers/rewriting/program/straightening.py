@@ -1,8 +1,8 @@
-"""From a method to a straight-line program.
+"""From a method to a program.
 
-The source is parsed, branches that the module's own attributes decide (`if self.norm_topk_prob`) are
-resolved, and every value gets a name. What is not understood stays as it is, as an opaque statement; what
-cannot be kept raises `Unsupported`.
+The source is parsed, an `if` that the module's own attributes decide (`if self.norm_topk_prob`) becomes the
+branch that runs, and every value gets a name. What is not understood stays as it is, as an opaque statement;
+what cannot be kept raises `Unsupported`.
 """
 
 import ast
@@ -12,18 +12,30 @@ import re
 import textwrap
 import types
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
 from .building import helper
-from .programs import Program, RenameVariables, Unsupported, copied, name_of, original_class
+from .programs import (
+    Block,
+    If,
+    Program,
+    RenameVariables,
+    Unsupported,
+    copied,
+    name_of,
+    names_in,
+    original_class,
+)
 from .reads import record
 
 # Inplace operators keep their meaning: x *= y becomes x_2 = _inplace.imul(x_1, y).
 _INPLACE = {ast.Add: "iadd", ast.Sub: "isub", ast.Mult: "imul", ast.Div: "itruediv"}
-# Decorators that leave a function as it is, and wrappers that only act in training.
-_TRANSPARENT_DECORATORS = {"auto_docstring"}
+# Decorators that change nothing in what a forward computes, and wrappers that only act in training.
+_TRANSPARENT_DECORATORS = {"auto_docstring", "force_accelerate_hooks"}
 _TRAINING_WRAPPERS = {"forward_with_checkpointing"}
+_HOOKS = "transformers.integrations.accelerate"  # has the wrapper of force_accelerate_hooks
 _VIEWS = {
     "view",
     "reshape",
@@ -50,24 +62,30 @@ def _parse(function: Callable) -> ast.FunctionDef:
         raise Unsupported("its source is not available") from error
     if not isinstance(tree, ast.FunctionDef):
         raise Unsupported("its forward is not a plain function")
-    decorators = {ast.unparse(decorator) for decorator in tree.decorator_list} - _TRANSPARENT_DECORATORS
-    if decorators or function.__closure__:
+    decorators = {ast.unparse(decorator).partition("(")[0] for decorator in tree.decorator_list}
+    if decorators - _TRANSPARENT_DECORATORS or function.__closure__:
         raise Unsupported("its forward is decorated or uses super()")
     return tree
 
 
 def own_forward(module: nn.Module) -> types.FunctionType:
     """The function behind the forward of the module's class."""
-    function = original_class(module).forward
-    while hasattr(function, "__wrapped__") and function.__code__.co_name in _TRAINING_WRAPPERS:
+    function: Any = original_class(module).forward
+    while _is_transparent(function):
         function = function.__wrapped__
     if not isinstance(function, types.FunctionType):
         raise Unsupported("its forward is not a plain function")
     return function
 
 
+def _is_transparent(function: Any) -> bool:
+    if not isinstance(function, types.FunctionType) or not hasattr(function, "__wrapped__"):
+        return False
+    return function.__code__.co_name in _TRAINING_WRAPPERS or function.__globals__["__name__"] == _HOOKS
+
+
 def straighten(module: nn.Module, function: types.FunctionType | None = None) -> "Program":
-    """The straight-line program of `function` (the module's forward) in evaluation mode."""
+    """The program of `function` (the module's forward) in evaluation mode."""
     function = own_forward(module) if function is None else function
     return _Builder(module, function).build()
 
@@ -107,6 +125,24 @@ def _unpacked_if_tuple(node: ast.If) -> str | None:
     return name if is_test and target.strip("()") == f"{name}, _" else None
 
 
+def _unrolled(value: ast.expr) -> ast.expr:
+    """(f(a), f(b)) for (f(x) for x in (a, b)); every other value as it is."""
+    if not isinstance(value, (ast.GeneratorExp, ast.ListComp)) or len(value.generators) != 1:
+        return value
+    (loop,) = value.generators
+    elements = loop.iter.elts if isinstance(loop.iter, (ast.Tuple, ast.List)) else []
+    names = [element.id for element in elements if isinstance(element, ast.Name)]
+    if not isinstance(loop.target, ast.Name) or loop.ifs or loop.is_async or len(names) != len(elements):
+        return value
+    variable = loop.target.id
+    values = [RenameVariables({variable: name}).visit(copied(value.elt)) for name in names]
+    return ast.Tuple(values, ast.Load()) if values else value
+
+
+def _renaming(name: str, value: str) -> ast.Assign:
+    return ast.Assign([ast.Name(name, ast.Store())], ast.Name(value, ast.Load()))
+
+
 class _Builder:
     def __init__(self, module: nn.Module, function: types.FunctionType):
         self.tree = _parse(function)
@@ -122,6 +158,8 @@ class _Builder:
         for argument in filter(None, names):
             argument.annotation = None
         self.program = Program(module, function, arguments)
+        self.statements = self.program.statements  # the block that is built
+        self.merged: dict[str, list[str]] = {}  # {name behind an `if`: the names that it has in the branches}
         self.names = {argument.arg: argument.arg for argument in filter(None, names)}
         self.returned = False
 
@@ -146,7 +184,7 @@ class _Builder:
 
     def define(self, variable: str, value: ast.expr, code: ast.expr | None = None) -> ast.Assign:
         statement = self.program.assign(variable, value, code)
-        self.program.statements.append(statement)
+        self.statements.append(statement)
         self.names[variable] = name_of(statement)
         return statement
 
@@ -156,7 +194,7 @@ class _Builder:
         result = self.expression(node.value) if node.value else ast.Constant(None)
         if isinstance(result, ast.BinOp):  # a sum that rules may fuse has a name
             statement = self.program.assign("result", result)
-            self.program.statements.append(statement)
+            self.statements.append(statement)
             result = ast.Name(name_of(statement), ast.Load())
         self.program.result = result
         self.returned = True
@@ -169,10 +207,11 @@ class _Builder:
             self.on_assign(ast.Assign(targets=[node.target], value=node.value))
 
     def on_assign(self, node: ast.Assign) -> None:
-        value = self.expression(node.value)
+        is_unpacked = all(isinstance(target, ast.Tuple) for target in node.targets)
+        value = self.expression(_unrolled(node.value) if is_unpacked else node.value)
         if len(node.targets) > 1:
             statement = self.program.assign("value", value)
-            self.program.statements.append(statement)
+            self.statements.append(statement)
             value = ast.Name(name_of(statement), ast.Load())
         for target in node.targets:
             self.bind(target, value)
@@ -189,18 +228,12 @@ class _Builder:
 
     def unpack(self, names: list[str], value: ast.expr) -> None:
         if isinstance(value, ast.Tuple) and len(value.elts) == len(names):
-            values = value.elts
+            defined = [self.program.assign(name, item) for name, item in zip(names, value.elts, strict=True)]
         else:
-            statement = self.program.assign("items", value)
-            self.program.statements.append(statement)
-            source = name_of(statement)
-            values = [
-                ast.Subscript(ast.Name(source, ast.Load()), ast.Constant(index), ast.Load())
-                for index in range(len(names))
-            ]
-        defined = [(name, self.program.assign(name, item)) for name, item in zip(names, values, strict=True)]
-        for name, statement in defined:
-            self.program.statements.append(statement)
+            defined = [self.program.assign(name, value) for name in names]
+            self.statements.append(self.program.unpack(value, defined))
+        self.statements += defined
+        for name, statement in zip(names, defined, strict=True):
             self.names[name] = name_of(statement)
 
     def on_augassign(self, node: ast.AugAssign) -> None:
@@ -219,7 +252,7 @@ class _Builder:
         value = self.expression(node.value)
         variable = self.changed_in_place(node.value)
         if variable is None:
-            self.program.statements.append(ast.Expr(value))
+            self.statements.append(ast.Expr(value))
         else:
             self.require_unshared(variable)
             self.program.inplace.append(self.define(variable, value))
@@ -239,13 +272,16 @@ class _Builder:
             raise Unsupported("its forward changes a value in place that it does not own")
         memory = self.memory(self.names[variable])
         others = (name for other, name in self.names.items() if other != variable)
-        if memory in self.program.arguments_names() or any(self.memory(name) == memory for name in others):
+        is_argument = memory & self.program.arguments_names()
+        if is_argument or any(self.memory(name) & memory for name in others):
             raise Unsupported("its forward changes a tensor in place that has another name")
 
-    def memory(self, name: str) -> str:
-        """The owner of a value's memory, as text. All views of a tensor have the same owner."""
+    def memory(self, name: str) -> set[str]:
+        """The owners of a value's memory, as text. All views of a tensor have the same owner."""
         while True:
             name = self.program.last_name(ast.Name(name, ast.Load())) or name
+            if name in self.merged:
+                return set().union(*map(self.memory, self.merged[name]))
             value = self.program.definitions.get(name)
             if (
                 isinstance(value, ast.Call)
@@ -255,12 +291,12 @@ class _Builder:
                 value = value.func.value
             elif isinstance(value, ast.Subscript) and isinstance(value.value, ast.Name):
                 if isinstance(self.program.definitions.get(value.value.id), ast.Call):
-                    return ast.unparse(value)  # one of several results
+                    return {ast.unparse(value)}  # one of several results
                 value = value.value
             else:
-                return name
+                return {name}
             if not isinstance(value, ast.Name):
-                return ast.unparse(value)
+                return {ast.unparse(value)}
             name = value.id
 
     def on_with(self, node: ast.With) -> None:
@@ -277,9 +313,39 @@ class _Builder:
             return
         outcome = self.evaluate(node.test)
         if outcome is None:
-            self.opaque(node)
+            self.undecided(node)
         else:
             self.block(node.body if outcome else node.orelse)
+
+    def undecided(self, node: ast.If) -> None:
+        """Two blocks; a variable that they assign has one more name behind them."""
+        program, statements, before = self.program, self.statements, self.names
+        kept = dict(program.definitions), list(program.inplace), dict(self.merged)
+        branches: list[tuple[Block, dict[str, str]]] = []
+        try:
+            test = self.expression(node.test)
+            for body in (node.body, node.orelse):
+                self.statements, self.names = [], dict(before)
+                self.block(body)
+                if self.returned:
+                    raise Unsupported("its forward returns from within a branch or defines functions")
+                branches.append((self.statements, self.names))
+        except Unsupported:
+            program.definitions, program.inplace, self.merged = kept
+            self.statements, self.names, self.returned = statements, before, False
+            self.opaque(node)
+            return
+        self.statements, self.names = statements, dict(before)
+        for variable in sorted({name for _, names in branches for name in names}):
+            versions = [names.get(variable) for _, names in branches]
+            if versions[0] == versions[1]:
+                continue
+            merged = self.names[variable] = program.fresh(variable)
+            self.merged[merged] = [version for version in versions if version is not None]
+            for (block, _), version in zip(branches, versions, strict=True):
+                if version is not None:
+                    block.append(_renaming(merged, version))
+        self.statements.append(If(test, *(block for block, _ in branches)))
 
     def evaluate(self, test: ast.expr) -> bool | None:
         """The outcome of a condition on the module's attributes alone, else None."""
@@ -311,15 +377,11 @@ class _Builder:
             for child in ast.walk(node)
         ):
             raise Unsupported("its forward returns from within a branch or defines functions")
-        assigned = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        for variable in sorted(assigned):
+        for variable in sorted(set(names_in(node, ast.Store))):
             name = self.program.fresh(variable)
             if variable in self.names:
-                before = ast.Name(self.names[variable], ast.Load())
-                self.program.statements.append(
-                    ast.Assign(targets=[ast.Name(name, ast.Store())], value=before)
-                )
+                self.statements.append(_renaming(name, self.names[variable]))
             self.names[variable] = name
         statement = _Rename(self.names).visit(copied(node))
-        self.program.statements.append(statement)
+        self.statements.append(statement)
         self.program.inplace.append(statement)

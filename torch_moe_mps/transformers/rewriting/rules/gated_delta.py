@@ -1,30 +1,24 @@
 """The decode step of linear attention with the gated delta rule (Qwen3-Next).
 
-These forwards branch between a prompt and one token, so they are not straight-line programs. Only the calls
-of the two functions of the decode step are rewritten. Those functions, and the gates before them, are
-recognised by running them on random numbers.
+Its two functions, and the gates before them, are recognised by running them on random numbers.
 """
 
 import ast
-import copy
 import functools
-import inspect
-import textwrap
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....ops._checks import ACTIVATION_DTYPES
 from ....ops.gated_delta import MAX_KEY_WIDTH
-from ..program.building import helper
-from ..program.programs import compile_forward, original_class
+from ..program.building import own_module
+from ..program.programs import Program, copied, name_of
+from ..program.rewrites import Match, Rewrite
 from ..runtime import called
-from .linear import join_in_body
-from .ordering import order_in_body
 from .trial import agrees
 
 ops = torch.ops.moe_mps
@@ -169,7 +163,7 @@ class _Gate:
 
     def tried(self, value: Tensor, attributes: dict[str, Tensor]) -> object:
         """What the expression gives for these values."""
-        code = compile(ast.Expression(self.statement.value), "<gate>", "eval")
+        code = compile(ast.unparse(self.statement.value), "<gate>", "eval")
         try:
             values = {"self": types.SimpleNamespace(**attributes), self.locals[0]: value}
             return eval(code, self.scope, values)
@@ -201,141 +195,74 @@ def _decay_attributes(gate: _Gate) -> tuple[str, str] | None:
     return None
 
 
-# Rewriting of a forward
+# Rewriting of a program
 
 
-def rewrite_gated_delta(module: nn.Module) -> tuple[Callable, str] | None:
-    """(forward, what it runs) for a layer with linear attention, else None."""
-    own = original_class(module).forward
-    inner = inspect.unwrap(own)
-    if not isinstance(inner, types.FunctionType) or inner.__closure__:
+def _is_conv(match: Match) -> str | None:
+    name = ast.unparse(match.values["_CONV"])
+    few = len(match.values["REST"]) <= 2
+    return (
+        "causal_conv1d_update_"
+        if few and "conv" in name and is_causal_conv(match.function("_CONV"))
+        else None
+    )
+
+
+CAUSAL_CONV = Rewrite(
+    "_CONV(X, STATE, WEIGHT, *REST)", "causal_conv(_CONV, X, STATE, WEIGHT, *REST)", where=_is_conv
+)
+
+
+def _is_step(match: Match) -> str | None:
+    """Whether a call is the recurrence of one token; GATES and RAW are its gates, see `delta_rule`.
+
+    It stands in the first branch of an `if` then, and the cache takes the state back: in place is the same.
+    """
+    program, statement = match.program, match.statements["ITEMS"]
+    options = [keyword.arg for keyword in match.values["OPTIONS"]]
+    ifs = [each for each in program.every() if isinstance(each, ast.If)]
+    if "initial_state" not in options or not any(statement in each.body for each in ifs):
         return None
-    names = set(inner.__code__.co_names)
-    if not any("conv1d" in name or "delta_rule" in name for name in names):
+    if not _goes_to_cache(program, f"{name_of(statement)}[1]") or not is_delta_rule(match.function("_RULE")):
         return None
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inner))).body[0]
-    except (OSError, TypeError, SyntaxError):
+    values = [match.values["G"], match.values["BETA"]]
+    gates = [_gate(program, value, statement) for value in values]
+    raw = _raw(*gates)
+    if raw is not None:  # the statements of the gates stay where they are for the other branch
+        values = [copied(gate.statement.value) for gate in gates if gate is not None]
+    empty = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+    match.values["GATES"] = ast.Lambda(empty, ast.Tuple(values, ast.Load()))
+    match.values["RAW"] = ast.Constant(None) if raw is None else ast.Tuple(raw, ast.Load())
+    return "gated_delta_rule_"
+
+
+def _goes_to_cache(program: Program, state: str) -> bool:
+    """Whether the cache is given a value, which is one of several results."""
+    holders = [name for name, value in program.definitions.items() if ast.unparse(value) == state]
+    names = set().union(*map(program.names_of, holders))
+    calls = [node for each in program.statements for node in ast.walk(each) if isinstance(node, ast.Call)]
+    updates = [call for call in calls if ast.unparse(call.func).endswith(".update_recurrent_state")]
+    return any(call.args and ast.unparse(call.args[0]) in names for call in updates)
+
+
+def _gate(program: Program, value: ast.expr, until: ast.stmt) -> _Gate | None:
+    """The statement that computes a gate, if what it reads is still the same at a later statement."""
+    statement = program.defined_by(value.id) if isinstance(value, ast.Name) else None
+    if statement is None or program.mutates_between(statement, until):
         return None
-    if not isinstance(tree, ast.FunctionDef):
+    return _Gate(statement, program.function.__globals__)
+
+
+def _raw(g: _Gate | None, beta: _Gate | None) -> list[ast.expr] | None:
+    """g, beta, A_log and dt_bias as the operator takes them."""
+    names = None if g is None else _decay_attributes(g)
+    if g is None or beta is None or names is None or not _is_sigmoid(beta):
         return None
-    rewriter = _Rewriter(inner.__globals__, tree)
-    tree = rewriter.visit_FunctionDef(tree)
-    if not rewriter.rewrites:
-        return None
-    if ordered := order_in_body(module, tree.body, inner):
-        rewriter.rewrites.update(ordered)
-    elif joined := join_in_body(module, tree.body):
-        rewriter.rewrites.add(f"linear_quantized ({', '.join(joined)})")
-    tree = ast.fix_missing_locations(tree)
-    for argument in ast.walk(tree.args):
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
-    tree.name, tree.returns = "forward", None
-    return compile_forward(inner, tree), "; ".join(sorted(rewriter.rewrites))
+    return [*(ast.Name(gate.locals[0], ast.Load()) for gate in (g, beta)), *map(own_module, names)]
 
 
-class _Rewriter(ast.NodeTransformer):
-    def __init__(self, scope: dict, tree: ast.FunctionDef):
-        self.scope = scope
-        self.tree = tree
-        self.rewrites: set[str] = set()
-
-    def function(self, call: ast.Call) -> Callable | None:
-        return self.scope.get(call.func.id) if isinstance(call.func, ast.Name) else None
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-        node.body = self.statements(node.body)
-        return node
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        function = self.function(node)
-        plain = 3 <= len(node.args) <= 5 and not node.keywords
-        if (
-            function is None
-            or not plain
-            or "conv" not in ast.unparse(node.func)
-            or not is_causal_conv(function)
-        ):
-            return node
-        self.rewrites.add("causal_conv1d_update_")
-        return helper("causal_conv", node.func, *node.args)
-
-    def statements(self, body: list[ast.stmt]) -> list[ast.stmt]:
-        """The rewritten statements of the forward; gates move to the branches that use them."""
-        body = [self.visit(statement) for statement in body]
-        for branch in body:
-            call = self.step(branch) if isinstance(branch, ast.If) else None
-            if call is None or not isinstance(branch, ast.If):
-                continue
-            gates = [self.gate(body, branch, call, name) for name in ("g", "beta")]
-            raw = self.raw(*gates)
-            self.rewrite_step(call, raw)
-            if raw is not None:
-                moved = [gate.statement for gate in gates if gate is not None]
-                first = sorted(moved, key=body.index)
-                body = [statement for statement in body if statement not in moved]
-                branch.orelse = [*first, *branch.orelse]
-        return body
-
-    def step(self, branch: ast.If) -> ast.Call | None:
-        """The call of the recurrence in a branch of an `if`; the cache takes the state back."""
-        if len(branch.body) != 1 or not branch.orelse or not isinstance(assign := branch.body[0], ast.Assign):
-            return None
-        call, target = assign.value, assign.targets[0]
-        if not isinstance(target, ast.Tuple) or len(target.elts) != 2 or not isinstance(call, ast.Call):
-            return None
-        function = self.function(call)
-        keywords = {keyword.arg: keyword.value for keyword in call.keywords}
-        if len(call.args) != 3 or not {"g", "beta", "initial_state"} <= keywords.keys():
-            return None
-        if function is None or not self.returns_state(ast.unparse(target.elts[1])):
-            return None
-        return call if is_delta_rule(function) else None
-
-    def returns_state(self, name: str) -> bool:
-        """Whether the cache is given the state that the step returns: in place is then the same."""
-        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
-        updates = [c for c in calls if ast.unparse(c.func).endswith(".update_recurrent_state")]
-        return any(call.args and ast.unparse(call.args[0]) == name for call in updates)
-
-    def gate(self, body: list[ast.stmt], branch: ast.If, call: ast.Call, keyword: str) -> _Gate | None:
-        """The statement that computes a gate, if nothing but the two branches reads it."""
-        value = next(k.value for k in call.keywords if k.arg == keyword)
-        if not isinstance(value, ast.Name):
-            return None
-        defined = [s for s in body if isinstance(s, ast.Assign) and ast.unparse(s.targets[0]) == value.id]
-        inside = {id(node) for node in ast.walk(branch)}
-        reads = [n for s in body for n in ast.walk(s) if isinstance(n, ast.Name) and n.id == value.id]
-        elsewhere = [n for n in reads if isinstance(n.ctx, ast.Load) and id(n) not in inside]
-        if len(defined) != 1 or len(defined[0].targets) != 1 or elsewhere:
-            return None
-        return _Gate(defined[0], self.scope)
-
-    def raw(self, g: _Gate | None, beta: _Gate | None) -> list[ast.expr] | None:
-        """g, beta, A_log and dt_bias as the operator takes them."""
-        if g is None or beta is None:
-            return None
-        names = _decay_attributes(g)
-        if names is None or not _is_sigmoid(beta):
-            return None
-        attributes = [ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load()) for name in names]
-        return [*(ast.Name(gate.locals[0], ast.Load()) for gate in (g, beta)), *attributes]
-
-    def rewrite_step(self, call: ast.Call, raw: list[ast.expr] | None) -> None:
-        given = {keyword.arg: keyword.value for keyword in call.keywords}
-        rest = [keyword for keyword in call.keywords if keyword.arg not in ("g", "beta")]
-        values = [given["g"], given["beta"]]
-        if raw is not None:
-            values = [copy.deepcopy(self.definition(ast.unparse(value))) for value in values]
-        empty = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
-        gates = ast.Lambda(empty, ast.Tuple(values, ast.Load()))
-        packed = ast.Constant(None) if raw is None else ast.Tuple(raw, ast.Load())
-        new = helper("delta_rule", call.func, *call.args, gates=gates, raw=packed)
-        call.func, call.args, call.keywords = new.func, new.args, [*new.keywords, *rest]
-        self.rewrites.add("gated_delta_rule_")
-
-    def definition(self, name: str) -> ast.expr:
-        assigns = (node for node in ast.walk(self.tree) if isinstance(node, ast.Assign))
-        return next(a.value for a in assigns if ast.unparse(a.targets[0]) == name)
+GATED_DELTA = Rewrite(
+    "ITEMS = _RULE(Q, K, V, g=G, beta=BETA, **OPTIONS)",
+    "ITEMS = delta_rule(_RULE, Q, K, V, gates=GATES, raw=RAW, **OPTIONS)",
+    where=_is_step,
+)

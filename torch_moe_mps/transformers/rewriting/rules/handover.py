@@ -1,38 +1,36 @@
 """Routers whose weights and ids go to the experts as the operator gives them, without casts in between."""
 
 import ast
-import copy
 
 from ..experts_calls import is_experts_call
-from ..program.building import child_of_call, helper
-from ..program.programs import Program, name_of
+from ..program.programs import Program, copied, name_of
+from ..program.rewrites import Match, Rewrite
 from .mlp import RESIDUAL
 from .router import is_replaceable
-from .shared import is_with_shared
 
 
-def hand_over_raw_results(program: Program) -> None:
-    """Rewrites `logits, weights, ids = self.router(x)` where weights and ids only go to the experts.
+def _feeds_experts(match: Match) -> str | None:
+    """Whether weights and ids only go to the experts.
 
     A block may return weights beside its result. A layer that hands over its residual does not read them.
     """
-    for statement in list(program.statements):
-        if not isinstance(statement, ast.Assign) or not isinstance(call := statement.value, ast.Call):
-            continue
-        found = child_of_call(program, call)
-        if found is None:
-            continue
-        name, results = found[0], name_of(statement)
-        condition: ast.expr = ast.Constant(True)
-        experts = experts_fed_by(program, results)
-        if experts is None and RESIDUAL in program.arguments_names():
-            experts = experts_fed_by(program, results, or_returned=True)
-            condition = ast.parse(f"{RESIDUAL} is not None", mode="eval").body
-        if experts is not None and is_replaceable(found[1]):
-            program.rewrites.append(f"results of {name} passed on without casts")
-            routed = helper("routed", experts, condition, call.func, *call.args)
-            routed.keywords = call.keywords
-            statement.value = routed
+    program, results = match.program, name_of(match.statements["RESULTS"])
+    unseen = "True"
+    experts = experts_fed_by(program, results)
+    if experts is None and RESIDUAL in program.arguments_names():
+        experts = experts_fed_by(program, results, or_returned=True)
+        unseen = f"{RESIDUAL} is not None"
+    if experts is None or not is_replaceable(match.module("ROUTER")):
+        return None
+    match.values["EXPERTS"], match.values["UNSEEN"] = experts, ast.parse(unseen, mode="eval").body
+    return f"results of {match.child('ROUTER')} passed on without casts"
+
+
+HAND_OVER_RAW_RESULTS = Rewrite(
+    "RESULTS = ROUTER(*ARGS, **OPTIONS)",
+    "RESULTS = routed(EXPERTS, UNSEEN, ROUTER, *ARGS, **OPTIONS)",
+    where=_feeds_experts,
+)
 
 
 def experts_fed_by(program: Program, results: str, or_returned: bool = False) -> ast.expr | None:
@@ -40,31 +38,16 @@ def experts_fed_by(program: Program, results: str, or_returned: bool = False) ->
 
     `or_returned`: the block may return them, too, behind its first result.
     """
-    consumer = _only_consumer(program, results, or_returned)
-    if consumer is None:
-        return None
-    return copy.deepcopy(consumer.args[0] if is_with_shared(consumer) else consumer.func)
-
-
-def _only_consumer(program: Program, results: str, or_returned: bool) -> ast.Call | None:
-    """The call of the experts that reads results[1] and results[2], if nothing else does."""
-    names = {}
-    for name, value in program.definitions.items():
-        for index in (1, 2):
-            if ast.unparse(value) == f"{results}[{index}]":
-                names[name] = index
-    returned = [e.id for e in _returned(program)[1:] if isinstance(e, ast.Name)] if or_returned else []
-    if sorted(names.values()) != [1, 2] or any(program.uses(n) - returned.count(n) != 1 for n in names):
+    items = [f"{results}[1]", f"{results}[2]"]
+    found = {name: text for name, v in program.definitions.items() if (text := ast.unparse(v)) in items}
+    others = program.result.elts[1:] if or_returned and isinstance(program.result, ast.Tuple) else []
+    returned = [each.id for each in others if isinstance(each, ast.Name)]
+    if sorted(found.values()) != items or any(program.uses(n) - returned.count(n) != 1 for n in found):
         return None
     for tree in (*program.statements, program.result):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and (is_with_shared(node) or is_experts_call(program, node)):
-                read = {argument.id for argument in node.args if isinstance(argument, ast.Name)}
-                if names.keys() <= read:
-                    return node
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            with_shared = ast.unparse(call.func) == "_moe_mps.experts_with_shared"
+            read = {argument.id for argument in call.args if isinstance(argument, ast.Name)}
+            if found.keys() <= read and (with_shared or is_experts_call(program, call)):
+                return copied(call.args[0] if with_shared else call.func)
     return None
-
-
-def _returned(program: Program) -> list[ast.expr]:
-    """What a block returns, one or several values."""
-    return program.result.elts if isinstance(program.result, ast.Tuple) else [program.result]

@@ -6,14 +6,14 @@ Their rows are concatenated in memory.
 import ast
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from ...experts import is_observed
 from ...linears import QuantizedLinear
-from ..program.building import calls, helper, item, own_module, replace_in, unary_call
+from ..program.building import calls, child_of_call, helper, item, own_module, replace_in
 from ..program.programs import Program, name_of
 from ..record import NOTHING, RECORD, record_of
 from ..runtime import called
@@ -137,95 +137,34 @@ def linears(layers: tuple[nn.Module, ...], x: Tensor) -> Sequence[Tensor]:
     return out.split_with_sizes(layers[0].__dict__[RECORD].joined.rows, -1)
 
 
-class NamedCall(NamedTuple):
-    """A statement output = self.name(input) of a linear layer, at a place of a body."""
-
-    place: int
-    output: str
-    input: str
-    name: str
-    layer: nn.Linear | QuantizedLinear
-
-
-def layers_of_one_input(
-    module: nn.Module, body: list[ast.stmt], kinds: tuple[type, ...] = (nn.Linear, QuantizedLinear)
-) -> list[NamedCall]:
-    """The calls of linear layers with the same input as the first, if there are several.
-
-    All may run where the first does: nothing in between reads their outputs or assigns their input.
-    """
-    found = [call for i, statement in enumerate(body) if (call := _named_call(module, i, statement, kinds))]
-    group = [call for call in found if call.input == found[0].input]
-    if len(group) < 2:
-        return []
-    first, x, places = group[0].place, group[0].input, {call.place for call in group}
-    others = [statement for i, statement in enumerate(body[: max(places)]) if i > first and i not in places]
-    in_the_way = is_named(x, others) or any(is_named(c.output, body[first : c.place]) for c in group[1:])
-    return [] if in_the_way else group
-
-
-def join_in_body(module: nn.Module, body: list[ast.stmt]) -> list[str]:
-    """`join_linears` for the statements of a forward that is no program. Returns: the layers' names."""
-    group = layers_of_one_input(module, body, (QuantizedLinear,))
-    if not group or not join(*(call.layer for call in group)):
-        return []
-    layers = ast.Tuple([own_module(call.name) for call in group], ast.Load())
-    targets = ast.Tuple([ast.Name(call.output, ast.Store()) for call in group], ast.Store())
-    first, places = group[0].place, {call.place for call in group}
-    statement_of_all = ast.Assign([targets], helper("linears", layers, ast.Name(group[0].input, ast.Load())))
-    body[:] = [
-        statement_of_all if i == first else statement
-        for i, statement in enumerate(body)
-        if i == first or i not in places
-    ]
-    return [call.name for call in group]
-
-
-def _named_call(
-    module: nn.Module, place: int, statement: ast.stmt, kinds: tuple[type, ...]
-) -> NamedCall | None:
-    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+def layer_and_input(program: Program, call: ast.Call) -> tuple[str, nn.Module, str] | None:
+    """(name, layer, name of x) if a call is self.name(x) of a child, x a name of the program."""
+    found = child_of_call(program, call)
+    if found is None or call.keywords or len(call.args) != 1 or not isinstance(x := call.args[0], ast.Name):
         return None
-    target, call = statement.targets[0], statement.value
-    if not isinstance(target, ast.Name) or not isinstance(call, ast.Call) or call.keywords:
-        return None
-    owner, _, name = ast.unparse(call.func).rpartition(".")
-    layer = module._modules.get(name) if owner == "self" else None
-    x = call.args[0] if len(call.args) == 1 else None
-    if not isinstance(x, ast.Name) or not isinstance(layer, kinds):
-        return None
-    assert isinstance(layer, (nn.Linear, QuantizedLinear))
-    return NamedCall(place, target.id, x.id, name, layer)
+    return *found, program.last_name(x) or x.id
 
 
-def is_named(name: str, statements: list[ast.stmt]) -> bool:
-    nodes = (node for statement in statements for node in ast.walk(statement))
-    return any(isinstance(node, ast.Name) and node.id == name for node in nodes)
-
-
+# No Rewrite: the layers of one input may be any number, and none reads another's result.
 def join_linears(program: Program) -> None:
     """Rewrites the calls of quantised linear layers that have one input."""
-    inputs = defaultdict(list)
+    groups = defaultdict(list)
     for statement, call in calls(program):
-        found = unary_call(program, call)
-        if found is None or not isinstance(found[1], QuantizedLinear):
-            continue
-        name, layer, x = found
-        if isinstance(x, ast.Name):
-            inputs[program.last_name(x) or x.id].append((statement, call, name, layer))
-    for group in inputs.values():
-        layers = [layer for *_, layer in group]
-        if len(group) > 1 and _can_join(layers) and not program.mutates_between(group[0][0], group[-1][0]):
+        found = layer_and_input(program, call)
+        if found is not None and isinstance(found[1], QuantizedLinear):
+            name, layer, x = found
+            groups[x, id(program.block_of(statement))].append((statement, call, name, layer))
+    for group in groups.values():
+        statements, _, names, layers = zip(*group, strict=True)
+        if len(group) > 1 and not program.mutates_between(statements[0], statements[-1]) and join(*layers):
             _join(program, group)
+            program.rewrites.append(f"linear_quantized ({', '.join(names)})")
 
 
 def _join(program: Program, group: list[tuple[ast.Assign, ast.Call, str, nn.Module]]) -> None:
-    names = [name for _, _, name, _ in group]
-    join(*(layer for *_, layer in group))
-    layers = ast.Tuple([own_module(name) for name in names], ast.Load())
     first, call, *_ = group[0]
+    layers = ast.Tuple([own_module(name) for _, _, name, _ in group], ast.Load())
     together = program.assign("joined", helper("linears", layers, call.args[0]))
-    program.statements.insert(program.statements.index(first), together)
+    program.insert(first, together)
     for index, (statement, call, *_) in enumerate(group):
         replace_in(program, statement, call, item(name_of(together), index))
-    program.rewrites.append(f"linear_quantized ({', '.join(names)})")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ....ops._activations import POINTWISE
 from ...experts import add_terms, is_observed
 from ...linears import QuantizedLinear
-from ..program.building import add_option, helper, replace_everything
-from ..program.formulas import Node, Reader
+from ..program.building import add_option, replace_everything
+from ..program.formulas import Reader, child, is_argument
 from ..program.patterns import match
 from ..program.programs import Program, original_class
 from ..record import RECORD, record_of
@@ -36,34 +36,18 @@ class MlpFormula:
     down: str
 
 
-def _child(node: Node, module: nn.Module) -> tuple[str, Node] | None:
-    """(name, argument) of a call of a quantised linear layer."""
-    node = node.peel()
-    if node.op != "module" or len(node.args) != 2:
-        return None
-    name = node.args[0].removeprefix("self.")
-    return (name, node.args[1]) if isinstance(module._modules.get(name), QuantizedLinear) else None
-
-
 def mlp_formula(program: Program) -> MlpFormula | None:
-    module = program.module
-    down = _child(Reader(program).result(), module)
-    if down is None:
-        return None
+    module, result = program.module, Reader(program).result()
     for activation in POINTWISE:
-        for form in (f"{activation}(G) * U", f"{activation}(G)"):
-            bound = match(form, down[1]) or {}
-            found = {name: _child(node, module) for name, node in bound.items()}
-            halves = {
-                name: half[0] for name, half in found.items() if half is not None and _is_input(half[1])
-            }
-            if halves and len(halves) == len(found):
-                return MlpFormula(activation, halves["G"], halves.get("U"), down[0])
+        for form in (f"DOWN({activation}(GATE(X)) * UP(X))", f"DOWN({activation}(GATE(X)))"):
+            bound = match(form, result)
+            if bound is None or not is_argument(bound["X"]):
+                continue
+            layers = {name: bound[name] for name in ("GATE", "UP", "DOWN") if name in bound}
+            if all(isinstance(child(layer, module), QuantizedLinear) for layer in layers.values()):
+                up = layers["UP"].path if "UP" in layers else None
+                return MlpFormula(activation, layers["GATE"].path, up, layers["DOWN"].path)
     return None
-
-
-def _is_input(node: Node) -> bool:
-    return node.op == "opaque" and isinstance(node.source, ast.Name)
 
 
 @called
@@ -85,18 +69,14 @@ def mlp(module: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:
     )  # fmt: skip
 
 
-def fuse_mlp(program: Program) -> bool:
+def fuse_mlp(program: Program) -> None:
     """Rewrites the forward of an MLP."""
     formula = mlp_formula(program)
     if formula is None or len(program.arguments.args) != 2:
-        return False
+        return
     record_of(program.module).formula = formula
     names = (formula.gate,) if formula.up is None else (formula.gate, formula.up)
     join(*(getattr(program.module, name) for name in names))
-    x = ast.Name(program.arguments.args[1].arg, ast.Load())
     add_option(program, RESIDUAL)
-    replace_everything(
-        program, helper("mlp", ast.Name("self", ast.Load()), x, ast.Name(RESIDUAL, ast.Load()))
-    )
+    replace_everything(program, "mlp", ast.Name(RESIDUAL, ast.Load()))
     program.rewrites.append(f"mlp_quantized ({formula.activation})")
-    return True

@@ -78,7 +78,7 @@ def _read_gate(router: nn.Module) -> GateFormula | None:
     if logits is None or logits.op != "module" or len(logits.args) != 2:
         return None
     normed = match(_HIDDEN, logits.args[1], bound)
-    linear = router.get_submodule(logits.args[0].removeprefix("self."))
+    linear = router.get_submodule(logits.path)
     record(linear, "bias")
     if normed is None or type(linear) is not nn.Linear or linear.bias is not None:
         return None
@@ -99,7 +99,7 @@ def _paths(router: nn.Module, bound: dict[str, Node]) -> GateFormula | None:
     top_k = evaluate(bound["K"].peel(), router)
     if not isinstance(top_k, int) or not 1 <= top_k <= MAX_TOP_K:
         return None
-    linear, scale, root, per_expert, k, eps = (node.args[0].removeprefix("self.") for node in nodes)
+    linear, scale, root, per_expert, k, eps = (node.path for node in nodes)
     return GateFormula(linear, scale, root, per_expert, k, eps, _classes(router.modules()))
 
 

@@ -78,7 +78,7 @@ def _read_norm(module: nn.Module) -> NormFormula | None:
         if bound["EPS"].op != "attr" or not _has_weight(module, bound.get("W")):
             continue
         weight = "weight" if "W" in bound else ""
-        return NormFormula(weight, bound["EPS"].args[0].removeprefix("self."), offset, result.op == "cast")
+        return NormFormula(weight, bound["EPS"].path, offset, result.op == "cast")
     return None
 
 

@@ -5,6 +5,7 @@ The order is found by running the statements on tensors whose values are their o
 
 import ast
 import copy
+import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,14 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..program.building import helper, own_module
-from ..program.programs import compile_forward
+from ...linears import QuantizedLinear
+from ..program.building import child_of_call, helper, item, own_module
+from ..program.programs import Block, If, Program, compile_forward, copied, name_of, names_in
 from ..program.reads import record
 from ..record import RECORD, record_of
 from ..runtime import called
-from .linear import NamedCall, is_named, join, layers_of_one_input, together
-
-_OWN = "_moe_mps_own_order"
+from .linear import join, layer_and_input, together
 
 
 class Order:
@@ -44,86 +44,102 @@ class Order:
 
 
 @called
-def in_order(module: nn.Module, layers: tuple[nn.Module, ...], x: Tensor, own: Callable) -> Sequence[Tensor]:
-    """own(*(layer(x) for each layer)). `own`, the model's statements, runs only if the dtypes differ."""
+def in_order(module: nn.Module, layers: tuple[nn.Module, ...], x: Tensor) -> tuple[bool, Sequence[Tensor]]:
+    """(True, the results), or (False, the layers' outputs) where these cannot be one tensor."""
     outputs = together(layers, x) if x.dim() == 3 else None
     if outputs is None:
         each = [layer(x) for layer in layers]
         if x.dim() != 3 or any(output.dtype is not each[0].dtype for output in each):
-            return own(*each)
+            return False, each
         outputs = torch.cat(each, -1)
-    return module.__dict__[RECORD].formula.results(outputs)
+    return True, module.__dict__[RECORD].formula.results(outputs)
 
 
-# Rewriting of a forward
+# Rewriting of a program
 
 
-class _Region(NamedTuple):
-    """The statements after the layers, and the names that they assign and later statements read."""
+class _Layer(NamedTuple):
+    """A statement output = self.name(x) of a linear layer."""
 
-    statements: list[ast.stmt]
-    names: list[str]
+    statement: ast.Assign
+    name: str
+    layer: nn.Linear | QuantizedLinear
+    x: str
+
+    @property
+    def output(self) -> str:
+        return name_of(self.statement)
 
 
-def order_in_body(module: nn.Module, body: list[ast.stmt], function: types.FunctionType) -> list[str]:
-    """Rewrites the statements after linear layers with one input if they only reorder the outputs.
+# No Rewrite: what the statements compute counts, not how many there are or what they look like.
+def order_outputs(program: Program) -> None:
+    """Rewrites the statements after linear layers with one input if they only reorder the outputs."""
+    for group in list(_groups(program)):
+        for statements, names in _regions(program, group):
+            own = _function(group, statements, names)
+            order = _order(program.module, group, compile_forward(program.function, own))
+            if order is not None:
+                record_of(program.module).formula = order
+                _replace(program, group, statements, names)
+                joined = join(*(each.layer for each in group))
+                layers = f"linear_quantized ({', '.join(each.name for each in group)})"
+                program.rewrites += ["index_select", *([layers] if joined else [])]
+                return
 
-    Returns: what the forward runs now.
+
+def _groups(program: Program) -> Iterator[list[_Layer]]:
+    """Runs of statements that each call a linear layer, all with one input."""
+    for block in program.blocks():
+        found = [_layer(program, statement) for statement in block]
+        for _, group in itertools.groupby(found, lambda each: each and each.x):
+            if len(run := [each for each in group if each is not None]) > 1:
+                yield run
+
+
+def _layer(program: Program, statement: ast.stmt) -> _Layer | None:
+    if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
+        return None
+    name, layer, x = layer_and_input(program, statement.value) or ("", None, "")
+    return _Layer(statement, name, layer, x) if isinstance(layer, (nn.Linear, QuantizedLinear)) else None
+
+
+def _regions(program: Program, group: list[_Layer]) -> Iterator[tuple[list[ast.Assign], list[str]]]:
+    """Runs of statements after the layers, longest first, and the names of theirs that are read later.
+
+    Nothing after a run reads the layers' outputs.
     """
-    group = layers_of_one_input(module, body)
-    if not group or group[-1].place - group[0].place >= len(group):  # other statements are in between
-        return []
-    for region in _regions(body, group):
-        own = _function(group, region)
-        order = _order(module, group, compile_forward(function, own))
-        if order is not None:
-            record_of(module).formula = order
-            _replace(body, group, region, own)
-            joined = join(*(call.layer for call in group))
-            names = ", ".join(call.name for call in group)
-            return ["index_select", *([f"linear_quantized ({names})"] if joined else [])]
-    return []
+    block = program.block_of(group[0].statement)
+    start = block.index(group[-1].statement) + 1
+    statements = list(_may_be_tried(program, block[start:]))
+    while statements:
+        inside = [name for each in statements for name in names_in(each)]
+        outside = [n for n in map(name_of, statements) if program.uses(n) > inside.count(n)]
+        if all(program.uses(each.output) == inside.count(each.output) for each in group):
+            yield statements, outside
+        statements = statements[:-1]
 
 
-def _regions(body: list[ast.stmt], group: list[NamedCall]) -> Iterator[_Region]:
-    """Runs of assignments after the layers, longest first; nothing after a run reads the layers' outputs."""
-    start = group[-1].place + 1
-    end = start
-    while end < len(body) and isinstance(body[end], ast.Assign):
-        end += 1
-    for stop in range(end, start, -1):
-        statements, rest = body[start:stop], body[stop:]
-        stored = {n.id for s in statements for n in ast.walk(s) if isinstance(n, ast.Name) and _stores(n)}
-        if not any(is_named(call.output, rest) for call in group):
-            yield _Region(statements, sorted(name for name in stored if _is_read(name, rest)))
+def _may_be_tried(program: Program, block: Block) -> Iterator[ast.Assign]:
+    """The assignments in front of another statement, or of a child's call: its hooks would see the trial."""
+    for statement in block:
+        if not isinstance(statement, ast.Assign) or statement in program.inplace:
+            return
+        if any(child_of_call(program, n) for n in ast.walk(statement.value) if isinstance(n, ast.Call)):
+            return
+        yield statement
 
 
-def _stores(name: ast.Name) -> bool:
-    return isinstance(name.ctx, ast.Store)
-
-
-def _is_read(name: str, statements: list[ast.stmt]) -> bool:
-    """Whether the value that a name has in front of the statements may be read by them."""
-    for statement in statements:
-        named = [n for n in ast.walk(statement) if isinstance(n, ast.Name) and n.id == name]
-        if any(not _stores(n) for n in named):
-            return True
-        if named and isinstance(statement, ast.Assign):
-            return False
-    return False
-
-
-def _function(group: list[NamedCall], region: _Region) -> ast.FunctionDef:
+def _function(group: list[_Layer], statements: list[ast.Assign], names: list[str]) -> ast.FunctionDef:
     """The statements as a function of `self` and the layers' outputs."""
-    arguments = [ast.arg("self"), *(ast.arg(call.output) for call in group)]
-    result = ast.Return(ast.Tuple([ast.Name(name, ast.Load()) for name in region.names], ast.Load()))
+    arguments = [ast.arg("self"), *(ast.arg(each.output) for each in group)]
+    result = ast.Return(ast.Tuple([ast.Name(name, ast.Load()) for name in names], ast.Load()))
     every: Any = {"posonlyargs": [], "kwonlyargs": [], "kw_defaults": [], "defaults": []}
     options: dict[str, Any] = {"type_params": []}
-    body = [*copy.deepcopy(region.statements), result]
+    body = [*copied(statements), result]
     return ast.FunctionDef("forward", ast.arguments(args=arguments, **every), body, [], **options)
 
 
-def _order(module: nn.Module, group: list[NamedCall], own: Callable) -> Order | None:
+def _order(module: nn.Module, group: list[_Layer], own: Callable) -> Order | None:
     """The order that the statements make, if they copy more than once and only reorder within a token."""
     columns = [call.layer.out_features for call in group]
     trial = copy.copy(module)
@@ -179,13 +195,22 @@ def _record_numbers(module: nn.Module, code: types.CodeType) -> None:
                 record(module, name)
 
 
-def _replace(body: list[ast.stmt], group: list[NamedCall], region: _Region, own: ast.FunctionDef) -> None:
-    own.name = _OWN
-    own.args.args = own.args.args[1:]  # self is that of the forward around it
-    layers = ast.Tuple([own_module(call.name) for call in group], ast.Load())
-    itself, x, function = (ast.Name(name, ast.Load()) for name in ("self", group[0].input, _OWN))
-    targets = ast.Tuple([ast.Name(name, ast.Store()) for name in region.names], ast.Store())
-    start = group[0].place
-    gone = {id(body[call.place]) for call in group} | {id(statement) for statement in region.statements}
-    kept = [statement for statement in body[start:] if id(statement) not in gone]
-    body[start:] = [own, ast.Assign([targets], helper("in_order", itself, layers, x, function)), *kept]
+def _replace(program: Program, group: list[_Layer], statements: list[ast.Assign], names: list[str]) -> None:
+    """The model's statements become the branch that runs where the outputs are not in one tensor."""
+    layers = ast.Tuple([own_module(each.name) for each in group], ast.Load())
+    call = helper("in_order", ast.Name("self", ast.Load()), layers, ast.Name(group[0].x, ast.Load()))
+    flag, values = (program.assign(stem, ast.Constant(None)) for stem in ("is_ordered", "values"))
+    pair = program.unpack(call, [flag, values])
+    results: Block = [
+        ast.Assign([ast.Name(name, ast.Store())], item(name_of(values), index))
+        for index, name in enumerate(names)
+    ]
+    block = program.block_of(group[0].statement)
+    start = block.index(group[0].statement)
+    own = block[start : start + len(group) + len(statements)]
+    branching = If(ast.Name(name_of(flag), ast.Load()), results, own)
+    block[start : start + len(own)] = [pair, flag, values, branching]
+    for index, each in enumerate(group):
+        program.replace(each.statement, item(name_of(values), index))
+    for name in names:  # which both branches assign
+        del program.definitions[name]

@@ -1,16 +1,13 @@
 """Residual sums behind experts and MLPs: the last operator of the block adds the residual."""
 
-import ast
-
 from torch import Tensor, nn
 
 from ...experts import is_observed
-from ..program.building import add_option, helper
-from ..program.programs import Program
+from ...interface import is_experts
+from ..program.building import add_option
 from ..program.rewrites import Match, Rewrite
 from ..runtime import called
 from .mlp import RESIDUAL
-from .shared import experts_call, is_with_shared
 
 
 @called
@@ -27,18 +24,26 @@ def add_to_first(residual: Tensor | None, out: Tensor | tuple) -> Tensor | tuple
     return (residual + out[0], *out[1:]) if isinstance(out, tuple) else residual + out
 
 
-def take_residual(program: Program) -> None:
-    """Gives a block that returns the output of its experts an option: a residual that is added to it."""
-    result = program.follow(program.result)
-    first = result.elts[0] if isinstance(result, ast.Tuple) and result.elts else result
-    call = experts_call(program, first, or_with_shared=True)
-    if call is None or call.keywords:
-        return
-    arguments = call.args if is_with_shared(call) else [call.func, *call.args]
-    new = helper("experts_with_shared", *arguments, residual=ast.Name(RESIDUAL, ast.Load()))
-    call.func, call.args, call.keywords = new.func, new.args, new.keywords
-    add_option(program, RESIDUAL)
-    program.rewrites.append("residual in moe_experts")
+def _is_of_experts(match: Match) -> str | None:
+    if "EXPERTS" in match.values and not is_experts(match.module("EXPERTS")):
+        return None
+    add_option(match.program, RESIDUAL)
+    return "residual in moe_experts"
+
+
+# A block that returns the output of its experts gets an option: a residual that is added to it.
+TAKE_RESIDUAL = (
+    Rewrite(
+        "return shaped(experts_with_shared(*ARGS))",
+        f"return shaped(experts_with_shared(*ARGS, residual={RESIDUAL}))",
+        where=_is_of_experts,
+    ),
+    Rewrite(
+        "return shaped(EXPERTS(X, IDS, WEIGHTS))",
+        f"return shaped(experts_with_shared(EXPERTS, X, IDS, WEIGHTS, residual={RESIDUAL}))",
+        where=_is_of_experts,
+    ),
+)
 
 
 def _takes_residual(match: Match) -> str | None:

@@ -1,12 +1,10 @@
 """RMSNorms that have no residual to join: one operator each."""
 
-import ast
-
 import torch
 from torch import Tensor, nn
 
 from ...experts import is_observed
-from ..program.building import helper, replace_everything
+from ..program.building import replace_everything
 from ..program.programs import Program, original_class
 from ..program.reads import formula_holds
 from ..program.rewrites import Match, Rewrite
@@ -47,17 +45,13 @@ def rms_norm_forward(norm: nn.Module, x: Tensor) -> Tensor:
     return original_class(norm).forward(norm, x) if out is None else out
 
 
-def replace_rms_norm(program: Program) -> bool:
+def replace_rms_norm(program: Program) -> None:
     """Rewrites the forward of a norm."""
     formula = norm_formula(program.module)
-    arguments = program.arguments.args
-    if formula is None or len(arguments) != 2:
-        return False
-    record_of(program.module).formula = formula
-    x = ast.Name(arguments[1].arg, ast.Load())
-    replace_everything(program, helper("rms_norm_forward", ast.Name("self", ast.Load()), x))
-    program.rewrites.append("rms_norm")
-    return True
+    if formula is not None and len(program.arguments.args) == 2:
+        record_of(program.module).formula = formula
+        replace_everything(program, "rms_norm_forward")
+        program.rewrites.append("rms_norm")
 
 
 def _is_norm(match: Match) -> str | None:

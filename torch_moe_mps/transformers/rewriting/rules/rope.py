@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ...experts import is_observed
-from ..program.building import calls, helper, replace_in
-from ..program.programs import Program
 from ..program.reads import formula_holds
-from ..program.rewrites import Form, Match
+from ..program.rewrites import Form, Match, Rewrite
 from ..record import NOTHING, RECORD, record_of
 from ..runtime import called
 from .norms import norm_formula, weight_of
@@ -172,61 +170,56 @@ def _norm_arguments(
 # Rewriting of an attention's program
 
 
-def replace_rope(program: Program) -> None:
-    """Rewrites the calls of functions that apply rotary embeddings."""
-    for statement, call in list(calls(program)):
-        function = _rotary_function(program, call)
-        tensors = len(call.args) - 2
-        if function is None or tensors not in (1, 2) or any(isinstance(a, ast.Starred) for a in call.args):
-            continue
-        options = {k.arg: k.value.value for k in call.keywords if k.arg and isinstance(k.value, ast.Constant)}
-        if len(options) != len(call.keywords):
-            continue
-        form = rope_form(function, tensors, tuple(sorted(options.items())))
-        if form is not None:
-            _replace(program, statement, call, form, tensors)
-
-
-def _rotary_function(program: Program, call: ast.Call) -> types.FunctionType | None:
-    if not isinstance(call.func, ast.Name) or "rotary" not in call.func.id:
+def _is_rotation(match: Match) -> str | None:
+    """Whether a function applies rotary embeddings; norms of heads in front of it become its arguments."""
+    options = {each.arg: each.value for each in match.values["OPTIONS"]}
+    if None in options or not all(isinstance(value, ast.Constant) for value in options.values()):
         return None
-    function = program.function.__globals__.get(call.func.id)
-    return function if isinstance(function, types.FunctionType) else None
+    function = match.function("_ROTARY")
+    if "rotary" not in match.child("_ROTARY") or not isinstance(function, types.FunctionType):
+        return None
+    tensors = 2 if "K" in match.values else 1
+    form = rope_form(function, tensors, tuple(sorted((name, value.value) for name, value in options.items())))
+    if form is None:
+        return None
+    match.values["FORM"] = ast.parse(repr(tuple(form)), mode="eval").body
+    norms = {tensor: norm for tensor in ("Q", "K")[:tensors] if (norm := _norm_of(match, tensor))}
+    match.values["NORMS"] = [ast.keyword(f"{t.lower()}_norm", m.values["NORM"]) for t, m in norms.items()]
+    for tensor, norm in norms.items():
+        match.values[tensor] = norm.values["X"]
+        norm.drop()
+    names = ", ".join(norm.child("NORM") for norm in norms.values())
+    return f"rope with {names}" if names else "rope"
 
 
-def _replace(program: Program, statement: ast.Assign, call: ast.Call, form: RopeForm, tensors: int) -> None:
-    inputs, names, norms = [], [], {}
-    for argument, keyword in zip(call.args[:tensors], ("q_norm", "k_norm"), strict=False):
-        match = _normed(program, argument, statement)
-        if match is None:
-            inputs.append(argument)
-            continue
-        match.drop()
-        inputs.append(match.values["X"])
-        names.append(match.child("NORM"))
-        norms[keyword] = match.values["NORM"]
-    k = [] if tensors == 2 else [ast.Constant(None)]
-    form_text = ast.parse(repr(tuple(form)), mode="eval").body
-    new = helper("rope", call.func, form_text, *inputs, *k, *call.args[tensors:], **norms)
-    new.keywords += call.keywords
-    replace_in(program, statement, call, new)
-    program.rewrites.append("rope" + (f" with {', '.join(names)}" if names else ""))
-
-
-def _normed(program: Program, argument: ast.expr, until: ast.Assign) -> Match | None:
+def _norm_of(match: Match, tensor: str) -> Match | None:
     """A norm of heads in front of the rotation; X is its input, in the order that the rotation expects.
 
     A norm goes over the last dimension, so it may come after a transposition that follows it.
     """
     for form in (_NORM, _NORM_TRANSPOSED):
-        for match in form.find(program, argument, until):
-            norm = match.module("NORM")
+        for found in form.find(match.program, match.values[tensor], match.place):
+            norm = found.module("NORM")
             formula = norm_formula(norm)
             if formula is None or not formula.weight:
                 continue
             record_of(norm).formula = formula
             if form is _NORM_TRANSPOSED:
-                swap = ast.Attribute(match.values["X"], "transpose", ast.Load())
-                match.values["X"] = ast.Call(swap, [ast.Constant(1), ast.Constant(2)], [])
-            return match
+                swap = ast.Attribute(found.values["X"], "transpose", ast.Load())
+                found.values["X"] = ast.Call(swap, [ast.Constant(1), ast.Constant(2)], [])
+            return found
     return None
+
+
+REPLACE_ROPE = (
+    Rewrite(
+        "_ROTARY(Q, K, COS, SIN, **OPTIONS)",
+        "rope(_ROTARY, FORM, Q, K, COS, SIN, **NORMS, **OPTIONS)",
+        where=_is_rotation,
+    ),
+    Rewrite(
+        "_ROTARY(Q, COS, SIN, **OPTIONS)",
+        "rope(_ROTARY, FORM, Q, None, COS, SIN, **NORMS, **OPTIONS)",
+        where=_is_rotation,
+    ),
+)

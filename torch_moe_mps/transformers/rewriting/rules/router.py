@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from ....ops._checks import MAX_EXPERTS, MAX_TOP_K
 from ...experts import is_observed, may_be_fused
+from ...interface import is_experts
 from ..program.building import add_option, helper, item
-from ..program.formulas import Node, Reader, casts_to_float32, evaluate, held, is_number
+from ..program.formulas import Node, Reader, casts_to_float32, evaluate, is_number, named
 from ..program.patterns import match
 from ..program.programs import Program, Unsupported, name_of
 from ..program.straightening import straighten
@@ -98,7 +99,7 @@ def router_formula(module: nn.Module, weights: Node, ids: Node) -> RouterFormula
         reason = _complete(module, found, selection.arguments["scoring"], arguments)
         if reason is not None:
             return reason
-        scores = held(found["L"])
+        scores = named(found["L"])
         logits, top_k = scores.source, found["K"].source
         known = {name: value for name, value in arguments.items() if value is not None}
         if logits is None or top_k is None or len(known) < len(arguments):
@@ -184,6 +185,12 @@ def is_replaceable(router: nn.Module) -> bool:
         return False
 
 
+def select_by_operator(program: Program) -> None:
+    """Rewrites a router; a program that is none, or that other rules have rewritten, stays."""
+    if not program.rewrites and not any(map(is_experts, program.module.modules())):
+        program.reason = replace_selection(program)
+
+
 def replace_selection(program: Program) -> str | None:
     """Puts moe_router into a router's program; the reason why not, if it cannot."""
     result = program.follow(program.result)
@@ -193,17 +200,20 @@ def replace_selection(program: Program) -> str | None:
     formula = router_formula(program.module, reader.read(result.elts[1]), reader.read(result.elts[2]))
     if isinstance(formula, str):
         return formula
-    statements = [_value_before_casts(program, result, index) for index in (1, 2)]
-    first = min(statements, key=program.statements.index)
-    position = program.statements.index(first)
-    returns_early = len(result.elts) == 3 and _is_known_before(program, result.elts[0], position)
+    statements = [_before_casts(program, result, index) for index in (1, 2)]
+    order = list(program.every())
+    first = min(statements, key=order.index)
+    returns_early = len(result.elts) == 3 and _is_known_before(program, result.elts[0], first)
     raw = ast.Name(RAW, ast.Load()) if returns_early else ast.Constant(False)
     routed = program.assign("routed", _route_call(formula, raw))
-    program.statements.insert(position, routed)
+    program.insert(first, routed)
     if returns_early:
-        _return_raw_results(program, position + 1, name_of(routed), result.elts[0])
+        add_option(program, RAW, False)
+        results = [result.elts[0], *(item(name_of(routed), index) for index in (0, 1))]
+        early = ast.Return(ast.Tuple(results, ast.Load()))  # without the casts that follow
+        program.insert(first, ast.If(ast.Name(RAW, ast.Load()), [early], []))
     for index, statement in enumerate(statements):
-        statement.value = item(name_of(routed), index)
+        program.replace(statement, item(name_of(routed), index))
     program.rewrites.append(f"moe_router ({formula.scoring})")
     return None
 
@@ -215,17 +225,11 @@ def _route_call(formula: RouterFormula, raw: ast.expr) -> ast.Call:
     return helper("route", formula.logits, formula.top_k, dtype, raw, **arguments)
 
 
-def _return_raw_results(program: Program, position: int, routed: str, logits: ast.expr) -> None:
-    """With RAW the forward returns right after the operator, without the casts that follow."""
-    add_option(program, RAW, False)
-    early = ast.Return(ast.Tuple([logits, item(routed, 0), item(routed, 1)], ast.Load()))
-    program.statements.insert(position, ast.If(ast.Name(RAW, ast.Load()), [early], []))
-
-
-def _is_known_before(program: Program, value: ast.expr, position: int) -> bool:
-    """Whether the statements in front of `position` have computed a value."""
-    statement = program.defined_by(value.id) if isinstance(value, ast.Name) else None
-    return statement is not None and program.statements.index(statement) < position
+def _is_known_before(program: Program, value: ast.expr, statement: ast.stmt) -> bool:
+    """Whether the statements in front of one have computed a value."""
+    found = program.defined_by(value.id) if isinstance(value, ast.Name) else None
+    every = list(program.every())
+    return found is not None and every.index(found) < every.index(statement)
 
 
 @called
@@ -239,28 +243,30 @@ def routed(experts: nn.Module, unseen: bool, router: nn.Module, *args: Any, **kw
     return router(*args, **kwargs)
 
 
-def _value_before_casts(program: Program, result: ast.Tuple, index: int) -> ast.Assign:
+def _before_casts(program: Program, result: ast.Tuple, index: int) -> ast.Assign:
     """The statement of the result's value in front of the casts that the model's code applies to it."""
     value = result.elts[index]
     method: ast.Attribute | None = None  # that casts the value
     owner: ast.Assign | None = None
     while True:
-        found = program.definition(program.last_name(value))
-        owner, definition = found or (owner, value)
+        name = program.last_name(value)
+        found = None if name is None else program.defined_by(name)
+        owner, definition = (owner, value) if found is None else (found, program.definitions[name_of(found)])
         if not isinstance(definition, ast.Call) or not isinstance(definition.func, ast.Attribute):
             break
         if Reader(program).read(definition).op != "cast":
             break
         method, value = definition.func, definition.func.value
     if found is not None:
-        return found[0]
+        return found
     statement = program.assign("value", value)
-    program.statements.insert(
-        len(program.statements) if owner is None else program.statements.index(owner), statement
-    )
-    name = ast.Name(name_of(statement), ast.Load())
-    if method is None:
-        result.elts[index] = name
+    if owner is None:
+        program.statements.append(statement)
     else:
-        method.value = name
+        program.insert(owner, statement)
+    held = ast.Name(name_of(statement), ast.Load())
+    if method is None:
+        result.elts[index] = held
+    else:
+        method.value = held
     return statement

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ....ops._checks import ACTIVATION_DTYPES
 from ..program.formulas import Reader
+from ..program.programs import Program
 from ..program.rewrites import Match, Rewrite
 from ..runtime import called
 
@@ -32,3 +33,10 @@ REPLACE_ROUTER_LOGITS = (
     Rewrite("linear(float32(X), float32(WEIGHT))", "router_logits(X, WEIGHT)", where=_of_an_attribute),
     Rewrite("linear(float32(X), float32(WEIGHT), B)", "router_logits(X, WEIGHT, B)", where=_of_an_attribute),
 )
+
+
+def compute_logits_by_operator(program: Program) -> None:
+    """Rewrites the matmul of a router whose selection is an operator."""
+    if any(note.startswith("moe_router") for note in program.rewrites):
+        for rule in REPLACE_ROUTER_LOGITS:
+            rule(program)
