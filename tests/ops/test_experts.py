@@ -85,7 +85,7 @@ def test_weights_with_other_strides(device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activations(device, dtype):
-    """Each gated in both orders of the rows, and alone; in decode and in prefill."""
+    """Each gated, with both orders of the rows, and without a gate; in decode and in prefill."""
     for i, options in enumerate(ACTIVATIONS):
         shape = (3, 2, 4, 40, 24) if i % 2 else (40, 2, 3, 32, 16)
         bias = {"gate_up_bias": random((shape[2], 2 * shape[4]), dtype, 90 + i)}

@@ -76,7 +76,7 @@ def test_threadgroups_for_every_core(device, monkeypatch, tokens, rows):
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tokens(device, dtype, tokens):
-    """Outputs that fill a block of rows, are one more, and are one alone; leading dimensions."""
+    """A full block of output rows, one row more, a single row; leading dimensions."""
     for i, (columns, rows) in enumerate(((64, 128), (192, 129), (320, 1), (64, 16), (128, 33))):
         check_linear(device, (tokens, columns, rows), (4, 64, "affine"), dtype, i, bias=i % 2 == 0)
     check_linear(device, (64, 40), (4, 64, "affine"), dtype, 7)
@@ -165,7 +165,7 @@ def test_empty(device):
 
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 def test_infinite_input(device, tokens):
-    """It leaves no finite output of its own token, and the other tokens alone."""
+    """All outputs of its token become non-finite; other tokens are unaffected."""
     format = (4, 32, "affine")
     weight = random_matrix(33, 64, format, torch.float16, 1)
     x = random((tokens, 64), torch.float16, 2)

@@ -141,7 +141,7 @@ def test_every_operator_has_its_kernels(device):
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_autocast_changes_nothing(device, name):
-    """The operators compute in the dtypes that they document, not in those of the caller's autocast."""
+    """Autocast does not change the dtypes that the operators compute in."""
     arguments = sample_arguments(device, torch.float32)[name]
     expected = packet(name)(**copies(arguments))
     with torch.autocast(device, dtype=torch.bfloat16):
@@ -149,7 +149,7 @@ def test_autocast_changes_nothing(device, name):
 
 
 def test_two_threads(device):
-    """Operators called from two threads at once give what they give alone."""
+    """Two threads calling operators at once get the same results as one."""
     arguments = {name: sample_arguments(device, torch.float32)[name] for name in OPERATORS}
     alone = {name: packet(name)(**copies(arguments[name])) for name in OPERATORS}
     failures = []

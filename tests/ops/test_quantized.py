@@ -115,7 +115,7 @@ def test_scales_beyond_the_dtype_of_the_activations(device, tokens, wide):
 @pytest.mark.parametrize("tokens", [1, 2, 40])
 @pytest.mark.parametrize("format", each(FORMATS))
 def test_infinite_input(device, format, tokens):
-    """It leaves no finite output of its own token, and the other tokens alone."""
+    """All outputs of its token become non-finite; other tokens are unaffected."""
     experts, rows, columns = 2, 33, 256
     weight = random_quantized(experts, rows, columns, format, torch.float16, 1)
     x, ids = random((tokens, columns), torch.float16, 2), random_ids(tokens, 2, experts, 3, torch.int32)

@@ -1,4 +1,4 @@
-"""Quantised experts whose pairs are spread in many ways: all on one expert, on few, on many."""
+"""Quantised experts: all pairs on one expert, on a few, on many."""
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ def test_many_blocks_of_rows(device, counts, bits, group, dtype):
 
 @pytest.mark.parametrize("format", each(FORMATS))
 def test_inputs_of_several_blocks(device, format):
-    """Longer than what of a pair's inputs, or of several pairs', lies in threadgroup memory at a time."""
+    """More inputs than threadgroup memory holds at once, for one pair and for several."""
     counts, group = (1, 2, 3, 4, 9, 1), format[1]
     for i, dtype in enumerate(DTYPES):
         ids = ids_of_counts(counts, 2, i)
@@ -86,7 +86,7 @@ def test_more_experts_than_simdgroups(device, format):
 
 
 def check_counts(device, counts, format, groups: int, seed: int, **options):
-    """At most 32 tokens whose experts have these numbers of pairs; `groups` of intermediate values."""
+    """At most 32 tokens; expert e has counts[e] pairs. The intermediate size is `groups` groups."""
     group = format[1]
     ids = ids_of_counts(counts, max(2, -(-sum(counts) // 32)), seed)
     shape = (*ids.shape, len(counts), max(64, group), group * groups)

@@ -30,7 +30,7 @@ def test_tables(device, dtype, layout):
 
 
 def test_positions(device):
-    """From the first to those that float32 does not hold, and in front of the first."""
+    """From 0 to positions that float32 cannot represent, and negative ones."""
     ids = torch.tensor([[0, 1, 2, 4095, 131071, 999999, 10**6, 2**24 + 1, 2**31 - 1, -1, -77]]).to(device)
     check(ids, frequencies(32).to(device), 1.0, torch.float32, "pairs")
 

@@ -152,7 +152,7 @@ def test_named_routers(device):
 
 
 def all_routers(logits, top_k):
-    """Every router that is a function of the logits alone, its scoring and its result."""
+    """(scoring, result) of every router that needs nothing but the logits."""
     ones = torch.ones(logits.shape[-1], device=logits.device)
     for scoring in ("softmax", "sigmoid", "sqrtsoftplus", "softmax_after_topk"):
         yield scoring, moe_router(logits, top_k, scoring=scoring, norm_topk_prob=True)

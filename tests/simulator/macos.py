@@ -79,7 +79,7 @@ def tool(name: str) -> str:
 
 @functools.cache
 def zig() -> Path:
-    """The folder of the ziglang package, whose clang brings the headers of macOS."""
+    """The folder of the ziglang package; its clang includes the macOS headers."""
     spec = importlib.util.find_spec("ziglang")
     if spec is None or spec.origin is None:
         raise BuildError("the macOS check needs ziglang: pip install -r tests/requirements.txt")

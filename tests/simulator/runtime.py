@@ -229,7 +229,7 @@ def intercepted(run: Callable[[shaderlib.Dispatch], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def dropped(validate: bool = True) -> Iterator[None]:
-    """A null device: nothing is computed inside the block, so that a program takes the host's time alone.
+    """A null device: nothing is computed inside the block, so only the host's time is left.
 
     Commands of kernels are encoded, validated unless `validate` is false, and forgotten where they would run.
     Operators of aten allocate their outputs, in the shapes that their meta kernels give (asked once for each

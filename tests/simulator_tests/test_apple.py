@@ -208,7 +208,7 @@ class TestSampling:
 
 
 class TestLists:
-    """Kernels whose integers may steer later ones are not sampled."""
+    """Kernels are not sampled if their integers may steer later kernels."""
 
     @pytest.mark.parametrize(
         "body, lists",

@@ -228,7 +228,7 @@ def library(name: str) -> Path:
 
 
 def libraries(kind: str, dtype: str) -> list[str]:
-    """The names of those libraries of a kind that are for this dtype, or for none."""
+    """The libraries of a kind that are for this dtype, or for any."""
     names = [name for name in torch.ops.moe_mps._libraries() if name.startswith(kind)]
     return [name for name in names if name.endswith(f"_{dtype}") or not name.endswith(tuple(DTYPES))]
 

@@ -22,7 +22,7 @@ EXPERTS, SLOTS, TOKENS = 4, 2, 9
 
 
 class TestOurs:
-    """The checks are those of the operators' own tests; here counted kernels run."""
+    """The same checks as in the operators' own tests, here with the instrumented kernels."""
 
     def kernels(self, check) -> list[str]:
         with apple.measuring() as measurements:

@@ -234,7 +234,7 @@ def traced(dispatch) -> str:
 
 
 def test_recorded_is_what_is_encoded(plan, simulated):
-    """Kernels, grids, threads, threadgroup memory and lengths of setBytes are those of a trace."""
+    """Kernels, grids, threads, threadgroup memory and setBytes lengths equal those of a trace."""
     from simulator.cases.values import Shapes
 
     for recording, case in zip(loaded(plan, some_cases()).recordings, some_cases(), strict=True):
@@ -263,7 +263,7 @@ def test_replayed_results(plan):
 
 
 def test_parts(plan):
-    """Both products are timed alone too, whatever their kernels are called."""
+    """Both products are also timed separately, whatever their kernels are called."""
     rows = runner(loaded(plan, some_cases()[:1])).run(plan.recordings[0])
     assert [row.part for row in rows] == ["gate+up", "down", ""]
     gate_up, down, whole = (row.bytes for row in rows)

@@ -86,7 +86,7 @@ def launches_of_last_layer(simulated, model: nn.Module) -> tuple[Counter[str], i
 
 
 def launches_without_layers(simulated, model: nn.Module) -> Counter[str]:
-    """Those of everything outside of layers, all of which the model loses."""
+    """The launches outside of the layers; the model loses its layers."""
     decoder = model.get_decoder()
     decoder.layers = decoder.layers[:0]
     return one_token(simulated, model)

@@ -1,4 +1,4 @@
-"""Tiny models as MLX writes them, by mlx-lm, whose logits are the oracle."""
+"""Tiny checkpoints written by mlx-lm; its logits are the oracle."""
 
 import json
 import re
@@ -230,7 +230,7 @@ def read(folder: Path):
 
 
 def _without_global_scales(converted):
-    """MLX multiplies with them on a GPU alone; what it dequantises with them it does anywhere."""
+    """MLX multiplies by global scales only on a GPU, but dequantises with them on the CPU, too."""
     import mlx.core as mx
     from mlx.utils import tree_unflatten
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear

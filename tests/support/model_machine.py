@@ -155,7 +155,7 @@ class ModelMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.hooks and not self.parametrised)
     @rule(accelerate_first=st.booleans())
     def share_a_layer(self, accelerate_first):
-        """Another model whose first layer is that of this one: both compute, whichever is changed."""
+        """A second model that shares its first layer with this one: both stay right if either changes."""
         expected = output(self.own, prompt())
         other = copy.deepcopy(self.own)
         if accelerate_first:

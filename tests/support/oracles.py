@@ -118,7 +118,7 @@ def descending(values: np.ndarray) -> np.ndarray:
 
 
 def gap(values: np.ndarray, count: int) -> float:
-    """How far apart the values are whose comparison decides the order of the `count` largest."""
+    """The smallest difference that decides the order of the `count` largest values."""
     leaders = np.sort(values)[::-1][: count + 1]
     return float(np.min(-np.diff(leaders), initial=np.inf))
 
@@ -197,7 +197,7 @@ def gate_weights(logits, ids, per_expert_scale, renormalize):
 
 
 def pairs_of_experts(ids: np.ndarray, num_experts: int) -> tuple[list[list[int]], list[int]]:
-    """The pairs of each expert, and those of no expert, ascending."""
+    """The pairs of each expert and the pairs without an expert, in ascending order."""
     lists, rest = [[] for _ in range(num_experts)], []
     for pair, expert in enumerate(ids.reshape(-1).tolist()):
         (lists[expert] if 0 <= expert < num_experts else rest).append(pair)

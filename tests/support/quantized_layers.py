@@ -49,7 +49,7 @@ ALWAYS = {
 
 
 def each(formats):
-    """Parameters of a test for `formats`: those of ALWAYS, the others in the sweep."""
+    """Test parameters for `formats`: those not in ALWAYS run only in the sweep."""
     return [pytest.param(f, id=name_of(f), marks=[] if f in ALWAYS else pytest.mark.sweep) for f in formats]
 
 

@@ -37,7 +37,7 @@ def assert_routing(weights, ids, expected_weights, expected_ids, float32_errors=
 
 
 def check_gate(hidden, router_weight, norm_weight, scale, top_k, renormalize, device, layouts=None):
-    """Returns the number of rows whose order float32 can tell; `layouts` has one for each of the tensors."""
+    """Returns the number of rows whose order float32 can decide; `layouts` has one layout for each tensor."""
     h, r, n, s = (exact(tensor) for tensor in (hidden, router_weight, norm_weight, scale))
     logits = gate_logits(h, r, n, 1e-6)
     magnitude = gate_logits(abs(h), abs(r), abs(n), 1e-6).max()

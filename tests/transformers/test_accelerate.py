@@ -82,7 +82,7 @@ def test_nothing_between_router_and_experts():
 
 
 def test_other_implementation_after_acceleration():
-    """The routers are ours, the experts somebody else's: ids and weights are as those expect them."""
+    """Our routers with somebody else's experts, which get ids and weights in the dtypes they expect."""
     model = eager(tiny_models.tiny_model("qwen2_moe"))
     expected = output(model, prompt())
     torch_moe_mps.accelerate(model)

@@ -58,7 +58,7 @@ def calls_of(model, names: list[str]) -> dict[str, tuple]:
 
 
 def decided(router, args: tuple, kwargs: dict, ids: torch.Tensor) -> torch.Tensor:
-    """The tokens whose experts stay the same when the hidden states change in the fifth digit."""
+    """Tokens whose chosen experts do not change when the hidden states change by 1e-5."""
     hidden, *others = args
     kept = torch.ones(ids.shape[0], dtype=torch.bool)
     for seed in range(4):

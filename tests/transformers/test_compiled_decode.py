@@ -16,7 +16,7 @@ ARCHITECTURES = [*ALWAYS, *(pytest.param(name, marks=pytest.mark.sweep) for name
 
 @pytest.fixture(autouse=True)
 def nothing_compiled():
-    """Models of several tests share code, of which only so many versions are compiled in a process."""
+    """Several tests compile the same code, and torch limits the number of versions per process."""
     torch._dynamo.reset()
 
 

@@ -42,7 +42,7 @@ print(before == built(), *sorted(before))
     [pytest.param(0, "experts_f16", marks=pytest.mark.sweep), (4, "quantized_affine4_32_f16")],
 )
 def test_nothing_compiles_in_the_first_token(simulated, bits, experts):
-    """A float16 model compiles nothing for bfloat16, and of the weights' formats its own alone."""
+    """A float16 model compiles nothing for bfloat16, and only its own weight format."""
     same, *built = python(FIRST_TOKEN, str(bits)).splitlines()[-1].split()
     assert same == "True"
     assert experts in built and {"routing_f16", "routing_f32", "norms_f16", "bucket_i32"} <= set(built)

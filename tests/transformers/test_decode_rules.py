@@ -205,7 +205,7 @@ def test_norms_of_other_dtypes_run_their_own_code():
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3", "qwen3_next"])
 def test_residuals_are_added_once(architecture):
-    """Also where a hook on the block must see its result alone."""
+    """Also if a hook on the block must see the block's own result."""
     model = quantised(architecture)
     expected = one_by_one(model, prompt())
     assert_close(output(model, prompt()), expected, 2e-5)

@@ -20,7 +20,7 @@ class Logits(nn.Module):
 
 @pytest.mark.parametrize(("architecture", "bits"), [("glm4_moe", None), ("qwen3_moe", 4)])
 def test_export_with_a_dynamic_length(architecture, bits):
-    """One program for all lengths; its results are those of the model's own code, or of the same weights."""
+    """One program for all lengths; its results equal those of the model's own code with the same weights."""
     with tiny_models.groups_of_32():
         model = eager(tiny_models.tiny_model(architecture, torch.bfloat16))
     options = {} if bits is None else {"bits": bits, "group_size": 32}

@@ -15,7 +15,7 @@ ARCHITECTURES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
 
 @pytest.fixture
 def group():
-    """Of this process alone."""
+    """A process group with only this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -126,7 +126,7 @@ def calls_of_experts(model, replace=lambda result: None) -> tuple[list, torch.Te
 
 @pytest.mark.parametrize("architecture", ["deepseek_v3", "gemma4", "glm4_moe", "qwen2_moe", "qwen3_moe"])
 def test_hooks_of_experts_see_and_change_what_they_do_in_eager(architecture):
-    """The routed output alone, without the shared expert; zeroing it leaves the shared expert's."""
+    """The hook sees the routed output only; zeroing it leaves the output of the shared expert."""
     model = eager(tiny_models.tiny_model(architecture))
     seen, ablated = calls_of_experts(model, torch.zeros_like)
     torch_moe_mps.accelerate(model)

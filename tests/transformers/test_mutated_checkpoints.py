@@ -71,7 +71,7 @@ def tensor_mutations(name: str, tensor: torch.Tensor) -> Iterator[Mutation]:
 
 
 def config_mutations(stored: dict) -> Iterator[Mutation]:
-    """Every value of the quantisation, and those of the model that a tensor contradicts."""
+    """Every value of the quantisation config, and values of the model config that a tensor contradicts."""
 
     def quantization(**changes):
         return lambda tensors, config: config["quantization_config"].update(changes)

@@ -53,7 +53,7 @@ def dequantised_twin(model, quantized):
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "mixtral", "nemotron_h"])
 @pytest.mark.parametrize("format", [FORMATS[0], FORMATS[3], FORMATS[-1]], ids=[NAMES[i] for i in (0, 3, -1)])
 def test_models(architecture, format):
-    """The logits are those of the model's own code on the dequantised weights."""
+    """The logits equal those of the model's own code with dequantised weights."""
     model = small(architecture)
     quantized = copy.deepcopy(model)
     report = quantize_experts(quantized, *format, progress=False)

@@ -48,7 +48,7 @@ def assert_same(ours, own, tolerance=1e-6):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds(kind):
-    """Those whose frequencies change with the length are left alone."""
+    """Tables whose frequencies depend on the length are left alone."""
     module = rotary_of(kind)
     own = tables(module)
     fixed = kind not in ("dynamic", "longrope")

@@ -1,4 +1,4 @@
-"""Eight threads at once: each gets the tokens of one thread alone, and memory stays flat."""
+"""Eight threads at once: each gets the same tokens as a single thread would, and memory stays flat."""
 
 import copy
 import gc
@@ -64,7 +64,7 @@ def in_threads(*works: Callable[[], None]) -> None:
 
 
 class Job(NamedTuple):
-    """A model, its input, and the tokens that one thread alone gets."""
+    """A model, its input, and the tokens that a single thread gets."""
 
     model: Any
     ids: torch.Tensor
@@ -83,7 +83,7 @@ def inputs(number: int) -> torch.Tensor:
 
 
 def jobs(device: str, count: int, quantised: bool) -> list[Job]:
-    """One for each thread on `count` models; the tokens are those of the models' own code.
+    """One for each thread, on `count` models; the tokens come from the models' own code.
 
     Where the last model is quantised, its are those of the quantised model.
     """
@@ -130,7 +130,7 @@ def test_many_generations(device, count):
 
 
 def change(device: str, architecture: str, rounds: int) -> Callable[[], None]:
-    """Accelerates, restores and quantises; each time the tokens are those of one thread alone."""
+    """Accelerates, restores and quantises; the tokens stay those of a single thread."""
     own, ids = tiny(architecture), inputs(1)
     dense = tokens_of(own, ids)
     quantised = copy.deepcopy(own).to(device)

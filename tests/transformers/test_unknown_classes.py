@@ -1,4 +1,4 @@
-"""Classes that no model of transformers has: served by their interface and formulas, or left alone."""
+"""Classes unknown to transformers: accelerated if their interface and formulas fit, else left alone."""
 
 import pytest
 import torch

@@ -105,7 +105,7 @@ def print_table(shape: Shape, format_name: str, options: argparse.Namespace, gpu
 
 
 def peers(shape: Shape, format_name: str, dtype: str, tokens: int, gpus: list[Gpu]) -> list:
-    """MLX's rows; where it takes another kernel on another GPU, for those GPUs each."""
+    """MLX's rows; one row per GPU if it chooses different kernels."""
     found: dict[tuple, tuple] = {}
     for gpu in gpus:
         chosen_kernels = mlx_peers(shape, format_name, dtype, tokens, gpu)

@@ -180,7 +180,7 @@ class Flow:
             pointer = step.operands[0]
 
     def _index(self, value: str) -> tuple[str, int]:
-        """An index without the constant that is added to it, and that."""
+        """The index split into a variable part and a constant that is added to it."""
         step, extension = self.definition(value), ""
         if step is not None and step.op in ("zext", "sext"):
             extension, value = step.op, step.operands[0]

@@ -195,7 +195,7 @@ def _value(text: str) -> str:
 
 
 def _plain(i: Instruction, rest: str) -> None:
-    """Binary operations, and everything else whose first operand has the result's type."""
+    """Operations whose first operand has the type of the result, such as binary ones."""
     parts = split(rest)
     i.type, first = _take_type(parts[0])
     i.operands = [_value(p) for p in [first, *parts[1:]] if p]

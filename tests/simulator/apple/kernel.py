@@ -1,4 +1,4 @@
-"""A kernel as the model sees it: its IR, what follows from that alone, and a build of it that counts."""
+"""A kernel as the model sees it: its IR, what follows from the IR, and an instrumented build that counts."""
 
 import ctypes
 import functools

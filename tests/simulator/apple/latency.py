@@ -1,4 +1,4 @@
-"""How long a launch takes whose simdgroups are too few to hide the latency of their loads.
+"""The time of a launch with too few simdgroups to hide the latency of their loads.
 
 A simdgroup goes through serial steps: it waits for a load, then issues what uses it. All simdgroups of a
 core wait and issue together; a scheduler issues one instruction a cycle, and fewer of one simdgroup alone.
@@ -31,7 +31,7 @@ class Latency(NamedTuple):
 
 
 def latency(gpu: Gpu, threadgroups: int, simdgroups: int, slots: float, steps: float) -> Latency:
-    """The time of `threadgroups` of `simdgroups`, each of which issues `slots` in `steps` steps."""
+    """The time of `threadgroups` with `simdgroups` each; a simdgroup issues `slots` in `steps` steps."""
     waves, of_last = divmod(math.ceil(threadgroups / gpu.cores) * simdgroups, RESIDENT)
     sizes = [RESIDENT] * waves + [of_last] * (of_last > 0)
 

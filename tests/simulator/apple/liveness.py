@@ -47,7 +47,7 @@ class _Liveness:
         self.resolved: dict[tuple[str, int], list[tuple[str, tuple, int]]] = {}
 
     def is_part(self, i: Instruction) -> bool:
-        """Whether the value is read where its source lies."""
+        """Whether the value is read from its source's register."""
         if i.op in _PARTS:
             return True
         if i.op in ("zext", "sext"):
@@ -126,7 +126,7 @@ def _phi_uses(live: _Liveness, blocks: list[Block], labels: dict[str, Block]) ->
 
 
 def estimate(flow: Flow) -> Registers:
-    """For a GPU without bfloat16 arithmetic, as M1 and M2, whose table of registers is known."""
+    """For GPUs without bfloat16 arithmetic (M1, M2), whose register table is known."""
     live = _Liveness(flow, Lowering(flow, native=False))
     blocks = flow.function.blocks
     labels = {b.label: b for b in blocks}

@@ -55,7 +55,7 @@ class Bounds:
 
 @dataclass
 class Traffic:
-    """Bytes that lanes ask for in device and threadgroup memory, and those that the L1 moves."""
+    """Bytes that lanes request from device and threadgroup memory, and bytes that the L1 moves."""
 
     device_loaded: float = 0
     device_stored: float = 0

@@ -16,7 +16,7 @@ def head(gpus: list[Gpu]) -> str:
 
 
 def line(tokens: int, side: str, row: Row, gpus: list[Gpu], of: list[Gpu]) -> str:
-    """One dispatch; empty columns for those of `gpus` that are not among `of`."""
+    """The row of one dispatch, with empty columns for GPUs of `gpus` that are not in `of`."""
     m = row.measurement
     name = m.kernel.split("<")[0] + (f" x {row.repeats}" if row.repeats > 1 else "")
     name += f" ±{100 * m.sampling_error:.0f} %" if m.sampling_error > 0.02 else ""

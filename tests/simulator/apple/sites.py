@@ -80,7 +80,7 @@ def _static_space(flow: Flow, pointer: str) -> str:
 
 
 def _neighbours(accesses: list[_Access]) -> list[list[_Access]]:
-    """Groups that one access can serve: a mask leaves out what lies between."""
+    """Groups that one access can serve; a mask skips the bytes between them."""
     groups: list[list[_Access]] = []
     for a in sorted(accesses, key=lambda a: a.offset):
         if groups and a.offset + a.size - groups[-1][0].offset <= a.limit:

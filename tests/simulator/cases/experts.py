@@ -12,7 +12,7 @@ FAMILIES: dict[str, type] = {}
 
 
 class Case:
-    """One operator on one shape. Subclasses are dataclasses whose fields are all that a case is made from.
+    """One operator on one shape. Subclasses are dataclasses; their fields define the case completely.
 
     `weights` and `inputs` make tensors by name from values.Values or values.Shapes; input sets share weights
     that are larger than the cache. `call` is the operator on them.

@@ -25,7 +25,7 @@ def matmul(gpu: Gpu, m: Matrices, count: int) -> Launch:
 
 
 def gather_mv(m: Matrices, tokens: int, slots: int, x_rows: int) -> Launch:
-    """A row of x, of which there are `x_rows`, times an expert's matrix, for each pair of [tokens, slots]."""
+    """For each pair of [tokens, slots], one of the `x_rows` rows of x times an expert's matrix."""
     bm, tm = 8 if m.rows >= 4096 else 4, 4
     arguments = {
         **{"mat": "w", "in_vec": "x", "bias": "out", "out_vec": "out"},

@@ -66,7 +66,7 @@ def has_kernels(include: Path) -> bool:
 
 
 def changed_headers(root: Path) -> Path:
-    """Headers instead of those that need Apple's compiler: builtins, a cast from half to bfloat."""
+    """Replacements for headers that need Apple's compiler: builtins, a cast from half to bfloat."""
     texts = {"bf16_math.h": "#pragma once\n", "logging.h": "#pragma once\n"}
     for name in ("fp4.h", "fp8.h"):
         text = (root / KERNELS / name).read_text()

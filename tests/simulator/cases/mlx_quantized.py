@@ -54,7 +54,7 @@ def _types(m: Matrices) -> str:
 
 
 def gather_qmv(m: Matrices, tokens: int, slots: int, x_rows: int) -> Launch:
-    """A row of x, of which there are `x_rows`, times an expert's matrix, for each pair of [tokens, slots]."""
+    """For each pair of [tokens, slots], one of the `x_rows` rows of x times an expert's matrix."""
     words, groups = m.inputs * m.format.bits // 32, m.inputs // m.format.group
     arguments = {
         **_matrix_arguments(m),
@@ -111,7 +111,7 @@ def qmv_wide(m: Matrices, count: int) -> Launch:
 
 
 def qmm(m: Matrices, count: int, rows_block: int = 32) -> Launch:
-    """Tiles of `rows_block` by 32; qmm_splitk, which shares the inputs out, where those are few."""
+    """Tiles of `rows_block` by 32; with few tiles MLX takes qmm_splitk, which splits the inputs."""
     tiles = (ceil_div(m.rows, 32), ceil_div(count, rows_block))
     step = max(32, m.format.group)
     parts = min(max(1, 512 // (tiles[0] * tiles[1])), m.inputs // step)

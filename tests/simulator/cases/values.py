@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 class Values:
-    """Random tensors. `number` counts the input sets of a case, which differ by it alone."""
+    """Random tensors; `number`, the index of the input set, seeds them."""
 
     def __init__(self, device: str, seed: int, number: int = 0):
         self.device, self.seed, self.number = device, seed, number
@@ -46,7 +46,7 @@ class Values:
 
 
 class Shapes:
-    """The same methods, for tensors whose contents nobody reads."""
+    """The same methods, for tensors whose contents do not matter."""
 
     def __init__(self, device: str):
         self.device = device

@@ -49,7 +49,7 @@ class Kernel:
 
 
 class Gpu:
-    """Launches the dispatches of a plan, whose kernels were compiled before or are now."""
+    """Launches the dispatches of a plan and compiles kernels that are not compiled yet."""
 
     device = "cuda"
 

@@ -1,4 +1,4 @@
-"""Sequences of dispatches that a case is run by: the recorded one, and those of peers."""
+"""The sequences of dispatches that run a case: the recorded one, and its peers'."""
 
 import struct
 from collections.abc import Callable

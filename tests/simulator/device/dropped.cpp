@@ -23,7 +23,7 @@ struct Output {
   std::vector<int64_t> sizes, strides;
   at::ScalarType dtype;
 };
-// Empty where only computing tells.
+// Empty if shapes alone do not tell the outputs, so that the operator must run.
 using Outputs = std::optional<std::vector<Output>>;
 
 // --- the signature of a call: what its shapes depend on
@@ -84,7 +84,7 @@ void for_each_tensor(const IValue& value, const Function& function) {
   }
 }
 
-// A Python number in a tensor's clothes stays: it ranks lower among dtypes.
+// A wrapped Python number is kept: type promotion treats it differently from a tensor.
 Tensor on_meta(const Tensor& tensor) {
   if (!tensor.defined() || tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;
   return at::detail::empty_strided_meta(tensor.sizes(), tensor.strides(), tensor.scalar_type());

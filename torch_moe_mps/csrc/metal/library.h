@@ -22,7 +22,7 @@ struct Library {
   std::string name() const { return file + suffix(); }
 };
 
-// What a GPU and its compiler make of a kernel, and what a launch has to keep to.
+// A compiled kernel, and the limits of its launches.
 struct Pipeline {
   id<MTLComputePipelineState> state;
   NSUInteger most_threads;            // of a threadgroup

@@ -16,8 +16,8 @@
 namespace moe_mps {
 namespace {
 
-// Values by key, each made once, outside of the lock: whoever comes second waits for the first one's. A
-// failure reaches all that wait, and is forgotten: the next call tries again.
+// A cache that makes each value once. make() runs without the lock; other callers of the same key wait for it.
+// If it fails, all of them get the error, and the next call tries again.
 template <class Value>
 class Once {
  public:
