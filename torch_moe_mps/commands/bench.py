@@ -287,12 +287,13 @@ def _draw(file: str, rows: list[Row], bench: Bench, title: str) -> None:
         capsize=3,
         label="measured" if bench.bandwidth is None else "measured, and its share of the bound",
     )
+    axes.set_ylim(bottom=0)
     for row in rows:
         text = f"{row.rate:.1f}" if row.share is None else f"{row.rate:.1f}\n{100 * row.share:.0f} %"
-        below = {"xytext": (0, -8), "textcoords": "offset points", "va": "top", "ha": "center"}
-        axes.annotate(text, (row.depth, row.rate), **below)
+        above = row.rate < 0.15 * axes.get_ylim()[1]  # below the point it would cover the axis
+        place = {"xytext": (0, 8 if above else -8), "va": "bottom" if above else "top"}
+        axes.annotate(text, (row.depth, row.rate), textcoords="offset points", ha="center", **place)
     axes.set(title=title, xlabel="tokens of context", ylabel="tokens/s, one after the other")
-    axes.set_ylim(bottom=0)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
