@@ -1,19 +1,22 @@
-"""Attention with sinks as transformers calls it."""
+"""Attention as transformers calls it: with sinks, and in place of torch's for few new tokens."""
 
 import pytest
 import torch
+from support import tiny_models
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, GptOssConfig, GptOssForCausalLM
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 
-from torch_moe_mps.transformers.attention import attention, attention_mask
+import torch_moe_mps
+from torch_moe_mps.transformers.attention import attention, attention_mask, attention_mask_in_windows
 
 pytestmark = pytest.mark.one_schedule
 NAME = "moe_mps_sinks_test"
 
 
-@pytest.fixture
-def registered(monkeypatch):
-    for interface, function in ((AttentionInterface, attention), (AttentionMaskInterface, attention_mask)):
+@pytest.fixture(params=[attention_mask, attention_mask_in_windows])
+def registered(monkeypatch, request):
+    for interface, function in ((AttentionInterface, attention), (AttentionMaskInterface, request.param)):
         mapping = dict(interface._global_mapping)
         monkeypatch.setattr(interface, "_global_mapping", {**mapping, NAME: function})
 
@@ -62,10 +65,10 @@ def calls_of(monkeypatch) -> list:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_as_the_model(device, dtype, monkeypatch):
-    """Up to 8 tokens by the operator, with a mask or without, more by the model's code."""
+    """Few tokens and prompts, with a mask or without."""
     module, calls = layer().to(dtype), calls_of(monkeypatch)
     eager = gpt_oss.eager_attention_forward
-    for tokens, keys in ((1, 20), (8, 30), (9, 30)):
+    for tokens, keys in ((1, 20), (8, 30), (30, 30)):
         q, k, v = inputs("cpu", dtype, tokens, keys)
         mask = additive(tokens, keys, 6, dtype)
         expected, _ = eager(module, q, k, v, mask, scaling=0.3)
@@ -73,13 +76,14 @@ def test_as_the_model(device, dtype, monkeypatch):
         on_device = [t.to(device) for t in (q, k, v)]
         moved = layer().to(dtype).to(device)
         moved.sinks.copy_(module.sinks)
-        for given in (mask.to(device), (mask == 0).to(device), None):
+        masks = [mask.to(device), (mask == 0).to(device)]
+        for given in [*masks, None] if tokens in (1, keys) else masks:
             out, _ = attention(
                 moved, *on_device, given, scaling=0.3, sliding_window=6, s_aux=moved.sinks, position_ids=None
             )
             tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
             torch.testing.assert_close(out.cpu(), expected, rtol=tolerance, atol=tolerance)
-        assert len(calls) == (3 if tokens > 8 else 0)
+        assert not calls
 
 
 def test_the_models_code_where_it_is_needed(monkeypatch):
@@ -103,13 +107,25 @@ def test_the_models_code_where_it_is_needed(monkeypatch):
         assert call(q.clone().requires_grad_())[1] is None and len(calls) == 4
 
 
+def test_several_tokens_without_a_mask_are_the_first(device):
+    """Of a static cache that is empty but for them."""
+    module = layer().to(device)
+    q, k, v = inputs(device, torch.float32, 5, 12)
+    out, _ = attention(module, q, k, v, None, scaling=0.3, sliding_window=3, s_aux=module.sinks)
+    shown = [t[:, :, :5].cpu() for t in (q, k, v)]
+    expected, _ = gpt_oss.eager_attention_forward(
+        module.cpu(), *shown, additive(5, 5, 3, torch.float32), scaling=0.3
+    )
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_without_code_of_the_model():
     module = torch.nn.Identity()
     q, k, v = inputs("cpu", torch.float32, 9, 9)
     with pytest.raises(
         RuntimeError, match="attention of Identity must be in a file with eager_attention_forw"
     ):
-        attention(module, q, k, v, None, scaling=0.3)
+        attention(module, q, k, v, None, scaling=0.3, dropout=0.1)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -139,3 +155,77 @@ def test_generate(device, registered, cache, padded):
     assert torch.equal(actual.sequences.cpu(), expected.sequences)
     for ours, own in zip(actual.logits, expected.logits, strict=True):
         torch.testing.assert_close(ours.cpu(), own, rtol=1e-4, atol=1e-4)
+
+
+# Models ------------------------------------------------------------------------------------------------
+
+
+def steps(model, ids) -> list[torch.Tensor]:
+    """The logits of a prompt, of a few tokens and of one token more."""
+    results, cache = [], None
+    with torch.no_grad():
+        for part in ids.split([ids.shape[1] - 4, 3, 1], 1):
+            out = model(input_ids=part, past_key_values=cache, use_cache=True)
+            results.append(out[0].float().cpu())
+            cache = out.past_key_values
+    return results
+
+
+def attention_kernels(simulated, run) -> list[str]:
+    with simulated.trace() as commands:
+        run()
+    return [line.split()[0] for line in commands if line.startswith("attention")]
+
+
+ALWAYS = ["mixtral", "gemma4", "deepseek_v3", "gpt_oss"]
+# hy_v4 asks for the name of its implementation, inkling and inkling2 add a bias for each position.
+OWN = ["hy_v4", "inkling", "inkling2"]
+NO_CACHE = ["openai_privacy_filter"]
+IN_THE_SWEEP = sorted(set(tiny_models.architectures()) - {*ALWAYS, *OWN, *NO_CACHE})
+
+
+@pytest.mark.parametrize(
+    "name", [*ALWAYS, *(pytest.param(name, marks=pytest.mark.sweep) for name in [*IN_THE_SWEEP, *OWN])]
+)
+def test_models(simulated, name):
+    """Few new tokens run on the operator, and the prompts of gpt-oss and DeepSeek."""
+    model = tiny_models.tiny_model(name).to("mps").eval()
+    decoder = model.get_decoder()
+    layers = sum(getattr(module, "is_causal", False) is True for module in decoder.modules())
+    ids = torch.randint(1, 50, (1, 20), generator=torch.Generator().manual_seed(1)).to("mps")
+    expected = steps(model, ids)
+    torch_moe_mps.accelerate(model)
+    results = []
+    kernels = attention_kernels(simulated, lambda: results.extend(steps(model, ids)))
+    for ours, own in zip(results, expected, strict=True):
+        torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
+    assert len(kernels) in ([0] if name in OWN else [2 * layers, 3 * layers])
+    assert name not in ALWAYS or len(kernels) == (3 if name in ("deepseek_v3", "gpt_oss") else 2) * layers
+    torch_moe_mps.restore(model)
+    assert attention_kernels(simulated, lambda: steps(model, ids)) == []
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that a new tensor has."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        tensors = out if isinstance(out, (tuple, list)) else (out,)
+        sizes = [t.numel() for t in tensors if isinstance(t, torch.Tensor)]
+        if not function.is_view:
+            self.elements = max([self.elements, *sizes])
+        return out
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+def test_a_prompt_has_no_scores(simulated, name):
+    """No tensor has an element for each pair of tokens: neither scores nor a mask."""
+    model, tokens = tiny_models.tiny_model(name).to("mps").eval(), 500
+    torch_moe_mps.accelerate(model)
+    with torch.no_grad(), Largest() as largest:
+        model(torch.ones(1, tokens, dtype=torch.int64, device="mps"), use_cache=True, logits_to_keep=1)
+    assert 0 < largest.elements < tokens * tokens

@@ -168,6 +168,15 @@ def test_a_token_is_written_alone(cls, arguments):
 
 
 @torch.no_grad()
+def test_values_without_elements():
+    """GLM-5's rotary part where it has no dimensions: tokens are counted all the same."""
+    layer = growing_class(DynamicLayer)()
+    for tokens in (3, 1, 2):
+        _, values = layer.update(torch.randn(1, 2, tokens, 8), torch.empty(1, 1, tokens, 0))
+    assert values.shape == (1, 1, 6, 0)
+
+
+@torch.no_grad()
 def test_tokens_after_a_crop_are_written_alone():
     layer = growing_class(DynamicLayer)()
     layer.update(torch.randn(1, 2, 3000, 64), torch.randn(1, 2, 3000, 64))

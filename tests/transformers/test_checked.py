@@ -95,7 +95,8 @@ def test_an_operator_that_fails_is_not_used(machine, fault, kind):
     assert line.startswith("torch_moe_mps: on this machine (Simulated Apple GPU, macOS none, torch ")
     assert f") rope (float32) {kind}" in line and COMMAND in line
     attention = next(row for row in report.rows if row.cls == "Qwen3MoeAttention")
-    assert attention.replaced_by is None and attention.reason == "rope fails the self-check on this GPU"
+    assert attention.replaced_by == "attention"
+    assert attention.reason == "rope fails the self-check on this GPU"
     assert any(row.kind == "experts" for row in report.replaced)
     assert " operators agree with the CPU on this GPU (" in str(report)
     with torch.no_grad():
@@ -215,5 +216,5 @@ def test_shaders_that_do_not_compile_and_pipelines_of_few_threads(simulated, tmp
     assert COMMAND in rope
     norms = [line for line in lines if "its pipeline on this GPU at most 16" in line]
     assert norms and all(" (float32) raises: moe_mps: " in line and COMMAND in line for line in norms)
-    assert "Qwen3MoeExperts" in classes and "Attention" not in classes and "Norm" not in classes
+    assert "Qwen3MoeExperts" in classes and "Norm" not in classes
     assert finite == "True"

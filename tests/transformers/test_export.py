@@ -18,7 +18,7 @@ class Logits(nn.Module):
         return self.model(ids, use_cache=False).logits
 
 
-@pytest.mark.parametrize(("architecture", "bits"), [("glm4_moe", None), ("qwen3_moe", 4)])
+@pytest.mark.parametrize(("architecture", "bits"), [("glm4_moe", None), ("qwen3_moe", 4), ("gpt_oss", 4)])
 def test_export_with_a_dynamic_length(architecture, bits):
     """One program for all lengths; its results equal those of the model's own code with the same weights."""
     with tiny_models.groups_of_32():
@@ -41,5 +41,6 @@ def test_export_with_a_dynamic_length(architecture, bits):
         "rms_norm",
         "rope",
         *(["router_logits", "moe_experts"] if bits is None else []),
+        *(["attention"] if architecture == "gpt_oss" else []),
     }
     assert bits is None or {"linear_quantized", "moe_experts_quantized"} <= ours

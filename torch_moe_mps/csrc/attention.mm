@@ -6,6 +6,7 @@
 #include "../shaders/params.h"
 #include "attention_plan.h"
 #include "formats.h"
+#include "gpu.h"
 #include "register.h"
 #include "tensors.h"
 
@@ -101,7 +102,8 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
   params.softcap = static_cast<float>(softcap.value_or(0.0));
 
   const AttentionPlan plan = plan_attention({batch, tokens, heads, k_.size(1), keys - params.first_key,
-                                             params.k.width, value_width, q.element_size()});
+                                             params.k.width, value_width, q.element_size()},
+                                            gpu_cores());
   params.chunk = plan.chunk;
   params.chunks = plan.chunks;
   std::optional<Tensor> partials;

@@ -1,5 +1,5 @@
-// How attention runs: a pure function from shapes to dispatches, through `torch.ops.moe_mps._plan_attention`
-// also for tests and benchmarks.
+// How attention runs: a pure function from shapes and the GPU's cores to dispatches, through
+// `torch.ops.moe_mps._plan_attention` also for tests and benchmarks.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -26,6 +26,6 @@ struct AttentionPlan {
   Size merge_grid{0};
 };
 
-AttentionPlan plan_attention(const AttentionShape& shape);
+AttentionPlan plan_attention(const AttentionShape& shape, int64_t cores);
 
 }  // namespace moe_mps

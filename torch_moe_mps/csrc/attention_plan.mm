@@ -10,9 +10,7 @@
 namespace moe_mps {
 namespace {
 
-constexpr int64_t kCores = 16;
-// A core needs about 24 simdgroups for its full rate: 6 threadgroups.
-constexpr int64_t kThreadgroupsOfCore = 6;
+constexpr int64_t kSimdgroupsOfCore = 24;  // for its full rate
 // A chunk of fewer keys would spend more than a tenth of its bytes on results that are merged later.
 constexpr int64_t kSmallestChunk = 128;
 constexpr int64_t kKeysOfSimdgroup = 16;
@@ -27,7 +25,7 @@ constexpr Kernel kKernels[] = {{64, 4, 16}, {128, 4, 16}, {256, 8, 16}, {512, 8,
 
 }  // namespace
 
-AttentionPlan plan_attention(const AttentionShape& shape) {
+AttentionPlan plan_attention(const AttentionShape& shape, int64_t cores) {
   const Kernel& kernel = *std::find_if(std::begin(kKernels), std::end(kKernels) - 1,
                                        [&](const Kernel& k) { return shape.value_width <= k.value_width; });
   const int64_t query_bytes = ceil_div(shape.width, 32) * 32 * shape.element_size;
@@ -38,7 +36,8 @@ AttentionPlan plan_attention(const AttentionShape& shape) {
 
   AttentionPlan plan;
   const int64_t most = std::max<int64_t>(1, shape.keys / kSmallestChunk);
-  const int64_t chunks = std::min(most, ceil_div(kCores * kThreadgroupsOfCore, groups));
+  const int64_t wanted = cores * kSimdgroupsOfCore / kernel.simdgroups;
+  const int64_t chunks = std::min(most, ceil_div(wanted, groups));
   plan.chunk = chunks == 1 ? shape.keys : ceil_div(ceil_div(shape.keys, chunks), tile) * tile;
   plan.chunks = std::max<int64_t>(1, ceil_div(shape.keys, plan.chunk));
   plan.kernel = c10::str("attention", queries, "_", kernel.value_width);
@@ -53,9 +52,9 @@ AttentionPlan plan_attention(const AttentionShape& shape) {
 namespace {
 
 std::string plan_line(int64_t batch, int64_t tokens, int64_t heads, int64_t key_heads, int64_t keys,
-                      int64_t width, int64_t value_width, int64_t element_size) {
+                      int64_t width, int64_t value_width, int64_t element_size, int64_t cores) {
   const AttentionPlan plan =
-      plan_attention({batch, tokens, heads, key_heads, keys, width, value_width, element_size});
+      plan_attention({batch, tokens, heads, key_heads, keys, width, value_width, element_size}, cores);
   const Size& grid = plan.grid;
   return c10::str(plan.kernel, " grid ", grid.x, "x", grid.y, "x", grid.z, " of ", plan.threads, " with ",
                   plan.memory, " bytes, ", plan.chunk, " keys each");
@@ -66,6 +65,6 @@ std::string plan_line(int64_t batch, int64_t tokens, int64_t heads, int64_t key_
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   m.def("_plan_attention(int batch, int tokens, int heads, int key_heads, int keys, int width, "
-        "int value_width, int element_size=2) -> str",
+        "int value_width, int element_size=2, int cores=16) -> str",
         &moe_mps::plan_line);
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from .attention import use_attention_of_sinks
+from .attention import attention_layers, use_attention
 from .checked import check_replacements, forget, is_wanted, refusal, require_quantized
 from .checkpoints.quantize import keep_when_saving, quantize_model
 from .checkpoints.recipe import requested_recipe
@@ -100,11 +100,11 @@ def _replace(model: nn.Module, report: Report) -> None:
         if name not in found and (reason := _other_experts(name, module)):
             report.add(name, module, "experts", None, reason)
     around = list(_around(model, found))
-    with_sinks = set() if refusal(model, "attention") else set(use_attention_of_sinks(model))
+    attentions = {} if refusal(model, "attention") else attention_layers(model)
     with formulas_kept():
         for name, module in _others(model, {name for name, *_ in around} | found.keys()):
             rewrites, reason = rewrite(module)
-            rewrites = [*rewrites, *(["attention"] if name in with_sinks else [])]
+            rewrites = [*rewrites, *(["attention"] if name in attentions else [])]
             if rewrites or "attention" in type(module).__name__.lower():
                 report.add(name, module, "other", "; ".join(rewrites) or None, reason)
         for name, kind, module in around:
@@ -113,6 +113,7 @@ def _replace(model: nn.Module, report: Report) -> None:
             if kind == "router" and gated and refusal(module, "moe_gate") is None:
                 rewrites = ["moe_gate, called by the layer"]
             report.add(name, module, kind, "; ".join(rewrites) or None, reason)
+    use_attention(attentions.values())
     if _is_of_transformers(model):
         from .cache import grow_caches_in_place
 

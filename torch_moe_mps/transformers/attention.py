@@ -1,34 +1,124 @@
-"""Attention with sinks for transformers' AttentionInterface: few new tokens by the operator."""
+"""The operator `attention` for transformers' AttentionInterface: few new tokens, and prompts that need it.
 
+Models that run torch's attention keep the implementation "sdpa": its function asks each module whether it is
+accelerated. torch's attention knows no sinks, so models with sinks change from "eager" to an implementation
+of this package.
+"""
+
+import functools
+import inspect
 import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..ops._checks import ACTIVATION_DTYPES
 from ..ops.attention import MAX_HEAD, MAX_VALUE_HEAD
-from .rewriting.record import record_of
+from .rewriting.program.programs import original_class
+from .rewriting.record import NOTHING, RECORD, record_of
 
-NAME = "moe_mps_sinks"  # of the attention implementation
-MOST_TOKENS = 8  # of a call of the operator; longer inputs are prompts
+# Implementations for layers with sinks: with the masks of "eager"; and without a mask where the window that
+# the layer names says as much, so that a prompt has no tensor of T x S.
+SINKS, SINKS_IN_WINDOWS = "moe_mps_sinks", "moe_mps_sinks_in_windows"
+MOST_TOKENS = 8  # new ones, of a call that is no prompt
+SDPA_HEAD = 256  # torch's attention on MPS stores the scores of a prompt where heads are wider
+_SPECIAL = frozenset(("position_bias", "cache", "softcap"))  # what `sdpa` may be asked for besides
 
 
-def use_attention_of_sinks(model: nn.Module) -> list[str]:
-    """Lets the attention layers that have sinks run on the operator, where they run their model's own code.
+def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """{name: module} of the causal attention layers that `use_attention` can let run on the operator."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if getattr(module, "is_causal", False) is True
+        and _calls_the_interface(module)
+        and (_runs_sdpa(module) or _sinks_implementation(module) is not None)
+    }
 
-    Returns: the names of these layers.
-    """
-    names = []
-    for name, module in model.named_modules():
-        config: Any = getattr(module, "config", None)
-        has_sinks = isinstance(getattr(module, "sinks", None), Tensor) and getattr(module, "is_causal", False)
-        implementation = getattr(config, "_attn_implementation", None)
-        if has_sinks and implementation in ("eager", NAME):
+
+def use_attention(layers: Iterable[nn.Module]) -> None:
+    """Lets these layers run on the operator, once their forwards are rewritten."""
+    for module in layers:
+        config: Any = module.config
+        if _runs_sdpa(module):
+            _wrap_sdpa()
+            record_of(module).is_attention = True
+        else:
             record_of(module).previous.setdefault("_attn_implementation", (config, "eager"))
-            config._attn_implementation = NAME
-            names.append(name)
-    return names
+            config._attn_implementation = _sinks_implementation(module)
+
+
+def _runs_sdpa(module: nn.Module) -> bool:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) == "sdpa"
+
+
+def _calls_the_interface(module: nn.Module) -> bool:
+    forward = inspect.unwrap(original_class(module).forward)
+    return "ALL_ATTENTION_FUNCTIONS" in getattr(getattr(forward, "__code__", None), "co_names", ())
+
+
+def _sinks_implementation(module: nn.Module) -> str | None:
+    """Ours for a module with sinks; None for one whose code asks for the name of its implementation."""
+    current = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if not isinstance(getattr(module, "sinks", None), Tensor):
+        return None
+    if current not in ("eager", SINKS, SINKS_IN_WINDOWS):
+        return None
+    source = inspect.getsource(inspect.unwrap(original_class(module).forward))
+    if source.count("_attn_implementation") > source.count("get_interface("):
+        return None
+    plain = "sliding_window=self.sliding_window" in source and "attention_mask =" not in source
+    return SINKS_IN_WINDOWS if plain else SINKS
+
+
+@functools.cache
+def _wrap_sdpa() -> None:
+    from transformers import AttentionInterface
+
+    sdpa = AttentionInterface._global_mapping["sdpa"]
+    AttentionInterface.register("sdpa", functools.wraps(sdpa)(functools.partial(_sdpa, sdpa)))
+
+
+def _sdpa(
+    sdpa: Callable[..., tuple[Tensor, Tensor | None]],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`sdpa`, the function of transformers, or the operator for a layer that `use_attention` was given.
+
+    On a CPU torch's attention is faster than the operator's reference.
+    """
+    if (
+        getattr(module, RECORD, NOTHING).is_attention
+        and query.device.type == "mps"
+        and is_causal is not False
+        and dropout == 0.0
+        and (_SPECIAL.isdisjoint(kwargs) or all(kwargs.get(name) is None for name in _SPECIAL))
+        and (_is_few(query.shape[2]) or _beats_sdpa(query, value))
+        and _takes(query, key, value, attention_mask, None)
+    ):
+        return _attend(query, key, value, attention_mask, scaling, None, None), None
+    return sdpa(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        scaling=scaling,
+        dropout=dropout,
+        is_causal=is_causal,
+        **kwargs,
+    )
 
 
 def attention(
@@ -49,8 +139,8 @@ def attention(
         module: the attention layer.
         query: [B, Hq, T, D].
         key, value: [B, Hk, S, D] and [B, Hk, S, Dv].
-        attention_mask: [B, 1, T, S], True or 0 where a token sees a key, or None: a token sees its own key
-            and what lies before it, in the sliding window.
+        attention_mask: [B, 1, T, S], True or 0 where a token sees a key, or None: a single token is the last
+            of S, several are the first; each sees its own key and what lies before it, in the window.
         scaling: of the scores; without it D ** -0.5.
         dropout, kwargs: for the model's own code, which runs where dropout is asked for.
         sliding_window: of the layer; a mask holds it already.
@@ -60,26 +150,26 @@ def attention(
 
     Raises: RuntimeError where the model's own code is needed and its file has none.
     """
-    if _takes(query, key, value, attention_mask, s_aux, dropout, kwargs):
-        window = sliding_window if attention_mask is None else None
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        operator = torch.ops.moe_mps.attention
-        out = operator(query, key, value, scale, mask=attention_mask, window=window, sinks=s_aux)
-        return out, None
+    window = sliding_window if attention_mask is None else None
+    plain = dropout == 0.0 and not kwargs.get("output_attentions")
+    if plain and _takes(query, key, value, attention_mask, s_aux):
+        return _attend(query, key, value, attention_mask, scaling, window, s_aux), None
     files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)  # FSDP2 puts a class on top
     functions = (getattr(file, "eager_attention_forward", None) for file in files)
     eager = next(filter(None, functions), None)
     if eager is None:
         raise RuntimeError(
             f"torch_moe_mps: attention of {type(module).__name__} must be in a file with "
-            "eager_attention_forward, which prompts, training and dropout need, got none"
+            "eager_attention_forward, which training and dropout need, got none"
         )
+    if attention_mask is None and query.shape[2] > 1:
+        key, value = _seen(query, key, value)
     return eager(
         module,
         query,
         key,
         value,
-        _additive(attention_mask, query, key, sliding_window),
+        _additive(attention_mask, query, key, window),
         scaling=scaling,
         dropout=dropout,
         sliding_window=sliding_window,
@@ -91,7 +181,7 @@ def attention(
 def attention_mask(
     *args: Any, q_length: int, allow_is_causal_skip: bool = True, **kwargs: Any
 ) -> Tensor | None:
-    """The mask for `attention`: None for one new token that sees the whole cache, else an additive one."""
+    """The mask of SINKS: None for one new token that sees the whole cache, else an additive one."""
     from transformers.masking_utils import eager_mask, sdpa_mask
 
     if q_length == 1 and allow_is_causal_skip:
@@ -101,29 +191,69 @@ def attention_mask(
     return eager_mask(*args, q_length=q_length, **kwargs)
 
 
-def _takes(
+def attention_mask_in_windows(
+    *args: Any, local_size: int | None = None, config: Any = None, **kwargs: Any
+) -> Tensor | None:
+    """The mask of SINKS_IN_WINDOWS, [B, 1, T, S] bool: None where causality and the window say it all."""
+    from transformers.masking_utils import sdpa_mask
+
+    is_window = local_size == getattr(config, "sliding_window", None)
+    if is_window and getattr(config, "attention_chunk_size", None) is None:
+        local_size = None
+    return sdpa_mask(*args, local_size=local_size, config=config, **kwargs)
+
+
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    scaling: float | None,
+    window: int | None,
     sinks: Tensor | None,
-    dropout: float,
-    kwargs: dict[str, Any],
-) -> bool:
+) -> Tensor:
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    if mask is None and query.shape[2] > 1:
+        key, value = _seen(query, key, value)
+    return torch.ops.moe_mps.attention(query, key, value, scale, mask=mask, window=window, sinks=sinks)
+
+
+def _seen(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """What several tokens without a mask see of a static cache, whose first tokens they are."""
+    tokens = query.shape[2]
+    if key.shape[2] > tokens:
+        return key[:, :, :tokens], value[:, :, :tokens]
+    return key, value
+
+
+def _is_few(tokens: int) -> bool:
+    """No for a symbolic number, which torch.export would have to fix."""
+    return tokens <= MOST_TOKENS if type(tokens) is int else statically_known_true(tokens <= MOST_TOKENS)
+
+
+def _beats_sdpa(query: Tensor, value: Tensor) -> bool:
+    """Whether torch's attention on MPS would store the scores of a prompt."""
+    return query.shape[3] != value.shape[3] or query.shape[3] > SDPA_HEAD
+
+
+def _takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None) -> bool:
     """Whether the operator computes what a call asks for."""
-    tensors = [t for t in (query, key, value, mask, sinks) if t is not None]
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    plain = query.dtype == key.dtype == value.dtype in ACTIVATION_DTYPES
     return (
-        query.shape[2] <= MOST_TOKENS
+        query.dtype == key.dtype == value.dtype in ACTIVATION_DTYPES
         and query.shape[3] <= MAX_HEAD
         and value.shape[3] <= MAX_VALUE_HEAD
-        and plain
-        and dropout == 0.0
-        and not needs_grad
-        and not kwargs.get("output_attentions")
-        and (mask is None or (mask.dim() == 4 and mask.shape[1] == 1))
+        and (mask is None or _is_plain(mask, query, key))
+        and not (torch.is_grad_enabled() and _needs_grad(query, key, value, mask, sinks))
     )
+
+
+def _needs_grad(*tensors: Tensor | None) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _is_plain(mask: Tensor, query: Tensor, key: Tensor) -> bool:
+    """Whether a mask is the same for all heads and has a column for each key."""
+    return mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2:] == (query.shape[2], key.shape[2])
 
 
 def _additive(mask: Tensor | None, query: Tensor, key: Tensor, window: int | None) -> Tensor | None:

@@ -182,10 +182,10 @@ def _joined(held: Tensor, new: Tensor, room: int | None = None) -> Tensor:
     If there is room behind `held`, only `new` is written; else both are copied to memory with `room` for more
     tokens, or room for a share of them.
     """
-    empty = held.numel() == 0
-    if type(new) is not Tensor or not (empty or _alike(held, new)):
+    is_first = held.dim() == 1  # what transformers starts with
+    if type(new) is not Tensor or not (is_first or _alike(held, new)):
         return torch.cat([held, new], dim=-2)
-    tokens, before = new.shape[-2], 0 if empty else held.shape[-2]
+    tokens, before = new.shape[-2], 0 if is_first else held.shape[-2]
     memory: Tensor | None = getattr(held, _MEMORY, None)
     start = 0 if memory is None else _start(held)
     if memory is None or start + before + tokens > memory.shape[-2] or _is_closed(memory):

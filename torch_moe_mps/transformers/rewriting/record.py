@@ -16,6 +16,7 @@ class Record:
             module, those that its activation rests on.
         rewrites: what its forward runs now, for the report.
         is_restored: its own code runs although a rewritten class is among its bases.
+        is_attention: the implementation "sdpa" of transformers may be the operator `attention` for it.
         previous: {attribute of a config: the config, and its value before `accelerate`}.
         joined: the matrix of several linear layers of which this one is the first.
     """
@@ -25,6 +26,7 @@ class Record:
         self.reads: tuple | None = None
         self.rewrites: tuple[str, ...] = ()
         self.is_restored = False
+        self.is_attention = False
         self.previous: dict[str, tuple[Any, str | None]] = {}
         self.joined: Any = None
 
