@@ -23,7 +23,7 @@ from torch import Tensor
 import torch_moe_mps
 from torch_moe_mps.commands.perplexity import measure, save_references, windows
 from torch_moe_mps.commands.recipes import mixed_overrides
-from torch_moe_mps.transformers.checkpoints.layerwise import LayerwiseCheckpoint
+from torch_moe_mps.transformers.checkpoints.parts import Parts
 
 GROUP_SIZE = 32
 WINDOW = 256
@@ -89,7 +89,7 @@ def recipes(folder: str, dense: Any, ids: Tensor) -> Iterator[tuple[str, dict[st
         yield name, recipe
         report = load(folder, **recipe).hf_quantizer.report
         budget = 16 * report.quantized_bytes / report.dense_bytes
-        with LayerwiseCheckpoint(folder) as checkpoint:
+        with Parts(folder) as checkpoint:
             found = torch_moe_mps.measured_recipe(checkpoint, ids, budget, GROUP_SIZE, progress=False)
         yield f"--budget {budget:.3f}", found
 

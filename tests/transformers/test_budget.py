@@ -15,7 +15,7 @@ import torch_moe_mps
 from torch_moe_mps.quantization import Format, dequantize, quantize
 from torch_moe_mps.transformers.checkpoints import budget
 from torch_moe_mps.transformers.checkpoints.budget import Choice, choose, measured_recipe
-from torch_moe_mps.transformers.checkpoints.layerwise import LayerwiseCheckpoint
+from torch_moe_mps.transformers.checkpoints.parts import Parts
 
 transformers.logging.set_verbosity_error()
 
@@ -96,7 +96,7 @@ def test_errors_are_those_of_the_definition(where, tmp_path, monkeypatch):
     if where == "memory":
         recipe, errors = found_errors(monkeypatch, model, ids, 7.5, **options)
     else:
-        with LayerwiseCheckpoint(str(tmp_path)) as checkpoint:
+        with Parts(str(tmp_path)) as checkpoint:
             recipe, errors = found_errors(monkeypatch, checkpoint, ids, 7.5, **options)
             assert all(p.is_meta for n, p in checkpoint.model.named_parameters() if n != "model.norm.weight")
     names = ["self_attn.q_proj", "self_attn.o_proj", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -118,7 +118,7 @@ def test_tied_layers_have_one_format(tmp_path):
     with tiny_models.groups_of_32():
         model = tiny_models.tiny_model("qwen3_moe", tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
-    with LayerwiseCheckpoint(str(tmp_path)) as checkpoint:
+    with Parts(str(tmp_path)) as checkpoint:
         recipe = measured_recipe(checkpoint, prompt(), 6.5, 32, (3, 4, 6), progress=False)
     assert recipe == measured_recipe(model, prompt(), 6.5, 32, (3, 4, 6), progress=False)
     loaded = torch_moe_mps.from_pretrained(str(tmp_path), **recipe)
@@ -132,7 +132,7 @@ def test_errors_on_a_device_are_those_on_the_cpu(device, tmp_path, monkeypatch):
     model.save_pretrained(tmp_path)
     options = {"group_size": 32, "bits": (4, 6), "progress": False}
     recipe, errors = found_errors(monkeypatch, model, prompt(), 6.5, **options)
-    with LayerwiseCheckpoint(str(tmp_path), device) as checkpoint:
+    with Parts(str(tmp_path), device) as checkpoint:
         ids = prompt().to(device)
         again, found = found_errors(monkeypatch, checkpoint, ids, 6.5, **options)
     assert again == recipe and len(set(recipe["overrides"].values()) | {recipe["bits"]}) == 2
@@ -145,7 +145,7 @@ def test_errors_on_a_device_are_those_on_the_cpu(device, tmp_path, monkeypatch):
 def test_fp8_is_measured_as_what_it_stands_for(tmp_path):
     fp8_blocks(tiny("qwen3_moe").to(torch.bfloat16), tmp_path)
     dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    with LayerwiseCheckpoint(str(tmp_path)) as checkpoint:
+    with Parts(str(tmp_path)) as checkpoint:
         recipe = measured_recipe(checkpoint, prompt(), 5.0, 32, (3, 4, 6), progress=False)
     assert recipe == measured_recipe(dense, prompt(), 5.0, 32, (3, 4, 6), progress=False)
 
@@ -157,7 +157,7 @@ def test_quantised_checkpoints_are_one_line(tmp_path):
     with pytest.raises(
         ValueError, match="must be a dense checkpoint, or one in FP8, got one that is quantised"
     ):
-        LayerwiseCheckpoint(str(tmp_path))
+        Parts(str(tmp_path))
 
 
 @pytest.mark.sweep
@@ -165,6 +165,6 @@ def test_quantised_checkpoints_are_one_line(tmp_path):
 def test_every_architecture(architecture, tmp_path):
     model = tiny(architecture)
     model.save_pretrained(tmp_path)
-    with LayerwiseCheckpoint(str(tmp_path), model_class=type(model)) as checkpoint:
+    with Parts(str(tmp_path), model_class=type(model)) as checkpoint:
         recipe = measured_recipe(checkpoint, prompt(), 7.5, 32, (3, 4, 8), progress=False)
     torch_moe_mps.from_pretrained(str(tmp_path), type(model), **recipe)

@@ -178,13 +178,13 @@ def measure(folder):
     import pathlib
 
     with torch.no_grad():
-        checkpoint = LayerwiseCheckpoint(folder)
+        checkpoint = Parts(folder)
         torch_moe_mps.measured_recipe(checkpoint, torch.zeros(1, 8, dtype=torch.long), 4.5, 64, (3, 6))
 
 if "to" in arguments:
     load = convert
 elif "budget" in arguments:
-    from torch_moe_mps.transformers.checkpoints.layerwise import LayerwiseCheckpoint
+    from torch_moe_mps.transformers.checkpoints.parts import Parts
     load = measure
 load(folder + "/warm")  # what the first model imports and compiles is not the model's
 gc.collect()

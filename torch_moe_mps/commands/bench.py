@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import __version__
-from ..transformers.checkpoints.layerwise import check_files
+from ..transformers.checkpoints.files import check_files
 from ..transformers.checkpoints.loading import from_pretrained
+from ..transformers.checkpoints.parts import meta_model
 from ..transformers.checkpoints.sizes import bytes_a_token
 from .caches import KVCache, kv_cache
-from .convert import meta_model
 from .macs import this_mac
 from .sources import bits_of, folder_of, loading_options, usable_device
 

@@ -7,21 +7,21 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
-from ..transformers.checkpoints.layerwise import check_files
-from ..transformers.checkpoints.loading import class_for, from_pretrained, load_config
+from ..transformers.checkpoints.files import check_files
 from ..transformers.checkpoints.mlx.writing import check_writable, save_mlx
+from ..transformers.checkpoints.parts import Parts, meta_model
 from ..transformers.checkpoints.recipe import requested_recipe
+from ..transformers.checkpoints.saving import save_parts
 from ..transformers.checkpoints.sizes import bytes_a_token, quantized_sizes
 from ..transformers.checkpoints.targets import weights_of
 from .recipes import arguments_of
 from .sources import folder_of, loading_options, small_files
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # What is written anew, not copied.
 _WRITTEN = ("config.json", "generation_config.json", "model.safetensors.index.json")
@@ -54,16 +54,6 @@ def run(options: argparse.Namespace) -> None:
         print(f"wrote {destination}")
 
 
-def meta_model(source: str, dtype: Any = "auto", trust_remote_code: bool = False) -> "PreTrainedModel":
-    """The dense model of a checkpoint without its weights, from config.json alone."""
-    config, _ = load_config(source, kwargs={"trust_remote_code": trust_remote_code})
-    if dtype == "auto":
-        dtype = getattr(config, "dtype", None) or torch.bfloat16
-    vars(config).pop("quantization_config", None)
-    with torch.device("meta"):
-        return class_for(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-
-
 def _sizes(model: torch.nn.Module, arguments: dict[str, Any]) -> str:
     """The sizes of what will be written, which follow from shapes and formats."""
     recipe = requested_recipe(**arguments)
@@ -85,18 +75,14 @@ def _sizes(model: torch.nn.Module, arguments: dict[str, Any]) -> str:
 
 def _convert(source: str, copied: list[Path], options: argparse.Namespace, arguments: dict[str, Any]) -> None:
     """Write into a temporary folder beside the destination, and rename it in the end."""
-    from ..transformers.checkpoints.files import tensors_in
-
     destination = Path(options.destination)
     destination.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
     try:
-        with tensors_in(folder):
-            model = from_pretrained(source, **arguments, **loading_options(options))
-        report = getattr(getattr(model, "hf_quantizer", None), "report", None)
-        if report is not None:
-            print(report)
-        _save(model, folder, source, options.to)
+        with Parts(source, recipe=arguments, **loading_options(options)) as parts:
+            _save(parts, folder, source, options.to)
+            if parts.report is not None:
+                print(parts.report)
         for file in copied:
             (folder / file).parent.mkdir(exist_ok=True)
             shutil.copyfile(Path(source) / file, folder / file)
@@ -117,10 +103,12 @@ def _rename(folder: Path, destination: Path) -> None:
         ) from None
 
 
-def _save(model: "PreTrainedModel", folder: Path, source: str, layout: str) -> None:
+def _save(parts: Parts, folder: Path, source: str, layout: str) -> None:
     if layout == "mlx":
-        save_mlx(model, folder, json.loads((Path(source) / "config.json").read_text()))
-        if model.can_generate():
-            model.generation_config.save_pretrained(folder)
+        save_mlx(parts.model, folder, json.loads((Path(source) / "config.json").read_text()), parts)
     else:
-        model.save_pretrained(folder, max_shard_size="2GB")
+        save_parts(parts.model, folder, parts)
+    if parts.model.can_generate():
+        own = (Path(source) / GENERATION_CONFIG_NAME).exists()
+        config = GenerationConfig.from_pretrained(source) if own else parts.model.generation_config
+        config.save_pretrained(folder)

@@ -13,12 +13,12 @@ from torch import nn
 
 from ..ops._checks import Check
 from ..quantization import Format
+from ..transformers.checkpoints.parts import meta_model
 from ..transformers.checkpoints.recipe import recipe_of
 from ..transformers.checkpoints.sizes import bytes_a_token, quantized_sizes
 from ..transformers.checkpoints.targets import weights_of
 from ..transformers.checkpoints.weights import check_columns
 from .caches import KVCache, kv_cache
-from .convert import meta_model
 from .macs import BANDWIDTHS, GIB, MEMORIES, Mac, this_mac, wired_limit
 from .sources import folder_of, loading_options
 

@@ -162,7 +162,7 @@ def _log_probabilities(model: Callable, ids: Tensor) -> Tensor:
 
 
 def _load(source: str, device: str, options: argparse.Namespace) -> Callable:
-    from ..transformers.checkpoints.layerwise import check_files
+    from ..transformers.checkpoints.files import check_files
     from ..transformers.checkpoints.loading import from_pretrained
 
     check_files(source)

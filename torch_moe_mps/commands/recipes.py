@@ -67,7 +67,7 @@ def read_recipe(file: str) -> dict[str, Any]:
 
 def _measured(options: argparse.Namespace, source: str) -> dict[str, Any]:
     from ..transformers.checkpoints.budget import measured_recipe
-    from ..transformers.checkpoints.layerwise import LayerwiseCheckpoint
+    from ..transformers.checkpoints.parts import Parts
 
     group_size = 64 if options.group_size is None else options.group_size
     most = 8 + 32 / max(1, group_size)  # 16 bits of scale and of bias for each group
@@ -76,7 +76,7 @@ def _measured(options: argparse.Namespace, source: str) -> dict[str, Any]:
         raise ValueError(f"--budget must be {expected}, got {options.budget:g}")
     ids = calibration_ids(source, options.text, options.trust_remote_code)
     device = "mps" if torch.backends.mps.is_available() else "cpu"
-    with LayerwiseCheckpoint(source, device, trust_remote_code=options.trust_remote_code) as checkpoint:
+    with Parts(source, device, trust_remote_code=options.trust_remote_code) as checkpoint:
         recipe = measured_recipe(checkpoint, ids.to(device), options.budget, group_size, keep=options.keep)
     if options.save_recipe is not None:
         Path(options.save_recipe).write_text(json.dumps(recipe, indent=1) + "\n")

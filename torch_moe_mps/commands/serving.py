@@ -22,7 +22,7 @@ def server(options: argparse.Namespace, **settings: Any) -> Iterator[Any]:
     from transformers.cli.serve import Serve
     from transformers.cli.serving.model_manager import ModelManager
 
-    from ..transformers.checkpoints.layerwise import check_files
+    from ..transformers.checkpoints.files import check_files
     from ..transformers.checkpoints.loading import from_pretrained
 
     def load(manager: object, *names: object, **progress: object) -> Any:

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from ...ops._checks import Check
 from ...quantization import Format, dequantize
 from ...quantization.formats import CHUNK, quantize_stack
-from .layerwise import LayerwiseCheckpoint, part_of
+from .parts import Parts
 from .recipe import Recipe
 from .sizes import quantized_bytes
-from .targets import Target, tied_layers, weights_of
+from .targets import Target, layer_of, tied_layers, weights_of
 from .weights import check_columns, rows_first
 
 BITS = (2, 3, 4, 5, 6, 8)
@@ -50,7 +50,7 @@ class Item(NamedTuple):
 
 
 def measured_recipe(
-    model: nn.Module | LayerwiseCheckpoint,
+    model: nn.Module | Parts,
     ids: Tensor,
     budget: float,
     group_size: int = 64,
@@ -73,8 +73,8 @@ def measured_recipe(
 
     Raises: ValueError for a budget that the smallest format exceeds, and for weights that do not fit.
     """
-    checkpoint = model if isinstance(model, LayerwiseCheckpoint) else None
-    whole: nn.Module = model.model if isinstance(model, LayerwiseCheckpoint) else model
+    checkpoint = model if isinstance(model, Parts) else None
+    whole: nn.Module = model.model if isinstance(model, Parts) else model
     formats = [Format(count, group_size, "affine") for count in sorted(bits)]
     recipe = Recipe(formats[0], formats[0], formats[0], dict.fromkeys(keep))
     targets = weights_of(whole, recipe).targets
@@ -109,15 +109,15 @@ def _measure(
     targets: Mapping[str, Target],
     formats: Sequence[Format],
     ids: Tensor,
-    checkpoint: LayerwiseCheckpoint | None,
+    checkpoint: Parts | None,
     progress: bool,
 ) -> Errors:
     """Runs the model once; each part is read, measured and freed in turn."""
     found = _no_errors(targets, formats)
     inside = defaultdict(list)
     for name, target in targets.items():
-        inside[part_of(name)].append(target)
-    parts = inside if checkpoint is None else checkpoint.parts
+        inside[layer_of(name)].append(target)
+    parts = inside if checkpoint is None else checkpoint.modules
     with ExitStack() as stack, _bar(len(inside), progress) as advance:
         for part in list(parts):
             weights = stack.enter_context(ExitStack())

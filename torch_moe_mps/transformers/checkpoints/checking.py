@@ -1,7 +1,7 @@
 """Checks that a quantised checkpoint has everything that the model needs."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,8 +30,10 @@ def check_shapes(model: nn.Module, files: Sequence[str] | None) -> None:
                     Check("from_pretrained").fail(name, f"of shape {shape}", f"{found} in {file}")
 
 
-def check_loaded(model: "PreTrainedModel") -> None:
-    """Raises: ValueError for a tensor that the checkpoint lacks, or has in a wrong dtype.
+def check_loaded(model: "PreTrainedModel", loaded: Callable[[str], bool]) -> None:
+    """Checks the modules whose names are `loaded`.
+
+    Raises: ValueError for a tensor that the checkpoint lacks, or has in a wrong dtype.
 
     transformers leaves missing tensors uninitialised, or fills them with random values, and only logs their
     names. A head that is not part of the saved model may be new.
@@ -43,6 +45,8 @@ def check_loaded(model: "PreTrainedModel") -> None:
     ]
     base = set(model.base_model.modules())
     for path, module in model.named_modules():
+        if not loaded(path):
+            continue
         required = whole or module in base
         dtypes = _dtypes_of(module)
         for name, tensor in _stored(module):

@@ -1,94 +1,107 @@
-"""Tensors in temporary files.
+"""The files of a checkpoint: which there are, and new ones that are written piece by piece."""
 
-The system reads and writes their pages as needed, so they do not count as memory of the process.
-"""
-
+import json
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
+INDEX = "model.safetensors.index.json"
 _COPIED = 1 << 20  # bytes that are made contiguous at a time
-_FOLDER: ContextVar[Path | None] = ContextVar("folder", default=None)
 
 
-@contextmanager
-def tensors_in(folder: Path) -> Iterator[None]:
-    """Within, tensors that loading creates are put into temporary files of a folder."""
-    token = _FOLDER.set(folder)
+def check_files(source: str) -> None:
+    """Checks that the files of a local folder are complete; see `checkpoint_files`."""
+    folder = Path(source)
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise ValueError(f"{folder} has no config.json")
+        checkpoint_files(source)
+
+
+def checkpoint_files(source: str) -> list[Path]:
+    """The safetensors files of a folder or of a name on the Hub.
+
+    Raises: ValueError, with its name, for a file that is missing or truncated, and for no file.
+    """
+    if not Path(source).is_dir():
+        source = snapshot_download(source, allow_patterns=["*.json", "*.safetensors"])
+    folder = Path(source)
+    index = folder / INDEX
+    files = sorted(folder.glob("*.safetensors"))
+    if index.exists():
+        files = [folder / name for name in _named_in(index)]
+    if not files:
+        raise ValueError(f"{folder} has no safetensors files")
+    for file in files:
+        if not file.exists():
+            raise ValueError(f"{index} names {file.name}, which is missing")
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"{file} is truncated or no safetensors file: {error}") from None
+    return files
+
+
+def _named_in(index: Path) -> list[str]:
     try:
-        yield
-    finally:
-        _FOLDER.reset(token)
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{index} is truncated or has no weight_map in JSON") from None
 
 
-def in_files() -> bool:
-    """Whether this is within `tensors_in`."""
-    return _FOLDER.get() is not None
+class Shards:
+    """New safetensors files of a folder, of `largest` bytes each, and their index.
+
+    Tensors wait for their file in temporary files of the folder: what is written takes no memory.
+    """
+
+    def __init__(self, folder: Path, form: str, largest: int):
+        self.folder, self.form, self.largest = folder, form, largest
+        self._waiting: dict[str, Tensor] = {}
+        self._files: list[Path] = []
+        self._names: list[list[str]] = []
+        self._total = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Raises: OSError for a full disk."""
+        waiting = sum(other.nbytes for other in self._waiting.values())
+        if self._waiting and waiting + tensor.nbytes > self.largest:
+            self._write()
+        self._waiting[name] = _in_a_file(tensor.detach(), self.folder)
+        self._total += tensor.nbytes
+
+    def _write(self) -> None:
+        self._files.append(self.folder / f"model-{len(self._files) + 1:05}.safetensors")
+        self._names.append([*self._waiting])
+        save_file(self._waiting, self._files[-1], metadata={"format": self.form})
+        self._waiting = {}
+
+    def finish(self) -> None:
+        """Writes what waits, and the index; files are named by their number when that is known."""
+        self._write()
+        count = len(self._files)
+        weight_map: dict[str, str] = {}
+        for number, (file, names) in enumerate(zip(self._files, self._names, strict=True), 1):
+            final = "model.safetensors" if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+            file.rename(self.folder / final)
+            weight_map |= dict.fromkeys(names, final)
+        index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(weight_map.items()))}
+        (self.folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
 
 
-def in_a_file(tensor: Tensor) -> Tensor:
-    """The tensor, contiguous; within `tensors_in` it is moved to a file unless it is in one."""
-    if _FOLDER.get() is None or (tensor.is_shared() and tensor.is_contiguous()):
-        return tensor.contiguous()
-    with empty_whole(tensor.shape) as whole:
-        whole.append(tensor)
-        return whole.tensor()
-
-
-def empty_whole(shape: torch.Size) -> "Whole":
-    """A tensor to be filled part by part; within `tensors_in` it is in a file."""
-    folder = _FOLDER.get()
-    return Whole(shape) if folder is None else WholeInAFile(shape, folder)
-
-
-class Whole:
-    """A tensor [E, ...] that is filled in parts of its first dimension; use it as a context manager."""
-
-    def __init__(self, shape: torch.Size):
-        self.shape, self.whole, self.filled = shape, torch.empty(0), 0
-
-    def __enter__(self) -> "Whole":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def append(self, part: Tensor) -> None:
-        if part.shape == self.shape:
-            self.whole = part
-            return
-        if not self.filled:
-            self.whole = part.new_empty(self.shape)
-        self.whole[self.filled : self.filled + len(part)] = part
-        self.filled += len(part)
-
-    def tensor(self) -> Tensor:
-        return self.whole
-
-
-class WholeInAFile(Whole):
-    """The same in a file; on a full disk `append` raises."""
-
-    def __init__(self, shape: torch.Size, folder: Path):
-        self.shape, self.dtype = shape, torch.uint8
-        self.file = tempfile.NamedTemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  (a buffer fails again)
-
-    def __exit__(self, *error: object) -> None:
-        self.file.close()
-
-    def append(self, part: Tensor) -> None:
-        self.dtype = part.dtype
-        rows = max(1, _COPIED * len(part) // max(1, part.nbytes))
-        for some in part.split(rows) if part.dim() else [part]:
+def _in_a_file(tensor: Tensor, folder: Path) -> Tensor:
+    """A copy in a temporary file, whose pages the system writes and reads as needed."""
+    with tempfile.NamedTemporaryFile(dir=folder, buffering=0) as file:  # a buffer would fail again in close()
+        rows = max(1, _COPIED * len(tensor) // max(1, tensor.nbytes)) if tensor.dim() else 1
+        for some in tensor.split(rows) if tensor.dim() else [tensor]:
             octets = some.contiguous().view(-1).view(torch.uint8).numpy().data
             while octets:
-                octets = octets[self.file.write(octets) :]
-
-    def tensor(self) -> Tensor:
-        size = self.shape.numel()
-        return torch.from_file(self.file.name, shared=True, size=size, dtype=self.dtype).view(self.shape)
+                octets = octets[file.write(octets) :]
+        size = tensor.numel()
+        return torch.from_file(file.name, shared=True, size=size, dtype=tensor.dtype).view(tensor.shape)

@@ -22,7 +22,7 @@ from ...quantization import Format
 from ..accelerate import accelerate
 from ..checked import allowed
 from ..experts import NAME
-from .config import QuantizationConfig, is_mlx
+from .config import QuantizationConfig, is_mlx, is_ours
 from .mlx.plan import written_by_mlx
 from .quantizer import Quantizer
 from .recipe import SAME, requested_recipe
@@ -81,9 +81,17 @@ def from_pretrained(
         asked = {k: v for k, v in asked.items() if v is not None or k in ("linear_bits", "embedding_bits")}
         config, others = load_config(name, cls, kwargs)
         cls = model_class or class_for(config)
-        kwargs = _with_quantization(name, config, others, kwargs, None if recipe is None else asked)
+        stored = stored_in(name, config)
+        quantization = quantization_of(stored, None if recipe is None else asked)
+        if quantization is not None and not stored:
+            kwargs["quantization_config"] = QuantizationConfig(**quantization)
+        elif quantization is not None:
+            config = copy.deepcopy(config)
+            config.quantization_config = {"quant_method": NAME, **quantization}
+            vars(config).pop("quantization", None)
+            kwargs = {**others, "config": config}
     with_info = kwargs.pop("output_loading_info", False)
-    with _one_by_one(recipe is not None), allowed(check):
+    with one_by_one(recipe is not None), allowed(check):
         model, info = cls.from_pretrained(name, output_loading_info=True, **kwargs)
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
@@ -109,33 +117,34 @@ def class_for(config: PreTrainedConfig) -> Any:
     raise ValueError(f"moe_mps::from_pretrained: model_type must be {expected}, got {config.model_type!r}")
 
 
-def _with_quantization(
-    name: str, config: Any, others: dict[str, Any], kwargs: dict[str, Any], asked: dict | None
-) -> dict[str, Any]:
-    """The arguments of cls.from_pretrained, with the quantisation that is in the checkpoint or asked for."""
-    stored = getattr(config, "quantization_config", None) or {}
-    stored = stored if isinstance(stored, Mapping) else stored.to_dict()
-    method = stored.get("quant_method")
-    method = getattr(method, "value", method)
-    stored = stored or getattr(config, "quantization", None) or {}
+def stored_in(name: str, config: Any) -> dict[str, Any]:
+    """The quantisation of a checkpoint by its config, or by its files if MLX wrote them; {} is dense."""
+    stored = getattr(config, "quantization_config", None) or getattr(config, "quantization", None) or {}
+    stored = dict(stored) if isinstance(stored, Mapping) else stored.to_dict()
     if is_mlx(stored) or (not stored and written_by_mlx(name)):
-        ours: dict[str, Any] = {"mlx": True}
-    elif not stored and asked is not None:
-        return {**kwargs, "quantization_config": QuantizationConfig(**asked)}
-    elif method == "mxfp4":
-        ours = Format(mode="mxfp4").to_dict()
-    elif method == "fp8" and asked is not None:
-        ours = {**asked, "source": dict(stored)}
-    else:
-        return kwargs
-    config = copy.deepcopy(config)
-    config.quantization_config = {"quant_method": NAME, **ours}
-    vars(config).pop("quantization", None)
-    return {**others, "config": config}
+        return {"quant_method": NAME, "mlx": True}
+    if is_ours(stored):
+        return {**stored, "quant_method": NAME}
+    method = stored.get("quant_method")
+    return {**stored, "quant_method": getattr(method, "value", method)} if stored else {}
+
+
+def quantization_of(stored: Mapping[str, Any], asked: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The arguments of QuantizationConfig for a checkpoint; None if no Quantizer of ours reads it."""
+    if not stored:
+        return None if asked is None else dict(asked)
+    match stored["quant_method"]:
+        case "moe_mps":
+            return dict(stored)
+        case "mxfp4":
+            return Format(mode="mxfp4").to_dict()
+        case "fp8" if asked is not None:
+            return {**asked, "source": dict(stored)}
+    return None
 
 
 @contextlib.contextmanager
-def _one_by_one(enabled: bool) -> Iterator[None]:
+def one_by_one(enabled: bool) -> Iterator[None]:
     """Makes transformers read one tensor at a time: its four threads would read faster than we quantise."""
     before = os.environ.get(ONE_THREAD)
     if enabled:

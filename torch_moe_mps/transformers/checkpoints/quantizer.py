@@ -3,6 +3,7 @@
 The package's import hook imports it with transformers' quantizers.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from .checking import check_loaded, check_shapes
 from .config import QuantizationConfig, is_mlx, is_ours
 from .mlx.converter import MlxConverter
 from .mlx.plan import Plan
+from .quantize import quantize_targets
 from .saving import mark_quantized
 from .streaming import QuantizeParameter, Stream, streaming_converters
 from .targets import tie_quantized
@@ -120,18 +122,9 @@ class Quantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: "PreTrainedModel", **kwargs: Any) -> None:
         from ..accelerate import accelerate
 
-        if not self._streams:
-            for target in self._targets.values():
-                dtype = next(target.module.__dict__[name].dtype for name in target.formats)
-                for name in target.formats:
-                    del target.module.__dict__[name]
-                finish(model, target, dtype)
-            del self._targets
-            check_loaded(model)
-            if self.quantization_config.mlx:
-                model._weight_conversions = None  # saved with the names of transformers
-        else:
-            self.report = self._stream.finish(model)
+        rest = self.place(model)
+        if self.report is not None:
+            quantize_targets("quantize", model, rest, self.report, progress=False)
             if self._device is not None:
                 model.to(self._device)
             model.hf_quantizer = self
@@ -140,7 +133,28 @@ class Quantizer(HfQuantizer):
         mark_quantized(model)
         accelerate(model)
 
-    def update_weight_conversions(self, weight_conversions: list, *model: nn.Module) -> list:
+    def place(self, model: "PreTrainedModel", loaded: Callable[[str], bool] = lambda name: True) -> dict:
+        """Gives the modules whose names are `loaded` their quantised weights.
+
+        Returns: {name: target} of those whose weights are not from the checkpoint, and dense.
+
+        Raises: ValueError for a weight that cannot be quantised, is missing, or is of a wrong dtype.
+        """
+        if self._streams:
+            self.report = self._stream.report
+            return self._stream.place(model, loaded)
+        for name in filter(loaded, list(self._targets)):
+            target = self._targets.pop(name)
+            dtype = next(target.module.__dict__[parameter].dtype for parameter in target.formats)
+            for parameter in target.formats:
+                del target.module.__dict__[parameter]
+            finish(model, target, dtype)
+        check_loaded(model, loaded)
+        if self.quantization_config.mlx:
+            model._weight_conversions = None  # saved with the names of transformers
+        return {}
+
+    def update_weight_conversions(self, weight_conversions: list, model: nn.Module) -> list:
         if self.quantization_config.mlx:
             return [MlxConverter(self._plan)]
         if not self._streams:

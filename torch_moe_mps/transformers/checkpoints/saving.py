@@ -2,11 +2,12 @@
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...quantization import Format
 from ..experts import NAME
@@ -16,7 +17,10 @@ from ..linears import QuantizedLayer
 from ..rewriting.record import NOTHING, RECORD
 from .absent import absent_in
 from .config import QuantizationConfig, is_ours, together
+from .files import Shards
 from .targets import kinds_of
+
+_SHARD = 2_000_000_000  # bytes of a file
 
 
 def mark_quantized(model: nn.Module) -> None:
@@ -116,3 +120,20 @@ def config_of(model: nn.Module) -> QuantizationConfig | None:
     return QuantizationConfig(
         modules=modules, absent=absent, global_scales=[*dict.fromkeys(together(scales, matrices).values())]
     )
+
+
+def save_parts(model: Any, folder: Path, parts: Iterable[Mapping[str, Tensor]]) -> None:
+    """What `save_pretrained` of transformers writes, of a model whose tensors come some at a time."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    shards = Shards(folder, "pt", _SHARD)
+    for tensors in parts:
+        for name, tensor in revert_weight_conversion(model, dict(tensors)).items():
+            shards.add(name, tensor)
+    shards.finish()
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    config = config_of(model)
+    if config is not None:
+        model.config.quantization_config = config
+    model.config.save_pretrained(folder)

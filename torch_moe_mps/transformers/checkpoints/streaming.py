@@ -6,8 +6,7 @@ initialised.
 """
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +18,6 @@ from ...ops._checks import Check
 from ...quantization import QuantizedWeight
 from ...quantization.formats import CHUNK, ErrorSums, quantize_stack
 from ..report import QuantizationReport, QuantizedProjection
-from .files import Whole, empty_whole
-from .quantize import quantize_targets
 from .recipe import Recipe
 from .sizes import bytes_a_token
 from .targets import Target, tied_layers, weights_of
@@ -62,13 +59,13 @@ class Stream:
         self.original_conversions: list = []
         self.report = QuantizationReport(skipped=weights.dense, bytes_before=bytes_a_token(model))
         self._done: dict[str, QuantizedWeight] = {}
-        self._errors: list[ValueError | OSError] = []
+        self._errors: list[ValueError] = []
         self._replaced: list[tuple[WeightConverter, WeightConverter]] = []
 
     def quantize(self, name: str, pieces: Iterable[Tensor]) -> None:
         """Quantises the parameter called `name`, given in pieces of its first dimension.
 
-        An error is kept for `finish`, because transformers would only mention it in its report.
+        An error is kept for `place`, because transformers would only mention it in its report.
         """
         target, parameter = self.wanted[name]
         expected = getattr(target.module, parameter)
@@ -77,53 +74,41 @@ class Stream:
             return
         try:
             self._done[name] = self._quantized(name, target, parameter, pieces)
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             self._errors.append(error)
 
     def _quantized(
         self, name: str, target: Target, parameter: str, pieces: Iterable[Tensor]
     ) -> QuantizedWeight:
-        format = target.formats[parameter]
-        errors = ErrorSums()
-        with ExitStack() as files:
-            out, nbytes = self._together(name, target, parameter, pieces, errors, files)
-        release_cache(out.packed)
-        out = out if target.kind == "experts" else without_stack(out)
-        entry = QuantizedProjection(parameter, errors.relative, nbytes, out.nbytes, format)
-        self.report.modules.setdefault(target.name, []).append(entry)
-        return as_parameters(out)
-
-    def _together(
-        self,
-        name: str,
-        target: Target,
-        parameter: str,
-        pieces: Iterable[Tensor],
-        errors: ErrorSums,
-        files: ExitStack,
-    ) -> tuple[QuantizedWeight, int]:
-        """The quantised matrices of all pieces, and the number of dense bytes."""
-        shape, format = rows_first(target, getattr(target.module, parameter)).shape, target.formats[parameter]
-        wholes: list[Whole] = []
+        format, errors = target.formats[parameter], ErrorSums()
+        shape = rows_first(target, getattr(target.module, parameter)).shape
+        whole: QuantizedWeight | None = None
         first = nbytes = 0
         for piece in pieces:
             stack = rows_first(target, piece)
-            _CHECK.shape(name, stack, (stack.shape[0], *shape[1:]), "[output, input] of the model")
+            last = first + len(stack)
+            _CHECK.shape(name, stack, (len(stack), *shape[1:]), "[output, input] of the model")
+            if last > shape[0]:
+                _CHECK.fail(name, f"of {shape[0]} matrices", last)
             quantized = quantize_stack(stack, format, errors)
-            parts = [words(tensor) for tensor in quantized if tensor is not None]
-            if not wholes:
-                shapes = [torch.Size((shape[0], *part.shape[1:])) for part in parts]
-                wholes = [files.enter_context(empty_whole(each)) for each in shapes]
-            for whole in wholes:
-                whole.append(parts.pop(0))
             if not math.isfinite(errors.magnitude):
                 _CHECK.fail(name, "finite", "NaN, inf or a range over that of float32")
-            first, nbytes = first + len(stack), nbytes + stack.nbytes
+            if len(stack) == shape[0]:
+                whole = quantized
+            else:
+                whole = whole or QuantizedWeight.empty(shape, stack.dtype, stack.device, format)
+                for tensor, part in zip(whole, quantized, strict=True):
+                    if tensor is not None and part is not None:
+                        words(tensor)[first:last] = words(part)
+            first, nbytes = last, nbytes + stack.nbytes
             del piece, stack, quantized
-        if first != shape[0]:
-            _CHECK.fail(name, f"of {shape[0]} matrices", first)
-        packed, scales, *biases = (whole.tensor() for whole in wholes)
-        return QuantizedWeight(packed, scales, biases[0] if biases else None, format), nbytes
+        if whole is None or first != shape[0]:
+            return _CHECK.fail(name, f"of {shape[0]} matrices", first)
+        release_cache(whole.packed)
+        whole = whole if target.kind == "experts" else without_stack(whole)
+        entry = QuantizedProjection(parameter, errors.relative, nbytes, whole.nbytes, format)
+        self.report.modules.setdefault(target.name, []).append(entry)
+        return as_parameters(whole)
 
     def replaced(self, converter: WeightConverter, operations: list[ConversionOps]) -> WeightConverter:
         """A copy of a converter with other operations; the original is kept for saving."""
@@ -132,10 +117,12 @@ class Stream:
         self._replaced.append((ours, converter))
         return ours
 
-    def finish(self, model: "PreTrainedModel") -> QuantizationReport:
-        """Puts the quantised tensors into the model, and quantises weights that the checkpoint lacked.
+    def place(self, model: "PreTrainedModel", loaded: Callable[[str], bool]) -> dict[str, Target]:
+        """Puts the quantised tensors into those targets whose names are `loaded`.
 
-        Raises: ValueError for the first parameter that could not be quantised, OSError for a full disk.
+        Returns: {name: target} of those that the checkpoint lacked.
+
+        Raises: ValueError for the first parameter that could not be quantised.
         """
         if self._errors:
             raise self._errors[0]
@@ -143,10 +130,12 @@ class Stream:
         used |= {id(conversion) for conversion in model._weight_conversions}
         model._weight_conversions = [c for c in self.original_conversions if id(c) in used]
         self._unite_tied(model)
+        targets = {name: self.targets.pop(name) for name in filter(loaded, list(self.targets))}
+        own = {f"{t.name}.{parameter}": (t, parameter) for t in targets.values() for parameter in t.formats}
         # Tied modules share one parameter by now, no matter which of them was in the checkpoint.
-        names = {id(getattr(t.module, p)): name for name, (t, p) in self.wanted.items() if name in self._done}
+        names = {id(getattr(t.module, p)): name for name, (t, p) in own.items() if name in self._done}
         rest = {}
-        for target in self.targets.values():
+        for target in targets.values():
             dtype = dense_dtype(target)
             sources = {p: names.get(id(getattr(target.module, p))) for p in target.formats}
             found = {parameter: source for parameter, source in sources.items() if source is not None}
@@ -158,7 +147,10 @@ class Stream:
                 if source != f"{target.name}.{parameter}":
                     self.report.shared[target.name] = source.rpartition(".")[0]
             finish(model, target, dtype)
-        return quantize_targets("quantize", model, rest, self.report, progress=False)
+        for name in own:
+            del self.wanted[name]
+            self._done.pop(name, None)
+        return rest
 
     def _unite_tied(self, model: nn.Module) -> None:
         """If the checkpoint has equal weights for two tied layers, keeps one of them."""

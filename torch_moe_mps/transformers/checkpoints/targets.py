@@ -26,6 +26,7 @@ from .recipe import Recipe
 
 # Fewer outputs than this save nothing: the gate of a shared expert has one.
 SMALLEST = 16
+_LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 
 
 @dataclass
@@ -296,6 +297,12 @@ def tied_layers(model: nn.Module) -> dict[str, str]:
         for target, source in tied.items()
         if target.endswith(".weight") and source.endswith(".weight")
     }
+
+
+def layer_of(module: str) -> str:
+    """The layer that contains a module, or the module itself."""
+    layer = _LAYER.match(module)
+    return layer[1] if layer else module
 
 
 # Routers

@@ -51,7 +51,6 @@ class Entry(NamedTuple):
 
     sources: tuple[str, ...]
     make: Callable[..., Tensor]
-    by_matrix: bool = False  # whether each matrix of a stack can be made separately
 
 
 class Plan:
@@ -278,7 +277,7 @@ class Plan:
             _CHECK.fail(name, "of gate and up rows in one format", [self.shapes[s] for s in sources])
         make: Callable[..., Tensor] = lambda *t: joined(t, interleaved, transposed)  # noqa: E731
         make = self._in_dtype(name, make) if name in self.parameters else make
-        self.entries[name] = Entry(sources, make, by_matrix=True)
+        self.entries[name] = Entry(sources, make)
 
     # Parameters that transformers concatenates
 

@@ -7,13 +7,12 @@ names of mlx-lm, with one tensor for each of gate, up and down. plan.py reads th
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -24,7 +23,7 @@ from ...global_scales import global_scale_of
 from ...interface import Experts, experts_of, formats_of, is_quantized, projections
 from ...linears import QuantizedLayer
 from ..absent import beside_text
-from ..files import in_a_file, tensors_in
+from ..files import Shards
 from ..weights import stored
 from .names import NUMBERED
 from .plan import DROP_BIAS, NORMS, ONE_MORE
@@ -109,8 +108,8 @@ _RENAMED = {
 _RENAMED_LINEAR = {"bailing_hybrid": {".attention.dense.": ".attention.o_proj."}}
 _SHARD = 2 << 30  # bytes of a file
 
-# Makes a tensor when its file is written, so that only one is in memory at a time.
-Make = Callable[[], Tensor]
+# Names and tensors, each made when its turn comes.
+Tensors = Iterator[tuple[str, Tensor]]
 
 
 def check_writable(config: Any) -> None:
@@ -127,26 +126,34 @@ def _type_of(config: Any) -> str:
     return type(config.get_text_config()).model_type
 
 
-def save_mlx(model: PreTrainedModel, folder: Path, config: Mapping[str, Any]) -> None:
+def save_mlx(
+    model: PreTrainedModel,
+    folder: Path,
+    config: Mapping[str, Any],
+    parts: Iterable[Mapping[str, Tensor]] | None = None,
+) -> None:
     """Write weights, index and config.json.
 
     Args:
         model: quantised by this package, or dense.
         folder: which exists.
         config: the original config.json, because mlx-lm reads keys that transformers 5 no longer writes.
+        parts: the tensors of the model, some at a time; those that it has unless given.
 
     Raises: ValueError for an architecture whose layout in MLX is not known.
     """
     check_writable(model.config)
-    writer = _Writer(model)
-    _save_shards(folder, writer.tensors)
+    writer, shards = _Writer(model), Shards(folder, "mlx", _SHARD)
+    for tensors in [model.state_dict()] if parts is None else parts:
+        for name, tensor in writer.tensors(tensors):
+            shards.add(name, tensor)
+    shards.finish()
     config = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
     config["model_type"] = _PARTS_OF.get(type(model.config).model_type, config["model_type"])
     if writer.formats:
         quantization = _quantization(writer.formats)
-        for name in writer.formats:
-            if f"{name}.global_scale" in writer.tensors:
-                quantization[name] = writer.formats[name].to_dict() | {"global_scale": True}
+        for name in writer.global_scales:
+            quantization[name] = writer.formats[name].to_dict() | {"global_scale": True}
         config |= {"quantization": quantization, "quantization_config": quantization}
     if isinstance(config.get("text_config"), Mapping):
         config["text_config"] = _with_older_keys(config["text_config"])
@@ -172,59 +179,38 @@ def _with_older_keys(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _save_shards(folder: Path, tensors: Mapping[str, tuple[int, Make]]) -> None:
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, (nbytes, _) in tensors.items():
-        if shards[-1] and size + nbytes > _SHARD:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += nbytes
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, 1):
-        file = (
-            "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        )
-        with tensors_in(folder):
-            made = {name: in_a_file(tensors[name][1]()) for name in names}
-        save_file(made, folder / file, metadata={"format": "mlx"})
-        weight_map |= dict.fromkeys(names, file)
-    total = sum(nbytes for nbytes, _ in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
-
-
 class _Writer:
     """The tensors of a model in MLX's layout.
 
     Attributes:
-        tensors: {name: (bytes, function that makes it)}.
         formats: {module: format}.
+        global_scales: the modules that have them.
     """
 
     def __init__(self, model: PreTrainedModel):
         self.model, self.type = model, _type_of(model.config)
-        self.tensors: dict[str, tuple[int, Make]] = {}
         self.formats: dict[str, Format] = {}
-        experts = experts_of(model)
-        layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
-        tied = getattr(model, "all_tied_weights_keys", None) or {}
-        for name, module in experts.items():
-            self._experts(name, module)
-        inside = tuple(f"{name}." for name in (*experts, *beside_text(model)))
-        for name, tensor in model.state_dict().items():
-            module, _, part = name.rpartition(".")
-            if name in tied or (inside and name.startswith(inside)):
-                continue
-            if module in layers and part in TENSORS:
-                if part == "packed":
-                    self._layer(module, layers[module])
-            else:
-                self._dense(name, tensor)
+        self.global_scales: list[str] = []
+        self._tied = getattr(model, "all_tied_weights_keys", None) or {}
+        self._beside = tuple(f"{name}." for name in beside_text(model))
 
-    def _put(self, name: str, tensor: Tensor, make: Make | None = None) -> None:
-        self.tensors[name] = (tensor.nbytes, make or (lambda: tensor))
+    def tensors(self, state: Mapping[str, Tensor]) -> Tensors:
+        """The tensors made of some of the model's."""
+        experts = experts_of(self.model)
+        layers = {n: m for n, m in self.model.named_modules() if isinstance(m, QuantizedLayer)}
+        for owner, module in experts.items():
+            if any(name.startswith(f"{owner}.") for name in state):
+                yield from self._experts(owner, module)
+        inside = (*(f"{name}." for name in experts), *self._beside)
+        for name, tensor in state.items():
+            layer, _, part = name.rpartition(".")
+            if name in self._tied or (inside and name.startswith(inside)):
+                continue
+            if layer in layers and part in TENSORS:
+                if part == "packed":
+                    yield from self._layer(layer, layers[layer])
+            else:
+                yield from self._dense(name, tensor)
 
     def _theirs(self, name: str) -> list[str]:
         """mlx-lm's names for a parameter; several if its rows are separate tensors there."""
@@ -244,64 +230,61 @@ class _Writer:
             return f"language_model.{theirs.replace('model.language_model.', 'model.')}"
         return theirs
 
-    def _quantized(self, module: str, weight: QuantizedWeight) -> None:
+    def _quantized(self, module: str, weight: QuantizedWeight) -> Tensors:
         self.formats[module] = weight.format
         for part, tensor in zip(_PARTS, weight, strict=True):
             if tensor is not None:
-                self._put(f"{module}.{part}", tensor, partial(_words, tensor))
+                yield f"{module}.{part}", _words(tensor)
 
     # Layers
 
-    def _layer(self, name: str, layer: QuantizedLayer) -> None:
+    def _layer(self, name: str, layer: QuantizedLayer) -> Tensors:
         names = [theirs.removesuffix(".weight") for theirs in self._theirs(f"{name}.weight")]
         if self._is_halved(name):
-            self._halves(names[0], (*layer.quantized,), layer.format)
+            yield from self._halves(names[0], (*layer.quantized,), layer.format)
             return
         for row, theirs in enumerate(names):
-            self._quantized(theirs, layer.quantized.map(partial(_chunk, row=row, count=len(names))))
+            yield from self._quantized(
+                theirs, layer.quantized.map(partial(_chunk, row=row, count=len(names)))
+            )
 
-    def _dense(self, name: str, tensor: Tensor) -> None:
+    def _dense(self, name: str, tensor: Tensor) -> Tensors:
         if self.type in DROP_BIAS and name.endswith("e_score_correction_bias"):
             return
         names = self._theirs(name)
         if self._is_halved(name.removesuffix(".weight")):
-            self._halves(names[0].removesuffix(".weight"), (tensor,), None)
+            yield from self._halves(names[0].removesuffix(".weight"), (tensor,), None)
             return
         norm = name.removesuffix(".weight").endswith(NORMS) and "linear_attn" not in name
         for theirs, rows in zip(names, tensor.chunk(len(names)) if tensor.dim() else [tensor], strict=True):
             if self.type in ONE_MORE and norm:
-                self._put(theirs, rows, partial(torch.add, rows, 1))
+                yield theirs, rows + 1
             elif rows.dim() == 3 and rows.shape[1] == 1:  # a convolution
-                self._put(theirs, rows, partial(torch.transpose, rows, 1, 2))
+                yield theirs, rows.transpose(1, 2)
             else:
-                self._put(theirs, rows)
+                yield theirs, rows
 
     def _is_halved(self, name: str) -> bool:
         return self.type in _HALVES and name.endswith("kv_b_proj")
 
-    def _halves(self, name: str, parts: tuple[Tensor | None, ...], format: Format | None) -> None:
+    def _halves(self, name: str, parts: tuple[Tensor | None, ...], format: Format | None) -> Tensors:
         """kv_b_proj [heads * (nope + v), rank] -> embed_q [heads, rank, nope], unembed_out [heads, v, rank].
 
         embed_q is transposed, and so dequantised. `parts` is the dense weight, or packed, scales and biases.
         """
         config = self.model.config.get_text_config()
-        nope, heads = config.qk_nope_head_dim, config.num_attention_heads
         attention = name.removesuffix("kv_b_proj")
-        q: tuple[Any, ...]
-        v: tuple[Any, ...]
-        q, v = zip(*(_split(t, heads, nope) for t in parts), strict=True)
-        rank = q[0].shape[-1] if format is None else format.columns(q[0].shape[-1])
-        dtype = q[0].dtype if format is None else q[1].dtype
-        dense = torch.empty(heads, rank, nope, dtype=dtype, device="meta")
-        self._put(f"{attention}embed_q.weight", dense, lambda: _dense(q, format).mT)
+        halves = (_split(t, config.num_attention_heads, config.qk_nope_head_dim) for t in parts)
+        q, v = zip(*halves, strict=True)
+        yield f"{attention}embed_q.weight", _dense(q, format).mT
         if format is None:
-            self._put(f"{attention}unembed_out.weight", v[0])
+            yield f"{attention}unembed_out.weight", v[0]
         else:
-            self._quantized(f"{attention}unembed_out", QuantizedWeight(v[0], v[1], v[2], format))
+            yield from self._quantized(f"{attention}unembed_out", QuantizedWeight(v[0], v[1], v[2], format))
 
     # Experts
 
-    def _experts(self, name: str, module: Experts) -> None:
+    def _experts(self, name: str, module: Experts) -> Tensors:
         found = _LAYER.match(name)
         if found is None:
             raise ValueError(
@@ -316,21 +299,23 @@ class _Writer:
         for projection, names in ((first, gated), (second, ("down_proj" if module.has_gate else "fc2",))):
             for row, part in enumerate(names):
                 rows = _Rows(row, len(names), interleaved)
-                self._matrices(f"{container}.{part}", module, projection, rows)
+                yield from self._matrices(f"{container}.{part}", module, projection, rows)
 
-    def _matrices(self, theirs: str, module: Experts, projection: str, rows: "_Rows") -> None:
+    def _matrices(self, theirs: str, module: Experts, projection: str, rows: "_Rows") -> Tensors:
         if is_quantized(module):
-            weight = stored(module, projection, formats_of(module)[projection]).map(rows)
+            yield from self._quantized(
+                theirs, stored(module, projection, formats_of(module)[projection]).map(rows)
+            )
             global_scale = module._parameters.get(global_scale_of(projection))
             if global_scale is not None:
-                self._put(f"{theirs}.global_scale", *_lazily(global_scale[:, rows.row]))
-            self._quantized(theirs, weight)
+                self.global_scales.append(theirs)
+                yield f"{theirs}.global_scale", global_scale[:, rows.row]
         else:
             dense = getattr(module, projection)
-            self._put(f"{theirs}.weight", *_lazily(rows(dense.mT if module.is_transposed else dense)))
+            yield f"{theirs}.weight", rows(dense.mT if module.is_transposed else dense)
         bias = getattr(module, f"{projection}_bias", None)
         if bias is not None:
-            self._put(f"{theirs}.bias", *_lazily(rows(bias)))
+            yield f"{theirs}.bias", rows(bias)
 
 
 class _Rows:
@@ -343,10 +328,6 @@ class _Rows:
         if self.interleaved and self.count > 1:
             return tensor[:, self.row :: self.count]
         return tensor.chunk(self.count, 1)[self.row]
-
-
-def _lazily(view: Tensor) -> tuple[Tensor, Make]:
-    return view, view.contiguous
 
 
 def _chunk(tensor: Tensor, row: int, count: int) -> Tensor:

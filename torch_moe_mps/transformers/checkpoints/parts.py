@@ -1,0 +1,263 @@
+"""Checkpoints of any kind, read a part at a time: a layer, an embedding, or all the rest.
+
+The model is on the meta device. The weights of a part exist only within `loaded`: as in the checkpoint, or
+quantised by a recipe. They are read by the converters of transformers and by Quantizer, as they are in
+`from_pretrained`, which keeps all parts.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.utils import logging
+
+from ...ops._checks import Check
+from ..report import QuantizationReport
+from .config import QuantizationConfig
+from .files import checkpoint_files
+from .loading import class_for, load_config, one_by_one, quantization_of, stored_in
+from .quantize import quantize_targets
+from .quantizer import Quantizer
+from .recipe import requested_recipe
+from .sizes import bytes_a_token
+from .targets import kinds_of, layer_of, tied_layers, weights_of
+
+_CHECK = Check("load")
+REST = ""  # the part with everything outside of layers and embeddings
+
+
+def meta_model(source: str, dtype: Any = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
+    """The dense model of a checkpoint without its weights, from config.json alone."""
+    config, _ = load_config(source, kwargs={"trust_remote_code": trust_remote_code})
+    return _skeleton(config, class_for(config), dtype, trust_remote_code)
+
+
+def _skeleton(config: Any, cls: Any, dtype: Any, trust_remote_code: bool) -> PreTrainedModel:
+    if dtype == "auto":
+        dtype = getattr(config, "dtype", None) or torch.bfloat16
+    for attribute in ("quantization_config", "quantization"):
+        vars(config).pop(attribute, None)
+    with torch.device("meta"):
+        if hasattr(cls, "from_config"):  # an Auto class
+            return cls.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        return cls._from_config(config, dtype=dtype)
+
+
+class Parts:
+    """A model that has the weights of one part at a time; iterating gives the tensors of each part.
+
+    Args:
+        source: a folder, or a name on the Hub.
+        device: where the loaded part is.
+        model_class: of transformers; the default is the class that `from_pretrained` uses.
+        recipe: arguments of `accelerate`: what is dense in the checkpoint is quantised by them. Without a
+            recipe the checkpoint must be dense, or in FP8, which is dequantised.
+        dtype, trust_remote_code: as for `from_pretrained`.
+
+    Attributes:
+        model: of transformers, in evaluation mode.
+        modules: the names of the layers, of the embeddings and of the output head.
+
+    Raises: ValueError for a checkpoint with another quantisation, or without safetensors files.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        device: str | torch.device = "cpu",
+        model_class: type[PreTrainedModel] | None = None,
+        *,
+        recipe: Mapping[str, Any] | None = None,
+        dtype: Any = "auto",
+        trust_remote_code: bool = False,
+    ):
+        cls: Any = model_class or AutoModelForCausalLM
+        config, _ = load_config(source, cls, {"trust_remote_code": trust_remote_code})
+        stored = stored_in(source, config)
+        quantization = quantization_of(stored, recipe)
+        if recipe is None and stored.get("quant_method", "fp8") != "fp8":
+            _CHECK.fail(str(source), "a dense checkpoint, or one in FP8", "one that is quantised already")
+        if stored and recipe is not None and quantization is None:
+            raise ValueError(
+                f"moe_mps::quantize: the model is already quantised with {stored['quant_method']}: "
+                "a checkpoint holds one method; use bits=None"
+            )
+        files = [str(file) for file in checkpoint_files(source)]
+        self.model = _skeleton(config, model_class or class_for(config), dtype, trust_remote_code).eval()
+        self.device, self.dtype = device, self.model.dtype
+        self._give_buffers()
+        self._tied = tied_layers(self.model)
+        self._quantizer = None
+        if quantization is not None:
+            self._quantizer = Quantizer(QuantizationConfig(**quantization), pre_quantized=bool(stored))
+            self._quantizer.preprocess_model(self.model, dtype=self.dtype, checkpoint_files=files)
+        self._conversions = get_model_conversion_mapping(self.model, None, self._quantizer)
+        if quantization is None and stored:
+            dequantizer = AutoHfQuantizer.from_config({**stored, "dequantize": True}, pre_quantized=True)
+            self._conversions = dequantizer.update_weight_conversions(self._conversions, self.model)
+        self._dense = {}  # what a quantised checkpoint has dense
+        if stored and recipe is not None and (wanted := requested_recipe(**recipe)) is not None:
+            self._dense = weights_of(self.model, wanted).targets
+        embeddings = {name for name, (kind, _) in kinds_of(self.model).items() if kind == "embeddings"}
+        owners = (name.rpartition(".")[0] for name, _ in self.model.named_parameters(remove_duplicate=False))
+        found = dict.fromkeys(layer_of(owner) for owner in owners)
+        self.modules = [name for name in found if _is_layer(name) or name in embeddings]
+        self._keys: dict[str, dict[str, Any]] = defaultdict(dict)
+        self._stack = ExitStack()
+        for file in files:
+            tensors = self._stack.enter_context(safe_open(file, framework="pt"))
+            for key, name in self._names(tensors.keys()):
+                self._keys[self.part_of(name)][key] = tensors.get_slice(key)
+        self._load(REST)
+
+    def __enter__(self) -> "Parts":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        yield self._tensors(REST)
+        for part in dict.fromkeys(self.part_of(f"{name}.weight") for name in self.modules):
+            with self.loaded(part):
+                yield self._tensors(part)
+
+    @property
+    def report(self) -> QuantizationReport | None:
+        """What was quantised of a dense checkpoint."""
+        report = None if self._quantizer is None else self._quantizer.report
+        if report is not None:
+            report.bytes_after = bytes_a_token(self.model)
+        return report
+
+    def part_of(self, name: str) -> str:
+        """The part of a parameter or buffer; tied layers are in one part."""
+        module = layer_of(name.rpartition(".")[0])
+        module = self._tied.get(module, module)
+        return module if module in self.modules else REST
+
+    @contextmanager
+    def loaded(self, module: str) -> Iterator[nn.Module]:
+        """Within, the module has its weights.
+
+        Raises: ValueError for a parameter that the checkpoint lacks, or that cannot be quantised.
+        """
+        part = self.part_of(f"{module}.weight")
+        try:
+            self._load(part)
+            yield self.model.get_submodule(module)
+        finally:
+            for name, parameter in list(self.model.named_parameters(remove_duplicate=False)):
+                if self.part_of(name) == part:
+                    owner, _, last = name.rpartition(".")
+                    empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+                    self.model.get_submodule(owner)._parameters[last] = empty
+
+    def _tensors(self, part: str) -> dict[str, Tensor]:
+        """The tensors of a loaded part, without those that a tied layer shares."""
+        model = self.model
+        shared = {
+            id(tensor)
+            for source in self._tied.values()
+            for tensor in model.get_submodule(source)._parameters.values()
+        }
+        return {
+            name: tensor
+            for name, tensor in model.state_dict(keep_vars=True).items()
+            if self.part_of(name) == part
+            and not (name.rpartition(".")[0] in self._tied and id(tensor) in shared)
+        }
+
+    def _names(self, keys: list[str]) -> Iterator[tuple[str, str]]:
+        """(key in a file, name in the model)."""
+        renamings = [c for c in self._conversions if isinstance(c, WeightRenaming)]
+        converters = [c for c in self._conversions if isinstance(c, WeightConverter)]
+        state, prefix = self.model.state_dict(), self.model.base_model_prefix
+        for key in keys:
+            name = rename_source_key(key, renamings, converters, prefix, state)[0]
+            if name not in state and key in state:
+                name = key
+            yield key, name
+
+    def _load(self, part: str) -> None:
+        config = LoadStateDictConfig(
+            device_map={"": self.device},
+            dtype=self.dtype,
+            dtype_plan=self.model._get_dtype_plan(self.dtype),
+            hf_quantizer=self._quantizer,
+            weight_mapping=self._conversions,
+        )
+        with one_by_one(self._quantizer is not None), _silent():
+            info, _ = convert_and_load_state_dict_in_model(self.model, self._keys[part], config)
+        for name, found, expected in info.mismatched_keys:
+            _CHECK.fail(name, f"of shape {tuple(expected)}", tuple(found))
+        for name, error in info.conversion_errors.items():
+            raise ValueError(f"moe_mps::load: {name}: {_message(error)}")
+        self._tie(info.missing_keys)
+        self._check_missing(part, info.missing_keys)
+        if self._quantizer is not None:
+            self._quantizer.place(self.model, lambda name: self.part_of(f"{name}.weight") == part)
+        dense = {n: t for n, t in self._dense.items() if self.part_of(f"{n}.weight") == part}
+        if dense:
+            quantize_targets("quantize", self.model, dense, QuantizationReport(), progress=False)
+
+    def _tie(self, missing: set[str]) -> None:
+        """Gives tied layers the tensors that the checkpoint has for one of them."""
+        for pair in self._tied.items():
+            for name, other in (pair, pair[::-1]):
+                module, source = self.model.get_submodule(name), self.model.get_submodule(other)
+                for last, tensor in source._parameters.items():
+                    if f"{name}.{last}" in missing and f"{other}.{last}" not in missing:
+                        module._parameters[last] = tensor
+
+    def _check_missing(self, part: str, missing: set[str]) -> None:
+        ignored = [re.compile(p) for p in self.model._keys_to_ignore_on_load_missing or ()]
+        others = {**self._tied, **{source: name for name, source in self._tied.items()}}
+        for name in sorted(missing):
+            module, _, last = name.rpartition(".")
+            tied = module in others and f"{others[module]}.{last}" not in missing
+            if self.part_of(name) == part and not tied and not any(p.search(name) for p in ignored):
+                _CHECK.fail(name, "in the checkpoint", "no such tensor")
+
+    def _give_buffers(self) -> None:
+        """Buffers are computed by the model, not only read; they are small."""
+        for name, buffer in list(self.model.named_buffers()):
+            owner, _, last = name.rpartition(".")
+            self.model.get_submodule(owner)._buffers[last] = torch.empty_like(buffer, device=self.device)
+        self.model.initialize_weights()  # the buffers: parameters have no memory
+
+
+def _is_layer(name: str) -> bool:
+    return name.rpartition(".")[2].isdigit()
+
+
+def _message(error: str) -> str:
+    """What an operation raised, of what transformers says about it."""
+    return error.partition("\nError")[0].strip().splitlines()[-1]
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without transformers' progress bar: there would be one for each part."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
