@@ -15,9 +15,9 @@ def environment(*paths: object) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(str(folder) for folder in folders if folder)}
 
 
-def python(source: str, *arguments: str, paths: tuple = ()) -> str:
-    """What a fresh interpreter prints."""
+def python(source: str, *arguments: str, paths: tuple = (), **variables: str) -> str:
+    """What a fresh interpreter prints, with `variables` of the environment."""
     command = [sys.executable, "-c", textwrap.dedent(source), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment(*paths))
+    result = subprocess.run(command, capture_output=True, text=True, env=environment(*paths) | variables)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
