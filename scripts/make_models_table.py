@@ -26,6 +26,8 @@ from support.launches import launches_of_last_layer, model_on_mps
 import torch_moe_mps
 from torch_moe_mps.transformers import experts_of
 from torch_moe_mps.transformers.checkpoints.mlx.writing import DENSE, save_mlx
+from torch_moe_mps.transformers.pipeline.loop import CannotBeCut
+from torch_moe_mps.transformers.pipeline.stages import layers_of
 
 HEADER = """# Models
 
@@ -50,11 +52,13 @@ random weights; tests check that they are current.
   counts as one, an operator of this package as many as it encodes. "-": the launches of the last layer could
   not be separated, or the model does not run in bfloat16 without us. Qwen3-Next's last layer has softmax
   attention; its layers with linear attention are in [speed.md](speed.md#counts).
+- **Pipeline**: whether its layers can be spread over several Macs ([distributed.md](distributed.md)).
 - **Quantised**: whether the model in 4 bit gives the logits of a dense model with the same rounded weights.
 - **Whole model**: logits (or hidden states) equal to the model's eager code in float32 within 1e-5.
 
-| Architecture | Experts | Router | Shared | Norms | Linears | RoPE | Launches | Quantised | Whole model |
-|---|---|---|---|---|---|---|---|---|---|
+| Architecture | Experts | Router | Shared | Norms | Linears | RoPE | Launches | Pipeline | Quantised \
+| Whole model |
+|---|---|---|---|---|---|---|---|---|---|---|
 """
 FOOTER = """
 {served} of {architectures} architectures run their experts on the operators, {routers} their router too.
@@ -73,24 +77,11 @@ that is known, and what is not known runs the model's own code. The columns are 
 - **MLX**: whether a 4-bit checkpoint of mlx-lm is read with the same logits, and `convert --to mlx` writes
   one that has them in mlx-lm; "-" where mlx-lm lacks the architecture or computes it differently.
 
-| Architecture | Norms | Linears | RoPE | MLX | Quantised | Whole model |
-|---|---|---|---|---|---|---|
+| Architecture | Norms | Linears | RoPE | MLX | Pipeline | Quantised | Whole model |
+|---|---|---|---|---|---|---|---|
 """
 LAST = """
-## Several machines
-
-Expert parallelism of transformers works with the experts above: each process holds a part of them, and the
-ids of experts held elsewhere contribute nothing. Load the model in every process of `torchrun`, then
-accelerate it:
-
-```python
-parallel = DistributedConfig(tp_size=2, ep_size=2)  # from transformers.distributed
-model = AutoModelForCausalLM.from_pretrained(name, distributed_config=parallel)
-torch_moe_mps.accelerate(model)
-```
-
-Two processes on the CPU, over gloo, match a single process (`tests/transformers/test_distributed.py`).
-PyTorch has no MPS backend for `torch.distributed` yet. Quantising under expert parallelism is not supported.
+Several Macs, as a pipeline or with experts in parallel: [distributed.md](distributed.md).
 """
 TOLERANCE = 1e-5
 DENSE_ARCHITECTURES = (
@@ -193,6 +184,15 @@ def launches_of_layer(model: nn.Module) -> int | str:
     return sum(layer.values()) or "-"
 
 
+def pipeline(model: nn.Module) -> str:
+    """Whether the layers of a model can be cut; it has its own code."""
+    try:
+        layers_of(model)
+    except CannotBeCut as error:
+        return f"no: {error}"
+    return "yes"
+
+
 def row(architecture: str) -> tuple[str, object]:
     model = eager_model(architecture)
     accelerated = copy.deepcopy(model)
@@ -201,7 +201,8 @@ def row(architecture: str) -> tuple[str, object]:
     whole = verdict(relative_error(model, accelerated))
     right, report_quantised = quantised(architecture)
     cells = [architecture, experts, router(report), shared_expert(report), norms(report)]
-    cells += [linears(report_quantised), rope(report_quantised), launches(architecture), right, whole]
+    cells += [linears(report_quantised), rope(report_quantised), launches(architecture)]
+    cells += [pipeline(model), right, whole]
     return "| " + " | ".join(cells) + " |", report
 
 
@@ -213,6 +214,7 @@ def dense_row(architecture: str) -> str:
     report = torch_moe_mps.accelerate(quantised_model, bits=4, group_size=32)
     twin = tiny_models.dense_twin(copy.deepcopy(model), quantised_model)
     cells = [architecture, dense_norms(report), linears(report), rope(report), mlx(architecture, model)]
+    cells.append(pipeline(model))
     cells += [verdict(relative_error(twin, quantised_model)), verdict(relative_error(model, accelerated))]
     return "| " + " | ".join(cells) + " |"
 

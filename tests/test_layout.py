@@ -14,6 +14,7 @@ PACKAGE = REPOSITORY / "torch_moe_mps"
 # Parts of the package from the lowest floor to the highest: a part imports those below it.
 FLOORS = (
     "_extension",
+    "macs",
     "ops",
     "selfcheck",
     "quantization",

@@ -10,7 +10,8 @@ import transformers
 from support import tiny_models
 
 import torch_moe_mps
-from torch_moe_mps.commands import fit, macs, main
+from torch_moe_mps import macs
+from torch_moe_mps.commands import fit, main
 from torch_moe_mps.commands.caches import kv_cache
 
 # Qwen3-30B-A3B.

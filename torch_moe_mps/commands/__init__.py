@@ -5,11 +5,12 @@ Each command NAME has its options in arguments.py, which imports nothing heavy s
 """
 
 import importlib
+import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 
 from .arguments import parser
 
@@ -20,18 +21,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns: the exit code."""
     options = parser().parse_args(arguments)
     try:
-        with _signals_raise():
+        with _signals_raise(), _first_process_talks():
             importlib.import_module(f".{options.command}", __package__).run(options)
     except KeyboardInterrupt:
         print("torch-moe-mps: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
+        _tell_other_processes(error)
         line = _line(error)
         if line is None:
             raise
         print(f"torch-moe-mps: error: {line}", file=sys.stderr)
         return 1
     return 0
+
+
+@contextmanager
+def _first_process_talks() -> Iterator[None]:
+    """Under torchrun the other processes print nothing but errors."""
+    if os.environ.get("RANK", "0") == "0":
+        yield
+        return
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
+
+
+def _tell_other_processes(error: Exception) -> None:
+    peers = sys.modules.get(f"{__package__.rpartition('.')[0]}.transformers.pipeline.peers")
+    if peers is not None:
+        peers.tell(error)
 
 
 def _line(error: Exception) -> str | None:

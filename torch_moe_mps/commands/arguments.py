@@ -207,6 +207,13 @@ def _model_to_run(command: argparse.ArgumentParser) -> None:
     _from_the_hub(command, "MODEL")
 
 
+def _shares(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers with commas between, got {text!r}") from None
+
+
 def _depths(text: str) -> tuple[int, ...]:
     try:
         return tuple(sorted({int(number) for number in text.split(",")}))
@@ -216,6 +223,9 @@ def _depths(text: str) -> tuple[int, ...]:
 
 def _device(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", help="mps where there is one, else cpu")
+    command.add_argument(
+        "--shares", type=_shares, metavar="N,N", help="layers of each process of torchrun (by memory)"
+    )
 
 
 def _dtype(command: argparse.ArgumentParser, what: str) -> None:

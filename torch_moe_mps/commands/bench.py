@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,13 +23,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import __version__
+from ..macs import this_mac
 from ..transformers.checkpoints.files import check_files
 from ..transformers.checkpoints.loading import from_pretrained
 from ..transformers.checkpoints.parts import meta_model
 from ..transformers.checkpoints.sizes import bytes_a_token
 from .caches import KVCache, kv_cache
-from .macs import this_mac
-from .sources import bits_of, folder_of, loading_options, usable_device
+from .sources import (
+    bits_of,
+    folder_of,
+    is_first_process,
+    loading_options,
+    pipeline_of,
+    processes,
+    usable_device,
+)
 
 _CHUNK = 2048  # tokens of a context that are read at once
 
@@ -87,26 +96,37 @@ def run(options: argparse.Namespace) -> None:
     device = usable_device(options.device)
     source = folder_of(options.model, options.revision)
     check_files(source)
-    model = from_pretrained(source, device_map=device, **bits_of(options), **loading_options(options))
+    given = {**bits_of(options), **pipeline_of(options), **loading_options(options)}
+    model = from_pretrained(source, device_map=device, **given)
     bandwidth, chip = options.bandwidth, device
     if sys.platform == "darwin" and device == "mps":
         mac = this_mac()
         bandwidth, chip = bandwidth or mac.bandwidth, mac.chip
     cache = None if bandwidth is None else kv_cache(meta_model(source, **loading_options(options)))
     bench = Bench(model, options, None if bandwidth is None else bandwidth * 1e9, cache)
-    size = f"{sum(p.nbytes for p in model.parameters()) / 1e9:.2f} GB"
+    size = f"{_of_all_processes(model, sum(p.nbytes for p in model.parameters())) / 1e9:.2f} GB"
+    if processes() > 1:
+        chip = f"{processes()} x {chip}"
     print(HEAD)
     rows: list[Row] = []
     try:
-        for row in bench.rows():
-            rows.append(row)
-            print(row.line(options.model, size, chip), flush=True)
+        with model.pipeline.greedy() if processes() > 1 else nullcontext():
+            for row in bench.rows():
+                rows.append(row)
+                print(row.line(options.model, size, chip), flush=True)
     finally:  # an interruption keeps what was measured
-        if options.json:
+        if options.json and is_first_process():
             _write(options.json, rows, bench, model=options.model, size=size, device=chip)
-        if draw and rows:
+        if draw and rows and is_first_process():
             draw(options.picture, rows, bench, f"{options.model}, {size}, {chip}")
             print(f"wrote {options.picture}")
+
+
+def _of_all_processes(model: Any, number: int) -> int:
+    """The sum of what each process of a pipeline has."""
+    if processes() == 1:
+        return number
+    return sum(facts["number"] for facts in model.pipeline.peers.gather({"number": number}))
 
 
 def _write(file: str, rows: list[Row], bench: "Bench", **what: str) -> None:
@@ -134,7 +154,7 @@ class Bench:
     ):
         self.model, self.options, self.bandwidth, self.cache = model, options, bandwidth, cache
         self.device = torch.device(model.device)
-        self.weights = bytes_a_token(model)
+        self.weights = _of_all_processes(model, bytes_a_token(model))
         vocabulary = model.config.get_text_config().vocab_size
         count = max(options.depth) + options.prompt + options.turn
         generator = torch.Generator().manual_seed(0)

@@ -7,11 +7,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .serving import server
+from .serving import follow, server
+from .sources import is_first_process
 
 
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, ImportError with one line that says what is wrong."""
+    if not is_first_process():
+        return follow(options)
     port = _free_port()
     with _quiet(), server(options, port=port, non_blocking=True, log_level="error") as serve:
         try:

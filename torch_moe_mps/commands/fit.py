@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..macs import BANDWIDTHS, GIB, MEMORIES, Mac, this_mac, wired_limit
 from ..ops._checks import Check
 from ..quantization import Format
 from ..transformers.checkpoints.parts import meta_model
@@ -19,7 +20,6 @@ from ..transformers.checkpoints.sizes import bytes_a_token, quantized_sizes
 from ..transformers.checkpoints.targets import weights_of
 from ..transformers.checkpoints.weights import check_columns
 from .caches import KVCache, kv_cache
-from .macs import BANDWIDTHS, GIB, MEMORIES, Mac, this_mac, wired_limit
 from .sources import folder_of, loading_options
 
 BITS = (8, 6, 5, 4, 3, 2)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .sources import folder_of, loading_options, usable_device
+from .sources import folder_of, loading_options, pipeline_of, usable_device
 
 SAMPLE = Path(__file__).with_name("sample.txt")
 # The tokens whose probabilities are kept of the model to compare with; all others are one class.
@@ -166,4 +166,4 @@ def _load(source: str, device: str, options: argparse.Namespace) -> Callable:
     from ..transformers.checkpoints.loading import from_pretrained
 
     check_files(source)
-    return from_pretrained(source, device_map=device, **loading_options(options))
+    return from_pretrained(source, device_map=device, **pipeline_of(options), **loading_options(options))

@@ -2,11 +2,16 @@
 
 import argparse
 
-from .serving import server
+from .serving import follow, server
+from .sources import is_first_process, processes
 
 
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, ImportError with one line that says what is wrong."""
+    if options.continuous_batching and processes() > 1:
+        raise ValueError("--continuous-batching is for one process, got a pipeline of several")
+    if not is_first_process():
+        return follow(options)
     settings = {"continuous_batching": options.continuous_batching, "enable_cors": options.enable_cors}
     with server(options, host=options.host, port=options.port, log_level=options.log_level, **settings):
         pass

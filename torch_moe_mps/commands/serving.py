@@ -2,10 +2,17 @@
 
 import argparse
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from .sources import bits_of, folder_of, loading_options, usable_device
+from .sources import (
+    bits_of,
+    folder_of,
+    loading_options,
+    pipeline_of,
+    processes,
+    usable_device,
+)
 
 
 @contextmanager
@@ -23,15 +30,29 @@ def server(options: argparse.Namespace, **settings: Any) -> Iterator[Any]:
     from transformers.cli.serving.model_manager import ModelManager
 
     from ..transformers.checkpoints.files import check_files
-    from ..transformers.checkpoints.loading import from_pretrained
-
-    def load(manager: object, *names: object, **progress: object) -> Any:
-        return from_pretrained(folder, device_map=device, **bits_of(options), **loading_options(options))
 
     check_files(folder)
     name = options.model if options.revision is None else f"{options.model}@{options.revision}"
-    own, ModelManager._load_model = ModelManager._load_model, load
+    stage = _load(options, folder, device) if processes() > 1 else None  # all load at the same time
+    own = ModelManager._load_model
+    ModelManager._load_model = lambda *names, **progress: stage or _load(options, folder, device)
     try:
-        yield Serve(force_model=name, trust_remote_code=options.trust_remote_code, device=device, **settings)
+        with nullcontext() if stage is None else stage.pipeline.leading():
+            yield Serve(
+                force_model=name, trust_remote_code=options.trust_remote_code, device=device, **settings
+            )
     finally:
         ModelManager._load_model = own
+
+
+def follow(options: argparse.Namespace) -> None:
+    """What a process of torchrun but the first does: it generates what the first is asked for."""
+    device = usable_device(options.device)
+    _load(options, folder_of(options.model, options.revision), device).pipeline.follow()
+
+
+def _load(options: argparse.Namespace, folder: str, device: str) -> Any:
+    from ..transformers.checkpoints.loading import from_pretrained
+
+    given = {**bits_of(options), **pipeline_of(options), **loading_options(options)}
+    return from_pretrained(folder, device_map=device, **given)

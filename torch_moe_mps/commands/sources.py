@@ -75,6 +75,27 @@ def loading_options(options: argparse.Namespace) -> dict[str, Any]:
     return {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
 
 
+def processes() -> int:
+    """How many processes torchrun started for the command; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first_process() -> bool:
+    """Whether this is the process that talks: the only one, or torchrun's rank 0."""
+    return processes() == 1 or os.environ.get("RANK") == "0"
+
+
+def pipeline_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `from_pretrained` under torchrun: the layers are spread over all processes."""
+    if processes() == 1:
+        if options.shares is not None:
+            raise ValueError("--shares is for the processes that torchrun starts, got one process")
+        return {}
+    from transformers.distributed import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(pp_size=processes()), "shares": options.shares}
+
+
 def bits_of(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `from_pretrained` for --bits and --group-size."""
     if options.bits is None:

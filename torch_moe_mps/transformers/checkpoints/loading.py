@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +22,8 @@ from ...quantization import Format
 from ..accelerate import accelerate
 from ..checked import allowed
 from ..experts import NAME
+from ..pipeline.loading import PipelineLoading, is_pipeline
+from ..pipeline.peers import Timeouts
 from .config import QuantizationConfig, is_mlx, is_ours
 from .mlx.plan import written_by_mlx
 from .quantizer import Quantizer
@@ -49,6 +51,9 @@ def from_pretrained(
     keep: Collection[str] = (),
     overrides: Mapping[str, Any] | None = None,
     check: bool = True,
+    shares: Sequence[int] | None = None,
+    loading_timeout: float = 1800.0,
+    decoding_timeout: float = 60.0,
     **kwargs: Any,
 ) -> Any:
     """Load a model and accelerate it; with bits, each weight is quantised as soon as it is read.
@@ -64,6 +69,10 @@ def from_pretrained(
         bits, group_size, mode, linear_bits, embedding_bits, keep, overrides: as in `accelerate`; weights that
             are quantised stay as they are.
         check: False leaves out the comparison with the CPU, as in `accelerate`.
+        shares: of a pipeline (distributed_config=DistributedConfig(pp_size=2), docs/distributed.md): how many
+            layers each process has; None for as many as its memory and bandwidth suggest.
+        loading_timeout, decoding_timeout: seconds that a process of a pipeline waits for the others to load,
+            and for another's layers to run on 512 tokens.
         kwargs: for its from_pretrained.
 
     Returns: what its from_pretrained returns: the model, in evaluation mode and accelerated; with
@@ -71,12 +80,19 @@ def from_pretrained(
         quantised.
 
     Raises: ValueError for a format that does not exist, or does not fit the weights, for parameters that the
-        checkpoint lacks, and for a checkpoint of MLX of a type of model that transformers does not know.
+        checkpoint lacks, for a checkpoint of MLX of a type of model that transformers does not know, and for
+        a pipeline of a model that cannot be cut. PeerError if another process of a pipeline fails or differs.
     """
     asked: dict[str, Any] = {"bits": bits, "group_size": group_size, "mode": mode, "linear_bits": linear_bits}
     asked |= {"embedding_bits": embedding_bits, "keep": keep, "overrides": overrides}
     recipe = requested_recipe(**asked)  # its errors come before anything is loaded
     cls: Any = model_class or AutoModelForCausalLM
+    pipeline = None
+    if is_pipeline(kwargs.get("distributed_config")):
+        pipeline = _pipeline(name, model_class, asked, shares, (loading_timeout, decoding_timeout), kwargs)
+    elif shares is not None:
+        expected = "given with distributed_config=DistributedConfig(pp_size=...)"
+        raise ValueError(f"moe_mps::from_pretrained: shares must be {expected}, got none")
     if kwargs.get("quantization_config") is None:
         asked = {k: v for k, v in asked.items() if v is not None or k in ("linear_bits", "embedding_bits")}
         config, others = load_config(name, cls, kwargs)
@@ -91,7 +107,8 @@ def from_pretrained(
             vars(config).pop("quantization", None)
             kwargs = {**others, "config": config}
     with_info = kwargs.pop("output_loading_info", False)
-    with one_by_one(recipe is not None), allowed(check):
+    reading = contextlib.nullcontext() if pipeline is None else pipeline.reading()
+    with one_by_one(recipe is not None), allowed(check), reading:
         model, info = cls.from_pretrained(name, output_loading_info=True, **kwargs)
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
@@ -102,7 +119,25 @@ def from_pretrained(
     if not accelerated:
         with allowed(check):
             accelerate(model.eval(), **({} if recipe is None else asked))
+    if pipeline is not None:
+        pipeline.finish(model)
     return (model, info) if with_info else model
+
+
+def _pipeline(
+    name: str,
+    model_class: Any,
+    asked: Mapping[str, Any],
+    shares: Sequence[int] | None,
+    timeouts: tuple[float, float],
+    kwargs: dict[str, Any],
+) -> PipelineLoading:
+    """A pipeline as it was asked for; its argument is taken from `kwargs`, since transformers has its own."""
+    distributed = kwargs.pop("distributed_config")
+    config, others = load_config(name, model_class or AutoModelForCausalLM, kwargs)
+    cls = model_class or class_for(config)
+    asked = {**asked, **{key: value for key, value in others.items() if key not in ("config", "device_map")}}
+    return PipelineLoading(name, cls, config, distributed, shares, Timeouts(*timeouts), asked)
 
 
 def class_for(config: PreTrainedConfig) -> Any:

@@ -25,7 +25,7 @@ from .mlx.plan import Plan
 from .quantize import quantize_targets
 from .saving import mark_quantized
 from .streaming import QuantizeParameter, Stream, streaming_converters
-from .targets import tie_quantized
+from .targets import present, tie_quantized
 from .weights import finish, store_empty
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
@@ -112,6 +112,15 @@ class Quantizer(HfQuantizer):
         tie_quantized(model)
         if not self.quantization_config.mlx:
             check_shapes(model, kwargs["checkpoint_files"])
+
+    def forget_absent(self, model: nn.Module) -> None:
+        """The model was cut: what it no longer has is neither read nor quantised."""
+        if self._streams:
+            self._stream.forget_absent()
+            return
+        self._targets = present(model, self._targets)
+        if self.quantization_config.mlx:
+            self._plan.forget_absent(model)
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         return not self.pre_quantized and param_name in self._stream.wanted

@@ -20,7 +20,7 @@ from ...quantization.formats import CHUNK, ErrorSums, quantize_stack
 from ..report import QuantizationReport, QuantizedProjection
 from .recipe import Recipe
 from .sizes import bytes_a_token
-from .targets import Target, tied_layers, weights_of
+from .targets import Target, present, tied_layers, weights_of
 from .weights import (
     as_parameters,
     check_columns,
@@ -61,6 +61,12 @@ class Stream:
         self._done: dict[str, QuantizedWeight] = {}
         self._errors: list[ValueError] = []
         self._replaced: list[tuple[WeightConverter, WeightConverter]] = []
+
+    def forget_absent(self) -> None:
+        """The model was cut: weights that it no longer has are not wanted."""
+        self.targets = present(self.model, self.targets)
+        self.wanted = {name: found for name, found in self.wanted.items() if found[0].name in self.targets}
+        self.report.bytes_before = bytes_a_token(self.model)
 
     def quantize(self, name: str, pieces: Iterable[Tensor]) -> None:
         """Quantises the parameter called `name`, given in pieces of its first dimension.

@@ -305,6 +305,12 @@ def layer_of(module: str) -> str:
     return layer[1] if layer else module
 
 
+def present(model: nn.Module, targets: Mapping[str, Target]) -> dict[str, Target]:
+    """The targets that a model still has after parts of it were replaced."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return {name: target for name, target in targets.items() if modules.get(name) is target.module}
+
+
 # Routers
 
 

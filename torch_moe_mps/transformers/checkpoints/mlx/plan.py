@@ -97,6 +97,12 @@ class Plan:
             self.absent = [p for p in beside if not any(n.startswith(f"{p}.") for n in self.entries)]
         self._check_complete(tuple(f"{part}." for part in beside))
 
+    def forget_absent(self, model: nn.Module) -> None:
+        """The model was cut: makes only the parameters that it still has."""
+        names = model.state_dict().keys()
+        self.entries = {name: entry for name, entry in self.entries.items() if name in names}
+        self.dropped = [name for name in self.dropped if name in names]
+
     def _check_complete(self, beside: tuple[str, ...]) -> None:
         """Raises: ValueError with the name of a missing parameter, of the language model if possible."""
         packed = {f"{t.name}.{parameter}" for t in self.targets.values() for parameter in t.formats}

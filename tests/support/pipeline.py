@@ -1,0 +1,329 @@
+"""Models spread over processes of this machine: starting them, and what each of them does.
+
+`launch("equal", ...)` runs the function `equal` below in every process and gives what it returned there.
+"""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+
+from support import mlx_models, tiny_models
+from support.models import generate, prompt
+from support.processes import environment
+
+_RESULT = "RESULT "
+
+
+def start(function: str, *arguments: Any, processes: int = 2) -> list[subprocess.Popen]:
+    """The processes, with the variables that torchrun sets."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    started = []
+    for rank in range(processes):
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MOE_MPS_CHECK": 0, "OMP_NUM_THREADS": 1}
+        command = [sys.executable, "-W", "ignore", "-m", "support.pipeline", function, json.dumps(arguments)]
+        started.append(
+            subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment() | {name: str(value) for name, value in variables.items()},
+            )
+        )
+    return started
+
+
+def ends_of(started: list[subprocess.Popen], timeout: float = 300) -> list[tuple[int, str, str]]:
+    """(return code, output, errors) of each process; none is left running."""
+    try:
+        ends = [process.communicate(timeout=timeout) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, *end) for process, end in zip(started, ends, strict=True)]
+
+
+def launch(function: str, *arguments: Any, processes: int = 2) -> list[Any]:
+    """What the function returned in each process."""
+    results = []
+    for code, output, errors in ends_of(start(function, *arguments, processes=processes)):
+        assert code == 0, errors[-3000:]
+        (line,) = [line for line in output.splitlines() if line.startswith(_RESULT)]
+        results.append(json.loads(line.removeprefix(_RESULT)))
+    return results
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def staged(folder: str | Path, cls: Any = None, **options: Any) -> Any:
+    from transformers.distributed import DistributedConfig
+
+    import torch_moe_mps
+
+    parallel = DistributedConfig(pp_size=int(os.environ["WORLD_SIZE"]))
+    options = {"decoding_timeout": 30.0} | options
+    return torch_moe_mps.from_pretrained(str(folder), cls, distributed_config=parallel, **options)
+
+
+# Cases: what a model generates
+
+
+def two_turns(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    cache = transformers.DynamicCache(config=model.config)
+    first = generate(model, ids, past_key_values=cache, max_new_tokens=4)
+    return generate(model, torch.cat([first, ids], 1), past_key_values=cache, max_new_tokens=4)
+
+
+def left_padded(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    return generate(model, ids, attention_mask=mask, max_new_tokens=6)
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+class Collected:
+    """A streamer."""
+
+    def __init__(self) -> None:
+        self.values: list[torch.Tensor] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.values.append(value.flatten())
+
+    def end(self) -> None:
+        self.values.append(torch.tensor([-1]))
+
+
+def streamed(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    streamer = Collected()
+    generate(model, ids[:1], max_new_tokens=5, streamer=streamer)
+    return torch.cat(streamer.values)
+
+
+FEW = {
+    "plain": lambda m, ids: generate(m, ids, max_new_tokens=6),
+    "left padded": left_padded,
+    "second turn": two_turns,
+}
+MANY = FEW | {
+    "static cache": lambda m, ids: generate(m, ids, cache_implementation="static", max_new_tokens=6),
+    "sampling": lambda m, ids: generate(m, ids, do_sample=True, top_k=20, temperature=1.5, max_new_tokens=8),
+    "repetition penalty": lambda m, ids: generate(m, ids, repetition_penalty=1.3, max_new_tokens=6),
+    "scores": lambda m, ids: generate(
+        m, ids, max_new_tokens=3, output_scores=True, return_dict_in_generate=True
+    ).scores[1],
+    "end of one sequence": lambda m, ids: generate(
+        m, ids, eos_token_id=int(generate(m, ids, max_new_tokens=3)[0, -1]), max_new_tokens=6
+    ),
+    "chunked prefill": lambda m, ids: generate(m, ids, prefill_chunk_size=4, max_new_tokens=4),
+    "beams": lambda m, ids: generate(m, ids, num_beams=3, max_new_tokens=5),
+    "prompt lookup": lambda m, ids: generate(m, ids[:1], prompt_lookup_num_tokens=3, max_new_tokens=8),
+    "streamer": streamed,
+    "without cache": lambda m, ids: generate(m, ids, use_cache=False, max_new_tokens=3),
+    "logits": logits,
+    "loss": lambda m, ids: m(input_ids=ids, labels=ids).loss.detach(),
+}
+
+
+def result_of(case: Any, model: Any) -> torch.Tensor | str:
+    torch.manual_seed(3)
+    try:
+        return case(model, prompt())
+    except (ValueError, RuntimeError, TypeError, AttributeError, IndexError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def compared(whole: Any, load: Any, cases: dict[str, Any]) -> dict[str, str]:
+    """{case: "equal", or what differs}. `load` gives the stage; a failure ends it."""
+    found, model = {}, load()
+    for name, case in cases.items():
+        expected = result_of(case, whole)
+        if isinstance(expected, str):
+            found[name] = "does not run in one process"
+            continue
+        result = result_of(case, model)
+        if isinstance(result, str):
+            found[name], model = result, load()
+        else:
+            found[name] = "equal" if torch.equal(result, expected) else "other values"
+    return found
+
+
+# Functions of `launch`
+
+
+def saved(architecture: str, folder: str, form: str) -> tuple[Any, dict[str, Any]]:
+    """A tiny model as the first process writes it, and the options that load it."""
+    import torch_moe_mps
+
+    with tiny_models.groups_of_32():
+        model = tiny_models.tiny_model(architecture)
+    if form == "quantised":
+        torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    if rank() == 0:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        if form == "mlx":
+            mlx_models.write(model, Path(folder), 4)
+        else:
+            model.save_pretrained(folder)
+    dist.barrier()
+    options = {"bits": 4, "group_size": 32} if form == "quantised while it is read" else {}
+    if form == "mlx":
+        folder = f"{folder}/mlx"
+    return folder, {"cls": type(model), **options, "dtype": torch.float32}
+
+
+def equal(root: str, wanted: list[list[str]]) -> dict[str, Any]:
+    """{architecture, form: {case: outcome}} and what this process holds."""
+    import torch_moe_mps
+
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {}
+    for architecture, form in wanted:
+        folder, options = saved(architecture, f"{root}/{architecture}-{form}", form)
+        cls = options.pop("cls")
+        whole = torch_moe_mps.from_pretrained(folder, cls, **options)
+        stages: list[Any] = []
+
+        def load(folder=folder, cls=cls, options=options, stages=stages) -> Any:
+            stages.append(staged(folder, cls, **options))
+            return stages[-1]
+
+        outcome: dict[str, Any] = {"cases": {}}
+        try:
+            outcome["cases"] = compared(whole, load, MANY if architecture == "qwen3_moe" else FEW)
+            outcome["parameters"] = {n: p.nbytes for n, p in stages[0].named_parameters()}
+            outcome["all"] = {n: p.nbytes for n, p in whole.named_parameters()}
+        except ValueError as error:
+            outcome["refused"] = str(error)
+        found[f"{architecture}, {form}"] = outcome
+    return found
+
+
+def main() -> None:
+    function, arguments = sys.argv[1:3]
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    print(_RESULT + json.dumps(globals()[function](*json.loads(arguments))), flush=True)
+
+
+def counts(folder: str, prompt_tokens: int, chunk: int) -> dict[str, Any]:
+    """Messages and bytes that this process sends: for each new token, and for a prompt in chunks."""
+    model = staged(folder)
+    ids = prompt(batch=1, length=prompt_tokens)
+
+    def sent(**options: Any) -> list[list[int]]:
+        before = [[*pair] for pair in model.pipeline.peers.sent.values()]
+        generate(model, ids, **options)
+        after = model.pipeline.peers.sent.values()
+        return [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(before, after, strict=True)]
+
+    sent(max_new_tokens=2)  # the first message between two processes does not know its size
+    few, many = sent(max_new_tokens=4), sent(max_new_tokens=12)
+    each = [[(b - a) / 8 for a, b in zip(*pair, strict=True)] for pair in zip(few, many, strict=True)]
+    return {"token": each, "chunks": sent(max_new_tokens=1, prefill_chunk_size=chunk)}
+
+
+def command(arguments: list[str], said: list[str]) -> str:
+    """What this process prints of a command; `said` is what a chat is told."""
+    from transformers.cli.chat import RichInterface
+
+    from torch_moe_mps.commands import main as run
+
+    told = iter(said)
+    interface: Any = RichInterface
+    interface.input = lambda self: next(told)
+    interface.confirm = lambda self, *arguments, **kwargs: False
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        assert run(arguments) == 0
+    return output.getvalue()
+
+
+# Failures
+
+
+def _stall() -> None:
+    time.sleep(3.5)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _raise() -> None:
+    raise MemoryError("no memory left")
+
+
+WITHIN = {"stalls": _stall, "dies": _die, "raises": _raise}
+
+
+def outcome(call: Any) -> str:
+    try:
+        return str(call().tolist())
+    except (ValueError, RuntimeError, MemoryError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def failing(folder: str, failures: list[str], culprit: int = 1) -> dict[str, str]:
+    """{failure: how the call ended here}."""
+    found = {}
+    for failure in failures:
+        is_culprit, options, ids = rank() == culprit, {}, prompt()
+        if failure == "other bits":
+            load = lambda: staged(folder, bits=8 if rank() == culprit else 4, group_size=32).forward  # noqa: E731
+            found[failure] = outcome(load)
+            continue
+        model = staged(folder, decoding_timeout=2.0)
+        if failure == "other seed":
+            torch.manual_seed(rank())
+            options = {"do_sample": True}
+        elif is_culprit and failure == "other ids":
+            ids = ids + 1
+        elif is_culprit and failure == "more ids":
+            ids = prompt(length=10)
+        elif is_culprit and failure == "ids of another dtype":
+            ids = ids.int()
+        elif is_culprit and failure == "another way to generate":
+            options = {"num_beams": 2}
+        elif is_culprit and failure in WITHIN:
+            _at_third_call(model, WITHIN[failure])
+        found[failure] = outcome(lambda m=model, i=ids, o=options: generate(m, i, max_new_tokens=6, **o))
+        if failure == "raises":
+            found["afterwards"] = outcome(lambda m=model: generate(m, prompt(), max_new_tokens=2))
+    return found
+
+
+def _at_third_call(model: Any, action: Any) -> None:
+    calls: list[int] = []
+
+    def hook(module: Any, args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            action()
+
+    model.register_forward_pre_hook(hook)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""A model whose layers are spread over two processes gives what it gives in one, bit for bit."""
+
+import pytest
+from support import tiny_models
+from support.pipeline import FEW, MANY, launch
+
+QWEN = ["dense", "quantised", "quantised while it is read", "mlx"]
+# Sinks and windows; latent attention; more than hidden states between layers; a stage without attention;
+# layers that hand on indices; layers that read the ids; a vision tower; shared windows.
+OTHERS = ["gpt_oss", "deepseek_v3", "zaya", "qwen3_next", "glm_moe_dsa", "deepseek_v4", "qwen3_vl_moe"]
+WANTED = [*(("qwen3_moe", form) for form in QWEN), *((name, "quantised") for name in OTHERS)]
+CANNOT = {"inkling2", "diffusion_gemma", "muse_spark", "openai_privacy_filter", "qwen3_omni_moe"}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    return launch("equal", str(tmp_path_factory.mktemp("pipeline")), [[*pair] for pair in WANTED])
+
+
+@pytest.mark.parametrize(("architecture", "form"), WANTED)
+def test_two_processes_give_what_one_gives(outcomes, architecture, form):
+    for outcome in outcomes:
+        cases = outcome[f"{architecture}, {form}"]["cases"]
+        assert cases == dict.fromkeys(MANY if architecture == "qwen3_moe" else FEW, "equal")
+
+
+@pytest.mark.parametrize(("architecture", "form"), WANTED)
+def test_a_process_holds_its_own_layers_only(outcomes, architecture, form):
+    first, last = (outcome[f"{architecture}, {form}"] for outcome in outcomes)
+    whole = first["all"]
+    layers = [{n for n in part["parameters"] if ".layers." in n} for part in (first, last)]
+    assert not layers[0] & layers[1] and all(layers)
+    assert layers[0] | layers[1] == {n for n in whole if ".layers." in n}
+    both = first["parameters"].keys() & last["parameters"].keys()
+    tied = {name for name in both if "embed_tokens" in name}  # with the output head
+    assert sum(whole[name] for name in both - tied) < 0.02 * sum(whole.values())  # norms
+    assert {**first["parameters"], **last["parameters"]} == whole
+
+
+def test_messages_and_bytes(tmp_path):
+    """A token is one message on each link: hidden states on, its id back to each of the others.
+
+    Of a prompt in chunks, only the last one's token goes back: a process does not wait between chunks.
+    """
+    with tiny_models.groups_of_32():
+        tiny_models.tiny_model("qwen3_moe", num_hidden_layers=3).save_pretrained(tmp_path)
+    head, hidden, token = 512, 4 * 64, 16 + 16  # float32; an id and whether it ends, each rounded up to 16
+    first, second, third = launch("counts", str(tmp_path), 40, 8, processes=3)
+    assert first["token"] == [[0, 0], [1, head + hidden], [0, 0]]
+    assert second["token"] == [[0, 0], [0, 0], [1, head + hidden]]
+    assert third["token"] == [[1, head + token], [1, head + token], [0, 0]]
+    for outcome, following in ((first, 1), (second, 2)):
+        messages, octets = outcome["chunks"][following]
+        # The size that was announced for the first message is that of one token; then of eight.
+        assert messages == 2 * 5 and octets == 5 * (head + 8 * hidden)
+    assert third["chunks"][:2] == [[1, head + token]] * 2
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("part", range(8))
+def test_every_architecture(part, tmp_path):
+    names = tiny_models.architectures()[part::8]
+    for outcome in launch("equal", str(tmp_path), [[name, "quantised"] for name in names]):
+        for name in names:
+            found = outcome[f"{name}, quantised"]
+            assert ("refused" in found) == (name in CANNOT), (name, found)
+            assert set(found["cases"].values()) <= {"equal", "does not run in one process"}, (name, found)
+            assert name in CANNOT or found["cases"]["plain"] == "equal"

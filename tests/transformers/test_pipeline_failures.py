@@ -1,0 +1,95 @@
+"""When one process of a pipeline fails, the others end in time with one line that names it."""
+
+import socket
+import subprocess
+import sys
+
+import pytest
+from support import tiny_models
+from support.pipeline import ends_of, launch, start
+from support.processes import environment
+
+HOST = socket.gethostname()
+OTHER = (
+    f"PeerError: moe_mps: rank 0 ({HOST}) was called with other inputs than rank 1 ({HOST}): call the model"
+)
+SURVIVABLE = {
+    "other ids": (OTHER, OTHER),
+    "more ids": (OTHER, OTHER),
+    "ids of another dtype": (OTHER, OTHER),
+    "another way to generate": (OTHER, OTHER),
+    "raises": (
+        f"PeerError: moe_mps: rank 1 ({HOST}) raised MemoryError: no memory left",
+        "MemoryError: no memory",
+    ),
+    "afterwards": (
+        "PeerError: moe_mps: the pipeline has ended",
+        "PeerError: moe_mps: the pipeline has ended",
+    ),
+    "stalls": (f"PeerError: moe_mps: rank 1 ({HOST}) did not answer within 2 s",) * 2,
+    "other bits": (f"PeerError: moe_mps: rank 1 ({HOST}) has arguments ",) * 2,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoint")
+    with tiny_models.groups_of_32():
+        tiny_models.tiny_model(
+            "qwen3_moe", num_hidden_layers=3, mlp_layer_types=["sparse"] * 3
+        ).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder):
+    return launch("failing", folder, [name for name in SURVIVABLE if name != "afterwards"] + ["other seed"])
+
+
+@pytest.mark.parametrize("failure", SURVIVABLE)
+def test_each_process_gets_one_line(outcomes, failure):
+    for outcome, line in zip(outcomes, SURVIVABLE[failure], strict=True):
+        assert outcome[failure].startswith(line) and "\n" not in outcome[failure]
+
+
+def test_the_last_process_samples_for_all(outcomes):
+    first, last = (outcome["other seed"] for outcome in outcomes)
+    assert first == last and first.startswith("[[")
+
+
+def test_a_process_that_dies_is_named_by_all_others(folder):
+    """Of three, the second dies; the first waits for the third, which waits for the second."""
+    ends = ends_of(start("failing", folder, ["dies"], 1, processes=3))
+    assert [code for code, *_ in ends] == [0, -9, 0]
+    for _, output, _ in (ends[0], ends[2]):
+        assert f"moe_mps: rank 1 ({HOST}) closed its connection" in output
+
+
+def test_torchrun_leaves_no_process(folder, tmp_path):
+    """A rank that raises ends the run; the other says which it was."""
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import sys, os\n"
+        "from support.pipeline import prompt, rank, staged\n"
+        "open(f'{sys.argv[2]}/{rank()}.pid', 'w').write(str(os.getpid()))\n"
+        "model = staged(sys.argv[1])\n"
+        "assert rank() == 0, 'the end of rank 1'\n"
+        "try:\n"
+        "    model.generate(prompt(), max_new_tokens=4)\n"
+        "except RuntimeError as error:\n"
+        "    open(f'{sys.argv[2]}/line', 'w').write(str(error))\n"
+        "    raise\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = subprocess.run(
+        [*command, script, folder, tmp_path], capture_output=True, text=True, timeout=120, env=environment()
+    )
+    assert run.returncode != 0
+    line = tmp_path / "line"  # unless torchrun ended the process before it could write
+    assert not line.exists() or line.read_text() in (
+        f"moe_mps: rank 1 ({HOST}) raised AssertionError: the end of rank 1",
+        f"moe_mps: rank 1 ({HOST}) closed its connection",
+    )
+    for rank in range(2):
+        pid = (tmp_path / f"{rank}.pid").read_text()
+        assert subprocess.run(["ps", "-p", pid], capture_output=True).returncode != 0

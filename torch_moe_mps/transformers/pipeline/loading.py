@@ -1,0 +1,195 @@
+"""`from_pretrained` in every process of a pipeline: each reads its own layers."""
+
+import contextlib
+import functools
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.utils import cached_file
+
+from .loop import CannotBeCut
+from .peers import PeerError, Peers, Timeouts
+from .running import Running
+from .shares import Machine, given_shares, shares_of, this_machine
+from .stages import Stage, layers_of
+
+_PACKAGE = __package__.partition(".")[0]
+_STAGE: ContextVar[Stage | None] = ContextVar("stage", default=None)
+_OTHERS = ("tp_size", "fsdp_size", "dp_replicate_size", "ep_size")
+_PATH = "name_or_path"  # may differ
+_INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+
+
+def is_pipeline(distributed: Any) -> bool:
+    """Whether an argument `distributed_config` asks for a pipeline."""
+    return (getattr(distributed, "pp_size", None) or 1) > 1
+
+
+class PipelineLoading:
+    """Loading in one of the processes.
+
+    Args:
+        name, cls, config: as `from_pretrained` has them.
+        distributed: transformers' DistributedConfig, with pp_size as the number of processes.
+        shares: how many layers each has; None for as many as its memory and bandwidth suggest.
+        timeouts: see Timeouts.
+        asked: other arguments, which must be the same in all processes.
+
+    Raises: ValueError for a model that cannot be cut, before anything is read of the weights; PeerError if
+        the processes differ.
+    """
+
+    def __init__(
+        self, name: str, cls: Any, config: Any, distributed: Any, shares: Any, timeouts: Timeouts, asked: Any
+    ):
+        for other in _OTHERS:
+            if (getattr(distributed, other, None) or 1) > 1:
+                expected = f"1 beside pp_size={distributed.pp_size}"
+                self._fail(other, expected, getattr(distributed, other))
+        dense = _without_weights(cls, config)
+        try:
+            base, loop = layers_of(dense)
+        except CannotBeCut as error:
+            expected = "of layers that a pipeline can be cut between"
+            raise CannotBeCut(f"moe_mps::from_pretrained: the model must be {expected}: {error}") from None
+        layers = getattr(dense.get_submodule(base), loop.layers)
+        self.peers = Peers(timeouts)
+        try:
+            self.stage = self._stage(name, config, distributed.pp_size, shares, asked, layers, dense)
+        except BaseException as error:
+            self.peers.failed(error)
+            raise
+
+    def _stage(
+        self, name: str, config: Any, size: int, shares: Any, asked: Any, layers: Any, dense: Any
+    ) -> Stage:
+        if self.peers.size != size:
+            self._fail("pp_size", f"the number of processes, {self.peers.size}", size)
+        if len(layers) < size:
+            self._fail("pp_size", f"at most the number of layers, {len(layers)}", size)
+        facts = self.peers.gather(_facts(name, config, asked, shares))
+        _check_alike(self.peers, facts)
+        if shares is None:
+            machines = [Machine(f["memory"], f["bandwidth"]) for f in facts]
+            ends = [dense.get_input_embeddings(), dense.get_output_embeddings()]
+            sizes, of_ends = [[*map(_bytes, parts)] for parts in (layers, ends)]
+            shares = shares_of(sizes, of_ends, _apart(machines, self.peers.hosts))
+        return Stage(self.peers.rank, given_shares(shares, size, len(layers)))
+
+    def _fail(self, argument: str, expected: str, got: Any) -> None:
+        raise ValueError(f"moe_mps::from_pretrained: {argument} must be {expected}, got {got!r}")
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Within, a model that is loaded keeps the layers of this process only."""
+        token = _STAGE.set(self.stage)
+        try:
+            yield
+        except BaseException as error:
+            self.peers.failed(error)
+            raise
+        finally:
+            _STAGE.reset(token)
+
+    def finish(self, model: Any) -> None:
+        """Waits until all have their layers, and joins the calls of the model."""
+        self.peers.gather({"loaded": True})
+        vars(model)["pipeline"] = Running(model, self.stage, self.peers)
+
+
+def _without_weights(cls: Any, config: Any) -> Any:
+    with torch.device("meta"):
+        return cls.from_config(config) if hasattr(cls, "from_config") else cls(config)
+
+
+def _bytes(module: torch.nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def _facts(name: str, config: Any, asked: Any, shares: Any) -> dict[str, Any]:
+    machine = this_machine()
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        _PACKAGE: sys.modules[_PACKAGE].__version__,
+        "config": _digest(json.dumps(_plain(config.to_dict()), sort_keys=True).encode()),
+        "checkpoint": _checkpoint(name, asked),
+        "arguments": json.dumps(_plain({**asked, "shares": shares}), sort_keys=True),
+        "memory": machine.memory,
+        "bandwidth": machine.bandwidth,
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        kept = {str(k): v for k, v in value.items() if k != _PATH}
+        return {k: _plain(v) for k, v in kept.items() if not k.startswith("_")}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(v) for v in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def _checkpoint(name: str, asked: Mapping[str, Any]) -> str:
+    """Tells checkpoints apart by the index of their files, or the head of the only one."""
+    where = {k: asked[k] for k in ("revision", "subfolder", "token", "cache_dir") if asked.get(k)}
+    where |= {"_raise_exceptions_for_missing_entries": False}
+    path = cached_file(name, _INDEX, **where)
+    if path is not None:
+        with open(path, "rb") as file:
+            return _digest(file.read())
+    path = cached_file(name, _WEIGHTS, **where)
+    if path is None:
+        return "unknown"
+    with open(path, "rb") as file:
+        return _digest(file.read(int.from_bytes(file.read(8), "little")))
+
+
+def _check_alike(peers: Peers, facts: list[dict[str, Any]]) -> None:
+    """Raises: PeerError that names the first difference."""
+    for fact in ("torch", "transformers", _PACKAGE, "config", "checkpoint", "arguments"):
+        for rank, other in enumerate(facts):
+            if other[fact] != facts[0][fact]:
+                raise PeerError(
+                    f"moe_mps: {peers.name(rank)} has {fact} {other[fact]}, {peers.name(0)} has "
+                    f"{facts[0][fact]}: all processes need the same"
+                )
+
+
+def _apart(machines: list[Machine], hosts: list[str]) -> list[Machine]:
+    """Processes on one host share its memory."""
+    return [
+        m._replace(memory=None if m.memory is None else m.memory // hosts.count(host))
+        for m, host in zip(machines, hosts, strict=True)
+    ]
+
+
+def _cut_before_reading(cls: Any) -> None:
+    """Patches transformers where it has built a model, and reads the weights that the model has."""
+    load = cls._load_pretrained_model
+
+    @functools.wraps(load)
+    def _load_pretrained_model(
+        model: Any, state_dict: Any, files: Any, load_config: Any, *rest: Any, **named: Any
+    ) -> Any:
+        stage = _STAGE.get()
+        if stage is not None:
+            stage.cut(model)
+            if hasattr(load_config.hf_quantizer, "forget_absent"):
+                load_config.hf_quantizer.forget_absent(model)
+        return load(model, state_dict, files, load_config, *rest, **named)
+
+    cls._load_pretrained_model = staticmethod(_load_pretrained_model)
+
+
+_cut_before_reading(PreTrainedModel)

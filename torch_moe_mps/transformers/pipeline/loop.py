@@ -1,0 +1,295 @@
+"""Reads the loop over the layers in the `forward` of a model: `for layer in self.layers: h = layer(h, ...)`.
+
+A process runs the loop with stand-ins for the layers of others, and one stand-in gives what the layer in its
+place returned elsewhere. That is right if all that an iteration takes from earlier ones was returned by the
+layer just before it; the rest must be the same in every process, such as masks and position embeddings.
+"""
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+_MASKS = "transformers.masking_utils"  # its functions read shape, dtype and device of embeddings, not values
+_NO_VALUES = ("shape", "dtype", "device", "ndim", "size", "dim", "is_floating_point")
+
+
+class CannotBeCut(ValueError):
+    """Why the layers of a model cannot be spread over processes."""
+
+
+@dataclass
+class Loop:
+    """The loop over the layers of a module.
+
+    Attributes:
+        layers: the name of the list of layers.
+        results: the names that the results of a layer get in the loop.
+        passed: {result: where the layer takes it, a position or the name of an argument}.
+        uses_embeddings: whether something else than the hidden states depends on the embedded ids.
+    """
+
+    layers: str
+    results: list[str]
+    passed: dict[str, int | str]
+    uses_embeddings: bool
+
+
+def read_loop(model: nn.Module) -> Loop:
+    """Raises: CannotBeCut with the reason."""
+    function = _function(type(model).forward)
+    found = [(s, name) for s in function.body if isinstance(s, ast.For) and (name := _layers_of(s, model))]
+    if len(found) != 1:
+        raise CannotBeCut(f"{type(model).__name__} has no loop over its layers that can be read")
+    loop, name = found[0]
+    layers: Any = getattr(model, name)
+    body = [*_decided(loop.body, model, loop.target, len(layers))]
+    place, call = _call(body, loop.target, model)
+    results = _names(body[place].targets[0])  # type: ignore[attr-defined]
+    _check_carried(body, place, results, model)
+    given = {k.arg for k in call.keywords if k.arg} | {a.id for a in call.args if isinstance(a, ast.Name)}
+    for written in _written_by(layers, given):
+        raise CannotBeCut(f"the layers of {type(model).__name__} write into {written}, which later ones read")
+    passed: dict[str, int | str] = {}
+    arguments: dict[int | str, ast.expr] = dict(enumerate(call.args))
+    arguments |= {k.arg: k.value for k in call.keywords if k.arg}
+    for argument, value in arguments.items():
+        if isinstance(value, ast.Name) and value.id in results:
+            passed[value.id] = argument
+    embedded = _embedded(_decided(function.body[: function.body.index(loop)], model), model)
+    read = {n for s in [*body, *function.body[function.body.index(loop) + 1 :]] for n in _reads(s)}
+    return Loop(name, results, passed, bool((embedded.tainted - {*results, *_hidden(call)}) & read))
+
+
+def _function(forward: Any) -> ast.FunctionDef:
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        raise CannotBeCut("the source of its forward cannot be read") from None
+    assert isinstance(tree, ast.FunctionDef)
+    return tree
+
+
+def _layers_of(loop: ast.For, model: nn.Module) -> str | None:
+    """The name of the list that a loop runs over: self.N, a slice of it, or its enumeration."""
+    over: ast.expr = loop.iter
+    if isinstance(over, ast.Call) and ast.unparse(over.func) == "enumerate" and len(over.args) == 1:
+        over = over.args[0]
+    if isinstance(over, ast.Subscript):
+        over = over.value
+    is_own = isinstance(over, ast.Attribute) and ast.unparse(over.value) == "self"
+    if not is_own or not isinstance(getattr(model, over.attr, None), nn.ModuleList):  # type: ignore[attr-defined]
+        return None
+    return over.attr  # type: ignore[attr-defined]
+
+
+def _call(body: list[ast.stmt], target: ast.expr, model: nn.Module) -> tuple[int, ast.Call]:
+    """The statement that calls the layer, and the call."""
+    layer = _names(target)[-1]
+    found = [
+        (place, s.value)
+        for place, s in enumerate(body)
+        if isinstance(s, ast.Assign) and isinstance(s.value, ast.Call) and ast.unparse(s.value.func) == layer
+    ]
+    calls = [n for s in body for n in ast.walk(s) if isinstance(n, ast.Call) and ast.unparse(n.func) == layer]
+    if len(found) != 1 or len(calls) != 1:
+        raise CannotBeCut(f"the loop of {type(model).__name__} does not call each layer once")
+    return found[0]
+
+
+def _check_carried(body: list[ast.stmt], place: int, results: list[str], model: nn.Module) -> None:
+    """All that an iteration takes from the one before must follow from the results of its layer."""
+    stored = {n for s in body for n in _stores(s)}
+    written: set[str] = set()
+    carried: set[str] = set()
+    for statement in body:
+        carried |= (_reads(statement) & stored) - written
+        written |= {*_stores(statement)} if isinstance(statement, ast.Assign) else set()
+    tainted = {*results}
+    for _ in body:
+        for statement in body:
+            if _reads(statement) & tainted:
+                tainted |= {*_stores(statement)}
+    right = {*results}
+    for statement in body[place + 1 :]:
+        for name in _stores(statement):
+            follows = not (_reads(statement) & (carried & tainted)) - right
+            kept = isinstance(statement, ast.Assign) or name in right
+            right = right | {name} if follows and kept else right - {name}
+    for name in sorted((carried & tainted) - right):
+        raise CannotBeCut(f"the loop of {type(model).__name__} hands on {name} beside what layers return")
+
+
+def _hidden(call: ast.Call) -> list[str]:
+    """The hidden states that the first layer takes."""
+    first = call.args[0] if call.args else next((k.value for k in call.keywords), None)
+    return [first.id] if isinstance(first, ast.Name) else []
+
+
+# Which statements run
+
+
+def _decided(
+    body: list[ast.stmt], model: nn.Module, target: ast.expr | None = None, layers: int = 0
+) -> Iterator[ast.stmt]:
+    """The statements without branches that a module's attributes rule out."""
+    for statement in body:
+        if isinstance(statement, ast.If):
+            truth = _truth(statement.test, model, target, layers)
+            if truth is not None:
+                chosen = statement.body if truth else statement.orelse
+                yield from _decided(chosen, model, target, layers)
+                continue
+        yield statement
+
+
+def _truth(test: ast.expr, model: Any, target: ast.expr | None, layers: int) -> bool | None:
+    """Whether a test on attributes of self, or of the number of a layer with one of them, holds."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner = _truth(test.operand, model, target, layers)
+        return None if inner is None else not inner
+    if isinstance(test, ast.BoolOp):
+        truths = [_truth(value, model, target, layers) for value in test.values]
+        decisive = isinstance(test.op, ast.Or)
+        return decisive if decisive in truths else None if None in truths else not decisive
+    if isinstance(test, ast.Compare) and isinstance(target, ast.Tuple) and len(test.ops) == 1:
+        number = _value(test.comparators[0], model)
+        if ast.unparse(test.left) == _names(target)[0] and isinstance(test.ops[0], ast.Eq):
+            return False if isinstance(number, int) and not 0 <= number < layers else None
+        return None
+    value = _value(test, model)
+    return bool(value) if value is None or isinstance(value, bool | int | float | str) else None
+
+
+def _value(expression: ast.expr, model: Any) -> Any:
+    """The value of self.a.b; NotImplemented for anything else."""
+    names = ast.unparse(expression).split(".")
+    if names[0] != "self" or not all(name.isidentifier() for name in names):
+        return NotImplemented
+    for name in names[1:]:
+        if not hasattr(model, name):
+            return NotImplemented
+        model = getattr(model, name)
+    return model
+
+
+# What depends on embedded ids
+
+
+class _embedded:
+    """Follows values of the embedding through statements; `tainted` are the names that depend on them."""
+
+    def __init__(self, body: Iterator[ast.stmt], model: nn.Module):
+        self.model, self.tainted = model, {"inputs_embeds"}
+        self.masks: set[str] = set()
+        self.globals = vars(sys.modules[type(model).__module__])
+        for statement in body:
+            self._follow(statement)
+
+    def _follow(self, statement: ast.stmt) -> None:
+        for node in ast.walk(statement):
+            value = getattr(node, "value", None)
+            if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) or value is None:
+                if isinstance(node, ast.NamedExpr) and self._depends(node.value):
+                    self.tainted |= {*_names(node.target)}
+                continue
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                if self._chooses_mask(value):
+                    self.masks |= {*_names(target)}
+                if self._depends(value):
+                    self.tainted |= {*_names(target)}
+
+    def _chooses_mask(self, value: ast.expr) -> bool:
+        choices = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+        return all(isinstance(c, ast.Name) and self._is_mask(c.id) for c in choices)
+
+    def _is_mask(self, name: str) -> bool:
+        function = self.globals.get(name)
+        return name in self.masks or getattr(function, "__module__", None) == _MASKS
+
+    def _depends(self, node: ast.AST) -> bool:
+        if isinstance(node, ast.Name):
+            return node.id in self.tainted
+        if isinstance(node, ast.Attribute) and node.attr in _NO_VALUES:
+            return False
+        if isinstance(node, ast.Compare) and all(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
+            return False
+        if isinstance(node, ast.Call) and not self._reads_values(node):
+            return False
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.embed_tokens":
+            return True
+        return any(self._depends(child) for child in ast.iter_child_nodes(node))
+
+    def _reads_values(self, call: ast.Call) -> bool:
+        """Whether the function reads values of the arguments that depend on embedded ids."""
+        if isinstance(call.func, ast.Name) and self._is_mask(call.func.id):
+            return False
+        called = _value(call.func, self.model)
+        if not isinstance(called, nn.Module) or ast.unparse(call.func) == "self.embed_tokens":
+            return True
+        try:
+            function = _function(type(called).forward)
+        except CannotBeCut:
+            return True
+        names = [a.arg for a in function.args.args][1:]
+        given = {names[i]: a for i, a in enumerate(call.args) if i < len(names)}
+        given |= {k.arg: k.value for k in call.keywords if k.arg}
+        return any(self._depends(value) and _has_values_read(function, name) for name, value in given.items())
+
+
+def _has_values_read(function: ast.FunctionDef, name: str) -> bool:
+    parents = {child: node for node in ast.walk(function) for child in ast.iter_child_nodes(node)}
+    return any(
+        isinstance(node, ast.Name)
+        and node.id == name
+        and not (isinstance(above := parents[node], ast.Attribute) and above.attr in _NO_VALUES)
+        for statement in function.body
+        for node in ast.walk(statement)
+    )
+
+
+# What layers write into
+
+
+def _written_by(layers: nn.Module, given: set[str]) -> Iterator[str]:
+    """The arguments of layers that their code stores elements in, `argument[...] = ...`."""
+    for module in layers.modules():
+        if type(module).__module__.startswith("torch."):
+            continue
+        try:
+            function = _function(type(module).forward)
+        except CannotBeCut:
+            continue
+        for statement in _all_decided(function.body, module):
+            targets = statement.targets if isinstance(statement, ast.Assign) else []
+            for target in targets:
+                owner = target.value if isinstance(target, ast.Subscript) else None
+                if isinstance(owner, ast.Name) and owner.id in given:
+                    yield owner.id
+
+
+def _all_decided(body: list[ast.stmt], model: nn.Module) -> Iterator[ast.stmt]:
+    for statement in _decided(body, model):
+        yield statement
+        for name in ("body", "orelse"):
+            yield from _all_decided(getattr(statement, name, []), model)
+
+
+def _names(target: ast.expr) -> list[str]:
+    if isinstance(target, ast.Name):
+        return [target.id]
+    return [name for part in getattr(target, "elts", []) for name in _names(part)]
+
+
+def _stores(statement: ast.stmt) -> list[str]:
+    return [n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+
+
+def _reads(statement: ast.stmt) -> set[str]:
+    return {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}

@@ -1,0 +1,275 @@
+"""The processes that a model is spread over: messages, time limits, and what is said when one fails.
+
+Messages go through a process group of gloo on the CPU. A message has a head with what it is, the shapes of
+its tensors, and the size of the next one between these two, so that a token is one message on each link.
+"""
+
+import contextlib
+import functools
+import itertools
+import json
+import math
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_HEAD = 512  # bytes
+_ALIGNED = 16
+# How long a process that fails looks for what the others say of the reason.
+_GRACE = 1.5
+_COUNT = itertools.count()
+_NAMES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+class PeerError(RuntimeError):
+    """Another process failed, or does something else: names its rank, its host and what happened."""
+
+
+class Timeouts(NamedTuple):
+    """Seconds that a process waits for another: to load a model, and for each 512 tokens of a call."""
+
+    loading: float = 1800.0
+    decoding: float = 60.0
+
+
+class Message(NamedTuple):
+    """What a message is about, what the sender was called with, and tensors (None: no tensor)."""
+
+    kind: str
+    call: str
+    tensors: list[Tensor | None]
+
+
+class Peers:
+    """All processes of the default process group, in the order of their ranks.
+
+    Attributes:
+        sent: {rank: [messages, bytes]} since the start.
+    """
+
+    def __init__(self, timeouts: Timeouts):
+        self.timeouts = timeouts
+        limit = timedelta(seconds=timeouts.loading)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=limit)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.group = dist.new_group(backend="gloo", timeout=limit)
+        self.hosts = [""] * self.size
+        self.sent = {rank: [0, 0] for rank in range(self.size)}
+        self._number = next(_COUNT)  # the same in all processes
+        self._store = dist.distributed_c10d._get_default_store()
+        self._broken: str | None = None
+        self._on_the_way: dict[int, list[tuple[Any, Tensor]]] = {rank: [] for rank in range(self.size)}
+        self._first = {}, {}  # type: tuple[dict[int, int], dict[int, int]]
+        _ALIVE.add(self)
+        _tell_of_exceptions()
+        self.hosts = [facts["host"] for facts in self.gather({"host": socket.gethostname()})]
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank} ({self.hosts[rank] or 'host unknown'})"
+
+    def gather(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        """The facts of all processes."""
+        mine = json.dumps(facts).encode()
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        for rank in others:
+            self.send(rank, Message("facts", "", [torch.frombuffer(bytearray(mine), dtype=torch.uint8)]))
+        found = [facts] * self.size
+        for rank in others:
+            (tensor,) = self.receive(rank, "facts", "", self.timeouts.loading).tensors
+            assert tensor is not None
+            found[rank] = json.loads(bytes(tensor.tolist()))
+        for rank in others:
+            self.flush(rank, self.timeouts.loading)
+        return found
+
+    def send(self, to: int, message: Message, limit: float | None = None) -> None:
+        """Begins to send; waits only for the end of the message before it."""
+        self._check()
+        self.flush(to, limit)
+        tensors = [None if t is None else on_the_host(t) for t in message.tensors]
+        sizes = [0 if t is None else _rounded(t.nbytes) for t in tensors]
+        first = self._first[0].get(to, _HEAD)
+        following = _HEAD + _rounded(math.ceil(sum(sizes) / _length(tensors)))
+        head = {
+            "kind": message.kind,
+            "call": message.call,
+            "next": following,
+            "tensors": [None if t is None else [str(t.dtype), [*t.shape]] for t in tensors],
+        }
+        octets = json.dumps(head, separators=(",", ":")).encode()
+        if len(octets) > _HEAD:
+            raise ValueError(f"moe_mps::pipeline: a layer must return fewer tensors, got {len(tensors)}")
+        whole = torch.zeros(max(first, _HEAD + sum(sizes)), dtype=torch.uint8)
+        whole[: len(octets)] = torch.frombuffer(bytearray(octets), dtype=torch.uint8)
+        place = _HEAD
+        for tensor, size in zip(tensors, sizes, strict=True):
+            if tensor is not None and tensor.numel():
+                whole[place : place + tensor.nbytes] = tensor.view(-1).view(torch.uint8)
+            place += size
+        for part in (whole[:first], whole[first:]):
+            if part.numel():
+                with self._blames(to, limit or self.timeouts.decoding):
+                    self._on_the_way[to].append((dist.isend(part, to, group=self.group), part))
+                self.sent[to][0] += 1
+                self.sent[to][1] += part.numel()
+        self._first[0][to] = following
+
+    def flush(self, to: int, limit: float | None = None) -> None:
+        """Waits until what was sent to a process has gone."""
+        limit = limit or self.timeouts.decoding
+        for work, _ in self._on_the_way[to]:
+            with self._blames(to, limit):
+                work.wait(timedelta(seconds=limit))
+        self._on_the_way[to].clear()
+
+    def receive(self, source: int, kind: str, call: str, limit: float) -> Message:
+        """The next message of a process, which must be of this kind and about the same call.
+
+        Raises: PeerError.
+        """
+        self._check()
+        first = self._first[1].get(source, _HEAD)
+        octets = self._octets(source, first, limit)
+        head = json.loads(bytes(octets[:_HEAD].tolist()).rstrip(b"\0"))
+        specs = [None if s is None else (_NAMES[s[0]], s[1]) for s in head["tensors"]]
+        sizes = [0 if s is None else _rounded(math.prod(s[1]) * s[0].itemsize) for s in specs]
+        if _HEAD + sum(sizes) > first:
+            octets = torch.cat([octets, self._octets(source, _HEAD + sum(sizes) - first, limit)])
+        self._first[1][source] = head["next"]
+        if head["kind"] != kind:
+            self._differ(source, f"sent {head['kind']} where {self.name(self.rank)} expected {kind}")
+        if head["call"] != call:
+            self._differ(source, f"was called with other inputs than {self.name(self.rank)}")
+        tensors: list[Tensor | None] = []
+        place = _HEAD
+        for spec, size in zip(specs, sizes, strict=True):
+            if spec is None:
+                tensors.append(None)
+            else:
+                dtype, shape = spec
+                count = math.prod(shape) * dtype.itemsize
+                tensors.append(octets[place : place + count].view(dtype).view(shape))
+            place += size
+        return Message(kind, call, tensors)
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise PeerError(f"moe_mps: the pipeline has ended, load the model again ({self._broken})")
+
+    def _octets(self, source: int, count: int, limit: float) -> Tensor:
+        octets = torch.empty(count, dtype=torch.uint8)
+        with self._blames(source, limit):
+            work = dist.irecv(octets, source, group=self.group)
+            assert work is not None
+            work.wait(timedelta(seconds=limit))
+        return octets
+
+    def _differ(self, rank: int, what: str) -> NoReturn:
+        raise PeerError(
+            f"moe_mps: {self.name(rank)} {what}: call the model in every process, with the same inputs, "
+            "options and, to sample, the same seed"
+        )
+
+    @contextlib.contextmanager
+    def _blames(self, rank: int, limit: float) -> Iterator[None]:
+        """Turns an error of gloo into one line about the process that caused it."""
+        began = time.monotonic()
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            late = time.monotonic() - began >= limit
+            what = f"did not answer within {limit:g} s" if late else "closed its connection"
+            raise PeerError(self._reason(rank, what, late)) from error
+
+    def _reason(self, rank: int, what: str, late: bool) -> str:
+        """Looks for the process that failed first: one may only have waited for another.
+
+        Of two that blame each other, the one that was late did: the other closed the connection for that.
+        """
+        self._tell("waits", json.dumps([rank, what, late]))
+        seen, until = {self.rank}, time.monotonic() + _GRACE
+        while time.monotonic() < until:
+            raised, waits = self._told("raised", rank), self._told("waits", rank)
+            if raised is not None:
+                return raised if raised.startswith("moe_mps: ") else f"moe_mps: {self.name(rank)} {raised}"
+            if waits is not None:
+                seen.add(rank)
+                other, of_other, was_late = json.loads(waits)
+                if other not in seen or (was_late and not late):
+                    rank, what, late = other, of_other, was_late
+                if other in seen:
+                    break
+            time.sleep(0.05)
+        return f"moe_mps: {self.name(rank)} {what}"
+
+    def failed(self, error: BaseException) -> None:
+        """Lets the others know what this process fails with, and ends the connections to them."""
+        if self._broken is not None:
+            return
+        line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        is_peer = isinstance(error, PeerError)
+        self._broken = line if is_peer else f"raised {type(error).__name__}: {line}".rstrip(": ")
+        if not is_peer or self._told("waits", self.rank) is None:  # else the reason lies elsewhere
+            self._tell("raised", self._broken)
+        with contextlib.suppress(RuntimeError, ValueError):
+            dist.destroy_process_group(self.group)
+        self.group = None
+        self._on_the_way.clear()
+
+    def _tell(self, what: str, text: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the store may be gone with the process that had it
+            self._store.set(f"moe_mps/{self._number}/{what}/{self.rank}", text)
+
+    def _told(self, what: str, rank: int) -> str | None:
+        key = f"moe_mps/{self._number}/{what}/{rank}"
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([key]):
+                return self._store.get(key).decode()
+        return None
+
+
+def on_the_host(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU with the strides of its shape, which a row of one column may not have."""
+    host = tensor.detach().cpu()
+    return (
+        host.clone(memory_format=torch.contiguous_format) if host.stride()[-1:] != (1,) else host.contiguous()
+    )
+
+
+def _rounded(size: int) -> int:
+    return (size + _ALIGNED - 1) // _ALIGNED * _ALIGNED
+
+
+def _length(tensors: Sequence[Tensor | None]) -> int:
+    """The number of tokens that tensors are of: their second dimension."""
+    return max((t.shape[1] for t in tensors if t is not None and t.dim() > 1), default=1) or 1
+
+
+_ALIVE: "weakref.WeakSet[Peers]" = weakref.WeakSet()
+
+
+def tell(error: BaseException) -> None:
+    """Lets the processes of all pipelines know what this one ends with."""
+    for peers in _ALIVE:
+        peers.failed(error)
+
+
+@functools.cache
+def _tell_of_exceptions() -> None:
+    """An exception that ends this process is told to the others."""
+    before = sys.excepthook
+
+    def hook(kind: Any, error: BaseException, trace: Any) -> None:
+        tell(error)
+        before(kind, error, trace)
+
+    sys.excepthook = hook

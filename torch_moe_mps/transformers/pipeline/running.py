@@ -1,0 +1,316 @@
+"""Calls of a model whose layers are spread over processes, and `generate`.
+
+A call sends what the last layer here returns to the next process. Logits go from the last process to all
+others; while `generate` samples, token ids go instead: the last process alone chooses them.
+"""
+
+import contextlib
+import hashlib
+import inspect
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteriaList
+
+from .peers import Message, PeerError, Peers, on_the_host
+from .stages import Stage
+
+# The time limit is for so many tokens of a call.
+_TOKENS = 512
+# Logits of all tokens but the one that the last process chose. Finite, so that no processor makes NaN of it.
+_NEVER = -1e30
+# Arguments of `generate` with which it needs the logits of every token in every process.
+_NEED_LOGITS = (
+    "assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "custom_generate", "dola_layers",
+    "penalty_alpha", "logits_processor", "prefix_allowed_tokens_fn", "negative_prompt_ids", "output_scores",
+    "output_logits", "constraints", "force_words_ids", "stop_strings",
+)  # fmt: skip
+_FOREVER = 1e9  # seconds
+_RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits")
+_FOR_TOWERS = ("pixel_values", "pixel_values_videos", "input_features", "image_embeds")
+
+
+class Running:
+    """Joins the calls of a model in all processes. `model` is a stage, loaded and accelerated."""
+
+    def __init__(self, model: Any, stage: Stage, peers: Peers):
+        self.model, self.stage, self.peers = model, stage, peers
+        self.calls = 0
+        self._samples = False  # whether token ids go back instead of logits, chosen by `generate`
+        self._greedy = False  # the same, the likeliest of each call
+        self._leads = False
+        self._streamer: Any = None
+        self._rest: int | None = None  # tokens of a prompt in chunks that are still to come
+        self._done: Tensor | None = None
+        self._signature = inspect.signature(type(model).forward)
+        model.register_forward_pre_hook(self._before, with_kwargs=True)
+        model.register_forward_hook(self._after)
+        if not stage.last:
+            stage.last_layer().register_forward_hook(self._send)
+        if not stage.first:
+            stage.in_front().arrives = self._receive
+        vars(model).update(
+            generate=self.generate, save_pretrained=self._refuse_saving, init_continuous_batching=self._refuse
+        )
+
+    # Calls
+
+    def _before(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        named = dict(self._signature.bind_partial(model, *args, **kwargs).arguments)
+        named = {**named, **named.pop("kwargs", {})}
+        for name in _RECORDED:
+            if named.get(name):
+                self._fail(name, "False: a process has the states of its own layers only", True)
+        ids = named.get("input_ids")
+        ids = named.get("inputs_embeds") if ids is None else ids
+        if ids is None:
+            raise ValueError("moe_mps::pipeline: input_ids must be given, got None")
+        self.calls += 1
+        self._inputs = ids, named.get("attention_mask")
+        self._tokens = ids.shape[1]
+        self._digest = ""
+        if self._rest is not None:
+            self._rest -= self._tokens
+        unused: tuple[str, ...] = () if self.stage.first else _FOR_TOWERS
+        unused += () if self.stage.last else ("labels",)  # the last process alone has logits
+        return args, {name: value for name, value in kwargs.items() if name not in unused}
+
+    def _call(self) -> str:
+        """What this call was made with; computed while the device has to be waited for anyway."""
+        if not self._digest:
+            state = hashlib.blake2b(digest_size=8)
+            for tensor in self._inputs:
+                if isinstance(tensor, Tensor):
+                    host = on_the_host(tensor)
+                    state.update(f"{host.dtype} {[*host.shape]}".encode())
+                    state.update(host.view(-1).view(torch.uint8).numpy().data)
+            self._digest = f"{self.calls} {state.hexdigest()}"
+        return self._digest
+
+    def _limit(self, stages: int) -> float:
+        """Seconds that so many stages may take for the tokens of this call."""
+        return self.peers.timeouts.decoding * math.ceil(self._tokens / _TOKENS) * max(1, stages)
+
+    def _send(self, layer: Any, args: tuple, output: Any) -> None:
+        results = [*output] if isinstance(output, tuple) else [output]
+        names = self.stage.loop.results
+        if len(results) != len(names) or not all(r is None or isinstance(r, Tensor) for r in results):
+            self._fail("the result of a layer", " and ".join(names), [type(r).__name__ for r in results])
+        self.peers.send(self.peers.rank + 1, Message("hidden states", self._call(), results), self._limit(1))
+
+    def _receive(self, device: torch.device) -> list[Tensor | None]:
+        rank = self.peers.rank
+        message = self.peers.receive(rank - 1, "hidden states", self._call(), self._limit(rank))
+        return [None if t is None else t.to(device) for t in message.tensors]
+
+    def _after(self, model: Any, args: tuple, output: Any) -> Any:
+        if not hasattr(output, "logits"):
+            self._fail("return_dict", "True", False)
+        if self._rest:
+            return output  # of a chunk in the middle of a prompt: nobody reads its logits
+        if self.stage.last:
+            if self._greedy:
+                self._tell_others("tokens", [output.logits[:, -1].argmax(-1), None])
+            elif not self._samples:
+                self._tell_others("logits", [output.logits, getattr(output, "loss", None)])
+            return output
+        last, kind = self.peers.size - 1, "tokens" if self._samples or self._greedy else "logits"
+        limit = self._limit(last - self.peers.rank)
+        first, second = self.peers.receive(last, kind, self._call(), limit).tensors
+        assert first is not None
+        if kind == "tokens":
+            self._done = second
+            logits = torch.full((len(first), 1, self.stage.vocabulary), _NEVER)
+            output.logits = logits.scatter_(2, first.view(-1, 1, 1), 0.0).to(output.logits.device)
+        else:
+            output.logits = first.to(output.logits.device)
+            if second is not None:
+                output.loss = second.to(output.logits.device)
+        return output
+
+    def _tell_others(self, kind: str, tensors: list[Tensor | None]) -> None:
+        for rank in range(self.peers.size - 1):
+            self.peers.send(rank, Message(kind, self._call(), tensors))
+
+    def _fail(self, argument: str, expected: str, got: Any) -> Any:
+        raise ValueError(f"moe_mps::pipeline: {argument} must be {expected}, got {got!r}")
+
+    @contextlib.contextmanager
+    def greedy(self) -> Iterator[None]:
+        """Within, calls give the likeliest next token alone: it has the only logit that counts."""
+        self._greedy = True
+        try:
+            yield
+        finally:
+            self._greedy = False
+
+    # generate
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's `generate`; a failure is told to the other processes."""
+        if self._leads:
+            return self._lead(*args, **kwargs)
+        config = kwargs.get("generation_config") or self.model.generation_config
+
+        def given(name: str) -> Any:
+            value = kwargs.get(name)
+            return getattr(config, name, None) if value is None else value
+
+        beams = (given("num_beams") or 1) > 1 or (given("guidance_scale") or 1) != 1
+        if not beams and not any(map(given, _NEED_LOGITS)):
+            kwargs["custom_generate"] = self._sample
+            self._streamer = kwargs.get("streamer")  # which transformers gives to its own functions only
+        calls = self.calls
+        try:
+            return type(self.model).generate(self.model, *args, **kwargs)
+        except BaseException as error:
+            if self.calls > calls or isinstance(error, PeerError):
+                self.peers.failed(error)
+            raise  # arguments that are refused are so in every process
+
+    def _sample(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        **model_kwargs: Any,
+    ) -> Any:
+        self._samples = True
+        vars(model)["_prefill"] = self._prefill
+        try:
+            return type(model)._sample(
+                model,
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=_DecidedByTheLast(stopping_criteria, self),
+                generation_config=generation_config,
+                synced_gpus=synced_gpus,
+                streamer=self._streamer,
+                **model_kwargs,
+            )
+        finally:
+            self._samples = False
+            del vars(model)["_prefill"]
+
+    def _prefill(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict, **kwargs: Any) -> Any:
+        """A prompt in chunks: a process begins with the next one as soon as it has sent one."""
+        if generation_config.prefill_chunk_size is not None:
+            cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+            before = 0 if cache is None else int(cache.get_seq_length())
+            known = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+            tokens = input_ids.shape[1]
+            self._rest = tokens - before if known == tokens else tokens
+        try:
+            return type(self.model)._prefill(self.model, input_ids, generation_config, model_kwargs, **kwargs)
+        finally:
+            self._rest = None
+
+    # One process talks, the others follow
+
+    @contextlib.contextmanager
+    def leading(self) -> Iterator[None]:
+        """Within, `generate` of the first process makes those that `follow` generate the same."""
+        self._leads = True
+        try:
+            yield
+        finally:
+            self._leads = False
+            with contextlib.suppress(PeerError):
+                self._request({"end": True}, {})
+
+    def _lead(self, *args: Any, streamer: Any = None, tokenizer: Any = None, **kwargs: Any) -> Any:
+        given = dict(zip(("inputs", "generation_config"), args, strict=False)) | kwargs
+        given = {name: value for name, value in given.items() if value is not None}
+        config = given.pop("generation_config", None)
+        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        options = {name: value for name, value in given.items() if name not in tensors}
+        for name, value in options.items():
+            if not isinstance(value, str | int | float | bool):
+                self._fail(name, "a tensor or a number, which other processes can be told", value)
+        told = {"options": options, "config": None if config is None else config.to_dict()}
+        self._request(told, tensors)
+        patient = None if streamer is None else _Patient(streamer)
+        self._leads = False
+        try:
+            result = self.generate(generation_config=config, streamer=patient, **tensors, **options)
+        finally:
+            self._leads = True
+        if patient is not None and patient.error is not None:
+            raise patient.error
+        return result
+
+    def _request(self, told: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        octets = json.dumps({**told, "tensors": [*tensors]}).encode()
+        text = torch.frombuffer(bytearray(octets), dtype=torch.uint8)
+        for rank in range(1, self.peers.size):
+            self.peers.send(rank, Message("request", "", [text, *tensors.values()]))
+
+    def follow(self) -> None:
+        """Generates what the first process generates within `leading`, until that ends."""
+        while True:
+            text, *values = self.peers.receive(0, "request", "", _FOREVER).tensors
+            assert text is not None
+            told = json.loads(bytes(text.tolist()))
+            if told.get("end"):
+                return
+            config = told["config"] and GenerationConfig.from_dict(told["config"])
+            tensors = {
+                name: value.to(self.model.device)
+                for name, value in zip(told["tensors"], values, strict=True)
+                if value is not None
+            }
+            with contextlib.suppress(
+                ValueError, TypeError
+            ):  # the first process has the same error, and says it
+                self.generate(generation_config=config, **tensors, **told["options"])
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError("moe_mps::pipeline: continuous batching must be in one process, got a pipeline")
+
+    def _refuse_saving(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError("moe_mps::pipeline: a model must be whole to be saved, got one stage of a pipeline")
+
+
+class _Patient:
+    """A streamer whose error ends nothing, since the other processes go on: it is raised at the end."""
+
+    def __init__(self, streamer: Any):
+        self.streamer = streamer
+        self.error: BaseException | None = None
+
+    def put(self, value: Any) -> None:
+        self._try(self.streamer.put, value)
+
+    def end(self) -> None:
+        self._try(self.streamer.end)
+
+    def _try(self, function: Any, *args: Any) -> None:
+        if self.error is None:
+            try:
+                function(*args)
+            except BaseException as error:
+                self.error = error
+
+
+class _DecidedByTheLast(StoppingCriteriaList):
+    """Criteria that the last process evaluates for all; it sends what it chose with them."""
+
+    def __init__(self, criteria: Any, running: Running):
+        super().__init__(criteria)
+        self.running = running
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        running = self.running
+        if running.stage.last:
+            done = super().__call__(input_ids, scores, **kwargs)
+            running._tell_others("tokens", [input_ids[:, -1], done])
+            return done
+        assert running._done is not None
+        return running._done.to(input_ids.device)

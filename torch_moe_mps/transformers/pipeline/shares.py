@@ -1,0 +1,75 @@
+"""How many layers each process has."""
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ...macs import this_mac
+
+
+class Machine(NamedTuple):
+    """What a process may use: bytes of memory, and GB/s; None where it is not known."""
+
+    memory: int | None
+    bandwidth: float | None
+
+
+def this_machine() -> Machine:
+    try:
+        mac = this_mac()
+    except ValueError:
+        names = os.sysconf_names
+        known = "SC_PHYS_PAGES" in names and "SC_PAGE_SIZE" in names
+        return Machine(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None, None)
+    return Machine(mac.limit, mac.bandwidth)
+
+
+def shares_of(layers: Sequence[int], ends: Sequence[int], machines: Sequence[Machine]) -> list[int]:
+    """The number of layers of each process.
+
+    Each takes time in proportion to its bytes and in inverse proportion to its bandwidth. Layers are given so
+    that the slowest is as fast as possible among the divisions in which all fit their memory; where nothing
+    fits, memory counts instead of time.
+
+    Args:
+        layers: bytes of each layer.
+        ends: bytes of the embedding and of the output head, which the first and the last have.
+        machines: those of the processes.
+    """
+    speeds = [m.bandwidth for m in machines]
+    known = [1.0 if None in speeds else float(s or 1) for s in speeds]
+    memories = [m.memory for m in machines]
+    rooms = [float("inf") if None in memories else float(m or 0) for m in memories]
+    best = _least(layers, ends, [1 / s for s in known], rooms)
+    return best or _least(layers, ends, [1 / (r or 1) for r in rooms], [float("inf")] * len(rooms))
+
+
+def _least(
+    layers: Sequence[int], ends: Sequence[int], costs: Sequence[float], rooms: Sequence[float]
+) -> list[int]:
+    """The division whose most expensive part is cheapest; empty if there is none within the rooms."""
+    count, parts = len(layers), len(costs)
+    sums = [0]
+    for size in layers:
+        sums.append(sums[-1] + size)
+    before: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+    for part in range(parts):
+        after: dict[int, tuple[float, list[int]]] = {}
+        extra = (ends[0] if part == 0 else 0) + (ends[1] if part == parts - 1 else 0)
+        for begin, (worst, shares) in before.items():
+            for end in range(begin + 1, count - (parts - part - 1) + 1):
+                size = sums[end] - sums[begin] + extra
+                cost = max(worst, size * costs[part])
+                if size <= rooms[part] and (end not in after or cost < after[end][0]):
+                    after[end] = (cost, [*shares, end - begin])
+        before = after
+    return before.get(count, (0.0, []))[1]
+
+
+def given_shares(shares: Any, size: int, layers: int) -> list[int]:
+    """Raises: ValueError."""
+    whole = isinstance(shares, Sequence) and all(type(share) is int and share > 0 for share in shares)
+    if not whole or len(shares) != size or sum(shares) != layers:
+        expected = f"{size} numbers of layers that add up to {layers}"
+        raise ValueError(f"moe_mps::from_pretrained: shares must be {expected}, got {shares!r}")
+    return [*shares]

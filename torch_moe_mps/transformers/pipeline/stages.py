@@ -1,0 +1,173 @@
+"""What a process holds of a model: its layers, and stand-ins for those of the others."""
+
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from ..checkpoints.absent import around_text, beside_text, leave_out
+from .loop import CannotBeCut, Loop, read_loop
+
+_CACHE = "past_key_values"
+
+
+class Elsewhere(nn.Module):
+    """In the place of a layer that another process has: passes on what it gets, and counts its tokens.
+
+    A cache that has no entry for a layer would tell masks of other lengths. Here it has keys and values of
+    one number for each token.
+
+    Attributes:
+        results: set to what the layer returned in the other process, just before the model is called.
+    """
+
+    def __init__(self, layer: nn.Module, index: int, loop: Loop):
+        super().__init__()
+        plain = {k: v for k, v in vars(layer).items() if isinstance(v, str | int | float | bool | None)}
+        vars(self).update({k: v for k, v in plain.items() if not k.startswith("_")})
+        self.index, self.loop = index, loop
+        self.has_conv_state = any("update_conv_state" in _source(type(m)) for m in layer.modules())
+        self.arrives: Any = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if kwargs.get(_CACHE) is not None:
+            count_tokens(kwargs[_CACHE], self.index, hidden, self.has_conv_state)
+        if self.arrives is not None:
+            results = self.arrives(hidden.device)
+        else:
+            results = [named.get(self.loop.passed.get(name, 0)) for name in self.loop.results]
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+class NoEmbedding(nn.Module):
+    """In the place of an embedding that only the first process needs: its shape, with no memory behind it."""
+
+    def __init__(self, embedding: Any, dtype: torch.dtype):
+        super().__init__()
+        self.size, self.dtype = embedding.embedding_dim, dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.zeros((), dtype=self.dtype, device=ids.device).expand(*ids.shape, self.size)
+
+
+class NoHead(nn.Module):
+    """In the place of an output head that the last process has: logits of one token, which nobody reads."""
+
+    weight: Tensor
+
+    def __init__(self, head: Any):
+        super().__init__()
+        weight = torch.zeros(1, head.in_features, dtype=head.weight.dtype)
+        self.register_buffer("weight", weight, persistent=False)  # some models compute with it themselves
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden.new_zeros(()).expand(*hidden.shape[:-1], 1)
+
+
+def _source(cls: type) -> str:
+    if cls.__module__.startswith("torch."):
+        return ""
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):
+        return ""
+
+
+def count_tokens(cache: Any, index: int, hidden: Tensor, has_conv_state: bool) -> None:
+    """Lets the entry of a cache for a layer have as many tokens as if the layer were here."""
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    batch, tokens = hidden.shape[:2]
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        for state in range(layer.number_of_states if has_conv_state else 0):
+            layer.update_conv_state(hidden.new_zeros(batch, 1, tokens), state, conv_kernel_size=1)
+    if layer is None or (hasattr(layer, "get_seq_length") and hasattr(layer, "keys")):
+        number = hidden.new_zeros(batch, 1, tokens, 1)
+        cache.update(number, number, index)
+
+
+def layers_of(model: Any) -> tuple[str, Loop]:
+    """The name of the module of a model with the loop over layers, and the loop.
+
+    Raises: CannotBeCut with the reason.
+    """
+    try:
+        head = model.get_output_embeddings()
+        _, name = around_text(model)
+    except (NotImplementedError, AttributeError):
+        head = None
+    if head is None or not model.can_generate():
+        raise CannotBeCut(f"{type(model).__name__} has no output head for tokens")
+    base = model.get_submodule(name)
+    loop = read_loop(base)
+    for index, layer in enumerate(getattr(base, loop.layers)):
+        for module in layer.modules():
+            if getattr(module, "layer_idx", index) not in (index, None):
+                raise CannotBeCut(f"the layers of {type(model).__name__} are not numbered as in the model")
+    return name, loop
+
+
+class Stage:
+    """The part of a model that one process has.
+
+    Args:
+        rank, shares: of the process, and the number of layers of each.
+
+    Attributes:
+        own: the numbers of the layers that are here.
+    """
+
+    def __init__(self, rank: int, shares: Sequence[int]):
+        begin = sum(shares[:rank])
+        self.own = range(begin, begin + shares[rank])
+        self.first, self.last = rank == 0, rank == len(shares) - 1
+
+    def cut(self, model: Any) -> None:
+        """Replaces what other processes have by stand-ins. The model has no weights yet."""
+        name, self.loop = layers_of(model)
+        self.base: Any = model.get_submodule(name)
+        layers = getattr(self.base, self.loop.layers)
+        removed = []
+        for index, layer in enumerate(layers):
+            if index not in self.own:
+                layers[index] = Elsewhere(layer, index, self.loop)
+                removed.append(f"{name}.{self.loop.layers}.{index}".lstrip("."))
+        if not self.first:
+            removed += self._leave_out_beside(model)
+        self.vocabulary: int = model.get_output_embeddings().out_features
+        removed += self._ends(model)
+        present = dict(model.named_parameters(remove_duplicate=False))
+        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        model.all_tied_weights_keys = {t: s for t, s in tied.items() if t in present and s in present}
+        ignored = {rf"^{re.escape(module)}\." for module in removed}
+        ignored |= {*(model._keys_to_ignore_on_load_unexpected or ())}
+        model._keys_to_ignore_on_load_unexpected = ignored
+
+    def _leave_out_beside(self, model: Any) -> list[str]:
+        """Towers of vision and audio give embeddings, which only the first process needs."""
+        names = [n for n in beside_text(model) if any(True for _ in model.get_submodule(n).parameters())]
+        leave_out(model, names)
+        return names
+
+    def _ends(self, model: Any) -> Iterator[str]:
+        tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        names = {module: name for name, module in model.named_modules()}
+        if not self.first and not self.loop.uses_embeddings and not (tied and self.last):
+            yield names[embedding]
+            model.set_input_embeddings(NoEmbedding(embedding, embedding.weight.dtype))
+        if not self.last:
+            yield names[head]
+            model.set_output_embeddings(NoHead(head))
+
+    def in_front(self) -> Elsewhere:
+        """The stand-in just before the layers that are here."""
+        return getattr(self.base, self.loop.layers)[self.own.start - 1]
+
+    def last_layer(self) -> nn.Module:
+        return getattr(self.base, self.loop.layers)[self.own.stop - 1]
