@@ -3,21 +3,26 @@
 import pytest
 from support import tiny_models
 from support.pipeline import FEW, MANY, launch
+from transformers.distributed import DistributedConfig
+
+import torch_moe_mps
 
 QWEN = ["dense", "quantised", "quantised while it is read", "mlx"]
 # Sinks and windows; latent attention; more than hidden states between layers; a stage without attention;
 # layers that hand on indices; layers that read the ids; a vision tower; shared windows.
 OTHERS = ["gpt_oss", "deepseek_v3", "zaya", "qwen3_next", "glm_moe_dsa", "deepseek_v4", "qwen3_vl_moe"]
 WANTED = [*(("qwen3_moe", form) for form in QWEN), *((name, "quantised") for name in OTHERS)]
+# transformers' own plan for expert parallelism, on quantised experts.
+PARALLEL = [(name, "quantised, experts in parallel") for name in ("mixtral", "deepseek_v3")]
 CANNOT = {"inkling2", "diffusion_gemma", "muse_spark", "openai_privacy_filter", "qwen3_omni_moe"}
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    return launch("equal", str(tmp_path_factory.mktemp("pipeline")), [[*pair] for pair in WANTED])
+    return launch("equal", str(tmp_path_factory.mktemp("pipeline")), [[*pair] for pair in WANTED + PARALLEL])
 
 
-@pytest.mark.parametrize(("architecture", "form"), WANTED)
+@pytest.mark.parametrize(("architecture", "form"), WANTED + PARALLEL)
 def test_two_processes_give_what_one_gives(outcomes, architecture, form):
     for outcome in outcomes:
         cases = outcome[f"{architecture}, {form}"]["cases"]
@@ -35,6 +40,24 @@ def test_a_process_holds_its_own_layers_only(outcomes, architecture, form):
     tied = {name for name in both if "embed_tokens" in name}  # with the output head
     assert sum(whole[name] for name in both - tied) < 0.02 * sum(whole.values())  # norms
     assert {**first["parameters"], **last["parameters"]} == whole
+
+
+@pytest.mark.parametrize(("architecture", "form"), PARALLEL)
+def test_experts_in_parallel(outcomes, architecture, form):
+    """Each process holds half of the experts, and the rest."""
+    for outcome in outcomes:
+        part, whole = (outcome[f"{architecture}, {form}"][key] for key in ("parameters", "all"))
+        assert part == {n: size // 2 if ".experts." in n else size for n, size in whole.items()}
+
+
+def test_experts_in_parallel_are_refused_with_one_line(monkeypatch, tmp_path):
+    parallel = DistributedConfig(tp_size=2, ep_size=2)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    with pytest.raises(ValueError, match="bits must be None with ep_size"):
+        torch_moe_mps.from_pretrained(str(tmp_path), bits=4, distributed_config=parallel)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
+    with pytest.raises(ValueError, match="ep_size must be 1 on a Mac until"):
+        torch_moe_mps.from_pretrained(str(tmp_path), distributed_config=parallel)
 
 
 def test_messages_and_bytes(tmp_path):

@@ -136,14 +136,14 @@ def is_ours(stored: Any) -> bool:
 def together(names: Collection[str], everything: Iterable[str]) -> dict[str, str]:
     """{name: what config.json calls it}, with a * for numbers where it has all of `everything` like it."""
     shortened: dict[str, str] = {}
-    others = {_any_layer(name) for name in {*everything} - {*names}}
+    others = {any_layer(name) for name in {*everything} - {*names}}
     for name in names:
-        short = _any_layer(name)
+        short = any_layer(name)
         shortened[name] = name if short in others else short
     return shortened
 
 
-def _any_layer(name: str) -> str:
+def any_layer(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 

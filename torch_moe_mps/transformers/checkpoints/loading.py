@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -90,6 +91,8 @@ def from_pretrained(
     pipeline = None
     if is_pipeline(kwargs.get("distributed_config")):
         pipeline = _pipeline(name, model_class, asked, shares, (loading_timeout, decoding_timeout), kwargs)
+    elif _is_expert_parallel(kwargs.get("distributed_config")):
+        _check_expert_parallel(recipe is not None)
     elif shares is not None:
         expected = "given with distributed_config=DistributedConfig(pp_size=...)"
         raise ValueError(f"moe_mps::from_pretrained: shares must be {expected}, got none")
@@ -122,6 +125,24 @@ def from_pretrained(
     if pipeline is not None:
         pipeline.finish(model)
     return (model, info) if with_info else model
+
+
+def _is_expert_parallel(distributed: Any) -> bool:
+    return (getattr(distributed, "ep_size", None) or 1) > 1
+
+
+def _check_expert_parallel(quantises: bool) -> None:
+    """Raises: ValueError for what expert parallelism cannot do."""
+    if torch.backends.mps.is_available():
+        expected = (
+            "1 on a Mac until torch.distributed has a backend for mps; pp_size spreads layers"
+        )
+        raise ValueError(f"moe_mps::from_pretrained: ep_size must be {expected}")
+    if quantises:
+        raise ValueError(
+            "moe_mps::from_pretrained: bits must be None with ep_size, got a format; `torch-moe-mps convert` "
+            "writes a quantised checkpoint, which can be loaded so"
+        )
 
 
 def _pipeline(

@@ -16,17 +16,18 @@ from transformers.quantizers.base import HfQuantizer
 from ...quantization import Format
 from ..experts import NAME
 from ..global_scales import register
+from ..interface import experts_of, projections
 from .absent import leave_out
 from .blocks import RepackBlocks
 from .checking import check_loaded, check_shapes
-from .config import QuantizationConfig, is_mlx, is_ours
+from .config import QuantizationConfig, any_layer, is_mlx, is_ours
 from .mlx.converter import MlxConverter
 from .mlx.plan import Plan
 from .quantize import quantize_targets
 from .saving import mark_quantized
 from .streaming import QuantizeParameter, Stream, streaming_converters
 from .targets import present, tie_quantized
-from .weights import finish, store_empty
+from .weights import finish, quantized_names, store_empty
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
@@ -181,6 +182,20 @@ class Quantizer(HfQuantizer):
             WeightConverter(f"{name}_blocks", f"{name}_packed", [RepackBlocks()])
             for name in ("gate_up_proj", "down_proj")
         ]
+
+    def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
+        """Rules for experts hold for what takes the place of their matrices; all else stays whole."""
+        if getattr(model.config, "distributed_config", None) is None:
+            return
+        experts = {any_layer(name): module for name, module in experts_of(model).items()}
+        kept = {name: style for name, style in plan.items() if name in experts}
+        for name, module in experts.items():
+            for parameter in projections(module):
+                stored = [part for part in quantized_names(parameter) if hasattr(module, part)]
+                if f"{name}.{parameter}" in plan:
+                    kept |= dict.fromkeys([f"{name}.{p}" for p in stored], plan[f"{name}.{parameter}"])
+        plan.clear()
+        plan.update(kept or {"model.norm": "replicate"})  # transformers takes no empty plan
 
     def is_serializable(self) -> bool:
         return True
