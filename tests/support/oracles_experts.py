@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from support.oracles import FORMATS, exact, spacing
+from support.oracles import FORMATS, LARGEST, exact, spacing
 
 DEVIATIONS = 5
 erf = np.vectorize(math.erf, otypes=[np.float64])
@@ -28,6 +28,12 @@ def roundoff(dtype: torch.dtype) -> float:
     return 2.0 ** -FORMATS[dtype][0]
 
 
+def rounded(value: np.ndarray, deviation: np.ndarray, dtype: torch.dtype) -> Estimate:
+    """With a rounding of the value to the dtype. What overflows there may become anything."""
+    overflows = abs(value) > 0.99 * FORMATS[dtype][2]
+    return Estimate(value, np.where(overflows, LARGEST, deviation + roundoff(dtype) * abs(value)))
+
+
 def multiply(x: Estimate, weight: np.ndarray, dtype: torch.dtype, rounded_weight: bool) -> Estimate:
     """rows [n, C] times weight [N, C]: float32 sums, one rounding of the result and perhaps of the weight."""
     spread = np.sqrt(x.value**2 @ (weight**2).T)
@@ -35,7 +41,7 @@ def multiply(x: Estimate, weight: np.ndarray, dtype: torch.dtype, rounded_weight
     value = x.value @ weight.T
     inherited = np.sqrt(x.deviation**2 @ (weight**2).T)
     weights = roundoff(dtype) * spread if rounded_weight else 0.0
-    return Estimate(value, np.sqrt(inherited**2 + sums**2 + weights**2) + roundoff(dtype) * abs(value))
+    return rounded(value, np.sqrt(inherited**2 + sums**2 + weights**2), dtype)
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -81,7 +87,7 @@ def activate(rows: Estimate, options: dict, dtype: torch.dtype) -> Estimate:
     error = (slope * (gate.deviation + 8 * roundoff(torch.float32) * abs(g)) * u) ** 2 + (
         acted * up.deviation
     ) ** 2
-    return Estimate(value, np.sqrt(error) + roundoff(dtype) * abs(value))
+    return rounded(value, np.sqrt(error), dtype)
 
 
 def valid_pairs(ids: Tensor, num_experts: int) -> list[tuple[int, int, int]]:
@@ -135,8 +141,7 @@ def moe_experts(x, gate_up, down, ids, weights, options: dict, *, rounded_weight
 def add(out: Estimate, bias: np.ndarray | None, expert: int, dtype: torch.dtype) -> Estimate:
     if bias is None:
         return out
-    value = out.value + bias[expert]
-    return Estimate(value, out.deviation + roundoff(dtype) * abs(value))
+    return rounded(out.value + bias[expert], out.deviation, dtype)
 
 
 def assert_close(actual: Tensor, expected: Estimate) -> None:
