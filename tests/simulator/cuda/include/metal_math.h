@@ -4,9 +4,14 @@
 #include "metal_vector.h"
 
 namespace metal {
-#define METAL_FLOAT1(name, expression) \
-  METAL_FUNC float name(float x) {     \
-    return expression;                 \
+#define METAL_FLOAT1(name, expression)                               \
+  METAL_FUNC float name(float x) {                                   \
+    return expression;                                               \
+  }                                                                  \
+  template <int N>                                                   \
+  METAL_FUNC vec<float, N> name(vec<float, N> x) {                   \
+    _Pragma("unroll") for (int i = 0; i < N; ++i) x[i] = name(x[i]); \
+    return x;                                                        \
   }
 namespace precise {
 METAL_FLOAT1(exp, ::expf(x))
