@@ -164,9 +164,14 @@ def test_numbering_follows_the_kernel(cuda, tmp_path, monkeypatch):
     assert compile_job(jobs["plain"]) == compiled["plain"]  # kept
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_sweep_compiles(simulated, library):
+def slow(library: str) -> bool:
+    return library.startswith(("attention", "experts", "routing", "quantized_affine3", "quantized_nvfp4"))
+
+
+@pytest.mark.parametrize(
+    "library", [pytest.param(l, marks=pytest.mark.sweep if slow(l) else ()) for l in LIBRARIES]
+)
+def test_all_kernels_compile(simulated, library):
     """Every kernel of a library."""
     from simulator.cuda import nvrtc
     from simulator.cuda.translate import translate
