@@ -1,6 +1,7 @@
 """Writes the source of every Metal library, headers pasted in as at run time, and has a compiler compile it.
 
 Prints a line for each library, with the compiler's messages where it fails. Ends with 1 if any failed.
+Those for tensor units need the SDK of macOS 26, and are left out with an older one.
 """
 
 import argparse
@@ -14,15 +15,30 @@ import torch
 
 import torch_moe_mps  # noqa: F401  (brings the operators)
 
-# The language, as compile_options() in csrc/metal/library.mm sets it, with safe math.
-COMPILER = ("xcrun", "-sdk", "macosx", "metal", "-std=metal3.1", "-fno-fast-math", "-c")
+# As compile_options() in csrc/metal/library.mm has it: safe math, and the languages.
+COMPILER = ("xcrun", "-sdk", "macosx", "metal", "-fno-fast-math", "-c")
+LANGUAGE, LANGUAGE_WITH_TENSORS = "-std=metal3.1", "-std=metal4.0"
+SDK_WITH_TENSORS = 26
+
+
+def sdk_version() -> int:
+    """The major version of the SDK; 0 without one."""
+    try:
+        command = ("xcrun", "-sdk", "macosx", "--show-sdk-version")
+        text = subprocess.run(command, capture_output=True, text=True).stdout
+    except OSError:
+        return 0
+    return int(text.partition(".")[0].strip() or 0)
 
 
 def write_sources(folder: Path) -> list[Path]:
-    """<library>.metal for each library of the package."""
+    """<library>.metal for each library of the package that the SDK can have compiled."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for name in torch.ops.moe_mps._libraries():
+    names = torch.ops.moe_mps._libraries()
+    if sdk_version() >= SDK_WITH_TENSORS:
+        names += torch.ops.moe_mps._libraries(tensor_units=True)
+    for name in names:
         paths.append(folder / f"{name}.metal")
         paths[-1].write_text(torch.ops.moe_mps._library_source(name))
     return paths
@@ -30,7 +46,8 @@ def write_sources(folder: Path) -> list[Path]:
 
 def compile_source(source: Path) -> str:
     """What the compiler says of a source that it refuses; empty if it takes it."""
-    command = [*COMPILER, str(source), "-o", str(source.with_suffix(".air"))]
+    language = LANGUAGE_WITH_TENSORS if source.stem.startswith("tensor_units") else LANGUAGE
+    command = [*COMPILER, str(source), "-o", str(source.with_suffix(".air")), language]
     result = subprocess.run(command, capture_output=True, text=True)
     return "" if result.returncode == 0 else result.stderr or f"exit code {result.returncode}"
 
@@ -44,7 +61,10 @@ def main(arguments: list[str] | None = None) -> int:
     for source, message in results.items():
         print(f"{source.stem:32} {f'FAILED: {message}' if message else 'ok'}")
     refused = sum(map(bool, results.values()))
-    print(f"{len(sources) - refused} of {len(sources)} libraries compile")
+    left_out = (
+        "" if sdk_version() >= SDK_WITH_TENSORS else "; those for tensor units need the SDK of macOS 26"
+    )
+    print(f"{len(sources) - refused} of {len(sources)} libraries compile{left_out}")
     return int(refused > 0)
 
 

@@ -17,6 +17,7 @@ FLOORS = (
     "macs",
     "ops",
     "selfcheck",
+    "tensor_units",
     "quantization",
     "transformers.interface",
     "transformers.rewriting.record",

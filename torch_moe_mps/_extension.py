@@ -12,6 +12,10 @@ import torch
 COMMIT_EVERY = 96
 COMMIT_VARIABLE = "MOE_MPS_COMMIT_EVERY"
 
+# Whether matmuls run on the tensor units of the M5 and later: "0" none, "1" all, unchecked and on any GPU,
+# "auto" those of accelerated models that tensor_units.py has found right.
+TENSOR_VARIABLE = "MOE_MPS_TENSOR_UNITS"
+
 # Where this variable is "1", transformers reads a checkpoint without threads.
 ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 
@@ -60,10 +64,19 @@ def _warn(fault: str) -> None:
 
 
 def activate(library: Path) -> None:
-    """Load a host library, point it to the shader sources, and say how often it commits."""
+    """Load a host library, point it to the shader sources, and tell it what the environment says."""
     torch.ops.load_library(str(library))
     torch.ops.moe_mps._set_shader_directory(str(SHADERS))
     torch.ops.moe_mps._commit_every(_commit_interval())
+    torch.ops.moe_mps._set_tensor_units(use_of_tensor_units())
+
+
+def use_of_tensor_units() -> str:
+    """What the environment says: "0", "1" or "auto"."""
+    text = os.environ.get(TENSOR_VARIABLE, "auto")
+    if text not in ("0", "1", "auto"):
+        raise ValueError(f"torch_moe_mps: {TENSOR_VARIABLE} must be 0, 1 or auto, got {text!r}")
+    return text
 
 
 def _commit_interval() -> int:

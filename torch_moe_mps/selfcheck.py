@@ -167,7 +167,7 @@ def calls(name: str, dtype: torch.dtype, format: Format = FORMAT) -> Iterator[di
 def check_operator(name: str, dtype: torch.dtype, format: Format | None = None) -> Finding | None:
     """Runs an operator on the GPU, twice, and on the CPU. What is wrong with the first call that fails."""
     for arguments in calls(name, dtype, format or FORMAT):
-        fault = _compare(name, dtype, arguments)
+        fault = compare(name, dtype, arguments)
         if fault is not None:
             fault.dtype = str(dtype).removeprefix("torch.")
             fault.format = "" if format is None else str(format)
@@ -176,7 +176,8 @@ def check_operator(name: str, dtype: torch.dtype, format: Format | None = None) 
     return None
 
 
-def _compare(name: str, dtype: torch.dtype, arguments: Mapping[str, Any]) -> Finding | None:
+def compare(name: str, dtype: torch.dtype, arguments: Mapping[str, Any]) -> Finding | None:
+    """Makes one call on the GPU, twice, and on the CPU. What is wrong with it."""
     try:
         # Both results of the GPU are kept: the second one must not lie where the first one was.
         first, second = _results(name, arguments, "mps"), _results(name, arguments, "mps")
@@ -264,7 +265,7 @@ def failing(
 
     Returns: {operator: what is wrong with it}, and the operators for which there was no time.
     """
-    passed = _passed()
+    passed = passed_before()
     found: dict[str, Finding] = {}
     new, late = set(), set()
     end = time.monotonic() + (time_allowed() if seconds is None else seconds)
@@ -281,7 +282,7 @@ def failing(
         else:
             found[name] = finding
     if new:
-        _remember(passed | new)
+        remember(passed | new)
     return found, late
 
 
@@ -310,7 +311,7 @@ def cache_file() -> Path:
     return root / "torch_moe_mps" / f"selfcheck-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
-def _passed() -> set[str]:
+def passed_before() -> set[str]:
     """What has passed; nothing where the file is missing or damaged."""
     try:
         passed = json.loads(cache_file().read_text())["passed"]
@@ -319,7 +320,7 @@ def _passed() -> set[str]:
         return set()
 
 
-def _remember(passed: Collection[str]) -> None:
+def remember(passed: Collection[str]) -> None:
     """Where this cannot be written, the next process checks again."""
     try:
         path = cache_file()

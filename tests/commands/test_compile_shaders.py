@@ -27,6 +27,18 @@ def test_sources_need_no_other_file(script, tmp_path):
         assert text.startswith("#define MOE_DTYPE ") and "[[kernel]]" in text
 
 
+def test_tensor_units_need_a_later_language(script, tmp_path, capsys, monkeypatch):
+    compiler = tmp_path / "compiler.py"
+    compiler.write_text("import sys; sys.exit(f'{sys.argv[1:]}')\n")
+    monkeypatch.setattr(script, "COMPILER", (sys.executable, str(compiler)))
+    monkeypatch.setattr(script, "sdk_version", lambda: 26)
+    sources = {path.stem: path for path in script.write_sources(tmp_path / "new")}
+    assert "'-std=metal4.0'" in script.compile_source(sources["tensor_units_dense_f16"])
+    assert "'-std=metal3.1'" in script.compile_source(sources["norms_f16"])
+    monkeypatch.setattr(script, "sdk_version", lambda: 15)
+    assert not {path.stem for path in script.write_sources(tmp_path / "old")} & {"tensor_units_dense_f16"}
+
+
 def test_refused_source(script, tmp_path, capsys, monkeypatch):
     compiler = tmp_path / "compiler.py"
     compiler.write_text(
@@ -41,5 +53,5 @@ def test_refused_source(script, tmp_path, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"norms_f16 +ok", lines[0])
     assert re.fullmatch(r"rope_f16 +FAILED: rope.h:7: error: no such type", lines[1])
-    assert lines[-1] == "1 of 2 libraries compile"
+    assert lines[-1] == "1 of 2 libraries compile; those for tensor units need the SDK of macOS 26"
     assert (tmp_path / "norms_f16.air").exists()

@@ -8,10 +8,19 @@ import expecttest
 import numpy as np
 import pytest
 import torch
-from support.expert_layers import messages, random, to_device
+from support.expert_layers import messages, random
 from support.layouts import LAYOUTS, lay
 from support.oracles_operators import checked
-from support.quantized_layers import ALL_FORMATS, dense, each, name_of, place, random_quantized
+from support.quantized_layers import (
+    ALL_FORMATS,
+    check_linear,
+    check_mlp,
+    dense,
+    each,
+    name_of,
+    place,
+    random_matrix,
+)
 
 from torch_moe_mps.ops import linear
 from torch_moe_mps.ops.linear import embedding_quantized, linear_quantized, mlp_quantized
@@ -20,37 +29,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # One token, a few by dot products, and matrix products of one tile, of two, and of one that is not full.
 TOKENS = (1, 2, 4, 5, 9, 33)
 IDS = (torch.int32, torch.int64)
-
-
-def random_matrix(rows, columns, format, dtype, seed):
-    """packed, scales, biases of [rows, columns]."""
-    return [
-        None if tensor is None else tensor[0]
-        for tensor in random_quantized(1, rows, columns, format, dtype, seed)
-    ]
-
-
-def check_linear(device, shape, format, dtype, seed, *, scale_dtype=None, bias=False, layout="contiguous"):
-    """`shape`: leading dimensions of x, C, N."""
-    *leading, columns, rows = shape
-    weight = place(random_matrix(rows, columns, format, scale_dtype or dtype, seed), device, layout)
-    x = lay(random((*leading, columns), dtype, seed + 5), layout, device)
-    bias = lay(random((rows,), DTYPES[seed % 3], seed + 6), layout, device) if bias else None
-    assert checked("linear_quantized", x, *weight, bias, *format).dtype == dtype
-
-
-def check_mlp(device, shape, format, dtype, seed, *, down_format=None, scale_dtype=None, **options):
-    """`shape`: T, H, I. The tensors among the options are on the CPU."""
-    tokens, hidden, intermediate = shape
-    rows = 2 * intermediate if options.get("gated", True) else intermediate
-    down_format, scale_dtype = down_format or format, scale_dtype or dtype
-    gate_up = random_matrix(rows, hidden, format, scale_dtype, seed)
-    down = random_matrix(hidden, intermediate, down_format, scale_dtype, seed + 3)
-    x = random((tokens, hidden), dtype, seed + 6)
-    options = to_device(options, device)
-    if down_format != format:
-        options |= dict(zip(("down_bits", "down_group_size", "down_mode"), down_format, strict=True))
-    checked("mlp_quantized", x.to(device), *place(gate_up, device), *place(down, device), *format, **options)
 
 
 @pytest.mark.parametrize("format", each(ALL_FORMATS))

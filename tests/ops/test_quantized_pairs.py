@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.expert_layers import random
+from support.expert_layers import ids_of_counts, random
 from support.oracles_operators import checked
 from support.quantized_layers import (
     FORMATS,
@@ -13,14 +13,6 @@ from support.quantized_layers import (
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def ids_of_counts(counts, slots, seed):
-    """[T, slots]: expert e occurs counts[e] times, sentinels fill up."""
-    flat = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).int()
-    flat = torch.cat([flat, torch.full((-len(flat) % slots,), -1, dtype=torch.int32)])
-    order = torch.randperm(len(flat), generator=torch.Generator().manual_seed(seed))
-    return flat[order].reshape(-1, slots)
 
 
 # Pairs of each expert: what one matrix takes, a few columns of them, and more than are taken at once.

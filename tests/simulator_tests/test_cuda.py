@@ -11,6 +11,7 @@ SHADERS = REPOSITORY / "torch_moe_mps" / "shaders"
 LIBRARIES = [f"{file}_f16" for file in ("attention", "combine", "experts", "gated_delta", "norms", "rope")]
 LIBRARIES += ["routing_f16"]
 LIBRARIES += ["bucket_i32", "quantized_affine4_64_f16", "quantized_affine3_32_bf16", "quantized_nvfp4_f32"]
+LIBRARIES += ["tensor_units_affine4_64_f16"]
 UNBOUNDED = ["routing_f16"]  # a simdgroup a row, as many registers as it takes
 BUFFER_WORDS = {"device", "threadgroup", "thread", "kernel", "constant"}
 SHAPE = (8, 2, 512, 128)  # experts, of them a token, hidden, intermediate
@@ -192,6 +193,7 @@ def some_cases() -> list:
         Experts("experts", "int4", "f16", 1, *SHAPE),
         Experts("experts", "mxfp4", "bf16", 3, *SHAPE),
         Experts("prefill", "dense", "f32", 40, *SHAPE),
+        Experts("sanitize", "int4", "f16", 70, *SHAPE, tensor_units=True),
         Linear("linear", "int8", "f16", 2, 512, 64),
         Gate(3, 64, 130, 4, "bf16"),
         Router("moe_router", 2, 64, 4, "f32"),
@@ -284,7 +286,9 @@ def test_wrong_results_show(plan):
         def prepare(self, dispatch, arguments):
             return lambda grid: None
 
-    cases = [case for case in some_cases() if case.group != "prefill"]  # which reads its grid
+    cases = [
+        case for case in some_cases() if case.group not in ("prefill", "sanitize")
+    ]  # whose grids are read
     plan = loaded(plan, cases)
     for recording in plan.recordings:
         assert all(row.wrong for row in runner(plan, machine=Idle(plan)).run(recording)), recording

@@ -23,6 +23,14 @@ def random_ids(tokens, slots, experts, seed, dtype):
     return torch.rand(tokens, experts, generator=generator).argsort(-1)[:, :slots].to(dtype)
 
 
+def ids_of_counts(counts, slots, seed):
+    """[T, slots]: expert e occurs counts[e] times, sentinels fill up."""
+    flat = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).int()
+    flat = torch.cat([flat, torch.full((-len(flat) % slots,), -1, dtype=torch.int32)])
+    order = torch.randperm(len(flat), generator=torch.Generator().manual_seed(seed))
+    return flat[order].reshape(-1, slots)
+
+
 def layer(tokens, slots, experts, hidden, intermediate, dtype, seed=0, *, gated=True, ids_dtype=torch.int32):
     """x, gate_up, down, ids, weights of one layer, on the CPU."""
     rows = 2 * intermediate if gated else intermediate

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.expert_layers import IDS, random, random_ids, to_device
+from support.expert_layers import DTYPES, IDS, random, random_ids, to_device
 from support.layouts import lay
 from support.oracles_experts import dequantise
 from support.oracles_operators import checked
@@ -111,6 +111,37 @@ def check_layer(device, shape, format, dtype, seed, scale_dtype=None, ids=None, 
     if down_format:
         options |= dict(zip(("down_bits", "down_group_size", "down_mode"), down_format, strict=True))
     checked("moe_experts_quantized", x, *placed, ids, weights, *format, **options)
+
+
+def random_matrix(rows, columns, format, dtype, seed):
+    """packed, scales, biases of [rows, columns]."""
+    return [
+        None if tensor is None else tensor[0]
+        for tensor in random_quantized(1, rows, columns, format, dtype, seed)
+    ]
+
+
+def check_linear(device, shape, format, dtype, seed, *, scale_dtype=None, bias=False, layout="contiguous"):
+    """`shape`: leading dimensions of x, C, N."""
+    *leading, columns, rows = shape
+    weight = place(random_matrix(rows, columns, format, scale_dtype or dtype, seed), device, layout)
+    x = lay(random((*leading, columns), dtype, seed + 5), layout, device)
+    bias = lay(random((rows,), DTYPES[seed % 3], seed + 6), layout, device) if bias else None
+    assert checked("linear_quantized", x, *weight, bias, *format).dtype == dtype
+
+
+def check_mlp(device, shape, format, dtype, seed, *, down_format=None, scale_dtype=None, **options):
+    """`shape`: T, H, I. The tensors among the options are on the CPU."""
+    tokens, hidden, intermediate = shape
+    rows = 2 * intermediate if options.get("gated", True) else intermediate
+    down_format, scale_dtype = down_format or format, scale_dtype or dtype
+    gate_up = random_matrix(rows, hidden, format, scale_dtype, seed)
+    down = random_matrix(hidden, intermediate, down_format, scale_dtype, seed + 3)
+    x = random((tokens, hidden), dtype, seed + 6)
+    options = to_device(options, device)
+    if down_format != format:
+        options |= dict(zip(("down_bits", "down_group_size", "down_mode"), down_format, strict=True))
+    checked("mlp_quantized", x.to(device), *place(gate_up, device), *place(down, device), *format, **options)
 
 
 BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

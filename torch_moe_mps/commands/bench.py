@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import __version__
+from .. import __version__, tensor_units
 from ..macs import this_mac
 from ..transformers.checkpoints.files import check_files
 from ..transformers.checkpoints.loading import from_pretrained
@@ -107,6 +107,8 @@ def run(options: argparse.Namespace) -> None:
     size = f"{_of_all_processes(model, sum(p.nbytes for p in model.parameters())) / 1e9:.2f} GB"
     if processes() > 1:
         chip = f"{processes()} x {chip}"
+    if device == "mps":
+        print(f"tensor units: {tensor_units.decided()}\n")
     print(HEAD)
     rows: list[Row] = []
     try:
@@ -131,7 +133,13 @@ def _of_all_processes(model: Any, number: int) -> int:
 
 def _write(file: str, rows: list[Row], bench: "Bench", **what: str) -> None:
     versions = {"torch_moe_mps": __version__, "torch": torch.__version__}
-    found = {**what, "versions": versions, "bytes_a_token": bench.weights, "bandwidth": bench.bandwidth}
+    found = {
+        **what,
+        "versions": versions,
+        "tensor_units": tensor_units.decided(),
+        "bytes_a_token": bench.weights,
+        "bandwidth": bench.bandwidth,
+    }
     Path(file).write_text(json.dumps({**found, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     print(f"wrote {file}")
 

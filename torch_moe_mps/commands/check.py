@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .. import selfcheck
+from .. import selfcheck, tensor_units
 from ..ops import OPERATORS
 from ..ops._formats import Format
 from ..selfcheck import DTYPES, FORMATS, Finding
@@ -41,6 +41,12 @@ def run(options: argparse.Namespace) -> None:
             findings += [] if finding is None else [finding]
             bar.update()
     findings += check_model(dtypes[-1], formats)
+    units = check_tensor_units(dtypes, formats)
+    findings += units.faults.values()
+    count = (
+        f"{len(units.libraries)} of {len(units.libraries) + len(units.faults)} libraries agree with the CPU"
+    )
+    report["tensor_units"] = f"off: {units.reason}" if units.reason else count
     failed = {finding.subject for finding in findings}
     report["kernels"] = selfcheck.pipelines(name for name in names if name not in failed)
     report["checked"] = {"libraries": len(names), "operators": len(work)}
@@ -49,6 +55,23 @@ def run(options: argparse.Namespace) -> None:
     _print_verdict(report, findings, options.report)
     if findings:
         sys.exit(1)
+
+
+def check_tensor_units(dtypes: Sequence[torch.dtype], formats: Sequence[Format]) -> tensor_units.Use:
+    """Every library for tensor units, where there are some."""
+    if reason := tensor_units.why_not():
+        return tensor_units.Use(reason=reason)
+    use = tensor_units.Use()
+    names = tensor_units.libraries(dtypes, formats)
+    with _bar("Tensor units", 2 * len(names), "step") as bar:
+        selfcheck.compile_side_by_side(names, lambda name: bar.update())
+        for name in names:
+            if fault := tensor_units.check_library(name):
+                use.faults[name] = fault
+            else:
+                use.libraries.append(name)
+            bar.update()
+    return use
 
 
 def check_model(dtype: torch.dtype, formats: Sequence[Format]) -> list[Finding]:
@@ -118,6 +141,7 @@ def _print_verdict(report: dict[str, Any], findings: Iterable[Finding], path: st
         f"{checked['libraries']} Metal libraries with {len(report['kernels'])} kernels compiled in "
         f"{report['seconds_compiling']} s, {checked['operators']} operators compared with the CPU"
     )
+    print(f"Tensor units: {report['tensor_units']}")
     for finding in findings:
         print(f"FAILED: {finding}")
     verdict = "Please attach it to an issue." if report["failures"] else "All built, all equal."

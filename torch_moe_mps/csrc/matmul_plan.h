@@ -27,6 +27,7 @@ struct MatmulStep {
   int64_t threads = 0;
   int64_t memory = 0;          // bytes of threadgroup memory
   bool splits_inputs = false;  // the simdgroups of a threadgroup share the inputs of its rows
+  bool tensor_units = false;   // the kernel is one of tensor_units.metal
 };
 
 struct MatmulShape {
@@ -35,6 +36,7 @@ struct MatmulShape {
   int64_t columns = 0;    // outputs of the second matmul; 0: there is none
   bool first_transposed = false, second_transposed = false;
   bool empty = false;  // the matrices have no elements, and the kernels must read none
+  bool first_on_tensor_units = false, second_on_tensor_units = false;  // where there are enough pairs
   int64_t pairs() const { return tokens * slots; }
 };
 
@@ -44,10 +46,14 @@ struct MatmulPlan {
   BucketTiles tiles;         // what kBucket makes
 };
 
+// Whether so many pairs are multiplied on tensor units where a matrix can be.
+bool pays_on_tensor_units(int64_t pairs, int64_t experts);
+
 MatmulPlan plan_experts(const MatmulShape& shape, int64_t cores);
 
 // A linear layer: one matrix for all tokens, in one dispatch. With `shares_rows`, a dot product of the format
-// takes two tokens at a time.
-MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, bool shares_rows, int64_t cores);
+// takes two tokens at a time; with `on_tensor_units`, many tokens are multiplied there.
+MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, bool shares_rows, int64_t cores,
+                       bool on_tensor_units);
 
 }  // namespace moe_mps

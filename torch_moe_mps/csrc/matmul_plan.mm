@@ -24,6 +24,12 @@ constexpr int64_t kSmallTilePairs = 12;
 constexpr int64_t kManyTokens = 5;
 constexpr int64_t kManyTokensAlone = 3;
 
+// Pairs of an expert, on average, from which on tensor units are used, which multiply 16 pairs at a time, and
+// from which on their tiles have kLargeTilePairs pairs: a tile decodes its weights once. Untuned: see
+// docs/speed.md.
+constexpr int64_t kTensorPairs = 16;
+constexpr int64_t kLargeTensorPairs = 64;
+
 // Threadgroups a core that hide the latency of loads. With fewer, the simdgroups of a threadgroup share the
 // inputs of the same rows, which takes more threadgroups of fewer steps. By the cost model: 4096 x 4096 in
 // int4 for 8 tokens takes 48 to 52 us instead of 67 to 152 on an M1 Max.
@@ -106,22 +112,38 @@ MatmulStep second_step(const MatmulShape& shape, Path path) {
           std::min<int64_t>(shape.slots, kDownSimdgroups) * kSimdWidth};
 }
 
+// A matrix product; the caller adds the grid.
+MatmulStep gemm_step(MatmulWork work, int64_t tile_pairs, bool on_tensor_units, bool transposed) {
+  const char* suffix = on_tensor_units ? "_tensor" : transposed ? "_transposed" : "";
+  MatmulStep step{work, c10::str("gemm", tile_pairs, suffix)};
+  step.threads = on_tensor_units ? kTensorThreads : kGemmSimdgroups * kSimdWidth;
+  step.tensor_units = on_tensor_units;
+  return step;
+}
+
 MatmulPlan plan_gemm(const MatmulShape& shape) {
-  const int64_t tile_pairs = shape.pairs() <= kSmallTilePairs * shape.experts ? 8 : kTilePairs;
-  const auto kernel = [&](bool transposed) {
-    return c10::str("gemm", tile_pairs, transposed ? "_transposed" : "");
+  const bool pays = pays_on_tensor_units(shape.pairs(), shape.experts);
+  const bool first_on_units = pays && shape.first_on_tensor_units;
+  const bool second_on_units = pays && shape.second_on_tensor_units;
+  int64_t tile_pairs = shape.pairs() <= kSmallTilePairs * shape.experts ? 8 : kTilePairs;
+  const bool all_on_units = first_on_units && (second_on_units || shape.columns == 0);
+  if (all_on_units && shape.pairs() >= kLargeTensorPairs * shape.experts) tile_pairs = kLargeTilePairs;
+  const auto product = [&](MatmulWork work, bool on_units, bool transposed, int64_t grid) {
+    MatmulStep step = gemm_step(work, tile_pairs, on_units, transposed);
+    step.indirect = grid;
+    return step;
   };
-  const int64_t threads = kGemmSimdgroups * kSimdWidth;
+  const auto rows = [](bool on_units) { return on_units ? kTensorRows : kGemmRows; };
   MatmulPlan plan;
   plan.tiles.pairs = tile_pairs;
-  plan.tiles.columns_a = ceil_div(shape.outputs, outputs_of_rows(shape, kGemmRows));
-  plan.tiles.columns_b = shape.columns > 0 ? ceil_div(shape.columns, kGemmRows) : 1;
+  plan.tiles.columns_a = ceil_div(shape.outputs, outputs_of_rows(shape, rows(first_on_units)));
+  plan.tiles.columns_b = shape.columns > 0 ? ceil_div(shape.columns, rows(second_on_units)) : 1;
   plan.tiles.sentinels = shape.columns == 0;
   const BucketLaunch bucket = bucket_launch(shape.pairs(), shape.experts);
   plan.steps.push_back({MatmulWork::kBucket, "bucket_pairs", bucket.grid, -1, bucket.threads, bucket.memory});
-  plan.steps.push_back({MatmulWork::kFirst, kernel(shape.first_transposed), {0}, 0, threads});
+  plan.steps.push_back(product(MatmulWork::kFirst, first_on_units, shape.first_transposed, 0));
   if (shape.columns == 0) return plan;
-  plan.steps.push_back({MatmulWork::kSlots, kernel(shape.second_transposed), {0}, 1, threads});
+  plan.steps.push_back(product(MatmulWork::kSlots, second_on_units, shape.second_transposed, 1));
   plan.steps.push_back(
       {MatmulWork::kCombine,
        "expert_combine",
@@ -133,6 +155,10 @@ MatmulPlan plan_gemm(const MatmulShape& shape) {
 
 }  // namespace
 
+bool pays_on_tensor_units(int64_t pairs, int64_t experts) {
+  return pairs >= kTensorPairs * experts;
+}
+
 MatmulPlan plan_experts(const MatmulShape& shape, int64_t cores) {
   const Path path = path_for(shape);
   if (path == Path::kGemm) return plan_gemm(shape);
@@ -143,8 +169,18 @@ MatmulPlan plan_experts(const MatmulShape& shape, int64_t cores) {
   return plan;
 }
 
-MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, bool shares_rows, int64_t cores) {
+MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, bool shares_rows, int64_t cores,
+                       bool on_tensor_units) {
   const MatmulShape shape{tokens, 1, 1, rows, outputs};
+  if (on_tensor_units && pays_on_tensor_units(tokens, 1)) {
+    const int64_t across = ceil_div(outputs, outputs_of_rows(shape, kTensorRows));
+    const bool large =
+        tokens >= kLargeTensorPairs && fills(across * ceil_div(tokens, kLargeTilePairs), cores);
+    const int64_t tile_pairs = large ? kLargeTilePairs : kTilePairs;
+    MatmulStep step = gemm_step(MatmulWork::kFirst, tile_pairs, true, false);
+    step.grid = {NSUInteger(across), blocks(tokens, tile_pairs)};
+    return step;
+  }
   if (tokens == 1) return first_step(shape, Path::kRows, cores);
   if (tokens < (shares_rows ? kManyTokens : kManyTokensAlone)) return few_step(shape, 1, cores);
   const int64_t threads = kGemmSimdgroups * kSimdWidth, tile_pairs = tokens <= 8 ? 8 : kTilePairs;
@@ -172,15 +208,18 @@ std::string line_of(const MatmulStep& step) {
   return line;
 }
 
-std::string linear_line(int64_t tokens, int64_t rows, bool gated, bool shares_rows, int64_t cores) {
-  return line_of(plan_linear(tokens, rows, gated ? rows / 2 : rows, shares_rows, cores));
+std::string linear_line(int64_t tokens, int64_t rows, bool gated, bool shares_rows, int64_t cores,
+                        bool tensor_units) {
+  return line_of(plan_linear(tokens, rows, gated ? rows / 2 : rows, shares_rows, cores, tensor_units));
 }
 
 // A line a dispatch.
 std::vector<std::string> plan_lines(int64_t tokens, int64_t slots, int64_t experts, int64_t hidden,
-                                    int64_t intermediate, bool gated, bool transposed, int64_t cores) {
+                                    int64_t intermediate, bool gated, bool transposed, int64_t cores,
+                                    bool tensor_units) {
   MatmulShape shape{tokens, slots, experts, gated ? 2 * intermediate : intermediate, intermediate, hidden};
   shape.first_transposed = shape.second_transposed = transposed;
+  shape.first_on_tensor_units = shape.second_on_tensor_units = tensor_units;
   std::vector<std::string> lines;
   for (const MatmulStep& step : plan_experts(shape, cores).steps) lines.push_back(line_of(step));
   return lines;
@@ -191,8 +230,9 @@ std::vector<std::string> plan_lines(int64_t tokens, int64_t slots, int64_t exper
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   m.def("_plan(int tokens, int slots, int experts, int hidden, int intermediate, bool gated=True, "
-        "bool transposed=False, int cores=16) -> str[]",
+        "bool transposed=False, int cores=16, bool tensor_units=False) -> str[]",
         &moe_mps::plan_lines);
-  m.def("_plan_linear(int tokens, int rows, bool gated=False, bool shares_rows=True, int cores=16) -> str",
+  m.def("_plan_linear(int tokens, int rows, bool gated=False, bool shares_rows=True, int cores=16, "
+        "bool tensor_units=False) -> str",
         &moe_mps::linear_line);
 }

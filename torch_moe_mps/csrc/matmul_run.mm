@@ -4,8 +4,10 @@
 #include <ATen/ops/empty.h>
 
 #include "bucket.h"
+#include "formats.h"
 #include "gpu.h"
 #include "matmul_plan.h"
+#include "tensor_units.h"
 #include "tensors.h"
 
 namespace moe_mps {
@@ -29,6 +31,16 @@ MatrixStack bindable(MatrixStack matrix, const Tensor& any) {
   matrix.packed = matrix.scales = matrix.biases = any;
   if (matrix.bias && matrix.bias->numel() == 0) matrix.bias.reset();
   return matrix;
+}
+
+Library library_of(const MatmulStep& step, const MatrixStack& matrix) {
+  return step.tensor_units ? tensor_units_library(matrix.library, matrix.transposed) : matrix.library;
+}
+
+// Whether `pairs` pairs of this matrix's experts are multiplied on tensor units.
+bool on_tensor_units(const MatrixStack& matrix, int64_t pairs) {
+  return pays_on_tensor_units(pairs, matrix.experts) &&
+         uses_tensor_units(tensor_units_library(matrix.library, matrix.transposed));
 }
 
 // What the steps of a plan hand to each other.
@@ -127,7 +139,7 @@ void add_matmul(Commands& commands, const Run& run, const MatmulStep& step, cons
   MatmulParams params = matmul_params(x, matrix, run.ids, activation, x_per_pair);
   params.writes_tiles = !is_last;
   params.splits_inputs = step.splits_inputs;
-  Command& command = commands.add(matrix.library, step.kernel);
+  Command& command = commands.add(library_of(step, matrix), step.kernel);
   bind_matmul(command, x, matrix, run.ids, out).bind(x).params(params);  // x stands in for a residual
   run.launch(run.bind_buckets(command), step);
 }
@@ -159,10 +171,10 @@ void add_linear(Commands& commands, const Tensor& x, const MatrixStack& matrix, 
   params.tokens = params.pairs = x.size(0);
   params.slots = params.x_per_pair = 1;
   params.has_residual = residual.has_value();
-  const MatmulStep step =
-      plan_linear(x.size(0), params.rows, params.outputs, matrix.shares_rows, gpu_cores());
+  const MatmulStep step = plan_linear(x.size(0), params.rows, params.outputs, matrix.shares_rows, gpu_cores(),
+                                      on_tensor_units(matrix, x.size(0)));
   params.splits_inputs = step.splits_inputs;
-  Command& command = commands.add(matrix.library, step.kernel);
+  Command& command = commands.add(library_of(step, matrix), step.kernel);
   bind_matmul(command, x, matrix, x, out).bind_or(residual, x).params(params);
   if (step.kernel != "matmul_rows") command.bind(x).bind(x);  // in place of lists of pairs; not read
   command.threadgroups(step.grid, {NSUInteger(step.threads)});
@@ -200,6 +212,7 @@ Tensor project_slots(const Tensor& x_, const MatrixStack& matrix_, const Tensor&
   MatmulShape shape{ids_.size(0), ids_.size(1), matrix_.experts, matrix_.rows, matrix_.rows};
   shape.first_transposed = matrix_.transposed;
   shape.empty = is_empty(matrix_);
+  shape.first_on_tensor_units = on_tensor_units(matrix_, shape.pairs());
   const Tensor x = shape.empty ? out : aligned(x_), ids = ids_.contiguous();
   const MatrixStack matrix = bindable(matrix_, out);
   const MatmulPlan plan = plan_experts(shape, gpu_cores());
@@ -227,6 +240,8 @@ Tensor apply_experts(const Tensor& x_, const MatrixStack& gate_up, const MatrixS
   shape.first_transposed = gate_up.transposed;
   shape.second_transposed = down_.transposed;
   shape.empty = is_empty(down_);  // and so is gate_up
+  shape.first_on_tensor_units = on_tensor_units(gate_up, shape.pairs());
+  shape.second_on_tensor_units = on_tensor_units(down_, shape.pairs());
   const MatrixStack down = bindable(down_, x);
   const MatmulPlan plan = plan_experts(shape, gpu_cores());
   const Run run(plan, ids, shape.experts);

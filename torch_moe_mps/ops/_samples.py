@@ -22,14 +22,15 @@ def packet(name: str) -> Callable:
 
 
 def sample_arguments(
-    device: str, dtype: torch.dtype, format: Format = FORMAT, tokens: int = T
+    device: str, dtype: torch.dtype, format: Format = FORMAT, tokens: int = T, wider: int = 1
 ) -> dict[str, dict]:
     """Good arguments of every operator, by name. All sizes differ from each other.
 
-    `format` is that of quantised weights, whose columns are a multiple of its groups.
+    `format` is that of quantised weights, whose columns are a multiple of its groups; there are `wider` times
+    as many columns.
     """
     T = tokens
-    H, I = (128, 128) if format.group_size > 32 else (64, 32)
+    H, I = (wider * size for size in ((128, 128) if format.group_size > 32 else (64, 32)))
     generator = torch.Generator().manual_seed(0)
 
     def values(*shape, dtype=dtype):

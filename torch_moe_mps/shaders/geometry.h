@@ -64,3 +64,10 @@ GEOMETRY kGemmRows = 128;  // rows of a threadgroup
 GEOMETRY kGemmSimdgroups = 4;
 GEOMETRY kSplitTilePairs = 16;  // where the simdgroups split the inputs: tiles of 32 would not fit
 GEOMETRY kCombineColumns = 4;   // columns of a thread
+
+// The same on tensor units: four simdgroups share each product of kTensorDepth inputs
+GEOMETRY kLargeTilePairs = 64;
+GEOMETRY kTensorRows = 64;   // rows of a threadgroup
+GEOMETRY kTensorDepth = 64;  // inputs of a step
+GEOMETRY kTensorSimdgroups = 4;
+GEOMETRY kTensorThreads = kTensorSimdgroups * kSimdWidth;

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from .attention import attention_layers, use_attention
-from .checked import check_replacements, forget, is_wanted, refusal, require_quantized
+from .checked import check_replacements, forget, is_wanted, refusal, require_quantized, use_tensor_units
 from .checkpoints.quantize import keep_when_saving, quantize_model
 from .checkpoints.recipe import requested_recipe
 from .compiling import align_weights, compile_kernels, require_torch
@@ -80,6 +80,7 @@ def accelerate(
         restore(model)
         report.rows.clear()
         _replace(model, report)
+    report.tensor_units = use_tensor_units(model, check)
     _warn_of_experts_left_alone(report)
     if wanted is not None and not any(map(has_quantized_weights, model.modules())):
         warnings.warn("torch_moe_mps: nothing was found that can be quantised", stacklevel=2)

@@ -28,8 +28,9 @@ from ..selfcheck import (
     warning,
     where,
 )
+from ..tensor_units import decide, is_forced, why_not, without_units
 from .checkpoints.recipe import Recipe
-from .compiling import compile_libraries
+from .compiling import compile_libraries, tensor_libraries_of
 from .interface import formats_of, is_experts, is_quantized
 from .linears import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
 from .report import Report
@@ -127,6 +128,19 @@ def check_replacements(function: str, model: nn.Module, report: Report, seconds:
             _refuse_weights(function, finding)
         warnings.warn(warning(finding), stacklevel=3)
     return bool(found)
+
+
+def use_tensor_units(model: nn.Module, check: bool) -> str | None:
+    """Decides which matmuls of a model run on tensor units: the report's line; None away from a Mac's GPU."""
+    if not is_available() or not _is_on_mps(model):
+        return None
+    names = [] if why_not() else tensor_libraries_of(model)
+    if check or is_forced():
+        compile_libraries(names, strict=is_forced())
+    use = decide(names, check)
+    for fault in use.faults.values():
+        warnings.warn(without_units(fault), stacklevel=3)
+    return f"tensor units: {use}"
 
 
 def _refuse_weights(function: str, finding: Finding) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from .._extension import torch_version
 from ..ops._formats import Format
 from ..selfcheck import DTYPES, compile_side_by_side
-from .interface import is_experts
+from .interface import is_experts, is_quantized
 from .linears import has_quantized_weights
 
 # Libraries that depend on a format or on the dtype of ids, not on activations alone.
@@ -63,6 +63,19 @@ def compile_libraries(names: Iterable[str], strict: bool) -> str | None:
     return line
 
 
+def tensor_libraries_of(model: nn.Module) -> list[str]:
+    """The names of the libraries that would multiply the model's weights on mps on tensor units."""
+    used: set[str] = set()
+    for module in model.modules():
+        tensors = [*module.parameters(recurse=False)]
+        if tensors and tensors[0].device.type == "mps" and (dtype := _dtype(module, model)) is not None:
+            weights = [str(format) for format in _formats(module)]
+            if is_experts(module) and not is_quantized(module):
+                weights = ["dense_transposed" if module.is_transposed else "dense"]
+            used.update(f"tensor_units_{name}_{dtype}" for name in weights)
+    return [name for name in torch.ops.moe_mps._libraries(tensor_units=True) if name in used]
+
+
 def libraries_of(model: nn.Module) -> list[str]:
     """The names of the libraries that the accelerated modules on mps run, in the package's order."""
     used: set[str] = set()
@@ -85,12 +98,16 @@ def libraries_of(model: nn.Module) -> list[str]:
 def _weight_libraries(module: nn.Module, dtype: str | None) -> Iterator[str]:
     if dtype is None:
         return
-    attributes = ("quantization", "down_quantization", "format")
-    formats = [f for f in (getattr(module, name, None) for name in attributes) if isinstance(f, Format)]
+    formats = _formats(module)
     if formats:
         yield from (f"quantized_{format}_{dtype}" for format in formats)
     elif is_experts(module):
         yield f"experts_{dtype}"
+
+
+def _formats(module: nn.Module) -> list[Format]:
+    attributes = ("quantization", "down_quantization", "format")
+    return [f for f in (getattr(module, name, None) for name in attributes) if isinstance(f, Format)]
 
 
 def _dtype(module: nn.Module, model: nn.Module) -> str | None:

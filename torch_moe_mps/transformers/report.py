@@ -113,6 +113,7 @@ class Report:
     quantization: QuantizationReport | None = None
     compiled: str | None = None
     checked: str | None = None
+    tensor_units: str | None = None
 
     def add(
         self, name: str, module: object, kind: str, replaced_by: str | None, reason: str | None = None
@@ -144,7 +145,7 @@ class Report:
         table.insert(1, "  ".join("-" * w for w in (*widths, 8)))
         if self.quantization is not None:
             table += ["", str(self.quantization)]
-        about = [line for line in (self.compiled, self.checked) if line is not None]
+        about = [line for line in (self.compiled, self.checked, self.tensor_units) if line is not None]
         if about:
             table += ["", *about]
         replaced, alone = len(self.replaced), len(self.left_alone)

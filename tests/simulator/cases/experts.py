@@ -81,10 +81,12 @@ class Experts(Case):
     top_k: int
     hidden: int
     intermediate: int
+    tensor_units: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.group} {self.format} {self.dtype} T {self.tokens}"
+        units = " on tensor units" if self.tensor_units else ""
+        return f"{self.group} {self.format} {self.dtype} T {self.tokens}{units}"
 
     def weights(self, values):
         make, dtype = FORMATS[self.format].make, DTYPES[self.dtype]
@@ -101,6 +103,13 @@ class Experts(Case):
         }
 
     def call(self, t):
+        ops()._set_tensor_units("1" if self.tensor_units else "0")
+        try:
+            return self.called(t)
+        finally:
+            ops()._set_tensor_units("auto")
+
+    def called(self, t):
         if self.format == "dense":
             return ops().moe_experts(t["x"], t["gate_up"], t["down"], t["ids"], t["routing"])
         matrices = [
@@ -190,10 +199,17 @@ def linear_cases() -> list[Case]:
 
 
 def sanitizer_cases() -> list[Case]:
-    return [
+    cases = [
         Experts("sanitize", format_, dtype, tokens, *shape)
         for shape in SMALL_SHAPES
         for format_ in SANITIZED
         for dtype in DTYPES
         for tokens in (1, 3, 17, 40)
+    ]
+    return cases + [
+        Experts("sanitize", format_, dtype, tokens, *shape, tensor_units=True)
+        for shape in SMALL_SHAPES
+        for format_ in SANITIZED
+        for dtype in ("f16", "bf16")
+        for tokens in (70, 290)  # tiles of 32 pairs, and of 64
     ]

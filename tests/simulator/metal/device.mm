@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <string>
 
 #include "metal.h"
@@ -60,7 +61,17 @@ extern "C" void simulator_set_strict(int on) {
   maximize_concurrent_compilation = maximize;
 }
 - (BOOL)supportsFamily:(MTLGPUFamily)family {
-  return family <= MTLGPUFamilyApple9;
+  const bool has_tensor_units = std::strstr([[self name] UTF8String], "M5") != nullptr;
+  return family <= (has_tensor_units ? MTLGPUFamilyApple10 : MTLGPUFamilyApple9);
+}
+- (BOOL)respondsToSelector:(SEL)selector {
+  const char* macos = std::getenv("SIMULATED_MACOS");
+  if (sel_isEqual(selector, @selector(newTensorWithDescriptor:error:)))
+    return macos == nullptr || std::atoi(macos) >= 26;
+  return [super respondsToSelector:selector];
+}
+- (id)newTensorWithDescriptor:(id)descriptor error:(NSError**)error {
+  fail("newTensorWithDescriptor is not simulated");
 }
 - (id<MTLCommandQueue>)newCommandQueue {
   not_ours("newCommandQueue");

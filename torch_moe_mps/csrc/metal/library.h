@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace moe_mps {
@@ -19,6 +20,8 @@ struct Library {
   std::string weights_type = {};  // and its type
 
   std::string suffix() const;  // "_bf16", "_affine4_64_bf16"
+  // Whether it needs Metal 4.0, for tensor units. All others are 3.1.
+  bool has_tensors() const { return std::string_view(file) == "tensor_units"; }
   std::string name() const { return file + suffix(); }
 };
 

@@ -11,13 +11,14 @@
 #include <unordered_map>
 
 #include "../formats.h"
+#include "../tensor_units.h"
 #include "source.h"
 
 namespace moe_mps {
 namespace {
 
-// A cache that makes each value once. make() runs without the lock; other callers of the same key wait for it.
-// If it fails, all of them get the error, and the next call tries again.
+// A cache that makes each value once. make() runs without the lock; other callers of the same key wait for
+// it. If it fails, all of them get the error, and the next call tries again.
 template <class Value>
 class Once {
  public:
@@ -108,10 +109,12 @@ const char* message(NSError* error) {
   return error == nil ? "no message" : [[error localizedDescription] UTF8String];
 }
 
-MTLCompileOptions* compile_options() {
+MTLCompileOptions* compile_options(bool has_tensors) {
+  // 4.0 by number: it is the running macOS that has to know it, not the SDK of the build.
+  constexpr auto kVersion4_0 = static_cast<MTLLanguageVersion>(4 << 16);
   MTLCompileOptions* options = [[MTLCompileOptions alloc] init];
   // Not a later one: from 4.1 on the implicit `this` of a member function is in no address space of its own.
-  [options setLanguageVersion:MTLLanguageVersion3_1];
+  [options setLanguageVersion:has_tensors ? kVersion4_0 : MTLLanguageVersion3_1];
   // NaN and infinity are part of the operators' contract. This setter selects safe math on every macOS; its
   // successor, mathMode, exists from macOS 15 only.
 #pragma clang diagnostic push
@@ -122,9 +125,11 @@ MTLCompileOptions* compile_options() {
 }
 
 id<MTLLibrary> build_library(id<MTLDevice> device, const Library& library) {
+  TORCH_CHECK(!library.has_tensors() || has_tensors(device), "moe_mps: ", library.name(),
+              " needs macOS 26 or newer; without MOE_MPS_TENSOR_UNITS=1 it is not used");
   const std::string source = source_of(library);
   @autoreleasepool {
-    MTLCompileOptions* options = compile_options();
+    MTLCompileOptions* options = compile_options(library.has_tensors());
     [device setShouldMaximizeConcurrentCompilation:YES];  // several libraries are built side by side
     NSError* error = nil;
     id<MTLLibrary> built = [device newLibraryWithSource:[NSString stringWithUTF8String:source.c_str()]
@@ -174,6 +179,12 @@ const std::vector<Library>& all_libraries() {
       list->push_back(quantized_attention_library(dtype));
       for (const WeightFormat& format : all_formats()) list->push_back(quantized_library(format, dtype));
     }
+    for (const c10::ScalarType dtype : {at::kHalf, at::kBFloat16}) {
+      for (const bool transposed : {false, true})
+        list->push_back(tensor_units_library({"experts", dtype}, transposed));
+      for (const WeightFormat& format : all_formats())
+        list->push_back(tensor_units_library(quantized_library(format, dtype), false));
+    }
     return list;
   }();
   return *all;
@@ -188,9 +199,12 @@ const Library& named_library(const std::string& name) {
   TORCH_CHECK(false, "moe_mps: no library ", name);
 }
 
-std::vector<std::string> library_names() {
+// Those for every GPU, or those for GPUs with tensor units.
+std::vector<std::string> library_names(bool has_tensors) {
   std::vector<std::string> names;
-  for (const Library& library : all_libraries()) names.push_back(library.name());
+  for (const Library& library : all_libraries()) {
+    if (library.has_tensors() == has_tensors) names.push_back(library.name());
+  }
   return names;
 }
 
@@ -233,7 +247,7 @@ std::string gpu_name() {
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   m.def("_set_shader_directory(str directory) -> ()", &moe_mps::set_shader_directory);
-  m.def("_libraries() -> str[]", &moe_mps::library_names);
+  m.def("_libraries(bool tensor_units=False) -> str[]", &moe_mps::library_names);
   m.def("_library_source(str library) -> str", &moe_mps::library_source);
   m.def("_is_built(str library) -> bool", &moe_mps::is_built);
   m.def("_gpu_name() -> str", &moe_mps::gpu_name);

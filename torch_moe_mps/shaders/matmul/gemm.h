@@ -50,19 +50,6 @@ struct GemmThread {
   uint index, lane, simdgroup;
 };
 
-// What a threadgroup multiplies: the pairs of one expert with its rows from output `first` on.
-template <typename W>
-struct GemmWork {
-  typedef typename W::Element T;
-
-  W weights;
-  device const T* x;
-  TilePairs pairs;
-  Outputs<T> out;
-  uint expert;
-  uint first;
-};
-
 // The work of a threadgroup on up to 8 * kPairTiles pairs. The loop over the inputs has no branches:
 // fragments past the last pair are left out by choosing a smaller kPairTiles.
 template <typename W, int kPairTiles, bool kSplit>

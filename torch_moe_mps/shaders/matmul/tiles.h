@@ -17,6 +17,19 @@ struct PairTile {
   TilePairs pairs;
 };
 
+// What a threadgroup multiplies: the pairs of one expert with its rows from output `first` on.
+template <typename W>
+struct GemmWork {
+  typedef typename W::Element T;
+
+  W weights;
+  device const T* x;
+  TilePairs pairs;
+  Outputs<T> out;
+  uint expert;
+  uint first;
+};
+
 // A tile of moe_bucket, (expert, first position in pair_order, pairs). Without ids, tiles of `most` pairs
 // follow each other.
 inline PairTile tile_of(device const int4* tiles, device const int* pair_order, uint number, uint most,

@@ -193,6 +193,7 @@ typedef void (^MTLSharedEventNotificationBlock)(id<MTLSharedEvent>, uint64_t);
 @property(readonly) NSUInteger currentAllocatedSize;
 @property BOOL shouldMaximizeConcurrentCompilation;  // macOS 13.3
 - (BOOL)supportsFamily:(MTLGPUFamily)family;
+- (id)newTensorWithDescriptor:(id)descriptor error:(NSError**)error;  // macOS 26
 - (id<MTLCommandQueue>)newCommandQueue;
 - (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options;
 - (id<MTLLibrary>)newLibraryWithSource:(NSString*)source

@@ -1,0 +1,212 @@
+"""When matmuls run on tensor units: plans and machines; and what a mistake in the kernel does."""
+
+import json
+import re
+
+import expecttest
+import pytest
+import torch
+from support import tiny_models
+from support.processes import python
+from support.quantized_layers import check_layer, check_linear
+
+import torch_moe_mps
+from torch_moe_mps import tensor_units
+from torch_moe_mps._extension import TENSOR_VARIABLE, use_of_tensor_units
+
+
+@pytest.fixture
+def m5(simulated, monkeypatch):
+    """The simulator as a Mac with tensor units."""
+    monkeypatch.setenv("SIMULATED_GPU", "Apple M5 Max")
+    yield simulated
+    for name in torch.ops.moe_mps._libraries(tensor_units=True):
+        torch.ops.moe_mps._allow_tensor_units(name, False)
+
+
+@pytest.mark.one_schedule
+class TestPlan(expecttest.TestCase):
+    @pytest.fixture(autouse=True)
+    def _simulator(self, simulated):
+        del simulated
+
+    def test_plan(self):
+        lines = []
+        for tokens in (8, 255, 256, 1024):
+            plan = torch.ops.moe_mps._plan(tokens, 8, 128, 2048, 768, tensor_units=True)
+            lines += [f"T {tokens}, 8 of 128 experts: {line}" for line in plan]
+        for tokens in (15, 16, 63, 64, 512):
+            for rows, gated in ((2560, False), (12288, True)):
+                plan = torch.ops.moe_mps._plan_linear(tokens, rows, gated, cores=40, tensor_units=True)
+                lines.append(f"T {tokens}, {rows} rows{', gated' * gated}: {plan}")
+        self.assertExpectedInline(
+            "\n".join(lines) + "\n",
+            """\
+T 8, 8 of 128 experts: matmul_rows_few grid 24x65x1 of 128
+T 8, 8 of 128 experts: expert_down_few grid 256x1x1 of 256 with 2048 bytes
+T 255, 8 of 128 experts: bucket_pairs grid 1x1x1 of 1024 with 25736 bytes
+T 255, 8 of 128 experts: gemm32 grid of tiles, 0 of 128
+T 255, 8 of 128 experts: gemm32 grid of tiles, 1 of 128
+T 255, 8 of 128 experts: expert_combine grid 2x255x1 of 256
+T 256, 8 of 128 experts: bucket_pairs grid 1x1x1 of 1024 with 25736 bytes
+T 256, 8 of 128 experts: gemm32_tensor grid of tiles, 0 of 128
+T 256, 8 of 128 experts: gemm32_tensor grid of tiles, 1 of 128
+T 256, 8 of 128 experts: expert_combine grid 2x256x1 of 256
+T 1024, 8 of 128 experts: bucket_pairs grid 4x1x1 of 1024 with 25736 bytes
+T 1024, 8 of 128 experts: gemm64_tensor grid of tiles, 0 of 128
+T 1024, 8 of 128 experts: gemm64_tensor grid of tiles, 1 of 128
+T 1024, 8 of 128 experts: expert_combine grid 2x1024x1 of 256
+T 15, 2560 rows: gemm16_split grid 80x1x1 of 128, inputs split
+T 15, 12288 rows, gated: gemm16_split grid 384x1x1 of 128, inputs split
+T 16, 2560 rows: gemm32_tensor grid 40x1x1 of 128
+T 16, 12288 rows, gated: gemm32_tensor grid 192x1x1 of 128
+T 63, 2560 rows: gemm32_tensor grid 40x2x1 of 128
+T 63, 12288 rows, gated: gemm32_tensor grid 192x2x1 of 128
+T 64, 2560 rows: gemm32_tensor grid 40x2x1 of 128
+T 64, 12288 rows, gated: gemm64_tensor grid 192x1x1 of 128
+T 512, 2560 rows: gemm64_tensor grid 40x8x1 of 128
+T 512, 12288 rows, gated: gemm64_tensor grid 192x8x1 of 128
+""",
+        )
+
+
+def kernels_of(simulated, tokens=33, format=(4, 64, "affine"), dtype=torch.float16) -> list[str]:
+    with simulated.trace() as commands:
+        check_linear("mps", (tokens, 128, 40), format, dtype, 0)
+    return [line.split()[0] for line in commands if " grid " in line]
+
+
+def test_a_machine_without_units_compiles_nothing_for_them(simulated, monkeypatch):
+    for gpu, macos, reason in (
+        ("Apple M4 Max", "26.4", "Apple M4 Max has none, which the M5 and later have"),
+        ("Apple M4 Max", "15.7", "they need macOS 26 or newer"),
+        ("Apple M5", "26.0", ""),
+    ):
+        monkeypatch.setenv("SIMULATED_GPU", gpu)
+        monkeypatch.setenv("SIMULATED_MACOS", macos)
+        assert tensor_units.why_not() == reason
+    monkeypatch.setenv("SIMULATED_GPU", "Apple M4 Max")
+    model = tiny_models.tiny_model("qwen3_moe", torch.float16).to("mps")
+    report = torch_moe_mps.accelerate(model)
+    assert report.tensor_units == "tensor units: off: Apple M4 Max has none, which the M5 and later have"
+    assert kernels_of(simulated) == ["gemm16_split_affine4_64_f16"]
+    assert not torch.ops.moe_mps._is_built("tensor_units_dense_transposed_bf16")
+
+
+def test_only_what_is_allowed(m5):
+    """A library at a time; nothing else changes, and float32 never."""
+    before = kernels_of(m5)
+    torch.ops.moe_mps._allow_tensor_units("tensor_units_affine4_64_f16", True)
+    assert kernels_of(m5) == ["gemm32_tensor_affine4_64_f16"]
+    assert kernels_of(m5, tokens=15) == before
+    assert kernels_of(m5, dtype=torch.bfloat16) == ["gemm16_split_affine4_64_bf16"]
+    assert kernels_of(m5, dtype=torch.float32) == ["gemm16_split_affine4_64_f32"]
+    torch.ops.moe_mps._allow_tensor_units("tensor_units_affine4_64_f16", False)
+    assert kernels_of(m5) == before
+
+
+def test_one_matrix_on_units_and_one_not(m5):
+    """The tiles fit both kernels."""
+    torch.ops.moe_mps._allow_tensor_units("tensor_units_mxfp4_f16", True)
+    formats = ((4, 64, "affine"), (4, 32, "mxfp4"))
+    for first, second in (formats, formats[::-1]):
+        with m5.trace() as commands:
+            check_layer("mps", (200, 1, 3, 64, 64), first, torch.float16, 0, down_format=second)
+        kernels = {line.split()[0] for line in commands if line.startswith("gemm")}
+        assert kernels == {"gemm32_tensor_mxfp4_f16", "gemm32_affine4_64_f16"}
+
+
+def test_the_environment(monkeypatch, simulated):
+    monkeypatch.delenv(TENSOR_VARIABLE, raising=False)
+    assert use_of_tensor_units() == "auto"
+    for text in ("0", "1", "auto"):
+        monkeypatch.setenv(TENSOR_VARIABLE, text)
+        assert use_of_tensor_units() == text
+    for text in ("", "yes", "2"):
+        monkeypatch.setenv(TENSOR_VARIABLE, text)
+        with pytest.raises(ValueError, match=f"{TENSOR_VARIABLE} must be 0, 1 or auto, got"):
+            use_of_tensor_units()
+        with pytest.raises(ValueError, match="_set_tensor_units: use must be 0, 1 or auto, got"):
+            torch.ops.moe_mps._set_tensor_units(text)
+
+
+FORCED = """
+import sys
+from support.simulated import install
+install()
+import torch
+from support.quantized_layers import check_linear
+import simulator
+with simulator.trace() as commands:
+    try:
+        check_linear("mps", (33, 64, 40), (4, 64, "affine"), torch.float16, 0)
+    except RuntimeError as error:
+        print(error)
+print(*(line.split()[0] for line in commands if line.startswith("gemm")))
+"""
+
+
+@pytest.mark.parametrize(
+    ("use", "macos", "expected"),
+    [
+        ("1", "26", "gemm32_tensor_affine4_64_f16"),
+        ("1", "15", "needs macOS 26 or newer; without MOE_MPS_TENSOR_UNITS=1 it is not used"),
+        ("0", "26", "gemm16_split_affine4_64_f16"),
+    ],
+)
+def test_forced(simulated, monkeypatch, use, macos, expected):
+    """On any GPU, unchecked; where macOS is too old it says so, and never computes something else."""
+    monkeypatch.setenv(TENSOR_VARIABLE, use)
+    monkeypatch.setenv("SIMULATED_MACOS", macos)
+    assert expected in python(FORCED)
+
+
+# A mistake in the kernel, the format that is compiled with it, and what is found.
+FAULTS = [
+    ("      threadgroup_barrier(mem_flags::mem_threadgroup);\n      multiply.run", "      multiply.run",
+     "reads .* wrote with no barrier .*matmul2d::run"),
+    ("sums.get_capacity(); ++i) sums[i] = 0.0f", "0; ++i) sums[i] = 0.0f", "wrong"),
+    ("        if (column < params.inputs) {\n          octet", "        {\n          octet",
+     "out of bounds|reads .* past|wrong"),
+    ("    sums.store(to);", "    for (ushort i = 0; i < sums.get_capacity() - 1; ++i) "
+     "results[thread_index * (sums.get_capacity() - 1) + i] = sums[i];", "wrong"),
+    ("      threadgroup_barrier(mem_flags::mem_threadgroup);  // the tiles before these have been read\n", "",
+     "writes .* which several threads read with no barrier"),
+    ("    threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tiles have been read\n", "",
+     "writes .* which several threads read with no barrier"),
+    ("    sums.store(to);\n    threadgroup_barrier(mem_flags::mem_threadgroup);\n", "    sums.store(to);\n",
+     "reads .* which thread .* wrote with no barrier"),
+]  # fmt: skip
+
+FAULTY = """
+import json, re, shutil, sys
+from pathlib import Path
+from support.simulated import install
+install()
+import torch
+from simulator.errors import SimulatorError
+from support.quantized_layers import ALL_FORMATS, check_linear
+from torch_moe_mps._extension import SHADERS
+torch.ops.moe_mps._set_tensor_units("1")
+for number, (good, bad, _) in enumerate(json.loads(sys.argv[1])):
+    shaders = Path(sys.argv[2], str(number))
+    shutil.copytree(SHADERS, shaders)
+    file = shaders / "matmul" / "tensor_units.h"
+    text = file.read_text()
+    assert text.count(good) == 1, good
+    file.write_text(text.replace(good, bad))
+    torch.ops.moe_mps._set_shader_directory(str(shaders))
+    format = [f for f in ALL_FORMATS if f[1] <= 32][number]
+    try:
+        check_linear("mps", (18, 160, 69), format, torch.float16, 0)
+        print("nothing")
+    except (AssertionError, SimulatorError, RuntimeError) as error:
+        print(re.sub(r"\\s+", " ", str(error)))
+"""
+
+
+@pytest.mark.parametrize("faults", [FAULTS[:4], pytest.param(FAULTS[4:], marks=pytest.mark.sweep)])
+def test_mistakes_in_the_kernel_are_found(simulated, tmp_path, faults):
+    found = python(FAULTY, json.dumps(faults), str(tmp_path)).splitlines()
+    for (_, bad, expected), line in zip(faults, found, strict=True):
+        assert re.search(expected, line), (bad, line)

@@ -1,0 +1,14 @@
+// Whether matmuls run on tensor units, which the GPUs of the M5 and later have.
+#pragma once
+#include "metal/library.h"
+
+namespace moe_mps {
+
+// Whether the kernels of this library of tensor_units.metal are used. By MOE_MPS_TENSOR_UNITS none ("0"), all
+// ("1"), or those that selfcheck.py has compared on this machine ("auto").
+bool uses_tensor_units(const Library& library);
+
+// Whether this macOS has Metal 4, whose tensors tensor_units.metal needs.
+bool has_tensors(id<MTLDevice> device);
+
+}  // namespace moe_mps

@@ -1,0 +1,82 @@
+#include "tensor_units.h"
+
+#include <ATen/mps/MPSStream.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#import <Metal/Metal.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <mutex>
+#include <set>
+
+namespace moe_mps {
+namespace {
+
+enum class Use { kNone, kAll, kAllowed };
+
+struct State {
+  std::atomic<Use> use = Use::kNone;
+  std::atomic<bool> allows_any = false;
+  std::mutex mutex;
+  std::set<std::string> allowed;  // names of libraries
+};
+
+State& state() {
+  static auto* const instance = new State;
+  return *instance;
+}
+
+// Why kernels of tensor_units.metal cannot run here, or would not be faster; empty if they can.
+std::string why_no_tensor_units() {
+  id<MTLDevice> device = at::mps::getCurrentMPSStream()->device();
+  @autoreleasepool {
+    if (!has_tensors(device)) return "they need macOS 26 or newer";
+    // The family of the M5, by number: SDKs before macOS 26 have no name for it, and any may have built this.
+    constexpr auto kApple10 = static_cast<MTLGPUFamily>(1010);
+    if ([device supportsFamily:kApple10]) return "";
+    return c10::str([[device name] UTF8String], " has none, which the M5 and later have");
+  }
+}
+
+void set_tensor_units(std::string_view use) {
+  TORCH_CHECK_VALUE(use == "0" || use == "1" || use == "auto",
+                    "moe_mps::_set_tensor_units: use must be 0, 1 or auto, got ", use);
+  state().use = use == "0" ? Use::kNone : use == "1" ? Use::kAll : Use::kAllowed;
+}
+
+void allow_tensor_units(const std::string& library, bool allowed) {
+  State& own = state();
+  const std::lock_guard<std::mutex> lock(own.mutex);
+  if (allowed) {
+    own.allowed.insert(library);
+  } else {
+    own.allowed.erase(library);
+  }
+  own.allows_any = !own.allowed.empty();
+}
+
+}  // namespace
+
+// By what Metal 4 brought: the version that macOS gives depends on the SDK of the program.
+bool has_tensors(id<MTLDevice> device) {
+  return [device respondsToSelector:@selector(newTensorWithDescriptor:error:)];
+}
+
+bool uses_tensor_units(const Library& library) {
+  State& own = state();
+  const Use use = own.use;
+  if (library.dtype == at::kFloat || use == Use::kNone) return false;
+  if (use == Use::kAll) return true;
+  if (!own.allows_any) return false;
+  const std::lock_guard<std::mutex> lock(own.mutex);
+  return own.allowed.count(library.name()) > 0;
+}
+
+}  // namespace moe_mps
+
+TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  m.def("_why_no_tensor_units() -> str", &moe_mps::why_no_tensor_units);
+  m.def("_set_tensor_units(str use) -> ()", &moe_mps::set_tensor_units);
+  m.def("_allow_tensor_units(str library, bool allowed) -> ()", &moe_mps::allow_tensor_units);
+}

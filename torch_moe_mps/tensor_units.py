@@ -1,0 +1,180 @@
+"""Which matmuls run on the tensor units of the M5 and later GPUs.
+
+By default those of accelerated models, each dtype and format of weights once it has given what the CPU gives
+on this machine. `MOE_MPS_TENSOR_UNITS=0` switches them off; `=1` uses them everywhere unchecked, also on GPUs
+that compute such products without units, and slower.
+"""
+
+import time
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ._extension import TENSOR_VARIABLE, use_of_tensor_units
+from .ops._formats import Format
+from .ops._samples import FORMAT, E, sample_arguments
+from .selfcheck import (
+    COMMAND,
+    DTYPES,
+    FORMATS,
+    Finding,
+    compare,
+    passed_before,
+    remember,
+    time_allowed,
+    where,
+)
+
+# Tokens of the calls that are compared: tiles of 32 pairs, and of 64.
+TOKENS = (64, 256)
+
+
+@dataclass
+class Use:
+    """What was decided for some Metal libraries.
+
+    Attributes:
+        libraries: those that are used.
+        reason: why none is, where that is not for a fault.
+        faults: {library: what is wrong with it}.
+        late: those for which there was no time.
+    """
+
+    libraries: list[str] = field(default_factory=list)
+    reason: str = ""
+    faults: dict[str, Finding] = field(default_factory=dict)
+    late: set[str] = field(default_factory=set)
+
+    def __str__(self) -> str:
+        if not self.libraries and self.reason:
+            return f"off: {self.reason}"
+        parts = []
+        if self.libraries:
+            parts.append(f"on for {in_words(self.libraries)}" + (f" ({self.reason})" if self.reason else ""))
+        parts += [f"off for {in_words([name])}: {fault}" for name, fault in self.faults.items()]
+        if self.late:
+            parts.append(f"no time to check {in_words(sorted(self.late))}, which is done the next time")
+        return "; ".join(parts)
+
+
+_decided = Use(reason="no model was accelerated on mps")
+
+
+def decided() -> str:
+    """What the last call of accelerate() decided."""
+    return str(_decided)
+
+
+def _parts(library: str) -> tuple[str, torch.dtype]:
+    """ "affine4_64" and the dtype of the activations. "dense_transposed" weights have their inputs first."""
+    weights, _, ending = library.removeprefix("tensor_units_").rpartition("_")
+    return weights, next(dtype for dtype, name in DTYPES.items() if name == ending)
+
+
+def in_words(libraries: Iterable[str]) -> str:
+    """ "affine4_64 in float16, dense in bfloat16"."""
+    parts = map(_parts, libraries)
+    return ", ".join(f"{weights} in {str(dtype).removeprefix('torch.')}" for weights, dtype in parts)
+
+
+def libraries(dtypes: Collection[torch.dtype], formats: Collection[Format]) -> list[str]:
+    """The names of the libraries for activations of these dtypes, and weights dense or in these formats."""
+    wanted = {*map(str, formats), "dense", "dense_transposed"}
+    names = torch.ops.moe_mps._libraries(tensor_units=True)
+    return [
+        name for name in names for weights, dtype in (_parts(name),) if weights in wanted and dtype in dtypes
+    ]
+
+
+def why_not() -> str:
+    """Why no matmul runs on tensor units here; empty if they may."""
+    use = use_of_tensor_units()
+    if use == "auto":
+        return torch.ops.moe_mps._why_no_tensor_units()
+    return f"{TENSOR_VARIABLE}=0" if use == "0" else ""
+
+
+def is_forced() -> bool:
+    """Whether the environment says that all are used, unchecked."""
+    return use_of_tensor_units() == "1"
+
+
+def without_units(fault: Finding) -> str:
+    """What a user is told of a library that is not used, in one line."""
+    return (
+        f"torch_moe_mps: on this machine ({where()}) {fault}; matmuls of this kind do without tensor units, "
+        f"slower. `{COMMAND}` writes a report for an issue; {TENSOR_VARIABLE}=0 tries no more"
+    )
+
+
+def decide(names: Collection[str], check: bool) -> Use:
+    """Allows the libraries that have passed on this machine, now or before; without `check` none."""
+    global _decided
+    _decided = _decide(names, check)
+    return _decided
+
+
+def _decide(names: Collection[str], check: bool) -> Use:
+    if reason := why_not():
+        return Use(reason=reason)
+    if not names:
+        return Use(reason="there are no weights that they take, with activations of 16 bits")
+    if is_forced():
+        return Use([*names], f"{TENSOR_VARIABLE}=1, not checked")
+    if not check:
+        return Use(reason=f"not checked; {TENSOR_VARIABLE}=1 uses them all the same")
+    use, passed, new = Use(), passed_before(), set()
+    end = time.monotonic() + time_allowed()
+    for name in names:
+        if name not in passed:
+            if time.monotonic() > end:
+                use.late.add(name)
+                continue
+            if fault := check_library(name):
+                use.faults[name] = fault
+                continue
+            new.add(name)
+        torch.ops.moe_mps._allow_tensor_units(name, True)
+        use.libraries.append(name)
+    if new:
+        remember(passed | new)
+    return use
+
+
+def check_library(name: str) -> Finding | None:
+    """Compares calls that use a library with the CPU. What is wrong with the first that fails."""
+    torch.ops.moe_mps._allow_tensor_units(name, True)
+    try:
+        for operator, dtype, arguments in calls(name):
+            if fault := compare(operator, dtype, arguments):
+                fault.subject = f"{operator} on tensor units"
+                fault.format, fault.dtype = _parts(name)[0], str(dtype).removeprefix("torch.")
+                return fault
+    finally:
+        torch.ops.moe_mps._allow_tensor_units(name, False)
+    return None
+
+
+def calls(library: str) -> Iterator[tuple[str, torch.dtype, dict[str, Any]]]:
+    """Operator, dtype and arguments on the CPU of calls whose matmuls are multiplied by a library.
+
+    The inputs take several steps, and the last one is not full. The last token has no experts and is NaN,
+    which must not reach the others.
+    """
+    weights, dtype = _parts(library)
+    format = next((format for format in FORMATS if str(format) == weights), None)
+    operators = (
+        ("moe_experts", "expert_mm") if format is None else ("moe_experts_quantized", "linear_quantized")
+    )
+    for tokens in TOKENS:
+        every = sample_arguments("cpu", dtype, format or FORMAT, tokens, wider=3)
+        for operator in operators:
+            call = every[operator]
+            if "ids" in call:
+                call["ids"][-1], call["x"][-1] = E, torch.nan
+            if weights == "dense_transposed":
+                matrices = call.keys() & {"weight", "gate_up", "down"}
+                call |= {name: call[name].mT.contiguous() for name in matrices} | {"transposed": True}
+            yield operator, dtype, call
