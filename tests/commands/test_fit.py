@@ -44,6 +44,31 @@ def qwen3(tmp_path):
     return tmp_path
 
 
+def test_several_macs(qwen3, capsys):
+    """Against arithmetic: 24 of the 48 layers on each, the embedding on the first, the head on the last."""
+    hidden, vocabulary, shares = 2048, 151936, 24
+    attention, experts = 2 * hidden * 32 * 128 + 2 * hidden * 4 * 128, 128 * 3 * hidden * 768
+    dense = 2 * (128 * hidden + 2 * hidden + 2 * 128)
+    layer, end = (attention + experts) * 9 // 16 + dense, vocabulary * hidden * 9 // 16
+    cache = shares * 2 * 4 * 128 * 2
+    first, last = shares * layer + end + 2 * hidden, shares * layer + end
+    assert main(["fit", str(qwen3), "--macs", "2x16"]) == 0
+    output = capsys.readouterr().out
+    assert "Qwen3MoeForCausalLM on 2 Macs of 16 GB, 11.5 GB of each" in output
+    rows = table(output, "weights")
+    room = min(macs.wired_limit(16) - part for part in (first, last)) // cache
+    assert rows["4 bit"] == ["24 + 24", f"{first / 1e9:.1f} + {last / 1e9:.1f}", f"{min(room, 40960):,}"]
+    assert rows["16 bit"][-1] == "-"
+
+
+def test_macs_that_cannot_share(qwen3, capsys):
+    assert main(["fit", str(qwen3), "--macs", "49x16"]) == 1
+    assert "--macs must be at most the number of layers, 48, got 49" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["fit", str(qwen3), "--macs", "64"])
+    assert "must be a number of Macs x the GB of each, got '64'" in capsys.readouterr().err
+
+
 def test_a_large_model_from_its_config_alone(qwen3, capsys):
     """Against arithmetic with its shapes."""
     layers, hidden, vocabulary = 48, 2048, 151936

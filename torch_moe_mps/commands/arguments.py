@@ -30,7 +30,8 @@ PERPLEXITY = """examples:
 FIT = """examples:
   torch-moe-mps fit Qwen/Qwen3-30B-A3B            # downloads config.json, no weights
   torch-moe-mps fit Qwen/Qwen3-30B-A3B --mac      # for this Mac, with the memory that it lets the GPU have
-  torch-moe-mps fit qwen3-4bit --context 32768"""
+  torch-moe-mps fit qwen3-4bit --context 32768
+  torch-moe-mps fit deepseek-ai/DeepSeek-V3 --macs 2x512    # each has some of the layers"""
 
 BENCH = """examples:
   torch-moe-mps bench qwen3-4bit
@@ -151,6 +152,7 @@ def _fit(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("model", metavar="NAME", help="folder or name on the Hub; only config.json is read")
     add("--mac", action="store_true", help="only this Mac")
+    add("--macs", type=_machines, metavar="NxGB", help="several Macs that share the layers, such as 2x64")
     add("--context", type=int, default=4096, help="tokens of context that the bound of speed is for (4096)")
     add("--group-size", type=int, default=64, help="weights that share a scale: 32, 64 or 128 (64)")
     _dtype(command, "of weights that stay dense, and of the KV cache (as in the checkpoint)")
@@ -212,6 +214,13 @@ def _shares(text: str) -> list[int]:
         return [int(number) for number in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be numbers with commas between, got {text!r}") from None
+
+
+def _machines(text: str) -> list[int]:
+    count, _, memory = text.partition("x")
+    if not (count.isdecimal() and memory.isdecimal() and int(count) > 1 and int(memory) > 0):
+        raise argparse.ArgumentTypeError(f"must be a number of Macs x the GB of each, got {text!r}")
+    return [int(memory)] * int(count)
 
 
 def _depths(text: str) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ All follows from config.json: a model on the meta device has the shapes of the w
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from ..transformers.checkpoints.recipe import recipe_of
 from ..transformers.checkpoints.sizes import bytes_a_token, quantized_sizes
 from ..transformers.checkpoints.targets import weights_of
 from ..transformers.checkpoints.weights import check_columns
+from ..transformers.pipeline.shares import Machine, shares_of
+from ..transformers.pipeline.stages import layers_of
 from .caches import KVCache, kv_cache
 from .sources import folder_of, loading_options
 
@@ -30,11 +32,18 @@ _CHECK = Check("fit")
 
 @dataclass
 class Size:
-    """A model in one format: its name, bytes of all weights, bytes of weights that a token reads."""
+    """A model in one format: its name, bytes of all weights, bytes of weights that a token reads.
+
+    `quantized` has the bytes of each weight that is quantised.
+    """
 
     name: str
     weights: int
     token: int
+    quantized: Mapping[torch.Tensor, int]
+
+    def of(self, module: nn.Module) -> int:
+        return _total(module, self.quantized)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -44,7 +53,10 @@ def run(options: argparse.Namespace) -> None:
     mac = this_mac() if options.mac else None
     folder = folder_of(options.model, options.revision, weights=False)
     model = meta_model(folder, **loading_options(options))
-    print(report(model, options.context, options.group_size, mac))
+    if options.macs is not None:
+        print(spread(model, options.group_size, options.macs))
+    else:
+        print(report(model, options.context, options.group_size, mac))
 
 
 def report(model: Any, context: int, group_size: int, mac: Mac | None) -> str:
@@ -84,6 +96,43 @@ def report(model: Any, context: int, group_size: int, mac: Mac | None) -> str:
     return "\n".join(lines)
 
 
+def spread(model: Any, group_size: int, macs: Sequence[int]) -> str:
+    """The table for Macs of so many GB, each of which has some of the layers.
+
+    Raises: ValueError for a model whose layers cannot be spread.
+    """
+    name, loop = layers_of(model)
+    layers = list(getattr(model.get_submodule(name), loop.layers))
+    if len(layers) < len(macs):
+        raise ValueError(f"--macs must be at most the number of layers, {len(layers)}, got {len(macs)}")
+    head, cache = model.get_output_embeddings(), kv_cache(model)
+    limits = [wired_limit(gib) for gib in macs]
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST
+    cells = []
+    for size in sizes_of(model, group_size):
+        of_layers, of_head = [size.of(layer) for layer in layers], size.of(head)
+        # The first has all but layers and head; a head that is tied to the embedding is on both.
+        first = size.weights - sum(of_layers) - (0 if _is_tied(model) else of_head)
+        shares = shares_of(of_layers, [first, of_head], [Machine(limit, None) for limit in limits])
+        ends = [sum(shares[: i + 1]) for i in range(len(shares))]
+        parts = [sum(of_layers[end - share : end]) for end, share in zip(ends, shares, strict=True)]
+        parts[0], parts[-1] = parts[0] + first, parts[-1] + of_head
+        rooms = [limit - part for limit, part in zip(limits, parts, strict=True)]
+        context = "-" if min(rooms) < 0 else "fits"
+        if cache is not None and min(rooms) >= 0:
+            scaled = [room * len(layers) // share for room, share in zip(rooms, shares, strict=True)]
+            context = f"{min(cache.tokens_in(room, longest) for room in scaled):,}"
+        each = " + ".join(f"{part / 1e9:.1f}" for part in parts)
+        cells.append([size.name, " + ".join(map(str, shares)), each, context])
+    gpu = f"{limits[0] / 1e9:.1f} GB of each for the GPU"
+    lines = [f"{type(model).__name__} on {len(macs)} Macs of {macs[0]} GB, {gpu} (docs/distributed.md)", ""]
+    return "\n".join([*lines, *_table(["weights", "layers", "GB", "context that fits"], cells)])
+
+
+def _is_tied(model: Any) -> bool:
+    return bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+
+
 def bound(size: Size, cache: KVCache | None, context: int, bandwidth: float) -> float:
     """Tokens a second that memory of so many GB/s allows."""
     return bandwidth * 1e9 / (size.token + (cache.at(context) if cache else 0))
@@ -91,7 +140,7 @@ def bound(size: Size, cache: KVCache | None, context: int, bandwidth: float) -> 
 
 def sizes_of(model: nn.Module, group_size: int) -> list[Size]:
     """The dense model, and the model in each number of bits."""
-    sizes = [Size(_DENSE, _total(model, {}), bytes_a_token(model))]
+    sizes = [Size(_DENSE, _total(model, {}), bytes_a_token(model), {})]
     for bits in BITS:
         format = Format(bits, group_size)
         targets = weights_of(model, recipe_of(format)).targets.values()
@@ -99,11 +148,11 @@ def sizes_of(model: nn.Module, group_size: int) -> list[Size]:
             for parameter in target.formats:
                 check_columns(_CHECK, target, parameter, format)
         after = quantized_sizes(targets)
-        sizes.append(Size(f"{bits} bit", _total(model, after), bytes_a_token(model, after)))
+        sizes.append(Size(f"{bits} bit", _total(model, after), bytes_a_token(model, after), after))
     return sizes
 
 
-def _total(model: nn.Module, sizes: dict[torch.Tensor, int]) -> int:
+def _total(model: nn.Module, sizes: Mapping[torch.Tensor, int]) -> int:
     return sum(sizes.get(p, p.nbytes) for p in model.parameters())
 
 

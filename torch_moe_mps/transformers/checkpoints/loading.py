@@ -134,9 +134,7 @@ def _is_expert_parallel(distributed: Any) -> bool:
 def _check_expert_parallel(quantises: bool) -> None:
     """Raises: ValueError for what expert parallelism cannot do."""
     if torch.backends.mps.is_available():
-        expected = (
-            "1 on a Mac until torch.distributed has a backend for mps; pp_size spreads layers"
-        )
+        expected = "1 on a Mac until torch.distributed has a backend for mps; pp_size spreads layers"
         raise ValueError(f"moe_mps::from_pretrained: ep_size must be {expected}")
     if quantises:
         raise ValueError(

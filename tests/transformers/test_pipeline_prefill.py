@@ -1,0 +1,94 @@
+"""A prompt in pieces on several stages: on a clock of its own, which only the layers move.
+
+Stages are threads here. A message carries the time at which it was sent; who receives it goes on no earlier.
+"""
+
+import queue
+import threading
+
+import pytest
+import torch
+from support import tiny_models
+from support.models import generate, prompt
+
+from torch_moe_mps.transformers.pipeline.peers import Timeouts
+from torch_moe_mps.transformers.pipeline.running import Running
+from torch_moe_mps.transformers.pipeline.stages import Stage
+
+LAYERS = 4
+
+
+class ClockedPeers:
+    """In the place of Peers: messages are put into queues, with the time."""
+
+    def __init__(self, rank, links):
+        self.rank, self.size, self.links = rank, max(b for _, b in links) + 1, links
+        self.timeouts, self.now, self.kinds = Timeouts(), 0.0, []
+
+    def send(self, to, message, limit=None):
+        self.kinds.append(message.kind)
+        self.links[self.rank, to].put((self.now, message))
+
+    def receive(self, source, kind, call, limit):
+        sent, message = self.links[source, self.rank].get(timeout=60)
+        assert (message.kind, message.call) == (kind, call)
+        self.now = max(self.now, sent)
+        return message
+
+    def failed(self, error):
+        raise error
+
+
+def stages(count):
+    """The model in one piece, and its stages; a layer takes a unit of time for each token."""
+    whole = tiny_models.tiny_model("llama", num_hidden_layers=LAYERS)
+    links = {(a, b): queue.Queue() for a in range(count) for b in range(count) if a != b}
+    found = []
+    for rank in range(count):
+        model = tiny_models.tiny_model("llama", num_hidden_layers=LAYERS)
+        stage, peers = Stage(rank, [LAYERS // count] * count), ClockedPeers(rank, links)
+        stage.cut(model)
+
+        def work(module, args, output, peers=peers):
+            peers.now += args[0].shape[1]
+
+        for index in stage.own:
+            model.model.layers[index].register_forward_hook(work)
+        found.append(Running(model, stage, peers))
+    return whole, found
+
+
+def run(count, ids, **options):
+    """The time at which the last stage has the first token, and what each process got."""
+    whole, found = stages(count)
+    results = [None] * count
+
+    def call(running):
+        results[running.peers.rank] = generate(running, ids, max_new_tokens=1, **options)
+
+    threads = [threading.Thread(target=call, args=(running,)) for running in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    expected = generate(whole, ids, max_new_tokens=1)
+    assert all(torch.equal(result, expected) for result in results)
+    return found[-1].peers.now, [running.peers.kinds for running in found]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_stages_work_at_the_same_time(count):
+    """n pieces of t tokens on N stages of L layers each: (n + N - 1) t L, instead of n N t L."""
+    tokens, piece = 64, 8
+    ids = prompt(batch=1, length=tokens)
+    time, kinds = run(count, ids, prefill_chunk_size=piece)
+    assert time == (tokens // piece + count - 1) * piece * (LAYERS // count)
+    alone, _ = run(count, ids)
+    assert alone == tokens * LAYERS
+    assert kinds[0] == ["hidden states"] * (tokens // piece)
+    assert kinds[-1] == ["tokens"] * (count - 1)  # of the last piece only
+
+
+def test_a_prompt_that_is_no_multiple_of_the_piece():
+    time, _ = run(2, prompt(batch=2, length=21), prefill_chunk_size=8)
+    assert time == 8 * 2 + (8 + 8 + 5) * 2  # the second stage waits for the first piece only
