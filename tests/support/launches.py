@@ -66,8 +66,12 @@ def model_on_mps(architecture: str) -> nn.Module:
 def prompted(model: nn.Module, tokens: list[int]) -> DynamicCache:
     """The cache after a prompt, made before it, as generate() does."""
     cache = DynamicCache(config=model.config)
+    ids = torch.tensor([tokens], device="mps")
     with torch.no_grad():
-        model(torch.tensor([tokens], device="mps"), past_key_values=cache, use_cache=True)
+        try:
+            model(ids, past_key_values=cache, use_cache=True)
+        except ValueError:  # MiniMax takes only a cache of its own class
+            cache = model(ids, use_cache=True).past_key_values
     return cache
 
 

@@ -156,6 +156,18 @@ def test_form_of_rotary_functions(name, architecture):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tokens_first(dtype):
+    """The operator takes q and k as they are, the model's function, which float64 needs, transposed."""
+    function = sys.modules[tiny_models.model_class("qwen3_moe").__module__].apply_rotary_pos_emb
+    q, k = (torch.randn(1, 3, heads, 32, dtype=dtype) for heads in (4, 2))
+    cos, sin = torch.randn(2, 1, 3, 32, dtype=dtype)
+    expected = function(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    result = rope.rope(function, rope_form(function, 2, ()), q, k, cos, sin, rows=True)
+    for a, b in zip(result, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
 def test_functions_that_are_no_rotation():
     assert rope_form(lambda q, k, cos, sin: (q, k), 2, ()) is None
     assert rope_form(lambda q, k, cos, sin: (q * cos[:, None], k * sin[:, None]), 2, ()) is None

@@ -15,7 +15,7 @@ from .interface import Experts, formats_of, is_quantized, projections
 from .rewriting.program.formulas import Node, evaluate, inline, operation_of
 from .rewriting.program.patterns import match
 from .rewriting.program.programs import Unsupported
-from .rewriting.program.reads import record, recording, unchanged
+from .rewriting.program.reads import holds, record, recording
 from .rewriting.program.straightening import straighten
 from .rewriting.record import RECORD, record_of
 
@@ -80,24 +80,25 @@ def _with_numbers(
     return Activation(name, alpha, limit, interleaved=interleaved)
 
 
-def runs_own_code(module: nn.Module, *inputs: Tensor) -> bool:
+def runs_own_code(module: nn.Module, *inputs: object) -> bool:
     """Training, gradients that are needed, autocast and float64 belong to the model's own code.
 
-    Forward-mode gradients (torch.func.jvp) are needed wherever a level of dual numbers is open.
+    So does a call without a tensor among its inputs. Forward-mode gradients (torch.func.jvp) are needed
+    wherever a level of dual numbers is open.
     """
-    if module.training or _in_autocast(inputs[0]) or forward_ad._current_level >= 0:
+    if module.training or forward_ad._current_level >= 0:
         return True
+    autocast, grad = torch._C._is_any_autocast_enabled(), torch.is_grad_enabled()
+    found = False
     for x in inputs:
-        if x.dtype is torch.float64:
-            return True
-    if not torch.is_grad_enabled():
-        return False
-    return any(x.requires_grad for x in inputs) or any(p.requires_grad for p in module.parameters())
+        if x is not None and isinstance(x, Tensor):
+            found = True
+            if x.dtype is torch.float64 or (grad and x.requires_grad) or (autocast and _in_autocast(x)):
+                return True
+    return not found or (grad and any(p.requires_grad for p in module.parameters()))
 
 
 def _in_autocast(x: Tensor) -> bool:
-    if not torch._C._is_any_autocast_enabled():
-        return False
     device = x.device.type
     return device != "meta" and torch.is_autocast_enabled(device)
 
@@ -156,7 +157,7 @@ def prepare(module: nn.Module) -> Activation | None:
 def _activation(module: nn.Module) -> tuple | None:
     """The fields of the activation, a plain tuple because torch.compile takes it as a constant."""
     own = module.__dict__
-    if RECORD not in own or own[RECORD].reads is None or not unchanged(own[RECORD].reads):
+    if RECORD not in own or own[RECORD].reads is None or not holds(module):
         prepare(module)
     activation = own[RECORD].formula
     return None if activation is None else tuple(activation)
@@ -215,13 +216,17 @@ def experts_forward(
     `shared_gate` (a logit), `shared_out` and `residual` come from blocks that `accelerate` rewrote:
     g * shared_out + residual is added.
     """
-    terms = {"shared_gate": shared_gate, "shared_out": shared_out, "residual": residual}
-    shared: dict[str, Any] = {name: term for name, term in terms.items() if term is not None}
-    inputs = (hidden_states, top_k_weights, *shared.values())
+    inputs = [hidden_states, top_k_weights]
+    shared: dict[str, Any] = {}
+    for name, term in (("shared_gate", shared_gate), ("shared_out", shared_out), ("residual", residual)):
+        if term is not None:
+            shared[name] = term
+            inputs.append(term)
     if shared_gate is not None:
         shared["gate_is_logit"] = True
     if self.__dict__.get("quantization") is not None:  # getattr of a missing attribute is slow on modules
-        _require_no_gradients(self, inputs)
+        if torch.is_grad_enabled():
+            _require_no_gradients(self, inputs)
         return _quantized_forward(self, hidden_states, top_k_index, top_k_weights, shared)
     first = self.gate_up_proj if self.has_gate else self.up_proj
     own = runs_own_code(self, *inputs) or _activation_is_observed(self)
@@ -243,8 +248,8 @@ def experts_forward(
     )  # fmt: skip
 
 
-def _require_no_gradients(self: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+def _require_no_gradients(self: nn.Module, inputs: list[Tensor]) -> None:
+    if any(x.requires_grad for x in inputs):
         raise NotImplementedError(
             f"moe_mps: {type(self).__name__} has quantised experts, without gradients; use torch.no_grad()"
         )
@@ -253,7 +258,7 @@ def _require_no_gradients(self: nn.Module, inputs: tuple[Tensor, ...]) -> None:
 def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor, shared: dict) -> Tensor:
     form, down_form = self.quantization, self.down_quantization
     names = projections(self)
-    first, second = (_packed(self, name) for name in names)
+    first, second = _packed(self, names[0]), _packed(self, names[1])
     bias = down_bias = None
     if self.has_bias:
         bias = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias

@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..checked import refusal
 from ..experts import runs_own_code
@@ -124,13 +124,10 @@ def _rewritten_class(original: type[nn.Module], rewritten: Callable) -> type[nn.
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        tensors = [a for a in args if isinstance(a, Tensor)]
-        if kwargs:
-            tensors += [a for a in kwargs.values() if isinstance(a, Tensor)]
         # A module without a record was restored, and a wrapper that a user put on before still calls this.
-        kept = self.__dict__
-        restored = RECORD not in kept or kept[RECORD].is_restored or kept[RECORD].reads is None
-        if restored or not tensors or runs_own_code(self, *tensors) or not holds(self):
+        record = self.__dict__.get(RECORD, NOTHING)
+        own_code = record.is_restored or record.reads is None
+        if own_code or runs_own_code(self, *args, *kwargs.values()) or not holds(self):
             kwargs.pop(RAW, None)
             residual = kwargs.pop(RESIDUAL, None)
             return add_to_first(residual, own(self, *args, **kwargs))

@@ -1,11 +1,11 @@
 """The attributes that a rewritten forward rests on, so that a later change is noticed.
 
 A rewritten forward contains what an attribute said when it was read (`if self.norm_topk_prob`), and a formula
-what a submodule computed. `unchanged` compares these with what the module says now.
+what a submodule computed. `holds` compares these with what the module says now.
 """
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -53,6 +53,13 @@ def record(owner: nn.Module, path: str) -> None:
         reads[id(owner), path] = Read(owner, path, value, _place_of(owner, path))
 
 
+def rest_on(reads: Iterable[Read]) -> None:
+    """Notes what a formula of a submodule rests on, for the forward that is rewritten around it."""
+    outer = _current.get()
+    if outer is not None:
+        outer.update({(id(read.owner), read.path): read for read in reads})
+
+
 def _place_of(owner: nn.Module, path: str) -> str | None:
     own = owner.__dict__
     return next((name for name in _PLACES if path in (own[name] if name else own)), None)
@@ -65,24 +72,11 @@ def _value(owner: nn.Module, path: str) -> object:
     return _TENSOR if isinstance(value, Tensor) else value
 
 
-# These take the module, since torch.compile asks for arguments that it knows.
-
-
+# torch.compile asks for an argument that it knows, so this takes the module.
 @torch.compiler.assume_constant_result
 def holds(module: nn.Module) -> bool:
-    """Whether a module still has the attributes that its rewritten forward rests on."""
-    return unchanged(module.__dict__[RECORD].reads)
-
-
-@torch.compiler.assume_constant_result
-def formula_holds(module: nn.Module) -> bool:
-    """Whether a module still has the attributes that its formula was read from."""
-    return unchanged(module.__dict__[RECORD].formula.reads)
-
-
-def unchanged(reads: tuple[Read, ...]) -> bool:
-    """Whether every attribute is what it was."""
-    for owner, path, value, kept_in in reads:
+    """Whether a module, and others in it, still have the attributes that its rewritten forward rests on."""
+    for owner, path, value, kept_in in module.__dict__[RECORD].reads:
         if kept_in is not None:  # most of them; getattr on a module is slow
             own = owner.__dict__
             now = (own[kept_in] if kept_in and path not in own else own).get(path)

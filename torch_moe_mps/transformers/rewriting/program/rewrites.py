@@ -207,7 +207,7 @@ def _arguments(form: ast.Call, call: ast.Call) -> tuple[list[ast.expr], list[ast
 
 
 class Rewrite:
-    """A form, and the call that replaces it wherever `where` has a line for the report.
+    """A form, and the call that replaces it wherever `where` has a line for the report, maybe an empty one.
 
     `where` gets the match; it may add values that the replacement names. Of several results each takes the
     place of the form's value of that name. The call stands where the first of them was computed.
@@ -243,7 +243,7 @@ class Rewrite:
             note = self.where(match) if all(block is blocks[0] for block in blocks) else None
             if note is None:
                 continue
-            program.rewrites.append(note)
+            program.rewrites += [note] if note else []
             new = _with(match.values, self.replacement)
             if statement is None:
                 set_first_result(program, new)

@@ -15,7 +15,7 @@ from .norms import FUSE_NORMS
 from .ordering import order_outputs
 from .residual import HAND_OVER_RESIDUAL, TAKE_RESIDUAL
 from .rms_norm import CALL_NORM, replace_rms_norm
-from .rope import REPLACE_ROPE
+from .rope import KEEP_ROWS, REPLACE_ROPE
 from .rotary import rewrite_rotary
 from .router import select_by_operator
 from .router_logits import compute_logits_by_operator
@@ -38,6 +38,7 @@ RULES: tuple[Callable[[Program], None], ...] = (
     *HAND_OVER_RESIDUAL,  # a sum that a norm follows belongs to the norm
     USE_GATE,  # reads which experts a router feeds, as the rules above have left their call
     *REPLACE_ROPE,
+    KEEP_ROWS,  # of the calls that REPLACE_ROPE has made
     CAUSAL_CONV,
     GATED_DELTA,
     order_outputs,

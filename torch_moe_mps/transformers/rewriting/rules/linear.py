@@ -57,10 +57,10 @@ class Joined:
                 parameter = layer._parameters[name]
                 if parameter is not None:
                     parameter.data = part
-        return list(map(_place, layers))
+        return _places(layers)
 
     def is_current(self, layers: Sequence[nn.Module]) -> bool:
-        return list(map(_place, layers)) == self.places
+        return _places(layers) == self.places
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         return _nothing, ()
@@ -72,16 +72,21 @@ def _bias(layer: QuantizedLinear) -> Tensor:
     return torch.zeros(layer.rows, dtype=layer.weight.dtype, device=layer.packed.device)
 
 
-def _place(layer: nn.Module) -> tuple:
-    """The addresses of a layer's weights, and the parameters that hold them: they change with the weights.
+def _places(layers: Sequence[nn.Module]) -> list[tuple]:
+    """The addresses of layers' weights, and the parameters that hold them: they change with the weights.
 
     Empty for weights without memory of their own: torch.export and FSDP2 put subclasses of Tensor there.
     """
-    own = layer._parameters
-    packed, scales = own.get("packed"), own.get("scales")
-    if packed is None or scales is None or packed.__class__ not in _WITH_MEMORY:
-        return ()
-    return packed.data_ptr(), scales.data_ptr(), scales.dtype, id(own["biases"]), id(own["bias"])
+    places: list[tuple] = []
+    for layer in layers:
+        own = layer._parameters
+        packed, scales = own.get("packed"), own.get("scales")
+        if packed is None or scales is None or packed.__class__ not in _WITH_MEMORY:
+            places.append(())
+        else:
+            addresses = packed.data_ptr(), scales.data_ptr()
+            places.append((*addresses, scales.dtype, id(own["biases"]), id(own["bias"])))
+    return places
 
 
 def _can_join(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[QuantizedLinear]]:

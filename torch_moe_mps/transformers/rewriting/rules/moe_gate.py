@@ -6,7 +6,7 @@ Such a router also returns probabilities over all experts. Where the layer disca
 
 import ast
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ...experts import is_observed, may_be_fused
 from ..program.formulas import Node, Reader, evaluate, is_number
 from ..program.patterns import match
 from ..program.programs import Unsupported, name_of, original_class
-from ..program.reads import Read, record, recording, unchanged
+from ..program.reads import record, recording, rest_on
 from ..program.rewrites import Match, Rewrite
 from ..program.straightening import straighten
 from ..record import NOTHING, RECORD, record_of
@@ -45,13 +45,11 @@ class GateFormula:
     top_k: str
     eps: str
     classes: tuple[type[nn.Module], ...]
-    reads: tuple[Read, ...] = ()
 
     def holds_for(self, router: nn.Module) -> bool:
-        """Whether the router still computes this, with nothing that sees or changes what its parts do."""
+        """Whether the router's parts are the same, and nothing sees or changes what they do."""
         modules = list(router.modules())
-        same = _classes(modules) == self.classes and unchanged(self.reads)
-        return same and not any(map(is_observed, modules))
+        return _classes(modules) == self.classes and not any(map(is_observed, modules))
 
 
 def _classes(modules: Iterable[nn.Module]) -> tuple[type[nn.Module], ...]:
@@ -59,9 +57,12 @@ def _classes(modules: Iterable[nn.Module]) -> tuple[type[nn.Module], ...]:
 
 
 def gate_formula(router: nn.Module) -> GateFormula | None:
+    """How a router computes a gate; a forward that is rewritten meanwhile rests on what this rests on."""
     with recording() as reads:
         formula = _read_gate(router)
-    return formula and replace(formula, reads=tuple(reads.values()))
+    if formula is not None:
+        rest_on(reads.values())
+    return formula
 
 
 def _read_gate(router: nn.Module) -> GateFormula | None:

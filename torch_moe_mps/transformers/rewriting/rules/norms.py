@@ -13,7 +13,7 @@ from ...experts import is_observed
 from ..program.formulas import Node, Reader, evaluate, is_number
 from ..program.patterns import match
 from ..program.programs import Unsupported
-from ..program.reads import Read, formula_holds, recording
+from ..program.reads import Read, recording, rest_on
 from ..program.rewrites import Match, Rewrite
 from ..program.straightening import straighten
 from ..record import NOTHING, RECORD, record_of
@@ -54,15 +54,21 @@ def formulas_kept() -> Iterator[None]:
 
 
 def norm_formula(module: nn.Module) -> NormFormula | None:
-    """How a module computes its RMSNorm, None if it is something else."""
+    """How a module computes its RMSNorm, None if it is something else.
+
+    A forward that is rewritten meanwhile rests on what the formula rests on.
+    """
     found = _found.get()
     if found is not None and module in found:
-        return found[module]
-    with recording() as reads:
-        formula = _read_norm(module)
-    formula = formula and replace(formula, reads=tuple(reads.values()))
+        formula = found[module]
+    else:
+        with recording() as reads:
+            formula = _read_norm(module)
+        formula = formula and replace(formula, reads=tuple(reads.values()))
     if found is not None:
         found[module] = formula
+    if formula is not None:
+        rest_on(formula.reads)
     return formula
 
 
@@ -93,7 +99,7 @@ def _has_weight(module: nn.Module, weight: Node | None) -> bool:
 def _arguments(norm: nn.Module, residual: Tensor, x: Tensor) -> tuple[Tensor, float, float] | None:
     """The norm's weight, eps and weight_offset; None where the module, its hooks included, has to run."""
     formula: NormFormula | None = norm.__dict__.get(RECORD, NOTHING).formula
-    if formula is None or not formula_holds(norm) or is_observed(norm):
+    if formula is None or is_observed(norm):
         return None
     if not (isinstance(residual, Tensor) and isinstance(x, Tensor)):
         return None

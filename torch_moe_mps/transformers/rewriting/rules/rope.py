@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from ...experts import is_observed
-from ..program.reads import formula_holds
 from ..program.rewrites import Form, Match, Rewrite
 from ..record import NOTHING, RECORD, record_of
 from ..runtime import called
@@ -123,22 +122,27 @@ def rope(
     sin: Tensor,
     q_norm: nn.Module | None = None,
     k_norm: nn.Module | None = None,
+    rows: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, ...]:
-    """function(q_norm(q), k_norm(k), cos, sin), or function(q_norm(q), cos, sin)."""
+    """function(q_norm(q), k_norm(k), cos, sin), or function(q_norm(q), cos, sin).
+
+    `rows`: q and k are [B, T, heads, D] and transposed for the function.
+    """
     heads_dim, wide, narrow = form
     turn = _turn(wide, narrow, q, cos)
     norms = _norm_arguments(q_norm, k_norm, q, k)
     dtype = q.dtype
-    if turn is None or norms is None or dtype is torch.float64 or (k is not None and k.dtype is not dtype):
+    other = dtype is torch.float64 or (k is not None and k.dtype is not dtype)
+    runs = turn is not None and norms is not None and not other
+    if heads_dim == 1 and rows != runs:  # the function has heads first, the operator tokens
+        q, k = q.transpose(1, 2), None if k is None else k.transpose(1, 2)
+    if turn is None or norms is None or other:
         normed = [x if norm is None else norm(x) for x, norm in ((q, q_norm), (k, k_norm)) if x is not None]
         return function(*normed, cos, sin, **options)
-    if heads_dim == 1:
-        q, k_turned = _turned(
-            turn, q.transpose(1, 2), None if k is None else k.transpose(1, 2), cos, sin, **norms
-        )
-        return q if k is None else (q, k_turned)
     q, k_turned = _turned(turn, q, k, cos, sin, **norms)
+    if heads_dim == 1:
+        return q if k is None else (q, k_turned)
     q = q.transpose(1, 2)
     return q if k is None else (q, k_turned.transpose(1, 2))
 
@@ -155,7 +159,7 @@ def _norm_arguments(
         if norm is None or x is None:
             continue
         formula = norm.__dict__.get(RECORD, NOTHING).formula
-        if formula is None or is_observed(norm) or not formula_holds(norm):
+        if formula is None or is_observed(norm):
             return None
         weight, own_eps = weight_of(norm), getattr(norm, formula.eps)
         if weight.shape[0] != x.shape[-1] or not (formula.keeps_dtype or weight.dtype is x.dtype):
@@ -222,4 +226,17 @@ REPLACE_ROPE = (
         "rope(_ROTARY, FORM, Q, None, COS, SIN, **NORMS, **OPTIONS)",
         where=_is_rotation,
     ),
+)
+
+
+def _has_heads_first(match: Match) -> str | None:
+    form = ast.literal_eval(match.values["FORM"])
+    return "" if RopeForm(*form).heads_dim == 1 else None
+
+
+# The operator would transpose back.
+KEEP_ROWS = Rewrite(
+    "rope(F, FORM, Q.transpose(1, 2), K.transpose(1, 2), COS, SIN, **OPTIONS)",
+    "rope(F, FORM, Q, K, COS, SIN, rows=True, **OPTIONS)",
+    where=_has_heads_first,
 )
