@@ -59,6 +59,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     add("--tokens", default="1,8,32", help="e.g. 1,2,4,8,16,32,64,512 (default: 1,8,32)")
     add("--gpu", default=default_gpus, help=f"some of {', '.join(GPUS)}")
+    add(
+        "--tensor-units",
+        action="store_true",
+        help="experts: our kernels for the tensor units of the M5, which multiply at an assumed rate beside "
+        "the rest: a bound, no prediction",
+    )
     add("--no-mlx", action="store_true", help="the package's kernels alone")
     add("--classes", action="store_true", help="also instructions of a lane for each multiply-add, by class")
     add(
@@ -93,7 +99,8 @@ def print_table(shape: Shape, format_name: str, options: argparse.Namespace, gpu
     dtype = options.dtype if format_name in FORMATS else format_name
     print(f"\n{shape}; {format_name}, activations {dtype}\n{report.head(gpus)}")
     for tokens in numbers(options.tokens, None, "tokens"):
-        sides = [("ours", ours(shape, format_name, dtype, tokens), gpus)]
+        rows = ours(shape, format_name, dtype, tokens, tensor_units=options.tensor_units)
+        sides = [("ours", rows, gpus)]
         if not options.no_mlx:
             sides += peers(shape, format_name, dtype, tokens, gpus)
         for side, rows, of in sides:

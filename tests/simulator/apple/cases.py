@@ -74,11 +74,12 @@ def _work(
 # Ours ------------------------------------------------------------------------------------------------
 
 
-def _case(shape: Shape, format_name: str, dtype: str, tokens: int) -> Case:
+def _case(shape: Shape, format_name: str, dtype: str, tokens: int, tensor_units: bool = False) -> Case:
     name = format_name if format_name in FORMATS else "dense"
     if shape.alone:
         return Linear("", name, dtype, tokens, shape.hidden, shape.intermediate)
-    return Experts("", name, dtype, tokens, shape.experts, shape.slots, shape.hidden, shape.intermediate)
+    sizes = (shape.experts, shape.slots, shape.hidden, shape.intermediate)
+    return Experts("", name, dtype, tokens, *sizes, tensor_units)
 
 
 @functools.lru_cache(maxsize=2)
@@ -87,9 +88,16 @@ def _weights(*case) -> dict:
     return _case(*case, tokens=1).weights(Shapes("mps"))
 
 
-def ours(shape: Shape, format_name: str, dtype: str, tokens: int, limit: Limit = DEFAULT_LIMIT) -> list[Row]:
+def ours(
+    shape: Shape,
+    format_name: str,
+    dtype: str,
+    tokens: int,
+    limit: Limit = DEFAULT_LIMIT,
+    tensor_units: bool = False,
+) -> list[Row]:
     """What `moe_experts*`, or for one matrix `linear_quantized` and `expert_mm`, of the package dispatch."""
-    case, ids = _case(shape, format_name, dtype, tokens), routing(shape, tokens)
+    case, ids = _case(shape, format_name, dtype, tokens, tensor_units), routing(shape, tokens)
     tensors = _weights(shape, format_name, dtype) | {
         "x": torch.randn(tokens, shape.hidden).to(DTYPES[dtype]).to("mps"),
         "ids": torch.from_numpy(ids).to("mps"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from .. import build
 from ..errors import SimulatorError
 
+INCLUDE = Path(__file__).parent / "include"  # in front of the simulator's: what is not counted as it is run
 _FLAGS = [
     *build.LANGUAGE,
     "-march=x86-64-v3",
@@ -48,7 +49,7 @@ def run(command: list) -> None:
 
 
 def headers_digest() -> str:
-    headers = [p for p in build.INCLUDE.iterdir() if p.is_file()]
+    headers = [p for folder in (build.INCLUDE, INCLUDE) for p in folder.iterdir() if p.is_file()]
     return build.files_digest(*headers, build.MSL / "executor.h")
 
 
@@ -67,7 +68,7 @@ def _make(code: str, number: int, name: Path) -> None:
     headers, _ = build.prepared_headers()
     source, raw = name.with_suffix(".cpp"), name.with_suffix(".raw")
     source.write_text(code)
-    include = ["-include", build.INCLUDE / "msl_entry.h", "-I", build.INCLUDE, "-I", headers]
+    include = ["-include", build.INCLUDE / "msl_entry.h", "-I", INCLUDE, "-I", build.INCLUDE, "-I", headers]
     command = [build.tool("clang++"), *_FLAGS, *include, f"-DMSL_KERNEL={number}"]
     run([*command, "-S", "-emit-llvm", source, "-o", raw])
     text = without_target(raw.read_text())

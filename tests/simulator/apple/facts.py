@@ -65,6 +65,13 @@ DRAM_REACH = fact(
     "M1 Pro, M3 Ultra, M3 Max",
     "omlx #2238, mlx #3967, mlx #3863; one M3 Ultra 0.55 to 0.63 (mlx #4509)",
 )
+TENSOR_MACS = fact(
+    "tensor units: multiply-adds of 16-bit operands a cycle and core",
+    512,
+    "assumed",
+    "M5",
+    "gpu-forge #15; an M5 Max would reach 66 TFLOPS, of which mlx-serve #366 measured 50",
+)
 LINE_BYTES = fact("bytes of memory that are fetched at once", 64, "assumed", "all", "half of the cache line")
 LOAD_COMPONENTS = fact(
     "device load: at most so many values of 8, 16 or 32 bits a lane", 4, "known", "M1", f"{APPLEGPU}"
@@ -202,6 +209,10 @@ class Gpu:
     gbs: float
 
     @property
+    def has_tensor_units(self) -> bool:
+        return self.family >= M5
+
+    @property
     def native_bf16(self) -> bool:
         return self.family >= NATIVE_BF16
 
@@ -243,7 +254,7 @@ gpu("M3 Ultra", M3, 80, 1.398, 819.2)
 gpu("M4", M3, 10, 1.47, 120.0, "inferred")  # clocks of the M4 to 6 %: sources differ
 gpu("M4 Pro", M3, 20, 1.578, 273.0, "inferred")
 gpu("M4 Max", M3, 40, 1.578, 546.0, "inferred")
-gpu("M5", M5, 10, 1.578, 153.6, "assumed")  # without its tensor units
+gpu("M5", M5, 10, 1.578, 153.6, "assumed")  # tensor units by TENSOR_MACS
 gpu("M5 Max", M5, 40, 1.62, 614.0, "assumed")
 
 

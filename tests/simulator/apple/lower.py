@@ -9,6 +9,7 @@ from .facts import BF16_ROUNDING, BF16_WIDENING
 from .flow import Flow, is_power_of_two
 from .ir import Instruction, element, size_of
 
+PRODUCT = "apple_tensor_product"  # of tensor units: include/msl_tensor.h
 _FREE = {
     *(
         "bitcast",
@@ -60,6 +61,7 @@ _FUNCTIONS = {
     "msl_threadgroup_argument": [],
     "msl_threadgroup_variable": [],
     "msl_unset_constant": [],
+    PRODUCT: [],
 }
 # The kinds of msl::shuffle whose source lane any lane may choose, and which the GPU has no instruction for.
 _ANY_LANE = "shuffleE0ELj32"

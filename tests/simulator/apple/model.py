@@ -9,10 +9,21 @@ from pathlib import Path
 import numpy as np
 
 from .count import SPACES, Counts
-from .facts import COSTS, LANES, M3, SCHEDULERS, SECTOR_BYTES, THREADGROUP_BYTES, Gpu, threads_for
+from .facts import (
+    COSTS,
+    LANES,
+    M3,
+    SCHEDULERS,
+    SECTOR_BYTES,
+    TENSOR_MACS,
+    THREADGROUP_BYTES,
+    Gpu,
+    threads_for,
+)
 from .kernel import KernelModel
 from .latency import Latency, latency
 from .liveness import Registers
+from .lower import PRODUCT
 
 _LATER = {"anyshuffle": "anyshuffle3"}  # classes that cost something else from the M3 on
 GROUPS = {
@@ -37,12 +48,16 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Bounds:
-    """The least microseconds that each resource of a GPU needs; they work side by side."""
+    """The least microseconds that each resource of a GPU needs; they work side by side.
+
+    `tensor` is infinite on a GPU that has no tensor units, where the model does not know such a product.
+    """
 
     issue: float
     l1: float
     threadgroup: float
     dram: float
+    tensor: float = 0.0
 
     @property
     def binding(self) -> str:
@@ -111,6 +126,17 @@ class Measurement:
         if self.fraction < 1 and self.work is not None and self.work.dram_bytes is not None:
             return self.work.dram_bytes
         return self.counts.distinct_bytes / self.fraction
+
+    @functools.cached_property
+    def uses_tensor_units(self) -> bool:
+        """Whether it multiplies matrices on tensor units; what that takes is no part of its slots."""
+        return any(i.op == "call" and i.callee == PRODUCT for i in self.model.function.instructions)
+
+    def tensor_us(self, gpu: Gpu) -> float:
+        """The least time of its products on tensor units, as if no tile had pairs to spare."""
+        if not self.uses_tensor_units or self.work is None:
+            return 0.0
+        return self.work.macs / (TENSOR_MACS * gpu.core_cycles_per_us) if gpu.has_tensor_units else math.inf
 
     @property
     def sampling_error(self) -> float:
@@ -211,6 +237,7 @@ class Measurement:
             l1=max(self.traffic.l1 / gpu.l1_bytes, loads) * cycle,
             threadgroup=max(self.traffic.threadgroup / THREADGROUP_BYTES, threadgroup) * cycle,
             dram=self.dram_bytes / gpu.dram_bytes_per_us,
+            tensor=self.tensor_us(gpu),
         )
 
 
