@@ -312,6 +312,10 @@ def failing(folder: str, failures: list[str], culprit: int = 1) -> dict[str, str
         if failure == "other seed":
             torch.manual_seed(rank())
             options = {"do_sample": True}
+        elif failure == "features for layers of one process":
+            features = {} if is_culprit else {"features": torch.ones(1)}
+            found[failure] = outcome(lambda m=model, f=features: m(input_ids=prompt(), **f).logits)
+            continue
         elif is_culprit and failure == "other ids":
             ids = ids + 1
         elif is_culprit and failure == "more ids":

@@ -18,6 +18,7 @@ SURVIVABLE = {
     "more ids": (OTHER, OTHER),
     "ids of another dtype": (OTHER, OTHER),
     "another way to generate": (OTHER, OTHER),
+    "features for layers of one process": (OTHER, OTHER),
     "raises": (
         f"PeerError: moe_mps: rank 1 ({HOST}) raised MemoryError: no memory left",
         "MemoryError: no memory",

@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import json
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,7 +40,7 @@ class Running:
 
     def __init__(self, model: Any, stage: Stage, peers: Peers):
         self.model, self.stage, self.peers = model, stage, peers
-        self.calls = 0
+        self.calls = self._ended = 0
         self._samples = False  # whether token ids go back instead of logits, chosen by `generate`
         self._greedy = False  # the same, the likeliest of each call
         self._leads = False
@@ -49,6 +50,8 @@ class Running:
         self._signature = inspect.signature(type(model).forward)
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after)
+        model.register_forward_hook(self._at_the_end, always_call=True)
+        stage.base.register_forward_pre_hook(self._before_layers, with_kwargs=True)
         if not stage.last:
             stage.last_layer().register_forward_hook(self._send)
         if not stage.first:
@@ -79,10 +82,15 @@ class Running:
         unused += () if self.stage.last else ("labels",)  # the last process alone has logits
         return args, {name: value for name, value in kwargs.items() if name not in unused}
 
+    def _before_layers(self, base: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Layers must be given the same everywhere; the first process alone has features of images."""
+        given = {name for name, value in kwargs.items() if isinstance(value, Tensor | list | tuple | dict)}
+        self._given = sorted(given - {"input_ids", "inputs_embeds"})
+
     def _call(self) -> str:
         """What this call was made with; computed while the device has to be waited for anyway."""
         if not self._digest:
-            state = hashlib.blake2b(digest_size=8)
+            state = hashlib.blake2b(" ".join(self._given).encode(), digest_size=8)
             for tensor in self._inputs:
                 if isinstance(tensor, Tensor):
                     host = on_the_host(tensor)
@@ -131,6 +139,13 @@ class Running:
             if second is not None:
                 output.loss = second.to(output.logits.device)
         return output
+
+    def _at_the_end(self, model: Any, args: tuple, output: Any) -> None:
+        """A call that failed once it had begun is told to the others. torch gives no output then."""
+        error = sys.exc_info()[1]
+        if output is None and error is not None and self.calls > self._ended:
+            self.peers.failed(error)
+        self._ended = self.calls
 
     def _tell_others(self, kind: str, tensors: list[Tensor | None]) -> None:
         for rank in range(self.peers.size - 1):
