@@ -47,3 +47,17 @@ def test_the_recipe_of_the_readme():
     assert [model.lm_head.format.bits, layer.self_attn.q_proj.format.bits] == [6, 8]
     assert [format.bits for format in formats_of(layer.mlp.experts).values()] == [4, 5]
     assert type(layer.self_attn.v_proj) is torch.nn.Linear
+
+
+def test_the_bounds_of_several_macs():
+    """Each number of the table in distributed.md follows from the formula above it."""
+    links = [(150e-6, 3e9), (100e-6, 1.1e9), (150e-6, 0.115e9)]
+    text = (REPOSITORY / "docs" / "distributed.md").read_text()
+    rows = re.findall(r"^\| .* \([\d.]+; ([\d.]+); (\d+)\) \| (\d+) \| (.*) \|$", text, re.MULTILINE)
+    assert len(rows) == 3
+    for gigabytes, hidden, alone, cells in rows:
+        seconds = float(gigabytes) / (0.55 * 819)
+        assert alone == f"{1 / seconds:.0f}"
+        for (latency, rate), cell in zip(links, cells.split(" | "), strict=True):
+            hops = [(n - 1) * (200e-6 + latency + int(hidden) / rate) + latency for n in (2, 4, 8)]
+            assert cell == " / ".join(f"{1 / (seconds + hop):.0f}" for hop in hops)

@@ -2,7 +2,7 @@
 
 import pytest
 from support import tiny_models
-from support.pipeline import FEW, MANY, launch
+from support.pipeline import cases_of, launch
 from transformers.distributed import DistributedConfig
 
 import torch_moe_mps
@@ -14,6 +14,12 @@ OTHERS = ["gpt_oss", "deepseek_v3", "zaya", "qwen3_next", "glm_moe_dsa", "deepse
 WANTED = [*(("qwen3_moe", form) for form in QWEN), *((name, "quantised") for name in OTHERS)]
 # transformers' own plan for expert parallelism, on quantised experts.
 PARALLEL = [(name, "quantised, experts in parallel") for name in ("mixtral", "deepseek_v3")]
+DENSE = (
+    "apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3", "glm",
+    "glm4", "granite", "hunyuan_v1_dense", "lfm2", "llama", "ministral", "mistral", "nemotron",
+    "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm",
+    "starcoder2",
+)  # fmt: skip
 CANNOT = {"inkling2", "diffusion_gemma", "muse_spark", "openai_privacy_filter", "qwen3_omni_moe"}
 
 
@@ -26,7 +32,7 @@ def outcomes(tmp_path_factory):
 def test_two_processes_give_what_one_gives(outcomes, architecture, form):
     for outcome in outcomes:
         cases = outcome[f"{architecture}, {form}"]["cases"]
-        assert cases == dict.fromkeys(MANY if architecture == "qwen3_moe" else FEW, "equal")
+        assert cases == dict.fromkeys(cases_of(architecture, form), "equal")
 
 
 @pytest.mark.parametrize(("architecture", "form"), WANTED)
@@ -80,12 +86,13 @@ def test_messages_and_bytes(tmp_path):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(10))
 def test_every_architecture(part, tmp_path):
-    names = tiny_models.architectures()[part::8]
-    for outcome in launch("equal", str(tmp_path), [[name, "quantised"] for name in names]):
+    dense = [name for name in DENSE if name not in tiny_models.architectures()]
+    names = [*tiny_models.architectures(), *dense][part::10]
+    for outcome in launch("equal", str(tmp_path), [[name, "dense"] for name in names]):
         for name in names:
-            found = outcome[f"{name}, quantised"]
+            found = outcome[f"{name}, dense"]
             assert ("refused" in found) == (name in CANNOT), (name, found)
             assert set(found["cases"].values()) <= {"equal", "does not run in one process"}, (name, found)
             assert name in CANNOT or found["cases"]["plain"] == "equal"
