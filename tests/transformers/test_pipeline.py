@@ -88,11 +88,11 @@ def test_messages_and_bytes(tmp_path):
 @pytest.mark.sweep
 @pytest.mark.parametrize("part", range(10))
 def test_every_architecture(part, tmp_path):
-    dense = [name for name in DENSE if name not in tiny_models.architectures()]
-    names = [*tiny_models.architectures(), *dense][part::10]
-    for outcome in launch("equal", str(tmp_path), [[name, "dense"] for name in names]):
-        for name in names:
-            found = outcome[f"{name}, dense"]
+    forms = dict.fromkeys(DENSE, "dense") | dict.fromkeys(tiny_models.architectures(), "quantised")
+    wanted = [[name, form] for name, form in forms.items()][part::10]
+    for outcome in launch("equal", str(tmp_path), wanted):
+        for name, form in wanted:
+            found = outcome[f"{name}, {form}"]
             assert ("refused" in found) == (name in CANNOT), (name, found)
             assert set(found["cases"].values()) <= {"equal", "does not run in one process"}, (name, found)
             assert name in CANNOT or found["cases"]["plain"] == "equal"
