@@ -158,7 +158,7 @@ def _register(module: str, function: str) -> None:
         version = getattr(sys.modules[library], "__version__", "of unknown version")
         _warn(
             f"torch_moe_mps: {library} {version} is not supported, its models run their own code "
-            f"(transformers 5.18 or newer is needed; {error})"
+            f"(transformers 5.21 or newer is needed; {error})"
         )
 
 

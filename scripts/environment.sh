@@ -13,13 +13,13 @@ fail() {
 
 system_python() {
   local candidate
-  for candidate in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
-    if command -v "$candidate" > /dev/null && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+  for candidate in python3 python3.14 python3.13 python3.12 python3.11; do
+    if command -v "$candidate" > /dev/null && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
       echo "$candidate"
       return
     fi
   done
-  fail "Python 3.10 or newer is needed"
+  fail "Python 3.11 or newer is needed"
 }
 
 requirements() {

@@ -17,7 +17,8 @@ from support import mlx_models
 from support.models import output, prompt
 
 import torch_moe_mps
-from torch_moe_mps.transformers.checkpoints.mlx.writing import EXPERTS, save_mlx
+from torch_moe_mps.transformers.checkpoints.mlx.names import EXPERTS
+from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
 
 DOCUMENT = paths.REPOSITORY / "docs" / "mlx.md"
 MARK = "<!-- scripts/make_mlx_table.py writes what follows -->\n"

@@ -25,7 +25,8 @@ from support.launches import launches_of_last_layer, model_on_mps
 
 import torch_moe_mps
 from torch_moe_mps.transformers import experts_of
-from torch_moe_mps.transformers.checkpoints.mlx.writing import DENSE, save_mlx
+from torch_moe_mps.transformers.checkpoints.mlx.names import DENSE
+from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
 from torch_moe_mps.transformers.pipeline.loop import CannotBeCut
 from torch_moe_mps.transformers.pipeline.stages import layers_of
 

@@ -27,7 +27,7 @@ from torch_moe_mps.transformers import (
 )
 from torch_moe_mps.transformers.checkpoints import weights
 from torch_moe_mps.transformers.checkpoints.targets import Target
-from torch_moe_mps.transformers.checkpoints.weights import empty_quantized_module, quantize_target
+from torch_moe_mps.transformers.checkpoints.weights import quantize_target, store_empty
 from torch_moe_mps.transformers.interface import projections
 from torch_moe_mps.transformers.report import QuantizedProjection
 
@@ -239,7 +239,8 @@ def test_state_dict_round_trip(architecture, tmp_path):
         module = next(iter(experts_of(small(architecture)).values()))
         with torch.device("meta"):
             empty = next(iter(experts_of(small(architecture)).values()))
-        empty_quantized_module(empty, format)
+        store_empty(Target("", empty, "experts", dict.fromkeys(projections(empty), format)))
+        empty.quantization = empty.down_quantization = format
         target = Target("", module, "experts", dict.fromkeys(projections(module), format))
         quantize_target(module, target, [])
         save_file(module.state_dict(), tmp_path / "module.safetensors")

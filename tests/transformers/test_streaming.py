@@ -15,6 +15,8 @@ from support.processes import python
 import torch_moe_mps
 from torch_moe_mps.transformers.checkpoints.config import QuantizationConfig
 from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
+from torch_moe_mps.transformers.interface import experts_of, is_quantized
+from torch_moe_mps.transformers.linears import QuantizedLayer
 
 transformers.logging.set_verbosity_error()
 
@@ -93,6 +95,20 @@ def test_a_recipe_while_loading(tmp_path):
     loaded = torch_moe_mps.from_pretrained(str(tmp_path), bits=4, group_size=32, **recipe)
     torch_moe_mps.accelerate(model, 4, 32, **recipe)
     assert_same_state(loaded, model)
+
+
+@pytest.mark.parametrize("source", ["dense", "fp8"])
+def test_none_keeps_a_kind_of_weight_dense(source, tmp_path):
+    model = tiny("qwen3_moe", dtype=torch.bfloat16)
+    if source == "fp8":
+        fp8_blocks(model, tmp_path)
+    else:
+        model.save_pretrained(tmp_path)
+    loaded = torch_moe_mps.from_pretrained(
+        str(tmp_path), bits=4, group_size=32, linear_bits=None, embedding_bits=None
+    )
+    assert not [name for name, module in loaded.named_modules() if isinstance(module, QuantizedLayer)]
+    assert all(map(is_quantized, experts_of(loaded).values()))
 
 
 def test_tied_layers_that_are_both_in_the_checkpoint(tmp_path):

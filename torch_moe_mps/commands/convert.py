@@ -14,7 +14,8 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..transformers.checkpoints.files import check_files
-from ..transformers.checkpoints.mlx.writing import check_writable, save_mlx
+from ..transformers.checkpoints.mlx.names import check_writable
+from ..transformers.checkpoints.mlx.writing import save_mlx
 from ..transformers.checkpoints.parts import Parts, meta_model
 from ..transformers.checkpoints.recipe import requested_recipe
 from ..transformers.checkpoints.saving import save_parts

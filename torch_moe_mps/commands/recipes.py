@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..quantization import Format
-from ..transformers.checkpoints.recipe import fits, recipe_of
+from ..transformers.checkpoints.recipe import ARGUMENTS, fits, recipe_of
 from ..transformers.checkpoints.targets import weights_of
 from .perplexity import text_ids
 
@@ -52,16 +52,15 @@ def arguments_of(options: argparse.Namespace, source: str, model: "PreTrainedMod
 
 def read_recipe(file: str) -> dict[str, Any]:
     """The arguments in a JSON file."""
-    known = {"bits", "group_size", "mode", "linear_bits", "embedding_bits", "keep", "overrides"}
     try:
         recipe = json.loads(Path(file).read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is no JSON: {error}") from None
     except FileNotFoundError:
         raise ValueError(f"--recipe must be {', '.join(MIXED)} or a file, got {file}") from None
-    if not isinstance(recipe, dict) or not set(recipe) <= known:
-        wrong = sorted(set(recipe) - known) if isinstance(recipe, dict) else type(recipe).__name__
-        raise ValueError(f"{file} must have {', '.join(sorted(known))}, got {wrong}")
+    if not isinstance(recipe, dict) or not set(recipe) <= {*ARGUMENTS}:
+        wrong = sorted(set(recipe) - {*ARGUMENTS}) if isinstance(recipe, dict) else type(recipe).__name__
+        raise ValueError(f"{file} must have {', '.join(sorted(ARGUMENTS))}, got {wrong}")
     return recipe
 
 

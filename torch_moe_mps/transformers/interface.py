@@ -54,10 +54,6 @@ def formats_of(experts: Experts) -> dict[str, Format]:
     return {first: experts.quantization, second: experts.down_quantization}
 
 
-def set_formats(experts: Experts, formats: dict[str, Format]) -> None:
-    experts.quantization, experts.down_quantization = (formats[name] for name in projections(experts))
-
-
 def experts_of(model: nn.Module) -> dict[str, Experts]:
     """{name: module} of all experts of a model, in its order."""
     return {name: module for name, module in model.named_modules() if is_experts(module)}

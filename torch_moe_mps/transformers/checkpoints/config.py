@@ -21,7 +21,7 @@ from ...ops._checks import Check
 from ...quantization import Format
 from ..experts import NAME
 from ..interface import projections
-from .recipe import SAME, Recipe, recipe_of
+from .recipe import ARGUMENTS, Recipe, recipe_of
 from .targets import Target, kinds_of
 
 LIBRARY = "torch_moe_mps"
@@ -36,11 +36,12 @@ class QuantizationConfig(QuantizationConfigMixin):
             parameters, linear layers, embeddings. A format is a name such as "affine4_64", or {bits,
             group_size, mode}. None in a checkpoint: experts, in the usual format. Names of a larger or a
             smaller model are understood.
-        linear_bits, embedding_bits, keep, overrides: as in `accelerate`, for dense checkpoints.
         source: the quantisation of a checkpoint that transformers dequantises while ours quantises: FP8.
         absent: names of parts of the model, beside its language model, that a checkpoint does not have.
         global_scales: names of matrices of experts that have a scale for each expert, see global_scales.py.
         mlx: whether MLX wrote the checkpoint: what is quantised in it is read from its tensors.
+        others: linear_bits, embedding_bits, keep and overrides for dense checkpoints, as in `accelerate`. All
+            else, which other programs may have added to a config, is ignored.
 
     Raises: ValueError for a format that does not exist.
     """
@@ -49,26 +50,21 @@ class QuantizationConfig(QuantizationConfigMixin):
         self,
         bits: int | None = None,
         group_size: int | None = None,
-        mode: str = "affine",
+        mode: str | None = None,
         modules: Mapping[str, Any] | None = None,
-        linear_bits: int | str | None = SAME,
-        embedding_bits: int | str | None = SAME,
-        keep: Collection[str] = (),
-        overrides: Mapping[str, Any] | None = None,
         source: Mapping[str, Any] | None = None,
         absent: Collection[str] = (),
         global_scales: Collection[str] = (),
         mlx: bool = False,
-        **unused: Any,
+        **others: Any,
     ):
         self.quant_method = NAME
-        self.usual = Format(bits, group_size, mode)
+        self.usual = Format(bits, group_size, mode or "affine")
         if modules is not None and not isinstance(modules, Mapping):
             raise ValueError(f"moe_mps: modules must be {{name: format}}, got {modules!r}")
         self.modules = modules and {name: _format_of(name, value) for name, value in modules.items()}
-        self.linear_bits, self.embedding_bits = linear_bits, embedding_bits
-        self.keep, self.overrides, self.source = keep, overrides, source
-        self.absent, self.global_scales, self.mlx = [*absent], [*global_scales], mlx
+        self.exceptions = {name: others[name] for name in ARGUMENTS if name in others}
+        self.source, self.absent, self.global_scales, self.mlx = source, [*absent], [*global_scales], mlx
         self.recipe()  # its errors come now
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -77,7 +73,7 @@ class QuantizationConfig(QuantizationConfigMixin):
 
     def recipe(self) -> Recipe:
         """What to do with a dense checkpoint."""
-        return recipe_of(self.usual, self.linear_bits, self.embedding_bits, self.keep, self.overrides)
+        return recipe_of(self.usual, **self.exceptions)
 
     def formats(self) -> set[Format]:
         """All formats of a quantised checkpoint."""

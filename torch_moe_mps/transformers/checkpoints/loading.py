@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -26,9 +26,9 @@ from ..experts import NAME
 from ..pipeline.loading import PipelineLoading, is_pipeline
 from ..pipeline.peers import Timeouts
 from .config import QuantizationConfig, is_mlx, is_ours
-from .mlx.plan import written_by_mlx
+from .mlx.reading import written_by_mlx
 from .quantizer import Quantizer
-from .recipe import SAME, requested_recipe
+from .recipe import ARGUMENTS, requested_recipe
 
 # Model types that mlx-lm loads as another type, which transformers knows.
 _SAME_MODEL = {"joyai_llm_flash": "deepseek_v3", "kimi_k2": "deepseek_v3"}
@@ -44,13 +44,6 @@ def from_pretrained(
     name: str,
     model_class: type | None = None,
     *,
-    bits: int | None = None,
-    group_size: int | None = None,
-    mode: str | None = None,
-    linear_bits: int | str | None = SAME,
-    embedding_bits: int | str | None = SAME,
-    keep: Collection[str] = (),
-    overrides: Mapping[str, Any] | None = None,
     check: bool = True,
     shares: Sequence[int] | None = None,
     loading_timeout: float = 1800.0,
@@ -67,14 +60,13 @@ def from_pretrained(
         name: folder or name on the Hub.
         model_class: a class of transformers; the default is AutoModelForCausalLM, or for a model type that it
             does not know AutoModelForImageTextToText.
-        bits, group_size, mode, linear_bits, embedding_bits, keep, overrides: as in `accelerate`; weights that
-            are quantised stay as they are.
         check: False leaves out the comparison with the CPU, as in `accelerate`.
         shares: of a pipeline (distributed_config=DistributedConfig(pp_size=2), docs/distributed.md): how many
             layers each process has; None for as many as its memory and bandwidth suggest.
         loading_timeout, decoding_timeout: seconds that a process of a pipeline waits for the others to load,
             and for another's layers to run on 512 tokens.
-        kwargs: for its from_pretrained.
+        kwargs: bits, group_size, mode, linear_bits, embedding_bits, keep and overrides, as in `accelerate`;
+            weights that are quantised stay as they are. All others go to the from_pretrained of the class.
 
     Returns: what its from_pretrained returns: the model, in evaluation mode and accelerated; with
         output_loading_info, a tuple of that and the information. `model.hf_quantizer.report` says what was
@@ -84,8 +76,7 @@ def from_pretrained(
         checkpoint lacks, for a checkpoint of MLX of a type of model that transformers does not know, and for
         a pipeline of a model that cannot be cut. PeerError if another process of a pipeline fails or differs.
     """
-    asked: dict[str, Any] = {"bits": bits, "group_size": group_size, "mode": mode, "linear_bits": linear_bits}
-    asked |= {"embedding_bits": embedding_bits, "keep": keep, "overrides": overrides}
+    asked = {name: kwargs.pop(name) for name in ARGUMENTS if name in kwargs}
     recipe = requested_recipe(**asked)  # its errors come before anything is loaded
     cls: Any = model_class or AutoModelForCausalLM
     pipeline = None
@@ -97,7 +88,6 @@ def from_pretrained(
         expected = "given with distributed_config=DistributedConfig(pp_size=...)"
         raise ValueError(f"moe_mps::from_pretrained: shares must be {expected}, got none")
     if kwargs.get("quantization_config") is None:
-        asked = {k: v for k, v in asked.items() if v is not None or k in ("linear_bits", "embedding_bits")}
         config, others = load_config(name, cls, kwargs)
         cls = model_class or class_for(config)
         stored = stored_in(name, config)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -21,13 +20,12 @@ from .absent import leave_out
 from .blocks import RepackBlocks
 from .checking import check_loaded, check_shapes
 from .config import QuantizationConfig, any_layer, is_mlx, is_ours
-from .mlx.converter import MlxConverter
-from .mlx.plan import Plan
+from .mlx.reading import Reading
 from .quantize import quantize_targets
 from .saving import mark_quantized
 from .streaming import QuantizeParameter, Stream, streaming_converters
 from .targets import present, tie_quantized
-from .weights import finish, quantized_names, store_empty
+from .weights import quantized_names, replace, store_empty, stored
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
@@ -91,11 +89,10 @@ class Quantizer(HfQuantizer):
             self._stream = Stream(model, self.quantization_config.recipe())
             return
         if self.quantization_config.mlx:
-            conversions = get_model_conversion_mapping(model)
-            self._plan = Plan(model, kwargs["checkpoint_files"], conversions)
-            self._targets = self._plan.targets
-            leave_out(model, self._plan.absent)
-            global_scales = self._plan.global_scales
+            self._reading = Reading(model, kwargs["checkpoint_files"])
+            self._targets = self._reading.targets
+            leave_out(model, self._reading.absent)
+            global_scales = self._reading.global_scales
         else:
             leave_out(model, self.quantization_config.absent)
             self._targets = self.quantization_config.targets(model)
@@ -121,7 +118,7 @@ class Quantizer(HfQuantizer):
             return
         self._targets = present(model, self._targets)
         if self.quantization_config.mlx:
-            self._plan.forget_absent(model)
+            self._reading.forget_absent()
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         return not self.pre_quantized and param_name in self._stream.wanted
@@ -158,15 +155,16 @@ class Quantizer(HfQuantizer):
             dtype = next(target.module.__dict__[parameter].dtype for parameter in target.formats)
             for parameter in target.formats:
                 del target.module.__dict__[parameter]
-            finish(model, target, dtype)
-        check_loaded(model, loaded)
+            replace(model, target, {p: stored(target.module, p, f) for p, f in target.formats.items()}, dtype)
         if self.quantization_config.mlx:
+            self._reading.fill_dropped(loaded)
             model._weight_conversions = None  # saved with the names of transformers
+        check_loaded(model, loaded)
         return {}
 
     def update_weight_conversions(self, weight_conversions: list, model: nn.Module) -> list:
         if self.quantization_config.mlx:
-            return [MlxConverter(self._plan)]
+            return [*self._reading.rows()]
         if not self._streams:
             return [*weight_conversions, *self.get_weight_conversions()]
         source = self.quantization_config.source

@@ -1,5 +1,6 @@
 """Which weights of a model are quantised, and in which format."""
 
+import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -59,7 +60,7 @@ def requested_recipe(
     """The recipe that the arguments of `accelerate` ask for; None for none.
 
     Args:
-        bits, group_size, mode: the format of the experts, and of all that follows unless it is given.
+        bits, group_size, mode: the format of the experts, and of everything without a format of its own.
         linear_bits: bits of the linear layers in mode "affine"; "same" as the experts; None is dense.
         embedding_bits: the same for embeddings and the output head.
         keep: names of weights that stay dense, with * and ?, or their ends: "lm_head", "*.v_proj".
@@ -78,22 +79,6 @@ def requested_recipe(
             if is_given:
                 raise ValueError(f"moe_mps::quantize: {argument} needs bits or a mode, got neither")
         return None
-    return recipe_of(usual, linear_bits, embedding_bits, keep, overrides)
-
-
-def recipe_of(
-    usual: Format,
-    linear_bits: int | str | None = SAME,
-    embedding_bits: int | str | None = SAME,
-    keep: Collection[str] = (),
-    overrides: Mapping[str, Any] | None = None,
-) -> Recipe:
-    """The recipe that uses the format `usual` unless an argument says otherwise.
-
-    Args: see `requested_recipe`.
-
-    Raises: ValueError for a format that does not exist.
-    """
     exceptions = {
         pattern: _format(f"overrides[{pattern!r}]", value, usual)
         for pattern, value in (overrides or {}).items()
@@ -101,6 +86,17 @@ def recipe_of(
     exceptions |= dict.fromkeys([keep] if isinstance(keep, str) else keep)
     linears = _format("linear_bits", linear_bits, usual)
     return Recipe(usual, linears, _format("embedding_bits", embedding_bits, usual), exceptions)
+
+
+# The arguments of `from_pretrained`, of QuantizationConfig and of a file with a recipe, too.
+ARGUMENTS = tuple(inspect.signature(requested_recipe).parameters)
+
+
+def recipe_of(usual: Format, **exceptions: Any) -> Recipe:
+    """The recipe that uses one format, with the other arguments of `requested_recipe`."""
+    recipe = requested_recipe(**usual.to_dict(), **exceptions)
+    assert recipe is not None
+    return recipe
 
 
 def _format(argument: str, value: Any, usual: Format) -> Format | None:

@@ -25,10 +25,9 @@ from .weights import (
     as_parameters,
     check_columns,
     dense_dtype,
-    finish,
     release_cache,
+    replace,
     rows_first,
-    store,
     without_stack,
     words,
 )
@@ -148,11 +147,10 @@ class Stream:
             if len(found) < len(sources):
                 rest[target.name] = target
                 continue
+            replace(model, target, {p: self._done[source] for p, source in found.items()}, dtype)
             for parameter, source in found.items():
-                store(target, parameter, self._done[source])
                 if source != f"{target.name}.{parameter}":
                     self.report.shared[target.name] = source.rpartition(".")[0]
-            finish(model, target, dtype)
         for name in own:
             del self.wanted[name]
             self._done.pop(name, None)

@@ -14,7 +14,7 @@ from ...ops._checks import Check
 from ...quantization import TENSORS, Format, QuantizedWeight
 from ...quantization.formats import ErrorSums, check_finite, quantize_stack
 from ..experts import pinned_config
-from ..interface import Experts, projections, set_formats
+from ..interface import projections
 from ..linears import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
 from ..report import QuantizedProjection
 from .targets import Target
@@ -72,14 +72,6 @@ def as_parameters(quantized: QuantizedWeight) -> QuantizedWeight:
     return quantized.map(parameter)
 
 
-def store(target: Target, parameter: str, quantized: QuantizedWeight) -> None:
-    """Replaces a dense parameter by quantised tensors, which may be parameters of another module."""
-    delattr(target.module, parameter)
-    for name, tensor in zip(quantized_names(parameter), as_parameters(quantized), strict=True):
-        if isinstance(tensor, nn.Parameter):
-            target.module.register_parameter(name, tensor)
-
-
 def stored(module: nn.Module, parameter: str, format: Format) -> QuantizedWeight:
     """The quantised weight that took the place of a dense parameter."""
     packed, scales, biases = quantized_names(parameter)
@@ -92,7 +84,11 @@ def store_empty(target: Target) -> None:
     for parameter, format in target.formats.items():
         weight = getattr(target.module, parameter)
         empty = QuantizedWeight.empty(rows_first(target, weight).shape, weight.dtype, weight.device, format)
-        store(target, parameter, empty if target.kind == "experts" else without_stack(empty))
+        delattr(target.module, parameter)
+        tensors = as_parameters(empty if target.kind == "experts" else without_stack(empty))
+        for name, tensor in zip(quantized_names(parameter), tensors, strict=True):
+            if isinstance(tensor, nn.Parameter):
+                target.module.register_parameter(name, tensor)
 
 
 def quantize_target(model: nn.Module, target: Target, others: list[Target]) -> list[QuantizedProjection]:
@@ -109,11 +105,18 @@ def quantize_target(model: nn.Module, target: Target, others: list[Target]) -> l
         stack = target.kind == "experts"
         weights[parameter] = as_parameters(quantized if stack else without_stack(quantized))
     for each in (target, *others):
-        if each.kind == "experts":
-            _replace_experts(each, weights)
-        else:
-            _replace_layer(model, each, weights["weight"], dtype)
+        replace(model, each, weights, dtype)
     return done
+
+
+def replace(
+    model: nn.Module, target: Target, weights: Mapping[str, QuantizedWeight], dtype: torch.dtype
+) -> None:
+    """Gives a module its quantised weights in place of dense ones, which had the dtype `dtype`."""
+    if target.kind == "experts":
+        _replace_experts(target, weights)
+    else:
+        _replace_layer(model, target, weights["weight"], dtype)
 
 
 def _replace_experts(target: Target, weights: Mapping[str, QuantizedWeight]) -> None:
@@ -142,16 +145,6 @@ def _replace_layer(model: nn.Module, target: Target, weight: QuantizedWeight, dt
     target.module = layer
 
 
-def finish(model: nn.Module, target: Target, dtype: torch.dtype) -> None:
-    """Makes a module with stored weights run on the operators; its dense weights had the dtype `dtype`."""
-    if target.kind == "experts":
-        set_formats(target.experts, target.formats)
-        target.experts.config = pinned_config(target.experts)
-    else:
-        weight = stored(target.module, "weight", target.formats["weight"])
-        _replace_layer(model, target, weight, dtype)
-
-
 def _layer(module: nn.Module, weight: QuantizedWeight, dtype: torch.dtype) -> QuantizedLayer:
     layer: QuantizedLayer
     if isinstance(module, nn.Embedding):
@@ -176,13 +169,6 @@ def _scale_of(embedding: nn.Embedding, device: torch.device) -> Tensor | None:
 
 def dense_dtype(target: Target) -> torch.dtype:
     return next(getattr(target.module, name).dtype for name in target.formats)
-
-
-def empty_quantized_module(module: Experts, format: Format) -> None:
-    """Uninitialised quantised tensors in an experts module, to load its state."""
-    target = Target("", module, "experts", dict.fromkeys(projections(module), format))
-    store_empty(target)
-    set_formats(module, target.formats)
 
 
 def release_cache(tensor: Tensor) -> None:

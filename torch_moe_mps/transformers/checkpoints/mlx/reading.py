@@ -1,0 +1,221 @@
+"""Reads checkpoints that MLX wrote; packed words and scales have the same layout as ours.
+
+What is quantised follows from the names and shapes in the files; the config only says that MLX wrote them.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from ....ops._checks import Check
+from ....quantization import Format
+from ...interface import Experts
+from ..absent import beside_text
+from ..targets import Target, kinds_of, reasons_to_stay_dense, tied_layers
+from ..weights import quantized_names
+from .names import Names, canonical
+from .rows import PARTS, Row, Rows, tensor_of
+
+if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
+    from transformers import PreTrainedModel
+
+_CHECK = Check("load")
+_CODES = {"U32": torch.uint32, "U8": torch.uint8}  # what is not floating-point in files of MLX
+_MODES = {(32, 4): "mxfp4", (32, 8): "mxfp8", (16, 4): "nvfp4"}
+
+
+class Stored:
+    """The names and shapes of the tensors in the files; names as `canonical` has them are found, too."""
+
+    def __init__(self, files: Sequence[str]):
+        self.tensors: dict[str, Tensor] = {}
+        for file in files:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118
+                    part = tensors.get_slice(name)
+                    dtype = _CODES.get(part.get_dtype(), torch.float32)
+                    self.tensors[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+        self._keys = {canonical(name): name for name in self.tensors}
+
+    def key(self, name: str) -> str | None:
+        """What a tensor is called in the files."""
+        return name if name in self.tensors else self._keys.get(canonical(name))
+
+    def shape(self, name: str) -> torch.Size | None:
+        key = self.key(name)
+        return None if key is None else self.tensors[key].shape
+
+    def format(self, module: str, columns: int, experts: bool = False) -> Format | None:
+        """The format of a module by its shapes: 32 * words = bits * columns, and a scale for each group."""
+        shape, scales = (self.shape(f"{module}.{part}") for part in PARTS[:2])
+        if shape is None or scales is None:
+            return None
+        row, groups = shape[-1], scales[-1]
+        group_size = columns // max(1, groups)
+        mode = _MODES.get((group_size, row * 32 // columns))
+        if self.key(f"{module}.biases") is not None:
+            mode = "affine"
+        if mode is None or (self.key(f"{module}.global_scale") and not (experts and mode == "nvfp4")):
+            _CHECK.fail(module, "in a format of MLX without a global scale", f"{row} words, {groups} scales")
+        try:
+            return Format(row * 32 // columns, group_size, mode)
+        except ValueError:
+            got = f"{row} words and {groups} scales"
+            return _CHECK.fail(module, f"in a format of MLX, {columns} columns wide", got)
+
+
+class Reading:
+    """What a checkpoint of MLX has of a model.
+
+    Attributes:
+        targets: {name: target} of what is quantised.
+        dropped: parameters that mlx-lm drops; they are zero.
+        global_scales: the matrices of experts that also have a scale for each expert.
+        absent: parts of a multimodal model that the checkpoint lacks.
+
+    Raises: ValueError for tensors that do not fit the model.
+    """
+
+    def __init__(self, model: "PreTrainedModel", files: Sequence[str]):
+        self.model, self.stored, self.names = model, Stored(files), Names(model)
+        self.kinds = kinds_of(model)
+        self.targets: dict[str, Target] = {}
+        self.global_scales: list[str] = []
+        self._dense: dict[str, list[Format | None]] = {}  # of what is quantised in MLX and dense here
+        self._halved: set[str] = set()
+        state = model.state_dict()
+        self.dropped = [name for name in state if self.names.is_dropped(name)]
+        if self.dropped:
+            ignored = [*(model._keys_to_ignore_on_load_missing or ()), *map(re.escape, self.dropped)]
+            model._keys_to_ignore_on_load_missing = ignored
+        self.beside = beside_text(model)
+        self.absent = [part for part in self.beside if not self._has_some(part, state)]
+        for name, (kind, _) in self.kinds.items():
+            if kind == "experts":
+                self._experts(name)
+        inside = tuple(f"{name}." for name, (kind, _) in self.kinds.items() if kind == "experts")
+        why_dense = reasons_to_stay_dense(model)
+        for name, tensor in state.items():
+            if name.endswith(".weight") and tensor.dim() > 1 and not (inside and name.startswith(inside)):
+                self._layer(name, tensor.shape, why_dense)
+        self._tied()
+
+    def _has_some(self, part: str, state: dict[str, Tensor]) -> bool:
+        inside = (name for name in state if name.startswith(f"{part}."))
+        return any(self.stored.key(theirs) for name in inside for theirs in self.names.of(name))
+
+    def _experts(self, name: str) -> None:
+        module = cast(Experts, self.kinds[name][1])
+        for projection, modules in self.names.of_experts(name, module).items():
+            columns = getattr(module, projection).shape[-2 if module.is_transposed else -1]
+            format = self.stored.format(modules[0], columns, experts=True)
+            if format is None:
+                continue
+            shapes = [self.stored.shape(f"{other}.weight") for other in modules]
+            if len({*shapes} - {None}) > 1:
+                ours = f"{name}.{quantized_names(projection)[0]}"
+                _CHECK.fail(ours, "of gate and up rows in one format", [*map(list, filter(None, shapes))])
+            self.targets.setdefault(name, Target(name, module, "experts", {})).formats[projection] = format
+            if self.stored.key(f"{modules[0]}.global_scale"):
+                self.global_scales.append(f"{name}.{projection}")
+
+    def _layer(self, name: str, shape: torch.Size, why_dense: Callable[[str, nn.Module], str | None]) -> None:
+        modules = [theirs.removesuffix(".weight") for theirs in self.names.of(name)]
+        attention = modules[0].removesuffix("kv_b_proj")
+        if name.endswith("kv_b_proj.weight") and self.stored.key(f"{attention}embed_q.weight"):
+            nope = self.model.config.get_text_config().qk_nope_head_dim
+            halves = {f"{attention}embed_q": nope, f"{attention}unembed_out": shape[-1]}
+            self._dense[name] = [self.stored.format(half, columns) for half, columns in halves.items()]
+            self._halved.add(name)
+            return
+        formats = [self.stored.format(module, shape[-1]) for module in modules]
+        if formats[0] is None:
+            return
+        owner = name.removesuffix(".weight")
+        kind, module = self.kinds.get(owner, ("", None))
+        if module is not None and len({*formats}) == 1 and why_dense(owner, module) is None:
+            self.targets[owner] = Target(owner, module, kind, {"weight": formats[0]})
+        else:
+            self._dense[name] = formats
+
+    def _tied(self) -> None:
+        """Adds the tied layers: the checkpoint has only one of each pair."""
+        for pair in tied_layers(self.model).items():
+            for name, other in (pair, pair[::-1]):
+                if other in self.targets and name not in self.targets and name in self.kinds:
+                    kind, module = self.kinds[name]
+                    self.targets[name] = Target(name, module, kind, self.targets[other].formats)
+
+    def rows(self) -> list[Row]:
+        """The converters, once the targets have quantised weights and what is absent is left out.
+
+        Raises: ValueError for a parameter without a tensor, or with tensors of another shape.
+        """
+        found: list[Row] = []
+        for row in Rows(self.names, self._halved.__contains__, self._dense).of(self.model.state_dict()):
+            keys = [self.stored.key(name) for name in row.source_patterns]
+            if not any(keys):
+                continue
+            for name, key in zip(row.source_patterns, keys, strict=True):
+                if key is None:
+                    _CHECK.fail(name, "in the checkpoint of MLX", "no such tensor")
+            found.append(Row([*filter(None, keys)], row.target_patterns, row.operations, cast=row.cast))
+            self._check_shapes(found[-1])
+        self._check_complete(found)
+        return found
+
+    def forget_absent(self) -> None:
+        """The model was cut: makes only the parameters that it still has."""
+        self.dropped = [name for name in self.dropped if name in self.model.state_dict()]
+
+    def fill_dropped(self, loaded: Callable[[str], bool]) -> None:
+        """Fills the parameters that mlx-lm drops, in modules whose names are `loaded`."""
+        for name in self.dropped:
+            owner, _, last = name.rpartition(".")
+            if loaded(owner):
+                zeros = torch.zeros_like(tensor_of(self.model, name), device="cpu")
+                self.model.get_submodule(owner)._parameters[last] = nn.Parameter(zeros, requires_grad=False)
+
+    def _check_shapes(self, row: Row) -> None:
+        """Tries the row on tensors without memory."""
+        sources = row.source_patterns
+        try:
+            made = copy.deepcopy(row).of(self.stored.tensors, self.model)
+        except RuntimeError:
+            shapes = [tuple(self.stored.tensors[source].shape) for source in sources]
+            _CHECK.fail(row.target_patterns[0], "made of tensors that fit", f"{shapes} of {sources}")
+        for name, tensor in made.items():
+            shape, of = tuple(tensor_of(self.model, name).shape), " and ".join(sources)
+            if tensor.shape != shape:
+                _CHECK.fail(name, f"of shape {shape}", f"{tuple(tensor.shape)} made of {of}")
+
+    def _check_complete(self, rows: Sequence[Row]) -> None:
+        """Raises: ValueError with the name of a missing parameter, of the language model if possible."""
+        unknown = [*self.stored.tensors.keys() - {source for row in rows for source in row.source_patterns}]
+        known = {name for row in rows for name in row.target_patterns} | {*self.dropped}
+        known |= {*(self.model.all_tied_weights_keys or {})} | {
+            name for name, _ in self.model.named_buffers()
+        }
+        ignored = [re.compile(pattern) for pattern in self.model._keys_to_ignore_on_load_missing or ()]
+        beside = tuple(f"{part}." for part in self.beside)
+        for name in sorted(self.model.state_dict(), key=lambda name: name.startswith(beside)):
+            if name not in known and not any(pattern.search(name) for pattern in ignored):
+                got = f"no tensor like it, but {sorted(unknown)[:3]}"
+                _CHECK.fail(name, "in the checkpoint of MLX", got)
+        if unknown and self.absent:
+            got = f"no tensor like it, but {sorted(unknown)[:3]}"
+            _CHECK.fail(self.absent[0], "in the checkpoint of MLX", got)
+
+
+def written_by_mlx(name: str) -> bool:
+    """Whether the metadata of the files in a folder says that MLX wrote them."""
+    for file in sorted(Path(name).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            return (tensors.metadata() or {}).get("format") == "mlx"
+    return False
