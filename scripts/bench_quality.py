@@ -21,7 +21,7 @@ import transformers
 from torch import Tensor
 
 import torch_moe_mps
-from torch_moe_mps.commands.perplexity import measure, save_references, windows
+from torch_moe_mps.commands.perplexity import WithQuantizedCache, measure, save_references, windows
 from torch_moe_mps.commands.recipes import mixed_overrides
 from torch_moe_mps.transformers.checkpoints.parts import Parts
 
@@ -41,6 +41,12 @@ training text. Groups of {group}. Written by `python scripts/bench_quality.py --
 
 | recipe | kB | perplexity | KL divergence (nats a byte) | equal top bytes |
 |---|---|---|---|---|
+"""
+
+
+FOOT = """
+The dense model with keys and values in 8 bits (`kv_bits=8`, groups of 32, the width of its heads): perplexity
+{perplexity:.4f} instead of {dense:.4f}, KL divergence {divergence:.5f}, equal top bytes {agreement:.1f} %.
 """
 
 
@@ -108,12 +114,13 @@ def table(steps: int, tested: int) -> str:
         pieces = windows(rest[:tested], rest[:0], WINDOW)
         save_references(dense, pieces, Path(folder))
         lines = [row(name, load(folder, **recipe), pieces, Path(folder)) for name, recipe in rows]
+        foot = of_cache(dense, pieces, Path(folder))
     weights = sum(p.numel() for p in dense.parameters())
     head = HEAD.format(
         weights=weights / 1e6, seen=steps * 16 * 128 / 1e6, steps=steps, window=WINDOW, group=GROUP_SIZE,
         tested=min(tested, len(rest)), calibration=ids.numel(), python=platform.python_version(),
     )  # fmt: skip
-    return head + "\n".join(lines) + "\n"
+    return head + "\n".join(lines) + "\n" + foot
 
 
 def row(name: str, model: Any, pieces: list[Tensor], references: Path) -> str:
@@ -122,6 +129,16 @@ def row(name: str, model: Any, pieces: list[Tensor], references: Path) -> str:
     return (
         f"| {name} | {size:.0f} | {math.exp(means.loss):.4f} | {means.divergence:.5f} "
         f"| {100 * means.agreement:.1f} % |"
+    )
+
+
+def of_cache(model: Any, pieces: list[Tensor], references: Path) -> str:
+    means = measure(WithQuantizedCache(model), pieces, references)
+    return FOOT.format(
+        perplexity=math.exp(means.loss),
+        dense=math.exp(means.other),
+        divergence=means.divergence,
+        agreement=100 * means.agreement,
     )
 
 

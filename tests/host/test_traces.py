@@ -159,6 +159,19 @@ attention_merge_affine8_f16 grid 1x1x1 of 128x1x1
 """,
         )
 
+    def test_writing_a_cache_in_8_bits(self):
+        states = tensor(1, 3, 4, 128).transpose(1, 2)
+        packed = torch.zeros(1, 4, 100, 32, dtype=torch.int32, device="mps")
+        self.assertExpectedInline(
+            self.encoded(
+                ops.write_cache_quantized_, states, packed, tensor(1, 4, 100, 1), tensor(1, 4, 100, 1), 7
+            ),
+            """\
+write_cache_quantized_affine8_f16 grid 3x1x1 of 128x1x1
+0=A[0:3072] 1=B[0:51200] 2=C[0:800] 3=D[0:800] 4=112 bytes
+""",
+        )
+
     def test_fused_norm_add(self):
         x, w = tensor(6, 2048), tensor(2048, dtype=torch.float32)
         self.assertExpectedInline(

@@ -279,3 +279,67 @@ def test_the_same_bits_again(every_order, device):
     q, k, v = tensors(device, torch.float32, 1, 4, 1, 2, 1100, 24)
     results = [attend(q, k, v, 0.3).cpu() for _ in every_order()]
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_keys_and_values_are_read_once(simulated, bits):
+    """By all 8 queries of a head together, whatever the number of chunks."""
+    q, k, v = tensors("mps", torch.float16, 1, 16, 2, 1, 1000, 128)
+    options = {}
+    if bits == 8:
+        groups = torch.ones(1, 2, 1000, 2, dtype=torch.float16, device="mps")
+        names = ("k_scales", "k_biases", "v_scales", "v_biases")
+        options = {name: groups.clone() for name in names}
+        k, v = (torch.zeros(1, 2, 1000, 32, dtype=torch.int32, device="mps") for _ in range(2))
+    with simulated.counters() as dispatches:
+        attend(q, k, v, 0.1, **options)
+    attention, _ = dispatches
+    for index, tensor in {1: k, 2: v, **dict(zip((7, 8, 9, 10), options.values(), strict=False))}.items():
+        assert attention.buffers[index].distinct_bytes_read == tensor.nbytes
+    assert all(attention.buffers[i].bytes_read == t.nbytes for i, t in ((1, k), (2, v)))
+
+
+# The cache in 8 bits ------------------------------------------------------------------------------------
+
+
+def cache_of(states, tokens, group, device):
+    """An empty cache for more tokens than the states have, in a part of larger memory."""
+    batch, heads, _, width = states.shape
+    memory = torch.full((batch, heads, tokens + 2, width // 4), -1, dtype=torch.int32)
+    groups = [torch.full((batch, heads, tokens, width // group), 7.0, dtype=states.dtype) for _ in range(2)]
+    return [memory.to(device)[:, :, 1:-1], *(tensor.to(device) for tensor in groups)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "group"), [(32, 32), (192, 64), (128, 128), (576, 64)])
+def test_a_cache_in_8_bits(device, dtype, width, group):
+    """Numbers are off by half a step at most, and what else the cache holds is left alone."""
+    memory = random(2 * 5 * 3 * width + 1, dtype=dtype, scale=4.0).to(device)
+    states = memory[1:].view(2, 5, 3, width).transpose(1, 2)  # not on 16 bytes
+    cache = cache_of(states, 9, group, device)
+    torch.ops.moe_mps.write_cache_quantized_(states, *cache, 2)
+    values = dequantise(*(tensor.cpu() for tensor in cache), 8, group)
+    off = abs(values[:, :, 2:7] - exact(states)).reshape(2, 3, 5, -1, group).max(-1)
+    step = exact(cache[1])[:, :, 2:7]
+    assert (off <= 0.5 * step * (1 + 1e-4)).all()
+    groups = exact(states).reshape(2, 3, 5, -1, group)
+    assert (step <= (groups.max(-1) - groups.min(-1)) / 254 * (1 + torch.finfo(dtype).eps)).all()
+    packed, scales, biases = (tensor.cpu() for tensor in cache)
+    for outside in (slice(0, 2), slice(7, 9)):
+        assert (packed[:, :, outside] == -1).all()
+        assert (scales[:, :, outside] == 7.0).all() and (biases[:, :, outside] == 7.0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cache_in_8_bits_of_special_numbers(device, dtype):
+    """A group of one number is exact; one with a number that is not finite is NaN, and no other is."""
+    states = random(1, 1, 4, 64, dtype=dtype)
+    states[:, :, 0], states[:, :, 1] = 0.3, 0.0
+    states[0, 0, 2, 5], states[0, 0, 3, 40] = float("inf"), float("nan")
+    cache = cache_of(states, 4, 32, device)
+    torch.ops.moe_mps.write_cache_quantized_(states.to(device), *cache, 0)
+    with np.errstate(invalid="ignore"):
+        values = dequantise(*(tensor.cpu() for tensor in cache), 8, 32)[0, 0].reshape(4, 2, 32)
+    assert (values[0] == exact(states)[0, 0, 0, 0]).all() and (values[1] == 0.0).all()
+    assert np.isnan(values).any(-1).tolist() == [[False, False]] * 2 + [[True, False], [False, True]]
+    assert np.isnan(values[2, 0]).all() and np.isnan(values[3, 1]).all()

@@ -94,24 +94,25 @@ IN_PLACE = [name for name in OPERATORS if name.endswith("_")]
 def test_writing_in_place_is_seen_by_autograd(device, name):
     """What was saved for a backward pass and overwritten since gives an error, not a wrong gradient."""
     arguments = copies(sample_arguments(device, torch.float32)[name])
-    (written,) = (value for argument, value in arguments.items() if argument.endswith("_"))
-    version = written._version
-    factor = torch.ones_like(written, requires_grad=True)
-    product = (factor * written).sum()
+    written = [value for argument, value in arguments.items() if argument.endswith("_")]
+    versions = [tensor._version for tensor in written]
+    factor = torch.ones_like(written[-1], requires_grad=True)
+    product = (factor * written[-1]).sum()
     packet(name)(**arguments)
-    assert written._version > version
+    assert all(tensor._version > version for tensor, version in zip(written, versions, strict=True))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_writing_in_place_over_other_arguments(device, name):
-    """Each argument that is read, and the one that is written, as views of one buffer."""
+    """Each argument that is read, and one that is written, as views of one buffer."""
     arguments = copies(sample_arguments(device, torch.float32)[name])
-    (written,) = (argument for argument in arguments if argument.endswith("_"))
-    others = [n for n, value in arguments.items() if isinstance(value, Tensor) and n != written]
-    assert others
-    for other in others:
+    tensors = [argument for argument, value in arguments.items() if isinstance(value, Tensor)]
+    pairs = [(w, n) for w in tensors for n in tensors if w.endswith("_") and not n.endswith("_")]
+    pairs = [pair for pair in pairs if len({arguments[n].is_floating_point() for n in pair}) == 1]
+    assert pairs
+    for written, other in pairs:
         a, b = arguments[other], arguments[written]
         buffer = torch.cat([a.flatten(), b.flatten()])
         views = {other: buffer[: a.numel()].view(a.shape), written: buffer[1 : 1 + b.numel()].view(b.shape)}

@@ -217,6 +217,19 @@ def bad_arguments(device: str) -> list[tuple[str, dict]]:
             {**eight_bits, "k": zeros(2, 2, 9, 8, dtype=integer), "k_scales": zeros(2, 2, 9, 2)},
             {**eight_bits, "k": zeros(2, 2, 9, 8, dtype=integer), "v_biases": zeros(2, 2, 9, 1, dtype=half)},
         ],
+        "write_cache_quantized_": [
+            {"states": zeros(2, 2, T, 64, dtype=short)},
+            {"states": zeros(2, T, 64)},
+            {"states": zeros(2, 2, T, 32)},
+            {"states": zeros(2, 3, T, 64)},
+            {"packed_": zeros(2, 2, T + 5, 16)},
+            {"packed_": zeros(2, 2, 1, 16, dtype=integer).expand(2, 2, T + 5, 16)},
+            {"scales_": zeros(2, 2, T + 5, 4)},
+            {"scales_": zeros(2, 2, T + 5, 2, dtype=half)},
+            {"biases_": zeros(2, 2, T + 5, 1)},
+            {"start": 6},
+            {"start": -1},
+        ],
         "fused_norm_add": [*norm, {"weight": None}, {"eps": float("nan")}, {"weight_offset": 1e39}],
         "fused_norm_add_scalar": [norm[3], *scalar, {"scalar": None}],
         "fused_residual_norm": [norm[0]],
@@ -375,6 +388,20 @@ moe_mps::attention: v_biases must be a tensor beside quantised v, got None
 moe_mps::attention: k_scales must be of a last dimension of 16 / 32 or 64 or 128, got (2, 2, 9, 1)
 moe_mps::attention: k_scales must be of a last dimension of 32 / 32 or 64 or 128, got (2, 2, 9, 2)
 moe_mps::attention: v_biases must be float32, got float16
+moe_mps::write_cache_quantized_: states must be float32 or float16 or bfloat16, got int16
+moe_mps::write_cache_quantized_: states must be 4-D, got 3-D of shape (2, 3, 64)
+moe_mps::write_cache_quantized_: states must be of shape [B, Hk, T, D] = (2, 2, 3, 64), got (2, 2, 3, 32)
+moe_mps::write_cache_quantized_: packed_ must be of shape [B, Hk, N, D / 4] = (2, 3, 8, 16), got (2, 2, 8,
+    16)
+moe_mps::write_cache_quantized_: packed_ must be uint32 or int32, got float32
+moe_mps::write_cache_quantized_: packed_ must be free of expanded (stride-0) dimensions, got strides (32,
+    16, 0, 1)
+moe_mps::write_cache_quantized_: scales_ must be of a last dimension of 64 / 32 or 64 or 128, got (2, 2, 8,
+    4)
+moe_mps::write_cache_quantized_: scales_ must be float32, got float16
+moe_mps::write_cache_quantized_: biases_ must be of shape of scales_ = (2, 2, 8, 2), got (2, 2, 8, 1)
+moe_mps::write_cache_quantized_: start must be between 0 and 5, got 6
+moe_mps::write_cache_quantized_: start must be between 0 and 5, got -1
 moe_mps::fused_norm_add: residual must be float32 or float16 or bfloat16, got int16
 moe_mps::fused_norm_add: residual must be at least 1-D, got 0-D of shape ()
 moe_mps::fused_norm_add: input must be float32, got float16

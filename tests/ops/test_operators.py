@@ -30,6 +30,8 @@ class TestSchemas(expecttest.TestCase):
 moe_mps::attention(Tensor q, Tensor k, Tensor v, float scale, *, Tensor? mask=None, int? window=None, float?
     softcap=None, Tensor? sinks=None, Tensor? k_scales=None, Tensor? k_biases=None, Tensor? v_scales=None,
     Tensor? v_biases=None) -> Tensor
+moe_mps::write_cache_quantized_(Tensor states, Tensor(a!) packed_, Tensor(b!) scales_, Tensor(c!) biases_,
+    int start) -> ()
 moe_mps::rms_norm(Tensor input, Tensor? weight, float eps, float weight_offset=0.) -> Tensor
 moe_mps::rms_norm_gated(Tensor input, Tensor gate, Tensor weight, float eps, float weight_offset=0.) ->
     Tensor

@@ -364,6 +364,16 @@ def test_mlx_peers(mlx_plan, format_, tokens, expected):
     assert all((row.peer_wrong, row.ratio) == ("", 1.0) for row in rows), rows
 
 
+@pytest.mark.parametrize("tokens", [1, pytest.param(3, marks=pytest.mark.sweep)])
+def test_mlx_attention_peer(mlx_plan, tokens):
+    """Ours and MLX's attention are right against float64."""
+    from simulator.cases.attention import Attention
+
+    plan = loaded(mlx_plan, [Attention(4, 2, tokens, 130, 64, 64, "f16")])
+    (row,) = runner(plan).run(plan.recordings[0])
+    assert (row.wrong, row.peer, row.peer_wrong) == ("", "MLX sdpa_vector_2pass", "")
+
+
 @pytest.mark.parametrize(
     ("tokens", "expected"),
     (

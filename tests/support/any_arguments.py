@@ -443,6 +443,21 @@ def attention(d):
 
 
 @strategy
+def write_cache_quantized_(d):
+    batch, heads, tokens, width = d.one(1, 2, 0), d.one(1, 2), d.one(1, 3, 0), d.one(64, 32, 192)
+    room, group, dtype = tokens + d.one(2, 0, 5), d.one(32, 64 if width % 64 == 0 else 32), d.dtype()
+    packed = torch.randint(-(2**31), 2**31, (batch, heads, room, width // 4), generator=d.generator)
+    groups = (batch, heads, room, width // group)
+    return {
+        "states": d.values(batch, heads, tokens, width, dtype=dtype),
+        "packed_": packed.int(),
+        "scales_": d.values(*groups, dtype=dtype),
+        "biases_": d.values(*groups, dtype=dtype),
+        "start": d.one(*range(room - tokens + 1)),
+    }
+
+
+@strategy
 def causal_conv1d_update_(d):
     batch, channels, tokens, width = d.one(1, 2, 0), d.one(6, 1, 65, 0), d.one(1, 3, 8, 0), d.one(4, 1, 2, 0)
     return {

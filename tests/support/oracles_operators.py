@@ -433,6 +433,32 @@ def attention(a):
 
 
 @oracle
+def write_cache_quantized_(a):
+    rows = slice(a.start, a.start + a.states.shape[2])
+    packed, scales, biases = a.packed_.view(torch.int32).numpy().copy(), exact(a.scales_), exact(a.biases_)
+    known = np.ones(packed.shape, bool)
+    right = [Expected(packed, known=known), Expected(scales, 0.0), Expected(biases, 0.0)]
+    if a.states.numel() == 0:
+        return right
+    groups = exact(a.states).reshape(*a.states.shape[:3], scales.shape[3], -1)
+    low, high = groups.min(-1), groups.max(-1)
+    scales[:, :, rows], biases[:, :, rows] = (high - low) / 254, low
+    nearest = [
+        oracles.round_to((high - low) / 254 * (1 + off), a.scales_.dtype)[..., None]
+        for off in (-4 * FLOAT32_EPS, 4 * FLOAT32_EPS)
+    ]
+    codes = [np.where(s > 0, (groups - low[..., None]) / np.where(s > 0, s, 1), 0.0) for s in nearest]
+    least, most = (
+        np.minimum(np.rint(c * (1 + off)), 255) for c, off in zip(codes, (-1e-5, 1e-5), strict=True)
+    )
+    width = a.states.shape[3]
+    words = least.astype(np.uint8).reshape(*a.states.shape[:3], width).view(np.int32)
+    packed[:, :, rows] = words
+    known[:, :, rows] = (least == most).reshape(*words.shape, 4).all(-1)
+    return right
+
+
+@oracle
 def causal_conv1d_update_(a):
     value, magnitude, kept = oracles_sequence.convolution(a.x, a.conv_state_, a.weight, a.bias, a.activation)
     return [Expected(value, 24 * FLOAT32_EPS * magnitude), Expected(kept)]

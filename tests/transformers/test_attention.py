@@ -221,9 +221,17 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
-def test_a_prompt_has_no_scores(simulated, name):
+WIDE_HEADS = {
+    **{"layer_types": ["full_attention"] * 2, "global_head_dim": 288},
+    **{"num_attention_heads": 1, "num_key_value_heads": 1, "num_global_key_value_heads": 1},
+}
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "gemma4"])
+def test_a_prompt_has_no_scores(simulated, monkeypatch, name):
     """No tensor has an element for each pair of tokens: neither scores nor a mask."""
+    extra = tiny_models.EXTRA["gemma4_text"] | WIDE_HEADS
+    monkeypatch.setitem(tiny_models.EXTRA, "gemma4_text", extra)
     model, tokens = tiny_models.tiny_model(name).to("mps").eval(), 500
     torch_moe_mps.accelerate(model)
     with torch.no_grad(), Largest() as largest:

@@ -19,7 +19,8 @@ from transformers.cache_utils import (
 )
 
 import torch_moe_mps
-from torch_moe_mps.transformers.cache import grow_cache, growing_class
+from torch_moe_mps.transformers.cache import QuantizedCache, grow_cache, growing_class
+from torch_moe_mps.transformers.quantized_states import QuantizedStates
 
 PLAIN = [
     (DynamicLayer, {}),
@@ -59,11 +60,15 @@ class Memory(TorchDispatchMode):
 
 
 class Pair:
-    """A plain layer and one that grows in place, which get the same calls."""
+    """A plain layer and one that grows in place, which get the same calls.
 
-    def __init__(self, cls, arguments, seed):
+    With `bits`, the plain one gets the numbers that the codes of the other stand for.
+    """
+
+    def __init__(self, cls, arguments, seed, bits=None):
         self.plain, self.growing = cls(**arguments), cls(**arguments)
-        self.growing.__class__ = growing_class(cls)
+        self.bits = bits
+        self.growing.__class__ = growing_class(cls, bits)
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.batch = 2
@@ -83,9 +88,12 @@ class Pair:
 
     def update(self):
         tokens = self.random.choice(NEW_TOKENS)
-        states = [torch.randn(self.batch, 2, tokens, d, generator=self.generator) for d in (8, 4)]
-        plain, growing = self.both(lambda layer: layer.update(*states))
+        widths = (8, 4) if self.bits is None else (64, 32)
+        states = [torch.randn(self.batch, 2, tokens, d, generator=self.generator) for d in widths]
+        exact = states if self.bits is None else [rounded(tensor) for tensor in states]
+        plain, growing = self.both(lambda layer: layer.update(*(exact if layer is self.plain else states)))
         assert all(map(torch.equal, plain, growing))
+        assert all(isinstance(tensor, QuantizedStates) == (self.bits is not None) for tensor in growing)
         if hasattr(self.plain, "update_indexer"):
             keys = torch.randn(self.batch, tokens, 3, generator=self.generator)
             assert torch.equal(*self.both(lambda layer: layer.update_indexer(keys)))
@@ -121,10 +129,10 @@ class Pair:
     def save(self):
         copied = copy.deepcopy(self.growing) if self.random.random() < 0.5 else None
         saved = pickle.dumps(self.growing)
-        assert b"torch_moe_mps" not in saved
         self.growing = copied or pickle.loads(saved)
-        assert type(self.growing) is type(self.plain)
-        self.growing.__class__ = growing_class(type(self.plain))
+        if self.bits is None:
+            assert b"torch_moe_mps" not in saved and type(self.growing) is type(self.plain)
+            self.growing.__class__ = growing_class(type(self.plain))
 
     def check(self):
         assert self.plain.get_seq_length() == self.growing.get_seq_length()
@@ -146,6 +154,51 @@ def test_a_layer_does_what_the_plain_one_does(cls, arguments, seed):
         for _ in range(60):
             pair.random.choice([pair.update] * 7 + others)()
             pair.check()
+
+
+def rounded(states):
+    """What is left of states in 8 bits."""
+    quantized = QuantizedStates.empty(states, states.shape[2])
+    quantized.write(0, states)
+    return quantized.dequantized()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("cls", [DynamicLayer, DynamicIndexedLayer, LinearAttentionAndFullAttentionLayer])
+def test_a_layer_in_8_bits_does_what_the_plain_one_does(cls, seed):
+    pair = Pair(cls, {}, seed, 8)
+    others = [pair.crop, pair.reorder, pair.repeat, pair.select, pair.move, pair.reset, pair.save]
+    with torch.no_grad():
+        for _ in range(40):
+            pair.random.choice([pair.update] * 7 + others)()
+            pair.check()
+
+
+@torch.no_grad()
+def test_only_new_tokens_are_quantised():
+    """In about half of the memory, and with nothing copied."""
+    layer = growing_class(DynamicLayer, 8)()
+    states = [torch.randn(1, 2, 5000, 128, dtype=torch.bfloat16) for _ in range(2)]
+    with Memory() as memory:
+        layer.update(*states)
+    dense = sum(tensor.nbytes for tensor in states)
+    parts = [part for kept in (layer.keys, layer.values) for part in (kept.packed, kept.scales, kept.biases)]
+    assert sum(part.untyped_storage().nbytes() for part in parts) < 0.52 * dense * 17 / 16
+    token = [torch.randn(1, 2, 1, 128, dtype=torch.bfloat16) for _ in range(2)]
+    addresses = [part.data_ptr() for part in parts]
+    with Memory() as memory:
+        layer.update(*token)
+    parts = [part for kept in (layer.keys, layer.values) for part in (kept.packed, kept.scales, kept.biases)]
+    assert [part.data_ptr() for part in parts] == addresses and memory.written < 10_000
+
+
+@torch.no_grad()
+def test_what_cannot_be_quantised_stays_dense():
+    """A width that no group divides, and a window."""
+    layer = growing_class(DynamicLayer, 8)()
+    keys, values = layer.update(torch.randn(1, 2, 3, 64), torch.randn(1, 2, 3, 24))
+    assert type(keys) is type(values) is torch.Tensor
+    assert growing_class(DynamicSlidingWindowLayer, 8).bits is None
 
 
 def one_token(batch=1, heads=2, width=64):
@@ -319,3 +372,79 @@ def test_restore_leaves_the_next_cache_alone():
     assert sum(len(m._forward_pre_hooks) for m in model.modules()) == 1
     torch_moe_mps.restore(model)
     assert [dict(m._forward_pre_hooks) for m in model.modules()] == hooks
+
+
+# 8 bits ------------------------------------------------------------------------------------------------
+
+
+def steps(model, ids, cache=None):
+    """The logits of a prompt, of three tokens and of one."""
+    cache, results = cache or DynamicCache(config=model.config), []
+    with torch.no_grad():
+        for part in ids.split([ids.shape[1] - 4, 3, 1], 1):
+            results.append(model(part, past_key_values=cache).logits)
+    return torch.cat(results, 1).float().cpu(), cache
+
+
+IDS = torch.randint(3, 90, (2, 20), generator=torch.Generator().manual_seed(0))
+
+
+WIDE = {"head_dim": 64}
+LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "head_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "heads"), [("qwen3_moe", WIDE), ("gpt_oss", WIDE), ("deepseek_v3", LATENT)]
+)
+def test_a_model_with_a_cache_in_8_bits(device, architecture, heads):
+    """Close to 16 bits; an option, a class of cache and the model's own code give the same."""
+    model = tiny_model(architecture, **heads).to(device)
+    ids = IDS.to(device)
+    torch_moe_mps.accelerate(model)
+    exact, _ = steps(model, ids)
+    by_class, cache = steps(model, ids, QuantizedCache(model.config))
+    assert any(isinstance(layer.keys, QuantizedStates) for layer in cache.layers)
+    torch_moe_mps.accelerate(model, kv_bits=8)
+    logits, cache = steps(model, ids)
+    assert torch.equal(logits, by_class)
+    errors = (logits - exact).norm(dim=-1) / exact.norm(dim=-1)
+    assert 0 < errors.median() < 0.02  # near ties between experts fall either way
+    torch_moe_mps.accelerate(model)
+    assert torch.equal(steps(model, ids)[0], logits)
+    own, _ = steps(torch_moe_mps.restore(model), ids, QuantizedCache(model.config))
+    errors = (own - logits).norm(dim=-1) / logits.norm(dim=-1)
+    assert errors.median() < 1e-3  # where a number is rounded to another code
+    torch_moe_mps.accelerate(model, kv_bits=16)
+    assert torch.equal(steps(model, ids)[0], exact)
+
+
+def test_the_kernels_of_a_cache_in_8_bits(simulated):
+    """One for the keys and one for the values of a layer, and the attention that reads them."""
+    model = tiny_model("qwen3_moe", **WIDE).to("mps")
+    torch_moe_mps.accelerate(model, kv_bits=8)
+    _, cache = steps(model, IDS.to("mps"))
+    with torch.no_grad(), simulated.trace() as commands:
+        model(IDS[:, :1].to("mps"), past_key_values=cache)
+    kernels = [line.split()[0] for line in str(commands).splitlines() if " grid " in line]
+    assert kernels.count("write_cache_quantized_affine8_f32") == 2 * len(cache.layers)
+    assert kernels.count("attention8_64_affine8_f32") == len(cache.layers)
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 2}, {"do_sample": True}])
+def test_generate_with_a_cache_in_8_bits(options):
+    """Beams, tokens that are taken back, and samples."""
+    model = tiny_model("qwen3_moe", **WIDE)
+    torch_moe_mps.accelerate(model, kv_bits=8)
+    torch.manual_seed(0)
+    out = model.generate(
+        IDS[:1], max_new_tokens=8, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, **options
+    )
+    assert out.sequences.shape == (1, 28)
+    assert all(isinstance(layer.keys, QuantizedStates) for layer in out.past_key_values.layers)
+
+
+@pytest.mark.parametrize("function", [torch_moe_mps.accelerate, torch_moe_mps.from_pretrained])
+def test_other_bits_are_refused(function):
+    model = "missing" if function is torch_moe_mps.from_pretrained else tiny_model("qwen3_moe")
+    with pytest.raises(ValueError, match=r"^moe_mps::\w+: kv_bits must be 8 or 16, got 4$"):
+        function(model, kv_bits=4)

@@ -25,7 +25,8 @@ CONVERT = """examples:
 PERPLEXITY = """examples:
   torch-moe-mps perplexity qwen3-4bit
   torch-moe-mps perplexity qwen3-4bit --against Qwen/Qwen3-30B-A3B    # one model in memory at a time
-  torch-moe-mps perplexity qwen3-4bit --text chats.txt --window 2048"""
+  torch-moe-mps perplexity qwen3-4bit --text chats.txt --window 2048
+  torch-moe-mps perplexity qwen3-4bit --kv-bits 8 --against qwen3-4bit  # what a cache in 8 bits changes"""
 
 FIT = """examples:
   torch-moe-mps fit Qwen/Qwen3-30B-A3B            # downloads config.json, no weights
@@ -143,6 +144,7 @@ def _perplexity(command: argparse.ArgumentParser) -> None:
     add("--text", metavar="FILE", help="UTF-8 text (43,000 words of Python Enhancement Proposals of 2026)")
     add("--against", metavar="OTHER", help="a model to compare with, most often the dense one; it runs first")
     add("--window", type=int, default=512, help="tokens that are read at once (512)")
+    add("--kv-bits", type=int, choices=(8, 16), default=16, help="of the keys and values of MODEL (16)")
     _device(command)
     _dtype(command, "of weights that are not quantised (as in the checkpoint)")
     _from_the_hub(command, "MODEL")

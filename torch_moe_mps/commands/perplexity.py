@@ -6,10 +6,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..ops.attention import CACHE_BITS
 from .sources import folder_of, loading_options, pipeline_of, usable_device
 
 SAMPLE = Path(__file__).with_name("sample.txt")
@@ -33,7 +35,10 @@ def run(options: argparse.Namespace) -> None:
         if other is not None:
             save_references(_load(other, device, options), pieces, Path(folder))
             _free(device)
-        means = measure(_load(source, device, options), pieces, Path(folder) if other else None)
+        model = _load(source, device, options)
+        if options.kv_bits == CACHE_BITS:
+            model = WithQuantizedCache(model)
+        means = measure(model, pieces, Path(folder) if other else None)
     print(f"perplexity {_exp(means.loss):.4f}")
     if other is not None:
         print(f"perplexity of {options.against} {_exp(means.other):.4f}")
@@ -159,6 +164,19 @@ def _log_probabilities(model: Callable, ids: Tensor) -> Tensor:
     """[T] -> [T - 1, V] in float32: of the token after each but the last."""
     device = getattr(model, "device", ids.device)
     return model(input_ids=ids[None].to(device)).logits[0, :-1].float().log_softmax(-1)
+
+
+class WithQuantizedCache:
+    """A model whose tokens see the keys and values that a cache in 8 bits holds."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.device = model, model.device
+
+    def __call__(self, input_ids: Tensor) -> Any:
+        from ..transformers.cache import QuantizedCache
+
+        cache = QuantizedCache(self.model.config)
+        return self.model(input_ids=input_ids, past_key_values=cache, use_cache=True)
 
 
 def _load(source: str, device: str, options: argparse.Namespace) -> Callable:

@@ -142,10 +142,55 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
   return output;
 }
 
+CacheRows rows_from(const Tensor& cache, int64_t start) {
+  return {uint64_t(start * cache.stride(2)), uint64_t(cache.stride(0)), uint64_t(cache.stride(1)),
+          uint64_t(cache.stride(2))};
+}
+
+void write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const Tensor& scales_,
+                            const Tensor& biases_, int64_t start) {
+  constexpr const char* kName = "write_cache_quantized_";
+  prepare_write(kName, "packed_", packed_, {{"states", states_}});
+  prepare_write(kName, "scales_", scales_, {{"states", states_}, {"biases_", biases_}});
+  prepare_write(kName, "biases_", biases_, {{"states", states_}});
+  if (states_.numel() == 0) return;
+  Tensor states = rows_contiguous(states_);
+  if (!starts_aligned(states)) states = states.clone(at::MemoryFormat::Contiguous);
+  const bool same_strides = scales_.strides() == biases_.strides() && scales_.stride(3) == 1;
+  const Tensor packed = rows_contiguous(packed_);
+  const Tensor scales = same_strides ? scales_ : scales_.contiguous();
+  const Tensor biases = same_strides ? biases_ : biases_.contiguous();
+
+  CacheWriteParams params{};
+  params.packed = rows_from(packed, start);
+  params.groups = rows_from(scales, start);
+  params.batch_stride = states.stride(0);
+  params.head_stride = states.stride(1);
+  params.token_stride = states.stride(2);
+  params.threads = states.numel() / 4;
+  params.words = packed.size(3);
+  params.group_words = packed.size(3) / scales.size(3);
+  params.tokens = states.size(2);
+  params.heads = states.size(1);
+  Commands commands;
+  commands.add(quantized_attention_library(states.scalar_type()), "write_cache_quantized")
+      .bind_strided(states)
+      .bind_strided(packed)
+      .bind_strided(scales)
+      .bind_strided(biases)
+      .params(params)
+      .threadgroups({NSUInteger(ceil_div(params.threads, kCacheThreads))}, {NSUInteger(kCacheThreads)});
+  commands.encode();
+  for (const auto& [written, target] : {std::pair(packed, packed_), {scales, scales_}, {biases, biases_}}) {
+    if (!written.is_same(target)) target.copy_(written);
+  }
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   implement<attention>(m, "attention");
+  implement_in_place<write_cache_quantized_>(m, "write_cache_quantized_");
 }
 
 }  // namespace moe_mps

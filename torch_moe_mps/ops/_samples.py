@@ -96,6 +96,13 @@ def sample_arguments(
             **{"A_log": values(4), "dt_bias": values(4), "beta_is_logit": True},
         },
         "attention": {**heads_first, "sinks": values(4), "scale": 0.25},
+        "write_cache_quantized_": {
+            "states": values(2, 2, T, 64),
+            "packed_": torch.zeros(2, 2, T + 5, 16, dtype=torch.int32, device=device),
+            "scales_": torch.zeros(2, 2, T + 5, 2, dtype=dtype, device=device),
+            "biases_": torch.zeros(2, 2, T + 5, 2, dtype=dtype, device=device),
+            "start": 3,
+        },
         "fused_norm_add": norm,
         "fused_norm_add_scalar": {**norm, "scalar": values(1)},
         "fused_residual_norm": norm,
@@ -188,6 +195,7 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
             {"mask": values(1, 1, T, 9) > 0.0},
             {"q": values(2, 4, T, 32), **quantised_head("k"), **quantised_head("v")},
         ],
+        "write_cache_quantized_": [{"states": values(2, T, 2, 64).transpose(1, 2)}],
         "fused_norm_add": [{"input": strided, "weight_offset": 1.0}],
         "fused_residual_norm": [{"residual": strided, "write_sum": False}],
         "moe_router": [

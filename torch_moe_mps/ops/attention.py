@@ -1,4 +1,4 @@
-"""Attention over a cache of keys and values."""
+"""Attention over a cache of keys and values, and the cache in 8 bits."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._checks import ACTIVATION_DTYPES, Check
-from ._formats import GROUP_SIZES, PACKED_DTYPES, Format, dequantize_values
+from ._formats import GROUP_SIZES, PACKED_DTYPES, Format, dequantize_values, pack
 from ._registry import operator
 
 MAX_HEAD = 576  # elements of a query and a key
@@ -29,20 +29,20 @@ def _check_window(check: Check, window: int | None, mask: Tensor | None) -> None
         check.fail("window", "at least 1", window)
 
 
-def _check_scales(
+def _check_quantized(
     check: Check,
-    prefix: str,
+    names: tuple[str, str, str],
     packed: Tensor,
     scales: Tensor | None,
     biases: Tensor | None,
     dtype: torch.dtype,
 ) -> int:
-    """The elements of a quantised head."""
-    check.dtype(prefix, packed, PACKED_DTYPES)
+    """The elements of a quantised head. `names` are those of the three tensors."""
+    check.dtype(names[0], packed, PACKED_DTYPES)
     columns = packed.shape[3] * 32 // CACHE_BITS
-    for name, tensor in ((f"{prefix}_scales", scales), (f"{prefix}_biases", biases)):
+    for name, tensor in zip(names[1:], (scales, biases), strict=True):
         if tensor is None:
-            check.fail(name, f"a tensor beside quantised {prefix}", None)
+            check.fail(name, f"a tensor beside quantised {names[0]}", None)
         check.dtype(name, tensor, (dtype,))
         check.rank(name, tensor, (4,))
         groups = tensor.shape[3]
@@ -51,7 +51,7 @@ def _check_scales(
             check.fail(name, f"of a last dimension of {columns} / {sizes}", tuple(tensor.shape))
         check.shape(name, tensor, (*packed.shape[:3], groups), "[B, Hk, S, groups]")
     assert scales is not None and biases is not None
-    check.shape(f"{prefix}_biases", biases, tuple(scales.shape), f"of {prefix}_scales")
+    check.shape(names[2], biases, tuple(scales.shape), f"of {names[1]}")
     return columns
 
 
@@ -83,10 +83,11 @@ def _meta_attention(
         key_columns, value_width = width, v.shape[3]
     else:
         key_columns = width * CACHE_BITS // 32
-        columns = _check_scales(check, "k", k, k_scales, k_biases, q.dtype)
+        columns = _check_quantized(check, ("k", "k_scales", "k_biases"), k, k_scales, k_biases, q.dtype)
         if columns != width:
             check.fail("k", f"of {key_columns} words a key, for D = {width}", tuple(k.shape))
-        value_width = _check_scales(check, "v", v, v_scales, v_biases, q.dtype)
+        names = ("v", "v_scales", "v_biases")
+        value_width = _check_quantized(check, names, v, v_scales, v_biases, q.dtype)
     check.shape("k", k, (batch, k.shape[1], k.shape[2], key_columns), "[B, Hk, S, D]")
     if k.shape[1] < 1 or heads % k.shape[1]:
         check.fail("k", f"of a number of heads that divides Hq = {heads}", tuple(k.shape))
@@ -197,3 +198,65 @@ def attention(
     values = values.masked_fill(hidden.all(3).squeeze(2).unsqueeze(-1), 0.0)
     out = torch.matmul(probabilities, values.unsqueeze(2))
     return out.reshape(batch, heads, tokens, values.shape[3]).transpose(1, 2).to(q.dtype)
+
+
+# The cache in 8 bits
+
+
+def _meta_write(check, states, packed_, scales_, biases_, start):
+    check.dtype("states", states, ACTIVATION_DTYPES)
+    check.rank("states", states, (4,))
+    check.rank("packed_", packed_, (4,))
+    names = ("packed_", "scales_", "biases_")
+    width = _check_quantized(check, names, packed_, scales_, biases_, states.dtype)
+    batch, heads, tokens, _ = states.shape
+    room = packed_.shape[2]
+    check.shape("packed_", packed_, (batch, heads, room, packed_.shape[3]), "[B, Hk, N, D / 4]")
+    check.shape("states", states, (batch, heads, tokens, width), "[B, Hk, T, D]")
+    check.between("start", start, 0, room - tokens)
+    for name, tensor in (("packed_", packed_), ("scales_", scales_), ("biases_", biases_)):
+        check.written(name, tensor)
+    check.same_device(states=states, packed_=packed_, scales_=scales_, biases_=biases_)
+
+
+@operator(
+    "write_cache_quantized_(Tensor states, Tensor(a!) packed_, Tensor(b!) scales_, Tensor(c!) biases_, "
+    "int start) -> ()",
+    meta=_meta_write,
+)
+def write_cache_quantized_(
+    states: Tensor, packed_: Tensor, scales_: Tensor, biases_: Tensor, start: int
+) -> None:
+    """Writes keys or values of new tokens into a cache in 8 bits, as `attention` reads it.
+
+        bias = the lowest number of a group; scale = (the highest - bias) / 254, rounded to the dtype
+        code = min(round((x - bias) / scale), 255), 0 where scale is 0
+
+    With 254, `scale` may be rounded down: a number is off by half of `scale` at most. A group with a number
+    that is not finite becomes NaN.
+
+    Args:
+        states: [B, Hk, T, D], float32, float16 or bfloat16; any strides.
+        packed_: [B, Hk, N, D / 4] int32 or uint32: the codes; written in place, whatever its strides.
+        scales_, biases_: [B, Hk, N, D / group] in the dtype of `states`, for groups of 32, 64 or 128; written
+            in place. None of the three may overlap itself or another argument.
+        start: the token of the cache that the first new one becomes, N - T at most.
+
+    Raises: ValueError for a dtype, shape, number or device that does not fit.
+    """
+    check = Check("write_cache_quantized_")
+    check.apart("packed_", packed_, states=states)
+    check.apart("scales_", scales_, states=states, biases_=biases_)
+    check.apart("biases_", biases_, states=states)
+    if states.numel() == 0:
+        return
+    groups = states.float().unflatten(-1, (scales_.shape[3], -1))
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    bias = low + (groups * 0).sum(-1, keepdim=True)
+    scale = ((high - low) / 254).to(states.dtype).float()
+    codes = ((groups - low) / scale).round_().clamp_(max=255)
+    codes = torch.where((scale > 0) & bias.isfinite(), codes, 0.0).to(torch.uint8)
+    rows = slice(start, start + states.shape[2])
+    packed_[:, :, rows] = pack(codes.flatten(-2), CACHE_BITS).view(packed_.dtype)
+    scales_[:, :, rows] = scale.squeeze(-1).to(scales_.dtype)
+    biases_[:, :, rows] = bias.squeeze(-1).to(biases_.dtype)

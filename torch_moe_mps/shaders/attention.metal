@@ -14,3 +14,6 @@ INSTANTIATE("attention16_64", attention_block<Cache, 4, 2, 2>)
 INSTANTIATE("attention16_128", attention_block<Cache, 4, 4, 2>)
 INSTANTIATE("attention16_256", attention_block<Cache, 8, 4, 2>)
 INSTANTIATE("attention_merge", attention_merge<MOE_DTYPE>)
+#ifdef MOE_WEIGHTS
+INSTANTIATE("write_cache_quantized", write_cache_quantized<MOE_DTYPE>)
+#endif

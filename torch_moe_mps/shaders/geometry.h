@@ -21,6 +21,7 @@ GEOMETRY kTableThreads = 64;
 // Attention: the sum over chunks. attention.metal has the sizes of the other kernels.
 GEOMETRY kMergeSimdgroups = 4;
 GEOMETRY kMergeColumns = 4;  // columns of a thread
+GEOMETRY kCacheThreads = 128;
 
 // Linear attention
 GEOMETRY kConvThreads = 64;

@@ -124,6 +124,28 @@ struct AttentionParams {
   float softcap;  // 0: none
 };
 
+// A tensor of a cache that is written: of the first new token, and the strides.
+struct CacheRows {
+  uint64_t first;
+  uint64_t batch_stride;
+  uint64_t head_stride;
+  uint64_t key_stride;
+};
+
+// Strides are in elements.
+struct CacheWriteParams {
+  CacheRows packed;
+  CacheRows groups;  // scales and biases
+  uint64_t batch_stride;
+  uint64_t head_stride;
+  uint64_t token_stride;
+  uint32_t threads;
+  uint32_t words;  // of a head
+  uint32_t group_words;
+  uint32_t tokens;
+  uint32_t heads;
+};
+
 // Linear attention by the gated delta rule
 
 // Strides are in elements.

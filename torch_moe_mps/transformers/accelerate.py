@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from .attention import attention_layers, use_attention
+from .attention import attention_layers, require_kv_bits, use_attention
 from .checked import check_replacements, forget, is_wanted, refusal, require_quantized, use_tensor_units
 from .checkpoints.quantize import keep_when_saving, quantize_model
 from .checkpoints.recipe import requested_recipe
@@ -32,6 +32,7 @@ def accelerate(
     group_size: int | None = None,
     mode: str | None = None,
     *,
+    kv_bits: int | None = None,
     check: bool = True,
     **recipe: Any,
 ) -> Report:
@@ -45,6 +46,8 @@ def accelerate(
             needs bits.
         recipe: linear_bits, embedding_bits, keep and overrides, which say what is quantised otherwise or not
             at all: see `requested_recipe`.
+        kv_bits: 8 lets the model's dynamic caches hold keys and values in 8 bits, in about half of the
+            memory; 16 undoes it, None leaves it as it is. Layers with a sliding window stay as they are.
         check: False leaves out the comparison with the CPU, as MOE_MPS_CHECK=0 in the environment does.
 
     A model on mps has its Metal kernels compiled here, not in its first token; one line on stderr says so.
@@ -53,15 +56,16 @@ def accelerate(
 
     Returns: a report that prints as a table: what replaced each module, or why it was left alone.
 
-    Raises: ValueError for a quantisation that does not fit the weights, and for a group_size or a mode
-        without one, TypeError for what is not a module, RuntimeError for a model on mps with torch before
-        2.13, whose own operators are wrong there, and for quantised weights whose operator fails on this
-        machine: all before anything is changed.
+    Raises: ValueError for a quantisation that does not fit the weights, for a group_size or a mode without
+        one and for other kv_bits, TypeError for what is not a module, RuntimeError for a model on mps with
+        torch before 2.13, whose own operators are wrong there, and for quantised weights whose operator fails
+        on this machine: all before anything is changed.
     """
     _require_module("accelerate", model)
     require_torch("accelerate", model)
     report = Report()
     wanted = requested_recipe(bits, group_size, mode, **recipe)
+    require_kv_bits("accelerate", kv_bits)
     check = check and is_wanted(model)
     if check:
         seconds = require_quantized("accelerate", model, wanted)
@@ -73,13 +77,13 @@ def accelerate(
         report.quantization = quantize_model(model, wanted)
     else:
         keep_when_saving(model)
-    _replace(model, report)
+    _replace(model, report, kv_bits)
     align_weights(model)
     report.compiled = compile_kernels(model, strict=not check)
     if check and check_replacements("accelerate", model, report, seconds):
         restore(model)
         report.rows.clear()
-        _replace(model, report)
+        _replace(model, report, kv_bits)
     report.tensor_units = use_tensor_units(model, check)
     _warn_of_experts_left_alone(report)
     if wanted is not None and not any(map(has_quantized_weights, model.modules())):
@@ -87,7 +91,7 @@ def accelerate(
     return report
 
 
-def _replace(model: nn.Module, report: Report) -> None:
+def _replace(model: nn.Module, report: Report, kv_bits: int | None) -> None:
     """Replaces what can be, and adds a row for each module to the report, in the model's order."""
     found = experts_of(model)
     for name, experts in found.items():
@@ -118,7 +122,7 @@ def _replace(model: nn.Module, report: Report) -> None:
     if _is_of_transformers(model):
         from .cache import grow_caches_in_place
 
-        grow_caches_in_place(model)
+        grow_caches_in_place(model, kv_bits)
     report.rows.sort(key=_model_order(model))
 
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..ops._checks import ACTIVATION_DTYPES
-from ..ops.attention import MAX_HEAD, MAX_VALUE_HEAD
+from ..ops.attention import CACHE_BITS, MAX_HEAD, MAX_VALUE_HEAD
+from .quantized_states import QuantizedStates
 from .rewriting.program.programs import original_class
 from .rewriting.record import NOTHING, RECORD, record_of
 
@@ -25,7 +26,14 @@ from .rewriting.record import NOTHING, RECORD, record_of
 SINKS, SINKS_IN_WINDOWS = "moe_mps_sinks", "moe_mps_sinks_in_windows"
 MOST_TOKENS = 8  # new ones, of a call that is no prompt
 SDPA_HEAD = 256  # torch's attention on MPS stores the scores of a prompt where heads are wider
+KV_BITS = (CACHE_BITS, 16)  # of keys and values in a cache; in 16 they are as the model makes them
 _SPECIAL = frozenset(("position_bias", "cache", "softcap"))  # what `sdpa` may be asked for besides
+
+
+def require_kv_bits(function: str, bits: int | None) -> None:
+    """Raises: ValueError for what no cache can have."""
+    if bits is not None and bits not in KV_BITS:
+        raise ValueError(f"moe_mps::{function}: kv_bits must be 8 or 16, got {bits!r}")
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -111,8 +119,8 @@ def _sdpa(
     return sdpa(
         module,
         query,
-        key,
-        value,
+        _dense(key),
+        _dense(value),
         attention_mask,
         scaling=scaling,
         dropout=dropout,
@@ -167,8 +175,8 @@ def attention(
     return eager(
         module,
         query,
-        key,
-        value,
+        _dense(key),
+        _dense(value),
         _additive(attention_mask, query, key, window),
         scaling=scaling,
         dropout=dropout,
@@ -215,7 +223,16 @@ def _attend(
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     if mask is None and query.shape[2] > 1:
         key, value = _seen(query, key, value)
-    return torch.ops.moe_mps.attention(query, key, value, scale, mask=mask, window=window, sinks=sinks)
+    options: dict[str, Any] = {"mask": mask, "window": window, "sinks": sinks}
+    if isinstance(key, QuantizedStates) and isinstance(value, QuantizedStates):
+        options |= {"k_scales": key.scales, "k_biases": key.biases}
+        options |= {"v_scales": value.scales, "v_biases": value.biases}
+        key, value = key.packed, value.packed
+    return torch.ops.moe_mps.attention(query, key, value, scale, **options)
+
+
+def _dense(states: Tensor) -> Tensor:
+    return states.dequantized() if isinstance(states, QuantizedStates) else states
 
 
 def _seen(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

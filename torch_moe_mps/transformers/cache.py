@@ -1,4 +1,4 @@
-"""A key-value cache that grows in place.
+"""A key-value cache that grows in place, and may have 8 bits.
 
 transformers' DynamicCache joins all old keys and values with the new ones in every step. Here they lie in
 memory with room behind them: new ones are written there, and attention gets views.
@@ -11,8 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+from ..ops.attention import CACHE_BITS
+from .quantized_states import QuantizedStates, can_be_quantized
+from .rewriting.record import NOTHING, RECORD, record_of
 
 # Room for a sixteenth more than is held: memory stays small, and a token is copied 17 times at most.
 ROOM_SHARE = 16
@@ -24,9 +28,15 @@ LEAST_WINDOW_ROOM = 64  # tokens
 _MEMORY = "_moe_mps_memory"
 
 
-def grow_caches_in_place(model: nn.Module) -> None:
-    """Make the caches that a model is called with grow in place, from the next call on."""
+def grow_caches_in_place(model: nn.Module, bits: int | None = None) -> None:
+    """Make the caches that a model is called with grow in place, from the next call on.
+
+    Args:
+        bits: of keys and values, as in `accelerate`.
+    """
     for module in _decoders(model):
+        if bits is not None:
+            record_of(module).kv_bits = bits
         if grow_cache not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(grow_cache, with_kwargs=True)
 
@@ -43,28 +53,56 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     cache: Any = kwargs.get("past_key_values")
     if type(cache) is EncoderDecoderCache:
         cache = cache.self_attention_cache
-    if type(cache) is not DynamicCache or cache.offloading or torch.compiler.is_compiling():
-        return
+    if type(cache) is DynamicCache and not cache.offloading and not torch.compiler.is_compiling():
+        bits = module.__dict__.get(RECORD, NOTHING).kv_bits
+        _grow(cache, CACHE_BITS if bits == CACHE_BITS else None)
+
+
+def _grow(cache: DynamicCache, bits: int | None) -> None:
     for layer in cache.layers:
         plain: Any = type(layer)
-        growing = growing_class(plain)
+        growing = growing_class(plain, bits)
         if growing is not None:
             layer.__class__ = growing
 
 
+class QuantizedCache(DynamicCache):
+    """A DynamicCache that holds keys and values in 8 bits, about half of the memory of 16.
+
+    Layers with a sliding window, which hold few tokens, and heads whose width is no multiple of 32 stay as
+    they are.
+
+    Args:
+        config: of the model that will use the cache.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config=config)
+        _grow(self, CACHE_BITS)
+
+
 @functools.cache
-def growing_class(plain: type) -> type | None:
-    """The class that grows in place and otherwise does what `plain` does, or None if there is none."""
+def growing_class(plain: type, bits: int | None = None) -> type | None:
+    """The class that grows in place and otherwise does what `plain` does, or None if there is none.
+
+    With `bits`, layers that hold all tokens quantise their keys and values.
+    """
     update = getattr(plain, "update", None)
     if update is DynamicLayer.update:
         growing: type = _GrowingIndexed if issubclass(plain, DynamicIndexedLayer) else _Growing
     elif update is DynamicSlidingWindowLayer.update:
-        growing = _GrowingWindow
+        growing, bits = _GrowingWindow, None
     else:
         return None
     bases = (growing,) if issubclass(growing, plain) else (plain, growing)
     # transformers registers a class under its _layer_type for all models, so this one must have none.
-    return type(f"Growing{plain.__name__}", bases, {"_layer_type": None, "plain": plain})
+    return type(f"Growing{plain.__name__}", bases, {"_layer_type": None, "plain": plain, "bits": bits})
+
+
+def _empty_layer(plain: type, bits: int) -> Any:
+    """A layer without its state, as pickle makes it."""
+    cls: Any = growing_class(plain, bits)
+    return object.__new__(cls)
 
 
 def _decoders(model: nn.Module) -> Iterator[nn.Module]:
@@ -91,6 +129,7 @@ class _Growing(DynamicLayer):
     """A layer that holds all tokens."""
 
     plain: type
+    bits: int | None
     keys: Any
     values: Any
 
@@ -101,7 +140,9 @@ class _Growing(DynamicLayer):
             return DynamicLayer.update(self, key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.keys, self.values = _joined(self.keys, key_states), _joined(self.values, value_states)
+        quantized = self.bits is not None and can_be_quantized(key_states, value_states)
+        self.keys = _joined(self.keys, key_states, quantized=quantized)
+        self.values = _joined(self.values, value_states, quantized=quantized)
         return self.keys, self.values
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -123,8 +164,10 @@ class _Growing(DynamicLayer):
             self.keys, self.values = _with_room(self.keys, change), _with_room(self.values, change)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """A copied or pickled layer is a plain one without room: it can be loaded without this package."""
+        """A copied or pickled layer has no room. A dense one is a plain one, which needs no package."""
         state = {name: _compact(value) for name, value in self.__dict__.items()}
+        if self.bits is not None:
+            return _empty_layer, (self.plain, self.bits), state
         return object.__new__, (self.plain,), state
 
 
@@ -176,7 +219,7 @@ class _GrowingWindow(_Growing, DynamicSlidingWindowLayer):
         return keys, values
 
 
-def _joined(held: Tensor, new: Tensor, room: int | None = None) -> Tensor:
+def _joined(held: Tensor, new: Tensor, room: int | None = None, quantized: bool = False) -> Tensor:
     """`held` followed by `new` along the tokens, which are the last dimension but one.
 
     If there is room behind `held`, only `new` is written; else both are copied to memory with `room` for more
@@ -188,15 +231,30 @@ def _joined(held: Tensor, new: Tensor, room: int | None = None) -> Tensor:
     tokens, before = new.shape[-2], 0 if is_first else held.shape[-2]
     memory: Tensor | None = getattr(held, _MEMORY, None)
     start = 0 if memory is None else _start(held)
-    if memory is None or start + before + tokens > memory.shape[-2] or _is_closed(memory):
+    if (
+        memory is None
+        or start + before + tokens > memory.shape[-2]
+        or isinstance(memory, QuantizedStates) != quantized
+        or _is_closed(memory)
+    ):
         if room is None:
             room = max(LEAST_ROOM, (before + tokens) // ROOM_SHARE)
-        memory = new.new_empty((*new.shape[:-2], before + tokens + room, new.shape[-1]))
-        start = 0
+        capacity, start = before + tokens + room, 0
+        if quantized:
+            memory = QuantizedStates.empty(new, capacity)
+        else:
+            memory = new.new_empty((*new.shape[:-2], capacity, new.shape[-1]))
         if before:
-            memory.narrow(-2, 0, before).copy_(held)
-    memory.narrow(-2, start + before, tokens).copy_(new)
+            _write(memory, 0, held)
+    _write(memory, start + before, new)
     return _view(memory, start, before + tokens)
+
+
+def _write(memory: Tensor, start: int, states: Tensor) -> None:
+    if isinstance(memory, QuantizedStates):
+        memory.write(start, states)
+    else:
+        memory.narrow(-2, start, states.shape[-2]).copy_(states)
 
 
 def _alike(held: Tensor, new: Tensor) -> bool:
@@ -210,7 +268,7 @@ def _alike(held: Tensor, new: Tensor) -> bool:
 
 def _is_closed(memory: Tensor) -> bool:
     """torch lets nobody write outside of inference mode into what was made in it."""
-    return memory.is_inference() and not torch.is_inference_mode_enabled()
+    return _stored(memory).is_inference() and not torch.is_inference_mode_enabled()
 
 
 def _copied(tensor: Tensor, room: int) -> Tensor:
@@ -218,14 +276,23 @@ def _copied(tensor: Tensor, room: int) -> Tensor:
 
 
 def _view(memory: Tensor, start: int, tokens: int) -> Tensor:
-    view = memory.narrow(-2, start, tokens)
+    if isinstance(memory, QuantizedStates):
+        view: Tensor = memory.tokens(start, tokens)
+    else:
+        view = memory.narrow(-2, start, tokens)
     setattr(view, _MEMORY, memory)
     return view
 
 
 def _start(view: Tensor) -> int:
     """The token of its memory that a view begins with."""
-    return view.storage_offset() // view.stride(-2)
+    stored = _stored(view)
+    return stored.storage_offset() // stored.stride(-2)
+
+
+def _stored(states: Tensor) -> Tensor:
+    """What lies in memory: of quantised states, the codes."""
+    return states.packed if isinstance(states, QuantizedStates) else states
 
 
 def _in_memory_of(tensor: Any, part: Any) -> Any:
@@ -240,8 +307,12 @@ def _with_room(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """`change` of a tensor, with the room behind it."""
     memory: Tensor | None = getattr(tensor, _MEMORY, None)
     if memory is None:
-        return change(tensor)
-    return _view(change(memory), _start(tensor), tensor.shape[-2])
+        return _changed(tensor, change)
+    return _view(_changed(memory, change), _start(tensor), tensor.shape[-2])
+
+
+def _changed(states: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    return states.map(change) if isinstance(states, QuantizedStates) else change(states)
 
 
 def _compact(value: Any) -> Any:

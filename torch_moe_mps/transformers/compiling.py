@@ -11,9 +11,11 @@ from torch import nn
 
 from .._extension import torch_version
 from ..ops._formats import Format
+from ..ops.attention import CACHE_BITS
 from ..selfcheck import DTYPES, compile_side_by_side
 from .interface import is_experts, is_quantized
 from .linears import has_quantized_weights
+from .rewriting.record import NOTHING, RECORD
 
 # Libraries that depend on a format or on the dtype of ids, not on activations alone.
 _OF_WEIGHTS = ("experts", "quantized", "attention_affine8")
@@ -84,6 +86,8 @@ def libraries_of(model: nn.Module) -> list[str]:
         if tensors and tensors[0].device.type == "mps":
             used.update(_weight_libraries(module, _dtype(module, model)))
     dtypes = {name.rpartition("_")[2] for name in used}
+    if any(m.__dict__.get(RECORD, NOTHING).kv_bits == CACHE_BITS for m in model.modules()):
+        used.update(f"attention_affine8_{dtype}" for dtype in dtypes)
     for name in torch.ops.moe_mps._libraries():
         file, _, dtype = name.rpartition("_")
         if dtypes and file == "bucket":

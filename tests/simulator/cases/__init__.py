@@ -2,6 +2,6 @@
 
 formats.py             how weights are stored: how they are made, what they stand for in float64
 values.py              what inputs are made of
-experts.py             experts and single matrices; layer.py: norms, combine, routing
+experts.py             experts and single matrices; attention.py; layer.py: norms, combine, routing
 mlx.py, mlx_*.py       what MLX dispatches for the same products, and on which Apple GPU
 """

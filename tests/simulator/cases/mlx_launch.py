@@ -46,7 +46,7 @@ class Launch:
     grid: tuple[int, int, int]
     threads: tuple[int, int, int]
     arguments: dict[str, str | bytes]
-    constants: dict[int, bool] = field(default_factory=dict)
+    constants: dict[int, int] = field(default_factory=dict)
     parts: int = 1
 
     @property

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from ..build_device import BuildError
-from ..cases import experts, layer
+from ..cases import attention, experts, layer
 from ..cases.experts import Case
 from ..cases.mlx_launch import KERNELS, has_kernels, include_folder
 from . import peers_mlx, peers_source, report, run, worker
@@ -26,7 +26,7 @@ from .plan import Plan
 
 REPOSITORY = Path(__file__).parents[3]
 SCRIPT = REPOSITORY / "scripts" / "bench_gpu.py"
-GROUPS = ("experts", "prefill", "linear", "norms", "combine", "routing")  # that are timed
+GROUPS = ("experts", "prefill", "linear", "attention", "norms", "combine", "routing")  # that are timed
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -78,8 +78,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def all_cases(shape: tuple[int, ...]) -> list[Case]:
-    timed = experts.expert_cases(shape) + experts.linear_cases() + layer.layer_cases()
-    return timed + experts.sanitizer_cases()
+    timed = experts.expert_cases(shape) + experts.linear_cases()
+    timed += attention.attention_cases() + layer.layer_cases()
+    return timed + experts.sanitizer_cases() + attention.sanitizer_attention()
 
 
 def say(text: str) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from ..apple.facts import GPUS
-from ..cases import mlx, mlx_dense, mlx_quantized
+from ..cases import mlx, mlx_attention, mlx_dense, mlx_quantized
+from ..cases.attention import Attention
 from ..cases.experts import Case, Experts, Linear
 from ..cases.formats import DTYPES, FORMATS, too_far
 from ..cases.mlx_launch import Launch, Matrices, changed_headers, source
@@ -20,7 +21,10 @@ from .plan import Binding, Dispatch, Plan
 from .programs import Program
 from .translate import buffer_indices
 
-HEADERS = (mlx_quantized.AFFINE, mlx_quantized.FLOATING, mlx_dense.GEMV, mlx_dense.GATHER)
+HEADERS = (
+    *(mlx_quantized.AFFINE, mlx_quantized.FLOATING),
+    *(mlx_dense.GEMV, mlx_dense.GATHER, mlx_attention.HEADERS),
+)
 # Function constants of kernels in these headers that are not launched.
 UNUSED = {0: False, 1: False, 10: False, 200: True, 201: True, 202: True}
 
@@ -44,6 +48,9 @@ def record(plan: Plan, include: Path) -> None:
 def peers(plan: Plan, case: Case) -> list[Program]:
     if not plan.files(name_of(mlx_quantized.AFFINE)):
         return []
+    if isinstance(case, Attention):
+        wanted = case.group != "sanitize" and mlx_attention.has_kernel(case)
+        return [attention(plan, case)] if wanted else []
     if isinstance(case, Linear) and case.format != "dense":
         return linear_peers(plan, case)
     if isinstance(case, Experts) and case.group != "sanitize":
@@ -82,6 +89,24 @@ def result_of(launch: Launch, rows: int, columns: int, dtype: str) -> tuple[list
     if launch.parts > 1:
         return [launch.parts, rows, columns], "float32"
     return [rows, columns], str(DTYPES[dtype]).removeprefix("torch.")
+
+
+def attention(plan: Plan, case: Attention) -> Program:
+    names = ("q", "k", "v", "partials", "sums", "highest", "result0")
+    made = [
+        dispatch(plan, launch, dict(zip(names, names, strict=True)))
+        for launch in mlx_attention.sdpa_vector(case)
+    ]
+    rows = case.heads * case.tokens * mlx_attention.blocks_of_keys(case)
+    itemsize = DTYPES[case.dtype].itemsize
+    scratch = {"partials": rows * case.value_width * itemsize, "sums": 4 * rows, "highest": 4 * rows}
+    dtype = str(DTYPES[case.dtype]).removeprefix("torch.")
+    results = {"result0": ([1, case.heads, case.tokens, case.value_width], dtype)}
+
+    def wrong(before: dict, after: dict) -> str:
+        return too_far(after["result0"], case.expected(before), case.dtype)
+
+    return Program("MLX sdpa_vector_2pass", made, results, wrong, scratch)
 
 
 def linear_peers(plan: Plan, case: Linear) -> list[Program]:

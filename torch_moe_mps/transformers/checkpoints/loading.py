@@ -21,7 +21,10 @@ from transformers import (
 from ..._extension import ONE_THREAD
 from ...quantization import Format
 from ..accelerate import accelerate
+from ..attention import require_kv_bits
+from ..cache import grow_caches_in_place
 from ..checked import allowed
+from ..compiling import compile_kernels
 from ..experts import NAME
 from ..pipeline.loading import PipelineLoading, is_pipeline
 from ..pipeline.peers import Timeouts
@@ -44,6 +47,7 @@ def from_pretrained(
     name: str,
     model_class: type | None = None,
     *,
+    kv_bits: int | None = None,
     check: bool = True,
     shares: Sequence[int] | None = None,
     loading_timeout: float = 1800.0,
@@ -60,6 +64,7 @@ def from_pretrained(
         name: folder or name on the Hub.
         model_class: a class of transformers; the default is AutoModelForCausalLM, or for a model type that it
             does not know AutoModelForImageTextToText.
+        kv_bits: 8 for keys and values of the cache in 8 bits, as in `accelerate`.
         check: False leaves out the comparison with the CPU, as in `accelerate`.
         shares: of a pipeline (distributed_config=DistributedConfig(pp_size=2), docs/distributed.md): how many
             layers each process has; None for as many as its memory and bandwidth suggest.
@@ -78,6 +83,7 @@ def from_pretrained(
     """
     asked = {name: kwargs.pop(name) for name in ARGUMENTS if name in kwargs}
     recipe = requested_recipe(**asked)  # its errors come before anything is loaded
+    require_kv_bits("from_pretrained", kv_bits)
     cls: Any = model_class or AutoModelForCausalLM
     pipeline = None
     if is_pipeline(kwargs.get("distributed_config")):
@@ -112,6 +118,9 @@ def from_pretrained(
     if not accelerated:
         with allowed(check):
             accelerate(model.eval(), **({} if recipe is None else asked))
+    if kv_bits is not None:
+        grow_caches_in_place(model, kv_bits)
+        compile_kernels(model)
     if pipeline is not None:
         pipeline.finish(model)
     return (model, info) if with_info else model

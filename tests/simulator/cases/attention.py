@@ -1,0 +1,117 @@
+"""The cases of attention: new tokens over a cache of any length, and prompts."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .experts import Case, ops
+from .formats import DTYPES, too_far
+
+GROUP = 64  # of quantised keys and values
+
+
+@dataclass
+class Attention(Case):
+    """The last `tokens` of `keys` positions, each query head over its head of keys."""
+
+    group: ClassVar[str] = "attention"
+    heads: int
+    key_heads: int
+    tokens: int
+    keys: int
+    width: int
+    value_width: int
+    dtype: str
+    bits: int = 16
+
+    @property
+    def name(self) -> str:
+        sizes = f"{self.heads}/{self.key_heads} of {self.width}/{self.value_width}"
+        return f"attention {sizes} T {self.tokens} S {self.keys} {self.dtype}{' kv8' * (self.bits == 8)}"
+
+    def weights(self, values):
+        dtype, tensors = DTYPES[self.dtype], {}
+        for name, width in (("k", self.width), ("v", self.value_width)):
+            shape = (1, self.key_heads, self.keys)
+            if self.bits == 16:
+                tensors[name] = values.normal(*shape, width, dtype=dtype)
+                continue
+            tensors[name] = values.integers(
+                *shape, width // 4, dtype=torch.int32, low=-(2**31), high=2**31 - 1
+            )
+            groups = (*shape, width // GROUP)
+            tensors[f"{name}_scales"] = values.uniform(*groups, dtype=dtype, low=0.01, high=0.02)
+            tensors[f"{name}_biases"] = values.uniform(*groups, dtype=dtype, low=-2.5, high=-1.5)
+        return tensors
+
+    def inputs(self, values):
+        return {"q": values.normal(1, self.heads, self.tokens, self.width, dtype=DTYPES[self.dtype])}
+
+    def call(self, t):
+        groups = {name: tensor for name, tensor in t.items() if "_" in name}
+        return ops().attention(t["q"], t["k"], t["v"], self.scale, **groups)
+
+    @property
+    def scale(self) -> float:
+        return self.width**-0.5
+
+    def wrong(self, before, after):
+        return too_far(after["result0"].transpose(1, 2), self.expected(before), self.dtype)
+
+    def expected(self, t: dict[str, Tensor]) -> Tensor:
+        """[1, Hq, T, Dv] in float64, the scores of one head at a time."""
+        k, v = self._states(t, "k"), self._states(t, "v")
+        out = torch.empty(1, self.heads, self.tokens, self.value_width, dtype=torch.float64, device=k.device)
+        seen = torch.ones(self.tokens, self.keys, dtype=torch.bool, device=k.device)
+        hidden = ~seen.tril(self.keys - self.tokens)
+        for head in range(self.heads):
+            of_head = head // (self.heads // self.key_heads)
+            scores = t["q"][:, head].double() @ k[:, of_head].mT * self.scale
+            out[:, head] = scores.masked_fill_(hidden, -torch.inf).softmax(-1) @ v[:, of_head]
+        return out
+
+    def bytes_moved(self, t, part=""):
+        out = self.heads * self.tokens * self.value_width * DTYPES[self.dtype].itemsize
+        parts = ("", "_scales", "_biases") if self.bits == 8 else ("",)
+        names = ["q", *(name + part for name in ("k", "v") for part in parts)]
+        return out + sum(t[name].nbytes for name in names)
+
+    def _states(self, t: dict[str, Tensor], name: str) -> Tensor:
+        if self.bits == 16:
+            return t[name].double()
+        codes = t[name].view(torch.uint8).unflatten(-1, (-1, GROUP)).double()
+        scales, biases = (t[f"{name}_{part}"].double().unsqueeze(-1) for part in ("scales", "biases"))
+        return (codes * scales + biases).flatten(-2)
+
+
+# Heads, heads of keys, width of keys and of values
+MODELS = {
+    "Qwen3-30B-A3B": (32, 4, 128, 128),
+    "gpt-oss": (64, 8, 64, 64),
+    "Gemma 4": (16, 2, 512, 512),
+    "DeepSeek-V3": (128, 128, 192, 128),
+}
+
+
+def attention_cases() -> list[Case]:
+    cases: list[Case] = []
+    for heads, key_heads, width, value_width in MODELS.values():
+        sizes = (width, value_width, "bf16")
+        cases += [Attention(heads, key_heads, t, s, *sizes) for t, s in ((1, 1024), (1, 4096), (1, 32768))]
+        cases.append(Attention(heads, key_heads, 4, 4096, *sizes))
+        cases.append(Attention(heads, key_heads, 1, 32768, *sizes, 8))
+        cases.append(Attention(heads, key_heads, 2048, 2048, *sizes))
+    return cases
+
+
+def sanitizer_attention() -> list[Case]:
+    """Small ones of every kernel."""
+    widths = ((64, 64), (128, 128), (256, 256), (576, 512))
+    cases = [SmallAttention(4, 1, t, 300, *width, "f32") for width in widths for t in (1, 3)]
+    return [*cases, *(SmallAttention(2, 1, t, 300, 128, 128, "f16", 8) for t in (1, 12))]
+
+
+class SmallAttention(Attention):
+    group: ClassVar[str] = "sanitize"

@@ -1,0 +1,114 @@
+"""Keys or values of a cache in 8 bits, a tensor that the operator `attention` reads as it is."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from ..ops._checks import ACTIVATION_DTYPES
+from ..ops._formats import GROUP_SIZES, Format, dequantize_values
+from ..ops.attention import CACHE_BITS
+
+_ATEN = torch.ops.aten
+# Operators of a dimension, by the position of that argument: they may be applied to codes and scales alike.
+_OF_A_DIMENSION = {_ATEN.slice.Tensor: 1, _ATEN.index_select.default: 1}
+_OF_EVERYTHING = {_ATEN.detach.default, _ATEN.alias.default, _ATEN.clone.default}
+
+
+def group_size(width: int) -> int | None:
+    """Of heads of this width: the largest group that divides it, None if none does."""
+    return next((size for size in sorted(GROUP_SIZES["affine"], reverse=True) if width % size == 0), None)
+
+
+def can_be_quantized(*states: Tensor) -> bool:
+    return all(
+        type(tensor) is Tensor
+        and tensor.dim() == 4
+        and tensor.dtype in ACTIVATION_DTYPES
+        and tensor.shape[3] > 0
+        and group_size(tensor.shape[3]) is not None
+        for tensor in states
+    )
+
+
+class QuantizedStates(Tensor):
+    """[B, Hk, S, D] in 8 bits. Whatever uses it gets the numbers that its codes stand for.
+
+    Tokens and batches can be chosen without that, by slices and index_select.
+
+    Attributes:
+        packed, scales, biases: [B, Hk, S, D / 4], and twice [B, Hk, S, D / group], as
+            `torch.ops.moe_mps.attention` takes them.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    biases: Tensor
+
+    @staticmethod
+    def __new__(cls, packed: Tensor, scales: Tensor, biases: Tensor) -> "QuantizedStates":
+        *rows, words = packed.shape
+        made: Any = Tensor._make_wrapper_subclass(
+            cls, (*rows, words * 32 // CACHE_BITS), dtype=scales.dtype, device=scales.device
+        )
+        made.packed, made.scales, made.biases = packed, scales, biases
+        return made
+
+    @classmethod
+    def empty(cls, like: Tensor, tokens: int) -> "QuantizedStates":
+        """Uninitialised, for `tokens` tokens of the states `like`, [B, Hk, T, D]."""
+        *rows, _, width = like.shape
+        size = group_size(width)
+        assert size is not None
+        packed = like.new_empty((*rows, tokens, width * CACHE_BITS // 32), dtype=torch.int32)
+        scales, biases = (like.new_empty((*rows, tokens, width // size)) for _ in range(2))
+        return cls(packed, scales, biases)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "QuantizedStates":
+        return QuantizedStates(function(self.packed), function(self.scales), function(self.biases))
+
+    def tokens(self, start: int, count: int) -> "QuantizedStates":
+        """A view of some tokens."""
+        return self.map(lambda tensor: tensor.narrow(2, start, count))
+
+    def write(self, start: int, states: Tensor) -> None:
+        """Tokens from `start` on become these states, quantised or not."""
+        if isinstance(states, QuantizedStates):
+            for part, other in zip(self._parts(), states._parts(), strict=True):
+                part.narrow(2, start, states.shape[2]).copy_(other)
+        else:
+            torch.ops.moe_mps.write_cache_quantized_(states, *self._parts(), start)
+
+    def dequantized(self) -> Tensor:
+        size = self.shape[3] // self.scales.shape[3]
+        values = dequantize_values(self.packed, self.scales, self.biases, Format(CACHE_BITS, size))
+        return values.to(self.dtype)
+
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.packed, self.scales, self.biases
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"QuantizedStates({tuple(self.shape)}, {self.dtype}, {self.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedStates":
+        return self.map(lambda tensor: tensor.clone(memory_format=torch.contiguous_format))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return QuantizedStates, self._parts()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch: not typed as a class method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, QuantizedStates):
+            position = _OF_A_DIMENSION.get(func)
+            dim = 0 if position is None or len(args) <= position else args[position]
+            rows = position is not None and dim % first.dim() < first.dim() - 1
+            if rows or func in _OF_EVERYTHING:
+                return first.map(lambda tensor: func(tensor, *args[1:], **kwargs))
+        args, kwargs = tree_map_only(QuantizedStates, QuantizedStates.dequantized, (args, kwargs))
+        return func(*args, **kwargs)
