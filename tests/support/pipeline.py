@@ -128,6 +128,12 @@ class Collected:
         self.values.append(torch.tensor([-1]))
 
 
+def assistant() -> torch.nn.Module:
+    """The same smaller model in every process."""
+    with tiny_models.sizes(num_hidden_layers=1):
+        return tiny_models.tiny_model("qwen3_moe").eval()
+
+
 def streamed(model: Any, ids: torch.Tensor) -> torch.Tensor:
     streamer = Collected()
     generate(model, ids[:1], max_new_tokens=5, streamer=streamer)
@@ -152,6 +158,7 @@ MANY = FEW | {
     "chunked prefill": lambda m, ids: generate(m, ids, prefill_chunk_size=4, max_new_tokens=4),
     "beams": lambda m, ids: generate(m, ids, num_beams=3, max_new_tokens=5),
     "prompt lookup": lambda m, ids: generate(m, ids[:1], prompt_lookup_num_tokens=3, max_new_tokens=8),
+    "assistant": lambda m, ids: generate(m, ids[:1], assistant_model=assistant(), max_new_tokens=8),
     "streamer": streamed,
     "without cache": lambda m, ids: generate(m, ids, use_cache=False, max_new_tokens=3),
     "logits": logits,
