@@ -159,15 +159,20 @@ def join_linears(program: Program) -> None:
         if found is not None and isinstance(found[1], QuantizedLinear):
             name, layer, x = found
             groups[x, id(program.block_of(statement))].append((statement, call, name, layer))
+    order = {name: index for index, (name, _) in enumerate(program.module.named_modules())}
     for group in groups.values():
-        statements, _, names, layers = zip(*group, strict=True)
-        if len(group) > 1 and not program.mutates_between(statements[0], statements[-1]) and join(*layers):
-            _join(program, group)
+        first, last = group[0][0], group[-1][0]
+        group.sort(key=lambda each: order[each[2]])
+        _, _, names, layers = zip(*group, strict=True)
+        if len(group) > 1 and not program.mutates_between(first, last) and join(*layers):
+            _join(program, first, group)
             program.rewrites.append(f"linear_quantized ({', '.join(names)})")
 
 
-def _join(program: Program, group: list[tuple[ast.Assign, ast.Call, str, nn.Module]]) -> None:
-    first, call, *_ = group[0]
+def _join(
+    program: Program, first: ast.Assign, group: list[tuple[ast.Assign, ast.Call, str, nn.Module]]
+) -> None:
+    _, call, *_ = group[0]
     layers = ast.Tuple([own_module(name) for _, _, name, _ in group], ast.Load())
     together = program.assign("joined", helper("linears", layers, call.args[0]))
     program.insert(first, together)
