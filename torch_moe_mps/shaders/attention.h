@@ -601,9 +601,9 @@ template <typename T>
 // number, then its codes, each lane's in a word.
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(kCacheThreads)]] void write_cache_quantized(
-    device const T* states [[buffer(0)]], device uint* packed [[buffer(1)]],
-    device T* scales [[buffer(2)]], device T* biases [[buffer(3)]],
-    constant CacheWriteParams& params [[buffer(4)]], uint thread_index [[thread_position_in_grid]]) {
+    device const T* states [[buffer(0)]], device uint* packed [[buffer(1)]], device T* scales [[buffer(2)]],
+    device T* biases [[buffer(3)]], constant CacheWriteParams& params [[buffer(4)]],
+    uint thread_index [[thread_position_in_grid]]) {
   const bool exists = thread_index < params.threads;
   const uint index = exists ? thread_index : params.threads - 1;  // all lanes take part in the shuffles
   const uint word = index % params.words, row = index / params.words;
