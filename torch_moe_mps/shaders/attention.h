@@ -47,30 +47,6 @@ inline float2 pair_of(bfloat, uint word) {
   return float2(as_type<float>(word << 16), as_type<float>(word & 0xffff0000u));
 }
 
-// N consecutive elements of a key or value, in 32-bit words.
-template <int kWords>
-struct RunWords {
-  uint v[kWords];
-};
-
-template <int kWords>
-inline RunWords<kWords> load_run_words(device const uint* source) {
-  RunWords<kWords> words;
-  if constexpr (kWords % 4 == 0) {
-    UNROLL for (int i = 0; i < kWords / 4; ++i) {
-      const uint4 four = reinterpret_cast<device const uint4*>(source)[i];
-      UNROLL for (int j = 0; j < 4; ++j) words.v[4 * i + j] = four[j];
-    }
-  } else if constexpr (kWords == 2) {
-    const uint2 two = *reinterpret_cast<device const uint2*>(source);
-    words.v[0] = two.x;
-    words.v[1] = two.y;
-  } else {
-    UNROLL for (int i = 0; i < kWords; ++i) words.v[i] = source[i];
-  }
-  return words;
-}
-
 // The keys or the values of a head in T. A tile's keys are counted from its first, so that 32 bits are
 // enough.
 template <typename T>
@@ -80,7 +56,7 @@ struct DenseCache {
 
   template <int N>
   struct Run {
-    RunWords<N / kPerWord> words;
+    Words<N / kPerWord> words;
   };
 
   device const T* start;
@@ -102,7 +78,7 @@ struct DenseCache {
     if (!wanted || column >= width) return run;
     device const T* source = start + ulong(tile) * stride + (key * stride + column);
     if (vectorised) {
-      run.words = load_run_words<N / kPerWord>(reinterpret_cast<device const uint*>(source));
+      run.words = load_words<N / kPerWord>(reinterpret_cast<device const uint*>(source));
       return run;
     }
     UNROLL for (int i = 0; i < N; ++i) {
@@ -135,7 +111,7 @@ struct QuantizedCache {
 
   template <int N>
   struct Run {
-    RunWords<N == 2 ? 1 : N / 4> words;
+    Words<N == 2 ? 1 : N / 4> words;
     T scale, bias;
   };
 
@@ -165,7 +141,7 @@ struct QuantizedCache {
       const uint two = *reinterpret_cast<device const ushort*>(source);
       run.words.v[0] = (two | two << 8) & 0x00ff00ffu;
     } else {
-      run.words = load_run_words<N / 4>(reinterpret_cast<device const uint*>(source));
+      run.words = load_words<N / 4>(reinterpret_cast<device const uint*>(source));
     }
     const uint group = key * scales_stride + (column >> group_shift);
     run.scale = (scales + ulong(tile) * scales_stride)[group];
