@@ -9,8 +9,8 @@ import torch._dynamo.testing
 from support.operators import MODULES, positional, wrapped
 
 from torch_moe_mps.ops import OPERATORS
+from torch_moe_mps.ops._checks import ACTIVATION_DTYPES as DTYPES
 from torch_moe_mps.ops._samples import (
-    DTYPES,
     copies,
     more_samples,
     packet,

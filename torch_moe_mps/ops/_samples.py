@@ -10,9 +10,6 @@ from torch import Tensor
 
 from ._formats import Format
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
 T, H, E, K, I = 3, 64, 8, 2, 32
 FORMAT = Format(4, 32, "affine")
 
