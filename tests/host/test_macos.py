@@ -8,7 +8,7 @@ import pytest
 if sys.platform == "darwin":
     pytest.skip("a Mac builds the extension itself", allow_module_level=True)
 
-from simulator import macos
+from simulator import build_device, macos
 from simulator.build_device import BuildError
 
 
@@ -56,6 +56,14 @@ def test_symbol_that_torch_does_not_export_is_found(check):
 def test_c_symbol_that_nobody_defines_is_found(check):
     faults = check('extern "C" int moe_mps_nothing(void); int f() { return moe_mps_nothing(); }')
     assert faults == ["no library of torch defines _moe_mps_nothing"]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("source", sorted(macos.SOURCES.rglob("*.mm")), ids=lambda path: path.stem)
+def test_a_source_includes_what_it_uses(source):
+    """Without the precompiled header, which every other build has."""
+    command = [build_device.compiler(), *build_device.host_flags(), "-x", "objective-c++", "-fsyntax-only"]
+    build_device.run([*command, source], f"compiling {source.name}")
 
 
 def test_selector_that_apple_does_not_have_is_found(check):

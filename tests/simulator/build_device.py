@@ -22,6 +22,7 @@ from . import build
 HERE = Path(__file__).parent
 TORCH = Path(torch.__file__).resolve().parent
 PERSONALITY = HERE / "metal" / "personality.cpp"
+PRECOMPILED = HERE / "metal" / "precompiled.h"
 LIBRARIES = ("torch", "torch_cpu", "torch_python", "c10", "objc", "BlocksRuntime", "dl")
 PACKAGES = "clang-19 lld-19 llvm-19 libobjc-12-dev libblocksruntime-dev"
 
@@ -80,23 +81,15 @@ def check_tools() -> None:
             raise BuildError(f"the simulator needs {name}: apt-get install {PACKAGES}")
 
 
-def _flags(source: Path) -> list[str]:
+def host_flags() -> list[str]:
+    """Of every source: Objective-C++, what is plain C++ too, so that one precompiled header serves all."""
     flags = ["-std=c++20", "-fPIC", "-O1", "-Wall", "-Wno-unused-function"]
     flags += ["-isystem", str(TORCH / "include"), "-isystem", str(TORCH / "include/torch/csrc/api/include")]
-    flags += ["-isystem", str(python_include()), "-Imetal/linux"]
-    if source.suffix == ".mm":
-        flags += [
-            "-x",
-            "objective-c++",
-            "-fobjc-runtime=gcc",
-            "-fblocks",
-            "-fexceptions",
-            "-fobjc-exceptions",
-        ]
-        flags += ["-fconstant-string-class=NSConstantString", "-Wno-incomplete-implementation"]
-        # GCC's directory holds headers that must not shadow clang's own.
-        flags += ["-Imetal/include", "-idirafter", str(objective_c() / "include")]
-    return flags
+    flags += ["-isystem", str(python_include()), "-Imetal/linux", "-Imetal/include"]
+    flags += ["-fobjc-runtime=gcc", "-fblocks", "-fexceptions", "-fobjc-exceptions"]
+    flags += ["-fconstant-string-class=NSConstantString", "-Wno-incomplete-implementation"]
+    # GCC's directory holds headers that must not shadow clang's own.
+    return [*flags, "-idirafter", str(objective_c() / "include")]
 
 
 def _digest(*parts: object) -> str:
@@ -144,16 +137,35 @@ def compile_once(source: Path, command: Sequence[str], identity: str, cache: Pat
     return cached
 
 
+def precompiled(command: Sequence[str], identity: str, cache: Path) -> list[str]:
+    """The options that make `command` compile with PRECOMPILED, built once for every checkout."""
+    path = cache / f"precompiled-{_digest(PRECOMPILED.read_bytes(), command, identity)}.pch"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=cache) as scratch:
+            # The result names its source, which has to stay where it is.
+            source, built = path.with_suffix(".h"), Path(scratch, "out.pch")
+            shutil.copy(PRECOMPILED, source)
+            options = ["-Xclang", "-fno-pch-timestamp", "-fpch-instantiate-templates"]
+            header = ["-x", "objective-c++-header", str(source), "-o", str(built)]
+            run([*command, *options, *header], "precompiling headers")
+            built.replace(path)
+    return ["-include-pch", str(path), "-x", "objective-c++"]
+
+
 def build_library(
     name: str, sources: Sequence[Path], link_with: Sequence[Path] = (), flags: Sequence[str] = ()
 ) -> Path:
     """Compile `sources` on the cores there are and link them to one shared library."""
 
+    cache, version = cache_directory(), torch.__version__
+    command = [compiler(), *host_flags()]
+
     def compile_object(source: Path) -> Path:
-        command = [compiler(), *_flags(source), *flags]
-        return compile_once(source, command, torch.__version__, cache_directory())
+        options = [] if source == PERSONALITY else [*headers, *flags]
+        return compile_once(source, [*command, *options], version, cache)
 
     with build_lock():
+        headers = precompiled(command, version, cache)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compile_object, [*sources, PERSONALITY]))
         library = cache_directory() / f"{name}-{_digest(*objects, *link_with)}.so"

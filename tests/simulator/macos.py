@@ -24,14 +24,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from .build_device import HERE, BuildError, compile_once, run
+from .build_device import HERE, BuildError, compile_once, precompiled, run
 
 DEFAULT = "2.13.0"
 # The minor versions of torch that the package supports: a wheel has an extension for each.
 SUPPORTED = ("2.13", "2.14", "2.15")
 SOURCES = HERE.parents[1] / "torch_moe_mps" / "csrc"
 METAL_CPP = "mlx-metal==0.32.4"
-PRECOMPILED = HERE / "metal/macos/precompiled.h"
 TARGET = "aarch64-macos.14.0"
 DYLIBS = ("torch_cpu", "torch", "c10")
 # Foundation's, of which metal-cpp covers a part only: developer.apple.com/documentation/foundation
@@ -161,15 +160,12 @@ def compile_all(sources: Sequence[Path], wheel: Path) -> list[Path]:
     objects.mkdir(exist_ok=True)
     command = list(map(str, command))
 
-    def compile_(source: Path, *options: object) -> Path:
-        # A precompiled header holds absolute paths.
-        return compile_once(source, [*command, *map(str, options)], f"{wheel.parent.name} {HERE}", objects)
-
     with (objects / "lock").open("w") as lock, ThreadPoolExecutor(os.cpu_count()) as pool:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one process compiles, the others wait and find the objects
-        precompiled = compile_(PRECOMPILED, "-x", "objective-c++-header", "-Xclang", "-fno-pch-timestamp")
-        options = ("-include-pch", precompiled, "-x", "objective-c++")
-        return list(pool.map(lambda source: compile_(source, *options), sources))
+        command += precompiled(command, wheel.parent.name, objects)
+        return list(
+            pool.map(lambda source: compile_once(source, command, wheel.parent.name, objects), sources)
+        )
 
 
 def link(objects: Sequence[Path], wheel: Path, target: Path) -> None:

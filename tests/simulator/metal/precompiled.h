@@ -1,0 +1,9 @@
+// What most sources of host code include, parsed once for all of them.
+#pragma once
+#ifdef __linux__
+#include <objc/runtime.h>  // before C++: clang would take its Protocol for another class than its own
+#endif
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
