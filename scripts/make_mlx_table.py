@@ -17,7 +17,7 @@ from support import mlx_models
 from support.models import output, prompt
 
 import torch_moe_mps
-from torch_moe_mps.transformers.checkpoints.mlx.names import EXPERTS
+from torch_moe_mps.transformers.checkpoints.mlx.names import ARCHITECTURES
 from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
 
 DOCUMENT = paths.REPOSITORY / "docs" / "mlx.md"
@@ -47,7 +47,7 @@ def row(architecture: str) -> str:
             )
     reads = [read for read, _ in cells]
     back = "yes" if all(result == "yes" for _, result in cells) else "no"
-    experts = EXPERTS[type(model.config.get_text_config()).model_type]
+    experts = ARCHITECTURES[type(model.config.get_text_config()).model_type].experts
     return f"| `{architecture}` | {experts} | {' | '.join(reads)} | {back} |\n"
 
 

@@ -17,10 +17,10 @@ from ..experts import NAME
 from ..global_scales import register
 from ..interface import experts_of, projections
 from .absent import leave_out
-from .blocks import RepackBlocks
 from .checking import check_loaded, check_shapes
 from .config import QuantizationConfig, any_layer, is_mlx, is_ours
 from .mlx.reading import Reading
+from .operations import packed_blocks
 from .quantize import quantize_targets
 from .saving import mark_quantized
 from .streaming import QuantizeParameter, Stream, streaming_converters
@@ -177,7 +177,7 @@ class Quantizer(HfQuantizer):
         if not self.pre_quantized or Format(mode="mxfp4") not in self.quantization_config.formats():
             return []
         return [
-            WeightConverter(f"{name}_blocks", f"{name}_packed", [RepackBlocks()])
+            WeightConverter(f"{name}_blocks", f"{name}_packed", [packed_blocks()])
             for name in ("gate_up_proj", "down_proj")
         ]
 

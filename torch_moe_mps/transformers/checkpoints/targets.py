@@ -91,7 +91,7 @@ def kinds_of(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if name in experts:
             found[name] = ("experts", module)
-        elif name.startswith(inside) and inside:
+        elif name.startswith(inside):
             continue
         elif isinstance(module, nn.Embedding) or (module is head and isinstance(module, nn.Linear)):
             found[name] = ("embeddings", module)
@@ -125,11 +125,11 @@ class _Reasons:
     def of(self, name: str, module: nn.Module) -> str | None:
         if module in self.routers:
             return "it feeds a router"
-        if self.adapted and name.startswith(self.adapted):
+        if name.startswith(self.adapted):
             return "it is under an adapter of PEFT"
         if isinstance(module, nn.Linear) and module.out_features < SMALLEST:
             return f"it has {module.out_features} outputs only"
-        if self.towers and name.startswith(self.towers):
+        if name.startswith(self.towers):
             return "it is not in the language model"
         return self.needs(name, module)
 

@@ -5,7 +5,9 @@ have names of mlx-lm, with one tensor for each of gate, up and down.
 """
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -16,44 +18,84 @@ from ...interface import Experts, projections
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
 
-# mlx-lm's names for the matrices of an MLP that the original checkpoints number.
-_NUMBERED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-# {model type: where mlx-lm has the experts of a layer}.
-EXPERTS = {
-    "afmoe": "mlp.experts",
-    "bailing_hybrid": "mlp.switch_mlp",
-    "deepseek_v2": "mlp.switch_mlp",
-    "deepseek_v3": "mlp.switch_mlp",
-    "deepseek_v32": "mlp.switch_mlp",
-    "dots1": "mlp.experts",
-    "ernie4_5_moe": "mlp.switch_mlp",
-    "exaone_moe": "mlp.switch_mlp",
-    "gemma4_text": "experts.switch_glu",
-    "glm4_moe": "mlp.switch_mlp",
-    "glm4_moe_lite": "mlp.switch_mlp",
-    "glm_moe_dsa": "mlp.switch_mlp",
-    "gpt_oss": "mlp.experts",
-    "granitemoe": "block_sparse_moe.switch_mlp",
-    "granitemoehybrid": "block_sparse_moe.switch_mlp",
-    "jamba": "feed_forward.switch_mlp",
-    "kimi_linear": "mlp.switch_mlp",
-    "laguna": "mlp.switch_mlp",
-    "lfm2_moe": "feed_forward.switch_mlp",
-    "mellum": "mlp.switch_mlp",
-    "mimo_v2_flash": "mlp.switch_mlp",
-    "minimax_m2": "block_sparse_moe.switch_mlp",
-    "minimax_m3_vl_text": "block_sparse_moe.switch_mlp",
-    "mistral4": "mlp.switch_mlp",
-    "mixtral": "block_sparse_moe.switch_mlp",
-    "nemotron_h": "mixer.switch_mlp",
-    "olmoe": "mlp.switch_mlp",
-    "phimoe": "block_sparse_moe.switch_mlp",
-    "qwen2_moe": "mlp.switch_mlp",
-    "qwen3_5_moe_text": "mlp.switch_mlp",
-    "qwen3_moe": "mlp.switch_mlp",
-    "qwen3_next": "mlp.switch_mlp",
-    "qwen3_vl_moe_text": "mlp.switch_mlp",
-    "solar_open": "mlp.switch_mlp",
+
+class Architecture(NamedTuple):
+    """How mlx-lm's names and values differ from those of a model type's original checkpoints.
+
+    Args:
+        experts: where mlx-lm has the experts of a layer; None for a model without.
+        renamed: {part of an original name: what mlx-lm writes instead}.
+        renamed_linear: the same, only in layers of linear attention.
+        halves: whether kv_b_proj is split into embed_q and unembed_out.
+        one_more: whether transformers adds 1 to the weights of norms; mlx-lm stores the sum.
+        drops_bias: whether mlx-lm drops the correction of the router's scores.
+        part_of: the multimodal type as whose language part mlx-lm loads this text-only type.
+    """
+
+    experts: str | None = "mlp.switch_mlp"
+    renamed: Mapping[str, str] = MappingProxyType({})
+    renamed_linear: Mapping[str, str] = MappingProxyType({})
+    halves: bool = False
+    one_more: bool = False
+    drops_bias: bool = False
+    part_of: str | None = None
+
+
+_CORRECTION = ".e_score_correction_bias"
+# The matrices of an MLP, which the original checkpoints number.
+_NUMBERED = {
+    f".feed_forward.w{number}.weight": f".feed_forward.{name}_proj.weight"
+    for number, name in enumerate(("gate", "down", "up"), 1)
+}
+# The architectures with experts that mlx-lm has, and others that differ from their original checkpoints.
+ARCHITECTURES = {
+    "afmoe": Architecture("mlp.experts"),
+    "bailing_hybrid": Architecture(renamed_linear={".attention.dense.": ".attention.o_proj."}, halves=True),
+    "deepseek_v2": Architecture(),
+    "deepseek_v3": Architecture(halves=True),
+    "deepseek_v32": Architecture(halves=True),
+    "dots1": Architecture("mlp.experts"),
+    "ernie4_5_moe": Architecture(drops_bias=True),
+    "exaone_moe": Architecture(renamed={f".mlp{_CORRECTION}": f".mlp.gate{_CORRECTION}"}),
+    "gemma4_text": Architecture("experts.switch_glu"),
+    "glm4_moe": Architecture(),
+    "glm4_moe_lite": Architecture(halves=True),
+    "glm_moe_dsa": Architecture(halves=True),
+    "gpt_oss": Architecture("mlp.experts"),
+    "granitemoe": Architecture("block_sparse_moe.switch_mlp"),
+    "granitemoehybrid": Architecture("block_sparse_moe.switch_mlp"),
+    "jamba": Architecture("feed_forward.switch_mlp"),
+    "kimi_linear": Architecture(
+        renamed={
+            ".block_sparse_moe.": ".mlp.",
+            f".mlp.gate{_CORRECTION}": f".mlp{_CORRECTION}",
+            "_conv1d.": "_conv.conv.",
+        },
+        halves=True,
+    ),
+    "laguna": Architecture(
+        renamed={
+            f".mlp.experts{_CORRECTION}": f".mlp.gate{_CORRECTION}",
+            ".mlp.gate.weight": ".mlp.gate.proj.weight",
+        }
+    ),
+    "lfm2_moe": Architecture("feed_forward.switch_mlp", renamed=_NUMBERED),
+    "mellum": Architecture(),
+    "mimo_v2_flash": Architecture(),
+    "minimax_m2": Architecture("block_sparse_moe.switch_mlp"),
+    "minimax_m3_vl_text": Architecture("block_sparse_moe.switch_mlp"),
+    "mistral4": Architecture(halves=True),
+    "mixtral": Architecture("block_sparse_moe.switch_mlp"),
+    "nemotron_h": Architecture("mixer.switch_mlp"),
+    "olmoe": Architecture(),
+    "phimoe": Architecture("block_sparse_moe.switch_mlp"),
+    "qwen2_moe": Architecture(),
+    "qwen3_5_moe_text": Architecture(one_more=True, part_of="qwen3_5_moe"),
+    "qwen3_5_text": Architecture(None, one_more=True),
+    "qwen3_moe": Architecture(),
+    "qwen3_next": Architecture(one_more=True),
+    "qwen3_vl_moe_text": Architecture(),
+    "solar_open": Architecture(),
 }
 # Models without experts that mlx-lm computes as transformers does; the parameters keep their names.
 DENSE = frozenset(
@@ -62,40 +104,8 @@ DENSE = frozenset(
         "mistral", "nemotron", "olmo2", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm",
     }
 )  # fmt: skip
-# Model types for which mlx-lm splits kv_b_proj.
-_HALVES = (
-    "bailing_hybrid",
-    "deepseek_v3",
-    "deepseek_v32",
-    "glm4_moe_lite",
-    "glm_moe_dsa",
-    "kimi_linear",
-    "mistral4",
-)
 # Multimodal model types of which mlx-lm has only the language model.
 _COMPOSITES = ("gemma4", "kimi_k25", "minimax_m3_vl", "mistral3", "qwen3_5_moe", "qwen3_vl_moe")
-# Text-only model types that mlx-lm loads as the language part of a multimodal type.
-PARTS_OF = {"qwen3_5_moe_text": "qwen3_5_moe"}
-# {model type: {part of an original name: what mlx-lm writes instead}}.
-_RENAMED = {
-    "exaone_moe": {".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"},
-    "kimi_linear": {
-        ".block_sparse_moe.": ".mlp.",
-        ".mlp.gate.e_score_correction_bias": ".mlp.e_score_correction_bias",
-        "_conv1d.": "_conv.conv.",
-    },
-    "laguna": {
-        ".mlp.experts.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
-        ".mlp.gate.weight": ".mlp.gate.proj.weight",
-    },
-    "lfm2_moe": {
-        f".feed_forward.{old}.weight": f".feed_forward.{new}.weight" for new, old in _NUMBERED.items()
-    },
-}
-# The same, only in layers of linear attention.
-_RENAMED_LINEAR = {"bailing_hybrid": {".attention.dense.": ".attention.o_proj."}}
-# Model types whose norms add 1 to the weight in transformers; mlx-lm stores the sum.
-_ONE_MORE = {"qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"}
 _NORMS = (
     "input_layernorm",
     "post_attention_layernorm",
@@ -104,15 +114,13 @@ _NORMS = (
     "k_norm",
     "language_model.norm",
 )
-# Model types for which mlx-lm drops the correction of the router's scores.
-_DROP_BIAS = {"ernie4_5_moe"}
 _LAYER = re.compile(r"^(.*\.\d+)\.")
 
 
 def check_writable(config: Any) -> None:
     """Raises: ValueError for an architecture whose layout in MLX is not known."""
     whole, text = type(config).model_type, type_of(config)
-    known = {*EXPERTS, *DENSE}
+    known = {*DENSE, *(name for name, a in ARCHITECTURES.items() if a.experts)}
     if text not in known or whole not in (text, *_COMPOSITES):
         names = ", ".join(sorted({*known, *_COMPOSITES}))
         raise ValueError(f"moe_mps::save_mlx: model_type must be one of {names}, got {whole}")
@@ -132,7 +140,9 @@ class Names:
     """The names for one model, and which of its parameters have other values or shapes in MLX."""
 
     def __init__(self, model: "PreTrainedModel"):
-        self.model, self.type, self.whole = model, type_of(model.config), type(model.config).model_type
+        self.model = model
+        self.architecture = ARCHITECTURES.get(type_of(model.config), Architecture())
+        self._is_composite = type(model.config).model_type in _COMPOSITES
         conversions = get_model_conversion_mapping(model, add_legacy=False)
         self._conversions = [c for c in conversions if not isinstance(c, PrefixChange)]
         self._known: dict[str, list[str]] = {}
@@ -157,14 +167,14 @@ class Names:
 
     def _renamed(self, theirs: str, name: str) -> str:
         attention = name.rpartition(".")[0].rpartition(".")[0]
-        linear = hasattr(self.model.get_submodule(attention), "conv1d")
-        renamed = _RENAMED.get(self.type, {}) | (_RENAMED_LINEAR.get(self.type, {}) if linear else {})
+        renamed = {**self.architecture.renamed}
+        if hasattr(self.model.get_submodule(attention), "conv1d"):
+            renamed |= self.architecture.renamed_linear
         for old, new in renamed.items():
             theirs = theirs.replace(old, new)
-        composite = self.whole in _COMPOSITES
-        if composite:
+        if self._is_composite:
             theirs = theirs.removeprefix("language_model.").replace("model.blocks.", "model.layers.")
-        if composite or self.type in PARTS_OF:  # the latter is read from the whole or from the part
+        if self._is_composite or self.architecture.part_of:  # the latter is read from the whole or the part
             return f"language_model.{theirs.replace('model.language_model.', 'model.')}"
         return theirs
 
@@ -179,7 +189,7 @@ class Names:
             raise ValueError(f"moe_mps::save_mlx: experts must be {expected}, got {name}")
         layer = self.of(f"{found[1]}.x")[0].removesuffix(".x")
         gated = (["gate_proj", "up_proj"], ["down_proj"]) if module.has_gate else (["fc1"], ["fc2"])
-        container = f"{layer}.{EXPERTS.get(self.type, 'mlp.switch_mlp')}"
+        container = f"{layer}.{self.architecture.experts}"
         return {
             projection: [f"{container}.{part}" for part in parts]
             for projection, parts in zip(projections(module), gated, strict=True)
@@ -187,10 +197,10 @@ class Names:
 
     def has_one_more(self, name: str) -> bool:
         norm = name.removesuffix(".weight").endswith(_NORMS) and "linear_attn" not in name
-        return norm and self.type in _ONE_MORE
+        return norm and self.architecture.one_more
 
     def is_dropped(self, name: str) -> bool:
-        return self.type in _DROP_BIAS and name.endswith("e_score_correction_bias")
+        return self.architecture.drops_bias and name.endswith("e_score_correction_bias")
 
     def is_halved(self, name: str) -> bool:
-        return self.type in _HALVES and name.endswith("kv_b_proj.weight")
+        return self.architecture.halves and name.endswith("kv_b_proj.weight")

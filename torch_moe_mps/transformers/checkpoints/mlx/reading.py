@@ -20,7 +20,7 @@ from ..absent import beside_text
 from ..targets import Target, kinds_of, reasons_to_stay_dense, tied_layers
 from ..weights import quantized_names
 from .names import Names, canonical
-from .rows import PARTS, Row, Rows, tensor_of
+from .rows import PARTS, Row, Rows
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
@@ -102,7 +102,7 @@ class Reading:
         inside = tuple(f"{name}." for name, (kind, _) in self.kinds.items() if kind == "experts")
         why_dense = reasons_to_stay_dense(model)
         for name, tensor in state.items():
-            if name.endswith(".weight") and tensor.dim() > 1 and not (inside and name.startswith(inside)):
+            if name.endswith(".weight") and tensor.dim() > 1 and not name.startswith(inside):
                 self._layer(name, tensor.shape, why_dense)
         self._tied()
 
@@ -165,7 +165,7 @@ class Reading:
             for name, key in zip(row.source_patterns, keys, strict=True):
                 if key is None:
                     _CHECK.fail(name, "in the checkpoint of MLX", "no such tensor")
-            found.append(Row([*filter(None, keys)], row.target_patterns, row.operations, cast=row.cast))
+            found.append(Row([*filter(None, keys)], row.target_patterns, row.operations))
             self._check_shapes(found[-1])
         self._check_complete(found)
         return found
@@ -179,7 +179,7 @@ class Reading:
         for name in self.dropped:
             owner, _, last = name.rpartition(".")
             if loaded(owner):
-                zeros = torch.zeros_like(tensor_of(self.model, name), device="cpu")
+                zeros = torch.zeros_like(self.model.get_parameter(name), device="cpu")
                 self.model.get_submodule(owner)._parameters[last] = nn.Parameter(zeros, requires_grad=False)
 
     def _check_shapes(self, row: Row) -> None:
@@ -191,7 +191,7 @@ class Reading:
             shapes = [tuple(self.stored.tensors[source].shape) for source in sources]
             _CHECK.fail(row.target_patterns[0], "made of tensors that fit", f"{shapes} of {sources}")
         for name, tensor in made.items():
-            shape, of = tuple(tensor_of(self.model, name).shape), " and ".join(sources)
+            shape, of = tuple(self.model.get_parameter_or_buffer(name).shape), " and ".join(sources)
             if tensor.shape != shape:
                 _CHECK.fail(name, f"of shape {shape}", f"{tuple(tensor.shape)} made of {of}")
 

@@ -21,19 +21,13 @@ from ...global_scales import global_scale_of
 from ...interface import Experts, experts_of
 from ..weights import quantized_names
 from .names import Names
-from .operations import Dequantize, Halves, Stack, as_words, one_less, renamed
+from .operations import Cast, as_words, dequantized, halves, one_less, stacked
 
 PARTS = ("weight", "scales", "biases")  # of a quantised matrix in MLX
 
 
 class Row(WeightConverter):
-    """A converter from some tensors to some parameters, by their whole names.
-
-    Args:
-        cast: whether parameters have the dtype of the model; scales and biases have that of the checkpoint.
-    """
-
-    __slots__ = ("cast",)
+    """A converter from some tensors to some parameters, by their whole names."""
 
     def __init__(
         self,
@@ -41,23 +35,16 @@ class Row(WeightConverter):
         target_patterns: list[str],
         operations: list[ConversionOps],
         force_cpu: bool = False,
-        cast: bool = False,
     ):
         # WeightConverter allows several names on one side only.
         WeightTransform.__init__(self, source_patterns, target_patterns)
         own: Any = self
-        own.operations, own.force_cpu, own.cast = operations, force_cpu, cast
+        own.operations, own.force_cpu = operations, force_cpu
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         if source_key in self.source_patterns:
             return self.target_patterns[0], source_key
         return source_key, None
-
-    def convert(self, layer_name: str, model: Any = None, **kwargs: Any) -> dict[str, Tensor]:
-        made = super().convert(layer_name, model, **kwargs)
-        if self.cast:
-            made = {name: tensor.to(tensor_of(model, name).dtype) for name, tensor in made.items()}
-        return made
 
     def of(self, tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
         """What the tensors of these names become; the row can be used once."""
@@ -65,11 +52,6 @@ class Row(WeightConverter):
         for name in self.source_patterns:
             self.add_tensor(target, name, name, tensors[name])
         return self.convert(target, model=model, config=model.config)
-
-
-def tensor_of(model: nn.Module, name: str) -> Tensor:
-    owner, _, last = name.rpartition(".")
-    return getattr(model.get_submodule(owner), last)
 
 
 class Rows:
@@ -97,7 +79,7 @@ class Rows:
                 yield from self._experts(owner, module)
         inside = tuple(f"{name}." for name in experts)
         for name, tensor in state.items():
-            if not (inside and name.startswith(inside)):
+            if not name.startswith(inside):
                 yield from self._layer(name, tensor)
 
     def _layer(self, name: str, tensor: Tensor) -> Iterator[Row]:
@@ -114,25 +96,25 @@ class Rows:
             sources = [f"{other.removesuffix('weight')}{ends[part]}" for other in theirs]
             yield Row(sources, [name], [as_words(), *_concatenated(sources, 0)])
         elif name in self.stored:
-            operation = Dequantize(self.stored[name], _rows_of(tensor))
-            yield Row(_matrices(theirs, self.stored[name]), [name], [operation], cast=True)
+            operation = dequantized(self.stored[name], _rows_of(tensor))
+            yield Row(_matrices(theirs, self.stored[name]), [name], [operation, Cast()])
         elif not self.names.is_dropped(name):
             operations: list[ConversionOps] = [*_concatenated(theirs, 0)]
             if tensor.dim() == 3 and tensor.shape[1] == 1:
                 operations.append(Transpose(1, 2))  # a convolution
             if self.names.has_one_more(name):
                 operations.append(one_less())
-            yield Row(theirs, [name], operations or [renamed()], cast=True)
+            yield Row(theirs, [name], [*operations, Cast()])
 
     def _halves(self, owner: str, theirs: str, module: nn.Module) -> Row:
         attention, config = theirs.removesuffix("kv_b_proj.weight"), self.model.config.get_text_config()
         own: Format | None = getattr(module, "format", None)
         formats = self.stored.get(f"{owner}.weight", [None, own])
-        halves = [f"{attention}{half}.weight" for half in ("embed_q", "unembed_out")]
-        parts = TENSORS if own is not None and own.has_biases else TENSORS[:2]
-        ours = [f"{owner}.{part}" for part in (("weight",) if own is None else parts)]
-        operation = Halves(formats, config.num_attention_heads, config.qk_nope_head_dim, own)
-        return Row(_matrices(halves, formats), ours, [operation], cast=own is None)
+        parts = [f"{attention}{half}.weight" for half in ("embed_q", "unembed_out")]
+        names = ("weight",) if own is None else TENSORS if own.has_biases else TENSORS[:2]
+        ours = [f"{owner}.{name}" for name in names]
+        operation = halves(formats, config.num_attention_heads, config.qk_nope_head_dim, own)
+        return Row(_matrices(parts, formats), ours, [operation, *([Cast()] if own is None else [])])
 
     def _experts(self, name: str, module: Experts) -> Iterator[Row]:
         activation = activation_of(module)
@@ -147,15 +129,12 @@ class Rows:
                         yield Row(_ends(modules, part), [f"{name}.{ours}"], [as_words(), *join])
                 scale = global_scale_of(projection)
                 if scale in module._parameters:
-                    yield Row(_ends(modules, "global_scale"), [f"{name}.{scale}"], [Stack()])
+                    yield Row(_ends(modules, "global_scale"), [f"{name}.{scale}"], [stacked()])
             else:
-                turned = [*join, *([Transpose(1, 2)] if module.is_transposed else [])]
-                sources = _ends(modules, "weight")
-                yield Row(sources, [f"{name}.{projection}"], turned or [renamed()], cast=True)
+                turned = [*join, *([Transpose(1, 2)] if module.is_transposed else []), Cast()]
+                yield Row(_ends(modules, "weight"), [f"{name}.{projection}"], turned)
             if getattr(module, f"{projection}_bias", None) is not None:
-                yield Row(
-                    _ends(modules, "bias"), [f"{name}.{projection}_bias"], join or [renamed()], cast=True
-                )
+                yield Row(_ends(modules, "bias"), [f"{name}.{projection}_bias"], [*join, Cast()])
 
 
 def _ends(modules: Sequence[str], *ends: str) -> list[str]:

@@ -13,7 +13,7 @@ from ....quantization import Format
 from ...interface import formats_of, is_experts
 from ..absent import beside_text
 from ..files import Shards
-from .names import PARTS_OF, Names, check_writable
+from .names import Names, check_writable
 from .rows import Rows
 
 _SHARD = 2 << 30  # bytes of a file
@@ -53,7 +53,7 @@ def save_mlx(
                     scaled.append(module)
     shards.finish()
     config = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
-    config["model_type"] = PARTS_OF.get(type(model.config).model_type, config["model_type"])
+    config["model_type"] = names.architecture.part_of or config["model_type"]
     if formats:
         quantization = _quantization(formats)
         quantization |= {name: formats[name].to_dict() | {"global_scale": True} for name in scaled}
