@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..quantization import TENSORS, QuantizedWeight
-from .interface import is_quantized
+from ..quantization import TENSORS, Format, QuantizedWeight
+from .interface import formats_of, is_experts, is_quantized
 
 ops = torch.ops.moe_mps
 
@@ -96,8 +96,15 @@ class QuantizedLayer(nn.Module):
         return self.quantized.values(rows).to(self._like.dtype)
 
 
+def formats_in(module: nn.Module) -> dict[str, Format]:
+    """{name of the dense parameter: format} of a quantised layer or quantised experts; else nothing."""
+    if isinstance(module, QuantizedLayer):
+        return {"weight": module.format}
+    return formats_of(module) if is_experts(module) and is_quantized(module) else {}
+
+
 def has_quantized_weights(module: nn.Module) -> bool:
-    return isinstance(module, QuantizedLayer) or is_quantized(module)
+    return bool(formats_in(module))
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:

@@ -47,7 +47,7 @@ class QuantizationReport:
     def __str__(self) -> str:
         """Equal layers share a line, with the mean and the largest of their errors; the last line sums up."""
         lines = [f"{name}: shares the weight of {other}" for name, other in self.shared.items()]
-        reasons = Counter((_any_layer(name), why) for name, why in self.skipped.items())
+        reasons = Counter((any_layer(name), why) for name, why in self.skipped.items())
         lines += [f"{name} ({n}): not quantised, {why}" for (name, why), n in reasons.items()]
         if self.modules:
             return "\n".join([*self._table(), *lines, self.summary()])
@@ -69,7 +69,7 @@ class QuantizationReport:
         groups: dict[tuple[str, str], list[QuantizedProjection]] = {}
         for name, entries in self.modules.items():
             for entry in entries:
-                parameter = _any_layer(f"{name}.{entry.projection}".removesuffix(".weight"))
+                parameter = any_layer(f"{name}.{entry.projection}".removesuffix(".weight"))
                 groups.setdefault((parameter, str(entry.format)), []).append(entry)
         show = _unit(self.dense_bytes)
         rows = [("weights", "format", "n", "mean error", "largest", "before", "after")]
@@ -83,7 +83,7 @@ class QuantizationReport:
         return ["  ".join(f(c, w) for f, c, w in zip(aligned, row, widths, strict=True)) for row in rows]
 
 
-def _any_layer(name: str) -> str:
+def any_layer(name: str) -> str:
     """Numbers in the name of a module replaced by *."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
@@ -134,7 +134,7 @@ class Report:
         groups: dict[tuple, list[str]] = {}
         for row in self.rows:
             result = _in_words(row.replaced_by) if row.replaced_by else f"left alone: {row.reason}"
-            key = (_any_layer(row.name) or "(model)", row.cls, result)
+            key = (any_layer(row.name) or "(model)", row.cls, result)
             groups.setdefault(key, []).append(row.name)
         lines = [("module", "class", "n", "now runs")]
         lines += [(name, cls, str(len(names)), result) for (name, cls, result), names in groups.items()]

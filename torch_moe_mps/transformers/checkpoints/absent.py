@@ -50,8 +50,7 @@ def beside_text(model: Any) -> list[str]:
 def leave_out(model: nn.Module, names: Iterable[str]) -> None:
     """Replaces these parts by stand-ins."""
     for name in names:
-        owner, _, child = name.rpartition(".")
-        setattr(model.get_submodule(owner), child, Absent(name))
+        model.set_submodule(name, Absent(name))
 
 
 def absent_in(model: nn.Module) -> list[str]:

@@ -9,13 +9,14 @@ The output of a layer is the residual stream, so all errors have the same unit a
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from ...ops._checks import Check
 from ...quantization import Format, dequantize
@@ -66,7 +67,7 @@ def measured_recipe(
         budget: bits for each quantised weight, on average, with scales and biases.
         group_size, bits: of the formats to choose from, in mode affine.
         keep: as in `accelerate`.
-        progress: show a bar where tqdm is installed.
+        progress: show a bar.
 
     Returns: arguments of `accelerate` and `from_pretrained`, which can be written as JSON. They are the best
         a greedy search finds within the budget: it spends bytes where they lower the error most.
@@ -118,7 +119,8 @@ def _measure(
     for name, target in targets.items():
         inside[layer_of(name)].append(target)
     parts = inside if checkpoint is None else checkpoint.modules
-    with ExitStack() as stack, _bar(len(inside), progress) as advance:
+    bar = tqdm(total=len(inside), desc="Measuring", unit="part", disable=not progress)
+    with ExitStack() as stack, bar:
         for part in list(parts):
             weights = stack.enter_context(ExitStack())
 
@@ -140,7 +142,7 @@ def _measure(
                         for format in formats:
                             with _rounded(target, parameter, format):
                                 errors[format] += _distance(output, module.forward(*args, **kwargs))
-                advance(int(part in inside))
+                bar.update(int(part in inside))
                 weights.close()
 
             module = model.get_submodule(part)
@@ -200,19 +202,6 @@ def _distance(expected: Any, output: Any) -> float:
         difference += float((other.float() - dense.float()).square().sum())
         square += float(dense.float().square().sum())
     return difference / square if square else 0.0
-
-
-@contextmanager
-def _bar(count: int, enabled: bool) -> Iterator[Callable[[int], object]]:
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        enabled = False
-    if not enabled:
-        yield lambda n: None
-        return
-    with tqdm(total=count, desc="Measuring", unit="part") as bar:
-        yield bar.update
 
 
 # Bits

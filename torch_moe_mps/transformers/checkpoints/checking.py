@@ -9,9 +9,9 @@ from safetensors import safe_open
 from torch import nn
 
 from ...ops._checks import ACTIVATION_DTYPES, Check
-from ...quantization import TENSORS, Format, QuantizedWeight
-from ..interface import formats_of, is_experts, is_quantized
-from .weights import quantized_names
+from ...quantization import QuantizedWeight
+from ..linears import formats_in
+from .weights import quantized_names, words
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
@@ -40,9 +40,7 @@ def check_loaded(model: "PreTrainedModel", loaded: Callable[[str], bool]) -> Non
     """
     check = Check("from_pretrained")
     whole = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
-    optional = [
-        re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-    ]
+    optional = may_lack(model)
     base = set(model.base_model.modules())
     for path, module in model.named_modules():
         if not loaded(path):
@@ -52,7 +50,7 @@ def check_loaded(model: "PreTrainedModel", loaded: Callable[[str], bool]) -> Non
         for name, tensor in _stored(module):
             argument = f"{path}.{name}".lstrip(".")
             missing = not getattr(tensor, "_is_hf_initialized", False)
-            if missing and required and not any(pattern.search(argument) for pattern in optional):
+            if missing and required and not optional(argument):
                 check.fail(argument, "in the checkpoint", "no such tensor")
             if name in dtypes:
                 check.dtype(argument, tensor, dtypes[name])
@@ -60,30 +58,22 @@ def check_loaded(model: "PreTrainedModel", loaded: Callable[[str], bool]) -> Non
                 check.fail(argument, "of a floating-point dtype", str(tensor.dtype).removeprefix("torch."))
 
 
+def may_lack(model: "PreTrainedModel") -> Callable[[str], bool]:
+    """Tells the names of parameters that a checkpoint of the model need not have."""
+    patterns = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
+    return lambda name: any(pattern.search(name) for pattern in patterns)
+
+
 def _dtypes_of(module: nn.Module) -> dict[str, tuple[torch.dtype, ...]]:
-    """{name of a quantised tensor: its possible dtypes}; the matrices of experts have a format each."""
-    if is_experts(module) and is_quantized(module):
-        formats = formats_of(module)
-    else:
-        format = getattr(module, "format", None)
-        formats = {"weight": format} if isinstance(format, Format) else {}
-    names = ((quantized_names(parameter), _dtypes(format)) for parameter, format in formats.items())
-    return {
-        name: dtypes[part]
-        for ours, dtypes in names
-        for name, part in zip(ours, TENSORS, strict=True)
-        if part in dtypes
-    }
-
-
-def _dtypes(format: Format) -> dict[str, tuple[torch.dtype, ...]]:
-    """{"packed", "scales" or "biases": the dtypes that are allowed}."""
-    weight = QuantizedWeight.empty((1, 1024), torch.float32, torch.device("meta"), format)
-    dtypes: dict[str, tuple[torch.dtype, ...]] = {"packed": (torch.int32,)}
-    for part, tensor in zip(TENSORS, weight, strict=True):
-        if tensor is not None and part != "packed":
-            dtypes[part] = ACTIVATION_DTYPES if tensor.dtype.is_floating_point else (tensor.dtype,)
-    return dtypes
+    """{name of a quantised tensor: the dtypes that are allowed}."""
+    allowed: dict[str, tuple[torch.dtype, ...]] = {}
+    for parameter, format in formats_in(module).items():
+        weight = QuantizedWeight.empty((1, 1024), torch.float32, torch.device("meta"), format)
+        for name, tensor in zip(quantized_names(parameter), weight, strict=True):
+            if tensor is not None:
+                dtype = words(tensor).dtype
+                allowed[name] = ACTIVATION_DTYPES if dtype.is_floating_point else (dtype,)
+    return allowed
 
 
 def _stored(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

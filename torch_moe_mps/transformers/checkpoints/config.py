@@ -10,7 +10,6 @@ refuses such a checkpoint with an error, where it would ignore a method that it 
 quantised with random values. Version 0.2 named one, and had a line for each layer; such files are read, too.
 """
 
-import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -21,6 +20,7 @@ from ...ops._checks import Check
 from ...quantization import Format
 from ..experts import NAME
 from ..interface import projections
+from ..report import any_layer
 from .recipe import ARGUMENTS, Recipe, recipe_of
 from .targets import Target, kinds_of
 
@@ -137,10 +137,6 @@ def together(names: Collection[str], everything: Iterable[str]) -> dict[str, str
         short = any_layer(name)
         shortened[name] = name if short in others else short
     return shortened
-
-
-def any_layer(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def _format_of(name: str, value: Any) -> Format:

@@ -5,7 +5,6 @@ quantised by a recipe. They are read by the converters of transformers and by Qu
 `from_pretrained`, which keeps all parts.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -28,14 +27,15 @@ from transformers.utils import logging
 
 from ...ops._checks import Check
 from ..report import QuantizationReport
+from .checking import may_lack
 from .config import QuantizationConfig
 from .files import checkpoint_files
 from .loading import class_for, load_config, one_by_one, quantization_of, stored_in
-from .quantize import quantize_targets
+from .quantize import quantize_targets, refuse_second_method
 from .quantizer import Quantizer
 from .recipe import requested_recipe
 from .sizes import bytes_a_token
-from .targets import kinds_of, layer_of, tied_layers, weights_of
+from .targets import kinds_of, layer_of, tied_layers, tied_pairs, weights_of
 
 _CHECK = Check("load")
 REST = ""  # the part with everything outside of layers and embeddings
@@ -93,10 +93,7 @@ class Parts:
         if recipe is None and stored.get("quant_method", "fp8") != "fp8":
             _CHECK.fail(str(source), "a dense checkpoint, or one in FP8", "one that is quantised already")
         if stored and recipe is not None and quantization is None:
-            raise ValueError(
-                f"moe_mps::quantize: the model is already quantised with {stored['quant_method']}: "
-                "a checkpoint holds one method; use bits=None"
-            )
+            refuse_second_method("quantize", stored["quant_method"])
         files = [str(file) for file in checkpoint_files(source)]
         self.model = _skeleton(config, model_class or class_for(config), dtype, trust_remote_code).eval()
         self.device, self.dtype = device, self.model.dtype
@@ -208,30 +205,28 @@ class Parts:
             _CHECK.fail(name, f"of shape {tuple(expected)}", tuple(found))
         for name, error in info.conversion_errors.items():
             raise ValueError(f"moe_mps::load: {name}: {_message(error)}")
-        self._tie(info.missing_keys)
-        self._check_missing(part, info.missing_keys)
+        self._check_missing(part, self._tie(info.missing_keys))
         if self._quantizer is not None:
             self._quantizer.place(self.model, lambda name: self.part_of(f"{name}.weight") == part)
         dense = {n: t for n, t in self._dense.items() if self.part_of(f"{n}.weight") == part}
         if dense:
             quantize_targets("quantize", self.model, dense, QuantizationReport(), progress=False)
 
-    def _tie(self, missing: set[str]) -> None:
-        """Gives tied layers the tensors that the checkpoint has for one of them."""
-        for pair in self._tied.items():
-            for name, other in (pair, pair[::-1]):
-                module, source = self.model.get_submodule(name), self.model.get_submodule(other)
-                for last, tensor in source._parameters.items():
-                    if f"{name}.{last}" in missing and f"{other}.{last}" not in missing:
-                        module._parameters[last] = tensor
+    def _tie(self, missing: set[str]) -> set[str]:
+        """Gives tied layers the tensors that the checkpoint has for one of them; returns what is missing."""
+        missing = {*missing}
+        for name, other in tied_pairs(self.model):
+            module, source = self.model.get_submodule(name), self.model.get_submodule(other)
+            for last, tensor in source._parameters.items():
+                if f"{name}.{last}" in missing and f"{other}.{last}" not in missing:
+                    module._parameters[last] = tensor
+                    missing.remove(f"{name}.{last}")
+        return missing
 
     def _check_missing(self, part: str, missing: set[str]) -> None:
-        ignored = [re.compile(p) for p in self.model._keys_to_ignore_on_load_missing or ()]
-        others = {**self._tied, **{source: name for name, source in self._tied.items()}}
+        optional = may_lack(self.model)
         for name in sorted(missing):
-            module, _, last = name.rpartition(".")
-            tied = module in others and f"{others[module]}.{last}" not in missing
-            if self.part_of(name) == part and not tied and not any(p.search(name) for p in ignored):
+            if self.part_of(name) == part and not optional(name):
                 _CHECK.fail(name, "in the checkpoint", "no such tensor")
 
     def _give_buffers(self) -> None:

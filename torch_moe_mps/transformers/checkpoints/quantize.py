@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -134,10 +134,14 @@ def _check_one_method(function: str, model: nn.Module) -> None:
         get = stored.get if isinstance(stored, Mapping) else partial(getattr, stored)
         method = get("quant_method", None)
         if method not in (None, "moe_mps"):
-            raise ValueError(
-                f"moe_mps::{function}: the model is already quantised with "
-                f"{getattr(method, 'value', method)}: a checkpoint holds one method; use bits=None"
-            )
+            refuse_second_method(function, getattr(method, "value", method))
+
+
+def refuse_second_method(function: str, method: object) -> NoReturn:
+    raise ValueError(
+        f"moe_mps::{function}: the model is already quantised with {method}: a checkpoint holds one method; "
+        "use bits=None"
+    )
 
 
 def _with_progress(items: Collection, enabled: bool) -> Iterable:

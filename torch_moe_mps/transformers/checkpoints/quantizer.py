@@ -16,9 +16,10 @@ from ...quantization import Format
 from ..experts import NAME
 from ..global_scales import register
 from ..interface import experts_of, projections
+from ..report import any_layer
 from .absent import leave_out
 from .checking import check_loaded, check_shapes
-from .config import QuantizationConfig, any_layer, is_mlx, is_ours
+from .config import QuantizationConfig, is_mlx, is_ours
 from .mlx.reading import Reading
 from .operations import packed_blocks
 from .quantize import quantize_targets

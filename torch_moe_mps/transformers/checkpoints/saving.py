@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ...quantization import Format
 from ..experts import NAME
 from ..global_scales import global_scales_of
-from ..interface import experts_of, formats_of, is_quantized, projections
-from ..linears import QuantizedLayer
+from ..interface import experts_of, projections
+from ..linears import formats_in
 from ..rewriting.record import NOTHING, RECORD
 from .absent import absent_in
 from .config import QuantizationConfig, is_ours, together
@@ -101,12 +101,10 @@ def config_of(model: nn.Module) -> QuantizationConfig | None:
     """The config with the formats of a model's quantised modules; None if it has none."""
     experts = experts_of(model)
     formats: dict[str, Format] = {}
-    for name, module in experts.items():
-        if is_quantized(module):
-            found = formats_of(module)
-            same = len({*found.values()}) == 1
-            formats |= {name: module.quantization} if same else {f"{name}.{p}": f for p, f in found.items()}
-    formats |= {name: m.format for name, m in model.named_modules() if isinstance(m, QuantizedLayer)}
+    for name, module in model.named_modules():
+        found = formats_in(module)
+        same = len({*found.values()}) == 1
+        formats |= {name if same else f"{name}.{p}": format for p, format in found.items()}
     absent = absent_in(model)
     if not formats and not absent:
         return None

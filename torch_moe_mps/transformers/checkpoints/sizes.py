@@ -27,7 +27,7 @@ def bytes_a_token(model: nn.Module, sizes: Mapping[Tensor, int] = MappingProxyTy
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             nbytes = sizes.get(parameter, parameter.nbytes)
-            if _is_embedding(module):
+            if hasattr(module, "num_embeddings"):
                 total += nbytes // max(1, parameter.shape[0])
             elif id(parameter) not in seen:
                 seen.add(id(parameter))
@@ -48,10 +48,6 @@ def quantized_bytes(weight: Tensor, format: Format) -> int:
     """The bytes of a dense weight once it is quantised: words, scales and biases."""
     scale = 2 * weight.element_size() if format.has_biases else 1
     return weight.numel() * format.bits // 8 + weight.numel() // format.group_size * scale
-
-
-def _is_embedding(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding) or hasattr(module, "num_embeddings")
 
 
 def _routed(experts: nn.Module, sizes: Mapping[Tensor, int]) -> int:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from ...quantization import Format
+from ...quantization import TENSORS, Format
 from ..interface import Experts, experts_of, is_quantized, projections
 from ..linears import QuantizedLayer
 from ..rewriting.experts_calls import ids_of_experts, module_that_gives
@@ -275,16 +275,12 @@ def tie_quantized(model: nn.Module) -> None:
 
 def _tied_tensors(model: nn.Module, tied: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     everything = model.named_modules(remove_duplicate=False)
-    layers = {name: module for name, module in everything if getattr(module, "packed", None) is not None}
+    layers = {f"{name}.weight": module for name, module in everything if isinstance(module, QuantizedLayer)}
     for target, source in tied.items():
-        ends = [name.removesuffix(".weight") for name in (target, source)]
-        if all(
-            end in layers and f"{end}.weight" == name
-            for end, name in zip(ends, (target, source), strict=True)
-        ):
-            for part in ("packed", "scales", "biases"):
-                if getattr(layers[ends[1]], part, None) is not None:
-                    yield f"{ends[0]}.{part}", f"{ends[1]}.{part}"
+        if target in layers and source in layers:
+            for part, tensor in zip(TENSORS, layers[source].quantized, strict=True):
+                if tensor is not None:
+                    yield target.removesuffix("weight") + part, source.removesuffix("weight") + part
         else:
             yield target, source
 
@@ -297,6 +293,11 @@ def tied_layers(model: nn.Module) -> dict[str, str]:
         for target, source in tied.items()
         if target.endswith(".weight") and source.endswith(".weight")
     }
+
+
+def tied_pairs(model: nn.Module) -> list[tuple[str, str]]:
+    """The names of modules that share a weight, in both orders."""
+    return [both for pair in tied_layers(model).items() for both in (pair, pair[::-1])]
 
 
 def layer_of(module: str) -> str:

@@ -17,7 +17,8 @@ from ....ops._checks import Check
 from ....quantization import Format
 from ...interface import Experts
 from ..absent import beside_text
-from ..targets import Target, kinds_of, reasons_to_stay_dense, tied_layers
+from ..checking import may_lack
+from ..targets import Target, kinds_of, reasons_to_stay_dense, tied_pairs
 from ..weights import quantized_names
 from .names import Names, canonical
 from .rows import PARTS, Row, Rows
@@ -146,11 +147,10 @@ class Reading:
 
     def _tied(self) -> None:
         """Adds the tied layers: the checkpoint has only one of each pair."""
-        for pair in tied_layers(self.model).items():
-            for name, other in (pair, pair[::-1]):
-                if other in self.targets and name not in self.targets and name in self.kinds:
-                    kind, module = self.kinds[name]
-                    self.targets[name] = Target(name, module, kind, self.targets[other].formats)
+        for name, other in tied_pairs(self.model):
+            if other in self.targets and name not in self.targets and name in self.kinds:
+                kind, module = self.kinds[name]
+                self.targets[name] = Target(name, module, kind, self.targets[other].formats)
 
     def rows(self) -> list[Row]:
         """The converters, once the targets have quantised weights and what is absent is left out.
@@ -202,10 +202,10 @@ class Reading:
         known |= {*(self.model.all_tied_weights_keys or {})} | {
             name for name, _ in self.model.named_buffers()
         }
-        ignored = [re.compile(pattern) for pattern in self.model._keys_to_ignore_on_load_missing or ()]
+        optional = may_lack(self.model)
         beside = tuple(f"{part}." for part in self.beside)
         for name in sorted(self.model.state_dict(), key=lambda name: name.startswith(beside)):
-            if name not in known and not any(pattern.search(name) for pattern in ignored):
+            if name not in known and not optional(name):
                 got = f"no tensor like it, but {sorted(unknown)[:3]}"
                 _CHECK.fail(name, "in the checkpoint of MLX", got)
         if unknown and self.absent:

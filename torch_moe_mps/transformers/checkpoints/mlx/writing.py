@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ....quantization import Format
-from ...interface import formats_of, is_experts
+from ...linears import formats_in
 from ..absent import beside_text
 from ..files import Shards
+from ..weights import quantized_names
 from .names import Names, check_writable
 from .rows import Rows
 
@@ -66,8 +67,8 @@ def save_mlx(
 def _format_of(model: PreTrainedModel, name: str) -> Format:
     """The format of the quantised matrix that has a tensor of this name."""
     owner, _, last = name.rpartition(".")
-    module: Any = model.get_submodule(owner)
-    return formats_of(module)[last.rpartition("_")[0]] if is_experts(module) else module.format
+    formats = formats_in(model.get_submodule(owner))
+    return next(format for parameter, format in formats.items() if last in quantized_names(parameter))
 
 
 def _quantization(formats: Mapping[str, Format]) -> dict[str, Any]:
