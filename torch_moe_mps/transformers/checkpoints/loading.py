@@ -26,7 +26,7 @@ from ..cache import grow_caches_in_place
 from ..checked import allowed
 from ..compiling import compile_kernels
 from ..experts import NAME
-from ..pipeline.loading import PipelineLoading, is_pipeline
+from ..pipeline.loading import PipelineLoading, size_of
 from ..pipeline.peers import Timeouts
 from .config import QuantizationConfig, is_mlx, is_ours
 from .mlx.reading import written_by_mlx
@@ -86,9 +86,10 @@ def from_pretrained(
     require_kv_bits("from_pretrained", kv_bits)
     cls: Any = model_class or AutoModelForCausalLM
     pipeline = None
-    if is_pipeline(kwargs.get("distributed_config")):
+    distributed = kwargs.get("distributed_config")
+    if size_of(distributed, "pp_size") > 1:
         pipeline = _pipeline(name, model_class, asked, shares, (loading_timeout, decoding_timeout), kwargs)
-    elif _is_expert_parallel(kwargs.get("distributed_config")):
+    elif size_of(distributed, "ep_size") > 1:
         _check_expert_parallel(recipe is not None)
     elif shares is not None:
         expected = "given with distributed_config=DistributedConfig(pp_size=...)"
@@ -124,10 +125,6 @@ def from_pretrained(
     if pipeline is not None:
         pipeline.finish(model)
     return (model, info) if with_info else model
-
-
-def _is_expert_parallel(distributed: Any) -> bool:
-    return (getattr(distributed, "ep_size", None) or 1) > 1
 
 
 def _check_expert_parallel(quantises: bool) -> None:

@@ -89,27 +89,14 @@ class Parts:
         cls: Any = model_class or AutoModelForCausalLM
         config, _ = load_config(source, cls, {"trust_remote_code": trust_remote_code})
         stored = stored_in(source, config)
-        quantization = quantization_of(stored, recipe)
         if recipe is None and stored.get("quant_method", "fp8") != "fp8":
             _CHECK.fail(str(source), "a dense checkpoint, or one in FP8", "one that is quantised already")
-        if stored and recipe is not None and quantization is None:
-            refuse_second_method("quantize", stored["quant_method"])
         files = [str(file) for file in checkpoint_files(source)]
         self.model = _skeleton(config, model_class or class_for(config), dtype, trust_remote_code).eval()
         self.device, self.dtype = device, self.model.dtype
         self._give_buffers()
         self._tied = tied_layers(self.model)
-        self._quantizer = None
-        if quantization is not None:
-            self._quantizer = Quantizer(QuantizationConfig(**quantization), pre_quantized=bool(stored))
-            self._quantizer.preprocess_model(self.model, dtype=self.dtype, checkpoint_files=files)
-        self._conversions = get_model_conversion_mapping(self.model, None, self._quantizer)
-        if quantization is None and stored:
-            dequantizer = AutoHfQuantizer.from_config({**stored, "dequantize": True}, pre_quantized=True)
-            self._conversions = dequantizer.update_weight_conversions(self._conversions, self.model)
-        self._dense = {}  # what a quantised checkpoint has dense
-        if stored and recipe is not None and (wanted := requested_recipe(**recipe)) is not None:
-            self._dense = weights_of(self.model, wanted).targets
+        self._prepare(stored, recipe, files)
         embeddings = {name for name, (kind, _) in kinds_of(self.model).items() if kind == "embeddings"}
         owners = (name.rpartition(".")[0] for name, _ in self.model.named_parameters(remove_duplicate=False))
         found = dict.fromkeys(layer_of(owner) for owner in owners)
@@ -121,6 +108,23 @@ class Parts:
             for key, name in self._names(tensors.keys()):
                 self._keys[self.part_of(name)][key] = tensors.get_slice(key)
         self._load(REST)
+
+    def _prepare(self, stored: Mapping[str, Any], recipe: Mapping[str, Any] | None, files: list[str]) -> None:
+        """The quantizer and converters for a quantisation that is `stored`, and one that is asked for."""
+        quantization = quantization_of(stored, recipe)
+        self._quantizer = None
+        if quantization is not None:
+            self._quantizer = Quantizer(QuantizationConfig(**quantization), pre_quantized=bool(stored))
+            self._quantizer.preprocess_model(self.model, dtype=self.dtype, checkpoint_files=files)
+        elif stored and recipe is not None:
+            refuse_second_method("quantize", stored["quant_method"])
+        self._conversions = get_model_conversion_mapping(self.model, None, self._quantizer)
+        if quantization is None and stored:
+            dequantizer = AutoHfQuantizer.from_config({**stored, "dequantize": True}, pre_quantized=True)
+            self._conversions = dequantizer.update_weight_conversions(self._conversions, self.model)
+        self._dense = {}  # what a quantised checkpoint has dense
+        if stored and recipe is not None and (wanted := requested_recipe(**recipe)) is not None:
+            self._dense = weights_of(self.model, wanted).targets
 
     def __enter__(self) -> "Parts":
         return self

@@ -5,7 +5,6 @@ everything is loaded; until then the model has a parameter on the meta device in
 initialised.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,21 +15,12 @@ from transformers.quantizers.base import HfQuantizer
 
 from ...ops._checks import Check
 from ...quantization import QuantizedWeight
-from ...quantization.formats import CHUNK, ErrorSums, quantize_stack
-from ..report import QuantizationReport, QuantizedProjection
+from ...quantization.formats import CHUNK
+from ..report import QuantizationReport
 from .recipe import Recipe
 from .sizes import bytes_a_token
 from .targets import Target, present, tied_layers, weights_of
-from .weights import (
-    as_parameters,
-    check_columns,
-    dense_dtype,
-    release_cache,
-    replace,
-    rows_first,
-    without_stack,
-    words,
-)
+from .weights import check_columns, dense_dtype, quantize_pieces, replace
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
@@ -78,42 +68,10 @@ class Stream:
         if self._errors:
             return
         try:
-            self._done[name] = self._quantized(name, target, parameter, pieces)
+            self._done[name], entry = quantize_pieces(_CHECK, target, parameter, pieces)
+            self.report.modules.setdefault(target.name, []).append(entry)
         except ValueError as error:
             self._errors.append(error)
-
-    def _quantized(
-        self, name: str, target: Target, parameter: str, pieces: Iterable[Tensor]
-    ) -> QuantizedWeight:
-        format, errors = target.formats[parameter], ErrorSums()
-        shape = rows_first(target, getattr(target.module, parameter)).shape
-        whole: QuantizedWeight | None = None
-        first = nbytes = 0
-        for piece in pieces:
-            stack = rows_first(target, piece)
-            last = first + len(stack)
-            _CHECK.shape(name, stack, (len(stack), *shape[1:]), "[output, input] of the model")
-            if last > shape[0]:
-                _CHECK.fail(name, f"of {shape[0]} matrices", last)
-            quantized = quantize_stack(stack, format, errors)
-            if not math.isfinite(errors.magnitude):
-                _CHECK.fail(name, "finite", "NaN, inf or a range over that of float32")
-            if len(stack) == shape[0]:
-                whole = quantized
-            else:
-                whole = whole or QuantizedWeight.empty(shape, stack.dtype, stack.device, format)
-                for tensor, part in zip(whole, quantized, strict=True):
-                    if tensor is not None and part is not None:
-                        words(tensor)[first:last] = words(part)
-            first, nbytes = last, nbytes + stack.nbytes
-            del piece, stack, quantized
-        if whole is None or first != shape[0]:
-            return _CHECK.fail(name, f"of {shape[0]} matrices", first)
-        release_cache(whole.packed)
-        whole = whole if target.kind == "experts" else without_stack(whole)
-        entry = QuantizedProjection(parameter, errors.relative, nbytes, whole.nbytes, format)
-        self.report.modules.setdefault(target.name, []).append(entry)
-        return as_parameters(whole)
 
     def replaced(self, converter: WeightConverter, operations: list[ConversionOps]) -> WeightConverter:
         """A copy of a converter with other operations; the original is kept for saving."""

@@ -275,11 +275,12 @@ def tie_quantized(model: nn.Module) -> None:
 
 def _tied_tensors(model: nn.Module, tied: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     everything = model.named_modules(remove_duplicate=False)
-    layers = {f"{name}.weight": module for name, module in everything if isinstance(module, QuantizedLayer)}
+    # While a checkpoint is loaded, layers of torch have the tensors.
+    layers = {f"{name}.weight": m for name, m in everything if getattr(m, "packed", None) is not None}
     for target, source in tied.items():
         if target in layers and source in layers:
-            for part, tensor in zip(TENSORS, layers[source].quantized, strict=True):
-                if tensor is not None:
+            for part in TENSORS:
+                if getattr(layers[source], part, None) is not None:
                     yield target.removesuffix("weight") + part, source.removesuffix("weight") + part
         else:
             yield target, source

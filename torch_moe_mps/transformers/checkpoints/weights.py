@@ -5,7 +5,8 @@ the `weight` of a layer becomes `packed`, `scales` and `biases` of a layer of li
 """
 
 import copy
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -98,15 +99,49 @@ def quantize_target(model: nn.Module, target: Target, others: list[Target]) -> l
     either dense or quantised.
     """
     done, weights, dtype = [], {}, dense_dtype(target)
-    for parameter, format in target.formats.items():
-        weight, errors = getattr(target.module, parameter).detach(), ErrorSums()
-        quantized = quantize_stack(rows_first(target, weight), format, errors)
-        done.append(QuantizedProjection(parameter, errors.relative, weight.nbytes, quantized.nbytes, format))
-        stack = target.kind == "experts"
-        weights[parameter] = as_parameters(quantized if stack else without_stack(quantized))
+    for parameter in target.formats:
+        weight = getattr(target.module, parameter).detach()
+        weights[parameter], entry = quantize_pieces(Check("quantize"), target, parameter, [weight])
+        done.append(entry)
     for each in (target, *others):
         replace(model, each, weights, dtype)
     return done
+
+
+def quantize_pieces(
+    check: Check, target: Target, parameter: str, pieces: Iterable[Tensor]
+) -> tuple[QuantizedWeight, QuantizedProjection]:
+    """Quantises a parameter that is given in pieces of its first dimension.
+
+    Raises: ValueError for pieces that do not fit, and for values that are not finite.
+    """
+    name, format, errors = f"{target.name}.{parameter}", target.formats[parameter], ErrorSums()
+    shape = rows_first(target, getattr(target.module, parameter)).shape
+    whole: QuantizedWeight | None = None
+    first = nbytes = 0
+    for piece in pieces:
+        stack = rows_first(target, piece)
+        last = first + len(stack)
+        check.shape(name, stack, (len(stack), *shape[1:]), "[output, input] of the model")
+        if last > shape[0]:
+            check.fail(name, f"of {shape[0]} matrices", last)
+        quantized = quantize_stack(stack, format, errors)
+        if not math.isfinite(errors.magnitude):
+            check.fail(name, "finite", "NaN, inf or a range over that of float32")
+        if len(stack) == shape[0]:
+            whole = quantized
+        else:
+            whole = whole or QuantizedWeight.empty(shape, stack.dtype, stack.device, format)
+            for tensor, part in zip(whole, quantized, strict=True):
+                if tensor is not None and part is not None:
+                    words(tensor)[first:last] = words(part)
+        first, nbytes = last, nbytes + stack.nbytes
+        del piece, stack, quantized
+    if whole is None or first != shape[0]:
+        return check.fail(name, f"of {shape[0]} matrices", first)
+    release_cache(whole.packed)
+    weight = as_parameters(whole if target.kind == "experts" else without_stack(whole))
+    return weight, QuantizedProjection(parameter, errors.relative, nbytes, weight.nbytes, format)
 
 
 def replace(

@@ -27,9 +27,9 @@ _PATH = "name_or_path"  # may differ
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
-def is_pipeline(distributed: Any) -> bool:
-    """Whether an argument `distributed_config` asks for a pipeline."""
-    return (getattr(distributed, "pp_size", None) or 1) > 1
+def size_of(distributed: Any, kind: str) -> int:
+    """What an argument `distributed_config` has as "pp_size", "ep_size" and so on; unless given, 1."""
+    return getattr(distributed, kind, None) or 1
 
 
 class PipelineLoading:
@@ -50,9 +50,8 @@ class PipelineLoading:
         self, name: str, cls: Any, config: Any, distributed: Any, shares: Any, timeouts: Timeouts, asked: Any
     ):
         for other in _OTHERS:
-            if (getattr(distributed, other, None) or 1) > 1:
-                expected = f"1 beside pp_size={distributed.pp_size}"
-                self._fail(other, expected, getattr(distributed, other))
+            if (size := size_of(distributed, other)) > 1:
+                self._fail(other, f"1 beside pp_size={distributed.pp_size}", size)
         dense = _without_weights(cls, config)
         try:
             base, loop = layers_of(dense)

@@ -78,15 +78,13 @@ class Peers:
 
     def gather(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
         """The facts of all processes."""
-        mine = json.dumps(facts).encode()
         others = [rank for rank in range(self.size) if rank != self.rank]
         for rank in others:
-            self.send(rank, Message("facts", "", [torch.frombuffer(bytearray(mine), dtype=torch.uint8)]))
+            self.send(rank, Message("facts", "", [as_octets(facts)]))
         found = [facts] * self.size
         for rank in others:
             (tensor,) = self.receive(rank, "facts", "", self.timeouts.loading).tensors
-            assert tensor is not None
-            found[rank] = json.loads(bytes(tensor.tolist()))
+            found[rank] = from_octets(tensor)
         for rank in others:
             self.flush(rank, self.timeouts.loading)
         return found
@@ -105,11 +103,11 @@ class Peers:
             "next": following,
             "tensors": [None if t is None else [str(t.dtype), [*t.shape]] for t in tensors],
         }
-        octets = json.dumps(head, separators=(",", ":")).encode()
+        octets = as_octets(head)
         if len(octets) > _HEAD:
             raise ValueError(f"moe_mps::pipeline: a layer must return fewer tensors, got {len(tensors)}")
         whole = torch.zeros(max(first, _HEAD + sum(sizes)), dtype=torch.uint8)
-        whole[: len(octets)] = torch.frombuffer(bytearray(octets), dtype=torch.uint8)
+        whole[: len(octets)] = octets
         place = _HEAD
         for tensor, size in zip(tensors, sizes, strict=True):
             if tensor is not None and tensor.numel():
@@ -139,7 +137,7 @@ class Peers:
         self._check()
         first = self._first[1].get(source, _HEAD)
         octets = self._octets(source, first, limit)
-        head = json.loads(bytes(octets[:_HEAD].tolist()).rstrip(b"\0"))
+        head = from_octets(octets[:_HEAD])
         specs = [None if s is None else (_NAMES[s[0]], s[1]) for s in head["tensors"]]
         sizes = [0 if s is None else _rounded(math.prod(s[1]) * s[0].itemsize) for s in specs]
         if _HEAD + sum(sizes) > first:
@@ -243,6 +241,16 @@ def on_the_host(tensor: Tensor) -> Tensor:
     return (
         host.clone(memory_format=torch.contiguous_format) if host.stride()[-1:] != (1,) else host.contiguous()
     )
+
+
+def as_octets(value: Any) -> Tensor:
+    """A value of JSON as a tensor for a message."""
+    return torch.frombuffer(bytearray(json.dumps(value, separators=(",", ":")).encode()), dtype=torch.uint8)
+
+
+def from_octets(octets: Tensor | None) -> Any:
+    assert octets is not None
+    return json.loads(bytes(octets.tolist()).rstrip(b"\0"))
 
 
 def _rounded(size: int) -> int:

@@ -7,7 +7,6 @@ others; while `generate` samples, token ids go instead: the last process alone c
 import contextlib
 import hashlib
 import inspect
-import json
 import math
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from .peers import Message, PeerError, Peers, on_the_host
+from .peers import Message, PeerError, Peers, as_octets, from_octets, on_the_host
 from .stages import Stage
 
 # The time limit is for so many tokens of a call.
@@ -262,8 +261,7 @@ class Running:
         return result
 
     def _request(self, told: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        octets = json.dumps({**told, "tensors": [*tensors]}).encode()
-        text = torch.frombuffer(bytearray(octets), dtype=torch.uint8)
+        text = as_octets({**told, "tensors": [*tensors]})
         for rank in range(1, self.peers.size):
             self.peers.send(rank, Message("request", "", [text, *tensors.values()]))
 
@@ -271,8 +269,7 @@ class Running:
         """Generates what the first process generates within `leading`, until that ends."""
         while True:
             text, *values = self.peers.receive(0, "request", "", _FOREVER).tensors
-            assert text is not None
-            told = json.loads(bytes(text.tolist()))
+            told = from_octets(text)
             if told.get("end"):
                 return
             config = told["config"] and GenerationConfig.from_dict(told["config"])
@@ -281,9 +278,7 @@ class Running:
                 for name, value in zip(told["tensors"], values, strict=True)
                 if value is not None
             }
-            with contextlib.suppress(
-                ValueError, TypeError
-            ):  # the first process has the same error, and says it
+            with contextlib.suppress(ValueError, TypeError):  # which the first process has, too, and tells
                 self.generate(generation_config=config, **tensors, **told["options"])
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
