@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..quantization import Format
-from .interface import Experts
+from .interface import Experts, projections
 
 ops = torch.ops.moe_mps
 
@@ -24,7 +24,7 @@ def global_scale_of(projection: str) -> str:
 
 def global_scales_of(experts: nn.Module) -> list[str]:
     """The projections of an experts module that have global scales."""
-    return [p for p in ("gate_up_proj", "up_proj", "down_proj") if global_scale_of(p) in experts._parameters]
+    return [p for p in projections(experts) if global_scale_of(p) in experts._parameters]
 
 
 def register(model: nn.Module, names: Collection[str]) -> None:
@@ -33,12 +33,9 @@ def register(model: nn.Module, names: Collection[str]) -> None:
         owner, _, projection = name.rpartition(".")
         module = model.get_submodule(owner)
         packed = getattr(module, f"{projection}_packed")
-        empty = torch.empty(packed.shape[0], _parts(projection), dtype=torch.float32, device=packed.device)
+        parts = 2 if projection == "gate_up_proj" else 1
+        empty = torch.empty(packed.shape[0], parts, dtype=torch.float32, device=packed.device)
         module.register_parameter(global_scale_of(projection), nn.Parameter(empty, requires_grad=False))
-
-
-def _parts(projection: str) -> int:
-    return 2 if projection == "gate_up_proj" else 1
 
 
 def expert_qmm(

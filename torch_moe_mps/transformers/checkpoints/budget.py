@@ -157,16 +157,12 @@ def _measure(
 
 
 def _no_errors(targets: Mapping[str, Target], formats: Sequence[Format]) -> Errors:
-    return {name: dict.fromkeys(formats, 0.0) for name in _names(targets)}
+    return {_name(t, p): dict.fromkeys(formats, 0.0) for t in targets.values() for p in t.formats}
 
 
 def _name(target: Target, parameter: str) -> str:
     """As the patterns of a recipe have it."""
     return f"{target.name}.{parameter}" if target.kind == "experts" else target.name
-
-
-def _names(targets: Mapping[str, Target]) -> Iterator[str]:
-    return (_name(target, parameter) for target in targets.values() for parameter in target.formats)
 
 
 @contextmanager

@@ -4,13 +4,11 @@ A weight stays dense, with a reason, if something uses what a quantised layer do
 """
 
 import ast
-import contextlib
 import functools
 import inspect
 import re
-import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -21,6 +19,7 @@ from ..interface import Experts, experts_of, is_quantized, projections
 from ..linears import QuantizedLayer
 from ..rewriting.experts_calls import ids_of_experts, module_that_gives
 from ..rewriting.program.formulas import Node
+from ..rewriting.program.programs import syntax_of
 from .absent import around_text
 from .recipe import Recipe
 
@@ -61,7 +60,7 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
         for projection in (projections(module) if kind == "experts" else [""])
     ]
     recipe.check_patterns(names)
-    reasons = _Reasons(model)
+    reasons = Reasons(model)
     for name, (kind, module) in kinds.items():
         if kind == "experts":
             wanted = {p: recipe.format_of(f"{name}.{p}", kind) for p in projections(module)}
@@ -108,12 +107,7 @@ def _does_not_fit(weight: Tensor, format: Format) -> str | None:
     return None
 
 
-def reasons_to_stay_dense(model: nn.Module) -> Callable[[str, nn.Module], str | None]:
-    """(name, layer) -> why it must stay dense; this leaves out routers and small layers, which need not."""
-    return _Reasons(model).needs
-
-
-class _Reasons:
+class Reasons:
     """Why a linear layer or an embedding of a model stays dense."""
 
     def __init__(self, model: nn.Module):
@@ -134,6 +128,7 @@ class _Reasons:
         return self.needs(name, module)
 
     def needs(self, name: str, module: nn.Module) -> str | None:
+        """Why it must stay dense; routers and small layers need not."""
         if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
             return "a hook is on it"
         if hasattr(module, "parametrizations") or not isinstance(module.weight, nn.Parameter):
@@ -156,10 +151,7 @@ def _is_plain(embedding: nn.Embedding) -> bool:
     own = type(embedding).forward
     if own is nn.Embedding.forward:
         return True
-    try:
-        (function,) = ast.parse(textwrap.dedent(inspect.getsource(own))).body
-    except (OSError, SyntaxError, ValueError):
-        return False
+    function = syntax_of(own)
     body = [s for s in function.body if not _is_docstring(s)] if isinstance(function, ast.FunctionDef) else []
     value = body[0].value if len(body) == 1 and isinstance(body[0], ast.Return) else None
     if not isinstance(function, ast.FunctionDef) or not isinstance(value, ast.BinOp):
@@ -184,10 +176,8 @@ def _weights_read_by(cls: type) -> set[str]:
         if base.__module__.startswith(("torch.", "builtins")):
             continue
         for name, function in vars(base).items():
-            if inspect.isfunction(function) and "cuda" not in name:
-                with contextlib.suppress(OSError, SyntaxError):
-                    source = inspect.getsource(inspect.unwrap(function))
-                    reads.visit(ast.parse(textwrap.dedent(source)))
+            if inspect.isfunction(function) and "cuda" not in name and (tree := syntax_of(function)):
+                reads.visit(tree)
     return reads.found
 
 

@@ -6,14 +6,14 @@ layer just before it; the rest must be the same in every process, such as masks 
 """
 
 import ast
-import inspect
 import sys
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+
+from ..rewriting.program.programs import names_in, syntax_of
 
 _MASKS = "transformers.masking_utils"  # its functions read shape, dtype and device of embeddings, not values
 _NO_VALUES = ("shape", "dtype", "device", "ndim", "size", "dim", "is_floating_point")
@@ -62,16 +62,14 @@ def read_loop(model: nn.Module) -> Loop:
         if isinstance(value, ast.Name) and value.id in results:
             passed[value.id] = argument
     embedded = _embedded(_decided(function.body[: function.body.index(loop)], model), model)
-    read = {n for s in [*body, *function.body[function.body.index(loop) + 1 :]] for n in _reads(s)}
+    read = {n for s in [*body, *function.body[function.body.index(loop) + 1 :]] for n in names_in(s)}
     return Loop(name, results, passed, bool((embedded.tainted - {*results, *_hidden(call)}) & read))
 
 
 def _function(forward: Any) -> ast.FunctionDef:
-    try:
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))).body
-    except (OSError, TypeError, SyntaxError, ValueError):
-        raise CannotBeCut("the source of its forward cannot be read") from None
-    assert isinstance(tree, ast.FunctionDef)
+    tree = syntax_of(forward)
+    if not isinstance(tree, ast.FunctionDef):
+        raise CannotBeCut("the source of its forward cannot be read")
     return tree
 
 
@@ -104,21 +102,21 @@ def _call(body: list[ast.stmt], target: ast.expr, model: nn.Module) -> tuple[int
 
 def _check_carried(body: list[ast.stmt], place: int, results: list[str], model: nn.Module) -> None:
     """All that an iteration takes from the one before must follow from the results of its layer."""
-    stored = {n for s in body for n in _stores(s)}
+    stored = {n for s in body for n in names_in(s, ast.Store)}
     written: set[str] = set()
     carried: set[str] = set()
     for statement in body:
-        carried |= (_reads(statement) & stored) - written
-        written |= {*_stores(statement)} if isinstance(statement, ast.Assign) else set()
+        carried |= ({*names_in(statement)} & stored) - written
+        written |= {*names_in(statement, ast.Store)} if isinstance(statement, ast.Assign) else set()
     tainted = {*results}
     for _ in body:
         for statement in body:
-            if _reads(statement) & tainted:
-                tainted |= {*_stores(statement)}
+            if {*names_in(statement)} & tainted:
+                tainted |= {*names_in(statement, ast.Store)}
     right = {*results}
     for statement in body[place + 1 :]:
-        for name in _stores(statement):
-            follows = not (_reads(statement) & (carried & tainted)) - right
+        for name in names_in(statement, ast.Store):
+            follows = not ({*names_in(statement)} & (carried & tainted)) - right
             kept = isinstance(statement, ast.Assign) or name in right
             right = right | {name} if follows and kept else right - {name}
     for name in sorted((carried & tainted) - right):
@@ -285,11 +283,3 @@ def _names(target: ast.expr) -> list[str]:
     if isinstance(target, ast.Name):
         return [target.id]
     return [name for part in getattr(target, "elts", []) for name in _names(part)]
-
-
-def _stores(statement: ast.stmt) -> list[str]:
-    return [n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
-
-
-def _reads(statement: ast.stmt) -> set[str]:
-    return {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}

@@ -18,7 +18,7 @@ from ....quantization import Format
 from ...interface import Experts
 from ..absent import beside_text
 from ..checking import may_lack
-from ..targets import Target, kinds_of, reasons_to_stay_dense, tied_pairs
+from ..targets import Reasons, Target, kinds_of, tied_pairs
 from ..weights import quantized_names
 from .names import Names, canonical
 from .rows import PARTS, Row, Rows
@@ -101,7 +101,7 @@ class Reading:
             if kind == "experts":
                 self._experts(name)
         inside = tuple(f"{name}." for name, (kind, _) in self.kinds.items() if kind == "experts")
-        why_dense = reasons_to_stay_dense(model)
+        why_dense = Reasons(model).needs
         for name, tensor in state.items():
             if name.endswith(".weight") and tensor.dim() > 1 and not name.startswith(inside):
                 self._layer(name, tensor.shape, why_dense)

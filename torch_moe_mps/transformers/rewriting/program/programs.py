@@ -8,8 +8,10 @@ values it knows and leaves every other line of the model's code alone.
 
 import ast
 import functools
+import inspect
 import linecache
 import operator
+import textwrap
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -44,6 +46,15 @@ def name_of(statement: ast.Assign) -> str:
     target = statement.targets[0]
     assert isinstance(target, ast.Name)
     return target.id
+
+
+@functools.lru_cache(maxsize=4096)
+def syntax_of(function: Callable) -> ast.stmt | None:
+    """The statement that defines a function, not to be changed; None where its source is not available."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, TypeError, SyntaxError, ValueError, IndexError):
+        return None
 
 
 def names_in(tree: ast.AST, context: type[ast.expr_context] = ast.Load) -> list[str]:

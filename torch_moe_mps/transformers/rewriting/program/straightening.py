@@ -6,10 +6,7 @@ what cannot be kept raises `Unsupported`.
 """
 
 import ast
-import functools
-import inspect
 import re
-import textwrap
 import types
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +24,7 @@ from .programs import (
     name_of,
     names_in,
     original_class,
+    syntax_of,
 )
 from .reads import record
 
@@ -53,13 +51,10 @@ _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _UNSUPPORTED = (*_COMPREHENSIONS, ast.Lambda, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
 
 
-@functools.lru_cache(maxsize=4096)
 def _parse(function: Callable) -> ast.FunctionDef:
-    try:
-        source = textwrap.dedent(inspect.getsource(function))
-        tree = ast.parse(source).body[0]
-    except (OSError, TypeError, SyntaxError, IndentationError) as error:
-        raise Unsupported("its source is not available") from error
+    tree = syntax_of(function)
+    if tree is None:
+        raise Unsupported("its source is not available")
     if not isinstance(tree, ast.FunctionDef):
         raise Unsupported("its forward is not a plain function")
     decorators = {ast.unparse(decorator).partition("(")[0] for decorator in tree.decorator_list}
