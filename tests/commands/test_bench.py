@@ -19,7 +19,7 @@ TESTS = ["pp6", "tg3", "pp6 @ d20", "tg3 @ d20", "ttft2 @ d20"]
 @pytest.fixture
 def checkpoint(tmp_path):
     with tiny_models.groups_of_32():
-        tiny_models.tiny_model("qwen3_moe").save_pretrained(tmp_path / "model")
+        tiny_models.tiny_model("qwen3_moe", head_dim=32).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -45,11 +45,16 @@ def test_rows_and_json(checkpoint, tmp_path, capsys):
     data = json.loads(file.read_text())
     assert [row["test"] for row in data["rows"]] == TESTS
     config = json.loads((checkpoint / "config.json").read_text())
-    head = config["hidden_size"] // config["num_attention_heads"]
-    values = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head  # of K and V
+    heads = 2 * config["num_hidden_layers"] * config["num_key_value_heads"]  # of K and V
+    values = heads * config["head_dim"]
     bounds = [100e9 / (data["bytes_a_token"] + depth * values * 4) for depth in (0, 20)]
     generated = [row for row in data["rows"] if row["test"].startswith("tg")]
     assert [row["rate"] / row["share"] for row in generated] == pytest.approx(bounds)
+    assert run(checkpoint, *arguments, "--kv-bits", 8) == 0
+    codes = heads * (config["head_dim"] + 4 + 4)  # a scale and a bias in float32
+    generated = [row for row in json.loads(file.read_text())["rows"] if row["test"].startswith("tg")]
+    bound = 100e9 / (data["bytes_a_token"] + 20 * codes)
+    assert generated[1]["rate"] / generated[1]["share"] == pytest.approx(bound)
     assert all(row["memory"] > 1e6 and row["rate"] > 0 for row in data["rows"])
 
 
@@ -77,8 +82,11 @@ def test_on_mps(checkpoint, tmp_path, capsys, simulated):
     generated = [row for row in json.loads(file.read_text())["rows"] if row["test"].startswith("tg")]
     model = from_pretrained(checkpoint, bits=4, group_size=32, device_map="mps")
     ids = torch.ones(1, 1, dtype=torch.long, device="mps")
+    with torch.no_grad():
+        cache = model(input_ids=ids).past_key_values
+        model(input_ids=ids, past_key_values=cache)
     with torch.no_grad(), simulated.trace() as encoded, Launches() as operators:
-        model(input_ids=ids, logits_to_keep=1)
+        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
     kernels = [line for line in str(encoded).splitlines() if " grid " in line]
     assert generated[0]["launches"] == operators.counts.total() + len(kernels) and len(kernels) > 10
 

@@ -38,6 +38,12 @@ def table(output: str, first: str) -> dict[str, list[str]]:
     return {cells[0]: cells[1:] for cells in (re.split(r"  +", line) for line in lines)}
 
 
+def context(space: int, token: int) -> int:
+    """The most tokens of so many bytes that fit, with room for a sixteenth more of them, or for 256."""
+    tokens = space // token
+    return next(n for n in range(tokens, -1, -1) if n + max(256, n // 16) <= tokens)
+
+
 @pytest.fixture
 def qwen3(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
@@ -56,9 +62,13 @@ def test_several_macs(qwen3, capsys):
     output = capsys.readouterr().out
     assert "Qwen3MoeForCausalLM on 2 Macs of 16 GB, 11.5 GB of each" in output
     rows = table(output, "weights")
-    room = min(macs.wired_limit(16) - part for part in (first, last)) // cache
-    assert rows["4 bit"] == ["24 + 24", f"{first / 1e9:.1f} + {last / 1e9:.1f}", f"{min(room, 40960):,}"]
+    space = min(macs.wired_limit(16) - part for part in (first, last))
+    fits = min(context(space, cache), 40960)
+    assert rows["4 bit"] == ["24 + 24", f"{first / 1e9:.1f} + {last / 1e9:.1f}", f"{fits:,}"]
     assert rows["16 bit"][-1] == "-"
+    assert main(["fit", str(qwen3), "--macs", "2x8", "--kv-bits", "8"]) == 0
+    rows = table(capsys.readouterr().out, "weights")
+    assert int(rows["2 bit"][-1].replace(",", "")) > 0
 
 
 def test_macs_that_cannot_share(qwen3, capsys):
@@ -94,12 +104,50 @@ def test_a_large_model_from_its_config_alone(qwen3, capsys):
     assert table(output, "weights") == expected and expected["4 bit"] == ["17.2", "1.73"]
     contexts = table(output, "Mac")
     limit = (16 << 30) * 2 // 3
-    assert contexts["16 GB"] == ["11.5", *["-"] * 6, f"{(limit - sizes['2 bit'][0]) // cache:,}"]
+    assert contexts["16 GB"] == ["11.5", *["-"] * 6, f"{context(limit - sizes['2 bit'][0], cache):,}"]
     assert contexts["32 GB"][1:4] == ["-"] * 3 and contexts["512 GB"][1] == "40,960"
     speed = table(output, "chip")
     assert len(speed) == len(macs.BANDWIDTHS) and "No measurement" in output
     bounds = [546e9 / (token + 4096 * cache) for _, token in sizes.values()]
     assert speed["M4 Max (40 cores), 546 GB/s"] == [f"{bound:.0f}" for bound in bounds]
+
+
+def test_a_cache_in_8_bits(qwen3, capsys):
+    """Against arithmetic: a head of 128 is 128 codes, a scale and a bias."""
+    token = 48 * 2 * 4 * (128 + 2 * 2)
+    outputs = []
+    for bits in (16, 8):
+        assert main(["fit", str(qwen3), "--kv-bits", str(bits), "--context", "32768"]) == 0
+        outputs.append(capsys.readouterr().out)
+    dense, output = outputs
+    assert f"KV cache in 8 bits: {token / 1e6:.3f} GB for each 1,000 tokens" in output
+    assert table(output, "weights") == table(dense, "weights")
+    two = fit.sizes_of(fit.meta_model(str(qwen3), dtype="bfloat16"), 64)[-1]
+    fits = context(macs.wired_limit(16) - two.weights, token)
+    assert table(output, "Mac")["16 GB"][-1] == f"{fits:,}" and 30_000 < fits < 40_960
+    bounds = table(output, "chip")["M4 Max (40 cores), 546 GB/s"]
+    assert bounds[-1] == f"{546e9 / (two.token + 32768 * token):.0f}"
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+def test_the_memory_of_a_cache_is_at_most_what_fit_says(architecture, bits):
+    """Of the caches of accelerated models after prompts and tokens; the window of gpt-oss is set to 16."""
+    options = {"head_dim": 64, "sliding_window": 16}
+    with torch.device("meta"):
+        config = tiny_models.tiny_config(architecture, **options)
+        found = kv_cache(tiny_models.model_class(architecture)(config), bits)
+    model = tiny_models.tiny_model(architecture, **options)
+    torch_moe_mps.accelerate(model, kv_bits=bits)
+    for parts in ([3], [700, 1], [400, 300, *[1] * 70]):
+        cache = transformers.DynamicCache(config=model.config)
+        for tokens in parts:
+            with torch.no_grad():
+                model(torch.ones(1, tokens, dtype=torch.long), past_key_values=cache)
+        states = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+        parts_of = [getattr(tensor, "_parts", lambda tensor=tensor: [tensor])() for tensor in states]
+        held = sum(part.untyped_storage().nbytes() for kept in parts_of for part in kept)
+        assert found.at(sum(parts)) <= held <= found.memory(sum(parts)) <= 1.5 * held
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gemma4", "deepseek_v3", "qwen3_next"])

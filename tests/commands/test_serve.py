@@ -15,7 +15,8 @@ import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.chat import _free_port
-from torch_moe_mps.commands.serving import server
+from torch_moe_mps.commands.serving import load, server
+from torch_moe_mps.transformers.quantized_states import QuantizedStates
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
@@ -27,7 +28,7 @@ def checkpoint(tmp_path):
     A Mixtral: transformers' server does not look for parts of an answer, such as thinking, in its text.
     """
     with tiny_models.groups_of_32():
-        tiny_models.tiny_model("mixtral").save_pretrained(tmp_path / "model")
+        tiny_models.tiny_model("mixtral", head_dim=32).save_pretrained(tmp_path / "model")
     letters = {chr(97 + i): i for i in range(26)} | {"?": 26}
     tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -83,9 +84,22 @@ def test_chat(checkpoint, monkeypatch, capsys):
     assert text in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("bits", [8, 16])
+def test_the_bits_of_keys_and_values(checkpoint, bits):
+    model = load(options("chat", checkpoint, "--kv-bits", bits), str(checkpoint), "cpu")
+    ids = torch.ones(1, 5, dtype=torch.long)
+    cache = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True).past_key_values
+    assert [isinstance(layer.keys, QuantizedStates) for layer in cache.layers] == [bits == 8] * 2
+
+
 def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, monkeypatch):
     assert main(["serve", str(tmp_path / "nothing")]) == 1
     assert "is neither a folder nor the name of a model on the Hub" in capsys.readouterr().err
+    assert main(["serve", str(checkpoint), "--continuous-batching", "--kv-bits", "8"]) == 1
+    assert capsys.readouterr().err == (
+        "torch-moe-mps: error: --kv-bits must be 16 with --continuous-batching, whose cache of pages is "
+        "transformers' own, got 8\n"
+    )
     monkeypatch.setattr("transformers.cli.serve.is_serve_available", lambda: False)
     assert main(["serve", str(checkpoint), "--device", "cpu"]) == 1
     assert capsys.readouterr().err.splitlines()[-1].endswith("pip install transformers[serving]`")

@@ -31,7 +31,7 @@ PERPLEXITY = """examples:
 FIT = """examples:
   torch-moe-mps fit Qwen/Qwen3-30B-A3B            # downloads config.json, no weights
   torch-moe-mps fit Qwen/Qwen3-30B-A3B --mac      # for this Mac, with the memory that it lets the GPU have
-  torch-moe-mps fit qwen3-4bit --context 32768
+  torch-moe-mps fit qwen3-4bit --context 32768 --kv-bits 8
   torch-moe-mps fit deepseek-ai/DeepSeek-V3 --macs 2x512    # each has some of the layers"""
 
 BENCH = """examples:
@@ -43,7 +43,8 @@ CHAT = """!help in the chat lists what else it understands.
 
 examples:
   torch-moe-mps chat qwen3-4bit
-  torch-moe-mps chat Qwen/Qwen3-30B-A3B --bits 4 --set max_new_tokens=1000 --set temperature=0.6"""
+  torch-moe-mps chat Qwen/Qwen3-30B-A3B --bits 4 --set max_new_tokens=1000 --set temperature=0.6
+  torch-moe-mps chat qwen3-4bit --kv-bits 8                           # long chats in half of the memory"""
 
 SERVE = """Clients use the URL http://localhost:8000/v1 and MODEL as the model's name. Only with continuous
 batching do requests share their prefixes, such as the earlier turns of a chat.
@@ -144,7 +145,7 @@ def _perplexity(command: argparse.ArgumentParser) -> None:
     add("--text", metavar="FILE", help="UTF-8 text (43,000 words of Python Enhancement Proposals of 2026)")
     add("--against", metavar="OTHER", help="a model to compare with, most often the dense one; it runs first")
     add("--window", type=int, default=512, help="tokens that are read at once (512)")
-    add("--kv-bits", type=int, choices=(8, 16), default=16, help="of the keys and values of MODEL (16)")
+    _kv_bits(command)
     _device(command)
     _dtype(command, "of weights that are not quantised (as in the checkpoint)")
     _from_the_hub(command, "MODEL")
@@ -157,7 +158,8 @@ def _fit(command: argparse.ArgumentParser) -> None:
     add("--macs", type=_machines, metavar="NxGB", help="several Macs that share the layers, such as 2x64")
     add("--context", type=int, default=4096, help="tokens of context that the bound of speed is for (4096)")
     add("--group-size", type=int, default=64, help="weights that share a scale: 32, 64 or 128 (64)")
-    _dtype(command, "of weights that stay dense, and of the KV cache (as in the checkpoint)")
+    _kv_bits(command)
+    _dtype(command, "of weights that stay dense, and of the KV cache in 16 bits (as in the checkpoint)")
     _from_the_hub(command, "NAME")
 
 
@@ -206,6 +208,7 @@ def _model_to_run(command: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", help="folder or name on the Hub")
     add("--bits", type=int, help="quantise while loading: 2, 3, 4, 5, 6 or 8 (as in the checkpoint)")
     add("--group-size", type=int, help="weights that share a scale, with --bits: 32, 64 or 128 (64)")
+    _kv_bits(command)
     _device(command)
     _dtype(command, "of weights that are not quantised (as in the checkpoint)")
     _from_the_hub(command, "MODEL")
@@ -236,6 +239,16 @@ def _device(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", help="mps where there is one, else cpu")
     command.add_argument(
         "--shares", type=_shares, metavar="N,N", help="layers of each process of torchrun (by memory)"
+    )
+
+
+def _kv_bits(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--kv-bits",
+        type=int,
+        choices=(8, 16),
+        default=16,
+        help="of the keys and values in the cache; 16 leaves them as the model makes them (16)",
     )
 
 

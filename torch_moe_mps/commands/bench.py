@@ -102,7 +102,11 @@ def run(options: argparse.Namespace) -> None:
     if sys.platform == "darwin" and device == "mps":
         mac = this_mac()
         bandwidth, chip = bandwidth or mac.bandwidth, mac.chip
-    cache = None if bandwidth is None else kv_cache(meta_model(source, **loading_options(options)))
+    cache = (
+        None
+        if bandwidth is None
+        else kv_cache(meta_model(source, **loading_options(options)), options.kv_bits)
+    )
     bench = Bench(model, options, None if bandwidth is None else bandwidth * 1e9, cache)
     size = f"{_of_all_processes(model, sum(p.nbytes for p in model.parameters())) / 1e9:.2f} GB"
     if processes() > 1:
@@ -238,9 +242,10 @@ class Bench:
         return seconds
 
     def _launches(self, cache: Any) -> int:
-        cache = copy.deepcopy(cache)
+        ids = self.ids[:, :1]
+        cache = self._forward(ids, copy.deepcopy(cache)).past_key_values  # a copied cache has no room
         with _Launches(self.device) as launches:
-            self._forward(self.ids[:, :1], cache)
+            self._forward(ids, cache)
         return launches.count
 
     def _synchronize(self) -> None:

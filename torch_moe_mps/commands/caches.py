@@ -5,9 +5,11 @@ from typing import Any
 
 import torch
 
+from ..transformers.cache import as_held, room_behind, room_behind_window
+
 
 class KVCache:
-    """Bytes of a model's cache, in the model's dtype, for one sequence.
+    """Bytes of a model's cache for one sequence.
 
     Args:
         states: bytes that do not depend on the context.
@@ -23,30 +25,41 @@ class KVCache:
         return self.rates.get(None, 0)
 
     def at(self, context: int) -> int:
-        tokens = (
-            (context if window is None else min(context, window), rate) for window, rate in self.rates.items()
-        )
-        return self.states + sum(count * rate for count, rate in tokens)
+        """Bytes that the next token reads."""
+        return self.states + sum(_seen(context, window) * rate for window, rate in self.rates.items())
+
+    def memory(self, context: int) -> int:
+        """Bytes at most that an accelerated model allocates, which has room for further tokens."""
+        rooms = {
+            window: room_behind(context) if window is None else room_behind_window(window)
+            for window in self.rates
+        }
+        return self.at(context) + sum(rooms[window] * rate for window, rate in self.rates.items())
 
     def tokens_in(self, space: int, most: int) -> int:
         """How many tokens fit into so many bytes, of `most`; 0 also where none does."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.at(middle) <= space else (low, middle - 1)
+            low, high = (middle, high) if self.memory(middle) <= space else (low, middle - 1)
         return low
 
 
-def kv_cache(model: Any) -> KVCache | None:
+def _seen(context: int, window: int | None) -> int:
+    return context if window is None else min(context, window)
+
+
+def kv_cache(model: Any, bits: int = 16) -> KVCache | None:
     """From the caches that two short forwards leave; None where they do not run on the meta device.
 
     Args:
         model: of transformers, on the meta device, and not accelerated.
+        bits: of keys and values, as in `accelerate`.
     """
     few, more = 4, 8  # fewer than any sliding window
     try:
         model.set_experts_implementation("batched_mm")  # of transformers: knows shapes without values
-        before, after = _cached(model, few), _cached(model, more)
+        before, after = _cached(model, few, bits), _cached(model, more, bits)
     except Exception:  # code that reads values, or knows no meta device: any error may come of it
         return None
     states, rates = 0, Counter[int | None]()
@@ -58,11 +71,11 @@ def kv_cache(model: Any) -> KVCache | None:
 
 
 @torch.no_grad()
-def _cached(model: Any, tokens: int) -> list[tuple[int | None, int]]:
+def _cached(model: Any, tokens: int, bits: int) -> list[tuple[int | None, int]]:
     """Of each layer of the cache its sliding window, or None, and its bytes."""
     ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
     layers = model(input_ids=ids, use_cache=True).past_key_values.layers
-    return [(getattr(layer, "sliding_window", None), _nbytes(vars(layer))) for layer in layers]
+    return [(getattr(layer, "sliding_window", None), _nbytes(as_held(layer, bits))) for layer in layers]
 
 
 def _nbytes(value: object) -> int:

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..macs import BANDWIDTHS, GIB, MEMORIES, Mac, this_mac, wired_limit
 from ..ops._checks import Check
+from ..ops.attention import CACHE_BITS
 from ..quantization import Format
 from ..transformers.checkpoints.parts import meta_model
 from ..transformers.checkpoints.recipe import recipe_of
@@ -54,20 +55,21 @@ def run(options: argparse.Namespace) -> None:
     folder = folder_of(options.model, options.revision, weights=False)
     model = meta_model(folder, **loading_options(options))
     if options.macs is not None:
-        print(spread(model, options.group_size, options.macs))
+        print(spread(model, options.group_size, options.macs, options.kv_bits))
     else:
-        print(report(model, options.context, options.group_size, mac))
+        print(report(model, options.context, options.group_size, mac, options.kv_bits))
 
 
-def report(model: Any, context: int, group_size: int, mac: Mac | None) -> str:
+def report(model: Any, context: int, group_size: int, mac: Mac | None, kv_bits: int = 16) -> str:
     """The tables, for all Macs or for one."""
-    sizes, cache = sizes_of(model, group_size), kv_cache(model)
+    sizes, cache = sizes_of(model, group_size), kv_cache(model, kv_bits)
     total = sum(p.numel() for p in model.parameters())
     lines = [f"{type(model).__name__}, {total / 1e9:.2f} billion weights"]
     if cache is None:
         lines.append("KV cache: unknown; the model's code does not run on shapes alone")
     else:
-        lines.append(f"KV cache: {cache.token * 1000 / 1e9:.3f} GB for each 1,000 tokens of context")
+        per_thousand = f"{cache.token * 1000 / 1e9:.3f} GB for each 1,000 tokens of context"
+        lines.append(f"KV cache{' in 8 bits' if kv_bits == CACHE_BITS else ''}: {per_thousand}")
         rest = cache.at(_LONGEST) - cache.token * _LONGEST
         if rest:
             lines.append(f"beside it, sliding windows and states take at most {rest / 1e9:.3f} GB")
@@ -78,7 +80,7 @@ def report(model: Any, context: int, group_size: int, mac: Mac | None) -> str:
     if mac is not None:
         limits = [(f"this Mac, {mac.memory // GIB} GB", mac.limit)]
     cells = [[name, f"{limit / 1e9:.1f}", *_contexts(sizes, cache, limit, longest)] for name, limit in limits]
-    lines += ["", "Context that fits into what macOS lets the GPU have, in tokens:"]
+    lines += ["", "Context that fits into what macOS lets the GPU have, in tokens, with room in the cache:"]
     lines += _table(["Mac", "GPU's GB", *(s.name for s in sizes)], cells)
     chips = [(f"{name}, {gbs:.0f} GB/s", gbs) for name, gbs in BANDWIDTHS.items()]
     if mac is not None:
@@ -96,7 +98,7 @@ def report(model: Any, context: int, group_size: int, mac: Mac | None) -> str:
     return "\n".join(lines)
 
 
-def spread(model: Any, group_size: int, macs: Sequence[int]) -> str:
+def spread(model: Any, group_size: int, macs: Sequence[int], kv_bits: int = 16) -> str:
     """The table for Macs of so many GB, each of which has some of the layers.
 
     Raises: ValueError for a model whose layers cannot be spread.
@@ -105,7 +107,7 @@ def spread(model: Any, group_size: int, macs: Sequence[int]) -> str:
     layers = list(getattr(model.get_submodule(name), loop.layers))
     if len(layers) < len(macs):
         raise ValueError(f"--macs must be at most the number of layers, {len(layers)}, got {len(macs)}")
-    head, cache = model.get_output_embeddings(), kv_cache(model)
+    head, cache = model.get_output_embeddings(), kv_cache(model, kv_bits)
     limits = [wired_limit(gib) for gib in macs]
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST
     cells = []

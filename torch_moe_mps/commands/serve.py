@@ -10,6 +10,11 @@ def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, ImportError with one line that says what is wrong."""
     if options.continuous_batching and processes() > 1:
         raise ValueError("--continuous-batching is for one process, got a pipeline of several")
+    if options.continuous_batching and options.kv_bits != 16:
+        raise ValueError(
+            "--kv-bits must be 16 with --continuous-batching, whose cache of pages is transformers' own, "
+            f"got {options.kv_bits}"
+        )
     if not is_first_process():
         return follow(options)
     settings = {"continuous_batching": options.continuous_batching, "enable_cors": options.enable_cors}

@@ -33,9 +33,9 @@ def server(options: argparse.Namespace, **settings: Any) -> Iterator[Any]:
 
     check_files(folder)
     name = options.model if options.revision is None else f"{options.model}@{options.revision}"
-    stage = _load(options, folder, device) if processes() > 1 else None  # all load at the same time
+    stage = load(options, folder, device) if processes() > 1 else None  # all load at the same time
     own = ModelManager._load_model
-    ModelManager._load_model = lambda *names, **progress: stage or _load(options, folder, device)
+    ModelManager._load_model = lambda *names, **progress: stage or load(options, folder, device)
     try:
         with nullcontext() if stage is None else stage.pipeline.leading():
             yield Serve(
@@ -48,10 +48,10 @@ def server(options: argparse.Namespace, **settings: Any) -> Iterator[Any]:
 def follow(options: argparse.Namespace) -> None:
     """What a process of torchrun but the first does: it generates what the first is asked for."""
     device = usable_device(options.device)
-    _load(options, folder_of(options.model, options.revision), device).pipeline.follow()
+    load(options, folder_of(options.model, options.revision), device).pipeline.follow()
 
 
-def _load(options: argparse.Namespace, folder: str, device: str) -> Any:
+def load(options: argparse.Namespace, folder: str, device: str) -> Any:
     from ..transformers.checkpoints.loading import from_pretrained
 
     given = {**bits_of(options), **pipeline_of(options), **loading_options(options)}

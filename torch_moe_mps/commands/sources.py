@@ -97,7 +97,7 @@ def pipeline_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def bits_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `from_pretrained` for --bits and --group-size."""
+    """The arguments of `from_pretrained` for --bits, --group-size and --kv-bits."""
     if options.bits is None:
-        return {}
-    return {"bits": options.bits, "group_size": options.group_size}
+        return {"kv_bits": options.kv_bits}
+    return {"bits": options.bits, "group_size": options.group_size, "kv_bits": options.kv_bits}

@@ -81,6 +81,25 @@ class QuantizedCache(DynamicCache):
         _grow(self, CACHE_BITS)
 
 
+def as_held(layer: Any, bits: int) -> dict[str, Any]:
+    """The attributes of a layer of a plain cache, keys and values as a model with these kv_bits has them."""
+    plain: Any = type(layer)
+    growing = growing_class(plain, bits if bits == CACHE_BITS else None)
+    held = dict(vars(layer))
+    if getattr(growing, "bits", None) is not None and can_be_quantized(layer.keys, layer.values):
+        held |= {name: QuantizedStates.empty(held[name], held[name].shape[2]) for name in ("keys", "values")}
+    return held
+
+
+def room_behind(tokens: int) -> int:
+    """For how many more tokens new memory has room that holds so many."""
+    return max(LEAST_ROOM, tokens // ROOM_SHARE)
+
+
+def room_behind_window(window: int) -> int:
+    return max(LEAST_WINDOW_ROOM, window // WINDOW_ROOM_SHARE)
+
+
 @functools.cache
 def growing_class(plain: type, bits: int | None = None) -> type | None:
     """The class that grows in place and otherwise does what `plain` does, or None if there is none.
@@ -197,7 +216,7 @@ class _GrowingWindow(_Growing, DynamicSlidingWindowLayer):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         tokens, window = key_states.shape[-2], self.sliding_window
-        room = max(LEAST_WINDOW_ROOM, window // WINDOW_ROOM_SHARE)
+        room = room_behind_window(window)
         is_prompt = tokens > room and not self.record_past
         if is_prompt or not _in_place():
             every = DynamicSlidingWindowLayer.update(self, key_states, value_states, *args, **kwargs)
@@ -238,7 +257,7 @@ def _joined(held: Tensor, new: Tensor, room: int | None = None, quantized: bool 
         or _is_closed(memory)
     ):
         if room is None:
-            room = max(LEAST_ROOM, (before + tokens) // ROOM_SHARE)
+            room = room_behind(before + tokens)
         capacity, start = before + tokens + room, 0
         if quantized:
             memory = QuantizedStates.empty(new, capacity)

@@ -86,6 +86,10 @@ class QuantizedStates(Tensor):
         values = dequantize_values(self.packed, self.scales, self.biases, Format(CACHE_BITS, size))
         return values.to(self.dtype)
 
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        return sum(part.nbytes for part in self._parts())
+
     def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.packed, self.scales, self.biases
 
