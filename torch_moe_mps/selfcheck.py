@@ -292,10 +292,10 @@ def where() -> str:
     return f"{about['gpu']}, macOS {about['macos'] or 'none'}, torch {about['torch']}"
 
 
-def warning(finding: Finding) -> str:
+def warning(finding: Finding, instead: str = "what it replaces keeps the model's own code") -> str:
     """What a user is told of an operator that is not used, in one line."""
     return (
-        f"torch_moe_mps: on this machine ({where()}) {finding}; what it replaces keeps the model's own code. "
+        f"torch_moe_mps: on this machine ({where()}) {finding}; {instead}. "
         f"`{COMMAND}` writes a report for an issue"
     )
 

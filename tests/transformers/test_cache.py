@@ -3,6 +3,7 @@
 import copy
 import pickle
 import random
+import warnings
 import weakref
 
 import pytest
@@ -190,6 +191,25 @@ def test_only_new_tokens_are_quantised():
         layer.update(*token)
     parts = [part for kept in (layer.keys, layer.values) for part in (kept.packed, kept.scales, kept.biases)]
     assert [part.data_ptr() for part in parts] == addresses and memory.written < 10_000
+
+
+@torch.no_grad()
+def test_quantised_states_stay_so_when_copied_or_moved(device):
+    """To another device and back, by slices of tokens, and by deepcopy, which copies a tensor once."""
+    states = torch.randn(2, 2, 5, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    kept = QuantizedStates.empty(states, 5)
+    kept.write(0, states)
+    expected = kept.dequantized().cpu()
+    one, other = copy.deepcopy([kept, kept])
+    assert one is other and one.packed.data_ptr() != kept.packed.data_ptr()
+    moved = kept.to("cpu")
+    for same in (one, moved, moved.to(device), kept.to(states.dtype), kept.clone(), kept.detach()):
+        assert type(same) is QuantizedStates and torch.equal(same.dequantized().cpu(), expected)
+    assert moved.device.type == "cpu" and kept.to("meta").packed.device.type == "meta"
+    assert torch.equal(kept[:, :, 2:4].dequantized().cpu(), expected[:, :, 2:4])
+    half = kept.to(torch.float16)
+    assert type(half) is torch.Tensor and torch.equal(half.cpu(), expected.half())
+    assert kept.nbytes == sum(part.nbytes for part in (kept.packed, kept.scales, kept.biases))
 
 
 @torch.no_grad()
@@ -430,17 +450,45 @@ def test_the_kernels_of_a_cache_in_8_bits(simulated):
     assert kernels.count("attention8_64_affine8_f32") == len(cache.layers)
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 2}, {"do_sample": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{"num_beams": 3}, {"prompt_lookup_num_tokens": 2}, {"assistant_model": True}, {"do_sample": True}],
+)
 def test_generate_with_a_cache_in_8_bits(options):
     """Beams, tokens that are taken back, and samples."""
     model = tiny_model("qwen3_moe", **WIDE)
     torch_moe_mps.accelerate(model, kv_bits=8)
+    if "assistant_model" in options:
+        options = {"assistant_model": tiny_model("qwen3_moe", seed=1, **WIDE)}
+        torch_moe_mps.accelerate(options["assistant_model"], kv_bits=8)
     torch.manual_seed(0)
     out = model.generate(
         IDS[:1], max_new_tokens=8, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True, **options
     )
     assert out.sequences.shape == (1, 28)
     assert all(isinstance(layer.keys, QuantizedStates) for layer in out.past_key_values.layers)
+
+
+def test_caches_that_stay_as_they_are_are_said():
+    """A static cache, one of a user's, and one that is offloaded, whose layers would lose their room."""
+    model = tiny_model("qwen3_moe", **WIDE)
+    torch_moe_mps.accelerate(model, kv_bits=8)
+    decoder = next(m for m in model.modules() if grow_cache in m._forward_pre_hooks.values())
+    offloaded = DynamicCache(config=model.config)
+    offloaded.offloading = True
+    for cache, name in (
+        (StaticCache(config=model.config, max_cache_len=16), "StaticCache"),
+        (OwnCache(config=model.config), "OwnCache"),
+        (offloaded, "an offloaded DynamicCache"),
+    ):
+        before = [type(layer) for layer in cache.layers]
+        with pytest.warns(UserWarning, match=f"8 is for DynamicCache; {name} keeps keys and values as they"):
+            grow_cache(decoder, (), {"past_key_values": cache})
+        assert [type(layer) for layer in cache.layers] == before
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for cache in (QuantizedCache(model.config), DynamicCache(config=model.config), None):
+            grow_cache(decoder, (), {"past_key_values": cache})
 
 
 @pytest.mark.parametrize("function", [torch_moe_mps.accelerate, torch_moe_mps.from_pretrained])

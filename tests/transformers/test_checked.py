@@ -6,12 +6,14 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from support import tiny_models
 from support.processes import python
 
 import torch_moe_mps
 from torch_moe_mps import selfcheck
 from torch_moe_mps.transformers import checked
+from torch_moe_mps.transformers.quantized_states import QuantizedStates
 
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
 COMMAND = "`torch-moe-mps check` writes a report"
@@ -101,6 +103,53 @@ def test_an_operator_that_fails_is_not_used(machine, fault, kind):
     assert " operators agree with the CPU on this GPU (" in str(report)
     with torch.no_grad():
         torch.testing.assert_close(model(IDS.to("mps")).logits.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+WIDE = {"head_dim": 64}
+
+
+def logits_of(model):
+    """Of a prompt and a token, and the cache."""
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        for ids in (IDS, IDS[:, :1]):
+            logits = model(ids.to(model.device), past_key_values=cache).logits
+    return logits.cpu(), cache
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_keys_and_values_stay_in_16_bits_where_8_are_written_wrong(machine, loads, tmp_path):
+    model = tiny_models.tiny_model("qwen3_moe", torch.float32, **WIDE)
+    expected, _ = logits_of(model)
+    model.save_pretrained(tmp_path)
+    found = Fault("write_cache_quantized", ended_with_an_error)
+    with machine.intercepted(found), pytest.warns(UserWarning) as told:
+        if loads:
+            model = torch_moe_mps.from_pretrained(tmp_path, device_map="mps", kv_bits=8)
+        else:
+            torch_moe_mps.accelerate(model.to("mps"), kv_bits=8)
+    assert found.seen > 0
+    (line,) = [str(warning.message) for warning in told if "on this machine" in str(warning.message)]
+    assert "write_cache_quantized_ (float32) differs (largest error inf); keys and values stay" in line
+    logits, cache = logits_of(model)
+    assert not any(isinstance(layer.keys, QuantizedStates) for layer in cache.layers)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kernel", "before"), [("attention", False), ("rope_f32", True)])
+def test_keys_and_values_in_8_bits_where_another_operator_fails(machine, kernel, before):
+    """Asked for in this call, or in one before. Without the operator `attention`, torch's gets them dense."""
+    model = tiny_models.tiny_model("qwen3_moe", torch.float32, **WIDE)
+    torch_moe_mps.accelerate(model, kv_bits=8)
+    expected, _ = logits_of(model)
+    torch_moe_mps.restore(model.to("mps"))
+    if before:
+        torch_moe_mps.accelerate(model, kv_bits=8, check=False)
+    with machine.intercepted(Fault(kernel, wrong_at_one_output)), pytest.warns(UserWarning, match=COMMAND):
+        torch_moe_mps.accelerate(model, **({} if before else {"kv_bits": 8}))
+    logits, cache = logits_of(model)
+    assert all(isinstance(layer.keys, QuantizedStates) for layer in cache.layers)
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_quantised_weights_are_refused_before_anything_changes(machine):

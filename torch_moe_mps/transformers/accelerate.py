@@ -8,7 +8,15 @@ from typing import Any
 from torch import nn
 
 from .attention import attention_layers, require_kv_bits, use_attention
-from .checked import check_replacements, forget, is_wanted, refusal, require_quantized, use_tensor_units
+from .checked import (
+    check_replacements,
+    forget,
+    is_wanted,
+    refusal,
+    require_quantized,
+    use_tensor_units,
+    working_kv_bits,
+)
 from .checkpoints.quantize import keep_when_saving, quantize_model
 from .checkpoints.recipe import requested_recipe
 from .compiling import align_weights, compile_kernels, require_torch
@@ -18,7 +26,7 @@ from .linears import QuantizedLayer, has_quantized_weights
 from .report import Report, Row
 from .rewriting.experts_calls import ids_of_experts, module_that_gives
 from .rewriting.install import drop_forward_of_class, restore_module, rewrite
-from .rewriting.record import NOTHING, RECORD, record_of
+from .rewriting.record import NOTHING, RECORD, kv_bits_of, record_of
 from .rewriting.rules.moe_gate import GateFormula
 from .rewriting.rules.norms import formulas_kept
 
@@ -47,7 +55,8 @@ def accelerate(
         recipe: linear_bits, embedding_bits, keep and overrides, which say what is quantised otherwise or not
             at all: see `requested_recipe`.
         kv_bits: 8 lets the model's dynamic caches hold keys and values in 8 bits, in about half of the
-            memory; 16 undoes it, None leaves it as it is. Layers with a sliding window stay as they are.
+            memory; 16 undoes it, None leaves it as it is. Where writing 8 bits fails the comparison with the
+            CPU, a warning says that they stay in 16. Layers with a sliding window stay as they are.
         check: False leaves out the comparison with the CPU, as MOE_MPS_CHECK=0 in the environment does.
 
     A model on mps has its Metal kernels compiled here, not in its first token; one line on stderr says so.
@@ -69,6 +78,7 @@ def accelerate(
     check = check and is_wanted(model)
     if check:
         seconds = require_quantized("accelerate", model, wanted)
+        kv_bits = working_kv_bits(model, kv_bits)
     else:
         forget()
     for module in model.modules():
@@ -81,6 +91,7 @@ def accelerate(
     align_weights(model)
     report.compiled = compile_kernels(model, strict=not check)
     if check and check_replacements("accelerate", model, report, seconds):
+        kv_bits = kv_bits_of(model)
         restore(model)
         report.rows.clear()
         _replace(model, report, kv_bits)

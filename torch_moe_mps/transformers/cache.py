@@ -6,6 +6,7 @@ memory with room behind them: new ones are written there, and attention gets vie
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,12 +51,20 @@ def restore_cache(module: nn.Module) -> None:
 
 def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Runs before a decoder: gives the layers of a plain DynamicCache classes that grow in place."""
-    cache: Any = kwargs.get("past_key_values")
+    cache: Any = kwargs.get("past_key_values", kwargs.get("cache"))  # the second of continuous batching
     if type(cache) is EncoderDecoderCache:
         cache = cache.self_attention_cache
-    if type(cache) is DynamicCache and not cache.offloading and not torch.compiler.is_compiling():
-        bits = module.__dict__.get(RECORD, NOTHING).kv_bits
-        _grow(cache, CACHE_BITS if bits == CACHE_BITS else None)
+    if cache is None or torch.compiler.is_compiling():
+        return
+    quantizes = module.__dict__.get(RECORD, NOTHING).kv_bits == CACHE_BITS
+    if type(cache) is DynamicCache and not cache.offloading:
+        _grow(cache, CACHE_BITS if quantizes else None)
+    elif quantizes and not isinstance(cache, QuantizedCache):
+        name = f"{'an offloaded ' if getattr(cache, 'offloading', False) else ''}{type(cache).__name__}"
+        warnings.warn(
+            f"torch_moe_mps: kv_bits=8 is for DynamicCache; {name} keeps keys and values as they are",
+            stacklevel=2,
+        )
 
 
 def _grow(cache: DynamicCache, bits: int | None) -> None:

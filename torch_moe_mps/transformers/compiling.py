@@ -15,7 +15,7 @@ from ..ops.attention import CACHE_BITS
 from ..selfcheck import DTYPES, compile_side_by_side
 from .interface import is_experts, is_quantized
 from .linears import has_quantized_weights
-from .rewriting.record import NOTHING, RECORD
+from .rewriting.record import kv_bits_of
 
 # Libraries that depend on a format or on the dtype of ids, not on activations alone.
 _OF_WEIGHTS = ("experts", "quantized", "attention_affine8")
@@ -86,7 +86,7 @@ def libraries_of(model: nn.Module) -> list[str]:
         if tensors and tensors[0].device.type == "mps":
             used.update(_weight_libraries(module, _dtype(module, model)))
     dtypes = {name.rpartition("_")[2] for name in used}
-    if any(m.__dict__.get(RECORD, NOTHING).kv_bits == CACHE_BITS for m in model.modules()):
+    if kv_bits_of(model) == CACHE_BITS:
         used.update(f"attention_affine8_{dtype}" for dtype in dtypes)
     for name in torch.ops.moe_mps._libraries():
         file, _, dtype = name.rpartition("_")

@@ -97,7 +97,9 @@ class QuantizedStates(Tensor):
         return f"QuantizedStates({tuple(self.shape)}, {self.dtype}, {self.device})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedStates":
-        return self.map(lambda tensor: tensor.clone(memory_format=torch.contiguous_format))
+        copied = self.map(lambda tensor: tensor.clone(memory_format=torch.contiguous_format))
+        memo[id(self)] = copied
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return QuantizedStates, self._parts()
@@ -112,7 +114,10 @@ class QuantizedStates(Tensor):
             position = _OF_A_DIMENSION.get(func)
             dim = 0 if position is None or len(args) <= position else args[position]
             rows = position is not None and dim % first.dim() < first.dim() - 1
-            if rows or func in _OF_EVERYTHING:
+            moves = func is _ATEN._to_copy.default and kwargs.get("dtype") in (None, first.dtype)
+            if moves:
+                kwargs = {name: value for name, value in kwargs.items() if name != "dtype"}
+            if rows or moves or func in _OF_EVERYTHING:
                 return first.map(lambda tensor: func(tensor, *args[1:], **kwargs))
         args, kwargs = tree_map_only(QuantizedStates, QuantizedStates.dequantized, (args, kwargs))
         return func(*args, **kwargs)

@@ -23,7 +23,7 @@ from ...quantization import Format
 from ..accelerate import accelerate
 from ..attention import require_kv_bits
 from ..cache import grow_caches_in_place
-from ..checked import allowed
+from ..checked import allowed, working_kv_bits
 from ..compiling import compile_kernels
 from ..experts import NAME
 from ..pipeline.loading import PipelineLoading, size_of
@@ -120,7 +120,8 @@ def from_pretrained(
         with allowed(check):
             accelerate(model.eval(), **({} if recipe is None else asked))
     if kv_bits is not None:
-        grow_caches_in_place(model, kv_bits)
+        with allowed(check):
+            grow_caches_in_place(model, working_kv_bits(model, kv_bits))
         compile_kernels(model)
     if pipeline is not None:
         pipeline.finish(model)

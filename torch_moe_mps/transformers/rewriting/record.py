@@ -36,6 +36,12 @@ class Record:
 NOTHING = Record()  # of modules that have none
 
 
+def kv_bits_of(model: nn.Module) -> int | None:
+    """The kv_bits of a model's decoders, None where it was never given."""
+    records = (module.__dict__.get(RECORD, NOTHING) for module in model.modules())
+    return next((record.kv_bits for record in records if record.kv_bits is not None), None)
+
+
 def record_of(module: nn.Module) -> Record:
     """The record of a module, made if it has none."""
     own: dict[str, Record] = module.__dict__
