@@ -78,8 +78,7 @@ def _grow(cache: DynamicCache, bits: int | None) -> None:
 class QuantizedCache(DynamicCache):
     """A DynamicCache that holds keys and values in 8 bits, about half of the memory of 16.
 
-    Layers with a sliding window, which hold few tokens, and heads whose width is no multiple of 32 stay as
-    they are.
+    Heads whose width is no multiple of 32 stay as they are.
 
     Args:
         config: of the model that will use the cache.
@@ -111,15 +110,12 @@ def room_behind_window(window: int) -> int:
 
 @functools.cache
 def growing_class(plain: type, bits: int | None = None) -> type | None:
-    """The class that grows in place and otherwise does what `plain` does, or None if there is none.
-
-    With `bits`, layers that hold all tokens quantise their keys and values.
-    """
+    """The class that grows in place and otherwise does what `plain` does, or None if there is none."""
     update = getattr(plain, "update", None)
     if update is DynamicLayer.update:
         growing: type = _GrowingIndexed if issubclass(plain, DynamicIndexedLayer) else _Growing
     elif update is DynamicSlidingWindowLayer.update:
-        growing, bits = _GrowingWindow, None
+        growing = _GrowingWindow
     else:
         return None
     bases = (growing,) if issubclass(growing, plain) else (plain, growing)
@@ -169,8 +165,8 @@ class _Growing(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         quantized = self.bits is not None and can_be_quantized(key_states, value_states)
-        self.keys = _joined(self.keys, key_states, quantized=quantized)
-        self.values = _joined(self.values, value_states, quantized=quantized)
+        self.keys = _joined(self.keys, key_states, None, quantized)
+        self.values = _joined(self.values, value_states, None, quantized)
         return self.keys, self.values
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -224,26 +220,24 @@ class _GrowingWindow(_Growing, DynamicSlidingWindowLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        if not _in_place():
+            return DynamicSlidingWindowLayer.update(self, key_states, value_states, *args, **kwargs)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
         tokens, window = key_states.shape[-2], self.sliding_window
         room = room_behind_window(window)
         is_prompt = tokens > room and not self.record_past
-        if is_prompt or not _in_place():
-            every = DynamicSlidingWindowLayer.update(self, key_states, value_states, *args, **kwargs)
-            if is_prompt and _in_place():
-                # As views they would keep the memory of the whole prompt.
-                self.keys, self.values = _copied(self.keys, room), _copied(self.values, room)
-            return every
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        quantized = self.bits is not None and can_be_quantized(key_states, value_states)
+        keys = _joined(self.keys, key_states, 0 if is_prompt else room, quantized)
+        values = _joined(self.values, value_states, 0 if is_prompt else room, quantized)
         self.cumulative_length += tokens
-        keys = _joined(self.keys, key_states, room)
-        values = _joined(self.values, value_states, room)
         if self.record_past:
             self.keys, self.values = keys, values
             visible = window - 1 + tokens
-            return keys[:, :, -visible:, :], values[:, :, -visible:, :]
-        self.keys = _in_memory_of(keys, keys[:, :, -window + 1 :, :])
-        self.values = _in_memory_of(values, values[:, :, -window + 1 :, :])
+            return _from(-visible, keys), _from(-visible, values)
+        self.keys, self.values = _from(-window + 1, keys), _from(-window + 1, values)
+        if is_prompt:  # as views they would keep the memory of the whole prompt
+            self.keys, self.values = _copied(self.keys, room), _copied(self.values, room)
         return keys, values
 
 
@@ -299,8 +293,12 @@ def _is_closed(memory: Tensor) -> bool:
     return _stored(memory).is_inference() and not torch.is_inference_mode_enabled()
 
 
-def _copied(tensor: Tensor, room: int) -> Tensor:
-    return _joined(tensor[..., :0, :], tensor, room)
+def _copied(states: Tensor, room: int) -> Tensor:
+    """In memory of their own, with room for so many more tokens."""
+    tokens = states.shape[-2]
+    memory = _changed(states, lambda part: part.new_empty((*part.shape[:-2], tokens + room, part.shape[-1])))
+    _write(memory, 0, states)
+    return _view(memory, 0, tokens)
 
 
 def _view(memory: Tensor, start: int, tokens: int) -> Tensor:
@@ -321,6 +319,14 @@ def _start(view: Tensor) -> int:
 def _stored(states: Tensor) -> Tensor:
     """What lies in memory: of quantised states, the codes."""
     return states.packed if isinstance(states, QuantizedStates) else states
+
+
+def _from(token: int, states: Tensor) -> Tensor:
+    """A view of the tokens from one on, which counts from the end where it is negative."""
+    if not isinstance(states, QuantizedStates):
+        return _in_memory_of(states, states[:, :, token:])
+    begin, end, _ = slice(token, None).indices(states.shape[2])
+    return _in_memory_of(states, states.tokens(begin, end - begin))
 
 
 def _in_memory_of(tensor: Any, part: Any) -> Any:
