@@ -10,8 +10,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from torch_moe_mps.commands import main
 
-ON_THE_CPU = ["--device", "cpu"]
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
@@ -27,35 +25,33 @@ def checkpoint(tmp_path_factory):
         tokenizer_object=tokenizer, unk_token="?", chat_template=template
     )
     fast.save_pretrained(folder)
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 3)
     return str(folder)
 
 
-def test_perplexity(checkpoint, tmp_path, capsys):
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog " * 3)
-    arguments = ["perplexity", checkpoint, "--text", str(text), "--window", "64", *ON_THE_CPU]
-    assert main(arguments) == 0
-    first, second = launch("command", arguments, [])
-    assert first == capsys.readouterr().out and "perplexity" in first
-    assert second == ""
+PERPLEXITY = ["perplexity", "--window", "64"]
+BENCH = ["bench", "--prompt", "8", "--generate", "4", "--depth", "0,16", "--repeats", "1", "--turn", "4"]
+# Through the server of `serve`, with two questions.
+CHAT = ["chat", "--set", "max_new_tokens=6", "--set", "do_sample=False", "--bits", "4", "--group-size", "32"]
+SAID = ["hello", "goodbye", "!exit"]
 
 
-def test_bench(checkpoint):
-    arguments = ["bench", checkpoint, "--prompt", "8", "--generate", "4", "--depth", "0,16", "--repeats", "1"]
-    first, second = launch("command", [*arguments, "--turn", "4", *ON_THE_CPU], [])
-    assert [line.split(" | ")[3] for line in first.splitlines()[2:]] == [
+def test_commands(checkpoint, capsys):
+    def line(command: list[str], *further: str) -> list[str]:
+        return [*command, checkpoint, *further, "--device", "cpu"]
+
+    perplexity, chat = line(PERPLEXITY, "--text", f"{checkpoint}/text.txt"), line(CHAT)
+    first, second = launch("commands", [perplexity, line(BENCH), chat], SAID)
+    assert second == ["", "", ""]
+
+    assert main(perplexity) == 0
+    assert first[0] == capsys.readouterr().out and "perplexity" in first[0]
+
+    assert [row.split(" | ")[3] for row in first[1].splitlines()[2:]] == [
         "pp8", "tg4", "pp8 @ d16", "tg4 @ d16", "ttft4 @ d16",
     ]  # fmt: skip
-    assert "| 2 x cpu |" in first and second == ""
+    assert "| 2 x cpu |" in first[1]
 
-
-def test_chat(checkpoint, capsys, monkeypatch):
-    """Through the server of `serve`, with two questions."""
-    flags = ["--set", "max_new_tokens=6", "--set", "do_sample=False", "--bits", "4", "--group-size", "32"]
-    said = ["hello", "goodbye", "!exit"]
-    arguments = ["chat", checkpoint, *flags, *ON_THE_CPU]
-    (alone,) = launch("command", arguments, said, processes=1)
-    first, second = launch("command", arguments, said)
-    plain = [re.sub(r"\d+(\.\d+)?", "", output) for output in (first, alone)]  # not its times
-    assert plain[0] == plain[1] and len(first) > 100
-    assert second == ""
+    (alone,) = launch("commands", [chat], SAID, processes=1)
+    plain = [re.sub(r"\d+(\.\d+)?", "", output) for output in (first[2], *alone)]  # not its times
+    assert plain[0] == plain[1] and len(first[2]) > 100

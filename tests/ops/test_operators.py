@@ -103,13 +103,25 @@ def test_samples_cover_every_operator():
     assert set(sample_arguments("cpu", torch.float32)) == set(OPERATORS)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", OPERATORS)
-def test_opcheck(device, name, dtype):
+def check_operator(device: str, name: str, dtype: torch.dtype) -> None:
     base = sample_arguments(device, dtype)[name]
     for changes in ({}, *more_samples(name, device, dtype)):
         args, kwargs = positional(name, copies({**base, **changes}))
         torch.library.opcheck(packet(name).default, args, kwargs)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_opcheck(device, name):
+    """The devices in different dtypes, by turns."""
+    index = list(OPERATORS).index(name) + ("cpu", "mps").index(device)
+    check_operator(device, name, DTYPES[index % len(DTYPES)])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_opcheck_of_every_dtype(device, name, dtype):
+    check_operator(device, name, dtype)
 
 
 @pytest.mark.parametrize("name", OPERATORS)

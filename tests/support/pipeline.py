@@ -270,8 +270,8 @@ def counts(folder: str, prompt_tokens: int, chunk: int) -> dict[str, Any]:
     return {"token": each, "chunks": sent(max_new_tokens=1, prefill_chunk_size=chunk)}
 
 
-def command(arguments: list[str], said: list[str]) -> str:
-    """What this process prints of a command; `said` is what a chat is told."""
+def commands(lines: list[list[str]], said: list[str]) -> list[str]:
+    """What this process prints of each command; `said` is what a chat is told."""
     from transformers.cli.chat import RichInterface
 
     from torch_moe_mps.commands import main as run
@@ -280,9 +280,12 @@ def command(arguments: list[str], said: list[str]) -> str:
     interface: Any = RichInterface
     interface.input = lambda self: next(told)
     interface.confirm = lambda self, *arguments, **kwargs: False
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        assert run(arguments) == 0
-    return output.getvalue()
+    printed = []
+    for arguments in lines:
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            assert run(arguments) == 0
+        printed.append(output.getvalue())
+    return printed
 
 
 # Failures
