@@ -35,7 +35,7 @@ Errors = dict[str, dict[Format, float]]
 
 
 class Choice(NamedTuple):
-    """What a weight costs in a format."""
+    """The size and the error of a weight in one format."""
 
     format: Format
     nbytes: int
@@ -146,12 +146,8 @@ def _measure(
                 weights.close()
 
             module = model.get_submodule(part)
-            hooks = (
-                module.register_forward_pre_hook(enter),
-                module.register_forward_hook(leave, with_kwargs=True),
-            )
-            for hook in hooks:
-                stack.callback(hook.remove)
+            stack.enter_context(module.register_forward_pre_hook(enter))
+            stack.enter_context(module.register_forward_hook(leave, with_kwargs=True))
         model(input_ids=ids, use_cache=False)
     return found
 
