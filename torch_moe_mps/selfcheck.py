@@ -42,6 +42,7 @@ QUANTIZED = (
     "mlp_quantized",
     "embedding_quantized",
 )
+CACHE = "write_cache_quantized_"  # what it stands for: writing and reading a cache in 8 bits
 SECONDS = 3.0  # that the check of accelerate() may take beside compiling; the rest is for the next time
 # How many tokens a call has: one, and so many that matrices are multiplied in tiles.
 TOKENS = (1, 40)
@@ -153,21 +154,27 @@ def libraries(dtypes: Collection[torch.dtype], formats: Collection[Format]) -> l
 # --- operators
 
 
-def calls(name: str, dtype: torch.dtype, format: Format = FORMAT) -> Iterator[dict[str, Any]]:
-    """Arguments on the CPU of good calls of an operator, for each of its ways to be run."""
-    base = sample_arguments("cpu", dtype, format)[name]
-    yield base
+def calls(name: str, dtype: torch.dtype, format: Format = FORMAT) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Operator, and arguments on the CPU, of good calls for each way in which an operator is run.
+
+    `attention` reads a cache in 8 bits by kernels of their own, which few models need: these calls stand with
+    the operator that writes it.
+    """
+    samples = sample_arguments("cpu", dtype, format)
+    yield name, samples[name]
     if format == FORMAT:
-        for changes in more_samples(name, "cpu", dtype):
-            yield {**base, **changes}
+        for called in (name, "attention") if name == CACHE else (name,):
+            for changes in more_samples(called, "cpu", dtype):
+                if ("k_scales" in changes) == (called != name):
+                    yield called, {**samples[called], **changes}
     for tokens in TOKENS:
-        yield sample_arguments("cpu", dtype, format, tokens)[name]
+        yield name, sample_arguments("cpu", dtype, format, tokens)[name]
 
 
 def check_operator(name: str, dtype: torch.dtype, format: Format | None = None) -> Finding | None:
     """Runs an operator on the GPU, twice, and on the CPU. What is wrong with the first call that fails."""
-    for arguments in calls(name, dtype, format or FORMAT):
-        fault = compare(name, dtype, arguments)
+    for called, arguments in calls(name, dtype, format or FORMAT):
+        fault = compare(called, dtype, arguments)
         if fault is not None:
             fault.dtype = str(dtype).removeprefix("torch.")
             fault.format = "" if format is None else str(format)

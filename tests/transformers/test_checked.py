@@ -12,6 +12,7 @@ from support.processes import python
 
 import torch_moe_mps
 from torch_moe_mps import selfcheck
+from torch_moe_mps.ops._samples import more_samples
 from torch_moe_mps.transformers import checked
 from torch_moe_mps.transformers.quantized_states import QuantizedStates
 
@@ -118,11 +119,19 @@ def logits_of(model):
 
 
 @pytest.mark.parametrize("loads", [False, True])
-def test_keys_and_values_stay_in_16_bits_where_8_are_written_wrong(machine, loads, tmp_path):
+@pytest.mark.parametrize(
+    ("kernel", "operator"),
+    [("write_cache_quantized", "write_cache_quantized_"), ("attention8_64_affine8", "attention")],
+)
+def test_keys_and_values_stay_in_16_bits_where_8_are_wrong(
+    machine, monkeypatch, kernel, operator, loads, tmp_path
+):
+    """Written or read so; attention over a dense cache runs on the operator all the same."""
+    monkeypatch.setattr(selfcheck, "more_samples", more_samples)
     model = tiny_models.tiny_model("qwen3_moe", torch.float32, **WIDE)
     expected, _ = logits_of(model)
     model.save_pretrained(tmp_path)
-    found = Fault("write_cache_quantized", ended_with_an_error)
+    found = Fault(kernel, ended_with_an_error)
     with machine.intercepted(found), pytest.warns(UserWarning) as told:
         if loads:
             model = torch_moe_mps.from_pretrained(tmp_path, device_map="mps", kv_bits=8)
@@ -130,8 +139,11 @@ def test_keys_and_values_stay_in_16_bits_where_8_are_written_wrong(machine, load
             torch_moe_mps.accelerate(model.to("mps"), kv_bits=8)
     assert found.seen > 0
     (line,) = [str(warning.message) for warning in told if "on this machine" in str(warning.message)]
-    assert "write_cache_quantized_ (float32) differs (largest error inf); keys and values stay" in line
-    logits, cache = logits_of(model)
+    assert f" {operator} (float32) differs (largest error " in line
+    assert "; keys and values stay in 16 bits. " in line
+    with machine.trace() as encoded:
+        logits, cache = logits_of(model)
+    assert any(line.startswith("attention") for line in str(encoded).splitlines())
     assert not any(isinstance(layer.keys, QuantizedStates) for layer in cache.layers)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 

@@ -17,6 +17,7 @@ from torch import nn
 from ..ops._formats import Format
 from ..ops.attention import CACHE_BITS
 from ..selfcheck import (
+    CACHE,
     COMMAND,
     DTYPES,
     SWITCH,
@@ -132,12 +133,12 @@ def check_replacements(function: str, model: nn.Module, report: Report, seconds:
 
 
 def working_kv_bits(model: nn.Module, bits: int | None) -> int | None:
-    """`bits` of keys and values, or 16 where the operator that writes 8 fails on this machine."""
+    """`bits` of keys and values, or 16 where writing or reading 8 fails on this machine."""
     if bits != CACHE_BITS or not is_wanted(model):
         return bits
     dtypes = _dtypes(model)
     compile_libraries([f"attention_affine8_{DTYPES[dtype]}" for dtype in dtypes], strict=False)
-    found, _ = failing(["write_cache_quantized_"], dtypes, [])
+    found, _ = failing([CACHE], dtypes, [])
     for finding in found.values():
         warnings.warn(warning(finding, "keys and values stay in 16 bits"), stacklevel=3)
     return 16 if found else bits
