@@ -14,6 +14,7 @@ from support.processes import python
 from torch_moe_mps import _extension
 from torch_moe_mps.ops._checks import Check
 from torch_moe_mps.ops._samples import packet
+from torch_moe_mps.quantization import quantize
 
 # What is tested here does not depend on the order of threads.
 pytestmark = pytest.mark.one_schedule
@@ -122,6 +123,43 @@ def test_signatures_of_other_shapes_are_told_apart(simulated):
     for gate, up in itertools.permutations(tensors, 2):
         with pytest.raises(ValueError, match="up must be of shape"):
             packet("silu_mul_stacked")(gate, up)
+
+
+def test_every_argument_is_in_a_signature(simulated):
+    """A call that differs from a good one in a single argument is not taken for the good one."""
+    x, weight = (torch.ones(shape, dtype=torch.float16, device="mps") for shape in ((4, 64), (8, 64)))
+    packed, scales, biases = quantize(weight, 4, 64)
+    good = {"x": x, "packed": packed, "scales": scales, "biases": biases, "bias": None}
+    good |= {"bits": 4, "group_size": 64, "mode": "affine"}
+    bad = {
+        "x": [x[:, :32], x.to(torch.int32), x.cpu()],
+        "packed": [packed[:, :4], packed.long(), packed[None], packed[0]],
+        "scales": [scales[:4], scales.to(torch.uint8), scales.cpu()],
+        "biases": [None, biases[:4]],
+        "bias": [x[0], x],
+        "bits": [3, 8],
+        "group_size": [32, 128],
+        "mode": ["mxfp4", "affind", ""],
+    }
+    linear = packet("linear_quantized")
+    for argument, values in bad.items():
+        for value in values:
+            for _ in range(2):
+                linear(**good)
+            with pytest.raises((TypeError, ValueError, RuntimeError), match="moe_mps::linear_quantized: "):
+                linear(**(good | {argument: value}))
+
+
+def test_layouts_of_one_shape(simulated):
+    """A call with other strides or another offset than the call before it reads what it was given."""
+    wide = torch.arange(8 * 64, dtype=torch.float32).reshape(8, 64) / 64
+    on_mps = wide.to("mps")
+    layouts = (lambda x: x[:4, :32], lambda x: x[3:7, :32], lambda x: x[:4, ::2], lambda x: x[::2, 32:])
+    for first, second in itertools.permutations(layouts, 2):
+        for lay in (first, second):
+            out = packet("silu_mul_stacked")(lay(on_mps), torch.ones(4, 32, device="mps"))
+            gate = lay(wide).double()
+            torch.testing.assert_close(out.cpu().double(), gate / (1 + (-gate).exp()), rtol=1e-6, atol=1e-6)
 
 
 NARROW_PIPELINE = """

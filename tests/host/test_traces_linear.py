@@ -7,6 +7,7 @@ import pytest
 import torch
 from simulator.apple.facts import GPUS
 from support.expert_layers import random
+from support.operators import plans_for
 from support.quantized_layers import place
 
 from torch_moe_mps.quantization import quantize
@@ -141,10 +142,9 @@ def test_an_embedding_reads_its_rows_alone(simulated):
         ("Apple M9 Nano", "gemm16_split_affine4_64_f16 grid 128x1x1"),  # unknown: 16 cores
     ],
 )
-def test_grid_follows_the_cores(simulated, monkeypatch, gpu, launch):
-    monkeypatch.setenv("SIMULATED_GPU", gpu)
+def test_grid_follows_the_cores(simulated, gpu, launch):
     x, weight = random((8, 64), torch.float16, 0).to("mps"), matrix(4096, 64)
-    with simulated.trace() as commands:
+    with plans_for(gpu), simulated.trace() as commands:
         ops.linear_quantized(x, *weight, None, *FORMAT)
     assert [command.startswith(launch) for command in commands] == [True]
 

@@ -3,6 +3,7 @@
 import pytest
 from simulator.apple import GPUS, Limit, cases
 from support.msl_probes import linux_only
+from support.operators import plans_for
 
 pytestmark = linux_only
 SWEEP = pytest.mark.sweep
@@ -41,11 +42,11 @@ def test_one_token_is_bound_by_dram(simulated, format, size):
 
 
 @pytest.mark.parametrize("inputs, rows", [(2048, 6144), (4096, 4096)])
-def test_eight_tokens_fill_the_gpu(simulated, monkeypatch, inputs, rows):
+def test_eight_tokens_fill_the_gpu(simulated, inputs, rows):
     """Predicted with the latency of few threadgroups; a threadgroup stands for all."""
-    monkeypatch.setenv("SIMULATED_GPU", "Apple M4 Max")
     shape, one = cases.Shape(1, 1, inputs, rows, alone=True), Limit(groups=1, slots=1)
-    [row] = cases.ours(shape, "int4", "f16", 8, one)
+    with plans_for("Apple M4 Max"):
+        [row] = cases.ours(shape, "int4", "f16", 8, one)
     assert row.measurement.grid[0] == rows // 32
     for gpu, most in (("M1 Max", 55), ("M4 Max", 45)):
         assert row.measurement.latency(GPUS[gpu]).most <= most

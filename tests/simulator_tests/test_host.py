@@ -73,6 +73,7 @@ FAULTS = {
     "short reference": "axpy: buffer(3) 'alpha' has 2 bytes, the shader's type needs 4",
     "tensor of the CPU": "setBuffer: the argument is no live MTLBuffer",
     "index over 30": "setBuffer: index 31 is over the last one, 30",
+    "range over 30": "setBuffer: index 31 is over the last one, 30",
     "setBytes for an output": "axpy: buffer(2) 'out' is written, and setBytes memory is read only",
     "setBytes over 4096": "setBytes: length 4097 at index 3 is not in 1..4096",
     "threadgroup memory over 32 KiB": "setThreadgroupMemoryLength: 32784 bytes at index 0 are over",

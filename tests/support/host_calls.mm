@@ -215,6 +215,14 @@ const std::map<std::string, Fault> faults = {
          set(encoder, x, 31);
        });
      }},
+    {"range over 30",
+     [](const Tensor& x) {
+       with_axpy(x, ^(id<MTLComputeCommandEncoder> encoder) {
+         const id<MTLBuffer> buffers[] = {buffer(x), buffer(x)};
+         const NSUInteger offsets[] = {0, 0};
+         [encoder setBuffers:buffers offsets:offsets withRange:NSMakeRange(30, 2)];
+       });
+     }},
     {"setBytes for an output",
      [](const Tensor& x) {
        with_axpy(x, ^(id<MTLComputeCommandEncoder> encoder) {

@@ -1,6 +1,10 @@
 """What the tests of all operators share, beside the samples of the package."""
 
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 
 import torch_moe_mps
 from torch_moe_mps.ops._samples import packet
@@ -16,6 +20,16 @@ def positional(name: str, arguments: dict) -> tuple[list, dict]:
         else:
             args.append(value)
     return args, kwargs
+
+
+@contextmanager
+def plans_for(gpu: str) -> Iterator[None]:
+    """Within, kernels are planned for the cores of the GPU of this name."""
+    torch.ops.moe_mps._plan_for(gpu)
+    try:
+        yield
+    finally:
+        torch.ops.moe_mps._plan_for("")
 
 
 def wrapped(line: str) -> str:

@@ -214,7 +214,7 @@ def _model_to_run(command: argparse.ArgumentParser) -> None:
     _from_the_hub(command, "MODEL")
 
 
-def _numbers(text: str) -> list[int]:
+def _shares(text: str) -> list[int]:
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:
@@ -229,13 +229,16 @@ def _machines(text: str) -> list[int]:
 
 
 def _depths(text: str) -> tuple[int, ...]:
-    return tuple(sorted({*_numbers(text)}))
+    try:
+        return tuple(sorted({int(number) for number in text.split(",")}))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers with commas between, got {text!r}") from None
 
 
 def _device(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", help="mps where there is one, else cpu")
     command.add_argument(
-        "--shares", type=_numbers, metavar="N,N", help="layers of each process of torchrun (by memory)"
+        "--shares", type=_shares, metavar="N,N", help="layers of each process of torchrun (by memory)"
     )
 
 

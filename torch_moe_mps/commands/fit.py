@@ -17,7 +17,7 @@ from ..ops.attention import CACHE_BITS
 from ..quantization import Format
 from ..transformers.checkpoints.parts import meta_model
 from ..transformers.checkpoints.recipe import recipe_of
-from ..transformers.checkpoints.sizes import bytes_a_token, bytes_of, quantized_sizes
+from ..transformers.checkpoints.sizes import bytes_a_token, quantized_sizes
 from ..transformers.checkpoints.targets import weights_of
 from ..transformers.checkpoints.weights import check_columns
 from ..transformers.pipeline.shares import Machine, shares_of
@@ -44,7 +44,7 @@ class Size:
     quantized: Mapping[torch.Tensor, int]
 
     def of(self, module: nn.Module) -> int:
-        return bytes_of(module, self.quantized)
+        return _total(module, self.quantized)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -142,7 +142,7 @@ def bound(size: Size, cache: KVCache | None, context: int, bandwidth: float) -> 
 
 def sizes_of(model: nn.Module, group_size: int) -> list[Size]:
     """The dense model, and the model in each number of bits."""
-    sizes = [Size(_DENSE, bytes_of(model), bytes_a_token(model), {})]
+    sizes = [Size(_DENSE, _total(model, {}), bytes_a_token(model), {})]
     for bits in BITS:
         format = Format(bits, group_size)
         targets = weights_of(model, recipe_of(format)).targets.values()
@@ -150,8 +150,12 @@ def sizes_of(model: nn.Module, group_size: int) -> list[Size]:
             for parameter in target.formats:
                 check_columns(_CHECK, target, parameter, format)
         after = quantized_sizes(targets)
-        sizes.append(Size(f"{bits} bit", bytes_of(model, after), bytes_a_token(model, after), after))
+        sizes.append(Size(f"{bits} bit", _total(model, after), bytes_a_token(model, after), after))
     return sizes
+
+
+def _total(model: nn.Module, sizes: Mapping[torch.Tensor, int]) -> int:
+    return sum(sizes.get(p, p.nbytes) for p in model.parameters())
 
 
 def _contexts(sizes: Sequence[Size], cache: KVCache | None, limit: int, longest: int) -> list[str]:

@@ -5,7 +5,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from .sources import bits_of, folder_of, loading_options, pipeline_of, processes, usable_device
+from .sources import (
+    bits_of,
+    folder_of,
+    loading_options,
+    pipeline_of,
+    processes,
+    usable_device,
+)
 
 
 @contextmanager
@@ -45,7 +52,6 @@ def follow(options: argparse.Namespace) -> None:
 
 
 def load(options: argparse.Namespace, folder: str, device: str) -> Any:
-    """The model of a folder, by the options of the commands that run one."""
     from ..transformers.checkpoints.loading import from_pretrained
 
     given = {**bits_of(options), **pipeline_of(options), **loading_options(options)}

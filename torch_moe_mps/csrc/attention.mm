@@ -190,7 +190,7 @@ void write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const 
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   implement<attention>(m, "attention");
-  implement_in_place<write_cache_quantized_>(m, "write_cache_quantized_");
+  implement<write_cache_quantized_>(m, "write_cache_quantized_");
 }
 
 }  // namespace moe_mps

@@ -40,7 +40,7 @@ AttentionPlan plan_attention(const AttentionShape& shape, int64_t cores) {
   const int64_t chunks = std::min(most, ceil_div(wanted, groups));
   plan.chunk = chunks == 1 ? shape.keys : ceil_div(ceil_div(shape.keys, chunks), tile) * tile;
   plan.chunks = std::max<int64_t>(1, ceil_div(shape.keys, plan.chunk));
-  plan.kernel = c10::str("attention", queries, "_", kernel.value_width);
+  plan.kernel = "attention" + std::to_string(queries) + "_" + std::to_string(kernel.value_width);
   plan.grid = {NSUInteger(plan.chunks), NSUInteger(blocks), NSUInteger(shape.batch * shape.key_heads)};
   plan.threads = kernel.simdgroups * kSimdWidth;
   plan.memory = queries * query_bytes;

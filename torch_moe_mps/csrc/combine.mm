@@ -161,8 +161,8 @@ Tensor moe_weighted_reduce(const Tensor& weights, const Tensor& expert_out, cons
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   implement<silu_mul_stacked>(m, "silu_mul_stacked");
   implement<weighted_sum_stacked>(m, "weighted_sum_stacked");
-  implement_in_place<weighted_sum_residual_stacked_>(m, "weighted_sum_residual_stacked_");
-  implement_in_place<weighted_sum_residual_norm_stacked_>(m, "weighted_sum_residual_norm_stacked_");
+  implement<weighted_sum_residual_stacked_>(m, "weighted_sum_residual_stacked_");
+  implement<weighted_sum_residual_norm_stacked_>(m, "weighted_sum_residual_norm_stacked_");
   implement<moe_weighted_reduce>(m, "moe_weighted_reduce");
 }
 

@@ -9,7 +9,7 @@ namespace moe_mps {
 
 const WeightFormat& weight_format(std::string_view mode, int64_t bits, int64_t group_size) {
   for (const WeightFormat& format : all_formats()) {
-    if (format.mode == mode && format.bits == bits && format.group_size == group_size) return format;
+    if (format.bits == bits && format.group_size == group_size && format.mode == mode) return format;
   }
   TORCH_CHECK(false, "moe_mps: no kernel for weights of mode ", mode, ", ", bits, " bits, groups of ",
               group_size);

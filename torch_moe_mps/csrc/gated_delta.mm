@@ -110,8 +110,8 @@ Tensor gated_delta_rule_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  implement_in_place<causal_conv1d_update_>(m, "causal_conv1d_update_");
-  implement_in_place<gated_delta_rule_>(m, "gated_delta_rule_");
+  implement<causal_conv1d_update_>(m, "causal_conv1d_update_");
+  implement<gated_delta_rule_>(m, "gated_delta_rule_");
 }
 
 }  // namespace moe_mps

@@ -4,6 +4,7 @@
 #import <Metal/Metal.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <utility>
 
 namespace moe_mps {
@@ -29,14 +30,36 @@ int64_t cores_of(std::string_view name) {
   return kUnknownCores;
 }
 
-int64_t gpu_cores() {
+namespace {
+
+// 0: not asked yet.
+std::atomic<int64_t>& cores() {
+  static std::atomic<int64_t> instance = 0;
+  return instance;
+}
+
+int64_t cores_of_this_gpu() {
   @autoreleasepool {
     return cores_of([[at::mps::getCurrentMPSStream()->device() name] UTF8String]);
   }
+}
+
+void plan_for(std::string_view name) {
+  cores() = name.empty() ? 0 : cores_of(name);
+}
+
+}  // namespace
+
+int64_t gpu_cores() {
+  int64_t known = cores();
+  if (known == 0) cores() = known = cores_of_this_gpu();
+  return known;
 }
 
 }  // namespace moe_mps
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   m.def("_gpu_cores(str name) -> int", &moe_mps::cores_of);
+  // Plans for the cores of the GPU of this name; "": of the one that is there.
+  m.def("_plan_for(str gpu) -> ()", &moe_mps::plan_for);
 }

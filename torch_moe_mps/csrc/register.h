@@ -4,7 +4,6 @@
 //     implement<rms_norm>(m, "rms_norm");
 //   }
 #pragma once
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include "signature.h"
@@ -24,19 +23,16 @@ struct Checked<function> {
   }
 };
 
-// An operator that writes in place. It keeps the Python kernel of the Autograd key, which raises an error
-// that names the operator; torch's fallback would mark returned outputs only and let gradients get lost.
-template <auto function>
-void implement_in_place(torch::Library& library, const char* name) {
-  Checked<function>::name = name;
-  library.impl(name, torch::dispatch(c10::DispatchKey::MPS, Checked<function>::call));
-}
+// The kernel of AutogradMPS: inference goes on to the kernel of MPS. Where a gradient is needed the Python
+// kernel of the Autograd key runs, which raises an error that names the operator.
+void without_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
 template <auto function>
 void implement(torch::Library& library, const char* name) {
-  implement_in_place<function>(library, name);
+  Checked<function>::name = name;
+  library.impl(name, torch::dispatch(c10::DispatchKey::MPS, Checked<function>::call));
   library.impl(name, torch::dispatch(c10::DispatchKey::AutogradMPS,
-                                     torch::autograd::autogradNotImplementedFallback()));
+                                     torch::CppFunction::makeFromBoxedFunction<&without_gradients>()));
 }
 
 }  // namespace moe_mps

@@ -4,7 +4,9 @@
 #pragma once
 #include <ATen/core/ivalue.h>
 #include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
 
+#include <cstring>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -12,28 +14,34 @@
 
 namespace moe_mps {
 
+// The words that tell calls of all operators apart. It lies on the stack: a known call allocates nothing.
 class Signature {
  public:
-  explicit Signature(const char* operator_name) : key_(operator_name) {}
+  // The address of a name stands for the operator.
+  explicit Signature(const char* operator_name) { append(reinterpret_cast<int64_t>(operator_name)); }
 
   void append(const at::Tensor& tensor);
   void append(std::string_view text);
-  void append(double value) { append_bytes(&value, sizeof(value)); }
+  void append(double value) {
+    int64_t bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    append(bits);
+  }
   void append(c10::ScalarType value) { append(static_cast<int64_t>(value)); }
-  void append(int64_t value) { append_bytes(&value, sizeof(value)); }
-  void append(bool value) { key_ += value ? '1' : '0'; }
+  void append(int64_t value) { words_.push_back(value); }
+  void append(bool value) { append(static_cast<int64_t>(value)); }
   template <class T>
   void append(const std::optional<T>& value) {
     append(value.has_value());
     if (value.has_value()) append(*value);
   }
 
-  const std::string& key() const { return key_; }
+  c10::ArrayRef<int64_t> words() const { return words_; }
 
  private:
-  void append_bytes(const void* data, size_t size) { key_.append(static_cast<const char*>(data), size); }
+  void append(at::IntArrayRef numbers) { words_.append(numbers.begin(), numbers.end()); }
 
-  std::string key_;
+  c10::SmallVector<int64_t, 128> words_;
 };
 
 bool signature_is_known(const Signature& signature);

@@ -2,8 +2,9 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <algorithm>
 #include <mutex>
-#include <unordered_set>
+#include <unordered_map>
 
 namespace moe_mps {
 namespace {
@@ -12,9 +13,10 @@ namespace {
 // microseconds.
 constexpr size_t kMaxSignatures = 8192;
 
+// Signatures by their hash. Those with the same hash lie side by side; all their words are compared.
 struct Seen {
   std::mutex mutex;
-  std::unordered_set<std::string> keys;
+  std::unordered_multimap<uint64_t, std::vector<int64_t>> words;
 };
 
 Seen& seen() {
@@ -22,28 +24,42 @@ Seen& seen() {
   return *instance;
 }
 
+uint64_t hash_of(c10::ArrayRef<int64_t> words) {
+  uint64_t hash = words.size();
+  for (const int64_t word : words) {
+    hash = (hash ^ static_cast<uint64_t>(word)) * 0x9e3779b97f4a7c15;
+    hash ^= hash >> 32;
+  }
+  return hash;
+}
+
 }  // namespace
 
 void Signature::append(const at::Tensor& tensor) {
-  append(tensor.defined());
-  if (!tensor.defined()) return;
+  if (!tensor.defined()) return append(int64_t{-1});
   const c10::Device device = tensor.device();
-  const char header[] = {static_cast<char>(tensor.scalar_type()), static_cast<char>(device.type()),
-                         static_cast<char>(device.index()), static_cast<char>(tensor.dim())};
-  append_bytes(header, sizeof(header));
-  append_bytes(tensor.sizes().data(), tensor.dim() * sizeof(int64_t));
-  append(tensor.is_contiguous());
-  if (!tensor.is_contiguous()) append_bytes(tensor.strides().data(), tensor.dim() * sizeof(int64_t));
+  const bool is_contiguous = tensor.is_contiguous();
+  const auto byte = [](auto value) { return static_cast<int64_t>(static_cast<uint8_t>(value)); };
+  append(byte(tensor.scalar_type()) | byte(device.type()) << 8 | byte(device.index()) << 16 |
+         byte(is_contiguous) << 24 | tensor.dim() << 32);
+  append(tensor.sizes());
+  if (!is_contiguous) append(tensor.strides());
 }
 
 void Signature::append(std::string_view text) {
   append(static_cast<int64_t>(text.size()));
-  key_ += text;
+  for (size_t start = 0; start < text.size(); start += sizeof(int64_t)) {
+    int64_t word = 0;
+    std::memcpy(&word, text.data() + start, std::min(sizeof(word), text.size() - start));
+    append(word);
+  }
 }
 
 bool signature_is_known(const Signature& signature) {
+  const uint64_t hash = hash_of(signature.words());
   const std::lock_guard<std::mutex> lock(seen().mutex);
-  return seen().keys.count(signature.key()) > 0;
+  const auto [first, last] = seen().words.equal_range(hash);
+  return std::any_of(first, last, [&](const auto& entry) { return signature.words() == entry.second; });
 }
 
 void check_with_meta_kernel(const char* operator_name, std::vector<c10::IValue> arguments) {
@@ -54,8 +70,8 @@ void check_with_meta_kernel(const char* operator_name, std::vector<c10::IValue> 
 
 void remember_signature(const Signature& signature) {
   const std::lock_guard<std::mutex> lock(seen().mutex);
-  if (seen().keys.size() >= kMaxSignatures) seen().keys.clear();
-  seen().keys.insert(signature.key());
+  if (seen().words.size() >= kMaxSignatures) seen().words.clear();
+  seen().words.emplace(hash_of(signature.words()), signature.words().vec());
 }
 
 }  // namespace moe_mps

@@ -26,7 +26,7 @@ struct State {
 
   uint64_t commits = 0;
 
-  bool tracing = false;
+  std::atomic<bool> tracing = false;
   std::string trace;
   std::map<uint64_t, std::string> trace_names;  // identity of a buffer -> A, B, ... by first appearance
 
@@ -254,8 +254,9 @@ std::string to_text(const Constants& constants) {
   return text.str();
 }
 
-void record(Command command) {
+void record(const Command& command) {
   State& s = state();
+  if (forgetting()) return;
   if (s.validating) {
     check_threads(command);
     check_arguments(command);
@@ -263,7 +264,7 @@ void record(Command command) {
   }
   std::lock_guard<std::mutex> lock(s.mutex);
   if (s.tracing) s.trace += trace_text(command) + "\n";
-  s.pending.push_back(std::move(command));
+  s.pending.push_back(command);
 }
 
 void record_barrier() {
@@ -278,6 +279,11 @@ size_t thread_limit(const msl_kernel& kernel) {
 
 bool dropping() {
   return state().dropping;
+}
+
+bool forgetting() {
+  const State& s = state();
+  return s.dropping && !s.validating && !s.tracing;
 }
 
 bool has_pending() {

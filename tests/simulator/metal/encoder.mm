@@ -68,6 +68,13 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
   check_index("setBuffer", index);
   c.buffers[index] = buffer ? bind("setBuffer", buffer, offset, 1) : simulator::Binding();
 }
+- (void)setBuffers:(const id<MTLBuffer>[])buffers
+           offsets:(const NSUInteger[])offsets
+         withRange:(NSRange)range {
+  if (simulator::forgetting()) return;
+  for (NSUInteger i = 0; i < range.length; i++)
+    [self setBuffer:buffers[i] offset:offsets[i] atIndex:range.location + i];
+}
 - (void)setBufferOffset:(NSUInteger)offset atIndex:(NSUInteger)index {
   Command& c = [self use:"setBufferOffset"];
   check_index("setBufferOffset", index);
@@ -79,6 +86,7 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
   c.buffers[index].offset = offset;
 }
 - (void)setBytes:(const void*)bytes length:(NSUInteger)length atIndex:(NSUInteger)index {
+  if (simulator::forgetting()) return;
   Command& c = [self use:"setBytes"];
   check_index("setBytes", index);
   if (length == 0 || length > simulator::kMaxSetBytes) {
@@ -177,7 +185,9 @@ id<MTLComputeCommandEncoder> simulated_encoder() {
     fail("commandEncoder() is called outside of a dispatch_sync block; encode inside "
          "at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{ ... })");
   }
-  if (!current || !current->command || current->block != block) {
+  if (simulator::forgetting() && current && current->command) {
+    current->block = block;
+  } else if (!current || !current->command || current->block != block) {
     simulated_end_encoder();
     current = [SimulatorEncoder new];
     simulator::keep_for_the_process(current);

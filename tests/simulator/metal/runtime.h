@@ -92,7 +92,7 @@ struct Command {
   Binding indirect;
 };
 
-void record(Command command);  // validates; raises SimulatorError
+void record(const Command& command);  // validates; raises SimulatorError
 void record_barrier();
 // A GPU may be done with what was committed before the host's next line, or as late as the next wait. Here
 // the schedule decides: with an odd one it is run at once.
@@ -101,5 +101,6 @@ void commit();
 void run_pending();
 bool has_pending();  // something is recorded, or runs in another thread
 bool dropping();     // commands are forgotten where they would run: the null device
+bool forgetting();   // they are forgotten, unseen, where they are encoded: it costs the host next to nothing
 
 }  // namespace simulator

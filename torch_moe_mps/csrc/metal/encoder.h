@@ -28,7 +28,7 @@ struct Size {
 
 class Command {
  public:
-  Command(const Pipeline& pipeline, std::string name) : pipeline_(&pipeline), name_(std::move(name)) {}
+  explicit Command(const Pipeline& pipeline) : pipeline_(&pipeline) {}
 
   // The tensor must be contiguous and not empty, and must live until Commands::encode returns.
   Command& bind(const at::Tensor& tensor);
@@ -44,7 +44,7 @@ class Command {
     static_assert(std::is_trivially_copyable_v<Params> && sizeof(Params) <= kMaxParams);
     std::memcpy(params_.data(), &params, sizeof(Params));
     params_size_ = sizeof(Params);
-    params_index_ = next_index_++;
+    params_index_ = buffers_.size();
     return *this;
   }
 
@@ -65,23 +65,18 @@ class Command {
   friend class Commands;
   static constexpr size_t kMaxParams = 256;
 
-  struct Binding {
-    id<MTLBuffer> buffer;
-    NSUInteger offset;
-    NSUInteger index;
-  };
-
   // A dispatch past the limits of its pipeline, which depend on the compiler, would not run and not fail.
   void set_threads(Size threads);
   void encode(id<MTLComputeCommandEncoder> encoder) const;
+  // The buffers from `first` up to `last`, to the indices from first + shift.
+  void encode_buffers(id<MTLComputeCommandEncoder> encoder, size_t first, size_t last, size_t shift) const;
 
   const Pipeline* pipeline_;
-  std::string name_;
-  c10::SmallVector<Binding, 12> bindings_;
+  c10::SmallVector<id<MTLBuffer>, 16> buffers_;
+  c10::SmallVector<NSUInteger, 16> offsets_;
   std::array<char, kMaxParams> params_;
   NSUInteger params_size_ = 0;
-  NSUInteger params_index_ = 0;
-  NSUInteger next_index_ = 0;
+  size_t params_index_ = 0;  // buffers in front of them
   NSUInteger threadgroup_bytes_ = 0;
   Size grid_{0};
   Size threads_{0};
@@ -96,7 +91,7 @@ void commit_every(int64_t interval);
 class Commands {
  public:
   // The kernel `function` of a library. The reference is good until the next add().
-  Command& add(const Library& library, const std::string& function);
+  Command& add(const Library& library, std::string_view function);
   // Encodes everything on the current stream, in order, without waiting. Torch's encoder is
   // serial (so in 2.13 to 2.15): each dispatch sees what those before it wrote. With a concurrent encoder
   // (pytorch#189785) dispatches that depend on each other would need barriers between them, here.

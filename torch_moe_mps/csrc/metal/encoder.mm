@@ -56,20 +56,21 @@ void commit_every(int64_t interval) {
 }
 
 Command& Command::bind(const at::Tensor& tensor) {
-  TORCH_CHECK(tensor.is_contiguous(), "moe_mps: ", name_, " cannot bind a tensor of strides ",
+  TORCH_CHECK(tensor.is_contiguous(), "moe_mps: ", pipeline_->name, " cannot bind a tensor of strides ",
               tensor.strides());
   return bind_strided(tensor);
 }
 
 Command& Command::bind_strided(const at::Tensor& tensor) {
-  TORCH_CHECK(tensor.is_mps() && tensor.numel() > 0, "moe_mps: ", name_, " cannot bind a tensor on ",
-              tensor.device(), " of shape ", tensor.sizes());
-  bindings_.push_back({buffer_of(tensor), byte_offset(tensor), next_index_++});
+  TORCH_CHECK(tensor.is_mps() && tensor.numel() > 0, "moe_mps: ", pipeline_->name,
+              " cannot bind a tensor on ", tensor.device(), " of shape ", tensor.sizes());
+  buffers_.push_back(buffer_of(tensor));
+  offsets_.push_back(byte_offset(tensor));
   return *this;
 }
 
 void Command::indirect(const at::Tensor& arguments, int64_t offset, Size threads) {
-  TORCH_CHECK(arguments.is_mps() && arguments.element_size() == 4, "moe_mps: ", name_,
+  TORCH_CHECK(arguments.is_mps() && arguments.element_size() == 4, "moe_mps: ", pipeline_->name,
               " needs a grid of 32-bit numbers on MPS");
   indirect_buffer_ = buffer_of(arguments);
   indirect_offset_ = byte_offset(arguments) + static_cast<NSUInteger>(offset) * 4;
@@ -80,19 +81,30 @@ void Command::set_threads(Size threads) {
   threads_ = threads;
   const NSUInteger count = threads.x * threads.y * threads.z;
   if (count > *pipeline_->launched) *pipeline_->launched = count;
-  TORCH_CHECK(count <= pipeline_->most_threads, "moe_mps: ", name_, " takes ", count,
+  TORCH_CHECK(count <= pipeline_->most_threads, "moe_mps: ", pipeline_->name, " takes ", count,
               " threads a threadgroup, its pipeline on this GPU at most ", pipeline_->most_threads);
   const NSUInteger bytes = pipeline_->static_bytes + threadgroup_bytes_;
-  TORCH_CHECK(bytes <= pipeline_->most_bytes, "moe_mps: ", name_, " takes ", bytes,
+  TORCH_CHECK(bytes <= pipeline_->most_bytes, "moe_mps: ", pipeline_->name, " takes ", bytes,
               " bytes of threadgroup memory, this GPU has ", pipeline_->most_bytes);
+}
+
+void Command::encode_buffers(id<MTLComputeCommandEncoder> encoder, size_t first, size_t last,
+                             size_t shift) const {
+  if (first == last) return;
+  [encoder setBuffers:buffers_.data() + first
+              offsets:offsets_.data() + first
+            withRange:NSMakeRange(first + shift, last - first)];
 }
 
 void Command::encode(id<MTLComputeCommandEncoder> encoder) const {
   [encoder setComputePipelineState:pipeline_->state];
-  for (const Binding& binding : bindings_) {
-    [encoder setBuffer:binding.buffer offset:binding.offset atIndex:binding.index];
+  if (params_size_ > 0) {
+    encode_buffers(encoder, 0, params_index_, 0);
+    [encoder setBytes:params_.data() length:params_size_ atIndex:params_index_];
+    encode_buffers(encoder, params_index_, buffers_.size(), 1);
+  } else {
+    encode_buffers(encoder, 0, buffers_.size(), 0);
   }
-  if (params_size_ > 0) [encoder setBytes:params_.data() length:params_size_ atIndex:params_index_];
   if (threadgroup_bytes_ > 0) [encoder setThreadgroupMemoryLength:threadgroup_bytes_ atIndex:0];
   if (indirect_buffer_ != nil) {
     [encoder dispatchThreadgroupsWithIndirectBuffer:indirect_buffer_
@@ -103,10 +115,9 @@ void Command::encode(id<MTLComputeCommandEncoder> encoder) const {
   }
 }
 
-Command& Commands::add(const Library& library, const std::string& function) {
+Command& Commands::add(const Library& library, std::string_view function) {
   // Pipelines are built here, in front of encode(): compiling must not hold up the stream's queue.
-  const Pipeline& built = pipeline(at::mps::getCurrentMPSStream()->device(), library, function);
-  return commands_.emplace_back(built, function + library.suffix());
+  return commands_.emplace_back(pipeline(library, function));
 }
 
 void Commands::encode() {

@@ -12,12 +12,13 @@ namespace moe_mps {
 
 // A .metal file compiled for one dtype and, where it takes one, one format of weights: a model needs few of
 // all combinations, and each takes Metal's compiler seconds. The shader sees the type as MOE_DTYPE, the
-// format's type as MOE_WEIGHTS, and ends the names of its functions with MOE_SUFFIX.
+// format's type as MOE_WEIGHTS, and ends the names of its functions with MOE_SUFFIX. The texts that it names
+// are never freed.
 struct Library {
   const char* file;  // shaders/<file>.metal
   c10::ScalarType dtype;
-  std::string weights = {};       // the format's name
-  std::string weights_type = {};  // and its type
+  std::string_view weights = {};       // the format's name
+  std::string_view weights_type = {};  // and its type
 
   std::string suffix() const;  // "_bf16", "_affine4_64_bf16"
   // Whether it needs Metal 4.0, for tensor units. All others are 3.1.
@@ -27,6 +28,7 @@ struct Library {
 
 // A compiled kernel, and the limits of its launches.
 struct Pipeline {
+  std::string name;
   id<MTLComputePipelineState> state;
   NSUInteger most_threads;            // of a threadgroup
   NSUInteger static_bytes;            // of threadgroup memory that the kernel declares
@@ -36,7 +38,7 @@ struct Pipeline {
 
 // The pipeline of `function` + library.suffix(). Thread-safe; different libraries and functions are compiled
 // side by side. Raises with Metal's own message when the source does not compile. The reference stays good.
-const Pipeline& pipeline(id<MTLDevice> device, const Library& library, const std::string& function);
+const Pipeline& pipeline(const Library& library, std::string_view function);
 
 // Every library that the package can make.
 const std::vector<Library>& all_libraries();

@@ -2,13 +2,13 @@
 
 #include <ATen/mps/MPSStream.h>
 #include <c10/util/Exception.h>
+#include <c10/util/SmallVector.h>
 #include <c10/util/StringUtil.h>
 #include <torch/library.h>
 
-#include <functional>
 #include <future>
+#include <map>
 #include <mutex>
-#include <unordered_map>
 
 #include "../formats.h"
 #include "../tensor_units.h"
@@ -22,38 +22,38 @@ namespace {
 template <class Value>
 class Once {
  public:
-  const Value& get(const std::string& key, const std::function<Value()>& make) {
-    std::promise<Value> promise;
-    std::shared_future<Value> future;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      const auto [entry, is_new] = futures_.try_emplace(key);
-      if (!is_new) {
-        future = entry->second;
-      } else {
-        entry->second = promise.get_future().share();
-      }
+  template <class Make>
+  const Value& get(std::string_view key, const Make& make) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto found = futures_.find(key);
+    if (found != futures_.end()) {
+      const std::shared_future<Value> future = found->second;
+      lock.unlock();
+      return future.get();
     }
-    if (future.valid()) return future.get();
+    std::promise<Value> promise;
+    const std::shared_future<Value> future = promise.get_future().share();
+    const std::string name(key);
+    futures_.emplace(name, future);
+    lock.unlock();
     try {
-      promise.set_value(make());
+      promise.set_value(make(name));
     } catch (...) {
       promise.set_exception(std::current_exception());
-      const std::lock_guard<std::mutex> lock(mutex_);
-      futures_.erase(key);
+      lock.lock();
+      futures_.erase(name);
       throw;
     }
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return futures_.at(key).get();
+    return future.get();
   }
-  bool has(const std::string& key) {
+  bool has(std::string_view key) {
     const std::lock_guard<std::mutex> lock(mutex_);
     return futures_.count(key) > 0;
   }
 
  private:
   std::mutex mutex_;
-  std::unordered_map<std::string, std::shared_future<Value>> futures_;
+  std::map<std::string, std::shared_future<Value>, std::less<>> futures_;
 };
 
 // Never destroyed: Metal objects may outlive static destructors.
@@ -98,10 +98,19 @@ const char* metal_type(c10::ScalarType dtype) {
   }
 }
 
+template <class Text>
+void append_suffix(Text& text, const Library& library) {
+  const auto append = [&](std::string_view part) { text.append(part.begin(), part.end()); };
+  append("_");
+  append(library.weights);
+  if (!library.weights.empty()) append("_");
+  append(dtype_name(library.dtype));
+}
+
 std::string source_of(const Library& library) {
   std::string text = c10::str("#define MOE_DTYPE ", metal_type(library.dtype), "\n#define MOE_SUFFIX \"",
                               library.suffix(), "\"\n");
-  if (!library.weights.empty()) text += "#define MOE_WEIGHTS " + library.weights_type + "\n";
+  if (!library.weights.empty()) text += c10::str("#define MOE_WEIGHTS ", library.weights_type, "\n");
   return text + flattened_source(library.file);
 }
 
@@ -142,10 +151,11 @@ id<MTLLibrary> build_library(id<MTLDevice> device, const Library& library) {
 }
 
 id<MTLLibrary> library_of(id<MTLDevice> device, const Library& library) {
-  return libraries().get(library.name(), [&] { return build_library(device, library); });
+  return libraries().get(library.name(), [&](const auto&) { return build_library(device, library); });
 }
 
-Pipeline build_pipeline(id<MTLDevice> device, const Library& library, const std::string& name) {
+Pipeline build_pipeline(const Library& library, const std::string& name) {
+  id<MTLDevice> device = at::mps::getCurrentMPSStream()->device();
   id<MTLLibrary> source = library_of(device, library);
   @autoreleasepool {
     id<MTLFunction> function = [source newFunctionWithName:[NSString stringWithUTF8String:name.c_str()]];
@@ -154,20 +164,28 @@ Pipeline build_pipeline(id<MTLDevice> device, const Library& library, const std:
     id<MTLComputePipelineState> state = [device newComputePipelineStateWithFunction:function error:&error];
     [function release];
     TORCH_CHECK(state != nil, "moe_mps: no pipeline for ", name, ": ", message(error));
-    return {state, [state maxTotalThreadsPerThreadgroup], [state staticThreadgroupMemoryLength],
-            [device maxThreadgroupMemoryLength], new std::atomic<NSUInteger>(0)};
+    return {name,
+            state,
+            [state maxTotalThreadsPerThreadgroup],
+            [state staticThreadgroupMemoryLength],
+            [device maxThreadgroupMemoryLength],
+            new std::atomic<NSUInteger>(0)};
   }
 }
 
 }  // namespace
 
 std::string Library::suffix() const {
-  return (weights.empty() ? "_" : "_" + weights + "_") + dtype_name(dtype);
+  std::string text;
+  append_suffix(text, *this);
+  return text;
 }
 
-const Pipeline& pipeline(id<MTLDevice> device, const Library& library, const std::string& function) {
-  const std::string name = function + library.suffix();
-  return pipelines().get(name, [&] { return build_pipeline(device, library, name); });
+const Pipeline& pipeline(const Library& library, std::string_view function) {
+  c10::SmallVector<char, 96> name(function.begin(), function.end());  // found without an allocation
+  append_suffix(name, library);
+  return pipelines().get({name.data(), name.size()},
+                         [&](const std::string& kept) { return build_pipeline(library, kept); });
 }
 
 const std::vector<Library>& all_libraries() {
@@ -229,7 +247,7 @@ std::vector<std::string> library_pipelines(const std::string& name) {
   }
   for (const std::string& function : functions) {
     const std::string base = function.substr(0, function.size() - library.suffix().size());
-    const Pipeline& built = pipeline(device, library, base);
+    const Pipeline& built = pipeline(library, base);
     lines.push_back(
         c10::str(function, " ", built.most_threads, " ", built.launched->load(), " ", built.static_bytes));
   }

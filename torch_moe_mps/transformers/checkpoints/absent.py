@@ -48,7 +48,7 @@ def beside_text(model: Any) -> list[str]:
 
 
 def leave_out(model: nn.Module, names: Iterable[str]) -> None:
-    """Replaces these parts by Absent."""
+    """Replaces these parts by stand-ins."""
     for name in names:
         model.set_submodule(name, Absent(name))
 

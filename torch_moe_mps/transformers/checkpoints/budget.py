@@ -35,7 +35,7 @@ Errors = dict[str, dict[Format, float]]
 
 
 class Choice(NamedTuple):
-    """The size and the error of a weight in one format."""
+    """What a weight costs in a format."""
 
     format: Format
     nbytes: int
@@ -146,8 +146,12 @@ def _measure(
                 weights.close()
 
             module = model.get_submodule(part)
-            stack.enter_context(module.register_forward_pre_hook(enter))
-            stack.enter_context(module.register_forward_hook(leave, with_kwargs=True))
+            hooks = (
+                module.register_forward_pre_hook(enter),
+                module.register_forward_hook(leave, with_kwargs=True),
+            )
+            for hook in hooks:
+                stack.callback(hook.remove)
         model(input_ids=ids, use_cache=False)
     return found
 

@@ -5,9 +5,9 @@
       "modules": {"lm_head": "affine6_64", "model.layers.*.mlp.experts": "affine4_64", ...}
     }
 
-A * is any number: equal layers share a line. No "quant_method" is named, so that transformers without this
-package refuses the checkpoint; it would ignore an unknown method and fill the quantised weights with random
-values. Version 0.2 named one, and had a line for each layer; such files can still be read.
+A * is any number: equal layers share a line. No "quant_method" is named: without this package, transformers
+refuses such a checkpoint with an error, where it would ignore a method that it does not know and fill what is
+quantised with random values. Version 0.2 named one, and had a line for each layer; such files are read, too.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -39,9 +39,9 @@ class QuantizationConfig(QuantizationConfigMixin):
         source: the quantisation of a checkpoint that transformers dequantises while ours quantises: FP8.
         absent: names of parts of the model, beside its language model, that a checkpoint does not have.
         global_scales: names of matrices of experts that have a scale for each expert, see global_scales.py.
-        mlx: whether MLX wrote the checkpoint; its tensors then tell which weights are quantised.
-        others: linear_bits, embedding_bits, keep and overrides for dense checkpoints, as in `accelerate`.
-            Other keys, which other programs may have added to a config, are ignored.
+        mlx: whether MLX wrote the checkpoint: what is quantised in it is read from its tensors.
+        others: linear_bits, embedding_bits, keep and overrides for dense checkpoints, as in `accelerate`. All
+            else, which other programs may have added to a config, is ignored.
 
     Raises: ValueError for a format that does not exist.
     """

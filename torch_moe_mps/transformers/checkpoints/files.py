@@ -58,7 +58,7 @@ def _named_in(index: Path) -> list[str]:
 class Shards:
     """New safetensors files of a folder, of `largest` bytes each, and their index.
 
-    Tensors wait in temporary files of the folder until their file is full, and take no memory.
+    Tensors wait for their file in temporary files of the folder: what is written takes no memory.
     """
 
     def __init__(self, folder: Path, form: str, largest: int):
@@ -83,7 +83,7 @@ class Shards:
         self._waiting = {}
 
     def finish(self) -> None:
-        """Writes the last file and the index, and names the files now that their number is known."""
+        """Writes what waits, and the index; files are named by their number when that is known."""
         self._write()
         count = len(self._files)
         weight_map: dict[str, str] = {}

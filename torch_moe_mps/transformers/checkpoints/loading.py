@@ -73,8 +73,9 @@ def from_pretrained(
         kwargs: bits, group_size, mode, linear_bits, embedding_bits, keep and overrides, as in `accelerate`;
             weights that are quantised stay as they are. All others go to the from_pretrained of the class.
 
-    Returns: the model, in evaluation mode and accelerated; with output_loading_info, a tuple of the model and
-        the information, as transformers gives it. `model.hf_quantizer.report` lists the quantised weights.
+    Returns: what its from_pretrained returns: the model, in evaluation mode and accelerated; with
+        output_loading_info, a tuple of that and the information. `model.hf_quantizer.report` says what was
+        quantised.
 
     Raises: ValueError for a format that does not exist, or does not fit the weights, for parameters that the
         checkpoint lacks, for a checkpoint of MLX of a type of model that transformers does not know, and for

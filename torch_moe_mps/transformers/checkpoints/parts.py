@@ -42,7 +42,7 @@ REST = ""  # the part with everything outside of layers and embeddings
 
 
 def meta_model(source: str, dtype: Any = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
-    """The dense model of a checkpoint without its weights, from config.json."""
+    """The dense model of a checkpoint without its weights, from config.json alone."""
     config, _ = load_config(source, kwargs={"trust_remote_code": trust_remote_code})
     return _skeleton(config, class_for(config), dtype, trust_remote_code)
 
@@ -65,8 +65,8 @@ class Parts:
         source: a folder, or a name on the Hub.
         device: where the loaded part is.
         model_class: of transformers; the default is the class that `from_pretrained` uses.
-        recipe: arguments of `accelerate`, by which the dense weights of the checkpoint are quantised. Without
-            a recipe the checkpoint must be dense, or in FP8, which is dequantised.
+        recipe: arguments of `accelerate`: what is dense in the checkpoint is quantised by them. Without a
+            recipe the checkpoint must be dense, or in FP8, which is dequantised.
         dtype, trust_remote_code: as for `from_pretrained`.
 
     Attributes:

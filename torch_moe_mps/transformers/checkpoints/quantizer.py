@@ -35,7 +35,7 @@ register_quantization_config(NAME)(QuantizationConfig)
 
 
 def _recognise() -> None:
-    """Lets transformers accept MLX's quantisation and ours, which name no method."""
+    """MLX's quantisation and ours name no method, which transformers takes for an error."""
     supports = AutoHfQuantizer.supports_quant_method
 
     def supports_quant_method(quantization_config_dict: Any) -> bool:
@@ -113,7 +113,7 @@ class Quantizer(HfQuantizer):
             check_shapes(model, kwargs["checkpoint_files"])
 
     def forget_absent(self, model: nn.Module) -> None:
-        """Forgets the parts that the model has lost since: they are neither read nor quantised."""
+        """The model was cut: what it no longer has is neither read nor quantised."""
         if self._streams:
             self._stream.forget_absent()
             return

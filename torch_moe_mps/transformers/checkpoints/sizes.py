@@ -12,11 +12,6 @@ from .targets import Target
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk", "top_k")
 
 
-def bytes_of(module: nn.Module, sizes: Mapping[Tensor, int] = MappingProxyType({})) -> int:
-    """Bytes of the parameters of a module; `sizes` as for `bytes_a_token`."""
-    return sum(sizes.get(parameter, parameter.nbytes) for parameter in module.parameters())
-
-
 def bytes_a_token(model: nn.Module, sizes: Mapping[Tensor, int] = MappingProxyType({})) -> int:
     """Bytes of the parameters that decoding one token reads.
 

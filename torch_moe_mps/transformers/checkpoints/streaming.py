@@ -52,7 +52,7 @@ class Stream:
         self._replaced: list[tuple[WeightConverter, WeightConverter]] = []
 
     def forget_absent(self) -> None:
-        """Forgets the weights that the model has lost since."""
+        """The model was cut: weights that it no longer has are not wanted."""
         self.targets = present(self.model, self.targets)
         self.wanted = {name: found for name, found in self.wanted.items() if found[0].name in self.targets}
         self.report.bytes_before = bytes_a_token(self.model)
@@ -148,7 +148,7 @@ class QuantizeParameter(ConversionOps):
 
 
 def _taken(tensors: dict, name: str) -> Iterator[Tensor]:
-    """A tensor, or each of a list. No reference is kept, so that quantising frees the memory."""
+    """A tensor, or those of a list, without other references, so that memory is freed after quantising."""
     value = tensors.pop(name)
     values = value if isinstance(value, list) else [value]
     del value

@@ -1,7 +1,7 @@
 """A model spread over the processes of torch.distributed: each holds layers that follow each other.
 
     loop      reads the loop over the layers of a model: whether it can be cut, and what has to be handed on
-    stages    stand-ins for the parts of other processes, while the model is loaded and when it is called
+    stages    stand-ins for what other processes have, while the model is loaded and when it is called
     shares    how many layers each process has
     peers     the processes: messages, time limits, and what is said when one of them fails
     running   calls of the model: the same inputs everywhere, results and tokens for all

@@ -1,7 +1,7 @@
 """Calls of a model whose layers are spread over processes, and `generate`.
 
 A call sends what the last layer here returns to the next process. Logits go from the last process to all
-others. While `generate` samples, only the last process chooses tokens, and sends their ids instead.
+others; while `generate` samples, token ids go instead: the last process alone chooses them.
 """
 
 import contextlib
@@ -78,14 +78,11 @@ class Running:
         if self._rest is not None:
             self._rest -= self._tokens
         unused: tuple[str, ...] = () if self.stage.first else _FOR_TOWERS
-        unused += () if self.stage.last else ("labels",)  # only the last process has logits
+        unused += () if self.stage.last else ("labels",)  # the last process alone has logits
         return args, {name: value for name, value in kwargs.items() if name not in unused}
 
     def _before_layers(self, base: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Notes the arguments of the layers, which must be the same in every process.
-
-        Only the first process has features of images.
-        """
+        """Layers must be given the same everywhere; the first process alone has features of images."""
         given = {name for name, value in kwargs.items() if isinstance(value, Tensor | list | tuple | dict)}
         self._given = sorted(given - {"input_ids", "inputs_embeds"})
 
@@ -158,7 +155,7 @@ class Running:
 
     @contextlib.contextmanager
     def greedy(self) -> Iterator[None]:
-        """Within, a call tells the other processes only the likeliest next token, not all logits."""
+        """Within, calls give the likeliest next token alone: it has the only logit that counts."""
         self._greedy = True
         try:
             yield

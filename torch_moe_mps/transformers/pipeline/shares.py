@@ -8,7 +8,7 @@ from ...macs import this_mac
 
 
 class Machine(NamedTuple):
-    """The memory in bytes and the bandwidth in GB/s that a process may use; None if unknown."""
+    """What a process may use: bytes of memory, and GB/s; None where it is not known."""
 
     memory: int | None
     bandwidth: float | None

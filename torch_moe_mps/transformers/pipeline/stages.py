@@ -1,4 +1,4 @@
-"""The part of a model that one process holds: its layers, and stand-ins for those of the others."""
+"""What a process holds of a model: its layers, and stand-ins for those of the others."""
 
 import inspect
 import re
@@ -128,7 +128,7 @@ class Stage:
         self.first, self.last = rank == 0, rank == len(shares) - 1
 
     def cut(self, model: Any) -> None:
-        """Replaces the parts of other processes by stand-ins, before the model has weights."""
+        """Replaces what other processes have by stand-ins. The model has no weights yet."""
         name, self.loop = layers_of(model)
         self.base: Any = model.get_submodule(name)
         layers = getattr(self.base, self.loop.layers)

@@ -1,6 +1,6 @@
 """Reads checkpoints that MLX wrote; packed words and scales have the same layout as ours.
 
-The names and shapes in the files tell which weights are quantised; the config only says that MLX wrote them.
+What is quantised follows from the names and shapes in the files; the config only says that MLX wrote them.
 """
 
 import copy
@@ -45,7 +45,7 @@ class Stored:
         self._keys = {canonical(name): name for name in self.tensors}
 
     def key(self, name: str) -> str | None:
-        """The name of a tensor in the files."""
+        """What a tensor is called in the files."""
         return name if name in self.tensors else self._keys.get(canonical(name))
 
     def shape(self, name: str) -> torch.Size | None:
@@ -72,7 +72,7 @@ class Stored:
 
 
 class Reading:
-    """The parts of a model that a checkpoint of MLX has.
+    """What a checkpoint of MLX has of a model.
 
     Attributes:
         targets: {name: target} of what is quantised.

@@ -47,7 +47,7 @@ class Row(WeightConverter):
         return source_key, None
 
     def of(self, tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
-        """The tensors that the row makes of others; it can be used once."""
+        """What the tensors of these names become; the row can be used once."""
         target = self.target_patterns[0]
         for name in self.source_patterns:
             self.add_tensor(target, name, name, tensors[name])
