@@ -28,24 +28,17 @@ def register_quantizer(module: object) -> None:
 
 
 def register_models(module: Any) -> None:
-    from .transformers.attention import SINKS, SINKS_IN_WINDOWS, attention
+    from .transformers.attention import NAME, attention
     from .transformers.checkpoints.saving import describe_when_saving
 
-    module.AttentionInterface.register(SINKS, attention)
-    module.AttentionInterface.register(SINKS_IN_WINDOWS, attention)
+    module.AttentionInterface.register(NAME, attention)
     describe_when_saving(module.PreTrainedModel)
 
 
 def register_mask(module: Any) -> None:
-    from .transformers.attention import (
-        SINKS,
-        SINKS_IN_WINDOWS,
-        attention_mask,
-        attention_mask_in_windows,
-    )
+    from .transformers.attention import NAME, attention_mask
 
-    module.AttentionMaskInterface.register(SINKS, attention_mask)
-    module.AttentionMaskInterface.register(SINKS_IN_WINDOWS, attention_mask_in_windows)
+    module.AttentionMaskInterface.register(NAME, attention_mask)
 
 
 def load_in_one_thread(module: object) -> None:

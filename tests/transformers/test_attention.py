@@ -3,20 +3,33 @@
 import pytest
 import torch
 from support import tiny_models
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AttentionMaskInterface, GptOssConfig, GptOssForCausalLM
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    Gemma2Config,
+    GptOssConfig,
+    GptOssForCausalLM,
+)
+from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 
 import torch_moe_mps
-from torch_moe_mps.transformers.attention import attention, attention_mask, attention_mask_in_windows
+from torch_moe_mps.transformers.attention import attention, attention_mask
+from torch_moe_mps.transformers.causal_mask import CausalMask
 
 pytestmark = pytest.mark.one_schedule
-NAME = "moe_mps_sinks_test"
+NAME = "moe_mps_test"
 
 
-@pytest.fixture(params=[attention_mask, attention_mask_in_windows])
-def registered(monkeypatch, request):
-    for interface, function in ((AttentionInterface, attention), (AttentionMaskInterface, request.param)):
+@pytest.fixture
+def registered(monkeypatch):
+    for interface, function in ((AttentionInterface, attention), (AttentionMaskInterface, attention_mask)):
         mapping = dict(interface._global_mapping)
         monkeypatch.setattr(interface, "_global_mapping", {**mapping, NAME: function})
 
@@ -84,6 +97,28 @@ def test_as_the_model(device, dtype, monkeypatch):
             tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
             torch.testing.assert_close(out.cpu(), expected, rtol=tolerance, atol=tolerance)
         assert not calls
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_soft_caps(device, window):
+    """As Gemma 2's code in float64, for a token, a few and prompts, over earlier keys and without."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    module = gemma2.Gemma2Attention(Gemma2Config(num_hidden_layers=1, **sizes), 0).eval()
+    for tokens, keys in ((1, 20), (3, 20), (8, 8), (8, 30), (30, 30), (20, 34)):
+        q, k, v = inputs("cpu", torch.float32, tokens, keys)
+        own = additive(tokens, keys, window or keys, torch.float64)
+        expected, _ = gemma2.eager_attention_forward(
+            module, q.double(), k.double(), v.double(), own, scaling=0.9, softcap=2.0
+        )
+        described = CausalMask((2, 1, tokens, keys), keys, window, torch.float32, device)
+        for mask in (described, own.float().to(device)):
+            out, weights = attention(
+                module, *(t.to(device) for t in (q, k, v)), mask, scaling=0.9, softcap=2.0
+            )
+            assert weights is None
+            torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-6, atol=1e-6)
+    without, _ = gemma2.eager_attention_forward(module, q, k, v, own.float(), scaling=0.9)
+    assert (without - expected).abs().max() > 0.01
 
 
 def test_the_models_code_where_it_is_needed(monkeypatch):
@@ -177,9 +212,9 @@ def attention_kernels(simulated, run) -> list[str]:
     return [line.split()[0] for line in commands if line.startswith("attention")]
 
 
-ALWAYS = ["mixtral", "gemma4", "deepseek_v3", "gpt_oss"]
-# hy_v4 asks for the name of its implementation, inkling and inkling2 add a bias for each position.
-OWN = ["hy_v4", "inkling", "inkling2"]
+TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
+ALWAYS = ["mixtral", "gemma2", "gemma4", "deepseek_v3", "gpt_oss", "hy_v4"]
+OWN = ["inkling", "inkling2"]  # they add a bias for each position
 NO_CACHE = ["openai_privacy_filter"]
 IN_THE_SWEEP = sorted(set(tiny_models.architectures()) - {*ALWAYS, *OWN, *NO_CACHE})
 
@@ -200,40 +235,110 @@ def test_models(simulated, name):
     for ours, own in zip(results, expected, strict=True):
         torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
     assert len(kernels) in ([0] if name in OWN else [2 * layers, 3 * layers])
-    assert name not in ALWAYS or len(kernels) == (3 if name in ("deepseek_v3", "gpt_oss") else 2) * layers
+    assert name not in ALWAYS or len(kernels) == (2 if name in ("mixtral", "gemma4") else 3) * layers
     torch_moe_mps.restore(model)
     assert attention_kernels(simulated, lambda: steps(model, ids)) == []
 
 
-class Largest(TorchDispatchMode):
-    """The most elements that a new tensor has."""
+def in_windows(model, ids) -> list[torch.Tensor]:
+    """The logits of a prompt, of one that follows it, of a few tokens and of one; in windows of 6."""
+    results, cache = [], None
+    with torch.no_grad():
+        for part in ids.split([ids.shape[1] - 16, 12, 3, 1], 1):
+            out = model(input_ids=part, past_key_values=cache, use_cache=True)
+            results.append(out[0].float().cpu())
+            cache = out.past_key_values
+    return results
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma4", "gpt_oss"])
+def test_windows(simulated, name):
+    """Prompts in windows, and those over earlier ones, run on the operator."""
+    model = tiny_models.tiny_model(name, sliding_window=6, **TWO_KINDS).to("mps").eval()
+    ids = torch.randint(1, 50, (1, 36), generator=torch.Generator().manual_seed(1)).to("mps")
+    expected = in_windows(model, ids)
+    torch_moe_mps.accelerate(model)
+    results = []
+    kernels = attention_kernels(simulated, lambda: results.extend(in_windows(model, ids)))
+    for ours, own in zip(results, expected, strict=True):
+        torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
+    assert len(kernels) == (
+        7 if name == "gemma4" else 8
+    )  # torch's own for the first prompt, without a window
+
+
+# Memory ------------------------------------------------------------------------------------------------
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made within it have at a time."""
 
     def __init__(self):
         super().__init__()
-        self.elements = 0
+        self.live, self.bytes = {}, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if CausalMask in types:
+            return NotImplemented  # what it makes is counted, too
         out = function(*args, **(kwargs or {}))
-        tensors = out if isinstance(out, (tuple, list)) else (out,)
-        sizes = [t.numel() for t in tensors if isinstance(t, torch.Tensor)]
-        if not function.is_view:
-            self.elements = max([self.elements, *sizes])
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.live.setdefault(StorageWeakRef(storage), storage.nbytes())
+        self.live = {storage: size for storage, size in self.live.items() if not storage.expired()}
+        self.bytes = max(self.bytes, sum(self.live.values()))
         return out
 
 
-WIDE_HEADS = {
-    **{"layer_types": ["full_attention"] * 2, "global_head_dim": 288},
-    **{"num_attention_heads": 1, "num_key_value_heads": 1, "num_global_key_value_heads": 1},
+class TorchsAttention(TorchFunctionMode):
+    """In place of torch's attention on MPS, which keeps no scores of heads up to 256."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is not torch.nn.functional.scaled_dot_product_attention:
+            return function(*args, **(kwargs or {}))
+        query, _, value = args
+        assert query.shape[3] == value.shape[3] <= 256
+        return torch.empty((*query.shape[:3], value.shape[3]), dtype=query.dtype, device=query.device)
+
+
+def without_values(model) -> None:
+    """Weights on mps without memory, within a FakeTensorMode."""
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="mps")
+                    is_parameter = isinstance(tensor, torch.nn.Parameter)
+                    tensors[name] = torch.nn.Parameter(made, requires_grad=False) if is_parameter else made
+
+
+def peak_of_a_prompt(model, *prompts: int) -> int:
+    with FakeTensorMode(), torch.no_grad():
+        without_values(model)
+        cache = DynamicCache(config=model.config.get_text_config())
+        with TorchsAttention(), Peak() as peak:
+            for tokens in prompts:
+                ids = torch.ones(1, tokens, dtype=torch.int64, device="mps")
+                model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return peak.bytes
+
+
+ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1, "num_global_key_value_heads": 1}
+OF_A_PROMPT = {
+    "gemma3n": TWO_KINDS | {"num_kv_shared_layers": 0},
+    "gemma4": TWO_KINDS | ONE_HEAD | {"global_head_dim": 288},  # wider than torch's attention takes
 }
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "gemma4"])
-def test_a_prompt_has_no_scores(simulated, monkeypatch, name):
-    """No tensor has an element for each pair of tokens: neither scores nor a mask."""
-    extra = tiny_models.EXTRA["gemma4_text"] | WIDE_HEADS
-    monkeypatch.setitem(tiny_models.EXTRA, "gemma4_text", extra)
-    model, tokens = tiny_models.tiny_model(name).to("mps").eval(), 500
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss", "gemma2", "gemma3n", "gemma4"])
+def test_memory_of_a_prompt(simulated, name):
+    """It grows as the prompt does: no tensor has an element for each pair of tokens, scores or mask.
+
+    No kernel of torch's or ours runs; the operators' references, which keep scores, do not either.
+    """
+    model = tiny_models.tiny_model(name, **OF_A_PROMPT.get(name, {}))
     torch_moe_mps.accelerate(model)
-    with torch.no_grad(), Largest() as largest:
-        model(torch.ones(1, tokens, dtype=torch.int64, device="mps"), use_cache=True, logits_to_keep=1)
-    assert 0 < largest.elements < tokens * tokens
+    short, long = peak_of_a_prompt(model, 4096), peak_of_a_prompt(model, 32768)
+    assert 7 < long / short < 8.1
+    assert long < 32768**2 / 3
+    assert peak_of_a_prompt(model, 32768, 4096) < 1.25 * long

@@ -1,8 +1,9 @@
-"""How many bytes of weights a token reads: counted in the simulator, and as the report says it."""
+"""How many bytes of weights and of the context a token reads: counted in the simulator."""
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, DynamicCache, Qwen3MoeConfig
 
 import torch_moe_mps
 
@@ -40,3 +41,66 @@ def test_bytes_a_token_of_qwen3_30b(simulated):
     assert every + router == pytest.approx(report.quantization.bytes_after, rel=0.01)
     layer = every - head + router * EXPERTS // TOP_K
     assert 1.7e9 < LAYERS * layer + head * VOCABULARY // ROWS <= MOST
+
+
+# Keys and values ---------------------------------------------------------------------------------------
+
+HEADS = Qwen3MoeConfig(
+    num_hidden_layers=1, hidden_size=64, intermediate_size=64, moe_intermediate_size=64, vocab_size=64,
+    num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=2, num_experts_per_tok=1,
+)  # fmt: skip
+KEYS_AND_VALUES = (1, 2, 7, 8, 9, 10)  # the buffers of the kernel that have them, and their scales and biases
+
+
+class Written(TorchDispatchMode):
+    """The bytes that operators of aten write."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not function.is_view and "empty" not in str(function):
+            self.bytes += out.nbytes
+        return out
+
+
+def counted(simulated, model, keys) -> tuple[int, int]:
+    """Bytes of keys and values that the last of so many tokens writes to the cache, and attention reads."""
+    cache, written = DynamicCache(config=HEADS), Written()
+    states = torch.ones(1, HEADS.num_key_value_heads, keys - 2, HEADS.head_dim, dtype=torch.bfloat16)
+    cache.update(states.to("mps"), states.to("mps"), 0)
+    token, update = torch.zeros(1, 1, dtype=torch.int64, device="mps"), cache.update
+
+    def counting(*args, **kwargs):
+        with written:
+            return update(*args, **kwargs)
+
+    with torch.no_grad():
+        model(token, past_key_values=cache)
+        cache.update = counting
+        with simulated.counters() as dispatches:
+            model(token, past_key_values=cache)
+    read = 0
+    for dispatch in dispatches:
+        if dispatch.kernel.startswith("attention") and "merge" not in dispatch.kernel:
+            buffers = [dispatch.buffers[i] for i in KEYS_AND_VALUES if i in dispatch.buffers]
+            read += sum(buffer.distinct_bytes_read for buffer in buffers)
+            assert all(buffer.bytes_read == buffer.distinct_bytes_read for buffer in buffers[:2])
+    return written.bytes, read
+
+
+@pytest.mark.parametrize("keys", [4096, pytest.param(32768, marks=pytest.mark.sweep)])
+def test_bytes_of_the_context(simulated, keys):
+    """Qwen3-30B-A3B's heads, in one layer: its own cache copies the context for a token, ours the token."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(HEADS, dtype=torch.bfloat16).eval().to("mps")
+    a_token = 2 * HEADS.num_key_value_heads * HEADS.head_dim * 2
+    assert counted(simulated, model, keys) == (keys * a_token, 0)
+    torch_moe_mps.accelerate(model)
+    assert counted(simulated, model, keys) == (a_token, keys * a_token)
+    torch_moe_mps.accelerate(model, kv_bits=8)
+    codes, scale_and_bias = HEADS.head_dim, 4  # bytes of a head of a token
+    in_8_bits = 2 * HEADS.num_key_value_heads * (codes + scale_and_bias)
+    assert counted(simulated, model, keys)[1] == keys * in_8_bits

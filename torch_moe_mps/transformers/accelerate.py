@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from .attention import attention_layers, require_kv_bits, use_attention
+from .attention import attention_layers, choose_implementations, require_kv_bits, use_attention
 from .checked import (
     check_replacements,
     forget,
@@ -117,6 +117,7 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None) -> None:
             report.add(name, module, "experts", None, reason)
     around = list(_around(model, found))
     attentions = {} if refusal(model, "attention") else attention_layers(model)
+    choose_implementations(attentions.values())
     with formulas_kept():
         for name, module in _others(model, {name for name, *_ in around} | found.keys()):
             rewrites, reason = rewrite(module)

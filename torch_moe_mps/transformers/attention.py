@@ -1,8 +1,8 @@
 """The operator `attention` for transformers' AttentionInterface: few new tokens, and prompts that need it.
 
 Models that run torch's attention keep the implementation "sdpa": its function asks each module whether it is
-accelerated. torch's attention knows no sinks, so models with sinks change from "eager" to an implementation
-of this package.
+accelerated. torch's attention knows neither sinks nor soft caps: models with them change from "eager" to an
+implementation of this package. Masks that say no more than order and window are CausalMask.
 """
 
 import functools
@@ -17,17 +17,16 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..ops._checks import ACTIVATION_DTYPES
 from ..ops.attention import CACHE_BITS, MAX_HEAD, MAX_VALUE_HEAD
+from .causal_mask import CausalMask
 from .quantized_states import QuantizedStates
 from .rewriting.program.programs import original_class
 from .rewriting.record import NOTHING, RECORD, record_of
 
-# Implementations for layers with sinks: with the masks of "eager"; and without a mask where the window that
-# the layer names says as much, so that a prompt has no tensor of T x S.
-SINKS, SINKS_IN_WINDOWS = "moe_mps_sinks", "moe_mps_sinks_in_windows"
+NAME = "moe_mps"  # the implementation in place of "eager"
 MOST_TOKENS = 8  # new ones, of a call that is no prompt
 SDPA_HEAD = 256  # torch's attention on MPS stores the scores of a prompt where heads are wider
 KV_BITS = (CACHE_BITS, 16)  # of keys and values in a cache; in 16 they are as the model makes them
-_SPECIAL = frozenset(("position_bias", "cache", "softcap"))  # what `sdpa` may be asked for besides
+_SPECIAL = frozenset(("position_bias", "cache", "softcap", "s_aux"))  # what `sdpa` may be asked for besides
 
 
 def require_kv_bits(function: str, bits: int | None) -> None:
@@ -43,20 +42,25 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if getattr(module, "is_causal", False) is True
         and _calls_the_interface(module)
-        and (_runs_sdpa(module) or _sinks_implementation(module) is not None)
+        and (_runs_sdpa(module) or _in_place_of_eager(module) is not None)
     }
+
+
+def choose_implementations(layers: Iterable[nn.Module]) -> None:
+    """Names the implementations of these layers, before forwards that ask for the name are rewritten."""
+    for module in layers:
+        if not _runs_sdpa(module):
+            config: Any = module.config
+            record_of(module).previous.setdefault("_attn_implementation", (config, "eager"))
+            config._attn_implementation = _in_place_of_eager(module)
 
 
 def use_attention(layers: Iterable[nn.Module]) -> None:
     """Lets these layers run on the operator, once their forwards are rewritten."""
     for module in layers:
-        config: Any = module.config
         if _runs_sdpa(module):
             _wrap_sdpa()
             record_of(module).is_attention = True
-        else:
-            record_of(module).previous.setdefault("_attn_implementation", (config, "eager"))
-            config._attn_implementation = _sinks_implementation(module)
 
 
 def _runs_sdpa(module: nn.Module) -> bool:
@@ -68,26 +72,38 @@ def _calls_the_interface(module: nn.Module) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in getattr(getattr(forward, "__code__", None), "co_names", ())
 
 
-def _sinks_implementation(module: nn.Module) -> str | None:
-    """Ours for a module with sinks; None for one whose code asks for the name of its implementation."""
-    current = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    if not isinstance(getattr(module, "sinks", None), Tensor):
-        return None
-    if current not in ("eager", SINKS, SINKS_IN_WINDOWS):
+def _in_place_of_eager(module: nn.Module) -> str | None:
+    """The implementation for a module with what torch's attention lacks; None if its code knows others."""
+    if getattr(getattr(module, "config", None), "_attn_implementation", None) not in ("eager", NAME):
         return None
     source = inspect.getsource(inspect.unwrap(original_class(module).forward))
-    if source.count("_attn_implementation") > source.count("get_interface("):
+    capped = getattr(module, "attn_logit_softcapping", None) is not None
+    if not isinstance(getattr(module, "sinks", None), Tensor) and not (
+        capped and "softcap=self.attn_logit_softcapping" in source
+    ):
         return None
-    plain = "sliding_window=self.sliding_window" in source and "attention_mask =" not in source
-    return SINKS_IN_WINDOWS if plain else SINKS
+    asks = source.count("_attn_implementation") - source.count("get_interface(")
+    if asks == 0:
+        return NAME
+    return "sdpa" if asks == source.count('_attn_implementation in ("eager", "sdpa")') else None
 
 
 @functools.cache
 def _wrap_sdpa() -> None:
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
 
-    sdpa = AttentionInterface._global_mapping["sdpa"]
-    AttentionInterface.register("sdpa", functools.wraps(sdpa)(functools.partial(_sdpa, sdpa)))
+    for interface, wrapper in ((AttentionInterface, _sdpa), (AttentionMaskInterface, _sdpa_mask)):
+        own = interface._global_mapping["sdpa"]
+        interface.register("sdpa", functools.wraps(own)(functools.partial(wrapper, own)))
+
+
+def _sdpa_mask(sdpa_mask: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:
+    """What `sdpa_mask`, the function of transformers, returns; on mps a CausalMask in its place."""
+    on_mps = torch.device(kwargs.get("device", "cpu")).type == "mps"
+    mask = CausalMask.of(**{**kwargs, "dtype": torch.bool}) if on_mps and not args else None
+    if mask is None:
+        return sdpa_mask(*args, **kwargs)
+    return None if mask.hides_nothing or mask.is_of_first_tokens else mask
 
 
 def _sdpa(
@@ -104,7 +120,7 @@ def _sdpa(
 ) -> tuple[Tensor, Tensor | None]:
     """`sdpa`, the function of transformers, or the operator for a layer that `use_attention` was given.
 
-    On a CPU torch's attention is faster than the operator's reference.
+    On a CPU torch's attention is faster than the operator's reference, but knows no sinks.
     """
     if (
         getattr(module, RECORD, NOTHING).is_attention
@@ -112,16 +128,20 @@ def _sdpa(
         and is_causal is not False
         and dropout == 0.0
         and (_SPECIAL.isdisjoint(kwargs) or all(kwargs.get(name) is None for name in _SPECIAL))
-        and (_is_few(query.shape[2]) or _beats_sdpa(query, value))
+        and (_is_few(query.shape[2]) or _beats_sdpa(query, value) or isinstance(attention_mask, CausalMask))
         and _takes(query, key, value, attention_mask, None)
     ):
-        return _attend(query, key, value, attention_mask, scaling, None, None), None
+        return _attend(query, key, value, attention_mask, scaling), None
+    if kwargs.get("s_aux") is not None:
+        return attention(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
     return sdpa(
         module,
         query,
         _dense(key),
         _dense(value),
-        attention_mask,
+        _elements(attention_mask),
         scaling=scaling,
         dropout=dropout,
         is_causal=is_causal,
@@ -139,6 +159,7 @@ def attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What `eager_attention_forward` of the module's file returns, its weights only where that runs.
@@ -153,6 +174,7 @@ def attention(
         dropout, kwargs: for the model's own code, which runs where dropout is asked for.
         sliding_window: of the layer; a mask holds it already.
         s_aux: [Hq], the sinks.
+        softcap: of the scores.
 
     Returns: [B, T, Hq, Dv], and the attention's weights or None.
 
@@ -161,7 +183,7 @@ def attention(
     window = sliding_window if attention_mask is None else None
     plain = dropout == 0.0 and not kwargs.get("output_attentions")
     if plain and _takes(query, key, value, attention_mask, s_aux):
-        return _attend(query, key, value, attention_mask, scaling, window, s_aux), None
+        return _attend(query, key, value, attention_mask, scaling, window, s_aux, softcap), None
     files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)  # FSDP2 puts a class on top
     functions = (getattr(file, "eager_attention_forward", None) for file in files)
     eager = next(filter(None, functions), None)
@@ -177,38 +199,24 @@ def attention(
         query,
         _dense(key),
         _dense(value),
-        _additive(attention_mask, query, key, window),
+        _additive(_elements(attention_mask), query, key, window),
         scaling=scaling,
         dropout=dropout,
         sliding_window=sliding_window,
         s_aux=s_aux,
+        softcap=softcap,
         **kwargs,
     )
 
 
-def attention_mask(
-    *args: Any, q_length: int, allow_is_causal_skip: bool = True, **kwargs: Any
-) -> Tensor | None:
-    """The mask of SINKS: None for one new token that sees the whole cache, else an additive one."""
-    from transformers.masking_utils import eager_mask, sdpa_mask
+def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """The mask of NAME: None for one new token that sees the whole cache, else an additive one."""
+    from transformers.masking_utils import eager_mask
 
-    if q_length == 1 and allow_is_causal_skip:
-        plain = {name: value for name, value in kwargs.items() if name != "dtype"}
-        if sdpa_mask(*args, q_length=q_length, allow_is_causal_skip=True, **plain) is None:
-            return None
-    return eager_mask(*args, q_length=q_length, **kwargs)
-
-
-def attention_mask_in_windows(
-    *args: Any, local_size: int | None = None, config: Any = None, **kwargs: Any
-) -> Tensor | None:
-    """The mask of SINKS_IN_WINDOWS, [B, 1, T, S] bool: None where causality and the window say it all."""
-    from transformers.masking_utils import sdpa_mask
-
-    is_window = local_size == getattr(config, "sliding_window", None)
-    if is_window and getattr(config, "attention_chunk_size", None) is None:
-        local_size = None
-    return sdpa_mask(*args, local_size=local_size, config=config, **kwargs)
+    mask = None if args else CausalMask.of(**{"dtype": torch.float32, **kwargs})
+    if mask is None:
+        return eager_mask(*args, **kwargs)
+    return None if mask.hides_nothing else mask
 
 
 def _attend(
@@ -217,13 +225,18 @@ def _attend(
     value: Tensor,
     mask: Tensor | None,
     scaling: float | None,
-    window: int | None,
-    sinks: Tensor | None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    if mask is None and query.shape[2] > 1:
-        key, value = _seen(query, key, value)
-    options: dict[str, Any] = {"mask": mask, "window": window, "sinks": sinks}
+    if mask is None:
+        if query.shape[2] > 1:
+            key, value = _seen(query, key, value)
+    elif isinstance(mask, CausalMask):
+        key, value = _first(key, mask.seen), _first(value, mask.seen)
+        window, mask = mask.window, None
+    options: dict[str, Any] = {"mask": mask, "window": window, "softcap": softcap, "sinks": sinks}
     if isinstance(key, QuantizedStates) and isinstance(value, QuantizedStates):
         options |= {"k_scales": key.scales, "k_biases": key.biases}
         options |= {"v_scales": value.scales, "v_biases": value.biases}
@@ -235,12 +248,17 @@ def _dense(states: Tensor) -> Tensor:
     return states.dequantized() if isinstance(states, QuantizedStates) else states
 
 
+def _elements(mask: Tensor | None) -> Tensor | None:
+    return mask.elements() if isinstance(mask, CausalMask) else mask
+
+
 def _seen(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """What several tokens without a mask see of a static cache, whose first tokens they are."""
-    tokens = query.shape[2]
-    if key.shape[2] > tokens:
-        return key[:, :, :tokens], value[:, :, :tokens]
-    return key, value
+    return _first(key, query.shape[2]), _first(value, query.shape[2])
+
+
+def _first(states: Tensor, tokens: int) -> Tensor:
+    return states[:, :, :tokens] if states.shape[2] > tokens else states
 
 
 def _is_few(tokens: int) -> bool:

@@ -1,0 +1,114 @@
+"""The mask of causal attention without memory, beside transformers' own."""
+
+import pytest
+import torch
+from transformers import DynamicCache, GptOssConfig, StaticCache
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
+
+from torch_moe_mps.transformers.attention import NAME
+from torch_moe_mps.transformers.causal_mask import CausalMask
+
+CONFIG = GptOssConfig(
+    num_hidden_layers=2, sliding_window=6, num_attention_heads=2, num_key_value_heads=1, head_dim=4
+)
+
+
+def masks(past, tokens, create, cache=None, implementation=NAME, **options):
+    """Ours and that of transformers' eager attention, of tokens behind others."""
+    made = []
+    for name in (implementation, "eager"):
+        config = GptOssConfig(**{**CONFIG.to_dict(), "attn_implementation": name})
+        config._attn_implementation = name
+        held = DynamicCache(config=config) if cache is None else cache(config)
+        for layer in range(2 if past else 0):
+            held.update(*(torch.zeros(2, 1, past, 4) for _ in range(2)), layer)
+        made.append(
+            create(
+                config,
+                torch.zeros(2, tokens, 8),
+                options.get("attention_mask"),
+                held,
+                **{name: value for name, value in options.items() if name != "attention_mask"},
+            )
+        )
+    return made
+
+
+@pytest.mark.parametrize("create", [create_causal_mask, create_sliding_window_causal_mask])
+@pytest.mark.parametrize("past", [0, 3, 5, 20])
+def test_elements(create, past):
+    for tokens in (2, 6, 9):
+        ours, own = masks(past, tokens, create)
+        assert type(ours) is CausalMask and ours._elements is None
+        assert (ours.shape, ours.dtype, ours.device) == (own.shape, own.dtype, own.device)
+        assert ours.seen == own.shape[3]
+        for start, stop in ((0, tokens), (-1, None), (1, tokens), (0, -1)):
+            part = ours[:, :, start:stop, :]
+            assert type(part) is CausalMask and part._elements is None
+            assert torch.equal(part + 0.0, own[:, :, start:stop])
+        assert type(ours[:, 0]) is torch.Tensor and torch.equal(ours[:, 0], own[:, 0])
+        assert torch.equal(torch.cat([ours[..., 1:], ours], -1), torch.cat([own[..., 1:], own], -1))
+
+
+def test_static_caches():
+    """Keys behind the last token hold nothing yet."""
+    for past, tokens in ((0, 4), (3, 4), (0, 9), (8, 3)):
+        for create in (create_causal_mask, create_sliding_window_causal_mask):
+            ours, own = masks(past, tokens, create, lambda config: StaticCache(config, max_cache_len=12))
+            assert type(ours) is CausalMask and torch.equal(ours + 0.0, own)
+
+
+def test_one_token():
+    """None where it sees all keys."""
+    for past in (0, 3, 20):
+        for create in (create_causal_mask, create_sliding_window_causal_mask):
+            ours, own = masks(past, 1, create)
+            assert ours is None and (own == 0).all()
+
+
+def padded(tokens):
+    mask = torch.ones(2, tokens, dtype=torch.int64)
+    mask[1, :2] = 0
+    return mask
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attention_mask": padded(13)},
+        {"attention_mask": torch.ones(2, 11, dtype=torch.int64)},  # too short: the rest is padding
+        {"allow_is_causal_skip": False},
+        {"and_mask_function": lambda b, h, q, k: k % 2 == 0},
+        {"or_mask_function": lambda b, h, q, k: k == 12},
+        {"block_sequence_ids": torch.tensor([[-1] * 4 + [0] * 9] * 2)},
+    ],
+)
+def test_more_than_order(options):
+    """transformers' own masks where something else hides keys, or shows more."""
+    for create in (create_causal_mask, create_sliding_window_causal_mask):
+        ours, own = masks(3, 10, create, **options)
+        assert type(ours) is torch.Tensor and torch.equal(ours, own)
+
+
+def test_padding_that_is_none():
+    ours, own = masks(3, 10, create_causal_mask, attention_mask=torch.ones(2, 13, dtype=torch.int64))
+    assert type(ours) is CausalMask and torch.equal(ours + 0.0, own)
+
+
+def test_packed_sequences():
+    config = GptOssConfig(**CONFIG.to_dict())
+    config._attn_implementation = NAME
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    mask = create_causal_mask(config, torch.zeros(1, 5, 8), None, None, position_ids=positions)
+    assert type(mask) is torch.Tensor and (mask[0, 0, 3, :3] < 0).all()
+
+
+def test_chunks():
+    config = GptOssConfig(**CONFIG.to_dict())
+    config._attn_implementation, config.attention_chunk_size = NAME, 6
+    mask = create_chunked_causal_mask(config, torch.zeros(1, 9, 8), None, None)
+    assert type(mask) is torch.Tensor and mask[0, 0, 6, 5] < 0

@@ -1,0 +1,134 @@
+"""The mask of causal attention, in a window or not, that takes no memory until something reads it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+_ATEN = torch.ops.aten
+_OF_EVERYTHING = (_ATEN.detach.default, _ATEN.alias.default)
+_TOKENS = 2  # the dimension
+
+
+class CausalMask(Tensor):
+    """[B, 1, T, S], for attention of T new tokens to S keys; each sees its own key and what lies before it.
+
+    Bool, or 0 where a token sees a key and the lowest number of its dtype elsewhere. Whatever uses it gets
+    these elements, made once. Tokens can be chosen without that, by slices.
+
+    Attributes:
+        seen: the number of keys up to the last token's own; T to S.
+        window: how many keys a token sees at most, itself included, or None.
+    """
+
+    seen: int
+    window: int | None
+    _elements: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, shape: tuple[int, ...], seen: int, window: int | None, dtype: torch.dtype, device: Any
+    ) -> "CausalMask":
+        made: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made.seen, made.window, made._elements = seen, window, None
+        return made
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        dtype: torch.dtype,
+        q_offset: int | Tensor = 0,
+        kv_offset: int = 0,
+        attention_mask: Tensor | None = None,
+        local_size: int | None = None,
+        allow_is_causal_skip: bool = True,
+        config: Any = None,
+        device: Any = "cpu",
+        **_: Any,
+    ) -> "CausalMask | None":
+        """The mask that transformers asks its AttentionMaskInterface for, if it is one of these.
+
+        It is not with padding, packed sequences and patterns of a model's own, nor while a graph is traced.
+        """
+        if torch.compiler.is_compiling() or torch._C._is_tracing() or not allow_is_causal_skip:
+            return None
+        sizes: tuple[Any, ...] = (batch_size, q_length, kv_length, kv_offset)
+        tensors = (t for t in (q_offset, attention_mask) if isinstance(t, Tensor))
+        if any(type(size) is not int for size in sizes) or any(type(t) is not Tensor for t in tensors):
+            return None
+        chunked = getattr(config, "attention_chunk_size", None) is not None
+        if local_size is not None and (chunked or local_size != getattr(config, "sliding_window", None)):
+            return None
+        seen = int(q_offset) - kv_offset + q_length
+        if not q_length <= seen <= kv_length:
+            return None
+        if attention_mask is not None:
+            shown = attention_mask[:, kv_offset : kv_offset + seen]
+            if shown.shape[1] < seen or not shown.all():
+                return None
+        return cls((batch_size, 1, q_length, kv_length), seen, local_size, dtype, device)
+
+    @property
+    def hides_nothing(self) -> bool:
+        tokens, keys = self.shape[2:]
+        return tokens == 1 and self.seen == keys and not self._has_window
+
+    @property
+    def is_of_first_tokens(self) -> bool:
+        """Whether the tokens are the first of the keys, and a window has not begun to move."""
+        return self.seen == self.shape[_TOKENS] and not self._has_window
+
+    @property
+    def _has_window(self) -> bool:
+        return self.window is not None and self.window < self.seen
+
+    def elements(self) -> Tensor:
+        if self._elements is None:
+            tokens, keys = self.shape[2:]
+            own = torch.arange(self.seen - tokens, self.seen, device=self.device)[:, None]
+            key = torch.arange(keys, device=self.device)
+            sees = key <= own
+            if self.window is not None:
+                sees &= key > own - self.window
+            if self.dtype != torch.bool:
+                zero = torch.zeros((), dtype=self.dtype, device=self.device)
+                sees = torch.where(sees, zero, torch.finfo(self.dtype).min)
+            self._elements = sees.expand(self.shape)
+        return self._elements
+
+    def _of_tokens(self, start: int, stop: int) -> "CausalMask":
+        batch, heads, tokens, keys = self.shape
+        shape = (batch, heads, stop - start, keys)
+        return CausalMask(shape, self.seen - (tokens - stop), self.window, self.dtype, self.device)
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"CausalMask({tuple(self.shape)}, seen={self.seen}, window={self.window}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch: not typed as a class method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _OF_EVERYTHING:
+            return args[0]._of_tokens(0, args[0].shape[_TOKENS])
+        if func is _ATEN.slice.Tensor and (chosen := _slice(*args, **kwargs)) is not None:
+            return chosen
+        args, kwargs = tree_map_only(CausalMask, CausalMask.elements, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _slice(
+    mask: CausalMask, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1
+) -> CausalMask | None:
+    """A slice of the tokens, or of everything in another dimension."""
+    chosen = range(*slice(start, stop, step).indices(mask.shape[dim]))
+    if step == 1 and len(chosen) == mask.shape[dim]:
+        return mask._of_tokens(0, mask.shape[_TOKENS])
+    if step == 1 and len(chosen) > 0 and dim % mask.dim() == _TOKENS:
+        return mask._of_tokens(chosen.start, chosen.stop)
+    return None
