@@ -44,6 +44,20 @@ def test_decode_step_compiles(architecture):
     check_decode_step(architecture, "cpu", "aot_eager")
 
 
+def test_a_static_cache_of_a_model_with_kv_bits():
+    """Stays as it is, compiles as a whole, and a warning says so."""
+    model = tiny_models.tiny_model("qwen3_moe", head_dim=32)
+    token = torch.tensor([[5]])
+    torch_moe_mps.accelerate(model)
+    with torch.no_grad():
+        expected = model(token, past_key_values=after_a_prompt(model)).logits
+        torch_moe_mps.accelerate(model, kv_bits=8)
+        with pytest.warns(UserWarning, match="StaticCache keeps keys and values as they are"):
+            cache = after_a_prompt(model)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(token, past_key_values=cache).logits, expected)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("architecture", EVERY)
 def test_decode_step_compiles_with_inductor(architecture):
