@@ -1,8 +1,9 @@
 """What this package registers with torch and transformers; torch_moe_mps_autoload says when.
 
 Torch gets the operators; waiting for its import keeps `torch-moe-mps --help` fast. In transformers, the
-experts implementation "moe_mps" goes with the experts interface, attention with sinks with the attention
-interface, quantised checkpoints with the quantizers and `save_pretrained`. peft refuses quantised weights.
+implementation "moe_mps" goes with the experts interface, and with the attention interface for layers with
+sinks or soft caps, quantised checkpoints with the quantizers and `save_pretrained`. peft refuses quantised
+weights.
 """
 
 import os

@@ -262,9 +262,10 @@ def test_windows(simulated, name):
     kernels = attention_kernels(simulated, lambda: results.extend(in_windows(model, ids)))
     for ours, own in zip(results, expected, strict=True):
         torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
-    assert len(kernels) == (
-        7 if name == "gemma4" else 8
-    )  # torch's own for the first prompt, without a window
+    assert len(kernels) == (7 if name == "gemma4" else 8)  # torch's runs the first prompt without a window
+    with_gradients = model(input_ids=ids[:, :20])[0]
+    with_gradients.sum().backward()
+    torch.testing.assert_close(with_gradients.detach().float().cpu(), expected[0], rtol=1e-4, atol=1e-4)
 
 
 # Memory ------------------------------------------------------------------------------------------------
