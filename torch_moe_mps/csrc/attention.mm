@@ -101,9 +101,8 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
   params.scale = static_cast<float>(scale);
   params.softcap = static_cast<float>(softcap.value_or(0.0));
 
-  const AttentionPlan plan = plan_attention({batch, tokens, heads, k_.size(1), keys - params.first_key,
-                                             params.k.width, value_width, q.element_size()},
-                                            gpu_cores());
+  const AttentionPlan plan = plan_attention(
+      {batch, tokens, heads, k_.size(1), keys - params.first_key, params.k.width, value_width}, gpu_cores());
   params.chunk = plan.chunk;
   params.chunks = plan.chunks;
   std::optional<Tensor> partials;

@@ -12,7 +12,6 @@ struct AttentionShape {
   int64_t batch, tokens, heads, key_heads;
   int64_t keys;  // that any token may see
   int64_t width, value_width;
-  int64_t element_size;  // of a query
   int64_t queries() const { return heads / key_heads * tokens; }
 };
 

@@ -1,11 +1,12 @@
 // Attention of a block of queries of one key head over its keys.
 //
-// A threadgroup takes 8 * kQueryTiles queries, of several heads and tokens, and a range of the keys, in tiles
-// of kKeyTiles * 8 keys a simdgroup. Scores are keys x queries: a simdgroup multiplies its own keys with all
-// queries. Their exponentials go to all simdgroups through threadgroup memory, and each simdgroup sums all
-// values of the tile for its own part of the value head. So a key and a value are read once for all queries
-// of the block, straight into matrix fragments (see MatrixPlace), and the registers that a thread needs do
-// not grow with the width of the heads.
+// A threadgroup takes 8 * kQueryTiles queries, of several heads and tokens, and a range of the keys. Teams of
+// simdgroups take tiles of these in turn, kKeyTiles * 8 keys for each simdgroup. Scores are keys x queries: a
+// simdgroup multiplies its own keys with all queries. Their exponentials go to the team through threadgroup
+// memory, and each of its simdgroups sums all values of the tile for its own part of the value head. In the
+// end the sums of the teams are added. So a key and a value are read once for all queries of the block,
+// straight into matrix fragments (see LanePlace), and the registers that a thread needs do not grow with the
+// width of the heads: a wider one has a larger team.
 #pragma once
 #include <metal_simdgroup_matrix>
 
@@ -53,6 +54,8 @@ template <typename T>
 struct DenseCache {
   typedef T Element;
   static constant constexpr int kPerWord = 4 / sizeof(T);
+  static constant constexpr bool kQuantized = false;
+  static constant constexpr int kRunsAtOnce = kPerWord;
 
   template <int N>
   struct Run {
@@ -108,10 +111,12 @@ struct DenseCache {
 template <typename T>
 struct QuantizedCache {
   typedef T Element;
+  static constant constexpr bool kQuantized = true;
+  static constant constexpr int kRunsAtOnce = 2;
 
   template <int N>
   struct Run {
-    Words<N == 2 ? 1 : N / 4> words;
+    Words<N / 4> words;
     T scale, bias;
   };
 
@@ -137,12 +142,7 @@ struct QuantizedCache {
     Run<N> run = {};
     if (!wanted || column >= width) return run;
     device const uchar* source = start + ulong(tile) * stride + (key * stride + column);
-    if constexpr (N == 2) {
-      const uint two = *reinterpret_cast<device const ushort*>(source);
-      run.words.v[0] = (two | two << 8) & 0x00ff00ffu;
-    } else {
-      run.words = load_words<N / 4>(reinterpret_cast<device const uint*>(source));
-    }
+    run.words = load_words<N / 4>(reinterpret_cast<device const uint*>(source));
     const uint group = key * scales_stride + (column >> group_shift);
     run.scale = (scales + ulong(tile) * scales_stride)[group];
     run.bias = (biases + ulong(tile) * scales_stride)[group];
@@ -154,32 +154,17 @@ struct QuantizedCache {
   template <int N>
   static float2 pair(Run<N> run, int index) {
     const uint codes = (run.words.v[index / 2] >> (8 * (index % 2))) & 0x00ff00ffu;
-    const half2 numbers = as_type<half2>(codes | 0x64006400u) - half2(1024.0h);
-    const float scale = float(run.scale), bias = float(run.bias);
+    half2 numbers = as_type<half2>(codes | 0x64006400u);
+    const float scale = float(run.scale);
+    float bias = float(run.bias);
+    if constexpr (sizeof(T) == 4) {
+      numbers -= half2(1024.0h);
+    } else {
+      bias = fma(-1024.0f, scale, bias);  // rounded by far less than 16 bits are
+    }
     return float2(fma(float(numbers.x), scale, bias), fma(float(numbers.y), scale, bias));
   }
 };
-
-template <int N>
-struct RunValues {
-  float v[N];
-};
-
-template <typename C, int N>
-inline RunValues<N> values_of(typename C::template Run<N> run) {
-  RunValues<N> pack;
-  UNROLL for (int i = 0; i < N / 2; ++i) {
-    const float2 two = C::template pair<N>(run, i);
-    if constexpr (N == 2) {
-      pack.v[0] = two.x;
-      pack.v[1] = two.y;
-    } else {
-      pack.v[C::value_of(i, 0)] = two.x;
-      pack.v[C::value_of(i, 1)] = two.y;
-    }
-  }
-  return pack;
-}
 
 inline float lowest_of(uint dtype) {
   return dtype == DTYPE_FLOAT ? kLowest : dtype == DTYPE_HALF ? -65504.0f : -3.3895313892515355e38f;
@@ -234,22 +219,33 @@ inline device float* partial_total(device float* partials, uint chunk, uint row,
 // Query r of the block: (token, head of the key head's group), with the heads of a token side by side.
 struct Queries {
   uint first, count, group_heads;
+  bool one_token;  // which saves divisions: they take as long as many keys of a short chunk
 
-  uint token(uint r) const { return (first + r) / group_heads; }
-  uint head(uint r) const { return (first + r) % group_heads; }
+  uint token(uint r) const { return one_token ? 0 : (first + r) / group_heads; }
+  uint head(uint r) const { return first + r - token(r) * group_heads; }
   bool has(uint r) const { return first + r < count; }
 };
 
-template <typename C, int kSimdgroups, int kValueTiles, int kQueryTiles>
+template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles>
 struct Block {
   typedef typename C::Element T;
+  static constant constexpr int kSimdgroups = kTeams * kMembers;
   static constant constexpr int kQueries = 8 * kQueryTiles;
-  static constant constexpr int kTile = 8 * kKeyTiles * kSimdgroups;  // keys
+  static constant constexpr int kTeamTile = 8 * kKeyTiles * kMembers;  // keys
   static constant constexpr int kThreads = kSimdgroups * kSimdWidth;
+  // What a lane loads before it uses any of it: runs of a key, and matrices of values. With more of them it
+  // waits less often, but two tiles of queries leave no registers for more codes and scales.
+  static constant constexpr bool kHasRoom = kQueryTiles == 1 || !C::kQuantized;
+  static constant constexpr int kRunsAtOnce = kHasRoom ? C::kRunsAtOnce : 1;
+  static constant constexpr int kValuesAtOnce = kHasRoom ? 2 : 1;
+  static constant constexpr int kProbabilities = kKeyTiles * kSimdgroups * kQueryTiles;
+  static constant constexpr int kSumsOfLane = kValueTiles * kQueryTiles;  // pairs of numbers
+  static constant constexpr int kOtherSums = (kTeams - 1) * kMembers * kSumsOfLane;
 
   // Threadgroup memory, after the queries.
   struct Shared {
-    float2 probabilities[kKeyTiles * kSimdgroups * kQueryTiles * kSimdWidth];
+    // Of a tile; in the end the sums of all teams but the first.
+    float2 exchange[(kProbabilities > kOtherSums ? kProbabilities : kOtherSums) * kSimdWidth];
     float2 highest[kSimdgroups][kQueries / 2];
     float2 sums[kSimdgroups][kQueries / 2];
     uint seen[kKeyTiles * kSimdgroups];  // a bit for each key that a query sees
@@ -258,42 +254,47 @@ struct Block {
   struct Scores {
     float v[kKeyTiles][kQueryTiles][2];
   };
+  // Of a lane's queries, over the keys so far: the highest score, and the sums of the exponentials of scores
+  // less that, those of its own keys only, and of the values times these.
   struct Sums {
-    simdgroup_matrix<float, 8, 8> v[kValueTiles][kQueryTiles];
+    float highest[kQueryTiles][2], exponentials[kQueryTiles][2];
+    simdgroup_matrix<float, 8, 8> values[kValueTiles][kQueryTiles];
   };
 
   // Queries as fragments of 8 dimensions x 8 queries, in the order in which lanes hold the dimensions of a
   // key: fragment i of 32 dimensions has in row 2 c + e value (i, e) of the run of lane quarter c.
-  static void stage(threadgroup T* target, device const T* q, Queries queries, uint batch, uint key_head,
+  static void stage(threadgroup float* target, device const T* q, Queries queries, uint batch, uint key_head,
                     uint thread_index, constant AttentionParams& params) {
-    const uint octets = (params.k.width + 31) / 32 * 4;
-    for (uint i = thread_index; i < octets * kQueries; i += kThreads) {
-      const uint r = i / octets, octet = i % octets;
-      const uint head = key_head * queries.group_heads + queries.head(r);
-      device const T* source = q + batch * params.q_batch_stride + head * params.q_head_stride +
-                               queries.token(r) * params.q_token_stride + 8 * octet;
+    const uint r = thread_index % kQueries;
+    const uint head = key_head * queries.group_heads + queries.head(r);
+    device const T* source = q + batch * params.q_batch_stride + head * params.q_head_stride +
+                             queries.token(r) * params.q_token_stride;
+    const uint octets = (params.k.width + kQueryColumns - 1) / kQueryColumns * (kQueryColumns / 8);
+    for (uint octet = thread_index / kQueries; octet < octets; octet += kThreads / kQueries) {
+      threadgroup float* fragments =
+          target + ((octet / 4 * 4) * kQueryTiles + r / 8) * 64 + octet % 4 * 16 + r % 8;
       UNROLL for (int pair = 0; pair < 4; ++pair) {
         UNROLL for (int e = 0; e < 2; ++e) {
-          const uint value = C::value_of(pair, e);
-          const bool exists = queries.has(r) && 8 * octet + value < params.k.width;
-          const uint tile = (octet / 4 * 4 + pair) * kQueryTiles + r / 8;
-          T element = T(0.0f);
-          if (exists) element = source[value];
-          target[tile * 64 + (octet % 4 * 2 + e) * 8 + r % 8] = element;
+          const uint column = 8 * octet + C::value_of(pair, e);
+          const bool exists = queries.has(r) && column < params.k.width;
+          fragments[pair * kQueryTiles * 64 + e * 8] = exists ? float(source[column]) : 0.0f;
         }
       }
     }
   }
 
   static void run(C keys, C values, device const T* q, device const uchar* mask, device const uchar* sinks,
-                  device T* output, device float* partials, threadgroup T* staged, threadgroup Shared& shared,
-                  uint3 group, uint lane, uint simdgroup, constant AttentionParams& params) {
+                  device T* output, device float* partials, threadgroup float* staged,
+                  threadgroup Shared& shared, uint3 group, uint lane, uint simdgroup,
+                  constant AttentionParams& params) {
     const uint group_heads = params.heads / params.key_heads;
     const uint batch = group.z / params.key_heads, key_head = group.z % params.key_heads;
-    const Queries queries = {group.y * kQueries, group_heads * params.tokens, group_heads};
+    const Queries queries = {group.y * kQueries, group_heads * params.tokens, group_heads,
+                             params.tokens == 1};
     stage(staged, q, queries, batch, key_head, simdgroup * kSimdWidth + lane, params);
 
     const LanePlace place(lane);
+    const uint team = kTeams == 1 ? 0 : simdgroup / kMembers, member = simdgroup - team * kMembers;
     const ulong mask_start = batch * params.mask_batch_stride;
     // The keys of the tokens themselves, and what the block sees at most.
     const int before = int(params.keys) - int(params.tokens);
@@ -307,30 +308,36 @@ struct Block {
     }
 
     int positions[kQueryTiles][2];
-    float highest[kQueryTiles][2], sums[kQueryTiles][2];
-    Sums sum_of_values;
+    Sums sums;
     UNROLL for (int t = 0; t < kQueryTiles; ++t) {
       UNROLL for (int e = 0; e < 2; ++e) {
         const uint r = 8 * t + 2 * place.quarter + e;
         positions[t][e] = queries.has(r) ? before + int(queries.token(r)) : kNoQuery;
-        highest[t][e] = kLowest;
-        sums[t][e] = 0.0f;
+        sums.highest[t][e] = kLowest;
+        sums.exponentials[t][e] = 0.0f;
       }
       UNROLL for (int f = 0; f < kValueTiles; ++f) {
-        sum_of_values.v[f][t] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+        sums.values[f][t] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
       }
     }
-    const uint first_value = (simdgroup * 8 + place.row) * kValueTiles;  // of the lane's value dimensions
-    const bool has_values = simdgroup * 8 * kValueTiles < params.v.width;
+    const uint first_value = (member * 8 + place.row) * kValueTiles;  // of the lane's value dimensions
+    const bool has_values = member * 8 * kValueTiles < params.v.width;
+    // The simdgroup's place in what its team shares, and the team's.
+    threadgroup float2* own_probabilities =
+        shared.exchange + simdgroup * kKeyTiles * kQueryTiles * kSimdWidth + lane;
+    threadgroup float2* probabilities = own_probabilities - member * kKeyTiles * kQueryTiles * kSimdWidth;
+    threadgroup uint* seen_of_team = shared.seen + team * kMembers * kKeyTiles;
+    threadgroup float2* highest_of_team = shared.highest[team * kMembers] + place.quarter;
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
-    for (uint tile = begin; tile < end; tile += kTile) {
-      const bool inside = params.mask_kind == MASK_NONE && tile + kTile <= end &&
-                          int(tile + kTile) <= lowest + 1 &&
+    for (uint step = begin; step < end; step += kTeams * kTeamTile) {
+      const uint tile = step + team * kTeamTile;
+      const bool inside = params.mask_kind == MASK_NONE && tile + kTeamTile <= end &&
+                          int(tile + kTeamTile) <= lowest + 1 &&
                           (params.window == 0 || highest_position - int(tile) < int(params.window));
       Scores scores;
       uint seen[kKeyTiles];
-      const uint own = 8 * kKeyTiles * simdgroup + place.row;  // the first of the lane's keys in the tile
+      const uint own = 8 * kKeyTiles * member + place.row;  // the first of the lane's keys in the tile
       bool any = inside;
       UNROLL for (int n = 0; n < kKeyTiles; ++n) {
         seen[n] = 1;
@@ -368,70 +375,130 @@ struct Block {
           }
           most[e] = max_of_column(most[e]);
         }
-        if (place.row == 0) shared.highest[simdgroup][4 * t + place.quarter] = float2(most[0], most[1]);
+        if (place.row == 0) highest_of_team[member * (kQueries / 2) + 4 * t] = float2(most[0], most[1]);
       }
-      threadgroup_barrier(mem_flags::mem_threadgroup);
+      team_barrier();
 
       UNROLL for (int t = 0; t < kQueryTiles; ++t) {
-        float2 most = float2(highest[t][0], highest[t][1]);
-        UNROLL for (int s = 0; s < kSimdgroups; ++s) most =
-            max(most, shared.highest[s][4 * t + place.quarter]);
-        float factors[2];
-        UNROLL for (int e = 0; e < 2; ++e) {
-          factors[e] = precise::exp(highest[t][e] - most[e]);
-          highest[t][e] = most[e];
-          sums[t][e] *= factors[e];
+        float2 most = float2(sums.highest[t][0], sums.highest[t][1]);
+        UNROLL for (int m = 0; m < kMembers; ++m) {
+          most = max(most, highest_of_team[m * (kQueries / 2) + 4 * t]);
         }
+        raise(sums, t, most);
         UNROLL for (int n = 0; n < kKeyTiles; ++n) {
           float2 two;
           UNROLL for (int e = 0; e < 2; ++e) {
-            two[e] = precise::exp(scores.v[n][t][e] - highest[t][e]);
-            sums[t][e] += two[e];
+            two[e] = precise::exp(scores.v[n][t][e] - most[e]);
+            sums.exponentials[t][e] += two[e];
           }
-          shared.probabilities[((simdgroup * kKeyTiles + n) * kQueryTiles + t) * kSimdWidth + lane] = two;
-        }
-        UNROLL for (int f = 0; f < kValueTiles; ++f) {
-          UNROLL for (int e = 0; e < 2; ++e) sum_of_values.v[f][t].thread_elements()[e] *= factors[e];
+          own_probabilities[(n * kQueryTiles + t) * kSimdWidth] = two;
         }
       }
       UNROLL for (int n = 0; n < kKeyTiles; ++n) {
         const uint bits = inside ? 0xffu : column_bits(seen[n]);
-        if (lane == 0) shared.seen[simdgroup * kKeyTiles + n] = bits;
+        if (lane == 0) seen_of_team[member * kKeyTiles + n] = bits;
       }
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      if (has_values) add_values(sum_of_values, values, shared, tile, first_value, place, lane, params);
+      team_barrier();
+      if (has_values) add_values(sums, values, probabilities, seen_of_team, tile, first_value, place);
     }
 
+    if constexpr (kTeams > 1) raise_all(sums, shared, simdgroup, place);
     UNROLL for (int t = 0; t < kQueryTiles; ++t) {
-      const float2 two = float2(sum_of_column(sums[t][0]), sum_of_column(sums[t][1]));
+      const float2 two =
+          float2(sum_of_column(sums.exponentials[t][0]), sum_of_column(sums.exponentials[t][1]));
       if (place.row == 0) shared.sums[simdgroup][4 * t + place.quarter] = two;
     }
+    if (kTeams > 1 && team != 0) give_sums(sums, shared, team, member, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (kTeams > 1 && team != 0) return;
+    take_sums(sums, shared, member, lane);
+    float2 totals[kQueryTiles];
     UNROLL for (int t = 0; t < kQueryTiles; ++t) {
-      float2 total = float2(0.0f);
-      UNROLL for (int s = 0; s < kSimdgroups; ++s) total += shared.sums[s][4 * t + place.quarter];
+      totals[t] = float2(0.0f);
+      UNROLL for (int s = 0; s < kSimdgroups; ++s) totals[t] += shared.sums[s][4 * t + place.quarter];
+    }
+    UNROLL for (int t = 0; t < kQueryTiles; ++t) {
       UNROLL for (int e = 0; e < 2; ++e) {
         const uint r = 8 * t + 2 * place.quarter + e;
         if (!queries.has(r)) continue;
         const uint head = key_head * group_heads + queries.head(r);
         const uint row = (batch * params.tokens + queries.token(r)) * params.heads + head;
-        const Total own = {highest[t][e], total[e]};
+        const Total own = {sums.highest[t][e], totals[t][e]};
         const bool merged = params.chunks > 1;
         const float factor = merged ? 1.0f : final_factor(own, sinks, head, params);
         device float* partial = merged ? partial_values(partials, group.x, row, params) : partials;
         UNROLL for (int f = 0; f < kValueTiles; ++f) {
           const uint column = first_value + f;
           if (column >= params.v.width) break;
-          const float value = sum_of_values.v[f][t].thread_elements()[e];
+          const float value = sums.values[f][t].thread_elements()[e];
           if (merged) {
             partial[column] = value;
           } else {
             output[ulong(row) * params.v.width + column] = T(value * factor);
           }
         }
-        if (merged && simdgroup == 0 && place.row == 0) {
+        if (merged && member == 0 && place.row == 0) {
           partial_total(partials, group.x, row, params)[0] = own.highest;
           partial_total(partials, group.x, row, params)[1] = own.sum;
+        }
+      }
+    }
+  }
+
+  static void team_barrier() {
+    if constexpr (kMembers == 1) {
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+    } else {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+  }
+
+  // The same sums, of the exponentials of scores less `most`.
+  static void raise(thread Sums& sums, int t, float2 most) {
+    UNROLL for (int e = 0; e < 2; ++e) {
+      const float factor = precise::exp(sums.highest[t][e] - most[e]);
+      sums.highest[t][e] = most[e];
+      sums.exponentials[t][e] *= factor;
+      UNROLL for (int f = 0; f < kValueTiles; ++f) sums.values[f][t].thread_elements()[e] *= factor;
+    }
+  }
+
+  // To the highest score of all teams.
+  static void raise_all(thread Sums& sums, threadgroup Shared& shared, uint simdgroup, LanePlace place) {
+    UNROLL for (int t = 0; t < kQueryTiles; ++t) {
+      const float2 own = float2(sums.highest[t][0], sums.highest[t][1]);
+      if (place.row == 0) shared.highest[simdgroup][4 * t + place.quarter] = own;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    UNROLL for (int t = 0; t < kQueryTiles; ++t) {
+      float2 most = float2(kLowest);
+      UNROLL for (int s = 0; s < kSimdgroups; s += kMembers) {
+        most = max(most, shared.highest[s][4 * t + place.quarter]);
+      }
+      raise(sums, t, most);
+    }
+  }
+
+  // The sums of the other teams go to the first, which adds them in ascending order.
+  static void give_sums(thread Sums& sums, threadgroup Shared& shared, uint team, uint member, uint lane) {
+    threadgroup float2* target =
+        shared.exchange + ((team - 1) * kMembers + member) * kSumsOfLane * kSimdWidth;
+    UNROLL for (int f = 0; f < kValueTiles; ++f) {
+      UNROLL for (int t = 0; t < kQueryTiles; ++t) {
+        target[(f * kQueryTiles + t) * kSimdWidth + lane] =
+            float2(sums.values[f][t].thread_elements()[0], sums.values[f][t].thread_elements()[1]);
+      }
+    }
+  }
+  static void take_sums(thread Sums& sums, threadgroup const Shared& shared, uint member, uint lane) {
+    UNROLL for (int team = 1; team < kTeams; ++team) {
+      threadgroup const float2* source =
+          shared.exchange + ((team - 1) * kMembers + member) * kSumsOfLane * kSimdWidth;
+      UNROLL for (int f = 0; f < kValueTiles; ++f) {
+        UNROLL for (int t = 0; t < kQueryTiles; ++t) {
+          const float2 two = source[(f * kQueryTiles + t) * kSimdWidth + lane];
+          sums.values[f][t].thread_elements()[0] += two.x;
+          sums.values[f][t].thread_elements()[1] += two.y;
         }
       }
     }
@@ -446,7 +513,7 @@ struct Block {
   }
 
   // The dot products of the simdgroup's keys and all queries.
-  static void score(thread Scores& scores, C keys, threadgroup const T* staged, uint tile, uint own,
+  static void score(thread Scores& scores, C keys, threadgroup const float* staged, uint tile, uint own,
                     thread const uint* seen, LanePlace place, constant AttentionParams& params) {
     simdgroup_matrix<float, 8, 8> products[kKeyTiles][kQueryTiles];
     UNROLL for (int n = 0; n < kKeyTiles; ++n) {
@@ -454,31 +521,34 @@ struct Block {
         products[n][t] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
       }
     }
-    threadgroup const T* queries = staged + place.row * 8 + 2 * place.quarter;
-    ROLLED for (uint column = 8 * place.quarter; column < (params.k.width + 31) / 32 * 32; column += 32) {
-      typename C::template Run<8> runs[kKeyTiles];
-      UNROLL for (int n = 0; n < kKeyTiles; ++n) {
-        runs[n] = keys.template load<8>(tile, own + 8 * n, column, seen[n] != 0);
+    threadgroup const float* queries = staged + place.row * 8 + 2 * place.quarter;
+    ROLLED for (uint first = 0; first < params.k.width; first += 32 * kRunsAtOnce) {
+      typename C::template Run<8> runs[kRunsAtOnce][kKeyTiles];
+      UNROLL for (int r = 0; r < kRunsAtOnce; ++r) {
+        const uint column = first + 32 * r + 8 * place.quarter;
+        UNROLL for (int n = 0; n < kKeyTiles; ++n) {
+          runs[r][n] = keys.template load<8>(tile, own + 8 * n, column, seen[n] != 0);
+        }
       }
-      UNROLL for (int i = 0; i < 4; ++i) {
+      UNROLL for (int i = 0; i < 4 * kRunsAtOnce; ++i) {
         simdgroup_matrix<float, 8, 8> fragments[kKeyTiles];
         UNROLL for (int n = 0; n < kKeyTiles; ++n) {
-          const float2 two = C::template pair<8>(runs[n], i);
+          const float2 two = C::template pair<8>(runs[i / 4][n], i % 4);
           fragments[n].thread_elements()[0] = two.x;
           fragments[n].thread_elements()[1] = two.y;
         }
         UNROLL for (int t = 0; t < kQueryTiles; ++t) {
           simdgroup_matrix<float, 8, 8> query;
-          const vec<T, 2> two =
-              *reinterpret_cast<threadgroup const vec<T, 2>*>(queries + (i * kQueryTiles + t) * 64);
-          query.thread_elements()[0] = float(two.x);
-          query.thread_elements()[1] = float(two.y);
+          const float2 two =
+              *reinterpret_cast<threadgroup const float2*>(queries + (i * kQueryTiles + t) * 64);
+          query.thread_elements()[0] = two.x;
+          query.thread_elements()[1] = two.y;
           UNROLL for (int n = 0; n < kKeyTiles; ++n) {
             simdgroup_multiply_accumulate(products[n][t], fragments[n], query, products[n][t]);
           }
         }
       }
-      queries += 4 * kQueryTiles * 64;
+      queries += 4 * kRunsAtOnce * kQueryTiles * 64;
     }
     UNROLL for (int n = 0; n < kKeyTiles; ++n) {
       UNROLL for (int t = 0; t < kQueryTiles; ++t) {
@@ -489,38 +559,48 @@ struct Block {
 
   // Value dimensions x keys times keys x queries, 8 keys at a time. A lane has kValueTiles dimensions of two
   // keys: an element of each in every fragment.
-  static void add_values(thread Sums& sums, C values, threadgroup const Shared& shared, uint tile,
-                         uint first_value, LanePlace place, uint lane, constant AttentionParams& params) {
-    ROLLED for (uint n = 0; n < kKeyTiles * kSimdgroups; ++n) {
-      const uint bits = shared.seen[n] >> (2 * place.quarter), any = shared.seen[n];
+  static void add_values(thread Sums& sums, C values, threadgroup const float2* shared,
+                         threadgroup const uint* seen, uint tile, uint first_value, LanePlace place) {
+    constexpr int kRound = kValuesAtOnce * kQueryTiles * kSimdWidth;
+    ROLLED for (uint first = 0; first < kKeyTiles * kMembers; first += kValuesAtOnce, shared += kRound) {
+      uint any = 0;
+      UNROLL for (int n = 0; n < kValuesAtOnce; ++n) any |= seen[first + n];
       if (any == 0) continue;
-      typename C::template Run<kValueTiles> runs[2];
-      UNROLL for (int e = 0; e < 2; ++e) {
-        runs[e] = values.template load<kValueTiles>(tile, 8 * n + 2 * place.quarter + e, first_value,
-                                                    (bits >> e & 1) != 0);
+      typename C::template Run<kValueTiles> runs[kValuesAtOnce][2];
+      UNROLL for (int n = 0; n < kValuesAtOnce; ++n) {
+        const uint bits = seen[first + n] >> (2 * place.quarter);
+        UNROLL for (int e = 0; e < 2; ++e) {
+          runs[n][e] = values.template load<kValueTiles>(tile, 8 * (first + n) + 2 * place.quarter + e,
+                                                         first_value, (bits >> e & 1) != 0);
+        }
       }
-      const RunValues<kValueTiles> first = values_of<C, kValueTiles>(runs[0]);
-      const RunValues<kValueTiles> second = values_of<C, kValueTiles>(runs[1]);
-      simdgroup_matrix<float, 8, 8> probabilities[kQueryTiles];
-      UNROLL for (int t = 0; t < kQueryTiles; ++t) {
-        const float2 two = shared.probabilities[(n * kQueryTiles + t) * kSimdWidth + lane];
-        probabilities[t].thread_elements()[0] = two.x;
-        probabilities[t].thread_elements()[1] = two.y;
-      }
-      UNROLL for (int f = 0; f < kValueTiles; ++f) {
-        simdgroup_matrix<float, 8, 8> tile;
-        tile.thread_elements()[0] = first.v[f];
-        tile.thread_elements()[1] = second.v[f];
+      UNROLL for (int n = 0; n < kValuesAtOnce; ++n) {
+        simdgroup_matrix<float, 8, 8> probabilities[kQueryTiles];
         UNROLL for (int t = 0; t < kQueryTiles; ++t) {
-          simdgroup_multiply_accumulate(sums.v[f][t], tile, probabilities[t], sums.v[f][t]);
+          const float2 two = shared[(n * kQueryTiles + t) * kSimdWidth];
+          probabilities[t].thread_elements()[0] = two.x;
+          probabilities[t].thread_elements()[1] = two.y;
+        }
+        UNROLL for (int i = 0; i < kValueTiles / 2; ++i) {
+          const float2 of_key = C::template pair<kValueTiles>(runs[n][0], i);
+          const float2 of_next = C::template pair<kValueTiles>(runs[n][1], i);
+          UNROLL for (int e = 0; e < 2; ++e) {
+            simdgroup_matrix<float, 8, 8> matrix;
+            matrix.thread_elements()[0] = of_key[e];
+            matrix.thread_elements()[1] = of_next[e];
+            const int f = C::value_of(i, e);
+            UNROLL for (int t = 0; t < kQueryTiles; ++t) {
+              simdgroup_multiply_accumulate(sums.values[f][t], matrix, probabilities[t], sums.values[f][t]);
+            }
+          }
         }
       }
     }
   }
 };
 
-template <typename C, int kSimdgroups, int kValueTiles, int kQueryTiles>
-[[kernel, max_total_threads_per_threadgroup(kSimdgroups* kSimdWidth)]] void attention_block(
+template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles>
+[[kernel, max_total_threads_per_threadgroup(kTeams* kMembers* kSimdWidth)]] void attention_block(
     device const typename C::Element* q [[buffer(0)]], device const uchar* k [[buffer(1)]],
     device const uchar* v [[buffer(2)]], device const uchar* mask [[buffer(3)]],
     device const uchar* sinks [[buffer(4)]], device typename C::Element* output [[buffer(5)]],
@@ -528,10 +608,10 @@ template <typename C, int kSimdgroups, int kValueTiles, int kQueryTiles>
     device const typename C::Element* k_biases [[buffer(8)]],
     device const typename C::Element* v_scales [[buffer(9)]],
     device const typename C::Element* v_biases [[buffer(10)]],
-    constant AttentionParams& params [[buffer(11)]],
-    threadgroup typename C::Element* staged [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
-  typedef Block<C, kSimdgroups, kValueTiles, kQueryTiles> B;
+    constant AttentionParams& params [[buffer(11)]], threadgroup float* staged [[threadgroup(0)]],
+    uint3 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  typedef Block<C, kTeams, kMembers, kValueTiles, kQueryTiles> B;
   threadgroup typename B::Shared shared;
   const uint batch = group.z / params.key_heads, key_head = group.z % params.key_heads;
   const C keys(k, k_scales, k_biases, batch, key_head, params.k);
@@ -539,38 +619,59 @@ template <typename C, int kSimdgroups, int kValueTiles, int kQueryTiles>
   B::run(keys, values, q, mask, sinks, output, partials, staged, shared, group, lane, simdgroup, params);
 }
 
-// A simdgroup takes some columns of a query and adds up its chunks in ascending order.
+// A threadgroup takes some columns of a query. Its simdgroups take chunks in turn, and the first ones add up
+// what they have, in ascending order.
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(kMergeSimdgroups* kSimdWidth)]] void attention_merge(
     device float* partials [[buffer(0)]], device const uchar* sinks [[buffer(1)]],
     device T* output [[buffer(2)]], constant AttentionParams& params [[buffer(3)]],
-    uint2 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
-  const uint row = group.x * kMergeSimdgroups + simdgroup;
-  if (row >= params.rows) return;
+    uint2 group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  threadgroup float shared_values[kMergeSimdgroups][kMergeColumns * kSimdWidth];
+  threadgroup float shared_sums[kMergeSimdgroups];
+  const uint row = group.x, first_column = group.y * kMergeColumns * kSimdWidth;
   Total total = {kLowest, 0.0f};
   for (uint chunk = lane; chunk < params.chunks; chunk += kSimdWidth) {
     total.highest = max(total.highest, partial_total(partials, chunk, row, params)[0]);
   }
   total.highest = simd_max(total.highest);
-  float values[kMergeColumns];
-  UNROLL for (uint i = 0; i < kMergeColumns; ++i) values[i] = 0.0f;
-  const uint first = group.y * kMergeColumns * kSimdWidth + lane;
-  for (uint chunk = 0; chunk < params.chunks; ++chunk) {
-    device const float* of_chunk = partial_total(partials, chunk, row, params);
-    const float factor = precise::exp(of_chunk[0] - total.highest);
-    total.sum += factor * of_chunk[1];
-    device const float* source = partial_values(partials, chunk, row, params);
-    UNROLL for (uint i = 0; i < kMergeColumns; ++i) {
-      const uint column = first + i * kSimdWidth;
-      if (column < params.v.width) values[i] += factor * source[column];
+
+  float values[kMergeColumns] = {}, sum = 0.0f;
+  for (uint first = simdgroup; first < params.chunks; first += kMergeChunks * kMergeSimdgroups) {
+    float highest[kMergeChunks], sums[kMergeChunks], of_chunk[kMergeChunks][kMergeColumns];
+    UNROLL for (uint i = 0; i < kMergeChunks; ++i) {
+      const uint chunk = first + i * kMergeSimdgroups;
+      highest[i] = -INFINITY;
+      sums[i] = 0.0f;
+      UNROLL for (uint c = 0; c < kMergeColumns; ++c) of_chunk[i][c] = 0.0f;
+      if (chunk >= params.chunks) continue;
+      highest[i] = partial_total(partials, chunk, row, params)[0];
+      sums[i] = partial_total(partials, chunk, row, params)[1];
+      device const float* source = partial_values(partials, chunk, row, params) + first_column;
+      UNROLL for (uint c = 0; c < kMergeColumns; ++c) {
+        const uint column = c * kSimdWidth + lane;
+        if (first_column + column < params.v.width) of_chunk[i][c] = source[column];
+      }
+    }
+    UNROLL for (uint i = 0; i < kMergeChunks; ++i) {
+      const float factor = precise::exp(highest[i] - total.highest);
+      sum = fma(factor, sums[i], sum);
+      UNROLL for (uint c = 0; c < kMergeColumns; ++c) values[c] = fma(factor, of_chunk[i][c], values[c]);
     }
   }
-  const float factor = final_factor(total, sinks, row % params.heads, params);
-  UNROLL for (uint i = 0; i < kMergeColumns; ++i) {
-    const uint column = first + i * kSimdWidth;
-    if (column < params.v.width) output[ulong(row) * params.v.width + column] = T(values[i] * factor);
+  UNROLL for (uint c = 0; c < kMergeColumns; ++c) shared_values[simdgroup][c * kSimdWidth + lane] = values[c];
+  if (lane == 0) shared_sums[simdgroup] = sum;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  const uint column = first_column + thread_index;
+  if (thread_index >= kMergeColumns * kSimdWidth || column >= params.v.width) return;
+  float value = 0.0f;
+  UNROLL for (uint s = 0; s < kMergeSimdgroups; ++s) {
+    total.sum += shared_sums[s];
+    value += shared_values[s][thread_index];
   }
+  const float factor = final_factor(total, sinks, row % params.heads, params);
+  output[ulong(row) * params.v.width + column] = T(value * factor);
 }
 
 // Four elements of a key or value a lane, a group in 8, 16 or 32 neighbouring lanes: its lowest and highest

@@ -19,8 +19,10 @@ GEOMETRY kRopeHeads = 4;
 GEOMETRY kTableThreads = 64;
 
 // Attention: the sum over chunks. attention.metal has the sizes of the other kernels.
-GEOMETRY kMergeSimdgroups = 4;
+GEOMETRY kQueryColumns = 64;  // queries in threadgroup memory are a multiple of this wide
+GEOMETRY kMergeSimdgroups = 8;
 GEOMETRY kMergeColumns = 4;  // columns of a thread
+GEOMETRY kMergeChunks = 4;   // of a thread, that are loaded before any is used
 GEOMETRY kCacheThreads = 128;
 
 // Linear attention
