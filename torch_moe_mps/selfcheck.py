@@ -272,22 +272,33 @@ def failing(
 
     Returns: {operator: what is wrong with it}, and the operators for which there was no time.
     """
+    wanted = {
+        " ".join((name, DTYPES[dtype], *([str(format)] if format else []))): (name, dtype, format)
+        for name, dtype, format in work(operators, dtypes, formats)
+    }
+    return first_failures(check_operator, wanted, seconds)
+
+
+def first_failures(
+    check: Callable[..., Finding | None], calls: Mapping[str, tuple], seconds: float | None = None
+) -> tuple[dict[str, Finding], set[str]]:
+    """Makes those calls of a check, by their labels, that have not passed on this machine yet.
+
+    Returns: {first argument: what is wrong with it}, and the first arguments for which there was no time.
+    """
     passed = passed_before()
     found: dict[str, Finding] = {}
     new, late = set(), set()
     end = time.monotonic() + (time_allowed() if seconds is None else seconds)
-    for name, dtype, format in work(operators, dtypes, formats):
-        label = " ".join((name, DTYPES[dtype], *([str(format)] if format else [])))
-        if label in passed or name in found:
+    for label, (subject, *others) in calls.items():
+        if label in passed or subject in found:
             continue
         if time.monotonic() > end:
-            late.add(name)
-            continue
-        finding = check_operator(name, dtype, format)
-        if finding is None:
-            new.add(label)
+            late.add(subject)
+        elif finding := check(subject, *others):
+            found[subject] = finding
         else:
-            found[name] = finding
+            new.add(label)
     if new:
         remember(passed | new)
     return found, late

@@ -5,7 +5,6 @@ on this machine. `MOE_MPS_TENSOR_UNITS=0` switches them off; `=1` uses them ever
 that compute such products without units, and slower.
 """
 
-import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +20,7 @@ from .selfcheck import (
     FORMATS,
     Finding,
     compare,
-    passed_before,
-    remember,
-    time_allowed,
+    first_failures,
     where,
 )
 
@@ -125,22 +122,11 @@ def _decide(names: Collection[str], check: bool) -> Use:
         return Use([*names], f"{TENSOR_VARIABLE}=1, not checked")
     if not check:
         return Use(reason=f"not checked; {TENSOR_VARIABLE}=1 uses them all the same")
-    use, passed, new = Use(), passed_before(), set()
-    end = time.monotonic() + time_allowed()
-    for name in names:
-        if name not in passed:
-            if time.monotonic() > end:
-                use.late.add(name)
-                continue
-            if fault := check_library(name):
-                use.faults[name] = fault
-                continue
-            new.add(name)
+    faults, late = first_failures(check_library, {name: (name,) for name in names})
+    used = [name for name in names if name not in faults and name not in late]
+    for name in used:
         torch.ops.moe_mps._allow_tensor_units(name, True)
-        use.libraries.append(name)
-    if new:
-        remember(passed | new)
-    return use
+    return Use(used, "", faults, late)
 
 
 def check_library(name: str) -> Finding | None:

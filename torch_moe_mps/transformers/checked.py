@@ -34,7 +34,7 @@ from ..tensor_units import decide, is_forced, why_not, without_units
 from .checkpoints.recipe import Recipe
 from .compiling import compile_libraries, tensor_libraries_of
 from .interface import formats_of, is_experts, is_quantized
-from .linears import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
+from .linears import QuantizedEmbedding, QuantizedLinear, formats_in
 from .report import Report
 
 # {operator: what is wrong with it on this machine's GPU}, as the last check of this process found
@@ -110,12 +110,7 @@ def check_replacements(function: str, model: nn.Module, report: Report, seconds:
     Raises: RuntimeError for one that runs quantised weights.
     """
     named = operators_named(" ".join(row.replaced_by or "" for row in report.replaced))
-    formats: set[Format] = set()
-    for module in model.modules():
-        if is_experts(module) and is_quantized(module):
-            formats.update(formats_of(module).values())
-        elif isinstance(module, QuantizedLayer):
-            formats.add(module.format)
+    formats = {format for module in model.modules() for format in formats_in(module).values()}
     started = time.perf_counter()
     found, late = failing(named, _dtypes(model), sorted(formats, key=str), seconds)
     took = time.perf_counter() - started

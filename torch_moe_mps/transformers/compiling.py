@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from .._extension import torch_version
-from ..ops._formats import Format
 from ..ops.attention import CACHE_BITS
 from ..selfcheck import DTYPES, compile_side_by_side
 from .interface import is_experts, is_quantized
-from .linears import has_quantized_weights
+from .linears import formats_in, has_quantized_weights
 from .rewriting.record import kv_bits_of
 
 # Libraries that depend on a format or on the dtype of ids, not on activations alone.
@@ -71,7 +70,7 @@ def tensor_libraries_of(model: nn.Module) -> list[str]:
     for module in model.modules():
         tensors = [*module.parameters(recurse=False)]
         if tensors and tensors[0].device.type == "mps" and (dtype := _dtype(module, model)) is not None:
-            weights = [str(format) for format in _formats(module)]
+            weights = [str(format) for format in formats_in(module).values()]
             if is_experts(module) and not is_quantized(module):
                 weights = ["dense_transposed" if module.is_transposed else "dense"]
             used.update(f"tensor_units_{name}_{dtype}" for name in weights)
@@ -102,16 +101,11 @@ def libraries_of(model: nn.Module) -> list[str]:
 def _weight_libraries(module: nn.Module, dtype: str | None) -> Iterator[str]:
     if dtype is None:
         return
-    formats = _formats(module)
+    formats = formats_in(module)
     if formats:
-        yield from (f"quantized_{format}_{dtype}" for format in formats)
+        yield from (f"quantized_{format}_{dtype}" for format in formats.values())
     elif is_experts(module):
         yield f"experts_{dtype}"
-
-
-def _formats(module: nn.Module) -> list[Format]:
-    attributes = ("quantization", "down_quantization", "format")
-    return [f for f in (getattr(module, name, None) for name in attributes) if isinstance(f, Format)]
 
 
 def _dtype(module: nn.Module, model: nn.Module) -> str | None:
