@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support import tiny_models
+from support.launches import launches, prompted
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -266,6 +267,18 @@ def test_windows(simulated, name):
     with_gradients = model(input_ids=ids[:, :20])[0]
     with_gradients.sum().backward()
     torch.testing.assert_close(with_gradients.detach().float().cpu(), expected[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gpt_oss"])
+def test_a_token_makes_no_mask(simulated, name):
+    """Not even where its windows are full."""
+    model = tiny_models.tiny_model(name, sliding_window=6, **TWO_KINDS).to("mps").eval()
+    token = torch.ones(1, 1, dtype=torch.int64, device="mps")
+    torch_moe_mps.accelerate(model)
+    cache = prompted(model, [1] * 20)
+    counts = launches(simulated, lambda: model(token, past_key_values=cache))
+    assert counts["embedding"] == 1
+    assert not counts.keys() & {"le", "gt", "bitwise_and", "where", "new_ones"}
 
 
 # Memory ------------------------------------------------------------------------------------------------
