@@ -6,12 +6,13 @@
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
+import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,41 +22,57 @@ import transformers
 
 from support import mlx_models, tiny_models
 from support.models import generate, prompt
-from support.processes import environment
 
 _RESULT = "RESULT "
+# One process imports what all need; those that run the functions are its children.
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["support.pipeline", "torch_moe_mps.transformers", "transformers.generation"])
 
 
-def start(function: str, *arguments: Any, processes: int = 2) -> list[subprocess.Popen]:
+class Started:
+    """A process that runs one of the functions below."""
+
+    def __init__(self, function: str, arguments: tuple, variables: dict[str, object]) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        parts = function, arguments, {name: str(value) for name, value in variables.items()}
+        self.process = _SERVER.Process(target=_run, args=(*parts, self.folder.name), daemon=True)
+        self.process.start()
+
+    def end(self, timeout: float) -> tuple[int, str, str]:
+        """Return code, output and errors."""
+        self.process.join(timeout)
+        self.process.kill()
+        self.process.join()
+        output, errors = (Path(self.folder.name, name).read_text() for name in ("output", "errors"))
+        return self.process.exitcode, output, errors
+
+
+def _run(function: str, arguments: tuple, variables: dict[str, str], folder: str) -> None:
+    for number, name in ((1, "output"), (2, "errors")):
+        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), number)
+    os.environ.update(variables)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    print(_RESULT + json.dumps(globals()[function](*arguments)), flush=True)
+
+
+def start(function: str, *arguments: Any, processes: int = 2) -> list[Started]:
     """The processes, with the variables that torchrun sets."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    started = []
-    for rank in range(processes):
-        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MOE_MPS_CHECK": 0, "OMP_NUM_THREADS": 1}
-        command = [sys.executable, "-W", "ignore", "-m", "support.pipeline", function, json.dumps(arguments)]
-        started.append(
-            subprocess.Popen(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=environment() | {name: str(value) for name, value in variables.items()},
-            )
-        )
-    return started
+    shared = {"WORLD_SIZE": processes, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1", "MOE_MPS_CHECK": 0}
+    return [
+        Started(function, arguments, {"RANK": rank, "LOCAL_RANK": rank, **shared})
+        for rank in range(processes)
+    ]
 
 
-def ends_of(started: list[subprocess.Popen], timeout: float = 300) -> list[tuple[int, str, str]]:
+def ends_of(started: list[Started], timeout: float = 300) -> list[tuple[int, str, str]]:
     """(return code, output, errors) of each process; none is left running."""
-    try:
-        ends = [process.communicate(timeout=timeout) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [(process.returncode, *end) for process, end in zip(started, ends, strict=True)]
+    deadline = time.monotonic() + timeout
+    return [process.end(max(deadline - time.monotonic(), 0)) for process in started]
 
 
 def launch(function: str, *arguments: Any, processes: int = 2) -> list[Any]:
@@ -246,13 +263,6 @@ def equal(root: str, wanted: list[list[str]]) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    function, arguments = sys.argv[1:3]
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    print(_RESULT + json.dumps(globals()[function](*json.loads(arguments))), flush=True)
-
-
 def counts(folder: str, prompt_tokens: int, chunk: int) -> dict[str, Any]:
     """Messages and bytes that this process sends: for each new token, and for a prompt in chunks."""
     model = staged(folder)
@@ -355,7 +365,3 @@ def _at_third_call(model: Any, action: Any) -> None:
             action()
 
     model.register_forward_pre_hook(hook)
-
-
-if __name__ == "__main__":
-    main()
