@@ -25,6 +25,7 @@ def pytest_configure(config):
         "markers",
         "one_schedule: run the simulated mps variant under one schedule in the sweep, too",
     )
+    config.addinivalue_line("markers", "of_kernels: about what only kernels do: on the CPU in the sweep")
     # Before test modules are imported: torch remembers for the process whether MPS was there when asked.
     if SIMULATED:
         install_error(config)
@@ -44,7 +45,8 @@ def pytest_generate_tests(metafunc):
     if "device" in metafunc.fixturenames:
         marks = {mark.name for mark in metafunc.definition.iter_markers()}
         one_schedule = bool(marks & {"one_schedule", "sweep"})
-        metafunc.parametrize("device", ["cpu", *mps_variants(one_schedule)], indirect=True)
+        cpu = pytest.param("cpu", marks=pytest.mark.sweep) if "of_kernels" in marks else "cpu"
+        metafunc.parametrize("device", [cpu, *mps_variants(one_schedule)], indirect=True)
 
 
 def install_error(config) -> str | None:

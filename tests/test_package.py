@@ -26,18 +26,6 @@ def test_unknown_transformers_can_be_imported(tmp_path):
     assert output.startswith("42 torch_moe_mps: transformers 4.57.1 is not supported")
 
 
-def test_transformers_knows_the_quantizer():
-    """While transformers is imported, nothing of ours needs the rest of it."""
-    code = """
-        import warnings
-        warnings.filterwarnings("error", message="torch_moe_mps")
-        import torch_moe_mps
-        from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
-        print(AUTO_QUANTIZER_MAPPING["moe_mps"].__module__)
-    """
-    assert python(code) == "torch_moe_mps.transformers.checkpoints.quantizer"
-
-
 def test_import_waits_for_torch_and_transformers():
     """It imports neither, and the operators are there once torch is."""
     code = """

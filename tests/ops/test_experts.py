@@ -302,6 +302,7 @@ def test_nan_and_infinity_stay_with_their_token(device):
         assert_close(out[2:], type(clean)(*(part[2:] for part in clean)))
 
 
+@pytest.mark.sweep
 def test_weights_over_4_gib(device):
     """Only the pages of the expert that is read exist: elements behind 2^31, bytes behind 2^32."""
     hidden, rows, experts = 1024, 1024, 2**11 + 5

@@ -47,8 +47,14 @@ def test_expert_qmm(device, format):
         )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", each(FORMATS))
+@pytest.mark.parametrize(
+    ("format", "dtype"),
+    [
+        pytest.param(form, dtype, id=f"{name_of(form)}-{dtype}", marks=[] if i == j else pytest.mark.sweep)
+        for i, form in enumerate(FORMATS)
+        for j, dtype in enumerate(DTYPES)
+    ],
+)
 def test_layer(device, format, dtype):
     """Sizes are multiples of the group, not of a tile."""
     group = format[1]

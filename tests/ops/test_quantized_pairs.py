@@ -12,6 +12,8 @@ from support.quantized_layers import (
     random_quantized,
 )
 
+pytestmark = pytest.mark.of_kernels
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

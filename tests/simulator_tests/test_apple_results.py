@@ -96,13 +96,10 @@ class TestMlx:
     @pytest.mark.parametrize(
         "name, inputs, fast",
         [
-            *(("int4", 512, "_fast"), ("mxfp4", 512, "_fast"), ("int4", 320, ""), ("int6", 320, "")),
-            *(
-                pytest.param(n, 512, "_fast", marks=SWEEP)
-                for n in cases.FORMATS
-                if n not in ("int4", "mxfp4")
-            ),
-            *(pytest.param(*c, marks=SWEEP) for c in (("int8", 768, "_fast"), ("mxfp4", 320, ""))),
+            *(("mxfp4", 512, "_fast"), ("int4", 320, "")),
+            *(pytest.param(n, 512, "_fast", marks=SWEEP) for n in cases.FORMATS if n != "mxfp4"),
+            *(pytest.param(n, 320, "", marks=SWEEP) for n in ("int6", "mxfp4")),
+            pytest.param("int8", 768, "_fast", marks=SWEEP),
         ],
     )
     def test_quantised_experts(self, name, inputs, fast):
@@ -140,9 +137,9 @@ class TestMlx:
     @pytest.mark.parametrize(
         "name, gpu",
         [
-            *(("int4", "M4 Max"), ("mxfp4", "M2")),
-            *(pytest.param(n, g, marks=SWEEP) for n, g in (("int4", "M2"), ("mxfp4", "M4 Max"))),
-            *(pytest.param("int6", gpu, marks=SWEEP) for gpu in ("M2", "M4 Max")),
+            ("int4", "M4 Max"),
+            pytest.param("int4", "M2", marks=SWEEP),
+            *(pytest.param(n, gpu, marks=SWEEP) for n in ("mxfp4", "int6") for gpu in ("M2", "M4 Max")),
         ],
     )
     def test_one_quantised_matrix(self, name, gpu):
@@ -156,7 +153,10 @@ class TestMlx:
         m = Matrices(cases.FORMATS["int4"], "f16", 512 * 32, 64)
         assert self.linears(m, "M1", (40,)) == ["affine_qmm_t"]
 
-    @pytest.mark.parametrize("gpu, names", [("M1", "gemv gemm gemm"), ("M4 Max", "gemv gemv_wide gemm")])
+    @pytest.mark.parametrize(
+        "gpu, names",
+        [pytest.param("M1", "gemv gemm gemm", marks=SWEEP), ("M4 Max", "gemv gemv_wide gemm")],
+    )
     def test_one_dense_matrix(self, gpu, names):
         assert self.linears(Matrices(DENSE, "f16", 320, 128), gpu) == names.split()
 

@@ -7,7 +7,7 @@ from support.msl_probes import linux_only
 
 pytestmark = linux_only
 
-# One dtype of the 21 formats always, the others in the sweep: what differs is a word.
+# One dtype always, the others in the sweep: what differs is a word. Of the formats, those in groups of 64.
 LIBRARIES = sorted(torch.ops.moe_mps._libraries() + torch.ops.moe_mps._libraries(tensor_units=True))
 HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
 KERNEL = "kernel void k(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) {{ {} }}\n"
@@ -18,7 +18,9 @@ def problems(source):
 
 
 def in_sweep(library):
-    others = library.startswith("quantized_") and not library.endswith(("64_bf16", "fp4_bf16", "fp8_bf16"))
+    others = library.endswith(("_f16", "_f32"))
+    if library.startswith("quantized_"):
+        others = not library.endswith(("64_bf16", "fp4_bf16", "fp8_bf16"))
     if library.startswith("tensor_units_"):
         others = not library.endswith(("affine3_64_bf16", "affine4_64_f16", "mxfp4_bf16", "transposed_f16"))
     return pytest.param(library, marks=pytest.mark.sweep if others else ())

@@ -26,16 +26,19 @@ transformers.logging.set_verbosity_error()
     ],
 )
 def test_registered_in_both_import_orders(order, touch):
-    """`touch` imports the experts module of transformers in between."""
+    """Experts and quantiser; `touch` imports the experts module of transformers in between."""
     between = "import transformers.integrations.moe" if touch else ""
     printed = python(f"""
+        import warnings
+        warnings.filterwarnings("error", message="torch_moe_mps")
         import {order[0]}
         {between}
         import {order[1]}
+        from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-        print("moe_mps" in ALL_EXPERTS_FUNCTIONS.keys())
+        print("moe_mps" in ALL_EXPERTS_FUNCTIONS, AUTO_QUANTIZER_MAPPING["moe_mps"].__module__)
     """)
-    assert printed == "True"
+    assert printed == "True torch_moe_mps.transformers.checkpoints.quantizer"
 
 
 def test_import_is_light():

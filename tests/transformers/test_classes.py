@@ -71,24 +71,21 @@ def decided(router, args: tuple, kwargs: dict, ids: torch.Tensor) -> torch.Tenso
 @pytest.mark.parametrize("architecture", tiny_models.architectures())
 def test_routers(architecture):
     """The same experts and weights for the same hidden states; near ties are excluded by construction."""
-    model = eager(tiny_models.tiny_model(architecture))
+    own, model = eager(tiny_models.tiny_model(architecture)), eager(tiny_models.tiny_model(architecture))
     replaced = [row for row in torch_moe_mps.accelerate(model).replaced if row.kind == "router"]
     names = [row.name for row in replaced if row.replaced_by.startswith("moe_router")]
-    eager(torch_moe_mps.restore(model))
-    calls = calls_of(model, names)
     with torch.no_grad():
-        own = {name: model.get_submodule(name)(*args, **kwargs) for name, (args, kwargs) in calls.items()}
-        kept = {n: decided(model.get_submodule(n), *calls[n], own[n][2]) for n in names}
-        torch_moe_mps.accelerate(model)
-        for name, (args, kwargs) in calls.items():
+        for name, (args, kwargs) in calls_of(own, names).items():
+            router = own.get_submodule(name)
+            expected = router(*args, **kwargs)
+            rows = decided(router, args, kwargs, expected[2])
             logits, weights, ids = model.get_submodule(name)(*args, **kwargs)[:3]
-            rows = kept[name]
             assert rows.float().mean() > 0.8
-            assert torch.equal(logits, own[name][0])
-            assert (ids.dtype, weights.dtype) == (own[name][2].dtype, own[name][1].dtype)
-            order, own_order = ids.argsort(-1), own[name][2].argsort(-1)
-            assert torch.equal(ids.gather(1, order)[rows], own[name][2].gather(1, own_order)[rows])
-            assert_close(weights.gather(1, order)[rows], own[name][1].gather(1, own_order)[rows], 1e-6)
+            assert torch.equal(logits, expected[0])
+            assert (ids.dtype, weights.dtype) == (expected[2].dtype, expected[1].dtype)
+            order, own_order = ids.argsort(-1), expected[2].argsort(-1)
+            assert torch.equal(ids.gather(1, order)[rows], expected[2].gather(1, own_order)[rows])
+            assert_close(weights.gather(1, order)[rows], expected[1].gather(1, own_order)[rows], 1e-6)
 
 
 def test_experts_outside_of_the_chosen_groups():
