@@ -114,7 +114,7 @@ def check(device: str, count: int, rounds: int, quantised: bool = False) -> None
 
 
 @pytest.mark.one_schedule
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [3, pytest.param(1, marks=pytest.mark.sweep)])
 def test_threads_generate(device, count):
     check(device, count, 1)
 
