@@ -79,6 +79,19 @@ class Check:
         if tensor.dim() != len(expected) or any(a != b for a, b in zip(tensor.shape, expected, strict=True)):
             self.fail(argument, f"of shape {meaning} = {tuple(expected)}", tuple(tensor.shape))
 
+    def tensor(
+        self,
+        argument: str,
+        tensor: Tensor | None,
+        expected: Sequence,
+        meaning: str,
+        dtypes: Sequence[torch.dtype] = ACTIVATION_DTYPES,
+    ) -> None:
+        """One of the dtypes, and the shape; None where the schema allows it."""
+        if tensor is not None:
+            self.dtype(argument, tensor, dtypes)
+            self.shape(argument, tensor, expected, meaning)
+
     def between(self, argument: str, value: int, low: int, high: int, meaning: str = "") -> None:
         if not low <= value <= high:
             self.fail(argument, f"between {low} and {high}{meaning}", value)

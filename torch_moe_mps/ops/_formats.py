@@ -128,14 +128,12 @@ class Format:
         if not self.has_biases and biases is not None:
             got = f"a tensor of shape {tuple(biases.shape)}"
             check.fail(f"{prefix}biases", f"None for mode {self.mode}", got)
-        check.dtype(f"{prefix}scales", scales, self.scale_dtypes)
-        check.shape(f"{prefix}scales", scales, shape, meaning)
+        check.tensor(f"{prefix}scales", scales, shape, meaning, self.scale_dtypes)
         if not self.has_biases:
             return
         if biases is None:
             check.fail(f"{prefix}biases", "a tensor for mode affine", None)
-        check.dtype(f"{prefix}biases", biases, (scales.dtype,))
-        check.shape(f"{prefix}biases", biases, shape, meaning)
+        check.tensor(f"{prefix}biases", biases, shape, meaning, (scales.dtype,))
 
 
 def checked_format(

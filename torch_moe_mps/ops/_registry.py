@@ -42,12 +42,14 @@ def operator(
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         OPERATORS.append(name)
         check = Check(name)
-        check_values = _check_of_values(check)
+        check_values, check_devices = _checks_of_all(check)
 
         @functools.wraps(meta)
         def checked_meta(*args, **kwargs):
             check_values(*args, **kwargs)
-            return meta(check, *args, **kwargs)
+            outputs = meta(check, *args, **kwargs)
+            check_devices(*args, **kwargs)
+            return outputs
 
         @functools.wraps(reference)
         def checked_reference(*args, **kwargs):
@@ -75,10 +77,14 @@ def operator(
     return register
 
 
-def _check_of_values(check: Check) -> Callable:
-    """The check of what every schema lets through: None for a tensor, and numbers that no float32 is near."""
+def _checks_of_all(check: Check) -> tuple[Callable, Callable]:
+    """The checks that every operator has, in front of its own and after them.
+
+    Every schema lets through None for a tensor, numbers that no float32 is near, and tensors on two devices.
+    """
     arguments = list(enumerate(getattr(torch.ops.moe_mps, check.name).default._schema.arguments))
     tensors = [(i, a.name) for i, a in arguments if str(a.type) == "Tensor"]
+    all_tensors = [(i, a.name) for i, a in arguments if str(a.type) in ("Tensor", "Optional[Tensor]")]
     numbers = [(i, a.name) for i, a in arguments if str(a.type) in ("float", "Optional[float]")]
 
     def check_values(*args, **kwargs):
@@ -91,7 +97,11 @@ def _check_of_values(check: Check) -> Callable:
             if value is not None:
                 check.number(argument, value)
 
-    return check_values
+    def check_devices(*args, **kwargs):
+        given = len(args)
+        check.same_device(**{name: args[i] if i < given else kwargs.get(name) for i, name in all_tensors})
+
+    return check_values, check_devices
 
 
 def _contiguous(outputs: Outputs) -> Outputs:

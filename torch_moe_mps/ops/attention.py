@@ -76,8 +76,7 @@ def _meta_attention(
     check.between("q's head dimension", width, 1, MAX_HEAD)
     check.rank("k", k, (4,))
     check.rank("v", v, (4,))
-    scales = {"k_scales": k_scales, "k_biases": k_biases, "v_scales": v_scales, "v_biases": v_biases}
-    if all(tensor is None for tensor in scales.values()):
+    if all(tensor is None for tensor in (k_scales, k_biases, v_scales, v_biases)):
         check.dtype("k", k, (q.dtype,))
         check.dtype("v", v, (q.dtype,))
         key_columns, value_width = width, v.shape[3]
@@ -93,15 +92,12 @@ def _meta_attention(
         check.fail("k", f"of a number of heads that divides Hq = {heads}", tuple(k.shape))
     check.shape("v", v, (*k.shape[:3], v.shape[3]), "[B, Hk, S, Dv]")
     check.between("v's head dimension", value_width, 1, MAX_VALUE_HEAD)
-    if sinks is not None:
-        check.dtype("sinks", sinks, ACTIVATION_DTYPES)
-        check.shape("sinks", sinks, (heads,), "[Hq]")
+    check.tensor("sinks", sinks, (heads,), "[Hq]")
     if mask is not None:
         _check_mask(check, mask, q, k)
     _check_window(check, window, mask)
     if softcap is not None and not 0.0 < softcap < math.inf:
         check.fail("softcap", "above 0 and finite", softcap)
-    check.same_device(q=q, k=k, v=v, sinks=sinks, mask=mask, **scales)
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], value_width))
 
 
@@ -216,7 +212,6 @@ def _meta_write(check, states, packed_, scales_, biases_, start):
     check.between("start", start, 0, room - tokens)
     for name, tensor in (("packed_", packed_), ("scales_", scales_), ("biases_", biases_)):
         check.written(name, tensor)
-    check.same_device(states=states, packed_=packed_, scales_=scales_, biases_=biases_)
 
 
 @operator(

@@ -27,9 +27,7 @@ def _sum_over_slots(slots: Tensor, weights: Tensor) -> Tensor:
 def _meta_silu_mul(check, gate, up):
     check.dtype("gate", gate, ACTIVATION_DTYPES)
     check.min_rank("gate", gate, 1)
-    check.dtype("up", up, (gate.dtype,))
-    check.shape("up", up, gate.shape, "[..., I] of gate")
-    check.same_device(gate=gate, up=up)
+    check.tensor("up", up, gate.shape, "[..., I] of gate", (gate.dtype,))
     return gate.new_empty(gate.shape)
 
 
@@ -57,17 +55,16 @@ def _check_slots(check: Check, slots: Tensor, weights: Tensor, residual: Tensor 
     check.min_rank("slots", slots, 2)
     if slots.shape[-2] < 1:
         check.fail("slots", "[..., S, H] with S at least 1", tuple(slots.shape))
-    check.dtype("weights", weights, ACTIVATION_DTYPES)
-    check.shape("weights", weights, slots.shape[:-1], "[..., S] of slots")
+    check.tensor("weights", weights, slots.shape[:-1], "[..., S] of slots")
     if residual is not None:
-        check.dtype("residual_", residual, (slots.dtype,))
-        check.shape("residual_", residual, (*slots.shape[:-2], slots.shape[-1]), "[..., H] of slots")
+        check.tensor(
+            "residual_", residual, (*slots.shape[:-2], slots.shape[-1]), "[..., H] of slots", (slots.dtype,)
+        )
         check.written("residual_", residual)
 
 
 def _meta_weighted_sum(check, slots, weights):
     _check_slots(check, slots, weights)
-    check.same_device(slots=slots, weights=weights)
     return slots.new_empty((*slots.shape[:-2], slots.shape[-1]))
 
 
@@ -93,7 +90,6 @@ def weighted_sum_stacked(slots: Tensor, weights: Tensor) -> Tensor:
 
 def _meta_weighted_sum_residual(check, residual_, slots, weights):
     _check_slots(check, slots, weights, residual_)
-    check.same_device(residual_=residual_, slots=slots, weights=weights)
 
 
 @operator(
@@ -119,9 +115,7 @@ def weighted_sum_residual_stacked_(residual_: Tensor, slots: Tensor, weights: Te
 
 def _meta_weighted_sum_residual_norm(check, residual_, slots, weights, norm_weight, eps):
     _check_slots(check, slots, weights, residual_)
-    check.dtype("norm_weight", norm_weight, ACTIVATION_DTYPES)
-    check.shape("norm_weight", norm_weight, (slots.shape[-1],), "[H]")
-    check.same_device(residual_=residual_, slots=slots, weights=weights, norm_weight=norm_weight)
+    check.tensor("norm_weight", norm_weight, (slots.shape[-1],), "[H]")
     return residual_.new_empty(residual_.shape)
 
 
@@ -186,9 +180,7 @@ class ExpertSum(NamedTuple):
             else:
                 check.shape("shared_gate", self.shared_gate, (rows[0],), "[T]")
         for argument, tensor in (("shared_out", self.shared_out), ("residual", self.residual)):
-            if tensor is not None:
-                check.dtype(argument, tensor, (dtype,))
-                check.shape(argument, tensor, rows, "[T, H]")
+            check.tensor(argument, tensor, rows, "[T, H]", (dtype,))
 
     def named(self) -> dict[str, Tensor | None]:
         """What is added, by the names of the arguments."""
@@ -222,7 +214,6 @@ def _meta_weighted_reduce(check, weights, expert_out, *added, **options):
     else:
         check.shape("expert_out", expert_out, (tokens, top_k, width), "[T, K, H]")
     around.check(check, (tokens, width), expert_out.dtype)
-    check.same_device(weights=weights, expert_out=expert_out, **around.named())
     return expert_out.new_empty((weights.shape[0], expert_out.shape[-1]))
 
 

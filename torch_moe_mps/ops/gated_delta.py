@@ -28,10 +28,7 @@ def _meta_conv(check, x, conv_state_, weight, bias=None, activation="silu"):
     if length < weight.shape[1] - 1:
         check.fail("conv_state_", f"of W - 1 = {weight.shape[1] - 1} positions or more", length)
     check.written("conv_state_", conv_state_)
-    if bias is not None:
-        check.dtype("bias", bias, ACTIVATION_DTYPES)
-        check.shape("bias", bias, (channels,), "[C]")
-    check.same_device(x=x, conv_state_=conv_state_, weight=weight, bias=bias)
+    check.tensor("bias", bias, (channels,), "[C]")
     return x.new_empty(x.shape)
 
 
@@ -111,18 +108,15 @@ def _meta_delta(
         check.fail("v", f"of a multiple of q's {key_heads} heads", f"{heads} heads")
     check.between("q", key_width, 1, MAX_KEY_WIDTH, " elements a head")
     for argument, tensor in (("g", g), ("beta", beta)):
-        check.dtype(argument, tensor, ACTIVATION_DTYPES)
-        check.shape(argument, tensor, (batch, tokens, heads), "[B, T, Hv]")
-    check.dtype("state_", state_, (torch.float32,))
-    check.shape("state_", state_, (batch, heads, key_width, value_width), "[B, Hv, Dk, Dv]")
+        check.tensor(argument, tensor, (batch, tokens, heads), "[B, T, Hv]")
+    check.tensor(
+        "state_", state_, (batch, heads, key_width, value_width), "[B, Hv, Dk, Dv]", (torch.float32,)
+    )
     check.written("state_", state_)
     if dt_bias is not None and A_log is None:
         check.fail("dt_bias", "None without A_log", f"shape {tuple(dt_bias.shape)}")
     for argument, tensor in (("A_log", A_log), ("dt_bias", dt_bias)):
-        if tensor is not None:
-            check.dtype(argument, tensor, ACTIVATION_DTYPES)
-            check.shape(argument, tensor, (heads,), "[Hv]")
-    check.same_device(q=q, k=k, v=v, g=g, beta=beta, state_=state_, A_log=A_log, dt_bias=dt_bias)
+        check.tensor(argument, tensor, (heads,), "[Hv]")
     return v.new_empty(v.shape)
 
 

@@ -14,7 +14,7 @@ from ....ops._checks import ACTIVATION_DTYPES
 from ..program.programs import original_class
 from ..program.reads import record
 from ..record import RECORD, record_of
-from .trial import agrees
+from .trial import agrees, tried
 
 ops = torch.ops.moe_mps
 
@@ -61,11 +61,7 @@ def _offset(module: nn.Module, own: Callable, eps: str, width: int) -> float | N
     trial = copy.copy(module)
     trial.__dict__ = {**module.__dict__, "_parameters": {"weight": torch.rand(width, generator=generator)}}
     trial.__dict__[eps] = _TRIAL_EPS
-    try:
-        with torch.no_grad():
-            result, narrow = own(trial, x, gate), own(trial, x.bfloat16(), gate.bfloat16())
-    except Exception:  # of a forward that is not ours, on arguments that it may not know
-        return None
+    result, narrow = tried(own, trial, x, gate), tried(own, trial, x.bfloat16(), gate.bfloat16())
     if not all(isinstance(r, Tensor) for r in (result, narrow)) or narrow.dtype != torch.bfloat16:
         return None
     for offset in (0.0, 1.0):

@@ -14,7 +14,7 @@ from ....ops._checks import ACTIVATION_DTYPES, ID_DTYPES
 from ..program.programs import original_class
 from ..program.reads import record
 from ..record import NOTHING, RECORD, record_of
-from .trial import agrees
+from .trial import agrees, tried
 
 ops = torch.ops.moe_mps
 
@@ -75,11 +75,7 @@ def _layout(module: nn.Module, layer_type: str | None) -> str | None:
     if frequencies.dim() != 1 or not _fits(x, ids, frequencies):
         return None
     options = {} if layer_type is None else {"layer_type": layer_type}
-    try:
-        with torch.no_grad():
-            tables = original_class(module).forward(module, x, ids, **options)
-    except Exception:  # of a forward that is not ours, on arguments that it may not know
-        return None
+    tables = tried(original_class(module).forward, module, x, ids, **options)
     if not isinstance(tables, tuple) or len(tables) != 2 or not all(isinstance(t, Tensor) for t in tables):
         return None
     tables = [table.float() for table in tables]

@@ -1,7 +1,19 @@
 """How functions and modules are recognised that run on random numbers."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+
+
+def tried(function: Callable, *arguments: Any, **options: Any) -> Any:
+    """The result of a function of the model; None if it raises, as for arguments that it does not know."""
+    try:
+        with torch.no_grad():
+            return function(*arguments, **options)
+    except Exception:  # it is not ours: any error may come of it
+        return None
 
 
 def agrees(a: object, b: object, rtol: float = 1e-5) -> bool:
