@@ -71,7 +71,8 @@ rms_norm_f16 grid 4x1x1 of 256x1x1
             self.encoded(ops.rope, q, k, table, table[:], weight, weight[:], EPS),
             """\
 rope_f16 grid 2x1x1 of 128x1x1
-0=A[0:1536] 1=A[1024:1536] 2=B[0:256] 3=B[0:256] 4=C[0:256] 5=C[0:256] 6=D[0:1024] 7=E[0:256] 8=136 bytes
+0=A[0:1536] 1=A[1024:1536] 2=A[0:1536] 3=B[0:256] 4=B[0:256] 5=C[0:256] 6=C[0:256] 7=D[0:1024] 8=E[0:256]
+  9=D[0:1024] 10=272 bytes
 """,
         )
 
@@ -125,7 +126,8 @@ gated_delta_rule_f16 grid 2x2x1 of 256x1x1
             self.encoded(ops.rope, q, None, table, table[:], pairs="interleaved", rotary_dim=32),
             """\
 rope_f16 grid 6x1x1 of 128x1x1
-0=A[0:3072] 1=A[0:3072] 2=B[0:96] 3=B[0:96] 4=C[0:3072] 5=C[0:3072] 6=C[0:3072] 7=C[0:3072] 8=136 bytes
+0=A[0:3072] 1=A[0:3072] 2=A[0:3072] 3=B[0:96] 4=B[0:96] 5=C[0:3072] 6=C[0:3072] 7=C[0:3072] 8=C[0:3072]
+  9=C[0:3072] 10=272 bytes
 """,
         )
 
@@ -319,8 +321,8 @@ route2_f16 grid 1x1x1 of 32x1x1
                 ops.router_logits, tensor(1, 2048), tensor(128, 2048, dtype=torch.float32), tensor(128)
             ),
             """\
-logits_single_f32 grid 16x1x1 of 128x1x1
-0=A[0:4096] 1=B[0:1048576] 2=C[0:512] 3=D[0:256] 4=C[0:512] 5=36 bytes
+logits_few_f32 grid 64x1x1 of 128x1x1
+0=A[0:4096] 1=B[0:1048576] 2=C[0:512] 3=D[0:256] 4=C[0:512] 5=44 bytes
 """,
         )
 
@@ -329,7 +331,7 @@ logits_single_f32 grid 16x1x1 of 128x1x1
             self.encoded(ops.router_logits, tensor(32, 2048), tensor(64, 2048)),
             """\
 logits_many_f16 grid 4x8x1 of 128x1x1
-0=A[0:131072] 1=B[0:262144] 2=C[0:8192] 3=C[0:8192] 4=C[0:8192] 5=36 bytes
+0=A[0:131072] 1=B[0:262144] 2=C[0:8192] 3=C[0:8192] 4=C[0:8192] 5=44 bytes
 """,
         )
 
@@ -338,8 +340,8 @@ logits_many_f16 grid 4x8x1 of 128x1x1
         self.assertExpectedInline(
             self.encoded(ops.moe_gate, *args, 8, EPS),
             """\
-normed_logits_single_f32 grid 16x1x1 of 128x1x1
-0=A[0:5632] 1=B[0:1441792] 2=C[0:5632] 3=D[0:512] 4=D[0:512] 5=36 bytes
+normed_logits_few_f32 grid 64x1x1 of 128x1x1
+0=A[0:5632] 1=B[0:1441792] 2=C[0:5632] 3=D[0:512] 4=D[0:512] 5=44 bytes
 route4_f32 grid 1x1x1 of 32x1x1
 0=D[0:512] 1=D[0:512] 2=E[0:256] 3=F[0:32] 4=G[0:32] 5=80 bytes
 """,
@@ -351,7 +353,7 @@ route4_f32 grid 1x1x1 of 32x1x1
             self.encoded(ops.moe_gate, *args, 8, EPS),
             """\
 normed_logits_many_f16 grid 4x258x1 of 128x1x1
-0=A[0:527360] 1=B[0:32768] 2=C[0:512] 3=D[0:263680] 4=D[0:263680] 5=36 bytes
+0=A[0:527360] 1=B[0:32768] 2=C[0:512] 3=D[0:263680] 4=D[0:263680] 5=44 bytes
 route2_f32 grid 258x1x1 of 128x1x1
 0=D[0:263680] 1=D[0:263680] 2=E[0:128] 3=F[0:32960] 4=G[0:32960] 5=80 bytes
 """,

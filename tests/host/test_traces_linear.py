@@ -42,7 +42,37 @@ class TestTraces(expecttest.TestCase):
 matmul_rows_affine4_64_f16 grid 20x1x1 of 64x1x1
  0=A[0:256] 1=B[0:20480] 2=C[0:1280] 3=D[0:1280]
 4=A[0:256] 5=A[0:256] 6=E[0:640] 7=A[0:256]
-8=84 bytes
+8=92 bytes
+""",
+        )
+
+    def test_linear_normed_with_a_residual(self):
+        x, norm = random((1, 128), torch.float16, 0).to("mps"), random((128,), torch.float16, 1).to("mps")
+        residual = random((1, 320), torch.float16, 2).to("mps")
+        self.assertExpectedInline(
+            self.encoded(
+                ops.linear_quantized, x, *matrix(320, 128), None, *FORMAT, residual=residual, norm_weight=norm
+            ),
+            """\
+matmul_rows_normed_affine4_64_f16 grid 20x1x1 of 64x1x1
+ 0=A[0:256] 1=B[0:20480] 2=C[0:1280] 3=D[0:1280]
+4=A[0:256] 5=A[0:256] 6=E[0:640] 7=F[0:640]
+8=92 bytes 9=G[0:256]
+""",
+        )
+
+    def test_linear_of_several_tokens_normed(self):
+        x, norm = random((4, 128), torch.float16, 0).to("mps"), random((128,), torch.float16, 1).to("mps")
+        self.assertExpectedInline(
+            self.encoded(ops.linear_quantized, x, *matrix(320, 128), None, *FORMAT, norm_weight=norm),
+            """\
+rms_norm_f16 grid 1x1x1 of 128x1x1
+ 0=A[0:1024] 1=B[0:1024] 2=C[0:256] 3=A[0:1024]
+4=A[0:1024] 5=A[0:1024] 6=56 bytes
+matmul_rows_few_affine4_64_f16 grid 20x1x1 of 128x1x1
+ 0=A[0:1024] 1=D[0:20480] 2=E[0:1280] 3=F[0:1280]
+4=A[0:1024] 5=A[0:1024] 6=G[0:2560] 7=A[0:1024]
+8=92 bytes 9=A[0:1024] 10=A[0:1024]
 """,
         )
 
@@ -53,7 +83,7 @@ matmul_rows_affine4_64_f16 grid 20x1x1 of 64x1x1
 matmul_rows_few_affine4_64_f16 grid 20x1x1 of 128x1x1
  0=A[0:1024] 1=B[0:20480] 2=C[0:1280] 3=D[0:1280]
 4=A[0:1024] 5=A[0:1024] 6=E[0:2560] 7=A[0:1024]
-8=84 bytes 9=A[0:1024] 10=A[0:1024]
+8=92 bytes 9=A[0:1024] 10=A[0:1024]
 """,
         )
 
@@ -64,7 +94,7 @@ matmul_rows_few_affine4_64_f16 grid 20x1x1 of 128x1x1
 gemm16_split_affine4_64_f16 grid 10x1x1 of 128x1x1
  0=A[0:2048] 1=B[0:20480] 2=C[0:1280] 3=D[0:1280]
 4=A[0:2048] 5=A[0:2048] 6=E[0:5120] 7=A[0:2048]
-8=84 bytes 9=A[0:2048] 10=A[0:2048]
+8=92 bytes 9=A[0:2048] 10=A[0:2048]
 """,
         )
 
@@ -75,7 +105,7 @@ gemm16_split_affine4_64_f16 grid 10x1x1 of 128x1x1
 gemm16_split_affine4_64_f16 grid 10x3x1 of 128x1x1
  0=A[0:10240] 1=B[0:20480] 2=C[0:1280] 3=D[0:1280]
 4=A[0:10240] 5=A[0:10240] 6=E[0:25600] 7=A[0:10240]
-8=84 bytes 9=A[0:10240] 10=A[0:10240]
+8=92 bytes 9=A[0:10240] 10=A[0:10240]
 """,
         )
 
@@ -91,11 +121,11 @@ gemm16_split_affine4_64_f16 grid 10x3x1 of 128x1x1
 matmul_rows_affine4_64_f16 grid 32x1x1 of 64x1x1
  0=A[0:256] 1=B[0:32768] 2=C[0:2048] 3=D[0:2048]
 4=A[0:256] 5=A[0:256] 6=E[0:512] 7=A[0:256]
-8=84 bytes
+8=92 bytes
 matmul_rows_affine6_64_f16 grid 8x1x1 of 64x1x1
  0=E[0:512] 1=F[0:24576] 2=G[0:1024] 3=H[0:1024]
 4=E[0:512] 5=E[0:512] 6=I[0:256] 7=A[0:256]
-8=84 bytes
+8=92 bytes
 """,
         )
 
@@ -107,7 +137,7 @@ matmul_rows_affine6_64_f16 grid 8x1x1 of 64x1x1
             """\
 embedding_rows_affine4_64_f16 grid 3x1x1 of 128x1x1
  0=A[0:3200] 1=B[0:200] 2=C[0:200] 3=D[0:12]
-4=E[0:768] 5=88 bytes
+4=E[0:768] 5=96 bytes
 """,
         )
 

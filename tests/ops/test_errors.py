@@ -131,6 +131,16 @@ def bad_arguments(device: str) -> list[tuple[str, dict]]:
             {"q_weight": zeros(8)},
             {"k_weight": zeros(16, dtype=short)},
         ],
+        "rope_cache_": [
+            {"pairs": "quarters"},
+            {"k": zeros(2, T + 1, 2, 16)},
+            {"v": zeros(2, T, 2, 7)},
+            {"v": zeros(2, T, 2, 8, dtype=half)},
+            {"keys_": zeros(2, T, 2, 16)},
+            {"keys_": zeros(2, 2, T, 16, dtype=half)},
+            {"values_": zeros(2, 1, T, 8).expand(2, 2, T, 8)},
+            {"cos": zeros(3, T, 16)},
+        ],
         "rms_norm_gated": [
             {"input": zeros(T, H, dtype=short)},
             {"input": zeros()},
@@ -192,6 +202,8 @@ def bad_arguments(device: str) -> list[tuple[str, dict]]:
             {"weight": zeros(E, H, dtype=integer)},
             {"bias": zeros(E + 1)},
             {"bias": zeros(E, dtype=short)},
+            {"norm_weight": zeros(H + 1)},
+            {"dtype": torch.int32},
         ],
         "attention": [
             {"q": zeros(2, 4, 16)},
@@ -311,6 +323,16 @@ moe_mps::rope: sin must be of shape cos's = (1, 3, 16), got (1, 3, 8)
 moe_mps::rope: sin must be float32, got float16
 moe_mps::rope: q_weight must be of shape [Dq] = (16,), got (8,)
 moe_mps::rope: k_weight must be float32 or float16 or bfloat16, got int16
+moe_mps::rope_cache_: pairs must be one of half, interleaved, interleaved_to_half, got 'quarters'
+moe_mps::rope_cache_: k must be of shape [B, T, Hk, Dk] = (2, 3, 2, 16), got (2, 4, 2, 16)
+moe_mps::rope_cache_: v must be of heads of an even number of elements, 2 or more, got shape (2, 3, 2, 7)
+moe_mps::rope_cache_: v must be float32, got float16
+moe_mps::rope_cache_: keys_ must be of shape [B, T, H, D] of k as [B, H, T, D] = (2, 2, 3, 16), got (2, 3,
+    2, 16)
+moe_mps::rope_cache_: keys_ must be float32, got float16
+moe_mps::rope_cache_: values_ must be free of expanded (stride-0) dimensions, got strides (24, 0, 8, 1)
+moe_mps::rope_cache_: cos must be of shape [B or 1, T, R or R / 2], with B, T, R = (2, 3, 16), got (3, 3,
+    16)
 moe_mps::rms_norm_gated: input must be float32 or float16 or bfloat16, got int16
 moe_mps::rms_norm_gated: input must be at least 1-D, got 0-D of shape ()
 moe_mps::rms_norm_gated: gate must be float32, got float16
@@ -365,6 +387,8 @@ moe_mps::router_logits: weight must be 2-D, got 1-D of shape (512,)
 moe_mps::router_logits: weight must be float32 or float16 or bfloat16, got int32
 moe_mps::router_logits: bias must be of shape [E] = (8,), got (9,)
 moe_mps::router_logits: bias must be float32 or float16 or bfloat16, got int16
+moe_mps::router_logits: norm_weight must be of shape [columns of x] = (64,), got (65,)
+moe_mps::router_logits: dtype must be float32 or float16 or bfloat16, got int32
 moe_mps::attention: q must be 4-D, got 3-D of shape (2, 4, 16)
 moe_mps::attention: q must be float32 or float16 or bfloat16, got int16
 moe_mps::attention: q's head dimension must be between 1 and 576, got 577

@@ -60,6 +60,20 @@ def test_moe_experts(device, dtype):
         check_experts(device, layer(*shape, dtype, 10 * i, ids_dtype=IDS[i % 2]))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_of_the_input(device, dtype):
+    """Within the first product for one token, else in a dispatch of its own."""
+    for i, (tokens, hidden, transposed) in enumerate(
+        [(1, 127, False), (1, 64, True), (5, 33, False), (40, 64, False)]
+    ):
+        x, gate_up, down, ids, weights = (t.to(device) for t in layer(tokens, 2, 4, hidden, 32, dtype, i))
+        if transposed:
+            gate_up, down = gate_up.mT.contiguous(), down.mT.contiguous()
+        norm = random((hidden,), DTYPES[i % 3] if i > 1 else dtype, i).to(device)
+        options = {"norm_weight": norm, "norm_eps": 1e-3, "norm_offset": float(i % 2), "residual": x}
+        checked("moe_experts", x, gate_up, down, ids, weights, transposed=transposed, **options)
+
+
 @pytest.mark.parametrize("tokens", [1, 4, 40])
 @pytest.mark.parametrize("swapped", [{"gate_up"}, {"down"}, {"gate_up", "down"}])
 def test_weights_with_swapped_dimensions_in_memory(device, tokens, swapped):

@@ -46,6 +46,29 @@ def test_every_format(device, format):
     check_embedding(device, weight, ids, format, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_of_the_input(device, dtype):
+    """Within the product for one token, in a dispatch of its own for several, for another dtype of its weight
+    and for formats of few bits; with a residual, a bias and an offset."""
+    formats = [(4, 64, "affine"), (8, 32, "affine"), (6, 32, "affine"), (2, 64, "affine"), (4, 32, "mxfp4")]
+    for i, format in enumerate(formats):
+        columns, rows = 3 * max(format[1], 32), 45 + i
+        weight = place(random_matrix(rows, columns, format, dtype, i), device)
+        mlp = [random_matrix(2 * columns, columns, format, dtype, i + 1)]
+        mlp.append(random_matrix(columns, columns, format, dtype, i + 2))
+        for tokens in (1, 2, 9) if i == 0 else (1,):
+            x = (3.0 * random((tokens, columns), dtype, i)).to(device)
+            norm = {
+                "norm_weight": random((columns,), DTYPES[i % 3] if i > 2 else dtype, i + 3).to(device),
+                "norm_eps": 1e-3,
+                "norm_offset": float(i % 2),
+            }
+            residual = random((tokens, rows), dtype, i + 4).to(device)
+            bias = random((rows,), dtype, i + 5).to(device) if i % 2 else None
+            checked("linear_quantized", x, *weight, bias, *format, residual=residual, **norm)
+            checked("mlp_quantized", x, *(t for each in mlp for t in place(each, device)), *format, **norm)
+
+
 @pytest.mark.parametrize("tokens, rows", [(4, 2048), (7, 4096), (9, 4096)])
 def test_threadgroups_for_every_core(device, tokens, rows):
     """So many that the simdgroups of a threadgroup have rows of their own, on a GPU of eight cores."""

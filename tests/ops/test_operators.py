@@ -54,19 +54,22 @@ moe_mps::expert_mm(Tensor x, Tensor weight, Tensor ids, Tensor? bias=None, bool 
 moe_mps::moe_experts(Tensor x, Tensor gate_up, Tensor down, Tensor ids, Tensor weights, *, Tensor?
     gate_up_bias=None, Tensor? down_bias=None, str activation="silu", float? alpha=None, float? limit=None,
     bool gated=True, bool interleaved=False, bool transposed=False, Tensor? shared_gate=None, Tensor?
-    shared_out=None, Tensor? residual=None, bool gate_is_logit=False) -> Tensor
+    shared_out=None, Tensor? residual=None, bool gate_is_logit=False, Tensor? norm_weight=None, float
+    norm_eps=9.9999999999999995e-07, float norm_offset=0.) -> Tensor
 moe_mps::causal_conv1d_update_(Tensor x, Tensor(a!) conv_state_, Tensor weight, Tensor? bias=None, str
     activation="silu") -> Tensor
 moe_mps::gated_delta_rule_(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state_, float
     scale, *, float? l2norm_eps=None, Tensor? A_log=None, Tensor? dt_bias=None, bool beta_is_logit=False) ->
     Tensor
 moe_mps::linear_quantized(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor? bias, int bits,
-    int group_size, str mode) -> Tensor
+    int group_size, str mode, *, Tensor? residual=None, Tensor? norm_weight=None, float
+    norm_eps=9.9999999999999995e-07, float norm_offset=0.) -> Tensor
 moe_mps::mlp_quantized(Tensor x, Tensor gate_up_packed, Tensor gate_up_scales, Tensor? gate_up_biases,
     Tensor down_packed, Tensor down_scales, Tensor? down_biases, int bits, int group_size, str mode, *,
     Tensor? gate_up_bias=None, Tensor? down_bias=None, str activation="silu", float? alpha=None, float?
     limit=None, bool gated=True, bool interleaved=False, Tensor? residual=None, int? down_bits=None, int?
-    down_group_size=None, str? down_mode=None) -> Tensor
+    down_group_size=None, str? down_mode=None, Tensor? norm_weight=None, float
+    norm_eps=9.9999999999999995e-07, float norm_offset=0.) -> Tensor
 moe_mps::embedding_quantized(Tensor ids, Tensor packed, Tensor scales, Tensor? biases, int bits, int
     group_size, str mode, ScalarType dtype) -> Tensor
 moe_mps::expert_qmm(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor ids, int bits, int
@@ -76,10 +79,15 @@ moe_mps::moe_experts_quantized(Tensor x, Tensor gate_up_packed, Tensor gate_up_s
     int bits, int group_size, str mode, *, Tensor? gate_up_bias=None, Tensor? down_bias=None, str
     activation="silu", float? alpha=None, float? limit=None, bool gated=True, bool interleaved=False,
     Tensor? shared_gate=None, Tensor? shared_out=None, Tensor? residual=None, bool gate_is_logit=False, int?
-    down_bits=None, int? down_group_size=None, str? down_mode=None) -> Tensor
+    down_bits=None, int? down_group_size=None, str? down_mode=None, Tensor? norm_weight=None, float
+    norm_eps=9.9999999999999995e-07, float norm_offset=0.) -> Tensor
 moe_mps::rope(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? q_weight=None, Tensor? k_weight=None,
     float eps=9.9999999999999995e-07, float weight_offset=0., *, str pairs="half", int? rotary_dim=None,
     bool rotary_last=False) -> (Tensor, Tensor)
+moe_mps::rope_cache_(Tensor q, Tensor k, Tensor v, Tensor(a!) keys_, Tensor(b!) values_, Tensor cos, Tensor
+    sin, Tensor? q_weight=None, Tensor? k_weight=None, float eps=9.9999999999999995e-07, float
+    weight_offset=0., *, str pairs="half", int? rotary_dim=None, bool rotary_last=False, bool norm_v=False)
+    -> Tensor
 moe_mps::rope_tables(Tensor position_ids, Tensor inv_freq, float scaling, ScalarType dtype, str
     layout="halves") -> (Tensor cos, Tensor sin)
 moe_mps::moe_router(Tensor logits, int top_k, *, str scoring, Tensor? bias=None, int num_groups=1, int
@@ -90,7 +98,8 @@ moe_mps::moe_router_topk_softmax(Tensor logits, int top_k, bool norm_topk_prob) 
     ids)
 moe_mps::fused_moe_routing(Tensor logits, Tensor per_expert_scale, int top_k) -> (Tensor weights, Tensor
     ids)
-moe_mps::router_logits(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor
+moe_mps::router_logits(Tensor x, Tensor weight, Tensor? bias=None, *, Tensor? norm_weight=None, float
+    norm_eps=9.9999999999999995e-07, float norm_offset=0., ScalarType? dtype=None) -> Tensor
 moe_mps::moe_gate(Tensor hidden, Tensor router_weight, Tensor norm_weight, Tensor per_expert_scale, int
     top_k, float eps, bool renormalize_after_scale=True) -> (Tensor weights, Tensor ids)
 moe_mps::moe_bucket(Tensor ids, int num_experts) -> (Tensor pair_order, Tensor offsets)

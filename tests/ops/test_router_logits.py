@@ -32,6 +32,21 @@ def test_sizes(device, dtype):
         check(x, weight, random(experts, dtype=dtype).to(device))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_and_dtype_of_the_result(device, dtype):
+    for i, (tokens, width, experts) in enumerate(
+        [(1, 256, 9), (1, 2056, 4), (2, 31, 5), (9, 64, 17), (33, 68, 3)]
+    ):
+        x = (2.0 * random(tokens, width, dtype=dtype, seed=i)).to(device)
+        weight = random(experts, width, dtype=DTYPES[i % 3], seed=i).to(device)
+        norm = random(width, dtype=DTYPES[(i + 1) % 3], seed=i + 1).to(device)
+        options = {"norm_weight": norm, "norm_eps": 1e-5, "norm_offset": float(i % 2)}
+        checked("router_logits", x, weight, dtype=dtype)
+        result = checked("router_logits", x, weight, random(experts).to(device), dtype=dtype, **options)
+        assert result.dtype == dtype
+        assert checked("router_logits", x, weight, **options).dtype == torch.float32
+
+
 @pytest.mark.one_schedule
 def test_many_tokens(device):
     check(random(260, 96, dtype=torch.bfloat16).to(device), random(40, 96).to(device))

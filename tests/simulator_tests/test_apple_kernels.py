@@ -156,6 +156,8 @@ def routing(dtype: torch.dtype) -> Iterator[Call]:
         work = {router: apple.Work("router", tokens * router.numel())}
         call = functools.partial(ops.router_logits, hidden, router)
         yield f"router_logits of {tokens}", call, work, 0
+        call = functools.partial(ops.router_logits, hidden, router, norm_weight=norm)
+        yield f"router_logits of {tokens}, normed", call, work, 0
     for tokens in (1, 65, 1024):
         hidden = on_device(tokens, HIDDEN, dtype=dtype)
         work = {router: apple.Work("router", tokens * router.numel())}
@@ -195,6 +197,8 @@ def dense(dtype: torch.dtype) -> Iterator[Call]:
 
     for tokens in (1, 8, 64, 256):
         yield layer("dense", tokens, 32, 4, dtype, rows_first)
+    norm = on_device(HIDDEN, dtype=dtype)
+    yield layer("dense, normed", 1, 32, 4, dtype, rows_first, norm_weight=norm)
     for tokens in (1, 64, 256):
         yield layer("transposed", tokens, 32, 4, dtype, columns_first, transposed=True)
 
@@ -210,6 +214,8 @@ def quantised(dtype: torch.dtype, bits: int, mode: str, group: int) -> Iterator[
     label = f"{mode} {bits} bits in {group}"
     for tokens, experts, slots in ((1, 32, 4), (3, 4, 2), (8, 32, 4), (64, 32, 4), (256, 32, 4)):
         yield layer(label, tokens, experts, slots, dtype, stack, bits, group, mode)
+    norm = on_device(HIDDEN, dtype=dtype)
+    yield layer(f"{label}, normed", 1, 32, 4, dtype, stack, bits, group, mode, norm_weight=norm)
 
 
 def format_of(bits: int, mode: str, group: int) -> Callable:
@@ -367,9 +373,9 @@ fused_residual_norm
             costs("rope", "bf16"),
             """\
 rope
-  rope_bf16: 62.50 52.50 slots an element, 58.5 registers, 128/128/832 threads
+  rope_bf16: 68.25 58.25 slots an element, 60 registers, 128/128/832 threads
 rope with QK-norm
-  rope_bf16: 82.25 72.25 slots an element, 58.5 registers, 128/128/832 threads
+  rope_bf16: 88.00 78.00 slots an element, 60 registers, 128/128/832 threads
 rope_tables
   rope_tables_bf16: 36.00 32.00 slots an element, 9 registers, 64/64/1024 threads
 """,
@@ -468,15 +474,19 @@ moe_router_topk_softmax of 512
 moe_router_topk_softmax of 1024
   route32_bf16: 71.05 70.05 slots an element, 112.5 registers, 32/-/448 threads
 router_logits of 1
-  logits_single_bf16: 6.53 5.53 slots a MAC, 23 registers, 128/-/1024 threads
+  logits_few_bf16: 11.47 10.47 slots a MAC, 46.5 registers, 128/-/1024 threads
+router_logits of 1, normed
+  normed_logits_few_bf16: 16.66 15.66 slots a MAC, 72.5 registers, 128/-/640 threads
 router_logits of 32
-  logits_many_bf16: 3.81 3.56 slots a MAC, 61 registers, 128/-/832 threads
+  logits_many_bf16: 3.84 3.59 slots a MAC, 91 registers, 128/-/576 threads
+router_logits of 32, normed
+  normed_logits_many_bf16: 5.70 5.45 slots a MAC, 109 registers, 128/-/448 threads
 moe_gate of 1
-  normed_logits_single_bf16: 9.44 8.44 slots a MAC, 28 registers, 128/-/1024 threads
+  normed_logits_few_bf16: 16.66 15.66 slots a MAC, 72.5 registers, 128/-/640 threads
 moe_gate of 65
-  normed_logits_many_bf16: 5.04 4.78 slots a MAC, 69 registers, 128/-/704 threads
+  normed_logits_many_bf16: 5.91 5.64 slots a MAC, 109 registers, 128/-/448 threads
 moe_gate of 1024
-  normed_logits_many_bf16: 4.84 4.59 slots a MAC, 69 registers, 128/-/704 threads
+  normed_logits_many_bf16: 5.70 5.45 slots a MAC, 109 registers, 128/-/448 threads
 moe_bucket torch.int32
   bucket_pairs_i32: 190.50 161.50 slots an element, 36 registers, 128/1024/1024 threads
 moe_compute_ids_tpe torch.int32
@@ -504,6 +514,9 @@ dense, 64 tokens, 4 of 32
 dense, 256 tokens, 4 of 32
   gemm32_bf16: 1.42 1.36 slots a MAC, 96.5 registers, 128/384/512 threads
   gemm32_bf16: 1.51 1.45 slots a MAC, 96.5 registers, 128/384/512 threads
+dense, normed, 1 tokens, 4 of 32
+  matmul_rows_normed_bf16: 6.98 4.95 slots a MAC, 63 registers, 64/384/832 threads
+  expert_down_bf16: 5.11 3.59 slots a MAC, 61.5 registers, 128/384/832 threads
 transposed, 1 tokens, 4 of 32
   matmul_columns_bf16: 14.19 12.19 slots a MAC, 44.5 registers, 512/512/1024 threads
   expert_down_columns_bf16: 14.83 12.83 slots a MAC, 34 registers, 512/512/1024 threads
@@ -535,6 +548,9 @@ affine 4 bits in 64, 64 tokens, 4 of 32
 affine 4 bits in 64, 256 tokens, 4 of 32
   gemm32_affine4_64_bf16: 1.49 1.47 slots a MAC, 94 registers, 128/384/512 threads
   gemm32_affine4_64_bf16: 1.58 1.55 slots a MAC, 94 registers, 128/384/512 threads
+affine 4 bits in 64, normed, 1 tokens, 4 of 32
+  matmul_rows_normed_affine4_64_bf16: 7.23 6.14 slots a MAC, 44.5 registers, 64/384/1024 threads
+  expert_down_affine4_64_bf16: 5.59 5.01 slots a MAC, 51 registers, 128/384/1024 threads
 not dispatched here
   embedding_rows_affine4_64_bf16: 45 registers, -/-/1024 threads
   gemm16_split_affine4_64_bf16: 84 registers, -/384/576 threads

@@ -74,6 +74,11 @@ class Draws:
         return self.one(0.0, 1.0)
 
 
+def norm_of_input(d: Draws, width: int) -> dict[str, Any]:
+    weight = d.maybe(lambda: d.values(width))
+    return {"norm_weight": weight, "norm_eps": d.eps(), "norm_offset": d.offset()}
+
+
 # Norms
 
 
@@ -236,6 +241,8 @@ def router_logits(d):
         "x": d.values(tokens, width),
         "weight": d.values(experts, width),
         "bias": d.maybe(lambda: d.values(experts)),
+        **norm_of_input(d, width),
+        "dtype": d.one(None, *DTYPES),
     }
 
 
@@ -307,6 +314,7 @@ def moe_experts(d):
         "down": d.values(experts, *(down if transposed else down[::-1]), dtype=dtype, scale=inner**-0.5),
         "transposed": transposed,
         **options,
+        **norm_of_input(d, hidden),
     }
 
 
@@ -355,7 +363,7 @@ def moe_experts_quantized(d):
     (_, _, experts, hidden, inner), around, options = layer_of_experts(d, sizes)
     rows = 2 * inner if options["gated"] else inner
     return {
-        **{**around, **passed, **options},
+        **{**around, **passed, **options, **norm_of_input(d, hidden)},
         **weight(d, "gate_up_", experts, rows, hidden, form),
         **weight(d, "down_", experts, hidden, inner, down),
     }
@@ -364,11 +372,13 @@ def moe_experts_quantized(d):
 @strategy
 def linear_quantized(d):
     form = d.one(*ALL_FORMATS)
-    columns, rows = d.one(*columns_of(form)), d.one(8, 1, 33, 64)
+    columns, rows, leading = d.one(*columns_of(form)), d.one(8, 1, 33, 64), d.leading()
+    x = d.values(*leading, columns)
     return {
-        **{"x": d.values(*d.leading(), columns), **named(form)},
+        **{"x": x, **named(form), **norm_of_input(d, columns)},
         **weight(d, "", None, rows, columns, form),
         "bias": d.maybe(lambda: d.values(rows)),
+        "residual": d.maybe(lambda: d.values(*leading, rows, dtype=x.dtype)),
     }
 
 
@@ -382,6 +392,7 @@ def mlp_quantized(d):
     rows = 2 * inner if gated else inner
     return {
         **{"x": d.values(*leading, hidden, dtype=dtype), **passed, **options, "gated": gated},
+        **norm_of_input(d, hidden),
         **weight(d, "gate_up_", None, rows, hidden, form),
         **weight(d, "down_", None, hidden, inner, down),
         "interleaved": gated and d.flag(),
@@ -510,6 +521,19 @@ def rope(d):
         "rotary_dim": rotary if halved else d.one(None, rotary),
         "rotary_last": d.flag(),
     }
+
+
+@strategy
+def rope_cache_(d):
+    arguments = rope(d)
+    while arguments["k"] is None:
+        arguments |= rope(d)
+    q, k = arguments["q"], arguments["k"]
+    v = d.values(*q.shape[:2], d.one(1, 2), d.one(16, 2, 6, 64), dtype=q.dtype)
+    slots = {
+        name: d.values(*x.transpose(1, 2).shape, dtype=q.dtype) for name, x in (("keys_", k), ("values_", v))
+    }
+    return {**arguments, "v": v, **slots, "norm_v": d.flag()}
 
 
 @strategy

@@ -113,12 +113,22 @@ def expert_mm(x, weight, ids, bias=None, *, rounded_weight=False) -> Estimate:
 
 def moe_experts(x, gate_up, down, ids, weights, options: dict, *, rounded_weight=False) -> Estimate:
     """[T, H]; gate_up [E, 2I, H] or [E, I, H] and down [E, H, I] are arrays, `options` the keywords."""
-    rows, scales, dtype = exact(x), exact(weights), x.dtype
+    rows = Estimate(exact(x), np.zeros(x.shape))
+    return moe_experts_of_rows(
+        x.dtype, rows, gate_up, down, ids, weights, options, rounded_weight=rounded_weight
+    )
+
+
+def moe_experts_of_rows(
+    dtype, x: Estimate, gate_up, down, ids, weights, options: dict, *, rounded_weight=False
+) -> Estimate:
+    """The same of inputs that are computed."""
+    rows, scales = x.value, exact(weights)
     biases = [options.get(name) for name in ("gate_up_bias", "down_bias")]
     gate_up_bias, down_bias = (None if bias is None else exact(bias) for bias in biases)
     value, variance = np.zeros_like(rows), np.zeros_like(rows)
     for t, k, e in valid_pairs(ids, len(gate_up)):
-        row = Estimate(rows[t : t + 1], np.zeros_like(rows[t : t + 1]))
+        row = Estimate(*(part[t : t + 1] for part in x))
         hidden = add(multiply(row, gate_up[e], dtype, rounded_weight), gate_up_bias, e, dtype)
         hidden = activate(hidden, options, dtype)
         out = add(multiply(hidden, down[e], dtype, rounded_weight), down_bias, e, dtype)

@@ -261,9 +261,21 @@ def dot_products(x: np.ndarray, weight: np.ndarray, shift: np.ndarray | float) -
     return Expected(x @ weight.T + shift, (4 + np.sqrt(x.shape[-1])) * FLOAT32_EPS * magnitude)
 
 
+def input_rows(a) -> Estimate:
+    """The rows of x, or their norm: rounded to the dtype of x or not."""
+    x = exact(a.x)
+    if a.norm_weight is None:
+        return Estimate(x, np.zeros_like(x))
+    norm = normed(x, exact(a.norm_weight), a.norm_eps, a.norm_offset)
+    return Estimate(norm.value, norm.error + roundoff(a.x.dtype) * abs(norm.value))
+
+
 @oracle
 def router_logits(a):
-    return [dot_products(exact(a.x), exact(a.weight), 0.0 if a.bias is None else exact(a.bias))]
+    rows, weight = input_rows(a), exact(a.weight)
+    logits = dot_products(rows.value, weight, 0.0 if a.bias is None else exact(a.bias))
+    inherited = DEVIATIONS * np.sqrt(rows.deviation**2 @ (weight**2).T)
+    return [Expected(logits.value, logits.error + inherited)]
 
 
 @oracle
@@ -315,8 +327,15 @@ def experts(a, gate_up: np.ndarray, down: np.ndarray, rounded_weight: bool) -> l
     options = {name: getattr(a, name) for name in EXPERT_OPTIONS}
     return [
         estimated(
-            oracles_experts.moe_experts(
-                a.x, gate_up, down, a.ids, a.weights, options, rounded_weight=rounded_weight
+            oracles_experts.moe_experts_of_rows(
+                a.x.dtype,
+                input_rows(a),
+                gate_up,
+                down,
+                a.ids,
+                a.weights,
+                options,
+                rounded_weight=rounded_weight,
             )
         )
     ]
@@ -358,9 +377,9 @@ def product(x: Estimate, weight: np.ndarray, bias, dtype: torch.dtype) -> Estima
     return Estimate(value, out.deviation + roundoff(dtype) * abs(value))
 
 
-def rows_of(x: Tensor) -> Estimate:
-    rows = exact(x).reshape(int(np.prod(x.shape[:-1])), x.shape[-1])
-    return Estimate(rows, np.zeros_like(rows))
+def flat_rows(a) -> Estimate:
+    shape = int(np.prod(a.x.shape[:-1])), a.x.shape[-1]
+    return Estimate(*(part.reshape(shape) for part in input_rows(a)))
 
 
 @oracle
@@ -375,15 +394,16 @@ def moe_experts_quantized(a):
 
 @oracle
 def linear_quantized(a):
-    out = product(rows_of(a.x), dense(a), a.bias, a.x.dtype)
+    out = product(flat_rows(a), dense(a), a.bias, a.x.dtype)
     shape = (*a.x.shape[:-1], a.packed.shape[0])
-    return [estimated(Estimate(*(part.reshape(shape) for part in out)))]
+    value, deviation = (part.reshape(shape) for part in out)
+    return [estimated(Estimate(value if a.residual is None else value + exact(a.residual), deviation))]
 
 
 @oracle
 def mlp_quantized(a):
     dtype = a.x.dtype
-    inner = product(rows_of(a.x), dense(a, "gate_up_"), a.gate_up_bias, dtype)
+    inner = product(flat_rows(a), dense(a, "gate_up_"), a.gate_up_bias, dtype)
     hidden = activate(inner, vars(a), dtype)
     out = product(hidden, dense(a, "down_", down=True), a.down_bias, dtype)
     value, deviation = (part.reshape(a.x.shape) for part in out)
@@ -487,6 +507,14 @@ def rope(a):
         value, magnitude = oracles_sequence.rotated(x, a.cos, a.sin, weight, *rest)
         results.append(Expected(value, 16 * FLOAT32_EPS * magnitude))
     return results
+
+
+@oracle
+def rope_cache_(a):
+    q, k = rope(a)
+    v = exact(a.v).transpose(0, 2, 1, 3)
+    norm = normed(v, None, a.eps) if a.norm_v else Expected(v, 0.0)
+    return [q, k, norm]
 
 
 @oracle

@@ -85,7 +85,7 @@ def test_moved_after_acceleration(device):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "matmul"), [("qwen3_moe", []), ("qwen2_moe", []), ("deepseek_v3", ["logits_single"])]
+    ("architecture", "matmul"), [("qwen3_moe", []), ("qwen2_moe", []), ("deepseek_v3", ["logits_few"])]
 )
 def test_three_dispatches_a_block(architecture, matmul, simulated):
     """One token: the router, and its matmul where it is in float32; gate, up and activation; down, the sum

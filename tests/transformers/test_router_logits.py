@@ -49,7 +49,7 @@ def test_no_casts(simulated):
     rewrite(router)
     x = torch.ones(1, 32, dtype=torch.bfloat16, device="mps")
     counts = launches(simulated, lambda: results(router, x))
-    assert counts["logits_single_bf16"] == 1 and not counts["mm"] and not counts["linear"]
+    assert counts["logits_few_bf16"] == 1 and not counts["mm"] and not counts["linear"]
 
 
 def test_a_whole_model():

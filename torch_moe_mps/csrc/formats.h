@@ -19,6 +19,9 @@ struct WeightFormat {
   int64_t group_size;
   std::string type;  // in shaders/matmul/formats.h
 
+  // Whether a norm within the matmul of one token costs less than a launch: by the cost model memory limits
+  // the kernel for 4 bits and more, which hides the norm; for 2 and 3 bits issue does.
+  bool norms_inputs() const { return bits >= 4; }
   // Whether dot products take two pairs at a time: kPairsAtOnce there.
   bool shares_rows() const { return mode != "affine" || bits % 4 == 0; }
 };

@@ -25,10 +25,12 @@ std::vector<int64_t> with_columns(at::IntArrayRef sizes, int64_t columns) {
 
 Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& scales,
                         const OptionalTensor& biases, const OptionalTensor& bias, int64_t bits,
-                        int64_t group_size, std::string_view mode) {
+                        int64_t group_size, std::string_view mode, const OptionalTensor& residual,
+                        const OptionalTensor& norm_weight, double norm_eps, double norm_offset) {
   const auto shape = with_columns(x.sizes(), packed.size(0));
   if (x.numel() == 0 || packed.numel() == 0) {  // no rows, no outputs, or outputs of nothing
-    Tensor out = at::zeros(shape, x.options());
+    Tensor out =
+        residual.has_value() ? residual->clone(at::MemoryFormat::Contiguous) : at::zeros(shape, x.options());
     return bias.has_value() && out.numel() > 0 ? out.add_(*bias) : out;
   }
   const auto dtype = compute_dtype(x.scalar_type(), {scales});
@@ -36,8 +38,10 @@ Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& sca
       packed_matrix(packed, scales, biases, weight_format(mode, bits, group_size), bias, dtype);
   const Tensor rows = rows_of(x, dtype);
   const Tensor out = at::empty({rows.size(0), matrix.rows}, rows.options());
+  const std::optional<InputNorm> norm = input_norm(norm_weight, norm_eps, norm_offset);
+  const OptionalTensor added = converted(residual, dtype);
   Commands commands;
-  add_linear(commands, rows, matrix, Activation{}, std::nullopt, out);
+  add_linear(commands, rows, norm, matrix, Activation{}, added, out);
   commands.encode();
   return out.to(x.scalar_type()).view(shape);
 }
@@ -49,7 +53,8 @@ Tensor mlp_quantized(const Tensor& x, const Tensor& gate_up_packed, const Tensor
                      const OptionalTensor& down_bias, std::string_view activation,
                      std::optional<double> alpha, std::optional<double> limit, bool gated, bool interleaved,
                      const OptionalTensor& residual, std::optional<int64_t> down_bits,
-                     std::optional<int64_t> down_group_size, std::optional<std::string_view> down_mode) {
+                     std::optional<int64_t> down_group_size, std::optional<std::string_view> down_mode,
+                     const OptionalTensor& norm_weight, double norm_eps, double norm_offset) {
   if (x.numel() == 0) return at::empty(x.sizes(), x.options());
   if (gate_up_packed.numel() == 0) {  // nothing between the matrices
     Tensor out = residual.has_value() ? residual->clone(at::MemoryFormat::Contiguous)
@@ -67,10 +72,11 @@ Tensor mlp_quantized(const Tensor& x, const Tensor& gate_up_packed, const Tensor
   const Tensor hidden = at::empty({rows.size(0), down.inputs}, rows.options());
   const Tensor out = at::empty({rows.size(0), down.rows}, rows.options());
   const OptionalTensor added = converted(residual, dtype);
+  const std::optional<InputNorm> norm = input_norm(norm_weight, norm_eps, norm_offset);
   Commands commands;
-  add_linear(commands, rows, gate_up, activation_of(activation, alpha, limit, gated, interleaved),
+  add_linear(commands, rows, norm, gate_up, activation_of(activation, alpha, limit, gated, interleaved),
              std::nullopt, hidden);
-  add_linear(commands, hidden, down, Activation{}, added, out);
+  add_linear(commands, hidden, std::nullopt, down, Activation{}, added, out);
   commands.encode();
   return out.to(x.scalar_type()).view(x.sizes());
 }

@@ -28,6 +28,7 @@ struct MatmulStep {
   int64_t memory = 0;          // bytes of threadgroup memory
   bool splits_inputs = false;  // the simdgroups of a threadgroup share the inputs of its rows
   bool tensor_units = false;   // the kernel is one of tensor_units.metal
+  bool norms_inputs = false;   // the kernel norms its inputs; without it they have to come normed
 };
 
 struct MatmulShape {
@@ -35,7 +36,8 @@ struct MatmulShape {
   int64_t rows, outputs;  // rows of the first matrix; outputs of one pair after the activation
   int64_t columns = 0;    // outputs of the second matmul; 0: there is none
   bool first_transposed = false, second_transposed = false;
-  bool empty = false;  // the matrices have no elements, and the kernels must read none
+  bool normed = false;  // a kernel may norm the inputs of the first matmul
+  bool empty = false;   // the matrices have no elements, and the kernels must read none
   bool first_on_tensor_units = false, second_on_tensor_units = false;  // where there are enough pairs
   int64_t pairs() const { return tokens * slots; }
 };
@@ -52,8 +54,9 @@ bool pays_on_tensor_units(int64_t pairs, int64_t experts);
 MatmulPlan plan_experts(const MatmulShape& shape, int64_t cores);
 
 // A linear layer: one matrix for all tokens, in one dispatch. With `shares_rows`, a dot product of the format
-// takes two tokens at a time; with `on_tensor_units`, many tokens are multiplied there.
+// takes two tokens at a time; with `on_tensor_units`, many tokens are multiplied there; with `normed`, a
+// kernel may norm the inputs.
 MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, bool shares_rows, int64_t cores,
-                       bool on_tensor_units);
+                       bool on_tensor_units, bool normed = false);
 
 }  // namespace moe_mps

@@ -81,11 +81,15 @@ MatmulStep first_step(const MatmulShape& shape, Path path, int64_t cores) {
   }
   if (path == Path::kFew) return few_step(shape, std::min(shape.pairs(), shape.experts) + 1, cores);
   constexpr int64_t kRows = kSingleSimdgroups * kRowGroupsOfSimdgroup * kSingleRows;
-  return {MatmulWork::kFirst,
-          "matmul_rows",
-          {blocks(shape.outputs, outputs_of_rows(shape, kRows)), pairs},
-          -1,
-          kSingleSimdgroups * kSimdWidth};
+  MatmulStep step{MatmulWork::kFirst,
+                  "matmul_rows",
+                  {blocks(shape.outputs, outputs_of_rows(shape, kRows)), pairs},
+                  -1,
+                  kSingleSimdgroups * kSimdWidth};
+  // For one token memory limits the kernel: a norm by each simdgroup for itself takes less than a launch.
+  step.norms_inputs = shape.normed && shape.tokens == 1;
+  if (step.norms_inputs) step.kernel = "matmul_rows_normed";
+  return step;
 }
 
 MatmulStep second_step(const MatmulShape& shape, Path path) {
@@ -170,8 +174,9 @@ MatmulPlan plan_experts(const MatmulShape& shape, int64_t cores) {
 }
 
 MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, bool shares_rows, int64_t cores,
-                       bool on_tensor_units) {
-  const MatmulShape shape{tokens, 1, 1, rows, outputs};
+                       bool on_tensor_units, bool normed) {
+  MatmulShape shape{tokens, 1, 1, rows, outputs};
+  shape.normed = normed;
   if (on_tensor_units && pays_on_tensor_units(tokens, 1)) {
     const int64_t across = ceil_div(outputs, outputs_of_rows(shape, kTensorRows));
     const bool large =

@@ -9,6 +9,7 @@
 #include "../shaders/params.h"
 #include "metal/encoder.h"
 #include "metal/library.h"
+#include "norms.h"
 
 namespace moe_mps {
 
@@ -19,7 +20,8 @@ struct MatrixStack {
   std::optional<at::Tensor> bias;     // the layer's bias, [E, rows]
   int64_t experts, rows, inputs;
   bool transposed = false;
-  bool shares_rows = true;  // the format's dot products take two pairs at a time
+  bool norms_inputs = true;  // for one token, a norm within the matmul costs less than a launch
+  bool shares_rows = true;   // the format's dot products take two pairs at a time
 };
 
 struct Activation {
@@ -38,11 +40,11 @@ struct ExpertSum {
   bool gate_is_logit;
 };
 
-// Adds to `commands`: out[T, outputs] = activation(x[T, inputs] times the matrix, of one expert) + residual.
-// The tensors are contiguous, x aligned, the matrix not empty.
-void add_linear(Commands& commands, const at::Tensor& x, const MatrixStack& matrix,
-                const Activation& activation, const std::optional<at::Tensor>& residual,
-                const at::Tensor& out);
+// Adds to `commands`: out[T, outputs] = activation(norm(x[T, inputs]) times the matrix, of one expert) +
+// residual. The tensors are contiguous, x aligned, the matrix not empty.
+void add_linear(Commands& commands, const at::Tensor& x, const std::optional<InputNorm>& norm,
+                const MatrixStack& matrix, const Activation& activation,
+                const std::optional<at::Tensor>& residual, const at::Tensor& out);
 
 void warn_of_copy(const at::Tensor& weight);
 
@@ -50,7 +52,8 @@ void warn_of_copy(const at::Tensor& weight);
 at::Tensor project_slots(const at::Tensor& x, const MatrixStack& matrix, const at::Tensor& ids);
 
 // moe_experts: in two dispatches for few tokens, in four for many.
-at::Tensor apply_experts(const at::Tensor& x, const MatrixStack& gate_up, const MatrixStack& down,
-                         const at::Tensor& ids, const Activation& activation, const ExpertSum& sum);
+at::Tensor apply_experts(const at::Tensor& x, const std::optional<InputNorm>& norm,
+                         const MatrixStack& gate_up, const MatrixStack& down, const at::Tensor& ids,
+                         const Activation& activation, const ExpertSum& sum);
 
 }  // namespace moe_mps

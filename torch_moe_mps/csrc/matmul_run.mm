@@ -3,6 +3,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+
 #include "bucket.h"
 #include "formats.h"
 #include "gpu.h"
@@ -41,6 +43,17 @@ Library library_of(const MatmulStep& step, const MatrixStack& matrix) {
 bool on_tensor_units(const MatrixStack& matrix, int64_t pairs) {
   return pays_on_tensor_units(pairs, matrix.experts) &&
          uses_tensor_units(tensor_units_library(matrix.library, matrix.transposed));
+}
+
+// Whether a kernel of a matmul can norm its inputs.
+bool can_norm(const std::optional<InputNorm>& norm, const Tensor& x, const MatrixStack& matrix) {
+  return norm && matrix.norms_inputs && norm->weight.scalar_type() == x.scalar_type() &&
+         is_aligned(norm->weight);
+}
+
+void set_norm(MatmulParams& params, const InputNorm& norm) {
+  params.norm_eps = static_cast<float>(norm.eps);
+  params.norm_offset = static_cast<float>(norm.offset);
 }
 
 // What the steps of a plan hand to each other.
@@ -134,13 +147,15 @@ Command& bind_sum(Command& command, const ExpertSum& sum) {
 
 // Adds one matmul; `out` has a row for each pair.
 void add_matmul(Commands& commands, const Run& run, const MatmulStep& step, const Tensor& x,
-                const MatrixStack& matrix, const Activation& activation, bool x_per_pair, bool is_last,
-                const Tensor& out) {
+                const std::optional<InputNorm>& norm, const MatrixStack& matrix, const Activation& activation,
+                bool x_per_pair, bool is_last, const Tensor& out) {
   MatmulParams params = matmul_params(x, matrix, run.ids, activation, x_per_pair);
   params.writes_tiles = !is_last;
   params.splits_inputs = step.splits_inputs;
+  if (step.norms_inputs) set_norm(params, *norm);
   Command& command = commands.add(library_of(step, matrix), step.kernel);
   bind_matmul(command, x, matrix, run.ids, out).bind(x).params(params);  // x stands in for a residual
+  if (step.norms_inputs) command.bind(norm->weight);
   run.launch(run.bind_buckets(command), step);
 }
 
@@ -165,18 +180,26 @@ void add_combine(Commands& commands, const Run& run, const MatmulStep& step, con
 
 }  // namespace
 
-void add_linear(Commands& commands, const Tensor& x, const MatrixStack& matrix, const Activation& activation,
+void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputNorm>& norm,
+                const MatrixStack& matrix, const Activation& activation,
                 const std::optional<Tensor>& residual, const Tensor& out) {
+  const MatmulStep step =
+      plan_linear(x_.size(0), matrix.rows, outputs_of(matrix.rows, activation), matrix.shares_rows,
+                  gpu_cores(), on_tensor_units(matrix, x_.size(0)), can_norm(norm, x_, matrix));
+  const Tensor& x = norm && !step.norms_inputs ? add_norm(commands, x_, *norm) : x_;
   MatmulParams params = matrix_params(x, matrix, activation);
   params.tokens = params.pairs = x.size(0);
   params.slots = params.x_per_pair = 1;
   params.has_residual = residual.has_value();
-  const MatmulStep step = plan_linear(x.size(0), params.rows, params.outputs, matrix.shares_rows, gpu_cores(),
-                                      on_tensor_units(matrix, x.size(0)));
   params.splits_inputs = step.splits_inputs;
+  if (step.norms_inputs) set_norm(params, *norm);
   Command& command = commands.add(library_of(step, matrix), step.kernel);
   bind_matmul(command, x, matrix, x, out).bind_or(residual, x).params(params);
-  if (step.kernel != "matmul_rows") command.bind(x).bind(x);  // in place of lists of pairs; not read
+  if (step.norms_inputs) {
+    command.bind(norm->weight);
+  } else if (step.kernel != "matmul_rows") {
+    command.bind(x).bind(x);  // in place of lists of pairs; not read
+  }
   command.threadgroups(step.grid, {NSUInteger(step.threads)});
 }
 
@@ -222,18 +245,20 @@ Tensor project_slots(const Tensor& x_, const MatrixStack& matrix_, const Tensor&
     if (step.work == MatmulWork::kBucket) {
       add_bucket(commands, ids, shape.experts, run.buckets, plan.tiles);
     } else {
-      add_matmul(commands, run, step, x, matrix, Activation{}, x_.dim() == 3, true, out);
+      add_matmul(commands, run, step, x, std::nullopt, matrix, Activation{}, x_.dim() == 3, true, out);
     }
   }
   commands.encode();
   return out;
 }
 
-Tensor apply_experts(const Tensor& x_, const MatrixStack& gate_up, const MatrixStack& down_,
-                     const Tensor& ids_, const Activation& activation, const ExpertSum& sum) {
+Tensor apply_experts(const Tensor& x_, const std::optional<InputNorm>& norm, const MatrixStack& gate_up,
+                     const MatrixStack& down_, const Tensor& ids_, const Activation& activation,
+                     const ExpertSum& sum) {
   Tensor out = at::empty(x_.sizes(), x_.options());
   if (out.numel() == 0) return out;
-  const Tensor x = aligned(x_), ids = ids_.contiguous();
+  Commands commands;
+  const Tensor given = aligned(x_), ids = ids_.contiguous();
   MatmulShape shape{
       ids.size(0), ids.size(1), gate_up.experts, gate_up.rows, outputs_of(gate_up.rows, activation),
       down_.rows};
@@ -242,26 +267,29 @@ Tensor apply_experts(const Tensor& x_, const MatrixStack& gate_up, const MatrixS
   shape.empty = is_empty(down_);  // and so is gate_up
   shape.first_on_tensor_units = on_tensor_units(gate_up, shape.pairs());
   shape.second_on_tensor_units = on_tensor_units(down_, shape.pairs());
-  const MatrixStack down = bindable(down_, x);
+  shape.normed = can_norm(norm, given, gate_up);
+  const MatrixStack down = bindable(down_, given);
   const MatmulPlan plan = plan_experts(shape, gpu_cores());
   const Run run(plan, ids, shape.experts);
+  const bool norms = std::any_of(plan.steps.begin(), plan.steps.end(),
+                                 [](const MatmulStep& step) { return step.norms_inputs; });
+  const Tensor x = norm && !norms && !shape.empty ? add_norm(commands, given, *norm) : given;
   const Tensor hidden = shape.empty ? x : at::empty({ids.numel(), down.inputs}, x.options());
   Tensor slots;
-  Commands commands;
   for (const MatmulStep& step : plan.steps) {
     switch (step.work) {
       case MatmulWork::kBucket:
         add_bucket(commands, ids, shape.experts, run.buckets, plan.tiles);
         break;
       case MatmulWork::kFirst:
-        add_matmul(commands, run, step, x, gate_up, activation, false, false, hidden);
+        add_matmul(commands, run, step, x, norm, gate_up, activation, false, false, hidden);
         break;
       case MatmulWork::kSecond:
         add_second(commands, run, step, hidden, down, sum, out);
         break;
       case MatmulWork::kSlots:
         slots = at::empty({ids.numel(), down.rows}, x.options());
-        add_matmul(commands, run, step, hidden, down, Activation{}, true, true, slots);
+        add_matmul(commands, run, step, hidden, std::nullopt, down, Activation{}, true, true, slots);
         break;
       case MatmulWork::kCombine:
         add_combine(commands, run, step, slots, down, sum, out);

@@ -1,7 +1,10 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 
 #include <tuple>
+
+#include "norms.h"
 
 #include "../shaders/params.h"
 #include "register.h"
@@ -13,9 +16,9 @@ namespace {
 using at::Tensor;
 
 // One dispatch for all operators. `residual`, `scalar` and `sum` are nullopt where the kernel has none.
-void encode_norm(const char* kernel, const std::optional<Tensor>& residual, const Tensor& input,
-                 const std::optional<Tensor>& weight, const std::optional<Tensor>& scalar, double eps,
-                 double weight_offset, const Tensor& output, const std::optional<Tensor>& sum) {
+void add_norm(Commands& commands, const char* kernel, const std::optional<Tensor>& residual,
+              const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& scalar,
+              double eps, double weight_offset, const Tensor& output, const std::optional<Tensor>& sum) {
   const int64_t width = input.size(-1);
   const int64_t rows = input.numel() / width;
   const int64_t stride = row_stride(input).value();
@@ -39,7 +42,6 @@ void encode_norm(const char* kernel, const std::optional<Tensor>& residual, cons
   params.eps = static_cast<float>(eps);
   params.weight_offset = static_cast<float>(weight_offset);
 
-  Commands commands;
   commands.add({"norms", input.scalar_type()}, kernel)
       .bind_or(residual, output)
       .bind_strided(input)
@@ -49,6 +51,12 @@ void encode_norm(const char* kernel, const std::optional<Tensor>& residual, cons
       .bind_or(sum, output)
       .params(params)
       .threadgroups(layout.grid, layout.threads);
+}
+
+template <class... Arguments>
+void encode_norm(const Arguments&... arguments) {
+  Commands commands;
+  add_norm(commands, arguments...);
   commands.encode();
 }
 
@@ -112,6 +120,18 @@ Tensor fused_residual_norm_scalar(const Tensor& residual, const Tensor& input, c
 }
 
 }  // namespace
+
+std::optional<InputNorm> input_norm(const std::optional<Tensor>& weight, double eps, double offset) {
+  if (!weight) return std::nullopt;
+  return InputNorm{weight->contiguous(), eps, offset};
+}
+
+const Tensor& add_norm(Commands& commands, const Tensor& x, const InputNorm& norm) {
+  const Tensor& output = commands.keep(at::empty_like(x));
+  add_norm(commands, "rms_norm", std::nullopt, x, norm.weight, std::nullopt, norm.eps, norm.offset, output,
+           std::nullopt);
+  return output;
+}
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   implement<rms_norm>(m, "rms_norm");

@@ -29,7 +29,8 @@ Tensor moe_experts_quantized(const Tensor& x, const Tensor& gate_up_packed, cons
                              const OptionalTensor& shared_gate, const OptionalTensor& shared_out,
                              const OptionalTensor& residual, bool gate_is_logit,
                              std::optional<int64_t> down_bits, std::optional<int64_t> down_group_size,
-                             std::optional<std::string_view> down_mode) {
+                             std::optional<std::string_view> down_mode, const OptionalTensor& norm_weight,
+                             double norm_eps, double norm_offset) {
   const auto dtype = compute_dtype(x.scalar_type(), {gate_up_scales, down_scales});
   const WeightFormat& format = weight_format(mode, bits, group_size);
   const WeightFormat& down_format = second_format(format, down_bits, down_group_size, down_mode);
@@ -39,7 +40,7 @@ Tensor moe_experts_quantized(const Tensor& x, const Tensor& gate_up_packed, cons
       packed_matrix(down_packed, down_scales, down_biases, down_format, down_bias, dtype);
   const ExpertSum sum{weights.contiguous(), contiguous(shared_gate), converted(shared_out, dtype),
                       converted(residual, dtype), gate_is_logit};
-  return apply_experts(x.to(dtype), gate_up, down, ids,
+  return apply_experts(x.to(dtype), input_norm(norm_weight, norm_eps, norm_offset), gate_up, down, ids,
                        activation_of(activation, alpha, limit, gated, interleaved), sum)
       .to(x.scalar_type());
 }

@@ -14,29 +14,37 @@ namespace {
 
 using at::Tensor;
 
-// q or k, and the buffers that a dispatch binds for it.
+// q, k or v, and the buffers that a dispatch binds for it.
 struct Heads {
   Tensor input;  // its heads are contiguous
   std::optional<Tensor> weight;
-  Tensor output;
+  Tensor output;  // [B, heads, T, D], its heads are contiguous
   RopeHeads params{};
   bool vectorised;
 };
 
-Heads heads_of(const Tensor& x, const std::optional<Tensor>& weight) {
+Tensor heads_first(const Tensor& x) {
+  return at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options());
+}
+
+Heads heads_of(const Tensor& x, const std::optional<Tensor>& weight, const Tensor& output, int64_t rotary) {
   Heads heads;
   heads.input = rows_contiguous(x);
   heads.weight = contiguous(weight);
-  heads.output = at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options());
+  heads.output = output;
   heads.params.batch_stride = heads.input.stride(0);
   heads.params.token_stride = heads.input.stride(1);
   heads.params.head_stride = heads.input.stride(2);
+  heads.params.output_batch_stride = output.stride(0);
+  heads.params.output_head_stride = output.stride(1);
+  heads.params.output_token_stride = output.stride(2);
   heads.params.heads = x.size(2);
   heads.params.width = x.size(3);
-  heads.params.has_weight = weight.has_value();
+  heads.params.rotary = rotary;
+  heads.params.is_normed = heads.params.has_weight = weight.has_value();
   if (weight) heads.params.weight_dtype = dtype_code(*weight);
-  heads.vectorised =
-      x.size(3) % 8 == 0 && starts_aligned(heads.input) && (!weight || starts_aligned(*heads.weight));
+  heads.vectorised = x.size(3) % 8 == 0 && starts_aligned(heads.input) && starts_aligned(output) &&
+                     (!weight || starts_aligned(*heads.weight));
   return heads;
 }
 
@@ -45,52 +53,91 @@ uint32_t pairs_code(std::string_view pairs) {
   return pairs == "interleaved" ? PAIRS_INTERLEAVED : PAIRS_INTERLEAVED_TO_HALF;
 }
 
+// The tables and what is the same for all heads.
+struct Rotation {
+  const Tensor &cos, &sin;
+  double eps, weight_offset;
+  std::string_view pairs;
+  std::optional<int64_t> rotary_dim;
+  bool rotary_last;
+
+  int64_t rotary() const { return rotary_dim.value_or(cos.size(2)); }
+};
+
+void encode_rope(const Rotation& rotation, const Heads& q, const std::optional<Heads>& k,
+                 const std::optional<Heads>& v) {
+  const Tensor &cos = rotation.cos, &sin = rotation.sin;
+  const bool same_strides = cos.strides() == sin.strides() && cos.stride(2) == 1;
+  const Tensor cos_rows = same_strides ? cos : cos.contiguous();
+  const Tensor sin_rows = same_strides ? sin : sin.contiguous();
+  RopeParams params{};
+  params.q = q.params;
+  if (k) params.k = k->params;
+  if (v) params.v = v->params;
+  params.table_batch_stride = cos.size(0) == 1 ? 0 : cos_rows.stride(0);
+  params.table_token_stride = cos_rows.stride(1);
+  params.tokens = q.input.size(1);
+  params.rows = q.input.size(0) * params.tokens * (params.q.heads + params.k.heads + params.v.heads);
+  params.rotary_last = rotation.rotary_last;
+  params.pairs = pairs_code(rotation.pairs);
+  params.table_of_pairs = cos.size(2) < rotation.rotary();
+  params.table_dtype = dtype_code(cos);
+  params.vectorised = q.vectorised && (!k || k->vectorised) && (!v || v->vectorised) &&
+                      rotation.rotary() % 8 == 0 && starts_aligned(cos_rows) && starts_aligned(sin_rows);
+  params.eps = static_cast<float>(rotation.eps);
+  params.weight_offset = static_cast<float>(rotation.weight_offset);
+
+  Commands commands;
+  commands.add({"rope", q.input.scalar_type()}, "rope")
+      .bind_strided(q.input)
+      .bind_strided(k ? k->input : q.input)
+      .bind_strided(v ? v->input : q.input)
+      .bind_strided(cos_rows)
+      .bind_strided(sin_rows)
+      .bind_or(q.weight, q.output)
+      .bind_or(k ? k->weight : std::nullopt, q.output)
+      .bind(q.output)
+      .bind_strided(k ? k->output : q.output)
+      .bind_strided(v ? v->output : q.output)
+      .params(params)
+      .threadgroups({NSUInteger(ceil_div(params.rows, kRopeHeads))}, {NSUInteger(kRopeHeads * kSimdWidth)});
+  commands.encode();
+}
+
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const std::optional<Tensor>& k, const Tensor& cos,
                                 const Tensor& sin, const std::optional<Tensor>& q_weight,
                                 const std::optional<Tensor>& k_weight, double eps, double weight_offset,
                                 std::string_view pairs, std::optional<int64_t> rotary_dim, bool rotary_last) {
-  const Heads queries = heads_of(q, q_weight);
+  const Rotation rotation{cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last};
+  const Tensor output = heads_first(q), k_output = k ? heads_first(*k) : at::empty({0}, q.options());
+  if (output.numel() == 0) return {output, k_output};
   std::optional<Heads> keys;
-  if (k) keys = heads_of(*k, k_weight);
-  const Tensor k_output = keys ? keys->output : at::empty({0}, q.options());
-  const std::tuple<Tensor, Tensor> outputs(queries.output, k_output);
-  if (queries.output.numel() == 0) return outputs;
+  if (k) keys = heads_of(*k, k_weight, k_output, rotation.rotary());
+  encode_rope(rotation, heads_of(q, q_weight, output, rotation.rotary()), keys, std::nullopt);
+  return {output, k_output};
+}
 
-  const bool same_strides = cos.strides() == sin.strides() && cos.stride(2) == 1;
-  const Tensor cos_rows = same_strides ? cos : cos.contiguous();
-  const Tensor sin_rows = same_strides ? sin : sin.contiguous();
-  const int64_t rotary = rotary_dim.value_or(cos.size(2));
-  RopeParams params{};
-  params.q = queries.params;
-  if (keys) params.k = keys->params;
-  params.table_batch_stride = cos.size(0) == 1 ? 0 : cos_rows.stride(0);
-  params.table_token_stride = cos_rows.stride(1);
-  params.rows = q.size(0) * q.size(1) * (params.q.heads + params.k.heads);
-  params.tokens = q.size(1);
-  params.rotary = rotary;
-  params.rotary_last = rotary_last;
-  params.pairs = pairs_code(pairs);
-  params.table_of_pairs = cos.size(2) < rotary;
-  params.table_dtype = dtype_code(cos);
-  params.vectorised = queries.vectorised && (!keys || keys->vectorised) && rotary % 8 == 0 &&
-                      starts_aligned(cos_rows) && starts_aligned(sin_rows);
-  params.eps = static_cast<float>(eps);
-  params.weight_offset = static_cast<float>(weight_offset);
-
-  Commands commands;
-  commands.add({"rope", q.scalar_type()}, "rope")
-      .bind_strided(queries.input)
-      .bind_strided(keys ? keys->input : queries.input)
-      .bind_strided(cos_rows)
-      .bind_strided(sin_rows)
-      .bind_or(queries.weight, queries.output)
-      .bind_or(keys ? keys->weight : std::nullopt, queries.output)
-      .bind(queries.output)
-      .bind(keys ? k_output : queries.output)
-      .params(params)
-      .threadgroups({NSUInteger(ceil_div(params.rows, kRopeHeads))}, {NSUInteger(kRopeHeads * kSimdWidth)});
-  commands.encode();
-  return outputs;
+Tensor rope_cache_(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys_,
+                   const Tensor& values_, const Tensor& cos, const Tensor& sin,
+                   const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight, double eps,
+                   double weight_offset, std::string_view pairs, std::optional<int64_t> rotary_dim,
+                   bool rotary_last, bool norm_v) {
+  prepare_write("rope_cache_", "keys_", keys_, {{"q", q}, {"k", k}, {"v", v}, {"values_", values_}});
+  prepare_write("rope_cache_", "values_", values_, {{"q", q}, {"k", k}, {"v", v}});
+  const Rotation rotation{cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last};
+  const Tensor output = heads_first(q);
+  if (output.numel() == 0) return output;
+  const bool in_place = keys_.stride(3) == 1 && values_.stride(3) == 1;
+  const Tensor k_output = in_place ? keys_ : heads_first(k), v_output = in_place ? values_ : heads_first(v);
+  Heads values = heads_of(v, std::nullopt, v_output, 0);
+  values.params.is_normed = norm_v;
+  encode_rope(rotation, heads_of(q, q_weight, output, rotation.rotary()),
+              heads_of(k, k_weight, k_output, rotation.rotary()), values);
+  if (!in_place) {
+    keys_.copy_(k_output);
+    values_.copy_(v_output);
+  }
+  return output;
 }
 
 uint32_t layout_code(std::string_view layout) {
@@ -129,6 +176,7 @@ std::tuple<Tensor, Tensor> rope_tables(const Tensor& position_ids, const Tensor&
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   implement<rope>(m, "rope");
+  implement<rope_cache_>(m, "rope_cache_");
   implement<rope_tables>(m, "rope_tables");
 }
 

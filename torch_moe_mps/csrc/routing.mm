@@ -9,6 +9,7 @@
 
 #include "../shaders/geometry.h"
 #include "../shaders/params.h"
+#include "norms.h"
 #include "register.h"
 #include "tensors.h"
 
@@ -126,33 +127,37 @@ Routing fused_moe_routing(const Tensor& logits, const Tensor& per_expert_scale, 
 
 // The router's matmul, and moe_gate
 
-// logits[T, E] = (rms(hidden) * norm_weight) @ router^T + bias in float32; without a norm weight no norm.
-Tensor logits_of(const Tensor& hidden, const Tensor& router, const OptionalTensor& norm_weight, double eps,
-                 const OptionalTensor& bias) {
+// logits[T, E] = norm(hidden) @ router^T + bias in `dtype`.
+Tensor logits_of(const Tensor& hidden, const Tensor& router, const std::optional<InputNorm>& norm,
+                 const OptionalTensor& bias, c10::ScalarType dtype) {
   // From this many tokens on, threadgroups that take several tokens fill the GPU; they read the router less
   // often. Untuned.
   constexpr int64_t kManyLogitsTokens = 9;
   const int64_t tokens = hidden.size(0), width = hidden.size(1), experts = router.size(0);
-  Tensor logits = at::empty({tokens, experts}, hidden.options().dtype(at::kFloat));
+  Tensor logits = at::empty({tokens, experts}, hidden.options().dtype(dtype));
   RouterLogitsParams params{};
   params.tokens = tokens;
   params.experts = experts;
   params.width = width;
-  params.vectorised = rows_start_aligned(width, {hidden, router, norm_weight.value_or(hidden)});
+  params.vectorised = rows_start_aligned(width, {hidden, router, norm ? norm->weight : hidden});
   params.hidden_dtype = dtype_code(hidden);
-  if (norm_weight) params.norm_dtype = dtype_code(*norm_weight);
   params.has_bias = bias.has_value();
   if (bias) params.bias_dtype = dtype_code(*bias);
-  params.eps = static_cast<float>(eps);
+  params.logits_dtype = dtype_code(logits);
+  if (norm) {
+    params.norm_dtype = dtype_code(norm->weight);
+    params.eps = static_cast<float>(norm->eps);
+    params.norm_offset = static_cast<float>(norm->offset);
+  }
   const bool many = tokens >= kManyLogitsTokens;
-  const int64_t experts_of_group = kLogitsSimdgroups * (many ? kLogitsExperts : kLogitsSingleExperts);
+  const int64_t experts_of_group = many ? kLogitsSimdgroups * kLogitsExperts : kLogitsFewExperts;
   Commands commands;
   commands
       .add({"routing", router.scalar_type()},
-           c10::str(norm_weight ? "normed_logits" : "logits", many ? "_many" : "_single"))
+           c10::str(norm ? "normed_logits" : "logits", many ? "_many" : "_few"))
       .bind(width > 0 ? hidden : logits)  // an empty tensor cannot be bound
       .bind(width > 0 ? router : logits)
-      .bind_or(width > 0 ? norm_weight : std::nullopt, logits)
+      .bind(width > 0 && norm ? norm->weight : logits)
       .bind_or(bias, logits)
       .bind(logits)
       .params(params)
@@ -163,25 +168,34 @@ Tensor logits_of(const Tensor& hidden, const Tensor& router, const OptionalTenso
   return logits;
 }
 
-Tensor router_logits(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+Tensor router_logits(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                     const OptionalTensor& norm_weight, double norm_eps, double norm_offset,
+                     std::optional<c10::ScalarType> dtype) {
   // For more tokens, PyTorch's matmul of copies in float32 is faster. No measurement.
   constexpr int64_t kMostTokens = 32;
-  if (x.size(0) > kMostTokens) {
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    const OptionalTensor shift = bias ? OptionalTensor(bias->to(at::kFloat)) : std::nullopt;
-    return at::linear(x.to(at::kFloat), weight.to(at::kFloat), shift);
-  }
+  const c10::ScalarType to = dtype.value_or(at::kFloat);
   if (x.size(0) == 0 || weight.size(0) == 0) {
-    return at::empty({x.size(0), weight.size(0)}, x.options().dtype(at::kFloat));
+    return at::empty({x.size(0), weight.size(0)}, x.options().dtype(to));
   }
-  return logits_of(x.contiguous(), weight.contiguous(), std::nullopt, 0.0, contiguous(bias));
+  const std::optional<InputNorm> norm = input_norm(norm_weight, norm_eps, norm_offset);
+  const Tensor rows = x.contiguous();
+  if (x.size(0) <= kMostTokens) return logits_of(rows, weight.contiguous(), norm, contiguous(bias), to);
+  Tensor normed = rows;
+  if (norm && rows.numel() > 0) {
+    Commands commands;
+    normed = add_norm(commands, rows, *norm);
+    commands.encode();
+  }
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const OptionalTensor shift = bias ? OptionalTensor(bias->to(at::kFloat)) : std::nullopt;
+  return at::linear(normed.to(at::kFloat), weight.to(at::kFloat), shift).to(to);
 }
 
 Routing moe_gate(const Tensor& hidden, const Tensor& router_weight, const Tensor& norm_weight,
                  const Tensor& per_expert_scale, int64_t top_k, double eps, bool renormalize_after_scale) {
   if (hidden.size(0) == 0) return empty_routing(hidden, {0}, top_k);
-  const Tensor logits =
-      logits_of(hidden.contiguous(), router_weight.contiguous(), norm_weight.contiguous(), eps, std::nullopt);
+  const Tensor logits = logits_of(hidden.contiguous(), router_weight.contiguous(),
+                                  input_norm(norm_weight, eps, 0.0), std::nullopt, at::kFloat);
   RouterParams params = plain_router(SCORING_SOFTMAX_AFTER_TOPK, top_k);
   params.normalise_scaled = renormalize_after_scale;
   return route(logits, std::nullopt, per_expert_scale, params);

@@ -73,6 +73,10 @@ def sample_arguments(
             **{"q": q, "k": k, "cos": values(1, T, 16), "sin": values(1, T, 16)},
             **{"q_weight": values(16), "k_weight": values(16)},
         },
+        "rope_cache_": {
+            **{"q": q, "k": k, "v": values(2, T, 2, 8), "cos": values(1, T, 16), "sin": values(1, T, 16)},
+            **{"keys_": values(2, 2, T, 16), "values_": values(2, 2, T, 8), "q_weight": values(16)},
+        },
         "rms_norm_gated": {
             **{"input": values(T, H), "gate": values(T, H), "weight": values(H, dtype=torch.float32)},
             "eps": 1e-6,
@@ -169,11 +173,18 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
 
     tail = {"shared_gate": values(T, 1), "shared_out": values(T, H), "residual": values(T, H)}
     strided = values(H, T).t()
+    norm = {"norm_weight": values(H), "norm_offset": 1.0}
+    ids = torch.tensor([[3, 0]], dtype=torch.int32, device=device)
+    one = {"x": values(1, H), "ids": ids, "weights": values(1, K, dtype=torch.float32)}
     changes: dict[str, list[dict]] = {
         "rms_norm": [{"input": strided, "weight": None}, {"weight_offset": 1.0}],
         "rope": [
             {"k": None, "k_weight": None, "pairs": "interleaved", "rotary_dim": 8, "cos": values(2, T, 4)}
             | {"sin": values(2, T, 4), "rotary_last": True},
+        ],
+        "rope_cache_": [
+            {"keys_": values(2, 2, 9, 16)[:, :, 2 : 2 + T], "values_": values(2, 2, 9, 8)[:, :, 2 : 2 + T]}
+            | {"norm_v": True},
         ],
         "rms_norm_gated": [{"input": strided, "gate": strided, "weight_offset": 1.0}],
         "rope_tables": [{"layout": "pairs"}, {"layout": "interleaved", "scaling": 1.0}],
@@ -185,7 +196,7 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
             {"A_log": None, "dt_bias": None, "g": -values(2, T, 4).abs(), "beta_is_logit": False}
             | {"state_": values(4, 2, 16, 8, dtype=torch.float32).transpose(0, 1)},
         ],
-        "router_logits": [{"x": strided, "bias": None}],
+        "router_logits": [{"x": strided, "bias": None}, {**norm, "dtype": torch.bfloat16}],
         "attention": [
             {"sinks": None, "window": 4, "softcap": 20.0},
             {"mask": values(2, 1, T, 9)},
@@ -212,9 +223,23 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
         "weighted_sum_residual_stacked_": [{"residual_": values(H, T).t()}],
         "weighted_sum_residual_norm_stacked_": [{"residual_": values(H, T).t()}],
         "moe_weighted_reduce": [{"expert_out": values(T * K, H), **tail, "gate_is_logit": True}],
-        "linear_quantized": [{"x": strided, "bias": None}, {"x": values(2, 0, H)}],
-        "mlp_quantized": [{"residual": strided, "gate_up_bias": values(2 * I), "interleaved": True}],
-        "moe_experts": [{**tail, "gate_up_bias": values(E, 2 * I), "interleaved": True}],
+        "linear_quantized": [
+            {"x": strided, "bias": None},
+            {"x": values(2, 0, H)},
+            {"x": values(1, H), "residual": values(1, I), **norm},
+            norm,
+        ],
+        "mlp_quantized": [
+            {"residual": strided, "gate_up_bias": values(2 * I), "interleaved": True},
+            norm,
+            {"x": values(1, H), **norm},
+        ],
+        "moe_experts": [
+            {**tail, "gate_up_bias": values(E, 2 * I), "interleaved": True},
+            norm,
+            {**one, **norm},
+        ],
+        "moe_experts_quantized": [norm, {**one, **norm}],
     }
     return changes.get(name, [])
 

@@ -13,6 +13,7 @@ from ._activations import Activation
 from ._checks import ACTIVATION_DTYPES, ID_DTYPES, MAX_TOP_K, Check, picked
 from ._registry import operator
 from .combine import ExpertSum
+from .norms import InputNorm
 
 # Pairs computed at a time by the reference: this bounds its intermediate results, and they stay in the cache.
 # T 512, K 8, E 32, H 2048, bfloat16: one thread 214 ms, in one piece 252 ms; two threads 57 ms, 58 ms with
@@ -218,8 +219,9 @@ def _meta_moe_experts(
     **options,
 ):
     around, activation = picked(ExpertSum, options, weights=weights), picked(Activation, options)
-    gated = activation.gated
+    gated, norm = activation.gated, picked(InputNorm, options)
     check_around(check, x, ids, around)
+    norm.check(check, x.shape[1])
     activation.check(check)
     for argument, tensor in (("gate_up", gate_up), ("down", down)):
         check.dtype(argument, tensor, (x.dtype,))
@@ -244,6 +246,7 @@ def _meta_moe_experts(
         weights=weights,
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
+        norm_weight=norm.norm_weight,
         **around.named(),
     )
     return x.new_empty(x.shape)
@@ -254,7 +257,8 @@ def _meta_moe_experts(
     'Tensor? gate_up_bias=None, Tensor? down_bias=None, str activation="silu", float? alpha=None, '
     "float? limit=None, bool gated=True, bool interleaved=False, bool transposed=False, "
     "Tensor? shared_gate=None, Tensor? shared_out=None, Tensor? residual=None, "
-    "bool gate_is_logit=False) -> Tensor",
+    "bool gate_is_logit=False, Tensor? norm_weight=None, float norm_eps=1e-6, float norm_offset=0.0) "
+    "-> Tensor",
     meta=_meta_moe_experts,
 )
 def moe_experts(
@@ -276,10 +280,13 @@ def moe_experts(
     shared_out: Tensor | None = None,
     residual: Tensor | None = None,
     gate_is_logit: bool = False,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
 ) -> Tensor:
     """The experts of one layer, from the hidden states to the combined output:
 
-        h[t, k] = act(gate_up[e] @ x[t] + gate_up_bias[e])          with e = ids[t, k]
+        h[t, k] = act(gate_up[e] @ norm(x[t]) + gate_up_bias[e])          with e = ids[t, k]
         y[t, k] = down[e] @ h[t, k] + down_bias[e]
         out[t]  = sum_k weights[t, k] * y[t, k] + g[t] * shared_out[t] + residual[t]
 
@@ -305,6 +312,11 @@ def moe_experts(
         transposed: the input dimension of both weights comes before the output dimension.
         shared_gate: [T] or [T, 1]; g = sigmoid(shared_gate) if `gate_is_logit`, else shared_gate; 1 if None.
         shared_out, residual: [T, H] in the dtype of `x`.
+        norm_weight: [H], float32, float16 or bfloat16. With it norm(x) is rms(x) * (norm_weight +
+            norm_offset), without it x. On Metal the norm of one token joins the first product and is not
+            rounded, if its weight has the dtype of `x` and `gate_up` is not transposed; else it is a dispatch
+            of its own.
+        norm_eps, norm_offset: of the norm, `eps` and `weight_offset` of rms_norm.
 
     Returns: [T, H] in the dtype of `x`; sums in float32.
 
@@ -320,5 +332,6 @@ def moe_experts(
         out = grouped_product(hidden, groups, down_matrices, x.shape[1])
         return add_bias(out, groups, ids, down_bias)
 
+    x = InputNorm(norm_weight, norm_eps, norm_offset).applied_to(x)
     around = ExpertSum(weights, shared_gate, shared_out, residual, gate_is_logit)
     return combine_experts(x, ids, gate_up.shape[0], experts, around)

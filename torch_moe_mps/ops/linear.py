@@ -8,6 +8,7 @@ from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check, picked
 from ._formats import Format, QuantizedWeight, checked_format
 from ._registry import operator
 from .experts import check_bias
+from .norms import InputNorm
 
 # Values that the reference dequantises at a time: 16 MiB of float32, whatever the size of the matrix.
 VALUES_AT_ONCE = 1 << 22
@@ -29,7 +30,9 @@ def _product(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tens
     return out if bias is None else out.add_(bias.float())
 
 
-def _meta_linear_quantized(check, x, packed, scales, biases, bias, bits, group_size, mode):
+def _meta_linear_quantized(
+    check, x, packed, scales, biases, bias, bits, group_size, mode, *, residual=None, **options
+):
     check.dtype("x", x, ACTIVATION_DTYPES)
     check.min_rank("x", x, 1)
     weight = QuantizedWeight(packed, scales, biases, checked_format(check, bits, group_size, mode))
@@ -37,13 +40,19 @@ def _meta_linear_quantized(check, x, packed, scales, biases, bias, bits, group_s
     rows = packed.shape[0]
     weight.check(check, "", (rows, x.shape[-1]), "N, C")
     check_bias(check, "bias", bias, (rows,), "[N]")
-    check.same_device(x=x, **weight.named(), bias=bias)
+    if residual is not None:
+        check.dtype("residual", residual, (x.dtype,))
+        check.shape("residual", residual, (*x.shape[:-1], rows), "[..., N]")
+    norm = picked(InputNorm, options)
+    norm.check(check, x.shape[-1])
+    check.same_device(x=x, **weight.named(), bias=bias, residual=residual, norm_weight=norm.norm_weight)
     return x.new_empty(*x.shape[:-1], rows)
 
 
 @operator(
     "linear_quantized(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor? bias, int bits, "
-    "int group_size, str mode) -> Tensor",
+    "int group_size, str mode, *, Tensor? residual=None, Tensor? norm_weight=None, float norm_eps=1e-6, "
+    "float norm_offset=0.0) -> Tensor",
     meta=_meta_linear_quantized,
 )
 def linear_quantized(
@@ -55,8 +64,13 @@ def linear_quantized(
     bits: int,
     group_size: int,
     mode: str,
+    *,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
 ) -> Tensor:
-    """A linear layer with quantised weights: out = x @ dequantised^T + bias.
+    """A linear layer with quantised weights: out = norm(x) @ dequantised^T + bias + residual.
 
     Several layers of one input and one format are one call: concatenate the rows of their weights.
 
@@ -67,14 +81,22 @@ def linear_quantized(
         biases: like `scales` in mode "affine", else None.
         bias: [N], float32, float16 or bfloat16: of the layer, not of the format.
         bits, group_size, mode: as for expert_qmm. C must be a multiple of group_size.
+        residual: [..., N] in the dtype of `x`.
+        norm_weight: [C], float32, float16 or bfloat16. With it norm(x) is rms(x) * (norm_weight +
+            norm_offset), without it x. On Metal the norm of a single row joins the product and is not
+            rounded, if its weight has the dtype of `x` and the format has 4 bits or more; else it is a
+            dispatch of its own.
+        norm_eps, norm_offset: of the norm, `eps` and `weight_offset` of rms_norm.
 
     Returns: [..., N] in the dtype of `x`; dequantised and accumulated in float32. For more than a few rows of
         `x` the Metal kernels round what they dequantise to float16 where that is the dtype of `x`.
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
     """
-    out = _product(_rows(x), QuantizedWeight(packed, scales, biases, Format(bits, group_size, mode)), bias)
-    return out.to(x.dtype).view(*x.shape[:-1], packed.shape[0])
+    rows = _rows(InputNorm(norm_weight, norm_eps, norm_offset).applied_to(x))
+    out = _product(rows, QuantizedWeight(packed, scales, biases, Format(bits, group_size, mode)), bias)
+    out = out.view(*x.shape[:-1], packed.shape[0])
+    return (out if residual is None else out.add_(residual.float())).to(x.dtype)
 
 
 def check_packed_mlp(
@@ -129,6 +151,8 @@ def _meta_mlp_quantized(
     gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_biases, format)
     down = QuantizedWeight(down_packed, down_scales, down_biases, down_format)
     check_packed_mlp(check, x.shape[-1], gate_up, down, gate_up_bias, down_bias, activation.gated)
+    norm = picked(InputNorm, options)
+    norm.check(check, x.shape[-1])
     if residual is not None:
         check.dtype("residual", residual, (x.dtype,))
         check.shape("residual", residual, x.shape, "[..., H]")
@@ -139,6 +163,7 @@ def _meta_mlp_quantized(
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
         residual=residual,
+        norm_weight=norm.norm_weight,
     )
     return x.new_empty(x.shape)
 
@@ -148,7 +173,8 @@ def _meta_mlp_quantized(
     "Tensor down_packed, Tensor down_scales, Tensor? down_biases, int bits, int group_size, str mode, *, "
     'Tensor? gate_up_bias=None, Tensor? down_bias=None, str activation="silu", float? alpha=None, '
     "float? limit=None, bool gated=True, bool interleaved=False, Tensor? residual=None, "
-    "int? down_bits=None, int? down_group_size=None, str? down_mode=None) -> Tensor",
+    "int? down_bits=None, int? down_group_size=None, str? down_mode=None, Tensor? norm_weight=None, "
+    "float norm_eps=1e-6, float norm_offset=0.0) -> Tensor",
     meta=_meta_mlp_quantized,
 )
 def mlp_quantized(
@@ -174,10 +200,13 @@ def mlp_quantized(
     down_bits: int | None = None,
     down_group_size: int | None = None,
     down_mode: str | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
 ) -> Tensor:
     """A dense MLP, or a shared expert, with quantised weights:
 
-        h   = act(gate_up @ x + gate_up_bias)
+        h   = act(gate_up @ norm(x) + gate_up_bias)
         out = down @ h + down_bias + residual
 
     h is rounded to the dtype of `x`.
@@ -195,6 +224,7 @@ def mlp_quantized(
         activation, alpha, limit, gated, interleaved: as for moe_experts.
         residual: [..., H] in the dtype of `x`.
         down_bits, down_group_size, down_mode: as for moe_experts_quantized.
+        norm_weight, norm_eps, norm_offset: the norm of `x`, as for linear_quantized.
 
     Returns: [..., H] in the dtype of `x`; sums in float32.
 
@@ -205,7 +235,8 @@ def mlp_quantized(
     down_format = format.replaced(down_bits, down_group_size, down_mode)
     down = QuantizedWeight(down_packed, down_scales, down_biases, down_format)
     act = Activation(activation, alpha, limit, gated, interleaved)
-    hidden = act.apply(_product(_rows(x), gate_up, gate_up_bias)).to(x.dtype)
+    rows = _rows(InputNorm(norm_weight, norm_eps, norm_offset).applied_to(x))
+    hidden = act.apply(_product(rows, gate_up, gate_up_bias)).to(x.dtype)
     out = _product(hidden, down, down_bias).view(x.shape)
     return (out if residual is None else out.add_(residual.float())).to(x.dtype)
 

@@ -3,6 +3,8 @@
 rms(x) = x * rsqrt(mean(x^2) + eps), over the last dimension, in float32, rounded once when stored.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,24 @@ def normed(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 
     x = x.float()
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return x if weight is None else x * (weight.float() + weight_offset)
+
+
+class InputNorm(NamedTuple):
+    """The RMSNorm that an operator applies to its input, where it has a weight."""
+
+    norm_weight: Tensor | None = None
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+
+    def check(self, check: Check, width: int) -> None:
+        if self.norm_weight is not None:
+            check.dtype("norm_weight", self.norm_weight, ACTIVATION_DTYPES)
+            check.shape("norm_weight", self.norm_weight, (width,), "[columns of x]")
+
+    def applied_to(self, x: Tensor) -> Tensor:
+        if self.norm_weight is None:
+            return x
+        return normed(x, self.norm_weight, self.norm_eps, self.norm_offset).to(x.dtype)
 
 
 def _check_norm(

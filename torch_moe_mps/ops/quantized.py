@@ -18,6 +18,7 @@ from .experts import (
     project_slots,
 )
 from .linear import check_packed_mlp
+from .norms import InputNorm
 
 
 def _product(rows: Tensor, groups: Groups, weight: QuantizedWeight) -> Tensor:
@@ -110,6 +111,8 @@ def _meta_moe_experts_quantized(
     down_format = format.replaced(down_bits, down_group_size, down_mode, check, "down_")
     gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_biases, format)
     down = QuantizedWeight(down_packed, down_scales, down_biases, down_format)
+    norm = picked(InputNorm, options)
+    norm.check(check, x.shape[1])
     check_packed_mlp(check, x.shape[1], gate_up, down, gate_up_bias, down_bias, activation.gated, stack="E, ")
     check.same_device(
         x=x,
@@ -119,6 +122,7 @@ def _meta_moe_experts_quantized(
         weights=weights,
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
+        norm_weight=norm.norm_weight,
         **around.named(),
     )
     return x.new_empty(x.shape)
@@ -130,8 +134,8 @@ def _meta_moe_experts_quantized(
     "int group_size, str mode, *, Tensor? gate_up_bias=None, Tensor? down_bias=None, "
     'str activation="silu", float? alpha=None, float? limit=None, bool gated=True, bool interleaved=False, '
     "Tensor? shared_gate=None, Tensor? shared_out=None, Tensor? residual=None, "
-    "bool gate_is_logit=False, int? down_bits=None, int? down_group_size=None, str? down_mode=None) "
-    "-> Tensor",
+    "bool gate_is_logit=False, int? down_bits=None, int? down_group_size=None, str? down_mode=None, "
+    "Tensor? norm_weight=None, float norm_eps=1e-6, float norm_offset=0.0) -> Tensor",
     meta=_meta_moe_experts_quantized,
 )
 def moe_experts_quantized(
@@ -162,6 +166,9 @@ def moe_experts_quantized(
     down_bits: int | None = None,
     down_group_size: int | None = None,
     down_mode: str | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
 ) -> Tensor:
     """moe_experts with quantised weights; the formula is the same, after dequantising in float32.
 
@@ -180,7 +187,7 @@ def moe_experts_quantized(
             What is None is that of the gate and up weights; with another mode, that mode's default.
         gate_up_bias, down_bias: [E, 2I] ([E, I] when not gated) and [E, H]: the layer's, not the format's.
         x, ids, weights, activation, alpha, limit, gated, interleaved, shared_gate, shared_out, residual,
-            gate_is_logit: as for moe_experts.
+            gate_is_logit, norm_weight, norm_eps, norm_offset: as for moe_experts.
 
     Returns: [T, H] in the dtype of `x`.
 
@@ -197,4 +204,5 @@ def moe_experts_quantized(
         return add_bias(_product(act.apply(rows).to(x.dtype), groups, down), groups, ids, down_bias)
 
     around = ExpertSum(weights, shared_gate, shared_out, residual, gate_is_logit)
+    x = InputNorm(norm_weight, norm_eps, norm_offset).applied_to(x)
     return combine_experts(x, ids, gate_up_packed.shape[0], experts, around)

@@ -31,21 +31,17 @@ def _check_weight(check: Check, argument: str, weight: Tensor | None, x: Tensor 
     check.shape(argument, weight, (x.shape[-1],), f"[D{argument[0]}]")
 
 
-def _meta_rope(
-    check,
-    q,
-    k,
-    cos,
-    sin,
-    q_weight=None,
-    k_weight=None,
-    eps=1e-6,
-    weight_offset=0.0,
-    *,
-    pairs="half",
-    rotary_dim=None,
-    rotary_last=False,
-):
+def _check_rotation(
+    check: Check,
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    pairs: str,
+    rotary_dim: int | None,
+) -> None:
     check.choice("pairs", pairs, PAIRS)
     check.dtype("cos", cos, ACTIVATION_DTYPES)
     check.rank("cos", cos, (3,))
@@ -64,6 +60,24 @@ def _meta_rope(
     check.shape("sin", sin, cos.shape, "cos's")
     _check_weight(check, "q_weight", q_weight, q)
     _check_weight(check, "k_weight", k_weight, k)
+
+
+def _meta_rope(
+    check,
+    q,
+    k,
+    cos,
+    sin,
+    q_weight=None,
+    k_weight=None,
+    eps=1e-6,
+    weight_offset=0.0,
+    *,
+    pairs="half",
+    rotary_dim=None,
+    rotary_last=False,
+):
+    _check_rotation(check, q, k, cos, sin, q_weight, k_weight, pairs, rotary_dim)
     check.same_device(q=q, k=k, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight)
     return _heads_first(q), q.new_empty(0) if k is None else _heads_first(k)
 
@@ -154,6 +168,89 @@ def rope(
     rest = (cos, sin, eps, weight_offset, pairs, rotary, rotary_last)
     q_out = _rotated(q, q_weight, *rest)
     return q_out, q.new_empty(0) if k is None else _rotated(k, k_weight, *rest)
+
+
+def _meta_rope_cache(
+    check,
+    q,
+    k,
+    v,
+    keys_,
+    values_,
+    cos,
+    sin,
+    q_weight=None,
+    k_weight=None,
+    eps=1e-6,
+    weight_offset=0.0,
+    *,
+    pairs="half",
+    rotary_dim=None,
+    rotary_last=False,
+    norm_v=False,
+):
+    _check_rotation(check, q, k, cos, sin, q_weight, k_weight, pairs, rotary_dim)
+    _check_heads(check, "v", v, q, 2)
+    for argument, slots, x in (("keys_", keys_, k), ("values_", values_, v)):
+        check.dtype(argument, slots, (q.dtype,))
+        shape = (x.shape[0], x.shape[2], x.shape[1], x.shape[3])
+        check.shape(argument, slots, shape, f"[B, T, H, D] of {argument[0]} as [B, H, T, D]")
+        check.written(argument, slots)
+    check.same_device(
+        q=q, k=k, v=v, keys_=keys_, values_=values_, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight
+    )
+    return _heads_first(q)
+
+
+@operator(
+    "rope_cache_(Tensor q, Tensor k, Tensor v, Tensor(a!) keys_, Tensor(b!) values_, Tensor cos, Tensor sin, "
+    "Tensor? q_weight=None, Tensor? k_weight=None, float eps=1e-6, float weight_offset=0.0, *, "
+    "str pairs='half', int? rotary_dim=None, bool rotary_last=False, bool norm_v=False) -> Tensor",
+    meta=_meta_rope_cache,
+)
+def rope_cache_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys_: Tensor,
+    values_: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    *,
+    pairs: str = "half",
+    rotary_dim: int | None = None,
+    rotary_last: bool = False,
+    norm_v: bool = False,
+) -> Tensor:
+    """`rope`, which writes the keys, and the values beside them, where a cache keeps them.
+
+    keys_ = k as `rope` returns it
+    values_ = v, or rms(v) over a head
+
+    Args:
+        q, k, cos, sin, q_weight, k_weight, eps, weight_offset, pairs, rotary_dim, rotary_last: as for `rope`.
+        v: [B, T, Hv, Dv] in the dtype of `q`, Dv even; strides are free.
+        keys_, values_: [B, Hk, T, Dk] and [B, Hv, T, Dv] in the dtype of `q`: what a cache has for these
+            tokens, updated in place. Where the elements of a head are contiguous they are written where they
+            lie, else copied there. They must overlap neither themselves nor each other nor `q`, `k` and `v`.
+        norm_v: the values are normed with `eps`, without a weight.
+
+    Returns: q as [B, Hq, T, Dq], contiguous.
+
+    Raises: ValueError for a dtype, shape, choice or device that does not fit.
+    """
+    check = Check("rope_cache_")
+    check.apart("keys_", keys_, q=q, k=k, v=v, values_=values_)
+    check.apart("values_", values_, q=q, k=k, v=v)
+    rotary = cos.shape[-1] if rotary_dim is None else rotary_dim
+    rest = (cos, sin, eps, weight_offset, pairs, rotary, rotary_last)
+    keys_.copy_(_rotated(k, k_weight, *rest))
+    values_.copy_((normed(v, None, eps).to(v.dtype) if norm_v else v).transpose(1, 2))
+    return _rotated(q, q_weight, *rest)
 
 
 # The tables

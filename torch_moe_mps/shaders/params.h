@@ -38,13 +38,18 @@ struct NormParams {
 #define PAIRS_INTERLEAVED 1          // elements 2 i and 2 i + 1
 #define PAIRS_INTERLEAVED_TO_HALF 2  // read as interleaved, stored as halves
 
-// q or k. Strides are in elements.
+// q, k or v. Strides are in elements.
 struct RopeHeads {
   uint64_t batch_stride;
   uint64_t token_stride;
   uint64_t head_stride;
+  uint64_t output_batch_stride;
+  uint64_t output_token_stride;
+  uint64_t output_head_stride;
   uint32_t heads;
   uint32_t width;
+  uint32_t rotary;  // elements that turn
+  uint32_t is_normed;
   uint32_t has_weight;
   uint32_t weight_dtype;
 };
@@ -52,11 +57,11 @@ struct RopeHeads {
 struct RopeParams {
   RopeHeads q;
   RopeHeads k;
+  RopeHeads v;
   uint64_t table_batch_stride;
   uint64_t table_token_stride;
   uint32_t rows;  // heads of all tokens
   uint32_t tokens;
-  uint32_t rotary;
   uint32_t rotary_last;
   uint32_t pairs;
   uint32_t table_of_pairs;  // cos and sin have an element for each pair
@@ -251,7 +256,9 @@ struct RouterLogitsParams {
   uint32_t norm_dtype;
   uint32_t has_bias;
   uint32_t bias_dtype;
+  uint32_t logits_dtype;
   float eps;
+  float norm_offset;
 };
 
 struct BucketParams {
@@ -316,6 +323,8 @@ struct MatmulParams {
   uint32_t has_residual;
   float alpha;
   float limit;
+  float norm_eps;     // of the RMSNorm of the inputs, in kernels that have one
+  float norm_offset;  // what is added to its weight
 };
 
 // What an expert's output is combined with.

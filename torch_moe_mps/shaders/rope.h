@@ -1,4 +1,5 @@
-// Rotary position embedding of q and k with the RMSNorm of their heads: a simdgroup takes a head of a token.
+// Rotary position embedding of q and k with the RMSNorm of their heads, and a copy of v: a simdgroup takes a
+// head of a token.
 //
 // The elements of a head are taken in pairs: first the pairs that are rotated, then the elements that stay as
 // they are, the first half of them with the second. A lane takes N neighbouring pairs; heads of up to 64 * N
@@ -21,15 +22,15 @@ struct PairsAt {
 };
 
 // Where the pairs from `pair` on are in a head, as it is read or as it is stored.
-inline PairsAt pairs_at(uint pair, bool interleaved, uint width, constant RopeParams& params) {
-  const uint turning = params.rotary / 2;
+inline PairsAt pairs_at(uint pair, bool interleaved, constant RopeHeads& heads, constant RopeParams& params) {
+  const uint turning = heads.rotary / 2;
   if (pair < turning) {
-    const uint start = params.rotary_last != 0 ? width - params.rotary : 0;
+    const uint start = params.rotary_last != 0 ? heads.width - heads.rotary : 0;
     if (interleaved) return {start + 2 * pair, 0, true};
     return {start + pair, start + pair + turning, false};
   }
-  const uint start = (params.rotary_last != 0 ? 0 : params.rotary) + pair - turning;
-  return {start, start + width / 2 - turning, false};
+  const uint start = (params.rotary_last != 0 ? 0 : heads.rotary) + pair - turning;
+  return {start, start + heads.width / 2 - turning, false};
 }
 
 // a[0] b[0] a[1] b[1] ... -> a, b
@@ -73,15 +74,16 @@ inline void store_pairs(device T* head, PairsAt at, Pairs<N> pairs) {
   store(head + (at.interleaved ? at.first + N : at.second), pairs.second);
 }
 
-// The table's entries, cos or sin, for the pairs from `pair` on.
+// The table's entries, cos or sin, for the pairs from `pair` on, of which there are `turning`.
 template <int N>
-inline Pairs<N> load_table(device const uchar* table, ulong row, uint pair, constant RopeParams& params) {
+inline Pairs<N> load_table(device const uchar* table, ulong row, uint pair, uint turning,
+                           constant RopeParams& params) {
   if (params.table_of_pairs != 0) {
     const Floats<N> of_pairs = load_any<N>(table, params.table_dtype, row + pair);
     return {of_pairs, of_pairs};
   }
   if (params.pairs != PAIRS_HALF) return load_pairs<N>(table, params.table_dtype, row, {2 * pair, 0, true});
-  return load_pairs<N>(table, params.table_dtype, row, {pair, pair + params.rotary / 2, false});
+  return load_pairs<N>(table, params.table_dtype, row, {pair, pair + turning, false});
 }
 
 template <int N>
@@ -98,54 +100,62 @@ template <typename T, int N>
 inline void rope_head(device const T* head, device const uchar* weight, device const uchar* cos,
                       device const uchar* sin, ulong table_row, device T* output, constant RopeHeads& heads,
                       constant RopeParams& params, uint lane) {
-  const uint width = heads.width, pairs = width / 2;
+  const uint pairs = heads.width / 2, turning = heads.rotary / 2;
   const bool interleaved = params.pairs != PAIRS_HALF;
   const uint first = lane * N, step = kSimdWidth * N;
   Pairs<N> kept;
-  if (first < pairs) kept = load_pairs<N>(head, pairs_at(first, interleaved, width, params));
+  if (first < pairs) kept = load_pairs<N>(head, pairs_at(first, interleaved, heads, params));
   float inverse = 1.0f;
-  if (heads.has_weight != 0) {
+  if (heads.is_normed != 0) {
     float sum = first < pairs ? sum_of_squares(kept.first) + sum_of_squares(kept.second) : 0.0f;
     for (uint pair = first + step; pair < pairs; pair += step) {
-      const Pairs<N> x = load_pairs<N>(head, pairs_at(pair, interleaved, width, params));
+      const Pairs<N> x = load_pairs<N>(head, pairs_at(pair, interleaved, heads, params));
       sum += sum_of_squares(x.first) + sum_of_squares(x.second);
     }
-    inverse = precise::rsqrt(simd_sum(sum) / float(width) + params.eps);
+    inverse = precise::rsqrt(simd_sum(sum) / float(heads.width) + params.eps);
   }
   for (uint pair = first; pair < pairs; pair += step) {
-    const PairsAt from = pairs_at(pair, interleaved, width, params);
+    const PairsAt from = pairs_at(pair, interleaved, heads, params);
     Pairs<N> x = kept;
     if (pair != first) x = load_pairs<N>(head, from);
     if (heads.has_weight != 0) {
       x = normed(x, inverse, load_pairs<N>(weight, heads.weight_dtype, 0, from), params.weight_offset);
+    } else if (heads.is_normed != 0) {
+      x = {x.first * inverse, x.second * inverse};
     }
-    if (pair < params.rotary / 2) {
-      x = turned(x, load_table<N>(cos, table_row, pair, params), load_table<N>(sin, table_row, pair, params));
+    if (pair < turning) {
+      x = turned(x, load_table<N>(cos, table_row, pair, turning, params),
+                 load_table<N>(sin, table_row, pair, turning, params));
     }
-    store_pairs(output, pairs_at(pair, params.pairs == PAIRS_INTERLEAVED, width, params), x);
+    store_pairs(output, pairs_at(pair, params.pairs == PAIRS_INTERLEAVED, heads, params), x);
   }
 }
 
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(kRopeHeads* kSimdWidth)]] void rope_heads(
-    device const T* q [[buffer(0)]], device const T* k [[buffer(1)]], device const uchar* cos [[buffer(2)]],
-    device const uchar* sin [[buffer(3)]], device const uchar* q_weight [[buffer(4)]],
-    device const uchar* k_weight [[buffer(5)]], device T* q_output [[buffer(6)]],
-    device T* k_output [[buffer(7)]], constant RopeParams& params [[buffer(8)]],
-    uint group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    device const T* q [[buffer(0)]], device const T* k [[buffer(1)]], device const T* v [[buffer(2)]],
+    device const uchar* cos [[buffer(3)]], device const uchar* sin [[buffer(4)]],
+    device const uchar* q_weight [[buffer(5)]], device const uchar* k_weight [[buffer(6)]],
+    device T* q_output [[buffer(7)]], device T* k_output [[buffer(8)]], device T* v_output [[buffer(9)]],
+    constant RopeParams& params [[buffer(10)]], uint group [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   const uint row = group * kRopeHeads + simdgroup;
   if (row >= params.rows) return;
-  const uint all_heads = params.q.heads + params.k.heads;
-  const uint position = row / all_heads;
+  const uint first_v = params.q.heads + params.k.heads, all_heads = first_v + params.v.heads;
+  const uint position = row / all_heads, place = row % all_heads;
   const uint batch = position / params.tokens, token = position % params.tokens;
-  const bool is_k = row % all_heads >= params.q.heads;
-  const uint head = row % all_heads - (is_k ? params.q.heads : 0);
-  constant RopeHeads& heads = is_k ? params.k : params.q;
-  device const T* source =
-      (is_k ? k : q) + batch * heads.batch_stride + token * heads.token_stride + head * heads.head_stride;
-  device T* target = (is_k ? k_output : q_output) +
-                     ((ulong(batch) * heads.heads + head) * params.tokens + token) * heads.width;
+  const bool is_k = place >= params.q.heads && place < first_v, is_v = place >= first_v;
+  const uint head = place - (is_v ? first_v : is_k ? params.q.heads : 0);
+  constant RopeHeads& heads = is_v ? params.v : is_k ? params.k : params.q;
+  device const T* source = (is_v   ? v
+                            : is_k ? k
+                                   : q) +
+                           batch * heads.batch_stride + token * heads.token_stride + head * heads.head_stride;
+  device T* target = (is_v   ? v_output
+                      : is_k ? k_output
+                             : q_output) +
+                     batch * heads.output_batch_stride + token * heads.output_token_stride +
+                     head * heads.output_head_stride;
   device const uchar* weight = is_k ? k_weight : q_weight;
   const ulong table_row = batch * params.table_batch_stride + token * params.table_token_stride;
   if (params.vectorised != 0) {

@@ -1,4 +1,4 @@
-// A router's matmul, for moe_gate with the RMSNorm in front of it. The choice is the router's kernel.
+// A router's matmul, with the RMSNorm in front of it or without. The choice is the router's kernel.
 #pragma once
 #include "common.h"
 
@@ -8,68 +8,122 @@ struct LogitSums {
   float squares[M];
 };
 
-// R experts times M tokens; the lanes stride over the columns. Past the last expert or token the last one is
-// read again, and its result is not stored.
-template <typename W, bool kNormed, int R, int M, int N>
+// Where R experts times M tokens begin.
+struct LogitBlock {
+  uint expert, token;
+};
+
+// The sums over a share of the columns: blocks of U vectors a lane, of which each `shares`-th is taken. All U
+// are in flight together. Past the last expert or token the last one is read again, and its result is not
+// stored.
+template <typename W, bool kNormed, int R, int M, int N, int U>
 inline LogitSums<R, M> logit_sums(device const uchar* hidden, device const W* router,
-                                  device const uchar* norm_weight, uint first_expert, uint first_token,
+                                  device const uchar* norm_weight, LogitBlock block, uint share, uint shares,
                                   uint lane, constant RouterLogitsParams& params) {
+  constexpr uint kStep = kSimdWidth * N;
   const uint width = params.width;
   LogitSums<R, M> sums = {};
-  for (uint column = lane * N; column < width; column += kSimdWidth * N) {
-    Vector<W, N> rows[R];
-    UNROLL for (int r = 0; r < R; ++r) {
-      const uint expert = min(first_expert + r, params.experts - 1);
-      rows[r] = load<N>(router + ulong(expert) * width + column);
-    }
-    Floats<N> norm;
-    if constexpr (kNormed) norm = load_any<N>(norm_weight, params.norm_dtype, column);
-    UNROLL for (int m = 0; m < M; ++m) {
-      const uint token = min(first_token + m, params.tokens - 1);
-      Floats<N> x = load_any<N>(hidden, params.hidden_dtype, ulong(token) * width + column);
-      if constexpr (kNormed) {
-        sums.squares[m] += sum_of_squares(x);
-        x *= norm;
-      }
+  for (uint first = share * U * kStep + lane * N; first < width; first += shares * U * kStep) {
+    Vector<W, N> rows[U][R];
+    AnyVector<N> tokens[U][M], norm[U];
+    UNROLL for (int u = 0; u < U; ++u) {
+      const uint column = first + u * kStep;
+      if (column >= width) continue;
       UNROLL for (int r = 0; r < R; ++r) {
-        sums.logits[r][m] = add_dot(sums.logits[r][m], widen(rows[r]), x);
+        const uint expert = min(block.expert + r, params.experts - 1);
+        rows[u][r] = load<N>(router + ulong(expert) * width + column);
+      }
+      UNROLL for (int m = 0; m < M; ++m) {
+        const uint token = min(block.token + m, params.tokens - 1);
+        tokens[u][m] = load_any_raw<N>(hidden, params.hidden_dtype, ulong(token) * width + column);
+      }
+      if constexpr (kNormed) norm[u] = load_any_raw<N>(norm_weight, params.norm_dtype, column);
+    }
+    UNROLL for (int u = 0; u < U; ++u) {
+      if (first + u * kStep >= width) continue;
+      UNROLL for (int m = 0; m < M; ++m) {
+        Floats<N> x = widen<N>(tokens[u][m], params.hidden_dtype);
+        if constexpr (kNormed) {
+          sums.squares[m] += sum_of_squares(x);
+          x *= widen<N>(norm[u], params.norm_dtype) + params.norm_offset;
+        }
+        UNROLL for (int r = 0; r < R; ++r) {
+          sums.logits[r][m] = add_dot(sums.logits[r][m], widen(rows[u][r]), x);
+        }
       }
     }
   }
   return sums;
 }
 
+template <bool kNormed>
+inline void store_logit(device uchar* logits, float logit, float squares, device const uchar* bias,
+                        uint expert, uint token, constant RouterLogitsParams& params) {
+  if constexpr (kNormed) logit *= precise::rsqrt(squares / float(params.width) + params.eps);
+  if (params.has_bias != 0) logit += load_one(bias, params.bias_dtype, expert);
+  store_any(logits, params.logits_dtype, ulong(token) * params.experts + expert, logit);
+}
+
+#define LOGITS_BUFFERS(W)                                                                    \
+  device const uchar *hidden [[buffer(0)]], device const W *router [[buffer(1)]],            \
+      device const uchar *norm_weight [[buffer(2)]], device const uchar *bias [[buffer(3)]], \
+      device uchar *logits [[buffer(4)]], constant RouterLogitsParams &params [[buffer(5)]], \
+      uint2 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]], \
+      uint simdgroup [[simdgroup_index_in_threadgroup]]
+
 // logits[tokens][experts] of R experts and M tokens a simdgroup. Grid: (blocks of experts, blocks of tokens).
 template <typename W, bool kNormed, int R, int M>
-[[kernel]] void router_logits(device const uchar* hidden [[buffer(0)]], device const W* router [[buffer(1)]],
-                              device const uchar* norm_weight [[buffer(2)]],
-                              device const uchar* bias [[buffer(3)]], device float* logits [[buffer(4)]],
-                              constant RouterLogitsParams& params [[buffer(5)]],
-                              uint2 group [[threadgroup_position_in_grid]],
-                              uint lane [[thread_index_in_simdgroup]],
-                              uint simdgroup [[simdgroup_index_in_threadgroup]]) {
-  const uint first_expert = (group.x * kLogitsSimdgroups + simdgroup) * R, first_token = group.y * M;
-  if (first_expert >= params.experts) return;
+[[kernel]] void router_logits(LOGITS_BUFFERS(W)) {
+  const LogitBlock block = {(group.x * kLogitsSimdgroups + simdgroup) * R, group.y * M};
+  if (block.expert >= params.experts) return;
   LogitSums<R, M> sums;
   if (params.vectorised != 0) {
-    sums =
-        logit_sums<W, kNormed, R, M, 4>(hidden, router, norm_weight, first_expert, first_token, lane, params);
+    sums = logit_sums<W, kNormed, R, M, 4, 1>(hidden, router, norm_weight, block, 0, 1, lane, params);
   } else {
-    sums =
-        logit_sums<W, kNormed, R, M, 1>(hidden, router, norm_weight, first_expert, first_token, lane, params);
+    sums = logit_sums<W, kNormed, R, M, 1, 1>(hidden, router, norm_weight, block, 0, 1, lane, params);
   }
   UNROLL for (int m = 0; m < M; ++m) {
-    float inverse = 1.0f;
-    if constexpr (kNormed) {
-      inverse = precise::rsqrt(simd_sum(sums.squares[m]) / float(params.width) + params.eps);
-    }
+    float squares = 0.0f;
+    if constexpr (kNormed) squares = simd_sum(sums.squares[m]);
     UNROLL for (int r = 0; r < R; ++r) {
-      const float logit = simd_sum(sums.logits[r][m]) * inverse;
-      const uint expert = first_expert + r, token = first_token + m;
+      const float logit = simd_sum(sums.logits[r][m]);
+      const uint expert = block.expert + r, token = block.token + m;
       if (lane == 0 && expert < params.experts && token < params.tokens) {
-        const float shift = params.has_bias != 0 ? load_one(bias, params.bias_dtype, expert) : 0.0f;
-        logits[ulong(token) * params.experts + expert] = logit + shift;
+        store_logit<kNormed>(logits, logit, squares, bias, expert, token, params);
       }
     }
   }
+}
+
+// The same of R experts and one token a threadgroup, whose simdgroups share the columns: few threadgroups
+// wait for memory all the time, so each has as few steps as possible. Grid: (blocks of experts, tokens).
+template <typename W, bool kNormed, int R>
+[[kernel]] void router_logits_few(LOGITS_BUFFERS(W)) {
+  threadgroup float partials[kLogitsSimdgroups][R + 1];
+  const LogitBlock block = {group.x * R, group.y};
+  LogitSums<R, 1> sums;
+  if (params.vectorised != 0) {
+    sums = logit_sums<W, kNormed, R, 1, 4, kLogitsUnroll>(hidden, router, norm_weight, block, simdgroup,
+                                                          kLogitsSimdgroups, lane, params);
+  } else {
+    sums = logit_sums<W, kNormed, R, 1, 1, kLogitsUnroll>(hidden, router, norm_weight, block, simdgroup,
+                                                          kLogitsSimdgroups, lane, params);
+  }
+  UNROLL for (int r = 0; r < R; ++r) {
+    const float logit = simd_sum(sums.logits[r][0]);
+    if (lane == 0) partials[simdgroup][r] = logit;
+  }
+  if constexpr (kNormed) {
+    const float squares = simd_sum(sums.squares[0]);
+    if (lane == 0) partials[simdgroup][R] = squares;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const uint expert = block.expert + lane;
+  if (simdgroup > 0 || lane >= uint(R) || expert >= params.experts) return;
+  float logit = 0.0f, squares = 0.0f;
+  UNROLL for (uint i = 0; i < kLogitsSimdgroups; ++i) {
+    logit += partials[i][lane];
+    if constexpr (kNormed) squares += partials[i][R];
+  }
+  store_logit<kNormed>(logits, logit, squares, bias, expert, block.token, params);
 }

@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicS
 from ..ops.attention import CACHE_BITS
 from .quantized_states import QuantizedStates, can_be_quantized
 from .rewriting.record import NOTHING, RECORD, record_of
+from .rewriting.rules.cache_slots import Slots
 
 # Room for a sixteenth more than is held: memory stays small, and a token is copied 17 times at most.
 ROOM_SHARE = 16
@@ -152,7 +153,7 @@ def _in_place() -> bool:
 class _Growing(DynamicLayer):
     """A layer that holds all tokens."""
 
-    plain: type
+    plain: type[DynamicLayer]
     bits: int | None
     keys: Any
     values: Any
@@ -161,13 +162,42 @@ class _Growing(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         if not _in_place():
-            return DynamicLayer.update(self, key_states, value_states, *args, **kwargs)
+            return self.plain.update(self, key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        tokens = key_states.shape[-2]
         quantized = self.bits is not None and can_be_quantized(key_states, value_states)
-        self.keys = _joined(self.keys, key_states, None, quantized)
-        self.values = _joined(self.values, value_states, None, quantized)
-        return self.keys, self.values
+        keys = _joined(self.keys, key_states, self._room(tokens), quantized)
+        values = _joined(self.values, value_states, self._room(tokens), quantized)
+        return self.take(keys, values, tokens)
+
+    def _room(self, tokens: int) -> int | None:
+        """For how many more tokens memory has room that new ones move to; None: `room_behind`."""
+        return None
+
+    def take(self, keys: Tensor, values: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """Holds all keys and values, the last `tokens` of them new; what attention reads of them."""
+        self.keys, self.values = keys, values
+        return keys, values
+
+    def slots(self, keys: Tensor, values: Tensor) -> Slots | None:
+        """Where new keys and values [B, T, H, D] go; None without room, or where they are quantised."""
+        if self.bits is not None or not (self.is_initialized and _in_place()):
+            return None
+        parts: list[Tensor] = []
+        for held, new in ((self.keys, keys), (self.values, values)):
+            batch, tokens, heads, width = new.shape
+            before = held.shape[2]
+            memory = getattr(held, _MEMORY, None)
+            same = held.dtype is new.dtype and held.device == new.device
+            if type(memory) is not Tensor or not same or held.shape != (batch, heads, before, width):
+                return None
+            start = held.storage_offset() // held.stride(2)
+            is_closed = memory.is_inference() and not torch.is_inference_mode_enabled()
+            if is_closed or start + before + tokens > memory.shape[2]:
+                return None
+            parts += [memory.narrow(2, start + before, tokens), _view(memory, start, before + tokens)]
+        return Slots(parts[0], parts[2], parts[1], parts[3])
 
     def crop(self, tokens_to_remove: int) -> None:
         keys, values = self.keys, self.values
@@ -217,28 +247,24 @@ class _GrowingIndexed(DynamicIndexedLayer, _Growing):
 class _GrowingWindow(_Growing, DynamicSlidingWindowLayer):
     """A layer that holds a sliding window, which moves on in its memory."""
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        if not _in_place():
-            return DynamicSlidingWindowLayer.update(self, key_states, value_states, *args, **kwargs)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        tokens, window = key_states.shape[-2], self.sliding_window
-        room = room_behind_window(window)
-        is_prompt = tokens > room and not self.record_past
-        quantized = self.bits is not None and can_be_quantized(key_states, value_states)
-        keys = _joined(self.keys, key_states, 0 if is_prompt else room, quantized)
-        values = _joined(self.values, value_states, 0 if is_prompt else room, quantized)
+    def take(self, keys: Tensor, values: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        window = self.sliding_window
         self.cumulative_length += tokens
         if self.record_past:
             self.keys, self.values = keys, values
             visible = window - 1 + tokens
             return _from(-visible, keys), _from(-visible, values)
         self.keys, self.values = _from(-window + 1, keys), _from(-window + 1, values)
-        if is_prompt:  # as views they would keep the memory of the whole prompt
+        if self._is_prompt(tokens):  # as views they would keep the memory of the whole prompt
+            room = room_behind_window(window)
             self.keys, self.values = _copied(self.keys, room), _copied(self.values, room)
         return keys, values
+
+    def _room(self, tokens: int) -> int:
+        return 0 if self._is_prompt(tokens) else room_behind_window(self.sliding_window)
+
+    def _is_prompt(self, tokens: int) -> bool:
+        return tokens > room_behind_window(self.sliding_window) and not self.record_past
 
 
 def _joined(held: Tensor, new: Tensor, room: int | None = None, quantized: bool = False) -> Tensor:

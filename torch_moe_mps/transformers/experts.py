@@ -103,16 +103,13 @@ def _in_autocast(x: Tensor) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
-def is_observed(module: nn.Module) -> bool:
-    """Whether a hook or a forward of the instance sees or changes what a module gets and gives."""
-    own = module.__dict__
-    return bool(
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or torch_module._global_forward_hooks
-        or torch_module._global_forward_pre_hooks
-        or "forward" in own
-    )
+def is_observed(*modules: nn.Module) -> bool:
+    """Whether a hook or a forward of the instance sees or changes what one of the modules gets and gives."""
+    for module in modules:
+        own = module.__dict__
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+            return True
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 
 def _activation_is_observed(experts: nn.Module) -> bool:
@@ -210,11 +207,12 @@ def experts_forward(
     shared_gate: Tensor | None = None,
     shared_out: Tensor | None = None,
     residual: Tensor | None = None,
+    norm: dict[str, Any] | None = None,
 ) -> Tensor:
     """The forward that transformers calls for experts_implementation="moe_mps".
 
-    `shared_gate` (a logit), `shared_out` and `residual` come from blocks that `accelerate` rewrote:
-    g * shared_out + residual is added.
+    `shared_gate` (a logit), `shared_out`, `residual` and `norm` (arguments of the operators) come from blocks
+    that `accelerate` rewrote: g * shared_out + residual is added, and `hidden_states` are normed.
     """
     inputs = [hidden_states, top_k_weights]
     shared: dict[str, Any] = {}
@@ -227,16 +225,18 @@ def experts_forward(
     if self.__dict__.get("quantization") is not None:  # getattr of a missing attribute is slow on modules
         if torch.is_grad_enabled():
             _require_no_gradients(self, inputs)
-        return _quantized_forward(self, hidden_states, top_k_index, top_k_weights, shared)
+        return _quantized_forward(self, hidden_states, top_k_index, top_k_weights, shared, norm)
     first = self.gate_up_proj if self.has_gate else self.up_proj
     own = runs_own_code(self, *inputs) or _activation_is_observed(self)
     if own or not _fits(hidden_states, first, top_k_index):
+        hidden_states = normed(norm, hidden_states)
         routed = own_forward(self, hidden_states, top_k_index.long(), top_k_weights)
         return add_terms(routed, shared_gate, shared_out, residual)
     activation = _activation(self)
     bias = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias) if self.has_bias else None
     down_bias = self.down_proj_bias if self.has_bias else None
     if activation is None:
+        hidden_states = normed(norm, hidden_states)
         hidden = ops.expert_mm(hidden_states, first, top_k_index, bias, self.is_transposed)
         hidden = _own_activation(self, hidden)
         hidden = ops.expert_mm(hidden, self.down_proj, top_k_index, down_bias, self.is_transposed)
@@ -244,8 +244,13 @@ def experts_forward(
     return ops.moe_experts(
         hidden_states, first, self.down_proj, top_k_index, top_k_weights,
         gate_up_bias=bias, down_bias=down_bias, transposed=self.is_transposed,
-        **_arguments(activation), **shared,
+        **_arguments(activation), **shared, **(norm or {}),
     )  # fmt: skip
+
+
+def normed(norm: dict[str, Any] | None, x: Tensor) -> Tensor:
+    """norm(x), of a norm as arguments of the operators."""
+    return x if norm is None else ops.rms_norm(x, *norm.values())
 
 
 def _require_no_gradients(self: nn.Module, inputs: list[Tensor]) -> None:
@@ -255,7 +260,9 @@ def _require_no_gradients(self: nn.Module, inputs: list[Tensor]) -> None:
         )
 
 
-def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor, shared: dict) -> Tensor:
+def _quantized_forward(
+    self: Experts, x: Tensor, ids: Tensor, weights: Tensor, shared: dict, norm: dict[str, Any] | None
+) -> Tensor:
     form, down_form = self.quantization, self.down_quantization
     names = projections(self)
     first, second = _packed(self, names[0]), _packed(self, names[1])
@@ -265,7 +272,7 @@ def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor, s
         down_bias = self.down_proj_bias
     activation = None if _activation_is_observed(self) else _activation(self)
     if activation is None:
-        hidden = expert_qmm(self, names[0], x, first, ids, form, bias)
+        hidden = expert_qmm(self, names[0], normed(norm, x), first, ids, form, bias)
         hidden = _own_activation(self, hidden)
         hidden = expert_qmm(self, names[1], hidden, second, ids, down_form, down_bias)
         return _own_combine(self, hidden, weights, shared)
@@ -273,6 +280,7 @@ def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor, s
         x, *first, *second, ids, weights, form.bits, form.group_size, form.mode,
         gate_up_bias=bias, down_bias=down_bias, **_arguments(activation), **shared,
         down_bits=down_form.bits, down_group_size=down_form.group_size, down_mode=down_form.mode,
+        **(norm or {}),
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@
 
 #include <array>
 #include <cstring>
+#include <deque>
 #include <optional>
 #include <type_traits>
 
@@ -63,7 +64,7 @@ class Command {
 
  private:
   friend class Commands;
-  static constexpr size_t kMaxParams = 256;
+  static constexpr size_t kMaxParams = 320;
 
   // A dispatch past the limits of its pipeline, which depend on the compiler, would not run and not fail.
   void set_threads(Size threads);
@@ -92,6 +93,8 @@ class Commands {
  public:
   // The kernel `function` of a library. The reference is good until the next add().
   Command& add(const Library& library, std::string_view function);
+  // A tensor that one dispatch hands to a later one; it lives as long as the list.
+  const at::Tensor& keep(at::Tensor tensor) { return kept_.emplace_back(std::move(tensor)); }
   // Encodes everything on the current stream, in order, without waiting. Torch's encoder is
   // serial (so in 2.13 to 2.15): each dispatch sees what those before it wrote. With a concurrent encoder
   // (pytorch#189785) dispatches that depend on each other would need barriers between them, here.
@@ -99,6 +102,7 @@ class Commands {
 
  private:
   c10::SmallVector<Command, 2> commands_;
+  std::deque<at::Tensor> kept_;
 };
 
 inline int64_t ceil_div(int64_t a, int64_t b) {

@@ -35,6 +35,20 @@ struct Dots {
   }
 };
 
+// The sums of squares of the inputs of M pairs.
+template <int M>
+struct Squares {
+  float v[M];
+};
+
+// An RMSNorm of the inputs on their way into dot products: these get input * weight, and the squares of the
+// inputs are summed beside them.
+template <typename T>
+struct InputNorm {
+  device const T* weight;
+};
+struct NoNorm {};
+
 // The share of a simdgroup in the inputs: all of them, or each `count`-th chunk of its lanes.
 struct Share {
   uint number, count;
@@ -86,11 +100,46 @@ inline LaneRows<W, R> rows_of_lane(W weights, uint first, uint lane, constant Ma
   return rows;
 }
 
+// Norms some inputs but for the division by their root mean square.
+template <typename T, int M, int N>
+inline void norm_inputs(InputNorm<T> norm, thread Pack<N>* inputs, thread Squares<M>& squares, uint column,
+                        uint left, bool vectorised, constant MatmulParams& params) {
+  const auto weight = load_elements<N>(norm.weight + column, left, vectorised);
+  UNROLL for (int i = 0; i < N; ++i) {
+    const float factor = weight.at(i) + params.norm_offset;
+    UNROLL for (int m = 0; m < M; ++m) {
+      const float x = inputs[m].v[i];
+      squares.v[m] = fma(x, x, squares.v[m]);
+      inputs[m].v[i] = x * factor;
+    }
+  }
+}
+template <int M, int N>
+inline void norm_inputs(NoNorm, thread Pack<N>*, thread Squares<M>&, uint, uint, bool,
+                        constant MatmulParams&) {}
+
+// The sum over the eight lanes that share a row.
+inline float sum_of_lanes(float sum) {
+  UNROLL for (ushort distance = 1; distance < kRowLanes; distance *= 2) {
+    sum += simd_shuffle_xor(sum, distance);
+  }
+  return sum;
+}
+
+template <typename T>
+inline float inverse_root(InputNorm<T>, float squares, constant MatmulParams& params) {
+  return precise::rsqrt(sum_of_lanes(squares) / float(params.inputs) + params.norm_eps);
+}
+inline float inverse_root(NoNorm, float, constant MatmulParams&) {
+  return 1.0f;
+}
+
 // Adds the products of a chunk of R rows with the inputs of M pairs. The codes themselves are multiplied; the
 // scale is applied once for the whole chunk.
-template <typename W, int R, int M, typename C>
-inline void add_chunks(thread C* chunks, device const typename W::Element* x, Sources<M> sources, uint column,
-                       uint left, thread Dots<R, M>& dots, constant MatmulParams& params) {
+template <typename W, int R, int M, typename Norm, typename C>
+inline void add_chunks(thread C* chunks, device const typename W::Element* x, Sources<M> sources, Norm norm,
+                       uint column, uint left, thread Dots<R, M>& dots, thread Squares<M>& squares,
+                       constant MatmulParams& params) {
   constexpr int kPackSize = W::kPackSize;
   const bool vectorised = W::kAnyLength ? params.vectorised != 0 : true;
   Dots<R, M> coded;
@@ -101,13 +150,14 @@ inline void add_chunks(thread C* chunks, device const typename W::Element* x, So
   }
   UNROLL for (int pack = 0; pack < W::kValues / kPackSize; ++pack) {
     Pack<kPackSize> inputs[M];
+    const uint start = W::kAnyLength ? min(uint(pack * kPackSize), left) : pack * kPackSize;
     UNROLL for (int m = 0; m < M; ++m) {
-      const uint start = W::kAnyLength ? min(uint(pack * kPackSize), left) : pack * kPackSize;
       const auto loaded =
           load_elements<kPackSize>(x + sources.v[m] + column + start, left - start, vectorised);
       UNROLL for (int i = 0; i < kPackSize; ++i) inputs[m].v[i] = loaded.at(i);
-      W::add_inputs(inputs[m], sums[m]);
     }
+    norm_inputs(norm, inputs, squares, column + start, left - start, vectorised, params);
+    UNROLL for (int m = 0; m < M; ++m) W::add_inputs(inputs[m], sums[m]);
     UNROLL for (int r = 0; r < R; ++r) {
       const Pack<kPackSize> codes = W::codes(chunks[r], pack);
       UNROLL for (int m = 0; m < M; ++m) {
@@ -124,33 +174,31 @@ inline void add_chunks(thread C* chunks, device const typename W::Element* x, So
   }
 }
 
-// The dot products of a lane's R rows with a share of the inputs of M pairs. All eight lanes that have the
-// rows get them.
-template <typename W, int R, int M>
+// The dot products of a lane's R rows with a share of the inputs of M pairs, or with all of them, normed. All
+// eight lanes that have the rows get them.
+template <typename W, int R, int M, typename Norm>
 inline Dots<R, M> row_dots(W weights, LaneRows<W, R> rows, device const typename W::Element* x,
-                           Sources<M> sources, Share share, uint lane, constant MatmulParams& params) {
+                           Sources<M> sources, Norm norm, Share share, uint lane,
+                           constant MatmulParams& params) {
   typedef typename W::template Chunk<W::kValues> Chunk;
   constexpr uint kStep = kRowLanes * W::kValues;
   const uint inputs = params.inputs, first = share.number * kStep + lane % kRowLanes * W::kValues;
   Dots<R, M> dots;
-  UNROLL for (int r = 0; r < R; ++r) {
-    UNROLL for (int m = 0; m < M; ++m) dots.v[r][m] = 0.0f;
+  Squares<M> squares;
+  UNROLL for (int m = 0; m < M; ++m) {
+    squares.v[m] = 0.0f;
+    UNROLL for (int r = 0; r < R; ++r) dots.v[r][m] = 0.0f;
   }
   for (uint column = first; column < inputs; column += share.count * kStep) {
     Chunk chunks[R];
     UNROLL for (int r = 0; r < R; ++r) {
       chunks[r] = weights.template load<W::kValues>(rows.v[r], column, inputs - column);
     }
-    add_chunks<W, R, M>(chunks, x, sources, column, inputs - column, dots, params);
+    add_chunks<W, R, M>(chunks, x, sources, norm, column, inputs - column, dots, squares, params);
   }
-  UNROLL for (int r = 0; r < R; ++r) {
-    UNROLL for (int m = 0; m < M; ++m) {
-      float sum = dots.v[r][m];
-      UNROLL for (ushort distance = 1; distance < kRowLanes; distance *= 2) {
-        sum += simd_shuffle_xor(sum, distance);
-      }
-      dots.v[r][m] = sum;
-    }
+  UNROLL for (int m = 0; m < M; ++m) {
+    const float inverse = inverse_root(norm, squares.v[m], params);
+    UNROLL for (int r = 0; r < R; ++r) dots.v[r][m] = sum_of_lanes(dots.v[r][m]) * inverse;
   }
   return dots;
 }
@@ -165,9 +213,9 @@ struct RowBlock {
   uint first;  // the block's first output
   uint lane;
 
-  template <int M>
-  Dots<R, M> dots(Sources<M> sources, Share share, constant MatmulParams& params) const {
-    return row_dots<W, R, M>(weights, rows, x, sources, share, lane, params);
+  template <int M, typename Norm>
+  Dots<R, M> dots(Sources<M> sources, Norm norm, Share share, constant MatmulParams& params) const {
+    return row_dots<W, R, M>(weights, rows, x, sources, norm, share, lane, params);
   }
 };
 

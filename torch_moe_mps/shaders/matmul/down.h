@@ -51,7 +51,7 @@ struct TermsBlock {
     constant MatmulParams& matmul = params.matmul;
     Sources<M> sources;
     UNROLL for (int m = 0; m < M; ++m) sources.v[m] = pairs.v[m] * matmul.inputs;
-    const Dots<R, M> dots = rows.dots(sources, {0, 1}, matmul);
+    const Dots<R, M> dots = rows.dots(sources, NoNorm{}, {0, 1}, matmul);
     for (uint item = rows.lane % kRowLanes; item < R * M; item += kRowLanes) {
       const uint m = item / R, local = rows.lane / kRowLanes * R + item % R;
       if (m >= count) continue;

@@ -27,27 +27,56 @@ inline Sources<M> sources_of(PairSet<M> pairs, constant MatmulParams& params) {
   return sources;
 }
 
+// Where a simdgroup is in the grid of matmul_rows.
+struct RowsPlace {
+  uint2 group;
+  uint lane, simdgroup;
+};
+
+template <typename W, int R, typename Norm>
+inline void rows_of_pair(device const typename W::Element* x, device const uchar* packed,
+                         device const uchar* scales, device const uchar* biases, device const int* ids,
+                         Norm norm, Outputs<typename W::Element> out, RowsPlace place,
+                         constant MatmulParams& params) {
+  typedef typename W::Element T;
+  const uint pair = place.group.y;
+  const uint count = outputs_of_rows(kRowGroups * R, params);
+  const uint first = (place.group.x * kSingleSimdgroups + place.simdgroup) * count;
+  if (first >= params.outputs) return;
+  const uint expert = params.has_ids != 0 ? expert_of(ids, pair, params) : 0;
+  if (expert == params.experts) {
+    if (place.lane < min(count, params.outputs - first)) {
+      out.out[ulong(pair) * params.outputs + first + place.lane] = T(0.0f);
+    }
+    return;
+  }
+  const W weights(packed, scales, biases, expert, params);
+  const RowBlock<W, R> block = row_block<R>(weights, x, expert, first, place.lane, params);
+  const PairSet<1> pairs = {{pair}};
+  const Dots<R, 1> dots = block.dots(sources_of(pairs, params), norm, {0, 1}, params);
+  store_outputs<W, R, 1>(block, dots, pairs, 1, out, params);
+}
+
 // Each pair reads the rows of its expert separately: good for one token, slow for many. Grid: (blocks of
 // rows, pairs).
 template <typename W, int R>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void matmul_rows(
     MATMUL_BUFFERS(typename W::Element), uint2 group [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
-  typedef typename W::Element T;
-  const uint pair = group.y;
-  const uint count = outputs_of_rows(kRowGroups * R, params);
-  const uint first = (group.x * kSingleSimdgroups + simdgroup) * count;
-  if (first >= params.outputs) return;
-  const uint expert = params.has_ids != 0 ? expert_of(ids, pair, params) : 0;
-  if (expert == params.experts) {
-    if (lane < min(count, params.outputs - first)) out[ulong(pair) * params.outputs + first + lane] = T(0.0f);
-    return;
-  }
-  const W weights(packed, scales, biases, expert, params);
-  const RowBlock<W, R> block = row_block<R>(weights, x, expert, first, lane, params);
-  const PairSet<1> pairs = {{pair}};
-  const Dots<R, 1> dots = block.dots(sources_of(pairs, params), {0, 1}, params);
-  store_outputs<W, R, 1>(block, dots, pairs, 1, {bias, residual, out}, params);
+  const Outputs<typename W::Element> outputs = {bias, residual, out};
+  rows_of_pair<W, R>(x, packed, scales, biases, ids, NoNorm{}, outputs, {group, lane, simdgroup}, params);
+}
+
+// The same for inputs that are normed. Every simdgroup sums the squares of all inputs for itself: for one
+// token that costs less than a launch, because memory limits the kernel.
+template <typename W, int R>
+[[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void matmul_rows_normed(
+    MATMUL_BUFFERS(typename W::Element), device const typename W::Element* norm_weight [[buffer(9)]],
+    uint2 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  const InputNorm<typename W::Element> norm = {norm_weight};
+  const Outputs<typename W::Element> outputs = {bias, residual, out};
+  rows_of_pair<W, R>(x, packed, scales, biases, ids, norm, outputs, {group, lane, simdgroup}, params);
 }
 
 // Computes M pairs of one expert, of which `count` exist. `memory`: for SharedDots.
@@ -55,7 +84,7 @@ template <typename W, int R, int M>
 inline void rows_of_pairs(RowBlock<W, R> block, PairSet<M> pairs, uint count, Share share,
                           threadgroup float* memory, uint simdgroup, Outputs<typename W::Element> out,
                           constant MatmulParams& params) {
-  const Dots<R, M> dots = block.dots(sources_of(pairs, params), share, params);
+  const Dots<R, M> dots = block.dots(sources_of(pairs, params), NoNorm{}, share, params);
   const SharedDots<R, M, W::kPairsAtOnce> sums(dots, memory, simdgroup, share, block.lane);
   if (share.number == 0) store_outputs<W, R, M>(block, sums, pairs, count, out, params);
 }

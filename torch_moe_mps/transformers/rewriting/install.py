@@ -15,14 +15,11 @@ from ..checked import refusal
 from ..experts import runs_own_code
 from ..interface import is_experts
 from .program.formulas import is_pure
-from .program.programs import CLASS_MARK, Unsupported, original_class
+from .program.programs import CLASS_MARK, FORWARD, Unsupported, original_class
 from .program.reads import holds, recording
 from .program.straightening import straighten
 from .record import NOTHING, RECORD, record_of
 from .rules import MODULE_RULES, RULES
-from .rules.mlp import RESIDUAL
-from .rules.residual import add_to_first
-from .rules.router import RAW
 
 
 def is_rewritten(module: nn.Module) -> bool:
@@ -128,9 +125,7 @@ def _rewritten_class(original: type[nn.Module], rewritten: Callable) -> type[nn.
         record = self.__dict__.get(RECORD, NOTHING)
         own_code = record.is_restored or record.reads is None
         if own_code or runs_own_code(self, *args, *kwargs.values()) or not holds(self):
-            kwargs.pop(RAW, None)
-            residual = kwargs.pop(RESIDUAL, None)
-            return add_to_first(residual, own(self, *args, **kwargs))
+            return own(self, *args, **kwargs)
         return rewritten(self, *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
@@ -147,8 +142,8 @@ def _rewritten_class(original: type[nn.Module], rewritten: Callable) -> type[nn.
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         CLASS_MARK: original,
+        FORWARD: (rewritten, frozenset(rewritten.__kwdefaults__ or ())),
     }
-    members |= {option: True for option in (RAW, RESIDUAL) if option in (rewritten.__kwdefaults__ or {})}
     cls: type[nn.Module] = type(original.__name__, (original,), members)
     return cls
 

@@ -21,8 +21,8 @@ from torch import nn
 
 from .. import runtime
 
-# Attribute of the subclasses that rewriting makes.
-CLASS_MARK = "_moe_mps_original_class"
+# Attributes of the subclasses that rewriting makes: the class before, and the new forward with its options.
+CLASS_MARK, FORWARD = "_moe_mps_original_class", "_moe_mps_forward"
 
 Block: TypeAlias = list[ast.stmt]
 IsPure: TypeAlias = Callable[[ast.expr, nn.Module], bool]

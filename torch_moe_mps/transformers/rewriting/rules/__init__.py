@@ -5,15 +5,17 @@ from collections.abc import Callable
 from torch import nn
 
 from ..program.programs import Program
-from .gated_delta import CAUSAL_CONV, GATED_DELTA
+from .blocks import HAND_OVER_NORM, HAND_OVER_RESIDUAL, TAKE_RESIDUAL
+from .cache_slots import join_rotations, write_into_cache
+from .gated_delta import CAUSAL_CONV, GATED_DELTA, keep_state
 from .gated_norm import rewrite_gated_norm
 from .handover import HAND_OVER_RAW_RESULTS
 from .linear import join_linears
 from .mlp import fuse_mlp
 from .moe_gate import USE_GATE
-from .norms import FUSE_NORMS
+from .norm_inputs import norm_inputs
+from .norms import ADD_NORMS, NORM_SUMS
 from .ordering import order_outputs
-from .residual import HAND_OVER_RESIDUAL, TAKE_RESIDUAL
 from .rms_norm import CALL_NORM, replace_rms_norm
 from .rope import KEEP_ROWS, REPLACE_ROPE
 from .rotary import rewrite_rotary
@@ -34,16 +36,22 @@ RULES: tuple[Callable[[Program], None], ...] = (
     FOLD_SHARED_EXPERTS,
     *TAKE_RESIDUAL,  # the residual joins the call that FOLD_SHARED_EXPERTS has made
     HAND_OVER_RAW_RESULTS,  # a block with an option for the residual may return weights that nobody reads
-    *FUSE_NORMS,
-    *HAND_OVER_RESIDUAL,  # a sum that a norm follows belongs to the norm
+    *HAND_OVER_RESIDUAL,  # before the norm of the sum: a norm may join what follows
+    *ADD_NORMS,
+    *HAND_OVER_NORM,
+    NORM_SUMS,
     USE_GATE,  # reads which experts a router feeds, as the rules above have left their call
     *REPLACE_ROPE,
     KEEP_ROWS,  # of the calls that REPLACE_ROPE has made
+    join_rotations,
+    write_into_cache,
     CAUSAL_CONV,
     GATED_DELTA,
+    keep_state,
     order_outputs,
     join_linears,  # layers whose outputs order_outputs has not taken
     CALL_NORM,  # norms that no rule above has fused with something else
     select_by_operator,  # a router is what no rule above has changed
     compute_logits_by_operator,  # of a router that select_by_operator has rewritten
+    norm_inputs,  # takes the calls that the rules above have left
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ....ops._checks import ACTIVATION_DTYPES
 from ....ops.gated_delta import MAX_KEY_WIDTH
-from ..program.building import own_module
+from ..program.building import helper, own_module
 from ..program.programs import Program, copied, name_of
 from ..program.rewrites import Match, Rewrite
 from ..runtime import called
@@ -266,3 +266,27 @@ GATED_DELTA = Rewrite(
     "ITEMS = delta_rule(_RULE, Q, K, V, gates=GATES, raw=RAW, **OPTIONS)",
     where=_is_step,
 )
+
+
+@called
+def update_state(cache: Any, state: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
+    """cache.update_recurrent_state(...), which would copy a state that the operator updated onto itself."""
+    held = getattr(cache.layers[layer], "recurrent_states", None)
+    if not args and not kwargs and held and held[0] is state:
+        return state
+    return cache.update_recurrent_state(state, layer, *args, **kwargs)
+
+
+def keep_state(program: Program) -> None:
+    """Rewrites the calls that hand an updated state to an argument, where GATED_DELTA has found one."""
+    if not any(note.startswith("gated_delta_rule_") for note in program.rewrites):
+        return
+    for statement in program.every():
+        call = statement.value if isinstance(statement, (ast.Expr, ast.Assign)) else None
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+            continue
+        owner = call.func.value
+        is_argument = isinstance(owner, ast.Name) and owner.id in program.arguments_names()
+        if is_argument and call.func.attr == "update_recurrent_state" and len(call.args) >= 2:
+            call.args.insert(0, owner)
+            call.func = helper("update_state").func

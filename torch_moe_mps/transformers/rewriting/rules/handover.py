@@ -5,8 +5,11 @@ import ast
 from ..experts_calls import is_experts_call
 from ..program.programs import Program, copied, name_of
 from ..program.rewrites import Match, Rewrite
-from .mlp import RESIDUAL
+from .options import RESIDUAL
 from .router import is_replaceable
+
+# Functions of the runtime that call experts: where they have them.
+_EXPERTS = {"_moe_mps.experts_with_shared": 0, "_moe_mps.behind": 2}
 
 
 def _feeds_experts(match: Match) -> str | None:
@@ -27,8 +30,8 @@ def _feeds_experts(match: Match) -> str | None:
 
 
 HAND_OVER_RAW_RESULTS = Rewrite(
-    "RESULTS = ROUTER(*ARGS, **OPTIONS)",
-    "RESULTS = routed(EXPERTS, UNSEEN, ROUTER, *ARGS, **OPTIONS)",
+    "RESULTS = ROUTER(X, *REST, **OPTIONS)",
+    "RESULTS = routed(EXPERTS, UNSEEN, ROUTER, X, *REST, **OPTIONS)",
     where=_feeds_experts,
 )
 
@@ -46,8 +49,8 @@ def experts_fed_by(program: Program, results: str, or_returned: bool = False) ->
         return None
     for tree in (*program.statements, program.result):
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            with_shared = ast.unparse(call.func) == "_moe_mps.experts_with_shared"
+            place = _EXPERTS.get(ast.unparse(call.func))
             read = {argument.id for argument in call.args if isinstance(argument, ast.Name)}
-            if found.keys() <= read and (with_shared or is_experts_call(program, call)):
-                return copied(call.args[0] if with_shared else call.func)
+            if found.keys() <= read and (place is not None or is_experts_call(program, call)):
+                return copied(call.func if place is None else call.args[place])
     return None

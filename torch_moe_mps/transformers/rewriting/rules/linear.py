@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from ...experts import is_observed
+from ...experts import is_observed, normed
 from ...linears import QuantizedLinear
 from ..program.building import calls, child_of_call, helper, item, own_module, replace_in
 from ..program.programs import Program, name_of
@@ -110,9 +110,8 @@ def _can_join(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[QuantizedLinear
 @torch.compiler.assume_constant_result
 def join(*layers: nn.Module) -> bool:
     """Whether the layers' weights are one matrix, which the record of the first holds; joins them if not."""
-    for layer in layers:
-        if is_observed(layer):
-            return False
+    if is_observed(*layers):
+        return False
     found: Joined | None = layers[0].__dict__.get(RECORD, NOTHING).joined
     if found is not None and found.is_current(layers):
         return True
@@ -122,22 +121,26 @@ def join(*layers: nn.Module) -> bool:
     return True
 
 
-def together(layers: tuple[nn.Module, ...], x: Tensor) -> Tensor | None:
-    """The concatenated outputs of the layers; None if they cannot be one matrix."""
+def together(layers: tuple[nn.Module, ...], x: Tensor, norm: dict[str, Any] | None = None) -> Tensor | None:
+    """The concatenated outputs of the layers behind a norm; None if they cannot be one matrix."""
     if not join(*layers):
         return None
     whole = layers[0].__dict__[RECORD].joined
     form = whole.format
     return ops.linear_quantized(
-        x, whole.packed, whole.scales, whole.biases, whole.bias, form.bits, form.group_size, form.mode
-    )
+        x, whole.packed, whole.scales, whole.biases, whole.bias, form.bits, form.group_size, form.mode,
+        **(norm or {}),
+    )  # fmt: skip
 
 
 @called
-def linears(layers: tuple[nn.Module, ...], x: Tensor) -> Sequence[Tensor]:
-    """layer(x) of each layer."""
-    out = together(layers, x)
+def linears(
+    layers: tuple[nn.Module, ...], x: Tensor, moe_mps_norm: dict[str, Any] | None = None
+) -> Sequence[Tensor]:
+    """layer(norm(x)) of each layer."""
+    out = together(layers, x, moe_mps_norm)
     if out is None:
+        x = normed(moe_mps_norm, x)
         return [layer(x) for layer in layers]
     return out.split_with_sizes(layers[0].__dict__[RECORD].joined.rows, -1)
 

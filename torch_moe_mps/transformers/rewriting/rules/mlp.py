@@ -5,12 +5,13 @@ Gate, up and activation are one dispatch, down is one.
 
 import ast
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ....ops._activations import POINTWISE
-from ...experts import add_terms, is_observed
+from ...experts import add_terms, is_observed, normed
 from ...linears import QuantizedLinear
 from ..program.building import add_option, replace_everything
 from ..program.formulas import Reader, child, is_argument
@@ -19,11 +20,9 @@ from ..program.programs import Program, original_class
 from ..record import RECORD, record_of
 from ..runtime import called
 from .linear import join
+from .options import NORM, RESIDUAL
 
 ops = torch.ops.moe_mps
-
-# The argument with which a layer hands over what it would add to the result.
-RESIDUAL = "moe_mps_residual"
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,15 @@ def mlp_formula(program: Program) -> MlpFormula | None:
 
 
 @called
-def mlp(module: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:
-    """The forward of an MLP, plus the residual."""
+def mlp(
+    module: nn.Module, x: Tensor, residual: Tensor | None = None, norm: dict[str, Any] | None = None
+) -> Tensor:
+    """The forward of an MLP behind a norm, plus the residual."""
     formula: MlpFormula = module.__dict__[RECORD].formula
     gate, down = getattr(module, formula.gate), getattr(module, formula.down)
     layers = (gate,) if formula.up is None else (gate, getattr(module, formula.up))
     if not join(*layers) or type(down) is not QuantizedLinear or is_observed(down):
-        return add_terms(original_class(module).forward(module, x), residual=residual)
+        return add_terms(original_class(module).forward(module, normed(norm, x)), residual=residual)
     first, to = gate.__dict__[RECORD].joined, down.format
     form = first.format
     packed, scales, biases, bias = down.weights()
@@ -65,7 +66,7 @@ def mlp(module: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:
         x, first.packed, first.scales, first.biases, packed, scales, biases,
         form.bits, form.group_size, form.mode, gate_up_bias=first.bias, down_bias=bias,
         activation=formula.activation, gated=formula.up is not None, residual=residual,
-        down_bits=to.bits, down_group_size=to.group_size, down_mode=to.mode,
+        down_bits=to.bits, down_group_size=to.group_size, down_mode=to.mode, **(norm or {}),
     )  # fmt: skip
 
 
@@ -77,6 +78,8 @@ def fuse_mlp(program: Program) -> None:
     record_of(program.module).formula = formula
     names = (formula.gate,) if formula.up is None else (formula.gate, formula.up)
     join(*(getattr(program.module, name) for name in names))
-    add_option(program, RESIDUAL)
-    replace_everything(program, "mlp", ast.Name(RESIDUAL, ast.Load()))
+    options = (RESIDUAL, NORM)
+    for option in options:
+        add_option(program, option)
+    replace_everything(program, "mlp", *(ast.Name(option, ast.Load()) for option in options))
     program.rewrites.append(f"mlp_quantized ({formula.activation})")

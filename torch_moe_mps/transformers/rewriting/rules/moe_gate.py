@@ -49,7 +49,7 @@ class GateFormula:
     def holds_for(self, router: nn.Module) -> bool:
         """Whether the router's parts are the same, and nothing sees or changes what they do."""
         modules = list(router.modules())
-        return _classes(modules) == self.classes and not any(map(is_observed, modules))
+        return _classes(modules) == self.classes and not is_observed(*modules)
 
 
 def _classes(modules: Iterable[nn.Module]) -> tuple[type[nn.Module], ...]:

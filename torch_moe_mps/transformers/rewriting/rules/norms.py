@@ -110,6 +110,18 @@ def _arguments(norm: nn.Module, residual: Tensor, x: Tensor) -> tuple[Tensor, fl
     return weight, getattr(norm, formula.eps), formula.offset
 
 
+def norm_options(norm: nn.Module, x: Tensor) -> dict[str, Any] | None:
+    """The arguments with which the operators behind a norm compute it; None if the norm has to run.
+
+    For one token that saves a launch. Of more tokens each operator would have to norm all of them again.
+    """
+    arguments = _arguments(norm, x, x) if x.numel() == x.shape[-1] else None
+    if arguments is None:
+        return None
+    weight, eps, offset = arguments
+    return {"norm_weight": weight, "norm_eps": eps, "norm_offset": offset}
+
+
 def weight_of(norm: nn.Module) -> Tensor:
     """norm.weight, which is slow to read as an attribute."""
     own = norm.__dict__
@@ -173,10 +185,10 @@ def _scaled(match: Match) -> str | None:
     return _fused("fused_norm_add_scalar")(match) if is_scalar else None
 
 
-FUSE_NORMS = (
+ADD_NORMS = (
     Rewrite("S = R + NORM(X); T = imul(S, SCALAR)", "T = norm_add_scalar(NORM, R, X, SCALAR)", where=_scaled),
     Rewrite("S = R + NORM(X)", "S = norm_add(NORM, R, X)", where=_fused("fused_norm_add")),
-    Rewrite(
-        "S = R + Y; N = NORM(S)", "N, S = residual_norm(NORM, R, Y)", where=_fused("fused_residual_norm")
-    ),
+)
+NORM_SUMS = Rewrite(
+    "S = R + Y; N = NORM(S)", "N, S = residual_norm(NORM, R, Y)", where=_fused("fused_residual_norm")
 )

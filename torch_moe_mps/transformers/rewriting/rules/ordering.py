@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...experts import normed
 from ...linears import QuantizedLinear
 from ..program.building import child_of_call, helper, item, own_module
 from ..program.programs import Block, If, Program, compile_forward, copied, name_of, names_in
@@ -44,10 +45,13 @@ class Order:
 
 
 @called
-def in_order(module: nn.Module, layers: tuple[nn.Module, ...], x: Tensor) -> tuple[bool, Sequence[Tensor]]:
-    """(True, the results), or (False, the layers' outputs) where these cannot be one tensor."""
-    outputs = together(layers, x) if x.dim() == 3 else None
+def in_order(
+    module: nn.Module, layers: tuple[nn.Module, ...], x: Tensor, moe_mps_norm: dict[str, Any] | None = None
+) -> tuple[bool, Sequence[Tensor]]:
+    """(True, the results) of norm(x), or (False, the layers' outputs) where these cannot be one tensor."""
+    outputs = together(layers, x, moe_mps_norm) if x.dim() == 3 else None
     if outputs is None:
+        x = normed(moe_mps_norm, x)
         each = [layer(x) for layer in layers]
         if x.dim() != 3 or any(output.dtype is not each[0].dtype for output in each):
             return False, each

@@ -18,7 +18,9 @@ from ...experts import is_observed
 from ..program.rewrites import Form, Match, Rewrite
 from ..record import NOTHING, RECORD, record_of
 from ..runtime import called
+from .cache_slots import Slots, slots_of
 from .norms import norm_formula, weight_of
+from .rms_norm import rms_norm
 from .trial import agrees
 
 ops = torch.ops.moe_mps
@@ -52,15 +54,13 @@ class _Turn(NamedTuple):
 _TURNS = [_Turn(*fields) for fields in itertools.product(_PAIRS, (False, True), (False, True), (False, True))]
 
 
-def _turned(
-    turn: tuple, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **norms: Any
-) -> tuple[Tensor, ...]:
-    """The operator on q, k [B, T, heads, D], its results [B, heads, T, D]."""
+def _rotation(turn: tuple, cos: Tensor, sin: Tensor) -> dict[str, Any]:
+    """Arguments of the operator."""
     pairs, half_of_table, doubled, rotary_last = turn
     if half_of_table:
         cos, sin = (table[..., : table.shape[-1] // 2] for table in (cos, sin))
     rotary = cos.shape[-1] * (2 if doubled else 1)
-    return ops.rope(q, k, cos, sin, pairs=pairs, rotary_dim=rotary, rotary_last=rotary_last, **norms)
+    return {"cos": cos, "sin": sin, "pairs": pairs, "rotary_dim": rotary, "rotary_last": rotary_last}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -95,7 +95,7 @@ def _turn_of(
         columns = table_width // 2 if turn.half_of_table else table_width
         if columns * (2 if turn.doubled else 1) > _WIDTH:
             continue
-        turned = _turned(turn, inputs[0], inputs[1] if tensors == 2 else None, cos, sin)
+        turned = ops.rope(inputs[0], inputs[1] if tensors == 2 else None, **_rotation(turn, cos, sin))
         if all(map(agrees, turned, expected)):
             return tuple(turn)
     return None
@@ -123,28 +123,89 @@ def rope(
     q_norm: nn.Module | None = None,
     k_norm: nn.Module | None = None,
     rows: bool = False,
+    one_by_one: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     """function(q_norm(q), k_norm(k), cos, sin), or function(q_norm(q), cos, sin).
 
-    `rows`: q and k are [B, T, heads, D] and transposed for the function.
+    `rows`: q and k are [B, T, heads, D] and transposed for the function. `one_by_one`: it takes q and k in a
+    call each.
     """
-    heads_dim, wide, narrow = form
-    turn = _turn(wide, narrow, q, cos)
-    norms = _norm_arguments(q_norm, k_norm, q, k)
-    dtype = q.dtype
-    other = dtype is torch.float64 or (k is not None and k.dtype is not dtype)
-    runs = turn is not None and norms is not None and not other
-    if heads_dim == 1 and rows != runs:  # the function has heads first, the operator tokens
+    heads_first = form[0] == 1
+    arguments = _arguments(form, q, k, cos, sin, q_norm, k_norm)
+    if heads_first and rows != (arguments is not None):  # the function has heads first, the operator tokens
         q, k = q.transpose(1, 2), None if k is None else k.transpose(1, 2)
-    if turn is None or norms is None or other:
+    if arguments is None:
         normed = [x if norm is None else norm(x) for x, norm in ((q, q_norm), (k, k_norm)) if x is not None]
+        if one_by_one:
+            return tuple(function(x, cos, sin, **options) for x in normed)
         return function(*normed, cos, sin, **options)
-    q, k_turned = _turned(turn, q, k, cos, sin, **norms)
-    if heads_dim == 1:
+    q, k_turned = ops.rope(q, k, **arguments)
+    if heads_first:
         return q if k is None else (q, k_turned)
     q = q.transpose(1, 2)
     return q if k is None else (q, k_turned.transpose(1, 2))
+
+
+@called
+def rope_into_cache(
+    cache: Any,
+    layer: int,
+    v: Tensor,
+    v_norm: nn.Module | None,
+    function: Callable,
+    form: tuple,
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: nn.Module | None = None,
+    k_norm: nn.Module | None = None,
+    rows: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Slots | None]:
+    """The results of `rope`, v_norm(v), and the slots of a cache that grows in place if they have k and v."""
+    heads_first = form[0] == 1
+    arguments = _arguments(form, q, k, cos, sin, q_norm, k_norm)
+    fits = arguments is not None and v.dtype is k.dtype and v.shape[-1] % 2 == 0
+    if arguments is not None and fits and (v_norm is None or _norms_alike(v_norm, arguments)):
+        in_rows = [q, k, v]
+        if heads_first:
+            in_rows = [*((q, k) if rows else (q.transpose(1, 2), k.transpose(1, 2))), v.transpose(1, 2)]
+        slots = slots_of(cache, layer, in_rows[1], in_rows[2])
+        if slots is not None:
+            turned = ops.rope_cache_(
+                *in_rows, slots.keys, slots.values, norm_v=v_norm is not None, **arguments
+            )
+            if heads_first:
+                return turned, slots.keys, slots.values, slots
+            turned, keys, values = (x.transpose(1, 2) for x in (turned, slots.keys, slots.values))
+            return turned, keys, values, slots
+    q, k = rope(function, form, q, k, cos, sin, q_norm, k_norm, rows, **options)
+    return q, k, v if v_norm is None else rms_norm(v_norm, v), None
+
+
+def _arguments(
+    form: tuple, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor,
+    q_norm: nn.Module | None, k_norm: nn.Module | None,
+) -> dict[str, Any] | None:  # fmt: skip
+    """What the operator takes besides q and k; None where the model's own function has to run."""
+    dtype = q.dtype
+    if dtype is torch.float64 or (k is not None and k.dtype is not dtype):
+        return None
+    _, wide, narrow = form
+    turn = _turn(wide, narrow, q, cos)
+    norms = _norm_arguments(q_norm, k_norm, q, k)
+    return None if turn is None or norms is None else _rotation(turn, cos, sin) | norms
+
+
+def _norms_alike(v_norm: nn.Module, arguments: dict[str, Any]) -> bool:
+    """Whether the operator can norm values together with q and k: without a weight, with the same eps."""
+    formula = v_norm.__dict__.get(RECORD, NOTHING).formula
+    if formula is None or formula.weight or is_observed(v_norm):
+        return False
+    eps = getattr(v_norm, formula.eps)
+    return bool(arguments.setdefault("eps", eps) == eps)
 
 
 def _norm_arguments(

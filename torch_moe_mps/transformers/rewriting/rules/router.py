@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ....ops._checks import MAX_EXPERTS, MAX_TOP_K
-from ...experts import is_observed, may_be_fused
+from ...experts import may_be_fused, normed
 from ...interface import is_experts
 from ..program.building import add_option, helper, item
 from ..program.formulas import Node, Reader, casts_to_float32, evaluate, is_number, named
@@ -21,11 +21,10 @@ from ..program.patterns import match
 from ..program.programs import Program, Unsupported, name_of
 from ..program.straightening import straighten
 from ..runtime import called
+from .options import NORM, RAW, forward_of
 
 ops = torch.ops.moe_mps
 
-# The argument with which a block that hands everything to our experts asks for results without casts.
-RAW = "moe_mps_raw"
 _SCORES = {"softmax": "softmax(L)", "sigmoid": "sigmoid(L)", "sqrtsoftplus": "sqrtsoftplus(L)"}
 # Score of a group, and what experts outside of the best groups count as.
 _GROUPS = {
@@ -233,14 +232,29 @@ def _is_known_before(program: Program, value: ast.expr, statement: ast.stmt) -> 
 
 
 @called
-def routed(experts: nn.Module, unseen: bool, router: nn.Module, *args: Any, **kwargs: Any) -> tuple:
-    """router(...), without casts where it is rewritten and only our operators see the results.
+def routed(
+    experts: nn.Module,
+    unseen: bool,
+    router: nn.Module,
+    x: Tensor,
+    *args: Any,
+    moe_mps_norm: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> tuple:
+    """router(norm(x), ...), without casts where it is rewritten and only our operators see the results.
 
     `unseen`: nothing but the experts reads them.
     """
-    if unseen and RAW in vars(type(router)) and not is_observed(router) and may_be_fused(experts):
+    forward, options = forward_of(router)
+    if forward is None:
+        return router(normed(moe_mps_norm, x), *args, **kwargs)
+    if unseen and RAW in options and may_be_fused(experts):
         kwargs[RAW] = True
-    return router(*args, **kwargs)
+    if NORM in options:
+        kwargs[NORM] = moe_mps_norm
+    else:
+        x = normed(moe_mps_norm, x)
+    return forward(router, x, *args, **kwargs)
 
 
 def _before_casts(program: Program, result: ast.Tuple, index: int) -> ast.Assign:

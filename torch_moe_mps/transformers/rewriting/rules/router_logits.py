@@ -1,10 +1,13 @@
 """A router's matmul in float32, without copies of the token and of the router's weight in float32."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ....ops._checks import ACTIVATION_DTYPES
+from ...experts import normed
 from ..program.formulas import Reader
 from ..program.programs import Program
 from ..program.rewrites import Match, Rewrite
@@ -14,13 +17,28 @@ ops = torch.ops.moe_mps
 
 
 @called
-def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """linear(x.float(), weight.float(), bias)."""
-    dtypes = {x.dtype, weight.dtype}
-    fits = dtypes != {torch.float32} and dtypes <= set(ACTIVATION_DTYPES) and x.device == weight.device
-    if x.dim() != 2 or not fits:
-        return F.linear(x.float(), weight.float(), bias)
-    return ops.router_logits(x, weight, bias)
+def router_logits(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, moe_mps_norm: dict[str, Any] | None = None
+) -> Tensor:
+    """linear(norm(x).float(), weight.float(), bias)."""
+    if not _fits(x, weight) or (x.dtype == weight.dtype == torch.float32 and moe_mps_norm is None):
+        return F.linear(normed(moe_mps_norm, x).float(), weight.float(), bias)
+    return ops.router_logits(x, weight, bias, **(moe_mps_norm or {}))
+
+
+@called
+def small_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, moe_mps_norm: dict[str, Any] | None = None
+) -> Tensor:
+    """linear(norm(x), weight, bias) of few outputs: of one token by the kernel of routers."""
+    if moe_mps_norm is None or not _fits(x, weight) or x.dtype is not weight.dtype:
+        return F.linear(normed(moe_mps_norm, x), weight, bias)
+    return ops.router_logits(x, weight, bias, dtype=x.dtype, **moe_mps_norm)
+
+
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    dtypes = x.dtype in ACTIVATION_DTYPES and weight.dtype in ACTIVATION_DTYPES
+    return x.dim() == 2 and dtypes and x.device == weight.device
 
 
 def _of_an_attribute(match: Match) -> str | None:

@@ -1,10 +1,11 @@
 """Shared experts: their output joins the sum over the routed experts instead of being added after it."""
 
 import ast
+from typing import Any
 
 from torch import Tensor, nn
 
-from ...experts import add_terms, experts_forward, may_be_fused
+from ...experts import add_terms, experts_forward, may_be_fused, normed
 from ...interface import Experts, is_experts
 from ..program.formulas import Reader, child
 from ..program.patterns import match as matched
@@ -21,8 +22,9 @@ def experts_with_shared(
     shared_out: Tensor | None = None,
     shared_gate: Tensor | None = None,
     residual: Tensor | None = None,
+    moe_mps_norm: dict[str, Any] | None = None,
 ) -> Tensor:
-    """experts(...) + shared_out, times sigmoid(shared_gate) where there is one, + residual.
+    """experts(norm(hidden_states), ...) + shared_out, times sigmoid(shared_gate) if given, + residual.
 
     What the operators add is rounded once.
     """
@@ -35,7 +37,11 @@ def experts_with_shared(
     if is_same and may_be_fused(experts):
         gate = None if shared_gate is None else shared_gate.reshape(-1)
         # What transformers' dispatch to implementations would call, without it.
-        return experts_forward(experts, hidden_states, top_k_index, top_k_weights, shared_gate=gate, **added)
+        return experts_forward(
+            experts, hidden_states, top_k_index, top_k_weights, shared_gate=gate,
+            norm=moe_mps_norm, **added,
+        )  # fmt: skip
+    hidden_states = normed(moe_mps_norm, hidden_states)
     return add_terms(experts(hidden_states, top_k_index, top_k_weights), shared_gate, **added)
 
 

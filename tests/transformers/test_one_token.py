@@ -1,0 +1,146 @@
+"""A token after a prompt: norms within the operators behind them, keys and values written into the cache."""
+
+import pytest
+import torch
+from support import tiny_models
+from support.models import assert_close, eager, operators_of, output, prompt
+from torch import nn
+from transformers import DynamicCache
+
+import torch_moe_mps
+from torch_moe_mps.transformers.rewriting.rules.norm_inputs import _masks_tokens
+
+# At which all linear layers of Qwen3-Next can be quantised.
+SIZES = {"linear_num_value_heads": 16, "shared_expert_intermediate_size": 64}
+# Operators of a layer for one token, of the kinds that only some of them need.
+SEVERAL = {"rms_norm", "fused_residual_norm", "rope", "rope_cache_", "router_logits"}
+OPERATORS = {
+    "mixtral": {"rms_norm": 1, "rope_cache_": 2, "router_logits": 2},
+    "gpt_oss": {"rms_norm": 1, "rope_cache_": 2, "router_logits": 2},
+    "glm4_moe": {"rms_norm": 1, "rope_cache_": 2, "router_logits": 1},  # its first layer is dense
+    "gemma4": {"rms_norm": 3, "rope_cache_": 2},  # a norm behind the MLP of each layer, and the last one
+    "qwen3_next": {"rms_norm": 1, "rope_cache_": 1, "router_logits": 4},  # and gates of shared experts
+    "deepseek_v3": {"rms_norm": 5, "rope": 2, "router_logits": 1},
+}
+
+
+def models(architecture: str) -> tuple[nn.Module, nn.Module]:
+    """A model in 4 bit, and its own code with the same weights."""
+    with tiny_models.groups_of_32(), tiny_models.sizes(**SIZES):
+        model, dense = (eager(tiny_models.tiny_model(architecture)) for _ in range(2))
+    torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    return model, tiny_models.dense_twin(dense, model)
+
+
+def decoded(model: nn.Module, batch: int = 1, tokens: int = 3) -> torch.Tensor:
+    """The logits of single tokens after a prompt."""
+    cache, ids = DynamicCache(config=model.config), prompt(batch, 5 + tokens)
+    output(model, ids[:, :5], past_key_values=cache, use_cache=True)
+    each = [
+        output(model, ids[:, i : i + 1], past_key_values=cache, use_cache=True) for i in range(5, 5 + tokens)
+    ]
+    return torch.cat(each, 1)
+
+
+@pytest.mark.parametrize("architecture", OPERATORS)
+def test_tokens_after_a_prompt(architecture):
+    """Of one sequence and of two, whose norms stay operators of their own."""
+    model, own = models(architecture)
+    for batch in (1, 2):
+        assert_close(decoded(model, batch), decoded(own, batch), 2e-5)
+    cache = DynamicCache(config=model.config)
+    output(model, prompt(1, 5), past_key_values=cache, use_cache=True)
+    counts = operators_of(lambda: output(model, prompt(1, 1), past_key_values=cache, use_cache=True))
+    assert {name: n for name, n in counts.items() if name in SEVERAL} == OPERATORS[architecture]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", "input_layernorm", "self_attn", "self_attn.o_proj", "post_attention_layernorm", "mlp", "mlp.gate"],
+)
+def test_hooks_see_what_the_models_code_would_show_them(path):
+    model, own = models("qwen3_moe")
+    seen: list[list[torch.Tensor]] = []
+    for each in (model, own):
+        inputs: list[torch.Tensor] = []
+        seen.append(inputs)
+
+        def hook(module, args, kwargs, result, inputs=inputs):
+            inputs.append(args[0] if args else kwargs["hidden_states"])
+
+        each.model.layers[1].get_submodule(path).register_forward_hook(hook, with_kwargs=True)
+    assert_close(decoded(model), decoded(own), 2e-5)
+    assert len(seen[0]) == len(seen[1]) == 4
+    for ours, expected in zip(*seen, strict=True):
+        assert_close(ours.reshape(expected.shape), expected, 2e-5)
+
+
+def test_a_norm_that_is_replaced_runs():
+    model, own = models("qwen3_moe")
+    for each in (model, own):
+        each.model.layers[0].post_attention_layernorm = nn.LayerNorm(64).eval()
+    assert_close(decoded(model), decoded(own), 2e-5)
+
+
+@pytest.mark.parametrize("path", ["self_attn", "mlp", "mlp.gate"])
+def test_a_block_that_is_compiled_for_itself_is_called(path):
+    """nn.Module.compile keeps what calls of the module run from then on."""
+    model, own = models("qwen3_moe")
+    block = model.model.layers[0].get_submodule(path)
+    calls = []
+
+    def compiled(*args, **kwargs):
+        calls.append(path)
+        return block._call_impl(*args, **kwargs)
+
+    block._compiled_call_impl = compiled
+    assert_close(decoded(model), decoded(own), 2e-5)
+    assert len(calls) == 4
+
+
+def test_a_block_in_training_runs_its_own_code():
+    model, own = models("qwen3_moe")
+    for each in (model, own):
+        each.model.layers[0].self_attn.train()
+    expected = decoded(own)
+    assert_close(decoded(model), expected, 2e-5)
+    cache = DynamicCache(config=model.config)
+    counts = operators_of(lambda: output(model, prompt(1, 5), past_key_values=cache, use_cache=True))
+    assert counts["rope"] == 1
+
+
+def test_experts_of_another_implementation_get_normed_tokens():
+    with tiny_models.groups_of_32():
+        model, own = (eager(tiny_models.tiny_model("qwen3_moe")) for _ in range(2))
+    torch_moe_mps.accelerate(model)
+    model.set_experts_implementation("batched_mm")
+    assert_close(decoded(model), decoded(own), 2e-5)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "gemma4"])
+def test_the_cache_holds_what_transformers_would_hold(architecture):
+    """Beyond a window, after a crop, and with another order of sequences."""
+    model, own = models(architecture)
+    caches = [DynamicCache(config=each.config) for each in (model, own)]
+    for each, cache in zip((model, own), caches, strict=True):
+        ids = prompt(2, 12)
+        output(each, ids[:, :4], past_key_values=cache, use_cache=True)
+        for i in range(4, 8):
+            output(each, ids[:, i : i + 1], past_key_values=cache, use_cache=True)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        if architecture == "qwen3_moe":
+            cache.crop(-2)
+        for i in range(8, 12):
+            output(each, ids[:, i : i + 1], past_key_values=cache, use_cache=True)
+    for ours, expected in zip(caches[0].layers, caches[1].layers, strict=True):
+        assert_close(ours.keys, expected.keys, 2e-5)
+        assert_close(ours.values, expected.values, 2e-5)
+
+
+def test_masks():
+    def other(x, mask):
+        return x if mask is None else x + mask.unsqueeze(-1)
+
+    from transformers.models.qwen3_next.modeling_qwen3_next import apply_mask_to_padding_states
+
+    assert _masks_tokens(apply_mask_to_padding_states) and not _masks_tokens(other)

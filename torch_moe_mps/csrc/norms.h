@@ -1,0 +1,22 @@
+// The RMSNorm in front of other operators.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "metal/encoder.h"
+
+namespace moe_mps {
+
+struct InputNorm {
+  at::Tensor weight;  // contiguous
+  double eps, offset;
+};
+
+// The norm that an operator's arguments ask for.
+std::optional<InputNorm> input_norm(const std::optional<at::Tensor>& weight, double eps, double offset);
+
+// Adds the norm of the rows x[T, H] and returns its result.
+const at::Tensor& add_norm(Commands& commands, const at::Tensor& x, const InputNorm& norm);
+
+}  // namespace moe_mps

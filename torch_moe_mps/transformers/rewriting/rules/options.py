@@ -1,0 +1,36 @@
+"""What rewritten forwards hand to those of the blocks that they call, beside the blocks' own arguments.
+
+RESIDUAL: what a block adds to its result, the first one if there are several. NORM: how it norms its input,
+as arguments of operators. RAW: a router may return weights and ids without casts.
+"""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from ...experts import is_observed
+from ..program.programs import FORWARD
+from ..program.reads import holds
+from ..record import NOTHING, RECORD
+
+RESIDUAL, NORM, RAW = "moe_mps_residual", "moe_mps_norm", "moe_mps_raw"
+_NONE: tuple[None, frozenset[str]] = (None, frozenset())
+
+
+def takes(block: nn.Module, option: str) -> bool:
+    """Whether the forward that a block was given has an option."""
+    _, options = vars(type(block)).get(FORWARD, _NONE)
+    return option in options
+
+
+def forward_of(block: nn.Module) -> tuple[Callable | None, frozenset[str]]:
+    """The forward that a block was given, and its options; None where a call of the block is more than that.
+
+    The calling forward has seen to gradients, autocast and float64 already.
+    """
+    own = block.__dict__
+    found: tuple[Callable | None, frozenset[str]] = vars(type(block)).get(FORWARD, _NONE)
+    if block.training or own.get("_compiled_call_impl") is not None or is_observed(block):
+        return _NONE
+    record = own.get(RECORD, NOTHING)
+    return _NONE if record.is_restored or record.reads is None or not holds(block) else found
