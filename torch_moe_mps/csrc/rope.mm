@@ -122,8 +122,17 @@ Tensor rope_cache_(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
                    const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight, double eps,
                    double weight_offset, std::string_view pairs, std::optional<int64_t> rotary_dim,
                    bool rotary_last, bool norm_v) {
-  prepare_write("rope_cache_", "keys_", keys_, {{"q", q}, {"k", k}, {"v", v}, {"values_", values_}});
-  prepare_write("rope_cache_", "values_", values_, {{"q", q}, {"k", k}, {"v", v}});
+  prepare_write("rope_cache_", "keys_", keys_, {{"values_", values_}});
+  for (const auto& [argument, written] : {std::pair("keys_", keys_), std::pair("values_", values_)}) {
+    prepare_write("rope_cache_", argument, written,
+                  {{"q", q},
+                   {"k", k},
+                   {"v", v},
+                   {"cos", cos},
+                   {"sin", sin},
+                   {"q_weight", q_weight.value_or(Tensor())},
+                   {"k_weight", k_weight.value_or(Tensor())}});
+  }
   const Rotation rotation{cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last};
   const Tensor output = heads_first(q);
   if (output.numel() == 0) return output;

@@ -236,7 +236,7 @@ def rope_cache_(
         v: [B, T, Hv, Dv] in the dtype of `q`, Dv even; strides are free.
         keys_, values_: [B, Hk, T, Dk] and [B, Hv, T, Dv] in the dtype of `q`: what a cache has for these
             tokens, updated in place. Where the elements of a head are contiguous they are written where they
-            lie, else copied there. They must overlap neither themselves nor each other nor `q`, `k` and `v`.
+            lie, else copied there. They must overlap neither themselves nor each other nor what is read.
         norm_v: the values are normed with `eps`, without a weight.
 
     Returns: q as [B, Hq, T, Dq], contiguous.
@@ -244,8 +244,10 @@ def rope_cache_(
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
     """
     check = Check("rope_cache_")
-    check.apart("keys_", keys_, q=q, k=k, v=v, values_=values_)
-    check.apart("values_", values_, q=q, k=k, v=v)
+    read = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "q_weight": q_weight, "k_weight": k_weight}
+    present = {argument: tensor for argument, tensor in read.items() if tensor is not None}
+    check.apart("keys_", keys_, **present, values_=values_)
+    check.apart("values_", values_, **present)
     rotary = cos.shape[-1] if rotary_dim is None else rotary_dim
     rest = (cos, sin, eps, weight_offset, pairs, rotary, rotary_last)
     keys_.copy_(_rotated(k, k_weight, *rest))
