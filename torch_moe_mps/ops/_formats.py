@@ -291,10 +291,6 @@ class QuantizedWeight:
         groups = f"[{rows_name}, {columns_name} / {format.group_size}]"
         format.check_scales(check, prefix, self.scales, self.biases, (*rows, format.groups(columns)), groups)
 
-    def named(self, prefix: str = "") -> dict[str, Tensor | None]:
-        """The tensors by the names of their arguments."""
-        return {f"{prefix}{name}": tensor for name, tensor in zip(TENSORS, self, strict=True)}
-
     def values(self, index: int | slice | Tensor) -> Tensor:
         """A matrix of the stack or some rows of the matrix, dequantised to float32."""
         biases = None if self.biases is None else self.biases[index]

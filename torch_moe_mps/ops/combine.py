@@ -182,10 +182,6 @@ class ExpertSum(NamedTuple):
         for argument, tensor in (("shared_out", self.shared_out), ("residual", self.residual)):
             check.tensor(argument, tensor, rows, "[T, H]", (dtype,))
 
-    def named(self) -> dict[str, Tensor | None]:
-        """What is added, by the names of the arguments."""
-        return {"shared_gate": self.shared_gate, "shared_out": self.shared_out, "residual": self.residual}
-
     def added_to(self, total: Tensor) -> Tensor:
         """total + g * shared_out + residual in float32, in that order."""
         if self.shared_out is not None:

@@ -7,7 +7,6 @@ from ._activations import Activation
 from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check, picked
 from ._formats import Format, QuantizedWeight, checked_format
 from ._registry import operator
-from .experts import check_bias
 from .norms import InputNorm
 
 # Values that the reference dequantises at a time: 16 MiB of float32, whatever the size of the matrix.
@@ -39,13 +38,10 @@ def _meta_linear_quantized(
     check.rank("packed", packed, (2,))
     rows = packed.shape[0]
     weight.check(check, "", (rows, x.shape[-1]), "N, C")
-    check_bias(check, "bias", bias, (rows,), "[N]")
-    if residual is not None:
-        check.dtype("residual", residual, (x.dtype,))
-        check.shape("residual", residual, (*x.shape[:-1], rows), "[..., N]")
+    check.tensor("bias", bias, (rows,), "[N]")
+    check.tensor("residual", residual, (*x.shape[:-1], rows), "[..., N]", (x.dtype,))
     norm = picked(InputNorm, options)
     norm.check(check, x.shape[-1])
-    check.same_device(x=x, **weight.named(), bias=bias, residual=residual, norm_weight=norm.norm_weight)
     return x.new_empty(*x.shape[:-1], rows)
 
 
@@ -117,8 +113,8 @@ def check_packed_mlp(
         check.fail("gate_up_packed", "of an even number of rows 2I", tuple(gate_up.packed.shape))
     gate_up.check(check, "gate_up_", (*experts, rows, hidden), f"{stack}{rows_name}, H")
     down.check(check, "down_", (*experts, hidden, intermediate), f"{stack}H, I")
-    check_bias(check, "gate_up_bias", gate_up_bias, (*experts, rows), f"[{stack}{rows_name}]")
-    check_bias(check, "down_bias", down_bias, (*experts, hidden), f"[{stack}H]")
+    check.tensor("gate_up_bias", gate_up_bias, (*experts, rows), f"[{stack}{rows_name}]")
+    check.tensor("down_bias", down_bias, (*experts, hidden), f"[{stack}H]")
 
 
 def _meta_mlp_quantized(
@@ -153,18 +149,7 @@ def _meta_mlp_quantized(
     check_packed_mlp(check, x.shape[-1], gate_up, down, gate_up_bias, down_bias, activation.gated)
     norm = picked(InputNorm, options)
     norm.check(check, x.shape[-1])
-    if residual is not None:
-        check.dtype("residual", residual, (x.dtype,))
-        check.shape("residual", residual, x.shape, "[..., H]")
-    check.same_device(
-        x=x,
-        **gate_up.named("gate_up_"),
-        **down.named("down_"),
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
-        residual=residual,
-        norm_weight=norm.norm_weight,
-    )
+    check.tensor("residual", residual, x.shape, "[..., H]", (x.dtype,))
     return x.new_empty(x.shape)
 
 
@@ -250,7 +235,6 @@ def _meta_embedding_quantized(check, ids, packed, scales, biases, bits, group_si
     weight = QuantizedWeight(packed, scales, biases, format)
     shape = (packed.shape[0], format.columns(packed.shape[1]))
     weight.check(check, "", shape, "V, C")
-    check.same_device(ids=ids, **weight.named())
     return ids.new_empty(*ids.shape, shape[1], dtype=dtype)
 
 

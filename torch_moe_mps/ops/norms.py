@@ -27,9 +27,7 @@ class InputNorm(NamedTuple):
     norm_offset: float = 0.0
 
     def check(self, check: Check, width: int) -> None:
-        if self.norm_weight is not None:
-            check.dtype("norm_weight", self.norm_weight, ACTIVATION_DTYPES)
-            check.shape("norm_weight", self.norm_weight, (width,), "[columns of x]")
+        check.tensor("norm_weight", self.norm_weight, (width,), "[columns of x]")
 
     def applied_to(self, x: Tensor) -> Tensor:
         if self.norm_weight is None:
@@ -42,15 +40,12 @@ def _check_norm(
 ) -> None:
     check.dtype("residual", residual, ACTIVATION_DTYPES)
     check.min_rank("residual", residual, 1)
-    check.dtype("input", input, (residual.dtype,))
-    check.shape("input", input, residual.shape, "[..., H] of residual")
-    check.dtype("weight", weight, ACTIVATION_DTYPES)
-    check.shape("weight", weight, (residual.shape[-1],), "[H]")
+    check.tensor("input", input, residual.shape, "[..., H] of residual", (residual.dtype,))
+    check.tensor("weight", weight, (residual.shape[-1],), "[H]")
     if scalar is not None:
         check.dtype("scalar", scalar, ACTIVATION_DTYPES)
         if scalar.dim() > 1 or scalar.numel() not in (1, residual.shape[-1]):
             check.fail("scalar", f"of 1 or H = {residual.shape[-1]} elements", f"shape {tuple(scalar.shape)}")
-    check.same_device(residual=residual, input=input, weight=weight, scalar=scalar)
 
 
 # The norm alone
@@ -59,12 +54,9 @@ def _check_norm(
 def _meta_rms_norm(check, input, weight, eps, weight_offset=0.0):
     check.dtype("input", input, ACTIVATION_DTYPES)
     check.min_rank("input", input, 1)
-    if weight is not None:
-        check.dtype("weight", weight, ACTIVATION_DTYPES)
-        check.shape("weight", weight, (input.shape[-1],), "[H]")
-    elif weight_offset != 0.0:
+    check.tensor("weight", weight, (input.shape[-1],), "[H]")
+    if weight is None and weight_offset != 0.0:
         check.fail("weight_offset", "0.0 without a weight", weight_offset)
-    check.same_device(input=input, weight=weight)
     return input.new_empty(input.shape)
 
 
@@ -95,11 +87,8 @@ def rms_norm(input: Tensor, weight: Tensor | None, eps: float, weight_offset: fl
 def _meta_rms_norm_gated(check, input, gate, weight, eps, weight_offset=0.0):
     check.dtype("input", input, ACTIVATION_DTYPES)
     check.min_rank("input", input, 1)
-    check.dtype("gate", gate, (input.dtype,))
-    check.shape("gate", gate, input.shape, "[..., H] of input")
-    check.dtype("weight", weight, ACTIVATION_DTYPES)
-    check.shape("weight", weight, (input.shape[-1],), "[H]")
-    check.same_device(input=input, gate=gate, weight=weight)
+    check.tensor("gate", gate, input.shape, "[..., H] of input", (input.dtype,))
+    check.tensor("weight", weight, (input.shape[-1],), "[H]")
     return input.new_empty(input.shape)
 
 

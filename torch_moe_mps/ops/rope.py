@@ -27,8 +27,7 @@ def _check_weight(check: Check, argument: str, weight: Tensor | None, x: Tensor 
         return
     if x is None:
         check.fail(argument, "None without k", f"shape {tuple(weight.shape)}")
-    check.dtype(argument, weight, ACTIVATION_DTYPES)
-    check.shape(argument, weight, (x.shape[-1],), f"[D{argument[0]}]")
+    check.tensor(argument, weight, (x.shape[-1],), f"[D{argument[0]}]")
 
 
 def _check_rotation(
@@ -56,8 +55,7 @@ def _check_rotation(
     if cos.shape[0] not in (1, batch) or cos.shape[1] != tokens or cos.shape[2] not in (rotary, rotary // 2):
         expected = f"of shape [B or 1, T, R or R / 2], with B, T, R = {(batch, tokens, rotary)}"
         check.fail("cos", expected, tuple(cos.shape))
-    check.dtype("sin", sin, (cos.dtype,))
-    check.shape("sin", sin, cos.shape, "cos's")
+    check.tensor("sin", sin, cos.shape, "cos's", (cos.dtype,))
     _check_weight(check, "q_weight", q_weight, q)
     _check_weight(check, "k_weight", k_weight, k)
 
@@ -78,7 +76,6 @@ def _meta_rope(
     rotary_last=False,
 ):
     _check_rotation(check, q, k, cos, sin, q_weight, k_weight, pairs, rotary_dim)
-    check.same_device(q=q, k=k, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight)
     return _heads_first(q), q.new_empty(0) if k is None else _heads_first(k)
 
 
@@ -196,9 +193,6 @@ def _meta_rope_cache(
         shape = (x.shape[0], x.shape[2], x.shape[1], x.shape[3])
         check.shape(argument, slots, shape, f"[B, T, H, D] of {argument[0]} as [B, H, T, D]")
         check.written(argument, slots)
-    check.same_device(
-        q=q, k=k, v=v, keys_=keys_, values_=values_, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight
-    )
     return _heads_first(q)
 
 
@@ -266,7 +260,6 @@ def _meta_rope_tables(check, position_ids, inv_freq, scaling, dtype, layout="hal
     check.rank("inv_freq", inv_freq, (1,))
     if dtype not in ACTIVATION_DTYPES:
         check.fail("dtype", "float32 or float16 or bfloat16", str(dtype).removeprefix("torch."))
-    check.same_device(position_ids=position_ids, inv_freq=inv_freq)
     width = inv_freq.shape[0] * (1 if layout == "pairs" else 2)
     shape = (*position_ids.shape, width)
     return inv_freq.new_empty(shape, dtype=dtype), inv_freq.new_empty(shape, dtype=dtype)

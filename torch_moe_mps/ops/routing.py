@@ -93,12 +93,6 @@ def _check_counts(check: Check, argument: str, layout: str, num_experts: int, to
     check.between("top_k", top_k, 1, min(num_experts, MAX_TOP_K), f", the smaller of E and {MAX_TOP_K}")
 
 
-def _check_per_expert(check: Check, argument: str, tensor: Tensor | None, num_experts: int) -> None:
-    if tensor is not None:
-        check.dtype(argument, tensor, ACTIVATION_DTYPES)
-        check.shape(argument, tensor, (num_experts,), "[E]")
-
-
 def _selected(rows: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Empty weights and ids for rows [..., E or H]."""
     shape = (*rows.shape[:-1], top_k)
@@ -114,7 +108,7 @@ def _meta_router(
     _check_logits(check, logits, top_k)
     num_experts = logits.shape[-1]
     check.choice("scoring", scoring, SCORINGS)
-    _check_per_expert(check, "bias", bias, num_experts)
+    check.tensor("bias", bias, (num_experts,), "[E]")
     check.choice("group_score", group_score, GROUP_SCORES)
     check.between("num_groups", num_groups, 1, num_experts)
     if num_experts % num_groups:
@@ -129,8 +123,7 @@ def _meta_router(
         check.fail("top_k", f"at most {top_groups * group_size}, the experts in top_groups groups", top_k)
     check.number("norm_eps", norm_eps, 0.0)
     check.number("norm_min", norm_min, 0.0)
-    _check_per_expert(check, "per_expert_scale", per_expert_scale, num_experts)
-    check.same_device(logits=logits, bias=bias, per_expert_scale=per_expert_scale)
+    check.tensor("per_expert_scale", per_expert_scale, (num_experts,), "[E]")
     return _selected(logits, top_k)
 
 
@@ -262,8 +255,7 @@ def _scaled_softmax_of_selected(
 
 def _meta_fused_routing(check, logits, per_expert_scale, top_k):
     _check_logits(check, logits, top_k, ranks=(1, 2))
-    _check_per_expert(check, "per_expert_scale", per_expert_scale, logits.shape[-1])
-    check.same_device(logits=logits, per_expert_scale=per_expert_scale)
+    check.tensor("per_expert_scale", per_expert_scale, (logits.shape[-1],), "[E]")
     return _selected(logits, top_k)
 
 
@@ -299,12 +291,11 @@ def _meta_router_logits(check, x, weight, bias=None, *, dtype=None, **options):
     check.dtype("weight", weight, ACTIVATION_DTYPES)
     check.rank("weight", weight, (2,))
     check.shape("weight", weight, (weight.shape[0], x.shape[1]), "[E, H]")
-    _check_per_expert(check, "bias", bias, weight.shape[0])
+    check.tensor("bias", bias, (weight.shape[0],), "[E]")
     norm = picked(InputNorm, options)
     norm.check(check, x.shape[1])
     if dtype is not None and dtype not in ACTIVATION_DTYPES:
         check.fail("dtype", "float32 or float16 or bfloat16", str(dtype).removeprefix("torch."))
-    check.same_device(x=x, weight=weight, bias=bias, norm_weight=norm.norm_weight)
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype or torch.float32)
 
 
@@ -354,13 +345,9 @@ def _meta_gate(
     check.rank("router_weight", router_weight, (2,))
     num_experts, width = router_weight.shape[0], hidden.shape[-1]
     check.shape("router_weight", router_weight, (num_experts, width), "[E, H]")
-    check.dtype("norm_weight", norm_weight, ACTIVATION_DTYPES)
-    check.shape("norm_weight", norm_weight, (width,), "[H]")
-    _check_per_expert(check, "per_expert_scale", per_expert_scale, num_experts)
+    check.tensor("norm_weight", norm_weight, (width,), "[H]")
+    check.tensor("per_expert_scale", per_expert_scale, (num_experts,), "[E]")
     _check_counts(check, "router_weight", "[E, H]", num_experts, top_k)
-    check.same_device(
-        hidden=hidden, router_weight=router_weight, norm_weight=norm_weight, per_expert_scale=per_expert_scale
-    )
     return _selected(hidden, top_k)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from ..interface import is_experts
-from .program.building import child_of_call
+from .program.building import child_of_call, every_call
 from .program.formulas import Node, Reader
 from .program.programs import Program, Unsupported
 from .program.straightening import straighten
@@ -25,12 +25,9 @@ def ids_of_experts(block: nn.Module, experts: str) -> Iterator[Node]:
     except Unsupported:
         return
     reader = Reader(program)
-    for tree in (*program.statements, program.result):
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Call) or not is_experts_call(program, node):
-                continue
-            if ast.unparse(node.func) == f"self.{experts}":
-                yield reader.read(node.args[1]).peel()
+    for call in every_call(program):
+        if is_experts_call(program, call) and ast.unparse(call.func) == f"self.{experts}":
+            yield reader.read(call.args[1]).peel()
 
 
 def module_that_gives(ids: Node) -> str | None:

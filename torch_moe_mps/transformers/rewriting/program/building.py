@@ -42,6 +42,12 @@ def calls(program: Program) -> Iterator[tuple[ast.Assign, ast.Call]]:
                     yield statement, node
 
 
+def every_call(program: Program) -> Iterator[ast.Call]:
+    """All calls in the statements and the result."""
+    for tree in (*program.statements, program.result):
+        yield from (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
 def first_result(program: Program) -> ast.expr:
     """What the program returns, the first of it if that is several values."""
     result = program.follow(program.result)

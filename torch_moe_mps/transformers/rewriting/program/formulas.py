@@ -336,6 +336,14 @@ class Reader:
         return self.make(name, tuple(nodes.values()), value)
 
 
+def result_of(module: nn.Module) -> Node | None:
+    """What the forward of a module computes; None without a program."""
+    try:
+        return Reader(straighten(module)).result()
+    except Unsupported:
+        return None
+
+
 def inline(program: Program, prefix: str, arguments: list[Node]) -> Node:
     """The result of a submodule's or method's program for the given arguments."""
     parameters = [a.arg for a in program.arguments.args if a.arg != "self"]

@@ -16,9 +16,8 @@ from ...interface import is_experts
 from ...linears import QuantizedLinear
 from ..program.building import add_option, helper
 from ..program.rewrites import Match, Rewrite
-from ..record import record_of
 from ..runtime import called
-from .norms import norm_formula, norm_options
+from .norms import is_norm, norm_options
 from .options import NORM, RESIDUAL, forward_of, takes
 from .rms_norm import rms_norm
 
@@ -151,21 +150,11 @@ HAND_OVER_RESIDUAL = (
 )
 
 
-def _is_free(match: Match) -> bool:
-    """Whether NORM is an RMSNorm with a weight. One of a sum is not: both are one operator."""
-    formula, x = norm_formula(match.module("NORM")), match.program.follow(match.values["X"])
-    if formula is None or not formula.weight or isinstance(x, ast.BinOp):
-        return False
-    record_of(match.module("NORM")).formula = formula
-    return True
-
-
 def _hands_norm_over(match: Match) -> str | None:
     """Whether NORM is an RMSNorm with a weight. One of a sum stays: both are one operator."""
-    formula, x = norm_formula(match.module("NORM")), match.program.follow(match.values["X"])
-    if formula is None or not formula.weight or isinstance(x, ast.BinOp):
+    is_sum = isinstance(match.program.follow(match.values["X"]), ast.BinOp)
+    if is_sum or not is_norm(match.module("NORM"), weighted=True):
         return None
-    record_of(match.module("NORM")).formula = formula
     return f"rms_norm ({match.child('NORM')} in {match.child('BLOCK')})"
 
 

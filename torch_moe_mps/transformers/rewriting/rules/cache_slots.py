@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..program.building import child_of_call, helper, item
+from ..program.building import calls, child_of_call, helper, item
 from ..program.programs import Program, name_of, names_in
-from ..record import record_of
 from ..runtime import called
-from .norms import norm_formula
+from .norms import is_norm
 
 _SWAP = "transpose(1, 2)"
 
@@ -161,25 +160,15 @@ def _normed(program: Program, values: ast.Name) -> _Norm | None:
     if statement is None or not isinstance(call, ast.Call) or len(call.args) != 1:
         return None
     found = child_of_call(program, call)
-    formula = None if found is None else norm_formula(found[1])
-    if found is None or formula is None or formula.weight:
+    if found is None or not is_norm(found[1], weighted=False):
         return None
-    record_of(found[1]).formula = formula
     return _Norm(statement, call.func, call.args[0])
 
 
 def _updates(program: Program) -> list[ast.Call]:
     """Calls of an argument's `update`."""
-    found = []
-    for statement in program.assignments():
-        for node in ast.walk(statement.value):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-                continue
-            owner = node.func.value
-            is_argument = isinstance(owner, ast.Name) and owner.id in program.arguments_names()
-            if is_argument and node.func.attr == "update" and len(node.args) >= 3:
-                found.append(node)
-    return found
+    updates = {f"{name}.update" for name in program.arguments_names()}
+    return [call for _, call in calls(program) if ast.unparse(call.func) in updates and len(call.args) >= 3]
 
 
 def _rotation_of(program: Program, keys: ast.expr) -> tuple[ast.Assign, ast.Call] | None:

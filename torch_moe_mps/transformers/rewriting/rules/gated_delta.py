@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ....ops._checks import ACTIVATION_DTYPES
 from ....ops.gated_delta import MAX_KEY_WIDTH
-from ..program.building import helper, own_module
+from ..program.building import every_call, helper, own_module
 from ..program.programs import Program, copied, name_of
 from ..program.rewrites import Match, Rewrite
 from ..runtime import called
-from .trial import agrees
+from .trial import agrees, tried
 
 ops = torch.ops.moe_mps
 
@@ -112,11 +112,7 @@ def is_causal_conv(function: Callable) -> bool:
     )
     for given, activation in ((None, "silu"), (bias, None)):
         theirs, ours = state.clone(), state.clone()
-        try:
-            with torch.no_grad():
-                result = function(x, theirs, weight, given, activation)
-        except Exception:  # of a function that is not ours, on arguments that it may not know
-            return False
+        result = tried(function, x, theirs, weight, given, activation)
         expected = ops.causal_conv1d_update_(x, ours, weight, given, _ACTIVATIONS[activation])
         if not _agree(result, expected) or not torch.equal(theirs, ours):
             return False
@@ -133,11 +129,7 @@ def is_delta_rule(function: Callable) -> bool:
     for normed in (True, False):
         ours = state.clone()
         options = {"initial_state": state.clone(), "output_final_state": True}
-        try:
-            with torch.no_grad():
-                result = function(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=normed, **options)
-        except Exception:  # of a function that is not ours, on arguments that it may not know
-            return False
+        result = tried(function, q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=normed, **options)
         eps = _L2NORM_EPS if normed else None
         expected = ops.gated_delta_rule_(q, k, v, g, beta, ours, 8**-0.5, l2norm_eps=eps)
         if not isinstance(result, tuple) or not all(map(_agree, result, (expected, ours))):
@@ -164,11 +156,8 @@ class _Gate:
     def tried(self, value: Tensor, attributes: dict[str, Tensor]) -> object:
         """What the expression gives for these values."""
         code = compile(ast.unparse(self.statement.value), "<gate>", "eval")
-        try:
-            values = {"self": types.SimpleNamespace(**attributes), self.locals[0]: value}
-            return eval(code, self.scope, values)
-        except Exception:
-            return None
+        values = {"self": types.SimpleNamespace(**attributes), self.locals[0]: value}
+        return tried(eval, code, self.scope, values)
 
 
 def _is_sigmoid(gate: _Gate) -> bool:
@@ -240,7 +229,7 @@ def _goes_to_cache(program: Program, state: str) -> bool:
     """Whether the cache is given a value, which is one of several results."""
     holders = [name for name, value in program.definitions.items() if ast.unparse(value) == state]
     names = set().union(*map(program.names_of, holders))
-    calls = [node for each in program.statements for node in ast.walk(each) if isinstance(node, ast.Call)]
+    calls = every_call(program)
     updates = [call for call in calls if ast.unparse(call.func).endswith(".update_recurrent_state")]
     return any(call.args and ast.unparse(call.args[0]) in names for call in updates)
 

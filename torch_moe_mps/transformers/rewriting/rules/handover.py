@@ -3,6 +3,7 @@
 import ast
 
 from ..experts_calls import is_experts_call
+from ..program.building import every_call
 from ..program.programs import Program, copied, name_of
 from ..program.rewrites import Match, Rewrite
 from .options import RESIDUAL
@@ -47,10 +48,9 @@ def experts_fed_by(program: Program, results: str, or_returned: bool = False) ->
     returned = [each.id for each in others if isinstance(each, ast.Name)]
     if sorted(found.values()) != items or any(program.uses(n) - returned.count(n) != 1 for n in found):
         return None
-    for tree in (*program.statements, program.result):
-        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            place = _EXPERTS.get(ast.unparse(call.func))
-            read = {argument.id for argument in call.args if isinstance(argument, ast.Name)}
-            if found.keys() <= read and (place is not None or is_experts_call(program, call)):
-                return copied(call.func if place is None else call.args[place])
+    for call in every_call(program):
+        place = _EXPERTS.get(ast.unparse(call.func))
+        read = {argument.id for argument in call.args if isinstance(argument, ast.Name)}
+        if found.keys() <= read and (place is not None or is_experts_call(program, call)):
+            return copied(call.func if place is None else call.args[place])
     return None

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from ....ops._checks import MAX_TOP_K
 from ...experts import is_observed, may_be_fused
-from ..program.formulas import Node, Reader, evaluate, is_number
+from ..program.formulas import Node, evaluate, is_number, result_of
 from ..program.patterns import match
-from ..program.programs import Unsupported, name_of, original_class
+from ..program.programs import name_of, original_class
 from ..program.reads import record, recording, rest_on
 from ..program.rewrites import Match, Rewrite
-from ..program.straightening import straighten
 from ..record import NOTHING, RECORD, record_of
 from ..runtime import called
 from .handover import experts_fed_by
@@ -66,12 +65,8 @@ def gate_formula(router: nn.Module) -> GateFormula | None:
 
 
 def _read_gate(router: nn.Module) -> GateFormula | None:
-    try:
-        program = straighten(router)
-        result = Reader(program).result()
-    except Unsupported:
-        return None
-    if result.op != "tuple" or len(result.args) != 3:
+    result = result_of(router)
+    if result is None or result.op != "tuple" or len(result.args) != 3:
         return None
     selected = match(_IDS, result.args[2])
     bound = selected and match(_WEIGHTS, result.args[1], selected)

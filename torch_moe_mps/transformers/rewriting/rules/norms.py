@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ...experts import is_observed
-from ..program.formulas import Node, Reader, evaluate, is_number
+from ..program.formulas import Node, evaluate, is_number, result_of
 from ..program.patterns import match
-from ..program.programs import Unsupported
 from ..program.reads import Read, recording, rest_on
 from ..program.rewrites import Match, Rewrite
-from ..program.straightening import straighten
 from ..record import NOTHING, RECORD, record_of
 from ..runtime import called
 
@@ -72,10 +70,20 @@ def norm_formula(module: nn.Module) -> NormFormula | None:
     return formula
 
 
+def is_norm(module: nn.Module, weighted: bool | None = None) -> bool:
+    """Whether a module is an RMSNorm, with a weight, without (False) or either (None).
+
+    Its record has the formula from then on.
+    """
+    formula = norm_formula(module)
+    if formula is None or weighted not in (None, bool(formula.weight)):
+        return False
+    record_of(module).formula = formula
+    return True
+
+
 def _read_norm(module: nn.Module) -> NormFormula | None:
-    try:
-        result = Reader(straighten(module)).result()
-    except Unsupported:
+    if (result := result_of(module)) is None:
         return None
     for formula, offset in _FORMULAS.items():
         bound = match(formula, result)
@@ -167,12 +175,8 @@ def _fused(operator: str) -> Callable[[Match], str | None]:
     """Lets NORM be replaced if it is an RMSNorm with a weight."""
 
     def where(match: Match) -> str | None:
-        norm = match.module("NORM")
-        formula = norm_formula(norm)
-        if formula is None or not formula.weight:
-            return None
-        record_of(norm).formula = formula
-        return f"{operator} ({match.child('NORM')})"
+        found = is_norm(match.module("NORM"), weighted=True)
+        return f"{operator} ({match.child('NORM')})" if found else None
 
     return where
 

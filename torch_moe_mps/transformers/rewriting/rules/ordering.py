@@ -21,6 +21,7 @@ from ..program.reads import record
 from ..record import RECORD, record_of
 from ..runtime import called
 from .linear import join, layer_and_input, together
+from .trial import tried
 
 
 class Order:
@@ -163,11 +164,7 @@ def _places(
     """For each result the shape of a token's values, and the columns that they come from."""
     width = sum(columns)
     outputs = torch.arange(batch * tokens * width, dtype=torch.float64).view(batch, tokens, width)
-    try:
-        with torch.no_grad():
-            results = own(module, *outputs.split(columns, -1))
-    except Exception:  # of statements that need more than the layers' outputs
-        return None
+    results = tried(own, module, *outputs.split(columns, -1)) or ()  # they may need more than the outputs
     if not all(isinstance(r, Tensor) and r.dtype == torch.float64 and r.dim() > 2 for r in results):
         return None
     memory = outputs.untyped_storage().data_ptr()

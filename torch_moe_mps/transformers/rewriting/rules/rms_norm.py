@@ -7,9 +7,9 @@ from ...experts import is_observed
 from ..program.building import replace_everything
 from ..program.programs import Program, original_class
 from ..program.rewrites import Match, Rewrite
-from ..record import NOTHING, RECORD, record_of
+from ..record import NOTHING, RECORD
 from ..runtime import called
-from .norms import NormFormula, norm_formula, weight_of
+from .norms import NormFormula, is_norm, weight_of
 
 ops = torch.ops.moe_mps
 
@@ -46,20 +46,13 @@ def rms_norm_forward(norm: nn.Module, x: Tensor) -> Tensor:
 
 def replace_rms_norm(program: Program) -> None:
     """Rewrites the forward of a norm."""
-    formula = norm_formula(program.module)
-    if formula is not None and len(program.arguments.args) == 2:
-        record_of(program.module).formula = formula
+    if len(program.arguments.args) == 2 and is_norm(program.module):
         replace_everything(program, "rms_norm_forward")
         program.rewrites.append("rms_norm")
 
 
 def _is_norm(match: Match) -> str | None:
-    norm = match.module("NORM")
-    formula = norm_formula(norm)
-    if formula is None:
-        return None
-    record_of(norm).formula = formula
-    return f"rms_norm ({match.child('NORM')})"
+    return f"rms_norm ({match.child('NORM')})" if is_norm(match.module("NORM")) else None
 
 
 # Faster than a call of a module.

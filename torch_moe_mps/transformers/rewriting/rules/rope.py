@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from ...experts import is_observed
 from ..program.rewrites import Form, Match, Rewrite
-from ..record import NOTHING, RECORD, record_of
+from ..record import NOTHING, RECORD
 from ..runtime import called
 from .cache_slots import Slots, slots_of
-from .norms import norm_formula, weight_of
+from .norms import is_norm, weight_of
 from .rms_norm import rms_norm
-from .trial import agrees
+from .trial import agrees, tried
 
 ops = torch.ops.moe_mps
 
@@ -81,12 +81,8 @@ def _turn_of(
     shapes = [(2, _TOKENS, _HEADS + i, _WIDTH) for i in range(tensors)]
     inputs = [torch.rand(shape, generator=generator) + 0.5 for shape in shapes]
     cos, sin = (torch.rand(2, _TOKENS, table_width, generator=generator) + 0.5 for _ in range(2))
-    try:
-        given = [x.transpose(1, 2) if heads_dim == 1 else x for x in inputs]
-        with torch.no_grad():
-            results = function(*given, cos, sin, **options)
-    except Exception:  # of a function that is not ours, on arguments that it may not know
-        return None
+    given = [x.transpose(1, 2) if heads_dim == 1 else x for x in inputs]
+    results = tried(function, *given, cos, sin, **options)
     results = results if isinstance(results, tuple) else (results,)
     if len(results) != tensors or not all(isinstance(result, Tensor) for result in results):
         return None
@@ -264,11 +260,8 @@ def _norm_of(match: Match, tensor: str) -> Match | None:
     """
     for form in (_NORM, _NORM_TRANSPOSED):
         for found in form.find(match.program, match.values[tensor], match.place):
-            norm = found.module("NORM")
-            formula = norm_formula(norm)
-            if formula is None or not formula.weight:
+            if not is_norm(found.module("NORM"), weighted=True):
                 continue
-            record_of(norm).formula = formula
             if form is _NORM_TRANSPOSED:
                 swap = ast.Attribute(found.values["X"], "transpose", ast.Load())
                 found.values["X"] = ast.Call(swap, [ast.Constant(1), ast.Constant(2)], [])
