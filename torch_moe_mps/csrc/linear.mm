@@ -1,3 +1,4 @@
+#include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -12,13 +13,13 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// [..., C] -> [T, C], contiguous, aligned, in `dtype`.
+// Contiguous, aligned, in `dtype`.
 Tensor rows_of(const Tensor& x, c10::ScalarType dtype) {
-  return aligned(x.reshape({-1, x.size(-1)}).to(dtype));
+  return aligned(in_dtype(x, dtype));
 }
 
-std::vector<int64_t> with_columns(at::IntArrayRef sizes, int64_t columns) {
-  std::vector<int64_t> shape = sizes.vec();
+at::DimVector with_columns(at::IntArrayRef sizes, int64_t columns) {
+  at::DimVector shape(sizes);
   shape.back() = columns;
   return shape;
 }
@@ -37,13 +38,13 @@ Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& sca
   const MatrixStack matrix =
       packed_matrix(packed, scales, biases, weight_format(mode, bits, group_size), bias, dtype);
   const Tensor rows = rows_of(x, dtype);
-  const Tensor out = at::empty({rows.size(0), matrix.rows}, rows.options());
+  const Tensor out = at::empty(shape, rows.options());
   const std::optional<InputNorm> norm = input_norm(norm_weight, norm_eps, norm_offset);
   const OptionalTensor added = converted(residual, dtype);
   Commands commands;
   add_linear(commands, rows, norm, matrix, Activation{}, added, out);
   commands.encode();
-  return out.to(x.scalar_type()).view(shape);
+  return in_dtype(out, x.scalar_type());
 }
 
 Tensor mlp_quantized(const Tensor& x, const Tensor& gate_up_packed, const Tensor& gate_up_scales,
@@ -69,8 +70,8 @@ Tensor mlp_quantized(const Tensor& x, const Tensor& gate_up_packed, const Tensor
   const MatrixStack down =
       packed_matrix(down_packed, down_scales, down_biases, down_format, down_bias, dtype);
   const Tensor rows = rows_of(x, dtype);
-  const Tensor hidden = at::empty({rows.size(0), down.inputs}, rows.options());
-  const Tensor out = at::empty({rows.size(0), down.rows}, rows.options());
+  const Tensor hidden = at::empty(with_columns(x.sizes(), down.inputs), rows.options());
+  const Tensor out = at::empty(x.sizes(), rows.options());
   const OptionalTensor added = converted(residual, dtype);
   const std::optional<InputNorm> norm = input_norm(norm_weight, norm_eps, norm_offset);
   Commands commands;
@@ -78,7 +79,7 @@ Tensor mlp_quantized(const Tensor& x, const Tensor& gate_up_packed, const Tensor
              std::nullopt, hidden);
   add_linear(commands, hidden, std::nullopt, down, Activation{}, added, out);
   commands.encode();
-  return out.to(x.scalar_type()).view(x.sizes());
+  return in_dtype(out, x.scalar_type());
 }
 
 Tensor embedding_quantized(const Tensor& ids_, const Tensor& packed, const Tensor& scales,

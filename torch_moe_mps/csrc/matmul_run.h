@@ -40,7 +40,7 @@ struct ExpertSum {
   bool gate_is_logit;
 };
 
-// Adds to `commands`: out[T, outputs] = activation(norm(x[T, inputs]) times the matrix, of one expert) +
+// Adds to `commands`: out[..., outputs] = activation(norm(x[..., inputs]) times the matrix, of one expert) +
 // residual. The tensors are contiguous, x aligned, the matrix not empty.
 void add_linear(Commands& commands, const at::Tensor& x, const std::optional<InputNorm>& norm,
                 const MatrixStack& matrix, const Activation& activation,

@@ -183,12 +183,13 @@ void add_combine(Commands& commands, const Run& run, const MatmulStep& step, con
 void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputNorm>& norm,
                 const MatrixStack& matrix, const Activation& activation,
                 const std::optional<Tensor>& residual, const Tensor& out) {
+  const int64_t tokens = x_.numel() / x_.size(-1);
   const MatmulStep step =
-      plan_linear(x_.size(0), matrix.rows, outputs_of(matrix.rows, activation), matrix.shares_rows,
-                  gpu_cores(), on_tensor_units(matrix, x_.size(0)), can_norm(norm, x_, matrix));
+      plan_linear(tokens, matrix.rows, outputs_of(matrix.rows, activation), matrix.shares_rows, gpu_cores(),
+                  on_tensor_units(matrix, tokens), can_norm(norm, x_, matrix));
   const Tensor& x = norm && !step.norms_inputs ? add_norm(commands, x_, *norm) : x_;
   MatmulParams params = matrix_params(x, matrix, activation);
-  params.tokens = params.pairs = x.size(0);
+  params.tokens = params.pairs = tokens;
   params.slots = params.x_per_pair = 1;
   params.has_residual = residual.has_value();
   params.splits_inputs = step.splits_inputs;

@@ -23,9 +23,9 @@ MatrixStack packed_matrix(const Tensor& packed, const Tensor& scales, const std:
   if (!packed.is_contiguous() || !is_aligned(packed)) warn_of_copy(packed);
   MatrixStack matrix{quantized_library(format, dtype), aligned(packed)};
   matrix.scales = scales.contiguous();
-  if (matrix.scales.scalar_type() != at::kByte) matrix.scales = matrix.scales.to(dtype);
+  if (matrix.scales.scalar_type() != at::kByte) matrix.scales = in_dtype(matrix.scales, dtype);
   matrix.biases = matrix.scales;
-  if (biases.has_value() && biases->defined()) matrix.biases = biases->contiguous().to(dtype);
+  if (biases.has_value() && biases->defined()) matrix.biases = in_dtype(biases->contiguous(), dtype);
   matrix.bias = contiguous(bias);
   matrix.experts = packed.dim() == 3 ? packed.size(0) : 1;
   matrix.rows = packed.size(-2);
@@ -37,7 +37,7 @@ MatrixStack packed_matrix(const Tensor& packed, const Tensor& scales, const std:
 
 std::optional<Tensor> converted(const std::optional<Tensor>& tensor, c10::ScalarType dtype) {
   const std::optional<Tensor> rows = contiguous(tensor);
-  return rows ? std::optional(rows->to(dtype)) : rows;
+  return rows ? std::optional(in_dtype(*rows, dtype)) : rows;
 }
 
 }  // namespace moe_mps

@@ -16,7 +16,7 @@ Tensor expert_qmm(const Tensor& x, const Tensor& packed, const Tensor& scales, c
   const auto dtype = compute_dtype(x.scalar_type(), {scales});
   const MatrixStack matrix =
       packed_matrix(packed, scales, biases, weight_format(mode, bits, group_size), bias, dtype);
-  return project_slots(x.to(dtype), matrix, ids).to(x.scalar_type());
+  return in_dtype(project_slots(in_dtype(x, dtype), matrix, ids), x.scalar_type());
 }
 
 Tensor moe_experts_quantized(const Tensor& x, const Tensor& gate_up_packed, const Tensor& gate_up_scales,
@@ -40,9 +40,10 @@ Tensor moe_experts_quantized(const Tensor& x, const Tensor& gate_up_packed, cons
       packed_matrix(down_packed, down_scales, down_biases, down_format, down_bias, dtype);
   const ExpertSum sum{weights.contiguous(), contiguous(shared_gate), converted(shared_out, dtype),
                       converted(residual, dtype), gate_is_logit};
-  return apply_experts(x.to(dtype), input_norm(norm_weight, norm_eps, norm_offset), gate_up, down, ids,
-                       activation_of(activation, alpha, limit, gated, interleaved), sum)
-      .to(x.scalar_type());
+  const Tensor out =
+      apply_experts(in_dtype(x, dtype), input_norm(norm_weight, norm_eps, norm_offset), gate_up, down, ids,
+                    activation_of(activation, alpha, limit, gated, interleaved), sum);
+  return in_dtype(out, x.scalar_type());
 }
 
 }  // namespace

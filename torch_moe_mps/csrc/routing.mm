@@ -86,7 +86,7 @@ Routing route(const Tensor& logits_, const OptionalTensor& bias_, const Optional
 
   const int64_t rows_per_group = rows < kManyRows ? 1 : 4;
   Commands commands;
-  commands.add({"routing", logits.scalar_type()}, c10::str("route", experts_per_lane(experts)))
+  commands.add({"routing", logits.scalar_type()}, "route" + std::to_string(experts_per_lane(experts)))
       .bind(logits)
       .bind_or(bias, logits)
       .bind_or(scale, logits)

@@ -39,6 +39,9 @@ bool starts_aligned(const at::Tensor& tensor);
 // The DTYPE_* code of shaders/params.h.
 uint32_t dtype_code(const at::Tensor& tensor);
 
+// The tensor in a dtype, itself if it has that one: at::Tensor::to is a call of the dispatcher.
+at::Tensor in_dtype(const at::Tensor& tensor, c10::ScalarType dtype);
+
 std::optional<at::Tensor> contiguous(const std::optional<at::Tensor>& tensor);
 
 // The tensor if it is contiguous and starts at a multiple of 16 bytes, else a copy that does.

@@ -96,6 +96,10 @@ void prepare_write(const char* operator_name, const char* argument, const at::Te
   written.unsafeGetTensorImpl()->bump_version();
 }
 
+at::Tensor in_dtype(const at::Tensor& tensor, c10::ScalarType dtype) {
+  return tensor.scalar_type() == dtype ? tensor : tensor.to(dtype);
+}
+
 std::optional<at::Tensor> contiguous(const std::optional<at::Tensor>& tensor) {
   return tensor.has_value() ? std::optional(tensor->contiguous()) : std::nullopt;
 }

@@ -15,7 +15,7 @@ from .interface import Experts, formats_of, is_quantized, projections
 from .rewriting.program.formulas import Node, evaluate, inline, operation_of
 from .rewriting.program.patterns import match
 from .rewriting.program.programs import Unsupported
-from .rewriting.program.reads import holds, record, recording
+from .rewriting.program.reads import holds, kept, record, recording
 from .rewriting.program.straightening import straighten
 from .rewriting.record import RECORD, record_of
 
@@ -146,7 +146,7 @@ def prepare(module: nn.Module) -> Activation | None:
     with recording() as reads:
         activation = None if global_scales_of(module) else activation_of(module)
     record_of(module).formula = activation
-    record_of(module).reads = tuple(reads.values())
+    record_of(module).reads = kept(reads)
     return activation
 
 
@@ -160,9 +160,19 @@ def _activation(module: nn.Module) -> tuple | None:
     return None if activation is None else tuple(activation)
 
 
-def _arguments(activation: tuple) -> dict:
+def _arguments(activation: tuple) -> dict[str, Any]:
+    """As arguments of the operators, without their defaults: the dispatcher takes time for each."""
     name, alpha, limit, gated, interleaved = activation
-    return {"activation": name, "gated": gated, "interleaved": interleaved, "alpha": alpha, "limit": limit}
+    arguments = {"activation": name}
+    if not gated:
+        arguments["gated"] = False
+    if interleaved:
+        arguments["interleaved"] = True
+    if alpha is not None:
+        arguments["alpha"] = alpha
+    if limit is not None:
+        arguments["limit"] = limit
+    return arguments
 
 
 def describe(module: Experts) -> str:
@@ -276,12 +286,15 @@ def _quantized_forward(
         hidden = _own_activation(self, hidden)
         hidden = expert_qmm(self, names[1], hidden, second, ids, down_form, down_bias)
         return _own_combine(self, hidden, weights, shared)
+    options = _arguments(activation) | shared | (norm or {})
+    if self.has_bias:
+        options |= {"gate_up_bias": bias, "down_bias": down_bias}
+    if down_form is not form:
+        options |= {"down_bits": down_form.bits, "down_group_size": down_form.group_size}
+        options["down_mode"] = down_form.mode
     return ops.moe_experts_quantized(
-        x, *first, *second, ids, weights, form.bits, form.group_size, form.mode,
-        gate_up_bias=bias, down_bias=down_bias, **_arguments(activation), **shared,
-        down_bits=down_form.bits, down_group_size=down_form.group_size, down_mode=down_form.mode,
-        **(norm or {}),
-    )  # fmt: skip
+        x, *first, *second, ids, weights, form.bits, form.group_size, form.mode, **options
+    )
 
 
 def _packed(self: nn.Module, name: str) -> tuple[Tensor, Tensor, Tensor | None]:

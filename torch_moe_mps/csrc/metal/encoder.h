@@ -13,7 +13,7 @@
 
 #include <array>
 #include <cstring>
-#include <deque>
+#include <list>
 #include <optional>
 #include <type_traits>
 
@@ -102,7 +102,7 @@ class Commands {
 
  private:
   c10::SmallVector<Command, 2> commands_;
-  std::deque<at::Tensor> kept_;
+  std::list<at::Tensor> kept_;
 };
 
 inline int64_t ceil_div(int64_t a, int64_t b) {

@@ -16,7 +16,7 @@ from ..experts import runs_own_code
 from ..interface import is_experts
 from .program.formulas import is_pure
 from .program.programs import CLASS_MARK, FORWARD, Unsupported, original_class
-from .program.reads import holds, recording
+from .program.reads import holds, kept, recording
 from .program.straightening import straighten
 from .record import NOTHING, RECORD, record_of
 from .rules import MODULE_RULES, RULES
@@ -103,7 +103,7 @@ def drop_forward_of_class(module: nn.Module) -> None:
 def _run(module: nn.Module, forward: Callable, rewrites: list[str], reads: dict) -> None:
     """Puts a forward in the place of the module's, as long as what was read to find it holds."""
     record = record_of(module)
-    record.reads, record.rewrites = tuple(reads.values()), tuple(rewrites)
+    record.reads, record.rewrites = kept(reads), tuple(rewrites)
     cls: type = type(module)
     _set_class(module, _rewritten_class(cls, forward))
 

@@ -196,7 +196,7 @@ class Program:
         self._move_into_branches(is_pure)
         self._unpack_at_once()
         self._reuse_names()
-        body = [*map(_ReadChildren(self.module).visit, self.statements), ast.Return(self.result)]
+        body = [*map(_ReadChildren(self.module).visit, [*self.statements, ast.Return(self.result)])]
         # From Python 3.12 on the node has type_params, which may not be missing.
         options: dict[str, Any] = {"type_params": []}
         forward = ast.FunctionDef("forward", self.arguments, body, [], **options)

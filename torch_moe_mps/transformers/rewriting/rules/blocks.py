@@ -87,7 +87,8 @@ def linear(
         return out if residual is None else residual.reshape(out.shape) + out
     form, weights = layer.format, layer.weights()
     if residual is not None:
-        residual = residual.reshape(*x.shape[:-1], weights[0].shape[0])
+        shape = (*x.shape[:-1], weights[0].shape[0])
+        residual = residual if residual.shape == shape else residual.reshape(shape)
     return ops.linear_quantized(
         x, *weights, form.bits, form.group_size, form.mode, residual=residual, **(norm or {})
     )

@@ -112,8 +112,8 @@ def _arguments(norm: nn.Module, residual: Tensor, x: Tensor) -> tuple[Tensor, fl
     if not (isinstance(residual, Tensor) and isinstance(x, Tensor)):
         return None
     weight = weight_of(norm)
-    same = residual.dtype is x.dtype and residual.shape == x.shape and weight.device == x.device
-    if not same or not (formula.keeps_dtype or weight.dtype is x.dtype):
+    same = residual is x or (residual.dtype is x.dtype and residual.shape == x.shape)
+    if not same or weight.device != x.device or not (formula.keeps_dtype or weight.dtype is x.dtype):
         return None
     return weight, getattr(norm, formula.eps), formula.offset
 
@@ -123,7 +123,7 @@ def norm_options(norm: nn.Module, x: Tensor) -> dict[str, Any] | None:
 
     For one token that saves a launch. Of more tokens each operator would have to norm all of them again.
     """
-    arguments = _arguments(norm, x, x) if x.numel() == x.shape[-1] else None
+    arguments = _arguments(norm, x, x) if x.numel() == x.size(-1) else None
     if arguments is None:
         return None
     weight, eps, offset = arguments

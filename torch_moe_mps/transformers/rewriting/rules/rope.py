@@ -219,7 +219,7 @@ def _norm_arguments(
         if formula is None or is_observed(norm):
             return None
         weight, own_eps = weight_of(norm), getattr(norm, formula.eps)
-        if weight.shape[0] != x.shape[-1] or not (formula.keeps_dtype or weight.dtype is x.dtype):
+        if weight.size(0) != x.size(-1) or not (formula.keeps_dtype or weight.dtype is x.dtype):
             return None
         if eps is not None and (eps, offset) != (own_eps, formula.offset):
             return None
