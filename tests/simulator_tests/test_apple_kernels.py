@@ -507,7 +507,7 @@ dense, 1 tokens, 4 of 32
   expert_down_bf16: 5.11 3.59 slots a MAC, 61.5 registers, 128/384/832 threads
 dense, 8 tokens, 4 of 32
   matmul_rows_few_bf16: 3.57 2.53 slots a MAC, 113 registers, 128/384/448 threads
-  expert_down_few_bf16: 5.15 3.87 slots a MAC, 100 registers, 256/384/512 threads
+  expert_down_few_bf16: 5.15 3.87 slots a MAC, 100 registers, 256/256/512 threads
 dense, 64 tokens, 4 of 32
   gemm8_bf16: 2.04 1.85 slots a MAC, 70 registers, 128/384/704 threads
   gemm8_bf16: 2.17 1.96 slots a MAC, 70 registers, 128/384/704 threads
@@ -538,10 +538,10 @@ affine 4 bits in 64, 1 tokens, 4 of 32
   expert_down_affine4_64_bf16: 5.59 5.01 slots a MAC, 51 registers, 128/384/1024 threads
 affine 4 bits in 64, 3 tokens, 2 of 4
   matmul_rows_few_affine4_64_bf16: 5.60 5.30 slots a MAC, 97 registers, 128/384/512 threads
-  expert_down_few_affine4_64_bf16: 5.95 5.40 slots a MAC, 86 registers, 256/384/576 threads
+  expert_down_few_affine4_64_bf16: 5.95 5.40 slots a MAC, 86 registers, 256/256/576 threads
 affine 4 bits in 64, 8 tokens, 4 of 32
   matmul_rows_few_affine4_64_bf16: 3.91 3.60 slots a MAC, 97 registers, 128/384/512 threads
-  expert_down_few_affine4_64_bf16: 5.60 5.05 slots a MAC, 86 registers, 256/384/576 threads
+  expert_down_few_affine4_64_bf16: 5.60 5.05 slots a MAC, 86 registers, 256/256/576 threads
 affine 4 bits in 64, 64 tokens, 4 of 32
   gemm8_affine4_64_bf16: 2.33 2.29 slots a MAC, 68.5 registers, 128/384/704 threads
   gemm8_affine4_64_bf16: 2.46 2.41 slots a MAC, 68.5 registers, 128/384/704 threads
@@ -567,10 +567,10 @@ affine 8 bits in 64, 1 tokens, 4 of 32
   expert_down_affine8_64_bf16: 5.86 5.28 slots a MAC, 57 registers, 128/384/832 threads
 affine 8 bits in 64, 3 tokens, 2 of 4
   matmul_rows_few_affine8_64_bf16: 5.77 5.46 slots a MAC, 107.5 registers, 128/384/448 threads
-  expert_down_few_affine8_64_bf16: 6.11 5.56 slots a MAC, 90.5 registers, 256/384/576 threads
+  expert_down_few_affine8_64_bf16: 6.11 5.56 slots a MAC, 90.5 registers, 256/256/576 threads
 affine 8 bits in 64, 8 tokens, 4 of 32
   matmul_rows_few_affine8_64_bf16: 4.12 3.81 slots a MAC, 107.5 registers, 128/384/448 threads
-  expert_down_few_affine8_64_bf16: 5.80 5.25 slots a MAC, 90.5 registers, 256/384/576 threads
+  expert_down_few_affine8_64_bf16: 5.80 5.25 slots a MAC, 90.5 registers, 256/256/576 threads
 affine 8 bits in 64, 64 tokens, 4 of 32
   gemm8_affine8_64_bf16: 2.36 2.32 slots a MAC, 72.5 registers, 128/384/640 threads
   gemm8_affine8_64_bf16: 2.49 2.44 slots a MAC, 72.5 registers, 128/384/640 threads
@@ -593,10 +593,10 @@ mxfp4 4 bits in 32, 1 tokens, 4 of 32
   expert_down_mxfp4_bf16: 7.92 7.40 slots a MAC, 47.5 registers, 128/384/1024 threads
 mxfp4 4 bits in 32, 3 tokens, 2 of 4
   matmul_rows_few_mxfp4_bf16: 7.20 6.94 slots a MAC, 92 registers, 128/384/576 threads
-  expert_down_few_mxfp4_bf16: 7.30 6.79 slots a MAC, 81 registers, 256/384/576 threads
+  expert_down_few_mxfp4_bf16: 7.30 6.79 slots a MAC, 81 registers, 256/256/576 threads
 mxfp4 4 bits in 32, 8 tokens, 4 of 32
   matmul_rows_few_mxfp4_bf16: 5.89 5.63 slots a MAC, 92 registers, 128/384/576 threads
-  expert_down_few_mxfp4_bf16: 7.28 6.78 slots a MAC, 81 registers, 256/384/576 threads
+  expert_down_few_mxfp4_bf16: 7.28 6.78 slots a MAC, 81 registers, 256/256/576 threads
 mxfp4 4 bits in 32, 64 tokens, 4 of 32
   gemm8_mxfp4_bf16: 2.84 2.83 slots a MAC, 60.5 registers, 128/384/832 threads
   gemm8_mxfp4_bf16: 2.97 2.94 slots a MAC, 60.5 registers, 128/384/832 threads

@@ -106,7 +106,7 @@ MatmulStep second_step(const MatmulShape& shape, Path path) {
             "expert_down_few",
             {blocks(shape.columns, kFewDownRows)},
             -1,
-            kDownSimdgroups * kSimdWidth,
+            kDownThreads,
             shape.pairs() * kFewDownRows * static_cast<int64_t>(sizeof(float))};
   }
   return {MatmulWork::kSecond,

@@ -114,7 +114,7 @@ inline void add_all(TermsBlock<W, R> block, device const int* list, uint count,
 // For a few tokens. A threadgroup computes kFewDownRows rows for all pairs; its simdgroups take turns at the
 // experts of `tiles`. Grid: blocks of rows. Threadgroup memory: kFewDownRows floats for each pair.
 template <typename W>
-[[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void expert_down_few(
+[[kernel, max_total_threads_per_threadgroup(kDownThreads)]] void expert_down_few(
     DOWN_BUFFERS(typename W::Element), device const int* pair_order [[buffer(12)]],
     device const int4* tiles [[buffer(13)]], threadgroup float* memory [[threadgroup(0)]],
     uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
@@ -124,7 +124,7 @@ template <typename W>
   constant MatmulParams& matmul = params.matmul;
   const PairTerms<kFewDownRows> terms = {memory};
   const uint first = group * kFewDownRows;
-  for (uint pair = thread_index; pair < matmul.pairs; pair += kDownSimdgroups * kSimdWidth) {
+  for (uint pair = thread_index; pair < matmul.pairs; pair += kDownThreads) {
     if (expert_of(ids, pair, matmul) == matmul.experts) terms.clear(pair);
   }
   uint turn = 0;
@@ -145,6 +145,5 @@ template <typename W>
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const Addends addends = {shared_gate, shared_out, residual, dtype_of<T>()};
-  const uint threads = kDownSimdgroups * kSimdWidth;
-  store_combined<T>(terms, 0, matmul.tokens, first, addends, out, thread_index, threads, params);
+  store_combined<T>(terms, 0, matmul.tokens, first, addends, out, thread_index, kDownThreads, params);
 }
