@@ -14,7 +14,7 @@ MOST = {
     "glm4_moe": (10, 12),
     "deepseek_v3": (19, 12),
     "gemma4": (15, 12),
-    "qwen3_next": (40, 12),
+    "qwen3_next": (16, 12),
 }
 # Launches of the last layer where the model's own code runs.
 OWN_CODE = {

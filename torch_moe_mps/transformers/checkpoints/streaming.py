@@ -20,7 +20,7 @@ from ..report import QuantizationReport
 from .recipe import Recipe
 from .sizes import bytes_a_token
 from .targets import Target, present, tied_layers, weights_of
-from .weights import check_columns, dense_dtype, quantize_pieces, replace
+from .weights import check_columns, dense_dtype, quantize_pieces, release_cache, replace
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
@@ -69,6 +69,7 @@ class Stream:
             return
         try:
             self._done[name], entry = quantize_pieces(_CHECK, target, parameter, pieces)
+            release_cache(self._done[name].packed)
             self.report.modules.setdefault(target.name, []).append(entry)
         except ValueError as error:
             self._errors.append(error)

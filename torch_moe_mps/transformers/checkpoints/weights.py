@@ -139,7 +139,6 @@ def quantize_pieces(
         del piece, stack, quantized
     if whole is None or first != shape[0]:
         return check.fail(name, f"of {shape[0]} matrices", first)
-    release_cache(whole.packed)
     weight = as_parameters(whole if target.kind == "experts" else without_stack(whole))
     return weight, QuantizedProjection(parameter, errors.relative, nbytes, weight.nbytes, format)
 
