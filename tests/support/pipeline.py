@@ -313,6 +313,18 @@ def _raise() -> None:
     raise MemoryError("no memory left")
 
 
+def _receive_late() -> None:
+    from torch_moe_mps.transformers.pipeline.peers import Peers
+
+    receive = Peers.receive
+
+    def late(self: Peers, *args: Any) -> Any:
+        time.sleep(0.2)
+        return receive(self, *args)
+
+    Peers.receive = late  # type: ignore[method-assign]
+
+
 WITHIN = {"stalls": _stall, "dies": _die, "raises": _raise}
 
 
@@ -333,9 +345,11 @@ def failing(folder: str, failures: list[str], culprit: int = 1) -> dict[str, str
             found[failure] = outcome(load)
             continue
         model = staged(folder, decoding_timeout=2.0)
-        if failure == "other seed":
+        if failure == "other seed":  # the last one: the process that chooses ends while the other still waits
             torch.manual_seed(rank())
             options = {"do_sample": True}
+            if rank() == 0:
+                _receive_late()
         elif failure == "features for layers of one process":
             features = {} if is_culprit else {"features": torch.ones(1)}
             found[failure] = outcome(lambda m=model, f=features: m(input_ids=prompt(), **f).logits)

@@ -147,8 +147,12 @@ class Running:
         self._ended = self.calls
 
     def _tell_others(self, kind: str, tensors: list[Tensor | None]) -> None:
-        for rank in range(self.peers.size - 1):
+        """Returns when all have it: what is still to be sent when this process ends is lost."""
+        others = range(self.peers.size - 1)
+        for rank in others:
             self.peers.send(rank, Message(kind, self._call(), tensors))
+        for rank in others:
+            self.peers.flush(rank)
 
     def _fail(self, argument: str, expected: str, got: Any) -> Any:
         raise ValueError(f"moe_mps::pipeline: {argument} must be {expected}, got {got!r}")
