@@ -121,7 +121,7 @@ inline void rope_head(device const T* head, device const uchar* weight, device c
     if (heads.has_weight != 0) {
       x = normed(x, inverse, load_pairs<N>(weight, heads.weight_dtype, 0, from), params.weight_offset);
     } else if (heads.is_normed != 0) {
-      x = {x.first * inverse, x.second * inverse};
+      x = Pairs<N>{x.first * inverse, x.second * inverse};
     }
     if (pair < turning) {
       x = turned(x, load_table<N>(cos, table_row, pair, turning, params),
