@@ -220,6 +220,16 @@ NO_CACHE = ["openai_privacy_filter"]
 IN_THE_SWEEP = sorted(set(tiny_models.architectures()) - {*ALWAYS, *OWN, *NO_CACHE})
 
 
+def compared(simulated, model, ids, call) -> tuple[list, list[torch.Tensor]]:
+    """The attention kernels of an accelerated model, and what its own code gives: both give the same."""
+    expected, results = call(model, ids), []
+    torch_moe_mps.accelerate(model)
+    kernels = attention_kernels(simulated, lambda: results.extend(call(model, ids)))
+    for ours, own in zip(results, expected, strict=True):
+        torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
+    return kernels, expected
+
+
 @pytest.mark.parametrize(
     "name", [*ALWAYS, *(pytest.param(name, marks=pytest.mark.sweep) for name in [*IN_THE_SWEEP, *OWN])]
 )
@@ -229,12 +239,7 @@ def test_models(simulated, name):
     decoder = model.get_decoder()
     layers = sum(getattr(module, "is_causal", False) is True for module in decoder.modules())
     ids = torch.randint(1, 50, (1, 20), generator=torch.Generator().manual_seed(1)).to("mps")
-    expected = steps(model, ids)
-    torch_moe_mps.accelerate(model)
-    results = []
-    kernels = attention_kernels(simulated, lambda: results.extend(steps(model, ids)))
-    for ours, own in zip(results, expected, strict=True):
-        torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
+    kernels, _ = compared(simulated, model, ids, steps)
     assert len(kernels) in ([0] if name in OWN else [2 * layers, 3 * layers])
     assert name not in ALWAYS or len(kernels) == (2 if name in ("mixtral", "gemma4") else 3) * layers
     torch_moe_mps.restore(model)
@@ -257,12 +262,7 @@ def test_windows(simulated, name):
     """Prompts in windows, and those over earlier ones, run on the operator."""
     model = tiny_models.tiny_model(name, sliding_window=6, **TWO_KINDS).to("mps").eval()
     ids = torch.randint(1, 50, (1, 36), generator=torch.Generator().manual_seed(1)).to("mps")
-    expected = in_windows(model, ids)
-    torch_moe_mps.accelerate(model)
-    results = []
-    kernels = attention_kernels(simulated, lambda: results.extend(in_windows(model, ids)))
-    for ours, own in zip(results, expected, strict=True):
-        torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
+    kernels, expected = compared(simulated, model, ids, in_windows)
     assert len(kernels) == (7 if name == "gemma4" else 8)  # torch's runs the first prompt without a window
     with_gradients = model(input_ids=ids[:, :20])[0]
     with_gradients.sum().backward()

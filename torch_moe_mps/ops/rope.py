@@ -99,10 +99,11 @@ def _rotated(
     eps: float,
     weight_offset: float,
     pairs: str,
-    rotary: int,
+    rotary_dim: int | None,
     rotary_last: bool,
 ) -> Tensor:
     y = x.float() if weight is None else normed(x, weight, eps, weight_offset)
+    rotary = cos.shape[-1] if rotary_dim is None else rotary_dim
     start = x.shape[-1] - rotary if rotary_last else 0
     before, y, after = y.tensor_split((start, start + rotary), -1)
     interleaved = pairs != "half"
@@ -161,8 +162,7 @@ def rope(
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
     """
-    rotary = cos.shape[-1] if rotary_dim is None else rotary_dim
-    rest = (cos, sin, eps, weight_offset, pairs, rotary, rotary_last)
+    rest = (cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last)
     q_out = _rotated(q, q_weight, *rest)
     return q_out, q.new_empty(0) if k is None else _rotated(k, k_weight, *rest)
 
@@ -242,8 +242,7 @@ def rope_cache_(
     present = {argument: tensor for argument, tensor in read.items() if tensor is not None}
     check.apart("keys_", keys_, **present, values_=values_)
     check.apart("values_", values_, **present)
-    rotary = cos.shape[-1] if rotary_dim is None else rotary_dim
-    rest = (cos, sin, eps, weight_offset, pairs, rotary, rotary_last)
+    rest = (cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last)
     keys_.copy_(_rotated(k, k_weight, *rest))
     values_.copy_((normed(v, None, eps).to(v.dtype) if norm_v else v).transpose(1, 2))
     return _rotated(q, q_weight, *rest)
