@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from .programs import Program, name_of
+from .programs import Program, calls_in, name_of
 
 
 def helper(name: str, *arguments: ast.expr, **keywords: ast.expr) -> ast.Call:
@@ -37,15 +37,13 @@ def calls(program: Program) -> Iterator[tuple[ast.Assign, ast.Call]]:
     """Every call in the values that the program gives names, with its statement, in order."""
     for statement in program.assignments():
         if statement not in program.inplace:
-            for node in ast.walk(statement.value):
-                if isinstance(node, ast.Call):
-                    yield statement, node
+            yield from ((statement, call) for call in calls_in(statement.value))
 
 
 def every_call(program: Program) -> Iterator[ast.Call]:
     """All calls in the statements and the result."""
     for tree in (*program.statements, program.result):
-        yield from (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+        yield from calls_in(tree)
 
 
 def first_result(program: Program) -> ast.expr:

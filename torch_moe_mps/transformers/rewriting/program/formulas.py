@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .programs import Program, Unsupported, copied
+from .programs import Program, Unsupported, calls_in, copied
 from .reads import record
 from .straightening import straighten
 
@@ -405,7 +405,7 @@ _EFFECTLESS |= {"exp", "softplus"}
 
 def is_pure(value: ast.expr, module: nn.Module) -> bool:
     """Whether an expression in a forward of `module` has no effect, so that it can be dropped if not read."""
-    for call in (node for node in ast.walk(value) if isinstance(node, ast.Call)):
+    for call in calls_in(value):
         owner, _, name = ast.unparse(call.func).rpartition(".")
         if _is_of_a_module(module, owner):
             if not _is_pure_module(module, f"{owner}.{name}".removeprefix("self.")):

@@ -62,6 +62,10 @@ def names_in(tree: ast.AST, context: type[ast.expr_context] = ast.Load) -> list[
     return [n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, context)]
 
 
+def calls_in(tree: ast.AST) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
 class Program:
     """A block of statements in order; `definitions` maps the names that they define to the values."""
 

@@ -20,6 +20,7 @@ from .programs import (
     Program,
     RenameVariables,
     Unsupported,
+    calls_in,
     copied,
     name_of,
     names_in,
@@ -97,7 +98,7 @@ class _Rename(RenameVariables):
 def _attributes(expression: ast.expr) -> set[str]:
     """The attributes of `self` that an expression reads, by their paths."""
     texts = {ast.unparse(node) for node in ast.walk(expression) if isinstance(node, ast.Attribute)}
-    for call in (node for node in ast.walk(expression) if isinstance(node, ast.Call)):
+    for call in calls_in(expression):
         if ast.unparse(call.func) in ("getattr", "hasattr"):
             owner, name, *_ = call.args
             if isinstance(name, ast.Constant) and isinstance(name.value, str):
