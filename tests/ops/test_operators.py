@@ -30,8 +30,8 @@ class TestSchemas(expecttest.TestCase):
 moe_mps::attention(Tensor q, Tensor k, Tensor v, float scale, *, Tensor? mask=None, int? window=None, float?
     softcap=None, Tensor? sinks=None, Tensor? k_scales=None, Tensor? k_biases=None, Tensor? v_scales=None,
     Tensor? v_biases=None) -> Tensor
-moe_mps::write_cache_quantized_(Tensor states, Tensor(a!) packed_, Tensor(b!) scales_, Tensor(c!) biases_,
-    int start) -> ()
+moe_mps::write_cache_quantized_(Tensor states, Tensor(a1!) packed_, Tensor(a2!) scales_, Tensor(a3!)
+    biases_, int start) -> ()
 moe_mps::rms_norm(Tensor input, Tensor? weight, float eps, float weight_offset=0.) -> Tensor
 moe_mps::rms_norm_gated(Tensor input, Tensor gate, Tensor weight, float eps, float weight_offset=0.) ->
     Tensor
@@ -45,8 +45,8 @@ moe_mps::fused_residual_norm_scalar(Tensor residual, Tensor input, Tensor weight
     float weight_offset=0.) -> Tensor
 moe_mps::silu_mul_stacked(Tensor gate, Tensor up) -> Tensor
 moe_mps::weighted_sum_stacked(Tensor slots, Tensor weights) -> Tensor
-moe_mps::weighted_sum_residual_stacked_(Tensor(a!) residual_, Tensor slots, Tensor weights) -> ()
-moe_mps::weighted_sum_residual_norm_stacked_(Tensor(a!) residual_, Tensor slots, Tensor weights, Tensor
+moe_mps::weighted_sum_residual_stacked_(Tensor(a0!) residual_, Tensor slots, Tensor weights) -> ()
+moe_mps::weighted_sum_residual_norm_stacked_(Tensor(a0!) residual_, Tensor slots, Tensor weights, Tensor
     norm_weight, float eps) -> Tensor
 moe_mps::moe_weighted_reduce(Tensor weights, Tensor expert_out, Tensor? shared_gate=None, Tensor?
     shared_out=None, Tensor? residual=None, bool gate_is_logit=False) -> Tensor
@@ -56,9 +56,9 @@ moe_mps::moe_experts(Tensor x, Tensor gate_up, Tensor down, Tensor ids, Tensor w
     bool gated=True, bool interleaved=False, bool transposed=False, Tensor? shared_gate=None, Tensor?
     shared_out=None, Tensor? residual=None, bool gate_is_logit=False, Tensor? norm_weight=None, float
     norm_eps=9.9999999999999995e-07, float norm_offset=0.) -> Tensor
-moe_mps::causal_conv1d_update_(Tensor x, Tensor(a!) conv_state_, Tensor weight, Tensor? bias=None, str
+moe_mps::causal_conv1d_update_(Tensor x, Tensor(a1!) conv_state_, Tensor weight, Tensor? bias=None, str
     activation="silu") -> Tensor
-moe_mps::gated_delta_rule_(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state_, float
+moe_mps::gated_delta_rule_(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a5!) state_, float
     scale, *, float? l2norm_eps=None, Tensor? A_log=None, Tensor? dt_bias=None, bool beta_is_logit=False) ->
     Tensor
 moe_mps::linear_quantized(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor? bias, int bits,
@@ -84,27 +84,25 @@ moe_mps::moe_experts_quantized(Tensor x, Tensor gate_up_packed, Tensor gate_up_s
 moe_mps::rope(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? q_weight=None, Tensor? k_weight=None,
     float eps=9.9999999999999995e-07, float weight_offset=0., *, str pairs="half", int? rotary_dim=None,
     bool rotary_last=False) -> (Tensor, Tensor)
-moe_mps::rope_cache_(Tensor q, Tensor k, Tensor v, Tensor(a!) keys_, Tensor(b!) values_, Tensor cos, Tensor
-    sin, Tensor? q_weight=None, Tensor? k_weight=None, float eps=9.9999999999999995e-07, float
+moe_mps::rope_cache_(Tensor q, Tensor k, Tensor v, Tensor(a3!) keys_, Tensor(a4!) values_, Tensor cos,
+    Tensor sin, Tensor? q_weight=None, Tensor? k_weight=None, float eps=9.9999999999999995e-07, float
     weight_offset=0., *, str pairs="half", int? rotary_dim=None, bool rotary_last=False, bool norm_v=False)
     -> Tensor
 moe_mps::rope_tables(Tensor position_ids, Tensor inv_freq, float scaling, ScalarType dtype, str
-    layout="halves") -> (Tensor cos, Tensor sin)
+    layout="halves") -> (Tensor, Tensor)
 moe_mps::moe_router(Tensor logits, int top_k, *, str scoring, Tensor? bias=None, int num_groups=1, int
     top_groups=1, str group_score="top2_sum", float? masked_score=None, bool bias_on_logits=False, bool
     norm_topk_prob, float norm_eps=9.9999999999999995e-21, float norm_min=0., float scaling_factor=1.,
-    Tensor? per_expert_scale=None) -> (Tensor weights, Tensor ids)
-moe_mps::moe_router_topk_softmax(Tensor logits, int top_k, bool norm_topk_prob) -> (Tensor weights, Tensor
-    ids)
-moe_mps::fused_moe_routing(Tensor logits, Tensor per_expert_scale, int top_k) -> (Tensor weights, Tensor
-    ids)
+    Tensor? per_expert_scale=None) -> (Tensor, Tensor)
+moe_mps::moe_router_topk_softmax(Tensor logits, int top_k, bool norm_topk_prob) -> (Tensor, Tensor)
+moe_mps::fused_moe_routing(Tensor logits, Tensor per_expert_scale, int top_k) -> (Tensor, Tensor)
 moe_mps::router_logits(Tensor x, Tensor weight, Tensor? bias=None, *, Tensor? norm_weight=None, float
     norm_eps=9.9999999999999995e-07, float norm_offset=0., ScalarType? dtype=None) -> Tensor
 moe_mps::moe_gate(Tensor hidden, Tensor router_weight, Tensor norm_weight, Tensor per_expert_scale, int
-    top_k, float eps, bool renormalize_after_scale=True) -> (Tensor weights, Tensor ids)
-moe_mps::moe_bucket(Tensor ids, int num_experts) -> (Tensor pair_order, Tensor offsets)
-moe_mps::moe_compute_ids_tpe(Tensor ids, int num_experts, int gate_up_rows, int down_rows) -> (Tensor tpe,
-    Tensor ids_by_expert, Tensor gate_up_args, Tensor down_args)""",
+    top_k, float eps, bool renormalize_after_scale=True) -> (Tensor, Tensor)
+moe_mps::moe_bucket(Tensor ids, int num_experts) -> (Tensor, Tensor)
+moe_mps::moe_compute_ids_tpe(Tensor ids, int num_experts, int gate_up_rows, int down_rows) -> (Tensor,
+    Tensor, Tensor, Tensor)""",
         )
 
 

@@ -1,9 +1,10 @@
 """Registers the operators `torch.ops.moe_mps.*`: one schema, meta function and reference each."""
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
-from typing import ParamSpec, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,10 +25,10 @@ _NO_BACKWARD = (
 )
 
 
-def operator(
-    schema: str, *, meta: Callable
-) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Register the decorated reference implementation as `torch.ops.moe_mps.<name>`.
+def operator(*, meta: Callable) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Register the decorated reference implementation as `torch.ops.moe_mps.<its name>`.
+
+    The schema is its signature. Arguments whose names end in `_` are written in place.
 
     `meta` receives a Check and the operator's arguments, raises the one-line error for bad ones and returns
     empty outputs. It runs in front of the reference, and is the operator on the meta device and in
@@ -36,19 +37,21 @@ def operator(
 
     The decorated name becomes a function that calls the operator, on whatever device its arguments are.
     """
-    name = schema.partition("(")[0]
 
     def register(reference: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        name = reference.__name__
+        LIBRARY.define(name + _schema_of(reference), tags=(torch.Tag.pt2_compliant_tag,))
         OPERATORS.append(name)
         check = Check(name)
-        check_values, check_devices = _checks_of_all(check)
+        packet = getattr(torch.ops.moe_mps, name)
+        types = {argument.name: str(argument.type) for argument in packet.default._schema.arguments}
 
         @functools.wraps(meta)
         def checked_meta(*args, **kwargs):
-            check_values(*args, **kwargs)
+            given = {**dict(zip(types, args, strict=False)), **kwargs}
+            _check_values(check, types, given)
             outputs = meta(check, *args, **kwargs)
-            check_devices(*args, **kwargs)
+            check.same_device(**{name: given.get(name) for name, kind in types.items() if "Tensor" in kind})
             return outputs
 
         @functools.wraps(reference)
@@ -65,7 +68,6 @@ def operator(
         LIBRARY.impl(name, checked_reference, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", checked_meta, lib=LIBRARY)
         LIBRARY.impl(name, _autograd_kernel(name), "Autograd", with_keyset=True)
-        packet = getattr(torch.ops.moe_mps, name)
         packet.__doc__ = reference.__doc__
 
         @functools.wraps(reference)
@@ -77,31 +79,20 @@ def operator(
     return register
 
 
-def _checks_of_all(check: Check) -> tuple[Callable, Callable]:
-    """The checks that every operator has, in front of its own and after them.
+def _schema_of(reference: Callable) -> str:
+    written = [name for name in inspect.signature(reference).parameters if name.endswith("_")]
+    schema = torch.library.infer_schema(reference, mutates_args=written)
+    return schema.replace("SymInt", "int")  # the checks ask for numbers, not for symbols
 
-    Every schema lets through None for a tensor, numbers that no float32 is near, and tensors on two devices.
-    """
-    arguments = list(enumerate(getattr(torch.ops.moe_mps, check.name).default._schema.arguments))
-    tensors = [(i, a.name) for i, a in arguments if str(a.type) == "Tensor"]
-    all_tensors = [(i, a.name) for i, a in arguments if str(a.type) in ("Tensor", "Optional[Tensor]")]
-    numbers = [(i, a.name) for i, a in arguments if str(a.type) in ("float", "Optional[float]")]
 
-    def check_values(*args, **kwargs):
-        given = len(args)
-        for i, argument in tensors:
-            if (args[i] if i < given else kwargs.get(argument)) is None:
-                check.fail(argument, "a tensor", None)
-        for i, argument in numbers:
-            value = args[i] if i < given else kwargs.get(argument)
-            if value is not None:
-                check.number(argument, value)
-
-    def check_devices(*args, **kwargs):
-        given = len(args)
-        check.same_device(**{name: args[i] if i < given else kwargs.get(name) for i, name in all_tensors})
-
-    return check_values, check_devices
+def _check_values(check: Check, types: dict[str, str], given: dict[str, Any]) -> None:
+    """Every schema lets through None for a tensor, and numbers that no float32 is near."""
+    for argument, kind in types.items():
+        value = given.get(argument)
+        if value is None and kind == "Tensor":
+            check.fail(argument, "a tensor", None)
+        if value is not None and kind in ("float", "Optional[float]"):
+            check.number(argument, value)
 
 
 def _contiguous(outputs: Outputs) -> Outputs:

@@ -124,12 +124,7 @@ def _values(cache: Tensor, scales: Tensor | None, biases: Tensor | None) -> Tens
     return dequantize_values(cache, scales, biases, Format(CACHE_BITS, group))
 
 
-@operator(
-    "attention(Tensor q, Tensor k, Tensor v, float scale, *, Tensor? mask=None, int? window=None, "
-    "float? softcap=None, Tensor? sinks=None, Tensor? k_scales=None, Tensor? k_biases=None, "
-    "Tensor? v_scales=None, Tensor? v_biases=None) -> Tensor",
-    meta=_meta_attention,
-)
+@operator(meta=_meta_attention)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -214,11 +209,7 @@ def _meta_write(check, states, packed_, scales_, biases_, start):
         check.written(name, tensor)
 
 
-@operator(
-    "write_cache_quantized_(Tensor states, Tensor(a!) packed_, Tensor(b!) scales_, Tensor(c!) biases_, "
-    "int start) -> ()",
-    meta=_meta_write,
-)
+@operator(meta=_meta_write)
 def write_cache_quantized_(
     states: Tensor, packed_: Tensor, scales_: Tensor, biases_: Tensor, start: int
 ) -> None:

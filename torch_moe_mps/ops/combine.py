@@ -31,7 +31,7 @@ def _meta_silu_mul(check, gate, up):
     return gate.new_empty(gate.shape)
 
 
-@operator("silu_mul_stacked(Tensor gate, Tensor up) -> Tensor", meta=_meta_silu_mul)
+@operator(meta=_meta_silu_mul)
 def silu_mul_stacked(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, with silu(x) = x / (1 + exp(-x)).
 
@@ -68,10 +68,7 @@ def _meta_weighted_sum(check, slots, weights):
     return slots.new_empty((*slots.shape[:-2], slots.shape[-1]))
 
 
-@operator(
-    "weighted_sum_stacked(Tensor slots, Tensor weights) -> Tensor",
-    meta=_meta_weighted_sum,
-)
+@operator(meta=_meta_weighted_sum)
 def weighted_sum_stacked(slots: Tensor, weights: Tensor) -> Tensor:
     """sum_s weights[..., s] * slots[..., s, :], s ascending.
 
@@ -92,10 +89,7 @@ def _meta_weighted_sum_residual(check, residual_, slots, weights):
     _check_slots(check, slots, weights, residual_)
 
 
-@operator(
-    "weighted_sum_residual_stacked_(Tensor(a!) residual_, Tensor slots, Tensor weights) -> ()",
-    meta=_meta_weighted_sum_residual,
-)
+@operator(meta=_meta_weighted_sum_residual)
 def weighted_sum_residual_stacked_(residual_: Tensor, slots: Tensor, weights: Tensor) -> None:
     """residual_ += sum_s weights[..., s] * slots[..., s, :], s ascending, rounded once.
 
@@ -119,11 +113,7 @@ def _meta_weighted_sum_residual_norm(check, residual_, slots, weights, norm_weig
     return residual_.new_empty(residual_.shape)
 
 
-@operator(
-    "weighted_sum_residual_norm_stacked_(Tensor(a!) residual_, Tensor slots, Tensor weights, "
-    "Tensor norm_weight, float eps) -> Tensor",
-    meta=_meta_weighted_sum_residual_norm,
-)
+@operator(meta=_meta_weighted_sum_residual_norm)
 def weighted_sum_residual_norm_stacked_(
     residual_: Tensor, slots: Tensor, weights: Tensor, norm_weight: Tensor, eps: float
 ) -> Tensor:
@@ -213,11 +203,7 @@ def _meta_weighted_reduce(check, weights, expert_out, *added, **options):
     return expert_out.new_empty((weights.shape[0], expert_out.shape[-1]))
 
 
-@operator(
-    "moe_weighted_reduce(Tensor weights, Tensor expert_out, Tensor? shared_gate=None, "
-    "Tensor? shared_out=None, Tensor? residual=None, bool gate_is_logit=False) -> Tensor",
-    meta=_meta_weighted_reduce,
-)
+@operator(meta=_meta_weighted_reduce)
 def moe_weighted_reduce(
     weights: Tensor,
     expert_out: Tensor,

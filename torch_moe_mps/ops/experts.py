@@ -167,10 +167,7 @@ def _meta_expert_mm(check, x, weight, ids, bias=None, transposed=False):
     return x.new_empty(*ids.shape, weight.shape[2] if transposed else weight.shape[1])
 
 
-@operator(
-    "expert_mm(Tensor x, Tensor weight, Tensor ids, Tensor? bias=None, bool transposed=False) -> Tensor",
-    meta=_meta_expert_mm,
-)
+@operator(meta=_meta_expert_mm)
 def expert_mm(
     x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None, transposed: bool = False
 ) -> Tensor:
@@ -233,15 +230,7 @@ def _meta_moe_experts(
     return x.new_empty(x.shape)
 
 
-@operator(
-    "moe_experts(Tensor x, Tensor gate_up, Tensor down, Tensor ids, Tensor weights, *, "
-    'Tensor? gate_up_bias=None, Tensor? down_bias=None, str activation="silu", float? alpha=None, '
-    "float? limit=None, bool gated=True, bool interleaved=False, bool transposed=False, "
-    "Tensor? shared_gate=None, Tensor? shared_out=None, Tensor? residual=None, "
-    "bool gate_is_logit=False, Tensor? norm_weight=None, float norm_eps=1e-6, float norm_offset=0.0) "
-    "-> Tensor",
-    meta=_meta_moe_experts,
-)
+@operator(meta=_meta_moe_experts)
 def moe_experts(
     x: Tensor,
     gate_up: Tensor,

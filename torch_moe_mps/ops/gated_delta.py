@@ -32,11 +32,7 @@ def _meta_conv(check, x, conv_state_, weight, bias=None, activation="silu"):
     return x.new_empty(x.shape)
 
 
-@operator(
-    "causal_conv1d_update_(Tensor x, Tensor(a!) conv_state_, Tensor weight, Tensor? bias=None, "
-    "str activation='silu') -> Tensor",
-    meta=_meta_conv,
-)
+@operator(meta=_meta_conv)
 def causal_conv1d_update_(
     x: Tensor, conv_state_: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "silu"
 ) -> Tensor:
@@ -136,12 +132,7 @@ def _key_rows(x: Tensor, heads: int, l2norm_eps: float | None) -> Tensor:
     return x.repeat_interleave(heads // x.shape[2], 2)
 
 
-@operator(
-    "gated_delta_rule_(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state_, "
-    "float scale, *, float? l2norm_eps=None, Tensor? A_log=None, Tensor? dt_bias=None, "
-    "bool beta_is_logit=False) -> Tensor",
-    meta=_meta_delta,
-)
+@operator(meta=_meta_delta)
 def gated_delta_rule_(
     q: Tensor,
     k: Tensor,

@@ -45,12 +45,7 @@ def _meta_linear_quantized(
     return x.new_empty(*x.shape[:-1], rows)
 
 
-@operator(
-    "linear_quantized(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor? bias, int bits, "
-    "int group_size, str mode, *, Tensor? residual=None, Tensor? norm_weight=None, float norm_eps=1e-6, "
-    "float norm_offset=0.0) -> Tensor",
-    meta=_meta_linear_quantized,
-)
+@operator(meta=_meta_linear_quantized)
 def linear_quantized(
     x: Tensor,
     packed: Tensor,
@@ -153,15 +148,7 @@ def _meta_mlp_quantized(
     return x.new_empty(x.shape)
 
 
-@operator(
-    "mlp_quantized(Tensor x, Tensor gate_up_packed, Tensor gate_up_scales, Tensor? gate_up_biases, "
-    "Tensor down_packed, Tensor down_scales, Tensor? down_biases, int bits, int group_size, str mode, *, "
-    'Tensor? gate_up_bias=None, Tensor? down_bias=None, str activation="silu", float? alpha=None, '
-    "float? limit=None, bool gated=True, bool interleaved=False, Tensor? residual=None, "
-    "int? down_bits=None, int? down_group_size=None, str? down_mode=None, Tensor? norm_weight=None, "
-    "float norm_eps=1e-6, float norm_offset=0.0) -> Tensor",
-    meta=_meta_mlp_quantized,
-)
+@operator(meta=_meta_mlp_quantized)
 def mlp_quantized(
     x: Tensor,
     gate_up_packed: Tensor,
@@ -238,11 +225,7 @@ def _meta_embedding_quantized(check, ids, packed, scales, biases, bits, group_si
     return ids.new_empty(*ids.shape, shape[1], dtype=dtype)
 
 
-@operator(
-    "embedding_quantized(Tensor ids, Tensor packed, Tensor scales, Tensor? biases, int bits, int group_size, "
-    "str mode, ScalarType dtype) -> Tensor",
-    meta=_meta_embedding_quantized,
-)
+@operator(meta=_meta_embedding_quantized)
 def embedding_quantized(
     ids: Tensor,
     packed: Tensor,

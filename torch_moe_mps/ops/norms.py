@@ -60,10 +60,7 @@ def _meta_rms_norm(check, input, weight, eps, weight_offset=0.0):
     return input.new_empty(input.shape)
 
 
-@operator(
-    "rms_norm(Tensor input, Tensor? weight, float eps, float weight_offset=0.0) -> Tensor",
-    meta=_meta_rms_norm,
-)
+@operator(meta=_meta_rms_norm)
 def rms_norm(input: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0) -> Tensor:
     """rms(input) * (weight + weight_offset), without a weight rms(input).
 
@@ -92,10 +89,7 @@ def _meta_rms_norm_gated(check, input, gate, weight, eps, weight_offset=0.0):
     return input.new_empty(input.shape)
 
 
-@operator(
-    "rms_norm_gated(Tensor input, Tensor gate, Tensor weight, float eps, float weight_offset=0.0) -> Tensor",
-    meta=_meta_rms_norm_gated,
-)
+@operator(meta=_meta_rms_norm_gated)
 def rms_norm_gated(
     input: Tensor, gate: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
@@ -126,11 +120,7 @@ def _meta_norm_add(check, residual, input, weight, eps, weight_offset=0.0):
     return residual.new_empty(residual.shape)
 
 
-@operator(
-    "fused_norm_add(Tensor residual, Tensor input, Tensor weight, float eps, float weight_offset=0.0) "
-    "-> Tensor",
-    meta=_meta_norm_add,
-)
+@operator(meta=_meta_norm_add)
 def fused_norm_add(
     residual: Tensor, input: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
@@ -156,11 +146,7 @@ def _meta_norm_add_scalar(check, residual, input, weight, scalar, eps, weight_of
     return residual.new_empty(residual.shape)
 
 
-@operator(
-    "fused_norm_add_scalar(Tensor residual, Tensor input, Tensor weight, Tensor scalar, float eps, "
-    "float weight_offset=0.0) -> Tensor",
-    meta=_meta_norm_add_scalar,
-)
+@operator(meta=_meta_norm_add_scalar)
 def fused_norm_add_scalar(
     residual: Tensor, input: Tensor, weight: Tensor, scalar: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
@@ -192,11 +178,7 @@ def _meta_residual_norm(check, residual, input, weight, eps, write_sum=True, wei
     return residual.new_empty(residual.shape), total
 
 
-@operator(
-    "fused_residual_norm(Tensor residual, Tensor input, Tensor weight, float eps, bool write_sum=True, "
-    "float weight_offset=0.0) -> (Tensor, Tensor)",
-    meta=_meta_residual_norm,
-)
+@operator(meta=_meta_residual_norm)
 def fused_residual_norm(
     residual: Tensor,
     input: Tensor,
@@ -232,11 +214,7 @@ def _meta_residual_norm_scalar(check, residual, input, weight, scalar, eps, weig
     return residual.new_empty(residual.shape)
 
 
-@operator(
-    "fused_residual_norm_scalar(Tensor residual, Tensor input, Tensor weight, Tensor scalar, float eps, "
-    "float weight_offset=0.0) -> Tensor",
-    meta=_meta_residual_norm_scalar,
-)
+@operator(meta=_meta_residual_norm_scalar)
 def fused_residual_norm_scalar(
     residual: Tensor, input: Tensor, weight: Tensor, scalar: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:

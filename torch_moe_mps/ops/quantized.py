@@ -38,11 +38,7 @@ def _meta_expert_qmm(check, x, packed, scales, biases, ids, bits, group_size, mo
     return x.new_empty(*ids.shape, packed.shape[1])
 
 
-@operator(
-    "expert_qmm(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor ids, int bits, "
-    "int group_size, str mode, Tensor? bias=None) -> Tensor",
-    meta=_meta_expert_qmm,
-)
+@operator(meta=_meta_expert_qmm)
 def expert_qmm(
     x: Tensor,
     packed: Tensor,
@@ -115,16 +111,7 @@ def _meta_moe_experts_quantized(
     return x.new_empty(x.shape)
 
 
-@operator(
-    "moe_experts_quantized(Tensor x, Tensor gate_up_packed, Tensor gate_up_scales, Tensor? gate_up_biases, "
-    "Tensor down_packed, Tensor down_scales, Tensor? down_biases, Tensor ids, Tensor weights, int bits, "
-    "int group_size, str mode, *, Tensor? gate_up_bias=None, Tensor? down_bias=None, "
-    'str activation="silu", float? alpha=None, float? limit=None, bool gated=True, bool interleaved=False, '
-    "Tensor? shared_gate=None, Tensor? shared_out=None, Tensor? residual=None, "
-    "bool gate_is_logit=False, int? down_bits=None, int? down_group_size=None, str? down_mode=None, "
-    "Tensor? norm_weight=None, float norm_eps=1e-6, float norm_offset=0.0) -> Tensor",
-    meta=_meta_moe_experts_quantized,
-)
+@operator(meta=_meta_moe_experts_quantized)
 def moe_experts_quantized(
     x: Tensor,
     gate_up_packed: Tensor,

@@ -115,12 +115,7 @@ def _rotated(
     return torch.cat((before, turned, after), -1).to(x.dtype).transpose(1, 2)
 
 
-@operator(
-    "rope(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? q_weight=None, Tensor? k_weight=None, "
-    "float eps=1e-6, float weight_offset=0.0, *, str pairs='half', int? rotary_dim=None, "
-    "bool rotary_last=False) -> (Tensor, Tensor)",
-    meta=_meta_rope,
-)
+@operator(meta=_meta_rope)
 def rope(
     q: Tensor,
     k: Tensor | None,
@@ -196,12 +191,7 @@ def _meta_rope_cache(
     return _heads_first(q)
 
 
-@operator(
-    "rope_cache_(Tensor q, Tensor k, Tensor v, Tensor(a!) keys_, Tensor(b!) values_, Tensor cos, Tensor sin, "
-    "Tensor? q_weight=None, Tensor? k_weight=None, float eps=1e-6, float weight_offset=0.0, *, "
-    "str pairs='half', int? rotary_dim=None, bool rotary_last=False, bool norm_v=False) -> Tensor",
-    meta=_meta_rope_cache,
-)
+@operator(meta=_meta_rope_cache)
 def rope_cache_(
     q: Tensor,
     k: Tensor,
@@ -264,11 +254,7 @@ def _meta_rope_tables(check, position_ids, inv_freq, scaling, dtype, layout="hal
     return inv_freq.new_empty(shape, dtype=dtype), inv_freq.new_empty(shape, dtype=dtype)
 
 
-@operator(
-    "rope_tables(Tensor position_ids, Tensor inv_freq, float scaling, ScalarType dtype, "
-    "str layout='halves') -> (Tensor cos, Tensor sin)",
-    meta=_meta_rope_tables,
-)
+@operator(meta=_meta_rope_tables)
 def rope_tables(
     position_ids: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype, layout: str = "halves"
 ) -> tuple[Tensor, Tensor]:

@@ -127,13 +127,7 @@ def _meta_router(
     return _selected(logits, top_k)
 
 
-@operator(
-    "moe_router(Tensor logits, int top_k, *, str scoring, Tensor? bias=None, int num_groups=1, "
-    'int top_groups=1, str group_score="top2_sum", float? masked_score=None, bool bias_on_logits=False, '
-    "bool norm_topk_prob, float norm_eps=1e-20, float norm_min=0.0, float scaling_factor=1.0, "
-    "Tensor? per_expert_scale=None) -> (Tensor weights, Tensor ids)",
-    meta=_meta_router,
-)
+@operator(meta=_meta_router)
 def moe_router(
     logits: Tensor,
     top_k: int,
@@ -218,10 +212,7 @@ def _meta_topk_softmax(check, logits, top_k, norm_topk_prob):
     return _selected(logits, top_k)
 
 
-@operator(
-    "moe_router_topk_softmax(Tensor logits, int top_k, bool norm_topk_prob) -> (Tensor weights, Tensor ids)",
-    meta=_meta_topk_softmax,
-)
+@operator(meta=_meta_topk_softmax)
 def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
     """Softmax over all experts, then the top_k largest; with norm_topk_prob divided by their sum.
 
@@ -259,10 +250,7 @@ def _meta_fused_routing(check, logits, per_expert_scale, top_k):
     return _selected(logits, top_k)
 
 
-@operator(
-    "fused_moe_routing(Tensor logits, Tensor per_expert_scale, int top_k) -> (Tensor weights, Tensor ids)",
-    meta=_meta_fused_routing,
-)
+@operator(meta=_meta_fused_routing)
 def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Softmax over all experts, the top_k largest divided by their sum, then times per_expert_scale[id].
 
@@ -299,11 +287,7 @@ def _meta_router_logits(check, x, weight, bias=None, *, dtype=None, **options):
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype or torch.float32)
 
 
-@operator(
-    "router_logits(Tensor x, Tensor weight, Tensor? bias=None, *, Tensor? norm_weight=None, "
-    "float norm_eps=1e-6, float norm_offset=0.0, ScalarType? dtype=None) -> Tensor",
-    meta=_meta_router_logits,
-)
+@operator(meta=_meta_router_logits)
 def router_logits(
     x: Tensor,
     weight: Tensor,
@@ -351,11 +335,7 @@ def _meta_gate(
     return _selected(hidden, top_k)
 
 
-@operator(
-    "moe_gate(Tensor hidden, Tensor router_weight, Tensor norm_weight, Tensor per_expert_scale, int top_k, "
-    "float eps, bool renormalize_after_scale=True) -> (Tensor weights, Tensor ids)",
-    meta=_meta_gate,
-)
+@operator(meta=_meta_gate)
 def moe_gate(
     hidden: Tensor,
     router_weight: Tensor,
@@ -416,10 +396,7 @@ def _meta_bucket(check, ids, num_experts):
     return ids.new_empty(pairs, dtype=torch.int32), ids.new_empty(num_experts + 1, dtype=torch.int32)
 
 
-@operator(
-    "moe_bucket(Tensor ids, int num_experts) -> (Tensor pair_order, Tensor offsets)",
-    meta=_meta_bucket,
-)
+@operator(meta=_meta_bucket)
 def moe_bucket(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """The pairs p = t * K + k sorted by expert, ascending within an expert: a compressed moe_compute_ids_tpe.
 
@@ -449,11 +426,7 @@ def _meta_ids_tpe(check, ids, num_experts, gate_up_rows, down_rows):
     return tuple(ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
-@operator(
-    "moe_compute_ids_tpe(Tensor ids, int num_experts, int gate_up_rows, int down_rows) "
-    "-> (Tensor tpe, Tensor ids_by_expert, Tensor gate_up_args, Tensor down_args)",
-    meta=_meta_ids_tpe,
-)
+@operator(meta=_meta_ids_tpe)
 def moe_compute_ids_tpe(
     ids: Tensor, num_experts: int, gate_up_rows: int, down_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
