@@ -25,7 +25,7 @@ SWIGLU_OAI_LIMIT = 7.0
 class Activation(NamedTuple):
     """An activation, by the operators' arguments of these names."""
 
-    activation: str = "silu"
+    activation: str
     alpha: float | None = None
     limit: float | None = None
     gated: bool = True

@@ -15,10 +15,10 @@ MAX_EXPERTS = 1024
 Group = TypeVar("Group", bound=tuple)
 
 
-def picked(group: type[Group], options: dict[str, Any], **given: Any) -> Group:
-    """The named tuple `group` of the options that are its fields; the others keep their defaults."""
+def picked(group: type[Group], arguments: dict[str, Any]) -> Group:
+    """The named tuple `group` of those arguments that are its fields."""
     fields: Any = group
-    return group(**given, **{name: value for name, value in options.items() if name in fields._fields})
+    return group(**{name: arguments[name] for name in fields._fields})
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:

@@ -30,7 +30,7 @@ def operator(*, meta: Callable) -> Callable[[Callable[Arguments, Result]], Calla
 
     The schema is its signature. Arguments whose names end in `_` are written in place.
 
-    `meta` receives a Check and the operator's arguments, raises the one-line error for bad ones and returns
+    `meta` receives a Check and all arguments by name, raises the one-line error for bad ones and returns
     empty outputs. It runs in front of the reference, and is the operator on the meta device and in
     torch.compile. The Metal host calls it for every signature that it has not seen yet, so that bad arguments
     read the same on CPU, meta and MPS. Outputs are contiguous, whatever the strides of the inputs.
@@ -44,14 +44,16 @@ def operator(*, meta: Callable) -> Callable[[Callable[Arguments, Result]], Calla
         OPERATORS.append(name)
         check = Check(name)
         packet = getattr(torch.ops.moe_mps, name)
-        types = {argument.name: str(argument.type) for argument in packet.default._schema.arguments}
+        arguments = packet.default._schema.arguments
+        types = {argument.name: str(argument.type) for argument in arguments}
+        defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
 
         @functools.wraps(meta)
         def checked_meta(*args, **kwargs):
-            given = {**dict(zip(types, args, strict=False)), **kwargs}
+            given = {**defaults, **dict(zip(types, args, strict=False)), **kwargs}
             _check_values(check, types, given)
-            outputs = meta(check, *args, **kwargs)
-            check.same_device(**{name: given.get(name) for name, kind in types.items() if "Tensor" in kind})
+            outputs = meta(check, **given)
+            check.same_device(**{name: given[name] for name, kind in types.items() if "Tensor" in kind})
             return outputs
 
         @functools.wraps(reference)
@@ -88,7 +90,7 @@ def _schema_of(reference: Callable) -> str:
 def _check_values(check: Check, types: dict[str, str], given: dict[str, Any]) -> None:
     """Every schema lets through None for a tensor, and numbers that no float32 is near."""
     for argument, kind in types.items():
-        value = given.get(argument)
+        value = given[argument]
         if value is None and kind == "Tensor":
             check.fail(argument, "a tensor", None)
         if value is not None and kind in ("float", "Optional[float]"):

@@ -50,22 +50,18 @@ def silu_mul_stacked(gate: Tensor, up: Tensor) -> Tensor:
 # Weighted sums over the slots
 
 
-def _check_slots(check: Check, slots: Tensor, weights: Tensor, residual: Tensor | None = None) -> None:
+def _meta_weighted_sum(check, slots, weights, residual_=None, norm_weight=None, **others):
     check.dtype("slots", slots, ACTIVATION_DTYPES)
     check.min_rank("slots", slots, 2)
     if slots.shape[-2] < 1:
         check.fail("slots", "[..., S, H] with S at least 1", tuple(slots.shape))
     check.tensor("weights", weights, slots.shape[:-1], "[..., S] of slots")
-    if residual is not None:
-        check.tensor(
-            "residual_", residual, (*slots.shape[:-2], slots.shape[-1]), "[..., H] of slots", (slots.dtype,)
-        )
-        check.written("residual_", residual)
-
-
-def _meta_weighted_sum(check, slots, weights):
-    _check_slots(check, slots, weights)
-    return slots.new_empty((*slots.shape[:-2], slots.shape[-1]))
+    sums = (*slots.shape[:-2], slots.shape[-1])
+    if residual_ is not None:
+        check.tensor("residual_", residual_, sums, "[..., H] of slots", (slots.dtype,))
+        check.written("residual_", residual_)
+    check.tensor("norm_weight", norm_weight, sums[-1:], "[H]")
+    return slots.new_empty(sums)
 
 
 @operator(meta=_meta_weighted_sum)
@@ -85,8 +81,8 @@ def weighted_sum_stacked(slots: Tensor, weights: Tensor) -> Tensor:
     return _sum_over_slots(slots, weights).to(slots.dtype)
 
 
-def _meta_weighted_sum_residual(check, residual_, slots, weights):
-    _check_slots(check, slots, weights, residual_)
+def _meta_weighted_sum_residual(check, **arguments):
+    _meta_weighted_sum(check, **arguments)
 
 
 @operator(meta=_meta_weighted_sum_residual)
@@ -107,13 +103,7 @@ def weighted_sum_residual_stacked_(residual_: Tensor, slots: Tensor, weights: Te
     residual_.copy_(residual_.float() + _sum_over_slots(slots, weights))
 
 
-def _meta_weighted_sum_residual_norm(check, residual_, slots, weights, norm_weight, eps):
-    _check_slots(check, slots, weights, residual_)
-    check.tensor("norm_weight", norm_weight, (slots.shape[-1],), "[H]")
-    return residual_.new_empty(residual_.shape)
-
-
-@operator(meta=_meta_weighted_sum_residual_norm)
+@operator(meta=_meta_weighted_sum)
 def weighted_sum_residual_norm_stacked_(
     residual_: Tensor, slots: Tensor, weights: Tensor, norm_weight: Tensor, eps: float
 ) -> Tensor:
@@ -185,8 +175,8 @@ class ExpertSum(NamedTuple):
         return total
 
 
-def _meta_weighted_reduce(check, weights, expert_out, *added, **options):
-    around = ExpertSum(weights, *added, **options)
+def _meta_weighted_reduce(check, weights, expert_out, **added):
+    around = ExpertSum(weights, **added)
     check.dtype("weights", weights, ACTIVATION_DTYPES)
     check.rank("weights", weights, (2,))
     check.dtype("expert_out", expert_out, ACTIVATION_DTYPES)

@@ -155,7 +155,7 @@ def _matrices(weight: Tensor, transposed: bool) -> Callable[[int], Tensor]:
     return (weight if transposed else weight.mT).__getitem__
 
 
-def _meta_expert_mm(check, x, weight, ids, bias=None, transposed=False):
+def _meta_expert_mm(check, x, weight, ids, bias, transposed):
     check_slots(check, x, ids)
     check.dtype("weight", weight, (x.dtype,))
     check.rank("weight", weight, (3,))
@@ -194,24 +194,12 @@ def expert_mm(
     return project_slots(x, ids, weight.shape[0], columns, bias, product)
 
 
-def _meta_moe_experts(
-    check,
-    x,
-    gate_up,
-    down,
-    ids,
-    weights,
-    *,
-    gate_up_bias=None,
-    down_bias=None,
-    transposed=False,
-    **options,
-):
-    around, activation = picked(ExpertSum, options, weights=weights), picked(Activation, options)
-    gated, norm = activation.gated, picked(InputNorm, options)
-    check_around(check, x, ids, around)
-    norm.check(check, x.shape[1])
+def _meta_moe_experts(check, x, gate_up, down, ids, gate_up_bias, down_bias, transposed, **arguments):
+    check_around(check, x, ids, picked(ExpertSum, arguments))
+    picked(InputNorm, arguments).check(check, x.shape[1])
+    activation = picked(Activation, arguments)
     activation.check(check)
+    gated = activation.gated
     for argument, tensor in (("gate_up", gate_up), ("down", down)):
         check.dtype(argument, tensor, (x.dtype,))
         check.rank(argument, tensor, (3,))

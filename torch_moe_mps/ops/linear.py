@@ -1,11 +1,13 @@
 """Linear layers, dense MLPs and embeddings with weights in the formats of _formats.py."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ._activations import Activation
 from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check, picked
-from ._formats import Format, QuantizedWeight, checked_format
+from ._formats import TENSORS, Format, QuantizedWeight, checked_format
 from ._registry import operator
 from .norms import InputNorm
 
@@ -29,9 +31,7 @@ def _product(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tens
     return out if bias is None else out.add_(bias.float())
 
 
-def _meta_linear_quantized(
-    check, x, packed, scales, biases, bias, bits, group_size, mode, *, residual=None, **options
-):
+def _meta_linear_quantized(check, x, packed, scales, biases, bias, bits, group_size, mode, residual, **norm):
     check.dtype("x", x, ACTIVATION_DTYPES)
     check.min_rank("x", x, 1)
     weight = QuantizedWeight(packed, scales, biases, checked_format(check, bits, group_size, mode))
@@ -40,8 +40,7 @@ def _meta_linear_quantized(
     weight.check(check, "", (rows, x.shape[-1]), "N, C")
     check.tensor("bias", bias, (rows,), "[N]")
     check.tensor("residual", residual, (*x.shape[:-1], rows), "[..., N]", (x.dtype,))
-    norm = picked(InputNorm, options)
-    norm.check(check, x.shape[-1])
+    InputNorm(**norm).check(check, x.shape[-1])
     return x.new_empty(*x.shape[:-1], rows)
 
 
@@ -90,60 +89,35 @@ def linear_quantized(
     return (out if residual is None else out.add_(residual.float())).to(x.dtype)
 
 
-def check_packed_mlp(
-    check: Check,
-    hidden: int,
-    gate_up: QuantizedWeight,
-    down: QuantizedWeight,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    gated: bool,
-    stack: str = "",
-) -> None:
-    """The weights of an MLP with `hidden` inputs; of a stack of MLPs with `stack` "E, "."""
+def _weight(prefix: str, format: Format, arguments: dict[str, Any]) -> QuantizedWeight:
+    packed, scales, biases = (arguments[f"{prefix}{name}"] for name in TENSORS)
+    return QuantizedWeight(packed, scales, biases, format)
+
+
+def check_packed_mlp(check: Check, hidden: int, arguments: dict[str, Any], stack: str = "") -> None:
+    """The arguments of an operator about an MLP with `hidden` inputs; a stack of MLPs has `stack` "E, "."""
+    activation = picked(Activation, arguments)
+    activation.check(check)
+    format = checked_format(check, arguments["bits"], arguments["group_size"], arguments["mode"])
+    down_numbers = (arguments["down_bits"], arguments["down_group_size"], arguments["down_mode"])
+    gate_up = _weight("gate_up_", format, arguments)
+    down = _weight("down_", format.replaced(*down_numbers, check, "down_"), arguments)
+    picked(InputNorm, arguments).check(check, hidden)
     check.rank("gate_up_packed", gate_up.packed, (3 if stack else 2,))
     *experts, rows, _ = gate_up.packed.shape
-    rows_name, intermediate = ("2I", rows // 2) if gated else ("I", rows)
-    if gated and rows % 2 != 0:
+    rows_name, intermediate = ("2I", rows // 2) if activation.gated else ("I", rows)
+    if activation.gated and rows % 2 != 0:
         check.fail("gate_up_packed", "of an even number of rows 2I", tuple(gate_up.packed.shape))
     gate_up.check(check, "gate_up_", (*experts, rows, hidden), f"{stack}{rows_name}, H")
     down.check(check, "down_", (*experts, hidden, intermediate), f"{stack}H, I")
-    check.tensor("gate_up_bias", gate_up_bias, (*experts, rows), f"[{stack}{rows_name}]")
-    check.tensor("down_bias", down_bias, (*experts, hidden), f"[{stack}H]")
+    check.tensor("gate_up_bias", arguments["gate_up_bias"], (*experts, rows), f"[{stack}{rows_name}]")
+    check.tensor("down_bias", arguments["down_bias"], (*experts, hidden), f"[{stack}H]")
 
 
-def _meta_mlp_quantized(
-    check,
-    x,
-    gate_up_packed,
-    gate_up_scales,
-    gate_up_biases,
-    down_packed,
-    down_scales,
-    down_biases,
-    bits,
-    group_size,
-    mode,
-    *,
-    gate_up_bias=None,
-    down_bias=None,
-    residual=None,
-    down_bits=None,
-    down_group_size=None,
-    down_mode=None,
-    **options,
-):
+def _meta_mlp_quantized(check, x, residual, **arguments):
     check.dtype("x", x, ACTIVATION_DTYPES)
     check.min_rank("x", x, 1)
-    activation = picked(Activation, options)
-    activation.check(check)
-    format = checked_format(check, bits, group_size, mode)
-    down_format = format.replaced(down_bits, down_group_size, down_mode, check, "down_")
-    gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_biases, format)
-    down = QuantizedWeight(down_packed, down_scales, down_biases, down_format)
-    check_packed_mlp(check, x.shape[-1], gate_up, down, gate_up_bias, down_bias, activation.gated)
-    norm = picked(InputNorm, options)
-    norm.check(check, x.shape[-1])
+    check_packed_mlp(check, x.shape[-1], arguments)
     check.tensor("residual", residual, x.shape, "[..., H]", (x.dtype,))
     return x.new_empty(x.shape)
 

@@ -22,9 +22,9 @@ def normed(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 
 class InputNorm(NamedTuple):
     """The RMSNorm that an operator applies to its input, where it has a weight."""
 
-    norm_weight: Tensor | None = None
-    norm_eps: float = 1e-6
-    norm_offset: float = 0.0
+    norm_weight: Tensor | None
+    norm_eps: float
+    norm_offset: float
 
     def check(self, check: Check, width: int) -> None:
         check.tensor("norm_weight", self.norm_weight, (width,), "[columns of x]")
@@ -35,25 +35,13 @@ class InputNorm(NamedTuple):
         return normed(x, self.norm_weight, self.norm_eps, self.norm_offset).to(x.dtype)
 
 
-def _check_norm(
-    check: Check, residual: Tensor, input: Tensor, weight: Tensor, scalar: Tensor | None = None
-) -> None:
-    check.dtype("residual", residual, ACTIVATION_DTYPES)
-    check.min_rank("residual", residual, 1)
-    check.tensor("input", input, residual.shape, "[..., H] of residual", (residual.dtype,))
-    check.tensor("weight", weight, (residual.shape[-1],), "[H]")
-    if scalar is not None:
-        check.dtype("scalar", scalar, ACTIVATION_DTYPES)
-        if scalar.dim() > 1 or scalar.numel() not in (1, residual.shape[-1]):
-            check.fail("scalar", f"of 1 or H = {residual.shape[-1]} elements", f"shape {tuple(scalar.shape)}")
-
-
 # The norm alone
 
 
-def _meta_rms_norm(check, input, weight, eps, weight_offset=0.0):
+def _meta_rms_norm(check, input, weight, weight_offset, gate=None, **others):
     check.dtype("input", input, ACTIVATION_DTYPES)
     check.min_rank("input", input, 1)
+    check.tensor("gate", gate, input.shape, "[..., H] of input", (input.dtype,))
     check.tensor("weight", weight, (input.shape[-1],), "[H]")
     if weight is None and weight_offset != 0.0:
         check.fail("weight_offset", "0.0 without a weight", weight_offset)
@@ -81,15 +69,7 @@ def rms_norm(input: Tensor, weight: Tensor | None, eps: float, weight_offset: fl
     return normed(input, weight, eps, weight_offset).to(input.dtype)
 
 
-def _meta_rms_norm_gated(check, input, gate, weight, eps, weight_offset=0.0):
-    check.dtype("input", input, ACTIVATION_DTYPES)
-    check.min_rank("input", input, 1)
-    check.tensor("gate", gate, input.shape, "[..., H] of input", (input.dtype,))
-    check.tensor("weight", weight, (input.shape[-1],), "[H]")
-    return input.new_empty(input.shape)
-
-
-@operator(meta=_meta_rms_norm_gated)
+@operator(meta=_meta_rms_norm)
 def rms_norm_gated(
     input: Tensor, gate: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
@@ -115,12 +95,19 @@ def rms_norm_gated(
 # The norm of the input, added to the residual
 
 
-def _meta_norm_add(check, residual, input, weight, eps, weight_offset=0.0):
-    _check_norm(check, residual, input, weight)
+def _meta_fused(check, residual, input, weight, scalar=None, **others):
+    check.dtype("residual", residual, ACTIVATION_DTYPES)
+    check.min_rank("residual", residual, 1)
+    check.tensor("input", input, residual.shape, "[..., H] of residual", (residual.dtype,))
+    check.tensor("weight", weight, (residual.shape[-1],), "[H]")
+    if scalar is not None:
+        check.dtype("scalar", scalar, ACTIVATION_DTYPES)
+        if scalar.dim() > 1 or scalar.numel() not in (1, residual.shape[-1]):
+            check.fail("scalar", f"of 1 or H = {residual.shape[-1]} elements", f"shape {tuple(scalar.shape)}")
     return residual.new_empty(residual.shape)
 
 
-@operator(meta=_meta_norm_add)
+@operator(meta=_meta_fused)
 def fused_norm_add(
     residual: Tensor, input: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
@@ -141,12 +128,7 @@ def fused_norm_add(
     return (residual.float() + normed(input, weight, eps, weight_offset)).to(residual.dtype)
 
 
-def _meta_norm_add_scalar(check, residual, input, weight, scalar, eps, weight_offset=0.0):
-    _check_norm(check, residual, input, weight, scalar)
-    return residual.new_empty(residual.shape)
-
-
-@operator(meta=_meta_norm_add_scalar)
+@operator(meta=_meta_fused)
 def fused_norm_add_scalar(
     residual: Tensor, input: Tensor, weight: Tensor, scalar: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
@@ -172,10 +154,9 @@ def fused_norm_add_scalar(
 # The norm of the sum
 
 
-def _meta_residual_norm(check, residual, input, weight, eps, write_sum=True, weight_offset=0.0):
-    _check_norm(check, residual, input, weight)
-    total = residual.new_empty(residual.shape if write_sum else (0,))
-    return residual.new_empty(residual.shape), total
+def _meta_residual_norm(check, residual, write_sum, **others):
+    out = _meta_fused(check, residual, **others)
+    return out, residual.new_empty(residual.shape if write_sum else (0,))
 
 
 @operator(meta=_meta_residual_norm)
@@ -209,12 +190,7 @@ def fused_residual_norm(
     return result, total if write_sum else residual.new_empty(0)
 
 
-def _meta_residual_norm_scalar(check, residual, input, weight, scalar, eps, weight_offset=0.0):
-    _check_norm(check, residual, input, weight, scalar)
-    return residual.new_empty(residual.shape)
-
-
-@operator(meta=_meta_residual_norm_scalar)
+@operator(meta=_meta_fused)
 def fused_residual_norm_scalar(
     residual: Tensor, input: Tensor, weight: Tensor, scalar: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:

@@ -28,7 +28,7 @@ def _product(rows: Tensor, groups: Groups, weight: QuantizedWeight) -> Tensor:
     )
 
 
-def _meta_expert_qmm(check, x, packed, scales, biases, ids, bits, group_size, mode, bias=None):
+def _meta_expert_qmm(check, x, packed, scales, biases, ids, bits, group_size, mode, bias):
     check_slots(check, x, ids)
     weight = QuantizedWeight(packed, scales, biases, checked_format(check, bits, group_size, mode))
     check.rank("packed", packed, (3,))
@@ -76,38 +76,9 @@ def expert_qmm(
     return project_slots(x, ids, packed.shape[0], packed.shape[1], bias, product)
 
 
-def _meta_moe_experts_quantized(
-    check,
-    x,
-    gate_up_packed,
-    gate_up_scales,
-    gate_up_biases,
-    down_packed,
-    down_scales,
-    down_biases,
-    ids,
-    weights,
-    bits,
-    group_size,
-    mode,
-    *,
-    gate_up_bias=None,
-    down_bias=None,
-    down_bits=None,
-    down_group_size=None,
-    down_mode=None,
-    **options,
-):
-    around, activation = picked(ExpertSum, options, weights=weights), picked(Activation, options)
-    check_around(check, x, ids, around)
-    activation.check(check)
-    format = checked_format(check, bits, group_size, mode)
-    down_format = format.replaced(down_bits, down_group_size, down_mode, check, "down_")
-    gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_biases, format)
-    down = QuantizedWeight(down_packed, down_scales, down_biases, down_format)
-    norm = picked(InputNorm, options)
-    norm.check(check, x.shape[1])
-    check_packed_mlp(check, x.shape[1], gate_up, down, gate_up_bias, down_bias, activation.gated, stack="E, ")
+def _meta_moe_experts_quantized(check, x, ids, **arguments):
+    check_around(check, x, ids, picked(ExpertSum, arguments))
+    check_packed_mlp(check, x.shape[1], arguments, stack="E, ")
     return x.new_empty(x.shape)
 
 

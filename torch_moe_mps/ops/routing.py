@@ -9,7 +9,7 @@ are exact, where rounded or saturated scores would tie.
 import torch
 from torch import Tensor
 
-from ._checks import ACTIVATION_DTYPES, FLOAT32_MAX, ID_DTYPES, MAX_EXPERTS, MAX_TOP_K, Check, picked
+from ._checks import ACTIVATION_DTYPES, FLOAT32_MAX, ID_DTYPES, MAX_EXPERTS, MAX_TOP_K, Check
 from ._registry import operator
 from .norms import InputNorm, normed
 
@@ -100,10 +100,8 @@ def _selected(rows: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def _meta_router(
-    check,
-    logits, top_k, *, scoring, bias=None, num_groups=1, top_groups=1, group_score="top2_sum",
-    masked_score=None, bias_on_logits=False, norm_topk_prob, norm_eps=1e-20, norm_min=0.0, scaling_factor=1.0,
-    per_expert_scale=None,
+    check, logits, top_k, scoring, bias, num_groups, top_groups, group_score, masked_score, norm_eps,
+    norm_min, per_expert_scale, **others,
 ):  # fmt: skip
     _check_logits(check, logits, top_k)
     num_experts = logits.shape[-1]
@@ -207,7 +205,7 @@ def moe_router(
 # The named routers of the sources
 
 
-def _meta_topk_softmax(check, logits, top_k, norm_topk_prob):
+def _meta_topk_softmax(check, logits, top_k, **others):
     _check_logits(check, logits, top_k)
     return _selected(logits, top_k)
 
@@ -273,15 +271,14 @@ def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> t
     return _scaled_softmax_of_selected(logits, per_expert_scale, top_k)
 
 
-def _meta_router_logits(check, x, weight, bias=None, *, dtype=None, **options):
+def _meta_router_logits(check, x, weight, bias, dtype, **norm):
     check.dtype("x", x, ACTIVATION_DTYPES)
     check.rank("x", x, (2,))
     check.dtype("weight", weight, ACTIVATION_DTYPES)
     check.rank("weight", weight, (2,))
     check.shape("weight", weight, (weight.shape[0], x.shape[1]), "[E, H]")
     check.tensor("bias", bias, (weight.shape[0],), "[E]")
-    norm = picked(InputNorm, options)
-    norm.check(check, x.shape[1])
+    InputNorm(**norm).check(check, x.shape[1])
     if dtype is not None and dtype not in ACTIVATION_DTYPES:
         check.fail("dtype", "float32 or float16 or bfloat16", str(dtype).removeprefix("torch."))
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype or torch.float32)
@@ -320,9 +317,7 @@ def router_logits(
     return torch.nn.functional.linear(rows, weight.float(), shift).to(dtype or torch.float32)
 
 
-def _meta_gate(
-    check, hidden, router_weight, norm_weight, per_expert_scale, top_k, eps, renormalize_after_scale=True
-):
+def _meta_gate(check, hidden, router_weight, norm_weight, per_expert_scale, top_k, **others):
     check.dtype("hidden", hidden, ACTIVATION_DTYPES)
     check.rank("hidden", hidden, (2,))
     check.dtype("router_weight", router_weight, ACTIVATION_DTYPES)
