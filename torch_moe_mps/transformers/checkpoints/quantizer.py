@@ -24,7 +24,7 @@ from .mlx.reading import Reading
 from .operations import packed_blocks
 from .quantize import quantize_targets
 from .saving import mark_quantized
-from .streaming import QuantizeParameter, Stream, streaming_converters
+from .streaming import QuantizeParameters, Stream, streaming_converters
 from .targets import present, tie_quantized
 from .weights import quantized_names, replace, store_empty, stored
 
@@ -124,8 +124,8 @@ class Quantizer(HfQuantizer):
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         return not self.pre_quantized and param_name in self._stream.wanted
 
-    def get_quantize_ops(self) -> QuantizeParameter:
-        return QuantizeParameter(self._stream)
+    def get_quantize_ops(self) -> QuantizeParameters:
+        return QuantizeParameters(self._stream)
 
     def _process_model_after_weight_loading(self, model: "PreTrainedModel", **kwargs: Any) -> None:
         from ..accelerate import accelerate

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps, MergeModulelist, WeightConverter
+from transformers.core_model_loading import (
+    ConversionOps,
+    MergeModulelist,
+    WeightConverter,
+    WeightTransform,
+)
 from transformers.quantizers.base import HfQuantizer
 
 from ...ops._checks import Check
@@ -49,7 +54,6 @@ class Stream:
         self.report = QuantizationReport(skipped=weights.dense, bytes_before=bytes_a_token(model))
         self._done: dict[str, QuantizedWeight] = {}
         self._errors: list[ValueError] = []
-        self._replaced: list[tuple[WeightConverter, WeightConverter]] = []
 
     def forget_absent(self) -> None:
         """The model was cut: weights that it no longer has are not wanted."""
@@ -74,13 +78,6 @@ class Stream:
         except ValueError as error:
             self._errors.append(error)
 
-    def replaced(self, converter: WeightConverter, operations: list[ConversionOps]) -> WeightConverter:
-        """A copy of a converter with other operations; the original is kept for saving."""
-        sources, targets = converter._original_source_patterns, converter._original_target_patterns
-        ours = converter.copy(list(sources), list(targets), operations=operations)
-        self._replaced.append((ours, converter))
-        return ours
-
     def place(self, model: "PreTrainedModel", loaded: Callable[[str], bool]) -> dict[str, Target]:
         """Puts the quantised tensors into those targets whose names are `loaded`.
 
@@ -90,8 +87,7 @@ class Stream:
         """
         if self._errors:
             raise self._errors[0]
-        used = {id(theirs) for ours, theirs in self._replaced if ours.was_used()}
-        used |= {id(conversion) for conversion in model._weight_conversions}
+        used = {id(_original(conversion)) for conversion in model._weight_conversions}
         model._weight_conversions = [c for c in self.original_conversions if id(c) in used]
         self._unite_tied(model)
         targets = {name: self.targets.pop(name) for name in filter(loaded, list(self.targets))}
@@ -129,21 +125,20 @@ def _equal(first: Tensor | None, second: Tensor | None) -> bool:
     return first is second or (first is not None and second is not None and torch.equal(first, second))
 
 
-class QuantizeParameter(ConversionOps):
+class QuantizeParameters(ConversionOps):
     """Takes parameters from the loader into the stream, so that the loader has nothing to set."""
 
     def __init__(self, stream: Stream):
         self.stream = stream
 
-    def __deepcopy__(self, memo: dict) -> "QuantizeParameter":
+    def __deepcopy__(self, memo: dict) -> "QuantizeParameters":
         """The loader copies its converters for every parameter, but there is only one stream."""
         return self
 
-    def convert(self, input_dict: dict, missing_keys: set[str], **kwargs: Any) -> dict[str, Tensor]:
+    def convert(self, input_dict: dict, missing_keys: set[str], **kwargs: Any) -> dict[str, Any]:
         others = {name: value for name, value in input_dict.items() if name not in self.stream.wanted}
         for name in input_dict.keys() - others.keys():
-            if input_dict[name] is not _QUANTIZED:
-                self.stream.quantize(name, _taken(input_dict, name))
+            self.stream.quantize(name, _taken(input_dict, name))
             missing_keys.discard(name)
         return others
 
@@ -157,35 +152,39 @@ def _taken(tensors: dict, name: str) -> Iterator[Tensor]:
         yield values.pop(0)
 
 
-# What QuantizeMerged returns instead of a tensor.
-_QUANTIZED = object()
+class QuantizeConverted(ConversionOps):
+    """The operations of a converter, whose result the stream takes if it is a parameter to be quantised.
 
-
-class QuantizeMerged(ConversionOps):
-    """Merges experts that are stored one by one, and quantises them some at a time.
-
-    `operations` are those of transformers: the first stacks a list of tensors, the others treat each expert
-    separately. For some of the experts, they return a piece of the parameter.
+    Experts that are stored one by one are merged and quantised some at a time. The first operation stacks a
+    list of tensors and the others treat each expert separately, so some of the experts give a piece of the
+    parameter.
     """
 
-    def __init__(self, stream: Stream, operations: list[ConversionOps]):
-        self.stream = stream
-        self.operations = operations
+    def __init__(self, stream: Stream, converter: WeightConverter):
+        self.stream, self.converter = stream, converter
         # transformers must not cast what an operation of a quantizer reads.
-        self.hf_quantizer = next(filter(None, (getattr(o, "hf_quantizer", None) for o in operations)), None)
+        self.hf_quantizer = any(
+            getattr(operation, "hf_quantizer", None) for operation in converter.operations
+        )
 
-    def __deepcopy__(self, memo: dict) -> "QuantizeMerged":
+    def __deepcopy__(self, memo: dict) -> "QuantizeConverted":
         return self
 
-    def convert(self, input_dict: dict, full_layer_name: str, **kwargs: Any) -> dict:
-        if full_layer_name not in self.stream.wanted:
-            return self._merge(input_dict, full_layer_name=full_layer_name, **kwargs)
-        merged = self._pieces(input_dict, full_layer_name=full_layer_name, **kwargs)
-        self.stream.quantize(full_layer_name, merged)
-        return {full_layer_name: _QUANTIZED}
+    def convert(self, input_dict: dict, **kwargs: Any) -> dict[str, Any]:
+        name = kwargs["full_layer_name"]
+        if name in self.stream.wanted and merges(self.converter):
+            pieces = self._pieces(input_dict, **kwargs)
+        else:
+            made = self._converted(input_dict, **kwargs)
+            if name not in self.stream.wanted or len(made) != 1:
+                return made
+            pieces = _taken(made, *made)
+        self.stream.quantize(name, pieces)
+        kwargs["missing_keys"].discard(name)
+        return {}
 
-    def _merge(self, tensors: dict, **kwargs: Any) -> dict:
-        for operation in self.operations:
+    def _converted(self, tensors: dict, **kwargs: Any) -> dict[str, Any]:
+        for operation in self.converter.operations:
             tensors = operation.convert(tensors, **kwargs)
         return tensors
 
@@ -197,45 +196,41 @@ class QuantizeMerged(ConversionOps):
             some = {pattern: values[first : first + step] for pattern, values in tensors.items()}
             for values in tensors.values():  # what was read is freed as it is quantised
                 values[first : first + step] = [None] * len(values[first : first + step])
-            (piece,) = self._merge(some, **kwargs).values()
+            (piece,) = self._converted(some, **kwargs).values()
             del some
             yield piece
 
 
-def streaming_converters(converters: list, stream: Stream, dequantizer: HfQuantizer | None = None) -> list:
-    """transformers' converters of a checkpoint, changed so that weights are quantised.
+def merges(converter: WeightConverter) -> bool:
+    """Whether a converter stacks experts that are stored one by one."""
+    stacks = any(isinstance(o, MergeModulelist) and o.dim == 0 for o in converter.operations)
+    return stacks and len(converter.target_patterns) == 1
 
-    Experts are merged in pieces. If another quantizer dequantises the checkpoint (FP8), each parameter passes
-    through one of its converters, and our operation is the last of each.
+
+def streaming_converters(converters: list, stream: Stream, dequantizer: HfQuantizer | None = None) -> list:
+    """transformers' converters of a checkpoint, changed so that what they make is quantised.
+
+    The parameters of a dense checkpoint pass through QuantizeParameters, all but merged experts. If another
+    quantizer dequantises the checkpoint (FP8), each parameter passes through one of its converters.
     """
     stream.original_conversions = list(converters)
-    if dequantizer is None:
-        return [
-            stream.replaced(c, [QuantizeMerged(stream, c.operations)]) if _merges(c) else c
-            for c in converters
-        ]
-    found = []
-    for converter in dequantizer.update_weight_conversions(converters, stream.model):
-        if isinstance(converter, WeightConverter):
-            operations = converter.operations
-            operations = [QuantizeMerged(stream, operations)] if _merges(converter) else list(operations)
-            converter = stream.replaced(converter, [*operations, QuantizeConverted(stream)])
-        found.append(converter)
-    return found
+    every = converters
+    if dequantizer is not None:
+        every = dequantizer.update_weight_conversions(converters, stream.model)
+    return [
+        _streaming(c, stream)
+        if isinstance(c, WeightConverter) and (dequantizer is not None or merges(c))
+        else c
+        for c in every
+    ]
 
 
-def _merges(converter: object) -> bool:
-    if not isinstance(converter, WeightConverter) or len(converter.target_patterns) != 1:
-        return False
-    return any(isinstance(o, MergeModulelist) and o.dim == 0 for o in converter.operations)
+def _streaming(converter: WeightConverter, stream: Stream) -> WeightConverter:
+    sources, targets = converter._original_source_patterns, converter._original_target_patterns
+    return converter.copy(list(sources), list(targets), operations=[QuantizeConverted(stream, converter)])
 
 
-class QuantizeConverted(QuantizeParameter):
-    """QuantizeParameter as the last operation of a converter, where tensors are named by patterns."""
-
-    def convert(self, input_dict: dict, missing_keys: set[str], **kwargs: Any) -> dict:
-        full_layer_name = kwargs["full_layer_name"]
-        if len(input_dict) != 1 or full_layer_name not in self.stream.wanted:
-            return input_dict
-        (value,) = input_dict.values()
-        return super().convert({full_layer_name: value}, missing_keys=missing_keys)
+def _original(conversion: WeightTransform) -> WeightTransform:
+    """The converter of transformers in whose place `streaming_converters` has put one."""
+    first = next(iter(getattr(conversion, "operations", ())), None)
+    return first.converter if isinstance(first, QuantizeConverted) else conversion
