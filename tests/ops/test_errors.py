@@ -193,6 +193,10 @@ def bad_arguments(device: str) -> list[tuple[str, dict]]:
             {"A_log": zeros(2)},
             {"dt_bias": zeros(4, dtype=integer)},
             {"l2norm_eps": float("nan")},
+            {"gate": zeros(2, T, 4, 8)},
+            {"gate": zeros(2, T, 4, 9), "norm_weight": zeros(8)},
+            {"gate": zeros(2, T, 4, 8, dtype=half), "norm_weight": zeros(8)},
+            {"gate": zeros(2, T, 4, 8), "norm_weight": zeros(9)},
         ],
         "router_logits": [
             {"x": zeros(T, H, dtype=short)},
@@ -380,6 +384,10 @@ moe_mps::gated_delta_rule_: dt_bias must be None without A_log, got shape (4,)
 moe_mps::gated_delta_rule_: A_log must be of shape [Hv] = (4,), got (2,)
 moe_mps::gated_delta_rule_: dt_bias must be float32 or float16 or bfloat16, got int32
 moe_mps::gated_delta_rule_: l2norm_eps must be a number in the range of float32, got nan
+moe_mps::gated_delta_rule_: gate must be given with norm_weight, and only then, got one of the two
+moe_mps::gated_delta_rule_: gate must be of shape [B, T, Hv, Dv] of v = (2, 3, 4, 8), got (2, 3, 4, 9)
+moe_mps::gated_delta_rule_: gate must be float32, got float16
+moe_mps::gated_delta_rule_: norm_weight must be of shape [Dv] = (8,), got (9,)
 moe_mps::router_logits: x must be float32 or float16 or bfloat16, got int16
 moe_mps::router_logits: x must be 2-D, got 1-D of shape (64,)
 moe_mps::router_logits: weight must be of shape [E, H] = (8, 64), got (8, 65)

@@ -105,16 +105,18 @@ def test_delta(device, dtype):
         q, k, v, g, beta, state = arguments
         plain = [q / q.shape[-1] ** 0.5, k / k.shape[-1] ** 0.5, v, -g.abs(), beta.abs() / 4, state]
         check_delta(plain, device)
+        norm = {"gate": random(*v.shape, dtype=dtype, seed=i), "norm_weight": random(v.shape[-1], seed=i)}
+        check_delta(plain, device, **norm, norm_offset=float(i % 2))
 
 
-def test_widest_head(device):
-    check_delta(
-        inputs(1, 2, 1, 1, 256, 40, torch.bfloat16),
-        device,
-        l2norm_eps=1e-6,
-        beta_is_logit=True,
-        A_log=random(1),
-    )
+@pytest.mark.parametrize(("key_width", "value_width"), [(256, 40), (100, 160)])
+def test_wide_heads(device, key_width, value_width):
+    """With a norm, one threadgroup takes the blocks of columns one after another, or a few at a time."""
+    arguments = inputs(1, 2, 1, 1, key_width, value_width, torch.bfloat16)
+    options = {"l2norm_eps": 1e-6, "beta_is_logit": True, "A_log": random(1)}
+    check_delta(arguments, device, **options)
+    norm = {"gate": random(1, 2, 1, value_width, dtype=torch.bfloat16), "norm_weight": random(value_width)}
+    check_delta(arguments, device, **options, **norm, norm_eps=1e-5)
 
 
 def test_decay_of_large_gates(device):

@@ -59,8 +59,9 @@ moe_mps::moe_experts(Tensor x, Tensor gate_up, Tensor down, Tensor ids, Tensor w
 moe_mps::causal_conv1d_update_(Tensor x, Tensor(a1!) conv_state_, Tensor weight, Tensor? bias=None, str
     activation="silu") -> Tensor
 moe_mps::gated_delta_rule_(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a5!) state_, float
-    scale, *, float? l2norm_eps=None, Tensor? A_log=None, Tensor? dt_bias=None, bool beta_is_logit=False) ->
-    Tensor
+    scale, *, float? l2norm_eps=None, Tensor? A_log=None, Tensor? dt_bias=None, bool beta_is_logit=False,
+    Tensor? gate=None, Tensor? norm_weight=None, float norm_eps=9.9999999999999995e-07, float
+    norm_offset=0.) -> Tensor
 moe_mps::linear_quantized(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor? bias, int bits,
     int group_size, str mode, *, Tensor? residual=None, Tensor? norm_weight=None, float
     norm_eps=9.9999999999999995e-07, float norm_offset=0.) -> Tensor

@@ -487,6 +487,7 @@ def gated_delta_rule_(d):
     heads, scale = key_heads * group, key_width**-0.5
     A_log = d.maybe(lambda: d.values(heads))
     g = d.values(batch, tokens, heads)
+    is_gated = d.flag()
     return {
         "q": d.values(batch, tokens, key_heads, key_width, dtype=dtype, scale=scale),
         "k": d.values(batch, tokens, key_heads, key_width, dtype=dtype, scale=scale),
@@ -499,6 +500,10 @@ def gated_delta_rule_(d):
         "A_log": A_log,
         "dt_bias": None if A_log is None else d.maybe(lambda: d.values(heads)),
         "beta_is_logit": d.flag(),
+        "gate": d.values(batch, tokens, heads, value_width, dtype=dtype) if is_gated else None,
+        "norm_weight": d.values(value_width) if is_gated else None,
+        "norm_eps": d.eps(),
+        "norm_offset": d.offset(),
     }
 
 

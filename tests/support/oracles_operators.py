@@ -127,11 +127,15 @@ def rms_norm(a):
     return [normed(exact(a.input), given(a.weight), a.eps, a.weight_offset)]
 
 
+def normed_and_gated(x, gate, weight, eps, offset, x_error=0.0) -> Expected:
+    factor = gate * oracles.sigmoid(gate)
+    norm = normed(x, weight, eps, offset, factor, x_error=x_error)
+    return Expected(norm.value, norm.error + 2 * abs(gate) * FLOAT32_EPS * abs(norm.value) + 1e-35)
+
+
 @oracle
 def rms_norm_gated(a):
-    gate = exact(a.gate)
-    norm = normed(exact(a.input), exact(a.weight), a.eps, a.weight_offset, gate * oracles.sigmoid(gate))
-    return [Expected(norm.value, norm.error + 2 * abs(gate) * FLOAT32_EPS * abs(norm.value) + 1e-35)]
+    return [normed_and_gated(exact(a.input), exact(a.gate), exact(a.weight), a.eps, a.weight_offset)]
 
 
 @oracle
@@ -492,7 +496,13 @@ def gated_delta_rule_(a):
     )
     largest = max(abs(x).max(initial=1.0) for x in (state, exact(a.state_), exact(a.v)))
     error = 200 * FLOAT32_EPS * largest
-    return [Expected(value, error * max(1.0, abs(a.scale))), Expected(state, error)]
+    result = Expected(value, error * max(1.0, abs(a.scale)))
+    if a.gate is not None:
+        rounded = oracles.round_to(value, a.v.dtype)
+        x_error = result.error + (a.v.dtype != torch.float32) * oracles.spacing(rounded, a.v.dtype)
+        norm = exact(a.gate), exact(a.norm_weight), a.norm_eps, a.norm_offset
+        result = normed_and_gated(rounded, *norm, x_error)
+    return [result, Expected(state, error)]
 
 
 @oracle

@@ -2,7 +2,10 @@
 
 import ast
 import copy
+import inspect
+import linecache
 import pickle
+import textwrap
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from torch_moe_mps.transformers.rewriting.rules import gated_delta
 from torch_moe_mps.transformers.rewriting.rules.gated_norm import rewrite_gated_norm
 
 ARCHITECTURES = ("qwen3_next", "qwen3_5_moe")
-STEP = {"causal_conv1d_update_": 1, "gated_delta_rule_": 1, "rms_norm_gated": 1}
+STEP = {"causal_conv1d_update_": 1, "gated_delta_rule_": 1}  # with the norm
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -53,7 +56,7 @@ def test_launches_of_a_step(simulated, architecture):
     before = launches(simulated, step(model))
     torch_moe_mps.accelerate(model)
     after = launches(simulated, step(model))
-    assert sum(after.values()) <= 9 < 50 < sum(before.values()), dict(after)
+    assert sum(after.values()) <= 8 < 50 < sum(before.values()), dict(after)
 
 
 def quantised_with(dense, joined: str):
@@ -79,7 +82,7 @@ def test_projections_of_one_input_run_together(simulated):
     x = torch.ones(1, 1, dense.config.hidden_size, device="mps")
     counts = launches(simulated, lambda: layer_of(model)(x, cache_params=cache))
     assert sum(n for name, n in counts.items() if name.startswith("matmul_rows")) == 2  # and out_proj
-    assert "mm" not in counts and sum(counts.values()) <= 7, dict(counts)
+    assert "mm" not in counts and sum(counts.values()) <= 6, dict(counts)
 
 
 def test_projections_too_small_to_quantise_do_not_keep_the_others_apart():
@@ -155,8 +158,39 @@ def test_hooks_are_called():
     seen = []
     layer_of(model).register_forward_hook(lambda *_: seen.append("layer"))
     layer_of(model).norm.register_forward_hook(lambda *_: seen.append("norm"))
-    assert operators_of(step(model)) == STEP
+    assert operators_of(step(model)) == STEP | {"rms_norm_gated": 1}
     assert seen == ["norm", "layer"] * 2  # the prompt and the step
+
+
+NORM, GATE = "self.norm(core_attn_out, z)", "z = z.reshape(-1, z.shape[-1])"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (NORM, f"{NORM} + core_attn_out"),
+        (NORM, "self.norm(core_attn_out + 1.0, z)"),
+        (NORM, "self.norm(core_attn_out, z.flip(-1))"),
+        (GATE, f"z = z.flip(-1); {GATE}"),
+        (GATE, f"other = core_attn_out * 2.0; {GATE} + other.mean()"),
+    ],
+)
+def test_a_norm_that_the_rule_cannot_have(old, new, monkeypatch):
+    """Something else reads the rule's result, or the norm's arguments are not there yet."""
+    cls = qwen3_next.Qwen3NextGatedDeltaNet
+    source = textwrap.dedent(inspect.getsource(cls.forward))
+    assert old in source
+    source = source.replace(old, new)
+    name = f"<edited {new}>"
+    monkeypatch.setitem(linecache.cache, name, (len(source), None, source.splitlines(True), name))
+    scope: dict = {}
+    exec(compile(source, name, "exec"), vars(qwen3_next), scope)
+    model = model_of()
+    layer_of(model).__class__ = type(cls.__name__, (cls,), {"forward": scope["forward"]})
+    expected, _ = decoded(model)
+    torch_moe_mps.accelerate(model)
+    assert operators_of(step(model)) == STEP | {"rms_norm_gated": 1}
+    assert_close(decoded(model)[0], expected, 1e-5)
 
 
 def test_a_state_of_another_dtype():

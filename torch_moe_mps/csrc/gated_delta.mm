@@ -1,10 +1,12 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <optional>
 #include <string_view>
 
 #include "../shaders/params.h"
+#include "norms.h"
 #include "register.h"
 #include "tensors.h"
 
@@ -55,7 +57,8 @@ Tensor causal_conv1d_update_(const Tensor& x, const Tensor& conv_state_, const T
 Tensor gated_delta_rule_(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& g_,
                          const Tensor& beta_, const Tensor& state_, double scale,
                          std::optional<double> l2norm_eps, const OptionalTensor& a_log_,
-                         const OptionalTensor& dt_bias_, bool beta_is_logit) {
+                         const OptionalTensor& dt_bias_, bool beta_is_logit, const OptionalTensor& gate_,
+                         const OptionalTensor& norm_weight, double norm_eps, double norm_offset) {
   prepare_write("gated_delta_rule_", "state_", state_,
                 {{"q", q_},
                  {"k", k_},
@@ -63,12 +66,15 @@ Tensor gated_delta_rule_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
                  {"g", g_},
                  {"beta", beta_},
                  {"A_log", a_log_.value_or(Tensor())},
-                 {"dt_bias", dt_bias_.value_or(Tensor())}});
+                 {"dt_bias", dt_bias_.value_or(Tensor())},
+                 {"gate", gate_.value_or(Tensor())},
+                 {"norm_weight", norm_weight.value_or(Tensor())}});
   Tensor output = at::empty(v_.sizes(), v_.options());
   if (output.numel() == 0) return output;
   const Tensor q = q_.contiguous(), k = k_.contiguous(), v = v_.contiguous();
   const Tensor g = g_.contiguous(), beta = beta_.contiguous(), state = state_.contiguous();
-  const OptionalTensor a_log = contiguous(a_log_), dt_bias = contiguous(dt_bias_);
+  const OptionalTensor a_log = contiguous(a_log_), dt_bias = contiguous(dt_bias_), gate = contiguous(gate_);
+  const std::optional<InputNorm> norm = input_norm(norm_weight, norm_eps, norm_offset);
   DeltaParams params{};
   params.tokens = q.size(1);
   params.key_heads = q.size(2);
@@ -85,8 +91,16 @@ Tensor gated_delta_rule_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
   params.has_l2norm = l2norm_eps.has_value();
   params.l2norm_eps = static_cast<float>(l2norm_eps.value_or(0.0));
   params.scale = static_cast<float>(scale);
+  params.has_norm = norm.has_value();
+  if (norm) {
+    params.norm_dtype = dtype_code(norm->weight);
+    params.norm_eps = static_cast<float>(norm->eps);
+    params.norm_offset = static_cast<float>(norm->offset);
+  }
 
-  const int64_t simdgroups = ceil_div(params.key_width, kDeltaRows);
+  const int64_t blocks = ceil_div(params.value_width, kSimdWidth);
+  const int64_t of_block = ceil_div(params.key_width, kDeltaRows);  // simdgroups
+  const int64_t at_once = norm ? std::min(blocks, kDeltaSimdgroups / of_block) : 1;
   Commands commands;
   commands.add({"gated_delta", q.scalar_type()}, "gated_delta_rule")
       .bind(q)
@@ -98,10 +112,11 @@ Tensor gated_delta_rule_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
       .bind_or(dt_bias, output)
       .bind(state)
       .bind(output)
+      .bind_or(gate, output)
+      .bind(norm ? norm->weight : output)
       .params(params)
-      .threadgroups(
-          {NSUInteger(ceil_div(params.value_width, kSimdWidth)), NSUInteger(q.size(0) * params.heads)},
-          {NSUInteger(simdgroups * kSimdWidth)});
+      .threadgroups({NSUInteger(norm ? 1 : blocks), NSUInteger(q.size(0) * params.heads)},
+                    {NSUInteger(at_once * of_block * kSimdWidth)});
   commands.encode();
   if (!state_.is_contiguous()) state_.copy_(state);
   return output;

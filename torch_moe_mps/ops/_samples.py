@@ -195,6 +195,7 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
         "gated_delta_rule_": [
             {"A_log": None, "dt_bias": None, "g": -values(2, T, 4).abs(), "beta_is_logit": False}
             | {"state_": values(4, 2, 16, 8, dtype=torch.float32).transpose(0, 1)},
+            {"gate": values(2, T, 4, 8), "norm_weight": values(8), "norm_offset": 1.0},
         ],
         "router_logits": [{"x": strided, "bias": None}, {**norm, "dtype": torch.bfloat16}],
         "attention": [

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ._checks import ACTIVATION_DTYPES, Check
 from ._registry import operator
+from .norms import rms_norm_gated
 
 ACTIVATIONS = ("none", "silu")
 MAX_KEY_WIDTH = 256
@@ -13,7 +14,7 @@ MAX_KEY_WIDTH = 256
 # The convolution
 
 
-def _meta_conv(check, x, conv_state_, weight, bias=None, activation="silu"):
+def _meta_conv(check, x, conv_state_, weight, bias, activation):
     check.choice("activation", activation, ACTIVATIONS)
     check.dtype("x", x, ACTIVATION_DTYPES)
     check.rank("x", x, (3,))
@@ -78,21 +79,7 @@ def _check_heads(check: Check, argument: str, x: Tensor, q: Tensor, shape: tuple
     check.shape(argument, x, shape, meaning)
 
 
-def _meta_delta(
-    check,
-    q,
-    k,
-    v,
-    g,
-    beta,
-    state_,
-    scale,
-    *,
-    l2norm_eps=None,
-    A_log=None,
-    dt_bias=None,
-    beta_is_logit=False,
-):
+def _meta_delta(check, q, k, v, g, beta, state_, A_log, dt_bias, gate, norm_weight, **_):
     check.dtype("q", q, ACTIVATION_DTYPES)
     check.rank("q", q, (4,))
     batch, tokens, key_heads, key_width = q.shape
@@ -113,6 +100,10 @@ def _meta_delta(
         check.fail("dt_bias", "None without A_log", f"shape {tuple(dt_bias.shape)}")
     for argument, tensor in (("A_log", A_log), ("dt_bias", dt_bias)):
         check.tensor(argument, tensor, (heads,), "[Hv]")
+    if (gate is None) != (norm_weight is None):
+        check.fail("gate", "given with norm_weight, and only then", "one of the two")
+    check.tensor("gate", gate, v.shape, "[B, T, Hv, Dv] of v", (v.dtype,))
+    check.tensor("norm_weight", norm_weight, (value_width,), "[Dv]")
     return v.new_empty(v.shape)
 
 
@@ -146,6 +137,10 @@ def gated_delta_rule_(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     beta_is_logit: bool = False,
+    gate: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
 ) -> Tensor:
     """Linear attention by the gated delta rule (Qwen3-Next), token after token.
 
@@ -155,8 +150,10 @@ def gated_delta_rule_(
         state_ = state_ + k^T ((v - k state_) * beta)
         result = q state_ * scale
 
-    All is computed in float32. It is meant for the few new tokens of a decode step; a prompt is faster in
-    chunks.
+    and with `gate`, for each head: rms(result) * (norm_weight + norm_offset) * silu(gate).
+
+    All is computed in float32; the norm sees the result rounded to the dtype of `v`. It is meant for the few
+    new tokens of a decode step; a prompt is faster in chunks.
 
     Args:
         q, k: [B, T, Hk, Dk], float32, float16 or bfloat16; Dk is at most 256.
@@ -170,12 +167,16 @@ def gated_delta_rule_(
         l2norm_eps: x * rsqrt(sum(x^2) + l2norm_eps) takes the place of each head of q and k; None: as it is.
         A_log, dt_bias: [Hv], any of the three dtypes, or None.
         beta_is_logit: sigmoid(beta) takes the place of beta.
+        gate: [B, T, Hv, Dv] in the dtype of `v`, or None; given with `norm_weight`, and only then.
+        norm_weight: [Dv], any of the three dtypes, or None.
+        norm_eps, norm_offset: of the norm, `eps` and `weight_offset` of rms_norm_gated.
 
     Returns: [B, T, Hv, Dv] in the dtype of `v`.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
     """
     read = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
+    read |= {"gate": gate, "norm_weight": norm_weight}
     present = {name: tensor for name, tensor in read.items() if tensor is not None}
     Check("gated_delta_rule_").apart("state_", state_, **present)
     heads = v.shape[2]
@@ -191,4 +192,6 @@ def gated_delta_rule_(
         state = state + key * delta.unsqueeze(-2)
         out[:, token] = (state * q[:, token].unsqueeze(-1)).sum(-2) * scale
     state_.copy_(state)
-    return out
+    if gate is None or norm_weight is None:
+        return out
+    return rms_norm_gated(out, gate, norm_weight, norm_eps, norm_offset)

@@ -186,6 +186,10 @@ struct DeltaParams {
   uint32_t has_l2norm;
   float l2norm_eps;
   float scale;
+  uint32_t has_norm;  // of the result, with a gate
+  uint32_t norm_dtype;
+  float norm_eps;
+  float norm_offset;
 };
 
 // Combine

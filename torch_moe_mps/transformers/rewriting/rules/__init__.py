@@ -7,7 +7,7 @@ from torch import nn
 from ..program.programs import Program
 from .blocks import HAND_OVER_NORM, HAND_OVER_RESIDUAL, TAKE_RESIDUAL
 from .cache_slots import join_rotations, write_into_cache
-from .gated_delta import CAUSAL_CONV, GATED_DELTA, keep_state
+from .gated_delta import CAUSAL_CONV, GATED_DELTA, keep_state, norm_results
 from .gated_norm import rewrite_gated_norm
 from .handover import HAND_OVER_RAW_RESULTS
 from .linear import join_linears
@@ -47,6 +47,7 @@ RULES: tuple[Callable[[Program], None], ...] = (
     write_into_cache,
     CAUSAL_CONV,
     GATED_DELTA,
+    norm_results,
     keep_state,
     order_outputs,
     join_linears,  # layers whose outputs order_outputs has not taken

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES
 from ....ops.gated_delta import MAX_KEY_WIDTH
-from ..program.building import every_call, helper, own_module
-from ..program.programs import Program, copied, name_of
+from ..program.building import calls, child_of_call, every_call, helper, own_module, replace_in
+from ..program.programs import If, Program, copied, name_of, names_in
 from ..program.rewrites import Match, Rewrite
 from ..runtime import called
+from .gated_norm import is_gated_norm, norm_of_heads
 from .trial import agrees, tried
 
 ops = torch.ops.moe_mps
@@ -52,7 +53,14 @@ def causal_conv(
 
 
 @called
-def delta_rule(
+def delta_rule(*args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """function(q, k, v, g=, beta=, **options), and the state, which is updated in place."""
+    out, state, _ = delta_rule_and_norm(*args, **options)
+    return out, state
+
+
+@called
+def delta_rule_and_norm(
     function: Callable,
     q: Tensor,
     k: Tensor,
@@ -60,36 +68,43 @@ def delta_rule(
     *,
     gates: Callable,
     raw: tuple | None,
+    norm: tuple[nn.Module, Tensor] | None = None,
     **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """function(q, k, v, g=, beta=, **options), and the state, which is updated in place.
+) -> tuple[Tensor, Tensor | None, bool]:
+    """What delta_rule gives, and whether its result is normed.
 
     `gates` computes g and beta; `raw` is what the operator takes in their place: g, beta, A_log, dt_bias.
+    `norm` is a norm of the result and its gate.
     """
-    state, normed, final, others = _split(options)
-    if not final or others or not _fits(q, k, v, state):
+    state = options.get("initial_state")
+    if not _known(options) or not _fits(q, k, v, state):
         g, beta = gates()
-        return function(q, k, v, g=g, beta=beta, **options)
-    eps = _L2NORM_EPS if normed else None
-    scale = q.shape[-1] ** -0.5
+        return *function(q, k, v, g=g, beta=beta, **options), False
+    heads = {} if norm is None else norm_of_heads(norm[0], v, norm[1])
+    is_normed = len(heads) > 0
     if raw is None:
         g, beta = gates()
-        out = ops.gated_delta_rule_(q, k, v, g, beta, state, scale, l2norm_eps=eps)
     else:
         g, beta, A_log, dt_bias = raw
-        heads = {"A_log": A_log, "dt_bias": dt_bias, "beta_is_logit": True}
-        out = ops.gated_delta_rule_(q, k, v, g, beta, state, scale, l2norm_eps=eps, **heads)
-    return out, state
+        heads |= {"A_log": A_log, "dt_bias": dt_bias, "beta_is_logit": True}
+    eps = _L2NORM_EPS if options.get("use_qk_l2norm_in_kernel") else None
+    out = ops.gated_delta_rule_(q, k, v, g, beta, state, q.shape[-1] ** -0.5, l2norm_eps=eps, **heads)
+    return out, state, is_normed
 
 
-def _split(options: dict) -> tuple:
-    """initial_state, use_qk_l2norm_in_kernel, output_final_state, and the names of other options in use.
+@called
+def norm_heads(norm: nn.Module, x: Tensor, gate: Tensor, is_normed: bool) -> Tensor:
+    """norm(x, gate), unless delta_rule has done it."""
+    return x if is_normed else norm(x, gate)
+
+
+def _known(options: dict) -> bool:
+    """Whether the state is wanted, and no option is used that the operator does not know.
 
     Flags of the model, such as use_cache, are no options: forwards pass them on to every function.
     """
-    names = ("initial_state", "use_qk_l2norm_in_kernel", "output_final_state")
-    others = [name for name, value in options.items() if not (name in names or isinstance(value, _FLAG))]
-    return *(options.get(name) for name in names), others
+    others = (value for name, value in options.items() if name != "initial_state")
+    return bool(options.get("output_final_state")) and all(isinstance(value, _FLAG) for value in others)
 
 
 def _fits(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> bool:
@@ -255,6 +270,72 @@ GATED_DELTA = Rewrite(
     "ITEMS = delta_rule(_RULE, Q, K, V, gates=GATES, raw=RAW, **OPTIONS)",
     where=_is_step,
 )
+
+
+# No Rewrite: the norm stands behind the `if` of which the rule is one branch.
+def norm_results(program: Program) -> None:
+    """Hands the gated norm of a rule's result to the rule, which says whether it has computed it."""
+    for rule, call in list(calls(program)):
+        found = _norm_behind(program, rule) if ast.unparse(call.func) == "_moe_mps.delta_rule" else None
+        if found is None:
+            continue
+        statement, norm, gate = found
+        call.func = helper("delta_rule_and_norm").func
+        call.keywords.append(ast.keyword("norm", ast.Tuple([copied(norm.func), gate], ast.Load())))
+        holders = (name for index in range(2) for name in _holders(program, name_of(rule), index))
+        parts = map(program.defined_by, holders)
+        is_normed = program.assign("is_normed", ast.Constant(None))
+        flag = name_of(is_normed)
+        program.insert(rule, program.unpack(call, [*filter(None, parts), is_normed]))
+        program.insert(rule, is_normed)
+        program.remove(rule)
+        del program.definitions[flag]  # a name of two values, as those behind an `if`
+        program.insert(program.statements[0], ast.Assign(is_normed.targets, ast.Constant(False)))
+        done = helper("norm_heads", norm.func, *norm.args, ast.Name(flag, ast.Load()))
+        replace_in(program, statement, norm, done)
+        program.rewrites.append(f"{ast.unparse(norm.func).removeprefix('self.')} in gated_delta_rule_")
+
+
+def _holders(program: Program, items: str, index: int) -> list[str]:
+    return [n for n, value in program.definitions.items() if ast.unparse(value) == f"{items}[{index}]"]
+
+
+def _norm_behind(program: Program, rule: ast.Assign) -> tuple[ast.Assign, ast.Call, ast.Name] | None:
+    """The call of a gated norm that alone reads the rule's result, and a gate that the rule can have."""
+    own = set().union(*map(program.names_of, _holders(program, name_of(rule), 0)))
+    own |= {name for name in program.definitions if _unshaped(program, ast.Name(name)) in own}
+    every = [*program.every(), program.result]
+    readers = [each for each in every if _reads(each, own) and not _assigns(each, own)]
+    for statement, call in calls(program):
+        child = child_of_call(program, call)
+        if child is None or not is_gated_norm(child[1]) or len(call.args) != 2 or call.keywords:
+            continue
+        x, gate = (_unshaped(program, each) for each in call.args)
+        later = [name for each in every[every.index(rule) :] for name in names_in(each, ast.Store)]
+        if x in own and readers == [statement] and _reads(statement, own) == 1 and gate not in ["", *later]:
+            return statement, call, ast.Name(gate, ast.Load())
+    return None
+
+
+def _unshaped(program: Program, value: ast.expr) -> str:
+    """The name of a value before any number of view and reshape; empty if it has none."""
+    while isinstance(call := program.follow(value), ast.Call) and isinstance(call.func, ast.Attribute):
+        if call.func.attr not in ("view", "reshape"):
+            break
+        value = call.func.value
+    return value.id if isinstance(value, ast.Name) else ""
+
+
+def _assigns(tree: ast.AST, names: set[str]) -> bool:
+    return isinstance(tree, ast.Assign) and ast.unparse(tree.targets[0]) in names
+
+
+def _reads(statement: ast.AST, names: set[str]) -> int:
+    """How often a statement reads values of these names, not only their shape."""
+    tree = statement.test if isinstance(statement, If) else statement
+    shapes = [n.value for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "shape"]
+    read = (n for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
+    return sum(name.id in names and name not in shapes for name in read)
 
 
 @called

@@ -6,14 +6,16 @@ A module is recognised by running a copy of it on random numbers.
 import copy
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES
-from ..program.programs import original_class
+from ..program.programs import FORWARD, original_class
 from ..program.reads import record
 from ..record import RECORD, record_of
+from .options import forward_of
 from .trial import agrees, tried
 
 ops = torch.ops.moe_mps
@@ -25,12 +27,32 @@ _WIDEST = 1024  # a norm of heads is not wider
 
 def gated_norm_forward(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
     """The forward of a rewritten norm."""
+    if x.shape != gate.shape or (options := _options(norm, x, gate)) is None:
+        return original_class(norm).forward(norm, x, gate)
+    return ops.rms_norm_gated(x, gate, *options)
+
+
+def _options(norm: Any, x: Tensor, gate: Tensor) -> tuple[Tensor, float, float] | None:
+    """The weight, eps and offset of a rewritten norm, None where an operator cannot run it."""
     eps, offset = norm.__dict__[RECORD].formula
     weight = norm.weight
-    fits = x.shape == gate.shape and x.dtype == gate.dtype and x.shape[-1:] == weight.shape
-    if not fits or not x.device == gate.device == weight.device or weight.dtype not in ACTIVATION_DTYPES:
-        return original_class(norm).forward(norm, x, gate)
-    return ops.rms_norm_gated(x, gate, weight, getattr(norm, eps), offset)
+    fits = x.dtype == gate.dtype and x.shape[-1:] == weight.shape and weight.dtype in ACTIVATION_DTYPES
+    if not fits or not x.device == gate.device == weight.device:
+        return None
+    return weight, getattr(norm, eps), offset
+
+
+def is_gated_norm(module: nn.Module) -> bool:
+    return vars(type(module)).get(FORWARD, (None,))[0] is gated_norm_forward
+
+
+def norm_of_heads(norm: nn.Module, heads: Tensor, gate: Tensor) -> dict[str, Any]:
+    """What gated_delta_rule_ takes of a norm of its heads; nothing where the norm must be called."""
+    is_called = forward_of(norm)[0] is not gated_norm_forward
+    if is_called or gate.numel() != heads.numel() or (options := _options(norm, heads, gate)) is None:
+        return {}
+    weight, eps, offset = options
+    return {"gate": gate.reshape(heads.shape), "norm_weight": weight, "norm_eps": eps, "norm_offset": offset}
 
 
 def rewrite_gated_norm(module: nn.Module) -> tuple[Callable, str] | None:
