@@ -134,6 +134,56 @@ def test_dispatches(simulated):
         assert len(commands) == count
 
 
+# Ranges of keys ----------------------------------------------------------------------------------------
+
+RANGES = [[7, 2**31 - 1], [-3, 40], [60, 61], [-(2**31), 2**31 - 1], [50, 20], [69, -1]]
+
+
+def ranges(device, of=RANGES):
+    return torch.tensor(of, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 12])
+def test_ranges(device, dtype, window):
+    """Of every batch entry its own, beyond the keys and empty ones too; other keys hold NaN."""
+    for heads, tokens, width, sinks in ((4, 1, 64, True), (2, 20, 24, False)):
+        q, k, v = tensors(device, dtype, len(RANGES), heads, 2, tokens, 70, width)
+        for row, (first, end) in enumerate(RANGES):
+            for cache in (k, v):
+                cache[row, :, : max(first, 0)], cache[row, :, max(end, 0) :] = torch.nan, torch.nan
+        sinks = random(heads).to(device) if sinks else None
+        out = attend(q, k, v, 0.3, window=window, key_range=ranges(device), sinks=sinks, softcap=9.0)
+        seen = causal(tokens, 70, window, ranges("cpu"))
+        assert_right(out, q, k, v, 0.3, seen, sinks, softcap=9.0)
+
+
+@pytest.mark.one_schedule
+def test_ranges_of_a_long_cache(device):
+    """Chunks before a range, behind it, and those that it ends within; in 8 bits and in 16."""
+    of = [[1000, 2**31 - 1], [0, 130], [1199, 1200]]
+    q, k, v = tensors(device, torch.float16, 3, 2, 1, 2, 1200, 32)
+    seen = causal(2, 1200, None, ranges("cpu", of))
+    assert_right(attend(q, k, v, 0.3, key_range=ranges(device, of)), q, k, v, 0.3, seen)
+    tensors_of, values, sizes = {}, [], []
+    for name, cache in (("k", k.cpu()), ("v", v.cpu())):
+        (packed, scales, biases), value, size = in_8_bits(cache, 32)
+        parts = {name: packed, f"{name}_scales": scales, f"{name}_biases": biases}
+        tensors_of |= {n: t.to(device) for n, t in parts.items()}
+        values.append(value)
+        sizes.append(size)
+    out = attend(q, scale=0.3, key_range=ranges(device, of), **tensors_of)
+    assert_right(out, q, *values, 0.3, seen, sizes=sizes)
+
+
+def test_keys_outside_of_a_range_are_not_read(simulated):
+    """In one chunk, and in several."""
+    for keys, of in ((200, [[150, 200], [0, 30]]), (640, [[600, 2**31 - 1], [0, 30]])):
+        q, k, v = tensors("mps", torch.float16, 2, 4, 1, 1, keys, 64)
+        read = bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3, key_range=ranges("mps", of))
+        assert read == [sum(min(end, keys) - first for first, end in of) * 64 * 2] * 2
+
+
 # Masks -------------------------------------------------------------------------------------------------
 
 

@@ -224,6 +224,9 @@ def bad_arguments(device: str) -> list[tuple[str, dict]]:
             {"mask": zeros(2, 4, T, 9)},
             {"mask": zeros(2, 1, T, 9, dtype=integer)},
             {"mask": zeros(1, 1, T, 9), "window": 4},
+            {"mask": zeros(1, 1, T, 9), "key_range": zeros(2, 2, dtype=integer)},
+            {"key_range": zeros(2, dtype=integer)},
+            {"key_range": zeros(2, 2, dtype=torch.int64)},
             {"window": 0},
             {"softcap": 0.0},
             {"scale": float("nan")},
@@ -412,6 +415,9 @@ moe_mps::attention: mask must be of shape [B or 1, 1, T, S], with B, 1, T, S = (
     9)
 moe_mps::attention: mask must be bool or float32 or float16 or bfloat16, got int32
 moe_mps::attention: window must be None beside a mask, which holds it, got 4
+moe_mps::attention: key_range must be None beside a mask, which holds it, got (2, 2)
+moe_mps::attention: key_range must be of shape [B, 2] = (2, 2), got (2,)
+moe_mps::attention: key_range must be int32, got int64
 moe_mps::attention: window must be at least 1, got 0
 moe_mps::attention: softcap must be above 0 and finite, got 0.0
 moe_mps::attention: scale must be a number in the range of float32, got nan

@@ -388,10 +388,10 @@ rope_tables
             costs("attention", "bf16"),
             """\
 attention of 8 heads on 1, 1 tokens, 1024 keys of 64, 16 bits
-  attention8_64_bf16: 2.39 2.38 slots a MAC, 101 registers, 128/128/512 threads
+  attention8_64_bf16: 2.39 2.39 slots a MAC, 101 registers, 128/128/512 threads
   attention_merge_bf16: 709.00 705.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 8 heads on 1, 1 tokens, 1024 keys of 128, 16 bits
-  attention8_128_bf16: 2.04 2.03 slots a MAC, 105.5 registers, 128/128/448 threads
+  attention8_128_bf16: 2.04 2.04 slots a MAC, 105.5 registers, 128/128/448 threads
   attention_merge_bf16: 385.00 381.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 4 heads on 1, 1 tokens, 1024 keys of 256, 16 bits
   attention8_256_bf16: 3.61 3.60 slots a MAC, 99.5 registers, 128/128/512 threads
@@ -400,22 +400,22 @@ attention of 16 heads on 1, 1 tokens, 1024 keys of 512, 16 bits
   attention8_512_bf16: 1.66 1.66 slots a MAC, 99.5 registers, 256/256/512 threads
   attention_merge_bf16: 325.00 321.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 2 heads on 2, 1 tokens, 1024 keys of 192, 16 bits
-  attention8_128_bf16: 15.43 15.35 slots a MAC, 105.5 registers, 128/128/448 threads
+  attention8_128_bf16: 15.44 15.36 slots a MAC, 105.5 registers, 128/128/448 threads
   attention_merge_bf16: 256.67 254.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 16 heads on 1, 1 tokens, 1024 keys of 576, 16 bits
-  attention8_512_bf16: 1.65 1.65 slots a MAC, 99.5 registers, 256/256/512 threads
+  attention8_512_bf16: 1.66 1.65 slots a MAC, 99.5 registers, 256/256/512 threads
   attention_merge_bf16: 288.89 285.33 slots an element, 45 registers, 256/256/1024 threads
 attention of 8 heads on 1, 1 tokens, 1024 keys of 64, 8 bits
   attention8_64_affine8_bf16: 2.71 2.67 slots a MAC, 115 registers, 128/128/448 threads
   attention_merge_affine8_bf16: 709.00 705.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 8 heads on 1, 1 tokens, 1024 keys of 128, 8 bits
-  attention8_128_affine8_bf16: 2.29 2.25 slots a MAC, 116.5 registers, 128/128/384 threads
+  attention8_128_affine8_bf16: 2.30 2.26 slots a MAC, 116.5 registers, 128/128/384 threads
   attention_merge_affine8_bf16: 385.00 381.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 4 heads on 1, 1 tokens, 1024 keys of 256, 8 bits
   attention8_256_affine8_bf16: 4.07 3.99 slots a MAC, 110.5 registers, 128/128/448 threads
   attention_merge_affine8_bf16: 385.00 381.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 2 heads on 2, 1 tokens, 1024 keys of 192, 8 bits
-  attention8_128_affine8_bf16: 17.39 17.06 slots a MAC, 116.5 registers, 128/128/384 threads
+  attention8_128_affine8_bf16: 17.40 17.08 slots a MAC, 116.5 registers, 128/128/384 threads
   attention_merge_affine8_bf16: 256.67 254.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 8 heads on 1, 8 tokens, 64 keys of 64, 16 bits
   attention16_64_bf16: 2.41 2.37 slots a MAC, 121.5 registers, 128/128/384 threads

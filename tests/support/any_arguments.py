@@ -427,6 +427,11 @@ def cache(d: Draws, name: str, shape: tuple[int, ...], dtype: torch.dtype, quant
     return {name: packed, f"{name}_scales": scales, f"{name}_biases": biases}
 
 
+def key_range(d: Draws, batch: int, keys: int) -> Tensor:
+    numbers = (0, keys, 1, keys // 2, -1, -(2**31), 2**31 - 1)
+    return torch.tensor([[d.one(*numbers), d.one(*numbers)] for _ in range(batch)]).int().view(batch, 2)
+
+
 @strategy
 def attention(d):
     batch, key_heads, group = d.one(1, 2, 0), d.one(1, 2), d.one(1, 3, 8)
@@ -448,6 +453,7 @@ def attention(d):
         "scale": d.one(width**-0.5, 1.0),
         "mask": mask,
         "window": None if mask is not None else d.one(None, 1, 4, 128),
+        "key_range": None if mask is not None else d.maybe(lambda: key_range(d, batch, keys)),
         "softcap": d.one(None, 2.0),
         "sinks": d.maybe(lambda: d.values(heads)),
     }

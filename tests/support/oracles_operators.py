@@ -444,7 +444,7 @@ def attention(a):
     tokens, keys = a.q.shape[2], a.k.shape[2]
     added = 0.0
     if a.mask is None:
-        seen = oracles_sequence.causal(tokens, keys, a.window)
+        seen = oracles_sequence.causal(tokens, keys, a.window, a.key_range)
     elif a.mask.dtype == torch.bool:
         seen = a.mask[:, 0].numpy()
     else:

@@ -214,6 +214,7 @@ def attention_kernels(simulated, run) -> list[str]:
 
 
 TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
+WINDOWED = {name: {"sliding_window": 6, **TWO_KINDS} for name in ("gemma2", "gemma4", "gpt_oss")}
 ALWAYS = ["mixtral", "gemma2", "gemma4", "deepseek_v3", "gpt_oss", "hy_v4"]
 OWN = ["inkling", "inkling2"]  # they add a bias for each position
 NO_CACHE = ["openai_privacy_filter"]
@@ -244,6 +245,41 @@ def test_models(simulated, name):
     assert name not in ALWAYS or len(kernels) == (2 if name in ("mixtral", "gemma4") else 3) * layers
     torch_moe_mps.restore(model)
     assert attention_kernels(simulated, lambda: steps(model, ids)) == []
+
+
+def padded_steps(model, ids) -> list[torch.Tensor]:
+    """The logits of a prompt that is padded, of a few tokens and of one; those of padding are left out."""
+    results, cache = [], None
+    shown = torch.ones_like(ids)
+    shown[0, :9], shown[1, :2] = 0, 0
+    with torch.no_grad():
+        for start, stop in ((0, 16), (16, 19), (19, 20)):
+            out = model(
+                input_ids=ids[:, start:stop],
+                attention_mask=shown[:, :stop],
+                past_key_values=cache,
+                use_cache=True,
+            )
+            assert out[0].isfinite().all()
+            results.append(out[0].float().cpu()[shown[:, start:stop].cpu() == 1])
+            cache = out.past_key_values
+    return results
+
+
+@pytest.mark.parametrize(
+    "name", [*ALWAYS, *(pytest.param(name, marks=pytest.mark.sweep) for name in [*IN_THE_SWEEP, *OWN])]
+)
+def test_padded_prompts(simulated, name, monkeypatch):
+    """They run on the operator, as the tokens behind them do. Only some models' own code makes a mask."""
+    model = tiny_models.tiny_model(name, **WINDOWED.get(name, {})).to("mps").eval()
+    layers = sum(getattr(module, "is_causal", False) is True for module in model.get_decoder().modules())
+    ids = torch.randint(1, 50, (3, 20), generator=torch.Generator().manual_seed(1)).to("mps")
+    kernels, _ = compared(simulated, model, ids, padded_steps)
+    assert len(kernels) in ([0] if name in OWN else [2 * layers, 3 * layers])
+    if name in ALWAYS:
+        assert len(kernels) == 3 * layers
+        monkeypatch.setattr(CausalMask, "elements", lambda mask: pytest.fail(f"{mask} was made"))
+        padded_steps(model, ids)
 
 
 def in_windows(model, ids) -> list[torch.Tensor]:
@@ -326,14 +362,17 @@ def without_values(model) -> None:
                     tensors[name] = torch.nn.Parameter(made, requires_grad=False) if is_parameter else made
 
 
-def peak_of_a_prompt(model, *prompts: int) -> int:
+def peak_of_a_prompt(model, *prompts: int, padded: bool = False) -> int:
+    """Of several prompts, each after the ones before it; with a 2D mask if they are padded."""
     with FakeTensorMode(), torch.no_grad():
         without_values(model)
         cache = DynamicCache(config=model.config.get_text_config())
         with TorchsAttention(), Peak() as peak:
-            for tokens in prompts:
+            for i, tokens in enumerate(prompts):
                 ids = torch.ones(1, tokens, dtype=torch.int64, device="mps")
-                model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                shown = torch.ones(1, sum(prompts[: i + 1]), dtype=torch.int64, device="mps")
+                options = {"attention_mask": shown} if padded else {}
+                model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **options)
     return peak.bytes
 
 
@@ -344,8 +383,20 @@ OF_A_PROMPT = {
 }
 
 
+def is_padded(monkeypatch) -> None:
+    """From here on every causal mask has a range of keys, which no 2D mask without values could give."""
+    of = CausalMask.of
+
+    def padded(**options):
+        mask = of(**{**options, "attention_mask": None})
+        mask.key_range = torch.zeros(1, 2, dtype=torch.int32, device=mask.device)
+        return mask
+
+    monkeypatch.setattr(CausalMask, "of", padded)
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss", "gemma2", "gemma3n", "gemma4"])
-def test_memory_of_a_prompt(simulated, name):
+def test_memory_of_a_prompt(simulated, name, monkeypatch):
     """It grows as the prompt does: no tensor has an element for each pair of tokens, scores or mask.
 
     No kernel of torch's or ours runs; the operators' references, which keep scores, do not either.
@@ -356,3 +407,5 @@ def test_memory_of_a_prompt(simulated, name):
     assert 7 < long / short < 8.1
     assert long < 32768**2 / 3
     assert peak_of_a_prompt(model, 32768, 4096) < 1.25 * long
+    is_padded(monkeypatch)
+    assert peak_of_a_prompt(model, 32768, padded=True) < 1.01 * long

@@ -70,17 +70,50 @@ def test_one_token():
             assert ours is None and (own == 0).all()
 
 
-def padded(tokens):
-    mask = torch.ones(2, tokens, dtype=torch.int64)
-    mask[1, :2] = 0
-    return mask
+def padded(*rows):
+    """A 2D mask. Rows are the numbers of padded tokens on the left, of tokens, and of padded ones."""
+    counts = [torch.tensor(row) for row in rows]
+    return torch.stack([torch.tensor([0, 1, 0]).repeat_interleave(count) for count in counts])
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        padded((2, 11, 0), (0, 13, 0)),
+        padded((0, 5, 8), (0, 13, 0)),  # on the right
+        padded((4, 8, 1), (1, 11, 1)),
+        padded((12, 1, 0), (13, 0, 0)),  # a row of nothing else
+        padded((0, 11, 0), (2, 9, 0)),  # shorter: the rest is padding
+    ],
+)
+@pytest.mark.parametrize("past", [0, 3, 12])
+def test_padding(mask, past):
+    """A range of keys for each row, of which slices keep what they see."""
+    for create in (create_causal_mask, create_sliding_window_causal_mask):
+        static = [lambda config: StaticCache(config, max_cache_len=15)] * (past < 12)  # no mask of one token
+        for cache in (None, *static):
+            ours, own = masks(past, 13 - past, create, cache, attention_mask=mask)
+            if ours is None:
+                assert past == 12 and (own == 0).all()  # the padding is before the window
+                continue
+            assert type(ours) is CausalMask and torch.equal(ours + 0.0, own)
+            assert torch.equal(ours[:, :, -1:] + 0.0, own[:, :, -1:])
+
+
+def test_the_ranges_of_a_batch_are_made_once():
+    """As generate asks in every step, with a token more."""
+    of_steps = [
+        masks(tokens - 1, 1, create_causal_mask, attention_mask=padded((4, tokens - 4, 0), (0, tokens, 0)))[0]
+        for tokens in (12, 13, 14)
+    ]
+    assert all(mask.key_range is of_steps[0].key_range for mask in of_steps)
+    assert of_steps[0].key_range.tolist() == [[4, 2**31 - 1], [0, 2**31 - 1]]
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"attention_mask": padded(13)},
-        {"attention_mask": torch.ones(2, 11, dtype=torch.int64)},  # too short: the rest is padding
+        {"attention_mask": torch.tensor([[1] * 13, [0, 1, 1, 0] + [1] * 9])},
         {"allow_is_causal_skip": False},
         {"and_mask_function": lambda b, h, q, k: k % 2 == 0},
         {"or_mask_function": lambda b, h, q, k: k == 12},
@@ -96,7 +129,7 @@ def test_more_than_order(options):
 
 def test_padding_that_is_none():
     ours, own = masks(3, 10, create_causal_mask, attention_mask=torch.ones(2, 13, dtype=torch.int64))
-    assert type(ours) is CausalMask and torch.equal(ours + 0.0, own)
+    assert type(ours) is CausalMask and ours.key_range is None and torch.equal(ours + 0.0, own)
 
 
 def test_packed_sequences():

@@ -72,9 +72,10 @@ void set_mask(AttentionParams& params, const std::optional<Tensor>& mask, std::o
 
 Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double scale,
                  const std::optional<Tensor>& mask, std::optional<int64_t> window,
-                 std::optional<double> softcap, const std::optional<Tensor>& sinks_,
-                 const std::optional<Tensor>& k_scales, const std::optional<Tensor>& k_biases,
-                 const std::optional<Tensor>& v_scales, const std::optional<Tensor>& v_biases) {
+                 const std::optional<Tensor>& key_range_, std::optional<double> softcap,
+                 const std::optional<Tensor>& sinks_, const std::optional<Tensor>& k_scales,
+                 const std::optional<Tensor>& k_biases, const std::optional<Tensor>& v_scales,
+                 const std::optional<Tensor>& v_biases) {
   const int64_t batch = q_.size(0), heads = q_.size(1), tokens = q_.size(2), keys = k_.size(2);
   const int64_t value_width = v_.size(3) * (v_scales ? 4 : 1);
   Tensor output = at::empty({batch, tokens, heads, value_width}, q_.options());
@@ -82,7 +83,7 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
   if (keys == 0) return output.zero_();
   const Tensor q = rows_contiguous(q_);
   const Cache k(k_, k_scales, k_biases), v(v_, v_scales, v_biases);
-  const std::optional<Tensor> sinks = contiguous(sinks_);
+  const std::optional<Tensor> key_range = contiguous(key_range_), sinks = contiguous(sinks_);
 
   AttentionParams params{};
   params.k = k.params;
@@ -95,6 +96,7 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
   params.key_heads = k_.size(1);
   params.keys = keys;
   set_mask(params, mask, window);
+  params.has_key_range = key_range.has_value();
   params.has_sinks = sinks.has_value();
   if (sinks) params.sinks_dtype = dtype_code(*sinks);
   params.rows = batch * tokens * heads;
@@ -126,6 +128,7 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
       .bind_strided(k.biases.value_or(output))
       .bind_strided(v.scales.value_or(output))
       .bind_strided(v.biases.value_or(output))
+      .bind_or(key_range, output)
       .params(params)
       .threadgroup_memory(plan.memory)
       .threadgroups(plan.grid, {NSUInteger(plan.threads)});

@@ -200,6 +200,7 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
         "router_logits": [{"x": strided, "bias": None}, {**norm, "dtype": torch.bfloat16}],
         "attention": [
             {"sinks": None, "window": 4, "softcap": 20.0},
+            {"window": 4, "key_range": torch.tensor([[3, 9], [0, 7]], dtype=torch.int32, device=device)},
             {"mask": values(2, 1, T, 9)},
             {"mask": values(1, 1, T, 9) > 0.0},
             {"q": values(2, 4, T, 32), **quantised_head("k"), **quantised_head("v")},

@@ -22,9 +22,16 @@ def _check_mask(check: Check, mask: Tensor, q: Tensor, k: Tensor) -> None:
         check.fail("mask", f"of shape [B or 1, 1, T, S], with B, 1, T, S = {expected}", tuple(mask.shape))
 
 
-def _check_window(check: Check, window: int | None, mask: Tensor | None) -> None:
+def _check_order(
+    check: Check, window: int | None, key_range: Tensor | None, mask: Tensor | None, batch: int
+) -> None:
     if window is not None and mask is not None:
         check.fail("window", "None beside a mask, which holds it", window)
+    if key_range is not None:
+        if mask is not None:
+            check.fail("key_range", "None beside a mask, which holds it", tuple(key_range.shape))
+        check.dtype("key_range", key_range, (torch.int32,))
+        check.shape("key_range", key_range, (batch, 2), "[B, 2]")
     if window is not None and window < 1:
         check.fail("window", "at least 1", window)
 
@@ -63,6 +70,7 @@ def _meta_attention(
     scale,
     mask=None,
     window=None,
+    key_range=None,
     softcap=None,
     sinks=None,
     k_scales=None,
@@ -95,22 +103,29 @@ def _meta_attention(
     check.tensor("sinks", sinks, (heads,), "[Hq]")
     if mask is not None:
         _check_mask(check, mask, q, k)
-    _check_window(check, window, mask)
+    _check_order(check, window, key_range, mask, batch)
     if softcap is not None and not 0.0 < softcap < math.inf:
         check.fail("softcap", "above 0 and finite", softcap)
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], value_width))
 
 
 def _additive(
-    mask: Tensor | None, window: int | None, tokens: int, keys: int, device: torch.device
+    mask: Tensor | None,
+    window: int | None,
+    key_range: Tensor | None,
+    tokens: int,
+    keys: int,
+    device: torch.device,
 ) -> Tensor:
     """What is added to the scores, [B or 1, 1, T, S] in float32: -inf where a token does not see a key."""
     if mask is None:
-        distance = torch.arange(keys - tokens, keys, device=device)[:, None] - torch.arange(
-            keys, device=device
-        )
-        seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-        return torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, -torch.inf)[None, None]
+        key = torch.arange(keys, device=device)
+        distance = torch.arange(keys - tokens, keys, device=device)[:, None] - key
+        seen = ((distance >= 0) if window is None else (distance >= 0) & (distance < window))[None, None]
+        if key_range is not None:
+            first, end = key_range[:, :, None, None, None].unbind(1)
+            seen = seen & (key >= first) & (key < end)
+        return torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, -torch.inf)
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
     return mask.float().masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)
@@ -133,6 +148,7 @@ def attention(
     *,
     mask: Tensor | None = None,
     window: int | None = None,
+    key_range: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     k_scales: Tensor | None = None,
@@ -160,6 +176,9 @@ def attention(
             added; -inf or the lowest number of its dtype hides a key. Keys that no token sees are not read.
             Without a mask the new tokens are the last T of S; each sees itself and what lies before it.
         window: how many keys a token sees at most, itself included; None beside a mask, which holds it.
+        key_range: [B, 2] int32: the first key that the tokens of a batch entry may see, and the one behind
+            the last; order and window hold as well. Keys outside are not read. Numbers below 0 mean 0, those
+            above S mean S. None beside a mask.
         softcap: above 0 and finite.
         sinks: [Hq], any of the three dtypes: a logit for each head that takes part in the softmax and has no
             value.
@@ -176,7 +195,7 @@ def attention(
     key_heads, keys = k.shape[1:3]
     keys_, values = _values(k, k_scales, k_biases), _values(v, v_scales, v_biases)
     queries = q.float().reshape(batch, key_heads, heads // key_heads, tokens, width) * scale
-    bias = _additive(mask, window, tokens, keys, q.device).unsqueeze(2)
+    bias = _additive(mask, window, key_range, tokens, keys, q.device).unsqueeze(2)
     hidden = bias == -torch.inf
     scores = torch.matmul(queries, keys_.unsqueeze(2).transpose(-1, -2))
     if softcap is not None:

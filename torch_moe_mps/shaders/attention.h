@@ -283,10 +283,10 @@ struct Block {
     }
   }
 
-  static void run(C keys, C values, device const T* q, device const uchar* mask, device const uchar* sinks,
-                  device T* output, device float* partials, threadgroup float* staged,
-                  threadgroup Shared& shared, uint3 group, uint lane, uint simdgroup,
-                  constant AttentionParams& params) {
+  static void run(C keys, C values, device const T* q, device const uchar* mask, device const int* key_range,
+                  device const uchar* sinks, device T* output, device float* partials,
+                  threadgroup float* staged, threadgroup Shared& shared, uint3 group, uint lane,
+                  uint simdgroup, constant AttentionParams& params) {
     const uint group_heads = params.heads / params.key_heads;
     const uint batch = group.z / params.key_heads, key_head = group.z % params.key_heads;
     const Queries queries = {group.y * kQueries, group_heads * params.tokens, group_heads,
@@ -305,6 +305,10 @@ struct Block {
     if (params.mask_kind == MASK_NONE) {
       end = uint(clamp(highest_position + 1, int(begin), int(end)));
       if (params.window != 0) begin = uint(max(int(begin), lowest - int(params.window) + 1));
+    }
+    if (params.has_key_range != 0) {
+      begin = uint(max(int(begin), key_range[2 * batch]));
+      end = uint(clamp(key_range[2 * batch + 1], 0, int(end)));
     }
 
     int positions[kQueryTiles][2];
@@ -607,8 +611,8 @@ template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles
     device float* partials [[buffer(6)]], device const typename C::Element* k_scales [[buffer(7)]],
     device const typename C::Element* k_biases [[buffer(8)]],
     device const typename C::Element* v_scales [[buffer(9)]],
-    device const typename C::Element* v_biases [[buffer(10)]],
-    constant AttentionParams& params [[buffer(11)]], threadgroup float* staged [[threadgroup(0)]],
+    device const typename C::Element* v_biases [[buffer(10)]], device const int* key_range [[buffer(11)]],
+    constant AttentionParams& params [[buffer(12)]], threadgroup float* staged [[threadgroup(0)]],
     uint3 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef Block<C, kTeams, kMembers, kValueTiles, kQueryTiles> B;
@@ -616,7 +620,8 @@ template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles
   const uint batch = group.z / params.key_heads, key_head = group.z % params.key_heads;
   const C keys(k, k_scales, k_biases, batch, key_head, params.k);
   const C values(v, v_scales, v_biases, batch, key_head, params.v);
-  B::run(keys, values, q, mask, sinks, output, partials, staged, shared, group, lane, simdgroup, params);
+  B::run(keys, values, q, mask, key_range, sinks, output, partials, staged, shared, group, lane, simdgroup,
+         params);
 }
 
 // A threadgroup takes some columns of a query. Its simdgroups take chunks in turn, and the first ones add up

@@ -121,6 +121,7 @@ struct AttentionParams {
   uint32_t mask_kind;
   uint32_t mask_dtype;
   uint32_t window;
+  uint32_t has_key_range;
   uint32_t has_sinks;
   uint32_t sinks_dtype;
   uint32_t rows;    // queries of all heads: B * T * Hq

@@ -230,13 +230,15 @@ def _attend(
     softcap: float | None = None,
 ) -> Tensor:
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    key_range = None
     if mask is None:
         if query.shape[2] > 1:
             key, value = _seen(query, key, value)
     elif isinstance(mask, CausalMask):
         key, value = _first(key, mask.seen), _first(value, mask.seen)
-        window, mask = mask.window, None
-    options: dict[str, Any] = {"mask": mask, "window": window, "softcap": softcap, "sinks": sinks}
+        window, key_range, mask = mask.window, mask.key_range, None
+    options: dict[str, Any] = {"mask": mask, "window": window, "key_range": key_range}
+    options |= {"softcap": softcap, "sinks": sinks}
     if isinstance(key, QuantizedStates) and isinstance(value, QuantizedStates):
         options |= {"k_scales": key.scales, "k_biases": key.biases}
         options |= {"v_scales": value.scales, "v_biases": value.biases}
@@ -288,7 +290,10 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
 
 def _is_plain(mask: Tensor, query: Tensor, key: Tensor) -> bool:
     """Whether a mask is the same for all heads and has a column for each key."""
-    return mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2:] == (query.shape[2], key.shape[2])
+    batches = (query.shape[0],) if isinstance(mask, CausalMask) else (1, query.shape[0])
+    return (
+        mask.dim() == 4 and mask.shape[0] in batches and mask.shape[1:] == (1, query.shape[2], key.shape[2])
+    )
 
 
 def _additive(mask: Tensor | None, query: Tensor, key: Tensor, window: int | None) -> Tensor | None:

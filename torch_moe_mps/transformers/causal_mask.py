@@ -1,5 +1,6 @@
 """The mask of causal attention, in a window or not, that takes no memory until something reads it."""
 
+import functools
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.utils._pytree import tree_map_only
 _ATEN = torch.ops.aten
 _OF_EVERYTHING = (_ATEN.detach.default, _ATEN.alias.default)
 _TOKENS = 2  # the dimension
+_NO_END = torch.iinfo(torch.int32).max  # of a key range that ends with the keys
 
 
 class CausalMask(Tensor):
@@ -17,21 +19,31 @@ class CausalMask(Tensor):
     Bool, or 0 where a token sees a key and the lowest number of its dtype elsewhere. Whatever uses it gets
     these elements, made once. Tokens can be chosen without that, by slices.
 
+    The rows of a batch may be padded on the left and on the right: each has a range of keys.
+
     Attributes:
         seen: the number of keys up to the last token's own; T to S.
         window: how many keys a token sees at most, itself included, or None.
+        key_range: what the operator `attention` takes, int32 [B, 2]; None where no key is padding.
     """
 
     seen: int
     window: int | None
+    key_range: Tensor | None
     _elements: Tensor | None
 
     @staticmethod
     def __new__(
-        cls, shape: tuple[int, ...], seen: int, window: int | None, dtype: torch.dtype, device: Any
+        cls,
+        shape: tuple[int, ...],
+        seen: int,
+        window: int | None,
+        dtype: torch.dtype,
+        device: Any,
+        key_range: Tensor | None = None,
     ) -> "CausalMask":
         made: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        made.seen, made.window, made._elements = seen, window, None
+        made.seen, made.window, made.key_range, made._elements = seen, window, key_range, None
         return made
 
     @classmethod
@@ -53,7 +65,8 @@ class CausalMask(Tensor):
     ) -> "CausalMask | None":
         """The mask that transformers asks its AttentionMaskInterface for, if it is one of these.
 
-        It is not with padding, packed sequences and patterns of a model's own, nor while a graph is traced.
+        It is not with padding between tokens, packed sequences and patterns of a model's own, nor while a
+        graph is traced.
         """
         if torch.compiler.is_compiling() or torch._C._is_tracing() or not allow_is_causal_skip:
             return None
@@ -67,21 +80,25 @@ class CausalMask(Tensor):
         seen = int(q_offset) - kv_offset + q_length
         if not q_length <= seen <= kv_length:
             return None
+        ranges = None
         if attention_mask is not None:
-            shown = attention_mask[:, kv_offset : kv_offset + seen]
-            if shown.shape[1] < seen or not shown.all():
+            if attention_mask.shape[0] != batch_size:
                 return None
-        return cls((batch_size, 1, q_length, kv_length), seen, local_size, dtype, device)
+            ranges = key_ranges(attention_mask.bool().cpu()[:, kv_offset : kv_offset + seen], seen)
+            if ranges is None:
+                return None
+        key_range = None if not ranges or set(ranges) == {(0, _NO_END)} else _on_device(ranges, device)
+        return cls((batch_size, 1, q_length, kv_length), seen, local_size, dtype, device, key_range)
 
     @property
     def hides_nothing(self) -> bool:
         tokens, keys = self.shape[2:]
-        return tokens == 1 and self.seen == keys and not self._has_window
+        return tokens == 1 and self.seen == keys and not self._has_window and self.key_range is None
 
     @property
     def is_of_first_tokens(self) -> bool:
         """Whether the tokens are the first of the keys, and a window has not begun to move."""
-        return self.seen == self.shape[_TOKENS] and not self._has_window
+        return self.seen == self.shape[_TOKENS] and not self._has_window and self.key_range is None
 
     @property
     def _has_window(self) -> bool:
@@ -95,6 +112,9 @@ class CausalMask(Tensor):
             sees = key <= own
             if self.window is not None:
                 sees &= key > own - self.window
+            if self.key_range is not None:
+                first, end = self.key_range[:, :, None, None, None].unbind(1)
+                sees = sees & (key >= first) & (key < end)
             if self.dtype != torch.bool:
                 zero = torch.zeros((), dtype=self.dtype, device=self.device)
                 sees = torch.where(sees, zero, torch.finfo(self.dtype).min)
@@ -104,10 +124,14 @@ class CausalMask(Tensor):
     def _of_tokens(self, start: int, stop: int) -> "CausalMask":
         batch, heads, tokens, keys = self.shape
         shape = (batch, heads, stop - start, keys)
-        return CausalMask(shape, self.seen - (tokens - stop), self.window, self.dtype, self.device)
+        seen = self.seen - (tokens - stop)
+        return CausalMask(shape, seen, self.window, self.dtype, self.device, self.key_range)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return f"CausalMask({tuple(self.shape)}, seen={self.seen}, window={self.window}, {self.dtype})"
+        padded = "" if self.key_range is None else ", padded"
+        return (
+            f"CausalMask({tuple(self.shape)}, seen={self.seen}, window={self.window}, {self.dtype}{padded})"
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch: not typed as a class method
@@ -120,6 +144,27 @@ class CausalMask(Tensor):
             return chosen
         args, kwargs = tree_map_only(CausalMask, CausalMask.elements, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def key_ranges(shown: Tensor, keys: int) -> tuple[tuple[int, int], ...] | None:
+    """For each row of a 2D mask, the first of the keys that are no padding, and the one behind the last.
+
+    Keys behind the mask are padding. None if there is padding between keys that are none.
+    """
+    first, count = shown.int().argmax(1, keepdim=True), shown.sum(1, keepdim=True)
+    key = torch.arange(shown.shape[1])
+    if not torch.equal(shown, (key >= first) & (key < first + count)):
+        return None
+    ends = (first + count).flatten().tolist()
+    return tuple(
+        (a, _NO_END if b == keys else b) for a, b in zip(first.flatten().tolist(), ends, strict=True)
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _on_device(ranges: tuple[tuple[int, int], ...], device: Any) -> Tensor:
+    """Made once for all tokens of a `generate`: the CPU would wait for every copy to the GPU."""
+    return torch.tensor(ranges, dtype=torch.int32, device=device)
 
 
 def _slice(
