@@ -138,6 +138,9 @@ def bad_arguments(device: str) -> list[tuple[str, dict]]:
             {"v": zeros(2, T, 2, 8, dtype=half)},
             {"keys_": zeros(2, T, 2, 16)},
             {"keys_": zeros(2, 2, T, 16, dtype=half)},
+            {"keys_": zeros(2, 2, T - 1, 16)},
+            {"v_weight": zeros(8)},
+            {"norm_v": True, "v_weight": zeros(16)},
             {"values_": zeros(2, 1, T, 8).expand(2, 2, T, 8)},
             {"cos": zeros(3, T, 16)},
         ],
@@ -334,9 +337,11 @@ moe_mps::rope_cache_: pairs must be one of half, interleaved, interleaved_to_hal
 moe_mps::rope_cache_: k must be of shape [B, T, Hk, Dk] = (2, 3, 2, 16), got (2, 4, 2, 16)
 moe_mps::rope_cache_: v must be of heads of an even number of elements, 2 or more, got shape (2, 3, 2, 7)
 moe_mps::rope_cache_: v must be float32, got float16
-moe_mps::rope_cache_: keys_ must be of shape [B, T, H, D] of k as [B, H, T, D] = (2, 2, 3, 16), got (2, 3,
-    2, 16)
+moe_mps::rope_cache_: keys_ must be of shape [B, Hk, S, Dk] = (2, 2, 2, 16), got (2, 3, 2, 16)
 moe_mps::rope_cache_: keys_ must be float32, got float16
+moe_mps::rope_cache_: keys_ must be of 3 tokens or more, as many as k has, got (2, 2, 2, 16)
+moe_mps::rope_cache_: v_weight must be None without norm_v, got shape (8,)
+moe_mps::rope_cache_: v_weight must be of shape [Dv] = (8,), got (16,)
 moe_mps::rope_cache_: values_ must be free of expanded (stride-0) dimensions, got strides (24, 0, 8, 1)
 moe_mps::rope_cache_: cos must be of shape [B or 1, T, R or R / 2], with B, T, R = (2, 3, 16), got (3, 3,
     16)

@@ -192,17 +192,18 @@ def test_norms_and_rotation_of_a_model(device, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_into_a_cache(device, dtype):
-    """Keys and values go to views of longer memory, what is around them stays; heads of several widths."""
-    for i, (width, value_width, tokens) in enumerate([(64, 128, 1), (10, 6, 3), (32, 30, 2)]):
+    """Keys and values go behind those in views of longer memory, what is around them stays."""
+    for i, (width, value_width, tokens) in enumerate([(64, 128, 1), (10, 6, 3), (32, 30, 2), (16, 512, 1)]):
         packed = random(2, tokens, 3 * width + 2 * width + 2 * value_width, dtype=dtype, seed=i).to(device)
         parts = packed.split((3 * width, 2 * width, 2 * value_width), -1)
         q, k, v = (x.unflatten(-1, (heads, -1)) for x, heads in zip(parts, (3, 2, 2), strict=True))
         memory = [random(2, 2, tokens + 5, w, dtype=dtype, seed=i).to(device) for w in (width, value_width)]
         before = [m.clone() for m in memory]
-        slots = [m[:, :, 2 : 2 + tokens] for m in memory]
+        held = [m[:, :, 1 : 2 + tokens] for m in memory]
         cos, sin = (t.to(device) for t in tables(1, tokens, width if i else 32, dtype))
         weight = random(width, dtype=dtype).to(device)
-        checked("rope_cache_", q, k, v, *slots, cos, sin, weight, None, EPS, norm_v=i == 1)
+        norm = {"norm_v": i % 2 == 1, "v_weight": random(value_width).to(device) if i == 3 else None}
+        checked("rope_cache_", q, k, v, *held, cos, sin, weight, None, EPS, float(i == 3), **norm)
         for m, was in zip(memory, before, strict=True):
             assert torch.equal(m[:, :, :2], was[:, :, :2]) and torch.equal(
                 m[:, :, 2 + tokens :], was[:, :, 2 + tokens :]

@@ -375,9 +375,9 @@ fused_residual_norm
             costs("rope", "bf16"),
             """\
 rope
-  rope_bf16: 68.25 58.25 slots an element, 60 registers, 128/128/832 threads
+  rope_bf16: 68.00 58.00 slots an element, 60 registers, 128/128/832 threads
 rope with QK-norm
-  rope_bf16: 88.00 78.00 slots an element, 60 registers, 128/128/832 threads
+  rope_bf16: 87.75 77.75 slots an element, 60 registers, 128/128/832 threads
 rope_tables
   rope_tables_bf16: 36.00 32.00 slots an element, 9 registers, 64/64/1024 threads
 """,

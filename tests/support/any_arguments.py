@@ -541,10 +541,13 @@ def rope_cache_(d):
         arguments |= rope(d)
     q, k = arguments["q"], arguments["k"]
     v = d.values(*q.shape[:2], d.one(1, 2), d.one(16, 2, 6, 64), dtype=q.dtype)
-    slots = {
-        name: d.values(*x.transpose(1, 2).shape, dtype=q.dtype) for name, x in (("keys_", k), ("values_", v))
+    before, norm = d.one(0, 1, 5), d.flag()
+    held = {
+        name: d.values(x.shape[0], x.shape[2], before + x.shape[1], x.shape[3], dtype=q.dtype)
+        for name, x in (("keys_", k), ("values_", v))
     }
-    return {**arguments, "v": v, **slots, "norm_v": d.flag()}
+    weight = d.maybe(lambda: d.values(v.shape[3])) if norm else None
+    return {**arguments, "v": v, **held, "norm_v": norm, "v_weight": weight}
 
 
 @strategy

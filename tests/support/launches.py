@@ -58,8 +58,8 @@ def launches(simulated, run: Callable[[], object]) -> Counter[str]:
 
 
 def model_on_mps(architecture: str) -> nn.Module:
-    """A tiny model in bfloat16, of sizes that can be quantised."""
-    with tiny_models.groups_of_32():
+    """A tiny model in bfloat16, of sizes at which all its matrices can be quantised."""
+    with tiny_models.groups_of_32(), tiny_models.sizes(q_lora_rank=32, kv_lora_rank=32):
         return tiny_models.tiny_model(architecture, torch.bfloat16).to("mps")
 
 

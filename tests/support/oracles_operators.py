@@ -523,8 +523,18 @@ def rope(a):
 def rope_cache_(a):
     q, k = rope(a)
     v = exact(a.v).transpose(0, 2, 1, 3)
-    norm = normed(v, None, a.eps) if a.norm_v else Expected(v, 0.0)
-    return [q, k, norm]
+    weight = None if a.v_weight is None else exact(a.v_weight)
+    norm = (
+        normed(v, weight, a.eps, 0.0 if weight is None else a.weight_offset) if a.norm_v else Expected(v, 0.0)
+    )
+    return [q, _behind(exact(a.keys_), k), _behind(exact(a.values_), norm)]
+
+
+def _behind(held: np.ndarray, new: Expected) -> Expected:
+    """What is held, its last tokens replaced by new ones."""
+    before = held[:, :, : held.shape[2] - new.value.shape[2]]
+    error = np.concatenate((np.zeros(before.shape), np.broadcast_to(new.error, new.value.shape)), 2)
+    return Expected(np.concatenate((before, new.value), 2), error)
 
 
 @oracle

@@ -10,8 +10,11 @@ from transformers import DynamicCache
 import torch_moe_mps
 from torch_moe_mps.transformers.rewriting.rules.norm_inputs import _masks_tokens
 
-# At which all linear layers of Qwen3-Next can be quantised.
-SIZES = {"linear_num_value_heads": 16, "shared_expert_intermediate_size": 64}
+# At which all linear layers of Qwen3-Next and DeepSeek-V3 can be quantised.
+SIZES = {
+    **{"linear_num_value_heads": 16, "shared_expert_intermediate_size": 64},
+    **{"q_lora_rank": 32, "kv_lora_rank": 32},
+}
 # Operators of a layer for one token, of the kinds that only some of them need.
 SEVERAL = {"rms_norm", "fused_residual_norm", "rope", "rope_cache_", "router_logits"}
 OPERATORS = {
@@ -20,7 +23,7 @@ OPERATORS = {
     "glm4_moe": {"rms_norm": 1, "rope_cache_": 2, "router_logits": 1},  # its first layer is dense
     "gemma4": {"rms_norm": 3, "rope_cache_": 2},  # a norm behind the MLP of each layer, and the last one
     "qwen3_next": {"rms_norm": 1, "rope_cache_": 1, "router_logits": 4},  # and gates of shared experts
-    "deepseek_v3": {"rms_norm": 5, "rope": 2, "router_logits": 1},
+    "deepseek_v3": {"rms_norm": 1, "rope_cache_": 2, "router_logits": 1},
 }
 
 

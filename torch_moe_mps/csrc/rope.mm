@@ -18,7 +18,8 @@ using at::Tensor;
 struct Heads {
   Tensor input;  // its heads are contiguous
   std::optional<Tensor> weight;
-  Tensor output;  // [B, heads, T, D], its heads are contiguous
+  Tensor output;         // [B, heads, T or more, D], its heads are contiguous
+  int64_t output_start;  // the element that the first of the last T tokens begins with
   RopeHeads params{};
   bool vectorised;
 };
@@ -32,6 +33,7 @@ Heads heads_of(const Tensor& x, const std::optional<Tensor>& weight, const Tenso
   heads.input = rows_contiguous(x);
   heads.weight = contiguous(weight);
   heads.output = output;
+  heads.output_start = (output.size(2) - x.size(1)) * output.stride(2);
   heads.params.batch_stride = heads.input.stride(0);
   heads.params.token_stride = heads.input.stride(1);
   heads.params.head_stride = heads.input.stride(2);
@@ -96,9 +98,10 @@ void encode_rope(const Rotation& rotation, const Heads& q, const std::optional<H
       .bind_strided(sin_rows)
       .bind_or(q.weight, q.output)
       .bind_or(k ? k->weight : std::nullopt, q.output)
+      .bind_or(v ? v->weight : std::nullopt, q.output)
       .bind(q.output)
-      .bind_strided(k ? k->output : q.output)
-      .bind_strided(v ? v->output : q.output)
+      .bind_strided(k ? k->output : q.output, k ? k->output_start : 0)
+      .bind_strided(v ? v->output : q.output, v ? v->output_start : 0)
       .params(params)
       .threadgroups({NSUInteger(ceil_div(params.rows, kRopeHeads))}, {NSUInteger(kRopeHeads * kSimdWidth)});
   commands.encode();
@@ -121,30 +124,41 @@ Tensor rope_cache_(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
                    const Tensor& values_, const Tensor& cos, const Tensor& sin,
                    const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight, double eps,
                    double weight_offset, std::string_view pairs, std::optional<int64_t> rotary_dim,
-                   bool rotary_last, bool norm_v) {
-  prepare_write("rope_cache_", "keys_", keys_, {{"values_", values_}});
-  for (const auto& [argument, written] : {std::pair("keys_", keys_), std::pair("values_", values_)}) {
-    prepare_write("rope_cache_", argument, written,
-                  {{"q", q},
-                   {"k", k},
-                   {"v", v},
-                   {"cos", cos},
-                   {"sin", sin},
-                   {"q_weight", q_weight.value_or(Tensor())},
-                   {"k_weight", k_weight.value_or(Tensor())}});
-  }
+                   bool rotary_last, bool norm_v, const std::optional<Tensor>& v_weight) {
+  const Tensor none;
+  const Tensor &of_q = q_weight ? *q_weight : none, &of_k = k_weight ? *k_weight : none,
+               &of_v = v_weight ? *v_weight : none;
+  prepare_write("rope_cache_", "keys_", keys_,
+                {{"q", q},
+                 {"k", k},
+                 {"v", v},
+                 {"cos", cos},
+                 {"sin", sin},
+                 {"q_weight", of_q},
+                 {"k_weight", of_k},
+                 {"v_weight", of_v},
+                 {"values_", values_}});
+  prepare_write("rope_cache_", "values_", values_,
+                {{"q", q},
+                 {"k", k},
+                 {"v", v},
+                 {"cos", cos},
+                 {"sin", sin},
+                 {"q_weight", of_q},
+                 {"k_weight", of_k},
+                 {"v_weight", of_v}});
   const Rotation rotation{cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last};
   const Tensor output = heads_first(q);
   if (output.numel() == 0) return output;
   const bool in_place = keys_.stride(3) == 1 && values_.stride(3) == 1;
   const Tensor k_output = in_place ? keys_ : heads_first(k), v_output = in_place ? values_ : heads_first(v);
-  Heads values = heads_of(v, std::nullopt, v_output, 0);
+  Heads values = heads_of(v, v_weight, v_output, 0);
   values.params.is_normed = norm_v;
   encode_rope(rotation, heads_of(q, q_weight, output, rotation.rotary()),
               heads_of(k, k_weight, k_output, rotation.rotary()), values);
   if (!in_place) {
-    keys_.copy_(k_output);
-    values_.copy_(v_output);
+    keys_.narrow(2, keys_.size(2) - k.size(1), k.size(1)).copy_(k_output);
+    values_.narrow(2, values_.size(2) - v.size(1), v.size(1)).copy_(v_output);
   }
   return output;
 }

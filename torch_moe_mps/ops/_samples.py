@@ -183,8 +183,8 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
             | {"sin": values(2, T, 4), "rotary_last": True},
         ],
         "rope_cache_": [
-            {"keys_": values(2, 2, 9, 16)[:, :, 2 : 2 + T], "values_": values(2, 2, 9, 8)[:, :, 2 : 2 + T]}
-            | {"norm_v": True},
+            {"keys_": values(2, 2, 9, 16)[:, :, 2 : 3 + T], "values_": values(2, 2, 9, 8)[:, :, 2 : 3 + T]}
+            | {"norm_v": True, "v_weight": values(8)},
         ],
         "rms_norm_gated": [{"input": strided, "gate": strided, "weight_offset": 1.0}],
         "rope_tables": [{"layout": "pairs"}, {"layout": "interleaved", "scaling": 1.0}],

@@ -180,14 +180,22 @@ def _meta_rope_cache(
     rotary_dim=None,
     rotary_last=False,
     norm_v=False,
+    v_weight=None,
 ):
     _check_rotation(check, q, k, cos, sin, q_weight, k_weight, pairs, rotary_dim)
     _check_heads(check, "v", v, q, 2)
-    for argument, slots, x in (("keys_", keys_, k), ("values_", values_, v)):
-        check.dtype(argument, slots, (q.dtype,))
-        shape = (x.shape[0], x.shape[2], x.shape[1], x.shape[3])
-        check.shape(argument, slots, shape, f"[B, T, H, D] of {argument[0]} as [B, H, T, D]")
-        check.written(argument, slots)
+    if v_weight is not None and not norm_v:
+        check.fail("v_weight", "None without norm_v", f"shape {tuple(v_weight.shape)}")
+    _check_weight(check, "v_weight", v_weight, v)
+    for argument, held, x in (("keys_", keys_, k), ("values_", values_, v)):
+        check.dtype(argument, held, (q.dtype,))
+        check.rank(argument, held, (4,))
+        name, tokens = argument[0], x.shape[1]
+        shape = (x.shape[0], x.shape[2], held.shape[2], x.shape[3])
+        check.shape(argument, held, shape, f"[B, H{name}, S, D{name}]")
+        if held.shape[2] < tokens:
+            check.fail(argument, f"of {tokens} tokens or more, as many as {name} has", tuple(held.shape))
+        check.written(argument, held)
     return _heads_first(q)
 
 
@@ -209,32 +217,37 @@ def rope_cache_(
     rotary_dim: int | None = None,
     rotary_last: bool = False,
     norm_v: bool = False,
+    v_weight: Tensor | None = None,
 ) -> Tensor:
     """`rope`, which writes the keys, and the values beside them, where a cache keeps them.
 
-    keys_ = k as `rope` returns it
-    values_ = v, or rms(v) over a head
+    keys_[:, :, S - T:] = k as `rope` returns it
+    values_[:, :, S - T:] = v, or rms(v) over a head, * (v_weight + weight_offset) where it is given
 
     Args:
         q, k, cos, sin, q_weight, k_weight, eps, weight_offset, pairs, rotary_dim, rotary_last: as for `rope`.
         v: [B, T, Hv, Dv] in the dtype of `q`, Dv even; strides are free.
-        keys_, values_: [B, Hk, T, Dk] and [B, Hv, T, Dv] in the dtype of `q`: what a cache has for these
-            tokens, updated in place. Where the elements of a head are contiguous they are written where they
-            lie, else copied there. They must overlap neither themselves nor each other nor what is read.
-        norm_v: the values are normed with `eps`, without a weight.
+        keys_, values_: [B, Hk, S, Dk] and [B, Hv, S, Dv] in the dtype of `q`: what a cache has once it has
+            these tokens, whose T places at the end are updated in place. Where the elements of a head are
+            contiguous they are written where they lie, else copied there. They must overlap neither
+            themselves nor each other nor what is read.
+        norm_v: the values are normed, with `eps`.
+        v_weight: [Dv], any of the three dtypes: of that norm.
 
     Returns: q as [B, Hq, T, Dq], contiguous.
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
     """
     check = Check("rope_cache_")
-    read = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "q_weight": q_weight, "k_weight": k_weight}
-    present = {argument: tensor for argument, tensor in read.items() if tensor is not None}
-    check.apart("keys_", keys_, **present, values_=values_)
-    check.apart("values_", values_, **present)
+    weights = {"q_weight": q_weight, "k_weight": k_weight, "v_weight": v_weight}
+    given = {argument: weight for argument, weight in weights.items() if weight is not None}
+    read = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, **given}
+    check.apart("keys_", keys_, **read, values_=values_)
+    check.apart("values_", values_, **read)
     rest = (cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last)
-    keys_.copy_(_rotated(k, k_weight, *rest))
-    values_.copy_((normed(v, None, eps).to(v.dtype) if norm_v else v).transpose(1, 2))
+    v = normed(v, v_weight, eps, weight_offset).to(v.dtype) if norm_v else v
+    for held, new in ((keys_, _rotated(k, k_weight, *rest)), (values_, v.transpose(1, 2))):
+        held.narrow(2, held.shape[2] - new.shape[2], new.shape[2]).copy_(new)
     return _rotated(q, q_weight, *rest)
 
 

@@ -1,5 +1,5 @@
-// Rotary position embedding of q and k with the RMSNorm of their heads, and a copy of v: a simdgroup takes a
-// head of a token.
+// Rotary position embedding of q and k with the RMSNorm of their heads, and v with its norm: a simdgroup
+// takes a head of a token.
 //
 // The elements of a head are taken in pairs: first the pairs that are rotated, then the elements that stay as
 // they are, the first half of them with the second. A lane takes N neighbouring pairs; heads of up to 64 * N
@@ -136,8 +136,9 @@ template <typename T>
     device const T* q [[buffer(0)]], device const T* k [[buffer(1)]], device const T* v [[buffer(2)]],
     device const uchar* cos [[buffer(3)]], device const uchar* sin [[buffer(4)]],
     device const uchar* q_weight [[buffer(5)]], device const uchar* k_weight [[buffer(6)]],
-    device T* q_output [[buffer(7)]], device T* k_output [[buffer(8)]], device T* v_output [[buffer(9)]],
-    constant RopeParams& params [[buffer(10)]], uint group [[threadgroup_position_in_grid]],
+    device const uchar* v_weight [[buffer(7)]], device T* q_output [[buffer(8)]],
+    device T* k_output [[buffer(9)]], device T* v_output [[buffer(10)]],
+    constant RopeParams& params [[buffer(11)]], uint group [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   const uint row = group * kRopeHeads + simdgroup;
   if (row >= params.rows) return;
@@ -156,7 +157,7 @@ template <typename T>
                              : q_output) +
                      batch * heads.output_batch_stride + token * heads.output_token_stride +
                      head * heads.output_head_stride;
-  device const uchar* weight = is_k ? k_weight : q_weight;
+  device const uchar* weight = is_v ? v_weight : is_k ? k_weight : q_weight;
   const ulong table_row = batch * params.table_batch_stride + token * params.table_token_stride;
   if (params.vectorised != 0) {
     rope_head<T, 4>(source, weight, cos, sin, table_row, target, heads, params, lane);

@@ -181,10 +181,10 @@ class _Growing(DynamicLayer):
         return keys, values
 
     def slots(self, keys: Tensor, values: Tensor) -> Slots | None:
-        """Where new keys and values [B, T, H, D] go; None without room, or where they are quantised."""
+        """What is held with new keys and values [B, T, H, D]; None without room, or where it is quantised."""
         if self.bits is not None or not (self.is_initialized and _in_place()):
             return None
-        parts: list[Tensor] = []
+        views: list[Tensor] = []
         for held, new in ((self.keys, keys), (self.values, values)):
             batch, tokens, heads, width = new.shape
             before = held.shape[2]
@@ -196,8 +196,8 @@ class _Growing(DynamicLayer):
             is_closed = memory.is_inference() and not torch.is_inference_mode_enabled()
             if is_closed or start + before + tokens > memory.shape[2]:
                 return None
-            parts += [memory.narrow(2, start + before, tokens), _view(memory, start, before + tokens)]
-        return Slots(parts[0], parts[2], parts[1], parts[3])
+            views.append(_view(memory, start, before + tokens))
+        return Slots(views[0], views[1], tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
         keys, values = self.keys, self.values

@@ -33,8 +33,8 @@ class Command {
 
   // The tensor must be contiguous and not empty, and must live until Commands::encode returns.
   Command& bind(const at::Tensor& tensor);
-  // The same for a tensor whose strides the kernel is told.
-  Command& bind_strided(const at::Tensor& tensor);
+  // The same, from an element on, for a tensor whose strides the kernel is told.
+  Command& bind_strided(const at::Tensor& tensor, int64_t element = 0);
   // `stand_in` fills the slot of an argument that is absent; the kernel is told by its params not to read it.
   Command& bind_or(const std::optional<at::Tensor>& tensor, const at::Tensor& stand_in) {
     return bind(tensor.has_value() && tensor->defined() ? *tensor : stand_in);

@@ -61,11 +61,11 @@ Command& Command::bind(const at::Tensor& tensor) {
   return bind_strided(tensor);
 }
 
-Command& Command::bind_strided(const at::Tensor& tensor) {
+Command& Command::bind_strided(const at::Tensor& tensor, int64_t element) {
   TORCH_CHECK(tensor.is_mps() && tensor.numel() > 0, "moe_mps: ", pipeline_->name,
               " cannot bind a tensor on ", tensor.device(), " of shape ", tensor.sizes());
   buffers_.push_back(buffer_of(tensor));
-  offsets_.push_back(byte_offset(tensor));
+  offsets_.push_back(byte_offset(tensor) + static_cast<NSUInteger>(element) * tensor.element_size());
   return *this;
 }
 

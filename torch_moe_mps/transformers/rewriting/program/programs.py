@@ -255,15 +255,13 @@ class Program:
             if statement is None:
                 continue
             items = {f"{name}[{index}]": index for index in range(count)}
-            block = self.block_of(statement)
-            nearby = [each for each in self.assignments() if each in block]
-            parts = [each for each in nearby if ast.unparse(each.value) in items]
+            parts = [each for each in self.assignments() if ast.unparse(each.value) in items]
             if not parts or self.uses(name) != len(parts):
                 continue
             names = [self.fresh("_") for _ in items]
             for part in parts:
                 names[items[ast.unparse(part.value)]] = name_of(part)
-                block.remove(part)
+                self.block_of(part).remove(part)
             statement.targets = [ast.Tuple([ast.Name(each, ast.Store()) for each in names], ast.Store())]
 
     def _reuse_names(self) -> None:

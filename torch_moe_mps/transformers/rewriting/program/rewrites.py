@@ -67,6 +67,10 @@ class Match:
         found: Callable = self.program.function.__globals__[ast.unparse(self.values[name])]
         return found
 
+    def fill(self, text: str) -> ast.expr:
+        """The expression that `text` is with the values of its names."""
+        return _with(self.values, ast.parse(text, mode="eval").body)
+
     def drop(self) -> None:
         """Takes the statements away that only the match read."""
         for statement in self.gone:

@@ -6,7 +6,7 @@ from torch import nn
 
 from ..program.programs import Program
 from .blocks import HAND_OVER_NORM, HAND_OVER_RESIDUAL, TAKE_RESIDUAL
-from .cache_slots import join_rotations, write_into_cache
+from .cache_slots import write_into_cache
 from .gated_delta import CAUSAL_CONV, GATED_DELTA, keep_state, norm_results
 from .gated_norm import rewrite_gated_norm
 from .handover import HAND_OVER_RAW_RESULTS
@@ -18,6 +18,7 @@ from .norms import ADD_NORMS, NORM_SUMS
 from .ordering import order_outputs
 from .rms_norm import CALL_NORM, replace_rms_norm
 from .rope import KEEP_ROWS, REPLACE_ROPE
+from .rope_calls import join_rotations, turn_last
 from .rotary import rewrite_rotary
 from .router import select_by_operator
 from .router_logits import compute_logits_by_operator
@@ -42,7 +43,8 @@ RULES: tuple[Callable[[Program], None], ...] = (
     NORM_SUMS,
     USE_GATE,  # reads which experts a router feeds, as the rules above have left their call
     *REPLACE_ROPE,
-    KEEP_ROWS,  # of the calls that REPLACE_ROPE has made
+    turn_last,
+    *KEEP_ROWS,  # of the calls that the rules above have made
     join_rotations,
     write_into_cache,
     CAUSAL_CONV,

@@ -1,7 +1,8 @@
 """Keys and values that the rotary embedding writes where a growing cache keeps them.
 
 A forward rotates the keys and hands them to the cache beside the values: `CACHE.update(K, V, LAYER)`. The
-rotation gets the cache and the values, too, and the update what it has written.
+rotation gets the cache and the values, too, and the update what it has written. Latent attention keeps normed
+latents as keys, and what turns as values.
 """
 
 import ast
@@ -10,21 +11,23 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..program.building import calls, child_of_call, helper, item
-from ..program.programs import Program, name_of, names_in
+from ..program.building import calls, helper, item
+from ..program.programs import If, Program, calls_in, name_of, names_in
+from ..program.rewrites import Form, Match
 from ..runtime import called
 from .norms import is_norm
+from .rope_calls import SWAP, rope_of
 
-_SWAP = "transpose(1, 2)"
+# A norm of rows in front of a change of shape; then its input as [B, T, H, D].
+_NORMED = {"NORM(X).transpose(1, 2)": "X", "shaped(NORM(X))": "shaped(X).transpose(1, 2)"}
 
 
 class Slots(NamedTuple):
-    """Where a layer keeps new keys and values, views [B, H, T, D] of its memory, and all that it has then."""
+    """All keys and values of a layer once it has new ones, which take the last `tokens` places."""
 
     keys: Tensor
     values: Tensor
-    all_keys: Tensor
-    all_values: Tensor
+    tokens: int
 
 
 def slots_of(cache: Any, layer: int, keys: Tensor, values: Tensor) -> Slots | None:
@@ -47,144 +50,128 @@ def take_slots(
     if slots is None:
         updated: tuple[Tensor, Tensor] = cache.update(keys, values, layer, *args, **kwargs)
     else:
-        updated = cache.layers[layer].take(slots.all_keys, slots.all_values, slots.keys.shape[2])
+        updated = cache.layers[layer].take(*slots)
     return updated
 
 
 # Rewriting of an attention's program
 
 
-def join_rotations(program: Program) -> None:
-    """Rewrites two calls of `rope`, of q and of k, as one."""
-    for block in list(program.blocks()):
-        assigned = [statement for statement in block if isinstance(statement, ast.Assign)]
-        found = [s for s in assigned if (call := _rope(s.value)) and ast.unparse(call.args[3]) == "None"]
-        for first, second in zip(found[::2], found[1::2], strict=False):
-            moved = _moved(program, block, first, second)
-            if moved is not None and _same_rotation(first.value, second.value):
-                _join(program, block, moved, second)
-
-
-def _rope(value: ast.expr) -> ast.Call | None:
-    """A value as a call of `rope`, if it is one."""
-    is_rope = isinstance(value, ast.Call) and ast.unparse(value.func) == "_moe_mps.rope"
-    return value if is_rope and isinstance(value, ast.Call) else None
-
-
-def _same_rotation(a: ast.expr, b: ast.expr) -> bool:
-    assert isinstance(a, ast.Call) and isinstance(b, ast.Call)
-    arguments = [[ast.dump(call.args[place]) for place in (0, 1, 4, 5)] for call in (a, b)]
-    options = [{k.arg: ast.dump(k.value) for k in call.keywords if k.arg != "q_norm"} for call in (a, b)]
-    return arguments[0] == arguments[1] and options[0] == options[1]
-
-
-def _moved(
-    program: Program, block: list[ast.stmt], first: ast.Assign, second: ast.Assign
-) -> list[ast.Assign] | None:
-    """The first statement and those that only swap dimensions of its result, in front of the second."""
-    between = block[block.index(first) + 1 : block.index(second)]
-    moved, names = [first], {name_of(first)}
-    for statement in between:
-        if statement in program.inplace:
-            return None
-        if names & set(names_in(statement)):
-            if not isinstance(statement, ast.Assign) or not ast.unparse(statement.value).endswith(_SWAP):
-                return None
-            moved.append(statement)
-            names.add(name_of(statement))
-    return None if names & set(names_in(second)) else moved
-
-
-def _join(program: Program, block: list[ast.stmt], moved: list[ast.Assign], second: ast.Assign) -> None:
-    first = moved[0]
-    call, other = first.value, second.value
-    assert isinstance(call, ast.Call) and isinstance(other, ast.Call)
-    call.args[3] = other.args[2]
-    call.keywords += [ast.keyword("k_norm", k.value) for k in other.keywords if k.arg == "q_norm"]
-    call.keywords.append(ast.keyword("one_by_one", ast.Constant(True)))
-    both = program.unpack(call, [first, second])
-    for statement in moved:
-        block.remove(statement)
-    place = block.index(second)
-    block[place:place] = [both, *moved]
-    program.rewrites.append("rope of q and k")
-
-
 def write_into_cache(program: Program) -> None:
     """Rewrites the calls of `rope` whose keys go to a cache, and the call that hands them to it."""
-    for update in _updates(program):
-        keys, values, layer = update.args[:3]
-        rotation = _rotation_of(program, keys)
-        if rotation is None or not isinstance(values, ast.Name) or not isinstance(update.func, ast.Attribute):
-            continue
-        statement, rope = rotation
-        norm = _normed(program, values) if _heads_dim(rope) == 2 else None
-        if norm is None and _heads_dim(rope) == 2:
-            continue
-        cache, v = update.func.value, values if norm is None else norm.x
-        names = {name for value in (cache, layer, v) for name in names_in(value)} - program.arguments_names()
-        if not all(_is_before(program, name, statement) for name in names):
-            continue
-        rope.func = helper("rope_into_cache").func
-        rope.args[:0] = [cache, layer, v, ast.Constant(None) if norm is None else norm.module]
-        results = name_of(statement)
-        if norm is not None:
-            program.replace(norm.statement, item(results, 2))
-        update.func = helper("take_slots").func
-        update.args[:0] = [item(results, 3), cache]
-        program.rewrites.append("rope_cache_")
+    updates = {f"{name}.update" for name in program.arguments_names()}
+    for _, call in list(calls(program)):
+        if ast.unparse(call.func) in updates and len(call.args) >= 3:
+            keys, values = call.args[:2]
+            if _write(program, call, keys, values, False) or _write(program, call, values, keys, True):
+                program.rewrites.append("rope_cache_")
 
 
-def _heads_dim(rope: ast.Call) -> int:
-    heads_dim: int = ast.literal_eval(rope.args[1])[0]
-    return heads_dim
+def _write(
+    program: Program, update: ast.Call, turned: ast.expr, other: ast.expr, is_swapped: bool
+) -> bool:  # fmt: skip
+    """Rewrites an update if one of its tensors, `turned`, comes from `rope`."""
+    k, v = (_statement_of(program, value, update) for value in (turned, other))
+    if k is None or v is None or (found := _rotation_of(program, k)) is None:
+        return False
+    rotation, q, unused = found
+    rope, block = rotation.value, program.block_of(rotation)
+    assert isinstance(rope, ast.Call) and isinstance(update.func, ast.Attribute)
+    if v not in block or program.mutates_between(*sorted((v, rotation), key=block.index)):
+        return False
+    normed, norm, x = _norm_and_rows(program, v)
+    cache, layer = update.func.value, update.args[2]
+    names = {name for value in (cache, layer, x) for name in names_in(value)} - program.arguments_names()
+    if not all(_is_before(program, name, rotation) for name in names):
+        return False
+    if normed is not None:
+        normed.drop()
+    rope.func = helper("rope_into_cache").func
+    rope.args[:0] = [cache, layer, x, norm]
+    rope.keywords += [ast.keyword("swapped", ast.Constant(True))] if is_swapped else []
+    slots = program.assign("slots", ast.Constant(None))
+    results = program.unpack(rope, [q, k, v, slots])
+    block.remove(v)
+    block[block.index(rotation) : block.index(rotation)] = [results, v, slots]
+    for statement in (rotation, *unused):
+        program.remove(statement)
+    update.func = helper("take_slots").func
+    update.args[:0] = [ast.Name(name_of(slots), ast.Load()), cache]
+    return True
 
 
-class _Norm(NamedTuple):
-    """A statement that norms values: the norm and its input, as expressions."""
+def _statement_of(program: Program, value: ast.expr, update: ast.Call) -> ast.Assign | None:
+    """The statement that names a value, if only an update reads it, and what runs instead of the update."""
+    name = program.last_name(value)
+    if name is None or name in names_in(program.result):
+        return None
+    for statement in program.every():
+        read = statement.test if isinstance(statement, If) else statement
+        if name in names_in(read) and update not in calls_in(read) and not _without_cache(program, statement):
+            return None
+    return program.defined_by(name)
 
-    statement: ast.Assign
-    module: ast.expr
-    x: ast.expr
+
+def _without_cache(program: Program, statement: ast.stmt) -> bool:
+    """Whether a statement only runs where there is no cache."""
+    tests = [each.test for each in program.every() if isinstance(each, If) and statement in each.orelse]
+    return any(ast.unparse(test).removesuffix(" is not None") in program.arguments_names() for test in tests)
 
 
-def _normed(program: Program, values: ast.Name) -> _Norm | None:
-    """The norm without a weight behind values whose dimensions are swapped."""
-    value = program.follow(values)
-    if not ast.unparse(value).endswith(f".{_SWAP}"):
+def _rotation_of(
+    program: Program, k: ast.Assign
+) -> tuple[ast.Assign, ast.Assign, list[ast.Assign]] | None:  # fmt: skip
+    """The call of `rope` whose second result is k; the statement of its first one, both with heads first.
+
+    Third are statements that name them as they are before their dimensions are swapped.
+    """
+    before = _unswapped(program, k)
+    second = k if before is None else before
+    if not isinstance(second.value, ast.Subscript) or not isinstance(second.value.value, ast.Name):
+        return None
+    results = second.value.value.id
+    rotation = program.defined_by(results)
+    q = _named(program, item(results, 0))
+    if rotation is None or q is None or ast.unparse(second.value) != f"{results}[1]":
+        return None
+    rope = rope_of(rotation.value)
+    if rope is None or ast.literal_eval(rope.args[1])[0] == (2 if before is None else 1):
+        return None
+    if before is None:
+        return rotation, q, []
+    swapped = _named(program, ast.parse(f"{name_of(q)}.{SWAP}", mode="eval").body)
+    if swapped is None or program.uses(name_of(q)) != 1 or program.uses(name_of(before)) != 1:
+        return None
+    return rotation, swapped, [q, before]
+
+
+def _named(program: Program, value: ast.expr) -> ast.Assign | None:
+    """The statement that names a value."""
+    text = ast.unparse(value)
+    return next((each for each in program.assignments() if ast.unparse(each.value) == text), None)
+
+
+def _unswapped(program: Program, statement: ast.Assign) -> ast.Assign | None:
+    """The statement that names x, of one that names x.transpose(1, 2)."""
+    value = statement.value
+    if not ast.unparse(value).endswith(f".{SWAP}"):
         return None
     assert isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
     name = program.last_name(value.func.value)
-    statement = None if name is None or program.uses(name) != 1 else program.defined_by(name)
-    call = None if statement is None else statement.value
-    if statement is None or not isinstance(call, ast.Call) or len(call.args) != 1:
-        return None
-    found = child_of_call(program, call)
-    if found is None or not is_norm(found[1], weighted=False):
-        return None
-    return _Norm(statement, call.func, call.args[0])
+    return None if name is None else program.defined_by(name)
 
 
-def _updates(program: Program) -> list[ast.Call]:
-    """Calls of an argument's `update`."""
-    updates = {f"{name}.update" for name in program.arguments_names()}
-    return [call for _, call in calls(program) if ast.unparse(call.func) in updates and len(call.args) >= 3]
-
-
-def _rotation_of(program: Program, keys: ast.expr) -> tuple[ast.Assign, ast.Call] | None:
-    """The call of `rope` that gives the keys as its second result."""
-    value, is_swapped = program.follow(keys), False
-    if ast.unparse(value).endswith(f".{_SWAP}"):
-        assert isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
-        value, is_swapped = program.follow(value.func.value), True
-    if not isinstance(value, ast.Subscript) or not isinstance(value.value, ast.Name):
-        return None
-    if ast.unparse(value.slice) != "1" or (statement := program.defined_by(value.value.id)) is None:
-        return None
-    call = _rope(statement.value)
-    if call is None:
-        return None
-    return (statement, call) if _heads_dim(call) == (2 if is_swapped else 1) else None
+def _norm_and_rows(program: Program, v: ast.Assign) -> tuple[Match | None, ast.expr, ast.expr]:
+    """Where the norm of values was found; the norm, or None; and what it norms, as [B, T, H, D]."""
+    for text, rows in _NORMED.items():
+        for match in Form(text).find(program, v.value, v):
+            if is_norm(match.module("NORM")):
+                return match, match.values["NORM"], match.fill(rows)
+    if ast.unparse(v.value).endswith(f".{SWAP}"):
+        assert isinstance(v.value, ast.Call) and isinstance(v.value.func, ast.Attribute)
+        return None, ast.Constant(None), v.value.func.value
+    swap = ast.Attribute(v.value, "transpose", ast.Load())
+    return None, ast.Constant(None), ast.Call(swap, [ast.Constant(1), ast.Constant(2)], [])
 
 
 def _is_before(program: Program, name: str, statement: ast.Assign) -> bool:

@@ -97,13 +97,15 @@ def _turn_of(
     return None
 
 
-def _turn(wide: tuple | None, narrow: tuple | None, q: Tensor, cos: Tensor) -> tuple | None:
-    """The form for these tables: a partial rotation is one for narrow tables."""
-    if cos.dim() != 3 or q.dim() != 4:
+def _turn(
+    wide: tuple | None, narrow: tuple | None, dimensions: int, width: int, cos: Tensor
+) -> tuple | None:  # fmt: skip
+    """The form for these tables and heads: a partial rotation is one for narrow tables."""
+    if cos.dim() != 3 or dimensions != 4:
         return None
-    if cos.shape[-1] == q.shape[-1]:
+    if cos.shape[-1] == width:
         return wide
-    if narrow and _Turn(*narrow).doubled and cos.shape[-1] * 2 != q.shape[-1]:
+    if narrow and _Turn(*narrow).doubled and cos.shape[-1] * 2 != width:
         return None
     return narrow
 
@@ -120,27 +122,44 @@ def rope(
     k_norm: nn.Module | None = None,
     rows: bool = False,
     one_by_one: bool = False,
+    last: int | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     """function(q_norm(q), k_norm(k), cos, sin), or function(q_norm(q), cos, sin).
 
     `rows`: q and k are [B, T, heads, D] and transposed for the function. `one_by_one`: it takes q and k in a
-    call each.
+    call each. `last`: it takes so many elements at the end of the heads of q, the others stay as they are.
     """
     heads_first = form[0] == 1
-    arguments = _arguments(form, q, k, cos, sin, q_norm, k_norm)
+    arguments = _arguments(form, q, k, cos, sin, q_norm, k_norm, last)
     if heads_first and rows != (arguments is not None):  # the function has heads first, the operator tokens
         q, k = q.transpose(1, 2), None if k is None else k.transpose(1, 2)
     if arguments is None:
-        normed = [x if norm is None else norm(x) for x, norm in ((q, q_norm), (k, k_norm)) if x is not None]
-        if one_by_one:
-            return tuple(function(x, cos, sin, **options) for x in normed)
-        return function(*normed, cos, sin, **options)
+        return _own_rope(function, q, k, cos, sin, q_norm, k_norm, one_by_one, last, options)
     q, k_turned = ops.rope(q, k, **arguments)
     if heads_first:
         return q if k is None else (q, k_turned)
     q = q.transpose(1, 2)
     return q if k is None else (q, k_turned.transpose(1, 2))
+
+
+def _own_rope(
+    function: Callable, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor,
+    q_norm: nn.Module | None, k_norm: nn.Module | None, one_by_one: bool, last: int | None, options: dict,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+    """The results of `rope`, computed by the model's own function."""
+    first: list[Tensor] = []
+    if last is not None:
+        *first, q = q.tensor_split((q.shape[-1] - last,), -1)
+    normed = [x if norm is None else norm(x) for x, norm in ((q, q_norm), (k, k_norm)) if x is not None]
+    turned: Any
+    if one_by_one:
+        turned = tuple(function(x, cos, sin, **options) for x in normed)
+    else:
+        turned = function(*normed, cos, sin, **options)
+    if not first:
+        return turned
+    return torch.cat((*first, turned), -1) if k is None else (torch.cat((*first, turned[0]), -1), turned[1])
 
 
 @called
@@ -158,50 +177,66 @@ def rope_into_cache(
     q_norm: nn.Module | None = None,
     k_norm: nn.Module | None = None,
     rows: bool = False,
+    one_by_one: bool = False,
+    last: int | None = None,
+    swapped: bool = False,
     **options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Slots | None]:
-    """The results of `rope`, v_norm(v), and the slots of a cache that grows in place if they have k and v."""
-    heads_first = form[0] == 1
-    arguments = _arguments(form, q, k, cos, sin, q_norm, k_norm)
-    fits = arguments is not None and v.dtype is k.dtype and v.shape[-1] % 2 == 0
-    if arguments is not None and fits and (v_norm is None or _norms_alike(v_norm, arguments)):
-        in_rows = [q, k, v]
-        if heads_first:
-            in_rows = [*((q, k) if rows else (q.transpose(1, 2), k.transpose(1, 2))), v.transpose(1, 2)]
-        slots = slots_of(cache, layer, in_rows[1], in_rows[2])
+) -> tuple[Tensor, Tensor | None, Tensor | None, Slots | None]:
+    """The results of `rope`, and v_norm(v) of v [B, T, H, D], all three with heads first.
+
+    If a cache that grows in place has room, the last result are its slots, which have k and v. `swapped`: it
+    keeps v as keys and k as values.
+    """
+    arguments = _arguments(form, q, k, cos, sin, q_norm, k_norm, last)
+    fits = arguments is not None and v.dtype is q.dtype and v.shape[-1] % 2 == 0
+    if arguments is not None and fits and (v_norm is None or _add_norm(arguments, v_norm, v)):
+        q_rows, k_rows = (q, k) if rows or form[0] == 2 else (q.transpose(1, 2), k.transpose(1, 2))
+        slots = slots_of(cache, layer, v, k_rows) if swapped else slots_of(cache, layer, k_rows, v)
         if slots is not None:
-            turned = ops.rope_cache_(
-                *in_rows, slots.keys, slots.values, norm_v=v_norm is not None, **arguments
-            )
-            if heads_first:
-                return turned, slots.keys, slots.values, slots
-            turned, keys, values = (x.transpose(1, 2) for x in (turned, slots.keys, slots.values))
-            return turned, keys, values, slots
-    q, k = rope(function, form, q, k, cos, sin, q_norm, k_norm, rows, **options)
-    return q, k, v if v_norm is None else rms_norm(v_norm, v), None
+            keys, values = (slots.values, slots.keys) if swapped else (slots.keys, slots.values)
+            return ops.rope_cache_(q_rows, k_rows, v, keys, values, **arguments), None, None, slots
+    turned = rope(function, form, q, k, cos, sin, q_norm, k_norm, rows, one_by_one, last, **options)
+    q, k = turned if form[0] == 1 else (x.transpose(1, 2) for x in turned)
+    v = v if v_norm is None else rms_norm(v_norm, v)
+    return q, k, v.transpose(1, 2), None
 
 
 def _arguments(
     form: tuple, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor,
-    q_norm: nn.Module | None, k_norm: nn.Module | None,
+    q_norm: nn.Module | None, k_norm: nn.Module | None, last: int | None,
 ) -> dict[str, Any] | None:  # fmt: skip
     """What the operator takes besides q and k; None where the model's own function has to run."""
     dtype = q.dtype
     if dtype is torch.float64 or (k is not None and k.dtype is not dtype):
         return None
     _, wide, narrow = form
-    turn = _turn(wide, narrow, q, cos)
+    turn = _turn(wide, narrow, q.dim(), q.shape[-1] if last is None else last, cos)
     norms = _norm_arguments(q_norm, k_norm, q, k)
-    return None if turn is None or norms is None else _rotation(turn, cos, sin) | norms
+    if turn is None or norms is None:
+        return None
+    arguments = _rotation(turn, cos, sin) | norms
+    if last is not None:
+        arguments["rotary_last"] = True
+        if arguments["rotary_dim"] != last or (k is not None and k.shape[-1] != last):
+            return None
+    return arguments
 
 
-def _norms_alike(v_norm: nn.Module, arguments: dict[str, Any]) -> bool:
-    """Whether the operator can norm values together with q and k: without a weight, with the same eps."""
+def _add_norm(arguments: dict[str, Any], v_norm: nn.Module, v: Tensor) -> bool:
+    """Adds the norm of the values to the arguments; False where the operator cannot apply it."""
     formula = v_norm.__dict__.get(RECORD, NOTHING).formula
-    if formula is None or formula.weight or is_observed(v_norm):
+    if formula is None or is_observed(v_norm):
         return False
     eps = getattr(v_norm, formula.eps)
-    return bool(arguments.setdefault("eps", eps) == eps)
+    if arguments.setdefault("eps", eps) != eps:
+        return False
+    arguments["norm_v"] = True
+    if formula.weight:
+        weight = arguments["v_weight"] = weight_of(v_norm)
+        if arguments.setdefault("weight_offset", formula.offset) != formula.offset:
+            return False
+        return weight.size(0) == v.size(-1) and (formula.keeps_dtype or weight.dtype is v.dtype)
+    return True
 
 
 def _norm_arguments(
@@ -284,13 +319,22 @@ REPLACE_ROPE = (
 
 
 def _has_heads_first(match: Match) -> str | None:
+    is_one = ast.unparse(match.values["K"]) == "None"
+    is_done = any(option.arg == "rows" for option in match.values["OPTIONS"])
     form = ast.literal_eval(match.values["FORM"])
-    return "" if RopeForm(*form).heads_dim == 1 else None
+    return None if is_one or is_done or RopeForm(*form).heads_dim != 1 else ""
 
 
 # The operator would transpose back.
-KEEP_ROWS = Rewrite(
-    "rope(F, FORM, Q.transpose(1, 2), K.transpose(1, 2), COS, SIN, **OPTIONS)",
-    "rope(F, FORM, Q, K, COS, SIN, rows=True, **OPTIONS)",
-    where=_has_heads_first,
+KEEP_ROWS = (
+    Rewrite(
+        "rope(F, FORM, Q.transpose(1, 2), K.transpose(1, 2), COS, SIN, **OPTIONS)",
+        "rope(F, FORM, Q, K, COS, SIN, rows=True, **OPTIONS)",
+        where=_has_heads_first,
+    ),
+    Rewrite(
+        "rope(F, FORM, Q.transpose(1, 2), K, COS, SIN, **OPTIONS)",
+        "rope(F, FORM, Q, K.transpose(1, 2), COS, SIN, rows=True, **OPTIONS)",
+        where=_has_heads_first,
+    ),
 )
