@@ -85,6 +85,7 @@ GENERATION = [
     "-w",
     "-Wno-error=reserved-user-defined-literal",
 ]
+PRECOMPILING = ["-x", "c++-header", "-Xclang", "-fno-pch-timestamp", "-fpch-instantiate-templates"]
 
 
 def cache_directory() -> Path:
@@ -175,10 +176,8 @@ def swizzle_lists() -> str:
 @functools.cache
 def prepared_headers() -> tuple[Path, Path]:
     """(folder with generated headers, precompiled header) for shader compilations."""
-    headers = [*INCLUDE.iterdir(), MSL / "executor.h"]
     flags = [*LANGUAGE, *ARITHMETIC, *INSTRUMENTATION, *GENERATION]
-    # The precompiled header holds absolute paths; times it must not hold, as another checkout changes them.
-    key = digest(files_digest(*headers), flags, swizzle_lists(), TENSORS, INCLUDE, cache_directory())
+    key = digest(headers_digest(), swizzle_lists(), TENSORS, METAL_HEADERS)
     folder = cache_directory() / f"headers-{key}"
     folder.mkdir(exist_ok=True)
     build_once(folder / "msl_swizzles.h", lambda target: target.write_text(swizzle_lists()))
@@ -190,26 +189,25 @@ def prepared_headers() -> tuple[Path, Path]:
     primitives.mkdir(exist_ok=True)
     build_once(primitives / "MetalPerformancePrimitives.h", lambda target: target.write_text(TENSORS + "\n"))
 
+    return folder, precompiled_library((*flags, "-I", INCLUDE, "-I", folder))
+
+
+@functools.cache
+def precompiled_library(flags: tuple) -> Path:
+    """The simulator's metal_stdlib, for shader compilations with these flags."""
+
     def make(target: Path) -> None:
-        command = [
-            tool("clang++"),
-            *flags,
-            "-x",
-            "c++-header",
-            *("-Xclang", "-fno-pch-timestamp"),
-            "-I",
-            INCLUDE,
-            "-I",
-            folder,
-            INCLUDE / "msl_entry.h",
-            "-o",
-            target,
-        ]
-        result = run(command)
+        result = run([tool("clang++"), *flags, *PRECOMPILING, INCLUDE / "msl_entry.h", "-o", target])
         if result.returncode:
             raise RuntimeError(f"the simulator's metal_stdlib does not compile:\n{result.stderr}")
 
-    return folder, build_once(folder / "msl_entry.pch", make)
+    # It holds absolute paths; times it must not hold, as another checkout changes them.
+    key = digest(headers_digest(), flags, PRECOMPILING)
+    return build_once(cache_directory() / f"msl_entry-{key}.pch", make)
+
+
+def headers_digest(*further: Path) -> str:
+    return files_digest(*INCLUDE.iterdir(), MSL / "executor.h", *further)
 
 
 def preprocess(source: str, include: tuple = (), name: str = "program_source") -> str:
@@ -267,43 +265,40 @@ def compile_flat(source: str, constants: tuple, name: str) -> Path:
     return compile_preprocessed(preprocess(source, (), name), dict(constants))
 
 
+# A shader's precompiled header: its code, and calls of all its kernels, so that templates are instantiated.
+PRECOMPILED = """\
+#define MSL_KERNEL -1
+#define MSL_ENTRY(i) static void msl_checked##i
+#include "{unit}"
+#undef MSL_ENTRY
+#undef MSL_KERNEL
+#define MSL_CODE
+"""
+
+
 def compile_preprocessed(text: str, constants: dict) -> Path:
     """The table of the shader's kernels. A kernel is compiled when it first runs."""
-    folder, pch = prepared_headers()
+    folder, stdlib = prepared_headers()
     executor = executor_library()
     code = program(text, constants)
-    flags = [
-        *LANGUAGE,
-        *ARITHMETIC,
-        *INSTRUMENTATION,
-        *GENERATION,
-        "-include-pch",
-        pch,
-        "-I",
-        INCLUDE,
-        "-I",
-        folder,
-    ]
+    flags = [*LANGUAGE, *ARITHMETIC, *INSTRUMENTATION, *GENERATION, "-I", INCLUDE, "-I", folder]
     # The absolute paths belong to the key: they stand in the table, and the result must not outlive a move.
-    path = cache_directory() / f"shader-{digest(code, folder, executor, flags)}.so"
-    unit = path.with_suffix(".cpp")
-
-    def check() -> None:
-        result = run([tool("clang++"), *flags, "-DMSL_KERNEL=-1", "-fsyntax-only", unit])
-        if result.returncode:
-            raise ShaderError(readable(result.stderr))
+    path = cache_directory() / f"shader-{digest(code, PRECOMPILED, stdlib, executor, flags)}.so"
+    unit, header, precompiled = (path.with_suffix(end) for end in (".cpp", ".h", ".pch"))
 
     def make(target: Path) -> None:
         unit.write_text(code)
-        check()
+        header.write_text(PRECOMPILED.format(unit=unit.name))
+        compile_ = [tool("clang++"), *flags, "-include-pch", precompiled, "-c", unit]
         strings = [
             f'-DMSL_IMAGE="{path.with_suffix("")}-"',
-            f"-DMSL_BUILD(number)={build_command(flags, unit, executor)}",
+            f"-DMSL_BUILD(number)={build_command(compile_, executor)}",
         ]
         object_ = target.with_suffix(".o")
         for command in (
-            [tool("clang++"), *flags, *strings, "-DMSL_TABLE", "-c", unit, "-o", object_],
-            [tool("clang++"), "-shared", "-fuse-ld=lld", object_, executor, "-o", target],
+            [tool("clang++"), *flags, "-include-pch", stdlib, *PRECOMPILING, header, "-o", precompiled],
+            [*compile_, *strings, "-DMSL_TABLE", "-o", object_],
+            [tool("ld.lld"), "-shared", object_, executor, "-o", target],
         ):
             result = run(command)
             if result.returncode:
@@ -319,16 +314,15 @@ def program(preprocessed: str, constants: dict) -> str:
     return head + translate(preprocessed, constants)
 
 
-def build_command(flags: list, unit: Path, executor: Path) -> str:
+def build_command(compile_: list, executor: Path) -> str:
     """C string literals of the shell command that builds kernel `number` into the file $1."""
-    compile_ = shlex.join([tool("clang++"), *map(str, flags), "-c", str(unit), "-o"])
-    link = shlex.join([tool("clang++"), "-shared", "-fuse-ld=lld", str(executor), "-lm", "-o"])
+    link = shlex.join([tool("ld.lld"), "-shared", str(executor), "-o"])
 
     def literal(text: str) -> str:
         return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
     return (
-        literal(compile_ + ' "$1.o" -DMSL_KERNEL=')
+        literal(shlex.join([*map(str, compile_), "-o"]) + ' "$1.o" -DMSL_KERNEL=')
         + " number "
         + literal(" && " + link + ' "$1.tmp" "$1.o"')
         + literal(' && rm "$1.o" && mv "$1.tmp" "$1"')

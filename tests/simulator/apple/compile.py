@@ -49,8 +49,7 @@ def run(command: list) -> None:
 
 
 def headers_digest() -> str:
-    headers = [p for folder in (build.INCLUDE, INCLUDE) for p in folder.iterdir() if p.is_file()]
-    return build.files_digest(*headers, build.MSL / "executor.h")
+    return build.headers_digest(*INCLUDE.iterdir())
 
 
 def optimised_ir(unit: str, number: int) -> Path:
@@ -68,9 +67,9 @@ def _make(code: str, number: int, name: Path) -> None:
     headers, _ = build.prepared_headers()
     source, raw = name.with_suffix(".cpp"), name.with_suffix(".raw")
     source.write_text(code)
-    include = ["-include", build.INCLUDE / "msl_entry.h", "-I", INCLUDE, "-I", build.INCLUDE, "-I", headers]
-    command = [build.tool("clang++"), *_FLAGS, *include, f"-DMSL_KERNEL={number}"]
-    run([*command, "-S", "-emit-llvm", source, "-o", raw])
+    flags = (*_FLAGS, "-I", INCLUDE, "-I", build.INCLUDE, "-I", headers)
+    command = [build.tool("clang++"), *flags, "-include-pch", build.precompiled_library(flags)]
+    run([*command, f"-DMSL_KERNEL={number}", "-S", "-emit-llvm", source, "-o", raw])
     text = without_target(raw.read_text())
     raw.write_text(text)
     path = folder() / f"{build.digest(text, _OPTIMISATIONS)}.ll"

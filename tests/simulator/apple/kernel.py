@@ -19,6 +19,7 @@ from .sites import Site, find_sites
 
 _HERE = Path(__file__).parent
 _HOOKS = _HERE / "hooks.cpp"
+_FLAGS = ["-march=x86-64-v3", "-fPIC", "-w"]
 _SIZES = [f"-DAPPLE_SECTOR_BYTES={SECTOR_BYTES}", f"-DAPPLE_LINE_BYTES={LINE_BYTES}"]
 _X86 = """\
 target datalayout = "e-m:e-p270:32:32-p271:32:32-p272:64:64-i64:64-i128:128-f80:128-n8:16:32:64-S128"
@@ -85,23 +86,40 @@ class KernelModel:
         executor = build.executor_library()
         ctypes.CDLL(str(executor), mode=ctypes.RTLD_GLOBAL)
         shaderlib.executor()
-        code = _digest("hooks.cpp", "ir.py", "flow.py", "sites.py", "kernel.py")
-        key = build.digest(self.path.name, code, executor, _SIZES)
-        library = ctypes.CDLL(str(build.build_once(ir_of.folder() / f"{key}.so", self._build)))
+        hooks = _hooks()
+        code = _digest("ir.py", "flow.py", "sites.py", "kernel.py")
+
+        def make(target: Path) -> None:
+            ir, kernel = target.with_suffix(".ll"), target.with_suffix(".o")
+            ir.write_text(instrumented(self.lines, self.function, self.sites))
+            compiler = build.tool("clang++")
+            ir_of.run([compiler, *_FLAGS, "-O1", "-c", ir, "-o", kernel])
+            link = [compiler, "-shared", "-fuse-ld=lld"]
+            ir_of.run([*link, kernel, hooks, executor, "-lm", "-o", target])
+            ir.unlink()
+            kernel.unlink()
+
+        key = build.digest(self.path.name, code, executor, hooks.name)
+        library = ctypes.CDLL(str(build.build_once(ir_of.folder() / f"{key}.so", make)))
         library.apple_distinct_bytes.restype = ctypes.c_uint64
         return library
 
-    def _build(self, target: Path) -> None:
-        ir, kernel, hooks = (target.with_suffix(s) for s in (".ll", ".kernel.o", ".hooks.o"))
-        ir.write_text(instrumented(self.lines, self.function, self.sites))
-        compiler, flags = build.tool("clang++"), ["-march=x86-64-v3", "-fPIC", "-w"]
-        ir_of.run([compiler, *flags, "-O1", "-c", ir, "-o", kernel])
-        flags += ["-std=c++17", "-fvisibility=hidden", *_SIZES]
-        ir_of.run([compiler, *flags, "-O2", "-c", _HOOKS, "-o", hooks])
-        executor = build.executor_library()
-        ir_of.run([compiler, "-shared", "-fuse-ld=lld", kernel, hooks, executor, "-lm", "-o", target])
-        for path in (ir, kernel, hooks):
-            path.unlink()
+
+@functools.cache
+def _hooks() -> Path:
+    """hooks.cpp, to be linked with each counted kernel."""
+    command = [
+        build.tool("clang++"),
+        *_FLAGS,
+        "-std=c++17",
+        "-O2",
+        "-fvisibility=hidden",
+        *_SIZES,
+        "-c",
+        _HOOKS,
+    ]
+    path = ir_of.folder() / f"hooks-{build.digest(_digest('hooks.cpp'), ir_of.headers_digest(), command)}.o"
+    return build.build_once(path, lambda target: ir_of.run([*command, "-o", target]))
 
 
 @functools.cache

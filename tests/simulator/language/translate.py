@@ -354,7 +354,10 @@ class Translator(Tokens):
     # Result ---------------------------------------------------------------------------------------
 
     def with_table(self) -> str:
-        """Appends the table of kernels (if MSL_TABLE is defined) and their entries (MSL_KERNEL: which)."""
+        """Appends the table of kernels (if MSL_TABLE is defined) and their entries (MSL_KERNEL: which).
+
+        MSL_CODE is defined by a precompiled header that holds the shader's own code.
+        """
         kernels = self.kernels.values()
         entries = [(k.host_name or k.name, k.name, k) for k in kernels if not k.template]
         entries += [
@@ -372,9 +375,7 @@ class Translator(Tokens):
             rows.append(f"static const char* const names_{i}[] = {{{names}}};")
             rows.append(f'table[{i}] = {signature}::describe("{name}", {strings});')
             cases.append(f"#if MSL_KERNEL == {i} || MSL_KERNEL < 0")
-            cases.append(
-                f'extern "C" {EXPORT} void msl_entry{i}(void* b) {{ {signature}::call(&{function}, b); }}'
-            )
+            cases.append(f"MSL_ENTRY({i})(void* b) {{ {signature}::call(&{function}, b); }}")
             cases.append("#endif")
         limits = [
             f"{k.head} constexpr unsigned msl_max_threads_{k.name} = {k.max_threads};"
@@ -384,6 +385,10 @@ class Translator(Tokens):
         lines = [
             '\n#line 1 "kernel_table"',
             *limits,
+            "#endif",
+            "#ifndef MSL_ENTRY",
+            f'#define MSL_ENTRY(i) extern "C" {EXPORT} void msl_entry##i',
+            "#endif",
             "#ifdef MSL_TABLE",
             f'extern "C" {EXPORT} const msl_kernel* msl_kernels(int* count) {{',
             f"static msl_kernel table[{len(entries) + 1}];",
@@ -394,7 +399,7 @@ class Translator(Tokens):
             *cases,
             "#endif\n",
         ]
-        return "".join(self.tokens) + "\n".join(lines)
+        return "#ifndef MSL_CODE\n" + "".join(self.tokens) + "\n".join(lines)
 
 
 def is_scope_head(words: list[str]) -> bool:
