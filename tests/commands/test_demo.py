@@ -1,6 +1,7 @@
 """scripts/demo.py: the main job from a checkpoint on disk to text, and one line for what is wrong."""
 
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support import tiny_models
-from support.processes import REPOSITORY, environment
+from support.processes import REPOSITORY
 
 import torch_moe_mps
 
@@ -48,15 +49,16 @@ def test_help_needs_no_package_and_installs_nothing(tmp_path):
     assert not (tmp_path / ".venv").exists()
 
 
-def test_own_checkpoint():
-    command = [sys.executable, DEMO, "--device", "cpu", "--tokens", "12"]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment())
-    assert result.returncode == 0, result.stderr
-    assert "moe_experts (silu)" in result.stdout and "moe_router (softmax)" in result.stdout
-    assert "greedy tokens equal to eager's: 12 of 12" in result.stdout
-    error = float(result.stdout.partition("relative error ")[2].split()[0])
+def test_own_checkpoint(monkeypatch, capsys):
+    """The whole script, as it is started."""
+    monkeypatch.setattr(sys, "argv", [str(DEMO), "--device", "cpu", "--tokens", "12"])
+    runpy.run_path(str(DEMO), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "moe_experts (silu)" in printed and "moe_router (softmax)" in printed
+    assert "greedy tokens equal to eager's: 12 of 12" in printed
+    error = float(printed.partition("relative error ")[2].split()[0])
     assert error <= 1e-5
-    assert "tokens/s: eager" in result.stdout
+    assert "tokens/s: eager" in printed
 
 
 @pytest.mark.parametrize(("architecture", "operator"), [("gemma4", "moe_gate"), ("qwen3", "rms_norm")])
