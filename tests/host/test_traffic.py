@@ -1,0 +1,247 @@
+"""How many bytes kernels move: every access counts, cached or not."""
+
+import itertools
+
+import pytest
+import torch
+from simulator import DispatchCounters
+from support.expert_layers import random_ids
+from support.quantized_layers import place, random_matrix, random_quantized
+
+ops = torch.ops.moe_mps
+EPS = 1e-6
+FORMATS = {"dense": None, "int4": (4, 64, "affine"), "int8": (8, 64, "affine"), "mxfp4": (4, 32, "mxfp4")}
+OTHER_GROUPS = {f"int{bits}-{group}": (bits, group, "affine") for bits in (4, 8) for group in (32, 128)}
+PAIRS_AT_ONCE, LANES_OF_A_SCALE = 2, 4
+TILE_ROWS = 128  # of a weight
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype).to("mps")
+
+
+def nbytes(*tensors: torch.Tensor) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def only_dispatch(simulated, call) -> DispatchCounters:
+    with simulated.counters() as dispatches:
+        call()
+    (dispatch,) = dispatches
+    return dispatch
+
+
+def moved(simulated, call) -> int:
+    """Bytes read and written, but for the parameters, which are bound last."""
+    buffers = only_dispatch(simulated, call).buffers
+    *tensors, _parameters = sorted(buffers)
+    return sum(buffers[i].bytes_read + buffers[i].bytes_written for i in tensors)
+
+
+# Each operand moves once, and the norms' weights once a row.
+
+
+@pytest.mark.parametrize("rows, width", [(1, 2048), (3, 4096), (300, 512), (2, 8192)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms(simulated, rows, width, dtype):
+    residual, x, w = tensor(rows, width, dtype=dtype), tensor(rows, width, dtype=dtype), tensor(width)
+    row, weight = nbytes(x), rows * nbytes(w)
+    for operands, operator, arguments in (
+        (2, ops.rms_norm, (x, w, EPS)),
+        (3, ops.fused_norm_add, (residual, x, w, EPS)),
+        (3, ops.fused_residual_norm, (residual, x, w, EPS, False)),
+        (4, ops.fused_residual_norm, (residual, x, w, EPS)),
+    ):
+        assert moved(simulated, lambda: operator(*arguments)) <= 1.05 * (operands * row + weight)  # noqa: B023
+
+
+@pytest.mark.parametrize("rows, slots, width", [(1, 8, 2048), (5, 4, 1024), (2, 40, 512)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weighted_sums(simulated, rows, slots, width, dtype):
+    x, residual = tensor(rows, slots, width, dtype=dtype), tensor(rows, width, dtype=dtype)
+    weights, norm = tensor(rows, slots, dtype=torch.float32), tensor(width)
+    must, row = nbytes(x, weights), nbytes(residual)
+    arguments = (residual, x, weights)
+    assert moved(simulated, lambda: ops.weighted_sum_stacked(x, weights)) <= 1.05 * (must + row)
+    added = moved(simulated, lambda: ops.weighted_sum_residual_stacked_(*arguments))
+    reduced = moved(simulated, lambda: ops.moe_weighted_reduce(weights, x, residual=residual))
+    assert max(added, reduced) <= 1.05 * (must + 2 * row)
+    normed = moved(simulated, lambda: ops.weighted_sum_residual_norm_stacked_(*arguments, norm, EPS))
+    assert normed <= 1.05 * (must + 3 * row + rows * nbytes(norm))
+
+
+def test_silu_mul(simulated):
+    gate, up = tensor(7, 300), tensor(7, 300)
+    assert moved(simulated, lambda: ops.silu_mul_stacked(gate, up)) == nbytes(gate, up, gate)
+
+
+@pytest.mark.parametrize("num_experts", [8, 60, 128, 512])
+def test_router_reads_its_logits_once(simulated, num_experts):
+    logits = tensor(5, num_experts)
+    dispatch = only_dispatch(simulated, lambda: ops.moe_router_topk_softmax(logits, 4, True))
+    *tensors, _parameters = sorted(dispatch.buffers)
+    assert sum(dispatch.buffers[i].bytes_read for i in tensors) == nbytes(logits)
+
+
+def test_gate_reads_the_router_once_for_four_tokens(simulated):
+    hidden, router = tensor(1024, 128), tensor(16, 128)
+    with simulated.counters() as dispatches:
+        ops.moe_gate(hidden, router, tensor(128), tensor(16), 4, EPS)
+    assert len(dispatches) == 2
+    assert dispatches[0].buffers[1].bytes_read == 1024 // 4 * nbytes(router)
+
+
+def test_delta_moves_its_state_once(simulated):
+    q, v, gate = tensor(1, 4, 2, 128), tensor(1, 4, 4, 128), tensor(1, 4, 4)
+    state = tensor(1, 4, 128, 128, dtype=torch.float32)
+    dispatch = only_dispatch(simulated, lambda: ops.gated_delta_rule_(q, q, v, gate, gate, state, 0.1))
+    assert dispatch.buffers[7].bytes_read == dispatch.buffers[7].bytes_written == nbytes(state)
+
+
+# Experts -----------------------------------------------------------------------------------------------
+
+
+class Layer:
+    """The weights of E experts in one format, on the device."""
+
+    def __init__(self, experts: int, hidden: int, intermediate: int, format: str):
+        self.experts, self.hidden, self.intermediate = experts, hidden, intermediate
+        self.format = (FORMATS | OTHER_GROUPS)[format]
+        sizes = ((2 * intermediate, hidden), (hidden, intermediate))
+        self.gate_up, self.down = (
+            place(random_quantized(experts, *size, self.format, torch.float16, 0), "mps")
+            if self.format
+            else [tensor(experts, *size) * size[1] ** -0.5]
+            for size in sizes
+        )
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        x, routing = tensor(len(ids), self.hidden), torch.rand(ids.shape).to("mps")
+        operator = ops.moe_experts_quantized if self.format else ops.moe_experts
+        return operator(x, *self.gate_up, *self.down, ids.to("mps"), routing, *(self.format or ()))
+
+    def check_read(self, dispatch, parts: list[torch.Tensor], experts: int, times: int) -> None:
+        """Of the matrices every byte of `experts` experts is read, in all `times` experts' bytes at most.
+
+        Lanes that share a scale load it in one instruction; the counters book it for each of them.
+        """
+        sizes = [nbytes(part) // self.experts for part in parts if part is not None]
+        read = [dispatch.buffers[index] for index in (1, 2, 3) if index in dispatch.buffers]
+        assert sum(buffer.distinct_bytes_read for buffer in read) == experts * sum(sizes)
+        assert weight_bytes(dispatch) <= 1.05 * times * (sizes[0] + LANES_OF_A_SCALE * sum(sizes[1:]))
+
+
+def weight_bytes(dispatch) -> int:
+    """Of what is bound at 1, 2 and 3: the matrix, its scales and biases, or the matrix again."""
+    return sum(dispatch.buffers[index].bytes_read for index in (1, 2, 3) if index in dispatch.buffers)
+
+
+def ids_of(tokens: int, slots: int, experts: int) -> torch.Tensor:
+    return random_ids(tokens, slots, experts, tokens, torch.int32)
+
+
+SHAPES = ((16, 192, 1), (16, 192, 4), (16, 192, 8), (16, 192, 31), (5, 192, 4), (5, 192, 9))
+
+
+@pytest.mark.parametrize(
+    ("format", "shape"),
+    [*itertools.product(FORMATS, SHAPES), *itertools.product(OTHER_GROUPS, [(8, 384, 6), (8, 384, 11)])],
+)
+def test_decode_reads_each_expert_once(simulated, format, shape):
+    """From memory. A threadgroup goes through its rows again for every two pairs."""
+    experts, hidden, tokens = shape
+    layer = Layer(experts, hidden, 128, format)
+    for ids in (ids_of(tokens, 3, experts), ids_of(1, 3, experts).expand(tokens, 3)):
+        with simulated.counters() as dispatches:
+            layer(ids)
+        assert len(dispatches) == 2
+        readings = int(((ids.flatten().bincount() + PAIRS_AT_ONCE - 1) // PAIRS_AT_ONCE).sum())
+        for dispatch, parts in zip(dispatches, (layer.gate_up, layer.down), strict=True):
+            layer.check_read(dispatch, parts, len(ids.unique()), readings)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kernel", "pairs"),
+    [(12, "gemm8", 8), (24, "gemm8", 8), (25, "gemm32", 32), (70, "gemm32", 32)],
+)
+@pytest.mark.parametrize("format", FORMATS)
+def test_prefill_reads_a_weight_tile_once_per_tile_of_pairs(simulated, format, tokens, kernel, pairs):
+    """And launches as many threadgroups as there are tiles, even when all tokens choose one expert.
+
+    Matrix products begin with six pairs an expert; with more than twelve the tiles are long.
+    """
+    layer = Layer(4, 128, 128, format)
+    for ids in (ids_of(tokens, 2, 4), torch.full((tokens, 2), 2, dtype=torch.int32)):
+        with simulated.counters() as dispatches:
+            layer(ids)
+        assert all(dispatch.kernel.startswith(f"{kernel}_") for dispatch in dispatches[1:3])
+        tiles = int(((ids.flatten().bincount(minlength=4) + pairs - 1) // pairs).sum())
+        rows = (2 * layer.intermediate, layer.hidden)
+        for dispatch, parts, count in zip(dispatches[1:3], (layer.gate_up, layer.down), rows, strict=True):
+            assert dispatch.threadgroups == tiles * -(-count // TILE_ROWS)
+            layer.check_read(dispatch, parts, len(ids.unique()), tiles)
+
+
+def test_prefill_of_sentinels_alone(simulated):
+    """No tile: the grids are not empty, nothing is read, and the result is zero."""
+    layer = Layer(4, 128, 64, "int4")
+    with simulated.counters() as dispatches:
+        out = layer(torch.full((40, 2), -1, dtype=torch.int32))
+    assert not out.cpu().any()
+    for dispatch in dispatches[1:3]:
+        assert weight_bytes(dispatch) == 0
+
+
+@pytest.mark.parametrize(
+    ("swapped", "transposed", "kernel"),
+    [(False, False, "rows"), (True, False, "columns"), (False, True, "columns"), (True, True, "rows")],
+)
+def test_a_stack_is_bound_where_it_lies(simulated, swapped, transposed, kernel):
+    """Contiguous, or with its last two dimensions swapped. A copy would not begin behind another expert."""
+    stack = tensor(9, 64, 96)[1:]
+    weight = stack.mT if swapped else stack
+    x = tensor(1, weight.shape[1 if transposed else 2])
+    with simulated.trace() as commands:
+        ops.expert_mm(x, weight, torch.tensor([[5]], device="mps"), None, transposed)
+    (command,) = commands
+    assert command.startswith(f"matmul_{kernel}_f16 ")
+    assert f" 1=B[{64 * 96 * 2}:{9 * 64 * 96 * 2}] " in command
+
+
+def test_other_strides_are_copied_with_a_warning(simulated, capfd):
+    stack = tensor(8, 128, 96)[:, :64]
+    x, ids = tensor(1, 96), torch.tensor([[5]], device="mps")
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with simulated.trace() as commands:
+            ops.expert_mm(x, stack, ids)
+    finally:
+        torch.set_warn_always(always)
+    assert f" 1=B[0:{8 * 64 * 96 * 2}] " in commands[0]
+    assert "a stack of experts of shape [8, 64, 96]" in capfd.readouterr().err
+
+
+# Linear layers -----------------------------------------------------------------------------------------
+
+
+def matrix(rows: int, columns: int) -> list:
+    return place(random_matrix(rows, columns, FORMATS["int4"], torch.float16, 0), "mps")
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8])
+def test_weights_are_read_once(simulated, tokens):
+    """By one token, by two that share dot products, and by a tile of a matrix product."""
+    parts, x = matrix(512, 1024), tensor(tokens, 1024)
+    dispatch = only_dispatch(simulated, lambda: ops.linear_quantized(x, *parts, None, *FORMATS["int4"]))
+    packed = dispatch.buffers[1]
+    assert packed.bytes_read == packed.distinct_bytes_read == parts[0].nbytes
+
+
+def test_an_embedding_reads_its_rows_alone(simulated):
+    parts, ids = matrix(50, 256), torch.tensor([7, 3, -1], device="mps")
+    rows = only_dispatch(
+        simulated, lambda: ops.embedding_quantized(ids, *parts, *FORMATS["int4"], torch.float16)
+    )
+    assert rows.buffers[0].bytes_read == 2 * parts[0].nbytes // 50
