@@ -39,7 +39,7 @@ FOUNDATION_CLASSES = {"NSConstantString"}
 # C names that macOS defines for Objective-C, blocks and C++.
 RUNTIME_SYMBOL = re.compile(
     r"_(objc_|OBJC_|_objc_|_Block_|_NSConcrete|__CFConstantStringClassReference$|__cxa_|__gxx_personality_v0$"
-    r"|__objc_personality_v0$|_Unwind_|NSLog$|NSLocalizedDescriptionKey$)"
+    r"|__objc_personality_v0$|_Unwind_)"
 )
 # What libc++ and libc++abi define: std::, operator new and delete, type information of the fundamental types.
 STANDARD_SYMBOL = re.compile(r"__Z(N[KVRO]*St|St|T[CISTV]N?(St|10__cxxabiv1)|T[IS]P?K?[a-z]$|n[wa]|d[la])")
@@ -154,7 +154,7 @@ def compile_all(sources: Sequence[Path], wheel: Path) -> list[Path]:
     standard = max(re.findall(r"-std=c\+\+(\d\d)", (wheel / "utils/cpp_extension.py").read_text()))
     command = [zig() / "zig", "c++", "-target", TARGET, f"-std=c++{standard}", "-O2", "-g0"]
     command += ["-fblocks", "-fobjc-exceptions", "-fno-objc-arc", "-Wall", "-Werror=objc-method-access"]
-    command += ["-Imetal/include", "-Imetal/macos"]
+    command += ["-Imetal/include"]
     command += ["-isystem", wheel / "include", "-isystem", wheel / "include/torch/csrc/api/include"]
     objects = cache_directory() / "objects"
     objects.mkdir(exist_ok=True)

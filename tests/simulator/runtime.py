@@ -156,7 +156,7 @@ def live_objects() -> int:
 def trace() -> Iterator[Commands]:
     """The commands that are encoded inside the block, there when it ends.
 
-    One line a command: kernel and function constants, grid (threadgroups, `threads` for dispatchThreads, or
+    One line a command: kernel, grid (threadgroups, `threads` for dispatchThreads, or
     the buffer of an indirect dispatch), threads per threadgroup, bindings. A buffer is a letter in the
     order of appearance, with the bytes from the binding's offset to the buffer's end; setBytes is a length.
     A line `synchronize` stands where the CPU waited for commands before it, `commit` where the GPU was given

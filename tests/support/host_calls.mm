@@ -10,6 +10,7 @@
 namespace {
 
 using at::Tensor;
+using Encoder = id<MTLComputeCommandEncoder>;
 
 id<MTLDevice> device() {
   return at::mps::getCurrentMPSStream()->device();
@@ -58,11 +59,11 @@ id<MTLBuffer> buffer(const Tensor& tensor) {
   return __builtin_bit_cast(id<MTLBuffer>, tensor.storage().data());
 }
 
-void set(id<MTLComputeCommandEncoder> encoder, const Tensor& tensor, int index) {
+void set(Encoder encoder, const Tensor& tensor, int index) {
   [encoder setBuffer:buffer(tensor) offset:tensor.storage_offset() * tensor.element_size() atIndex:index];
 }
 
-using Encode = void (^)(id<MTLComputeCommandEncoder>);
+using Encode = void (^)(Encoder);
 
 // Runs `encode` with the stream's encoder, in a block of the stream's queue.
 void in_block(Encode encode) {
@@ -76,8 +77,7 @@ void in_block(Encode encode) {
   }
 }
 
-void bind_axpy(id<MTLComputeCommandEncoder> encoder, const Tensor& x, const Tensor& y, const Tensor& out,
-               float alpha) {
+void bind_axpy(Encoder encoder, const Tensor& x, const Tensor& y, const Tensor& out, float alpha) {
   [encoder setComputePipelineState:kernel("axpy")];
   set(encoder, x, 0);
   set(encoder, y, 1);
@@ -87,7 +87,7 @@ void bind_axpy(id<MTLComputeCommandEncoder> encoder, const Tensor& x, const Tens
 
 Tensor axpy(const Tensor& x, const Tensor& y, double alpha) {
   Tensor out = at::empty_like(x);
-  in_block(^(id<MTLComputeCommandEncoder> encoder) {
+  in_block(^(Encoder encoder) {
     TORCH_CHECK(alpha != 13, "alpha is unlucky");
     bind_axpy(encoder, x, y, out, static_cast<float>(alpha));
     const NSUInteger count = x.numel();
@@ -101,7 +101,7 @@ Tensor axpy(const Tensor& x, const Tensor& y, double alpha) {
 Tensor indirect(const Tensor& groups) {
   Tensor grid = at::empty({5}, groups.options());
   Tensor out = at::zeros({16}, groups.options());
-  in_block(^(id<MTLComputeCommandEncoder> encoder) {
+  in_block(^(Encoder encoder) {
     [encoder setComputePipelineState:kernel("make_grid")];
     set(encoder, groups, 0);
     set(encoder, grid, 1);
@@ -116,221 +116,140 @@ Tensor indirect(const Tensor& groups) {
   return out;
 }
 
-Tensor constants(bool flag, int64_t count, double scale) {
-  Tensor out = at::empty({3}, at::TensorOptions().device(at::kMPS).dtype(at::kFloat));
-  in_block(^(id<MTLComputeCommandEncoder> encoder) {
-    MTLFunctionConstantValues* values = [[MTLFunctionConstantValues new] autorelease];
-    const int32_t number = static_cast<int32_t>(count);
-    const float factor = static_cast<float>(scale);
-    [values setConstantValue:&flag type:MTLDataTypeBool atIndex:0];
-    [values setConstantValue:&number type:MTLDataTypeInt atIndex:1];
-    [values setConstantValue:&factor type:MTLDataTypeFloat atIndex:2];
-    NSError* error = nil;
-    id<MTLFunction> function = [library(shader_text) newFunctionWithName:@"constants"
-                                                          constantValues:values
-                                                                   error:&error];
-    TORCH_CHECK(function, [[error localizedDescription] UTF8String]);
-    [encoder setComputePipelineState:[pipeline(function) autorelease]];
-    [function release];
-    set(encoder, out, 0);
-    [encoder dispatchThreads:MTLSizeMake(1, 1, 1) threadsPerThreadgroup:MTLSizeMake(1, 1, 1)];
-  });
-  return out;
-}
-
 // --- faults
 // -------------------------------------------------------------------------------------------------------
 
-using Fault = void (*)(const Tensor& x);
+void dispatch(Encoder encoder, NSUInteger groups, NSUInteger threads) {
+  [encoder dispatchThreadgroups:MTLSizeMake(groups, 1, 1) threadsPerThreadgroup:MTLSizeMake(threads, 1, 1)];
+}
+
+Encoder kept;
+
+// What is wrong within one block, in which axpy is set and bound.
+const std::map<std::string, void (*)(Encoder, const Tensor&)> faults_in_a_block = {
+    {"unbound buffer",
+     [](Encoder encoder, const Tensor& x) {
+       [encoder setBuffer:nil offset:0 atIndex:1];
+       dispatch(encoder, 1, 4);
+     }},
+    {"offset out of range",
+     [](Encoder encoder, const Tensor& x) {
+       [encoder setBuffer:buffer(x) offset:x.storage().nbytes() atIndex:0];
+     }},
+    {"unaligned reference",
+     [](Encoder encoder, const Tensor& x) {
+       [encoder setBuffer:buffer(x) offset:2 atIndex:3];
+       dispatch(encoder, 1, 4);
+     }},
+    {"short reference",
+     [](Encoder encoder, const Tensor& x) {
+       const uint16_t half = 0;
+       [encoder setBytes:&half length:sizeof(half) atIndex:3];
+       dispatch(encoder, 1, 4);
+     }},
+    {"tensor of the CPU", [](Encoder encoder, const Tensor& x) { set(encoder, at::ones({100}), 0); }},
+    {"index over 30", [](Encoder encoder, const Tensor& x) { set(encoder, x, 31); }},
+    {"range over 30",
+     [](Encoder encoder, const Tensor& x) {
+       const id<MTLBuffer> buffers[] = {buffer(x), buffer(x)};
+       const NSUInteger offsets[] = {0, 0};
+       [encoder setBuffers:buffers offsets:offsets withRange:NSMakeRange(30, 2)];
+     }},
+    {"setBytes for an output",
+     [](Encoder encoder, const Tensor& x) {
+       const float four[4] = {};
+       [encoder setBytes:four length:sizeof(four) atIndex:2];
+       dispatch(encoder, 1, 4);
+     }},
+    {"setBytes over 4096",
+     [](Encoder encoder, const Tensor& x) {
+       const std::string bytes(4097, 'x');
+       [encoder setBytes:bytes.data() length:bytes.size() atIndex:3];
+     }},
+    {"threadgroup memory over 32 KiB",
+     [](Encoder encoder, const Tensor& x) { [encoder setThreadgroupMemoryLength:32 * 1024 + 16 atIndex:0]; }},
+    {"threadgroup memory over 32 KiB in sum",
+     [](Encoder encoder, const Tensor& x) {
+       [encoder setThreadgroupMemoryLength:16 * 1024 atIndex:0];
+       [encoder setThreadgroupMemoryLength:16 * 1024 + 16 atIndex:1];
+       dispatch(encoder, 1, 4);
+     }},
+    {"threadgroup memory length",
+     [](Encoder encoder, const Tensor& x) { [encoder setThreadgroupMemoryLength:100 atIndex:0]; }},
+    {"threadgroup memory not set",
+     [](Encoder encoder, const Tensor& x) {
+       [encoder setComputePipelineState:kernel("scratch")];
+       set(encoder, x, 0);
+       dispatch(encoder, 1, 4);
+     }},
+    {"too many threads",
+     [](Encoder encoder, const Tensor& x) {
+       [encoder dispatchThreadgroups:MTLSizeMake(1, 1, 1) threadsPerThreadgroup:MTLSizeMake(64, 17, 1)];
+     }},
+    {"threads over the kernel's attribute",
+     [](Encoder encoder, const Tensor& x) {
+       [encoder setComputePipelineState:kernel("narrow")];
+       set(encoder, x, 0);
+       dispatch(encoder, 1, 65);
+     }},
+    {"no threads", [](Encoder encoder, const Tensor& x) { dispatch(encoder, 1, 0); }},
+    {"empty grid", [](Encoder encoder, const Tensor& x) { dispatch(encoder, 0, 4); }},
+    {"indirect offset",
+     [](Encoder encoder, const Tensor& x) {
+       [encoder dispatchThreadgroupsWithIndirectBuffer:buffer(x)
+                                  indirectBufferOffset:6
+                                 threadsPerThreadgroup:MTLSizeMake(1, 1, 1)];
+     }},
+    {"indirect out of range",
+     [](Encoder encoder, const Tensor& x) {
+       [encoder dispatchThreadgroupsWithIndirectBuffer:buffer(x)
+                                  indirectBufferOffset:x.storage().nbytes() - 8
+                                 threadsPerThreadgroup:MTLSizeMake(1, 1, 1)];
+     }},
+    {"nil pipeline", [](Encoder encoder, const Tensor& x) { [encoder setComputePipelineState:nil]; }},
+    {"nested dispatch_sync", [](Encoder encoder, const Tensor& x) { axpy(x, x, 1); }},
+    {"reading a tensor inside a block",
+     [](Encoder encoder, const Tensor& x) {
+       dispatch(encoder, 1, 4);
+       x.cpu();
+     }},
+    {"ending the encoder", [](Encoder encoder, const Tensor& x) { [encoder endEncoding]; }},
+    {"encoder after a commit",
+     [](Encoder encoder, const Tensor& x) {
+       at::mps::getCurrentMPSStream()->synchronize(at::mps::SyncType::COMMIT);
+       [encoder setComputePipelineState:kernel("axpy")];
+     }},
+    {"overrun",
+     [](Encoder encoder, const Tensor& x) {
+       [encoder setComputePipelineState:kernel("overrun")];
+       set(encoder, x, 0);
+       dispatch(encoder, 1, 4);
+     }},
+};
 
 void with_axpy(const Tensor& x, Encode then) {
   Tensor out = at::empty_like(x);
-  in_block(^(id<MTLComputeCommandEncoder> encoder) {
+  in_block(^(Encoder encoder) {
     bind_axpy(encoder, x, x, out, 1);
     then(encoder);
   });
 }
 
-void dispatch(id<MTLComputeCommandEncoder> encoder, NSUInteger groups, NSUInteger threads) {
-  [encoder dispatchThreadgroups:MTLSizeMake(groups, 1, 1) threadsPerThreadgroup:MTLSizeMake(threads, 1, 1)];
-}
-
-id<MTLComputeCommandEncoder> kept;
-
-const std::map<std::string, Fault> faults = {
-    {"unbound buffer",
-     [](const Tensor& x) {
-       with_axpy(x, ^(id<MTLComputeCommandEncoder> encoder) {
-         [encoder setBuffer:nil offset:0 atIndex:1];
-         dispatch(encoder, 1, 4);
-       });
-     }},
+const std::map<std::string, void (*)(const Tensor& x)> other_faults = {
     {"buffer of an earlier block",
      [](const Tensor& x) {
-       with_axpy(x, ^(id<MTLComputeCommandEncoder> encoder) {
+       with_axpy(x, ^(Encoder encoder) {
          dispatch(encoder, 1, 4);
        });
-       in_block(^(id<MTLComputeCommandEncoder> encoder) {
+       in_block(^(Encoder encoder) {
          [encoder setComputePipelineState:kernel("axpy")];
          dispatch(encoder, 1, 4);
        });
      }},
-    {"offset out of range",
-     [](const Tensor& x) {
-       with_axpy(x, ^(id<MTLComputeCommandEncoder> encoder) {
-         [encoder setBuffer:buffer(x) offset:x.storage().nbytes() atIndex:0];
-       });
-     }},
-    {"setBufferOffset out of range",
-     [](const Tensor& x) {
-       with_axpy(x, ^(id<MTLComputeCommandEncoder> encoder) {
-         [encoder setBufferOffset:x.storage().nbytes() + 4 atIndex:0];
-       });
-     }},
-    {"unaligned reference",
-     [](const Tensor& x) {
-       with_axpy(x, ^(id<MTLComputeCommandEncoder> encoder) {
-         [encoder setBuffer:buffer(x) offset:2 atIndex:3];
-         dispatch(encoder, 1, 4);
-       });
-     }},
-    {"short reference",
-     [](const Tensor& x) {
-       with_axpy(x, ^(id<MTLComputeCommandEncoder> encoder) {
-         const uint16_t half = 0;
-         [encoder setBytes:&half length:sizeof(half) atIndex:3];
-         dispatch(encoder, 1, 4);
-       });
-     }},
-    {"tensor of the CPU",
-     [](const Tensor& x) {
-       Tensor other = x.cpu();
-       with_axpy(x, ^(id<MTLComputeCommandEncoder> encoder) {
-         set(encoder, other, 0);
-       });
-     }},
-    {"index over 30",
-     [](const Tensor& x) {
-       with_axpy(x, ^(id<MTLComputeCommandEncoder> encoder) {
-         set(encoder, x, 31);
-       });
-     }},
-    {"range over 30",
-     [](const Tensor& x) {
-       with_axpy(x, ^(id<MTLComputeCommandEncoder> encoder) {
-         const id<MTLBuffer> buffers[] = {buffer(x), buffer(x)};
-         const NSUInteger offsets[] = {0, 0};
-         [encoder setBuffers:buffers offsets:offsets withRange:NSMakeRange(30, 2)];
-       });
-     }},
-    {"setBytes for an output",
-     [](const Tensor& x) {
-       with_axpy(x, ^(id<MTLComputeCommandEncoder> encoder) {
-         const float four[4] = {};
-         [encoder setBytes:four length:sizeof(four) atIndex:2];
-         dispatch(encoder, 1, 4);
-       });
-     }},
-    {"setBytes over 4096",
-     [](const Tensor& x) {
-       with_axpy(x, ^(id<MTLComputeCommandEncoder> encoder) {
-         const std::string bytes(4097, 'x');
-         [encoder setBytes:bytes.data() length:bytes.size() atIndex:3];
-       });
-     }},
-    {"threadgroup memory over 32 KiB",
-     [](const Tensor& x) {
-       with_axpy(x, ^(id<MTLComputeCommandEncoder> encoder) {
-         [encoder setThreadgroupMemoryLength:32 * 1024 + 16 atIndex:0];
-       });
-     }},
-    {"threadgroup memory over 32 KiB in sum",
-     [](const Tensor& x) {
-       with_axpy(x, ^(id<MTLComputeCommandEncoder> encoder) {
-         [encoder setThreadgroupMemoryLength:16 * 1024 atIndex:0];
-         [encoder setThreadgroupMemoryLength:16 * 1024 + 16 atIndex:1];
-         dispatch(encoder, 1, 4);
-       });
-     }},
-    {"threadgroup memory length",
-     [](const Tensor& x) {
-       with_axpy(x, ^(id<MTLComputeCommandEncoder> encoder) {
-         [encoder setThreadgroupMemoryLength:100 atIndex:0];
-       });
-     }},
-    {"threadgroup memory not set",
-     [](const Tensor& x) {
-       in_block(^(id<MTLComputeCommandEncoder> encoder) {
-         [encoder setComputePipelineState:kernel("scratch")];
-         set(encoder, x, 0);
-         dispatch(encoder, 1, 4);
-       });
-     }},
-    {"too many threads",
-     [](const Tensor& x) {
-       with_axpy(x, ^(id<MTLComputeCommandEncoder> encoder) {
-         [encoder dispatchThreadgroups:MTLSizeMake(1, 1, 1) threadsPerThreadgroup:MTLSizeMake(64, 17, 1)];
-       });
-     }},
-    {"threads over the kernel's attribute",
-     [](const Tensor& x) {
-       in_block(^(id<MTLComputeCommandEncoder> encoder) {
-         [encoder setComputePipelineState:kernel("narrow")];
-         set(encoder, x, 0);
-         dispatch(encoder, 1, 65);
-       });
-     }},
-    {"no threads",
-     [](const Tensor& x) {
-       with_axpy(x, ^(id<MTLComputeCommandEncoder> encoder) {
-         dispatch(encoder, 1, 0);
-       });
-     }},
-    {"empty grid",
-     [](const Tensor& x) {
-       with_axpy(x, ^(id<MTLComputeCommandEncoder> encoder) {
-         dispatch(encoder, 0, 4);
-       });
-     }},
-    {"indirect offset",
-     [](const Tensor& x) {
-       with_axpy(x, ^(id<MTLComputeCommandEncoder> encoder) {
-         [encoder dispatchThreadgroupsWithIndirectBuffer:buffer(x)
-                                    indirectBufferOffset:6
-                                   threadsPerThreadgroup:MTLSizeMake(1, 1, 1)];
-       });
-     }},
-    {"indirect out of range",
-     [](const Tensor& x) {
-       with_axpy(x, ^(id<MTLComputeCommandEncoder> encoder) {
-         [encoder dispatchThreadgroupsWithIndirectBuffer:buffer(x)
-                                    indirectBufferOffset:x.storage().nbytes() - 8
-                                   threadsPerThreadgroup:MTLSizeMake(1, 1, 1)];
-       });
-     }},
     {"no pipeline",
      [](const Tensor& x) {
-       in_block(^(id<MTLComputeCommandEncoder> encoder) {
+       in_block(^(Encoder encoder) {
          dispatch(encoder, 1, 4);
-       });
-     }},
-    {"nil pipeline",
-     [](const Tensor& x) {
-       in_block(^(id<MTLComputeCommandEncoder> encoder) {
-         [encoder setComputePipelineState:nil];
-       });
-     }},
-    {"nested dispatch_sync",
-     [](const Tensor& x) {
-       in_block(^(id<MTLComputeCommandEncoder> encoder) {
-         axpy(x, x, 1);
-       });
-     }},
-    {"reading a tensor inside a block",
-     [](const Tensor& x) {
-       with_axpy(x, ^(id<MTLComputeCommandEncoder> encoder) {
-         dispatch(encoder, 1, 4);
-         x.cpu();
        });
      }},
     {"exception through dispatch_sync",
@@ -341,16 +260,16 @@ const std::map<std::string, Fault> faults = {
      }},
     {"encoder kept",
      [](const Tensor& x) {
-       in_block(^(id<MTLComputeCommandEncoder> encoder) {
+       in_block(^(Encoder encoder) {
          kept = encoder;
        });
-       in_block(^(id<MTLComputeCommandEncoder> encoder) {
+       in_block(^(Encoder encoder) {
          [kept setComputePipelineState:kernel("axpy")];
        });
      }},
     {"encoder after its block",
      [](const Tensor& x) {
-       in_block(^(id<MTLComputeCommandEncoder> encoder) {
+       in_block(^(Encoder encoder) {
          kept = encoder;
        });
        set(kept, x, 0);
@@ -361,12 +280,6 @@ const std::map<std::string, Fault> faults = {
        static dispatch_queue_t other = dispatch_queue_create("other", DISPATCH_QUEUE_SERIAL);
        at::mps::dispatch_sync_with_rethrow(other, ^{
          at::mps::getCurrentMPSStream()->commandEncoder();
-       });
-     }},
-    {"ending the encoder",
-     [](const Tensor& x) {
-       in_block(^(id<MTLComputeCommandEncoder> encoder) {
-         [encoder endEncoding];
        });
      }},
     {"own device", [](const Tensor& x) { MTLCreateSystemDefaultDevice(); }},
@@ -383,21 +296,6 @@ const std::map<std::string, Fault> faults = {
      }},
     {"commit outside of a block",
      [](const Tensor& x) { at::mps::getCurrentMPSStream()->synchronize(at::mps::SyncType::COMMIT); }},
-    {"encoder after a commit",
-     [](const Tensor& x) {
-       in_block(^(id<MTLComputeCommandEncoder> encoder) {
-         at::mps::getCurrentMPSStream()->synchronize(at::mps::SyncType::COMMIT);
-         [encoder setComputePipelineState:kernel("axpy")];
-       });
-     }},
-    {"overrun",
-     [](const Tensor& x) {
-       in_block(^(id<MTLComputeCommandEncoder> encoder) {
-         [encoder setComputePipelineState:kernel("overrun")];
-         set(encoder, x, 0);
-         dispatch(encoder, 1, 4);
-       });
-     }},
     {"object that is not released",
      [](const Tensor& x) {
        @autoreleasepool {
@@ -427,7 +325,11 @@ const std::map<std::string, Fault> faults = {
 };
 
 void commit_fault(const std::string& name, const Tensor& x) {
-  faults.at(name)(x);
+  const auto found = faults_in_a_block.find(name);
+  if (found == faults_in_a_block.end()) return other_faults.at(name)(x);
+  with_axpy(x, ^(Encoder encoder) {
+    found->second(encoder, x);
+  });
 }
 
 void commit() {
@@ -441,7 +343,6 @@ TORCH_LIBRARY(simulator_test, m) {
   m.def("set_shader(str source) -> ()", set_shader);
   m.def("axpy(Tensor x, Tensor y, float alpha) -> Tensor", axpy);
   m.def("indirect(Tensor groups) -> Tensor", indirect);
-  m.def("constants(bool flag, int count, float scale) -> Tensor", constants);
   m.def("commit() -> ()", commit);
   m.def("fault(str name, Tensor x) -> ()", commit_fault);
   m.def("no_kernel(Tensor x) -> Tensor");

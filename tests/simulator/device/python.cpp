@@ -20,10 +20,6 @@ void fail(const std::string& message) {
 namespace {
 std::mutex reports_mutex;
 std::vector<std::string> reports;
-
-py::object to_python(const ConstantValue& value) {
-  return std::visit([](auto v) -> py::object { return py::cast(v); }, value);
-}
 }  // namespace
 
 void report(const std::string& message) {
@@ -39,13 +35,11 @@ std::string take_reports() {
   return text;
 }
 
-std::string compile_shader(const std::string& source, const Constants& constants, std::string& error) {
+std::string compile_shader(const std::string& source, std::string& error) {
   py::gil_scoped_acquire gil;
   const py::module_ build = py::module_::import("simulator.build");
-  py::dict values;
-  for (const auto& [index, value] : constants) values[py::int_(index)] = to_python(value);
   try {
-    return py::str(build.attr("compile_shader")(source, values));
+    return py::str(build.attr("compile_shader")(source));
   } catch (py::error_already_set& raised) {
     if (!raised.matches(build.attr("ShaderError"))) throw;
     error = py::str(raised.value());

@@ -92,7 +92,6 @@ size_t live_bytes() {
 @interface SimulatorBuffer : NSObject <MTLBuffer> {
  @public
   std::shared_ptr<simulator::Memory>* memory;
-  NSString* name;
 }
 @end
 @implementation SimulatorBuffer
@@ -102,27 +101,12 @@ size_t live_bytes() {
 - (NSUInteger)length {
   return (*memory)->size;
 }
-- (uint64_t)gpuAddress {
-  return reinterpret_cast<uint64_t>((*memory)->data);
-}
-- (NSString*)label {
-  return name;
-}
-- (void)setLabel:(NSString*)label {
-  [label retain];
-  [name release];
-  name = label;
-}
-- (id<MTLDevice>)device {
-  return simulated_device();
-}
 - (void)dealloc {
   {
     std::lock_guard<std::mutex> lock(registry().mutex);
     registry().live.erase((void*)self);
   }
   buffers--;
-  [name release];
   delete memory;
   [super dealloc];
 }

@@ -5,7 +5,7 @@
 #include <atomic>
 #include <climits>
 #include <cstring>
-#include <deque>
+#include <map>
 #include <mutex>
 #include <sstream>
 
@@ -31,7 +31,6 @@ struct State {
   std::map<uint64_t, std::string> trace_names;  // identity of a buffer -> A, B, ... by first appearance
 
   bool counting = false;
-  std::deque<std::string> counted_kernels;
   std::vector<simulator_dispatch_counters> counted;
 };
 
@@ -59,7 +58,7 @@ std::string binding_text(const Binding& binding) {
 
 std::string trace_text(const Command& command) {
   std::ostringstream line;
-  line << command.kernel->title << " grid ";
+  line << command.kernel->name << " grid ";
   switch (command.kind) {
     case GridKind::kThreads:
       line << size_text(command.grid) << " threads";
@@ -73,7 +72,7 @@ std::string trace_text(const Command& command) {
   }
   line << " of " << size_text(command.threads) << ":";
   // What the kernel takes: a binding that an earlier command of the block left behind is none of this one's.
-  const msl_kernel& kernel = *command.kernel->kernel;
+  const msl_kernel& kernel = *command.kernel;
   std::map<int, const Binding*> buffers;
   for (int i = 0; i < kernel.argument_count; i++) {
     const msl_argument& argument = kernel.arguments[i];
@@ -91,8 +90,8 @@ std::string trace_text(const Command& command) {
 // ----------------------------------------------------------
 
 void check_threads(const Command& command) {
-  const std::string& title = command.kernel->title;
-  const size_t limit = thread_limit(*command.kernel->kernel);
+  const std::string title = command.kernel->name;
+  const size_t limit = thread_limit(*command.kernel);
   const size_t total = command.threads[0] * command.threads[1] * command.threads[2];
   if (total == 0)
     fail(title + ": threads per threadgroup are " + size_text(command.threads) + ", none may be 0");
@@ -108,8 +107,8 @@ void check_threads(const Command& command) {
 }
 
 void check_arguments(const Command& command) {
-  const msl_kernel& kernel = *command.kernel->kernel;
-  const std::string& title = command.kernel->title;
+  const msl_kernel& kernel = *command.kernel;
+  const std::string title = command.kernel->name;
   for (int i = 0; i < kernel.argument_count; i++) {
     const msl_argument& argument = kernel.arguments[i];
     const bool is_buffer = argument.kind == MSL_BUFFER;
@@ -140,7 +139,7 @@ void check_threadgroup_memory(const Command& command) {
   size_t total = 0;
   for (size_t bytes : command.threadgroup_bytes) total += bytes;
   if (total > kMaxThreadgroupMemory) {
-    fail(command.kernel->title + ": " + std::to_string(total) +
+    fail(std::string(command.kernel->name) + ": " + std::to_string(total) +
          " bytes of threadgroup memory are over the limit of " + std::to_string(kMaxThreadgroupMemory));
   }
 }
@@ -163,7 +162,7 @@ std::array<size_t, 3> threadgroups(const Command& command) {
 
 msl_dispatch describe(const Command& command, const std::array<size_t, 3>& groups, uint64_t seed) {
   msl_dispatch dispatch{};
-  const msl_kernel* kernel = command.kernel->kernel;
+  const msl_kernel* kernel = command.kernel;
   dispatch.kernel = kernel;
   dispatch.seed = seed;
   for (int i = 0; i < 3; i++) {
@@ -202,13 +201,12 @@ std::string execute(const Command& command) {
   const int findings = s.execute(&dispatch, &counters, message.data(), message.size());
   if (findings) {
     const std::string text = message.c_str();
-    const bool named = text.find(command.kernel->kernel->name) != std::string::npos;
-    return named ? text : command.kernel->title + ": " + text;
+    const bool named = text.find(command.kernel->name) != std::string::npos;
+    return named ? text : command.kernel->name + (": " + text);
   }
   std::lock_guard<std::mutex> lock(s.mutex);
   if (!s.counting) return "";
-  s.counted_kernels.push_back(command.kernel->title);
-  s.counted.push_back({s.counted_kernels.back().c_str(), counters});
+  s.counted.push_back({command.kernel->name, counters});
   return "";
 }
 
@@ -241,18 +239,6 @@ void run(const std::vector<Command>& commands) {
 }
 
 }  // namespace
-
-std::string to_text(const Constants& constants) {
-  if (constants.empty()) return "";
-  std::ostringstream text;
-  text << std::boolalpha;
-  for (const auto& [index, value] : constants) {
-    text << (text.tellp() == 0 ? "{" : ", ") << index << "=";
-    std::visit([&](auto v) { text << v; }, value);
-  }
-  text << "}";
-  return text.str();
-}
 
 void record(const Command& command) {
   State& s = state();
@@ -354,7 +340,6 @@ void simulator_counters_start(void) {
   auto& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   s.counted.clear();
-  s.counted_kernels.clear();
   s.counting = true;
 }
 

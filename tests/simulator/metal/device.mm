@@ -1,7 +1,6 @@
 // MTLDevice, MTLCommandQueue and MTLCommandBuffer as host code sees them: the stream is PyTorch's, so what
 // would create or drive another one is a finding.
 #import <Metal/Metal.h>
-#import <MetalPerformanceShadersGraph/MetalPerformanceShadersGraph.h>
 
 #include <atomic>
 #include <cstdlib>
@@ -39,20 +38,8 @@ extern "C" void simulator_set_strict(int on) {
   const char* name = std::getenv("SIMULATED_GPU");
   return name == nullptr ? @"Simulated Apple GPU" : [NSString stringWithUTF8String:name];
 }
-- (NSUInteger)maxBufferLength {
-  return NSUInteger{64} << 30;
-}
 - (NSUInteger)maxThreadgroupMemoryLength {
   return simulator::kMaxThreadgroupMemory;
-}
-- (MTLSize)maxThreadsPerThreadgroup {
-  return MTLSizeMake(1024, 1024, 1024);
-}
-- (uint64_t)recommendedMaxWorkingSetSize {
-  return uint64_t{64} << 30;
-}
-- (NSUInteger)currentAllocatedSize {
-  return simulator::live_bytes();
 }
 - (BOOL)shouldMaximizeConcurrentCompilation {
   return maximize_concurrent_compilation;
@@ -75,10 +62,6 @@ extern "C" void simulator_set_strict(int on) {
 }
 - (id<MTLCommandQueue>)newCommandQueue {
   not_ours("newCommandQueue");
-}
-- (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options {
-  if (length == 0) fail("newBufferWithLength: length is 0");
-  return (id<MTLBuffer>)simulator::buffer_new(length);
 }
 - (id<MTLLibrary>)newLibraryWithSource:(NSString*)source
                                options:(MTLCompileOptions*)options
@@ -103,29 +86,9 @@ extern "C" void simulator_set_strict(int on) {
 - (id<MTLCommandBuffer>)commandBuffer {
   return self;
 }
-- (MTLCommandBufferStatus)status {
-  return MTLCommandBufferStatusNotEnqueued;
-}
-- (NSError*)error {
-  return nil;
-}
-- (NSString*)label {
-  return nil;
-}
-- (void)setLabel:(NSString*)label {
-}
 - (id<MTLComputeCommandEncoder>)computeCommandEncoder {
   if (simulator::is_strict()) not_ours("computeCommandEncoder");
   return simulated_encoder();
-}
-- (id<MTLComputeCommandEncoder>)computeCommandEncoderWithDispatchType:(MTLDispatchType)dispatchType {
-  not_ours("computeCommandEncoderWithDispatchType");
-}
-- (id<MTLBlitCommandEncoder>)blitCommandEncoder {
-  not_ours("blitCommandEncoder");
-}
-- (void)addCompletedHandler:(MTLCommandBufferHandler)block {
-  not_ours("addCompletedHandler");
 }
 // Nothing runs before it is waited for: a commit changes nothing that could be seen.
 - (void)commit {
@@ -137,16 +100,6 @@ extern "C" void simulator_set_strict(int on) {
 - (void)waitUntilCompleted {
   not_ours("waitUntilCompleted");
 }
-@end
-
-// Named by PyTorch's headers only.
-@implementation MPSGraphObject
-@end
-@implementation MPSGraph
-@end
-@implementation MPSGraphExecutionDescriptor
-@end
-@implementation MPSGraphCompilationDescriptor
 @end
 
 id<MTLDevice> simulated_device() {

@@ -93,18 +93,3 @@ void dispatch_sync(dispatch_queue_t queue, dispatch_block_t block) {
         error.what());
   }
 }
-
-void dispatch_sync_f(dispatch_queue_t queue, void* context, dispatch_function_t function) {
-  dispatch_sync(queue, ^{
-    function(context);
-  });
-}
-
-void dispatch_once(dispatch_once_t* predicate, dispatch_block_t block) {
-  static std::recursive_mutex mutex;
-  std::lock_guard<std::recursive_mutex> lock(mutex);
-  if (*predicate == 0) {
-    *predicate = 1;
-    block();
-  }
-}

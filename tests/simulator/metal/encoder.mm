@@ -61,7 +61,7 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
 - (void)setComputePipelineState:(id<MTLComputePipelineState>)state {
   Command& c = [self use:"setComputePipelineState"];
   if (!state) fail("setComputePipelineState: the pipeline is nil");
-  c.kernel = *((SimulatorPipeline*)state)->kernel;
+  c.kernel = ((SimulatorPipeline*)state)->kernel;
 }
 - (void)setBuffer:(id<MTLBuffer>)buffer offset:(NSUInteger)offset atIndex:(NSUInteger)index {
   Command& c = [self use:"setBuffer"];
@@ -74,16 +74,6 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
   if (simulator::forgetting()) return;
   for (NSUInteger i = 0; i < range.length; i++)
     [self setBuffer:buffers[i] offset:offsets[i] atIndex:range.location + i];
-}
-- (void)setBufferOffset:(NSUInteger)offset atIndex:(NSUInteger)index {
-  Command& c = [self use:"setBufferOffset"];
-  check_index("setBufferOffset", index);
-  if (!c.buffers[index].memory) fail("setBufferOffset: no buffer is bound at index " + std::to_string(index));
-  if (offset >= c.buffers[index].memory->size) {
-    fail("setBufferOffset: offset " + std::to_string(offset) + " is out of range, the buffer has " +
-         std::to_string(c.buffers[index].memory->size) + " bytes");
-  }
-  c.buffers[index].offset = offset;
 }
 - (void)setBytes:(const void*)bytes length:(NSUInteger)length atIndex:(NSUInteger)index {
   if (simulator::forgetting()) return;
@@ -149,21 +139,6 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
 }
 - (void)endEncoding {
   if (simulator::is_strict()) fail("endEncoding: the encoder belongs to PyTorch's stream, which ends it");
-}
-- (NSString*)label {
-  return nil;
-}
-- (void)setLabel:(NSString*)label {
-  [self use:"setLabel"];
-}
-- (void)insertDebugSignpost:(NSString*)string {
-  [self use:"insertDebugSignpost"];
-}
-- (void)pushDebugGroup:(NSString*)string {
-  [self use:"pushDebugGroup"];
-}
-- (void)popDebugGroup {
-  [self use:"popDebugGroup"];
 }
 @end
 

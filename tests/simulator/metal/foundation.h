@@ -1,6 +1,12 @@
-// Objects and autorelease pools, for what looks for leaks.
+// Errors for host code; objects and autorelease pools, for what looks for leaks.
 #pragma once
 #include <cstddef>
+#include <string>
+
+#ifdef __OBJC__
+@class NSError;
+NSError* simulated_error(const std::string& message);
+#endif
 
 namespace simulator {
 // Objective-C objects that exist.

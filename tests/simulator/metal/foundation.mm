@@ -2,11 +2,9 @@
 #import <Foundation/Foundation.h>
 
 #include <atomic>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "foundation.h"
@@ -95,15 +93,6 @@ void drain_pools(size_t depth) {
   [NSAutoreleasePool addObject:self];
   return self;
 }
-- (NSUInteger)retainCount {
-  return static_cast<NSUInteger>(header(self)->references.load());
-}
-- (BOOL)isEqual:(id)object {
-  return object == self;
-}
-- (NSUInteger)hash {
-  return reinterpret_cast<NSUInteger>((void*)self);
-}
 - (Class)class {
   return object_getClass(self);
 }
@@ -164,9 +153,6 @@ void drain_pools(size_t depth) {
 + (instancetype)stringWithUTF8String:(const char*)text {
   return [[[self alloc] initWithUTF8String:text] autorelease];
 }
-+ (instancetype)stringWithCString:(const char*)text encoding:(NSStringEncoding)encoding {
-  return [self stringWithUTF8String:text];
-}
 - (instancetype)initWithUTF8String:(const char*)text {
   return [self initWithBytes:text length:strlen(text) encoding:NSUTF8StringEncoding];
 }
@@ -183,12 +169,6 @@ void drain_pools(size_t depth) {
 }
 - (BOOL)isEqualToString:(NSString*)other {
   return strcmp([self UTF8String], [other UTF8String]) == 0;
-}
-- (BOOL)isEqual:(id)object {
-  return [object isKindOfClass:[NSString class]] && [self isEqualToString:object];
-}
-- (NSUInteger)hash {
-  return std::hash<std::string>()([self UTF8String]);
 }
 @end
 @implementation SimulatorString
@@ -221,120 +201,31 @@ void drain_pools(size_t depth) {
 }
 @end
 
-NSString* const NSLocalizedDescriptionKey = @"NSLocalizedDescription";
-
-@interface SimulatorNSError : NSError {
+@interface SimulatorError : NSError {
  @public
-  NSInteger number;
-  NSString* domainName;
   NSString* text;
 }
 @end
 @implementation NSError
-+ (instancetype)errorWithDomain:(NSErrorDomain)domain code:(NSInteger)code userInfo:(NSDictionary*)userInfo {
-  SimulatorNSError* error = [SimulatorNSError new];
-  NSString* text = [userInfo objectForKey:NSLocalizedDescriptionKey];
-  error->number = code;
-  error->domainName = [domain retain];
-  error->text = [(text ? text : domain) retain];
-  return [error autorelease];
-}
-- (NSInteger)code {
-  return 0;
-}
-- (NSErrorDomain)domain {
-  return @"";
-}
 - (NSString*)localizedDescription {
   return @"";
 }
 @end
-@implementation SimulatorNSError
-- (NSInteger)code {
-  return number;
-}
-- (NSErrorDomain)domain {
-  return domainName;
-}
+@implementation SimulatorError
 - (NSString*)localizedDescription {
   return text;
 }
 - (void)dealloc {
-  [domainName release];
   [text release];
   [super dealloc];
 }
 @end
 
-@interface SimulatorURL : NSURL {
- @public
-  NSString* location;
+NSError* simulated_error(const std::string& message) {
+  SimulatorError* error = [SimulatorError new];
+  error->text = [[NSString alloc] initWithUTF8String:message.c_str()];
+  return [error autorelease];
 }
-@end
-@implementation NSURL
-+ (instancetype)fileURLWithPath:(NSString*)path {
-  SimulatorURL* url = [SimulatorURL new];
-  url->location = [path retain];
-  return [url autorelease];
-}
-- (NSString*)path {
-  return @"";
-}
-@end
-@implementation SimulatorURL
-- (NSString*)path {
-  return location;
-}
-- (void)dealloc {
-  [location release];
-  [super dealloc];
-}
-@end
-
-@interface SimulatorNumber : NSNumber {
- @public
-  long value;
-}
-@end
-@implementation NSNumber
-+ (NSNumber*)numberWithLong:(long)value {
-  SimulatorNumber* number = [SimulatorNumber new];
-  number->value = value;
-  return [number autorelease];
-}
-+ (NSNumber*)numberWithInt:(int)value {
-  return [self numberWithLong:value];
-}
-+ (NSNumber*)numberWithUnsignedInteger:(NSUInteger)value {
-  return [self numberWithLong:static_cast<long>(value)];
-}
-+ (NSNumber*)numberWithBool:(BOOL)value {
-  return [self numberWithLong:value];
-}
-- (long)longValue {
-  return 0;
-}
-- (int)intValue {
-  return static_cast<int>([self longValue]);
-}
-- (BOOL)boolValue {
-  return [self longValue] != 0;
-}
-- (NSUInteger)unsignedIntegerValue {
-  return static_cast<NSUInteger>([self longValue]);
-}
-- (BOOL)isEqual:(id)object {
-  return [object isKindOfClass:[NSNumber class]] && [self longValue] == [(NSNumber*)object longValue];
-}
-- (NSUInteger)hash {
-  return static_cast<NSUInteger>([self longValue]);
-}
-@end
-@implementation SimulatorNumber
-- (long)longValue {
-  return value;
-}
-@end
 
 @interface SimulatorArray : NSArray {
  @public
@@ -350,9 +241,6 @@ NSString* const NSLocalizedDescriptionKey = @"NSLocalizedDescription";
 }
 - (id)objectAtIndex:(NSUInteger)index {
   return nil;
-}
-- (id)objectAtIndexedSubscript:(NSUInteger)index {
-  return [self objectAtIndex:index];
 }
 - (NSUInteger)count {
   return 0;
@@ -375,61 +263,3 @@ NSString* const NSLocalizedDescriptionKey = @"NSLocalizedDescription";
   [super dealloc];
 }
 @end
-
-@interface SimulatorDictionary : NSDictionary {
- @public
-  std::vector<std::pair<id, id>>* items;
-}
-@end
-@implementation NSDictionary
-+ (instancetype)dictionaryWithObject:(id)object forKey:(id)key {
-  return [self dictionaryWithObjects:&object forKeys:&key count:1];
-}
-+ (instancetype)dictionaryWithObjects:(const id[])objects forKeys:(const id[])keys count:(NSUInteger)count {
-  SimulatorDictionary* dictionary = [SimulatorDictionary new];
-  dictionary->items = new std::vector<std::pair<id, id>>();
-  for (NSUInteger i = 0; i < count; i++) {
-    dictionary->items->emplace_back([keys[i] retain], [objects[i] retain]);
-  }
-  return [dictionary autorelease];
-}
-- (id)objectForKey:(id)key {
-  return nil;
-}
-- (NSArray*)allKeys {
-  return [NSArray arrayWithObjects:nullptr count:0];
-}
-- (NSUInteger)count {
-  return 0;
-}
-@end
-@implementation SimulatorDictionary
-- (id)objectForKey:(id)key {
-  for (auto& [k, value] : *items) {
-    if ([k isEqual:key]) return value;
-  }
-  return nil;
-}
-- (NSArray*)allKeys {
-  std::vector<id> keys;
-  for (auto& item : *items) keys.push_back(item.first);
-  return [NSArray arrayWithObjects:keys.data() count:keys.size()];
-}
-- (NSUInteger)count {
-  return items->size();
-}
-- (void)dealloc {
-  for (auto& [key, value] : *items) {
-    [key release];
-    [value release];
-  }
-  delete items;
-  [super dealloc];
-}
-@end
-
-void NSLog(NSString* format, ...) {
-  // The format is printed as it is: host code that logs here is being debugged, and printf's %@ does not
-  // exist.
-  fprintf(stderr, "%s\n", [format UTF8String]);
-}

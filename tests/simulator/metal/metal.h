@@ -3,15 +3,11 @@
 #import <Metal/Metal.h>
 #import <MetalPerformanceShaders/MetalPerformanceShaders.h>
 
-#include <memory>
-
-namespace simulator {
-struct Kernel;
-}
+#include "../msl/executor.h"
 
 @interface SimulatorPipeline : NSObject <MTLComputePipelineState> {
  @public
-  std::shared_ptr<const simulator::Kernel>* kernel;
+  const msl_kernel* kernel;
 }
 @end
 

@@ -6,7 +6,6 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <variant>
 #include <vector>
 
 #include "../msl/executor.h"
@@ -28,12 +27,8 @@ std::string take_reports();
 // --- shaders (device/python.cpp)
 // ----------------------------------------------------------------------------------
 
-using ConstantValue = std::variant<bool, long long, double>;
-using Constants = std::map<unsigned, ConstantValue>;
-std::string to_text(const Constants& constants);  // "{0=true, 3=32}", empty without any
-
 // Translates and compiles MSL; the path of the library, or "" with the compiler's message in `error`.
-std::string compile_shader(const std::string& source, const Constants& constants, std::string& error);
+std::string compile_shader(const std::string& source, std::string& error);
 
 // --- memory (buffer.mm)
 // -------------------------------------------------------------------------------------------
@@ -75,15 +70,10 @@ struct Binding {
   size_t size() const { return memory ? memory->size - offset : bytes ? bytes->size() : 0; }
 };
 
-struct Kernel {
-  const msl_kernel* kernel;
-  std::string title;  // name and constants
-};
-
 enum class GridKind { kThreads, kThreadgroups, kIndirect };
 
 struct Command {
-  std::shared_ptr<const Kernel> kernel;
+  const msl_kernel* kernel = nullptr;
   std::array<Binding, kMaxBindings> buffers;
   std::array<size_t, kMaxBindings> threadgroup_bytes{};
   GridKind kind = GridKind::kThreadgroups;

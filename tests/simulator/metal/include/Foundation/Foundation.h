@@ -24,15 +24,12 @@ typedef long NSInteger;
 typedef unsigned long NSUInteger;
 
 @protocol NSObject
-- (BOOL)isEqual:(id)object;
-- (NSUInteger)hash;
 - (Class)class;
 - (BOOL)isKindOfClass:(Class)aClass;
 - (BOOL)respondsToSelector:(SEL)selector;
 - (instancetype)retain;
 - (oneway void)release;
 - (instancetype)autorelease;
-- (NSUInteger)retainCount;
 @end
 
 __attribute__((objc_root_class))
@@ -55,19 +52,6 @@ __attribute__((objc_root_class))
 
 #include <dispatch/dispatch.h>
 
-#ifdef __cplusplus
-#define FOUNDATION_EXPORT extern "C"
-#else
-#define FOUNDATION_EXPORT extern
-#endif
-#define NS_ENUM(type, name) \
-  enum name : type name;    \
-  enum name : type
-#define NS_OPTIONS(type, name) \
-  enum name : type name;       \
-  enum name : type
-
-typedef double NSTimeInterval;
 typedef struct _NSRange {
   NSUInteger location, length;
 } NSRange;
@@ -76,17 +60,12 @@ static inline NSRange NSMakeRange(NSUInteger location, NSUInteger length) {
   return range;
 }
 
-@class NSArray, NSData, NSDictionary, NSError, NSNumber, NSString, NSURL;
+@class NSDictionary;  // named by PyTorch's headers
 typedef NSUInteger NSStringEncoding;
 enum { NSUTF8StringEncoding = 4 };
-typedef NSString* NSErrorDomain;
 
-@protocol NSCopying
-@end
-
-@interface NSString : NSObject <NSCopying>
+@interface NSString : NSObject
 + (instancetype)stringWithUTF8String:(const char*)text;
-+ (instancetype)stringWithCString:(const char*)text encoding:(NSStringEncoding)encoding;
 - (instancetype)initWithUTF8String:(const char*)text;
 - (instancetype)initWithBytes:(const void*)bytes
                        length:(NSUInteger)length
@@ -110,44 +89,11 @@ typedef NSString* NSErrorDomain;
 #endif
 
 @interface NSError : NSObject
-+ (instancetype)errorWithDomain:(NSErrorDomain)domain code:(NSInteger)code userInfo:(NSDictionary*)userInfo;
-@property(readonly) NSInteger code;
-@property(readonly, copy) NSErrorDomain domain;
 @property(readonly, copy) NSString* localizedDescription;
-@end
-FOUNDATION_EXPORT NSString* const NSLocalizedDescriptionKey;
-
-@interface NSURL : NSObject
-+ (instancetype)fileURLWithPath:(NSString*)path;
-@property(readonly, copy) NSString* path;
-@end
-
-@interface NSNumber : NSObject <NSCopying>
-+ (NSNumber*)numberWithBool:(BOOL)value;
-+ (NSNumber*)numberWithInt:(int)value;
-+ (NSNumber*)numberWithLong:(long)value;
-+ (NSNumber*)numberWithUnsignedInteger:(NSUInteger)value;
-@property(readonly) BOOL boolValue;
-@property(readonly) int intValue;
-@property(readonly) long longValue;
-@property(readonly) NSUInteger unsignedIntegerValue;
 @end
 
 @interface NSArray<__covariant ObjectType> : NSObject
 + (instancetype)arrayWithObjects:(const ObjectType[])objects count:(NSUInteger)count;
 - (ObjectType)objectAtIndex:(NSUInteger)index;
-- (ObjectType)objectAtIndexedSubscript:(NSUInteger)index;
 @property(readonly) NSUInteger count;
 @end
-
-@interface NSDictionary<__covariant KeyType, __covariant ObjectType> : NSObject
-+ (instancetype)dictionaryWithObject:(ObjectType)object forKey:(KeyType)key;
-+ (instancetype)dictionaryWithObjects:(const ObjectType[])objects
-                              forKeys:(const KeyType[])keys
-                                count:(NSUInteger)count;
-- (ObjectType)objectForKey:(KeyType)key;
-- (NSArray<KeyType>*)allKeys;
-@property(readonly) NSUInteger count;
-@end
-
-FOUNDATION_EXPORT void NSLog(NSString* format, ...);

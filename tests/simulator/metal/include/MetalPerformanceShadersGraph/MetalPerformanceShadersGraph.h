@@ -1,18 +1,3 @@
-// The names that PyTorch's MPS headers mention.
+// What PyTorch's MPS headers name.
 #pragma once
-#include <MetalPerformanceShaders/MetalPerformanceShaders.h>
-
-@interface MPSGraphObject : NSObject
-@end
-@interface MPSGraph : MPSGraphObject
-@end
-@interface MPSGraphTensor : MPSGraphObject <NSCopying>
-@end
-@interface MPSGraphTensorData : MPSGraphObject
-@end
-@interface MPSGraphExecutable : MPSGraphObject
-@end
-@interface MPSGraphExecutionDescriptor : MPSGraphObject
-@end
-@interface MPSGraphCompilationDescriptor : MPSGraphObject
-@end
+@class MPSGraph, MPSGraphExecutionDescriptor, MPSGraphCompilationDescriptor;
