@@ -99,12 +99,128 @@ def bad_arguments(device: str) -> list[tuple[str, dict]]:
         {"residual": zeros(T, H, dtype=half)},
         {"shared_out": zeros(T, H), "gate_is_logit": True},
     ]
+    pairs = [
+        {"ids": zeros(T, K)},
+        {"ids": zeros(T * K, dtype=integer)},
+        {"ids": zeros(T - 1, K, dtype=integer)},
+        {"ids": zeros(T, 0, dtype=integer)},
+        {"ids": zeros(T, 65, dtype=integer)},
+    ]
+    around = [
+        {"gate_up_bias": zeros(E, I)},
+        {"down_bias": zeros(E, I)},
+        {"activation": "swish"},
+        {"activation": "silu_clamped"},
+    ]
+    packed = [
+        {"packed": zeros(E, I, 8)},
+        {"packed": zeros(E, I, 9, dtype=integer)},
+        {"scales": zeros(E, I, 1)},
+        {"scales": zeros(E, I, 2, dtype=torch.uint8)},
+        {"biases": None},
+        {"biases": zeros(E, I, 1)},
+    ]
+    mxfp4 = {"mode": "mxfp4", "biases": None, "scales": zeros(E, I, 2, dtype=torch.uint8)}
     scales = zeros(2, 2, 9, 1)
     eight_bits = {
         **{"q": zeros(2, 4, T, 32), "k_scales": scales, "k_biases": scales},
         **{"v": zeros(2, 2, 9, 8, dtype=integer), "v_scales": scales, "v_biases": scales},
     }
     table = {
+        "expert_mm": [
+            {"x": zeros(T, H, dtype=integer)},
+            {"x": zeros(H)},
+            {"x": zeros(T, 1, H)},
+            {"weight": zeros(E, I, H, dtype=half)},
+            {"weight": zeros(E, I)},
+            {"weight": zeros(E, I, H - 1)},
+            {"transposed": True},
+            *pairs,
+            {"bias": zeros(E, H)},
+            {"bias": zeros(E, I, dtype=integer)},
+        ],
+        "moe_experts": [
+            {"x": zeros(T, K, H)},
+            {"gate_up": zeros(E, 2 * I + 1, H)},
+            {"gate_up": zeros(E, 2 * I, H, dtype=half)},
+            {"gate_up": zeros(E, 2 * I, H + 1), "gated": False},
+            {"down": zeros(E, H, I - 1)},
+            {"down": zeros(E + 1, H, I)},
+            {"gate_up": zeros(E, H, 2 * I), "transposed": True},
+            {"weights": zeros(T, K + 1)},
+            {"weights": zeros(T, K, dtype=integer)},
+            *around,
+            {"activation": "swiglu_oai", "gated": False},
+            {"activation": "silu_clamped", "limit": -1.0},
+            {"activation": "swiglu_oai", "limit": float("nan")},
+            {"limit": 7.0},
+            {"alpha": 1.0},
+            {"interleaved": True, "gated": False},
+            *tail,
+        ],
+        "expert_qmm": [
+            {"x": zeros(T, 33)},
+            {"packed": zeros(E * I, 8, dtype=integer)},
+            *packed,
+            {"biases": zeros(E, I, 2, dtype=half)},
+            {"bits": 7},
+            {"group_size": 16},
+            {"mode": "int4"},
+            mxfp4 | {"biases": zeros(E, I, 2)},
+            mxfp4 | {"scales": zeros(E, I, 2)},
+            mxfp4 | {"bits": 8},
+            mxfp4 | {"group_size": 64},
+            mxfp4 | {"mode": "mxfp8"},
+            mxfp4 | {"mode": "nvfp4"},
+            {"bias": zeros(E, I + 1)},
+            pairs[2],
+        ],
+        "moe_experts_quantized": [
+            {"group_size": 64},
+            {"gated": False},
+            {"gate_up_packed": zeros(E, 63, 8, dtype=integer)},
+            {"gate_up_scales": zeros(E, 2 * I, 1)},
+            {"down_packed": zeros(E, H, 8, dtype=integer)},
+            {"down_biases": None},
+            {"down_bits": 6},
+            {"down_group_size": 16},
+            {"down_mode": "mxfp4"},
+            {"down_mode": "mxfp8", "down_bits": 4},
+            {"down_mode": "int4"},
+            *around,
+            tail[2],
+        ],
+        "linear_quantized": [
+            {"x": zeros(T, H, dtype=integer)},
+            {"x": zeros()},
+            {"x": zeros(T, 33)},
+            {"packed": zeros(1, I, 8, dtype=integer)},
+            *[{name: None if part is None else part[0] for name, part in case.items()} for case in packed],
+            {"bits": 6},
+            {"mode": "nvfp4"},
+            {"bias": zeros(I + 1)},
+            {"bias": zeros(I, dtype=integer)},
+        ],
+        "mlp_quantized": [
+            {"x": zeros(T, I)},
+            {"gate_up_packed": zeros(63, 8, dtype=integer)},
+            {"gated": False},
+            {"down_scales": zeros(H, 2)},
+            {"down_bits": 3},
+            {"down_mode": "mxfp4"},
+            {"gate_up_bias": zeros(I)},
+            {"down_bias": zeros(I)},
+            {"activation": "tanh"},
+            {"residual": zeros(H)},
+            {"residual": zeros(T, H, dtype=half)},
+        ],
+        "embedding_quantized": [
+            {"ids": zeros(T)},
+            {"packed": zeros(8, dtype=integer)},
+            {"scales": zeros(E - 1, 2)},
+            {"group_size": 128},
+            {"dtype": torch.int32},
+        ],
         "rms_norm": [
             {"input": zeros(T, H, dtype=short)},
             {"input": zeros()},
@@ -311,6 +427,117 @@ class TestErrorMessages(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(wrapped(message) for message in messages),
             """\
+moe_mps::expert_mm: x must be float32 or float16 or bfloat16, got int32
+moe_mps::expert_mm: x must be 2-D or 3-D, got 1-D of shape (64,)
+moe_mps::expert_mm: x must be of shape [T, K, H] = (3, 2, 64), got (3, 1, 64)
+moe_mps::expert_mm: weight must be float32, got float16
+moe_mps::expert_mm: weight must be 3-D, got 2-D of shape (8, 32)
+moe_mps::expert_mm: weight must be of shape [E, N, H] with H = 64 as in x, got (8, 32, 63)
+moe_mps::expert_mm: weight must be of shape [E, H, N] with H = 64 as in x, got (8, 32, 64)
+moe_mps::expert_mm: ids must be int32 or int64, got float32
+moe_mps::expert_mm: ids must be 2-D, got 1-D of shape (6,)
+moe_mps::expert_mm: ids must be of shape [T, K] with T = 3 as in x, got (2, 2)
+moe_mps::expert_mm: K, the columns of ids, must be between 1 and 64, got 0
+moe_mps::expert_mm: K, the columns of ids, must be between 1 and 64, got 65
+moe_mps::expert_mm: bias must be of shape [E, N] = (8, 32), got (8, 64)
+moe_mps::expert_mm: bias must be float32 or float16 or bfloat16, got int32
+moe_mps::moe_experts: x must be 2-D, got 3-D of shape (3, 2, 64)
+moe_mps::moe_experts: gate_up must be of shape [E, 2I, H] with H = 64 as in x, got (8, 65, 64)
+moe_mps::moe_experts: gate_up must be float32, got float16
+moe_mps::moe_experts: gate_up must be of shape [E, I, H] with H = 64 as in x, got (8, 64, 65)
+moe_mps::moe_experts: down must be of shape [E, H, I] = (8, 64, 32), got (8, 64, 31)
+moe_mps::moe_experts: down must be of shape [E, H, I] = (8, 64, 32), got (9, 64, 32)
+moe_mps::moe_experts: down must be of shape [E, I, H] = (8, 32, 64), got (8, 64, 32)
+moe_mps::moe_experts: weights must be of shape [T, K] = (3, 2), got (3, 3)
+moe_mps::moe_experts: weights must be float32 or float16 or bfloat16, got int32
+moe_mps::moe_experts: gate_up_bias must be of shape [E, 2I] = (8, 64), got (8, 32)
+moe_mps::moe_experts: down_bias must be of shape [E, H] = (8, 64), got (8, 32)
+moe_mps::moe_experts: activation must be one of silu, gelu, gelu_tanh, relu, relu2, swiglu_oai,
+    silu_clamped, got 'swish'
+moe_mps::moe_experts: limit must be a number for activation silu_clamped, got None
+moe_mps::moe_experts: gated must be True for activation swiglu_oai, got False
+moe_mps::moe_experts: limit must be at least 0.0, got -1.0
+moe_mps::moe_experts: limit must be a number in the range of float32, got nan
+moe_mps::moe_experts: limit must be None for activation silu, got 7.0
+moe_mps::moe_experts: alpha must be None for activation silu, got 1.0
+moe_mps::moe_experts: interleaved must be False when gated is False, got True
+moe_mps::moe_experts: shared_out must be of shape [T, H] = (3, 64), got (3, 65)
+moe_mps::moe_experts: shared_out must be float32, got float16
+moe_mps::moe_experts: shared_out must be given when shared_gate is, got None
+moe_mps::moe_experts: shared_gate must be of shape [T, 1] = (3, 1), got (3, 2)
+moe_mps::moe_experts: shared_gate must be of shape [T] = (3,), got (4,)
+moe_mps::moe_experts: shared_gate must be float32 or float16 or bfloat16, got int32
+moe_mps::moe_experts: residual must be of shape [T, H] = (3, 64), got (4, 64)
+moe_mps::moe_experts: residual must be float32, got float16
+moe_mps::moe_experts: gate_is_logit must be False without shared_gate, got True
+moe_mps::expert_qmm: H, the input dimension of packed, must be a multiple of 32, got 33
+moe_mps::expert_qmm: packed must be 3-D, got 2-D of shape (256, 8)
+moe_mps::expert_qmm: packed must be uint32 or int32, got float32
+moe_mps::expert_qmm: packed must be of shape [E, N, H * 4 / 32] = (8, 32, 8), got (8, 32, 9)
+moe_mps::expert_qmm: scales must be of shape [E, N, H / 32] = (8, 32, 2), got (8, 32, 1)
+moe_mps::expert_qmm: scales must be float32 or float16 or bfloat16, got uint8
+moe_mps::expert_qmm: biases must be a tensor for mode affine, got None
+moe_mps::expert_qmm: biases must be of shape [E, N, H / 32] = (8, 32, 2), got (8, 32, 1)
+moe_mps::expert_qmm: biases must be float32, got float16
+moe_mps::expert_qmm: bits must be 2 or 3 or 4 or 5 or 6 or 8 for mode affine, got 7
+moe_mps::expert_qmm: group_size must be 32 or 64 or 128 for mode affine, got 16
+moe_mps::expert_qmm: mode must be one of affine, mxfp4, mxfp8, nvfp4, got 'int4'
+moe_mps::expert_qmm: biases must be None for mode mxfp4, got a tensor of shape (8, 32, 2)
+moe_mps::expert_qmm: scales must be uint8, got float32
+moe_mps::expert_qmm: bits must be 4 for mode mxfp4, got 8
+moe_mps::expert_qmm: group_size must be 32 for mode mxfp4, got 64
+moe_mps::expert_qmm: bits must be 8 for mode mxfp8, got 4
+moe_mps::expert_qmm: group_size must be 16 for mode nvfp4, got 32
+moe_mps::expert_qmm: bias must be of shape [E, N] = (8, 32), got (8, 33)
+moe_mps::expert_qmm: ids must be of shape [T, K] with T = 3 as in x, got (2, 2)
+moe_mps::moe_experts_quantized: gate_up_scales must be of shape [E, 2I, H / 64] = (8, 64, 1), got (8, 64, 2)
+moe_mps::moe_experts_quantized: down_packed must be of shape [E, H, I * 4 / 32] = (8, 64, 8), got (8, 64, 4)
+moe_mps::moe_experts_quantized: gate_up_packed must be of an even number of rows 2I, got (8, 63, 8)
+moe_mps::moe_experts_quantized: gate_up_scales must be of shape [E, 2I, H / 32] = (8, 64, 2), got (8, 64, 1)
+moe_mps::moe_experts_quantized: down_packed must be of shape [E, H, I * 4 / 32] = (8, 64, 4), got (8, 64, 8)
+moe_mps::moe_experts_quantized: down_biases must be a tensor for mode affine, got None
+moe_mps::moe_experts_quantized: down_packed must be of shape [E, H, I * 6 / 32] = (8, 64, 6), got (8, 64, 4)
+moe_mps::moe_experts_quantized: down_group_size must be 32 or 64 or 128 for mode affine, got 16
+moe_mps::moe_experts_quantized: down_biases must be None for mode mxfp4, got a tensor of shape (8, 64, 1)
+moe_mps::moe_experts_quantized: down_bits must be 8 for mode mxfp8, got 4
+moe_mps::moe_experts_quantized: down_mode must be one of affine, mxfp4, mxfp8, nvfp4, got 'int4'
+moe_mps::moe_experts_quantized: gate_up_bias must be of shape [E, 2I] = (8, 64), got (8, 32)
+moe_mps::moe_experts_quantized: down_bias must be of shape [E, H] = (8, 64), got (8, 32)
+moe_mps::moe_experts_quantized: activation must be one of silu, gelu, gelu_tanh, relu, relu2, swiglu_oai,
+    silu_clamped, got 'swish'
+moe_mps::moe_experts_quantized: limit must be a number for activation silu_clamped, got None
+moe_mps::moe_experts_quantized: shared_out must be given when shared_gate is, got None
+moe_mps::linear_quantized: x must be float32 or float16 or bfloat16, got int32
+moe_mps::linear_quantized: x must be at least 1-D, got 0-D of shape ()
+moe_mps::linear_quantized: C, the input dimension of packed, must be a multiple of 32, got 33
+moe_mps::linear_quantized: packed must be 2-D, got 3-D of shape (1, 32, 8)
+moe_mps::linear_quantized: packed must be uint32 or int32, got float32
+moe_mps::linear_quantized: packed must be of shape [N, C * 4 / 32] = (32, 8), got (32, 9)
+moe_mps::linear_quantized: scales must be of shape [N, C / 32] = (32, 2), got (32, 1)
+moe_mps::linear_quantized: scales must be float32 or float16 or bfloat16, got uint8
+moe_mps::linear_quantized: biases must be a tensor for mode affine, got None
+moe_mps::linear_quantized: biases must be of shape [N, C / 32] = (32, 2), got (32, 1)
+moe_mps::linear_quantized: packed must be of shape [N, C * 6 / 32] = (32, 12), got (32, 8)
+moe_mps::linear_quantized: group_size must be 16 for mode nvfp4, got 32
+moe_mps::linear_quantized: bias must be of shape [N] = (32,), got (33,)
+moe_mps::linear_quantized: bias must be float32 or float16 or bfloat16, got int32
+moe_mps::mlp_quantized: gate_up_packed must be of shape [2I, H * 4 / 32] = (64, 4), got (64, 8)
+moe_mps::mlp_quantized: gate_up_packed must be of an even number of rows 2I, got (63, 8)
+moe_mps::mlp_quantized: down_packed must be of shape [H, I * 4 / 32] = (64, 8), got (64, 4)
+moe_mps::mlp_quantized: down_scales must be of shape [H, I / 32] = (64, 1), got (64, 2)
+moe_mps::mlp_quantized: down_packed must be of shape [H, I * 3 / 32] = (64, 3), got (64, 4)
+moe_mps::mlp_quantized: down_biases must be None for mode mxfp4, got a tensor of shape (64, 1)
+moe_mps::mlp_quantized: gate_up_bias must be of shape [2I] = (64,), got (32,)
+moe_mps::mlp_quantized: down_bias must be of shape [H] = (64,), got (32,)
+moe_mps::mlp_quantized: activation must be one of silu, gelu, gelu_tanh, relu, relu2, swiglu_oai,
+    silu_clamped, got 'tanh'
+moe_mps::mlp_quantized: residual must be of shape [..., H] = (3, 64), got (64,)
+moe_mps::mlp_quantized: residual must be float32, got float16
+moe_mps::embedding_quantized: ids must be int32 or int64, got float32
+moe_mps::embedding_quantized: packed must be 2-D, got 1-D of shape (8,)
+moe_mps::embedding_quantized: scales must be of shape [V, C / 32] = (8, 2), got (7, 2)
+moe_mps::embedding_quantized: C, the input dimension of packed, must be a multiple of 128, got 64
+moe_mps::embedding_quantized: dtype must be float32 or float16 or bfloat16, got int32
 moe_mps::rms_norm: input must be float32 or float16 or bfloat16, got int16
 moe_mps::rms_norm: input must be at least 1-D, got 0-D of shape ()
 moe_mps::rms_norm: weight must be of shape [H] = (64,), got (63,)

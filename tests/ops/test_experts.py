@@ -1,9 +1,7 @@
 """expert_mm and moe_experts against the float64 oracle."""
 
-import textwrap
 from random import Random
 
-import expecttest
 import pytest
 import torch
 from numpy.testing import assert_allclose
@@ -14,7 +12,6 @@ from support.expert_layers import (
     TOKENS,
     check_experts,
     layer,
-    messages,
     random,
     random_ids,
     random_options,
@@ -376,119 +373,3 @@ def test_products_on_two_threads():
         check_experts("cpu", layer(9, 2, 5, 64, 32, torch.float32))
     finally:
         torch.set_num_threads(threads)
-
-
-def bad_calls(device):
-    """Per operator: good arguments, and changes to them that must be refused."""
-
-    def zeros(*shape, dtype=torch.float32):
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    ids = zeros(3, 2, dtype=torch.int32)
-    mm = {"x": zeros(3, 8), "weight": zeros(4, 6, 8), "ids": ids}
-    mm_changes = [
-        {"x": zeros(3, 8, dtype=torch.int32)},
-        {"x": zeros(3)},
-        {"x": zeros(3, 1, 8)},
-        {"weight": zeros(4, 6, 8, dtype=torch.float16)},
-        {"weight": zeros(4, 6)},
-        {"weight": zeros(4, 6, 7)},
-        {"transposed": True},
-        {"ids": zeros(3, 2)},
-        {"ids": zeros(6, dtype=torch.int64)},
-        {"ids": zeros(2, 2, dtype=torch.int32)},
-        {"ids": zeros(3, 0, dtype=torch.int32)},
-        {"ids": zeros(3, 65, dtype=torch.int32)},
-        {"bias": zeros(4, 8)},
-        {"bias": zeros(4, 6, dtype=torch.int32)},
-    ]
-    layer = {
-        "x": zeros(3, 8),
-        "gate_up": zeros(4, 12, 8),
-        "down": zeros(4, 8, 6),
-        "ids": ids,
-        "weights": zeros(3, 2),
-    }
-    layer_changes = [
-        {"x": zeros(3, 2, 8)},
-        {"gate_up": zeros(4, 13, 8)},
-        {"gate_up": zeros(4, 12, 8, dtype=torch.bfloat16)},
-        {"gate_up": zeros(4, 12, 9), "gated": False},
-        {"down": zeros(4, 8, 5)},
-        {"down": zeros(5, 8, 6)},
-        {"gate_up": zeros(4, 8, 12), "transposed": True},
-        {"weights": zeros(3, 3)},
-        {"weights": zeros(3, 2, dtype=torch.int32)},
-        {"gate_up_bias": zeros(4, 6)},
-        {"down_bias": zeros(4, 6)},
-        {"activation": "swish"},
-        {"activation": "swiglu_oai", "gated": False},
-        {"activation": "silu_clamped"},
-        {"activation": "silu_clamped", "limit": -1.0},
-        {"activation": "swiglu_oai", "limit": float("nan")},
-        {"limit": 7.0},
-        {"alpha": 1.0},
-        {"interleaved": True, "gated": False},
-        {"shared_gate": zeros(3)},
-        {"shared_gate": zeros(2), "shared_out": zeros(3, 8)},
-        {"shared_gate": zeros(3, 2), "shared_out": zeros(3, 8)},
-        {"shared_out": zeros(3, 7)},
-        {"residual": zeros(3, 8, dtype=torch.float16)},
-        {"gate_is_logit": True},
-    ]
-    return ((expert_mm, mm, mm_changes), (moe_experts, layer, layer_changes))
-
-
-class TestErrors(expecttest.TestCase):
-    def test_messages(self):
-        lines = messages(bad_calls("cpu"))
-        assert lines == messages(bad_calls("meta"))
-        self.assertExpectedInline(
-            "\n".join(textwrap.fill(line, 108, subsequent_indent="    ") for line in lines),
-            """\
-moe_mps::expert_mm: x must be float32 or float16 or bfloat16, got int32
-moe_mps::expert_mm: x must be 2-D or 3-D, got 1-D of shape (3,)
-moe_mps::expert_mm: x must be of shape [T, K, H] = (3, 2, 8), got (3, 1, 8)
-moe_mps::expert_mm: weight must be float32, got float16
-moe_mps::expert_mm: weight must be 3-D, got 2-D of shape (4, 6)
-moe_mps::expert_mm: weight must be of shape [E, N, H] with H = 8 as in x, got (4, 6, 7)
-moe_mps::expert_mm: weight must be of shape [E, H, N] with H = 8 as in x, got (4, 6, 8)
-moe_mps::expert_mm: ids must be int32 or int64, got float32
-moe_mps::expert_mm: ids must be 2-D, got 1-D of shape (6,)
-moe_mps::expert_mm: ids must be of shape [T, K] with T = 3 as in x, got (2, 2)
-moe_mps::expert_mm: K, the columns of ids, must be between 1 and 64, got 0
-moe_mps::expert_mm: K, the columns of ids, must be between 1 and 64, got 65
-moe_mps::expert_mm: bias must be of shape [E, N] = (4, 6), got (4, 8)
-moe_mps::expert_mm: bias must be float32 or float16 or bfloat16, got int32
-moe_mps::moe_experts: x must be 2-D, got 3-D of shape (3, 2, 8)
-moe_mps::moe_experts: gate_up must be of shape [E, 2I, H] with H = 8 as in x, got (4, 13, 8)
-moe_mps::moe_experts: gate_up must be float32, got bfloat16
-moe_mps::moe_experts: gate_up must be of shape [E, I, H] with H = 8 as in x, got (4, 12, 9)
-moe_mps::moe_experts: down must be of shape [E, H, I] = (4, 8, 6), got (4, 8, 5)
-moe_mps::moe_experts: down must be of shape [E, H, I] = (4, 8, 6), got (5, 8, 6)
-moe_mps::moe_experts: down must be of shape [E, I, H] = (4, 6, 8), got (4, 8, 6)
-moe_mps::moe_experts: weights must be of shape [T, K] = (3, 2), got (3, 3)
-moe_mps::moe_experts: weights must be float32 or float16 or bfloat16, got int32
-moe_mps::moe_experts: gate_up_bias must be of shape [E, 2I] = (4, 12), got (4, 6)
-moe_mps::moe_experts: down_bias must be of shape [E, H] = (4, 8), got (4, 6)
-moe_mps::moe_experts: activation must be one of silu, gelu, gelu_tanh, relu, relu2, swiglu_oai,
-    silu_clamped, got 'swish'
-moe_mps::moe_experts: gated must be True for activation swiglu_oai, got False
-moe_mps::moe_experts: limit must be a number for activation silu_clamped, got None
-moe_mps::moe_experts: limit must be at least 0.0, got -1.0
-moe_mps::moe_experts: limit must be a number in the range of float32, got nan
-moe_mps::moe_experts: limit must be None for activation silu, got 7.0
-moe_mps::moe_experts: alpha must be None for activation silu, got 1.0
-moe_mps::moe_experts: interleaved must be False when gated is False, got True
-moe_mps::moe_experts: shared_out must be given when shared_gate is, got None
-moe_mps::moe_experts: shared_gate must be of shape [T] = (3,), got (2,)
-moe_mps::moe_experts: shared_gate must be of shape [T, 1] = (3, 1), got (3, 2)
-moe_mps::moe_experts: shared_out must be of shape [T, H] = (3, 8), got (3, 7)
-moe_mps::moe_experts: residual must be float32, got float16
-moe_mps::moe_experts: gate_is_logit must be False without shared_gate, got True""",
-        )
-
-    def test_devices(self):
-        (_, good, _), _ = bad_calls("cpu")
-        with pytest.raises(ValueError, match="weight must be on the device of x, cpu, got meta"):
-            torch.ops.moe_mps.expert_mm(**good | {"weight": good["weight"].to("meta")})

@@ -1,7 +1,6 @@
 """linear_quantized, mlp_quantized and embedding_quantized against float64, and against MLX."""
 
 import math
-import textwrap
 from contextlib import nullcontext
 from random import Random
 
@@ -9,7 +8,7 @@ import expecttest
 import numpy as np
 import pytest
 import torch
-from support.expert_layers import messages, random
+from support.expert_layers import random
 from support.layouts import LAYOUTS, lay
 from support.operators import plans_for
 from support.oracles_operators import checked
@@ -314,106 +313,3 @@ T 2, 2560 rows read for one token each: matmul_rows_few grid 160x1x1 of 128, inp
 T 3, 2560 rows read for one token each: gemm16_split grid 80x1x1 of 128, inputs split
 """,
         )
-
-
-def bad_calls(device):
-    """Per operator: good arguments, and changes to them that must be refused."""
-
-    def zeros(*shape, dtype=torch.float32):
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    def weight(prefix, rows, columns):
-        return {
-            f"{prefix}packed": zeros(rows, columns // 8, dtype=torch.int32),
-            f"{prefix}scales": zeros(rows, columns // 32),
-            f"{prefix}biases": zeros(rows, columns // 32),
-        }
-
-    format = {"bits": 4, "group_size": 32, "mode": "affine"}
-    one = {"x": zeros(3, 64), **weight("", 6, 64), "bias": None, **format}
-    one_changes = [
-        {"x": zeros(3, 64, dtype=torch.int32)},
-        {"x": zeros()},
-        {"x": zeros(3, 33)},
-        {"packed": zeros(1, 6, 8, dtype=torch.int32)},
-        {"packed": zeros(6, 9, dtype=torch.int32)},
-        {"scales": zeros(6, 1)},
-        {"biases": None},
-        {"bits": 6},
-        {"bits": 1},
-        {"mode": "nvfp4"},
-        {"bias": zeros(5)},
-        {"bias": zeros(6, dtype=torch.int32)},
-    ]
-    mlp = {"x": zeros(3, 64), **weight("gate_up_", 64, 64), **weight("down_", 64, 32), **format}
-    mlp_changes = [
-        {"x": zeros(3, 32)},
-        {"gate_up_packed": zeros(63, 8, dtype=torch.int32)},
-        {"gated": False},
-        {"down_scales": zeros(64, 2)},
-        {"down_bits": 3},
-        {"down_mode": "mxfp4"},
-        {"gate_up_bias": zeros(32)},
-        {"down_bias": zeros(32)},
-        {"activation": "tanh"},
-        {"residual": zeros(64)},
-        {"residual": zeros(3, 64, dtype=torch.float16)},
-    ]
-    rows = {"ids": zeros(3, dtype=torch.int32), **weight("", 6, 64), **format, "dtype": torch.float16}
-    rows_changes = [
-        {"ids": zeros(3)},
-        {"packed": zeros(8, dtype=torch.int32)},
-        {"scales": zeros(5, 2)},
-        {"group_size": 128},
-        {"dtype": torch.int32},
-    ]
-    return (
-        (linear_quantized, one, one_changes),
-        (mlp_quantized, mlp, mlp_changes),
-        (embedding_quantized, rows, rows_changes),
-    )
-
-
-class TestErrors(expecttest.TestCase):
-    def test_messages(self):
-        lines = messages(bad_calls("cpu"))
-        assert lines == messages(bad_calls("meta"))
-        self.assertExpectedInline(
-            "\n".join(textwrap.fill(line, 108, subsequent_indent="    ") for line in lines) + "\n",
-            """\
-moe_mps::linear_quantized: x must be float32 or float16 or bfloat16, got int32
-moe_mps::linear_quantized: x must be at least 1-D, got 0-D of shape ()
-moe_mps::linear_quantized: C, the input dimension of packed, must be a multiple of 32, got 33
-moe_mps::linear_quantized: packed must be 2-D, got 3-D of shape (1, 6, 8)
-moe_mps::linear_quantized: packed must be of shape [N, C * 4 / 32] = (6, 8), got (6, 9)
-moe_mps::linear_quantized: scales must be of shape [N, C / 32] = (6, 2), got (6, 1)
-moe_mps::linear_quantized: biases must be a tensor for mode affine, got None
-moe_mps::linear_quantized: packed must be of shape [N, C * 6 / 32] = (6, 12), got (6, 8)
-moe_mps::linear_quantized: bits must be 2 or 3 or 4 or 5 or 6 or 8 for mode affine, got 1
-moe_mps::linear_quantized: group_size must be 16 for mode nvfp4, got 32
-moe_mps::linear_quantized: bias must be of shape [N] = (6,), got (5,)
-moe_mps::linear_quantized: bias must be float32 or float16 or bfloat16, got int32
-moe_mps::mlp_quantized: gate_up_packed must be of shape [2I, H * 4 / 32] = (64, 4), got (64, 8)
-moe_mps::mlp_quantized: gate_up_packed must be of an even number of rows 2I, got (63, 8)
-moe_mps::mlp_quantized: down_packed must be of shape [H, I * 4 / 32] = (64, 8), got (64, 4)
-moe_mps::mlp_quantized: down_scales must be of shape [H, I / 32] = (64, 1), got (64, 2)
-moe_mps::mlp_quantized: down_packed must be of shape [H, I * 3 / 32] = (64, 3), got (64, 4)
-moe_mps::mlp_quantized: down_biases must be None for mode mxfp4, got a tensor of shape (64, 1)
-moe_mps::mlp_quantized: gate_up_bias must be of shape [2I] = (64,), got (32,)
-moe_mps::mlp_quantized: down_bias must be of shape [H] = (64,), got (32,)
-moe_mps::mlp_quantized: activation must be one of silu, gelu, gelu_tanh, relu, relu2, swiglu_oai,
-    silu_clamped, got 'tanh'
-moe_mps::mlp_quantized: residual must be of shape [..., H] = (3, 64), got (64,)
-moe_mps::mlp_quantized: residual must be float32, got float16
-moe_mps::embedding_quantized: ids must be int32 or int64, got float32
-moe_mps::embedding_quantized: packed must be 2-D, got 1-D of shape (8,)
-moe_mps::embedding_quantized: scales must be of shape [V, C / 32] = (6, 2), got (5, 2)
-moe_mps::embedding_quantized: C, the input dimension of packed, must be a multiple of 128, got 64
-moe_mps::embedding_quantized: dtype must be float32 or float16 or bfloat16, got int32
-""",
-        )
-
-
-@pytest.mark.one_schedule
-def test_the_host_checks_alike(device):
-    assert messages(bad_calls(device)) == messages(bad_calls("cpu"))

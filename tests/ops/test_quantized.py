@@ -1,14 +1,12 @@
 """expert_qmm and moe_experts_quantized against the float64 oracle, and against MLX's gather_qmm."""
 
 import itertools
-import textwrap
 from random import Random
 
-import expecttest
 import numpy as np
 import pytest
 import torch
-from support.expert_layers import IDS, TOKENS, messages, random, random_ids, random_options, to_device
+from support.expert_layers import IDS, TOKENS, random, random_ids, random_options, to_device
 from support.layouts import LAYOUTS, lay
 from support.oracles import exact
 from support.oracles_experts import assert_close, dequantise
@@ -348,121 +346,3 @@ def test_against_mlx(device, format):
     placed = place((packed.view(torch.uint32), scales, biases), device)
     result = expert_qmm(x.to(device), *placed, ids.to(device), *format)
     torch.testing.assert_close(result.cpu(), torch.from_numpy(expected), rtol=1e-5, atol=1e-4)
-
-
-def bad_calls(device):
-    """Per operator: good arguments, and changes to them that must be refused."""
-
-    def zeros(*shape, dtype=torch.float32):
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    def weight(prefix, rows, columns):
-        return {
-            f"{prefix}packed": zeros(4, rows, columns // 8, dtype=torch.int32),
-            f"{prefix}scales": zeros(4, rows, columns // 32),
-            f"{prefix}biases": zeros(4, rows, columns // 32),
-        }
-
-    format = {"bits": 4, "group_size": 32, "mode": "affine"}
-    ids = zeros(3, 2, dtype=torch.int32)
-    mm = {"x": zeros(3, 64), **weight("", 6, 64), "ids": ids, **format}
-    mxfp4 = {"mode": "mxfp4", "biases": None, "scales": zeros(4, 6, 2, dtype=torch.uint8)}
-    mm_changes = [
-        {"x": zeros(3, 33)},
-        {"packed": zeros(4, 6, 8)},
-        {"packed": zeros(4, 6, 9, dtype=torch.int32)},
-        {"packed": zeros(4, 48, dtype=torch.int32)},
-        {"scales": zeros(4, 6, 1)},
-        {"scales": zeros(4, 6, 2, dtype=torch.uint8)},
-        {"biases": None},
-        {"biases": zeros(4, 6, 1)},
-        {"biases": zeros(4, 6, 2, dtype=torch.float16)},
-        {"bits": 8},
-        {"bits": 6},
-        {"bits": 7},
-        {"group_size": 16},
-        {"group_size": 128},
-        {"mode": "int4"},
-        mxfp4 | {"biases": zeros(4, 6, 2)},
-        mxfp4 | {"scales": zeros(4, 6, 2)},
-        mxfp4 | {"bits": 8},
-        mxfp4 | {"group_size": 64},
-        mxfp4 | {"mode": "mxfp8"},
-        mxfp4 | {"mode": "nvfp4"},
-        {"bias": zeros(4, 5)},
-        {"ids": zeros(2, 2, dtype=torch.int64)},
-    ]
-    layer = {
-        "x": zeros(3, 64),
-        **weight("gate_up_", 64, 64),
-        **weight("down_", 64, 32),
-        "ids": ids,
-        "weights": zeros(3, 2),
-        **format,
-    }
-    layer_changes = [
-        {"group_size": 64},
-        {"gated": False},
-        {"gate_up_packed": zeros(4, 63, 8, dtype=torch.int32)},
-        {"gate_up_scales": zeros(4, 64, 1)},
-        {"down_packed": zeros(4, 64, 8, dtype=torch.int32)},
-        {"down_biases": None},
-        {"down_bits": 6},
-        {"down_group_size": 16},
-        {"down_mode": "mxfp4"},
-        {"down_mode": "mxfp8", "down_bits": 4},
-        {"down_mode": "int4"},
-        {"gate_up_bias": zeros(4, 32)},
-        {"down_bias": zeros(4, 32)},
-        {"activation": "silu_clamped"},
-        {"shared_gate": zeros(3)},
-    ]
-    return ((expert_qmm, mm, mm_changes), (moe_experts_quantized, layer, layer_changes))
-
-
-class TestErrors(expecttest.TestCase):
-    def test_messages(self):
-        lines = messages(bad_calls("cpu"))
-        assert lines == messages(bad_calls("meta"))
-        self.assertExpectedInline(
-            "\n".join(textwrap.fill(line, 108, subsequent_indent="    ") for line in lines),
-            """\
-moe_mps::expert_qmm: H, the input dimension of packed, must be a multiple of 32, got 33
-moe_mps::expert_qmm: packed must be uint32 or int32, got float32
-moe_mps::expert_qmm: packed must be of shape [E, N, H * 4 / 32] = (4, 6, 8), got (4, 6, 9)
-moe_mps::expert_qmm: packed must be 3-D, got 2-D of shape (4, 48)
-moe_mps::expert_qmm: scales must be of shape [E, N, H / 32] = (4, 6, 2), got (4, 6, 1)
-moe_mps::expert_qmm: scales must be float32 or float16 or bfloat16, got uint8
-moe_mps::expert_qmm: biases must be a tensor for mode affine, got None
-moe_mps::expert_qmm: biases must be of shape [E, N, H / 32] = (4, 6, 2), got (4, 6, 1)
-moe_mps::expert_qmm: biases must be float32, got float16
-moe_mps::expert_qmm: packed must be of shape [E, N, H * 8 / 32] = (4, 6, 16), got (4, 6, 8)
-moe_mps::expert_qmm: packed must be of shape [E, N, H * 6 / 32] = (4, 6, 12), got (4, 6, 8)
-moe_mps::expert_qmm: bits must be 2 or 3 or 4 or 5 or 6 or 8 for mode affine, got 7
-moe_mps::expert_qmm: group_size must be 32 or 64 or 128 for mode affine, got 16
-moe_mps::expert_qmm: H, the input dimension of packed, must be a multiple of 128, got 64
-moe_mps::expert_qmm: mode must be one of affine, mxfp4, mxfp8, nvfp4, got 'int4'
-moe_mps::expert_qmm: biases must be None for mode mxfp4, got a tensor of shape (4, 6, 2)
-moe_mps::expert_qmm: scales must be uint8, got float32
-moe_mps::expert_qmm: bits must be 4 for mode mxfp4, got 8
-moe_mps::expert_qmm: group_size must be 32 for mode mxfp4, got 64
-moe_mps::expert_qmm: bits must be 8 for mode mxfp8, got 4
-moe_mps::expert_qmm: group_size must be 16 for mode nvfp4, got 32
-moe_mps::expert_qmm: bias must be of shape [E, N] = (4, 6), got (4, 5)
-moe_mps::expert_qmm: ids must be of shape [T, K] with T = 3 as in x, got (2, 2)
-moe_mps::moe_experts_quantized: gate_up_scales must be of shape [E, 2I, H / 64] = (4, 64, 1), got (4, 64, 2)
-moe_mps::moe_experts_quantized: down_packed must be of shape [E, H, I * 4 / 32] = (4, 64, 8), got (4, 64, 4)
-moe_mps::moe_experts_quantized: gate_up_packed must be of an even number of rows 2I, got (4, 63, 8)
-moe_mps::moe_experts_quantized: gate_up_scales must be of shape [E, 2I, H / 32] = (4, 64, 2), got (4, 64, 1)
-moe_mps::moe_experts_quantized: down_packed must be of shape [E, H, I * 4 / 32] = (4, 64, 4), got (4, 64, 8)
-moe_mps::moe_experts_quantized: down_biases must be a tensor for mode affine, got None
-moe_mps::moe_experts_quantized: down_packed must be of shape [E, H, I * 6 / 32] = (4, 64, 6), got (4, 64, 4)
-moe_mps::moe_experts_quantized: down_group_size must be 32 or 64 or 128 for mode affine, got 16
-moe_mps::moe_experts_quantized: down_biases must be None for mode mxfp4, got a tensor of shape (4, 64, 1)
-moe_mps::moe_experts_quantized: down_bits must be 8 for mode mxfp8, got 4
-moe_mps::moe_experts_quantized: down_mode must be one of affine, mxfp4, mxfp8, nvfp4, got 'int4'
-moe_mps::moe_experts_quantized: gate_up_bias must be of shape [E, 2I] = (4, 64), got (4, 32)
-moe_mps::moe_experts_quantized: down_bias must be of shape [E, H] = (4, 64), got (4, 32)
-moe_mps::moe_experts_quantized: limit must be a number for activation silu_clamped, got None
-moe_mps::moe_experts_quantized: shared_out must be given when shared_gate is, got None""",
-        )

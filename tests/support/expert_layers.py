@@ -1,6 +1,5 @@
 """Random layers of experts, and a check of one against the float64 oracle."""
 
-import pytest
 import torch
 
 from support.oracles_operators import checked
@@ -93,15 +92,3 @@ def random_options(choose, shape, dtype, seed):
 
 
 TOKENS = (1, 1, 2, 3, 4, 7, 8, 9, 16, 31, 32, 33, 34, 65, 100)
-
-
-def messages(calls):
-    lines = []
-    for function, good, changes in calls:
-        operator = getattr(torch.ops.moe_mps, function.__name__)
-        operator(**good)
-        for change in changes:
-            with pytest.raises(ValueError) as error:
-                operator(**good | change)
-            lines.append(str(error.value))
-    return lines
