@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -27,7 +27,6 @@ from .report import Report, Row
 from .rewriting.experts_calls import ids_of_experts, module_that_gives
 from .rewriting.install import drop_forward_of_class, restore_module, rewrite
 from .rewriting.record import NOTHING, RECORD, kv_bits_of, record_of
-from .rewriting.rules.moe_gate import GateFormula
 from .rewriting.rules.norms import formulas_kept
 
 # {id of a config: the config, and the implementation that it named when a model with it was accelerated}
@@ -115,21 +114,17 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None) -> None:
     for name, module in model.named_modules():
         if name not in found and (reason := _other_experts(name, module)):
             report.add(name, module, "experts", None, reason)
-    around = list(_around(model, found))
+    around = dict(_around(model, found))
     attentions = {} if refusal(model, "attention") else attention_layers(model)
     choose_implementations(attentions.values())
     with formulas_kept():
-        for name, module in _others(model, {name for name, *_ in around} | found.keys()):
+        for name, module in _children_first(model):
+            if name in found or (name not in around and _is_left_out(name, module)):
+                continue
             rewrites, reason = rewrite(module)
             rewrites = [*rewrites, *(["attention"] if name in attentions else [])]
-            if rewrites or "attention" in type(module).__name__.lower():
-                report.add(name, module, "other", "; ".join(rewrites) or None, reason)
-        for name, kind, module in around:
-            rewrites, reason = rewrite(module)
-            gated = isinstance(module.__dict__.get(RECORD, NOTHING).formula, GateFormula)
-            if kind == "router" and gated and refusal(module, "moe_gate") is None:
-                rewrites = ["moe_gate, called by the layer"]
-            report.add(name, module, kind, "; ".join(rewrites) or None, reason)
+            if name in around or rewrites or "attention" in type(module).__name__.lower():
+                report.add(name, module, around.get(name, "other"), "; ".join(rewrites) or None, reason)
     use_attention(attentions.values())
     if _is_of_transformers(model):
         from .cache import grow_caches_in_place
@@ -203,38 +198,27 @@ def _warn_of_experts_left_alone(report: Report) -> None:
         warnings.warn(f"torch_moe_mps: {cls} is left alone: {reason}", stacklevel=3)
 
 
-def _around(model: nn.Module, found: Mapping[str, nn.Module]) -> Iterator[tuple[str, str, nn.Module]]:
-    """(name, kind, module) of the routers, blocks and layers that the experts belong to, each once."""
-    seen: set[str] = set()
+def _around(model: nn.Module, found: Collection[str]) -> Iterator[tuple[str, str]]:
+    """(name, kind) of the routers, blocks and layers that the experts belong to."""
     for name in found:
-        parent = name.rpartition(".")[0]
-        block = model.get_submodule(parent)
-        routers = list(_routers(block, name.rpartition(".")[2]))
-        owners = list(_owners(model, parent))
-        around = [
-            (path, "layer" if path == owners[-1] else "block", model.get_submodule(path)) for path in owners
-        ]
-        around += [(f"{parent}.{child}".lstrip("."), "router", router) for child, router in routers]
-        for path, kind, module in around:
-            if path not in seen:
-                seen.add(path)
-                yield path, kind, module
+        parent, _, experts = name.rpartition(".")
+        *blocks, layer = _owners(model, parent)
+        yield from ((block, "block") for block in blocks)
+        yield layer, "layer"
+        for ids in ids_of_experts(model.get_submodule(parent), experts):
+            if router := module_that_gives(ids):
+                yield f"{parent}.{router}".lstrip("."), "router"
 
 
-def _others(model: nn.Module, seen: set[str]) -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of the norms, attentions, MLPs and layers without experts, children before parents."""
-    named = list(model.named_modules())
-    for name, module in sorted(named, key=lambda item: -item[0].count(".")):
-        is_torch = type(module).__module__.startswith("torch.") or isinstance(module, QuantizedLayer)
-        is_model = hasattr(module, "base_model_prefix") or not name
-        if name not in seen and not is_torch and not is_model:
-            yield name, module
+def _children_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(name, module) of all modules; the model, whose name is empty, is the last."""
+    return sorted(model.named_modules(), key=lambda item: (item[0] == "", -item[0].count(".")))
 
 
-def _routers(block: nn.Module, experts: str) -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of the children whose results are the expert ids of a block."""
-    for name in filter(None, map(module_that_gives, ids_of_experts(block, experts))):
-        yield name, block.get_submodule(name)
+def _is_left_out(name: str, module: nn.Module) -> bool:
+    """Whether a module is a model, or a layer of torch or of ours."""
+    is_layer = type(module).__module__.startswith("torch.") or isinstance(module, QuantizedLayer)
+    return is_layer or hasattr(module, "base_model_prefix") or not name
 
 
 def _owners(model: nn.Module, path: str) -> Iterator[str]:
