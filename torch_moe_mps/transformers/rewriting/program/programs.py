@@ -13,7 +13,6 @@ import linecache
 import operator
 import textwrap
 import types
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -79,7 +78,7 @@ class Program:
         self.result: ast.expr = ast.Constant(None)
         self.rewrites: list[str] = []
         self.reason: str | None = None  # why nothing could be replaced
-        self.stems: dict[str, str] = {name: name for name in self.arguments_names()}
+        self._variables: set[str] = set()  # all names but those of arguments
         self._unpacked: dict[str, int] = {}
         self._fresh = 0
 
@@ -92,7 +91,7 @@ class Program:
         """A new name for a version of the variable `stem`."""
         self._fresh += 1
         name = f"{stem}_{self._fresh}"
-        self.stems[name] = stem
+        self._variables.add(name)
         return name
 
     def assign(self, stem: str, value: ast.expr, code: ast.expr | None = None) -> ast.Assign:
@@ -199,7 +198,7 @@ class Program:
         self.drop_unused(is_pure)
         self._move_into_branches(is_pure)
         self._unpack_at_once()
-        self._reuse_names()
+        self._free(self.statements, {*names_in(self.result)})
         body = [*map(_ReadChildren(self.module).visit, [*self.statements, ast.Return(self.result)])]
         # From Python 3.12 on the node has type_params, which may not be missing.
         options: dict[str, Any] = {"type_params": []}
@@ -264,69 +263,34 @@ class Program:
                 self.block_of(part).remove(part)
             statement.targets = [ast.Tuple([ast.Name(each, ast.Store()) for each in names], ast.Store())]
 
-    def _reuse_names(self) -> None:
-        """Versions of a variable share its name where their lives do not overlap: tensors are freed early."""
-        lives = _Lives(self)
-        taken: dict[str, str] = {name: name for name in self.arguments_names()}
-        for name in lives.stored:
-            stem = self.stems[name]
-            if stem not in lives.globals and all(taken.get(o) != stem for o in lives.together[name]):
-                taken[name] = stem
-        rename = RenameVariables(taken)
-        self.statements = list(map(rename.visit, self.statements))
-        self.result = rename.visit(self.result)
-        for block in self.blocks():
-            block[:] = [each for each in block if not _renames_nothing(each)]
-        for statement in self.every():
-            if isinstance(statement, If) and not statement.body:
-                statement.body.append(ast.Pass())
+    def _free(self, block: Block, read: set[str]) -> set[str]:
+        """Sets variables to None behind the last statement that reads them, so that tensors are freed early.
 
+        Args:
+            read: the names that are read after the block.
 
-def _renames_nothing(statement: ast.stmt) -> bool:
-    """Whether a statement is x = x."""
-    if not isinstance(statement, ast.Assign):
-        return False
-    return ast.unparse(statement.targets[0]) == ast.unparse(statement.value)
-
-
-class _Lives:
-    """Which names hold a value at the same time.
-
-    Attributes:
-        stored: the names that the program assigns, in order.
-        together: for each name those that are still read when it is assigned, and the other way round.
-        globals: names that are only read; a variable must not hide them.
-    """
-
-    def __init__(self, program: Program):
-        self.together: defaultdict[str, set[str]] = defaultdict(set)
-        trees = (*program.statements, program.result)
-        self.stored = list(dict.fromkeys(n for tree in trees for n in names_in(tree, ast.Store)))
-        self.globals = {n for tree in trees for n in names_in(tree)} - program.stems.keys()
-        self._before(program.statements, set(names_in(program.result)))
-
-    def _before(self, block: Block, live: set[str]) -> set[str]:
-        """The names that are read from the block on, given those that are read after it."""
-        for statement in reversed(block):
+        Returns: those that are read from the block on.
+        """
+        for place in reversed(range(len(block))):
+            statement = block[place]
             if isinstance(statement, If):
-                live = self._before(statement.body, live) | self._before(statement.orelse, live)
-                live.update(names_in(statement.test))
-                continue
-            stored, read = set(names_in(statement, ast.Store)), set(names_in(statement))
-            if isinstance(statement, ast.Assign):
-                source = read if isinstance(statement.value, ast.Name) else set()
-                self._note(stored, (live | stored) - source)
-                live = (live - stored) | read
-            else:  # in a loop what is assigned is read again, and an `except` may skip what is assigned
-                self._note(stored, live | stored | read)
-                live = live | read
-        return live
+                branches = (statement.body, statement.orelse)
+                statement.body.append(ast.Pass())  # which may be empty
+                inside = [self._free(branch, read) for branch in branches]
+                read = inside[0] | inside[1]
+                for branch, names in zip(branches, inside, strict=True):
+                    branch[:0] = self._set_to_none(read - names)
+                read = read | {*names_in(statement.test)}
+            else:
+                stored, loaded = {*names_in(statement, ast.Store)}, {*names_in(statement)}
+                block[place + 1 : place + 1] = self._set_to_none((stored | loaded) - read)
+                # In a loop what is assigned is read again, and an `except` may skip what is assigned.
+                read = (read - stored if isinstance(statement, ast.Assign) else read | stored) | loaded
+        return read
 
-    def _note(self, stored: set[str], others: set[str]) -> None:
-        for name in stored:
-            self.together[name] |= others - {name}
-            for other in others - {name}:
-                self.together[other].add(name)
+    def _set_to_none(self, names: set[str]) -> Block:
+        own: list[ast.expr] = [ast.Name(n, ast.Store()) for n in sorted(names & self._variables)]
+        return [ast.Assign(own, ast.Constant(None))] if own else []
 
 
 def copied(tree: Any) -> Any:
