@@ -16,6 +16,7 @@ from torch import nn
 from ..rewriting.program.programs import names_in, syntax_of
 
 _MASKS = "transformers.masking_utils"  # its functions read shape, dtype and device of embeddings, not values
+_PLAIN = (bool, int, float, str, type(None))
 _NO_VALUES = ("shape", "dtype", "device", "ndim", "size", "dim", "is_floating_point")
 
 
@@ -48,7 +49,8 @@ def read_loop(model: nn.Module) -> Loop:
         raise CannotBeCut(f"{type(model).__name__} has no loop over its layers that can be read")
     loop, name = found[0]
     layers: Any = getattr(model, name)
-    body = [*_decided(loop.body, model, loop.target, len(layers))]
+    number = _names(loop.target)[0] if isinstance(loop.target, ast.Tuple) else ""
+    body = [*_decided(loop.body, model, number, len(layers))]
     place, call = _call(body, loop.target, model)
     results = _names(body[place].targets[0])  # type: ignore[attr-defined]
     _check_carried(body, place, results, model)
@@ -132,48 +134,25 @@ def _hidden(call: ast.Call) -> list[str]:
 # Which statements run
 
 
-def _decided(
-    body: list[ast.stmt], model: nn.Module, target: ast.expr | None = None, layers: int = 0
-) -> Iterator[ast.stmt]:
-    """The statements without branches that a module's attributes rule out."""
+def _decided(body: list[ast.stmt], model: nn.Module, number: str = "", layers: int = 1) -> Iterator[ast.stmt]:
+    """The statements without branches that a module's attributes rule out for each `number` of a layer."""
     for statement in body:
         if isinstance(statement, ast.If):
-            truth = _truth(statement.test, model, target, layers)
-            if truth is not None:
-                chosen = statement.body if truth else statement.orelse
-                yield from _decided(chosen, model, target, layers)
+            values = [_value(statement.test, model, {number: index}) for index in range(layers)]
+            outcomes = {bool(value) if isinstance(value, _PLAIN) else None for value in values}
+            if len(outcomes) == 1 and None not in outcomes:
+                chosen = statement.body if outcomes.pop() else statement.orelse
+                yield from _decided(chosen, model, number, layers)
                 continue
         yield statement
 
 
-def _truth(test: ast.expr, model: Any, target: ast.expr | None, layers: int) -> bool | None:
-    """Whether a test on attributes of self, or of the number of a layer with one of them, holds."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        inner = _truth(test.operand, model, target, layers)
-        return None if inner is None else not inner
-    if isinstance(test, ast.BoolOp):
-        truths = [_truth(value, model, target, layers) for value in test.values]
-        decisive = isinstance(test.op, ast.Or)
-        return decisive if decisive in truths else None if None in truths else not decisive
-    if isinstance(test, ast.Compare) and isinstance(target, ast.Tuple) and len(test.ops) == 1:
-        number = _value(test.comparators[0], model)
-        if ast.unparse(test.left) == _names(target)[0] and isinstance(test.ops[0], ast.Eq):
-            return False if isinstance(number, int) and not 0 <= number < layers else None
-        return None
-    value = _value(test, model)
-    return bool(value) if value is None or isinstance(value, bool | int | float | str) else None
-
-
-def _value(expression: ast.expr, model: Any) -> Any:
-    """The value of self.a.b; NotImplemented for anything else."""
-    names = ast.unparse(expression).split(".")
-    if names[0] != "self" or not all(name.isidentifier() for name in names):
+def _value(expression: ast.expr, model: nn.Module, names: dict[str, int] | None = None) -> Any:
+    """What an expression of self, and of these names, is; NotImplemented where it needs more."""
+    try:
+        return eval(ast.unparse(expression), {}, {"self": model, **(names or {})})
+    except Exception:
         return NotImplemented
-    for name in names[1:]:
-        if not hasattr(model, name):
-            return NotImplemented
-        model = getattr(model, name)
-    return model
 
 
 # What depends on embedded ids
