@@ -66,35 +66,24 @@ def parser() -> argparse.ArgumentParser:
     whole = _Parser("torch-moe-mps", description=DESCRIPTION, epilog=EPILOG)
     whole.add_argument("--version", action="version", version=f"torch-moe-mps {__version__}")
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _check(
-        _command(
-            commands,
-            "check",
-            "check that every kernel builds and is right here (exit code 2: no Apple GPU)",
-            CHECK,
+    for add_options, does, examples in (
+        (_check, "check that every kernel builds and is right here (exit code 2: no Apple GPU)", CHECK),
+        (_convert, "quantise a checkpoint while it is read", CONVERT),
+        (_perplexity, "measure how well a model predicts a text", PERPLEXITY),
+        (_fit, "say which Macs hold a model, and how fast it can be at most", FIT),
+        (_bench, "measure the speed of a model", BENCH),
+        (_chat, "chat with a model, as `transformers chat` does", CHAT),
+        (_serve, "serve a model to OpenAI clients, as `transformers serve` does", SERVE),
+    ):
+        command = commands.add_parser(
+            add_options.__name__.removeprefix("_"),
+            help=does,
+            description=does[0].upper() + does[1:] + ".",
+            epilog=examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-    )
-    _convert(_command(commands, "convert", "quantise a checkpoint while it is read", CONVERT))
-    _perplexity(_command(commands, "perplexity", "measure how well a model predicts a text", PERPLEXITY))
-    _fit(_command(commands, "fit", "say which Macs hold a model, and how fast it can be at most", FIT))
-    _bench(_command(commands, "bench", "measure the speed of a model", BENCH))
-    _chat(_command(commands, "chat", "chat with a model, as `transformers chat` does", CHAT))
-    _serve(
-        _command(commands, "serve", "serve a model to OpenAI clients, as `transformers serve` does", SERVE)
-    )
+        add_options(command)
     return whole
-
-
-def _command(
-    commands: argparse._SubParsersAction, name: str, does: str, examples: str
-) -> argparse.ArgumentParser:
-    return commands.add_parser(
-        name,
-        help=does,
-        description=does[0].upper() + does[1:] + ".",
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
 
 
 def _check(command: argparse.ArgumentParser) -> None:

@@ -22,6 +22,7 @@ from ..transformers.checkpoints.targets import weights_of
 from ..transformers.checkpoints.weights import check_columns
 from ..transformers.pipeline.shares import Machine, shares_of
 from ..transformers.pipeline.stages import layers_of
+from ..transformers.report import aligned
 from .caches import KVCache, kv_cache
 from .sources import folder_of, loading_options
 
@@ -74,14 +75,14 @@ def report(model: Any, context: int, group_size: int, mac: Mac | None, kv_bits: 
         if rest:
             lines.append(f"beside it, sliding windows and states take at most {rest / 1e9:.3f} GB")
     cells = [[f"{s.name}", f"{s.weights / 1e9:.1f}", f"{s.token / 1e9:.2f}"] for s in sizes]
-    lines += ["", *_table(["weights", "GB", "GB read for a token"], cells)]
+    lines += ["", *aligned([["weights", "GB", "GB read for a token"], *cells], 1)]
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST
     limits = [(f"{gib} GB", wired_limit(gib)) for gib in MEMORIES]
     if mac is not None:
         limits = [(f"this Mac, {mac.memory // GIB} GB", mac.limit)]
     cells = [[name, f"{limit / 1e9:.1f}", *_contexts(sizes, cache, limit, longest)] for name, limit in limits]
     lines += ["", "Context that fits into what macOS lets the GPU have, in tokens, with room in the cache:"]
-    lines += _table(["Mac", "GPU's GB", *(s.name for s in sizes)], cells)
+    lines += aligned([["Mac", "GPU's GB", *(s.name for s in sizes)], *cells], 1)
     chips = [(f"{name}, {gbs:.0f} GB/s", gbs) for name, gbs in BANDWIDTHS.items()]
     if mac is not None:
         known = mac.bandwidth
@@ -94,7 +95,7 @@ def report(model: Any, context: int, group_size: int, mac: Mac | None, kv_bits: 
         f"Upper bound of tokens/s at a context of {context:,} tokens. No measurement: nothing can be",
     ]
     lines += ["faster, because each token reads these weights and the KV cache; real speed is lower."]
-    lines += _table(["chip", *(s.name for s in sizes)], cells)
+    lines += aligned([["chip", *(s.name for s in sizes)], *cells], 1)
     return "\n".join(lines)
 
 
@@ -128,7 +129,7 @@ def spread(model: Any, group_size: int, macs: Sequence[int], kv_bits: int = 16) 
         cells.append([size.name, " + ".join(map(str, shares)), each, context])
     gpu = f"{limits[0] / 1e9:.1f} GB of each for the GPU"
     lines = [f"{type(model).__name__} on {len(macs)} Macs of {macs[0]} GB, {gpu} (docs/distributed.md)", ""]
-    return "\n".join([*lines, *_table(["weights", "layers", "GB", "context that fits"], cells)])
+    return "\n".join([*lines, *aligned([["weights", "layers", "GB", "context that fits"], *cells], 1)])
 
 
 def _is_tied(model: Any) -> bool:
@@ -169,13 +170,3 @@ def _contexts(sizes: Sequence[Size], cache: KVCache | None, limit: int, longest:
         else:
             cells.append(f"{cache.tokens_in(limit - size.weights, longest):,}")
     return cells
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return [
-        "  ".join(
-            (str.ljust if i == 0 else str.rjust)(cell, widths[i]) for i, cell in enumerate(row)
-        ).rstrip()
-        for row in (head, *rows)
-    ]

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -78,9 +78,15 @@ class QuantizationReport:
             before, after = sum(e.dense_bytes for e in entries), sum(e.quantized_bytes for e in entries)
             mean, largest = f"{sum(errors) / len(errors):.1%}", f"{max(errors):.1%}"
             rows.append((*key, str(len(entries)), mean, largest, show(before), show(after)))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        aligned = [str.ljust] * 2 + [str.rjust] * 5
-        return ["  ".join(f(c, w) for f, c, w in zip(aligned, row, widths, strict=True)) for row in rows]
+        return aligned(rows, 2)
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """The lines of a table; the first `left` columns are aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust] * left + [str.rjust] * (len(widths) - left)
+    lines = (zip(sides, row, widths, strict=True) for row in rows)
+    return ["  ".join(side(cell, width) for side, cell, width in line).rstrip() for line in lines]
 
 
 def any_layer(name: str) -> str:
@@ -136,13 +142,11 @@ class Report:
             result = _in_words(row.replaced_by) if row.replaced_by else f"left alone: {row.reason}"
             key = (any_layer(row.name) or "(model)", row.cls, result)
             groups.setdefault(key, []).append(row.name)
-        lines = [("module", "class", "n", "now runs")]
+        lines: list[tuple[str, ...]] = [("module", "class", "n", "now runs")]
         lines += [(name, cls, str(len(names)), result) for (name, cls, result), names in groups.items()]
-        widths = [max(len(line[i]) for line in lines) for i in range(3)]
-        table = [
-            "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[3]]) for line in lines
-        ]
-        table.insert(1, "  ".join("-" * w for w in (*widths, 8)))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        lines.insert(1, tuple("-" * width for width in (*widths[:3], 8)))
+        table = aligned(lines, 4)
         if self.quantization is not None:
             table += ["", str(self.quantization)]
         about = [line for line in (self.compiled, self.checked, self.tensor_units) if line is not None]
