@@ -200,6 +200,8 @@ def bad_arguments(device: str) -> list[tuple[str, dict]]:
             {"mode": "nvfp4"},
             {"bias": zeros(I + 1)},
             {"bias": zeros(I, dtype=integer)},
+            {"order": zeros(I)},
+            {"order": zeros(I + 1, dtype=integer)},
         ],
         "mlp_quantized": [
             {"x": zeros(T, I)},
@@ -521,6 +523,8 @@ moe_mps::linear_quantized: packed must be of shape [N, C * 6 / 32] = (32, 12), g
 moe_mps::linear_quantized: group_size must be 16 for mode nvfp4, got 32
 moe_mps::linear_quantized: bias must be of shape [N] = (32,), got (33,)
 moe_mps::linear_quantized: bias must be float32 or float16 or bfloat16, got int32
+moe_mps::linear_quantized: order must be int32, got float32
+moe_mps::linear_quantized: order must be of shape [N] = (32,), got (33,)
 moe_mps::mlp_quantized: gate_up_packed must be of shape [2I, H * 4 / 32] = (64, 4), got (64, 8)
 moe_mps::mlp_quantized: gate_up_packed must be of an even number of rows 2I, got (63, 8)
 moe_mps::mlp_quantized: down_packed must be of shape [H, I * 4 / 32] = (64, 8), got (64, 4)

@@ -68,6 +68,19 @@ def test_norm_of_the_input(device, dtype):
             checked("mlp_quantized", x, *(t for each in mlp for t in place(each, device)), *format, **norm)
 
 
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_outputs_in_another_order(device, tokens):
+    """The bias stays with its row of the weight, the residual with its column of the result."""
+    for i, (format, rows) in enumerate((((4, 64, "affine"), 45), ((8, 32, "affine"), 130))):
+        weight = place(random_matrix(rows, 128, format, DTYPES[i], i), device)
+        x, residual = (random((tokens, n), DTYPES[i], i).to(device) for n in (128, rows))
+        order = torch.randperm(rows, generator=torch.Generator().manual_seed(i)).int().to(device)
+        bias = random((rows,), torch.float32, i).to(device)
+        checked("linear_quantized", x, *weight, bias, *format, residual=residual, order=order)
+        norm = random((128,), DTYPES[i], i).to(device)
+        checked("linear_quantized", x, *weight, None, *format, order=order, norm_weight=norm)
+
+
 @pytest.mark.parametrize("tokens, rows", [(4, 2048), (7, 4096), (9, 4096)])
 def test_threadgroups_for_every_core(device, tokens, rows):
     """So many that the simdgroups of a threadgroup have rows of their own, on a GPU of eight cores."""
@@ -158,6 +171,9 @@ def test_empty(device):
     narrow = [tensor[:, :0] for tensor in weight]
     out = linear_quantized(x.new_ones(3, 0), *narrow, bias, *format)
     assert torch.equal(out.cpu(), torch.arange(64.0).expand(3, 64))
+    order = torch.arange(63, -1, -1, dtype=torch.int32, device=device)
+    out = linear_quantized(x.new_ones(3, 0), *narrow, bias, *format, order=order)
+    assert torch.equal(out.cpu(), torch.arange(63.0, -1.0, -1.0).expand(3, 64))
     gate_up = [tensor[:0] for tensor in weight]
     down = [tensor[:32, :0] for tensor in down]
     out = mlp_quantized(x.new_ones(3, 32), *gate_up, *down, *format, down_bias=bias[:32])

@@ -63,7 +63,7 @@ moe_mps::gated_delta_rule_(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, 
     Tensor? gate=None, Tensor? norm_weight=None, float norm_eps=9.9999999999999995e-07, float
     norm_offset=0.) -> Tensor
 moe_mps::linear_quantized(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor? bias, int bits,
-    int group_size, str mode, *, Tensor? residual=None, Tensor? norm_weight=None, float
+    int group_size, str mode, *, Tensor? residual=None, Tensor? order=None, Tensor? norm_weight=None, float
     norm_eps=9.9999999999999995e-07, float norm_offset=0.) -> Tensor
 moe_mps::mlp_quantized(Tensor x, Tensor gate_up_packed, Tensor gate_up_scales, Tensor? gate_up_biases,
     Tensor down_packed, Tensor down_scales, Tensor? down_biases, int bits, int group_size, str mode, *,

@@ -507,29 +507,29 @@ moe_compute_ids_tpe torch.int64
             costs("dense", "bf16"),
             """\
 dense, 1 tokens, 4 of 32
-  matmul_rows_bf16: 4.55 3.02 slots a MAC, 53 registers, 64/384/896 threads
+  matmul_rows_bf16: 4.59 3.05 slots a MAC, 53 registers, 64/384/896 threads
   expert_down_bf16: 5.11 3.59 slots a MAC, 61.5 registers, 128/384/832 threads
 dense, 8 tokens, 4 of 32
-  matmul_rows_few_bf16: 3.57 2.53 slots a MAC, 113 registers, 128/384/448 threads
+  matmul_rows_few_bf16: 3.59 2.54 slots a MAC, 113 registers, 128/384/448 threads
   expert_down_few_bf16: 5.15 3.87 slots a MAC, 100 registers, 256/256/512 threads
 dense, 64 tokens, 4 of 32
   gemm8_bf16: 2.04 1.85 slots a MAC, 70 registers, 128/384/704 threads
-  gemm8_bf16: 2.17 1.96 slots a MAC, 70 registers, 128/384/704 threads
+  gemm8_bf16: 2.18 1.98 slots a MAC, 70 registers, 128/384/704 threads
 dense, 256 tokens, 4 of 32
   gemm32_bf16: 1.42 1.36 slots a MAC, 96.5 registers, 128/384/512 threads
-  gemm32_bf16: 1.51 1.45 slots a MAC, 96.5 registers, 128/384/512 threads
+  gemm32_bf16: 1.53 1.46 slots a MAC, 96.5 registers, 128/384/512 threads
 dense, normed, 1 tokens, 4 of 32
-  matmul_rows_normed_bf16: 6.98 4.95 slots a MAC, 63 registers, 64/384/832 threads
+  matmul_rows_normed_bf16: 7.02 4.98 slots a MAC, 63 registers, 64/384/832 threads
   expert_down_bf16: 5.11 3.59 slots a MAC, 61.5 registers, 128/384/832 threads
 transposed, 1 tokens, 4 of 32
-  matmul_columns_bf16: 14.19 12.19 slots a MAC, 44.5 registers, 512/512/1024 threads
+  matmul_columns_bf16: 14.20 12.19 slots a MAC, 44.5 registers, 512/512/1024 threads
   expert_down_columns_bf16: 14.83 12.83 slots a MAC, 34 registers, 512/512/1024 threads
 transposed, 64 tokens, 4 of 32
   gemm8_transposed_bf16: 2.77 2.58 slots a MAC, 79 registers, 128/384/640 threads
-  gemm8_transposed_bf16: 2.89 2.69 slots a MAC, 79 registers, 128/384/640 threads
+  gemm8_transposed_bf16: 2.91 2.71 slots a MAC, 79 registers, 128/384/640 threads
 transposed, 256 tokens, 4 of 32
-  gemm32_transposed_bf16: 1.59 1.54 slots a MAC, 104.5 registers, 128/384/448 threads
-  gemm32_transposed_bf16: 1.69 1.62 slots a MAC, 104.5 registers, 128/384/448 threads
+  gemm32_transposed_bf16: 1.60 1.54 slots a MAC, 104.5 registers, 128/384/448 threads
+  gemm32_transposed_bf16: 1.71 1.64 slots a MAC, 104.5 registers, 128/384/448 threads
 """,
         )
 
@@ -538,22 +538,22 @@ transposed, 256 tokens, 4 of 32
             costs("int4", "bf16"),
             """\
 affine 4 bits in 64, 1 tokens, 4 of 32
-  matmul_rows_affine4_64_bf16: 4.98 4.38 slots a MAC, 42.5 registers, 64/384/1024 threads
+  matmul_rows_affine4_64_bf16: 5.01 4.41 slots a MAC, 42.5 registers, 64/384/1024 threads
   expert_down_affine4_64_bf16: 5.59 5.01 slots a MAC, 51 registers, 128/384/1024 threads
 affine 4 bits in 64, 3 tokens, 2 of 4
-  matmul_rows_few_affine4_64_bf16: 5.60 5.30 slots a MAC, 97 registers, 128/384/512 threads
+  matmul_rows_few_affine4_64_bf16: 5.61 5.31 slots a MAC, 97 registers, 128/384/512 threads
   expert_down_few_affine4_64_bf16: 5.95 5.40 slots a MAC, 86 registers, 256/256/576 threads
 affine 4 bits in 64, 8 tokens, 4 of 32
-  matmul_rows_few_affine4_64_bf16: 3.91 3.60 slots a MAC, 97 registers, 128/384/512 threads
+  matmul_rows_few_affine4_64_bf16: 3.93 3.61 slots a MAC, 97 registers, 128/384/512 threads
   expert_down_few_affine4_64_bf16: 5.60 5.05 slots a MAC, 86 registers, 256/256/576 threads
 affine 4 bits in 64, 64 tokens, 4 of 32
   gemm8_affine4_64_bf16: 2.33 2.29 slots a MAC, 68.5 registers, 128/384/704 threads
-  gemm8_affine4_64_bf16: 2.46 2.41 slots a MAC, 68.5 registers, 128/384/704 threads
+  gemm8_affine4_64_bf16: 2.47 2.42 slots a MAC, 68.5 registers, 128/384/704 threads
 affine 4 bits in 64, 256 tokens, 4 of 32
   gemm32_affine4_64_bf16: 1.49 1.47 slots a MAC, 94 registers, 128/384/512 threads
-  gemm32_affine4_64_bf16: 1.58 1.55 slots a MAC, 94 registers, 128/384/512 threads
+  gemm32_affine4_64_bf16: 1.60 1.57 slots a MAC, 94 registers, 128/384/512 threads
 affine 4 bits in 64, normed, 1 tokens, 4 of 32
-  matmul_rows_normed_affine4_64_bf16: 7.23 6.14 slots a MAC, 44.5 registers, 64/384/1024 threads
+  matmul_rows_normed_affine4_64_bf16: 7.27 6.17 slots a MAC, 44.5 registers, 64/384/1024 threads
   expert_down_affine4_64_bf16: 5.59 5.01 slots a MAC, 51 registers, 128/384/1024 threads
 not dispatched here
   embedding_rows_affine4_64_bf16: 45 registers, -/-/1024 threads
@@ -567,20 +567,23 @@ not dispatched here
             costs("int8", "bf16"),
             """\
 affine 8 bits in 64, 1 tokens, 4 of 32
-  matmul_rows_affine8_64_bf16: 5.24 4.65 slots a MAC, 48.5 registers, 64/384/1024 threads
+  matmul_rows_affine8_64_bf16: 5.27 4.68 slots a MAC, 48.5 registers, 64/384/1024 threads
   expert_down_affine8_64_bf16: 5.86 5.28 slots a MAC, 57 registers, 128/384/832 threads
 affine 8 bits in 64, 3 tokens, 2 of 4
-  matmul_rows_few_affine8_64_bf16: 5.77 5.46 slots a MAC, 107.5 registers, 128/384/448 threads
+  matmul_rows_few_affine8_64_bf16: 5.78 5.48 slots a MAC, 107.5 registers, 128/384/448 threads
   expert_down_few_affine8_64_bf16: 6.11 5.56 slots a MAC, 90.5 registers, 256/256/576 threads
 affine 8 bits in 64, 8 tokens, 4 of 32
-  matmul_rows_few_affine8_64_bf16: 4.12 3.81 slots a MAC, 107.5 registers, 128/384/448 threads
+  matmul_rows_few_affine8_64_bf16: 4.13 3.82 slots a MAC, 107.5 registers, 128/384/448 threads
   expert_down_few_affine8_64_bf16: 5.80 5.25 slots a MAC, 90.5 registers, 256/256/576 threads
 affine 8 bits in 64, 64 tokens, 4 of 32
-  gemm8_affine8_64_bf16: 2.36 2.32 slots a MAC, 72.5 registers, 128/384/640 threads
-  gemm8_affine8_64_bf16: 2.49 2.44 slots a MAC, 72.5 registers, 128/384/640 threads
+  gemm8_affine8_64_bf16: 2.36 2.33 slots a MAC, 72.5 registers, 128/384/640 threads
+  gemm8_affine8_64_bf16: 2.50 2.46 slots a MAC, 72.5 registers, 128/384/640 threads
 affine 8 bits in 64, 256 tokens, 4 of 32
-  gemm32_affine8_64_bf16: 1.49 1.48 slots a MAC, 98 registers, 128/384/512 threads
-  gemm32_affine8_64_bf16: 1.59 1.56 slots a MAC, 98 registers, 128/384/512 threads
+  gemm32_affine8_64_bf16: 1.50 1.48 slots a MAC, 98 registers, 128/384/512 threads
+  gemm32_affine8_64_bf16: 1.61 1.58 slots a MAC, 98 registers, 128/384/512 threads
+affine 8 bits in 64, normed, 1 tokens, 4 of 32
+  matmul_rows_normed_affine8_64_bf16: 7.53 6.44 slots a MAC, 50.5 registers, 64/384/1024 threads
+  expert_down_affine8_64_bf16: 5.86 5.28 slots a MAC, 57 registers, 128/384/832 threads
 not dispatched here
   embedding_rows_affine8_64_bf16: 43 registers, -/-/1024 threads
   gemm16_split_affine8_64_bf16: 88 registers, -/384/576 threads
@@ -593,20 +596,23 @@ not dispatched here
             costs("mxfp4", "bf16"),
             """\
 mxfp4 4 bits in 32, 1 tokens, 4 of 32
-  matmul_rows_mxfp4_bf16: 7.34 6.80 slots a MAC, 39 registers, 64/384/1024 threads
+  matmul_rows_mxfp4_bf16: 7.37 6.84 slots a MAC, 39 registers, 64/384/1024 threads
   expert_down_mxfp4_bf16: 7.92 7.40 slots a MAC, 47.5 registers, 128/384/1024 threads
 mxfp4 4 bits in 32, 3 tokens, 2 of 4
-  matmul_rows_few_mxfp4_bf16: 7.20 6.94 slots a MAC, 92 registers, 128/384/576 threads
+  matmul_rows_few_mxfp4_bf16: 7.21 6.95 slots a MAC, 92 registers, 128/384/576 threads
   expert_down_few_mxfp4_bf16: 7.30 6.79 slots a MAC, 81 registers, 256/256/576 threads
 mxfp4 4 bits in 32, 8 tokens, 4 of 32
-  matmul_rows_few_mxfp4_bf16: 5.89 5.63 slots a MAC, 92 registers, 128/384/576 threads
+  matmul_rows_few_mxfp4_bf16: 5.90 5.64 slots a MAC, 92 registers, 128/384/576 threads
   expert_down_few_mxfp4_bf16: 7.28 6.78 slots a MAC, 81 registers, 256/256/576 threads
 mxfp4 4 bits in 32, 64 tokens, 4 of 32
-  gemm8_mxfp4_bf16: 2.84 2.83 slots a MAC, 60.5 registers, 128/384/832 threads
-  gemm8_mxfp4_bf16: 2.97 2.94 slots a MAC, 60.5 registers, 128/384/832 threads
+  gemm8_mxfp4_bf16: 2.85 2.83 slots a MAC, 60.5 registers, 128/384/832 threads
+  gemm8_mxfp4_bf16: 2.98 2.96 slots a MAC, 60.5 registers, 128/384/832 threads
 mxfp4 4 bits in 32, 256 tokens, 4 of 32
-  gemm32_mxfp4_bf16: 1.61 1.60 slots a MAC, 86 registers, 128/384/576 threads
-  gemm32_mxfp4_bf16: 1.71 1.68 slots a MAC, 86 registers, 128/384/576 threads
+  gemm32_mxfp4_bf16: 1.62 1.60 slots a MAC, 86 registers, 128/384/576 threads
+  gemm32_mxfp4_bf16: 1.72 1.70 slots a MAC, 86 registers, 128/384/576 threads
+mxfp4 4 bits in 32, normed, 1 tokens, 4 of 32
+  matmul_rows_normed_mxfp4_bf16: 9.62 8.59 slots a MAC, 40.5 registers, 64/384/1024 threads
+  expert_down_mxfp4_bf16: 7.92 7.40 slots a MAC, 47.5 registers, 128/384/1024 threads
 not dispatched here
   embedding_rows_mxfp4_bf16: 45 registers, -/-/1024 threads
   gemm16_split_mxfp4_bf16: 76 registers, -/384/640 threads

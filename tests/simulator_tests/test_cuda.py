@@ -187,6 +187,7 @@ def test_all_kernels_compile(simulated, library):
 
 def some_cases() -> list:
     from simulator.cases.experts import Experts, Linear
+    from simulator.cases.fused import Delta, FusedExperts, FusedLinear, Logits
     from simulator.cases.layer import Bucket, Gate, Norm, Router, WeightedSum
 
     return [
@@ -200,6 +201,11 @@ def some_cases() -> list:
         Bucket("moe_bucket", 9, 16, 2, "i64"),
         WeightedSum("weighted_sum_residual_norm_stacked_", 2, 3, 256, "bf16"),
         Norm("fused_residual_norm", 2, 512, "f32"),
+        FusedExperts("fused", "int4", "f16", 1, *SHAPE),
+        FusedLinear("fused", "int8", "f16", 1, 512, 60),
+        FusedLinear("fused", "int8", "f16", 3, 512, 60),
+        Logits("fused", 1, 20, 130, "f16"),
+        Delta("fused", 2, 1, 2, 40, "f16"),
     ]
 
 
@@ -258,6 +264,16 @@ def test_recorded_is_what_is_encoded(plan, simulated):
             for dispatch in recording.dispatches
         ]
         assert by_value == [[(i, n) for i, n in line] for line in lengths]
+
+
+def test_every_fused_kernel_is_run_on_a_gpu(cuda):
+    """Norms, residuals and orders within kernels, timed and under the sanitizers."""
+    from simulator.cases.experts import SHAPE
+    from simulator.cuda.main import all_cases
+
+    for group in ("fused", "sanitize"):
+        families = {type(case).__name__ for case in all_cases(SHAPE) if case.group == group}
+        assert families >= {"FusedExperts", "FusedLinear", "Logits", "Delta"}
 
 
 def test_replayed_results(plan):

@@ -379,6 +379,7 @@ def linear_quantized(d):
         **weight(d, "", None, rows, columns, form),
         "bias": d.maybe(lambda: d.values(rows)),
         "residual": d.maybe(lambda: d.values(*leading, rows, dtype=x.dtype)),
+        "order": d.maybe(lambda: torch.randperm(rows, generator=d.generator).int()),
     }
 
 

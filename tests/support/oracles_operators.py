@@ -401,6 +401,8 @@ def linear_quantized(a):
     out = product(flat_rows(a), dense(a), a.bias, a.x.dtype)
     shape = (*a.x.shape[:-1], a.packed.shape[0])
     value, deviation = (part.reshape(shape) for part in out)
+    if a.order is not None:
+        value, deviation = (part[..., a.order.numpy().argsort()] for part in (value, deviation))
     return [estimated(Estimate(value if a.residual is None else value + exact(a.residual), deviation))]
 
 

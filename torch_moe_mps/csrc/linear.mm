@@ -1,6 +1,7 @@
 #include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 
 #include "packed_matrix.h"
@@ -27,12 +28,14 @@ at::DimVector with_columns(at::IntArrayRef sizes, int64_t columns) {
 Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& scales,
                         const OptionalTensor& biases, const OptionalTensor& bias, int64_t bits,
                         int64_t group_size, std::string_view mode, const OptionalTensor& residual,
-                        const OptionalTensor& norm_weight, double norm_eps, double norm_offset) {
+                        const OptionalTensor& order, const OptionalTensor& norm_weight, double norm_eps,
+                        double norm_offset) {
   const auto shape = with_columns(x.sizes(), packed.size(0));
   if (x.numel() == 0 || packed.numel() == 0) {  // no rows, no outputs, or outputs of nothing
     Tensor out =
         residual.has_value() ? residual->clone(at::MemoryFormat::Contiguous) : at::zeros(shape, x.options());
-    return bias.has_value() && out.numel() > 0 ? out.add_(*bias) : out;
+    if (!bias.has_value() || out.numel() == 0) return out;
+    return out.add_(order ? at::empty_like(*bias).index_copy_(0, order->to(at::kLong), *bias) : *bias);
   }
   const auto dtype = compute_dtype(x.scalar_type(), {scales});
   const MatrixStack matrix =
@@ -42,7 +45,7 @@ Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& sca
   const std::optional<InputNorm> norm = input_norm(norm_weight, norm_eps, norm_offset);
   const OptionalTensor added = converted(residual, dtype);
   Commands commands;
-  add_linear(commands, rows, norm, matrix, Activation{}, added, out);
+  add_linear(commands, rows, norm, matrix, Activation{}, added, contiguous(order), out);
   commands.encode();
   return in_dtype(out, x.scalar_type());
 }
@@ -76,8 +79,8 @@ Tensor mlp_quantized(const Tensor& x, const Tensor& gate_up_packed, const Tensor
   const std::optional<InputNorm> norm = input_norm(norm_weight, norm_eps, norm_offset);
   Commands commands;
   add_linear(commands, rows, norm, gate_up, activation_of(activation, alpha, limit, gated, interleaved),
-             std::nullopt, hidden);
-  add_linear(commands, hidden, std::nullopt, down, Activation{}, added, out);
+             std::nullopt, std::nullopt, hidden);
+  add_linear(commands, hidden, std::nullopt, down, Activation{}, added, std::nullopt, out);
   commands.encode();
   return in_dtype(out, x.scalar_type());
 }

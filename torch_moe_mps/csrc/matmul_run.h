@@ -41,10 +41,11 @@ struct ExpertSum {
 };
 
 // Adds to `commands`: out[..., outputs] = activation(norm(x[..., inputs]) times the matrix, of one expert) +
-// residual. The tensors are contiguous, x aligned, the matrix not empty.
+// residual; output n goes to column order[n]. The tensors are contiguous, x aligned, the matrix not empty.
 void add_linear(Commands& commands, const at::Tensor& x, const std::optional<InputNorm>& norm,
                 const MatrixStack& matrix, const Activation& activation,
-                const std::optional<at::Tensor>& residual, const at::Tensor& out);
+                const std::optional<at::Tensor>& residual, const std::optional<at::Tensor>& order,
+                const at::Tensor& out);
 
 void warn_of_copy(const at::Tensor& weight);
 

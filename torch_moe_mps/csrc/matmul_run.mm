@@ -182,7 +182,8 @@ void add_combine(Commands& commands, const Run& run, const MatmulStep& step, con
 
 void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputNorm>& norm,
                 const MatrixStack& matrix, const Activation& activation,
-                const std::optional<Tensor>& residual, const Tensor& out) {
+                const std::optional<Tensor>& residual, const std::optional<Tensor>& order,
+                const Tensor& out) {
   const int64_t tokens = x_.numel() / x_.size(-1);
   const MatmulStep step =
       plan_linear(tokens, matrix.rows, outputs_of(matrix.rows, activation), matrix.shares_rows, gpu_cores(),
@@ -192,10 +193,11 @@ void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputN
   params.tokens = params.pairs = tokens;
   params.slots = params.x_per_pair = 1;
   params.has_residual = residual.has_value();
+  params.has_order = order.has_value();
   params.splits_inputs = step.splits_inputs;
   if (step.norms_inputs) set_norm(params, *norm);
   Command& command = commands.add(library_of(step, matrix), step.kernel);
-  bind_matmul(command, x, matrix, x, out).bind_or(residual, x).params(params);
+  bind_matmul(command, x, matrix, order.value_or(x), out).bind_or(residual, x).params(params);
   if (step.norms_inputs) {
     command.bind(norm->weight);
   } else if (step.kernel != "matmul_rows") {

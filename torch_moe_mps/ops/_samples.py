@@ -229,7 +229,7 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
             {"x": strided, "bias": None},
             {"x": values(2, 0, H)},
             {"x": values(1, H), "residual": values(1, I), **norm},
-            norm,
+            {"order": torch.arange(I - 1, -1, -1, dtype=torch.int32, device=device), **norm},
         ],
         "mlp_quantized": [
             {"residual": strided, "gate_up_bias": values(2 * I), "interleaved": True},

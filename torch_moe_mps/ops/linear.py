@@ -31,7 +31,9 @@ def _product(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tens
     return out if bias is None else out.add_(bias.float())
 
 
-def _meta_linear_quantized(check, x, packed, scales, biases, bias, bits, group_size, mode, residual, **norm):
+def _meta_linear_quantized(
+    check, x, packed, scales, biases, bias, bits, group_size, mode, residual, order, **norm
+):
     check.dtype("x", x, ACTIVATION_DTYPES)
     check.min_rank("x", x, 1)
     weight = QuantizedWeight(packed, scales, biases, checked_format(check, bits, group_size, mode))
@@ -40,6 +42,7 @@ def _meta_linear_quantized(check, x, packed, scales, biases, bias, bits, group_s
     weight.check(check, "", (rows, x.shape[-1]), "N, C")
     check.tensor("bias", bias, (rows,), "[N]")
     check.tensor("residual", residual, (*x.shape[:-1], rows), "[..., N]", (x.dtype,))
+    check.tensor("order", order, (rows,), "[N]", (torch.int32,))
     InputNorm(**norm).check(check, x.shape[-1])
     return x.new_empty(*x.shape[:-1], rows)
 
@@ -56,6 +59,7 @@ def linear_quantized(
     mode: str,
     *,
     residual: Tensor | None = None,
+    order: Tensor | None = None,
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
@@ -72,6 +76,7 @@ def linear_quantized(
         bias: [N], float32, float16 or bfloat16: of the layer, not of the format.
         bits, group_size, mode: as for expert_qmm. C must be a multiple of group_size.
         residual: [..., N] in the dtype of `x`.
+        order: [N], int32, the numbers from 0 to N - 1: out[..., order[n]] has row n of the weight and `bias`.
         norm_weight: [C], float32, float16 or bfloat16. With it norm(x) is rms(x) * (norm_weight +
             norm_offset), without it x. On Metal the norm of a single row joins the product and is not
             rounded, if its weight has the dtype of `x` and the format has 4 bits or more; else it is a
@@ -85,6 +90,8 @@ def linear_quantized(
     """
     rows = _rows(InputNorm(norm_weight, norm_eps, norm_offset).applied_to(x))
     out = _product(rows, QuantizedWeight(packed, scales, biases, Format(bits, group_size, mode)), bias)
+    if order is not None:
+        out = torch.empty_like(out).index_copy_(1, order.long(), out)
     out = out.view(*x.shape[:-1], packed.shape[0])
     return (out if residual is None else out.add_(residual.float())).to(x.dtype)
 

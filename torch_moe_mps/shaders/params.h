@@ -326,6 +326,7 @@ struct MatmulParams {
   uint32_t bias_dtype;
   uint32_t has_bias;
   uint32_t has_residual;
+  uint32_t has_order;  // of a linear layer: it is where experts have their ids
   float alpha;
   float limit;
   float norm_eps;     // of the RMSNorm of the inputs, in kernels that have one

@@ -109,14 +109,14 @@ class Experts(Case):
         finally:
             ops()._set_tensor_units("auto")
 
-    def called(self, t):
+    def called(self, t, **others):
         if self.format == "dense":
-            return ops().moe_experts(t["x"], t["gate_up"], t["down"], t["ids"], t["routing"])
+            return ops().moe_experts(t["x"], t["gate_up"], t["down"], t["ids"], t["routing"], **others)
         matrices = [
             t[f"{name}_{part}"] for name in ("gate_up", "down") for part in ("packed", "scales", "biases")
         ]
         options = FORMATS[self.format].options()
-        return ops().moe_experts_quantized(t["x"], *matrices, t["ids"], t["routing"], *options)
+        return ops().moe_experts_quantized(t["x"], *matrices, t["ids"], t["routing"], *options, **others)
 
     def wrong(self, before, after):
         return too_far(after["result0"], self.expected(before), self.dtype)
@@ -161,12 +161,12 @@ class Linear(Case):
             "ids": values.ids(self.tokens, 1, 1),
         }
 
-    def call(self, t):
+    def call(self, t, **others):
         if self.format == "dense":
             return ops().expert_mm(t["x"], t["weight"], t["ids"])
         matrix = [t[f"weight_{part}"] for part in ("packed", "scales", "biases")]
         matrix = [None if part is None else part[0] for part in matrix]
-        return ops().linear_quantized(t["x"], *matrix, None, *FORMATS[self.format].options())
+        return ops().linear_quantized(t["x"], *matrix, None, *FORMATS[self.format].options(), **others)
 
     def wrong(self, before, after):
         return too_far(after["result0"].reshape(self.tokens, -1), self.expected(before), self.dtype)

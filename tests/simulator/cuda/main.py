@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from ..build_device import BuildError
-from ..cases import attention, experts, layer
+from ..cases import attention, experts, fused, layer
 from ..cases.experts import Case
 from ..cases.mlx_launch import KERNELS, has_kernels, include_folder
 from . import peers_mlx, peers_source, report, run, worker
@@ -26,7 +26,8 @@ from .plan import Plan
 
 REPOSITORY = Path(__file__).parents[3]
 SCRIPT = REPOSITORY / "scripts" / "bench_gpu.py"
-GROUPS = ("experts", "prefill", "linear", "attention", "norms", "combine", "routing")  # that are timed
+# Of the cases that are timed.
+GROUPS = ("experts", "prefill", "linear", "attention", "norms", "combine", "routing", "fused")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -79,8 +80,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def all_cases(shape: tuple[int, ...]) -> list[Case]:
     timed = experts.expert_cases(shape) + experts.linear_cases()
-    timed += attention.attention_cases() + layer.layer_cases()
-    return timed + experts.sanitizer_cases() + attention.sanitizer_attention()
+    timed += attention.attention_cases() + layer.layer_cases() + fused.fused_cases(shape)
+    return timed + experts.sanitizer_cases() + attention.sanitizer_attention() + fused.sanitizer_fused()
 
 
 def say(text: str) -> None:

@@ -51,9 +51,9 @@ def peers(plan: Plan, case: Case) -> list[Program]:
     if isinstance(case, Attention):
         wanted = case.group != "sanitize" and mlx_attention.has_kernel(case)
         return [attention(plan, case)] if wanted else []
-    if isinstance(case, Linear) and case.format != "dense":
+    if type(case) is Linear and case.format != "dense":
         return linear_peers(plan, case)
-    if isinstance(case, Experts) and case.group != "sanitize":
+    if type(case) is Experts and case.group != "sanitize":
         return [product(plan, case, "gate+up"), product(plan, case, "down")]
     return []
 

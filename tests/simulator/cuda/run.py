@@ -53,7 +53,7 @@ def uses_tf32(case: Case) -> bool:
 def peers(plan: Plan, case: Case) -> list[Program]:
     products = peers_mlx.peers(plan, case)
     found = products + peers_source.peers(plan, case)
-    return found + (peers_source.layer(plan, case, products) if isinstance(case, Experts) else [])
+    return found + (peers_source.layer(plan, case, products) if type(case) is Experts else [])
 
 
 def jobs(plan: Plan, recordings: list[Recording], architecture: str, with_peers: bool) -> list[Job]:

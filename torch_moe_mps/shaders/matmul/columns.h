@@ -61,7 +61,7 @@ template <typename T>
     up = column_dot(weights, input, second, simdgroup, params.inputs);
     up = sum_over_simdgroups(up, partials, lane, simdgroup);
   }
-  const Outputs<T> outputs = {bias, residual, out};
+  const Outputs<T> outputs = {bias, residual, out, ids};
   if (stores) outputs.store(own, up, pair, expert, output, params);
 }
 

@@ -25,9 +25,12 @@ struct Outputs {
   device const uchar* bias;
   device const T* residual;
   device T* out;
+  device const int* order;  // the column that each output goes to, if params.has_order
 
   void store(float own, float up, uint pair, uint expert, uint output, constant MatmulParams& params) const {
-    const ulong index = ulong(pair) * params.outputs + output;
+    const uint column = params.has_order != 0 ? uint(order[output]) : output;
+    if (column >= params.outputs) return;
+    const ulong index = ulong(pair) * params.outputs + column;
     float value = finished_output(own, up, bias, expert, output, params);
     if (params.has_residual != 0) value += float(residual[index]);
     out[index] = T(value);

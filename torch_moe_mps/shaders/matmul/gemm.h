@@ -296,7 +296,7 @@ template <typename W, int kPairTiles, bool kSplit>
   }
   const uint expert = uint(tile.expert);
   const GemmWork<W> work = {
-      W(packed, scales, biases, expert, params), x, tile.pairs, {bias, residual, out}, expert,
+      W(packed, scales, biases, expert, params), x, tile.pairs, {bias, residual, out, ids}, expert,
       first + (kSplit ? 0 : simdgroup * outputs)};
   run_gemm<W, 1, kPairTiles, kSplit>(work, memory, {thread_index, lane, simdgroup}, params);
 }

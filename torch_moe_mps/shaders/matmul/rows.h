@@ -63,7 +63,7 @@ template <typename W, int R>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void matmul_rows(
     MATMUL_BUFFERS(typename W::Element), uint2 group [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
-  const Outputs<typename W::Element> outputs = {bias, residual, out};
+  const Outputs<typename W::Element> outputs = {bias, residual, out, ids};
   rows_of_pair<W, R>(x, packed, scales, biases, ids, NoNorm{}, outputs, {group, lane, simdgroup}, params);
 }
 
@@ -75,7 +75,7 @@ template <typename W, int R>
     uint2 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   const InputNorm<typename W::Element> norm = {norm_weight};
-  const Outputs<typename W::Element> outputs = {bias, residual, out};
+  const Outputs<typename W::Element> outputs = {bias, residual, out, ids};
   rows_of_pair<W, R>(x, packed, scales, biases, ids, norm, outputs, {group, lane, simdgroup}, params);
 }
 
@@ -124,7 +124,7 @@ template <typename W>
   const W weights(packed, scales, biases, list.expert, params);
   const RowBlock<W, R> block = row_block<R>(weights, x, list.expert, first, lane, params);
   const Share share = {split ? simdgroup : 0, split ? uint(kFewSimdgroups) : 1};
-  const Outputs<T> outputs = {bias, residual, out};
+  const Outputs<T> outputs = {bias, residual, out, ids};
   for (uint start = 0, turn = 0; start < list.count; ++turn) {
     const uint left = list.count - start;
     threadgroup float* memory = sums[turn % 2];

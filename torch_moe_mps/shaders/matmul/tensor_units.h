@@ -182,6 +182,6 @@ template <typename W, int kPairs>
   }
   const uint expert = uint(tile.expert);
   const GemmWork<W> work = {
-      W(packed, scales, biases, expert, params), x, tile.pairs, {bias, residual, out}, expert, first};
+      W(packed, scales, biases, expert, params), x, tile.pairs, {bias, residual, out, ids}, expert, first};
   run_tensor_gemm<W, 16, kPairs>(work, memory, thread_index, params);
 }

@@ -121,15 +121,15 @@ def join(*layers: nn.Module) -> bool:
     return True
 
 
-def together(layers: tuple[nn.Module, ...], x: Tensor, norm: dict[str, Any] | None = None) -> Tensor | None:
-    """The concatenated outputs of the layers behind a norm; None if they cannot be one matrix."""
+def together(layers: tuple[nn.Module, ...], x: Tensor, options: dict[str, Any] | None) -> Tensor | None:
+    """The concatenated outputs of the layers, with options of the operator; None if they are no matrix."""
     if not join(*layers):
         return None
     whole = layers[0].__dict__[RECORD].joined
     form = whole.format
     return ops.linear_quantized(
         x, whole.packed, whole.scales, whole.biases, whole.bias, form.bits, form.group_size, form.mode,
-        **(norm or {}),
+        **(options or {}),
     )  # fmt: skip
 
 

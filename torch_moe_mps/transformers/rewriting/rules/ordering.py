@@ -29,19 +29,26 @@ class Order:
 
     Attributes:
         index: [N], int32: for each value of the concatenated results, its column in the outputs.
+        places: the inverse of `index` if the results have each output once, else None.
         sizes, shapes: the number of values that each result has for a token, and their shape.
     """
 
-    def __init__(self, index: Tensor, shapes: list[tuple[int, ...]]):
-        self.index = index
+    def __init__(self, index: Tensor, columns: int, shapes: list[tuple[int, ...]]):
+        each_once = sorted(index.tolist()) == list(range(columns))
+        self.index = index.int()
+        self.places = index.argsort().int() if each_once else None
         self.shapes = shapes
         self.sizes = [torch.Size(shape).numel() for shape in shapes]
 
-    def results(self, outputs: Tensor) -> list[Tensor]:
-        """The results, views of one tensor, of outputs [batch, tokens, columns]."""
-        if self.index.device != outputs.device:
-            self.index = self.index.to(outputs.device)
-        parts = outputs.index_select(-1, self.index).split_with_sizes(self.sizes, -1)
+    def on(self, device: torch.device) -> "Order":
+        if self.index.device != device:
+            self.index = self.index.to(device)
+            self.places = None if self.places is None else self.places.to(device)
+        return self
+
+    def results(self, values: Tensor) -> list[Tensor]:
+        """The results, views of one tensor, of their values [batch, tokens, N]."""
+        parts = values.split_with_sizes(self.sizes, -1)
         return [part.unflatten(-1, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
@@ -50,14 +57,17 @@ def in_order(
     module: nn.Module, layers: tuple[nn.Module, ...], x: Tensor, moe_mps_norm: dict[str, Any] | None = None
 ) -> tuple[bool, Sequence[Tensor]]:
     """(True, the results) of norm(x), or (False, the layers' outputs) where these cannot be one tensor."""
-    outputs = together(layers, x, moe_mps_norm) if x.dim() == 3 else None
+    order: Order = module.__dict__[RECORD].formula.on(x.device)
+    outputs = together(layers, x, {**(moe_mps_norm or {}), "order": order.places}) if x.dim() == 3 else None
+    if outputs is not None and order.places is not None:
+        return True, order.results(outputs)
     if outputs is None:
         x = normed(moe_mps_norm, x)
         each = [layer(x) for layer in layers]
         if x.dim() != 3 or any(output.dtype is not each[0].dtype for output in each):
             return False, each
         outputs = torch.cat(each, -1)
-    return True, module.__dict__[RECORD].formula.results(outputs)
+    return True, order.results(outputs.index_select(-1, order.index))
 
 
 # Rewriting of a program
@@ -86,9 +96,10 @@ def order_outputs(program: Program) -> None:
             if order is not None:
                 record_of(program.module).formula = order
                 _replace(program, group, statements, names)
-                joined = join(*(each.layer for each in group))
                 layers = f"linear_quantized ({', '.join(each.name for each in group)})"
-                program.rewrites += ["index_select", *([layers] if joined else [])]
+                joined = [layers] if join(*(each.layer for each in group)) else []
+                in_place = joined and order.places is not None
+                program.rewrites += ["in order" if in_place else "index_select", *joined]
                 return
 
 
@@ -155,7 +166,7 @@ def _order(module: nn.Module, group: list[_Layer], own: Callable) -> Order | Non
     if not torch.equal(index, torch.cat([place for _, place in many])):
         return None
     _record_numbers(module, own.__code__)
-    return Order(index.int(), [shape for shape, _ in one])
+    return Order(index, sum(columns), [shape for shape, _ in one])
 
 
 def _places(

@@ -1,0 +1,162 @@
+"""The cases of kernels that also norm their input, add a residual, order their outputs or apply a gate."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from support import oracles, oracles_sequence
+from support.oracles import exact
+from torch import Tensor
+
+from .experts import LINEARS, SHAPE, SMALL_SHAPES, Case, Experts, Linear, ops
+from .formats import DTYPES
+from .layer import EPS, differs, total_bytes
+
+
+def norm_of(values, width: int, dtype: str) -> Tensor:
+    return values.normal(width, dtype=DTYPES[dtype], scale=0.1, offset=1.0)
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.nn.functional.rms_norm(x.double(), weight.shape, weight.double(), EPS)
+
+
+class FusedExperts(Experts):
+    """Behind a norm, with a residual."""
+
+    def inputs(self, values):
+        residual = values.normal(self.tokens, self.hidden, dtype=DTYPES[self.dtype])
+        norm = norm_of(values, self.hidden, self.dtype)
+        return {**super().inputs(values), "norm": norm, "residual": residual}
+
+    def called(self, t):
+        return super().called(t, norm_weight=t["norm"], norm_eps=EPS, residual=t["residual"])
+
+    def expected(self, t):
+        return super().expected(t | {"x": normed(t["x"], t["norm"])}) + t["residual"].double()
+
+
+class FusedLinear(Linear):
+    """Behind a norm, with a residual, its outputs in another order."""
+
+    def inputs(self, values):
+        return {
+            **super().inputs(values),
+            "norm": norm_of(values, self.inputs_, self.dtype),
+            "residual": values.normal(self.tokens, self.outputs, dtype=DTYPES[self.dtype]),
+            "order": values.ids(1, self.outputs, self.outputs),
+        }
+
+    def call(self, t):
+        options = {"norm_weight": t["norm"], "norm_eps": EPS, "residual": t["residual"]}
+        return super().call(t, **options, order=t["order"].flatten())
+
+    def expected(self, t):
+        out = super().expected(t | {"x": normed(t["x"], t["norm"])})
+        return out[:, t["order"].flatten().argsort()] + t["residual"].double()
+
+
+@dataclass
+class Logits(Case):
+    """router_logits behind a norm."""
+
+    group: str
+    rows: int
+    experts: int
+    width: int
+    dtype: str
+
+    @property
+    def name(self):
+        return f"{self.group} router_logits T {self.rows} E {self.experts} H {self.width} {self.dtype}"
+
+    def inputs(self, values):
+        return {
+            "hidden": values.normal(self.rows, self.width, dtype=DTYPES[self.dtype]),
+            "router": values.normal(self.experts, self.width, dtype=DTYPES[self.dtype], scale=0.05),
+            "norm": norm_of(values, self.width, self.dtype),
+        }
+
+    def call(self, t):
+        return ops().router_logits(t["hidden"], t["router"], norm_weight=t["norm"], norm_eps=EPS)
+
+    def wrong(self, before, after):
+        return differs(after["result0"], oracles.gate_logits(*(exact(t) for t in before.values()), EPS))
+
+    def bytes_moved(self, t, part=""):
+        return total_bytes(t)
+
+
+@dataclass
+class Delta(Case):
+    """gated_delta_rule_ with its norm, heads of one width."""
+
+    mutated: ClassVar[tuple[str, ...]] = ("state",)
+    group: str
+    tokens: int
+    key_heads: int
+    heads: int
+    width: int
+    dtype: str
+
+    @property
+    def name(self):
+        heads = f"{self.key_heads}/{self.heads} of {self.width}"
+        return f"{self.group} gated_delta_rule_ {heads} T {self.tokens} {self.dtype}"
+
+    def inputs(self, values):
+        def of_heads(heads: int, *width: int) -> Tensor:
+            return values.normal(1, self.tokens, heads, *width, dtype=DTYPES[self.dtype])
+
+        return {
+            "q": of_heads(self.key_heads, self.width),
+            "k": of_heads(self.key_heads, self.width),
+            "v": of_heads(self.heads, self.width),
+            "g": of_heads(self.heads),
+            "beta": of_heads(self.heads),
+            "state": values.normal(1, self.heads, self.width, self.width),
+            "A_log": values.normal(self.heads),
+            "gate": of_heads(self.heads, self.width),
+            "norm": norm_of(values, self.width, self.dtype),
+        }
+
+    def call(self, t):
+        *rule, a_log, gate, norm = t.values()
+        options = {"l2norm_eps": EPS, "A_log": a_log, "beta_is_logit": True}
+        return ops().gated_delta_rule_(
+            *rule, self.width**-0.5, **options, gate=gate, norm_weight=norm, norm_eps=EPS
+        )
+
+    def wrong(self, before, after):
+        *rule, a_log, gate, norm = before.values()
+        options = {"l2norm_eps": EPS, "A_log": a_log, "beta_is_logit": True}
+        value, state = oracles_sequence.recurrence(*rule, self.width**-0.5, **options)
+        value = oracles.round_to(value, DTYPES[self.dtype])
+        scale = 1 / np.sqrt((value * value).mean(-1, keepdims=True) + EPS)
+        gate = exact(gate)
+        expected = value * scale * exact(norm) * gate * oracles.sigmoid(gate)
+        return differs(after["result0"], expected) or differs(after["state"], state)
+
+    def bytes_moved(self, t, part=""):
+        return total_bytes(t) + t["state"].nbytes + t["v"].nbytes
+
+
+def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
+    formats = (("int4", "f16"), ("int8", "f16"), ("mxfp4", "bf16"), ("dense", "bf16"))
+    cases: list[Case] = [FusedExperts("fused", *f, 1, *shape) for f in formats]
+    cases += [FusedLinear("fused", "int4", "f16", t, *sizes) for sizes in LINEARS for t in (1, 8)]
+    cases += [Logits("fused", t, experts, 2048, "bf16") for experts in (128, 512) for t in (1, 32)]
+    return cases + [Delta("fused", t, 16, 32, 128, "bf16") for t in (1, 8)]
+
+
+def sanitizer_fused() -> list[Case]:
+    """Small ones of every kernel."""
+    cases: list[Case] = []
+    for format_, dtype in (("int4", "f16"), ("mxfp4", "bf16"), ("dense", "f32")):
+        cases += [
+            FusedExperts("sanitize", format_, dtype, t, *shape) for shape in SMALL_SHAPES for t in (1, 3)
+        ]
+    cases += [FusedLinear("sanitize", "int8", "f16", t, 320, 45) for t in (1, 3, 17, 40)]
+    cases += [Logits("sanitize", t, 45, 130, "f16") for t in (1, 3, 20)]
+    return cases + [Delta("sanitize", t, 1, 2, width, "bf16") for t in (1, 3) for width in (40, 100)]
