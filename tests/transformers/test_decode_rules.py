@@ -135,11 +135,10 @@ def tables(function) -> int:
 def test_form_of_rotary_functions(name, architecture):
     """What is found agrees with the function for other shapes, numbers and dtypes than it was found by."""
     function = getattr(sys.modules[tiny_models.model_class(architecture).__module__], name)
-    tensors = tables(function)
-    form = rope_form(function, tensors, ())
-    takes_complex = "freqs" in str(inspect.signature(function))
+    tensors, takes_complex = tables(function), "freqs" in str(inspect.signature(function))
+    form = rope_form(function, tensors, (), takes_complex)
     if form is None:
-        assert takes_complex or name.endswith("vision")
+        assert name.endswith("vision")
         return
     for turn, width in ((form.wide, 32), (form.narrow, 16)):
         if turn is None:
@@ -149,9 +148,10 @@ def test_form_of_rotary_functions(name, architecture):
         if form.heads_dim == 2:
             inputs = [x.transpose(1, 2) for x in inputs]
         cos, sin = torch.randn(2, 7, width), torch.randn(2, 7, width)
-        expected = function(*inputs, cos, sin)
-        k = inputs[1] if tensors == 2 else None
-        result = rope.rope(lambda *args: pytest.fail("fell back"), form, inputs[0], k, cos, sin)
+        own = (torch.complex(cos, sin),) if takes_complex else (cos, sin)
+        expected = function(*inputs, *own)
+        q, k = (*inputs, None)[:2]
+        result = rope.rope(lambda *args: pytest.fail("fell back"), form, q, k, *(*own, None)[:2])
         for a, b in zip(*((x,) if k is None else x for x in (result, expected)), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
@@ -166,6 +166,26 @@ def test_tokens_first(dtype):
     result = rope.rope(function, rope_form(function, 2, ()), q, k, cos, sin, rows=True)
     for a, b in zip(result, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "deepseek_v2"])
+def test_the_last_elements_turn(architecture, dtype):
+    """The model cuts q for its function and joins the parts again; the operator takes q as it is."""
+    is_complex = architecture == "deepseek_v2"
+    name = "apply_rotary_emb" if is_complex else "apply_rotary_pos_emb_interleave"
+    function = getattr(sys.modules[tiny_models.model_class(architecture).__module__], name)
+    q, k = torch.randn(2, 4, 3, 24, dtype=dtype), torch.randn(2, 1, 3, 16, dtype=dtype)
+    cos, sin = torch.randn(2, 1, 3, 8 if is_complex else 16, dtype=dtype)
+    own = (torch.complex(cos, sin),) if is_complex else (cos, sin)
+    kept, turning = q.split([8, 16], -1)
+    turned, k_turned = function(turning, k, *own)
+    form = rope_form(function, 2, (), is_complex)
+    for rows in (False, True):
+        inputs = [x.transpose(1, 2) if rows else x for x in (q, k)]
+        result = rope.rope(function, form, *inputs, *(*own, None)[:2], rows=rows, last=16)
+        for a, b in zip(result, (torch.cat((kept, turned), -1), k_turned), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_functions_that_are_no_rotation():

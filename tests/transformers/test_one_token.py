@@ -24,6 +24,7 @@ OPERATORS = {
     "gemma4": {"rms_norm": 3, "rope_cache_": 2},  # a norm behind the MLP of each layer, and the last one
     "qwen3_next": {"rms_norm": 1, "rope_cache_": 1, "router_logits": 4},  # and gates of shared experts
     "deepseek_v3": {"rms_norm": 1, "rope_cache_": 2, "router_logits": 1},
+    "deepseek_v2": {"rms_norm": 1, "rope_cache_": 2, "router_logits": 1},
 }
 
 
@@ -120,7 +121,26 @@ def test_experts_of_another_implementation_get_normed_tokens():
     assert_close(decoded(model), decoded(own), 2e-5)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "gemma4"])
+@pytest.mark.parametrize("change", ["", "observed", "another eps", "replaced"])
+def test_norms_of_latents(change):
+    """The rotary embedding computes them while they are what it can compute."""
+    model, own = models("deepseek_v3")
+    seen: list[list[torch.Tensor]] = [[], []]
+    for each, inputs in zip((model, own), seen, strict=True):
+        attention = each.model.layers[1].self_attn
+        if change == "observed":
+            attention.kv_a_layernorm.register_forward_hook(lambda m, args, out, i=inputs: i.append(args[0]))
+        elif change == "another eps":
+            attention.kv_a_layernorm.variance_epsilon = 0.1
+        elif change == "replaced":
+            attention.kv_a_layernorm = nn.LayerNorm(32, bias=False).eval()
+    assert_close(decoded(model, 2), decoded(own, 2), 2e-5)
+    assert len(seen[0]) == len(seen[1]) == (4 if change == "observed" else 0)
+    for ours, expected in zip(*seen, strict=True):
+        assert_close(ours.reshape(expected.shape), expected, 2e-5)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "gemma4", "deepseek_v3"])
 def test_the_cache_holds_what_transformers_would_hold(architecture):
     """Beyond a window, after a crop, and with another order of sequences."""
     model, own = models(architecture)
@@ -131,7 +151,7 @@ def test_the_cache_holds_what_transformers_would_hold(architecture):
         for i in range(4, 8):
             output(each, ids[:, i : i + 1], past_key_values=cache, use_cache=True)
         cache.reorder_cache(torch.tensor([1, 0]))
-        if architecture == "qwen3_moe":
+        if architecture in ("qwen3_moe", "deepseek_v3"):
             cache.crop(-2)
         for i in range(8, 12):
             output(each, ids[:, i : i + 1], past_key_values=cache, use_cache=True)

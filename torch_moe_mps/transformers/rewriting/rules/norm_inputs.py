@@ -7,7 +7,8 @@ only asks for its shape may be anything.
 import ast
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +18,13 @@ from ...interface import is_experts
 from ...linears import QuantizedLinear
 from ..program.building import add_option, child_of_call, helper
 from ..program.formulas import Reader, is_pure
-from ..program.programs import If, Program, name_of
+from ..program.programs import Program, name_of
 from .options import NORM, takes
 from .trial import tried
 
-_FACTS = {"shape", "dtype", "device"}
-_SIZES = {"size", "dim"}
+Rewriting: TypeAlias = Callable[[ast.Call], None]
+
+_FACTS = {"shape", "dtype", "device", "size", "dim"}
 _RESHAPING = {"view", "reshape"}
 # Functions of the runtime that take a norm: where they have their input.
 _CALLED = {
@@ -35,124 +37,103 @@ _CALLED = {
 }
 
 
-class _Other(Exception):
-    """Something else reads the input."""
-
-
 def norm_inputs(program: Program) -> None:
     """Gives a block the option of a norm in front of everything that reads its first argument."""
     arguments = program.arguments.args
     if len(arguments) < 2 or not program.rewrites or NORM in program.arguments_names():
         return
     program.drop_unused(is_pure)  # what rules have left unread would compute the rewritten calls twice
-    readers = _Readers(program, arguments[1].arg)
-    try:
-        readers.visit_program()
-    except _Other:
+    found = _readers(program, arguments[1].arg)
+    if not found:
         return
-    if readers.found:
-        add_option(program, NORM)
-        for call, rewrite in readers.found:
-            rewrite(call)
-            call.keywords.append(ast.keyword(NORM, ast.Name(NORM, ast.Load())))
-        of_router = any(rewrite in (_gate, _router) for _, rewrite in readers.found)
-        program.rewrites.append("router_logits of normed input" if of_router else "norm of the input")
+    add_option(program, NORM)
+    for call, rewrite in found:
+        rewrite(call)
+        call.keywords.append(ast.keyword(NORM, ast.Name(NORM, ast.Load())))
+    of_router = any(rewrite in (_gate, _router) for _, rewrite in found)
+    program.rewrites.append("router_logits of normed input" if of_router else "norm of the input")
 
 
-class _Readers:
-    """The calls that read an argument of a program, each with what makes it take a norm."""
-
-    def __init__(self, program: Program, argument: str):
-        self.program = program
-        self.names = {argument}
-        self.found: list[tuple[ast.Call, Callable[[ast.Call], None]]] = []
-
-    def visit_program(self) -> None:
-        for statement in self.program.every():
-            if isinstance(statement, If):
-                self.read(statement.test)
-            elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-                if self.is_input(statement.value):
-                    if statement not in self.program.statements or statement in self.program.inplace:
-                        raise _Other
-                    self.names.add(name_of(statement))
+def _readers(program: Program, argument: str) -> list[tuple[ast.Call, Rewriting]] | None:
+    """The calls that read an argument, each with what makes it take a norm; None if something else does."""
+    names, found = {argument}, []
+    for tree in (*program.statements, program.result):
+        for name, around in _names(tree):
+            if name.id not in names:
+                continue
+            value = _reshaped(program, name, around)
+            outer = around[-1] if around else None
+            if isinstance(outer, ast.Attribute):
+                if outer.attr not in _FACTS:
+                    return None
+            elif isinstance(outer, ast.Assign) and isinstance(outer.targets[0], ast.Name):
+                if outer not in program.statements or outer in program.inplace:
+                    return None
+                names.add(name_of(outer))
             else:
-                self.read(statement)
-        self.read(self.program.result)
+                place, rewrite = _taker(program, outer) if isinstance(outer, ast.Call) else (None, _as_it_is)
+                if (
+                    not isinstance(outer, ast.Call)
+                    or place is None
+                    or outer.args[place : place + 1] != [value]
+                ):
+                    return None
+                found.append((outer, rewrite))
+    return found
 
-    def read(self, node: ast.AST) -> None:
-        """Visits what must not be the input itself."""
-        if self.is_input(node):
-            raise _Other
 
-    def is_input(self, node: ast.AST) -> bool:
-        """Whether a value is the input, in whatever shape."""
-        if isinstance(node, ast.Name):
-            return node.id in self.names
-        if isinstance(node, ast.Attribute):
-            if node.attr not in _FACTS:
-                self.read(node.value)
-            elif not self.is_input(node.value):
-                return False
-            return False
-        if isinstance(node, ast.Call):
-            return self._call(node)
-        for child in ast.iter_child_nodes(node):
-            self.read(child)
-        return False
+def _names(node: ast.AST, around: tuple[ast.AST, ...] = ()) -> Iterator[tuple[ast.Name, list[ast.AST]]]:
+    """The names in a tree, each with the nodes around it, the innermost last."""
+    if isinstance(node, ast.Name):
+        yield node, list(around)
+    for child in ast.iter_child_nodes(node):
+        yield from _names(child, (*around, node))
 
-    def _call(self, call: ast.Call) -> bool:
-        if isinstance(call.func, ast.Attribute) and call.func.attr in _RESHAPING | _SIZES:
-            is_input = self.is_input(call.func.value)
-            for argument in (*call.args, *call.keywords):
-                self.read(argument)
-            return is_input and call.func.attr in _RESHAPING
-        self.read(call.func)
-        if self._is_mask(call) and self.is_input(call.args[0]):
-            for argument in call.args[1:]:
-                self.read(argument)
-            return True
-        place, rewrite = self._taker(call)
-        for index, argument in enumerate(call.args):
-            if self.is_input(argument):
-                if index != place:
-                    raise _Other
-                self.found.append((call, rewrite))
-        for keyword in call.keywords:
-            self.read(keyword.value)
-        return False
 
-    def _taker(self, call: ast.Call) -> tuple[int | None, Callable[[ast.Call], None]]:
-        """Where a call that can take a norm has its input (None: it cannot), and what it becomes."""
-        owner, _, function = ast.unparse(call.func).rpartition(".")
-        if owner == "_moe_mps" and function in _CALLED:
-            return _CALLED[function], _as_it_is
-        if Reader(self.program).resolve(call.func) is F.linear and self._is_router():
-            return 0, _router
-        found = child_of_call(self.program, call)
-        if found is None or len(call.args) == 0:
-            return None, _as_it_is
-        child = found[1]
-        if is_experts(child) and len(call.args) == 3:
-            return 0, _becomes("experts_with_shared")
-        if len(call.args) == 1 and not call.keywords:
-            if isinstance(child, QuantizedLinear):
-                return 0, _becomes("linear")
-            if type(child) is nn.Linear and child.out_features == 1:
-                return 0, _gate
-            if takes(child, NORM):
-                return 0, _becomes("hand_on")
+def _reshaped(program: Program, value: ast.AST, around: list[ast.AST]) -> ast.AST:
+    """The value in its last shape, behind masks too; drops the nodes around it up to there."""
+    while around:
+        outer, call = around[-1], around[-2] if len(around) > 1 else None
+        if isinstance(outer, ast.Attribute) and outer.attr in _RESHAPING and isinstance(call, ast.Call):
+            value = call
+            del around[-2:]
+        elif isinstance(outer, ast.Call) and outer.args[:1] == [value] and _is_mask(program, outer):
+            value = around.pop()
+        else:
+            break
+    return value
+
+
+def _taker(program: Program, call: ast.Call) -> tuple[int | None, Rewriting]:
+    """Where a call that can take a norm has its input (None: it cannot), and what it becomes."""
+    owner, _, function = ast.unparse(call.func).rpartition(".")
+    if owner == "_moe_mps" and function in _CALLED:
+        return _CALLED[function], _as_it_is
+    is_router = any(note.startswith("moe_router") for note in program.rewrites)
+    if is_router and Reader(program).resolve(call.func) is F.linear:
+        return 0, _router
+    found = child_of_call(program, call)
+    if found is None:
         return None, _as_it_is
+    child = found[1]
+    if is_experts(child) and len(call.args) == 3:
+        return 0, _becomes("experts_with_shared")
+    if len(call.args) == 1 and not call.keywords:
+        if isinstance(child, QuantizedLinear):
+            return 0, _becomes("linear")
+        if type(child) is nn.Linear and child.out_features == 1:
+            return 0, _gate
+        if takes(child, NORM):
+            return 0, _becomes("hand_on")
+    return None, _as_it_is
 
-    def _is_mask(self, call: ast.Call) -> bool:
-        """Whether a function of the model's file masks tokens."""
-        function = Reader(self.program).resolve(call.func)
-        if len(call.args) != 2 or call.keywords or not isinstance(function, types.FunctionType):
-            return False
-        return "mask" in function.__name__ and _masks_tokens(function)
 
-    def _is_router(self) -> bool:
-        return any(note.startswith("moe_router") for note in self.program.rewrites)
+def _is_mask(program: Program, call: ast.Call) -> bool:
+    """Whether a function of the model's file masks tokens."""
+    function = Reader(program).resolve(call.func)
+    if len(call.args) != 2 or call.keywords or not isinstance(function, types.FunctionType):
+        return False
+    return "mask" in function.__name__ and _masks_tokens(function)
 
 
 @functools.cache
@@ -168,7 +149,7 @@ def _as_it_is(call: ast.Call) -> None:
     pass
 
 
-def _becomes(function: str) -> Callable[[ast.Call], None]:
+def _becomes(function: str) -> Rewriting:
     """The function of the runtime that is called with what was called."""
 
     def rewrite(call: ast.Call) -> None:

@@ -8,7 +8,7 @@ import ast
 import functools
 import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,8 @@ ops = torch.ops.moe_mps
 
 _PAIRS = ("half", "interleaved", "interleaved_to_half")
 _HEADS, _TOKENS, _WIDTH = 3, 5, 16
+# The attribute of a complex table that holds its cosines and sines.
+_REAL = "_moe_mps_real"
 _NORM, _NORM_TRANSPOSED = Form("NORM(X)"), Form("NORM(X).transpose(1, 2)")
 
 
@@ -64,25 +66,31 @@ def _rotation(turn: tuple, cos: Tensor, sin: Tensor) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=1024)
-def rope_form(function: types.FunctionType, tensors: int, options: tuple) -> RopeForm | None:
-    """What a function of (q, k, cos, sin) or (x, cos, sin) does; None if the operator cannot do it."""
+def rope_form(
+    function: types.FunctionType, tensors: int, options: tuple, is_complex: bool = False
+) -> RopeForm | None:
+    """What a function of (q, k, cos, sin) or (x, cos, sin) does; None if the operator cannot do it.
+
+    `is_complex`: it takes one table, cos + i sin.
+    """
     widths = (_WIDTH, _WIDTH // 2)
     for heads_dim in (1, 2):
-        turns = [_turn_of(function, tensors, dict(options), heads_dim, width) for width in widths]
+        turns = [_turn_of(function, tensors, dict(options), heads_dim, width, is_complex) for width in widths]
         if any(turns):
             return RopeForm(heads_dim, *turns)
     return None
 
 
 def _turn_of(
-    function: Callable, tensors: int, options: dict, heads_dim: int, table_width: int
+    function: Callable, tensors: int, options: dict, heads_dim: int, table_width: int, is_complex: bool
 ) -> tuple | None:
     generator = torch.Generator().manual_seed(heads_dim)
     shapes = [(2, _TOKENS, _HEADS + i, _WIDTH) for i in range(tensors)]
     inputs = [torch.rand(shape, generator=generator) + 0.5 for shape in shapes]
     cos, sin = (torch.rand(2, _TOKENS, table_width, generator=generator) + 0.5 for _ in range(2))
     given = [x.transpose(1, 2) if heads_dim == 1 else x for x in inputs]
-    results = tried(function, *given, cos, sin, **options)
+    tables = [torch.complex(cos, sin)] if is_complex else [cos, sin]
+    results = tried(function, *given, *tables, **options)
     results = results if isinstance(results, tuple) else (results,)
     if len(results) != tensors or not all(isinstance(result, Tensor) for result in results):
         return None
@@ -110,6 +118,16 @@ def _turn(
     return narrow
 
 
+def _real(table: Tensor) -> Sequence[Tensor]:
+    """The cosines and sines of a complex table, which all layers get."""
+    found: Sequence[Tensor] | None = getattr(table, _REAL, None)
+    if found is None:
+        found = torch.view_as_real(table).movedim(-1, 0).contiguous().unbind()
+        if not torch.compiler.is_compiling():
+            setattr(table, _REAL, found)
+    return found
+
+
 @called
 def rope(
     function: Callable,
@@ -117,7 +135,7 @@ def rope(
     q: Tensor,
     k: Tensor | None,
     cos: Tensor,
-    sin: Tensor,
+    sin: Tensor | None,
     q_norm: nn.Module | None = None,
     k_norm: nn.Module | None = None,
     rows: bool = False,
@@ -127,8 +145,9 @@ def rope(
 ) -> Tensor | tuple[Tensor, ...]:
     """function(q_norm(q), k_norm(k), cos, sin), or function(q_norm(q), cos, sin).
 
-    `rows`: q and k are [B, T, heads, D] and transposed for the function. `one_by_one`: it takes q and k in a
-    call each. `last`: it takes so many elements at the end of the heads of q, the others stay as they are.
+    Without `sin` the function takes one table, which is complex. `rows`: q and k are [B, T, heads, D] and
+    transposed for the function. `one_by_one`: it takes q and k in a call each. `last`: it takes so many
+    elements at the end of the heads of q, the others stay as they are.
     """
     heads_first = form[0] == 1
     arguments = _arguments(form, q, k, cos, sin, q_norm, k_norm, last)
@@ -144,7 +163,7 @@ def rope(
 
 
 def _own_rope(
-    function: Callable, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor,
+    function: Callable, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor | None,
     q_norm: nn.Module | None, k_norm: nn.Module | None, one_by_one: bool, last: int | None, options: dict,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """The results of `rope`, computed by the model's own function."""
@@ -152,11 +171,12 @@ def _own_rope(
     if last is not None:
         *first, q = q.tensor_split((q.shape[-1] - last,), -1)
     normed = [x if norm is None else norm(x) for x, norm in ((q, q_norm), (k, k_norm)) if x is not None]
+    tables = [cos] if sin is None else [cos, sin]
     turned: Any
     if one_by_one:
-        turned = tuple(function(x, cos, sin, **options) for x in normed)
+        turned = tuple(function(x, *tables, **options) for x in normed)
     else:
-        turned = function(*normed, cos, sin, **options)
+        turned = function(*normed, *tables, **options)
     if not first:
         return turned
     return torch.cat((*first, turned), -1) if k is None else (torch.cat((*first, turned[0]), -1), turned[1])
@@ -173,7 +193,7 @@ def rope_into_cache(
     q: Tensor,
     k: Tensor,
     cos: Tensor,
-    sin: Tensor,
+    sin: Tensor | None,
     q_norm: nn.Module | None = None,
     k_norm: nn.Module | None = None,
     rows: bool = False,
@@ -202,13 +222,15 @@ def rope_into_cache(
 
 
 def _arguments(
-    form: tuple, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor,
+    form: tuple, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor | None,
     q_norm: nn.Module | None, k_norm: nn.Module | None, last: int | None,
 ) -> dict[str, Any] | None:  # fmt: skip
     """What the operator takes besides q and k; None where the model's own function has to run."""
     dtype = q.dtype
     if dtype is torch.float64 or (k is not None and k.dtype is not dtype):
         return None
+    if sin is None:
+        cos, sin = _real(cos)
     _, wide, narrow = form
     turn = _turn(wide, narrow, q.dim(), q.shape[-1] if last is None else last, cos)
     norms = _norm_arguments(q_norm, k_norm, q, k)
@@ -275,7 +297,8 @@ def _is_rotation(match: Match) -> str | None:
     if "rotary" not in match.child("_ROTARY") or not isinstance(function, types.FunctionType):
         return None
     tensors = 2 if "K" in match.values else 1
-    form = rope_form(function, tensors, tuple(sorted((name, value.value) for name, value in options.items())))
+    constants = tuple(sorted((name, value.value) for name, value in options.items()))
+    form = rope_form(function, tensors, constants, "TABLE" in match.values)
     if form is None:
         return None
     match.values["FORM"] = ast.parse(repr(tuple(form)), mode="eval").body
@@ -313,6 +336,11 @@ REPLACE_ROPE = (
     Rewrite(
         "_ROTARY(Q, COS, SIN, **OPTIONS)",
         "rope(_ROTARY, FORM, Q, None, COS, SIN, **NORMS, **OPTIONS)",
+        where=_is_rotation,
+    ),
+    Rewrite(
+        "_ROTARY(Q, K, TABLE, **OPTIONS)",
+        "rope(_ROTARY, FORM, Q, K, TABLE, None, **NORMS, **OPTIONS)",
         where=_is_rotation,
     ),
 )

@@ -28,7 +28,7 @@ def turn_last(program: Program) -> None:
         if parts is None or rope is None or _result(program, rope.args[2], 1) is not parts:
             continue
         width = _width_of_second(program, parts.value)
-        read_once = all(program.uses(program.last_name(value) or "") == 1 for value in (turned, rope.args[2]))
+        read_once = program.uses(program.last_name(turned) or "") == 1
         if width is None or not read_once or program.mutates_between(parts, statement):
             continue
         if any(keyword.arg == "q_norm" for keyword in rope.keywords):
