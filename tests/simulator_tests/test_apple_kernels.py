@@ -24,6 +24,7 @@ M1, M3 = apple.GPUS["M1"], apple.GPUS["M3"]
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 HIDDEN, INTERMEDIATE = 512, 256
 
+LIMIT = apple.Limit(groups=32, slots=5e6)  # a sample of large dispatches
 UNDECLARED_THREADS = 384  # what Apple's compiler may go down to where a kernel declares no bound
 
 Call = tuple[str, Callable[[], object], dict[torch.Tensor, apple.Work], int]  # label, call, work, elements
@@ -288,7 +289,7 @@ def costs(group: str, dtype: str) -> str:
     lines, seen = [], set()
     for label, call, work, elements in calls(DTYPES[dtype]):
         lines.append(label)
-        measurements = [m for m in apple.measure(call, work) if m.library in own]
+        measurements = [m for m in apple.measure(call, work, LIMIT) if m.library in own]
         lines += [dispatch_line(m, elements) for m in measurements]
         seen |= {m.kernel for m in measurements}
     others = sorted((name, path) for path in own for name in kernels_of(path) if name not in seen)
@@ -494,11 +495,11 @@ moe_gate of 1024
 moe_bucket torch.int32
   bucket_pairs_i32: 190.50 161.50 slots an element, 36 registers, 128/1024/1024 threads
 moe_compute_ids_tpe torch.int32
-  ids_by_expert_i32: 3365.25 3365.25 slots an element, 13 registers, 256/1024/1024 threads
+  ids_by_expert_i32: 3361.62 3361.62 slots an element, 13 registers, 256/1024/1024 threads
 moe_bucket torch.int64
   bucket_pairs_i64: 170.50 141.50 slots an element, 37 registers, 128/1024/1024 threads
 moe_compute_ids_tpe torch.int64
-  ids_by_expert_i64: 3300.25 3300.25 slots an element, 14 registers, 256/1024/1024 threads
+  ids_by_expert_i64: 3296.62 3296.62 slots an element, 14 registers, 256/1024/1024 threads
 """,
         )
 
@@ -516,8 +517,8 @@ dense, 64 tokens, 4 of 32
   gemm8_bf16: 2.04 1.85 slots a MAC, 70 registers, 128/384/704 threads
   gemm8_bf16: 2.18 1.98 slots a MAC, 70 registers, 128/384/704 threads
 dense, 256 tokens, 4 of 32
-  gemm32_bf16: 1.42 1.36 slots a MAC, 96.5 registers, 128/384/512 threads
-  gemm32_bf16: 1.53 1.46 slots a MAC, 96.5 registers, 128/384/512 threads
+  gemm32_bf16: 1.41 1.35 slots a MAC, 96.5 registers, 128/384/512 threads
+  gemm32_bf16: 1.52 1.45 slots a MAC, 96.5 registers, 128/384/512 threads
 dense, normed, 1 tokens, 4 of 32
   matmul_rows_normed_bf16: 7.02 4.98 slots a MAC, 63 registers, 64/384/832 threads
   expert_down_bf16: 5.11 3.59 slots a MAC, 61.5 registers, 128/384/832 threads
@@ -528,8 +529,8 @@ transposed, 64 tokens, 4 of 32
   gemm8_transposed_bf16: 2.77 2.58 slots a MAC, 79 registers, 128/384/640 threads
   gemm8_transposed_bf16: 2.91 2.71 slots a MAC, 79 registers, 128/384/640 threads
 transposed, 256 tokens, 4 of 32
-  gemm32_transposed_bf16: 1.60 1.54 slots a MAC, 104.5 registers, 128/384/448 threads
-  gemm32_transposed_bf16: 1.71 1.64 slots a MAC, 104.5 registers, 128/384/448 threads
+  gemm32_transposed_bf16: 1.59 1.53 slots a MAC, 104.5 registers, 128/384/448 threads
+  gemm32_transposed_bf16: 1.69 1.63 slots a MAC, 104.5 registers, 128/384/448 threads
 """,
         )
 
@@ -550,8 +551,8 @@ affine 4 bits in 64, 64 tokens, 4 of 32
   gemm8_affine4_64_bf16: 2.33 2.29 slots a MAC, 68.5 registers, 128/384/704 threads
   gemm8_affine4_64_bf16: 2.47 2.42 slots a MAC, 68.5 registers, 128/384/704 threads
 affine 4 bits in 64, 256 tokens, 4 of 32
-  gemm32_affine4_64_bf16: 1.49 1.47 slots a MAC, 94 registers, 128/384/512 threads
-  gemm32_affine4_64_bf16: 1.60 1.57 slots a MAC, 94 registers, 128/384/512 threads
+  gemm32_affine4_64_bf16: 1.48 1.46 slots a MAC, 94 registers, 128/384/512 threads
+  gemm32_affine4_64_bf16: 1.59 1.56 slots a MAC, 94 registers, 128/384/512 threads
 affine 4 bits in 64, normed, 1 tokens, 4 of 32
   matmul_rows_normed_affine4_64_bf16: 7.27 6.17 slots a MAC, 44.5 registers, 64/384/1024 threads
   expert_down_affine4_64_bf16: 5.59 5.01 slots a MAC, 51 registers, 128/384/1024 threads
@@ -579,8 +580,8 @@ affine 8 bits in 64, 64 tokens, 4 of 32
   gemm8_affine8_64_bf16: 2.36 2.33 slots a MAC, 72.5 registers, 128/384/640 threads
   gemm8_affine8_64_bf16: 2.50 2.46 slots a MAC, 72.5 registers, 128/384/640 threads
 affine 8 bits in 64, 256 tokens, 4 of 32
-  gemm32_affine8_64_bf16: 1.50 1.48 slots a MAC, 98 registers, 128/384/512 threads
-  gemm32_affine8_64_bf16: 1.61 1.58 slots a MAC, 98 registers, 128/384/512 threads
+  gemm32_affine8_64_bf16: 1.49 1.47 slots a MAC, 98 registers, 128/384/512 threads
+  gemm32_affine8_64_bf16: 1.60 1.57 slots a MAC, 98 registers, 128/384/512 threads
 affine 8 bits in 64, normed, 1 tokens, 4 of 32
   matmul_rows_normed_affine8_64_bf16: 7.53 6.44 slots a MAC, 50.5 registers, 64/384/1024 threads
   expert_down_affine8_64_bf16: 5.86 5.28 slots a MAC, 57 registers, 128/384/832 threads
@@ -605,11 +606,11 @@ mxfp4 4 bits in 32, 8 tokens, 4 of 32
   matmul_rows_few_mxfp4_bf16: 5.90 5.64 slots a MAC, 92 registers, 128/384/576 threads
   expert_down_few_mxfp4_bf16: 7.28 6.78 slots a MAC, 81 registers, 256/256/576 threads
 mxfp4 4 bits in 32, 64 tokens, 4 of 32
-  gemm8_mxfp4_bf16: 2.85 2.83 slots a MAC, 60.5 registers, 128/384/832 threads
+  gemm8_mxfp4_bf16: 2.84 2.83 slots a MAC, 60.5 registers, 128/384/832 threads
   gemm8_mxfp4_bf16: 2.98 2.96 slots a MAC, 60.5 registers, 128/384/832 threads
 mxfp4 4 bits in 32, 256 tokens, 4 of 32
-  gemm32_mxfp4_bf16: 1.62 1.60 slots a MAC, 86 registers, 128/384/576 threads
-  gemm32_mxfp4_bf16: 1.72 1.70 slots a MAC, 86 registers, 128/384/576 threads
+  gemm32_mxfp4_bf16: 1.61 1.59 slots a MAC, 86 registers, 128/384/576 threads
+  gemm32_mxfp4_bf16: 1.71 1.69 slots a MAC, 86 registers, 128/384/576 threads
 mxfp4 4 bits in 32, normed, 1 tokens, 4 of 32
   matmul_rows_normed_mxfp4_bf16: 9.62 8.59 slots a MAC, 40.5 registers, 64/384/1024 threads
   expert_down_mxfp4_bf16: 7.92 7.40 slots a MAC, 47.5 registers, 128/384/1024 threads
