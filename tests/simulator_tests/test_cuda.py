@@ -187,7 +187,7 @@ def test_all_kernels_compile(simulated, library):
 
 def some_cases() -> list:
     from simulator.cases.experts import Experts, Linear
-    from simulator.cases.fused import Delta, FusedExperts, FusedLinear, Logits
+    from simulator.cases.fused import Delta, FusedExperts, FusedLinear, Logits, RopeCache
     from simulator.cases.layer import Bucket, Gate, Norm, Router, WeightedSum
 
     return [
@@ -206,6 +206,7 @@ def some_cases() -> list:
         FusedLinear("fused", "int8", "f16", 3, 512, 60),
         Logits("fused", 1, 20, 130, "f16"),
         Delta("fused", 2, 1, 2, 40, "f16"),
+        RopeCache("fused", 2, 3, 1, 64, 5, "f16"),
     ]
 
 
@@ -273,7 +274,7 @@ def test_every_fused_kernel_is_run_on_a_gpu(cuda):
 
     for group in ("fused", "sanitize"):
         families = {type(case).__name__ for case in all_cases(SHAPE) if case.group == group}
-        assert families >= {"FusedExperts", "FusedLinear", "Logits", "Delta"}
+        assert families >= {"FusedExperts", "FusedLinear", "Logits", "RopeCache", "Delta"}
 
 
 def test_replayed_results(plan):

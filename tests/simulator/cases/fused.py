@@ -142,11 +142,62 @@ class Delta(Case):
         return total_bytes(t) + t["state"].nbytes + t["v"].nbytes
 
 
+@dataclass
+class RopeCache(Case):
+    """rope_cache_ with norms of q and k."""
+
+    mutated: ClassVar[tuple[str, ...]] = ("keys", "values")
+    group: str
+    tokens: int
+    heads: int
+    key_heads: int
+    width: int
+    keys: int
+    dtype: str
+
+    @property
+    def name(self):
+        sizes = f"{self.heads}/{self.key_heads} of {self.width}"
+        return f"{self.group} rope_cache_ {sizes} T {self.tokens} S {self.keys} {self.dtype}"
+
+    def inputs(self, values):
+        def random(*shape: int) -> Tensor:
+            return values.normal(1, *shape, dtype=DTYPES[self.dtype])
+
+        sizes = {"q": self.heads, "k": self.key_heads, "v": self.key_heads}
+        return {
+            **{name: random(self.tokens, heads, self.width) for name, heads in sizes.items()},
+            **{name: random(self.key_heads, self.keys, self.width) for name in self.mutated},
+            **{name: random(self.tokens, self.width) for name in ("cos", "sin")},
+            **{name: norm_of(values, self.width, self.dtype) for name in ("q_norm", "k_norm")},
+        }
+
+    def call(self, t):
+        return ops().rope_cache_(*t.values(), EPS)
+
+    def wrong(self, before, after):
+        def rotated(name: str) -> np.ndarray:
+            tables, options = (before["cos"], before["sin"]), ("half", self.width, False, EPS, 0.0)
+            return oracles_sequence.rotated(before[name], *tables, before[f"{name}_norm"], *options)[0]
+
+        wrong = differs(after["result0"], rotated("q"))
+        kept = self.keys - self.tokens
+        for name, new in (("keys", rotated("k")), ("values", exact(before["v"]).transpose(0, 2, 1, 3))):
+            if not torch.equal(after[name][:, :, :kept], before[name][:, :, :kept]):
+                return f"{name}: other places are written"
+            wrong = wrong or differs(after[name][:, :, kept:], new)
+        return wrong
+
+    def bytes_moved(self, t, part=""):
+        return 2 * sum(t[name].nbytes for name in "qkv")
+
+
 def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     formats = (("int4", "f16"), ("int8", "f16"), ("mxfp4", "bf16"), ("dense", "bf16"))
     cases: list[Case] = [FusedExperts("fused", *f, 1, *shape) for f in formats]
     cases += [FusedLinear("fused", "int4", "f16", t, *sizes) for sizes in LINEARS for t in (1, 8)]
     cases += [Logits("fused", t, experts, 2048, "bf16") for experts in (128, 512) for t in (1, 32)]
+    cases += [RopeCache("fused", t, 32, 4, 128, 4096, "bf16") for t in (1, 8)]
     return cases + [Delta("fused", t, 16, 32, 128, "bf16") for t in (1, 8)]
 
 
@@ -159,4 +210,5 @@ def sanitizer_fused() -> list[Case]:
         ]
     cases += [FusedLinear("sanitize", "int8", "f16", t, 320, 45) for t in (1, 3, 17, 40)]
     cases += [Logits("sanitize", t, 45, 130, "f16") for t in (1, 3, 20)]
+    cases += [RopeCache("sanitize", t, 3, 1, width, 9, "f16") for t in (1, 3) for width in (6, 64)]
     return cases + [Delta("sanitize", t, 1, 2, width, "bf16") for t in (1, 3) for width in (40, 100)]
