@@ -6,8 +6,12 @@ from support import tiny_models
 from support.models import assert_close, eager, operators_of, output, prompt
 from torch import nn
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+from transformers.models.qwen3_moe.modeling_qwen3_moe import apply_rotary_pos_emb
 
 import torch_moe_mps
+from torch_moe_mps.transformers.cache import growing_class
+from torch_moe_mps.transformers.rewriting.install import rewrite
 from torch_moe_mps.transformers.rewriting.rules.norm_inputs import _masks_tokens
 
 # At which all linear layers of Qwen3-Next and DeepSeek-V3 can be quantised.
@@ -158,6 +162,56 @@ def test_the_cache_holds_what_transformers_would_hold(architecture):
     for ours, expected in zip(caches[0].layers, caches[1].layers, strict=True):
         assert_close(ours.keys, expected.keys, 2e-5)
         assert_close(ours.values, expected.values, 2e-5)
+
+
+class Rotated(nn.Module):
+    layer_idx = 0
+
+    def forward(self, q, k, v, cos, sin, cache=None, asked=True):
+        q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        v = v.transpose(1, 2)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        return q, k, v
+
+
+class Asked(Rotated):
+    def forward(self, q, k, v, cos, sin, cache=None, asked=True):
+        q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        v = v.transpose(1, 2)
+        if asked:
+            k, v = cache.update(k, v, self.layer_idx)
+        return q, k, v
+
+
+class ReadTwice(Rotated):
+    def forward(self, q, k, v, cos, sin, cache=None, asked=True):
+        q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        new, v = k, v.transpose(1, 2)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        return q, k, v, new
+
+
+@pytest.mark.parametrize("cls", [Rotated, Asked, ReadTwice])
+def test_keys_that_only_a_cache_reads_are_written_into_it(cls):
+    module, own = cls().eval(), cls().eval()
+    rewrites, _ = rewrite(module)
+    assert ("rope_cache_" in rewrites) == (cls is Rotated)
+    caches = DynamicCache(), DynamicCache()
+    caches[0].layers.append(growing_class(DynamicLayer)())
+    for tokens, asked in ((5, True), (1, True), (1, False), (2, True)):
+        q, k, v = (torch.randn(2, tokens, heads, 8) for heads in (4, 2, 2))
+        cos, sin = torch.randn(2, 1, tokens, 8)
+        with torch.no_grad():
+            ours, expected = (
+                m(q, k, v, cos, sin, c, asked) for m, c in zip((module, own), caches, strict=True)
+            )
+        for a, b in zip(ours, expected, strict=True):
+            assert_close(a, b, 2e-5)
+    with torch.no_grad():
+        for a, b in zip(*(m(q, k, v, cos, sin, None, False) for m in (module, own)), strict=True):
+            assert_close(a, b, 2e-5)
 
 
 def test_masks():

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..program.building import calls, helper, item
+from ..program.building import calls, helper
 from ..program.programs import If, Program, calls_in, name_of, names_in
 from ..program.rewrites import Form, Match
 from ..runtime import called
@@ -107,15 +107,17 @@ def _statement_of(program: Program, value: ast.expr, update: ast.Call) -> ast.As
         return None
     for statement in program.every():
         read = statement.test if isinstance(statement, If) else statement
-        if name in names_in(read) and update not in calls_in(read) and not _without_cache(program, statement):
+        is_other = name in names_in(read) and update not in calls_in(read)
+        if is_other and not _is_without_cache(program, statement, update):
             return None
     return program.defined_by(name)
 
 
-def _without_cache(program: Program, statement: ast.stmt) -> bool:
-    """Whether a statement only runs where there is no cache."""
+def _is_without_cache(program: Program, statement: ast.stmt, update: ast.Call) -> bool:
+    """Whether a statement only runs where there is no cache to update."""
+    cache = ast.unparse(update.func).removesuffix(".update")
     tests = [each.test for each in program.every() if isinstance(each, If) and statement in each.orelse]
-    return any(ast.unparse(test).removesuffix(" is not None") in program.arguments_names() for test in tests)
+    return any(ast.unparse(test) == f"{cache} is not None" for test in tests)
 
 
 def _rotation_of(
@@ -131,7 +133,7 @@ def _rotation_of(
         return None
     results = second.value.value.id
     rotation = program.defined_by(results)
-    q = _named(program, item(results, 0))
+    q = _named(program, f"{results}[0]")
     if rotation is None or q is None or ast.unparse(second.value) != f"{results}[1]":
         return None
     rope = rope_of(rotation.value)
@@ -139,15 +141,14 @@ def _rotation_of(
         return None
     if before is None:
         return rotation, q, []
-    swapped = _named(program, ast.parse(f"{name_of(q)}.{SWAP}", mode="eval").body)
+    swapped = _named(program, f"{name_of(q)}.{SWAP}")
     if swapped is None or program.uses(name_of(q)) != 1 or program.uses(name_of(before)) != 1:
         return None
     return rotation, swapped, [q, before]
 
 
-def _named(program: Program, value: ast.expr) -> ast.Assign | None:
-    """The statement that names a value."""
-    text = ast.unparse(value)
+def _named(program: Program, text: str) -> ast.Assign | None:
+    """The statement that names a value with this text."""
     return next((each for each in program.assignments() if ast.unparse(each.value) == text), None)
 
 
