@@ -1,8 +1,6 @@
 """linear_quantized, mlp_quantized and embedding_quantized against float64, and against MLX."""
 
-import math
 from contextlib import nullcontext
-from random import Random
 
 import expecttest
 import numpy as np
@@ -243,26 +241,6 @@ def test_against_mlx(format):
     assert np.allclose(linear_quantized(x, *weight, None, *format), expected, rtol=1e-4, atol=1e-4)
     embedded = embedding_quantized(torch.arange(40), *weight, *format, torch.float32)
     assert np.allclose(embedded, rows, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("format", each(ALL_FORMATS))
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sweep(device, dtype, format):
-    """Random sizes and options together."""
-    choose = Random(name_of(format) + str(dtype))
-    unit = max(format[1], 32)
-    for seed in range(6):
-        tokens, columns = choose.choice((*TOKENS, 65)), unit * choose.randint(1, 512 // unit)
-        shape = (tokens, columns, choose.randint(1, 300))
-        scale_dtype = choose.choice(DTYPES)
-        check_linear(device, shape, format, dtype, seed, scale_dtype=scale_dtype, bias=bool(seed % 2))
-        options = choose.choice(OPTIONS)
-        down_format = choose.choice(ALL_FORMATS)
-        intermediate = math.lcm(down_format[1], 32) * choose.randint(1, 3)
-        check_mlp(
-            device, (tokens, columns, intermediate), format, dtype, seed, down_format=down_format, **options
-        )
 
 
 @pytest.mark.one_schedule

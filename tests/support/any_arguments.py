@@ -55,7 +55,7 @@ class Draws:
         return self.one(*COUNTS)
 
     def leading(self) -> tuple[int, ...]:
-        return self.one((3,), (), (1,), (0,), (2, 3), (2, 0), (33,), (2, 1, 4))
+        return self.one((3,), (), (1,), (0,), (2, 3), (2, 0), (33,), (65,), (2, 1, 4))
 
     def values(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=self.generator) * scale).to(dtype or self.dtype())
@@ -277,8 +277,8 @@ def moe_compute_ids_tpe(d):
 
 def layer_of_experts(d: Draws, sizes: tuple[int, ...]) -> tuple[tuple, dict[str, Any], dict[str, Any]]:
     """(T, K, E, H, I), the arguments around the weights, and options."""
-    tokens, slots = d.one(1, 2, 3, 5, 9, 33, 40, 0), d.one(1, 2, 3, 8)
-    shape = (tokens, slots, d.one(4, 1, 7), d.one(*sizes), d.one(*sizes))
+    tokens, slots = d.one(1, 2, 3, 5, 9, 33, 40, 70, 0), d.one(1, 2, 3, 8)
+    shape = (tokens, slots, d.one(4, 1, 7, 17), d.one(*sizes), d.one(*sizes))
     dtype = d.dtype()
     around = {
         "x": d.values(tokens, shape[3], dtype=dtype),
@@ -290,7 +290,7 @@ def layer_of_experts(d: Draws, sizes: tuple[int, ...]) -> tuple[tuple, dict[str,
 
 @strategy
 def expert_mm(d):
-    (tokens, slots, experts, hidden, rows), around, _ = layer_of_experts(d, (32, 7, 64, 100, 65))
+    (tokens, slots, experts, hidden, rows), around, _ = layer_of_experts(d, (32, 7, 64, 100, 65, 200))
     dtype, transposed = around["x"].dtype, d.flag()
     matrix = (hidden, rows) if transposed else (rows, hidden)
     return {
@@ -304,7 +304,7 @@ def expert_mm(d):
 
 @strategy
 def moe_experts(d):
-    (_, _, experts, hidden, inner), around, options = layer_of_experts(d, (32, 7, 64, 100, 65))
+    (_, _, experts, hidden, inner), around, options = layer_of_experts(d, (32, 7, 64, 100, 65, 200))
     dtype, transposed = around["x"].dtype, d.flag()
     rows = 2 * inner if options["gated"] else inner
     gate_up, down = (hidden, rows) if transposed else (rows, hidden), (inner, hidden)
@@ -333,7 +333,7 @@ def named(form: tuple, prefix: str = "") -> dict[str, Any]:
 
 
 def columns_of(form: tuple) -> tuple[int, ...]:
-    return tuple(form[1] * count for count in (1, 2, 3))
+    return tuple(form[1] * count for count in (1, 2, 3, 5))
 
 
 @strategy
@@ -372,7 +372,7 @@ def moe_experts_quantized(d):
 @strategy
 def linear_quantized(d):
     form = d.one(*ALL_FORMATS)
-    columns, rows, leading = d.one(*columns_of(form)), d.one(8, 1, 33, 64), d.leading()
+    columns, rows, leading = d.one(*columns_of(form)), d.one(8, 1, 33, 64, 300), d.leading()
     x = d.values(*leading, columns)
     return {
         **{"x": x, **named(form), **norm_of_input(d, columns)},

@@ -89,6 +89,3 @@ def random_options(choose, shape, dtype, seed):
         options["shared_gate"] = random((tokens, 1)[: choose.randint(1, 2)], choose.choice(DTYPES), seed + 9)
         options["gate_is_logit"] = choose.random() < 0.5
     return options
-
-
-TOKENS = (1, 1, 2, 3, 4, 7, 8, 9, 16, 31, 32, 33, 34, 65, 100)

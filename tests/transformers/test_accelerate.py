@@ -327,12 +327,3 @@ def test_sentinels_of_expert_parallelism():
         torch_moe_mps.accelerate(experts)
         assert_close(experts(x, ids, weights), expected, 1e-5)
     assert expected[1].eq(0).all()
-
-
-# Classes that nobody here has seen
-
-
-# Rewriting of forwards
-
-
-# Formulas that look like ones of the operators
