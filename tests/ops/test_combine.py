@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from support.expert_layers import random
 from support.layouts import LAYOUTS, lay, lay_with_one_unaligned
 from support.oracles import exact, round_to
 from support.oracles_operators import check_tensor, checked, expected
@@ -17,10 +18,6 @@ from torch_moe_mps.ops.combine import (
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EPS = 1e-6
-
-
-def random(shape, dtype, seed, scale=1.0):
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
 def check_sums(residual, slots, weights, norm_weight):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.expert_layers import random
 from support.layouts import LAYOUTS, lay, lay_with_one_unaligned
 from support.oracles import FLOAT32_EPS, exact, spacing
 from support.oracles_operators import checked
@@ -32,10 +33,6 @@ def check_all(residual, input, weight, scalar, eps=EPS, weight_offset=0.0):
     alone, empty = checked("fused_residual_norm", residual, input, weight, write_sum=False, **options)
     assert torch.equal(alone, result) and empty.dtype == residual.dtype
     checked("fused_residual_norm_scalar", residual, input, weight, scalar, **options)
-
-
-def random(shape, dtype, seed, scale=1.0):
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
