@@ -11,6 +11,7 @@ The output of a layer is the residual stream, so all errors have the same unit a
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -120,38 +121,29 @@ def _measure(
         inside[layer_of(name)].append(target)
     parts = inside if checkpoint is None else checkpoint.modules
     bar = tqdm(total=len(inside), desc="Measuring", unit="part", disable=not progress)
-    with ExitStack() as stack, bar:
+    weights = ExitStack()  # those of the part that runs
+
+    def enter(part: str) -> None:
+        if checkpoint is not None:
+            weights.enter_context(checkpoint.loaded(part))
+
+    def leave(part: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        for target in inside.get(part, ()):
+            for parameter in target.formats:
+                errors = found[_name(target, parameter)]
+                for format in formats:
+                    with _rounded(target, parameter, format):
+                        errors[format] += _distance(output, module.forward(*args, **kwargs))
+        bar.update(int(part in inside))
+        weights.close()
+
+    with ExitStack() as hooks, weights, bar:
         for part in list(parts):
-            weights = stack.enter_context(ExitStack())
-
-            def enter(module: nn.Module, args: Any, part: str = part, weights: ExitStack = weights) -> None:
-                if checkpoint is not None:
-                    weights.enter_context(checkpoint.loaded(part))
-
-            def leave(
-                module: nn.Module,
-                args: Any,
-                kwargs: Any,
-                output: Any,
-                part: str = part,
-                weights: ExitStack = weights,
-            ) -> None:
-                for target in inside.get(part, ()):
-                    for parameter in target.formats:
-                        errors = found[_name(target, parameter)]
-                        for format in formats:
-                            with _rounded(target, parameter, format):
-                                errors[format] += _distance(output, module.forward(*args, **kwargs))
-                bar.update(int(part in inside))
-                weights.close()
-
             module = model.get_submodule(part)
-            hooks = (
-                module.register_forward_pre_hook(enter),
-                module.register_forward_hook(leave, with_kwargs=True),
-            )
-            for hook in hooks:
-                stack.callback(hook.remove)
+            before = module.register_forward_pre_hook(lambda *call, part=part: enter(part))
+            after = module.register_forward_hook(partial(leave, part), with_kwargs=True)
+            hooks.callback(before.remove)
+            hooks.callback(after.remove)
         model(input_ids=ids, use_cache=False)
     return found
 
