@@ -12,7 +12,7 @@ from .gated_norm import rewrite_gated_norm
 from .handover import HAND_OVER_RAW_RESULTS
 from .linear import join_linears
 from .mlp import fuse_mlp
-from .moe_gate import USE_GATE, offer_gate
+from .moe_gate import offer_gate
 from .norm_inputs import norm_inputs
 from .norms import ADD_NORMS, NORM_SUMS
 from .ordering import order_outputs
@@ -42,7 +42,6 @@ RULES: tuple[Callable[[Program], None], ...] = (
     *HAND_OVER_NORM,
     NORM_SUMS,
     offer_gate,
-    USE_GATE,  # reads which experts a router feeds, as the rules above have left their call
     *REPLACE_ROPE,
     turn_last,
     *KEEP_ROWS,  # of the calls that the rules above have made

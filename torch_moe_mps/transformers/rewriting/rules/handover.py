@@ -6,11 +6,9 @@ from ..experts_calls import is_experts_call
 from ..program.building import every_call
 from ..program.programs import Program, copied, name_of
 from ..program.rewrites import Match, Rewrite
+from .moe_gate import returns_gate
 from .options import RESIDUAL
 from .router import is_replaceable
-
-# Functions of the runtime that call experts: where they have them.
-_EXPERTS = {"_moe_mps.experts_with_shared": 0, "_moe_mps.behind": 2}
 
 
 def _feeds_experts(match: Match) -> str | None:
@@ -24,7 +22,9 @@ def _feeds_experts(match: Match) -> str | None:
     if experts is None and RESIDUAL in program.arguments_names():
         experts = experts_fed_by(program, results, or_returned=True)
         unseen = f"{RESIDUAL} is not None"
-    if experts is None or not is_replaceable(match.module("ROUTER")):
+    router = match.module("ROUTER")
+    is_gate = program.uses(results) == 2 and returns_gate(router)
+    if experts is None or not (is_gate or is_replaceable(router)):
         return None
     match.values["EXPERTS"], match.values["UNSEEN"] = experts, ast.parse(unseen, mode="eval").body
     return f"results of {match.child('ROUTER')} passed on without casts"
@@ -49,8 +49,8 @@ def experts_fed_by(program: Program, results: str, or_returned: bool = False) ->
     if sorted(found.values()) != items or any(program.uses(n) - returned.count(n) != 1 for n in found):
         return None
     for call in every_call(program):
-        place = _EXPERTS.get(ast.unparse(call.func))
+        is_ours = ast.unparse(call.func) == "_moe_mps.experts_with_shared"
         read = {argument.id for argument in call.args if isinstance(argument, ast.Name)}
-        if found.keys() <= read and (place is not None or is_experts_call(program, call)):
-            return copied(call.func if place is None else call.args[place])
+        if found.keys() <= read and (is_ours or is_experts_call(program, call)):
+            return copied(call.args[0] if is_ours else call.func)
     return None

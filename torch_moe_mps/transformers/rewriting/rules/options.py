@@ -1,8 +1,7 @@
 """What rewritten forwards hand to those of the blocks that they call, beside the blocks' own arguments.
 
 RESIDUAL: what a block adds to its result, the first one if there are several. NORM: how it norms its input,
-as arguments of operators. RAW: a router may return weights and ids without casts. GATE: it may return None
-instead of the probabilities over all experts, and weights and ids without casts.
+as arguments of operators. RAW: a router may return weights and ids without casts.
 """
 
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from ..program.programs import FORWARD
 from ..program.reads import holds
 from ..record import NOTHING, RECORD
 
-RESIDUAL, NORM, RAW, GATE = "moe_mps_residual", "moe_mps_norm", "moe_mps_raw", "moe_mps_gate"
+RESIDUAL, NORM, RAW = "moe_mps_residual", "moe_mps_norm", "moe_mps_raw"
 _NONE: tuple[None, frozenset[str]] = (None, frozenset())
 
 
