@@ -28,7 +28,8 @@ _NO_BACKWARD = (
 def operator(*, meta: Callable) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Register the decorated reference implementation as `torch.ops.moe_mps.<its name>`.
 
-    The schema is its signature. Arguments whose names end in `_` are written in place.
+    The schema is its signature. Arguments whose names end in `_` are written in place, and must share no
+    memory with another argument.
 
     `meta` receives a Check and all arguments by name, raises the one-line error for bad ones and returns
     empty outputs. It runs in front of the reference, and is the operator on the meta device and in
@@ -40,7 +41,8 @@ def operator(*, meta: Callable) -> Callable[[Callable[Arguments, Result]], Calla
 
     def register(reference: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         name = reference.__name__
-        LIBRARY.define(name + _schema_of(reference), tags=(torch.Tag.pt2_compliant_tag,))
+        written = [argument for argument in inspect.signature(reference).parameters if argument.endswith("_")]
+        LIBRARY.define(name + _schema_of(reference, written), tags=(torch.Tag.pt2_compliant_tag,))
         OPERATORS.append(name)
         check = Check(name)
         packet = getattr(torch.ops.moe_mps, name)
@@ -48,17 +50,23 @@ def operator(*, meta: Callable) -> Callable[[Callable[Arguments, Result]], Calla
         types = {argument.name: str(argument.type) for argument in arguments}
         defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
 
+        def named(args, kwargs):
+            return {**defaults, **dict(zip(types, args, strict=False)), **kwargs}
+
         @functools.wraps(meta)
         def checked_meta(*args, **kwargs):
-            given = {**defaults, **dict(zip(types, args, strict=False)), **kwargs}
+            given = named(args, kwargs)
             _check_values(check, types, given)
             outputs = meta(check, **given)
+            for argument in written:
+                check.written(argument, given[argument])
             check.same_device(**{name: given[name] for name, kind in types.items() if "Tensor" in kind})
             return outputs
 
         @functools.wraps(reference)
         def checked_reference(*args, **kwargs):
             checked_meta(*args, **kwargs)
+            _check_apart(check, written, named(args, kwargs))
             if args[0].device.type == "mps":
                 _warn_mps_reference()
             if torch._C._is_any_autocast_enabled():  # the references compute in the dtypes that they document
@@ -81,8 +89,7 @@ def operator(*, meta: Callable) -> Callable[[Callable[Arguments, Result]], Calla
     return register
 
 
-def _schema_of(reference: Callable) -> str:
-    written = [name for name in inspect.signature(reference).parameters if name.endswith("_")]
+def _schema_of(reference: Callable, written: list[str]) -> str:
     schema = torch.library.infer_schema(reference, mutates_args=written)
     return schema.replace("SymInt", "int")  # the checks ask for numbers, not for symbols
 
@@ -95,6 +102,12 @@ def _check_values(check: Check, types: dict[str, str], given: dict[str, Any]) ->
             check.fail(argument, "a tensor", None)
         if value is not None and kind in ("float", "Optional[float]"):
             check.number(argument, value)
+
+
+def _check_apart(check: Check, written: list[str], given: dict[str, Any]) -> None:
+    others = {argument: value for argument, value in given.items() if isinstance(value, Tensor)}
+    for argument in written:
+        check.apart(argument, others.pop(argument), **others)
 
 
 def _contiguous(outputs: Outputs) -> Outputs:

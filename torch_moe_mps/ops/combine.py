@@ -59,7 +59,6 @@ def _meta_weighted_sum(check, slots, weights, residual_=None, norm_weight=None, 
     sums = (*slots.shape[:-2], slots.shape[-1])
     if residual_ is not None:
         check.tensor("residual_", residual_, sums, "[..., H] of slots", (slots.dtype,))
-        check.written("residual_", residual_)
     check.tensor("norm_weight", norm_weight, sums[-1:], "[H]")
     return slots.new_empty(sums)
 
@@ -99,7 +98,6 @@ def weighted_sum_residual_stacked_(residual_: Tensor, slots: Tensor, weights: Te
 
     Stands for the source kernel weighted_sum_residual_stacked_f32.
     """
-    Check("weighted_sum_residual_stacked_").apart("residual_", residual_, slots=slots, weights=weights)
     residual_.copy_(residual_.float() + _sum_over_slots(slots, weights))
 
 
@@ -128,9 +126,6 @@ def weighted_sum_residual_norm_stacked_(
 
     Stands for the source kernel weighted_sum_residual_norm_stacked_f32.
     """
-    Check("weighted_sum_residual_norm_stacked_").apart(
-        "residual_", residual_, slots=slots, weights=weights, norm_weight=norm_weight
-    )
     residual_.copy_(residual_.float() + _sum_over_slots(slots, weights))
     return normed(residual_, norm_weight, eps).to(residual_.dtype)
 

@@ -28,7 +28,6 @@ def _meta_conv(check, x, conv_state_, weight, bias, activation):
     check.shape("conv_state_", conv_state_, (batch, channels, length), "[B, C, S]")
     if length < weight.shape[1] - 1:
         check.fail("conv_state_", f"of W - 1 = {weight.shape[1] - 1} positions or more", length)
-    check.written("conv_state_", conv_state_)
     check.tensor("bias", bias, (channels,), "[C]")
     return x.new_empty(x.shape)
 
@@ -55,9 +54,6 @@ def causal_conv1d_update_(
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
     """
-    read = {"x": x, "weight": weight, "bias": bias}
-    present = {name: tensor for name, tensor in read.items() if tensor is not None}
-    Check("causal_conv1d_update_").apart("conv_state_", conv_state_, **present)
     every = torch.cat((conv_state_.float(), x.float()), -1)
     length, width, tokens = conv_state_.shape[2], weight.shape[1], x.shape[2]
     conv_state_.copy_(every[..., every.shape[-1] - length :])
@@ -95,7 +91,6 @@ def _meta_delta(check, q, k, v, g, beta, state_, A_log, dt_bias, gate, norm_weig
     check.tensor(
         "state_", state_, (batch, heads, key_width, value_width), "[B, Hv, Dk, Dv]", (torch.float32,)
     )
-    check.written("state_", state_)
     if dt_bias is not None and A_log is None:
         check.fail("dt_bias", "None without A_log", f"shape {tuple(dt_bias.shape)}")
     for argument, tensor in (("A_log", A_log), ("dt_bias", dt_bias)):
@@ -175,10 +170,6 @@ def gated_delta_rule_(
 
     Raises: ValueError for a dtype, shape or device that does not fit.
     """
-    read = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
-    read |= {"gate": gate, "norm_weight": norm_weight}
-    present = {name: tensor for name, tensor in read.items() if tensor is not None}
-    Check("gated_delta_rule_").apart("state_", state_, **present)
     heads = v.shape[2]
     q, k = (_key_rows(x, heads, l2norm_eps) for x in (q, k))
     decay = _decay(g, A_log, dt_bias)

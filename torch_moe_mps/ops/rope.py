@@ -30,17 +30,7 @@ def _check_weight(check: Check, argument: str, weight: Tensor | None, x: Tensor 
     check.tensor(argument, weight, (x.shape[-1],), f"[D{argument[0]}]")
 
 
-def _check_rotation(
-    check: Check,
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    pairs: str,
-    rotary_dim: int | None,
-) -> None:
+def _meta_rope(check, q, k, cos, sin, q_weight, k_weight, pairs, rotary_dim, **others):
     check.choice("pairs", pairs, PAIRS)
     check.dtype("cos", cos, ACTIVATION_DTYPES)
     check.rank("cos", cos, (3,))
@@ -58,24 +48,6 @@ def _check_rotation(
     check.tensor("sin", sin, cos.shape, "cos's", (cos.dtype,))
     _check_weight(check, "q_weight", q_weight, q)
     _check_weight(check, "k_weight", k_weight, k)
-
-
-def _meta_rope(
-    check,
-    q,
-    k,
-    cos,
-    sin,
-    q_weight=None,
-    k_weight=None,
-    eps=1e-6,
-    weight_offset=0.0,
-    *,
-    pairs="half",
-    rotary_dim=None,
-    rotary_last=False,
-):
-    _check_rotation(check, q, k, cos, sin, q_weight, k_weight, pairs, rotary_dim)
     return _heads_first(q), q.new_empty(0) if k is None else _heads_first(k)
 
 
@@ -162,27 +134,8 @@ def rope(
     return q_out, q.new_empty(0) if k is None else _rotated(k, k_weight, *rest)
 
 
-def _meta_rope_cache(
-    check,
-    q,
-    k,
-    v,
-    keys_,
-    values_,
-    cos,
-    sin,
-    q_weight=None,
-    k_weight=None,
-    eps=1e-6,
-    weight_offset=0.0,
-    *,
-    pairs="half",
-    rotary_dim=None,
-    rotary_last=False,
-    norm_v=False,
-    v_weight=None,
-):
-    _check_rotation(check, q, k, cos, sin, q_weight, k_weight, pairs, rotary_dim)
+def _meta_rope_cache(check, q, k, v, keys_, values_, norm_v, v_weight, **rotation):
+    out, _ = _meta_rope(check, q, k, **rotation)
     _check_heads(check, "v", v, q, 2)
     if v_weight is not None and not norm_v:
         check.fail("v_weight", "None without norm_v", f"shape {tuple(v_weight.shape)}")
@@ -195,8 +148,7 @@ def _meta_rope_cache(
         check.shape(argument, held, shape, f"[B, H{name}, S, D{name}]")
         if held.shape[2] < tokens:
             check.fail(argument, f"of {tokens} tokens or more, as many as {name} has", tuple(held.shape))
-        check.written(argument, held)
-    return _heads_first(q)
+    return out
 
 
 @operator(meta=_meta_rope_cache)
@@ -238,12 +190,6 @@ def rope_cache_(
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
     """
-    check = Check("rope_cache_")
-    weights = {"q_weight": q_weight, "k_weight": k_weight, "v_weight": v_weight}
-    given = {argument: weight for argument, weight in weights.items() if weight is not None}
-    read = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, **given}
-    check.apart("keys_", keys_, **read, values_=values_)
-    check.apart("values_", values_, **read)
     rest = (cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last)
     v = normed(v, v_weight, eps, weight_offset).to(v.dtype) if norm_v else v
     for held, new in ((keys_, _rotated(k, k_weight, *rest)), (values_, v.transpose(1, 2))):
@@ -254,7 +200,7 @@ def rope_cache_(
 # The tables
 
 
-def _meta_rope_tables(check, position_ids, inv_freq, scaling, dtype, layout="halves"):
+def _meta_rope_tables(check, position_ids, inv_freq, dtype, layout, **others):
     check.choice("layout", layout, LAYOUTS)
     check.dtype("position_ids", position_ids, ID_DTYPES)
     check.rank("position_ids", position_ids, (2,))
