@@ -79,7 +79,6 @@ class Program:
         self.rewrites: list[str] = []
         self.reason: str | None = None  # why nothing could be replaced
         self._variables: set[str] = set()  # all names but those of arguments
-        self._unpacked: dict[str, int] = {}
         self._fresh = 0
 
     def arguments_names(self) -> set[str]:
@@ -104,7 +103,6 @@ class Program:
         """The statement that computes the values of several others: its result has one for each."""
         every = self.assign("items", value)
         name = name_of(every)
-        self._unpacked[name] = len(statements)
         for index, statement in enumerate(statements):
             self.replace(
                 statement, ast.Subscript(ast.Name(name, ast.Load()), ast.Constant(index), ast.Load())
@@ -197,7 +195,6 @@ class Program:
         """The function that runs the program, with the globals of the original."""
         self.drop_unused(is_pure)
         self._move_into_branches(is_pure)
-        self._unpack_at_once()
         self._free(self.statements, {*names_in(self.result)})
         body = [*map(_ReadChildren(self.module).visit, [*self.statements, ast.Return(self.result)])]
         # From Python 3.12 on the node has type_params, which may not be missing.
@@ -246,22 +243,6 @@ class Program:
         branches = (reader.body, reader.orelse)
         inside = [branch for branch in branches if any(name in names_in(each) for each in branch)]
         return inside[0] if len(inside) == 1 else None
-
-    def _unpack_at_once(self) -> None:
-        """Results that are only read one by one are unpacked, so that none is kept longer than it is read."""
-        for name, count in self._unpacked.items():
-            statement = self.defined_by(name)
-            if statement is None:
-                continue
-            items = {f"{name}[{index}]": index for index in range(count)}
-            parts = [each for each in self.assignments() if ast.unparse(each.value) in items]
-            if not parts or self.uses(name) != len(parts):
-                continue
-            names = [self.fresh("_") for _ in items]
-            for part in parts:
-                names[items[ast.unparse(part.value)]] = name_of(part)
-                self.block_of(part).remove(part)
-            statement.targets = [ast.Tuple([ast.Name(each, ast.Store()) for each in names], ast.Store())]
 
     def _free(self, block: Block, read: set[str]) -> set[str]:
         """Sets variables to None behind the last statement that reads them, so that tensors are freed early.
