@@ -369,6 +369,8 @@ def bad_arguments(device: str) -> list[tuple[str, dict]]:
             {"biases_": zeros(2, 2, T + 5, 1)},
             {"start": 6},
             {"start": -1},
+            {"position": zeros(1, dtype=integer)},
+            {"position": zeros(2, dtype=torch.int64)},
         ],
         "fused_norm_add": [*norm, {"weight": None}, {"eps": float("nan")}, {"weight_offset": 1e39}],
         "fused_norm_add_scalar": [norm[3], *scalar, {"scalar": None}],
@@ -676,6 +678,8 @@ moe_mps::write_cache_quantized_: scales_ must be float32, got float16
 moe_mps::write_cache_quantized_: biases_ must be of shape of scales_ = (2, 2, 8, 2), got (2, 2, 8, 1)
 moe_mps::write_cache_quantized_: start must be between 0 and 5, got 6
 moe_mps::write_cache_quantized_: start must be between 0 and 5, got -1
+moe_mps::write_cache_quantized_: position must be int64, got int32
+moe_mps::write_cache_quantized_: position must be one number, got a tensor of shape (2,)
 moe_mps::fused_norm_add: residual must be float32 or float16 or bfloat16, got int16
 moe_mps::fused_norm_add: residual must be at least 1-D, got 0-D of shape ()
 moe_mps::fused_norm_add: input must be float32, got float16

@@ -31,7 +31,7 @@ moe_mps::attention(Tensor q, Tensor k, Tensor v, float scale, *, Tensor? mask=No
     Tensor? key_range=None, float? softcap=None, Tensor? sinks=None, Tensor? k_scales=None, Tensor?
     k_biases=None, Tensor? v_scales=None, Tensor? v_biases=None) -> Tensor
 moe_mps::write_cache_quantized_(Tensor states, Tensor(a1!) packed_, Tensor(a2!) scales_, Tensor(a3!)
-    biases_, int start) -> ()
+    biases_, int start, Tensor? position=None) -> ()
 moe_mps::rms_norm(Tensor input, Tensor? weight, float eps, float weight_offset=0.) -> Tensor
 moe_mps::rms_norm_gated(Tensor input, Tensor gate, Tensor weight, float eps, float weight_offset=0.) ->
     Tensor

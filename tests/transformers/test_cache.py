@@ -5,6 +5,7 @@ import pickle
 import random
 import warnings
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,10 +18,13 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
+    StaticIndexedLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
 )
 
 import torch_moe_mps
-from torch_moe_mps.transformers.cache import QuantizedCache, grow_cache, growing_class
+from torch_moe_mps.transformers.cache import QuantizedCache, _grow, grow_cache, growing_class
 from torch_moe_mps.transformers.quantized_states import QuantizedStates
 
 PLAIN = [
@@ -87,8 +91,8 @@ class Pair:
                 results.append(str(error))
         return results
 
-    def update(self):
-        tokens = self.random.choice(NEW_TOKENS)
+    def update(self, most=NEW_TOKENS[-1]):
+        tokens = self.random.choice([number for number in NEW_TOKENS if number <= most])
         widths = (8, 4) if self.bits is None else (64, 32)
         states = [torch.randn(self.batch, 2, tokens, d, generator=self.generator) for d in widths]
         exact = states if self.bits is None else [rounded(tensor) for tensor in states]
@@ -177,6 +181,50 @@ def test_a_layer_in_8_bits_does_what_the_plain_one_does(cls, arguments, seed):
             pair.check()
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("cls", "arguments"),
+    [
+        (StaticLayer, {}),
+        (StaticIndexedLayer, {}),
+        *((StaticSlidingWindowLayer, {"sliding_window": window}) for window in (1, 7, 100, 600)),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+@torch.no_grad()
+def test_a_static_layer_in_8_bits_does_what_the_plain_one_does(cls, arguments, seed):
+    pair = Pair(cls, {"max_cache_len": 400, **arguments}, seed, 8)
+    for _ in range(40):
+        room = 400 - int(pair.plain.get_seq_length())
+        if room > 0:
+            pair.update(room)
+        pair.random.choice([pair.reorder, pair.reset, pair.save, pair.check])()
+        pair.check()
+
+
+@torch.no_grad()
+def test_a_static_layer_that_has_tokens_becomes_one_in_8_bits():
+    """What it holds is quantised; a width that no group divides stays as it is."""
+    for width in (64, 24):
+        cache = StaticCache(config=tiny_model("qwen3_moe").config, max_cache_len=9)
+        states = torch.randn(1, 2, 3, width, generator=torch.Generator().manual_seed(0))
+        cache.update(states, states, 0)
+        with nullcontext() if width == 64 else pytest.warns(UserWarning, match="keys of 24 and values of 24"):
+            _grow(cache, 8)
+        keys, _ = cache.update(states, states, 0)
+        right = rounded(states) if width == 64 else states
+        assert isinstance(keys, QuantizedStates) == (width == 64)
+        assert torch.equal(keys[:, :, :6] + 0.0, torch.cat([right, right], 2))
+        assert not (keys[:, :, 6:] + 0.0).any()
+
+
+def test_quantised_states_are_not_changed_unseen():
+    states = QuantizedStates.empty(torch.zeros(1, 1, 2, 32), 2)
+    with pytest.raises(RuntimeError, match="keys and values in 8 bits must be left as they are, got aten"):
+        states.copy_(torch.ones(1, 1, 2, 32))
+    assert states.zero_() is states and not states.dequantized().any()
+
+
 @pytest.mark.parametrize("window", [None, 1025])
 @torch.no_grad()
 def test_only_new_tokens_are_quantised(window):
@@ -220,7 +268,10 @@ def test_quantised_states_stay_so_when_copied_or_moved(device):
 def test_what_cannot_be_quantised_stays_dense():
     """A width that no group divides."""
     layer = growing_class(DynamicLayer, 8)()
-    keys, values = layer.update(torch.randn(1, 2, 3, 64), torch.randn(1, 2, 3, 24))
+    with pytest.warns(
+        UserWarning, match="heads of multiples of 32; keys of 64 and values of 24 elements stay"
+    ):
+        keys, values = layer.update(torch.randn(1, 2, 3, 64), torch.randn(1, 2, 3, 24))
     assert type(keys) is type(values) is torch.Tensor
 
 
@@ -456,10 +507,16 @@ def test_the_kernels_of_a_cache_in_8_bits(simulated, architecture):
 
 @pytest.mark.parametrize(
     "options",
-    [{"num_beams": 3}, {"prompt_lookup_num_tokens": 2}, {"assistant_model": True}, {"do_sample": True}],
+    [
+        {"num_beams": 3},
+        {"prompt_lookup_num_tokens": 2},
+        {"assistant_model": True},
+        {"do_sample": True},
+        {"cache_implementation": "static", "disable_compile": True},
+    ],
 )
 def test_generate_with_a_cache_in_8_bits(options):
-    """Beams, tokens that are taken back, and samples."""
+    """Beams, tokens that are taken back, samples, and a static cache."""
     model = tiny_model("qwen3_moe", **WIDE)
     torch_moe_mps.accelerate(model, kv_bits=8)
     if "assistant_model" in options:
@@ -473,20 +530,36 @@ def test_generate_with_a_cache_in_8_bits(options):
     assert all(isinstance(layer.keys, QuantizedStates) for layer in out.past_key_values.layers)
 
 
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+def test_a_static_cache_in_8_bits(device, architecture):
+    """The logits of a dynamic one, in windows that are full too."""
+    model = tiny_model(architecture, sliding_window=8, **WIDE).to(device)
+    torch_moe_mps.accelerate(model, kv_bits=8)
+    dynamic, _ = steps(model, IDS.to(device))
+    static, cache = steps(model, IDS.to(device), StaticCache(config=model.config, max_cache_len=24))
+    torch.testing.assert_close(static, dynamic, rtol=1e-5, atol=1e-5)
+    assert all(isinstance(layer.keys, QuantizedStates) for layer in cache.layers)
+    copied = copy.deepcopy(cache)
+    with torch.no_grad():
+        again = [model(IDS[:, :1].to(device), past_key_values=held).logits for held in (cache, copied)]
+    assert torch.equal(*again)
+
+
 def test_caches_that_stay_as_they_are_are_said():
-    """A static cache, one of a user's, and one that is offloaded, whose layers would lose their room."""
+    """One of a user's, and those that are offloaded, whose layers would lose their room."""
     model = tiny_model("qwen3_moe", **WIDE)
     torch_moe_mps.accelerate(model, kv_bits=8)
     decoder = next(m for m in model.modules() if grow_cache in m._forward_pre_hooks.values())
-    offloaded = DynamicCache(config=model.config)
-    offloaded.offloading = True
+    offloaded = DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=16)
+    for cache in offloaded:
+        cache.offloading = True
     for cache, name in (
-        (StaticCache(config=model.config, max_cache_len=16), "StaticCache"),
         (OwnCache(config=model.config), "OwnCache"),
-        (offloaded, "an offloaded DynamicCache"),
+        (offloaded[0], "an offloaded DynamicCache"),
+        (offloaded[1], "an offloaded StaticCache"),
     ):
         before = [type(layer) for layer in cache.layers]
-        with pytest.warns(UserWarning, match=f"8 is for DynamicCache; {name} keeps keys and values as they"):
+        with pytest.warns(UserWarning, match=f"8 is not for {name}, which keeps keys and values as they"):
             grow_cache(decoder, (), {"past_key_values": cache})
         assert [type(layer) for layer in cache.layers] == before
     with warnings.catch_warnings():

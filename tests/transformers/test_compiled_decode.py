@@ -4,9 +4,10 @@ import pytest
 import torch
 from support import tiny_models
 from torch._dynamo.backends.debugging import aot_eager
-from transformers import CompileConfig, StaticCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 import torch_moe_mps
+from torch_moe_mps.transformers.quantized_states import QuantizedStates
 
 ALWAYS = ["qwen3_moe", "gpt_oss"]
 IN_THE_SWEEP = ["mixtral", "glm4_moe", "deepseek_v3", "gemma4", "qwen3_next"]
@@ -44,18 +45,62 @@ def test_decode_step_compiles(architecture):
     check_decode_step(architecture, "cpu", "aot_eager")
 
 
-def test_a_static_cache_of_a_model_with_kv_bits():
-    """Stays as it is, compiles as a whole, and a warning says so."""
-    model = tiny_models.tiny_model("qwen3_moe", head_dim=32)
-    token = torch.tensor([[5]])
-    torch_moe_mps.accelerate(model)
+def model_in_8_bits(architecture, device):
+    """With windows that the prompt fills."""
+    model = tiny_models.tiny_model(architecture, head_dim=32, sliding_window=3).to(device)
+    torch_moe_mps.accelerate(model, kv_bits=8)
+    return model
+
+
+def check_decode_step_in_8_bits(architecture, device):
+    model = model_in_8_bits(architecture, device)
+    token = torch.tensor([[5]], device=device)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        expected = model(token, past_key_values=after_a_prompt(model)).logits
-        torch_moe_mps.accelerate(model, kv_bits=8)
-        with pytest.warns(UserWarning, match="StaticCache keeps keys and values as they are"):
-            cache = after_a_prompt(model)
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(compiled(token, past_key_values=cache).logits, expected)
+        caches = [after_a_prompt(model) for _ in range(2)]
+        for _ in range(3):
+            expected, result = (
+                call(token, past_key_values=cache).logits
+                for call, cache in zip((model, compiled), caches, strict=True)
+            )
+            torch.testing.assert_close(result.cpu(), expected.cpu(), rtol=1e-5, atol=1e-5)
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        ours, own = (layer.keys for layer in layers)
+        assert type(ours) is type(own) is QuantizedStates
+        torch.testing.assert_close(ours.dequantized().cpu(), own.dequantized().cpu())
+
+
+@pytest.mark.parametrize("architecture", ALWAYS)
+def test_decode_step_compiles_with_keys_and_values_in_8_bits(architecture):
+    """The codes are written where a tensor says, and read as they are."""
+    check_decode_step_in_8_bits(architecture, "cpu")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("architecture", ALWAYS)
+def test_decode_step_compiles_with_keys_and_values_in_8_bits_on_mps(simulated, architecture):
+    check_decode_step_in_8_bits(architecture, "mps")
+
+
+@torch.no_grad()
+def test_a_graph_with_16_bits_in_place_of_8_is_refused():
+    """A dynamic cache in 8 bits, and one that no uncompiled call has had; only in part compiled they work."""
+    model = model_in_8_bits("qwen3_moe", "cpu")
+    token = torch.tensor([[5]])
+    whole = torch.compile(model, fullgraph=True, backend="aot_eager")
+    static = StaticCache(config=model.config, max_cache_len=16)
+    for cache, got in ((DynamicCache(config=model.config), "a DynamicCache"), (static, "a new one")):
+        with pytest.raises(
+            Exception, match=f"a compiled call with kv_bits=8 needs a StaticCache.*, got {got}"
+        ):
+            whole(token, past_key_values=cache)
+    torch._dynamo.reset()
+    results = []
+    for call in (model, torch.compile(model, backend="aot_eager")):
+        cache = DynamicCache(config=model.config)
+        results += [call(token, past_key_values=cache).logits for _ in range(2)][1:]
+        assert type(cache.layers[0].keys) is QuantizedStates
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.sweep

@@ -144,17 +144,18 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
   return output;
 }
 
-CacheRows rows_from(const Tensor& cache, int64_t start) {
-  return {uint64_t(start * cache.stride(2)), uint64_t(cache.stride(0)), uint64_t(cache.stride(1)),
-          uint64_t(cache.stride(2))};
+CacheRows rows_of(const Tensor& cache) {
+  return {uint64_t(cache.stride(0)), uint64_t(cache.stride(1)), uint64_t(cache.stride(2))};
 }
 
 void write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const Tensor& scales_,
-                            const Tensor& biases_, int64_t start) {
+                            const Tensor& biases_, int64_t start, const std::optional<Tensor>& position) {
   constexpr const char* kName = "write_cache_quantized_";
-  prepare_write(kName, "packed_", packed_, {{"states", states_}});
-  prepare_write(kName, "scales_", scales_, {{"states", states_}, {"biases_", biases_}});
-  prepare_write(kName, "biases_", biases_, {{"states", states_}});
+  const std::pair<const char*, Tensor> read[] = {{"states", states_},
+                                                 {"position", position.value_or(Tensor())}};
+  prepare_write(kName, "packed_", packed_, {read[0], read[1]});
+  prepare_write(kName, "scales_", scales_, {read[0], read[1], {"biases_", biases_}});
+  prepare_write(kName, "biases_", biases_, {read[0], read[1]});
   if (states_.numel() == 0) return;
   Tensor states = rows_contiguous(states_);
   if (!starts_aligned(states)) states = states.clone(at::MemoryFormat::Contiguous);
@@ -164,8 +165,8 @@ void write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const 
   const Tensor biases = same_strides ? biases_ : biases_.contiguous();
 
   CacheWriteParams params{};
-  params.packed = rows_from(packed, start);
-  params.groups = rows_from(scales, start);
+  params.packed = rows_of(packed);
+  params.groups = rows_of(scales);
   params.batch_stride = states.stride(0);
   params.head_stride = states.stride(1);
   params.token_stride = states.stride(2);
@@ -174,12 +175,16 @@ void write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const 
   params.group_words = packed.size(3) / scales.size(3);
   params.tokens = states.size(2);
   params.heads = states.size(1);
+  params.start = start;
+  params.room = packed.size(2);
+  params.has_position = position.has_value();
   Commands commands;
   commands.add(quantized_attention_library(states.scalar_type()), "write_cache_quantized")
       .bind_strided(states)
       .bind_strided(packed)
       .bind_strided(scales)
       .bind_strided(biases)
+      .bind_strided(position.value_or(states))
       .params(params)
       .threadgroups({NSUInteger(ceil_div(params.threads, kCacheThreads))}, {NSUInteger(kCacheThreads)});
   commands.encode();

@@ -205,7 +205,10 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
             {"mask": values(1, 1, T, 9) > 0.0},
             {"q": values(2, 4, T, 32), **quantised_head("k"), **quantised_head("v")},
         ],
-        "write_cache_quantized_": [{"states": values(2, T, 2, 64).transpose(1, 2)}],
+        "write_cache_quantized_": [
+            {"states": values(2, T, 2, 64).transpose(1, 2)},
+            {"start": 0, "position": torch.tensor(4, device=device)},
+        ],
         "fused_norm_add": [{"input": strided, "weight_offset": 1.0}],
         "fused_residual_norm": [{"residual": strided, "write_sum": False}],
         "moe_router": [

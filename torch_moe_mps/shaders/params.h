@@ -130,9 +130,8 @@ struct AttentionParams {
   float softcap;  // 0: none
 };
 
-// A tensor of a cache that is written: of the first new token, and the strides.
+// The strides of a tensor of a cache that is written.
 struct CacheRows {
-  uint64_t first;
   uint64_t batch_stride;
   uint64_t head_stride;
   uint64_t key_stride;
@@ -150,6 +149,9 @@ struct CacheWriteParams {
   uint32_t group_words;
   uint32_t tokens;
   uint32_t heads;
+  uint32_t start;  // of the new tokens, to which the position is added
+  uint32_t room;   // tokens of the cache
+  uint32_t has_position;
 };
 
 // Linear attention by the gated delta rule

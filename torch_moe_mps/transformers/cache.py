@@ -1,4 +1,4 @@
-"""A key-value cache that grows in place, and may have 8 bits.
+"""A key-value cache that grows in place, and may have 8 bits, as a static one may.
 
 transformers' DynamicCache joins all old keys and values with the new ones in every step. Here they lie in
 memory with room behind them: new ones are written there, and attention gets views.
@@ -12,8 +12,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StaticCache,
+)
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 from ..ops.attention import CACHE_BITS
 from .quantized_states import QuantizedStates, can_be_quantized
@@ -51,29 +64,48 @@ def restore_cache(module: nn.Module) -> None:
 
 
 def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Runs before a decoder: gives the layers of a plain DynamicCache classes that grow in place."""
+    """Runs before a decoder: gives the layers of a plain cache classes that grow in place, or hold 8 bits."""
     cache: Any = kwargs.get("past_key_values", kwargs.get("cache"))  # the second of continuous batching
     if type(cache) is EncoderDecoderCache:
         cache = cache.self_attention_cache
-    if cache is None or torch.compiler.is_compiling():
+    if cache is None:
         return
     quantizes = module.__dict__.get(RECORD, NOTHING).kv_bits == CACHE_BITS
-    if type(cache) is DynamicCache and not cache.offloading:
+    is_plain = type(cache) in (DynamicCache, StaticCache) and not cache.offloading
+    if torch.compiler.is_compiling():
+        if quantizes and is_plain:
+            _require_static_8_bits(cache)
+    elif is_plain:
         _grow(cache, CACHE_BITS if quantizes else None)
     elif quantizes and not isinstance(cache, QuantizedCache):
         name = f"{'an offloaded ' if getattr(cache, 'offloading', False) else ''}{type(cache).__name__}"
         warnings.warn(
-            f"torch_moe_mps: kv_bits=8 is for DynamicCache; {name} keeps keys and values as they are",
+            f"torch_moe_mps: kv_bits=8 is not for {name}, which keeps keys and values as they are",
             stacklevel=2,
         )
 
 
-def _grow(cache: DynamicCache, bits: int | None) -> None:
+def _require_static_8_bits(cache: Any) -> None:
+    """Raises: RuntimeError for a cache that a compiled call could only fill with 16 bits."""
+    if type(cache) is DynamicCache:
+        raise RuntimeError(
+            "torch_moe_mps: a compiled call with kv_bits=8 needs a StaticCache, got a DynamicCache"
+        )
+    if any(_base_of(type(layer), CACHE_BITS) for layer in cache.layers):
+        raise RuntimeError(
+            "torch_moe_mps: a compiled call with kv_bits=8 needs a StaticCache from an uncompiled one, "
+            "got a new one"
+        )
+
+
+def _grow(cache: Any, bits: int | None) -> None:
     for layer in cache.layers:
         plain: Any = type(layer)
         growing = growing_class(plain, bits)
         if growing is not None:
             layer.__class__ = growing
+            if isinstance(layer, _Static) and layer.is_initialized:
+                layer.quantize()
 
 
 class QuantizedCache(DynamicCache):
@@ -111,20 +143,33 @@ def room_behind_window(window: int) -> int:
 
 @functools.cache
 def growing_class(plain: type, bits: int | None = None) -> type | None:
-    """The class that grows in place and otherwise does what `plain` does, or None if there is none."""
+    """The class that grows in place and otherwise does what `plain` does, or None if there is none.
+
+    Of a static layer, the class that holds 8 bits.
+    """
+    base = _base_of(plain, bits)
+    if base is None:
+        return None
+    bases = (base,) if issubclass(base, plain) else (plain, base)
+    name = f"{'Static8Bit' if issubclass(base, _Static) else 'Growing'}{plain.__name__}"
+    # transformers registers a class under its _layer_type for all models, so this one must have none.
+    return type(name, bases, {"_layer_type": None, "plain": plain, "bits": bits})
+
+
+def _base_of(plain: type, bits: int | None) -> type | None:
     update = getattr(plain, "update", None)
     if update is DynamicLayer.update:
-        growing: type = _GrowingIndexed if issubclass(plain, DynamicIndexedLayer) else _Growing
-    elif update is DynamicSlidingWindowLayer.update:
-        growing = _GrowingWindow
-    else:
-        return None
-    bases = (growing,) if issubclass(growing, plain) else (plain, growing)
-    # transformers registers a class under its _layer_type for all models, so this one must have none.
-    return type(f"Growing{plain.__name__}", bases, {"_layer_type": None, "plain": plain, "bits": bits})
+        return _GrowingIndexed if issubclass(plain, DynamicIndexedLayer) else _Growing
+    if update is DynamicSlidingWindowLayer.update:
+        return _GrowingWindow
+    if bits is not None and update is StaticLayer.update:
+        return _Static
+    if bits is not None and update is StaticSlidingWindowLayer.update:
+        return _StaticWindow
+    return None
 
 
-def _empty_layer(plain: type, bits: int) -> Any:
+def _empty_layer(plain: type, bits: int | None) -> Any:
     """A layer without its state, as pickle makes it."""
     cls: Any = growing_class(plain, bits)
     return object.__new__(cls)
@@ -150,21 +195,43 @@ def _in_place() -> bool:
     return not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-class _Growing(DynamicLayer):
-    """A layer that holds all tokens."""
+@torch.compiler.disable
+def _update_uncompiled(layer: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Of a layer in 8 bits, which grows by tensors that a graph cannot make."""
+    updated: tuple[Tensor, Tensor] = layer.update(*args, **kwargs)
+    return updated
 
-    plain: type[DynamicLayer]
+
+class _Made(CacheLayerMixin):
+    """A layer of a class that `growing_class` made."""
+
+    plain: Any
     bits: int | None
     keys: Any
     values: Any
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A copied or pickled layer has no room. A dense one is a plain one, which needs no package."""
+        state = {name: _compact(value) for name, value in self.__dict__.items()}
+        if self.bits is not None:
+            return _empty_layer, (self.plain, self.bits), state
+        return object.__new__, (self.plain,), state
+
+
+class _Growing(_Made, DynamicLayer):
+    """A layer that holds all tokens."""
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        if self.bits is not None and torch.compiler.is_compiling():
+            return _update_uncompiled(self, key_states, value_states, *args, **kwargs)
         if not _in_place():
             return self.plain.update(self, key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+            if self.bits is not None:
+                _warn_of_widths(key_states, value_states)
         tokens = key_states.shape[-2]
         quantized = self.bits is not None and can_be_quantized(key_states, value_states)
         keys = _joined(self.keys, key_states, self._room(tokens), quantized)
@@ -217,13 +284,6 @@ class _Growing(DynamicLayer):
         if self.get_seq_length() > 0:
             self.keys, self.values = _with_room(self.keys, change), _with_room(self.values, change)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """A copied or pickled layer has no room. A dense one is a plain one, which needs no package."""
-        state = {name: _compact(value) for name, value in self.__dict__.items()}
-        if self.bits is not None:
-            return _empty_layer, (self.plain, self.bits), state
-        return object.__new__, (self.plain,), state
-
 
 class _GrowingIndexed(DynamicIndexedLayer, _Growing):
     """A layer that holds all tokens, and keys of an indexer beside its own."""
@@ -265,6 +325,72 @@ class _GrowingWindow(_Growing, DynamicSlidingWindowLayer):
 
     def _is_prompt(self, tokens: int) -> bool:
         return tokens > room_behind_window(self.sliding_window) and not self.record_past
+
+
+class _Static(_Made, StaticLayer):
+    """A static layer in 8 bits, as long as the width of its heads allows that.
+
+    Compiled steps write into it: nothing here depends on the values of a tensor, nor makes a QuantizedStates,
+    which a graph cannot.
+    """
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self.quantize()
+
+    def quantize(self) -> None:
+        """What the layer holds."""
+        _warn_of_widths(self.keys, self.values)
+        if not isinstance(self.keys, QuantizedStates) and can_be_quantized(self.keys, self.values):
+            for name in ("keys", "values"):
+                dense = getattr(self, name)
+                states = QuantizedStates.empty(dense, dense.shape[2])
+                states.write(0, dense)
+                setattr(self, name, states)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if not isinstance(self.keys, QuantizedStates):
+            return super().update(key_states, value_states, *args, **kwargs)
+        return self.add(key_states, value_states)
+
+    def add(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Holds new keys and values; what attention reads."""
+        self.keys.write(0, key_states, self.cumulative_length)
+        self.values.write(0, value_states, self.cumulative_length)
+        self.cumulative_length.add_(key_states.shape[2])
+        return self.keys, self.values
+
+
+class _StaticWindow(_Static, StaticSlidingWindowLayer):
+    """A sliding window of a static cache."""
+
+    def add(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, before, window = key_states.shape[2], self.cumulative_length_int, self.max_cache_len
+        self.cumulative_length_int += tokens
+        if before + tokens <= window:
+            return super().add(key_states, value_states)
+        if tokens == 1:
+            self.keys.push(key_states)
+            self.values.push(value_states)
+            return self.keys, self.values
+        kept, shown = min(before, window - 1), []
+        for held, new in ((self.keys, key_states), (self.values, value_states)):
+            states = QuantizedStates.empty(new, kept + tokens)
+            states.write(0, held.tokens(min(before, window) - kept, kept))
+            states.write(kept, new)
+            held.write(0, states.tokens(kept + tokens - window, window))
+            shown.append(states)
+        return shown[0], shown[1]
+
+
+def _warn_of_widths(keys: Tensor, values: Tensor) -> None:
+    if not can_be_quantized(keys, values):
+        widths = f"keys of {keys.shape[-1]} and values of {values.shape[-1]} elements stay as they are"
+        warnings.warn(f"torch_moe_mps: kv_bits=8 is for heads of multiples of 32; {widths}", stacklevel=2)
 
 
 def _joined(held: Tensor, new: Tensor, room: int | None = None, quantized: bool = False) -> Tensor:

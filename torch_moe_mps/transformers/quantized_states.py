@@ -36,7 +36,8 @@ def can_be_quantized(*states: Tensor) -> bool:
 class QuantizedStates(Tensor):
     """[B, Hk, S, D] in 8 bits. Whatever uses it gets the numbers that its codes stand for.
 
-    Tokens and batches can be chosen without that, by slices and index_select.
+    Tokens and batches can be chosen without that, by slices and index_select. Nothing but `write` and `zero_`
+    changes it.
 
     Attributes:
         packed, scales, biases: [B, Hk, S, D / 4], and twice [B, Hk, S, D / group], as
@@ -73,13 +74,19 @@ class QuantizedStates(Tensor):
         """A view of some tokens."""
         return self.map(lambda tensor: tensor.narrow(2, start, count))
 
-    def write(self, start: int, states: Tensor) -> None:
-        """Tokens from `start` on become these states, quantised or not."""
+    def write(self, start: int, states: Tensor, position: Tensor | None = None) -> None:
+        """Tokens from `start`, or `start + position`, on become these states; with a position, dense ones."""
         if isinstance(states, QuantizedStates):
             for part, other in zip(self._parts(), states._parts(), strict=True):
                 part.narrow(2, start, states.shape[2]).copy_(other)
         else:
-            torch.ops.moe_mps.write_cache_quantized_(states, *self._parts(), start)
+            torch.ops.moe_mps.write_cache_quantized_(states, *self._parts(), start, position)
+
+    def push(self, states: Tensor) -> None:
+        """One token at the end, for which the first one goes."""
+        for part in self._parts():
+            part.copy_(part.roll(-1, 2))
+        self.write(self.shape[2] - 1, states)
 
     def dequantized(self) -> Tensor:
         size = self.shape[3] // self.scales.shape[3]
@@ -119,5 +126,13 @@ class QuantizedStates(Tensor):
                 kwargs = {name: value for name, value in kwargs.items() if name != "dtype"}
             if rows or moves or func in _OF_EVERYTHING:
                 return first.map(lambda tensor: func(tensor, *args[1:], **kwargs))
+            if func is _ATEN.zero_.default:
+                for part in first._parts():
+                    part.zero_()
+                return first
+        if func._schema.is_mutable and isinstance(first, QuantizedStates):
+            raise RuntimeError(
+                f"torch_moe_mps: keys and values in 8 bits must be left as they are, got {func}"
+            )
         args, kwargs = tree_map_only(QuantizedStates, QuantizedStates.dequantized, (args, kwargs))
         return func(*args, **kwargs)
