@@ -16,6 +16,10 @@ from transformers import (
     Gemma2Config,
     GptOssConfig,
     GptOssForCausalLM,
+    T5GemmaConfig,
+    T5GemmaForConditionalGeneration,
+    VaultGemmaConfig,
+    VaultGemmaForCausalLM,
 )
 from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
@@ -280,6 +284,45 @@ def test_padded_prompts(simulated, name, monkeypatch):
         assert len(kernels) == 3 * layers
         monkeypatch.setattr(CausalMask, "elements", lambda mask: pytest.fail(f"{mask} was made"))
         padded_steps(model, ids)
+
+
+OTHER_GEMMAS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+OTHER_GEMMAS |= {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6, "vocab_size": 97}
+
+
+def test_vault_gemma(device):
+    model = VaultGemmaForCausalLM(VaultGemmaConfig(**OTHER_GEMMAS)).to(device).eval()
+    ids = torch.randint(1, 50, (3, 20), generator=torch.Generator().manual_seed(1)).to(device)
+    expected = [*padded_steps(model, ids), *steps(model, ids)]
+    report = str(torch_moe_mps.accelerate(model))
+    assert "rope_cache_; attention" in report
+    for ours, own in zip([*padded_steps(model, ids), *steps(model, ids)], expected, strict=True):
+        torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_cross_attention_beside_soft_caps(device):
+    """T5Gemma's shares its config with causal layers; without a mask it sees all keys all the same."""
+    decoder = {**OTHER_GEMMAS, "cross_attention_hidden_size": 32}
+    config = T5GemmaConfig(encoder=OTHER_GEMMAS, decoder=decoder, vocab_size=97)
+    model = T5GemmaForConditionalGeneration(config).to(device).eval()
+    ids = torch.randint(1, 50, (2, 9), generator=torch.Generator().manual_seed(1)).to(device)
+    shown = torch.ones_like(ids)
+    shown[0, :4] = 0
+
+    def run() -> list[torch.Tensor]:
+        logits = [model(input_ids=ids, decoder_input_ids=ids, attention_mask=m).logits for m in (None, shown)]
+        cache = None
+        for part in ids.split([5, 3, 1], 1):
+            out = model(input_ids=ids, decoder_input_ids=part, past_key_values=cache)
+            logits.append(out.logits)
+            cache = out.past_key_values
+        return logits
+
+    expected = run()
+    torch_moe_mps.accelerate(model)
+    for ours, own in zip(run(), expected, strict=True):
+        torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
 
 
 def in_windows(model, ids) -> list[torch.Tensor]:

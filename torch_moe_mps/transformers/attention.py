@@ -169,7 +169,8 @@ def attention(
         query: [B, Hq, T, D].
         key, value: [B, Hk, S, D] and [B, Hk, S, Dv].
         attention_mask: [B, 1, T, S], True or 0 where a token sees a key, or None: a single token is the last
-            of S, several are the first; each sees its own key and what lies before it, in the window.
+            of S, several are the first; each sees its own key and what lies before it, in the window. Without
+            one, attention that is not causal, such as cross-attention, runs the model's own code.
         scaling: of the scores; without it D ** -0.5.
         dropout, kwargs: for the model's own code, which runs where dropout is asked for.
         sliding_window: of the layer; a mask holds it already.
@@ -181,7 +182,8 @@ def attention(
     Raises: RuntimeError where the model's own code is needed and its file has none.
     """
     window = sliding_window if attention_mask is None else None
-    plain = dropout == 0.0 and not kwargs.get("output_attentions")
+    sees_all = attention_mask is None and getattr(module, "is_causal", True) is False
+    plain = dropout == 0.0 and not kwargs.get("output_attentions") and not sees_all
     if plain and _takes(query, key, value, attention_mask, s_aux):
         return _attend(query, key, value, attention_mask, scaling, window, s_aux, softcap), None
     files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)  # FSDP2 puts a class on top
@@ -192,14 +194,14 @@ def attention(
             f"torch_moe_mps: attention of {type(module).__name__} must be in a file with "
             "eager_attention_forward, which training and dropout need, got none"
         )
-    if attention_mask is None and query.shape[2] > 1:
+    if attention_mask is None and query.shape[2] > 1 and not sees_all:
         key, value = _seen(query, key, value)
     return eager(
         module,
         query,
         _dense(key),
         _dense(value),
-        _additive(_elements(attention_mask), query, key, window),
+        None if sees_all else _additive(_elements(attention_mask), query, key, window),
         scaling=scaling,
         dropout=dropout,
         sliding_window=sliding_window,
