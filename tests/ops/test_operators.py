@@ -63,7 +63,7 @@ moe_mps::gated_delta_rule_(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, 
     Tensor? gate=None, Tensor? norm_weight=None, float norm_eps=9.9999999999999995e-07, float
     norm_offset=0.) -> Tensor
 moe_mps::linear_quantized(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor? bias, int bits,
-    int group_size, str mode, *, Tensor? residual=None, Tensor? order=None, Tensor? norm_weight=None, float
+    int group_size, str mode, Tensor? residual=None, Tensor? order=None, Tensor? norm_weight=None, float
     norm_eps=9.9999999999999995e-07, float norm_offset=0.) -> Tensor
 moe_mps::mlp_quantized(Tensor x, Tensor gate_up_packed, Tensor gate_up_scales, Tensor? gate_up_biases,
     Tensor down_packed, Tensor down_scales, Tensor? down_biases, int bits, int group_size, str mode, *,
@@ -97,7 +97,7 @@ moe_mps::moe_router(Tensor logits, int top_k, *, str scoring, Tensor? bias=None,
     Tensor? per_expert_scale=None) -> (Tensor, Tensor)
 moe_mps::moe_router_topk_softmax(Tensor logits, int top_k, bool norm_topk_prob) -> (Tensor, Tensor)
 moe_mps::fused_moe_routing(Tensor logits, Tensor per_expert_scale, int top_k) -> (Tensor, Tensor)
-moe_mps::router_logits(Tensor x, Tensor weight, Tensor? bias=None, *, Tensor? norm_weight=None, float
+moe_mps::router_logits(Tensor x, Tensor weight, Tensor? bias=None, Tensor? norm_weight=None, float
     norm_eps=9.9999999999999995e-07, float norm_offset=0., ScalarType? dtype=None) -> Tensor
 moe_mps::moe_gate(Tensor hidden, Tensor router_weight, Tensor norm_weight, Tensor per_expert_scale, int
     top_k, float eps, bool renormalize_after_scale=True) -> (Tensor, Tensor)

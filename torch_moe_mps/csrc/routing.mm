@@ -154,7 +154,7 @@ Tensor logits_of(const Tensor& hidden, const Tensor& router, const std::optional
   Commands commands;
   commands
       .add({"routing", router.scalar_type()},
-           c10::str(norm ? "normed_logits" : "logits", many ? "_many" : "_few"))
+           std::string(norm ? "normed_logits" : "logits") + (many ? "_many" : "_few"))
       .bind(width > 0 ? hidden : logits)  // an empty tensor cannot be bound
       .bind(width > 0 ? router : logits)
       .bind(width > 0 && norm ? norm->weight : logits)

@@ -57,7 +57,6 @@ def linear_quantized(
     bits: int,
     group_size: int,
     mode: str,
-    *,
     residual: Tensor | None = None,
     order: Tensor | None = None,
     norm_weight: Tensor | None = None,

@@ -289,7 +289,6 @@ def router_logits(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    *,
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,

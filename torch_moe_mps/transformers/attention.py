@@ -239,8 +239,11 @@ def _attend(
     elif isinstance(mask, CausalMask):
         key, value = _first(key, mask.seen), _first(value, mask.seen)
         window, key_range, mask = mask.window, mask.key_range, None
-    options: dict[str, Any] = {"mask": mask, "window": window, "key_range": key_range}
-    options |= {"softcap": softcap, "sinks": sinks}
+    options: dict[str, Any] = {}
+    asked = {"mask": mask, "window": window, "key_range": key_range, "softcap": softcap, "sinks": sinks}
+    for name, given in asked.items():
+        if given is not None:  # the dispatcher takes time for each argument
+            options[name] = given
     if isinstance(key, QuantizedStates) and isinstance(value, QuantizedStates):
         options |= {"k_scales": key.scales, "k_biases": key.biases}
         options |= {"v_scales": value.scales, "v_biases": value.biases}

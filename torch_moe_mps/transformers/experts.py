@@ -1,6 +1,7 @@
 """The experts implementation "moe_mps": every class with the experts interface of transformers."""
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.nn.modules import module as torch_module
 
 from ..ops._activations import POINTWISE, Activation
 from ..ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
+from ..quantization import TENSORS
 from .global_scales import expert_qmm, global_scales_of
 from .interface import Experts, formats_of, is_quantized, projections
 from .rewriting.program.formulas import Node, evaluate, inline, operation_of
@@ -22,6 +24,8 @@ from .rewriting.record import RECORD, record_of
 ops = torch.ops.moe_mps
 
 NAME = "moe_mps"
+# What a projection is called once it is quantised: not put together in each call.
+_PACKED = {name: [f"{name}_{part}" for part in TENSORS] for name in ("gate_up_proj", "up_proj", "down_proj")}
 # The formula of _apply_gate on its argument X, with G and U its gate and up half.
 _GATES = {
     "silu_clamped": "silu(clamp_max(G, LIMIT)) * clamp(U, LOW, LIMIT)",
@@ -113,7 +117,7 @@ def is_observed(*modules: nn.Module) -> bool:
 
 
 def _activation_is_observed(experts: nn.Module) -> bool:
-    activation = getattr(experts, "act_fn", None)
+    activation = experts.__dict__.get("act_fn") or experts._modules.get("act_fn")
     return isinstance(activation, nn.Module) and is_observed(activation)
 
 
@@ -125,7 +129,7 @@ def may_be_fused(experts: nn.Module) -> bool:
     own = experts.__dict__
     if RECORD not in own or own[RECORD].reads is None or is_observed(experts):
         return False
-    if experts.__dict__.get("quantization") is not None:
+    if own.get("quantization") is not None:
         return True  # with a config of its own, see `pinned_config`
     config: Any = experts.config
     return config._experts_implementation == NAME
@@ -224,14 +228,14 @@ def experts_forward(
     `shared_gate` (a logit), `shared_out`, `residual` and `norm` (arguments of the operators) come from blocks
     that `accelerate` rewrote: g * shared_out + residual is added, and `hidden_states` are normed.
     """
-    inputs = [hidden_states, top_k_weights]
     shared: dict[str, Any] = {}
-    for name, term in (("shared_gate", shared_gate), ("shared_out", shared_out), ("residual", residual)):
-        if term is not None:
-            shared[name] = term
-            inputs.append(term)
+    if residual is not None:
+        shared["residual"] = residual
+    if shared_out is not None:
+        shared["shared_out"] = shared_out
     if shared_gate is not None:
-        shared["gate_is_logit"] = True
+        shared |= {"shared_gate": shared_gate, "gate_is_logit": True}
+    inputs = (hidden_states, top_k_weights, residual, shared_out, shared_gate)
     if self.__dict__.get("quantization") is not None:  # getattr of a missing attribute is slow on modules
         if torch.is_grad_enabled():
             _require_no_gradients(self, inputs)
@@ -263,8 +267,8 @@ def normed(norm: dict[str, Any] | None, x: Tensor) -> Tensor:
     return x if norm is None else ops.rms_norm(x, *norm.values())
 
 
-def _require_no_gradients(self: nn.Module, inputs: list[Tensor]) -> None:
-    if any(x.requires_grad for x in inputs):
+def _require_no_gradients(self: nn.Module, inputs: Iterable[Tensor | None]) -> None:
+    if any(x is not None and x.requires_grad for x in inputs):
         raise NotImplementedError(
             f"moe_mps: {type(self).__name__} has quantised experts, without gradients; use torch.no_grad()"
         )
@@ -274,21 +278,20 @@ def _quantized_forward(
     self: Experts, x: Tensor, ids: Tensor, weights: Tensor, shared: dict, norm: dict[str, Any] | None
 ) -> Tensor:
     form, down_form = self.quantization, self.down_quantization
-    names = projections(self)
-    first, second = _packed(self, names[0]), _packed(self, names[1])
-    bias = down_bias = None
+    projection, down_projection = projections(self)
+    first, second = _packed(self, projection), _packed(self, down_projection)
+    biases: dict[str, Any] = {}
     if self.has_bias:
         bias = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
-        down_bias = self.down_proj_bias
+        biases = {"gate_up_bias": bias, "down_bias": self.down_proj_bias}
     activation = None if _activation_is_observed(self) else _activation(self)
     if activation is None:
-        hidden = expert_qmm(self, names[0], normed(norm, x), first, ids, form, bias)
+        x = normed(norm, x)
+        hidden = expert_qmm(self, projection, x, first, ids, form, biases.get("gate_up_bias"))
         hidden = _own_activation(self, hidden)
-        hidden = expert_qmm(self, names[1], hidden, second, ids, down_form, down_bias)
+        hidden = expert_qmm(self, down_projection, hidden, second, ids, down_form, biases.get("down_bias"))
         return _own_combine(self, hidden, weights, shared)
-    options = _arguments(activation) | shared | (norm or {})
-    if self.has_bias:
-        options |= {"gate_up_bias": bias, "down_bias": down_bias}
+    options = _arguments(activation) | biases | shared | (norm or {})
     if down_form is not form:
         options |= {"down_bits": down_form.bits, "down_group_size": down_form.group_size}
         options["down_mode"] = down_form.mode
@@ -297,16 +300,12 @@ def _quantized_forward(
     )
 
 
-def _packed(self: nn.Module, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    own = self._parameters
-    packed, scales = own.get(name + "_packed"), own.get(name + "_scales")
+def _packed(self: nn.Module, projection: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    names, own = _PACKED[projection], self._parameters
+    packed, scales, biases = own.get(names[0]), own.get(names[1]), own.get(names[2])
     if packed is None or scales is None:  # not where `quantize` put them
-        return (
-            getattr(self, name + "_packed"),
-            getattr(self, name + "_scales"),
-            getattr(self, name + "_biases", None),
-        )
-    return packed, scales, own.get(name + "_biases")
+        return getattr(self, names[0]), getattr(self, names[1]), getattr(self, names[2], None)
+    return packed, scales, biases
 
 
 def _fits(x: Tensor, weight: Tensor, ids: Tensor) -> bool:

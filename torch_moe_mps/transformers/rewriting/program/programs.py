@@ -23,6 +23,9 @@ from .. import runtime
 # Attributes of the subclasses that rewriting makes: the class before, and the new forward with its options.
 CLASS_MARK, FORWARD = "_moe_mps_original_class", "_moe_mps_forward"
 
+# Names in rewritten forwards for the dictionaries of a module.
+_LOCALS = {"__dict__": "_moe_mps_own", "_modules": "_moe_mps_modules", "_parameters": "_moe_mps_parameters"}
+
 Block: TypeAlias = list[ast.stmt]
 IsPure: TypeAlias = Callable[[ast.expr, nn.Module], bool]
 
@@ -196,7 +199,9 @@ class Program:
         self.drop_unused(is_pure)
         self._move_into_branches(is_pure)
         self._free(self.statements, {*names_in(self.result)})
-        body = [*map(_ReadChildren(self.module).visit, [*self.statements, ast.Return(self.result)])]
+        members = _ReadMembers(self.module)
+        body = [*map(members.visit, [*self.statements, ast.Return(self.result)])]
+        body = [*members.prologue(), *body]
         # From Python 3.12 on the node has type_params, which may not be missing.
         options: dict[str, Any] = {"type_params": []}
         forward = ast.FunctionDef("forward", self.arguments, body, [], **options)
@@ -293,22 +298,41 @@ class RenameVariables(ast.NodeTransformer):
         return ast.Name(self.names.get(node.id, node.id), node.ctx)
 
 
-class _ReadChildren(ast.NodeTransformer):
-    """self.child is read from the dictionaries that hold it: attributes of modules are slow.
+class _ReadMembers(ast.NodeTransformer):
+    """self.child and self.parameter are read from the dictionaries that hold them: attributes are slow.
 
-    The instance's own dictionary comes first: something may be written there over a child.
+    The instance's own dictionary comes first: something may be written there over them.
     """
 
     def __init__(self, module: nn.Module):
-        self.names = {name for name in module._modules if not hasattr(type(module), name)}
+        self.places = {
+            name: place
+            for place in ("_modules", "_parameters")
+            for name in getattr(module, place)
+            if not hasattr(type(module), name)
+        }
+        self.read: set[str] = set()
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
-        is_child = node.attr in self.names and isinstance(node.ctx, ast.Load)
-        if not is_child or not isinstance(node.value, ast.Name) or node.value.id != "self":
+        place = self.places.get(node.attr) if isinstance(node.ctx, ast.Load) else None
+        if place is None or not isinstance(node.value, ast.Name) or node.value.id != "self":
             return node
-        places = (f"self.{own}.get({node.attr!r})" for own in ("__dict__", "_modules"))
-        return ast.BoolOp(ast.Or(), [*(ast.parse(place, mode="eval").body for place in places), node])
+        self.read |= {"__dict__", place}
+        name, own = repr(node.attr), _LOCALS["__dict__"]
+        return ast.IfExp(
+            test=ast.parse(f"{name} in {_LOCALS[place]} and {name} not in {own}", mode="eval").body,
+            body=ast.parse(f"{_LOCALS[place]}[{name}]", mode="eval").body,
+            orelse=node,
+        )
+
+    def prologue(self) -> list[ast.stmt]:
+        """Gives the dictionaries that are read names."""
+        return [
+            ast.parse(f"{name} = self.{place}").body[0]
+            for place, name in _LOCALS.items()
+            if place in self.read
+        ]
 
 
 def compile_forward(function: types.FunctionType, forward: ast.FunctionDef) -> types.FunctionType:

@@ -82,11 +82,12 @@ def kept(reads: dict[tuple[int, str], Read]) -> tuple[tuple, ...]:
 def holds(module: nn.Module) -> bool:
     """Whether a module, and others in it, still have the attributes that its rewritten forward rests on."""
     for owner, path, value, kept_in in module.__dict__[RECORD].reads:
-        if kept_in is not None:  # most of them; getattr on a module is slow
-            own = owner.__dict__
-            now = (own[kept_in] if kept_in and path not in own else own).get(path)
-            if now is not None and (now is value or (value is _TENSOR and isinstance(now, Tensor))):
-                continue
+        own = owner.__dict__  # getattr on a module is slow
+        if kept_in and path not in own:
+            own = own[kept_in]
+        now = own.get(path)
+        if now is not None and (now is value or (value is _TENSOR and isinstance(now, Tensor))):
+            continue
         now = _value(owner, path)
         if now is not value and not (isinstance(value, _PLAIN) and type(now) is type(value) and now == value):
             return False

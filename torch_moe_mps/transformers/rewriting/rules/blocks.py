@@ -90,7 +90,7 @@ def linear(
         shape = (*x.shape[:-1], weights[0].shape[0])
         residual = residual if residual.shape == shape else residual.reshape(shape)
     return ops.linear_quantized(
-        x, *weights, form.bits, form.group_size, form.mode, residual=residual, **(norm or {})
+        x, *weights, form.bits, form.group_size, form.mode, residual, None, *(norm or {}).values()
     )
 
 

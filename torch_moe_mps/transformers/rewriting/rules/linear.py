@@ -4,6 +4,7 @@ Their rows are concatenated in memory.
 """
 
 import ast
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, TypeGuard
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from ...experts import is_observed, normed
 from ...linears import QuantizedLinear
 from ..program.building import calls, child_of_call, helper, item, own_module, replace_in
-from ..program.programs import Program, name_of
+from ..program.programs import Program, calls_in, name_of
 from ..record import NOTHING, RECORD, record_of
 from ..runtime import called
 
@@ -42,14 +43,17 @@ class Joined:
         )
         has_bias = any(layer.bias is not None for layer in layers)
         self.bias = self._join([_bias(layer) for layer in layers]) if has_bias else None
-        self.places = self._share(layers)
+        self._share(layers)
+        self.parameters = _parameters(layers)
+        self.weights = [getattr(layer, name) for layer in layers for name in ("packed", "scales")]
+        self.addresses = [*map(Tensor.data_ptr, self.weights)]
 
     @staticmethod
     def _join(tensors: list[Tensor | None]) -> Tensor | None:
         present = [tensor.detach() for tensor in tensors if tensor is not None]
         return torch.cat(present) if present else None
 
-    def _share(self, layers: Sequence[QuantizedLinear]) -> list[tuple]:
+    def _share(self, layers: Sequence[QuantizedLinear]) -> None:
         for name in _TENSORS:
             whole = getattr(self, name)
             parts = [None] * len(layers) if whole is None else whole.split(self.rows)
@@ -57,10 +61,11 @@ class Joined:
                 parameter = layer._parameters[name]
                 if parameter is not None:
                     parameter.data = part
-        return _places(layers)
 
     def is_current(self, layers: Sequence[nn.Module]) -> bool:
-        return _places(layers) == self.places
+        """Whether the layers' parameters still are views of these weights, which `to` moves away."""
+        same = all(map(operator.is_, _parameters(layers), self.parameters))
+        return same and [*map(Tensor.data_ptr, self.weights)] == self.addresses
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         return _nothing, ()
@@ -72,21 +77,12 @@ def _bias(layer: QuantizedLinear) -> Tensor:
     return torch.zeros(layer.rows, dtype=layer.weight.dtype, device=layer.packed.device)
 
 
-def _places(layers: Sequence[nn.Module]) -> list[tuple]:
-    """The addresses of layers' weights, and the parameters that hold them: they change with the weights.
-
-    Empty for weights without memory of their own: torch.export and FSDP2 put subclasses of Tensor there.
-    """
-    places: list[tuple] = []
+def _parameters(layers: Sequence[nn.Module]) -> list[Tensor | None]:
+    found: list[Tensor | None] = []
     for layer in layers:
         own = layer._parameters
-        packed, scales = own.get("packed"), own.get("scales")
-        if packed is None or scales is None or packed.__class__ not in _WITH_MEMORY:
-            places.append(())
-        else:
-            addresses = packed.data_ptr(), scales.data_ptr()
-            places.append((*addresses, scales.dtype, id(own["biases"]), id(own["bias"])))
-    return places
+        found += own.get("packed"), own.get("scales"), own.get("biases"), own.get("bias")
+    return found
 
 
 def _can_join(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[QuantizedLinear]]:
@@ -121,28 +117,37 @@ def join(*layers: nn.Module) -> bool:
     return True
 
 
-def together(layers: tuple[nn.Module, ...], x: Tensor, options: dict[str, Any] | None) -> Tensor | None:
-    """The concatenated outputs of the layers, with options of the operator; None if they are no matrix."""
+def together(
+    layers: tuple[nn.Module, ...], x: Tensor, norm: dict[str, Any] | None, order: Tensor | None = None
+) -> Tensor | None:
+    """The concatenated outputs of the layers behind a norm, in an order; None if they are no matrix."""
     if not join(*layers):
         return None
     whole = layers[0].__dict__[RECORD].joined
     form = whole.format
     return ops.linear_quantized(
         x, whole.packed, whole.scales, whole.biases, whole.bias, form.bits, form.group_size, form.mode,
-        **(options or {}),
+        None, order, *(norm or {}).values(),
     )  # fmt: skip
 
 
 @called
 def linears(
-    layers: tuple[nn.Module, ...], x: Tensor, moe_mps_norm: dict[str, Any] | None = None
+    layers: tuple[nn.Module, ...],
+    x: Tensor,
+    shape: tuple[int, ...] | None = None,
+    moe_mps_norm: dict[str, Any] | None = None,
 ) -> Sequence[Tensor]:
-    """layer(norm(x)) of each layer."""
+    """layer(norm(x)) of each layer, all in the shape [..., -1, width] of heads if one is given."""
     out = together(layers, x, moe_mps_norm)
     if out is None:
         x = normed(moe_mps_norm, x)
-        return [layer(x) for layer in layers]
-    return out.split_with_sizes(layers[0].__dict__[RECORD].joined.rows, -1)
+        each = [layer(x) for layer in layers]
+        return each if shape is None else [output.view(shape) for output in each]
+    rows = layers[0].__dict__[RECORD].joined.rows
+    if shape is None:
+        return out.split_with_sizes(rows, -1)
+    return out.view(shape).split_with_sizes([count // shape[-1] for count in rows], -2)
 
 
 def layer_and_input(program: Program, call: ast.Call) -> tuple[str, nn.Module, str] | None:
@@ -175,9 +180,33 @@ def join_linears(program: Program) -> None:
 def _join(
     program: Program, first: ast.Assign, group: list[tuple[ast.Assign, ast.Call, str, nn.Module]]
 ) -> None:
-    _, call, *_ = group[0]
-    layers = ast.Tuple([own_module(name) for _, _, name, _ in group], ast.Load())
-    together = program.assign("joined", helper("linears", layers, call.args[0]))
+    outputs = [call for _, call, *_ in group]
+    arguments = [ast.Tuple([own_module(name) for _, _, name, _ in group], ast.Load()), outputs[0].args[0]]
+    views = [view for statement, call, *_ in group for view in _views_of(statement, call)]
+    shape = _shape_of_heads(program, views, first) if len(views) == len(group) else None
+    if shape is not None:
+        outputs = views
+        arguments.append(shape)
+    together = program.assign("joined", helper("linears", *arguments))
     program.insert(first, together)
-    for index, (statement, call, *_) in enumerate(group):
-        replace_in(program, statement, call, item(name_of(together), index))
+    for index, ((statement, *_), output) in enumerate(zip(group, outputs, strict=True)):
+        replace_in(program, statement, output, item(name_of(together), index))
+
+
+def _views_of(statement: ast.Assign, call: ast.Call) -> list[ast.Call]:
+    """`call.view(...)` in a statement."""
+    functions = ((each, each.func) for each in calls_in(statement.value))
+    return [
+        each for each, f in functions if isinstance(f, ast.Attribute) and (f.value, f.attr) == (call, "view")
+    ]
+
+
+def _shape_of_heads(program: Program, views: list[ast.Call], first: ast.Assign) -> ast.expr | None:
+    """The shape [..., -1, width] that all views have, if it is known before the statement `first`."""
+    shape = views[0].args[0]
+    found = program.defined_by(shape.id) if isinstance(shape, ast.Name) else None
+    every = list(program.every())
+    if found is None or not isinstance(found.value, ast.Tuple) or every.index(found) > every.index(first):
+        return None
+    is_one = len({ast.unparse(argument) for view in views for argument in view.args}) == 1
+    return shape if is_one and [*map(ast.unparse, found.value.elts[-2:-1])] == ["-1"] else None

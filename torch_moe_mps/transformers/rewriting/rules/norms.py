@@ -106,39 +106,38 @@ def _has_weight(module: nn.Module, weight: Node | None) -> bool:
 
 def _arguments(norm: nn.Module, residual: Tensor, x: Tensor) -> tuple[Tensor, float, float] | None:
     """The norm's weight, eps and weight_offset; None where the module, its hooks included, has to run."""
-    formula: NormFormula | None = norm.__dict__.get(RECORD, NOTHING).formula
-    if formula is None or is_observed(norm):
+    if is_observed(norm) or not (isinstance(residual, Tensor) and isinstance(x, Tensor)):
         return None
-    if not (isinstance(residual, Tensor) and isinstance(x, Tensor)):
+    return norm_arguments(norm, x) if residual.dtype is x.dtype and residual.shape == x.shape else None
+
+
+def norm_arguments(norm: nn.Module, x: Tensor) -> tuple[Any, float, float] | None:
+    """The weight, None without one, eps and weight_offset; None where only the module's own code norms x."""
+    own = norm.__dict__
+    formula: NormFormula | None = own.get(RECORD, NOTHING).formula
+    if formula is None:
         return None
-    weight = weight_of(norm)
-    same = residual is x or (residual.dtype is x.dtype and residual.shape == x.shape)
-    if not same or weight.device != x.device or not (formula.keeps_dtype or weight.dtype is x.dtype):
-        return None
+    weight: Any = None
+    if formula.weight:
+        weight = own["_parameters"].get("weight")
+        if weight is None or "weight" in own:  # something written over the parameter
+            weight = norm.weight
+        same = weight.device == x.device and (formula.keeps_dtype or weight.dtype is x.dtype)
+        if not same or weight.shape[0] != x.shape[-1]:
+            return None
     return weight, getattr(norm, formula.eps), formula.offset
 
 
 def norm_options(norm: nn.Module, x: Tensor) -> dict[str, Any] | None:
-    """The arguments with which the operators behind a norm compute it; None if the norm has to run.
+    """The arguments, in order, with which the operators behind a norm compute it; None if it has to run.
 
     For one token that saves a launch. Of more tokens each operator would have to norm all of them again.
     """
-    arguments = _arguments(norm, x, x) if x.numel() == x.size(-1) else None
+    arguments = None if x.numel() != x.shape[-1] or is_observed(norm) else norm_arguments(norm, x)
     if arguments is None:
         return None
     weight, eps, offset = arguments
     return {"norm_weight": weight, "norm_eps": eps, "norm_offset": offset}
-
-
-def weight_of(norm: nn.Module) -> Tensor:
-    """norm.weight, which is slow to read as an attribute."""
-    own = norm.__dict__
-    weight: Any = own.get("weight")  # something written over the parameter
-    if weight is None:
-        weight = own["_parameters"].get("weight")
-    if weight is None:
-        weight = norm.weight
-    return weight
 
 
 @called

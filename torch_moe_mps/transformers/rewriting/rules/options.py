@@ -29,8 +29,9 @@ def forward_of(block: nn.Module) -> tuple[Callable | None, frozenset[str]]:
     The calling forward has seen to gradients, autocast and float64 already.
     """
     own = block.__dict__
-    found: tuple[Callable | None, frozenset[str]] = vars(type(block)).get(FORWARD, _NONE)
-    if block.training or own.get("_compiled_call_impl") is not None or is_observed(block):
-        return _NONE
     record = own.get(RECORD, NOTHING)
-    return _NONE if record.is_restored or record.reads is None or not holds(block) else found
+    if own["training"] or own.get("_compiled_call_impl") is not None or is_observed(block):
+        return _NONE
+    if record.is_restored or record.reads is None or not holds(block):
+        return _NONE
+    return vars(type(block)).get(FORWARD, _NONE)

@@ -58,7 +58,7 @@ def in_order(
 ) -> tuple[bool, Sequence[Tensor]]:
     """(True, the results) of norm(x), or (False, the layers' outputs) where these cannot be one tensor."""
     order: Order = module.__dict__[RECORD].formula.on(x.device)
-    outputs = together(layers, x, {**(moe_mps_norm or {}), "order": order.places}) if x.dim() == 3 else None
+    outputs = together(layers, x, moe_mps_norm, order.places) if x.dim() == 3 else None
     if outputs is not None and order.places is not None:
         return True, order.results(outputs)
     if outputs is None:

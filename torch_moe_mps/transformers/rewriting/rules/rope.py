@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from ...experts import is_observed
 from ..program.rewrites import Form, Match, Rewrite
-from ..record import NOTHING, RECORD
 from ..runtime import called
 from .cache_slots import Slots, slots_of
-from .norms import is_norm, weight_of
+from .norms import is_norm, norm_arguments
 from .rms_norm import rms_norm
 from .trial import agrees, tried
 
@@ -57,12 +56,18 @@ _TURNS = [_Turn(*fields) for fields in itertools.product(_PAIRS, (False, True), 
 
 
 def _rotation(turn: tuple, cos: Tensor, sin: Tensor) -> dict[str, Any]:
-    """Arguments of the operator."""
+    """Arguments of the operator, without its defaults: the dispatcher takes time for each."""
     pairs, half_of_table, doubled, rotary_last = turn
     if half_of_table:
         cos, sin = (table[..., : table.shape[-1] // 2] for table in (cos, sin))
-    rotary = cos.shape[-1] * (2 if doubled else 1)
-    return {"cos": cos, "sin": sin, "pairs": pairs, "rotary_dim": rotary, "rotary_last": rotary_last}
+    arguments: dict[str, Any] = {"cos": cos, "sin": sin}
+    if pairs != "half":
+        arguments["pairs"] = pairs
+    if doubled:
+        arguments["rotary_dim"] = 2 * cos.shape[-1]
+    if rotary_last:
+        arguments["rotary_last"] = True
+    return arguments
 
 
 @functools.lru_cache(maxsize=1024)
@@ -233,55 +238,50 @@ def _arguments(
         cos, sin = _real(cos)
     _, wide, narrow = form
     turn = _turn(wide, narrow, q.dim(), q.shape[-1] if last is None else last, cos)
-    norms = _norm_arguments(q_norm, k_norm, q, k)
+    norms = _head_norms(q_norm, k_norm, q, k)
     if turn is None or norms is None:
         return None
     arguments = _rotation(turn, cos, sin) | norms
     if last is not None:
         arguments["rotary_last"] = True
-        if arguments["rotary_dim"] != last or (k is not None and k.shape[-1] != last):
+        rotary = arguments.get("rotary_dim", arguments["cos"].shape[-1])
+        if rotary != last or (k is not None and k.shape[-1] != last):
             return None
     return arguments
 
 
 def _add_norm(arguments: dict[str, Any], v_norm: nn.Module, v: Tensor) -> bool:
     """Adds the norm of the values to the arguments; False where the operator cannot apply it."""
-    formula = v_norm.__dict__.get(RECORD, NOTHING).formula
-    if formula is None or is_observed(v_norm):
+    found = None if is_observed(v_norm) else norm_arguments(v_norm, v)
+    if found is None:
         return False
-    eps = getattr(v_norm, formula.eps)
+    weight, eps, offset = found
     if arguments.setdefault("eps", eps) != eps:
         return False
     arguments["norm_v"] = True
-    if formula.weight:
-        weight = arguments["v_weight"] = weight_of(v_norm)
-        if arguments.setdefault("weight_offset", formula.offset) != formula.offset:
-            return False
-        return weight.size(0) == v.size(-1) and (formula.keeps_dtype or weight.dtype is v.dtype)
+    if weight is not None:
+        arguments["v_weight"] = weight
+        return bool(arguments.setdefault("weight_offset", offset) == offset)
     return True
 
 
-def _norm_arguments(
+def _head_norms(
     q_norm: nn.Module | None, k_norm: nn.Module | None, q: Tensor, k: Tensor | None
 ) -> dict | None:
     """The norms as arguments of the operator; None where their modules have to run."""
     if q_norm is None and k_norm is None:
         return {}
     arguments: dict = {}
-    eps = offset = None
     for name, norm, x in (("q_weight", q_norm, q), ("k_weight", k_norm, k)):
         if norm is None or x is None:
             continue
-        formula = norm.__dict__.get(RECORD, NOTHING).formula
-        if formula is None or is_observed(norm):
+        found = None if is_observed(norm) else norm_arguments(norm, x)
+        if found is None:
             return None
-        weight, own_eps = weight_of(norm), getattr(norm, formula.eps)
-        if weight.size(0) != x.size(-1) or not (formula.keeps_dtype or weight.dtype is x.dtype):
+        weight, eps, offset = found
+        if arguments and (eps, offset) != (arguments["eps"], arguments["weight_offset"]):
             return None
-        if eps is not None and (eps, offset) != (own_eps, formula.offset):
-            return None
-        arguments[name], eps, offset = weight, own_eps, formula.offset
-    arguments["eps"], arguments["weight_offset"] = eps, offset
+        arguments[name], arguments["eps"], arguments["weight_offset"] = weight, eps, offset
     return arguments
 
 

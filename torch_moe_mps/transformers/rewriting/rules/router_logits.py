@@ -23,7 +23,7 @@ def router_logits(
     """linear(norm(x).float(), weight.float(), bias)."""
     if not _fits(x, weight) or (x.dtype == weight.dtype == torch.float32 and moe_mps_norm is None):
         return F.linear(normed(moe_mps_norm, x).float(), weight.float(), bias)
-    return ops.router_logits(x, weight, bias, **(moe_mps_norm or {}))
+    return ops.router_logits(x, weight, bias, *(moe_mps_norm or {}).values())
 
 
 @called
@@ -33,7 +33,7 @@ def small_linear(
     """linear(norm(x), weight, bias) of few outputs: of one token by the kernel of routers."""
     if moe_mps_norm is None or not _fits(x, weight) or x.dtype is not weight.dtype:
         return F.linear(normed(moe_mps_norm, x), weight, bias)
-    return ops.router_logits(x, weight, bias, dtype=x.dtype, **moe_mps_norm)
+    return ops.router_logits(x, weight, bias, *moe_mps_norm.values(), x.dtype)
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:

@@ -28,21 +28,23 @@ def experts_with_shared(
 
     What the operators add is rounded once.
     """
-    added: dict[str, Tensor] = {}
-    is_same = True
-    for name, term in (("shared_out", shared_out), ("residual", residual)):
-        if term is not None:
-            added[name] = term.reshape(hidden_states.shape)
-            is_same = is_same and term.dtype is hidden_states.dtype
+    dtype, shape = hidden_states.dtype, hidden_states.shape
+    if residual is not None and residual.shape != shape:
+        residual = residual.reshape(shape)
+    if shared_out is not None and shared_out.shape != shape:
+        shared_out = shared_out.reshape(shape)
+    is_same = (residual is None or residual.dtype is dtype) and (
+        shared_out is None or shared_out.dtype is dtype
+    )
     if is_same and may_be_fused(experts):
         gate = None if shared_gate is None else shared_gate.reshape(-1)
         # What transformers' dispatch to implementations would call, without it.
         return experts_forward(
-            experts, hidden_states, top_k_index, top_k_weights, shared_gate=gate,
-            norm=moe_mps_norm, **added,
+            experts, hidden_states, top_k_index, top_k_weights, shared_gate=gate, shared_out=shared_out,
+            residual=residual, norm=moe_mps_norm,
         )  # fmt: skip
     hidden_states = normed(moe_mps_norm, hidden_states)
-    return add_terms(experts(hidden_states, top_k_index, top_k_weights), shared_gate, **added)
+    return add_terms(experts(hidden_states, top_k_index, top_k_weights), shared_gate, shared_out, residual)
 
 
 def _is_shared(match: Match) -> str | None:
