@@ -64,6 +64,7 @@ def test_compile_with_aot_eager(device):
     check_compiled(device, "aot_eager", 5, 12, 1)
 
 
+@pytest.mark.sweep
 def test_compile_with_inductor():
     check_compiled("cpu", "inductor", 5, 12)
 

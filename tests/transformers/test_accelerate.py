@@ -19,7 +19,7 @@ transformers.logging.set_verbosity_error()
 @pytest.mark.parametrize(
     ("order", "touch"),
     [
-        (("torch_moe_mps", "transformers"), True),
+        pytest.param(("torch_moe_mps", "transformers"), True, marks=pytest.mark.sweep),
         (("transformers", "torch_moe_mps"), False),
         pytest.param(("torch_moe_mps", "transformers"), False, marks=pytest.mark.sweep),
         pytest.param(("transformers", "torch_moe_mps"), True, marks=pytest.mark.sweep),

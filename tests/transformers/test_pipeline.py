@@ -8,9 +8,9 @@ from transformers.distributed import DistributedConfig
 import torch_moe_mps
 
 QWEN = ["dense", "quantised", "quantised while it is read", "mlx"]
-# Sinks and windows; latent attention; more than hidden states between layers; a stage without attention;
-# layers that hand on indices; layers that read the ids; a vision tower; shared windows.
-OTHERS = ["gpt_oss", "deepseek_v3", "zaya", "qwen3_next", "glm_moe_dsa", "deepseek_v4", "qwen3_vl_moe"]
+# Sinks and windows; a stage without attention; layers that hand on indices beside hidden states; layers that
+# read the ids; a vision tower. The sweep has all architectures.
+OTHERS = ["gpt_oss", "qwen3_next", "glm_moe_dsa", "deepseek_v4", "qwen3_vl_moe"]
 WANTED = [*(("qwen3_moe", form) for form in QWEN), *((name, "quantised") for name in OTHERS)]
 # transformers' own plan for expert parallelism, on quantised experts.
 PARALLEL = [(name, "quantised, experts in parallel") for name in ("mixtral", "deepseek_v3")]

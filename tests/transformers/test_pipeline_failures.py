@@ -66,6 +66,7 @@ def test_a_process_that_dies_is_named_by_all_others(folder):
         assert f"moe_mps: rank 1 ({HOST}) closed its connection" in output
 
 
+@pytest.mark.sweep
 def test_torchrun_leaves_no_process(folder, tmp_path):
     """A rank that raises ends the run; the other says which it was."""
     script = tmp_path / "worker.py"
