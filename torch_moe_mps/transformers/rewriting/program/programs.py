@@ -60,8 +60,12 @@ def syntax_of(function: Callable) -> ast.stmt | None:
 
 
 def names_in(tree: ast.AST, context: type[ast.expr_context] = ast.Load) -> list[str]:
-    """The names that a tree reads (Load) or assigns (Store), as often as they occur."""
-    return [n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, context)]
+    """The names that a tree reads (Load) or assigns (Store), as often as they occur. x += y does both."""
+    nodes = [*ast.walk(tree)]
+    if context is ast.Load:
+        changed = (node.target for node in nodes if isinstance(node, ast.AugAssign))
+        nodes += [ast.Name(each.id, ast.Load()) for each in changed if isinstance(each, ast.Name)]
+    return [n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, context)]
 
 
 def calls_in(tree: ast.AST) -> Iterator[ast.Call]:
