@@ -17,6 +17,7 @@ import time
 import warnings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("METAL_SIMULATOR_OPTIMISE", "-O2")
 
 import paths  # noqa: F401  (for simulator and support)
 import simulator

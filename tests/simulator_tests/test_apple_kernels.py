@@ -511,7 +511,7 @@ dense, 1 tokens, 4 of 32
   matmul_rows_bf16: 4.59 3.05 slots a MAC, 53 registers, 64/384/896 threads
   expert_down_bf16: 5.11 3.59 slots a MAC, 61.5 registers, 128/384/832 threads
 dense, 8 tokens, 4 of 32
-  matmul_rows_few_bf16: 3.59 2.54 slots a MAC, 113 registers, 128/384/448 threads
+  matmul_rows_few_bf16: 3.59 2.54 slots a MAC, 113 registers, 128/256/448 threads
   expert_down_few_bf16: 5.15 3.87 slots a MAC, 100 registers, 256/256/512 threads
 dense, 64 tokens, 4 of 32
   gemm8_bf16: 2.04 1.85 slots a MAC, 70 registers, 128/384/704 threads
@@ -542,10 +542,10 @@ affine 4 bits in 64, 1 tokens, 4 of 32
   matmul_rows_affine4_64_bf16: 5.01 4.41 slots a MAC, 42.5 registers, 64/384/1024 threads
   expert_down_affine4_64_bf16: 5.59 5.01 slots a MAC, 51 registers, 128/384/1024 threads
 affine 4 bits in 64, 3 tokens, 2 of 4
-  matmul_rows_few_affine4_64_bf16: 5.61 5.31 slots a MAC, 97 registers, 128/384/512 threads
+  matmul_rows_few_affine4_64_bf16: 5.61 5.31 slots a MAC, 97 registers, 128/256/512 threads
   expert_down_few_affine4_64_bf16: 5.95 5.40 slots a MAC, 86 registers, 256/256/576 threads
 affine 4 bits in 64, 8 tokens, 4 of 32
-  matmul_rows_few_affine4_64_bf16: 3.93 3.61 slots a MAC, 97 registers, 128/384/512 threads
+  matmul_rows_few_affine4_64_bf16: 3.93 3.61 slots a MAC, 97 registers, 128/256/512 threads
   expert_down_few_affine4_64_bf16: 5.60 5.05 slots a MAC, 86 registers, 256/256/576 threads
 affine 4 bits in 64, 64 tokens, 4 of 32
   gemm8_affine4_64_bf16: 2.33 2.29 slots a MAC, 68.5 registers, 128/384/704 threads
@@ -571,10 +571,10 @@ affine 8 bits in 64, 1 tokens, 4 of 32
   matmul_rows_affine8_64_bf16: 5.27 4.68 slots a MAC, 48.5 registers, 64/384/1024 threads
   expert_down_affine8_64_bf16: 5.86 5.28 slots a MAC, 57 registers, 128/384/832 threads
 affine 8 bits in 64, 3 tokens, 2 of 4
-  matmul_rows_few_affine8_64_bf16: 5.78 5.48 slots a MAC, 107.5 registers, 128/384/448 threads
+  matmul_rows_few_affine8_64_bf16: 5.78 5.48 slots a MAC, 107.5 registers, 128/256/448 threads
   expert_down_few_affine8_64_bf16: 6.11 5.56 slots a MAC, 90.5 registers, 256/256/576 threads
 affine 8 bits in 64, 8 tokens, 4 of 32
-  matmul_rows_few_affine8_64_bf16: 4.13 3.82 slots a MAC, 107.5 registers, 128/384/448 threads
+  matmul_rows_few_affine8_64_bf16: 4.13 3.82 slots a MAC, 107.5 registers, 128/256/448 threads
   expert_down_few_affine8_64_bf16: 5.80 5.25 slots a MAC, 90.5 registers, 256/256/576 threads
 affine 8 bits in 64, 64 tokens, 4 of 32
   gemm8_affine8_64_bf16: 2.36 2.33 slots a MAC, 72.5 registers, 128/384/640 threads
@@ -600,10 +600,10 @@ mxfp4 4 bits in 32, 1 tokens, 4 of 32
   matmul_rows_mxfp4_bf16: 7.37 6.84 slots a MAC, 39 registers, 64/384/1024 threads
   expert_down_mxfp4_bf16: 7.92 7.40 slots a MAC, 47.5 registers, 128/384/1024 threads
 mxfp4 4 bits in 32, 3 tokens, 2 of 4
-  matmul_rows_few_mxfp4_bf16: 7.21 6.95 slots a MAC, 92 registers, 128/384/576 threads
+  matmul_rows_few_mxfp4_bf16: 7.21 6.95 slots a MAC, 92 registers, 128/256/576 threads
   expert_down_few_mxfp4_bf16: 7.30 6.79 slots a MAC, 81 registers, 256/256/576 threads
 mxfp4 4 bits in 32, 8 tokens, 4 of 32
-  matmul_rows_few_mxfp4_bf16: 5.90 5.64 slots a MAC, 92 registers, 128/384/576 threads
+  matmul_rows_few_mxfp4_bf16: 5.90 5.64 slots a MAC, 92 registers, 128/256/576 threads
   expert_down_few_mxfp4_bf16: 7.28 6.78 slots a MAC, 81 registers, 256/256/576 threads
 mxfp4 4 bits in 32, 64 tokens, 4 of 32
   gemm8_mxfp4_bf16: 2.84 2.83 slots a MAC, 60.5 registers, 128/384/832 threads

@@ -57,8 +57,9 @@ GEOMETRY kFewRows = 4;               // rows of a group of lanes, for a few toke
 GEOMETRY kFewDownRows = 8;           // rows of a threadgroup of the down projection, for 2 to 32 tokens
 GEOMETRY kFewSimdgroups = 4;
 GEOMETRY kDownSimdgroups = 8;
-// Launched and declared by expert_down_few: with kMatmulBound it takes 5 to 7 % longer in int4 on an H200.
 GEOMETRY kDownThreads = kDownSimdgroups * kSimdWidth;
+// Declared by the kernels for a few tokens: with kMatmulBound they take 5 to 10 % longer in int4 on an H200.
+GEOMETRY kFewBound = kDownThreads;
 GEOMETRY kMaxFewPairs = 512;      // their terms take 16 KiB of threadgroup memory
 GEOMETRY kColumnSimdgroups = 16;  // simdgroups that share the inputs of transposed weights
 

@@ -114,7 +114,7 @@ inline void add_all(TermsBlock<W, R> block, device const int* list, uint count,
 // For a few tokens. A threadgroup computes kFewDownRows rows for all pairs; its simdgroups take turns at the
 // experts of `tiles`. Grid: blocks of rows. Threadgroup memory: kFewDownRows floats for each pair.
 template <typename W>
-[[kernel, max_total_threads_per_threadgroup(kDownThreads)]] void expert_down_few(
+[[kernel, max_total_threads_per_threadgroup(kFewBound)]] void expert_down_few(
     DOWN_BUFFERS(typename W::Element), device const int* pair_order [[buffer(12)]],
     device const int4* tiles [[buffer(13)]], threadgroup float* memory [[threadgroup(0)]],
     uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],

@@ -93,7 +93,7 @@ inline void rows_of_pairs(RowBlock<W, R> block, PairSet<M> pairs, uint count, Sh
 // memory once. Its simdgroups have different rows or, where there are few threadgroups, the same rows and a
 // share of the inputs each. Grid: (blocks of rows, see pairs_of_grid_row).
 template <typename W>
-[[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void matmul_rows_few(
+[[kernel, max_total_threads_per_threadgroup(kFewBound)]] void matmul_rows_few(
     MATMUL_BUFFERS(typename W::Element), device int* pair_order [[buffer(9)]],
     device int4* tiles [[buffer(10)]], uint2 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
