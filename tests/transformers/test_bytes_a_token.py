@@ -50,7 +50,7 @@ HEADS = Qwen3MoeConfig(
     num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=2, num_experts_per_tok=1,
 )  # fmt: skip
 KEYS_AND_VALUES = (1, 2, 7, 8, 9, 10)  # the buffers of attention that have them, and their scales and biases
-ROTATED_INTO_THE_CACHE = (8, 9)  # buffers of the rotation
+ROTATED_INTO_THE_CACHE = (9, 10)  # buffers of the rotation
 
 
 class Written(TorchDispatchMode):
