@@ -155,6 +155,7 @@ def bad_arguments(device: str) -> list[tuple[str, dict]]:
             {"activation": "swiglu_oai", "limit": float("nan")},
             {"limit": 7.0},
             {"alpha": 1.0},
+            {"activation": "swiglu_oai", "alpha": float("inf")},
             {"interleaved": True, "gated": False},
             *tail,
         ],
@@ -464,6 +465,7 @@ moe_mps::moe_experts: limit must be at least 0.0, got -1.0
 moe_mps::moe_experts: limit must be a number in the range of float32, got nan
 moe_mps::moe_experts: limit must be None for activation silu, got 7.0
 moe_mps::moe_experts: alpha must be None for activation silu, got 1.0
+moe_mps::moe_experts: alpha must be a finite number, got inf
 moe_mps::moe_experts: interleaved must be False when gated is False, got True
 moe_mps::moe_experts: shared_out must be of shape [T, H] = (3, 64), got (3, 65)
 moe_mps::moe_experts: shared_out must be float32, got float16

@@ -303,8 +303,9 @@ def registers_of_formats(dtype: str) -> str:
     lines = []
     for name in libraries("quantized", dtype):
         path, end = library(name), len(name) - len("quantized")
-        kernels = {re.sub("^(expert|matmul|gemm16)_|_rows$", "", k[:-end]): k for k in kernels_of(path)}
-        text = ", ".join(f"{k} {apple.registers(path, whole).registers:g}" for k, whole in kernels.items())
+        left_out = "^(expert|matmul_rows|matmul|gemm16)_|_rows$"
+        kernels = {re.sub(left_out, "", kernel[:-end]): kernel for kernel in kernels_of(path)}
+        text = " ".join(f"{k} {apple.registers(path, whole).registers:g}" for k, whole in kernels.items())
         lines.append(f"{name.removeprefix('quantized_').removesuffix(f'_{dtype}')}: {text}")
     return "\n".join(lines) + "\n"
 
@@ -625,26 +626,26 @@ not dispatched here
         self.assertExpectedInline(
             registers_of_formats("bf16"),
             """\
-mxfp4: rows 39, rows_normed 40.5, rows_few 92, down 47.5, down_few 81, gemm8 60.5, gemm32 86, split 76, embedding 45
-mxfp8: rows 45.5, rows_normed 47.5, rows_few 103, down 54, down_few 86, gemm8 68.5, gemm32 94, split 84, embedding 43
-nvfp4: rows 34, rows_normed 35.5, rows_few 81, down 42.5, down_few 75, gemm8 56.5, gemm32 82, split 72, embedding 45
-affine4_64: rows 42.5, rows_normed 44.5, rows_few 97, down 51, down_few 86, gemm8 68.5, gemm32 94, split 84, embedding 45
-affine4_32: rows 42.5, rows_normed 44.5, rows_few 97, down 51, down_few 86, gemm8 68.5, gemm32 94, split 84, embedding 45
-affine4_128: rows 42.5, rows_normed 44.5, rows_few 97, down 51, down_few 86, gemm8 68.5, gemm32 94, split 84, embedding 45
-affine2_64: rows 66, rows_normed 67, rows_few 89.5, down 74.5, down_few 81, gemm8 68.5, gemm32 94, split 84, embedding 45
-affine2_32: rows 66, rows_normed 67, rows_few 89.5, down 74.5, down_few 81, gemm8 68.5, gemm32 94, split 84, embedding 45
-affine2_128: rows 66, rows_normed 67, rows_few 89.5, down 74.5, down_few 81, gemm8 68.5, gemm32 94, split 84, embedding 45
-affine3_64: rows 76.5, rows_normed 83, rows_few 104, down 85, down_few 91.5, gemm8 73, gemm32 103, split 89, embedding 75
-affine3_32: rows 76.5, rows_normed 83, rows_few 104, down 85, down_few 91.5, gemm8 73, gemm32 103, split 89, embedding 75
-affine3_128: rows 76.5, rows_normed 83, rows_few 104, down 85, down_few 91.5, gemm8 73, gemm32 103, split 89, embedding 75
-affine5_64: rows 79.5, rows_normed 88, rows_few 111, down 88, down_few 94.5, gemm8 81, gemm32 111, split 97, embedding 75
-affine5_32: rows 79.5, rows_normed 88, rows_few 111, down 88, down_few 94.5, gemm8 81, gemm32 111, split 97, embedding 75
-affine5_128: rows 79.5, rows_normed 88, rows_few 111, down 88, down_few 94.5, gemm8 81, gemm32 111, split 97, embedding 75
-affine6_64: rows 79.5, rows_normed 90, rows_few 115, down 88, down_few 94.5, gemm8 73.5, gemm32 99, split 87, embedding 43
-affine6_32: rows 79.5, rows_normed 90, rows_few 115, down 88, down_few 94.5, gemm8 73.5, gemm32 99, split 87, embedding 43
-affine6_128: rows 79.5, rows_normed 90, rows_few 115, down 88, down_few 94.5, gemm8 73.5, gemm32 99, split 87, embedding 43
-affine8_64: rows 48.5, rows_normed 50.5, rows_few 107.5, down 57, down_few 90.5, gemm8 72.5, gemm32 98, split 88, embedding 43
-affine8_32: rows 48.5, rows_normed 50.5, rows_few 107.5, down 57, down_few 90.5, gemm8 72.5, gemm32 98, split 88, embedding 43
-affine8_128: rows 48.5, rows_normed 50.5, rows_few 107.5, down 57, down_few 90.5, gemm8 72.5, gemm32 98, split 88, embedding 43
+mxfp4: rows 39 normed 40.5 few 92 down 47.5 down_few 81 gemm8 60.5 gemm32 86 split 76 embedding 45
+mxfp8: rows 45.5 normed 47.5 few 103 down 54 down_few 86 gemm8 68.5 gemm32 94 split 84 embedding 43
+nvfp4: rows 34 normed 35.5 few 81 down 42.5 down_few 75 gemm8 56.5 gemm32 82 split 72 embedding 45
+affine4_64: rows 42.5 normed 44.5 few 97 down 51 down_few 86 gemm8 68.5 gemm32 94 split 84 embedding 45
+affine4_32: rows 42.5 normed 44.5 few 97 down 51 down_few 86 gemm8 68.5 gemm32 94 split 84 embedding 45
+affine4_128: rows 42.5 normed 44.5 few 97 down 51 down_few 86 gemm8 68.5 gemm32 94 split 84 embedding 45
+affine2_64: rows 66 normed 67 few 89.5 down 74.5 down_few 81 gemm8 68.5 gemm32 94 split 84 embedding 45
+affine2_32: rows 66 normed 67 few 89.5 down 74.5 down_few 81 gemm8 68.5 gemm32 94 split 84 embedding 45
+affine2_128: rows 66 normed 67 few 89.5 down 74.5 down_few 81 gemm8 68.5 gemm32 94 split 84 embedding 45
+affine3_64: rows 76.5 normed 83 few 104 down 85 down_few 91.5 gemm8 73 gemm32 103 split 89 embedding 75
+affine3_32: rows 76.5 normed 83 few 104 down 85 down_few 91.5 gemm8 73 gemm32 103 split 89 embedding 75
+affine3_128: rows 76.5 normed 83 few 104 down 85 down_few 91.5 gemm8 73 gemm32 103 split 89 embedding 75
+affine5_64: rows 79.5 normed 88 few 111 down 88 down_few 94.5 gemm8 81 gemm32 111 split 97 embedding 75
+affine5_32: rows 79.5 normed 88 few 111 down 88 down_few 94.5 gemm8 81 gemm32 111 split 97 embedding 75
+affine5_128: rows 79.5 normed 88 few 111 down 88 down_few 94.5 gemm8 81 gemm32 111 split 97 embedding 75
+affine6_64: rows 79.5 normed 90 few 115 down 88 down_few 94.5 gemm8 73.5 gemm32 99 split 87 embedding 43
+affine6_32: rows 79.5 normed 90 few 115 down 88 down_few 94.5 gemm8 73.5 gemm32 99 split 87 embedding 43
+affine6_128: rows 79.5 normed 90 few 115 down 88 down_few 94.5 gemm8 73.5 gemm32 99 split 87 embedding 43
+affine8_64: rows 48.5 normed 50.5 few 107.5 down 57 down_few 90.5 gemm8 72.5 gemm32 98 split 88 embedding 43
+affine8_32: rows 48.5 normed 50.5 few 107.5 down 57 down_few 90.5 gemm8 72.5 gemm32 98 split 88 embedding 43
+affine8_128: rows 48.5 normed 50.5 few 107.5 down 57 down_few 90.5 gemm8 72.5 gemm32 98 split 88 embedding 43
 """,
         )

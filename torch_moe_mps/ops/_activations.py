@@ -1,5 +1,6 @@
 """The activation between an expert's two matmuls."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -41,6 +42,8 @@ class Activation(NamedTuple):
             check.fail("interleaved", "False when gated is False", True)
         if alpha is not None and name != "swiglu_oai":
             check.fail("alpha", f"None for activation {name}", alpha)
+        if alpha is not None and not math.isfinite(alpha):
+            check.fail("alpha", "a finite number", alpha)
         if limit is not None and name not in CLAMPED:
             check.fail("limit", f"None for activation {name}", limit)
         if limit is not None:

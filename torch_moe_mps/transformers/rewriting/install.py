@@ -142,9 +142,9 @@ def _rewritten_class(original: type[nn.Module], rewritten: Callable) -> type[nn.
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         CLASS_MARK: original,
-        FORWARD: (rewritten, frozenset(rewritten.__kwdefaults__ or ())),
     }
     cls: type[nn.Module] = type(original.__name__, (original,), members)
+    setattr(cls, FORWARD, (cls, (rewritten, frozenset(rewritten.__kwdefaults__ or ()))))
     return cls
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES
-from ..program.programs import FORWARD, original_class
+from ..program.programs import forward_given, original_class
 from ..program.reads import record
 from ..record import RECORD, record_of
 from .options import forward_of
@@ -43,7 +43,7 @@ def _options(norm: Any, x: Tensor, gate: Tensor) -> tuple[Tensor, float, float] 
 
 
 def is_gated_norm(module: nn.Module) -> bool:
-    return vars(type(module)).get(FORWARD, (None,))[0] is gated_norm_forward
+    return forward_given(module)[0] is gated_norm_forward
 
 
 def norm_of_heads(norm: nn.Module, heads: Tensor, gate: Tensor) -> dict[str, Any]:

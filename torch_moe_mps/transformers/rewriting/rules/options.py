@@ -9,18 +9,16 @@ from collections.abc import Callable
 from torch import nn
 
 from ...experts import is_observed
-from ..program.programs import FORWARD
+from ..program.programs import forward_given
 from ..program.reads import holds
 from ..record import NOTHING, RECORD
 
 RESIDUAL, NORM, RAW = "moe_mps_residual", "moe_mps_norm", "moe_mps_raw"
-_NONE: tuple[None, frozenset[str]] = (None, frozenset())
 
 
 def takes(block: nn.Module, option: str) -> bool:
     """Whether the forward that a block was given has an option."""
-    _, options = vars(type(block)).get(FORWARD, _NONE)
-    return option in options
+    return option in forward_given(block)[1]
 
 
 def forward_of(block: nn.Module) -> tuple[Callable | None, frozenset[str]]:
@@ -31,7 +29,7 @@ def forward_of(block: nn.Module) -> tuple[Callable | None, frozenset[str]]:
     own = block.__dict__
     record = own.get(RECORD, NOTHING)
     if own["training"] or own.get("_compiled_call_impl") is not None or is_observed(block):
-        return _NONE
+        return None, frozenset()
     if record.is_restored or record.reads is None or not holds(block):
-        return _NONE
-    return vars(type(block)).get(FORWARD, _NONE)
+        return None, frozenset()
+    return forward_given(block)
