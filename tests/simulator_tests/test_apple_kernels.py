@@ -465,6 +465,7 @@ transposed, 256 tokens, 4 of 32
 """,
         )
 
+    @pytest.mark.sweep
     def test_routing(self):
         self.assertExpectedInline(
             costs("routing", "bf16"),
@@ -504,6 +505,7 @@ moe_compute_ids_tpe torch.int64
 """,
         )
 
+    @pytest.mark.sweep
     def test_dense(self):
         self.assertExpectedInline(
             costs("dense", "bf16"),

@@ -289,6 +289,7 @@ def test_peak_of_private_memory(tmp_path):
     assert_small(measure("cpu", tmp_path, "sharded", 5, 768, 512, 16, "40MB"))
 
 
+@pytest.mark.sweep
 def test_convert_needs_one_layer(tmp_path):
     """Neither the dense nor the quantised model is in private memory."""
     result = measure("cpu", tmp_path / "dense", "one by one", 5, 768, 512, 16, to="mlx")
