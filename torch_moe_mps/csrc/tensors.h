@@ -1,6 +1,7 @@
 // How tensors are passed to kernels, and how many threads a row gets.
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
 
 #include <initializer_list>
 #include <optional>
@@ -52,6 +53,6 @@ bool is_aligned(const at::Tensor& tensor);
 // undefined tensor is an argument that was not given. The check runs in every call: a signature has no
 // addresses.
 void prepare_write(const char* operator_name, const char* argument, const at::Tensor& written,
-                   std::initializer_list<std::pair<const char*, at::Tensor>> read);
+                   at::ArrayRef<std::pair<const char*, at::Tensor>> read);
 
 }  // namespace moe_mps

@@ -85,7 +85,7 @@ at::Tensor aligned(const at::Tensor& tensor) {
 }
 
 void prepare_write(const char* operator_name, const char* argument, const at::Tensor& written,
-                   std::initializer_list<std::pair<const char*, at::Tensor>> read) {
+                   at::ArrayRef<std::pair<const char*, at::Tensor>> read) {
   for (const auto& [other, tensor] : read) {
     if (!tensor.defined()) continue;
     const at::MemOverlapStatus overlap = at::get_overlap_status(written, tensor);
