@@ -3,8 +3,7 @@
 A test that takes the fixture `device` runs on the CPU and on "mps": on a Mac that is Metal, elsewhere it is
 the simulator (tests/simulator), which runs the same host code and shaders in an ordinary PyTorch. There it
 runs under one of four orders of threads and threadgroups, selected by the test's name, and in the sweep under
-the three others, but for tests marked `one_schedule`, and those that are of the sweep themselves, with many
-cases.
+another one, except for tests marked `one_schedule` and those of many cases that run only in the sweep.
 """
 
 import os
@@ -35,10 +34,7 @@ def mps_variants(one_schedule: bool) -> list:
     """The parameters of `device` beside "cpu"."""
     if not SIMULATED or one_schedule:
         return ["mps"]
-    others = [
-        pytest.param(("mps", i), id=f"mps-schedule+{i}", marks=pytest.mark.sweep) for i in range(1, SCHEDULES)
-    ]
-    return ["mps", *others]
+    return ["mps", pytest.param("mps-other-order", marks=pytest.mark.sweep)]
 
 
 def pytest_generate_tests(metafunc):
@@ -74,9 +70,9 @@ def device(request) -> str:
         yield "mps"
         torch.mps.synchronize()
         return
-    further = request.param[1] if isinstance(request.param, tuple) else 0
-    name = request.node.nodeid.replace(f"mps-schedule+{further}", "mps")
-    request.getfixturevalue("simulated").set_schedule((zlib.crc32(name.encode()) + further) % SCHEDULES)
+    name = request.node.nodeid.replace("mps-other-order", "mps")
+    order = zlib.crc32(name.encode()) + (request.param != "mps")
+    request.getfixturevalue("simulated").set_schedule(order % SCHEDULES)
     yield "mps"
 
 

@@ -60,4 +60,4 @@ def test_a_few(device, name, request):
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", OPERATORS)
 def test_many(device, name, request):
-    run(name, device, request, 400 if device == "cpu" else 150)
+    run(name, device, request, 150 if device == "cpu" else 60)

@@ -1,5 +1,7 @@
 """RMSNorm, alone and fused with the residual stream."""
 
+import itertools
+
 import pytest
 import torch
 from support.expert_layers import random
@@ -182,36 +184,13 @@ def test_inputs_are_left_alone(device):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("weight_dtype", DTYPES)
-def test_sweep(device, dtype, weight_dtype):
-    for width in (
-        1,
-        2,
-        7,
-        31,
-        32,
-        33,
-        64,
-        127,
-        128,
-        255,
-        256,
-        257,
-        300,
-        511,
-        1000,
-        1023,
-        2048,
-        2880,
-        4097,
-        8192,
-    ):
-        for rows in (1, 2, 33):
-            for offset in (0.0, 1.0):
-                residual, input = (random((rows, width), dtype, rows + j, 2.0).to(device) for j in range(2))
-                weight = random((width,), weight_dtype, 3).to(device)
-                for size in (1, width):
-                    check_all(residual, input, weight, random((size,), dtype, 4).to(device), 1e-5, offset)
+def test_sweep(device, dtype):
+    widths = (1, 2, 7, 31, 32, 33, 64, 127, 128, 255, 256, 257, 300, 511, 1000, 1023, 2048, 2880, 4097, 8192)
+    for i, (width, rows) in enumerate(itertools.product(widths, (1, 2, 33))):
+        residual, input = (random((rows, width), dtype, rows + j, 2.0).to(device) for j in range(2))
+        for weight_dtype in DTYPES:
+            weight, scalar = random((width,), weight_dtype, 3), random((width if i % 2 else 1,), dtype, 4)
+            check_all(residual, input, weight.to(device), scalar.to(device), 1e-5, float(i % 4 > 1))
 
 
 # The norm with a gate

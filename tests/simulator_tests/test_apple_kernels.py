@@ -259,6 +259,11 @@ def libraries(kind: str, dtype: str) -> list[str]:
     return [name for name in names if name.endswith(f"_{dtype}") or not name.endswith(tuple(DTYPES))]
 
 
+def is_of_another_group(name: str) -> bool:
+    """Of a format in groups of 32 or 128, which takes the registers of that in 64, as int4 does below."""
+    return re.search("_(32|128)_", name) is not None
+
+
 def fitting_registers(name: str, path: Path):
     """Those of a kernel: no more than the M1 has for its bound, or it would spill there."""
     found, bound = apple.registers(path, name), kernels_of(path)[name].max_threads
@@ -302,19 +307,22 @@ def registers_of_formats(dtype: str) -> str:
     """A line for each quantised format: the registers of its kernels, in the order of the library."""
     lines = []
     for name in libraries("quantized", dtype):
+        if not name.startswith("quantized_affine4_") and is_of_another_group(name):
+            continue
         path, end = library(name), len(name) - len("quantized")
         left_out = "^(expert|matmul_rows|matmul|gemm16)_|_rows$"
         kernels = {re.sub(left_out, "", kernel[:-end]): kernel for kernel in kernels_of(path)}
-        text = " ".join(f"{k} {apple.registers(path, whole).registers:g}" for k, whole in kernels.items())
+        text = " ".join(f"{k} {fitting_registers(whole, path).registers:g}" for k, whole in kernels.items())
         lines.append(f"{name.removeprefix('quantized_').removesuffix(f'_{dtype}')}: {text}")
     return "\n".join(lines) + "\n"
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_registers_fit_the_bound(simulated, kind, dtype):
-    names = libraries(kind, dtype)
+    """Those of bfloat16 are pinned below."""
+    names = [name for name in libraries(kind, dtype) if not is_of_another_group(name)]
     assert names
     for path in map(library, names):
         for name in kernels_of(path):
@@ -635,19 +643,9 @@ affine4_64: rows 42.5 normed 44.5 few 97 down 51 down_few 86 gemm8 68.5 gemm32 9
 affine4_32: rows 42.5 normed 44.5 few 97 down 51 down_few 86 gemm8 68.5 gemm32 94 split 84 embedding 45
 affine4_128: rows 42.5 normed 44.5 few 97 down 51 down_few 86 gemm8 68.5 gemm32 94 split 84 embedding 45
 affine2_64: rows 66 normed 67 few 89.5 down 74.5 down_few 81 gemm8 68.5 gemm32 94 split 84 embedding 45
-affine2_32: rows 66 normed 67 few 89.5 down 74.5 down_few 81 gemm8 68.5 gemm32 94 split 84 embedding 45
-affine2_128: rows 66 normed 67 few 89.5 down 74.5 down_few 81 gemm8 68.5 gemm32 94 split 84 embedding 45
 affine3_64: rows 76.5 normed 83 few 104 down 85 down_few 91.5 gemm8 73 gemm32 103 split 89 embedding 75
-affine3_32: rows 76.5 normed 83 few 104 down 85 down_few 91.5 gemm8 73 gemm32 103 split 89 embedding 75
-affine3_128: rows 76.5 normed 83 few 104 down 85 down_few 91.5 gemm8 73 gemm32 103 split 89 embedding 75
 affine5_64: rows 79.5 normed 88 few 111 down 88 down_few 94.5 gemm8 81 gemm32 111 split 97 embedding 75
-affine5_32: rows 79.5 normed 88 few 111 down 88 down_few 94.5 gemm8 81 gemm32 111 split 97 embedding 75
-affine5_128: rows 79.5 normed 88 few 111 down 88 down_few 94.5 gemm8 81 gemm32 111 split 97 embedding 75
 affine6_64: rows 79.5 normed 90 few 115 down 88 down_few 94.5 gemm8 73.5 gemm32 99 split 87 embedding 43
-affine6_32: rows 79.5 normed 90 few 115 down 88 down_few 94.5 gemm8 73.5 gemm32 99 split 87 embedding 43
-affine6_128: rows 79.5 normed 90 few 115 down 88 down_few 94.5 gemm8 73.5 gemm32 99 split 87 embedding 43
 affine8_64: rows 48.5 normed 50.5 few 107.5 down 57 down_few 90.5 gemm8 72.5 gemm32 98 split 88 embedding 43
-affine8_32: rows 48.5 normed 50.5 few 107.5 down 57 down_few 90.5 gemm8 72.5 gemm32 98 split 88 embedding 43
-affine8_128: rows 48.5 normed 50.5 few 107.5 down 57 down_few 90.5 gemm8 72.5 gemm32 98 split 88 embedding 43
 """,
         )

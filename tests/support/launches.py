@@ -59,7 +59,8 @@ def launches(simulated, run: Callable[[], object]) -> Counter[str]:
 
 def model_on_mps(architecture: str) -> nn.Module:
     """A tiny model in bfloat16, of sizes at which all its matrices can be quantised."""
-    with tiny_models.groups_of_32(), tiny_models.sizes(q_lora_rank=32, kv_lora_rank=32):
+    widths = {"q_lora_rank": 32, "kv_lora_rank": 32, "shared_expert_intermediate_size": 64}
+    with tiny_models.groups_of_32(), tiny_models.sizes(**widths):
         return tiny_models.tiny_model(architecture, torch.bfloat16).to("mps")
 
 

@@ -22,5 +22,5 @@ def test_a_few_orders():
 
 @pytest.mark.sweep
 def test_many_orders():
-    long = settings(max_examples=300, stateful_step_count=20, **ALWAYS)
+    long = settings(max_examples=60, stateful_step_count=20, **ALWAYS)
     run_state_machine_as_test(ModelMachine, settings=long)

@@ -30,8 +30,7 @@ OWN_CODE = {
 
 @pytest.mark.parametrize("architecture", MOST)
 def test_launches_of_a_layer(simulated, architecture):
-    with tiny_models.sizes(shared_expert_intermediate_size=64):  # wide enough to be quantised
-        model = model_on_mps(architecture)
+    model = model_on_mps(architecture)
     torch_moe_mps.accelerate(model, bits=4, group_size=32)
     layer, _ = launches_of_last_layer(simulated, model)
     of_layer, of_others = MOST[architecture]
@@ -45,8 +44,8 @@ def test_launches_of_a_layer_with_linear_attention(simulated, monkeypatch):
     """Three of four layers of Qwen3-Next have it; in the model above the last layer has softmax attention."""
     layers = {"layer_types": ["full_attention", "linear_attention"]}
     monkeypatch.setitem(tiny_models.EXTRA, "qwen3_next", layers)
-    with tiny_models.sizes(linear_num_value_heads=16, shared_expert_intermediate_size=64):
-        own, model = (model_on_mps("qwen3_next") for _ in range(2))  # all linear layers can be quantised
+    with tiny_models.sizes(linear_num_value_heads=16):  # all linear layers can be quantised
+        own, model = (model_on_mps("qwen3_next") for _ in range(2))
     assert sum(launches_of_last_layer(simulated, own)[0].values()) == 119
     torch_moe_mps.accelerate(model, bits=4, group_size=32)
     layer, _ = launches_of_last_layer(simulated, model)

@@ -60,11 +60,13 @@ def test_mlx_reads_what_is_quantised_here(architecture, tmp_path):
 
 @pytest.mark.parametrize("architecture", EVERY)
 def test_words_come_back(architecture, tmp_path):
+    """A checkpoint of mlx-lm is read, with its logits, and written."""
     model = mlx_models.tiny(architecture)
-    mlx_models.write(model, tmp_path, 4)
+    oracle = mlx_models.write(model, tmp_path, 4)
     loaded = torch_moe_mps.from_pretrained(
         str(tmp_path / "mlx"), type(model), dtype=torch.float32, attn_implementation="eager"
     )
+    assert_close(output(loaded, prompt()), mlx_models.logits(oracle, prompt()), 2e-5)
     (tmp_path / "back").mkdir()
     save_mlx(loaded, tmp_path / "back", json.loads((tmp_path / "mlx" / "config.json").read_text()))
     stored, back = (load_file(tmp_path / name / "model.safetensors") for name in ("mlx", "back"))
