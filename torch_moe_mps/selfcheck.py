@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,9 @@ QUANTIZED = (
     "mlp_quantized",
     "embedding_quantized",
 )
-CACHE = "write_cache_quantized_"  # what it stands for: writing and reading a cache in 8 bits
-SECONDS = 3.0  # that the check of accelerate() may take beside compiling; the rest is for the next time
-# How many tokens a call has: one, and so many that matrices are multiplied in tiles.
+CACHE = "write_cache_quantized_"  # its check covers reading a cache in 8 bits, too
+SECONDS = 3.0  # for the check in accelerate(), without compiling; what is left is checked the next time
+# The tokens of the calls: one, and enough for products in tiles.
 TOKENS = (1, 40)
 
 
@@ -157,8 +157,8 @@ def libraries(dtypes: Collection[torch.dtype], formats: Collection[Format]) -> l
 def calls(name: str, dtype: torch.dtype, format: Format = FORMAT) -> Iterator[tuple[str, dict[str, Any]]]:
     """Operator, and arguments on the CPU, of good calls for each way in which an operator is run.
 
-    `attention` reads a cache in 8 bits by kernels of their own, which few models need: these calls stand with
-    the operator that writes it.
+    `attention` has kernels of its own for a cache in 8 bits, which few models need: these calls belong to the
+    operator that writes such a cache.
     """
     samples = sample_arguments("cpu", dtype, format)
     yield name, samples[name]
@@ -240,7 +240,7 @@ def _text(value: object) -> str:
 def work(
     operators: Collection[str], dtypes: Collection[torch.dtype], formats: Collection[Format]
 ) -> list[tuple[str, torch.dtype, Format | None]]:
-    """Operator, dtype and, of quantised weights, format of everything that these stand for."""
+    """(operator, dtype, format) of what is to be checked; the format is None without quantised weights."""
     return [
         (name, dtype, format)
         for name in OPERATORS
@@ -348,7 +348,3 @@ def remember(passed: Collection[str]) -> None:
         os.replace(file.name, path)
     except (OSError, RuntimeError):  # RuntimeError: no home directory
         return
-
-
-def as_json(findings: Iterable[Finding]) -> list[dict[str, Any]]:
-    return [asdict(finding) for finding in findings]

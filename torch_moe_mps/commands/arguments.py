@@ -158,7 +158,7 @@ def _bench(command: argparse.ArgumentParser) -> None:
     add("--prompt", type=int, default=512, metavar="N", help="tokens of a prompt (512)")
     add("--generate", type=int, default=128, metavar="N", help="tokens that are generated (128)")
     add("--turn", type=int, default=64, metavar="N", help="tokens of a second turn (64)")
-    add("--depth", type=_depths, default=(0, 4096, 16384), metavar="N,N", help="contexts (0,4096,16384)")
+    add("--depth", type=_numbers, default=(0, 4096, 16384), metavar="N,N", help="contexts (0,4096,16384)")
     add("--repeats", type=int, default=5, help="of each test, behind one that warms up (5)")
     add("--json", metavar="FILE", help="write all that was measured")
     add("--picture", metavar="FILE", help="draw tokens/s by context beside the bound (.png, .svg, .pdf)")
@@ -203,7 +203,7 @@ def _model_to_run(command: argparse.ArgumentParser) -> None:
     _from_the_hub(command, "MODEL")
 
 
-def _shares(text: str) -> list[int]:
+def _numbers(text: str) -> list[int]:
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:
@@ -217,17 +217,10 @@ def _machines(text: str) -> list[int]:
     return [int(memory)] * int(count)
 
 
-def _depths(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(sorted({int(number) for number in text.split(",")}))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be numbers with commas between, got {text!r}") from None
-
-
 def _device(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", help="mps where there is one, else cpu")
     command.add_argument(
-        "--shares", type=_shares, metavar="N,N", help="layers of each process of torchrun (by memory)"
+        "--shares", type=_numbers, metavar="N,N", help="layers of each process of torchrun (by memory)"
     )
 
 

@@ -1,6 +1,6 @@
 """`bench MODEL`: how fast a model reads prompts and generates, at several contexts.
 
-pp512 is a prompt of 512 tokens, tg128 the generation of 128 tokens one by one, each behind so many tokens of
+pp512 is a prompt of 512 tokens, tg128 the generation of 128 tokens one by one, each after that many tokens of
 context ("@ d4096"). ttft64 is the second turn of a chat: the time from 64 new tokens to the first answer.
 """
 
@@ -154,7 +154,7 @@ class Bench:
     Args:
         options: prompt, generate, turn, depth, repeats.
         bandwidth: of the memory, in bytes a second.
-        cache: what the bound counts beside the weights.
+        cache: of the model; the bound counts it and the weights.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Bench:
     @torch.no_grad()
     def rows(self) -> Iterator[Row]:
         options = self.options
-        for depth in options.depth:
+        for depth in sorted({*options.depth}):
             cache = self._context(depth)
             name = f" @ d{depth}" if depth else ""
             prompt = self.ids[:, depth : depth + options.prompt]
@@ -198,7 +198,7 @@ class Bench:
         return self.bandwidth / (self.weights + (self.cache.at(depth) if self.cache else 0))
 
     def _context(self, depth: int) -> Any:
-        """A cache with so many tokens; None for no token."""
+        """A cache with `depth` tokens; None for none."""
         cache = None
         for ids in self.ids[:, :depth].split(_CHUNK, dim=1) if depth else ():
             cache = self._forward(ids, cache).past_key_values

@@ -1,4 +1,4 @@
-"""How many bytes a model's KV cache takes, found by running its code on shapes alone."""
+"""How many bytes a model's KV cache takes, found by running its code on the meta device."""
 
 from collections import Counter
 from typing import Any
@@ -37,7 +37,7 @@ class KVCache:
         return self.at(context) + sum(rooms[window] * rate for window, rate in self.rates.items())
 
     def tokens_in(self, space: int, most: int) -> int:
-        """How many tokens fit into so many bytes, of `most`; 0 also where none does."""
+        """How many tokens, at most `most`, fit into `space` bytes."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2

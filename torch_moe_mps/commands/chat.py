@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .serving import follow, server
-from .sources import is_first_process
+from .sources import is_first_process, name_of
 
 
 def run(options: argparse.Namespace) -> None:
@@ -26,9 +26,8 @@ def run(options: argparse.Namespace) -> None:
             from transformers.cli.chat import Chat
 
             constants.HF_HUB_OFFLINE = False  # else the client does not talk to this machine either
-            name = options.model if options.revision is None else f"{options.model}@{options.revision}"
             Chat(
-                model_id=name,
+                model_id=name_of(options),
                 base_url=f"http://localhost:{port}",
                 generate_flags=options.set,
                 system_prompt=options.system_prompt,

@@ -5,6 +5,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
     failed = {finding.subject for finding in findings}
     report["kernels"] = selfcheck.pipelines(name for name in names if name not in failed)
     report["checked"] = {"libraries": len(names), "operators": len(work)}
-    report["failures"] = selfcheck.as_json(findings)
+    report["failures"] = [asdict(finding) for finding in findings]
     Path(options.report).write_text(json.dumps(report, indent=1))
     _print_verdict(report, findings, options.report)
     if findings:

@@ -19,7 +19,7 @@ from ..transformers.checkpoints.mlx.writing import save_mlx
 from ..transformers.checkpoints.parts import Parts, meta_model
 from ..transformers.checkpoints.recipe import requested_recipe
 from ..transformers.checkpoints.saving import save_parts
-from ..transformers.checkpoints.sizes import bytes_a_token, quantized_sizes
+from ..transformers.checkpoints.sizes import bytes_a_token, quantized_sizes, total_bytes
 from ..transformers.checkpoints.targets import weights_of
 from .recipes import arguments_of
 from .sources import folder_of, loading_options, small_files
@@ -61,8 +61,7 @@ def _sizes(model: torch.nn.Module, arguments: dict[str, Any]) -> str:
     assert recipe is not None  # the arguments have bits or a mode
     weights = weights_of(model, recipe)
     sizes = quantized_sizes(weights.targets.values())
-    before = sum(p.nbytes for p in model.parameters())
-    after = sum(sizes.get(p, p.nbytes) for p in model.parameters())
+    before, after = total_bytes(model), total_bytes(model, sizes)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     fit = "fits" if after < 0.75 * memory else "does not fit"
     return (

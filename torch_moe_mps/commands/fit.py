@@ -17,7 +17,7 @@ from ..ops.attention import CACHE_BITS
 from ..quantization import Format
 from ..transformers.checkpoints.parts import meta_model
 from ..transformers.checkpoints.recipe import recipe_of
-from ..transformers.checkpoints.sizes import bytes_a_token, quantized_sizes
+from ..transformers.checkpoints.sizes import bytes_a_token, quantized_sizes, total_bytes
 from ..transformers.checkpoints.targets import weights_of
 from ..transformers.checkpoints.weights import check_columns
 from ..transformers.pipeline.shares import Machine, shares_of
@@ -45,7 +45,7 @@ class Size:
     quantized: Mapping[torch.Tensor, int]
 
     def of(self, module: nn.Module) -> int:
-        return _total(module, self.quantized)
+        return total_bytes(module, self.quantized)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -100,7 +100,7 @@ def report(model: Any, context: int, group_size: int, mac: Mac | None, kv_bits: 
 
 
 def spread(model: Any, group_size: int, macs: Sequence[int], kv_bits: int = 16) -> str:
-    """The table for Macs of so many GB, each of which has some of the layers.
+    """The table for several Macs that share the layers; `macs` has the GB of each.
 
     Raises: ValueError for a model whose layers cannot be spread.
     """
@@ -137,13 +137,13 @@ def _is_tied(model: Any) -> bool:
 
 
 def bound(size: Size, cache: KVCache | None, context: int, bandwidth: float) -> float:
-    """Tokens a second that memory of so many GB/s allows."""
+    """Tokens a second that a memory bandwidth in GB/s allows."""
     return bandwidth * 1e9 / (size.token + (cache.at(context) if cache else 0))
 
 
 def sizes_of(model: nn.Module, group_size: int) -> list[Size]:
     """The dense model, and the model in each number of bits."""
-    sizes = [Size(_DENSE, _total(model, {}), bytes_a_token(model), {})]
+    sizes = [Size(_DENSE, total_bytes(model), bytes_a_token(model), {})]
     for bits in BITS:
         format = Format(bits, group_size)
         targets = weights_of(model, recipe_of(format)).targets.values()
@@ -151,16 +151,12 @@ def sizes_of(model: nn.Module, group_size: int) -> list[Size]:
             for parameter in target.formats:
                 check_columns(_CHECK, target, parameter, format)
         after = quantized_sizes(targets)
-        sizes.append(Size(f"{bits} bit", _total(model, after), bytes_a_token(model, after), after))
+        sizes.append(Size(f"{bits} bit", total_bytes(model, after), bytes_a_token(model, after), after))
     return sizes
 
 
-def _total(model: nn.Module, sizes: Mapping[torch.Tensor, int]) -> int:
-    return sum(sizes.get(p, p.nbytes) for p in model.parameters())
-
-
 def _contexts(sizes: Sequence[Size], cache: KVCache | None, limit: int, longest: int) -> list[str]:
-    """How long a context fits beside the weights of each size; at most what the model can read."""
+    """The longest context that fits together with the weights of each size, at most what the model reads."""
     cells = []
     for size in sizes:
         if size.weights > limit:

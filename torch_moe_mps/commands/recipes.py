@@ -101,8 +101,7 @@ def mixed_overrides(recipe: str | None, model: "PreTrainedModel") -> dict[str, i
         return {}
     high = int(recipe.split("_")[2])
     weights = weights_of(model, recipe_of(Format(4, 32)))
-    names = [f"{t.name}.{p}" for t in weights.targets.values() for p in t.formats]
-    names += list(weights.targets)
+    names = [target.path(parameter) for target in weights.targets.values() for parameter in target.formats]
     layers = model.config.get_text_config().num_hidden_layers
     edge = layers // 8
     chosen = [i for i in range(layers) if i < edge or i >= 7 * layers // 8 or (i - edge) % 3 == 2]

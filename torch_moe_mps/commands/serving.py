@@ -9,6 +9,7 @@ from .sources import (
     bits_of,
     folder_of,
     loading_options,
+    name_of,
     pipeline_of,
     processes,
     usable_device,
@@ -32,14 +33,16 @@ def server(options: argparse.Namespace, **settings: Any) -> Iterator[Any]:
     from ..transformers.checkpoints.files import check_files
 
     check_files(folder)
-    name = options.model if options.revision is None else f"{options.model}@{options.revision}"
     stage = load(options, folder, device) if processes() > 1 else None  # all load at the same time
     own = ModelManager._load_model
     ModelManager._load_model = lambda *names, **progress: stage or load(options, folder, device)
     try:
         with nullcontext() if stage is None else stage.pipeline.leading():
             yield Serve(
-                force_model=name, trust_remote_code=options.trust_remote_code, device=device, **settings
+                force_model=name_of(options),
+                trust_remote_code=options.trust_remote_code,
+                device=device,
+                **settings,
             )
     finally:
         ModelManager._load_model = own

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-# Files beside the weights: config, tokenizer, processor, chat templates, Python code of the model.
+# Files other than weights: config, tokenizer, processor, chat templates, Python code of the model.
 SMALL_FILES = (
     "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm", "*.bpe", "*.py", "LICENSE*", "NOTICE*",
     "additional_chat_templates/*",
 )  # fmt: skip
-# Weights in other layouts, which some repositories have beside the one that transformers reads.
+# Weights in layouts that transformers does not read, which some repositories have, too.
 _DUPLICATES = ("*/*", "consolidated*")
 
 
@@ -42,7 +42,7 @@ def folder_of(source: str, revision: str | None = None, weights: bool = True) ->
 
 
 def small_files(folder: str) -> list[Path]:
-    """The files beside the weights, by their paths within the folder.
+    """The files other than weights, as paths relative to the folder.
 
     Raises: ValueError for one that cannot be read.
     """
@@ -67,6 +67,11 @@ def usable_device(name: str | None) -> str:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"--device must be one that holds tensors here, got {device}: {reason}") from None
     return device
+
+
+def name_of(options: argparse.Namespace) -> str:
+    """What a server calls the model."""
+    return options.model if options.revision is None else f"{options.model}@{options.revision}"
 
 
 def loading_options(options: argparse.Namespace) -> dict[str, Any]:

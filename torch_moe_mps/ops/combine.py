@@ -91,8 +91,7 @@ def weighted_sum_residual_stacked_(residual_: Tensor, slots: Tensor, weights: Te
     Args:
         residual_: [..., H], the dtype of `slots`; updated in place, whatever its strides. It must not overlap
             itself (as an expanded tensor does) nor the other arguments.
-        slots: [..., S, H], float32, float16 or bfloat16: the outputs of a token's S experts.
-        weights: [..., S], any of the three dtypes.
+        slots, weights: as for weighted_sum_stacked.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
 
@@ -113,10 +112,7 @@ def weighted_sum_residual_norm_stacked_(
     In 16 bit residual_ is rounded first, and the norm is taken of the rounded values.
 
     Args:
-        residual_: [..., H], the dtype of `slots`; updated in place, whatever its strides. It must not overlap
-            itself (as an expanded tensor does) nor the other arguments.
-        slots: [..., S, H], float32, float16 or bfloat16: the outputs of a token's S experts.
-        weights: [..., S], any of the three dtypes.
+        residual_, slots, weights: as for weighted_sum_residual_stacked_.
         norm_weight: [H], any of the three dtypes.
         eps: added to the mean of squares.
 

@@ -135,11 +135,8 @@ def fused_norm_add_scalar(
     """(residual + rms(input) * (weight + weight_offset)) * scalar, the end of a Gemma 4 layer.
 
     Args:
-        residual, input: [..., H], float32, float16 or bfloat16, of one dtype.
-        weight: [H], any of the three dtypes.
+        residual, input, weight, eps, weight_offset: as for fused_norm_add.
         scalar: 1 or H elements, any of the three dtypes: the layer's scale.
-        eps: added to the mean of squares.
-        weight_offset: 1.0 for zero-centred weights.
 
     Returns: [..., H] in the dtype of `residual`.
 
@@ -173,11 +170,8 @@ def fused_residual_norm(
     In 16 bit s is rounded first, because the residual stream carries the rounded s; the norm is taken of it.
 
     Args:
-        residual, input: [..., H], float32, float16 or bfloat16, of one dtype.
-        weight: [H], any of the three dtypes.
-        eps: added to the mean of squares.
+        residual, input, weight, eps, weight_offset: as for fused_norm_add.
         write_sum: without it the second result is empty, of shape [0].
-        weight_offset: 1.0 for zero-centred weights.
 
     Returns: the normed sum and the sum, both [..., H] in the dtype of `residual`.
 
@@ -199,11 +193,8 @@ def fused_residual_norm_scalar(
     In 16 bit the sum is rounded before the norm, as in fused_residual_norm.
 
     Args:
-        residual, input: [..., H], float32, float16 or bfloat16, of one dtype.
-        weight: [H], any of the three dtypes.
+        residual, input, weight, eps, weight_offset: as for fused_norm_add.
         scalar: 1 or H elements, any of the three dtypes.
-        eps: added to the mean of squares.
-        weight_offset: 1.0 for zero-centred weights.
 
     Returns: [..., H] in the dtype of `residual`.
 

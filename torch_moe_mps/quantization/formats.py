@@ -99,11 +99,6 @@ def _chunks(weight: Tensor) -> Iterator[tuple[slice, slice]]:
             yield slice(matrix, matrix + some_matrices), slice(first, first + some_rows)
 
 
-def _at_hand(piece: Tensor) -> Tensor:
-    """Moves data from MPS to the CPU: the bits must not depend on how a GPU divides."""
-    return piece.cpu() if piece.device.type == "mps" else piece
-
-
 @torch.no_grad()
 def quantize(
     weight: Tensor, bits: int | None = None, group_size: int | None = None, mode: str = "affine"
@@ -115,7 +110,7 @@ def quantize(
         bits, group_size, mode: see Format.
 
     Returns: QuantizedWeight(packed, scales, biases, format). In mode affine, scales and biases have the dtype
-        of `weight`. The memory beside the result stays under about 10 MiB.
+        of `weight`. Memory other than the result stays under about 10 MiB.
 
     Raises: ValueError for a shape, dtype or format that does not fit, and for weights that are not finite.
     """
@@ -135,7 +130,8 @@ def quantize_stack(stack: Tensor, format: Format, errors: ErrorSums | None = Non
     out = QuantizedWeight.empty(stack.shape, stack.dtype, stack.device, format)
     words = out.packed.view(torch.int32)
     for index in _chunks(stack):
-        groups = _at_hand(stack[index]).float().unflatten(-1, (-1, format.group_size))
+        piece = stack[index].cpu() if stack.device.type == "mps" else stack[index]  # GPUs divide differently
+        groups = piece.float().unflatten(-1, (-1, format.group_size))
         codes, scales, biases = encode(groups, stack.dtype, format)
         scales = scales.to(out.scales.dtype)
         words[index] = pack(codes.flatten(-2), format.bits)

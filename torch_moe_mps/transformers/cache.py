@@ -1,7 +1,7 @@
 """A key-value cache that grows in place, and may have 8 bits, as a static one may.
 
-transformers' DynamicCache joins all old keys and values with the new ones in every step. Here they lie in
-memory with room behind them: new ones are written there, and attention gets views.
+transformers' DynamicCache copies all old keys and values in every step. Here they lie in memory with room
+behind them: new ones are written there, and attention gets views.
 """
 
 import functools
@@ -133,7 +133,7 @@ def as_held(layer: Any, bits: int) -> dict[str, Any]:
 
 
 def room_behind(tokens: int) -> int:
-    """For how many more tokens new memory has room that holds so many."""
+    """How many more tokens new memory for `tokens` tokens has room for."""
     return max(LEAST_ROOM, tokens // ROOM_SHARE)
 
 
@@ -143,9 +143,9 @@ def room_behind_window(window: int) -> int:
 
 @functools.cache
 def growing_class(plain: type, bits: int | None = None) -> type | None:
-    """The class that grows in place and otherwise does what `plain` does, or None if there is none.
+    """The class that does what `plain` does and grows in place, or None if there is none.
 
-    Of a static layer, the class that holds 8 bits.
+    For a static layer, the class that holds 8 bits.
     """
     base = _base_of(plain, bits)
     if base is None:
@@ -197,13 +197,13 @@ def _in_place() -> bool:
 
 @torch.compiler.disable
 def _update_uncompiled(layer: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Of a layer in 8 bits, which grows by tensors that a graph cannot make."""
+    """`layer.update`, outside of the graph: a graph cannot make the tensors of a layer in 8 bits."""
     updated: tuple[Tensor, Tensor] = layer.update(*args, **kwargs)
     return updated
 
 
 class _Made(CacheLayerMixin):
-    """A layer of a class that `growing_class` made."""
+    """A layer whose class `growing_class` made."""
 
     plain: Any
     bits: int | None
@@ -239,7 +239,7 @@ class _Growing(_Made, DynamicLayer):
         return self.take(keys, values, tokens)
 
     def _room(self, tokens: int) -> int | None:
-        """For how many more tokens memory has room that new ones move to; None: `room_behind`."""
+        """How many more tokens new memory has room for; None means `room_behind`."""
         return None
 
     def take(self, keys: Tensor, values: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -286,7 +286,7 @@ class _Growing(_Made, DynamicLayer):
 
 
 class _GrowingIndexed(DynamicIndexedLayer, _Growing):
-    """A layer that holds all tokens, and keys of an indexer beside its own."""
+    """A layer that holds all tokens, and the keys of an indexer."""
 
     indexer_keys: Any
 
@@ -339,7 +339,7 @@ class _Static(_Made, StaticLayer):
         self.quantize()
 
     def quantize(self) -> None:
-        """What the layer holds."""
+        """Quantises what the layer holds."""
         _warn_of_widths(self.keys, self.values)
         if not isinstance(self.keys, QuantizedStates) and can_be_quantized(self.keys, self.values):
             for name in ("keys", "values"):
@@ -446,7 +446,7 @@ def _is_closed(memory: Tensor) -> bool:
 
 
 def _copied(states: Tensor, room: int) -> Tensor:
-    """In memory of their own, with room for so many more tokens."""
+    """A copy with room for `room` more tokens."""
     tokens = states.shape[-2]
     memory = _changed(states, lambda part: part.new_empty((*part.shape[:-2], tokens + room, part.shape[-1])))
     _write(memory, 0, states)
@@ -469,12 +469,12 @@ def _start(view: Tensor) -> int:
 
 
 def _stored(states: Tensor) -> Tensor:
-    """What lies in memory: of quantised states, the codes."""
+    """A tensor that lies in memory as the states do: the codes of quantised ones."""
     return states.packed if isinstance(states, QuantizedStates) else states
 
 
 def _from(token: int, states: Tensor) -> Tensor:
-    """A view of the tokens from one on, which counts from the end where it is negative."""
+    """A view of the tokens from `token` on; a negative number counts from the end."""
     if not isinstance(states, QuantizedStates):
         return _in_memory_of(states, states[:, :, token:])
     begin, end, _ = slice(token, None).indices(states.shape[2])
@@ -490,7 +490,7 @@ def _in_memory_of(tensor: Any, part: Any) -> Any:
 
 
 def _with_room(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """`change` of a tensor, with the room behind it."""
+    """Applies `change` to a tensor and to the room behind it."""
     memory: Tensor | None = getattr(tensor, _MEMORY, None)
     if memory is None:
         return _changed(tensor, change)
@@ -502,5 +502,5 @@ def _changed(states: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _compact(value: Any) -> Any:
-    """What is saved of a value: of a view, what it shows and not its memory."""
+    """What is saved of a value: a view is saved without the rest of its memory."""
     return value.clone(memory_format=torch.contiguous_format) if hasattr(value, _MEMORY) else value

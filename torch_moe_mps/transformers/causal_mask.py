@@ -147,9 +147,9 @@ class CausalMask(Tensor):
 
 
 def key_ranges(shown: Tensor, keys: int) -> tuple[tuple[int, int], ...] | None:
-    """For each row of a 2D mask, the first of the keys that are no padding, and the one behind the last.
+    """For each row of a 2D mask, its first key that is no padding, and the key after the last one.
 
-    Keys behind the mask are padding. None if there is padding between keys that are none.
+    Keys after the mask are padding. None if there is padding between other keys.
     """
     first, count = shown.int().argmax(1, keepdim=True), shown.sum(1, keepdim=True)
     key = torch.arange(shown.shape[1])

@@ -69,7 +69,7 @@ def is_wanted(model: nn.Module) -> bool:
 
 
 def refusal(module: nn.Module, text: str) -> str | None:
-    """Why a module is left alone whose replacements a line of the report names; None if it is not."""
+    """Why a module keeps its own code: an operator that `text`, a line of the report, names has failed."""
     refused = sorted(operators_named(text) & _REFUSED.keys())
     return f"{refused[0]} fails the self-check on this GPU" if refused and _is_on_mps(module) else None
 

@@ -24,7 +24,7 @@ from .rewriting.record import RECORD, record_of
 ops = torch.ops.moe_mps
 
 NAME = "moe_mps"
-# What a projection is called once it is quantised: not put together in each call.
+# The names of the tensors of a quantised projection, made once instead of in each call.
 _PACKED = {name: [f"{name}_{part}" for part in TENSORS] for name in ("gate_up_proj", "up_proj", "down_proj")}
 # The formula of _apply_gate on its argument X, with G and U its gate and up half.
 _GATES = {
@@ -136,7 +136,7 @@ def may_be_fused(experts: nn.Module) -> bool:
 
 
 def pinned_config(experts: Experts) -> Any:
-    """A config for quantised experts alone: only our implementation reads their weights.
+    """A config that only these quantised experts have: no other implementation reads their weights.
 
     The model's config may name another one, for its dense experts or for another model with the same config.
     """

@@ -18,7 +18,7 @@ _OF_EVERYTHING = {_ATEN.detach.default, _ATEN.alias.default, _ATEN.clone.default
 
 
 def group_size(width: int) -> int | None:
-    """Of heads of this width: the largest group that divides it, None if none does."""
+    """The largest size of groups that divides the width of a head; None if none does."""
     return next((size for size in sorted(GROUP_SIZES["affine"], reverse=True) if width % size == 0), None)
 
 
@@ -34,10 +34,9 @@ def can_be_quantized(*states: Tensor) -> bool:
 
 
 class QuantizedStates(Tensor):
-    """[B, Hk, S, D] in 8 bits. Whatever uses it gets the numbers that its codes stand for.
+    """[B, Hk, S, D] in 8 bits. Operators see the dequantised numbers.
 
-    Tokens and batches can be chosen without that, by slices and index_select. Nothing but `write` and `zero_`
-    changes it.
+    Slices and index_select of tokens and batches stay quantised. Only `write` and `zero_` change it.
 
     Attributes:
         packed, scales, biases: [B, Hk, S, D / 4], and twice [B, Hk, S, D / group], as

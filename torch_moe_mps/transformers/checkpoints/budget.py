@@ -130,7 +130,7 @@ def _measure(
     def leave(part: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         for target in inside.get(part, ()):
             for parameter in target.formats:
-                errors = found[_name(target, parameter)]
+                errors = found[target.path(parameter)]
                 for format in formats:
                     with _rounded(target, parameter, format):
                         errors[format] += _distance(output, module.forward(*args, **kwargs))
@@ -149,12 +149,7 @@ def _measure(
 
 
 def _no_errors(targets: Mapping[str, Target], formats: Sequence[Format]) -> Errors:
-    return {_name(t, p): dict.fromkeys(formats, 0.0) for t in targets.values() for p in t.formats}
-
-
-def _name(target: Target, parameter: str) -> str:
-    """As the patterns of a recipe have it."""
-    return f"{target.name}.{parameter}" if target.kind == "experts" else target.name
+    return {t.path(p): dict.fromkeys(formats, 0.0) for t in targets.values() for p in t.formats}
 
 
 @contextmanager
@@ -202,7 +197,7 @@ def _items(
     tied = {name: other for name, other in tied_layers(model).items() if {name, other} <= targets.keys()}
     for target in targets.values():
         for parameter in target.formats:
-            name = _name(target, parameter)
+            name = target.path(parameter)
             if name in tied:
                 continue
             names = (name, *(n for n, other in tied.items() if other == name))

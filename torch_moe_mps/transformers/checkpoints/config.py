@@ -19,10 +19,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ...ops._checks import Check
 from ...quantization import Format
 from ..experts import NAME
-from ..interface import projections
 from ..report import any_layer
 from .recipe import ARGUMENTS, Recipe, recipe_of
-from .targets import Target, kinds_of
+from .targets import Target, kinds_of, parameters_of, path_of
 
 LIBRARY = "torch_moe_mps"
 
@@ -101,9 +100,8 @@ class QuantizationConfig(QuantizationConfigMixin):
         for name, format in formats.items():
             if name in kinds:
                 kind, module = kinds[name]
-                names = projections(module) if kind == "experts" else ("weight",)
                 target = found.setdefault(name, Target(name, module, kind, {}))
-                target.formats = dict.fromkeys(names, format) | target.formats
+                target.formats = dict.fromkeys(parameters_of(kind, module), format) | target.formats
             else:
                 owner, _, parameter = name.rpartition(".")
                 target = found.setdefault(owner, Target(owner, kinds[owner][1], "experts", {}))
@@ -152,17 +150,15 @@ def _format_of(name: str, value: Any) -> Format:
 
 
 def _check_complete(target: Target) -> None:
-    if target.kind == "experts" and set(target.formats) != set(projections(target.module)):
-        missing = next(p for p in projections(target.module) if p not in target.formats)
-        Check("load").fail(f"{target.name}.{missing}", "quantised as the other matrices are", "no format")
+    for parameter in parameters_of(target.kind, target.module):
+        if parameter not in target.formats:
+            Check("load").fail(target.path(parameter), "quantised as the other matrices are", "no format")
 
 
 def _named(stored: str, kinds: Mapping[str, tuple[str, nn.Module]]) -> list[str]:
     """The names in this model of what may have been saved from a larger or a smaller one."""
-    names = [*kinds]
-    for name, (kind, module) in kinds.items():
-        if kind == "experts":
-            names += [f"{name}.{projection}" for projection in projections(module)]
+    paths = [path_of(n, kind, p) for n, (kind, module) in kinds.items() for p in parameters_of(kind, module)]
+    names = dict.fromkeys([*kinds, *paths])
     parts = stored.split(".")
     found = [name for name in names if _same_end(parts, name.split("."))]
     same = [name for name in found if name.count(".") == stored.count(".")] or found

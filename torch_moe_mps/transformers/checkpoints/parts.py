@@ -100,7 +100,7 @@ class Parts:
         embeddings = {name for name, (kind, _) in kinds_of(self.model).items() if kind == "embeddings"}
         owners = (name.rpartition(".")[0] for name, _ in self.model.named_parameters(remove_duplicate=False))
         found = dict.fromkeys(layer_of(owner) for owner in owners)
-        self.modules = [name for name in found if _is_layer(name) or name in embeddings]
+        self.modules = [n for n in found if n.rpartition(".")[2].isdigit() or n in embeddings]
         self._keys: dict[str, dict[str, Any]] = defaultdict(dict)
         self._stack = ExitStack()
         for file in files:
@@ -208,8 +208,12 @@ class Parts:
         for name, found, expected in info.mismatched_keys:
             _CHECK.fail(name, f"of shape {tuple(expected)}", tuple(found))
         for name, error in info.conversion_errors.items():
-            raise ValueError(f"moe_mps::load: {name}: {_message(error)}")
-        self._check_missing(part, self._tie(info.missing_keys))
+            raised = error.partition("\nError")[0].strip().splitlines()[-1]  # of what transformers says
+            raise ValueError(f"moe_mps::load: {name}: {raised}")
+        optional = may_lack(self.model)
+        for name in sorted(self._tie(info.missing_keys)):
+            if self.part_of(name) == part and not optional(name):
+                _CHECK.fail(name, "in the checkpoint", "no such tensor")
         if self._quantizer is not None:
             self._quantizer.place(self.model, lambda name: self.part_of(f"{name}.weight") == part)
         dense = {n: t for n, t in self._dense.items() if self.part_of(f"{n}.weight") == part}
@@ -227,27 +231,12 @@ class Parts:
                     missing.remove(f"{name}.{last}")
         return missing
 
-    def _check_missing(self, part: str, missing: set[str]) -> None:
-        optional = may_lack(self.model)
-        for name in sorted(missing):
-            if self.part_of(name) == part and not optional(name):
-                _CHECK.fail(name, "in the checkpoint", "no such tensor")
-
     def _give_buffers(self) -> None:
         """Buffers are computed by the model, not only read; they are small."""
         for name, buffer in list(self.model.named_buffers()):
             owner, _, last = name.rpartition(".")
             self.model.get_submodule(owner)._buffers[last] = torch.empty_like(buffer, device=self.device)
         self.model.initialize_weights()  # the buffers: parameters have no memory
-
-
-def _is_layer(name: str) -> bool:
-    return name.rpartition(".")[2].isdigit()
-
-
-def _message(error: str) -> str:
-    """What an operation raised, of what transformers says about it."""
-    return error.partition("\nError")[0].strip().splitlines()[-1]
 
 
 @contextmanager

@@ -183,7 +183,7 @@ class Quantizer(HfQuantizer):
         ]
 
     def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
-        """Rules for experts hold for what takes the place of their matrices; all else stays whole."""
+        """Rules for the matrices of experts apply to the tensors that replace them; all else stays whole."""
         if getattr(model.config, "distributed_config", None) is None:
             return
         experts = {any_layer(name): module for name, module in experts_of(model).items()}

@@ -35,6 +35,11 @@ def bytes_a_token(model: nn.Module, sizes: Mapping[Tensor, int] = MappingProxyTy
     return total
 
 
+def total_bytes(module: nn.Module, sizes: Mapping[Tensor, int] = MappingProxyType({})) -> int:
+    """Bytes of all parameters; `sizes` as for `bytes_a_token`."""
+    return sum(sizes.get(parameter, parameter.nbytes) for parameter in module.parameters())
+
+
 def quantized_sizes(targets: Iterable[Target]) -> dict[Tensor, int]:
     """{parameter: bytes in its format} of dense modules that are to be quantised."""
     return {

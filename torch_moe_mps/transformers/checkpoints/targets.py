@@ -42,6 +42,20 @@ class Target:
         """The module of a target of kind "experts"."""
         return cast(Experts, self.module)
 
+    def path(self, parameter: str) -> str:
+        """What recipes call a parameter."""
+        return path_of(self.name, self.kind, parameter)
+
+
+def parameters_of(kind: str, module: nn.Module) -> tuple[str, ...]:
+    """The parameters that are quantised of a module of a kind."""
+    return projections(module) if kind == "experts" else ("weight",)
+
+
+def path_of(name: str, kind: str, parameter: str) -> str:
+    """What recipes call a parameter of a module: the matrices of experts have names of their own."""
+    return f"{name}.{parameter}" if kind == "experts" else name
+
 
 class Weights(NamedTuple):
     """{name: target} of the weights that a recipe quantises, and {name: reason} of those that stay dense."""
@@ -54,21 +68,14 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
     """Raises: ValueError for a pattern of the recipe that fits nothing."""
     found = Weights({}, {})
     kinds = kinds_of(model)
-    names = [
-        f"{name}.{projection}" if kind == "experts" else name
-        for name, (kind, module) in kinds.items()
-        for projection in (projections(module) if kind == "experts" else [""])
-    ]
-    recipe.check_patterns(names)
+    recipe.check_patterns(
+        [path_of(n, kind, p) for n, (kind, m) in kinds.items() for p in parameters_of(kind, m)]
+    )
     reasons = Reasons(model)
     for name, (kind, module) in kinds.items():
-        if kind == "experts":
-            wanted = {p: recipe.format_of(f"{name}.{p}", kind) for p in projections(module)}
-            reason = None
-        else:
-            wanted = {"weight": recipe.format_of(name, kind)}
-            reason = reasons.of(name, module)
+        wanted = {p: recipe.format_of(path_of(name, kind, p), kind) for p in parameters_of(kind, module)}
         formats = {parameter: format for parameter, format in wanted.items() if format is not None}
+        reason = None if kind == "experts" else reasons.of(name, module)
         if reason is None and len(formats) < len(wanted):
             reason = "kept by the recipe"
         if reason is None and kind != "experts":
@@ -152,17 +159,15 @@ def _is_plain(embedding: nn.Embedding) -> bool:
     if own is nn.Embedding.forward:
         return True
     function = syntax_of(own)
-    body = [s for s in function.body if not _is_docstring(s)] if isinstance(function, ast.FunctionDef) else []
+    if not isinstance(function, ast.FunctionDef):
+        return False
+    body = function.body[1:] if ast.get_docstring(function) else function.body
     value = body[0].value if len(body) == 1 and isinstance(body[0], ast.Return) else None
-    if not isinstance(function, ast.FunctionDef) or not isinstance(value, ast.BinOp):
+    if not isinstance(value, ast.BinOp):
         return False
     ids = function.args.args[-1].arg
     product = isinstance(value.op, ast.Mult) and ast.unparse(value.left) == f"super().forward({ids})"
     return product and not re.search(rf"\b{ids}\b", ast.unparse(value.right))
-
-
-def _is_docstring(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from .targets import Target
 
 
 def quantized_names(parameter: str) -> list[str]:
-    """What takes the place of a dense parameter: the names of packed words, scales and biases."""
+    """The names of the tensors that replace a dense parameter: packed words, scales and biases."""
     prefix = "" if parameter == "weight" else f"{parameter}_"
     return [f"{prefix}{part}" for part in TENSORS]
 

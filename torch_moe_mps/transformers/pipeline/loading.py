@@ -14,6 +14,7 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
+from ..checkpoints.sizes import total_bytes
 from .loop import CannotBeCut
 from .peers import PeerError, Peers, Timeouts
 from .running import Running
@@ -78,7 +79,7 @@ class PipelineLoading:
         if shares is None:
             machines = [Machine(f["memory"], f["bandwidth"]) for f in facts]
             ends = [dense.get_input_embeddings(), dense.get_output_embeddings()]
-            sizes, of_ends = [[*map(_bytes, parts)] for parts in (layers, ends)]
+            sizes, of_ends = [[*map(total_bytes, parts)] for parts in (layers, ends)]
             shares = shares_of(sizes, of_ends, _apart(machines, self.peers.hosts))
         return Stage(self.peers.rank, given_shares(shares, size, len(layers)))
 
@@ -106,10 +107,6 @@ class PipelineLoading:
 def _without_weights(cls: Any, config: Any) -> Any:
     with torch.device("meta"):
         return cls.from_config(config) if hasattr(cls, "from_config") else cls(config)
-
-
-def _bytes(module: torch.nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def _facts(name: str, config: Any, asked: Any, shares: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 _HEAD = 512  # bytes
 _ALIGNED = 16
-# How long a process that fails looks for what the others say of the reason.
+# Seconds in which a process that fails looks for a reason that another one has told.
 _GRACE = 1.5
 _COUNT = itertools.count()
 _NAMES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}

@@ -1,7 +1,7 @@
 """Calls of a model whose layers are spread over processes, and `generate`.
 
 A call sends what the last layer here returns to the next process. Logits go from the last process to all
-others; while `generate` samples, token ids go instead: the last process alone chooses them.
+others; while `generate` samples, token ids go instead: only the last process chooses them.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from .peers import Message, PeerError, Peers, as_octets, from_octets, on_the_host
 from .stages import Stage
 
-# The time limit is for so many tokens of a call.
+# The time limit of a call is for this many tokens.
 _TOKENS = 512
 # Logits of all tokens but the one that the last process chose. Finite, so that no processor makes NaN of it.
 _NEVER = -1e30
@@ -78,11 +78,11 @@ class Running:
         if self._rest is not None:
             self._rest -= self._tokens
         unused: tuple[str, ...] = () if self.stage.first else _FOR_TOWERS
-        unused += () if self.stage.last else ("labels",)  # the last process alone has logits
+        unused += () if self.stage.last else ("labels",)  # only the last process has logits
         return args, {name: value for name, value in kwargs.items() if name not in unused}
 
     def _before_layers(self, base: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Layers must be given the same everywhere; the first process alone has features of images."""
+        """Layers must get the same in every process; only the first one has features of images."""
         given = {name for name, value in kwargs.items() if isinstance(value, Tensor | list | tuple | dict)}
         self._given = sorted(given - {"input_ids", "inputs_embeds"})
 
@@ -99,7 +99,7 @@ class Running:
         return self._digest
 
     def _limit(self, stages: int) -> float:
-        """Seconds that so many stages may take for the tokens of this call."""
+        """Seconds that this many stages may take for the tokens of this call."""
         return self.peers.timeouts.decoding * math.ceil(self._tokens / _TOKENS) * max(1, stages)
 
     def _send(self, layer: Any, args: tuple, output: Any) -> None:
@@ -159,7 +159,7 @@ class Running:
 
     @contextlib.contextmanager
     def greedy(self) -> Iterator[None]:
-        """Within, calls give the likeliest next token alone: it has the only logit that counts."""
+        """Within, a call tells only the likeliest next token: the logits of all others are very low."""
         self._greedy = True
         try:
             yield

@@ -16,10 +16,10 @@ _CACHE = "past_key_values"
 
 
 class Elsewhere(nn.Module):
-    """In the place of a layer that another process has: passes on what it gets, and counts its tokens.
+    """Replaces a layer that another process has: passes on its input, and counts its tokens.
 
-    A cache that has no entry for a layer would tell masks of other lengths. Here it has keys and values of
-    one number for each token.
+    Masks take their lengths from the cache, so this layer has keys and values in it, too: one number for each
+    token.
 
     Attributes:
         results: set to what the layer returned in the other process, just before the model is called.
@@ -46,7 +46,7 @@ class Elsewhere(nn.Module):
 
 
 class NoEmbedding(nn.Module):
-    """In the place of an embedding that only the first process needs: its shape, with no memory behind it."""
+    """Replaces an embedding that only the first process needs: gives its shape, without memory."""
 
     def __init__(self, embedding: Any, dtype: torch.dtype):
         super().__init__()
@@ -57,7 +57,7 @@ class NoEmbedding(nn.Module):
 
 
 class NoHead(nn.Module):
-    """In the place of an output head that the last process has: logits of one token, which nobody reads."""
+    """Replaces an output head that only the last process needs: gives logits that nobody reads."""
 
     weight: Tensor
 
