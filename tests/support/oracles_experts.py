@@ -7,6 +7,7 @@ row, a lost term, or sums in 16 bit.
 """
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -90,10 +91,11 @@ def activate(rows: Estimate, options: dict, dtype: torch.dtype) -> Estimate:
     return rounded(value, np.sqrt(error), dtype)
 
 
-def valid_pairs(ids: Tensor, num_experts: int) -> list[tuple[int, int, int]]:
-    """(token, slot, expert) of the ids inside [0, E)."""
-    table = ids.cpu().tolist()
-    return [(t, k, e) for t, row in enumerate(table) for k, e in enumerate(row) if 0 <= e < num_experts]
+def pairs_by_expert(ids: Tensor, num_experts: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """(expert, tokens, slots) of the ids inside [0, E)."""
+    table = ids.cpu().numpy()
+    for expert in np.unique(table[(table >= 0) & (table < num_experts)]):
+        yield expert, *np.nonzero(table == expert)
 
 
 def expert_mm(x, weight, ids, bias=None, *, rounded_weight=False) -> Estimate:
@@ -101,10 +103,10 @@ def expert_mm(x, weight, ids, bias=None, *, rounded_weight=False) -> Estimate:
     rows, dtype = exact(x), x.dtype
     value = np.zeros((*ids.shape, weight.shape[1]))
     deviation = np.zeros_like(value)
-    for t, k, e in valid_pairs(ids, len(weight)):
-        row = (rows[t, k] if rows.ndim == 3 else rows[t])[None]
-        out = multiply(Estimate(row, np.zeros_like(row)), weight[e], dtype, rounded_weight)
-        value[t, k], deviation[t, k] = (part[0] for part in out)
+    for e, t, k in pairs_by_expert(ids, len(weight)):
+        x_rows = rows[t, k] if rows.ndim == 3 else rows[t]
+        out = multiply(Estimate(x_rows, np.zeros_like(x_rows)), weight[e], dtype, rounded_weight)
+        value[t, k], deviation[t, k] = out
         if bias is not None:
             value[t, k] += exact(bias)[e]
             deviation[t, k] += roundoff(dtype) * abs(value[t, k])
@@ -127,13 +129,14 @@ def moe_experts_of_rows(
     biases = [options.get(name) for name in ("gate_up_bias", "down_bias")]
     gate_up_bias, down_bias = (None if bias is None else exact(bias) for bias in biases)
     value, variance = np.zeros_like(rows), np.zeros_like(rows)
-    for t, k, e in valid_pairs(ids, len(gate_up)):
-        row = Estimate(*(part[t : t + 1] for part in x))
-        hidden = add(multiply(row, gate_up[e], dtype, rounded_weight), gate_up_bias, e, dtype)
+    for e, t, k in pairs_by_expert(ids, len(gate_up)):
+        x_rows = Estimate(*(part[t] for part in x))
+        hidden = add(multiply(x_rows, gate_up[e], dtype, rounded_weight), gate_up_bias, e, dtype)
         hidden = activate(hidden, options, dtype)
         out = add(multiply(hidden, down[e], dtype, rounded_weight), down_bias, e, dtype)
-        value[t] += scales[t, k] * out.value[0]
-        variance[t] += (scales[t, k] * out.deviation[0]) ** 2
+        scale = scales[t, k][:, None]
+        np.add.at(value, t, scale * out.value)
+        np.add.at(variance, t, (scale * out.deviation) ** 2)
     deviation, size = np.sqrt(variance), abs(value)
     if options.get("shared_out") is not None:
         gate = np.ones(len(rows))
@@ -181,10 +184,15 @@ def e4m3(code: np.ndarray) -> np.ndarray:
 
 
 def codes_of(packed: Tensor, bits: int) -> np.ndarray:
-    """[..., words] -> [..., words * 32 / bits]: the lowest bits first, whatever words they lie in."""
+    """[..., words] -> [..., words * 32 / bits]: the lowest bits first, whatever words they lie in.
+
+    Eight codes fill as many bytes as a code has bits; they are taken out of one 64-bit number.
+    """
     octets = np.ascontiguousarray(packed.cpu().view(torch.int32).numpy()).view(np.uint8)
-    each = np.unpackbits(octets, axis=-1, bitorder="little").reshape(*octets.shape[:-1], -1, bits)
-    return (each * (1 << np.arange(bits))).sum(-1)
+    eights = np.zeros((*octets.shape[:-1], octets.shape[-1] // bits, 8), np.uint8)
+    eights[..., :bits] = octets.reshape(*eights.shape[:-1], bits)
+    codes = (eights.view(np.uint64) >> (bits * np.arange(8, dtype=np.uint64))) & np.uint64(2**bits - 1)
+    return codes.reshape(*octets.shape[:-1], -1)
 
 
 def dequantise(
@@ -197,5 +205,6 @@ def dequantise(
         return values.reshape(*packed.shape[:-1], -1)
     scales = scales.cpu().numpy()
     factors = e4m3(scales.astype(np.int64)) if group_size == 16 else np.exp2(scales.astype(np.float64) - 127)
-    values = (e2m1(codes) if bits == 4 else e4m3(codes)) * factors[..., None]
+    numbers = e2m1(np.arange(16)) if bits == 4 else e4m3(np.arange(256))
+    values = numbers[codes] * factors[..., None]
     return values.reshape(*packed.shape[:-1], -1)
