@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ..rewriting.program.programs import names_in, syntax_of
+from ..rewriting.program.programs import calls_in, names_in, syntax_of
 
 _MASKS = "transformers.masking_utils"  # its functions read shape, dtype and device of embeddings, not values
 _PLAIN = (bool, int, float, str, type(None))
@@ -49,10 +49,10 @@ def read_loop(model: nn.Module) -> Loop:
         raise CannotBeCut(f"{type(model).__name__} has no loop over its layers that can be read")
     loop, name = found[0]
     layers: Any = getattr(model, name)
-    number = _names(loop.target)[0] if isinstance(loop.target, ast.Tuple) else ""
+    number = names_in(loop.target, ast.Store)[0] if isinstance(loop.target, ast.Tuple) else ""
     body = [*_decided(loop.body, model, number, len(layers))]
     place, call = _call(body, loop.target, model)
-    results = _names(body[place].targets[0])  # type: ignore[attr-defined]
+    results = names_in(body[place].targets[0], ast.Store)  # type: ignore[attr-defined]
     _check_carried(body, place, results, model)
     given = {k.arg for k in call.keywords if k.arg} | {a.id for a in call.args if isinstance(a, ast.Name)}
     for written in _written_by(layers, given):
@@ -90,13 +90,13 @@ def _layers_of(loop: ast.For, model: nn.Module) -> str | None:
 
 def _call(body: list[ast.stmt], target: ast.expr, model: nn.Module) -> tuple[int, ast.Call]:
     """The statement that calls the layer, and the call."""
-    layer = _names(target)[-1]
+    layer = names_in(target, ast.Store)[-1]
     found = [
         (place, s.value)
         for place, s in enumerate(body)
         if isinstance(s, ast.Assign) and isinstance(s.value, ast.Call) and ast.unparse(s.value.func) == layer
     ]
-    calls = [n for s in body for n in ast.walk(s) if isinstance(n, ast.Call) and ast.unparse(n.func) == layer]
+    calls = [c for s in body for c in calls_in(s) if ast.unparse(c.func) == layer]
     if len(found) != 1 or len(calls) != 1:
         raise CannotBeCut(f"the loop of {type(model).__name__} does not call each layer once")
     return found[0]
@@ -170,17 +170,13 @@ class _embedded:
 
     def _follow(self, statement: ast.stmt) -> None:
         for node in ast.walk(statement):
-            value = getattr(node, "value", None)
-            if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) or value is None:
-                if isinstance(node, ast.NamedExpr) and self._depends(node.value):
-                    self.tainted |= {*_names(node.target)}
-                continue
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for target in targets:
-                if self._chooses_mask(value):
-                    self.masks |= {*_names(target)}
-                if self._depends(value):
-                    self.tainted |= {*_names(target)}
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr) and node.value:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = {name for target in targets for name in names_in(target, ast.Store)}
+                if self._chooses_mask(node.value):
+                    self.masks |= names
+                if self._depends(node.value):
+                    self.tainted |= names
 
     def _chooses_mask(self, value: ast.expr) -> bool:
         choices = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
@@ -256,9 +252,3 @@ def _all_decided(body: list[ast.stmt], model: nn.Module) -> Iterator[ast.stmt]:
         yield statement
         for name in ("body", "orelse"):
             yield from _all_decided(getattr(statement, name, []), model)
-
-
-def _names(target: ast.expr) -> list[str]:
-    if isinstance(target, ast.Name):
-        return [target.id]
-    return [name for part in getattr(target, "elts", []) for name in _names(part)]

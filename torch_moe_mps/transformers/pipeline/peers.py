@@ -108,11 +108,9 @@ class Peers:
             raise ValueError(f"moe_mps::pipeline: a layer must return fewer tensors, got {len(tensors)}")
         whole = torch.zeros(max(first, _HEAD + sum(sizes)), dtype=torch.uint8)
         whole[: len(octets)] = octets
-        place = _HEAD
-        for tensor, size in zip(tensors, sizes, strict=True):
+        for tensor, part in zip(tensors, _parts(whole, sizes), strict=True):
             if tensor is not None and tensor.numel():
-                whole[place : place + tensor.nbytes] = tensor.view(-1).view(torch.uint8)
-            place += size
+                part[: tensor.nbytes] = tensor.view(-1).view(torch.uint8)
         for part in (whole[:first], whole[first:]):
             if part.numel():
                 with self._blames(to, limit or self.timeouts.decoding):
@@ -147,16 +145,10 @@ class Peers:
             self._differ(source, f"sent {head['kind']} where {self.name(self.rank)} expected {kind}")
         if head["call"] != call:
             self._differ(source, f"was called with other inputs than {self.name(self.rank)}")
-        tensors: list[Tensor | None] = []
-        place = _HEAD
-        for spec, size in zip(specs, sizes, strict=True):
-            if spec is None:
-                tensors.append(None)
-            else:
-                dtype, shape = spec
-                count = math.prod(shape) * dtype.itemsize
-                tensors.append(octets[place : place + count].view(dtype).view(shape))
-            place += size
+        tensors = [
+            None if s is None else part[: math.prod(s[1]) * s[0].itemsize].view(s[0]).view(s[1])
+            for s, part in zip(specs, _parts(octets, sizes), strict=True)
+        ]
         return Message(kind, call, tensors)
 
     def _check(self) -> None:
@@ -251,6 +243,11 @@ def as_octets(value: Any) -> Tensor:
 def from_octets(octets: Tensor | None) -> Any:
     assert octets is not None
     return json.loads(bytes(octets.tolist()).rstrip(b"\0"))
+
+
+def _parts(message: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    """The octets of each tensor, which follow the head."""
+    return message[_HEAD : _HEAD + sum(sizes)].split(sizes)
 
 
 def _rounded(size: int) -> int:
