@@ -47,7 +47,7 @@ class TestCounts:
         np.testing.assert_allclose(out, a.astype(np.float64) ** 2 + 1.5, rtol=1e-6)
         # 8 simdgroups, each with one of everything.
         assert classes(m, M1, "fma", "fmul", "fadd", "devload", "devstore") == (8, 0, 0, 8, 8)
-        assert m.traffic == apple.Traffic(device_loaded=1024, device_stored=1024, l1=2048, threadgroup=0)
+        assert m.traffic == apple.Traffic(l1=2048, threadgroup=0)
         assert m.dram_bytes == 2048
         assert m.active_lanes == 1
 
@@ -164,7 +164,7 @@ class TestCounts:
     def test_a_threadgroup_that_is_cut_at_the_edge(self):
         m = counted("out[i] = a[i];", [floats(128), empty(128)], grid=2, total=(70,))
         assert classes(m, M1, "devload") == (3,)
-        assert m.traffic.device_loaded == 70 * 4
+        assert m.traffic.l1 == 9 * 32 + 70 * 4  # sectors that are read, floats that are written
 
     def test_results_and_counts_do_not_depend_on_where_a_buffer_lies(self):
         """The executor moves small buffers for the time of a dispatch."""
@@ -267,7 +267,7 @@ class TestRegisters:
     def test_without_running(self):
         head = "[[kernel]] void k(device float* a [[buffer(0)]], uint i [[thread_position_in_grid]])"
         source = HEAD + head + " { a[i]++; }"
-        assert 1 <= apple.registers(shader_library(source), "k").registers <= 8
+        assert 1 <= apple.registers(shader_library(source).path, "k").registers <= 8
 
     def test_a_bound_that_leaves_too_few(self):
         loads = "".join(f"float v{j} = a[i * 60 + {j} * 64];" for j in range(60))

@@ -25,8 +25,7 @@ class TestOurs:
     """The same checks as in the operators' own tests, here with the instrumented kernels."""
 
     def kernels(self, check) -> list[str]:
-        with apple.measuring() as measurements:
-            check()
+        measurements = apple.measure(check)
         assert all(m.fraction == 1 and m.slots(apple.GPUS["M1"]) > 0 for m in measurements)
         return [m.kernel for m in measurements]
 
@@ -173,11 +172,9 @@ class TestMlx:
             assert torch.equal(found, made["w"].double())
             return
         mx = pytest.importorskip("mlx.core")
-        parts = [
-            made[f"w_{part}"] for part in ("packed", "scales", "biases") if made[f"w_{part}"] is not None
-        ]
         packed, *scales = (
-            mx.array(p.view(torch.uint32).numpy() if p.dtype == torch.int32 else p.numpy()) for p in parts
+            mx.array(p.view(torch.uint32).numpy() if p.dtype == torch.int32 else p.numpy())
+            for p in made.values()
         )
         options = {"group_size": format_.group, "bits": format_.bits, "mode": format_.mode}
         scales = [s.astype(mx.float32) if s.dtype == mx.float16 else s for s in scales]

@@ -5,6 +5,22 @@ import re
 
 import pytest
 import torch
+from simulator import build
+from simulator.cases import experts
+from simulator.cases.attention import Attention
+from simulator.cases.experts import Experts, Linear
+from simulator.cases.fused import Delta, FusedExperts, FusedLinear, Logits, RopeCache
+from simulator.cases.layer import Bucket, Gate, Norm, Router, SiluMul, WeightedSum
+from simulator.cases.mlx_launch import include_folder
+from simulator.cases.values import Shapes
+from simulator.cuda import main, nvrtc, peers_mlx, record, report, timing
+from simulator.cuda.compile import Job, compile_job
+from simulator.cuda.plan import Plan
+from simulator.cuda.run import Row, Runner
+from simulator.cuda.simulated import SimulatedGpu
+from simulator.cuda.translate import Entry, kernel_names, translate
+from simulator.cuda.worker import is_right, supervise
+from simulator.errors import ShaderError
 from support.processes import REPOSITORY
 
 SHADERS = REPOSITORY / "torch_moe_mps" / "shaders"
@@ -17,17 +33,7 @@ BUFFER_WORDS = {"device", "threadgroup", "thread", "kernel", "constant"}
 SHAPE = (8, 2, 512, 128)  # experts, of them a token, hidden, intermediate
 
 
-@pytest.fixture
-def cuda(simulated):
-    """The modules of simulator.cuda; the simulator is installed."""
-    from simulator import cuda
-
-    return cuda
-
-
 def preprocessed(library: str) -> str:
-    from simulator.cuda import record
-
     return record.preprocessed(torch.ops.moe_mps._library_source(library), (SHADERS,))
 
 
@@ -37,16 +43,12 @@ def test_every_file_has_a_library_here():
 
 
 def all_entries(source: str) -> dict:
-    from simulator.cuda.translate import Entry, kernel_names
-
     return {f"entry{i}": Entry(name) for i, name in enumerate(kernel_names(source))}
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_translated_libraries(simulated, library):
     """Every kernel has an entry, bounds are kept, and nothing of Metal's syntax is left."""
-    from simulator.cuda.translate import translate
-
     source = preprocessed(library)
     entries = all_entries(source)
     code = translate(source, entries)
@@ -79,11 +81,8 @@ template [[host_name("scaled_f16")]] [[kernel]] decltype(scaled<half, 4>) scaled
 """
 
 
-def test_entry(cuda):
+def test_entry(simulated):
     """A bound out of template arguments, parameters by value, threadgroup memory, function constants."""
-    from simulator.cuda import nvrtc, record
-    from simulator.cuda.translate import Entry, translate
-
     entry = Entry("scaled_f16", by_value={2: 8})
     code = translate(record.preprocessed(KERNEL), {"entry": entry}, {0: True})
     assert (entry.buffers, entry.threadgroups) == ([0, 1, 2], [0])
@@ -96,18 +95,12 @@ def test_entry(cuda):
     assert ".ftz.f32" in ptx and "f64" not in ptx
 
 
-def test_unknown_kernel(cuda):
-    from simulator.cuda import record
-    from simulator.cuda.translate import Entry, translate
-    from simulator.errors import ShaderError
-
+def test_unknown_kernel(simulated):
     with pytest.raises(ShaderError, match="no kernel scaled_f32; there are scaled_f16"):
         translate(record.preprocessed(KERNEL), {"entry": Entry("scaled_f32")}, {0: True})
 
 
-def test_compile_error(cuda):
-    from simulator.cuda import nvrtc
-
+def test_compile_error(simulated):
     with pytest.raises(nvrtc.CompileError, match=r'program.cu\(1\): error: identifier "undeclared"'):
         nvrtc.compile_program('extern "C" __global__ void f() { undeclared(); }')
 
@@ -131,20 +124,14 @@ static_assert(right() == EXPECTED, "lanes");
 
 
 @pytest.mark.parametrize("matrices", (True, False))
-def test_lanes(cuda, matrices):
+def test_lanes(simulated, matrices):
     """Numbered for matrices, a lane's elements are where the tensor cores have them, and xor stays xor."""
-    from simulator.cuda import nvrtc
-
     options = ["-DMETAL_MATRIX_LANES"] if matrices else []
     nvrtc.compile_program(LANES.replace("EXPECTED", "true" if matrices else "false"), options=tuple(options))
 
 
-def test_numbering_follows_the_kernel(cuda, tmp_path, monkeypatch):
+def test_numbering_follows_the_kernel(simulated, tmp_path, monkeypatch):
     """Lanes are numbered for matrices in a kernel that has some, not in its neighbour that has none."""
-    from simulator import build
-    from simulator.cuda import record
-    from simulator.cuda.compile import Job, compile_job
-
     monkeypatch.setattr(build, "cache_directory", lambda: tmp_path)
     source = record.preprocessed("""
     #include <metal_stdlib>
@@ -153,11 +140,10 @@ def test_numbering_follows_the_kernel(cuda, tmp_path, monkeypatch):
       out[lane] = 1;
     }
     kernel void product(device const half* a [[buffer(0)]], device float* out [[buffer(1)]]) {
-      simdgroup_matrix<half, 8, 8> m;
-      simdgroup_load(m, a);
+      simdgroup_matrix<half, 8, 8> m(a[0]);
       simdgroup_matrix<float, 8, 8> sums = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
       simdgroup_multiply_accumulate(sums, m, m, sums);
-      simdgroup_store(sums, out);
+      out[0] = sums.thread_elements()[0];
     }""")
     jobs = {name: Job(source, name, (), (), True, "sm_90") for name in ("plain", "product")}
     compiled = {name: compile_job(job) for name, job in jobs.items()}
@@ -174,9 +160,6 @@ def slow(library: str) -> bool:
 )
 def test_all_kernels_compile(simulated, library):
     """Every kernel of a library."""
-    from simulator.cuda import nvrtc
-    from simulator.cuda.translate import translate
-
     source = preprocessed(library)
     code, _ = nvrtc.compile_program(translate(source, all_entries(source)))
     assert len(code) > 10000
@@ -186,10 +169,6 @@ def test_all_kernels_compile(simulated, library):
 
 
 def some_cases() -> list:
-    from simulator.cases.experts import Experts, Linear
-    from simulator.cases.fused import Delta, FusedExperts, FusedLinear, Logits, RopeCache
-    from simulator.cases.layer import Bucket, Gate, Norm, Router, WeightedSum
-
     return [
         Experts("experts", "int4", "f16", 1, *SHAPE),
         Experts("experts", "mxfp4", "bf16", 3, *SHAPE),
@@ -211,28 +190,20 @@ def some_cases() -> list:
 
 
 @pytest.fixture
-def plan(cuda, tmp_path, monkeypatch):
-    from simulator.cuda import timing
-    from simulator.cuda.plan import Plan
-
+def plan(simulated, tmp_path, monkeypatch):
     monkeypatch.setattr(timing, "COLD_BYTES", 1)  # one input set
     return Plan(tmp_path / "plan")
 
 
 def loaded(plan, cases: list):
     """The plan with these cases, out of its files."""
-    from simulator.cuda.plan import Plan
-    from simulator.cuda.record import record_all
-
-    record_all(plan, cases, lambda text: None)
+    for case in cases:
+        record.record(plan, case)
     plan.save()
     return Plan.load(plan.folder)
 
 
 def runner(plan, time=lambda calls: [call() for call in calls] and 2.0, machine=None):
-    from simulator.cuda.run import Runner
-    from simulator.cuda.simulated import SimulatedGpu
-
     return Runner(machine or SimulatedGpu(plan), plan, only_check=False, time=time)
 
 
@@ -249,8 +220,6 @@ def traced(dispatch) -> str:
 
 def test_recorded_is_what_is_encoded(plan, simulated):
     """Kernels, grids, threads, threadgroup memory and setBytes lengths equal those of a trace."""
-    from simulator.cases.values import Shapes
-
     for recording, case in zip(loaded(plan, some_cases()).recordings, some_cases(), strict=True):
         shapes = Shapes("mps")
         inputs = {**case.weights(shapes), **case.inputs(shapes)}
@@ -267,13 +236,10 @@ def test_recorded_is_what_is_encoded(plan, simulated):
         assert by_value == [[(i, n) for i, n in line] for line in lengths]
 
 
-def test_every_fused_kernel_is_run_on_a_gpu(cuda):
+def test_every_fused_kernel_is_run_on_a_gpu(simulated):
     """Norms, residuals and orders within kernels, timed and under the sanitizers."""
-    from simulator.cases.experts import SHAPE
-    from simulator.cuda.main import all_cases
-
     for group in ("fused", "sanitize"):
-        families = {type(case).__name__ for case in all_cases(SHAPE) if case.group == group}
+        families = {type(case).__name__ for case in main.all_cases(experts.SHAPE) if case.group == group}
         assert families >= {"FusedExperts", "FusedLinear", "Logits", "RopeCache", "Delta"}
 
 
@@ -297,7 +263,6 @@ def test_parts(plan):
 
 def test_wrong_results_show(plan):
     """Where kernels write nothing, every case says so."""
-    from simulator.cuda.simulated import SimulatedGpu
 
     class Idle(SimulatedGpu):
         def prepare(self, dispatch, arguments):
@@ -313,17 +278,12 @@ def test_wrong_results_show(plan):
 
 def test_only_checked(plan):
     """What compute-sanitizer watches: one set of inputs, one launch of ours, no times."""
-    from simulator.cuda.run import Runner
-    from simulator.cuda.simulated import SimulatedGpu
-
     plan = loaded(plan, some_cases()[:1])
     (row,) = Runner(SimulatedGpu(plan), plan, only_check=True, time=None).run(plan.recordings[0])
     assert (row.wrong, row.ours_us, row.peer) == ("", None, "")
 
 
 def test_lines_of_a_sanitizer(plan):
-    from simulator.cuda.worker import is_right
-
     plan, said = loaded(plan, some_cases()[:1]), []
     row = {"case": "c", "group": "g", "part": ""}
     lines = [
@@ -340,22 +300,17 @@ def test_lines_of_a_sanitizer(plan):
 
 def test_filled_scratch_is_refused(plan):
     """Memory that aten fills is no dispatch: a plan cannot say what is in it."""
-    from simulator.cases.layer import SiluMul
-    from simulator.cuda.record import RecordError, record
 
     class Filled(SiluMul):
         def call(self, t):
             return torch.ops.moe_mps.silu_mul_stacked(torch.zeros_like(t["gate"]), t["up"])
 
-    with pytest.raises(RecordError, match="scratch0 was filled without a kernel"):
-        record(plan, Filled(2, 64, "f32"))
+    with pytest.raises(record.RecordError, match="scratch0 was filled without a kernel"):
+        record.record(plan, Filled(2, 64, "f32"))
 
 
 @pytest.fixture
 def mlx_plan(plan):
-    from simulator.cases.mlx_launch import include_folder
-    from simulator.cuda import peers_mlx
-
     peers_mlx.record(plan, include_folder())
     return plan
 
@@ -373,8 +328,6 @@ def mlx_plan(plan):
 @pytest.mark.sweep
 def test_mlx_peers(mlx_plan, format_, tokens, expected):
     """MLX's kernels, launched as cases/mlx.py says, are right against float64."""
-    from simulator.cases.experts import Experts
-
     plan = loaded(mlx_plan, [Experts("experts", format_, "f16", tokens, *SHAPE)])
     rows = [row for row in runner(plan).run(plan.recordings[0]) if row.peer]
     assert [row.peer for row in rows] == expected
@@ -384,8 +337,6 @@ def test_mlx_peers(mlx_plan, format_, tokens, expected):
 @pytest.mark.parametrize("tokens", [1, pytest.param(3, marks=pytest.mark.sweep)])
 def test_mlx_attention_peer(mlx_plan, tokens):
     """Ours and MLX's attention are right against float64."""
-    from simulator.cases.attention import Attention
-
     plan = loaded(mlx_plan, [Attention(4, 2, tokens, 130, 64, 64, "f16")])
     (row,) = runner(plan).run(plan.recordings[0])
     assert (row.wrong, row.peer, row.peer_wrong) == ("", "MLX sdpa_vector_2pass", "")
@@ -401,8 +352,6 @@ def test_mlx_attention_peer(mlx_plan, tokens):
 )
 def test_mlx_linear_peers(mlx_plan, tokens, expected):
     """Ours is compared with every kernel that MLX takes on one of Apple's GPUs, split inputs included."""
-    from simulator.cases.experts import Linear
-
     plan = loaded(mlx_plan, [Linear("linear", "int4", "f16", tokens, 512, 64)])
     rows = runner(plan).run(plan.recordings[0])
     assert sorted(row.peer for row in rows) == [f"MLX affine_{name}" for name in expected]
@@ -411,9 +360,6 @@ def test_mlx_linear_peers(mlx_plan, tokens, expected):
 
 def test_a_peer_of_its_own_source(plan):
     """A source kernel is found by name, and its fault is not ours."""
-    from simulator.cases.layer import SiluMul
-    from simulator.cuda import record
-
     kernel = """
     #include <metal_stdlib>
     using namespace metal;
@@ -434,9 +380,7 @@ def test_a_peer_of_its_own_source(plan):
         assert (row.wrong, row.peer, row.peer_wrong) == ("", "source", wrong)
 
 
-def test_a_worker_that_dies_costs_one_case(cuda, tmp_path):
-    from simulator.cuda.worker import supervise
-
+def test_a_worker_that_dies_costs_one_case(simulated, tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(
         "import json, sys\n"
@@ -453,9 +397,6 @@ def test_a_worker_that_dies_costs_one_case(cuda, tmp_path):
 
 
 def test_report():
-    from simulator.cuda import report
-    from simulator.cuda.run import Row
-
     row = Row("experts int4 f16 T 1", "experts", "down", "", 5.0, 10_000_000, "MLX qmv", 7.5)
     line = report.line(row, 4000.0)
     assert " ".join(line.split()) == f"{row.case} down 5.0 7.5 1.50 2000 50% ok MLX qmv"
@@ -466,9 +407,7 @@ def test_report():
     assert report.summary([row, slower, alone]) == [text]
 
 
-def test_command_line(cuda, tmp_path, capsys):
-    from simulator.cuda import main
-
+def test_command_line(simulated, tmp_path, capsys):
     folder = tmp_path / "plan"
     arguments = ["record", "--plan", str(folder), "--only", "norms"]
     assert main.main(arguments) == 0

@@ -1,7 +1,6 @@
 """A cost model of Apple GPUs: what Metal kernels would execute there, without a Mac.
 
     measure(call)              one Measurement for each dispatch of the operators that `call` calls on "mps"
-    with measuring() as list:  the same for a block
     registers(library, name)   the registers that a kernel needs
     GPUS                       the GPUs that it knows
 
@@ -12,21 +11,18 @@ and counts its blocks and accesses (count.py). `scripts/apple_model --help` prin
 """
 
 from .count import Limit
-from .facts import GPUS, Gpu, table, threads_for
-from .model import Bounds, Measurement, Traffic, Work
-from .recorder import Recorder, measure, measuring, registers
+from .facts import GPUS, table, threads_for
+from .model import Measurement, Traffic, Work
+from .recorder import Recorder, measure, registers
 
 __all__ = [
     "GPUS",
-    "Bounds",
-    "Gpu",
     "Limit",
     "Measurement",
     "Recorder",
     "Traffic",
     "Work",
     "measure",
-    "measuring",
     "registers",
     "table",
     "threads_for",

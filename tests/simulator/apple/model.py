@@ -70,10 +70,8 @@ class Bounds:
 
 @dataclass
 class Traffic:
-    """Bytes that lanes request from device and threadgroup memory, and bytes that the L1 moves."""
+    """Bytes that the L1 moves, and that lanes request from threadgroup memory."""
 
-    device_loaded: float = 0
-    device_stored: float = 0
     l1: float = 0
     threadgroup: float = 0
 
@@ -213,11 +211,9 @@ class Measurement:
         for class_, _, size, lanes, sectors in self._sites:
             asked = size * lanes
             if class_ == "devload":
-                total.device_loaded += asked
                 # A sector that many lanes read is delivered to each: gemv_wide on an M1 Pro (mlx #3967).
                 total.l1 += max(sectors * SECTOR_BYTES, asked)
             elif class_ == "devstore":
-                total.device_stored += asked
                 total.l1 += asked
             elif class_ in ("tgload", "tgstore"):
                 total.threadgroup += asked

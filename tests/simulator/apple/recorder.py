@@ -1,7 +1,6 @@
 """Runs what the package's host code, or `shader_library`, dispatches: counted instead of checked."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -43,31 +42,21 @@ class Recorder:
         return counts.counters
 
 
-@contextlib.contextmanager
-def measuring(
-    work: Mapping[torch.Tensor, Work] | None = None, limit: Limit = DEFAULT_LIMIT
-) -> Iterator[list[Measurement]]:
-    """Measures the dispatches of the block, which ends by synchronising; their results are right, if all ran.
-
-    `work` says of weights on "mps" what a dispatch is for that binds them.
-    """
-    recorder = Recorder({runtime.address(t): w for t, w in (work or {}).items()}, limit)
-    with runtime.intercepted(recorder):
-        yield recorder.measurements
-
-
 def measure(
     call: Callable[[], object],
     work: Mapping[torch.Tensor, Work] | None = None,
     limit: Limit = DEFAULT_LIMIT,
 ) -> list[Measurement]:
-    """One measurement for each dispatch of `call`, e.g. of an operator on "mps". See `measuring`."""
-    with measuring(work, limit) as measurements:
+    """One measurement for each dispatch of `call`, e.g. of an operator on "mps".
+
+    `work` says of weights on "mps" what a dispatch is for that binds them. Results are right if all ran.
+    """
+    recorder = Recorder({runtime.address(t): w for t, w in (work or {}).items()}, limit)
+    with runtime.intercepted(recorder):
         call()
-    return measurements
+    return recorder.measurements
 
 
-def registers(library: Path | shaderlib.ShaderLibrary, name: str) -> Registers:
+def registers(library: Path, name: str) -> Registers:
     """The registers that a kernel of a compiled shader needs on M1; nothing is run."""
-    path = library if isinstance(library, Path) else library.path
-    return model_of(shaderlib.kernels_of(path)[name]).registers
+    return model_of(shaderlib.kernels_of(library)[name]).registers

@@ -31,13 +31,13 @@ class Case:
     def name(self) -> str:
         raise NotImplementedError
 
-    def weights(self, values) -> dict[str, Tensor | None]:
+    def weights(self, values) -> dict[str, Tensor]:
         return {}
 
-    def inputs(self, values) -> dict[str, Tensor | None]:
+    def inputs(self, values) -> dict[str, Tensor]:
         raise NotImplementedError
 
-    def call(self, t: dict[str, Tensor | None]):
+    def call(self, t: dict[str, Tensor]):
         raise NotImplementedError
 
     def wrong(self, before: dict[str, Tensor], after: dict[str, Tensor]) -> str:
@@ -113,7 +113,7 @@ class Experts(Case):
         if self.format == "dense":
             return ops().moe_experts(t["x"], t["gate_up"], t["down"], t["ids"], t["routing"], **others)
         matrices = [
-            t[f"{name}_{part}"] for name in ("gate_up", "down") for part in ("packed", "scales", "biases")
+            t.get(f"{name}_{part}") for name in ("gate_up", "down") for part in ("packed", "scales", "biases")
         ]
         options = FORMATS[self.format].options()
         return ops().moe_experts_quantized(t["x"], *matrices, t["ids"], t["routing"], *options, **others)
@@ -164,8 +164,8 @@ class Linear(Case):
     def call(self, t, **others):
         if self.format == "dense":
             return ops().expert_mm(t["x"], t["weight"], t["ids"])
-        matrix = [t[f"weight_{part}"] for part in ("packed", "scales", "biases")]
-        matrix = [None if part is None else part[0] for part in matrix]
+        parts = (t.get(f"weight_{part}") for part in ("packed", "scales", "biases"))
+        matrix = (None if part is None else part[0] for part in parts)
         return ops().linear_quantized(t["x"], *matrix, None, *FORMATS[self.format].options(), **others)
 
     def wrong(self, before, after):

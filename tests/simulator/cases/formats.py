@@ -35,7 +35,7 @@ class Format:
             # The exponents of e8m0 scales; those of nvfp4 are e4m3 numbers from 2^-6 to 2^-5.
             low, high = (8, 17) if self.mode == "nvfp4" else (118, 123)
             scales = values.integers(*groups, dtype=torch.uint8, low=low, high=high)
-            return {f"{name}_packed": packed, f"{name}_scales": scales, f"{name}_biases": None}
+            return {f"{name}_packed": packed, f"{name}_scales": scales}
         unit = 0.1 / 2**self.bits
         scales = values.uniform(*groups, dtype=dtype, low=unit / 2, high=1.5 * unit)
         half = unit * 2 ** (self.bits - 1)
@@ -81,7 +81,7 @@ FORMATS = {
 
 def weight_bytes(tensors: dict[str, Tensor], name: str) -> int:
     """Bytes of a matrix `name` of one expert."""
-    parts = [t for key, t in tensors.items() if key.startswith(name) and t is not None]
+    parts = [t for key, t in tensors.items() if key.startswith(name)]
     return sum(t.nbytes // t.shape[0] for t in parts)
 
 

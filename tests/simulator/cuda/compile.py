@@ -64,8 +64,11 @@ def job_of(plan: Plan, dispatch: Dispatch, tf32: bool, architecture: str) -> Job
 def compile_job(job: Job) -> Compiled:
     """Raises nvrtc.CompileError or ShaderError."""
     path = build.cache_directory() / f"cuda-{job.key()}.pickle"
-    if path.exists():
-        return pickle.loads(path.read_bytes())
+    build.build_once(path, lambda target: target.write_bytes(pickle.dumps(compiled(job))))
+    return pickle.loads(path.read_bytes())
+
+
+def compiled(job: Job) -> Compiled:
     started = time.perf_counter()
     entry = Entry(job.kernel, dict(job.by_value))
     program = translate(job.source, {ENTRY: entry}, dict(job.constants))
@@ -77,11 +80,7 @@ def compile_job(job: Job) -> Compiled:
     if matrices and MATRIX_MARK not in ptx:
         matrices = False
         code, _ = nvrtc.compile_program(program, job.architecture, tuple(options))
-    compiled = Compiled(code, entry.buffers, entry.threadgroups, matrices, time.perf_counter() - started)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_bytes(pickle.dumps(compiled))
-    temporary.rename(path)
-    return compiled
+    return Compiled(code, entry.buffers, entry.threadgroups, matrices, time.perf_counter() - started)
 
 
 def fault(job: Job) -> str:

@@ -91,7 +91,7 @@ def say(text: str) -> None:
 def record(options: argparse.Namespace) -> None:
     from support.simulated import install
 
-    from .record import record_all
+    from .record import record as record_case
 
     install()
     if options.plan.exists() and any(options.plan.iterdir()) and not (options.plan / "plan.json").exists():
@@ -103,7 +103,8 @@ def record(options: argparse.Namespace) -> None:
     if options.sources:
         peers_source.record(plan, options.sources)
     wanted = [case for case in all_cases(options.dimensions) if case.group in options.groups]
-    record_all(plan, wanted, lambda text: None)
+    for case in wanted:
+        record_case(plan, case)
     plan.save()
     size = sum(path.stat().st_size for path in options.plan.iterdir())
     mlx = plan.about.get("mlx", "none: pip install mlx")

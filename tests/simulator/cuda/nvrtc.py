@@ -37,14 +37,6 @@ def library() -> ctypes.CDLL:
     raise CompileError("NVRTC was not found: pip install nvidia-cuda-nvrtc")
 
 
-def available() -> bool:
-    try:
-        library()
-    except CompileError:
-        return False
-    return True
-
-
 @functools.cache
 def version() -> str:
     major, minor = ctypes.c_int(), ctypes.c_int()

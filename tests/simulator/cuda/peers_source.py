@@ -12,9 +12,10 @@ import torch
 
 from ..cases.experts import Case, Experts
 from ..cases.layer import EPS, Bucket, Gate, Norm, Router, SiluMul, WeightedSum
+from ..cases.mlx_launch import ceil_div
 from ..cases.values import Shapes
 from .plan import Dispatch, Plan
-from .programs import Program, bind, buffers, ceil_div, joined, words
+from .programs import Program, bind, buffers, joined, words
 
 
 def record(plan: Plan, folder: Path) -> None:

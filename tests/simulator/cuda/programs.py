@@ -60,17 +60,9 @@ def words(index: int, *values: int | float) -> Binding:
     )
 
 
-def longs(index: int, *values: int) -> Binding:
-    return Binding(index, data=struct.pack(f"{len(values)}q", *values).hex())
-
-
 def buffers(*names: str) -> list[Binding]:
     """The first buffer arguments; an empty name is left out."""
     return [bind(i, name) for i, name in enumerate(names) if name]
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def joined(label: str, programs: list[Program], part: str, shared: set[str]) -> Program:

@@ -6,7 +6,6 @@ contents.
 
 import ctypes
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +35,7 @@ class Memory:
     name: str = ""
 
 
-def record(plan: Plan, case: Case) -> Recording:
+def record(plan: Plan, case: Case) -> None:
     """Calls the case's operator on the simulated device; adds what it encodes to the plan."""
     import torch_moe_mps  # noqa: F401 (registers the operators)
 
@@ -46,8 +45,7 @@ def record(plan: Plan, case: Case) -> Recording:
     with runtime.intercepted(recorder.take):
         returned = case.call(inputs)
         results = returned if isinstance(returned, tuple) else () if returned is None else (returned,)
-    names = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-    names |= {f"result{i}": tensor for i, tensor in enumerate(results)}
+    names = inputs | {f"result{i}": tensor for i, tensor in enumerate(results)}
     recording = Recording(
         family=family_name(case),
         arguments=case.arguments(),
@@ -59,7 +57,6 @@ def record(plan: Plan, case: Case) -> Recording:
         scratch=recorder.scratch(),
     )
     plan.recordings.append(recording)
-    return recording
 
 
 class Recorder:
@@ -153,9 +150,3 @@ def preprocessed(source: str, include: tuple = ()) -> str:
     text = build.preprocess(source, include)
     text = re.sub(r"^# .*\n", "", text, flags=re.M)
     return re.sub(r"\n\s*\n+", "\n", text)
-
-
-def record_all(plan: Plan, cases: list[Case], progress: Callable[[str], None]) -> None:
-    for i, case in enumerate(cases):
-        recording = record(plan, case)
-        progress(f"{i + 1}/{len(cases)} {case.name}: {len(recording.dispatches)} dispatches")

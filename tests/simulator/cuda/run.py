@@ -80,10 +80,10 @@ class Inputs:
 
     def weights(self, case: Case) -> list[Tensors]:
         shapes = case.weights(Shapes("meta"))
-        key = [(name, tuple(t.shape), t.dtype) for name, t in shapes.items() if t is not None]
+        key = [(name, tuple(t.shape), t.dtype) for name, t in shapes.items()]
         if key != self.key:
             self.key, self.copies = key, []
-            size = sum(t.nbytes for t in shapes.values() if t is not None)
+            size = sum(t.nbytes for t in shapes.values())
             count = -(-timing.COLD_BYTES // size) if size else 1
             seed = zlib.crc32(repr(key).encode())
             self.copies = [self.made(case.weights, seed, number) for number in range(count)]
@@ -99,17 +99,13 @@ class Inputs:
         first = make(0)
         if only_first:
             return [first]
-        count = -(-timing.COLD_BYTES // case.bytes_moved(present(first)))
+        count = -(-timing.COLD_BYTES // case.bytes_moved(first))
         count = min(MAX_SETS, max(count, len(weights)))
         return [first, *(make(number) for number in range(1, count))]
 
 
-def present(tensors: Tensors) -> Tensors:
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-
 def moved(tensors: Tensors, device: str) -> Tensors:
-    return {name: tensor if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 class Runner:
@@ -128,7 +124,7 @@ class Runner:
         wrong = self.check(program, sets[0], replays[0])
         parts = {} if self.only_check else programs.parts(case, program)
         rows = {
-            part: Row(case.name, case.group, part, wrong, bytes=case.bytes_moved(present(sets[0]), part))
+            part: Row(case.name, case.group, part, wrong, bytes=case.bytes_moved(sets[0], part))
             for part in (*parts, "")
         }
         if not self.only_check:
@@ -151,7 +147,7 @@ class Runner:
         if program.wrong is None:
             return ""
         device = "cpu" if self.only_check else self.machine.device
-        return program.wrong(moved(present(tensors), device), moved(replay.buffers, device))
+        return program.wrong(moved(tensors, device), moved(replay.buffers, device))
 
     def beside_peers(self, case: Case, sets: list[Tensors], rows: dict[str, Row]) -> list[Row]:
         result, beside = [], set()

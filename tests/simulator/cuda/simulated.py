@@ -50,10 +50,10 @@ class SimulatedGpu:
             for index, length in dispatch.threadgroup_bytes.items():
                 raw.threadgroup_bytes[index] = length
             for index, value in memory.items():
-                raw.buffers[index] = shaderlib.Binding(ctypes.addressof(value), len(value), 0, None)
+                raw.buffers[index] = shaderlib.Binding(ctypes.addressof(value), len(value), 0)
             for index, (tensor, offset) in arguments.items():
                 start = tensor.data_ptr()
-                raw.buffers[index] = shaderlib.Binding(start + offset, tensor.nbytes - offset, start, None)
+                raw.buffers[index] = shaderlib.Binding(start + offset, tensor.nbytes - offset, start)
             shaderlib.execute(raw)
 
         return launch

@@ -15,50 +15,25 @@ namespace metal {
   }
 namespace precise {
 METAL_FLOAT1(exp, ::expf(x))
-METAL_FLOAT1(exp2, ::exp2f(x))
-METAL_FLOAT1(exp10, ::exp10f(x))
 METAL_FLOAT1(log, ::logf(x))
 METAL_FLOAT1(log2, ::log2f(x))
-METAL_FLOAT1(log10, ::log10f(x))
 METAL_FLOAT1(sqrt, ::sqrtf(x))
 METAL_FLOAT1(rsqrt, ::rsqrtf(x))
 METAL_FLOAT1(sin, ::sinf(x))
 METAL_FLOAT1(cos, ::cosf(x))
 METAL_FLOAT1(tanh, ::tanhf(x))
-METAL_FUNC float pow(float x, float y) {
-  return ::powf(x, y);
-}
 METAL_FUNC float atan2(float x, float y) {
   return ::atan2f(x, y);
-}
-METAL_FUNC float divide(float x, float y) {
-  return x / y;
 }
 }  // namespace precise
 using namespace precise;
 namespace fast {
 METAL_FLOAT1(exp, ::__expf(x))
-METAL_FLOAT1(exp2, ::exp2f(x))
-METAL_FLOAT1(log, ::__logf(x))
-METAL_FLOAT1(log2, ::__log2f(x))
-METAL_FLOAT1(sqrt, ::__fsqrt_rn(x))
-METAL_FLOAT1(rsqrt, ::rsqrtf(x))
-METAL_FLOAT1(sin, ::__sinf(x))
-METAL_FLOAT1(cos, ::__cosf(x))
-METAL_FLOAT1(tanh, ::tanhf(x))
-METAL_FUNC float pow(float x, float y) {
-  return ::__powf(x, y);
-}
-METAL_FUNC float divide(float x, float y) {
-  return ::__fdividef(x, y);
-}
 }  // namespace fast
 METAL_FLOAT1(erf, ::erff(x))
-METAL_FLOAT1(floor, ::floorf(x))
 METAL_FLOAT1(ceil, ::ceilf(x))
 METAL_FLOAT1(round, ::roundf(x))
 METAL_FLOAT1(rint, ::rintf(x))
-METAL_FLOAT1(trunc, ::truncf(x))
 METAL_FLOAT1(fabs, ::fabsf(x))
 METAL_FLOAT1(sign, float((x > 0) - (x < 0)))
 METAL_FLOAT1(saturate, ::__saturatef(x))
@@ -70,18 +45,6 @@ METAL_FUNC float fmin(float a, float b) {
 }
 METAL_FUNC float fmax(float a, float b) {
   return ::fmaxf(a, b);
-}
-METAL_FUNC float fmod(float a, float b) {
-  return ::fmodf(a, b);
-}
-METAL_FUNC float copysign(float a, float b) {
-  return ::copysignf(a, b);
-}
-METAL_FUNC float ldexp(float a, int b) {
-  return ::ldexpf(a, b);
-}
-METAL_FUNC float mix(float a, float b, float t) {
-  return a + (b - a) * t;
 }
 METAL_FUNC bool isnan(float x) {
   return x != x;
@@ -167,23 +130,8 @@ METAL_FUNC uint popcount(uint x) {
 METAL_FUNC uint popcount(ulong x) {
   return __popcll(x);
 }
-METAL_FUNC uint clz(uint x) {
-  return __clz(x);
-}
 METAL_FUNC uint ctz(uint x) {
   return x == 0 ? 32 : __ffs(x) - 1;
-}
-METAL_FUNC uint reverse_bits(uint x) {
-  return __brev(x);
-}
-METAL_FUNC uint mulhi(uint a, uint b) {
-  return __umulhi(a, b);
-}
-METAL_FUNC uint rotate(uint x, uint by) {
-  return __funnelshift_l(x, x, by);
-}
-METAL_FUNC uint extract_bits(uint x, uint from, uint count) {
-  return count == 0 ? 0 : x << (32 - from - count) >> (32 - count);
 }
 
 enum memory_order { memory_order_relaxed };
@@ -193,7 +141,6 @@ struct atomic {
 };
 typedef atomic<int> atomic_int;
 typedef atomic<uint> atomic_uint;
-typedef atomic<float> atomic_float;
 template <class T>
 METAL_FUNC T atomic_load_explicit(const atomic<T>* a, memory_order) {
   return *const_cast<const volatile T*>(&a->value);
@@ -207,11 +154,6 @@ METAL_FUNC void atomic_store_explicit(atomic<T>* a, U value, memory_order) {
   METAL_FUNC T atomic_##name##_explicit(atomic<T>* a, U value, memory_order) { \
     return function(&a->value, T(value));                                      \
   }
-METAL_ATOMIC(exchange, ::atomicExch)
 METAL_ATOMIC(fetch_add, ::atomicAdd)
-METAL_ATOMIC(fetch_sub, ::atomicSub)
-METAL_ATOMIC(fetch_min, ::atomicMin)
-METAL_ATOMIC(fetch_max, ::atomicMax)
-METAL_ATOMIC(fetch_and, ::atomicAnd)
 METAL_ATOMIC(fetch_or, ::atomicOr)
 }  // namespace metal

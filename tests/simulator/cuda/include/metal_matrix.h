@@ -18,9 +18,6 @@ struct simdgroup_matrix {
   }
   METAL_FUNC vec<T, 2>& thread_elements() { return elements; }
 };
-typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
-typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
-typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
 
 template <class T, int Columns, int Rows, class U>
 METAL_FUNC simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(U value) {
@@ -32,25 +29,6 @@ METAL_FUNC simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(U val
 // A volatile comment: it stands in the PTX of every kernel that uses matrices.
 METAL_FUNC void mark_matrix() {
   asm volatile("// simdgroup_matrix");
-}
-// Elements from the first of a lane's two to the second, and to the first from the matrix's.
-METAL_FUNC ulong matrix_offset(ulong stride, ulong2 origin, bool transposed, int i) {
-  const uint row = warp_thread() / 4, column = warp_thread() % 4 * 2 + i;
-  return (origin.y + (transposed ? column : row)) * stride + origin.x + (transposed ? row : column);
-}
-template <class T>
-METAL_FUNC void simdgroup_load(simdgroup_matrix<T, 8, 8>& d, const T* source, ulong stride = 8,
-                               ulong2 origin = ulong2(0), bool transposed = false) {
-  mark_matrix();
-  _Pragma("unroll") for (int i = 0; i < 2; ++i) d.elements[i] =
-      source[matrix_offset(stride, origin, transposed, i)];
-}
-template <class T>
-METAL_FUNC void simdgroup_store(simdgroup_matrix<T, 8, 8> a, T* target, ulong stride = 8,
-                                ulong2 origin = ulong2(0), bool transposed = false) {
-  mark_matrix();
-  _Pragma("unroll") for (int i = 0; i < 2; ++i) target[matrix_offset(stride, origin, transposed, i)] =
-      a.elements[i];
 }
 
 // An 8x8 matrix of 16-bit elements, transposed.
@@ -119,10 +97,5 @@ METAL_FUNC void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d, simd
     multiply(sums, vec<float, 2>(a.elements.x, a.elements.y), vec<float, 2>(b.elements.x, b.elements.y));
   }
   d.elements = vec<D, 2>(D(sums.x), D(sums.y));
-}
-template <class D, class A, class B>
-METAL_FUNC void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
-                                   simdgroup_matrix<B, 8, 8> b) {
-  simdgroup_multiply_accumulate(d, a, b, make_filled_simdgroup_matrix<float, 8, 8>(0.0f));
 }
 }  // namespace metal

@@ -119,10 +119,6 @@ METAL_FUNC T simd_broadcast(T value, ushort from) {
   return simd_shuffle(value, from);
 }
 template <class T>
-METAL_FUNC T simd_broadcast_first(T value) {
-  return simd_shuffle(value, 0);
-}
-template <class T>
 METAL_FUNC T simd_shuffle_down(T value, ushort by) {
   const uint from = lane() + by;
   return simd_shuffle(value, from < 32 ? from : lane());
@@ -130,11 +126,6 @@ METAL_FUNC T simd_shuffle_down(T value, ushort by) {
 template <class T>
 METAL_FUNC T simd_shuffle_up(T value, ushort by) {
   return simd_shuffle(value, lane() >= by ? lane() - by : lane());
-}
-template <class T>
-METAL_FUNC T simd_shuffle_and_fill_down(T value, T filling, ushort by) {
-  const T moved = simd_shuffle(value, lane() + by), filled = simd_shuffle(filling, lane() + by - 32);
-  return lane() + by < 32 ? moved : filled;
 }
 template <class T>
 METAL_FUNC T simd_shuffle_and_fill_up(T value, T filling, ushort by) {
@@ -152,12 +143,8 @@ METAL_FUNC T simd_shuffle_and_fill_up(T value, T filling, ushort by) {
     return a;                                                     \
   }
 METAL_REDUCTION(simd_sum, a + b)
-METAL_REDUCTION(simd_product, a* b)
 METAL_REDUCTION(simd_min, min(a, b))
 METAL_REDUCTION(simd_max, max(a, b))
-METAL_REDUCTION(simd_and, a& b)
-METAL_REDUCTION(simd_or, a | b)
-METAL_REDUCTION(simd_xor, a ^ b)
 
 template <class T>
 METAL_FUNC T simd_prefix_inclusive_sum(T value) {
@@ -173,15 +160,6 @@ METAL_FUNC T simd_prefix_exclusive_sum(T value) {
   return lane() == 0 ? T(0) : before;
 }
 
-METAL_FUNC bool simd_any(bool predicate) {
-  return __any_sync(~0u, predicate);
-}
-METAL_FUNC bool simd_all(bool predicate) {
-  return __all_sync(~0u, predicate);
-}
-METAL_FUNC bool simd_is_first() {
-  return lane() == 0;
-}
 struct simd_vote {
   typedef ulong vote_t;
   uint v;

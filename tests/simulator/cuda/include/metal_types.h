@@ -5,20 +5,9 @@
 #define METAL_FUNC __forceinline__
 #define INFINITY __builtin_bit_cast(float, 0x7f800000)
 #define NAN __builtin_bit_cast(float, 0x7fc00000)
-#define HUGE_VALF INFINITY
 #define FLT_MAX 3.402823466e+38f
-#define MAXFLOAT FLT_MAX
 #define FLT_MIN 1.175494351e-38f
-#define FLT_EPSILON 1.192092896e-07f
 #define INT_MAX 2147483647
-#define INT_MIN (-INT_MAX - 1)
-#define UINT_MAX 4294967295u
-#define M_LOG2E_F 1.44269504088896340736f
-#define M_LN2_F 0.693147180559945309417f
-#define M_PI_F 3.14159265358979323846f
-#define M_2_SQRTPI_F 1.12837916709551257390f
-#define M_SQRT2_F 1.41421356237309504880f
-#define M_SQRT1_2_F 0.70710678118654752440f
 
 typedef unsigned char uchar;
 typedef unsigned short ushort;
@@ -32,7 +21,6 @@ typedef int int32_t;
 typedef uint uint32_t;
 typedef long int64_t;
 typedef ulong uint64_t;
-typedef long ptrdiff_t;
 
 namespace metal {
 template <class T, T v>
@@ -88,26 +76,6 @@ template <class T>
 using remove_cv_t = typename remove_cv<T>::type;
 template <class T>
 using remove_addrspace_t = T;
-template <class T>
-struct remove_reference {
-  typedef T type;
-};
-template <class T>
-struct remove_reference<T&> {
-  typedef T type;
-};
-template <class T>
-using remove_reference_t = typename remove_reference<T>::type;
-template <class T>
-struct remove_pointer {
-  typedef T type;
-};
-template <class T>
-struct remove_pointer<T*> {
-  typedef T type;
-};
-template <class T>
-using remove_pointer_t = typename remove_pointer<T>::type;
 
 template <class T, class... Types>
 constexpr bool is_one_of = (is_same_v<remove_cv_t<T>, Types> || ...);
@@ -124,8 +92,6 @@ struct half;
 struct bfloat;
 template <class T>
 constexpr bool is_floating_point_v = is_one_of<T, float, half, bfloat>;
-template <class T>
-struct is_floating_point : bool_constant<is_floating_point_v<T>> {};
 template <class T>
 constexpr bool is_number_v = is_integral_v<T> || is_floating_point_v<T> || is_same_v<remove_cv_t<T>, double>;
 template <class T>
