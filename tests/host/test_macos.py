@@ -8,8 +8,8 @@ import pytest
 if sys.platform == "darwin":
     pytest.skip("a Mac builds the extension itself", allow_module_level=True)
 
-from simulator import build_device, macos
-from simulator.build_device import BuildError
+from simulator import build, build_device, macos
+from simulator.errors import BuildError
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_c_symbol_that_nobody_defines_is_found(check):
 @pytest.mark.parametrize("source", sorted(macos.SOURCES.rglob("*.mm")), ids=lambda path: path.stem)
 def test_a_source_includes_what_it_uses(source):
     """Without the precompiled header, which every other build has."""
-    command = [build_device.compiler(), *build_device.host_flags(), "-x", "objective-c++", "-fsyntax-only"]
+    command = [build.tool("clang++"), *build_device.host_flags(), "-x", "objective-c++", "-fsyntax-only"]
     build_device.run([*command, source], f"compiling {source.name}")
 
 

@@ -10,28 +10,20 @@ import pytest
 import torch
 from simulator.apple.facts import GPUS
 from support.expert_layers import random_ids
+from support.on_mps import INT4, matrix, tensor
 from support.operators import plans_for
-from support.quantized_layers import name_of, place, random_matrix, random_quantized
+from support.quantized_layers import name_of, place, random_quantized
 
 pytestmark = pytest.mark.one_schedule
 
 ops = torch.ops.moe_mps
 EPS = 1e-6
-INT4, INT6, MXFP4 = (4, 64, "affine"), (6, 64, "affine"), (4, 32, "mxfp4")
+INT6, MXFP4 = (6, 64, "affine"), (4, 32, "mxfp4")
 Calls = Iterator[tuple[str, Callable[[], object]]]
-
-
-def tensor(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator).to(dtype).to("mps")
 
 
 def ids_of(tokens: int, slots: int, experts: int) -> torch.Tensor:
     return random_ids(tokens, slots, experts, tokens, torch.int32).to("mps")
-
-
-def matrix(rows: int, columns: int, form=INT4) -> list:
-    return place(random_matrix(rows, columns, form, torch.float16, 0), "mps")
 
 
 def norms() -> Calls:

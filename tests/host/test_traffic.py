@@ -6,19 +6,15 @@ import pytest
 import torch
 from simulator import DispatchCounters
 from support.expert_layers import random_ids
-from support.quantized_layers import place, random_matrix, random_quantized
+from support.on_mps import INT4, matrix, tensor
+from support.quantized_layers import place, random_quantized
 
 ops = torch.ops.moe_mps
 EPS = 1e-6
-FORMATS = {"dense": None, "int4": (4, 64, "affine"), "int8": (8, 64, "affine"), "mxfp4": (4, 32, "mxfp4")}
+FORMATS = {"dense": None, "int4": INT4, "int8": (8, 64, "affine"), "mxfp4": (4, 32, "mxfp4")}
 OTHER_GROUPS = {f"int{bits}-{group}": (bits, group, "affine") for bits in (4, 8) for group in (32, 128)}
 PAIRS_AT_ONCE, LANES_OF_A_SCALE = 2, 4
 TILE_ROWS = 128  # of a weight
-
-
-def tensor(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator).to(dtype).to("mps")
 
 
 def nbytes(*tensors: torch.Tensor) -> int:
@@ -226,22 +222,16 @@ def test_other_strides_are_copied_with_a_warning(simulated, capfd):
 # Linear layers -----------------------------------------------------------------------------------------
 
 
-def matrix(rows: int, columns: int) -> list:
-    return place(random_matrix(rows, columns, FORMATS["int4"], torch.float16, 0), "mps")
-
-
 @pytest.mark.parametrize("tokens", [1, 2, 8])
 def test_weights_are_read_once(simulated, tokens):
     """By one token, by two that share dot products, and by a tile of a matrix product."""
     parts, x = matrix(512, 1024), tensor(tokens, 1024)
-    dispatch = only_dispatch(simulated, lambda: ops.linear_quantized(x, *parts, None, *FORMATS["int4"]))
+    dispatch = only_dispatch(simulated, lambda: ops.linear_quantized(x, *parts, None, *INT4))
     packed = dispatch.buffers[1]
     assert packed.bytes_read == packed.distinct_bytes_read == parts[0].nbytes
 
 
 def test_an_embedding_reads_its_rows_alone(simulated):
     parts, ids = matrix(50, 256), torch.tensor([7, 3, -1], device="mps")
-    rows = only_dispatch(
-        simulated, lambda: ops.embedding_quantized(ids, *parts, *FORMATS["int4"], torch.float16)
-    )
+    rows = only_dispatch(simulated, lambda: ops.embedding_quantized(ids, *parts, *INT4, torch.float16))
     assert rows.buffers[0].bytes_read == 2 * parts[0].nbytes // 50

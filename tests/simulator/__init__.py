@@ -6,7 +6,6 @@
     with trace() as commands: ...   commands: what was encoded, one line of text each
     with intercepted(run): ...      run(dispatch) takes the place of the executor
     with dropped(): ...             commands are forgotten, aten does not compute: the host's time alone
-    address(tensor)                 where the tensor's bytes lie
     with counters() as dispatches:  dispatches: what each dispatch read, wrote and waited for
     commits()                       how often the stream was committed
     set_schedule(seed)              order of threads and threadgroups; 0 is ascending
@@ -20,9 +19,6 @@ the next synchronisation (`.cpu()`, `.item()`, an operator that runs on the CPU,
 from .build_device import extension, load
 from .errors import SimulatorError
 from .runtime import (
-    DispatchCounters,
-    Traffic,
-    address,
     commits,
     counters,
     dropped,
@@ -35,13 +31,11 @@ from .runtime import (
     set_schedule,
     trace,
 )
-from .shaderlib import shader_library
+from .shaderlib import DispatchCounters, shader_library
 
 __all__ = [
     "DispatchCounters",
     "SimulatorError",
-    "Traffic",
-    "address",
     "commits",
     "counters",
     "dropped",

@@ -1,4 +1,4 @@
-"""Compiles the executor and shaders, cached by content."""
+"""Compiles the executor and shaders, cached by content; what every other build needs, too."""
 
 import contextlib
 import fcntl
@@ -12,13 +12,15 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from .errors import ShaderError
+from .errors import BuildError, ShaderError
 from .language.translate import translate
 
 MSL = Path(__file__).parent / "msl"
 INCLUDE = MSL / "include"
+PACKAGES = "clang-19 lld-19 llvm-19 libobjc-12-dev libblocksruntime-dev"
 # What a shader may include; it gets all of it from metal_stdlib.
 METAL_HEADERS = [
     "metal_stdlib",
@@ -88,20 +90,19 @@ GENERATION = [
 PRECOMPILING = ["-x", "c++-header", "-Xclang", "-fno-pch-timestamp", "-fpch-instantiate-templates"]
 
 
-def cache_directory() -> Path:
+def cache_directory(part: str = "") -> Path:
     """Where built pieces are kept: METAL_SIMULATOR_CACHE, or a folder in the user's cache."""
-    path = Path(os.environ.get("METAL_SIMULATOR_CACHE") or Path.home() / ".cache" / "metal_simulator")
-    path.mkdir(parents=True, exist_ok=True)
-    return path
+    root = Path(os.environ.get("METAL_SIMULATOR_CACHE") or Path.home() / ".cache" / "metal_simulator")
+    (root / part).mkdir(parents=True, exist_ok=True)
+    return root / part
 
 
 @functools.cache
 def tool(name: str) -> str:
-    """The newest installed version of an LLVM program."""
-    for candidate in [f"{name}-19", name, f"{name}-20", f"{name}-18"]:
-        if found := shutil.which(candidate):
-            return found
-    raise RuntimeError(f"the simulator needs {name} (Debian: apt install clang-19 llvm-19 lld-19)")
+    """An LLVM program, of the version that the flags and the translated shaders are tested with."""
+    if found := shutil.which(f"{name}-19"):
+        return found
+    raise BuildError(f"the simulator needs {name}-19: apt-get install {PACKAGES}")
 
 
 def digest(*parts) -> str:
@@ -124,8 +125,16 @@ def locked(path: Path):
         yield
 
 
-def run(command: list, **options) -> subprocess.CompletedProcess:
-    return subprocess.run([str(c) for c in command], capture_output=True, text=True, **options)
+def attempt(command: Sequence, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, **options)
+
+
+def run(command: Sequence, what: str, **options) -> str:
+    """The output of a command; BuildError with its messages where it fails."""
+    result = attempt(command, **options)
+    if result.returncode:
+        raise BuildError(f"{what} failed:\n{result.stderr}")
+    return result.stdout
 
 
 def build_once(path: Path, make) -> Path:
@@ -144,19 +153,15 @@ def build_once(path: Path, make) -> Path:
 def executor_library() -> Path:
     """The executor as a shared library (executor.h)."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        raise RuntimeError(f"the simulator runs on Linux x86-64, not on {sys.platform} {platform.machine()}")
+        raise BuildError(f"the simulator runs on Linux x86-64, not on {sys.platform} {platform.machine()}")
     sources = [MSL / "executor.cpp", MSL / "memory.cpp"]
     headers = [MSL / "executor.h", MSL / "memory.h", INCLUDE / "msl_runtime.h"]
     flags = ["-std=c++17", "-O3", "-march=x86-64-v3", "-fPIC", "-shared", "-g1", "-Wall"]
     flags.append(f'-DMSL_SYMBOLIZER="{tool("llvm-symbolizer")}"')
     path = cache_directory() / f"libmsl_executor-{digest(files_digest(*sources, *headers), flags)}.so"
 
-    def make(target: Path) -> None:
-        result = run([tool("clang++"), *flags, *sources, "-o", target])
-        if result.returncode:
-            raise RuntimeError(f"the executor does not compile:\n{result.stderr}")
-
-    return build_once(path, make)
+    command = [tool("clang++"), *flags, *sources]
+    return build_once(path, lambda target: run([*command, "-o", target], "compiling the executor"))
 
 
 def swizzle_lists() -> str:
@@ -178,32 +183,26 @@ def prepared_headers() -> tuple[Path, Path]:
     """(folder with generated headers, precompiled header) for shader compilations."""
     flags = [*LANGUAGE, *ARITHMETIC, *INSTRUMENTATION, *GENERATION]
     key = digest(headers_digest(), swizzle_lists(), TENSORS, METAL_HEADERS)
-    folder = cache_directory() / f"headers-{key}"
-    folder.mkdir(exist_ok=True)
-    build_once(folder / "msl_swizzles.h", lambda target: target.write_text(swizzle_lists()))
-    stubs = folder / "stubs"
-    stubs.mkdir(exist_ok=True)
-    for name in METAL_HEADERS:
-        (stubs / name).touch()
-    primitives = stubs / "MetalPerformancePrimitives"
-    primitives.mkdir(exist_ok=True)
-    build_once(primitives / "MetalPerformancePrimitives.h", lambda target: target.write_text(TENSORS + "\n"))
 
+    def make(target: Path) -> None:
+        primitives = target / "stubs" / "MetalPerformancePrimitives"
+        primitives.mkdir(parents=True)
+        (primitives / "MetalPerformancePrimitives.h").write_text(TENSORS + "\n")
+        for name in METAL_HEADERS:
+            (target / "stubs" / name).touch()
+        (target / "msl_swizzles.h").write_text(swizzle_lists())
+
+    folder = build_once(cache_directory() / f"headers-{key}", make)
     return folder, precompiled_library((*flags, "-I", INCLUDE, "-I", folder))
 
 
 @functools.cache
 def precompiled_library(flags: tuple) -> Path:
     """The simulator's metal_stdlib, for shader compilations with these flags."""
-
-    def make(target: Path) -> None:
-        result = run([tool("clang++"), *flags, *PRECOMPILING, INCLUDE / "msl_entry.h", "-o", target])
-        if result.returncode:
-            raise RuntimeError(f"the simulator's metal_stdlib does not compile:\n{result.stderr}")
-
     # It holds absolute paths; times it must not hold, as another checkout changes them.
-    key = digest(headers_digest(), flags, PRECOMPILING)
-    return build_once(cache_directory() / f"msl_entry-{key}.pch", make)
+    path = cache_directory() / f"msl_entry-{digest(headers_digest(), flags, PRECOMPILING)}.pch"
+    command = [tool("clang++"), *flags, *PRECOMPILING, INCLUDE / "msl_entry.h"]
+    return build_once(path, lambda target: run([*command, "-o", target], "precompiling metal_stdlib"))
 
 
 def headers_digest(*further: Path) -> str:
@@ -229,7 +228,7 @@ def preprocess(source: str, include: tuple = (), name: str = "program_source") -
         *includes,
         "-",
     ]
-    result = run(command, input=f'# 1 "{name}"\n{source}')
+    result = attempt(command, input=f'# 1 "{name}"\n{source}')
     if result.returncode:
         raise ShaderError(readable(result.stderr))
     return result.stdout
@@ -244,9 +243,7 @@ def readable(messages: str) -> str:
 origins: dict[Path, tuple[str, dict]] = {}
 
 
-def compile_shader(
-    source: str, constants: dict | None = None, include: tuple = (), name: str = "program_source"
-) -> Path:
+def compile_shader(source: str, constants: dict | None = None, include: tuple = ()) -> Path:
     """A shared object that exports `msl_kernels` (executor.h), from MSL source.
 
     `constants` sets function constants by number (or name). `include` lists folders for local includes,
@@ -254,15 +251,15 @@ def compile_shader(
     """
     values = tuple(sorted((constants or {}).items(), key=str))
     if include:  # what is included may change
-        return compile_preprocessed(preprocess(source, include, name), dict(values))
-    path = compile_flat(source, values, name)
+        return compile_preprocessed(preprocess(source, include), dict(values))
+    path = compile_flat(source, values)
     origins[path] = (source, dict(values))
     return path
 
 
 @functools.cache
-def compile_flat(source: str, constants: tuple, name: str) -> Path:
-    return compile_preprocessed(preprocess(source, (), name), dict(constants))
+def compile_flat(source: str, constants: tuple) -> Path:
+    return compile_preprocessed(preprocess(source), dict(constants))
 
 
 # A shader's precompiled header: its code, and calls of all its kernels, so that templates are instantiated.
@@ -300,7 +297,7 @@ def compile_preprocessed(text: str, constants: dict) -> Path:
             [*compile_, *strings, "-DMSL_TABLE", "-o", object_],
             [tool("ld.lld"), "-shared", object_, executor, "-o", target],
         ):
-            result = run(command)
+            result = attempt(command)
             if result.returncode:
                 raise ShaderError(readable(result.stderr))
         object_.unlink()

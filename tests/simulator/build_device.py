@@ -1,16 +1,12 @@
 """Builds the simulated device, and extensions for it, on Linux, cached by content."""
 
-import contextlib
-import fcntl
 import functools
-import hashlib
 import importlib.util
 import os
 import shutil
-import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -18,40 +14,14 @@ from types import ModuleType
 import torch
 
 from . import build
+from .build import PACKAGES, digest, tool
+from .errors import BuildError
 
 HERE = Path(__file__).parent
 TORCH = Path(torch.__file__).resolve().parent
 PERSONALITY = HERE / "metal" / "personality.cpp"
 PRECOMPILED = HERE / "metal" / "precompiled.h"
 LIBRARIES = ("torch", "torch_cpu", "torch_python", "c10", "objc", "BlocksRuntime", "dl")
-PACKAGES = "clang-19 lld-19 llvm-19 libobjc-12-dev libblocksruntime-dev"
-
-
-class BuildError(RuntimeError):
-    """A tool is missing, or a source does not compile; the text is what the user has to read."""
-
-
-def cache_directory() -> Path:
-    directory = build.cache_directory() / "device"
-    directory.mkdir(exist_ok=True)
-    return directory
-
-
-@contextlib.contextmanager
-def build_lock() -> Iterator[None]:
-    """One process builds, the others wait and find the result."""
-    with (cache_directory() / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-@functools.cache
-def compiler() -> str:
-    """clang++ of the version that the flags and the translated shaders are tested with."""
-    found = shutil.which("clang++-19")
-    if not found:
-        raise BuildError(f"the simulator needs clang++-19: apt-get install {PACKAGES}")
-    return found
 
 
 @functools.cache
@@ -73,12 +43,10 @@ def python_include() -> Path:
 
 def check_tools() -> None:
     """Raise BuildError with the packages to install unless everything that is needed is there."""
-    compiler()
+    for name in ("clang++", "ld.lld", "llvm-symbolizer"):
+        tool(name)
     objective_c()
     python_include()
-    for name in ("ld.lld", "llvm-symbolizer"):
-        if not shutil.which(f"{name}-19") and not shutil.which(name):
-            raise BuildError(f"the simulator needs {name}: apt-get install {PACKAGES}")
 
 
 def host_flags() -> list[str]:
@@ -93,16 +61,9 @@ def host_flags() -> list[str]:
     return [*flags, "-idirafter", str(objective_c() / "include")]
 
 
-def _digest(*parts: object) -> str:
-    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:24]
-
-
 def run(command: Sequence[str | Path], what: str) -> str:
     """The output of a command, run in this folder; BuildError with its messages where it fails."""
-    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=HERE)
-    if result.returncode != 0:
-        raise BuildError(f"{what} failed:\n{result.stderr}")
-    return result.stdout
+    return build.run(command, what, cwd=HERE)
 
 
 def _headers(dependency_file: Path) -> list[Path]:
@@ -113,7 +74,7 @@ def _headers(dependency_file: Path) -> list[Path]:
 
 def _contents(files: Sequence[Path]) -> str:
     files = [HERE / file for file in files]
-    return _digest(*(file.read_bytes() if file.exists() else "missing" for file in files))
+    return digest(*(file.read_bytes() if file.exists() else "missing" for file in files))
 
 
 def local(path: Path) -> str:
@@ -123,7 +84,7 @@ def local(path: Path) -> str:
 
 def compile_once(source: Path, command: Sequence[str], identity: str, cache: Path) -> Path:
     """The object of `source`, built once for each text of it and of its headers, command and identity."""
-    key = _digest(local(source), source.read_bytes(), command, identity)
+    key = digest(local(source), source.read_bytes(), command, identity)
     dependencies = cache / f"{source.stem}-{key}.d"
     if dependencies.exists():
         cached = cache / f"{source.stem}-{key}-{_contents(_headers(dependencies))}.o"
@@ -140,16 +101,15 @@ def compile_once(source: Path, command: Sequence[str], identity: str, cache: Pat
 
 def precompiled(command: Sequence[str], identity: str, cache: Path) -> list[str]:
     """The options that make `command` compile with PRECOMPILED, built once for every checkout."""
-    path = cache / f"precompiled-{_digest(PRECOMPILED.read_bytes(), command, identity)}.pch"
-    if not path.exists():
-        with tempfile.TemporaryDirectory(dir=cache) as scratch:
-            # The result names its source, which has to stay where it is.
-            source, built = path.with_suffix(".h"), Path(scratch, "out.pch")
-            shutil.copy(PRECOMPILED, source)
-            options = ["-Xclang", "-fno-pch-timestamp", "-fpch-instantiate-templates"]
-            header = ["-x", "objective-c++-header", str(source), "-o", str(built)]
-            run([*command, *options, *header], "precompiling headers")
-            built.replace(path)
+    path = cache / f"precompiled-{digest(PRECOMPILED.read_bytes(), command, identity)}.pch"
+
+    def make(target: Path) -> None:
+        # The result names its source, which has to stay where it is.
+        source = shutil.copy(PRECOMPILED, path.with_suffix(".h"))
+        options = ["-Xclang", "-fno-pch-timestamp", "-fpch-instantiate-templates"]
+        run([*command, *options, "-x", "objective-c++-header", source, "-o", target], "precompiling headers")
+
+    build.build_once(path, make)
     return ["-include-pch", str(path), "-x", "objective-c++"]
 
 
@@ -157,28 +117,22 @@ def build_library(
     name: str, sources: Sequence[Path], link_with: Sequence[Path] = (), flags: Sequence[str] = ()
 ) -> Path:
     """Compile `sources` on the cores there are and link them to one shared library."""
-
-    cache, version = cache_directory(), torch.__version__
-    command = [compiler(), *host_flags()]
+    cache, version = build.cache_directory("device"), torch.__version__
+    command = [tool("clang++"), *host_flags()]
 
     def compile_object(source: Path) -> Path:
         options = [] if source == PERSONALITY else [*headers, *flags]
         return compile_once(source, [*command, *options], version, cache)
 
-    with build_lock():
+    with build.locked(cache / "build"):  # one process builds, the others wait and find the result
         headers = precompiled(command, version, cache)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compile_object, [*sources, PERSONALITY]))
-        library = cache_directory() / f"{name}-{_digest(*objects, *link_with)}.so"
-        if not library.exists():
-            with tempfile.TemporaryDirectory(dir=cache_directory()) as scratch:
-                built = Path(scratch, "out.so")
-                command = [compiler(), "-shared", "-o", str(built), *map(str, objects), *map(str, link_with)]
-                command += [f"-L{TORCH / 'lib'}", f"-Wl,-rpath,{TORCH / 'lib'}", f"-L{objective_c()}"]
-                command += [f"-l{wanted}" for wanted in LIBRARIES]
-                run(command, f"linking {name}")
-                built.replace(library)
-    return library
+    link = [tool("clang++"), "-shared", *objects, *link_with]
+    link += [f"-L{TORCH / 'lib'}", f"-Wl,-rpath,{TORCH / 'lib'}", f"-L{objective_c()}"]
+    link += [f"-l{wanted}" for wanted in LIBRARIES]
+    library = cache / f"{name}-{digest(*objects, *link_with)}.so"
+    return build.build_once(library, lambda target: run([*link, "-o", target], f"linking {name}"))
 
 
 def device_library() -> Path:

@@ -1,6 +1,10 @@
 """The errors of the simulator."""
 
 
+class BuildError(RuntimeError):
+    """A tool is missing, or a source does not compile; the text is what the user has to read."""
+
+
 class SimulatorError(RuntimeError):
     """A fault that the simulator found in a shader or in host code while it ran."""
 

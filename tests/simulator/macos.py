@@ -9,12 +9,10 @@ What it cannot show: Apple's own clang and SDK, and anything at run time.
 """
 
 import argparse
-import fcntl
 import functools
 import importlib.util
 import os
 import re
-import shutil
 import sys
 import tempfile
 import time
@@ -24,7 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from .build_device import HERE, BuildError, compile_once, precompiled, run
+from .build import locked, tool
+from .build_device import HERE, compile_once, precompiled, run
+from .errors import BuildError
 
 DEFAULT = "2.13.0"
 # The minor versions of torch that the package supports: a wheel has an extension for each.
@@ -34,7 +34,7 @@ METAL_CPP = "mlx-metal==0.32.4"
 TARGET = "aarch64-macos.14.0"
 DYLIBS = ("torch_cpu", "torch", "c10")
 # Foundation's, of which metal-cpp covers a part only: developer.apple.com/documentation/foundation
-FOUNDATION_SELECTORS = {"initWithBytes:length:encoding:", "isEqualToString:", "new", "stringWithUTF8String:"}
+FOUNDATION_SELECTORS = {"initWithBytes:length:encoding:", "new", "stringWithUTF8String:"}
 FOUNDATION_CLASSES = {"NSConstantString"}
 # C names that macOS defines for Objective-C, blocks and C++.
 RUNTIME_SYMBOL = re.compile(
@@ -67,13 +67,6 @@ def cache_directory() -> Path:
     path = (Path(root) if root else Path.home() / ".cache" / "torch_moe_mps") / "macos"
     path.mkdir(parents=True, exist_ok=True)
     return path
-
-
-def tool(name: str) -> str:
-    found = shutil.which(f"{name}-19") or shutil.which(name)
-    if not found:
-        raise BuildError(f"the macOS check needs {name}: apt-get install lld-19 llvm-19")
-    return found
 
 
 @functools.cache
@@ -160,8 +153,8 @@ def compile_all(sources: Sequence[Path], wheel: Path) -> list[Path]:
     objects.mkdir(exist_ok=True)
     command = list(map(str, command))
 
-    with (objects / "lock").open("w") as lock, ThreadPoolExecutor(os.cpu_count()) as pool:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one process compiles, the others wait and find the objects
+    # One process compiles, the others wait and find the objects.
+    with locked(objects / "build"), ThreadPoolExecutor(os.cpu_count()) as pool:
         command += precompiled(command, wheel.parent.name, objects)
         return list(
             pool.map(lambda source: compile_once(source, command, wheel.parent.name, objects), sources)

@@ -4,48 +4,15 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import torch
 
-from . import build, build_device, schedule, shaderlib
+from . import build_device, shaderlib
+from .shaderlib import DispatchCounters
 
 
 class _DispatchCounters(ctypes.Structure):
     _fields_ = (("kernel", ctypes.c_char_p), ("counters", shaderlib.Counters))
-
-
-@dataclass
-class Traffic:
-    """Bytes that one binding of a dispatch saw: every access, and each byte once."""
-
-    bytes_read: int = 0
-    bytes_written: int = 0
-    distinct_bytes_read: int = 0
-    distinct_bytes_written: int = 0
-
-
-@dataclass
-class DispatchCounters:
-    """What one dispatch did. `buffers` has the bindings that were accessed, by index."""
-
-    kernel: str
-    threadgroups: int
-    threads: int
-    barriers: int
-    simdgroup_barriers: int
-    simd_operations: int
-    atomics: int
-    threadgroup_accesses: int
-    buffers: dict[int, Traffic] = field(default_factory=dict)
-
-    @property
-    def bytes_read(self) -> int:
-        return sum(traffic.bytes_read for traffic in self.buffers.values())
-
-    @property
-    def bytes_written(self) -> int:
-        return sum(traffic.bytes_written for traffic in self.buffers.values())
 
 
 class Commands(list[str]):
@@ -58,7 +25,7 @@ class Commands(list[str]):
 @functools.cache
 def _runtime() -> ctypes.CDLL:
     library = ctypes.CDLL(str(build_device.device_library()))
-    library.simulator_set_executor.argtypes = [ctypes.c_void_p]
+    library.simulator_set_executor.argtypes = [shaderlib.Execute]
     library.simulator_set_schedule.argtypes = [ctypes.c_uint64]
     library.simulator_limit_pipelines.argtypes = [ctypes.c_size_t]
     library.simulator_set_dropping.argtypes = [ctypes.c_int, ctypes.c_int]
@@ -84,9 +51,8 @@ def install(strict: bool = False) -> None:
     the packages to install where a tool is missing.
     """
     build_device.check_tools()
-    executor = ctypes.CDLL(str(build.executor_library()), mode=ctypes.RTLD_GLOBAL)
     torch.ops.load_library(str(build_device.device_library()))
-    _runtime().simulator_set_executor(ctypes.cast(executor.msl_execute, ctypes.c_void_p))
+    _runtime().simulator_set_executor(shaderlib.executor())
     _runtime().simulator_set_strict(strict)
     torch._C._has_mps = True
     if not torch._C._mps_is_available():
@@ -112,7 +78,7 @@ def _restore(storage, location: str):
 def set_schedule(seed: int) -> None:
     """Choose the order of threads and threadgroups; 0 is ascending. Commands recorded so far run before."""
     torch.mps.synchronize()
-    schedule.set(seed)
+    shaderlib.schedule = seed
     _runtime().simulator_set_schedule(seed)
 
 
@@ -184,16 +150,8 @@ def counters() -> Iterator[list[DispatchCounters]]:
     finally:
         count = ctypes.c_size_t()
         first = _runtime().simulator_counters_stop(ctypes.byref(count))
-        dispatches.extend(_to_python(first[i]) for i in range(count.value))
-
-
-_EXECUTE = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.POINTER(shaderlib.Dispatch),
-    ctypes.POINTER(shaderlib.Counters),
-    ctypes.POINTER(ctypes.c_char),
-    ctypes.c_size_t,
-)
+        raw = (first[i] for i in range(count.value))
+        dispatches.extend(DispatchCounters.of(r.kernel.decode(), r.counters) for r in raw)
 
 
 @contextlib.contextmanager
@@ -205,7 +163,6 @@ def intercepted(run: Callable[[shaderlib.Dispatch], None]) -> Iterator[None]:
     happened. What `run` raises is raised when the block ends.
     """
     errors: list[BaseException] = []
-    real = ctypes.CDLL(str(build.executor_library()), mode=ctypes.RTLD_GLOBAL)
 
     def call(dispatch, counters, message, size) -> int:
         if not errors:
@@ -216,13 +173,13 @@ def intercepted(run: Callable[[shaderlib.Dispatch], None]) -> Iterator[None]:
         return 0
 
     torch.mps.synchronize()
-    callback = _EXECUTE(call)
-    _runtime().simulator_set_executor(ctypes.cast(callback, ctypes.c_void_p))
+    callback = shaderlib.Execute(call)
+    _runtime().simulator_set_executor(callback)
     try:
         yield
         torch.mps.synchronize()
     finally:
-        _runtime().simulator_set_executor(ctypes.cast(real.msl_execute, ctypes.c_void_p))
+        _runtime().simulator_set_executor(shaderlib.executor())
     if errors:
         raise errors[0]
 
@@ -246,13 +203,3 @@ def dropped(validate: bool = True) -> Iterator[None]:
         torch.mps.synchronize()
     finally:
         _runtime().simulator_set_dropping(False, True)
-
-
-def _to_python(raw: _DispatchCounters) -> DispatchCounters:
-    totals = {name: getattr(raw.counters, name) for name in shaderlib.COUNTS}
-    buffers = {}
-    for index, traffic in enumerate(raw.counters.buffers):
-        values = Traffic(*(getattr(traffic, name) for name, _ in shaderlib.Traffic._fields_))
-        if values != Traffic():
-            buffers[index] = values
-    return DispatchCounters(kernel=raw.kernel.decode(), buffers=buffers, **totals)

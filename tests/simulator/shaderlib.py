@@ -2,16 +2,16 @@
 
 import ctypes
 import functools
-import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from .build import compile_shader, executor_library
 from .errors import SimulatorError
-from .schedule import current_seed
 
 BINDINGS = 31
+schedule = 0  # the seed of the order of threads, simdgroups and threadgroups; 0 is ascending
 
 
 class Argument(ctypes.Structure):
@@ -41,11 +41,12 @@ class Binding(ctypes.Structure):
         ("data", ctypes.c_void_p),
         ("size", ctypes.c_size_t),
         ("identity", ctypes.c_uint64),
-        ("label", ctypes.c_char_p),
     )
 
 
 class Traffic(ctypes.Structure):
+    """Bytes that one binding of a dispatch saw: every access, and each byte once."""
+
     _fields_ = tuple(
         (name, ctypes.c_uint64)
         for name in ("bytes_read", "bytes_written", "distinct_bytes_read", "distinct_bytes_written")
@@ -66,12 +67,33 @@ COUNTS = (
 class Counters(ctypes.Structure):
     _fields_ = (("buffers", Traffic * BINDINGS), *((name, ctypes.c_uint64) for name in COUNTS))
 
-    def as_dict(self) -> dict:
-        """Counts by name, and under "buffers" the traffic of every buffer that was touched, by index."""
-        result = {name: getattr(self, name) for name in COUNTS}
-        traffic = ({name: getattr(b, name) for name, _ in Traffic._fields_} for b in self.buffers)
-        result["buffers"] = {i: t for i, t in enumerate(traffic) if any(t.values())}
-        return result
+
+@dataclass
+class DispatchCounters:
+    """What one dispatch did. `buffers` has the bindings that were accessed, by index."""
+
+    kernel: str
+    buffers: dict[int, Traffic]
+    threadgroups: int
+    threads: int
+    barriers: int
+    simdgroup_barriers: int
+    simd_operations: int
+    atomics: int
+    threadgroup_accesses: int
+
+    @classmethod
+    def of(cls, kernel: str, raw: Counters) -> "DispatchCounters":
+        touched = {i: Traffic.from_buffer_copy(t) for i, t in enumerate(raw.buffers) if any(bytes(t))}
+        return cls(kernel, touched, *(getattr(raw, name) for name in COUNTS))
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(traffic.bytes_read for traffic in self.buffers.values())
+
+    @property
+    def bytes_written(self) -> int:
+        return sum(traffic.bytes_written for traffic in self.buffers.values())
 
 
 class Dispatch(ctypes.Structure):
@@ -87,29 +109,26 @@ class Dispatch(ctypes.Structure):
     )
 
 
-_executor = None
-_loading = threading.Lock()
+# msl_execute of executor.h.
+Execute = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.POINTER(Dispatch),
+    ctypes.POINTER(Counters),
+    ctypes.POINTER(ctypes.c_char),
+    ctypes.c_size_t,
+)
 
 
-def executor() -> ctypes.CDLL:
-    global _executor
-    with _loading:
-        if _executor is None:
-            library = ctypes.CDLL(str(executor_library()))
-            library.msl_execute.argtypes = (
-                ctypes.POINTER(Dispatch),
-                ctypes.POINTER(Counters),
-                ctypes.c_char_p,
-                ctypes.c_size_t,
-            )
-            _executor = library
-    return _executor
+@functools.cache
+def executor() -> Execute:
+    library = ctypes.CDLL(str(executor_library()), mode=ctypes.RTLD_GLOBAL)
+    return Execute(("msl_execute", library))
 
 
 def execute(dispatch: Dispatch) -> Counters:
     """Runs one dispatch to its end. Raises SimulatorError on the first finding."""
     counters, message = Counters(), ctypes.create_string_buffer(4096)
-    found = executor().msl_execute(ctypes.byref(dispatch), ctypes.byref(counters), message, len(message))
+    found = executor()(ctypes.byref(dispatch), ctypes.byref(counters), message, len(message))
     if found:
         raise SimulatorError(message.value.decode())
     return counters
@@ -147,11 +166,9 @@ def kernels_of(path: Path) -> dict[str, Kernel]:
 class ShaderLibrary:
     """The kernels of one MSL source. `launch` runs one dispatch to its end and returns its counters."""
 
-    def __init__(
-        self, source: str, constants: dict | None = None, include: tuple = (), name: str = "program_source"
-    ):
+    def __init__(self, source: str, constants: dict | None = None, include: tuple = ()):
         executor()
-        self.path = compile_shader(source, constants, include, name)
+        self.path = compile_shader(source, constants, include)
         self._kernels = kernels_of(self.path)
 
     @property
@@ -166,7 +183,7 @@ class ShaderLibrary:
 
     def launch(
         self, name, buffers, grid, threads, threadgroup_bytes=(), total_threads=None, seed=None, run=execute
-    ) -> dict:
+    ) -> DispatchCounters:
         """Runs kernel `name` on `grid` threadgroups of `threads` threads.
 
         `buffers` maps buffer indices to numpy arrays, tensors, bytes or numpy scalars; arrays and tensors
@@ -176,12 +193,10 @@ class ShaderLibrary:
         Raises SimulatorError on the first finding.
         """
         kernel = self.kernel(name)
-        dispatch = Dispatch(kernel=ctypes.pointer(kernel), seed=current_seed() if seed is None else seed)
-        for i in range(3):
-            dispatch.grid[i] = grid[i] if i < len(grid) else 1
-            dispatch.threads[i] = threads[i] if i < len(threads) else 1
-            if total_threads:
-                dispatch.total_threads[i] = total_threads[i] if i < len(total_threads) else 1
+        dispatch = Dispatch(kernel=ctypes.pointer(kernel), seed=schedule if seed is None else seed)
+        dispatch.grid[:], dispatch.threads[:] = (*grid, 1, 1)[:3], (*threads, 1, 1)[:3]
+        if total_threads:
+            dispatch.total_threads[:] = (*total_threads, 1, 1)[:3]
         lengths = (
             threadgroup_bytes.items() if isinstance(threadgroup_bytes, dict) else enumerate(threadgroup_bytes)
         )
@@ -193,9 +208,9 @@ class ShaderLibrary:
         identities = {key: 0 if key in by_value else number for number, key in enumerate(memory, 1)}
         for index, value in buffers.items():
             data = memory[id(value)]
-            dispatch.buffers[index] = Binding(data.ctypes.data, data.size, identities[id(value)], None)
+            dispatch.buffers[index] = Binding(data.ctypes.data, data.size, identities[id(value)])
         try:
-            return run(dispatch).as_dict()
+            return DispatchCounters.of(name, run(dispatch))
         finally:
             for value in buffers.values():
                 if getattr(value, "is_cpu", True) is False:

@@ -96,13 +96,6 @@ def test_indexing():
     assert y[1].tolist() == [1, 1, 1] and torch.nonzero(ids).tolist() == [[0], [1]]
 
 
-def test_autograd():
-    x = torch.ones(3, 4, requires_grad=True, device="mps")
-    layer = torch.nn.Linear(4, 2).to("mps")
-    layer(x).square().sum().backward()
-    assert x.grad.device.type == layer.weight.grad.device.type == "mps"
-
-
 @pytest.mark.parametrize("mask", [None, "causal", "boolean", "additive"])
 def test_attention(mask):
     q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
@@ -237,18 +230,6 @@ def test_operators_of_other_libraries_do_not_fall_back():
         torch.ops.simulator_device_test.nothing(torch.ones(1, device="mps"))
 
 
-def test_two_threads():
-    def work(seed):
-        x = torch.randn(50, 50, generator=torch.Generator().manual_seed(seed))
-        y = x.to("mps")
-        for _ in range(20):
-            x, y = torch.tanh(x @ x.t()), torch.tanh(y @ y.t())
-        return torch.allclose(y.cpu(), x, atol=1e-5)
-
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(work, range(2))) == [True, True]
-
-
 def test_threads_call_operators_of_the_package():
     """New signatures go through Python's checks, errors included, while other threads encode and wait."""
 
@@ -268,16 +249,6 @@ def test_threads_call_operators_of_the_package():
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(work, range(3))) == [40, 40, 40]
-
-
-def test_memory_is_freed(simulated):
-    gc.collect()
-    before = simulated.live_buffers()
-    for _ in range(20):
-        x = torch.randn(64, device="mps")
-        x = torch.relu(x + 1)[3:].clone()
-    del x
-    assert simulated.live_buffers() == before
 
 
 def test_operators_of_the_package_leak_nothing(simulated):

@@ -34,7 +34,7 @@ def test_positions_and_edge_threadgroups():
     counters = shader_library(HEAD + source).launch(
         "where", {0: out}, grid, threads, total_threads=total, seed=1
     )
-    assert counters["threads"] == 11 * 5 * 3 and counters["threadgroups"] == 3 * 3 * 2
+    assert counters.threads == 11 * 5 * 3 and counters.threadgroups == 3 * 3 * 2
     for z, y, x in np.ndindex(3, 5, 11):
         at, group = np.array([x, y, z]), np.array([x // 4, y // 2, z // 2])
         size = np.minimum(threads, np.array(total) - group * threads)
@@ -239,65 +239,52 @@ kernel void widen(device const {kind}* x [[buffer(0)]], device float* out [[buff
         assert torch.equal(got, want)
 
 
+# Statements, an expression, and what it is after them.
+VECTORS = [
+    ("float4 v = float4(1, 2, 3, 4); v.xw = v.wx;", "v.x", 4),
+    ("", "v.w", 1),
+    ("v.zyx += float3(10);", "v.x", 14),
+    ("", "v.y", 12),
+    ("", "v.z", 13),
+    ("", "v.rgba.b", 13),
+    ("", "v.xxyy.w", 12),
+    ("v[1] = -1;", "v.y", -1),
+    ("v.y *= 2;", "v[1]", -2),
+    ("float4 w = float4(v.xy, float2(7, 8));", "w.z", 7),
+    ("w = float4(5.0f, w.yzw);", "w.x", 5),
+    ("int4 i = int4(float4(1.9f, -1.9f, 2.5f, 0));", "i.x", 1),
+    ("", "i.y", -1),
+    ("", "(i << 2).z", 8),
+    ("uchar4 u = uchar4(300, 1, 2, 255); u += uchar4(1);", "u.x", 45),
+    ("", "u.w", 0),
+    ("bool4 b = v > w;", "any(b)", 1),
+    ("", "all(b == b)", 1),
+    ("", "dot(float3(1, 2, 3), float3(4, 5, 6))", 32),
+    ("", "length(float2(3, 4))", 5),
+    ("", "cross(float3(1, 0, 0), float3(0, 1, 0)).z", 1),
+    ("", "normalize(float2(0, 9)).y", 1),
+    ("", "select(float2(1, 2), float2(3, 4), bool2(false, true)).y", 4),
+    ("", "(-v).x", -14),
+    ("", "(2.0f * v / 4).x", 7),
+    ("half4 h = half4(v);", "float(h.x + h.y)", 12),
+    ("", "sizeof(float3)", 16),
+    ("", "sizeof(packed_half3)", 6),
+    ("", "as_type<float>(as_type<uint>(3.5f))", 3.5),
+    ("", "as_type<uchar4>(0x01020304u).x", 4),
+    ("", "as_type<half2>(uint(0x3c00)).x", 1),
+    ("packed[1] = packed_float3(1, 2, 3); packed[0] = packed[1] * 2;", "float3(packed[0]).y", 4),
+    ("four[1].zw = float2(1, 2); four[0] = four[1].wzyx;", "four[0].y", 1),
+    ("three[0] = float3(packed[1]); three[1].y = 5;", "three[0].z", 3),
+]
+
+
 def test_vectors_and_swizzles():
-    source = """
-kernel void vectors(device float* out [[buffer(0)]], device float4* four [[buffer(1)]],
-    device packed_float3* packed [[buffer(2)]],
-                    device float3* three [[buffer(3)]]) {
-  float4 v = float4(1, 2, 3, 4);
-  uint k = 0;
-  v.xw = v.wx; out[k++] = v.x; out[k++] = v.w;
-  v.zyx += float3(10); out[k++] = v.x; out[k++] = v.y; out[k++] = v.z;
-  out[k++] = v.rgba.b; out[k++] = v.xxyy.w; v[1] = -1; out[k++] = v.y; v.y *= 2; out[k++] = v[1];
-  float4 w = float4(v.xy, float2(7, 8)); out[k++] = w.z; w = float4(5.0f, w.yzw); out[k++] = w.x;
-  int4 i = int4(float4(1.9f, -1.9f, 2.5f, 0)); out[k++] = i.x; out[k++] = i.y; out[k++] = (i << 2).z;
-  uchar4 u = uchar4(300, 1, 2, 255); u += uchar4(1); out[k++] = u.x; out[k++] = u.w;
-  bool4 b = v > w; out[k++] = any(b); out[k++] = all(b == b);
-  out[k++] = dot(float3(1, 2, 3), float3(4, 5, 6)); out[k++] = length(float2(3, 4));
-  out[k++] = cross(float3(1, 0, 0), float3(0, 1, 0)).z; out[k++] = normalize(float2(0, 9)).y;
-  out[k++] = select(float2(1, 2), float2(3, 4), bool2(false, true)).y; out[k++] = (-v).x;
-  out[k++] = (2.0f * v / 4).x;
-  half4 h = half4(v); out[k++] = float(h.x + h.y); out[k++] = sizeof(float3); out[k++] = sizeof(packed_half3);
-  out[k++] = as_type<float>(as_type<uint>(3.5f)); out[k++] = as_type<uchar4>(0x01020304u).x;
-  out[k++] = as_type<half2>(uint(0x3c00)).x;
-  four[1].zw = float2(1, 2); four[0] = four[1].wzyx; packed[1] = packed_float3(1, 2, 3);
-  packed[0] = packed[1] * 2;
-  three[0] = float3(packed[1]); three[1].y = 5; out[k++] = float3(packed[0]).y;
-}
-"""
-    out, four, packed, three = floats(33), floats(2, 4), floats(2, 3), floats(2, 4)
+    body = "".join(f"{first} out[{n}] = {result};\n" for n, (first, result, _) in enumerate(VECTORS))
+    source = "kernel void vectors(device float* out [[buffer(0)]], device float4* four [[buffer(1)]],"
+    source += f"device packed_float3* packed [[buffer(2)]], device float3* three [[buffer(3)]]) {{ {body} }}"
+    out, four, packed, three = floats(len(VECTORS)), floats(2, 4), floats(2, 3), floats(2, 4)
     shader_library(HEAD + source).launch("vectors", {0: out, 1: four, 2: packed, 3: three}, (1,), (1,))
-    expected = [
-        4,
-        1,
-        14,
-        12,
-        13,
-        13,
-        12,
-        -1,
-        -2,
-        7,
-        5,
-        1,
-        -1,
-        8,
-        45,
-        0,
-        1,
-        1,
-        32,
-        5,
-        1,
-        1,
-        4,
-        -14,
-        7,
-        12,
-        16,
-        6,
-    ]
-    np.testing.assert_array_equal(out, [*expected, 3.5, 4, 1, 4, 0])
+    assert out.tolist() == [expected for *_, expected in VECTORS]
     np.testing.assert_array_equal(four, [[2, 1, 0, 0], [0, 0, 1, 2]])
     np.testing.assert_array_equal(packed, [[2, 4, 6], [1, 2, 3]])
     np.testing.assert_array_equal(three[:, :3], [[1, 2, 3], [0, 5, 0]])
@@ -335,7 +322,7 @@ kernel void atomics(device atomic_int* out [[buffer(0)]], device atomic_float* s
         )
         assert list(out[:7]) == [2 * 133, -128, 127, -127, 2**31 - 1, -(2**31), 0]
         assert 1 <= out[7] <= 128 and out[8] == 9 and old[0] == 4 and total[0] == 64
-        assert counters["atomics"] == 128 * 9 + 2 * 3 + 1
+        assert counters.atomics == 128 * 9 + 2 * 3 + 1
 
 
 def test_templates_constants_and_tables(tmp_path):
@@ -418,7 +405,7 @@ kernel void many(device float* out [[buffer(0)]], threadgroup half* dynamic [[th
         out = floats(100)
         counters = shader_library(HEAD + source).launch("many", {0: out}, (1,), (32,), {1: 64}, seed=seed)
         assert list(out[:32]) == [9 * k + 7 + k // 4 for k in range(31, -1, -1)]
-        assert counters["barriers"] == 1
+        assert counters.barriers == 1
 
 
 def test_counters():
@@ -437,18 +424,13 @@ kernel void copy(device const half4* x [[buffer(0)]], device half4* out [[buffer
     counters = shader_library(HEAD + source).launch(
         "copy", {0: x, 1: out, 2: np.uint32(100)}, (2,), (64,), seed=2
     )
-    assert counters == {
-        "threadgroups": 2, "threads": 128, "barriers": 2, "simdgroup_barriers": 4, "simd_operations": 0,
-        "atomics": 0,
-        "threadgroup_accesses": 228,
-        "buffers": {
-            0: {"bytes_read": 2048, "bytes_written": 0, "distinct_bytes_read": 1024,
-            "distinct_bytes_written": 0},
-            1: {"bytes_read": 0, "bytes_written": 800, "distinct_bytes_read": 0,
-            "distinct_bytes_written": 800},
-            2: {"bytes_read": 512, "bytes_written": 0, "distinct_bytes_read": 4, "distinct_bytes_written": 0},
-        },
-    }  # fmt: skip
+    assert (counters.threadgroups, counters.threads, counters.atomics) == (2, 128, 0)
+    assert (counters.barriers, counters.simdgroup_barriers, counters.simd_operations) == (2, 4, 0)
+    assert counters.threadgroup_accesses == 228
+    read = {i: (traffic.bytes_read, traffic.distinct_bytes_read) for i, traffic in counters.buffers.items()}
+    assert read == {0: (2048, 1024), 1: (0, 0), 2: (512, 4)}
+    written = [(t.bytes_written, t.distinct_bytes_written) for t in counters.buffers.values()]
+    assert written == [(0, 0), (800, 800), (0, 0)]
 
 
 def test_many_barriers_do_not_exhaust_the_epochs():

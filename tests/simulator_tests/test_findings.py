@@ -74,35 +74,6 @@ kernel void bad(device const float* logits [[buffer(0)]], device float* weights 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_exponentials_overwritten_by_a_wider_reduction(seed):
-    """The fault of its batch twin: E exponentials and tg_size sums share memory made for E = tg_size."""
-    source = """
-kernel void bad(device const float* logits [[buffer(0)]], device float* weights [[buffer(1)]],
-                constant uint& count [[buffer(2)]], threadgroup float* shared [[threadgroup(0)]],
-                uint i [[thread_index_in_threadgroup]], uint size [[threads_per_threadgroup]]) {
-  threadgroup float* sums = shared + count;
-  float e = i < count ? exp(logits[i]) : 0.0f;
-  if (i < count) shared[i] = e;
-  sums[i] = e;
-  for (uint step = size / 2; step > 0; step /= 2) {
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (i < step) sums[i] += sums[i + step];
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (i < count) weights[i] = shared[i] / sums[0];
-}
-"""
-    message = finding(
-        source,
-        buffers={0: floats(8), 1: floats(8), 2: np.uint32(8)},
-        threads=(32,),
-        threadgroup_bytes=[64],
-        seed=seed,
-    )
-    assert "out of bounds" in message and "'shared'" in message
-
-
-@pytest.mark.parametrize("seed", SEEDS)
 def test_row_longer_than_its_threadgroup_memory(seed):
     """The fault of a residual norm: shared[i] for i < dim, where the host gives one float a thread."""
     message = finding(
@@ -123,25 +94,6 @@ kernel void bad(device const float* x [[buffer(0)]], device float* out [[buffer(
     assert (
         "writes 4 bytes out of bounds: threadgroup memory 'shared' at byte" in message and "of 256" in message
     )
-
-
-def test_out_of_bounds_index_from_nan_logits():
-    """The fault of a top-k kernel: no NaN is above the best so far, and the initial index is the result."""
-    source = """
-kernel void bad(device const float* logits [[buffer(0)]], device uint* ids [[buffer(1)]],
-                device float* weights [[buffer(2)]], uint i [[thread_position_in_grid]]) {
-  float best = -INFINITY;
-  uint index = 0xffffffff;
-  for (uint e = 0; e < 8; e++)
-    if (logits[e] > best) { best = logits[e]; index = e; }
-  weights[index] = best;
-  ids[i] = index;
-}
-"""
-    buffers = {0: floats(8, fill=1), 1: np.zeros(1, np.uint32), 2: floats(8)}
-    assert shader_library(HEAD + source).launch("bad", buffers, (1,), (1,))["threads"] == 1
-    message = finding(source, buffers={**buffers, 0: floats(8, fill=np.nan)}, threads=(1,))
-    assert "writes 4 bytes out of bounds" in message
 
 
 def test_order_of_atomics_depends_on_the_schedule():

@@ -57,7 +57,7 @@ def test_simdgroup_functions(seed):
     x = np.random.default_rng(seed).integers(0, 64, 96).astype(np.uint32)
     out = np.zeros((len(SIMD), 3, 32), np.uint32)
     counters = shader_library(HEAD + source).launch("lanes", {0: x, 1: out}, (1,), (96,), seed=seed)
-    assert counters["simd_operations"] == 3 * (len(SIMD) - 1)  # simd_is_first waits for nobody
+    assert counters.simd_operations == 3 * (len(SIMD) - 1)  # simd_is_first waits for nobody
     for (call, reference), got in zip(SIMD.items(), out, strict=True):
         for group in range(3):
             want = reference(x[32 * group : 32 * group + 32].astype(np.int64)).astype(np.int64) & 0xFFFFFFFF
@@ -107,4 +107,4 @@ kernel void product(device const {kind}* a [[buffer(0)]], device const {kind}* b
     for lane in range(32):
         row, column = (lane // 4 & 4) + lane // 2 % 4, (lane // 4 & 2) * 2 + lane % 2 * 2
         assert torch.equal(layout[lane], tile[row, column : column + 2])
-    assert counters["buffers"][0]["bytes_read"] == 64 * a.itemsize and counters["simd_operations"] == 2
+    assert counters.buffers[0].bytes_read == 64 * a.itemsize and counters.simd_operations == 2

@@ -1,5 +1,5 @@
-// Host code for test_simulator_host.py: one operator a call, right or wrong, encoded as the package's own
-// host code does.
+// Host code for tests/simulator_tests/test_host.py: one operator a call, right or wrong, encoded as the
+// package's own host code does.
 #include <ATen/ATen.h>
 #include <ATen/mps/MPSStream.h>
 #include <torch/library.h>
@@ -12,14 +12,22 @@ namespace {
 using at::Tensor;
 using Encoder = id<MTLComputeCommandEncoder>;
 
-id<MTLDevice> device() {
-  return at::mps::getCurrentMPSStream()->device();
+at::mps::MPSStream* stream() {
+  return at::mps::getCurrentMPSStream();
 }
 
-id<MTLLibrary> library(const std::string& source) {
+id<MTLDevice> device() {
+  return stream()->device();
+}
+
+MTLCompileOptions* language(MTLLanguageVersion version) {
   MTLCompileOptions* options = [[MTLCompileOptions new] autorelease];
-  options.languageVersion = MTLLanguageVersion3_1;
+  options.languageVersion = version;
   options.fastMathEnabled = NO;
+  return options;
+}
+
+id<MTLLibrary> library(const std::string& source, MTLCompileOptions* options) {
   NSError* error = nil;
   id<MTLLibrary> built = [device() newLibraryWithSource:[NSString stringWithUTF8String:source.c_str()]
                                                 options:options
@@ -38,9 +46,13 @@ id<MTLComputePipelineState> pipeline(id<MTLFunction> function) {
 std::string shader_text;
 void set_shader(const std::string& source) {
   @autoreleasepool {
-    library(source);
+    library(source, language(MTLLanguageVersion3_1));
     shader_text = source;
   }
+}
+
+id<MTLLibrary> shader_library() {
+  return library(shader_text, language(MTLLanguageVersion3_1));
 }
 
 id<MTLComputePipelineState> kernel(const std::string& name) {
@@ -48,7 +60,7 @@ id<MTLComputePipelineState> kernel(const std::string& name) {
   id<MTLComputePipelineState>& slot = pipelines[name];
   if (!slot) {
     id<MTLFunction> function =
-        [library(shader_text) newFunctionWithName:[NSString stringWithUTF8String:name.c_str()]];
+        [shader_library() newFunctionWithName:[NSString stringWithUTF8String:name.c_str()]];
     TORCH_CHECK(function, "no kernel ", name);
     slot = pipeline(function);
   }
@@ -68,10 +80,9 @@ using Encode = void (^)(Encoder);
 // Runs `encode` with the stream's encoder, in a block of the stream's queue.
 void in_block(Encode encode) {
   @autoreleasepool {
-    at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
-    at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{
+    at::mps::dispatch_sync_with_rethrow(stream()->queue(), ^{
       @autoreleasepool {
-        encode(stream->commandEncoder());
+        encode(stream()->commandEncoder());
       }
     });
   }
@@ -117,7 +128,6 @@ Tensor indirect(const Tensor& groups) {
 }
 
 // --- faults
-// -------------------------------------------------------------------------------------------------------
 
 void dispatch(Encoder encoder, NSUInteger groups, NSUInteger threads) {
   [encoder dispatchThreadgroups:MTLSizeMake(groups, 1, 1) threadsPerThreadgroup:MTLSizeMake(threads, 1, 1)];
@@ -216,7 +226,7 @@ const std::map<std::string, void (*)(Encoder, const Tensor&)> faults_in_a_block 
     {"ending the encoder", [](Encoder encoder, const Tensor& x) { [encoder endEncoding]; }},
     {"encoder after a commit",
      [](Encoder encoder, const Tensor& x) {
-       at::mps::getCurrentMPSStream()->synchronize(at::mps::SyncType::COMMIT);
+       stream()->synchronize(at::mps::SyncType::COMMIT);
        [encoder setComputePipelineState:kernel("axpy")];
      }},
     {"overrun",
@@ -254,7 +264,7 @@ const std::map<std::string, void (*)(const Tensor& x)> other_faults = {
      }},
     {"exception through dispatch_sync",
      [](const Tensor& x) {
-       dispatch_sync(at::mps::getCurrentMPSStream()->queue(), ^{
+       dispatch_sync(stream()->queue(), ^{
          TORCH_CHECK(false, "thrown inside");
        });
      }},
@@ -274,52 +284,40 @@ const std::map<std::string, void (*)(const Tensor& x)> other_faults = {
        });
        set(kept, x, 0);
      }},
-    {"encoder outside of a block", [](const Tensor& x) { at::mps::getCurrentMPSStream()->commandEncoder(); }},
+    {"encoder outside of a block", [](const Tensor& x) { stream()->commandEncoder(); }},
     {"encoder in a block of another queue",
      [](const Tensor& x) {
        static dispatch_queue_t other = dispatch_queue_create("other", DISPATCH_QUEUE_SERIAL);
        at::mps::dispatch_sync_with_rethrow(other, ^{
-         at::mps::getCurrentMPSStream()->commandEncoder();
+         stream()->commandEncoder();
        });
      }},
     {"own device", [](const Tensor& x) { MTLCreateSystemDefaultDevice(); }},
     {"own queue", [](const Tensor& x) { [device() newCommandQueue]; }},
-    {"own command buffer",
-     [](const Tensor& x) { [at::mps::getCurrentMPSStream()->commandQueue() commandBuffer]; }},
-    {"own encoder",
-     [](const Tensor& x) { [at::mps::getCurrentMPSStream()->commandBuffer() computeCommandEncoder]; }},
-    {"commit", [](const Tensor& x) { [at::mps::getCurrentMPSStream()->commandBuffer() commit]; }},
-    {"wait", [](const Tensor& x) { [at::mps::getCurrentMPSStream()->commandBuffer() waitUntilCompleted]; }},
+    {"own command buffer", [](const Tensor& x) { [stream()->commandQueue() commandBuffer]; }},
+    {"own encoder", [](const Tensor& x) { [stream()->commandBuffer() computeCommandEncoder]; }},
+    {"commit", [](const Tensor& x) { [stream()->commandBuffer() commit]; }},
+    {"wait", [](const Tensor& x) { [stream()->commandBuffer() waitUntilCompleted]; }},
     {"stream synchronize",
-     [](const Tensor& x) {
-       at::mps::getCurrentMPSStream()->synchronize(at::mps::SyncType::COMMIT_AND_WAIT);
-     }},
-    {"commit outside of a block",
-     [](const Tensor& x) { at::mps::getCurrentMPSStream()->synchronize(at::mps::SyncType::COMMIT); }},
+     [](const Tensor& x) { stream()->synchronize(at::mps::SyncType::COMMIT_AND_WAIT); }},
+    {"commit outside of a block", [](const Tensor& x) { stream()->synchronize(at::mps::SyncType::COMMIT); }},
     {"object that is not released",
      [](const Tensor& x) {
        @autoreleasepool {
-         [library(shader_text) newFunctionWithName:@"axpy"];
+         [shader_library() newFunctionWithName:@"axpy"];
        }
      }},
     {"autorelease without pool", [](const Tensor& x) { [NSString stringWithUTF8String:"leaks"]; }},
     {"fast math",
      [](const Tensor& x) {
        @autoreleasepool {
-         NSError* error = nil;
-         id<MTLLibrary> built = [device() newLibraryWithSource:@"" options:nil error:&error];
-         TORCH_CHECK(built, [[error localizedDescription] UTF8String]);
+         library("", nil);
        }
      }},
     {"language 3.2",
      [](const Tensor& x) {
        @autoreleasepool {
-         MTLCompileOptions* options = [[MTLCompileOptions new] autorelease];
-         options.mathMode = MTLMathModeSafe;
-         options.languageVersion = MTLLanguageVersion3_2;
-         NSError* error = nil;
-         id<MTLLibrary> built = [device() newLibraryWithSource:@"" options:options error:&error];
-         TORCH_CHECK(built, [[error localizedDescription] UTF8String]);
+         library("", language(MTLLanguageVersion3_2));
        }
      }},
 };
@@ -333,9 +331,8 @@ void commit_fault(const std::string& name, const Tensor& x) {
 }
 
 void commit() {
-  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
-  at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{
-    stream->synchronize(at::mps::SyncType::COMMIT);
+  at::mps::dispatch_sync_with_rethrow(stream()->queue(), ^{
+    stream()->synchronize(at::mps::SyncType::COMMIT);
   });
 }
 

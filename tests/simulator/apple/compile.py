@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 from .. import build
-from ..errors import SimulatorError
 
 INCLUDE = Path(__file__).parent / "include"  # in front of the simulator's: what is not counted as it is run
 _FLAGS = [
@@ -37,15 +36,11 @@ _NO_TARGET = 'target datalayout = "e-m:e-i64:64-i128:128-n8:16:32-S128"'
 
 
 def folder() -> Path:
-    path = build.cache_directory() / "apple"
-    path.mkdir(exist_ok=True)
-    return path
+    return build.cache_directory("apple")
 
 
 def run(command: list) -> None:
-    result = build.run(command)
-    if result.returncode:
-        raise SimulatorError(f"{Path(str(command[0])).name} failed:\n{result.stderr[:4000]}")
+    build.run(command, Path(command[0]).name)
 
 
 def headers_digest() -> str:

@@ -50,19 +50,14 @@ const uint64_t nowhere = ~0ull;
 uint64_t group;
 Mode mode;
 unsigned thread_count;
-std::vector<uint32_t> thread_blocks;  // [thread][block]
-std::vector<uint32_t> occurrences;    // [thread][site]
-struct Log {
-  std::vector<uintptr_t> addresses;  // [occurrence][lane]
-};
-std::vector<Log> logs;  // [site][simdgroup]
+std::vector<uint32_t> thread_blocks;       // [thread][block]
+std::vector<uint32_t> occurrences;         // [thread][site]
+std::vector<std::vector<uintptr_t>> logs;  // [site][simdgroup]: addresses [occurrence][lane]
 std::vector<unsigned> used_logs;
 std::vector<Region> regions;
 std::vector<Region*> site_regions;
-bool regions_known;
 
 void learn_regions(const msl_dispatch& dispatch) {
-  regions_known = true;
   std::vector<Region> found;
   for (unsigned i = 0; i < 31; i++) {
     const msl_binding& b = dispatch.buffers[i];
@@ -70,17 +65,14 @@ void learn_regions(const msl_dispatch& dispatch) {
     if (b.data) found.push_back({low & ~(line_bytes - 1), low + b.size, request.is_constant[i] != 0, {}});
   }
   std::sort(found.begin(), found.end(), [](const Region& a, const Region& b) { return a.low < b.low; });
-  std::vector<Region> merged;
   for (Region& r : found) {
-    if (!merged.empty() && r.low < merged.back().high) {
-      merged.back().high = std::max(merged.back().high, r.high);
-      merged.back().is_constant &= r.is_constant;
+    if (!regions.empty() && r.low < regions.back().high) {
+      regions.back().high = std::max(regions.back().high, r.high);
+      regions.back().is_constant &= r.is_constant;
     } else {
-      merged.push_back(r);
+      regions.push_back(r);
     }
   }
-  if (!regions.empty()) return;  // the second run of a dispatch, on the same memory
-  regions.swap(merged);
   for (Region& r : regions) r.lines.resize((r.high - r.low) / line_bytes / 64 + 1);
 }
 
@@ -126,15 +118,15 @@ void fold_blocks() {
 }
 
 void fold_log(unsigned number) {
-  Log& log = logs[number];
+  std::vector<uintptr_t>& log = logs[number];
   SiteCount& count = request.site_counts[number / max_simdgroups];
   const unsigned bytes = request.sites[number / max_simdgroups].bytes;
   std::vector<uintptr_t> sectors;
-  for (size_t at = 0; at < log.addresses.size(); at += lanes) {
+  for (size_t at = 0; at < log.size(); at += lanes) {
     sectors.clear();
     unsigned active = 0;
     for (unsigned lane = 0; lane < lanes; lane++) {
-      const uintptr_t address = log.addresses[at + lane];
+      const uintptr_t address = log[at + lane];
       if (!address) continue;
       active++;
       for (uintptr_t s = address / sector_bytes; s <= (address + bytes - 1) / sector_bytes; s++)
@@ -146,7 +138,7 @@ void fold_log(unsigned number) {
     count.lanes += active;
     count.accesses++;
   }
-  log.addresses.clear();
+  log.clear();
 }
 
 void fold() {
@@ -160,7 +152,7 @@ void fold() {
 }
 
 void enter_group(uint64_t next, const msl_dispatch& dispatch) {
-  if (!regions_known) learn_regions(dispatch);
+  if (regions.empty()) learn_regions(dispatch);  // a second run of the dispatch is on the same memory
   fold();
   group = next;
   mode = Mode(request.modes[group]);
@@ -182,7 +174,7 @@ void apple_access(const void* pointer, uint32_t site) {
   if (mode != traced) return;
   const size_t occurrence = occurrences[size_t(msl_self->index) * request.site_count + site]++;
   const unsigned number = site * max_simdgroups + msl_self->simdgroup;
-  auto& addresses = logs[number].addresses;
+  auto& addresses = logs[number];
   if (addresses.empty()) used_logs.push_back(number);
   if (addresses.size() <= occurrence * lanes) addresses.resize((occurrence + 1) * lanes);
   addresses[occurrence * lanes + msl_self->lane] = address;
@@ -200,7 +192,6 @@ __attribute__((visibility("default"))) void apple_entry(void* bindings) {
 __attribute__((visibility("default"))) void apple_begin(const Request* r, int fresh) {
   request = *r;
   group = nowhere;
-  regions_known = false;
   thread_blocks.assign(size_t(max_threads) * request.block_count, 0);
   occurrences.assign(size_t(max_threads) * request.site_count, 0);
   logs.resize(size_t(request.site_count) * max_simdgroups);

@@ -84,8 +84,7 @@ class KernelModel:
     def library(self) -> ctypes.CDLL:
         """The kernel with counters, and hooks.cpp."""
         executor = build.executor_library()
-        ctypes.CDLL(str(executor), mode=ctypes.RTLD_GLOBAL)
-        shaderlib.executor()
+        shaderlib.executor()  # whose symbols the kernel needs
         hooks = _hooks()
         code = _digest("ir.py", "flow.py", "sites.py", "kernel.py")
 

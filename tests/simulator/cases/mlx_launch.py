@@ -74,11 +74,13 @@ def changed_headers(root: Path) -> Path:
             "static_cast<bfloat16_t>(this->operator float16_t())",
             "static_cast<bfloat16_t>(static_cast<float>(this->operator float16_t()))",
         )
-    folder = build.cache_directory() / "mlx" / build.digest(*texts.values())
-    (folder / KERNELS).mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items():
-        build.build_once(folder / KERNELS / name, lambda target, text=text: target.write_text(text))
-    return folder
+
+    def make(target: Path) -> None:
+        (target / KERNELS).mkdir(parents=True)
+        for name, text in texts.items():
+            (target / KERNELS / name).write_text(text)
+
+    return build.build_once(build.cache_directory("mlx") / build.digest(*texts.values()), make)
 
 
 def source(headers: tuple[str, ...]) -> str:

@@ -149,19 +149,6 @@ at::Scalar local_scalar_dense(const Tensor& self) {
   return at::_local_scalar_dense(on_host(self));
 }
 
-Tensor as_strided(const Tensor& self, IntArrayRef size, IntArrayRef stride, optional<int64_t> offset) {
-  return at::native::as_strided_tensorimpl(self, size, stride, offset);
-}
-Tensor view(const Tensor& self, IntArrayRef size) {
-  return at::native::view(self, size);
-}
-Tensor reshape_alias(const Tensor& self, IntArrayRef size, IntArrayRef stride) {
-  return at::native::_reshape_alias(self, size, stride);
-}
-Tensor unfold(const Tensor& self, int64_t dimension, int64_t size, int64_t step) {
-  return at::native::unfold(self, dimension, size, step);
-}
-
 // libtorch's own choice of an attention kernel asserts on a device type that its build does not have.
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const optional<Tensor>& mask,
                  double dropout, bool is_causal, optional<double> scale, bool enable_gqa) {
@@ -194,10 +181,10 @@ TORCH_LIBRARY_IMPL(aten, MPS, m) {
   m.impl("fill_.Tensor", fill_tensor);
   m.impl("zero_", zero_);
   m.impl("_local_scalar_dense", local_scalar_dense);
-  m.impl("as_strided", as_strided);
-  m.impl("view", view);
-  m.impl("_reshape_alias", reshape_alias);
-  m.impl("unfold", unfold);
+  m.impl("as_strided", at::native::as_strided_tensorimpl);
+  m.impl("view", at::native::view);
+  m.impl("_reshape_alias", at::native::_reshape_alias);
+  m.impl("unfold", at::native::unfold);
   m.impl("view_as_real", at::native::view_as_real);
   m.impl("view_as_complex", at::native::view_as_complex);
   m.impl("scaled_dot_product_attention", attention);

@@ -1,7 +1,5 @@
-// The at::mps functions that libtorch declares everywhere and defines on macOS only.
+// at::mps::MPSStream, which libtorch declares everywhere and defines on macOS only.
 #include <ATen/core/Tensor.h>
-#include <ATen/mps/MPSAllocatorInterface.h>
-#include <ATen/mps/MPSDevice.h>
 #include <ATen/mps/MPSStream.h>
 
 #include <exception>
@@ -13,36 +11,6 @@
 #include "device.h"
 
 namespace at::mps {
-
-MPSDevice* MPSDevice::_device = nullptr;
-MPSDevice::MPSDevice() : _mtl_device(simulated_device()) {}
-MPSDevice::~MPSDevice() = default;
-MPSDevice* MPSDevice::getInstance() {
-  static MPSDevice* device = new MPSDevice;
-  return device;
-}
-bool MPSDevice::isMacOS13Plus(MacOSVersion version) const {
-  return version <= MacOSVersion::MACOS_VER_15_2_PLUS;
-}
-std::string MPSDevice::getName() const {
-  return [[_mtl_device name] UTF8String];
-}
-unsigned MPSDevice::getCoreCount() const {
-  return 8;
-}
-
-bool is_available() {
-  return true;
-}
-bool is_macos_13_or_newer(MacOSVersion version) {
-  return MPSDevice::getInstance()->isMacOS13Plus(version);
-}
-bool is_apple_family_or_newer(AppleGPUFamily family) {
-  return family <= AppleGPUFamily::APPLE_9_PLUS;
-}
-at::Allocator* GetMPSAllocator() {
-  return simulator::allocator();
-}
 
 MPSStream::MPSStream(Stream stream)
     : _stream(stream),
@@ -81,9 +49,6 @@ MPSStream* MPSStreamImpl::getInstance() {
   return stream;
 }
 MPSStream* getCurrentMPSStream() {
-  return MPSStreamImpl::getInstance();
-}
-MPSStream* getDefaultMPSStream() {
   return MPSStreamImpl::getInstance();
 }
 

@@ -165,8 +165,8 @@ class StrictTranslator(Translator):
         return {*found, *re.findall(rf"\btypedef\s+{target}\s+(\w+)\s*;", text)}
 
 
-def clang(arguments: list, **options) -> subprocess.CompletedProcess:
-    resource = build.run([build.tool("clang++"), "-print-resource-dir"]).stdout.strip()
+def clang(arguments: list) -> subprocess.CompletedProcess:
+    resource = build.run([build.tool("clang++"), "-print-resource-dir"], "asking clang").strip()
     command = [
         build.tool("clang++"),
         "-cc1",
@@ -185,7 +185,7 @@ def clang(arguments: list, **options) -> subprocess.CompletedProcess:
         "-internal-isystem",
         f"{resource}/include",
     ]
-    return build.run([*command, *arguments], **options)
+    return build.attempt([*command, *arguments])
 
 
 def in_metal_terms(message: str) -> str:
@@ -335,7 +335,7 @@ def check_language(preprocessed: str) -> list[str]:
     flags += ["-Wno-everything", "-Wpre-c++17-compat", "-Wimplicit-float-conversion", "-x", "c++", "-"]
     flags = [f for f in flags if f != "-w"]
     code = build.program(preprocessed, {})
-    found = build.run([build.tool("clang++"), *flags], input=code)
+    found = build.attempt([build.tool("clang++"), *flags], input=code)
     for line in found.stderr.splitlines():
         if " error: " in line:
             problems.append(line)

@@ -77,9 +77,7 @@ class Translator(Tokens):
             if index is None or self.at(end) != ";":
                 continue
             name_at = self.previous(position)
-            name, start = self.tokens[name_at], name_at
-            while self.at(self.previous(start)) not in {";", "}", "{", ""}:
-                start = self.previous(start)
+            name, start = self.tokens[name_at], self.declaration_start(name_at)
             words = [
                 t
                 for t in self.tokens[start:name_at]

@@ -98,14 +98,14 @@ def library_words() -> frozenset[str]:
     flags = [*build.LANGUAGE, *build.ARITHMETIC, "-w", "-I", build.INCLUDE, "-I", folder]
     source = "#include <metal_stdlib>\n"
     clang_ = build.tool("clang++")
-    macros = build.run([clang_, *flags, "-E", "-dD", "-"], input=source).stdout
+    macros = build.run([clang_, *flags, "-E", "-dD", "-"], "listing macros", input=source)
     words, inside = set(), False
     for line in macros.splitlines():
         if line.startswith("# "):
             inside = str(build.INCLUDE) in line
         elif inside and (macro := re.match(r"#define (\w+)", line)):
             words.add(macro[1])
-    dump = build.run([clang_, *flags, "-fsyntax-only", "-Xclang", "-ast-dump", "-"], input=source).stdout
+    dump = build.run([clang_, *flags, "-fsyntax-only", "-Xclang", "-ast-dump", "-"], "parsing", input=source)
     words |= declared_names(dump)
     return frozenset(w for w in words if not w.lower().startswith("msl"))
 

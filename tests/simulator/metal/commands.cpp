@@ -87,7 +87,6 @@ std::string trace_text(const Command& command) {
 }
 
 // --- validation, in the spirit of Metal's API validation
-// ----------------------------------------------------------
 
 void check_threads(const Command& command) {
   const std::string title = command.kernel->name;
@@ -145,7 +144,6 @@ void check_threadgroup_memory(const Command& command) {
 }
 
 // --- execution
-// ----------------------------------------------------------------------------------------------------
 
 // The threadgroups of the grid. Indirect grids are read now: an earlier command may have written them.
 std::array<size_t, 3> threadgroups(const Command& command) {
@@ -162,8 +160,7 @@ std::array<size_t, 3> threadgroups(const Command& command) {
 
 msl_dispatch describe(const Command& command, const std::array<size_t, 3>& groups, uint64_t seed) {
   msl_dispatch dispatch{};
-  const msl_kernel* kernel = command.kernel;
-  dispatch.kernel = kernel;
+  dispatch.kernel = command.kernel;
   dispatch.seed = seed;
   for (int i = 0; i < 3; i++) {
     dispatch.grid[i] = static_cast<unsigned>(groups[i]);
@@ -179,12 +176,7 @@ msl_dispatch describe(const Command& command, const std::array<size_t, 3>& group
     to.data = from.memory ? from.memory->data + from.offset : from.bytes ? from.bytes->data() : nullptr;
     to.size = from.size();
     to.identity = from.memory ? from.memory->identity : 0;
-    to.label = "";
     dispatch.threadgroup_bytes[i] = command.threadgroup_bytes[i];
-  }
-  for (int i = 0; i < kernel->argument_count; i++) {
-    if (kernel->arguments[i].kind == MSL_BUFFER)
-      dispatch.buffers[kernel->arguments[i].index].label = kernel->arguments[i].name;
   }
   return dispatch;
 }

@@ -96,12 +96,6 @@ void drain_pools(size_t depth) {
 - (Class)class {
   return object_getClass(self);
 }
-- (BOOL)isKindOfClass:(Class)aClass {
-  for (Class c = object_getClass(self); c; c = class_getSuperclass(c)) {
-    if (c == aClass) return YES;
-  }
-  return NO;
-}
 - (BOOL)respondsToSelector:(SEL)selector {
   return class_respondsToSelector(object_getClass(self), selector);
 }
@@ -166,9 +160,6 @@ void drain_pools(size_t depth) {
 }
 - (NSUInteger)length {
   return strlen([self UTF8String]);
-}
-- (BOOL)isEqualToString:(NSString*)other {
-  return strcmp([self UTF8String], [other UTF8String]) == 0;
 }
 @end
 @implementation SimulatorString

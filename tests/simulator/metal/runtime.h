@@ -13,7 +13,6 @@
 namespace simulator {
 
 // --- findings (device/python.cpp)
-// ---------------------------------------------------------------------------------
 
 // Raises SimulatorError in the caller.
 [[noreturn]] void fail(const std::string& message);
@@ -25,13 +24,11 @@ void report(const std::string& message);
 std::string take_reports();
 
 // --- shaders (device/python.cpp)
-// ----------------------------------------------------------------------------------
 
 // Translates and compiles MSL; the path of the library, or "" with the compiler's message in `error`.
 std::string compile_shader(const std::string& source, std::string& error);
 
 // --- memory (buffer.mm)
-// -------------------------------------------------------------------------------------------
 
 struct Memory {
   explicit Memory(size_t bytes);
@@ -52,7 +49,6 @@ size_t live_buffers();
 size_t live_bytes();
 
 // --- commands (commands.cpp)
-// --------------------------------------------------------------------------------------
 
 constexpr unsigned kMaxBindings = 31;
 constexpr size_t kMaxThreadgroupMemory = 32 * 1024;

@@ -174,8 +174,7 @@ void shuffle_if_seeded(Items begin, Items end) {
 
 [[noreturn]] void divergent(const char* what, const Thread& a, const std::string& other) {
   finding(std::string("divergent ") + what + ": thread " + thread_name(a.position.index) + " waits at " +
-              place_name(a) + " while " + other,
-          nullptr);
+          place_name(a) + " while " + other);
 }
 
 Thread* first_of(Simdgroup& g) {
@@ -205,7 +204,7 @@ const char* kind_of(const Thread& t) {
 void complete_scope(const Thread& first, const void* const* values, unsigned count) {
   counters->simd_operations++;
   running_operation = &first;
-  if (const char* problem = first.scope_combine(values, count)) finding(problem, nullptr);
+  if (const char* problem = first.scope_combine(values, count)) finding(problem);
   running_operation = nullptr;
 }
 
@@ -287,8 +286,7 @@ void complete(Simdgroup& g, const Thread& first) {
   if (first.wait == Wait::scope_operation) return complete_scope(first, values, 32);
   counters->simd_operations++;
   if (const char* problem = first.combine(values, results))
-    finding(place_name(first) + " of simdgroup " + std::to_string(first.position.simdgroup) + ": " + problem,
-            nullptr);
+    finding(place_name(first) + " of simdgroup " + std::to_string(first.position.simdgroup) + ": " + problem);
 }
 
 // Every lane of the running simdgroup has blocked or returned.
@@ -434,21 +432,19 @@ void run_threadgroup(uint64_t index) {
 void check_launch(const msl_dispatch& d) {
   const unsigned limit = d.kernel->max_threads ? std::min(d.kernel->max_threads, max_threads) : max_threads;
   const uint64_t count = uint64_t(d.threads[0]) * d.threads[1] * d.threads[2];
-  if (!count) finding("a threadgroup of no threads", nullptr);
+  if (!count) finding("a threadgroup of no threads");
   if (count > limit)
     finding("too many threads in a threadgroup: " + std::to_string(count) + ", the limit is " +
-                std::to_string(limit),
-            nullptr);
+            std::to_string(limit));
   for (int i = 0; i < d.kernel->argument_count; i++) {
     const msl_argument& a = d.kernel->arguments[i];
     if (a.kind != MSL_BUFFER) continue;
     const std::string name = "buffer " + std::to_string(a.index) + " '" + a.name + "'";
     const msl_binding& b = d.buffers[a.index];
-    if (!b.data) finding(name + " is not bound", nullptr);
+    if (!b.data) finding(name + " is not bound");
     if (b.size < a.min_bytes)
-      finding(
-          name + " has " + std::to_string(b.size) + " bytes, but its type has " + std::to_string(a.min_bytes),
-          nullptr);
+      finding(name + " has " + std::to_string(b.size) + " bytes, but its type has " +
+              std::to_string(a.min_bytes));
   }
 }
 
@@ -470,7 +466,7 @@ void build_kernel(const msl_kernel& k) {
     text.append(part, fread(part, 1, sizeof part, f));
     fclose(f);
   }
-  finding(text, nullptr);
+  finding(text);
 }
 
 void load_kernel(const msl_kernel& k) {
@@ -482,11 +478,11 @@ void load_kernel(const msl_kernel& k) {
   if (!known) {
     build_kernel(k);
     void* library = dlopen(k.image, RTLD_NOW | RTLD_LOCAL);
-    if (!library) finding(std::string("cannot be loaded: ") + dlerror(), nullptr);
+    if (!library) finding(std::string("cannot be loaded: ") + dlerror());
     const std::string image = k.image, number = image.substr(image.rfind('-') + 1);
     known = reinterpret_cast<void (*)(void*)>(
         dlsym(library, ("msl_entry" + number.substr(0, number.size() - 3)).c_str()));
-    if (!known) finding("its shared object has no entry", nullptr);
+    if (!known) finding("its shared object has no entry");
   }
   entry = known;
 }
@@ -522,8 +518,10 @@ class Separation {
 
   void bring_back(const msl_kernel& kernel) {
     for (const Block& b : blocks)
-      if (b.copy &&
-          std::any_of(b.bindings.begin(), b.bindings.end(), [&](int i) { return is_writable(kernel, i); }))
+      if (b.copy && std::any_of(b.bindings.begin(), b.bindings.end(), [&](int i) {
+            const msl_argument* a = buffer_argument(kernel, i);
+            return a && a->writable;
+          }))
         memcpy(b.begin, b.copy, b.end - b.begin);
   }
 
@@ -543,14 +541,6 @@ class Separation {
       return;
     }
     blocks.push_back({binding.identity, begin, begin + binding.size, nullptr, {index}});
-  }
-
-  static bool is_writable(const msl_kernel& kernel, int index) {
-    for (int i = 0; i < kernel.argument_count; i++) {
-      const msl_argument& a = kernel.arguments[i];
-      if (a.kind == MSL_BUFFER && a.index == index && a.writable) return true;
-    }
-    return false;
   }
 
   char* room = nullptr;
@@ -589,17 +579,16 @@ std::string source_line(const void* code) {
 }
 }  // namespace
 
-std::string thread_name(unsigned index) {
-  const unsigned* s = msl_group.size;
-  return "(" + std::to_string(index % s[0]) + ", " + std::to_string(index / s[0] % s[1]) + ", " +
-         std::to_string(index / s[0] / s[1]) + ")";
+// The place of an item in a grid, in which x grows first.
+static std::string place_in(const unsigned* size, uint64_t index) {
+  return "(" + std::to_string(index % size[0]) + ", " + std::to_string(index / size[0] % size[1]) + ", " +
+         std::to_string(index / size[0] / size[1]) + ")";
 }
-
+std::string thread_name(unsigned index) {
+  return place_in(msl_group.size, index);
+}
 std::string group_name(long order_index) {
-  const uint64_t i = group_order[order_index];
-  const uint64_t x = dispatch->grid[0], y = dispatch->grid[1];
-  return "(" + std::to_string(i % x) + ", " + std::to_string(i / x % y) + ", " + std::to_string(i / x / y) +
-         ")";
+  return place_in(dispatch->grid, group_order[order_index]);
 }
 
 void finding(const std::string& text, const void* caller) {
@@ -648,8 +637,7 @@ void msl_scope_operation(const char* name, unsigned count, const void* value, ms
   if (count == 1) return block(Wait::scope_operation, name, file, line);
   if (count != msl_group.simdgroups || thread_count != 32 * count)
     finding(place_name(*current) + " is an operation of " + std::to_string(count) +
-                " simdgroups, the threadgroup has " + std::to_string(thread_count) + " threads",
-            nullptr);
+            " simdgroups, the threadgroup has " + std::to_string(thread_count) + " threads");
   block(Wait::group_operation, name, file, line);
 }
 
@@ -695,7 +683,7 @@ void* msl_buffer_argument(const void* bindings, unsigned index) {
   return static_cast<const msl_dispatch*>(bindings)->buffers[index].data;
 }
 void msl_unset_constant(const char* name) {
-  finding("reads the function constant '" + std::string(name) + "', which was not set", nullptr);
+  finding("reads the function constant '" + std::string(name) + "', which was not set");
 }
 
 namespace {

@@ -37,7 +37,6 @@ typedef struct {
   void* data;         // host address after the binding's offset; NULL when unbound
   size_t size;        // bytes from data to the end of the MTLBuffer, or the length given to setBytes
   uint64_t identity;  // the MTLBuffer's number, 0 for setBytes: two bindings of one buffer are one memory
-  const char* label;  // for messages
 } msl_binding;
 
 typedef struct {

@@ -40,16 +40,16 @@ inline int simdgroup_of(Stamp s) {
   return -1;
 }
 
-inline void mark(uint64_t* bits, size_t offset, size_t size) {
+inline void mark_word(uint64_t* bits, size_t offset, size_t size) {
   const unsigned shift = offset & 63;
   const uint64_t mask = size >= 64 ? ~0ull : (1ull << size) - 1;
   bits[offset >> 6] |= mask << shift;
   if (shift + size > 64) bits[(offset >> 6) + 1] |= mask >> (64 - shift);
 }
 
-void mark_range(uint64_t* bits, size_t offset, size_t size) {
-  for (; size > 64; offset += 64, size -= 64) mark(bits, offset, 64);
-  mark(bits, offset, size);
+inline void mark(uint64_t* bits, size_t offset, size_t size) {
+  for (; size > 64; offset += 64, size -= 64) mark_word(bits, offset, 64);
+  mark_word(bits, offset, size);
 }
 
 enum class Relation { untouched, earlier_group, ordered, mine, concurrent };
@@ -103,65 +103,41 @@ void* Memory::shadow_room(size_t bytes) {
   if (!shadow) shadow = static_cast<char*>(reserve(shadow_capacity));
   bytes = (bytes + 4095) & ~size_t(4095);
   if (shadow_used + bytes > shadow_capacity)
-    finding("the buffers of this dispatch are too large for the checker", nullptr);
+    finding("the buffers of this dispatch are too large for the checker");
   void* p = shadow + shadow_used;
   shadow_used += bytes;
   return p;
 }
 
-// Bindings may overlap (views of one buffer). Each byte belongs to the binding that starts last before it.
+// Bindings may overlap (views of one buffer). Each byte belongs to the binding that starts last before it,
+// and may be written where one of its bindings may.
 void Memory::add_buffers(const msl_dispatch& d) {
-  struct Range {
-    uintptr_t base, end;
-    int index;
-    bool writable;
-  };
-  std::vector<Range> ranges;
-  for (int i = 0; i < 31; i++) {
-    const msl_binding& b = d.buffers[i];
-    if (!b.data || !b.size) continue;
-    bool writable = false;
-    for (int a = 0; a < d.kernel->argument_count; a++) {
-      const msl_argument& argument = d.kernel->arguments[a];
-      if (argument.kind == MSL_BUFFER && argument.index == i) writable = writable || argument.writable;
+  auto start_of = [](const msl_binding& b) { return reinterpret_cast<uintptr_t>(b.data); };
+  std::vector<uintptr_t> edges;
+  for (const msl_binding& b : d.buffers)
+    if (b.data) edges.insert(edges.end(), {start_of(b), start_of(b) + b.size});
+  std::sort(edges.begin(), edges.end());
+  edges.erase(std::unique(edges.begin(), edges.end()), edges.end());
+  for (size_t i = 0; i + 1 < edges.size(); i++) {
+    Segment s;
+    s.base = edges[i], s.size = edges[i + 1] - edges[i], s.space = Space::device_readonly;
+    for (int index = 0; index < 31; index++) {
+      const msl_binding& b = d.buffers[index];
+      if (!b.data || s.base - start_of(b) >= b.size) continue;
+      if (s.binding < 0 || start_of(b) >= start_of(d.buffers[s.binding])) s.binding = index;
+      const msl_argument* argument = buffer_argument(*d.kernel, index);
+      if (argument && argument->writable) s.space = Space::device;
     }
-    const uintptr_t base = reinterpret_cast<uintptr_t>(b.data);
-    ranges.push_back({base, base + b.size, i, writable});
-  }
-  std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.base < b.base; });
-  for (size_t i = 0; i < ranges.size(); i++) {
-    uintptr_t end = ranges[i].end;
-    if (i + 1 < ranges.size()) end = std::min(end, ranges[i + 1].base);
-    // What lies behind a shorter binding nested in a longer one still belongs to the longer one.
-    uintptr_t at = ranges[i].base;
-    if (end > at) {
-      Segment s;
-      s.base = at, s.size = end - at, s.binding = ranges[i].index;
-      for (const Range& r : ranges) s.writable = s.writable || (r.writable && r.base < end && r.end > at);
-      segments.push_back(s);
-    }
-    const uintptr_t next = i + 1 < ranges.size() ? ranges[i + 1].base : ~uintptr_t(0);
-    uintptr_t covered = end;
-    for (size_t j = i; j-- > 0 && covered < next;) {
-      if (ranges[j].end <= covered) continue;
-      Segment s;
-      s.base = covered, s.size = std::min(ranges[j].end, next) - covered, s.binding = ranges[j].index;
-      for (const Range& r : ranges)
-        s.writable = s.writable || (r.writable && r.base < s.base + s.size && r.end > s.base);
-      segments.push_back(s);
-      covered = s.base + s.size;
-    }
-  }
-  for (Segment& s : segments) {
     if (s.binding < 0) continue;
-    s.space = s.writable ? Space::device : Space::device_readonly;
     const size_t words = (s.size / 64 + 2) * 8;
     s.touched = static_cast<uint8_t*>(shadow_room((s.size >> chunk_shift) + 1));
     s.read_bits = static_cast<uint64_t*>(shadow_room(words));
-    if (!s.writable) continue;
-    s.write_bits = static_cast<uint64_t*>(shadow_room(words));
-    s.reads = static_cast<Stamp*>(shadow_room(s.size * sizeof(Stamp)));
-    s.writes = static_cast<Stamp*>(shadow_room(s.size * sizeof(Stamp)));
+    if (s.space == Space::device) {
+      s.write_bits = static_cast<uint64_t*>(shadow_room(words));
+      s.reads = static_cast<Stamp*>(shadow_room(s.size * sizeof(Stamp)));
+      s.writes = static_cast<Stamp*>(shadow_room(s.size * sizeof(Stamp)));
+    }
+    segments.push_back(s);
   }
 }
 
@@ -223,11 +199,10 @@ void* Memory::threadgroup_allocate(size_t bytes, const std::string& name) {
   arena_counted += (bytes + 15) & ~size_t(15);
   if (arena_counted > arena_limit)
     finding("threadgroup memory over 32 KiB: '" + name + "' brings it to " + std::to_string(arena_counted) +
-                " bytes",
-            nullptr);
+            " bytes");
   std::fill(segments[0].writes + offset, segments[0].writes + offset + bytes, 0);
   arena_used = (offset + bytes + redzone_bytes + 63) & ~size_t(63);
-  if (arena_used > arena_size) finding("too many threadgroup variables for the checker", nullptr);
+  if (arena_used > arena_size) finding("too many threadgroup variables for the checker");
   variables.push_back({offset, bytes, name});
   return arena + offset;
 }
@@ -317,19 +292,8 @@ inline void Memory::check(Segment& segment, size_t offset, size_t size, bool ato
 template <bool Write>
 inline void Memory::device(Segment& s, size_t offset, size_t size, const void* caller) {
   s.touched[offset >> chunk_shift] = 1;
-  if (Write) {
-    s.traffic.bytes_written += size;
-    if (size <= 64)
-      mark(s.write_bits, offset, size);
-    else
-      mark_range(s.write_bits, offset, size);
-  } else {
-    s.traffic.bytes_read += size;
-    if (size <= 64)
-      mark(s.read_bits, offset, size);
-    else
-      mark_range(s.read_bits, offset, size);
-  }
+  (Write ? s.traffic.bytes_written : s.traffic.bytes_read) += size;
+  mark(Write ? s.write_bits : s.read_bits, offset, size);
   if (((offset + size - 1) >> chunk_shift) != offset >> chunk_shift)
     for (size_t c = offset >> chunk_shift; c <= (offset + size - 1) >> chunk_shift; c++) s.touched[c] = 1;
   if (s.space == Space::device_readonly) return;
@@ -490,14 +454,13 @@ void Memory::end(msl_counters& counters) {
   dispatch = nullptr;
 }
 
-namespace {
-const char* argument_name(const msl_kernel& kernel, int kind, int index) {
-  for (int i = 0; i < kernel.argument_count; i++)
-    if (kernel.arguments[i].kind == kind && kernel.arguments[i].index == index)
-      return kernel.arguments[i].name;
-  return "?";
+const msl_argument* buffer_argument(const msl_kernel& kernel, int index) {
+  for (int i = 0; i < kernel.argument_count; i++) {
+    const msl_argument& a = kernel.arguments[i];
+    if (a.kind == MSL_BUFFER && a.index == index) return &a;
+  }
+  return nullptr;
 }
-}  // namespace
 
 std::string Memory::where(const Segment& s, size_t offset) const {
   if (s.space == Space::threadgroup) {
@@ -508,10 +471,11 @@ std::string Memory::where(const Segment& s, size_t offset) const {
     return "threadgroup memory '" + nearest->name + "' at byte " +
            std::to_string(long(offset) - long(nearest->offset)) + " of " + std::to_string(nearest->size);
   }
-  const uintptr_t base = reinterpret_cast<uintptr_t>(dispatch->buffers[s.binding].data);
-  return "buffer " + std::to_string(s.binding) + " '" +
-         argument_name(*dispatch->kernel, MSL_BUFFER, s.binding) + "' at byte " +
-         std::to_string(s.base + offset - base) + " of " + std::to_string(dispatch->buffers[s.binding].size);
+  const msl_binding& bound = dispatch->buffers[s.binding];
+  const msl_argument* argument = buffer_argument(*dispatch->kernel, s.binding);
+  const long at = long(s.base + offset - reinterpret_cast<uintptr_t>(bound.data));
+  return "buffer " + std::to_string(s.binding) + " '" + (argument ? argument->name : "?") + "' at byte " +
+         std::to_string(at) + " of " + std::to_string(bound.size);
 }
 
 void Memory::out_of_bounds(uintptr_t address, size_t size, bool write, const void* caller) {
@@ -528,12 +492,7 @@ void Memory::out_of_bounds(uintptr_t address, size_t size, bool write, const voi
     if (away < distance) distance = away, nearest = &s;
   }
   if (!nearest) finding(bytes + "the kernel has no buffers", caller);
-  const long offset = long(address - reinterpret_cast<uintptr_t>(dispatch->buffers[nearest->binding].data));
-  finding(bytes + "buffer " + std::to_string(nearest->binding) + " '" +
-              argument_name(*dispatch->kernel, MSL_BUFFER, nearest->binding) + "' at byte " +
-              std::to_string(offset) + " of " + std::to_string(dispatch->buffers[nearest->binding].size) +
-              " (the nearest buffer)",
-          caller);
+  finding(bytes + where(*nearest, address - nearest->base) + " (the nearest buffer)", caller);
 }
 
 void Memory::race(Segment& segment, size_t at, Stamp other, bool other_wrote, bool write, bool atomic,
@@ -581,44 +540,23 @@ extern "C" {
 void __tsan_init() {}
 void __tsan_vptr_update(void*, void*) {}
 void __tsan_vptr_read(void*) {}
-#define MSL_ACCESS(n)                                                 \
-  void __tsan_read##n(void* p) {                                      \
-    msl::memory.aligned_access(MSL_ADDRESS(p), n, false, MSL_CALLER); \
-  }                                                                   \
-  void __tsan_write##n(void* p) {                                     \
-    msl::memory.aligned_access(MSL_ADDRESS(p), n, true, MSL_CALLER);  \
-  }                                                                   \
-  void __tsan_unaligned_read##n(void* p) {                            \
-    msl::memory.access(MSL_ADDRESS(p), n, false, MSL_CALLER);         \
-  }                                                                   \
-  void __tsan_unaligned_write##n(void* p) {                           \
-    msl::memory.access(MSL_ADDRESS(p), n, true, MSL_CALLER);          \
-  }                                                                   \
-  void __tsan_volatile_read##n(void* p) {                             \
-    msl::memory.access(MSL_ADDRESS(p), n, false, MSL_CALLER);         \
-  }                                                                   \
-  void __tsan_volatile_write##n(void* p) {                            \
-    msl::memory.access(MSL_ADDRESS(p), n, true, MSL_CALLER);          \
-  }                                                                   \
-  void __tsan_unaligned_volatile_read##n(void* p) {                   \
-    msl::memory.access(MSL_ADDRESS(p), n, false, MSL_CALLER);         \
-  }                                                                   \
-  void __tsan_unaligned_volatile_write##n(void* p) {                  \
-    msl::memory.access(MSL_ADDRESS(p), n, true, MSL_CALLER);          \
+#define MSL_ACCESS(name, check, write, n)                    \
+  void __tsan_##name##n(void* p) {                           \
+    msl::memory.check(MSL_ADDRESS(p), n, write, MSL_CALLER); \
   }
-MSL_ACCESS(1)
-MSL_ACCESS(2)
-MSL_ACCESS(4)
-MSL_ACCESS(8)
-MSL_ACCESS(16)
+// clang-format off
+#define MSL_ACCESSES(n)                                                                                   \
+  MSL_ACCESS(read, aligned_access, false, n) MSL_ACCESS(write, aligned_access, true, n)                   \
+  MSL_ACCESS(unaligned_read, access, false, n) MSL_ACCESS(unaligned_write, access, true, n)               \
+  MSL_ACCESS(volatile_read, access, false, n) MSL_ACCESS(volatile_write, access, true, n)                 \
+  MSL_ACCESS(unaligned_volatile_read, access, false, n) MSL_ACCESS(unaligned_volatile_write, access, true, n)
+MSL_ACCESSES(1)
+MSL_ACCESSES(2)
+MSL_ACCESSES(4)
+MSL_ACCESSES(8)
+MSL_ACCESSES(16)
+// clang-format on
 
-void* __tsan_memcpy(void* to, const void* from, size_t n) {
-  if (n) {
-    msl::memory.access(MSL_ADDRESS(from), n, false, MSL_CALLER);
-    msl::memory.access(MSL_ADDRESS(to), n, true, MSL_CALLER);
-  }
-  return memmove(to, from, n);
-}
 void* __tsan_memmove(void* to, const void* from, size_t n) {
   if (n) {
     msl::memory.access(MSL_ADDRESS(from), n, false, MSL_CALLER);
@@ -626,6 +564,7 @@ void* __tsan_memmove(void* to, const void* from, size_t n) {
   }
   return memmove(to, from, n);
 }
+void* __tsan_memcpy(void* to, const void* from, size_t n) __attribute__((alias("__tsan_memmove")));
 void* __tsan_memset(void* to, int value, size_t n) {
   if (n) msl::memory.access(MSL_ADDRESS(to), n, true, MSL_CALLER);
   return memset(to, value, n);

@@ -35,15 +35,14 @@ enum : Stamp {
   redzone = ~0u,  // threadgroup memory that belongs to no variable
 };
 
-enum class Space { none, device_readonly, device, threadgroup, module };
+enum class Space { device_readonly, device, threadgroup, module };
 
 // A contiguous piece of memory that shader code may touch, with its shadow.
 struct Segment {
   uintptr_t base = 0;
   size_t size = 0;
-  Space space = Space::none;
+  Space space;
   int binding = -1;
-  bool writable = false;
   msl_traffic traffic = {};
   uint64_t *read_bits = nullptr, *write_bits = nullptr;  // one bit a byte
   Stamp *reads = nullptr, *writes = nullptr;             // one stamp a byte
@@ -149,8 +148,10 @@ extern Place here;
 // Every access asks for it: __thread and this model need no call.
 extern __thread PrivateMemory private_memory __attribute__((tls_model("initial-exec")));
 
-// Ends the dispatch with this text; `caller` is the code address to name a source line for, or null.
-[[noreturn]] void finding(const std::string& text, const void* caller);
+// Ends the dispatch with this text; `caller` is the code address to name a source line for.
+[[noreturn]] void finding(const std::string& text, const void* caller = nullptr);
+// The kernel's argument [[buffer(index)]], null if it has none.
+const msl_argument* buffer_argument(const msl_kernel& kernel, int index);
 std::string thread_name(unsigned index);
 std::string group_name(long order_index);
 

@@ -4,12 +4,12 @@
 #include "metal_stdlib"
 
 namespace msl {
-template <unsigned Index>
-struct buffer {
-  static constexpr int kind = MSL_BUFFER, index = Index;
+template <msl_argument_kind Kind, unsigned Index, void* (*Fetch)(const void*, unsigned)>
+struct memory_argument {
+  static constexpr int kind = Kind, index = Index;
   template <class A>
   MSL_COMBINE static A get(const void* bindings) {
-    void* data = msl_buffer_argument(bindings, Index);
+    void* data = Fetch(bindings, Index);
     if constexpr (std::is_pointer_v<A>) {
       return static_cast<A>(data);
     } else {
@@ -18,18 +18,9 @@ struct buffer {
   }
 };
 template <unsigned Index>
-struct threadgroup_memory {
-  static constexpr int kind = MSL_THREADGROUP, index = Index;
-  template <class A>
-  MSL_COMBINE static A get(const void* bindings) {
-    void* data = msl_threadgroup_argument(bindings, Index);
-    if constexpr (std::is_pointer_v<A>) {
-      return static_cast<A>(data);
-    } else {
-      return *static_cast<std::remove_reference_t<A>*>(data);
-    }
-  }
-};
+using buffer = memory_argument<MSL_BUFFER, Index, msl_buffer_argument>;
+template <unsigned Index>
+using threadgroup_memory = memory_argument<MSL_THREADGROUP, Index, msl_threadgroup_argument>;
 // An argument whose function_constant is false or unset does not exist.
 struct absent {
   static constexpr int kind = -1, index = -1;

@@ -25,7 +25,6 @@ typedef unsigned long NSUInteger;
 
 @protocol NSObject
 - (Class)class;
-- (BOOL)isKindOfClass:(Class)aClass;
 - (BOOL)respondsToSelector:(SEL)selector;
 - (instancetype)retain;
 - (oneway void)release;
@@ -70,7 +69,6 @@ enum { NSUTF8StringEncoding = 4 };
 - (instancetype)initWithBytes:(const void*)bytes
                        length:(NSUInteger)length
                      encoding:(NSStringEncoding)encoding;
-- (BOOL)isEqualToString:(NSString*)other;
 - (const char*)UTF8String;
 @property(readonly) NSUInteger length;
 @end
