@@ -170,13 +170,7 @@ def launches(architecture: str) -> str:
 def launches_of_layer(model: nn.Module) -> int | str:
     try:
         layer, _ = launches_of_last_layer(simulator, model)
-    except (
-        AttributeError,
-        KeyError,
-        IndexError,
-        TypeError,
-        ValueError,
-    ):  # no layers, or no cache for a token
+    except (AttributeError, LookupError, TypeError, ValueError):  # no layers, or no cache for a token
         return "-"
     except RuntimeError as error:
         if "same dtype" not in str(error):

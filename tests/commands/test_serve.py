@@ -15,7 +15,8 @@ import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.chat import _free_port
-from torch_moe_mps.commands.serving import load, server
+from torch_moe_mps.commands.serving import server
+from torch_moe_mps.commands.sources import load
 from torch_moe_mps.transformers.quantized_states import QuantizedStates
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"

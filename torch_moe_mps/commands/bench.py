@@ -25,19 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import __version__, tensor_units
 from ..macs import this_mac
 from ..transformers.checkpoints.files import check_files
-from ..transformers.checkpoints.loading import from_pretrained
 from ..transformers.checkpoints.parts import meta_model
-from ..transformers.checkpoints.sizes import bytes_a_token
+from ..transformers.checkpoints.sizes import bytes_a_token, total_bytes
 from .caches import KVCache, kv_cache
-from .sources import (
-    bits_of,
-    folder_of,
-    is_first_process,
-    loading_options,
-    pipeline_of,
-    processes,
-    usable_device,
-)
+from .sources import folder_of, is_first_process, load, loading_options, processes, usable_device
 
 _CHUNK = 2048  # tokens of a context that are read at once
 
@@ -96,19 +87,16 @@ def run(options: argparse.Namespace) -> None:
     device = usable_device(options.device)
     source = folder_of(options.model, options.revision)
     check_files(source)
-    given = {**bits_of(options), **pipeline_of(options), **loading_options(options)}
-    model = from_pretrained(source, device_map=device, **given)
+    model = load(options, source, device)
     bandwidth, chip = options.bandwidth, device
     if sys.platform == "darwin" and device == "mps":
         mac = this_mac()
         bandwidth, chip = bandwidth or mac.bandwidth, mac.chip
-    cache = (
-        None
-        if bandwidth is None
-        else kv_cache(meta_model(source, **loading_options(options)), options.kv_bits)
-    )
+    cache = None
+    if bandwidth is not None:
+        cache = kv_cache(meta_model(source, **loading_options(options)), options.kv_bits)
     bench = Bench(model, options, None if bandwidth is None else bandwidth * 1e9, cache)
-    size = f"{_of_all_processes(model, sum(p.nbytes for p in model.parameters())) / 1e9:.2f} GB"
+    size = f"{_of_all_processes(model, total_bytes(model)) / 1e9:.2f} GB"
     if processes() > 1:
         chip = f"{processes()} x {chip}"
     if device == "mps":

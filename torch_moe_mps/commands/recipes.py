@@ -39,15 +39,8 @@ def arguments_of(options: argparse.Namespace, source: str, model: "PreTrainedMod
         bits = int(options.recipe.split("_")[1])
     elif bits is None and options.mode == "affine":
         bits = 4
-    return {
-        "bits": bits,
-        "group_size": options.group_size,
-        "mode": options.mode,
-        "linear_bits": options.linear_bits,
-        "embedding_bits": options.embedding_bits,
-        "keep": options.keep,
-        "overrides": mixed_overrides(options.recipe, model),
-    }
+    asked = {name: getattr(options, name) for name in ARGUMENTS if name != "overrides"}
+    return {**asked, "bits": bits, "overrides": mixed_overrides(options.recipe, model)}
 
 
 def read_recipe(file: str) -> dict[str, Any]:

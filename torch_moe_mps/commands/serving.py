@@ -5,15 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from .sources import (
-    bits_of,
-    folder_of,
-    loading_options,
-    name_of,
-    pipeline_of,
-    processes,
-    usable_device,
-)
+from .sources import folder_of, load, name_of, processes, usable_device
 
 
 @contextmanager
@@ -52,10 +44,3 @@ def follow(options: argparse.Namespace) -> None:
     """What a process of torchrun but the first does: it generates what the first is asked for."""
     device = usable_device(options.device)
     load(options, folder_of(options.model, options.revision), device).pipeline.follow()
-
-
-def load(options: argparse.Namespace, folder: str, device: str) -> Any:
-    from ..transformers.checkpoints.loading import from_pretrained
-
-    given = {**bits_of(options), **pipeline_of(options), **loading_options(options)}
-    return from_pretrained(folder, device_map=device, **given)

@@ -101,8 +101,10 @@ def pipeline_of(options: argparse.Namespace) -> dict[str, Any]:
     return {"distributed_config": DistributedConfig(pp_size=processes()), "shares": options.shares}
 
 
-def bits_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `from_pretrained` for --bits, --group-size and --kv-bits."""
-    if options.bits is None:
-        return {"kv_bits": options.kv_bits}
-    return {"bits": options.bits, "group_size": options.group_size, "kv_bits": options.kv_bits}
+def load(options: argparse.Namespace, folder: str, device: str) -> Any:
+    """The model in a folder, quantised as --bits, --group-size and --kv-bits say."""
+    from ..transformers.checkpoints.loading import from_pretrained
+
+    bits = {} if options.bits is None else {"bits": options.bits, "group_size": options.group_size}
+    given = {**bits, **pipeline_of(options), **loading_options(options)}
+    return from_pretrained(folder, device_map=device, kv_bits=options.kv_bits, **given)

@@ -62,8 +62,13 @@ class Check:
     def dtype(self, argument: str, tensor: Tensor, allowed: Sequence[torch.dtype]) -> None:
         if tensor.layout != torch.strided:
             self.fail(argument, "a dense tensor", str(tensor.layout).removeprefix("torch."))
-        if tensor.dtype not in allowed:
-            self.fail(argument, _names(allowed), str(tensor.dtype).removeprefix("torch."))
+        self.among_dtypes(argument, tensor.dtype, allowed)
+
+    def among_dtypes(
+        self, argument: str, dtype: torch.dtype, allowed: Sequence[torch.dtype] = ACTIVATION_DTYPES
+    ) -> None:
+        if dtype not in allowed:
+            self.fail(argument, _names(allowed), _names([dtype]))
 
     def rank(self, argument: str, tensor: Tensor, ranks: Sequence[int]) -> None:
         if tensor.dim() not in ranks:

@@ -196,8 +196,7 @@ def mlp_quantized(
 def _meta_embedding_quantized(check, ids, packed, scales, biases, bits, group_size, mode, dtype):
     check.dtype("ids", ids, ID_DTYPES)
     format = checked_format(check, bits, group_size, mode)
-    if dtype not in ACTIVATION_DTYPES:
-        check.fail("dtype", "float32 or float16 or bfloat16", str(dtype).removeprefix("torch."))
+    check.among_dtypes("dtype", dtype)
     check.rank("packed", packed, (2,))
     weight = QuantizedWeight(packed, scales, biases, format)
     shape = (packed.shape[0], format.columns(packed.shape[1]))

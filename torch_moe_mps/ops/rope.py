@@ -206,8 +206,7 @@ def _meta_rope_tables(check, position_ids, inv_freq, dtype, layout, **others):
     check.rank("position_ids", position_ids, (2,))
     check.dtype("inv_freq", inv_freq, (torch.float32,))
     check.rank("inv_freq", inv_freq, (1,))
-    if dtype not in ACTIVATION_DTYPES:
-        check.fail("dtype", "float32 or float16 or bfloat16", str(dtype).removeprefix("torch."))
+    check.among_dtypes("dtype", dtype)
     width = inv_freq.shape[0] * (1 if layout == "pairs" else 2)
     shape = (*position_ids.shape, width)
     return inv_freq.new_empty(shape, dtype=dtype), inv_freq.new_empty(shape, dtype=dtype)

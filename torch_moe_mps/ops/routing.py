@@ -6,6 +6,8 @@ Where nothing but a monotone score stands between logits and choice, the logits 
 are exact, where rounded or saturated scores would tie.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,12 @@ from ._checks import ACTIVATION_DTYPES, FLOAT32_MAX, ID_DTYPES, MAX_EXPERTS, MAX
 from ._registry import operator
 from .norms import InputNorm, normed
 
-SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus", "softmax_after_topk")
+SCORINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: torch.softmax(logits, -1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: torch.nn.functional.softplus(logits).sqrt(),
+    "softmax_after_topk": lambda logits: logits,
+}
 GROUP_SCORES = ("top2_sum", "max")
 # Rows and columns of the tiles that the grids of moe_compute_ids_tpe count.
 PAIRS_PER_TILE = 32
@@ -50,16 +57,6 @@ def _divide_by_sum(weights: Tensor, eps: float = 0.0, minimum: float = 0.0) -> T
     if minimum > 0.0:
         total = total.clamp(min=minimum)
     return weights / torch.where(total == 0.0, 1.0, total)
-
-
-def _scores(logits: Tensor, scoring: str) -> Tensor:
-    if scoring == "softmax":
-        return torch.softmax(logits, -1)
-    if scoring == "sigmoid":
-        return torch.sigmoid(logits)
-    if scoring == "sqrtsoftplus":
-        return torch.nn.functional.softplus(logits).sqrt()
-    return logits
 
 
 def _group_scores(choice: Tensor, num_groups: int, kind: str) -> Tensor:
@@ -105,7 +102,7 @@ def _meta_router(
 ):  # fmt: skip
     _check_logits(check, logits, top_k)
     num_experts = logits.shape[-1]
-    check.choice("scoring", scoring, SCORINGS)
+    check.choice("scoring", scoring, [*SCORINGS])
     check.tensor("bias", bias, (num_experts,), "[E]")
     check.choice("group_score", group_score, GROUP_SCORES)
     check.between("num_groups", num_groups, 1, num_experts)
@@ -180,7 +177,7 @@ def moe_router(
     Stands for the router of the source kernel moe_router_topk_softmax_f32, generalised.
     """
     x = _finite(logits)
-    scores = _scores(x, scoring)
+    scores = SCORINGS[scoring](x)
     choice = x if bias_on_logits or scoring == "softmax_after_topk" else scores
     if bias is not None:
         choice = _finite(choice + bias.float())
@@ -279,8 +276,7 @@ def _meta_router_logits(check, x, weight, bias, dtype, **norm):
     check.shape("weight", weight, (weight.shape[0], x.shape[1]), "[E, H]")
     check.tensor("bias", bias, (weight.shape[0],), "[E]")
     InputNorm(**norm).check(check, x.shape[1])
-    if dtype is not None and dtype not in ACTIVATION_DTYPES:
-        check.fail("dtype", "float32 or float16 or bfloat16", str(dtype).removeprefix("torch."))
+    check.among_dtypes("dtype", dtype or torch.float32)
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype or torch.float32)
 
 

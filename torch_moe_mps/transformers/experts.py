@@ -183,13 +183,10 @@ def describe(module: Experts) -> str:
     """What serves an experts module, in words."""
     quantization = getattr(module, "quantization", None)
     activation = prepare(module)
+    if activation is None and quantization is None:
+        return "expert_mm, own activation, moe_weighted_reduce"
     if activation is None:
-        how = (
-            "expert_mm, own activation, moe_weighted_reduce"
-            if quantization is None
-            else "expert_qmm, own activation"
-        )
-        return how
+        return "expert_qmm, own activation"
     how = "moe_experts" if quantization is None else "moe_experts_quantized"
     details = [activation.activation]
     details += ["not gated"] if not activation.gated else []

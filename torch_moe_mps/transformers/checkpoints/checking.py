@@ -1,7 +1,7 @@
 """Checks that a quantised checkpoint has everything that the model needs."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,20 +42,19 @@ def check_loaded(model: "PreTrainedModel", loaded: Callable[[str], bool]) -> Non
     whole = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
     optional = may_lack(model)
     base = set(model.base_model.modules())
-    for path, module in model.named_modules():
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        path, _, last = name.rpartition(".")
         if not loaded(path):
             continue
-        required = whole or module in base
+        module = model.get_submodule(path)
+        missing = not getattr(tensor, "_is_hf_initialized", False)
+        if missing and (whole or module in base) and not optional(name):
+            check.fail(name, "in the checkpoint", "no such tensor")
         dtypes = _dtypes_of(module)
-        for name, tensor in _stored(module):
-            argument = f"{path}.{name}".lstrip(".")
-            missing = not getattr(tensor, "_is_hf_initialized", False)
-            if missing and required and not optional(argument):
-                check.fail(argument, "in the checkpoint", "no such tensor")
-            if name in dtypes:
-                check.dtype(argument, tensor, dtypes[name])
-            elif isinstance(tensor, nn.Parameter) and not tensor.is_floating_point():
-                check.fail(argument, "of a floating-point dtype", str(tensor.dtype).removeprefix("torch."))
+        if last in dtypes:
+            check.dtype(name, tensor, dtypes[last])
+        elif isinstance(tensor, nn.Parameter) and not tensor.is_floating_point():
+            check.fail(name, "of a floating-point dtype", str(tensor.dtype).removeprefix("torch."))
 
 
 def may_lack(model: "PreTrainedModel") -> Callable[[str], bool]:
@@ -74,11 +73,3 @@ def _dtypes_of(module: nn.Module) -> dict[str, tuple[torch.dtype, ...]]:
                 dtype = words(tensor).dtype
                 allowed[name] = ACTIVATION_DTYPES if dtype.is_floating_point else (dtype,)
     return allowed
-
-
-def _stored(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers of a module that a checkpoint has."""
-    yield from module.named_parameters(recurse=False)
-    for name, buffer in module.named_buffers(recurse=False):
-        if name not in module._non_persistent_buffers_set:
-            yield name, buffer

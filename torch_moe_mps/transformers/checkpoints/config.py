@@ -127,14 +127,10 @@ def is_ours(stored: Any) -> bool:
     return ours or (isinstance(stored, Mapping) and stored.get("library") == LIBRARY)
 
 
-def together(names: Collection[str], everything: Iterable[str]) -> dict[str, str]:
-    """{name: what config.json calls it}, with a * for numbers where it has all of `everything` like it."""
-    shortened: dict[str, str] = {}
+def together(names: Collection[str], everything: Iterable[str]) -> list[str]:
+    """The names in config.json, with a * for numbers where all of `everything` like it is among them."""
     others = {any_layer(name) for name in {*everything} - {*names}}
-    for name in names:
-        short = any_layer(name)
-        shortened[name] = name if short in others else short
-    return shortened
+    return [*dict.fromkeys(name if any_layer(name) in others else any_layer(name) for name in names)]
 
 
 def _format_of(name: str, value: Any) -> Format:

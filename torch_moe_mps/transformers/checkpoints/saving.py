@@ -113,11 +113,9 @@ def config_of(model: nn.Module) -> QuantizationConfig | None:
     modules: dict[str, Format] = {}
     for format in dict.fromkeys(formats.values()):
         names = [name for name, other in formats.items() if other == format]
-        modules |= dict.fromkeys(together(names, everything).values(), format)
+        modules |= dict.fromkeys(together(names, everything), format)
     scales = [f"{name}.{p}" for name, module in experts.items() for p in global_scales_of(module)]
-    return QuantizationConfig(
-        modules=modules, absent=absent, global_scales=[*dict.fromkeys(together(scales, matrices).values())]
-    )
+    return QuantizationConfig(modules=modules, absent=absent, global_scales=together(scales, matrices))
 
 
 def save_parts(model: Any, folder: Path, parts: Iterable[Mapping[str, Tensor]]) -> None:

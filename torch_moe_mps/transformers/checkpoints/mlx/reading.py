@@ -197,20 +197,17 @@ class Reading:
 
     def _check_complete(self, rows: Sequence[Row]) -> None:
         """Raises: ValueError with the name of a missing parameter, of the language model if possible."""
-        unknown = [*self.stored.tensors.keys() - {source for row in rows for source in row.source_patterns}]
-        known = {name for row in rows for name in row.target_patterns} | {*self.dropped}
-        known |= {*(self.model.all_tied_weights_keys or {})} | {
-            name for name, _ in self.model.named_buffers()
-        }
+        unknown = self.stored.tensors.keys() - {source for row in rows for source in row.source_patterns}
+        known = {name for row in rows for name in row.target_patterns}
+        known.update(self.dropped, self.model.all_tied_weights_keys or (), dict(self.model.named_buffers()))
         optional = may_lack(self.model)
         beside = tuple(f"{part}." for part in self.beside)
-        for name in sorted(self.model.state_dict(), key=lambda name: name.startswith(beside)):
-            if name not in known and not optional(name):
-                got = f"no tensor like it, but {sorted(unknown)[:3]}"
-                _CHECK.fail(name, "in the checkpoint of MLX", got)
-        if unknown and self.absent:
+        names = sorted(self.model.state_dict(), key=lambda name: name.startswith(beside))
+        missing = [name for name in names if name not in known and not optional(name)]
+        missing += self.absent if unknown else []
+        if missing:
             got = f"no tensor like it, but {sorted(unknown)[:3]}"
-            _CHECK.fail(self.absent[0], "in the checkpoint of MLX", got)
+            _CHECK.fail(missing[0], "in the checkpoint of MLX", got)
 
 
 def written_by_mlx(name: str) -> bool:
