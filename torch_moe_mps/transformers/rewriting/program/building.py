@@ -6,25 +6,49 @@ from typing import Any
 
 from torch import nn
 
-from .programs import Program, calls_in, name_of
+from .programs import Program, calls_in, copied, name_of
+
+SHAPED = "shaped"  # stands for the calls of view and reshape around a value, the innermost first
 
 
-def helper(name: str, *arguments: ast.expr, **keywords: ast.expr) -> ast.Call:
-    """A call of one of the functions that rewritten programs know as `_moe_mps`."""
-    function = ast.Attribute(ast.Name("_moe_mps", ast.Load()), name, ast.Load())
-    return ast.Call(function, list(arguments), [ast.keyword(k, v) for k, v in keywords.items()])
+def code(text: str | ast.expr, **values: Any) -> Any:
+    """An expression, as text or as a tree, with values for its names.
+
+    Functions without a dot are those of `runtime`; `*NAME` and `**NAME` stand for lists of arguments and
+    keywords.
+    """
+    tree = ast.parse(text, mode="eval").body if isinstance(text, str) else copied(text)
+    return _Fill(values).visit(tree)
 
 
-def own_module(name: str) -> ast.Attribute:
-    """self.name"""
-    return ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load())
+class _Fill(ast.NodeTransformer):
+    def __init__(self, values: dict[str, Any]):
+        self.values = values
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        value: ast.expr = self.values.get(node.id, node)
+        return value
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        if isinstance(node.func, ast.Name) and node.func.id == SHAPED:
+            value = self.visit(node.args[0])
+            for step in self.values[SHAPED]:
+                value = ast.Call(ast.Attribute(value, step.func.attr, ast.Load()), step.args, step.keywords)
+            return value
+        if isinstance(node.func, ast.Name) and node.func.id not in self.values:
+            node.func = ast.Attribute(ast.Name("_moe_mps", ast.Load()), node.func.id, ast.Load())
+        return self.generic_visit(node)
+
+    def visit_Starred(self, node: ast.Starred) -> Any:
+        value = self.visit(node.value)
+        return value if isinstance(value, list) else ast.Starred(value, ast.Load())
+
+    def visit_keyword(self, node: ast.keyword) -> Any:
+        value = self.visit(node.value)
+        return value if isinstance(value, list) else ast.keyword(node.arg, value)
 
 
-def item(name: str, index: int) -> ast.Subscript:
-    return ast.Subscript(ast.Name(name, ast.Load()), ast.Constant(index), ast.Load())
-
-
-def child_of_call(program: Program, value: ast.expr) -> tuple[str, nn.Module] | None:
+def child_of_call(program: Program, value: ast.AST) -> tuple[str, nn.Module] | None:
     """(name, module) if a value is a call of one of the module's children."""
     if not isinstance(value, ast.Call):
         return None
@@ -68,19 +92,23 @@ class _Replace(ast.NodeTransformer):
         return self.new if node is self.old else self.generic_visit(node)
 
 
-def replace_in(program: Program, statement: ast.Assign, old: ast.expr, new: ast.expr) -> None:
+def replace_in(program: Program, statement: ast.Assign | ast.Expr, old: ast.expr, new: ast.expr) -> None:
     """Puts `new` where `old` stands in the value of a statement."""
     statement.value = _Replace(old, new).visit(statement.value)
-    if name_of(statement) in program.definitions:
+    if isinstance(statement, ast.Assign) and name_of(statement) in program.definitions:
         program.definitions[name_of(statement)] = statement.value
 
 
-def replace_everything(program: Program, function: str, *options: ast.expr) -> None:
-    """The program calls a function with the module, the forward's argument and options, nothing else."""
-    x = ast.Name(program.arguments.args[1].arg, ast.Load())
+def replace_everything(program: Program, text: str) -> None:
+    """The program returns an expression of the forward's arguments, X is the first, and does nothing else."""
     program.statements.clear()
     program.inplace.clear()
-    program.result = helper(function, ast.Name("self", ast.Load()), x, *options)
+    program.result = code(text, X=ast.Name(program.arguments.args[1].arg, ast.Load()))
+
+
+def return_early(program: Program, before: ast.stmt, test: ast.expr, result: ast.expr) -> None:
+    """The program returns a result in front of a statement if a test holds."""
+    program.insert(before, ast.If(test, [ast.Return(result)], []))
 
 
 def add_option(program: Program, name: str, default: bool | None = None) -> None:

@@ -230,13 +230,9 @@ class Reader:
 
     def read_call(self, value: ast.Call) -> Node:
         callee = self.resolve(value.func)
-        if callee is float and len(value.args) == 1 and isinstance(value.args[0], ast.Constant):
-            number = value.args[0].value
-            return (
-                self.make("const", (float(number),), value)
-                if isinstance(number, _NUMBER)
-                else self.opaque(value)
-            )
+        number = value.args[0].value if value.args and isinstance(value.args[0], ast.Constant) else None
+        if callee is float and isinstance(number, _NUMBER):
+            return self.make("const", (float(number),), value)
         if isinstance(callee, nn.Module):
             return self.read_module(callee, value)
         if isinstance(callee, types.MethodType) and callee.__self__ is self.program.module:
@@ -400,7 +396,7 @@ def casts_to_float32(node: Node, until: Node) -> bool:
 
 
 _EFFECTLESS = {*_PARAMETERS, *_CASTS, *_SHAPES, "iadd", "isub", "imul", "itruediv", "size", "linear", "split"}
-_EFFECTLESS |= {"exp", "softplus"}
+_EFFECTLESS |= {"exp", "softplus", "transpose"}
 
 
 def is_pure(value: ast.expr, module: nn.Module) -> bool:

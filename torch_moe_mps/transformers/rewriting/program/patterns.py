@@ -1,4 +1,8 @@
-"""Patterns: formulas as text, matched against what a program computes."""
+"""Formulas as text, matched against what a program computes.
+
+They say what a value is; the forms of `rewrites`, in the same notation, say which code computes it. So casts,
+shapes, names and the borders of modules do not count here, and all of them do there.
+"""
 
 import ast
 import functools

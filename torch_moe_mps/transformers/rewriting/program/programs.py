@@ -188,9 +188,8 @@ class Program:
 
     def follow(self, value: ast.expr) -> ast.expr:
         """The value behind names that only rename."""
-        while isinstance(value, ast.Name) and value.id in self.definitions:
-            value = self.definitions[value.id]
-        return value
+        name = self.last_name(value)
+        return value if name is None else self.definitions[name]
 
     def last_name(self, value: ast.expr) -> str | None:
         """The name that holds a value: the end of a chain of renamings."""
@@ -217,9 +216,9 @@ class Program:
         members = _ReadMembers(self.module)
         body = [*map(members.visit, [*self.statements, ast.Return(self.result)])]
         body = [*members.prologue(), *body]
-        # From Python 3.12 on the node has type_params, which may not be missing.
-        options: dict[str, Any] = {"type_params": []}
-        forward = ast.FunctionDef("forward", self.arguments, body, [], **options)
+        (forward,) = ast.parse("def forward(): pass").body
+        assert isinstance(forward, ast.FunctionDef)
+        forward.args, forward.body = self.arguments, body
         return compile_forward(self.function, forward)
 
     def drop_unused(self, is_pure: IsPure) -> None:

@@ -2,16 +2,17 @@
 
     Rewrite("S = R + Y; N = NORM(S)", "N, S = residual_norm(NORM, R, Y)", where)
 
-A form is a call; a few assignments of which each reads the one before it; or `return` with what the forward
+A form is a call; assignments, each read by a later one or beside it; or `return` with what the forward
 returns, the first of it if that is several values. In a form
 
 - a name that it assigns stands for a value that the program names, any other upper-case name for any
   expression, `*REST` for the other arguments and `**OPTIONS` for the other keywords of a call;
 - as a function, an upper-case name is a child of the module, NORM(S), and one with an underscore in front is
   a function of the model's file, _ROPE(Q, K, COS, SIN);
-- functions in lower case are those of `runtime`, `linear` (torch's), `imul` (an in-place product), `float32`
-  (a cast, however written) and `shaped` (its argument behind any number of view and reshape);
-- sums match in either order.
+- functions in lower case are those of `runtime`, `imul` (an in-place product), `float32` (a cast, however
+  written) and `shaped` (its argument behind any number of view and reshape); torch.cat(...) is a function of
+  torch and X.transpose(1, 2) a method;
+- sums match in either order; what has no name in it stands for itself.
 
 A value may have a name in the program where the form has none. What every rewrite relies on is checked here:
 nothing is changed in place between the first statement and the last, nothing else reads a value that is gone
@@ -23,18 +24,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-import torch.nn.functional as F
+import torch
 from torch import nn
 
-from .building import calls, child_of_call, first_result, helper, replace_in, set_first_result
-from .formulas import Reader
-from .programs import Program, copied, name_of
+from .building import SHAPED, child_of_call, code, first_result, replace_in, set_first_result
+from .formulas import Reader, is_pure
+from .programs import Program, calls_in, name_of, names_in
 
 # What a name stands for: an expression; the arguments of *REST; the keywords of **OPTIONS.
 Value: TypeAlias = Any
 
 _RESHAPING = {"view", "reshape"}
-_INSIDE = "shaped"  # the name that stands for the argument of `shaped` in the value of that name
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Match:
         values: what its upper-case names stand for.
         statements: those of the names that it assigns.
         gone: statements that only the match reads; each may be dropped with what it names.
+        moved: statements beside the last one, each with those that read it: they may run in front of `place`.
     """
 
     program: Program
@@ -54,6 +55,7 @@ class Match:
     values: dict[str, Value] = field(default_factory=dict)
     statements: dict[str, ast.Assign] = field(default_factory=dict)
     gone: tuple[ast.Assign, ...] = ()
+    moved: tuple[ast.Assign, ...] = ()
 
     def child(self, name: str) -> str:
         """The name of the child that NAME(...) calls."""
@@ -67,9 +69,11 @@ class Match:
         found: Callable = self.program.function.__globals__[ast.unparse(self.values[name])]
         return found
 
-    def fill(self, text: str) -> ast.expr:
+    def fill(self, text: str | ast.expr) -> ast.expr:
         """The expression that `text` is with the values of its names."""
-        return _with(self.values, ast.parse(text, mode="eval").body)
+        names = {name: ast.Name(name_of(each), ast.Load()) for name, each in self.statements.items()}
+        filled: ast.expr = code(text, **names, **self.values)
+        return filled
 
     def drop(self) -> None:
         """Takes the statements away that only the match read."""
@@ -78,23 +82,41 @@ class Match:
 
 
 class Form:
-    """A form as text; `kept` are names of it whose values stay."""
+    """A form as text; `kept` are names of it whose values stay. Those that it reads twice may stay."""
 
     def __init__(self, text: str, kept: tuple[str, ...] = ()):
         self.parts: dict[str, ast.expr] = {}
-        self.kept = kept
         for statement in ast.parse(text).body:
             assert isinstance(statement, (ast.Assign, ast.Expr, ast.Return)) and statement.value is not None
-            name = name_of(statement) if isinstance(statement, ast.Assign) else ""
-            self.parts[name] = self.last = statement.value
-        self.name = name
+            self.name = name_of(statement) if isinstance(statement, ast.Assign) else ""
+            self.parts[self.name] = self.last = statement.value
+        read = [name for part in self.parts.values() for name in names_in(part)]
+        self.repeated = {name for name in self.parts if read.count(name) > 1 and name not in kept}
+        self.kept = self.repeated.union(kept)
+        self.beside = [name for name in self.parts if name != self.name and name not in read]
 
     def find(self, program: Program, value: ast.expr, until: ast.stmt | None) -> Iterator[Match]:
         """The ways in which a value has this form that the statement `until` (None: the end) reads."""
-        for match in self._matches(self.last, value, Match(program, until)):
-            first = (*match.gone, *match.statements.values())
-            if not any(program.mutates_between(statement, until) for statement in first):
-                yield match
+        for last in self._matches(self.last, value, Match(program, until)):
+            for match in self._all_beside(self.beside, last):
+                first = (*match.gone, *match.statements.values())
+                if not any(program.mutates_between(statement, until) for statement in first):
+                    yield match
+
+    def _all_beside(self, names: list[str], match: Match) -> Iterator[Match]:
+        """Matches with statements in front of the last one that it does not read."""
+        if not names or match.place is None:
+            yield match
+            return
+        block = match.program.block_of(match.place)
+        for statement in block[: block.index(match.place)]:
+            value = statement.value if isinstance(statement, ast.Assign) else ast.Constant(None)
+            for found in self._structure(self.parts[names[0]], value, match):
+                moved = _with_readers(match.program, statement, match.place)
+                if moved is not None:
+                    statements = found.statements | {names[0]: moved[0]}
+                    found = replace(found, statements=statements, moved=(*found.moved, *moved))
+                    yield from self._all_beside(names[1:], found)
 
     def _matches(self, form: ast.expr, value: ast.expr, match: Match) -> Iterator[Match]:
         if not isinstance(form, ast.Name):
@@ -118,51 +140,62 @@ class Form:
             value = statement.value
         if not chain:
             return
+        if name in match.statements:
+            yield from [match] if match.statements[name] is chain[-1] else []
+            return
         if name in self.kept:
             match = replace(match, statements=match.statements | {name: chain[-1]})
         elif all(program.uses(name_of(statement)) == 1 for statement in chain):
             match = replace(match, gone=(*match.gone, *chain))
-        elif _function_of(form) != "float32":  # a cast may be repeated
+        elif not self._may_be_repeated(form):
             return
         yield from self._structure(form, value, match)
 
+    def _may_be_repeated(self, form: ast.expr) -> bool:
+        """Whether something else may read a value of this form: a cast, or an item of what stays."""
+        if isinstance(form, ast.Subscript):
+            return isinstance(form.value, ast.Name) and form.value.id in self.repeated
+        return _function_of(form) == "float32"
+
     def _structure(self, form: ast.expr, value: ast.expr, match: Match) -> Iterator[Match]:
-        if isinstance(form, ast.Call) and isinstance(value, ast.Call):
-            yield from self._call(form, value, match)
-        elif isinstance(form, ast.Subscript) and isinstance(value, ast.Subscript):
-            if ast.dump(form.slice) == ast.dump(value.slice):
+        if isinstance(form, ast.Call):
+            if isinstance(value, ast.Call):
+                yield from self._call(form, value, match)
+        elif isinstance(form, ast.Subscript):
+            if isinstance(value, ast.Subscript) and ast.dump(form.slice) == ast.dump(value.slice):
                 yield from self._matches(form.value, value.value, match)
-        elif isinstance(form, ast.BinOp) and isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
-            for left, right in ((value.left, value.right), (value.right, value.left)):
-                yield from self._all([form.left, form.right], [left, right], match)
+        elif isinstance(form, ast.BinOp):
+            if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
+                for left, right in ((value.left, value.right), (value.right, value.left)):
+                    yield from self._all([form.left, form.right], [left, right], match)
+        elif isinstance(form, (ast.Tuple, ast.List)):
+            if isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(form.elts):
+                yield from self._all(form.elts, value.elts, match)
+        elif ast.dump(form) == ast.dump(value):
+            yield match
 
     def _call(self, form: ast.Call, value: ast.Call, match: Match) -> Iterator[Match]:
-        if isinstance(form.func, ast.Attribute):  # a method, with constants
-            same = not value.keywords and list(map(ast.dump, form.args)) == list(map(ast.dump, value.args))
-            if same and isinstance(value.func, ast.Attribute) and value.func.attr == form.func.attr:
-                yield from self._matches(form.func.value, value.func.value, match)
-            return
         name = _function_of(form)
         if name == "float32":
             node = Reader(match.program).read(value)
             if (node.op, node.args[1:]) == ("cast", ("float32",)) and isinstance(value.func, ast.Attribute):
                 yield from self._matches(form.args[0], value.func.value, match)
-        elif name == "shaped":
+        elif name == SHAPED:
             yield from self._shaped(form, value, match)
         elif _calls(match.program, value, name) and (pairs := _arguments(form, value)) is not None:
-            if name.isupper():
-                match = replace(match, values=match.values | {name: value.func})
             forms, values, others = pairs
+            if _is_method(name):
+                forms, values = [_owner(form), *forms], [_owner(value), *values]
+            elif name.isupper():
+                others[name] = value.func
             yield from self._all(forms, values, replace(match, values=match.values | others))
 
     def _shaped(self, form: ast.Call, value: ast.Call, match: Match) -> Iterator[Match]:
-        around = match.values.get(_INSIDE, ast.Name(_INSIDE, ast.Load()))
+        steps = match.values.get(SHAPED, ())
         for inner in self._matches(form.args[0], value, match):
-            yield replace(inner, values={_INSIDE: around, **inner.values})
+            yield replace(inner, values={SHAPED: steps, **inner.values})
         if isinstance(value.func, ast.Attribute) and value.func.attr in _RESHAPING:
-            step = ast.Attribute(ast.Name(_INSIDE, ast.Load()), value.func.attr, ast.Load())
-            around = _with({_INSIDE: ast.Call(step, value.args, value.keywords)}, around)
-            match = replace(match, values=match.values | {_INSIDE: around})
+            match = replace(match, values=match.values | {SHAPED: (value, *steps)})
             yield from self._matches(form, value.func.value, match)
 
     def _all(self, forms: list[ast.expr], values: list[ast.expr], match: Match) -> Iterator[Match]:
@@ -173,8 +206,35 @@ class Form:
             yield from self._all(forms[1:], values[1:], first)
 
 
+def _with_readers(program: Program, statement: ast.stmt, until: ast.stmt) -> list[ast.Assign] | None:
+    """A statement and those in front of `until` that read it, None if they may not run right before that."""
+    block = program.block_of(until)
+    moved: list[ast.Assign] = []
+    names: set[str] = set()
+    for each in block[block.index(statement) : block.index(until) + 1]:
+        if each is not statement and not names & {*names_in(each)}:
+            continue
+        if not isinstance(each, ast.Assign) or each is until:
+            return None
+        if each is not statement and not is_pure(each.value, program.module):
+            return None
+        moved.append(each)
+        names.add(name_of(each))
+    return moved
+
+
 def _function_of(form: ast.expr) -> str:
     return ast.unparse(form.func) if isinstance(form, ast.Call) else ""
+
+
+def _is_method(name: str) -> bool:
+    return "." in name and not name.startswith("torch.")
+
+
+def _owner(call: ast.Call) -> ast.expr:
+    """What a method is called on."""
+    assert isinstance(call.func, ast.Attribute)
+    return call.func.value
 
 
 def _calls(program: Program, call: ast.Call, name: str) -> bool:
@@ -184,8 +244,10 @@ def _calls(program: Program, call: ast.Call, name: str) -> bool:
         return Reader(program).resolve(call.func) is found and callable(found)
     if name.isupper():
         return child_of_call(program, call) is not None
-    if name == "linear":
-        return Reader(program).resolve(call.func) is F.linear
+    if _is_method(name):
+        return isinstance(call.func, ast.Attribute) and call.func.attr == name.rpartition(".")[2]
+    if name.startswith("torch."):
+        return Reader(program).resolve(call.func) is eval(name, {"torch": torch})
     return ast.unparse(call.func) in (f"_moe_mps.{name}", f"_inplace.{name}")
 
 
@@ -211,20 +273,22 @@ def _arguments(form: ast.Call, call: ast.Call) -> tuple[list[ast.expr], list[ast
 
 
 class Rewrite:
-    """A form, and the call that replaces it wherever `where` has a line for the report, maybe an empty one.
+    """A form, and what replaces it wherever `where` has a line for the report, maybe an empty one.
 
-    `where` gets the match; it may add values that the replacement names. Of several results each takes the
-    place of the form's value of that name. The call stands where the first of them was computed.
+    `where` gets the match; it may add values that the replacement names. A replacement is an expression, or
+    assignments of new values to names of the form. A call that gives several of them stands where the first
+    was computed, in a form with statements beside the last one in front of that.
     """
 
     def __init__(self, form: str, replacement: str, where: Callable[[Match], str | None]):
-        (statement,) = ast.parse(replacement).body
-        assert isinstance(statement, (ast.Assign, ast.Expr, ast.Return)) and statement.value is not None
-        results = statement.targets[0] if isinstance(statement, ast.Assign) else ast.Tuple([])
-        names = results.elts if isinstance(results, ast.Tuple) else [results]
-        self.is_returned = isinstance(statement, ast.Return)
-        self.results = [ast.unparse(name) for name in names]
-        self.replacement = statement.value
+        self.steps: list[tuple[list[str], ast.expr]] = []
+        for statement in ast.parse(replacement).body:
+            assert isinstance(statement, (ast.Assign, ast.Expr, ast.Return)) and statement.value is not None
+            results = statement.targets[0] if isinstance(statement, ast.Assign) else ast.Tuple([])
+            names = results.elts if isinstance(results, ast.Tuple) else [results]
+            self.steps.append(([ast.unparse(name) for name in names], statement.value))
+            self.is_returned = isinstance(statement, ast.Return)
+        self.results = [name for names, _ in self.steps for name in names]
         self.form = Form(form, tuple(self.results))
         self.where = where
 
@@ -232,71 +296,51 @@ class Rewrite:
         if self.is_returned:
             self._apply(program, None, first_result(program))
             return
-        places: list[tuple[ast.Assign, ast.expr]] = list(calls(program))
+        places: list[tuple[Any, ast.expr]] = []
         if self.results:
-            places = [(s, s.value) for s in program.assignments() if name_of(s) in program.definitions]
+            places += [(s, s.value) for s in program.assignments() if name_of(s) in program.definitions]
+        else:
+            for statement in program.every():
+                if isinstance(statement, (ast.Assign, ast.Expr)) and statement not in program.inplace:
+                    places += [(statement, call) for call in calls_in(statement.value)]
         for statement, value in places:
-            if name_of(statement) in program.definitions or not self.results:
+            if not self.results or name_of(statement) in program.definitions:
                 self._apply(program, statement, value)
 
-    def _apply(self, program: Program, statement: ast.Assign | None, value: ast.expr) -> None:
-        for match in self.form.find(program, value, statement):
-            if statement is not None and self.results:
-                match = replace(match, statements=match.statements | {self.form.name: statement})
+    def _apply(self, program: Program, place: Any, value: ast.expr) -> None:
+        for match in self.form.find(program, value, place):
+            if self.results:
+                match = replace(match, statements=match.statements | {self.form.name: place})
             blocks = [program.block_of(each) for each in match.statements.values()]
             note = self.where(match) if all(block is blocks[0] for block in blocks) else None
             if note is None:
                 continue
             program.rewrites += [note] if note else []
-            new = _with(match.values, self.replacement)
-            if statement is None:
-                set_first_result(program, new)
-            elif self.results:
-                self._assign(match, new)
-            else:
-                replace_in(program, statement, value, new)
+            for results, replacement in self.steps:
+                new = match.fill(replacement)
+                if results:
+                    self._assign(match, results, new)
+                elif place is None:
+                    set_first_result(program, new)
+                else:
+                    replace_in(program, place, value, new)
             match.drop()
+            for name in self.form.repeated:
+                if not program.uses(name_of(match.statements[name])):
+                    program.remove(match.statements[name])
             return
 
-    def _assign(self, match: Match, new: ast.expr) -> None:
+    def _assign(self, match: Match, results: list[str], new: ast.expr) -> None:
         program = match.program
-        statements = [match.statements[name] for name in self.results]
-        if len(statements) > 1:
-            first = min(statements, key=program.block_of(statements[0]).index)
-            program.insert(first, program.unpack(new, statements))
-        else:
+        statements = [match.statements[name] for name in results]
+        block = program.block_of(statements[0])
+        if len(statements) == 1:
             program.replace(statements[0], new)
+        else:
+            for each in match.moved:
+                block.remove(each)
+            place = block.index(match.place) if match.moved and match.place else 0
+            block[place:place] = match.moved
+            first = min(statements, key=block.index)
+            program.insert(first, program.unpack(new, statements))
         program.inplace = [each for each in program.inplace if each not in statements]
-
-
-def _with(values: dict[str, Value], replacement: ast.expr) -> ast.expr:
-    """The text of a replacement with the values that a match gave its names."""
-    new: ast.expr = _Replacement(values).visit(copied(replacement))
-    return new
-
-
-class _Replacement(ast.NodeTransformer):
-    def __init__(self, values: dict[str, Value]):
-        self.values = values
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return self.values.get(node.id, node)
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        if not isinstance(node.func, ast.Name):
-            return self.generic_visit(node)
-        if node.func.id == "shaped":
-            return _with({_INSIDE: self.visit(node.args[0])}, self.values[_INSIDE])
-        arguments = []
-        for argument in node.args:
-            if isinstance(argument, ast.Starred):
-                arguments += copied(self.values[ast.unparse(argument.value)])
-            else:
-                arguments.append(self.visit(argument))
-        call = helper(node.func.id, *arguments)
-        for keyword in node.keywords:
-            if keyword.arg is None:
-                call.keywords += copied(self.values[ast.unparse(keyword.value)])
-            else:
-                call.keywords.append(ast.keyword(keyword.arg, self.visit(keyword.value)))
-        return call

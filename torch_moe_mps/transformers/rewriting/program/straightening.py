@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .building import helper
+from .building import code
 from .programs import (
     Block,
     If,
@@ -178,6 +178,12 @@ class _Builder:
             raise Unsupported("its forward has a comprehension or lambda")
         return _Rename(self.names).visit(copied(node))
 
+    def name(self, stem: str, value: ast.expr) -> ast.Name:
+        """A name for a value that the forward has none for."""
+        statement = self.program.assign(stem, value)
+        self.statements.append(statement)
+        return ast.Name(name_of(statement), ast.Load())
+
     def define(self, variable: str, value: ast.expr, code: ast.expr | None = None) -> ast.Assign:
         statement = self.program.assign(variable, value, code)
         self.statements.append(statement)
@@ -189,9 +195,7 @@ class _Builder:
     def on_return(self, node: ast.Return) -> None:
         result = self.expression(node.value) if node.value else ast.Constant(None)
         if isinstance(result, ast.BinOp):  # a sum that rules may fuse has a name
-            statement = self.program.assign("result", result)
-            self.statements.append(statement)
-            result = ast.Name(name_of(statement), ast.Load())
+            result = self.name("result", result)
         self.program.result = result
         self.returned = True
 
@@ -206,9 +210,7 @@ class _Builder:
         is_unpacked = all(isinstance(target, ast.Tuple) for target in node.targets)
         value = self.expression(_unrolled(node.value) if is_unpacked else node.value)
         if len(node.targets) > 1:
-            statement = self.program.assign("value", value)
-            self.statements.append(statement)
-            value = ast.Name(name_of(statement), ast.Load())
+            value = self.name("value", value)
         for target in node.targets:
             self.bind(target, value)
 
@@ -305,7 +307,7 @@ class _Builder:
     def on_if(self, node: ast.If) -> None:
         variable = _unpacked_if_tuple(node)
         if variable is not None and variable in self.names:
-            self.define(variable, helper("first_of", ast.Name(self.names[variable], ast.Load())))
+            self.define(variable, code(f"first_of({self.names[variable]})"))
             return
         outcome = self.evaluate(node.test)
         if outcome is None:

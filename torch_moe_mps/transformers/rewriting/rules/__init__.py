@@ -6,8 +6,8 @@ from torch import nn
 
 from ..program.programs import Program
 from .blocks import HAND_OVER_NORM, HAND_OVER_RESIDUAL, TAKE_RESIDUAL
-from .cache_slots import write_into_cache
-from .gated_delta import CAUSAL_CONV, GATED_DELTA, keep_state, norm_results
+from .cache_slots import WRITE_INTO_CACHE
+from .gated_delta import CAUSAL_CONV, GATED_DELTA, KEEP_STATE, NORM_RESULTS
 from .gated_norm import rewrite_gated_norm
 from .handover import HAND_OVER_RAW_RESULTS
 from .linear import join_linears
@@ -18,7 +18,7 @@ from .norms import ADD_NORMS, NORM_SUMS
 from .ordering import order_outputs
 from .rms_norm import CALL_NORM, replace_rms_norm
 from .rope import KEEP_ROWS, REPLACE_ROPE
-from .rope_calls import join_rotations, turn_last
+from .rope_calls import JOIN_ROTATIONS, TURN_LAST
 from .rotary import rewrite_rotary
 from .router import select_by_operator
 from .router_logits import compute_logits_by_operator
@@ -43,14 +43,14 @@ RULES: tuple[Callable[[Program], None], ...] = (
     NORM_SUMS,
     offer_gate,
     *REPLACE_ROPE,
-    turn_last,
+    TURN_LAST,
     *KEEP_ROWS,  # of the calls that the rules above have made
-    join_rotations,
-    write_into_cache,
+    JOIN_ROTATIONS,
+    WRITE_INTO_CACHE,
     CAUSAL_CONV,
     GATED_DELTA,
-    norm_results,
-    keep_state,
+    NORM_RESULTS,
+    KEEP_STATE,
     order_outputs,
     join_linears,  # layers whose outputs order_outputs has not taken
     CALL_NORM,  # norms that no rule above has fused with something else

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...experts import is_observed, normed
 from ...interface import is_experts
 from ...linears import QuantizedLinear
-from ..program.building import add_option, helper
+from ..program.building import add_option, code
 from ..program.rewrites import Match, Rewrite
 from ..runtime import called
 from .norms import is_norm, norm_options
@@ -166,12 +166,12 @@ def _takes_norm(match: Match) -> str | None:
 
 
 def _is_linear(match: Match) -> str | None:
-    match.values["FUNCTION"] = helper("linear").func
+    match.values["FUNCTION"] = code("_moe_mps.linear")
     return _hands_norm_over(match) if isinstance(match.module("BLOCK"), QuantizedLinear) else None
 
 
 def _is_experts(match: Match) -> str | None:
-    match.values["FUNCTION"] = helper("experts_with_shared").func
+    match.values["FUNCTION"] = code("_moe_mps.experts_with_shared")
     return _hands_norm_over(match) if is_experts(match.module("BLOCK")) else None
 
 

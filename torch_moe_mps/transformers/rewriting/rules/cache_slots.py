@@ -6,18 +6,19 @@ latents as keys, and what turns as values.
 """
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..program.building import calls, helper
-from ..program.programs import If, Program, calls_in, name_of, names_in
-from ..program.rewrites import Form, Match
+from ..program.building import code
+from ..program.programs import If, Program, name_of, names_in
+from ..program.rewrites import Form, Match, Rewrite
 from ..runtime import called
-from .norms import is_norm
-from .rope_calls import SWAP, rope_of
+from .norms import norm_in
 
+# Results of `rope` with heads first, by the dimension in which it has them.
+_RESULTS = {1: "ITEMS[{}]", 2: "ITEMS[{}].transpose(1, 2)"}
 # A norm of rows in front of a change of shape; then its input as [B, T, H, D].
 _NORMED = {"NORM(X).transpose(1, 2)": "X", "shaped(NORM(X))": "shaped(X).transpose(1, 2)"}
 
@@ -57,122 +58,104 @@ def take_slots(
 # Rewriting of an attention's program
 
 
-def write_into_cache(program: Program) -> None:
-    """Rewrites the calls of `rope` whose keys go to a cache, and the call that hands them to it."""
-    updates = {f"{name}.update" for name in program.arguments_names()}
-    for _, call in list(calls(program)):
-        if ast.unparse(call.func) in updates and len(call.args) >= 3:
-            keys, values = call.args[:2]
-            if _write(program, call, keys, values, False) or _write(program, call, values, keys, True):
-                program.rewrites.append("rope_cache_")
+def _is_written(match: Match) -> str | None:
+    """Whether one of the two comes from `rope`, which can write both: SLOTS is where it has written them."""
+    if match.child("CACHE") not in match.program.arguments_names():
+        return None
+    return "rope_cache_" if _write(match, "K", "V") or _write(match, "V", "K") else None
 
 
-def _write(
-    program: Program, update: ast.Call, turned: ast.expr, other: ast.expr, is_swapped: bool
-) -> bool:  # fmt: skip
-    """Rewrites an update if one of its tensors, `turned`, comes from `rope`."""
-    k, v = (_statement_of(program, value, update) for value in (turned, other))
+WRITE_INTO_CACHE = Rewrite(
+    "CACHE.update(K, V, LAYER, *REST, **OTHERS)",
+    "take_slots(SLOTS, CACHE, K, V, LAYER, *REST, **OTHERS)",
+    where=_is_written,
+)
+
+
+def _write(match: Match, turned: str, other: str) -> bool:
+    """Lets the rotation of the first of the two names write both; False if it cannot."""
+    program = match.program
+    k, v = _only_for(match, turned), _only_for(match, other)
     if k is None or v is None or (found := _rotation_of(program, k)) is None:
         return False
-    rotation, q, unused = found
-    rope, block = rotation.value, program.block_of(rotation)
-    assert isinstance(rope, ast.Call) and isinstance(update.func, ast.Attribute)
+    rope, rotation, q, unused = found
+    block = program.block_of(rotation)
     if v not in block or program.mutates_between(*sorted((v, rotation), key=block.index)):
         return False
-    normed, norm, x = _norm_and_rows(program, v)
-    cache, layer = update.func.value, update.args[2]
-    names = {name for value in (cache, layer, x) for name in names_in(value)} - program.arguments_names()
-    if not all(_is_before(program, name, rotation) for name in names):
+    values = match.values | {"ARGS": rope.args, "OPTIONS": rope.keywords}
+    values |= {"SWAPPED": [ast.keyword("swapped", ast.Constant(True))] if turned == "V" else []}
+    normed, values["NORM"], values["ROWS"] = _norm_and_rows(program, v)
+    names = {name for each in ("CACHE", "LAYER", "ROWS") for name in names_in(values[each])}
+    if not all(_is_before(program, name, rotation) for name in names - program.arguments_names()):
         return False
-    if normed is not None:
-        normed.drop()
-    rope.func = helper("rope_into_cache").func
-    rope.args[:0] = [cache, layer, x, norm]
-    rope.keywords += [ast.keyword("swapped", ast.Constant(True))] if is_swapped else []
+    call = code("rope_into_cache(CACHE, LAYER, ROWS, NORM, *ARGS, **OPTIONS, **SWAPPED)", **values)
     slots = program.assign("slots", ast.Constant(None))
-    results = program.unpack(rope, [q, k, v, slots])
+    match.values["SLOTS"] = ast.Name(name_of(slots), ast.Load())
+    results = program.unpack(call, [q, k, v, slots])
     block.remove(v)
     block[block.index(rotation) : block.index(rotation)] = [results, v, slots]
-    for statement in (rotation, *unused):
+    for statement in (rotation, *unused, *normed):
         program.remove(statement)
-    update.func = helper("take_slots").func
-    update.args[:0] = [ast.Name(name_of(slots), ast.Load()), cache]
     return True
 
 
-def _statement_of(program: Program, value: ast.expr, update: ast.Call) -> ast.Assign | None:
-    """The statement that names a value, if only an update reads it, and what runs instead of the update."""
-    name = program.last_name(value)
-    if name is None or name in names_in(program.result):
+def _only_for(match: Match, name: str) -> ast.Assign | None:
+    """The statement that names a value, if only the update reads it, and what runs instead of the update."""
+    program = match.program
+    held = program.last_name(match.values[name])
+    if held is None or held in names_in(program.result):
         return None
     for statement in program.every():
-        read = statement.test if isinstance(statement, If) else statement
-        is_other = name in names_in(read) and update not in calls_in(read)
-        if is_other and not _is_without_cache(program, statement, update):
+        read = names_in(statement.test if isinstance(statement, If) else statement)
+        is_update = statement is match.place and read.count(held) == 1
+        if held in read and not is_update and not _is_without_cache(match, statement):
             return None
-    return program.defined_by(name)
+    return program.defined_by(held)
 
 
-def _is_without_cache(program: Program, statement: ast.stmt, update: ast.Call) -> bool:
+def _is_without_cache(match: Match, statement: ast.stmt) -> bool:
     """Whether a statement only runs where there is no cache to update."""
-    cache = ast.unparse(update.func).removesuffix(".update")
-    tests = [each.test for each in program.every() if isinstance(each, If) and statement in each.orelse]
-    return any(ast.unparse(test) == f"{cache} is not None" for test in tests)
+    ifs = [each for each in match.program.every() if isinstance(each, If) and statement in each.orelse]
+    return any(ast.unparse(each.test) == f"{match.child('CACHE')} is not None" for each in ifs)
 
 
 def _rotation_of(
     program: Program, k: ast.Assign
-) -> tuple[ast.Assign, ast.Assign, list[ast.Assign]] | None:  # fmt: skip
-    """The call of `rope` whose second result is k; the statement of its first one, both with heads first.
+) -> tuple[ast.Call, ast.Assign, ast.Assign, tuple[ast.Assign, ...]] | None:
+    """The call of `rope` whose second result is k, with its statement; the statement of its first result.
 
-    Third are statements that name them as they are before their dimensions are swapped.
+    Both have heads first. Last are statements that name them as they are before their dimensions are swapped.
     """
-    before = _unswapped(program, k)
-    second = k if before is None else before
-    if not isinstance(second.value, ast.Subscript) or not isinstance(second.value.value, ast.Name):
-        return None
-    results = second.value.value.id
-    rotation = program.defined_by(results)
-    q = _named(program, f"{results}[0]")
-    if rotation is None or q is None or ast.unparse(second.value) != f"{results}[1]":
-        return None
-    rope = rope_of(rotation.value)
-    if rope is None or ast.literal_eval(rope.args[1])[0] == (2 if before is None else 1):
-        return None
-    if before is None:
-        return rotation, q, []
-    swapped = _named(program, f"{name_of(q)}.{SWAP}")
-    if swapped is None or program.uses(name_of(q)) != 1 or program.uses(name_of(before)) != 1:
-        return None
-    return rotation, swapped, [q, before]
+    for heads_dim, result in _RESULTS.items():
+        for second in Form(result.format(1)).find(program, k.value, k):
+            items = ast.unparse(second.values["ITEMS"])
+            rotation = program.defined_by(items)
+            first = next(_reading(program, Form(result.format(0)), items), None)
+            if rotation is None or first is None or not isinstance(rope := rotation.value, ast.Call):
+                continue
+            is_rope = ast.unparse(rope.func) == "_moe_mps.rope"
+            if is_rope and ast.literal_eval(rope.args[1])[0] == heads_dim:
+                q, unused = first
+                return rope, rotation, q, (*unused, *second.gone)
+    return None
 
 
-def _named(program: Program, text: str) -> ast.Assign | None:
-    """The statement that names a value with this text."""
-    return next((each for each in program.assignments() if ast.unparse(each.value) == text), None)
+def _reading(program: Program, form: Form, items: str) -> Iterator[tuple[ast.Assign, tuple[ast.Assign, ...]]]:
+    """The statements that have a form of these ITEMS, and what only they read."""
+    for statement in program.assignments():
+        for match in form.find(program, statement.value, statement):
+            if ast.unparse(match.values["ITEMS"]) == items:
+                yield statement, match.gone
 
 
-def _unswapped(program: Program, statement: ast.Assign) -> ast.Assign | None:
-    """The statement that names x, of one that names x.transpose(1, 2)."""
-    value = statement.value
-    if not ast.unparse(value).endswith(f".{SWAP}"):
-        return None
-    assert isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
-    name = program.last_name(value.func.value)
-    return None if name is None else program.defined_by(name)
-
-
-def _norm_and_rows(program: Program, v: ast.Assign) -> tuple[Match | None, ast.expr, ast.expr]:
-    """Where the norm of values was found; the norm, or None; and what it norms, as [B, T, H, D]."""
-    for text, rows in _NORMED.items():
-        for match in Form(text).find(program, v.value, v):
-            if is_norm(match.module("NORM")):
-                return match, match.values["NORM"], match.fill(rows)
-    if ast.unparse(v.value).endswith(f".{SWAP}"):
-        assert isinstance(v.value, ast.Call) and isinstance(v.value.func, ast.Attribute)
-        return None, ast.Constant(None), v.value.func.value
-    swap = ast.Attribute(v.value, "transpose", ast.Load())
-    return None, ast.Constant(None), ast.Call(swap, [ast.Constant(1), ast.Constant(2)], [])
+def _norm_and_rows(program: Program, v: ast.Assign) -> tuple[tuple[ast.Assign, ...], ast.expr, ast.expr]:
+    """Statements that norm values; the norm, or None; and what it norms, as [B, T, H, D]."""
+    normed = norm_in(program, v.value, v, _NORMED)
+    if normed is not None:
+        return normed.gone, normed.values["NORM"], normed.values["NORMED"]
+    swapped = next(Form("X.transpose(1, 2)").find(program, v.value, v), None)
+    rows = code("V.transpose(1, 2)", V=v.value) if swapped is None else swapped.values["X"]
+    return () if swapped is None else swapped.gone, ast.Constant(None), rows
 
 
 def _is_before(program: Program, name: str, statement: ast.Assign) -> bool:

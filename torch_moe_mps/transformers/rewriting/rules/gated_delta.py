@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES
 from ....ops.gated_delta import MAX_KEY_WIDTH
-from ..program.building import calls, child_of_call, every_call, helper, own_module, replace_in
+from ..program.building import code, every_call
 from ..program.programs import If, Program, copied, name_of, names_in
 from ..program.rewrites import Match, Rewrite
 from ..runtime import called
@@ -204,12 +204,9 @@ def _decay_attributes(gate: _Gate) -> tuple[str, str] | None:
 
 def _is_conv(match: Match) -> str | None:
     name = ast.unparse(match.values["_CONV"])
-    few = len(match.values["REST"]) <= 2
-    return (
-        "causal_conv1d_update_"
-        if few and "conv" in name and is_causal_conv(match.function("_CONV"))
-        else None
-    )
+    is_candidate = "conv" in name and len(match.values["REST"]) <= 2
+    found = is_candidate and is_causal_conv(match.function("_CONV"))
+    return "causal_conv1d_update_" if found else None
 
 
 CAUSAL_CONV = Rewrite(
@@ -227,26 +224,28 @@ def _is_step(match: Match) -> str | None:
     ifs = [each for each in program.every() if isinstance(each, ast.If)]
     if "initial_state" not in options or not any(statement in each.body for each in ifs):
         return None
-    if not _goes_to_cache(program, f"{name_of(statement)}[1]") or not is_delta_rule(match.function("_RULE")):
+    if not _state_goes_to_cache(program, statement) or not is_delta_rule(match.function("_RULE")):
         return None
     values = [match.values["G"], match.values["BETA"]]
     gates = [_gate(program, value, statement) for value in values]
     raw = _raw(*gates)
     if raw is not None:  # the statements of the gates stay where they are for the other branch
         values = [copied(gate.statement.value) for gate in gates if gate is not None]
-    empty = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
-    match.values["GATES"] = ast.Lambda(empty, ast.Tuple(values, ast.Load()))
-    match.values["RAW"] = ast.Constant(None) if raw is None else ast.Tuple(raw, ast.Load())
+    match.values["GATES"] = code("lambda: (G, BETA)", G=values[0], BETA=values[1])
+    match.values["RAW"] = raw or ast.Constant(None)
     return "gated_delta_rule_"
 
 
-def _goes_to_cache(program: Program, state: str) -> bool:
-    """Whether the cache is given a value, which is one of several results."""
-    holders = [name for name, value in program.definitions.items() if ast.unparse(value) == state]
-    names = set().union(*map(program.names_of, holders))
-    calls = every_call(program)
-    updates = [call for call in calls if ast.unparse(call.func).endswith(".update_recurrent_state")]
+def _state_goes_to_cache(program: Program, rule: ast.Assign) -> bool:
+    names = set().union(*map(program.names_of, _holders(program, rule, 1)))
+    updates = (c for c in every_call(program) if ast.unparse(c.func).endswith(".update_recurrent_state"))
     return any(call.args and ast.unparse(call.args[0]) in names for call in updates)
+
+
+def _holders(program: Program, rule: ast.Assign, index: int) -> list[str]:
+    """The names of one of the results of a rule."""
+    result = f"{name_of(rule)}[{index}]"
+    return [name for name, value in program.definitions.items() if ast.unparse(value) == result]
 
 
 def _gate(program: Program, value: ast.expr, until: ast.stmt) -> _Gate | None:
@@ -257,12 +256,13 @@ def _gate(program: Program, value: ast.expr, until: ast.stmt) -> _Gate | None:
     return _Gate(statement, program.function.__globals__)
 
 
-def _raw(g: _Gate | None, beta: _Gate | None) -> list[ast.expr] | None:
-    """g, beta, A_log and dt_bias as the operator takes them."""
+def _raw(g: _Gate | None, beta: _Gate | None) -> ast.expr | None:
+    """(g, beta, A_log, dt_bias) as the operator takes them."""
     names = None if g is None else _decay_attributes(g)
     if g is None or beta is None or names is None or not _is_sigmoid(beta):
         return None
-    return [*(ast.Name(gate.locals[0], ast.Load()) for gate in (g, beta)), *map(own_module, names)]
+    raw: ast.expr = code(f"({g.locals[0]}, {beta.locals[0]}, self.{names[0]}, self.{names[1]})")
+    return raw
 
 
 GATED_DELTA = Rewrite(
@@ -272,49 +272,49 @@ GATED_DELTA = Rewrite(
 )
 
 
-# No Rewrite: the norm stands behind the `if` of which the rule is one branch.
-def norm_results(program: Program) -> None:
-    """Hands the gated norm of a rule's result to the rule, which says whether it has computed it."""
-    for rule, call in list(calls(program)):
-        found = _norm_behind(program, rule) if ast.unparse(call.func) == "_moe_mps.delta_rule" else None
-        if found is None:
-            continue
-        statement, norm, gate = found
-        call.func = helper("delta_rule_and_norm").func
-        call.keywords.append(ast.keyword("norm", ast.Tuple([copied(norm.func), gate], ast.Load())))
-        holders = (name for index in range(2) for name in _holders(program, name_of(rule), index))
-        parts = map(program.defined_by, holders)
-        is_normed = program.assign("is_normed", ast.Constant(None))
-        flag = name_of(is_normed)
-        program.insert(rule, program.unpack(call, [*filter(None, parts), is_normed]))
-        program.insert(rule, is_normed)
-        program.remove(rule)
-        del program.definitions[flag]  # a name of two values, as those behind an `if`
-        program.insert(program.statements[0], ast.Assign(is_normed.targets, ast.Constant(False)))
-        done = helper("norm_heads", norm.func, *norm.args, ast.Name(flag, ast.Load()))
-        replace_in(program, statement, norm, done)
-        program.rewrites.append(f"{ast.unparse(norm.func).removeprefix('self.')} in gated_delta_rule_")
-
-
-def _holders(program: Program, items: str, index: int) -> list[str]:
-    return [n for n, value in program.definitions.items() if ast.unparse(value) == f"{items}[{index}]"]
-
-
-def _norm_behind(program: Program, rule: ast.Assign) -> tuple[ast.Assign, ast.Call, ast.Name] | None:
-    """The call of a gated norm that alone reads the rule's result, and a gate that the rule can have."""
-    own = set().union(*map(program.names_of, _holders(program, name_of(rule), 0)))
+def _is_norm_of_rule(match: Match) -> str | None:
+    """Whether a gated norm alone reads a rule's result, which then norms it; FLAG says whether it has."""
+    program = match.program
+    rule = next((each for each in program.assignments() if _calls_rule(each.value)), None)
+    if rule is None or not is_gated_norm(match.module("NORM")):
+        return None
+    results, state = (_holders(program, rule, index) for index in range(2))
+    own = set().union(*map(program.names_of, results))
     own |= {name for name in program.definitions if _unshaped(program, ast.Name(name)) in own}
     every = [*program.every(), program.result]
     readers = [each for each in every if _reads(each, own) and not _assigns(each, own)]
-    for statement, call in calls(program):
-        child = child_of_call(program, call)
-        if child is None or not is_gated_norm(child[1]) or len(call.args) != 2 or call.keywords:
-            continue
-        x, gate = (_unshaped(program, each) for each in call.args)
-        later = [name for each in every[every.index(rule) :] for name in names_in(each, ast.Store)]
-        if x in own and readers == [statement] and _reads(statement, own) == 1 and gate not in ["", *later]:
-            return statement, call, ast.Name(gate, ast.Load())
-    return None
+    later = [name for each in every[every.index(rule) :] for name in names_in(each, ast.Store)]
+    x, gate = (_unshaped(program, match.values[name]) for name in ("X", "GATE"))
+    if x not in own or readers != [match.place] or _reads(readers[0], own) != 1 or gate in ["", *later]:
+        return None
+    flag = program.assign("is_normed", ast.Constant(False))
+    match.values["FLAG"] = ast.Name(name_of(flag), ast.Load())
+    _let_norm(program, rule, [*results, *state], flag, match.fill(f"(NORM, {gate})"))
+    return f"{match.child('NORM')} in gated_delta_rule_"
+
+
+def _let_norm(
+    program: Program, rule: ast.Assign, results: list[str], flag: ast.Assign, norm: ast.expr
+) -> None:
+    """Hands a rule a norm of its result; `flag`, which is False before the rule, is its last result."""
+    assert isinstance(rule.value, ast.Call)
+    values = {"ARGS": rule.value.args, "OPTIONS": rule.value.keywords, "NORM": norm}
+    is_normed = ast.Assign(flag.targets, ast.Constant(None))
+    parts = [*filter(None, map(program.defined_by, results)), is_normed]
+    every = program.unpack(code("delta_rule_and_norm(*ARGS, **OPTIONS, norm=NORM)", **values), parts)
+    block = program.block_of(rule)
+    place = block.index(rule)
+    block[place : place + 1] = [every, is_normed]
+    program.statements.insert(0, flag)
+    for name in (name_of(rule), name_of(flag)):  # the flag has two values, as names behind an `if` have
+        del program.definitions[name]
+
+
+NORM_RESULTS = Rewrite("NORM(X, GATE)", "norm_heads(NORM, X, GATE, FLAG)", where=_is_norm_of_rule)
+
+
+def _calls_rule(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and ast.unparse(value.func) == "_moe_mps.delta_rule"
 
 
 def _unshaped(program: Program, value: ast.expr) -> str:
@@ -347,16 +347,14 @@ def update_state(cache: Any, state: Tensor, layer: int, *args: Any, **kwargs: An
     return cache.update_recurrent_state(state, layer, *args, **kwargs)
 
 
-def keep_state(program: Program) -> None:
-    """Rewrites the calls that hand an updated state to an argument, where GATED_DELTA has found one."""
-    if not any(note.startswith("gated_delta_rule_") for note in program.rewrites):
-        return
-    for statement in program.every():
-        call = statement.value if isinstance(statement, (ast.Expr, ast.Assign)) else None
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
-            continue
-        owner = call.func.value
-        is_argument = isinstance(owner, ast.Name) and owner.id in program.arguments_names()
-        if is_argument and call.func.attr == "update_recurrent_state" and len(call.args) >= 2:
-            call.args.insert(0, owner)
-            call.func = helper("update_state").func
+def _is_updated(match: Match) -> str | None:
+    is_argument = match.child("CACHE") in match.program.arguments_names()
+    has_rule = any(note.startswith("gated_delta_rule_") for note in match.program.rewrites)
+    return "" if is_argument and has_rule else None
+
+
+KEEP_STATE = Rewrite(
+    "CACHE.update_recurrent_state(STATE, LAYER, *REST, **OPTIONS)",
+    "update_state(CACHE, STATE, LAYER, *REST, **OPTIONS)",
+    where=_is_updated,
+)

@@ -3,12 +3,10 @@
 import ast
 
 from ..experts_calls import is_experts_call
-from ..program.building import every_call
+from ..program.building import code, every_call
 from ..program.programs import Program, copied, name_of
 from ..program.rewrites import Match, Rewrite
-from .moe_gate import returns_gate
-from .options import RESIDUAL
-from .router import is_replaceable
+from .options import GATE, RAW, RESIDUAL, takes
 
 
 def _feeds_experts(match: Match) -> str | None:
@@ -23,10 +21,10 @@ def _feeds_experts(match: Match) -> str | None:
         experts = experts_fed_by(program, results, or_returned=True)
         unseen = f"{RESIDUAL} is not None"
     router = match.module("ROUTER")
-    is_gate = program.uses(results) == 2 and returns_gate(router)
-    if experts is None or not (is_gate or is_replaceable(router)):
+    is_gate = takes(router, GATE) and program.uses(results) == 2
+    if experts is None or not (is_gate or takes(router, RAW)):
         return None
-    match.values["EXPERTS"], match.values["UNSEEN"] = experts, ast.parse(unseen, mode="eval").body
+    match.values["EXPERTS"], match.values["UNSEEN"] = experts, code(unseen)
     return f"results of {match.child('ROUTER')} passed on without casts"
 
 

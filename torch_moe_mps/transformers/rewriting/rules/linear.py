@@ -7,14 +7,14 @@ import ast
 import operator
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from ...experts import is_observed, normed
 from ...linears import QuantizedLinear
-from ..program.building import calls, child_of_call, helper, item, own_module, replace_in
+from ..program.building import calls, child_of_call, code, replace_in
 from ..program.programs import Program, calls_in, name_of
 from ..record import NOTHING, RECORD, record_of
 from ..runtime import called
@@ -150,12 +150,27 @@ def linears(
     return out.view(shape).split_with_sizes([count // shape[-1] for count in rows], -2)
 
 
-def layer_and_input(program: Program, call: ast.Call) -> tuple[str, nn.Module, str] | None:
-    """(name, layer, name of x) if a call is self.name(x) of a child, x a name of the program."""
-    found = child_of_call(program, call)
-    if found is None or call.keywords or len(call.args) != 1 or not isinstance(x := call.args[0], ast.Name):
+class LinearCall(NamedTuple):
+    """A call self.name(x) of a linear layer in a statement; x is a name of the program."""
+
+    statement: ast.Assign
+    call: ast.Call
+    name: str
+    layer: nn.Linear | QuantizedLinear
+    x: str
+
+    @property
+    def output(self) -> str:
+        return name_of(self.statement)
+
+
+def linear_call(program: Program, statement: ast.Assign, call: ast.expr) -> LinearCall | None:
+    name, layer = child_of_call(program, call) or ("", None)
+    if not isinstance(layer, (nn.Linear, QuantizedLinear)) or not isinstance(call, ast.Call):
         return None
-    return *found, program.last_name(x) or x.id
+    if call.keywords or len(call.args) != 1 or not isinstance(x := call.args[0], ast.Name):
+        return None
+    return LinearCall(statement, call, name, layer, program.last_name(x) or x.id)
 
 
 # No Rewrite: the layers of one input may be any number, and none reads another's result.
@@ -163,34 +178,29 @@ def join_linears(program: Program) -> None:
     """Rewrites the calls of quantised linear layers that have one input."""
     groups = defaultdict(list)
     for statement, call in calls(program):
-        found = layer_and_input(program, call)
-        if found is not None and isinstance(found[1], QuantizedLinear):
-            name, layer, x = found
-            groups[x, id(program.block_of(statement))].append((statement, call, name, layer))
+        found = linear_call(program, statement, call)
+        if found is not None and isinstance(found.layer, QuantizedLinear):
+            groups[found.x, id(program.block_of(statement))].append(found)
     order = {name: index for index, (name, _) in enumerate(program.module.named_modules())}
     for group in groups.values():
-        first, last = group[0][0], group[-1][0]
-        group.sort(key=lambda each: order[each[2]])
-        _, _, names, layers = zip(*group, strict=True)
-        if len(group) > 1 and not program.mutates_between(first, last) and join(*layers):
+        first, last = group[0].statement, group[-1].statement
+        group.sort(key=lambda each: order[each.name])
+        may_join = len(group) > 1 and not program.mutates_between(first, last)
+        if may_join and join(*(each.layer for each in group)):
             _join(program, first, group)
-            program.rewrites.append(f"linear_quantized ({', '.join(names)})")
+            program.rewrites.append(f"linear_quantized ({', '.join(each.name for each in group)})")
 
 
-def _join(
-    program: Program, first: ast.Assign, group: list[tuple[ast.Assign, ast.Call, str, nn.Module]]
-) -> None:
-    outputs = [call for _, call, *_ in group]
-    arguments = [ast.Tuple([own_module(name) for _, _, name, _ in group], ast.Load()), outputs[0].args[0]]
-    views = [view for statement, call, *_ in group for view in _views_of(statement, call)]
+def _join(program: Program, first: ast.Assign, group: list[LinearCall]) -> None:
+    outputs = [each.call for each in group]
+    layers = ", ".join(f"self.{each.name}" for each in group)
+    views = [view for each in group for view in _views_of(each.statement, each.call)]
     shape = _shape_of_heads(program, views, first) if len(views) == len(group) else None
-    if shape is not None:
-        outputs = views
-        arguments.append(shape)
-    together = program.assign("joined", helper("linears", *arguments))
+    call = code(f"linears(({layers}), X, *SHAPE)", X=outputs[0].args[0], SHAPE=[shape] if shape else [])
+    together = program.assign("joined", call)
     program.insert(first, together)
-    for index, ((statement, *_), output) in enumerate(zip(group, outputs, strict=True)):
-        replace_in(program, statement, output, item(name_of(together), index))
+    for index, (each, output) in enumerate(zip(group, views if shape else outputs, strict=True)):
+        replace_in(program, each.statement, output, code(f"{name_of(together)}[{index}]"))
 
 
 def _views_of(statement: ast.Assign, call: ast.Call) -> list[ast.Call]:

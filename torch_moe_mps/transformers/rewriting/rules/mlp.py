@@ -3,7 +3,6 @@
 Gate, up and activation are one dispatch, down is one.
 """
 
-import ast
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,8 +77,7 @@ def fuse_mlp(program: Program) -> None:
     record_of(program.module).formula = formula
     names = (formula.gate,) if formula.up is None else (formula.gate, formula.up)
     join(*(getattr(program.module, name) for name in names))
-    options = (RESIDUAL, NORM)
-    for option in options:
-        add_option(program, option)
-    replace_everything(program, "mlp", *(ast.Name(option, ast.Load()) for option in options))
+    add_option(program, RESIDUAL)
+    add_option(program, NORM)
+    replace_everything(program, f"mlp(self, X, {RESIDUAL}, {NORM})")
     program.rewrites.append(f"mlp_quantized ({formula.activation})")

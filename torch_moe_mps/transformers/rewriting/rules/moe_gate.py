@@ -4,7 +4,6 @@ Such a router also returns probabilities over all experts. A layer that discards
 the experts, asks for results without casts; called by anyone else, the router computes what it did.
 """
 
-import ast
 from typing import Any
 
 import torch
@@ -12,14 +11,13 @@ from torch import Tensor, nn
 
 from ....ops._checks import MAX_TOP_K
 from ...experts import is_observed
-from ..program.building import add_option, helper, own_module
+from ..program.building import add_option, code, return_early
 from ..program.formulas import Node, Reader, evaluate, is_argument, is_number
 from ..program.patterns import match
-from ..program.programs import Program, Unsupported
+from ..program.programs import Program
 from ..program.reads import record
-from ..program.straightening import straighten
 from ..runtime import called
-from .options import RAW
+from .options import GATE
 
 _IDS = "topk(softmax(L), K)[1]"
 _WEIGHTS = "topk(softmax(L), K)[0] / sum(topk(softmax(L), K)[0]) * index(PER_EXPERT, topk(softmax(L), K)[1])"
@@ -58,26 +56,15 @@ def offer_gate(program: Program) -> None:
     bound = _formula(program)
     if bound is None:
         return
-    sources = [bound[name].peel().source for name in ("X", "SCALE", "ROOT", "PER_EXPERT", "K", "EPS")]
-    x, scale, root, per_expert, top_k, eps = (source for source in sources if source is not None)
-    weight = ast.Attribute(own_module(bound["LINEAR"].path), "weight", ast.Load())
-    scales = ast.BinOp(scale, ast.Mult(), root)
-    call = helper("moe_gate", x, weight, scales, per_expert, top_k, eps)
-    early = ast.Return(ast.Tuple([ast.Constant(None), ast.Starred(call, ast.Load())], ast.Load()))
-    add_option(program, RAW, False)
-    test = ast.BoolOp(
-        ast.And(), [ast.Name(RAW, ast.Load()), helper("is_gate", ast.Name("self", ast.Load()), x)]
+    linear, sources = bound["LINEAR"].path, {name: node.peel().source for name, node in bound.items()}
+    add_option(program, GATE, False)
+    return_early(
+        program,
+        program.statements[0],
+        code(f"{GATE} and is_gate(self, X)", **sources),
+        code(f"(None, *moe_gate(X, self.{linear}.weight, SCALE * ROOT, PER_EXPERT, K, EPS))", **sources),
     )
-    program.statements.insert(0, ast.If(test, [early], []))
     program.rewrites.append("moe_gate, called by the layer")
-
-
-def returns_gate(router: nn.Module) -> bool:
-    """Whether `offer_gate` will rewrite a router."""
-    try:
-        return _formula(straighten(router)) is not None
-    except Unsupported:
-        return False
 
 
 @called

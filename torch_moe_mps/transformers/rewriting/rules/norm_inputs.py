@@ -8,7 +8,6 @@ import ast
 import functools
 import types
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +15,11 @@ from torch import Tensor, nn
 
 from ...interface import is_experts
 from ...linears import QuantizedLinear
-from ..program.building import add_option, child_of_call, helper
+from ..program.building import add_option, child_of_call, code
 from ..program.formulas import Reader, is_pure
 from ..program.programs import Program, name_of
 from .options import NORM, takes
 from .trial import tried
-
-Rewriting: TypeAlias = Callable[[ast.Call], None]
 
 _FACTS = {"shape", "dtype", "device", "size", "dim"}
 _RESHAPING = {"view", "reshape"}
@@ -47,15 +44,16 @@ def norm_inputs(program: Program) -> None:
     if not found:
         return
     add_option(program, NORM)
-    for call, rewrite in found:
-        rewrite(call)
-        call.keywords.append(ast.keyword(NORM, ast.Name(NORM, ast.Load())))
-    of_router = any(rewrite in (_gate, _router) for _, rewrite in found)
+    for call, text in found:
+        new = code(text, F=call.func, ARGS=call.args)
+        call.func, call.args = new.func, new.args
+        call.keywords.append(ast.keyword(NORM, code(NORM)))
+    of_router = any(text.startswith("small_linear") for _, text in found)
     program.rewrites.append("router_logits of normed input" if of_router else "norm of the input")
 
 
-def _readers(program: Program, argument: str) -> list[tuple[ast.Call, Rewriting]] | None:
-    """The calls that read an argument, each with what makes it take a norm; None if something else does."""
+def _readers(program: Program, argument: str) -> list[tuple[ast.Call, str]] | None:
+    """The calls that read an argument, and the calls that can norm it; None if something else reads it."""
     names, found = {argument}, []
     for tree in (*program.statements, program.result):
         for name, around in _names(tree):
@@ -71,14 +69,12 @@ def _readers(program: Program, argument: str) -> list[tuple[ast.Call, Rewriting]
                     return None
                 names.add(name_of(outer))
             else:
-                place, rewrite = _taker(program, outer) if isinstance(outer, ast.Call) else (None, _as_it_is)
-                if (
-                    not isinstance(outer, ast.Call)
-                    or place is None
-                    or outer.args[place : place + 1] != [value]
-                ):
+                if not isinstance(outer, ast.Call) or (taker := _taker(program, outer)) is None:
                     return None
-                found.append((outer, rewrite))
+                place, text = taker
+                if outer.args[place : place + 1] != [value]:
+                    return None
+                found.append((outer, text))
     return found
 
 
@@ -104,28 +100,26 @@ def _reshaped(program: Program, value: ast.AST, around: list[ast.AST]) -> ast.AS
     return value
 
 
-def _taker(program: Program, call: ast.Call) -> tuple[int | None, Rewriting]:
-    """Where a call that can take a norm has its input (None: it cannot), and what it becomes."""
+def _taker(program: Program, call: ast.Call) -> tuple[int, str] | None:
+    """Where a call F(*ARGS) has the input that it can norm, and what it becomes; None if it cannot."""
     owner, _, function = ast.unparse(call.func).rpartition(".")
     if owner == "_moe_mps" and function in _CALLED:
-        return _CALLED[function], _as_it_is
+        return _CALLED[function], "F(*ARGS)"
     is_router = any(note.startswith("moe_router") for note in program.rewrites)
     if is_router and Reader(program).resolve(call.func) is F.linear:
-        return 0, _router
-    found = child_of_call(program, call)
-    if found is None:
-        return None, _as_it_is
-    child = found[1]
+        return 0, "small_linear(*ARGS)"
+    _, child = child_of_call(program, call) or ("", None)
+    if child is None:
+        return None
     if is_experts(child) and len(call.args) == 3:
-        return 0, _becomes("experts_with_shared")
-    if len(call.args) == 1 and not call.keywords:
-        if isinstance(child, QuantizedLinear):
-            return 0, _becomes("linear")
-        if type(child) is nn.Linear and child.out_features == 1:
-            return 0, _gate
-        if takes(child, NORM):
-            return 0, _becomes("hand_on")
-    return None, _as_it_is
+        return 0, "experts_with_shared(F, *ARGS)"
+    if len(call.args) != 1 or call.keywords:
+        return None
+    if isinstance(child, QuantizedLinear):
+        return 0, "linear(F, *ARGS)"
+    if type(child) is nn.Linear and child.out_features == 1:
+        return 0, "small_linear(*ARGS, F.weight, F.bias)"
+    return (0, "hand_on(F, *ARGS)") if takes(child, NORM) else None
 
 
 def _is_mask(program: Program, call: ast.Call) -> bool:
@@ -143,27 +137,3 @@ def _masks_tokens(function: Callable) -> bool:
     results = tried(function, tokens, mask), tried(function, tokens, None)
     expected = tokens * mask.unsqueeze(-1), tokens
     return all(isinstance(r, Tensor) and torch.equal(r, e) for r, e in zip(results, expected, strict=True))
-
-
-def _as_it_is(call: ast.Call) -> None:
-    pass
-
-
-def _becomes(function: str) -> Rewriting:
-    """The function of the runtime that is called with what was called."""
-
-    def rewrite(call: ast.Call) -> None:
-        call.args.insert(0, call.func)
-        call.func = helper(function).func
-
-    return rewrite
-
-
-def _router(call: ast.Call) -> None:
-    call.func = helper("small_linear").func
-
-
-def _gate(call: ast.Call) -> None:
-    """self.gate(x) -> small_linear(x, self.gate.weight, self.gate.bias)"""
-    call.args += [ast.Attribute(call.func, name, ast.Load()) for name in ("weight", "bias")]
-    call.func = helper("small_linear").func

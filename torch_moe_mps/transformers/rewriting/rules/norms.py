@@ -1,5 +1,6 @@
 """RMSNorms next to the residual stream: `residual + x -> norm` and `residual + norm(x)` as one operator."""
 
+import ast
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from ...experts import is_observed
 from ..program.formulas import Node, evaluate, is_number, result_of
 from ..program.patterns import match
+from ..program.programs import Program
 from ..program.reads import Read, recording, rest_on
-from ..program.rewrites import Match, Rewrite
+from ..program.rewrites import Form, Match, Rewrite
 from ..record import NOTHING, RECORD, record_of
 from ..runtime import called
 
@@ -80,6 +82,22 @@ def is_norm(module: nn.Module, weighted: bool | None = None) -> bool:
         return False
     record_of(module).formula = formula
     return True
+
+
+def norm_in(
+    program: Program,
+    value: ast.expr,
+    until: ast.stmt | None,
+    forms: dict[str, str],
+    weighted: bool | None = None,
+) -> Match | None:
+    """A norm of the value that a statement reads, by forms of it with what they norm: NORMED."""
+    for text, normed in forms.items():
+        for found in Form(text).find(program, value, until):
+            if is_norm(found.module("NORM"), weighted):
+                found.values["NORMED"] = found.fill(normed)
+                return found
+    return None
 
 
 def _read_norm(module: nn.Module) -> NormFormula | None:

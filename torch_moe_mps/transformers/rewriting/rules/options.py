@@ -1,7 +1,8 @@
 """What rewritten forwards hand to those of the blocks that they call, beside the blocks' own arguments.
 
 RESIDUAL: what a block adds to its result, the first one if there are several. NORM: how it norms its input,
-as arguments of operators. RAW: a router may return weights and ids without casts.
+as arguments of operators. RAW: a router may return weights and ids without casts. GATE: it may also return
+None in the place of the first result.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from ..program.programs import forward_given
 from ..program.reads import holds
 from ..record import NOTHING, RECORD
 
-RESIDUAL, NORM, RAW = "moe_mps_residual", "moe_mps_norm", "moe_mps_raw"
+RESIDUAL, NORM, RAW, GATE = "moe_mps_residual", "moe_mps_norm", "moe_mps_raw", "moe_mps_gate"
 
 
 def takes(block: nn.Module, option: str) -> bool:

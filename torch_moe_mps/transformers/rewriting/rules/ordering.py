@@ -8,19 +8,18 @@ import copy
 import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...experts import normed
-from ...linears import QuantizedLinear
-from ..program.building import child_of_call, helper, item, own_module
+from ..program.building import child_of_call, code
 from ..program.programs import Block, If, Program, compile_forward, copied, name_of, names_in
 from ..program.reads import record
 from ..record import RECORD, record_of
 from ..runtime import called
-from .linear import join, layer_and_input, together
+from .linear import LinearCall, join, linear_call, together
 from .trial import tried
 
 
@@ -73,19 +72,6 @@ def in_order(
 # Rewriting of a program
 
 
-class _Layer(NamedTuple):
-    """A statement output = self.name(x) of a linear layer."""
-
-    statement: ast.Assign
-    name: str
-    layer: nn.Linear | QuantizedLinear
-    x: str
-
-    @property
-    def output(self) -> str:
-        return name_of(self.statement)
-
-
 # No Rewrite: what the statements compute counts, not how many there are or what they look like.
 def order_outputs(program: Program) -> None:
     """Rewrites the statements after linear layers with one input if they only reorder the outputs."""
@@ -103,23 +89,18 @@ def order_outputs(program: Program) -> None:
                 return
 
 
-def _groups(program: Program) -> Iterator[list[_Layer]]:
+def _groups(program: Program) -> Iterator[list[LinearCall]]:
     """Runs of statements that each call a linear layer, all with one input."""
     for block in program.blocks():
-        found = [_layer(program, statement) for statement in block]
+        found = [
+            linear_call(program, each, each.value) if isinstance(each, ast.Assign) else None for each in block
+        ]
         for _, group in itertools.groupby(found, lambda each: each and each.x):
             if len(run := [each for each in group if each is not None]) > 1:
                 yield run
 
 
-def _layer(program: Program, statement: ast.stmt) -> _Layer | None:
-    if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
-        return None
-    name, layer, x = layer_and_input(program, statement.value) or ("", None, "")
-    return _Layer(statement, name, layer, x) if isinstance(layer, (nn.Linear, QuantizedLinear)) else None
-
-
-def _regions(program: Program, group: list[_Layer]) -> Iterator[tuple[list[ast.Assign], list[str]]]:
+def _regions(program: Program, group: list[LinearCall]) -> Iterator[tuple[list[ast.Assign], list[str]]]:
     """Runs of statements after the layers, longest first, and the names of theirs that are read later.
 
     Nothing after a run reads the layers' outputs.
@@ -145,17 +126,16 @@ def _may_be_tried(program: Program, block: Block) -> Iterator[ast.Assign]:
         yield statement
 
 
-def _function(group: list[_Layer], statements: list[ast.Assign], names: list[str]) -> ast.FunctionDef:
+def _function(group: list[LinearCall], statements: list[ast.Assign], names: list[str]) -> ast.FunctionDef:
     """The statements as a function of `self` and the layers' outputs."""
-    arguments = [ast.arg("self"), *(ast.arg(each.output) for each in group)]
-    result = ast.Return(ast.Tuple([ast.Name(name, ast.Load()) for name in names], ast.Load()))
-    every: Any = {"posonlyargs": [], "kwonlyargs": [], "kw_defaults": [], "defaults": []}
-    options: dict[str, Any] = {"type_params": []}
-    body = [*copied(statements), result]
-    return ast.FunctionDef("forward", ast.arguments(args=arguments, **every), body, [], **options)
+    arguments = ", ".join(each.output for each in group)
+    (function,) = ast.parse(f"def forward(self, {arguments}): return [{', '.join(names)}]").body
+    assert isinstance(function, ast.FunctionDef)
+    function.body[:0] = copied(statements)
+    return function
 
 
-def _order(module: nn.Module, group: list[_Layer], own: Callable) -> Order | None:
+def _order(module: nn.Module, group: list[LinearCall], own: Callable) -> Order | None:
     """The order that the statements make, if they copy more than once and only reorder within a token."""
     columns = [call.layer.out_features for call in group]
     trial = copy.copy(module)
@@ -207,22 +187,24 @@ def _record_numbers(module: nn.Module, code: types.CodeType) -> None:
                 record(module, name)
 
 
-def _replace(program: Program, group: list[_Layer], statements: list[ast.Assign], names: list[str]) -> None:
+def _replace(
+    program: Program, group: list[LinearCall], statements: list[ast.Assign], names: list[str]
+) -> None:
     """The model's statements become the branch that runs where the outputs are not in one tensor."""
-    layers = ast.Tuple([own_module(each.name) for each in group], ast.Load())
-    call = helper("in_order", ast.Name("self", ast.Load()), layers, ast.Name(group[0].x, ast.Load()))
+    layers = ", ".join(f"self.{each.name}" for each in group)
+    call = code(f"in_order(self, ({layers}), {group[0].x})")
     flag, values = (program.assign(stem, ast.Constant(None)) for stem in ("is_ordered", "values"))
     pair = program.unpack(call, [flag, values])
     results: Block = [
-        ast.Assign([ast.Name(name, ast.Store())], item(name_of(values), index))
+        ast.Assign([ast.Name(name, ast.Store())], code(f"{name_of(values)}[{index}]"))
         for index, name in enumerate(names)
     ]
     block = program.block_of(group[0].statement)
     start = block.index(group[0].statement)
     own = block[start : start + len(group) + len(statements)]
-    branching = If(ast.Name(name_of(flag), ast.Load()), results, own)
+    branching = If(code(name_of(flag)), results, own)
     block[start : start + len(own)] = [pair, flag, values, branching]
     for index, each in enumerate(group):
-        program.replace(each.statement, item(name_of(values), index))
+        program.replace(each.statement, code(f"{name_of(values)}[{index}]"))
     for name in names:  # which both branches assign
         del program.definitions[name]

@@ -36,7 +36,7 @@ def rms_norm_forward(norm: nn.Module, x: Tensor) -> Tensor:
 def replace_rms_norm(program: Program) -> None:
     """Rewrites the forward of a norm."""
     if len(program.arguments.args) == 2 and is_norm(program.module):
-        replace_everything(program, "rms_norm_forward")
+        replace_everything(program, "rms_norm_forward(self, X)")
         program.rewrites.append("rms_norm")
 
 

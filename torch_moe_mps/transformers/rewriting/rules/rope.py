@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ...experts import is_observed
-from ..program.rewrites import Form, Match, Rewrite
+from ..program.building import code
+from ..program.rewrites import Match, Rewrite
 from ..runtime import called
 from .cache_slots import Slots, slots_of
-from .norms import is_norm, norm_arguments
+from .norms import norm_arguments, norm_in
 from .rms_norm import rms_norm
 from .trial import agrees, tried
 
@@ -28,7 +29,8 @@ _PAIRS = ("half", "interleaved", "interleaved_to_half")
 _HEADS, _TOKENS, _WIDTH = 3, 5, 16
 # The attribute of a complex table that holds its cosines and sines.
 _REAL = "_moe_mps_real"
-_NORM, _NORM_TRANSPOSED = Form("NORM(X)"), Form("NORM(X).transpose(1, 2)")
+# A norm goes over the last dimension, so it may come after a transposition that follows it.
+_NORMED = {"NORM(X)": "X", "NORM(X).transpose(1, 2)": "X.transpose(1, 2)"}
 
 
 class RopeForm(NamedTuple):
@@ -301,30 +303,16 @@ def _is_rotation(match: Match) -> str | None:
     form = rope_form(function, tensors, constants, "TABLE" in match.values)
     if form is None:
         return None
-    match.values["FORM"] = ast.parse(repr(tuple(form)), mode="eval").body
-    norms = {tensor: norm for tensor in ("Q", "K")[:tensors] if (norm := _norm_of(match, tensor))}
-    match.values["NORMS"] = [ast.keyword(f"{t.lower()}_norm", m.values["NORM"]) for t, m in norms.items()]
-    for tensor, norm in norms.items():
-        match.values[tensor] = norm.values["X"]
-        norm.drop()
-    names = ", ".join(norm.child("NORM") for norm in norms.values())
-    return f"rope with {names}" if names else "rope"
-
-
-def _norm_of(match: Match, tensor: str) -> Match | None:
-    """A norm of heads in front of the rotation; X is its input, in the order that the rotation expects.
-
-    A norm goes over the last dimension, so it may come after a transposition that follows it.
-    """
-    for form in (_NORM, _NORM_TRANSPOSED):
-        for found in form.find(match.program, match.values[tensor], match.place):
-            if not is_norm(found.module("NORM"), weighted=True):
-                continue
-            if form is _NORM_TRANSPOSED:
-                swap = ast.Attribute(found.values["X"], "transpose", ast.Load())
-                found.values["X"] = ast.Call(swap, [ast.Constant(1), ast.Constant(2)], [])
-            return found
-    return None
+    match.values["FORM"] = code(repr(tuple(form)))
+    names, match.values["NORMS"] = [], []
+    for tensor in ("Q", "K")[:tensors]:
+        norm = norm_in(match.program, match.values[tensor], match.place, _NORMED, weighted=True)
+        if norm is not None:
+            names.append(norm.child("NORM"))
+            match.values["NORMS"].append(ast.keyword(f"{tensor.lower()}_norm", norm.values["NORM"]))
+            match.values[tensor] = norm.values["NORMED"]
+            norm.drop()
+    return f"rope with {', '.join(names)}" if names else "rope"
 
 
 REPLACE_ROPE = (

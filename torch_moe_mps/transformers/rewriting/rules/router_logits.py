@@ -15,6 +15,8 @@ from ..runtime import called
 
 ops = torch.ops.moe_mps
 
+_LINEAR = "torch.nn.functional.linear"
+
 
 @called
 def router_logits(
@@ -48,8 +50,10 @@ def _of_an_attribute(match: Match) -> str | None:
 
 
 REPLACE_ROUTER_LOGITS = (
-    Rewrite("linear(float32(X), float32(WEIGHT))", "router_logits(X, WEIGHT)", where=_of_an_attribute),
-    Rewrite("linear(float32(X), float32(WEIGHT), B)", "router_logits(X, WEIGHT, B)", where=_of_an_attribute),
+    Rewrite(f"{_LINEAR}(float32(X), float32(WEIGHT))", "router_logits(X, WEIGHT)", where=_of_an_attribute),
+    Rewrite(
+        f"{_LINEAR}(float32(X), float32(WEIGHT), B)", "router_logits(X, WEIGHT, B)", where=_of_an_attribute
+    ),
 )
 
 
