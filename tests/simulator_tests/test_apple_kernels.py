@@ -318,11 +318,10 @@ def registers_of_formats(dtype: str) -> str:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("dtype", ["f16", "f32"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_registers_fit_the_bound(simulated, kind, dtype):
-    """Those of bfloat16 are pinned below."""
-    names = [name for name in libraries(kind, dtype) if not is_of_another_group(name)]
+def test_registers_fit_the_bound(simulated, kind):
+    """In float32. Those of bfloat16 are pinned below; float16 needs no more than it."""
+    names = [name for name in libraries(kind, "f32") if not is_of_another_group(name)]
     assert names
     for path in map(library, names):
         for name in kernels_of(path):

@@ -1,9 +1,10 @@
 """What must hold of a model that FSDP2 (`fully_shard`) shards before and after it is accelerated.
 
-Run in every process of a group; as a script it takes an architecture and a granularity.
+Run in every process of a group; as a script it takes architectures.
 """
 
 import copy
+import itertools
 import sys
 
 import torch.distributed as dist
@@ -87,6 +88,7 @@ def check_fully_shard(architecture: str, granularity: str) -> None:
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     dist.init_process_group("gloo")
-    check_fully_shard(*sys.argv[1:])
+    for architecture, granularity in itertools.product(sys.argv[1:], GRANULARITIES):
+        check_fully_shard(architecture, granularity)
     dist.barrier()
     dist.destroy_process_group()
