@@ -3,7 +3,7 @@
 A test that takes the fixture `device` runs on the CPU and on "mps": on a Mac that is Metal, elsewhere it is
 the simulator (tests/simulator), which runs the same host code and shaders in an ordinary PyTorch. There it
 runs under one of four orders of threads and threadgroups, selected by the test's name, and in the sweep under
-another one, except for tests marked `one_schedule` and those of many cases that run only in the sweep.
+another one, except for tests marked `one_schedule` and for cases that run only in the sweep.
 """
 
 import os
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 SCHEDULES = 4
+OTHER_ORDER = "mps-other-order"
 SIMULATED = sys.platform != "darwin"
 
 
@@ -34,15 +35,21 @@ def mps_variants(one_schedule: bool) -> list:
     """The parameters of `device` beside "cpu"."""
     if not SIMULATED or one_schedule:
         return ["mps"]
-    return ["mps", pytest.param("mps-other-order", marks=pytest.mark.sweep)]
+    return ["mps", pytest.param(OTHER_ORDER, marks=pytest.mark.sweep)]
 
 
 def pytest_generate_tests(metafunc):
     if "device" in metafunc.fixturenames:
         marks = {mark.name for mark in metafunc.definition.iter_markers()}
-        one_schedule = bool(marks & {"one_schedule", "sweep"})
         cpu = pytest.param("cpu", marks=pytest.mark.sweep) if "of_kernels" in marks else "cpu"
-        metafunc.parametrize("device", [cpu, *mps_variants(one_schedule)], indirect=True)
+        metafunc.parametrize("device", [cpu, *mps_variants("one_schedule" in marks)], indirect=True)
+
+
+def pytest_collection_modifyitems(config, items):
+    """A case that is of the sweep by itself, too, runs in no other order."""
+    others = [i for i in items if OTHER_ORDER in i.nodeid and len(list(i.iter_markers("sweep"))) > 1]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in set(others)]
 
 
 def install_error(config) -> str | None:
@@ -70,7 +77,7 @@ def device(request) -> str:
         yield "mps"
         torch.mps.synchronize()
         return
-    name = request.node.nodeid.replace("mps-other-order", "mps")
+    name = request.node.nodeid.replace(OTHER_ORDER, "mps")
     order = zlib.crc32(name.encode()) + (request.param != "mps")
     request.getfixturevalue("simulated").set_schedule(order % SCHEDULES)
     yield "mps"

@@ -98,10 +98,9 @@ def test_gate_whose_scales_sum_to_zero(device):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("weight_dtype", DTYPES)
-def test_gate_sweep(device, dtype, weight_dtype):
-    for width in (1, 31, 32, 33, 127, 300, 1024, 2880, 7168):
-        for num_experts, top_k in ((1, 1), (8, 2), (31, 5), (128, 8), (512, 10)):
+def test_gate_sweep(device, dtype):
+    for i, width in enumerate((1, 31, 32, 33, 127, 300, 1024, 2880, 7168)):
+        for j, (num_experts, top_k) in enumerate(((1, 1), (8, 2), (31, 5), (128, 8), (512, 10))):
             for tokens in (1, 3, 33) if width * num_experts < 2**17 else (1,):
-                arguments = gate_arguments(tokens, width, num_experts, dtype, weight_dtype, width)
-                check_gate(*arguments, top_k, bool(tokens % 2), device)
+                arguments = gate_arguments(tokens, width, num_experts, dtype, DTYPES[(i + j) % 3], width)
+                check_gate(*arguments, top_k, tokens != 3, device)
