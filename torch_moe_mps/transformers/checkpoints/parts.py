@@ -223,7 +223,7 @@ class Parts:
     def _tie(self, missing: set[str]) -> set[str]:
         """Gives tied layers the tensors that the checkpoint has for one of them; returns what is missing."""
         missing = {*missing}
-        for name, other in tied_pairs(self.model):
+        for name, other in tied_pairs(self._tied):
             module, source = self.model.get_submodule(name), self.model.get_submodule(other)
             for last, tensor in source._parameters.items():
                 if f"{name}.{last}" in missing and f"{other}.{last}" not in missing:

@@ -291,9 +291,9 @@ def tied_layers(model: nn.Module) -> dict[str, str]:
     }
 
 
-def tied_pairs(model: nn.Module) -> list[tuple[str, str]]:
-    """The names of modules that share a weight, in both orders."""
-    return [both for pair in tied_layers(model).items() for both in (pair, pair[::-1])]
+def tied_pairs(tied: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The names of modules that share a weight, in both orders, from `tied_layers` of the dense model."""
+    return [both for pair in tied.items() for both in (pair, pair[::-1])]
 
 
 def layer_of(module: str) -> str:

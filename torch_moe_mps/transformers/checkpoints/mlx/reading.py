@@ -18,7 +18,7 @@ from ....quantization import Format
 from ...interface import Experts
 from ..absent import beside_text
 from ..checking import may_lack
-from ..targets import Reasons, Target, kinds_of, tied_pairs
+from ..targets import Reasons, Target, kinds_of, tied_layers, tied_pairs
 from ..weights import quantized_names
 from .names import Names, canonical
 from .rows import PARTS, Row, Rows
@@ -147,7 +147,7 @@ class Reading:
 
     def _tied(self) -> None:
         """Adds the tied layers: the checkpoint has only one of each pair."""
-        for name, other in tied_pairs(self.model):
+        for name, other in tied_pairs(tied_layers(self.model)):
             if other in self.targets and name not in self.targets and name in self.kinds:
                 kind, module = self.kinds[name]
                 self.targets[name] = Target(name, module, kind, self.targets[other].formats)
