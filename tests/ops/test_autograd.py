@@ -106,17 +106,18 @@ def test_writing_in_place_is_seen_by_autograd(device, name):
 
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_writing_in_place_over_other_arguments(device, name):
-    """Each argument that is read, and one that is written, as views of one buffer."""
+    """An argument that is written and another one, read or written, as views of one buffer."""
     arguments = copies(sample_arguments(device, torch.float32)[name])
     tensors = [argument for argument, value in arguments.items() if isinstance(value, Tensor)]
-    pairs = [(w, n) for w in tensors for n in tensors if w.endswith("_") and not n.endswith("_")]
+    written = [argument for argument in tensors if argument.endswith("_")]
+    pairs = [(w, n) for w in written for n in tensors if n not in written[: written.index(w) + 1]]
     pairs = [pair for pair in pairs if len({arguments[n].is_floating_point() for n in pair}) == 1]
     assert pairs
-    for written, other in pairs:
-        a, b = arguments[other], arguments[written]
+    for target, other in pairs:
+        a, b = arguments[other], arguments[target]
         buffer = torch.cat([a.flatten(), b.flatten()])
-        views = {other: buffer[: a.numel()].view(a.shape), written: buffer[1 : 1 + b.numel()].view(b.shape)}
-        message = f"moe_mps::{name}: {written} must be free of overlap with {other}, got a view of the same"
+        views = {other: buffer[: a.numel()].view(a.shape), target: buffer[1 : 1 + b.numel()].view(b.shape)}
+        message = f"moe_mps::{name}: {target} must be free of overlap with {other}, got a view of the same"
         with pytest.raises(ValueError, match=message):
             packet(name)(**{**arguments, **views})
 

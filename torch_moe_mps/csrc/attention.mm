@@ -20,13 +20,6 @@ constexpr int64_t kMostKeyStride = int64_t(1) << 24;
 constexpr int64_t kRun = 8;  // elements of a dense head that a kernel loads at once, the most
 constexpr int64_t kWordsOfRun = 2;
 
-bool starts_on(const Tensor& tensor, int64_t multiple) {
-  for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) {
-    if (tensor.size(dim) > 1 && tensor.stride(dim) % multiple != 0) return false;
-  }
-  return tensor.storage_offset() % multiple == 0;
-}
-
 // Keys or values as kernels read them.
 struct Cache {
   Tensor values;
@@ -36,13 +29,13 @@ struct Cache {
   Cache(const Tensor& values_, const std::optional<Tensor>& scales_, const std::optional<Tensor>& biases_)
       : values(rows_contiguous(values_)), scales(scales_), biases(biases_) {
     const bool near = values.stride(2) < kMostKeyStride;
-    if (!near || (scales && !starts_on(values, kWordsOfRun)))
+    if (!near || (scales && !starts_aligned(values, kWordsOfRun)))
       values = values.clone(at::MemoryFormat::Contiguous);
     params.batch_stride = values.stride(0);
     params.head_stride = values.stride(1);
     params.key_stride = values.stride(2);
     params.width = values.size(3);
-    params.vectorised = params.width % kRun == 0 && starts_on(values, kRun);
+    params.vectorised = params.width % kRun == 0 && starts_aligned(values, kRun);
     if (!scales) return;
     params.width *= 4;
     if (scales->strides() != biases->strides() || scales->stride(3) != 1 ||
@@ -150,12 +143,6 @@ CacheRows rows_of(const Tensor& cache) {
 
 void write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const Tensor& scales_,
                             const Tensor& biases_, int64_t start, const std::optional<Tensor>& position) {
-  constexpr const char* kName = "write_cache_quantized_";
-  const std::pair<const char*, Tensor> read[] = {{"states", states_},
-                                                 {"position", position.value_or(Tensor())}};
-  prepare_write(kName, "packed_", packed_, {read[0], read[1]});
-  prepare_write(kName, "scales_", scales_, {read[0], read[1], {"biases_", biases_}});
-  prepare_write(kName, "biases_", biases_, {read[0], read[1]});
   if (states_.numel() == 0) return;
   Tensor states = rows_contiguous(states_);
   if (!starts_aligned(states)) states = states.clone(at::MemoryFormat::Contiguous);

@@ -2,8 +2,6 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <initializer_list>
-#include <utility>
 
 #include "../shaders/params.h"
 #include "register.h"
@@ -97,8 +95,6 @@ Tensor weighted_sum_stacked(const Tensor& slots, const Tensor& weights) {
 }
 
 void weighted_sum_residual_stacked_(const Tensor& residual_, const Tensor& slots, const Tensor& weights) {
-  prepare_write("weighted_sum_residual_stacked_", "residual_", residual_,
-                {{"slots", slots}, {"weights", weights}});
   if (residual_.numel() == 0) return;
   const Tensor residual = residual_.contiguous();
   WeightedSum sum = stacked(slots, weights);
@@ -109,8 +105,6 @@ void weighted_sum_residual_stacked_(const Tensor& residual_, const Tensor& slots
 
 Tensor weighted_sum_residual_norm_stacked_(const Tensor& residual_, const Tensor& slots,
                                            const Tensor& weights, const Tensor& norm_weight, double eps) {
-  prepare_write("weighted_sum_residual_norm_stacked_", "residual_", residual_,
-                {{"slots", slots}, {"weights", weights}, {"norm_weight", norm_weight}});
   Tensor output = at::empty(residual_.sizes(), residual_.options());
   if (output.numel() == 0) return output;
   const Tensor residual = residual_.contiguous();

@@ -18,8 +18,6 @@ using OptionalTensor = std::optional<Tensor>;
 
 Tensor causal_conv1d_update_(const Tensor& x, const Tensor& conv_state_, const Tensor& weight_,
                              const OptionalTensor& bias_, std::string_view activation) {
-  prepare_write("causal_conv1d_update_", "conv_state_", conv_state_,
-                {{"x", x}, {"weight", weight_}, {"bias", bias_.value_or(Tensor())}});
   Tensor output = at::empty(x.sizes(), x.options());
   if (output.numel() == 0) return output;
   const Tensor state = conv_state_.contiguous();
@@ -59,16 +57,6 @@ Tensor gated_delta_rule_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
                          std::optional<double> l2norm_eps, const OptionalTensor& a_log_,
                          const OptionalTensor& dt_bias_, bool beta_is_logit, const OptionalTensor& gate_,
                          const OptionalTensor& norm_weight, double norm_eps, double norm_offset) {
-  prepare_write("gated_delta_rule_", "state_", state_,
-                {{"q", q_},
-                 {"k", k_},
-                 {"v", v_},
-                 {"g", g_},
-                 {"beta", beta_},
-                 {"A_log", a_log_.value_or(Tensor())},
-                 {"dt_bias", dt_bias_.value_or(Tensor())},
-                 {"gate", gate_.value_or(Tensor())},
-                 {"norm_weight", norm_weight.value_or(Tensor())}});
   Tensor output = at::empty(v_.sizes(), v_.options());
   if (output.numel() == 0) return output;
   const Tensor q = q_.contiguous(), k = k_.contiguous(), v = v_.contiguous();

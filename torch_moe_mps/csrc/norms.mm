@@ -77,46 +77,40 @@ Tensor rms_norm_gated(const Tensor& input, const Tensor& gate, const Tensor& wei
   return output;
 }
 
-Tensor norm_add(const Tensor& residual, const Tensor& input, const Tensor& weight,
-                const std::optional<Tensor>& scalar, double eps, double weight_offset) {
+// The norms with a residual: their results, and `sum` where the kernel writes one.
+Tensor with_residual(const char* kernel, const Tensor& residual, const Tensor& input, const Tensor& weight,
+                     const std::optional<Tensor>& scalar, double eps, double weight_offset,
+                     const std::optional<Tensor>& sum = std::nullopt) {
   Tensor output = at::empty(residual.sizes(), residual.options());
   if (output.numel() == 0) return output;
-  encode_norm("norm_add", residual.contiguous(), input.contiguous(), weight.contiguous(), contiguous(scalar),
-              eps, weight_offset, output, std::nullopt);
+  encode_norm(kernel, residual.contiguous(), input.contiguous(), weight.contiguous(), contiguous(scalar), eps,
+              weight_offset, output, sum);
   return output;
-}
-
-std::tuple<Tensor, Tensor> residual_norm(const Tensor& residual, const Tensor& input, const Tensor& weight,
-                                         const std::optional<Tensor>& scalar, double eps, bool write_sum,
-                                         double weight_offset) {
-  Tensor output = at::empty(residual.sizes(), residual.options());
-  Tensor sum =
-      write_sum ? at::empty(residual.sizes(), residual.options()) : at::empty({0}, residual.options());
-  if (output.numel() == 0) return {output, sum};
-  encode_norm("residual_norm", residual.contiguous(), input.contiguous(), weight.contiguous(),
-              contiguous(scalar), eps, weight_offset, output, write_sum ? std::optional(sum) : std::nullopt);
-  return {output, sum};
 }
 
 Tensor fused_norm_add(const Tensor& residual, const Tensor& input, const Tensor& weight, double eps,
                       double weight_offset) {
-  return norm_add(residual, input, weight, std::nullopt, eps, weight_offset);
+  return with_residual("norm_add", residual, input, weight, std::nullopt, eps, weight_offset);
 }
 
 Tensor fused_norm_add_scalar(const Tensor& residual, const Tensor& input, const Tensor& weight,
                              const Tensor& scalar, double eps, double weight_offset) {
-  return norm_add(residual, input, weight, scalar, eps, weight_offset);
+  return with_residual("norm_add", residual, input, weight, scalar, eps, weight_offset);
 }
 
 std::tuple<Tensor, Tensor> fused_residual_norm(const Tensor& residual, const Tensor& input,
                                                const Tensor& weight, double eps, bool write_sum,
                                                double weight_offset) {
-  return residual_norm(residual, input, weight, std::nullopt, eps, write_sum, weight_offset);
+  const Tensor sum =
+      write_sum ? at::empty(residual.sizes(), residual.options()) : at::empty({0}, residual.options());
+  const Tensor output = with_residual("residual_norm", residual, input, weight, std::nullopt, eps,
+                                      weight_offset, write_sum ? std::optional(sum) : std::nullopt);
+  return {output, sum};
 }
 
 Tensor fused_residual_norm_scalar(const Tensor& residual, const Tensor& input, const Tensor& weight,
                                   const Tensor& scalar, double eps, double weight_offset) {
-  return std::get<0>(residual_norm(residual, input, weight, scalar, eps, false, weight_offset));
+  return with_residual("residual_norm", residual, input, weight, scalar, eps, weight_offset);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Registers the operators of a family for MPS, each behind its argument check:
+// Registers the operators of a family for MPS, each behind its argument checks:
 //
 //   TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
 //     implement<rms_norm>(m, "rms_norm");
@@ -6,9 +6,31 @@
 #pragma once
 #include <torch/library.h>
 
+#include <optional>
+#include <vector>
+
 #include "signature.h"
 
 namespace moe_mps {
+
+// The places of the arguments that an operator writes, by its schema.
+std::vector<size_t> written_by(const char* operator_name);
+
+// Raises an error if an argument that will be written shares memory with another one; null is no tensor. This
+// is checked in every call: a signature has no addresses.
+void prepare_writes(const char* operator_name, c10::ArrayRef<size_t> written,
+                    c10::ArrayRef<const at::Tensor*> arguments);
+
+inline const at::Tensor* tensor_of(const at::Tensor& argument) {
+  return &argument;
+}
+inline const at::Tensor* tensor_of(const std::optional<at::Tensor>& argument) {
+  return argument ? &*argument : nullptr;
+}
+template <class T>
+const at::Tensor* tensor_of(const T&) {
+  return nullptr;
+}
 
 template <auto function>
 struct Checked;
@@ -19,6 +41,8 @@ struct Checked<function> {
 
   static Result call(Arguments... arguments) {
     check_call(name, arguments...);
+    static const std::vector<size_t> written = written_by(name);
+    if (!written.empty()) prepare_writes(name, written, {tensor_of(arguments)...});
     return function(arguments...);
   }
 };

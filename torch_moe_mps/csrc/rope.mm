@@ -125,15 +125,6 @@ Tensor rope_cache_(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
                    const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight, double eps,
                    double weight_offset, std::string_view pairs, std::optional<int64_t> rotary_dim,
                    bool rotary_last, bool norm_v, const std::optional<Tensor>& v_weight) {
-  const Tensor none;
-  const Tensor &of_q = q_weight ? *q_weight : none, &of_k = k_weight ? *k_weight : none,
-               &of_v = v_weight ? *v_weight : none;
-  const std::pair<const char*, Tensor> others[] = {
-      {"q", q},           {"k", k},           {"v", v},           {"cos", cos},        {"sin", sin},
-      {"q_weight", of_q}, {"k_weight", of_k}, {"v_weight", of_v}, {"values_", values_}};
-  const at::ArrayRef<std::pair<const char*, Tensor>> of_keys(others);
-  prepare_write("rope_cache_", "keys_", keys_, of_keys);
-  prepare_write("rope_cache_", "values_", values_, of_keys.slice(0, of_keys.size() - 1));
   const Rotation rotation{cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last};
   const Tensor output = heads_first(q);
   if (output.numel() == 0) return output;

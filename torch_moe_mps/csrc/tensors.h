@@ -1,11 +1,9 @@
 // How tensors are passed to kernels, and how many threads a row gets.
 #pragma once
 #include <ATen/core/Tensor.h>
-#include <c10/util/ArrayRef.h>
 
 #include <initializer_list>
 #include <optional>
-#include <utility>
 
 #include "../shaders/geometry.h"
 #include "metal/encoder.h"
@@ -34,8 +32,8 @@ std::optional<int64_t> row_stride(const at::Tensor& tensor);
 // The tensor if the elements of each row are contiguous, else a contiguous copy.
 at::Tensor rows_contiguous(const at::Tensor& tensor);
 
-// Whether each row of a tensor of any strides starts on a multiple of 4 elements.
-bool starts_aligned(const at::Tensor& tensor);
+// Whether each row of a tensor of any strides starts on a multiple of so many elements.
+bool starts_aligned(const at::Tensor& tensor, int64_t elements = 4);
 
 // The DTYPE_* code of shaders/params.h.
 uint32_t dtype_code(const at::Tensor& tensor);
@@ -48,11 +46,5 @@ std::optional<at::Tensor> contiguous(const std::optional<at::Tensor>& tensor);
 // The tensor if it is contiguous and starts at a multiple of 16 bytes, else a copy that does.
 at::Tensor aligned(const at::Tensor& tensor);
 bool is_aligned(const at::Tensor& tensor);
-
-// Raises an error if an argument that will be written in place shares memory with one that is read. An
-// undefined tensor is an argument that was not given. The check runs in every call: a signature has no
-// addresses.
-void prepare_write(const char* operator_name, const char* argument, const at::Tensor& written,
-                   at::ArrayRef<std::pair<const char*, at::Tensor>> read);
 
 }  // namespace moe_mps

@@ -1,7 +1,5 @@
 #include "tensors.h"
 
-#include <ATen/MemoryOverlap.h>
-
 #include <algorithm>
 
 #include "../shaders/params.h"
@@ -55,11 +53,11 @@ at::Tensor rows_contiguous(const at::Tensor& tensor) {
   return tensor.size(-1) == 1 || tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
 }
 
-bool starts_aligned(const at::Tensor& tensor) {
+bool starts_aligned(const at::Tensor& tensor, int64_t elements) {
   for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) {
-    if (tensor.size(dim) > 1 && tensor.stride(dim) % 4 != 0) return false;
+    if (tensor.size(dim) > 1 && tensor.stride(dim) % elements != 0) return false;
   }
-  return tensor.storage_offset() % 4 == 0;
+  return tensor.storage_offset() % elements == 0;
 }
 
 uint32_t dtype_code(const at::Tensor& tensor) {
@@ -82,18 +80,6 @@ bool is_aligned(const at::Tensor& tensor) {
 at::Tensor aligned(const at::Tensor& tensor) {
   const at::Tensor rows = tensor.contiguous();
   return is_aligned(rows) ? rows : rows.clone();
-}
-
-void prepare_write(const char* operator_name, const char* argument, const at::Tensor& written,
-                   at::ArrayRef<std::pair<const char*, at::Tensor>> read) {
-  for (const auto& [other, tensor] : read) {
-    if (!tensor.defined()) continue;
-    const at::MemOverlapStatus overlap = at::get_overlap_status(written, tensor);
-    TORCH_CHECK_VALUE(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
-                      "moe_mps::", operator_name, ": ", argument, " must be free of overlap with ", other,
-                      ", got a view of the same memory");
-  }
-  written.unsafeGetTensorImpl()->bump_version();
 }
 
 at::Tensor in_dtype(const at::Tensor& tensor, c10::ScalarType dtype) {

@@ -32,7 +32,7 @@ def require_torch(function: str, model: nn.Module) -> None:
 
 
 def align_weights(model: nn.Module) -> None:
-    """Copy packed weights on mps that do not start on 16 bytes, which every call would copy otherwise."""
+    """Copy packed weights on mps that do not start on 16 bytes: else every call would copy them."""
     for module in filter(has_quantized_weights, model.modules()):
         for parameter in module.parameters(recurse=False):
             offset = parameter.storage_offset() * parameter.element_size()
@@ -67,23 +67,21 @@ def compile_libraries(names: Iterable[str], strict: bool) -> str | None:
 def tensor_libraries_of(model: nn.Module) -> list[str]:
     """The names of the libraries that would multiply the model's weights on mps on tensor units."""
     used: set[str] = set()
-    for module in model.modules():
-        tensors = [*module.parameters(recurse=False)]
-        if tensors and tensors[0].device.type == "mps" and (dtype := _dtype(module, model)) is not None:
-            weights = [str(format) for format in formats_in(module).values()]
-            if is_experts(module) and not is_quantized(module):
-                weights = ["dense_transposed" if module.is_transposed else "dense"]
-            used.update(f"tensor_units_{name}_{dtype}" for name in weights)
+    for module, dtype in _on_mps(model):
+        weights = [str(format) for format in formats_in(module).values()]
+        if is_experts(module) and not is_quantized(module):
+            weights = ["dense_transposed" if module.is_transposed else "dense"]
+        used.update(f"tensor_units_{name}_{dtype}" for name in weights)
     return [name for name in torch.ops.moe_mps._libraries(tensor_units=True) if name in used]
 
 
 def libraries_of(model: nn.Module) -> list[str]:
     """The names of the libraries that the accelerated modules on mps run, in the package's order."""
     used: set[str] = set()
-    for module in model.modules():
-        tensors = [*module.parameters(recurse=False)]
-        if tensors and tensors[0].device.type == "mps":
-            used.update(_weight_libraries(module, _dtype(module, model)))
+    for module, dtype in _on_mps(model):
+        used.update(f"quantized_{format}_{dtype}" for format in formats_in(module).values())
+        if is_experts(module) and not is_quantized(module):
+            used.add(f"experts_{dtype}")
     dtypes = {name.rpartition("_")[2] for name in used}
     if kv_bits_of(model) == CACHE_BITS:
         used.update(f"attention_affine8_{dtype}" for dtype in dtypes)
@@ -98,17 +96,15 @@ def libraries_of(model: nn.Module) -> list[str]:
     return [name for name in torch.ops.moe_mps._libraries() if name in used]
 
 
-def _weight_libraries(module: nn.Module, dtype: str | None) -> Iterator[str]:
-    if dtype is None:
-        return
-    formats = formats_in(module)
-    if formats:
-        yield from (f"quantized_{format}_{dtype}" for format in formats.values())
-    elif is_experts(module):
-        yield f"experts_{dtype}"
+def _on_mps(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """(module, dtype of its activations) of the modules with parameters of their own on mps.
 
-
-def _dtype(module: nn.Module, model: nn.Module) -> str | None:
-    """The dtype of the activations: the dtype of the module's weights or scales, or else of the model."""
-    every = itertools.chain(module.parameters(recurse=False), model.parameters())
-    return next((DTYPES[p.dtype] for p in every if p.dtype in DTYPES), None)
+    The dtype is that of the module's weights or scales, or else of the model.
+    """
+    for module in model.modules():
+        own = [*module.parameters(recurse=False)]
+        if own and own[0].device.type == "mps":
+            every = itertools.chain(own, model.parameters())
+            dtype = next((DTYPES[p.dtype] for p in every if p.dtype in DTYPES), None)
+            if dtype is not None:
+                yield module, dtype

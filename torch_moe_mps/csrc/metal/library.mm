@@ -66,35 +66,24 @@ Once<Pipeline>& pipelines() {
   return *instance;
 }
 
-const char* dtype_name(c10::ScalarType dtype) {
+// What a dtype is called in the names of kernels, and in Metal.
+struct DtypeNames {
+  const char *suffix, *type;
+};
+DtypeNames names_of(c10::ScalarType dtype) {
   switch (dtype) {
     case c10::ScalarType::Float:
-      return "f32";
+      return {"f32", "float"};
     case c10::ScalarType::Half:
-      return "f16";
+      return {"f16", "half"};
     case c10::ScalarType::BFloat16:
-      return "bf16";
+      return {"bf16", "bfloat"};
     case c10::ScalarType::Int:
-      return "i32";
+      return {"i32", "int"};
     case c10::ScalarType::Long:
-      return "i64";
+      return {"i64", "long"};
     default:
       TORCH_CHECK(false, "moe_mps: no kernel for dtype ", dtype);
-  }
-}
-
-const char* metal_type(c10::ScalarType dtype) {
-  switch (dtype) {
-    case c10::ScalarType::Float:
-      return "float";
-    case c10::ScalarType::Half:
-      return "half";
-    case c10::ScalarType::BFloat16:
-      return "bfloat";
-    case c10::ScalarType::Int:
-      return "int";
-    default:
-      return "long";
   }
 }
 
@@ -104,11 +93,11 @@ void append_suffix(Text& text, const Library& library) {
   append("_");
   append(library.weights);
   if (!library.weights.empty()) append("_");
-  append(dtype_name(library.dtype));
+  append(names_of(library.dtype).suffix);
 }
 
 std::string source_of(const Library& library) {
-  std::string text = c10::str("#define MOE_DTYPE ", metal_type(library.dtype), "\n#define MOE_SUFFIX \"",
+  std::string text = c10::str("#define MOE_DTYPE ", names_of(library.dtype).type, "\n#define MOE_SUFFIX \"",
                               library.suffix(), "\"\n");
   if (!library.weights.empty()) text += c10::str("#define MOE_WEIGHTS ", library.weights_type, "\n");
   return text + flattened_source(library.file);
