@@ -9,6 +9,8 @@ from torch import Tensor
 from .formats import DTYPES, FORMATS, too_far, weight_bytes
 
 FAMILIES: dict[str, type] = {}
+# Of the fields that are sizes, in the names of cases.
+LETTERS = {"tokens": "T", "rows": "T", "experts": "E", "slots": "K", "top_k": "K", "width": "H"}
 
 
 class Case:
@@ -19,6 +21,8 @@ class Case:
     """
 
     group: str
+    operator: str
+    dtype: str
     mutated: ClassVar[tuple[str, ...]] = ()  # inputs that the operator changes
     parts: ClassVar[
         dict[str, str]
@@ -29,7 +33,9 @@ class Case:
 
     @property
     def name(self) -> str:
-        raise NotImplementedError
+        """The operator, its sizes and its dtype; each shape of an operator has another name."""
+        sizes = [f"{LETTERS[field]} {size}" for field, size in asdict(self).items() if field in LETTERS]
+        return " ".join([self.operator, *sizes, self.dtype])
 
     def weights(self, values) -> dict[str, Tensor]:
         return {}
@@ -45,8 +51,8 @@ class Case:
         raise NotImplementedError
 
     def bytes_moved(self, t: dict[str, Tensor], part: str = "") -> int:
-        """What the case, or a part of it, must read and write once."""
-        raise NotImplementedError
+        """What the case, or a part of it, must read and write once: its inputs, if the rest is small."""
+        return sum(tensor.nbytes for tensor in t.values())
 
     def arguments(self) -> dict:
         return asdict(self)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .experts import LINEARS, SHAPE, SMALL_SHAPES, Case, Experts, Linear, ops
 from .formats import DTYPES
-from .layer import EPS, differs, total_bytes
+from .layer import EPS, differs
 
 
 def norm_of(values, width: int, dtype: str) -> Tensor:
@@ -61,15 +61,12 @@ class FusedLinear(Linear):
 class Logits(Case):
     """router_logits behind a norm."""
 
+    operator: ClassVar[str] = "router_logits"
     group: str
     rows: int
     experts: int
     width: int
     dtype: str
-
-    @property
-    def name(self):
-        return f"{self.group} router_logits T {self.rows} E {self.experts} H {self.width} {self.dtype}"
 
     def inputs(self, values):
         return {
@@ -83,9 +80,6 @@ class Logits(Case):
 
     def wrong(self, before, after):
         return differs(after["result0"], oracles.gate_logits(*(exact(t) for t in before.values()), EPS))
-
-    def bytes_moved(self, t, part=""):
-        return total_bytes(t)
 
 
 @dataclass
@@ -139,7 +133,7 @@ class Delta(Case):
         return differs(after["result0"], expected) or differs(after["state"], state)
 
     def bytes_moved(self, t, part=""):
-        return total_bytes(t) + t["state"].nbytes + t["v"].nbytes
+        return super().bytes_moved(t) + t["state"].nbytes + t["v"].nbytes
 
 
 @dataclass

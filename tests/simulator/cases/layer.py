@@ -22,10 +22,6 @@ def differs(actual: torch.Tensor, expected: np.ndarray) -> str:
     return "" if error < TOLERANCE[actual.dtype] else f"error {error:.1e}"
 
 
-def total_bytes(t: dict) -> int:
-    return sum(tensor.nbytes for tensor in t.values())
-
-
 @dataclass
 class Norm(Case):
     group: ClassVar[str] = "norms"
@@ -33,10 +29,6 @@ class Norm(Case):
     rows: int
     width: int
     dtype: str
-
-    @property
-    def name(self):
-        return f"{self.operator} T {self.rows} H {self.width} {self.dtype}"
 
     @property
     def scaled(self) -> bool:
@@ -71,13 +63,10 @@ class Norm(Case):
 @dataclass
 class SiluMul(Case):
     group: ClassVar[str] = "combine"
+    operator: ClassVar[str] = "silu_mul_stacked"
     slots: int
     width: int
     dtype: str
-
-    @property
-    def name(self):
-        return f"silu_mul_stacked S {self.slots} I {self.width} {self.dtype}"
 
     def inputs(self, values):
         shape, dtype = (self.slots, self.width), DTYPES[self.dtype]
@@ -90,7 +79,7 @@ class SiluMul(Case):
         return differs(after["result0"], oracles.silu_mul(exact(before["gate"]), exact(before["up"])))
 
     def bytes_moved(self, t, part=""):
-        return total_bytes(t) * 3 // 2
+        return super().bytes_moved(t) * 3 // 2
 
 
 @dataclass
@@ -104,10 +93,6 @@ class WeightedSum(Case):
     slots: int
     width: int
     dtype: str
-
-    @property
-    def name(self):
-        return f"{self.operator} T {self.rows} K {self.slots} H {self.width} {self.dtype}"
 
     def inputs(self, values):
         dtype = DTYPES[self.dtype]
@@ -146,14 +131,11 @@ class WeightedReduce(Case):
     """moe_weighted_reduce with a shared expert and a residual."""
 
     group: ClassVar[str] = "combine"
+    operator: ClassVar[str] = "moe_weighted_reduce"
     rows: int
     slots: int
     width: int
     dtype: str
-
-    @property
-    def name(self):
-        return f"moe_weighted_reduce T {self.rows} K {self.slots} H {self.width} {self.dtype}"
 
     def inputs(self, values):
         dtype, row = DTYPES[self.dtype], (self.rows, self.width)
@@ -196,10 +178,6 @@ class Router(Case):
         "scaling_factor": 2.5,
     }
 
-    @property
-    def name(self):
-        return f"{self.operator} T {self.rows} E {self.experts} K {self.top_k} {self.dtype}"
-
     def inputs(self, values):
         t = {"logits": values.normal(self.rows, self.experts, dtype=DTYPES[self.dtype], scale=2.0)}
         if self.operator == "fused_moe_routing":
@@ -240,15 +218,12 @@ class Router(Case):
 @dataclass
 class Gate(Case):
     group: ClassVar[str] = "routing"
+    operator: ClassVar[str] = "moe_gate"
     tokens: int
     experts: int
     width: int
     top_k: int
     dtype: str  # of the router's weight; hidden is bfloat16
-
-    @property
-    def name(self):
-        return f"moe_gate T {self.tokens} E {self.experts} H {self.width} K {self.top_k} {self.dtype}"
 
     def inputs(self, values):
         return {
@@ -277,9 +252,6 @@ class Gate(Case):
             return f"logits of the chosen {error:.1e} off"
         return differs_by(after["result0"], oracles.gate_weights(logits, ids, scale, True), 2e-5)
 
-    def bytes_moved(self, t, part=""):
-        return t["router"].nbytes + t["hidden"].nbytes
-
 
 def differs_by(actual: torch.Tensor, expected: np.ndarray, tolerance: float) -> str:
     error = np.linalg.norm(exact(actual) - expected) / np.linalg.norm(expected)
@@ -298,10 +270,6 @@ class Bucket(Case):
     dtype: str
 
     ROWS: ClassVar[tuple[int, int]] = (768, 2048)  # of the matrices whose grids moe_compute_ids_tpe gives
-
-    @property
-    def name(self):
-        return f"{self.operator} T {self.tokens} E {self.experts} K {self.top_k} {self.dtype}"
 
     def inputs(self, values):
         dtype = {"i32": torch.int32, "i64": torch.int64}[self.dtype]

@@ -4,21 +4,6 @@
 #include "msl_types.h"
 
 namespace metal {
-enum class mem_flags : unsigned { mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_texture = 4 };
-constexpr mem_flags operator|(mem_flags a, mem_flags b) {
-  return mem_flags(unsigned(a) | unsigned(b));
-}
-constexpr mem_flags operator&(mem_flags a, mem_flags b) {
-  return mem_flags(unsigned(a) & unsigned(b));
-}
-enum memory_order { memory_order_relaxed };
-enum thread_scope {
-  thread_scope_thread,
-  thread_scope_simdgroup,
-  thread_scope_threadgroup,
-  thread_scope_device
-};
-
 template <class T>
 struct atomic {
   T value;
@@ -53,10 +38,8 @@ MSL_RUNTIME T atomic_read(const volatile metal::atomic<T>* object) {
     }                                                                  \
   };
 MSL_ATOMIC_OPERATION(add, old + operand)
-MSL_ATOMIC_OPERATION(sub, old - operand)
 MSL_ATOMIC_OPERATION(and, old& operand)
 MSL_ATOMIC_OPERATION(or, old | operand)
-MSL_ATOMIC_OPERATION(xor, old ^ operand)
 MSL_ATOMIC_OPERATION(min, operand < old ? operand : old)
 MSL_ATOMIC_OPERATION(max, operand > old ? operand : old)
 MSL_ATOMIC_OPERATION(exchange, operand)
@@ -69,13 +52,10 @@ namespace metal {
     return msl::atomic_update(object, msl::atomic_##name<T>{operand});                          \
   }
 MSL_ATOMIC_FUNCTION(atomic_fetch_add_explicit, add)
-MSL_ATOMIC_FUNCTION(atomic_fetch_sub_explicit, sub)
 MSL_ATOMIC_FUNCTION(atomic_fetch_and_explicit, and)
 MSL_ATOMIC_FUNCTION(atomic_fetch_or_explicit, or)
-MSL_ATOMIC_FUNCTION(atomic_fetch_xor_explicit, xor)
 MSL_ATOMIC_FUNCTION(atomic_fetch_min_explicit, min)
 MSL_ATOMIC_FUNCTION(atomic_fetch_max_explicit, max)
-MSL_ATOMIC_FUNCTION(atomic_exchange_explicit, exchange)
 template <class T>
 MSL_INLINE T atomic_load_explicit(const volatile atomic<T>* object, memory_order) {
   return msl::atomic_read(object);
@@ -97,6 +77,4 @@ MSL_RUNTIME bool atomic_compare_exchange_weak_explicit(volatile atomic<T>* objec
   *expected = old;
   return false;
 }
-MSL_INLINE void atomic_thread_fence(mem_flags, memory_order = memory_order_relaxed,
-                                    thread_scope = thread_scope_device) {}
 }  // namespace metal

@@ -143,19 +143,10 @@ MSL_FLOAT3(fmax3, __builtin_fmaxf(x, __builtin_fmaxf(y, z)))
 MSL_FLOAT3(fmin3, __builtin_fminf(x, __builtin_fminf(y, z)))
 MSL_FLOAT3(fmedian3, __builtin_fmaxf(__builtin_fminf(x, y), __builtin_fminf(__builtin_fmaxf(x, y), z)))
 // clang-format on
-MSL_INLINE float smoothstep(float low, float high, float x) {
-  float t = saturate((x - low) / (high - low));
-  return t * t * (3 - 2 * t);
-}
-MSL_INLINE half smoothstep(half low, half high, half x) {
-  return half(smoothstep(float(low), float(high), float(x)));
-}
-MSL_VECTOR3(smoothstep)
 // clang-format off
 MSL_TEST1(isnan, __builtin_isnan(x))
 MSL_TEST1(isinf, __builtin_isinf(x))
 MSL_TEST1(isfinite, __builtin_isfinite(x))
-MSL_TEST1(isnormal, __builtin_isnormal(x))
 MSL_TEST1(signbit, __builtin_signbit(x))
 // clang-format on
 
@@ -176,101 +167,33 @@ MSL_INLINE half nextafter(half x, half y) {
   bits += (y > x) == (bits > 0) ? 1 : -1;
   return __builtin_bit_cast(half, bits);
 }
-MSL_INLINE int ilogb(float x) {
-  return __builtin_ilogbf(x);
-}
 MSL_INLINE float frexp(float x, int& exponent) {
   return __builtin_frexpf(x, &exponent);
 }
 MSL_INLINE half frexp(half x, int& exponent) {
   return half(__builtin_frexpf(float(x), &exponent));
 }
-MSL_INLINE float modf(float x, float& whole) {
-  whole = __builtin_truncf(x);
-  return copysign(__builtin_isinf(x) ? 0.0f : x - whole, x);
-}
-MSL_INLINE float sincos(float x, float& cosine) {
-  cosine = __builtin_cosf(x);
-  return __builtin_sinf(x);
-}
-
 // clang-format off
 #define MSL_FOR_INTEGERS(M) M(char) M(uchar) M(short) M(ushort) M(int) M(uint) M(long) M(ulong)
 #define MSL_FOR_NUMBERS(M) MSL_FOR_INTEGERS(M) M(float) M(half)
 // clang-format on
 
-#define MSL_INTEGER(T)                                                                                       \
-  MSL_INLINE T min(T x, T y) {                                                                               \
-    return y < x ? y : x;                                                                                    \
-  }                                                                                                          \
-  MSL_INLINE T max(T x, T y) {                                                                               \
-    return x < y ? y : x;                                                                                    \
-  }                                                                                                          \
-  MSL_INLINE T abs(T x) {                                                                                    \
-    return x < T(0) ? T(-x) : x;                                                                             \
-  }                                                                                                          \
-  MSL_INLINE std::make_unsigned_t<T> absdiff(T x, T y) {                                                     \
-    typedef std::make_unsigned_t<T> U;                                                                       \
-    return x > y ? U(U(x) - U(y)) : U(U(y) - U(x));                                                          \
-  }                                                                                                          \
-  MSL_INLINE T addsat(T x, T y) {                                                                            \
-    T r;                                                                                                     \
-    if (!__builtin_add_overflow(x, y, &r)) return r;                                                         \
-    return y < T(0) ? msl::lowest<T> : msl::highest<T>;                                                      \
-  }                                                                                                          \
-  MSL_INLINE T subsat(T x, T y) {                                                                            \
-    T r;                                                                                                     \
-    if (!__builtin_sub_overflow(x, y, &r)) return r;                                                         \
-    return y > T(0) ? msl::lowest<T> : msl::highest<T>;                                                      \
-  }                                                                                                          \
-  MSL_INLINE T hadd(T x, T y) {                                                                              \
-    return T((__int128(x) + y) >> 1);                                                                        \
-  }                                                                                                          \
-  MSL_INLINE T rhadd(T x, T y) {                                                                             \
-    return T((__int128(x) + y + 1) >> 1);                                                                    \
-  }                                                                                                          \
-  MSL_INLINE T mulhi(T x, T y) {                                                                             \
-    return T((__int128(x) * y) >> (8 * sizeof(T)));                                                          \
-  }                                                                                                          \
-  MSL_INLINE T popcount(T x) {                                                                               \
-    return T(__builtin_popcountl(std::make_unsigned_t<T>(x)));                                               \
-  }                                                                                                          \
-  MSL_INLINE T clz(T x) {                                                                                    \
-    return x ? T(__builtin_clzl(std::make_unsigned_t<T>(x)) - (64 - 8 * int(sizeof(T)))) : T(8 * sizeof(T)); \
-  }                                                                                                          \
-  MSL_INLINE T ctz(T x) {                                                                                    \
-    return x ? T(__builtin_ctzl(std::make_unsigned_t<T>(x))) : T(8 * sizeof(T));                             \
-  }                                                                                                          \
-  MSL_INLINE T reverse_bits(T x) {                                                                           \
-    return T(__builtin_bitreverse64(std::make_unsigned_t<T>(x)) >> (64 - 8 * sizeof(T)));                    \
-  }                                                                                                          \
-  MSL_INLINE T rotate(T x, T count) {                                                                        \
-    typedef std::make_unsigned_t<T> U;                                                                       \
-    unsigned bits = 8 * sizeof(T), left = unsigned(U(count)) % bits;                                         \
-    return left ? T(U(U(x) << left) | U(U(x) >> (bits - left))) : x;                                         \
-  }                                                                                                          \
-  MSL_INLINE T extract_bits(T x, uint offset, uint bits) {                                                   \
-    unsigned width = 8 * sizeof(T);                                                                          \
-    if (!bits) return T(0);                                                                                  \
-    return T(T(std::make_unsigned_t<T>(x) << (width - offset - bits)) >> (width - bits));                    \
-  }                                                                                                          \
-  MSL_INLINE T insert_bits(T base, T insert, uint offset, uint bits) {                                       \
-    typedef std::make_unsigned_t<T> U;                                                                       \
-    U mask = U(U(bits == 8 * sizeof(T) ? ~U(0) : U((U(1) << bits) - 1)) << offset);                          \
-    return T((U(base) & U(~mask)) | (U(U(insert) << offset) & mask));                                        \
+#define MSL_INTEGER(T)                                                           \
+  MSL_INLINE T min(T x, T y) {                                                   \
+    return y < x ? y : x;                                                        \
+  }                                                                              \
+  MSL_INLINE T max(T x, T y) {                                                   \
+    return x < y ? y : x;                                                        \
+  }                                                                              \
+  MSL_INLINE T abs(T x) {                                                        \
+    return x < T(0) ? T(-x) : x;                                                 \
+  }                                                                              \
+  MSL_INLINE T popcount(T x) {                                                   \
+    return T(__builtin_popcountl(std::make_unsigned_t<T>(x)));                   \
+  }                                                                              \
+  MSL_INLINE T ctz(T x) {                                                        \
+    return x ? T(__builtin_ctzl(std::make_unsigned_t<T>(x))) : T(8 * sizeof(T)); \
   }
-}  // namespace metal
-
-namespace msl {
-template <class T>
-inline constexpr bool is_signed_int = std::is_signed_v<T>;
-template <class T>
-inline constexpr T highest = T(is_signed_int<T> ? T((1ull << (8 * sizeof(T) - 1)) - 1) : T(~0ull));
-template <class T>
-inline constexpr T lowest = is_signed_int<T> ? T(-highest<T> - 1) : T(0);
-}  // namespace msl
-
-namespace metal {
 MSL_FOR_INTEGERS(MSL_INTEGER)
 MSL_INLINE float abs(float x) {
   return fabs(x);
@@ -322,31 +245,11 @@ MSL_INLINE msl::if_bfloat<B> clamp(B x, B low, B high) {
   return clamp(float(x), float(low), float(high));
 }
 // clang-format off
-MSL_VECTOR1(abs) MSL_VECTOR1(popcount) MSL_VECTOR1(clz) MSL_VECTOR1(ctz) MSL_VECTOR1(reverse_bits)
-MSL_VECTOR2(min) MSL_VECTOR2(max) MSL_VECTOR2(absdiff) MSL_VECTOR2(addsat) MSL_VECTOR2(subsat)
-MSL_VECTOR2(hadd) MSL_VECTOR2(rhadd) MSL_VECTOR2(mulhi) MSL_VECTOR2(rotate) MSL_VECTOR3(clamp)
-MSL_VECTOR3(min3) MSL_VECTOR3(max3) MSL_VECTOR3(median3)
+MSL_VECTOR1(abs) MSL_VECTOR1(popcount) MSL_VECTOR1(ctz) MSL_VECTOR2(min) MSL_VECTOR2(max)
+MSL_VECTOR3(clamp) MSL_VECTOR3(min3) MSL_VECTOR3(max3) MSL_VECTOR3(median3)
     // clang-format on
-    MSL_INLINE int mad24(int x, int y, int z) {
-  return x * y + z;
-}
-MSL_INLINE uint mad24(uint x, uint y, uint z) {
-  return x * y + z;
-}
-MSL_INLINE int mul24(int x, int y) {
-  return x * y;
-}
-MSL_INLINE uint mul24(uint x, uint y) {
-  return x * y;
-}
-#define MSL_MADHI(T)                  \
-  MSL_INLINE T madhi(T x, T y, T z) { \
-    return T(mulhi(x, y) + z);        \
-  }
-MSL_FOR_INTEGERS(MSL_MADHI)
-
-template <class T>
-MSL_INLINE std::enable_if_t<msl::shape<T>::size == 1, T> select(T a, T b, bool condition) {
+    template <class T>
+    MSL_INLINE std::enable_if_t<msl::shape<T>::size == 1, T> select(T a, T b, bool condition) {
   return condition ? b : a;
 }
 template <class T, int N>
@@ -385,20 +288,12 @@ MSL_INLINE T dot(vec<T, N> a, msl::identity_t<vec<T, N>> b) {
   return sum;
 }
 template <class T, int N>
-MSL_INLINE T length_squared(vec<T, N> x) {
-  return dot(x, x);
-}
-template <class T, int N>
 MSL_INLINE T length(vec<T, N> x) {
   return sqrt(dot(x, x));
 }
 template <class T, int N>
 MSL_INLINE T distance(vec<T, N> x, msl::identity_t<vec<T, N>> y) {
   return length(x - y);
-}
-template <class T, int N>
-MSL_INLINE T distance_squared(vec<T, N> x, msl::identity_t<vec<T, N>> y) {
-  return dot(x - y, x - y);
 }
 template <class T, int N>
 MSL_INLINE vec<T, N> normalize(vec<T, N> x) {

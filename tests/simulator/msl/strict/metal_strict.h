@@ -19,34 +19,7 @@ typedef ulong size_t;
 typedef long ptrdiff_t;
 typedef __bf16 bfloat;
 
-#define METAL_FUNC inline __attribute__((always_inline))
-#define INFINITY __builtin_inff()
-#define NAN __builtin_nanf("")
-#define MAXFLOAT __FLT_MAX__
-#define FLT_MAX __FLT_MAX__
-#define FLT_MIN __FLT_MIN__
-#define FLT_EPSILON __FLT_EPSILON__
-#define HALF_MAX half(65504.0f)
-#define HALF_MIN half(0x1p-14f)
-#define CHAR_BIT 8
-#define SHRT_MAX __SHRT_MAX__
-#define SHRT_MIN (-__SHRT_MAX__ - 1)
-#define USHRT_MAX (__SHRT_MAX__ * 2 + 1)
-#define INT_MAX __INT_MAX__
-#define INT_MIN (-__INT_MAX__ - 1)
-#define UINT_MAX (__INT_MAX__ * 2U + 1)
-#define LONG_MAX __LONG_MAX__
-#define ULONG_MAX (__LONG_MAX__ * 2UL + 1)
-#define M_E_F 2.7182818f
-#define M_LOG2E_F 1.44269504f
-#define M_LN2_F 0.69314718f
-#define M_LN10_F 2.30258509f
-#define M_PI_F 3.14159265f
-#define M_PI_2_F 1.57079633f
-#define M_1_PI_F 0.31830989f
-#define M_2_SQRTPI_F 1.12837917f
-#define M_SQRT2_F 1.41421356f
-#define M_SQRT1_2_F 0.70710678f
+#include "constants.h"
 
 // device and constant are spaces of their own, neither of which converts to the other, to thread or to
 // threadgroup. OpenCL's own constant space would do for constant, but structures could not be copied from it,
@@ -117,31 +90,7 @@ struct remove_addrspace<__constant T> {
 template <class T>
 using remove_addrspace_t = typename remove_addrspace<T>::type;
 template <class T>
-using remove_const_t = __remove_const(T);
-template <class T>
 using remove_cv_t = __remove_cv(T);
-template <class T>
-struct remove_cv {
-  typedef __remove_cv(T) type;
-};
-template <class T>
-using remove_reference_t = __remove_reference_t(T);
-template <class T>
-struct remove_reference {
-  typedef __remove_reference_t(T) type;
-};
-template <class T>
-using remove_pointer_t = __remove_pointer(T);
-template <class T>
-struct remove_pointer {
-  typedef __remove_pointer(T) type;
-};
-template <class T>
-using make_unsigned_t = __make_unsigned(T);
-template <class T>
-using make_signed_t = __make_signed(T);
-template <class T>
-using decay_t = __decay(T);
 template <class A, class B>
 STRICT_CONSTANT bool strict_same = __is_same(A, B);
 template <class T>
@@ -155,11 +104,6 @@ STRICT_CONSTANT bool strict_float = strict_same<__remove_cv(T), float> || strict
 // clang-format off
 STRICT_TRAIT(is_integral, __is_integral(T))
 STRICT_TRAIT(is_floating_point, strict_float<T>)
-STRICT_TRAIT(is_arithmetic, __is_integral(T) || strict_float<T>)
-STRICT_TRAIT(is_signed, __is_signed(T))
-STRICT_TRAIT(is_unsigned, __is_unsigned(T))
-STRICT_TRAIT(is_const, __is_const(T))
-STRICT_TRAIT(is_pointer, __is_pointer(T))
 // clang-format on
 
 template <class A, class B>
@@ -254,42 +198,27 @@ namespace metal {
   bool name(T);
 // clang-format off
 STRICT_1(abs) STRICT_1(acos) STRICT_1(acosh) STRICT_1(asin) STRICT_1(asinh) STRICT_1(atan) STRICT_1(atanh)
-STRICT_1(ceil) STRICT_1(clz) STRICT_1(cos) STRICT_1(cosh) STRICT_1(cospi) STRICT_1(ctz) STRICT_1(exp)
-STRICT_1(exp10) STRICT_1(exp2) STRICT_1(fabs) STRICT_1(floor) STRICT_1(fract) STRICT_1(log) STRICT_1(log10)
-STRICT_1(log2) STRICT_1(normalize) STRICT_1(popcount) STRICT_1(reverse_bits) STRICT_1(rint) STRICT_1(round)
-STRICT_1(rsqrt) STRICT_1(saturate) STRICT_1(sign) STRICT_1(sin) STRICT_1(sinh) STRICT_1(sinpi)
-STRICT_1(sqrt) STRICT_1(tan) STRICT_1(tanh) STRICT_1(tanpi) STRICT_1(trunc) STRICT_2(absdiff)
-STRICT_2(addsat) STRICT_2(atan2) STRICT_2(copysign) STRICT_2(cross) STRICT_2(divide) STRICT_2(fdim)
-STRICT_2(fmax) STRICT_2(fmin) STRICT_2(fmod) STRICT_2(hadd) STRICT_2(max) STRICT_2(min) STRICT_2(mul24)
-STRICT_2(mulhi) STRICT_2(nextafter) STRICT_2(pow) STRICT_2(powr) STRICT_2(rhadd) STRICT_2(rotate)
-STRICT_2(step) STRICT_2(subsat) STRICT_3(clamp) STRICT_3(fma) STRICT_3(fmax3) STRICT_3(fmedian3)
-STRICT_3(fmin3) STRICT_3(mad24) STRICT_3(madhi) STRICT_3(max3) STRICT_3(median3) STRICT_3(min3)
-STRICT_3(mix) STRICT_3(smoothstep) STRICT_TEST(all) STRICT_TEST(any) STRICT_TEST(isfinite)
-STRICT_TEST(isinf) STRICT_TEST(isnan) STRICT_TEST(isnormal) STRICT_TEST(signbit)
+STRICT_1(ceil) STRICT_1(cos) STRICT_1(cosh) STRICT_1(cospi) STRICT_1(ctz) STRICT_1(exp) STRICT_1(exp10)
+STRICT_1(exp2) STRICT_1(fabs) STRICT_1(floor) STRICT_1(fract) STRICT_1(log) STRICT_1(log10) STRICT_1(log2)
+STRICT_1(normalize) STRICT_1(popcount) STRICT_1(rint) STRICT_1(round) STRICT_1(rsqrt) STRICT_1(saturate)
+STRICT_1(sign) STRICT_1(sin) STRICT_1(sinh) STRICT_1(sinpi) STRICT_1(sqrt) STRICT_1(tan) STRICT_1(tanh)
+STRICT_1(tanpi) STRICT_1(trunc) STRICT_2(atan2) STRICT_2(copysign) STRICT_2(cross) STRICT_2(divide)
+STRICT_2(fdim) STRICT_2(fmax) STRICT_2(fmin) STRICT_2(fmod) STRICT_2(max) STRICT_2(min) STRICT_2(nextafter)
+STRICT_2(pow) STRICT_2(powr) STRICT_2(step) STRICT_3(clamp) STRICT_3(fma) STRICT_3(fmax3) STRICT_3(fmedian3)
+STRICT_3(fmin3) STRICT_3(max3) STRICT_3(median3) STRICT_3(min3) STRICT_3(mix) STRICT_TEST(all)
+STRICT_TEST(any) STRICT_TEST(isfinite) STRICT_TEST(isinf) STRICT_TEST(isnan) STRICT_TEST(signbit)
     // clang-format on
     template <class A, class B, class C>
     strict_common_t<A, B> select(A, B, C);
 template <class T>
 T ldexp(T, int);
 template <class T>
-int ilogb(T);
-template <class T>
 T frexp(T, int&);
-template <class T>
-T modf(T, T&);
-template <class T>
-T sincos(T, T&);
-template <class T>
-T extract_bits(T, uint, uint);
-template <class T>
-T insert_bits(T, T, uint, uint);
-#define STRICT_GEOMETRY(N)                                    \
-  float dot(metal::vec<float, N>, metal::vec<float, N>);      \
-  half dot(metal::vec<half, N>, metal::vec<half, N>);         \
-  float length(metal::vec<float, N>);                         \
-  float length_squared(metal::vec<float, N>);                 \
-  float distance(metal::vec<float, N>, metal::vec<float, N>); \
-  float distance_squared(metal::vec<float, N>, metal::vec<float, N>);
+#define STRICT_GEOMETRY(N)                               \
+  float dot(metal::vec<float, N>, metal::vec<float, N>); \
+  half dot(metal::vec<half, N>, metal::vec<half, N>);    \
+  float length(metal::vec<float, N>);                    \
+  float distance(metal::vec<float, N>, metal::vec<float, N>);
 // clang-format off
 STRICT_GEOMETRY(2)
 STRICT_GEOMETRY(3)
@@ -297,74 +226,39 @@ STRICT_GEOMETRY(4)
 // clang-format on
 
 template <class T>
-struct numeric_limits;
-#define STRICT_LIMITS(T, MAX, LOWEST, MIN)      \
-  template <>                                   \
-  struct numeric_limits<T> {                    \
-    STRICT_CONSTANT bool is_specialized = true; \
-    static constexpr T max() {                  \
-      return T(MAX);                            \
-    }                                           \
-    static constexpr T min() {                  \
-      return T(MIN);                            \
-    }                                           \
-    static constexpr T lowest() {               \
-      return T(LOWEST);                         \
-    }                                           \
-    static constexpr T infinity() {             \
-      return T(INFINITY);                       \
-    }                                           \
-    static constexpr T quiet_NaN() {            \
-      return T(NAN);                            \
-    }                                           \
-    static constexpr T epsilon() {              \
-      return T(MIN);                            \
-    }                                           \
+struct numeric_limits {
+  static constexpr T max() { return T(-1) < T(0) ? T((1ul << (8 * sizeof(T) - 1)) - 1) : T(-1); }
+  static constexpr T min() { return T(-1) < T(0) ? T(-max() - 1) : T(0); }
+  static constexpr T lowest() { return min(); }
+};
+#define STRICT_LIMITS(T, MAX, LOWEST, MIN) \
+  template <>                              \
+  struct numeric_limits<T> {               \
+    static constexpr T max() {             \
+      return T(MAX);                       \
+    }                                      \
+    static constexpr T min() {             \
+      return T(MIN);                       \
+    }                                      \
+    static constexpr T lowest() {          \
+      return T(LOWEST);                    \
+    }                                      \
+    static constexpr T infinity() {        \
+      return T(INFINITY);                  \
+    }                                      \
+    static constexpr T quiet_NaN() {       \
+      return T(NAN);                       \
+    }                                      \
+    static constexpr T epsilon() {         \
+      return T(MIN);                       \
+    }                                      \
   };
-#define STRICT_INTEGER_LIMITS(T, MAX, LOWEST)   \
-  template <>                                   \
-  struct numeric_limits<T> {                    \
-    STRICT_CONSTANT bool is_specialized = true; \
-    static constexpr T max() {                  \
-      return T(MAX);                            \
-    }                                           \
-    static constexpr T min() {                  \
-      return T(LOWEST);                         \
-    }                                           \
-    static constexpr T lowest() {               \
-      return T(LOWEST);                         \
-    }                                           \
-  };
-// clang-format off
 STRICT_LIMITS(float, __FLT_MAX__, -__FLT_MAX__, __FLT_MIN__)
 STRICT_LIMITS(half, 65504.0f, -65504.0f, 0x1p-14f)
 STRICT_LIMITS(bfloat, 0x1.fep127f, -0x1.fep127f, 0x1p-126f)
-STRICT_INTEGER_LIMITS(bool, 1, 0)
-STRICT_INTEGER_LIMITS(char, 127, -128)
-STRICT_INTEGER_LIMITS(int8_t, 127, -128)
-STRICT_INTEGER_LIMITS(uchar, 255, 0)
-STRICT_INTEGER_LIMITS(short, SHRT_MAX, SHRT_MIN)
-STRICT_INTEGER_LIMITS(ushort, USHRT_MAX, 0)
-STRICT_INTEGER_LIMITS(int, INT_MAX, INT_MIN)
-STRICT_INTEGER_LIMITS(uint, UINT_MAX, 0)
-STRICT_INTEGER_LIMITS(long, LONG_MAX, -LONG_MAX - 1)
-STRICT_INTEGER_LIMITS(ulong, ULONG_MAX, 0)
-// clang-format on
 
-enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_texture = 4 };
-constexpr mem_flags operator|(mem_flags a, mem_flags b) {
-  return mem_flags(int(a) | int(b));
-}
-enum memory_order { memory_order_relaxed };
-enum thread_scope {
-  thread_scope_thread,
-  thread_scope_simdgroup,
-  thread_scope_threadgroup,
-  thread_scope_device
-};
 void threadgroup_barrier(mem_flags);
 void simdgroup_barrier(mem_flags);
-void atomic_thread_fence(mem_flags, memory_order = memory_order_relaxed, thread_scope = thread_scope_device);
 
 template <class T>
 struct atomic {
@@ -391,13 +285,10 @@ struct strict_identity {
   T name(volatile __local atomic<T>*, typename strict_identity<T>::type, memory_order);
 // clang-format off
 STRICT_ATOMIC(atomic_fetch_add_explicit)
-STRICT_ATOMIC(atomic_fetch_sub_explicit)
 STRICT_ATOMIC(atomic_fetch_and_explicit)
 STRICT_ATOMIC(atomic_fetch_or_explicit)
-STRICT_ATOMIC(atomic_fetch_xor_explicit)
 STRICT_ATOMIC(atomic_fetch_min_explicit)
 STRICT_ATOMIC(atomic_fetch_max_explicit)
-STRICT_ATOMIC(atomic_exchange_explicit)
 STRICT_ATOMIC(atomic_store_explicit)
 // clang-format on
 
