@@ -104,7 +104,7 @@ def test_a_graph_with_16_bits_in_place_of_8_is_refused():
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("architecture", EVERY)
+@pytest.mark.parametrize("architecture", ["gpt_oss", "gemma4", "qwen3_next"])
 def test_decode_step_compiles_with_inductor(architecture):
     check_decode_step(architecture, "cpu", "inductor")
 
