@@ -94,6 +94,7 @@ def test_one_unaligned_operand(device, width):
     weights = random((3, 5), torch.float32, 4).to(device)
     for expert_out, shared_out, residual in lay_with_one_unaligned(rows, device):
         checked("moe_weighted_reduce", weights, expert_out, shared_out=shared_out, residual=residual)
+        checked("moe_weighted_reduce", weights, expert_out, residual=residual.unsqueeze(1))
 
 
 def test_longest_row(device):

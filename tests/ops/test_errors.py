@@ -96,6 +96,7 @@ def bad_arguments(device: str) -> list[tuple[str, dict]]:
         {"shared_out": zeros(T, H), "shared_gate": zeros(T + 1)},
         {"shared_out": zeros(T, H), "shared_gate": zeros(T, dtype=integer)},
         {"residual": zeros(T + 1, H)},
+        {"residual": zeros(1, H, T)},
         {"residual": zeros(T, H, dtype=half)},
         {"shared_out": zeros(T, H), "gate_is_logit": True},
     ]
@@ -473,7 +474,8 @@ moe_mps::moe_experts: shared_out must be given when shared_gate is, got None
 moe_mps::moe_experts: shared_gate must be of shape [T, 1] = (3, 1), got (3, 2)
 moe_mps::moe_experts: shared_gate must be of shape [T] = (3,), got (4,)
 moe_mps::moe_experts: shared_gate must be float32 or float16 or bfloat16, got int32
-moe_mps::moe_experts: residual must be of shape [T, H] = (3, 64), got (4, 64)
+moe_mps::moe_experts: residual must be T = 3 rows of H = 64 elements, got (4, 64)
+moe_mps::moe_experts: residual must be T = 3 rows of H = 64 elements, got (1, 64, 3)
 moe_mps::moe_experts: residual must be float32, got float16
 moe_mps::moe_experts: gate_is_logit must be False without shared_gate, got True
 moe_mps::expert_qmm: H, the input dimension of packed, must be a multiple of 32, got 33
@@ -799,7 +801,8 @@ moe_mps::moe_weighted_reduce: shared_out must be given when shared_gate is, got 
 moe_mps::moe_weighted_reduce: shared_gate must be of shape [T, 1] = (3, 1), got (3, 2)
 moe_mps::moe_weighted_reduce: shared_gate must be of shape [T] = (3,), got (4,)
 moe_mps::moe_weighted_reduce: shared_gate must be float32 or float16 or bfloat16, got int32
-moe_mps::moe_weighted_reduce: residual must be of shape [T, H] = (3, 64), got (4, 64)
+moe_mps::moe_weighted_reduce: residual must be T = 3 rows of H = 64 elements, got (4, 64)
+moe_mps::moe_weighted_reduce: residual must be T = 3 rows of H = 64 elements, got (1, 64, 3)
 moe_mps::moe_weighted_reduce: residual must be float32, got float16
 moe_mps::moe_weighted_reduce: gate_is_logit must be False without shared_gate, got True""",
         )

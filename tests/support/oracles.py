@@ -88,7 +88,7 @@ def weighted_reduce(
     if shared_out is not None:
         gate = 1.0 if shared_gate is None else shared_gate.reshape(-1, 1)
         out = out + (sigmoid(gate) if gate_is_logit else gate) * shared_out
-    return out if residual is None else out + residual
+    return out if residual is None else out + residual.reshape(out.shape)
 
 
 # Routing

@@ -9,9 +9,11 @@ from support import tiny_models
 from support.models import assert_close, eager, operators_of, output, prompt
 from torch import nn
 from torch.nn.utils import parametrize
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import torch_moe_mps
 from torch_moe_mps.transformers import experts_of
+from torch_moe_mps.transformers.rewriting.program.programs import forward_given
 
 transformers.logging.set_verbosity_error()
 
@@ -54,6 +56,30 @@ ATTRIBUTES = [
     ("deepseek_v3", "Router", "norm_topk_prob", False),
     ("nemotron_h", "Experts", "act_fn", nn.SiLU()),
 ]
+
+
+def test_the_implementation_of_attention_changes(monkeypatch):
+    """The rewritten forward looks it up in every call, without the methods of config and interface."""
+    fast, own = pair("qwen3_moe")
+    forward, _ = forward_given(block(fast, "self_attn"))
+    assert "attention_function" in forward.__code__.co_names
+    calls, sdpa = [], ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def counted(*args, **kwargs):
+        calls.append(kwargs)
+        return sdpa(*args, **kwargs)
+
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "counted", counted)
+    for name, times in (("eager", 0), ("counted", 2), ("sdpa", 2)):
+        fast.set_attn_implementation(name)
+        check(fast, own)
+        assert len(calls) == times
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", counted)
+    output(fast, prompt())
+    assert len(calls) == 4
+    block(fast, "self_attn").config._attn_implementation = "unknown"
+    with pytest.raises(KeyError, match="`unknown` is not a valid attention implementation"):
+        output(fast, prompt())
 
 
 @pytest.mark.parametrize(("architecture", "cls", "name", "value"), ATTRIBUTES, ids=str)

@@ -2,7 +2,7 @@
 
 The host's time of a step is that of the operators it dispatches, some microseconds each, and of the calls in
 Python, each a fraction of one. `scripts/bench_host.py` times both: with the numbers below an accelerated step
-takes 0.37 to 0.38 of the time of the model's own code; the goal is 0.35.
+takes at most 0.38 of the time of the model's own code; the goal is 0.35.
 """
 
 import sys
@@ -69,6 +69,6 @@ def test_of_a_layer(simulated):
     with torch.no_grad(), simulated.dropped():
         before, after = per_layer(own, dispatches), per_layer(model, dispatches)
         python = per_layer(model, calls_of_the_package)
-    assert sum(before.values()) == 142 and sum(after.values()) <= 16, after
-    # The cache that grows in place has two of the operators, both views, and 7 of the calls, attention 4.
-    assert python["call"] <= 76 and python["c_call"] <= 119, python
+    assert sum(before.values()) == 142 and sum(after.values()) <= 15, after
+    # The cache that grows in place has two of the operators, both views, and 7 of the calls, attention 5.
+    assert python["call"] <= 75 and python["c_call"] <= 111, python

@@ -81,7 +81,7 @@ class Check:
 
     def shape(self, argument: str, tensor: Tensor, expected: Sequence, meaning: str) -> None:
         """`meaning` is the symbolic shape, such as "[T, K]"."""
-        if tensor.dim() != len(expected) or any(a != b for a, b in zip(tensor.shape, expected, strict=True)):
+        if tensor.shape != tuple(expected):
             self.fail(argument, f"of shape {meaning} = {tuple(expected)}", tuple(tensor.shape))
 
     def tensor(

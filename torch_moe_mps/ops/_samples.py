@@ -227,7 +227,10 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
         "silu_mul_stacked": [{"gate": values(I, T).t()}],
         "weighted_sum_residual_stacked_": [{"residual_": values(H, T).t()}],
         "weighted_sum_residual_norm_stacked_": [{"residual_": values(H, T).t()}],
-        "moe_weighted_reduce": [{"expert_out": values(T * K, H), **tail, "gate_is_logit": True}],
+        "moe_weighted_reduce": [
+            {"expert_out": values(T * K, H), **tail, "gate_is_logit": True},
+            {"residual": values(1, T, H)},
+        ],
         "linear_quantized": [
             {"x": strided, "bias": None},
             {"x": values(2, 0, H)},
@@ -244,7 +247,7 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
             norm,
             {**one, **norm},
         ],
-        "moe_experts_quantized": [norm, {**one, **norm}],
+        "moe_experts_quantized": [{"residual": values(1, T, H), **norm}, {**one, **norm}],
     }
     return changes.get(name, [])
 

@@ -4,6 +4,7 @@ Sums run over the slots in ascending order in float32 and are rounded once, so t
 depend on how many tokens there are.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -150,8 +151,12 @@ class ExpertSum(NamedTuple):
                 check.shape("shared_gate", self.shared_gate, (rows[0], 1), "[T, 1]")
             else:
                 check.shape("shared_gate", self.shared_gate, (rows[0],), "[T]")
-        for argument, tensor in (("shared_out", self.shared_out), ("residual", self.residual)):
-            check.tensor(argument, tensor, rows, "[T, H]", (dtype,))
+        check.tensor("shared_out", self.shared_out, rows, "[T, H]", (dtype,))
+        if self.residual is not None:
+            check.dtype("residual", self.residual, (dtype,))
+            shape = self.residual.shape
+            if shape[-1:] != tuple(rows[1:]) or math.prod(shape) != math.prod(rows):
+                check.fail("residual", f"T = {rows[0]} rows of H = {rows[1]} elements", tuple(shape))
 
     def added_to(self, total: Tensor) -> Tensor:
         """total + g * shared_out + residual in float32, in that order."""
@@ -162,7 +167,7 @@ class ExpertSum(NamedTuple):
                 shared = (torch.sigmoid(gate) if self.gate_is_logit else gate) * shared
             total = total + shared
         if self.residual is not None:
-            total = total + self.residual.float()
+            total = total + self.residual.float().reshape(total.shape)
         return total
 
 
@@ -200,7 +205,7 @@ def moe_weighted_reduce(
         expert_out: [T, K, H] or [T * K, H], any of the three dtypes: the experts' outputs.
         shared_gate: [T] or [T, 1], any of the three dtypes: g. Without it g is 1.
         shared_out: [T, H] in the dtype of `expert_out`: the shared expert's output.
-        residual: [T, H] in the dtype of `expert_out`.
+        residual: [T, H], or T rows of any leading shape, in the dtype of `expert_out`.
         gate_is_logit: g = sigmoid(shared_gate) instead of shared_gate.
 
     Returns: [T, H] in the dtype of `expert_out`.

@@ -269,7 +269,8 @@ def moe_experts(
         interleaved: the rows of `gate_up` are gate0, up0, gate1, up1, ... instead of all gates, then all ups.
         transposed: the input dimension of both weights comes before the output dimension.
         shared_gate: [T] or [T, 1]; g = sigmoid(shared_gate) if `gate_is_logit`, else shared_gate; 1 if None.
-        shared_out, residual: [T, H] in the dtype of `x`.
+        shared_out: [T, H] in the dtype of `x`.
+        residual: [T, H], or T rows of any leading shape, in the dtype of `x`.
         norm_weight: [H], float32, float16 or bfloat16. With it norm(x) is rms(x) * (norm_weight +
             norm_offset), without it x. On Metal the norm of one token joins the first product and is not
             rounded, if its weight has the dtype of `x` and `gate_up` is not transposed; else it is a dispatch

@@ -124,7 +124,7 @@ def _sdpa(
     """
     if (
         getattr(module, RECORD, NOTHING).is_attention
-        and query.device.type == "mps"
+        and query.is_mps
         and is_causal is not False
         and dropout == 0.0
         and (_SPECIAL.isdisjoint(kwargs) or all(kwargs.get(name) is None for name in _SPECIAL))

@@ -254,10 +254,11 @@ class _Growing(_Made, DynamicLayer):
         views: list[Tensor] = []
         for held, new in ((self.keys, keys), (self.values, values)):
             batch, tokens, heads, width = new.shape
-            before = held.shape[2]
+            shape = held.shape
+            before = shape[2]
             memory = getattr(held, _MEMORY, None)
             same = held.dtype is new.dtype and held.device == new.device
-            if type(memory) is not Tensor or not same or held.shape != (batch, heads, before, width):
+            if type(memory) is not Tensor or not same or shape != (batch, heads, before, width):
                 return None
             start = held.storage_offset() // held.stride(2)
             is_closed = memory.is_inference() and not torch.is_inference_mode_enabled()

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from .rewriting.record import RECORD, record_of
 ops = torch.ops.moe_mps
 
 NAME = "moe_mps"
+NormArguments: TypeAlias = tuple[Any, float, float]  # of a norm in an operator: weight, eps and offset
+
 # The names of the tensors of a quantised projection, made once instead of in each call.
 _PACKED = {name: [f"{name}_{part}" for part in TENSORS] for name in ("gate_up_proj", "up_proj", "down_proj")}
 # The formula of _apply_gate on its argument X, with G and U its gate and up half.
@@ -164,10 +166,12 @@ def _activation(module: nn.Module) -> tuple | None:
     return None if activation is None else tuple(activation)
 
 
-def _arguments(activation: tuple) -> dict[str, Any]:
+def _arguments(activation: tuple, norm: NormArguments | None) -> dict[str, Any]:
     """As arguments of the operators, without their defaults: the dispatcher takes time for each."""
     name, alpha, limit, gated, interleaved = activation
-    arguments = {"activation": name}
+    arguments: dict[str, Any] = {}
+    if name != "silu":
+        arguments["activation"] = name
     if not gated:
         arguments["gated"] = False
     if interleaved:
@@ -176,6 +180,8 @@ def _arguments(activation: tuple) -> dict[str, Any]:
         arguments["alpha"] = alpha
     if limit is not None:
         arguments["limit"] = limit
+    if norm is not None:
+        arguments["norm_weight"], arguments["norm_eps"], arguments["norm_offset"] = norm
     return arguments
 
 
@@ -218,7 +224,7 @@ def experts_forward(
     shared_gate: Tensor | None = None,
     shared_out: Tensor | None = None,
     residual: Tensor | None = None,
-    norm: dict[str, Any] | None = None,
+    norm: NormArguments | None = None,
 ) -> Tensor:
     """The forward that transformers calls for experts_implementation="moe_mps".
 
@@ -255,13 +261,13 @@ def experts_forward(
     return ops.moe_experts(
         hidden_states, first, self.down_proj, top_k_index, top_k_weights,
         gate_up_bias=bias, down_bias=down_bias, transposed=self.is_transposed,
-        **_arguments(activation), **shared, **(norm or {}),
+        **_arguments(activation, norm), **shared,
     )  # fmt: skip
 
 
-def normed(norm: dict[str, Any] | None, x: Tensor) -> Tensor:
+def normed(norm: NormArguments | None, x: Tensor) -> Tensor:
     """norm(x), of a norm as arguments of the operators."""
-    return x if norm is None else ops.rms_norm(x, *norm.values())
+    return x if norm is None else ops.rms_norm(x, *norm)
 
 
 def _require_no_gradients(self: nn.Module, inputs: Iterable[Tensor | None]) -> None:
@@ -272,7 +278,7 @@ def _require_no_gradients(self: nn.Module, inputs: Iterable[Tensor | None]) -> N
 
 
 def _quantized_forward(
-    self: Experts, x: Tensor, ids: Tensor, weights: Tensor, shared: dict, norm: dict[str, Any] | None
+    self: Experts, x: Tensor, ids: Tensor, weights: Tensor, shared: dict, norm: NormArguments | None
 ) -> Tensor:
     form, down_form = self.quantization, self.down_quantization
     projection, down_projection = projections(self)
@@ -288,7 +294,7 @@ def _quantized_forward(
         hidden = _own_activation(self, hidden)
         hidden = expert_qmm(self, down_projection, hidden, second, ids, down_form, biases.get("down_bias"))
         return _own_combine(self, hidden, weights, shared)
-    options = _arguments(activation) | biases | shared | (norm or {})
+    options = _arguments(activation, norm) | biases | shared
     if down_form is not form:
         options |= {"down_bits": down_form.bits, "down_group_size": down_form.group_size}
         options["down_mode"] = down_form.mode
@@ -339,4 +345,4 @@ def add_terms(
         if shared_gate is not None:
             shared_out = torch.sigmoid(shared_gate).reshape(-1, 1) * shared_out
         routed = routed + shared_out
-    return routed if residual is None else residual + routed
+    return routed if residual is None else residual.reshape(routed.shape) + routed

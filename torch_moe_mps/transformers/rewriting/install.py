@@ -124,7 +124,8 @@ def _rewritten_class(original: type[nn.Module], rewritten: Callable) -> type[nn.
         # A module without a record was restored, and a wrapper that a user put on before still calls this.
         record = self.__dict__.get(RECORD, NOTHING)
         own_code = record.is_restored or record.reads is None
-        if own_code or runs_own_code(self, *args, *kwargs.values()) or not holds(self):
+        changed = record.reads and not holds(self)
+        if own_code or changed or runs_own_code(self, *args, *kwargs.values()):
             return own(self, *args, **kwargs)
         return rewritten(self, *args, **kwargs)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch import nn
 
 from ..program.programs import Program
+from .attention_function import LOOK_UP_ATTENTION
 from .blocks import HAND_OVER_NORM, HAND_OVER_RESIDUAL, TAKE_RESIDUAL
 from .cache_slots import WRITE_INTO_CACHE
 from .gated_delta import CAUSAL_CONV, GATED_DELTA, KEEP_STATE, NORM_RESULTS
@@ -47,6 +48,7 @@ RULES: tuple[Callable[[Program], None], ...] = (
     *KEEP_ROWS,  # of the calls that the rules above have made
     JOIN_ROTATIONS,
     WRITE_INTO_CACHE,
+    LOOK_UP_ATTENTION,
     CAUSAL_CONV,
     GATED_DELTA,
     NORM_RESULTS,

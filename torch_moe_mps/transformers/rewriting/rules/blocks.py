@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...experts import is_observed, normed
+from ...experts import NormArguments, is_observed, normed
 from ...interface import is_experts
 from ...linears import QuantizedLinear
 from ..program.building import add_option, code
@@ -44,7 +44,7 @@ def call_block(
             x = rms_norm(norm, x)
         else:
             options[NORM] = given
-    if RESIDUAL in has and residual is not None and residual.shape == x.shape:
+    if RESIDUAL in has and residual is not None and (residual is x or residual.shape == x.shape):
         options[RESIDUAL], residual = residual, None
     if forward is not None:
         out = forward(block, x, **options)
@@ -64,7 +64,7 @@ def behind(norm: nn.Module, function: Callable, module: nn.Module, x: Tensor, *o
 
 
 @called
-def hand_on(block: nn.Module, x: Tensor, moe_mps_norm: dict[str, Any] | None) -> Any:
+def hand_on(block: nn.Module, x: Tensor, moe_mps_norm: NormArguments | None) -> Any:
     """block(norm(x)), where the calling block has the option of a norm."""
     forward, has = forward_of(block)
     if forward is None or NORM not in has:
@@ -76,7 +76,7 @@ def hand_on(block: nn.Module, x: Tensor, moe_mps_norm: dict[str, Any] | None) ->
 def linear(
     layer: nn.Module,
     x: Tensor,
-    moe_mps_norm: dict[str, Any] | None = None,
+    moe_mps_norm: NormArguments | None = None,
     moe_mps_residual: Tensor | None = None,
 ) -> Tensor:
     """layer(norm(x)) + residual, which has as many elements."""
@@ -86,11 +86,10 @@ def linear(
         out: Tensor = layer(normed(norm, x))
         return out if residual is None else residual.reshape(out.shape) + out
     form, weights = layer.format, layer.weights()
-    if residual is not None:
-        shape = (*x.shape[:-1], weights[0].shape[0])
-        residual = residual if residual.shape == shape else residual.reshape(shape)
+    if residual is not None and residual.shape[:-1] != x.shape[:-1]:
+        residual = residual.reshape((*x.shape[:-1], weights[0].shape[0]))
     return ops.linear_quantized(
-        x, *weights, form.bits, form.group_size, form.mode, residual, None, *(norm or {}).values()
+        x, *weights, form.bits, form.group_size, form.mode, residual, None, *(norm or ())
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from ...experts import is_observed, normed
+from ...experts import NormArguments, is_observed, normed
 from ...linears import QuantizedLinear
 from ..program.building import calls, child_of_call, code, replace_in
 from ..program.programs import Program, calls_in, name_of
@@ -118,7 +118,7 @@ def join(*layers: nn.Module) -> bool:
 
 
 def together(
-    layers: tuple[nn.Module, ...], x: Tensor, norm: dict[str, Any] | None, order: Tensor | None = None
+    layers: tuple[nn.Module, ...], x: Tensor, norm: NormArguments | None, order: Tensor | None = None
 ) -> Tensor | None:
     """The concatenated outputs of the layers behind a norm, in an order; None if they are no matrix."""
     if not join(*layers):
@@ -127,7 +127,7 @@ def together(
     form = whole.format
     return ops.linear_quantized(
         x, whole.packed, whole.scales, whole.biases, whole.bias, form.bits, form.group_size, form.mode,
-        None, order, *(norm or {}).values(),
+        None, order, *(norm or ()),
     )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def linears(
     layers: tuple[nn.Module, ...],
     x: Tensor,
     shape: tuple[int, ...] | None = None,
-    moe_mps_norm: dict[str, Any] | None = None,
+    moe_mps_norm: NormArguments | None = None,
 ) -> Sequence[Tensor]:
     """layer(norm(x)) of each layer, all in the shape [..., -1, width] of heads if one is given."""
     out = together(layers, x, moe_mps_norm)

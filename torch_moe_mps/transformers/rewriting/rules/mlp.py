@@ -4,13 +4,12 @@ Gate, up and activation are one dispatch, down is one.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ....ops._activations import POINTWISE
-from ...experts import add_terms, is_observed, normed
+from ...experts import NormArguments, add_terms, is_observed, normed
 from ...linears import QuantizedLinear
 from ..program.building import add_option, replace_everything
 from ..program.formulas import Reader, child, is_argument
@@ -22,6 +21,8 @@ from .linear import join
 from .options import NORM, RESIDUAL
 
 ops = torch.ops.moe_mps
+
+_NORM = ("norm_weight", "norm_eps", "norm_offset")  # NormArguments by the operator's names
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def mlp_formula(program: Program) -> MlpFormula | None:
 
 @called
 def mlp(
-    module: nn.Module, x: Tensor, residual: Tensor | None = None, norm: dict[str, Any] | None = None
+    module: nn.Module, x: Tensor, residual: Tensor | None = None, norm: NormArguments | None = None
 ) -> Tensor:
     """The forward of an MLP behind a norm, plus the residual."""
     formula: MlpFormula = module.__dict__[RECORD].formula
@@ -61,11 +62,12 @@ def mlp(
     first, to = gate.__dict__[RECORD].joined, down.format
     form = first.format
     packed, scales, biases, bias = down.weights()
+    options = {} if norm is None else dict(zip(_NORM, norm, strict=True))
     return ops.mlp_quantized(
         x, first.packed, first.scales, first.biases, packed, scales, biases,
         form.bits, form.group_size, form.mode, gate_up_bias=first.bias, down_bias=bias,
         activation=formula.activation, gated=formula.up is not None, residual=residual,
-        down_bits=to.bits, down_group_size=to.group_size, down_mode=to.mode, **(norm or {}),
+        down_bits=to.bits, down_group_size=to.group_size, down_mode=to.mode, **options,
     )  # fmt: skip
 
 

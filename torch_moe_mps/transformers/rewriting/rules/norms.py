@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...experts import is_observed
+from ...experts import NormArguments, is_observed
 from ..program.formulas import Node, evaluate, is_number, result_of
 from ..program.patterns import match
 from ..program.programs import Program
@@ -64,7 +64,9 @@ def norm_formula(module: nn.Module) -> NormFormula | None:
     else:
         with recording() as reads:
             formula = _read_norm(module)
-        formula = formula and replace(formula, reads=tuple(reads.values()))
+        if formula is not None:  # its weight and eps are read in every call
+            own = (formula.weight, formula.eps)
+            formula = replace(formula, reads=tuple(r for r in reads.values() if r.path not in own))
     if found is not None:
         found[module] = formula
     if formula is not None:
@@ -122,14 +124,14 @@ def _has_weight(module: nn.Module, weight: Node | None) -> bool:
     return isinstance(own, Tensor) and own.dim() == 1 and evaluate(weight.peel(), module) is own
 
 
-def _arguments(norm: nn.Module, residual: Tensor, x: Tensor) -> tuple[Tensor, float, float] | None:
+def _arguments(norm: nn.Module, residual: Tensor, x: Tensor) -> NormArguments | None:
     """The norm's weight, eps and weight_offset; None where the module, its hooks included, has to run."""
     if is_observed(norm) or not (isinstance(residual, Tensor) and isinstance(x, Tensor)):
         return None
     return norm_arguments(norm, x) if residual.dtype is x.dtype and residual.shape == x.shape else None
 
 
-def norm_arguments(norm: nn.Module, x: Tensor) -> tuple[Any, float, float] | None:
+def norm_arguments(norm: nn.Module, x: Tensor) -> NormArguments | None:
     """The weight, None without one, eps and weight_offset; None where only the module's own code norms x."""
     own = norm.__dict__
     formula: NormFormula | None = own.get(RECORD, NOTHING).formula
@@ -140,22 +142,17 @@ def norm_arguments(norm: nn.Module, x: Tensor) -> tuple[Any, float, float] | Non
         weight = own["_parameters"].get("weight")
         if weight is None or "weight" in own:  # something written over the parameter
             weight = norm.weight
-        same = weight.device == x.device and (formula.keeps_dtype or weight.dtype is x.dtype)
-        if not same or weight.shape[0] != x.shape[-1]:
+        if weight.numel() != x.shape[-1] or not (formula.keeps_dtype or weight.dtype is x.dtype):
             return None
     return weight, getattr(norm, formula.eps), formula.offset
 
 
-def norm_options(norm: nn.Module, x: Tensor) -> dict[str, Any] | None:
-    """The arguments, in order, with which the operators behind a norm compute it; None if it has to run.
+def norm_options(norm: nn.Module, x: Tensor) -> NormArguments | None:
+    """The arguments with which the operators behind a norm compute it; None if it has to run.
 
     For one token that saves a launch. Of more tokens each operator would have to norm all of them again.
     """
-    arguments = None if x.numel() != x.shape[-1] or is_observed(norm) else norm_arguments(norm, x)
-    if arguments is None:
-        return None
-    weight, eps, offset = arguments
-    return {"norm_weight": weight, "norm_eps": eps, "norm_offset": offset}
+    return None if x.numel() != x.shape[-1] or is_observed(norm) else norm_arguments(norm, x)
 
 
 @called

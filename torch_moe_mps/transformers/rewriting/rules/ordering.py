@@ -8,12 +8,11 @@ import copy
 import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...experts import normed
+from ...experts import NormArguments, normed
 from ..program.building import child_of_call, code
 from ..program.programs import Block, If, Program, compile_forward, copied, name_of, names_in
 from ..program.reads import record
@@ -53,7 +52,7 @@ class Order:
 
 @called
 def in_order(
-    module: nn.Module, layers: tuple[nn.Module, ...], x: Tensor, moe_mps_norm: dict[str, Any] | None = None
+    module: nn.Module, layers: tuple[nn.Module, ...], x: Tensor, moe_mps_norm: NormArguments | None = None
 ) -> tuple[bool, Sequence[Tensor]]:
     """(True, the results) of norm(x), or (False, the layers' outputs) where these cannot be one tensor."""
     order: Order = module.__dict__[RECORD].formula.on(x.device)

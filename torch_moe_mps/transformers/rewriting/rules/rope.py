@@ -57,19 +57,19 @@ class _Turn(NamedTuple):
 _TURNS = [_Turn(*fields) for fields in itertools.product(_PAIRS, (False, True), (False, True), (False, True))]
 
 
-def _rotation(turn: tuple, cos: Tensor, sin: Tensor) -> dict[str, Any]:
-    """Arguments of the operator, without its defaults: the dispatcher takes time for each."""
+def _rotation(turn: tuple, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """The operator's tables, and its options without defaults: the dispatcher takes time for each."""
     pairs, half_of_table, doubled, rotary_last = turn
     if half_of_table:
         cos, sin = (table[..., : table.shape[-1] // 2] for table in (cos, sin))
-    arguments: dict[str, Any] = {"cos": cos, "sin": sin}
+    options: dict[str, Any] = {}
     if pairs != "half":
-        arguments["pairs"] = pairs
+        options["pairs"] = pairs
     if doubled:
-        arguments["rotary_dim"] = 2 * cos.shape[-1]
+        options["rotary_dim"] = 2 * cos.shape[-1]
     if rotary_last:
-        arguments["rotary_last"] = True
-    return arguments
+        options["rotary_last"] = True
+    return cos, sin, options
 
 
 @functools.lru_cache(maxsize=1024)
@@ -106,7 +106,8 @@ def _turn_of(
         columns = table_width // 2 if turn.half_of_table else table_width
         if columns * (2 if turn.doubled else 1) > _WIDTH:
             continue
-        turned = ops.rope(inputs[0], inputs[1] if tensors == 2 else None, **_rotation(turn, cos, sin))
+        *tables_of_turn, settings = _rotation(turn, cos, sin)
+        turned = ops.rope(inputs[0], inputs[1] if tensors == 2 else None, *tables_of_turn, **settings)
         if all(map(agrees, turned, expected)):
             return tuple(turn)
     return None
@@ -162,7 +163,8 @@ def rope(
         q, k = q.transpose(1, 2), None if k is None else k.transpose(1, 2)
     if arguments is None:
         return _own_rope(function, q, k, cos, sin, q_norm, k_norm, one_by_one, last, options)
-    q, k_turned = ops.rope(q, k, **arguments)
+    given, settings = arguments
+    q, k_turned = ops.rope(q, k, *given, **settings)
     if heads_first:
         return q if k is None else (q, k_turned)
     q = q.transpose(1, 2)
@@ -216,12 +218,13 @@ def rope_into_cache(
     """
     arguments = _arguments(form, q, k, cos, sin, q_norm, k_norm, last)
     fits = arguments is not None and v.dtype is q.dtype and v.shape[-1] % 2 == 0
-    if arguments is not None and fits and (v_norm is None or _add_norm(arguments, v_norm, v)):
+    if arguments is not None and fits and (v_norm is None or _add_norm(*arguments, v_norm, v)):
         q_rows, k_rows = (q, k) if rows or form[0] == 2 else (q.transpose(1, 2), k.transpose(1, 2))
         slots = slots_of(cache, layer, v, k_rows) if swapped else slots_of(cache, layer, k_rows, v)
         if slots is not None:
             keys, values = (slots.values, slots.keys) if swapped else (slots.keys, slots.values)
-            return ops.rope_cache_(q_rows, k_rows, v, keys, values, **arguments), None, None, slots
+            given, settings = arguments
+            return ops.rope_cache_(q_rows, k_rows, v, keys, values, *given, **settings), None, None, slots
     turned = rope(function, form, q, k, cos, sin, q_norm, k_norm, rows, one_by_one, last, **options)
     q, k = turned if form[0] == 1 else (x.transpose(1, 2) for x in turned)
     v = v if v_norm is None else rms_norm(v_norm, v)
@@ -231,8 +234,11 @@ def rope_into_cache(
 def _arguments(
     form: tuple, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor | None,
     q_norm: nn.Module | None, k_norm: nn.Module | None, last: int | None,
-) -> dict[str, Any] | None:  # fmt: skip
-    """What the operator takes besides q and k; None where the model's own function has to run."""
+) -> tuple[list[Any], dict[str, Any]] | None:  # fmt: skip
+    """What the operator takes behind q, k and the cache, the second by name.
+
+    None where the model's own function has to run.
+    """
     dtype = q.dtype
     if dtype is torch.float64 or (k is not None and k.dtype is not dtype):
         return None
@@ -243,48 +249,46 @@ def _arguments(
     norms = _head_norms(q_norm, k_norm, q, k)
     if turn is None or norms is None:
         return None
-    arguments = _rotation(turn, cos, sin) | norms
+    cos, sin, options = _rotation(turn, cos, sin)
     if last is not None:
-        arguments["rotary_last"] = True
-        rotary = arguments.get("rotary_dim", arguments["cos"].shape[-1])
+        options["rotary_last"] = True
+        rotary = options.get("rotary_dim", cos.shape[-1])
         if rotary != last or (k is not None and k.shape[-1] != last):
             return None
-    return arguments
+    return [cos, sin, *norms], options
 
 
-def _add_norm(arguments: dict[str, Any], v_norm: nn.Module, v: Tensor) -> bool:
+def _add_norm(given: list[Any], options: dict[str, Any], v_norm: nn.Module, v: Tensor) -> bool:
     """Adds the norm of the values to the arguments; False where the operator cannot apply it."""
     found = None if is_observed(v_norm) else norm_arguments(v_norm, v)
     if found is None:
         return False
     weight, eps, offset = found
-    if arguments.setdefault("eps", eps) != eps:
-        return False
-    arguments["norm_v"] = True
+    if len(given) == 2:  # neither q nor k has a norm
+        given += None, None, eps, offset
+    *_, eps_of_all, offset_of_all = given
+    options["norm_v"] = True
     if weight is not None:
-        arguments["v_weight"] = weight
-        return bool(arguments.setdefault("weight_offset", offset) == offset)
-    return True
+        options["v_weight"] = weight
+    return bool(eps == eps_of_all and (weight is None or offset == offset_of_all))
 
 
 def _head_norms(
     q_norm: nn.Module | None, k_norm: nn.Module | None, q: Tensor, k: Tensor | None
-) -> dict | None:
-    """The norms as arguments of the operator; None where their modules have to run."""
-    if q_norm is None and k_norm is None:
-        return {}
-    arguments: dict = {}
-    for name, norm, x in (("q_weight", q_norm, q), ("k_weight", k_norm, k)):
+) -> tuple | None:
+    """The weights of q and k, eps and weight_offset, nothing without norms; None where these have to run."""
+    weights: list[Tensor | None] = []
+    of_all: list[float] = []
+    for norm, x in ((q_norm, q), (k_norm, k)):
         if norm is None or x is None:
+            weights.append(None)
             continue
         found = None if is_observed(norm) else norm_arguments(norm, x)
-        if found is None:
+        if found is None or (of_all and of_all != [*found[1:]]):
             return None
-        weight, eps, offset = found
-        if arguments and (eps, offset) != (arguments["eps"], arguments["weight_offset"]):
-            return None
-        arguments[name], arguments["eps"], arguments["weight_offset"] = weight, eps, offset
-    return arguments
+        weight, *of_all = found
+        weights.append(weight)
+    return (*weights, *of_all) if of_all else ()
 
 
 # Rewriting of an attention's program

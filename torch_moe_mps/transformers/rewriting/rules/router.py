@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ....ops._checks import MAX_EXPERTS, MAX_TOP_K
-from ...experts import may_be_fused, normed
+from ...experts import NormArguments, may_be_fused, normed
 from ...interface import is_experts
 from ..program.building import add_option, code, return_early
 from ..program.formulas import Node, Reader, casts_to_float32, evaluate, is_number, named
@@ -196,7 +196,7 @@ def routed(
     router: nn.Module,
     x: Tensor,
     *args: Any,
-    moe_mps_norm: dict[str, Any] | None = None,
+    moe_mps_norm: NormArguments | None = None,
     **kwargs: Any,
 ) -> tuple:
     """router(norm(x), ...), without casts where it is rewritten and only our operators see the results.

@@ -1,13 +1,11 @@
 """A router's matmul in float32, without copies of the token and of the router's weight in float32."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ....ops._checks import ACTIVATION_DTYPES
-from ...experts import normed
+from ...experts import NormArguments, normed
 from ..program.formulas import Reader
 from ..program.programs import Program
 from ..program.rewrites import Match, Rewrite
@@ -20,22 +18,22 @@ _LINEAR = "torch.nn.functional.linear"
 
 @called
 def router_logits(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, moe_mps_norm: dict[str, Any] | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, moe_mps_norm: NormArguments | None = None
 ) -> Tensor:
     """linear(norm(x).float(), weight.float(), bias)."""
     if not _fits(x, weight) or (x.dtype == weight.dtype == torch.float32 and moe_mps_norm is None):
         return F.linear(normed(moe_mps_norm, x).float(), weight.float(), bias)
-    return ops.router_logits(x, weight, bias, *(moe_mps_norm or {}).values())
+    return ops.router_logits(x, weight, bias, *(moe_mps_norm or ()))
 
 
 @called
 def small_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, moe_mps_norm: dict[str, Any] | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, moe_mps_norm: NormArguments | None = None
 ) -> Tensor:
     """linear(norm(x), weight, bias) of few outputs: of one token by the kernel of routers."""
     if moe_mps_norm is None or not _fits(x, weight) or x.dtype is not weight.dtype:
         return F.linear(normed(moe_mps_norm, x), weight, bias)
-    return ops.router_logits(x, weight, bias, *moe_mps_norm.values(), x.dtype)
+    return ops.router_logits(x, weight, bias, *moe_mps_norm, x.dtype)
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:

@@ -1,11 +1,10 @@
 """Shared experts: their output joins the sum over the routed experts instead of being added after it."""
 
 import ast
-from typing import Any
 
 from torch import Tensor, nn
 
-from ...experts import add_terms, experts_forward, may_be_fused, normed
+from ...experts import NormArguments, add_terms, experts_forward, may_be_fused, normed
 from ...interface import Experts, is_experts
 from ..program.formulas import Reader, child
 from ..program.patterns import match as matched
@@ -22,15 +21,13 @@ def experts_with_shared(
     shared_out: Tensor | None = None,
     shared_gate: Tensor | None = None,
     residual: Tensor | None = None,
-    moe_mps_norm: dict[str, Any] | None = None,
+    moe_mps_norm: NormArguments | None = None,
 ) -> Tensor:
     """experts(norm(hidden_states), ...) + shared_out, times sigmoid(shared_gate) if given, + residual.
 
     What the operators add is rounded once.
     """
     dtype, shape = hidden_states.dtype, hidden_states.shape
-    if residual is not None and residual.shape != shape:
-        residual = residual.reshape(shape)
     if shared_out is not None and shared_out.shape != shape:
         shared_out = shared_out.reshape(shape)
     is_same = (residual is None or residual.dtype is dtype) and (
