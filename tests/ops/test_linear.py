@@ -270,10 +270,10 @@ class TestPlan(expecttest.TestCase):
 T 1, 2560 rows: matmul_rows grid 160x1x1 of 64
 T 1, 12288 rows, gated: matmul_rows grid 768x1x1 of 64
 T 1, 151936 rows: matmul_rows grid 9496x1x1 of 64
-T 2, 2560 rows: matmul_rows_few grid 160x1x1 of 128, inputs split
+T 2, 2560 rows: matmul_rows_few_split grid 160x1x1 of 128, inputs split
 T 2, 12288 rows, gated: matmul_rows_few grid 192x1x1 of 128
 T 2, 151936 rows: matmul_rows_few grid 2374x1x1 of 128
-T 4, 2560 rows: matmul_rows_few grid 160x1x1 of 128, inputs split
+T 4, 2560 rows: matmul_rows_few_split grid 160x1x1 of 128, inputs split
 T 4, 12288 rows, gated: matmul_rows_few grid 192x1x1 of 128
 T 4, 151936 rows: matmul_rows_few grid 2374x1x1 of 128
 T 5, 2560 rows: gemm16_split grid 80x1x1 of 128, inputs split
@@ -295,15 +295,15 @@ T 4, 4096 rows, 8 cores: matmul_rows_few grid 64x1x1 of 128
 T 8, 4096 rows, 8 cores: gemm8 grid 32x1x1 of 128
 T 16, 4096 rows, 8 cores: gemm32 grid 32x1x1 of 128
 T 64, 4096 rows, 8 cores: gemm32 grid 32x2x1 of 128
-T 4, 4096 rows, 32 cores: matmul_rows_few grid 256x1x1 of 128, inputs split
+T 4, 4096 rows, 32 cores: matmul_rows_few_split grid 256x1x1 of 128, inputs split
 T 8, 4096 rows, 32 cores: gemm16_split grid 128x1x1 of 128, inputs split
 T 16, 4096 rows, 32 cores: gemm16_split grid 128x1x1 of 128, inputs split
 T 64, 4096 rows, 32 cores: gemm16_split grid 128x4x1 of 128, inputs split
-T 4, 4096 rows, 40 cores: matmul_rows_few grid 256x1x1 of 128, inputs split
+T 4, 4096 rows, 40 cores: matmul_rows_few_split grid 256x1x1 of 128, inputs split
 T 8, 4096 rows, 40 cores: gemm16_split grid 128x1x1 of 128, inputs split
 T 16, 4096 rows, 40 cores: gemm16_split grid 128x1x1 of 128, inputs split
 T 64, 4096 rows, 40 cores: gemm16_split grid 128x4x1 of 128, inputs split
-T 2, 2560 rows read for one token each: matmul_rows_few grid 160x1x1 of 128, inputs split
+T 2, 2560 rows read for one token each: matmul_rows_few_split grid 160x1x1 of 128, inputs split
 T 3, 2560 rows read for one token each: gemm16_split grid 80x1x1 of 128, inputs split
 """,
         )

@@ -552,11 +552,11 @@ affine 4 bits in 64, 1 tokens, 4 of 32
   matmul_rows_affine4_64_bf16: 5.01 4.41 slots a MAC, 42.5 registers, 64/384/1024 threads
   expert_down_affine4_64_bf16: 5.59 5.01 slots a MAC, 51 registers, 128/384/1024 threads
 affine 4 bits in 64, 3 tokens, 2 of 4
-  matmul_rows_few_affine4_64_bf16: 5.61 5.31 slots a MAC, 97 registers, 128/256/512 threads
-  expert_down_few_affine4_64_bf16: 5.95 5.40 slots a MAC, 86 registers, 256/256/576 threads
+  matmul_rows_few_split_affine4_64_bf16: 5.42 5.12 slots a MAC, 100 registers, 128/256/512 threads
+  expert_down_few_affine4_64_bf16: 5.99 5.43 slots a MAC, 86.5 registers, 256/256/576 threads
 affine 4 bits in 64, 8 tokens, 4 of 32
-  matmul_rows_few_affine4_64_bf16: 3.93 3.61 slots a MAC, 97 registers, 128/256/512 threads
-  expert_down_few_affine4_64_bf16: 5.60 5.05 slots a MAC, 86 registers, 256/256/576 threads
+  matmul_rows_few_affine4_64_bf16: 3.85 3.53 slots a MAC, 89 registers, 128/256/576 threads
+  expert_down_few_affine4_64_bf16: 5.61 5.06 slots a MAC, 86.5 registers, 256/256/576 threads
 affine 4 bits in 64, 64 tokens, 4 of 32
   gemm8_affine4_64_bf16: 2.33 2.29 slots a MAC, 68.5 registers, 128/384/704 threads
   gemm8_affine4_64_bf16: 2.47 2.42 slots a MAC, 68.5 registers, 128/384/704 threads
@@ -635,16 +635,16 @@ not dispatched here
         self.assertExpectedInline(
             registers_of_formats("bf16"),
             """\
-mxfp4: rows 39 normed 40.5 few 92 down 47.5 down_few 81 gemm8 60.5 gemm32 86 split 76 embedding 45
-mxfp8: rows 45.5 normed 47.5 few 103 down 54 down_few 86 gemm8 68.5 gemm32 94 split 84 embedding 43
-nvfp4: rows 34 normed 35.5 few 81 down 42.5 down_few 75 gemm8 56.5 gemm32 82 split 72 embedding 45
-affine4_64: rows 42.5 normed 44.5 few 97 down 51 down_few 86 gemm8 68.5 gemm32 94 split 84 embedding 45
-affine4_32: rows 42.5 normed 44.5 few 97 down 51 down_few 86 gemm8 68.5 gemm32 94 split 84 embedding 45
-affine4_128: rows 42.5 normed 44.5 few 97 down 51 down_few 86 gemm8 68.5 gemm32 94 split 84 embedding 45
-affine2_64: rows 66 normed 67 few 89.5 down 74.5 down_few 81 gemm8 68.5 gemm32 94 split 84 embedding 45
-affine3_64: rows 76.5 normed 83 few 104 down 85 down_few 91.5 gemm8 73 gemm32 103 split 89 embedding 75
-affine5_64: rows 79.5 normed 88 few 111 down 88 down_few 94.5 gemm8 81 gemm32 111 split 97 embedding 75
-affine6_64: rows 79.5 normed 90 few 115 down 88 down_few 94.5 gemm8 73.5 gemm32 99 split 87 embedding 43
-affine8_64: rows 48.5 normed 50.5 few 107.5 down 57 down_few 90.5 gemm8 72.5 gemm32 98 split 88 embedding 43
+mxfp4: rows 38 normed 40.5 few 83 few_split 94 down 46.5 down_few 80.5 gemm8 64.5 gemm32 90 split 80 embedding 45
+mxfp8: rows 45 normed 47.5 few 95 few_split 106 down 53.5 down_few 86.5 gemm8 68.5 gemm32 94 split 84 embedding 43
+nvfp4: rows 33.5 normed 35.5 few 72.5 few_split 83.5 down 42 down_few 75 gemm8 60.5 gemm32 86 split 76 embedding 45
+affine4_64: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94 split 84 embedding 45
+affine4_32: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94 split 84 embedding 45
+affine4_128: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94 split 84 embedding 45
+affine2_64: rows 66 normed 67 few 84.5 few_split 92.5 down 74.5 down_few 81.5 gemm8 68.5 gemm32 94 split 84 embedding 45
+affine3_64: rows 76.5 normed 83 few 99 few_split 107 down 85 down_few 92 gemm8 73 gemm32 103 split 89 embedding 75
+affine5_64: rows 79.5 normed 88 few 106 few_split 114 down 88 down_few 95 gemm8 81 gemm32 111 split 97 embedding 75
+affine6_64: rows 79.5 normed 90 few 110 few_split 118 down 88 down_few 95 gemm8 73.5 gemm32 99 split 87 embedding 43
+affine8_64: rows 48.5 normed 50.5 few 99.5 few_split 110.5 down 57 down_few 91 gemm8 72.5 gemm32 98 split 88 embedding 43
 """,
         )

@@ -67,7 +67,8 @@ MatmulStep few_step(const MatmulShape& shape, int64_t grid_rows, int64_t cores) 
   const bool splits = !fills(whole * grid_rows, cores);
   const int64_t across = splits ? ceil_div(shape.outputs, outputs_of_rows(shape, kRows)) : whole;
   const Size grid{NSUInteger(across), NSUInteger(grid_rows)};
-  return {MatmulWork::kFirst, "matmul_rows_few", grid, -1, threads, 0, splits};
+  const char* kernel = splits ? "matmul_rows_few_split" : "matmul_rows_few";
+  return {MatmulWork::kFirst, kernel, grid, -1, threads, 0, splits};
 }
 
 MatmulStep first_step(const MatmulShape& shape, Path path, int64_t cores) {

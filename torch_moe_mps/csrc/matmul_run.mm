@@ -151,7 +151,6 @@ void add_matmul(Commands& commands, const Run& run, const MatmulStep& step, cons
                 bool x_per_pair, bool is_last, const Tensor& out) {
   MatmulParams params = matmul_params(x, matrix, run.ids, activation, x_per_pair);
   params.writes_tiles = !is_last;
-  params.splits_inputs = step.splits_inputs;
   if (step.norms_inputs) set_norm(params, *norm);
   Command& command = commands.add(library_of(step, matrix), step.kernel);
   bind_matmul(command, x, matrix, run.ids, out).bind(x).params(params);  // x stands in for a residual
@@ -194,7 +193,6 @@ void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputN
   params.slots = params.x_per_pair = 1;
   params.has_residual = residual.has_value();
   params.has_order = order.has_value();
-  params.splits_inputs = step.splits_inputs;
   if (step.norms_inputs) set_norm(params, *norm);
   Command& command = commands.add(library_of(step, matrix), step.kernel);
   bind_matmul(command, x, matrix, order.value_or(x), out).bind_or(residual, x).params(params);

@@ -54,35 +54,32 @@ struct Share {
   uint number, count;
 };
 
-// Dot products with M of at most kMostPairs pairs in threadgroup memory, where their shares are added.
-template <int R, int M, int kMostPairs>
+// Dot products with M pairs of which each simdgroup of a threadgroup has a share: in threadgroup memory,
+// where the shares are added.
+template <int R, int M>
 struct SharedDots {
-  static constant constexpr uint kSize = kRowGroups * R * kMostPairs;  // of a simdgroup
+  static constant constexpr uint kSize = kRowGroups * R * M;  // of a simdgroup
 
   threadgroup float* shares;
-  uint count;
 
   // `memory`: kSize for each simdgroup. Not to be written again before the next barrier.
-  SharedDots(Dots<R, M> own, threadgroup float* memory, uint simdgroup, Share share, uint lane)
-      : shares(memory + lane / kRowLanes * R * M), count(share.count) {
-    if (count == 1) shares += simdgroup * kSize;
+  SharedDots(Dots<R, M> own, threadgroup float* memory, uint simdgroup, uint lane)
+      : shares(memory + lane / kRowLanes * R * M) {
     if (lane % kRowLanes == 0) {
-      threadgroup float* target = shares + share.number * kSize;
+      threadgroup float* target = shares + simdgroup * kSize;
       UNROLL for (int r = 0; r < R; ++r) {
         UNROLL for (int m = 0; m < M; ++m) target[r * M + m] = own.v[r][m];
       }
     }
-    if (count == 1) {
-      simdgroup_barrier(mem_flags::mem_threadgroup);
-    } else {
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
   // One of the lane's dot products.
   float at(uint row, uint pair) const {
     float sum = 0.0f;
-    for (uint share = 0; share < count; ++share) sum += shares[share * kSize + row * M + pair];
+    UNROLL for (uint share = 0; share < kFewSimdgroups; ++share) {
+      sum += shares[share * kSize + row * M + pair];
+    }
     return sum;
   }
 };

@@ -124,15 +124,14 @@ template <typename W>
   constant MatmulParams& matmul = params.matmul;
   const PairTerms<kFewDownRows> terms = {memory};
   const uint first = group * kFewDownRows;
-  for (uint pair = thread_index; pair < matmul.pairs; pair += kDownThreads) {
-    if (expert_of(ids, pair, matmul) == matmul.experts) terms.clear(pair);
-  }
   uint turn = 0;
   for (uint base = 0; base < matmul.pairs; base += kSimdWidth) {
     const uint position = base + lane;
     int4 own = int4(0);
     if (position < matmul.pairs) own = tiles[position];
-    const uint starts = ballot(own.z > 0 && own.x < int(matmul.experts));
+    const bool has_expert = own.x < int(matmul.experts);
+    if (!has_expert && simdgroup == 0) terms.clear(uint(pair_order[position]));
+    const uint starts = ballot(own.z > 0 && has_expert);
     for (uint left = starts; left != 0; left &= left - 1, ++turn) {
       if (turn % kDownSimdgroups != simdgroup) continue;
       const int4 tile = tiles[base + ctz(left)];

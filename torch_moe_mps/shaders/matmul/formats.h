@@ -301,18 +301,29 @@ struct Affine {
   }
 };
 
+// Pairs of codes that are 16 bits apart in a word.
+template <int kCount>
+struct HalfPairs {
+  half2 v[kCount];
+};
+
 // The codes of float formats. The bits of an e2m1 or e4m3 number, moved to the top of a half's
 // exponent and mantissa, are the number times a power of two, subnormals included. The product with its
-// inverse is taken in half, which keeps subnormals, and is exact.
+// inverse is taken in half, which keeps subnormals, and is exact. The sign has to move further than the rest:
+// a sum carries it there. Where there is no sign, the sum sets bits in between, and a mask clears them.
 struct E2M1 {
   static constant constexpr int kBits = 4;
   static constant constexpr float kDivisor = 16384.0f;
 
-  // Codes i and i + 4 of a word, divided by kDivisor.
-  static half2 pair(uint word, int i) {
-    const uint signs = i < 3 ? word << (12 - 4 * i) : word;
-    const uint magnitudes = i < 3 ? word << (9 - 4 * i) : word >> 3;
-    return as_type<half2>((signs & 0x80008000u) | (magnitudes & 0x0e000e00u));
+  // Codes i and i + 4 of a word, divided by kDivisor. A sum serves two pairs.
+  static HalfPairs<4> pairs(uint word) {
+    HalfPairs<4> pairs;
+    UNROLL for (int i = 0; i < 2; ++i) {
+      const uint carried = ((i == 0 ? word << 1 : word >> 3) & 0x1e1e1e1eu) + 0x70707070u;
+      pairs.v[i] = as_type<half2>((carried << 8) & 0x8e008e00u);
+      pairs.v[i + 2] = as_type<half2>(carried & 0x8e008e00u);
+    }
+    return pairs;
   }
 };
 
@@ -321,10 +332,13 @@ struct E4M3 {
   static constant constexpr float kDivisor = 256.0f;
 
   // Codes i and i + 2 of a word, divided by kDivisor.
-  static half2 pair(uint word, int i) {
-    const uint signs = i == 0 ? word << 8 : word;
-    const uint magnitudes = i == 0 ? word << 7 : word >> 1;
-    return as_type<half2>((signs & 0x80008000u) | (magnitudes & 0x3f803f80u));
+  static HalfPairs<2> pairs(uint word) {
+    HalfPairs<2> pairs;
+    UNROLL for (int i = 0; i < 2; ++i) {
+      const uint carried = ((i == 0 ? word << 7 : word >> 1) & 0x7f807f80u) + 0x40004000u;
+      pairs.v[i] = as_type<half2>(carried & 0xbf80bf80u);
+    }
+    return pairs;
   }
 };
 
@@ -374,16 +388,21 @@ struct FloatCodes {
 
   static FragmentElement place_of(int value) { return HalfCodes<Code::kBits>::place_of(value); }
   template <int N>
-  static half2 code_pair(Chunk<N> chunk, int pair) {
-    const half2 codes = Code::pair(chunk.words.v[pair / kCodePairs], pair % kCodePairs);
-    return codes * half2(half(Code::kDivisor * CodeScale::of_codes(chunk.scale)));
+  static HalfPairs<kCodePairs> code_pairs(Chunk<N> chunk, int word) {
+    const half2 factor = half2(half(Code::kDivisor * CodeScale::of_codes(chunk.scale)));
+    HalfPairs<kCodePairs> pairs = Code::pairs(chunk.words.v[word]);
+    UNROLL for (int i = 0; i < kCodePairs; ++i) pairs.v[i] *= factor;
+    return pairs;
   }
 
   static Pack<kPackSize> codes(Chunk<kValues> chunk, int pack) {
+    constexpr int kWords = kPackSize / 2 / kCodePairs;
     float2 pairs[kPackSize / 2];
-    UNROLL for (int i = 0; i < kPackSize / 2; ++i) {
-      const half2 two = code_pair(chunk, pack * kPackSize / 2 + i);
-      pairs[i] = float2(float(two.x), float(two.y));
+    UNROLL for (int word = 0; word < kWords; ++word) {
+      const HalfPairs<kCodePairs> codes = code_pairs(chunk, kWords * pack + word);
+      UNROLL for (int i = 0; i < kCodePairs; ++i) {
+        pairs[kCodePairs * word + i] = float2(float(codes.v[i].x), float(codes.v[i].y));
+      }
     }
     return in_order<kPackSize, HalfCodes<Code::kBits>>(pairs);
   }
@@ -393,7 +412,7 @@ struct FloatCodes {
   }
 
   static float2 values(Chunk<kTileValues> chunk, int number) {
-    const half2 codes = code_pair(chunk, number);
+    const half2 codes = code_pairs(chunk, number / kCodePairs).v[number % kCodePairs];
     const float factor = CodeScale::factor(chunk.scale);
     return float2(float(codes.x) * factor, float(codes.y) * factor);
   }

@@ -8,7 +8,8 @@
   typedef __VA_ARGS__ Weights;                                                \
   INSTANTIATE("matmul_rows", matmul_rows<Weights, kSingleRows>)               \
   INSTANTIATE("matmul_rows_normed", matmul_rows_normed<Weights, kSingleRows>) \
-  INSTANTIATE("matmul_rows_few", matmul_rows_few<Weights>)                    \
+  INSTANTIATE("matmul_rows_few", matmul_rows_few<Weights, false>)             \
+  INSTANTIATE("matmul_rows_few_split", matmul_rows_few<Weights, true>)        \
   INSTANTIATE("expert_down", expert_down<Weights, kSingleRows>)               \
   INSTANTIATE("expert_down_few", expert_down_few<Weights>)                    \
   INSTANTIATE("gemm8", gemm<Weights, 1, false>)                               \

@@ -80,19 +80,23 @@ template <typename W, int R>
 }
 
 // Computes M pairs of one expert, of which `count` exist. `memory`: for SharedDots.
-template <typename W, int R, int M>
-inline void rows_of_pairs(RowBlock<W, R> block, PairSet<M> pairs, uint count, Share share,
-                          threadgroup float* memory, uint simdgroup, Outputs<typename W::Element> out,
-                          constant MatmulParams& params) {
+template <typename W, int R, int M, bool kSplit>
+inline void rows_of_pairs(RowBlock<W, R> block, PairSet<M> pairs, uint count, threadgroup float* memory,
+                          uint simdgroup, Outputs<typename W::Element> out, constant MatmulParams& params) {
+  const Share share = {kSplit ? simdgroup : 0, kSplit ? uint(kFewSimdgroups) : 1};
   const Dots<R, M> dots = block.dots(sources_of(pairs, params), NoNorm{}, share, params);
-  const SharedDots<R, M, W::kPairsAtOnce> sums(dots, memory, simdgroup, share, block.lane);
-  if (share.number == 0) store_outputs<W, R, M>(block, sums, pairs, count, out, params);
+  if constexpr (kSplit) {
+    const SharedDots<R, M> sums(dots, memory, simdgroup, block.lane);
+    if (simdgroup == 0) store_outputs<W, R, M>(block, sums, pairs, count, out, params);
+  } else {
+    store_outputs<W, R, M>(block, dots, pairs, count, out, params);
+  }
 }
 
 // A threadgroup takes some rows of one expert and every pair that chose it, so that the rows are read from
-// memory once. Its simdgroups have different rows or, where there are few threadgroups, the same rows and a
+// memory once. Its simdgroups have different rows or, with kSplit, for few threadgroups, the same rows and a
 // share of the inputs each. Grid: (blocks of rows, see pairs_of_grid_row).
-template <typename W>
+template <typename W, bool kSplit>
 [[kernel, max_total_threads_per_threadgroup(kFewBound)]] void matmul_rows_few(
     MATMUL_BUFFERS(typename W::Element), device int* pair_order [[buffer(9)]],
     device int4* tiles [[buffer(10)]], uint2 group [[threadgroup_position_in_grid]],
@@ -102,12 +106,12 @@ template <typename W>
   constexpr int R = kFewRows, M = W::kPairsAtOnce;
   constexpr uint kThreads = kFewSimdgroups * kSimdWidth;
   threadgroup ushort members[kMaxFewPairs];
-  threadgroup float sums[2][kFewSimdgroups * SharedDots<R, M, M>::kSize];  // of even and of odd turns
-  const bool split = params.splits_inputs != 0;
+  constexpr uint kSumsOfTurn = kSplit ? kFewSimdgroups * SharedDots<R, M>::kSize : 1;
+  threadgroup float sums[2][kSumsOfTurn];  // of even and of odd turns
   const uint count = outputs_of_rows(kRowGroups * R, params);
-  const uint count_of_group = (split ? 1 : kFewSimdgroups) * count;
+  const uint count_of_group = (kSplit ? 1 : kFewSimdgroups) * count;
   const uint first_of_group = group.x * count_of_group,
-             first = first_of_group + (split ? 0 : simdgroup * count);
+             first = first_of_group + (kSplit ? 0 : simdgroup * count);
   const PairList list = pairs_of_grid_row(ids, group.y, members, lane, simdgroup, params);
   if (list.count == 0) return;
   if (group.x == 0 && params.writes_tiles != 0) {
@@ -123,18 +127,17 @@ template <typename W>
   if (first >= params.outputs) return;
   const W weights(packed, scales, biases, list.expert, params);
   const RowBlock<W, R> block = row_block<R>(weights, x, list.expert, first, lane, params);
-  const Share share = {split ? simdgroup : 0, split ? uint(kFewSimdgroups) : 1};
   const Outputs<T> outputs = {bias, residual, out, ids};
   for (uint start = 0, turn = 0; start < list.count; ++turn) {
     const uint left = list.count - start;
     threadgroup float* memory = sums[turn % 2];
     if (M > 1 && left > 1) {
       const PairSet<M> pairs = list.template some<M>(members, start);
-      rows_of_pairs(block, pairs, left, share, memory, simdgroup, outputs, params);
+      rows_of_pairs<W, R, M, kSplit>(block, pairs, left, memory, simdgroup, outputs, params);
       start += M;
     } else {
       const PairSet<1> pair = list.template some<1>(members, start);
-      rows_of_pairs(block, pair, left, share, memory, simdgroup, outputs, params);
+      rows_of_pairs<W, R, 1, kSplit>(block, pair, left, memory, simdgroup, outputs, params);
       start += 1;
     }
   }
