@@ -400,7 +400,7 @@ linear, 8 tokens
   0=A[0:2048] 1=B[0:20480] 2=C[0:1280] 3=D[0:1280] 4=A[0:2048] 5=A[0:2048] 6=E[0:5120] 7=A[0:2048] 8=92
     bytes 9=A[0:2048] 10=A[0:2048]
 linear, 40 tokens
-  gemm16_split_affine4_64_f16 grid 10x3x1 of 128x1x1
+  gemm32_split_affine4_64_f16 grid 10x2x1 of 128x1x1
   0=A[0:10240] 1=B[0:20480] 2=C[0:1280] 3=D[0:1280] 4=A[0:10240] 5=A[0:10240] 6=E[0:25600] 7=A[0:10240] 8=92
     bytes 9=A[0:10240] 10=A[0:10240]
 linear, normed, with a residual
@@ -428,13 +428,13 @@ embedding
 @pytest.mark.parametrize(
     "gpu, launch",
     [
-        ("Apple M1", "gemm8_affine4_64_f16 grid 32x1x1"),
-        ("Apple M4 Max", "gemm16_split_affine4_64_f16 grid 128x1x1"),
-        ("Apple M9 Nano", "gemm16_split_affine4_64_f16 grid 128x1x1"),  # unknown: 16 cores
+        ("Apple M1", "gemm32_affine4_64_f16 grid 16x2x1"),
+        ("Apple M4 Max", "gemm32_split_affine4_64_f16 grid 64x2x1"),
+        ("Apple M9 Nano", "gemm32_split_affine4_64_f16 grid 64x2x1"),  # unknown: 16 cores
     ],
 )
 def test_grid_follows_the_cores(simulated, gpu, launch):
-    x, weight = tensor(8, 64), matrix(4096, 64)
+    x, weight = tensor(40, 64), matrix(2048, 64)
     with plans_for(gpu), simulated.trace() as commands:
         ops.linear_quantized(x, *weight, None, *INT4)
     assert [command.startswith(launch) for command in commands] == [True]

@@ -7,6 +7,7 @@ The texts are of bfloat16. After an intended change:
 
 import functools
 import re
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -304,16 +305,17 @@ def costs(group: str, dtype: str) -> str:
 
 
 def registers_of_formats(dtype: str) -> str:
-    """A line for each quantised format: the registers of its kernels, in the order of the library."""
+    """Each quantised format: the registers of its kernels, in the order of the library."""
     lines = []
     for name in libraries("quantized", dtype):
         if not name.startswith("quantized_affine4_") and is_of_another_group(name):
             continue
         path, end = library(name), len(name) - len("quantized")
-        left_out = "^(expert|matmul_rows|matmul|gemm16)_|_rows$"
+        left_out = "^(expert|matmul_rows|matmul)_|_rows$"
         kernels = {re.sub(left_out, "", kernel[:-end]): kernel for kernel in kernels_of(path)}
         text = " ".join(f"{k} {fitting_registers(whole, path).registers:g}" for k, whole in kernels.items())
-        lines.append(f"{name.removeprefix('quantized_').removesuffix(f'_{dtype}')}: {text}")
+        text = f"{name.removeprefix('quantized_').removesuffix(f'_{dtype}')}: {text}"
+        lines.append(textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False))
     return "\n".join(lines) + "\n"
 
 
@@ -521,8 +523,8 @@ dense, 1 tokens, 4 of 32
   matmul_rows_bf16: 4.59 3.05 slots a MAC, 53 registers, 64/384/896 threads
   expert_down_bf16: 5.11 3.59 slots a MAC, 61.5 registers, 128/384/832 threads
 dense, 8 tokens, 4 of 32
-  matmul_rows_few_bf16: 3.59 2.54 slots a MAC, 113 registers, 128/256/448 threads
-  expert_down_few_bf16: 5.15 3.87 slots a MAC, 100 registers, 256/256/512 threads
+  matmul_rows_few_bf16: 3.51 2.46 slots a MAC, 105 registers, 128/256/448 threads
+  expert_down_few_bf16: 5.16 3.88 slots a MAC, 100.5 registers, 256/256/512 threads
 dense, 64 tokens, 4 of 32
   gemm8_bf16: 2.04 1.85 slots a MAC, 70 registers, 128/384/704 threads
   gemm8_bf16: 2.18 1.98 slots a MAC, 70 registers, 128/384/704 threads
@@ -541,6 +543,8 @@ transposed, 64 tokens, 4 of 32
 transposed, 256 tokens, 4 of 32
   gemm32_transposed_bf16: 1.59 1.53 slots a MAC, 104.5 registers, 128/384/448 threads
   gemm32_transposed_bf16: 1.69 1.63 slots a MAC, 104.5 registers, 128/384/448 threads
+not dispatched here
+  matmul_rows_few_split_bf16: 116 registers, -/256/448 threads
 """,
         )
 
@@ -568,7 +572,8 @@ affine 4 bits in 64, normed, 1 tokens, 4 of 32
   expert_down_affine4_64_bf16: 5.59 5.01 slots a MAC, 51 registers, 128/384/1024 threads
 not dispatched here
   embedding_rows_affine4_64_bf16: 45 registers, -/-/1024 threads
-  gemm16_split_affine4_64_bf16: 84 registers, -/384/576 threads
+  gemm16_split_affine4_64_bf16: 91 registers, -/384/576 threads
+  gemm32_split_affine4_64_bf16: 127 registers, -/384/384 threads
 """,
         )
 
@@ -581,11 +586,11 @@ affine 8 bits in 64, 1 tokens, 4 of 32
   matmul_rows_affine8_64_bf16: 5.27 4.68 slots a MAC, 48.5 registers, 64/384/1024 threads
   expert_down_affine8_64_bf16: 5.86 5.28 slots a MAC, 57 registers, 128/384/832 threads
 affine 8 bits in 64, 3 tokens, 2 of 4
-  matmul_rows_few_affine8_64_bf16: 5.78 5.48 slots a MAC, 107.5 registers, 128/256/448 threads
-  expert_down_few_affine8_64_bf16: 6.11 5.56 slots a MAC, 90.5 registers, 256/256/576 threads
+  matmul_rows_few_split_affine8_64_bf16: 5.59 5.29 slots a MAC, 110.5 registers, 128/256/448 threads
+  expert_down_few_affine8_64_bf16: 6.15 5.60 slots a MAC, 91 registers, 256/256/576 threads
 affine 8 bits in 64, 8 tokens, 4 of 32
-  matmul_rows_few_affine8_64_bf16: 4.13 3.82 slots a MAC, 107.5 registers, 128/256/448 threads
-  expert_down_few_affine8_64_bf16: 5.80 5.25 slots a MAC, 90.5 registers, 256/256/576 threads
+  matmul_rows_few_affine8_64_bf16: 4.05 3.74 slots a MAC, 99.5 registers, 128/256/512 threads
+  expert_down_few_affine8_64_bf16: 5.81 5.25 slots a MAC, 91 registers, 256/256/576 threads
 affine 8 bits in 64, 64 tokens, 4 of 32
   gemm8_affine8_64_bf16: 2.36 2.33 slots a MAC, 72.5 registers, 128/384/640 threads
   gemm8_affine8_64_bf16: 2.50 2.46 slots a MAC, 72.5 registers, 128/384/640 threads
@@ -597,7 +602,8 @@ affine 8 bits in 64, normed, 1 tokens, 4 of 32
   expert_down_affine8_64_bf16: 5.86 5.28 slots a MAC, 57 registers, 128/384/832 threads
 not dispatched here
   embedding_rows_affine8_64_bf16: 43 registers, -/-/1024 threads
-  gemm16_split_affine8_64_bf16: 88 registers, -/384/576 threads
+  gemm16_split_affine8_64_bf16: 99 registers, -/384/512 threads
+  gemm32_split_affine8_64_bf16: 116 registers, -/384/448 threads
 """,
         )
 
@@ -607,26 +613,27 @@ not dispatched here
             costs("mxfp4", "bf16"),
             """\
 mxfp4 4 bits in 32, 1 tokens, 4 of 32
-  matmul_rows_mxfp4_bf16: 7.37 6.84 slots a MAC, 39 registers, 64/384/1024 threads
-  expert_down_mxfp4_bf16: 7.92 7.40 slots a MAC, 47.5 registers, 128/384/1024 threads
+  matmul_rows_mxfp4_bf16: 6.12 5.59 slots a MAC, 38 registers, 64/384/1024 threads
+  expert_down_mxfp4_bf16: 6.67 6.15 slots a MAC, 46.5 registers, 128/384/1024 threads
 mxfp4 4 bits in 32, 3 tokens, 2 of 4
-  matmul_rows_few_mxfp4_bf16: 7.21 6.95 slots a MAC, 92 registers, 128/256/576 threads
-  expert_down_few_mxfp4_bf16: 7.30 6.79 slots a MAC, 81 registers, 256/256/576 threads
+  matmul_rows_few_split_mxfp4_bf16: 6.19 5.93 slots a MAC, 94 registers, 128/256/512 threads
+  expert_down_few_mxfp4_bf16: 6.50 5.99 slots a MAC, 80.5 registers, 256/256/576 threads
 mxfp4 4 bits in 32, 8 tokens, 4 of 32
-  matmul_rows_few_mxfp4_bf16: 5.90 5.64 slots a MAC, 92 registers, 128/256/576 threads
-  expert_down_few_mxfp4_bf16: 7.28 6.78 slots a MAC, 81 registers, 256/256/576 threads
+  matmul_rows_few_mxfp4_bf16: 4.84 4.58 slots a MAC, 83 registers, 128/256/576 threads
+  expert_down_few_mxfp4_bf16: 6.31 5.81 slots a MAC, 80.5 registers, 256/256/576 threads
 mxfp4 4 bits in 32, 64 tokens, 4 of 32
-  gemm8_mxfp4_bf16: 2.84 2.83 slots a MAC, 60.5 registers, 128/384/832 threads
-  gemm8_mxfp4_bf16: 2.98 2.96 slots a MAC, 60.5 registers, 128/384/832 threads
+  gemm8_mxfp4_bf16: 2.63 2.61 slots a MAC, 68.5 registers, 128/384/704 threads
+  gemm8_mxfp4_bf16: 2.77 2.74 slots a MAC, 68.5 registers, 128/384/704 threads
 mxfp4 4 bits in 32, 256 tokens, 4 of 32
-  gemm32_mxfp4_bf16: 1.61 1.59 slots a MAC, 86 registers, 128/384/576 threads
-  gemm32_mxfp4_bf16: 1.71 1.69 slots a MAC, 86 registers, 128/384/576 threads
+  gemm32_mxfp4_bf16: 1.55 1.54 slots a MAC, 94 registers, 128/384/512 threads
+  gemm32_mxfp4_bf16: 1.66 1.64 slots a MAC, 94 registers, 128/384/512 threads
 mxfp4 4 bits in 32, normed, 1 tokens, 4 of 32
-  matmul_rows_normed_mxfp4_bf16: 9.62 8.59 slots a MAC, 40.5 registers, 64/384/1024 threads
-  expert_down_mxfp4_bf16: 7.92 7.40 slots a MAC, 47.5 registers, 128/384/1024 threads
+  matmul_rows_normed_mxfp4_bf16: 8.38 7.34 slots a MAC, 40.5 registers, 64/384/1024 threads
+  expert_down_mxfp4_bf16: 6.67 6.15 slots a MAC, 46.5 registers, 128/384/1024 threads
 not dispatched here
   embedding_rows_mxfp4_bf16: 45 registers, -/-/1024 threads
-  gemm16_split_mxfp4_bf16: 76 registers, -/384/640 threads
+  gemm16_split_mxfp4_bf16: 85 registers, -/384/576 threads
+  gemm32_split_mxfp4_bf16: 121 registers, -/384/384 threads
 """,
         )
 
@@ -635,16 +642,27 @@ not dispatched here
         self.assertExpectedInline(
             registers_of_formats("bf16"),
             """\
-mxfp4: rows 38 normed 40.5 few 83 few_split 94 down 46.5 down_few 80.5 gemm8 64.5 gemm32 90 split 80 embedding 45
-mxfp8: rows 45 normed 47.5 few 95 few_split 106 down 53.5 down_few 86.5 gemm8 68.5 gemm32 94 split 84 embedding 43
-nvfp4: rows 33.5 normed 35.5 few 72.5 few_split 83.5 down 42 down_few 75 gemm8 60.5 gemm32 86 split 76 embedding 45
-affine4_64: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94 split 84 embedding 45
-affine4_32: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94 split 84 embedding 45
-affine4_128: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94 split 84 embedding 45
-affine2_64: rows 66 normed 67 few 84.5 few_split 92.5 down 74.5 down_few 81.5 gemm8 68.5 gemm32 94 split 84 embedding 45
-affine3_64: rows 76.5 normed 83 few 99 few_split 107 down 85 down_few 92 gemm8 73 gemm32 103 split 89 embedding 75
-affine5_64: rows 79.5 normed 88 few 106 few_split 114 down 88 down_few 95 gemm8 81 gemm32 111 split 97 embedding 75
-affine6_64: rows 79.5 normed 90 few 110 few_split 118 down 88 down_few 95 gemm8 73.5 gemm32 99 split 87 embedding 43
-affine8_64: rows 48.5 normed 50.5 few 99.5 few_split 110.5 down 57 down_few 91 gemm8 72.5 gemm32 98 split 88 embedding 43
+mxfp4: rows 38 normed 40.5 few 83 few_split 94 down 46.5 down_few 80.5 gemm8 68.5 gemm32 94
+  gemm16_split 85 gemm32_split 121 embedding 45
+mxfp8: rows 45 normed 47.5 few 95 few_split 106 down 53.5 down_few 86.5 gemm8 68.5 gemm32 94
+  gemm16_split 97 gemm32_split 114 embedding 43
+nvfp4: rows 33.5 normed 35.5 few 72.5 few_split 83.5 down 42 down_few 75 gemm8 64.5 gemm32 90
+  gemm16_split 73 gemm32_split 109 embedding 45
+affine4_64: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
+  gemm16_split 91 gemm32_split 127 embedding 45
+affine4_32: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
+  gemm16_split 91 gemm32_split 127 embedding 45
+affine4_128: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
+  gemm16_split 91 gemm32_split 127 embedding 45
+affine2_64: rows 66 normed 67 few 84.5 few_split 92.5 down 74.5 down_few 81.5 gemm8 68.5 gemm32 94
+  gemm16_split 99 gemm32_split 116 embedding 45
+affine3_64: rows 76.5 normed 83 few 99 few_split 107 down 85 down_few 92 gemm8 73 gemm32 103
+  gemm16_split 83 gemm32_split 119 embedding 75
+affine5_64: rows 79.5 normed 88 few 106 few_split 114 down 88 down_few 95 gemm8 81 gemm32 111
+  gemm16_split 91 gemm32_split 127 embedding 75
+affine6_64: rows 79.5 normed 90 few 110 few_split 118 down 88 down_few 95 gemm8 73.5 gemm32 99
+  gemm16_split 99 gemm32_split 116 embedding 43
+affine8_64: rows 48.5 normed 50.5 few 99.5 few_split 110.5 down 57 down_few 91 gemm8 72.5 gemm32 98
+  gemm16_split 99 gemm32_split 116 embedding 43
 """,
         )

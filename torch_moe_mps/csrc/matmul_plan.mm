@@ -189,16 +189,17 @@ MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, bool share
   }
   if (tokens == 1) return first_step(shape, Path::kRows, cores);
   if (tokens < (shares_rows ? kManyTokens : kManyTokensAlone)) return few_step(shape, 1, cores);
-  const int64_t threads = kGemmSimdgroups * kSimdWidth, tile_pairs = tokens <= 8 ? 8 : kTilePairs;
+  const int64_t threads = kGemmSimdgroups * kSimdWidth;
   const int64_t across = ceil_div(outputs, outputs_of_rows(shape, kGemmRows)),
-                tiles = ceil_div(tokens, tile_pairs);
-  if (fills(across * tiles, cores)) {
+                tiles = ceil_div(tokens, kTilePairs);
+  if (tiles > 1 && fills(across * tiles, cores)) {
     const Size grid{NSUInteger(across), NSUInteger(tiles)};
-    return {MatmulWork::kFirst, c10::str("gemm", tile_pairs), grid, -1, threads};
+    return {MatmulWork::kFirst, c10::str("gemm", kTilePairs), grid, -1, threads};
   }
+  const int64_t split_pairs = tokens <= kSplitTilePairs ? kSplitTilePairs : kTilePairs;
   const Size grid{blocks(outputs, outputs_of_rows(shape, kGemmRows / kGemmSimdgroups)),
-                  blocks(tokens, kSplitTilePairs)};
-  return {MatmulWork::kFirst, c10::str("gemm", kSplitTilePairs, "_split"), grid, -1, threads, 0, true};
+                  blocks(tokens, split_pairs)};
+  return {MatmulWork::kFirst, c10::str("gemm", split_pairs, "_split"), grid, -1, threads, 0, true};
 }
 
 namespace {

@@ -69,7 +69,7 @@ GEOMETRY kEmbeddingThreads = 128;
 GEOMETRY kTilePairs = 32;
 GEOMETRY kGemmRows = 128;  // rows of a threadgroup
 GEOMETRY kGemmSimdgroups = 4;
-GEOMETRY kSplitTilePairs = 16;  // where the simdgroups split the inputs: tiles of 32 would not fit
+GEOMETRY kSplitTilePairs = 16;  // where simdgroups split the inputs: kTilePairs take more registers
 GEOMETRY kCombineColumns = 4;   // columns of a thread
 
 // The same on tensor units: four simdgroups share each product of kTensorDepth inputs

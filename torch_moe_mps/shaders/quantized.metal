@@ -4,4 +4,5 @@
 
 INSTANTIATE_MATMULS(MOE_WEIGHTS)
 INSTANTIATE("gemm16_split", gemm<Weights, kSplitTilePairs / 8, true>)
+INSTANTIATE("gemm32_split", gemm<Weights, kTilePairs / 8, true>)
 INSTANTIATE("embedding_rows", embedding_rows<Weights>)

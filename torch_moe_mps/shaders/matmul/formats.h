@@ -294,7 +294,8 @@ struct Affine {
   }
 
   static FragmentElement place_of(int value) { return Codes::place_of(value); }
-  static float2 values(Chunk<kTileValues> chunk, int number) {
+  template <int N>
+  static float2 values(Chunk<N> chunk, int number) {
     const float scale = float(chunk.scale), rest = fma(-added(number), scale, float(chunk.bias));
     const float2 codes = code_pair(chunk, number);
     return float2(fma(codes.x, scale, rest), fma(codes.y, scale, rest));
@@ -411,7 +412,8 @@ struct FloatCodes {
     return dot * CodeScale::factor(chunk.scale);
   }
 
-  static float2 values(Chunk<kTileValues> chunk, int number) {
+  template <int N>
+  static float2 values(Chunk<N> chunk, int number) {
     const half2 codes = code_pairs(chunk, number / kCodePairs).v[number % kCodePairs];
     const float factor = CodeScale::factor(chunk.scale);
     return float2(float(codes.x) * factor, float(codes.y) * factor);

@@ -173,7 +173,7 @@ template <typename W, int kPairs>
     uint thread_index [[thread_index_in_threadgroup]]) {
   typedef TensorGemm<W, kPairs> Largest;
   threadgroup uint4 memory[Largest::kBytes / sizeof(uint4)];
-  const PairTile tile = tile_of(tiles, pair_order, group.y, kPairs, params);
+  const PairTile tile = tile_of(tiles, pair_order, params.has_ids != 0, group.y, kPairs, params);
   if (tile.pairs.count == 0) return;
   const uint outputs = outputs_of_rows(kTensorRows, params), first = group.x * outputs;
   if (tile.expert < 0) {

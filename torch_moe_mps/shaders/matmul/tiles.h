@@ -32,9 +32,8 @@ struct GemmWork {
 
 // A tile of moe_bucket, (expert, first position in pair_order, pairs). Without ids, tiles of `most` pairs
 // follow each other.
-inline PairTile tile_of(device const int4* tiles, device const int* pair_order, uint number, uint most,
-                        constant MatmulParams& params) {
-  const bool listed = params.has_ids != 0;
+inline PairTile tile_of(device const int4* tiles, device const int* pair_order, bool listed, uint number,
+                        uint most, constant MatmulParams& params) {
   int4 tile = int4(0, int(number * most), int(most), 0);
   if (listed) tile = tiles[number];
   const uint first = uint(tile.y), count = min(uint(tile.z), params.pairs - first);
