@@ -74,10 +74,10 @@ struct TileRows {
 // A lane's elements of a fragment.
 template <typename F>
 inline simdgroup_matrix<F, 8, 8> fragment_of(F first, F second) {
-  simdgroup_matrix<F, 8, 8> fragment;
-  fragment.thread_elements()[0] = first;
-  fragment.thread_elements()[1] = second;
-  return fragment;
+  simdgroup_matrix<F, 8, 8> matrix;
+  matrix.thread_elements()[0] = first;
+  matrix.thread_elements()[1] = second;
+  return matrix;
 }
 
 // The sums of a simdgroup: kRowTiles x kPairTiles matrices of 8 rows x 8 pairs.
@@ -296,7 +296,7 @@ struct Gemm<W, kPairTiles, true> {
       }
     }
 
-    Fragment fragment(int p, int k) const { return fragment_of(F(runs[p][0].at(k)), F(runs[p][1].at(k))); }
+    Fragment matrix(int p, int k) const { return fragment_of(F(runs[p][0].at(k)), F(runs[p][1].at(k))); }
   };
 
   // Adds the products of the two fragments that code pairs `k` and `k + kRun / 2` of a pack fill.
@@ -307,9 +307,9 @@ struct Gemm<W, kPairTiles, true> {
       UNROLL for (int i = 0; i < kRun; ++i) {
         const FragmentElement first = W::place_of(i), second = W::place_of(i + kRun);
         if (first.number % (kRun / 2) != k) continue;
-        const Fragment fragment = fragment_of(F(pairs[first.number / (kRun / 2)][first.element]),
-                                              F(pairs[second.number / (kRun / 2)][second.element]));
-        UNROLL for (int p = 0; p < kPairTiles; ++p) sums.add(r, p, fragment, inputs.fragment(p, i));
+        const Fragment values = fragment_of(F(pairs[first.number / (kRun / 2)][first.element]),
+                                            F(pairs[second.number / (kRun / 2)][second.element]));
+        UNROLL for (int p = 0; p < kPairTiles; ++p) sums.add(r, p, values, inputs.matrix(p, i));
       }
     }
   }
