@@ -21,14 +21,13 @@ enum class MatmulWork {
 
 struct MatmulStep {
   MatmulWork work;
-  std::string kernel;  // without the suffix of its library
+  std::string kernel;  // without the suffix of its library; with "_split", simdgroups share inputs
   Size grid{0};
   int64_t indirect = -1;  // at least 0: the number of the grid, computed by kBucket, that replaces `grid`
   int64_t threads = 0;
-  int64_t memory = 0;          // bytes of threadgroup memory
-  bool splits_inputs = false;  // the simdgroups of a threadgroup share the inputs of its rows
-  bool tensor_units = false;   // the kernel is one of tensor_units.metal
-  bool norms_inputs = false;   // the kernel norms its inputs; without it they have to come normed
+  int64_t memory = 0;         // bytes of threadgroup memory
+  bool tensor_units = false;  // the kernel is one of tensor_units.metal
+  bool norms_inputs = false;  // the kernel norms its inputs; without it they have to come normed
 };
 
 struct MatmulShape {

@@ -68,7 +68,7 @@ MatmulStep few_step(const MatmulShape& shape, int64_t grid_rows, int64_t cores) 
   const int64_t across = splits ? ceil_div(shape.outputs, outputs_of_rows(shape, kRows)) : whole;
   const Size grid{NSUInteger(across), NSUInteger(grid_rows)};
   const char* kernel = splits ? "matmul_rows_few_split" : "matmul_rows_few";
-  return {MatmulWork::kFirst, kernel, grid, -1, threads, 0, splits};
+  return {MatmulWork::kFirst, kernel, grid, -1, threads};
 }
 
 MatmulStep first_step(const MatmulShape& shape, Path path, int64_t cores) {
@@ -199,7 +199,7 @@ MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, bool share
   const int64_t split_pairs = tokens <= kSplitTilePairs ? kSplitTilePairs : kTilePairs;
   const Size grid{blocks(outputs, outputs_of_rows(shape, kGemmRows / kGemmSimdgroups)),
                   blocks(tokens, split_pairs)};
-  return {MatmulWork::kFirst, c10::str("gemm", split_pairs, "_split"), grid, -1, threads, 0, true};
+  return {MatmulWork::kFirst, c10::str("gemm", split_pairs, "_split"), grid, -1, threads};
 }
 
 namespace {
@@ -211,7 +211,7 @@ std::string line_of(const MatmulStep& step) {
                              : c10::str(step.grid.x, "x", step.grid.y, "x", step.grid.z);
   line += c10::str(" of ", step.threads);
   if (step.memory > 0) line += c10::str(" with ", step.memory, " bytes");
-  if (step.splits_inputs) line += ", inputs split";
+  if (step.kernel.ends_with("_split")) line += ", inputs split";
   return line;
 }
 
