@@ -1,4 +1,4 @@
-"""What is known of Macs: memory bandwidth by chip, and how much memory macOS lets the GPU have."""
+"""Facts about Macs: memory bandwidth by chip, and how much memory macOS lets the GPU use."""
 
 import shutil
 import subprocess
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 GIB = 1 << 30
-MEMORIES = (16, 18, 24, 32, 36, 48, 64, 96, 128, 192, 256, 512)  # GiB that Macs were sold with
+MEMORIES = (16, 18, 24, 32, 36, 48, 64, 96, 128, 192, 256, 512)  # GiB of memory that Macs were sold with
 
 # GB/s, the width of the memory's bus times its rate. Apple's specifications round it ("800GB/s").
 # Sources: support.apple.com/specs of the MacBook Pro, Mac mini, Mac Studio and iMac with each chip; for M5
@@ -39,7 +39,7 @@ BANDWIDTHS = {
 
 
 class Mac(NamedTuple):
-    """This machine. `chip` is a key of BANDWIDTHS or unknown to it; sizes are in bytes, bandwidth in GB/s."""
+    """This machine. `chip` may be missing in BANDWIDTHS; sizes are in bytes, bandwidth in GB/s."""
 
     chip: str
     memory: int
@@ -48,7 +48,7 @@ class Mac(NamedTuple):
 
 
 def wired_limit(gib: int) -> int:
-    """Bytes that macOS lets the GPU have of a Mac's memory, unless the user or a newer macOS allows more.
+    """How many bytes of a Mac's memory the GPU may use, unless the user or a newer macOS allows more.
 
     Metal's recommendedMaxWorkingSetSize, as llama.cpp prints it: 10,922.67 MiB of 16 GiB, 21,845.34 of 32
     (two thirds: its issues #2048 and PR #2011); 27,648 of 36 and 73,728 of 96 (three quarters: issue #3213).

@@ -1,7 +1,7 @@
 """Compares the operators on this machine's GPU with their references on the CPU.
 
-`torch-moe-mps check` runs every operator, and prints and writes what came of it. accelerate() runs those that
-a model uses, once for each combination of package, torch, macOS and GPU; an operator that fails is not used.
+`torch-moe-mps check` runs every operator, and prints and writes the results. accelerate() runs those that a
+model uses, once for each combination of package, torch, macOS and GPU; an operator that fails is not used.
 """
 
 import functools
@@ -31,7 +31,7 @@ from .ops._samples import FORMAT, more_samples, packet, sample_arguments
 
 COMMAND = "torch-moe-mps check"
 SWITCH = "MOE_MPS_CHECK"  # in the environment: "0" leaves out the check of accelerate()
-# Of the largest value of a result: what rounding in another order may change.
+# Relative to the largest value of a result: how much rounding in another order may change.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 FORMATS = tuple(Format(b, g, mode) for mode in BITS for b in BITS[mode] for g in GROUP_SIZES[mode])
@@ -81,7 +81,7 @@ def is_available() -> bool:
 
 
 def machine() -> dict[str, str]:
-    """What a report has to say of where it comes from."""
+    """The facts about this machine that a report needs."""
     described = {
         "torch_moe_mps": sys.modules[__package__].__version__,
         "torch": str(torch.__version__),
@@ -106,7 +106,7 @@ def _output(*command: str) -> str:
 
 @functools.cache
 def _kernels() -> str:
-    """Tells one text of the shaders from another: a checkout changes without a new version."""
+    """Identifies the text of the shaders: a checkout changes without a new version."""
     files = sorted(path for path in SHADERS.rglob("*") if path.suffix in (".metal", ".h"))
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
@@ -117,7 +117,7 @@ def _kernels() -> str:
 def compile_side_by_side(
     names: Iterable[str], built: Callable[[str], object] = lambda name: None
 ) -> list[Finding]:
-    """Has Metal compile libraries, several at a time; `built` is told the name of each. What fails."""
+    """Has Metal compile libraries, several at a time; calls `built` with each name. Returns: what failed."""
     findings = []
     with ThreadPoolExecutor() as pool:
         futures = {pool.submit(torch.ops.moe_mps._pipelines, name): name for name in names}
@@ -155,7 +155,7 @@ def libraries(dtypes: Collection[torch.dtype], formats: Collection[Format]) -> l
 
 
 def calls(name: str, dtype: torch.dtype, format: Format = FORMAT) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Operator, and arguments on the CPU, of good calls for each way in which an operator is run.
+    """(operator, arguments on the CPU) of valid calls, for each way in which an operator runs.
 
     `attention` has kernels of its own for a cache in 8 bits, which few models need: these calls belong to the
     operator that writes such a cache.
@@ -172,7 +172,7 @@ def calls(name: str, dtype: torch.dtype, format: Format = FORMAT) -> Iterator[tu
 
 
 def check_operator(name: str, dtype: torch.dtype, format: Format | None = None) -> Finding | None:
-    """Runs an operator on the GPU, twice, and on the CPU. What is wrong with the first call that fails."""
+    """Runs an operator twice on the GPU, and on the CPU. Returns: the fault of the first call that fails."""
     for called, arguments in calls(name, dtype, format or FORMAT):
         fault = compare(called, dtype, arguments)
         if fault is not None:
@@ -184,9 +184,9 @@ def check_operator(name: str, dtype: torch.dtype, format: Format | None = None) 
 
 
 def compare(name: str, dtype: torch.dtype, arguments: Mapping[str, Any]) -> Finding | None:
-    """Makes one call on the GPU, twice, and on the CPU. What is wrong with it."""
+    """Makes one call twice on the GPU, and on the CPU. Returns: what is wrong with it."""
     try:
-        # Both results of the GPU are kept: the second one must not lie where the first one was.
+        # Both results of the GPU are kept, so that the second one gets other memory than the first.
         first, second = _results(name, arguments, "mps"), _results(name, arguments, "mps")
         actual, again = ([tensor.cpu() for tensor in results] for results in (first, second))
     except RuntimeError as error:
@@ -240,7 +240,7 @@ def _text(value: object) -> str:
 def work(
     operators: Collection[str], dtypes: Collection[torch.dtype], formats: Collection[Format]
 ) -> list[tuple[str, torch.dtype, Format | None]]:
-    """(operator, dtype, format) of what is to be checked; the format is None without quantised weights."""
+    """(operator, dtype, format) of what has to be checked; the format is None without quantised weights."""
     return [
         (name, dtype, format)
         for name in OPERATORS
@@ -268,7 +268,7 @@ def failing(
     formats: Collection[Format],
     seconds: float | None = None,
 ) -> tuple[dict[str, Finding], set[str]]:
-    """Checks what this machine has not passed yet, and remembers what passes. Without `seconds` for SECONDS.
+    """Checks what has not passed on this machine yet, for `seconds` or SECONDS, and remembers what passes.
 
     Returns: {operator: what is wrong with it}, and the operators for which there was no time.
     """
@@ -311,7 +311,7 @@ def where() -> str:
 
 
 def warning(finding: Finding, instead: str = "what it replaces keeps the model's own code") -> str:
-    """What a user is told of an operator that is not used, in one line."""
+    """What a user is told about an operator that is not used, in one line."""
     return (
         f"torch_moe_mps: on this machine ({where()}) {finding}; {instead}. "
         f"`{COMMAND}` writes a report for an issue"
@@ -319,7 +319,7 @@ def warning(finding: Finding, instead: str = "what it replaces keeps the model's
 
 
 def cache_file() -> Path:
-    """Where it is remembered what passed on this machine, in the user's cache directory."""
+    """The file that remembers what passed on this machine, in the user's cache directory."""
     home = Path.home()
     root = home / "Library/Caches" if sys.platform == "darwin" else home / ".cache"
     if sys.platform != "darwin" and os.environ.get("XDG_CACHE_HOME"):
@@ -330,7 +330,7 @@ def cache_file() -> Path:
 
 
 def passed_before() -> set[str]:
-    """What has passed; nothing where the file is missing or damaged."""
+    """What has passed; nothing if the file is missing or damaged."""
     try:
         passed = json.loads(cache_file().read_text())["passed"]
         return set(passed) if all(isinstance(label, str) for label in passed) else set()
@@ -339,7 +339,7 @@ def passed_before() -> set[str]:
 
 
 def remember(passed: Collection[str]) -> None:
-    """Where this cannot be written, the next process checks again."""
+    """If the file cannot be written, the next process checks again."""
     try:
         path = cache_file()
         path.parent.mkdir(parents=True, exist_ok=True)

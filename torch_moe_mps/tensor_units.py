@@ -1,7 +1,7 @@
 """Which matmuls run on the tensor units of the M5 and later GPUs.
 
-By default those of accelerated models, each dtype and format of weights once it has given what the CPU gives
-on this machine. `MOE_MPS_TENSOR_UNITS=0` switches them off; `=1` uses them everywhere unchecked, also on GPUs
+By default those of accelerated models, each dtype and weight format once its results on this machine agree
+with the CPU. `MOE_MPS_TENSOR_UNITS=0` switches them off; `=1` uses them everywhere, unchecked, even on GPUs
 that compute such products without units, and slower.
 """
 
@@ -34,7 +34,7 @@ class Use:
 
     Attributes:
         libraries: those that are used.
-        reason: why none is, where that is not for a fault.
+        reason: why none is used, unless a fault is the reason.
         faults: {library: what is wrong with it}.
         late: those for which there was no time.
     """
@@ -94,12 +94,12 @@ def why_not() -> str:
 
 
 def is_forced() -> bool:
-    """Whether the environment says that all are used, unchecked."""
+    """Whether the environment asks for all of them, unchecked."""
     return use_of_tensor_units() == "1"
 
 
 def without_units(fault: Finding) -> str:
-    """What a user is told of a library that is not used, in one line."""
+    """What a user is told about a library that is not used, in one line."""
     return (
         f"torch_moe_mps: on this machine ({where()}) {fault}; matmuls of this kind do without tensor units, "
         f"slower. `{COMMAND}` writes a report for an issue; {TENSOR_VARIABLE}=0 tries no more"
@@ -130,7 +130,7 @@ def _decide(names: Collection[str], check: bool) -> Use:
 
 
 def check_library(name: str) -> Finding | None:
-    """Compares calls that use a library with the CPU. What is wrong with the first that fails."""
+    """Compares calls that use a library with the CPU. Returns: the fault of the first that fails."""
     torch.ops.moe_mps._allow_tensor_units(name, True)
     try:
         for operator, dtype, arguments in calls(name):
@@ -144,7 +144,7 @@ def check_library(name: str) -> Finding | None:
 
 
 def calls(library: str) -> Iterator[tuple[str, torch.dtype, dict[str, Any]]]:
-    """Operator, dtype and arguments on the CPU of calls whose matmuls are multiplied by a library.
+    """(operator, dtype, arguments on the CPU) of calls whose matmuls a library computes.
 
     The inputs take several steps, and the last one is not full. The last token has no experts and is NaN,
     which must not reach the others.

@@ -69,7 +69,7 @@ def _line(error: Exception) -> str | None:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """A command that is told to end raises SystemExit, so that it removes what it has half written."""
+    """A command that is told to stop raises SystemExit, so that it removes half-written files."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return

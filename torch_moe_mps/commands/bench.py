@@ -43,9 +43,9 @@ class Row:
         depth: tokens of context before the test.
         share: the rate of a generation over the bound that the memory's bandwidth sets, if that is known.
         memory: bytes that the device's driver has given to this process afterwards; on a CPU the peak.
-        launches, host: of a token that is generated: this package's kernels and torch's operators that
-            compute, of which each launches one kernel or more; and the seconds until the host has issued
-            them, which a GPU may still be computing.
+        launches, host: for one generated token, how many of this package's kernels and of torch's operators
+            run (an operator launches one kernel or more), and the seconds until the host has issued them; the
+            GPU may finish later.
     """
 
     test: str
@@ -117,7 +117,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _of_all_processes(model: Any, number: int) -> int:
-    """The sum of what each process of a pipeline has."""
+    """The sum over the processes of a pipeline."""
     if processes() == 1:
         return number
     return sum(facts["number"] for facts in model.pipeline.peers.gather({"number": number}))
@@ -255,7 +255,7 @@ class Bench:
         return peak if sys.platform == "darwin" else peak * 1024
 
 
-# Operators that are no views and yet compute nothing.
+# Operators that compute nothing, although they are not views.
 _FREE = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty"}
 
 

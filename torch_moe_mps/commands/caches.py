@@ -29,7 +29,7 @@ class KVCache:
         return self.states + sum(_seen(context, window) * rate for window, rate in self.rates.items())
 
     def memory(self, context: int) -> int:
-        """Bytes at most that an accelerated model allocates, which has room for further tokens."""
+        """The most bytes that an accelerated model allocates; its cache keeps room for further tokens."""
         rooms = {
             window: room_behind(context) if window is None else room_behind_window(window)
             for window in self.rates
@@ -72,14 +72,14 @@ def kv_cache(model: Any, bits: int = 16) -> KVCache | None:
 
 @torch.no_grad()
 def _cached(model: Any, tokens: int, bits: int) -> list[tuple[int | None, int]]:
-    """Of each layer of the cache its sliding window, or None, and its bytes."""
+    """(sliding window or None, bytes) of each layer of the cache."""
     ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
     layers = model(input_ids=ids, use_cache=True).past_key_values.layers
     return [(getattr(layer, "sliding_window", None), _nbytes(as_held(layer, bits))) for layer in layers]
 
 
 def _nbytes(value: object) -> int:
-    """Of the floating-point tensors in a value, a list or a dict."""
+    """The bytes of the floating-point tensors in a value, a list or a dict."""
     if isinstance(value, torch.Tensor):
         return value.nbytes if value.is_floating_point() else 0
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()

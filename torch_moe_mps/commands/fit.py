@@ -1,6 +1,6 @@
 """`fit NAME`: which Macs hold a model in which number of bits, and how fast it can be at most.
 
-All follows from config.json: a model on the meta device has the shapes of the weights and of the KV cache.
+config.json is enough: a model on the meta device has the shapes of the weights and of the KV cache.
 """
 
 import argparse

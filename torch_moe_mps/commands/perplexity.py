@@ -1,4 +1,4 @@
-"""`perplexity MODEL`: how well a model predicts a text, and how far it is from another one."""
+"""`perplexity MODEL`: how well a model predicts a text, and how far it is from another model."""
 
 import argparse
 import gc
@@ -15,7 +15,7 @@ from ..ops.attention import CACHE_BITS
 from .sources import folder_of, loading_options, pipeline_of, usable_device
 
 SAMPLE = Path(__file__).with_name("sample.txt")
-# The tokens whose probabilities are kept of the model to compare with; all others are one class.
+# Of the model to compare with, the probabilities of this many tokens are kept; all others are one class.
 LIKELIEST = 1024
 
 
@@ -54,7 +54,7 @@ def _free(device: str) -> None:
 
 
 def _bound(rest: float) -> str:
-    """What is left out of the divergence, in words."""
+    """What the divergence leaves out, in words."""
     if rest < 1e-6:
         return ""
     return (
@@ -73,7 +73,7 @@ class Means:
     """Means over the predicted tokens of a text, in nats.
 
     Attributes:
-        loss, other: the negative log likelihood in the model, and in the one that it is compared with.
+        loss, other: the negative log likelihood in the model, and in the model it is compared with.
         divergence: KL(other, model), with the tokens behind the other's `LIKELIEST` as one class: never more
             than the whole divergence, and equal to it for a vocabulary of that size.
         agreement: the share of tokens where both have the same likeliest one.
@@ -167,7 +167,7 @@ def _log_probabilities(model: Callable, ids: Tensor) -> Tensor:
 
 
 class WithQuantizedCache:
-    """A model whose tokens see the keys and values that a cache in 8 bits holds."""
+    """A model whose tokens see the keys and values of a cache in 8 bits."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.device = model, model.device

@@ -85,10 +85,8 @@ def calibration_ids(source: str, text: str | None, trust_remote_code: bool = Fal
 
 
 def mixed_overrides(recipe: str | None, model: "PreTrainedModel") -> dict[str, int]:
-    """More bits where mlx-lm's recipe of that name has them, after llama.cpp's Q4_K_M.
-
-    Those are lm_head, and v_proj and down_proj in the first and the last eighth of the layers and in every
-    third between.
+    """More bits where mlx-lm's recipe of that name, modelled on llama.cpp's Q4_K_M, has them: lm_head, and
+    v_proj and down_proj in the first and last eighth of the layers and in every third layer between.
     """
     if recipe is None:
         return {}

@@ -1,4 +1,4 @@
-"""transformers' own server with a model that was loaded, and quantised, by this package."""
+"""transformers' own server with a model that this package has loaded and quantised."""
 
 import argparse
 from collections.abc import Iterator
@@ -41,6 +41,6 @@ def server(options: argparse.Namespace, **settings: Any) -> Iterator[Any]:
 
 
 def follow(options: argparse.Namespace) -> None:
-    """What a process of torchrun but the first does: it generates what the first is asked for."""
+    """What every process of torchrun but the first does: it generates what the first is asked for."""
     device = usable_device(options.device)
     load(options, folder_of(options.model, options.revision), device).pipeline.follow()

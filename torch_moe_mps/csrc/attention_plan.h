@@ -1,5 +1,5 @@
-// How attention runs: a pure function from shapes and the GPU's cores to dispatches, through
-// `torch.ops.moe_mps._plan_attention` also for tests and benchmarks.
+// How attention runs: a pure function from shapes and the GPU's cores to dispatches. Tests and benchmarks
+// call it as `torch.ops.moe_mps._plan_attention`.
 #pragma once
 #include <cstdint>
 #include <string>

@@ -13,8 +13,8 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// Threads that share a row of a weighted sum. If there are few columns in all, threadgroups are smaller and
-// therefore more. Untuned.
+// Threads that share a row of a weighted sum. With few columns in all, threadgroups are smaller, so that
+// there are more of them. Untuned.
 constexpr int64_t kSumThreads = 128, kSumThreadsFew = 32, kFewColumns = 16384;
 
 Tensor silu_mul_stacked(const Tensor& gate_, const Tensor& up_) {

@@ -10,7 +10,7 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// A weight whose last two dimensions are swapped in memory is the other layout, not a reason to copy it.
+// A weight whose last two dimensions are swapped in memory has the other layout; it need not be copied.
 MatrixStack dense_matrix(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool transposed) {
   Tensor stored = weight;
   if (!weight.is_contiguous() && weight.mT().is_contiguous()) {

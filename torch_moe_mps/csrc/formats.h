@@ -19,8 +19,8 @@ struct WeightFormat {
   int64_t group_size;
   std::string type;  // in shaders/matmul/formats.h
 
-  // Whether a norm within the matmul of one token costs less than a launch: by the cost model memory limits
-  // the kernel for 4 bits and more, which hides the norm; for 2 and 3 bits issue does.
+  // Whether a norm within the matmul of one token costs less than a launch. By the cost model, memory limits
+  // the kernel from 4 bits on, which hides the norm; with 2 and 3 bits, instruction issue limits it.
   bool norms_inputs() const { return bits >= 4; }
   // Whether dot products take two pairs at a time: kPairsAtOnce there.
   bool shares_rows() const { return mode != "affine" || bits % 4 == 0; }
@@ -29,8 +29,8 @@ struct WeightFormat {
 // The format that the operators' arguments select.
 const WeightFormat& weight_format(std::string_view mode, int64_t bits, int64_t group_size);
 
-// The format of a second matrix: the first one's but for what is given; another mode starts from its
-// defaults.
+// The format of a second matrix: that of the first, changed by what is given; another mode starts from its
+// own defaults.
 const WeightFormat& second_format(const WeightFormat& first, std::optional<int64_t> bits,
                                   std::optional<int64_t> group_size, std::optional<std::string_view> mode);
 

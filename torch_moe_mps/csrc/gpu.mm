@@ -60,6 +60,6 @@ int64_t gpu_cores() {
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   m.def("_gpu_cores(str name) -> int", &moe_mps::cores_of);
-  // Plans for the cores of the GPU of this name; "": of the one that is there.
+  // Plans for the cores of the GPU with this name; "" means this machine's GPU.
   m.def("_plan_for(str gpu) -> ()", &moe_mps::plan_for);
 }

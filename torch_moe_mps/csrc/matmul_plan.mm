@@ -12,21 +12,21 @@ namespace moe_mps {
 namespace {
 
 constexpr int64_t kCombineThreads = 256;  // not tuned
-// Pairs of an expert, on average, from which on matrix products pay: a product takes eight pairs, a dot
+// From this many pairs of an expert on average, matrix products pay: a product takes eight pairs, a dot
 // product one. By the cost model (tests/simulator/apple), int4 on an M1 Max.
 constexpr int64_t kManyPairs = 6;
 // Up to this many pairs of an expert, on average, tiles have 8 pairs, above kTilePairs. Untuned.
 constexpr int64_t kSmallTilePairs = 12;
 
-// Tokens of a linear layer from which on matrix products pay: where a byte of a row serves two tokens' dot
-// products, and where it serves one. By the cost model, int4 and int6 on an M4 Max: slots a MAC of dot
-// products and products at 4 tokens 2.3 and 3.2, 5.5 and 3.9.
+// From this many tokens of a linear layer, matrix products pay: where a byte of a row serves two tokens' dot
+// products, and where it serves one. By the cost model, on an M4 Max, slots a MAC of dot products and of
+// matrix products at 4 tokens: int4 2.3 and 3.2, int6 5.5 and 3.9.
 constexpr int64_t kManyTokens = 5;
 constexpr int64_t kManyTokensAlone = 3;
 
-// Pairs of an expert, on average, from which on tensor units are used, which multiply 16 pairs at a time, and
-// from which on their tiles have kLargeTilePairs pairs: a tile decodes its weights once. Untuned: see
-// docs/speed.md.
+// From this many pairs of an expert on average, tensor units are used, which multiply 16 pairs at a time;
+// from the second number, their tiles have kLargeTilePairs pairs: a tile decodes its weights once. Untuned:
+// see docs/speed.md.
 constexpr int64_t kTensorPairs = 16;
 constexpr int64_t kLargeTensorPairs = 64;
 
@@ -50,7 +50,7 @@ NSUInteger blocks(int64_t count, int64_t size) {
   return static_cast<NSUInteger>(ceil_div(count, size));
 }
 
-// How many outputs `rows` rows of the first matrix give.
+// The number of outputs of `rows` rows of the first matrix.
 int64_t outputs_of_rows(const MatmulShape& shape, int64_t rows) {
   return rows * shape.outputs / shape.rows;
 }
@@ -59,7 +59,7 @@ bool fills(int64_t threadgroups, int64_t cores) {
   return threadgroups >= kGroupsOfCore * cores;
 }
 
-// Few pairs: as many rows a threadgroup as leave enough threadgroups for the GPU.
+// Few pairs: a threadgroup takes as many rows as leave enough threadgroups for the GPU.
 MatmulStep few_step(const MatmulShape& shape, int64_t grid_rows, int64_t cores) {
   constexpr int64_t kRows = kRowGroupsOfSimdgroup * kFewRows;  // of a simdgroup
   const int64_t threads = kFewSimdgroups * kSimdWidth;
@@ -87,7 +87,7 @@ MatmulStep first_step(const MatmulShape& shape, Path path, int64_t cores) {
                   {blocks(shape.outputs, outputs_of_rows(shape, kRows)), pairs},
                   -1,
                   kSingleSimdgroups * kSimdWidth};
-  // For one token memory limits the kernel: a norm by each simdgroup for itself takes less than a launch.
+  // For one token memory limits the kernel, so a norm in each simdgroup costs less than a launch.
   step.norms_inputs = shape.normed && shape.tokens == 1;
   if (step.norms_inputs) step.kernel = "matmul_rows_normed";
   return step;

@@ -1,5 +1,5 @@
-// Runs the experts' plan: binds tensors to its steps and encodes them. experts.mm and quantized.mm bring the
-// weights in their formats.
+// Runs the experts' plan: binds tensors to its steps and encodes them. The weights come from experts.mm and
+// quantized.mm, in their formats.
 #pragma once
 #include <ATen/core/Tensor.h>
 

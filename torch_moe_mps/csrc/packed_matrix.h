@@ -1,4 +1,4 @@
-// Quantised weights as operators take them, made ready for the experts' kernels.
+// Prepares quantised weights, as operators take them, for the experts' kernels.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -10,7 +10,7 @@
 
 namespace moe_mps {
 
-// The dtype in which a call runs: that of `x`, or float32 where scales have another one.
+// The dtype in which a call runs: that of `x`, or float32 if the scales have another dtype.
 c10::ScalarType compute_dtype(c10::ScalarType x, std::initializer_list<at::Tensor> scales);
 
 // The matrices `packed` ([E, rows, words], or [rows, words] for a single one) for a call in `dtype`. The

@@ -47,8 +47,8 @@ struct Checked<function> {
   }
 };
 
-// The kernel of AutogradMPS: inference goes on to the kernel of MPS. Where a gradient is needed the Python
-// kernel of the Autograd key runs, which raises an error that names the operator.
+// The kernel of AutogradMPS: inference goes on to the kernel of MPS. If a gradient is needed, the Python
+// kernel of the Autograd key runs and raises an error that names the operator.
 void without_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
 template <auto function>

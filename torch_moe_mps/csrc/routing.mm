@@ -66,8 +66,8 @@ int64_t experts_per_lane(int64_t experts) {
 
 Routing route(const Tensor& logits_, const OptionalTensor& bias_, const OptionalTensor& scale_,
               RouterParams params) {
-  // From this many rows on the GPU is full, and threadgroups of one simdgroup cost more than larger ones. No
-  // measurement.
+  // From this many rows, the GPU is full, and threadgroups of one simdgroup cost more than larger ones. Not
+  // measured.
   constexpr int64_t kManyRows = 256;
   const Tensor logits = logits_.contiguous();
   const OptionalTensor bias = contiguous(bias_), scale = contiguous(scale_);
@@ -130,8 +130,8 @@ Routing fused_moe_routing(const Tensor& logits, const Tensor& per_expert_scale, 
 // logits[T, E] = norm(hidden) @ router^T + bias in `dtype`.
 Tensor logits_of(const Tensor& hidden, const Tensor& router, const std::optional<InputNorm>& norm,
                  const OptionalTensor& bias, c10::ScalarType dtype) {
-  // From this many tokens on, threadgroups that take several tokens fill the GPU; they read the router less
-  // often. Untuned.
+  // From this many tokens, threadgroups of several tokens fill the GPU; they read the router less often.
+  // Untuned.
   constexpr int64_t kManyLogitsTokens = 9;
   const int64_t tokens = hidden.size(0), width = hidden.size(1), experts = router.size(0);
   Tensor logits = at::empty({tokens, experts}, hidden.options().dtype(dtype));
@@ -171,7 +171,7 @@ Tensor logits_of(const Tensor& hidden, const Tensor& router, const std::optional
 Tensor router_logits(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                      const OptionalTensor& norm_weight, double norm_eps, double norm_offset,
                      std::optional<c10::ScalarType> dtype) {
-  // For more tokens, PyTorch's matmul of copies in float32 is faster. No measurement.
+  // For more tokens, PyTorch's matmul of float32 copies is faster. Not measured.
   constexpr int64_t kMostTokens = 32;
   const c10::ScalarType to = dtype.value_or(at::kFloat);
   if (x.size(0) == 0 || weight.size(0) == 0) {

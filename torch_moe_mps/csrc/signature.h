@@ -14,7 +14,7 @@
 
 namespace moe_mps {
 
-// The words that tell calls of all operators apart. It lies on the stack: a known call allocates nothing.
+// The words that tell all calls apart. It lives on the stack: a known call allocates nothing.
 class Signature {
  public:
   // The address of a name stands for the operator.

@@ -9,11 +9,11 @@
 namespace moe_mps {
 namespace {
 
-// A process that meets more signatures than this (prompts of every length) starts over: a check costs
-// microseconds.
+// A process that sees more signatures than this (prompts of every length) forgets them and starts over: a
+// check costs microseconds.
 constexpr size_t kMaxSignatures = 8192;
 
-// Signatures by their hash. Those with the same hash lie side by side; all their words are compared.
+// Signatures by their hash. Those with equal hashes are side by side; all their words are compared.
 struct Seen {
   std::mutex mutex;
   std::unordered_multimap<uint64_t, std::vector<int64_t>> words;

@@ -4,8 +4,8 @@
 
 namespace moe_mps {
 
-// Whether the kernels of this library of tensor_units.metal are used. By MOE_MPS_TENSOR_UNITS none ("0"), all
-// ("1"), or those that selfcheck.py has compared on this machine ("auto").
+// Whether the kernels of this library of tensor_units.metal are used. MOE_MPS_TENSOR_UNITS says: none ("0"),
+// all ("1"), or those that passed selfcheck.py on this machine ("auto").
 bool uses_tensor_units(const Library& library);
 
 // Whether this macOS has Metal 4, whose tensors tensor_units.metal needs.

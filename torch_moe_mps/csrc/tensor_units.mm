@@ -32,7 +32,7 @@ std::string why_no_tensor_units() {
   id<MTLDevice> device = at::mps::getCurrentMPSStream()->device();
   @autoreleasepool {
     if (!has_tensors(device)) return "they need macOS 26 or newer";
-    // The family of the M5, by number: SDKs before macOS 26 have no name for it, and any may have built this.
+    // The family of the M5, by number: SDKs before macOS 26, which may have built this, have no name for it.
     constexpr auto kApple10 = static_cast<MTLGPUFamily>(1010);
     if ([device supportsFamily:kApple10]) return "";
     return c10::str([[device name] UTF8String], " has none, which the M5 and later have");
@@ -58,7 +58,7 @@ void allow_tensor_units(const std::string& library, bool allowed) {
 
 }  // namespace
 
-// By what Metal 4 brought: the version that macOS gives depends on the SDK of the program.
+// By a class that Metal 4 added: the version that macOS reports depends on the program's SDK.
 bool has_tensors(id<MTLDevice> device) {
   return [device respondsToSelector:@selector(newTensorWithDescriptor:error:)];
 }

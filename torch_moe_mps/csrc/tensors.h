@@ -38,7 +38,7 @@ bool starts_aligned(const at::Tensor& tensor, int64_t elements = 4);
 // The DTYPE_* code of shaders/params.h.
 uint32_t dtype_code(const at::Tensor& tensor);
 
-// The tensor in a dtype, itself if it has that one: at::Tensor::to is a call of the dispatcher.
+// The tensor in a dtype; itself if it has that dtype already: at::Tensor::to calls the dispatcher.
 at::Tensor in_dtype(const at::Tensor& tensor, c10::ScalarType dtype);
 
 std::optional<at::Tensor> contiguous(const std::optional<at::Tensor>& tensor);

@@ -33,7 +33,7 @@ class Activation(NamedTuple):
     interleaved: bool = False
 
     def check(self, check: Check) -> None:
-        """A parameter that the activation would ignore is an error: the caller meant another result."""
+        """A parameter that the activation would ignore is an error: the caller expects another result."""
         name, alpha, limit, gated, interleaved = self
         check.choice("activation", name, ACTIVATIONS)
         if name in CLAMPED and not gated:

@@ -16,7 +16,7 @@ Group = TypeVar("Group", bound=tuple)
 
 
 def picked(group: type[Group], arguments: dict[str, Any]) -> Group:
-    """The named tuple `group` of those arguments that are its fields."""
+    """The named tuple `group`, made of the arguments that are its fields."""
     fields: Any = group
     return group(**{name: arguments[name] for name in fields._fields})
 
@@ -26,7 +26,7 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie side by side, in whatever order of dimensions."""
+    """Whether the elements fill their memory without gaps, whatever the order of dimensions."""
     step = 1
     dimensions = zip(tensor.stride(), tensor.shape, strict=True)
     for stride, size in sorted((stride, size) for stride, size in dimensions if size != 1):
@@ -40,7 +40,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors without gaps share bytes.
 
     Only addresses within one storage are compared. On mps an address is that of a buffer object, and two of
-    these lie closer together than their buffers are long.
+    these objects are closer together than their buffers are long.
     """
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         return False
@@ -92,7 +92,7 @@ class Check:
         meaning: str,
         dtypes: Sequence[torch.dtype] = ACTIVATION_DTYPES,
     ) -> None:
-        """One of the dtypes, and the shape; None where the schema allows it."""
+        """Checks dtype and shape; the tensor may be None where the schema allows it."""
         if tensor is not None:
             self.dtype(argument, tensor, dtypes)
             self.shape(argument, tensor, expected, meaning)
@@ -102,7 +102,7 @@ class Check:
             self.fail(argument, f"between {low} and {high}{meaning}", value)
 
     def number(self, argument: str, value: float, low: float = -math.inf) -> None:
-        """Not NaN, infinite or in the range of float32, and at least `low`."""
+        """Checks that a number is infinite or in the range of float32, and at least `low`."""
         if not (abs(value) <= FLOAT32_MAX or abs(value) == math.inf):
             self.fail(argument, "a number in the range of float32", value)
         if value < low:
@@ -113,19 +113,19 @@ class Check:
             self.fail(argument, "one of " + ", ".join(choices), repr(value))
 
     def written(self, argument: str, tensor: Tensor) -> None:
-        """An argument that is written in place holds each of its elements once; without any it may."""
+        """Checks that what is written in place is not expanded; empty tensors may be."""
         expanded = any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         if expanded and tensor.numel() > 0:
             self.fail(argument, "free of expanded (stride-0) dimensions", f"strides {tensor.stride()}")
 
     def apart(self, argument: str, written: Tensor, **read: Tensor) -> None:
-        """What is written in place shares no memory with what is read. Needs addresses: real tensors only."""
+        """Checks that what is written in place shares no memory with what is read. Real tensors only."""
         for other, tensor in read.items():
             if tensor is written or (_is_dense(tensor) and _is_dense(written) and _overlap(written, tensor)):
                 self.fail(argument, f"free of overlap with {other}", "a view of the same memory")
 
     def same_device(self, **tensors: Tensor | None) -> None:
-        """All tensors that are given share the device of the first."""
+        """Checks that all given tensors are on the device of the first."""
         present = {argument: tensor for argument, tensor in tensors.items() if tensor is not None}
         first, reference = next(iter(present.items()))
         for argument, tensor in present.items():

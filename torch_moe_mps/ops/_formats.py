@@ -1,4 +1,4 @@
-"""The formats of quantised weights: which there are, the shapes of their tensors, what the codes stand for.
+"""The formats of quantised weights: their names, the shapes of their tensors, and what the codes mean.
 
     mode    bits              group        value                      scales
     affine  2, 3, 4, 5, 6, 8  32, 64, 128  q * scale + bias           float32, float16, bfloat16; biases alike
@@ -146,7 +146,7 @@ def checked_format(
 
 @functools.cache
 def _e4m3_values() -> tuple[float, ...]:
-    """No code is infinite or NaN: 0x7f counts 480, as the Metal kernels read it. quantize never writes it."""
+    """No code is infinite or NaN: 0x7f is 480, as in the Metal kernels. quantize never writes it."""
     magnitudes = [
         code * 2.0**-9 if code < 8 else (8 + code % 8) * 2.0 ** (code // 8 - 10) for code in range(128)
     ]
@@ -165,7 +165,7 @@ def e4m3(codes: Tensor) -> Tensor:
 
 
 def _pairs_by_table(octets: Tensor, values: tuple[float, ...]) -> Tensor:
-    """Two 4-bit codes at a time: 3 times faster than shifting and converting, 19 times for e2m1."""
+    """Looks up two 4-bit codes at a time: 3 times as fast as shifting and converting, 19 times for e2m1."""
     value = torch.tensor(values, dtype=torch.float32, device=octets.device)
     pairs = torch.stack((value.repeat(16), value.repeat_interleave(16)), dim=-1).view(torch.int64).flatten()
     chosen = pairs.index_select(0, octets.flatten().int())
@@ -177,7 +177,7 @@ def _repeated(mask: int, distance: int) -> int:
 
 
 def _spread(octets: Tensor, bits: int) -> Tensor:
-    """uint8 [..., C * bits / 8] -> uint8 [..., C], a code an octet: eight codes at a time, as an int64."""
+    """uint8 [..., C * bits / 8] -> uint8 [..., C], one code a byte; eight move together, as an int64."""
     if bits == 8:
         return octets
     eights = octets.new_zeros(*octets.shape[:-1], octets.shape[-1] // bits, 8)
@@ -225,7 +225,7 @@ def decode(codes: Tensor, scales: Tensor, biases: Tensor | None, format: Format)
 
 
 def _scaled(values: Tensor, scales: Tensor, biases: Tensor | None, format: Format) -> Tensor:
-    """The numbers [..., group_size] of codes, changed in place to what they stand for with their groups."""
+    """Applies scales and biases in place: the numbers [..., group_size] of codes become values."""
     if biases is not None:
         return values.mul_(scales.float().unsqueeze(-1)).add_(biases.float().unsqueeze(-1))
     factors = e4m3(scales) if format.mode == "nvfp4" else e8m0(scales)
@@ -271,7 +271,7 @@ class QuantizedWeight:
         return iter((self.packed, self.scales, self.biases))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
-        """The function of each tensor that is there."""
+        """Applies a function to each tensor that is not None."""
         biases = None if self.biases is None else function(self.biases)
         return QuantizedWeight(function(self.packed), function(self.scales), biases, self.format)
 

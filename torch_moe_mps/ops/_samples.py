@@ -1,6 +1,6 @@
 """One good call of every operator, and more of some: arguments by name.
 
-The tests of all operators and the self-check are made of them.
+The tests of all operators and the self-check use them.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def packet(name: str) -> Callable:
 def sample_arguments(
     device: str, dtype: torch.dtype, format: Format = FORMAT, tokens: int = T, wider: int = 1
 ) -> dict[str, dict]:
-    """Good arguments of every operator, by name. All sizes differ from each other.
+    """Valid arguments of every operator, by name. No two sizes are equal.
 
     `format` is that of quantised weights, whose columns are a multiple of its groups; there are `wider` times
     as many columns.
@@ -161,7 +161,7 @@ def sample_arguments(
 
 
 def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
-    """What to change in the good arguments for other paths of the operator."""
+    """Changes to the valid arguments that lead to other paths of the operator."""
 
     def values(*shape, dtype=dtype):
         return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)

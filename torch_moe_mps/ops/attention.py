@@ -1,4 +1,4 @@
-"""Attention over a cache of keys and values, and the cache in 8 bits."""
+"""Attention over a cache of keys and values, and writing such a cache in 8 bits."""
 
 import math
 

@@ -36,7 +36,7 @@ def _meta_conv(check, x, conv_state_, weight, bias, activation):
 def causal_conv1d_update_(
     x: Tensor, conv_state_: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "silu"
 ) -> Tensor:
-    """A causal convolution of each channel with what came before it, for new positions.
+    """A causal convolution of each channel over new positions and those before them.
 
         all = conv_state_ followed by x
         result[t] = activation(sum_w weight[w] * all[S + t - W + 1 + w] + bias)
@@ -147,8 +147,8 @@ def gated_delta_rule_(
 
     and with `gate`, for each head: rms(result) * (norm_weight + norm_offset) * silu(gate).
 
-    All is computed in float32; the norm sees the result rounded to the dtype of `v`. It is meant for the few
-    new tokens of a decode step; a prompt is faster in chunks.
+    Everything is computed in float32; the norm sees the result rounded to the dtype of `v`. This is for the
+    few new tokens of a decode step; a prompt is faster in chunks.
 
     Args:
         q, k: [B, T, Hk, Dk], float32, float16 or bfloat16; Dk is at most 256.
@@ -159,9 +159,9 @@ def gated_delta_rule_(
         state_: [B, Hv, Dk, Dv], float32; updated in place, whatever its strides. It must not overlap itself
             (as an expanded tensor does) nor the other arguments.
         scale: factor of the result, 1 / sqrt(Dk) in the known models.
-        l2norm_eps: x * rsqrt(sum(x^2) + l2norm_eps) takes the place of each head of q and k; None: as it is.
+        l2norm_eps: each head x of q and k becomes x * rsqrt(sum(x^2) + l2norm_eps); None leaves it as it is.
         A_log, dt_bias: [Hv], any of the three dtypes, or None.
-        beta_is_logit: sigmoid(beta) takes the place of beta.
+        beta_is_logit: use sigmoid(beta) instead of beta.
         gate: [B, T, Hv, Dv] in the dtype of `v`, or None; given with `norm_weight`, and only then.
         norm_weight: [Dv], any of the three dtypes, or None.
         norm_eps, norm_offset: of the norm, `eps` and `weight_offset` of rms_norm_gated.

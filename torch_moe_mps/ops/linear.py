@@ -101,7 +101,7 @@ def _weight(prefix: str, format: Format, arguments: dict[str, Any]) -> Quantized
 
 
 def check_packed_mlp(check: Check, hidden: int, arguments: dict[str, Any], stack: str = "") -> None:
-    """The arguments of an operator about an MLP with `hidden` inputs; a stack of MLPs has `stack` "E, "."""
+    """Checks the weights of an MLP with `hidden` inputs; for a stack of MLPs, `stack` is "E, "."""
     activation = picked(Activation, arguments)
     activation.check(check)
     format = checked_format(check, arguments["bits"], arguments["group_size"], arguments["mode"])

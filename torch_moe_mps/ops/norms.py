@@ -1,4 +1,4 @@
-"""RMSNorm, alone and fused with the residual stream.
+"""RMSNorm, by itself and fused with the residual stream.
 
 rms(x) = x * rsqrt(mean(x^2) + eps), over the last dimension, in float32, rounded once when stored.
 """
@@ -52,8 +52,8 @@ def _meta_rms_norm(check, input, weight, weight_offset, gate=None, **others):
 def rms_norm(input: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0) -> Tensor:
     """rms(input) * (weight + weight_offset), without a weight rms(input).
 
-    aten's `_fused_rms_norm` is one dispatch on MPS too, but takes no offset, and only weights that are there
-    and of the input's dtype; for all others `torch.nn.functional.rms_norm` falls back to single operations.
+    aten's `_fused_rms_norm` is one dispatch on MPS too, but takes no offset and requires a weight of the
+    input's dtype; in all other cases `torch.nn.functional.rms_norm` runs one operation after the other.
     Models that round the normed row before they multiply it by the weight differ by at most 2 ulp.
 
     Args:

@@ -21,7 +21,7 @@ from .norms import InputNorm
 
 
 def _product(rows: Tensor, groups: Groups, weight: QuantizedWeight) -> Tensor:
-    """grouped_product in float32; experts are dequantised when their turn comes, one at a time."""
+    """grouped_product in float32; experts are dequantised one at a time, just before they are used."""
 
     return grouped_product(
         rows.float(), groups, lambda expert: weight.values(expert).t(), weight.packed.shape[1]
@@ -53,8 +53,8 @@ def expert_qmm(
     """expert_mm with quantised weights: out[t, k] = dequantised(ids[t, k]) @ x[t] + bias[ids[t, k]].
 
     Args:
-        x: [T, H] or [T, K, H], float32, float16 or bfloat16. On Metal an infinite element may make NaN where
-            the formula gives infinity: affine codes, scales and biases meet it apart.
+        x: [T, H] or [T, K, H], float32, float16 or bfloat16. On Metal an infinite element may give NaN where
+            the formula gives infinity: affine codes, scales and biases are multiplied by it separately.
         packed: [E, N, H * bits / 32], uint32 or the same bits as int32.
         scales: [E, N, H / group_size], float32, float16 or bfloat16 in mode "affine", else uint8.
         biases: like `scales` in mode "affine", else None.
@@ -128,8 +128,8 @@ def moe_experts_quantized(
         down_packed: [E, H, I * bits / 32].
         down_scales, down_biases: [E, H, I / group_size].
         bits, group_size, mode: as for expert_qmm. H and I must be multiples of group_size.
-        down_bits, down_group_size, down_mode: of the down weights where they have a format of their own.
-            What is None is that of the gate and up weights; with another mode, that mode's default.
+        down_bits, down_group_size, down_mode: of the down weights if they have another format. None means as
+            for gate and up; with another mode, the default of that mode.
         gate_up_bias, down_bias: [E, 2I] ([E, I] when not gated) and [E, H]: the layer's, not the format's.
         x, ids, weights, activation, alpha, limit, gated, interleaved, shared_gate, shared_out, residual,
             gate_is_logit, norm_weight, norm_eps, norm_offset: as for moe_experts.

@@ -107,8 +107,8 @@ def rope(
     x = rms(x) * (weight + weight_offset), over a head, where there is a weight
     (a, b) -> (a * cos - b * sin, b * cos + a * sin), for each pair (a, b) of the R elements that turn
 
-    All is computed in float32 and rounded once, when it is stored. Models that compute in 16 bit round both
-    products and the normed row, too.
+    Everything is computed in float32 and rounded once, when it is stored. Models that compute in 16 bit also
+    round both products and the normed row.
 
     Args:
         q: [B, T, Hq, Dq], float32, float16 or bfloat16. Strides are free: a slice of a fused projection, or

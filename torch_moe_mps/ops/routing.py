@@ -2,8 +2,8 @@
 
 Selection is defined for every input. NaN counts as the lowest float32, +-inf as the highest and lowest; the
 larger value wins and ties go to the lower expert id. So ids are distinct and in range, and weights finite.
-Where nothing but a monotone score stands between logits and choice, the logits themselves are compared: they
-are exact, where rounded or saturated scores would tie.
+If only a monotone score lies between logits and choice, the logits themselves are compared: they are exact,
+where rounded or saturated scores would tie.
 """
 
 from collections.abc import Callable
@@ -290,9 +290,9 @@ def router_logits(
     norm_offset: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """norm(x) @ weight^T + bias, in float32 whatever the dtypes: a router's matmul without copies in float32.
+    """norm(x) @ weight^T + bias, in float32 whatever the dtypes: a router's matmul without float32 copies.
 
-    On mps up to 32 tokens run on a kernel of ours. For more, PyTorch's matmul of copies in float32 is faster.
+    On mps, our kernel runs up to 32 tokens. For more, PyTorch's matmul of float32 copies is faster.
 
     Args:
         x: [T, H], float32, float16 or bfloat16.
@@ -301,7 +301,7 @@ def router_logits(
         norm_weight: [H], any of the three dtypes. With it norm(x) is rms(x) * (norm_weight + norm_offset),
             not rounded for up to 32 tokens on mps; without it x.
         norm_eps, norm_offset: of the norm, `eps` and `weight_offset` of rms_norm.
-        dtype: that the logits are rounded to: float32 (also None), float16 or bfloat16.
+        dtype: of the result: float32 (also None), float16 or bfloat16.
 
     Returns: [T, E] in `dtype`.
 

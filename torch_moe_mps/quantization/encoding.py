@@ -68,7 +68,7 @@ def _covering_powers(fit: Tensor) -> Tensor:
 
 @functools.cache
 def _e2m1_table() -> bytearray:
-    """The codes of all signs, exponents and 2 bits of mantissa: the midpoints have no more."""
+    """The codes for all signs, exponents and 2 bits of mantissa: the midpoints have no more bits."""
     values = (torch.arange(1 << 11, dtype=torch.int32, device="cpu") << 21).view(torch.float32)
     codes = sum((values.abs() > midpoint).to(torch.uint8) for midpoint in E2M1_MIDPOINTS)
     return bytearray((codes + (((values < 0) & (codes > 0)).to(torch.uint8) << 3)).tolist())
@@ -83,5 +83,5 @@ def _e2m1_codes(values: Tensor) -> Tensor:
 
 
 def _e4m3_codes(values: Tensor) -> Tensor:
-    """Rounded to the nearest, ties to even; beyond the largest it is that one."""
+    """Rounded to the nearest, ties to even, and clamped to the largest."""
     return values.clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)

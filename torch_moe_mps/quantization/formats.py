@@ -15,7 +15,7 @@
 
 (Scales and biases in 16 bit; rounding to bfloat16 alone is 0.14 %. The error of nvfp4 is that of weights near
 1: its scales have no bits below 2^-9, and groups whose largest magnitude is below 0.006 become zero.)
-All are written bit for bit as mlx.core.quantize writes them on a CPU.
+All are written bit for bit as mlx.core.quantize does on a CPU.
 """
 
 from collections.abc import Iterator
@@ -103,7 +103,7 @@ def _chunks(weight: Tensor) -> Iterator[tuple[slice, slice]]:
 def quantize(
     weight: Tensor, bits: int | None = None, group_size: int | None = None, mode: str = "affine"
 ) -> QuantizedWeight:
-    """Quantise a matrix, or a stack of matrices one after the other, along the last dimension.
+    """Quantise a matrix, or each matrix of a stack, along the last dimension.
 
     Args:
         weight: [R, C] or [E, R, C], float32, float16 or bfloat16, any strides; C a multiple of group_size.

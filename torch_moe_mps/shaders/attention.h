@@ -3,16 +3,16 @@
 // A threadgroup takes 8 * kQueryTiles queries, of several heads and tokens, and a range of the keys. Teams of
 // simdgroups take tiles of these in turn, kKeyTiles * 8 keys for each simdgroup. Scores are keys x queries: a
 // simdgroup multiplies its own keys with all queries. Their exponentials go to the team through threadgroup
-// memory, and each of its simdgroups sums all values of the tile for its own part of the value head. In the
-// end the sums of the teams are added. So a key and a value are read once for all queries of the block,
-// straight into matrix fragments (see LanePlace), and the registers that a thread needs do not grow with the
-// width of the heads: a wider one has a larger team.
+// memory, and each of its simdgroups sums all values of the tile for its own part of the value head. At the
+// end the sums of the teams are added. So each key and value is read once for all queries of the block,
+// straight into matrix fragments (see LanePlace), and a thread needs no more registers for wider heads: these
+// have larger teams.
 #pragma once
 #include <metal_simdgroup_matrix>
 
 #include "common.h"
 
-// Loops that would take too many registers with several rounds in flight.
+// Keeps the compiler from unrolling: several rounds in flight would take too many registers.
 #define ROLLED _Pragma("clang loop unroll(disable)")
 
 constant constexpr float kLowest = -3.402823466e38f;
@@ -74,7 +74,7 @@ struct DenseCache {
         width(params.width),
         vectorised(params.vectorised != 0) {}
 
-  // Zeros past the end of the head, and for a key that is not wanted.
+  // Zeros past the end of the head, and for a key that is not used.
   template <int N>
   Run<N> load(uint tile, uint key, uint column, bool wanted) const {
     Run<N> run = {};
@@ -149,7 +149,7 @@ struct QuantizedCache {
     return run;
   }
 
-  // Two codes 16 bits apart become the mantissas of two halves: that takes no conversion from integers.
+  // Two codes 16 bits apart become the mantissas of two halves, which takes no conversion from integers.
   static int value_of(int pair, int element) { return 4 * (pair / 2) + pair % 2 + 2 * element; }
   template <int N>
   static float2 pair(Run<N> run, int index) {
@@ -193,7 +193,7 @@ struct Total {
   float sum;
 };
 
-// What the values are multiplied by in the end; 0 if the query saw no key.
+// The factor of the summed values; 0 if the query saw no key.
 inline float final_factor(Total total, device const uchar* sinks, uint head,
                           constant AttentionParams& params) {
   if (params.has_sinks == 0) return total.sum == 0.0f ? 0.0f : 1.0f / total.sum;
@@ -233,8 +233,8 @@ struct Block {
   static constant constexpr int kQueries = 8 * kQueryTiles;
   static constant constexpr int kTeamTile = 8 * kKeyTiles * kMembers;  // keys
   static constant constexpr int kThreads = kSimdgroups * kSimdWidth;
-  // What a lane loads before it uses any of it: runs of a key, and matrices of values. With more of them it
-  // waits less often, but two tiles of queries leave no registers for more codes and scales.
+  // How many runs of a key, and matrices of values, a lane loads before it uses the first. With more, it
+  // would wait less often, but two tiles of queries leave no registers for more codes and scales.
   static constant constexpr bool kHasRoom = kQueryTiles == 1 || !C::kQuantized;
   static constant constexpr int kRunsAtOnce = kHasRoom ? C::kRunsAtOnce : 1;
   static constant constexpr int kValuesAtOnce = kHasRoom ? 2 : 1;
@@ -244,7 +244,7 @@ struct Block {
 
   // Threadgroup memory, after the queries.
   struct Shared {
-    // Of a tile; in the end the sums of all teams but the first.
+    // Of a tile; at the end, the sums of all teams but the first.
     float2 exchange[(kProbabilities > kOtherSums ? kProbabilities : kOtherSums) * kSimdWidth];
     float2 highest[kSimdgroups][kQueries / 2];
     float2 sums[kSimdgroups][kQueries / 2];
@@ -296,7 +296,7 @@ struct Block {
     const LanePlace place(lane);
     const uint team = kTeams == 1 ? 0 : simdgroup / kMembers, member = simdgroup - team * kMembers;
     const ulong mask_start = batch * params.mask_batch_stride;
-    // The keys of the tokens themselves, and what the block sees at most.
+    // The tokens' own keys, and the range of keys that the block can see.
     const int before = int(params.keys) - int(params.tokens);
     const int lowest = before + int(queries.token(0));
     const int highest_position =

@@ -25,7 +25,7 @@ inline uint threadgroup_scan(uint value, thread uint& total, threadgroup uint* p
   return before_simdgroup + before_in_simdgroup;
 }
 
-// The bucket that `tile` belongs to: the last one whose first tile is not behind it.
+// The bucket that `tile` belongs to: the last one whose first tile does not come after it.
 inline uint bucket_of_tile(uint tile, threadgroup const uint* first_tile, uint buckets) {
   uint low = 0;
   uint high = buckets;

@@ -50,7 +50,7 @@ struct Slots {
           if (active && block + s < slots_here) loaded[s] = load<N>(source + ulong(s) * width);
         }
         UNROLL for (uint s = 0; s < kSlotBlock; ++s) {
-          // The shuffle is outside of the branch: inside, the simdgroup would reconverge for every slot.
+          // The shuffle is outside the branch: inside, the simdgroup would reconverge for every slot.
           const float weight = simd_shuffle(own_weight, ushort(block + s));
           if (active && block + s < slots_here) sum += weight * widen(loaded[s]);
         }

@@ -17,10 +17,10 @@ using namespace metal;
 // Threadgroup memory for one value of each of up to 32 simdgroups.
 constant constexpr uint kMaxSimdgroups = 32;
 
-// N consecutive elements: a vector where rows start on a multiple of 4 elements (loads of 8 or 16 bytes),
-// else one element. Kernels first load all that they can and widen it to float later, because a conversion
-// next to a load makes the thread wait for that load before it issues the next (bfloat norms: 2650 instead of
-// 3550 GB/s on an H200).
+// N consecutive elements: a vector if rows start on a multiple of 4 elements (loads of 8 or 16 bytes), else
+// one element. Kernels load as much as they can before they widen it to float: a conversion next to a load
+// makes the thread wait for that load before it issues the next (bfloat norms: 2650 instead of 3550 GB/s on
+// an H200).
 template <typename T, int N>
 struct VectorOf {
   typedef vec<T, N> type;
@@ -81,7 +81,7 @@ inline void store(device T* target, float4 x) {
   *reinterpret_cast<device vec<T, 4>*>(target) = narrow<T>(x);
 }
 
-// N floats of which kernels take one at a time.
+// N floats that kernels use one at a time.
 template <int N>
 struct Pack {
   float v[N];

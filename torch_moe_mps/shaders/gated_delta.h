@@ -104,7 +104,7 @@ template <typename T>
     uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
     uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
-  // Two sums for each simdgroup and column; each step uses the half that the one before has not.
+  // Two sums for each simdgroup and column. The steps alternate between the halves.
   threadgroup float partials[2][kDeltaSimdgroups][2][kSimdWidth];
   const uint batch = group.y / params.heads, head = group.y % params.heads;
   const uint key_head = head / (params.heads / params.key_heads);

@@ -1,5 +1,5 @@
 // Rotary position embedding of q and k with the RMSNorm of their heads, and v with its norm: a simdgroup
-// takes a head of a token.
+// takes one head of a token.
 //
 // The elements of a head are taken in pairs: first the pairs that are rotated, then the elements that stay as
 // they are, the first half of them with the second. A lane takes N neighbouring pairs; heads of up to 64 * N

@@ -4,8 +4,8 @@
     torch_moe_mps.accelerate(model, bits=4)     the same with quantised experts
     torch_moe_mps.restore(model)                the model as it was
 
-What is replaced is found by the modules' own attributes and formulas, never by the name of a model, and what
-is not recognised stays as it is. Training, gradients that are needed and autocast run the model's own code.
+Modules are recognised by their attributes and formulas, never by the name of a model; what is not recognised
+stays as it is. In training, under autocast, and when gradients are needed, the model's own code runs.
 """
 
 from .accelerate import accelerate, restore

@@ -1,4 +1,4 @@
-"""Models made to run on the operators of this package, and back."""
+"""Makes models run on the operators of this package, and undoes it."""
 
 import warnings
 import weakref
@@ -51,8 +51,8 @@ def accelerate(
             leaves them dense.
         group_size, mode: of the quantisation, as in `torch_moe_mps.quantization.quantize`; only mode "affine"
             needs bits.
-        recipe: linear_bits, embedding_bits, keep and overrides, which say what is quantised otherwise or not
-            at all: see `requested_recipe`.
+        recipe: linear_bits, embedding_bits, keep and overrides, which say what is quantised differently or
+            not at all: see `requested_recipe`.
         kv_bits: 8 lets the model's caches, dynamic and static ones, hold keys and values in 8 bits, in about
             half of the memory; 16 undoes it, None leaves it as it is. Where writing or reading 8 bits fails
             the comparison with the CPU, a warning says that they stay in 16.
@@ -102,7 +102,7 @@ def accelerate(
 
 
 def _replace(model: nn.Module, report: Report, kv_bits: int | None) -> None:
-    """Replaces what can be, and adds a row for each module to the report, in the model's order."""
+    """Replaces what it can, and adds a row for each module to the report, in the model's order."""
     found = experts_of(model)
     for name, experts in found.items():
         reason = unsupported(experts) or refusal(experts, describe(experts))
@@ -178,7 +178,7 @@ def _require_module(function: str, model: object) -> None:
 
 
 def _other_experts(path: str, module: nn.Module) -> str | None:
-    """Why a module is left alone that is called experts, or whose class is."""
+    """Why a module is left alone although its name, or its class's name, says experts."""
     cls, name = type(module).__name__, path.rpartition(".")[2]
     if "shared" in f"{cls} {name}".lower():
         return None

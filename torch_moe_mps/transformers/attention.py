@@ -2,7 +2,7 @@
 
 Models that run torch's attention keep the implementation "sdpa": its function asks each module whether it is
 accelerated. torch's attention knows neither sinks nor soft caps: models with them change from "eager" to an
-implementation of this package. Masks that say no more than order and window are CausalMask.
+implementation of this package. Masks that only express order and window are CausalMask.
 """
 
 import functools
@@ -56,7 +56,7 @@ def choose_implementations(layers: Iterable[nn.Module]) -> None:
 
 
 def use_attention(layers: Iterable[nn.Module]) -> None:
-    """Lets these layers run on the operator, once their forwards are rewritten."""
+    """Lets these layers run on the operator; called after their forwards are rewritten."""
     for module in layers:
         if _runs_sdpa(module):
             _wrap_sdpa()
@@ -260,7 +260,7 @@ def _elements(mask: Tensor | None) -> Tensor | None:
 
 
 def _seen(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """What several tokens without a mask see of a static cache, whose first tokens they are."""
+    """What several tokens without a mask see of a static cache whose first tokens they are."""
     return _first(key, query.shape[2]), _first(value, query.shape[2])
 
 
@@ -269,7 +269,7 @@ def _first(states: Tensor, tokens: int) -> Tensor:
 
 
 def _is_few(tokens: int) -> bool:
-    """No for a symbolic number, which torch.export would have to fix."""
+    """False for a symbolic number, which torch.export would have to specialise on."""
     return tokens <= MOST_TOKENS if type(tokens) is int else statically_known_true(tokens <= MOST_TOKENS)
 
 

@@ -1,7 +1,7 @@
-"""A key-value cache that grows in place, and may have 8 bits, as a static one may.
+"""A key-value cache that grows in place and may hold 8 bits; a static cache may hold 8 bits, too.
 
-transformers' DynamicCache copies all old keys and values in every step. Here they lie in memory with room
-behind them: new ones are written there, and attention gets views.
+transformers' DynamicCache copies all old keys and values in every step. Here their memory has room for more:
+new ones are written behind them, and attention gets views.
 """
 
 import functools
@@ -33,7 +33,7 @@ from .quantized_states import QuantizedStates, can_be_quantized
 from .rewriting.record import NOTHING, RECORD, record_of
 from .rewriting.rules.cache_slots import Slots
 
-# Room for a sixteenth more than is held: memory stays small, and a token is copied 17 times at most.
+# New memory has room for a sixteenth more: it stays small, and a token is copied 17 times at most.
 ROOM_SHARE = 16
 LEAST_ROOM = 256  # tokens
 # A window moves to new memory when it has moved on by an eighth of its length.
@@ -123,7 +123,7 @@ class QuantizedCache(DynamicCache):
 
 
 def as_held(layer: Any, bits: int) -> dict[str, Any]:
-    """The attributes of a layer of a plain cache, keys and values as a model with these kv_bits has them."""
+    """The attributes of a layer of a plain cache; keys and values as a model with these kv_bits has them."""
     plain: Any = type(layer)
     growing = growing_class(plain, bits if bits == CACHE_BITS else None)
     held = dict(vars(layer))
@@ -133,7 +133,7 @@ def as_held(layer: Any, bits: int) -> dict[str, Any]:
 
 
 def room_behind(tokens: int) -> int:
-    """How many more tokens new memory for `tokens` tokens has room for."""
+    """For how many more tokens new memory has room that is made for `tokens` tokens."""
     return max(LEAST_ROOM, tokens // ROOM_SHARE)
 
 
@@ -176,7 +176,7 @@ def _empty_layer(plain: type, bits: int | None) -> Any:
 
 
 def _decoders(model: nn.Module) -> Iterator[nn.Module]:
-    """The innermost models of transformers that take a cache; every call of an outer one reaches them."""
+    """The innermost models of transformers that take a cache; calls of the outer models reach them."""
     found = {m for m in model.modules() if isinstance(m, PreTrainedModel) and _takes_cache(m)}
     for module in found:
         if not any(inner in found for inner in module.modules() if inner is not module):
@@ -197,7 +197,7 @@ def _in_place() -> bool:
 
 @torch.compiler.disable
 def _update_uncompiled(layer: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """`layer.update`, outside of the graph: a graph cannot make the tensors of a layer in 8 bits."""
+    """`layer.update` outside the graph: a graph cannot make the tensors of a layer in 8 bits."""
     updated: tuple[Tensor, Tensor] = layer.update(*args, **kwargs)
     return updated
 
@@ -243,7 +243,7 @@ class _Growing(_Made, DynamicLayer):
         return None
 
     def take(self, keys: Tensor, values: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """Holds all keys and values, the last `tokens` of them new; what attention reads of them."""
+        """Takes all keys and values, of which the last `tokens` are new. Returns: what attention reads."""
         self.keys, self.values = keys, values
         return keys, values
 
@@ -340,7 +340,7 @@ class _Static(_Made, StaticLayer):
         self.quantize()
 
     def quantize(self) -> None:
-        """Quantises what the layer holds."""
+        """Quantises the keys and values of the layer."""
         _warn_of_widths(self.keys, self.values)
         if not isinstance(self.keys, QuantizedStates) and can_be_quantized(self.keys, self.values):
             for name in ("keys", "values"):
@@ -359,7 +359,7 @@ class _Static(_Made, StaticLayer):
         return self.add(key_states, value_states)
 
     def add(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Holds new keys and values; what attention reads."""
+        """Adds new keys and values. Returns: what attention reads."""
         self.keys.write(0, key_states, self.cumulative_length)
         self.values.write(0, value_states, self.cumulative_length)
         self.cumulative_length.add_(key_states.shape[2])
@@ -442,7 +442,7 @@ def _alike(held: Tensor, new: Tensor) -> bool:
 
 
 def _is_closed(memory: Tensor) -> bool:
-    """torch lets nobody write outside of inference mode into what was made in it."""
+    """Outside inference mode, torch forbids writing into tensors that were made in it."""
     return _stored(memory).is_inference() and not torch.is_inference_mode_enabled()
 
 

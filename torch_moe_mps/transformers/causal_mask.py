@@ -1,4 +1,4 @@
-"""The mask of causal attention, in a window or not, that takes no memory until something reads it."""
+"""The mask of causal attention, with or without a window, that takes no memory until something reads it."""
 
 import functools
 from typing import Any
@@ -65,8 +65,8 @@ class CausalMask(Tensor):
     ) -> "CausalMask | None":
         """The mask that transformers asks its AttentionMaskInterface for, if it is one of these.
 
-        It is not with padding between tokens, packed sequences and patterns of a model's own, nor while a
-        graph is traced.
+        Masks with padding between tokens, of packed sequences, or with a model's own pattern are not; nor is
+        any while a graph is traced.
         """
         if torch.compiler.is_compiling() or torch._C._is_tracing() or not allow_is_causal_skip:
             return None
@@ -163,7 +163,7 @@ def key_ranges(shown: Tensor, keys: int) -> tuple[tuple[int, int], ...] | None:
 
 @functools.lru_cache(maxsize=8)
 def _on_device(ranges: tuple[tuple[int, int], ...], device: Any) -> Tensor:
-    """Made once for all tokens of a `generate`: the CPU would wait for every copy to the GPU."""
+    """Copied once for all tokens of a `generate`: the CPU would wait for each copy to the GPU."""
     return torch.tensor(ranges, dtype=torch.int32, device=device)
 
 

@@ -1,7 +1,7 @@
 """Which operators a model on mps may use: those that pass selfcheck.py on this machine.
 
-What an operator replaces keeps the model's own code where the operator fails. A quantised weight has no other
-code, and is refused.
+If an operator fails, the model's own code stays in its place. Quantised weights have no other code, so they
+are refused.
 """
 
 import contextlib
@@ -58,18 +58,18 @@ def allowed(check: bool) -> Iterator[None]:
 
 
 def forget() -> None:
-    """Nothing is refused from here on."""
+    """From here on, nothing is refused."""
     _REFUSED.clear()
 
 
 def is_wanted(model: nn.Module) -> bool:
-    """Whether there is a GPU on which the model's operators can be checked, and the user lets it be done."""
+    """Whether the model's operators can be checked on a GPU, and the user wants it."""
     wanted = _ALLOWED.get() and os.environ.get(SWITCH) != "0"
     return wanted and is_available() and _is_on_mps(model)
 
 
 def refusal(module: nn.Module, text: str) -> str | None:
-    """Why a module keeps its own code: an operator that `text`, a line of the report, names has failed."""
+    """Why a module keeps its own code: an operator named in `text`, a line of the report, has failed."""
     refused = sorted(operators_named(text) & _REFUSED.keys())
     return f"{refused[0]} fails the self-check on this GPU" if refused and _is_on_mps(module) else None
 
@@ -105,7 +105,7 @@ def require_quantized(function: str, model: nn.Module, recipe: Recipe | None) ->
 
 
 def check_replacements(function: str, model: nn.Module, report: Report, seconds: float) -> bool:
-    """Checks the operators that a report names. Whether some of them failed, and must not be used.
+    """Checks the operators that a report names. Returns: whether some of them failed and must not be used.
 
     Raises: RuntimeError for one that runs quantised weights.
     """
@@ -128,7 +128,7 @@ def check_replacements(function: str, model: nn.Module, report: Report, seconds:
 
 
 def working_kv_bits(model: nn.Module, bits: int | None) -> int | None:
-    """`bits` of keys and values, or 16 where writing or reading 8 fails on this machine."""
+    """`bits` of keys and values, or 16 if writing or reading 8 bits fails on this machine."""
     if bits != CACHE_BITS or not is_wanted(model):
         return bits
     dtypes = _dtypes(model)

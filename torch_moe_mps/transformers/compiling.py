@@ -1,5 +1,4 @@
-"""A model on mps made ready for its first token: a torch that computes right, weights on 16 bytes, Metal
-libraries that are compiled."""
+"""Makes a model on mps ready for its first token: checks torch, aligns weights, compiles Metal libraries."""
 
 import itertools
 import sys
@@ -48,7 +47,7 @@ def compile_kernels(model: nn.Module, strict: bool = True) -> str | None:
 
 
 def compile_libraries(names: Iterable[str], strict: bool) -> str | None:
-    """Compile libraries side by side. What was done, in one line; None where nothing was left to do.
+    """Compile libraries side by side. Returns: one line about it; None if nothing was left to do.
 
     A library that does not compile raises RuntimeError with Metal's message, if `strict`.
     """

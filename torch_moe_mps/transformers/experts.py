@@ -1,4 +1,4 @@
-"""The experts implementation "moe_mps": every class with the experts interface of transformers."""
+"""The experts implementation "moe_mps", for every class with the experts interface of transformers."""
 
 import copy
 from collections.abc import Iterable
@@ -110,7 +110,7 @@ def _in_autocast(x: Tensor) -> bool:
 
 
 def is_observed(*modules: nn.Module) -> bool:
-    """Whether a hook or a forward of the instance sees or changes what one of the modules gets and gives."""
+    """Whether a hook, or a forward of the instance, sees or changes what a module gets or returns."""
     for module in modules:
         own = module.__dict__
         if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
@@ -124,7 +124,7 @@ def _activation_is_observed(experts: nn.Module) -> bool:
 
 
 def may_be_fused(experts: nn.Module) -> bool:
-    """Whether an experts module runs on our operators, and nothing in between sees what it is called with.
+    """Whether an experts module runs on our operators, and nothing else sees its inputs.
 
     The record that `prepare` fills is in the module itself: a wrapper around the experts does not have it.
     """
@@ -148,7 +148,7 @@ def pinned_config(experts: Experts) -> Any:
 
 
 def prepare(module: nn.Module) -> Activation | None:
-    """Finds out how an experts module works and keeps it on the module, with what it was read from."""
+    """Finds out how an experts module works; its record keeps that, and the attributes it depends on."""
     with recording() as reads:
         activation = None if global_scales_of(module) else activation_of(module)
     record_of(module).formula = activation
@@ -186,7 +186,7 @@ def _arguments(activation: tuple, norm: NormArguments | None) -> dict[str, Any]:
 
 
 def describe(module: Experts) -> str:
-    """What serves an experts module, in words."""
+    """Which operators serve an experts module, in words."""
     quantization = getattr(module, "quantization", None)
     activation = prepare(module)
     if activation is None and quantization is None:

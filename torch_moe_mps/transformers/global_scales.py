@@ -1,4 +1,4 @@
-"""Experts in nvfp4 that also have a global scale for each matrix of an expert, as MLX can write them.
+"""Experts in nvfp4 with a further global scale for each matrix of an expert, as MLX can write them.
 
 A weight is code * scale of its group * global scale / (448 * 6). The scale of a group has too few bits to
 absorb the global scale, so results are multiplied by it, in float32.

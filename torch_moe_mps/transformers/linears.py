@@ -160,7 +160,7 @@ class QuantizedEmbedding(QuantizedLayer):
     """nn.Embedding on `torch.ops.moe_mps.embedding_quantized`, for inference.
 
     Attributes: those of QuantizedLayer with num_embeddings rows and embedding_dim columns; `padding_idx`; and
-        `scale`, which rows are multiplied with in the dtype of the model, or None.
+        `scale`, by which rows are multiplied in the dtype of the model, or None.
     """
 
     scale: Tensor | None

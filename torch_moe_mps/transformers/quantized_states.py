@@ -1,4 +1,4 @@
-"""Keys or values of a cache in 8 bits, a tensor that the operator `attention` reads as it is."""
+"""Keys or values of a cache in 8 bits: a tensor that the operator `attention` reads as it is."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from ..ops._formats import GROUP_SIZES, Format, dequantize_values
 from ..ops.attention import CACHE_BITS
 
 _ATEN = torch.ops.aten
-# Operators of a dimension, by the position of that argument: they may be applied to codes and scales alike.
+# Operators along a dimension, with the position of that argument: they apply to codes and scales alike.
 _OF_A_DIMENSION = {_ATEN.slice.Tensor: 1, _ATEN.index_select.default: 1}
 _OF_EVERYTHING = {_ATEN.detach.default, _ATEN.alias.default, _ATEN.clone.default}
 
@@ -82,7 +82,7 @@ class QuantizedStates(Tensor):
             torch.ops.moe_mps.write_cache_quantized_(states, *self._parts(), start, position)
 
     def push(self, states: Tensor) -> None:
-        """One token at the end, for which the first one goes."""
+        """Appends one token and drops the first."""
         for part in self._parts():
             part.copy_(part.roll(-1, 2))
         self.write(self.shape[2] - 1, states)

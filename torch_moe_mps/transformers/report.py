@@ -158,6 +158,6 @@ class Report:
 
 
 def _in_words(replaced_by: str) -> str:
-    """The notes of rules, worded for readers who do not know the rules."""
+    """The notes of rules in words for readers who do not know the rules."""
     words = re.sub(r"residual in (\w+)", r"\1 adds the residual", replaced_by)
     return re.sub(r"(shared expert(?: and its gate)?) in moe_experts", r"moe_experts adds the \1", words)

@@ -33,7 +33,7 @@ class Command {
 
   // The tensor must be contiguous and not empty, and must live until Commands::encode returns.
   Command& bind(const at::Tensor& tensor);
-  // The same, from an element on, for a tensor whose strides the kernel is told.
+  // The same, starting at an element, for a tensor whose strides the kernel is told.
   Command& bind_strided(const at::Tensor& tensor, int64_t element = 0);
   // `stand_in` fills the slot of an argument that is absent; the kernel is told by its params not to read it.
   Command& bind_or(const std::optional<at::Tensor>& tensor, const at::Tensor& stand_in) {
@@ -66,7 +66,7 @@ class Command {
   friend class Commands;
   static constexpr size_t kMaxParams = 320;
 
-  // A dispatch past the limits of its pipeline, which depend on the compiler, would not run and not fail.
+  // The limits of a pipeline depend on the compiler. A dispatch beyond them would neither run nor fail.
   void set_threads(Size threads);
   void encode(id<MTLComputeCommandEncoder> encoder) const;
   // The buffers from `first` up to `last`, to the indices from first + shift.
@@ -85,8 +85,8 @@ class Command {
   NSUInteger indirect_offset_ = 0;
 };
 
-// After how many dispatches the stream is committed; 0: never. Torch commits only where somebody waits, so
-// that the GPU would not start before the host has encoded a whole step.
+// After how many dispatches the stream is committed; 0: never. Torch commits only when somebody waits, so the
+// GPU would not start until the host has encoded a whole step.
 void commit_every(int64_t interval);
 
 class Commands {

@@ -33,7 +33,7 @@ Dispatches& dispatches() {
   return instance;
 }
 
-// Whether the stream is to be committed, now that so many more dispatches are encoded.
+// Whether to commit the stream, now that so many more dispatches are encoded.
 bool commit_is_due(int64_t count) {
   Dispatches& state = dispatches();
   const int64_t encoded = state.encoded += count;

@@ -40,7 +40,7 @@ struct Pipeline {
 // side by side. Raises with Metal's own message when the source does not compile. The reference stays good.
 const Pipeline& pipeline(const Library& library, std::string_view function);
 
-// Every library that the package can make.
+// Every library that the package can build.
 const std::vector<Library>& all_libraries();
 
 }  // namespace moe_mps

@@ -19,7 +19,7 @@ inline float finished_output(float own, float up, device const uchar* bias, uint
                           with_bias(up, bias, expert, weight_row(output, 1, params), params), params);
 }
 
-// Where the outputs of a matmul go, and what comes on top of them.
+// Where the outputs of a matmul go, and what is added to them.
 template <typename T>
 struct Outputs {
   device const uchar* bias;

@@ -2,8 +2,8 @@
 // of one expert times kTensorRows rows of its matrix.
 //
 // The threads of a threadgroup decode the weights of a step together, and copy its inputs, into threadgroup
-// memory; matmul2d multiplies what lies there. Nothing depends on which thread has which element of a
-// cooperative tensor: Metal leaves that to each GPU.
+// memory; matmul2d multiplies them there. Nothing depends on which thread has which element of a cooperative
+// tensor: Metal leaves that to each GPU.
 #pragma once
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
 

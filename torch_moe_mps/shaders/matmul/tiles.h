@@ -1,4 +1,5 @@
-// Tiles of pairs: what a threadgroup takes that multiplies a block of rows with several pairs of one expert.
+// Tiles of pairs: what a threadgroup works on when it multiplies a block of rows with several pairs of one
+// expert.
 #pragma once
 #include "matmul/epilogue.h"
 

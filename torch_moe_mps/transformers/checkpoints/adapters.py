@@ -1,4 +1,4 @@
-"""PEFT on quantised models: an error of one line that says what to do instead."""
+"""PEFT on quantised models raises a one-line error that says what to do instead."""
 
 import functools
 from typing import Any

@@ -86,7 +86,7 @@ def measured_recipe(
     items = list(_items(whole, targets, formats, _no_errors(targets, formats)))
     total = sum(item.size for item in items)
     least = 8 * sum(min(choice.nbytes for choice in item.choices) for item in items) / max(total, 1)
-    if budget < least:  # said before the measuring, which takes long
+    if budget < least:  # raised before the measuring, which takes long
         raise ValueError(f"moe_mps::measured_recipe: budget must be {least:.3f} bits or more, got {budget}")
     errors = _measure(whole, targets, formats, ids, checkpoint, progress)
     items = list(_items(whole, targets, formats, errors))
@@ -154,7 +154,7 @@ def _no_errors(targets: Mapping[str, Target], formats: Sequence[Format]) -> Erro
 
 @contextmanager
 def _rounded(target: Target, parameter: str, format: Format) -> Iterator[None]:
-    """Within, a parameter has its quantised values."""
+    """Inside the block, a parameter has its quantised values."""
     weight = getattr(target.module, parameter)
     values = _values(rows_first(target, weight.data), format)
     values = values if target.kind == "experts" else values.squeeze(0)
@@ -209,7 +209,7 @@ def _items(
 
 
 def choose(items: Sequence[Sequence[Choice]], budget: int) -> list[Choice]:
-    """One choice of each item, of `budget` bytes in sum: the steps that lower the error most a byte first.
+    """One choice for each item within `budget` bytes, by the steps that lower the error most for a byte.
 
     Raises: ValueError for a budget below the smallest choices.
     """

@@ -36,7 +36,7 @@ def check_loaded(model: "PreTrainedModel", loaded: Callable[[str], bool]) -> Non
     Raises: ValueError for a tensor that the checkpoint lacks, or has in a wrong dtype.
 
     transformers leaves missing tensors uninitialised, or fills them with random values, and only logs their
-    names. A head that is not part of the saved model may be new.
+    names. A head that the saved model did not have may be new.
     """
     check = Check("from_pretrained")
     whole = type(model).__name__ in (getattr(model.config, "architectures", None) or ())

@@ -5,9 +5,9 @@
       "modules": {"lm_head": "affine6_64", "model.layers.*.mlp.experts": "affine4_64", ...}
     }
 
-A * is any number: equal layers share a line. No "quant_method" is named: without this package, transformers
-refuses such a checkpoint with an error, where it would ignore a method that it does not know and fill what is
-quantised with random values. Version 0.2 named one, and had a line for each layer; such files are read, too.
+A * is any number: equal layers share a line. There is no "quant_method": with one that it does not
+know, transformers without this package would ignore it and fill quantised weights with random values; with
+none it raises an error. Version 0.2 named one, and had a line for each layer; such files are read, too.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -27,15 +27,15 @@ LIBRARY = "torch_moe_mps"
 
 
 class QuantizationConfig(QuantizationConfigMixin):
-    """How the weights of a checkpoint are quantised, or shall be when they are loaded.
+    """How the weights of a checkpoint are quantised, or are to be quantised when they are loaded.
 
     Args:
-        bits, group_size, mode: as in `torch_moe_mps.quantization.quantize`, the usual format.
+        bits, group_size, mode: as in `torch_moe_mps.quantization.quantize`: the default format.
         modules: {name: format} of what a checkpoint has quantised: experts modules, or one of their
             parameters, linear layers, embeddings. A format is a name such as "affine4_64", or {bits,
-            group_size, mode}. None in a checkpoint: experts, in the usual format. Names of a larger or a
+            group_size, mode}. None in a checkpoint: experts, in the default format. Names of a larger or a
             smaller model are understood.
-        source: the quantisation of a checkpoint that transformers dequantises while ours quantises: FP8.
+        source: the quantisation of a checkpoint that transformers dequantises while we quantise: FP8.
         absent: names of parts of the model, beside its language model, that a checkpoint does not have.
         global_scales: names of matrices of experts that have a scale for each expert, see global_scales.py.
         mlx: whether MLX wrote the checkpoint: what is quantised in it is read from its tensors.
@@ -64,10 +64,10 @@ class QuantizationConfig(QuantizationConfigMixin):
         self.modules = modules and {name: _format_of(name, value) for name, value in modules.items()}
         self.exceptions = {name: others[name] for name in ARGUMENTS if name in others}
         self.source, self.absent, self.global_scales, self.mlx = source, [*absent], [*global_scales], mlx
-        self.recipe()  # its errors come now
+        self.recipe()  # its errors are raised now
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As from the dict in config.json, for which transformers takes the config of a loaded model."""
+        """The dict in config.json: transformers takes the config of a loaded model for it."""
         return getattr(self, key, default)
 
     def recipe(self) -> Recipe:

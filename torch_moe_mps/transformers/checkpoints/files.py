@@ -1,4 +1,4 @@
-"""The files of a checkpoint: which there are, and new ones that are written piece by piece."""
+"""The files of a checkpoint: finds existing ones, and writes new ones piece by piece."""
 
 import json
 import tempfile

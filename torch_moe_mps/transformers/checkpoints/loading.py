@@ -67,13 +67,13 @@ def from_pretrained(
         kv_bits: 8 for keys and values of the cache in 8 bits, as in `accelerate`.
         check: False leaves out the comparison with the CPU, as in `accelerate`.
         shares: of a pipeline (distributed_config=DistributedConfig(pp_size=2), docs/distributed.md): how many
-            layers each process has; None for as many as its memory and bandwidth suggest.
-        loading_timeout, decoding_timeout: seconds that a process of a pipeline waits for the others to load,
-            and for another's layers to run on 512 tokens.
+            layers each process has; by default as many as its memory and bandwidth suggest.
+        loading_timeout, decoding_timeout: how many seconds a process of a pipeline waits until the others
+            have loaded, and until the layers of another have run on 512 tokens.
         kwargs: bits, group_size, mode, linear_bits, embedding_bits, keep and overrides, as in `accelerate`;
             weights that are quantised stay as they are. All others go to the from_pretrained of the class.
 
-    Returns: what its from_pretrained returns: the model, in evaluation mode and accelerated; with
+    Returns: what the class's from_pretrained returns: the model, in evaluation mode and accelerated; with
         output_loading_info, a tuple of that and the information. `model.hf_quantizer.report` says what was
         quantised.
 
@@ -82,7 +82,7 @@ def from_pretrained(
         a pipeline of a model that cannot be cut. PeerError if another process of a pipeline fails or differs.
     """
     asked = {name: kwargs.pop(name) for name in ARGUMENTS if name in kwargs}
-    recipe = requested_recipe(**asked)  # its errors come before anything is loaded
+    recipe = requested_recipe(**asked)  # its errors are raised before anything is loaded
     require_kv_bits("from_pretrained", kv_bits)
     cls: Any = model_class or AutoModelForCausalLM
     pipeline = None
@@ -148,7 +148,7 @@ def _pipeline(
     timeouts: tuple[float, float],
     kwargs: dict[str, Any],
 ) -> PipelineLoading:
-    """A pipeline as it was asked for; its argument is taken from `kwargs`, since transformers has its own."""
+    """The pipeline that was asked for; its argument leaves `kwargs`, as transformers has one of its own."""
     distributed = kwargs.pop("distributed_config")
     config, others = load_config(name, model_class or AutoModelForCausalLM, kwargs)
     cls = model_class or class_for(config)
@@ -169,7 +169,7 @@ def class_for(config: PreTrainedConfig) -> Any:
 
 
 def stored_in(name: str, config: Any) -> dict[str, Any]:
-    """The quantisation of a checkpoint by its config, or by its files if MLX wrote them; {} is dense."""
+    """The quantisation of a checkpoint, from its config, or its files if MLX wrote them; {} is dense."""
     stored = getattr(config, "quantization_config", None) or getattr(config, "quantization", None) or {}
     stored = dict(stored) if isinstance(stored, Mapping) else stored.to_dict()
     if is_mlx(stored) or (not stored and written_by_mlx(name)):

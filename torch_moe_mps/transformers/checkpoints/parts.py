@@ -1,4 +1,4 @@
-"""Checkpoints of any kind, read a part at a time: a layer, an embedding, or all the rest.
+"""Reads checkpoints of any kind one part at a time: a layer, an embedding, or all the rest.
 
 The model is on the meta device. The weights of a part exist only within `loaded`: as in the checkpoint, or
 quantised by a recipe. They are read by the converters of transformers and by Quantizer, as they are in
@@ -65,7 +65,7 @@ class Parts:
         source: a folder, or a name on the Hub.
         device: where the loaded part is.
         model_class: of transformers; the default is the class that `from_pretrained` uses.
-        recipe: arguments of `accelerate`: what is dense in the checkpoint is quantised by them. Without a
+        recipe: arguments of `accelerate`, by which dense weights of the checkpoint are quantised. Without a
             recipe the checkpoint must be dense, or in FP8, which is dequantised.
         dtype, trust_remote_code: as for `from_pretrained`.
 
@@ -122,7 +122,7 @@ class Parts:
         if quantization is None and stored:
             dequantizer = AutoHfQuantizer.from_config({**stored, "dequantize": True}, pre_quantized=True)
             self._conversions = dequantizer.update_weight_conversions(self._conversions, self.model)
-        self._dense = {}  # what a quantised checkpoint has dense
+        self._dense = {}  # the dense weights of a quantised checkpoint
         if stored and recipe is not None and (wanted := requested_recipe(**recipe)) is not None:
             self._dense = weights_of(self.model, wanted).targets
 
@@ -154,7 +154,7 @@ class Parts:
 
     @contextmanager
     def loaded(self, module: str) -> Iterator[nn.Module]:
-        """Within, the module has its weights.
+        """Inside the block, the module has its weights.
 
         Raises: ValueError for a parameter that the checkpoint lacks, or that cannot be quantised.
         """
@@ -241,7 +241,7 @@ class Parts:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Without transformers' progress bar: there would be one for each part."""
+    """Hides transformers' progress bar: there would be one for each part."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

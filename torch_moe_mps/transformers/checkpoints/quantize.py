@@ -1,4 +1,4 @@
-"""Models quantised in place: experts, linear layers and embeddings."""
+"""Quantises models in place: experts, linear layers and embeddings."""
 
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
@@ -31,8 +31,8 @@ def quantize_experts(
     The dense weights of a layer are freed before the next one is quantised, so the peak is the dense model
     plus one quantised layer. Everything is checked first; if a check fails, the model is unchanged.
 
-    The modules run as experts implementation "moe_mps" from then on, for inference only: no parameter of
-    `model` asks for gradients any more. save_pretrained of `model`, and of the models of transformers within,
+    From then on the modules run as experts implementation "moe_mps", for inference only: no parameter of
+    `model` requires gradients any more. save_pretrained of `model`, and of models of transformers inside it,
     keeps them quantised.
 
     Args:
@@ -89,7 +89,7 @@ def quantize_targets(
             report.modules[name] = quantize_target(model, dense[name], others)
             report.shared.update({other.name: name for other in others})
             release_cache(next(dense[name].module.parameters()))
-    finally:  # a model that was interrupted works, and can be saved
+    finally:  # after an interruption the model works, and can be saved
         tie_quantized(model)
         if report.modules:
             model.requires_grad_(False)  # quantised weights have no backward

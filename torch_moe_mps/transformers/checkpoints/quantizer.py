@@ -64,7 +64,7 @@ class Quantizer(HfQuantizer):
     requires_calibration = False
     quantization_config: QuantizationConfig
     report = None
-    _device: torch.device | None = None  # where the model goes once it is quantised
+    _device: torch.device | None = None  # where the model is moved once it is quantised
 
     @property
     def _streams(self) -> bool:
@@ -80,7 +80,7 @@ class Quantizer(HfQuantizer):
         return device_map
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """Floating-point tensors are never cast to codes: `check_loaded` reports a wrong dtype."""
+        """Floating-point tensors are never cast to codes; `check_loaded` reports a wrong dtype."""
         if dtype is not None and not dtype.is_floating_point:
             return None
         return super().get_new_dtype(converter, param, dtype)
@@ -159,7 +159,7 @@ class Quantizer(HfQuantizer):
             replace(model, target, {p: stored(target.module, p, f) for p, f in target.formats.items()}, dtype)
         if self.quantization_config.mlx:
             self._reading.fill_dropped(loaded)
-            model._weight_conversions = None  # saved with the names of transformers
+            model._weight_conversions = None  # saved under the names of transformers
         check_loaded(model, loaded)
         return {}
 

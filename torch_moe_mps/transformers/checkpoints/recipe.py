@@ -65,7 +65,7 @@ def requested_recipe(
         embedding_bits: the same for embeddings and the output head.
         keep: names of weights that stay dense, with * and ?, or their ends: "lm_head", "*.v_proj".
         overrides: {name or pattern: bits, {bits, group_size, mode}, or False for dense}; the last that fits
-            decides. For experts "layers.0.*experts.down_proj" means one of their matrices.
+            decides. "layers.0.*experts.down_proj" means one of the matrices of experts.
 
     Routers always stay dense.
 

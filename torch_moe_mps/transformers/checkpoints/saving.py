@@ -1,4 +1,4 @@
-"""Models that save_pretrained writes as quantised."""
+"""Makes save_pretrained write models as quantised."""
 
 import copy
 import functools
@@ -43,7 +43,7 @@ def mark_quantized(model: nn.Module) -> None:
 
 
 def _outermost(module: nn.Module, cls: type[nn.Module]) -> Iterator[Any]:
-    """The modules of a class that are within no other."""
+    """The modules of a class that are inside no other."""
     if isinstance(module, cls):
         yield module
         return
@@ -65,7 +65,7 @@ def describe_when_saving(cls: Any) -> None:
 
 @contextmanager
 def _described(model: Any) -> Iterator[None]:
-    """Within, the config of a model describes its weights; a base model may share it with a larger one."""
+    """Inside the block, the config of a model, which other models may share, describes its weights."""
     stored, right = getattr(model.config, "quantization_config", None), config_of(model)
     if right is None and not is_ours(stored):
         yield
@@ -119,7 +119,7 @@ def config_of(model: nn.Module) -> QuantizationConfig | None:
 
 
 def save_parts(model: Any, folder: Path, parts: Iterable[Mapping[str, Tensor]]) -> None:
-    """What `save_pretrained` of transformers writes, of a model whose tensors come some at a time."""
+    """Writes what `save_pretrained` of transformers would, for a model whose tensors come some at a time."""
     from transformers.core_model_loading import revert_weight_conversion
 
     shards = Shards(folder, "pt", _SHARD)

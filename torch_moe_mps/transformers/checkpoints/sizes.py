@@ -1,4 +1,4 @@
-"""The bytes of weights that a model reads for a token, and those of a quantised weight."""
+"""How many bytes of weights a model reads for a token, and how many a quantised weight has."""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType

@@ -1,7 +1,7 @@
 """Quantises weights while a dense checkpoint is loaded: at most one dense parameter exists at a time.
 
 transformers hands over each parameter once its tensors are read. The quantised tensors are kept here until
-everything is loaded; until then the model has a parameter on the meta device in their place, to be tied or
+everything is loaded; until then a parameter on the meta device takes their place in the model, to be tied or
 initialised.
 """
 
@@ -126,7 +126,7 @@ def _equal(first: Tensor | None, second: Tensor | None) -> bool:
 
 
 class QuantizeParameters(ConversionOps):
-    """Takes parameters from the loader into the stream, so that the loader has nothing to set."""
+    """Hands parameters from the loader to the stream, so that the loader has nothing to set."""
 
     def __init__(self, stream: Stream):
         self.stream = stream
@@ -153,7 +153,7 @@ def _taken(tensors: dict, name: str) -> Iterator[Tensor]:
 
 
 class QuantizeConverted(ConversionOps):
-    """The operations of a converter, whose result the stream takes if it is a parameter to be quantised.
+    """The operations of a converter; the stream takes the result if it is a parameter to be quantised.
 
     Experts that are stored one by one are merged and quantised some at a time. The first operation stacks a
     list of tensors and the others treat each expert separately, so some of the experts give a piece of the
@@ -210,7 +210,7 @@ def merges(converter: WeightConverter) -> bool:
 def streaming_converters(converters: list, stream: Stream, dequantizer: HfQuantizer | None = None) -> list:
     """transformers' converters of a checkpoint, changed so that what they make is quantised.
 
-    The parameters of a dense checkpoint pass through QuantizeParameters, all but merged experts. If another
+    All parameters of a dense checkpoint but merged experts pass through QuantizeParameters. If another
     quantizer dequantises the checkpoint (FP8), each parameter passes through one of its converters.
     """
     stream.original_conversions = list(converters)

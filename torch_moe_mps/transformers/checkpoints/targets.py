@@ -1,6 +1,6 @@
 """The weights of a model that can be quantised: experts, linear layers and embeddings.
 
-A weight stays dense, with a reason, if something uses what a quantised layer does not have.
+A weight stays dense, with a reason, if something uses an attribute that a quantised layer lacks.
 """
 
 import ast
@@ -23,7 +23,7 @@ from ..rewriting.program.programs import syntax_of
 from .absent import around_text
 from .recipe import Recipe
 
-# Fewer outputs than this save nothing: the gate of a shared expert has one.
+# Layers with fewer outputs than this save nothing: the gate of a shared expert has one.
 SMALLEST = 16
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 
@@ -48,7 +48,7 @@ class Target:
 
 
 def parameters_of(kind: str, module: nn.Module) -> tuple[str, ...]:
-    """The parameters that are quantised of a module of a kind."""
+    """The parameters of a module of a kind that are quantised."""
     return projections(module) if kind == "experts" else ("weight",)
 
 
@@ -135,7 +135,7 @@ class Reasons:
         return self.needs(name, module)
 
     def needs(self, name: str, module: nn.Module) -> str | None:
-        """Why it must stay dense; routers and small layers need not."""
+        """Why a layer must stay dense; routers and small layers need not."""
         if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
             return "a hook is on it"
         if hasattr(module, "parametrizations") or not isinstance(module.weight, nn.Parameter):
@@ -152,7 +152,7 @@ class Reasons:
 
 
 def _is_plain(embedding: nn.Embedding) -> bool:
-    """Whether its forward is the plain lookup, or that times a number: `super().forward(ids) * ...`."""
+    """Whether the forward is the plain lookup, or the lookup times a number: `super().forward(ids) * ...`."""
     if embedding.max_norm is not None:
         return False
     own = type(embedding).forward
@@ -172,7 +172,7 @@ def _is_plain(embedding: nn.Embedding) -> bool:
 
 @functools.cache
 def _weights_read_by(cls: type) -> set[str]:
-    """The children whose weight the methods of a class read, other than in the ways that LazyWeight allows.
+    """The children whose weight the methods of a class read in ways that LazyWeight does not allow.
 
     Functions with "cuda" in their names and branches for training never run on quantised layers.
     """
@@ -215,7 +215,7 @@ class _Reads(ast.NodeVisitor):
 
 
 def _towers(model: Any) -> Iterator[str]:
-    """The models within that are outside the language model: vision, audio."""
+    """The models inside a model that are not its language model: vision, audio."""
     if not hasattr(model, "get_input_embeddings"):
         return
     try:
@@ -312,7 +312,7 @@ def present(model: nn.Module, targets: Mapping[str, Target]) -> dict[str, Target
 
 
 def routers_of(model: nn.Module) -> set[nn.Module]:
-    """The linear layers that the ids of experts are computed with."""
+    """The linear layers that compute the ids of experts."""
     found: set[nn.Module] = set()
     for name, experts in experts_of(model).items():
         block = model.get_submodule(name.rpartition(".")[0])
@@ -329,7 +329,7 @@ def _count(experts: nn.Module) -> int:
 
 
 def _that_feed(block: nn.Module, experts: str, count: int) -> set[nn.Module]:
-    """Found in the program of the block; without one, by the number of outputs."""
+    """Finds them in the program of the block, or without one by the number of outputs."""
     if found := list(ids_of_experts(block, experts)):
         return {module for ids in found for module in _router(ids, block, count)}
     return {
@@ -342,7 +342,7 @@ def _that_feed(block: nn.Module, experts: str, count: int) -> set[nn.Module]:
 
 
 def _router(ids: Node, block: nn.Module, count: int) -> Iterator[nn.Module]:
-    """The linear layers of the module that returns the ids, else of those that they are computed from."""
+    """The linear layers of the module that returns the ids, or else of those that they are computed from."""
     if name := module_that_gives(ids):
         yield from _linears(block.get_submodule(name))
     else:

@@ -1,4 +1,4 @@
-"""Modules whose dense parameters are replaced by quantised ones.
+"""Replaces dense parameters of modules by quantised ones.
 
 A parameter `gate_up_proj` becomes `gate_up_proj_packed` (int32), `_scales` and, in mode affine, `_biases`;
 the `weight` of a layer becomes `packed`, `scales` and `biases` of a layer of linears.py.
@@ -206,6 +206,6 @@ def dense_dtype(target: Target) -> torch.dtype:
 
 
 def release_cache(tensor: Tensor) -> None:
-    """Returns freed memory to the system; PyTorch's MPS allocator would keep it for equal buffers."""
+    """Returns freed memory to the system; PyTorch's MPS allocator would keep it for buffers as large."""
     if tensor.device.type == "mps":
         torch.mps.empty_cache()

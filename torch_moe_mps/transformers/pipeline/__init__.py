@@ -1,10 +1,10 @@
-"""A model spread over the processes of torch.distributed: each holds layers that follow each other.
+"""A model spread over the processes of torch.distributed: each holds consecutive layers.
 
     loop      reads the loop over the layers of a model: whether it can be cut, and what has to be handed on
     stages    stand-ins for what other processes have, while the model is loaded and when it is called
     shares    how many layers each process has
     peers     the processes: messages, time limits, and what is said when one of them fails
-    running   calls of the model: the same inputs everywhere, results and tokens for all
+    running   calls of the model: equal inputs in all processes, results and tokens for all
 
 Every process calls the model with the same inputs, and runs its whole `forward`. Layers of another process
 pass hidden states on; the last of them in front of a process's own layers gives what its neighbour sent.

@@ -29,7 +29,7 @@ _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
 def size_of(distributed: Any, kind: str) -> int:
-    """What an argument `distributed_config` has as "pp_size", "ep_size" and so on; unless given, 1."""
+    """The "pp_size", "ep_size" and so on of an argument `distributed_config`; 1 by default."""
     return getattr(distributed, kind, None) or 1
 
 
@@ -37,9 +37,9 @@ class PipelineLoading:
     """Loading in one of the processes.
 
     Args:
-        name, cls, config: as `from_pretrained` has them.
+        name, cls, config: as in `from_pretrained`.
         distributed: transformers' DistributedConfig, with pp_size as the number of processes.
-        shares: how many layers each has; None for as many as its memory and bandwidth suggest.
+        shares: how many layers each has; by default as many as its memory and bandwidth suggest.
         timeouts: see Timeouts.
         asked: other arguments, which must be the same in all processes.
 
@@ -88,7 +88,7 @@ class PipelineLoading:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Within, a model that is loaded keeps the layers of this process only."""
+        """Inside the block, loading a model keeps only the layers of this process."""
         token = _STAGE.set(self.stage)
         try:
             yield
@@ -99,7 +99,7 @@ class PipelineLoading:
             _STAGE.reset(token)
 
     def finish(self, model: Any) -> None:
-        """Waits until all have their layers, and joins the calls of the model."""
+        """Waits until all processes have their layers, and takes over the calls of the model."""
         self.peers.gather({"loaded": True})
         vars(model)["pipeline"] = Running(model, self.stage, self.peers)
 

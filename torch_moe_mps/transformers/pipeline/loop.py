@@ -1,8 +1,8 @@
 """Reads the loop over the layers in the `forward` of a model: `for layer in self.layers: h = layer(h, ...)`.
 
 A process runs the loop with stand-ins for the layers of others, and one stand-in gives what the layer in its
-place returned elsewhere. That is right if all that an iteration takes from earlier ones was returned by the
-layer just before it; the rest must be the same in every process, such as masks and position embeddings.
+place returned elsewhere. That is right if an iteration takes from earlier ones only what the layer just
+before it returned; everything else, such as masks and position embeddings, must be the same in every process.
 """
 
 import ast
@@ -30,9 +30,9 @@ class Loop:
 
     Attributes:
         layers: the name of the list of layers.
-        results: the names that the results of a layer get in the loop.
+        results: what the loop calls the results of a layer.
         passed: {result: where the layer takes it, a position or the name of an argument}.
-        uses_embeddings: whether something else than the hidden states depends on the embedded ids.
+        uses_embeddings: whether anything but the hidden states depends on the embedded ids.
     """
 
     layers: str
@@ -103,7 +103,7 @@ def _call(body: list[ast.stmt], target: ast.expr, model: nn.Module) -> tuple[int
 
 
 def _check_carried(body: list[ast.stmt], place: int, results: list[str], model: nn.Module) -> None:
-    """All that an iteration takes from the one before must follow from the results of its layer."""
+    """An iteration may take from the one before only what follows from the results of its layer."""
     stored = {n for s in body for n in names_in(s, ast.Store)}
     written: set[str] = set()
     carried: set[str] = set()
@@ -148,7 +148,7 @@ def _decided(body: list[ast.stmt], model: nn.Module, number: str = "", layers: i
 
 
 def _value(expression: ast.expr, model: nn.Module, names: dict[str, int] | None = None) -> Any:
-    """What an expression of self, and of these names, is; NotImplemented where it needs more."""
+    """The value of an expression of self and these names; NotImplemented if it needs more."""
     try:
         return eval(ast.unparse(expression), {}, {"self": model, **(names or {})})
     except Exception:

@@ -1,7 +1,8 @@
-"""The processes that a model is spread over: messages, time limits, and what is said when one fails.
+"""The processes that a model is spread over: messages, time limits, and errors when one fails.
 
-Messages go through a process group of gloo on the CPU. A message has a head with what it is, the shapes of
-its tensors, and the size of the next one between these two, so that a token is one message on each link.
+Messages go through a process group of gloo on the CPU. The head of a message says what it is, gives the
+shapes of its tensors, and the size of the next message between the two processes, so that a token is one
+message on each link.
 """
 
 import contextlib
@@ -23,14 +24,14 @@ from torch import Tensor
 
 _HEAD = 512  # bytes
 _ALIGNED = 16
-# Seconds in which a process that fails looks for a reason that another one has told.
+# For so many seconds, a failing process looks for a reason that another one has given.
 _GRACE = 1.5
 _COUNT = itertools.count()
 _NAMES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 class PeerError(RuntimeError):
-    """Another process failed, or does something else: names its rank, its host and what happened."""
+    """Another process failed or differs from this one: names its rank, its host and what happened."""
 
 
 class Timeouts(NamedTuple):
@@ -41,7 +42,7 @@ class Timeouts(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What a message is about, what the sender was called with, and tensors (None: no tensor)."""
+    """Its kind, what the sender was called with, and tensors (None: no tensor)."""
 
     kind: str
     call: str
@@ -90,7 +91,7 @@ class Peers:
         return found
 
     def send(self, to: int, message: Message, limit: float | None = None) -> None:
-        """Begins to send; waits only for the end of the message before it."""
+        """Starts to send; waits only until the message before it has gone."""
         self._check()
         self.flush(to, limit)
         tensors = [None if t is None else on_the_host(t) for t in message.tensors]
@@ -183,7 +184,7 @@ class Peers:
     def _reason(self, rank: int, what: str, late: bool) -> str:
         """Looks for the process that failed first: one may only have waited for another.
 
-        Of two that blame each other, the one that was late did: the other closed the connection for that.
+        If two blame each other, it is the one that was late: the other closed the connection because of that.
         """
         self._tell("waits", json.dumps([rank, what, late]))
         seen, until = {self.rank}, time.monotonic() + _GRACE
@@ -202,7 +203,7 @@ class Peers:
         return f"moe_mps: {self.name(rank)} {what}"
 
     def failed(self, error: BaseException) -> None:
-        """Lets the others know what this process fails with, and ends the connections to them."""
+        """Tells the others why this process fails, and ends the connections to them."""
         if self._broken is not None:
             return
         line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
@@ -216,7 +217,7 @@ class Peers:
         self._on_the_way.clear()
 
     def _tell(self, what: str, text: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the store may be gone with the process that had it
+        with contextlib.suppress(RuntimeError):  # the store may have gone with its process
             self._store.set(f"moe_mps/{self._number}/{what}/{self.rank}", text)
 
     def _told(self, what: str, rank: int) -> str | None:
@@ -255,7 +256,7 @@ def _rounded(size: int) -> int:
 
 
 def _length(tensors: Sequence[Tensor | None]) -> int:
-    """The number of tokens that tensors are of: their second dimension."""
+    """The number of tokens in tensors: their second dimension."""
     return max((t.shape[1] for t in tensors if t is not None and t.dim() > 1), default=1) or 1
 
 
@@ -263,7 +264,7 @@ _ALIVE: "weakref.WeakSet[Peers]" = weakref.WeakSet()
 
 
 def tell(error: BaseException) -> None:
-    """Lets the processes of all pipelines know what this one ends with."""
+    """Tells the processes of all pipelines why this one ends."""
     for peers in _ALIVE:
         peers.failed(error)
 

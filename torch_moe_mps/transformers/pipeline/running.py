@@ -1,7 +1,7 @@
 """Calls of a model whose layers are spread over processes, and `generate`.
 
 A call sends what the last layer here returns to the next process. Logits go from the last process to all
-others; while `generate` samples, token ids go instead: only the last process chooses them.
+others. While `generate` samples, only the last process chooses the token ids, and sends them instead.
 """
 
 import contextlib
@@ -82,12 +82,12 @@ class Running:
         return args, {name: value for name, value in kwargs.items() if name not in unused}
 
     def _before_layers(self, base: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Layers must get the same in every process; only the first one has features of images."""
+        """Layers must get the same inputs in every process; only the first process has features of images."""
         given = {name for name, value in kwargs.items() if isinstance(value, Tensor | list | tuple | dict)}
         self._given = sorted(given - {"input_ids", "inputs_embeds"})
 
     def _call(self) -> str:
-        """What this call was made with; computed while the device has to be waited for anyway."""
+        """What this call was made with, computed while waiting for the device."""
         if not self._digest:
             state = hashlib.blake2b(" ".join(self._given).encode(), digest_size=8)
             for tensor in self._inputs:
@@ -140,14 +140,14 @@ class Running:
         return output
 
     def _at_the_end(self, model: Any, args: tuple, output: Any) -> None:
-        """A call that failed once it had begun is told to the others. torch gives no output then."""
+        """Tells the others of a call that failed after it had begun; torch gives no output then."""
         error = sys.exc_info()[1]
         if output is None and error is not None and self.calls > self._ended:
             self.peers.failed(error)
         self._ended = self.calls
 
     def _tell_others(self, kind: str, tensors: list[Tensor | None]) -> None:
-        """Returns when all have it: what is still to be sent when this process ends is lost."""
+        """Returns once all have it: what has not been sent when this process ends is lost."""
         others = range(self.peers.size - 1)
         for rank in others:
             self.peers.send(rank, Message(kind, self._call(), tensors))
@@ -159,7 +159,7 @@ class Running:
 
     @contextlib.contextmanager
     def greedy(self) -> Iterator[None]:
-        """Within, a call tells only the likeliest next token: the logits of all others are very low."""
+        """Inside the block, calls give only the likeliest next token: all other logits are very low."""
         self._greedy = True
         try:
             yield
@@ -188,7 +188,7 @@ class Running:
         except BaseException as error:
             if self.calls > calls or isinstance(error, PeerError):
                 self.peers.failed(error)
-            raise  # arguments that are refused are so in every process
+            raise  # every process refuses the same arguments
 
     def _sample(
         self,
@@ -218,7 +218,7 @@ class Running:
             del vars(model)["_prefill"]
 
     def _prefill(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict, **kwargs: Any) -> Any:
-        """A prompt in chunks: a process begins with the next one as soon as it has sent one."""
+        """Reads a prompt in chunks: a process starts the next one as soon as it has sent one."""
         if generation_config.prefill_chunk_size is not None:
             cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
             before = 0 if cache is None else int(cache.get_seq_length())
@@ -230,11 +230,11 @@ class Running:
         finally:
             self._rest = None
 
-    # One process talks, the others follow
+    # One process leads, the others follow
 
     @contextlib.contextmanager
     def leading(self) -> Iterator[None]:
-        """Within, `generate` of the first process makes those that `follow` generate the same."""
+        """Inside the block, `generate` in the first process makes processes in `follow` generate the same."""
         self._leads = True
         try:
             yield

@@ -8,7 +8,7 @@ from ...macs import this_mac
 
 
 class Machine(NamedTuple):
-    """What a process may use: bytes of memory, and GB/s; None where it is not known."""
+    """What a process may use: bytes of memory, and GB/s; None if unknown."""
 
     memory: int | None
     bandwidth: float | None
@@ -27,14 +27,14 @@ def this_machine() -> Machine:
 def shares_of(layers: Sequence[int], ends: Sequence[int], machines: Sequence[Machine]) -> list[int]:
     """The number of layers of each process.
 
-    Each takes time in proportion to its bytes and in inverse proportion to its bandwidth. Layers are given so
-    that the slowest is as fast as possible among the divisions in which all fit their memory; where nothing
-    fits, memory counts instead of time.
+    Each takes time in proportion to its bytes and in inverse proportion to its bandwidth. Of the divisions
+    that fit the memory of all, it is the one whose slowest process is fastest; if nothing fits, memory counts
+    instead of time.
 
     Args:
         layers: bytes of each layer.
         ends: bytes of the embedding and of the output head, which the first and the last have.
-        machines: those of the processes.
+        machines: of each process.
     """
     speeds = [m.bandwidth for m in machines]
     known = [1.0 if None in speeds else float(s or 1) for s in speeds]

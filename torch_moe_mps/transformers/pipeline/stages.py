@@ -1,4 +1,4 @@
-"""What a process holds of a model: its layers, and stand-ins for those of the others."""
+"""What a process holds of a model: its own layers, and stand-ins for the others."""
 
 import inspect
 import re
@@ -80,7 +80,7 @@ def _source(cls: type) -> str:
 
 
 def count_tokens(cache: Any, index: int, hidden: Tensor, has_conv_state: bool) -> None:
-    """Lets the entry of a cache for a layer have as many tokens as if the layer were here."""
+    """Gives the entry of a cache for a layer as many tokens as if the layer were here."""
     layer = cache.layers[index] if index < len(cache.layers) else None
     batch, tokens = hidden.shape[:2]
     if isinstance(layer, LinearAttentionCacheLayerMixin):

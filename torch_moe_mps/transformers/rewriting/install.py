@@ -27,7 +27,7 @@ def is_rewritten(module: nn.Module) -> bool:
 
 
 def rewrite(module: nn.Module) -> tuple[list[str], str | None]:
-    """Rewrites a module's forward. What was replaced in it, and the reason if that is nothing."""
+    """Rewrites a module's forward. Returns: what was replaced in it, and if that is nothing, the reason."""
     if is_rewritten(module) and not _is_on_top(module):
         return _resume(module)
     if is_rewritten(module):
@@ -101,7 +101,7 @@ def drop_forward_of_class(module: nn.Module) -> None:
 
 
 def _run(module: nn.Module, forward: Callable, rewrites: list[str], reads: dict) -> None:
-    """Puts a forward in the place of the module's, as long as what was read to find it holds."""
+    """Lets a module run a forward, as long as what was read to find it holds."""
     record = record_of(module)
     record.reads, record.rewrites = kept(reads), tuple(rewrites)
     cls: type = type(module)

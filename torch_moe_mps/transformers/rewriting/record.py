@@ -1,4 +1,4 @@
-"""What this package keeps in a module: one record, which `restore` drops."""
+"""What this package stores in a module: one record, which `restore` removes."""
 
 from typing import Any
 

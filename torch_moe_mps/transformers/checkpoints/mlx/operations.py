@@ -20,7 +20,7 @@ def mlx_words(tensor: Tensor) -> Tensor:
 
 
 def as_words() -> Operation:
-    """Of uint32 and what goes with it: MLX's words, scales and biases are ours."""
+    """Takes words, scales and biases as they are: MLX's are ours, but for uint32."""
     return each(words, mlx_words)
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
     from transformers import PreTrainedModel
 
 _CHECK = Check("load")
-_CODES = {"U32": torch.uint32, "U8": torch.uint8}  # what is not floating-point in files of MLX
+_CODES = {"U32": torch.uint32, "U8": torch.uint8}  # all that is not floating-point in files of MLX
 _MODES = {(32, 4): "mxfp4", (32, 8): "mxfp8", (16, 4): "nvfp4"}
 
 
@@ -45,7 +45,7 @@ class Stored:
         self._keys = {canonical(name): name for name in self.tensors}
 
     def key(self, name: str) -> str | None:
-        """What a tensor is called in the files."""
+        """The name of a tensor in the files."""
         return name if name in self.tensors else self._keys.get(canonical(name))
 
     def shape(self, name: str) -> torch.Size | None:
@@ -72,7 +72,7 @@ class Stored:
 
 
 class Reading:
-    """What a checkpoint of MLX has of a model.
+    """What a checkpoint of MLX contains of a model.
 
     Attributes:
         targets: {name: target} of what is quantised.
@@ -183,7 +183,7 @@ class Reading:
                 self.model.get_submodule(owner)._parameters[last] = nn.Parameter(zeros, requires_grad=False)
 
     def _check_shapes(self, row: Row) -> None:
-        """Tries the row on tensors without memory."""
+        """Runs the row on tensors without memory."""
         sources = row.source_patterns
         try:
             made = copy.deepcopy(row).of(self.stored.tensors, self.model)

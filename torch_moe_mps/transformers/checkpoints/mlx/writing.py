@@ -32,7 +32,7 @@ def save_mlx(
         model: quantised by this package, or dense.
         folder: which exists.
         config: the original config.json, because mlx-lm reads keys that transformers 5 no longer writes.
-        parts: the tensors of the model, some at a time; those that it has unless given.
+        parts: the tensors of the model, some at a time; by default those that it has.
 
     Raises: ValueError for an architecture whose layout in MLX is not known.
     """

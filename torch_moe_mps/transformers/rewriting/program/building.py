@@ -1,4 +1,4 @@
-"""Pieces of programs: what rules put in the place of a model's code."""
+"""Builds pieces of programs: what rules put in the place of a model's code."""
 
 import ast
 from collections.abc import Iterator
@@ -100,7 +100,7 @@ def replace_in(program: Program, statement: ast.Assign | ast.Expr, old: ast.expr
 
 
 def replace_everything(program: Program, text: str) -> None:
-    """The program returns an expression of the forward's arguments, X is the first, and does nothing else."""
+    """The program only returns an expression of the forward's arguments, of which X is the first."""
     program.statements.clear()
     program.inplace.clear()
     program.result = code(text, X=ast.Name(program.arguments.args[1].arg, ast.Load()))

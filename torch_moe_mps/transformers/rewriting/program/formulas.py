@@ -1,9 +1,9 @@
 """Formulas of a straight-line program in a canonical form.
 
-A value is read as a tree of operations whatever way it is written: functions and methods of torch have one
-name each, arguments one order, in-place and out-of-place are the same, submodules and helper methods are
-looked into. Casts and changes of shape are transparent: the operators compute in float32 and on rows, so that
-such a difference is one of rounding only.
+However a value is written, it is read as one tree of operations: functions and methods of torch have one
+name, arguments one order, in-place and out-of-place are the same, and calls of submodules and helper methods
+are expanded. Casts and changes of shape are transparent: the operators compute in float32 and on rows, so
+such a difference is only one of rounding.
 """
 
 import ast

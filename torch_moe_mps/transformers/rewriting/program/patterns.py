@@ -1,7 +1,7 @@
 """Formulas as text, matched against what a program computes.
 
 They say what a value is; the forms of `rewrites`, in the same notation, say which code computes it. So casts,
-shapes, names and the borders of modules do not count here, and all of them do there.
+shapes, names and the borders of modules are ignored here, and matter there.
 """
 
 import ast

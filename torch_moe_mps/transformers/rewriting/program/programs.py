@@ -183,7 +183,7 @@ class Program:
         return next((each for each in self.assignments() if name_of(each) == name), None)
 
     def uses(self, name: str) -> int:
-        """How often a name is read."""
+        """How many times a name is read."""
         return sum(names_in(tree).count(name) for tree in (*self.statements, self.result))
 
     def follow(self, value: ast.expr) -> ast.expr:

@@ -1,7 +1,7 @@
 """The attributes that a rewritten forward rests on, so that a later change is noticed.
 
-A rewritten forward contains what an attribute said when it was read (`if self.norm_topk_prob`), and a formula
-what a submodule computed. `holds` compares these with what the module says now.
+A rewritten forward depends on the values that attributes had when they were read (`if self.norm_topk_prob`),
+and a formula on what a submodule computed. `holds` compares them with the values now.
 """
 
 import types

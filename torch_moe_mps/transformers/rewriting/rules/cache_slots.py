@@ -1,4 +1,4 @@
-"""Keys and values that the rotary embedding writes where a growing cache keeps them.
+"""Lets the rotary embedding write keys and values where a growing cache keeps them.
 
 A forward rotates the keys and hands them to the cache beside the values: `CACHE.update(K, V, LAYER)`. The
 rotation gets the cache and the values, too, and the update what it has written. Latent attention keeps normed

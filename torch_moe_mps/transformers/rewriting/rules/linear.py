@@ -204,7 +204,7 @@ def _join(program: Program, first: ast.Assign, group: list[LinearCall]) -> None:
 
 
 def _views_of(statement: ast.Assign, call: ast.Call) -> list[ast.Call]:
-    """`call.view(...)` in a statement."""
+    """The calls `call.view(...)` in a statement."""
     functions = ((each, each.func) for each in calls_in(statement.value))
     return [
         each for each, f in functions if isinstance(f, ast.Attribute) and (f.value, f.attr) == (call, "view")

@@ -1,7 +1,7 @@
 """Whole gates: a router that norms, multiplies and selects (Gemma 4), as one moe_gate.
 
 Such a router also returns probabilities over all experts. A layer that discards them, and hands the rest to
-the experts, asks for results without casts; called by anyone else, the router computes what it did.
+the experts, asks for results without casts; called by anyone else, the router computes what it always did.
 """
 
 from typing import Any

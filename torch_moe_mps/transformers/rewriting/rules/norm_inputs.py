@@ -1,7 +1,7 @@
-"""Blocks whose first operators norm their input: the option of a norm for their forward.
+"""Gives the forward of a block the option of a norm, which its first operators apply to its input.
 
-All that reads a block's input must be able to norm it: linear layers, routers, experts, shared experts. What
-only asks for its shape may be anything.
+Everything that reads the block's input must be able to norm it: linear layers, routers, experts, shared
+experts. Code that only asks for its shape does not matter.
 """
 
 import ast

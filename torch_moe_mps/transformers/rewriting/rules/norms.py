@@ -45,7 +45,7 @@ _found: ContextVar[dict[nn.Module, NormFormula | None] | None] = ContextVar("moe
 
 @contextmanager
 def formulas_kept() -> Iterator[None]:
-    """Within, each module is read once: several rules ask for it, and nothing changes."""
+    """Inside the block, each module is read once: several rules ask for it, and nothing changes."""
     token = _found.set({})
     try:
         yield
@@ -150,7 +150,7 @@ def norm_arguments(norm: nn.Module, x: Tensor) -> NormArguments | None:
 def norm_options(norm: nn.Module, x: Tensor) -> NormArguments | None:
     """The arguments with which the operators behind a norm compute it; None if it has to run.
 
-    For one token that saves a launch. Of more tokens each operator would have to norm all of them again.
+    For one token this saves a launch. With more tokens, each operator would have to norm all of them again.
     """
     return None if x.numel() != x.shape[-1] or is_observed(norm) else norm_arguments(norm, x)
 

@@ -1,6 +1,6 @@
-"""What rewritten forwards hand to those of the blocks that they call, beside the blocks' own arguments.
+"""The extra arguments that a rewritten forward passes to the rewritten forwards of the blocks it calls.
 
-RESIDUAL: what a block adds to its result, the first one if there are several. NORM: how it norms its input,
+RESIDUAL: what a block adds to its result, or to the first of several. NORM: how it norms its input,
 as arguments of operators. RAW: a router may return weights and ids without casts. GATE: it may also return
 None in the place of the first result.
 """
@@ -23,7 +23,7 @@ def takes(block: nn.Module, option: str) -> bool:
 
 
 def forward_of(block: nn.Module) -> tuple[Callable | None, frozenset[str]]:
-    """The forward that a block was given, and its options; None where a call of the block is more than that.
+    """The forward that a block was given, and its options; None if a call of the block does more than that.
 
     The calling forward has seen to gradients, autocast and float64 already.
     """

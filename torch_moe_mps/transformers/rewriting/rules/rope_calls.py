@@ -1,4 +1,4 @@
-"""Calls of `rope` that do the work of more statements: of q and of k, and of heads of which a part turns."""
+"""One call of `rope` instead of several statements: for q and k, and for heads of which only a part turns."""
 
 import ast
 

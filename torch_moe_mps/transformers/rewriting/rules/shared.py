@@ -1,4 +1,4 @@
-"""Shared experts: their output joins the sum over the routed experts instead of being added after it."""
+"""Shared experts: their output is added in the sum over the routed experts instead of after it."""
 
 import ast
 

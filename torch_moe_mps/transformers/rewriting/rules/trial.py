@@ -1,4 +1,4 @@
-"""How functions and modules are recognised that run on random numbers."""
+"""Helpers to recognise functions and modules by running them on random numbers."""
 
 from collections.abc import Callable
 from typing import Any
