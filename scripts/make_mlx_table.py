@@ -4,21 +4,16 @@ Every cell is found out: mlx-lm writes a tiny model of the architecture; its flo
 with those of the model that is read here; then that model is written back, for mlx-lm to read.
 """
 
-import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import paths
 import torch
 import transformers
 from support import mlx_models
-from support.models import output, prompt
 
-import torch_moe_mps
 from torch_moe_mps.transformers.checkpoints.mlx.names import ARCHITECTURES
-from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
 
 DOCUMENT = paths.REPOSITORY / "docs" / "mlx.md"
 MARK = "<!-- scripts/make_mlx_table.py writes what follows -->\n"
@@ -37,24 +32,11 @@ def row(architecture: str) -> str:
     cells = []
     for format in FORMATS.values():
         with tempfile.TemporaryDirectory() as folder:
-            oracle = mlx_models.write(model, Path(folder), *format)
-            loaded = torch_moe_mps.from_pretrained(
-                f"{folder}/mlx", type(model), dtype=torch.float32, attn_implementation="eager"
-            )
-            ours = output(loaded, prompt())
-            cells.append(
-                (same(mlx_models.logits(oracle, prompt()), ours), written(loaded, ours, Path(folder)))
-            )
-    reads = [read for read, _ in cells]
+            theirs, ours, back = mlx_models.both_ways(model, Path(folder), *format)
+            cells.append((same(theirs, ours), same(back, ours)))
     back = "yes" if all(result == "yes" for _, result in cells) else "no"
     experts = ARCHITECTURES[type(model.config.get_text_config()).model_type].experts
-    return f"| `{architecture}` | {experts} | {' | '.join(reads)} | {back} |\n"
-
-
-def written(model: Any, ours: torch.Tensor, folder: Path) -> str:
-    (folder / "back").mkdir()
-    save_mlx(model, folder / "back", json.loads((folder / "mlx" / "config.json").read_text()))
-    return same(mlx_models.logits(mlx_models.read(folder / "back"), prompt()), ours)
+    return f"| `{architecture}` | {experts} | {' | '.join(read for read, _ in cells)} | {back} |\n"
 
 
 def same(theirs: torch.Tensor, ours: torch.Tensor) -> str:

@@ -6,13 +6,11 @@ the simulator; mlx-lm reads and writes the checkpoints of MLX.
 """
 
 import copy
-import json
 import tempfile
 from pathlib import Path
 
 import paths
 import simulator
-import torch
 import transformers
 from support.simulated import install
 from torch import nn
@@ -22,11 +20,11 @@ if __name__ == "__main__":
 
 from support import mlx_models, tiny_models
 from support.launches import launches_of_last_layer, model_on_mps
+from support.models import eager, output, prompt, tiny
 
 import torch_moe_mps
 from torch_moe_mps.transformers import experts_of
 from torch_moe_mps.transformers.checkpoints.mlx.names import DENSE
-from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
 from torch_moe_mps.transformers.pipeline.loop import CannotBeCut
 from torch_moe_mps.transformers.pipeline.stages import layers_of
 
@@ -85,12 +83,6 @@ LAST = """
 Several Macs, as a pipeline or with experts in parallel: [distributed.md](distributed.md).
 """
 TOLERANCE = 1e-5
-DENSE_ARCHITECTURES = (
-    "apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3", "glm",
-    "glm4", "granite", "hunyuan_v1_dense", "lfm2", "llama", "ministral", "mistral", "nemotron",
-    "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm",
-    "starcoder2",
-)  # fmt: skip
 
 
 def unique(texts: list[str]) -> str:
@@ -132,9 +124,7 @@ def router(report) -> str:
 
 
 def relative_error(model, accelerated) -> float:
-    ids = torch.randint(2, 90, (2, 9), generator=torch.Generator().manual_seed(7))
-    with torch.no_grad():
-        expected, result = model(input_ids=ids)[0], accelerated(input_ids=ids)[0]
+    expected, result = output(model, prompt()), output(accelerated, prompt())
     return ((result - expected).abs().max() / expected.abs().max()).item()
 
 
@@ -142,16 +132,9 @@ def verdict(error: float) -> str:
     return "yes" if error <= TOLERANCE else f"no: relative error {error:.0e}"
 
 
-def eager_model(architecture: str):
-    model = tiny_models.tiny_model(architecture)
-    model.set_experts_implementation("eager")
-    return model
-
-
 def quantised(architecture: str) -> tuple[str, object]:
     """The quantised model against a dense one with the values that its weights stand for, and its report."""
-    with tiny_models.groups_of_32():
-        dense = eager_model(architecture)
+    dense = tiny(architecture)
     model = copy.deepcopy(dense)
     report = torch_moe_mps.accelerate(model, bits=4, group_size=32)
     left = [why for name, why in report.quantization.skipped.items() if name in experts_of(model)]
@@ -189,7 +172,7 @@ def pipeline(model: nn.Module) -> str:
 
 
 def row(architecture: str) -> tuple[str, object]:
-    model = eager_model(architecture)
+    model = eager(tiny_models.tiny_model(architecture))
     accelerated = copy.deepcopy(model)
     report = torch_moe_mps.accelerate(accelerated)
     experts = unique([r.replaced_by or f"no: {r.reason}" for r in of_kind(report, "experts")])
@@ -223,16 +206,9 @@ def mlx(architecture: str, model) -> str:
     """Both ways, for the architectures that `save_mlx` knows."""
     if model.config.get_text_config().model_type not in DENSE:
         return "-"
-    ids = torch.randint(2, 90, (2, 9), generator=torch.Generator().manual_seed(7))
-    with tempfile.TemporaryDirectory() as name, torch.no_grad():
-        folder = Path(name)
-        theirs = mlx_models.logits(mlx_models.write(model, folder, 4), ids)
-        loaded = torch_moe_mps.from_pretrained(f"{folder}/mlx", type(model), dtype=torch.float32)
-        ours = loaded(input_ids=ids).logits
-        (folder / "back").mkdir()
-        save_mlx(loaded, folder / "back", json.loads((folder / "mlx" / "config.json").read_text()))
-        back = mlx_models.logits(mlx_models.read(folder / "back"), ids)
-    errors = [(tensor - theirs).abs().max() / theirs.abs().max() for tensor in (ours, back)]
+    with tempfile.TemporaryDirectory() as folder:
+        theirs, *others = mlx_models.both_ways(model, Path(folder), 4)
+    errors = [(logits - theirs).abs().max() / theirs.abs().max() for logits in others]
     return verdict(max(errors).item())
 
 
@@ -253,7 +229,7 @@ def table() -> str:
         + "\n"
         + footer({a: r for a, (_, r) in rows.items()})
         + DENSE_HEADER
-        + "".join(f"{dense_row(architecture)}\n" for architecture in DENSE_ARCHITECTURES)
+        + "".join(f"{dense_row(architecture)}\n" for architecture in tiny_models.DENSE_ARCHITECTURES)
         + LAST
     )
 

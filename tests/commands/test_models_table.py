@@ -43,7 +43,7 @@ def test_every_architecture_is_listed(current):
 
 
 def test_every_dense_architecture_is_listed():
-    assert list(rows(1)) == list(generator().DENSE_ARCHITECTURES)
+    assert list(rows(1)) == list(tiny_models.DENSE_ARCHITECTURES)
 
 
 @pytest.mark.parametrize("architecture", ALWAYS)

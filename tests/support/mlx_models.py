@@ -9,7 +9,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+import torch_moe_mps
 from support import tiny_models
+from support.models import output, prompt
+from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
 
 NULL = "null"  # what a config must say, where None among the keys below stands for no such key
 # Architectures that mlx-lm's model code and transformers' compute alike, and what their configs need for it.
@@ -250,10 +253,31 @@ def _without_global_scales(converted):
     return converted
 
 
-def logits(converted, ids: torch.Tensor) -> torch.Tensor:
+def logits(converted) -> torch.Tensor:
+    """mlx-lm's, of the prompt."""
     import mlx.core as mx
 
-    return torch.from_numpy(np.array(converted(mx.array(ids.numpy())).astype(mx.float32)))
+    return torch.from_numpy(np.array(converted(mx.array(prompt().numpy())).astype(mx.float32)))
+
+
+def load(folder: Path, cls: type | None = None, **options):
+    """The model of transformers that what `write` wrote is read into."""
+    options = {"dtype": torch.float32, "attn_implementation": "eager"} | options
+    return torch_moe_mps.from_pretrained(f"{folder}/mlx", cls, **options)
+
+
+def write_back(loaded, folder: Path):
+    """mlx-lm's model of what is written for it, into another folder."""
+    (folder / "back").mkdir()
+    save_mlx(loaded, folder / "back", json.loads((folder / "mlx" / "config.json").read_text()))
+    return read(folder / "back")
+
+
+def both_ways(model, folder: Path, *format) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits of mlx-lm's model, of the one that is read here, and of mlx-lm's that is written back."""
+    theirs = logits(write(model, folder, *format))
+    loaded = load(folder, type(model))
+    return theirs, output(loaded, prompt()), logits(write_back(loaded, folder))
 
 
 def with_older_keys(config: dict) -> dict:

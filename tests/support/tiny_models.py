@@ -16,6 +16,13 @@ from torch_moe_mps.quantization import Format, dequantize
 from torch_moe_mps.transformers.interface import formats_of
 from torch_moe_mps.transformers.linears import QuantizedLayer
 
+# Models without experts that docs/models.md lists.
+DENSE_ARCHITECTURES = (
+    "apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3", "glm",
+    "glm4", "granite", "hunyuan_v1_dense", "lfm2", "llama", "ministral", "mistral", "nemotron",
+    "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm",
+    "starcoder2",
+)  # fmt: skip
 # Attributes of configs, set where a config has them. Sizes are odd where the architecture allows.
 SIZES = {
     "vocab_size": 97,

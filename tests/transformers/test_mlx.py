@@ -15,7 +15,6 @@ from support.models import assert_close, output, prompt
 
 import torch_moe_mps
 from torch_moe_mps.transformers.checkpoints.mlx.names import ARCHITECTURES
-from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
 from torch_moe_mps.transformers.interface import formats_of, is_experts, is_quantized
 from torch_moe_mps.transformers.linears import QuantizedLayer
 
@@ -40,12 +39,6 @@ IN_THE_SWEEP = [
 ]
 
 
-def load(model, folder, precision=torch.float32, **arguments):
-    return torch_moe_mps.from_pretrained(
-        str(folder / "mlx"), type(model), dtype=precision, attn_implementation="eager", **arguments
-    )
-
-
 def assert_same_tokens(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     assert_close(ours, theirs, 2e-5)
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
@@ -55,17 +48,17 @@ def assert_same_tokens(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 def test_logits_are_those_of_mlx(architecture, form, tmp_path):
     model = mlx_models.tiny(architecture)
     oracle = mlx_models.write(model, tmp_path, *form)
-    loaded = load(model, tmp_path)
+    loaded = mlx_models.load(tmp_path, type(model))
     experts = [module for module in loaded.modules() if is_experts(module)]
     assert experts and all(map(is_quantized, experts))
     assert any(isinstance(module, QuantizedLayer) for module in loaded.modules())
-    assert_same_tokens(output(loaded, prompt()), mlx_models.logits(oracle, prompt()))
+    assert_same_tokens(output(loaded, prompt()), mlx_models.logits(oracle))
 
 
 def test_words_are_not_written_anew(tmp_path):
     model = mlx_models.tiny("qwen3_moe")
     mlx_models.write(model, tmp_path, 4)
-    loaded = load(model, tmp_path)
+    loaded = mlx_models.load(tmp_path, type(model))
     stored = safetensors.torch.load_file(tmp_path / "mlx" / "model.safetensors")
     layer = loaded.model.layers[1]
     theirs = stored["model.layers.1.self_attn.q_proj.weight"].view(torch.int32)
@@ -81,7 +74,7 @@ def test_words_are_not_written_anew(tmp_path):
 def test_dense_checkpoints(architecture, tmp_path):
     model = mlx_models.tiny(architecture)
     oracle = mlx_models.write(model, tmp_path, None)
-    assert_same_tokens(output(load(model, tmp_path), prompt()), mlx_models.logits(oracle, prompt()))
+    assert_same_tokens(output(mlx_models.load(tmp_path, type(model)), prompt()), mlx_models.logits(oracle))
 
 
 def test_every_module_has_its_own_format(tmp_path):
@@ -95,11 +88,11 @@ def test_every_module_has_its_own_format(tmp_path):
 
     model = mlx_models.tiny("qwen3_moe")
     oracle = mlx_models.write(model, tmp_path, 4, predicate=predicate)
-    loaded = load(model, tmp_path)
+    loaded = mlx_models.load(tmp_path, type(model))
     assert isinstance(loaded.model.layers[0].self_attn.k_proj, torch.nn.Linear)
     assert [f.bits for f in formats_of(loaded.model.layers[0].mlp.experts).values()] == [3, 6]
     assert loaded.lm_head.format.bits == 6
-    assert_same_tokens(output(loaded, prompt()), mlx_models.logits(oracle, prompt()))
+    assert_same_tokens(output(loaded, prompt()), mlx_models.logits(oracle))
     loaded.save_pretrained(tmp_path / "ours")
     again, info = type(model).from_pretrained(
         tmp_path / "ours", output_loading_info=True, attn_implementation="eager"
@@ -115,19 +108,15 @@ def test_every_module_has_its_own_format(tmp_path):
 def test_global_scales_of_nvfp4(architecture, tmp_path):
     """One for each expert and matrix: kept in reading, saving and writing back."""
     model = mlx_models.tiny(architecture)
-    oracle = mlx_models.logits(mlx_models.write(model, tmp_path, 4, 16, "nvfp4", global_scale=True), prompt())
-    loaded = load(model, tmp_path)
+    oracle = mlx_models.logits(mlx_models.write(model, tmp_path, 4, 16, "nvfp4", global_scale=True))
+    loaded = mlx_models.load(tmp_path, type(model))
     scales = [p for name, p in loaded.named_parameters() if name.endswith("_global_scale")]
     assert scales and all(scale.dtype == torch.float32 for scale in scales)
     assert_same_tokens(output(loaded, prompt()), oracle)
     loaded.save_pretrained(tmp_path / "ours")
     again = type(model).from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
     assert torch.equal(output(again, prompt()), output(loaded, prompt()))
-    (tmp_path / "back").mkdir()
-    save_mlx(again, tmp_path / "back", json.loads((tmp_path / "mlx" / "config.json").read_text()))
-    assert_same_tokens(
-        output(again, prompt()), mlx_models.logits(mlx_models.read(tmp_path / "back"), prompt())
-    )
+    assert_same_tokens(output(again, prompt()), mlx_models.logits(mlx_models.write_back(again, tmp_path)))
     stored, back = (
         safetensors.torch.load_file(tmp_path / name / "model.safetensors") for name in ("mlx", "back")
     )
@@ -139,19 +128,19 @@ def test_the_auto_classes_read_them(tmp_path):
     model = mlx_models.tiny("qwen3_moe")
     oracle = mlx_models.write(model, tmp_path, 4)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mlx", dtype=torch.float32).eval()
-    assert_same_tokens(output(loaded, prompt()), mlx_models.logits(oracle, prompt()))
+    assert_same_tokens(output(loaded, prompt()), mlx_models.logits(oracle))
 
 
 def test_only_the_language_model_is_in_a_checkpoint(tmp_path):
     """mlx-lm writes nothing of a vision tower: what needs one says so, also after saving."""
     model = mlx_models.tiny("qwen3_vl_moe")
     oracle = mlx_models.write(model, tmp_path, 4)
-    loaded = load(model, tmp_path)
+    loaded = mlx_models.load(tmp_path, type(model))
     assert not [name for name, _ in loaded.named_parameters() if "visual" in name]
     loaded.save_pretrained(tmp_path / "ours")
     again = type(model).from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
     for each in (loaded, again):
-        assert_same_tokens(output(each, prompt()), mlx_models.logits(oracle, prompt()))
+        assert_same_tokens(output(each, prompt()), mlx_models.logits(oracle))
         with pytest.raises((AttributeError, RuntimeError), match=r"must have model\.visual for this, got"):
             output(each, prompt(), pixel_values=torch.zeros(4, 8), image_grid_thw=torch.tensor([[1, 2, 2]]))
 
@@ -163,8 +152,8 @@ def test_types_that_only_mlx_lm_knows(tmp_path):
     path = tmp_path / "mlx" / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"model_type": "kimi_k2"}))
-    loaded = torch_moe_mps.from_pretrained(str(path.parent), dtype=torch.float32, attn_implementation="eager")
-    assert_same_tokens(output(loaded, prompt()), mlx_models.logits(oracle, prompt()))
+    loaded = mlx_models.load(tmp_path)
+    assert_same_tokens(output(loaded, prompt()), mlx_models.logits(oracle))
     kinds = ("Klear", "bailing_moe", "bailing_moe_linear", "deepseek", "deepseek_v41", "hunyuan", "kimi_k3")
     for kind in (*kinds, "kimi_vl", "longcat_flash_ngram", "phixtral"):
         path.write_text(json.dumps(config | {"model_type": kind}))
@@ -206,7 +195,7 @@ def test_another_bailing_hybrid_is_one_line(tmp_path):
     utils.save_model(tmp_path / "mlx", written)
     utils.save_config(config, tmp_path / "mlx" / "config.json")
     with pytest.raises(ValueError, match=r"^moe_mps::load: model.layers.\S+ must be .*$"):
-        load(model, tmp_path)
+        mlx_models.load(tmp_path, type(model))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +209,7 @@ def test_experts_that_do_not_dispatch_are_one_line(architecture, layer, tmp_path
     model = mlx_models.tiny(architecture)
     mlx_models.write(model, tmp_path, 4)
     with pytest.raises(ValueError, match=rf"^moe_mps::load: {layer}.experts.gate_up_proj must be in .*$"):
-        load(model, tmp_path)
+        mlx_models.load(tmp_path, type(model))
 
 
 @contextmanager
@@ -241,7 +230,7 @@ def test_words_that_do_not_fit_are_one_line(tmp_path):
     with pytest.raises(
         ValueError, match=rf"{name} must be in a format of MLX, 64 columns wide, got 32 words and 2"
     ):
-        load(model, tmp_path)
+        mlx_models.load(tmp_path, type(model))
 
 
 def test_a_missing_tensor_is_one_line(tmp_path):
@@ -251,7 +240,7 @@ def test_a_missing_tensor_is_one_line(tmp_path):
     with pytest.raises(
         ValueError, match=r"model.layers.1.self_attn.q_proj.weight must be in the checkpoint of MLX"
     ):
-        load(model, tmp_path)
+        mlx_models.load(tmp_path, type(model))
 
 
 def test_the_table_names_what_is_tested():
@@ -297,7 +286,7 @@ def test_yarn_of_gpt_oss(truncate, tmp_path):
     oracle = mlx_models.write(model, tmp_path, 4, rope_scaling=scaling)
     config = tmp_path / "mlx" / "config.json"
     assert json.loads(config.read_text())["rope_parameters"]["truncate"] is truncate
-    ours, theirs = output(load(model, tmp_path), prompt()), mlx_models.logits(oracle, prompt())
+    ours, theirs = output(mlx_models.load(tmp_path, type(model)), prompt()), mlx_models.logits(oracle)
     error = float((ours - theirs).abs().max() / theirs.abs().max())
     assert error <= 2e-5 if truncate else error > 1e-4
 
@@ -309,9 +298,9 @@ def test_bfloat16_within_rounding(architecture, tmp_path):
     """Two roundings of bfloat16 apart from mlx-lm, as mlx-lm is from its own float32."""
     model = mlx_models.tiny(architecture).to(torch.bfloat16)
     oracle = mlx_models.write(model, tmp_path, 4)
-    theirs = mlx_models.logits(oracle, prompt())
-    exact = output(load(model, tmp_path), prompt())
-    ours = output(load(model, tmp_path, precision=torch.bfloat16), prompt()).float()
+    theirs = mlx_models.logits(oracle)
+    exact = output(mlx_models.load(tmp_path, type(model)), prompt())
+    ours = output(mlx_models.load(tmp_path, type(model), dtype=torch.bfloat16), prompt()).float()
     scale = exact.abs().max()
     own = (theirs - exact).abs().max() / scale
     assert (ours - exact).abs().max() / scale <= max(2 * own, 2**-7)

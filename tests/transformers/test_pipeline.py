@@ -14,12 +14,6 @@ OTHERS = ["gpt_oss", "qwen3_next", "glm_moe_dsa", "deepseek_v4", "qwen3_vl_moe"]
 WANTED = [*(("qwen3_moe", form) for form in QWEN), *((name, "quantised") for name in OTHERS)]
 # transformers' own plan for expert parallelism, on quantised experts.
 PARALLEL = [(name, "quantised, experts in parallel") for name in ("mixtral", "deepseek_v3")]
-DENSE = (
-    "apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3", "glm",
-    "glm4", "granite", "hunyuan_v1_dense", "lfm2", "llama", "ministral", "mistral", "nemotron",
-    "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm",
-    "starcoder2",
-)  # fmt: skip
 CANNOT = {"inkling2", "diffusion_gemma", "muse_spark", "openai_privacy_filter", "qwen3_omni_moe"}
 
 
@@ -88,7 +82,9 @@ def test_messages_and_bytes(tmp_path):
 @pytest.mark.sweep
 @pytest.mark.parametrize("part", range(10))
 def test_every_architecture(part, tmp_path):
-    forms = dict.fromkeys(DENSE, "dense") | dict.fromkeys(tiny_models.architectures(), "quantised")
+    forms = dict.fromkeys(tiny_models.DENSE_ARCHITECTURES, "dense") | dict.fromkeys(
+        tiny_models.architectures(), "quantised"
+    )
     wanted = [[name, form] for name, form in forms.items()][part::10]
     for outcome in launch("equal", str(tmp_path), wanted):
         for name, form in wanted:
