@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ._extension import SHADERS
 from .ops import OPERATORS
+from .ops._checks import first_line
 from .ops._formats import BITS, GROUP_SIZES, Format
 from .ops._samples import FORMAT, more_samples, packet, sample_arguments
 
@@ -71,8 +72,8 @@ class Finding:
     def __str__(self) -> str:
         where = ", ".join(filter(None, (self.dtype, self.format)))
         what = self.kind if self.error is None else f"{self.kind} (largest error {self.error:.1e})"
-        lines = self.message.strip().splitlines()
-        return f"{self.subject}{f' ({where})' if where else ''} {what}{f': {lines[0]}' if lines else ''}"
+        line = first_line(self.message)
+        return f"{self.subject}{f' ({where})' if where else ''} {what}{f': {line}' if line else ''}"
 
 
 def is_available() -> bool:

@@ -13,7 +13,7 @@ from support.processes import python
 
 import torch_moe_mps
 from torch_moe_mps.transformers import experts_of
-from torch_moe_mps.transformers.checkpoints.loading import class_for
+from torch_moe_mps.transformers.checkpoints.source import class_for
 from torch_moe_mps.transformers.linears import QuantizedLayer
 
 transformers.logging.set_verbosity_error()

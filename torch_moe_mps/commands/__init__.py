@@ -61,9 +61,11 @@ def _line(error: Exception) -> str | None:
         return str(error)
     from safetensors import SafetensorError
 
+    from ..ops._checks import first_line
+
     if not isinstance(error, (ValueError, OSError, RuntimeError, SafetensorError)):
         return None
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    line = first_line(error) or type(error).__name__
     return f"{line} --trust-remote-code lets it run." if "trust_remote_code" in str(error) else line
 
 

@@ -24,9 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import __version__, tensor_units
 from ..macs import this_mac
-from ..transformers.checkpoints.files import check_files
-from ..transformers.checkpoints.parts import meta_model
 from ..transformers.checkpoints.sizes import bytes_a_token, total_bytes
+from ..transformers.checkpoints.source import Source
 from .caches import KVCache, kv_cache
 from .sources import folder_of, is_first_process, load, loading_options, processes, usable_device
 
@@ -86,7 +85,6 @@ def run(options: argparse.Namespace) -> None:
     draw = _drawing() if options.picture else None
     device = usable_device(options.device)
     source = folder_of(options.model, options.revision)
-    check_files(source)
     model = load(options, source, device)
     bandwidth, chip = options.bandwidth, device
     if sys.platform == "darwin" and device == "mps":
@@ -94,7 +92,7 @@ def run(options: argparse.Namespace) -> None:
         bandwidth, chip = bandwidth or mac.bandwidth, mac.chip
     cache = None
     if bandwidth is not None:
-        cache = kv_cache(meta_model(source, **loading_options(options)), options.kv_bits)
+        cache = kv_cache(Source(source, arguments=loading_options(options)).skeleton(), options.kv_bits)
     bench = Bench(model, options, None if bandwidth is None else bandwidth * 1e9, cache)
     size = f"{_of_all_processes(model, total_bytes(model)) / 1e9:.2f} GB"
     if processes() > 1:

@@ -13,13 +13,13 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from ..transformers.checkpoints.files import check_files
 from ..transformers.checkpoints.mlx.names import check_writable
 from ..transformers.checkpoints.mlx.writing import save_mlx
-from ..transformers.checkpoints.parts import Parts, meta_model
+from ..transformers.checkpoints.parts import Parts
 from ..transformers.checkpoints.recipe import requested_recipe
 from ..transformers.checkpoints.saving import save_parts
 from ..transformers.checkpoints.sizes import bytes_a_token, quantized_sizes, total_bytes
+from ..transformers.checkpoints.source import Source
 from ..transformers.checkpoints.targets import weights_of
 from .recipes import arguments_of
 from .sources import folder_of, loading_options, small_files
@@ -36,18 +36,14 @@ def run(options: argparse.Namespace) -> None:
     if options.save_recipe is not None and options.budget is None:
         raise ValueError("--save-recipe needs --budget, whose recipe it writes")
     local = Path(options.source).is_dir()
-    source = folder_of(options.source, options.revision, weights=False)
-    if local:
-        check_files(source)
-    model = meta_model(source, **loading_options(options))
+    source = folder_of(options.source, options.revision, weights=local)
+    model = Source(source, arguments=loading_options(options)).skeleton()
     if options.to == "mlx":
         check_writable(model.config)
     copied = [file for file in small_files(source) if file.name not in _WRITTEN]
     if not local and (not options.dry_run or options.budget is not None):
-        source = folder_of(
-            options.source, options.revision
-        )  # gigabytes: after what can be checked without them
-        check_files(source)
+        # Gigabytes: after what can be checked without them.
+        source = folder_of(options.source, options.revision)
     arguments = arguments_of(options, source, model)
     print(_sizes(model, arguments))
     if not options.dry_run:

@@ -15,9 +15,9 @@ from ..macs import BANDWIDTHS, GIB, MEMORIES, Mac, this_mac, wired_limit
 from ..ops._checks import Check
 from ..ops.attention import CACHE_BITS
 from ..quantization import Format
-from ..transformers.checkpoints.parts import meta_model
 from ..transformers.checkpoints.recipe import recipe_of
 from ..transformers.checkpoints.sizes import bytes_a_token, quantized_sizes, total_bytes
+from ..transformers.checkpoints.source import Source
 from ..transformers.checkpoints.targets import weights_of
 from ..transformers.checkpoints.weights import check_columns
 from ..transformers.pipeline.shares import Machine, shares_of
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"--context must be at least 0 tokens, got {options.context}")
     mac = this_mac() if options.mac else None
     folder = folder_of(options.model, options.revision, weights=False)
-    model = meta_model(folder, **loading_options(options))
+    model = Source(folder, arguments=loading_options(options)).skeleton()
     if options.macs is not None:
         print(spread(model, options.group_size, options.macs, options.kv_bits))
     else:

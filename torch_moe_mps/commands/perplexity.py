@@ -180,8 +180,6 @@ class WithQuantizedCache:
 
 
 def _load(source: str, device: str, options: argparse.Namespace) -> Callable:
-    from ..transformers.checkpoints.files import check_files
     from ..transformers.checkpoints.loading import from_pretrained
 
-    check_files(source)
     return from_pretrained(source, device_map=device, **pipeline_of(options), **loading_options(options))

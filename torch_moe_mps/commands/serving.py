@@ -22,9 +22,6 @@ def server(options: argparse.Namespace, **settings: Any) -> Iterator[Any]:
     from transformers.cli.serve import Serve
     from transformers.cli.serving.model_manager import ModelManager
 
-    from ..transformers.checkpoints.files import check_files
-
-    check_files(folder)
     stage = load(options, folder, device) if processes() > 1 else None  # all load at the same time
     own = ModelManager._load_model
     ModelManager._load_model = lambda *names, **progress: stage or load(options, folder, device)

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from ..ops._checks import first_line
+from ..transformers.checkpoints.files import check_files
+
 # Files other than weights: config, tokenizer, processor, chat templates, Python code of the model.
 SMALL_FILES = (
     "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm", "*.bpe", "*.py", "LICENSE*", "NOTICE*",
@@ -19,12 +22,21 @@ _DUPLICATES = ("*/*", "consolidated*")
 def folder_of(source: str, revision: str | None = None, weights: bool = True) -> str:
     """The folder itself, or the one in the Hub's cache; without weights, only small files are downloaded.
 
-    Raises: ValueError, OSError for what is neither a folder nor a name on the Hub.
+    Raises: ValueError, OSError for what is neither a folder nor a name on the Hub, and for a folder whose
+        weights are not complete.
     """
     if Path(source).is_dir():
         if revision is not None:
             raise ValueError(f"--revision is of a name on the Hub, got the folder {source}")
-        return source
+        folder = source
+    else:
+        folder = _downloaded(source, revision, weights)
+    if weights:
+        check_files(folder)
+    return folder
+
+
+def _downloaded(source: str, revision: str | None, weights: bool) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -64,7 +76,7 @@ def usable_device(name: str | None) -> str:
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, ImportError) as error:
-        reason = str(error).strip().partition("\n")[0]
+        reason = first_line(error)
         raise ValueError(f"--device must be one that holds tensors here, got {device}: {reason}") from None
     return device
 

@@ -21,6 +21,11 @@ def picked(group: type[Group], arguments: dict[str, Any]) -> Group:
     return group(**{name: arguments[name] for name in fields._fields})
 
 
+def first_line(error: object) -> str:
+    """The first line of an error or a text that is not empty; "" where there is none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+
+
 def _names(dtypes: Sequence[torch.dtype]) -> str:
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 

@@ -96,23 +96,21 @@ def _meta_attention(
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], value_width))
 
 
-def _additive(
-    mask: Tensor | None,
-    window: int | None,
-    key_range: Tensor | None,
-    tokens: int,
-    keys: int,
-    device: torch.device,
+def seen_in_order(
+    tokens: int, keys: int, end: int, window: int | None, key_range: Tensor | None, device: torch.device
 ) -> Tensor:
+    """[B or 1, 1, T, S], True where a token sees a key: the last of T tokens is the one before `end` of S."""
+    key = torch.arange(keys, device=device)
+    distance = torch.arange(end - tokens, end, device=device)[:, None] - key
+    seen = ((distance >= 0) if window is None else (distance >= 0) & (distance < window))[None, None]
+    if key_range is not None:
+        first, last = key_range[:, :, None, None, None].unbind(1)
+        seen = seen & (key >= first) & (key < last)
+    return seen
+
+
+def _added(mask: Tensor) -> Tensor:
     """What is added to the scores, [B or 1, 1, T, S] in float32: -inf where a token does not see a key."""
-    if mask is None:
-        key = torch.arange(keys, device=device)
-        distance = torch.arange(keys - tokens, keys, device=device)[:, None] - key
-        seen = ((distance >= 0) if window is None else (distance >= 0) & (distance < window))[None, None]
-        if key_range is not None:
-            first, end = key_range[:, :, None, None, None].unbind(1)
-            seen = seen & (key >= first) & (key < end)
-        return torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, -torch.inf)
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
     return mask.float().masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)
@@ -182,7 +180,9 @@ def attention(
     key_heads, keys = k.shape[1:3]
     keys_, values = _values(k, k_scales, k_biases), _values(v, v_scales, v_biases)
     queries = q.float().reshape(batch, key_heads, heads // key_heads, tokens, width) * scale
-    bias = _additive(mask, window, key_range, tokens, keys, q.device).unsqueeze(2)
+    if mask is None:
+        mask = seen_in_order(tokens, keys, keys, window, key_range, q.device)
+    bias = _added(mask).unsqueeze(2)
     hidden = bias == -torch.inf
     scores = torch.matmul(queries, keys_.unsqueeze(2).transpose(-1, -2))
     if softcap is not None:

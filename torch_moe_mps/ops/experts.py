@@ -3,8 +3,8 @@
 T tokens, H hidden, E experts, K of them per token, I intermediate size. Pair p = t * K + k: token t, slot k.
 """
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -119,40 +119,57 @@ def add_bias(rows: Tensor, groups: Groups, ids: Tensor, bias: Tensor | None) -> 
     return rows if bias is None else rows + bias[ids.reshape(-1)[groups.pairs]].float()
 
 
+# What a stack of matrices makes of rows in the order of the groups.
+Product: TypeAlias = Callable[[Tensor, Groups], Tensor]
+
+
 def project_slots(
-    x: Tensor, ids: Tensor, num_experts: int, columns: int, bias: Tensor | None, product: Callable
+    x: Tensor, ids: Tensor, shape: Sequence[int], product: Product, bias: Tensor | None
 ) -> Tensor:
-    """[T, K, columns]: `product(rows of x, groups)` + bias for every pair, zero for sentinels."""
+    """[T, K, N]: product + bias for every pair, zero for sentinels. `shape` of the stack begins with E, N."""
     source = x.flatten(end_dim=-2)
-    out = x.new_zeros(ids.numel(), columns)
-    for groups in group_by_expert(ids, num_experts).pieces(PAIRS_AT_ONCE):
+    out = x.new_zeros(ids.numel(), shape[1])
+    for groups in group_by_expert(ids, shape[0]).pieces(PAIRS_AT_ONCE):
         rows = source[groups.pairs if x.dim() == 3 else groups.pairs // ids.shape[1]]
         out[groups.pairs] = add_bias(product(rows, groups), groups, ids, bias).to(x.dtype)
-    return out.view(*ids.shape, columns)
+    return out.view(*ids.shape, shape[1])
+
+
+class Mlp(NamedTuple):
+    """The experts between their inputs and the sum over the slots."""
+
+    gate_up: Product
+    down: Product
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    activation: Activation
+
+    def rows(self, x: Tensor, groups: Groups, ids: Tensor) -> Tensor:
+        rows = add_bias(self.gate_up(x, groups), groups, ids, self.gate_up_bias)
+        rows = self.activation.apply(rows).to(x.dtype)
+        return add_bias(self.down(rows, groups), groups, ids, self.down_bias).float()
 
 
 def combine_experts(
-    x: Tensor,
-    ids: Tensor,
-    num_experts: int,
-    experts: Callable[[Tensor, Groups], Tensor],
-    around: ExpertSum,
+    x: Tensor, norm: InputNorm, ids: Tensor, num_experts: int, mlp: Mlp, around: ExpertSum
 ) -> Tensor:
-    """sum_k weights * experts(rows of x, groups) + g * shared_out + residual, in float32, rounded once.
+    """sum_k weights * mlp(norm(x)) + g * shared_out + residual, in float32, rounded once.
 
     A token's terms are added in ascending order of expert, whatever the other tokens do.
     """
+    x = norm.applied_to(x)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     scales = around.weights.reshape(-1, 1)
     for groups in group_by_expert(ids, num_experts).pieces(PAIRS_AT_ONCE):
         tokens = groups.pairs // ids.shape[1]
-        total.index_add_(0, tokens, experts(x[tokens], groups).float().mul_(scales[groups.pairs]))
+        total.index_add_(0, tokens, mlp.rows(x[tokens], groups, ids).mul_(scales[groups.pairs]))
     return around.added_to(total).to(x.dtype)
 
 
-def _matrices(weight: Tensor, transposed: bool) -> Callable[[int], Tensor]:
-    """The view [C, N] of an expert's matrix, whatever the strides."""
-    return (weight if transposed else weight.mT).__getitem__
+def _dense_product(weight: Tensor, transposed: bool) -> Product:
+    """Of a dense stack, whatever its strides."""
+    matrices = weight if transposed else weight.mT
+    return lambda rows, groups: grouped_product(rows, groups, matrices.__getitem__, matrices.shape[2])
 
 
 def _meta_expert_mm(check, x, weight, ids, bias, transposed):
@@ -186,12 +203,8 @@ def expert_mm(
 
     Raises: ValueError for a dtype, shape or device that does not fit.
     """
-    columns, matrices = weight.shape[2] if transposed else weight.shape[1], _matrices(weight, transposed)
-
-    def product(rows: Tensor, groups: Groups) -> Tensor:
-        return grouped_product(rows, groups, matrices, columns)
-
-    return project_slots(x, ids, weight.shape[0], columns, bias, product)
+    shape = weight.mT.shape if transposed else weight.shape
+    return project_slots(x, ids, shape, _dense_product(weight, transposed), bias)
 
 
 def _meta_moe_experts(check, x, gate_up, down, ids, gate_up_bias, down_bias, transposed, **arguments):
@@ -282,15 +295,8 @@ def moe_experts(
     Raises: ValueError for a dtype, shape, device or option that does not fit.
     """
     act = Activation(activation, alpha, limit, gated, interleaved)
-    gate_up_matrices, down_matrices = _matrices(gate_up, transposed), _matrices(down, transposed)
-    columns = gate_up.shape[2] if transposed else gate_up.shape[1]
-
-    def experts(rows: Tensor, groups: Groups) -> Tensor:
-        rows = add_bias(grouped_product(rows, groups, gate_up_matrices, columns), groups, ids, gate_up_bias)
-        hidden = act.apply(rows).to(x.dtype)
-        out = grouped_product(hidden, groups, down_matrices, x.shape[1])
-        return add_bias(out, groups, ids, down_bias)
-
-    x = InputNorm(norm_weight, norm_eps, norm_offset).applied_to(x)
+    products = _dense_product(gate_up, transposed), _dense_product(down, transposed)
+    mlp = Mlp(*products, gate_up_bias, down_bias, act)
+    norm = InputNorm(norm_weight, norm_eps, norm_offset)
     around = ExpertSum(weights, shared_gate, shared_out, residual, gate_is_logit)
-    return combine_experts(x, ids, gate_up.shape[0], experts, around)
+    return combine_experts(x, norm, ids, gate_up.shape[0], mlp, around)

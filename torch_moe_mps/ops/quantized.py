@@ -8,8 +8,8 @@ from ._formats import Format, QuantizedWeight, checked_format
 from ._registry import operator
 from .combine import ExpertSum
 from .experts import (
-    Groups,
-    add_bias,
+    Mlp,
+    Product,
     check_around,
     check_slots,
     combine_experts,
@@ -20,12 +20,13 @@ from .linear import check_packed_mlp
 from .norms import InputNorm
 
 
-def _product(rows: Tensor, groups: Groups, weight: QuantizedWeight) -> Tensor:
-    """grouped_product in float32; experts are dequantised one at a time, just before they are used."""
+def _quantized_product(weight: QuantizedWeight) -> Product:
+    """Of a quantised stack, in float32; experts are dequantised one at a time."""
 
-    return grouped_product(
-        rows.float(), groups, lambda expert: weight.values(expert).t(), weight.packed.shape[1]
-    )
+    def matrix(expert: int) -> Tensor:
+        return weight.values(expert).t()
+
+    return lambda rows, groups: grouped_product(rows.float(), groups, matrix, weight.packed.shape[1])
 
 
 def _meta_expert_qmm(check, x, packed, scales, biases, ids, bits, group_size, mode, bias):
@@ -69,11 +70,7 @@ def expert_qmm(
     Raises: ValueError for a dtype, shape, device or format that does not fit.
     """
     weight = QuantizedWeight(packed, scales, biases, Format(bits, group_size, mode))
-
-    def product(rows: Tensor, groups: Groups) -> Tensor:
-        return _product(rows, groups, weight)
-
-    return project_slots(x, ids, packed.shape[0], packed.shape[1], bias, product)
+    return project_slots(x, ids, packed.shape, _quantized_product(weight), bias)
 
 
 def _meta_moe_experts_quantized(check, x, ids, **arguments):
@@ -143,11 +140,7 @@ def moe_experts_quantized(
     down_format = format.replaced(down_bits, down_group_size, down_mode)
     down = QuantizedWeight(down_packed, down_scales, down_biases, down_format)
     act = Activation(activation, alpha, limit, gated, interleaved)
-
-    def experts(rows: Tensor, groups: Groups) -> Tensor:
-        rows = add_bias(_product(rows, groups, gate_up), groups, ids, gate_up_bias)
-        return add_bias(_product(act.apply(rows).to(x.dtype), groups, down), groups, ids, down_bias)
-
+    mlp = Mlp(_quantized_product(gate_up), _quantized_product(down), gate_up_bias, down_bias, act)
+    norm = InputNorm(norm_weight, norm_eps, norm_offset)
     around = ExpertSum(weights, shared_gate, shared_out, residual, gate_is_logit)
-    x = InputNorm(norm_weight, norm_eps, norm_offset).applied_to(x)
-    return combine_experts(x, ids, gate_up_packed.shape[0], experts, around)
+    return combine_experts(x, norm, ids, gate_up_packed.shape[0], mlp, around)

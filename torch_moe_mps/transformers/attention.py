@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..ops._checks import ACTIVATION_DTYPES
-from ..ops.attention import CACHE_BITS, MAX_HEAD, MAX_VALUE_HEAD
-from .causal_mask import CausalMask
+from ..ops.attention import CACHE_BITS, MAX_HEAD, MAX_VALUE_HEAD, seen_in_order
+from .causal_mask import CausalMask, additive
 from .quantized_states import QuantizedStates
 from .rewriting.program.programs import original_class
 from .rewriting.record import NOTHING, RECORD, record_of
@@ -303,13 +303,7 @@ def _is_plain(mask: Tensor, query: Tensor, key: Tensor) -> bool:
 
 def _additive(mask: Tensor | None, query: Tensor, key: Tensor, window: int | None) -> Tensor | None:
     """The mask in the form that a model's own code adds to the scores."""
-    tokens, keys = query.shape[2], key.shape[2]
     if mask is None:
-        new = torch.arange(keys - tokens, keys, device=query.device)
-        distance = new[:, None] - torch.arange(keys, device=query.device)
-        mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-        mask = mask[None, None]
-    if mask.dtype != torch.bool:
-        return mask
-    lowest = torch.finfo(query.dtype).min
-    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, lowest)
+        keys = key.shape[2]
+        mask = seen_in_order(query.shape[2], keys, keys, window, None, query.device)
+    return additive(mask, query.dtype) if mask.dtype == torch.bool else mask

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ..ops.attention import seen_in_order
+
 _ATEN = torch.ops.aten
 _OF_EVERYTHING = (_ATEN.detach.default, _ATEN.alias.default)
 _TOKENS = 2  # the dimension
@@ -107,18 +109,9 @@ class CausalMask(Tensor):
     def elements(self) -> Tensor:
         if self._elements is None:
             tokens, keys = self.shape[2:]
-            own = torch.arange(self.seen - tokens, self.seen, device=self.device)[:, None]
-            key = torch.arange(keys, device=self.device)
-            sees = key <= own
-            if self.window is not None:
-                sees &= key > own - self.window
-            if self.key_range is not None:
-                first, end = self.key_range[:, :, None, None, None].unbind(1)
-                sees = sees & (key >= first) & (key < end)
-            if self.dtype != torch.bool:
-                zero = torch.zeros((), dtype=self.dtype, device=self.device)
-                sees = torch.where(sees, zero, torch.finfo(self.dtype).min)
-            self._elements = sees.expand(self.shape)
+            sees = seen_in_order(tokens, keys, self.seen, self.window, self.key_range, self.device)
+            mask = sees if self.dtype == torch.bool else additive(sees, self.dtype)
+            self._elements = mask.expand(self.shape)
         return self._elements
 
     def _of_tokens(self, start: int, stop: int) -> "CausalMask":
@@ -144,6 +137,11 @@ class CausalMask(Tensor):
             return chosen
         args, kwargs = tree_map_only(CausalMask, CausalMask.elements, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def additive(sees: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask of bool in the form that is added to scores."""
+    return torch.zeros_like(sees, dtype=dtype).masked_fill_(~sees, torch.finfo(dtype).min)
 
 
 def key_ranges(shown: Tensor, keys: int) -> tuple[tuple[int, int], ...] | None:

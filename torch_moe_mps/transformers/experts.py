@@ -250,18 +250,11 @@ def experts_forward(
         routed = own_forward(self, hidden_states, top_k_index.long(), top_k_weights)
         return add_terms(routed, shared_gate, shared_out, residual)
     activation = _activation(self)
-    bias = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias) if self.has_bias else None
-    down_bias = self.down_proj_bias if self.has_bias else None
     if activation is None:
-        hidden_states = normed(norm, hidden_states)
-        hidden = ops.expert_mm(hidden_states, first, top_k_index, bias, self.is_transposed)
-        hidden = _own_activation(self, hidden)
-        hidden = ops.expert_mm(hidden, self.down_proj, top_k_index, down_bias, self.is_transposed)
-        return _own_combine(self, hidden, top_k_weights, shared)
+        return _in_steps(self, normed(norm, hidden_states), top_k_index, top_k_weights, shared)
     return ops.moe_experts(
-        hidden_states, first, self.down_proj, top_k_index, top_k_weights,
-        gate_up_bias=bias, down_bias=down_bias, transposed=self.is_transposed,
-        **_arguments(activation, norm), **shared,
+        hidden_states, first, self.down_proj, top_k_index, top_k_weights, transposed=self.is_transposed,
+        **_arguments(activation, norm), **_biases(self), **shared,
     )  # fmt: skip
 
 
@@ -280,27 +273,44 @@ def _require_no_gradients(self: nn.Module, inputs: Iterable[Tensor | None]) -> N
 def _quantized_forward(
     self: Experts, x: Tensor, ids: Tensor, weights: Tensor, shared: dict, norm: NormArguments | None
 ) -> Tensor:
-    form, down_form = self.quantization, self.down_quantization
-    projection, down_projection = projections(self)
-    first, second = _packed(self, projection), _packed(self, down_projection)
-    biases: dict[str, Any] = {}
-    if self.has_bias:
-        bias = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
-        biases = {"gate_up_bias": bias, "down_bias": self.down_proj_bias}
     activation = None if _activation_is_observed(self) else _activation(self)
     if activation is None:
-        x = normed(norm, x)
-        hidden = expert_qmm(self, projection, x, first, ids, form, biases.get("gate_up_bias"))
-        hidden = _own_activation(self, hidden)
-        hidden = expert_qmm(self, down_projection, hidden, second, ids, down_form, biases.get("down_bias"))
-        return _own_combine(self, hidden, weights, shared)
-    options = _arguments(activation, norm) | biases | shared
+        return _in_steps(self, normed(norm, x), ids, weights, shared)
+    form, down_form = self.quantization, self.down_quantization
+    first, second = (_packed(self, projection) for projection in projections(self))
+    options = _arguments(activation, norm) | _biases(self) | shared
     if down_form is not form:
         options |= {"down_bits": down_form.bits, "down_group_size": down_form.group_size}
         options["down_mode"] = down_form.mode
     return ops.moe_experts_quantized(
         x, *first, *second, ids, weights, form.bits, form.group_size, form.mode, **options
     )
+
+
+def _biases(self: Experts) -> dict[str, Tensor]:
+    if not self.has_bias:
+        return {}
+    first = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
+    return {"gate_up_bias": first, "down_bias": self.down_proj_bias}
+
+
+def _in_steps(self: Experts, x: Tensor, ids: Tensor, weights: Tensor, shared: dict) -> Tensor:
+    """The module's own activation between the operators for single matrices."""
+    first, second = projections(self)
+    rows = _multiplied(self, first, x, ids)
+    rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
+    slots = _multiplied(self, second, rows, ids)
+    if getattr(self, "has_post_expert_norm", False):
+        slots = self.post_expert_norm(slots)
+    return ops.moe_weighted_reduce(weights, slots, **shared)
+
+
+def _multiplied(self: Experts, projection: str, x: Tensor, ids: Tensor) -> Tensor:
+    bias = getattr(self, f"{projection}_bias") if self.has_bias else None
+    if not is_quantized(self):
+        return ops.expert_mm(x, getattr(self, projection), ids, bias, self.is_transposed)
+    form = formats_of(self)[projection]
+    return expert_qmm(self, projection, x, _packed(self, projection), ids, form, bias)
 
 
 def _packed(self: nn.Module, projection: str) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -316,16 +326,6 @@ def _fits(x: Tensor, weight: Tensor, ids: Tensor) -> bool:
     return (
         x.dim() == 2 and x.dtype == weight.dtype and x.device == weight.device and ids.shape[-1] <= MAX_TOP_K
     )
-
-
-def _own_activation(self: Experts, rows: Tensor) -> Tensor:
-    return self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
-
-
-def _own_combine(self: Experts, slots: Tensor, weights: Tensor, shared: dict) -> Tensor:
-    if getattr(self, "has_post_expert_norm", False):
-        slots = self.post_expert_norm(slots)
-    return ops.moe_weighted_reduce(weights, slots, **shared)
 
 
 def own_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -8,10 +8,9 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from ...ops._checks import ACTIVATION_DTYPES, Check
-from ...quantization import QuantizedWeight
+from ...ops._checks import Check
 from ..linears import formats_in
-from .weights import quantized_names, words
+from .weights import quantized_names
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
@@ -67,9 +66,6 @@ def _dtypes_of(module: nn.Module) -> dict[str, tuple[torch.dtype, ...]]:
     """{name of a quantised tensor: the dtypes that are allowed}."""
     allowed: dict[str, tuple[torch.dtype, ...]] = {}
     for parameter, format in formats_in(module).items():
-        weight = QuantizedWeight.empty((1, 1024), torch.float32, torch.device("meta"), format)
-        for name, tensor in zip(quantized_names(parameter), weight, strict=True):
-            if tensor is not None:
-                dtype = words(tensor).dtype
-                allowed[name] = ACTIVATION_DTYPES if dtype.is_floating_point else (dtype,)
+        packed, *others = quantized_names(parameter)
+        allowed |= {packed: (torch.int32,), **dict.fromkeys(others, format.scale_dtypes)}
     return allowed

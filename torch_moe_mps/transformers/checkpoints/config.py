@@ -21,7 +21,7 @@ from ...quantization import Format
 from ..experts import NAME
 from ..report import any_layer
 from .recipe import ARGUMENTS, Recipe, recipe_of
-from .targets import Target, kinds_of, parameters_of, path_of
+from .targets import Target, paths_of, quantizable
 
 LIBRARY = "torch_moe_mps"
 
@@ -91,29 +91,30 @@ class QuantizationConfig(QuantizationConfigMixin):
 
         Raises: ValueError for a name that the model does not have.
         """
-        kinds = kinds_of(model)
-        found: dict[str, Target] = {}
+        every = quantizable(model)
         if self.modules is None:
-            formats = {name: self.usual for name, (kind, _) in kinds.items() if kind == "experts"}
+            formats = {name: self.usual for name, target in every.items() if target.kind == "experts"}
         else:
-            formats = {n: f for stored, f in self.modules.items() for n in _named(stored, kinds)}
+            formats = {n: f for stored, f in self.modules.items() for n in _named(stored, every)}
         for name, format in formats.items():
-            if name in kinds:
-                kind, module = kinds[name]
-                target = found.setdefault(name, Target(name, module, kind, {}))
-                target.formats = dict.fromkeys(parameters_of(kind, module), format) | target.formats
+            if name in every:
+                target = every[name]
+                target.formats = dict.fromkeys(target.parameters, format) | target.formats
             else:
                 owner, _, parameter = name.rpartition(".")
-                target = found.setdefault(owner, Target(owner, kinds[owner][1], "experts", {}))
-                target.formats[parameter] = format
+                every[owner].formats[parameter] = format
+        found = {name: target for name, target in every.items() if target.formats}
         for target in found.values():
-            _check_complete(target)
+            for parameter in target.parameters:
+                if parameter not in target.formats:
+                    expected = "quantised as the other matrices are"
+                    Check("load").fail(target.path(parameter), expected, "no format")
         return found
 
     def with_global_scales(self, model: nn.Module) -> list[str]:
         """The names of the matrices of a model that have global scales."""
-        kinds = kinds_of(model)
-        return [name for stored in self.global_scales for name in _named(stored, kinds)]
+        every = quantizable(model)
+        return [name for stored in self.global_scales for name in _named(stored, every)]
 
 
 def is_mlx(stored: Mapping[str, Any]) -> bool:
@@ -145,23 +146,16 @@ def _format_of(name: str, value: Any) -> Format:
     return Format(**value)
 
 
-def _check_complete(target: Target) -> None:
-    for parameter in parameters_of(target.kind, target.module):
-        if parameter not in target.formats:
-            Check("load").fail(target.path(parameter), "quantised as the other matrices are", "no format")
-
-
-def _named(stored: str, kinds: Mapping[str, tuple[str, nn.Module]]) -> list[str]:
+def _named(stored: str, every: Mapping[str, Target]) -> list[str]:
     """The names in this model of what may have been saved from a larger or a smaller one."""
-    paths = [path_of(n, kind, p) for n, (kind, module) in kinds.items() for p in parameters_of(kind, module)]
-    names = dict.fromkeys([*kinds, *paths])
+    names = dict.fromkeys([*every, *paths_of(every)])
     parts = stored.split(".")
     found = [name for name in names if _same_end(parts, name.split("."))]
     same = [name for name in found if name.count(".") == stored.count(".")] or found
     outside = {(name.count("."), *name.split(".")[: -len(parts)]) for name in same}
     if len(outside) != 1:
         kind = "experts" if "experts" in stored else "linears"
-        has = ", ".join(n for n, (k, _) in kinds.items() if k == kind) or "none"
+        has = ", ".join(name for name, target in every.items() if target.kind == kind) or "none"
         raise ValueError(f"moe_mps: the checkpoint has quantised {kind} {stored}, but the model has {has}")
     return same
 

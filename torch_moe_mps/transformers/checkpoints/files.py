@@ -14,13 +14,11 @@ INDEX = "model.safetensors.index.json"
 _COPIED = 1 << 20  # bytes that are made contiguous at a time
 
 
-def check_files(source: str) -> None:
+def check_files(folder: str) -> None:
     """Checks that the files of a local folder are complete; see `checkpoint_files`."""
-    folder = Path(source)
-    if folder.is_dir():
-        if not (folder / "config.json").exists():
-            raise ValueError(f"{folder} has no config.json")
-        checkpoint_files(source)
+    if not (Path(folder) / "config.json").exists():
+        raise ValueError(f"{folder} has no config.json")
+    checkpoint_files(folder)
 
 
 def checkpoint_files(source: str) -> list[Path]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -30,32 +30,16 @@ from ..report import QuantizationReport
 from .checking import may_lack
 from .config import QuantizationConfig
 from .files import checkpoint_files
-from .loading import class_for, load_config, one_by_one, quantization_of, stored_in
+from .loading import one_by_one
 from .quantize import quantize_targets, refuse_second_method
 from .quantizer import Quantizer
 from .recipe import requested_recipe
 from .sizes import bytes_a_token
-from .targets import kinds_of, layer_of, tied_layers, tied_pairs, weights_of
+from .source import Source
+from .targets import layer_of, quantizable, tied_layers, tied_pairs, weights_of
 
 _CHECK = Check("load")
 REST = ""  # the part with everything outside of layers and embeddings
-
-
-def meta_model(source: str, dtype: Any = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
-    """The dense model of a checkpoint without its weights, from config.json alone."""
-    config, _ = load_config(source, kwargs={"trust_remote_code": trust_remote_code})
-    return _skeleton(config, class_for(config), dtype, trust_remote_code)
-
-
-def _skeleton(config: Any, cls: Any, dtype: Any, trust_remote_code: bool) -> PreTrainedModel:
-    if dtype == "auto":
-        dtype = getattr(config, "dtype", None) or torch.bfloat16
-    for attribute in ("quantization_config", "quantization"):
-        vars(config).pop(attribute, None)
-    with torch.device("meta"):
-        if hasattr(cls, "from_config"):  # an Auto class
-            return cls.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-        return cls._from_config(config, dtype=dtype)
 
 
 class Parts:
@@ -86,18 +70,16 @@ class Parts:
         dtype: Any = "auto",
         trust_remote_code: bool = False,
     ):
-        cls: Any = model_class or AutoModelForCausalLM
-        config, _ = load_config(source, cls, {"trust_remote_code": trust_remote_code})
-        stored = stored_in(source, config)
-        if recipe is None and stored.get("quant_method", "fp8") != "fp8":
+        checkpoint = Source(source, model_class, {"dtype": dtype, "trust_remote_code": trust_remote_code})
+        if recipe is None and checkpoint.stored.get("quant_method", "fp8") != "fp8":
             _CHECK.fail(str(source), "a dense checkpoint, or one in FP8", "one that is quantised already")
         files = [str(file) for file in checkpoint_files(source)]
-        self.model = _skeleton(config, model_class or class_for(config), dtype, trust_remote_code).eval()
+        self.model = checkpoint.skeleton().eval()
         self.device, self.dtype = device, self.model.dtype
         self._give_buffers()
         self._tied = tied_layers(self.model)
-        self._prepare(stored, recipe, files)
-        embeddings = {name for name, (kind, _) in kinds_of(self.model).items() if kind == "embeddings"}
+        self._prepare(checkpoint, recipe, files)
+        embeddings = {n for n, target in quantizable(self.model).items() if target.kind == "embeddings"}
         owners = (name.rpartition(".")[0] for name, _ in self.model.named_parameters(remove_duplicate=False))
         found = dict.fromkeys(layer_of(owner) for owner in owners)
         self.modules = [n for n in found if n.rpartition(".")[2].isdigit() or n in embeddings]
@@ -109,9 +91,9 @@ class Parts:
                 self._keys[self.part_of(name)][key] = tensors.get_slice(key)
         self._load(REST)
 
-    def _prepare(self, stored: Mapping[str, Any], recipe: Mapping[str, Any] | None, files: list[str]) -> None:
-        """The quantizer and converters for a quantisation that is `stored`, and one that is asked for."""
-        quantization = quantization_of(stored, recipe)
+    def _prepare(self, source: Source, recipe: Mapping[str, Any] | None, files: list[str]) -> None:
+        """The quantizer and converters for a quantisation that is stored, and one that is asked for."""
+        stored, quantization = source.stored, source.quantization(recipe)
         self._quantizer = None
         if quantization is not None:
             self._quantizer = Quantizer(QuantizationConfig(**quantization), pre_quantized=bool(stored))

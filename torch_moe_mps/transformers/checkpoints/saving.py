@@ -18,7 +18,7 @@ from ..rewriting.record import NOTHING, RECORD
 from .absent import absent_in
 from .config import QuantizationConfig, is_ours, together
 from .files import Shards
-from .targets import kinds_of
+from .targets import quantizable
 
 _SHARD = 2_000_000_000  # bytes of a file
 
@@ -109,7 +109,7 @@ def config_of(model: nn.Module) -> QuantizationConfig | None:
     if not formats and not absent:
         return None
     matrices = [f"{name}.{p}" for name, module in experts.items() for p in projections(module)]
-    everything = {*kinds_of(model), *matrices, *formats}
+    everything = {*quantizable(model), *matrices, *formats}
     modules: dict[str, Format] = {}
     for format in dict.fromkeys(formats.values()):
         names = [name for name, other in formats.items() if other == format]

@@ -9,7 +9,7 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
@@ -30,31 +30,31 @@ _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 
 @dataclass
 class Target:
-    """A module with weights to be quantised: `formats` by the name of the parameter."""
+    """A module whose weights can be quantised.
+
+    Attributes:
+        kind: "experts", "linears" or "embeddings".
+        formats: {parameter: format} of those that are.
+    """
 
     name: str
     module: nn.Module
     kind: str
-    formats: dict[str, Format]
+    formats: dict[str, Format] = field(default_factory=dict)
 
     @property
     def experts(self) -> Experts:
         """The module of a target of kind "experts"."""
         return cast(Experts, self.module)
 
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the parameters that can be quantised."""
+        return projections(self.module) if self.kind == "experts" else ("weight",)
+
     def path(self, parameter: str) -> str:
-        """What recipes call a parameter."""
-        return path_of(self.name, self.kind, parameter)
-
-
-def parameters_of(kind: str, module: nn.Module) -> tuple[str, ...]:
-    """The parameters of a module of a kind that are quantised."""
-    return projections(module) if kind == "experts" else ("weight",)
-
-
-def path_of(name: str, kind: str, parameter: str) -> str:
-    """What recipes call a parameter of a module: the matrices of experts have names of their own."""
-    return f"{name}.{parameter}" if kind == "experts" else name
+        """What recipes call a parameter: the matrices of experts have names of their own."""
+        return f"{self.name}.{parameter}" if self.kind == "experts" else self.name
 
 
 class Weights(NamedTuple):
@@ -67,43 +67,46 @@ class Weights(NamedTuple):
 def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
     """Raises: ValueError for a pattern of the recipe that fits nothing."""
     found = Weights({}, {})
-    kinds = kinds_of(model)
-    recipe.check_patterns(
-        [path_of(n, kind, p) for n, (kind, m) in kinds.items() for p in parameters_of(kind, m)]
-    )
+    every = quantizable(model)
+    recipe.check_patterns(paths_of(every))
     reasons = Reasons(model)
-    for name, (kind, module) in kinds.items():
-        wanted = {p: recipe.format_of(path_of(name, kind, p), kind) for p in parameters_of(kind, module)}
-        formats = {parameter: format for parameter, format in wanted.items() if format is not None}
-        reason = None if kind == "experts" else reasons.of(name, module)
-        if reason is None and len(formats) < len(wanted):
+    for name, target in every.items():
+        wanted = {p: recipe.format_of(target.path(p), target.kind) for p in target.parameters}
+        target.formats = {parameter: format for parameter, format in wanted.items() if format is not None}
+        reason = None if target.kind == "experts" else reasons.of(name, target.module)
+        if reason is None and len(target.formats) < len(wanted):
             reason = "kept by the recipe"
-        if reason is None and kind != "experts":
-            weight: Any = module.weight
-            reason = _does_not_fit(weight, formats["weight"])
+        if reason is None and target.kind != "experts":
+            weight: Any = target.module.weight
+            reason = _does_not_fit(weight, target.formats["weight"])
         if reason is None:
-            found.targets[name] = Target(name, module, kind, formats)
+            found.targets[name] = target
         else:
             found.dense[name] = reason
     _drop_half_shared(model, found)
     return found
 
 
-def kinds_of(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
-    """{name: (kind, module)} of all experts, linear layers and embeddings, in the model's order."""
+def quantizable(model: nn.Module) -> dict[str, Target]:
+    """All experts, linear layers and embeddings by their names, in the model's order, without formats."""
     experts, found = experts_of(model), {}
     inside = tuple(f"{name}." for name in experts)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for name, module in model.named_modules():
         if name in experts:
-            found[name] = ("experts", module)
+            found[name] = Target(name, module, "experts")
         elif name.startswith(inside):
             continue
         elif isinstance(module, nn.Embedding) or (module is head and isinstance(module, nn.Linear)):
-            found[name] = ("embeddings", module)
+            found[name] = Target(name, module, "embeddings")
         elif isinstance(module, nn.Linear):
-            found[name] = ("linears", module)
+            found[name] = Target(name, module, "linears")
     return found
+
+
+def paths_of(targets: Mapping[str, Target]) -> list[str]:
+    """What recipes call all parameters that can be quantised."""
+    return [target.path(parameter) for target in targets.values() for parameter in target.parameters]
 
 
 def _does_not_fit(weight: Tensor, format: Format) -> str | None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from ..checkpoints.sizes import total_bytes
+from ..checkpoints.source import Source
 from .loop import CannotBeCut
 from .peers import PeerError, Peers, Timeouts
 from .running import Running
@@ -37,7 +38,7 @@ class PipelineLoading:
     """Loading in one of the processes.
 
     Args:
-        name, cls, config: as in `from_pretrained`.
+        name, source: the checkpoint.
         distributed: transformers' DistributedConfig, with pp_size as the number of processes.
         shares: how many layers each has; by default as many as its memory and bandwidth suggest.
         timeouts: see Timeouts.
@@ -48,53 +49,53 @@ class PipelineLoading:
     """
 
     def __init__(
-        self, name: str, cls: Any, config: Any, distributed: Any, shares: Any, timeouts: Timeouts, asked: Any
+        self, name: str, source: Source, distributed: Any, shares: Any, timeouts: Timeouts, asked: Any
     ):
+        size = distributed.pp_size
         for other in _OTHERS:
-            if (size := size_of(distributed, other)) > 1:
-                self._fail(other, f"1 beside pp_size={distributed.pp_size}", size)
-        dense = _without_weights(cls, config)
+            if (others := size_of(distributed, other)) > 1:
+                self._fail(other, f"1 beside pp_size={size}", others)
+        model = source.skeleton()
         try:
-            base, loop = layers_of(dense)
+            base, loop = layers_of(model)
         except CannotBeCut as error:
             expected = "of layers that a pipeline can be cut between"
             raise CannotBeCut(f"moe_mps::from_pretrained: the model must be {expected}: {error}") from None
-        layers = getattr(dense.get_submodule(base), loop.layers)
+        layers = getattr(model.get_submodule(base), loop.layers)
         self.peers = Peers(timeouts)
-        try:
-            self.stage = self._stage(name, config, distributed.pp_size, shares, asked, layers, dense)
-        except BaseException as error:
-            self.peers.failed(error)
-            raise
-
-    def _stage(
-        self, name: str, config: Any, size: int, shares: Any, asked: Any, layers: Any, dense: Any
-    ) -> Stage:
-        if self.peers.size != size:
-            self._fail("pp_size", f"the number of processes, {self.peers.size}", size)
-        if len(layers) < size:
-            self._fail("pp_size", f"at most the number of layers, {len(layers)}", size)
-        facts = self.peers.gather(_facts(name, config, asked, shares))
-        _check_alike(self.peers, facts)
-        if shares is None:
-            machines = [Machine(f["memory"], f["bandwidth"]) for f in facts]
-            ends = [dense.get_input_embeddings(), dense.get_output_embeddings()]
-            sizes, of_ends = [[*map(total_bytes, parts)] for parts in (layers, ends)]
-            shares = shares_of(sizes, of_ends, _apart(machines, self.peers.hosts))
-        return Stage(self.peers.rank, given_shares(shares, size, len(layers)))
+        with self._telling():
+            if self.peers.size != size:
+                self._fail("pp_size", f"the number of processes, {self.peers.size}", size)
+            if len(layers) < size:
+                self._fail("pp_size", f"at most the number of layers, {len(layers)}", size)
+            facts = self.peers.gather(_facts(name, source.config, asked, shares))
+            _check_alike(self.peers, facts)
+            if shares is None:
+                machines = [Machine(f["memory"], f["bandwidth"]) for f in facts]
+                ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+                sizes, of_ends = [[*map(total_bytes, parts)] for parts in (layers, ends)]
+                shares = shares_of(sizes, of_ends, _apart(machines, self.peers.hosts))
+            self.stage = Stage(self.peers.rank, given_shares(shares, size, len(layers)))
 
     def _fail(self, argument: str, expected: str, got: Any) -> None:
         raise ValueError(f"moe_mps::from_pretrained: {argument} must be {expected}, got {got!r}")
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Inside the block, loading a model keeps only the layers of this process."""
-        token = _STAGE.set(self.stage)
+    def _telling(self) -> Iterator[None]:
+        """Lets the other processes know of an error inside the block."""
         try:
             yield
         except BaseException as error:
             self.peers.failed(error)
             raise
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Inside the block, a model that is loaded keeps only the layers of this process."""
+        token = _STAGE.set(self.stage)
+        try:
+            with self._telling():
+                yield
         finally:
             _STAGE.reset(token)
 
@@ -102,11 +103,6 @@ class PipelineLoading:
         """Waits until all processes have their layers, and takes over the calls of the model."""
         self.peers.gather({"loaded": True})
         vars(model)["pipeline"] = Running(model, self.stage, self.peers)
-
-
-def _without_weights(cls: Any, config: Any) -> Any:
-    with torch.device("meta"):
-        return cls.from_config(config) if hasattr(cls, "from_config") else cls(config)
 
 
 def _facts(name: str, config: Any, asked: Any, shares: Any) -> dict[str, Any]:

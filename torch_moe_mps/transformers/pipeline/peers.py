@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...ops._checks import first_line
+
 _HEAD = 512  # bytes
 _ALIGNED = 16
 # For so many seconds, a failing process looks for a reason that another one has given.
@@ -39,14 +41,6 @@ class Timeouts(NamedTuple):
 
     loading: float = 1800.0
     decoding: float = 60.0
-
-
-class Message(NamedTuple):
-    """Its kind, what the sender was called with, and tensors (None: no tensor)."""
-
-    kind: str
-    call: str
-    tensors: list[Tensor | None]
 
 
 class Peers:
@@ -81,26 +75,33 @@ class Peers:
         """The facts of all processes."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         for rank in others:
-            self.send(rank, Message("facts", "", [as_octets(facts)]))
+            self.send(rank, "facts", "", [as_octets(facts)])
         found = [facts] * self.size
         for rank in others:
-            (tensor,) = self.receive(rank, "facts", "", self.timeouts.loading).tensors
+            (tensor,) = self.receive(rank, "facts", "", self.timeouts.loading)
             found[rank] = from_octets(tensor)
         for rank in others:
             self.flush(rank, self.timeouts.loading)
         return found
 
-    def send(self, to: int, message: Message, limit: float | None = None) -> None:
-        """Starts to send; waits only until the message before it has gone."""
+    def send(
+        self, to: int, kind: str, call: str, values: Sequence[Tensor | None], limit: float | None = None
+    ) -> None:
+        """Begins to send a message; waits only for the end of the one before it.
+
+        Args:
+            kind, call: what it is, and what the model was called with.
+            values: tensors; None takes the place of one that does not exist.
+        """
         self._check()
         self.flush(to, limit)
-        tensors = [None if t is None else on_the_host(t) for t in message.tensors]
+        tensors = [None if value is None else on_the_host(value) for value in values]
         sizes = [0 if t is None else _rounded(t.nbytes) for t in tensors]
         first = self._first[0].get(to, _HEAD)
         following = _HEAD + _rounded(math.ceil(sum(sizes) / _length(tensors)))
         head = {
-            "kind": message.kind,
-            "call": message.call,
+            "kind": kind,
+            "call": call,
             "next": following,
             "tensors": [None if t is None else [str(t.dtype), [*t.shape]] for t in tensors],
         }
@@ -128,8 +129,8 @@ class Peers:
                 work.wait(timedelta(seconds=limit))
         self._on_the_way[to].clear()
 
-    def receive(self, source: int, kind: str, call: str, limit: float) -> Message:
-        """The next message of a process, which must be of this kind and about the same call.
+    def receive(self, source: int, kind: str, call: str, limit: float) -> list[Tensor | None]:
+        """The tensors of a process's next message, which must be of this kind and about the same call.
 
         Raises: PeerError.
         """
@@ -146,11 +147,10 @@ class Peers:
             self._differ(source, f"sent {head['kind']} where {self.name(self.rank)} expected {kind}")
         if head["call"] != call:
             self._differ(source, f"was called with other inputs than {self.name(self.rank)}")
-        tensors = [
+        return [
             None if s is None else part[: math.prod(s[1]) * s[0].itemsize].view(s[0]).view(s[1])
             for s, part in zip(specs, _parts(octets, sizes), strict=True)
         ]
-        return Message(kind, call, tensors)
 
     def _check(self) -> None:
         if self._broken is not None:
@@ -206,7 +206,7 @@ class Peers:
         """Tells the others why this process fails, and ends the connections to them."""
         if self._broken is not None:
             return
-        line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        line = first_line(error)
         is_peer = isinstance(error, PeerError)
         self._broken = line if is_peer else f"raised {type(error).__name__}: {line}".rstrip(": ")
         if not is_peer or self._told("waits", self.rank) is None:  # else the reason lies elsewhere

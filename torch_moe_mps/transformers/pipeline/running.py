@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from .peers import Message, PeerError, Peers, as_octets, from_octets, on_the_host
+from .peers import PeerError, Peers, as_octets, from_octets, on_the_host
 from .stages import Stage
 
 # The time limit of a call is for this many tokens.
@@ -107,12 +107,12 @@ class Running:
         names = self.stage.loop.results
         if len(results) != len(names) or not all(r is None or isinstance(r, Tensor) for r in results):
             self._fail("the result of a layer", " and ".join(names), [type(r).__name__ for r in results])
-        self.peers.send(self.peers.rank + 1, Message("hidden states", self._call(), results), self._limit(1))
+        self.peers.send(self.peers.rank + 1, "hidden states", self._call(), results, self._limit(1))
 
     def _receive(self, device: torch.device) -> list[Tensor | None]:
         rank = self.peers.rank
-        message = self.peers.receive(rank - 1, "hidden states", self._call(), self._limit(rank))
-        return [None if t is None else t.to(device) for t in message.tensors]
+        tensors = self.peers.receive(rank - 1, "hidden states", self._call(), self._limit(rank))
+        return [None if t is None else t.to(device) for t in tensors]
 
     def _after(self, model: Any, args: tuple, output: Any) -> Any:
         if not hasattr(output, "logits"):
@@ -127,7 +127,7 @@ class Running:
             return output
         last, kind = self.peers.size - 1, "tokens" if self._samples or self._greedy else "logits"
         limit = self._limit(last - self.peers.rank)
-        first, second = self.peers.receive(last, kind, self._call(), limit).tensors
+        first, second = self.peers.receive(last, kind, self._call(), limit)
         assert first is not None
         if kind == "tokens":
             self._done = second
@@ -150,7 +150,7 @@ class Running:
         """Returns once all have it: what has not been sent when this process ends is lost."""
         others = range(self.peers.size - 1)
         for rank in others:
-            self.peers.send(rank, Message(kind, self._call(), tensors))
+            self.peers.send(rank, kind, self._call(), tensors)
         for rank in others:
             self.peers.flush(rank)
 
@@ -267,12 +267,12 @@ class Running:
     def _request(self, told: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         text = as_octets({**told, "tensors": [*tensors]})
         for rank in range(1, self.peers.size):
-            self.peers.send(rank, Message("request", "", [text, *tensors.values()]))
+            self.peers.send(rank, "request", "", [text, *tensors.values()])
 
     def follow(self) -> None:
         """Generates what the first process generates within `leading`, until that ends."""
         while True:
-            text, *values = self.peers.receive(0, "request", "", _FOREVER).tensors
+            text, *values = self.peers.receive(0, "request", "", _FOREVER)
             told = from_octets(text)
             if told.get("end"):
                 return

@@ -7,7 +7,7 @@ import copy
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from ....ops._checks import Check
 from ....quantization import Format
-from ...interface import Experts
 from ..absent import beside_text
 from ..checking import may_lack
-from ..targets import Reasons, Target, kinds_of, tied_layers, tied_pairs
+from ..targets import Reasons, Target, quantizable, tied_layers, tied_pairs
 from ..weights import quantized_names
 from .names import Names, canonical
 from .rows import PARTS, Row, Rows
@@ -85,7 +84,7 @@ class Reading:
 
     def __init__(self, model: "PreTrainedModel", files: Sequence[str]):
         self.model, self.stored, self.names = model, Stored(files), Names(model)
-        self.kinds = kinds_of(model)
+        self.every = quantizable(model)
         self.targets: dict[str, Target] = {}
         self.global_scales: list[str] = []
         self._dense: dict[str, list[Format | None]] = {}  # of what is quantised in MLX and dense here
@@ -97,10 +96,10 @@ class Reading:
             model._keys_to_ignore_on_load_missing = ignored
         self.beside = beside_text(model)
         self.absent = [part for part in self.beside if not self._has_some(part, state)]
-        for name, (kind, _) in self.kinds.items():
-            if kind == "experts":
-                self._experts(name)
-        inside = tuple(f"{name}." for name, (kind, _) in self.kinds.items() if kind == "experts")
+        experts = [target for target in self.every.values() if target.kind == "experts"]
+        for target in experts:
+            self._experts(target)
+        inside = tuple(f"{target.name}." for target in experts)
         why_dense = Reasons(model).needs
         for name, tensor in state.items():
             if name.endswith(".weight") and tensor.dim() > 1 and not name.startswith(inside):
@@ -111,8 +110,8 @@ class Reading:
         inside = (name for name in state if name.startswith(f"{part}."))
         return any(self.stored.key(theirs) for name in inside for theirs in self.names.of(name))
 
-    def _experts(self, name: str) -> None:
-        module = cast(Experts, self.kinds[name][1])
+    def _experts(self, target: Target) -> None:
+        name, module = target.name, target.experts
         for projection, modules in self.names.of_experts(name, module).items():
             columns = getattr(module, projection).shape[-2 if module.is_transposed else -1]
             format = self.stored.format(modules[0], columns, experts=True)
@@ -122,7 +121,8 @@ class Reading:
             if len({*shapes} - {None}) > 1:
                 ours = f"{name}.{quantized_names(projection)[0]}"
                 _CHECK.fail(ours, "of gate and up rows in one format", [*map(list, filter(None, shapes))])
-            self.targets.setdefault(name, Target(name, module, "experts", {})).formats[projection] = format
+            target.formats[projection] = format
+            self.targets[name] = target
             if self.stored.key(f"{modules[0]}.global_scale"):
                 self.global_scales.append(f"{name}.{projection}")
 
@@ -139,18 +139,19 @@ class Reading:
         if formats[0] is None:
             return
         owner = name.removesuffix(".weight")
-        kind, module = self.kinds.get(owner, ("", None))
-        if module is not None and len({*formats}) == 1 and why_dense(owner, module) is None:
-            self.targets[owner] = Target(owner, module, kind, {"weight": formats[0]})
+        target = self.every.get(owner)
+        if target is not None and len({*formats}) == 1 and why_dense(owner, target.module) is None:
+            target.formats["weight"] = formats[0]
+            self.targets[owner] = target
         else:
             self._dense[name] = formats
 
     def _tied(self) -> None:
         """Adds the tied layers: the checkpoint has only one of each pair."""
         for name, other in tied_pairs(tied_layers(self.model)):
-            if other in self.targets and name not in self.targets and name in self.kinds:
-                kind, module = self.kinds[name]
-                self.targets[name] = Target(name, module, kind, self.targets[other].formats)
+            if other in self.targets and name not in self.targets and name in self.every:
+                self.targets[name] = self.every[name]
+                self.targets[name].formats = self.targets[other].formats
 
     def rows(self) -> list[Row]:
         """The converters, once the targets have quantised weights and what is absent is left out.

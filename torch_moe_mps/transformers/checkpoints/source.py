@@ -1,0 +1,134 @@
+"""What is known of a checkpoint before its weights are read."""
+
+import copy
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from ...quantization import Format
+from ..experts import NAME
+from .config import is_mlx, is_ours
+from .mlx.reading import written_by_mlx
+
+# Model types that mlx-lm loads as another type, which transformers knows.
+_SAME_MODEL = {"joyai_llm_flash": "deepseek_v3", "kimi_k2": "deepseek_v3"}
+# Arguments of from_pretrained: a config would swallow the first; the others say where the files are.
+_FOR_THE_MODEL = ("dtype", "torch_dtype")
+_FOR_BOTH = (
+    "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder",
+    "token", "trust_remote_code",
+)  # fmt: skip
+
+
+class Source:
+    """A checkpoint, by what its config says.
+
+    Args:
+        name: a folder, or a name on the Hub.
+        model_class: of transformers; the default is the Auto class for a model that generates text.
+        arguments: of the from_pretrained of the class.
+
+    Attributes:
+        config: with the overrides among the arguments.
+        cls: the class of the model.
+        others: the arguments without those overrides.
+        stored: the quantisation of the checkpoint; {} is dense.
+
+    Raises: ValueError for a type of model that is not known.
+    """
+
+    def __init__(
+        self, name: str, model_class: Any = None, arguments: Mapping[str, Any] = MappingProxyType({})
+    ):
+        self.others = {key: value for key, value in arguments.items() if key != "config"}
+        config = arguments.get("config")
+        if isinstance(config, PreTrainedConfig):
+            self.config: Any = config
+        else:
+            given = {key: value for key, value in self.others.items() if key not in _FOR_THE_MODEL}
+            path = config or name
+            config_class = getattr(model_class, "config_class", None) or _config_class(str(path), given)
+            self.config, unused = config_class.from_pretrained(path, return_unused_kwargs=True, **given)
+            kept = {*unused, *_FOR_THE_MODEL, *_FOR_BOTH}
+            self.others = {key: value for key, value in self.others.items() if key in kept}
+        self.cls = model_class or class_for(self.config)
+        self.stored = _stored(name, self.config)
+
+    def quantization(self, asked: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """The arguments of QuantizationConfig; None if no Quantizer of ours reads the checkpoint.
+
+        Args:
+            asked: the arguments of a recipe for what is dense in the checkpoint.
+        """
+        if not self.stored:
+            return None if asked is None else dict(asked)
+        match self.stored["quant_method"]:
+            case "moe_mps":
+                return dict(self.stored)
+            case "mxfp4":
+                return Format(mode="mxfp4").to_dict()
+            case "fp8" if asked is not None:
+                return {**asked, "source": dict(self.stored)}
+        return None
+
+    def skeleton(self) -> PreTrainedModel:
+        """The dense model on the meta device."""
+        config = copy.deepcopy(self.config)
+        for attribute in ("quantization_config", "quantization"):
+            vars(config).pop(attribute, None)
+        dtype, trust = self.others.get("dtype", "auto"), self.others.get("trust_remote_code") or False
+        if dtype == "auto":
+            dtype = getattr(config, "dtype", None) or torch.bfloat16
+        with torch.device("meta"):
+            if hasattr(self.cls, "from_config"):  # an Auto class
+                return self.cls.from_config(config, dtype=dtype, trust_remote_code=trust)
+            return self.cls._from_config(config, dtype=dtype)
+
+
+def class_for(config: PreTrainedConfig) -> Any:
+    """The Auto class for a model with this config that generates text."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    if hasattr(config, "auto_map"):  # a class in the repository, for a type that transformers does not know
+        return AutoModelForCausalLM
+    expected = "of a model that generates text; give model_class for another"
+    raise ValueError(f"moe_mps::from_pretrained: model_type must be {expected}, got {config.model_type!r}")
+
+
+def _config_class(name: str, given: Mapping[str, Any]) -> Any:
+    """AutoConfig, or the config class for a model type that only mlx-lm knows."""
+    where = {key: value for key, value in given.items() if key in _FOR_BOTH}
+    stored, _ = PreTrainedConfig.get_config_dict(name, **where)
+    kind = stored.get("model_type")
+    mlx = is_mlx(stored.get("quantization") or {}) or written_by_mlx(name)
+    if not mlx or kind in CONFIG_MAPPING or where.get("trust_remote_code"):
+        return AutoConfig
+    if kind not in _SAME_MODEL:
+        raise ValueError(f"moe_mps::from_pretrained: model_type must be one of transformers', got {kind!r}")
+    return CONFIG_MAPPING[_SAME_MODEL[kind]]
+
+
+def _stored(name: str, config: Any) -> dict[str, Any]:
+    """The quantisation of a checkpoint by its config, or by its files if MLX wrote them."""
+    stored = getattr(config, "quantization_config", None) or getattr(config, "quantization", None) or {}
+    stored = dict(stored) if isinstance(stored, Mapping) else stored.to_dict()
+    if is_mlx(stored) or (not stored and written_by_mlx(name)):
+        return {"quant_method": NAME, "mlx": True}
+    if is_ours(stored):
+        return {**stored, "quant_method": NAME}
+    method = stored.get("quant_method")
+    return {**stored, "quant_method": getattr(method, "value", method)} if stored else {}
