@@ -6,15 +6,10 @@ import torch
 from support.oracles import exact, round_to, spacing
 from support.oracles_experts import dequantise
 from support.oracles_sequence import attention, causal
+from support.values import DTYPES, numbers
 
 from torch_moe_mps.ops.attention import attention as attend
 from torch_moe_mps.quantization import quantize
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def random(*shape, dtype=torch.float32, seed=0, scale=1.0):
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))) * scale).to(dtype)
 
 
 def assert_right(actual, q, k, v, scale, seen, sinks=None, added=0.0, softcap=None, sizes=None):
@@ -26,9 +21,9 @@ def assert_right(actual, q, k, v, scale, seen, sinks=None, added=0.0, softcap=No
 
 
 def tensors(device, dtype, batch, heads, key_heads, tokens, keys, width, value_width=None):
-    q = random(batch, heads, tokens, width, dtype=dtype, seed=1)
-    k = random(batch, key_heads, keys, width, dtype=dtype, seed=2)
-    v = random(batch, key_heads, keys, value_width or width, dtype=dtype, seed=3)
+    q = numbers(batch, heads, tokens, width, dtype=dtype, seed=1)
+    k = numbers(batch, key_heads, keys, width, dtype=dtype, seed=2)
+    v = numbers(batch, key_heads, keys, value_width or width, dtype=dtype, seed=3)
     return [t.to(device) for t in (q, k, v)]
 
 
@@ -48,51 +43,60 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sizes(device, dtype):
+# Each case takes the next dtype; the sweep has all of them.
+TURNS = [0, *(pytest.param(turn, marks=pytest.mark.sweep) for turn in (1, 2))]
+
+
+@pytest.mark.parametrize("turn", TURNS)
+def test_sizes(device, turn):
     for i, (batch, heads, key_heads, tokens, keys, width, value_width, window) in enumerate(SIZES):
+        dtype = DTYPES[(i + turn) % 3]
         q, k, v = tensors(device, dtype, batch, heads, key_heads, tokens, keys, width, value_width)
-        sinks = None if i % 3 == 2 else random(heads, dtype=dtype if i % 2 else torch.float32).to(device)
+        sinks = None if i % 3 == 2 else numbers(heads, dtype=dtype if i % 2 else torch.float32).to(device)
         softcap = 3.0 if i % 4 == 1 else None
         out = attend(q, k, v, width**-0.5, window=window, softcap=softcap, sinks=sinks)
         seen = causal(tokens, keys, window)
         assert_right(out, q, k, v, width**-0.5, seen, sinks, softcap=softcap)
 
 
-def in_8_bits(cache, group):
-    """Packed keys or values with scales and biases, what they stand for, and its magnitudes."""
-    shape = cache.shape
-    packed, scales, biases = (t.view(*shape[:3], -1) for t in quantize(cache.flatten(0, 1), 8, group))
-    number = dequantise(packed, scales, torch.zeros_like(biases), 8, group)
-    bias = np.repeat(exact(biases), group, -1)
-    return (packed, scales, biases), number + bias, abs(number) + abs(bias)
+def in_8_bits(device, groups, **caches):
+    """Keys or values as arguments, what they stand for, and its magnitudes."""
+    arguments, values, sizes = {}, [], []
+    for (name, cache), group in zip(caches.items(), groups, strict=True):
+        parts = [t.view(*cache.shape[:3], -1) for t in quantize(cache.cpu().flatten(0, 1), 8, group)]
+        packed, scales, biases = parts
+        number = dequantise(packed, scales, torch.zeros_like(biases), 8, group)
+        bias = np.repeat(exact(biases), group, -1)
+        arguments |= dict(zip((name, f"{name}_scales", f"{name}_biases"), parts, strict=True))
+        values.append(number + bias)
+        sizes.append(abs(number) + abs(bias))
+    return {name: tensor.to(device) for name, tensor in arguments.items()}, values, sizes
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_8_bits(device, dtype):
+@pytest.mark.parametrize("turn", TURNS)
+def test_8_bits(device, turn):
     """Groups of all sizes, keys and values of different ones; views of longer caches."""
-    for heads, key_heads, tokens, keys, width, value_width, groups in (
-        (8, 1, 1, 70, 64, 64, (64, 64)),
-        (6, 2, 2, 40, 192, 128, (32, 128)),
-        (4, 1, 3, 20, 256, 256, (128, 32)),
-        (3, 1, 1, 9, 512, 512, (64, 64)),
+    for i, (heads, key_heads, tokens, keys, width, value_width, groups) in enumerate(
+        (
+            (8, 1, 1, 70, 64, 64, (64, 64)),
+            (6, 2, 2, 40, 192, 128, (32, 128)),
+            (4, 1, 3, 20, 256, 256, (128, 32)),
+            (3, 1, 1, 9, 512, 512, (64, 64)),
+        )
     ):
+        dtype = DTYPES[(i + turn) % 3]
         q, k, v = tensors("cpu", dtype, 1, heads, key_heads, tokens, keys + 5, width, value_width)
-        tensors_of, values, sizes = {}, [], []
-        for name, cache, group in (("k", k, groups[0]), ("v", v, groups[1])):
-            (packed, scales, biases), value, size = in_8_bits(cache, group)
-            parts = {name: packed, f"{name}_scales": scales, f"{name}_biases": biases}
-            tensors_of |= {n: t.to(device)[:, :, 5:] for n, t in parts.items()}
-            values.append(value[:, :, 5:])
-            sizes.append(size[:, :, 5:])
-        out = attend(q.to(device), scale=0.2, window=30, **tensors_of)
+        arguments, *oracle = in_8_bits(device, groups, k=k, v=v)
+        arguments = {name: tensor[:, :, 5:] for name, tensor in arguments.items()}
+        values, sizes = ([part[:, :, 5:] for part in parts] for parts in oracle)
+        out = attend(q.to(device), scale=0.2, window=30, **arguments)
         assert_right(out, q, *values, 0.2, causal(tokens, keys, 30), sizes=sizes)
 
 
 def test_more_tokens_than_keys(device):
     """The first tokens see no key: zeros, with and without a sink."""
     q, k, v = tensors(device, torch.float32, 1, 2, 1, 5, 3, 16)
-    for sinks in (None, random(2).to(device)):
+    for sinks in (None, numbers(2).to(device)):
         out = attend(q, k, v, 1.0, sinks=sinks)
         assert (exact(out[:, :2]) == 0.0).all()
         assert_right(out, q, k, v, 1.0, causal(5, 3), sinks)
@@ -104,7 +108,7 @@ def test_a_prompt(device, window):
     """Several blocks of queries, over keys of earlier prompts too."""
     for dtype, keys, width, value_width in ((torch.float16, 75, 32, 32), (torch.bfloat16, 130, 40, 300)):
         q, k, v = tensors(device, dtype, 1, 4, 2, 75, keys, width, value_width)
-        sinks = random(4).to(device)
+        sinks = numbers(4).to(device)
         out = attend(q, k, v, 0.2, window=window, sinks=sinks)
         assert_right(out, q, k, v, 0.2, causal(75, keys, window), sinks)
 
@@ -115,7 +119,7 @@ def test_chunks(device, dtype):
     """Long caches are split, here into several chunks, the last of them shorter."""
     for keys, heads, tokens, window in ((1100, 2, 1, None), (1500, 3, 2, 1300)):
         q, k, v = tensors(device, dtype, 1, heads, 1, tokens, keys, 16)
-        sinks = random(heads).to(device)
+        sinks = numbers(heads).to(device)
         out = attend(q, k, v, 0.5, window=window, sinks=sinks)
         assert_right(out, q, k, v, 0.5, causal(tokens, keys, window), sinks)
 
@@ -152,7 +156,7 @@ def test_ranges(device, dtype, window):
         for row, (first, end) in enumerate(RANGES):
             for cache in (k, v):
                 cache[row, :, : max(first, 0)], cache[row, :, max(end, 0) :] = torch.nan, torch.nan
-        sinks = random(heads).to(device) if sinks else None
+        sinks = numbers(heads).to(device) if sinks else None
         out = attend(q, k, v, 0.3, window=window, key_range=ranges(device), sinks=sinks, softcap=9.0)
         seen = causal(tokens, 70, window, ranges("cpu"))
         assert_right(out, q, k, v, 0.3, seen, sinks, softcap=9.0)
@@ -165,14 +169,8 @@ def test_ranges_of_a_long_cache(device):
     q, k, v = tensors(device, torch.float16, 3, 2, 1, 2, 1200, 32)
     seen = causal(2, 1200, None, ranges("cpu", of))
     assert_right(attend(q, k, v, 0.3, key_range=ranges(device, of)), q, k, v, 0.3, seen)
-    tensors_of, values, sizes = {}, [], []
-    for name, cache in (("k", k.cpu()), ("v", v.cpu())):
-        (packed, scales, biases), value, size = in_8_bits(cache, 32)
-        parts = {name: packed, f"{name}_scales": scales, f"{name}_biases": biases}
-        tensors_of |= {n: t.to(device) for n, t in parts.items()}
-        values.append(value)
-        sizes.append(size)
-    out = attend(q, scale=0.3, key_range=ranges(device, of), **tensors_of)
+    arguments, values, sizes = in_8_bits(device, (32, 32), k=k, v=v)
+    out = attend(q, scale=0.3, key_range=ranges(device, of), **arguments)
     assert_right(out, q, *values, 0.3, seen, sizes=sizes)
 
 
@@ -207,7 +205,7 @@ def test_a_static_cache(device, kind, keys):
     unseen = ~seen.any(2)[:, 0]
     for cache in (k, v):
         cache.masked_fill_(unseen[:, None, :, None].to(device), torch.nan)
-    sinks = random(4).to(device)
+    sinks = numbers(4).to(device)
     out = attend(q, k, v, 0.3, mask=as_kind(seen, kind).to(device), sinks=sinks)
     assert_right(out, q, k, v, 0.3, seen[:, 0].numpy(), sinks)
 
@@ -244,21 +242,11 @@ def test_keys_of_a_prompt(simulated):
     assert read == [sum(windowed) * 64 * 2] * 2
 
 
-def test_8_bits_are_half_of_16(simulated):
-    q, k, v = tensors("cpu", torch.float16, 1, 8, 1, 1, 200, 128)
-    tensors_of = {"q": q.to("mps")}
-    for name, cache in (("k", k), ("v", v)):
-        (packed, scales, biases), *_ = in_8_bits(cache, 128)
-        parts = {name: packed, f"{name}_scales": scales, f"{name}_biases": biases}
-        tensors_of |= {n: t.to("mps") for n, t in parts.items()}
-    assert bytes_read(simulated, tensors_of, scale=0.3) == [200 * 128] * 2
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_added_masks(device, dtype):
     """A bias that is neither 0 nor hides; of one batch entry for all, strided."""
     q, k, v = tensors(device, torch.float32, 2, 2, 1, 2, 40, 16)
-    mask = random(1, 1, 40, 2, dtype=dtype, scale=2.0).transpose(2, 3).to(device)
+    mask = numbers(1, 1, 40, 2, dtype=dtype, scale=2.0).transpose(2, 3).to(device)
     added = exact(mask)[:, 0]
     seen = np.ones((1, 2, 40), dtype=bool)
     assert_right(attend(q, k, v, 0.3, mask=mask), q, k, v, 0.3, seen, None, added)
@@ -272,7 +260,7 @@ def test_a_row_that_sees_nothing(device):
     q, k, v = tensors(device, torch.float32, 1, 2, 1, 2, 40, 16)
     mask = torch.ones(1, 1, 2, 40, dtype=torch.bool, device=device)
     mask[:, :, 0] = False
-    for sinks in (None, random(2).to(device)):
+    for sinks in (None, numbers(2).to(device)):
         out = attend(q, k, v, 1.0, mask=mask, sinks=sinks)
         assert (exact(out[:, 0]) == 0.0).all() and out[:, 1].isfinite().all()
 
@@ -283,13 +271,13 @@ def test_a_row_that_sees_nothing(device):
 def test_strides(device):
     """Slices of caches of more heads, longer caches and wider rows; queries of a projection's view."""
     for width, start in ((16, 0), (16, 8), (16, 3), (13, 4)):
-        cache = random(2, 5, 60, 40, dtype=torch.float16).to(device)
+        cache = numbers(2, 5, 60, 40, dtype=torch.float16).to(device)
         k = cache[:, 1:3, 4:50, start : start + width]
-        v = random(2, 46, 2, 16, dtype=torch.float16).to(device).transpose(1, 2)
-        q = random(2, 2, 4 * width, dtype=torch.float16).to(device).view(2, 2, 4, width).transpose(1, 2)
+        v = numbers(2, 46, 2, 16, dtype=torch.float16).to(device).transpose(1, 2)
+        q = numbers(2, 2, 4 * width, dtype=torch.float16).to(device).view(2, 2, 4, width).transpose(1, 2)
         assert_right(attend(q, k, v, 0.3), q, k, v, 0.3, causal(2, 46))
-    k = random(2, 2, 16, 46, dtype=torch.float16).to(device).transpose(2, 3)
-    q, sinks = q[:, :, :, :1].expand(-1, -1, -1, 16), random(8).to(device)[::2]
+    k = numbers(2, 2, 16, 46, dtype=torch.float16).to(device).transpose(2, 3)
+    q, sinks = q[:, :, :, :1].expand(-1, -1, -1, 16), numbers(8).to(device)[::2]
     assert_right(attend(q, k, v, 0.3, sinks=sinks), q, k, v, 0.3, causal(2, 46), sinks)
 
 
@@ -331,22 +319,19 @@ def test_the_same_bits_again(every_order, device):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.parametrize("bits", [16, 8])
-def test_keys_and_values_are_read_once(simulated, bits):
-    """By all 8 queries of a head together, whatever the number of chunks."""
-    q, k, v = tensors("mps", torch.float16, 1, 16, 2, 1, 1000, 128)
-    options = {}
-    if bits == 8:
-        groups = torch.ones(1, 2, 1000, 2, dtype=torch.float16, device="mps")
+def test_keys_and_values_in_8_bits_are_read_once(simulated):
+    """By all 8 queries of a head together, in one chunk and in several."""
+    for keys in (200, 1000):
+        q, *_ = tensors("mps", torch.float16, 1, 16, 2, 1, 1, 128)
+        k, v = (torch.zeros(1, 2, keys, 32, dtype=torch.int32, device="mps") for _ in range(2))
         names = ("k_scales", "k_biases", "v_scales", "v_biases")
-        options = {name: groups.clone() for name in names}
-        k, v = (torch.zeros(1, 2, 1000, 32, dtype=torch.int32, device="mps") for _ in range(2))
-    with simulated.counters() as dispatches:
-        attend(q, k, v, 0.1, **options)
-    attention, _ = dispatches
-    for index, tensor in {1: k, 2: v, **dict(zip((7, 8, 9, 10), options.values(), strict=False))}.items():
-        assert attention.buffers[index].distinct_bytes_read == tensor.nbytes
-    assert all(attention.buffers[i].bytes_read == t.nbytes for i, t in ((1, k), (2, v)))
+        groups = {name: torch.ones(1, 2, keys, 2, dtype=torch.float16, device="mps") for name in names}
+        with simulated.counters() as dispatches:
+            attend(q, k, v, 0.1, **groups)
+        buffers = dispatches[0].buffers
+        assert [buffers[i].bytes_read for i in (1, 2)] == [k.nbytes, v.nbytes]
+        for index, tensor in zip((1, 2, 7, 8, 9, 10), (k, v, *groups.values()), strict=True):
+            assert buffers[index].distinct_bytes_read == tensor.nbytes
 
 
 # The cache in 8 bits ------------------------------------------------------------------------------------
@@ -364,7 +349,7 @@ def cache_of(states, tokens, group, device):
 @pytest.mark.parametrize(("width", "group"), [(32, 32), (192, 64), (128, 128), (576, 64)])
 def test_a_cache_in_8_bits(device, dtype, width, group):
     """Numbers are off by half a step at most, and what else the cache holds is left alone."""
-    memory = random(2 * 5 * 3 * width + 1, dtype=dtype, scale=4.0).to(device)
+    memory = numbers(2 * 5 * 3 * width + 1, dtype=dtype, scale=4.0).to(device)
     states = memory[1:].view(2, 5, 3, width).transpose(1, 2)  # not on 16 bytes
     cache = cache_of(states, 9, group, device)
     torch.ops.moe_mps.write_cache_quantized_(states, *cache, 2)
@@ -383,7 +368,7 @@ def test_a_cache_in_8_bits(device, dtype, width, group):
 @pytest.mark.parametrize("position", [-3, 0, 2, 5, 7, 9, 2**40, -(2**63)])
 def test_a_position_on_the_device(device, position):
     """The same as a start of that number; tokens behind or before the cache are not written."""
-    states = random(2, 3, 4, 64).to(device)
+    states = numbers(2, 3, 4, 64).to(device)
     parts, expected = cache_of(states, 9, 32, device), cache_of(states, 9, 32, device)
     given = torch.tensor([position], device=device)
     torch.ops.moe_mps.write_cache_quantized_(states, *parts, 1, given)
@@ -398,7 +383,7 @@ def test_a_position_on_the_device(device, position):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_cache_in_8_bits_of_special_numbers(device, dtype):
     """A group of one number is exact; one with a number that is not finite is NaN, and no other is."""
-    states = random(1, 1, 4, 64, dtype=dtype)
+    states = numbers(1, 1, 4, 64, dtype=dtype)
     states[:, :, 0], states[:, :, 1] = 0.3, 0.0
     states[0, 0, 2, 5], states[0, 0, 3, 40] = float("inf"), float("nan")
     cache = cache_of(states, 4, 32, device)

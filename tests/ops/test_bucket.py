@@ -5,10 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.layouts import LAYOUTS, lay
-from support.routing import (
-    check_sorting,
-    random_ids,
-)
+from support.routing import check_sorting, random_ids
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

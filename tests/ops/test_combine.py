@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from support.expert_layers import random
 from support.layouts import LAYOUTS, lay, lay_with_one_unaligned
 from support.oracles import exact, round_to
 from support.oracles_operators import check_tensor, checked, expected
+from support.values import DTYPES, random
 
 from torch_moe_mps.ops.combine import (
     moe_weighted_reduce,
@@ -18,7 +18,6 @@ from torch_moe_mps.ops.combine import (
     weighted_sum_stacked,
 )
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EPS = 1e-6
 
 

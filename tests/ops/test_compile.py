@@ -51,34 +51,25 @@ class Layer(torch.nn.Module):
 
 
 def check_compiled(device: str, backend: str, *lengths: int) -> None:
+    """Any number of tokens from 2 on runs in one graph."""
     layer = Layer(device)
-    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
     torch._dynamo.reset()
     with torch.no_grad():
         for tokens in lengths:
             x = torch.randn(tokens, H, generator=torch.Generator().manual_seed(tokens)).to(device)
             torch.testing.assert_close(compiled(x), layer(x))
+            assert counter.frame_count == (2 if tokens == 1 else 1)
 
 
 def test_compile_with_aot_eager(device):
-    check_compiled(device, "aot_eager", 5, 12, 1)
+    check_compiled(device, "aot_eager", 5, 12, 200, 1)
 
 
 @pytest.mark.sweep
 def test_compile_with_inductor():
     check_compiled("cpu", "inductor", 5, 12)
-
-
-def test_compile_keeps_the_graph_dynamic():
-    """Any number of tokens from 2 on runs in one graph."""
-    layer = Layer("cpu")
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
-    torch._dynamo.reset()
-    with torch.no_grad():
-        for tokens in (2, 3, 33, 200):
-            compiled(torch.randn(tokens, H))
-    assert counter.frame_count == 1
 
 
 def test_export(device):

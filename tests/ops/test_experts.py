@@ -3,21 +3,14 @@
 import pytest
 import torch
 from numpy.testing import assert_allclose
-from support.expert_layers import (
-    ACTIVATIONS,
-    DTYPES,
-    IDS,
-    check_experts,
-    layer,
-    random,
-    random_ids,
-)
+from support.expert_layers import ACTIVATIONS, IDS, check_experts, layer, random_ids
 from support.layouts import LAYOUTS, lay
 from support.oracles import exact
 from support.oracles_experts import assert_close
 from support.oracles_experts import expert_mm as expected_mm
 from support.oracles_experts import moe_experts as expected_experts
 from support.oracles_operators import checked
+from support.values import DTYPES, random
 
 from torch_moe_mps.ops.experts import expert_mm, moe_experts
 

@@ -3,15 +3,10 @@
 import pytest
 import torch
 from support.layouts import LAYOUTS
-from support.routing import (
-    DTYPES,
-    check_gate,
-    gate_arguments,
-)
+from support.routing import check_gate, gate_arguments
+from support.values import DTYPES
 
-from torch_moe_mps.ops.routing import (
-    moe_gate,
-)
+from torch_moe_mps.ops.routing import moe_gate
 
 NAN, INF = float("nan"), float("inf")
 

@@ -4,15 +4,9 @@ import pytest
 import torch
 from support.oracles import FLOAT32_EPS, exact, spacing
 from support.oracles_operators import checked
+from support.values import DTYPES, numbers
 
 from torch_moe_mps.ops.gated_delta import causal_conv1d_update_, gated_delta_rule_
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def random(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
-
 
 # The convolution
 
@@ -33,29 +27,29 @@ def test_conv(device, dtype):
         (1, 2, 2, 0, 1),
     ]
     for i, (batch, channels, tokens, length, width) in enumerate(sizes):
-        x = random(batch, channels, tokens, dtype=dtype, seed=i).to(device)
-        state = random(batch, channels, length, dtype=torch.float32 if i % 3 == 1 else dtype).to(device)
-        weight = random(channels, width, dtype=torch.float32 if i % 2 else dtype).to(device)
-        bias = random(channels, dtype=dtype).to(device) if i % 2 else None
+        x = numbers(batch, channels, tokens, dtype=dtype, seed=i).to(device)
+        state = numbers(batch, channels, length, dtype=torch.float32 if i % 3 == 1 else dtype).to(device)
+        weight = numbers(channels, width, dtype=torch.float32 if i % 2 else dtype).to(device)
+        bias = numbers(channels, dtype=dtype).to(device) if i % 2 else None
         check_conv(x, state, weight, bias, "none" if i == 1 else "silu")
 
 
 def test_conv_strides(device):
     """x as the transposed view that models pass, a state with gaps, a weight without its middle dimension."""
-    x = random(2, 3, 24, dtype=torch.float16).to(device).transpose(1, 2)[:, 3:19]
-    state = random(2, 16, 10, dtype=torch.float16).to(device)
-    weight = random(16, 1, 4, dtype=torch.float16).to(device).squeeze(1)
+    x = numbers(2, 3, 24, dtype=torch.float16).to(device).transpose(1, 2)[:, 3:19]
+    state = numbers(2, 16, 10, dtype=torch.float16).to(device)
+    weight = numbers(16, 1, 4, dtype=torch.float16).to(device).squeeze(1)
     check_conv(x, state[..., 1:5], weight, None, "silu")
-    untouched = random(2, 16, 10, dtype=torch.float16)
+    untouched = numbers(2, 16, 10, dtype=torch.float16)
     for columns in (slice(0, 1), slice(5, 10)):
         assert torch.equal(state[..., columns].cpu(), untouched[..., columns])
     check_conv(x, state[..., ::2], weight, None, "silu")
 
 
 def test_conv_without_tokens(device):
-    state = random(2, 6, 4).to(device)
+    state = numbers(2, 6, 4).to(device)
     before = state.clone()
-    result = causal_conv1d_update_(torch.zeros(2, 6, 0, device=device), state, random(6, 4).to(device))
+    result = causal_conv1d_update_(torch.zeros(2, 6, 0, device=device), state, numbers(6, 4).to(device))
     assert result.shape == (2, 6, 0) and torch.equal(state, before)
 
 
@@ -64,8 +58,8 @@ def test_conv_without_tokens(device):
 def test_the_convolution_of_qwen3_next(device, dtype):
     from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_update as model
 
-    x, state = random(2, 48, 1, dtype=dtype), random(2, 48, 4, dtype=dtype)
-    weight = random(48, 4, dtype=dtype)
+    x, state = numbers(2, 48, 1, dtype=dtype), numbers(2, 48, 4, dtype=dtype)
+    weight = numbers(48, 4, dtype=dtype)
     ours = state.clone().to(device)
     expected = model(x, state, weight, None, "silu")
     result = causal_conv1d_update_(x.to(device), ours, weight.to(device))
@@ -79,10 +73,10 @@ def test_the_convolution_of_qwen3_next(device, dtype):
 
 def inputs(batch, tokens, key_heads, heads, key_width, value_width, dtype, seed=0):
     """q, k, v, g, beta, state."""
-    q, k = (random(batch, tokens, key_heads, key_width, dtype=dtype, seed=seed + i) for i in range(2))
-    v = random(batch, tokens, heads, value_width, dtype=dtype, seed=seed)
-    g, beta = (random(batch, tokens, heads, dtype=dtype, seed=seed + i) for i in range(2))
-    return [q, k, v, g, beta, random(batch, heads, key_width, value_width, seed=seed)]
+    q, k = (numbers(batch, tokens, key_heads, key_width, dtype=dtype, seed=seed + i) for i in range(2))
+    v = numbers(batch, tokens, heads, value_width, dtype=dtype, seed=seed)
+    g, beta = (numbers(batch, tokens, heads, dtype=dtype, seed=seed + i) for i in range(2))
+    return [q, k, v, g, beta, numbers(batch, heads, key_width, value_width, seed=seed)]
 
 
 def check_delta(arguments, device, **options):
@@ -99,13 +93,13 @@ def test_delta(device, dtype):
     for i, size in enumerate(sizes):
         arguments = inputs(*size, dtype, seed=i)
         heads = size[3]
-        A_log, dt_bias = random(heads, dtype=dtype, seed=i), random(heads, seed=i + 1)
+        A_log, dt_bias = numbers(heads, dtype=dtype, seed=i), numbers(heads, seed=i + 1)
         options = {"l2norm_eps": 1e-6, "A_log": A_log, "beta_is_logit": True}
         check_delta(arguments, device, **options, dt_bias=dt_bias if i % 2 else None)
         q, k, v, g, beta, state = arguments
         plain = [q / q.shape[-1] ** 0.5, k / k.shape[-1] ** 0.5, v, -g.abs(), beta.abs() / 4, state]
         check_delta(plain, device)
-        norm = {"gate": random(*v.shape, dtype=dtype, seed=i), "norm_weight": random(v.shape[-1], seed=i)}
+        norm = {"gate": numbers(*v.shape, dtype=dtype, seed=i), "norm_weight": numbers(v.shape[-1], seed=i)}
         check_delta(plain, device, **norm, norm_offset=float(i % 2))
 
 
@@ -113,9 +107,9 @@ def test_delta(device, dtype):
 def test_wide_heads(device, key_width, value_width):
     """With a norm, one threadgroup takes the blocks of columns one after another, or a few at a time."""
     arguments = inputs(1, 2, 1, 1, key_width, value_width, torch.bfloat16)
-    options = {"l2norm_eps": 1e-6, "beta_is_logit": True, "A_log": random(1)}
+    options = {"l2norm_eps": 1e-6, "beta_is_logit": True, "A_log": numbers(1)}
     check_delta(arguments, device, **options)
-    norm = {"gate": random(1, 2, 1, value_width, dtype=torch.bfloat16), "norm_weight": random(value_width)}
+    norm = {"gate": numbers(1, 2, 1, value_width, dtype=torch.bfloat16), "norm_weight": numbers(value_width)}
     check_delta(arguments, device, **options, **norm, norm_eps=1e-5)
 
 
@@ -129,16 +123,16 @@ def test_decay_of_large_gates(device):
 
 def test_delta_strides(device):
     """Slices of a fused projection, and a state that is a slice of a longer one."""
-    fused = random(2, 3, 2 * 16 + 2 * 16 + 4 * 8, dtype=torch.float16).to(device)
+    fused = numbers(2, 3, 2 * 16 + 2 * 16 + 4 * 8, dtype=torch.float16).to(device)
     q, k, v = fused.split([32, 32, 32], -1)
     q, k, v = q.unflatten(-1, (2, 16)), k.unflatten(-1, (2, 16)), v.unflatten(-1, (4, 8))
-    b, a = random(2, 3, 8, dtype=torch.float16).to(device).chunk(2, -1)
-    states = random(2, 5, 16, 8).to(device)
+    b, a = numbers(2, 3, 8, dtype=torch.float16).to(device).chunk(2, -1)
+    states = numbers(2, 5, 16, 8).to(device)
     state = states[:, 1:]
     arguments = [q, k, v, a, b, state]
-    options = {"l2norm_eps": 1e-6, "A_log": random(4).to(device), "beta_is_logit": True}
+    options = {"l2norm_eps": 1e-6, "A_log": numbers(4).to(device), "beta_is_logit": True}
     checked("gated_delta_rule_", *arguments, 0.25, **options)
-    assert torch.equal(states[:, 0].cpu(), random(2, 5, 16, 8)[:, 0])
+    assert torch.equal(states[:, 0].cpu(), numbers(2, 5, 16, 8)[:, 0])
 
 
 def test_delta_without_tokens(device):
@@ -155,7 +149,7 @@ def test_the_recurrence_of_qwen3_next(device, dtype):
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
     q, k, v, a, b, state = inputs(2, 3, 2, 4, 32, 16, dtype)
-    A_log, dt_bias = random(4), random(4, seed=3)
+    A_log, dt_bias = numbers(4), numbers(4, seed=3)
     g = -A_log.exp() * torch.nn.functional.softplus(a.float() + dt_bias)
     beta = b.float().sigmoid()
     model, model_state = torch_recurrent_gated_delta_rule(
@@ -178,7 +172,7 @@ def test_steps_one_by_one(device):
     """A token at a time gives what several tokens give."""
     q, k, v, g, beta, state = (t.to(device) for t in inputs(1, 4, 1, 2, 32, 16, torch.float32))
     together = state.clone()
-    options = {"l2norm_eps": 1e-6, "A_log": random(2).to(device), "beta_is_logit": True}
+    options = {"l2norm_eps": 1e-6, "A_log": numbers(2).to(device), "beta_is_logit": True}
     whole = gated_delta_rule_(q, k, v, g, beta, together, 0.2, **options)
     steps = [
         gated_delta_rule_(*(x[:, t : t + 1] for x in (q, k, v, g, beta)), state, 0.2, **options)

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from support.expert_layers import random
 from support.layouts import LAYOUTS, lay, lay_with_one_unaligned
 from support.oracles import FLOAT32_EPS, exact, spacing
 from support.oracles_operators import checked
+from support.values import DTYPES, random
 
 from torch_moe_mps.ops.norms import (
     fused_norm_add,
@@ -18,7 +18,6 @@ from torch_moe_mps.ops.norms import (
     rms_norm_gated,
 )
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EPS = 1e-6
 # The sum of squares, the root and the products, each rounded once or twice.
 FLOAT32_ERRORS = 12

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from support.expert_layers import IDS, random, random_ids, to_device
+from support.expert_layers import IDS, random_ids, to_device
 from support.layouts import LAYOUTS, lay
 from support.oracles import exact
 from support.oracles_experts import assert_close, dequantise
@@ -21,10 +21,9 @@ from support.quantized_layers import (
     place,
     random_quantized,
 )
+from support.values import DTYPES, random
 
 from torch_moe_mps.ops.quantized import expert_qmm, moe_experts_quantized
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @pytest.mark.parametrize("format", each(FORMATS))

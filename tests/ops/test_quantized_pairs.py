@@ -2,19 +2,12 @@
 
 import pytest
 import torch
-from support.expert_layers import ids_of_counts, random
+from support.expert_layers import ids_of_counts
 from support.oracles_operators import checked
-from support.quantized_layers import (
-    FORMATS,
-    check_layer,
-    each,
-    place,
-    random_quantized,
-)
+from support.quantized_layers import FORMATS, check_layer, each, place, random_quantized
+from support.values import DTYPES, random
 
 pytestmark = pytest.mark.of_kernels
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 # Pairs of each expert: what one matrix takes, a few columns of them, and more than are taken at once.

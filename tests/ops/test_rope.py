@@ -6,21 +6,17 @@ import torch
 from support.oracles import FLOAT32_EPS, exact, spacing
 from support.oracles_operators import checked
 from support.oracles_sequence import rotated
+from support.values import DTYPES, numbers
 
 from torch_moe_mps.ops.rope import PAIRS, rope
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EPS = 1e-6
 FLOAT32_ERRORS = 16
 
 
-def random(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
-
-
 def tables(batch, tokens, width, dtype=torch.float32, seed=0):
     """Not of the angles that a model uses, and not the same for both elements of a pair."""
-    return random(batch, tokens, width, dtype=dtype, seed=seed), random(
+    return numbers(batch, tokens, width, dtype=dtype, seed=seed), numbers(
         batch, tokens, width, dtype=dtype, seed=seed + 1
     )
 
@@ -43,9 +39,9 @@ def test_heads(device, dtype, pairs):
         (14, 2, 2, True),
     ]
     for i, (width, rotary, columns, last) in enumerate(sizes):
-        q, k = (random(2, 3, heads, width, dtype=dtype).to(device) for heads in (3, 1))
+        q, k = (numbers(2, 3, heads, width, dtype=dtype).to(device) for heads in (3, 1))
         cos, sin = (t.to(device) for t in tables(1 + i % 2, 3, columns, torch.float32 if i % 2 else dtype))
-        weight = random(width, dtype=torch.float32 if i % 2 else dtype).to(device)
+        weight = numbers(width, dtype=torch.float32 if i % 2 else dtype).to(device)
         check(q, k, cos, sin, weight, weight.flip(0), float(i % 3 == 0), pairs, rotary, last)
         check(q, k, cos, sin, None, weight, 0.0, pairs, rotary, last)
 
@@ -53,14 +49,14 @@ def test_heads(device, dtype, pairs):
 def test_long_heads(device):
     """More than a simdgroup holds, as vectors and as single elements."""
     for width in (256, 320, 514):
-        q = random(1, 2, 2, width).to(device)
+        q = numbers(1, 2, 2, width).to(device)
         cos, sin = (t.to(device) for t in tables(1, 2, width // 2))
-        check(q, None, cos, sin, random(width).to(device), rotary=width)
+        check(q, None, cos, sin, numbers(width).to(device), rotary=width)
 
 
 def test_heads_of_two_widths(device):
     """DeepSeek's queries carry elements that do not turn in front, its keys have none."""
-    q, k = random(1, 2, 4, 24).to(device), random(1, 2, 1, 8).to(device)
+    q, k = numbers(1, 2, 4, 24).to(device), numbers(1, 2, 1, 8).to(device)
     cos, sin = (t.to(device) for t in tables(1, 2, 8))
     check(q, k, cos, sin, last=True, pairs="interleaved_to_half")
 
@@ -70,21 +66,21 @@ def test_strides(device, dtype):
     """Slices of a fused projection, transposed views, expanded tables: aligned and not."""
     cos, sin = (t.to(device) for t in tables(1, 3, 16, dtype))
     for start, extra in ((0, 0), (8, 8), (3, 8), (8, 5)):
-        qkv = random(2, 3, start + 5 * 16 + extra, dtype=dtype).to(device)
+        qkv = numbers(2, 3, start + 5 * 16 + extra, dtype=dtype).to(device)
         q = qkv[..., start : start + 48].view(2, 3, 3, 16)
         k = qkv[..., start + 48 : start + 80].view(2, 3, 2, 16)
-        check(q, k, cos, sin, random(16, dtype=dtype).to(device))
+        check(q, k, cos, sin, numbers(16, dtype=dtype).to(device))
         check(q, k, cos.expand(2, -1, -1), sin.expand(2, -1, -1))
-    heads_first = random(2, 3, 4, 16, dtype=dtype).to(device)
+    heads_first = numbers(2, 3, 4, 16, dtype=dtype).to(device)
     cos, sin = (t.to(device) for t in tables(2, 4, 32, dtype))
     check(heads_first.transpose(1, 2), heads_first[:, :1].transpose(1, 2), cos[..., ::2], sin[..., ::2])
     check(heads_first.transpose(1, 2), None, cos[..., :16], sin[..., 8:24])
-    check(random(16, 4, 3, 2, dtype=dtype).to(device).transpose(0, 3), None, cos[..., :16], sin[..., :16])
+    check(numbers(16, 4, 3, 2, dtype=dtype).to(device).transpose(0, 3), None, cos[..., :16], sin[..., :16])
 
 
 def test_inputs_are_read_where_they_lie(simulated):
     """One dispatch, no copy, and only what belongs to q and k is read, once."""
-    qkv = random(2, 3, 96, dtype=torch.float16).to("mps")
+    qkv = numbers(2, 3, 96, dtype=torch.float16).to("mps")
     q, k = qkv[..., :64].view(2, 3, 4, 16), qkv[..., 64:80].view(2, 3, 1, 16)
     cos, sin = (t.to("mps") for t in tables(1, 3, 16, torch.float16))
     with simulated.counters() as dispatches:
@@ -106,7 +102,7 @@ def test_empty(device):
 
 
 def test_nan_stays_in_its_head(device):
-    q = random(1, 2, 3, 16).to(device)
+    q = numbers(1, 2, 3, 16).to(device)
     q[0, 1, 2, 5] = torch.nan
     cos, sin = (t.to(device) for t in tables(1, 2, 16))
     for weight, count in ((None, 2), (torch.ones(16, device=device), 16)):
@@ -158,7 +154,7 @@ def model_tables(tokens, rotary, written, dtype):
 def test_the_functions_of_models(device, dtype):
     """They round each product to the dtype: 2 ulp of the larger magnitude apart at most."""
     for apply, rotary, written, columns, options in modules():
-        q, k = (random(2, heads, 9, 32, dtype=dtype, seed=5) for heads in (4, 2))
+        q, k = (numbers(2, heads, 9, 32, dtype=dtype, seed=5) for heads in (4, 2))
         cos, sin = model_tables(9, rotary, written, dtype)
         models = apply(q, k, cos, sin)
         on_device = [t.transpose(1, 2).to(device) for t in (q, k)]
@@ -175,10 +171,10 @@ def test_norms_and_rotation_of_a_model(device, dtype):
     """Qwen3-MoE's QK-norm and rotation, no less exact than the model's own code in its dtype."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, apply_rotary_pos_emb
 
-    q, k = (random(1, 9, heads, 32, dtype=dtype, seed=7) for heads in (4, 2))
+    q, k = (numbers(1, 9, heads, 32, dtype=dtype, seed=7) for heads in (4, 2))
     cos, sin = model_tables(9, 32, "twice", dtype)
     norms = [Qwen3MoeRMSNorm(32, EPS).to(dtype) for _ in range(2)]
-    weights = [random(32, dtype=dtype, seed=seed) for seed in range(2)]
+    weights = [numbers(32, dtype=dtype, seed=seed) for seed in range(2)]
     for norm, weight in zip(norms, weights, strict=True):
         norm.weight = torch.nn.Parameter(weight, requires_grad=False)
     models = apply_rotary_pos_emb(norms[0](q).transpose(1, 2), norms[1](k).transpose(1, 2), cos, sin)
@@ -194,15 +190,15 @@ def test_norms_and_rotation_of_a_model(device, dtype):
 def test_into_a_cache(device, dtype):
     """Keys and values go behind those in views of longer memory, what is around them stays."""
     for i, (width, value_width, tokens) in enumerate([(64, 128, 1), (10, 6, 3), (32, 30, 2), (16, 512, 1)]):
-        packed = random(2, tokens, 3 * width + 2 * width + 2 * value_width, dtype=dtype, seed=i).to(device)
+        packed = numbers(2, tokens, 3 * width + 2 * width + 2 * value_width, dtype=dtype, seed=i).to(device)
         parts = packed.split((3 * width, 2 * width, 2 * value_width), -1)
         q, k, v = (x.unflatten(-1, (heads, -1)) for x, heads in zip(parts, (3, 2, 2), strict=True))
-        memory = [random(2, 2, tokens + 5, w, dtype=dtype, seed=i).to(device) for w in (width, value_width)]
+        memory = [numbers(2, 2, tokens + 5, w, dtype=dtype, seed=i).to(device) for w in (width, value_width)]
         before = [m.clone() for m in memory]
         held = [m[:, :, 1 : 2 + tokens] for m in memory]
         cos, sin = (t.to(device) for t in tables(1, tokens, width if i else 32, dtype))
-        weight = random(width, dtype=dtype).to(device)
-        norm = {"norm_v": i % 2 == 1, "v_weight": random(value_width).to(device) if i == 3 else None}
+        weight = numbers(width, dtype=dtype).to(device)
+        norm = {"norm_v": i % 2 == 1, "v_weight": numbers(value_width).to(device) if i == 3 else None}
         checked("rope_cache_", q, k, v, *held, cos, sin, weight, None, EPS, float(i == 3), **norm)
         for m, was in zip(memory, before, strict=True):
             assert torch.equal(m[:, :, :2], was[:, :, :2]) and torch.equal(

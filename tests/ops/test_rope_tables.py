@@ -4,10 +4,9 @@ import pytest
 import torch
 from support.oracles import exact, spacing
 from support.oracles_operators import checked
+from support.values import DTYPES
 
 from torch_moe_mps.ops.rope import LAYOUTS, rope_tables
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def frequencies(pairs):

@@ -5,14 +5,9 @@ import torch
 from support.launches import launches
 from support.layouts import LAYOUTS, lay, lay_with_one_unaligned
 from support.oracles_operators import checked
+from support.values import DTYPES, numbers
 
 from torch_moe_mps.ops.routing import router_logits
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def random(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
 
 
 def check(x, weight, bias=None):
@@ -26,10 +21,10 @@ def test_sizes(device, dtype):
         [(1, 256, 9), (3, 31, 5), (8, 132, 64), (9, 64, 17), (33, 68, 33)]
     ):
         other = torch.float32 if i % 2 else dtype
-        weight = random(experts, width, dtype=other, seed=i).to(device)
-        x = random(tokens, width, dtype=dtype, seed=i).to(device)
+        weight = numbers(experts, width, dtype=other, seed=i).to(device)
+        x = numbers(tokens, width, dtype=dtype, seed=i).to(device)
         check(x, weight)
-        check(x, weight, random(experts, dtype=dtype).to(device))
+        check(x, weight, numbers(experts, dtype=dtype).to(device))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -37,19 +32,19 @@ def test_norm_and_dtype_of_the_result(device, dtype):
     for i, (tokens, width, experts) in enumerate(
         [(1, 256, 9), (1, 2056, 4), (2, 31, 5), (9, 64, 17), (33, 68, 3)]
     ):
-        x = (2.0 * random(tokens, width, dtype=dtype, seed=i)).to(device)
-        weight = random(experts, width, dtype=DTYPES[i % 3], seed=i).to(device)
-        norm = random(width, dtype=DTYPES[(i + 1) % 3], seed=i + 1).to(device)
+        x = (2.0 * numbers(tokens, width, dtype=dtype, seed=i)).to(device)
+        weight = numbers(experts, width, dtype=DTYPES[i % 3], seed=i).to(device)
+        norm = numbers(width, dtype=DTYPES[(i + 1) % 3], seed=i + 1).to(device)
         options = {"norm_weight": norm, "norm_eps": 1e-5, "norm_offset": float(i % 2)}
         checked("router_logits", x, weight, dtype=dtype)
-        result = checked("router_logits", x, weight, random(experts).to(device), dtype=dtype, **options)
+        result = checked("router_logits", x, weight, numbers(experts).to(device), dtype=dtype, **options)
         assert result.dtype == dtype
         assert checked("router_logits", x, weight, **options).dtype == torch.float32
 
 
 @pytest.mark.one_schedule
 def test_many_tokens(device):
-    check(random(260, 96, dtype=torch.bfloat16).to(device), random(40, 96).to(device))
+    check(numbers(260, 96, dtype=torch.bfloat16).to(device), numbers(40, 96).to(device))
 
 
 def test_a_prompt_runs_on_the_matmul_of_pytorch(simulated):
@@ -60,7 +55,7 @@ def test_a_prompt_runs_on_the_matmul_of_pytorch(simulated):
 
 
 def test_layouts(device):
-    tensors = [random(5, 64, dtype=torch.float16), random(7, 64), random(7)]
+    tensors = [numbers(5, 64, dtype=torch.float16), numbers(7, 64), numbers(7)]
     for layout in LAYOUTS:
         check(*(lay(tensor, layout, device) for tensor in tensors))
     for operands in lay_with_one_unaligned(tensors, device):
@@ -76,9 +71,9 @@ def test_empty(device):
 
 
 def test_nan_stays_in_its_token(device):
-    x = random(3, 64).to(device)
+    x = numbers(3, 64).to(device)
     x[1, 7] = torch.nan
-    result = router_logits(x, random(5, 64).to(device))
+    result = router_logits(x, numbers(5, 64).to(device))
     assert result.isnan().sum() == 5 == result[1].isnan().sum()
 
 
@@ -105,8 +100,8 @@ def test_the_routers_of_models(device):
         }
         config = config_class(hidden_size=96, **experts)
         router = router_class(config)
-        router.weight = torch.nn.Parameter(random(16, 96, dtype=torch.bfloat16), requires_grad=False)
-        x = random(4, 96, dtype=torch.bfloat16)
+        router.weight = torch.nn.Parameter(numbers(16, 96, dtype=torch.bfloat16), requires_grad=False)
+        x = numbers(4, 96, dtype=torch.bfloat16)
         model = router(x)
         logits = model[0] if isinstance(model, tuple) else model
         assert logits.dtype == torch.float32

@@ -6,25 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.layouts import LAYOUTS, lay
-from support.oracles import (
-    LARGEST,
-    exact,
-    finite,
-    route,
-)
-from support.routing import (
-    DTYPES,
-    assert_routing,
-    random,
-    random_ids,
-)
+from support.oracles import LARGEST, exact, finite, route
+from support.routing import assert_routing, random_ids
+from support.values import DTYPES, random
 
-from torch_moe_mps.ops.routing import (
-    fused_moe_routing,
-    moe_gate,
-    moe_router,
-    moe_router_topk_softmax,
-)
+from torch_moe_mps.ops.routing import fused_moe_routing, moe_gate, moe_router, moe_router_topk_softmax
 
 NAN, INF = float("nan"), float("inf")
 # Rows decided by less are left out: float32 does not tell these choices apart.

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from support.expert_layers import ACTIVATIONS, check_experts, ids_of_counts, layer, random
+from support.expert_layers import ACTIVATIONS, check_experts, ids_of_counts, layer
 from support.oracles import exact
 from support.oracles_experts import assert_close
 from support.oracles_experts import moe_experts as expected_experts
@@ -21,6 +21,7 @@ from support.quantized_layers import (
     place,
     random_quantized,
 )
+from support.values import random
 
 from torch_moe_mps.ops.experts import expert_mm, moe_experts
 
@@ -64,11 +65,11 @@ def test_every_format(layout, format):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", each(ALL_FORMATS))
-def test_sweep(layout, format, dtype):
-    """Both dtypes, each in one layout after the other."""
-    number = (ALL_FORMATS.index(format) + 3 * DTYPES.index(dtype)) % len(LAYOUTS)
+def test_sweep(layout, format):
+    """Each with the other dtype than above, in one layout after the other."""
+    number = (ALL_FORMATS.index(format) + 1) % len(LAYOUTS)
+    dtype = DTYPES[number % 2]
     layout(number)
     group = max(format[1], 32)
     for i, counts in enumerate((SMALL_TILES, LARGE_TILES)):

@@ -5,17 +5,10 @@ import pytest
 import torch
 from support.oracles_experts import dequantise
 from support.quantized_layers import ALL_FORMATS, FORMATS, bits_of, name_of
+from support.values import DTYPES
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from torch_moe_mps.quantization import (
-    Format,
-    dequantize,
-    formats,
-    quantize,
-    repack_mxfp4_blocks,
-)
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from torch_moe_mps.quantization import Format, dequantize, formats, quantize, repack_mxfp4_blocks
 
 
 def error_of(stack, format):
@@ -256,6 +249,3 @@ def test_the_default_group_goes_with_the_mode():
         quantized = quantize(weight, *given)
         assert quantized.scales.shape == (2, 64 // full[1])
         assert torch.equal(dequantize(*quantized, *given), dequantize(*quantized, *full))
-
-
-# Models

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from support.expert_layers import ACTIVATIONS, random_options
 from support.quantized_layers import ALL_FORMATS, random_quantized
+from support.values import DTYPES
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 IDS = (torch.int32, torch.int64)
 WIDTHS = (1, 7, 31, 32, 33, 64, 100, 128, 260, 0)
 COUNTS = (1, 2, 3, 5, 9, 33, 0)

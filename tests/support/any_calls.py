@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from support.any_arguments import DTYPES, LAYOUTS, STRATEGIES, Draws
+from support.any_arguments import LAYOUTS, STRATEGIES, Draws
 from support.oracles_operators import check_tensor, expected, written
 from support.quantized_layers import lay_words
+from support.values import DTYPES
 from torch_moe_mps.ops._samples import packet
 
-WRONG_DTYPES = (*(torch.float32, torch.float16, torch.bfloat16), torch.int16, torch.int32, torch.int64)
+WRONG_DTYPES = (*DTYPES, torch.int16, torch.int32, torch.int64)
 NUMBERS = {
     "float": (math.nan, math.inf, 1e39, -1e39),
     "int": (0, -1, 1, 3, 65, 1025, 2**31, 2**40),

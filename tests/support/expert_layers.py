@@ -3,15 +3,9 @@
 import torch
 
 from support.oracles_operators import checked
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
+from support.values import DTYPES, random
 
 IDS = (torch.int32, torch.int64)
-
-
-def random(shape, dtype, seed, scale=1.0):
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
 def random_ids(tokens, slots, experts, seed, dtype):

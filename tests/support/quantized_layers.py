@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from support.expert_layers import DTYPES, IDS, random, random_ids, to_device
+from support.expert_layers import IDS, random_ids, to_device
 from support.layouts import lay
 from support.oracles_experts import dequantise
 from support.oracles_operators import checked
+from support.values import DTYPES, random
 
 # bits, group_size, mode: those that every path is tested with
 FORMATS = (
@@ -33,8 +34,6 @@ def name_of(format):
     bits, group_size, mode = format
     return f"{mode}{bits}-{group_size}"
 
-
-NAMES = list(map(name_of, FORMATS))
 
 # Each number of bits, each group and each mode is there; what is left of the formats is for the sweep.
 ALWAYS = {

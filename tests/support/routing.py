@@ -4,29 +4,12 @@ import numpy as np
 import torch
 
 from support.layouts import lay
-from support.oracles import (
-    assert_rounded,
-    exact,
-    gap,
-    gate_logits,
-    gate_weights,
-    pairs_of_experts,
-)
-from torch_moe_mps.ops.routing import (
-    moe_bucket,
-    moe_compute_ids_tpe,
-    moe_gate,
-)
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
+from support.oracles import assert_rounded, exact, gap, gate_logits, gate_weights, pairs_of_experts
+from support.values import random
+from torch_moe_mps.ops.routing import moe_bucket, moe_compute_ids_tpe, moe_gate
 
 # Two exponentials, a sum over the experts and a division; exp(x) magnifies the rounding of x.
 WEIGHT_ERRORS = 64
-
-
-def random(shape, dtype, seed, scale=1.0):
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
 def assert_routing(weights, ids, expected_weights, expected_ids, float32_errors=WEIGHT_ERRORS):
