@@ -1,5 +1,7 @@
 """Running tiny models: prompts, results, and how close they must be."""
 
+from typing import Any
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +26,17 @@ def eager(model):
 def output(model, ids: torch.Tensor, **inputs) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=ids, **inputs)[0]
+
+
+def in_parts(model, ids: torch.Tensor, *sizes: int, cache=None) -> tuple[list[torch.Tensor], Any]:
+    """The logits of a prompt and of parts of these sizes that follow it, and the cache that they share."""
+    logits = []
+    with torch.no_grad():
+        for part in ids.split([ids.shape[1] - sum(sizes), *sizes], 1):
+            out = model(input_ids=part, past_key_values=cache, use_cache=True)
+            logits.append(out[0].float().cpu())
+            cache = out.past_key_values
+    return logits, cache
 
 
 def generate(model, ids: torch.Tensor, **options) -> torch.Tensor:

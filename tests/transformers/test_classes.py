@@ -1,10 +1,10 @@
-"""Every class with experts, and every router, on its own against the model's own code."""
+"""Every class with experts on its own, and single routers, against the model's own code."""
 
 import pytest
 import torch
 import transformers
 from support import tiny_models
-from support.models import assert_close, eager, operators_of, output, prompt
+from support.models import assert_close, eager, operators_of
 
 import torch_moe_mps
 
@@ -27,65 +27,19 @@ def inputs(module, dtype: torch.dtype, tokens: int = 11, slots: int = 3):
     return x, ids, weights
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", sorted(tiny_models.experts_classes()))
-def test_experts_alone(name, dtype):
-    module = tiny_models.experts_module(name, dtype)
-    module.config._experts_implementation = "eager"
-    arguments = inputs(module, dtype)
-    with torch.no_grad():
-        expected = module(*arguments)
-        module.config._experts_implementation = "moe_mps"
-        operators = operators_of(lambda: module(*arguments))
-        assert "moe_experts" in operators or "expert_mm" in operators
-        assert_close(module(*arguments), expected, 1e-5 if dtype == torch.float32 else 2e-2)
-
-
-def calls_of(model, names: list[str]) -> dict[str, tuple]:
-    """The arguments with which the model calls each of its routers."""
-    calls = {}
-
-    def record(module, args, kwargs):
-        calls[module] = (args, kwargs)
-
-    modules = {name: model.get_submodule(name) for name in names}
-    hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules.values()]
-    output(model, prompt(4, 16))
-    for hook in hooks:
-        hook.remove()
-    some = next(iter(calls.values()), None)  # a router for images is not called by a prompt of text
-    return {name: calls.get(module, some) for name, module in modules.items()}
-
-
-def decided(router, args: tuple, kwargs: dict, ids: torch.Tensor) -> torch.Tensor:
-    """Tokens whose chosen experts do not change when the hidden states change by 1e-5."""
-    hidden, *others = args
-    kept = torch.ones(ids.shape[0], dtype=torch.bool)
-    for seed in range(4):
-        noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(seed))
-        moved = router(hidden * (1 + 1e-5 * noise), *others, **kwargs)[2]
-        kept &= (moved.sort(-1).values == ids.sort(-1).values).all(-1)
-    return kept
-
-
-@pytest.mark.parametrize("architecture", tiny_models.architectures())
-def test_routers(architecture):
-    """The same experts and weights for the same hidden states; near ties are excluded by construction."""
-    own, model = eager(tiny_models.tiny_model(architecture)), eager(tiny_models.tiny_model(architecture))
-    replaced = [row for row in torch_moe_mps.accelerate(model).replaced if row.kind == "router"]
-    names = [row.name for row in replaced if row.replaced_by.startswith("moe_router")]
-    with torch.no_grad():
-        for name, (args, kwargs) in calls_of(own, names).items():
-            router = own.get_submodule(name)
-            expected = router(*args, **kwargs)
-            rows = decided(router, args, kwargs, expected[2])
-            logits, weights, ids = model.get_submodule(name)(*args, **kwargs)[:3]
-            assert rows.float().mean() > 0.8
-            assert torch.equal(logits, expected[0])
-            assert (ids.dtype, weights.dtype) == (expected[2].dtype, expected[1].dtype)
-            order, own_order = ids.argsort(-1), expected[2].argsort(-1)
-            assert torch.equal(ids.gather(1, order)[rows], expected[2].gather(1, own_order)[rows])
-            assert_close(weights.gather(1, order)[rows], expected[1].gather(1, own_order)[rows], 1e-6)
+def test_experts_alone(name):
+    module = tiny_models.experts_module(name)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        module.to(dtype)
+        module.config._experts_implementation = "eager"
+        arguments = inputs(module, dtype)
+        with torch.no_grad():
+            expected = module(*arguments)
+            module.config._experts_implementation = "moe_mps"
+            operators = operators_of(lambda: module(*arguments))  # noqa: B023
+            assert "moe_experts" in operators or "expert_mm" in operators
+            assert_close(module(*arguments), expected, tolerance)
 
 
 def test_experts_outside_of_the_chosen_groups():

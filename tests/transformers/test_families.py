@@ -12,7 +12,8 @@ import torch_moe_mps
 
 transformers.logging.set_verbosity_error()
 
-# The families that get every check; all other architectures get logits and greedy generation.
+SHORT = {"max_new_tokens": 8}
+# The families that get every check; all other architectures get logits, routers and greedy generation.
 FAMILIES = (
     "deepseek_v3",
     "gemma4",
@@ -26,19 +27,71 @@ FAMILIES = (
     "qwen3_next",
 )
 
+GATED = " and its gate"
+SHARED = {"deepseek_v3": "", "glm4_moe": "", "qwen2_moe": GATED, "qwen3_5_moe": GATED, "qwen3_next": GATED}
+
+
+def accelerated(architecture: str):
+    """A model that runs its own code, a copy that is accelerated, and the report."""
+    own = eager(tiny_models.tiny_model(architecture))
+    model = copy.deepcopy(own)
+    return own, model, torch_moe_mps.accelerate(model)
+
+
+def calls_of(model, names: list[str]) -> dict[str, tuple]:
+    """The arguments with which the model calls each of its routers."""
+    calls = {}
+
+    def record(module, args, kwargs):
+        calls[module] = (args, kwargs)
+
+    modules = {name: model.get_submodule(name) for name in names}
+    hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules.values()]
+    output(model, prompt(4, 16))
+    for hook in hooks:
+        hook.remove()
+    some = next(iter(calls.values()), None)  # a router for images is not called by a prompt of text
+    return {name: calls.get(module, some) for name, module in modules.items()}
+
+
+def decided(router, args: tuple, kwargs: dict, ids: torch.Tensor) -> torch.Tensor:
+    """Tokens whose chosen experts do not change when the hidden states change by 1e-5."""
+    hidden, *others = args
+    kept = torch.ones(ids.shape[0], dtype=torch.bool)
+    for seed in range(4):
+        noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(seed))
+        moved = router(hidden * (1 + 1e-5 * noise), *others, **kwargs)[2]
+        kept &= (moved.sort(-1).values == ids.sort(-1).values).all(-1)
+    return kept
+
+
+def check_routers(own, model, report) -> None:
+    """The same experts and weights for the same hidden states; near ties are excluded by construction."""
+    replaced = [row for row in report.replaced if row.kind == "router"]
+    names = [row.name for row in replaced if row.replaced_by.startswith("moe_router")]
+    with torch.no_grad():
+        for name, (args, kwargs) in calls_of(own, names).items():
+            router = own.get_submodule(name)
+            expected = router(*args, **kwargs)
+            rows = decided(router, args, kwargs, expected[2])
+            logits, weights, ids = model.get_submodule(name)(*args, **kwargs)[:3]
+            assert rows.float().mean() > 0.8
+            assert torch.equal(logits, expected[0])
+            assert (ids.dtype, weights.dtype) == (expected[2].dtype, expected[1].dtype)
+            order, own_order = ids.argsort(-1), expected[2].argsort(-1)
+            assert torch.equal(ids.gather(1, order)[rows], expected[2].gather(1, own_order)[rows])
+            assert_close(weights.gather(1, order)[rows], expected[1].gather(1, own_order)[rows], 1e-6)
+
 
 @pytest.mark.parametrize("architecture", tiny_models.architectures())
-def test_logits_and_greedy_generation(architecture):
-    model = eager(tiny_models.tiny_model(architecture))
-    ids = prompt()
-    logits = output(model, ids)
-    tokens = None if architecture in NO_GENERATE else generate(model, ids, max_new_tokens=12)
-    report = torch_moe_mps.accelerate(model)
+def test_logits_routers_and_greedy_generation(architecture):
+    own, model, report = accelerated(architecture)
     experts = [row for row in report.rows if row.kind == "experts"]
     assert experts and all(row.replaced_by for row in experts)
-    assert_close(output(model, ids), logits, 1e-5)
-    if tokens is not None:
-        assert torch.equal(generate(model, ids, max_new_tokens=12), tokens)
+    assert_close(output(model, prompt()), output(own, prompt()), 1e-5)
+    check_routers(own, model, report)
+    if architecture not in NO_GENERATE:
+        assert torch.equal(generate(model, prompt(), **SHORT), generate(own, prompt(), **SHORT))
 
 
 def errors(result: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
@@ -59,7 +112,7 @@ def test_bfloat16_logits(architecture):
     """No farther from float32 than the model's own code is. Near ties between experts fall either way, with
     the whole difference of two experts: the median is what rounding makes."""
     ids, own, ours = prompt(1, 7), [], []
-    for seed in range(6):
+    for seed in range(4):
         model = eager(tiny_models.tiny_model(architecture, torch.bfloat16, seed))
         exact = output(copy.deepcopy(model).float(), ids)
         own.append(errors(output(model, ids), exact))
@@ -69,60 +122,24 @@ def test_bfloat16_logits(architecture):
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_padded_batch(architecture):
-    """Rows of different length, padded on the left as for generation."""
-    model = eager(tiny_models.tiny_model(architecture))
+def test_every_check(architecture, tmp_path):
+    """What is replaced, padded batches, a static cache, and a checkpoint that transformers reads."""
+    own, model, report = accelerated(architecture)
+    assert {"experts", "router", "layer"} <= {row.kind for row in report.replaced}, str(report)
+    assert not any(row.kind in ("experts", "router") for row in report.left_alone), str(report)
+    if architecture in SHARED:
+        blocks = {row.replaced_by.split("; ")[0] for row in report.replaced if row.kind == "block"}
+        assert blocks == {f"shared expert{SHARED[architecture]} in moe_experts"}
     ids = prompt(3, 11)
     mask = torch.ones_like(ids)
-    mask[0, :6] = 0
-    mask[2, :1] = 0
-    ids = ids * mask
-    expected = output(model, ids, attention_mask=mask)
-    tokens = generate(model, ids, attention_mask=mask)
-    torch_moe_mps.accelerate(model)
-    seen = mask.bool()
+    mask[0, :6] = mask[2, :1] = 0  # padded on the left as for generation
+    ids, seen = ids * mask, mask.bool()
+    expected = output(own, ids, attention_mask=mask)
     assert_close(output(model, ids, attention_mask=mask)[seen], expected[seen], 1e-5)
-    assert torch.equal(generate(model, ids, attention_mask=mask), tokens)
-
-
-@pytest.mark.parametrize("architecture", FAMILIES)
-def test_static_cache(architecture):
-    model = eager(tiny_models.tiny_model(architecture))
-    ids = prompt()
-    options = {"cache_implementation": "static", "disable_compile": True}
-    tokens = generate(model, ids, **options)
-    torch_moe_mps.accelerate(model)
-    assert torch.equal(generate(model, ids, **options), tokens)
-
-
-@pytest.mark.parametrize("architecture", FAMILIES)
-def test_checkpoint_of_an_accelerated_model(architecture, tmp_path):
-    """save_pretrained after accelerate writes a checkpoint that transformers reads as the model's own."""
-    model = eager(tiny_models.tiny_model(architecture))
-    ids = prompt()
-    expected = output(model, ids)
-    torch_moe_mps.accelerate(model)
+    for options in (SHORT, {"cache_implementation": "static", "disable_compile": True, **SHORT}):
+        tokens = [generate(each, ids, attention_mask=mask, **options) for each in (model, own)]
+        assert torch.equal(*tokens)
     model.save_pretrained(tmp_path)
-    plain = type(model).from_pretrained(tmp_path, experts_implementation="eager").eval()
-    assert_close(output(plain, ids), expected, 0.0)
-    loaded = type(model).from_pretrained(tmp_path, experts_implementation="moe_mps").eval()
-    assert_close(output(loaded, ids), expected, 1e-5)
-
-
-@pytest.mark.parametrize("architecture", FAMILIES)
-def test_replaced_in_the_family(architecture):
-    """Experts and routers of these families run on the operators, and the sums next to their norms."""
-    report = torch_moe_mps.accelerate(tiny_models.tiny_model(architecture))
-    replaced = {row.kind for row in report.replaced}
-    assert {"experts", "router", "layer"} <= replaced, str(report)
-    assert not any(row.kind in ("experts", "router") for row in report.left_alone), str(report)
-
-
-@pytest.mark.parametrize(
-    "architecture", ["deepseek_v3", "glm4_moe", "qwen2_moe", "qwen3_5_moe", "qwen3_next"]
-)
-def test_shared_expert_is_folded_in(architecture):
-    report = torch_moe_mps.accelerate(tiny_models.tiny_model(architecture))
-    blocks = [row.replaced_by.split("; ")[0] for row in report.rows if row.kind == "block"]
-    gated = architecture.startswith("qwen")
-    assert blocks and set(blocks) == {f"shared expert{' and its gate' if gated else ''} in moe_experts"}
+    for implementation, tolerance in (("eager", 0.0), ("moe_mps", 1e-5)):
+        loaded = type(model).from_pretrained(tmp_path, experts_implementation=implementation).eval()
+        assert_close(output(loaded, prompt()), output(own, prompt()), tolerance)

@@ -12,9 +12,7 @@ from support.models import assert_close, operators_of, output, prompt, tiny
 from support.processes import python
 
 import torch_moe_mps
-from torch_moe_mps.transformers import experts_of
 from torch_moe_mps.transformers.checkpoints.source import class_for
-from torch_moe_mps.transformers.linears import QuantizedLayer
 
 transformers.logging.set_verbosity_error()
 
@@ -82,15 +80,6 @@ def test_no_gradients_are_asked_for(quantised, folder, loaded):
         logits = model(input_ids=prompt()).logits
     assert counts == operators_of(lambda: output(model, prompt()))
     assert_close(logits, output(quantised, prompt()), 1e-5)
-
-
-def test_none_keeps_linear_layers_and_embeddings_dense(tmp_path):
-    tiny("qwen3_moe").save_pretrained(tmp_path)
-    model = torch_moe_mps.from_pretrained(
-        tmp_path, bits=4, group_size=32, linear_bits=None, embedding_bits=None
-    )
-    assert {str(module.quantization) for module in experts_of(model).values()} == {"affine4_32"}
-    assert not any(isinstance(module, QuantizedLayer) for module in model.modules())
 
 
 def test_the_config_of_a_base_model_lists_what_is_saved(quantised, tmp_path):

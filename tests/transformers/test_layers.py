@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from support import tiny_models
-from support.models import assert_close, eager, generate, operators_of, output, prompt
+from support.models import assert_close, eager, generate, output, prompt
 from torch import nn
 
 import torch_moe_mps
@@ -13,9 +13,6 @@ from torch_moe_mps.quantization import Format
 from torch_moe_mps.transformers.checkpoints.targets import Target
 from torch_moe_mps.transformers.checkpoints.weights import quantize_target
 from torch_moe_mps.transformers.linears import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
-
-# The others: "Quantised" in docs/models.md, which the sweep generates anew.
-ALWAYS = ["qwen3_moe", "gpt_oss", "deepseek_v3", "gemma4", "qwen3_5_moe", "granitemoehybrid", "zaya", "jamba"]
 
 
 def tiny(architecture: str, **overrides):
@@ -27,35 +24,14 @@ def layers(model) -> dict[str, QuantizedLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLayer)}
 
 
-@pytest.mark.parametrize("architecture", ALWAYS)
-def test_logits_are_those_of_the_rounded_weights(architecture):
-    model = tiny(architecture)
-    dense = copy.deepcopy(model)
-    torch_moe_mps.accelerate(model, 4, 32)
-    assert layers(model)
-    tiny_models.dense_twin(dense, model)
-    assert_close(output(model, prompt()), output(dense, prompt()), 1e-5)
-
-
-def test_everything_but_the_router_is_quantised():
-    model = tiny("qwen3_moe")
-    names = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))}
-    report = torch_moe_mps.accelerate(model, 4, 32).quantization
-    assert set(layers(model)) == names and not report.skipped
-    assert [
-        name
-        for name, p in model.named_parameters()
-        if p.dim() == 2 and p.is_floating_point() and "scales" not in name and "biases" not in name
-    ] == [f"model.layers.{i}.mlp.gate.weight" for i in (0, 1)]
-
-
 def bytes_of(*modules: nn.Module) -> int:
     return sum(p.nbytes for module in modules for p in module.parameters())
 
 
-def test_bytes_of_a_token():
-    """Two of eight experts, one row of the embedding, everything else."""
+def test_everything_but_the_router_is_quantised():
+    """A token reads two of eight experts, one row of the embedding, and everything else."""
     model = tiny("qwen3_moe")
+    names = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))}
     experts = [layer.mlp.experts for layer in model.model.layers]
 
     def necessary():
@@ -66,6 +42,12 @@ def test_bytes_of_a_token():
     report = torch_moe_mps.accelerate(model, 4, 32).quantization
     assert (report.bytes_before, report.bytes_after) == (before, necessary())
     assert f"{before / 1e6:.1f} MB before" in str(report)
+    assert set(layers(model)) == names and not report.skipped
+    assert [
+        name
+        for name, p in model.named_parameters()
+        if p.dim() == 2 and p.is_floating_point() and "scales" not in name and "biases" not in name
+    ] == [f"model.layers.{i}.mlp.gate.weight" for i in (0, 1)]
 
 
 @pytest.mark.parametrize("architecture", ["afmoe", "phimoe", "hunyuan_v1_moe", "gemma4", "zaya"])
@@ -217,13 +199,13 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("message", WRONG)
-def test_bad_recipes_change_nothing(message):
+def test_bad_recipes_change_nothing():
     model = tiny("qwen3_moe")
     before = state(model)
-    with pytest.raises(ValueError, match=message) as error:
-        torch_moe_mps.accelerate(model, **{"bits": 4, "group_size": 32} | WRONG[message])
-    assert "\n" not in str(error.value) and state(model) == before
+    for message, options in WRONG.items():
+        with pytest.raises(ValueError, match=message) as error:
+            torch_moe_mps.accelerate(model, **{"bits": 4, "group_size": 32} | options)
+        assert "\n" not in str(error.value) and state(model) == before
 
 
 def narrow(weight: nn.Parameter) -> None:
@@ -254,12 +236,3 @@ def test_what_does_not_fit_is_named_before_anything_changes(path, name, spoil, m
     with pytest.raises(ValueError, match=message) as error:
         torch_moe_mps.accelerate(model, 4, 32)
     assert path in str(error.value) and "\n" not in str(error.value) and state(model) == before
-
-
-def test_a_simulated_or_real_gpu_computes_the_same(device):
-    model = tiny("qwen3_moe")
-    torch_moe_mps.accelerate(model, 4, 32)
-    expected = output(model, prompt())
-    moved = model.to(device)
-    assert "linear_quantized" in operators_of(lambda: output(moved, prompt().to(device)))
-    assert_close(output(moved, prompt().to(device)).cpu(), expected, 1e-4)

@@ -27,7 +27,7 @@ STEP = {"causal_conv1d_update_": 1, "gated_delta_rule_": 1}  # with the norm
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_step_by_step(architecture):
-    """Logits and states of the cache, over several steps."""
+    """Logits and states of the cache over several steps, and the operators of a step and of a prompt."""
     model = model_of(architecture)
     expected, states = decoded(model)
     torch_moe_mps.accelerate(model)
@@ -38,16 +38,10 @@ def test_step_by_step(architecture):
     assert_close(result, expected, 1e-5)
     for a, b in zip(ours, states, strict=True):
         assert_close(a, b, 1e-5)
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_operators_of_a_step(architecture):
-    model = model_of(architecture)
-    torch_moe_mps.accelerate(model)
     assert operators_of(step(model)) == STEP
     with torch.no_grad():
         layer, x = layer_of(model), torch.ones(1, 9, 32)
-        assert operators_of(lambda: layer(x)) == {"rms_norm_gated": 1}  # a prompt
+        assert operators_of(lambda: layer(x)) == {"rms_norm_gated": 1}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -13,6 +13,8 @@ import torch_moe_mps
 
 transformers.logging.set_verbosity_error()
 
+pytestmark = pytest.mark.of_kernels  # test_families.py and test_quantized.py show the same on the CPU
+
 # Architecture -> the operator that routes in it.
 ROUTERS = {
     "gemma4": "moe_gate",
@@ -77,7 +79,12 @@ def test_quantised(architecture, form, device):
     model = copy.deepcopy(reference)
     torch_moe_mps.accelerate(model, *form)
     tiny_models.dense_twin(reference, model)
-    check(model.to(device), reference, device, {ROUTERS[architecture], "moe_experts_quantized"})
+    check(
+        model.to(device),
+        reference,
+        device,
+        {ROUTERS[architecture], "moe_experts_quantized", "linear_quantized"},
+    )
 
 
 def test_moved_after_acceleration(device):

@@ -8,23 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.interrupts import Interrupts, interrupted
-from support.quantized_layers import FORMATS, NAMES, bits_of
+from support.memory import Memory
+from support.quantized_layers import FORMATS, bits_of
 from support.tiny_models import tiny_model
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from torch_moe_mps.quantization import (
-    TENSORS,
-    Format,
-    dequantize,
-    formats,
-)
-from torch_moe_mps.transformers import (
-    QuantizationReport,
-    experts_of,
-    quantize_experts,
-)
+from torch_moe_mps.quantization import TENSORS, Format, dequantize, formats
+from torch_moe_mps.transformers import QuantizationReport, experts_of, quantize_experts
 from torch_moe_mps.transformers.checkpoints import weights
 from torch_moe_mps.transformers.checkpoints.targets import Target
 from torch_moe_mps.transformers.checkpoints.weights import quantize_target, store_empty
@@ -50,8 +39,16 @@ def dequantised_twin(model, quantized):
     return model
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "mixtral", "nemotron_h"])
-@pytest.mark.parametrize("format", [FORMATS[0], FORMATS[3], FORMATS[-1]], ids=[NAMES[i] for i in (0, 3, -1)])
+@pytest.mark.parametrize(
+    ("architecture", "format"),
+    [
+        ("qwen3_moe", FORMATS[0]),
+        ("gpt_oss", FORMATS[-1]),
+        ("mixtral", FORMATS[3]),
+        ("nemotron_h", FORMATS[0]),
+    ],
+    ids=str,
+)
 def test_models(architecture, format):
     """The logits equal those of the model's own code with dequantised weights."""
     model = small(architecture)
@@ -74,8 +71,6 @@ def test_models(architecture, format):
     tokens = torch.arange(1, 9).view(1, 8)
     with torch.no_grad():
         torch.testing.assert_close(quantized(tokens).logits, twin(tokens).logits, rtol=1e-4, atol=1e-5)
-        generated = quantized.generate(tokens, max_new_tokens=8, do_sample=False)
-    assert torch.equal(generated, twin.generate(tokens, max_new_tokens=8, do_sample=False))
 
 
 class TestReport(expecttest.TestCase):
@@ -140,38 +135,6 @@ def test_a_second_time_leaves_them_alone():
     assert all(
         torch.equal(bits_of(tensor), bits_of(before[name])) for name, tensor in model.state_dict().items()
     )
-
-
-def test_what_does_not_fit_changes_nothing():
-    """The second layer's weights are no multiple of a group: the first stays dense too."""
-    model = small("qwen3_moe", moe_intermediate_size=48)
-    before = model.state_dict()
-    with pytest.raises(
-        ValueError, match=r"experts.down_proj must be of an input dimension that is a multiple of"
-    ):
-        quantize_experts(model, 4, 32, progress=False)
-    assert list(model.state_dict()) == list(before)
-    with pytest.raises(ValueError, match="moe_mps::quantize: bits must be 2 or 3 or 4 or 5 or 6 or 8"):
-        quantize_experts(model, 7, progress=False)
-    with torch.device("meta"):
-        offloaded = small("qwen3_moe")
-    with pytest.raises(ValueError, match="must be loaded and not offloaded"):
-        quantize_experts(offloaded, 4, 32, progress=False)
-
-
-@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_weights_that_are_not_finite_change_nothing(mode, bad):
-    model = small("qwen3_moe")
-    last = model.model.layers[1].mlp.experts
-    with torch.no_grad():
-        last.down_proj[3, 2, 1] = bad
-    with pytest.raises(
-        ValueError, match=r"model.layers.1.mlp.experts.down_proj must be finite, got NaN, inf or"
-    ):
-        quantize_experts(model, 4, 32, mode, progress=False)
-    assert not any("packed" in name for name in model.state_dict())
-    assert not hasattr(model.config, "quantization_config")
 
 
 def test_want_of_memory_leaves_a_model_that_runs_and_saves(monkeypatch, tmp_path):
@@ -253,42 +216,18 @@ def test_state_dict_round_trip(architecture, tmp_path):
                 assert torch.equal(bits_of(other.state_dict()[name]), bits_of(tensor))
 
 
-class LiveBytes(TorchDispatchMode):
-    """The memory of all tensors that are alive, after each operation."""
-
-    def __init__(self, tensors):
-        super().__init__()
-        self.storages, self.peak = {}, 0
-        self.watch(tensors)
-
-    def watch(self, tensors):
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.peak = max(self.peak, self.now())
-
-    def now(self):
-        self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
-        return sum(size for _, size in self.storages.values())
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        self.watch(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
-        return out
-
-
 def test_peak_memory_while_quantising(monkeypatch):
     """Under the dense model plus one layer, counting every tensor that is alive."""
     monkeypatch.setattr(formats, "CHUNK", 4096)
     model = small("qwen3_moe", num_hidden_layers=4, hidden_size=128, moe_intermediate_size=64)
     dense = sum(parameter.nbytes for parameter in model.parameters())
     layer = sum(parameter.nbytes for parameter in next(iter(experts_of(model).values())).parameters())
-    with LiveBytes([*model.parameters(), *model.buffers()]) as live:
-        started = live.now()
+    with Memory([*model.parameters(), *model.buffers()]) as memory:
+        started = memory.held()
         report = quantize_experts(model, 4, 64, progress=False)
-        ended = live.now()
+        ended = memory.held()
     assert report.dense_bytes == 4 * layer and started >= dense
-    assert live.peak < started + layer
+    assert memory.peak < started + layer
     assert ended == started - report.dense_bytes + report.quantized_bytes
 
 

@@ -21,23 +21,9 @@ transformers.logging.set_verbosity_error()
 
 FORMATS = [(4, 32, "affine"), (8, 32, "affine"), (4, 32, "mxfp4")]
 ARCHITECTURES = ["qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h"]
-# A block that initialises its experts, experts beside a dense MLP, layers without experts, mixed layers.
-TRICKY = ["qwen3_omni_moe", "gemma4", "jamba", "qwen3_5_moe"]
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("form", FORMATS, ids=str)
-def test_logits_and_generation(architecture, form):
-    model = tiny(architecture)
-    dense = copy.deepcopy(model)
-    report = torch_moe_mps.accelerate(model, *form)
-    errors = [entry.error for entries in report.quantization.modules.values() for entry in entries]
-    assert errors and all(0.0 < error < 0.2 for error in errors)
-    ids = prompt()
-    assert "moe_experts_quantized" in operators_of(lambda: output(model, ids))
-    tiny_models.dense_twin(dense, model)
-    assert_close(output(model, ids), output(dense, ids), 1e-5)
-    assert torch.equal(generate(model, ids), generate(dense, ids))
+# A block that initialises its experts, experts beside a dense MLP, layers without experts, mixed layers, and
+# other kinds of attention and of routers.
+TRICKY = ["qwen3_omni_moe", "gemma4", "jamba", "qwen3_5_moe", "granitemoehybrid", "zaya"]
 
 
 def quantised_layers(model) -> list:
@@ -61,10 +47,18 @@ def stored_quantization(folder) -> dict:
     ],
     ids=str,
 )
-def test_checkpoint_round_trip(architecture, form, tmp_path):
-    model = tiny(architecture)
-    torch_moe_mps.accelerate(model, *form)
+def test_logits_generation_and_checkpoint(architecture, form, tmp_path):
+    """Those of a dense model with the rounded weights; and what is saved is loaded."""
+    dense = tiny(architecture)
+    model = copy.deepcopy(dense)
+    report = torch_moe_mps.accelerate(model, *form)
+    tiny_models.dense_twin(dense, model)
     expected = output(model, prompt())
+    assert_close(expected, output(dense, prompt()), 1e-5)
+    if architecture in ARCHITECTURES:
+        errors = [entry.error for entries in report.quantization.modules.values() for entry in entries]
+        assert errors and all(0.0 < error < 0.2 for error in errors)
+        assert torch.equal(generate(model, prompt()), generate(dense, prompt()))
     model.save_pretrained(tmp_path)
     stored = stored_quantization(tmp_path)
     quantized = [name for name, m in model.named_modules() if tiny_models.quantized_parameters(m)]
@@ -77,15 +71,12 @@ def test_checkpoint_round_trip(architecture, form, tmp_path):
     assert set().union(*lines.values()) == stored["modules"].keys()
     loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    assert all(
-        parameter.dtype == model.get_parameter(name).dtype for name, parameter in loaded.named_parameters()
-    )
+    for name, parameter in loaded.named_parameters():
+        assert parameter.dtype == model.get_parameter(name).dtype
     # expert_qmm: where the activation is the model's own
-    assert operators_of(lambda: output(loaded.eval(), prompt())).keys() & {
-        "moe_experts_quantized",
-        "expert_qmm",
-    }
-    assert_close(output(loaded.eval(), prompt()), expected, 1e-5)
+    used = operators_of(lambda: output(loaded.eval(), prompt())).keys()
+    assert used & {"moe_experts_quantized", "expert_qmm"}
+    assert_close(output(loaded, prompt()), expected, 1e-5)
     torch_moe_mps.accelerate(loaded)
     assert_close(output(loaded, prompt()), expected, 1e-5)
 
@@ -114,7 +105,7 @@ def quantise_layers(model):
 
 @pytest.mark.parametrize(
     "quantise",
-    [quantise_all, quantise_one, quantise_in_two_formats, quantise_layers],
+    [quantise_one, quantise_in_two_formats, quantise_layers],
     ids=lambda f: f.__name__,
 )
 def test_a_checkpoint_has_each_module_in_its_format(quantise, tmp_path):
@@ -232,16 +223,6 @@ def test_what_asks_for_quantisation():
             torch_moe_mps.accelerate(model, **argument)
 
 
-def test_quantise_while_loading(tmp_path):
-    model = tiny("qwen3_moe")
-    model.save_pretrained(tmp_path)
-    config = torch_moe_mps.transformers.checkpoints.config.QuantizationConfig(bits=8, group_size=32)
-    loaded = type(model).from_pretrained(tmp_path, quantization_config=config).eval()
-    torch_moe_mps.accelerate(model, 8, 32)
-    torch_moe_mps.restore(model)
-    assert_close(output(loaded, prompt()), output(model, prompt()), 1e-6)
-
-
 def write_mxfp4_checkpoint(model, folder) -> None:
     """A checkpoint with blocks and scales, as gpt-oss has them."""
     model.save_pretrained(folder)
@@ -284,15 +265,6 @@ def test_gradients_through_quantised_experts_are_an_error(trained):
         model(input_ids=prompt())
 
 
-def test_bad_group_size_changes_nothing():
-    model = tiny_models.tiny_model("qwen3_moe")  # 32 and 24 columns
-    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    with pytest.raises(ValueError, match="must be of an input dimension that is a multiple of group_size 64"):
-        torch_moe_mps.accelerate(model, 4, 64)
-    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
-    assert operators_of(lambda: output(model, prompt())) == {}
-
-
 def test_restore_keeps_quantised_experts_running():
     """Dense first, quantised then: what the dense experts ran on is not set for the quantised ones."""
     model = tiny("qwen2_moe")
@@ -309,9 +281,8 @@ def test_restore_keeps_quantised_experts_running():
     assert_close(output(model, prompt()), expected, 1e-5)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("way", ["accelerate", "quantize_experts", "from_pretrained"])
-def test_other_implementations_leave_quantised_experts_running(implementation, way, tmp_path):
+def test_other_implementations_leave_quantised_experts_running(way, tmp_path):
     """Set for the model, or for another model with the same config."""
     model = tiny("qwen2_moe")
     if way == "quantize_experts":
@@ -323,7 +294,8 @@ def test_other_implementations_leave_quantised_experts_running(implementation, w
         model = type(model).from_pretrained(tmp_path).eval()
     expected = output(model, prompt())
     sibling = type(model)(model.config)
-    for other in (model, sibling):
+    implementations = ("eager", "grouped_mm", "batched_mm")
+    for other, implementation in itertools.product((model, sibling), implementations):
         other.set_experts_implementation(implementation)
         assert_close(output(model, prompt()), expected, 1e-5)
         assert_close(output(copy.deepcopy(model), prompt()), expected, 1e-5)
