@@ -17,6 +17,8 @@ from support.models import assert_close, eager, operators_of, prompt
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import torch_moe_mps
+from torch_moe_mps.transformers.rewriting.program.programs import compile_forward
+from torch_moe_mps.transformers.rewriting.program.straightening import straighten
 from torch_moe_mps.transformers.rewriting.record import NOTHING, RECORD
 from torch_moe_mps.transformers.rewriting.rules import gated_delta
 from torch_moe_mps.transformers.rewriting.rules.gated_norm import rewrite_gated_norm
@@ -244,31 +246,46 @@ def test_functions_are_told_apart_by_what_they_compute():
     assert not any(map(gated_delta.is_delta_rule, (other_scale, other_decay, conv, len)))
 
 
-def gate(text: str) -> gated_delta._Gate:
-    return gated_delta._Gate(ast.parse(text).body[0], {"F": F, "torch": torch})
+def raw_gates(g: str, beta: str = "b.sigmoid()", between: str = "pass") -> str | None:
+    """The raw gates of a forward that computes g and beta, as text."""
+    text = f"def forward(self, a, b, c):\n  g = {g}\n  beta = {beta}\n  {between}\n  return g, beta, c"
+    program = straighten(torch.nn.Module(), compile_forward(raw_gates, ast.parse(text).body[0]))
+    found = gated_delta._raw_gates(program, *program.result.elts[:2], None)
+    return None if found is None else ast.unparse(found)
+
+
+DECAY = "-self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)"
 
 
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)", ("A_log", "dt_bias")),
-        ("g = F.softplus(self.z + a) * torch.exp(self.b) * -1.0", ("b", "z")),
-        ("g = -self.A_log.exp() * F.softplus(a - self.dt_bias)", None),
-        ("g = -self.A_log * F.softplus(a + self.dt_bias)", None),
-        ("g = -self.A_log.exp() * F.softplus(a)", None),
-        ("g = -self.A_log.exp() * F.softplus(a + self.dt_bias) * b", None),
-        ("g = self.compute(a, self.dt_bias)", None),
+        (DECAY, "(a, b, self.A_log, self.dt_bias)"),
+        ("F.softplus(self.z + a) * -torch.exp(self.b)", "(a, b, self.b, self.z)"),
+        ("-self.A_log.exp() * F.softplus(a - self.dt_bias)", None),
+        ("-self.A_log * F.softplus(a + self.dt_bias)", None),
+        ("self.A_log.exp() * F.softplus(a + self.dt_bias)", None),
+        ("-self.A_log.exp() * F.softplus(a)", None),
+        ("-self.A_log.exp() * F.softplus(a + self.dt_bias, 2.0)", None),
+        ("-self.A_log.exp() * F.softplus(a + self.dt_bias) * b", None),
+        ("-self.A_log.exp() * F.softplus(a + c)", None),
+        ("-self.A_log.exp() * F.softplus(self.f(a) + self.dt_bias)", None),
+        ("self.compute(a, self.dt_bias)", None),
     ],
 )
 def test_decays(text, found):
-    assert gated_delta._decay_attributes(gate(text)) == found
+    assert raw_gates(text) == found
 
 
-def test_sigmoids():
-    assert gated_delta._is_sigmoid(gate("beta = b.sigmoid()"))
-    assert gated_delta._is_sigmoid(gate("beta = 1 / (1 + torch.exp(-b))"))
-    for text in ("beta = 2 * b.sigmoid()", "beta = b", "beta = b.sigmoid() * c", "beta = self.f(b)"):
-        assert not gated_delta._is_sigmoid(gate(text))
+@pytest.mark.parametrize(
+    "beta", ["2 * b.sigmoid()", "b", "b.sigmoid() * c", "self.f(b)", "(b + c).sigmoid()"]
+)
+def test_what_is_no_sigmoid(beta):
+    assert raw_gates(DECAY, beta) is None
+
+
+def test_a_gate_whose_input_changes():
+    assert raw_gates(DECAY, between="for _ in range(2): a *= 2.0") is None
 
 
 class OneNorm(qwen3_next.Qwen3NextRMSNormGated):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support import tiny_models
+from support.launches import AttentionIsOne, Launches
 from support.models import assert_close, eager, operators_of, output, prompt
 from torch import nn
 from transformers import DynamicCache
@@ -29,6 +30,16 @@ OPERATORS = {
     "qwen3_next": {"rms_norm": 1, "rope_cache_": 1, "router_logits": 4},  # and gates of shared experts
     "deepseek_v3": {"rms_norm": 1, "rope_cache_": 2, "router_logits": 1},
     "deepseek_v2": {"rms_norm": 1, "rope_cache_": 2, "router_logits": 1},
+}
+# All that the model launches for it, each operator of this package counted once.
+LAUNCHES = {
+    "mixtral": 20,
+    "gpt_oss": 20,
+    "glm4_moe": 19,
+    "gemma4": 32,
+    "qwen3_next": 27,
+    "deepseek_v3": 27,
+    "deepseek_v2": 32,
 }
 
 
@@ -58,8 +69,14 @@ def test_tokens_after_a_prompt(architecture):
         assert_close(decoded(model, batch), decoded(own, batch), 2e-5)
     cache = DynamicCache(config=model.config)
     output(model, prompt(1, 5), past_key_values=cache, use_cache=True)
-    counts = operators_of(lambda: output(model, prompt(1, 1), past_key_values=cache, use_cache=True))
+    token = prompt(1, 1)
+    with Launches() as others, AttentionIsOne(others):
+        counts = operators_of(lambda: output(model, token, past_key_values=cache, use_cache=True))
     assert {name: n for name, n in counts.items() if name in SEVERAL} == OPERATORS[architecture]
+    assert sum(counts.values()) + sum(others.counts.values()) == LAUNCHES[architecture], (
+        counts,
+        others.counts,
+    )
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,7 @@ class OtherCasts(Multiplies):
 def test_programs(cls, found):
     module, x = cls(), torch.randn(3, 8).bfloat16()
     program = straighten(module)
-    for rule in REPLACE_ROUTER_LOGITS:
-        rule(program)
+    REPLACE_ROUTER_LOGITS(program)
     assert program.rewrites == (["router_logits"] if found else [])
     forward = program.compile(is_pure)
     assert operators_of(lambda: forward(module, x)) == ({"router_logits": 1} if found else {})

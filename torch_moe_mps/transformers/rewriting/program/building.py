@@ -8,6 +8,7 @@ from torch import nn
 
 from .programs import Program, calls_in, copied, name_of
 
+RESHAPING = {"view", "reshape"}  # what only gives a value another shape
 SHAPED = "shaped"  # stands for the calls of view and reshape around a value, the innermost first
 
 

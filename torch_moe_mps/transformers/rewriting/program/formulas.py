@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .programs import Program, Unsupported, calls_in, copied
 from .reads import record
-from .straightening import straighten
+from .straightening import attributes_in, straighten
 
 # Operations by name: the parameters in order. A dimension must be the last one.
 _PARAMETERS = {
@@ -36,6 +36,8 @@ _PARAMETERS = {
     "pow": ("input", "exponent"),
     "square": ("input",),
     "rsqrt": ("input",),
+    "exp": ("input",),
+    "softplus": ("input",),
     "zeros_like": ("input",),
     "scatter_": ("input", "dim", "index", "value"),
     "masked_fill": ("input", "mask", "value"),
@@ -53,6 +55,8 @@ _FUNCTIONS = {
 _CASTS = {"float", "to", "type", "type_as", "detach", "double", "half", "bfloat16", "bool"}
 _SHAPES = {"view", "reshape", "unsqueeze", "squeeze", "expand", "flatten", "contiguous"}
 _TRANSPARENT = {"cast", "shape"}
+# Expressions without an effect, as those that functions are found by.
+_READABLE = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.expr_context)
 _NUMBER = (int, float, str)  # what float() takes
 BINARY = {ast.Add: "add", ast.Mult: "mul", ast.Sub: "sub", ast.Div: "div", ast.Pow: "pow"}
 COMMUTATIVE = {"add", "mul"}
@@ -248,12 +252,11 @@ class Reader:
 
     def resolve(self, function: ast.expr) -> object:
         """The object that names and attributes stand for, if it depends on the module alone."""
-        root = function
-        while isinstance(root, ast.Attribute):
-            root = root.value
-        if not isinstance(root, ast.Name) or (root.id != "self" and root.id in self.program.definitions):
+        nodes = list(ast.walk(function))
+        if not all(isinstance(node, _READABLE) for node in nodes):
             return None
-        if root.id != "self" and root.id in self.program.arguments_names():
+        names = {node.id for node in nodes if isinstance(node, ast.Name)} - {"self"}
+        if names & (self.program.definitions.keys() | self.program.arguments_names()):
             return None
         try:
             return eval(
@@ -263,10 +266,9 @@ class Reader:
             return None
 
     def record(self, function: ast.expr) -> None:
-        """Notes the attribute that a function was found in."""
-        path = ast.unparse(function)
-        if path.startswith("self."):
-            record(self.program.module, path.removeprefix("self."))
+        """Notes the attributes that a function was found by."""
+        for path in attributes_in(function):
+            record(self.program.module, path)
 
     def read_module(self, module: nn.Module, value: ast.Call) -> Node:
         name = operation_of(module)
@@ -395,8 +397,8 @@ def casts_to_float32(node: Node, until: Node) -> bool:
     return any(isinstance(a, Node) and casts_to_float32(a, until) for a in node.args)
 
 
-_EFFECTLESS = {*_PARAMETERS, *_CASTS, *_SHAPES, "iadd", "isub", "imul", "itruediv", "size", "linear", "split"}
-_EFFECTLESS |= {"exp", "softplus", "transpose"}
+_EFFECTLESS = {*_PARAMETERS, *_CASTS, *_SHAPES, "iadd", "isub", "imul", "itruediv", "size"}
+_EFFECTLESS |= {"linear", "split", "transpose"}
 
 
 def is_pure(value: ast.expr, module: nn.Module) -> bool:

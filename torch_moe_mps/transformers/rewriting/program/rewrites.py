@@ -27,14 +27,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from .building import SHAPED, child_of_call, code, first_result, replace_in, set_first_result
+from .building import RESHAPING, SHAPED, child_of_call, code, first_result, replace_in, set_first_result
 from .formulas import Reader, is_pure
 from .programs import Program, calls_in, name_of, names_in
 
 # What a name stands for: an expression; the arguments of *REST; the keywords of **OPTIONS.
 Value: TypeAlias = Any
-
-_RESHAPING = {"view", "reshape"}
 
 
 @dataclass(frozen=True)
@@ -194,7 +192,7 @@ class Form:
         steps = match.values.get(SHAPED, ())
         for inner in self._matches(form.args[0], value, match):
             yield replace(inner, values={SHAPED: steps, **inner.values})
-        if isinstance(value.func, ast.Attribute) and value.func.attr in _RESHAPING:
+        if isinstance(value.func, ast.Attribute) and value.func.attr in RESHAPING:
             match = replace(match, values=match.values | {SHAPED: (value, *steps)})
             yield from self._matches(form, value.func.value, match)
 

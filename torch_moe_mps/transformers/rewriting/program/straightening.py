@@ -95,7 +95,7 @@ class _Rename(RenameVariables):
         return self.generic_visit(node)
 
 
-def _attributes(expression: ast.expr) -> set[str]:
+def attributes_in(expression: ast.expr) -> set[str]:
     """The attributes of `self` that an expression reads, by their paths."""
     texts = {ast.unparse(node) for node in ast.walk(expression) if isinstance(node, ast.Attribute)}
     for call in calls_in(expression):
@@ -358,7 +358,7 @@ class _Builder:
             return None
         if isinstance(value, Tensor):
             return None
-        for path in _attributes(expression):
+        for path in attributes_in(expression):
             record(self.program.module, path)
         return bool(value)
 

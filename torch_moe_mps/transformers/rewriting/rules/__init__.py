@@ -19,13 +19,13 @@ from .norms import ADD_NORMS, NORM_SUMS
 from .ordering import order_outputs
 from .rms_norm import CALL_NORM, replace_rms_norm
 from .rope import KEEP_ROWS, REPLACE_ROPE
-from .rope_calls import JOIN_ROTATIONS, TURN_LAST
+from .rope_calls import GIVE_HEADS_FIRST, JOIN_ROTATIONS, TURN_LAST
 from .rotary import rewrite_rotary
 from .router import select_by_operator
 from .router_logits import compute_logits_by_operator
 from .shared import FOLD_SHARED_EXPERTS
 
-# Modules that are recognised by running them, whatever their forward looks like. At most one rule does.
+# Modules that become one call of an operator, whatever their forward looks like. At most one rule applies.
 MODULE_RULES: tuple[Callable[[nn.Module], tuple[Callable, str] | None], ...] = (
     rewrite_rotary,
     rewrite_gated_norm,
@@ -47,6 +47,7 @@ RULES: tuple[Callable[[Program], None], ...] = (
     TURN_LAST,
     *KEEP_ROWS,  # of the calls that the rules above have made
     JOIN_ROTATIONS,
+    GIVE_HEADS_FIRST,
     WRITE_INTO_CACHE,
     LOOK_UP_ATTENTION,
     CAUSAL_CONV,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...experts import NormArguments, is_observed, normed
 from ...interface import is_experts
 from ...linears import QuantizedLinear
-from ..program.building import add_option, code
+from ..program.building import add_option
 from ..program.rewrites import Match, Rewrite
 from ..runtime import called
 from .norms import is_norm, norm_options
@@ -165,20 +165,20 @@ def _takes_norm(match: Match) -> str | None:
 
 
 def _is_linear(match: Match) -> str | None:
-    match.values["FUNCTION"] = code("_moe_mps.linear")
     return _hands_norm_over(match) if isinstance(match.module("BLOCK"), QuantizedLinear) else None
 
 
 def _is_experts(match: Match) -> str | None:
-    match.values["FUNCTION"] = code("_moe_mps.experts_with_shared")
     return _hands_norm_over(match) if is_experts(match.module("BLOCK")) else None
 
 
 HAND_OVER_NORM = (
     Rewrite(
-        "BLOCK(NORM(X), IDS, WEIGHTS)", "behind(NORM, FUNCTION, BLOCK, X, IDS, WEIGHTS)", where=_is_experts
+        "BLOCK(NORM(X), IDS, WEIGHTS)",
+        "behind(NORM, _moe_mps.experts_with_shared, BLOCK, X, IDS, WEIGHTS)",
+        where=_is_experts,
     ),
-    Rewrite("BLOCK(NORM(X))", "behind(NORM, FUNCTION, BLOCK, X)", where=_is_linear),
+    Rewrite("BLOCK(NORM(X))", "behind(NORM, _moe_mps.linear, BLOCK, X)", where=_is_linear),
     Rewrite(
         "BLOCK(NORM(X), **OPTIONS)", "call_block(BLOCK, X, NORM, None, None, **OPTIONS)", where=_takes_norm
     ),

@@ -6,19 +6,24 @@ latents as keys, and what turns as values.
 """
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from ...experts import is_observed
 from ..program.building import code
-from ..program.programs import If, Program, name_of, names_in
+from ..program.programs import If, Program, names_in
 from ..program.rewrites import Form, Match, Rewrite
 from ..runtime import called
-from .norms import norm_in
+from .norms import norm_arguments, norm_in
+from .rms_norm import rms_norm
+from .rope import Rotation, has_heads_first
 
-# Results of `rope` with heads first, by the dimension in which it has them.
-_RESULTS = {1: "ITEMS[{}]", 2: "ITEMS[{}].transpose(1, 2)"}
+ops = torch.ops.moe_mps
+
+_ROTATION = Form("ITEMS = rope(FUNCTION, FORM, *ARGS, **OPTIONS); K = ITEMS[1]", kept=("ITEMS",))
 # A norm of rows in front of a change of shape; then its input as [B, T, H, D].
 _NORMED = {"NORM(X).transpose(1, 2)": "X", "shaped(NORM(X))": "shaped(X).transpose(1, 2)"}
 
@@ -31,7 +36,7 @@ class Slots(NamedTuple):
     tokens: int
 
 
-def slots_of(cache: Any, layer: int, keys: Tensor, values: Tensor) -> Slots | None:
+def _slots_of(cache: Any, layer: int, keys: Tensor, values: Tensor) -> Slots | None:
     """The slots for new keys and values [B, T, H, D], which `take_slots` adds once they are written.
 
     None where there is no room for them, and where the cache needs more than a copy of them.
@@ -55,6 +60,52 @@ def take_slots(
     return updated
 
 
+@called
+def rope_into_cache(
+    cache: Any,
+    layer: int,
+    v: Tensor,
+    v_norm: nn.Module | None,
+    *rotation: Any,
+    swapped: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Slots | None]:
+    """The results of a `Rotation`, and v_norm(v) of v [B, T, H, D], all three with heads first.
+
+    If a cache that grows in place has room, the last result are its slots, which have k and v. `swapped`: it
+    keeps v as keys and k as values.
+    """
+    call = Rotation(*rotation, **options)
+    arguments = call.arguments()
+    fits = arguments is not None and v.dtype is call.q.dtype and v.shape[-1] % 2 == 0
+    if arguments is not None and fits and (v_norm is None or _add_norm(*arguments, v_norm, v)):
+        q, k = call.inputs(2)
+        held: tuple[Any, Any] = (v, k) if swapped else (k, v)
+        slots = _slots_of(cache, layer, *held)
+        if slots is not None:
+            keys, values = (slots.values, slots.keys) if swapped else (slots.keys, slots.values)
+            given, settings = arguments
+            return ops.rope_cache_(q, k, v, keys, values, *given, **settings), None, None, slots
+    q, k = call.results()
+    v = v if v_norm is None else rms_norm(v_norm, v)
+    return q, k, v.transpose(1, 2), None
+
+
+def _add_norm(given: list[Any], options: dict[str, Any], v_norm: nn.Module, v: Tensor) -> bool:
+    """Adds the norm of the values to the arguments; False where the operator cannot apply it."""
+    found = None if is_observed(v_norm) else norm_arguments(v_norm, v)
+    if found is None:
+        return False
+    weight, eps, offset = found
+    if len(given) == 2:  # neither q nor k has a norm
+        given += None, None, eps, offset
+    *_, eps_of_all, offset_of_all = given
+    options["norm_v"] = True
+    if weight is not None:
+        options["v_weight"] = weight
+    return bool(eps == eps_of_all and (weight is None or offset == offset_of_all))
+
+
 # Rewriting of an attention's program
 
 
@@ -76,25 +127,29 @@ def _write(match: Match, turned: str, other: str) -> bool:
     """Lets the rotation of the first of the two names write both; False if it cannot."""
     program = match.program
     k, v = _only_for(match, turned), _only_for(match, other)
-    if k is None or v is None or (found := _rotation_of(program, k)) is None:
+    found = None if k is None or v is None else next(_ROTATION.find(program, k.value, k), None)
+    if found is None or v is None:
         return False
-    rope, rotation, q, unused = found
+    is_given = any(option.arg == "heads_first" for option in found.values["OPTIONS"])
+    if not is_given and not has_heads_first(found):
+        return False
+    rotation = found.statements["ITEMS"]
     block = program.block_of(rotation)
     if v not in block or program.mutates_between(*sorted((v, rotation), key=block.index)):
         return False
-    values = match.values | {"ARGS": rope.args, "OPTIONS": rope.keywords}
+    values = match.values | found.values
     values |= {"SWAPPED": [ast.keyword("swapped", ast.Constant(True))] if turned == "V" else []}
     normed, values["NORM"], values["ROWS"] = _norm_and_rows(program, v)
     names = {name for each in ("CACHE", "LAYER", "ROWS") for name in names_in(values[each])}
     if not all(_is_before(program, name, rotation) for name in names - program.arguments_names()):
         return False
-    call = code("rope_into_cache(CACHE, LAYER, ROWS, NORM, *ARGS, **OPTIONS, **SWAPPED)", **values)
-    slots = program.assign("slots", ast.Constant(None))
-    match.values["SLOTS"] = ast.Name(name_of(slots), ast.Load())
-    results = program.unpack(call, [q, k, v, slots])
+    call = "rope_into_cache(CACHE, LAYER, ROWS, NORM, FUNCTION, FORM, *ARGS, **OPTIONS, **SWAPPED)"
+    program.replace(rotation, code(call, **values))
+    program.replace(v, found.fill("ITEMS[2]"))
     block.remove(v)
-    block[block.index(rotation) : block.index(rotation)] = [results, v, slots]
-    for statement in (rotation, *unused, *normed):
+    block.insert(block.index(rotation) + 1, v)
+    match.values["SLOTS"] = found.fill("ITEMS[3]")
+    for statement in normed:
         program.remove(statement)
     return True
 
@@ -117,35 +172,6 @@ def _is_without_cache(match: Match, statement: ast.stmt) -> bool:
     """Whether a statement only runs where there is no cache to update."""
     ifs = [each for each in match.program.every() if isinstance(each, If) and statement in each.orelse]
     return any(ast.unparse(each.test) == f"{match.child('CACHE')} is not None" for each in ifs)
-
-
-def _rotation_of(
-    program: Program, k: ast.Assign
-) -> tuple[ast.Call, ast.Assign, ast.Assign, tuple[ast.Assign, ...]] | None:
-    """The call of `rope` whose second result is k, with its statement; the statement of its first result.
-
-    Both have heads first. Last are statements that name them as they are before their dimensions are swapped.
-    """
-    for heads_dim, result in _RESULTS.items():
-        for second in Form(result.format(1)).find(program, k.value, k):
-            items = ast.unparse(second.values["ITEMS"])
-            rotation = program.defined_by(items)
-            first = next(_reading(program, Form(result.format(0)), items), None)
-            if rotation is None or first is None or not isinstance(rope := rotation.value, ast.Call):
-                continue
-            is_rope = ast.unparse(rope.func) == "_moe_mps.rope"
-            if is_rope and ast.literal_eval(rope.args[1])[0] == heads_dim:
-                q, unused = first
-                return rope, rotation, q, (*unused, *second.gone)
-    return None
-
-
-def _reading(program: Program, form: Form, items: str) -> Iterator[tuple[ast.Assign, tuple[ast.Assign, ...]]]:
-    """The statements that have a form of these ITEMS, and what only they read."""
-    for statement in program.assignments():
-        for match in form.find(program, statement.value, statement):
-            if ast.unparse(match.values["ITEMS"]) == items:
-                yield statement, match.gone
 
 
 def _norm_and_rows(program: Program, v: ast.Assign) -> tuple[tuple[ast.Assign, ...], ast.expr, ast.expr]:

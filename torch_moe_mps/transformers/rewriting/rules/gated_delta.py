@@ -1,11 +1,10 @@
 """The decode step of linear attention with the gated delta rule (Qwen3-Next).
 
-Its two functions, and the gates before them, are recognised by running them on random numbers.
+Its two functions are recognised by running them on random numbers.
 """
 
 import ast
 import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,9 @@ from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES
 from ....ops.gated_delta import MAX_KEY_WIDTH
-from ..program.building import code, every_call
+from ..program.building import RESHAPING, code, every_call
+from ..program.formulas import Node, Reader
+from ..program.patterns import match as matched
 from ..program.programs import If, Program, copied, name_of, names_in
 from ..program.rewrites import Match, Rewrite
 from ..runtime import called
@@ -27,6 +28,8 @@ ops = torch.ops.moe_mps
 MOST_TOKENS = 8
 _L2NORM_EPS = 1e-6
 _FLAG = (bool, type(None))
+# The gates as models compute them.
+_G, _BETA = "neg(exp(A_LOG)) * softplus(A + DT_BIAS)", "sigmoid(B)"
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", None: "none"}
 
 
@@ -53,14 +56,7 @@ def causal_conv(
 
 
 @called
-def delta_rule(*args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """function(q, k, v, g=, beta=, **options), and the state, which is updated in place."""
-    out, state, _ = delta_rule_and_norm(*args, **options)
-    return out, state
-
-
-@called
-def delta_rule_and_norm(
+def delta_rule(
     function: Callable,
     q: Tensor,
     k: Tensor,
@@ -70,26 +66,26 @@ def delta_rule_and_norm(
     raw: tuple | None,
     norm: tuple[nn.Module, Tensor] | None = None,
     **options: Any,
-) -> tuple[Tensor, Tensor | None, bool]:
-    """What delta_rule gives, and whether its result is normed.
+) -> tuple:
+    """function(q, k, v, g=, beta=, **options), and the state, which is updated in place.
 
     `gates` computes g and beta; `raw` is what the operator takes in their place: g, beta, A_log, dt_bias.
-    `norm` is a norm of the result and its gate.
+    `norm` is a norm of the result and its gate; whether the result is normed is the third one then.
     """
     state = options.get("initial_state")
+    heads: dict[str, Any] = {}
     if not _known(options) or not _fits(q, k, v, state):
         g, beta = gates()
-        return *function(q, k, v, g=g, beta=beta, **options), False
-    heads = {} if norm is None else norm_of_heads(norm[0], v, norm[1])
-    is_normed = len(heads) > 0
-    if raw is None:
-        g, beta = gates()
+        results = function(q, k, v, g=g, beta=beta, **options)
     else:
-        g, beta, A_log, dt_bias = raw
-        heads |= {"A_log": A_log, "dt_bias": dt_bias, "beta_is_logit": True}
-    eps = _L2NORM_EPS if options.get("use_qk_l2norm_in_kernel") else None
-    out = ops.gated_delta_rule_(q, k, v, g, beta, state, q.shape[-1] ** -0.5, l2norm_eps=eps, **heads)
-    return out, state, is_normed
+        heads = {} if norm is None else norm_of_heads(norm[0], v, norm[1])
+        logits = {} if raw is None else {"A_log": raw[2], "dt_bias": raw[3], "beta_is_logit": True}
+        g, beta = gates() if raw is None else raw[:2]
+        eps = _L2NORM_EPS if options.get("use_qk_l2norm_in_kernel") else None
+        scale = q.shape[-1] ** -0.5
+        out = ops.gated_delta_rule_(q, k, v, g, beta, state, scale, l2norm_eps=eps, **logits, **heads)
+        results = out, state
+    return results if norm is None else (*results, len(heads) > 0)
 
 
 @called
@@ -155,50 +151,6 @@ def is_delta_rule(function: Callable) -> bool:
 _agree = functools.partial(agrees, rtol=1e-4)
 
 
-class _Gate:
-    """A statement `name = expression` of one local value and attributes of the module."""
-
-    def __init__(self, statement: ast.Assign, scope: dict):
-        self.statement = statement
-        self.scope = scope
-        nodes = list(ast.walk(statement.value))
-        names = {node.id for node in nodes if isinstance(node, ast.Name)}
-        self.locals = sorted(names - {"self"} - scope.keys())
-        self.attributes = sorted(
-            {n.attr for n in nodes if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self"}
-        )
-
-    def tried(self, value: Tensor, attributes: dict[str, Tensor]) -> object:
-        """What the expression gives for these values."""
-        code = compile(ast.unparse(self.statement.value), "<gate>", "eval")
-        values = {"self": types.SimpleNamespace(**attributes), self.locals[0]: value}
-        return tried(eval, code, self.scope, values)
-
-
-def _is_sigmoid(gate: _Gate) -> bool:
-    if len(gate.locals) != 1 or gate.attributes:
-        return False
-    b = torch.linspace(-4.0, 4.0, 7)
-    return _agree(gate.tried(b, {}), b.sigmoid())
-
-
-def _decay_attributes(gate: _Gate) -> tuple[str, str] | None:
-    """The names of A_log and dt_bias in -exp(A_log) * softplus(a + dt_bias)."""
-    if len(gate.locals) != 1 or len(gate.attributes) != 2:
-        return None
-    a, A_log, dt_bias = (
-        torch.linspace(-4.0, 4.0, 7),
-        torch.linspace(-1.0, 1.0, 7),
-        torch.linspace(0.0, 3.0, 7),
-    )
-    expected = -A_log.exp() * F.softplus(a + dt_bias)
-    first, second = gate.attributes
-    for names in ((first, second), (second, first)):
-        if _agree(gate.tried(a, dict(zip(names, (A_log, dt_bias), strict=True))), expected):
-            return names
-    return None
-
-
 # Rewriting of a program
 
 
@@ -226,12 +178,11 @@ def _is_step(match: Match) -> str | None:
         return None
     if not _state_goes_to_cache(program, statement) or not is_delta_rule(match.function("_RULE")):
         return None
-    values = [match.values["G"], match.values["BETA"]]
-    gates = [_gate(program, value, statement) for value in values]
-    raw = _raw(*gates)
+    gates = match.values["G"], match.values["BETA"]
+    raw = _raw_gates(program, *gates, statement)
     if raw is not None:  # the statements of the gates stay where they are for the other branch
-        values = [copied(gate.statement.value) for gate in gates if gate is not None]
-    match.values["GATES"] = code("lambda: (G, BETA)", G=values[0], BETA=values[1])
+        gates = tuple(copied(program.follow(gate)) for gate in gates)
+    match.values["GATES"] = code("lambda: (G, BETA)", G=gates[0], BETA=gates[1])
     match.values["RAW"] = raw or ast.Constant(None)
     return "gated_delta_rule_"
 
@@ -248,21 +199,30 @@ def _holders(program: Program, rule: ast.Assign, index: int) -> list[str]:
     return [name for name, value in program.definitions.items() if ast.unparse(value) == result]
 
 
-def _gate(program: Program, value: ast.expr, until: ast.stmt) -> _Gate | None:
-    """The statement that computes a gate, if what it reads is still the same at a later statement."""
-    statement = program.defined_by(value.id) if isinstance(value, ast.Name) else None
-    if statement is None or program.mutates_between(statement, until):
+def _raw_gates(program: Program, g: ast.expr, beta: ast.expr, until: ast.stmt) -> Any:
+    """(g, beta, A_log, dt_bias) as the operator takes them, None where the gates have other formulas.
+
+    None, too, where what they read may have changed when the statement `until` runs.
+    """
+    statements = [program.defined_by(gate.id) for gate in (g, beta) if isinstance(gate, ast.Name)]
+    if any(each is None or program.mutates_between(each, until) for each in statements):
         return None
-    return _Gate(statement, program.function.__globals__)
+    decay, strength = (matched(form, Reader(program).read(gate)) for form, gate in ((_G, g), (_BETA, beta)))
+    if decay is None or strength is None:
+        return None
+    sources = {name: _before_casts(node) for name, node in (decay | strength).items()}
+    if isinstance(sources["A"], ast.Attribute):
+        sources["A"], sources["DT_BIAS"] = sources["DT_BIAS"], sources["A"]
+    are_given = all(isinstance(sources[name], ast.Name) for name in ("A", "B"))
+    are_own = all(isinstance(sources[name], ast.Attribute) for name in ("A_LOG", "DT_BIAS"))
+    return code("(A, B, A_LOG, DT_BIAS)", **sources) if are_given and are_own else None
 
 
-def _raw(g: _Gate | None, beta: _Gate | None) -> ast.expr | None:
-    """(g, beta, A_log, dt_bias) as the operator takes them."""
-    names = None if g is None else _decay_attributes(g)
-    if g is None or beta is None or names is None or not _is_sigmoid(beta):
-        return None
-    raw: ast.expr = code(f"({g.locals[0]}, {beta.locals[0]}, self.{names[0]}, self.{names[1]})")
-    return raw
+def _before_casts(node: Node) -> ast.expr | None:
+    """A value in front of the casts that have no name in the program."""
+    while node.op == "cast" and not isinstance(node.source, ast.Name):
+        node = node.args[0]
+    return node.source
 
 
 GATED_DELTA = Rewrite(
@@ -278,7 +238,7 @@ def _is_norm_of_rule(match: Match) -> str | None:
     rule = next((each for each in program.assignments() if _calls_rule(each.value)), None)
     if rule is None or not is_gated_norm(match.module("NORM")):
         return None
-    results, state = (_holders(program, rule, index) for index in range(2))
+    results, states = (_holders(program, rule, index) for index in range(2))
     own = set().union(*map(program.names_of, results))
     own |= {name for name in program.definitions if _unshaped(program, ast.Name(name)) in own}
     every = [*program.every(), program.result]
@@ -287,27 +247,16 @@ def _is_norm_of_rule(match: Match) -> str | None:
     x, gate = (_unshaped(program, match.values[name]) for name in ("X", "GATE"))
     if x not in own or readers != [match.place] or _reads(readers[0], own) != 1 or gate in ["", *later]:
         return None
+    if program.uses(name_of(rule)) != len(results) + len(states) or not isinstance(rule.value, ast.Call):
+        return None
+    rule.value.keywords.append(ast.keyword("norm", match.fill(f"(NORM, {gate})")))
     flag = program.assign("is_normed", ast.Constant(False))
     match.values["FLAG"] = ast.Name(name_of(flag), ast.Load())
-    _let_norm(program, rule, [*results, *state], flag, match.fill(f"(NORM, {gate})"))
-    return f"{match.child('NORM')} in gated_delta_rule_"
-
-
-def _let_norm(
-    program: Program, rule: ast.Assign, results: list[str], flag: ast.Assign, norm: ast.expr
-) -> None:
-    """Hands a rule a norm of its result; `flag`, which is False before the rule, is its last result."""
-    assert isinstance(rule.value, ast.Call)
-    values = {"ARGS": rule.value.args, "OPTIONS": rule.value.keywords, "NORM": norm}
-    is_normed = ast.Assign(flag.targets, ast.Constant(None))
-    parts = [*filter(None, map(program.defined_by, results)), is_normed]
-    every = program.unpack(code("delta_rule_and_norm(*ARGS, **OPTIONS, norm=NORM)", **values), parts)
-    block = program.block_of(rule)
-    place = block.index(rule)
-    block[place : place + 1] = [every, is_normed]
+    del program.definitions[name_of(flag)]  # it has two values, as names behind an `if` have
     program.statements.insert(0, flag)
-    for name in (name_of(rule), name_of(flag)):  # the flag has two values, as names behind an `if` have
-        del program.definitions[name]
+    block = program.block_of(rule)
+    block.insert(block.index(rule) + 1, ast.Assign(flag.targets, code(f"{name_of(rule)}[2]")))
+    return f"{match.child('NORM')} in gated_delta_rule_"
 
 
 NORM_RESULTS = Rewrite("NORM(X, GATE)", "norm_heads(NORM, X, GATE, FLAG)", where=_is_norm_of_rule)
@@ -320,7 +269,7 @@ def _calls_rule(value: ast.expr) -> bool:
 def _unshaped(program: Program, value: ast.expr) -> str:
     """The name of a value before any number of view and reshape; empty if it has none."""
     while isinstance(call := program.follow(value), ast.Call) and isinstance(call.func, ast.Attribute):
-        if call.func.attr not in ("view", "reshape"):
+        if call.func.attr not in RESHAPING:
             break
         value = call.func.value
     return value.id if isinstance(value, ast.Name) else ""

@@ -1,9 +1,5 @@
-"""RMSNorms whose result a gate multiplies: rms(x) * weight * silu(gate).
+"""RMSNorms whose result a gate multiplies: rms(x) * weight * silu(gate)."""
 
-A module is recognised by running a copy of it on random numbers.
-"""
-
-import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -13,15 +9,13 @@ from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES
 from ..program.programs import forward_given, original_class
-from ..program.reads import record
+from ..program.reads import rest_on
 from ..record import RECORD, record_of
+from .norms import norm_in_result
 from .options import forward_of
-from .trial import agrees, tried
 
 ops = torch.ops.moe_mps
 
-_EPS = ("variance_epsilon", "eps", "epsilon")
-_TRIAL_EPS = 0.25  # large enough to tell where it is added
 _WIDEST = 1024  # a norm of heads is not wider
 
 
@@ -57,37 +51,17 @@ def norm_of_heads(norm: nn.Module, heads: Tensor, gate: Tensor) -> dict[str, Any
 
 def rewrite_gated_norm(module: nn.Module) -> tuple[Callable, str] | None:
     """(forward, what it runs) for a norm with a gate, else None."""
-    own = original_class(module).forward
-    parameters = dict(module.named_parameters())
-    weight = parameters.get("weight")
-    eps = next((name for name in _EPS if isinstance(getattr(module, name, None), float)), None)
-    arguments = list(inspect.signature(own).parameters.values())
-    if eps is None or len(arguments) != 3 or len(parameters) != 1 or weight is None or weight.dim() != 1:
+    norm, bound = norm_in_result(module, "{} * silu(GATE)")
+    if (
+        norm is None
+        or not norm.weight
+        or not norm.keeps_dtype
+        or module.get_parameter("weight").shape[0] > _WIDEST
+    ):
         return None
-    if weight.shape[0] > _WIDEST or any(a.kind is not a.POSITIONAL_OR_KEYWORD for a in arguments):
+    arguments = [*inspect.signature(original_class(module).forward).parameters]
+    if [bound[name].peel().text() for name in ("X", "GATE")] != arguments[1:]:
         return None
-    for name, value in vars(module).items():
-        if isinstance(value, (bool, int, str)) and name != "training":
-            record(module, name)
-    offset = _offset(module, own, eps, weight.shape[0])
-    if offset is None:
-        return None
-    record_of(module).formula = (eps, offset)
+    rest_on(norm.reads)
+    record_of(module).formula = (norm.eps, norm.offset)
     return gated_norm_forward, "rms_norm_gated"
-
-
-def _offset(module: nn.Module, own: Callable, eps: str, width: int) -> float | None:
-    """What the module adds to its weight, if the operator computes what it computes."""
-    generator = torch.Generator().manual_seed(0)
-    x, gate = (torch.randn(4, width, generator=generator) for _ in range(2))
-    trial = copy.copy(module)
-    trial.__dict__ = {**module.__dict__, "_parameters": {"weight": torch.rand(width, generator=generator)}}
-    trial.__dict__[eps] = _TRIAL_EPS
-    result, narrow = tried(own, trial, x, gate), tried(own, trial, x.bfloat16(), gate.bfloat16())
-    if not all(isinstance(r, Tensor) for r in (result, narrow)) or narrow.dtype != torch.bfloat16:
-        return None
-    for offset in (0.0, 1.0):
-        ours = ops.rms_norm_gated(x, gate, trial.weight, _TRIAL_EPS, offset)
-        if agrees(ours, result):
-            return offset
-    return None

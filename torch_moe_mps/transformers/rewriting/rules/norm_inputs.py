@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from ...interface import is_experts
 from ...linears import QuantizedLinear
-from ..program.building import add_option, child_of_call, code
+from ..program.building import RESHAPING, add_option, child_of_call, code
 from ..program.formulas import Reader, is_pure
 from ..program.programs import Program, name_of
 from .options import NORM, takes
 from .trial import tried
 
 _FACTS = {"shape", "dtype", "device", "size", "dim"}
-_RESHAPING = {"view", "reshape"}
 # Functions of the runtime that take a norm: where they have their input.
 _CALLED = {
     "linears": 1,
@@ -90,7 +89,7 @@ def _reshaped(program: Program, value: ast.AST, around: list[ast.AST]) -> ast.AS
     """The value in its last shape, behind masks too; drops the nodes around it up to there."""
     while around:
         outer, call = around[-1], around[-2] if len(around) > 1 else None
-        if isinstance(outer, ast.Attribute) and outer.attr in _RESHAPING and isinstance(call, ast.Call):
+        if isinstance(outer, ast.Attribute) and outer.attr in RESHAPING and isinstance(call, ast.Call):
             value = call
             del around[-2:]
         elif isinstance(outer, ast.Call) and outer.args[:1] == [value] and _is_mask(program, outer):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...experts import NormArguments, is_observed
-from ..program.formulas import Node, evaluate, is_number, result_of
+from ..program.formulas import Node, evaluate, is_argument, is_number, result_of
 from ..program.patterns import match
 from ..program.programs import Program
 from ..program.reads import Read, recording, rest_on
@@ -62,11 +62,7 @@ def norm_formula(module: nn.Module) -> NormFormula | None:
     if found is not None and module in found:
         formula = found[module]
     else:
-        with recording() as reads:
-            formula = _read_norm(module)
-        if formula is not None:  # its weight and eps are read in every call
-            own = (formula.weight, formula.eps)
-            formula = replace(formula, reads=tuple(r for r in reads.values() if r.path not in own))
+        formula, _ = norm_in_result(module)
     if found is not None:
         found[module] = formula
     if formula is not None:
@@ -102,18 +98,29 @@ def norm_in(
     return None
 
 
-def _read_norm(module: nn.Module) -> NormFormula | None:
-    if (result := result_of(module)) is None:
-        return None
+def norm_in_result(module: nn.Module, form: str = "{}") -> tuple[NormFormula | None, dict[str, Node]]:
+    """The norm in a form of what a module computes, None without one; and what the form's names stand for."""
+    with recording() as reads:
+        formula, bound = _read_norm(module, form)
+    if formula is not None:  # its weight and eps are read in every call
+        own = (formula.weight, formula.eps)
+        formula = replace(formula, reads=tuple(r for r in reads.values() if r.path not in own))
+    return formula, bound
+
+
+def _read_norm(module: nn.Module, form: str) -> tuple[NormFormula | None, dict[str, Node]]:
+    result = result_of(module)
+    if result is None:
+        return None, {}
     for formula, offset in _FORMULAS.items():
-        bound = match(formula, result)
-        if bound is None or bound["X"].peel().op != "opaque" or not is_number(bound["EPS"], module):
+        bound = match(form.format(f"({formula})"), result)
+        if bound is None or not is_argument(bound["X"].peel()) or not is_number(bound["EPS"], module):
             continue
         if bound["EPS"].op != "attr" or not _has_weight(module, bound.get("W")):
             continue
         weight = "weight" if "W" in bound else ""
-        return NormFormula(weight, bound["EPS"].path, offset, result.op == "cast")
-    return None
+        return NormFormula(weight, bound["EPS"].path, offset, result.op == "cast"), bound
+    return None, {}
 
 
 def _has_weight(module: nn.Module, weight: Node | None) -> bool:

@@ -18,9 +18,7 @@ from ...experts import is_observed
 from ..program.building import code
 from ..program.rewrites import Match, Rewrite
 from ..runtime import called
-from .cache_slots import Slots, slots_of
 from .norms import norm_arguments, norm_in
-from .rms_norm import rms_norm
 from .trial import agrees, tried
 
 ops = torch.ops.moe_mps
@@ -36,12 +34,13 @@ _NORMED = {"NORM(X)": "X", "NORM(X).transpose(1, 2)": "X.transpose(1, 2)"}
 class RopeForm(NamedTuple):
     """How a function rotates, for tables cos and sin as wide as a head and half as wide (None: it cannot).
 
-    `heads_dim`: where q and k have their heads, 1 or 2.
+    `heads_dim`: where q and k have their heads, 1 or 2. `options`: what the function gets by name.
     """
 
     heads_dim: int
     wide: tuple | None
     narrow: tuple | None
+    options: tuple[tuple[str, Any], ...]
 
 
 class _Turn(NamedTuple):
@@ -57,7 +56,7 @@ class _Turn(NamedTuple):
 _TURNS = [_Turn(*fields) for fields in itertools.product(_PAIRS, (False, True), (False, True), (False, True))]
 
 
-def _rotation(turn: tuple, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+def _tables_and_options(turn: tuple, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """The operator's tables, and its options without defaults: the dispatcher takes time for each."""
     pairs, half_of_table, doubled, rotary_last = turn
     if half_of_table:
@@ -82,9 +81,11 @@ def rope_form(
     """
     widths = (_WIDTH, _WIDTH // 2)
     for heads_dim in (1, 2):
-        turns = [_turn_of(function, tensors, dict(options), heads_dim, width, is_complex) for width in widths]
-        if any(turns):
-            return RopeForm(heads_dim, *turns)
+        wide, narrow = (
+            _turn_of(function, tensors, dict(options), heads_dim, width, is_complex) for width in widths
+        )
+        if wide or narrow:
+            return RopeForm(heads_dim, wide, narrow, options)
     return None
 
 
@@ -106,17 +107,16 @@ def _turn_of(
         columns = table_width // 2 if turn.half_of_table else table_width
         if columns * (2 if turn.doubled else 1) > _WIDTH:
             continue
-        *tables_of_turn, settings = _rotation(turn, cos, sin)
+        *tables_of_turn, settings = _tables_and_options(turn, cos, sin)
         turned = ops.rope(inputs[0], inputs[1] if tensors == 2 else None, *tables_of_turn, **settings)
         if all(map(agrees, turned, expected)):
             return tuple(turn)
     return None
 
 
-def _turn(
-    wide: tuple | None, narrow: tuple | None, dimensions: int, width: int, cos: Tensor
-) -> tuple | None:  # fmt: skip
-    """The form for these tables and heads: a partial rotation is one for narrow tables."""
+def _turn(form: tuple, dimensions: int, width: int, cos: Tensor) -> tuple | None:
+    """How a form rotates for these tables and heads: a partial rotation is one for narrow tables."""
+    _, wide, narrow, _ = form
     if cos.dim() != 3 or dimensions != 4:
         return None
     if cos.shape[-1] == width:
@@ -136,141 +136,92 @@ def _real(table: Tensor) -> Sequence[Tensor]:
     return found
 
 
-@called
-def rope(
-    function: Callable,
-    form: tuple,
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor | None,
-    q_norm: nn.Module | None = None,
-    k_norm: nn.Module | None = None,
-    rows: bool = False,
-    one_by_one: bool = False,
-    last: int | None = None,
-    **options: Any,
-) -> Tensor | tuple[Tensor, ...]:
-    """function(q_norm(q), k_norm(k), cos, sin), or function(q_norm(q), cos, sin).
+class Rotation(NamedTuple):
+    """function(q_norm(q), k_norm(k), cos, sin), or function(q_norm(q), cos, sin) without k.
 
-    Without `sin` the function takes one table, which is complex. `rows`: q and k are [B, T, heads, D] and
-    transposed for the function. `one_by_one`: it takes q and k in a call each. `last`: it takes so many
-    elements at the end of the heads of q, the others stay as they are.
+    Attributes:
+        form: the function's `RopeForm`, as a tuple.
+        sin: None where the function takes one table, which is complex.
+        rows: q and k are [B, T, heads, D] although the function has heads first.
+        one_by_one: the function takes q and k in a call each.
+        last: it takes so many elements at the end of the heads of q, the others stay as they are.
+        heads_first: so are the results, whatever the function gives.
     """
-    heads_first = form[0] == 1
-    arguments = _arguments(form, q, k, cos, sin, q_norm, k_norm, last)
-    if heads_first and rows != (arguments is not None):  # the function has heads first, the operator tokens
-        q, k = q.transpose(1, 2), None if k is None else k.transpose(1, 2)
-    if arguments is None:
-        return _own_rope(function, q, k, cos, sin, q_norm, k_norm, one_by_one, last, options)
-    given, settings = arguments
-    q, k_turned = ops.rope(q, k, *given, **settings)
-    if heads_first:
-        return q if k is None else (q, k_turned)
-    q = q.transpose(1, 2)
-    return q if k is None else (q, k_turned.transpose(1, 2))
 
+    function: Callable
+    form: tuple
+    q: Tensor
+    k: Tensor | None
+    cos: Tensor
+    sin: Tensor | None
+    q_norm: nn.Module | None = None
+    k_norm: nn.Module | None = None
+    rows: bool = False
+    one_by_one: bool = False
+    last: int | None = None
+    heads_first: bool = False
 
-def _own_rope(
-    function: Callable, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor | None,
-    q_norm: nn.Module | None, k_norm: nn.Module | None, one_by_one: bool, last: int | None, options: dict,
-) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
-    """The results of `rope`, computed by the model's own function."""
-    first: list[Tensor] = []
-    if last is not None:
-        *first, q = q.tensor_split((q.shape[-1] - last,), -1)
-    normed = [x if norm is None else norm(x) for x, norm in ((q, q_norm), (k, k_norm)) if x is not None]
-    tables = [cos] if sin is None else [cos, sin]
-    turned: Any
-    if one_by_one:
-        turned = tuple(function(x, *tables, **options) for x in normed)
-    else:
-        turned = function(*normed, *tables, **options)
-    if not first:
-        return turned
-    return torch.cat((*first, turned), -1) if k is None else (torch.cat((*first, turned[0]), -1), turned[1])
+    def inputs(self, heads_dim: int) -> tuple[Tensor, Tensor | None]:
+        """q and k with their heads in this dimension."""
+        if heads_dim == (2 if self.rows else self.form[0]):
+            return self.q, self.k
+        return self.q.transpose(1, 2), None if self.k is None else self.k.transpose(1, 2)
 
+    def results(self) -> Sequence[Tensor]:
+        """What becomes of q and k, with heads first."""
+        if (arguments := self.arguments()) is None:
+            own = self.own()
+            return own if self.form[0] == 1 else [x.transpose(1, 2) for x in own]
+        given, settings = arguments
+        q, k = ops.rope(*self.inputs(2), *given, **settings)
+        return (q,) if self.k is None else (q, k)
 
-@called
-def rope_into_cache(
-    cache: Any,
-    layer: int,
-    v: Tensor,
-    v_norm: nn.Module | None,
-    function: Callable,
-    form: tuple,
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor | None,
-    q_norm: nn.Module | None = None,
-    k_norm: nn.Module | None = None,
-    rows: bool = False,
-    one_by_one: bool = False,
-    last: int | None = None,
-    swapped: bool = False,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Slots | None]:
-    """The results of `rope`, and v_norm(v) of v [B, T, H, D], all three with heads first.
+    def arguments(self) -> tuple[list[Any], dict[str, Any]] | None:
+        """What the operator takes behind q, k and the cache, the second by name.
 
-    If a cache that grows in place has room, the last result are its slots, which have k and v. `swapped`: it
-    keeps v as keys and k as values.
-    """
-    arguments = _arguments(form, q, k, cos, sin, q_norm, k_norm, last)
-    fits = arguments is not None and v.dtype is q.dtype and v.shape[-1] % 2 == 0
-    if arguments is not None and fits and (v_norm is None or _add_norm(*arguments, v_norm, v)):
-        q_rows, k_rows = (q, k) if rows or form[0] == 2 else (q.transpose(1, 2), k.transpose(1, 2))
-        slots = slots_of(cache, layer, v, k_rows) if swapped else slots_of(cache, layer, k_rows, v)
-        if slots is not None:
-            keys, values = (slots.values, slots.keys) if swapped else (slots.keys, slots.values)
-            given, settings = arguments
-            return ops.rope_cache_(q_rows, k_rows, v, keys, values, *given, **settings), None, None, slots
-    turned = rope(function, form, q, k, cos, sin, q_norm, k_norm, rows, one_by_one, last, **options)
-    q, k = turned if form[0] == 1 else (x.transpose(1, 2) for x in turned)
-    v = v if v_norm is None else rms_norm(v_norm, v)
-    return q, k, v.transpose(1, 2), None
-
-
-def _arguments(
-    form: tuple, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor | None,
-    q_norm: nn.Module | None, k_norm: nn.Module | None, last: int | None,
-) -> tuple[list[Any], dict[str, Any]] | None:  # fmt: skip
-    """What the operator takes behind q, k and the cache, the second by name.
-
-    None where the model's own function has to run.
-    """
-    dtype = q.dtype
-    if dtype is torch.float64 or (k is not None and k.dtype is not dtype):
-        return None
-    if sin is None:
-        cos, sin = _real(cos)
-    _, wide, narrow = form
-    turn = _turn(wide, narrow, q.dim(), q.shape[-1] if last is None else last, cos)
-    norms = _head_norms(q_norm, k_norm, q, k)
-    if turn is None or norms is None:
-        return None
-    cos, sin, options = _rotation(turn, cos, sin)
-    if last is not None:
-        options["rotary_last"] = True
-        rotary = options.get("rotary_dim", cos.shape[-1])
-        if rotary != last or (k is not None and k.shape[-1] != last):
+        None where the model's own function has to run.
+        """
+        q, k, last = self.q, self.k, self.last
+        if q.dtype is torch.float64 or (k is not None and k.dtype is not q.dtype):
             return None
-    return [cos, sin, *norms], options
+        cos, sin = _real(self.cos) if self.sin is None else (self.cos, self.sin)
+        turn = _turn(self.form, q.dim(), q.shape[-1] if last is None else last, cos)
+        norms = _head_norms(self.q_norm, self.k_norm, q, k)
+        if turn is None or norms is None:
+            return None
+        cos, sin, options = _tables_and_options(turn, cos, sin)
+        if last is not None:
+            options["rotary_last"] = True
+            rotary = options.get("rotary_dim", cos.shape[-1])
+            if rotary != last or (k is not None and k.shape[-1] != last):
+                return None
+        return [cos, sin, *norms], options
+
+    def own(self) -> Sequence[Tensor]:
+        """What the model's own function makes of q and k."""
+        q, k = self.inputs(self.form[0])
+        kept: Sequence[Tensor] = ()
+        if self.last is not None:
+            *kept, q = q.tensor_split((q.shape[-1] - self.last,), -1)
+        given = ((q, self.q_norm), (k, self.k_norm))
+        normed = [x if norm is None else norm(x) for x, norm in given if x is not None]
+        tables = [self.cos] if self.sin is None else [self.cos, self.sin]
+        options = dict(self.form[-1])
+        if k is None or self.one_by_one:
+            turned = [self.function(x, *tables, **options) for x in normed]
+        else:
+            turned = self.function(*normed, *tables, **options)
+        return [torch.cat((*kept, turned[0]), -1), *turned[1:]] if kept else turned
 
 
-def _add_norm(given: list[Any], options: dict[str, Any], v_norm: nn.Module, v: Tensor) -> bool:
-    """Adds the norm of the values to the arguments; False where the operator cannot apply it."""
-    found = None if is_observed(v_norm) else norm_arguments(v_norm, v)
-    if found is None:
-        return False
-    weight, eps, offset = found
-    if len(given) == 2:  # neither q nor k has a norm
-        given += None, None, eps, offset
-    *_, eps_of_all, offset_of_all = given
-    options["norm_v"] = True
-    if weight is not None:
-        options["v_weight"] = weight
-    return bool(eps == eps_of_all and (weight is None or offset == offset_of_all))
+@called
+def rope(*rotation: Any, **options: Any) -> Tensor | tuple[Tensor, ...]:
+    """What the function of a `Rotation` gives: heads are where it has them."""
+    call = Rotation(*rotation, **options)
+    results = call.results()
+    if call.form[0] == 2 and not call.heads_first:
+        results = [x.transpose(1, 2) for x in results]
+    return results[0] if call.k is None else tuple(results)
 
 
 def _head_norms(
@@ -322,27 +273,31 @@ def _is_rotation(match: Match) -> str | None:
 REPLACE_ROPE = (
     Rewrite(
         "_ROTARY(Q, K, COS, SIN, **OPTIONS)",
-        "rope(_ROTARY, FORM, Q, K, COS, SIN, **NORMS, **OPTIONS)",
+        "rope(_ROTARY, FORM, Q, K, COS, SIN, **NORMS)",
         where=_is_rotation,
     ),
     Rewrite(
         "_ROTARY(Q, COS, SIN, **OPTIONS)",
-        "rope(_ROTARY, FORM, Q, None, COS, SIN, **NORMS, **OPTIONS)",
+        "rope(_ROTARY, FORM, Q, None, COS, SIN, **NORMS)",
         where=_is_rotation,
     ),
     Rewrite(
         "_ROTARY(Q, K, TABLE, **OPTIONS)",
-        "rope(_ROTARY, FORM, Q, K, TABLE, None, **NORMS, **OPTIONS)",
+        "rope(_ROTARY, FORM, Q, K, TABLE, None, **NORMS)",
         where=_is_rotation,
     ),
 )
 
 
-def _has_heads_first(match: Match) -> str | None:
+def has_heads_first(match: Match) -> bool:
+    """Whether the function of a call of `rope` has heads first."""
+    return RopeForm(*ast.literal_eval(match.values["FORM"])).heads_dim == 1
+
+
+def _may_have_rows(match: Match) -> str | None:
     is_one = ast.unparse(match.values["K"]) == "None"
     is_done = any(option.arg == "rows" for option in match.values["OPTIONS"])
-    form = ast.literal_eval(match.values["FORM"])
-    return None if is_one or is_done or RopeForm(*form).heads_dim != 1 else ""
+    return None if is_one or is_done or not has_heads_first(match) else ""
 
 
 # The operator would transpose back.
@@ -350,11 +305,11 @@ KEEP_ROWS = (
     Rewrite(
         "rope(F, FORM, Q.transpose(1, 2), K.transpose(1, 2), COS, SIN, **OPTIONS)",
         "rope(F, FORM, Q, K, COS, SIN, rows=True, **OPTIONS)",
-        where=_has_heads_first,
+        where=_may_have_rows,
     ),
     Rewrite(
         "rope(F, FORM, Q.transpose(1, 2), K, COS, SIN, **OPTIONS)",
         "rope(F, FORM, Q, K.transpose(1, 2), COS, SIN, rows=True, **OPTIONS)",
-        where=_has_heads_first,
+        where=_may_have_rows,
     ),
 )

@@ -3,6 +3,7 @@
 import ast
 
 from ..program.rewrites import Match, Rewrite
+from .rope import has_heads_first
 
 
 def _has_no_norm(match: Match) -> str | None:
@@ -19,16 +20,22 @@ TURN_LAST = Rewrite(
 )
 
 
-def _turn_alike(match: Match) -> str | None:
-    """Whether q and k turn in the same way; each may have a norm in front."""
-    options = [match.values[name] for name in ("OPTIONS", "OPTIONS_OF_K")]
-    match.values["NORM_OF_K"] = [ast.keyword("k_norm", o.value) for o in options[1] if o.arg == "q_norm"]
-    of_q, of_k = ([ast.dump(o) for o in each if o.arg != "q_norm"] for each in options)
-    return "rope of q and k" if of_q == of_k else None
+def _hands_norms_on(match: Match) -> str:
+    """Each may have a norm in front, and no other option yet."""
+    match.values["NORM_OF_K"] = [ast.keyword("k_norm", each.value) for each in match.values["NORM"]]
+    return "rope of q and k"
 
 
 JOIN_ROTATIONS = Rewrite(
-    "A = rope(F, FORM, Q, None, COS, SIN, **OPTIONS); B = rope(F, FORM, K, None, COS, SIN, **OPTIONS_OF_K)",
-    "A, B = rope(F, FORM, Q, K, COS, SIN, **OPTIONS, **NORM_OF_K, one_by_one=True)",
-    where=_turn_alike,
+    "A = rope(F, FORM, Q, None, COS, SIN, **NORM_OF_Q); B = rope(F, FORM, K, None, COS, SIN, **NORM)",
+    "A, B = rope(F, FORM, Q, K, COS, SIN, **NORM_OF_Q, **NORM_OF_K, one_by_one=True)",
+    where=_hands_norms_on,
+)
+
+# The operator would transpose what it gives.
+GIVE_HEADS_FIRST = Rewrite(
+    "ITEMS = rope(F, FORM, Q, K, COS, SIN, **OPTIONS); "
+    "A = ITEMS[0].transpose(1, 2); B = ITEMS[1].transpose(1, 2)",
+    "A, B = rope(F, FORM, Q, K, COS, SIN, heads_first=True, **OPTIONS)",
+    where=lambda match: None if has_heads_first(match) else "",
 )

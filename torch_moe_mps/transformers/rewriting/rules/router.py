@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from ....ops._checks import MAX_EXPERTS, MAX_TOP_K
 from ...experts import NormArguments, may_be_fused, normed
 from ...interface import is_experts
-from ..program.building import add_option, code, return_early
-from ..program.formulas import Node, Reader, casts_to_float32, evaluate, is_number, named
+from ..program.building import add_option, code
+from ..program.formulas import Node, Reader, casts_to_float32, evaluate, is_number, is_pure, named
 from ..program.patterns import match
-from ..program.programs import Program, Unsupported, name_of, names_in
+from ..program.programs import Program, Unsupported, copied, name_of, names_in
 from ..runtime import called
 from .options import GATE, NORM, RAW, forward_of
 
@@ -166,27 +166,29 @@ def _replace_selection(program: Program) -> None:
         raise Unsupported("it does not return logits, weights and ids")
     reader = Reader(program)
     scoring, call = _selection(program.module, *map(reader.read, result.elts[1:3]))
-    statements = [_before_casts(program, result, index) for index in (1, 2)]
-    order = list(program.every())
-    first = min(statements, key=order.index)
-    returns_early = len(result.elts) == 3 and _is_known_before(program, result.elts[0], first)
-    statement = program.assign("routed", call(RAW=code(RAW if returns_early else "False")))
-    program.insert(first, statement)
-    routed = name_of(statement)
-    if returns_early:  # without the casts that follow
+    has_option = len(result.elts) == 3
+    statement = program.assign("routed", call(RAW=code(RAW if has_option else "False")))
+    program.statements.append(statement)
+    routed = [code(f"{name_of(statement)}[{index}]") for index in range(2)]
+    if has_option:  # the results without the casts that follow
         add_option(program, RAW, False)
-        results = code(f"(LOGITS, {routed}[0], {routed}[1])", LOGITS=result.elts[0])
-        return_early(program, first, code(RAW), results)
-    for index, statement in enumerate(statements):
-        program.replace(statement, code(f"{routed}[{index}]"))
+        results = ast.Tuple([result.elts[0], *routed], ast.Load())
+        program.statements.append(ast.If(code(RAW), [ast.Return(results)], []))
+    result.elts[1:3] = map(functools.partial(_with_casts, program), result.elts[1:3], routed)
+    program.drop_unused(is_pure)
+    read = filter(None, map(program.defined_by, names_in(statement.value)))
+    if any(program.mutates_between(each, statement) for each in read):
+        raise Unsupported("it changes in place what its formula reads")
     program.rewrites.append(f"moe_router ({scoring})")
 
 
-def _is_known_before(program: Program, value: ast.expr, statement: ast.stmt) -> bool:
-    """Whether the statements in front of one have computed a value."""
-    found = program.defined_by(value.id) if isinstance(value, ast.Name) else None
-    every = list(program.every())
-    return found is not None and every.index(found) < every.index(statement)
+def _with_casts(program: Program, value: ast.expr, new: ast.expr) -> ast.expr:
+    """`new` behind the casts that the model's code applies to a value."""
+    cast = copied(program.follow(value))
+    if Reader(program).read(cast).op != "cast":
+        return new
+    cast.func.value = _with_casts(program, cast.func.value, new)
+    return cast
 
 
 @called
@@ -216,32 +218,3 @@ def routed(
     else:
         x = normed(moe_mps_norm, x)
     return forward(router, x, *args, **kwargs)
-
-
-def _before_casts(program: Program, result: ast.Tuple, index: int) -> ast.Assign:
-    """The statement of the result's value in front of the casts that the model's code applies to it."""
-    value = result.elts[index]
-    method: ast.Attribute | None = None  # that casts the value
-    owner: ast.Assign | None = None
-    while True:
-        name = program.last_name(value)
-        found = None if name is None else program.defined_by(name)
-        owner, definition = (owner, value) if found is None else (found, program.definitions[name_of(found)])
-        if not isinstance(definition, ast.Call) or not isinstance(definition.func, ast.Attribute):
-            break
-        if Reader(program).read(definition).op != "cast":
-            break
-        method, value = definition.func, definition.func.value
-    if found is not None:
-        return found
-    statement = program.assign("value", value)
-    if owner is None:
-        program.statements.append(statement)
-    else:
-        program.insert(owner, statement)
-    held = ast.Name(name_of(statement), ast.Load())
-    if method is None:
-        result.elts[index] = held
-    else:
-        method.value = held
-    return statement

@@ -13,8 +13,6 @@ from ..runtime import called
 
 ops = torch.ops.moe_mps
 
-_LINEAR = "torch.nn.functional.linear"
-
 
 @called
 def router_logits(
@@ -47,16 +45,14 @@ def _of_an_attribute(match: Match) -> str | None:
     return "router_logits" if is_attribute else None
 
 
-REPLACE_ROUTER_LOGITS = (
-    Rewrite(f"{_LINEAR}(float32(X), float32(WEIGHT))", "router_logits(X, WEIGHT)", where=_of_an_attribute),
-    Rewrite(
-        f"{_LINEAR}(float32(X), float32(WEIGHT), B)", "router_logits(X, WEIGHT, B)", where=_of_an_attribute
-    ),
+REPLACE_ROUTER_LOGITS = Rewrite(
+    "torch.nn.functional.linear(float32(X), float32(WEIGHT), *BIAS)",
+    "router_logits(X, WEIGHT, *BIAS)",
+    where=_of_an_attribute,
 )
 
 
 def compute_logits_by_operator(program: Program) -> None:
     """Rewrites the matmul of a router whose selection is an operator."""
     if any(note.startswith("moe_router") for note in program.rewrites):
-        for rule in REPLACE_ROUTER_LOGITS:
-            rule(program)
+        REPLACE_ROUTER_LOGITS(program)
