@@ -82,7 +82,7 @@ def test_dense_models(tmp_path):
 
 
 def test_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("torch_moe_mps.transformers.checkpoints.mlx.writing._SHARD", 30000)
+    monkeypatch.setattr("torch_moe_mps.transformers.checkpoints.files.LARGEST", 30000)
     model = mlx_models.tiny("qwen3_moe").eval()
     config_of(model, tmp_path / "dense")
     arguments = ["--to", "mlx", "--bits", "4", "--group-size", "32"]

@@ -158,7 +158,7 @@ def test_values_of_embeddings_beside_hidden_states():
     ],
 )
 def test_architectures(architecture, results, uses_embeddings):
-    _, loop = layers_of(tiny_models.tiny_model(architecture))
+    _, loop, _ = layers_of(tiny_models.tiny_model(architecture))
     assert len(loop.results) == results == len(loop.passed)
     assert loop.uses_embeddings == uses_embeddings
 

@@ -1,5 +1,6 @@
 """How many bytes a model's KV cache takes, found by running its code on the meta device."""
 
+import bisect
 from collections import Counter
 from typing import Any
 
@@ -26,7 +27,8 @@ class KVCache:
 
     def at(self, context: int) -> int:
         """Bytes that the next token reads."""
-        return self.states + sum(_seen(context, window) * rate for window, rate in self.rates.items())
+        seen = {window: context if window is None else min(context, window) for window in self.rates}
+        return self.states + sum(seen[window] * rate for window, rate in self.rates.items())
 
     def memory(self, context: int) -> int:
         """The most bytes that an accelerated model allocates; its cache keeps room for further tokens."""
@@ -38,15 +40,7 @@ class KVCache:
 
     def tokens_in(self, space: int, most: int) -> int:
         """How many tokens, at most `most`, fit into `space` bytes."""
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.memory(middle) <= space else (low, middle - 1)
-        return low
-
-
-def _seen(context: int, window: int | None) -> int:
-    return context if window is None else min(context, window)
+        return bisect.bisect_right(range(1, most + 1), space, key=self.memory)
 
 
 def kv_cache(model: Any, bits: int = 16) -> KVCache | None:

@@ -19,7 +19,6 @@ from ..transformers.checkpoints.recipe import recipe_of
 from ..transformers.checkpoints.sizes import bytes_a_token, quantized_sizes, total_bytes
 from ..transformers.checkpoints.source import Source
 from ..transformers.checkpoints.targets import weights_of
-from ..transformers.checkpoints.weights import check_columns
 from ..transformers.pipeline.shares import Machine, shares_of
 from ..transformers.pipeline.stages import layers_of
 from ..transformers.report import aligned
@@ -104,18 +103,18 @@ def spread(model: Any, group_size: int, macs: Sequence[int], kv_bits: int = 16) 
 
     Raises: ValueError for a model whose layers cannot be spread.
     """
-    name, loop = layers_of(model)
-    layers = list(getattr(model.get_submodule(name), loop.layers))
+    *_, layers = layers_of(model)
     if len(layers) < len(macs):
         raise ValueError(f"--macs must be at most the number of layers, {len(layers)}, got {len(macs)}")
     head, cache = model.get_output_embeddings(), kv_cache(model, kv_bits)
     limits = [wired_limit(gib) for gib in macs]
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST
+    is_tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     cells = []
     for size in sizes_of(model, group_size):
         of_layers, of_head = [size.of(layer) for layer in layers], size.of(head)
         # The first has all but layers and head; a head that is tied to the embedding is on both.
-        first = size.weights - sum(of_layers) - (0 if _is_tied(model) else of_head)
+        first = size.weights - sum(of_layers) - (0 if is_tied else of_head)
         shares = shares_of(of_layers, [first, of_head], [Machine(limit, None) for limit in limits])
         ends = [sum(shares[: i + 1]) for i in range(len(shares))]
         parts = [sum(of_layers[end - share : end]) for end, share in zip(ends, shares, strict=True)]
@@ -132,10 +131,6 @@ def spread(model: Any, group_size: int, macs: Sequence[int], kv_bits: int = 16) 
     return "\n".join([*lines, *aligned([["weights", "layers", "GB", "context that fits"], *cells], 1)])
 
 
-def _is_tied(model: Any) -> bool:
-    return bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
-
-
 def bound(size: Size, cache: KVCache | None, context: int, bandwidth: float) -> float:
     """Tokens a second that a memory bandwidth in GB/s allows."""
     return bandwidth * 1e9 / (size.token + (cache.at(context) if cache else 0))
@@ -148,8 +143,7 @@ def sizes_of(model: nn.Module, group_size: int) -> list[Size]:
         format = Format(bits, group_size)
         targets = weights_of(model, recipe_of(format)).targets.values()
         for target in targets:
-            for parameter in target.formats:
-                check_columns(_CHECK, target, parameter, format)
+            target.check_columns(_CHECK)
         after = quantized_sizes(targets)
         sizes.append(Size(f"{bits} bit", total_bytes(model, after), bytes_a_token(model, after), after))
     return sizes

@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -23,7 +23,7 @@ from .compiling import align_weights, compile_kernels, require_torch
 from .experts import NAME, describe, unsupported
 from .interface import experts_of, is_experts, is_quantized
 from .linears import QuantizedLayer, has_quantized_weights
-from .report import Report, Row
+from .report import Report
 from .rewriting.experts_calls import ids_of_experts, module_that_gives
 from .rewriting.install import drop_forward_of_class, restore_module, rewrite
 from .rewriting.record import NOTHING, RECORD, kv_bits_of, record_of
@@ -130,7 +130,8 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None) -> None:
         from .cache import grow_caches_in_place
 
         grow_caches_in_place(model, kv_bits)
-    report.rows.sort(key=_model_order(model))
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    report.rows.sort(key=lambda row: order[row.name])
 
 
 def restore(model: nn.Module) -> nn.Module:
@@ -234,8 +235,3 @@ def _owners(model: nn.Module, path: str) -> Iterator[str]:
         ):
             return
         path = above
-
-
-def _model_order(model: nn.Module) -> Callable[[Row], int]:
-    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
-    return lambda row: order[row.name]

@@ -33,6 +33,7 @@ from ..selfcheck import (
 from ..tensor_units import decide, is_forced, why_not, without_units
 from .checkpoints.recipe import Recipe
 from .compiling import compile_libraries, tensor_libraries_of
+from .interface import formats_of, is_experts, is_quantized
 from .linears import QuantizedEmbedding, QuantizedLinear, formats_in
 from .report import Report
 
@@ -43,10 +44,6 @@ _OF_KIND = {
     "experts": "moe_experts_quantized",
     "linears": "linear_quantized",
     "embeddings": "embedding_quantized",
-}
-_OF_LAYER: dict[type, str] = {
-    QuantizedLinear: "linear_quantized",
-    QuantizedEmbedding: "embedding_quantized",
 }
 
 
@@ -84,8 +81,12 @@ def require_quantized(function: str, model: nn.Module, recipe: Recipe | None) ->
     """
     used: dict[str, set[Format]] = {operator: set() for operator in _OF_KIND.values()}
     for module in model.modules():
-        operator = _OF_LAYER.get(type(module), "moe_experts_quantized")
-        used[operator].update(formats_in(module).values())
+        if is_experts(module) and is_quantized(module):
+            used["moe_experts_quantized"].update(formats_of(module).values())
+        elif isinstance(module, QuantizedLinear):
+            used["linear_quantized"].add(module.format)
+        elif isinstance(module, QuantizedEmbedding):
+            used["embedding_quantized"].add(module.format)
     if recipe is not None:
         for kind, operator in _OF_KIND.items():
             wanted = [getattr(recipe, kind), *recipe.overrides.values()]

@@ -87,13 +87,10 @@ class QuantizedLayer(nn.Module):
     def weight(self) -> LazyWeight:
         return LazyWeight(self)
 
-    @property
-    def quantized(self) -> QuantizedWeight:
-        return QuantizedWeight(self.packed, self.scales, self.biases, self.format)
-
     def dequantized(self, rows: slice | Tensor) -> Tensor:
         """Some rows of the matrix, in the dtype of the dense weight."""
-        return self.quantized.values(rows).to(self._like.dtype)
+        weight = QuantizedWeight(self.packed, self.scales, self.biases, self.format)
+        return weight.values(rows).to(self._like.dtype)
 
 
 def formats_in(module: nn.Module) -> dict[str, Format]:

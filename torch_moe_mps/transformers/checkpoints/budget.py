@@ -26,7 +26,6 @@ from .parts import Parts
 from .recipe import Recipe
 from .sizes import quantized_bytes
 from .targets import Target, layer_of, tied_layers, weights_of
-from .weights import check_columns, rows_first
 
 BITS = (2, 3, 4, 5, 6, 8)
 _CHECK = Check("measured_recipe")
@@ -81,8 +80,7 @@ def measured_recipe(
     recipe = Recipe(formats[0], formats[0], formats[0], dict.fromkeys(keep))
     targets = weights_of(whole, recipe).targets
     for target in targets.values():
-        for parameter in target.formats:
-            check_columns(_CHECK, target, parameter, formats[0])
+        target.check_columns(_CHECK)
     items = list(_items(whole, targets, formats, _no_errors(targets, formats)))
     total = sum(item.size for item in items)
     least = 8 * sum(min(choice.nbytes for choice in item.choices) for item in items) / max(total, 1)
@@ -156,7 +154,7 @@ def _no_errors(targets: Mapping[str, Target], formats: Sequence[Format]) -> Erro
 def _rounded(target: Target, parameter: str, format: Format) -> Iterator[None]:
     """Inside the block, a parameter has its quantised values."""
     weight = getattr(target.module, parameter)
-    values = _values(rows_first(target, weight.data), format)
+    values = _values(target.rows_first(weight.data), format)
     values = values if target.kind == "experts" else values.squeeze(0)
     dense = weight.data
     weight.data = values.mT if target.kind == "experts" and target.module.is_transposed else values

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
+LARGEST = 2_000_000_000  # bytes of a new file
 _COPIED = 1 << 20  # bytes that are made contiguous at a time
 
 
@@ -54,13 +55,13 @@ def _named_in(index: Path) -> list[str]:
 
 
 class Shards:
-    """New safetensors files of a folder, of `largest` bytes each, and their index.
+    """New safetensors files of a folder, and their index.
 
     Tensors wait for their file in temporary files of the folder: what is written takes no memory.
     """
 
-    def __init__(self, folder: Path, form: str, largest: int):
-        self.folder, self.form, self.largest = folder, form, largest
+    def __init__(self, folder: Path, form: str):
+        self.folder, self.form = folder, form
         self._waiting: dict[str, Tensor] = {}
         self._files: list[Path] = []
         self._names: list[list[str]] = []
@@ -69,7 +70,7 @@ class Shards:
     def add(self, name: str, tensor: Tensor) -> None:
         """Raises: OSError for a full disk."""
         waiting = sum(other.nbytes for other in self._waiting.values())
-        if self._waiting and waiting + tensor.nbytes > self.largest:
+        if self._waiting and waiting + tensor.nbytes > LARGEST:
             self._write()
         self._waiting[name] = _in_a_file(tensor.detach(), self.folder)
         self._total += tensor.nbytes

@@ -76,9 +76,9 @@ def from_pretrained(
     source = Source(name, model_class, kwargs)
     pipeline = None
     if spread:
-        all_asked = asked | {key: value for key, value in source.others.items() if key != "device_map"}
+        alike = asked | {key: value for key, value in source.others.items() if key != "device_map"}
         timeouts = Timeouts(loading_timeout, decoding_timeout)
-        pipeline = PipelineLoading(name, source, distributed, shares, timeouts, all_asked)
+        pipeline = PipelineLoading(name, source, distributed, shares, timeouts, alike)
     quantization = source.quantization(None if recipe is None else asked)
     if quantization is not None and kwargs.get("quantization_config") is None:
         if not source.stored:

@@ -26,7 +26,7 @@ from .quantize import quantize_targets
 from .saving import mark_quantized
 from .streaming import QuantizeParameters, Stream, streaming_converters
 from .targets import present, tie_quantized
-from .weights import quantized_names, replace, store_empty, stored
+from .weights import quantized_names, store_empty, take_stored
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
@@ -99,14 +99,7 @@ class Quantizer(HfQuantizer):
             self._targets = self.quantization_config.targets(model)
             global_scales = self.quantization_config.with_global_scales(model)
         for target in self._targets.values():
-            dense = {
-                name: torch.empty_like(getattr(target.module, name), device="meta") for name in target.formats
-            }
             store_empty(target)
-            # The mark keeps transformers from initialising weights that it believes to be missing.
-            for name, weight in dense.items():
-                vars(weight)["_is_hf_initialized"] = True
-                target.module.__dict__[name] = weight
         register(model, global_scales)
         tie_quantized(model)
         if not self.quantization_config.mlx:
@@ -152,11 +145,7 @@ class Quantizer(HfQuantizer):
             self.report = self._stream.report
             return self._stream.place(model, loaded)
         for name in filter(loaded, list(self._targets)):
-            target = self._targets.pop(name)
-            dtype = next(target.module.__dict__[parameter].dtype for parameter in target.formats)
-            for parameter in target.formats:
-                del target.module.__dict__[parameter]
-            replace(model, target, {p: stored(target.module, p, f) for p, f in target.formats.items()}, dtype)
+            take_stored(model, self._targets.pop(name))
         if self.quantization_config.mlx:
             self._reading.fill_dropped(loaded)
             model._weight_conversions = None  # saved under the names of transformers

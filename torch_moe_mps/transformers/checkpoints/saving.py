@@ -20,8 +20,6 @@ from .config import QuantizationConfig, is_ours, together
 from .files import Shards
 from .targets import quantizable
 
-_SHARD = 2_000_000_000  # bytes of a file
-
 
 def mark_quantized(model: nn.Module) -> None:
     """Lets transformers know which of its models within `model` are quantised, and how."""
@@ -122,7 +120,7 @@ def save_parts(model: Any, folder: Path, parts: Iterable[Mapping[str, Tensor]]) 
     """Writes what `save_pretrained` of transformers would, for a model whose tensors come some at a time."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    shards = Shards(folder, "pt", _SHARD)
+    shards = Shards(folder, "pt")
     for tensors in parts:
         for name, tensor in revert_weight_conversion(model, dict(tensors)).items():
             shards.add(name, tensor)

@@ -88,7 +88,7 @@ class Source:
         config = copy.deepcopy(self.config)
         for attribute in ("quantization_config", "quantization"):
             vars(config).pop(attribute, None)
-        dtype, trust = self.others.get("dtype", "auto"), self.others.get("trust_remote_code") or False
+        dtype, trust = self.others.get("dtype") or "auto", self.others.get("trust_remote_code") or False
         if dtype == "auto":
             dtype = getattr(config, "dtype", None) or torch.bfloat16
         with torch.device("meta"):
@@ -123,7 +123,7 @@ def _config_class(name: str, given: Mapping[str, Any]) -> Any:
 
 
 def _stored(name: str, config: Any) -> dict[str, Any]:
-    """The quantisation of a checkpoint by its config, or by its files if MLX wrote them."""
+    """The quantisation of a checkpoint, from its config, or its files if MLX wrote them."""
     stored = getattr(config, "quantization_config", None) or getattr(config, "quantization", None) or {}
     stored = dict(stored) if isinstance(stored, Mapping) else stored.to_dict()
     if is_mlx(stored) or (not stored and written_by_mlx(name)):

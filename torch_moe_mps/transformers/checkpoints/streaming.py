@@ -25,7 +25,7 @@ from ..report import QuantizationReport
 from .recipe import Recipe
 from .sizes import bytes_a_token
 from .targets import Target, present, tied_layers, weights_of
-from .weights import check_columns, dense_dtype, quantize_pieces, release_cache, replace
+from .weights import quantize_pieces, release_cache, replace
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
@@ -46,9 +46,8 @@ class Stream:
         self.targets = weights.targets
         self.wanted: dict[str, tuple[Target, str]] = {}
         for target in self.targets.values():
-            for parameter, format in target.formats.items():
-                check_columns(_CHECK, target, parameter, format)
-                self.wanted[f"{target.name}.{parameter}"] = (target, parameter)
+            target.check_columns(_CHECK)
+            self.wanted |= {f"{target.name}.{name}": (target, name) for name in target.formats}
         self.model = model
         self.original_conversions: list = []
         self.report = QuantizationReport(skipped=weights.dense, bytes_before=bytes_a_token(model))
@@ -96,13 +95,12 @@ class Stream:
         names = {id(getattr(t.module, p)): name for name, (t, p) in own.items() if name in self._done}
         rest = {}
         for target in targets.values():
-            dtype = dense_dtype(target)
             sources = {p: names.get(id(getattr(target.module, p))) for p in target.formats}
             found = {parameter: source for parameter, source in sources.items() if source is not None}
             if len(found) < len(sources):
                 rest[target.name] = target
                 continue
-            replace(model, target, {p: self._done[source] for p, source in found.items()}, dtype)
+            replace(model, target, {p: self._done[source] for p, source in found.items()})
             for parameter, source in found.items():
                 if source != f"{target.name}.{parameter}":
                     self.report.shared[target.name] = source.rpartition(".")[0]
@@ -217,17 +215,13 @@ def streaming_converters(converters: list, stream: Stream, dequantizer: HfQuanti
     every = converters
     if dequantizer is not None:
         every = dequantizer.update_weight_conversions(converters, stream.model)
-    return [
-        _streaming(c, stream)
-        if isinstance(c, WeightConverter) and (dequantizer is not None or merges(c))
-        else c
-        for c in every
-    ]
-
-
-def _streaming(converter: WeightConverter, stream: Stream) -> WeightConverter:
-    sources, targets = converter._original_source_patterns, converter._original_target_patterns
-    return converter.copy(list(sources), list(targets), operations=[QuantizeConverted(stream, converter)])
+    changed = []
+    for each in every:
+        if isinstance(each, WeightConverter) and (dequantizer is not None or merges(each)):
+            names = [*each._original_source_patterns], [*each._original_target_patterns]
+            each = each.copy(*names, operations=[QuantizeConverted(stream, each)])
+        changed.append(each)
+    return changed
 
 
 def _original(conversion: WeightTransform) -> WeightTransform:

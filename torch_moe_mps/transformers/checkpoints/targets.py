@@ -12,8 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
+from ...ops._checks import Check
 from ...quantization import TENSORS, Format
 from ..interface import Experts, experts_of, is_quantized, projections
 from ..linears import QuantizedLayer
@@ -55,6 +57,25 @@ class Target:
     def path(self, parameter: str) -> str:
         """What recipes call a parameter: the matrices of experts have names of their own."""
         return f"{self.name}.{parameter}" if self.kind == "experts" else self.name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights while they are dense."""
+        return next(getattr(self.module, name).dtype for name in self.formats)
+
+    def rows_first(self, weight: Tensor) -> Tensor:
+        """The view [E, output, input] of a dense parameter; E is 1 for a layer."""
+        if self.kind != "experts":
+            return weight.unsqueeze(0)
+        return weight.mT if self.experts.is_transposed else weight
+
+    def check_columns(self, check: Check) -> None:
+        """Raises: ValueError for weights whose rows are not made of whole groups."""
+        for parameter, format in self.formats.items():
+            columns = self.rows_first(getattr(self.module, parameter)).shape[-1]
+            if columns % format.group_size != 0:
+                expected = f"of an input dimension that is a multiple of group_size {format.group_size}"
+                check.fail(f"{self.name}.{parameter}", expected, columns)
 
 
 class Weights(NamedTuple):
@@ -219,8 +240,6 @@ class _Reads(ast.NodeVisitor):
 
 def _towers(model: Any) -> Iterator[str]:
     """The models inside a model that are not its language model: vision, audio."""
-    if not hasattr(model, "get_input_embeddings"):
-        return
     try:
         around, text = around_text(model)
     except (NotImplementedError, AttributeError):

@@ -7,12 +7,13 @@ the `weight` of a layer becomes `packed`, `scales` and `biases` of a layer of li
 import copy
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...ops._checks import Check
-from ...quantization import TENSORS, Format, QuantizedWeight
+from ...quantization import TENSORS, QuantizedWeight
 from ...quantization.formats import ErrorSums, check_finite, quantize_stack
 from ..experts import pinned_config
 from ..interface import projections
@@ -27,36 +28,20 @@ def quantized_names(parameter: str) -> list[str]:
     return [f"{prefix}{part}" for part in TENSORS]
 
 
-def rows_first(target: Target, weight: Tensor) -> Tensor:
-    """The view [E, output, input] of a dense parameter; E is 1 for a layer."""
-    if target.kind != "experts":
-        return weight.unsqueeze(0)
-    return weight.mT if target.module.is_transposed else weight
-
-
-def without_stack(quantized: QuantizedWeight) -> QuantizedWeight:
-    return quantized.map(lambda tensor: tensor.squeeze(0))
-
-
 def check_target(function: str, target: Target) -> None:
     """Raises: ValueError for weights that cannot be quantised; changes nothing."""
     check = Check(function)
-    for parameter, format in target.formats.items():
+    for parameter in target.formats:
         weight = getattr(target.module, parameter)
         argument = f"{target.name}.{parameter}"
         if hasattr(weight, "placements"):  # a DTensor
             check.fail(argument, "a plain tensor, without expert parallelism", type(weight).__name__)
         if weight.is_meta:
             check.fail(argument, "loaded and not offloaded", "a tensor on the meta device")
-        check_columns(check, target, parameter, format)
-        check_finite(check, argument, rows_first(target, weight.detach()))
-
-
-def check_columns(check: Check, target: Target, parameter: str, format: Format) -> None:
-    columns = rows_first(target, getattr(target.module, parameter)).shape[-1]
-    if columns % format.group_size != 0:
-        expected = f"of an input dimension that is a multiple of group_size {format.group_size}"
-        check.fail(f"{target.name}.{parameter}", expected, columns)
+    target.check_columns(check)
+    for parameter in target.formats:
+        weight = getattr(target.module, parameter).detach()
+        check_finite(check, f"{target.name}.{parameter}", target.rows_first(weight))
 
 
 def words(tensor: Tensor) -> Tensor:
@@ -64,32 +49,45 @@ def words(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int32) if tensor.dtype == torch.uint32 else tensor
 
 
-def as_parameters(quantized: QuantizedWeight) -> QuantizedWeight:
+def as_parameters(target: Target, stack: QuantizedWeight) -> QuantizedWeight:
+    """A stack of matrices as parameters of the module; a layer has the only matrix."""
+
     def parameter(tensor: Tensor) -> nn.Parameter:
-        if isinstance(tensor, nn.Parameter):
-            return tensor
-        return nn.Parameter(words(tensor), requires_grad=False)
+        own = tensor if target.kind == "experts" else tensor.squeeze(0)
+        return nn.Parameter(words(own), requires_grad=False)
 
-    return quantized.map(parameter)
-
-
-def stored(module: nn.Module, parameter: str, format: Format) -> QuantizedWeight:
-    """The quantised weight that took the place of a dense parameter."""
-    packed, scales, biases = quantized_names(parameter)
-    tensors = getattr(module, packed), getattr(module, scales), getattr(module, biases, None)
-    return QuantizedWeight(*tensors, format)
+    return stack.map(parameter)
 
 
 def store_empty(target: Target) -> None:
-    """Replaces dense tensors by uninitialised quantised ones on the same devices, to load a checkpoint."""
+    """Replaces dense tensors by uninitialised quantised ones on the same devices, to load a checkpoint.
+
+    Until `take_stored` the module keeps the dense ones without memory, for code of transformers that reads
+    them; their mark says that they need not be initialised.
+    """
     for parameter, format in target.formats.items():
         weight = getattr(target.module, parameter)
-        empty = QuantizedWeight.empty(rows_first(target, weight).shape, weight.dtype, weight.device, format)
+        shape = target.rows_first(weight).shape
+        empty = QuantizedWeight.empty(shape, weight.dtype, weight.device, format)
         delattr(target.module, parameter)
-        tensors = as_parameters(empty if target.kind == "experts" else without_stack(empty))
-        for name, tensor in zip(quantized_names(parameter), tensors, strict=True):
+        for name, tensor in zip(quantized_names(parameter), as_parameters(target, empty), strict=True):
             if isinstance(tensor, nn.Parameter):
                 target.module.register_parameter(name, tensor)
+        dense: Any = torch.empty_like(weight, device="meta")
+        dense._is_hf_initialized = True
+        vars(target.module)[parameter] = dense
+
+
+def take_stored(model: nn.Module, target: Target) -> None:
+    """Makes a module quantised that has loaded the tensors of `store_empty`."""
+    weights = {}
+    for parameter, format in target.formats.items():
+        tensors: list[Any] = [getattr(target.module, name, None) for name in quantized_names(parameter)]
+        packed, scales, biases = tensors
+        weights[parameter] = QuantizedWeight(packed, scales, biases, format)
+    replace(model, target, weights)
+    for parameter in target.formats:
+        vars(target.module).pop(parameter, None)
 
 
 def quantize_target(model: nn.Module, target: Target, others: list[Target]) -> list[QuantizedProjection]:
@@ -98,13 +96,13 @@ def quantize_target(model: nn.Module, target: Target, others: list[Target]) -> l
     Everything is computed first and then replaced by one assignment: if a user interrupts, each module is
     either dense or quantised.
     """
-    done, weights, dtype = [], {}, dense_dtype(target)
+    done, weights = [], {}
     for parameter in target.formats:
         weight = getattr(target.module, parameter).detach()
         weights[parameter], entry = quantize_pieces(Check("quantize"), target, parameter, [weight])
         done.append(entry)
     for each in (target, *others):
-        replace(model, each, weights, dtype)
+        replace(model, each, weights)
     return done
 
 
@@ -116,11 +114,11 @@ def quantize_pieces(
     Raises: ValueError for pieces that do not fit, and for values that are not finite.
     """
     name, format, errors = f"{target.name}.{parameter}", target.formats[parameter], ErrorSums()
-    shape = rows_first(target, getattr(target.module, parameter)).shape
+    shape = target.rows_first(getattr(target.module, parameter)).shape
     whole: QuantizedWeight | None = None
     first = nbytes = 0
     for piece in pieces:
-        stack = rows_first(target, piece)
+        stack = target.rows_first(piece)
         last = first + len(stack)
         check.shape(name, stack, (len(stack), *shape[1:]), "[output, input] of the model")
         if last > shape[0]:
@@ -139,18 +137,16 @@ def quantize_pieces(
         del piece, stack, quantized
     if whole is None or first != shape[0]:
         return check.fail(name, f"of {shape[0]} matrices", first)
-    weight = as_parameters(whole if target.kind == "experts" else without_stack(whole))
+    weight = as_parameters(target, whole)
     return weight, QuantizedProjection(parameter, errors.relative, nbytes, weight.nbytes, format)
 
 
-def replace(
-    model: nn.Module, target: Target, weights: Mapping[str, QuantizedWeight], dtype: torch.dtype
-) -> None:
-    """Gives a module its quantised weights in place of dense ones, which had the dtype `dtype`."""
+def replace(model: nn.Module, target: Target, weights: Mapping[str, QuantizedWeight]) -> None:
+    """Gives a module its quantised weights in place of dense ones."""
     if target.kind == "experts":
         _replace_experts(target, weights)
     else:
-        _replace_layer(model, target, weights["weight"], dtype)
+        _replace_layer(model, target, weights["weight"])
 
 
 def _replace_experts(target: Target, weights: Mapping[str, QuantizedWeight]) -> None:
@@ -170,8 +166,8 @@ def _replace_experts(target: Target, weights: Mapping[str, QuantizedWeight]) -> 
     )
 
 
-def _replace_layer(model: nn.Module, target: Target, weight: QuantizedWeight, dtype: torch.dtype) -> None:
-    layer = _layer(target.module, weight, dtype)
+def _replace_layer(model: nn.Module, target: Target, weight: QuantizedWeight) -> None:
+    layer = _layer(target.module, weight, target.dtype)
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if child is target.module:
@@ -195,14 +191,11 @@ def _scale_of(embedding: nn.Embedding, device: torch.device) -> Tensor | None:
         return None
     probe = copy.copy(embedding)
     ones = nn.Parameter(torch.ones(1, embedding.embedding_dim, device=device), requires_grad=False)
+    probe.__dict__.pop("weight", None)  # what `store_empty` left
     probe.__dict__["_parameters"] = {"weight": ones}
     probe.padding_idx = None
     row = probe(torch.zeros(1, dtype=torch.long, device=device))[0]
     return row[0].clone() if bool((row == row[0]).all()) else row
-
-
-def dense_dtype(target: Target) -> torch.dtype:
-    return next(getattr(target.module, name).dtype for name in target.formats)
 
 
 def release_cache(tensor: Tensor) -> None:

@@ -53,15 +53,14 @@ class PipelineLoading:
     ):
         size = distributed.pp_size
         for other in _OTHERS:
-            if (others := size_of(distributed, other)) > 1:
-                self._fail(other, f"1 beside pp_size={size}", others)
+            if (count := size_of(distributed, other)) > 1:
+                self._fail(other, f"1 beside pp_size={size}", count)
         model = source.skeleton()
         try:
-            base, loop = layers_of(model)
+            *_, layers = layers_of(model)
         except CannotBeCut as error:
             expected = "of layers that a pipeline can be cut between"
             raise CannotBeCut(f"moe_mps::from_pretrained: the model must be {expected}: {error}") from None
-        layers = getattr(model.get_submodule(base), loop.layers)
         self.peers = Peers(timeouts)
         with self._telling():
             if self.peers.size != size:

@@ -52,9 +52,9 @@ class Running:
         model.register_forward_hook(self._at_the_end, always_call=True)
         stage.base.register_forward_pre_hook(self._before_layers, with_kwargs=True)
         if not stage.last:
-            stage.last_layer().register_forward_hook(self._send)
+            stage.layers[stage.own.stop - 1].register_forward_hook(self._send)
         if not stage.first:
-            stage.in_front().arrives = self._receive
+            stage.layers[stage.own.start - 1].arrives = self._receive  # the stand-in in front of its layers
         vars(model).update(
             generate=self.generate, save_pretrained=self._refuse_saving, init_continuous_batching=self._refuse
         )

@@ -91,8 +91,8 @@ def count_tokens(cache: Any, index: int, hidden: Tensor, has_conv_state: bool) -
         cache.update(number, number, index)
 
 
-def layers_of(model: Any) -> tuple[str, Loop]:
-    """The name of the module of a model with the loop over layers, and the loop.
+def layers_of(model: Any) -> tuple[str, Loop, Any]:
+    """The name of the module of a model with the loop over layers, the loop, and the layers.
 
     Raises: CannotBeCut with the reason.
     """
@@ -105,11 +105,12 @@ def layers_of(model: Any) -> tuple[str, Loop]:
         raise CannotBeCut(f"{type(model).__name__} has no output head for tokens")
     base = model.get_submodule(name)
     loop = read_loop(base)
-    for index, layer in enumerate(getattr(base, loop.layers)):
+    layers = getattr(base, loop.layers)
+    for index, layer in enumerate(layers):
         for module in layer.modules():
             if getattr(module, "layer_idx", index) not in (index, None):
                 raise CannotBeCut(f"the layers of {type(model).__name__} are not numbered as in the model")
-    return name, loop
+    return name, loop, layers
 
 
 class Stage:
@@ -120,6 +121,7 @@ class Stage:
 
     Attributes:
         own: the numbers of the layers that are here.
+        layers: these, and stand-ins for the others, once the model is cut.
     """
 
     def __init__(self, rank: int, shares: Sequence[int]):
@@ -129,16 +131,17 @@ class Stage:
 
     def cut(self, model: Any) -> None:
         """Replaces what other processes have by stand-ins. The model has no weights yet."""
-        name, self.loop = layers_of(model)
+        name, self.loop, self.layers = layers_of(model)
         self.base: Any = model.get_submodule(name)
-        layers = getattr(self.base, self.loop.layers)
         removed = []
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(self.layers):
             if index not in self.own:
-                layers[index] = Elsewhere(layer, index, self.loop)
+                self.layers[index] = Elsewhere(layer, index, self.loop)
                 removed.append(f"{name}.{self.loop.layers}.{index}".lstrip("."))
-        if not self.first:
-            removed += self._leave_out_beside(model)
+        if not self.first:  # towers of vision and audio give embeddings, which only the first process needs
+            towers = [n for n in beside_text(model) if any(True for _ in model.get_submodule(n).parameters())]
+            leave_out(model, towers)
+            removed += towers
         self.vocabulary: int = model.get_output_embeddings().out_features
         removed += self._ends(model)
         present = dict(model.named_parameters(remove_duplicate=False))
@@ -147,12 +150,6 @@ class Stage:
         ignored = {rf"^{re.escape(module)}\." for module in removed}
         ignored |= {*(model._keys_to_ignore_on_load_unexpected or ())}
         model._keys_to_ignore_on_load_unexpected = ignored
-
-    def _leave_out_beside(self, model: Any) -> list[str]:
-        """Towers of vision and audio give embeddings, which only the first process needs."""
-        names = [n for n in beside_text(model) if any(True for _ in model.get_submodule(n).parameters())]
-        leave_out(model, names)
-        return names
 
     def _ends(self, model: Any) -> Iterator[str]:
         tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
@@ -164,10 +161,3 @@ class Stage:
         if not self.last:
             yield names[head]
             model.set_output_embeddings(NoHead(head))
-
-    def in_front(self) -> Elsewhere:
-        """The stand-in just before the layers that are here."""
-        return getattr(self.base, self.loop.layers)[self.own.start - 1]
-
-    def last_layer(self) -> nn.Module:
-        return getattr(self.base, self.loop.layers)[self.own.stop - 1]

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from ...ops._checks import first_line
 from ..checked import refusal
 from ..experts import runs_own_code
 from ..interface import is_experts
@@ -39,7 +40,7 @@ def rewrite(module: nn.Module) -> tuple[list[str], str | None]:
             with recording() as reads:
                 found = recognise(module)
         except RuntimeError as error:  # from an operator that a rule tries, and that fails on this GPU
-            return [], str(error).partition("\n")[0]
+            return [], first_line(error)
         if found is not None:
             forward, what = found
             if (refused := refusal(module, what)) is not None:

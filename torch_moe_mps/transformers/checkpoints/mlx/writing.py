@@ -17,8 +17,6 @@ from ..weights import quantized_names
 from .names import Names, check_writable
 from .rows import Rows
 
-_SHARD = 2 << 30  # bytes of a file
-
 
 def save_mlx(
     model: PreTrainedModel,
@@ -37,7 +35,7 @@ def save_mlx(
     Raises: ValueError for an architecture whose layout in MLX is not known.
     """
     check_writable(model.config)
-    names, shards = Names(model), Shards(folder, "mlx", _SHARD)
+    names, shards = Names(model), Shards(folder, "mlx")
     formats: dict[str, Format] = {}
     tied = model.all_tied_weights_keys or {}
     beside = tuple(f"{name}." for name in beside_text(model))
