@@ -70,33 +70,41 @@ def test_library_for_another_torch(tmp_path, monkeypatch):
         assert not _extension.load_extension()
 
 
-MESSAGE_ABOUT_A_SHADER = """
+IN_A_FRESH_PROCESS = """
 import sys
 import torch
+from simulator import pipeline_limit
 from support.simulated import install
 install()
-from torch_moe_mps.ops.norms import fused_norm_add
+from torch_moe_mps.ops._samples import packet, sample_arguments
+
+def run(dtype):
+    try:
+        packet("fused_norm_add")(**sample_arguments("mps", dtype)["fused_norm_add"])
+    except RuntimeError as error:
+        print(error, "---")
+
+with pipeline_limit(16):
+    run(torch.float32)
 torch.ops.moe_mps._set_shader_directory(sys.argv[1])
-x = torch.ones(2, 8, device="mps")
-try:
-    fused_norm_add(x, x, x[0], 1e-6)
-except RuntimeError as error:
-    print(error)
+run(torch.float16)
 """
 
 
-@pytest.mark.skipif(sys.platform == "darwin", reason="the simulator stands for Metal's compiler")
-def test_message_of_a_shader_that_does_not_compile(tmp_path):
-    """It names file and line, though the compiler gets one text in which headers are pasted."""
+def test_messages_of_pipelines_and_of_the_compiler(simulated, tmp_path):
+    """Metal would leave out a dispatch of too many threads without a word. A pipeline's limit is read when it
+    is built. A shader that does not compile is named with the line, though its headers are pasted into it."""
     shaders = Path(shutil.copytree(_extension.SHADERS, tmp_path / "shaders"))
     faults = []
     for name in ("norms.h", "norms.metal"):
         source = (shaders / name).read_text()
         (shaders / name).write_text(f"{source}static_assert(false);\n")
         faults.append(f"{name}:{source.count(chr(10)) + 1}:")
-    output = python(MESSAGE_ABOUT_A_SHADER, str(shaders))
-    assert output.startswith("moe_mps: norms_f32 does not compile: ")
-    assert all(fault in output for fault in faults), output
+    narrow, broken, _ = python(IN_A_FRESH_PROCESS, str(shaders)).split("---")
+    message = "moe_mps: norm_add_f32 takes 96 threads a threadgroup, its pipeline on this GPU at most 16"
+    assert narrow.splitlines()[0].strip() == message
+    assert broken.strip().startswith("moe_mps: norms_f16 does not compile: ")
+    assert all(fault in broken for fault in faults), broken
 
 
 def test_a_signature_is_checked_once(simulated, monkeypatch):
@@ -160,24 +168,3 @@ def test_layouts_of_one_shape(simulated):
             out = packet("silu_mul_stacked")(lay(on_mps), torch.ones(4, 32, device="mps"))
             gate = lay(wide).double()
             torch.testing.assert_close(out.cpu().double(), gate / (1 + (-gate).exp()), rtol=1e-6, atol=1e-6)
-
-
-NARROW_PIPELINE = """
-from simulator import pipeline_limit
-from support.simulated import install
-install()
-from torch_moe_mps.ops._samples import packet, sample_arguments
-import torch
-arguments = sample_arguments("mps", torch.float32)["fused_norm_add"]
-with pipeline_limit(16):
-    try:
-        packet("fused_norm_add")(**arguments)
-    except RuntimeError as error:
-        print(str(error).splitlines()[0])
-"""
-
-
-def test_pipeline_that_allows_fewer_threads(simulated):
-    """Metal would leave out such a dispatch without a word. A pipeline's limit is read when it is built."""
-    message = "moe_mps: norm_add_f32 takes 96 threads a threadgroup, its pipeline on this GPU at most 16"
-    assert python(NARROW_PIPELINE) == message

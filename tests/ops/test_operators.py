@@ -10,12 +10,7 @@ from support.operators import MODULES, positional, wrapped
 
 from torch_moe_mps.ops import OPERATORS
 from torch_moe_mps.ops._checks import ACTIVATION_DTYPES as DTYPES
-from torch_moe_mps.ops._samples import (
-    copies,
-    more_samples,
-    packet,
-    sample_arguments,
-)
+from torch_moe_mps.ops._samples import copies, more_samples, packet, sample_arguments
 
 # What is tested here does not depend on the order of threads.
 pytestmark = pytest.mark.one_schedule
@@ -111,15 +106,20 @@ def test_samples_cover_every_operator():
     assert set(sample_arguments("cpu", torch.float32)) == set(OPERATORS)
 
 
+ALL_UTILS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
 @pytest.mark.of_kernels
 @pytest.mark.parametrize("name", OPERATORS)
-def test_opcheck(device, name):
-    """In one dtype after the other."""
+@pytest.mark.parametrize("compiles_all", [False, pytest.param(True, marks=pytest.mark.sweep)])
+def test_opcheck(device, name, compiles_all):
+    """In one dtype after the other. Only the sweep compiles the calls of other paths, too."""
     dtype = DTYPES[list(OPERATORS).index(name) % len(DTYPES)]
     base = sample_arguments(device, dtype)[name]
-    for changes in ({}, *more_samples(name, device, dtype)):
+    for number, changes in enumerate(({}, *more_samples(name, device, dtype))):
         args, kwargs = positional(name, copies({**base, **changes}))
-        torch.library.opcheck(packet(name).default, args, kwargs)
+        utils = ALL_UTILS if compiles_all or number == 0 else ALL_UTILS[:-1]
+        torch.library.opcheck(packet(name).default, args, kwargs, test_utils=utils)
 
 
 @pytest.mark.parametrize("name", OPERATORS)

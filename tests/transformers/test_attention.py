@@ -4,11 +4,10 @@ import pytest
 import torch
 from support import tiny_models
 from support.launches import launches, prompted
+from support.memory import Memory
+from support.models import in_parts
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -202,13 +201,7 @@ def test_generate(device, registered, cache, padded):
 
 def steps(model, ids) -> list[torch.Tensor]:
     """The logits of a prompt, of a few tokens and of one token more."""
-    results, cache = [], None
-    with torch.no_grad():
-        for part in ids.split([ids.shape[1] - 4, 3, 1], 1):
-            out = model(input_ids=part, past_key_values=cache, use_cache=True)
-            results.append(out[0].float().cpu())
-            cache = out.past_key_values
-    return results
+    return in_parts(model, ids, 3, 1)[0]
 
 
 def attention_kernels(simulated, run) -> list[str]:
@@ -324,13 +317,7 @@ def test_cross_attention_beside_soft_caps(device):
 
 def in_windows(model, ids) -> list[torch.Tensor]:
     """The logits of a prompt, of one that follows it, of a few tokens and of one; in windows of 6."""
-    results, cache = [], None
-    with torch.no_grad():
-        for part in ids.split([ids.shape[1] - 16, 12, 3, 1], 1):
-            out = model(input_ids=part, past_key_values=cache, use_cache=True)
-            results.append(out[0].float().cpu())
-            cache = out.past_key_values
-    return results
+    return in_parts(model, ids, 12, 3, 1)[0]
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma4", "gpt_oss"])
@@ -360,24 +347,13 @@ def test_a_token_makes_no_mask(simulated, name):
 # Memory ------------------------------------------------------------------------------------------------
 
 
-class Peak(TorchDispatchMode):
-    """The most bytes that tensors made within it have at a time."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.bytes = {}, 0
+class MemoryOfMasks(Memory):
+    """What a causal mask makes is counted, too."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if CausalMask in types:
-            return NotImplemented  # what it makes is counted, too
-        out = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self.live.setdefault(StorageWeakRef(storage), storage.nbytes())
-        self.live = {storage: size for storage, size in self.live.items() if not storage.expired()}
-        self.bytes = max(self.bytes, sum(self.live.values()))
-        return out
+            return NotImplemented
+        return super().__torch_dispatch__(function, types, args, kwargs)
 
 
 class TorchsAttention(TorchFunctionMode):
@@ -407,13 +383,13 @@ def peak_of_a_prompt(model, *prompts: int, padded: bool = False) -> int:
     with FakeTensorMode(), torch.no_grad():
         without_values(model)
         cache = DynamicCache(config=model.config.get_text_config())
-        with TorchsAttention(), Peak() as peak:
+        with TorchsAttention(), MemoryOfMasks() as memory:
             for i, tokens in enumerate(prompts):
                 ids = torch.ones(1, tokens, dtype=torch.int64, device="mps")
                 shown = torch.ones(1, sum(prompts[: i + 1]), dtype=torch.int64, device="mps")
                 options = {"attention_mask": shown} if padded else {}
                 model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **options)
-    return peak.bytes
+    return memory.peak
 
 
 ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1, "num_global_key_value_heads": 1}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.memory import Memory
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3MoeConfig
 
 import torch_moe_mps
@@ -53,29 +53,15 @@ KEYS_AND_VALUES = (1, 2, 7, 8, 9, 10)  # the buffers of attention that have them
 ROTATED_INTO_THE_CACHE = (9, 10)  # buffers of the rotation
 
 
-class Written(TorchDispatchMode):
-    """The bytes that operators of aten write."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and not function.is_view and "empty" not in str(function):
-            self.bytes += out.nbytes
-        return out
-
-
 def counted(simulated, model, keys) -> tuple[int, int]:
     """Bytes of keys and values that the last of so many tokens writes to the cache, and attention reads."""
-    cache, written = DynamicCache(config=HEADS), Written()
+    cache, memory = DynamicCache(config=HEADS), Memory()
     states = torch.ones(1, HEADS.num_key_value_heads, keys - 2, HEADS.head_dim, dtype=torch.bfloat16)
     cache.update(states.to("mps"), states.to("mps"), 0)
     token, update = torch.zeros(1, 1, dtype=torch.int64, device="mps"), cache.update
 
     def counting(*args, **kwargs):
-        with written:
+        with memory:
             return update(*args, **kwargs)
 
     with torch.no_grad():
@@ -86,12 +72,12 @@ def counted(simulated, model, keys) -> tuple[int, int]:
     read = 0
     for dispatch in dispatches:
         if dispatch.kernel == "rope_bf16":
-            written.bytes += sum(dispatch.buffers[i].bytes_written for i in ROTATED_INTO_THE_CACHE)
+            memory.written += sum(dispatch.buffers[i].bytes_written for i in ROTATED_INTO_THE_CACHE)
         if dispatch.kernel.startswith("attention") and "merge" not in dispatch.kernel:
             buffers = [dispatch.buffers[i] for i in KEYS_AND_VALUES if i in dispatch.buffers]
             read += sum(buffer.distinct_bytes_read for buffer in buffers)
             assert all(buffer.bytes_read == buffer.distinct_bytes_read for buffer in buffers[:2])
-    return written.bytes, read
+    return memory.written, read
 
 
 @pytest.mark.parametrize("keys", [4096, pytest.param(32768, marks=pytest.mark.sweep)])
