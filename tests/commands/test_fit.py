@@ -122,7 +122,7 @@ def test_a_cache_in_8_bits(qwen3, capsys):
     dense, output = outputs
     assert f"KV cache in 8 bits: {token / 1e6:.3f} GB for each 1,000 tokens" in output
     assert table(output, "weights") == table(dense, "weights")
-    two = fit.sizes_of(fit.Source(str(qwen3), arguments={"dtype": "bfloat16"}).skeleton(), 64)[-1]
+    two = fit.sizes_of(fit.Source(str(qwen3), {"dtype": "bfloat16"}).skeleton(), 64)[-1]
     fits = context(macs.wired_limit(16) - two.weights, token)
     assert table(output, "Mac")["16 GB"][-1] == f"{fits:,}" and 30_000 < fits < 40_960
     bounds = table(output, "chip")["M4 Max (40 cores), 546 GB/s"]

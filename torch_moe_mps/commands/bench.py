@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> None:
         bandwidth, chip = bandwidth or mac.bandwidth, mac.chip
     cache = None
     if bandwidth is not None:
-        cache = kv_cache(Source(source, arguments=loading_options(options)).skeleton(), options.kv_bits)
+        cache = kv_cache(Source(source, loading_options(options)).skeleton(), options.kv_bits)
     bench = Bench(model, options, None if bandwidth is None else bandwidth * 1e9, cache)
     size = f"{_of_all_processes(model, total_bytes(model)) / 1e9:.2f} GB"
     if processes() > 1:

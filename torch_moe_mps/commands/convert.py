@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError("--save-recipe needs --budget, whose recipe it writes")
     local = Path(options.source).is_dir()
     source = folder_of(options.source, options.revision, weights=local)
-    model = Source(source, arguments=loading_options(options)).skeleton()
+    model = Source(source, loading_options(options)).skeleton()
     if options.to == "mlx":
         check_writable(model.config)
     copied = [file for file in small_files(source) if file.name not in _WRITTEN]

@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"--context must be at least 0 tokens, got {options.context}")
     mac = this_mac() if options.mac else None
     folder = folder_of(options.model, options.revision, weights=False)
-    model = Source(folder, arguments=loading_options(options)).skeleton()
+    model = Source(folder, loading_options(options)).skeleton()
     if options.macs is not None:
         print(spread(model, options.group_size, options.macs, options.kv_bits))
     else:

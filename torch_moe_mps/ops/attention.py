@@ -99,7 +99,7 @@ def _meta_attention(
 def seen_in_order(
     tokens: int, keys: int, end: int, window: int | None, key_range: Tensor | None, device: torch.device
 ) -> Tensor:
-    """[B or 1, 1, T, S], True where a token sees a key: the last of T tokens is the one before `end` of S."""
+    """[B or 1, 1, T, S], True where a token sees a key; the last of the T tokens is the key before `end`."""
     key = torch.arange(keys, device=device)
     distance = torch.arange(end - tokens, end, device=device)[:, None] - key
     seen = ((distance >= 0) if window is None else (distance >= 0) & (distance < window))[None, None]
@@ -116,7 +116,7 @@ def _added(mask: Tensor) -> Tensor:
     return mask.float().masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)
 
 
-def _values(cache: Tensor, scales: Tensor | None, biases: Tensor | None) -> Tensor:
+def values_in(cache: Tensor, scales: Tensor | None, biases: Tensor | None) -> Tensor:
     """Keys or values in float32."""
     if scales is None:
         return cache.float()
@@ -178,7 +178,7 @@ def attention(
     """
     batch, heads, tokens, width = q.shape
     key_heads, keys = k.shape[1:3]
-    keys_, values = _values(k, k_scales, k_biases), _values(v, v_scales, v_biases)
+    keys_, values = values_in(k, k_scales, k_biases), values_in(v, v_scales, v_biases)
     queries = q.float().reshape(batch, key_heads, heads // key_heads, tokens, width) * scale
     if mask is None:
         mask = seen_in_order(tokens, keys, keys, window, key_range, q.device)

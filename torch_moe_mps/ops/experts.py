@@ -119,7 +119,7 @@ def add_bias(rows: Tensor, groups: Groups, ids: Tensor, bias: Tensor | None) -> 
     return rows if bias is None else rows + bias[ids.reshape(-1)[groups.pairs]].float()
 
 
-# What a stack of matrices makes of rows in the order of the groups.
+# Multiplies rows, in the order of the groups, by the matrices of their experts.
 Product: TypeAlias = Callable[[Tensor, Groups], Tensor]
 
 
@@ -167,7 +167,7 @@ def combine_experts(
 
 
 def _dense_product(weight: Tensor, transposed: bool) -> Product:
-    """Of a dense stack, whatever its strides."""
+    """The product with a dense stack, whatever its strides."""
     matrices = weight if transposed else weight.mT
     return lambda rows, groups: grouped_product(rows, groups, matrices.__getitem__, matrices.shape[2])
 

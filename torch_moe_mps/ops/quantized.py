@@ -21,7 +21,7 @@ from .norms import InputNorm
 
 
 def _quantized_product(weight: QuantizedWeight) -> Product:
-    """Of a quantised stack, in float32; experts are dequantised one at a time."""
+    """The product with a quantised stack, in float32; experts are dequantised one at a time."""
 
     def matrix(expert: int) -> Tensor:
         return weight.values(expert).t()

@@ -295,7 +295,7 @@ def _biases(self: Experts) -> dict[str, Tensor]:
 
 
 def _in_steps(self: Experts, x: Tensor, ids: Tensor, weights: Tensor, shared: dict) -> Tensor:
-    """The module's own activation between the operators for single matrices."""
+    """Runs the module's own activation between two operators for one matrix each."""
     first, second = projections(self)
     rows = _multiplied(self, first, x, ids)
     rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)

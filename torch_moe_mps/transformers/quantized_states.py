@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..ops._checks import ACTIVATION_DTYPES
-from ..ops._formats import GROUP_SIZES, Format, dequantize_values
-from ..ops.attention import CACHE_BITS
+from ..ops._formats import GROUP_SIZES
+from ..ops.attention import CACHE_BITS, values_in
 
 _ATEN = torch.ops.aten
 # Operators along a dimension, with the position of that argument: they apply to codes and scales alike.
@@ -88,9 +88,7 @@ class QuantizedStates(Tensor):
         self.write(self.shape[2] - 1, states)
 
     def dequantized(self) -> Tensor:
-        size = self.shape[3] // self.scales.shape[3]
-        values = dequantize_values(self.packed, self.scales, self.biases, Format(CACHE_BITS, size))
-        return values.to(self.dtype)
+        return values_in(*self._parts()).to(self.dtype)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]

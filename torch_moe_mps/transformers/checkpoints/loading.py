@@ -73,7 +73,7 @@ def from_pretrained(
     elif shares is not None:
         expected = "given with distributed_config=DistributedConfig(pp_size=...)"
         raise ValueError(f"moe_mps::from_pretrained: shares must be {expected}, got none")
-    source = Source(name, model_class, kwargs)
+    source = Source(name, kwargs, model_class)
     pipeline = None
     if spread:
         alike = asked | {key: value for key, value in source.others.items() if key != "device_map"}

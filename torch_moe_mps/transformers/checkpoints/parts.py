@@ -70,7 +70,7 @@ class Parts:
         dtype: Any = "auto",
         trust_remote_code: bool = False,
     ):
-        checkpoint = Source(source, model_class, {"dtype": dtype, "trust_remote_code": trust_remote_code})
+        checkpoint = Source(source, {"dtype": dtype, "trust_remote_code": trust_remote_code}, model_class)
         if recipe is None and checkpoint.stored.get("quant_method", "fp8") != "fp8":
             _CHECK.fail(str(source), "a dense checkpoint, or one in FP8", "one that is quantised already")
         files = [str(file) for file in checkpoint_files(source)]

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,12 +32,12 @@ _FOR_BOTH = (
 
 
 class Source:
-    """A checkpoint, by what its config says.
+    """What the config of a checkpoint says.
 
     Args:
         name: a folder, or a name on the Hub.
-        model_class: of transformers; the default is the Auto class for a model that generates text.
         arguments: of the from_pretrained of the class.
+        model_class: of transformers; the default is the Auto class for a model that generates text.
 
     Attributes:
         config: with the overrides among the arguments.
@@ -49,9 +48,7 @@ class Source:
     Raises: ValueError for a type of model that is not known.
     """
 
-    def __init__(
-        self, name: str, model_class: Any = None, arguments: Mapping[str, Any] = MappingProxyType({})
-    ):
+    def __init__(self, name: str, arguments: Mapping[str, Any], model_class: Any = None):
         self.others = {key: value for key, value in arguments.items() if key != "config"}
         config = arguments.get("config")
         if isinstance(config, PreTrainedConfig):

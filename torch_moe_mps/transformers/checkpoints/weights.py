@@ -50,7 +50,7 @@ def words(tensor: Tensor) -> Tensor:
 
 
 def as_parameters(target: Target, stack: QuantizedWeight) -> QuantizedWeight:
-    """A stack of matrices as parameters of the module; a layer has the only matrix."""
+    """Makes a stack of matrices parameters of the module; a layer has a single matrix, without a stack."""
 
     def parameter(tensor: Tensor) -> nn.Parameter:
         own = tensor if target.kind == "experts" else tensor.squeeze(0)
