@@ -157,11 +157,12 @@ def test_switched_off(package):
         import sys
         import torch
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+        from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
         print("torch_moe_mps" in sys.modules, "moe_mps" in ALL_EXPERTS_FUNCTIONS)
         import torch_moe_mps
-        print("moe_mps" in ALL_EXPERTS_FUNCTIONS)
+        print("moe_mps" in ALL_EXPERTS_FUNCTIONS, "moe_mps" in AUTO_QUANTIZER_MAPPING)
     """
-    assert python(package, source, MOE_MPS_AUTOLOAD="0").split() == ["False", "False", "True"]
+    assert python(package, source, MOE_MPS_AUTOLOAD="0").split() == ["False", "False", "True", "True"]
 
 
 EXTENDED = {"extended.one": "register_one", "extended.two": "register_two"}

@@ -27,20 +27,35 @@ def test_unknown_transformers_can_be_imported(tmp_path):
 
 
 def test_import_waits_for_torch_and_transformers():
-    """It imports neither, and the operators are there once torch is."""
+    """It imports neither. Operators are there once torch is, experts and quantiser once transformers is."""
     code = """
-        import sys
+        import sys, warnings
+        warnings.filterwarnings("error", message="torch_moe_mps")
         import torch_moe_mps
         print("torch" in sys.modules, *(name for name in sys.modules if name.startswith("torch_moe")))
         import torch
         print(torch.ops.moe_mps.rms_norm, "rms_norm" in torch_moe_mps.ops.OPERATORS)
         print("transformers" in sys.modules)
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+        from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+        print("moe_mps" in ALL_EXPERTS_FUNCTIONS, AUTO_QUANTIZER_MAPPING["moe_mps"].__module__)
     """
     assert python(code).split("\n") == [
         "False torch_moe_mps_autoload torch_moe_mps",
         "moe_mps.rms_norm True",
         "False",
+        "True torch_moe_mps.transformers.checkpoints.quantizer",
     ]
+
+
+def test_import_is_light():
+    code = """
+        import torch, time
+        start = time.process_time()
+        import torch_moe_mps
+        print(time.process_time() - start)
+    """
+    assert float(python(code)) < 0.3
 
 
 def test_public_names():
@@ -49,24 +64,15 @@ def test_public_names():
         torch_moe_mps.acelerate  # noqa: B018
 
 
-def test_reloading_before_transformers_is_imported():
-    """Two waiting finders once asked each other for ever."""
+def test_copies_that_wait_beside_each_other():
+    """Two finders, of a package that is reloaded, and a third, of one that is imported anew."""
     code = """
-        import importlib, torch_moe_mps
+        import importlib, sys, torch_moe_mps
         importlib.reload(torch_moe_mps)
-        import torch
+        for name in [name for name in sys.modules if name.startswith("torch_moe_mps")]:
+            del sys.modules[name]
+        import torch_moe_mps, torch
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
         print("moe_mps" in ALL_EXPERTS_FUNCTIONS, torch.ops.moe_mps.rms_norm)
     """
     assert python(code) == "True moe_mps.rms_norm"
-
-
-def test_another_copy_that_waits_too():
-    code = """
-        import sys, torch_moe_mps
-        for name in [name for name in sys.modules if name.startswith("torch_moe_mps")]:
-            del sys.modules[name]
-        import torch_moe_mps, torch
-        print(torch.ops.moe_mps.rms_norm)
-    """
-    assert python(code) == "moe_mps.rms_norm"

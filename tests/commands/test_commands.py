@@ -1,6 +1,7 @@
 """The commands convert and perplexity, on tiny checkpoints with a tokenizer of characters."""
 
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -27,15 +28,25 @@ ONE_KIND = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Folders of models, each written once."""
+
+    @functools.cache
+    def write(architecture):
+        folder = tmp_path_factory.mktemp(architecture)
+        with tiny_models.groups_of_32(), tiny_models.sizes(num_hidden_layers=8):
+            tiny_models.tiny_model(architecture).save_pretrained(folder, max_shard_size="200KB")
+        add_tokenizer(folder)
+        return folder
+
+    return write
+
+
 @pytest.fixture
-def checkpoint(request, tmp_path):
+def checkpoint(request, written, tmp_path):
     """A folder that is not quantised, sharded, with a tokenizer."""
-    with tiny_models.groups_of_32(), tiny_models.sizes(num_hidden_layers=8):
-        model = tiny_models.tiny_model(getattr(request, "param", "qwen3_moe"))
-    folder = tmp_path / "dense"
-    model.save_pretrained(folder, max_shard_size="200KB")
-    add_tokenizer(folder)
-    return folder
+    return shutil.copytree(written(getattr(request, "param", "qwen3_moe")), tmp_path / "dense")
 
 
 def add_tokenizer(folder):
@@ -73,12 +84,6 @@ def test_convert(checkpoint, tmp_path, capsys):
     assert all(torch.equal(state[name], expected[name]) for name in state)
     transformers.AutoTokenizer.from_pretrained(tmp_path / "new")
     assert {path.name for path in tmp_path.iterdir()} == {"dense", "new"}
-
-
-def test_dry_run_writes_nothing(checkpoint, tmp_path, capsys):
-    assert run("convert", checkpoint, tmp_path / "new", "--bits", 4, "--group-size", 32, "--dry-run") == 0
-    assert "fits in three quarters of this machine's" in capsys.readouterr().out
-    assert {path.name for path in tmp_path.iterdir()} == {"dense"}
 
 
 def test_mixed_recipe(checkpoint, tmp_path):
@@ -288,11 +293,13 @@ def test_code_of_a_model_runs_only_when_trusted(tmp_path, short_text, capsys):
 
 
 def test_the_dry_run_says_what_a_token_reads(tmp_path, capsys):
-    """As the report of the conversion does, from the tensors that were written."""
+    """As the report of the conversion does, from the tensors that were written. It writes nothing."""
     with tiny_models.groups_of_32(), tiny_models.sizes(hidden_size=512, moe_intermediate_size=512):
         tiny_models.tiny_model("qwen3_moe").save_pretrained(tmp_path / "dense")
     assert run("convert", tmp_path / "dense", tmp_path / "new", "--group-size", 32, "--dry-run") == 0
     said = capsys.readouterr().out
+    assert "fits in three quarters of this machine's" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"dense"}
     model = torch_moe_mps.from_pretrained(tmp_path / "dense", bits=4, group_size=32)
     expected = model.hf_quantizer.report.bytes_after
     assert f"{expected / 1e9:.3f} GB of the quantised one" in said and expected > 1e6

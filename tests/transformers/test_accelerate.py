@@ -1,54 +1,15 @@
-"""accelerate and restore: registration, the operators of a layer, the report, and who keeps its own code."""
+"""accelerate and restore: the operators of a layer, the report, and who keeps its own code."""
 
 import pytest
 import torch
 import transformers
 from support import tiny_models
 from support.models import CountOperators, assert_close, eager, generate, operators_of, output, prompt
-from support.processes import python
 from torch import nn
 
 import torch_moe_mps
 
 transformers.logging.set_verbosity_error()
-
-
-# Registration
-
-
-@pytest.mark.parametrize(
-    ("order", "touch"),
-    [
-        pytest.param(("torch_moe_mps", "transformers"), True, marks=pytest.mark.sweep),
-        (("transformers", "torch_moe_mps"), False),
-    ],
-)
-def test_registered_in_both_import_orders(order, touch):
-    """Experts and quantiser; `touch` imports the experts module of transformers in between."""
-    between = "import transformers.integrations.moe" if touch else ""
-    printed = python(f"""
-        import warnings
-        warnings.filterwarnings("error", message="torch_moe_mps")
-        import {order[0]}
-        {between}
-        import {order[1]}
-        from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-        print("moe_mps" in ALL_EXPERTS_FUNCTIONS, AUTO_QUANTIZER_MAPPING["moe_mps"].__module__)
-    """)
-    assert printed == "True torch_moe_mps.transformers.checkpoints.quantizer"
-
-
-def test_import_is_light():
-    printed = python("""
-        import sys, time, torch
-        start = time.process_time()
-        import torch_moe_mps
-        print("transformers" in sys.modules, time.process_time() - start)
-    """)
-    imported, seconds = printed.split()
-    assert imported == "False"
-    assert float(seconds) < 0.3
 
 
 def test_set_experts_implementation_alone():
@@ -64,10 +25,16 @@ def test_set_experts_implementation_alone():
 
 
 def test_operators_of_a_layer():
+    """The same ones when a model is accelerated again, none when it is restored."""
     model = tiny_models.tiny_model("qwen2_moe")
-    torch_moe_mps.accelerate(model)
+    first = str(torch_moe_mps.accelerate(model))
     expected = {"rms_norm": 3, "rope": 2, "fused_residual_norm": 2, "moe_router": 2, "moe_experts": 2}
     assert operators_of(lambda: output(model, prompt())) == expected | {"rope_tables": 1}
+    classes = [type(module) for module in model.modules()]
+    assert str(torch_moe_mps.accelerate(model)) == first
+    assert [type(module) for module in model.modules()] == classes
+    torch_moe_mps.restore(model)
+    assert operators_of(lambda: output(model, prompt())) == {}
 
 
 def test_nothing_between_router_and_experts():
@@ -93,33 +60,18 @@ def test_other_implementation_after_acceleration():
 
 
 def test_operators_of_gemma4():
-    model = tiny_models.tiny_model("gemma4")
-    torch_moe_mps.accelerate(model)
-    expected = {"fused_norm_add": 4, "fused_norm_add_scalar": 2, "moe_gate": 2, "moe_experts": 2}
-    expected |= {"rms_norm": 11, "rope": 2, "rope_tables": 2}
-    assert operators_of(lambda: output(model, prompt())) == expected
-
-
-def test_restore():
+    """And what is left of them after restore: nothing."""
     model = tiny_models.tiny_model("gemma4")
     before = [(name, type(module), set(module.__dict__)) for name, module in model.named_modules()]
     implementation = model.config._experts_implementation
     torch_moe_mps.accelerate(model)
+    expected = {"fused_norm_add": 4, "fused_norm_add_scalar": 2, "moe_gate": 2, "moe_experts": 2}
+    expected |= {"rms_norm": 11, "rope": 2, "rope_tables": 2}
+    assert operators_of(lambda: output(model, prompt())) == expected
     assert torch_moe_mps.restore(model) is model
     after = [(name, type(module), set(module.__dict__)) for name, module in model.named_modules()]
     assert before == after
     assert model.config._experts_implementation == implementation
-    assert operators_of(lambda: output(model, prompt())) == {}
-
-
-def test_accelerate_twice_is_accelerate_once():
-    model = tiny_models.tiny_model("qwen2_moe")
-    first = str(torch_moe_mps.accelerate(model))
-    classes = [type(module) for module in model.modules()]
-    assert str(torch_moe_mps.accelerate(model)) == first
-    assert [type(module) for module in model.modules()] == classes
-    torch_moe_mps.restore(model)
-    assert operators_of(lambda: output(model, prompt())) == {}
 
 
 def test_report_prints_a_table():
@@ -177,24 +129,6 @@ def test_training_runs_the_models_own_code():
         assert torch.equal(gradient, expected[name]), name
 
 
-def test_gradients_in_evaluation_mode():
-    model = tiny_models.tiny_model("gemma4")
-    torch_moe_mps.accelerate(model)
-    assert operators_of(lambda: model(input_ids=prompt())) == {}
-    model.requires_grad_(False)
-    assert "moe_experts" in operators_of(lambda: model(input_ids=prompt()))
-
-
-def test_frozen_weights_need_no_gradients():
-    """Outside of no_grad, too, the operators run while nothing asks for gradients."""
-    model = eager(tiny_models.tiny_model("qwen3_moe")).requires_grad_(False)
-    torch_moe_mps.accelerate(model)
-    ids = prompt()
-    used = operators_of(lambda: model(input_ids=ids))
-    assert torch.is_grad_enabled() and used == operators_of(lambda: output(model, ids))
-    assert used["moe_experts"] == 2
-
-
 def test_forward_mode_gradients():
     """torch.func.jvp through dense weights is the model's own; quantised ones say that they have none."""
     with tiny_models.groups_of_32():
@@ -245,16 +179,16 @@ def test_gradients_of_the_routing_weights_alone():
     assert torch.equal(gradient(), expected)
 
 
-def test_autocast_runs_the_models_own_code():
-    model = tiny_models.tiny_model("qwen3_moe")
-    torch_moe_mps.accelerate(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert operators_of(lambda: output(model, prompt())) == {}
-
-
-def test_float64_runs_the_models_own_code():
+def test_where_the_models_own_code_runs():
+    """With gradients, which frozen weights do not need outside of no_grad either, autocast or float64."""
     model = tiny_models.tiny_model("gemma4")
     torch_moe_mps.accelerate(model)
+    used = operators_of(lambda: output(model, prompt()))
+    assert used["moe_experts"] == 2 and operators_of(lambda: model(input_ids=prompt())) == {}
+    model.requires_grad_(False)
+    assert torch.is_grad_enabled() and operators_of(lambda: model(input_ids=prompt())) == used
+    with torch.autocast("cpu", torch.bfloat16):
+        assert operators_of(lambda: output(model, prompt())) == {}
     model.double()
     assert operators_of(lambda: output(model, prompt())) == {}
 
@@ -285,8 +219,7 @@ def test_beam_search():
     assert torch.equal(generate(model, ids, num_beams=3, max_new_tokens=12), tokens)
 
 
-@pytest.mark.parametrize("architecture", ["qwen2_moe", "gpt_oss"])
-@pytest.mark.parametrize("rewritten", [True, False])
+@pytest.mark.parametrize(("architecture", "rewritten"), [("qwen2_moe", True), ("gpt_oss", False)])
 def test_torch_compile(architecture, rewritten):
     """One graph with the operators in it; without accelerate the experts' plan is found while compiling."""
     model = eager(tiny_models.tiny_model(architecture))

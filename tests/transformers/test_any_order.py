@@ -16,7 +16,7 @@ ALWAYS = {
 
 
 def test_a_few_orders():
-    short = settings(max_examples=12, stateful_step_count=8, derandomize=True, **ALWAYS)
+    short = settings(max_examples=8, stateful_step_count=8, derandomize=True, **ALWAYS)
     run_state_machine_as_test(ModelMachine, settings=short)
 
 

@@ -147,14 +147,6 @@ def test_errors_name_the_parameter(change, message, tmp_path):
         torch_moe_mps.from_pretrained(str(tmp_path), bits=4, group_size=32)
 
 
-def test_experts_that_do_not_fit_are_an_error(tmp_path):
-    tiny("qwen3_moe").save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"experts.gate_up_proj must be of an input dimension that is a multiple"
-    ):
-        torch_moe_mps.from_pretrained(str(tmp_path), bits=4, group_size=128)
-
-
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize("device_map", ["mps", torch.device("mps"), {"": "mps"}], ids=str)
 def test_the_bits_on_mps_are_those_on_the_cpu(device_map, tmp_path):
