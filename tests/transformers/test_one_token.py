@@ -210,7 +210,17 @@ class ReadTwice(Rotated):
         return q, k, v, new
 
 
-@pytest.mark.parametrize("cls", [Rotated, Asked, ReadTwice])
+class TakenTwice(Rotated):
+    def forward(self, q, k, v, cos, sin, cache=None, asked=True):
+        both = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        k, v = both[1], v.transpose(1, 2)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        new = both[1]
+        return both[0], k, v, new
+
+
+@pytest.mark.parametrize("cls", [Rotated, Asked, ReadTwice, TakenTwice])
 def test_keys_that_only_a_cache_reads_are_written_into_it(cls):
     module, own = cls().eval(), cls().eval()
     rewrites, _ = rewrite(module)

@@ -115,6 +115,21 @@ class OfAnother(nn.Module):
         return q, k
 
 
+class Transposed(nn.Module):
+    def forward(self, q, k, cos, sin):
+        q, k = apply_rotary_pos_emb_interleave(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return q, k
+
+
+class OneTransposed(nn.Module):
+    """The one head of k needs no transposition."""
+
+    def forward(self, q, k, cos, sin):
+        k = k.view(2, 1, 3, 16)
+        q, k = apply_rotary_pos_emb_interleave(q.transpose(1, 2), k, cos, sin)
+        return q, k
+
+
 def tables(heads_first: bool) -> tuple[torch.Tensor, ...]:
     """q, k, cos and sin for 2 x 3 tokens."""
     generator = torch.Generator().manual_seed(0)
@@ -171,3 +186,11 @@ def test_the_operator_takes_whole_heads(cls, whole):
     assert rewrites == ["rope"] and used == {"rope": 1}
     assert ("last=" in source, "torch.cat" in source) == (whole, not whole)
     assert ("torch.split" in source) == (cls is not Cut)
+
+
+@pytest.mark.parametrize("cls", [Transposed, OneTransposed])
+def test_q_is_not_transposed_for_the_operator(cls):
+    """It takes rows of tokens, where the model's function takes heads first."""
+    rewrites, used, source = check(cls, heads_first=False)
+    assert rewrites == ["rope"] and used == {"rope": 1}
+    assert "rows=True" in source and "q.transpose" not in source

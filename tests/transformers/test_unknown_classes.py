@@ -93,6 +93,21 @@ def test_softmax_over_another_dimension():
     assert rewrite(router) == ([], "its formula is not one of moe_router's")
 
 
+class ChangedLogits(FutureRouter):
+    """What the ids are computed of is another value in the end."""
+
+    def forward(self, hidden_states):
+        logits = F.linear(hidden_states, self.weight)
+        weights, ids = torch.topk(logits.softmax(-1), self.top_k, dim=-1)
+        logits *= 2
+        return logits, weights, ids
+
+
+def test_logits_that_change_in_place():
+    router = ChangedLogits().eval()
+    assert rewrite(router) == ([], "it changes in place what its formula reads")
+
+
 class LateLogits(FutureRouter):
     """What the router returns first is computed after the ids."""
 

@@ -20,11 +20,11 @@ from .programs import Program, Unsupported, calls_in, copied
 from .reads import record
 from .straightening import attributes_in, straighten
 
+_OF_ONE = ("sigmoid", "silu", "square", "rsqrt", "exp", "softplus", "zeros_like")
 # Operations by name: the parameters in order. A dimension must be the last one.
 _PARAMETERS = {
+    **dict.fromkeys(_OF_ONE, ("input",)),
     "softmax": ("input", "dim", "dtype"),
-    "sigmoid": ("input",),
-    "silu": ("input",),
     "topk": ("input", "k", "dim", "largest", "sorted"),
     "gather": ("input", "dim", "index"),
     "sum": ("input", "dim", "keepdim"),
@@ -34,11 +34,6 @@ _PARAMETERS = {
     "clamp": ("input", "min", "max"),
     "clamp_min": ("input", "min"),
     "pow": ("input", "exponent"),
-    "square": ("input",),
-    "rsqrt": ("input",),
-    "exp": ("input",),
-    "softplus": ("input",),
-    "zeros_like": ("input",),
     "scatter_": ("input", "dim", "index", "value"),
     "masked_fill": ("input", "mask", "value"),
     "chunk": ("input", "chunks", "dim"),
@@ -55,7 +50,7 @@ _FUNCTIONS = {
 _CASTS = {"float", "to", "type", "type_as", "detach", "double", "half", "bfloat16", "bool"}
 _SHAPES = {"view", "reshape", "unsqueeze", "squeeze", "expand", "flatten", "contiguous"}
 _TRANSPARENT = {"cast", "shape"}
-# Expressions without an effect, as those that functions are found by.
+# What the expressions that functions are found by consist of: reading these has no effect.
 _READABLE = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.expr_context)
 _NUMBER = (int, float, str)  # what float() takes
 BINARY = {ast.Add: "add", ast.Mult: "mul", ast.Sub: "sub", ast.Div: "div", ast.Pow: "pow"}
@@ -276,7 +271,7 @@ class Reader:
             self.record(value.func)
             return self.make(name, (self.read(value.args[0]),), value)
         path = self.prefix + ast.unparse(value.func)[4:]
-        if not path.startswith(self.prefix + "."):
+        if not path.startswith(self.prefix + ".") or "[" in path:
             return self.opaque(value)
         if any(isinstance(a, ast.Starred) for a in value.args) or any(k.arg is None for k in value.keywords):
             return self.opaque(value)

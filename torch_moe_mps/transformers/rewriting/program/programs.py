@@ -83,6 +83,11 @@ def calls_in(tree: ast.AST) -> Iterator[ast.Call]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
 
 
+def arguments_in(a: ast.arguments) -> list[ast.arg]:
+    every = [*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg]
+    return [argument for argument in every if argument is not None]
+
+
 class Program:
     """A block of statements in order; `definitions` maps the names that they define to the values."""
 
@@ -100,9 +105,7 @@ class Program:
         self._fresh = 0
 
     def arguments_names(self) -> set[str]:
-        a = self.arguments
-        every = [*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg]
-        return {argument.arg for argument in every if argument is not None}
+        return {each.arg for each in arguments_in(self.arguments)}
 
     def fresh(self, stem: str) -> str:
         """A new name for a version of the variable `stem`."""

@@ -20,6 +20,7 @@ from .programs import (
     Program,
     RenameVariables,
     Unsupported,
+    arguments_in,
     calls_in,
     copied,
     name_of,
@@ -144,19 +145,12 @@ class _Builder:
         self.tree = _parse(function)
         self.globals = function.__globals__
         arguments = copied(self.tree.args)
-        names = [
-            *arguments.posonlyargs,
-            *arguments.args,
-            *arguments.kwonlyargs,
-            arguments.vararg,
-            arguments.kwarg,
-        ]
-        for argument in filter(None, names):
+        for argument in arguments_in(arguments):
             argument.annotation = None
         self.program = Program(module, function, arguments)
         self.statements = self.program.statements  # the block that is built
         self.merged: dict[str, list[str]] = {}  # {name behind an `if`: the names that it has in the branches}
-        self.names = {argument.arg: argument.arg for argument in filter(None, names)}
+        self.names = {each: each for each in self.program.arguments_names()}
         self.returned = False
 
     def build(self) -> Program:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...experts import is_observed
 from ..program.building import code
-from ..program.programs import If, Program, names_in
+from ..program.programs import If, Program, name_of, names_in
 from ..program.rewrites import Form, Match, Rewrite
 from ..runtime import called
 from .norms import norm_arguments, norm_in
@@ -135,6 +135,8 @@ def _write(match: Match, turned: str, other: str) -> bool:
         return False
     rotation = found.statements["ITEMS"]
     block = program.block_of(rotation)
+    if program.uses(name_of(rotation)) != 2:  # for q and for k
+        return False
     if v not in block or program.mutates_between(*sorted((v, rotation), key=block.index)):
         return False
     values = match.values | found.values
