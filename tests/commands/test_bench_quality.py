@@ -1,18 +1,15 @@
 """scripts/bench_quality.py, with a model that is hardly trained."""
 
-import subprocess
-import sys
-
+import bench_quality
 import pytest
-from support.processes import REPOSITORY, environment
+from support.processes import REPOSITORY
 
 
 @pytest.mark.sweep
-def test_table(tmp_path):
-    out = tmp_path / "quality.md"
-    command = [sys.executable, REPOSITORY / "scripts" / "bench_quality.py", "--steps", "3", "--bytes", "600"]
-    subprocess.run([*command, "--out", out], check=True, env=environment())
-    rows = [line.split(" | ") for line in out.read_text().splitlines() if line.startswith("| ")][1:]
+def test_table(monkeypatch):
+    monkeypatch.setattr(bench_quality, "WINDOW", 32)
+    text = bench_quality.table(steps=3, tested=600)
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
     names = [row[0].removeprefix("| ") for row in rows]
     assert names[0] == "dense, bfloat16" and names[1::2] == ["3 bits", "4 bits", "mixed_4_6"]
     sizes = [float(row[1]) for row in rows]
