@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from support import tiny_models
-from support.models import assert_close, eager, output, prompt
+from support.models import assert_close, eager, edit_forward, output, prompt
 from torch import nn
 
 import torch_moe_mps
@@ -246,9 +246,12 @@ def test_residuals_are_added_once(architecture):
     assert_close(output(model, prompt()), expected, 2e-5)
 
 
-def test_a_layer_that_unpacks_the_result_of_its_block():
+@pytest.mark.parametrize("call", ["self.mlp(hidden_states)", "self.mlp(hidden_states=hidden_states)"])
+def test_a_layer_that_unpacks_the_result_of_its_block(call):
     """Qwen3-Next's takes a tensor or a tuple of two; a hook may make the one out of the other."""
     own = eager(tiny_models.tiny_model("qwen3_next"))
+    for layer in own.model.layers:
+        edit_forward(layer, "self.mlp(hidden_states)", call)
     fast = copy.deepcopy(own)
     report = torch_moe_mps.accelerate(fast)
     assert all("residual in mlp" in row.replaced_by for row in report.rows if row.kind == "layer")
