@@ -52,7 +52,7 @@ def check_tools() -> None:
 def host_flags() -> list[str]:
     """Of every source: Objective-C++, what is plain C++ too, so that one precompiled header serves all."""
     flags = ["-std=c++20", "-fPIC", os.environ.get("METAL_SIMULATOR_OPTIMISE", "-O0")]
-    flags += ["-Wall", "-Wno-unused-function"]
+    flags += ["-Wall", "-Wno-unused-function", "-Werror=objc-method-access"]
     flags += ["-isystem", str(TORCH / "include"), "-isystem", str(TORCH / "include/torch/csrc/api/include")]
     flags += ["-isystem", str(python_include()), "-Imetal/linux", "-Imetal/include"]
     flags += ["-fobjc-runtime=gcc", "-fblocks", "-fexceptions", "-fobjc-exceptions"]

@@ -319,6 +319,26 @@ def test_host_code_that_does_not_compile_shows_the_message(tmp_path):
         build_device.build_library("broken", [source])
 
 
+def test_host_code_that_sends_what_nobody_declares_does_not_compile(tmp_path):
+    source = tmp_path / "unknown.mm"
+    source.write_text("""
+        #import <Metal/Metal.h>
+        void end(id<MTLComputeCommandEncoder> encoder) { [encoder endEncodingNow]; }
+        void name(id anything) { [anything setLabel:nil]; }
+        void make() { [NSString stringFromNowhere]; }
+        void measure(NSString* text) { [text lengthOfAll]; }
+    """)
+    with pytest.raises(build_device.BuildError) as error:
+        build_device.build_library("unknown", [source])
+    found = re.findall(r"error: (\w+ method '\S+') not found", str(error.value))
+    assert found == [
+        "instance method '-endEncodingNow'",
+        "instance method '-setLabel:'",
+        "class method '+stringFromNowhere'",
+        "instance method '-lengthOfAll'",
+    ]
+
+
 def test_missing_tools_are_named(monkeypatch):
     build.tool.cache_clear()
     monkeypatch.setenv("PATH", "")
