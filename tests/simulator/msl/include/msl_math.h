@@ -94,7 +94,54 @@ namespace metal {
   }                                             \
   MSL_VECTOR1(name)
 
+#define MSL_INTEGER(T)                                                           \
+  MSL_INLINE T min(T x, T y) {                                                   \
+    return y < x ? y : x;                                                        \
+  }                                                                              \
+  MSL_INLINE T max(T x, T y) {                                                   \
+    return x < y ? y : x;                                                        \
+  }                                                                              \
+  MSL_INLINE T abs(T x) {                                                        \
+    return x < T(0) ? T(-x) : x;                                                 \
+  }                                                                              \
+  MSL_INLINE T clamp(T x, T low, T high) {                                       \
+    return min(max(x, low), high);                                               \
+  }                                                                              \
+  MSL_INLINE T min3(T x, T y, T z) {                                             \
+    return min(x, min(y, z));                                                    \
+  }                                                                              \
+  MSL_INLINE T max3(T x, T y, T z) {                                             \
+    return max(x, max(y, z));                                                    \
+  }                                                                              \
+  MSL_INLINE T median3(T x, T y, T z) {                                          \
+    return max(min(x, y), min(max(x, y), z));                                    \
+  }                                                                              \
+  MSL_INLINE T popcount(T x) {                                                   \
+    return T(__builtin_popcountl(std::make_unsigned_t<T>(x)));                   \
+  }                                                                              \
+  MSL_INLINE T ctz(T x) {                                                        \
+    return x ? T(__builtin_ctzl(std::make_unsigned_t<T>(x))) : T(8 * sizeof(T)); \
+  }
 // clang-format off
+MSL_INTEGER(char)
+MSL_INTEGER(uchar)
+MSL_INTEGER(short)
+MSL_INTEGER(ushort)
+MSL_INTEGER(int)
+MSL_INTEGER(uint)
+MSL_INTEGER(long)
+MSL_INTEGER(ulong)
+MSL_VECTOR1(popcount)
+MSL_VECTOR1(ctz)
+// Their vector forms serve integers, too: a template sees only functions that are declared before it.
+MSL_FLOAT1(abs, __builtin_fabsf(x))
+// Of a NaN and a number, the number.
+MSL_FLOAT2(max, __builtin_fmaxf(x, y))
+MSL_FLOAT2(min, __builtin_fminf(x, y))
+MSL_FLOAT3(clamp, min(max(x, y), z))
+MSL_FLOAT3(max3, max(x, max(y, z)))
+MSL_FLOAT3(min3, min(x, min(y, z)))
+MSL_FLOAT3(median3, max(min(x, y), min(max(x, y), z)))
 MSL_FLOAT1(acos, __builtin_acosf(x))
 MSL_FLOAT1(acosh, __builtin_acoshf(x))
 MSL_FLOAT1(asin, __builtin_asinf(x))
@@ -108,7 +155,7 @@ MSL_FLOAT1(cospi, float(__builtin_cos(double(3.14159265358979323846L) * __builti
 MSL_FLOAT1(exp, __builtin_expf(x))
 MSL_FLOAT1(exp2, __builtin_exp2f(x))
 MSL_FLOAT1(exp10, float(__builtin_pow(10.0, double(x))))
-MSL_FLOAT1(fabs, __builtin_fabsf(x))
+MSL_FLOAT1(fabs, abs(x))
 MSL_FLOAT1(floor, __builtin_floorf(x))
 MSL_FLOAT1(fract, __builtin_fminf(x - __builtin_floorf(x), 0x1.fffffep-1f))
 MSL_FLOAT1(log, __builtin_logf(x))
@@ -125,13 +172,13 @@ MSL_FLOAT1(tan, __builtin_tanf(x))
 MSL_FLOAT1(tanh, __builtin_tanhf(x))
 MSL_FLOAT1(tanpi, float(__builtin_tan(double(3.14159265358979323846L) * __builtin_fmod(double(x), 1.0))))
 MSL_FLOAT1(trunc, __builtin_truncf(x))
-MSL_FLOAT1(saturate, __builtin_fminf(__builtin_fmaxf(x, 0.0f), 1.0f))
+MSL_FLOAT1(saturate, clamp(x, 0.0f, 1.0f))
 MSL_FLOAT1(sign, x > 0 ? 1.0f : x < 0 ? -1.0f : x == 0 ? x : 0.0f)
 MSL_FLOAT2(atan2, __builtin_atan2f(x, y))
 MSL_FLOAT2(copysign, __builtin_copysignf(x, y))
 MSL_FLOAT2(fdim, __builtin_fdimf(x, y))
-MSL_FLOAT2(fmax, __builtin_fmaxf(x, y))
-MSL_FLOAT2(fmin, __builtin_fminf(x, y))
+MSL_FLOAT2(fmax, max(x, y))
+MSL_FLOAT2(fmin, min(x, y))
 MSL_FLOAT2(fmod, __builtin_fmodf(x, y))
 MSL_FLOAT2(pow, __builtin_powf(x, y))
 MSL_FLOAT2(powr, __builtin_powf(x, y))
@@ -139,11 +186,9 @@ MSL_FLOAT2(step, y < x ? 0.0f : 1.0f)
 MSL_FLOAT2(divide, x / y)
 MSL_FLOAT3(fma, __builtin_fmaf(x, y, z))
 MSL_FLOAT3(mix, x + (y - x) * z)
-MSL_FLOAT3(fmax3, __builtin_fmaxf(x, __builtin_fmaxf(y, z)))
-MSL_FLOAT3(fmin3, __builtin_fminf(x, __builtin_fminf(y, z)))
-MSL_FLOAT3(fmedian3, __builtin_fmaxf(__builtin_fminf(x, y), __builtin_fminf(__builtin_fmaxf(x, y), z)))
-// clang-format on
-// clang-format off
+MSL_FLOAT3(fmax3, max3(x, y, z))
+MSL_FLOAT3(fmin3, min3(x, y, z))
+MSL_FLOAT3(fmedian3, median3(x, y, z))
 MSL_TEST1(isnan, __builtin_isnan(x))
 MSL_TEST1(isinf, __builtin_isinf(x))
 MSL_TEST1(isfinite, __builtin_isfinite(x))
@@ -173,83 +218,8 @@ MSL_INLINE float frexp(float x, int& exponent) {
 MSL_INLINE half frexp(half x, int& exponent) {
   return half(__builtin_frexpf(float(x), &exponent));
 }
-// clang-format off
-#define MSL_FOR_INTEGERS(M) M(char) M(uchar) M(short) M(ushort) M(int) M(uint) M(long) M(ulong)
-#define MSL_FOR_NUMBERS(M) MSL_FOR_INTEGERS(M) M(float) M(half)
-// clang-format on
-
-#define MSL_INTEGER(T)                                                           \
-  MSL_INLINE T min(T x, T y) {                                                   \
-    return y < x ? y : x;                                                        \
-  }                                                                              \
-  MSL_INLINE T max(T x, T y) {                                                   \
-    return x < y ? y : x;                                                        \
-  }                                                                              \
-  MSL_INLINE T abs(T x) {                                                        \
-    return x < T(0) ? T(-x) : x;                                                 \
-  }                                                                              \
-  MSL_INLINE T popcount(T x) {                                                   \
-    return T(__builtin_popcountl(std::make_unsigned_t<T>(x)));                   \
-  }                                                                              \
-  MSL_INLINE T ctz(T x) {                                                        \
-    return x ? T(__builtin_ctzl(std::make_unsigned_t<T>(x))) : T(8 * sizeof(T)); \
-  }
-MSL_FOR_INTEGERS(MSL_INTEGER)
-MSL_INLINE float abs(float x) {
-  return fabs(x);
-}
-MSL_INLINE half abs(half x) {
-  return fabs(x);
-}
-// As fmin and fmax: of a NaN and a number, the number.
-MSL_INLINE float min(float x, float y) {
-  return fmin(x, y);
-}
-MSL_INLINE half min(half x, half y) {
-  return fmin(x, y);
-}
-MSL_INLINE float max(float x, float y) {
-  return fmax(x, y);
-}
-MSL_INLINE half max(half x, half y) {
-  return fmax(x, y);
-}
-#define MSL_THREE(T)                          \
-  MSL_INLINE T clamp(T x, T low, T high) {    \
-    return min(max(x, low), high);            \
-  }                                           \
-  MSL_INLINE T min3(T x, T y, T z) {          \
-    return min(x, min(y, z));                 \
-  }                                           \
-  MSL_INLINE T max3(T x, T y, T z) {          \
-    return max(x, max(y, z));                 \
-  }                                           \
-  MSL_INLINE T median3(T x, T y, T z) {       \
-    return max(min(x, y), min(max(x, y), z)); \
-  }
-MSL_FOR_NUMBERS(MSL_THREE)
-template <class B>
-MSL_INLINE msl::if_bfloat<B> abs(B x) {
-  return fabs(float(x));
-}
-template <class B>
-MSL_INLINE msl::if_bfloat<B> min(B x, B y) {
-  return fmin(float(x), float(y));
-}
-template <class B>
-MSL_INLINE msl::if_bfloat<B> max(B x, B y) {
-  return fmax(float(x), float(y));
-}
-template <class B>
-MSL_INLINE msl::if_bfloat<B> clamp(B x, B low, B high) {
-  return clamp(float(x), float(low), float(high));
-}
-// clang-format off
-MSL_VECTOR1(abs) MSL_VECTOR1(popcount) MSL_VECTOR1(ctz) MSL_VECTOR2(min) MSL_VECTOR2(max)
-MSL_VECTOR3(clamp) MSL_VECTOR3(min3) MSL_VECTOR3(max3) MSL_VECTOR3(median3)
-    // clang-format on
-    template <class T>
-    MSL_INLINE std::enable_if_t<msl::shape<T>::size == 1, T> select(T a, T b, bool condition) {
+template <class T>
+MSL_INLINE std::enable_if_t<msl::shape<T>::size == 1, T> select(T a, T b, bool condition) {
   return condition ? b : a;
 }
 template <class T, int N>
