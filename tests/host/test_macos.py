@@ -2,8 +2,10 @@
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 if sys.platform == "darwin":
     pytest.skip("a Mac builds the extension itself", allow_module_level=True)
@@ -58,12 +60,35 @@ def test_c_symbol_that_nobody_defines_is_found(check):
     assert faults == ["no library of torch defines _moe_mps_nothing"]
 
 
+def included(file: Path) -> set[str]:
+    """The headers in <> that a file includes, itself or by headers of its own."""
+    found = set()
+    for name in re.findall(r'^#(?:include|import) (["<]\S+)[">]', file.read_text(), re.MULTILINE):
+        found |= {name[1:]} if name[0] == "<" else included(file.parent / name[1:])
+    return found
+
+
+SOURCES = sorted(macos.SOURCES.rglob("*.mm"))
+TORCHS = re.compile(r"#include <((?:ATen|torch)/\S+)>")
+
+
+def test_every_precompiled_header_is_included_somewhere():
+    precompiled = set(TORCHS.findall(build_device.PRECOMPILED.read_text()))
+    assert precompiled and precompiled <= set().union(*map(included, SOURCES))
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize("source", sorted(macos.SOURCES.rglob("*.mm")), ids=lambda path: path.stem)
-def test_a_source_includes_what_it_uses(source):
-    """Without the precompiled header, which every other build has."""
-    command = [build.tool("clang++"), *build_device.host_flags(), "-x", "objective-c++", "-fsyntax-only"]
-    build_device.run([*command, source], f"compiling {source.name}")
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_a_source_includes_what_it_uses(source, tmp_path):
+    """With those of the precompiled headers that it includes; every other build has all of them."""
+    own = included(source)
+    lines = build_device.PRECOMPILED.read_text().splitlines(keepends=True)
+    header = tmp_path / "own.h"
+    header.write_text("".join(l for l in lines if not (found := TORCHS.match(l)) or found[1] in own))
+    command = [build.tool("clang++"), *build_device.host_flags()]
+    cache = build.cache_directory("device")
+    command += build_device.precompiled(command, torch.__version__, cache, header)
+    build_device.run([*command, "-fsyntax-only", source], f"compiling {source.name}")
 
 
 def test_selector_that_apple_does_not_have_is_found(check):

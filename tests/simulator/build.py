@@ -87,6 +87,8 @@ GENERATION = [
     "-w",
     "-Wno-error=reserved-user-defined-literal",
 ]
+# Of kernels. GNU ld, which clang's package brings along, starts faster than LLVM's.
+LINK = ["ld", "-shared"]
 PRECOMPILING = ["-x", "c++-header", "-Xclang", "-fno-pch-timestamp", "-fpch-instantiate-templates"]
 
 
@@ -259,7 +261,14 @@ def compile_shader(source: str, constants: dict | None = None, include: tuple = 
 
 @functools.cache
 def compile_flat(source: str, constants: tuple) -> Path:
-    return compile_preprocessed(preprocess(source), dict(constants))
+    """As compile_shader. The path is kept, so that a second process does not translate the source again."""
+    translator = files_digest(Path(__file__), *Path(__file__).with_name("language").glob("*.py"))
+    key = digest(source, constants, translator, *prepared_headers(), executor_library())
+
+    def make(target: Path) -> None:
+        target.write_text(str(compile_preprocessed(preprocess(source), dict(constants))))
+
+    return Path(build_once(cache_directory() / f"shader-{key}.path", make).read_text())
 
 
 # A shader's precompiled header: its code, and calls of all its kernels, so that templates are instantiated.
@@ -295,7 +304,7 @@ def compile_preprocessed(text: str, constants: dict) -> Path:
         for command in (
             [tool("clang++"), *flags, "-include-pch", stdlib, *PRECOMPILING, header, "-o", precompiled],
             [*compile_, *strings, "-DMSL_TABLE", "-o", object_],
-            [tool("ld.lld"), "-shared", object_, executor, "-o", target],
+            [*LINK, object_, executor, "-o", target],
         ):
             result = attempt(command)
             if result.returncode:
@@ -313,7 +322,7 @@ def program(preprocessed: str, constants: dict) -> str:
 
 def build_command(compile_: list, executor: Path) -> str:
     """C string literals of the shell command that builds kernel `number` into the file $1."""
-    link = shlex.join([tool("ld.lld"), "-shared", str(executor), "-o"])
+    link = shlex.join([*LINK, str(executor), "-o"])
 
     def literal(text: str) -> str:
         return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

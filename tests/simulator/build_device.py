@@ -43,7 +43,7 @@ def python_include() -> Path:
 
 def check_tools() -> None:
     """Raise BuildError with the packages to install unless everything that is needed is there."""
-    for name in ("clang++", "ld.lld", "llvm-symbolizer"):
+    for name in ("clang++", "llvm-symbolizer"):
         tool(name)
     objective_c()
     python_include()
@@ -99,13 +99,13 @@ def compile_once(source: Path, command: Sequence[str], identity: str, cache: Pat
     return cached
 
 
-def precompiled(command: Sequence[str], identity: str, cache: Path) -> list[str]:
-    """The options that make `command` compile with PRECOMPILED, built once for every checkout."""
-    path = cache / f"precompiled-{digest(PRECOMPILED.read_bytes(), command, identity)}.pch"
+def precompiled(command: Sequence[str], identity: str, cache: Path, header: Path = PRECOMPILED) -> list[str]:
+    """The options that make `command` compile with `header`, built once for every checkout."""
+    path = cache / f"precompiled-{digest(header.read_bytes(), command, identity)}.pch"
 
     def make(target: Path) -> None:
         # The result names its source, which has to stay where it is.
-        source = shutil.copy(PRECOMPILED, path.with_suffix(".h"))
+        source = shutil.copy(header, path.with_suffix(".h"))
         options = ["-Xclang", "-fno-pch-timestamp", "-fpch-instantiate-templates"]
         run([*command, *options, "-x", "objective-c++-header", source, "-o", target], "precompiling headers")
 

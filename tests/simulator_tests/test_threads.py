@@ -1,9 +1,11 @@
-"""The MSL executor beside other threads of the process."""
+"""The MSL executor beside other threads of the process, and the cache between processes."""
 
 import ctypes
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+from simulator import build
 from simulator.shaderlib import shader_library
 from support.msl_probes import ACROSS, HEAD, floats, linux_only
 
@@ -50,3 +52,15 @@ def test_threads_that_execute_nothing_are_not_judged():
     finally:
         done.set()
         thread.join()
+
+
+def test_a_source_is_translated_by_one_process(monkeypatch, tmp_path):
+    in_another_process = build.compile_flat.__wrapped__
+    source = HEAD + ACROSS % "out[i] = simd_sum(float(i));"
+    build.compile_shader(source)  # what every source needs is there
+    monkeypatch.setattr(build, "cache_directory", lambda: tmp_path)
+    path = in_another_process(source, ())
+    monkeypatch.setattr(build, "preprocess", None)
+    assert in_another_process(source, ()) == path
+    with pytest.raises(TypeError):
+        in_another_process(source + "// changed", ())

@@ -1,7 +1,10 @@
 // Host code for tests/simulator_tests/test_host.py: one operator a call, right or wrong, encoded as the
 // package's own host code does.
-#include <ATen/ATen.h>
 #include <ATen/mps/MPSStream.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <map>

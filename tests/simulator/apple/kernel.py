@@ -91,10 +91,9 @@ class KernelModel:
         def make(target: Path) -> None:
             ir, kernel = target.with_suffix(".ll"), target.with_suffix(".o")
             ir.write_text(instrumented(self.lines, self.function, self.sites))
-            compiler = build.tool("clang++")
-            ir_of.run([compiler, *_FLAGS, "-O1", "-c", ir, "-o", kernel])
-            link = [compiler, "-shared", "-fuse-ld=lld"]
-            ir_of.run([*link, kernel, hooks, executor, "-lm", "-o", target])
+            translate = [build.tool("clang++"), *_FLAGS, "-O1", "-Xclang", "-disable-llvm-passes"]
+            ir_of.run([*translate, "-c", ir, "-o", kernel])  # opt has optimised it
+            ir_of.run([*build.LINK, kernel, hooks, executor, "-o", target])
             ir.unlink()
             kernel.unlink()
 
@@ -113,6 +112,7 @@ def _hooks() -> Path:
         "-std=c++17",
         "-O2",
         "-fvisibility=hidden",
+        "-fno-c++-static-destructors",  # which would need crtbegin.o
         *_SIZES,
         "-c",
         _HOOKS,

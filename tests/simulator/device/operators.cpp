@@ -1,7 +1,6 @@
 // The aten operators of the simulated device that handle memory. All arithmetic is in fallback.cpp.
 #include <ATen/core/Tensor.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/native/Resize.h>
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/_reshape_alias_native.h>

@@ -11,6 +11,7 @@
     python -m simulator.language.strict FILE...       (with tests/ on PYTHONPATH)
 """
 
+import functools
 import re
 import subprocess
 import sys
@@ -165,8 +166,12 @@ class StrictTranslator(Translator):
         return {*found, *re.findall(rf"\btypedef\s+{target}\s+(\w+)\s*;", text)}
 
 
+@functools.cache
+def clangs_headers() -> Path:
+    return Path(build.run([build.tool("clang++"), "-print-resource-dir"], "asking clang").strip(), "include")
+
+
 def clang(arguments: list) -> subprocess.CompletedProcess:
-    resource = build.run([build.tool("clang++"), "-print-resource-dir"], "asking clang").strip()
     command = [
         build.tool("clang++"),
         "-cc1",
@@ -183,7 +188,7 @@ def clang(arguments: list) -> subprocess.CompletedProcess:
         f"-I{STRICT}",
         f"-I{build.INCLUDE}",
         "-internal-isystem",
-        f"{resource}/include",
+        clangs_headers(),
     ]
     return build.attempt([*command, *arguments])
 
