@@ -571,7 +571,7 @@ affine 4 bits in 64, normed, 1 tokens, 4 of 32
   matmul_rows_normed_affine4_64_bf16: 7.27 6.17 slots a MAC, 44.5 registers, 64/384/1024 threads
   expert_down_affine4_64_bf16: 5.59 5.01 slots a MAC, 51 registers, 128/384/1024 threads
 not dispatched here
-  embedding_rows_affine4_64_bf16: 45 registers, -/-/1024 threads
+  embedding_rows_affine4_64_bf16: 35 registers, -/-/1024 threads
   gemm16_split_affine4_64_bf16: 91 registers, -/384/576 threads
   gemm32_split_affine4_64_bf16: 127 registers, -/384/384 threads
 """,
@@ -631,7 +631,7 @@ mxfp4 4 bits in 32, normed, 1 tokens, 4 of 32
   matmul_rows_normed_mxfp4_bf16: 8.38 7.34 slots a MAC, 40.5 registers, 64/384/1024 threads
   expert_down_mxfp4_bf16: 6.67 6.15 slots a MAC, 46.5 registers, 128/384/1024 threads
 not dispatched here
-  embedding_rows_mxfp4_bf16: 45 registers, -/-/1024 threads
+  embedding_rows_mxfp4_bf16: 35 registers, -/-/1024 threads
   gemm16_split_mxfp4_bf16: 85 registers, -/384/576 threads
   gemm32_split_mxfp4_bf16: 121 registers, -/384/384 threads
 """,
@@ -643,25 +643,25 @@ not dispatched here
             registers_of_formats("bf16"),
             """\
 mxfp4: rows 38 normed 40.5 few 83 few_split 94 down 46.5 down_few 80.5 gemm8 68.5 gemm32 94
-  gemm16_split 85 gemm32_split 121 embedding 45
+  gemm16_split 85 gemm32_split 121 embedding 35
 mxfp8: rows 45 normed 47.5 few 95 few_split 106 down 53.5 down_few 86.5 gemm8 68.5 gemm32 94
   gemm16_split 97 gemm32_split 114 embedding 43
 nvfp4: rows 33.5 normed 35.5 few 72.5 few_split 83.5 down 42 down_few 75 gemm8 64.5 gemm32 90
-  gemm16_split 73 gemm32_split 109 embedding 45
+  gemm16_split 73 gemm32_split 109 embedding 35
 affine4_64: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
-  gemm16_split 91 gemm32_split 127 embedding 45
+  gemm16_split 91 gemm32_split 127 embedding 35
 affine4_32: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
-  gemm16_split 91 gemm32_split 127 embedding 45
+  gemm16_split 91 gemm32_split 127 embedding 35
 affine4_128: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
-  gemm16_split 91 gemm32_split 127 embedding 45
-affine2_64: rows 66 normed 67 few 84.5 few_split 92.5 down 74.5 down_few 81.5 gemm8 68.5 gemm32 94
-  gemm16_split 99 gemm32_split 116 embedding 45
-affine3_64: rows 76.5 normed 83 few 99 few_split 107 down 85 down_few 92 gemm8 73 gemm32 103
-  gemm16_split 83 gemm32_split 119 embedding 75
-affine5_64: rows 79.5 normed 88 few 106 few_split 114 down 88 down_few 95 gemm8 81 gemm32 111
-  gemm16_split 91 gemm32_split 127 embedding 75
-affine6_64: rows 79.5 normed 90 few 110 few_split 118 down 88 down_few 95 gemm8 73.5 gemm32 99
-  gemm16_split 99 gemm32_split 116 embedding 43
+  gemm16_split 91 gemm32_split 127 embedding 35
+affine2_64: rows 50.5 normed 52.5 few 100.5 few_split 111.5 down 59 down_few 102 gemm8 68.5 gemm32
+  94 gemm16_split 99 gemm32_split 116 embedding 35
+affine3_64: rows 42 normed 44.5 few 89 few_split 100 down 50.5 down_few 86.5 gemm8 72 gemm32 102
+  gemm16_split 83 gemm32_split 119 embedding 51
+affine5_64: rows 44.5 normed 46.5 few 93 few_split 104 down 53 down_few 88.5 gemm8 80 gemm32 110
+  gemm16_split 91 gemm32_split 127 embedding 51
+affine6_64: rows 46.5 normed 48.5 few 96.5 few_split 107.5 down 55 down_few 90 gemm8 72.5 gemm32 98
+  gemm16_split 95 gemm32_split 112 embedding 43
 affine8_64: rows 48.5 normed 50.5 few 99.5 few_split 110.5 down 57 down_few 91 gemm8 72.5 gemm32 98
   gemm16_split 99 gemm32_split 116 embedding 43
 """,

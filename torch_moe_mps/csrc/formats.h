@@ -20,10 +20,8 @@ struct WeightFormat {
   std::string type;  // in shaders/matmul/formats.h
 
   // Whether a norm within the matmul of one token costs less than a launch. By the cost model, memory limits
-  // the kernel from 4 bits on, which hides the norm; with 2 and 3 bits, instruction issue limits it.
-  bool norms_inputs() const { return bits >= 4; }
-  // Whether dot products take two pairs at a time: kPairsAtOnce there.
-  bool shares_rows() const { return mode != "affine" || bits % 4 == 0; }
+  // the kernel from 3 bits on, which hides the norm; with 2 bits, instruction issue would limit it.
+  bool norms_inputs() const { return bits >= 3; }
 };
 
 // The format that the operators' arguments select.

@@ -52,10 +52,9 @@ bool pays_on_tensor_units(int64_t pairs, int64_t experts);
 
 MatmulPlan plan_experts(const MatmulShape& shape, int64_t cores);
 
-// A linear layer: one matrix for all tokens, in one dispatch. With `shares_rows`, a dot product of the format
-// takes two tokens at a time; with `on_tensor_units`, many tokens are multiplied there; with `normed`, a
-// kernel may norm the inputs.
-MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, bool shares_rows, int64_t cores,
-                       bool on_tensor_units, bool normed = false);
+// A linear layer: one matrix for all tokens, in one dispatch. With `on_tensor_units`, many tokens are
+// multiplied there; with `normed`, a kernel may norm the inputs.
+MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, int64_t cores, bool on_tensor_units,
+                       bool normed = false);
 
 }  // namespace moe_mps

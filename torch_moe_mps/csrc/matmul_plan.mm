@@ -18,11 +18,9 @@ constexpr int64_t kManyPairs = 6;
 // Up to this many pairs of an expert, on average, tiles have 8 pairs, above kTilePairs. Untuned.
 constexpr int64_t kSmallTilePairs = 12;
 
-// From this many tokens of a linear layer, matrix products pay: where a byte of a row serves two tokens' dot
-// products, and where it serves one. By the cost model, on an M4 Max, slots a MAC of dot products and of
-// matrix products at 4 tokens: int4 2.3 and 3.2, int6 5.5 and 3.9.
+// From this many tokens of a linear layer, matrix products pay. By the cost model, 4096 x 4096 on an M4 Max,
+// slots a MAC of dot products and of matrix products at 4 tokens: int4 2.3 and 3.0, int6 2.8 and 3.2.
 constexpr int64_t kManyTokens = 5;
-constexpr int64_t kManyTokensAlone = 3;
 
 // From this many pairs of an expert on average, tensor units are used, which multiply 16 pairs at a time;
 // from the second number, their tiles have kLargeTilePairs pairs: a tile decodes its weights once. Untuned:
@@ -174,8 +172,8 @@ MatmulPlan plan_experts(const MatmulShape& shape, int64_t cores) {
   return plan;
 }
 
-MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, bool shares_rows, int64_t cores,
-                       bool on_tensor_units, bool normed) {
+MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, int64_t cores, bool on_tensor_units,
+                       bool normed) {
   MatmulShape shape{tokens, 1, 1, rows, outputs};
   shape.normed = normed;
   if (on_tensor_units && pays_on_tensor_units(tokens, 1)) {
@@ -188,7 +186,7 @@ MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, bool share
     return step;
   }
   if (tokens == 1) return first_step(shape, Path::kRows, cores);
-  if (tokens < (shares_rows ? kManyTokens : kManyTokensAlone)) return few_step(shape, 1, cores);
+  if (tokens < kManyTokens) return few_step(shape, 1, cores);
   const int64_t threads = kGemmSimdgroups * kSimdWidth;
   const int64_t across = ceil_div(outputs, outputs_of_rows(shape, kGemmRows)),
                 tiles = ceil_div(tokens, kTilePairs);
@@ -215,9 +213,8 @@ std::string line_of(const MatmulStep& step) {
   return line;
 }
 
-std::string linear_line(int64_t tokens, int64_t rows, bool gated, bool shares_rows, int64_t cores,
-                        bool tensor_units) {
-  return line_of(plan_linear(tokens, rows, gated ? rows / 2 : rows, shares_rows, cores, tensor_units));
+std::string linear_line(int64_t tokens, int64_t rows, bool gated, int64_t cores, bool tensor_units) {
+  return line_of(plan_linear(tokens, rows, gated ? rows / 2 : rows, cores, tensor_units));
 }
 
 // A line a dispatch.
@@ -239,7 +236,7 @@ TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   m.def("_plan(int tokens, int slots, int experts, int hidden, int intermediate, bool gated=True, "
         "bool transposed=False, int cores=16, bool tensor_units=False) -> str[]",
         &moe_mps::plan_lines);
-  m.def("_plan_linear(int tokens, int rows, bool gated=False, bool shares_rows=True, int cores=16, "
-        "bool tensor_units=False) -> str",
+  m.def("_plan_linear(int tokens, int rows, bool gated=False, int cores=16, bool tensor_units=False) "
+        "-> str",
         &moe_mps::linear_line);
 }

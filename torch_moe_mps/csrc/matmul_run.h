@@ -21,7 +21,6 @@ struct MatrixStack {
   int64_t experts, rows, inputs;
   bool transposed = false;
   bool norms_inputs = true;  // for one token, a norm within the matmul costs less than a launch
-  bool shares_rows = true;   // the format's dot products take two pairs at a time
 };
 
 struct Activation {

@@ -184,9 +184,8 @@ void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputN
                 const std::optional<Tensor>& residual, const std::optional<Tensor>& order,
                 const Tensor& out) {
   const int64_t tokens = x_.numel() / x_.size(-1);
-  const MatmulStep step =
-      plan_linear(tokens, matrix.rows, outputs_of(matrix.rows, activation), matrix.shares_rows, gpu_cores(),
-                  on_tensor_units(matrix, tokens), can_norm(norm, x_, matrix));
+  const MatmulStep step = plan_linear(tokens, matrix.rows, outputs_of(matrix.rows, activation), gpu_cores(),
+                                      on_tensor_units(matrix, tokens), can_norm(norm, x_, matrix));
   const Tensor& x = norm && !step.norms_inputs ? add_norm(commands, x_, *norm) : x_;
   MatmulParams params = matrix_params(x, matrix, activation);
   params.tokens = params.pairs = tokens;

@@ -30,7 +30,6 @@ MatrixStack packed_matrix(const Tensor& packed, const Tensor& scales, const std:
   matrix.experts = packed.dim() == 3 ? packed.size(0) : 1;
   matrix.rows = packed.size(-2);
   matrix.norms_inputs = format.norms_inputs();
-  matrix.shares_rows = format.shares_rows();
   matrix.inputs = packed.size(-1) * 32 / format.bits;
   return matrix;
 }

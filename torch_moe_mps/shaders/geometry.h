@@ -54,6 +54,7 @@ GEOMETRY kRowGroupsOfSimdgroup = 4;  // a simdgroup is 4 groups of 8 lanes; each
 GEOMETRY kSingleRows = 2;            // rows of a group of lanes, for one token
 GEOMETRY kSingleSimdgroups = 2;      // simdgroups of a threadgroup: fewer give more threadgroups
 GEOMETRY kFewRows = 4;               // rows of a group of lanes, for a few tokens
+GEOMETRY kFewPairs = 2;              // pairs that share a reading of the rows
 GEOMETRY kFewDownRows = 8;           // rows of a threadgroup of the down projection, for 2 to 32 tokens
 GEOMETRY kFewSimdgroups = 4;
 GEOMETRY kDownSimdgroups = 8;

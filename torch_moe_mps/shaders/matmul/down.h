@@ -95,10 +95,10 @@ template <typename W, int R>
 template <typename W, int R>
 inline void add_all(TermsBlock<W, R> block, device const int* list, uint count,
                     constant ExpertDownParams& params) {
-  constexpr int M = W::kPairsAtOnce;
+  constexpr int M = kFewPairs;
   for (uint start = 0; start < count;) {
     const uint left = count - start;
-    if (M > 1 && left > 1) {
+    if (left > 1) {
       PairSet<M> pairs;
       UNROLL for (int m = 0; m < M; ++m) pairs.v[m] = uint(list[min(start + m, count - 1)]);
       block.add(pairs, pairs, left, params);

@@ -17,19 +17,16 @@ template <typename W>
   const W weights(packed, scales, biases, 0, matrix);
   const uint number = expert_of(ids, index, matrix);
   for (uint column = thread_index * N; column < matrix.inputs; column += kEmbeddingThreads * N) {
-    float2 fragments[N / 2];
-    UNROLL for (int i = 0; i < N / 2; ++i) fragments[i] = float2(0.0f);
+    float2 pairs[N / 2];
+    UNROLL for (int i = 0; i < N / 2; ++i) pairs[i] = float2(0.0f);
     if (number < matrix.rows) {
       const auto chunk = weights.template load<N>(weights.row(number), column, matrix.inputs - column);
-      UNROLL for (int i = 0; i < N / 2; ++i) fragments[i] = W::values(chunk, i);
+      UNROLL for (int i = 0; i < N / 2; ++i) pairs[i] = W::values(chunk, i);
     }
-    UNROLL for (int start = 0; start < N; start += 4) {
-      float4 four;
-      UNROLL for (int i = 0; i < 4; ++i) {
-        const FragmentElement place = W::place_of(start + i);
-        four[i] = fragments[place.number][place.element];
-      }
-      store_any(out, params.out_dtype, ulong(index) * matrix.inputs + column + start, four);
+    const Pack<N> values = in_order<N, W>(pairs);
+    UNROLL for (int i = 0; i < N; i += 4) {
+      const float4 four = float4(values.v[i], values.v[i + 1], values.v[i + 2], values.v[i + 3]);
+      store_any(out, params.out_dtype, ulong(index) * matrix.inputs + column + i, four);
     }
   }
 }

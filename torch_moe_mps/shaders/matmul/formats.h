@@ -1,7 +1,7 @@
 // The formats of a matrix behind one interface, for kernels that read its rows.
 //
 // A chunk is N consecutive values of a row with one scale. A lane takes chunks of W::kValues values for dot
-// products with W::kPairsAtOnce pairs, and of W::kTileValues for tiles:
+// products, and of W::kTileValues for tiles:
 //
 //   row(number)                  Row: where a row begins
 //   load<N>(row, column, left)   Chunk<N>: its bits and its scale; `left` values remain up to the row's end
@@ -72,8 +72,7 @@ struct FragmentElement {
 template <typename T>
 struct Dense {
   typedef T Element;
-  static constant constexpr int kValues = 32 / sizeof(T), kTileValues = kValues, kPackSize = 8,
-                                kPairsAtOnce = 2;
+  static constant constexpr int kValues = 32 / sizeof(T), kTileValues = kValues, kPackSize = 8;
   static constant constexpr bool kAnyLength = true;
 
   template <int N>
@@ -174,56 +173,57 @@ struct PackedRows {
   }
 };
 
-// A code of kBits bits, which may cross the end of a word.
-template <int kBits, int kWords>
-inline uint code_at(Words<kWords> words, int index) {
-  const int bit = index * kBits, word = bit / 32, shift = bit % 32;
-  uint code = words.v[word] >> shift;
-  if (shift + kBits > 32) code |= words.v[word + 1] << (32 - shift);
-  return code & ((1u << kBits) - 1);
+// The 32 bits from `bit` on, which is at least -32. Those outside of the words are arbitrary.
+template <int kWords>
+inline uint bits_from(Words<kWords> words, int bit) {
+  const int end = bit + 32, word = end / 32, shift = end % 32;
+  const uint low = words.v[max(word - 1, 0)], high = words.v[min(word, kWords - 1)];
+  return low >> shift | (high << (31 - shift)) << 1;
 }
 
 // Unsigned codes, two at a time (a code pair), as the mantissas of two halves with a fixed exponent: this
-// needs no conversion from integers, which takes four cycles on Apple's GPUs. When two codes are 16 bits
-// apart, one mask extracts both. A second mask extracts them one code further left, so one shift serves two
-// code pairs. The exponent is chosen so that the lowest bit of a code counts 1: a half is added(pair) + code.
+// needs no conversion from integers, which takes four cycles on Apple's GPUs. The codes of a pair are about
+// 16 bits apart, so that one shift and one mask extract both. Where they are not exactly 16 bits apart, one
+// of them is raised: it stays kRaised bits up in its half. Where they are, and two codes fit into a mantissa,
+// one shift serves two pairs, and both codes of the second are raised. The exponent is chosen so that the
+// lowest bit of a code counts 1: a half is added(height) + code.
 template <int kBits>
 struct HalfCodes {
-  static constant constexpr bool kAligned = 16 % kBits == 0;
-  static constant constexpr int kCodePairs = 16 / kBits;  // of a word, if aligned: codes i and i + kCodePairs
-  static constant constexpr int kShifts = kAligned && 2 * kBits <= 10 ? 2 : 1;  // of a pair in its mantissa
-  static constant constexpr uint kMask = ((1u << kBits) - 1) * 0x00010001u;
+  static constant constexpr int kCodePairs = kBits == 2 ? 8 : kBits < 6 ? 4 : 2;  // of a run of codes
+  static constant constexpr int kApart = kCodePairs * kBits;  // bits from a code to the other of its pair
+  static constant constexpr bool kSharesShifts = kApart == 16 && 2 * kBits <= 10;
+  static constant constexpr int kRaised = kSharesShifts ? kBits : kApart < 16 ? 16 - kApart : kApart - 16;
+  static constant constexpr int kHeights = kRaised > 0 ? 2 : 1;
 
-  static int shift(int pair) { return kAligned ? pair % kCodePairs % kShifts : 0; }
-  static float added(int pair) { return shift(pair) == 0 ? 1024.0f : float(1024 >> kBits); }
+  // 1 for a code that is raised, else 0.
+  static int height(int pair, int element) {
+    return kSharesShifts ? pair % 2 : kApart < 16 ? 1 - element : kApart > 16 ? element : 0;
+  }
+  static float added(int height) { return float(1024 >> (height * kRaised)); }
 
   static FragmentElement place_of(int value) {
-    if (!kAligned) return {value / 2, value % 2};
-    const int in_word = value % (2 * kCodePairs);
-    return {value / (2 * kCodePairs) * kCodePairs + in_word % kCodePairs, in_word / kCodePairs};
+    const int run = value / (2 * kCodePairs), in_run = value % (2 * kCodePairs);
+    return {run * kCodePairs + in_run % kCodePairs, in_run / kCodePairs};
   }
 
   template <int kWords>
   static half2 pair(Words<kWords> words, int pair) {
-    if constexpr (kAligned) {
-      const int up = kBits * shift(pair);
-      const uint word = words.v[pair / kCodePairs] >> (kBits * (pair % kCodePairs) - up);
-      return as_type<half2>((word & (kMask << up)) | (0x64006400u - uint(up) * 0x04000400u));
-    } else {
-      const uint first = code_at<kBits>(words, 2 * pair), second = code_at<kBits>(words, 2 * pair + 1);
-      return as_type<half2>(first | second << 16 | 0x64006400u);
-    }
+    const int first = kRaised * height(pair, 0), second = kRaised * height(pair, 1);
+    const int code = pair / kCodePairs * 2 * kCodePairs + pair % kCodePairs;
+    const uint mask = (1u << kBits) - 1, masks = mask << first | mask << second << 16;
+    const uint exponents = 0x64006400u - uint(first) * 0x400u - uint(second) * 0x4000000u;
+    return as_type<half2>((bits_from(words, code * kBits - first) & masks) | exponents);
   }
 };
 
 // Puts values in order that were computed in pairs. A pair is computed whole and taken apart only here:
 // otherwise LLVM splits its computation into operations on 16 bits.
-template <int kCount, typename Codes>
-inline Pack<kCount> in_order(thread const float2* pairs) {
+template <int kCount, typename Codes, typename Pair>
+inline Pack<kCount> in_order(thread const Pair* pairs) {
   Pack<kCount> pack;
   UNROLL for (int i = 0; i < kCount; ++i) {
     const FragmentElement place = Codes::place_of(i);
-    pack.v[i] = pairs[place.number][place.element];
+    pack.v[i] = float(pairs[place.number][place.element]);
   }
   return pack;
 }
@@ -236,7 +236,6 @@ struct Affine {
   typedef PackedRows<T, kBits, kGroup> Rows;
   typedef typename Rows::Row Row;
   static constant constexpr int kValues = 32;
-  static constant constexpr int kPairsAtOnce = kBits % 4 == 0 ? 2 : 1;   // the others take more registers
   static constant constexpr int kTileValues = kBits % 2 == 0 ? 16 : 32;  // fills words
   static constant constexpr int kPackSize = kBits == 2 ? 16 : 8;         // holds whole pairs
   static constant constexpr bool kAnyLength = false;
@@ -267,42 +266,49 @@ struct Affine {
             biases[place.group]};
   }
 
-  static float added(int pair) { return kExact ? 0.0f : Codes::added(pair); }
+  static float added(int height) { return kExact ? 0.0f : Codes::added(height); }
   template <int N>
-  static float2 code_pair(Chunk<N> chunk, int pair) {
+  static half2 code_pair(Chunk<N> chunk, int pair) {
     half2 codes = Codes::pair(chunk.words, pair);
-    if (kExact) codes -= half2(half(Codes::added(pair)));
-    return float2(float(codes.x), float(codes.y));
+    if (kExact) {
+      codes -= half2(half(Codes::added(Codes::height(pair, 0))), half(Codes::added(Codes::height(pair, 1))));
+    }
+    return codes;
   }
 
   static Pack<kPackSize> codes(Chunk<kValues> chunk, int pack) {
-    float2 pairs[kPackSize / 2];
+    half2 pairs[kPackSize / 2];
     UNROLL for (int i = 0; i < kPackSize / 2; ++i) pairs[i] = code_pair(chunk, pack * kPackSize / 2 + i);
     return in_order<kPackSize, Codes>(pairs);
   }
 
   static void add_inputs(Pack<kPackSize> inputs, thread InputSums& sums) {
     UNROLL for (int i = 0; i < kPackSize; ++i) {
-      sums.v[Codes::shift(Codes::place_of(i).number)] += inputs.v[i];
+      const FragmentElement place = place_of(i);
+      sums.v[Codes::height(place.number, place.element)] += inputs.v[i];
     }
   }
 
   static float value_dot(Chunk<kValues> chunk, float dot, InputSums sums) {
-    UNROLL for (int i = 0; i < Codes::kShifts; ++i) dot = fma(-added(i), sums.v[i], dot);
-    const float sum = Codes::kShifts == 1 ? sums.v[0] : sums.v[0] + sums.v[1];
+    UNROLL for (int i = 0; i < Codes::kHeights; ++i) dot = fma(-added(i), sums.v[i], dot);
+    const float sum = Codes::kHeights == 1 ? sums.v[0] : sums.v[0] + sums.v[1];
     return fma(float(chunk.bias), sum, float(chunk.scale) * dot);
   }
 
   static FragmentElement place_of(int value) { return Codes::place_of(value); }
   template <int N>
   static float2 values(Chunk<N> chunk, int number) {
-    const float scale = float(chunk.scale), rest = fma(-added(number), scale, float(chunk.bias));
-    const float2 codes = code_pair(chunk, number);
-    return float2(fma(codes.x, scale, rest), fma(codes.y, scale, rest));
+    const float scale = float(chunk.scale), bias = float(chunk.bias);
+    const half2 codes = code_pair(chunk, number);
+    float2 two;
+    UNROLL for (int i = 0; i < 2; ++i) {
+      two[i] = fma(float(codes[i]), scale, fma(-added(Codes::height(number, i)), scale, bias));
+    }
+    return two;
   }
 };
 
-// Pairs of codes that are 16 bits apart in a word.
+// Code pairs of a word.
 template <int kCount>
 struct HalfPairs {
   half2 v[kCount];
@@ -364,7 +370,7 @@ struct FloatCodes {
   typedef T Element;
   typedef PackedRows<uchar, Code::kBits, kGroup> Rows;
   typedef typename Rows::Row Row;
-  static constant constexpr int kValues = kGroup, kTileValues = 16, kPackSize = 8, kPairsAtOnce = 2;
+  static constant constexpr int kValues = kGroup, kTileValues = 16, kPackSize = 8;
   static constant constexpr bool kAnyLength = false;
   static constant constexpr int kCodePairs = 16 / Code::kBits;  // of a word
 
@@ -398,12 +404,10 @@ struct FloatCodes {
 
   static Pack<kPackSize> codes(Chunk<kValues> chunk, int pack) {
     constexpr int kWords = kPackSize / 2 / kCodePairs;
-    float2 pairs[kPackSize / 2];
+    half2 pairs[kPackSize / 2];
     UNROLL for (int word = 0; word < kWords; ++word) {
       const HalfPairs<kCodePairs> codes = code_pairs(chunk, kWords * pack + word);
-      UNROLL for (int i = 0; i < kCodePairs; ++i) {
-        pairs[kCodePairs * word + i] = float2(float(codes.v[i].x), float(codes.v[i].y));
-      }
+      UNROLL for (int i = 0; i < kCodePairs; ++i) pairs[kCodePairs * word + i] = codes.v[i];
     }
     return in_order<kPackSize, HalfCodes<Code::kBits>>(pairs);
   }

@@ -103,7 +103,7 @@ template <typename W, bool kSplit>
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef typename W::Element T;
-  constexpr int R = kFewRows, M = W::kPairsAtOnce;
+  constexpr int R = kFewRows, M = kFewPairs;
   constexpr uint kThreads = kFewSimdgroups * kSimdWidth;
   threadgroup ushort members[kMaxFewPairs];
   constexpr uint kSumsOfTurn = kSplit ? kFewSimdgroups * SharedDots<R, M>::kSize : 1;
@@ -131,7 +131,7 @@ template <typename W, bool kSplit>
   for (uint start = 0, turn = 0; start < list.count; ++turn) {
     const uint left = list.count - start;
     threadgroup float* memory = sums[turn % 2];
-    if (M > 1 && left > 1) {
+    if (left > 1) {
       const PairSet<M> pairs = list.template some<M>(members, start);
       rows_of_pairs<W, R, M, kSplit>(block, pairs, left, memory, simdgroup, outputs, params);
       start += M;
