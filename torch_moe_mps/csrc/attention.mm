@@ -91,7 +91,7 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
   set_mask(params, mask, window);
   params.has_key_range = key_range.has_value();
   params.has_sinks = sinks.has_value();
-  if (sinks) params.sinks_dtype = dtype_code(*sinks);
+  params.sinks_dtype = dtype_code(sinks);
   params.rows = batch * tokens * heads;
   params.scale = static_cast<float>(scale);
   params.softcap = static_cast<float>(softcap.value_or(0.0));

@@ -36,7 +36,7 @@ Tensor causal_conv1d_update_(const Tensor& x, const Tensor& conv_state_, const T
   params.state_dtype = dtype_code(state);
   params.weight_dtype = dtype_code(weight);
   params.has_bias = bias.has_value();
-  if (bias) params.bias_dtype = dtype_code(*bias);
+  params.bias_dtype = dtype_code(bias);
 
   Commands commands;
   commands.add({"gated_delta", x.scalar_type()}, "causal_conv1d_update")
@@ -73,9 +73,9 @@ Tensor gated_delta_rule_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
   params.beta_dtype = dtype_code(beta);
   params.beta_is_logit = beta_is_logit;
   params.has_a_log = a_log.has_value();
-  if (a_log) params.a_log_dtype = dtype_code(*a_log);
+  params.a_log_dtype = dtype_code(a_log);
   params.has_dt_bias = dt_bias.has_value();
-  if (dt_bias) params.dt_bias_dtype = dtype_code(*dt_bias);
+  params.dt_bias_dtype = dtype_code(dt_bias);
   params.has_l2norm = l2norm_eps.has_value();
   params.l2norm_eps = static_cast<float>(l2norm_eps.value_or(0.0));
   params.scale = static_cast<float>(scale);

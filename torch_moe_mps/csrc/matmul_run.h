@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "../shaders/params.h"
+#include "combine.h"
 #include "metal/encoder.h"
 #include "metal/library.h"
 #include "norms.h"
@@ -32,12 +33,6 @@ struct Activation {
 
 Activation activation_of(std::string_view name, std::optional<double> alpha, std::optional<double> limit,
                          bool gated, bool interleaved);
-
-struct ExpertSum {
-  at::Tensor weights;  // [T, K]
-  std::optional<at::Tensor> shared_gate, shared_out, residual;
-  bool gate_is_logit;
-};
 
 // Adds to `commands`: out[..., outputs] = activation(norm(x[..., inputs]) times the matrix, of one expert) +
 // residual; output n goes to column order[n]. The tensors are contiguous, x aligned, the matrix not empty.

@@ -96,7 +96,7 @@ MatmulParams matrix_params(const Tensor& x, const MatrixStack& matrix, const Act
   params.row_layout = activation.row_layout;
   params.activation = activation.kind;
   params.has_bias = matrix.bias.has_value();
-  params.bias_dtype = matrix.bias ? dtype_code(*matrix.bias) : DTYPE_FLOAT;
+  params.bias_dtype = dtype_code(matrix.bias);
   params.alpha = activation.alpha;
   params.limit = activation.limit;
   return params;
@@ -115,16 +115,9 @@ MatmulParams matmul_params(const Tensor& x, const MatrixStack& matrix, const Ten
   return params;
 }
 
-ExpertDownParams down_params(const MatmulParams& matmul, const ExpertSum& sum) {
-  ExpertDownParams params{};
-  params.matmul = matmul;
-  params.combine.weights_dtype = dtype_code(sum.weights);
-  params.combine.has_gate = sum.shared_gate.has_value();
-  params.combine.gate_dtype = sum.shared_gate ? dtype_code(*sum.shared_gate) : DTYPE_FLOAT;
-  params.combine.gate_is_logit = sum.gate_is_logit;
-  params.combine.has_shared = sum.shared_out.has_value();
-  params.combine.has_residual = sum.residual.has_value();
-  return params;
+ExpertDownParams down_params(const Tensor& x, const MatrixStack& matrix, const Tensor& ids,
+                             const ExpertSum& sum) {
+  return {matmul_params(x, matrix, ids, Activation{}, true), sum_params(sum)};
 }
 
 Command& bind_matmul(Command& command, const Tensor& x, const MatrixStack& matrix, const Tensor& ids,
@@ -136,13 +129,6 @@ Command& bind_matmul(Command& command, const Tensor& x, const MatrixStack& matri
       .bind(ids)
       .bind_or(matrix.bias, ids)
       .bind(out);
-}
-
-Command& bind_sum(Command& command, const ExpertSum& sum) {
-  return command.bind(sum.weights)
-      .bind_or(sum.shared_gate, sum.weights)
-      .bind_or(sum.shared_out, sum.weights)
-      .bind_or(sum.residual, sum.weights);
 }
 
 // Adds one matmul; `out` has a row for each pair.
@@ -163,7 +149,7 @@ void add_second(Commands& commands, const Run& run, const MatmulStep& step, cons
                 const MatrixStack& matrix, const ExpertSum& sum, const Tensor& out) {
   Command& command = commands.add(matrix.library, step.kernel);
   bind_matmul(command, hidden, matrix, run.ids, out);
-  bind_sum(command, sum).params(down_params(matmul_params(hidden, matrix, run.ids, Activation{}, true), sum));
+  bind_sum(command, sum, out).params(down_params(hidden, matrix, run.ids, sum));
   run.launch(run.bind_buckets(command), step);
 }
 
@@ -171,9 +157,7 @@ void add_combine(Commands& commands, const Run& run, const MatmulStep& step, con
                  const MatrixStack& matrix, const ExpertSum& sum, const Tensor& out) {
   Command& command = commands.add({"combine", out.scalar_type()}, step.kernel);
   command.bind(slots).bind(run.ids);
-  bind_sum(command, sum)
-      .bind(out)
-      .params(down_params(matmul_params(slots, matrix, run.ids, Activation{}, true), sum));
+  bind_sum(command, sum, out).bind(out).params(down_params(slots, matrix, run.ids, sum));
   run.launch(command, step);
 }
 

@@ -33,7 +33,7 @@ void add_norm(Commands& commands, const char* kernel, const std::optional<Tensor
     if (other) params.vectorised &= rows_start_aligned(width, {*other});
   }
   params.has_weight = weight.has_value();
-  if (weight) params.weight_dtype = dtype_code(*weight);
+  params.weight_dtype = dtype_code(weight);
   if (scalar) {
     params.scalar_kind = scalar->numel() == width && width > 1 ? SCALAR_PER_COLUMN : SCALAR_SINGLE;
     params.scalar_dtype = dtype_code(*scalar);

@@ -44,7 +44,7 @@ Heads heads_of(const Tensor& x, const std::optional<Tensor>& weight, const Tenso
   heads.params.width = x.size(3);
   heads.params.rotary = rotary;
   heads.params.is_normed = heads.params.has_weight = weight.has_value();
-  if (weight) heads.params.weight_dtype = dtype_code(*weight);
+  heads.params.weight_dtype = dtype_code(weight);
   heads.vectorised = x.size(3) % 8 == 0 && starts_aligned(heads.input) && starts_aligned(output) &&
                      (!weight || starts_aligned(*heads.weight));
   return heads;

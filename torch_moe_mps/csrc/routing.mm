@@ -80,9 +80,9 @@ Routing route(const Tensor& logits_, const OptionalTensor& bias_, const Optional
   params.experts = experts;
   params.vectorised = rows_start_aligned(experts, {logits});
   params.has_bias = bias.has_value();
-  params.bias_dtype = bias ? dtype_code(*bias) : DTYPE_FLOAT;
+  params.bias_dtype = dtype_code(bias);
   params.has_scale = scale.has_value();
-  params.scale_dtype = scale ? dtype_code(*scale) : DTYPE_FLOAT;
+  params.scale_dtype = dtype_code(scale);
 
   const int64_t rows_per_group = rows < kManyRows ? 1 : 4;
   Commands commands;
@@ -142,7 +142,7 @@ Tensor logits_of(const Tensor& hidden, const Tensor& router, const std::optional
   params.vectorised = rows_start_aligned(width, {hidden, router, norm ? norm->weight : hidden});
   params.hidden_dtype = dtype_code(hidden);
   params.has_bias = bias.has_value();
-  if (bias) params.bias_dtype = dtype_code(*bias);
+  params.bias_dtype = dtype_code(bias);
   params.logits_dtype = dtype_code(logits);
   if (norm) {
     params.norm_dtype = dtype_code(norm->weight);

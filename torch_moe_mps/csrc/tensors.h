@@ -35,8 +35,9 @@ at::Tensor rows_contiguous(const at::Tensor& tensor);
 // Whether each row of a tensor of any strides starts on a multiple of so many elements.
 bool starts_aligned(const at::Tensor& tensor, int64_t elements = 4);
 
-// The DTYPE_* code of shaders/params.h.
+// The DTYPE_* code of shaders/params.h; without a tensor, which no kernel reads then, DTYPE_FLOAT.
 uint32_t dtype_code(const at::Tensor& tensor);
+uint32_t dtype_code(const std::optional<at::Tensor>& tensor);
 
 // The tensor in a dtype; itself if it has that dtype already: at::Tensor::to calls the dispatcher.
 at::Tensor in_dtype(const at::Tensor& tensor, c10::ScalarType dtype);

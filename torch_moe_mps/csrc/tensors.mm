@@ -73,6 +73,10 @@ uint32_t dtype_code(const at::Tensor& tensor) {
   }
 }
 
+uint32_t dtype_code(const std::optional<at::Tensor>& tensor) {
+  return tensor ? dtype_code(*tensor) : DTYPE_FLOAT;
+}
+
 bool is_aligned(const at::Tensor& tensor) {
   return tensor.storage_offset() * tensor.element_size() % 16 == 0;
 }

@@ -67,16 +67,12 @@ inline void weighted_sum_columns(Slots<T> slots, device const uchar* shared_gate
   const bool active = column < params.width;
   const ulong place = row * params.width + column;
   Vector<T, N> own_shared, own_residual;  // in flight with the slots
-  if (active && params.has_shared != 0) own_shared = load<N>(shared + place);
-  if (active && params.has_residual != 0) own_residual = load<N>(residual + place);
+  if (active && params.sum.has_shared != 0) own_shared = load<N>(shared + place);
+  if (active && params.sum.has_residual != 0) own_residual = load<N>(residual + place);
   Floats<N> sum = slots.template sum<N>(row, column, active);
   if (!active) return;
-  if (params.has_shared != 0) {
-    float gate = params.has_gate != 0 ? load_one(shared_gate, params.gate_dtype, row) : 1.0f;
-    if (params.has_gate != 0 && params.gate_is_logit != 0) gate = sigmoid(gate);
-    sum += gate * widen(own_shared);
-  }
-  if (params.has_residual != 0) sum += widen(own_residual);
+  if (params.sum.has_shared != 0) sum += factor_of_shared(shared_gate, row, params.sum) * widen(own_shared);
+  if (params.sum.has_residual != 0) sum += widen(own_residual);
   store(output + place, sum);
 }
 
@@ -91,7 +87,7 @@ template <typename T>
     uint3 group_threads [[threads_per_threadgroup]], uint thread_index [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   const WeightedSumParams params = arguments;
-  const Slots<T> all = {slots, weights, params.weights_dtype, params.slots, params.width, lane};
+  const Slots<T> all = {slots, weights, params.sum.weights_dtype, params.slots, params.width, lane};
   const uint item = group.x * group_threads.x + thread_index;
   if (params.vectorised != 0) {
     weighted_sum_columns<4>(all, shared_gate, shared, residual, output, params, group.y, item * 4);

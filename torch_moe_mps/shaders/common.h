@@ -204,6 +204,13 @@ inline float softplus(float x) {
   return max(x, 0.0f) + log1p;
 }
 
+// What a token's shared expert is multiplied by.
+inline float factor_of_shared(device const uchar* shared_gate, ulong token, ExpertSumParams params) {
+  if (params.has_gate == 0) return 1.0f;
+  const float gate = load_one(shared_gate, params.gate_dtype, token);
+  return params.gate_is_logit != 0 ? sigmoid(gate) : gate;
+}
+
 // The lanes for which `predicate` holds, as bits.
 inline uint ballot(bool predicate) {
   return static_cast<uint>(static_cast<simd_vote::vote_t>(simd_ballot(predicate)));

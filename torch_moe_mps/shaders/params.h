@@ -202,17 +202,21 @@ struct SiluMulParams {
   uint32_t vectorised;
 };
 
+// The weighted sum over a token's slots, and what is added to it.
+struct ExpertSumParams {
+  uint32_t weights_dtype;
+  uint32_t gate_dtype;
+  uint32_t has_gate;
+  uint32_t gate_is_logit;
+  uint32_t has_shared;
+  uint32_t has_residual;
+};
+
 struct WeightedSumParams {
-  uint32_t rows;
+  ExpertSumParams sum;
   uint32_t slots;
   uint32_t width;
   uint32_t vectorised;
-  uint32_t weights_dtype;
-  uint32_t has_shared;
-  uint32_t has_gate;
-  uint32_t gate_dtype;
-  uint32_t gate_is_logit;
-  uint32_t has_residual;
 };
 
 struct WeightedSumNormParams {
@@ -334,19 +338,9 @@ struct MatmulParams {
   float norm_offset;  // what is added to its weight
 };
 
-// What an expert's output is combined with.
-struct ExpertCombineParams {
-  uint32_t weights_dtype;
-  uint32_t gate_dtype;
-  uint32_t has_gate;
-  uint32_t gate_is_logit;
-  uint32_t has_shared;
-  uint32_t has_residual;
-};
-
 struct ExpertDownParams {
   MatmulParams matmul;
-  ExpertCombineParams combine;
+  ExpertSumParams sum;
 };
 
 // embedding_rows: matrix.experts is the number of rows that the matrix has, matrix.pairs the number of ids.

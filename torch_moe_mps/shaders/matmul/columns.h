@@ -75,7 +75,7 @@ template <typename T>
   const uint token = group.y;
   const uint output = group.x * kSimdWidth + lane;
   const uint column = min(output, matmul.outputs - 1);
-  const Addends addends = {shared_gate, shared_out, residual, dtype_of<T>()};
+  const Addends<T> addends = {shared_gate, shared_out, residual};
   float sum = 0.0f;
   for (uint slot = 0; slot < matmul.slots; ++slot) {
     const uint pair = token * matmul.slots + slot;
@@ -84,11 +84,11 @@ template <typename T>
     const DenseColumns<T> weights(packed, scales, biases, expert, matmul);
     const float dot = column_dot(weights, x + ulong(pair) * matmul.inputs, column, simdgroup, matmul.inputs);
     const float value = simdgroup == 0 ? with_bias(dot, bias, expert, column, matmul) : dot;
-    sum = fma(load_one(routing, params.combine.weights_dtype, pair), value, sum);
+    sum = fma(load_one(routing, params.sum.weights_dtype, pair), value, sum);
   }
   sum = sum_over_simdgroups(sum, partials, lane, simdgroup);
   if (simdgroup == 0 && output < matmul.outputs) {
     out[ulong(token) * matmul.outputs + output] =
-        T(addends.add_to(sum, token, output, matmul.outputs, params.combine));
+        T(addends.add_to(sum, token, output, matmul.outputs, params.sum));
   }
 }

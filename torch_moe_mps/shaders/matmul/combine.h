@@ -6,17 +6,17 @@
 // N columns of a token, slots ascending.
 template <typename T, int N>
 inline void combine_columns(device const T* slots, device const int* ids, device const uchar* routing,
-                            Addends addends, device T* out, uint token, uint column,
+                            Addends<T> addends, device T* out, uint token, uint column,
                             constant ExpertDownParams& params) {
   constant MatmulParams& matmul = params.matmul;
   Floats<N> sum = 0.0f;
   for (uint slot = 0; slot < matmul.slots; ++slot) {
     const uint pair = token * matmul.slots + slot;
     if (expert_of(ids, pair, matmul) == matmul.experts) continue;
-    const Floats<N> weight = load_one(routing, params.combine.weights_dtype, pair);
+    const Floats<N> weight = load_one(routing, params.sum.weights_dtype, pair);
     sum = fma(weight, widen(load<N>(slots + ulong(pair) * matmul.outputs + column)), sum);
   }
-  sum = addends.add_to(sum, token, column, matmul.outputs, params.combine);
+  sum = addends.add_to(sum, token, column, matmul.outputs, params.sum);
   store(out + ulong(token) * matmul.outputs + column, sum);
 }
 
@@ -25,13 +25,13 @@ template <typename T>
 [[kernel]] void expert_combine(device const T* slots [[buffer(0)]], device const int* ids [[buffer(1)]],
                                device const uchar* routing [[buffer(2)]],
                                device const uchar* shared_gate [[buffer(3)]],
-                               device const uchar* shared_out [[buffer(4)]],
-                               device const uchar* residual [[buffer(5)]], device T* out [[buffer(6)]],
+                               device const T* shared_out [[buffer(4)]],
+                               device const T* residual [[buffer(5)]], device T* out [[buffer(6)]],
                                constant ExpertDownParams& params [[buffer(7)]],
                                uint2 group [[threadgroup_position_in_grid]],
                                uint2 threads [[threads_per_threadgroup]],
                                uint thread_index [[thread_index_in_threadgroup]]) {
-  const Addends addends = {shared_gate, shared_out, residual, dtype_of<T>()};
+  const Addends<T> addends = {shared_gate, shared_out, residual};
   const uint outputs = params.matmul.outputs;
   const uint column = (group.x * threads.x + thread_index) * kCombineColumns;
   if (outputs % kCombineColumns == 0) {

@@ -28,12 +28,6 @@ inline uint weight_row(uint output, uint half_of_pair, constant MatmulParams& pa
   return output;
 }
 
-template <typename T>
-inline uint dtype_of() {
-  if (is_same_v<T, float>) return DTYPE_FLOAT;
-  return is_same_v<T, half> ? DTYPE_HALF : DTYPE_BFLOAT;
-}
-
 // The buffers of the kernels, in the order in which the host binds them.
 #define MATRIX_BUFFERS(T)                                                                 \
   device const T *x [[buffer(0)]], device const uchar *packed [[buffer(1)]],              \
@@ -42,7 +36,7 @@ inline uint dtype_of() {
       device T *out [[buffer(6)]]
 #define MATMUL_BUFFERS(T) \
   MATRIX_BUFFERS(T), device const T *residual [[buffer(7)]], constant MatmulParams &params [[buffer(8)]]
-#define DOWN_BUFFERS(T)                                                                            \
-  MATRIX_BUFFERS(T), device const uchar *routing [[buffer(7)]],                                    \
-      device const uchar *shared_gate [[buffer(8)]], device const uchar *shared_out [[buffer(9)]], \
-      device const uchar *residual [[buffer(10)]], constant ExpertDownParams &params [[buffer(11)]]
+#define DOWN_BUFFERS(T)                                                                        \
+  MATRIX_BUFFERS(T), device const uchar *routing [[buffer(7)]],                                \
+      device const uchar *shared_gate [[buffer(8)]], device const T *shared_out [[buffer(9)]], \
+      device const T *residual [[buffer(10)]], constant ExpertDownParams &params [[buffer(11)]]

@@ -26,14 +26,14 @@ struct PairTerms {
 // The outputs of `tokens` tokens from the terms of their pairs.
 template <typename T, int kRows>
 inline void store_combined(PairTerms<kRows> terms, uint first_token, uint tokens, uint first_row,
-                           Addends addends, device T* out, uint thread_index, uint threads,
+                           Addends<T> addends, device T* out, uint thread_index, uint threads,
                            constant ExpertDownParams& params) {
   const uint slots = params.matmul.slots, columns = params.matmul.outputs;
   for (uint i = thread_index; i < tokens * kRows; i += threads) {
     const uint token = first_token + i / kRows, row = first_row + i % kRows;
     if (row >= columns) continue;
     const float sum = terms.sum(i / kRows * slots, slots, i % kRows);
-    out[ulong(token) * columns + row] = T(addends.add_to(sum, token, row, columns, params.combine));
+    out[ulong(token) * columns + row] = T(addends.add_to(sum, token, row, columns, params.sum));
   }
 }
 
@@ -56,7 +56,7 @@ struct TermsBlock {
       const uint m = item / R, local = rows.lane / kRowLanes * R + item % R;
       if (m >= count) continue;
       const uint row = min(rows.first + local, matmul.outputs - 1);
-      terms.at(places.at(m), local) = load_one(routing, params.combine.weights_dtype, pairs.at(m)) *
+      terms.at(places.at(m), local) = load_one(routing, params.sum.weights_dtype, pairs.at(m)) *
                                       with_bias(dots.at(item % R, m), bias, rows.expert, row, matmul);
     }
   }
@@ -87,7 +87,7 @@ template <typename W, int R>
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const Addends addends = {shared_gate, shared_out, residual, dtype_of<T>()};
+  const Addends<T> addends = {shared_gate, shared_out, residual};
   store_combined<T>(terms, token, 1, first, addends, out, thread_index, simdgroups * kSimdWidth, params);
 }
 
@@ -143,6 +143,6 @@ template <typename W>
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const Addends addends = {shared_gate, shared_out, residual, dtype_of<T>()};
+  const Addends<T> addends = {shared_gate, shared_out, residual};
   store_combined<T>(terms, 0, matmul.tokens, first, addends, out, thread_index, kDownThreads, params);
 }

@@ -37,27 +37,23 @@ struct Outputs {
   }
 };
 
-// What is added to the sum over a token's experts: the shared expert and the residual, both of `dtype`.
+// What is added to the sum over a token's experts: the shared expert and the residual.
+template <typename T>
 struct Addends {
   device const uchar* shared_gate;
-  device const uchar* shared_out;
-  device const uchar* residual;
-  uint dtype;
+  device const T* shared_out;
+  device const T* residual;
 
-  float add_to(float sum, uint token, uint column, uint columns, constant ExpertCombineParams& params) const {
+  float add_to(float sum, uint token, uint column, uint columns, constant ExpertSumParams& params) const {
     const ulong index = ulong(token) * columns + column;
     if (params.has_shared != 0) {
-      float gate = 1.0f;
-      if (params.has_gate != 0) gate = load_one(shared_gate, params.gate_dtype, token);
-      if (params.has_gate != 0 && params.gate_is_logit != 0) gate = sigmoid(gate);
-      sum += gate * load_one(shared_out, dtype, index);
+      sum += factor_of_shared(shared_gate, token, params) * float(shared_out[index]);
     }
-    if (params.has_residual != 0) sum += load_one(residual, dtype, index);
+    if (params.has_residual != 0) sum += float(residual[index]);
     return sum;
   }
 
-  float4 add_to(float4 sum, uint token, uint column, uint columns,
-                constant ExpertCombineParams& params) const {
+  float4 add_to(float4 sum, uint token, uint column, uint columns, constant ExpertSumParams& params) const {
     UNROLL for (uint i = 0; i < 4; ++i) sum[i] = add_to(sum[i], token, column + i, columns, params);
     return sum;
   }

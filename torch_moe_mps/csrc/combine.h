@@ -1,0 +1,25 @@
+// The weighted sum over a token's slots, as the experts' matmuls use it too.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "../shaders/params.h"
+#include "metal/encoder.h"
+
+namespace moe_mps {
+
+// sum over the slots + gate * shared_out + residual. All are contiguous.
+struct ExpertSum {
+  at::Tensor weights;  // [T, K]
+  std::optional<at::Tensor> shared_gate = {}, shared_out = {}, residual = {};
+  bool gate_is_logit = false;
+};
+
+ExpertSumParams sum_params(const ExpertSum& sum);
+
+// Binds the weights and what is added. `stand_in`, of the dtype of the result, takes the place of what is
+// not.
+Command& bind_sum(Command& command, const ExpertSum& sum, const at::Tensor& stand_in);
+
+}  // namespace moe_mps
