@@ -20,13 +20,14 @@ SIMULATED = sys.platform != "darwin"
 
 
 def pytest_configure(config):
-    os.environ.setdefault("MOE_MPS_CHECK", "0")  # accelerate() checks operators where a test is about that
+    os.environ.setdefault("MOE_MPS_CHECK", "0")  # accelerate() checks operators only in tests about that
     config.addinivalue_line(
         "markers",
         "one_schedule: run the simulated mps variant under one schedule in the sweep, too",
     )
     config.addinivalue_line("markers", "of_kernels: about what only kernels do: on the CPU in the sweep")
-    # Before test modules are imported: torch remembers for the process whether MPS was there when asked.
+    # Before test modules are imported: torch remembers for the whole process whether MPS was there when first
+    # asked.
     if SIMULATED:
         install_error(config)
 
@@ -46,14 +47,14 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
-    """A case that is of the sweep by itself, too, runs in no other order."""
+    """A case that only runs in the sweep anyway is not run in another order."""
     others = [i for i in items if OTHER_ORDER in i.nodeid and len(list(i.iter_markers("sweep"))) > 1]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in set(others)]
 
 
 def install_error(config) -> str | None:
-    """Install the simulator once; what it says where it cannot be built."""
+    """Install the simulator once. Returns: the error if it cannot be built."""
     if not hasattr(config, "_simulator_error"):
         from simulator import build_device
         from support.simulated import install
@@ -85,7 +86,7 @@ def device(request) -> str:
 
 @pytest.fixture
 def simulated(request):
-    """The simulator, for what only it can show: findings, counters, traces."""
+    """The simulator, for tests of what only it shows: findings, counters, traces."""
     if not SIMULATED:
         pytest.skip("a real Metal device has no counters, traces and findings")
     error = install_error(request.config)

@@ -15,7 +15,7 @@ DOCUMENTS = [
     *(REPOSITORY / "docs").glob("*.md"),
     REPOSITORY / "tests" / "simulator" / "README.md",
 ]
-# Not followed by what stands for a name, as in tests/ops/test_<family>.py.
+# Not followed by a placeholder, as in tests/ops/test_<family>.py.
 PATH = re.compile(r"\b((?:docs|scripts|tests|torch_moe_mps|csrc|shaders)/[\w./]*\w)(?![\w/<])")
 
 

@@ -74,7 +74,7 @@ IMPORT_TORCH = """
 
 
 def test_torch_imports_one_small_module(package):
-    """The cost of the entry point: it no other module is read, and none of the package."""
+    """The cost of the entry point: apart from it no module is read, and none of the package."""
     with_it = set(python(package, IMPORT_TORCH).split())
     without = set(python(package, IMPORT_TORCH, TORCH_DEVICE_BACKEND_AUTOLOAD="0").split())
     assert with_it - without == {"torch_moe_mps_autoload"}

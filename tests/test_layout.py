@@ -128,6 +128,6 @@ def test_no_test_imports_another():
     ],
 )
 def test_limits_are_the_same_on_every_floor(file, name, value):
-    """What Python checks or assumes is what the host and the shaders are built for."""
+    """The limits that Python checks or assumes are those of the host and the shaders."""
     (written,) = re.findall(rf"\b{name}(?: =)? ([0-9.]+)f?\b", (PACKAGE / file).read_text())
     assert float(written) == value

@@ -1,4 +1,4 @@
-"""The package as a whole: what an import costs and gives."""
+"""The package as a whole: what an import costs, and what it provides."""
 
 import pytest
 from support.processes import python

@@ -22,7 +22,7 @@ from torch_moe_mps.commands import convert, main, perplexity
 from torch_moe_mps.commands.perplexity import SAMPLE, Means, measure, save_references, windows
 from torch_moe_mps.transformers.interface import formats_of
 
-# What does not ask whether there are experts: a dense model in the sweep.
+# Tests that do not depend on experts: a dense model, in the sweep.
 ONE_KIND = pytest.mark.parametrize(
     "checkpoint", ["qwen3_moe", pytest.param("llama", marks=pytest.mark.sweep)], indirect=True
 )
@@ -100,7 +100,7 @@ def test_mixed_recipe(checkpoint, tmp_path):
 
 @ONE_KIND
 def test_budget(checkpoint, tmp_path, short_text):
-    """The recipe that was measured is written, and gives the same model again."""
+    """The measured recipe is written, and gives the same model again."""
     recipe = tmp_path / "recipe.json"
     arguments = ["--group-size", 32, "--text", short_text, "--save-recipe", recipe]
     assert run("convert", checkpoint, tmp_path / "new", "--budget", 7, *arguments) == 0
@@ -164,7 +164,7 @@ def test_measure_is_the_definition(tmp_path):
 
 
 def test_divergence_of_a_large_vocabulary_is_a_lower_bound(tmp_path):
-    """It misses no more than the divergence within the class, of which the output says the probability."""
+    """It only misses the divergence within the class, whose probability the output gives."""
     torch.manual_seed(0)
     tables = [3 * torch.randn(64, 3000) for _ in range(2)]
     tables[1] = tables[0] + 0.3 * torch.randn(64, 3000)
@@ -333,7 +333,7 @@ def test_a_link_to_nowhere_is_no_destination(checkpoint, tmp_path, capsys, monke
 
 
 def test_two_conversions_to_one_folder(checkpoint, tmp_path, capsys, monkeypatch):
-    """The second one to end says so and leaves the first one's result alone."""
+    """The one that ends second says so and leaves the first one's result alone."""
     save = convert._save
 
     def save_late(*arguments):
@@ -445,7 +445,7 @@ def test_what_does_not_fit_is_one_line(checkpoint, tmp_path, capsys):
 
 @pytest.mark.parametrize("layout", ["moe_mps", "mlx"])
 def test_damaged_tensors_of_quantised_checkpoints_are_one_line(layout, checkpoint, tmp_path, capsys):
-    """Lacking, and of another shape; the file or the tensors that it is made of are named."""
+    """Missing, or of another shape: the line names the file or the tensors that it is made of."""
     assert run("convert", checkpoint, tmp_path / "whole", "--group-size", 32, "--to", layout) == 0
     file = tmp_path / "whole" / "model.safetensors"
     layer, packed = "model.layers.1.self_attn.q_proj", "packed" if layout == "moe_mps" else "weight"

@@ -1,4 +1,4 @@
-"""scripts/compile_shaders.py, with another compiler in the place of Apple's."""
+"""scripts/compile_shaders.py, with a stand-in for Apple's compiler."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""Commands under torchrun: the first of two processes says what one process says, the second nothing."""
+"""Commands under torchrun: the first of two processes prints what one process prints, the second nothing."""
 
 import re
 

@@ -24,7 +24,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """With a tokenizer of letters, and a template that leaves out who speaks.
+    """With a tokenizer of letters, and a chat template without roles.
 
     A Mixtral: transformers' server does not look for parts of an answer, such as thinking, in its text.
     """

@@ -1,4 +1,4 @@
-"""Commits without a wait: when they come, and that nothing else changes by them."""
+"""Commits without a wait: when they come, and that they change nothing else."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""The compiled library: how it is loaded, what it says, what it checks."""
+"""The compiled library: how it is loaded, what it reports, what it checks."""
 
 import itertools
 import re
@@ -21,7 +21,8 @@ pytestmark = pytest.mark.one_schedule
 
 
 def test_buffers_beside_each_other_do_not_overlap(device):
-    """On mps an address is that of a buffer object, and these lie closer together than buffers are long."""
+    """On mps an address is that of a buffer object; two objects are closer together than their buffers are
+    long."""
     tensors = [torch.zeros(2**20, device=device) for _ in range(8)]
     for written, read in itertools.permutations(tensors, 2):
         Check("an_operator").apart("residual_", written, slots=read)
@@ -108,7 +109,7 @@ def test_messages_of_pipelines_and_of_the_compiler(simulated, tmp_path):
 
 
 def test_a_signature_is_checked_once(simulated, monkeypatch):
-    """Later calls do not enter Python, also when calls with another signature lie between them."""
+    """Later calls do not enter Python, even with calls of another signature in between."""
     checked, check = [], Check.same_device
 
     def counting(self, **tensors):
@@ -123,7 +124,7 @@ def test_a_signature_is_checked_once(simulated, monkeypatch):
 
 
 def test_signatures_of_other_shapes_are_told_apart(simulated):
-    """Of as many elements, and in the other order, after each has been seen in a good call."""
+    """With as many elements, and in the other order, after each was seen in a valid call."""
     shapes = ((2, 3), (3, 2), (6,), (1, 6))
     tensors = [torch.ones(shape, device="mps") for shape in shapes]
     for tensor in tensors:
@@ -134,7 +135,7 @@ def test_signatures_of_other_shapes_are_told_apart(simulated):
 
 
 def test_every_argument_is_in_a_signature(simulated):
-    """A call that differs from a good one in a single argument is not taken for the good one."""
+    """A call that differs from a valid one in a single argument is not taken for it."""
     x, weight = (torch.ones(shape, dtype=torch.float16, device="mps") for shape in ((4, 64), (8, 64)))
     packed, scales, biases = quantize(weight, 4, 64)
     good = {"x": x, "packed": packed, "scales": scales, "biases": biases, "bias": None}
@@ -159,7 +160,7 @@ def test_every_argument_is_in_a_signature(simulated):
 
 
 def test_layouts_of_one_shape(simulated):
-    """A call with other strides or another offset than the call before it reads what it was given."""
+    """A call whose strides or offset differ from those of the call before reads its own memory."""
     wide = torch.arange(8 * 64, dtype=torch.float32).reshape(8, 64) / 64
     on_mps = wide.to("mps")
     layouts = (lambda x: x[:4, :32], lambda x: x[3:7, :32], lambda x: x[:4, ::2], lambda x: x[::2, 32:])

@@ -1,4 +1,4 @@
-"""The check that the host code builds for macOS, and that the check finds what it is for."""
+"""The check that the host code builds for macOS, and that this check finds the faults it is for."""
 
 import re
 import sys

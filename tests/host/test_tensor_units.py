@@ -1,4 +1,4 @@
-"""When matmuls run on tensor units: plans and machines; and what a mistake in the kernel does."""
+"""When matmuls run on tensor units: plans and machines; and that mistakes in the kernel are found."""
 
 import json
 import re
@@ -96,7 +96,7 @@ def test_a_machine_without_units_compiles_nothing_for_them(simulated, monkeypatc
 
 
 def test_only_what_is_allowed(m5):
-    """A library at a time; nothing else changes, and float32 never."""
+    """One library at a time; nothing else changes, and float32 never uses them."""
     before = kernels_of(m5)
     torch.ops.moe_mps._allow_tensor_units("tensor_units_affine4_64_f16", True)
     assert kernels_of(m5) == ["gemm32_tensor_affine4_64_f16"]
@@ -157,7 +157,7 @@ print(*(line.split()[0] for line in commands if line.startswith("gemm")))
     ],
 )
 def test_forced(simulated, monkeypatch, use, macos, expected):
-    """On any GPU, unchecked; where macOS is too old it says so, and never computes something else."""
+    """On any GPU, unchecked; if macOS is too old, an error says so, and nothing else is computed."""
     monkeypatch.setenv(TENSOR_VARIABLE, use)
     monkeypatch.setenv("SIMULATED_MACOS", macos)
     assert expected in python(FORCED)

@@ -113,7 +113,7 @@ def routing() -> Calls:
 
 
 def experts() -> Calls:
-    """Bindings do not depend on the format, but that one without biases binds its scales in their place."""
+    """Bindings do not depend on the format, except that formats without biases bind their scales instead."""
     gate_up, down = tensor(8, 128, 128), tensor(8, 128, 64)
     packed = {
         form: [
@@ -441,7 +441,7 @@ def test_grid_follows_the_cores(simulated, gpu, launch):
 
 
 def test_cores_of_a_gpu():
-    """The same as those of the cost model, but for the smaller one of two chips of one name."""
+    """The same as in the cost model, except for the smaller of two chips with one name."""
     known = {name: gpu.cores for name, gpu in GPUS.items() if name != "M1 Pro 14"}
     assert {name: ops._gpu_cores(f"Apple {name}") for name in known} == known
     assert ops._gpu_cores("Simulated Apple GPU") == ops._gpu_cores("Apple M99") == 16

@@ -29,13 +29,13 @@ def only_dispatch(simulated, call) -> DispatchCounters:
 
 
 def moved(simulated, call) -> int:
-    """Bytes read and written, but for the parameters, which are bound last."""
+    """Bytes read and written, without the parameters, which are bound last."""
     buffers = only_dispatch(simulated, call).buffers
     *tensors, _parameters = sorted(buffers)
     return sum(buffers[i].bytes_read + buffers[i].bytes_written for i in tensors)
 
 
-# Each operand moves once, and the norms' weights once a row.
+# Each operand moves once, norm weights once for each row.
 
 
 @pytest.mark.parametrize("rows, width", [(1, 2048), (3, 4096), (300, 512), (2, 8192)])
@@ -118,7 +118,7 @@ class Layer:
         return operator(x, *self.gate_up, *self.down, ids.to("mps"), routing, *(self.format or ()))
 
     def check_read(self, dispatch, parts: list[torch.Tensor], experts: int, times: int) -> None:
-        """Of the matrices every byte of `experts` experts is read, in all `times` experts' bytes at most.
+        """Every byte of the matrices of `experts` experts is read, and at most `times` experts' bytes in all.
 
         Lanes that share a scale load it in one instruction; the counters book it for each of them.
         """
@@ -129,7 +129,7 @@ class Layer:
 
 
 def weight_bytes(dispatch) -> int:
-    """Of what is bound at 1, 2 and 3: the matrix, its scales and biases, or the matrix again."""
+    """The bytes bound at 1, 2 and 3: the matrix, its scales and biases, or the matrix again."""
     return sum(dispatch.buffers[index].bytes_read for index in (1, 2, 3) if index in dispatch.buffers)
 
 
@@ -145,7 +145,7 @@ SHAPES = ((16, 192, 1), (16, 192, 4), (16, 192, 8), (16, 192, 31), (5, 192, 4), 
     [*itertools.product(FORMATS, SHAPES), *itertools.product(OTHER_GROUPS, [(8, 384, 6), (8, 384, 11)])],
 )
 def test_decode_reads_each_expert_once(simulated, format, shape):
-    """From memory. A threadgroup goes through its rows again for every two pairs."""
+    """From memory: a threadgroup goes through its rows again for every two pairs."""
     experts, hidden, tokens = shape
     layer = Layer(experts, hidden, 128, format)
     for ids in (ids_of(tokens, 3, experts), ids_of(1, 3, experts).expand(tokens, 3)):

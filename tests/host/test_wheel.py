@@ -1,4 +1,4 @@
-"""The wheel for macOS, built with the cross-compiler, and what a release has to pass."""
+"""The wheel for macOS, built with the cross-compiler, and the checks that a release has to pass."""
 
 import re
 import shutil
@@ -72,7 +72,7 @@ def test_wheels_that_must_not_be_published(wheel, tmp_path, tmp_path_factory):
 
 
 def test_the_extension_is_for_every_python(extension):
-    """What it imports is of torch, Objective-C, C and C++: the linker names the library of each symbol."""
+    """It imports symbols only of torch, Objective-C, C and C++: the linker names the library of each."""
     assert build_wheel.library_faults(extension) == []
     symbols = macos.run([macos.tool("llvm-nm"), "-m", "-u", extension], "listing symbols")
     assert "(from libtorch_cpu)" in symbols and "Py" not in re.sub(r"__Z\S*", "", symbols)

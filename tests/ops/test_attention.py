@@ -150,7 +150,7 @@ def ranges(device, of=RANGES):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 12])
 def test_ranges(device, dtype, window):
-    """Of every batch entry its own, beyond the keys and empty ones too; other keys hold NaN."""
+    """Each batch entry has its own; some go beyond the keys, some are empty. All other keys hold NaN."""
     for heads, tokens, width, sinks in ((4, 1, 64, True), (2, 20, 24, False)):
         q, k, v = tensors(device, dtype, len(RANGES), heads, 2, tokens, 70, width)
         for row, (first, end) in enumerate(RANGES):
@@ -164,7 +164,7 @@ def test_ranges(device, dtype, window):
 
 @pytest.mark.one_schedule
 def test_ranges_of_a_long_cache(device):
-    """Chunks before a range, behind it, and those that it ends within; in 8 bits and in 16."""
+    """Chunks before a range, after it, and those in which it ends; in 8 bits and in 16."""
     of = [[1000, 2**31 - 1], [0, 130], [1199, 1200]]
     q, k, v = tensors(device, torch.float16, 3, 2, 1, 2, 1200, 32)
     seen = causal(2, 1200, None, ranges("cpu", of))
@@ -211,7 +211,7 @@ def test_a_static_cache(device, kind, keys):
 
 
 def bytes_read(simulated, tensors_of, **options) -> list[int]:
-    """Of keys and values, by the kernel that reads them."""
+    """Bytes of keys and values that the kernel reads."""
     with simulated.counters() as dispatches:
         attend(**tensors_of, **options)
     return [dispatches[0].buffers[i].bytes_read for i in (1, 2)]
@@ -244,7 +244,7 @@ def test_keys_of_a_prompt(simulated):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_added_masks(device, dtype):
-    """A bias that is neither 0 nor hides; of one batch entry for all, strided."""
+    """A bias that neither is 0 nor hides a key; one batch entry for all, strided."""
     q, k, v = tensors(device, torch.float32, 2, 2, 1, 2, 40, 16)
     mask = numbers(1, 1, 40, 2, dtype=dtype, scale=2.0).transpose(2, 3).to(device)
     added = exact(mask)[:, 0]
@@ -348,7 +348,7 @@ def cache_of(states, tokens, group, device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("width", "group"), [(32, 32), (192, 64), (128, 128), (576, 64)])
 def test_a_cache_in_8_bits(device, dtype, width, group):
-    """Numbers are off by half a step at most, and what else the cache holds is left alone."""
+    """Numbers are off by half a step at most, and everything else in the cache stays as it is."""
     memory = numbers(2 * 5 * 3 * width + 1, dtype=dtype, scale=4.0).to(device)
     states = memory[1:].view(2, 5, 3, width).transpose(1, 2)  # not on 16 bytes
     cache = cache_of(states, 9, group, device)
@@ -367,7 +367,7 @@ def test_a_cache_in_8_bits(device, dtype, width, group):
 
 @pytest.mark.parametrize("position", [-3, 0, 2, 5, 7, 9, 2**40, -(2**63)])
 def test_a_position_on_the_device(device, position):
-    """The same as a start of that number; tokens behind or before the cache are not written."""
+    """The same as a start of that number; tokens before or after the cache are not written."""
     states = numbers(2, 3, 4, 64).to(device)
     parts, expected = cache_of(states, 9, 32, device), cache_of(states, 9, 32, device)
     given = torch.tensor([position], device=device)
@@ -382,7 +382,7 @@ def test_a_position_on_the_device(device, position):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_cache_in_8_bits_of_special_numbers(device, dtype):
-    """A group of one number is exact; one with a number that is not finite is NaN, and no other is."""
+    """A group of equal numbers is exact; one with a number that is not finite is NaN, and no other is."""
     states = numbers(1, 1, 4, 64, dtype=dtype)
     states[:, :, 0], states[:, :, 1] = 0.3, 0.0
     states[0, 0, 2, 5], states[0, 0, 3, 40] = float("inf"), float("nan")

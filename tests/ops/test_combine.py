@@ -33,7 +33,7 @@ def check_sums(residual, slots, weights, norm_weight):
 
 
 def clone_in_place(tensor):
-    """A copy with the strides of the original, in storage of its own with space around it."""
+    """A copy with the strides of the original, in its own storage with space around it."""
     base = tensor if tensor._base is None else tensor._base
     copy = base.clone(memory_format=torch.preserve_format)
     return copy.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

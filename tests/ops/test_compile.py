@@ -12,7 +12,7 @@ pytestmark = pytest.mark.one_schedule
 
 
 class Layer(torch.nn.Module):
-    """A MoE layer that calls an operator of every kind, the mutating ones included."""
+    """An MoE layer that calls an operator of every kind, including those that write in place."""
 
     def __init__(self, device: str):
         super().__init__()

@@ -191,7 +191,7 @@ def test_no_columns(device):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("experts", "intermediate"), [(0, 8), (3, 0)])
 def test_no_experts_or_nothing_between_their_matrices(device, experts, intermediate, transposed, tokens):
-    """What is left are the biases of down, the shared expert and the residual."""
+    """Only the biases of down, the shared expert and the residual are left."""
     x, shared, residual = (random((tokens, 16), torch.float32, seed) for seed in range(3))
     gate_up, down = torch.zeros(experts, 2 * intermediate, 16), torch.zeros(experts, 16, intermediate)
     if transposed:
@@ -274,7 +274,7 @@ def test_nan_and_infinity_stay_with_their_token(device):
 
 @pytest.mark.sweep
 def test_weights_over_4_gib(device):
-    """Only the pages of the expert that is read exist: elements behind 2^31, bytes behind 2^32."""
+    """Only the pages of the expert that is read exist: beyond element 2^31 and byte 2^32."""
     hidden, rows, experts = 1024, 1024, 2**11 + 5
     weight = torch.empty(experts, rows, hidden, dtype=torch.bfloat16, device=device)
     last = random((rows, hidden), torch.bfloat16, 0, hidden**-0.5)
@@ -301,7 +301,7 @@ def test_more_experts_than_can_be_sorted(device, tokens, transposed):
 
 
 def test_the_stack_is_never_copied():
-    """On the CPU: 64 GiB of weights as seen, 4 MiB of memory; a copy would not fit."""
+    """On the CPU: the weights seem to be 64 GiB, in 4 MiB of memory; a copy would not fit."""
     weight = random((1, 1024, 1024), torch.float32, 0, 1 / 32).expand(2**14, -1, -1)
     x = random((2, 1024), torch.float32, 1)
     ids = torch.tensor([[3, 16000], [7, 3]])
@@ -325,7 +325,7 @@ def test_a_long_prefill_is_cut_into_pieces(monkeypatch):
 
 
 def test_products_on_two_threads():
-    """On the CPU few float32 rows of an expert are then multiplied the other way round."""
+    """On the CPU, a few float32 rows of an expert are then multiplied as a transposed product."""
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

@@ -138,7 +138,7 @@ def test_keyword_and_positional_calls_agree(device, name):
 
 
 def test_every_operator_has_its_kernels(device):
-    """With MPS none is left to the reference, unseen.
+    """On MPS no operator silently runs its reference.
 
     Operators that write in place keep the kernel for autograd that is registered in Python: PyTorch's own for
     extensions does not see that residual_ changes.

@@ -15,7 +15,7 @@ FLOAT32_ERRORS = 16
 
 
 def tables(batch, tokens, width, dtype=torch.float32, seed=0):
-    """Not of the angles that a model uses, and not the same for both elements of a pair."""
+    """Tables that differ from those of a model: the two elements of a pair have different entries."""
     return numbers(batch, tokens, width, dtype=dtype, seed=seed), numbers(
         batch, tokens, width, dtype=dtype, seed=seed + 1
     )
@@ -55,7 +55,7 @@ def test_long_heads(device):
 
 
 def test_heads_of_two_widths(device):
-    """DeepSeek's queries carry elements that do not turn in front, its keys have none."""
+    """DeepSeek's queries begin with elements that do not turn; its keys have none."""
     q, k = numbers(1, 2, 4, 24).to(device), numbers(1, 2, 1, 8).to(device)
     cos, sin = (t.to(device) for t in tables(1, 2, 8))
     check(q, k, cos, sin, last=True, pairs="interleaved_to_half")
@@ -188,7 +188,7 @@ def test_norms_and_rotation_of_a_model(device, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_into_a_cache(device, dtype):
-    """Keys and values go behind those in views of longer memory, what is around them stays."""
+    """Keys and values go behind those in views of longer memory; the memory around them stays as it is."""
     for i, (width, value_width, tokens) in enumerate([(64, 128, 1), (10, 6, 3), (32, 30, 2), (16, 512, 1)]):
         packed = numbers(2, tokens, 3 * width + 2 * width + 2 * value_width, dtype=dtype, seed=i).to(device)
         parts = packed.split((3 * width, 2 * width, 2 * value_width), -1)

@@ -13,7 +13,7 @@ from support.values import DTYPES, random
 from torch_moe_mps.ops.routing import fused_moe_routing, moe_gate, moe_router, moe_router_topk_softmax
 
 NAN, INF = float("nan"), float("inf")
-# Rows decided by less are left out: float32 does not tell these choices apart.
+# Rows decided by a smaller gap are left out: float32 cannot tell their choices apart.
 SMALLEST_GAP = 1e-4
 
 # One router of each kind in transformers, by a family that has it.
@@ -317,7 +317,7 @@ def test_ties_of_any_shape_on_cpu(tokens, num_experts, data):
 
 
 def test_finite_of_the_oracle():
-    """The oracle's own reading of degenerate values, which the tests above rest on."""
+    """How the oracle reads degenerate values, on which the tests above rely."""
     assert finite(np.array([NAN, INF, -INF, 1.0])).tolist() == [-LARGEST, LARGEST, -LARGEST, 1.0]
 
 

@@ -94,7 +94,7 @@ def test_every_layout(layout, number):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dense(layout, dtype, transposed):
-    """Rows of any length, so that nothing lies on 16 bytes; a single input; tiles of both sizes."""
+    """Rows of any length, so that nothing is aligned to 16 bytes; a single input; tiles of both sizes."""
     for number, shape in enumerate(
         ((67, 1, 4, 65, 33), (40, 2, 3, 20, 7), (33, 1, 2, 1, 1), (150, 2, 4, 72, 65))
     ):

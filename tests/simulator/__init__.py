@@ -4,8 +4,8 @@
     load(name, sources)             builds and imports an extension, as torch.utils.cpp_extension.load does
     extension(name, sources)        builds one for torch.ops.load_library
     with trace() as commands: ...   commands: what was encoded, one line of text each
-    with intercepted(run): ...      run(dispatch) takes the place of the executor
-    with dropped(): ...             commands are forgotten, aten does not compute: the host's time alone
+    with intercepted(run): ...      run(dispatch) replaces the executor
+    with dropped(): ...             nothing is computed: only the host's time is left
     with counters() as dispatches:  dispatches: what each dispatch read, wrote and waited for
     commits()                       how often the stream was committed
     set_schedule(seed)              order of threads and threadgroups; 0 is ascending

@@ -237,7 +237,7 @@ def preprocess(source: str, include: tuple = (), name: str = "program_source") -
 
 
 def readable(messages: str) -> str:
-    """The compiler's messages without what concerns the simulator's own headers."""
+    """The compiler's messages without those about the simulator's own headers."""
     return re.sub(r"^In file included from .*\n", "", messages, flags=re.MULTILINE).strip()
 
 

@@ -5,7 +5,7 @@ its libraries, in which every symbol of torch has to be found; every Objective-C
 code names has to exist in Apple's metal-cpp headers. The wheels are downloaded once, to MOE_MPS_CACHE or
 ~/.cache/torch_moe_mps.
 
-What it cannot show: Apple's own clang and SDK, and anything at run time.
+It cannot show what Apple's own clang and SDK do, nor anything at run time.
 """
 
 import argparse
@@ -47,7 +47,7 @@ STANDARD_SYMBOL = re.compile(r"__Z(N[KVRO]*St|St|T[CISTV]N?(St|10__cxxabiv1)|T[I
 
 @dataclass
 class Result:
-    """What was checked for one version of torch; `faults` is empty where everything is as it should be."""
+    """What was checked for one version of torch; `faults` is empty if all is well."""
 
     version: str
     files: int
@@ -79,7 +79,7 @@ def zig() -> Path:
 
 
 def resolve(version: str) -> str:
-    """2.13.0 is what it is, 2.13 is its latest patch."""
+    """2.13.0 stays as it is; 2.13 becomes its latest patch."""
     if version.count(".") == 2:
         return version
     listed = run([sys.executable, "-m", "pip", "index", "versions", "torch"], "listing the versions of torch")

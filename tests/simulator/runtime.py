@@ -1,4 +1,4 @@
-"""Loads the simulated device, and asks it what was encoded and what was run."""
+"""Loads the simulated device, and asks it what was encoded and run."""
 
 import contextlib
 import ctypes

@@ -15,7 +15,8 @@ POSITION = "uint i [[thread_position_in_grid]], uint lane [[thread_index_in_simd
 
 
 def counted(body: str, buffers: list, grid=1, threads=64, arguments="", limit=None, attribute="", total=None):
-    """`out[i] = ...` for `a`, `out` and further buffers, measured. The kernel is `body` in a function."""
+    """Measures a kernel `out[i] = ...` with `a`, `out` and further buffers; `body` is the text of its
+    function."""
     source = f"""{HEAD}
     [[kernel]] {attribute} void k(device const float* a [[buffer(0)]], device float* out [[buffer(1)]],
                       {arguments}{POSITION}) {{ {body} }}"""
@@ -57,7 +58,7 @@ class TestCounts:
         m = counted(body, [a, out, np.uint32(5)], arguments="constant uint& n [[buffer(2)]], ")
         np.testing.assert_allclose(out, a * 10, rtol=1e-5)
         assert classes(m, M1, "fma", "convert") == (2 * 5, 2 * 5)
-        assert classes(m, M1, "devload") == (2,)  # n is no load
+        assert classes(m, M1, "devload") == (2,)  # n is not loaded
 
     def test_lanes_that_diverge(self):
         a, out = floats(64), empty(64)

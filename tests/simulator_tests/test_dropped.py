@@ -1,4 +1,4 @@
-"""The null device: the host's work is done, the device's is not."""
+"""The null device: the host's work is done, but not the device's."""
 
 import resource
 import time
@@ -129,7 +129,7 @@ def test_kernels_are_encoded_and_forgotten(simulated):
 
 
 def tiny_model(implementation: str | None):
-    """On mps; accelerated where no implementation of its own is named."""
+    """On mps; accelerated unless one of its own implementations is named."""
     model = tiny_models.tiny_model("qwen3_moe", torch.bfloat16).to("mps")
     if implementation:
         model.set_experts_implementation(implementation)

@@ -207,7 +207,7 @@ kernel void widen(device const {kind}* x [[buffer(0)]], device float* out [[buff
     library.launch("widen", {0: every, 1: wide}, (64,), (1024,))
     assert torch.equal(wide.nan_to_num(7.0), every.float().nan_to_num(7.0))
 
-    # All values, the midpoints between neighbours and what lies just beside those.
+    # All values, the midpoints between neighbours, and the floats next to those.
     low = every.float()
     high = torch.roll(low, -1)
     middle = ((low.double() + high.double()) / 2).float()

@@ -51,7 +51,7 @@ BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 @pytest.mark.parametrize("seed", [SEEDS[0], pytest.param(SEEDS[1], marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(("kernel", "header"), [SOFTMAX, LOGSUMEXP])
 def test_every_barrier_of_theirs_is_missed(tmp_path, kernel, header, seed):
-    """Without any one of its barriers a kernel that is right in itself is found to race."""
+    """If any one of its barriers is removed, a correct kernel is found to race."""
     text = (include_folder() / KERNELS / header).read_text()
     start = text.index(f"[[kernel]] void {kernel}(")
     end = text.find("[[kernel]]", start + 10) % len(text)

@@ -1,4 +1,4 @@
-"""What the MSL executor must find: each fault in a kernel as small as it can be, with the message checked."""
+"""Faults that the MSL executor must find: each in the smallest kernel that has it, with its message."""
 
 import numpy as np
 import pytest

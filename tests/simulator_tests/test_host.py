@@ -1,4 +1,5 @@
-"""Host code in the simulated Metal runtime: what must be found, with the message, and what must pass."""
+"""Host code in the simulated Metal runtime: faults that must be found, with their message, and code that must
+pass."""
 
 import gc
 import re

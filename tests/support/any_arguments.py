@@ -23,13 +23,14 @@ STRATEGIES: dict[str, Callable[["Draws"], dict[str, Any]]] = {}
 
 
 def strategy(function: Callable[["Draws"], dict[str, Any]]) -> Callable[["Draws"], dict[str, Any]]:
-    """Good arguments of the operator of this name, on the CPU."""
+    """Valid arguments of the operator of this name, on the CPU."""
     STRATEGIES[function.__name__] = function
     return function
 
 
 class Draws:
-    """What hypothesis chooses. Elements of tensors follow from a seed: it has nothing to find in them."""
+    """What hypothesis chooses. Elements of tensors come from a seed: there is nothing for it to find in
+    them."""
 
     def __init__(self, draw):
         self.draw = draw

@@ -1,4 +1,4 @@
-"""Random calls of every operator: good arguments or spoilt ones, in random layouts; what comes of them."""
+"""Random calls of every operator, with valid or spoilt arguments in random layouts, and their outcomes."""
 
 import math
 from typing import Any, NamedTuple
@@ -87,7 +87,7 @@ def calls(draw, name: str) -> Call:
 
 
 def spoil(d: Draws, name: str, arguments: dict[str, Any], layouts: dict[str, Any]) -> None:
-    """Change one argument, mostly to what the operator must refuse."""
+    """Change one argument, mostly to a value that the operator must refuse."""
     schema = d.one(*packet(name).default._schema.arguments)
     kind = str(schema.type).removeprefix("Optional[").removesuffix("]")
     value = arguments.get(schema.name)
@@ -136,7 +136,7 @@ def spoil_tensor(d: Draws, name: str, arguments: dict[str, Any], layouts: dict[s
         arguments[name], layouts[name] = arguments[other], Alias(other)
 
 
-# What comes of a call
+# The outcome of a call
 
 
 class Outcome(NamedTuple):

@@ -19,7 +19,7 @@ spec.loader.exec_module(build_wheel)
 
 
 def once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """A folder of this test run, which `make` fills in the first process that asks; the others wait."""
+    """A folder of this test run: the first process that asks lets `make` fill it; the others wait."""
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / name
     with (folder.parent / f"{name}.lock").open("w") as lock:

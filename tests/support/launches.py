@@ -83,7 +83,7 @@ def one_token(simulated, model: nn.Module) -> Counter[str]:
 
 
 def launches_of_last_layer(simulated, model: nn.Module) -> tuple[Counter[str], int]:
-    """Those of the last layer, which the model loses, and how many there are in all."""
+    """The launches of the last layer, which is removed from the model, and how many there are in all."""
     every = one_token(simulated, model)
     decoder = model.get_decoder()
     decoder.layers = decoder.layers[:-1]
@@ -91,7 +91,7 @@ def launches_of_last_layer(simulated, model: nn.Module) -> tuple[Counter[str], i
 
 
 def launches_without_layers(simulated, model: nn.Module) -> Counter[str]:
-    """The launches outside of the layers; the model loses its layers."""
+    """The launches outside the layers, which are removed from the model."""
     decoder = model.get_decoder()
     decoder.layers = decoder.layers[:0]
     return one_token(simulated, model)

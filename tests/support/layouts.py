@@ -8,7 +8,7 @@ LAYOUTS = ("contiguous", "offset", "strided", "transposed")
 
 
 def lay(values: Tensor, layout: str, device: str) -> Tensor:
-    """`values` on the device, in a layout; what lies between and around them is NaN or, for integers, -7."""
+    """`values` on the device, in a layout; the memory between and around them is NaN or, for integers, -7."""
     values = values.to(device)
     if layout == "contiguous":
         return values

@@ -140,7 +140,7 @@ COMPOSITES = {
     "qwen3_5_moe with vision": ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeTextConfig"),
     "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeTextConfig"),
 }
-# Names that transformers writes otherwise than the checkpoints of the architecture have them.
+# Names that transformers writes differently from the architecture's checkpoints.
 CHECKPOINT_NAMES = {
     "bailing_hybrid": {r"(layers\.0\.attention)\.dense\.": r"\1.o_proj."},
     "kimi_k25": {
@@ -176,7 +176,7 @@ def tiny(architecture: str):
 
 
 def composite(cls, text: str, **overrides):
-    """A model with more than language; `overrides` are for the config of its text, which is `text`."""
+    """A multimodal model; `overrides` are for the config of its language model, `text`."""
     part = tiny_models.build_config(getattr(transformers, text), **overrides)
     tied = part.tie_word_embeddings
     torch.manual_seed(0)

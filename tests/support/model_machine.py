@@ -1,4 +1,4 @@
-"""What users do to a model, as a state machine: in any order the model computes what its own code does."""
+"""What users do to a model, as a state machine: in any order, the model computes what its own code does."""
 
 import copy
 import json
@@ -119,7 +119,7 @@ class ModelMachine(RuleBasedStateMachine):
 
     @rule(action=st.sampled_from(["accelerate", "restore", "quantize", "quantize all"]), lines=LINES)
     def interrupt(self, action, lines):
-        """What is left computes; see the invariant. The other rules show that it can go on."""
+        """The model still computes: see the invariant. The other rules show that work can go on."""
         actions = {
             "accelerate": lambda: torch_moe_mps.accelerate(self.fast),
             "restore": lambda: torch_moe_mps.restore(self.fast),

@@ -24,7 +24,7 @@ def positional(name: str, arguments: dict) -> tuple[list, dict]:
 
 @contextmanager
 def plans_for(gpu: str) -> Iterator[None]:
-    """Within, kernels are planned for the cores of the GPU of this name."""
+    """Inside the block, kernels are planned for the cores of the GPU with this name."""
     torch.ops.moe_mps._plan_for(gpu)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What each operator must give for its arguments, in float64, and how far float32 arithmetic may be off."""
+"""The result of each operator for its arguments in float64, and how far float32 arithmetic may be off."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -61,7 +61,7 @@ def written(name: str) -> list[str]:
 
 
 def checked(name: str, *args: Any, **kwargs: Any) -> Any:
-    """What the operator returns, after it and what is written in place were held against the oracle."""
+    """What the operator returns, after it and all tensors written in place were compared with the oracle."""
     names = [a.name for a in packet(name).default._schema.arguments]
     arguments = dict(zip(names, args, strict=False)) | kwargs
     right = expected(name, arguments)

@@ -1,4 +1,4 @@
-"""Models spread over processes of this machine: starting them, and what each of them does.
+"""Models spread over processes of this machine: starts them, and defines what each does.
 
 `launch("equal", ...)` runs the function `equal` below in every process and gives what it returned there.
 """

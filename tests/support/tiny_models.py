@@ -80,7 +80,7 @@ SIZES = {
     "eos_token_id": None,
     "use_cache": True,
 }
-# What single architectures need beyond that, by model type (of the text config, where there is one).
+# What single architectures need besides, by model type (of the text config, if there is one).
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
 EXTRA: dict[str, dict] = {
@@ -237,7 +237,7 @@ def tiny_model(
 
 @contextlib.contextmanager
 def sizes(**values: int):
-    """Other sizes for the configs built within."""
+    """Other sizes for the configs that are built inside the block."""
     before = SIZES.copy()
     SIZES.update(values)
     try:

@@ -170,7 +170,7 @@ def test_without_code_of_the_model():
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_generate(device, registered, cache, padded):
-    """The tokens of eager attention, with windows that slide, on every kind of cache."""
+    """The tokens of eager attention, with sliding windows, on every kind of cache."""
     torch.manual_seed(0)
     model = GptOssForCausalLM._from_config(config(), attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
@@ -292,7 +292,7 @@ def test_vault_gemma(device):
 
 @torch.no_grad()
 def test_cross_attention_beside_soft_caps(device):
-    """T5Gemma's shares its config with causal layers; without a mask it sees all keys all the same."""
+    """T5Gemma's shares its config with causal layers; without a mask it still sees all keys."""
     decoder = {**OTHER_GEMMAS, "cross_attention_hidden_size": 32}
     config = T5GemmaConfig(encoder=OTHER_GEMMAS, decoder=decoder, vocab_size=97)
     model = T5GemmaForConditionalGeneration(config).to(device).eval()

@@ -54,7 +54,8 @@ ROTATED_INTO_THE_CACHE = (9, 10)  # buffers of the rotation
 
 
 def counted(simulated, model, keys) -> tuple[int, int]:
-    """Bytes of keys and values that the last of so many tokens writes to the cache, and attention reads."""
+    """Bytes of keys and values that the last of so many tokens writes to the cache, and that attention
+    reads."""
     cache, memory = DynamicCache(config=HEADS), Memory()
     states = torch.ones(1, HEADS.num_key_value_heads, keys - 2, HEADS.head_dim, dtype=torch.bfloat16)
     cache.update(states.to("mps"), states.to("mps"), 0)

@@ -55,7 +55,7 @@ class Pair:
             self.both(lambda layer: layer.activate_past_recording())
 
     def both(self, call):
-        """The results of a call of each, or the class of the error that each raises."""
+        """The results of a call of each, or the class of the error that it raises."""
         results = []
         for layer in (self.plain, self.growing):
             try:
@@ -122,7 +122,7 @@ class Pair:
 
 
 def rounded(states):
-    """What is left of states in 8 bits."""
+    """The values of states after rounding to 8 bits."""
     quantized = QuantizedStates.empty(states, states.shape[2])
     quantized.write(0, states)
     return quantized.dequantized()
@@ -192,7 +192,7 @@ def test_quantised_states_are_not_changed_unseen():
 @pytest.mark.parametrize("window", [None, 1025])
 @torch.no_grad()
 def test_only_new_tokens_are_quantised(window):
-    """In about half of the memory, and with nothing copied."""
+    """In about half of the memory, and without a copy."""
     cls = DynamicLayer if window is None else DynamicSlidingWindowLayer
     layer = growing_class(cls, 8)(**({} if window is None else {"sliding_window": window}))
     states = [torch.randn(1, 2, 5000, 128, dtype=torch.bfloat16) for _ in range(2)]

@@ -1,4 +1,5 @@
-"""Attributes, hooks and classes that change after acceleration: the model computes what its own code does."""
+"""Attributes, hooks and classes that change after acceleration: the model still computes what its own code
+does."""
 
 import copy
 

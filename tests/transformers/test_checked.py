@@ -47,7 +47,7 @@ def wrong(dispatch, change: float) -> None:
 
 
 class Fault:
-    """In the place of the executor: every dispatch of kernels called `kernel`... goes to `run`."""
+    """Replaces the executor: every dispatch of a kernel whose name starts with `kernel` goes to `run`."""
 
     def __init__(self, kernel: str, run):
         self.kernel, self.run, self.seen = kernel, run, 0
@@ -72,7 +72,7 @@ def another_result_the_second_time(dispatch, seen: int) -> None:
 
 
 def ended_with_an_error(dispatch, seen: int) -> None:
-    """What a command buffer that fails leaves behind: nothing. torch does not ask whether one failed."""
+    """A command buffer that fails leaves nothing behind. torch does not ask whether one failed."""
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ with torch.no_grad():
 
 
 def test_shaders_that_do_not_compile_and_pipelines_of_few_threads(simulated, tmp_path):
-    """What they are for runs the model's own code; the experts run on their operator."""
+    """Their modules run the model's own code; the experts run on their operator."""
     *lines, classes, finite = python(BROKEN, str(tmp_path)).splitlines()
     (rope,) = [line for line in lines if line.startswith("rope ")]
     assert rope.startswith("rope (float32) does not compile: moe_mps: rope_f32 does not compile: ")

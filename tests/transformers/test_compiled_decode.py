@@ -72,7 +72,7 @@ def check_decode_step_in_8_bits(architecture, device):
 
 @pytest.mark.parametrize("architecture", ["gpt_oss", pytest.param("qwen3_moe", marks=pytest.mark.sweep)])
 def test_decode_step_compiles_with_keys_and_values_in_8_bits(architecture):
-    """The codes are written where a tensor says, and read as they are."""
+    """The codes are written at a position that a tensor gives, and read as they are."""
     check_decode_step_in_8_bits(architecture, "cpu")
 
 

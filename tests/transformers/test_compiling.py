@@ -1,4 +1,4 @@
-"""What makes a model on mps ready for its first token."""
+"""Making a model on mps ready for its first token."""
 
 import os
 import sys

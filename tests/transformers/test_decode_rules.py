@@ -133,7 +133,7 @@ def tables(function) -> int:
 
 @pytest.mark.parametrize(("name", "architecture"), FUNCTIONS)
 def test_form_of_rotary_functions(name, architecture):
-    """What is found agrees with the function for other shapes, numbers and dtypes than it was found by."""
+    """The form agrees with the function for other shapes, numbers and dtypes than those of the trial."""
     function = getattr(sys.modules[tiny_models.model_class(architecture).__module__], name)
     tensors, takes_complex = tables(function), "freqs" in str(inspect.signature(function))
     form = rope_form(function, tensors, (), takes_complex)

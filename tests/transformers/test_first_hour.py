@@ -32,7 +32,7 @@ def folder(quantised, tmp_path_factory):
 
 
 def test_without_the_package_transformers_refuses(folder):
-    """It would fill what it does not know with random values."""
+    """It would fill weights that it does not know with random values."""
     said = python(
         """
         import os, sys
@@ -59,7 +59,7 @@ def test_the_classes_of_transformers_load_accelerated(folder, quantised):
 
 
 def test_a_line_for_all_layers(folder):
-    """In the config of the checkpoint, but for what differs."""
+    """In the config of the checkpoint, except for layers that differ."""
     stored = json.loads((folder / "config.json").read_text())["quantization_config"]
     attention = {f"model.layers.*.self_attn.{name}_proj": "affine4_32" for name in "qkvo"}
     assert stored == {

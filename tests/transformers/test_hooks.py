@@ -1,4 +1,4 @@
-"""Hooks, recorded outputs and adapters see and change in an accelerated model what they do in eager."""
+"""In an accelerated model, hooks, recorded outputs and adapters see and change what they do in eager."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Quantised linear layers and embeddings: which they are, what they compute, what they are called."""
+"""Quantised linear layers and embeddings: which layers, what they compute, and their names."""
 
 import copy
 
@@ -226,7 +226,7 @@ UNFIT = [
 
 @pytest.mark.parametrize(("path", "name", "spoil", "message"), UNFIT)
 def test_what_does_not_fit_is_named_before_anything_changes(path, name, spoil, message):
-    """The last weights are at fault, so that all others would have been quantised before them."""
+    """The fault is in the last weights, so that all others would have been quantised before them."""
     model = tiny("qwen3_moe")
     module = model.get_submodule(path)
     spoiled = spoil(getattr(module, name))

@@ -107,7 +107,7 @@ class Messages(logging.Handler):
 
 
 def outcome(folder) -> torch.Tensor | str:
-    """The logits of a checkpoint, or all that was said on why there are none."""
+    """The logits of a checkpoint, or all messages about why there are none."""
     messages = Messages()
     transformers.logging.set_verbosity_warning()
     transformers.logging.add_handler(messages)

@@ -1,4 +1,4 @@
-"""Outputs of linear layers that are only put in another order become one copy, with the same values."""
+"""Outputs of linear layers that are only reordered become one copy, with the same values."""
 
 import ast
 import copy

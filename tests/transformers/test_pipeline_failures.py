@@ -59,7 +59,7 @@ def test_the_last_process_samples_for_all(outcomes):
 
 
 def test_a_process_that_dies_is_named_by_all_others(folder):
-    """Of three, the second dies; the first waits for the third, which waits for the second."""
+    """The second of three dies; the first waits for the third, which waits for the second."""
     ends = ends_of(start("failing", folder, ["dies"], 1, processes=3))
     assert [code for code, *_ in ends] == [0, -9, 0]
     for _, output, _ in (ends[0], ends[2]):

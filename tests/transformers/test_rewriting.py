@@ -1,4 +1,4 @@
-"""Rewritten forwards compute what the model's own code computes, whatever way it is written."""
+"""Rewritten forwards compute what the model's own code computes, however it is written."""
 
 import inspect
 import traceback

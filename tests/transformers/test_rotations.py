@@ -1,4 +1,4 @@
-"""Rotations of q and k, and of a part of the heads of q: what becomes one call, and what may not."""
+"""Rotations of q and k, and of a part of the heads of q: which become one call, and which must not."""
 
 import inspect
 

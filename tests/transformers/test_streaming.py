@@ -257,7 +257,7 @@ def measure(
     write(sized_model(1, 128, 128, 8), tmp_path / "warm", source, "5GB")
     del model
     arguments = arguments or {"bits": 4}
-    # What is freed goes back to the system at once: the C library would keep some of it for later.
+    # Freed memory goes back to the system at once: the C library would keep some of it for later.
     variables = {"MALLOC_MMAP_THRESHOLD_": "65536"}
     printed = python(CHILD, device, str(tmp_path), json.dumps(arguments), **variables)
     result = json.loads(printed.splitlines()[-1])
@@ -286,7 +286,7 @@ def test_peak_of_private_memory(tmp_path):
     "source, to", [("one by one", "mlx"), ("one by one", "moe_mps"), ("mlx", "moe_mps"), ("moe_mps", "mlx")]
 )
 def test_convert_of_a_gigabyte_needs_one_layer(source, to, tmp_path):
-    """Neither what is read nor what is written is in private memory."""
+    """Neither the tensors read nor those written are in private memory."""
     result = measure("cpu", tmp_path / "dense", source, 10, 1024, 512, 32, to=to)
     assert result["peak"] <= min(result["bound"], 0.3 * result["stored"])
 

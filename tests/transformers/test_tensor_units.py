@@ -1,4 +1,4 @@
-"""accelerate() on a simulated M5: tensor units are used if they give what the CPU gives, and reported."""
+"""accelerate() on a simulated M5: tensor units are used if they agree with the CPU, and are reported."""
 
 import ctypes
 import json

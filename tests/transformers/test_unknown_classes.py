@@ -28,7 +28,7 @@ def test_unknown_class_that_follows_the_interface():
 
 
 class OtherExperts(nn.Module):
-    """A stack of experts with an interface that nobody here knows."""
+    """A stack of experts with an interface that is not known here."""
 
     def __init__(self):
         super().__init__()

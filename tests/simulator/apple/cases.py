@@ -56,7 +56,7 @@ def routing(shape: Shape, tokens: int, seed: int = 1) -> np.ndarray:
 
 
 def matrix_bytes(format_name: str, rows: int, inputs: int) -> int:
-    """Of one expert's matrix, scales and offsets included (of 16 bits)."""
+    """The bytes of one expert's matrix, with scales and biases in 16 bits."""
     if format_name not in FORMATS:
         return rows * inputs * DTYPES[format_name].itemsize
     f = FORMATS[format_name]
@@ -84,7 +84,8 @@ def _case(shape: Shape, format_name: str, dtype: str, tokens: int, tensor_units:
 
 @functools.lru_cache(maxsize=2)
 def _weights(*case) -> dict:
-    """Of any values: counts do not depend on them, and the simulator fills memory that it hands out."""
+    """Weights without defined values: counts do not depend on them, and the simulator fills memory that it
+    hands out."""
     return _case(*case, tokens=1).weights(Shapes("mps"))
 
 

@@ -1,4 +1,4 @@
-"""Runs a dispatch in the executor with its blocks and accesses counted. The results are the kernel's own."""
+"""Runs a dispatch in the executor and counts its blocks and accesses. The results are the kernel's own."""
 
 import ctypes
 import itertools
@@ -37,8 +37,8 @@ class Limit:
     """How much of a dispatch is run: accesses are traced in at most `groups` threadgroups, spread evenly.
 
     The others are only counted; where they would execute more than `slots` instructions of a simdgroup, they
-    are left out, and what ran stands for all. Then results are there in part only; kernels that write lists
-    for later ones are run whole in any case.
+    are left out, and what ran stands for all. Then only part of the results is there. Kernels that write
+    lists for later ones are always run whole.
     """
 
     groups: int = 96

@@ -1,4 +1,4 @@
-"""What is known of Apple's GPUs, and from where: the numbers that the model reads, and prints with --facts.
+"""Facts about Apple's GPUs and their sources: the numbers that the model reads, and prints with --facts.
 
 "known": measured or documented for the chips named. "inferred": concluded here from published measurements.
 "assumed": nobody outside of Apple knows; the value is plausible.
@@ -25,7 +25,7 @@ FACTS: list[Fact] = []
 
 
 def fact(name: str, value, status: str, chips: str, source: str):
-    """Adds a row to the table; gives its value."""
+    """Adds a row to the table. Returns: its value."""
     FACTS.append(Fact(name, value, status, chips, source))
     return value
 

@@ -1,5 +1,5 @@
-"""What a kernel's values are: the same in all threads, pointers into threadgroup memory, folded into another
-instruction."""
+"""Which values of a kernel are the same in all threads, point into threadgroup memory, or are folded into
+another instruction."""
 
 import re
 
@@ -42,7 +42,7 @@ class Flow:
         return self.function.definition(value)
 
     def _closure(self, start: set[str], belongs) -> set[str]:
-        """`start` and, as often as something is added, every result that belongs to the set so far."""
+        """`start`, extended by results that belong to the set until nothing is added."""
         found, size = set(start), -1
         while size != len(found):
             size = len(found)
@@ -50,7 +50,8 @@ class Flow:
         return found
 
     def _uniform(self) -> set[str]:
-        """What is computed once for a dispatch: of arguments, constant memory and the grid's size."""
+        """Values that are computed once for a dispatch: from arguments, constant memory and the grid's
+        size."""
         references = {
             i.name
             for i in self.function.instructions
@@ -163,7 +164,7 @@ class Flow:
     # Addresses ------------------------------------------------------------------------------------
 
     def root(self, pointer: str) -> tuple[str, int]:
-        """What an address starts from, and the bytes that constant steps add to that.
+        """Where an address starts, and the bytes that constant steps add.
 
         Constants in a pointer's index count where they cannot carry: base[i + 1] lies behind base[i].
         """

@@ -1,7 +1,7 @@
 // Linked with a counted kernel: how often each block runs in each simdgroup, and what its accesses touch.
 //
-// A simdgroup runs a block for all lanes that want it: a block counts as often as the lane runs it that runs
-// it most. Lanes' accesses belong together that are the n-th of their site in a threadgroup.
+// A simdgroup runs a block for all lanes that need it, so a block counts as often as the lane that runs it
+// most. Accesses of lanes belong together if each is the n-th of its site in the threadgroup.
 #include <algorithm>
 #include <vector>
 

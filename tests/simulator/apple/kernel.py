@@ -1,4 +1,5 @@
-"""A kernel as the model sees it: its IR, what follows from the IR, and an instrumented build that counts."""
+"""A kernel as the model sees it: its IR, the facts that follow from the IR, and an instrumented build that
+counts."""
 
 import ctypes
 import functools
@@ -54,7 +55,7 @@ class KernelModel:
 
     @functools.cached_property
     def registers(self) -> Registers:
-        """What a thread needs on M1, kept with the builds: it takes long for large kernels."""
+        """The registers of a thread on M1, kept with the builds: large kernels take long."""
         code = _digest("ir.py", "flow.py", "facts.py", "lower.py", "liveness.py")
         key = build.digest(self.path.name, sorted(self.constants), code)
 

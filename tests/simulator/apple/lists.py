@@ -1,4 +1,4 @@
-"""Whether a kernel writes lists: integers in device memory that later dispatches may steer by.
+"""Whether a kernel writes lists: integers in device memory on which the flow of later dispatches may depend.
 
 Such a kernel is always run whole. Others may be sampled, as what they write changes no count.
 """

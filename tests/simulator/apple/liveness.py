@@ -2,8 +2,8 @@
 
 A value that the instruction set reads as a part of another (a half of a register, an element of a vector, a
 narrower or wider number) takes no room of its own: it stands for a piece of the value that it is read from.
-What is the same in all threads lies in uniform registers, which are not counted. Apple's compiler orders
-instructions by other rules: the figure is an estimate, which ptxas confirms to 25 %.
+Values that are the same in all threads are in uniform registers, which are not counted. Apple's compiler
+orders instructions by other rules: the figure is an estimate, which ptxas confirms to 25 %.
 """
 
 from dataclasses import dataclass

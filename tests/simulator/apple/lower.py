@@ -1,6 +1,7 @@
 """The classes of instructions (facts.COSTS) that an Apple GPU would execute for each instruction of the IR.
 
-What the instruction set folds costs nothing: half operands of float instructions, negation, absolute value,
+Operations that the instruction set folds cost nothing: half operands of float instructions, negation,
+absolute value,
 16-bit halves of registers, small shifts in front of an add, one index of an address, a compare in front of a
 select or branch, a multiply in front of an add. Loads and stores are counted by their sites.
 """

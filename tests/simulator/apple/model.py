@@ -1,4 +1,4 @@
-"""What a counted dispatch takes on an Apple GPU: instructions, bytes, registers, and what bounds it."""
+"""The cost of a counted dispatch on an Apple GPU: instructions, bytes, registers, and what bounds it."""
 
 import functools
 import math
@@ -78,7 +78,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Work:
-    """What a dispatch is for: its multiply-adds, or elements, and the device memory that it must touch."""
+    """The purpose of a dispatch: its multiply-adds, or elements, and the device memory that it must touch."""
 
     label: str
     macs: int
@@ -192,7 +192,8 @@ class Measurement:
         return runs / max(1, self.counts.groups_run * self.threads // LANES)
 
     def latency(self, gpu: Gpu) -> Latency:
-        """The time of the launch where its simdgroups are too few to hide latency, at least what binds it."""
+        """The time of the launch if it has too few simdgroups to hide latency; at least the time of what
+        binds it."""
         groups, simdgroups = math.prod(self.grid), self.threads // LANES
         slots = self.slots(gpu) / max(1, groups * simdgroups)
         bound = self.bounds(gpu).predicted_us

@@ -1,7 +1,8 @@
-"""Published measurements of MLX's kernels, and what the model predicts for the same: the model's witness.
+"""Published measurements of MLX's kernels, and what the model predicts for them: how we know that it is
+right.
 
-The figures are of the issues and pull requests named, by their authors' clocks. Only kernels of about 100 us
-and more are here, or ratios of such: shorter ones are mostly the start and end of a dispatch.
+The figures are of the issues and pull requests named, by their authors' clocks. They are of kernels of about
+100 us and more, or ratios of these: shorter ones are mostly the start and end of a dispatch.
 """
 
 import functools

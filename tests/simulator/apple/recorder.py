@@ -1,4 +1,4 @@
-"""Runs what the package's host code, or `shader_library`, dispatches: counted instead of checked."""
+"""Runs what the package's host code, or `shader_library`, dispatches, and counts instead of checking."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -49,7 +49,8 @@ def measure(
 ) -> list[Measurement]:
     """One measurement for each dispatch of `call`, e.g. of an operator on "mps".
 
-    `work` says of weights on "mps" what a dispatch is for that binds them. Results are right if all ran.
+    `work` says for weights on "mps" what a dispatch that binds them is for. Results are right if everything
+    ran.
     """
     recorder = Recorder({runtime.address(t): w for t, w in (work or {}).items()}, limit)
     with runtime.intercepted(recorder):

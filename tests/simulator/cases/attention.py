@@ -107,7 +107,7 @@ def attention_cases() -> list[Case]:
 
 
 def sanitizer_attention() -> list[Case]:
-    """Small ones of every kernel."""
+    """Small cases of every kernel."""
     widths = ((64, 64), (128, 128), (256, 256), (576, 512))
     cases = [SmallAttention(4, 1, t, 300, *width, "f32") for width in widths for t in (1, 3)]
     return [*cases, *(SmallAttention(2, 1, t, 300, 128, 128, "f16", 8) for t in (1, 12))]

@@ -196,7 +196,7 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
 
 
 def sanitizer_fused() -> list[Case]:
-    """Small ones of every kernel."""
+    """Small cases of every kernel."""
     cases: list[Case] = []
     for format_, dtype in (("int4", "f16"), ("mxfp4", "bf16"), ("dense", "f32")):
         cases += [

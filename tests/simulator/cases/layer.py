@@ -12,7 +12,7 @@ from .experts import Case, ops
 from .formats import DTYPES
 
 EPS = 1e-6
-# Of the norm of the difference, in parts of the norm of the result: one rounding to the dtype.
+# The norm of the difference, relative to the norm of the result, of one rounding to the dtype.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 

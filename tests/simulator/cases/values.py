@@ -1,4 +1,4 @@
-"""What inputs are made of: random values on a GPU, or memory without contents for a recording."""
+"""Makes inputs: random values on a GPU, or memory without contents for a recording."""
 
 import torch
 from torch import Tensor

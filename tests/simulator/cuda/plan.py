@@ -1,4 +1,4 @@
-"""What `record` hands to `run`: a folder with plan.json and the preprocessed sources of the kernels."""
+"""What `record` passes to `run`: a folder with plan.json and the preprocessed sources of the kernels."""
 
 import hashlib
 import json

@@ -22,7 +22,7 @@ FILLED_BYTES = 64 << 20
 
 
 class RecordError(RuntimeError):
-    """Host code did what a plan cannot say."""
+    """Host code did something that a plan cannot express."""
 
 
 @dataclass

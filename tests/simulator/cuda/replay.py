@@ -15,7 +15,7 @@ from .programs import Program, Tensors
 
 
 def poison(machine, size: int) -> Tensor:
-    """Memory that shows when it is read unwritten: NaN in every float type, -1 in integers."""
+    """Memory that shows when it is read before it is written: NaN in every float type, -1 in integers."""
     return torch.full((size,), 255, dtype=torch.uint8, device=machine.device)
 
 

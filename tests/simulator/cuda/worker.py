@@ -1,4 +1,4 @@
-"""Cases in a process of their own: a kernel that fails may leave nothing that works behind."""
+"""Runs cases in a process of their own: after a kernel has failed, nothing in it may work any more."""
 
 import json
 import subprocess
@@ -80,7 +80,7 @@ def read(process: subprocess.Popen, lines: Queue) -> None:
 
 
 def is_right(plan: Plan, line: str, say: Callable[[str], None]) -> bool:
-    """Whether a worker's line tells of a case that is right; other lines are printed."""
+    """Whether a worker's line says that a case is right; other lines are printed."""
     message = json.loads(line) if line.startswith("{") else {}
     if "number" not in message:
         if not message:

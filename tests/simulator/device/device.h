@@ -1,4 +1,4 @@
-// What the PyTorch side's parts share.
+// What the parts of the PyTorch side share.
 #pragma once
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>

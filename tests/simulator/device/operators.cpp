@@ -84,7 +84,7 @@ const Tensor& resize_(const Tensor& self, IntArrayRef size, optional<at::MemoryF
   return self;
 }
 
-// What is copied from or to the CPU is copied: the host's work. On the device it is the GPU's.
+// Copies from or to the CPU are made: they are the host's work. On the device they are the GPU's.
 bool is_dropped(const Tensor& self) {
   return dropping() && self.is_mps() && !at::isIntegralType(self.scalar_type(), true);
 }

@@ -1,4 +1,4 @@
-// Where the simulator meets Python: findings become SimulatorError, shaders are compiled by simulator.build.
+// The simulator's side of Python: findings become SimulatorError, and simulator.build compiles shaders.
 #include <torch/csrc/utils/pybind.h>
 
 #include <mutex>

@@ -77,13 +77,14 @@ void* stream_command_buffer() {
 }
 
 void synchronize() {
-  // Also when nothing waits: on macOS reading a tensor inside a block always enters the queue again.
+  // Even if nothing waits: on macOS, reading a tensor inside a block always enters the queue again.
   if (has_pending() || in_block_of(stream_queue())) {
     at::mps::dispatch_sync_with_rethrow(at::mps::getCurrentMPSStream()->queue(), ^{
       run_pending();
     });
   }
-  // What an exception left open between two operators ends here, as with the pool around a run loop's turn.
+  // Pools that an exception left open between two operators end here, as with the pool around a run loop's
+  // turn.
   if (current_block() == 0) drain_pools(0);
   const std::string reports = take_reports();
   if (!reports.empty()) fail(reports);

@@ -1,4 +1,4 @@
-"""The strict check: would Apple's compiler take this shader? As far as that can be known without it.
+"""The strict check: would Apple's compiler accept this shader, as far as we can know without it?
 
 1. Address spaces: clang's OpenCL C++ front end, which has them, checks the source with every kernel
    instantiated: no pointer or reference without an address space, none of one where another is expected.
@@ -196,7 +196,7 @@ def clang(arguments: list) -> subprocess.CompletedProcess:
 def in_metal_terms(message: str) -> str:
     for opencl, metal in PRINTED.items():
         message = message.replace(opencl, metal)
-    # A pointer variable itself lies in thread, which goes without saying.
+    # A pointer variable itself is in the thread address space, which need not be said.
     message = re.sub(r"([*&])thread\b", r"\1", message)
     return message.replace("strict_make<", "").replace("program scope", "program-scope")
 

@@ -1,4 +1,4 @@
-"""Metal Shading Language to C++: what a C++ compiler cannot be told by a header is rewritten in the text.
+"""Metal Shading Language to C++: rewrites in the text what a header cannot tell a C++ compiler.
 
 Input is preprocessed source (macros expanded, line markers kept). Attributes are read and dropped, address
 spaces are erased, threadgroup variables become references into the threadgroup's memory, function constants

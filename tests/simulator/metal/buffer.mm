@@ -1,5 +1,5 @@
-// MTLBuffer: memory that shows when it is read unwritten, and that lives as long as a recorded command needs
-// it.
+// MTLBuffer: memory that shows when it is read before it is written, and that lives as long as a recorded
+// command needs it.
 #import <Metal/Metal.h>
 #include <sys/mman.h>
 

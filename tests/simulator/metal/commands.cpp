@@ -71,7 +71,7 @@ std::string trace_text(const Command& command) {
       break;
   }
   line << " of " << size_text(command.threads) << ":";
-  // What the kernel takes: a binding that an earlier command of the block left behind is none of this one's.
+  // The kernel's own bindings: those that an earlier command of the block left behind do not count.
   const msl_kernel& kernel = *command.kernel;
   std::map<int, const Binding*> buffers;
   for (int i = 0; i < kernel.argument_count; i++) {
@@ -181,7 +181,7 @@ msl_dispatch describe(const Command& command, const std::array<size_t, 3>& group
   return dispatch;
 }
 
-// What is found wrong, "" if nothing is.
+// The finding, "" if there is none.
 std::string execute(const Command& command) {
   State& s = state();
   if (!s.execute) return "the MSL executor is not loaded";
@@ -202,7 +202,7 @@ std::string execute(const Command& command) {
   return "";
 }
 
-// What was recorded. A trace gets the line `event` where that is anything.
+// The recorded commands. A trace gets the line `event` unless it is empty.
 std::vector<Command> take_pending(const char* event) {
   State& s = state();
   std::vector<Command> commands;

@@ -7,8 +7,8 @@ namespace simulator {
 uint64_t current_block();
 // Whether the thread is in a block of this queue.
 bool in_block_of(const void* queue);
-// The device side lets go of Python's lock while a thread waits for a queue, as no other thread could finish
-// otherwise.
+// The device side releases Python's lock while a thread waits for a queue; otherwise no other thread could
+// finish.
 class WaitForQueue {
  public:
   WaitForQueue();

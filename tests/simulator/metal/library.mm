@@ -1,5 +1,5 @@
-// MTLCompileOptions, MTLLibrary, MTLFunction, MTLComputePipelineState: MSL source to a kernel that can be
-// run.
+// MTLCompileOptions, MTLLibrary, MTLFunction, MTLComputePipelineState: from MSL source to a kernel that can
+// be run.
 #include <dlfcn.h>
 #import <Metal/Metal.h>
 

@@ -53,7 +53,8 @@ size_t live_bytes();
 constexpr unsigned kMaxBindings = 31;
 constexpr size_t kMaxThreadgroupMemory = 32 * 1024;
 constexpr size_t kMaxSetBytes = 4096;
-// What a pipeline allows where its kernel declares nothing: Apple's compiler goes down to this, by registers.
+// What a pipeline allows if its kernel declares nothing: Apple's compiler may go down to this, depending on
+// registers.
 constexpr size_t kUndeclaredThreads = 384;
 // The threads that a pipeline allows: those, or the declared ones, or what a test set as the most.
 size_t thread_limit(const msl_kernel& kernel);
@@ -80,8 +81,8 @@ struct Command {
 
 void record(const Command& command);  // validates; raises SimulatorError
 void record_barrier();
-// A GPU may be done with what was committed before the host's next line, or as late as the next wait. Here
-// the schedule decides: with an odd one it is run at once.
+// A GPU may finish committed work before the host's next line, or as late as the next wait. Here the schedule
+// decides: with an odd one, the work runs at once.
 void commit();
 // Runs what was recorded, in order. Reports the first finding and forgets the rest.
 void run_pending();

@@ -688,7 +688,7 @@ void msl_unset_constant(const char* name) {
 
 namespace {
 // A signal that a kernel raises (an integer division by zero, a stack overflow) is a finding, not the end of
-// the process: the handler makes the thread go on in `crashed`, on a stack of its own.
+// the process: the handler lets the thread continue in `crashed`, on a stack of its own.
 class Signals {
  public:
   Signals() {

@@ -10,8 +10,8 @@
 //     in lockstep, but the compiler may move loads and stores across it, so that relying on it is an error;
 //   - nothing orders the threadgroups of one dispatch;
 //   - atomic operations do not race with each other, but with plain accesses they do.
-// It does not matter in which order the threads happen to run: what is not ordered is found in every order,
-// as long as the accesses are made. Threads that write the same value race, too.
+// The order in which the threads happen to run does not matter: unordered accesses are found in every order,
+// as long as they are made. Threads that write the same value race, too.
 #pragma once
 #include <stdint.h>
 

@@ -1,5 +1,5 @@
-// Metal's functions of numbers. Libraries are compiled with safe math, so a function without `fast::` is the
-// precise one.
+// Metal's mathematical functions. Libraries are compiled with safe math, so a function without `fast::` is
+// the precise one.
 #pragma once
 #include "metal_vector.h"
 

@@ -1,7 +1,7 @@
 // A simdgroup is a warp, a threadgroup a block.
 //
-// With METAL_MATRIX_LANES the lanes of a simdgroup are numbered otherwise than those of the warp: so that a
-// simdgroup_matrix in the layout of Apple's GPUs lies as the tensor cores want it, and no product needs a
+// With METAL_MATRIX_LANES the lanes of a simdgroup are numbered differently from those of the warp, so that a
+// simdgroup_matrix in the layout of Apple's GPUs has the layout of the tensor cores, and no product needs a
 // shuffle. Lane and thread are two orders of the bits (row 2, column 1, row 1, row 0, column 0) and
 // (row 2, row 1, row 0, column 1, column 0), in units of two columns.
 #pragma once

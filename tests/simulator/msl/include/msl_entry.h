@@ -1,4 +1,4 @@
-// Makes a kernel callable for one thread: every argument is fetched by what its attribute names.
+// Makes a kernel callable for one thread: every argument is fetched according to its attribute.
 #pragma once
 #include "../executor.h"
 #include "metal_stdlib"

@@ -1,5 +1,5 @@
-// What a translated shader and the executor know of each other. Shader code is instrumented; everything that
-// touches the executor's own data is marked MSL_RUNTIME so that the instrumentation leaves it alone.
+// The interface between a translated shader and the executor. Shader code is instrumented; code that touches
+// the executor's own data is marked MSL_RUNTIME, so that the instrumentation leaves it alone.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
