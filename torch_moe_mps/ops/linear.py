@@ -78,7 +78,7 @@ def linear_quantized(
         order: [N], int32, the numbers from 0 to N - 1: out[..., order[n]] has row n of the weight and `bias`.
         norm_weight: [C], float32, float16 or bfloat16. With it norm(x) is rms(x) * (norm_weight +
             norm_offset), without it x. On Metal the norm of a single row joins the product and is not
-            rounded, if its weight has the dtype of `x` and the format has 4 bits or more; else it is a
+            rounded, if its weight has the dtype of `x` and the format has 3 bits or more; else it is a
             dispatch of its own.
         norm_eps, norm_offset: of the norm, `eps` and `weight_offset` of rms_norm.
 
