@@ -254,7 +254,7 @@ def experts_forward(
         return _in_steps(self, normed(norm, hidden_states), top_k_index, top_k_weights, shared)
     return ops.moe_experts(
         hidden_states, first, self.down_proj, top_k_index, top_k_weights, transposed=self.is_transposed,
-        **_arguments(activation, norm), **_biases(self), **shared,
+        **_arguments(activation, norm), **(_biases(self) if self.has_bias else {}), **shared,
     )  # fmt: skip
 
 
@@ -277,8 +277,11 @@ def _quantized_forward(
     if activation is None:
         return _in_steps(self, normed(norm, x), ids, weights, shared)
     form, down_form = self.quantization, self.down_quantization
-    first, second = (_packed(self, projection) for projection in projections(self))
-    options = _arguments(activation, norm) | _biases(self) | shared
+    projection, down_projection = projections(self)
+    first, second = _packed(self, projection), _packed(self, down_projection)
+    options = _arguments(activation, norm) | shared
+    if self.has_bias:
+        options |= _biases(self)
     if down_form is not form:
         options |= {"down_bits": down_form.bits, "down_group_size": down_form.group_size}
         options["down_mode"] = down_form.mode
@@ -288,8 +291,6 @@ def _quantized_forward(
 
 
 def _biases(self: Experts) -> dict[str, Tensor]:
-    if not self.has_bias:
-        return {}
     first = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
     return {"gate_up_bias": first, "down_bias": self.down_proj_bias}
 
