@@ -73,7 +73,8 @@ def test_outputs_in_another_order(device, tokens):
     for i, (format, rows) in enumerate((((4, 64, "affine"), 45), ((8, 32, "affine"), 130))):
         weight = place(random_matrix(rows, 128, format, DTYPES[i], i), device)
         x, residual = (random((tokens, n), DTYPES[i], i).to(device) for n in (128, rows))
-        order = torch.randperm(rows, generator=torch.Generator().manual_seed(i)).int().to(device)
+        order = torch.randperm(rows, generator=torch.Generator().manual_seed(i)).int()
+        order = lay(order, ("contiguous", "strided")[i], device)
         bias = random((rows,), torch.float32, i).to(device)
         checked("linear_quantized", x, *weight, bias, *format, residual=residual, order=order)
         norm = random((128,), DTYPES[i], i).to(device)

@@ -43,9 +43,9 @@ Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& sca
   const Tensor rows = rows_of(x, dtype);
   const Tensor out = at::empty(shape, rows.options());
   const std::optional<InputNorm> norm = input_norm(norm_weight, norm_eps, norm_offset);
-  const OptionalTensor added = converted(residual, dtype);
+  const OptionalTensor added = converted(residual, dtype), columns = contiguous(order);
   Commands commands;
-  add_linear(commands, rows, norm, matrix, Activation{}, added, contiguous(order), out);
+  add_linear(commands, rows, norm, matrix, Activation{}, added, columns, out);
   commands.encode();
   return in_dtype(out, x.scalar_type());
 }
