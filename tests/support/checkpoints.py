@@ -8,10 +8,7 @@ from safetensors.torch import load_file, save_file
 
 
 def fp8_blocks(model, folder: Path, block: int = 32) -> None:
-    """A checkpoint of the model with its matrices in FP8, one scale for a square block, experts one by one.
-
-    The model is given the values that the checkpoint stands for.
-    """
+    """A checkpoint with the matrices in FP8, one scale for a square block, and experts one by one."""
     model.save_pretrained(folder)
     path = folder / "model.safetensors"
     tensors = load_file(path)

@@ -94,16 +94,17 @@ class Parts:
     def _prepare(self, source: Source, recipe: Mapping[str, Any] | None, files: list[str]) -> None:
         """The quantizer and converters for a quantisation that is stored, and one that is asked for."""
         stored, quantization = source.stored, source.quantization(recipe)
-        self._quantizer = None
+        self._quantizer: Quantizer | None = None
         if quantization is not None:
             self._quantizer = Quantizer(QuantizationConfig(**quantization), pre_quantized=bool(stored))
             self._quantizer.preprocess_model(self.model, dtype=self.dtype, checkpoint_files=files)
         elif stored and recipe is not None:
             refuse_second_method("quantize", stored["quant_method"])
         self._conversions = get_model_conversion_mapping(self.model, None, self._quantizer)
+        self._reader: Any = self._quantizer  # which keeps transformers from casting codes and scales
         if quantization is None and stored:
-            dequantizer = AutoHfQuantizer.from_config({**stored, "dequantize": True}, pre_quantized=True)
-            self._conversions = dequantizer.update_weight_conversions(self._conversions, self.model)
+            self._reader = AutoHfQuantizer.from_config({**stored, "dequantize": True}, pre_quantized=True)
+            self._conversions = self._reader.update_weight_conversions(self._conversions, self.model)
         self._dense = {}  # the dense weights of a quantised checkpoint
         if stored and recipe is not None and (wanted := requested_recipe(**recipe)) is not None:
             self._dense = weights_of(self.model, wanted).targets
@@ -182,7 +183,7 @@ class Parts:
             device_map={"": self.device},
             dtype=self.dtype,
             dtype_plan=self.model._get_dtype_plan(self.dtype),
-            hf_quantizer=self._quantizer,
+            hf_quantizer=self._reader,
             weight_mapping=self._conversions,
         )
         with one_by_one(self._quantizer is not None), _silent():
