@@ -38,7 +38,7 @@ NEW_TOKENS = [1, 1, 1, 2, 5, 80, 300]
 
 
 class Pair:
-    """A plain layer and one that grows in place, which get the same calls.
+    """A plain layer and one that grows in place, which get the same calls, and what a user took of it.
 
     With `bits`, the plain one gets the numbers that the codes of the other stand for.
     """
@@ -50,6 +50,8 @@ class Pair:
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.batch = 2
+        self.arguments = arguments
+        self.others, self.taken = [], []
         records = hasattr(cls, "activate_past_recording") and not hasattr(cls, "update_conv_state")
         if records and self.random.random() < 0.5:
             self.both(lambda layer: layer.activate_past_recording())
@@ -69,7 +71,15 @@ class Pair:
         widths = (8, 4) if self.bits is None else (64, 32)
         states = [torch.randn(self.batch, 2, tokens, d, generator=self.generator) for d in widths]
         exact = states if self.bits is None else [rounded(tensor) for tensor in states]
-        plain, growing = self.both(lambda layer: layer.update(*(exact if layer is self.plain else states)))
+        plain = self.plain.update(*exact)
+        find = getattr(self.growing, "slots", lambda *_: None)  # a static layer has none
+        slots = find(*(tensor.transpose(1, 2) for tensor in states))
+        if slots is not None and self.random.random() < 0.5:
+            for held, tensor in zip(slots, states, strict=False):
+                held[:, :, -tokens:] = tensor
+            growing = self.growing.take(*slots)
+        else:
+            growing = self.growing.update(*states)
         assert all(map(torch.equal, plain, growing))
         assert all(isinstance(tensor, QuantizedStates) == (self.bits is not None) for tensor in growing)
         if hasattr(self.plain, "update_indexer"):
@@ -112,7 +122,36 @@ class Pair:
             assert b"torch_moe_mps" not in saved and type(self.growing) is type(self.plain)
             self.growing.__class__ = growing_class(type(self.plain))
 
+    def take(self):
+        """A user keeps a tensor of the layer, a slice or a copy of it."""
+        for tensor in (self.growing.keys, self.growing.values, getattr(self.growing, "indexer_keys", None)):
+            if tensor is not None and tensor.dim() > 1 and self.random.random() < 0.5:
+                first = self.random.randrange(tensor.shape[-2] + 1)
+                parts = [tensor, tensor[..., first:, :], copy.copy(tensor), tensor.detach()]
+                part = self.random.choice(parts)
+                self.taken.append((part, part.clone()))
+
+    def share(self):
+        """A user gives another layer the tensors of this one, and goes on with either."""
+        if not self.plain.is_initialized:
+            return
+        shared = []
+        for layer in (self.plain, self.growing):
+            other = type(self.plain)(**self.arguments)
+            other.__class__ = type(layer)
+            vars(other).update(vars(layer))
+            shared.append(other)
+        self.others.append((*shared, self.batch))
+        self.switch()
+
+    def switch(self):
+        if self.others:
+            place = self.random.randrange(len(self.others))
+            here = self.plain, self.growing, self.batch
+            (self.plain, self.growing, self.batch), self.others[place] = self.others[place], here
+
     def check(self):
+        assert all(torch.equal(tensor, before) for tensor, before in self.taken)
         assert self.plain.get_seq_length() == self.growing.get_seq_length()
         assert self.plain.get_mask_sizes(3) == self.growing.get_mask_sizes(3)
         for name in ("keys", "values", "indexer_keys"):
@@ -142,6 +181,21 @@ def test_a_layer_does_what_the_plain_one_does(cls, arguments, seed, bits):
     others = [pair.crop, pair.reorder, pair.repeat, pair.select, pair.move, pair.reset, pair.save]
     for _ in range(50):
         pair.random.choice([pair.update] * 7 + others)()
+        pair.check()
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("cls", "arguments"), PLAIN, ids=lambda value: getattr(value, "__name__", str(value))
+)
+@torch.no_grad()
+def test_what_shares_memory_with_a_layer_stays_as_it_is(cls, arguments, seed, bits):
+    """Other layers with the same tensors, and tensors, slices and copies that a user took."""
+    pair = Pair(cls, arguments, seed, bits)
+    others = [pair.take, pair.share, pair.switch, pair.crop, pair.crop, pair.reorder, pair.select]
+    for _ in range(40):
+        pair.random.choice([lambda: pair.update(5)] * 6 + others)()
         pair.check()
 
 
@@ -303,6 +357,18 @@ def test_a_gradient_finds_the_states_it_saved():
     layer.update(*states[2:])
     loss.backward()
     assert torch.equal(states[0].grad, states[1].detach())
+
+
+def test_a_cache_in_8_bits_says_that_gradients_keep_it_in_16():
+    layer = growing_class(DynamicLayer, 8)()
+    states = torch.randn(1, 2, 3, 64)
+    with torch.no_grad():
+        layer.update(states, states)
+    with pytest.warns(UserWarning, match="with gradients on, a cache with kv_bits=8 holds 16 bits"):
+        keys, _ = layer.update(states, states)
+    assert torch.equal(keys, torch.cat([rounded(states), states], 2))
+    with torch.no_grad():
+        assert isinstance(layer.update(states, states)[0], QuantizedStates)
 
 
 def test_memory_of_inference_mode_is_left_alone():

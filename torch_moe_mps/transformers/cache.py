@@ -39,8 +39,10 @@ LEAST_ROOM = 256  # tokens
 # A window moves to new memory when it has moved on by an eighth of its length.
 WINDOW_ROOM_SHARE = 8
 LEAST_WINDOW_ROOM = 64  # tokens
-# The attribute of a view that names the memory it lies in, [..., capacity, D].
+# The attribute of a view that names the memory it lies in, [..., capacity, D], and one of this memory: the
+# token behind the last that was written.
 _MEMORY = "_moe_mps_memory"
+_END = "_moe_mps_end"
 
 
 def grow_caches_in_place(model: nn.Module, bits: int | None = None) -> None:
@@ -227,6 +229,12 @@ class _Growing(_Made, DynamicLayer):
         if self.bits is not None and torch.compiler.is_compiling():
             return _update_uncompiled(self, key_states, value_states, *args, **kwargs)
         if not _in_place():
+            if self.bits is not None and can_be_quantized(key_states, value_states):
+                warnings.warn(
+                    "torch_moe_mps: with gradients on, a cache with kv_bits=8 holds 16 bits; torch.no_grad() "
+                    "lets it hold 8",
+                    stacklevel=2,
+                )
             return self.plain.update(self, key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -260,11 +268,9 @@ class _Growing(_Made, DynamicLayer):
             same = held.dtype is new.dtype and held.device == new.device
             if type(memory) is not Tensor or not same or shape != (batch, heads, before, width):
                 return None
-            start = held.storage_offset() // held.stride(2)
-            is_closed = memory.is_inference() and not torch.is_inference_mode_enabled()
-            if is_closed or start + before + tokens > memory.shape[2]:
+            if not _has_room(held, memory, tokens):
                 return None
-            views.append(_view(memory, start, before + tokens))
+            views.append(_view(memory, _start(held), before + tokens))
         return Slots(views[0], views[1], tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -397,30 +403,30 @@ def _warn_of_widths(keys: Tensor, values: Tensor) -> None:
 def _joined(held: Tensor, new: Tensor, room: int | None = None, quantized: bool = False) -> Tensor:
     """`held` followed by `new` along the tokens, which are the last dimension but one.
 
-    If there is room behind `held`, only `new` is written; else both are copied to memory with `room` for more
-    tokens, or room for a share of them.
+    If there is room behind `held` that nobody uses, only `new` is written; else both are copied to memory
+    with `room` for more tokens, or room for a share of them.
     """
     is_first = held.dim() == 1  # what transformers starts with
     if type(new) is not Tensor or not (is_first or _alike(held, new)):
         return torch.cat([held, new], dim=-2)
     tokens, before = new.shape[-2], 0 if is_first else held.shape[-2]
     memory: Tensor | None = getattr(held, _MEMORY, None)
-    start = 0 if memory is None else _start(held)
     if (
         memory is None
-        or start + before + tokens > memory.shape[-2]
         or isinstance(memory, QuantizedStates) != quantized
-        or _is_closed(memory)
+        or not _has_room(held, memory, tokens)
     ):
         if room is None:
             room = room_behind(before + tokens)
-        capacity, start = before + tokens + room, 0
+        start, capacity = 0, before + tokens + room
         if quantized:
             memory = QuantizedStates.empty(new, capacity)
         else:
             memory = new.new_empty((*new.shape[:-2], capacity, new.shape[-1]))
         if before:
             _write(memory, 0, held)
+    else:
+        start = _start(held)
     _write(memory, start + before, new)
     return _view(memory, start, before + tokens)
 
@@ -441,9 +447,22 @@ def _alike(held: Tensor, new: Tensor) -> bool:
     )
 
 
-def _is_closed(memory: Tensor) -> bool:
-    """Outside inference mode, torch forbids writing into tensors that were made in it."""
-    return _stored(memory).is_inference() and not torch.is_inference_mode_enabled()
+def _has_room(held: Tensor, memory: Tensor, tokens: int) -> bool:
+    """Whether so many tokens may be written behind `held`.
+
+    Another cache may hold the same tensor and have written there, and a tensor taken before a crop shows it:
+    then `held` ends before what was written. It may be written again once nothing else lies in the memory.
+    """
+    stored = _stored(memory)
+    if stored.is_inference() and not torch.is_inference_mode_enabled():  # which torch forbids
+        return False
+    end = _start(held) + held.shape[-2]
+    if end + tokens > memory.shape[-2]:
+        return False
+    if end == getattr(memory, _END):
+        return True
+    storage = stored.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) == len((memory, held, storage))
 
 
 def _copied(states: Tensor, room: int) -> Tensor:
@@ -455,11 +474,13 @@ def _copied(states: Tensor, room: int) -> Tensor:
 
 
 def _view(memory: Tensor, start: int, tokens: int) -> Tensor:
+    """The last tokens that are written into a memory."""
     if isinstance(memory, QuantizedStates):
         view: Tensor = memory.tokens(start, tokens)
     else:
         view = memory.narrow(-2, start, tokens)
     setattr(view, _MEMORY, memory)
+    setattr(memory, _END, start + tokens)
     return view
 
 
