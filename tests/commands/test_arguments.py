@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 from support.processes import environment
@@ -41,6 +42,33 @@ def test_version(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"torch-moe-mps {torch_moe_mps.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("raise ImportError('no sharding in lib 1.0')", "ImportError: no sharding in lib 1.0"),
+        ("import no_such_part", "ModuleNotFoundError: No module named 'no_such_part'"),
+        (
+            "raise ModuleNotFoundError(\"No module named 'accelerate'\", name='accelerate')",
+            "No module named 'accelerate'; `pip install 'torch-moe-mps[transformers]'` installs what",
+        ),
+    ],
+)
+def test_a_broken_import_is_said_with_its_cause(broken, message, capsys, monkeypatch):
+    """As transformers raises it for a class whose file cannot be imported."""
+
+    def run(options):
+        try:
+            exec(broken)
+        except ImportError as error:
+            raise ModuleNotFoundError("Could not import module 'AutoModel'.") from error
+
+    monkeypatch.setattr("importlib.import_module", lambda *name: types.SimpleNamespace(run=run))
+    assert main(["fit", "nothing"]) == 1
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
+    assert ("pip install" in error) == ("accelerate" in broken)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

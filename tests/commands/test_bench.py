@@ -130,6 +130,44 @@ def test_a_picture_without_matplotlib_is_one_line(checkpoint, monkeypatch, capsy
     )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--json", "nowhere/x.json"],
+            "--json must be a file that can be written, got nowhere/x.json: No such",
+        ),
+        (["--json", "."], "--json must be a file that can be written, got .: Is a directory"),
+        (["--picture", "speed.xls"], "--picture must end in .avif, .eps, "),
+        (
+            ["--picture", "nowhere/x.png"],
+            "--picture must be a file that can be written, got nowhere/x.png: No",
+        ),
+    ],
+)
+def test_what_cannot_be_written_is_said_before_measuring(arguments, message, checkpoint, capsys, monkeypatch):
+    monkeypatch.delattr(bench, "Bench")
+    assert run(checkpoint, *SIZES, *arguments) == 1
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
+
+
+def test_contexts_are_those_that_the_model_reads(checkpoint, capsys):
+    """At most 256 tokens; without --depth those of 0, 4096 and 16384 that fit."""
+    sizes = [argument for argument in SIZES if argument not in ("--depth", "0,20")]
+    assert run(checkpoint, *sizes) == 0
+    assert list(rows(capsys.readouterr().out)) == TESTS[:2]
+    for arguments, message in (
+        (["--depth", 251], "--depth must be at most 250: the model reads 256 tokens, and 6 follow, got 251"),
+        (
+            ["--generate", 257],
+            "--prompt, --generate and --turn must be at most the model's 256 tokens, got 257",
+        ),
+    ):
+        assert run(checkpoint, *sizes, *arguments) == 1
+        assert capsys.readouterr().err.splitlines()[-1] == f"torch-moe-mps: error: {message}"
+
+
 def test_wrong_numbers_are_one_line(checkpoint, capsys):
     for arguments, message in (
         (["--generate", 0], "--generate must be at least 1, got 0"),

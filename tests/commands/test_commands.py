@@ -123,6 +123,31 @@ def test_perplexity(checkpoint, tmp_path, capsys):
     assert "mean KL divergence from it 0.0" in output and "400 tokens in windows of 64" in output
 
 
+def no_utf_8(checkpoint, text):
+    text.write_bytes(b"caf\xe9")
+    return f"--text must be a file in UTF-8, got {text}: "
+
+
+def too_short(checkpoint, text):
+    text.write_text("a")
+    return f"--text must have 2 tokens or more, got 1 in {text}"
+
+
+def no_tokenizer(checkpoint, text):
+    for file in checkpoint.glob("tokenizer*"):
+        file.unlink()
+    return f"{checkpoint} has no tokenizer"
+
+
+@ONE_KIND
+@pytest.mark.parametrize("damage", [no_utf_8, too_short, no_tokenizer], ids=lambda f: f.__name__)
+def test_texts_that_cannot_be_read_are_one_line(damage, checkpoint, short_text, capsys):
+    message = damage(checkpoint, short_text)
+    assert run("perplexity", checkpoint, "--text", short_text, "--device", "cpu") == 1
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
+
+
 @torch.no_grad()
 def test_perplexity_with_a_cache_in_8_bits(tmp_path):
     """Of a model in float32, whose heads of 64 have groups: close to what it predicts with a dense cache."""
@@ -259,7 +284,10 @@ def test_a_revision_and_a_dtype(hub, tmp_path):
 
 def test_names_that_are_not_there_are_one_line(hub, checkpoint, tmp_path, capsys):
     for arguments, message in (
-        (["org/nothing"], "org/nothing is not in the Hub's cache, and the Hub cannot be reached"),
+        (
+            ["org/nothing"],
+            "org/nothing is no folder here; as a name, it is not in the Hub's cache, and the Hub",
+        ),
         (["./no/such/folder"], "./no/such/folder is neither a folder nor the name of a model on the Hub"),
         ([checkpoint, "--revision", "main"], "--revision is of a name on the Hub, got the folder"),
     ):

@@ -58,7 +58,8 @@ def test_own_checkpoint(monkeypatch, capsys):
     assert "greedy tokens equal to eager's: 12 of 12" in printed
     error = float(printed.partition("relative error ")[2].split()[0])
     assert error <= 1e-5
-    assert "tokens/s: eager" in printed
+    assert "; on cpu operators run references, which show results and not speed" in printed
+    assert " times)" not in printed
 
 
 @pytest.mark.parametrize(("architecture", "operator"), [("gemma4", "moe_gate"), ("qwen3", "rms_norm")])

@@ -24,6 +24,17 @@ def test_the_first_snippet(tmp_path, capsys):
     assert "moe_experts_quantized" in capsys.readouterr().out
 
 
+def test_a_checkout_installs_in_a_fresh_environment():
+    """Without isolation pip installs nothing that the build needs; the extension is compiled with torch."""
+    _, _, checkout = README.partition("## From a checkout")
+    first, _, last = checkout.partition("pip install --no-build-isolation")
+    assert last and (line := re.search(r"pip install (.*?) *#", first))
+    project = (REPOSITORY / "pyproject.toml").read_text()
+    needed = re.search(r"^requires = \[(.*)\]$", project, re.MULTILINE).group(1)
+    needed += re.search(r"^dependencies = \[(.*)\]$", project, re.MULTILINE).group(1)
+    assert set(re.findall('"(.*?)"', needed)) == set(re.findall('"(.*?)"', line.group(1)))
+
+
 def test_the_installation_brings_what_the_snippet_needs():
     """device_map needs the package accelerate, which transformers does not require."""
     assert '".[transformers]"' in README

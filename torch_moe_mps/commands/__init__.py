@@ -55,10 +55,8 @@ def _tell_other_processes(error: Exception) -> None:
 
 def _line(error: Exception) -> str | None:
     """What to print for an error that a user can cause; None for any other."""
-    if isinstance(error, ModuleNotFoundError):
-        return f"{error}; `pip install 'torch-moe-mps[transformers]'` installs what the commands need"
     if isinstance(error, ImportError):
-        return str(error)
+        return _of_import(error)
     from safetensors import SafetensorError
 
     from ..ops._checks import first_line
@@ -67,6 +65,18 @@ def _line(error: Exception) -> str | None:
         return None
     line = first_line(error) or type(error).__name__
     return f"{line} --trust-remote-code lets it run." if "trust_remote_code" in str(error) else line
+
+
+def _of_import(error: ImportError) -> str:
+    """The error and its cause: of a broken module, transformers only says which name it was needed for."""
+    cause: BaseException = error
+    while inner := cause.__cause__ or cause.__context__:
+        cause = inner
+    text = str(error) if cause is error else f"{error}: {type(cause).__name__}: {cause}"
+    missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
+    if missing in ("transformers", "accelerate"):
+        text += "; `pip install 'torch-moe-mps[transformers]'` installs what the commands need"
+    return " ".join(text.split())
 
 
 @contextmanager

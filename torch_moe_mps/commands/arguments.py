@@ -158,7 +158,7 @@ def _bench(command: argparse.ArgumentParser) -> None:
     add("--prompt", type=int, default=512, metavar="N", help="tokens of a prompt (512)")
     add("--generate", type=int, default=128, metavar="N", help="tokens that are generated (128)")
     add("--turn", type=int, default=64, metavar="N", help="tokens of a second turn (64)")
-    add("--depth", type=_numbers, default=(0, 4096, 16384), metavar="N,N", help="contexts (0,4096,16384)")
+    add("--depth", type=_numbers, metavar="N,N", help="contexts (0,4096,16384, as far as the model reads)")
     add("--repeats", type=int, default=5, help="of each test, behind one that warms up (5)")
     add("--json", metavar="FILE", help="write all that was measured")
     add("--picture", metavar="FILE", help="draw tokens/s by context beside the bound (.png, .svg, .pdf)")

@@ -11,7 +11,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,9 +27,19 @@ from ..macs import this_mac
 from ..transformers.checkpoints.sizes import bytes_a_token, total_bytes
 from ..transformers.checkpoints.source import Source
 from .caches import KVCache, kv_cache
-from .sources import folder_of, is_first_process, load, loading_options, processes, usable_device
+from .sources import (
+    check_writable,
+    context_of,
+    folder_of,
+    is_first_process,
+    load,
+    loading_options,
+    processes,
+    usable_device,
+)
 
 _CHUNK = 2048  # tokens of a context that are read at once
+_DEPTHS = (0, 4096, 16384)
 
 
 @dataclass
@@ -80,11 +90,13 @@ def run(options: argparse.Namespace) -> None:
     for name in ("prompt", "generate", "turn", "repeats"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
-    if min(options.depth) < 0:
+    if options.depth is not None and min(options.depth) < 0:
         raise ValueError(f"--depth must be at least 0 tokens, got {min(options.depth)}")
-    draw = _drawing() if options.picture else None
+    check_writable("--json", options.json)
+    draw = _drawing(options.picture) if options.picture else None
     device = usable_device(options.device)
     source = folder_of(options.model, options.revision)
+    options.depth = _depths(options, Source(source, loading_options(options)).config)
     model = load(options, source, device)
     bandwidth, chip = options.bandwidth, device
     if sys.platform == "darwin" and device == "mps":
@@ -112,6 +124,26 @@ def run(options: argparse.Namespace) -> None:
         if draw and rows and is_first_process():
             draw(options.picture, rows, bench, f"{options.model}, {size}, {chip}")
             print(f"wrote {options.picture}")
+
+
+def _depths(options: argparse.Namespace, config: Any) -> Sequence[int]:
+    """The contexts of --depth; unless given, those of `_DEPTHS` that the model reads.
+
+    Raises: ValueError for more tokens than the model reads.
+    """
+    after, limit = max(options.prompt, options.generate, options.turn), context_of(config)
+    longest = limit - after
+    if longest < 0:
+        raise ValueError(
+            f"--prompt, --generate and --turn must be at most the model's {limit} tokens, got {after}"
+        )
+    if options.depth is None:
+        return [depth for depth in _DEPTHS if depth <= longest]
+    if max(options.depth) > longest:
+        expected = f"at most {longest}: the model reads {limit} tokens, and {after} follow"
+        raise ValueError(f"--depth must be {expected}, got {max(options.depth)}")
+    depths: Sequence[int] = options.depth
+    return depths
 
 
 def _of_all_processes(model: Any, number: int) -> int:
@@ -275,13 +307,19 @@ class _Launches(TorchDispatchMode):
         return result
 
 
-def _drawing() -> Callable[[str, list[Row], Bench, str], None]:
-    """Raises: ValueError if matplotlib is missing: before anything is measured."""
+def _drawing(file: str) -> Callable[[str, list[Row], Bench, str], None]:
+    """Raises: ValueError if matplotlib is missing, or cannot write the file: before anything is measured."""
     try:
         import matplotlib
     except ModuleNotFoundError:
         raise ValueError("--picture needs matplotlib: pip install 'torch-moe-mps[picture]'") from None
     matplotlib.use("agg")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if Path(file).suffix.removeprefix(".").lower() not in known:
+        raise ValueError(f"--picture must end in .{', .'.join(sorted(known))}, got {file}")
+    check_writable("--picture", file)
     return _draw
 
 

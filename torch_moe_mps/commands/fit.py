@@ -23,11 +23,10 @@ from ..transformers.pipeline.shares import Machine, shares_of
 from ..transformers.pipeline.stages import layers_of
 from ..transformers.report import aligned
 from .caches import KVCache, kv_cache
-from .sources import folder_of, loading_options
+from .sources import LONGEST, context_of, folder_of, loading_options
 
 BITS = (8, 6, 5, 4, 3, 2)
 _DENSE = "16 bit"
-_LONGEST = 1 << 24  # tokens; longer than any window or context that models have
 _CHECK = Check("fit")
 
 
@@ -70,12 +69,12 @@ def report(model: Any, context: int, group_size: int, mac: Mac | None, kv_bits: 
     else:
         per_thousand = f"{cache.token * 1000 / 1e9:.3f} GB for each 1,000 tokens of context"
         lines.append(f"KV cache{' in 8 bits' if kv_bits == CACHE_BITS else ''}: {per_thousand}")
-        rest = cache.at(_LONGEST) - cache.token * _LONGEST
+        rest = cache.at(LONGEST) - cache.token * LONGEST
         if rest:
             lines.append(f"beside it, sliding windows and states take at most {rest / 1e9:.3f} GB")
     cells = [[f"{s.name}", f"{s.weights / 1e9:.1f}", f"{s.token / 1e9:.2f}"] for s in sizes]
     lines += ["", *aligned([["weights", "GB", "GB read for a token"], *cells], 1)]
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST
+    longest = context_of(model.config)
     limits = [(f"{gib} GB", wired_limit(gib)) for gib in MEMORIES]
     if mac is not None:
         limits = [(f"this Mac, {mac.memory // GIB} GB", mac.limit)]
@@ -108,7 +107,7 @@ def spread(model: Any, group_size: int, macs: Sequence[int], kv_bits: int = 16) 
         raise ValueError(f"--macs must be at most the number of layers, {len(layers)}, got {len(macs)}")
     head, cache = model.get_output_embeddings(), kv_cache(model, kv_bits)
     limits = [wired_limit(gib) for gib in macs]
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST
+    longest = context_of(model.config)
     is_tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     cells = []
     for size in sizes_of(model, group_size):

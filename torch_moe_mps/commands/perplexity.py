@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..ops.attention import CACHE_BITS
-from .sources import folder_of, loading_options, pipeline_of, usable_device
+from .sources import folder_of, loading_options, pipeline_of, tokenizer_of, usable_device
 
 SAMPLE = Path(__file__).with_name("sample.txt")
 # Of the model to compare with, the probabilities of this many tokens are kept; all others are one class.
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> None:
     other = folder_of(options.against) if options.against else None
     ids, first = text_ids(source, options.text, options.trust_remote_code)
     if len(ids) < 2:
-        raise ValueError(f"a text of 2 tokens or more is needed, got {len(ids)}")
+        raise ValueError(f"--text must have 2 tokens or more, got {len(ids)} in {options.text}")
     pieces = windows(ids, first, options.window)
     print(f"{len(ids)} tokens in windows of {options.window}")
     with tempfile.TemporaryDirectory() as folder:
@@ -135,10 +135,12 @@ def _divergence(logs: Tensor, top: Tensor, ids: Tensor) -> dict[str, float]:
 
 def text_ids(source: str, text: str | None, trust_remote_code: bool = False) -> tuple[Tensor, Tensor]:
     """The tokens [T] of a text file, and the token [1] that the tokenizer puts in front, or none [0]."""
-    from transformers import AutoTokenizer
-
-    words = Path(text or SAMPLE).read_text(encoding="utf-8")
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    file = Path(text or SAMPLE)
+    try:
+        words = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text must be a file in UTF-8, got {file}: {error}") from None
+    tokenizer = tokenizer_of(source, trust_remote_code)
     ids = tokenizer(words, return_tensors="pt", verbose=False).input_ids[0]
     begins = len(ids) > 0 and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id
     return (ids[1:], ids[:1]) if begins else (ids, ids[:0])

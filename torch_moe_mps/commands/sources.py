@@ -17,6 +17,11 @@ SMALL_FILES = (
 )  # fmt: skip
 # Weights in layouts that transformers does not read, which some repositories have, too.
 _DUPLICATES = ("*/*", "consolidated*")
+LONGEST = 1 << 24  # tokens; longer than any window or context that models have
+# Files of a tokenizer, of all kinds that transformers reads.
+_TOKENIZERS = (
+    "tokenizer*", "tokenization*", "vocab*", "merges*", "tekken*", "*.model", "*.tiktoken", "*.spm", "*.bpe"
+)  # fmt: skip
 
 
 def folder_of(source: str, revision: str | None = None, weights: bool = True) -> str:
@@ -49,7 +54,10 @@ def _downloaded(source: str, revision: str | None, weights: bool) -> str:
     except (HFValidationError, RepositoryNotFoundError):
         raise ValueError(f"{source} is neither a folder nor the name of a model on the Hub") from None
     except LocalEntryNotFoundError:
-        raise ValueError(f"{source} is not in the Hub's cache, and the Hub cannot be reached") from None
+        raise ValueError(
+            f"{source} is no folder here; as a name, it is not in the Hub's cache, and the Hub cannot be "
+            "reached"
+        ) from None
     return folder
 
 
@@ -65,6 +73,42 @@ def small_files(folder: str) -> list[Path]:
         if not os.access(path, os.R_OK):
             raise ValueError(f"{path} must be readable, got no permission")
     return [path.relative_to(folder) for path in found]
+
+
+def context_of(config: Any) -> int:
+    """How many tokens a model reads."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST
+
+
+def tokenizer_of(folder: str, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a checkpoint.
+
+    Raises: ValueError for a folder without one: transformers would make an empty one for some models.
+    """
+    from transformers import AutoTokenizer
+
+    if not any(any(Path(folder).glob(pattern)) for pattern in _TOKENIZERS):
+        raise ValueError(f"{folder} has no tokenizer")
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+
+
+def check_writable(option: str, file: str | None) -> None:
+    """What takes long is not begun if its result cannot be written.
+
+    Raises: ValueError for a file that cannot be written.
+    """
+    if file is None:
+        return
+    existed = os.path.lexists(file)
+    try:
+        with open(file, "a"):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{option} must be a file that can be written, got {file}: {error.strerror}"
+        ) from None
+    if not existed:
+        os.unlink(file)
 
 
 def usable_device(name: str | None) -> str:
