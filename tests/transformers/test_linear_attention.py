@@ -1,4 +1,4 @@
-"""The decode step of linear attention by the gated delta rule: the operators against the model's own code."""
+"""Linear attention by the gated delta rule, prompts and steps: the operators against the model's own code."""
 
 import ast
 import copy
@@ -32,7 +32,7 @@ def test_step_by_step(architecture):
     torch_moe_mps.accelerate(model)
     results = []
     used = operators_of(lambda: results.append(decoded(model)))
-    assert used["gated_delta_rule_"] == used["causal_conv1d_update_"] == 4
+    assert (used["gated_delta_rule_"], used["causal_conv1d_update_"]) == (5, 4)  # the prompt, too
     ((result, ours),) = results
     assert_close(result, expected, 1e-5)
     for a, b in zip(ours, states, strict=True):
@@ -40,16 +40,58 @@ def test_step_by_step(architecture):
     assert operators_of(step(model)) == STEP
     with torch.no_grad():
         layer, x = layer_of(model), torch.ones(1, 9, 32)
-        assert operators_of(lambda: layer(x)) == {"rms_norm_gated": 1}
+        assert operators_of(lambda: layer(x)) == {"gated_delta_rule_": 1}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_launches_of_a_step(simulated, architecture):
-    model = model_of(architecture, torch.bfloat16).to("mps")
-    before = launches(simulated, step(model))
+def test_prompts_in_pieces(architecture):
+    """A prompt of more than one of the model's chunks, whole and cut in two: logits and states."""
+    model = model_of(architecture)
+    ids = torch.arange(70).remainder(model.config.vocab_size)[None]
+
+    def run(*pieces):
+        cache, logits = None, []
+        with torch.no_grad():
+            for piece in pieces:
+                out = model(input_ids=piece, past_key_values=cache, use_cache=True)
+                cache, logits = out.past_key_values, [*logits, out.logits]
+        layer = cache.layers[0]
+        return torch.cat(logits, 1), layer.conv_states[0], layer.recurrent_states[0]
+
+    expected = run(ids)
     torch_moe_mps.accelerate(model)
-    after = launches(simulated, step(model))
-    assert sum(after.values()) <= 8 < 50 < sum(before.values()), dict(after)
+    for cut in (70, 3, 64):
+        for actual, own in zip(
+            run(*(each for each in ids.split([cut, 70 - cut], 1) if each.numel())), expected, strict=True
+        ):
+            assert_close(actual, own, 1e-5)
+
+
+def test_a_prompt_on_mps(simulated):
+    """The launches of a layer do not grow with the prompt."""
+    model = model_of("qwen3_5_moe", torch.bfloat16).to("mps")
+    torch_moe_mps.accelerate(model)
+    layer = layer_of(model)
+    counts = []
+    for tokens in (20, 140):
+        x = torch.ones(1, tokens, 32, dtype=torch.bfloat16, device="mps")
+        with torch.no_grad():
+            counts.append(launches(simulated, lambda: layer(x)))  # noqa: B023
+    assert counts[0] == counts[1] and sum(counts[0].values()) <= 30, dict(counts[0])
+
+
+CONV_WITH_KEYWORDS = ("kimi_linear", "bailing_hybrid", "granitemoehybrid", "jamba", "glm5_next", "nemotron_h")
+MAMBA = {"nemotron_h": {"layers_block_type": ["mamba", "attention"]}}
+
+
+@pytest.mark.parametrize("architecture", CONV_WITH_KEYWORDS)
+def test_a_convolution_called_with_keywords(architecture):
+    model = eager(tiny_models.tiny_model(architecture, **MAMBA.get(architecture, {})))
+    expected, _ = decoded(model, 2)
+    torch_moe_mps.accelerate(model)
+    results = []
+    assert operators_of(lambda: results.append(decoded(model, 2)))["causal_conv1d_update_"] >= 2
+    assert_close(results[0][0], expected, 1e-4)
 
 
 def quantised_with(dense, joined: str):
@@ -216,6 +258,7 @@ def test_an_activation_that_changes():
 
 def test_functions_are_told_apart_by_what_they_compute():
     conv, rule = qwen3_next.causal_conv1d_update, qwen3_next.torch_recurrent_gated_delta_rule
+    chunks = qwen3_next.torch_chunk_gated_delta_rule
 
     def other_conv(x, state, weight, bias=None, activation=None):
         return conv(x, state, weight.flip(-1), bias, activation)
@@ -230,9 +273,12 @@ def test_functions_are_told_apart_by_what_they_compute():
     def other_decay(q, k, v, g, **options):
         return rule(q, k, v, g=2.0 * g, **options)
 
-    assert gated_delta.is_causal_conv(conv) and gated_delta.is_delta_rule(rule)
+    def chunks_that_forget(*args, initial_state, **options):
+        return chunks(*args, initial_state=None, **options)
+
+    assert gated_delta.is_causal_conv(conv) and all(map(gated_delta.is_delta_rule, (rule, chunks)))
     assert not any(map(gated_delta.is_causal_conv, (other_conv, without_update, rule, len)))
-    assert not any(map(gated_delta.is_delta_rule, (other_scale, other_decay, conv, len)))
+    assert not any(map(gated_delta.is_delta_rule, (other_scale, other_decay, chunks_that_forget, conv, len)))
 
 
 def raw_gates(g: str, beta: str = "b.sigmoid()", between: str = "pass") -> str | None:

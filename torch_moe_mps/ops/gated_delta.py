@@ -1,4 +1,4 @@
-"""Linear attention by the gated delta rule, for a few new tokens: the convolution and the recurrence."""
+"""Linear attention by the gated delta rule: the convolution and the recurrence."""
 
 import torch
 from torch import Tensor
@@ -147,8 +147,7 @@ def gated_delta_rule_(
 
     and with `gate`, for each head: rms(result) * (norm_weight + norm_offset) * silu(gate).
 
-    Everything is computed in float32; the norm sees the result rounded to the dtype of `v`. This is for the
-    few new tokens of a decode step; a prompt is faster in chunks.
+    Everything is computed in float32; the norm sees the result rounded to the dtype of `v`.
 
     Args:
         q, k: [B, T, Hk, Dk], float32, float16 or bfloat16; Dk is at most 256.

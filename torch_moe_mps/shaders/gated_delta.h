@@ -1,4 +1,4 @@
-// Linear attention by the gated delta rule, for a few new tokens.
+// Linear attention by the gated delta rule.
 #pragma once
 #include "common.h"
 

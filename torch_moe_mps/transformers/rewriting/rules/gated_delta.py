@@ -1,6 +1,7 @@
-"""The decode step of linear attention with the gated delta rule (Qwen3-Next).
+"""Linear attention with the gated delta rule (Qwen3-Next), prompts and decode steps.
 
-Its two functions are recognised by running them on random numbers.
+Its functions are recognised by running them on random numbers. A prompt runs the recurrence as well: for
+chunks, torch's MPS backend encodes one triangular solve for each head and chunk.
 """
 
 import ast
@@ -25,8 +26,8 @@ from .trial import agrees, tried
 
 ops = torch.ops.moe_mps
 
-MOST_TOKENS = 8
 _L2NORM_EPS = 1e-6
+_RULE = "gated_delta_rule_"
 _FLAG = (bool, type(None))
 # The gates as models compute them.
 _G, _BETA = "neg(exp(A_LOG)) * softplus(A + DT_BIAS)", "sigmoid(B)"
@@ -49,7 +50,7 @@ def causal_conv(
     name = _ACTIVATIONS.get(activation)
     present = [tensor for tensor in (x, conv_state, weight, bias) if tensor is not None]
     known = all(tensor.dtype in ACTIVATION_DTYPES and tensor.device == x.device for tensor in present)
-    fits = known and x.shape[-1] <= MOST_TOKENS and conv_state.shape[-1] >= weight.shape[-1] - 1
+    fits = known and conv_state.shape[-1] >= weight.shape[-1] - 1
     if name is None or not fits:
         return function(x, conv_state, weight, bias, activation)
     return ops.causal_conv1d_update_(x, conv_state, weight, bias, name)
@@ -67,7 +68,7 @@ def delta_rule(
     norm: tuple[nn.Module, Tensor] | None = None,
     **options: Any,
 ) -> tuple:
-    """function(q, k, v, g=, beta=, **options), and the state, which is updated in place.
+    """function(q, k, v, g=, beta=, **options), and the state, which is updated in place where there is one.
 
     `gates` computes g and beta; `raw` is what the operator takes in their place: g, beta, A_log, dt_bias.
     `norm` is a norm of the result and its gate; whether the result is normed is the third one then.
@@ -82,9 +83,12 @@ def delta_rule(
         logits = {} if raw is None else {"A_log": raw[2], "dt_bias": raw[3], "beta_is_logit": True}
         g, beta = gates() if raw is None else raw[:2]
         eps = _L2NORM_EPS if options.get("use_qk_l2norm_in_kernel") else None
+        if state is None:
+            shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3])
+            state = torch.zeros(shape, dtype=torch.float32, device=q.device)
         scale = q.shape[-1] ** -0.5
         out = ops.gated_delta_rule_(q, k, v, g, beta, state, scale, l2norm_eps=eps, **logits, **heads)
-        results = out, state
+        results = out, state if options.get("output_final_state") else None
     return results if norm is None else (*results, len(heads) > 0)
 
 
@@ -95,20 +99,20 @@ def norm_heads(norm: nn.Module, x: Tensor, gate: Tensor, is_normed: bool) -> Ten
 
 
 def _known(options: dict) -> bool:
-    """Whether the state is wanted, and no option is used that the operator does not know.
+    """Whether no option is used that the operator does not know.
 
     Flags of the model, such as use_cache, are no options: forwards pass them on to every function.
     """
     others = (value for name, value in options.items() if name != "initial_state")
-    return bool(options.get("output_final_state")) and all(isinstance(value, _FLAG) for value in others)
+    return all(isinstance(value, _FLAG) for value in others)
 
 
 def _fits(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> bool:
-    if state is None or state.dtype != torch.float32 or state.device != q.device:
+    if state is not None and (state.dtype != torch.float32 or state.device != q.device):
         return False
     dtypes = q.dtype in ACTIVATION_DTYPES and q.dtype == k.dtype == v.dtype
-    few = q.dim() == 4 and q.shape[1] <= MOST_TOKENS and q.shape[-1] <= MAX_KEY_WIDTH
-    return dtypes and few and q.shape == k.shape and v.shape[2] % q.shape[2] == 0
+    narrow = q.dim() == 4 and q.shape[-1] <= MAX_KEY_WIDTH
+    return dtypes and narrow and q.shape == k.shape and v.shape[2] % q.shape[2] == 0
 
 
 # Recognising functions by running them
@@ -132,14 +136,15 @@ def is_causal_conv(function: Callable) -> bool:
 
 @functools.cache
 def is_delta_rule(function: Callable) -> bool:
-    """Whether a function of (q, k, v, g, beta, ...) is gated_delta_rule_."""
+    """Whether a function of (q, k, v, g, beta, ...) is gated_delta_rule_: one of steps or one of chunks."""
     generator = torch.Generator().manual_seed(0)
-    shapes = ((2, 2, 2, 8), (2, 2, 2, 8), (2, 2, 4, 3), (2, 2, 4), (2, 2, 4), (2, 4, 8, 3))
+    tokens = 66  # more than a chunk
+    shapes = (*((2, tokens, *rest) for rest in ((2, 8), (2, 8), (4, 3), (4,), (4,))), (2, 4, 8, 3))
     q, k, v, g, beta, state = (torch.randn(shape, generator=generator) for shape in shapes)
     k, g, beta = F.normalize(k, dim=-1), -g.abs(), beta.sigmoid()
-    for normed in (True, False):
-        ours = state.clone()
-        options = {"initial_state": state.clone(), "output_final_state": True}
+    for normed, initial in ((True, state), (False, state), (True, None)):
+        ours = torch.zeros_like(state) if initial is None else state.clone()
+        options = {"initial_state": None if initial is None else state.clone(), "output_final_state": True}
         result = tried(function, q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=normed, **options)
         eps = _L2NORM_EPS if normed else None
         expected = ops.gated_delta_rule_(q, k, v, g, beta, ours, 8**-0.5, l2norm_eps=eps)
@@ -155,36 +160,35 @@ _agree = functools.partial(agrees, rtol=1e-4)
 
 
 def _is_conv(match: Match) -> str | None:
-    name = ast.unparse(match.values["_CONV"])
-    is_candidate = "conv" in name and len(match.values["REST"]) <= 2
+    given = {keyword.arg for keyword in match.values["OPTIONS"]}
+    is_candidate = "conv" in ast.unparse(match.values["_CONV"]) and given <= {"weight", "bias", "activation"}
     found = is_candidate and is_causal_conv(match.function("_CONV"))
     return "causal_conv1d_update_" if found else None
 
 
 CAUSAL_CONV = Rewrite(
-    "_CONV(X, STATE, WEIGHT, *REST)", "causal_conv(_CONV, X, STATE, WEIGHT, *REST)", where=_is_conv
+    "_CONV(X, STATE, *REST, **OPTIONS)", "causal_conv(_CONV, X, STATE, *REST, **OPTIONS)", where=_is_conv
 )
 
 
-def _is_step(match: Match) -> str | None:
-    """Whether a call is the recurrence of one token; GATES and RAW are its gates, see `delta_rule`.
+def _is_rule(match: Match) -> str | None:
+    """Whether a call is the recurrence; GATES and RAW are its gates, see `delta_rule`.
 
-    It stands in the first branch of an `if` then, and the cache takes the state back: in place is the same.
+    The cache takes the state back: to update it in place is the same.
     """
     program, statement = match.program, match.statements["ITEMS"]
     options = [keyword.arg for keyword in match.values["OPTIONS"]]
-    ifs = [each for each in program.every() if isinstance(each, ast.If)]
-    if "initial_state" not in options or not any(statement in each.body for each in ifs):
+    if "initial_state" not in options:
         return None
     if not _state_goes_to_cache(program, statement) or not is_delta_rule(match.function("_RULE")):
         return None
     gates = match.values["G"], match.values["BETA"]
     raw = _raw_gates(program, *gates, statement)
-    if raw is not None:  # the statements of the gates stay where they are for the other branch
+    if raw is not None:  # the statements of the gates are dropped where nothing else reads them
         gates = tuple(copied(program.follow(gate)) for gate in gates)
     match.values["GATES"] = code("lambda: (G, BETA)", G=gates[0], BETA=gates[1])
     match.values["RAW"] = raw or ast.Constant(None)
-    return "gated_delta_rule_"
+    return "" if _RULE in program.rewrites else _RULE  # prompts and steps have a call each
 
 
 def _state_goes_to_cache(program: Program, rule: ast.Assign) -> bool:
@@ -228,34 +232,36 @@ def _before_casts(node: Node) -> ast.expr | None:
 GATED_DELTA = Rewrite(
     "ITEMS = _RULE(Q, K, V, g=G, beta=BETA, **OPTIONS)",
     "ITEMS = delta_rule(_RULE, Q, K, V, gates=GATES, raw=RAW, **OPTIONS)",
-    where=_is_step,
+    where=_is_rule,
 )
 
 
 def _is_norm_of_rule(match: Match) -> str | None:
-    """Whether a gated norm alone reads a rule's result, which then norms it; FLAG says whether it has."""
+    """Whether a gated norm alone reads the rules' results; they norm them then, as FLAG says."""
     program = match.program
-    rule = next((each for each in program.assignments() if _calls_rule(each.value)), None)
-    if rule is None or not is_gated_norm(match.module("NORM")):
+    rules = [each for each in program.assignments() if _calls_rule(each.value)]
+    if not rules or not is_gated_norm(match.module("NORM")):
         return None
-    results, states = (_holders(program, rule, index) for index in range(2))
-    own = set().union(*map(program.names_of, results))
+    holders = {name_of(rule): [_holders(program, rule, index) for index in range(2)] for rule in rules}
+    own = set().union(*(program.names_of(name) for results, _ in holders.values() for name in results))
     own |= {name for name in program.definitions if _unshaped(program, ast.Name(name)) in own}
     every = [*program.every(), program.result]
     readers = [each for each in every if _reads(each, own) and not _assigns(each, own)]
-    later = [name for each in every[every.index(rule) :] for name in names_in(each, ast.Store)]
+    later = [name for each in every[every.index(rules[0]) :] for name in names_in(each, ast.Store)]
     x, gate = (_unshaped(program, match.values[name]) for name in ("X", "GATE"))
     if x not in own or readers != [match.place] or _reads(readers[0], own) != 1 or gate in ["", *later]:
         return None
-    if program.uses(name_of(rule)) != len(results) + len(states) or not isinstance(rule.value, ast.Call):
+    if any(program.uses(name) != sum(map(len, held)) for name, held in holders.items()):
         return None
-    rule.value.keywords.append(ast.keyword("norm", match.fill(f"(NORM, {gate})")))
     flag = program.assign("is_normed", ast.Constant(False))
     match.values["FLAG"] = ast.Name(name_of(flag), ast.Load())
-    del program.definitions[name_of(flag)]  # it has two values, as names behind an `if` have
+    del program.definitions[name_of(flag)]  # it has several values, as names behind an `if` have
     program.statements.insert(0, flag)
-    block = program.block_of(rule)
-    block.insert(block.index(rule) + 1, ast.Assign(flag.targets, code(f"{name_of(rule)}[2]")))
+    for rule in rules:
+        assert isinstance(rule.value, ast.Call)
+        rule.value.keywords.append(ast.keyword("norm", match.fill(f"(NORM, {gate})")))
+        block = program.block_of(rule)
+        block.insert(block.index(rule) + 1, ast.Assign(flag.targets, code(f"{name_of(rule)}[2]")))
     return f"{match.child('NORM')} in gated_delta_rule_"
 
 
@@ -298,8 +304,7 @@ def update_state(cache: Any, state: Tensor, layer: int, *args: Any, **kwargs: An
 
 def _is_updated(match: Match) -> str | None:
     is_argument = match.child("CACHE") in match.program.arguments_names()
-    has_rule = any(note.startswith("gated_delta_rule_") for note in match.program.rewrites)
-    return "" if is_argument and has_rule else None
+    return "" if is_argument and _RULE in match.program.rewrites else None
 
 
 KEEP_STATE = Rewrite(
