@@ -29,10 +29,13 @@ def register_quantizer(module: object) -> None:
 
 
 def register_models(module: Any) -> None:
-    from .transformers.attention import NAME, attention
+    from transformers.generation.continuous_batching import ContinuousBatchingManager
+
+    from .transformers.attention import NAME, attention, batch_with_own_code
     from .transformers.checkpoints.saving import describe_when_saving
 
     module.AttentionInterface.register(NAME, attention)
+    batch_with_own_code(ContinuousBatchingManager)
     describe_when_saving(module.PreTrainedModel)
 
 

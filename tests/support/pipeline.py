@@ -166,6 +166,9 @@ MANY = FEW | {
     "static cache": lambda m, ids: generate(m, ids, cache_implementation="static", max_new_tokens=6),
     "sampling": lambda m, ids: generate(m, ids, do_sample=True, top_k=20, temperature=1.5, max_new_tokens=8),
     "repetition penalty": lambda m, ids: generate(m, ids, repetition_penalty=1.3, max_new_tokens=6),
+    "length penalty": lambda m, ids: generate(
+        m, ids, exponential_decay_length_penalty=(2, 1.5), eos_token_id=7, max_new_tokens=8
+    ),
     "scores": lambda m, ids: generate(
         m, ids, max_new_tokens=3, output_scores=True, return_dict_in_generate=True
     ).scores[1],

@@ -11,8 +11,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    ContinuousBatchingConfig,
     DynamicCache,
     Gemma2Config,
+    GenerationConfig,
     GptOssConfig,
     GptOssForCausalLM,
     T5GemmaConfig,
@@ -425,3 +427,25 @@ def test_memory_of_a_prompt(simulated, name, monkeypatch):
     assert peak_of_a_prompt(model, 32768, 4096) < 1.25 * long
     is_padded(monkeypatch)
     assert peak_of_a_prompt(model, 32768, padded=True) < 1.01 * long
+
+
+@pytest.mark.parametrize("architecture", ["gpt_oss", "gemma2"])
+def test_continuous_batching(architecture):
+    """transformers takes no implementation but its own: the tokens are those of the model's own code."""
+    model = tiny_models.tiny_model(architecture)
+    model.set_attn_implementation("eager")
+    prompts = [[5, 6, 7, 8], [9, 10, 11]]
+    generation = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    pages = ContinuousBatchingConfig(num_blocks=16, block_size=32, max_batch_tokens=64)
+
+    def tokens():
+        results = model.generate_batch(
+            prompts, generation_config=generation, continuous_batching_config=pages
+        )
+        return [result.generated_tokens for result in results.values()]
+
+    expected = tokens()
+    torch_moe_mps.accelerate(model)
+    assert model.config._attn_implementation == "moe_mps"
+    assert tokens() == expected and all(map(len, expected))
+    assert model.config._attn_implementation == "moe_mps"

@@ -52,6 +52,26 @@ def test_dense(architecture, device):
     check(model, reference, device, {ROUTERS[architecture], "moe_experts"})
 
 
+@pytest.mark.parametrize("architecture", ["qwen3_next", "gpt_oss"])
+def test_a_default_device_changes_nothing(architecture, simulated):
+    """Nor for other models in the process, whose masks come from this package, too."""
+    reference = eager(tiny_models.tiny_model(architecture))
+    reference.set_attn_implementation("sdpa" if reference._supports_sdpa else "eager")
+    ids, mask = prompt(), torch.ones(prompt().shape, dtype=torch.int64)
+    mask[0, :3] = 0
+    expected = output(reference, ids, attention_mask=mask)
+    model = copy.deepcopy(reference).to("mps")
+    ids, mask = ids.to("mps"), mask.to("mps")
+    torch.set_default_device("mps")
+    try:
+        for accelerated in (False, True):
+            if accelerated:
+                torch_moe_mps.accelerate(model)
+            assert_close(output(model, ids, attention_mask=mask).cpu(), expected, 1e-5)
+    finally:
+        torch.set_default_device(None)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("architecture", tiny_models.architectures())
 def test_every_architecture(architecture, simulated):

@@ -28,11 +28,13 @@ from .rewriting.experts_calls import ids_of_experts, module_that_gives
 from .rewriting.install import drop_forward_of_class, restore_module, rewrite
 from .rewriting.record import NOTHING, RECORD, kv_bits_of, record_of
 from .rewriting.rules.norms import formulas_kept
+from .rewriting.rules.trial import on_the_cpu
 
 # {id of a config: the config, and the implementation that it named when a model with it was accelerated}
 _BEFORE: dict[int, tuple[weakref.ref, str | None]] = {}
 
 
+@on_the_cpu()  # for tensors made to try and to check, whatever torch.set_default_device says
 def accelerate(
     model: nn.Module,
     bits: int | None = None,

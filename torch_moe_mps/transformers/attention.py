@@ -88,6 +88,25 @@ def _in_place_of_eager(module: nn.Module) -> str | None:
     return "sdpa" if asks == source.count('_attn_implementation in ("eager", "sdpa")') else None
 
 
+def batch_with_own_code(manager: Any) -> None:
+    """Patches the class ContinuousBatchingManager: layers that run NAME run their own code in batches.
+
+    transformers has pages for "eager" and "sdpa" only, and goes back to the implementation that it found.
+    """
+    switch = manager.switch_to_cb_friendly_attn
+
+    @functools.wraps(switch)
+    def switch_to_cb_friendly_attn(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        is_ours = model.config._attn_implementation == NAME
+        if is_ours:
+            model.set_attn_implementation("eager")
+        switch(self, model, *args, **kwargs)
+        if is_ours:
+            self._original_attn_impl = NAME
+
+    manager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn
+
+
 @functools.cache
 def _wrap_sdpa() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface

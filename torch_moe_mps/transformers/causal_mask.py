@@ -150,7 +150,7 @@ def key_ranges(shown: Tensor, keys: int) -> tuple[tuple[int, int], ...] | None:
     Keys after the mask are padding. None if there is padding between other keys.
     """
     first, count = shown.int().argmax(1, keepdim=True), shown.sum(1, keepdim=True)
-    key = torch.arange(shown.shape[1])
+    key = torch.arange(shown.shape[1], device=shown.device)
     if not torch.equal(shown, (key >= first) & (key < first + count)):
         return None
     ends = (first + count).flatten().tolist()

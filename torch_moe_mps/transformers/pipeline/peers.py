@@ -108,7 +108,7 @@ class Peers:
         octets = as_octets(head)
         if len(octets) > _HEAD:
             raise ValueError(f"moe_mps::pipeline: a layer must return fewer tensors, got {len(tensors)}")
-        whole = torch.zeros(max(first, _HEAD + sum(sizes)), dtype=torch.uint8)
+        whole = torch.zeros(max(first, _HEAD + sum(sizes)), dtype=torch.uint8, device="cpu")
         whole[: len(octets)] = octets
         for tensor, part in zip(tensors, _parts(whole, sizes), strict=True):
             if tensor is not None and tensor.numel():
@@ -157,7 +157,7 @@ class Peers:
             raise PeerError(f"moe_mps: the pipeline has ended, load the model again ({self._broken})")
 
     def _octets(self, source: int, count: int, limit: float) -> Tensor:
-        octets = torch.empty(count, dtype=torch.uint8)
+        octets = torch.empty(count, dtype=torch.uint8, device="cpu")
         with self._blames(source, limit):
             work = dist.irecv(octets, source, group=self.group)
             assert work is not None

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from .peers import PeerError, Peers, as_octets, from_octets, on_the_host
 from .stages import Stage
 
 # The time limit of a call is for this many tokens.
 _TOKENS = 512
-# Logits of all tokens but the one that the last process chose. Finite, so that no processor makes NaN of it.
+# Logits of all tokens but the one that the last process chose.
 _NEVER = -1e30
 # Arguments of `generate` with which it needs the logits of every token in every process.
 _NEED_LOGITS = (
@@ -131,7 +131,7 @@ class Running:
         assert first is not None
         if kind == "tokens":
             self._done = second
-            logits = torch.full((len(first), 1, self.stage.vocabulary), _NEVER)
+            logits = first.new_full((len(first), 1, self.stage.vocabulary), _NEVER, dtype=torch.float32)
             output.logits = logits.scatter_(2, first.view(-1, 1, 1), 0.0).to(output.logits.device)
         else:
             output.logits = first.to(output.logits.device)
@@ -201,6 +201,8 @@ class Running:
         **model_kwargs: Any,
     ) -> Any:
         self._samples = True
+        if not self.stage.last:  # of its logits all are made up; the last process has chosen the token
+            logits_processor = LogitsProcessorList()
         vars(model)["_prefill"] = self._prefill
         try:
             return type(model)._sample(

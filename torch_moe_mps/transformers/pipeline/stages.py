@@ -63,7 +63,7 @@ class NoHead(nn.Module):
 
     def __init__(self, head: Any):
         super().__init__()
-        weight = torch.zeros(1, head.in_features, dtype=head.weight.dtype)
+        weight = torch.zeros(1, head.in_features, dtype=head.weight.dtype, device="cpu")
         self.register_buffer("weight", weight, persistent=False)  # some models compute with it themselves
 
     def forward(self, hidden: Tensor) -> Tensor:

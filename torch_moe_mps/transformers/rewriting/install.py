@@ -21,12 +21,14 @@ from .program.reads import holds, kept, recording
 from .program.straightening import straighten
 from .record import NOTHING, RECORD, record_of
 from .rules import MODULE_RULES, RULES
+from .rules.trial import on_the_cpu
 
 
 def is_rewritten(module: nn.Module) -> bool:
     return hasattr(type(module), CLASS_MARK)
 
 
+@on_the_cpu()  # for tensors that a model's functions are tried on
 def rewrite(module: nn.Module) -> tuple[list[str], str | None]:
     """Rewrites a module's forward. Returns: what was replaced in it, and if that is nothing, the reason."""
     if is_rewritten(module) and not _is_on_top(module):

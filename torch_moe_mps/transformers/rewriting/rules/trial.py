@@ -1,10 +1,18 @@
 """Helpers to recognise functions and modules by running them on random numbers."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+@contextlib.contextmanager
+def on_the_cpu() -> Iterator[None]:
+    """Tensors made without a device are on the CPU, where the generators of random ones are."""
+    with torch.device("cpu"):
+        yield
 
 
 def tried(function: Callable, *arguments: Any, **options: Any) -> Any:
