@@ -132,6 +132,16 @@ def experts() -> Calls:
             yield f"{name_of(form)}, {tokens} tokens", call
 
 
+def heads() -> Calls:
+    weight, query = tensor(4 * 40, 256).view(4, 40, 256), tensor(1, 4, 3, 40).transpose(1, 2)
+    into, tail = weight[:, :24], query[..., 24:]
+    for tokens in (1, 3):
+        few = query[:, :tokens]
+        part = {"transposed": True, "tail": tail[:, :tokens]}
+        yield f"queries of latents, {tokens} tokens", partial(ops.heads_mm, few[..., :24], into, **part)
+    yield "values of latents", partial(ops.heads_mm, tensor(1, 1, 4, 256), weight[:, 24:])
+
+
 def linear() -> Calls:
     weight, norm, x = matrix(320, 128), {"norm_weight": tensor(128)}, tensor(1, 128)
     for tokens in (1, 4, 8, 40):
@@ -381,6 +391,22 @@ affine4-64, 40 tokens
   expert_combine_f16 grid 1x40x1 of 256x1x1
   0=N[0:20480] 1=A[0:320] 2=O[0:320] 3=P[0:10240] 4=P[0:10240] 5=P[0:10240] 6=P[0:10240] 7=116 bytes
   threadgroup(0)=656 bytes
+""",
+        )
+
+    def test_heads(self):
+        self.assertExpectedInline(
+            self.encoded(heads),
+            """\
+queries of latents, 1 tokens
+  heads_columns_f16 grid 2x4x1 of 256x1x1
+  0=A[0:960] 1=B[0:81920] 2=B[0:81920] 3=B[0:81920] 4=A[48:960] 5=C[0:2176] 6=160 bytes
+queries of latents, 3 tokens
+  heads_columns_few_f16 grid 2x4x2 of 256x1x1
+  0=A[0:960] 1=B[0:81920] 2=B[0:81920] 3=B[0:81920] 4=A[48:960] 5=C[0:6528] 6=160 bytes
+values of latents
+  heads_rows_f16 grid 1x4x1 of 64x1x1
+  0=A[0:2048] 1=B[12288:81920] 2=B[12288:81920] 3=B[12288:81920] 4=A[0:2048] 5=C[0:128] 6=160 bytes
 """,
         )
 

@@ -72,7 +72,21 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         **{"q": zeros(2, 4, T, 32), "k_scales": scales, "k_biases": scales},
         **{"v": zeros(2, 2, 9, 8, dtype=integer), "v_scales": scales, "v_biases": scales},
     }
+    plain = {"transposed": False, "tail": None}
     table = {
+        "heads_mm": [
+            wrong(FLOATS, x=zeros(2, T, 4, 16, dtype=integer)),
+            wrong("4-D", x=zeros(T, 4, 16)),
+            wrong("of a last dimension of 16, the rows of a matrix", x=zeros(2, T, 4, 17)),
+            wrong("of a last dimension of 40, the columns of a matrix", x=zeros(2, T, 4, 16), **plain),
+            wrong("float32", weight=zeros(4, 16, 40, dtype=half)),
+            wrong("3-D", weight=zeros(16, 40)),
+            wrong("of shape [Hq, rows, columns] = (4, 16, 40)", weight=zeros(3, 16, 40)),
+            wrong("None unless transposed", tail=zeros(2, T, 4, 6), x=zeros(2, T, 4, 40), transposed=False),
+            wrong("float32", tail=zeros(2, T, 4, 6, dtype=half)),
+            wrong("4-D", tail=zeros(T, 4, 6)),
+            wrong("of shape [B, T, Hq, R] = (2, 3, 4, 6)", tail=zeros(2, T, 3, 6)),
+        ],
         "expert_mm": [
             wrong(FLOATS, x=zeros(T, H, dtype=integer)),
             wrong("2-D or 3-D", x=zeros(H)),

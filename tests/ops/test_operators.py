@@ -57,6 +57,7 @@ moe_mps::gated_delta_rule_(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, 
     scale, *, float? l2norm_eps=None, Tensor? A_log=None, Tensor? dt_bias=None, bool beta_is_logit=False,
     Tensor? gate=None, Tensor? norm_weight=None, float norm_eps=9.9999999999999995e-07, float
     norm_offset=0.) -> Tensor
+moe_mps::heads_mm(Tensor x, Tensor weight, *, bool transposed=False, Tensor? tail=None) -> Tensor
 moe_mps::linear_quantized(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor? bias, int bits,
     int group_size, str mode, Tensor? residual=None, Tensor? order=None, Tensor? norm_weight=None, float
     norm_eps=9.9999999999999995e-07, float norm_offset=0.) -> Tensor

@@ -205,6 +205,17 @@ def dense(dtype: torch.dtype) -> Iterator[Call]:
     yield layer("dense, normed", 1, 32, 4, dtype, rows_first, norm_weight=norm)
     for tokens in (1, 64, 256):
         yield layer("transposed", tokens, 32, 4, dtype, columns_first, transposed=True)
+    yield from of_heads(dtype, torch.ops.moe_mps.heads_mm, rows_first(4, 192, 512))
+
+
+def of_heads(dtype: torch.dtype, operator: Callable, matrices: tuple, *format_) -> Iterator[Call]:
+    """Queries of latents and values of them, for matrices of 4 heads, [4, 192, 512]."""
+    for tokens in (1, 2):
+        work = {matrices[0]: apple.Work("heads", tokens * 4 * 192 * 512)}
+        for label, width in (("queries of latents", 192), ("values of latents", 512)):
+            x = on_device(1, tokens, 4, width, dtype=dtype)
+            call = functools.partial(operator, x, *matrices, *format_, transposed=width == 192)
+            yield f"{label}, {tokens} tokens", call, work, x.numel()
 
 
 def quantised(dtype: torch.dtype, bits: int, mode: str, group: int) -> Iterator[Call]:
@@ -543,6 +554,14 @@ transposed, 64 tokens, 4 of 32
 transposed, 256 tokens, 4 of 32
   gemm32_transposed_bf16: 1.59 1.53 slots a MAC, 104.5 registers, 128/384/448 threads
   gemm32_transposed_bf16: 1.69 1.63 slots a MAC, 104.5 registers, 128/384/448 threads
+queries of latents, 1 tokens
+  heads_columns_bf16: 5.32 4.24 slots a MAC, 58 registers, 256/384/832 threads
+values of latents, 1 tokens
+  heads_rows_bf16: 4.82 3.29 slots a MAC, 54 registers, 64/384/896 threads
+queries of latents, 2 tokens
+  heads_columns_few_bf16: 4.18 3.60 slots a MAC, 77.5 registers, 256/384/640 threads
+values of latents, 2 tokens
+  heads_rows_few_bf16: 3.59 2.57 slots a MAC, 82 registers, 64/384/576 threads
 not dispatched here
   matmul_rows_few_split_bf16: 116 registers, -/256/448 threads
 """,

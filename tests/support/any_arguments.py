@@ -289,6 +289,24 @@ def layer_of_experts(d: Draws, sizes: tuple[int, ...]) -> tuple[tuple, dict[str,
     return shape, around, random_options(Random(d.seed), shape, dtype, d.seed)
 
 
+def heads(d, columns) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """(heads, rows, columns) of the matrices, and everything else."""
+    heads, rows, transposed = d.count(), d.width(), d.flag()
+    leading, dtype = (d.one(1, 2), d.one(1, 2, 5, 0), heads), d.dtype()
+    tail = d.maybe(lambda: d.values(*leading, d.one(1, 6, 64, 0), dtype=dtype)) if transposed else None
+    x = d.values(*leading, rows if transposed else columns, dtype=dtype)
+    return (heads, rows, columns), {"x": x, "transposed": transposed, "tail": tail}
+
+
+@strategy
+def heads_mm(d):
+    shape, around = heads(d, d.width())
+    return {
+        **around,
+        "weight": d.values(*shape, dtype=around["x"].dtype, scale=shape[2] ** -0.5 if shape[2] else 1.0),
+    }
+
+
 @strategy
 def expert_mm(d):
     (tokens, slots, experts, hidden, rows), around, _ = layer_of_experts(d, (32, 7, 64, 100, 65, 200))

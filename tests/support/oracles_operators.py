@@ -345,6 +345,26 @@ def experts(a, gate_up: np.ndarray, down: np.ndarray, rounded_weight: bool) -> l
     ]
 
 
+def heads(a, matrices) -> list[Expected]:
+    """`matrices`: [Hq, rows, columns], an array, whatever it was packed as."""
+    batch, tokens, count, width = a.x.shape
+    ids = torch.arange(count).expand(batch * tokens, count)
+    matrices = matrices.swapaxes(1, 2) if a.transposed else matrices
+    x = a.x.reshape(batch * tokens, count, width)
+    product = oracles_experts.expert_mm(x, matrices, ids, rounded_weight=hasattr(a, "packed"))
+    value, deviation = (part.reshape(batch, tokens, *part.shape[1:]) for part in product)
+    if a.tail is not None:
+        tail = exact(a.tail)
+        value = np.concatenate((value, tail), -1)
+        deviation = np.concatenate((deviation, np.zeros_like(tail)), -1)
+    return [estimated(Estimate(value, deviation))]
+
+
+@oracle
+def heads_mm(a):
+    return heads(a, exact(a.weight))
+
+
 @oracle
 def expert_mm(a):
     weight = exact(a.weight).swapaxes(1, 2) if a.transposed else exact(a.weight)

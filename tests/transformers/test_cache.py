@@ -45,7 +45,7 @@ class Pair:
 
     def __init__(self, cls, arguments, seed, bits=None):
         self.plain, self.growing = cls(**arguments), cls(**arguments)
-        self.bits = bits
+        self.bits, self.heads = bits, 1 + seed % 2  # a single one may be latents
         self.growing.__class__ = growing_class(cls, bits)
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
@@ -68,8 +68,9 @@ class Pair:
 
     def update(self, most=NEW_TOKENS[-1]):
         tokens = self.random.choice([number for number in NEW_TOKENS if number <= most])
-        widths = (8, 4) if self.bits is None else (64, 32)
-        states = [torch.randn(self.batch, 2, tokens, d, generator=self.generator) for d in widths]
+        widths = (16, 8) if self.bits is None else (192, 64)
+        shapes = [(self.batch, self.heads, tokens, width) for width in widths]
+        states = [torch.randn(shape, generator=self.generator) for shape in shapes]
         exact = states if self.bits is None else [rounded(tensor) for tensor in states]
         plain = self.plain.update(*exact)
         find = getattr(self.growing, "slots", lambda *_: None)  # a static layer has none

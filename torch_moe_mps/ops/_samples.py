@@ -133,6 +133,12 @@ def sample_arguments(
         },
         "moe_weighted_reduce": {"weights": weights, "expert_out": values(T, K, H)},
         "expert_mm": {"x": values(T, H), "weight": values(E, I, H), "ids": ids},
+        "heads_mm": {
+            "x": values(2, T, 4, 16),
+            "weight": values(4, 16, 40),
+            "transposed": True,
+            "tail": values(2, T, 4, 6),
+        },
         "moe_experts": {
             "x": values(T, H),
             "gate_up": values(E, 2 * I, H),
@@ -231,6 +237,7 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
             {"expert_out": values(T * K, H), **tail, "gate_is_logit": True},
             {"residual": values(1, T, H)},
         ],
+        "heads_mm": [{"x": values(1, T, 4, 40), "transposed": False, "tail": None}],
         "linear_quantized": [
             {"x": strided, "bias": None},
             {"x": values(2, 0, H)},

@@ -64,6 +64,10 @@ GEOMETRY kFewBound = kDownThreads;
 GEOMETRY kMaxFewPairs = 512;      // their terms take 16 KiB of threadgroup memory
 GEOMETRY kColumnSimdgroups = 16;  // simdgroups that share the inputs of transposed weights
 
+// A matrix for each head, transposed: columns of a threadgroup, and simdgroups that share its rows
+GEOMETRY kHeadColumns = 128;
+GEOMETRY kHeadSimdgroups = 8;
+
 GEOMETRY kEmbeddingThreads = 128;
 
 // Many tokens: matrix products

@@ -343,6 +343,25 @@ struct ExpertDownParams {
   ExpertSumParams sum;
 };
 
+// Strides are in elements.
+struct HeadStrides {
+  uint64_t batch;
+  uint64_t token;
+  uint64_t head;
+};
+
+// A matrix for each head: `matrix.rows` from the first row of a head to that of the next, of which
+// `matrix.outputs` are used; `matrix.inputs` columns.
+struct HeadsParams {
+  MatmulParams matrix;
+  HeadStrides x;
+  HeadStrides tail;
+  uint32_t tokens;  // of the whole batch
+  uint32_t tokens_of_batch;
+  uint32_t heads;
+  uint32_t tail_width;
+};
+
 // embedding_rows: matrix.experts is the number of rows that the matrix has, matrix.pairs the number of ids.
 struct EmbeddingParams {
   MatmulParams matrix;

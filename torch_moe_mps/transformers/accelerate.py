@@ -22,6 +22,7 @@ from .checkpoints.recipe import requested_recipe
 from .compiling import align_weights, compile_kernels, require_torch
 from .experts import NAME, describe, unsupported
 from .interface import experts_of, is_experts, is_quantized
+from .latents import use_latents
 from .linears import QuantizedLayer, has_quantized_weights
 from .report import Report
 from .rewriting.experts_calls import ids_of_experts, module_that_gives
@@ -124,7 +125,8 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None) -> None:
             if name in found or (name not in around and _is_left_out(name, module)):
                 continue
             rewrites, reason = rewrite(module)
-            rewrites = [*rewrites, *(["attention"] if name in attentions else [])]
+            if name in attentions:
+                rewrites = [*rewrites, "attention", *use_latents(module)]
             if name in around or rewrites or "attention" in type(module).__name__.lower():
                 report.add(name, module, around.get(name, "other"), "; ".join(rewrites) or None, reason)
     use_attention(attentions.values())

@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from ..ops._checks import ACTIVATION_DTYPES
 from ..ops.attention import CACHE_BITS, MAX_HEAD, MAX_VALUE_HEAD, seen_in_order
 from .causal_mask import CausalMask, additive
+from .latents import Promised
 from .quantized_states import QuantizedStates
 from .rewriting.program.programs import original_class
 from .rewriting.record import NOTHING, RECORD, record_of
@@ -141,12 +142,19 @@ def _sdpa(
 
     On a CPU torch's attention is faster than the operator's reference, but knows no sinks.
     """
+    if isinstance(key, Promised) and isinstance(value, Promised):
+        sinks = kwargs.get("s_aux")
+        if is_causal is not False and dropout == 0.0 and _has_nothing_special(kwargs, "s_aux"):
+            out = _attend_to_latents(query, key, attention_mask, scaling, sinks)
+            if out is not None:
+                return out, None
+        key, value = key.expanded(), value.expanded()
     if (
         getattr(module, RECORD, NOTHING).is_attention
         and query.is_mps
         and is_causal is not False
         and dropout == 0.0
-        and (_SPECIAL.isdisjoint(kwargs) or all(kwargs.get(name) is None for name in _SPECIAL))
+        and _has_nothing_special(kwargs)
         and (_is_few(query.shape[2]) or _beats_sdpa(query, value) or isinstance(attention_mask, CausalMask))
         and _takes(query, key, value, attention_mask, None)
     ):
@@ -268,6 +276,27 @@ def _attend(
         options |= {"v_scales": value.scales, "v_biases": value.biases}
         key, value = key.packed, value.packed
     return torch.ops.moe_mps.attention(query, key, value, scale, **options)
+
+
+def _has_nothing_special(options: dict[str, Any], but: str | None = None) -> bool:
+    if _SPECIAL.isdisjoint(options):
+        return True
+    return all(options.get(name) is None for name in _SPECIAL if name != but)
+
+
+def _attend_to_latents(
+    query: Tensor, key: Promised, mask: Tensor | None, scaling: float | None, sinks: Tensor | None
+) -> Tensor | None:
+    """Attention to keys and values that are still latents; None where these have to be expanded."""
+    source = key.source
+    brought = source.brought(query)
+    if brought is None:
+        return None
+    keys, values = source.keys_and_values()
+    if not _takes(brought, keys, values, mask, sinks):
+        return None
+    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+    return source.taken_back(_attend(brought, keys, values, mask, scaling, sinks=sinks))
 
 
 def _dense(states: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ new ones are written behind them, and attention gets views.
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -221,7 +221,13 @@ class _Made(CacheLayerMixin):
 
 
 class _Growing(_Made, DynamicLayer):
-    """A layer that holds all tokens."""
+    """A layer that holds all tokens.
+
+    Latent attention keeps latents as keys and what turns as values, one head of each: these lie side by side
+    in one memory, which attention reads as keys.
+    """
+
+    holds_latents = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -242,8 +248,13 @@ class _Growing(_Made, DynamicLayer):
                 _warn_of_widths(key_states, value_states)
         tokens = key_states.shape[-2]
         quantized = self.bits is not None and can_be_quantized(key_states, value_states)
-        keys = _joined(self.keys, key_states, self._room(tokens), quantized)
-        values = _joined(self.values, value_states, self._room(tokens), quantized)
+        room = self._room(tokens)
+        if self.holds_latents and _are_latents(key_states, value_states):
+            held, new = (self.keys, self.values), (key_states, value_states)
+            keys, values = _joined(held, new, room, quantized)
+        else:
+            (keys,) = _joined((self.keys,), (key_states,), room, quantized)
+            (values,) = _joined((self.values,), (value_states,), room, quantized)
         return self.take(keys, values, tokens)
 
     def _room(self, tokens: int) -> int | None:
@@ -259,18 +270,18 @@ class _Growing(_Made, DynamicLayer):
         """What is held with new keys and values [B, T, H, D]; None without room, or where it is quantised."""
         if self.bits is not None or not (self.is_initialized and _in_place()):
             return None
+        held, new = (self.keys, self.values), (keys, values)
+        if not all(map(_fits, held, new)):
+            return None
+        tokens, before = keys.shape[1], self.keys.shape[2]
+        shares = [held] if _memory_of(held) is not None else [held[:1], held[1:]]
         views: list[Tensor] = []
-        for held, new in ((self.keys, keys), (self.values, values)):
-            batch, tokens, heads, width = new.shape
-            shape = held.shape
-            before = shape[2]
-            memory = getattr(held, _MEMORY, None)
-            same = held.dtype is new.dtype and held.device == new.device
-            if type(memory) is not Tensor or not same or shape != (batch, heads, before, width):
+        for some in shares:
+            memory = _memory_of(some)
+            if type(memory) is not Tensor or not _has_room(some, memory, tokens):
                 return None
-            if not _has_room(held, memory, tokens):
-                return None
-            views.append(_view(memory, _start(held), before + tokens))
+            widths = [part.shape[3] for part in some]
+            views += _columns(_view(memory, _start(some[0]), before + tokens), widths)
         return Slots(views[0], views[1], tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -289,7 +300,12 @@ class _Growing(_Made, DynamicLayer):
 
     def _change_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.get_seq_length() > 0:
-            self.keys, self.values = _with_room(self.keys, change), _with_room(self.values, change)
+            together = latents_together(self.keys, self.values)
+            if together is None:
+                self.keys, self.values = _with_room(self.keys, change), _with_room(self.values, change)
+            else:
+                widths = self.keys.shape[3], self.values.shape[3]
+                self.keys, self.values = _columns(_with_room(together, change), widths)
 
 
 class _GrowingIndexed(DynamicIndexedLayer, _Growing):
@@ -302,7 +318,7 @@ class _GrowingIndexed(DynamicIndexedLayer, _Growing):
             return super().update_indexer(indexer_key_states)
         if not self.is_indexer_initialized:
             self.lazy_initialization_indexer(indexer_key_states)
-        self.indexer_keys = _joined(self.indexer_keys, indexer_key_states)
+        (self.indexer_keys,) = _joined((self.indexer_keys,), (indexer_key_states,))
         return self.indexer_keys
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -313,6 +329,8 @@ class _GrowingIndexed(DynamicIndexedLayer, _Growing):
 
 class _GrowingWindow(_Growing, DynamicSlidingWindowLayer):
     """A layer that holds a sliding window, which moves on in its memory."""
+
+    holds_latents = False
 
     def take(self, keys: Tensor, values: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         window = self.sliding_window
@@ -400,17 +418,41 @@ def _warn_of_widths(keys: Tensor, values: Tensor) -> None:
         warnings.warn(f"torch_moe_mps: kv_bits=8 is for heads of multiples of 32; {widths}", stacklevel=2)
 
 
-def _joined(held: Tensor, new: Tensor, room: int | None = None, quantized: bool = False) -> Tensor:
+def latents_together(keys: Any, values: Any) -> Tensor | None:
+    """[B, 1, S, L + R], whose first and last columns the two are; None if they do not lie side by side."""
+    memory = _memory_of((keys, values))
+    return None if memory is None else _shown(memory, _start(keys), keys.shape[2])
+
+
+def _are_latents(keys: Tensor, values: Tensor) -> bool:
+    """Whether keys and values are one head each, of widths that lie side by side without loss of speed."""
+    widths = keys.shape[-1], values.shape[-1]
+    return (
+        keys.dim() == 4
+        and keys.shape[1] == 1
+        and keys.shape[:3] == values.shape[:3]
+        and widths[0] != widths[1]
+        and all(width % 8 == 0 for width in widths)
+        and keys.dtype == values.dtype
+        and keys.device == values.device
+    )
+
+
+def _joined(
+    held: Sequence[Tensor], new: Sequence[Tensor], room: int | None = None, quantized: bool = False
+) -> Sequence[Tensor]:
     """`held` followed by `new` along the tokens, which are the last dimension but one.
 
-    If there is room behind `held` that nobody uses, only `new` is written; else both are copied to memory
-    with `room` for more tokens, or room for a share of them.
+    Several tensors share one memory, in which they lie side by side. If there is room behind `held` that
+    nobody uses, only `new` is written; else both are copied to memory with `room` for more tokens, or room
+    for a share of them.
     """
-    is_first = held.dim() == 1  # what transformers starts with
-    if type(new) is not Tensor or not (is_first or _alike(held, new)):
-        return torch.cat([held, new], dim=-2)
-    tokens, before = new.shape[-2], 0 if is_first else held.shape[-2]
-    memory: Tensor | None = getattr(held, _MEMORY, None)
+    is_first = held[0].dim() == 1  # what transformers starts with
+    if not all(type(part) is Tensor for part in new) or not (is_first or all(map(_alike, held, new))):
+        return [torch.cat(parts, dim=-2) for parts in zip(held, new, strict=True)]
+    tokens, before = new[0].shape[-2], 0 if is_first else held[0].shape[-2]
+    widths = [part.shape[-1] for part in new]
+    memory = _memory_of(held)
     if (
         memory is None
         or isinstance(memory, QuantizedStates) != quantized
@@ -420,22 +462,46 @@ def _joined(held: Tensor, new: Tensor, room: int | None = None, quantized: bool 
             room = room_behind(before + tokens)
         start, capacity = 0, before + tokens + room
         if quantized:
-            memory = QuantizedStates.empty(new, capacity)
+            memory = QuantizedStates.empty(new[0], capacity, widths)
         else:
-            memory = new.new_empty((*new.shape[:-2], capacity, new.shape[-1]))
+            memory = new[0].new_empty((*new[0].shape[:-2], capacity, sum(widths)))
         if before:
-            _write(memory, 0, held)
+            _write(memory, 0, held, widths)
     else:
-        start = _start(held)
-    _write(memory, start + before, new)
-    return _view(memory, start, before + tokens)
+        start = _start(held[0])
+    _write(memory, start + before, new, widths)
+    return _columns(_view(memory, start, before + tokens), widths)
 
 
-def _write(memory: Tensor, start: int, states: Tensor) -> None:
-    if isinstance(memory, QuantizedStates):
-        memory.write(start, states)
-    else:
-        memory.narrow(-2, start, states.shape[-2]).copy_(states)
+def _memory_of(held: Sequence[Tensor]) -> Tensor | None:
+    """The memory that is filled by these tensors, side by side; None if they have none, or not the same."""
+    memory: Tensor | None = getattr(held[0], _MEMORY, None)
+    if memory is None or any(getattr(part, _MEMORY, None) is not memory for part in held[1:]):
+        return None
+    return memory if memory.shape[-1] == sum(part.shape[-1] for part in held) else None
+
+
+def _columns(states: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+    """Neighbouring columns of these widths, which know the memory of all."""
+    if len(widths) == 1:
+        return (states,)
+    parts = states.columns(widths) if isinstance(states, QuantizedStates) else states.split(widths, -1)
+    return [_in_memory_of(states, part) for part in parts]
+
+
+def _write(memory: Tensor, start: int, states: Sequence[Tensor], widths: Sequence[int]) -> None:
+    for columns, part in zip(_columns(memory, widths), states, strict=True):
+        if isinstance(columns, QuantizedStates):
+            columns.write(start, part)
+        else:
+            columns.narrow(-2, start, part.shape[-2]).copy_(part)
+
+
+def _fits(held: Tensor, new: Tensor) -> bool:
+    """Whether what is held, [B, H, S, D], can be followed by new rows [B, T, H, D]."""
+    batch, _, heads, width = new.shape
+    same = held.dtype is new.dtype and held.device == new.device
+    return same and held.shape == (batch, heads, held.shape[2], width)
 
 
 def _alike(held: Tensor, new: Tensor) -> bool:
@@ -447,7 +513,7 @@ def _alike(held: Tensor, new: Tensor) -> bool:
     )
 
 
-def _has_room(held: Tensor, memory: Tensor, tokens: int) -> bool:
+def _has_room(held: Sequence[Tensor], memory: Tensor, tokens: int) -> bool:
     """Whether so many tokens may be written behind `held`.
 
     Another cache may hold the same tensor and have written there, and a tensor taken before a crop shows it:
@@ -456,31 +522,35 @@ def _has_room(held: Tensor, memory: Tensor, tokens: int) -> bool:
     stored = _stored(memory)
     if stored.is_inference() and not torch.is_inference_mode_enabled():  # which torch forbids
         return False
-    end = _start(held) + held.shape[-2]
+    end = _start(held[0]) + held[0].shape[-2]
     if end + tokens > memory.shape[-2]:
         return False
     if end == getattr(memory, _END):
         return True
     storage = stored.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) == len((memory, held, storage))
+    return torch._C._storage_Use_Count(storage._cdata) == len((memory, *held, storage))
 
 
 def _copied(states: Tensor, room: int) -> Tensor:
     """A copy with room for `room` more tokens."""
     tokens = states.shape[-2]
     memory = _changed(states, lambda part: part.new_empty((*part.shape[:-2], tokens + room, part.shape[-1])))
-    _write(memory, 0, states)
+    _write(memory, 0, (states,), (states.shape[-1],))
     return _view(memory, 0, tokens)
 
 
 def _view(memory: Tensor, start: int, tokens: int) -> Tensor:
     """The last tokens that are written into a memory."""
+    setattr(memory, _END, start + tokens)
+    return _shown(memory, start, tokens)
+
+
+def _shown(memory: Tensor, start: int, tokens: int) -> Tensor:
     if isinstance(memory, QuantizedStates):
         view: Tensor = memory.tokens(start, tokens)
     else:
         view = memory.narrow(-2, start, tokens)
     setattr(view, _MEMORY, memory)
-    setattr(memory, _END, start + tokens)
     return view
 
 

@@ -1,6 +1,7 @@
 """Keys or values of a cache in 8 bits: a tensor that the operator `attention` reads as it is."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,10 +58,14 @@ class QuantizedStates(Tensor):
         return made
 
     @classmethod
-    def empty(cls, like: Tensor, tokens: int) -> "QuantizedStates":
-        """Uninitialised, for `tokens` tokens of the states `like`, [B, Hk, T, D]."""
+    def empty(cls, like: Tensor, tokens: int, widths: Sequence[int] = ()) -> "QuantizedStates":
+        """Uninitialised, for `tokens` tokens of the states `like`, [B, Hk, T, D].
+
+        `widths`: of several that lie side by side, of which `like` is one.
+        """
         *rows, _, width = like.shape
-        size = group_size(width)
+        size = group_size(math.gcd(*(widths or (width,))))
+        width = sum(widths) or width
         assert size is not None
         packed = like.new_empty((*rows, tokens, width * CACHE_BITS // 32), dtype=torch.int32)
         scales, biases = (like.new_empty((*rows, tokens, width // size)) for _ in range(2))
@@ -72,6 +77,14 @@ class QuantizedStates(Tensor):
     def tokens(self, start: int, count: int) -> "QuantizedStates":
         """A view of some tokens."""
         return self.map(lambda tensor: tensor.narrow(2, start, count))
+
+    def columns(self, widths: Sequence[int]) -> "list[QuantizedStates]":
+        """Views of neighbouring columns of these widths, which whole groups fill."""
+        parts = []
+        for tensor in self._parts():
+            shares = [width * tensor.shape[3] // self.shape[3] for width in widths]
+            parts.append(tensor.split(shares, 3))
+        return [QuantizedStates(*each) for each in zip(*parts, strict=True)]
 
     def write(self, start: int, states: Tensor, position: Tensor | None = None) -> None:
         """Tokens from `start`, or `start + position`, on become these states; with a position, dense ones."""

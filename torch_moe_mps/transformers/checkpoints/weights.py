@@ -54,9 +54,7 @@ def as_parameters(target: Target, stack: QuantizedWeight) -> QuantizedWeight:
 
     def parameter(tensor: Tensor) -> nn.Parameter:
         own = tensor if target.kind == "experts" else tensor.squeeze(0)
-        made: Any = nn.Parameter(words(own), requires_grad=False)
-        made._is_hf_initialized = not made.is_meta
-        return made
+        return nn.Parameter(words(own), requires_grad=False)
 
     return stack.map(parameter)
 

@@ -17,6 +17,7 @@ class Record:
         rewrites: what its forward runs now, for the report.
         is_restored: its own code runs although a rewritten class is among its bases.
         is_attention: the implementation "sdpa" of transformers may be the operator `attention` for it.
+        expansion: how an attention layer expands its latents, if few tokens attend to these.
         kv_bits: 8 lets the caches that this decoder is called with hold keys and values in 8 bits.
         previous: {attribute of a config: the config, and its value before `accelerate`}.
         joined: the matrix of several linear layers of which this one is the first.
@@ -28,6 +29,7 @@ class Record:
         self.rewrites: tuple[str, ...] = ()
         self.is_restored = False
         self.is_attention = False
+        self.expansion: Any = None
         self.kv_bits: int | None = None
         self.previous: dict[str, tuple[Any, str | None]] = {}
         self.joined: Any = None

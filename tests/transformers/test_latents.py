@@ -1,0 +1,229 @@
+"""Latent attention that does not expand its latents, against transformers' own code."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from support import tiny_models
+from support.models import eager, in_parts
+from support.tiny_models import tiny_model
+from torch import nn
+from transformers import DynamicCache, StaticCache
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
+
+import torch_moe_mps
+from torch_moe_mps.transformers import latents
+from torch_moe_mps.transformers.cache import latents_together
+from torch_moe_mps.transformers.latents import Expansion, Promised, expansion_of
+from torch_moe_mps.transformers.quantized_states import QuantizedStates
+
+pytestmark = pytest.mark.one_schedule
+
+# hy_v4 has sinks, glm5_next nothing that turns; all of them select keys by an indexer but the first two.
+ALWAYS = ["deepseek_v3", "kimi_linear", "hy_v4", "glm5_next"]
+IN_THE_SWEEP = ["deepseek_v2", "glm4_moe_lite", "mistral4", "axk1", "bailing_hybrid", "glm_moe_dsa"]
+IN_THE_SWEEP += ["deepseek_v32", "axk2", "mistral_large4", "dots3_note", "longcat_flash", "youtu", "minicpm3"]
+MODELS = [*ALWAYS, *(pytest.param(name, marks=pytest.mark.sweep) for name in IN_THE_SWEEP)]
+IDS = torch.randint(1, 90, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def kernels(simulated, call) -> list[str]:
+    with torch.no_grad(), simulated.trace() as commands:
+        call()
+    return [line.split()[0] for line in commands if " grid " in line]
+
+
+def layers_of(model) -> list[nn.Module]:
+    return [module for module in model.modules() if hasattr(module, "expand_kv")]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(simulated, name):
+    """The logits of a prompt, of a token and of a few, as in float64; nothing is expanded."""
+    model = tiny_model(name)
+    expected, _ = in_parts(eager(copy.deepcopy(model)).double(), IDS, 1, 3)
+    model = model.to("mps")
+    report = torch_moe_mps.accelerate(model)
+    layers = layers_of(model)
+    assert str(report).count("latents (heads_mm)") > 0
+    results = []
+    launched = kernels(simulated, lambda: results.extend(in_parts(model, IDS.to("mps"), 1, 3)))
+    logits, cache = results
+    for ours, right in zip(logits, expected, strict=True):
+        torch.testing.assert_close(ours, right.float(), rtol=1e-4, atol=1e-4)
+    for kernel in ("heads_columns", "heads_rows"):
+        assert sum(name.startswith(kernel) for name in launched) == 3 * len(layers)
+    for layer in layers:
+        held = cache.layers[layer.layer_idx]
+        assert latents_together(held.keys, held.values).shape[3] == held.keys.shape[3] + held.values.shape[3]
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A tiny model and what its own code gives."""
+    return tiny_model("deepseek_v3").to("mps")
+
+
+def accelerated(model):
+    ours = copy.deepcopy(model)
+    torch_moe_mps.accelerate(ours)
+    return ours
+
+
+def assert_as_before(simulated, ours, own, call, absorbs):
+    """Both give the same; `absorbs`: whether ours attends to latents."""
+    results = []
+    launched = kernels(simulated, lambda: results.append(call(ours)))
+    assert any(name.startswith("heads_") for name in launched) == absorbs
+    torch.testing.assert_close(results[0], call(own), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def logits_of(model, ids=IDS, **options):
+    return model(ids.to("mps"), **options).logits.cpu()
+
+
+def test_caches_and_masks(simulated, model):
+    """Padding, static caches, no cache, beams, crops and copies of a cache."""
+    ours = accelerated(model)
+    shown = torch.ones_like(IDS)
+    shown[0, :5] = 0
+    masked = {"attention_mask": shown.to("mps")}
+
+    def padded(model):
+        return logits_of(model, **masked)[shown == 1]
+
+    def without_cache(model):
+        return logits_of(model, use_cache=False)
+
+    def static(model):
+        cache = StaticCache(config=model.config, max_cache_len=40)
+        logits_of(model, past_key_values=cache)
+        return logits_of(model, IDS[:, :2], past_key_values=cache)
+
+    def changed(model):
+        cache = DynamicCache(config=model.config)
+        logits_of(model, past_key_values=cache)
+        cache.crop(-3)
+        cache.batch_repeat_interleave(2)
+        cache.reorder_cache(torch.tensor([3, 0, 1, 1]))
+        few = logits_of(model, IDS[:, :2].repeat(2, 1), past_key_values=cache)
+        cache.batch_select_indices(torch.tensor([1, 2]))
+        for again in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+            one = logits_of(model, IDS[:, :1], past_key_values=again)
+        return torch.cat([few.flatten(), one.flatten()])
+
+    for call in (padded, without_cache, static, changed):
+        assert_as_before(simulated, ours, model, call, absorbs=True)
+
+
+def test_the_models_own_code_where_it_is_needed(simulated, model, monkeypatch):
+    """Long prompts, hooks on the projection, other weights than linear ones, gradients, other attention."""
+    ours = accelerated(model)
+    monkeypatch.setattr(latents, "MOST_TOKENS", 15)
+    assert_as_before(simulated, ours, model, logits_of, absorbs=False)
+    monkeypatch.undo()
+    seen = []
+    handles = [layer.kv_b_proj.register_forward_hook(lambda *_: seen.append(1)) for layer in layers_of(ours)]
+    assert_as_before(simulated, ours, model, logits_of, absorbs=False)
+    assert len(seen) == 2 and [handle.remove() for handle in handles]
+    assert_as_before(simulated, ours, model, logits_of, absorbs=True)
+    with torch.enable_grad():
+        assert ours(IDS.to("mps")).logits.requires_grad
+    ours.set_attn_implementation("eager")
+    assert_as_before(simulated, ours, model, logits_of, absorbs=False)
+    ours.set_attn_implementation("sdpa")
+    torch_moe_mps.restore(ours)
+    assert_as_before(simulated, ours, model, logits_of, absorbs=False)
+
+
+def test_new_weights_are_seen(simulated, model):
+    ours, own = accelerated(model), copy.deepcopy(model)
+    for module in (*layers_of(ours), *layers_of(own)):
+        module.kv_b_proj.weight.data = module.kv_b_proj.weight.data.flip(0)
+    assert_as_before(simulated, ours, own, logits_of, absorbs=True)
+
+
+def test_8_bits(simulated):
+    """The latents lie in groups of 8 bits side by side; attention reads them as they are."""
+    sizes = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "head_dim": 32}
+    model = tiny_model("deepseek_v3", **sizes).to("mps")
+    torch_moe_mps.accelerate(model)
+    ids = IDS.to("mps")
+    exact, _ = in_parts(model, ids, 1, 3)
+    torch_moe_mps.accelerate(model, kv_bits=8)
+    results = []
+    launched = kernels(simulated, lambda: results.extend(in_parts(model, ids, 1, 3)))
+    logits, cache = results
+    for layer in cache.layers:
+        together = latents_together(layer.keys, layer.values)
+        assert isinstance(together, QuantizedStates) and together.shape[3] == 96
+    assert sum(name.startswith("attention8_64_affine8") for name in launched) > 0
+    for ours, right in zip(logits, exact, strict=True):
+        assert (ours - right).norm() / right.norm() < 0.03
+
+
+def attention_of(dtype, device):
+    """A layer of the width of real models' latents, of few heads, and its inputs."""
+    config = tiny_models.tiny_config("deepseek_v3")
+    for name, size in {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}.items():
+        setattr(config, name, size)
+    config.v_head_dim, config._attn_implementation = 128, "sdpa"
+    torch.manual_seed(0)
+    return deepseek_v3.DeepseekV3Attention(config, 0).requires_grad_(False).to(dtype).to(device)
+
+
+def test_error_is_no_larger_than_of_expanded_keys_and_values(simulated):
+    """bfloat16 against float64: 300 cached latents, one new token."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, 1, 192, generator=generator).bfloat16()
+    parts = [torch.randn(1, 1, 300, width, generator=generator).bfloat16() for width in (512, 64)]
+    module = attention_of(torch.bfloat16, "mps")
+    weight = module.kv_b_proj.weight
+    weight.copy_(torch.randn(weight.shape, generator=generator) / 512**0.5)
+    keys, values = module.expand_kv(*(part.to("mps") for part in parts))
+    expanded = torch.nn.functional.scaled_dot_product_attention(query.to("mps"), keys, values)
+    exact = attention_of(torch.float64, "cpu")
+    exact.kv_b_proj.weight.copy_(weight.cpu().double())
+    right = exact.expand_kv(*(part.double() for part in parts))
+    right = torch.nn.functional.scaled_dot_product_attention(query.double(), *right)
+    own = latents.Latents(module, deepseek_v3.DeepseekV3Attention.expand_kv, *(p.to("mps") for p in parts))
+    latents.record_of(module).expansion = expansion_of(module)
+    cached = own.keys_and_values()
+    sums = torch.ops.moe_mps.attention(own.brought(query.to("mps")), *cached, 192**-0.5)
+    absorbed = own.taken_back(sums).transpose(1, 2)
+    errors = [(out.cpu().double() - right).norm() / right.norm() for out in (absorbed, expanded)]
+    assert errors[0] <= errors[1] < 6e-3
+
+
+def test_what_is_recognised():
+    """What the method does, whatever it is called with; not another order of rows, nor an added bias."""
+    module = attention_of(torch.float32, "cpu")
+    assert expansion_of(module) == Expansion("kv_b_proj", 4, 128, 128)
+    assert expansion_of(nn.Linear(2, 2)) is None
+
+    class Swapped(type(module)):
+        def expand_kv(self, latents, rotated):
+            keys, values = super().expand_kv(latents, rotated)
+            return keys, values.flip(1)
+
+    class Scaled(type(module)):
+        def expand_kv(self, latents, rotated):
+            return super().expand_kv(2 * latents, rotated)
+
+    for cls in (Swapped, Scaled):
+        module.__class__ = cls
+        assert expansion_of(module) is None
+
+
+@torch.no_grad()
+def test_promises_are_kept(model):
+    """Operators see the expanded keys and values."""
+    ours = accelerated(model)
+    layer, own = layers_of(ours)[0], layers_of(model)[0]
+    parts = [torch.randn(2, 1, 5, width, device="mps") for width in (16, 8)]
+    for promised, right in zip(layer.expand_kv(*parts), own.expand_kv(*parts), strict=True):
+        assert isinstance(promised, Promised) and "Promised" in repr(promised)
+        assert promised.shape == right.shape and promised.dtype == right.dtype
+        assert torch.equal(promised + 0, right + 0) and torch.equal(torch.cat([promised])[0], right[0])

@@ -1,0 +1,64 @@
+"""A matrix for each head of an attention, times what each head has of a token."""
+
+import torch
+from torch import Tensor
+
+from ._checks import ACTIVATION_DTYPES, Check
+from ._registry import operator
+
+
+def _check_heads(
+    check: Check, x: Tensor, rows: int, columns: int, transposed: bool, tail: Tensor | None
+) -> Tensor:
+    """Checks what does not depend on how the matrices [Hq, rows, columns] are stored. Returns: the output."""
+    batch, tokens, heads, width = x.shape
+    inputs, outputs = (rows, columns) if transposed else (columns, rows)
+    if width != inputs:
+        which = "rows" if transposed else "columns"
+        check.fail("x", f"of a last dimension of {inputs}, the {which} of a matrix", tuple(x.shape))
+    if tail is not None:
+        if not transposed:
+            check.fail("tail", "None unless transposed", tuple(tail.shape))
+        check.dtype("tail", tail, (x.dtype,))
+        check.rank("tail", tail, (4,))
+        check.shape("tail", tail, (batch, tokens, heads, tail.shape[3]), "[B, T, Hq, R]")
+        outputs += tail.shape[3]
+    return x.new_empty(batch, tokens, heads, outputs)
+
+
+def _product(x: Tensor, matrices: Tensor, transposed: bool, tail: Tensor | None) -> Tensor:
+    """`matrices`: [Hq, rows, columns] in float32."""
+    out = torch.einsum("bthr,hrc->bthc" if transposed else "bthc,hrc->bthr", x.float(), matrices).to(x.dtype)
+    return out if tail is None else torch.cat((out, tail), -1)
+
+
+def _meta_heads_mm(check, x, weight, transposed, tail):
+    check.dtype("x", x, ACTIVATION_DTYPES)
+    check.rank("x", x, (4,))
+    check.dtype("weight", weight, (x.dtype,))
+    check.rank("weight", weight, (3,))
+    check.shape("weight", weight, (x.shape[2], *weight.shape[1:]), "[Hq, rows, columns]")
+    return _check_heads(check, x, weight.shape[1], weight.shape[2], transposed, tail)
+
+
+@operator(meta=_meta_heads_mm)
+def heads_mm(x: Tensor, weight: Tensor, *, transposed: bool = False, tail: Tensor | None = None) -> Tensor:
+    """out[b, t, h] = weight[h] @ x[b, t, h]; with `transposed` weight[h]^T @ x[b, t, h], then tail[b, t, h].
+
+    Latent attention asks for both: the two matrices of a head that expand its latents into keys and values
+    become factors of its queries and its results.
+
+    Args:
+        x: [B, T, Hq, C], or [B, T, Hq, R] with `transposed`; float32, float16 or bfloat16; any strides.
+        weight: [Hq, R, C] in the dtype of `x`. The rows of all heads may be some of each head's rows in a
+            matrix, `matrix.view(Hq, -1, C)[:, first:last]`: they are read where they lie. With other strides
+            they are copied in each call.
+        transposed: sums go over the rows of a matrix instead of its columns.
+        tail: with `transposed`, [B, T, Hq, N] in the dtype of `x`, any strides: what stands behind the
+            products, such as the rotated part of a query.
+
+    Returns: [B, T, Hq, R], or [B, T, Hq, C + N], in the dtype of `x`; accumulated in float32.
+
+    Raises: ValueError for a dtype, shape or device that does not fit.
+    """
+    return _product(x, weight.float(), transposed, tail)

@@ -1,0 +1,111 @@
+// A matrix for each head times what each head has of some tokens.
+#pragma once
+#include "matmul/rows.h"
+
+// Where the inputs of a head of a token begin.
+template <typename T>
+inline device const T* head_of_token(device const T* x, HeadStrides strides, uint token, uint head,
+                                     constant HeadsParams& params) {
+  return x + token / params.tokens_of_batch * strides.batch + token % params.tokens_of_batch * strides.token +
+         head * strides.head;
+}
+
+#define HEADS_BUFFERS(T)                                                                        \
+  device const T *x [[buffer(0)]], device const uchar *packed [[buffer(1)]],                    \
+      device const uchar *scales [[buffer(2)]], device const uchar *biases [[buffer(3)]],       \
+      device const T *tail [[buffer(4)]], device T *out [[buffer(5)]],                          \
+      constant HeadsParams &params [[buffer(6)]], uint3 group [[threadgroup_position_in_grid]], \
+      uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]
+
+// Rows of a head's matrix times the inputs of up to M tokens. Grid: (blocks of rows, heads, tokens / M).
+template <typename W, int R, int M>
+[[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void heads_rows(
+    HEADS_BUFFERS(typename W::Element)) {
+  typedef typename W::Element T;
+  constant MatmulParams& matrix = params.matrix;
+  const uint first = (group.x * kSingleSimdgroups + simdgroup) * kRowGroups * R;
+  if (first >= matrix.outputs) return;
+  const uint head = group.y, token = group.z * M;
+  device const T* source = head_of_token(x, params.x, token, head, params);
+  PairSet<M> pairs;
+  Sources<M> sources;
+  UNROLL for (int m = 0; m < M; ++m) {
+    const uint other = min(token + m, params.tokens - 1);
+    pairs.v[m] = other * params.heads + head;
+    sources.v[m] = uint(head_of_token(x, params.x, other, head, params) - source);
+  }
+  const W weights(packed, scales, biases, head, matrix);
+  const RowBlock<W, R> block = row_block<R>(weights, source, head, first, lane, matrix);
+  const Dots<R, M> dots = block.dots(sources, NoNorm{}, {0, 1}, matrix);
+  const Outputs<T> outputs = {packed, x, out,
+                              reinterpret_cast<device const int*>(x)};  // of which only out is used
+  store_outputs<W, R, M>(block, dots, pairs, min(uint(M), params.tokens - token), outputs, matrix);
+}
+
+// The same with the matrices transposed: a lane has the next values of a row, as many as a tile's chunk, and
+// the rows are shared out among the lanes of the threadgroup that have the same columns. Grid: (slices of
+// kHeadColumns columns, heads, tokens / M).
+template <typename W, int M>
+[[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void heads_columns(
+    HEADS_BUFFERS(typename W::Element)) {
+  typedef typename W::Element T;
+  constexpr int N = W::kTileValues;
+  constexpr uint kLanes = kHeadColumns / N;  // of a row
+  constexpr uint kThreads = kHeadSimdgroups * kSimdWidth;
+  threadgroup float shared[M][kHeadSimdgroups][kHeadColumns];
+  constant MatmulParams& matrix = params.matrix;
+  const uint thread_index = simdgroup * kSimdWidth + lane;
+  const uint head = group.y, token = group.z * M, tokens = min(uint(M), params.tokens - token);
+  const uint first = group.x * kHeadColumns, column = first + lane % kLanes * N;
+  const W weights(packed, scales, biases, head, matrix);
+  device const T* inputs[M];
+  UNROLL for (int m = 0; m < M; ++m) {
+    inputs[m] = head_of_token(x, params.x, min(token + m, params.tokens - 1), head, params);
+  }
+
+  float2 sums[M][N / 2];  // in the order in which a chunk has its values
+  UNROLL for (int m = 0; m < M; ++m) {
+    UNROLL for (int i = 0; i < N / 2; ++i) sums[m][i] = float2(0.0f);
+  }
+  if (column < matrix.inputs) {
+    for (uint row = thread_index / kLanes; row < matrix.outputs; row += kThreads / kLanes) {
+      const auto chunk = weights.template load<N>(weights.row(row), column, matrix.inputs - column);
+      UNROLL for (int i = 0; i < N / 2; ++i) {
+        const float2 two = W::values(chunk, i);
+        UNROLL for (int m = 0; m < M; ++m) sums[m][i] = fma(two, float2(float(inputs[m][row])), sums[m][i]);
+      }
+    }
+  }
+  UNROLL for (int m = 0; m < M; ++m) {
+    UNROLL for (int i = 0; i < N; ++i) {
+      const FragmentElement place = W::place_of(i);
+      float sum = sums[m][place.number][place.element];
+      UNROLL for (ushort distance = kLanes; distance < kSimdWidth; distance *= 2) {
+        sum += simd_shuffle_xor(sum, distance);
+      }
+      if (lane < kLanes) shared[m][simdgroup][lane * N + i] = sum;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  const uint width = matrix.inputs + params.tail_width;  // of a result
+  for (uint i = thread_index; i < tokens * kHeadColumns; i += kThreads) {
+    const uint m = i / kHeadColumns, local = i % kHeadColumns;
+    if (first + local >= matrix.inputs) continue;
+    float sum = 0.0f;
+    UNROLL for (uint s = 0; s < kHeadSimdgroups; ++s) sum += shared[m][s][local];
+    out[(ulong(token + m) * params.heads + head) * width + first + local] = T(sum);
+  }
+  if (group.x != 0) return;
+  for (uint i = thread_index; i < tokens * params.tail_width; i += kThreads) {
+    const uint m = i / params.tail_width, local = i % params.tail_width;
+    out[(ulong(token + m) * params.heads + head) * width + matrix.inputs + local] =
+        head_of_token(tail, params.tail, token + m, head, params)[local];
+  }
+}
+
+#define INSTANTIATE_HEADS()                                                  \
+  INSTANTIATE("heads_rows", heads_rows<Weights, kSingleRows, 1>)             \
+  INSTANTIATE("heads_rows_few", heads_rows<Weights, kSingleRows, kFewPairs>) \
+  INSTANTIATE("heads_columns", heads_columns<Weights, 1>)                    \
+  INSTANTIATE("heads_columns_few", heads_columns<Weights, kFewPairs>)

@@ -1,0 +1,221 @@
+"""Latent attention without its expansion: few new tokens attend to the latents that a cache holds.
+
+transformers' latent attention expands the latents of the whole context into keys and values for each new
+token, by its method `expand_kv`. But for a head with keys W_k c and values W_v c, q . W_k c = (W_k^T q) . c,
+and the sum of p W_v c is W_v times the sum of p c: a query can be brought to the latents, all of whose heads
+then read the same ones, and its result back. `expand_kv` returns promises of keys and values here, which the
+attention of this package takes for what they are. Whoever looks into them gets the expanded ones.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from .checked import refusal
+from .experts import is_observed
+from .quantized_states import QuantizedStates
+from .rewriting.record import NOTHING, RECORD, record_of
+from .rewriting.rules.trial import tried
+
+ops = torch.ops.moe_mps
+
+# Of a call in which the latents are not expanded. A query and key take 2 L + R products instead of N + R + V,
+# but the expansion, L (N + V) a key, is saved: less up to 154 tokens and more, for real widths.
+MOST_TOKENS = 128
+_METHOD = "expand_kv"
+_OPERATOR = "heads_mm"
+
+
+class Expansion(NamedTuple):
+    """keys = (W_k c, r) and values = W_v c of latents c and a rotated part r that all heads share.
+
+    Attributes:
+        projection: the name of the linear layer that holds W_k and W_v of each head, one below the other.
+        heads, key_rows, value_rows: its rows are heads * (key_rows + value_rows).
+    """
+
+    projection: str
+    heads: int
+    key_rows: int
+    value_rows: int
+
+
+class Promised(Tensor):
+    """Keys or values that have not been expanded. Operators see them expanded.
+
+    Attributes:
+        source: what both are expanded from.
+        number: 0 for keys, 1 for values.
+    """
+
+    source: "Latents"
+    number: int
+
+    @staticmethod
+    def __new__(cls, source: "Latents", number: int, heads: int, width: int) -> "Promised":
+        latents = source.latents
+        shape = (latents.shape[0], heads, latents.shape[2], width)
+        made: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=latents.dtype, device=latents.device)
+        made.source, made.number = source, number
+        return made
+
+    def expanded(self) -> Tensor:
+        return self.source.expanded()[self.number]
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"Promised({tuple(self.shape)}, {self.dtype}, {self.device})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch: not typed as a class method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(Promised, Promised.expanded, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class Latents:
+    """What keys and values of a layer are expanded from.
+
+    Attributes:
+        latents: [B, 1, S, L].
+        rotated: [B, 1, S, R].
+    """
+
+    def __init__(self, module: nn.Module, own: Callable, latents: Tensor, rotated: Tensor):
+        self.module, self.own, self.latents, self.rotated = module, own, latents, rotated
+        self._expanded: tuple[Tensor, Tensor] | None = None
+
+    def expanded(self) -> tuple[Tensor, Tensor]:
+        """Keys [B, Hq, S, N + R] and values [B, Hq, S, V] by the model's own code."""
+        if self._expanded is None:
+            self._expanded = self.own(self.module, self.latents, self.rotated)
+        return self._expanded
+
+    def keys_and_values(self) -> tuple[Tensor, Tensor]:
+        """[B, 1, S, L + R], where a growing cache has them, else a copy; and its first L columns."""
+        from .cache import latents_together  # imports transformers
+
+        keys = latents_together(self.latents, self.rotated)
+        if keys is None:
+            keys = torch.cat((self.latents, self.rotated), -1)
+        widths = self.latents.shape[3], self.rotated.shape[3]
+        if isinstance(keys, QuantizedStates):
+            return keys, keys.columns(widths)[0]
+        return keys, keys[..., : widths[0]]
+
+    def brought(self, query: Tensor) -> Tensor | None:
+        """The queries [B, Hq, T, N + R] as ones of the latents, [B, Hq, T, L + R].
+
+        None where the model's own code has to run.
+        """
+        form: Expansion = self.module.__dict__[RECORD].expansion
+        layer: Any = getattr(self.module, form.projection, None)
+        width = form.key_rows + self.rotated.shape[3]
+        if query.shape[2] > MOST_TOKENS or query.shape[1] != form.heads or query.shape[3] != width:
+            return None
+        if not _is_plain(layer) or layer.weight.dtype != query.dtype or query.dtype != self.latents.dtype:
+            return None
+        rows = query.transpose(1, 2)
+        weight = _of_heads(layer.weight, form)[:, : form.key_rows]
+        own, tail = rows.split_with_sizes((form.key_rows, self.rotated.shape[3]), -1)
+        return ops.heads_mm(own, weight, transposed=True, tail=tail).transpose(1, 2)
+
+    def taken_back(self, sums: Tensor) -> Tensor:
+        """[B, T, Hq, L], the sums of latents, as those of values: [B, T, Hq, V]."""
+        form: Expansion = self.module.__dict__[RECORD].expansion
+        weight = getattr(self.module, form.projection).weight
+        return ops.heads_mm(sums, _of_heads(weight, form)[:, form.key_rows :])
+
+
+def _of_heads(matrix: Tensor, form: Expansion) -> Tensor:
+    return matrix.view(form.heads, form.key_rows + form.value_rows, -1)
+
+
+def _is_plain(layer: nn.Module | None) -> bool:
+    return type(layer) is nn.Linear and layer.bias is None and not is_observed(layer)
+
+
+def use_latents(module: nn.Module) -> list[str]:
+    """Lets an attention layer that runs on the operator `attention`, and expands latents, attend to these.
+
+    Returns: what is added to the report; nothing for other layers.
+    """
+    expansion = expansion_of(module)
+    if expansion is None or not _is_plain(getattr(module, expansion.projection)):
+        return []
+    if refusal(module, _OPERATOR) is not None:
+        return []
+    record_of(module).expansion = expansion
+    _wrap(_owner(module))
+    return [f"latents ({_OPERATOR})"]
+
+
+def expansion_of(module: nn.Module) -> Expansion | None:
+    """How the method `expand_kv` of a module expands latents; None if it has none, or does anything else.
+
+    It is tried with numbers in place of what its linear layer gives.
+    """
+    owner, rotary = _owner(module), getattr(module, "qk_rope_head_dim", None)
+    if owner is None or not isinstance(rotary, int):
+        return None
+    trial = _Trial(module)
+    latents, rotated = torch.rand(2, 1, 3, 5), torch.rand(2, 1, 3, rotary)
+    found = tried(inspect.unwrap(vars(owner)[_METHOD]), trial, latents, rotated)
+    if not (isinstance(found, tuple) and len(found) == 2 and len(trial.calls) == 1):
+        return None
+    keys, values = found
+    name, given, result = trial.calls[0]
+    if given is not latents or keys.dim() != 4 or values.dim() != 4:
+        return None
+    heads, key_rows, value_rows = keys.shape[1], keys.shape[3] - rotary, values.shape[3]
+    if key_rows < 0 or heads * (key_rows + value_rows) != result.shape[3]:
+        return None
+    rows = result.view(2, 3, heads, -1).transpose(1, 2)
+    expected = torch.cat((rows[..., :key_rows], rotated.expand(-1, heads, -1, -1)), -1)
+    if not (torch.equal(keys, expected) and torch.equal(values, rows[..., key_rows:])):
+        return None
+    return Expansion(name, heads, key_rows, value_rows)
+
+
+class _Trial:
+    """A module whose linear layers give random numbers, and which notes their calls."""
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+        self.calls: list[tuple[str, Tensor, Tensor]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return functools.partial(self._call, name, value) if isinstance(value, nn.Module) else value
+
+    def _call(self, name: str, layer: Any, given: Tensor) -> Tensor:
+        result = torch.rand(*given.shape[:-1], layer.out_features)
+        self.calls.append((name, given, result))
+        return result
+
+
+def _owner(module: nn.Module) -> type | None:
+    """The class that has the method."""
+    return next((cls for cls in type(module).__mro__ if _METHOD in vars(cls)), None)
+
+
+@functools.cache
+def _wrap(owner: Any) -> None:
+    """Lets a class ask each module whether it attends to latents, as `sdpa` is asked."""
+    own = getattr(owner, _METHOD)
+
+    @functools.wraps(own)
+    def expand_kv(self: nn.Module, latents: Tensor, rotated: Tensor) -> Any:
+        form = self.__dict__.get(RECORD, NOTHING).expansion
+        if form is None or not latents.is_mps or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return own(self, latents, rotated)
+        source = Latents(self, own, latents, rotated)
+        keys = Promised(source, 0, form.heads, form.key_rows + rotated.shape[3])
+        return keys, Promised(source, 1, form.heads, form.value_rows)
+
+    setattr(owner, _METHOD, expand_kv)
