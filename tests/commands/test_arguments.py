@@ -101,6 +101,10 @@ def test_the_help_names_every_mode(capsys):
             "torch-moe-mps convert: error: argument --linear-bits: "
             "must be a number of bits, same or none, got 'x'",
         ),
+        (
+            ["chat", "a", "--set", "max_new_tokens"],
+            "torch-moe-mps chat: error: argument --set: must be FLAG=VALUE, got 'max_new_tokens'",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -1,13 +1,20 @@
 """The commands serve and chat: transformers' own, with a model that this package quantised."""
 
 import argparse
-import json
-import urllib.request
+import contextlib
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
 
+import openai
 import pytest
 import torch
 import transformers
 from support import tiny_models
+from support.processes import environment
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers.cli.chat import RichInterface
 
@@ -22,22 +29,23 @@ from torch_moe_mps.transformers.quantized_states import QuantizedStates
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
-@pytest.fixture
-def checkpoint(tmp_path):
-    """With a tokenizer of letters, and a chat template without roles.
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """With a tokenizer of letters, and a chat template without roles. It reads 256 tokens.
 
     A Mixtral: transformers' server does not look for parts of an answer, such as thinking, in its text.
     """
+    folder = tmp_path_factory.mktemp("serve") / "model"
     with tiny_models.groups_of_32():
-        tiny_models.tiny_model("mixtral", head_dim=32).save_pretrained(tmp_path / "model")
+        tiny_models.tiny_model("mixtral", head_dim=32, vocab_size=27).save_pretrained(folder)
     letters = {chr(97 + i): i for i in range(26)} | {"?": 26}
     tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="?", chat_template=TEMPLATE
     )
-    fast.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    fast.save_pretrained(folder)
+    return folder
 
 
 def options(command: str, *arguments) -> argparse.Namespace:
@@ -50,39 +58,189 @@ def expected_text(checkpoint, prompt: str, tokens: int) -> str:
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     with torch.no_grad():
         output = model.generate(ids, max_new_tokens=tokens, do_sample=False)
-    return tokenizer.decode(output[0, ids.shape[1] :])
+    text = tokenizer.decode(output[0, ids.shape[1] :])
+    assert len(text) >= tokens
+    return text
 
 
-def test_serve_answers_with_the_quantised_model(checkpoint):
+@contextlib.contextmanager
+def client_of(checkpoint, *arguments, **settings):
+    """OpenAI's client of a server that runs in this process."""
     port = _free_port()
-    given = options("serve", checkpoint, "--bits", 4, "--group-size", 32, "--device", "cpu")
-    with server(given, port=port, non_blocking=True, log_level="error") as serve:
+    given = options("serve", checkpoint, "--bits", 4, "--group-size", 32, "--device", "cpu", *arguments)
+    with server(given, port=port, non_blocking=True, log_level="error", **settings) as (serve, _):
         try:
             while not serve.server.started:
                 assert serve._thread.is_alive()
-            body = {"model": str(checkpoint), "messages": [{"role": "user", "content": "hello"}]}
-            body |= {"max_tokens": 6, "temperature": 0}
-            url = f"http://localhost:{port}/v1/chat/completions"
-            request = urllib.request.Request(
-                url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-            )
-            answer = json.loads(urllib.request.urlopen(request, timeout=120).read())
+            with openai.OpenAI(
+                base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0
+            ) as client:
+                yield client
         finally:
             serve.kill_server()
-    assert answer["choices"][0]["message"]["content"] == expected_text(checkpoint, "hello", 6)
+
+
+def said(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.fixture
+def no_cache_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "nowhere"))
+
+
+def test_serve_answers_with_the_quantised_model(checkpoint, no_cache_of_the_hub):
+    """It names the model, and refuses what it would not do."""
+    name = str(checkpoint)
+    asked = {"model": name, "messages": said("hello"), "temperature": 0, "max_tokens": 6}
+    with client_of(checkpoint) as client:
+        chat, raw, responses = client.chat.completions, client.completions, client.responses
+        assert [model.id for model in client.models.list()] == [name]
+        text = expected_text(checkpoint, "hello", 6)
+        plain = {"n": 1, "response_format": {"type": "text"}, "presence_penalty": 0.0, "logprobs": False}
+        assert chat.create(**asked, **plain).choices[0].message.content == text
+        assert raw.create(model=name, prompt="hello", temperature=0, max_tokens=6).choices[0].text == text
+        assert responses.create(model=name, input="a", text={"format": {"type": "text"}}, stream=False).output
+        schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+        for create, field, value in (
+            (chat.create, "n", 2),
+            (chat.create, "logprobs", True),
+            (chat.create, "response_format", {"type": "json_object"}),
+            (chat.create, "response_format", schema),
+            (chat.create, "tool_choice", "required"),
+            (chat.create, "presence_penalty", 0.5),
+            (raw.create, "n", 2),
+            (raw.create, "logprobs", 0),
+            (raw.create, "echo", True),
+            (responses.create, "previous_response_id", "a"),
+        ):
+            body = {"model": name, field: value}
+            body |= {chat.create: {"messages": said("a")}, raw.create: {"prompt": "a"}}.get(
+                create, {"input": "a"}
+            )
+            with pytest.raises(openai.BadRequestError, match=f"'{field}' is not supported") as raised:
+                create(**body)
+            assert raised.value.param == field and raised.value.type == "invalid_request_error"
+        with pytest.raises(openai.BadRequestError, match="'response_format' is not supported"):
+            responses.create(model=name, input="a", text={"format": {"type": "json_object"}})
+        with pytest.raises(openai.BadRequestError, match="Server is pinned to"):
+            chat.create(model="another", messages=said("a"))
+
+
+def test_prompts_that_the_model_does_not_read_are_refused(checkpoint):
+    """It reads 256 tokens: a prompt of 255 gets one."""
+    with client_of(checkpoint) as client:
+        create = client.chat.completions.create
+        answer = create(model=str(checkpoint), messages=said("a" * 255))
+        assert answer.usage.completion_tokens == 1 and answer.choices[0].finish_reason == "length"
+        for stream in (False, True):
+            with pytest.raises(
+                openai.BadRequestError, match="maximum context length is 256 tokens"
+            ) as raised:
+                create(model=str(checkpoint), messages=said("a" * 256), stream=stream)
+            assert raised.value.code == "context_length_exceeded"
+
+
+def test_batches_refuse_what_requests_cannot_have_for_themselves(checkpoint):
+    asked = {"model": str(checkpoint), "messages": said("hello"), "max_tokens": 6}
+    pages = {"cb_block_size": 32, "cb_num_blocks": 16, "cb_max_batch_tokens": 256}
+    with client_of(checkpoint, continuous_batching=True, **pages) as client:
+        create = client.chat.completions.create
+        with pytest.raises(openai.BadRequestError, match="'stop' is not supported with --continuous"):
+            create(**asked, stop=["a"])
+        with pytest.raises(openai.BadRequestError, match="'frequency_penalty' is not supported with"):
+            create(**asked, frequency_penalty=0.5)
+        assert create(**asked, temperature=0).choices[0].message.content
+        assert create(**asked, temperature=0).choices[0].message.content
+        samples = {"generation_config": '{"do_sample": true, "temperature": 0.5}'}
+        with pytest.raises(
+            openai.BadRequestError, match="share the sampling of the first: it must be greedy"
+        ):
+            create(**asked, extra_body=samples)
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            create(**asked | {"messages": said("a" * 256)})
 
 
 def test_chat(checkpoint, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # restored, if the chat changes it
-    said = iter(["hello", "!exit"])
-    monkeypatch.setattr(RichInterface, "input", lambda self: next(said))
+    lines = iter(["hello", "a" * 256, "!clear", "hello", "!exit"])
+    monkeypatch.setattr(RichInterface, "input", lambda self: next(lines))
     monkeypatch.setattr(RichInterface, "confirm", lambda self, *arguments, **kwargs: False)
     flags = ["--set", "max_new_tokens=6", "--set", "do_sample=False"]
     assert (
         main(["chat", str(checkpoint), *flags, "--bits", "4", "--group-size", "32", "--device", "cpu"]) == 0
     )
     text = expected_text(checkpoint, "hello", 6)
-    assert text in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed.count(text) == 2 and "This model's maximum context length is 256" in printed
+
+
+def test_settings_that_generate_does_not_know_are_refused(checkpoint, capsys):
+    assert main(["chat", str(checkpoint), "--set", "max_new_token=6"]) == 1
+    assert "--set must name arguments of generate(), got max_new_token\n" in capsys.readouterr().err
+
+
+class Terminal:
+    """A command that runs in a terminal of its own."""
+
+    def __init__(self, *arguments):
+        leader, follower = pty.openpty()
+        command = [sys.executable, "-m", "torch_moe_mps", *map(str, arguments)]
+        self.process = subprocess.Popen(
+            command,
+            stdin=follower,
+            stdout=follower,
+            stderr=follower,
+            start_new_session=True,
+            env=environment() | {"TERM": "dumb", "COLUMNS": "300", "OMP_NUM_THREADS": "1"},
+            preexec_fn=lambda: os.open(os.ttyname(follower), os.O_RDWR),  # Ctrl-C comes from its terminal
+        )
+        os.close(follower)
+        self.leader, self.shown = leader, ""
+
+    def type(self, text: str) -> None:
+        self.shown = ""
+        os.write(self.leader, text.encode())
+
+    def wait_for(self, text: str, seconds: float = 90) -> None:
+        end = time.monotonic() + seconds
+        while text not in self.shown:
+            assert time.monotonic() < end and self._read(), self.shown
+
+    def _read(self) -> bool:
+        if not select.select([self.leader], [], [], 1)[0]:
+            return True
+        try:
+            self.shown += os.read(self.leader, 65536).decode(errors="replace")
+        except OSError:  # it has ended
+            return False
+        return True
+
+    def rest(self) -> tuple[int, str]:
+        """The exit code, and what is shown until the end."""
+        while self._read():
+            pass
+        return self.process.wait(60), self.shown
+
+
+CTRL_C, CTRL_D = "\x03", "\x04"
+
+
+def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(checkpoint):
+    """Answers of 200 tokens; after an ended one the chat goes on."""
+    flags = ["--set", "max_new_tokens=200", "--set", "do_sample=False", "--device", "cpu"]
+    chat = Terminal("chat", checkpoint, *flags)
+    chat.wait_for("was already loaded")
+    for shown in (f"<{checkpoint}>:", "\n"):  # before the server is asked, and in the middle of the answer
+        chat.type("hello\n")
+        chat.wait_for(f"<{checkpoint}>:")
+        chat.wait_for(shown)
+        chat.type(CTRL_C)
+        chat.wait_for(">:")  # the next prompt
+        assert "200 tokens" not in chat.shown
+    chat.type(CTRL_D)
+    code, shown = chat.rest()
+    assert code == 0 and "Traceback" not in shown and "terminate called" not in shown
 
 
 @pytest.mark.parametrize("bits", [8, 16])
@@ -101,6 +259,7 @@ def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, mo
         "torch-moe-mps: error: --kv-bits must be 16 with --continuous-batching, whose cache of pages is "
         "transformers' own, got 8\n"
     )
-    monkeypatch.setattr("transformers.cli.serve.is_serve_available", lambda: False)
+    for module in ("cli.serve", "utils.import_utils"):
+        monkeypatch.setattr(f"transformers.{module}.is_serve_available", lambda: False)
     assert main(["serve", str(checkpoint), "--device", "cpu"]) == 1
     assert capsys.readouterr().err.splitlines()[-1].endswith("pip install transformers[serving]`")

@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from torch_moe_mps.quantization import quantize
+
 
 def fp8_blocks(model, folder: Path, block: int = 32) -> None:
     """A checkpoint with the matrices in FP8, one scale for a square block, and experts one by one."""
@@ -28,4 +30,19 @@ def fp8_blocks(model, folder: Path, block: int = 32) -> None:
         "weight_block_size": [block, block],
         "activation_scheme": "dynamic",
     }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def mxfp4_blocks(model, folder: Path) -> None:
+    """A checkpoint with blocks and scales, as gpt-oss has them."""
+    model.save_pretrained(folder)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        packed, scales, _ = quantize(tensors.pop(name).mT.contiguous(), 4, 32, "mxfp4")
+        tensors[f"{name}_blocks"] = packed.view(torch.uint8).reshape(*scales.shape, 16)
+        tensors[f"{name}_scales"] = scales
+    save_file(tensors, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (folder / "config.json").write_text(json.dumps(config))

@@ -16,11 +16,15 @@ from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
 
 NULL = "null"  # what a config must say, where None among the keys below stands for no such key
 # Architectures that mlx-lm's model code and transformers' compute alike, and what their configs need for it.
+UNSCALED = {
+    "type": "yarn", "factor": 1.0, "original_max_position_embeddings": 256,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
+}  # fmt: skip
 PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 ARCHITECTURES: dict[str, dict] = {
     "afmoe": {"layer_types": ["sliding_attention", "full_attention"]},
-    "bailing_hybrid": {},
-    "deepseek_v2": {},
+    "bailing_hybrid": {"layer_group_size": 2},
+    "deepseek_v2": {"rope_parameters": UNSCALED | {"rope_type": "yarn", "rope_theta": 10000.0}},
     "deepseek_v3": {},
     "deepseek_v32": {},
     "dots1": {},
@@ -48,7 +52,7 @@ ARCHITECTURES: dict[str, dict] = {
         },
     },
     "minimax_m2": {},
-    "minimax_m3_vl": {},
+    "minimax_m3_vl": {"rotary_dim": 8},
     "mistral3": {"head_dim": 40},
     "mistral4": {"head_dim": 40},
     "mixtral": {"head_dim": 16},
@@ -159,10 +163,6 @@ SIZES = {
     "shared_expert_intermediate_size": 64,
     "moe_shared_expert_intermediate_size": 64,
 }
-UNSCALED = {
-    "type": "yarn", "factor": 1.0, "original_max_position_embeddings": 256,
-    "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
-}  # fmt: skip
 
 
 def tiny(architecture: str):

@@ -8,6 +8,7 @@ import io
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import tempfile
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file, save_file
 
 from support import mlx_models, tiny_models
 from support.models import generate, prompt
@@ -308,6 +310,10 @@ def _stall() -> None:
     time.sleep(3.5)
 
 
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -328,7 +334,7 @@ def _receive_late() -> None:
     Peers.receive = late  # type: ignore[method-assign]
 
 
-WITHIN = {"stalls": _stall, "dies": _die, "raises": _raise}
+WITHIN = {"stalls": _stall, "stops": _stop, "dies": _die, "raises": _raise}
 
 
 def outcome(call: Any) -> str:
@@ -340,12 +346,24 @@ def outcome(call: Any) -> str:
 
 def failing(folder: str, failures: list[str], culprit: int = 1) -> dict[str, str]:
     """{failure: how the call ended here}."""
+    from torch_moe_mps.transformers.pipeline import loading as pipeline_loading
+
     found = {}
     for failure in failures:
         is_culprit, options, ids = rank() == culprit, {}, prompt()
         if failure == "other bits":
             load = lambda: staged(folder, bits=8 if rank() == culprit else 4, group_size=32).forward  # noqa: E731
             found[failure] = outcome(load)
+            continue
+        if failure == "other weights":
+            found[failure] = outcome(
+                lambda: staged(_changed(folder) if rank() == culprit else folder).forward
+            )
+            continue
+        if failure == "stops while loading":
+            if is_culprit:
+                pipeline_loading.this_machine = _stop
+            found[failure] = outcome(lambda: staged(folder, loading_timeout=3.0).forward)
             continue
         model = staged(folder, decoding_timeout=2.0)
         if failure == "other seed":  # the last one: the process that chooses ends while the other still waits
@@ -371,6 +389,18 @@ def failing(folder: str, failures: list[str], culprit: int = 1) -> dict[str, str
         if failure == "raises":
             found["afterwards"] = outcome(lambda m=model: generate(m, prompt(), max_new_tokens=2))
     return found
+
+
+def _changed(folder: str) -> str:
+    """A copy of a checkpoint in which one number of one tensor is another."""
+    other = shutil.copytree(folder, f"{folder}-changed")
+    file = other + "/model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    middle = weights[name].numel() // 2
+    weights[name].view(-1)[middle] += 1
+    save_file(weights, file, metadata={"format": "pt"})
+    return other
 
 
 def _at_third_call(model: Any, action: Any) -> None:

@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 from support import tiny_models
@@ -28,6 +29,7 @@ SURVIVABLE = {
         "PeerError: moe_mps: the pipeline has ended",
     ),
     "stalls": (f"PeerError: moe_mps: rank 1 ({HOST}) did not answer within 2 s",) * 2,
+    "other weights": (f"PeerError: moe_mps: rank 1 ({HOST}) has checkpoint ",) * 2,
     "other bits": (f"PeerError: moe_mps: rank 1 ({HOST}) has arguments ",) * 2,
 }
 
@@ -64,6 +66,21 @@ def test_a_process_that_dies_is_named_by_all_others(folder):
     assert [code for code, *_ in ends] == [0, -9, 0]
     for _, output, _ in (ends[0], ends[2]):
         assert f"moe_mps: rank 1 ({HOST}) closed its connection" in output
+
+
+@pytest.mark.parametrize(
+    "failure", ["stops", "stops while loading", pytest.param("dies", marks=pytest.mark.sweep)]
+)
+def test_the_first_process_may_fail_like_others(folder, failure):
+    """It has the store of torch.distributed, through which the others tell why they end."""
+    first, *others = start("failing", folder, [failure], 0, processes=3)
+    began = time.monotonic()
+    ends = [process.end(60) for process in others]
+    first.end(0)
+    assert time.monotonic() - began < 40
+    for code, output, errors in ends:
+        assert code == 0, errors[-2000:]
+        assert f"moe_mps: rank 0 ({HOST}) " in output
 
 
 @pytest.mark.sweep

@@ -10,10 +10,11 @@ import safetensors.torch
 import torch
 import transformers
 from support import tiny_models
+from support.checkpoints import mxfp4_blocks
 from support.models import assert_close, generate, operators_of, output, prompt, tiny
 
 import torch_moe_mps
-from torch_moe_mps.quantization import Format, quantize
+from torch_moe_mps.quantization import Format
 from torch_moe_mps.transformers import experts_of, is_experts
 from torch_moe_mps.transformers.linears import QuantizedLayer
 
@@ -223,24 +224,9 @@ def test_what_asks_for_quantisation():
             torch_moe_mps.accelerate(model, **argument)
 
 
-def write_mxfp4_checkpoint(model, folder) -> None:
-    """A checkpoint with blocks and scales, as gpt-oss has them."""
-    model.save_pretrained(folder)
-    path = folder / "model.safetensors"
-    tensors = safetensors.torch.load_file(path)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        packed, scales, _ = quantize(tensors.pop(name).mT.contiguous(), 4, 32, "mxfp4")
-        tensors[f"{name}_blocks"] = packed.view(torch.uint8).reshape(*scales.shape, 16)
-        tensors[f"{name}_scales"] = scales
-    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 def test_mxfp4_blocks_are_never_dequantised(tmp_path):
     model = tiny("gpt_oss")
-    write_mxfp4_checkpoint(model, tmp_path)
+    mxfp4_blocks(model, tmp_path)
     loaded = torch_moe_mps.from_pretrained(str(tmp_path))
     expected = output(tiny_models.dense_twin(model, loaded), prompt())
     for module in filter(is_experts, loaded.modules()):
@@ -318,7 +304,7 @@ def test_arguments_of_from_pretrained(tmp_path):
 def test_arguments_of_from_pretrained_with_mxfp4_blocks(tmp_path):
     model = tiny("gpt_oss")
     (tmp_path / "sub").mkdir()
-    write_mxfp4_checkpoint(model, tmp_path / "sub")
+    mxfp4_blocks(model, tmp_path / "sub")
     config = transformers.AutoConfig.from_pretrained(tmp_path / "sub")
     config.quantization_config = transformers.Mxfp4Config()
     for arguments in (

@@ -173,7 +173,14 @@ def _bench(command: argparse.ArgumentParser) -> None:
 def _chat(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     _model_to_run(command)
-    add("--set", action="append", default=[], metavar="FLAG=VALUE", help="an argument of generate()")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        type=_setting,
+        metavar="FLAG=VALUE",
+        help="an argument of generate()",
+    )
     add("--system-prompt", metavar="TEXT", help="what the model is told first")
     add("--save-folder", default="./chat_history/", help="where !save puts chats (./chat_history/)")
 
@@ -201,6 +208,12 @@ def _model_to_run(command: argparse.ArgumentParser) -> None:
     _device(command)
     _dtype(command, "of weights that are not quantised (as in the checkpoint)")
     _from_the_hub(command, "MODEL")
+
+
+def _setting(text: str) -> str:
+    if not text.partition("=")[0].isidentifier() or "=" not in text:
+        raise argparse.ArgumentTypeError(f"must be FLAG=VALUE, got {text!r}")
+    return text
 
 
 def _numbers(text: str) -> list[int]:

@@ -1,12 +1,19 @@
-"""`chat MODEL`: `transformers chat` with a server of its own, which ends with it."""
+"""`chat MODEL`: `transformers chat` with a server of its own, which ends with it.
+
+Ctrl-C ends the answer; at the prompt, or before the answer has ended, it ends the chat, as Ctrl-D does.
+"""
 
 import argparse
 import logging
+import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
+from ..ops._checks import first_line
 from .serving import follow, server
 from .sources import is_first_process, name_of
 
@@ -15,26 +22,117 @@ def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, ImportError with one line that says what is wrong."""
     if not is_first_process():
         return follow(options)
+    _check_settings(options.set)
     port = _free_port()
-    with _quiet(), server(options, port=port, non_blocking=True, log_level="error") as serve:
+    with _quiet(), server(options, port=port, non_blocking=True, log_level="error") as (serve, interrupt):
         try:
             while not serve.server.started:
                 if not serve._thread.is_alive():
                     raise RuntimeError("the server of the chat did not start")
                 time.sleep(0.05)
             from huggingface_hub import constants
-            from transformers.cli.chat import Chat
+            from transformers.cli import chat
 
             constants.HF_HUB_OFFLINE = False  # else the client does not talk to this machine either
-            Chat(
-                model_id=name_of(options),
-                base_url=f"http://localhost:{port}",
-                generate_flags=options.set,
-                system_prompt=options.system_prompt,
-                save_folder=options.save_folder,
-            )
+            with mock.patch.object(chat, "RichInterface", _interface(chat, interrupt)):
+                chat.Chat(
+                    model_id=name_of(options),
+                    base_url=f"http://localhost:{port}",
+                    generate_flags=options.set,
+                    system_prompt=options.system_prompt,
+                    save_folder=options.save_folder,
+                )
         finally:
             serve.kill_server()
+
+
+def _check_settings(settings: list[str]) -> None:
+    """Raises: ValueError for what is no argument of generate(), which transformers' chat would ignore."""
+    from transformers import GenerationConfig
+    from transformers.cli.chat import parse_generate_flags
+
+    unknown = GenerationConfig().update(**parse_generate_flags(settings))
+    if unknown:
+        raise ValueError(f"--set must name arguments of generate(), got {', '.join(unknown)}")
+
+
+def _interface(chat: Any, interrupt: Callable[[], None]) -> type:
+    """transformers' interface, which takes Ctrl-C and Ctrl-D.
+
+    Args:
+        interrupt: ends the answer that the server generates.
+    """
+
+    class Interface(chat.RichInterface):
+        async def stream_output(self, stream: Any) -> tuple[str, Any]:
+            stopped: list[bool] = []
+
+            def stop() -> None:
+                stopped.append(True)
+                interrupt()
+
+            async def tokens() -> Any:
+                async for token in await stream:
+                    if stopped:  # before the server knew of the request
+                        interrupt()
+                    yield token
+
+            async def opened() -> Any:
+                return tokens()
+
+            with _at_ctrl_c(stop):
+                try:
+                    answer: tuple[str, Any] = await super().stream_output(opened())
+                    return answer
+                except Exception as error:  # of the server or of the connection: the chat goes on
+                    self.print_color(_reason(error), "red")
+                    return "", None
+
+        def input(self) -> str:
+            with _at_ctrl_c():
+                try:
+                    said: str = super().input()
+                    return said
+                except EOFError:
+                    return "!exit"
+
+        def confirm(self, message: str, default: bool = False) -> bool:
+            with _at_ctrl_c():
+                try:
+                    return bool(super().confirm(message, default))
+                except EOFError:
+                    return False
+
+    return Interface
+
+
+@contextmanager
+def _at_ctrl_c(first: Callable[[], None] | None = None) -> Iterator[None]:
+    """Ctrl-C calls `first`, and raises KeyboardInterrupt from the second time on, or without `first` at once.
+
+    In an event loop, Python would cancel the whole chat at the next step that waits.
+    """
+    left = [] if first is None else [first]
+
+    def handle(number: int, frame: object) -> None:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()()
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _reason(error: Exception) -> str:
+    """The server's own message where there is one."""
+    try:
+        message: str = error.response.json()["error"]["message"]  # type: ignore[attr-defined]
+        return message
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return first_line(error) or type(error).__name__
 
 
 @contextmanager

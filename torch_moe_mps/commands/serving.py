@@ -1,16 +1,46 @@
-"""transformers' own server with a model that this package has loaded and quantised."""
+"""transformers' own server with a model that this package has loaded and quantised.
+
+What is asked of it that it would not do, it refuses: transformers ignores such fields of a request.
+"""
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
-from .sources import folder_of, load, name_of, processes, usable_device
+from .generating import Generating
+from .sources import context_of, folder_of, load, name_of, processes, usable_device
+
+# {field of a request: values that ask for nothing}. Hints such as `user` or `store` change no answer.
+_ASKS_NOTHING: dict[str, list[Any]] = {
+    "audio": [], "background": [False], "best_of": [1], "echo": [False], "function_call": ["auto"],
+    "functions": [[]], "include": [[]], "logprobs": [False], "max_tool_calls": [], "modalities": [["text"]],
+    "n": [1], "presence_penalty": [0], "previous_response_id": [], "prompt": [],
+    "response_format": [{"type": "text"}], "tool_choice": ["auto"], "top_logprobs": [0],
+    "truncation": ["disabled"], "web_search_options": [],
+}  # fmt: skip
+# With continuous batching: {setting: its field}, of settings that no request can have for itself.
+_OF_THE_MODEL = {
+    "stop_strings": "stop",
+    "sequence_bias": "logit_bias",
+    "repetition_penalty": "frequency_penalty",
+}
+_OF_ALL_REQUESTS = ("temperature", "top_p", "top_k")
+
+
+class Refused(Exception):
+    """What a client asks for and does not get, for OpenAI's form of an error."""
+
+    def __init__(self, message: str, field: str | None, code: str = "unsupported_value"):
+        super().__init__(message)
+        self.body = {"message": message, "type": "invalid_request_error", "param": field, "code": code}
 
 
 @contextmanager
-def server(options: argparse.Namespace, **settings: Any) -> Iterator[Any]:
-    """transformers' `Serve`, which answers every request with the model.
+def server(options: argparse.Namespace, **settings: Any) -> Iterator[tuple[Any, Callable[[], None]]]:
+    """transformers' `Serve`, which answers every request with the model, and what ends the current answer.
 
     Args:
         settings: for `Serve`. It returns when the server ends, or at once if they have non_blocking=True.
@@ -20,21 +50,174 @@ def server(options: argparse.Namespace, **settings: Any) -> Iterator[Any]:
     device = usable_device(options.device)
     folder = folder_of(options.model, options.revision)
     from transformers.cli.serve import Serve
-    from transformers.cli.serving.model_manager import ModelManager
+    from transformers.utils.import_utils import is_serve_available
 
+    if not is_serve_available():  # Serve raises; its parts, which are replaced here, cannot be imported
+        Serve()
     stage = load(options, folder, device) if processes() > 1 else None  # all load at the same time
-    own = ModelManager._load_model
-    ModelManager._load_model = lambda *names, **progress: stage or load(options, folder, device)
-    try:
-        with nullcontext() if stage is None else stage.pipeline.leading():
-            yield Serve(
-                force_model=name_of(options),
-                trust_remote_code=options.trust_remote_code,
-                device=device,
-                **settings,
+    made: list[Any] = []
+    with ExitStack() as stack:
+        stack.enter_context(nullcontext() if stage is None else stage.pipeline.leading())
+        for name, replaced in _replacements(options, lambda: stage or load(options, folder, device), made):
+            stack.enter_context(mock.patch(f"transformers.cli.serving.{name}", replaced))
+        stack.callback(lambda: [manager.stop() for manager in made])
+        serve = Serve(
+            force_model=name_of(options),
+            trust_remote_code=options.trust_remote_code,
+            device=device,
+            **settings,
+        )
+
+        def interrupt() -> None:
+            for manager in made:
+                manager.interrupt()
+
+        yield serve, interrupt
+
+
+def _replacements(options: argparse.Namespace, load_model: Any, made: list[Any]) -> list[tuple[str, Any]]:
+    """(name in transformers' server, what takes its place); managers of generation are added to `made`."""
+    from transformers.cli.serving import server as app
+    from transformers.cli.serving import utils
+
+    entry = {
+        "id": name_of(options),
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "torch-moe-mps",
+    }
+    build, validate = app.build_server, utils.BaseHandler._validate_request
+
+    class OneByOne(utils.GenerateManager):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generating: Generating | None = None
+            self.streamer: Any = None
+            made.append(self)
+
+        def generate_streaming(
+            self, model: Any, processor: Any, inputs: Any, config: Any, *a: Any, **k: Any
+        ) -> Any:
+            _within_context(model, inputs, config)
+            queue, self.streamer = super().generate_streaming(
+                self._ending(model), processor, inputs, config, *a, **k
             )
-    finally:
-        ModelManager._load_model = own
+            return queue, self.streamer
+
+        async def generate_non_streaming(
+            self, model: Any, processor: Any, inputs: Any, config: Any, *a: Any, **k: Any
+        ) -> Any:
+            _within_context(model, inputs, config)
+            return await super().generate_non_streaming(
+                self._ending(model), processor, inputs, config, *a, **k
+            )
+
+        def _ending(self, model: Any) -> Any:
+            if processes() > 1:  # the other processes would not know of the end
+                return model
+            if self.generating is None or self.generating.model is not model:
+                self.generating = Generating(model)
+            return self.generating
+
+        def interrupt(self) -> None:
+            if self.streamer is not None:
+                self.streamer.cancel()
+
+        def stop(self) -> None:
+            """A thread that is still in torch when Python ends would abort the process."""
+            if self.generating is not None:
+                self.generating.end()
+                self.submit(lambda: None).result()
+
+    class Batches(utils.CBGenerateManager):
+        first: Any = None  # the settings of the first request
+
+        def init_cb(self, model: Any, config: Any) -> None:
+            self._refuse(model, config)
+            super().init_cb(model, config)
+            self.first = self.first or config
+
+        def _refuse(self, model: Any, config: Any) -> None:
+            for setting, field in _OF_THE_MODEL.items():
+                if getattr(config, setting) != getattr(model.generation_config, setting):
+                    raise Refused(f"'{field}' is not supported with --continuous-batching.", field)
+            expected, got = (
+                {name: getattr(asked, name) for name in _OF_ALL_REQUESTS} if asked.do_sample else "greedy"
+                for asked in (self.first or config, config)
+            )
+            if got != expected:
+                raise Refused(
+                    "With --continuous-batching all requests share the sampling of the first: it must be "
+                    f"{expected}, got {got}.",
+                    "temperature",
+                )
+
+        def generate_streaming(
+            self, model: Any, processor: Any, inputs: Any, config: Any, *a: Any, **k: Any
+        ) -> Any:
+            _within_context(model, inputs, config)
+            return super().generate_streaming(model, processor, inputs, config, *a, **k)
+
+        async def generate_non_streaming(
+            self, model: Any, processor: Any, inputs: Any, config: Any, *a: Any, **k: Any
+        ) -> Any:
+            _within_context(model, inputs, config)
+            return await super().generate_non_streaming(model, processor, inputs, config, *a, **k)
+
+    def validated(handler: Any, body: dict[str, Any]) -> None:
+        validate(handler, body)
+        for field in {*body} & handler._unused_fields & {*_ASKS_NOTHING, "text"}:
+            _refuse_unless_empty(field, body[field])
+
+    def build_server(*parts: Any, **others: Any) -> Any:
+        from starlette.exceptions import HTTPException
+
+        built = build(*parts, **others)
+        built.add_exception_handler(Refused, _error)
+        built.add_exception_handler(HTTPException, _error)
+        return built
+
+    return [
+        ("model_manager.ModelManager._load_model", lambda *names, **progress: load_model()),
+        ("model_manager.ModelManager.get_gen_models", staticmethod(lambda: [entry])),
+        ("utils.BaseHandler._validate_request", validated),
+        ("utils.GenerateManager", OneByOne),
+        ("utils.CBGenerateManager", Batches),
+        ("server.build_server", build_server),
+    ]
+
+
+def _refuse_unless_empty(field: str, value: Any) -> None:
+    """Raises: Refused for a field that would be ignored, and asks for something."""
+    if field == "text":  # of the Responses API, with the format inside
+        field, value = "response_format", value.get("format") if isinstance(value, dict) else value
+    empty = any(value == nothing and type(value) is type(nothing) for nothing in _ASKS_NOTHING[field])
+    if value is not None and not empty and not (field == "presence_penalty" and value == 0):
+        raise Refused(f"'{field}' is not supported by this server, got {value!r}.", field)
+
+
+def _within_context(model: Any, inputs: Any, config: Any) -> None:
+    """Lets a request generate at most as many tokens as the model still reads.
+
+    Raises: Refused for a prompt that leaves no room for a token.
+    """
+    ids, limit = inputs["input_ids"], context_of(model.config)
+    count = len(ids) if isinstance(ids, list) else ids.shape[-1]
+    if count >= limit:
+        message = f"This model's maximum context length is {limit} tokens, and the prompt has {count}."
+        raise Refused(message, "messages", "context_length_exceeded")
+    if config.max_new_tokens is not None:
+        config.max_new_tokens = min(config.max_new_tokens, limit - count)
+
+
+async def _error(request: Any, error: Any) -> Any:
+    """Errors in OpenAI's form, those of transformers, too."""
+    from fastapi.responses import JSONResponse
+
+    if isinstance(error, Refused):
+        return JSONResponse({"error": error.body}, status_code=400)
+    body = {"message": str(error.detail), "type": "invalid_request_error", "param": None, "code": None}
+    return JSONResponse({"error": body}, status_code=error.status_code)
 
 
 def follow(options: argparse.Namespace) -> None:

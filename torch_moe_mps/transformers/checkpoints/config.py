@@ -95,7 +95,12 @@ class QuantizationConfig(QuantizationConfigMixin):
         if self.modules is None:
             formats = {name: self.usual for name, target in every.items() if target.kind == "experts"}
         else:
-            formats = {n: f for stored, f in self.modules.items() for n in _named(stored, every)}
+            # A class without a head, or with another, has only the modules that it shares with the saved one.
+            same = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
+            formats = {}
+            for stored, stored_format in self.modules.items():
+                names = _named(stored, every, False) or _named(_renamed(stored, model), every, same)
+                formats.update((name, stored_format) for name in names)
         for name, format in formats.items():
             if name in every:
                 target = every[name]
@@ -114,7 +119,7 @@ class QuantizationConfig(QuantizationConfigMixin):
     def with_global_scales(self, model: nn.Module) -> list[str]:
         """The names of the matrices of a model that have global scales."""
         every = quantizable(model)
-        return [name for stored in self.global_scales for name in _named(stored, every)]
+        return [name for stored in self.global_scales for name in _named(stored, every, False)]
 
 
 def is_mlx(stored: Mapping[str, Any]) -> bool:
@@ -146,18 +151,29 @@ def _format_of(name: str, value: Any) -> Format:
     return Format(**value)
 
 
-def _named(stored: str, every: Mapping[str, Target]) -> list[str]:
+def _named(stored: str, every: Mapping[str, Target], required: bool) -> list[str]:
     """The names in this model of what may have been saved from a larger or a smaller one."""
     names = dict.fromkeys([*every, *paths_of(every)])
     parts = stored.split(".")
     found = [name for name in names if _same_end(parts, name.split("."))]
     same = [name for name in found if name.count(".") == stored.count(".")] or found
     outside = {(name.count("."), *name.split(".")[: -len(parts)]) for name in same}
-    if len(outside) != 1:
+    if len(outside) != 1 and (found or required):
         kind = "experts" if "experts" in stored else "linears"
         has = ", ".join(name for name, target in every.items() if target.kind == kind) or "none"
         raise ValueError(f"moe_mps: the checkpoint has quantised {kind} {stored}, but the model has {has}")
     return same
+
+
+def _renamed(stored: str, model: Any) -> str:
+    """The name that transformers gives a module of the checkpoint: a part of a model may have others."""
+    # Still incomplete when transformers' quantizers, and with them ours, are imported.
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    name = f"{stored}."
+    for conversion in get_model_conversion_mapping(model):
+        name = conversion.rename_source_key(name)[0]
+    return name.removesuffix(".")
 
 
 def _same_end(stored: list[str], name: list[str]) -> bool:

@@ -5,10 +5,13 @@ import tempfile
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.modeling_utils import _get_resolved_checkpoint_files
+
+from ...ops._checks import first_line
 
 INDEX = "model.safetensors.index.json"
 LARGEST = 2_000_000_000  # bytes of a new file
@@ -23,35 +26,37 @@ def check_files(folder: str) -> None:
 
 
 def checkpoint_files(source: str) -> list[Path]:
-    """The safetensors files of a folder or of a name on the Hub.
+    """The safetensors files that transformers reads, of a folder or a name on the Hub.
 
     Raises: ValueError, with its name, for a file that is missing or truncated, and for no file.
     """
-    if not Path(source).is_dir():
-        source = snapshot_download(source, allow_patterns=["*.json", "*.safetensors"])
-    folder = Path(source)
-    index = folder / INDEX
-    files = sorted(folder.glob("*.safetensors"))
-    if index.exists():
-        files = [folder / name for name in _named_in(index)]
-    if not files:
-        raise ValueError(f"{folder} has no safetensors files")
+    config, _ = PreTrainedConfig.get_config_dict(source)
+    try:
+        names, _ = _get_resolved_checkpoint_files(
+            source,
+            variant=None,
+            gguf_file=None,
+            use_safetensors=True,
+            user_agent={},
+            is_remote_code=False,
+            transformers_explicit_filename=config.get("transformers_weights"),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{Path(source) / INDEX} is truncated or has no weight_map in JSON") from None
+    except OSError as error:
+        if not Path(source).is_dir():
+            raise
+        raise ValueError(f"{source} has no safetensors files: {first_line(error)}") from None
+    files = [Path(name) for name in names or ()]
     for file in files:
         if not file.exists():
-            raise ValueError(f"{index} names {file.name}, which is missing")
+            raise ValueError(f"{file.parent / INDEX} names {file.name}, which is missing")
         try:
             with safe_open(file, framework="pt"):
                 pass
         except SafetensorError as error:
             raise ValueError(f"{file} is truncated or no safetensors file: {error}") from None
     return files
-
-
-def _named_in(index: Path) -> list[str]:
-    try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{index} is truncated or has no weight_map in JSON") from None
 
 
 class Shards:

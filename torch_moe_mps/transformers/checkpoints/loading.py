@@ -42,8 +42,8 @@ def from_pretrained(
 
     Args:
         name: folder or name on the Hub.
-        model_class: a class of transformers; the default is AutoModelForCausalLM, or for a model type that it
-            does not know AutoModelForImageTextToText.
+        model_class: a class of transformers; the default is the one that the config names, or else
+            AutoModelForCausalLM or AutoModelForImageTextToText.
         kv_bits: 8 for keys and values of the cache in 8 bits, as in `accelerate`.
         check: False leaves out the comparison with the CPU, as in `accelerate`.
         shares: of a pipeline (distributed_config=DistributedConfig(pp_size=2), docs/distributed.md): how many

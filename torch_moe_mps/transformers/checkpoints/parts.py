@@ -105,8 +105,9 @@ class Parts:
         if quantization is None and stored:
             self._reader = AutoHfQuantizer.from_config({**stored, "dequantize": True}, pre_quantized=True)
             self._conversions = self._reader.update_weight_conversions(self._conversions, self.model)
-        self._dense = {}  # the dense weights of a quantised checkpoint
-        if stored and recipe is not None and (wanted := requested_recipe(**recipe)) is not None:
+        self._dense = {}  # the dense weights of a checkpoint whose quantised ones are kept
+        kept = self._quantizer is not None and not self._quantizer.streams
+        if kept and recipe is not None and (wanted := requested_recipe(**recipe)) is not None:
             self._dense = weights_of(self.model, wanted).targets
 
     def __enter__(self) -> "Parts":

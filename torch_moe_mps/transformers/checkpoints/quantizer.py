@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers.core_model_loading import WeightConverter
-from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import (
+    AutoHfQuantizer,
+    AutoQuantizationConfig,
+    register_quantization_config,
+    register_quantizer,
+)
 from transformers.quantizers.base import HfQuantizer
 
 from ...quantization import Format
@@ -36,18 +41,27 @@ register_quantization_config(NAME)(QuantizationConfig)
 
 def _recognise() -> None:
     """MLX's quantisation and ours name no method, which transformers takes for an error."""
-    supports = AutoHfQuantizer.supports_quant_method
+    supports, from_dict = AutoHfQuantizer.supports_quant_method, AutoQuantizationConfig.from_dict
 
     def supports_quant_method(quantization_config_dict: Any) -> bool:
-        stored = quantization_config_dict
-        if isinstance(stored, dict) and is_mlx(stored):
-            stored.clear()
-            stored.update(quant_method=NAME, mlx=True)
-        elif isinstance(stored, dict) and is_ours(stored):
-            stored.update(quant_method=NAME)
-        return supports(stored)
+        return supports(_with_method(quantization_config_dict))
 
-    AutoHfQuantizer.supports_quant_method = staticmethod(supports_quant_method)
+    def config_from_dict(quantization_config_dict: Any) -> Any:
+        return from_dict(_with_method(quantization_config_dict))
+
+    patched: Any = AutoHfQuantizer, AutoQuantizationConfig
+    patched[0].supports_quant_method = staticmethod(supports_quant_method)
+    patched[1].from_dict = staticmethod(config_from_dict)
+
+
+def _with_method(stored: Any) -> Any:
+    """Adds the method, in place: transformers keeps the dict."""
+    if isinstance(stored, dict) and is_mlx(stored):
+        stored.clear()
+        stored.update(quant_method=NAME, mlx=True)
+    elif isinstance(stored, dict) and is_ours(stored):
+        stored.update(quant_method=NAME)
+    return stored
 
 
 _recognise()
@@ -67,14 +81,14 @@ class Quantizer(HfQuantizer):
     _device: torch.device | None = None  # where the model is moved once it is quantised
 
     @property
-    def _streams(self) -> bool:
+    def streams(self) -> bool:
         """Whether the checkpoint is dense, or can be dequantised while it is read."""
         return not self.pre_quantized or self.quantization_config.source is not None
 
     def update_device_map(self, device_map: dict[str, Any] | None) -> dict[str, Any] | None:
         """A model that is wholly for MPS is quantised on the CPU, where files are mapped instead of read."""
         whole = device_map.get("") if isinstance(device_map, dict) and len(device_map) == 1 else None
-        if self._streams and isinstance(whole, str | torch.device) and torch.device(whole).type == "mps":
+        if self.streams and isinstance(whole, str | torch.device) and torch.device(whole).type == "mps":
             self._device = torch.device(whole)
             return {"": torch.device("cpu")}
         return device_map
@@ -86,7 +100,7 @@ class Quantizer(HfQuantizer):
         return super().get_new_dtype(converter, param, dtype)
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        if self._streams:
+        if self.streams:
             self._stream = Stream(model, self.quantization_config.recipe())
             return
         if self.quantization_config.mlx:
@@ -107,7 +121,7 @@ class Quantizer(HfQuantizer):
 
     def forget_absent(self, model: nn.Module) -> None:
         """The model was cut: what it no longer has is neither read nor quantised."""
-        if self._streams:
+        if self.streams:
             self._stream.forget_absent()
             return
         self._targets = present(model, self._targets)
@@ -141,9 +155,11 @@ class Quantizer(HfQuantizer):
 
         Raises: ValueError for a weight that cannot be quantised, is missing, or is of a wrong dtype.
         """
-        if self._streams:
+        if self.streams:
             self.report = self._stream.report
-            return self._stream.place(model, loaded)
+            rest = self._stream.place(model, loaded)
+            check_loaded(model, loaded)
+            return rest
         for name in filter(loaded, list(self._targets)):
             take_stored(model, self._targets.pop(name))
         if self.quantization_config.mlx:
@@ -155,7 +171,7 @@ class Quantizer(HfQuantizer):
     def update_weight_conversions(self, weight_conversions: list, model: nn.Module) -> list:
         if self.quantization_config.mlx:
             return [*self._reading.rows()]
-        if not self._streams:
+        if not self.streams:
             return [*weight_conversions, *self.get_weight_conversions()]
         source = self.quantization_config.source
         if source is not None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -37,7 +38,7 @@ class Source:
     Args:
         name: a folder, or a name on the Hub.
         arguments: of the from_pretrained of the class.
-        model_class: of transformers; the default is the Auto class for a model that generates text.
+        model_class: of transformers; the default is that of the config, see `class_for`.
 
     Attributes:
         config: with the overrides among the arguments.
@@ -95,7 +96,11 @@ class Source:
 
 
 def class_for(config: PreTrainedConfig) -> Any:
-    """The Auto class for a model with this config that generates text."""
+    """The class that a config names, or else an Auto class for a model that generates text."""
+    for name in config.architectures or ():
+        named = getattr(transformers, name, None)
+        if isinstance(named, type) and getattr(named, "config_class", None) is type(config):
+            return named
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:

@@ -54,7 +54,9 @@ def as_parameters(target: Target, stack: QuantizedWeight) -> QuantizedWeight:
 
     def parameter(tensor: Tensor) -> nn.Parameter:
         own = tensor if target.kind == "experts" else tensor.squeeze(0)
-        return nn.Parameter(words(own), requires_grad=False)
+        made: Any = nn.Parameter(words(own), requires_grad=False)
+        made._is_hf_initialized = not made.is_meta
+        return made
 
     return stack.map(parameter)
 

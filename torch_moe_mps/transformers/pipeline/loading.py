@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ _STAGE: ContextVar[Stage | None] = ContextVar("stage", default=None)
 _OTHERS = ("tp_size", "fsdp_size", "dp_replicate_size", "ep_size")
 _PATH = "name_or_path"  # may differ
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+_SAMPLE = 64  # bytes
 
 
 def size_of(distributed: Any, kind: str) -> int:
@@ -132,18 +134,31 @@ def _digest(data: bytes) -> str:
 
 
 def _checkpoint(name: str, asked: Mapping[str, Any]) -> str:
-    """Tells checkpoints apart by the index of their files, or the head of the only one."""
+    """Tells checkpoints apart by a sample of each tensor in their safetensors files."""
     where = {k: asked[k] for k in ("revision", "subfolder", "token", "cache_dir") if asked.get(k)}
     where |= {"_raise_exceptions_for_missing_entries": False}
-    path = cached_file(name, _INDEX, **where)
-    if path is not None:
-        with open(path, "rb") as file:
-            return _digest(file.read())
-    path = cached_file(name, _WEIGHTS, **where)
-    if path is None:
-        return "unknown"
-    with open(path, "rb") as file:
-        return _digest(file.read(int.from_bytes(file.read(8), "little")))
+    index = cached_file(name, _INDEX, **where)
+    files = [_WEIGHTS]
+    with contextlib.suppress(ValueError, KeyError):  # of a broken file, which loading names
+        if index is not None:
+            files = sorted({*json.loads(Path(index).read_text())["weight_map"].values()})
+        paths = [cached_file(name, file, **where) for file in files]
+        if None not in paths:
+            return _digest(b"".join(map(_sample, paths)))
+    return "unknown"
+
+
+def _sample(path: str) -> bytes:
+    """The head of a safetensors file, and the first, middle and last octets of each tensor."""
+    with open(path, "rb", buffering=0) as file:
+        size = int.from_bytes(file.read(8), "little")
+        parts = [file.read(size)]
+        for name, tensor in json.loads(parts[0]).items():
+            begin, end = (0, 0) if name == "__metadata__" else tensor["data_offsets"]
+            for place in (begin, (begin + end - _SAMPLE) // 2, end - _SAMPLE):
+                file.seek(8 + size + max(begin, place))
+                parts.append(file.read(min(_SAMPLE, end - begin)))
+    return b"".join(parts)
 
 
 def _check_alike(peers: Peers, facts: list[dict[str, Any]]) -> None:

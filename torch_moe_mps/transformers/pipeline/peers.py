@@ -12,9 +12,10 @@ import json
 import math
 import socket
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
 
@@ -56,11 +57,14 @@ class Peers:
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=limit)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.group = dist.new_group(backend="gloo", timeout=limit)
+        met = within(timeouts.loading, lambda: dist.new_group(backend="gloo", timeout=limit))
+        if met is None:
+            raise PeerError(f"moe_mps: the processes of the pipeline did not meet within {limit}")
+        self.group = met[0]
         self.hosts = [""] * self.size
         self.sent = {rank: [0, 0] for rank in range(self.size)}
         self._number = next(_COUNT)  # the same in all processes
-        self._store = dist.distributed_c10d._get_default_store()
+        self._store: Any = dist.distributed_c10d._get_default_store()
         self._broken: str | None = None
         self._on_the_way: dict[int, list[tuple[Any, Tensor]]] = {rank: [] for rank in range(self.size)}
         self._first = {}, {}  # type: tuple[dict[int, int], dict[int, int]]
@@ -190,6 +194,8 @@ class Peers:
         seen, until = {self.rank}, time.monotonic() + _GRACE
         while time.monotonic() < until:
             raised, waits = self._told("raised", rank), self._told("waits", rank)
+            if self._store is None:  # the first process has it, or torchrun on its host
+                return f"moe_mps: {self.name(0)} {what if rank == 0 else 'does not answer'}"
             if raised is not None:
                 return raised if raised.startswith("moe_mps: ") else f"moe_mps: {self.name(rank)} {raised}"
             if waits is not None:
@@ -217,15 +223,40 @@ class Peers:
         self._on_the_way.clear()
 
     def _tell(self, what: str, text: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the store may have gone with its process
-            self._store.set(f"moe_mps/{self._number}/{what}/{self.rank}", text)
+        self._ask(lambda store: store.set(f"moe_mps/{self._number}/{what}/{self.rank}", text))
 
     def _told(self, what: str, rank: int) -> str | None:
         key = f"moe_mps/{self._number}/{what}/{rank}"
-        with contextlib.suppress(RuntimeError):
-            if self._store.check([key]):
-                return self._store.get(key).decode()
-        return None
+        return self._ask(lambda store: store.get(key).decode() if store.check([key]) else None)
+
+    def _ask(self, question: Callable[[Any], Any]) -> Any:
+        """What the store answers; None from the moment on when its process is stopped or has ended."""
+        store, answers = self._store, None
+        if store is not None:
+            with contextlib.suppress(RuntimeError):
+                answers = within(_GRACE, lambda: question(store))
+            if answers is None:
+                self._store = None
+        return answers and answers[0]
+
+
+def within(seconds: float, function: Callable[[], Any]) -> list[Any] | None:
+    """[The result] of a function that torch may let wait for ever; None if it takes longer."""
+    results: list[Any] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    return results or None
 
 
 def on_the_host(tensor: Tensor) -> Tensor:

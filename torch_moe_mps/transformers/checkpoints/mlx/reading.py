@@ -17,6 +17,7 @@ from ....ops._checks import Check
 from ....quantization import Format
 from ..absent import beside_text
 from ..checking import may_lack
+from ..files import checkpoint_files
 from ..targets import Reasons, Target, quantizable, tied_layers, tied_pairs
 from ..weights import quantized_names
 from .names import Names, canonical
@@ -213,7 +214,11 @@ class Reading:
 
 def written_by_mlx(name: str) -> bool:
     """Whether the metadata of the files in a folder says that MLX wrote them."""
-    for file in sorted(Path(name).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            return (tensors.metadata() or {}).get("format") == "mlx"
-    return False
+    try:
+        first = checkpoint_files(name)[0] if Path(name).is_dir() else None
+    except ValueError:  # loading says what is wrong with them
+        return False
+    if first is None:
+        return False
+    with safe_open(first, framework="pt") as tensors:
+        return (tensors.metadata() or {}).get("format") == "mlx"

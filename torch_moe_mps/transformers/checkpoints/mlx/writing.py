@@ -15,6 +15,7 @@ from ..absent import beside_text
 from ..files import Shards
 from ..weights import quantized_names
 from .names import Names, check_writable
+from .older_keys import with_older_keys
 from .rows import Rows
 
 
@@ -52,14 +53,15 @@ def save_mlx(
                     scaled.append(module)
     shards.finish()
     config = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
-    config["model_type"] = names.architecture.part_of or config["model_type"]
     if formats:
         quantization = _quantization(formats)
         quantization |= {name: formats[name].to_dict() | {"global_scale": True} for name in scaled}
         config |= {"quantization": quantization, "quantization_config": quantization}
-    if isinstance(config.get("text_config"), Mapping):
-        config["text_config"] = _with_older_keys(config["text_config"])
-    (folder / "config.json").write_text(json.dumps(_with_older_keys(config), indent=2, sort_keys=True) + "\n")
+    if names.architecture.part_of and "text_config" not in config:
+        about = ("architectures", "quantization", "quantization_config")
+        whole = {key: config[key] for key in about if key in config}
+        config = whole | {"model_type": names.architecture.part_of, "text_config": config}
+    (folder / "config.json").write_text(json.dumps(with_older_keys(config), indent=2, sort_keys=True) + "\n")
 
 
 def _format_of(model: PreTrainedModel, name: str) -> Format:
@@ -74,15 +76,3 @@ def _quantization(formats: Mapping[str, Format]) -> dict[str, Any]:
     usual = Counter(formats.values()).most_common(1)[0][0]
     others = {name: format.to_dict() for name, format in formats.items() if format != usual}
     return {**usual.to_dict(), **others}
-
-
-def _with_older_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """Adds rope_theta and rope_scaling, which mlx-lm reads, from the rope_parameters of transformers 5."""
-    rope = config.get("rope_parameters")
-    if isinstance(rope, Mapping) and "rope_theta" in rope:
-        scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
-        scaled = scaling.get("rope_type", "default") != "default"
-        older = {"rope_theta": rope["rope_theta"], "rope_scaling": scaling if scaled else None}
-        older |= {k: rope[k] for k in ("partial_rotary_factor",) if k in rope}
-        return older | config
-    return config

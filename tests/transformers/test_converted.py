@@ -1,0 +1,172 @@
+"""`convert` is `from_pretrained` plus a file: of the same folder both make the same model, bit for bit."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from support import mlx_models, tiny_models
+from support.checkpoints import fp8_blocks, mxfp4_blocks
+from support.models import output, prompt, tiny
+from transformers.quantizers.auto import AutoQuantizationConfig
+
+import torch_moe_mps
+from torch_moe_mps.commands import main
+from torch_moe_mps.transformers.linears import has_quantized_weights
+
+transformers.logging.set_verbosity_error()
+
+FORMAT = {"bits": 4, "group_size": 32}
+OPTIONS = ("--bits", "4", "--group-size", "32")
+
+
+def dense(folder: Path):
+    tiny("qwen3_moe").save_pretrained(folder)
+
+
+def sharded(folder: Path):
+    tiny("qwen3_moe").save_pretrained(folder, max_shard_size="60KB")
+
+
+def both_layouts(folder: Path):
+    """One file, and an index of others beside it: transformers reads the file."""
+    sharded(folder)
+    other = tiny("qwen3_moe")
+    tiny_models.randomise(other, 1)
+    other.save_pretrained(folder / "other")
+    shutil.move(folder / "other" / "model.safetensors", folder / "model.safetensors")
+    shutil.rmtree(folder / "other")
+
+
+def fp8(folder: Path):
+    fp8_blocks(tiny("qwen3_moe"), folder)
+
+
+def mxfp4(folder: Path):
+    mxfp4_blocks(tiny("gpt_oss"), folder)
+
+
+def partly_ours(folder: Path):
+    model = tiny("qwen3_moe")
+    torch_moe_mps.accelerate(model, 4, 32, linear_bits=None)
+    model.save_pretrained(folder)
+
+
+def mlx(folder: Path):
+    pytest.importorskip("mlx_lm")
+    mlx_models.write(mlx_models.tiny("qwen3_moe"), folder / "made", 4)
+    shutil.copytree(folder / "made" / "mlx", folder, dirs_exist_ok=True)
+    shutil.rmtree(folder / "made")
+
+
+def multimodal(folder: Path):
+    mlx_models.tiny("qwen3_5_moe with vision").save_pretrained(folder)
+
+
+def other_multimodal(folder: Path):
+    mlx_models.tiny("qwen3_vl_moe").save_pretrained(folder)
+
+
+def classifier(folder: Path):
+    with tiny_models.groups_of_32():
+        config = tiny_models.tiny_config("qwen3_moe", num_labels=3)
+    model = transformers.Qwen3MoeForSequenceClassification(config)
+    tiny_models.randomise(model, 0)
+    model.save_pretrained(folder)
+
+
+def base(folder: Path):
+    tiny("qwen3_moe").model.save_pretrained(folder)
+
+
+def put_a_stray_file(folder: Path) -> None:
+    """Averaged weights beside the real ones, under the same keys."""
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = {name: torch.zeros_like(tensor) for name, tensor in load_file(file).items()}
+        save_file(tensors, folder / f"{file.stem}_ema.safetensors", {"format": "pt"})
+        save_file(tensors, folder / f"zz.{file.stem}.safetensors", {"format": "pt"})
+
+
+SOURCES = (
+    *(dense, sharded, both_layouts, fp8, mxfp4, partly_ours, mlx),
+    *(multimodal, other_multimodal, classifier, base),
+)
+
+
+@pytest.mark.parametrize("write", SOURCES, ids=lambda f: f.__name__)
+def test_convert_is_loading_plus_a_file(write, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    write(source)
+    put_a_stray_file(source)
+    loaded = torch_moe_mps.from_pretrained(str(source), **FORMAT)
+    assert main(["convert", str(source), str(tmp_path / "new"), *OPTIONS]) == 0
+    converted = torch_moe_mps.from_pretrained(str(tmp_path / "new"))
+    stored = json.loads((source / "config.json").read_text())["architectures"]
+    assert [type(loaded).__name__] == [type(converted).__name__] == stored
+    ours, theirs = loaded.state_dict(), converted.state_dict()
+    assert ours.keys() == theirs.keys() and any(name.endswith("packed") for name in ours)
+    for name in ours:
+        assert ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]), name
+    assert torch.equal(output(loaded, prompt()), output(converted, prompt()))
+    assert list(map(has_quantized_weights, loaded.modules())) == [
+        has_quantized_weights(module) for module in converted.modules()
+    ]
+
+
+# Other ways to load what was converted
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory) -> Path:
+    """A language model."""
+    folder = tmp_path_factory.mktemp("converted")
+    dense(folder / "dense")
+    assert main(["convert", str(folder / "dense"), str(folder / "new"), *OPTIONS]) == 0
+    return folder / "new"
+
+
+@pytest.mark.parametrize("head", ["AutoModel", "AutoModelForSequenceClassification"])
+def test_a_class_without_the_head_just_has_none(head, converted):
+    whole = torch_moe_mps.from_pretrained(str(converted))
+    other = getattr(transformers, head).from_pretrained(converted)
+    ours, theirs = other.base_model.state_dict(), whole.model.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert torch.equal(output(other.base_model, prompt()), output(whole.model, prompt()))
+
+
+@pytest.mark.parametrize("cls", ["AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModel"])
+def test_a_multimodal_model_loads_whole_and_in_part(cls, tmp_path):
+    multimodal(tmp_path / "dense")
+    assert main(["convert", str(tmp_path / "dense"), str(tmp_path / "new"), *OPTIONS]) == 0
+    loaded = getattr(transformers, cls).from_pretrained(tmp_path / "new")
+    dense = getattr(transformers, cls).from_pretrained(tmp_path / "dense")
+    torch_moe_mps.accelerate(dense, **FORMAT)
+    ours, theirs = loaded.state_dict(), dense.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("layout", ["moe_mps", "mlx"])
+def test_tools_that_read_the_quantisation_themselves(layout, converted, tmp_path):
+    """As lm-eval does, which makes an object of the config's entry and passes it on."""
+    folder = tmp_path / "new"
+    assert main(["convert", str(converted), str(folder), "--to", layout]) == 0
+    config = transformers.AutoConfig.from_pretrained(folder)
+    stored = AutoQuantizationConfig.from_dict(config.quantization_config)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=stored)
+    expected = torch_moe_mps.from_pretrained(str(converted))
+    assert torch.equal(output(loaded, prompt()), output(expected, prompt()))
+
+
+def test_weights_that_a_config_asks_for_are_never_random(converted, tmp_path):
+    """A config that says FP8 beside weights in our layout."""
+    shutil.copytree(converted, tmp_path / "new")
+    path = tmp_path / "new" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= {"bits": 4, "source": {"quant_method": "fp8"}}
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="must be in the checkpoint, got no such tensor"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new")
