@@ -27,7 +27,8 @@ from torch import Tensor
 from ._extension import SHADERS
 from .ops import OPERATORS
 from .ops._checks import first_line
-from .ops._formats import BITS, GROUP_SIZES, Format
+from .ops._formats import FORMATS as NAMED_FORMATS
+from .ops._formats import Format
 from .ops._samples import FORMAT, more_samples, packet, sample_arguments
 
 COMMAND = "torch-moe-mps check"
@@ -35,7 +36,7 @@ SWITCH = "MOE_MPS_CHECK"  # in the environment: "0" leaves out the check of acce
 # Relative to the largest value of a result: how much rounding in another order may change.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-FORMATS = tuple(Format(b, g, mode) for mode in BITS for b in BITS[mode] for g in GROUP_SIZES[mode])
+FORMATS = tuple(NAMED_FORMATS.values())
 QUANTIZED = (
     "expert_qmm",
     "moe_experts_quantized",

@@ -139,16 +139,14 @@ def test_every_argument_is_in_a_signature(simulated):
     x, weight = (torch.ones(shape, dtype=torch.float16, device="mps") for shape in ((4, 64), (8, 64)))
     packed, scales, biases = quantize(weight, 4, 64)
     good = {"x": x, "packed": packed, "scales": scales, "biases": biases, "bias": None}
-    good |= {"bits": 4, "group_size": 64, "mode": "affine"}
+    good |= {"format": "affine4_64"}
     bad = {
         "x": [x[:, :32], x.to(torch.int32), x.cpu()],
         "packed": [packed[:, :4], packed.long(), packed[None], packed[0]],
         "scales": [scales[:4], scales.to(torch.uint8), scales.cpu()],
         "biases": [None, biases[:4]],
         "bias": [x[0], x],
-        "bits": [3, 8],
-        "group_size": [32, 128],
-        "mode": ["mxfp4", "affind", ""],
+        "format": ["affine3_64", "affine4_32", "mxfp4", "affind4_64", ""],
     }
     linear = packet("linear_quantized")
     for argument, values in bad.items():

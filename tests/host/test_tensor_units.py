@@ -70,7 +70,7 @@ T 512, 12288 rows, gated: gemm64_tensor grid 192x8x1 of 128
         )
 
 
-def kernels_of(simulated, tokens=33, format=(4, 64, "affine"), dtype=torch.float16) -> list[str]:
+def kernels_of(simulated, tokens=33, format="affine4_64", dtype=torch.float16) -> list[str]:
     with simulated.trace() as commands:
         check_linear("mps", (tokens, 128, 40), format, dtype, 0)
     return [line.split()[0] for line in commands if " grid " in line]
@@ -110,7 +110,7 @@ def test_only_what_is_allowed(m5):
 def test_one_matrix_on_units_and_one_not(m5):
     """The tiles fit both kernels."""
     torch.ops.moe_mps._allow_tensor_units("tensor_units_mxfp4_f16", True)
-    formats = ((4, 64, "affine"), (4, 32, "mxfp4"))
+    formats = ("affine4_64", "mxfp4")
     for first, second in (formats, formats[::-1]):
         with m5.trace() as commands:
             check_layer("mps", (200, 1, 3, 64, 64), first, torch.float16, 0, down_format=second)
@@ -141,7 +141,7 @@ from support.quantized_layers import check_linear
 import simulator
 with simulator.trace() as commands:
     try:
-        check_linear("mps", (33, 64, 40), (4, 64, "affine"), torch.float16, 0)
+        check_linear("mps", (33, 64, 40), "affine4_64", torch.float16, 0)
     except RuntimeError as error:
         print(error)
 print(*(line.split()[0] for line in commands if line.startswith("gemm")))
@@ -187,6 +187,7 @@ from support.simulated import install
 install()
 import torch
 from simulator.errors import SimulatorError
+from support.oracles_experts import group_of
 from support.quantized_layers import ALL_FORMATS, check_linear
 from torch_moe_mps._extension import SHADERS
 torch.ops.moe_mps._set_tensor_units("1")
@@ -198,7 +199,7 @@ for number, (good, bad, _) in enumerate(json.loads(sys.argv[1])):
     assert text.count(good) == 1, good
     file.write_text(text.replace(good, bad))
     torch.ops.moe_mps._set_shader_directory(str(shaders))
-    format = [f for f in ALL_FORMATS if f[1] <= 32][number]
+    format = [f for f in ALL_FORMATS if group_of(f) <= 32][number]
     try:
         check_linear("mps", (18, 160, 69), format, torch.float16, 0)
         print("nothing")

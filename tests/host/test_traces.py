@@ -12,13 +12,13 @@ from simulator.apple.facts import GPUS
 from support.expert_layers import random_ids
 from support.on_mps import INT4, matrix, tensor
 from support.operators import plans_for
-from support.quantized_layers import name_of, place, random_quantized
+from support.quantized_layers import place, random_quantized
 
 pytestmark = pytest.mark.one_schedule
 
 ops = torch.ops.moe_mps
 EPS = 1e-6
-INT6, MXFP4 = (6, 64, "affine"), (4, 32, "mxfp4")
+INT6, MXFP4 = "affine6_64", "mxfp4"
 Calls = Iterator[tuple[str, Callable[[], object]]]
 
 
@@ -128,8 +128,8 @@ def experts() -> Calls:
         ids = ids_of(tokens, 2, 8)
         yield f"dense, {tokens} tokens", partial(ops.moe_experts, x, gate_up, down, ids, weights)
         for form in forms:
-            call = partial(ops.moe_experts_quantized, x, *packed[form], ids, weights, *form)
-            yield f"{name_of(form)}, {tokens} tokens", call
+            call = partial(ops.moe_experts_quantized, x, *packed[form], ids, weights, form)
+            yield f"{form}, {tokens} tokens", call
 
 
 def heads() -> Calls:
@@ -145,16 +145,16 @@ def heads() -> Calls:
 def linear() -> Calls:
     weight, norm, x = matrix(320, 128), {"norm_weight": tensor(128)}, tensor(1, 128)
     for tokens in (1, 4, 8, 40):
-        call = partial(ops.linear_quantized, tensor(tokens, 128), *weight, None, *INT4)
+        call = partial(ops.linear_quantized, tensor(tokens, 128), *weight, None, INT4)
         yield f"linear, {tokens} tokens", call
-    normed = partial(ops.linear_quantized, x, *weight, None, *INT4, residual=tensor(1, 320), **norm)
+    normed = partial(ops.linear_quantized, x, *weight, None, INT4, residual=tensor(1, 320), **norm)
     yield "linear, normed, with a residual", normed
-    normed = partial(ops.linear_quantized, tensor(4, 128), *weight, None, *INT4, **norm)
+    normed = partial(ops.linear_quantized, tensor(4, 128), *weight, None, INT4, **norm)
     yield "linear, normed, 4 tokens", normed
     parts = (*matrix(512, 128), *matrix(128, 256, INT6))
-    yield "mlp, down of 6 bits", partial(ops.mlp_quantized, x, *parts, *INT4, residual=x, down_bits=6)
+    yield "mlp, down of 6 bits", partial(ops.mlp_quantized, x, *parts, INT4, residual=x, down_format=INT6)
     ids = torch.arange(3, dtype=torch.int32, device="mps")
-    rows = partial(ops.embedding_quantized, ids, *matrix(50, 128), *INT4, torch.bfloat16)
+    rows = partial(ops.embedding_quantized, ids, *matrix(50, 128), INT4, torch.bfloat16)
     yield "embedding", rows
 
 
@@ -333,13 +333,13 @@ dense, 1 tokens
   expert_down_f16 grid 16x1x1 of 64x1x1
   0=D[0:256] 1=E[0:131072] 2=E[0:131072] 3=E[0:131072] 4=C[0:8] 5=C[0:8] 6=F[0:256] 7=G[0:8] 8=F[0:256]
     9=F[0:256] 10=F[0:256] 11=116 bytes
-affine4-64, 1 tokens
+affine4_64, 1 tokens
   matmul_rows_affine4_64_f16 grid 8x2x1 of 64x1x1
   0=A[0:256] 1=B[0:65536] 2=C[0:4096] 3=D[0:4096] 4=E[0:8] 5=E[0:8] 6=F[0:256] 7=A[0:256] 8=92 bytes
   expert_down_affine4_64_f16 grid 16x1x1 of 64x1x1
   0=F[0:256] 1=G[0:32768] 2=H[0:2048] 3=I[0:2048] 4=E[0:8] 5=E[0:8] 6=J[0:256] 7=K[0:8] 8=J[0:256]
     9=J[0:256] 10=J[0:256] 11=116 bytes
-mxfp44-32, 1 tokens
+mxfp4, 1 tokens
   matmul_rows_mxfp4_f16 grid 8x2x1 of 64x1x1
   0=A[0:256] 1=B[0:65536] 2=C[0:4096] 3=C[0:4096] 4=D[0:8] 5=D[0:8] 6=E[0:256] 7=A[0:256] 8=92 bytes
   expert_down_mxfp4_f16 grid 16x1x1 of 64x1x1
@@ -353,7 +353,7 @@ dense, 4 tokens
   0=D[0:1024] 1=G[0:131072] 2=G[0:131072] 3=G[0:131072] 4=C[0:32] 5=C[0:32] 6=H[0:1024] 7=I[0:32]
     8=H[0:1024] 9=H[0:1024] 10=H[0:1024] 11=116 bytes 12=E[0:32] 13=F[0:128]
   threadgroup(0)=256 bytes
-affine4-64, 4 tokens
+affine4_64, 4 tokens
   matmul_rows_few_split_affine4_64_f16 grid 8x9x1 of 128x1x1
   0=A[0:1024] 1=B[0:65536] 2=C[0:4096] 3=D[0:4096] 4=E[0:32] 5=E[0:32] 6=F[0:1024] 7=A[0:1024] 8=92 bytes
     9=G[0:32] 10=H[0:128]
@@ -376,7 +376,7 @@ dense, 40 tokens
   expert_combine_f16 grid 1x40x1 of 256x1x1
   0=J[0:20480] 1=A[0:320] 2=K[0:320] 3=L[0:10240] 4=L[0:10240] 5=L[0:10240] 6=L[0:10240] 7=116 bytes
   threadgroup(0)=656 bytes
-affine4-64, 40 tokens
+affine4_64, 40 tokens
   bucket_pairs_i32 grid 1x1x1 of 64x1x1
   0=A[0:320] 1=B[0:320] 2=C[0:36] 3=D[0:304] 4=E[0:24] 5=36 bytes
   threadgroup(0)=656 bytes
@@ -462,7 +462,7 @@ embedding
 def test_grid_follows_the_cores(simulated, gpu, launch):
     x, weight = tensor(40, 64), matrix(2048, 64)
     with plans_for(gpu), simulated.trace() as commands:
-        ops.linear_quantized(x, *weight, None, *INT4)
+        ops.linear_quantized(x, *weight, None, INT4)
     assert [command.startswith(launch) for command in commands] == [True]
 
 

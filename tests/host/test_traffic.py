@@ -11,8 +11,8 @@ from support.quantized_layers import place, random_quantized
 
 ops = torch.ops.moe_mps
 EPS = 1e-6
-FORMATS = {"dense": None, "int4": INT4, "int8": (8, 64, "affine"), "mxfp4": (4, 32, "mxfp4")}
-OTHER_GROUPS = {f"int{bits}-{group}": (bits, group, "affine") for bits in (4, 8) for group in (32, 128)}
+FORMATS = {"dense": None, "int4": INT4, "int8": "affine8_64", "mxfp4": "mxfp4"}
+OTHER_GROUPS = {f"int{bits}-{group}": f"affine{bits}_{group}" for bits in (4, 8) for group in (32, 128)}
 PAIRS_AT_ONCE, LANES_OF_A_SCALE = 2, 4
 TILE_ROWS = 128  # of a weight
 
@@ -226,12 +226,12 @@ def test_other_strides_are_copied_with_a_warning(simulated, capfd):
 def test_weights_are_read_once(simulated, tokens):
     """By one token, by two that share dot products, and by a tile of a matrix product."""
     parts, x = matrix(512, 1024), tensor(tokens, 1024)
-    dispatch = only_dispatch(simulated, lambda: ops.linear_quantized(x, *parts, None, *INT4))
+    dispatch = only_dispatch(simulated, lambda: ops.linear_quantized(x, *parts, None, INT4))
     packed = dispatch.buffers[1]
     assert packed.bytes_read == packed.distinct_bytes_read == parts[0].nbytes
 
 
 def test_an_embedding_reads_its_rows_alone(simulated):
     parts, ids = matrix(50, 256), torch.tensor([7, 3, -1], device="mps")
-    rows = only_dispatch(simulated, lambda: ops.embedding_quantized(ids, *parts, *INT4, torch.float16))
+    rows = only_dispatch(simulated, lambda: ops.embedding_quantized(ids, *parts, INT4, torch.float16))
     assert rows.buffers[0].bytes_read == 2 * parts[0].nbytes // 50

@@ -65,7 +65,7 @@ def in_8_bits(device, groups, **caches):
     for (name, cache), group in zip(caches.items(), groups, strict=True):
         parts = [t.view(*cache.shape[:3], -1) for t in quantize(cache.cpu().flatten(0, 1), 8, group)]
         packed, scales, biases = parts
-        number = dequantise(packed, scales, torch.zeros_like(biases), 8, group)
+        number = dequantise(packed, scales, torch.zeros_like(biases), f"affine8_{group}")
         bias = np.repeat(exact(biases), group, -1)
         arguments |= dict(zip((name, f"{name}_scales", f"{name}_biases"), parts, strict=True))
         values.append(number + bias)
@@ -353,7 +353,7 @@ def test_a_cache_in_8_bits(device, dtype, width, group):
     states = memory[1:].view(2, 5, 3, width).transpose(1, 2)  # not on 16 bytes
     cache = cache_of(states, 9, group, device)
     torch.ops.moe_mps.write_cache_quantized_(states, *cache, 2)
-    values = dequantise(*(tensor.cpu() for tensor in cache), 8, group)
+    values = dequantise(*(tensor.cpu() for tensor in cache), f"affine8_{group}")
     off = abs(values[:, :, 2:7] - exact(states)).reshape(2, 3, 5, -1, group).max(-1)
     step = exact(cache[1])[:, :, 2:7]
     assert (off <= 0.5 * step * (1 + 1e-4)).all()
@@ -389,7 +389,7 @@ def test_a_cache_in_8_bits_of_special_numbers(device, dtype):
     cache = cache_of(states, 4, 32, device)
     torch.ops.moe_mps.write_cache_quantized_(states.to(device), *cache, 0)
     with np.errstate(invalid="ignore"):
-        values = dequantise(*(tensor.cpu() for tensor in cache), 8, 32)[0, 0].reshape(4, 2, 32)
+        values = dequantise(*(tensor.cpu() for tensor in cache), "affine8_32")[0, 0].reshape(4, 2, 32)
     assert (values[0] == exact(states)[0, 0, 0, 0]).all() and (values[1] == 0.0).all()
     assert np.isnan(values).any(-1).tolist() == [[False, False]] * 2 + [[True, False], [False, True]]
     assert np.isnan(values[2, 0]).all() and np.isnan(values[3, 1]).all()

@@ -11,6 +11,7 @@ from torch_moe_mps.ops._samples import E, H, I, K, T, packet, sample_arguments
 pytestmark = pytest.mark.one_schedule
 
 FLOATS = "float32 or float16 or bfloat16"
+NAME = "a name such as affine4_64 or mxfp4"
 
 
 def wrong(message: str, **arguments) -> tuple[str, dict]:
@@ -66,7 +67,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         wrong("float32", residual=zeros(T, H, dtype=half)),
         wrong("False without shared_gate", gate_is_logit=True, shared_out=zeros(T, H)),
     ]
-    mxfp4 = {"mode": "mxfp4", "biases": None, "scales": zeros(E, I, 2, dtype=torch.uint8)}
+    mxfp4 = {"format": "mxfp4", "biases": None, "scales": zeros(E, I, 2, dtype=torch.uint8)}
     scales = zeros(2, 2, 9, 1)
     eight_bits = {
         **{"q": zeros(2, 4, T, 32), "k_scales": scales, "k_biases": scales},
@@ -134,27 +135,32 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("of shape [E, N, H * 4 / 32] = (8, 32, 8)", packed=zeros(E, I, 9, dtype=integer)),
             wrong("of shape [E, N, H / 32] = (8, 32, 2)", scales=zeros(E, I, 1)),
             wrong(FLOATS, scales=zeros(E, I, 2, dtype=torch.uint8)),
-            wrong("a tensor for mode affine", biases=None),
+            wrong("a tensor for format affine4_32", biases=None),
             wrong("of shape [E, N, H / 32] = (8, 32, 2)", biases=zeros(E, I, 1)),
             wrong("float32", biases=zeros(E, I, 2, dtype=half)),
-            wrong("2 or 3 or 4 or 5 or 6 or 8 for mode affine", bits=7),
-            wrong("32 or 64 or 128 for mode affine", group_size=16),
-            wrong("one of affine, mxfp4, mxfp8, nvfp4", mode="int4"),
+            wrong(NAME, format="affine7_64"),
+            wrong(NAME, format="affine4_16"),
+            wrong(NAME, format="affine"),
             wrong(
-                "biases must be None for mode mxfp4, got a tensor of shape (8, 32, 2)",
+                "biases must be None for format mxfp4, got a tensor of shape (8, 32, 2)",
                 **mxfp4 | {"biases": zeros(E, I, 2)},
             ),
             wrong("scales must be uint8", **mxfp4 | {"scales": zeros(E, I, 2)}),
-            wrong("bits must be 4 for mode mxfp4", **mxfp4 | {"bits": 8}),
-            wrong("group_size must be 32 for mode mxfp4", **mxfp4 | {"group_size": 64}),
-            wrong("bits must be 8 for mode mxfp8, got 4", **mxfp4 | {"mode": "mxfp8"}),
-            wrong("group_size must be 16 for mode nvfp4, got 32", **mxfp4 | {"mode": "nvfp4"}),
+            wrong(
+                "packed must be of shape [E, N, H * 8 / 32] = (8, 32, 16), got (8, 32, 8)",
+                **mxfp4 | {"format": "mxfp8"},
+            ),
+            wrong(
+                "scales must be of shape [E, N, H / 16] = (8, 32, 4), got (8, 32, 2)",
+                **mxfp4 | {"format": "nvfp4"},
+            ),
             wrong("of shape [E, N] = (8, 32)", bias=zeros(E, I + 1)),
             wrong("of shape [T, K] with T = 3 as in x", ids=zeros(T - 1, K, dtype=integer)),
         ],
         "moe_experts_quantized": [
             wrong(
-                "gate_up_scales must be of shape [E, 2I, H / 64] = (8, 64, 1), got (8, 64, 2)", group_size=64
+                "gate_up_scales must be of shape [E, 2I, H / 64] = (8, 64, 1), got (8, 64, 2)",
+                **{"format": "affine4_64", "down_format": "affine4_32"},
             ),
             wrong(
                 "down_packed must be of shape [E, H, I * 4 / 32] = (8, 64, 8), got (8, 64, 4)", gated=False
@@ -162,16 +168,16 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("of an even number of rows 2I", gate_up_packed=zeros(E, 63, 8, dtype=integer)),
             wrong("of shape [E, 2I, H / 32] = (8, 64, 2)", gate_up_scales=zeros(E, 2 * I, 1)),
             wrong("of shape [E, H, I * 4 / 32] = (8, 64, 4)", down_packed=zeros(E, H, 8, dtype=integer)),
-            wrong("a tensor for mode affine", down_biases=None),
+            wrong("a tensor for format affine4_32", down_biases=None),
             wrong(
-                "down_packed must be of shape [E, H, I * 6 / 32] = (8, 64, 6), got (8, 64, 4)", down_bits=6
+                "down_packed must be of shape [E, H, I * 6 / 32] = (8, 64, 6), got (8, 64, 4)",
+                down_format="affine6_32",
             ),
-            wrong("32 or 64 or 128 for mode affine", down_group_size=16),
             wrong(
-                "down_biases must be None for mode mxfp4, got a tensor of shape (8, 64, 1)", down_mode="mxfp4"
+                "down_biases must be None for format mxfp4, got a tensor of shape (8, 64, 1)",
+                down_format="mxfp4",
             ),
-            wrong("8 for mode mxfp8", down_bits=4, down_mode="mxfp8"),
-            wrong("one of affine, mxfp4, mxfp8, nvfp4", down_mode="int4"),
+            wrong(NAME, down_format="int4"),
             *around,
             wrong("shared_out must be given when shared_gate is, got None", shared_gate=zeros(T)),
         ],
@@ -184,10 +190,10 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("of shape [N, C * 4 / 32] = (32, 8)", packed=zeros(I, 9, dtype=integer)),
             wrong("of shape [N, C / 32] = (32, 2)", scales=zeros(I, 1)),
             wrong(FLOATS, scales=zeros(I, 2, dtype=torch.uint8)),
-            wrong("a tensor for mode affine", biases=None),
+            wrong("a tensor for format affine4_32", biases=None),
             wrong("of shape [N, C / 32] = (32, 2)", biases=zeros(I, 1)),
-            wrong("packed must be of shape [N, C * 6 / 32] = (32, 12), got (32, 8)", bits=6),
-            wrong("group_size must be 16 for mode nvfp4, got 32", mode="nvfp4"),
+            wrong("packed must be of shape [N, C * 6 / 32] = (32, 12), got (32, 8)", format="affine6_32"),
+            wrong(NAME, format=""),
             wrong("of shape [N] = (32,)", bias=zeros(I + 1)),
             wrong(FLOATS, bias=zeros(I, dtype=integer)),
             wrong("int32", order=zeros(I)),
@@ -198,9 +204,13 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("of an even number of rows 2I", gate_up_packed=zeros(63, 8, dtype=integer)),
             wrong("down_packed must be of shape [H, I * 4 / 32] = (64, 8), got (64, 4)", gated=False),
             wrong("of shape [H, I / 32] = (64, 1)", down_scales=zeros(H, 2)),
-            wrong("down_packed must be of shape [H, I * 3 / 32] = (64, 3), got (64, 4)", down_bits=3),
             wrong(
-                "down_biases must be None for mode mxfp4, got a tensor of shape (64, 1)", down_mode="mxfp4"
+                "down_packed must be of shape [H, I * 3 / 32] = (64, 3), got (64, 4)",
+                down_format="affine3_32",
+            ),
+            wrong(
+                "down_biases must be None for format mxfp4, got a tensor of shape (64, 1)",
+                down_format="mxfp4",
             ),
             wrong("of shape [2I] = (64,)", gate_up_bias=zeros(I)),
             wrong("of shape [H] = (64,)", down_bias=zeros(I)),
@@ -212,7 +222,9 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("int32 or int64", ids=zeros(T)),
             wrong("2-D", packed=zeros(8, dtype=integer)),
             wrong("of shape [V, C / 32] = (8, 2)", scales=zeros(E - 1, 2)),
-            wrong("C, the input dimension of packed, must be a multiple of 128, got 64", group_size=128),
+            wrong(
+                "C, the input dimension of packed, must be a multiple of 128, got 64", format="affine4_128"
+            ),
             wrong(f"{FLOATS}, got int32", dtype=torch.int32),
         ],
         "rms_norm": [

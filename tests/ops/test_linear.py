@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.layouts import LAYOUTS, lay
 from support.operators import plans_for
+from support.oracles_experts import group_of, numbers_of
 from support.oracles_operators import checked
 from support.quantized_layers import (
     ALL_FORMATS,
@@ -15,7 +16,6 @@ from support.quantized_layers import (
     check_mlp,
     dense,
     each,
-    name_of,
     place,
     random_matrix,
 )
@@ -33,10 +33,10 @@ IDS = (torch.int32, torch.int64)
 def test_every_format(device, format):
     """Each with one dtype; the others in the sweep. Odd numbers of outputs, all kernels."""
     dtype = DTYPES[ALL_FORMATS.index(format) % 3]
-    columns = 3 * max(format[1], 32)
+    columns = 3 * max(group_of(format), 32)
     for i, tokens in enumerate((1, 3, 7, 53)):
         check_linear(device, (tokens, columns, 2 * columns - 7), format, dtype, i, bias=i % 2 == 1)
-    check_mlp(device, (1, columns, 2 * max(format[1], 32)), format, dtype, 5)
+    check_mlp(device, (1, columns, 2 * max(group_of(format), 32)), format, dtype, 5)
     weight = random_matrix(11, columns, format, dtype, 6)
     ids = torch.tensor([[10, 0, 3], [-1, 11, 5]])
     check_embedding(device, weight, ids, format, dtype)
@@ -46,11 +46,11 @@ def test_every_format(device, format):
 def test_norm_of_the_input(device, dtype):
     """Within the product for one token, in a dispatch of its own for several, for another dtype of its weight
     and for formats of few bits; with a residual, a bias and an offset. One format has every dtype."""
-    formats = [(4, 64, "affine"), (8, 32, "affine"), (6, 32, "affine"), (2, 64, "affine"), (4, 32, "mxfp4")]
+    formats = ["affine4_64", "affine8_32", "affine6_32", "affine2_64", "mxfp4"]
     for i, format in enumerate(formats):
         if i and dtype != DTYPES[i % 3]:
             continue
-        columns, rows = 3 * max(format[1], 32), 45 + i
+        columns, rows = 3 * max(group_of(format), 32), 45 + i
         weight = place(random_matrix(rows, columns, format, dtype, i), device)
         mlp = [random_matrix(2 * columns, columns, format, dtype, i + 1)]
         mlp.append(random_matrix(columns, columns, format, dtype, i + 2))
@@ -63,29 +63,29 @@ def test_norm_of_the_input(device, dtype):
             }
             residual = random((tokens, rows), dtype, i + 4).to(device)
             bias = random((rows,), dtype, i + 5).to(device) if i % 2 else None
-            checked("linear_quantized", x, *weight, bias, *format, residual=residual, **norm)
-            checked("mlp_quantized", x, *(t for each in mlp for t in place(each, device)), *format, **norm)
+            checked("linear_quantized", x, *weight, bias, format, residual=residual, **norm)
+            checked("mlp_quantized", x, *(t for each in mlp for t in place(each, device)), format, **norm)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_outputs_in_another_order(device, tokens):
     """The bias stays with its row of the weight, the residual with its column of the result."""
-    for i, (format, rows) in enumerate((((4, 64, "affine"), 45), ((8, 32, "affine"), 130))):
+    for i, (format, rows) in enumerate((("affine4_64", 45), ("affine8_32", 130))):
         weight = place(random_matrix(rows, 128, format, DTYPES[i], i), device)
         x, residual = (random((tokens, n), DTYPES[i], i).to(device) for n in (128, rows))
         order = torch.randperm(rows, generator=torch.Generator().manual_seed(i)).int()
         order = lay(order, ("contiguous", "strided")[i], device)
         bias = random((rows,), torch.float32, i).to(device)
-        checked("linear_quantized", x, *weight, bias, *format, residual=residual, order=order)
+        checked("linear_quantized", x, *weight, bias, format, residual=residual, order=order)
         norm = random((128,), DTYPES[i], i).to(device)
-        checked("linear_quantized", x, *weight, None, *format, order=order, norm_weight=norm)
+        checked("linear_quantized", x, *weight, None, format, order=order, norm_weight=norm)
 
 
 @pytest.mark.parametrize("tokens, rows", [(4, 2048), (33, 2048)])
 def test_threadgroups_for_every_core(device, tokens, rows):
     """So many that the simdgroups of a threadgroup have rows of their own, on a GPU of eight cores."""
     with plans_for("Apple M1") if device == "mps" else nullcontext():
-        check_linear(device, (tokens, 64, rows), (4, 64, "affine"), torch.float16, tokens, bias=True)
+        check_linear(device, (tokens, 64, rows), "affine4_64", torch.float16, tokens, bias=True)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -93,28 +93,26 @@ def test_threadgroups_for_every_core(device, tokens, rows):
 def test_tokens(device, dtype, tokens):
     """A full block of output rows, one row more, a single row; leading dimensions."""
     for i, (columns, rows) in enumerate(((64, 128), (192, 129), (640, 1), (64, 16), (128, 33))):
-        check_linear(device, (tokens, columns, rows), (4, 64, "affine"), dtype, i, bias=i % 2 == 0)
-    check_linear(device, (64, 40), (4, 64, "affine"), dtype, 7)
-    check_linear(device, (2, tokens, 1, 64, 40), (4, 64, "affine"), dtype, 8)
+        check_linear(device, (tokens, columns, rows), "affine4_64", dtype, i, bias=i % 2 == 0)
+    check_linear(device, (64, 40), "affine4_64", dtype, 7)
+    check_linear(device, (2, tokens, 1, 64, 40), "affine4_64", dtype, 8)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(device, layout):
     for tokens in (1, 3, 8):
-        check_linear(
-            device, (tokens, 128, 40), (4, 32, "affine"), torch.float16, tokens, bias=True, layout=layout
-        )
-    weight = random_matrix(20, 128, (4, 32, "affine"), torch.float16, 1)
+        check_linear(device, (tokens, 128, 40), "affine4_32", torch.float16, tokens, bias=True, layout=layout)
+    weight = random_matrix(20, 128, "affine4_32", torch.float16, 1)
     ids = torch.tensor([[3, 19], [0, 7]])
-    check_embedding(device, weight, ids, (4, 32, "affine"), torch.float16, layout)
+    check_embedding(device, weight, ids, "affine4_32", torch.float16, layout)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 def test_scales_beyond_the_dtype_of_the_activations(device, tokens):
     check_linear(
-        device, (tokens, 128, 40), (4, 64, "affine"), torch.float16, 3, scale_dtype=torch.float32, bias=True
+        device, (tokens, 128, 40), "affine4_64", torch.float16, 3, scale_dtype=torch.float32, bias=True
     )
-    check_mlp(device, (tokens, 64, 64), (4, 64, "affine"), torch.float16, 4, scale_dtype=torch.float32)
+    check_mlp(device, (tokens, 64, 64), "affine4_64", torch.float16, 4, scale_dtype=torch.float32)
 
 
 OPTIONS = (
@@ -128,7 +126,7 @@ OPTIONS = (
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options["activation"])
 def test_mlp(device, options):
     """Biases, a residual, and a down projection of another format."""
-    down_formats = (6, 64, "affine"), (4, 32, "mxfp4"), (6, 64, "affine")
+    down_formats = "affine6_64", "mxfp4", "affine6_64"
     for i, (tokens, dtype) in enumerate(zip((1, 4, 12), DTYPES, strict=True)):
         rows = 96 * (1 + options.get("gated", True))
         around = {
@@ -136,75 +134,75 @@ def test_mlp(device, options):
             "down_bias": random((64,), dtype, 30 + i),
             "residual": random((tokens, 64), dtype, 40 + i),
         }
-        check_mlp(device, (tokens, 64, 96), (4, 32, "affine"), dtype, i, **options, **around)
+        check_mlp(device, (tokens, 64, 96), "affine4_32", dtype, i, **options, **around)
         down = {"down_format": down_formats[i]}
-        check_mlp(device, (tokens, 64, 64), (4, 64, "affine"), dtype, i, **down, **options)
+        check_mlp(device, (tokens, 64, 64), "affine4_64", dtype, i, **down, **options)
 
 
 def check_embedding(device, weight, ids, format, dtype, layout="contiguous"):
     for ids_dtype, out_dtype in zip((*IDS, torch.int32), DTYPES, strict=True):
         placed, indices = place(weight, device, layout), lay(ids.to(ids_dtype), layout, device)
-        assert checked("embedding_quantized", indices, *placed, *format, out_dtype).dtype == out_dtype
+        assert checked("embedding_quantized", indices, *placed, format, out_dtype).dtype == out_dtype
 
 
 def test_embedding(device):
     """An id outside reads nothing; any shape of ids; no ids."""
-    format = (6, 64, "affine")
+    format = "affine6_64"
     weight = random_matrix(40, 320, format, torch.bfloat16, 0)
     for ids in (torch.tensor([7]), torch.arange(-2, 43), torch.tensor([[[2**31 - 1, -(2**31), 39, 0]]])):
         check_embedding(device, weight, ids, format, torch.bfloat16)
     wide = torch.tensor([2**32 + 3, 3], device=device)
-    out = embedding_quantized(wide, *place(weight, device), *format, torch.float16).cpu()
+    out = embedding_quantized(wide, *place(weight, device), format, torch.float16).cpu()
     assert (out[0] == 0).all() and (out[1] != 0).any()
     none = torch.zeros(0, 2, dtype=torch.int32, device=device)
-    assert embedding_quantized(none, *place(weight, device), *format, torch.float32).shape == (0, 2, 320)
+    assert embedding_quantized(none, *place(weight, device), format, torch.float32).shape == (0, 2, 320)
 
 
 def test_empty(device):
-    format = (4, 32, "affine")
+    format = "affine4_32"
     weight, down = (place(random_matrix(64, 32, format, torch.float32, seed), device) for seed in (0, 1))
     x = torch.zeros(2, 0, 32, device=device)
-    assert linear_quantized(x, *weight, None, *format).shape == (2, 0, 64)
+    assert linear_quantized(x, *weight, None, format).shape == (2, 0, 64)
     nothing = [tensor[:0] for tensor in weight]
-    assert linear_quantized(x.new_ones(3, 32), *nothing, None, *format).shape == (3, 0)
+    assert linear_quantized(x.new_ones(3, 32), *nothing, None, format).shape == (3, 0)
     bias = torch.arange(64.0, device=device)
     narrow = [tensor[:, :0] for tensor in weight]
-    out = linear_quantized(x.new_ones(3, 0), *narrow, bias, *format)
+    out = linear_quantized(x.new_ones(3, 0), *narrow, bias, format)
     assert torch.equal(out.cpu(), torch.arange(64.0).expand(3, 64))
     order = torch.arange(63, -1, -1, dtype=torch.int32, device=device)
-    out = linear_quantized(x.new_ones(3, 0), *narrow, bias, *format, order=order)
+    out = linear_quantized(x.new_ones(3, 0), *narrow, bias, format, order=order)
     assert torch.equal(out.cpu(), torch.arange(63.0, -1.0, -1.0).expand(3, 64))
     gate_up = [tensor[:0] for tensor in weight]
     down = [tensor[:32, :0] for tensor in down]
-    out = mlp_quantized(x.new_ones(3, 32), *gate_up, *down, *format, down_bias=bias[:32])
+    out = mlp_quantized(x.new_ones(3, 32), *gate_up, *down, format, down_bias=bias[:32])
     assert torch.equal(out.cpu(), torch.arange(32.0).expand(3, 32))
-    assert mlp_quantized(x, *gate_up, *down, *format).shape == (2, 0, 32)
+    assert mlp_quantized(x, *gate_up, *down, format).shape == (2, 0, 32)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 def test_infinite_input(device, tokens):
     """All outputs of its token become non-finite; other tokens are unaffected."""
-    format = (4, 32, "affine")
+    format = "affine4_32"
     weight = random_matrix(33, 64, format, torch.float16, 1)
     x = random((tokens, 64), torch.float16, 2)
     x[0, 5] = torch.inf
-    out = checked("linear_quantized", x.to(device), *place(weight, device), None, *format).cpu()
+    out = checked("linear_quantized", x.to(device), *place(weight, device), None, format).cpu()
     assert not out[0][torch.as_tensor(dense(weight, format)[:, 5] != 0)].isfinite().any()
 
 
 @pytest.mark.one_schedule
 def test_the_same_bits_every_time(device, every_order):
-    format = (4, 32, "affine")
+    format = "affine4_32"
     weight = place(random_matrix(70, 192, format, torch.float32, 0), device)
     for tokens in (1, 4, 20):
         x = random((tokens, 192), torch.float32, 1).to(device)
-        first, *others = [linear_quantized(x, *weight, None, *format).cpu() for _ in every_order()]
+        first, *others = [linear_quantized(x, *weight, None, format).cpu() for _ in every_order()]
         assert all(torch.equal(other, first) for other in others)
 
 
 def test_rows_of_several_layers_are_one_call(device):
     """Concatenated rows give what the layers give one by one, bit for bit."""
-    format = (4, 64, "affine")
+    format = "affine4_64"
     layers = [random_matrix(rows, 128, format, torch.float16, rows) for rows in (32, 16, 48)]
     together = [
         torch.cat([w.view(torch.int32) if w.dtype == torch.uint32 else w for w in parts])
@@ -212,26 +210,24 @@ def test_rows_of_several_layers_are_one_call(device):
     ]
     for tokens in (1, 3, 8):
         x = random((tokens, 128), torch.float16, 1).to(device)
-        apart = [linear_quantized(x, *place(layer, device), None, *format) for layer in layers]
-        out = linear_quantized(x, *place(together, device), None, *format)
+        apart = [linear_quantized(x, *place(layer, device), None, format) for layer in layers]
+        out = linear_quantized(x, *place(together, device), None, format)
         assert torch.equal(out.cpu(), torch.cat(apart, -1).cpu())
 
 
 def test_the_reference_dequantises_some_rows_at_a_time(monkeypatch):
-    format = (5, 64, "affine")
+    format = "affine5_64"
     weight, x = random_matrix(23, 128, format, torch.float32, 0), random((4, 128), torch.float32, 1)
-    whole = linear_quantized(x, *weight, None, *format)
+    whole = linear_quantized(x, *weight, None, format)
     monkeypatch.setattr(linear, "VALUES_AT_ONCE", 5 * 128)
-    assert torch.allclose(linear_quantized(x, *weight, None, *format), whole, rtol=0, atol=1e-5)
+    assert torch.allclose(linear_quantized(x, *weight, None, format), whole, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "format", [(4, 64, "affine"), (6, 32, "affine"), (8, 32, "mxfp8"), (4, 16, "nvfp4")], ids=name_of
-)
+@pytest.mark.parametrize("format", ["affine4_64", "affine6_32", "mxfp8", "nvfp4"])
 def test_against_mlx(format):
     """quantized_matmul and dequantize on MLX's own weights."""
     mx = pytest.importorskip("mlx.core")
-    bits, group_size, mode = format
+    bits, group_size, mode = numbers_of(format)
     options = {"group_size": group_size, "bits": bits, "mode": mode}
     dense_weight, x = random((40, 256), torch.float32, 0), random((5, 256), torch.float32, 1)
     with mx.stream(mx.cpu):
@@ -240,8 +236,8 @@ def test_against_mlx(format):
         rows = np.array(mx.dequantize(*parts, dtype=mx.float32, **options))
         packed, *scales = [torch.from_numpy(np.array(part)) for part in parts]
     weight = (packed, scales[0], scales[1] if mode == "affine" else None)
-    assert np.allclose(linear_quantized(x, *weight, None, *format), expected, rtol=1e-4, atol=1e-4)
-    embedded = embedding_quantized(torch.arange(40), *weight, *format, torch.float32)
+    assert np.allclose(linear_quantized(x, *weight, None, format), expected, rtol=1e-4, atol=1e-4)
+    embedded = embedding_quantized(torch.arange(40), *weight, format, torch.float32)
     assert np.allclose(embedded, rows, rtol=1e-6, atol=1e-6)
 
 

@@ -58,26 +58,24 @@ moe_mps::gated_delta_rule_(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, 
     Tensor? gate=None, Tensor? norm_weight=None, float norm_eps=9.9999999999999995e-07, float
     norm_offset=0.) -> Tensor
 moe_mps::heads_mm(Tensor x, Tensor weight, *, bool transposed=False, Tensor? tail=None) -> Tensor
-moe_mps::linear_quantized(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor? bias, int bits,
-    int group_size, str mode, Tensor? residual=None, Tensor? order=None, Tensor? norm_weight=None, float
+moe_mps::linear_quantized(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor? bias, str format,
+    Tensor? residual=None, Tensor? order=None, Tensor? norm_weight=None, float
     norm_eps=9.9999999999999995e-07, float norm_offset=0.) -> Tensor
 moe_mps::mlp_quantized(Tensor x, Tensor gate_up_packed, Tensor gate_up_scales, Tensor? gate_up_biases,
-    Tensor down_packed, Tensor down_scales, Tensor? down_biases, int bits, int group_size, str mode, *,
-    Tensor? gate_up_bias=None, Tensor? down_bias=None, str activation="silu", float? alpha=None, float?
-    limit=None, bool gated=True, bool interleaved=False, Tensor? residual=None, int? down_bits=None, int?
-    down_group_size=None, str? down_mode=None, Tensor? norm_weight=None, float
+    Tensor down_packed, Tensor down_scales, Tensor? down_biases, str format, *, Tensor? gate_up_bias=None,
+    Tensor? down_bias=None, str activation="silu", float? alpha=None, float? limit=None, bool gated=True,
+    bool interleaved=False, Tensor? residual=None, str? down_format=None, Tensor? norm_weight=None, float
     norm_eps=9.9999999999999995e-07, float norm_offset=0.) -> Tensor
-moe_mps::embedding_quantized(Tensor ids, Tensor packed, Tensor scales, Tensor? biases, int bits, int
-    group_size, str mode, ScalarType dtype) -> Tensor
-moe_mps::expert_qmm(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor ids, int bits, int
-    group_size, str mode, Tensor? bias=None) -> Tensor
+moe_mps::embedding_quantized(Tensor ids, Tensor packed, Tensor scales, Tensor? biases, str format,
+    ScalarType dtype) -> Tensor
+moe_mps::expert_qmm(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor ids, str format, Tensor?
+    bias=None) -> Tensor
 moe_mps::moe_experts_quantized(Tensor x, Tensor gate_up_packed, Tensor gate_up_scales, Tensor?
     gate_up_biases, Tensor down_packed, Tensor down_scales, Tensor? down_biases, Tensor ids, Tensor weights,
-    int bits, int group_size, str mode, *, Tensor? gate_up_bias=None, Tensor? down_bias=None, str
-    activation="silu", float? alpha=None, float? limit=None, bool gated=True, bool interleaved=False,
-    Tensor? shared_gate=None, Tensor? shared_out=None, Tensor? residual=None, bool gate_is_logit=False, int?
-    down_bits=None, int? down_group_size=None, str? down_mode=None, Tensor? norm_weight=None, float
-    norm_eps=9.9999999999999995e-07, float norm_offset=0.) -> Tensor
+    str format, *, Tensor? gate_up_bias=None, Tensor? down_bias=None, str activation="silu", float?
+    alpha=None, float? limit=None, bool gated=True, bool interleaved=False, Tensor? shared_gate=None,
+    Tensor? shared_out=None, Tensor? residual=None, bool gate_is_logit=False, str? down_format=None, Tensor?
+    norm_weight=None, float norm_eps=9.9999999999999995e-07, float norm_offset=0.) -> Tensor
 moe_mps::rope(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? q_weight=None, Tensor? k_weight=None,
     float eps=9.9999999999999995e-07, float weight_offset=0., *, str pairs="half", int? rotary_dim=None,
     bool rotary_last=False) -> (Tensor, Tensor)

@@ -8,7 +8,7 @@ import torch
 from support.expert_layers import IDS, random_ids, to_device
 from support.layouts import LAYOUTS, lay
 from support.oracles import exact
-from support.oracles_experts import assert_close, dequantise
+from support.oracles_experts import assert_close, dequantise, group_of, numbers_of
 from support.oracles_experts import expert_mm as expected_mm
 from support.oracles_operators import checked
 from support.quantized_layers import (
@@ -17,7 +17,6 @@ from support.quantized_layers import (
     check_layer,
     dense,
     each,
-    name_of,
     place,
     random_quantized,
 )
@@ -28,7 +27,7 @@ from torch_moe_mps.ops.quantized import expert_qmm, moe_experts_quantized
 
 @pytest.mark.parametrize("format", each(FORMATS))
 def test_expert_qmm(device, format):
-    step = max(format[1], 64)
+    step = max(group_of(format), 64)
     for i, (tokens, slots, experts, rows) in enumerate(
         [(1, 1, 1, 1), (1, 8, 9, 33), (5, 2, 3, 40), (70, 2, 3, 17)]
     ):
@@ -37,29 +36,27 @@ def test_expert_qmm(device, format):
         x = random((tokens, slots, hidden) if i % 2 else (tokens, hidden), dtype, i)
         ids = random_ids(tokens, slots, experts, i, IDS[i % 2])
         bias = random((experts, rows), dtype, i).to(device) if i % 2 else None
-        checked("expert_qmm", x.to(device), *place(weight, device), ids.to(device), *format, bias)
+        checked("expert_qmm", x.to(device), *place(weight, device), ids.to(device), format, bias)
 
 
 # The others in the sweep.
 ALWAYS = (
-    ((4, 64, "affine"), torch.float16),
-    ((8, 32, "affine"), torch.bfloat16),
-    ((4, 32, "mxfp4"), torch.float32),
+    ("affine4_64", torch.float16),
+    ("affine8_32", torch.bfloat16),
+    ("mxfp4", torch.float32),
 )
 
 
 @pytest.mark.parametrize(
     ("format", "dtype"),
     [
-        pytest.param(
-            *case, id=f"{name_of(case[0])}-{case[1]}", marks=[] if case in ALWAYS else pytest.mark.sweep
-        )
+        pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=[] if case in ALWAYS else pytest.mark.sweep)
         for case in itertools.product(FORMATS, DTYPES)
     ],
 )
 def test_layer(device, format, dtype):
     """Sizes are multiples of the group, not of a tile."""
-    group = format[1]
+    group = group_of(format)
     check_layer(device, (1, 8, 16, 3 * max(group, 64), max(group, 96) // group * group), format, dtype, 0)
     check_layer(device, (3, 2, 4, group, group), format, dtype, 1, scale_dtype=torch.float32)
     check_layer(device, (7, 3, 12, 3 * group, 5 * group), format, dtype, 3, scale_dtype=torch.float32)
@@ -69,38 +66,23 @@ def test_layer(device, format, dtype):
 @pytest.mark.parametrize("format", each(f for f in ALL_FORMATS if f not in FORMATS))
 def test_other_formats(device, format):
     """Each with one dtype; the others in the sweep."""
-    dtype, group = DTYPES[ALL_FORMATS.index(format) % 3], max(format[1], 32)
+    dtype, group = DTYPES[ALL_FORMATS.index(format) % 3], max(group_of(format), 32)
     check_layer(device, (1, 4, 6, 3 * group, group), format, dtype, 0)
     check_layer(device, (5, 2, 3, 2 * group, 3 * group), format, dtype, 1)
     check_layer(device, (37, 2, 3, 2 * group, group), format, dtype, 2)
 
 
-@pytest.mark.parametrize("down_format", [(6, 64, "affine"), (4, 32, "affine"), (4, 32, "mxfp4")], ids=name_of)
+@pytest.mark.parametrize("down_format", ["affine6_64", "affine4_32", "mxfp4"])
 def test_a_format_of_its_own_for_down(device, down_format):
     for i, tokens in enumerate((1, 4, 40)):
-        check_layer(device, (tokens, 2, 3, 128, 64), (4, 64, "affine"), DTYPES[i], i, down_format=down_format)
-
-
-def test_another_mode_for_down_brings_its_own_groups(device):
-    gate_up, down = (4, 64, "affine"), (4, 32, "mxfp4")
-    parts = place(random_quantized(3, 128, 64, gate_up, torch.float32, 0), device)
-    parts += place(random_quantized(3, 64, 64, down, torch.float32, 1), device)
-    x, ids = torch.ones(2, 64, device=device), torch.tensor([[0, 2], [1, 0]], device=device)
-    results = [
-        moe_experts_quantized(x, *parts, ids, torch.ones(2, 2, device=device), *gate_up, **options).cpu()
-        for options in (
-            {"down_mode": "mxfp4"},
-            {"down_mode": "mxfp4", "down_bits": 4, "down_group_size": 32},
-        )
-    ]
-    assert torch.equal(*results) and results[0].isfinite().all()
+        check_layer(device, (tokens, 2, 3, 128, 64), "affine4_64", DTYPES[i], i, down_format=down_format)
 
 
 @pytest.mark.parametrize("wide", ["gate_up", "down"])
 @pytest.mark.parametrize("tokens", [1, 4, 40])
 def test_scales_beyond_the_dtype_of_the_activations(device, tokens, wide):
     """One matrix has float32 scales that are no float16, which everything else is."""
-    format, around = (4, 64, "affine"), {"activation": "relu", "gated": False}
+    format, around = "affine4_64", {"activation": "relu", "gated": False}
     matrices = {
         name: random_quantized(3, 64, 64, format, torch.float16, seed)
         for seed, name in ((0, "gate_up"), (5, "down"))
@@ -114,7 +96,7 @@ def test_scales_beyond_the_dtype_of_the_activations(device, tokens, wide):
     )
     placed = [part for matrix in matrices.values() for part in place(matrix, device)]
     x, ids, weights = (tensor.to(device) for tensor in (x, ids, weights))
-    checked("moe_experts_quantized", x, *placed, ids, weights, *format, **to_device(around, device))
+    checked("moe_experts_quantized", x, *placed, ids, weights, format, **to_device(around, device))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 40])
@@ -125,14 +107,14 @@ def test_infinite_input(device, format, tokens):
     weight = random_quantized(experts, rows, columns, format, torch.float16, 1)
     x, ids = random((tokens, columns), torch.float16, 2), random_ids(tokens, 2, experts, 3, torch.int32)
     x[0, 5] = torch.inf
-    out = checked("expert_qmm", x.to(device), *place(weight, device), ids.to(device), *format).cpu()
+    out = checked("expert_qmm", x.to(device), *place(weight, device), ids.to(device), format).cpu()
     touched = dense(weight, format)[ids[0].long(), :, 5] != 0
     assert not out[0][torch.as_tensor(touched)].isfinite().any()
 
 
-@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
-def test_options(device, mode):
-    format, hidden, intermediate = (4, 32, mode), 64, 32
+@pytest.mark.parametrize("format", ["affine4_32", "mxfp4"])
+def test_options(device, format):
+    hidden, intermediate = 64, 32
     for tokens, experts, dtype in ((2, 4, torch.bfloat16), (6, 9, torch.float32), (40, 4, torch.float16)):
         shape = (tokens, 2, experts, hidden, intermediate)
         biases = {
@@ -152,15 +134,14 @@ def test_options(device, mode):
         check_layer(device, shape, format, dtype, 24, activation="silu_clamped", limit=0.5)
 
 
-@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
-def test_sentinels_contribute_and_read_nothing(device, mode):
+@pytest.mark.parametrize("format", ["affine4_32", "mxfp4"])
+def test_sentinels_contribute_and_read_nothing(device, format):
     """The scales of experts that no valid id names are NaN (0xFF in mxfp4)."""
-    format = (4, 32, mode)
     for tokens in (2, 40):
         gate_up = random_quantized(6, 64, 64, format, torch.float32, 0)
         down = random_quantized(6, 64, 32, format, torch.float32, 1)
         for weight in (gate_up, down):
-            weight[1][3:] = 255 if mode == "mxfp4" else torch.nan
+            weight[1][3:] = 255 if format == "mxfp4" else torch.nan
         x, weights = random((tokens, 64), torch.float32, 2), torch.ones(tokens, 4)
         ids = random_ids(tokens, 4, 6, 3, torch.int64)
         ids[ids >= 3] += 2**32 - 3
@@ -168,8 +149,8 @@ def test_sentinels_contribute_and_read_nothing(device, mode):
         weights[ids >= 6] = torch.nan
         x, ids, weights = x.to(device), ids.to(device), weights.to(device)
         gate_up, down = place(gate_up, device), place(down, device)
-        out = checked("moe_experts_quantized", x, *gate_up, *down, ids, weights, *format)
-        slots = checked("expert_qmm", x, *gate_up, ids, *format)
+        out = checked("moe_experts_quantized", x, *gate_up, *down, ids, weights, format)
+        slots = checked("expert_qmm", x, *gate_up, ids, format)
         assert (out[-1] == 0).all() and (slots[-1] == 0).all()
 
 
@@ -184,7 +165,7 @@ def test_layouts(device):
         weights = random((4, 2), torch.float32, i).softmax(-1)
         placed = (*place(gate_up, device, layout), *place(down, device, others[0]))
         x, ids, weights = (lay(tensor, others[j], device) for j, tensor in enumerate((x, ids, weights)))
-        checked("moe_experts_quantized", x, *placed, ids, weights, *format)
+        checked("moe_experts_quantized", x, *placed, ids, weights, format)
 
 
 @pytest.mark.one_schedule
@@ -197,7 +178,7 @@ def test_the_same_bits_every_time(device, every_order, format):
         ids = random_ids(tokens, 8, experts, 8, torch.int32)
         x, ids, weights = (tensor.to(device) for tensor in (x, ids, weights))
         first, *others = [
-            moe_experts_quantized(x, *gate_up, *down, ids, weights, *format).cpu() for _ in every_order()
+            moe_experts_quantized(x, *gate_up, *down, ids, weights, format).cpu() for _ in every_order()
         ]
         assert all(torch.equal(other, first) for other in others)
 
@@ -206,9 +187,9 @@ def test_empty(device):
     weight = place(random_quantized(2, 64, 32, FORMATS[0], torch.float32, 0), device)
     down = place(random_quantized(2, 32, 32, FORMATS[0], torch.float32, 0), device)
     x, ids = torch.empty(0, 32, device=device), torch.empty(0, 2, dtype=torch.int32, device=device)
-    assert expert_qmm(x, *weight, ids, *FORMATS[0]).shape == (0, 2, 64)
+    assert expert_qmm(x, *weight, ids, FORMATS[0]).shape == (0, 2, 64)
     weights = torch.empty(0, 2, device=device)
-    assert moe_experts_quantized(x, *weight, *down, ids, weights, *FORMATS[0]).shape == (0, 32)
+    assert moe_experts_quantized(x, *weight, *down, ids, weights, FORMATS[0]).shape == (0, 32)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 40])
@@ -218,7 +199,7 @@ def test_no_experts_or_nothing_between_their_matrices(device, format, experts, i
     """What is left is the residual."""
 
     def empty(rows, columns):
-        bits, group_size, mode = format
+        bits, group_size, mode = numbers_of(format)
         packed = torch.zeros(experts, rows, columns * bits // 32, dtype=torch.int32)
         dtype = torch.uint8 if mode == "mxfp4" else torch.float32
         scales = torch.zeros(experts, rows, columns // group_size, dtype=dtype)
@@ -228,9 +209,9 @@ def test_no_experts_or_nothing_between_their_matrices(device, format, experts, i
     x = random((tokens, 64), torch.float32, 0).to(device)
     ids = torch.tensor([[2, 7]] * tokens, dtype=torch.int32).to(device)
     weights = torch.ones(tokens, 2).to(device)
-    out = moe_experts_quantized(x, *gate_up, *down, ids, weights, *format, residual=x)
+    out = moe_experts_quantized(x, *gate_up, *down, ids, weights, format, residual=x)
     assert torch.equal(out.cpu(), x.cpu())
-    assert not expert_qmm(x, *gate_up, ids, *format).cpu().any()
+    assert not expert_qmm(x, *gate_up, ids, format).cpu().any()
 
 
 def test_every_code_of_mxfp4(device):
@@ -246,19 +227,19 @@ def test_every_code_of_mxfp4(device):
     packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32).repeat(2).view(1, 1, 4)
     for scale, one in ((0, 8.0), (1, 8.0), (2, 1.0), (100, 1.0), (127, 1.0), (200, 1.0), (252, 1.0)):
         scales = torch.full((1, 1, 1), scale, dtype=torch.uint8)
-        values = dequantise(packed, scales, None, 4, 32).ravel()
+        values = dequantise(packed, scales, None, "mxfp4").ravel()
         subnormal = (abs(values) < 2.0**-126) & (device == "mps")
         weight = packed.to(device), scales.to(device), None
         for x in (torch.eye(32), torch.eye(64)[:, :32]):
             ids = torch.zeros(len(x), 1, dtype=torch.int32, device=device)
-            out = expert_qmm((one * x).to(device), *weight, ids, 4, 32, "mxfp4")
+            out = expert_qmm((one * x).to(device), *weight, ids, "mxfp4")
             found = exact(out).ravel()[:32]
             assert ((found == one * values) | (subnormal & (found == 0))).all() and not exact(out)[32:].any()
 
 
 def test_weights_over_4_gib(device):
     """Only the pages of the expert that is read exist; its packed bytes start behind 2^32."""
-    experts, rows, hidden, format = 2**13 + 2, 512, 2048, (4, 64, "affine")
+    experts, rows, hidden, format = 2**13 + 2, 512, 2048, "affine4_64"
     words, groups = hidden // 8, hidden // 64
     packed = torch.empty(experts, rows, words, dtype=torch.int32, device=device)
     scales, biases = (
@@ -271,7 +252,7 @@ def test_weights_over_4_gib(device):
     x, zero = random((1, hidden), torch.float16, 1), torch.zeros(1, 1, dtype=torch.int32)
     ids = torch.full((1, 1), experts - 1, dtype=torch.int32, device=device)
     expected = expected_mm(x, dense(last, format), zero, rounded_weight=True)
-    assert_close(expert_qmm(x.to(device), packed, scales, biases, ids, *format), expected)
+    assert_close(expert_qmm(x.to(device), packed, scales, biases, ids, format), expected)
 
 
 def test_one_expert_is_dequantised_at_a_time():
@@ -280,14 +261,14 @@ def test_one_expert_is_dequantised_at_a_time():
     packed, scales, biases = (tensor.expand(2**14, -1, -1) for tensor in weight)
     x, ids = random((2, 1024), torch.float32, 1), torch.tensor([[3, 16000], [7, 3]])
     expected = expected_mm(x, dense(weight, FORMATS[0]), torch.zeros_like(ids), rounded_weight=True)
-    assert_close(expert_qmm(x, packed.view(torch.int32), scales, biases, ids, *FORMATS[0]), expected)
+    assert_close(expert_qmm(x, packed.view(torch.int32), scales, biases, ids, FORMATS[0]), expected)
 
 
 @pytest.mark.parametrize("format", each(FORMATS))
 def test_against_mlx(device, format):
     """What MLX's own quantised weights give in MLX's own gather_qmm, in float32 on the CPU."""
     mx = pytest.importorskip("mlx.core")
-    bits, group_size, mode = format
+    bits, group_size, mode = numbers_of(format)
     tokens, slots, experts, rows, hidden = 6, 2, 5, 48, 256
     keywords = {"group_size": group_size, "bits": bits, "mode": mode}
     x, ids = random((tokens, hidden), torch.float32, 0), random_ids(tokens, slots, experts, 1, torch.int32)
@@ -310,5 +291,5 @@ def test_against_mlx(device, format):
         torch.from_numpy(np.array(biases[0])) if biases else None,
     )
     placed = place((packed.view(torch.uint32), scales, biases), device)
-    result = expert_qmm(x.to(device), *placed, ids.to(device), *format)
+    result = expert_qmm(x.to(device), *placed, ids.to(device), format)
     torch.testing.assert_close(result.cpu(), torch.from_numpy(expected), rtol=1e-5, atol=1e-4)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.expert_layers import ids_of_counts
+from support.oracles_experts import group_of
 from support.oracles_operators import checked
 from support.quantized_layers import FORMATS, check_layer, each, place, random_quantized
 from support.values import DTYPES, random
@@ -21,7 +22,7 @@ def test_many_pairs_of_one_expert(device, format, counts):
 
     In the down projection simdgroups share experts where there are at most 8.
     """
-    group, seed = format[1], sum(counts)
+    group, seed = group_of(format), sum(counts)
     counts += (0,) * (6 * (seed % 2))
     for i, (slots, dtype) in enumerate(zip((2, 3, 2), DTYPES, strict=True)):
         ids = ids_of_counts(counts, max(slots, -(-sum(counts) // 32)), seed)
@@ -29,7 +30,7 @@ def test_many_pairs_of_one_expert(device, format, counts):
         check_layer(device, shape, format, dtype, seed, ids=ids)
     weight = random_quantized(len(counts), 37, 5 * group, format, torch.float16, seed)
     x = random((*ids.shape, 5 * group), torch.float16, seed)
-    checked("expert_qmm", x.to(device), *place(weight, device), ids.to(device), *format)
+    checked("expert_qmm", x.to(device), *place(weight, device), ids.to(device), format)
 
 
 # Pairs of 12 experts whose blocks of rows are taken in twos, of 6 one by one, of 2 in halves. Where there are
@@ -48,18 +49,18 @@ MANY_BLOCKS = (1, 2, 4, 5, 8, 9, 33, 0, 1, 3, 7, 17, 1, 3, 6, 12, 0, 1, 1, 5)
 @pytest.mark.parametrize("counts", [MANY_BLOCKS, (2, 1, 1, 0, 0) * 8], ids=["experts", "pairs"])
 def test_many_blocks_of_rows(device, counts, bits, group, dtype):
     """75 blocks; the rows of the projection end in the middle of one, and their number is odd."""
-    format, seed = (bits, group, "affine"), len(counts)
+    format, seed = f"affine{bits}_{group}", len(counts)
     ids = ids_of_counts(counts, max(2, -(-sum(counts) // 32)), seed)
     weight = random_quantized(len(counts), 75 * 64 - 27, 64, format, dtype, seed)
     x = random((len(ids), 64), dtype, seed)
-    checked("expert_qmm", x.to(device), *place(weight, device), ids.to(device), *format)
+    checked("expert_qmm", x.to(device), *place(weight, device), ids.to(device), format)
     check_layer(device, (*ids.shape, len(counts), 64, 75 * 32 // 64 * 64), format, dtype, seed, ids=ids)
 
 
 @pytest.mark.parametrize("format", each(FORMATS))
 def test_inputs_of_several_blocks(device, format):
     """More inputs than threadgroup memory holds at once, for one pair and for several."""
-    counts, group = (1, 2, 3, 4, 9, 1), format[1]
+    counts, group = (1, 2, 3, 4, 9, 1), group_of(format)
     for i, dtype in enumerate(DTYPES):
         ids = ids_of_counts(counts, 2, i)
         check_layer(device, (*ids.shape, len(counts), 2048 + group, group), format, dtype, i, ids=ids)
@@ -68,13 +69,13 @@ def test_inputs_of_several_blocks(device, format):
 @pytest.mark.parametrize("format", each(FORMATS))
 def test_more_experts_than_simdgroups(device, format):
     """In the down projection a simdgroup goes from one to the next. Rows of whole steps, and of more."""
-    for i, intermediate in enumerate((256, 512, 5 * format[1])):
+    for i, intermediate in enumerate((256, 512, 5 * group_of(format))):
         check_layer(device, (9, 5, 40, 128, intermediate), format, DTYPES[i], i)
 
 
 def check_counts(device, counts, format, groups: int, seed: int, **options):
     """At most 32 tokens; expert e has counts[e] pairs. The intermediate size is `groups` groups."""
-    group = format[1]
+    group = group_of(format)
     ids = ids_of_counts(counts, max(2, -(-sum(counts) // 32)), seed)
     shape = (*ids.shape, len(counts), max(64, group), group * groups)
     check_layer(device, shape, format, DTYPES[seed % 3], seed, ids=ids, **options)
@@ -99,7 +100,7 @@ def test_simdgroups_share_few_experts(device, bits, counts):
     """Rows of one step, of fewer steps than simdgroups of an expert, and of more, the last one not full."""
     for i, (group, groups) in enumerate([(32, 1), (64, 3), (128, 7), (64, 37)]):
         bias = random((len(counts), max(64, group)), torch.float32, i)
-        check_counts(device, counts, (bits, group, "affine"), groups, i, down_bias=bias)
+        check_counts(device, counts, f"affine{bits}_{group}", groups, i, down_bias=bias)
 
 
 # Experts with few pairs (to 2, 4 or 8) and with many are dealt to 12 simdgroups; those that have many leave
@@ -116,4 +117,4 @@ TURNS_COUNTS = (
 @pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.sweep)])
 def test_simdgroups_take_experts_in_turn(device, bits, counts):
     for i, (group, groups) in enumerate([(32, 3), (64, 5), (128, 1)]):
-        check_counts(device, counts, (bits, group, "affine"), groups, i)
+        check_counts(device, counts, f"affine{bits}_{group}", groups, i)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.expert_layers import ACTIVATIONS, check_experts, ids_of_counts, layer
 from support.oracles import exact
-from support.oracles_experts import assert_close
+from support.oracles_experts import assert_close, group_of
 from support.oracles_experts import moe_experts as expected_experts
 from support.oracles_operators import checked
 from support.quantized_layers import (
@@ -26,7 +26,7 @@ from support.values import random
 from torch_moe_mps.ops.experts import expert_mm, moe_experts
 
 DTYPES = (torch.float16, torch.bfloat16)
-FORMAT = (4, 64, "affine")
+FORMAT = "affine4_64"
 LAYOUTS = range(6)
 # Pairs of each expert, for tiles of at most 32 and of at most 64: full ones, and some of at most 16 pairs,
 # which the units multiply at a time.
@@ -56,7 +56,7 @@ def layout(request):
 def test_every_format(layout, format):
     """Each with one dtype; the others in the sweep. Inputs of several steps, the last one not full."""
     number = ALL_FORMATS.index(format)
-    dtype, group = DTYPES[number % 2], format[1]
+    dtype, group = DTYPES[number % 2], group_of(format)
     layout(number)
     ids = ids_of_counts(SMALL_TILES, 2, number)
     shape = (*ids.shape, 3, 3 * max(group, 32), max(group, 96) // group * group)
@@ -71,7 +71,7 @@ def test_sweep(layout, format):
     number = (ALL_FORMATS.index(format) + 1) % len(LAYOUTS)
     dtype = DTYPES[number % 2]
     layout(number)
-    group = max(format[1], 32)
+    group = max(group_of(format), 32)
     for i, counts in enumerate((SMALL_TILES, LARGE_TILES)):
         ids = ids_of_counts(counts, 1 + i, number)
         check_layer(
@@ -134,11 +134,11 @@ def test_everything_around_the_experts(layout, dtype):
         interleaved=True,
         transposed=True,
     )
-    check_mlp("mps", (37, 64, 32), (4, 32, "affine"), dtype, 3, residual=random((37, 64), dtype, 25))
+    check_mlp("mps", (37, 64, 32), "affine4_32", dtype, 3, residual=random((37, 64), dtype, 25))
 
 
 def test_two_formats(layout):
-    for number, down_format in enumerate(((6, 64, "affine"), (4, 32, "mxfp4"))):
+    for number, down_format in enumerate(("affine6_64", "mxfp4")):
         check_layer("mps", (40, 2, 3, 128, 64), FORMAT, DTYPES[number], number, down_format=down_format)
 
 
@@ -161,7 +161,7 @@ def test_pairs_without_an_expert(layout, dtype):
         ("expert_qmm", 64, place(quantised, "mps")),
     ):
         x = torch.where(ids < 0, torch.nan, random((len(ids), width), dtype, 3))
-        format = FORMAT if operator == "expert_qmm" else ()
+        format = (FORMAT,) if operator == "expert_qmm" else ()
         out = checked(operator, x.to("mps"), *matrix, ids.to("mps"), *format).cpu()
         assert out.isfinite().all() and not out[ids[:, 0] < 0].any()
 

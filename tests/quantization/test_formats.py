@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from support.oracles_experts import dequantise
-from support.quantized_layers import ALL_FORMATS, FORMATS, bits_of, name_of
+from support.oracles_experts import dequantise, numbers_of
+from support.quantized_layers import ALL_FORMATS, FORMATS, bits_of
 from support.values import DTYPES
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -13,7 +13,7 @@ from torch_moe_mps.quantization import Format, dequantize, formats, quantize, re
 
 def error_of(stack, format):
     errors = formats.ErrorSums()
-    formats.quantize_stack(stack, Format(*format), errors)
+    formats.quantize_stack(stack, Format(*numbers_of(format)), errors)
     return errors.relative
 
 
@@ -51,14 +51,14 @@ def awkward_weights(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", ALL_FORMATS, ids=name_of)
+@pytest.mark.parametrize("format", ALL_FORMATS)
 def test_bit_for_bit_as_mlx(format, dtype):
     mx = pytest.importorskip("mlx.core")
-    bits, group_size, mode = format
+    bits, group_size, mode = given = numbers_of(format)
     weight = awkward_weights(dtype)
     if mode == "nvfp4":
         weight[0, 11] = 0  # see test_nvfp4_beyond_the_largest_scale
-    ours = quantize(weight, *format)
+    ours = quantize(weight, *given)
     with mx.stream(mx.cpu):
         theirs = mx.quantize(to_mlx(mx, weight), group_size=group_size, bits=bits, mode=mode)
         back = mx.dequantize(*theirs, group_size=group_size, bits=bits, mode=mode)
@@ -67,28 +67,27 @@ def test_bit_for_bit_as_mlx(format, dtype):
     for mine, other in zip(ours, theirs, strict=False):
         assert mine.shape == other.shape and mine.dtype == other.dtype
         assert torch.equal(bits_of(mine), bits_of(other))
-    result = dequantize(*ours, *format)
+    result = dequantize(*ours, *given)
     assert result.dtype == back.dtype and torch.equal(bits_of(result), bits_of(back))
-    assert torch.equal(dequantize(ours.packed.view(torch.int32), ours.scales, ours.biases, *format), result)
+    assert torch.equal(dequantize(ours.packed.view(torch.int32), ours.scales, ours.biases, *given), result)
 
 
-@pytest.mark.parametrize("format", ALL_FORMATS, ids=name_of)
+@pytest.mark.parametrize("format", ALL_FORMATS)
 def test_the_nearest_value_is_chosen(format):
     """No code of the same group is nearer; a dequantised weight is that of the format's definition."""
+    bits, _, _ = given = numbers_of(format)
     weight = torch.randn(2, 5, 256, generator=torch.Generator().manual_seed(3))
-    quantized = quantize(weight, *format)
-    values = dequantise(*quantized, *format[:2])
-    assert np.allclose(
-        dequantize(*quantized, *format, dtype=torch.float32).numpy(), values, rtol=0, atol=1e-6
-    )
+    quantized = quantize(weight, *given)
+    values = dequantise(*quantized, format)
+    assert np.allclose(dequantize(*quantized, *given, dtype=torch.float32).numpy(), values, rtol=0, atol=1e-6)
     error = abs(weight.numpy() - values)
-    for code in range(2 ** format[0]):
-        if format[2] == "mxfp8" and code & 0x7F == 0x7F:
+    for code in range(2**bits):
+        if format == "mxfp8" and code & 0x7F == 0x7F:
             continue  # stands for no number
-        digits = np.unpackbits(np.uint8([code]), bitorder="little")[: format[0]]
+        digits = np.unpackbits(np.uint8([code]), bitorder="little")[:bits]
         octets = np.packbits(np.tile(digits, 256), bitorder="little")
         filled = torch.from_numpy(octets).expand(2, 5, -1).contiguous().view(torch.int32)
-        other = dequantise(filled, quantized.scales, quantized.biases, *format[:2])
+        other = dequantise(filled, quantized.scales, quantized.biases, format)
         assert (error <= abs(weight.numpy() - other) + 1e-6).all()
     expected = error.mean() / weight.abs().mean().item()
     assert error_of(weight, format) == pytest.approx(expected, rel=1e-4)
@@ -98,14 +97,15 @@ def test_views_and_pieces(monkeypatch):
     """Transposed and sliced stacks give what their copies give, however the work is cut."""
     stack = torch.randn(3, 64, 40, generator=torch.Generator().manual_seed(4)).mT[:, 1:, :]
     for format in (FORMATS[0], FORMATS[-1]):
-        whole = quantize(stack.contiguous(), *format)
+        given = numbers_of(format)
+        whole = quantize(stack.contiguous(), *given)
         monkeypatch.setattr(formats, "CHUNK", 200)
-        for mine, other in zip(quantize(stack, *format), whole, strict=True):
+        for mine, other in zip(quantize(stack, *given), whole, strict=True):
             assert mine is other or torch.equal(bits_of(mine), bits_of(other))
         error = error_of(stack, format)
         monkeypatch.undo()
         assert error == pytest.approx(error_of(stack, format), rel=1e-5)
-        single = quantize(stack[1], *format)
+        single = quantize(stack[1], *given)
         assert torch.equal(bits_of(single.packed), bits_of(whole.packed[1]))
     assert quantize(torch.zeros(2, 0, 32), 4, 32).packed.shape == (2, 0, 4)
 
@@ -113,13 +113,14 @@ def test_views_and_pieces(monkeypatch):
 def test_the_device_does_not_matter(device):
     weight = torch.randn(2, 64, 5, generator=torch.Generator().manual_seed(7), dtype=torch.bfloat16).mT
     for format in (FORMATS[0], FORMATS[-1]):
-        expected, quantized = quantize(weight, *format), quantize(weight.to(device), *format)
+        given = numbers_of(format)
+        expected, quantized = quantize(weight, *given), quantize(weight.to(device), *given)
         for here, there in zip(expected, quantized, strict=True):
             if here is not None:
                 assert there.device.type == device
                 assert torch.equal(bits_of(here), bits_of(there).cpu())
-        dense = dequantize(*quantized, *format)
-        assert dense.device.type == device and torch.equal(dense.cpu(), dequantize(*expected, *format))
+        dense = dequantize(*quantized, *given)
+        assert dense.device.type == device and torch.equal(dense.cpu(), dequantize(*expected, *given))
         assert error_of(weight, format) == error_of(weight.to(device), format)
 
 
@@ -127,14 +128,14 @@ def test_the_default_dtype_does_not_matter():
     weight = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(6))
     x, ids = torch.ones(1, 64), torch.zeros(1, 1, dtype=torch.int32)
     for format in (FORMATS[0], FORMATS[-1]):
-        results = []
+        results, given = [], numbers_of(format)
         for dtype in (torch.float32, torch.float16):
             torch.set_default_dtype(dtype)
             try:
-                quantized = quantize(weight, *format)
-                out = torch.ops.moe_mps.expert_qmm(x, *quantized, ids, *format)
+                quantized = quantize(weight, *given)
+                out = torch.ops.moe_mps.expert_qmm(x, *quantized, ids, format)
                 results.append(
-                    [t for t in (*quantized, dequantize(*quantized, *format), out) if t is not None]
+                    [t for t in (*quantized, dequantize(*quantized, *given), out) if t is not None]
                 )
             finally:
                 torch.set_default_dtype(torch.float32)
@@ -215,7 +216,7 @@ def test_errors():
         "dequantize: scales must be of shape [..., C / 64] = (2, 1), got (2, 2)": lambda: dequantize(
             packed, scales, biases
         ),
-        "dequantize: biases must be a tensor for mode affine, got None": lambda: dequantize(
+        "dequantize: biases must be a tensor for format affine4_32, got None": lambda: dequantize(
             packed, scales, None, 4, 32
         ),
         "dequantize: scales must be uint8, got float32": lambda: dequantize(
@@ -237,7 +238,7 @@ def test_errors():
             weight = torch.ones(3, 128)
             weight[1, 77] = bad
             with pytest.raises(ValueError, match="moe_mps::quantize: weight must be finite"):
-                quantize(weight, *format)
+                quantize(weight, *numbers_of(format))
 
 
 def test_the_default_group_goes_with_the_mode():

@@ -19,6 +19,7 @@ from simulator.apple import cases
 from simulator.build import compile_shader
 from simulator.shaderlib import kernels_of
 from support.msl_probes import linux_only
+from support.oracles_experts import numbers_of
 
 pytestmark = linux_only
 M1, M3 = apple.GPUS["M1"], apple.GPUS["M3"]
@@ -218,7 +219,9 @@ def of_heads(dtype: torch.dtype, operator: Callable, matrices: tuple, *format_) 
             yield f"{label}, {tokens} tokens", call, work, x.numel()
 
 
-def quantised(dtype: torch.dtype, bits: int, mode: str, group: int) -> Iterator[Call]:
+def quantised(dtype: torch.dtype, name: str) -> Iterator[Call]:
+    bits, group, mode = numbers_of(name)
+
     def stack(experts: int, rows: int, inputs: int) -> tuple:
         words = torch.randint(-(2**31), 2**31, (experts, rows, inputs * bits // 32), dtype=torch.int64)
         shape = (experts, rows, inputs // group)
@@ -226,15 +229,10 @@ def quantised(dtype: torch.dtype, bits: int, mode: str, group: int) -> Iterator[
             return words.int().to("mps"), torch.full(shape, 120, dtype=torch.uint8).to("mps"), None
         return words.int().to("mps"), on_device(*shape, dtype=dtype), on_device(*shape, dtype=dtype)
 
-    label = f"{mode} {bits} bits in {group}"
     for tokens, experts, slots in ((1, 32, 4), (3, 4, 2), (8, 32, 4), (64, 32, 4), (256, 32, 4)):
-        yield layer(label, tokens, experts, slots, dtype, stack, bits, group, mode)
+        yield layer(name, tokens, experts, slots, dtype, stack, name)
     norm = on_device(HIDDEN, dtype=dtype)
-    yield layer(f"{label}, normed", 1, 32, 4, dtype, stack, bits, group, mode, norm_weight=norm)
-
-
-def format_of(bits: int, mode: str, group: int) -> Callable:
-    return functools.partial(quantised, bits=bits, mode=mode, group=group)
+    yield layer(f"{name}, normed", 1, 32, 4, dtype, stack, name, norm_weight=norm)
 
 
 # Calls, and the libraries whose kernels they dispatch; {} is a dtype.
@@ -246,9 +244,9 @@ GROUPS = {
     "combine": (combine, ["combine_{}"]),
     "routing": (routing, ["routing_{}", "bucket_i32", "bucket_i64"]),
     "dense": (dense, ["experts_{}"]),
-    "int4": (format_of(4, "affine", 64), ["quantized_affine4_64_{}"]),
-    "int8": (format_of(8, "affine", 64), ["quantized_affine8_64_{}"]),
-    "mxfp4": (format_of(4, "mxfp4", 32), ["quantized_mxfp4_{}"]),
+    "int4": (functools.partial(quantised, name="affine4_64"), ["quantized_affine4_64_{}"]),
+    "int8": (functools.partial(quantised, name="affine8_64"), ["quantized_affine8_64_{}"]),
+    "mxfp4": (functools.partial(quantised, name="mxfp4"), ["quantized_mxfp4_{}"]),
 }
 # What the names of libraries start with; together they are all of them.
 KINDS = ["norms", "rope", "attention", "gated_delta", "combine", "routing", "bucket", "experts"]
@@ -571,22 +569,22 @@ not dispatched here
         self.assertExpectedInline(
             costs("int4", "bf16"),
             """\
-affine 4 bits in 64, 1 tokens, 4 of 32
+affine4_64, 1 tokens, 4 of 32
   matmul_rows_affine4_64_bf16: 5.01 4.41 slots a MAC, 42.5 registers, 64/384/1024 threads
   expert_down_affine4_64_bf16: 5.59 5.01 slots a MAC, 51 registers, 128/384/1024 threads
-affine 4 bits in 64, 3 tokens, 2 of 4
+affine4_64, 3 tokens, 2 of 4
   matmul_rows_few_split_affine4_64_bf16: 5.42 5.12 slots a MAC, 100 registers, 128/256/512 threads
   expert_down_few_affine4_64_bf16: 5.99 5.43 slots a MAC, 86.5 registers, 256/256/576 threads
-affine 4 bits in 64, 8 tokens, 4 of 32
+affine4_64, 8 tokens, 4 of 32
   matmul_rows_few_affine4_64_bf16: 3.85 3.53 slots a MAC, 89 registers, 128/256/576 threads
   expert_down_few_affine4_64_bf16: 5.61 5.06 slots a MAC, 86.5 registers, 256/256/576 threads
-affine 4 bits in 64, 64 tokens, 4 of 32
+affine4_64, 64 tokens, 4 of 32
   gemm8_affine4_64_bf16: 2.33 2.29 slots a MAC, 68.5 registers, 128/384/704 threads
   gemm8_affine4_64_bf16: 2.47 2.42 slots a MAC, 68.5 registers, 128/384/704 threads
-affine 4 bits in 64, 256 tokens, 4 of 32
+affine4_64, 256 tokens, 4 of 32
   gemm32_affine4_64_bf16: 1.48 1.46 slots a MAC, 94 registers, 128/384/512 threads
   gemm32_affine4_64_bf16: 1.59 1.56 slots a MAC, 94 registers, 128/384/512 threads
-affine 4 bits in 64, normed, 1 tokens, 4 of 32
+affine4_64, normed, 1 tokens, 4 of 32
   matmul_rows_normed_affine4_64_bf16: 7.27 6.17 slots a MAC, 44.5 registers, 64/384/1024 threads
   expert_down_affine4_64_bf16: 5.59 5.01 slots a MAC, 51 registers, 128/384/1024 threads
 not dispatched here
@@ -601,22 +599,22 @@ not dispatched here
         self.assertExpectedInline(
             costs("int8", "bf16"),
             """\
-affine 8 bits in 64, 1 tokens, 4 of 32
+affine8_64, 1 tokens, 4 of 32
   matmul_rows_affine8_64_bf16: 5.27 4.68 slots a MAC, 48.5 registers, 64/384/1024 threads
   expert_down_affine8_64_bf16: 5.86 5.28 slots a MAC, 57 registers, 128/384/832 threads
-affine 8 bits in 64, 3 tokens, 2 of 4
+affine8_64, 3 tokens, 2 of 4
   matmul_rows_few_split_affine8_64_bf16: 5.59 5.29 slots a MAC, 110.5 registers, 128/256/448 threads
   expert_down_few_affine8_64_bf16: 6.15 5.60 slots a MAC, 91 registers, 256/256/576 threads
-affine 8 bits in 64, 8 tokens, 4 of 32
+affine8_64, 8 tokens, 4 of 32
   matmul_rows_few_affine8_64_bf16: 4.05 3.74 slots a MAC, 99.5 registers, 128/256/512 threads
   expert_down_few_affine8_64_bf16: 5.81 5.25 slots a MAC, 91 registers, 256/256/576 threads
-affine 8 bits in 64, 64 tokens, 4 of 32
+affine8_64, 64 tokens, 4 of 32
   gemm8_affine8_64_bf16: 2.36 2.33 slots a MAC, 72.5 registers, 128/384/640 threads
   gemm8_affine8_64_bf16: 2.50 2.46 slots a MAC, 72.5 registers, 128/384/640 threads
-affine 8 bits in 64, 256 tokens, 4 of 32
+affine8_64, 256 tokens, 4 of 32
   gemm32_affine8_64_bf16: 1.49 1.47 slots a MAC, 98 registers, 128/384/512 threads
   gemm32_affine8_64_bf16: 1.60 1.57 slots a MAC, 98 registers, 128/384/512 threads
-affine 8 bits in 64, normed, 1 tokens, 4 of 32
+affine8_64, normed, 1 tokens, 4 of 32
   matmul_rows_normed_affine8_64_bf16: 7.53 6.44 slots a MAC, 50.5 registers, 64/384/1024 threads
   expert_down_affine8_64_bf16: 5.86 5.28 slots a MAC, 57 registers, 128/384/832 threads
 not dispatched here
@@ -631,22 +629,22 @@ not dispatched here
         self.assertExpectedInline(
             costs("mxfp4", "bf16"),
             """\
-mxfp4 4 bits in 32, 1 tokens, 4 of 32
+mxfp4, 1 tokens, 4 of 32
   matmul_rows_mxfp4_bf16: 6.12 5.59 slots a MAC, 38 registers, 64/384/1024 threads
   expert_down_mxfp4_bf16: 6.67 6.15 slots a MAC, 46.5 registers, 128/384/1024 threads
-mxfp4 4 bits in 32, 3 tokens, 2 of 4
+mxfp4, 3 tokens, 2 of 4
   matmul_rows_few_split_mxfp4_bf16: 6.19 5.93 slots a MAC, 94 registers, 128/256/512 threads
   expert_down_few_mxfp4_bf16: 6.50 5.99 slots a MAC, 80.5 registers, 256/256/576 threads
-mxfp4 4 bits in 32, 8 tokens, 4 of 32
+mxfp4, 8 tokens, 4 of 32
   matmul_rows_few_mxfp4_bf16: 4.84 4.58 slots a MAC, 83 registers, 128/256/576 threads
   expert_down_few_mxfp4_bf16: 6.31 5.81 slots a MAC, 80.5 registers, 256/256/576 threads
-mxfp4 4 bits in 32, 64 tokens, 4 of 32
+mxfp4, 64 tokens, 4 of 32
   gemm8_mxfp4_bf16: 2.63 2.61 slots a MAC, 68.5 registers, 128/384/704 threads
   gemm8_mxfp4_bf16: 2.77 2.74 slots a MAC, 68.5 registers, 128/384/704 threads
-mxfp4 4 bits in 32, 256 tokens, 4 of 32
+mxfp4, 256 tokens, 4 of 32
   gemm32_mxfp4_bf16: 1.55 1.54 slots a MAC, 94 registers, 128/384/512 threads
   gemm32_mxfp4_bf16: 1.66 1.64 slots a MAC, 94 registers, 128/384/512 threads
-mxfp4 4 bits in 32, normed, 1 tokens, 4 of 32
+mxfp4, normed, 1 tokens, 4 of 32
   matmul_rows_normed_mxfp4_bf16: 8.38 7.34 slots a MAC, 40.5 registers, 64/384/1024 threads
   expert_down_mxfp4_bf16: 6.67 6.15 slots a MAC, 46.5 registers, 128/384/1024 threads
 not dispatched here

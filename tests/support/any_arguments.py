@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.expert_layers import ACTIVATIONS, random_options
+from support.oracles_experts import group_of
 from support.quantized_layers import ALL_FORMATS, random_quantized
 from support.values import DTYPES
 
@@ -340,19 +341,15 @@ def moe_experts(d):
 # Quantised
 
 
-def weight(d: Draws, prefix: str, experts: int | None, rows: int, columns: int, form: tuple) -> dict:
+def weight(d: Draws, prefix: str, experts: int | None, rows: int, columns: int, form: str) -> dict:
     tensors = random_quantized(experts or 1, rows, columns, form, d.dtype(), d.seed + rows)
     packed, *rest = tensors if experts else [None if t is None else t[0] for t in tensors]
     packed = packed.view(torch.int32) if d.flag() else packed
     return {f"{prefix}{p}": t for p, t in zip(("packed", "scales", "biases"), (packed, *rest), strict=True)}
 
 
-def named(form: tuple, prefix: str = "") -> dict[str, Any]:
-    return {f"{prefix}{k}": v for k, v in zip(("bits", "group_size", "mode"), form, strict=True)}
-
-
-def columns_of(form: tuple) -> tuple[int, ...]:
-    return tuple(form[1] * count for count in (1, 2, 3, 5))
+def columns_of(form: str) -> tuple[int, ...]:
+    return tuple(group_of(form) * count for count in (1, 2, 3, 5))
 
 
 @strategy
@@ -362,7 +359,7 @@ def expert_qmm(d):
     rows = d.one(8, 1, 33, 64)
     x = d.values(tokens, slots, hidden, dtype=around["x"].dtype) if d.flag() else around["x"]
     return {
-        **{"x": x, "ids": around["ids"], **named(form)},
+        **{"x": x, "ids": around["ids"], "format": form},
         **weight(d, "", experts, rows, hidden, form),
         "bias": d.maybe(lambda: d.values(experts, rows)),
     }
@@ -372,8 +369,8 @@ def two_formats(d: Draws) -> tuple[tuple, tuple, dict[str, Any], tuple[int, ...]
     """The formats of gate_up and down, how they are passed, and sizes that both divide."""
     form = d.one(*ALL_FORMATS)
     down = d.one(form, form, *ALL_FORMATS)
-    passed = named(form) if down == form else {**named(form), **named(down, "down_")}
-    return form, down, passed, columns_of(max(form, down, key=lambda f: f[1]))
+    passed = {"format": form} if down == form else {"format": form, "down_format": down}
+    return form, down, passed, columns_of(max(form, down, key=group_of))
 
 
 @strategy
@@ -394,7 +391,7 @@ def linear_quantized(d):
     columns, rows, leading = d.one(*columns_of(form)), d.one(8, 1, 33, 64, 300), d.leading()
     x = d.values(*leading, columns)
     return {
-        **{"x": x, **named(form), **norm_of_input(d, columns)},
+        **{"x": x, "format": form, **norm_of_input(d, columns)},
         **weight(d, "", None, rows, columns, form),
         "bias": d.maybe(lambda: d.values(rows)),
         "residual": d.maybe(lambda: d.values(*leading, rows, dtype=x.dtype)),
@@ -427,7 +424,7 @@ def embedding_quantized(d):
     form = d.one(*ALL_FORMATS)
     rows = d.one(8, 1, 33)
     return {
-        **{"ids": d.ids(*d.leading(), experts=rows), **named(form), "dtype": d.dtype()},
+        **{"ids": d.ids(*d.leading(), experts=rows), "format": form, "dtype": d.dtype()},
         **weight(d, "", None, rows, d.one(*columns_of(form)), form),
     }
 
@@ -440,7 +437,7 @@ def cache(d: Draws, name: str, shape: tuple[int, ...], dtype: torch.dtype, quant
     if not quantised:
         return {name: d.values(*shape, dtype=dtype)}
     batch, heads, keys, width = shape
-    form = (8, 32 if width % 64 else d.one(32, 64), "affine")
+    form = f"affine8_{32 if width % 64 else d.one(32, 64)}"
     tensors = random_quantized(batch * heads, keys, width, form, dtype, d.seed + width)
     packed, scales, biases = (t.view(batch, heads, keys, -1) for t in tensors)
     packed = packed.view(torch.int32) if d.flag() else packed

@@ -4,7 +4,7 @@ import torch
 
 from support.quantized_layers import place, random_matrix
 
-INT4 = (4, 64, "affine")
+INT4 = "affine4_64"
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:

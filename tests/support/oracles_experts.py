@@ -7,6 +7,7 @@ row, a lost term, or sums in 16 bit.
 """
 
 import math
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -195,10 +196,21 @@ def codes_of(packed: Tensor, bits: int) -> np.ndarray:
     return codes.reshape(*octets.shape[:-1], -1)
 
 
-def dequantise(
-    packed: Tensor, scales: Tensor, biases: Tensor | None, bits: int, group_size: int
-) -> np.ndarray:
-    """[..., words] -> [..., words * 32 / bits] in float64. Without biases bits and groups tell the format."""
+def numbers_of(format: str) -> tuple[int, int, str]:
+    """bits, group_size, mode."""
+    affine = re.fullmatch(r"affine(\d)_(\d+)", format)
+    if affine:
+        return int(affine[1]), int(affine[2]), "affine"
+    return {"mxfp4": (4, 32, "mxfp4"), "mxfp8": (8, 32, "mxfp8"), "nvfp4": (4, 16, "nvfp4")}[format]
+
+
+def group_of(format: str) -> int:
+    return numbers_of(format)[1]
+
+
+def dequantise(packed: Tensor, scales: Tensor, biases: Tensor | None, format: str) -> np.ndarray:
+    """[..., words] -> [..., words * 32 / bits] in float64."""
+    bits, group_size, _ = numbers_of(format)
     codes = codes_of(packed, bits).reshape(*packed.shape[:-1], -1, group_size)
     if biases is not None:
         values = codes * exact(scales)[..., None] + exact(biases)[..., None]

@@ -383,14 +383,8 @@ def moe_experts(a):
 
 
 def dense(a, prefix="", down=False) -> np.ndarray:
-    bits, group_size = a.bits, a.group_size
-    if down and a.down_mode in (None, a.mode):
-        bits, group_size = a.down_bits or bits, a.down_group_size or group_size
-    elif down:
-        defaults = {"affine": (4, 64), "mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}[a.down_mode]
-        bits, group_size = a.down_bits or defaults[0], a.down_group_size or defaults[1]
     weight = (getattr(a, f"{prefix}{part}") for part in ("packed", "scales", "biases"))
-    return dequantise(*weight, bits, group_size)
+    return dequantise(*weight, (down and a.down_format) or a.format)
 
 
 def product(x: Estimate, weight: np.ndarray, bias, dtype: torch.dtype) -> Estimate:
@@ -456,7 +450,7 @@ def cached(values, scales, biases) -> tuple[np.ndarray, np.ndarray]:
     if scales is None:
         return exact(values), abs(exact(values))
     group = values.shape[3] * 4 // scales.shape[3]
-    number = dequantise(values, scales, torch.zeros_like(biases), 8, group)
+    number = dequantise(values, scales, torch.zeros_like(biases), f"affine8_{group}")
     bias = np.repeat(exact(biases), group, -1)
     return number + bias, abs(number) + abs(bias)
 

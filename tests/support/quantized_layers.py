@@ -6,55 +6,50 @@ import torch
 
 from support.expert_layers import IDS, random_ids, to_device
 from support.layouts import lay
-from support.oracles_experts import dequantise
+from support.oracles_experts import dequantise, numbers_of
 from support.oracles_operators import checked
 from support.values import DTYPES, random
 
-# bits, group_size, mode: those that every path is tested with
+# Those that every path is tested with
 FORMATS = (
-    (4, 32, "affine"),
-    (4, 64, "affine"),
-    (4, 128, "affine"),
-    (8, 32, "affine"),
-    (8, 64, "affine"),
-    (8, 128, "affine"),
-    (4, 32, "mxfp4"),
+    "affine4_32",
+    "affine4_64",
+    "affine4_128",
+    "affine8_32",
+    "affine8_64",
+    "affine8_128",
+    "mxfp4",
 )
 
 
 ALL_FORMATS = (
-    *((bits, group_size, "affine") for bits in (2, 3, 4, 5, 6, 8) for group_size in (32, 64, 128)),
-    (4, 32, "mxfp4"),
-    (8, 32, "mxfp8"),
-    (4, 16, "nvfp4"),
+    *(f"affine{bits}_{group_size}" for bits in (2, 3, 4, 5, 6, 8) for group_size in (32, 64, 128)),
+    "mxfp4",
+    "mxfp8",
+    "nvfp4",
 )
-
-
-def name_of(format):
-    bits, group_size, mode = format
-    return f"{mode}{bits}-{group_size}"
 
 
 # Each number of bits, each group and each mode is there; what is left of the formats is for the sweep.
 ALWAYS = {
-    (2, 128, "affine"),
-    (3, 32, "affine"),
-    (4, 64, "affine"),
-    (5, 64, "affine"),
-    (6, 128, "affine"),
-    (8, 32, "affine"),
-    *((4, 32, "mxfp4"), (8, 32, "mxfp8"), (4, 16, "nvfp4")),
+    "affine2_128",
+    "affine3_32",
+    "affine4_64",
+    "affine5_64",
+    "affine6_128",
+    "affine8_32",
+    *("mxfp4", "mxfp8", "nvfp4"),
 }
 
 
 def each(formats):
     """Test parameters for `formats`: those not in ALWAYS run only in the sweep."""
-    return [pytest.param(f, id=name_of(f), marks=[] if f in ALWAYS else pytest.mark.sweep) for f in formats]
+    return [pytest.param(f, marks=[] if f in ALWAYS else pytest.mark.sweep) for f in formats]
 
 
 def random_quantized(experts, rows, columns, format, dtype, seed):
     """packed, scales, biases of values with a standard deviation near columns^-1/2; all codes occur."""
-    bits, group_size, mode = format
+    bits, group_size, mode = numbers_of(format)
     generator = torch.Generator().manual_seed(seed)
     shape = (experts, rows, columns * bits // 32)
     packed = torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64).to(torch.int32)
@@ -76,7 +71,7 @@ def random_quantized(experts, rows, columns, format, dtype, seed):
 
 
 def dense(weight, format):
-    return dequantise(*weight, *format[:2])
+    return dequantise(*weight, format)
 
 
 def place(weight, device, layout="contiguous"):
@@ -108,8 +103,8 @@ def check_layer(device, shape, format, dtype, seed, scale_dtype=None, ids=None, 
     placed = (*place(gate_up, device), *place(down, device))
     options = to_device(options, device)
     if down_format:
-        options |= dict(zip(("down_bits", "down_group_size", "down_mode"), down_format, strict=True))
-    checked("moe_experts_quantized", x, *placed, ids, weights, *format, **options)
+        options["down_format"] = down_format
+    checked("moe_experts_quantized", x, *placed, ids, weights, format, **options)
 
 
 def random_matrix(rows, columns, format, dtype, seed):
@@ -126,7 +121,7 @@ def check_linear(device, shape, format, dtype, seed, *, scale_dtype=None, bias=F
     weight = place(random_matrix(rows, columns, format, scale_dtype or dtype, seed), device, layout)
     x = lay(random((*leading, columns), dtype, seed + 5), layout, device)
     bias = lay(random((rows,), DTYPES[seed % 3], seed + 6), layout, device) if bias else None
-    assert checked("linear_quantized", x, *weight, bias, *format).dtype == dtype
+    assert checked("linear_quantized", x, *weight, bias, format).dtype == dtype
 
 
 def check_mlp(device, shape, format, dtype, seed, *, down_format=None, scale_dtype=None, **options):
@@ -139,8 +134,8 @@ def check_mlp(device, shape, format, dtype, seed, *, down_format=None, scale_dty
     x = random((tokens, hidden), dtype, seed + 6)
     options = to_device(options, device)
     if down_format != format:
-        options |= dict(zip(("down_bits", "down_group_size", "down_mode"), down_format, strict=True))
-    checked("mlp_quantized", x.to(device), *place(gate_up, device), *place(down, device), *format, **options)
+        options["down_format"] = down_format
+    checked("mlp_quantized", x.to(device), *place(gate_up, device), *place(down, device), format, **options)
 
 
 BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

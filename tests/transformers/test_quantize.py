@@ -53,12 +53,12 @@ def test_models(architecture, format):
     """The logits equal those of the model's own code with dequantised weights."""
     model = small(architecture)
     quantized = copy.deepcopy(model)
-    report = quantize_experts(quantized, *format, progress=False)
+    report = quantize_experts(quantized, **Format.named(format).to_dict(), progress=False)
     names = experts_of(model)
     assert set(report.modules) == set(names) and names and not report.skipped
     for name, entries in report.modules.items():
         module = quantized.get_submodule(name)
-        assert module.quantization == Format(*format)
+        assert module.quantization.name == format
         assert {entry.projection for entry in entries} == set(projections(module))
         assert all(0 < entry.error < 0.2 for entry in entries)
         assert sum(entry.dense_bytes for entry in entries) > 3 * sum(

@@ -1,9 +1,8 @@
-// The formats of quantised weights by name: what the operators' `mode`, `bits` and `group_size` select.
+// The formats of quantised weights by name: what the operators' `format` selects.
 #pragma once
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -14,7 +13,6 @@ namespace moe_mps {
 
 struct WeightFormat {
   std::string name;  // "affine4_64", "mxfp4"
-  std::string mode;
   int64_t bits;
   int64_t group_size;
   std::string type;  // in shaders/matmul/formats.h
@@ -24,13 +22,7 @@ struct WeightFormat {
   bool norms_inputs() const { return bits >= 3; }
 };
 
-// The format that the operators' arguments select.
-const WeightFormat& weight_format(std::string_view mode, int64_t bits, int64_t group_size);
-
-// The format of a second matrix: that of the first, changed by what is given; another mode starts from its
-// own defaults.
-const WeightFormat& second_format(const WeightFormat& first, std::optional<int64_t> bits,
-                                  std::optional<int64_t> group_size, std::optional<std::string_view> mode);
+const WeightFormat& weight_format(std::string_view name);
 
 const std::vector<WeightFormat>& all_formats();
 

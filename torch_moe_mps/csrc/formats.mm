@@ -3,38 +3,23 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
-#include <algorithm>
-
 namespace moe_mps {
 
-const WeightFormat& weight_format(std::string_view mode, int64_t bits, int64_t group_size) {
+const WeightFormat& weight_format(std::string_view name) {
   for (const WeightFormat& format : all_formats()) {
-    if (format.bits == bits && format.group_size == group_size && format.mode == mode) return format;
+    if (format.name == name) return format;
   }
-  TORCH_CHECK(false, "moe_mps: no kernel for weights of mode ", mode, ", ", bits, " bits, groups of ",
-              group_size);
+  TORCH_CHECK(false, "moe_mps: no kernel for weights of format ", name);
 }
 
-const WeightFormat& second_format(const WeightFormat& first, std::optional<int64_t> bits,
-                                  std::optional<int64_t> group_size, std::optional<std::string_view> mode) {
-  const WeightFormat* like = &first;
-  if (mode && *mode != first.mode) {
-    const auto& all = all_formats();
-    like =
-        &*std::find_if(all.begin(), all.end(), [&](const WeightFormat& each) { return each.mode == *mode; });
-  }
-  return weight_format(like->mode, bits.value_or(like->bits), group_size.value_or(like->group_size));
-}
-
-// The first of a mode is its default.
 const std::vector<WeightFormat>& all_formats() {
   static const auto* const formats = [] {
-    auto* list = new std::vector<WeightFormat>{{"mxfp4", "mxfp4", 4, 32, "Mxfp4<MOE_DTYPE>"},
-                                               {"mxfp8", "mxfp8", 8, 32, "Mxfp8<MOE_DTYPE>"},
-                                               {"nvfp4", "nvfp4", 4, 16, "Nvfp4<MOE_DTYPE>"}};
+    auto* list = new std::vector<WeightFormat>{{"mxfp4", 4, 32, "Mxfp4<MOE_DTYPE>"},
+                                               {"mxfp8", 8, 32, "Mxfp8<MOE_DTYPE>"},
+                                               {"nvfp4", 4, 16, "Nvfp4<MOE_DTYPE>"}};
     for (const int64_t bits : {4, 2, 3, 5, 6, 8}) {
       for (const int64_t group : {64, 32, 128}) {
-        list->push_back({c10::str("affine", bits, "_", group), "affine", bits, group,
+        list->push_back({c10::str("affine", bits, "_", group), bits, group,
                          c10::str("Affine<MOE_DTYPE, ", bits, ", ", group, ">")});
       }
     }

@@ -26,10 +26,9 @@ at::DimVector with_columns(at::IntArrayRef sizes, int64_t columns) {
 }
 
 Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& scales,
-                        const OptionalTensor& biases, const OptionalTensor& bias, int64_t bits,
-                        int64_t group_size, std::string_view mode, const OptionalTensor& residual,
-                        const OptionalTensor& order, const OptionalTensor& norm_weight, double norm_eps,
-                        double norm_offset) {
+                        const OptionalTensor& biases, const OptionalTensor& bias, std::string_view format,
+                        const OptionalTensor& residual, const OptionalTensor& order,
+                        const OptionalTensor& norm_weight, double norm_eps, double norm_offset) {
   const auto shape = with_columns(x.sizes(), packed.size(0));
   if (x.numel() == 0 || packed.numel() == 0) {  // no rows, no outputs, or outputs of nothing
     Tensor out =
@@ -38,8 +37,7 @@ Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& sca
     return out.add_(order ? at::empty_like(*bias).index_copy_(0, order->to(at::kLong), *bias) : *bias);
   }
   const auto dtype = compute_dtype(x.scalar_type(), {scales});
-  const MatrixStack matrix =
-      packed_matrix(packed, scales, biases, weight_format(mode, bits, group_size), bias, dtype);
+  const MatrixStack matrix = packed_matrix(packed, scales, biases, weight_format(format), bias, dtype);
   const Tensor rows = rows_of(x, dtype);
   const Tensor out = at::empty(shape, rows.options());
   const std::optional<InputNorm> norm = input_norm(norm_weight, norm_eps, norm_offset);
@@ -52,13 +50,12 @@ Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& sca
 
 Tensor mlp_quantized(const Tensor& x, const Tensor& gate_up_packed, const Tensor& gate_up_scales,
                      const OptionalTensor& gate_up_biases, const Tensor& down_packed,
-                     const Tensor& down_scales, const OptionalTensor& down_biases, int64_t bits,
-                     int64_t group_size, std::string_view mode, const OptionalTensor& gate_up_bias,
-                     const OptionalTensor& down_bias, std::string_view activation,
-                     std::optional<double> alpha, std::optional<double> limit, bool gated, bool interleaved,
-                     const OptionalTensor& residual, std::optional<int64_t> down_bits,
-                     std::optional<int64_t> down_group_size, std::optional<std::string_view> down_mode,
-                     const OptionalTensor& norm_weight, double norm_eps, double norm_offset) {
+                     const Tensor& down_scales, const OptionalTensor& down_biases, std::string_view format,
+                     const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
+                     std::string_view activation, std::optional<double> alpha, std::optional<double> limit,
+                     bool gated, bool interleaved, const OptionalTensor& residual,
+                     std::optional<std::string_view> down_format, const OptionalTensor& norm_weight,
+                     double norm_eps, double norm_offset) {
   if (x.numel() == 0) return at::empty(x.sizes(), x.options());
   if (gate_up_packed.numel() == 0) {  // nothing between the matrices
     Tensor out = residual.has_value() ? residual->clone(at::MemoryFormat::Contiguous)
@@ -66,12 +63,10 @@ Tensor mlp_quantized(const Tensor& x, const Tensor& gate_up_packed, const Tensor
     return down_bias.has_value() ? out.add_(*down_bias) : out;
   }
   const auto dtype = compute_dtype(x.scalar_type(), {gate_up_scales, down_scales});
-  const WeightFormat& format = weight_format(mode, bits, group_size);
-  const WeightFormat& down_format = second_format(format, down_bits, down_group_size, down_mode);
-  const MatrixStack gate_up =
-      packed_matrix(gate_up_packed, gate_up_scales, gate_up_biases, format, gate_up_bias, dtype);
-  const MatrixStack down =
-      packed_matrix(down_packed, down_scales, down_biases, down_format, down_bias, dtype);
+  const MatrixStack gate_up = packed_matrix(gate_up_packed, gate_up_scales, gate_up_biases,
+                                            weight_format(format), gate_up_bias, dtype);
+  const MatrixStack down = packed_matrix(down_packed, down_scales, down_biases,
+                                         weight_format(down_format.value_or(format)), down_bias, dtype);
   const Tensor rows = rows_of(x, dtype);
   const Tensor hidden = at::empty(with_columns(x.sizes(), down.inputs), rows.options());
   const Tensor out = at::empty(x.sizes(), rows.options());
@@ -86,11 +81,10 @@ Tensor mlp_quantized(const Tensor& x, const Tensor& gate_up_packed, const Tensor
 }
 
 Tensor embedding_quantized(const Tensor& ids_, const Tensor& packed, const Tensor& scales,
-                           const OptionalTensor& biases, int64_t bits, int64_t group_size,
-                           std::string_view mode, c10::ScalarType dtype) {
+                           const OptionalTensor& biases, std::string_view format, c10::ScalarType dtype) {
   const auto scale_dtype = scales.scalar_type() == at::kByte ? dtype : scales.scalar_type();
   const MatrixStack matrix =
-      packed_matrix(packed, scales, biases, weight_format(mode, bits, group_size), std::nullopt, scale_dtype);
+      packed_matrix(packed, scales, biases, weight_format(format), std::nullopt, scale_dtype);
   std::vector<int64_t> shape = ids_.sizes().vec();
   shape.push_back(matrix.inputs);
   const auto options = ids_.options().dtype(dtype);

@@ -11,33 +11,28 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 Tensor expert_qmm(const Tensor& x, const Tensor& packed, const Tensor& scales, const OptionalTensor& biases,
-                  const Tensor& ids, int64_t bits, int64_t group_size, std::string_view mode,
-                  const OptionalTensor& bias) {
+                  const Tensor& ids, std::string_view format, const OptionalTensor& bias) {
   const auto dtype = compute_dtype(x.scalar_type(), {scales});
-  const MatrixStack matrix =
-      packed_matrix(packed, scales, biases, weight_format(mode, bits, group_size), bias, dtype);
+  const MatrixStack matrix = packed_matrix(packed, scales, biases, weight_format(format), bias, dtype);
   return in_dtype(project_slots(in_dtype(x, dtype), matrix, ids), x.scalar_type());
 }
 
 Tensor moe_experts_quantized(const Tensor& x, const Tensor& gate_up_packed, const Tensor& gate_up_scales,
                              const OptionalTensor& gate_up_biases, const Tensor& down_packed,
                              const Tensor& down_scales, const OptionalTensor& down_biases, const Tensor& ids,
-                             const Tensor& weights, int64_t bits, int64_t group_size, std::string_view mode,
+                             const Tensor& weights, std::string_view format,
                              const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
                              std::string_view activation, std::optional<double> alpha,
                              std::optional<double> limit, bool gated, bool interleaved,
                              const OptionalTensor& shared_gate, const OptionalTensor& shared_out,
                              const OptionalTensor& residual, bool gate_is_logit,
-                             std::optional<int64_t> down_bits, std::optional<int64_t> down_group_size,
-                             std::optional<std::string_view> down_mode, const OptionalTensor& norm_weight,
+                             std::optional<std::string_view> down_format, const OptionalTensor& norm_weight,
                              double norm_eps, double norm_offset) {
   const auto dtype = compute_dtype(x.scalar_type(), {gate_up_scales, down_scales});
-  const WeightFormat& format = weight_format(mode, bits, group_size);
-  const WeightFormat& down_format = second_format(format, down_bits, down_group_size, down_mode);
-  const MatrixStack gate_up =
-      packed_matrix(gate_up_packed, gate_up_scales, gate_up_biases, format, gate_up_bias, dtype);
-  const MatrixStack down =
-      packed_matrix(down_packed, down_scales, down_biases, down_format, down_bias, dtype);
+  const MatrixStack gate_up = packed_matrix(gate_up_packed, gate_up_scales, gate_up_biases,
+                                            weight_format(format), gate_up_bias, dtype);
+  const MatrixStack down = packed_matrix(down_packed, down_scales, down_biases,
+                                         weight_format(down_format.value_or(format)), down_bias, dtype);
   const ExpertSum sum{weights.contiguous(), contiguous(shared_gate), converted(shared_out, dtype),
                       converted(residual, dtype), gate_is_logit};
   const Tensor out =

@@ -12,9 +12,8 @@ cross the ends of words. The numbers of mxfp4 and mxfp8 are those of OCP microsc
 """
 
 import functools
-import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,14 +35,6 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 _QUANTIZE = Check("quantize")
 
 
-def _check_numbers(check: Check, prefix: str, bits: int | None, group_size: int | None, mode: str) -> None:
-    check.choice(f"{prefix}mode", mode, MODES)
-    for argument, value, allowed in (("bits", bits, BITS), ("group_size", group_size, GROUP_SIZES)):
-        if value is not None and (type(value) is not int or value not in allowed[mode]):
-            expected = " or ".join(map(str, allowed[mode])) + f" for mode {mode}"
-            check.fail(f"{prefix}{argument}", expected, repr(value))
-
-
 @dataclass(frozen=True, init=False)
 class Format:
     """How weights are quantised: a row of the table above.
@@ -55,30 +46,33 @@ class Format:
     bits: int
     group_size: int
     mode: str
+    name: str  # "affine4_64", "mxfp4": in operators, reports, config.json and Metal libraries
 
     def __init__(self, bits: int | None = None, group_size: int | None = None, mode: str = "affine"):
-        _check_numbers(_QUANTIZE, "", bits, group_size, mode)
+        _QUANTIZE.choice("mode", mode, MODES)
+        for argument, value, allowed in (("bits", bits, BITS), ("group_size", group_size, GROUP_SIZES)):
+            if value is not None and (type(value) is not int or value not in allowed[mode]):
+                expected = " or ".join(map(str, allowed[mode])) + f" for mode {mode}"
+                _QUANTIZE.fail(argument, expected, repr(value))
         set_field = functools.partial(object.__setattr__, self)
         set_field("bits", DEFAULT_BITS[mode] if bits is None else bits)
         set_field("group_size", DEFAULT_GROUP_SIZE[mode] if group_size is None else group_size)
         set_field("mode", mode)
+        set_field("name", f"affine{self.bits}_{self.group_size}" if mode == "affine" else mode)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """What a user says for it."""
+        return {"bits": self.bits, "group_size": self.group_size, "mode": self.mode}
 
     def __str__(self) -> str:
-        """The name of the format in reports, config.json and Metal libraries: "affine4_64", "mxfp4"."""
-        return f"{self.mode}{self.bits}_{self.group_size}" if self.has_biases else self.mode
+        return self.name
 
     @classmethod
-    def named(cls, name: str) -> "Format":
-        """Raises: ValueError for a name that no format has."""
-        affine = re.fullmatch(r"affine(\d+)_(\d+)", name)
-        if affine:
-            return cls(int(affine[1]), int(affine[2]), "affine")
-        if name not in MODES or name == "affine":
-            _QUANTIZE.fail("format", "a name such as affine4_64 or mxfp4", repr(name))
-        return cls(mode=name)
+    def named(cls, name: str, check: Check = _QUANTIZE, argument: str = "format") -> "Format":
+        """Raises: ValueError, which names `check` and the argument, for a name that no format has."""
+        if name not in FORMATS:
+            check.fail(argument, "a name such as affine4_64 or mxfp4", repr(name))
+        return FORMATS[name]
 
     @property
     def has_biases(self) -> bool:
@@ -97,20 +91,13 @@ class Format:
     def columns(self, words: int) -> int:
         return words * 32 // self.bits
 
-    def replaced(
-        self,
-        bits: int | None,
-        group_size: int | None,
-        mode: str | None,
-        check: Check = _QUANTIZE,
-        prefix: str = "",
-    ) -> "Format":
+    def replaced(self, bits: int | None, group_size: int | None, mode: str | None) -> "Format":
         """This format with the given numbers changed. Another mode starts from its own defaults."""
         if mode is None or mode == self.mode:
             mode = self.mode
             bits = self.bits if bits is None else bits
             group_size = self.group_size if group_size is None else group_size
-        return checked_format(check, bits, group_size, mode, prefix)
+        return Format(bits, group_size, mode)
 
     def check_columns(self, check: Check, argument: str, columns: int) -> None:
         if columns % self.group_size != 0:
@@ -127,21 +114,20 @@ class Format:
     ) -> None:
         if not self.has_biases and biases is not None:
             got = f"a tensor of shape {tuple(biases.shape)}"
-            check.fail(f"{prefix}biases", f"None for mode {self.mode}", got)
+            check.fail(f"{prefix}biases", f"None for format {self.name}", got)
         check.tensor(f"{prefix}scales", scales, shape, meaning, self.scale_dtypes)
         if not self.has_biases:
             return
         if biases is None:
-            check.fail(f"{prefix}biases", "a tensor for mode affine", None)
+            check.fail(f"{prefix}biases", f"a tensor for format {self.name}", None)
         check.tensor(f"{prefix}biases", biases, shape, meaning, (scales.dtype,))
 
 
-def checked_format(
-    check: Check, bits: int | None, group_size: int | None, mode: str, prefix: str = ""
-) -> Format:
-    """The errors name `check` and the arguments, which begin with `prefix`."""
-    _check_numbers(check, prefix, bits, group_size, mode)
-    return Format(bits, group_size, mode)
+FORMATS = {
+    format.name: format
+    for mode in MODES
+    for format in (Format(b, g, mode) for b in BITS[mode] for g in GROUP_SIZES[mode])
+}
 
 
 @functools.cache

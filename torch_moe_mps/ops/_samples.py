@@ -45,8 +45,8 @@ def sample_arguments(
     ids = torch.tensor([[0, 7], [3, E], [5, 3]], dtype=torch.int32, device=device)
     ids = ids.repeat(-(-T // 3), 1)[:T]
     weights = values(T, K, dtype=torch.float32).abs()
+    named = {"format": format.name}
     slots = {"slots": values(T, K, H), "weights": weights}
-    numbers = {"bits": format.bits, "group_size": format.group_size, "mode": format.mode}
 
     def scales(*groups):
         """Such that weights are about 1."""
@@ -146,23 +146,23 @@ def sample_arguments(
             "ids": ids,
             "weights": weights,
         },
-        "expert_qmm": {"x": values(T, H), **quantized("", I, H), "ids": ids, **numbers},
+        "expert_qmm": {"x": values(T, H), **quantized("", I, H), "ids": ids, **named},
         "moe_experts_quantized": {
             "x": values(T, H),
             **quantized("gate_up_", 2 * I, H),
             **quantized("down_", H, I),
             "ids": ids,
             "weights": weights,
-            **numbers,
+            **named,
         },
-        "linear_quantized": {"x": values(T, H), **quantized("", I, H, ()), "bias": values(I), **numbers},
+        "linear_quantized": {"x": values(T, H), **quantized("", I, H, ()), "bias": values(I), **named},
         "mlp_quantized": {
             "x": values(T, H),
             **quantized("gate_up_", 2 * I, H, ()),
             **quantized("down_", H, I, ()),
-            **numbers,
+            **named,
         },
-        "embedding_quantized": {"ids": ids, **quantized("", E, H, ()), **numbers, "dtype": dtype},
+        "embedding_quantized": {"ids": ids, **quantized("", E, H, ()), **named, "dtype": dtype},
     }
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ._activations import Activation
 from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check, picked
-from ._formats import TENSORS, Format, QuantizedWeight, checked_format
+from ._formats import TENSORS, Format, QuantizedWeight
 from ._registry import operator
 from .norms import InputNorm
 
@@ -31,12 +31,10 @@ def _product(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tens
     return out if bias is None else out.add_(bias.float())
 
 
-def _meta_linear_quantized(
-    check, x, packed, scales, biases, bias, bits, group_size, mode, residual, order, **norm
-):
+def _meta_linear_quantized(check, x, packed, scales, biases, bias, format, residual, order, **norm):
     check.dtype("x", x, ACTIVATION_DTYPES)
     check.min_rank("x", x, 1)
-    weight = QuantizedWeight(packed, scales, biases, checked_format(check, bits, group_size, mode))
+    weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
     check.rank("packed", packed, (2,))
     rows = packed.shape[0]
     weight.check(check, "", (rows, x.shape[-1]), "N, C")
@@ -54,9 +52,7 @@ def linear_quantized(
     scales: Tensor,
     biases: Tensor | None,
     bias: Tensor | None,
-    bits: int,
-    group_size: int,
-    mode: str,
+    format: str,
     residual: Tensor | None = None,
     order: Tensor | None = None,
     norm_weight: Tensor | None = None,
@@ -70,10 +66,10 @@ def linear_quantized(
     Args:
         x: [..., C], float32, float16 or bfloat16.
         packed: [N, C * bits / 32], uint32 or the same bits as int32.
-        scales: [N, C / group_size], float32, float16 or bfloat16 in mode "affine", else uint8.
-        biases: like `scales` in mode "affine", else None.
+        scales: [N, C / group size], float32, float16 or bfloat16 in affine formats, else uint8.
+        biases: like `scales` in affine formats, else None.
         bias: [N], float32, float16 or bfloat16: of the layer, not of the format.
-        bits, group_size, mode: as for expert_qmm. C must be a multiple of group_size.
+        format: its name, as for expert_qmm. C must be a multiple of its group size.
         residual: [..., N] in the dtype of `x`.
         order: [N], int32, the numbers from 0 to N - 1: out[..., order[n]] has row n of the weight and `bias`.
         norm_weight: [C], float32, float16 or bfloat16. With it norm(x) is rms(x) * (norm_weight +
@@ -88,7 +84,7 @@ def linear_quantized(
     Raises: ValueError for a dtype, shape, device or format that does not fit.
     """
     rows = _rows(InputNorm(norm_weight, norm_eps, norm_offset).applied_to(x))
-    out = _product(rows, QuantizedWeight(packed, scales, biases, Format(bits, group_size, mode)), bias)
+    out = _product(rows, QuantizedWeight(packed, scales, biases, Format.named(format)), bias)
     if order is not None:
         out = torch.empty_like(out).index_copy_(1, order.long(), out)
     out = out.view(*x.shape[:-1], packed.shape[0])
@@ -104,10 +100,10 @@ def check_packed_mlp(check: Check, hidden: int, arguments: dict[str, Any], stack
     """Checks the weights of an MLP with `hidden` inputs; for a stack of MLPs, `stack` is "E, "."""
     activation = picked(Activation, arguments)
     activation.check(check)
-    format = checked_format(check, arguments["bits"], arguments["group_size"], arguments["mode"])
-    down_numbers = (arguments["down_bits"], arguments["down_group_size"], arguments["down_mode"])
-    gate_up = _weight("gate_up_", format, arguments)
-    down = _weight("down_", format.replaced(*down_numbers, check, "down_"), arguments)
+    name, down_name = arguments["format"], arguments["down_format"]
+    gate_up = _weight("gate_up_", Format.named(name, check), arguments)
+    down_format = Format.named(name if down_name is None else down_name, check, "down_format")
+    down = _weight("down_", down_format, arguments)
     picked(InputNorm, arguments).check(check, hidden)
     check.rank("gate_up_packed", gate_up.packed, (3 if stack else 2,))
     *experts, rows, _ = gate_up.packed.shape
@@ -137,9 +133,7 @@ def mlp_quantized(
     down_packed: Tensor,
     down_scales: Tensor,
     down_biases: Tensor | None,
-    bits: int,
-    group_size: int,
-    mode: str,
+    format: str,
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
@@ -149,9 +143,7 @@ def mlp_quantized(
     gated: bool = True,
     interleaved: bool = False,
     residual: Tensor | None = None,
-    down_bits: int | None = None,
-    down_group_size: int | None = None,
-    down_mode: str | None = None,
+    down_format: str | None = None,
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
@@ -167,25 +159,23 @@ def mlp_quantized(
         x: [..., H], float32, float16 or bfloat16.
         gate_up_packed: [2I, H * bits / 32] ([I, ...] when not gated), uint32 or the same bits as int32: the
             rows of the gate, then those of the up projection.
-        gate_up_scales, gate_up_biases: [2I, H / group_size], float32, float16 or bfloat16 in mode "affine",
+        gate_up_scales, gate_up_biases: [2I, H / group size], float32, float16 or bfloat16 in affine formats,
             else uint8 and None.
         down_packed: [H, I * bits / 32].
-        down_scales, down_biases: [H, I / group_size].
-        bits, group_size, mode: as for expert_qmm. H and I must be multiples of group_size.
+        down_scales, down_biases: [H, I / group size].
+        format: its name, as for expert_qmm. H and I must be multiples of its group size.
         gate_up_bias, down_bias: [2I] ([I] when not gated) and [H]: the layer's, not the format's.
         activation, alpha, limit, gated, interleaved: as for moe_experts.
         residual: [..., H] in the dtype of `x`.
-        down_bits, down_group_size, down_mode: as for moe_experts_quantized.
+        down_format: as for moe_experts_quantized.
         norm_weight, norm_eps, norm_offset: the norm of `x`, as for linear_quantized.
 
     Returns: [..., H] in the dtype of `x`; sums in float32.
 
     Raises: ValueError for a dtype, shape, device, option or format that does not fit.
     """
-    format = Format(bits, group_size, mode)
-    gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_biases, format)
-    down_format = format.replaced(down_bits, down_group_size, down_mode)
-    down = QuantizedWeight(down_packed, down_scales, down_biases, down_format)
+    gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_biases, Format.named(format))
+    down = QuantizedWeight(down_packed, down_scales, down_biases, Format.named(down_format or format))
     act = Activation(activation, alpha, limit, gated, interleaved)
     rows = _rows(InputNorm(norm_weight, norm_eps, norm_offset).applied_to(x))
     hidden = act.apply(_product(rows, gate_up, gate_up_bias)).to(x.dtype)
@@ -193,13 +183,12 @@ def mlp_quantized(
     return (out if residual is None else out.add_(residual.float())).to(x.dtype)
 
 
-def _meta_embedding_quantized(check, ids, packed, scales, biases, bits, group_size, mode, dtype):
+def _meta_embedding_quantized(check, ids, packed, scales, biases, format, dtype):
     check.dtype("ids", ids, ID_DTYPES)
-    format = checked_format(check, bits, group_size, mode)
+    weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
     check.among_dtypes("dtype", dtype)
     check.rank("packed", packed, (2,))
-    weight = QuantizedWeight(packed, scales, biases, format)
-    shape = (packed.shape[0], format.columns(packed.shape[1]))
+    shape = (packed.shape[0], weight.format.columns(packed.shape[1]))
     weight.check(check, "", shape, "V, C")
     return ids.new_empty(*ids.shape, shape[1], dtype=dtype)
 
@@ -210,9 +199,7 @@ def embedding_quantized(
     packed: Tensor,
     scales: Tensor,
     biases: Tensor | None,
-    bits: int,
-    group_size: int,
-    mode: str,
+    format: str,
     dtype: torch.dtype,
 ) -> Tensor:
     """Rows of a quantised matrix: out[...] = dequantised[ids[...]].
@@ -220,16 +207,16 @@ def embedding_quantized(
     Args:
         ids: [...], int32 or int64. An id outside [0, V) reads nothing and gives a row of zeros.
         packed: [V, C * bits / 32], uint32 or the same bits as int32.
-        scales: [V, C / group_size], float32, float16 or bfloat16 in mode "affine", else uint8.
-        biases: like `scales` in mode "affine", else None.
-        bits, group_size, mode: as for expert_qmm.
+        scales: [V, C / group size], float32, float16 or bfloat16 in affine formats, else uint8.
+        biases: like `scales` in affine formats, else None.
+        format: its name, as for expert_qmm.
         dtype: of the result: float32, float16 or bfloat16.
 
     Returns: [..., C] in `dtype`; dequantised in float32, rounded once.
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
     """
-    weight = QuantizedWeight(packed, scales, biases, Format(bits, group_size, mode))
+    weight = QuantizedWeight(packed, scales, biases, Format.named(format))
     rows, columns = packed.shape[0], weight.format.columns(packed.shape[1])
     flat = ids.reshape(-1).long()
     out = torch.zeros(*flat.shape, columns, dtype=dtype, device=ids.device)

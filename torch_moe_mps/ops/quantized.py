@@ -4,7 +4,7 @@ from torch import Tensor
 
 from ._activations import Activation
 from ._checks import picked
-from ._formats import Format, QuantizedWeight, checked_format
+from ._formats import Format, QuantizedWeight
 from ._registry import operator
 from .combine import ExpertSum
 from .experts import (
@@ -29,9 +29,9 @@ def _quantized_product(weight: QuantizedWeight) -> Product:
     return lambda rows, groups: grouped_product(rows.float(), groups, matrix, weight.packed.shape[1])
 
 
-def _meta_expert_qmm(check, x, packed, scales, biases, ids, bits, group_size, mode, bias):
+def _meta_expert_qmm(check, x, packed, scales, biases, ids, format, bias):
     check_slots(check, x, ids)
-    weight = QuantizedWeight(packed, scales, biases, checked_format(check, bits, group_size, mode))
+    weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
     check.rank("packed", packed, (3,))
     experts, rows, _ = packed.shape
     weight.check(check, "", (experts, rows, x.shape[-1]), "E, N, H")
@@ -46,9 +46,7 @@ def expert_qmm(
     scales: Tensor,
     biases: Tensor | None,
     ids: Tensor,
-    bits: int,
-    group_size: int,
-    mode: str,
+    format: str,
     bias: Tensor | None = None,
 ) -> Tensor:
     """expert_mm with quantised weights: out[t, k] = dequantised(ids[t, k]) @ x[t] + bias[ids[t, k]].
@@ -57,11 +55,12 @@ def expert_qmm(
         x: [T, H] or [T, K, H], float32, float16 or bfloat16. On Metal an infinite element may give NaN where
             the formula gives infinity: affine codes, scales and biases are multiplied by it separately.
         packed: [E, N, H * bits / 32], uint32 or the same bits as int32.
-        scales: [E, N, H / group_size], float32, float16 or bfloat16 in mode "affine", else uint8.
-        biases: like `scales` in mode "affine", else None.
+        scales: [E, N, H / group size], float32, float16 or bfloat16 in affine formats, else uint8.
+        biases: like `scales` in affine formats, else None.
         ids: [T, K] with K <= 64, int32 or int64. An id outside [0, E) reads nothing and gives a row of zeros.
-        bits, group_size, mode: 2, 3, 4, 5, 6 or 8 bits and groups of 32, 64 or 128 in mode "affine"; 4 and 32
-            in "mxfp4", 8 and 32 in "mxfp8", 4 and 16 in "nvfp4". H must be a multiple of group_size.
+        format: "affine4_64" for affine codes of 4 bits in groups of 64; also 2, 3, 5, 6 or 8 bits and groups
+            of 32 or 128; "mxfp4" and "mxfp8" in groups of 32, "nvfp4" in groups of 16. H must be a multiple
+            of the group size.
         bias: [E, N], float32, float16 or bfloat16: of the layer, not of the format.
 
     Returns: [T, K, N] in the dtype of `x`; dequantised and accumulated in float32. For more than 32 tokens
@@ -69,7 +68,7 @@ def expert_qmm(
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
     """
-    weight = QuantizedWeight(packed, scales, biases, Format(bits, group_size, mode))
+    weight = QuantizedWeight(packed, scales, biases, Format.named(format))
     return project_slots(x, ids, packed.shape, _quantized_product(weight), bias)
 
 
@@ -90,9 +89,7 @@ def moe_experts_quantized(
     down_biases: Tensor | None,
     ids: Tensor,
     weights: Tensor,
-    bits: int,
-    group_size: int,
-    mode: str,
+    format: str,
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
@@ -105,9 +102,7 @@ def moe_experts_quantized(
     shared_out: Tensor | None = None,
     residual: Tensor | None = None,
     gate_is_logit: bool = False,
-    down_bits: int | None = None,
-    down_group_size: int | None = None,
-    down_mode: str | None = None,
+    down_format: str | None = None,
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
@@ -120,13 +115,12 @@ def moe_experts_quantized(
 
     Args:
         gate_up_packed: [E, 2I, H * bits / 32] ([E, I, ...] when not gated), uint32 or the same bits as int32.
-        gate_up_scales, gate_up_biases: [E, 2I, H / group_size], float32, float16 or bfloat16 in mode
-            "affine", else uint8 and None.
+        gate_up_scales, gate_up_biases: [E, 2I, H / group size], float32, float16 or bfloat16 in affine
+            formats, else uint8 and None.
         down_packed: [E, H, I * bits / 32].
-        down_scales, down_biases: [E, H, I / group_size].
-        bits, group_size, mode: as for expert_qmm. H and I must be multiples of group_size.
-        down_bits, down_group_size, down_mode: of the down weights if they have another format. None means as
-            for gate and up; with another mode, the default of that mode.
+        down_scales, down_biases: [E, H, I / group size].
+        format: its name, as for expert_qmm. H and I must be multiples of its group size.
+        down_format: of the down weights if they have another format. None means as for gate and up.
         gate_up_bias, down_bias: [E, 2I] ([E, I] when not gated) and [E, H]: the layer's, not the format's.
         x, ids, weights, activation, alpha, limit, gated, interleaved, shared_gate, shared_out, residual,
             gate_is_logit, norm_weight, norm_eps, norm_offset: as for moe_experts.
@@ -135,10 +129,8 @@ def moe_experts_quantized(
 
     Raises: ValueError for a dtype, shape, device, option or format that does not fit.
     """
-    format = Format(bits, group_size, mode)
-    gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_biases, format)
-    down_format = format.replaced(down_bits, down_group_size, down_mode)
-    down = QuantizedWeight(down_packed, down_scales, down_biases, down_format)
+    gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_biases, Format.named(format))
+    down = QuantizedWeight(down_packed, down_scales, down_biases, Format.named(down_format or format))
     act = Activation(activation, alpha, limit, gated, interleaved)
     mlp = Mlp(_quantized_product(gate_up), _quantized_product(down), gate_up_bias, down_bias, act)
     norm = InputNorm(norm_weight, norm_eps, norm_offset)

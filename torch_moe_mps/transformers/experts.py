@@ -283,11 +283,8 @@ def _quantized_forward(
     if self.has_bias:
         options |= _biases(self)
     if down_form is not form:
-        options |= {"down_bits": down_form.bits, "down_group_size": down_form.group_size}
-        options["down_mode"] = down_form.mode
-    return ops.moe_experts_quantized(
-        x, *first, *second, ids, weights, form.bits, form.group_size, form.mode, **options
-    )
+        options["down_format"] = down_form.name
+    return ops.moe_experts_quantized(x, *first, *second, ids, weights, form.name, **options)
 
 
 def _biases(self: Experts) -> dict[str, Tensor]:

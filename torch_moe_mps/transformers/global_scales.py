@@ -47,8 +47,8 @@ def expert_qmm(
     """
     scale = self._parameters.get(global_scale_of(projection))
     if scale is None:
-        return ops.expert_qmm(x, *weight, ids, form.bits, form.group_size, form.mode, bias)
-    rows = ops.expert_qmm(x.float(), *weight, ids, form.bits, form.group_size, form.mode)
+        return ops.expert_qmm(x, *weight, ids, form.name, bias)
+    rows = ops.expert_qmm(x.float(), *weight, ids, form.name)
     known = ids.clamp(0, scale.shape[0] - 1).long()
     factor = (scale.float() / LARGEST)[known]
     if not self.is_concatenated:

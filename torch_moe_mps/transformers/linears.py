@@ -138,7 +138,7 @@ class QuantizedLinear(QuantizedLayer):
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         form, (packed, scales, biases, bias) = self.format, self.weights()
-        return ops.linear_quantized(x, packed, scales, biases, bias, form.bits, form.group_size, form.mode)
+        return ops.linear_quantized(x, packed, scales, biases, bias, form.name)
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """packed, scales, biases and bias, faster than by attributes of the module."""
@@ -186,9 +186,7 @@ class QuantizedEmbedding(QuantizedLayer):
 
     def forward(self, ids: Tensor) -> Tensor:
         form, dtype = self.format, self._like.dtype
-        out = ops.embedding_quantized(
-            ids, self.packed, self.scales, self.biases, form.bits, form.group_size, form.mode, dtype
-        )
+        out = ops.embedding_quantized(ids, self.packed, self.scales, self.biases, form.name, dtype)
         return out if self.scale is None else out * self.scale.to(dtype)
 
     def extra_repr(self) -> str:

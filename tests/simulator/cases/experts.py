@@ -121,8 +121,8 @@ class Experts(Case):
         matrices = [
             t.get(f"{name}_{part}") for name in ("gate_up", "down") for part in ("packed", "scales", "biases")
         ]
-        options = FORMATS[self.format].options()
-        return ops().moe_experts_quantized(t["x"], *matrices, t["ids"], t["routing"], *options, **others)
+        name = FORMATS[self.format].name
+        return ops().moe_experts_quantized(t["x"], *matrices, t["ids"], t["routing"], name, **others)
 
     def wrong(self, before, after):
         return too_far(after["result0"], self.expected(before), self.dtype)
@@ -172,7 +172,7 @@ class Linear(Case):
             return ops().expert_mm(t["x"], t["weight"], t["ids"])
         parts = (t.get(f"weight_{part}") for part in ("packed", "scales", "biases"))
         matrix = (None if part is None else part[0] for part in parts)
-        return ops().linear_quantized(t["x"], *matrix, None, *FORMATS[self.format].options(), **others)
+        return ops().linear_quantized(t["x"], *matrix, None, FORMATS[self.format].name, **others)
 
     def wrong(self, before, after):
         return too_far(after["result0"].reshape(self.tokens, -1), self.expected(before), self.dtype)

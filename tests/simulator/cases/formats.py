@@ -21,8 +21,10 @@ class Format:
     group: int
     mode: str
 
-    def options(self) -> tuple[int, int, str]:
-        return self.bits, self.group, self.mode
+    @property
+    def name(self) -> str:
+        """What the operators call it."""
+        return f"affine{self.bits}_{self.group}" if self.mode == "affine" else self.mode
 
     def make(self, values, name: str, experts: int, rows: int, inputs: int, dtype) -> dict[str, Tensor]:
         """`name` [experts, rows, inputs], or its `_packed`, `_scales`, `_biases`; elements of about 0.03."""

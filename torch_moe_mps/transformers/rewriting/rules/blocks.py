@@ -88,9 +88,7 @@ def linear(
     form, weights = layer.format, layer.weights()
     if residual is not None and residual.shape[:-1] != x.shape[:-1]:
         residual = residual.reshape((*x.shape[:-1], weights[0].shape[0]))
-    return ops.linear_quantized(
-        x, *weights, form.bits, form.group_size, form.mode, residual, None, *(norm or ())
-    )
+    return ops.linear_quantized(x, *weights, form.name, residual, None, *(norm or ()))
 
 
 # Blocks that get the option of a residual

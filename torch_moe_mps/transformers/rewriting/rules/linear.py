@@ -126,7 +126,7 @@ def together(
     whole = layers[0].__dict__[RECORD].joined
     form = whole.format
     return ops.linear_quantized(
-        x, whole.packed, whole.scales, whole.biases, whole.bias, form.bits, form.group_size, form.mode,
+        x, whole.packed, whole.scales, whole.biases, whole.bias, form.name,
         None, order, *(norm or ()),
     )  # fmt: skip
 

@@ -65,9 +65,9 @@ def mlp(
     options = {} if norm is None else dict(zip(_NORM, norm, strict=True))
     return ops.mlp_quantized(
         x, first.packed, first.scales, first.biases, packed, scales, biases,
-        form.bits, form.group_size, form.mode, gate_up_bias=first.bias, down_bias=bias,
+        form.name, gate_up_bias=first.bias, down_bias=bias,
         activation=formula.activation, gated=formula.up is not None, residual=residual,
-        down_bits=to.bits, down_group_size=to.group_size, down_mode=to.mode, **options,
+        down_format=to.name, **options,
     )  # fmt: skip
 
 
