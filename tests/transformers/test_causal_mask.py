@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from support import tiny_models
+from support.models import output
 from transformers import DynamicCache, GptOssConfig, StaticCache
 from transformers.masking_utils import (
     create_causal_mask,
@@ -9,6 +11,7 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
+import torch_moe_mps
 from torch_moe_mps.transformers.attention import NAME
 from torch_moe_mps.transformers.causal_mask import CausalMask
 
@@ -145,3 +148,18 @@ def test_chunks():
     config._attn_implementation, config.attention_chunk_size = NAME, 6
     mask = create_chunked_causal_mask(config, torch.zeros(1, 9, 8), None, None)
     assert type(mask) is torch.Tensor and mask[0, 0, 6, 5] < 0
+
+
+def test_a_model_on_meta_takes_a_mask():
+    """As with the model's own code: nothing reads the mask's values."""
+    model = tiny_models.tiny_model("gemma2").to("meta")
+    model.set_attn_implementation("eager")
+    ids = torch.zeros(2, 5, dtype=torch.int64, device="meta")
+    for accelerated in (False, True):
+        if accelerated:
+            torch_moe_mps.accelerate(model)
+        assert output(model, ids, attention_mask=torch.ones_like(ids)).shape == (
+            2,
+            5,
+            model.config.vocab_size,
+        )

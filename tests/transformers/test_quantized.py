@@ -121,6 +121,25 @@ def test_a_checkpoint_has_each_module_in_its_format(quantise, tmp_path):
     assert stored_quantization(tmp_path / "again") == stored_quantization(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_parts_in_float32_stay_so(dtype, tmp_path):
+    """HY-V4 keeps its output head, gates and hyper-connections in float32, whose names say "scale"."""
+    with tiny_models.groups_of_32():
+        dense = tiny_models.tiny_model("hy_v4")
+    dense.save_pretrained(tmp_path / "dense")
+    model = type(dense).from_pretrained(tmp_path / "dense", dtype=dtype)
+    torch_moe_mps.accelerate(model, 4, 32)
+    model.save_pretrained(tmp_path / "quantised")
+    streamed = torch_moe_mps.from_pretrained(str(tmp_path / "dense"), dtype=dtype, bits=4, group_size=32)
+    loaded = torch_moe_mps.from_pretrained(str(tmp_path / "quantised"), dtype=dtype)
+    dtypes = [
+        {name: tensor.dtype for name, tensor in [*m.named_parameters(), *m.named_buffers()]}
+        for m in (model, streamed, loaded)
+    ]
+    assert dtypes[0] == dtypes[1] == dtypes[2]
+    assert dtypes[0]["lm_head._like"] == torch.float32 and dtypes[0]["model.embed_tokens._like"] == dtype
+
+
 def through_peft(model):
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2)).eval()

@@ -74,7 +74,9 @@ class CausalMask(Tensor):
             return None
         sizes: tuple[Any, ...] = (batch_size, q_length, kv_length, kv_offset)
         tensors = (t for t in (q_offset, attention_mask) if isinstance(t, Tensor))
-        if any(type(size) is not int for size in sizes) or any(type(t) is not Tensor for t in tensors):
+        if any(type(size) is not int for size in sizes):
+            return None
+        if any(type(t) is not Tensor or t.is_meta for t in tensors):
             return None
         chunked = getattr(config, "attention_chunk_size", None) is not None
         if local_size is not None and (chunked or local_size != getattr(config, "sliding_window", None)):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers.core_model_loading import WeightConverter
+from transformers.core_model_loading import WeightConverter, build_glob_alternation
 from transformers.quantizers.auto import (
     AutoHfQuantizer,
     AutoQuantizationConfig,
@@ -100,9 +100,11 @@ class Quantizer(HfQuantizer):
         return super().get_new_dtype(converter, param, dtype)
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        _keep_float32(model)
         if self.streams:
             self._stream = Stream(model, self.quantization_config.recipe())
             return
+        vars(model)["_get_dtype_plan"] = lambda dtype: {}  # its patterns ("scale") fit our names ("scales")
         if self.quantization_config.mlx:
             self._reading = Reading(model, kwargs["checkpoint_files"])
             self._targets = self._reading.targets
@@ -137,6 +139,7 @@ class Quantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: "PreTrainedModel", **kwargs: Any) -> None:
         from ..accelerate import accelerate
 
+        vars(model).pop("_get_dtype_plan", None)
         rest = self.place(model)
         if self.report is not None:
             quantize_targets("quantize", model, rest, self.report, progress=False)
@@ -211,3 +214,12 @@ class Quantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _keep_float32(model: Any) -> None:
+    """Casts, on the meta device, what transformers keeps in float32: quantised layers take its dtype."""
+    plan = model._get_dtype_plan(model.dtype)
+    names, _, _ = build_glob_alternation([*plan])
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()] if plan else ():
+        if names.search(name) and tensor.is_floating_point():
+            tensor.data = tensor.data.float()
