@@ -1,6 +1,7 @@
 """The command fit: sizes against what loading gives, bounds against arithmetic."""
 
 import json
+import math
 import re
 import stat
 
@@ -8,11 +9,13 @@ import pytest
 import torch
 import transformers
 from support import tiny_models
+from support.memory import Memory
 
 import torch_moe_mps
 from torch_moe_mps import macs
 from torch_moe_mps.commands import fit, main
 from torch_moe_mps.commands.caches import kv_cache
+from torch_moe_mps.commands.prompts import prompt_bytes
 
 # Qwen3-30B-A3B.
 QWEN3 = {
@@ -44,6 +47,11 @@ def context(space: int, token: int) -> int:
     return next(n for n in range(tokens, -1, -1) if n + max(256, n // 16) <= tokens)
 
 
+# Bytes of a layer for the 2,048 tokens of a prompt that are read at once: the inputs and outputs of q, k, v,
+# o, and of the experts for 8 slots.
+PROMPT = 2048 * 2 * (2 * (2048 + 4096) + 2 * (2048 + 512) + 8 * (2048 + 2 * 768 + 768 + 2048))
+
+
 @pytest.fixture
 def qwen3(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
@@ -60,9 +68,9 @@ def test_several_macs(qwen3, capsys):
     first, last = shares * layer + end + 2 * hidden, shares * layer + end
     assert main(["fit", str(qwen3), "--macs", "2x16"]) == 0
     output = capsys.readouterr().out
-    assert "Qwen3MoeForCausalLM on 2 Macs of 16 GB, 11.5 GB of each" in output
+    assert "Qwen3MoeForCausalLM on Macs of 16 + 16 GB, 11.5 + 11.5 GB for the GPU" in output
     rows = table(output, "weights")
-    space = min(macs.wired_limit(16) - part for part in (first, last))
+    space = min(macs.wired_limit(16) - PROMPT - part for part in (first, last))
     fits = min(context(space, cache), 40960)
     assert rows["4 bit"] == ["24 + 24", f"{first / 1e9:.1f} + {last / 1e9:.1f}", f"{fits:,}"]
     assert rows["16 bit"][-1] == "-"
@@ -71,12 +79,25 @@ def test_several_macs(qwen3, capsys):
     assert int(rows["2 bit"][-1].replace(",", "")) > 0
 
 
+def test_unequal_macs(qwen3, tmp_path, capsys):
+    """The larger one has more layers, in proportion to the memory where time is not known."""
+    assert main(["fit", str(qwen3), "--macs", "16+2x32", "--json", str(tmp_path / "x.json")]) == 0
+    assert "on Macs of 16 + 32 + 32 GB, 11.5 + 22.9 + 22.9 GB" in capsys.readouterr().out
+    data = json.loads((tmp_path / "x.json").read_text())
+    dense = next(row for row in data["spread"] if row["name"] == "16 bit")
+    assert data["macs"] == [16, 32, 32] and sum(dense["layers"]) == 48
+    assert dense["layers"][0] < dense["layers"][1] and dense["context"] is False
+
+
 def test_macs_that_cannot_share(qwen3, capsys):
     assert main(["fit", str(qwen3), "--macs", "49x16"]) == 1
     assert "--macs must be at most the number of layers, 48, got 49" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["fit", str(qwen3), "--macs", "64"])
-    assert "must be a number of Macs x the GB of each, got '64'" in capsys.readouterr().err
+    assert "must be 2 Macs or more, as in 2x64 or 64+128, got '64'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["fit", str(qwen3), "--macs", "64,128"])
+    assert "must be Macs as in 2x64 or 64+128, with the GB of each, got '64,128'" in capsys.readouterr().err
 
 
 def test_a_large_model_from_its_config_alone(qwen3, capsys):
@@ -103,7 +124,9 @@ def test_a_large_model_from_its_config_alone(qwen3, capsys):
     expected = {name: [f"{a / 1e9:.1f}", f"{b / 1e9:.2f}"] for name, (a, b) in sizes.items()}
     assert table(output, "weights") == expected and expected["4 bit"] == ["17.2", "1.73"]
     contexts = table(output, "Mac")
-    limit = (16 << 30) * 2 // 3
+    assert f"a prompt takes at most {PROMPT / 1e9:.3f} GB for 2,048 tokens" in output
+    assert "`sudo sysctl iogpu.wired_limit_mb=N, in MiB: the memory less 8 GiB`" in output
+    limit = (16 << 30) * 2 // 3 - PROMPT
     assert contexts["16 GB"] == ["11.5", *["-"] * 6, f"{context(limit - sizes['2 bit'][0], cache):,}"]
     assert contexts["32 GB"][1:4] == ["-"] * 3 and contexts["512 GB"][1] == "40,960"
     speed = table(output, "chip")
@@ -123,8 +146,8 @@ def test_a_cache_in_8_bits(qwen3, capsys):
     assert f"KV cache in 8 bits: {token / 1e6:.3f} GB for each 1,000 tokens" in output
     assert table(output, "weights") == table(dense, "weights")
     two = fit.sizes_of(fit.Source(str(qwen3), {"dtype": "bfloat16"}).skeleton(), 64)[-1]
-    fits = context(macs.wired_limit(16) - two.weights, token)
-    assert table(output, "Mac")["16 GB"][-1] == f"{fits:,}" and 30_000 < fits < 40_960
+    fits = context(macs.wired_limit(16) - PROMPT - two.weights, token)
+    assert table(output, "Mac")["16 GB"][-1] == f"{fits:,}" and 29_000 < fits < 40_960
     bounds = table(output, "chip")["M4 Max (40 cores), 546 GB/s"]
     assert bounds[-1] == f"{546e9 / (two.token + 32768 * token):.0f}"
 
@@ -148,6 +171,97 @@ def test_the_memory_of_a_cache_is_at_most_what_fit_says(architecture, bits):
         parts_of = [getattr(tensor, "_parts", lambda tensor=tensor: [tensor])() for tensor in states]
         held = sum(part.untyped_storage().nbytes() for kept in parts_of for part in kept)
         assert found.at(sum(parts)) <= held <= found.memory(sum(parts)) <= 1.5 * held
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "llama"])
+def test_the_memory_of_a_prompt_is_at_most_what_fit_says(architecture):
+    """Of the activations of an accelerated model; its cache, its logits and its mask are other memory."""
+    with tiny_models.sizes(num_hidden_layers=1, vocab_size=8):
+        model = tiny_models.tiny_model(architecture)
+    torch_moe_mps.accelerate(model)
+    ids, text = torch.ones(1, 200, dtype=torch.long), model.get_decoder()
+    with torch.no_grad(), Memory() as memory:
+        text(input_ids=ids, use_cache=False)
+    scores = 200 * 200 * model.config.num_attention_heads * 4  # the CPU's reference stores them
+    assert (
+        0.2 * memory.peak < prompt_bytes(model, 200) + 4 * scores and prompt_bytes(model, 200) > 200 * 32 * 4
+    )
+
+
+@pytest.mark.parametrize("name", ["Gemma4ForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"])
+def test_models_for_images(name, tmp_path, capsys):
+    """Their towers are in the size, and not in what a token reads; the cache is known."""
+    cls = getattr(transformers, name)
+    with tiny_models.groups_of_32():
+        config = tiny_models.build_config(cls.config_class)
+    config.architectures = [name]
+    config.save_pretrained(tmp_path)
+    assert main(["fit", str(tmp_path), "--group-size", "32", "--json", str(tmp_path / "x.json")]) == 0
+    assert "unknown" not in capsys.readouterr().out
+    data = json.loads((tmp_path / "x.json").read_text())
+    dense = next(size for size in data["sizes"] if size["name"] == "16 bit")
+    model = cls(config).to(torch.bfloat16)
+    language = sum(p.nbytes for p in model.get_decoder().parameters()) + model.lm_head.weight.nbytes
+    assert dense["bytes"] == sum(p.nbytes for p in model.parameters())
+    assert dense["bytes"] > 1.05 * language or name.startswith("Gemma4")  # whose tiny config has no tower
+    assert 0 < dense["bytes_a_token"] < language and data["kv_cache"]["bytes_a_token"] > 0
+
+
+def test_a_quantised_checkpoint_as_it_is(tmp_path, capsys):
+    """Ours, MXFP4 of gpt-oss, MLX's with its weights, and MLX's by its config alone: what loading gives."""
+    with tiny_models.groups_of_32():
+        model = tiny_models.tiny_model("qwen3_moe", torch.bfloat16)
+    model.save_pretrained(tmp_path / "dense")
+    ours, mlx = tmp_path / "ours", tmp_path / "mlx"
+    for folder, layout in ((ours, "moe_mps"), (mlx, "mlx")):
+        command = ["convert", tmp_path / "dense", folder, "--group-size", 32, "--to", layout]
+        assert main([*map(str, command)]) == 0
+    expected = sum(p.nbytes for p in torch_moe_mps.from_pretrained(ours).parameters())
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text((mlx / "config.json").read_text())
+    with tiny_models.groups_of_32():
+        gpt_oss = json.loads(tiny_models.tiny_config("gpt_oss").to_json_string())
+    itemsize = {"float32": 4, "bfloat16": 2}[gpt_oss.get("dtype") or "bfloat16"]
+    gpt_oss |= {"quantization_config": {"quant_method": "mxfp4"}, "architectures": ["GptOssForCausalLM"]}
+    (tmp_path / "gpt_oss").mkdir()
+    (tmp_path / "gpt_oss" / "config.json").write_text(json.dumps(gpt_oss))
+    for folder in (ours, mlx, tmp_path / "config", tmp_path / "gpt_oss", tmp_path / "dense"):
+        file = str(tmp_path / "x.json")
+        assert main(["fit", str(folder), "--group-size", "32", "--recipe", "mixed_4_6", "--json", file]) == 0
+        sizes = {
+            size["name"]: size["bytes"] for size in json.loads((tmp_path / "x.json").read_text())["sizes"]
+        }
+        assert sizes["4 bit"] < sizes["mixed_4_6"] < sizes["6 bit"]
+        if folder.name in ("ours", "mlx", "config"):
+            assert sizes["as it is"] == expected
+        elif folder.name == "gpt_oss":
+            shape = (gpt_oss["num_hidden_layers"], gpt_oss["num_local_experts"], 3 * 64, 64)
+            matrices = math.prod(shape)  # with 4 bits each, and a byte for each 32
+            assert sizes["16 bit"] - sizes["as it is"] == matrices * itemsize - matrices * 17 // 32
+        else:
+            assert "as it is" not in sizes
+
+
+def test_a_config_with_a_wrong_type_is_one_line(tmp_path, capsys):
+    for wrong, message in (
+        (
+            {"hidden_size": "2048"},
+            "field 'hidden_size': TypeError: Field 'hidden_size' expected int, got str",
+        ),
+        ({"num_experts": None}, "Field 'num_experts' expected int, got NoneType"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(QWEN3 | wrong))
+        assert main(["fit", str(tmp_path)]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("torch-moe-mps: error: the model's config.json: ") and message in error
+        assert len(error.splitlines()) == 1
+
+
+def test_no_advice_for_other_machines(tmp_path, capfd):
+    """transformers advises to install causal_conv1d and others when it makes a hybrid model."""
+    tiny_models.tiny_config("qwen3_next").save_pretrained(tmp_path)
+    assert main(["fit", str(tmp_path), "--group-size", "32"]) in (0, 1)
+    assert "causal_conv1d" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gemma4", "deepseek_v3", "qwen3_next"])
@@ -217,6 +331,7 @@ def test_this_mac(mac, qwen3, capsys):
     output = capsys.readouterr().out
     assert set(table(output, "Mac")) == {"this Mac, 36 GB"}
     assert set(table(output, "chip")) == {"M4 Max (32 cores), 410 GB/s"}
+    assert f"`sudo sysctl iogpu.wired_limit_mb={28 << 10}` lets the GPU have more" in output
 
 
 def test_this_mac_with_another_limit_and_an_unknown_chip(mac, qwen3, capsys):

@@ -57,10 +57,13 @@ def _line(error: Exception) -> str | None:
     """What to print for an error that a user can cause; None for any other."""
     if isinstance(error, ImportError):
         return _of_import(error)
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
     from ..ops._checks import first_line
 
+    if isinstance(error, StrictDataclassError):  # its second line says what is wrong
+        return "the model's config.json: " + " ".join(str(error).split())
     if not isinstance(error, (ValueError, OSError, RuntimeError, SafetensorError)):
         return None
     line = first_line(error) or type(error).__name__

@@ -32,7 +32,8 @@ FIT = """examples:
   torch-moe-mps fit Qwen/Qwen3-30B-A3B            # downloads config.json, no weights
   torch-moe-mps fit Qwen/Qwen3-30B-A3B --mac      # for this Mac, with the memory that it lets the GPU have
   torch-moe-mps fit qwen3-4bit --context 32768 --kv-bits 8
-  torch-moe-mps fit deepseek-ai/DeepSeek-V3 --macs 2x512    # each has some of the layers"""
+  torch-moe-mps fit deepseek-ai/DeepSeek-V3 --macs 512+256  # each has some of the layers
+  torch-moe-mps fit Qwen/Qwen3-30B-A3B --recipe mixed_4_6 --json sizes.json"""
 
 BENCH = """examples:
   torch-moe-mps bench qwen3-4bit
@@ -144,7 +145,9 @@ def _fit(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("model", metavar="NAME", help="folder or name on the Hub; only config.json is read")
     add("--mac", action="store_true", help="only this Mac")
-    add("--macs", type=_machines, metavar="NxGB", help="several Macs that share the layers, such as 2x64")
+    add("--macs", type=_machines, metavar="NxGB", help="Macs that share the layers, such as 2x64 or 64+128")
+    add("--recipe", metavar="NAME", help="also mixed_2_6, mixed_3_4, mixed_3_6, mixed_4_6, or a JSON file")
+    _json(command)
     add("--context", type=int, default=4096, help="tokens of context that the bound of speed is for (4096)")
     add("--group-size", type=int, default=64, help="weights that share a scale: 32, 64 or 128 (64)")
     _kv_bits(command)
@@ -160,7 +163,7 @@ def _bench(command: argparse.ArgumentParser) -> None:
     add("--turn", type=int, default=64, metavar="N", help="tokens of a second turn (64)")
     add("--depth", type=_numbers, metavar="N,N", help="contexts (0,4096,16384, as far as the model reads)")
     add("--repeats", type=int, default=5, help="of each test, behind one that warms up (5)")
-    add("--json", metavar="FILE", help="write all that was measured")
+    _json(command)
     add("--picture", metavar="FILE", help="draw tokens/s by context beside the bound (.png, .svg, .pdf)")
     add(
         "--bandwidth",
@@ -224,10 +227,21 @@ def _numbers(text: str) -> list[int]:
 
 
 def _machines(text: str) -> list[int]:
-    count, _, memory = text.partition("x")
-    if not (count.isdecimal() and memory.isdecimal() and int(count) > 1 and int(memory) > 0):
-        raise argparse.ArgumentTypeError(f"must be a number of Macs x the GB of each, got {text!r}")
-    return [int(memory)] * int(count)
+    machines: list[int] = []
+    for part in text.split("+"):
+        count, _, memory = part.rpartition("x")
+        if not ((count or "1").isdecimal() and memory.isdecimal() and int(memory) > 0):
+            raise argparse.ArgumentTypeError(
+                f"must be Macs as in 2x64 or 64+128, with the GB of each, got {text!r}"
+            )
+        machines += [int(memory)] * int(count or 1)
+    if len(machines) < 2:
+        raise argparse.ArgumentTypeError(f"must be 2 Macs or more, as in 2x64 or 64+128, got {text!r}")
+    return machines
+
+
+def _json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", metavar="FILE", help="write all that was found")
 
 
 def _device(command: argparse.ArgumentParser) -> None:

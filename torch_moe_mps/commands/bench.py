@@ -6,7 +6,6 @@ context ("@ d4096"). ttft64 is the second turn of a chat: the time from 64 new t
 
 import argparse
 import copy
-import json
 import resource
 import statistics
 import sys
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import __version__, tensor_units
+from .. import tensor_units
 from ..macs import this_mac
 from ..transformers.checkpoints.sizes import bytes_a_token, total_bytes
 from ..transformers.checkpoints.source import Source
@@ -35,7 +34,9 @@ from .sources import (
     load,
     loading_options,
     processes,
+    skeleton_of,
     usable_device,
+    write_json,
 )
 
 _CHUNK = 2048  # tokens of a context that are read at once
@@ -104,7 +105,7 @@ def run(options: argparse.Namespace) -> None:
         bandwidth, chip = bandwidth or mac.bandwidth, mac.chip
     cache = None
     if bandwidth is not None:
-        cache = kv_cache(Source(source, loading_options(options)).skeleton(), options.kv_bits)
+        cache = kv_cache(skeleton_of(options, source)[1], options.kv_bits)
     bench = Bench(model, options, None if bandwidth is None else bandwidth * 1e9, cache)
     size = f"{_of_all_processes(model, total_bytes(model)) / 1e9:.2f} GB"
     if processes() > 1:
@@ -154,16 +155,13 @@ def _of_all_processes(model: Any, number: int) -> int:
 
 
 def _write(file: str, rows: list[Row], bench: "Bench", **what: str) -> None:
-    versions = {"torch_moe_mps": __version__, "torch": torch.__version__}
     found = {
         **what,
-        "versions": versions,
         "tensor_units": tensor_units.decided(),
         "bytes_a_token": bench.weights,
         "bandwidth": bench.bandwidth,
     }
-    Path(file).write_text(json.dumps({**found, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
-    print(f"wrote {file}")
+    write_json(file, {**found, "rows": [asdict(row) for row in rows]})
 
 
 class Bench:

@@ -53,7 +53,8 @@ def kv_cache(model: Any, bits: int = 16) -> KVCache | None:
     few, more = 4, 8  # fewer than any sliding window
     try:
         model.set_experts_implementation("batched_mm")  # of transformers: knows shapes without values
-        before, after = _cached(model, few, bits), _cached(model, more, bits)
+        text = model.get_decoder()  # around it, models for images look at values
+        before, after = _cached(text, few, bits), _cached(text, more, bits)
     except Exception:  # code that reads values, or knows no meta device: any error may come of it
         return None
     states, rates = 0, Counter[int | None]()

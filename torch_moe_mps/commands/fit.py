@@ -4,8 +4,10 @@ config.json is enough: a model on the meta device has the shapes of the weights 
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,18 +17,23 @@ from ..macs import BANDWIDTHS, GIB, MEMORIES, Mac, this_mac, wired_limit
 from ..ops._checks import Check
 from ..ops.attention import CACHE_BITS
 from ..quantization import Format
-from ..transformers.checkpoints.recipe import recipe_of
+from ..transformers.checkpoints.config import QuantizationConfig
+from ..transformers.checkpoints.mlx.reading import Reading
+from ..transformers.checkpoints.recipe import recipe_of, requested_recipe
 from ..transformers.checkpoints.sizes import bytes_a_token, quantized_sizes, total_bytes
 from ..transformers.checkpoints.source import Source
-from ..transformers.checkpoints.targets import weights_of
+from ..transformers.checkpoints.targets import Target, weights_of
 from ..transformers.pipeline.shares import Machine, shares_of
 from ..transformers.pipeline.stages import layers_of
 from ..transformers.report import aligned
 from .caches import KVCache, kv_cache
-from .sources import LONGEST, context_of, folder_of, loading_options
+from .generating import AT_ONCE
+from .prompts import prompt_bytes
+from .recipes import MIXED, mixed_overrides, read_recipe
+from .sources import LONGEST, check_writable, context_of, folder_of, skeleton_of, write_json
 
 BITS = (8, 6, 5, 4, 3, 2)
-_DENSE = "16 bit"
+_DENSE, _STORED = "16 bit", "as it is"
 _CHECK = Check("fit")
 
 
@@ -50,18 +57,28 @@ def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError with one line that says what is wrong."""
     if options.context < 0:
         raise ValueError(f"--context must be at least 0 tokens, got {options.context}")
+    check_writable("--json", options.json)
     mac = this_mac() if options.mac else None
     folder = folder_of(options.model, options.revision, weights=False)
-    model = Source(folder, loading_options(options)).skeleton()
+    source, model = skeleton_of(options, folder)
+    sizes = sizes_of(model, options.group_size)
+    if (stored := as_stored(source, model, folder)) is not None:
+        sizes.insert(0, stored)
+    if options.recipe is not None:
+        sizes.insert(0, of_recipe(model, options.recipe, options.group_size))
     if options.macs is not None:
-        print(spread(model, options.group_size, options.macs, options.kv_bits))
+        text, data = spread(model, sizes, options.macs, options.kv_bits)
     else:
-        print(report(model, options.context, options.group_size, mac, options.kv_bits))
+        text, data = report(model, sizes, options.context, mac, options.kv_bits)
+    print(text)
+    write_json(options.json, {"model": options.model, "kv_bits": options.kv_bits, **data})
 
 
-def report(model: Any, context: int, group_size: int, mac: Mac | None, kv_bits: int = 16) -> str:
-    """The tables, for all Macs or for one."""
-    sizes, cache = sizes_of(model, group_size), kv_cache(model, kv_bits)
+def report(
+    model: Any, sizes: Sequence[Size], context: int, mac: Mac | None, kv_bits: int = 16
+) -> tuple[str, dict[str, Any]]:
+    """The tables, for all Macs or for one, and the numbers in them."""
+    cache, prompt = kv_cache(model, kv_bits), prompt_bytes(model, AT_ONCE)
     total = sum(p.numel() for p in model.parameters())
     lines = [f"{type(model).__name__}, {total / 1e9:.2f} billion weights"]
     if cache is None:
@@ -72,33 +89,60 @@ def report(model: Any, context: int, group_size: int, mac: Mac | None, kv_bits: 
         rest = cache.at(LONGEST) - cache.token * LONGEST
         if rest:
             lines.append(f"beside it, sliding windows and states take at most {rest / 1e9:.3f} GB")
+    lines.append(
+        f"a prompt takes at most {prompt / 1e9:.3f} GB for {AT_ONCE:,} tokens, which are read at once"
+    )
     cells = [[f"{s.name}", f"{s.weights / 1e9:.1f}", f"{s.token / 1e9:.2f}"] for s in sizes]
     lines += ["", *aligned([["weights", "GB", "GB read for a token"], *cells], 1)]
-    longest = context_of(model.config)
+    longest, names = context_of(model.config), [size.name for size in sizes]
     limits = [(f"{gib} GB", wired_limit(gib)) for gib in MEMORIES]
     if mac is not None:
         limits = [(f"this Mac, {mac.memory // GIB} GB", mac.limit)]
-    cells = [[name, f"{limit / 1e9:.1f}", *_contexts(sizes, cache, limit, longest)] for name, limit in limits]
+    contexts = {name: _contexts(sizes, cache, limit - prompt, longest) for name, limit in limits}
+    cells = [[name, f"{limit / 1e9:.1f}", *map(_in_words, contexts[name])] for name, limit in limits]
     lines += ["", "Context that fits into what macOS lets the GPU have, in tokens, with room in the cache:"]
     lines += aligned([["Mac", "GPU's GB", *(s.name for s in sizes)], *cells], 1)
+    lines += ["", _more_for_the_gpu(mac)]
+    data = {
+        "weights": total,
+        "kv_cache": None if cache is None else {"bytes_a_token": cache.token, "rest": rest},
+        "prompt": {"tokens": AT_ONCE, "bytes": prompt},
+        "sizes": [{"name": s.name, "bytes": s.weights, "bytes_a_token": s.token} for s in sizes],
+        "macs": [
+            {"name": name, "gpu": limit, "contexts": dict(zip(names, contexts[name], strict=True))}
+            for name, limit in limits
+        ],
+    }
     chips = [(f"{name}, {gbs:.0f} GB/s", gbs) for name, gbs in BANDWIDTHS.items()]
     if mac is not None:
         known = mac.bandwidth
         chips = [] if known is None else [(f"{mac.chip}, {known:.0f} GB/s", known)]
     if not chips and mac is not None:
-        return "\n".join([*lines, "", f"The memory bandwidth of the {mac.chip} is not known here."])
-    cells = [[name, *(f"{bound(s, cache, context, gbs):.0f}" for s in sizes)] for name, gbs in chips]
+        return "\n".join([*lines, "", f"The memory bandwidth of the {mac.chip} is not known here."]), data
+    bounds = {name: [bound(size, cache, context, gbs) for size in sizes] for name, gbs in chips}
+    data["bounds"] = {name: dict(zip(names, values, strict=True)) for name, values in bounds.items()}
+    cells = [[name, *(f"{value:.0f}" for value in values)] for name, values in bounds.items()]
     lines += [
         "",
         f"Upper bound of tokens/s at a context of {context:,} tokens. No measurement: nothing can be",
     ]
     lines += ["faster, because each token reads these weights and the KV cache; real speed is lower."]
     lines += aligned([["chip", *(s.name for s in sizes)], *cells], 1)
-    return "\n".join(lines)
+    return "\n".join(lines), data
 
 
-def spread(model: Any, group_size: int, macs: Sequence[int], kv_bits: int = 16) -> str:
-    """The table for several Macs that share the layers; `macs` has the GB of each.
+def _more_for_the_gpu(mac: Mac | None) -> str:
+    """How to raise the limit of macOS, which leaves a quarter or a third of the memory unused."""
+    most = "N, in MiB: the memory less 8 GiB" if mac is None else str((mac.memory - 8 * GIB) >> 20)
+    if mac is not None and mac.memory - 8 * GIB <= mac.limit:
+        return "macOS lets the GPU have all but 8 GiB, which other programs need."
+    return f"`sudo sysctl iogpu.wired_limit_mb={most}` lets the GPU have more until the next start."
+
+
+def spread(
+    model: Any, sizes: Sequence[Size], macs: Sequence[int], kv_bits: int = 16
+) -> tuple[str, dict[str, Any]]:
+    """The table for several Macs that share the layers, and its numbers; `macs` has the GB of each.
 
     Raises: ValueError for a model whose layers cannot be spread.
     """
@@ -106,11 +150,12 @@ def spread(model: Any, group_size: int, macs: Sequence[int], kv_bits: int = 16) 
     if len(layers) < len(macs):
         raise ValueError(f"--macs must be at most the number of layers, {len(layers)}, got {len(macs)}")
     head, cache = model.get_output_embeddings(), kv_cache(model, kv_bits)
-    limits = [wired_limit(gib) for gib in macs]
+    prompt = prompt_bytes(model, AT_ONCE)
+    limits = [wired_limit(gib) - prompt for gib in macs]
     longest = context_of(model.config)
     is_tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
-    cells = []
-    for size in sizes_of(model, group_size):
+    rows: list[dict[str, Any]] = []
+    for size in sizes:
         of_layers, of_head = [size.of(layer) for layer in layers], size.of(head)
         # The first has all but layers and head; a head that is tied to the embedding is on both.
         first = size.weights - sum(of_layers) - (0 if is_tied else of_head)
@@ -119,15 +164,28 @@ def spread(model: Any, group_size: int, macs: Sequence[int], kv_bits: int = 16) 
         parts = [sum(of_layers[end - share : end]) for end, share in zip(ends, shares, strict=True)]
         parts[0], parts[-1] = parts[0] + first, parts[-1] + of_head
         rooms = [limit - part for limit, part in zip(limits, parts, strict=True)]
-        context = "-" if min(rooms) < 0 else "fits"
-        if cache is not None and min(rooms) >= 0:
-            scaled = [room * len(layers) // share for room, share in zip(rooms, shares, strict=True)]
-            context = f"{min(cache.tokens_in(room, longest) for room in scaled):,}"
-        each = " + ".join(f"{part / 1e9:.1f}" for part in parts)
-        cells.append([size.name, " + ".join(map(str, shares)), each, context])
-    gpu = f"{limits[0] / 1e9:.1f} GB of each for the GPU"
-    lines = [f"{type(model).__name__} on {len(macs)} Macs of {macs[0]} GB, {gpu} (docs/distributed.md)", ""]
-    return "\n".join([*lines, *aligned([["weights", "layers", "GB", "context that fits"], *cells], 1)])
+        scaled = [room * len(layers) // share for room, share in zip(rooms, shares, strict=True)]
+        context = _context(cache, min(scaled), longest)
+        rows.append({"name": size.name, "layers": shares, "bytes": parts, "context": context})
+    cells = []
+    for row in rows:
+        layers_of_each, bytes_of_each = (
+            _sum(row["layers"]),
+            _sum(f"{part / 1e9:.1f}" for part in row["bytes"]),
+        )
+        cells.append([row["name"], layers_of_each, bytes_of_each, _in_words(row["context"])])
+    gpu = _sum(f"{wired_limit(gib) / 1e9:.1f}" for gib in macs)
+    lines = [
+        f"{type(model).__name__} on Macs of {_sum(macs)} GB, {gpu} GB for the GPU (docs/distributed.md)",
+        f"a prompt takes at most {prompt / 1e9:.3f} GB of it on each",
+        "",
+    ]
+    table = aligned([["weights", "layers", "GB", "context that fits"], *cells], 1)
+    return "\n".join([*lines, *table]), {"macs": [*macs], "spread": rows}
+
+
+def _sum(parts: Iterable[object]) -> str:
+    return " + ".join(map(str, parts))
 
 
 def bound(size: Size, cache: KVCache | None, context: int, bandwidth: float) -> float:
@@ -137,25 +195,67 @@ def bound(size: Size, cache: KVCache | None, context: int, bandwidth: float) -> 
 
 def sizes_of(model: nn.Module, group_size: int) -> list[Size]:
     """The dense model, and the model in each number of bits."""
-    sizes = [Size(_DENSE, total_bytes(model), bytes_a_token(model), {})]
-    for bits in BITS:
-        format = Format(bits, group_size)
-        targets = weights_of(model, recipe_of(format)).targets.values()
-        for target in targets:
-            target.check_columns(_CHECK)
-        after = quantized_sizes(targets)
-        sizes.append(Size(f"{bits} bit", total_bytes(model, after), bytes_a_token(model, after), after))
-    return sizes
+    formats = [Format(bits, group_size) for bits in BITS]
+    return [
+        _size(_DENSE, model, ()),
+        *(_size(f"{format.bits} bit", model, _targets(model, recipe_of(format))) for format in formats),
+    ]
 
 
-def _contexts(sizes: Sequence[Size], cache: KVCache | None, limit: int, longest: int) -> list[str]:
-    """The longest context that fits together with the weights of each size, at most what the model reads."""
-    cells = []
-    for size in sizes:
-        if size.weights > limit:
-            cells.append("-")
-        elif cache is None:
-            cells.append("fits")
-        else:
-            cells.append(f"{cache.tokens_in(limit - size.weights, longest):,}")
-    return cells
+def as_stored(source: Source, model: Any, folder: str) -> Size | None:
+    """What loading a quantised checkpoint as it is gives; None for one that is loaded in 16 bits."""
+    stored = source.quantization(None)
+    if stored is None:
+        return None
+    if not stored.get("mlx"):
+        return _size(_STORED, model, QuantizationConfig(**stored).targets(model).values())
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if files:
+        return _size(_STORED, model, Reading(model, [*map(str, files)]).targets.values())
+    config = json.loads((Path(folder) / "config.json").read_text())
+    usual: dict[str, Any] = {key: config["quantization"].get(key) for key in ("bits", "group_size", "mode")}
+    return _size(_STORED, model, _targets(model, requested_recipe(**usual)))
+
+
+def of_recipe(model: Any, recipe: str, group_size: int) -> Size:
+    """The model with a mixed recipe, or one in a file."""
+    if recipe in MIXED:
+        bits = int(recipe.split("_")[1])
+        arguments: dict[str, Any] = {
+            "bits": bits,
+            "group_size": group_size,
+            "overrides": mixed_overrides(recipe, model),
+        }
+    else:
+        arguments = read_recipe(recipe)
+    return _size(Path(recipe).stem, model, _targets(model, requested_recipe(**arguments)))
+
+
+def _targets(model: Any, recipe: Any) -> Iterable[Target]:
+    targets = weights_of(model, recipe).targets.values()
+    for target in targets:
+        target.check_columns(_CHECK)
+    return targets
+
+
+def _size(name: str, model: Any, targets: Iterable[Target]) -> Size:
+    after = quantized_sizes(targets)
+    return Size(name, total_bytes(model, after), bytes_a_token(model, after), after)
+
+
+def _contexts(sizes: Sequence[Size], cache: KVCache | None, limit: int, longest: int) -> list[int | bool]:
+    """`_context` beside the weights of each size."""
+    return [_context(cache, limit - size.weights, longest) for size in sizes]
+
+
+def _context(cache: KVCache | None, room: int, longest: int) -> int | bool:
+    """How many tokens fit, at most what the model reads; of an unknown cache whether the weights fit."""
+    if room < 0 or cache is None:
+        return room >= 0
+    return cache.tokens_in(room, longest)
+
+
+def _in_words(context: int | bool) -> str:
+    if isinstance(context, bool):
+        return "fits" if context else "-"
+    return f"{context:,}"

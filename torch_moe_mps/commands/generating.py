@@ -6,6 +6,8 @@ from typing import Any
 from torch import Tensor
 from transformers import StoppingCriteria
 
+AT_ONCE = 2048  # tokens of a prompt
+
 
 class Generating:
     """Stands for a model whose `generate` can be ended by another thread; all else is the model's."""

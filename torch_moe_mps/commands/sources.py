@@ -1,14 +1,17 @@
 """Where a model comes from: a folder, or a name on the Hub, whose files are downloaded into its cache."""
 
 import argparse
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .. import __version__
 from ..ops._checks import first_line
 from ..transformers.checkpoints.files import check_files
+from ..transformers.checkpoints.source import Source
 
 # Files other than weights: config, tokenizer, processor, chat templates, Python code of the model.
 SMALL_FILES = (
@@ -75,6 +78,21 @@ def small_files(folder: str) -> list[Path]:
     return [path.relative_to(folder) for path in found]
 
 
+def skeleton_of(options: argparse.Namespace, folder: str) -> tuple[Source, Any]:
+    """What config.json says, and the dense model on the meta device.
+
+    Without the advice to install kernels for other machines, which transformers gives for some models.
+    """
+    from transformers.utils import logging
+
+    source, before = Source(folder, loading_options(options)), logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        return source, source.skeleton()
+    finally:
+        logging.set_verbosity(before)
+
+
 def context_of(config: Any) -> int:
     """How many tokens a model reads."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST
@@ -109,6 +127,15 @@ def check_writable(option: str, file: str | None) -> None:
         ) from None
     if not existed:
         os.unlink(file)
+
+
+def write_json(file: str | None, found: dict[str, Any]) -> None:
+    """Writes what a command has found, with the versions that found it, and says so."""
+    if file is None:
+        return
+    versions = {"torch_moe_mps": __version__, "torch": torch.__version__}
+    Path(file).write_text(json.dumps({**found, "versions": versions}, indent=1) + "\n")
+    print(f"wrote {file}")
 
 
 def usable_device(name: str | None) -> str:

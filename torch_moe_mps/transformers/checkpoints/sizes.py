@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,16 +16,17 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_
 def bytes_a_token(model: nn.Module, sizes: Mapping[Tensor, int] = MappingProxyType({})) -> int:
     """Bytes of the parameters that decoding one token reads.
 
-    A token reads the experts that it is routed to, one row of an embedding, and everything else; shared
-    parameters once.
+    A token reads the experts that it is routed to, one row of an embedding, and everything else of the
+    language model, but no towers for images or sounds; shared parameters once.
 
     Args:
         sizes: {parameter: its bytes} where they are to differ, as `quantized_sizes` has them.
     """
-    experts = experts_of(model)
+    text = nn.ModuleList(_language_model(model))
+    experts = experts_of(text)
     total = sum(_routed(module, sizes) for module in experts.values())
     seen = {id(p) for module in experts.values() for p in module.parameters()}
-    for module in model.modules():
+    for module in text.modules():
         for parameter in module.parameters(recurse=False):
             nbytes = sizes.get(parameter, parameter.nbytes)
             if hasattr(module, "num_embeddings"):
@@ -33,6 +35,14 @@ def bytes_a_token(model: nn.Module, sizes: Mapping[Tensor, int] = MappingProxyTy
                 seen.add(id(parameter))
                 total += nbytes
     return total
+
+
+def _language_model(model: Any) -> list[nn.Module]:
+    """Decoder and output head of a model of transformers; any other module as it is."""
+    if not hasattr(model, "get_decoder"):
+        return [model]
+    parts = (model.get_decoder(), model.get_output_embeddings())
+    return [part for part in parts if part is not None]
 
 
 def total_bytes(module: nn.Module, sizes: Mapping[Tensor, int] = MappingProxyType({})) -> int:
@@ -58,6 +68,11 @@ def quantized_bytes(weight: Tensor, format: Format) -> int:
 def _routed(experts: nn.Module, sizes: Mapping[Tensor, int]) -> int:
     parameters = list(experts.parameters())
     count = next(p.shape[0] for p in parameters if p.dim() == 3)
+    return sum(sizes.get(p, p.nbytes) for p in parameters) * top_k(experts) // count
+
+
+def top_k(experts: nn.Module) -> int:
+    """How many experts a token is routed to."""
+    count = next(p.shape[0] for p in experts.parameters() if p.dim() == 3)
     configured = (getattr(experts.config, name, None) for name in _TOP_K)
-    top_k = next((k for k in configured if isinstance(k, int)), count)
-    return sum(sizes.get(p, p.nbytes) for p in parameters) * min(top_k, count) // count
+    return min(next((k for k in configured if isinstance(k, int)), count), count)
