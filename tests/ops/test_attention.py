@@ -5,6 +5,7 @@ import pytest
 import torch
 from support.oracles import exact, round_to, spacing
 from support.oracles_experts import dequantise
+from support.oracles_operators import checked
 from support.oracles_sequence import attention, causal
 from support.values import DTYPES, numbers
 
@@ -240,6 +241,70 @@ def test_keys_of_a_prompt(simulated):
     windowed = [min(4 + 10 - 1, n) for n in tokens]
     read = bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3, window=10)
     assert read == [sum(windowed) * 64 * 2] * 2
+
+
+# B, Hq, Hk, heads of the indices, T, S, K, block, D, Dv: latents, groups of all sizes, merges, blocks at the
+# open end, more heads than a block of queries takes.
+SELECTIONS = [
+    (1, 20, 1, 1, 1, 300, 70, 1, 576, 512),
+    (2, 4, 2, 2, 3, 40, 9, 1, 64, 64),
+    (1, 16, 2, 1, 2, 300, 5, 32, 80, 128),
+    (1, 1, 1, 1, 2, 9, 300, 1, 24, 256),
+    (1, 40, 1, 1, 2, 700, 600, 1, 64, 40),
+    (1, 4, 4, 4, 1, 260, 3, 128, 128, 128),
+]
+
+
+@pytest.mark.parametrize("turn", TURNS)
+def test_indices(device, turn):
+    """Some are no key; in 8 bits, too."""
+    for i, (batch, heads, key_heads, index_heads, tokens, keys, count, block, *widths) in enumerate(
+        SELECTIONS
+    ):
+        q, k, v = tensors(device, DTYPES[(i + turn) % 3], batch, heads, key_heads, tokens, keys, *widths)
+        generator = torch.Generator().manual_seed(i)
+        shape = batch, index_heads, tokens, count
+        indices = torch.randint(-2, keys // block + 2, shape, generator=generator, dtype=torch.int32)
+        indices[..., -1:] = torch.tensor(-(2**31), dtype=torch.int32)
+        options = {"indices": indices.to(device), "index_block": block}
+        sinks = numbers(heads).to(device) if i % 2 else None
+        checked("attention", q, k, v, 0.2, sinks=sinks, **options)
+        if all(width % 32 == 0 for width in widths):
+            caches, _, _ = in_8_bits(device, (32, 32), k=k, v=v)
+            checked("attention", q, scale=0.2, **caches, **options)
+
+
+def test_indices_read_what_they_select(simulated):
+    """Unselected keys may be anything, and are not read; nothing is selected in one row."""
+    q, k, v = tensors("mps", torch.float32, 1, 8, 1, 2, 1000, 64)
+    indices = torch.tensor([[[[3, 997, 1000, -1], [-1, -1, 2**31 - 1, -5]]]], dtype=torch.int32).to("mps")
+    expected = attend(q, k, v, 0.3, indices=indices)
+    assert not expected[:, 1].any()
+    unread = torch.ones(1000, dtype=torch.bool)
+    unread[[3, 997]] = False
+    for cache in (k, v):
+        cache[:, :, unread.to("mps")] = torch.nan
+    assert torch.equal(attend(q, k, v, 0.3, indices=indices), expected)
+    assert bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3, indices=indices) == [2 * 64 * 4] * 2
+    strided = indices.repeat(1, 1, 1, 2)[..., ::2].transpose(2, 3).contiguous().transpose(2, 3)
+    assert strided.stride(3) != 1
+    both = torch.tensor([3, 997], dtype=torch.int32).to("mps").expand(1, 1, 2, 2)
+    checked("attention", q[:, :, :1], k[:, :, [3, 997]], v[:, :, [3, 997]], 0.3)
+    assert attend(q, k, v, 0.3, indices=both).isfinite().all()
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_masks_of_bits_and_of_key_heads(device, heads):
+    """The same keys as of a mask of bool, which a key head may have for itself."""
+    for keys in (9, 32, 300):
+        q, k, v = tensors(device, torch.float16, 2, 4, 2, 3, keys, 64)
+        seen = torch.rand(2, heads, 3, keys, generator=torch.Generator().manual_seed(keys)) < 0.3
+        padded = torch.nn.functional.pad(seen, (0, -keys % 32)).unflatten(3, (-1, 32))
+        words = (padded.long() << torch.arange(32)).sum(-1)
+        words = torch.where(words >= 2**31, words - 2**32, words).int()
+        checked("attention", q, k, v, 0.3, mask=seen.to(device))
+        out = checked("attention", q, k, v, 0.3, mask=words.to(device))
+        assert torch.equal(out, attend(q, k, v, 0.3, mask=seen.to(device)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

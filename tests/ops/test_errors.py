@@ -354,8 +354,25 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("v's head dimension must be between 1 and 512, got 513", v=zeros(2, 2, 9, 513)),
             wrong("of shape [Hq] = (4,)", sinks=zeros(2)),
             wrong(FLOATS, sinks=zeros(4, dtype=integer)),
-            wrong("of shape [B or 1, 1, T, S], with B, 1, T, S = (2, 1, 3, 9)", mask=zeros(2, 4, T, 9)),
-            wrong(f"bool or {FLOATS}", mask=zeros(2, 1, T, 9, dtype=integer)),
+            wrong(
+                "of shape [B or 1, Hk or 1, T, S], with B, Hk, T, S = (2, 2, 3, 9)", mask=zeros(2, 4, T, 9)
+            ),
+            wrong(f"bool or {FLOATS} or int32", mask=zeros(2, 1, T, 9, dtype=short)),
+            wrong(
+                "of shape [B or 1, Hk or 1, T, ceil(S / 32)], with B, Hk, T, ceil(S / 32) = (2, 2, 3, 1)",
+                mask=zeros(2, 1, T, 9, dtype=integer),
+            ),
+            wrong("int32", indices=zeros(2, 1, T, 4, dtype=torch.int64)),
+            wrong("4-D", indices=zeros(2, T, 4, dtype=integer)),
+            wrong("of shape [B, Hk or 1, T, K] = (2, 1, 3, 4)", indices=zeros(2, 3, T, 4, dtype=integer)),
+            wrong("between 1 and 1024", index_block=0, indices=zeros(2, 1, T, 4, dtype=integer)),
+            wrong("1 without indices", index_block=2),
+            wrong("None beside indices, which hold it", window=4, indices=zeros(2, 1, T, 4, dtype=integer)),
+            wrong(
+                "None beside indices, which hold it",
+                mask=zeros(1, 1, T, 9),
+                indices=zeros(2, 1, T, 4, dtype=integer),
+            ),
             wrong("None beside a mask, which holds it", window=4, mask=zeros(1, 1, T, 9)),
             wrong(
                 "None beside a mask, which holds it",

@@ -24,7 +24,8 @@ class TestSchemas(expecttest.TestCase):
             """\
 moe_mps::attention(Tensor q, Tensor k, Tensor v, float scale, *, Tensor? mask=None, int? window=None,
     Tensor? key_range=None, float? softcap=None, Tensor? sinks=None, Tensor? k_scales=None, Tensor?
-    k_biases=None, Tensor? v_scales=None, Tensor? v_biases=None) -> Tensor
+    k_biases=None, Tensor? v_scales=None, Tensor? v_biases=None, Tensor? indices=None, int index_block=1) ->
+    Tensor
 moe_mps::write_cache_quantized_(Tensor states, Tensor(a1!) packed_, Tensor(a2!) scales_, Tensor(a3!)
     biases_, int start, Tensor? position=None) -> ()
 moe_mps::rms_norm(Tensor input, Tensor? weight, float eps, float weight_offset=0.) -> Tensor

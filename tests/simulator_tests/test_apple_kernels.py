@@ -112,6 +112,13 @@ def attention(dtype: torch.dtype) -> Iterator[Call]:
     yield from cache(dtype)
 
 
+def selected(dtype: torch.dtype) -> Iterator[Call]:
+    for shape in ((16, 1, 1, 256, 576, 512, 16), (16, 1, 1, 256, 128, 128, 16), (8, 1, 1, 256, 128, 128, 8)):
+        label, call, work, elements = attention_of(dtype, *shape)
+        indices = torch.arange(256, dtype=torch.int32).view(1, 1, 1, 256).to("mps")
+        yield f"selected, {label}", functools.partial(call, indices=indices), work, elements
+
+
 def cache(dtype: torch.dtype) -> Iterator[Call]:
     for width in (64, 128):
         states = on_device(1, 8, 4, width, dtype=dtype)
@@ -240,6 +247,7 @@ GROUPS = {
     "norms": (norms, ["norms_{}"]),
     "rope": (rope, ["rope_{}"]),
     "attention": (attention, ["attention_{}", "attention_affine8_{}"]),
+    "selected": (selected, ["attention_selected_{}", "attention_selected_affine8_{}"]),
     "gated_delta": (gated_delta, ["gated_delta_{}"]),
     "combine": (combine, ["combine_{}"]),
     "routing": (routing, ["routing_{}", "bucket_i32", "bucket_i64"]),
@@ -403,30 +411,55 @@ rope_tables
 """,
         )
 
+    def test_selected(self):
+        self.assertExpectedInline(
+            costs("selected", "bf16"),
+            """\
+selected, attention of 16 heads on 1, 1 tokens, 256 keys of 576, 16 bits
+  attention_selected8_512_bf16: 1.77 1.76 slots a MAC, 92.5 registers, 256/256/512 threads
+selected, attention of 16 heads on 1, 1 tokens, 256 keys of 128, 16 bits
+  attention_selected16_128_bf16: 1.91 1.90 slots a MAC, 102.5 registers, 128/128/512 threads
+selected, attention of 8 heads on 1, 1 tokens, 256 keys of 128, 8 bits
+  attention_selected8_128_affine8_bf16: 2.48 2.44 slots a MAC, 102.5 registers, 128/128/512 threads
+not dispatched here
+  attention_selected16_128_affine8_bf16: 100.5 registers, -/128/512 threads
+  attention_selected16_256_affine8_bf16: 100.5 registers, -/256/512 threads
+  attention_selected16_256_bf16: 102.5 registers, -/256/512 threads
+  attention_selected16_64_affine8_bf16: 106.5 registers, -/128/448 threads
+  attention_selected16_64_bf16: 108.5 registers, -/128/448 threads
+  attention_selected8_128_bf16: 98.5 registers, -/128/512 threads
+  attention_selected8_256_affine8_bf16: 96.5 registers, -/128/512 threads
+  attention_selected8_256_bf16: 92.5 registers, -/128/512 threads
+  attention_selected8_512_affine8_bf16: 96.5 registers, -/256/512 threads
+  attention_selected8_64_affine8_bf16: 94.5 registers, -/128/512 threads
+  attention_selected8_64_bf16: 90.5 registers, -/128/576 threads
+""",
+        )
+
     def test_attention(self):
         self.assertExpectedInline(
             costs("attention", "bf16"),
             """\
 attention of 8 heads on 1, 1 tokens, 1024 keys of 64, 16 bits
-  attention8_64_bf16: 2.39 2.39 slots a MAC, 101 registers, 128/128/512 threads
+  attention8_64_bf16: 2.40 2.40 slots a MAC, 101 registers, 128/128/512 threads
   attention_merge_bf16: 709.00 705.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 8 heads on 1, 1 tokens, 1024 keys of 128, 16 bits
-  attention8_128_bf16: 2.04 2.04 slots a MAC, 105.5 registers, 128/128/448 threads
+  attention8_128_bf16: 2.05 2.04 slots a MAC, 105.5 registers, 128/128/448 threads
   attention_merge_bf16: 385.00 381.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 4 heads on 1, 1 tokens, 1024 keys of 256, 16 bits
-  attention8_256_bf16: 3.61 3.60 slots a MAC, 99.5 registers, 128/128/512 threads
+  attention8_256_bf16: 3.62 3.60 slots a MAC, 99.5 registers, 128/128/512 threads
   attention_merge_bf16: 385.00 381.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 16 heads on 1, 1 tokens, 1024 keys of 512, 16 bits
   attention8_512_bf16: 1.66 1.66 slots a MAC, 99.5 registers, 256/256/512 threads
   attention_merge_bf16: 325.00 321.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 2 heads on 2, 1 tokens, 1024 keys of 192, 16 bits
-  attention8_128_bf16: 15.44 15.36 slots a MAC, 105.5 registers, 128/128/448 threads
+  attention8_128_bf16: 15.47 15.40 slots a MAC, 105.5 registers, 128/128/448 threads
   attention_merge_bf16: 256.67 254.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 16 heads on 1, 1 tokens, 1024 keys of 576, 16 bits
   attention8_512_bf16: 1.66 1.65 slots a MAC, 99.5 registers, 256/256/512 threads
   attention_merge_bf16: 288.89 285.33 slots an element, 45 registers, 256/256/1024 threads
 attention of 8 heads on 1, 1 tokens, 1024 keys of 64, 8 bits
-  attention8_64_affine8_bf16: 2.71 2.67 slots a MAC, 115 registers, 128/128/448 threads
+  attention8_64_affine8_bf16: 2.72 2.68 slots a MAC, 115 registers, 128/128/448 threads
   attention_merge_affine8_bf16: 709.00 705.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 8 heads on 1, 1 tokens, 1024 keys of 128, 8 bits
   attention8_128_affine8_bf16: 2.30 2.26 slots a MAC, 116.5 registers, 128/128/384 threads
@@ -435,14 +468,14 @@ attention of 4 heads on 1, 1 tokens, 1024 keys of 256, 8 bits
   attention8_256_affine8_bf16: 4.07 3.99 slots a MAC, 110.5 registers, 128/128/448 threads
   attention_merge_affine8_bf16: 385.00 381.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 2 heads on 2, 1 tokens, 1024 keys of 192, 8 bits
-  attention8_128_affine8_bf16: 17.40 17.08 slots a MAC, 116.5 registers, 128/128/384 threads
+  attention8_128_affine8_bf16: 17.43 17.11 slots a MAC, 116.5 registers, 128/128/384 threads
   attention_merge_affine8_bf16: 256.67 254.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 8 heads on 1, 8 tokens, 64 keys of 64, 16 bits
-  attention16_64_bf16: 2.41 2.37 slots a MAC, 121.5 registers, 128/128/384 threads
+  attention16_64_bf16: 2.42 2.38 slots a MAC, 121.5 registers, 128/128/384 threads
 attention of 8 heads on 1, 8 tokens, 64 keys of 128, 16 bits
-  attention16_128_bf16: 2.06 2.02 slots a MAC, 115.5 registers, 128/128/448 threads
+  attention16_128_bf16: 2.06 2.03 slots a MAC, 115.5 registers, 128/128/448 threads
 attention of 8 heads on 1, 8 tokens, 64 keys of 256, 16 bits
-  attention16_256_bf16: 2.07 2.03 slots a MAC, 115.5 registers, 256/256/448 threads
+  attention16_256_bf16: 2.08 2.04 slots a MAC, 115.5 registers, 256/256/448 threads
 write_cache_quantized_ of 64
   write_cache_quantized_affine8_bf16: 59.75 56.50 slots an element, 14.5 registers, 128/128/1024 threads
 write_cache_quantized_ of 128

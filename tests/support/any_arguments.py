@@ -457,20 +457,30 @@ def attention(d):
     dtype, heads = d.dtype(), key_heads * group
     quantised = width % 32 == 0 and batch * keys > 0 and d.flag()
     mask = None
-    if d.flag():
-        shown = torch.rand(d.one(1, batch), 1, tokens, keys, generator=d.generator) < 0.7
+    kind = d.one("order", "mask", "indices")
+    if kind == "mask":
+        rows = d.one(1, batch), d.one(1, key_heads), tokens
+        shown = torch.rand(*rows, keys, generator=d.generator) < 0.7
         number = d.dtype()
         added = torch.randn(shown.shape, generator=d.generator).to(number)
         hidden = d.one(-math.inf, torch.finfo(number).min)
-        mask = d.one(shown, added.masked_fill(~shown, hidden))
+        bits = torch.randint(-(2**31), 2**31, (*rows, -(-keys // 32)), generator=d.generator).int()
+        mask = d.one(shown, added.masked_fill(~shown, hidden), bits)
+    block = d.one(1, 1, 7, 32) if kind == "indices" else 1
+    indices = None
+    if kind == "indices":
+        shape = batch, d.one(1, key_heads), tokens, d.one(3, 1, 40, 0)
+        indices = torch.randint(-1, keys // block + 2, shape, generator=d.generator).int()
     return {
         "q": d.values(batch, heads, tokens, width, dtype=dtype),
         **cache(d, "k", (batch, key_heads, keys, width), dtype, quantised),
         **cache(d, "v", (batch, key_heads, keys, value_width), dtype, quantised),
         "scale": d.one(width**-0.5, 1.0),
         "mask": mask,
-        "window": None if mask is not None else d.one(None, 1, 4, 128),
-        "key_range": None if mask is not None else d.maybe(lambda: key_range(d, batch, keys)),
+        "window": None if kind != "order" else d.one(None, 1, 4, 128),
+        "key_range": None if kind != "order" else d.maybe(lambda: key_range(d, batch, keys)),
+        "indices": indices,
+        "index_block": block,
         "softcap": d.one(None, 2.0),
         "sinks": d.maybe(lambda: d.values(heads)),
     }

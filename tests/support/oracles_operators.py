@@ -459,13 +459,21 @@ def cached(values, scales, biases) -> tuple[np.ndarray, np.ndarray]:
 def attention(a):
     tokens, keys = a.q.shape[2], a.k.shape[2]
     added = 0.0
-    if a.mask is None:
+    if a.indices is not None:
+        seen = np.zeros((*a.indices.shape[:3], keys))
+        for place in np.ndindex(*a.indices.shape):
+            first = a.indices[place].item() * a.index_block
+            if first >= 0:
+                seen[place[:3]][first : first + a.index_block] += 1
+    elif a.mask is None:
         seen = oracles_sequence.causal(tokens, keys, a.window, a.key_range)
     elif a.mask.dtype == torch.bool:
-        seen = a.mask[:, 0].numpy()
+        seen = a.mask.numpy()
+    elif a.mask.dtype == torch.int32:
+        seen = np.unpackbits(a.mask.numpy().view(np.uint8), axis=-1, bitorder="little")[..., :keys]
     else:
-        seen = (a.mask > torch.finfo(a.mask.dtype).min)[:, 0].numpy()
-        added = np.where(seen, exact(a.mask)[:, 0], 0.0)
+        seen = (a.mask > torch.finfo(a.mask.dtype).min).numpy()
+        added = np.where(seen, exact(a.mask), 0.0)
     k, k_size = cached(a.k, a.k_scales, a.k_biases)
     v, v_size = cached(a.v, a.v_scales, a.v_biases)
     options = (a.sinks, a.scale, seen, added, a.softcap, (k_size, v_size))

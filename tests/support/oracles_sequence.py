@@ -23,28 +23,33 @@ def attention(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The result and the error of float32 arithmetic. `seen` and `added`: [B or 1, T, S].
 
+    `seen` may say how often a token sees a key, and be for each key head, [B or 1, Hk or 1, T, S].
+
     One row after the other; terms that are not seen take no part. `k` and `v` are tensors or float64;
     `sizes` are the magnitudes of what they were computed from.
     """
     q, k, v = (t if isinstance(t, np.ndarray) else exact(t) for t in (q, k, v))
     k_size, v_size = sizes or (abs(k), abs(v))
     batch, heads, tokens, _ = q.shape
-    seen, added = (np.broadcast_to(x, (batch, tokens, k.shape[2])) for x in (seen, added))
+    shape = batch, k.shape[1], tokens, k.shape[2]
+    seen, added = (x[:, None] if np.ndim(x) == 3 else x for x in (seen, added))
+    seen, added = (np.broadcast_to(x, shape) for x in (seen, added))
     value = np.zeros((batch, tokens, heads, v.shape[3]))
     error = np.zeros_like(value)
     for b, t, h in np.ndindex(batch, tokens, heads):
-        keys, head = np.nonzero(seen[b, t])[0], h // (heads // k.shape[1])
+        head = h // (heads // k.shape[1])
+        keys = np.nonzero(seen[b, head, t])[0]
         k_seen, v_seen = k[b, head, keys], v[b, head, keys]
         products = k_seen @ q[b, h, t] * scale
         scores = products if softcap is None else softcap * np.tanh(products / softcap)
-        scores = scores + added[b, t, keys]
+        scores = scores + added[b, head, t, keys]
         if not np.isfinite(products + scores).all():  # the order of the factors decides what it becomes
             value[b, t, h] = np.nan
             continue
-        size = k_size[b, head, keys] @ abs(q[b, h, t]) * abs(scale) + abs(added[b, t, keys])
+        size = k_size[b, head, keys] @ abs(q[b, h, t]) * abs(scale) + abs(added[b, head, t, keys])
         sink = -np.inf if sinks is None else float(exact(sinks)[h])
         highest = max(scores.max(initial=-np.inf), sink)
-        terms = np.exp(scores - highest) if keys.size else scores
+        terms = np.exp(scores - highest) * seen[b, head, t, keys] if keys.size else scores
         total = terms.sum() + np.exp(sink - highest) if highest > -np.inf else 1.0
         value[b, t, h] = terms @ v_seen / total
         # A score's error is one of its exponential.

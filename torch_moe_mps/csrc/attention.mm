@@ -56,11 +56,22 @@ void set_mask(AttentionParams& params, const std::optional<Tensor>& mask, std::o
     if (window) params.first_key = std::max<int64_t>(0, int64_t(params.keys) - params.tokens - *window + 1);
     return;
   }
-  params.mask_kind = mask->scalar_type() == at::kBool ? MASK_BOOL : MASK_ADDITIVE;
+  const auto dtype = mask->scalar_type();
+  params.mask_kind = dtype == at::kBool ? MASK_BOOL : dtype == at::kInt ? MASK_BITS : MASK_ADDITIVE;
   if (params.mask_kind == MASK_ADDITIVE) params.mask_dtype = dtype_code(*mask);
   params.mask_batch_stride = mask->size(0) == 1 ? 0 : mask->stride(0);
+  params.mask_head_stride = mask->size(1) == 1 ? 0 : mask->stride(1);
   params.mask_token_stride = mask->stride(2);
   params.mask_key_stride = mask->stride(3);
+}
+
+void set_indices(AttentionParams& params, const Tensor& indices, int64_t block) {
+  params.index_batch_stride = indices.stride(0);
+  params.index_head_stride = indices.size(1) == 1 ? 0 : indices.stride(1);
+  params.index_token_stride = indices.stride(2);
+  params.index_block = block;
+  params.indexed_keys = params.keys;
+  params.keys = indices.size(3) * block;
 }
 
 Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double scale,
@@ -68,8 +79,10 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
                  const std::optional<Tensor>& key_range_, std::optional<double> softcap,
                  const std::optional<Tensor>& sinks_, const std::optional<Tensor>& k_scales,
                  const std::optional<Tensor>& k_biases, const std::optional<Tensor>& v_scales,
-                 const std::optional<Tensor>& v_biases) {
-  const int64_t batch = q_.size(0), heads = q_.size(1), tokens = q_.size(2), keys = k_.size(2);
+                 const std::optional<Tensor>& v_biases, const std::optional<Tensor>& indices_,
+                 int64_t index_block) {
+  const int64_t batch = q_.size(0), heads = q_.size(1), tokens = q_.size(2);
+  const int64_t keys = indices_ && k_.size(2) > 0 ? indices_->size(3) * index_block : k_.size(2);
   const int64_t value_width = v_.size(3) * (v_scales ? 4 : 1);
   Tensor output = at::empty({batch, tokens, heads, value_width}, q_.options());
   if (output.numel() == 0) return output;
@@ -77,6 +90,7 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
   const Tensor q = rows_contiguous(q_);
   const Cache k(k_, k_scales, k_biases), v(v_, v_scales, v_biases);
   const std::optional<Tensor> key_range = contiguous(key_range_), sinks = contiguous(sinks_);
+  const std::optional<Tensor> indices = indices_ ? std::optional(rows_contiguous(*indices_)) : std::nullopt;
 
   AttentionParams params{};
   params.k = k.params;
@@ -87,8 +101,9 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
   params.tokens = tokens;
   params.heads = heads;
   params.key_heads = k_.size(1);
-  params.keys = keys;
+  params.keys = k_.size(2);
   set_mask(params, mask, window);
+  if (indices) set_indices(params, *indices, index_block);
   params.has_key_range = key_range.has_value();
   params.has_sinks = sinks.has_value();
   params.sinks_dtype = dtype_code(sinks);
@@ -96,8 +111,9 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
   params.scale = static_cast<float>(scale);
   params.softcap = static_cast<float>(softcap.value_or(0.0));
 
-  const AttentionPlan plan = plan_attention(
-      {batch, tokens, heads, k_.size(1), keys - params.first_key, params.k.width, value_width}, gpu_cores());
+  const AttentionPlan plan = plan_attention({batch, tokens, heads, k_.size(1), keys - params.first_key,
+                                             params.k.width, value_width, indices.has_value()},
+                                            gpu_cores());
   params.chunk = plan.chunk;
   params.chunks = plan.chunks;
   std::optional<Tensor> partials;
@@ -108,8 +124,10 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
 
   const Library library =
       k_scales ? quantized_attention_library(q.scalar_type()) : Library{"attention", q.scalar_type()};
+  Library of_block = library;
+  if (indices) of_block.file = "attention_selected";
   Commands commands;
-  commands.add(library, plan.kernel)
+  commands.add(of_block, plan.kernel)
       .bind_strided(q)
       .bind_strided(k.values)
       .bind_strided(v.values)
@@ -121,7 +139,7 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
       .bind_strided(k.biases.value_or(output))
       .bind_strided(v.scales.value_or(output))
       .bind_strided(v.biases.value_or(output))
-      .bind_or(key_range, output)
+      .bind_strided(indices ? *indices : key_range.value_or(output))
       .params(params)
       .threadgroup_memory(plan.memory)
       .threadgroups(plan.grid, {NSUInteger(plan.threads)});

@@ -12,7 +12,10 @@ struct AttentionShape {
   int64_t batch, tokens, heads, key_heads;
   int64_t keys;  // that any token may see
   int64_t width, value_width;
-  int64_t queries() const { return heads / key_heads * tokens; }
+  bool selects = false;  // each token has keys of its own, by indices
+  int64_t group_heads() const { return heads / key_heads; }
+  // Of a key head, that one block may take.
+  int64_t queries() const { return selects ? group_heads() : group_heads() * tokens; }
 };
 
 struct AttentionPlan {

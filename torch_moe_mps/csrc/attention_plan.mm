@@ -33,7 +33,8 @@ AttentionPlan plan_attention(const AttentionShape& shape, int64_t cores) {
   const int64_t queries = few ? kFewQueries : kernel.queries;
   const int64_t simdgroups = few ? kernel.few_simdgroups : kernel.simdgroups;
   const int64_t tile = simdgroups * kKeysOfSimdgroup;
-  const int64_t blocks = ceil_div(shape.queries(), queries), groups = shape.batch * shape.key_heads * blocks;
+  const int64_t blocks = ceil_div(shape.queries(), queries) * (shape.selects ? shape.tokens : 1),
+                groups = shape.batch * shape.key_heads * blocks;
 
   AttentionPlan plan;
   const int64_t most = shape.keys < kFewKeys ? 1 : ceil_div(shape.keys, tile);
@@ -41,7 +42,8 @@ AttentionPlan plan_attention(const AttentionShape& shape, int64_t cores) {
   const int64_t chunks = std::min(most, ceil_div(wanted, groups));
   plan.chunk = chunks == 1 ? shape.keys : ceil_div(ceil_div(shape.keys, chunks), tile) * tile;
   plan.chunks = std::max<int64_t>(1, ceil_div(shape.keys, plan.chunk));
-  plan.kernel = "attention" + std::to_string(queries) + "_" + std::to_string(kernel.value_width);
+  plan.kernel = std::string(shape.selects ? "attention_selected" : "attention") + std::to_string(queries) +
+                "_" + std::to_string(kernel.value_width);
   plan.grid = {NSUInteger(plan.chunks), NSUInteger(blocks), NSUInteger(shape.batch * shape.key_heads)};
   plan.threads = simdgroups * kSimdWidth;
   plan.memory = queries * query_bytes;
@@ -53,9 +55,9 @@ AttentionPlan plan_attention(const AttentionShape& shape, int64_t cores) {
 namespace {
 
 std::string plan_line(int64_t batch, int64_t tokens, int64_t heads, int64_t key_heads, int64_t keys,
-                      int64_t width, int64_t value_width, int64_t cores) {
+                      int64_t width, int64_t value_width, int64_t cores, bool selects) {
   const AttentionPlan plan =
-      plan_attention({batch, tokens, heads, key_heads, keys, width, value_width}, cores);
+      plan_attention({batch, tokens, heads, key_heads, keys, width, value_width, selects}, cores);
   const Size& grid = plan.grid;
   return c10::str(plan.kernel, " grid ", grid.x, "x", grid.y, "x", grid.z, " of ", plan.threads, " with ",
                   plan.memory, " bytes, ", plan.chunk, " keys each");
@@ -66,6 +68,6 @@ std::string plan_line(int64_t batch, int64_t tokens, int64_t heads, int64_t key_
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   m.def("_plan_attention(int batch, int tokens, int heads, int key_heads, int keys, int width, "
-        "int value_width, int cores=16) -> str",
+        "int value_width, int cores=16, bool selects=False) -> str",
         &moe_mps::plan_line);
 }

@@ -209,6 +209,8 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
             {"window": 4, "key_range": torch.tensor([[3, 9], [0, 7]], dtype=torch.int32, device=device)},
             {"mask": values(2, 1, T, 9)},
             {"mask": values(1, 1, T, 9) > 0.0},
+            {"mask": torch.randint(512, (2, 2, T, 1), dtype=torch.int32).to(device)},
+            {"indices": torch.tensor([[[[8, 0, -1]] * T]] * 2, dtype=torch.int32, device=device)},
             {"q": values(2, 4, T, 32), **quantised_head("k"), **quantised_head("v")},
         ],
         "write_cache_quantized_": [

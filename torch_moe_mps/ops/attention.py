@@ -12,14 +12,41 @@ from ._registry import operator
 MAX_HEAD = 576  # elements of a query and a key
 MAX_VALUE_HEAD = 512
 CACHE_BITS = 8  # of quantised keys and values
+MAX_INDEX_BLOCK = 1024  # keys of an index
+
+
+WORD = 32  # keys of a mask of bits
 
 
 def _check_mask(check: Check, mask: Tensor, q: Tensor, k: Tensor) -> None:
-    check.dtype("mask", mask, (torch.bool, *ACTIVATION_DTYPES))
-    batch, _, tokens, _ = q.shape
-    expected = (batch, 1, tokens, k.shape[2])
-    if mask.dim() != 4 or mask.shape[0] not in (1, batch) or tuple(mask.shape[1:]) != expected[1:]:
-        check.fail("mask", f"of shape [B or 1, 1, T, S], with B, 1, T, S = {expected}", tuple(mask.shape))
+    check.dtype("mask", mask, (torch.bool, *ACTIVATION_DTYPES, torch.int32))
+    (batch, _, tokens, _), (_, key_heads, keys, _) = q.shape, k.shape
+    is_bits = mask.dtype == torch.int32
+    expected = (batch, key_heads, tokens, -(-keys // WORD) if is_bits else keys)
+    fits = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, key_heads)
+    if not fits or tuple(mask.shape[2:]) != expected[2:]:
+        last = "ceil(S / 32)" if is_bits else "S"
+        shape = f"[B or 1, Hk or 1, T, {last}], with B, Hk, T, {last} = {expected}"
+        check.fail("mask", f"of shape {shape}", tuple(mask.shape))
+
+
+def _check_indices(
+    check: Check, indices: Tensor | None, block: int, q: Tensor, k: Tensor, **others: object
+) -> None:
+    if indices is None:
+        if block != 1:
+            check.fail("index_block", "1 without indices", block)
+        return
+    for name, given in others.items():
+        if given is not None:
+            got = tuple(given.shape) if isinstance(given, Tensor) else given
+            check.fail(name, "None beside indices, which hold it", got)
+    check.dtype("indices", indices, (torch.int32,))
+    check.rank("indices", indices, (4,))
+    (batch, _, tokens, _), (_, key_heads, *_) = q.shape, k.shape
+    heads = indices.shape[1] if indices.shape[1] == key_heads else 1
+    check.shape("indices", indices, (batch, heads, tokens, indices.shape[3]), "[B, Hk or 1, T, K]")
+    check.between("index_block", block, 1, MAX_INDEX_BLOCK)
 
 
 def _check_order(
@@ -63,8 +90,9 @@ def _check_quantized(
 
 
 def _meta_attention(
-    check, q, k, v, mask, window, key_range, softcap, sinks, k_scales, k_biases, v_scales, v_biases, **others
-):
+    check, q, k, v, mask, window, key_range, softcap, sinks, k_scales, k_biases, v_scales, v_biases, indices,
+    index_block, **others
+):  # fmt: skip
     check.dtype("q", q, ACTIVATION_DTYPES)
     check.rank("q", q, (4,))
     batch, heads, _, width = q.shape
@@ -90,6 +118,7 @@ def _meta_attention(
     check.tensor("sinks", sinks, (heads,), "[Hq]")
     if mask is not None:
         _check_mask(check, mask, q, k)
+    _check_indices(check, indices, index_block, q, k, mask=mask, window=window, key_range=key_range)
     _check_order(check, window, key_range, mask, batch)
     if softcap is not None and not 0.0 < softcap < math.inf:
         check.fail("softcap", "above 0 and finite", softcap)
@@ -109,8 +138,23 @@ def seen_in_order(
     return seen
 
 
+def _times_selected(indices: Tensor, block: int, keys: int) -> Tensor:
+    """[B, Hk or 1, T, S] float32: how often the indices select a key."""
+    rows = indices.long().unsqueeze(-1) * block + torch.arange(block, device=indices.device)
+    exists = (indices >= 0).unsqueeze(-1) & (rows < keys)
+    rows = torch.where(exists, rows, keys).flatten(3)
+    times = torch.zeros((*indices.shape[:3], keys + 1), device=indices.device)
+    return times.scatter_add_(3, rows, torch.ones_like(rows, dtype=torch.float32))[..., :keys]
+
+
+def bits_as_bool(mask: Tensor, keys: int) -> Tensor:
+    """[..., S] bool of a mask of bits, [..., ceil(S / 32)] int32."""
+    bits = torch.arange(WORD, device=mask.device, dtype=torch.int32)
+    return (mask.unsqueeze(-1) >> bits & 1).flatten(-2)[..., :keys] != 0
+
+
 def _added(mask: Tensor) -> Tensor:
-    """What is added to the scores, [B or 1, 1, T, S] in float32: -inf where a token does not see a key."""
+    """What is added to the scores, [B or 1, Hk or 1, T, S] in float32: -inf where a token sees no key."""
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
     return mask.float().masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)
@@ -140,6 +184,8 @@ def attention(
     k_biases: Tensor | None = None,
     v_scales: Tensor | None = None,
     v_biases: Tensor | None = None,
+    indices: Tensor | None = None,
+    index_block: int = 1,
 ) -> Tensor:
     """Grouped-query attention over a cache, with all that models add to it.
 
@@ -157,9 +203,11 @@ def attention(
             where it lies.
         v: [B, Hk, S, Dv] in the dtype of `q`, Dv up to 512.
         scale: of the scores.
-        mask: [B or 1, 1, T, S], bool (True: the token sees the key) or one of the three dtypes, which is
-            added; -inf or the lowest number of its dtype hides a key. Keys that no token sees are not read.
-            Without a mask the new tokens are the last T of S; each sees itself and what lies before it.
+        mask: [B or 1, Hk or 1, T, S], bool (True: the token sees the key) or one of the three dtypes, which
+            is added; -inf or the lowest number of its dtype hides a key. Or [.., .., T, ceil(S / 32)]
+            int32, a bit for each key, the lowest of a word first: 1 where the token sees it. Keys that no
+            token sees are not read. Without a mask the new tokens are the last T of S; each sees itself and
+            what lies before it.
         window: how many keys a token sees at most, itself included; None beside a mask, which holds it.
         key_range: [B, 2] int32: the first key that the tokens of a batch entry may see, and the one behind
             the last; order and window hold as well. Keys outside are not read. Numbers below 0 mean 0, those
@@ -171,6 +219,10 @@ def attention(
             or 128 along the head, as `torch_moe_mps.quantization.quantize` makes them in mode "affine". Then
             `k` is [B, Hk, S, D / 4] int32 or uint32.
         v_scales, v_biases: the same for the values, which are quantised where the keys are.
+        indices: [B, Hk or 1, T, K] int32: the only keys that a token sees, in any order, whatever its own
+            place is; they are all that is read. An index that is no key hides, which reads nothing: -1 fills
+            a row up. One that occurs twice counts twice. None beside mask, window and key_range.
+        index_block: so many neighbouring keys are selected by an index, i * index_block and those behind it.
 
     Returns: [B, T, Hq, Dv] in the dtype of `q`. A token that sees no key gets zeros.
 
@@ -180,9 +232,14 @@ def attention(
     key_heads, keys = k.shape[1:3]
     keys_, values = values_in(k, k_scales, k_biases), values_in(v, v_scales, v_biases)
     queries = q.float().reshape(batch, key_heads, heads // key_heads, tokens, width) * scale
-    if mask is None:
-        mask = seen_in_order(tokens, keys, keys, window, key_range, q.device)
-    bias = _added(mask).unsqueeze(2)
+    if indices is not None:
+        bias = _times_selected(indices, index_block, keys).log_().unsqueeze(2)
+    else:
+        if mask is None:
+            mask = seen_in_order(tokens, keys, keys, window, key_range, q.device)
+        elif mask.dtype == torch.int32:
+            mask = bits_as_bool(mask, keys)
+        bias = _added(mask).unsqueeze(2)
     hidden = bias == -torch.inf
     scores = torch.matmul(queries, keys_.unsqueeze(2).transpose(-1, -2))
     if softcap is not None:

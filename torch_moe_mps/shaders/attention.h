@@ -53,6 +53,7 @@ inline float2 pair_of(bfloat, uint word) {
 template <typename T>
 struct DenseCache {
   typedef T Element;
+  static constant constexpr bool kSelects = false;
   static constant constexpr int kPerWord = 4 / sizeof(T);
   static constant constexpr bool kQuantized = false;
   static constant constexpr int kRunsAtOnce = kPerWord;
@@ -111,6 +112,7 @@ struct DenseCache {
 template <typename T>
 struct QuantizedCache {
   typedef T Element;
+  static constant constexpr bool kSelects = false;
   static constant constexpr bool kQuantized = true;
   static constant constexpr int kRunsAtOnce = 2;
 
@@ -166,6 +168,39 @@ struct QuantizedCache {
   }
 };
 
+// Keys or values of which indices select some: key i of a tile is that of an index.
+template <typename C>
+struct Selected : C {
+  static constant constexpr bool kSelects = true;
+
+  device const int* indices;
+  uint block, stored;  // keys of an index, and of the cache
+
+  Selected(device const uchar* values, device const typename C::Element* scales,
+           device const typename C::Element* biases, uint batch, uint head, constant CacheParams& params)
+      : C(values, scales, biases, batch, head, params) {}
+
+  void select(device const int* indices_, constant AttentionParams& params) {
+    indices = indices_;
+    block = params.index_block;
+    stored = params.indexed_keys;
+  }
+
+  // The key of the cache; `stored` or more if an index is none.
+  uint row(uint key) const {
+    if (block == 1) return uint(indices[key]);
+    const int index = indices[key / block];
+    const ulong found = ulong(uint(index)) * block + key % block;
+    return index < 0 || found >= stored ? stored : uint(found);
+  }
+  bool has(uint key) const { return row(key) < stored; }
+
+  template <int N>
+  typename C::template Run<N> load(uint tile, uint key, uint column, bool wanted) const {
+    return C::template load<N>(wanted ? row(tile + key) : 0, 0, column, wanted);
+  }
+};
+
 inline float lowest_of(uint dtype) {
   return dtype == DTYPE_FLOAT ? kLowest : dtype == DTYPE_HALF ? -65504.0f : -3.3895313892515355e38f;
 }
@@ -181,7 +216,12 @@ inline float bias_of(device const uchar* mask, ulong start, int position, uint k
   }
   if (position == kNoQuery) return -INFINITY;
   const ulong token = ulong(position + int(params.tokens) - int(params.keys));
-  const ulong index = start + token * params.mask_token_stride + ulong(key) * params.mask_key_stride;
+  const uint place = params.mask_kind == MASK_BITS ? key / 32 : key;
+  const ulong index = start + token * params.mask_token_stride + ulong(place) * params.mask_key_stride;
+  if (params.mask_kind == MASK_BITS) {
+    const uint word = reinterpret_cast<device const uint*>(mask)[index];
+    return (word >> (key % 32) & 1) != 0 ? 0.0f : -INFINITY;
+  }
   if (params.mask_kind == MASK_BOOL) return mask[index] != 0 ? 0.0f : -INFINITY;
   const float bias = load_one(mask, params.mask_dtype, index);
   return bias <= lowest_of(params.mask_dtype) ? -INFINITY : bias;
@@ -220,11 +260,23 @@ inline device float* partial_total(device float* partials, uint chunk, uint row,
 struct Queries {
   uint first, count, group_heads;
   bool one_token;  // which saves divisions: they take as long as many keys of a short chunk
+  uint only;       // that token
 
-  uint token(uint r) const { return one_token ? 0 : (first + r) / group_heads; }
-  uint head(uint r) const { return first + r - token(r) * group_heads; }
+  uint token(uint r) const { return one_token ? only : (first + r) / group_heads; }
+  uint head(uint r) const { return one_token ? first + r : first + r - token(r) * group_heads; }
   bool has(uint r) const { return first + r < count; }
 };
+
+// Block `number` of the queries of a key head; with indices, those of a block are of one token.
+template <bool kSelects>
+inline Queries queries_of_block(uint number, uint size, uint group_heads, constant AttentionParams& params) {
+  if constexpr (kSelects) {
+    const uint blocks = (group_heads + size - 1) / size;
+    return {number % blocks * size, group_heads, group_heads, true, number / blocks};
+  } else {
+    return {number * size, group_heads * params.tokens, group_heads, params.tokens == 1, 0};
+  }
+}
 
 template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles>
 struct Block {
@@ -289,24 +341,30 @@ struct Block {
                   uint simdgroup, constant AttentionParams& params) {
     const uint group_heads = params.heads / params.key_heads;
     const uint batch = group.z / params.key_heads, key_head = group.z % params.key_heads;
-    const Queries queries = {group.y * kQueries, group_heads * params.tokens, group_heads,
-                             params.tokens == 1};
+    const Queries queries = queries_of_block<C::kSelects>(group.y, kQueries, group_heads, params);
+    if constexpr (C::kSelects) {
+      device const int* indices = key_range + batch * params.index_batch_stride +
+                                  key_head * params.index_head_stride +
+                                  queries.only * params.index_token_stride;
+      keys.select(indices, params);
+      values.select(indices, params);
+    }
     stage(staged, q, queries, batch, key_head, simdgroup * kSimdWidth + lane, params);
 
     const LanePlace place(lane);
     const uint team = kTeams == 1 ? 0 : simdgroup / kMembers, member = simdgroup - team * kMembers;
-    const ulong mask_start = batch * params.mask_batch_stride;
+    const ulong mask_start = batch * params.mask_batch_stride + key_head * params.mask_head_stride;
     // The tokens' own keys, and the range of keys that the block can see.
     const int before = int(params.keys) - int(params.tokens);
     const int lowest = before + int(queries.token(0));
     const int highest_position =
         before + int(queries.token(min(kQueries - 1u, queries.count - 1 - queries.first)));
     uint begin = params.first_key + group.x * params.chunk, end = min(begin + params.chunk, params.keys);
-    if (params.mask_kind == MASK_NONE) {
+    if (!C::kSelects && params.mask_kind == MASK_NONE) {
       end = uint(clamp(highest_position + 1, int(begin), int(end)));
       if (params.window != 0) begin = uint(max(int(begin), lowest - int(params.window) + 1));
     }
-    if (params.has_key_range != 0) {
+    if (!C::kSelects && params.has_key_range != 0) {
       begin = uint(max(int(begin), key_range[2 * batch]));
       end = uint(clamp(key_range[2 * batch + 1], 0, int(end)));
     }
@@ -336,7 +394,7 @@ struct Block {
 
     for (uint step = begin; step < end; step += kTeams * kTeamTile) {
       const uint tile = step + team * kTeamTile;
-      const bool inside = params.mask_kind == MASK_NONE && tile + kTeamTile <= end &&
+      const bool inside = !C::kSelects && params.mask_kind == MASK_NONE && tile + kTeamTile <= end &&
                           int(tile + kTeamTile) <= lowest + 1 &&
                           (params.window == 0 || highest_position - int(tile) < int(params.window));
       Scores scores;
@@ -350,7 +408,7 @@ struct Block {
           seen[n] = 0;
           UNROLL for (int t = 0; t < kQueryTiles; ++t) {
             UNROLL for (int e = 0; e < 2; ++e) {
-              if (key < end && bias_of(mask, mask_start, positions[t][e], key, params) != -INFINITY)
+              if (key < end && bias_of_key(keys, mask, mask_start, positions[t][e], key, params) != -INFINITY)
                 seen[n] = 1;
             }
           }
@@ -371,7 +429,8 @@ struct Block {
             if (params.softcap != 0.0f) x = params.softcap * precise::tanh(x / params.softcap);
             if (!inside) {
               float bias = -INFINITY;
-              if (key < end && seen[n] != 0) bias = bias_of(mask, mask_start, positions[t][e], key, params);
+              if (key < end && seen[n] != 0)
+                bias = bias_of_key(keys, mask, mask_start, positions[t][e], key, params);
               x = bias == -INFINITY ? -INFINITY : x + bias;
             }
             scores.v[n][t][e] = x;
@@ -446,6 +505,15 @@ struct Block {
           partial_total(partials, group.x, row, params)[1] = own.sum;
         }
       }
+    }
+  }
+
+  static float bias_of_key(C keys, device const uchar* mask, ulong start, int position, uint key,
+                           constant AttentionParams& params) {
+    if constexpr (C::kSelects) {
+      return keys.has(key) ? 0.0f : -INFINITY;
+    } else {
+      return bias_of(mask, start, position, key, params);
     }
   }
 
@@ -719,3 +787,13 @@ template <typename T>
   scales[place] = scale;
   biases[place] = T(low + not_finite);
 }
+
+// The blocks of 8 or 16 queries for values of up to so many elements.
+#define INSTANTIATE_ATTENTION(name)                              \
+  INSTANTIATE(name "8_64", attention_block<Cache, 4, 1, 8, 1>)   \
+  INSTANTIATE(name "8_128", attention_block<Cache, 2, 2, 8, 1>)  \
+  INSTANTIATE(name "8_256", attention_block<Cache, 1, 4, 8, 1>)  \
+  INSTANTIATE(name "8_512", attention_block<Cache, 1, 8, 8, 1>)  \
+  INSTANTIATE(name "16_64", attention_block<Cache, 2, 2, 4, 2>)  \
+  INSTANTIATE(name "16_128", attention_block<Cache, 1, 4, 4, 2>) \
+  INSTANTIATE(name "16_256", attention_block<Cache, 1, 8, 4, 2>)

@@ -88,6 +88,7 @@ struct RopeTableParams {
 #define MASK_NONE 0  // causal
 #define MASK_BOOL 1
 #define MASK_ADDITIVE 2
+#define MASK_BITS 3  // of words of 32 keys
 
 // Keys or values. Strides are in elements, for quantised ones in words.
 struct CacheParams {
@@ -110,6 +111,12 @@ struct AttentionParams {
   uint64_t q_head_stride;
   uint64_t q_token_stride;
   uint64_t mask_batch_stride;
+  uint64_t mask_head_stride;
+  uint64_t index_batch_stride;
+  uint64_t index_head_stride;
+  uint64_t index_token_stride;
+  uint32_t index_block;   // keys of an index
+  uint32_t indexed_keys;  // of the cache; `keys` are those that indices select
   uint32_t mask_token_stride;
   uint32_t mask_key_stride;
   uint32_t tokens;

@@ -183,7 +183,11 @@ const std::vector<Library>& all_libraries() {
     for (const c10::ScalarType dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
       for (const char* file : {"norms", "rope", "attention", "gated_delta", "routing", "combine", "experts"})
         list->push_back({file, dtype});
-      list->push_back(quantized_attention_library(dtype));
+      for (Library library : {Library{"attention", dtype}, quantized_attention_library(dtype)}) {
+        if (!library.weights.empty()) list->push_back(library);
+        library.file = "attention_selected";
+        list->push_back(library);
+      }
       for (const WeightFormat& format : all_formats()) list->push_back(quantized_library(format, dtype));
     }
     for (const c10::ScalarType dtype : {at::kHalf, at::kBFloat16}) {
