@@ -1,6 +1,6 @@
 """The operators, one module a family. Importing this package registers all of them."""
 
-from . import attention, combine, experts, gated_delta, heads, linear, norms, quantized, rope, routing
+from . import attention, combine, experts, gated_delta, heads, index, linear, norms, quantized, rope, routing
 from ._registry import OPERATORS
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "experts",
     "gated_delta",
     "heads",
+    "index",
     "linear",
     "norms",
     "quantized",

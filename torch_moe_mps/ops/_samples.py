@@ -104,6 +104,13 @@ def sample_arguments(
             "biases_": torch.zeros(2, 2, T + 5, 2, dtype=dtype, device=device),
             "start": 3,
         },
+        "index_topk": {
+            "q": values(2, T, 4, 16),
+            "k": values(2, T + 9, 16),
+            "weights": values(2, T, 4, dtype=torch.float32),
+            "top_k": 5,
+            "scale": 0.25,
+        },
         "fused_norm_add": norm,
         "fused_norm_add_scalar": {**norm, "scalar": values(1)},
         "fused_residual_norm": norm,
@@ -238,6 +245,10 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
         "moe_weighted_reduce": [
             {"expert_out": values(T * K, H), **tail, "gate_is_logit": True},
             {"residual": values(1, T, H)},
+        ],
+        "index_topk": [
+            {"key_range": torch.tensor([[2, 9], [0, 40]], dtype=torch.int32, device=device)},
+            {"q": values(2, 4, T, 16).transpose(1, 2), "weights": values(2, T, 4)},
         ],
         "heads_mm": [{"x": values(1, T, 4, 40), "transposed": False, "tail": None}],
         "linear_quantized": [
