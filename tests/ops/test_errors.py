@@ -75,6 +75,19 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
     }
     plain = {"transposed": False, "tail": None}
     table = {
+        "heads_quantized": [
+            wrong(FLOATS, x=zeros(2, T, 4, I, dtype=integer)),
+            wrong("4-D", x=zeros(T, 4, I)),
+            wrong("of a last dimension of 32, the rows of a matrix", x=zeros(2, T, 4, 33)),
+            wrong("of a last dimension of 64, the columns of a matrix", x=zeros(2, T, 4, I), **plain),
+            wrong("3-D", packed=zeros(I, 8, dtype=integer)),
+            wrong("uint32 or int32", packed=zeros(4, I, 8)),
+            wrong("of shape [Hq, R, C * 4 / 32] = (4, 32, 8)", packed=zeros(3, I, 8, dtype=integer)),
+            wrong("of shape [Hq, R, C / 32] = (4, 32, 2)", scales=zeros(4, I, 1)),
+            wrong("a tensor for format affine4_32", biases=None),
+            wrong(NAME, format=""),
+            wrong("of shape [B, T, Hq, R] = (2, 3, 4, 6)", tail=zeros(2, T, 3, 6)),
+        ],
         "heads_mm": [
             wrong(FLOATS, x=zeros(2, T, 4, 16, dtype=integer)),
             wrong("4-D", x=zeros(T, 4, 16)),

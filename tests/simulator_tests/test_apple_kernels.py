@@ -246,6 +246,7 @@ def quantised(dtype: torch.dtype, name: str) -> Iterator[Call]:
         yield layer(name, tokens, experts, slots, dtype, stack, name)
     norm = on_device(HIDDEN, dtype=dtype)
     yield layer(f"{name}, normed", 1, 32, 4, dtype, stack, name, norm_weight=norm)
+    yield from of_heads(dtype, torch.ops.moe_mps.heads_quantized, stack(4, 192, 512), name)
 
 
 # Calls, and the libraries whose kernels they dispatch; {} is a dtype.
@@ -637,6 +638,14 @@ affine4_64, 256 tokens, 4 of 32
 affine4_64, normed, 1 tokens, 4 of 32
   matmul_rows_normed_affine4_64_bf16: 7.27 6.17 slots a MAC, 44.5 registers, 64/384/1024 threads
   expert_down_affine4_64_bf16: 5.59 5.01 slots a MAC, 51 registers, 128/384/1024 threads
+queries of latents, 1 tokens
+  heads_columns_affine4_64_bf16: 6.77 6.56 slots a MAC, 45.5 registers, 256/384/1024 threads
+values of latents, 1 tokens
+  heads_rows_affine4_64_bf16: 5.24 4.65 slots a MAC, 43.5 registers, 64/384/1024 threads
+queries of latents, 2 tokens
+  heads_columns_few_affine4_64_bf16: 4.91 4.76 slots a MAC, 65 registers, 256/384/768 threads
+values of latents, 2 tokens
+  heads_rows_few_affine4_64_bf16: 4.05 3.50 slots a MAC, 68 registers, 64/384/768 threads
 not dispatched here
   embedding_rows_affine4_64_bf16: 35 registers, -/-/1024 threads
   gemm16_split_affine4_64_bf16: 91 registers, -/384/576 threads
@@ -667,6 +676,14 @@ affine8_64, 256 tokens, 4 of 32
 affine8_64, normed, 1 tokens, 4 of 32
   matmul_rows_normed_affine8_64_bf16: 7.53 6.44 slots a MAC, 50.5 registers, 64/384/1024 threads
   expert_down_affine8_64_bf16: 5.86 5.28 slots a MAC, 57 registers, 128/384/832 threads
+queries of latents, 1 tokens
+  heads_columns_affine8_64_bf16: 6.96 6.75 slots a MAC, 46.5 registers, 256/384/1024 threads
+values of latents, 1 tokens
+  heads_rows_affine8_64_bf16: 5.51 4.91 slots a MAC, 49.5 registers, 64/384/1024 threads
+queries of latents, 2 tokens
+  heads_columns_few_affine8_64_bf16: 5.00 4.85 slots a MAC, 66 registers, 256/384/768 threads
+values of latents, 2 tokens
+  heads_rows_few_affine8_64_bf16: 4.16 3.61 slots a MAC, 72.5 registers, 64/384/640 threads
 not dispatched here
   embedding_rows_affine8_64_bf16: 43 registers, -/-/1024 threads
   gemm16_split_affine8_64_bf16: 99 registers, -/384/512 threads
@@ -697,6 +714,14 @@ mxfp4, 256 tokens, 4 of 32
 mxfp4, normed, 1 tokens, 4 of 32
   matmul_rows_normed_mxfp4_bf16: 8.38 7.34 slots a MAC, 40.5 registers, 64/384/1024 threads
   expert_down_mxfp4_bf16: 6.67 6.15 slots a MAC, 46.5 registers, 128/384/1024 threads
+queries of latents, 1 tokens
+  heads_columns_mxfp4_bf16: 8.42 8.33 slots a MAC, 44 registers, 256/384/1024 threads
+values of latents, 1 tokens
+  heads_rows_mxfp4_bf16: 6.35 5.82 slots a MAC, 39 registers, 64/384/1024 threads
+queries of latents, 2 tokens
+  heads_columns_few_mxfp4_bf16: 5.73 5.65 slots a MAC, 63.5 registers, 256/384/832 threads
+values of latents, 2 tokens
+  heads_rows_few_mxfp4_bf16: 4.28 3.77 slots a MAC, 62 registers, 64/384/832 threads
 not dispatched here
   embedding_rows_mxfp4_bf16: 35 registers, -/-/1024 threads
   gemm16_split_mxfp4_bf16: 85 registers, -/384/576 threads

@@ -309,6 +309,13 @@ def heads_mm(d):
 
 
 @strategy
+def heads_quantized(d):
+    form = d.one(*ALL_FORMATS)
+    (heads_, rows, columns), around = heads(d, d.one(*columns_of(form)))
+    return {**around, "format": form, **weight(d, "", heads_, rows, columns, form)}
+
+
+@strategy
 def expert_mm(d):
     (tokens, slots, experts, hidden, rows), around, _ = layer_of_experts(d, (32, 7, 64, 100, 65, 200))
     dtype, transposed = around["x"].dtype, d.flag()

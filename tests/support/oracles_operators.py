@@ -387,6 +387,11 @@ def heads_mm(a):
 
 
 @oracle
+def heads_quantized(a):
+    return heads(a, dense(a))
+
+
+@oracle
 def expert_mm(a):
     weight = exact(a.weight).swapaxes(1, 2) if a.transposed else exact(a.weight)
     return [estimated(oracles_experts.expert_mm(a.x, weight, a.ids, a.bias))]

@@ -140,6 +140,13 @@ def sample_arguments(
         },
         "moe_weighted_reduce": {"weights": weights, "expert_out": values(T, K, H)},
         "expert_mm": {"x": values(T, H), "weight": values(E, I, H), "ids": ids},
+        "heads_quantized": {
+            "x": values(2, T, 4, I),
+            **quantized("", I, H, (4,)),
+            **named,
+            "transposed": True,
+            "tail": values(2, T, 4, 6),
+        },
         "heads_mm": {
             "x": values(2, T, 4, 16),
             "weight": values(4, 16, 40),
@@ -250,6 +257,7 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
             {"key_range": torch.tensor([[2, 9], [0, 40]], dtype=torch.int32, device=device)},
             {"q": values(2, 4, T, 16).transpose(1, 2), "weights": values(2, T, 4)},
         ],
+        "heads_quantized": [{"x": values(1, T, 4, H), "transposed": False, "tail": None}],
         "heads_mm": [{"x": values(1, T, 4, 40), "transposed": False, "tail": None}],
         "linear_quantized": [
             {"x": strided, "bias": None},
