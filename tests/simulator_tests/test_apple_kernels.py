@@ -128,25 +128,30 @@ def cache(dtype: torch.dtype) -> Iterator[Call]:
         yield f"write_cache_quantized_ of {width}", call, {}, states.numel()
 
 
-def index(dtype: torch.dtype) -> Iterator[Call]:
-    q, k = on_device(1, 1, 32, 128, dtype=dtype), on_device(1, 512, 128, dtype=dtype)
-    call = functools.partial(torch.ops.moe_mps.index_topk, q, k, on_device(1, 1, 32), 64, 0.1)
-    yield "index_topk", call, {k: apple.Work("scores", 512 * 32 * 128)}, 512
-
-
-def gated_delta(dtype: torch.dtype) -> Iterator[Call]:
-    x, state = on_device(1, 8192, 1, dtype=dtype), on_device(1, 8192, 4, dtype=dtype)
-    call = functools.partial(
-        torch.ops.moe_mps.causal_conv1d_update_, x, state, on_device(8192, 4, dtype=dtype)
-    )
-    yield "causal_conv1d_update_", call, {}, x.numel()
-    q, v, gate = (on_device(1, 1, *shape, dtype=dtype) for shape in ((2, 128), (4, 128), (4,)))
-    state, per_head = on_device(1, 4, 128, 128), on_device(4, dtype=dtype)
-    options = {"l2norm_eps": 1e-6, "A_log": per_head, "dt_bias": per_head, "beta_is_logit": True}
-    call = functools.partial(torch.ops.moe_mps.gated_delta_rule_, q, q, v, gate, gate, state, 0.1, **options)
-    yield "gated_delta_rule_", call, {}, state.numel()
-    norm = {"gate": v, "norm_weight": on_device(128, dtype=dtype)}
-    yield "gated_delta_rule_ with its norm", functools.partial(call, **norm), {}, state.numel()
+def linear_attention(dtype: torch.dtype) -> Iterator[Call]:
+    """An element is one of the state, for one token."""
+    state = on_device(1, 8192, 4, dtype=dtype)
+    for tokens in (1, 16):
+        x = on_device(1, tokens, 8192, dtype=dtype)
+        call = functools.partial(
+            torch.ops.moe_mps.causal_conv1d_update_, x, state, on_device(8192, 4, dtype=dtype)
+        )
+        yield f"causal_conv1d_update_ of {tokens}", call, {}, x.numel()
+    run, state, per_head = torch.ops.moe_mps.linear_attention_, on_device(1, 2, 128, 128), on_device(2)
+    norm = {"gate_activation": "sigmoid", "norm_weight": on_device(128, dtype=dtype)}
+    rule = {"l2norm_eps": 1e-6, "A_log": per_head, "decay": "softplus", "beta_activation": "sigmoid"}
+    mamba = {"delta": False, "A_log": per_head, "decay": "times_beta", "beta_activation": "softplus"}
+    for tokens in (1, 48):
+        q, v, beta = (on_device(1, tokens, *shape, dtype=dtype) for shape in ((1, 128), (2, 128), (2,)))
+        g = on_device(1, tokens, 2, 128, dtype=dtype)
+        for name, decay, options in (
+            ("the delta rule", beta, rule),
+            ("the delta rule with its norm", beta, rule | norm | {"gate": v}),
+            ("a decay a channel", g, rule),
+            ("Mamba-2", None, mamba),
+        ):
+            call = functools.partial(run, q, q, v, decay, state, 0.1, beta=beta, **options)
+            yield f"linear_attention_ of {tokens}, {name}", call, {}, state.numel() * tokens
 
 
 def combine(dtype: torch.dtype) -> Iterator[Call]:
@@ -255,8 +260,7 @@ GROUPS = {
     "rope": (rope, ["rope_{}"]),
     "attention": (attention, ["attention_{}", "attention_affine8_{}"]),
     "selected": (selected, ["attention_selected_{}", "attention_selected_affine8_{}"]),
-    "index": (index, ["index_{}"]),
-    "gated_delta": (gated_delta, ["gated_delta_{}"]),
+    "linear_attention": (linear_attention, ["linear_attention_{}"]),
     "combine": (combine, ["combine_{}"]),
     "routing": (routing, ["routing_{}", "bucket_i32", "bucket_i64"]),
     "dense": (dense, ["experts_{}"]),
@@ -265,7 +269,7 @@ GROUPS = {
     "mxfp4": (functools.partial(quantised, name="mxfp4"), ["quantized_mxfp4_{}"]),
 }
 # What the names of libraries start with; together they are all of them.
-KINDS = ["norms", "rope", "attention", "index", "gated_delta", "combine", "routing", "bucket", "experts"]
+KINDS = ["norms", "rope", "attention", "linear_attention", "combine", "routing", "bucket", "experts"]
 KINDS += [f"quantized_affine{bits}" for bits in (2, 3, 4, 5, 6, 8)]
 KINDS += ["quantized_mxfp4", "quantized_mxfp8", "quantized_nvfp4"]
 
@@ -398,7 +402,7 @@ class TestCosts(expecttest.TestCase):
 rms_norm
   rms_norm_bf16: 39.75 33.75 slots an element, 44 registers, 512/512/1024 threads
 rms_norm_gated
-  rms_norm_gated_bf16: 50.00 43.00 slots an element, 54 registers, 512/512/896 threads
+  rms_norm_gated_bf16: 54.50 47.50 slots an element, 62 registers, 512/512/832 threads
 fused_norm_add
   norm_add_bf16: 43.00 36.00 slots an element, 54 registers, 512/512/896 threads
 fused_residual_norm
@@ -496,26 +500,37 @@ not dispatched here
 """,
         )
 
-    def test_index(self):
+    def test_linear_attention(self):
         self.assertExpectedInline(
-            costs("index", "bf16"),
+            costs("linear_attention", "bf16"),
             """\
-index_topk
-  index_scores_bf16: 1.65 1.58 slots a MAC, 65.5 registers, 64/64/768 threads
-  index_select_bf16: 784.25 784.25 slots an element, 21 registers, 1024/1024/1024 threads
-""",
-        )
-
-    def test_gated_delta(self):
-        self.assertExpectedInline(
-            costs("gated_delta", "bf16"),
-            """\
-causal_conv1d_update_
-  causal_conv1d_update_bf16: 248.00 226.00 slots an element, 18 registers, 64/64/1024 threads
-gated_delta_rule_
-  gated_delta_rule_bf16: 42.45 41.73 slots an element, 70.5 registers, 256/512/704 threads
-gated_delta_rule_ with its norm
-  gated_delta_rule_bf16: 40.86 40.09 slots an element, 70.5 registers, 512/512/704 threads
+causal_conv1d_update_ of 1
+  causal_conv1d_update_bf16: 253.00 231.00 slots an element, 21 registers, 64/64/1024 threads
+causal_conv1d_update_ of 16
+  causal_conv1d_update_bf16: 119.12 110.25 slots an element, 21 registers, 64/64/1024 threads
+linear_attention_ of 1, the delta rule
+  delta_scan128_bf16: 25.40 24.28 slots an element, 97 registers, 256/512/512 threads
+linear_attention_ of 1, the delta rule with its norm
+  delta_scan128_bf16: 25.55 24.39 slots an element, 97 registers, 512/512/512 threads
+linear_attention_ of 1, a decay a channel
+  channel_scan128_bf16: 25.95 24.83 slots an element, 99.5 registers, 256/512/512 threads
+linear_attention_ of 1, Mamba-2
+  plain_scan128_bf16: 23.53 22.40 slots an element, 96 registers, 256/512/512 threads
+linear_attention_ of 48, the delta rule
+  delta_scan128_bf16: 7.52 7.28 slots an element, 97 registers, 256/512/512 threads
+linear_attention_ of 48, the delta rule with its norm
+  delta_scan128_bf16: 7.52 7.28 slots an element, 97 registers, 256/512/512 threads
+linear_attention_ of 48, a decay a channel
+  channel_scan128_bf16: 8.13 7.89 slots an element, 99.5 registers, 256/512/512 threads
+linear_attention_ of 48, Mamba-2
+  plain_scan128_bf16: 5.70 5.46 slots an element, 96 registers, 256/512/512 threads
+not dispatched here
+  channel_scan256_bf16: 99.5 registers, -/512/512 threads
+  channel_scan64_bf16: 99.5 registers, -/512/512 threads
+  delta_scan256_bf16: 97 registers, -/512/512 threads
+  delta_scan64_bf16: 97 registers, -/512/512 threads
+  plain_scan256_bf16: 96 registers, -/512/512 threads
+  plain_scan64_bf16: 96 registers, -/512/512 threads
 """,
         )
 
