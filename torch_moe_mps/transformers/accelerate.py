@@ -132,8 +132,11 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None) -> None:
     use_attention(attentions.values())
     if _is_of_transformers(model):
         from .cache import grow_caches_in_place
+        from .capture.calls import capture_calls, tokens_of
 
         grow_caches_in_place(model, kv_bits)
+        capture_calls(model)
+        report.capture = tokens_of(model)
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     report.rows.sort(key=lambda row: order[row.name])
 
@@ -148,7 +151,9 @@ def restore(model: nn.Module) -> nn.Module:
     _require_module("restore", model)
     if _is_of_transformers(model):
         from .cache import restore_cache
+        from .capture.calls import restore_calls
 
+        restore_calls(model)
         for module in model.modules():
             restore_cache(module)
     for module in model.modules():

@@ -29,7 +29,7 @@ from transformers.cache_utils import (
 )
 
 from ..ops.attention import CACHE_BITS
-from .quantized_states import QuantizedStates, can_be_quantized
+from .quantized_states import PLAIN, QuantizedStates, can_be_quantized
 from .rewriting.record import NOTHING, RECORD, record_of
 from .rewriting.rules.cache_slots import Slots
 
@@ -41,8 +41,8 @@ WINDOW_ROOM_SHARE = 8
 LEAST_WINDOW_ROOM = 64  # tokens
 # The attribute of a view that names the memory it lies in, [..., capacity, D], and one of this memory: the
 # token behind the last that was written.
-_MEMORY = "_moe_mps_memory"
-_END = "_moe_mps_end"
+MEMORY = "_moe_mps_memory"
+END = "_moe_mps_end"
 
 
 def grow_caches_in_place(model: nn.Module, bits: int | None = None) -> None:
@@ -277,8 +277,8 @@ class _Growing(_Made, DynamicLayer):
         shares = [held] if _memory_of(held) is not None else [held[:1], held[1:]]
         views: list[Tensor] = []
         for some in shares:
-            memory = _memory_of(some)
-            if type(memory) is not Tensor or not _has_room(some, memory, tokens):
+            memory: Any = _memory_of(some)
+            if type(memory) not in PLAIN or not _has_room(some, memory, tokens):
                 return None
             widths = [part.shape[3] for part in some]
             views += _columns(_view(memory, _start(some[0]), before + tokens), widths)
@@ -448,7 +448,7 @@ def _joined(
     for a share of them.
     """
     is_first = held[0].dim() == 1  # what transformers starts with
-    if not all(type(part) is Tensor for part in new) or not (is_first or all(map(_alike, held, new))):
+    if not all(type(part) in PLAIN for part in new) or not (is_first or all(map(_alike, held, new))):
         return [torch.cat(parts, dim=-2) for parts in zip(held, new, strict=True)]
     tokens, before = new[0].shape[-2], 0 if is_first else held[0].shape[-2]
     widths = [part.shape[-1] for part in new]
@@ -475,8 +475,8 @@ def _joined(
 
 def _memory_of(held: Sequence[Tensor]) -> Tensor | None:
     """The memory that is filled by these tensors, side by side; None if they have none, or not the same."""
-    memory: Tensor | None = getattr(held[0], _MEMORY, None)
-    if memory is None or any(getattr(part, _MEMORY, None) is not memory for part in held[1:]):
+    memory: Tensor | None = getattr(held[0], MEMORY, None)
+    if memory is None or any(getattr(part, MEMORY, None) is not memory for part in held[1:]):
         return None
     return memory if memory.shape[-1] == sum(part.shape[-1] for part in held) else None
 
@@ -525,7 +525,7 @@ def _has_room(held: Sequence[Tensor], memory: Tensor, tokens: int) -> bool:
     end = _start(held[0]) + held[0].shape[-2]
     if end + tokens > memory.shape[-2]:
         return False
-    if end == getattr(memory, _END):
+    if end == getattr(memory, END):
         return True
     storage = stored.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) == len((memory, *held, storage))
@@ -541,7 +541,7 @@ def _copied(states: Tensor, room: int) -> Tensor:
 
 def _view(memory: Tensor, start: int, tokens: int) -> Tensor:
     """The last tokens that are written into a memory."""
-    setattr(memory, _END, start + tokens)
+    setattr(memory, END, start + tokens)
     return _shown(memory, start, tokens)
 
 
@@ -550,7 +550,7 @@ def _shown(memory: Tensor, start: int, tokens: int) -> Tensor:
         view: Tensor = memory.tokens(start, tokens)
     else:
         view = memory.narrow(-2, start, tokens)
-    setattr(view, _MEMORY, memory)
+    setattr(view, MEMORY, memory)
     return view
 
 
@@ -575,15 +575,15 @@ def _from(token: int, states: Tensor) -> Tensor:
 
 def _in_memory_of(tensor: Any, part: Any) -> Any:
     """`part`, a view of `tensor`, with the room behind it."""
-    memory = getattr(tensor, _MEMORY, None)
+    memory = getattr(tensor, MEMORY, None)
     if memory is not None and part is not None:
-        setattr(part, _MEMORY, memory)
+        setattr(part, MEMORY, memory)
     return part
 
 
 def _with_room(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Applies `change` to a tensor and to the room behind it."""
-    memory: Tensor | None = getattr(tensor, _MEMORY, None)
+    memory: Tensor | None = getattr(tensor, MEMORY, None)
     if memory is None:
         return _changed(tensor, change)
     return _view(_changed(memory, change), _start(tensor), tensor.shape[-2])
@@ -595,4 +595,4 @@ def _changed(states: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
 def _compact(value: Any) -> Any:
     """What is saved of a value: a view is saved without the rest of its memory."""
-    return value.clone(memory_format=torch.contiguous_format) if hasattr(value, _MEMORY) else value
+    return value.clone(memory_format=torch.contiguous_format) if hasattr(value, MEMORY) else value

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from ..ops._checks import ACTIVATION_DTYPES
@@ -13,6 +14,7 @@ from ..ops._formats import GROUP_SIZES
 from ..ops.attention import CACHE_BITS, values_in
 
 _ATEN = torch.ops.aten
+PLAIN = (Tensor, FakeTensor)  # without a meaning of its own; fake while a token is captured
 # Operators along a dimension, with the position of that argument: they apply to codes and scales alike.
 _OF_A_DIMENSION = {_ATEN.slice.Tensor: 1, _ATEN.index_select.default: 1}
 _OF_EVERYTHING = {_ATEN.detach.default, _ATEN.alias.default, _ATEN.clone.default}
@@ -25,7 +27,7 @@ def group_size(width: int) -> int | None:
 
 def can_be_quantized(*states: Tensor) -> bool:
     return all(
-        type(tensor) is Tensor
+        type(tensor) in PLAIN
         and tensor.dim() == 4
         and tensor.dtype in ACTIVATION_DTYPES
         and tensor.shape[3] > 0

@@ -120,6 +120,7 @@ class Report:
     compiled: str | None = None
     checked: str | None = None
     tensor_units: str | None = None
+    capture: Callable[[], str | None] | None = None  # what the report says of tokens, when it is printed
 
     def add(
         self, name: str, module: object, kind: str, replaced_by: str | None, reason: str | None = None
@@ -149,7 +150,9 @@ class Report:
         table = aligned(lines, 4)
         if self.quantization is not None:
             table += ["", str(self.quantization)]
-        about = [line for line in (self.compiled, self.checked, self.tensor_units) if line is not None]
+        captured = None if self.capture is None else self.capture()
+        lines_about = (self.compiled, self.checked, self.tensor_units, captured)
+        about = [line for line in lines_about if line is not None]
         if about:
             table += ["", *about]
         replaced, alone = len(self.replaced), len(self.left_alone)

@@ -1,0 +1,384 @@
+"""A token as one call: the same bits as without, whatever happens to the model between two tokens."""
+
+import copy
+import gc
+import pickle
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+from support import tiny_models
+from support.models import eager, output, prompt
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
+
+import torch_moe_mps
+from torch_moe_mps.transformers.capture import calls
+from torch_moe_mps.transformers.capture.calls import STATE, Captures, captures_of
+
+PROMPT = 9
+
+
+@pytest.fixture(autouse=True)
+def captured_anywhere(monkeypatch):
+    monkeypatch.setenv(calls.SWITCH, "1")
+
+
+def accelerated(architecture: str, device: str, dtype=torch.float32, **options) -> nn.Module:
+    with tiny_models.groups_of_32():
+        model = eager(tiny_models.tiny_model(architecture, dtype)).to(device)
+    torch_moe_mps.accelerate(model, **options)
+    return model
+
+
+def without_capture(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        module.__dict__.pop(STATE, None)
+    return model
+
+
+class Conversation:
+    """Tokens after a prompt, each the likeliest after the one before."""
+
+    def __init__(self, model: nn.Module, cache=None, batch: int = 1, length: int = PROMPT, **inputs) -> None:
+        self.model, self.inputs = model, inputs
+        self.cache = DynamicCache(config=model.config) if cache is None else cache
+        device = next(model.parameters()).device
+        self.token = prompt(batch, length).to(device)
+        self.tokens(1)
+
+    def tokens(self, count: int) -> list[torch.Tensor]:
+        logits = []
+        for _ in range(count):
+            out = self.model(self.token, past_key_values=self.cache, use_cache=True, **self.inputs)
+            logits.append(out.logits.cpu())
+            self.token = out.logits[:, -1:].argmax(-1)
+        return logits
+
+
+def assert_equal(results: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert [torch.equal(a, b) for a, b in zip(results, expected, strict=True)] == [True] * len(expected)
+
+
+@torch.no_grad()
+def test_a_captured_token_has_the_same_bits(device):
+    model = accelerated("qwen3_moe", device)
+    own = without_capture(copy.deepcopy(model))
+    mine, theirs = Conversation(model), Conversation(own)
+    captures = captures_of(model)
+    assert_equal(mine.tokens(2), theirs.tokens(2))
+    assert not captures.programs and "three times" in str(captures)
+    assert_equal(mine.tokens(1), theirs.tokens(1))
+    (program,) = captures.programs
+    assert captures.reason is None and "one call" in str(captures)
+    assert_equal(mine.tokens(12), theirs.tokens(12))
+    assert mine.cache.get_seq_length() == theirs.cache.get_seq_length() == PROMPT + 15
+    for layer, other in zip(mine.cache.layers, theirs.cache.layers, strict=True):
+        assert torch.equal(layer.keys, other.keys) and torch.equal(layer.values, other.values)
+    # A new conversation, and one whose memory is full, go on with it.
+    mine, theirs = Conversation(model, length=262), Conversation(own, length=262)
+    assert_equal(mine.tokens(8), theirs.tokens(8))
+    assert captures.programs == [program]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch,tokens", [(2, 1), (1, 3)])
+def test_batches_and_several_tokens(batch, tokens, device):
+    model = accelerated("gpt_oss", device)
+    own = without_capture(copy.deepcopy(model))
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    ids = prompt(batch, PROMPT + 6 * tokens).to(device)
+    for part in ids.split([PROMPT, *[tokens] * 6], 1):
+        results = [
+            output(m, part, past_key_values=c, use_cache=True)
+            for m, c in zip((model, own), caches, strict=True)
+        ]
+        assert torch.equal(*results)
+    assert captures_of(model).programs
+
+
+# What may change between two tokens
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+class OtherNorm(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.weight = norm.weight
+
+    def forward(self, x):
+        return 3 * self.weight * x
+
+
+def attention(model):
+    return model.model.layers[1].self_attn
+
+
+def norm(model):
+    return model.model.layers[0].post_attention_layernorm
+
+
+def double(module, args, result=None):
+    return None if result is None else 2 * result
+
+
+def swap_layers(model):
+    layers = model.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def subclass(model):
+    class Other(type(norm(model))):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    norm(model).__class__ = Other
+
+
+def patch_class(model):
+    cls = type(attention(model))
+    forward = cls.forward
+    cls.forward = lambda self, *args, **kwargs: tuple(
+        2 * r if isinstance(r, torch.Tensor) else r for r in forward(self, *args, **kwargs)
+    )
+    return lambda: setattr(cls, "forward", forward)
+
+
+def set_instance_forward(model):
+    module = norm(model)
+    module.forward = lambda x: 2 * x
+
+
+def new_weight(model):
+    module = norm(model)
+    module.weight = nn.Parameter(module.weight * 2)
+
+
+def new_data(model):
+    for name in ("q_proj", "k_proj"):
+        for parameter in getattr(attention(model), name).parameters():
+            parameter.data = parameter.data.flip(0)
+
+
+CHANGES = {
+    "weight replaced": new_weight,
+    "weight written": lambda m: norm(m).weight.mul_(2),
+    "data written": lambda m: norm(m).weight.data.mul_(2),
+    "data replaced": lambda m: setattr(norm(m).weight, "data", norm(m).weight.data * 2),
+    "data of joined layers replaced": new_data,
+    "weight of another dtype": lambda m: setattr(norm(m).weight, "data", norm(m).weight.data.bfloat16()),
+    "hook": lambda m: norm(m).register_forward_hook(double),
+    "hook before": lambda m: norm(m).register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+    "hook of the model": lambda m: m.register_forward_hook(
+        lambda module, args, out: setattr(out, "logits", 2 * out.logits)
+    ),
+    "module replaced": lambda m: setattr(m.model.layers[0], "post_attention_layernorm", OtherNorm(norm(m))),
+    "layers swapped": swap_layers,
+    "layer removed": lambda m: m.model.layers.__delitem__(1),
+    "class of a module": subclass,
+    "method of a class": patch_class,
+    "forward of a module": set_instance_forward,
+    "number of a module": lambda m: setattr(attention(m), "scaling", 0.5),
+    "eps of a norm": lambda m: setattr(norm(m), "variance_epsilon", 0.5),
+    "config": lambda m: setattr(m.config, "output_router_logits", True),
+    "attention implementation": lambda m: m.set_attn_implementation("eager"),
+    "experts implementation": lambda m: m.set_experts_implementation("batched_mm"),
+    "training": lambda m: m.model.layers[0].train(),
+    "buffer": lambda m: m.model.rotary_emb.register_buffer("inv_freq", m.model.rotary_emb.inv_freq * 2),
+    "parametrisation": lambda m: parametrize.register_parametrization(
+        m.model.layers[0].mlp.gate, "weight", Doubled()
+    ),
+    "restored": torch_moe_mps.restore,
+    "accelerated again": torch_moe_mps.accelerate,
+    "dtype": lambda m: m.to(torch.bfloat16),
+    "pickled": None,
+    "copied": None,
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_between_tokens(change):
+    model = accelerated("qwen3_moe", "cpu")
+    own = without_capture(copy.deepcopy(model))
+    mine, theirs = Conversation(model), Conversation(own)
+    assert_equal(mine.tokens(5), theirs.tokens(5))
+    assert captures_of(model).programs
+    undo = None
+    if CHANGES[change] is None:
+        mine.model = pickle.loads(pickle.dumps(model)) if change == "pickled" else copy.deepcopy(model)
+        assert captures_of(mine.model) and not captures_of(mine.model).programs
+        for parameter in model.parameters():
+            parameter.zero_()
+    else:
+        undo = CHANGES[change](model)
+        if change != "method of a class":
+            CHANGES[change](own)
+        if change == "dtype":  # a cache has one dtype
+            mine, theirs = Conversation(model), Conversation(own)
+    try:
+        without_capture(theirs.model)
+        expected = theirs.tokens(5)
+        assert_equal(mine.tokens(5), expected)
+    finally:
+        if change == "method of a class":
+            undo()
+
+
+@torch.no_grad()
+def test_calls_that_are_left_alone():
+    model = accelerated("qwen3_moe", "cpu")
+    talk = Conversation(model)
+    talk.tokens(4)
+    captures = captures_of(model)
+    ran = []
+
+    def run(*given, own=captures.programs[0].run):
+        ran.append(1)
+        return own(*given)
+
+    captures.programs = [captures.programs[0]._replace(run=run)]
+    talk.tokens(1)
+    assert ran == [1]
+    with torch.enable_grad():
+        Conversation(model).tokens(1)[0].sum().backward()
+    assert model.lm_head.weight.grad is not None and "gradients" in captures.reason
+    with torch.autocast("cpu", torch.bfloat16):
+        talk.tokens(1)
+    assert "autocast" in captures.reason
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        talk.tokens(1)
+    assert "mode" in captures.reason
+    assert ran == [1]
+    talk.tokens(1)
+    assert ran == [1, 1]
+
+
+@torch.no_grad()
+def test_an_unknown_cache_says_why():
+    class Own(DynamicCache):
+        pass
+
+    model = accelerated("qwen3_moe", "cpu")
+    Conversation(model, cache=Own(config=model.config)).tokens(4)
+    assert str(captures_of(model)) == "tokens run module by module: the cache is a Own"
+
+
+@torch.no_grad()
+def test_two_threads_share_a_program(device):
+    model = accelerated("qwen3_moe", device)
+    own = without_capture(copy.deepcopy(model))
+    Conversation(model).tokens(3)
+    expected = [Conversation(own, length=n).tokens(6) for n in (7, 30)]
+    talks, results = [Conversation(model, length=n) for n in (7, 30)], {}
+
+    def run(number):
+        with torch.no_grad():
+            results[number] = talks[number].tokens(6)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(2):
+        assert_equal(results[number], expected[number])
+    assert len(captures_of(model).programs) == 1
+
+
+@torch.no_grad()
+def test_nothing_is_kept_but_weights():
+    model = accelerated("qwen3_moe", "cpu")
+    talk = Conversation(model)
+    talk.tokens(5)
+    assert captures_of(model).programs
+    out = model(talk.token, past_key_values=talk.cache, use_cache=True)
+    alive = [weakref.ref(out.logits), *(weakref.ref(layer.keys) for layer in talk.cache.layers)]
+    del out, talk
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * len(alive)
+    weight = weakref.ref(norm(model).weight)
+    model.to(torch.bfloat16)
+    assert not captures_of(model).programs
+    del model
+    gc.collect()
+    assert weight() is None
+
+
+@torch.no_grad()
+def test_a_fault_in_a_capture_warns_once(monkeypatch):
+    model = accelerated("qwen3_moe", "cpu")
+    own = without_capture(copy.deepcopy(model))
+
+    def fail(*args):
+        raise ZeroDivisionError("injected")
+
+    monkeypatch.setattr(calls, "assemble", fail)
+    mine, theirs = Conversation(model), Conversation(own)
+    with pytest.warns(UserWarning, match=r"could not be captured.*ZeroDivisionError: injected"):
+        assert_equal(mine.tokens(3), theirs.tokens(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_equal(mine.tokens(30), theirs.tokens(30))
+    monkeypatch.undo()
+
+
+@torch.no_grad()
+def test_a_recording_that_changes_the_model_is_undone():
+    model = accelerated("qwen3_moe", "cpu")
+    module = attention(model)
+    forward = type(module).forward
+
+    class Remembers(type(module)):
+        def forward(self, *args, **kwargs):
+            self.last, weights = forward(self, *args, **kwargs)
+            return self.last, weights
+
+    module.__class__ = Remembers
+    Conversation(model).tokens(4)
+    assert type(module.last) is torch.Tensor
+    assert "changes the model" in str(captures_of(model))
+
+
+def test_the_switch(monkeypatch):
+    monkeypatch.setenv(calls.SWITCH, "0")
+    model = accelerated("qwen3_moe", "cpu")
+    assert captures_of(model) is None and type(model) is tiny_models.model_class("qwen3_moe")
+    monkeypatch.setenv(calls.SWITCH, "yes")
+    with pytest.raises(ValueError, match="MOE_MPS_CAPTURE must be 0, 1 or auto, got 'yes'"):
+        torch_moe_mps.accelerate(model)
+    monkeypatch.setenv(calls.SWITCH, "1")
+    torch_moe_mps.accelerate(model)
+    assert isinstance(captures_of(model), Captures) and isinstance(
+        model, tiny_models.model_class("qwen3_moe")
+    )
+    torch_moe_mps.restore(model)
+    assert captures_of(model) is None and type(model) is tiny_models.model_class("qwen3_moe")
+
+
+def test_an_error_names_the_operator(device):
+    if device == "cpu":
+        from torch_moe_mps.transformers.capture.program import PythonProgram as Program
+    else:
+        Program = torch.classes.moe_mps.Program
+    program, x = Program(), torch.ones(2, 3, device=device)
+    program.add_input(x, [0], [0])
+    program.add_call("aten::mm", "", [[0], [0]], [], [1], [])
+    program.finish(2, [1])
+    assert program.run([x], [], [3], []) == [] == program.run([x.half()], [], [2], [])
+    if device != "cpu":
+        with pytest.raises(RuntimeError, match="aten::mm, an operator of a captured token"):
+            program.run([x], [], [2], [])

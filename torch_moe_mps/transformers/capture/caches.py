@@ -1,0 +1,450 @@
+"""What a call of a model gets, as tensors and numbers: its arguments, and what the layers of its cache hold.
+
+`read` takes a call apart. A Plan, made for calls with the same key, has stand-ins for a recording, takes the
+next call apart in microseconds, and puts what a call has made into the cache.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, StaticCache
+
+from ..cache import END, MEMORY, QuantizedCache
+from ..quantized_states import QuantizedStates
+from .tracing import Recorder, Unsupported
+
+_STATIC = (bool, float, str, type(None), torch.dtype, torch.device)
+_CACHES = (DynamicCache, StaticCache, QuantizedCache)
+_ARGUMENTS = -1  # the place of what is no dictionary of the cache
+STATIC, NUMBER, TENSOR, HELD = range(4)  # kinds of values
+SIZE, TOKENS, START = range(4, 7)  # beside NUMBER what a symbol is read from
+
+
+class Entry(NamedTuple):
+    """A value of a call: `place` is a dictionary of the cache, by its number, or _ARGUMENTS."""
+
+    place: int
+    name: Any
+    kind: int
+    value: Any
+    first: int  # of its numbers
+
+
+class Reading:
+    """A call, taken apart. Calls with equal keys differ in numbers and tensors alone.
+
+    Attributes:
+        key: hashable.
+        numbers: sizes of tensors, places in memories, and numbers of the cache.
+        sizes: the positions of numbers that are sizes of tensors.
+        growing: the positions of sizes that grow with a memory.
+        entries: the values of the call.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        """Raises: Unsupported for what cannot be captured."""
+        self.numbers: list[int] = []
+        self.sizes: set[int] = set()
+        self.growing: set[int] = set()
+        self.entries: list[Entry] = []
+        self._memories: dict[int, int] = {}  # by id, in their order
+        key: list[Any] = []
+        for name, value in arguments.items():
+            if isinstance(value, Cache):
+                key += self._cache(name, value)
+            elif type(value) is int:
+                key += name, STATIC, value
+                self.entries.append(Entry(_ARGUMENTS, name, STATIC, value, 0))
+            else:
+                key += self._value(_ARGUMENTS, name, value)
+        self.key = tuple(key)
+
+    def _cache(self, name: str, cache: Any) -> Iterator[Any]:
+        offloads = getattr(cache, "offloading", False)
+        if type(cache) not in _CACHES or offloads:
+            raise Unsupported(f"the cache is {'an offloaded' if offloads else 'a'} {type(cache).__name__}")
+        self.entries.append(Entry(_ARGUMENTS, name, STATIC, cache, 0))
+        yield from (name, type(cache), *static_of(cache).items())
+        place = 0
+        for layer in cache.layers:
+            yield type(layer)
+            inner = [value for value in vars(layer).values() if type(value) is dict]
+            for held in (vars(layer), *inner):
+                yield len(held)
+                for item in held.items():
+                    yield from self._value(place, *item)
+                place += 1
+
+    def _value(self, place: int, name: Any, value: Any) -> Iterator[Any]:
+        first, kind = len(self.numbers), STATIC
+        yield name
+        if type(value) in (Tensor, QuantizedStates):
+            memory: Any = getattr(value, MEMORY, None)
+            kind = TENSOR if memory is None else HELD
+            number = self._memories.setdefault(id(memory), len(self._memories))
+            yield from (type(value), kind, memory is not None and number)
+            for view, tensor in zip(parts(value), parts(value if memory is None else memory), strict=True):
+                yield from (
+                    tensor.dtype,
+                    tensor.device,
+                    tensor.dim(),
+                    column_of(view, tensor),
+                    view.shape[-1:],
+                )
+                yield None if tensor.is_contiguous() else tensor.stride()
+                self._sizes_of(tensor)
+                if memory is not None:
+                    self.growing.add(len(self.numbers) - 2)
+                    self.sizes.add(len(self.numbers))
+                    self.numbers += view.shape[-2], start_of(view, tensor)
+        elif type(value) is int:
+            kind = NUMBER
+            self.numbers.append(value)
+            yield kind
+        elif isinstance(value, _STATIC):
+            yield from (type(value), value)
+        elif type(value) is dict and place != _ARGUMENTS:  # another place
+            return
+        else:
+            raise Unsupported(f"{name} is a {type(value).__name__}")
+        self.entries.append(Entry(place, name, kind, value, first))
+
+    def _sizes_of(self, tensor: Tensor) -> None:
+        self.sizes.update(range(len(self.numbers), len(self.numbers) + tensor.dim()))
+        self.numbers += tensor.shape
+
+
+class Taken(NamedTuple):
+    """A call's tensors and numbers."""
+
+    inputs: list[Tensor]
+    views: list[Tensor]
+    memories: list[Any]
+    places: list[dict[Any, Any]]
+    symbols: list[int]
+    cache: Any
+
+
+class _Place:
+    """What a dictionary of the cache holds in every call."""
+
+    def __init__(self, entries: list[Entry], size: int, symbol: dict[int, int]) -> None:
+        static = [e for e in entries if e.kind == STATIC or (e.kind == NUMBER and e.first not in symbol)]
+        changing = [e for e in entries if e.kind == NUMBER and e.first in symbol]
+        self.size = size
+        self.static = _getter([entry.name for entry in static])
+        self.values = tuple(entry.value for entry in static)
+        self.numbers = [(entry.name, symbol[entry.first]) for entry in changing]
+        self.tensors = _getter([entry.name for entry in entries if entry.kind == TENSOR])
+        self.held = _getter([entry.name for entry in entries if entry.kind == HELD])
+        self.memories: list[int] = []  # of what is held
+
+
+class Plan:
+    """How to take calls apart that are like that of a reading, and to record it.
+
+    Attributes:
+        stand_ins: the arguments of the recorded call.
+        inputs: for each input a tensor like it, and {dimension: symbol} where its size is one.
+        views: for each view what `add_view` of a program takes.
+    """
+
+    def __init__(
+        self, reading: Reading, symbol: dict[int, int], symints: list[Any], recorder: Recorder
+    ) -> None:
+        """`symbol`: {position of a number: its symbol}; `symints` stand for symbols in the recording."""
+        self.stand_ins: dict[str, Any] = {}
+        self.inputs: list[tuple[Tensor, dict[int, int]]] = []
+        self.views: list[tuple[int, ...]] = []
+        self._symbol, self._symints, self._recorder = symbol, symints, recorder
+        self._cache: str | None = None
+        self._attributes: dict[str, Any] = {}
+        self._layers: list[tuple[type, list[str]]] = []
+        self._arguments: list[tuple[str, int, Any]] = []
+        self._places: list[_Place] = []
+        self._ends: list[tuple[int, ...]] = []  # what the end of each memory is the sum of
+        self._sources: dict[int, tuple[int, int, Any]] = {}  # of symbols
+        self._before: list[dict[Any, Any]] = []  # what the recording's cache holds at its begin
+        self._memories: dict[int, tuple[int, Any, int]] = {}  # by id: number, stand-in, its first input
+        self._writes: list[list[tuple[Any, int, Any, Any]]] = []
+        for entry in reading.entries:
+            if entry.place == _ARGUMENTS:
+                self._add_argument(entry)
+        if self._cache is not None:
+            self._add_cache(reading, self.stand_ins[self._cache])
+        self._readers = [self._sources[number] for number in range(len(symints))]
+        self._kinds_of_ends = list(dict.fromkeys(self._ends))
+        self._end_of = [self._kinds_of_ends.index(end) for end in self._ends]
+
+    def _add_argument(self, entry: Entry) -> None:
+        _, name, kind, value, first = entry
+        if isinstance(value, Cache):
+            self._cache, self._attributes = name, static_of(value)
+            self.stand_ins[name] = _empty_copy(value)
+            return
+        self._arguments.append((name, kind, value))
+        self.stand_ins[name] = self._input(value, first) if kind == TENSOR else value
+
+    def _add_cache(self, reading: Reading, cache: Any) -> None:
+        self._layers = [
+            (type(layer), [name for name, value in vars(layer).items() if type(value) is dict])
+            for layer in cache.layers
+        ]
+        entries: dict[int, list[Entry]] = {}
+        for entry in reading.entries:
+            entries.setdefault(entry.place, []).append(entry)
+        for place, held in enumerate(_places_of(cache.layers, self._layers)):
+            own = entries.get(place, [])
+            self._places.append(_Place(own, len(held), self._symbol))
+            for entry in sorted(own, key=lambda entry: entry.kind):  # tensors, then views, as `take` does
+                held[entry.name] = self._stand_in(entry)
+            self._before.append(dict(held))
+
+    def _stand_in(self, entry: Entry) -> Any:
+        place, name, kind, value, first = entry
+        if kind == STATIC:
+            return value
+        if kind == NUMBER:
+            return self._number(first, (NUMBER, place, name), value)
+        if kind == TENSOR:
+            fakes = []
+            for tensor in parts(value):
+                fakes.append(self._input(tensor, first))
+                first += tensor.dim()
+            return _like(value, fakes)
+        real = getattr(value, MEMORY)
+        if id(real) not in self._memories:
+            source, position, fakes = len(self.inputs), first, []
+            for tensor in parts(real):
+                fakes.append(self._input(tensor, position))
+                position += tensor.dim() + 2
+            self._memories[id(real)] = len(self._memories), _like(real, fakes), source
+        memory, stand_in, source = self._memories[id(real)]
+        self._places[place].memories.append(memory)
+        shown = []
+        for view, tensor, fake in zip(parts(value), parts(real), parts(stand_in), strict=True):
+            first += tensor.dim() + 2
+            number, begins, column = len(self.views), start_of(view, tensor), column_of(view, tensor)
+            tokens = self._number(first - 2, (TOKENS, number, None), view.shape[-2])
+            start = self._number(first - 1, (START, number, None), begins)
+            symbols = [self._symbol.get(position, -1) for position in (first - 1, first - 2)]
+            sum_of = (begins, symbols[0], view.shape[-2], symbols[1])
+            self.views.append((source, *sum_of, column, view.shape[-1]))
+            shown.append(self._recorder.run(_narrow(fake, start, tokens, column, view.shape[-1])))
+            source += 1
+        if memory == len(self._ends):
+            self._ends.append(sum_of)
+            setattr(stand_in, END, start + tokens)
+        states = _like(value, shown)
+        setattr(states, MEMORY, stand_in)
+        return states
+
+    def _input(self, tensor: Tensor, first: int) -> Tensor:
+        number, dims = len(self.inputs), range(tensor.dim())
+        sizes = tuple(self._number(first + d, (SIZE, number, d), tensor.shape[d]) for d in dims)
+        self.inputs.append((tensor, {d: self._symbol[first + d] for d in dims if first + d in self._symbol}))
+        return self._recorder.input(tensor, sizes)
+
+    def _number(self, position: int, source: tuple[int, int, Any], value: int) -> Any:
+        symbol = self._symbol.get(position)
+        if symbol is None:
+            return value
+        self._sources.setdefault(symbol, source)
+        return self._symints[symbol]
+
+    @property
+    def stand_in_of_cache(self) -> Any:
+        return None if self._cache is None else self.stand_ins[self._cache]
+
+    def finish(self, expression: Callable[[Any], int], first: int) -> list[Tensor]:
+        """Called once the call is recorded.
+
+        Args:
+            expression: gives a number of the recording its place among the integers of a call.
+            first: the place among the results of a call of those for the cache.
+
+        Returns: the recording's tensors that become results for the cache.
+        """
+        tensors: list[Tensor] = []
+        if self._cache is None:
+            return tensors
+        cache = self.stand_in_of_cache
+        if static_of(cache) != self._attributes:
+            raise Unsupported("the call changes its cache's attributes")
+        for before, held in zip(self._before, _places_of(cache.layers, self._layers), strict=True):
+            writes: list[tuple[Any, int, Any, Any]] = []
+            if before.keys() != held.keys():
+                raise Unsupported("the call gives a layer of its cache attributes")
+            for name, value in held.items():
+                if value is before[name]:
+                    continue
+                if isinstance(value, Tensor):
+                    memory, end = getattr(value, MEMORY, None), None
+                    known = self._memories.values()
+                    place = next((number for number, each, _ in known if each is memory), None)
+                    if place is None and memory is not None:
+                        raise Unsupported("the cache moves to new memory")
+                    if memory is not None:
+                        end = expression(getattr(memory, END))
+                    kept = type(value), first + len(tensors), len(parts(value))
+                    writes.append((name, HELD, kept, (place, end)))
+                    tensors += parts(value)
+                elif isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+                    writes.append((name, NUMBER, expression(value), None))
+                elif isinstance(value, _STATIC):
+                    writes.append((name, STATIC, value, None))
+                else:
+                    raise Unsupported(f"the call gives its cache {name}, a {type(value).__name__}")
+            self._writes.append(writes)
+        return tensors
+
+    def forget(self) -> None:
+        """Drops what only the recording needed."""
+        self.stand_ins, self._before, self._memories, self._symints = {}, [], {}, []
+        del self._recorder
+
+    def take(self, arguments: dict[str, Any]) -> Taken | None:
+        """A call like the recorded one, as far as Python can tell; None for another one."""
+        inputs: list[Tensor] = []
+        views: list[Tensor] = []
+        memories: list[Any] = []
+        places: list[dict[Any, Any]] = []
+        if len(arguments) != len(self._arguments) + (self._cache is not None):
+            return None
+        for name, kind, value in self._arguments:
+            given = arguments.get(name)
+            if kind == TENSOR:
+                inputs.append(given)  # type: ignore[arg-type]  # its type is compared below
+            elif given is not value and (type(given) is not type(value) or given != value):
+                return None
+        cache: Any = None
+        if self._cache is not None:
+            cache = arguments.get(self._cache)
+            if not isinstance(cache, Cache) or static_of(cache) != self._attributes:
+                return None
+            if any(
+                type(layer) is not known for layer, (known, _) in zip(cache.layers, self._layers, strict=True)
+            ):
+                return None
+            places = _places_of(cache.layers, self._layers)
+        for held, place in zip(places, self._places, strict=True):
+            if len(held) != place.size or place.static(held) != place.values:
+                return None
+            for tensor in place.tensors(held):
+                inputs += (tensor,) if type(tensor) is Tensor else parts(tensor)
+            for view, number in zip(place.held(held), place.memories, strict=True):
+                memory: Any = getattr(view, MEMORY, None)
+                if number == len(memories):
+                    memories.append(memory)
+                    inputs += (memory,) if type(memory) is Tensor else parts(memory)
+                elif memory is not memories[number]:
+                    return None
+                views += (view,) if type(view) is Tensor else parts(view)
+        if any(type(tensor) is not Tensor for tensor in inputs):
+            return None
+        symbols = self._read(inputs, views, places)
+        for held, place in zip(places, self._places, strict=True):
+            for name, number in place.numbers:
+                if held[name] != symbols[number]:
+                    return None
+        ends = [
+            (start if first < 0 else symbols[first]) + (tokens if count < 0 else symbols[count])
+            for start, first, tokens, count in self._kinds_of_ends
+        ]
+        for memory, end in zip(memories, self._end_of, strict=True):
+            if getattr(memory, END) != ends[end]:  # somebody else has written there
+                return None
+        return Taken(inputs, views, memories, places, symbols, cache)
+
+    def _read(self, inputs: list[Tensor], views: list[Tensor], places: list[dict[Any, Any]]) -> list[int]:
+        symbols: list[int] = []
+        for kind, number, where in self._readers:
+            if kind == SIZE:
+                symbols.append(inputs[number].shape[where])
+            elif kind == TOKENS:
+                symbols.append(views[number].shape[-2])
+            elif kind == START:
+                symbols.append(start_of(views[number], inputs[self.views[number][0]]))
+            else:
+                symbols.append(places[number][where])
+        return symbols
+
+    def give(self, taken: Taken, results: list[Tensor], integers: list[int]) -> None:
+        """Puts what a call has made into its cache."""
+        for held, writes in zip(taken.places, self._writes, strict=True):
+            for name, kind, value, where in writes:
+                if kind == NUMBER:
+                    held[name] = integers[value]
+                elif kind == STATIC:
+                    held[name] = value
+                else:
+                    cls, first, count = value
+                    states = results[first] if count == 1 else cls(*results[first : first + count])
+                    memory, end = where
+                    if memory is not None:
+                        setattr(states, MEMORY, taken.memories[memory])
+                        setattr(taken.memories[memory], END, integers[end])
+                    held[name] = states
+
+
+def parts(states: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that states consist of."""
+    return states._parts() if isinstance(states, QuantizedStates) else (states,)
+
+
+def start_of(view: Tensor, memory: Tensor) -> int:
+    """The token of a memory that a view begins with."""
+    return (view.storage_offset() - memory.storage_offset()) // memory.stride(-2)
+
+
+def column_of(view: Tensor, memory: Tensor) -> int:
+    """The column of a memory that a view begins with."""
+    within = view.storage_offset() - memory.storage_offset()
+    return int(within % memory.stride(-2)) if within else 0
+
+
+def static_of(cache: Any) -> dict[str, Any]:
+    """The attributes of a cache besides its layers, and how many these are."""
+    return vars(cache) | {"layers": len(cache.layers)}
+
+
+def _places_of(layers: list[Any], known: list[tuple[type, list[str]]]) -> list[dict[Any, Any]]:
+    """The dictionaries that layers hold what they hold in."""
+    places = []
+    for layer, (_, names) in zip(layers, known, strict=True):
+        places.append(layer.__dict__)
+        for name in names:
+            places.append(layer.__dict__[name])
+    return places
+
+
+def _empty_copy(cache: Any) -> Any:
+    """A cache with layers like those of another one, which share nothing that changes."""
+    copied = copy.copy(cache)
+    copied.layers = []
+    for layer in cache.layers:
+        like = object.__new__(type(layer))
+        like.__dict__ |= {n: dict(v) if type(v) is dict else v for n, v in vars(layer).items()}
+        copied.layers.append(like)
+    return copied
+
+
+def _narrow(memory: Tensor, start: Any, tokens: Any, column: int, width: int) -> Callable[[], Tensor]:
+    return lambda: memory.narrow(-2, start, tokens).narrow(-1, column, width)
+
+
+def _like(states: Tensor, fakes: list[Tensor]) -> Any:
+    return fakes[0] if len(fakes) == 1 else QuantizedStates(*fakes)
+
+
+def _getter(names: list[Any]) -> Callable[[dict[Any, Any]], tuple[Any, ...]]:
+    """A function that returns the values of these names."""
+    if not names:
+        return lambda held: ()
+    if len(names) == 1:
+        return lambda held: (held[names[0]],)
+    return itemgetter(*names)

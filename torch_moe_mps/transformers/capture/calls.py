@@ -1,0 +1,387 @@
+"""Lets a model's calls for a few new tokens run as one call of a program, from the third of their kind on."""
+
+import functools
+import inspect
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from ...ops._checks import first_line
+from ..attention import MOST_TOKENS
+from .caches import Plan, Reading
+from .fingerprint import Fingerprint, forbidden, note_change
+from .passes import simplify
+from .program import Integers, assemble
+from .tracing import Recorder, Unsupported
+
+SWITCH = "MOE_MPS_CAPTURE"
+STATE = "_moe_mps_capture"  # where a model's __dict__ has its Captures
+_MARK = "_moe_mps_captures"  # of a class that `_capturing_class` made: the one in whose place it is
+_CALLS_BEFORE = 2  # the third call of a kind is captured
+_MOST_PROGRAMS = 8  # that a model keeps
+_MOST_CAPTURES = 16  # of a kind of calls, whose guards never hold for long
+_MOST_KINDS = 64
+_LONGEST_REST = 4096  # calls after which a capture that failed is tried again
+# What a recording raises where Python asks for a value that only the GPU knows.
+_OF_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+Make = Callable[[list[Tensor], Any], Any]
+
+
+class Program(NamedTuple):
+    """A captured kind of calls.
+
+    `make` gives what a call returns, from its tensors and its cache.
+    """
+
+    plan: Plan
+    integers: Callable[..., list[int] | None]
+    run: Callable[..., list[Tensor]]
+    make: Make
+    calls: int
+    seconds: float
+
+
+class _Kind:
+    """Calls that differ in numbers and tensors alone."""
+
+    def __init__(self) -> None:
+        self.calls = 0  # since the last capture
+        self.captures = 0
+        self.numbers: list[int] = []
+        self.varied: dict[int, int] = {}  # {position of a number that changes: its value before}
+
+
+class Captures:
+    """What a model knows of its calls: counts, and programs of those that repeat.
+
+    Attributes:
+        programs: the one that ran last is the first.
+        reason: why the last call of few tokens was not captured; None if it was.
+    """
+
+    def __init__(self, anywhere: bool = False) -> None:
+        """`anywhere`: without the extension Python runs the programs, which is slower than no program."""
+        self.programs: list[Program] = []
+        self.reason: str | None = "no kind of call for a few tokens was repeated three times"
+        self._anywhere = anywhere
+        self._kinds: dict[tuple[Any, ...], _Kind] = {}
+        self._fingerprint: Fingerprint | None = None
+        self._rest, self._rests = 0, 0
+        self._lock = threading.Lock()
+        self._has_warned = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Captures, (self._anywhere,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Captures":
+        return Captures(self._anywhere)
+
+    def __str__(self) -> str:
+        if self.programs:
+            programs = ", ".join(f"{p.calls} operators" for p in self.programs)
+            return f"a token is one call ({programs})"
+        return f"tokens run module by module: {self.reason}"
+
+    def clear(self) -> None:
+        """Forgets all programs, and with them the weights that they hold."""
+        self.programs, self._fingerprint, self._kinds = [], None, {}
+
+    def call(self, model: nn.Module, own: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """What `own`, the model's forward, returns for these arguments."""
+        if not self._is_candidate(arguments):
+            return own(model, **arguments)
+        reason = forbidden()
+        if reason is None:
+            if self.programs:
+                found = self._run(arguments)
+                if found is not None:
+                    return found[0]
+            if self._rest > 0:
+                self._rest -= 1
+            elif self._may_capture(model, own, arguments):
+                found = self._run(arguments)
+                if found is not None:
+                    return found[0]
+        else:
+            self.reason = reason
+        return own(model, **arguments)
+
+    def _is_candidate(self, arguments: dict[str, Any]) -> bool:
+        ids = arguments.get("input_ids")
+        given = arguments.get("inputs_embeds") if ids is None else ids
+        return (
+            type(given) is Tensor
+            and given.dim() > 1
+            and given.shape[1] <= MOST_TOKENS
+            and (self._anywhere or given.is_mps)
+        )
+
+    def _run(self, arguments: dict[str, Any]) -> tuple[Any] | None:
+        """A tuple of what a program returns; None if there is none for the call."""
+        fingerprint = self._fingerprint
+        if fingerprint is None or not fingerprint.holds():
+            self.clear()
+            return None
+        for number, program in enumerate(self.programs):
+            plan = program.plan
+            try:
+                taken = plan.take(arguments)
+            except (AttributeError, KeyError):  # of a layer that holds something else
+                continue
+            integers = None if taken is None else program.integers(*taken.symbols)
+            if taken is None or integers is None:
+                continue
+            results = program.run(taken.inputs, taken.views, taken.symbols, integers)
+            if results:
+                plan.give(taken, results, integers)
+                if number:
+                    self.programs = [program, *(p for p in self.programs if p is not program)]
+                self.reason = None
+                return (program.make(results, taken.cache),)
+        return None
+
+    def _may_capture(self, model: nn.Module, own: Callable[..., Any], arguments: dict[str, Any]) -> bool:
+        """Counts a call, and captures it if it is the third of its kind. Returns: whether it has."""
+        if not self._lock.acquire(blocking=False):
+            return False  # another thread captures
+        try:
+            reading = Reading(arguments)
+            kind = self._kind_of(reading)
+            if kind is None:
+                return False
+            program = self._captured(model, own, reading, kind)
+        except Unsupported as unsupported:
+            self._fail(str(unsupported))
+        except _OF_VALUES as error:
+            self._fail(f"it asks for values that only the GPU knows ({first_line(error)})")
+        except UnsupportedOperatorException as error:
+            self._fail(f"{error} has no meta function")
+        except Exception as error:
+            self._fail(f"{type(error).__name__}: {first_line(error)}")
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"torch_moe_mps: a token could not be captured and runs module by module: {self.reason}",
+                    stacklevel=5,
+                )
+        else:
+            self.programs = [program, *self.programs][:_MOST_PROGRAMS]
+            self._rests = 0
+            return True
+        finally:
+            self._lock.release()
+        return False
+
+    def _fail(self, reason: str) -> None:
+        self.reason = reason
+        self._rests += 1
+        self._rest = min(4**self._rests, _LONGEST_REST)
+
+    def _kind_of(self, reading: Reading) -> _Kind | None:
+        """The kind of a call, if this is the one to capture."""
+        if reading.key not in self._kinds and len(self._kinds) >= _MOST_KINDS:
+            self._kinds.clear()
+        kind = self._kinds.setdefault(reading.key, _Kind())
+        for position, (before, now) in enumerate(zip(kind.numbers, reading.numbers, strict=False)):
+            if before != now:
+                kind.varied[position] = before
+        kind.numbers = reading.numbers
+        kind.calls += 1
+        if kind.calls <= _CALLS_BEFORE:
+            return None
+        if kind.captures >= _MOST_CAPTURES:
+            raise Unsupported(f"calls of one kind were captured {_MOST_CAPTURES} times, and differ again")
+        kind.calls, kind.captures = 0, kind.captures + 1
+        return kind
+
+    def _captured(self, model: nn.Module, own: Callable[..., Any], reading: Reading, kind: _Kind) -> Program:
+        started = time.perf_counter()
+        fingerprint = Fingerprint(model, self)
+        recorder = Recorder()
+        symbol, values, least = _symbols(reading, kind)
+        symints = [recorder.symbol(*each) for each in zip(values, least, strict=True)]
+        plan = Plan(reading, symbol, symints, recorder)
+        try:
+            output = recorder.run(lambda: own(model, **plan.stand_ins))
+        finally:
+            if not fingerprint.holds():
+                fingerprint.undo()
+                raise Unsupported("a call changes the model")
+        integers = Integers(recorder.env, list(recorder.symbols))
+        tensors: list[Tensor] = []
+        make = _maker(output, tensors, plan.stand_in_of_cache)
+        tensors = [*tensors, *plan.finish(integers.place_of, len(tensors))]
+        recorder.finish(tensors)
+        simplify(recorder.graph)
+        weights = [*model.parameters(), *model.buffers()]
+        program = assemble(recorder.graph, integers, plan, weights, not _has_extension())
+        evaluate = integers.function(least)
+        plan.forget()
+        if self._fingerprint is None or not self._fingerprint.holds():
+            self.programs = []
+        self._fingerprint = fingerprint
+        return Program(plan, evaluate, program.run, make, program.size(), time.perf_counter() - started)
+
+
+def _symbols(reading: Reading, kind: _Kind) -> tuple[dict[int, int], list[int], list[int]]:
+    """{position of a number: its symbol}, what the symbols are now, and what they are at least.
+
+    Numbers that were equal in both of two calls share a symbol. A size below 2 is never one: torch treats
+    these as special.
+    """
+    changing = kind.varied | {position: reading.numbers[position] for position in reading.growing}
+    groups: dict[tuple[int, int, bool], int] = {}
+    symbol: dict[int, int] = {}
+    for position, before in sorted(changing.items()):
+        now = reading.numbers[position]
+        is_size = position in reading.sizes
+        if is_size and min(now, before) < 2:
+            raise Unsupported("a tensor of one element may have more in the next call")
+        symbol[position] = groups.setdefault((before, now, is_size), len(groups))
+    return symbol, [now for _, now, _ in groups], [2 if is_size else 0 for *_, is_size in groups]
+
+
+def _maker(value: Any, tensors: list[Tensor], cache: Any) -> Make:
+    """A function that makes what a call returns; adds the tensors that it needs to `tensors`."""
+    if isinstance(value, Tensor):
+        place = len(tensors)
+        tensors.append(value)
+        return lambda results, _: results[place]
+    if value is not None and value is cache:
+        return lambda _, given: given
+    if isinstance(value, ModelOutput):
+        cls, makers = type(value), {name: _maker(each, tensors, cache) for name, each in value.items()}
+        return lambda results, given: cls(**{name: make(results, given) for name, make in makers.items()})
+    if type(value) in (tuple, list):
+        kind, items = type(value), [_maker(each, tensors, cache) for each in value]
+        return lambda results, given: kind([make(results, given) for make in items])
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return lambda *_: value
+    raise Unsupported(f"it returns a {type(value).__name__}")
+
+
+def _has_extension() -> bool:
+    return hasattr(torch.ops.moe_mps, "_pipelines")
+
+
+def capture_calls(model: nn.Module) -> None:
+    """Lets the models of transformers in a module capture their calls, unless MOE_MPS_CAPTURE=0."""
+    wanted = os.environ.get(SWITCH, "auto")
+    if wanted not in ("0", "1", "auto"):
+        raise ValueError(f"torch_moe_mps: {SWITCH} must be 0, 1 or auto, got {wanted!r}")
+    note_change()
+    for module in _models(model):
+        if wanted == "1" or (wanted == "auto" and _has_extension()):
+            module.__dict__[STATE] = Captures(anywhere=wanted == "1")
+            if not hasattr(type(module), _MARK):
+                cls: Any = type(module)
+                module.__class__ = _capturing_class(cls)
+        else:
+            module.__dict__.pop(STATE, None)
+
+
+def restore_calls(model: nn.Module) -> None:
+    """Undoes `capture_calls`. Beneath a class that somebody put on top, a model's own code runs."""
+    note_change()
+    for module in model.modules():
+        module.__dict__.pop(STATE, None)
+        original = vars(type(module)).get(_MARK)
+        if original is not None:
+            module.__class__ = original
+
+
+def captures_of(model: nn.Module) -> Captures | None:
+    """Of the first model in a module that captures its calls."""
+    return next((m.__dict__[STATE] for m in model.modules() if STATE in m.__dict__), None)
+
+
+def tokens_of(model: nn.Module) -> Callable[[], str | None]:
+    """A function that says how the tokens of a model run, as long as the model is there."""
+    captures = captures_of(model)
+    known = (lambda: None) if captures is None else weakref.ref(captures)
+
+    def says() -> str | None:
+        found = known()
+        return None if found is None else str(found)
+
+    return says
+
+
+def _models(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost models of transformers that take a cache."""
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module not in inside and isinstance(module, PreTrainedModel) and _takes_cache(module):
+            inside.update(module.modules())
+            yield module
+
+
+def _takes_cache(model: nn.Module) -> bool:
+    return "past_key_values" in inspect.signature(model.forward).parameters
+
+
+@functools.cache
+def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of a model's class that captures calls; everything else stays."""
+    own: Callable[..., Any] = original.forward
+    parameters = inspect.signature(own).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+
+    @functools.wraps(own)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        captures = None if torch.compiler.is_compiling() else self.__dict__.get(STATE)
+        if captures is None or len(args) > len(names):
+            return own(self, *args, **kwargs)
+        if args:
+            given = dict(zip(names, args, strict=False))
+            if not given.keys().isdisjoint(kwargs):
+                return own(self, *args, **kwargs)  # which says so
+            kwargs |= given
+        return captures.call(self, own, kwargs)
+
+    def apply(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        if STATE in self.__dict__:
+            self.__dict__[STATE].clear()  # they hold the weights that go
+        return original._apply(self, *args, **kwargs)
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        if type(self) is not cls:  # the class on top has its own way, or none
+            return super(cls, self).__reduce_ex__(protocol)
+        reduced: Any = super(cls, self).__reduce_ex__(protocol)
+        _, _, *state = reduced
+        return _new_copy, (original,), *state
+
+    members = {
+        "forward": forward,
+        "_apply": apply,
+        "__reduce_ex__": reduce,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        _MARK: original,
+    }
+    cls: type[nn.Module] = type(original.__name__, (original,), members)
+    return cls
+
+
+def _new_copy(original: type[nn.Module]) -> nn.Module:
+    """An empty model, for the state of another one."""
+    plain: Any = original
+    cls = _capturing_class(plain)
+    return cls.__new__(cls)

@@ -1,0 +1,70 @@
+"""What a recorded graph does not need: results that nobody reads, and views that change nothing.
+
+An operator that writes is never touched, nor one that draws random numbers.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .tracing import VALUE, Number
+
+
+def simplify(graph: fx.Graph) -> None:
+    drop_unused(graph)
+    share_views(graph)
+    drop_unused(graph)
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Drops calls whose results nobody reads."""
+    for node in reversed(graph.nodes):
+        if not node.users and node.op in ("call_function", "get_attr") and not _has_effects(node):
+            graph.erase_node(node)
+
+
+def share_views(graph: fx.Graph) -> None:
+    """Replaces a view by an equal one that was made before, or by the tensor itself where they are alike."""
+    views: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if not _is_view(node):
+            continue
+        source = node.args[0]
+        if _geometry(source.meta[VALUE]) == _geometry(node.meta[VALUE]):
+            node.replace_all_uses_with(source)
+        else:
+            first = views.setdefault((node.target, _hashable(node.args), _hashable(node.kwargs)), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+
+
+def _has_effects(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node's only result is a view of its first argument."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(node.meta[VALUE], Tensor):
+        return False
+    alias = node.target._schema.returns[0].alias_info
+    return alias is not None and not alias.is_write and isinstance(node.args[0], fx.Node)
+
+
+def _geometry(tensor: Tensor) -> tuple[Any, ...]:
+    numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+    return tensor.dtype, tensor.dim(), *(_expression(number) for number in numbers)
+
+
+def _expression(number: Any) -> Any:
+    return number.node.expr if isinstance(number, torch.SymInt) else number
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_hashable, value))
+    if isinstance(value, dict):
+        return tuple((name, _hashable(each)) for name, each in value.items())
+    return value.expression if isinstance(value, Number) else value

@@ -1,0 +1,264 @@
+"""A recorded graph as a list of calls of operators, which C++ runs; without the extension, Python does."""
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]  # it has no types
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.printers import PythonPrinter
+
+from .caches import Plan
+from .tracing import ITEM, TENSOR, Number, Unsupported
+
+_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
+
+
+class Integers:
+    """The numbers that differ from call to call, as expressions of the symbols; each is computed once."""
+
+    def __init__(self, env: ShapeEnv, symbols: list[Any]) -> None:
+        self._env, self._symbols = env, symbols
+        self._places: dict[Any, int] = {}
+
+    def place_of(self, number: Any) -> int:
+        """The place of a number among the integers."""
+        if isinstance(number, torch.SymInt):
+            number = Number(number.node.expr)
+        expression = number.expression if isinstance(number, Number) else sympy.Integer(number)
+        return self._places.setdefault(self._env.simplify(expression), len(self._places))
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def function(self, least: list[int]) -> Callable[..., list[int] | None]:
+        """A function of the symbols that returns the integers, or None where the recording does not hold.
+
+        Raises: Unsupported if it holds for one value of a symbol alone.
+        """
+        printed = PythonPrinter().doprint
+        for symbol in self._symbols:
+            if self._env.simplify(symbol).is_number:
+                raise Unsupported(
+                    f"its code rests on the length of the context ({self._env.guards[-1].sloc})"
+                )
+        conditions = [f"{symbol} >= {low}" for symbol, low in zip(self._symbols, least, strict=True)]
+        conditions += [f"({printed(guard.expr)})" for guard in self._env.guards]
+        text = (
+            f"lambda {', '.join(map(str, self._symbols))}: "
+            f"[{', '.join(map(printed, self._places))}] if {' and '.join(conditions) or True} else None"
+        )
+        made: Callable[..., list[int] | None] = eval(text, {"math": __import__("math")})
+        return made
+
+
+class PythonProgram:
+    """What torch.classes.moe_mps.Program is; csrc/program.mm says what its functions do."""
+
+    def __init__(self) -> None:
+        self._constants: list[Any] = []
+        self._inputs: list[tuple[Any, ...]] = []
+        self._views: list[tuple[int, ...]] = []
+        self._calls: list[tuple[Any, ...]] = []
+        self._weights: list[tuple[Tensor, int]] = []
+
+    def add_constant(self, value: Any) -> int:
+        self._constants.append((value, _kind(value)) if isinstance(value, Tensor) else (value, None))
+        return -len(self._constants)
+
+    def add_weight(self, tensor: Tensor) -> None:
+        self._weights.append((tensor, tensor.data_ptr()))
+
+    def add_input(self, example: Tensor, dims: list[int], symbols: list[int]) -> None:
+        self._inputs.append((*_kind(example), dict(zip(dims, symbols, strict=True))))
+
+    def add_view(self, *view: int) -> None:
+        self._views.append(view)
+
+    def add_call(
+        self,
+        name: str,
+        overload: str,
+        arguments: list[list[int]],
+        lists: list[int],
+        results: list[int],
+        last: list[int],
+    ) -> None:
+        namespace, _, operator = name.partition("::")
+        call = getattr(getattr(getattr(torch.ops, namespace), operator), overload or "default")
+        self._calls.append((call, arguments, frozenset(lists), results, last))
+
+    def finish(self, places: int, results: list[int]) -> None:
+        self._places, self._results = places, results
+
+    def size(self) -> int:
+        return len(self._calls)
+
+    def run(
+        self, inputs: list[Tensor], views: list[Tensor], symbols: list[int], integers: list[int]
+    ) -> list[Tensor]:
+        if not self._fits(inputs, views, symbols):
+            return []
+        values: list[Any] = [None] * self._places
+        values[: len(inputs) + len(integers)] = [*inputs, *integers]
+
+        def value(place: int) -> Any:
+            return values[place] if place >= 0 else self._constants[~place][0]
+
+        for call, arguments, lists, results, last in self._calls:
+            given = [
+                [value(place) for place in places] if number in lists else value(places[0])
+                for number, places in enumerate(arguments)
+            ]
+            schema = call._schema.arguments
+            named = {a.name: v for a, v in zip(schema, given, strict=True) if a.kwarg_only}
+            for place in last:
+                values[place] = None
+            made = call(*given[: len(given) - len(named)], **named)
+            for place, each in zip(
+                results, made if isinstance(made, (list, tuple)) else [made], strict=False
+            ):
+                if place >= 0:
+                    values[place] = each
+        return [value(place) for place in self._results]
+
+    def _fits(self, inputs: list[Tensor], views: list[Tensor], symbols: list[int]) -> bool:
+        if any(kind is not None and kind != _kind(value) for value, kind in self._constants):
+            return False
+        if any(tensor.data_ptr() != address for tensor, address in self._weights):
+            return False
+        if len(inputs) != len(self._inputs) or len(views) != len(self._views):
+            return False
+        if not torch.is_inference_mode_enabled() and any(map(Tensor.is_inference, inputs)):
+            return False  # torch forbids to write into them
+        for tensor, (dtype, device, sizes, strides, dims) in zip(inputs, self._inputs, strict=True):
+            expected = [symbols[dims[dim]] if dim in dims else size for dim, size in enumerate(sizes)]
+            if _kind(tensor) != (dtype, device, torch.Size(expected), strides):
+                return False
+        for view, known in zip(views, self._views, strict=True):
+            number, start, start_symbol, tokens, tokens_symbol, column, width = known
+            start = start if start_symbol < 0 else symbols[start_symbol]
+            tokens = tokens if tokens_symbol < 0 else symbols[tokens_symbol]
+            memory = inputs[number]
+            if not 0 <= start <= memory.shape[-2] - tokens:
+                return False
+            if not view.is_set_to(memory.narrow(-2, start, tokens).narrow(-1, column, width)):
+                return False
+        return True
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    strides = None if tensor.is_contiguous() else tensor.stride()
+    return tensor.dtype, tensor.device, tensor.shape, strides
+
+
+def assemble(
+    graph: fx.Graph,
+    integers: Integers,
+    plan: Plan,
+    weights: list[Tensor],
+    in_python: bool,
+) -> Any:
+    """A program of the calls of a graph.
+
+    Args:
+        graph: its placeholders are the inputs of the plan, its output is a list.
+        weights: of the model. A matrix that several layers share is only right as long as theirs lie in it.
+    """
+    program = PythonProgram() if in_python else torch.classes.moe_mps.Program()
+    for example, dims in plan.inputs:
+        program.add_input(example, list(dims), list(dims.values()))
+    for view in plan.views:
+        program.add_view(*view)
+    _Assembly(program, graph, integers)
+    read = {id(node.meta[TENSOR]) for node in graph.nodes if node.op == "get_attr"}
+    for tensor in weights:
+        if id(tensor) not in read:  # what is read is found wherever it lies
+            program.add_weight(tensor)
+    return program
+
+
+class _Assembly:
+    def __init__(self, program: Any, graph: fx.Graph, integers: Integers) -> None:
+        self._program, self._integers = program, integers
+        self._places: dict[fx.Node, int] = {}
+        self._constants: dict[Any, int] = {}
+        calls: list[fx.Node] = []
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                self._places[node] = len(self._places)
+            elif node.op == "get_attr":
+                self._constants[node] = program.add_constant(node.meta[TENSOR])
+            elif node.op == "call_function" and node.target is not ITEM:
+                calls.append(node)
+        self._inputs = len(self._places)
+        for node in calls:  # so that all integers are known
+            fx.node.map_aggregate((node.args, node.kwargs), self._note_integer)
+        self._next = self._inputs + len(integers)
+        returned: Any = graph.output_node().args[0]
+        results = list(returned)
+        last = _last_uses(calls, results)
+        for node in calls:
+            self._call(node, last[node])
+        program.finish(self._next, [self._place(node) for node in results])
+
+    def _note_integer(self, value: Any) -> None:
+        if isinstance(value, Number):
+            self._integers.place_of(value)
+
+    def _call(self, node: fx.Node, last: list[fx.Node]) -> None:
+        target: Any = node.target
+        schema = target._schema
+        given = (
+            dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
+        )
+        arguments, lists = [], []
+        for number, argument in enumerate(schema.arguments):
+            value = given.get(argument.name, argument.default_value)
+            if isinstance(value, (list, tuple)) and (not value or any(map(_is_changing, value))):
+                lists.append(number)
+                arguments.append([self._place(each) for each in value])
+            else:
+                arguments.append([self._place(value, str(argument.real_type))])
+        items = {user.args[1]: user for user in node.users if user.target is ITEM}
+        of_many = isinstance(node.meta["val"], (list, tuple))
+        made = [items.get(k) for k in range(len(node.meta["val"]))] if of_many else [node]
+        read = [each if each is not None and each.users else None for each in made]
+        results = []
+        for each in read:
+            results.append(-1 if each is None else self._next)
+            if each is not None:
+                self._places[each], self._next = self._next, self._next + 1
+        ends = [self._places[each] for each in last]
+        self._program.add_call(schema.name, schema.overload_name, arguments, lists, results, ends)
+
+    def _place(self, value: Any, kind: str = "") -> int:
+        if isinstance(value, fx.Node):
+            return self._constants[value] if value in self._constants else self._places[value]
+        if isinstance(value, Number):
+            return self._inputs + self._integers.place_of(value)
+        if "float" in kind and "int" not in kind:
+            value = [float(v) for v in value] if isinstance(value, (list, tuple)) else value
+            value = float(value) if isinstance(value, int) else value
+        if isinstance(value, torch.memory_format):
+            value = _FORMATS.index(value)
+        value = list(value) if isinstance(value, tuple) else value
+        key = repr(value)
+        if key not in self._constants:
+            self._constants[key] = self._program.add_constant(value)
+        return self._constants[key]
+
+
+def _is_changing(value: Any) -> bool:
+    return value is None or isinstance(value, (fx.Node, Number))
+
+
+def _last_uses(calls: list[fx.Node], results: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """{call: what it is the last to read}."""
+    seen: set[fx.Node] = set(results)
+    last: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(calls):
+        last[node] = [used for used in node.all_input_nodes if used not in seen and used.op != "get_attr"]
+        seen.update(node.all_input_nodes)
+    return last

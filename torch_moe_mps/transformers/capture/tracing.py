@@ -1,0 +1,163 @@
+"""Records the operators that a call of a model runs, as an FX graph, without computing anything.
+
+Tensors are fake, numbers that change from token to token are symbols of a ShapeEnv, and whatever Python asks
+of a symbol is a guard. make_fx does the same; here symbols stay in the arguments as they are and no proxies
+are made, which takes a third of its time.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._guards import Source
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_ATEN = torch.ops.aten
+_PLAIN = frozenset((Tensor, nn.Parameter, FakeTensor))
+TENSOR = "tensor"  # in the meta of a node: the constant that it stands for
+VALUE = "val"  # in the meta of a node: its fake result
+
+
+class Unsupported(Exception):
+    """A call cannot be captured, and why."""
+
+
+class Number:
+    """A number in the arguments of a node that differs from call to call: a sympy expression."""
+
+    def __init__(self, expression: Any) -> None:
+        self.expression = expression
+
+    def __repr__(self) -> str:
+        return str(self.expression)
+
+
+class _Named(Source):
+    """Where a symbol comes from, for the ShapeEnv."""
+
+    def __init__(self, name: str) -> None:
+        object.__setattr__(self, "_own_name", name)
+
+    @property
+    def name(self) -> str:
+        own: str = self.__dict__["_own_name"]
+        return own
+
+
+class Recorder(TorchDispatchMode):
+    """Records into `graph` what runs inside its block.
+
+    Attributes:
+        graph: placeholders are inputs; nodes of get_attr are constants.
+        symbols: {sympy symbol: what it was at the capture}, in the order of `symbol`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+        self.fakes = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self.symbols: dict[Any, int] = {}
+        self._nodes: dict[int, fx.Node] = {}  # of tensors, by id
+        self._fake_of: dict[int, FakeTensor] = {}  # of constants, by id
+        self._alive: list[Any] = []
+
+    def symbol(self, value: int, least: int) -> torch.SymInt:
+        """A number that is `value` now and at least `least` in every call."""
+        name = _Named(f"n{len(self.symbols)}")
+        made = self.env.create_symbol(
+            value, name, DimDynamic.DYNAMIC, positive=least > 0 or None, do_not_specialize_zero_one=least < 2
+        )
+        self.symbols[made] = value
+        number: Any = self.env.create_symintnode(made, hint=value)
+        return number
+
+    def input(self, like: Tensor, sizes: tuple[Any, ...]) -> Tensor:
+        """A fake tensor of these sizes that the calls get."""
+        with self.fakes:
+            if like.is_contiguous():
+                fake = torch.empty(sizes, dtype=like.dtype, device=like.device)
+            else:
+                fake = torch.empty_strided(sizes, like.stride(), dtype=like.dtype, device=like.device)
+        node = self.graph.placeholder(f"input_{len(self._nodes)}")
+        self._name(fake, node)
+        return fake
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        with self.fakes, self:
+            return function()
+
+    def finish(self, results: list[Tensor]) -> None:
+        """Ends the graph, which returns these tensors."""
+        self.graph.output([self.node_of(tensor) for tensor in results])
+        self._alive, self._nodes, self._fake_of = [], {}, {}
+
+    def node_of(self, tensor: Tensor) -> fx.Node:
+        """The node that makes a tensor, or a constant for one that nothing here has made."""
+        node = self._nodes.get(id(tensor))
+        if node is None:
+            if isinstance(tensor, FakeTensor):
+                raise Unsupported("a tensor of an earlier trace is used again")
+            node = self.graph.get_attr(f"constant_{len(self._nodes)}")
+            node.meta[TENSOR] = tensor
+            self._name(tensor, node)
+        return node
+
+    def _name(self, tensor: Tensor, node: fx.Node) -> None:
+        node.meta[VALUE] = tensor
+        self._nodes[id(tensor)] = node
+        self._alive.append(tensor)
+
+    def _fake(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+            fake = self._fake_of.get(id(value))
+            if fake is None:
+                self.node_of(value)
+                fake = self._fake_of[id(value)] = self.fakes.from_tensor(value, static_shapes=True)
+                self._nodes[id(fake)] = self._nodes[id(value)]
+            return fake
+        if isinstance(value, (list, tuple)):
+            return [self._fake(item) for item in value]
+        return value
+
+    def _recorded(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.node_of(value)
+        if isinstance(value, torch.SymInt):
+            return Number(value.node.expr)
+        if isinstance(value, (list, tuple)):
+            return [self._recorded(item) for item in value]
+        return value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _PLAIN.issuperset(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if func is _ATEN.lift_fresh.default:  # a new tensor, which may be written
+            func = _ATEN.clone.default
+        args = [self._fake(value) for value in args]
+        kwargs = {name: self._fake(value) for name, value in kwargs.items()}
+        result = func(*args, **kwargs)
+        results = result if isinstance(result, (list, tuple)) else [result]
+        if not any(isinstance(each, Tensor) for each in results) and not func._schema.is_mutable:
+            return result  # a number, which is known
+        node = self.graph.call_function(
+            func, tuple(map(self._recorded, args)), {name: self._recorded(v) for name, v in kwargs.items()}
+        )
+        node.meta[VALUE] = result
+        for number, each in enumerate(results):
+            if isinstance(each, Tensor) and id(each) not in self._nodes:
+                of_list = isinstance(result, (list, tuple))
+                made = self.graph.call_function(_item, (node, number)) if of_list else node
+                self._name(each, made)
+        return result
+
+
+def _item(results: Any, number: int) -> Any:
+    return results[number]
+
+
+ITEM = _item
