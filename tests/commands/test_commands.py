@@ -327,10 +327,13 @@ def test_the_dry_run_says_what_a_token_reads(tmp_path, capsys):
     assert run("convert", tmp_path / "dense", tmp_path / "new", "--group-size", 32, "--dry-run") == 0
     said = capsys.readouterr().out
     assert "fits in three quarters of this machine's" in said
+    table = [line.split() for line in said.splitlines()]
+    assert ["model.layers.*.self_attn.q_proj", "float32", "affine4_32", "2"] in [line[:4] for line in table]
+    assert ["model.layers.*.mlp.gate", "float32", "float32", "2"] in [line[:4] for line in table]
     assert {path.name for path in tmp_path.iterdir()} == {"dense"}
     model = torch_moe_mps.from_pretrained(tmp_path / "dense", bits=4, group_size=32)
     expected = model.hf_quantizer.report.bytes_after
-    assert f"{expected / 1e9:.3f} GB of the quantised one" in said and expected > 1e6
+    assert f", {expected / 1e6:.1f} MB of the new one" in said and expected > 1e6
 
 
 def broken_link(folder):
@@ -362,14 +365,12 @@ def test_a_link_to_nowhere_is_no_destination(checkpoint, tmp_path, capsys, monke
 
 def test_two_conversions_to_one_folder(checkpoint, tmp_path, capsys, monkeypatch):
     """The one that ends second says so and leaves the first one's result alone."""
-    save = convert._save
 
     def save_late(*arguments):
-        save(*arguments)
         (tmp_path / "new").mkdir()
         (tmp_path / "new" / "config.json").write_text("of the first")
 
-    monkeypatch.setattr(convert, "_save", save_late)
+    monkeypatch.setattr(convert, "_save_generation_config", save_late)
     assert run("convert", checkpoint, tmp_path / "new", "--group-size", 32) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.endswith("new was written by something else while this ran; it is left as it is")
@@ -377,14 +378,14 @@ def test_two_conversions_to_one_folder(checkpoint, tmp_path, capsys, monkeypatch
     assert {path.name for path in tmp_path.iterdir()} == {"dense", "new"}
 
 
-def test_a_conversion_that_is_told_to_end_leaves_nothing(checkpoint, tmp_path, monkeypatch):
+def test_a_conversion_that_is_told_to_end_leaves_nothing_incomplete(checkpoint, tmp_path, monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
 
     def end(*arguments):
         assert any(path.name.startswith(".new.") for path in tmp_path.iterdir())
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(convert, "_save", end)
+    monkeypatch.setattr(convert, "save_parts", end)
     with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
         run("convert", checkpoint, tmp_path / "new", "--group-size", 32)
     assert {path.name for path in tmp_path.iterdir()} == {"dense"}

@@ -79,9 +79,9 @@ def operators_of(call) -> dict[str, int]:
     return mode.counts
 
 
-def tiny(architecture: str):
+def tiny(architecture: str, **overrides):
     with tiny_models.groups_of_32():
-        return eager(tiny_models.tiny_model(architecture))
+        return eager(tiny_models.tiny_model(architecture, **overrides))
 
 
 def edit_forward(module: nn.Module, old: str, new: str) -> None:

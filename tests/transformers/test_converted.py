@@ -15,7 +15,7 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
-from torch_moe_mps.transformers.linears import has_quantized_weights
+from torch_moe_mps.transformers.linears import formats_in, has_quantized_weights
 
 transformers.logging.set_verbosity_error()
 
@@ -62,6 +62,20 @@ def mlx(folder: Path):
     shutil.rmtree(folder / "made")
 
 
+def ours_in_8_bits(folder: Path):
+    """All of it is quantised, in more bits than are asked for; the embedding is the output head, too."""
+    model = tiny("qwen3_moe", tie_word_embeddings=True)
+    torch_moe_mps.accelerate(model, 8, 32)
+    model.save_pretrained(folder)
+
+
+def mlx_in_8_bits(folder: Path):
+    pytest.importorskip("mlx_lm")
+    mlx_models.write(mlx_models.tiny("qwen3_moe"), folder / "made", 8)
+    shutil.copytree(folder / "made" / "mlx", folder, dirs_exist_ok=True)
+    shutil.rmtree(folder / "made")
+
+
 def multimodal(folder: Path):
     mlx_models.tiny("qwen3_5_moe with vision").save_pretrained(folder)
 
@@ -92,7 +106,7 @@ def put_a_stray_file(folder: Path) -> None:
 
 SOURCES = (
     *(dense, sharded, both_layouts, fp8, mxfp4, partly_ours, mlx),
-    *(multimodal, other_multimodal, classifier, base),
+    *(ours_in_8_bits, mlx_in_8_bits, multimodal, other_multimodal, classifier, base),
 )
 
 
@@ -112,6 +126,8 @@ def test_convert_is_loading_plus_a_file(write, tmp_path):
     for name in ours:
         assert ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]), name
     assert torch.equal(output(loaded, prompt()), output(converted, prompt()))
+    formats = {str(format) for m in converted.modules() for format in formats_in(m).values()}
+    assert formats == ({"affine4_32", "mxfp4"} if write is mxfp4 else {"affine4_32"})
     assert list(map(has_quantized_weights, loaded.modules())) == [
         has_quantized_weights(module) for module in converted.modules()
     ]

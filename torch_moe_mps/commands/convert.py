@@ -2,25 +2,31 @@
 
 import argparse
 import errno
+import fcntl
+import hashlib
 import json
 import os
 import shutil
-import tempfile
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import nn
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from .. import __version__
+from ..transformers.checkpoints.files import LARGEST, UNFINISHED, Shards, checkpoint_files
 from ..transformers.checkpoints.mlx.names import check_writable
 from ..transformers.checkpoints.mlx.writing import save_mlx
 from ..transformers.checkpoints.parts import Parts
-from ..transformers.checkpoints.recipe import requested_recipe
+from ..transformers.checkpoints.plan import Plan, planned
 from ..transformers.checkpoints.saving import save_parts
-from ..transformers.checkpoints.sizes import bytes_a_token, quantized_sizes, total_bytes
 from ..transformers.checkpoints.source import Source
-from ..transformers.checkpoints.targets import weights_of
+from ..transformers.report import in_unit
+from .card import CARD, model_card
 from .recipes import arguments_of
 from .sources import folder_of, loading_options, small_files
 
@@ -37,55 +43,127 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError("--save-recipe needs --budget, whose recipe it writes")
     local = Path(options.source).is_dir()
     source = folder_of(options.source, options.revision, weights=local)
-    model = Source(source, loading_options(options)).skeleton()
+    about = Source(source, loading_options(options))
+    model = about.skeleton()
     if options.to == "mlx":
         check_writable(model.config)
     copied = [file for file in small_files(source) if file.name not in _WRITTEN]
-    if not local and (not options.dry_run or options.budget is not None):
+    if not local and (not options.dry_run or options.budget is not None or about.stored.get("mlx")):
         # Gigabytes: after what can be checked without them.
         source = folder_of(options.source, options.revision)
-    arguments = arguments_of(options, source, model)
-    print(_sizes(model, arguments))
+    recipe: dict[str, Any] = {
+        "recipe": arguments_of(options, source, model),
+        "requantize": _says_a_format(options),
+    }
+    plan = planned(about, model, [str(file) for file in _weights(source)], **recipe)
+    if options.dry_run:
+        print(plan.table())
+    print(_sizes(plan))
     if not options.dry_run:
-        _convert(source, copied, options, arguments)
+        _check_space(destination, plan.after)
+        _convert(source, copied, options, recipe)
         print(f"wrote {destination}")
 
 
-def _sizes(model: torch.nn.Module, arguments: dict[str, Any]) -> str:
+def _says_a_format(options: argparse.Namespace) -> bool:
+    """Whether the format is asked for, so that it holds for what is quantised in SRC, too."""
+    return options.bits is not None or options.recipe is not None or options.mode != "affine"
+
+
+def _weights(source: str) -> list[Path]:
+    """The files of the weights; none if they are not here."""
+    return checkpoint_files(source) if any(Path(source).glob("*.safetensors")) else []
+
+
+def _sizes(plan: Plan) -> str:
     """The sizes of what will be written, which follow from shapes and formats."""
-    recipe = requested_recipe(**arguments)
-    assert recipe is not None  # the arguments have bits or a mode
-    weights = weights_of(model, recipe)
-    sizes = quantized_sizes(weights.targets.values())
-    before, after = total_bytes(model), total_bytes(model, sizes)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    fit = "fits" if after < 0.75 * memory else "does not fit"
+    fit = "fits" if plan.after < 0.75 * memory else "does not fit"
+    size, token = in_unit(plan.before), in_unit(plan.token_before)
     return (
-        f"{before / 1e9:.2f} GB -> {after / 1e9:.2f} GB ({len(weights.targets)} modules quantised, "
-        f"{len(weights.dense)} left dense)\n"
-        f"a token reads {bytes_a_token(model) / 1e9:.3f} GB of the dense model, "
-        f"{bytes_a_token(model, sizes) / 1e9:.3f} GB of the quantised one\n"
-        f"the quantised model {fit} in three quarters of this machine's {memory / 1e9:.0f} GB"
+        f"{size(plan.before)} -> {size(plan.after)} ({plan.quantized} modules quantised, "
+        f"{plan.dense} left dense)\n"
+        f"a token reads {token(plan.token_before)} of the model in SRC, "
+        f"{token(plan.token_after)} of the new one\n"
+        f"the new model {fit} in three quarters of this machine's {memory / 1e9:.0f} GB"
     )
 
 
-def _convert(source: str, copied: list[Path], options: argparse.Namespace, arguments: dict[str, Any]) -> None:
-    """Write into a temporary folder beside the destination, and rename it in the end."""
-    destination = Path(options.destination)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+def _check_space(destination: Path, size: int) -> None:
+    """Tensors wait for their file in others, so that the largest file is there twice."""
+    parent = next(folder for folder in destination.absolute().parents if folder.exists())
+    needed, free = size + min(size, LARGEST), shutil.disk_usage(parent).free
+    unfinished = _unfinished(destination)
+    if unfinished.is_dir():
+        needed -= sum(file.stat().st_size for file in unfinished.glob("*"))
+    if free < needed:
+        show = in_unit(needed)
+        raise ValueError(f"{parent} must have {show(needed)} of free space, got {show(free)}")
+
+
+def _unfinished(destination: Path) -> Path:
+    return destination.parent / f".{destination.name}.unfinished"
+
+
+@contextmanager
+def _written_beside(destination: Path) -> Iterator[Path]:
+    """A folder that becomes the destination in the end; a process that was killed may have begun it."""
+    folder = _unfinished(destination)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
     try:
-        with Parts(source, recipe=arguments, **loading_options(options)) as parts:
-            _save(parts, folder, source, options.to)
-            if parts.report is not None:
-                print(parts.report)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise ValueError(f"{destination} is being written by another process") from None
+    try:
+        yield folder
+        folder.chmod(0o755)
+        _rename(folder, destination)
+    except Exception:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    except BaseException:  # told to end: what is complete serves the next run
+        if (folder / UNFINISHED).exists():
+            print(f"{folder} has what is complete: the same command goes on with it", file=sys.stderr)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
+
+
+def _convert(source: str, copied: list[Path], options: argparse.Namespace, recipe: dict[str, Any]) -> None:
+    destination = Path(options.destination)
+    with _written_beside(destination) as folder:
+        began = (folder / UNFINISHED).exists()
+        form = "mlx" if options.to == "mlx" else "pt"
+        shards = Shards(folder, form, _key(source, options, recipe))
+        if began:
+            what = f"goes on: {len(shards.done)} parts" if shards.done else "begins anew: what other options"
+            print(f"{what} had been written before")
+        with Parts(source, **recipe, **loading_options(options)) as parts:
+            if options.to == "mlx":
+                config = json.loads((Path(source) / "config.json").read_text())
+                save_mlx(parts.model, shards, config, parts.into(shards))
+            else:
+                save_parts(parts.model, shards, parts.into(shards))
+            _save_generation_config(parts.model, folder, source)
+            report = "" if parts.report is None else str(parts.report)
+        print(report)
         for file in copied:
             (folder / file).parent.mkdir(exist_ok=True)
             shutil.copyfile(Path(source) / file, folder / file)
-        folder.chmod(0o755)
-        _rename(folder, destination)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        base = options.source if not Path(options.source).is_dir() else None
+        (folder / CARD).write_text(model_card(destination.name, source, base, options.to, report))
+
+
+def _key(source: str, options: argparse.Namespace, recipe: dict[str, Any]) -> str:
+    """What the files of a conversion depend on."""
+    files = [(file.name, (about := file.stat()).st_size, about.st_mtime_ns) for file in _weights(source)]
+    config = (Path(source) / "config.json").read_text()
+    parts = [__version__, os.path.realpath(source), files, config, recipe, options.dtype, options.to]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _rename(folder: Path, destination: Path) -> None:
@@ -99,12 +177,9 @@ def _rename(folder: Path, destination: Path) -> None:
         ) from None
 
 
-def _save(parts: Parts, folder: Path, source: str, layout: str) -> None:
-    if layout == "mlx":
-        save_mlx(parts.model, folder, json.loads((Path(source) / "config.json").read_text()), parts)
-    else:
-        save_parts(parts.model, folder, parts)
-    if parts.model.can_generate():
+def _save_generation_config(model: nn.Module, folder: Path, source: str) -> None:
+    generates: Any = model
+    if generates.can_generate():
         own = (Path(source) / GENERATION_CONFIG_NAME).exists()
-        config = GenerationConfig.from_pretrained(source) if own else parts.model.generation_config
+        config = GenerationConfig.from_pretrained(source) if own else generates.generation_config
         config.save_pretrained(folder)

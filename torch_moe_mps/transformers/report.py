@@ -4,19 +4,23 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..quantization import Format
 
 
 class QuantizedProjection(NamedTuple):
-    """One quantised parameter; `error` is mean |dense - quantised| / mean |dense|."""
+    """One quantised parameter; `error` is mean |dense - quantised| / mean |dense|.
+
+    `stored` is the format that it had before; the error then comes on top of that of `stored`.
+    """
 
     projection: str
     error: float
     dense_bytes: int
     quantized_bytes: int
     format: Format
+    stored: Format | None = None
 
 
 @dataclass
@@ -44,6 +48,20 @@ class QuantizationReport:
     def quantized_bytes(self) -> int:
         return sum(entry.quantized_bytes for entries in self.modules.values() for entry in entries)
 
+    def rows(self) -> list[list[Any]]:
+        """What `add_rows` takes, as JSON has it."""
+        return [
+            [name, *entry[:4], str(entry.format), None if entry.stored is None else str(entry.stored)]
+            for name, entries in self.modules.items()
+            for entry in entries
+        ]
+
+    def add_rows(self, rows: Sequence[Sequence[Any]]) -> None:
+        for name, projection, error, before, after, format, stored in rows:
+            formats = Format.named(format), None if stored is None else Format.named(stored)
+            entry = QuantizedProjection(projection, error, before, after, *formats)
+            self.modules.setdefault(name, []).append(entry)
+
     def __str__(self) -> str:
         """Equal layers share a line, with the mean and the largest of their errors; the last line sums up."""
         lines = [f"{name}: shares the weight of {other}" for name, other in self.shared.items()]
@@ -58,7 +76,7 @@ class QuantizationReport:
     def summary(self) -> str:
         """One line: the size of the quantised weights, and the bytes that a token reads."""
         count = sum(map(len, self.modules.values()))
-        show = _unit(self.dense_bytes)
+        show = in_unit(self.dense_bytes)
         return (
             f"{count} matrices quantised: {show(self.dense_bytes)} before, "
             f"{show(self.quantized_bytes)} after; "
@@ -70,9 +88,12 @@ class QuantizationReport:
         for name, entries in self.modules.items():
             for entry in entries:
                 parameter = any_layer(f"{name}.{entry.projection}".removesuffix(".weight"))
-                groups.setdefault((parameter, str(entry.format)), []).append(entry)
-        show = _unit(self.dense_bytes)
-        rows = [("weights", "format", "n", "mean error", "largest", "before", "after")]
+                format = str(entry.format) if entry.stored is None else f"{entry.stored} -> {entry.format}"
+                groups.setdefault((parameter, format), []).append(entry)
+        show = in_unit(self.dense_bytes)
+        added = any(entry.stored is not None for entries in groups.values() for entry in entries)
+        error = "added error" if added else "mean error"
+        rows = [("weights", "format", "n", error, "largest", "before", "after")]
         for key, entries in groups.items():
             errors = [entry.error for entry in entries]
             before, after = sum(e.dense_bytes for e in entries), sum(e.quantized_bytes for e in entries)
@@ -94,7 +115,7 @@ def any_layer(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def _unit(largest: int) -> Callable[[int], str]:
+def in_unit(largest: int) -> Callable[[int], str]:
     """A function that formats numbers of bytes in one unit, chosen by the largest."""
     size, name, digits = (1e9, "GB", 2) if largest >= 1e9 else (1e6, "MB", 1)
     return lambda count: f"{count / size:.{digits}f} {name}"

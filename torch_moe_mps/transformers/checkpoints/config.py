@@ -20,7 +20,7 @@ from ...ops._checks import Check
 from ...quantization import Format
 from ..experts import NAME
 from ..report import any_layer
-from .recipe import ARGUMENTS, Recipe, recipe_of
+from .recipe import ARGUMENTS, Recipe, recipe_of, requested_recipe
 from .targets import Target, paths_of, quantizable
 
 LIBRARY = "torch_moe_mps"
@@ -36,6 +36,9 @@ class QuantizationConfig(QuantizationConfigMixin):
             group_size, mode}. None in a checkpoint: experts, in the default format. Names of a larger or a
             smaller model are understood.
         source: the quantisation of a checkpoint that transformers dequantises while we quantise: FP8.
+        wanted: arguments of a recipe for a checkpoint that is quantised: for what is dense in it, and for
+            what has more bits than the recipe says.
+        requantize: False leaves what is quantised as it is.
         absent: names of parts of the model, beside its language model, that a checkpoint does not have.
         global_scales: names of matrices of experts that have a scale for each expert, see global_scales.py.
         mlx: whether MLX wrote the checkpoint: what is quantised in it is read from its tensors.
@@ -52,6 +55,8 @@ class QuantizationConfig(QuantizationConfigMixin):
         mode: str | None = None,
         modules: Mapping[str, Any] | None = None,
         source: Mapping[str, Any] | None = None,
+        wanted: Mapping[str, Any] | None = None,
+        requantize: bool = True,
         absent: Collection[str] = (),
         global_scales: Collection[str] = (),
         mlx: bool = False,
@@ -64,6 +69,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         self.modules = modules and {name: _format_of(name, value) for name, value in modules.items()}
         self.exceptions = {name: others[name] for name in ARGUMENTS if name in others}
         self.source, self.absent, self.global_scales, self.mlx = source, [*absent], [*global_scales], mlx
+        self.wanted, self.requantize = wanted, requantize
         self.recipe()  # its errors are raised now
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -71,8 +77,9 @@ class QuantizationConfig(QuantizationConfigMixin):
         return getattr(self, key, default)
 
     def recipe(self) -> Recipe:
-        """What to do with a dense checkpoint."""
-        return recipe_of(self.usual, **self.exceptions)
+        """What to do with what is dense."""
+        asked = None if self.wanted is None else requested_recipe(**self.wanted)
+        return asked or recipe_of(self.usual, **self.exceptions)
 
     def formats(self) -> set[Format]:
         """All formats of a quantised checkpoint."""

@@ -3,6 +3,7 @@
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,6 +15,7 @@ from transformers.modeling_utils import _get_resolved_checkpoint_files
 from ...ops._checks import first_line
 
 INDEX = "model.safetensors.index.json"
+UNFINISHED = "unfinished.json"  # what is complete in a folder that is being written
 LARGEST = 2_000_000_000  # bytes of a new file
 _COPIED = 1 << 20  # bytes that are made contiguous at a time
 
@@ -62,41 +64,72 @@ def checkpoint_files(source: str) -> list[Path]:
 class Shards:
     """New safetensors files of a folder, and their index.
 
-    Tensors wait for their file in temporary files of the folder: what is written takes no memory.
+    Tensors wait for their file in temporary files of the folder: what is written takes no memory. A file of
+    JSON says what is complete, so that another process goes on with the folder if this one is killed.
+
+    Args:
+        form: "pt" or "mlx".
+        key: what is written; what the folder has of another key is removed.
+
+    Attributes:
+        done: {part: what `end` was told of it} of the parts whose tensors are in complete files.
     """
 
-    def __init__(self, folder: Path, form: str):
-        self.folder, self.form = folder, form
+    def __init__(self, folder: Path, form: str, key: str = ""):
+        self.folder, self.form, self.key = folder, form, key
         self._waiting: dict[str, Tensor] = {}
-        self._files: list[Path] = []
-        self._names: list[list[str]] = []
+        self._ended: dict[str, Any] = {}  # parts of which something may be waiting
+        self._names: list[list[str]] = []  # of the tensors in each complete file
+        self.done: dict[str, Any] = {}
         self._total = 0
+        state = folder / UNFINISHED
+        if state.exists() and (stored := json.loads(state.read_text()))[0] == key:
+            _, self._names, self._total, self.done = stored
+        complete = {state, *map(self._file, range(1, len(self._names) + 1))}
+        for file in {*folder.glob("*")} - complete:
+            file.unlink()
+        self._known = {name for names in self._names for name in names}
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Raises: OSError for a full disk."""
+        if name in self._known:  # complete already, of a part that was not
+            return
         waiting = sum(other.nbytes for other in self._waiting.values())
         if self._waiting and waiting + tensor.nbytes > LARGEST:
             self._write()
         self._waiting[name] = _in_a_file(tensor.detach(), self.folder)
         self._total += tensor.nbytes
 
+    def end(self, part: str, note: Any = None) -> None:
+        """All tensors of a part were added."""
+        self._ended[part] = note
+
+    def _file(self, number: int) -> Path:
+        return self.folder / f"model-{number:05}.safetensors"
+
     def _write(self) -> None:
-        self._files.append(self.folder / f"model-{len(self._files) + 1:05}.safetensors")
         self._names.append([*self._waiting])
-        save_file(self._waiting, self._files[-1], metadata={"format": self.form})
+        save_file(self._waiting, self._file(len(self._names)), metadata={"format": self.form})
         self._waiting = {}
+        self.done |= self._ended
+        self._ended = {}
+        new = self.folder / f"{UNFINISHED}.new"
+        new.write_text(json.dumps([self.key, self._names, self._total, self.done]))
+        new.replace(self.folder / UNFINISHED)
 
     def finish(self) -> None:
         """Writes what waits, and the index; files are named by their number when that is known."""
-        self._write()
-        count = len(self._files)
+        if self._waiting:
+            self._write()
+        count = len(self._names)
         weight_map: dict[str, str] = {}
-        for number, (file, names) in enumerate(zip(self._files, self._names, strict=True), 1):
+        for number, names in enumerate(self._names, 1):
             final = "model.safetensors" if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
-            file.rename(self.folder / final)
+            self._file(number).rename(self.folder / final)
             weight_map |= dict.fromkeys(names, final)
         index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(weight_map.items()))}
         (self.folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+        (self.folder / UNFINISHED).unlink()
 
 
 def _in_a_file(tensor: Tensor, folder: Path) -> Tensor:

@@ -97,8 +97,7 @@ def from_pretrained(
         names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise ValueError(f"moe_mps::from_pretrained: {names} must be in the checkpoint, got no such tensor")
     quantizer = getattr(model, "hf_quantizer", None)
-    accelerated = isinstance(quantizer, Quantizer) and (recipe is None or quantizer.report is not None)
-    if not accelerated:
+    if not isinstance(quantizer, Quantizer):
         with allowed(check):
             accelerate(model.eval(), **({} if recipe is None else asked))
     if kv_bits is not None:

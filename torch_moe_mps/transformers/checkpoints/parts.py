@@ -7,12 +7,13 @@ quantised by a recipe. They are read by the converters of transformers and by Qu
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -28,29 +29,27 @@ from transformers.utils import logging
 from ...ops._checks import Check
 from ..report import QuantizationReport
 from .checking import may_lack
-from .config import QuantizationConfig
-from .files import checkpoint_files
+from .files import Shards, checkpoint_files
 from .loading import one_by_one
-from .quantize import quantize_targets, refuse_second_method
-from .quantizer import Quantizer
-from .recipe import requested_recipe
+from .quantizer import Quantizer, quantizer_for
 from .sizes import bytes_a_token
 from .source import Source
-from .targets import layer_of, quantizable, tied_layers, tied_pairs, weights_of
+from .targets import layer_of, quantizable, tied_layers, tied_pairs
 
 _CHECK = Check("load")
 REST = ""  # the part with everything outside of layers and embeddings
 
 
 class Parts:
-    """A model that has the weights of one part at a time; iterating gives the tensors of each part.
+    """A model that has the weights of one part at a time.
 
     Args:
         source: a folder, or a name on the Hub.
         device: where the loaded part is.
         model_class: of transformers; the default is the class that `from_pretrained` uses.
-        recipe: arguments of `accelerate`, by which dense weights of the checkpoint are quantised. Without a
+        recipe: arguments of `accelerate`, by which the weights of the checkpoint are quantised. Without a
             recipe the checkpoint must be dense, or in FP8, which is dequantised.
+        requantize: False leaves what is quantised as it is.
         dtype, trust_remote_code: as for `from_pretrained`.
 
     Attributes:
@@ -67,6 +66,7 @@ class Parts:
         model_class: type[PreTrainedModel] | None = None,
         *,
         recipe: Mapping[str, Any] | None = None,
+        requantize: bool = True,
         dtype: Any = "auto",
         trust_remote_code: bool = False,
     ):
@@ -78,7 +78,7 @@ class Parts:
         self.device, self.dtype = device, self.model.dtype
         self._give_buffers()
         self._tied = tied_layers(self.model)
-        self._prepare(checkpoint, recipe, files)
+        self._prepare(checkpoint, quantizer_for(checkpoint, self.model, files, recipe, requantize))
         embeddings = {n for n, target in quantizable(self.model).items() if target.kind == "embeddings"}
         owners = (name.rpartition(".")[0] for name, _ in self.model.named_parameters(remove_duplicate=False))
         found = dict.fromkeys(layer_of(owner) for owner in owners)
@@ -91,24 +91,16 @@ class Parts:
                 self._keys[self.part_of(name)][key] = tensors.get_slice(key)
         self._load(REST)
 
-    def _prepare(self, source: Source, recipe: Mapping[str, Any] | None, files: list[str]) -> None:
-        """The quantizer and converters for a quantisation that is stored, and one that is asked for."""
-        stored, quantization = source.stored, source.quantization(recipe)
-        self._quantizer: Quantizer | None = None
-        if quantization is not None:
-            self._quantizer = Quantizer(QuantizationConfig(**quantization), pre_quantized=bool(stored))
-            self._quantizer.preprocess_model(self.model, dtype=self.dtype, checkpoint_files=files)
-        elif stored and recipe is not None:
-            refuse_second_method("quantize", stored["quant_method"])
-        self._conversions = get_model_conversion_mapping(self.model, None, self._quantizer)
-        self._reader: Any = self._quantizer  # which keeps transformers from casting codes and scales
-        if quantization is None and stored:
-            self._reader = AutoHfQuantizer.from_config({**stored, "dequantize": True}, pre_quantized=True)
+    def _prepare(self, source: Source, quantizer: Quantizer | None) -> None:
+        """The converters for a quantisation that is stored, and one that is asked for."""
+        self._quantizer = quantizer
+        self._conversions = get_model_conversion_mapping(self.model, None, quantizer)
+        self._reader: Any = quantizer  # which keeps transformers from casting codes and scales
+        if quantizer is None and source.stored:
+            self._reader = AutoHfQuantizer.from_config(
+                {**source.stored, "dequantize": True}, pre_quantized=True
+            )
             self._conversions = self._reader.update_weight_conversions(self._conversions, self.model)
-        self._dense = {}  # the dense weights of a checkpoint whose quantised ones are kept
-        kept = self._quantizer is not None and not self._quantizer.streams
-        if kept and recipe is not None and (wanted := requested_recipe(**recipe)) is not None:
-            self._dense = weights_of(self.model, wanted).targets
 
     def __enter__(self) -> "Parts":
         return self
@@ -116,11 +108,21 @@ class Parts:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        yield self._tensors(REST)
-        for part in dict.fromkeys(self.part_of(f"{name}.weight") for name in self.modules):
-            with self.loaded(part):
+    def into(self, shards: Shards) -> Iterator[dict[str, Tensor]]:
+        """The tensors of each part that the shards do not have; they are told when a part is complete."""
+        parts = dict.fromkeys([REST, *(self.part_of(f"{name}.weight") for name in self.modules)])
+        done = shards.done.keys() & parts.keys()
+        if self._quantizer is not None:
+            self._quantizer.place_empty(self.model, lambda name: self.part_of(f"{name}.weight") in done)
+        if self.report is not None:
+            for part in done:
+                self.report.add_rows(shards.done[part])
+        left = [part for part in parts if part not in done]
+        for part in tqdm(left, "Converting", len(parts), initial=len(done), unit="part", disable=None):
+            with self.loaded(part) if part != REST else nullcontext():
                 yield self._tensors(part)
+            rows = [] if self.report is None else self.report.rows()
+            shards.end(part, [row for row in rows if self.part_of(f"{row[0]}.weight") == part])
 
     @property
     def report(self) -> QuantizationReport | None:
@@ -200,9 +202,6 @@ class Parts:
                 _CHECK.fail(name, "in the checkpoint", "no such tensor")
         if self._quantizer is not None:
             self._quantizer.place(self.model, lambda name: self.part_of(f"{name}.weight") == part)
-        dense = {n: t for n, t in self._dense.items() if self.part_of(f"{n}.weight") == part}
-        if dense:
-            quantize_targets("quantize", self.model, dense, QuantizationReport(), progress=False)
 
     def _tie(self, missing: set[str]) -> set[str]:
         """Gives tied layers the tensors that the checkpoint has for one of them; returns what is missing."""

@@ -3,7 +3,7 @@
 The package's import hook imports it with transformers' quantizers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,21 +17,33 @@ from transformers.quantizers.auto import (
 )
 from transformers.quantizers.base import HfQuantizer
 
+from ...ops._checks import Check
 from ...quantization import Format
 from ..experts import NAME
 from ..global_scales import register
 from ..interface import experts_of, projections
-from ..report import any_layer
+from ..linears import formats_in
+from ..report import QuantizationReport, any_layer
 from .absent import leave_out
 from .checking import check_loaded, check_shapes
 from .config import QuantizationConfig, is_mlx, is_ours
 from .mlx.reading import Reading
 from .operations import packed_blocks
-from .quantize import quantize_targets
+from .quantize import quantize_targets, refuse_second_method
 from .saving import mark_quantized
-from .streaming import QuantizeParameters, Stream, streaming_converters
-from .targets import present, tie_quantized
-from .weights import quantized_names, store_empty, take_stored
+from .sizes import bytes_a_token
+from .source import Source
+from .streaming import QuantizeParameters, Stream
+from .targets import Target, present, tie_quantized, weights_of
+from .weights import (
+    empty_weight,
+    needs_fewer_bits,
+    quantized_names,
+    replace,
+    requantize,
+    store_empty,
+    take_stored,
+)
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
@@ -77,8 +89,15 @@ class Quantizer(HfQuantizer):
 
     requires_calibration = False
     quantization_config: QuantizationConfig
-    report = None
+    report: QuantizationReport | None = None
     _device: torch.device | None = None  # where the model is moved once it is quantised
+
+    def __init__(self, quantization_config: QuantizationConfig, **kwargs: Any):
+        super().__init__(quantization_config, **kwargs)
+        self._targets: dict[str, Target] = {}  # what is stored in a format
+        self._wanted: dict[str, Target] = {}  # what is dense, and is to be quantised
+        # What is stored, and is to be quantised in fewer bits: formats, and the dtype of the scales.
+        self._again: dict[str, tuple[dict[str, Format], torch.dtype]] = {}
 
     @property
     def streams(self) -> bool:
@@ -101,8 +120,13 @@ class Quantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         _keep_float32(model)
+        config = self.quantization_config
+        report = QuantizationReport(bytes_before=bytes_a_token(model))
+        if self.streams or config.wanted is not None:
+            self._wanted, report.skipped = weights_of(model, config.recipe())
+            self.report = report
         if self.streams:
-            self._stream = Stream(model, self.quantization_config.recipe())
+            self._stream = Stream(self._wanted, report)
             return
         vars(model)["_get_dtype_plan"] = lambda dtype: {}  # its patterns ("scale") fit our names ("scales")
         if self.quantization_config.mlx:
@@ -114,17 +138,45 @@ class Quantizer(HfQuantizer):
             leave_out(model, self.quantization_config.absent)
             self._targets = self.quantization_config.targets(model)
             global_scales = self.quantization_config.with_global_scales(model)
+        self._keep_what_would_not_shrink()
         for target in self._targets.values():
             store_empty(target)
         register(model, global_scales)
         tie_quantized(model)
+        if self.report is not None:
+            self.report.bytes_before = bytes_a_token(model)
         if not self.quantization_config.mlx:
             check_shapes(model, kwargs["checkpoint_files"])
 
+    def _keep_what_would_not_shrink(self) -> None:
+        """Of what is stored, leaves in `_wanted` only what is to be quantised again.
+
+        Raises: ValueError if that is nothing although another format was asked for, and nothing is dense.
+        """
+        asked: set[Format] = set()
+        for name in self._wanted.keys() & self._targets.keys():
+            target, wanted = self._targets[name], self._wanted.pop(name)
+            smaller = {p: f for p, f in wanted.formats.items() if needs_fewer_bits(f, target.formats[p])}
+            if smaller and self.quantization_config.requantize:
+                wanted.formats = smaller
+                wanted.check_columns(Check("quantize"))
+                self._again[name] = smaller, wanted.dtype
+            elif self.report is not None:
+                stored = " and ".join(dict.fromkeys(map(str, target.formats.values())))
+                self.report.skipped[name] = f"already {stored}"
+                asked.update({*wanted.formats.values()} - {*target.formats.values()})
+        if asked and self.quantization_config.requantize and not self._wanted and not self._again:
+            formats = {str(f) for target in self._targets.values() for f in target.formats.values()}
+            stored = " and ".join(sorted(formats))
+            got = " and ".join(sorted(map(str, asked)))
+            Check("quantize").fail("bits", f"fewer than in the checkpoint, which has {stored}", got)
+
     def forget_absent(self, model: nn.Module) -> None:
         """The model was cut: what it no longer has is neither read nor quantised."""
+        self._wanted = present(model, self._wanted)
         if self.streams:
-            self._stream.forget_absent()
+            self._stream = Stream(self._wanted, self._stream.report)
+            self._stream.report.bytes_before = bytes_a_token(model)
             return
         self._targets = present(model, self._targets)
         if self.quantization_config.mlx:
@@ -140,46 +192,60 @@ class Quantizer(HfQuantizer):
         from ..accelerate import accelerate
 
         vars(model).pop("_get_dtype_plan", None)
-        rest = self.place(model)
+        self.place(model)
         if self.report is not None:
-            quantize_targets("quantize", model, rest, self.report, progress=False)
             if self._device is not None:
                 model.to(self._device)
             model.hf_quantizer = self
-            del self._stream
         model.requires_grad_(False)  # quantised weights have no backward
         mark_quantized(model)
         accelerate(model)
 
-    def place(self, model: "PreTrainedModel", loaded: Callable[[str], bool] = lambda name: True) -> dict:
+    def place(self, model: "PreTrainedModel", loaded: Callable[[str], bool] = lambda name: True) -> None:
         """Gives the modules whose names are `loaded` their quantised weights.
-
-        Returns: {name: target} of those whose weights are not from the checkpoint, and dense.
 
         Raises: ValueError for a weight that cannot be quantised, is missing, or is of a wrong dtype.
         """
         if self.streams:
-            self.report = self._stream.report
-            rest = self._stream.place(model, loaded)
-            check_loaded(model, loaded)
-            return rest
-        for name in filter(loaded, list(self._targets)):
-            take_stored(model, self._targets.pop(name))
+            self._stream.place(model, loaded)
         if self.quantization_config.mlx:
             self._reading.fill_dropped(loaded)
-            model._weight_conversions = None  # saved under the names of transformers
+        stored = {name: self._targets.pop(name) for name in filter(loaded, list(self._targets))}
+        for target in stored.values():
+            take_stored(model, target)
         check_loaded(model, loaded)
-        return {}
+        if self.report is not None:
+            for name in stored.keys() & self._again.keys():
+                self.report.modules[name] = [*requantize(stored[name], *self._again.pop(name))]
+        wanted = {name: self._wanted.pop(name) for name in filter(loaded, list(self._wanted))}
+        dense = {name: target for name, target in wanted.items() if not formats_in(target.module)}
+        if self.report is not None:
+            quantize_targets("quantize", model, dense, self.report, progress=False)
+        if self.quantization_config.mlx or self.quantization_config.source is not None:
+            model._weight_conversions = None  # saved under the names of transformers
+
+    def stored_formats(self) -> dict[str, Format]:
+        """{parameter: format} of what is quantised in the checkpoint and was not placed."""
+        return {
+            f"{t.name}.{name}": format for t in self._targets.values() for name, format in t.formats.items()
+        }
+
+    def place_empty(self, model: nn.Module, done: Callable[[str], bool]) -> None:
+        """Gives the modules whose names are `done` quantised weights without memory, and never real ones."""
+        for name in filter(done, [*self._targets, *self._wanted]):
+            target = self._targets.pop(name, None) or self._wanted.pop(name)
+            target.formats |= self._again.pop(name, ({}, None))[0]
+            replace(model, target, {name: empty_weight(target, name) for name in target.formats})
 
     def update_weight_conversions(self, weight_conversions: list, model: nn.Module) -> list:
         if self.quantization_config.mlx:
             return [*self._reading.rows()]
-        if not self.streams:
-            return [*weight_conversions, *self.get_weight_conversions()]
         source = self.quantization_config.source
-        if source is not None:
-            source = AutoHfQuantizer.from_config({**source, "dequantize": True}, pre_quantized=True)
-        return streaming_converters(weight_conversions, self._stream, source)
+        if source is None:
+            return [*weight_conversions, *self.get_weight_conversions()]
+        # transformers has a place for our operation, but only in checkpoints that are not quantised.
+        other = AutoHfQuantizer.from_config({**source, "dequantize": True}, pre_quantized=True)
+        return self.get_quantize_ops().after(other.update_weight_conversions(weight_conversions, model))
 
     def get_weight_conversions(self) -> list:
         """Reads MXFP4 blocks, as gpt-oss has them, as packed weights."""
@@ -223,3 +289,20 @@ def _keep_float32(model: Any) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()] if plan else ():
         if names.search(name) and tensor.is_floating_point():
             tensor.data = tensor.data.float()
+
+
+def quantizer_for(
+    source: Source, model: nn.Module, files: list[str], recipe: Mapping[str, Any] | None, requantize: bool
+) -> Quantizer | None:
+    """What quantises a checkpoint, or reads it as quantised; None for neither. `model` is on the meta device.
+
+    Raises: ValueError for a checkpoint with a quantisation that holds no other.
+    """
+    quantization = source.quantization(recipe, requantize)
+    if quantization is None:
+        if source.stored and recipe is not None:
+            refuse_second_method("quantize", source.stored["quant_method"])
+        return None
+    quantizer = Quantizer(QuantizationConfig(**quantization), pre_quantized=bool(source.stored))
+    quantizer.preprocess_model(model, dtype=model.dtype, checkpoint_files=files)
+    return quantizer

@@ -4,7 +4,6 @@ import copy
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -116,11 +115,10 @@ def config_of(model: nn.Module) -> QuantizationConfig | None:
     return QuantizationConfig(modules=modules, absent=absent, global_scales=together(scales, matrices))
 
 
-def save_parts(model: Any, folder: Path, parts: Iterable[Mapping[str, Tensor]]) -> None:
+def save_parts(model: Any, shards: Shards, parts: Iterable[Mapping[str, Tensor]]) -> None:
     """Writes what `save_pretrained` of transformers would, for a model whose tensors come some at a time."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    shards = Shards(folder, "pt")
     for tensors in parts:
         for name, tensor in revert_weight_conversion(model, dict(tensors)).items():
             shards.add(name, tensor)
@@ -130,4 +128,4 @@ def save_parts(model: Any, folder: Path, parts: Iterable[Mapping[str, Tensor]]) 
     config = config_of(model)
     if config is not None:
         model.config.quantization_config = config
-    model.config.save_pretrained(folder)
+    model.config.save_pretrained(shards.folder)

@@ -64,19 +64,21 @@ class Source:
         self.cls = model_class or class_for(self.config)
         self.stored = _stored(name, self.config)
 
-    def quantization(self, asked: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    def quantization(self, asked: Mapping[str, Any] | None, requantize: bool = True) -> dict[str, Any] | None:
         """The arguments of QuantizationConfig; None if no Quantizer of ours reads the checkpoint.
 
         Args:
-            asked: the arguments of a recipe for what is dense in the checkpoint.
+            asked: the arguments of a recipe.
+            requantize: whether it holds for what is quantised, too.
         """
+        wanted = {"wanted": asked, "requantize": requantize}
         if not self.stored:
             return None if asked is None else dict(asked)
         match self.stored["quant_method"]:
             case "moe_mps":
-                return dict(self.stored)
+                return {**self.stored, **wanted}
             case "mxfp4":
-                return Format(mode="mxfp4").to_dict()
+                return {**Format(mode="mxfp4").to_dict(), **wanted}
             case "fp8" if asked is not None:
                 return {**asked, "source": dict(self.stored)}
         return None

@@ -6,14 +6,14 @@ the `weight` of a layer becomes `packed`, `scales` and `biases` of a layer of li
 
 import copy
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...ops._checks import Check
-from ...quantization import TENSORS, QuantizedWeight
+from ...quantization import TENSORS, Format, QuantizedWeight, dequantize
 from ...quantization.formats import ErrorSums, check_finite, quantize_stack
 from ..experts import pinned_config
 from ..interface import projections
@@ -67,12 +67,11 @@ def store_empty(target: Target) -> None:
     Until `take_stored` the module keeps the dense ones without memory, for code of transformers that reads
     them; their mark says that they need not be initialised.
     """
-    for parameter, format in target.formats.items():
+    for parameter in target.formats:
         weight = getattr(target.module, parameter)
-        shape = target.rows_first(weight).shape
-        empty = QuantizedWeight.empty(shape, weight.dtype, weight.device, format)
+        empty = empty_weight(target, parameter)
         delattr(target.module, parameter)
-        for name, tensor in zip(quantized_names(parameter), as_parameters(target, empty), strict=True):
+        for name, tensor in zip(quantized_names(parameter), empty, strict=True):
             if isinstance(tensor, nn.Parameter):
                 target.module.register_parameter(name, tensor)
         dense: Any = torch.empty_like(weight, device="meta")
@@ -80,16 +79,55 @@ def store_empty(target: Target) -> None:
         vars(target.module)[parameter] = dense
 
 
+def empty_weight(target: Target, parameter: str) -> QuantizedWeight:
+    """Uninitialised tensors for a dense parameter, on its device."""
+    weight, format = getattr(target.module, parameter), target.formats[parameter]
+    shape = target.rows_first(weight).shape
+    return as_parameters(target, QuantizedWeight.empty(shape, weight.dtype, weight.device, format))
+
+
 def take_stored(model: nn.Module, target: Target) -> None:
     """Makes a module quantised that has loaded the tensors of `store_empty`."""
-    weights = {}
-    for parameter, format in target.formats.items():
-        tensors: list[Any] = [getattr(target.module, name, None) for name in quantized_names(parameter)]
-        packed, scales, biases = tensors
-        weights[parameter] = QuantizedWeight(packed, scales, biases, format)
-    replace(model, target, weights)
+    replace(model, target, {parameter: _stored(target, parameter) for parameter in target.formats})
     for parameter in target.formats:
         vars(target.module).pop(parameter, None)
+
+
+def _stored(target: Target, parameter: str) -> QuantizedWeight:
+    tensors: list[Any] = [getattr(target.module, name, None) for name in quantized_names(parameter)]
+    packed, scales, biases = tensors
+    return QuantizedWeight(packed, scales, biases, target.formats[parameter])
+
+
+def requantize(
+    target: Target, formats: Mapping[str, Format], dtype: torch.dtype
+) -> Iterator[QuantizedProjection]:
+    """Gives parameters of a quantised module, which other modules may share, other formats.
+
+    Args:
+        dtype: of the scales and biases.
+    """
+    module: Any = target.module
+    for parameter, format in formats.items():
+        stored = _stored(target, parameter)
+        format_before = stored.format.to_dict()
+        dense = dequantize(stored.packed, stored.scales, stored.biases, **format_before, dtype=dtype)
+        target.formats[parameter] = format
+        stack = dense if target.kind == "experts" else dense.unsqueeze(0)
+        weight, entry = quantize_parameter(target, parameter, stack)
+        for name, tensor in zip(quantized_names(parameter), weight, strict=True):
+            module.register_parameter(name, tensor)
+        yield entry._replace(stored=stored.format, dense_bytes=stored.nbytes)
+    if target.kind == "experts":
+        module.quantization, module.down_quantization = (target.formats[n] for n in projections(module))
+    else:
+        module.format = target.formats["weight"]
+
+
+def needs_fewer_bits(format: Format, stored: Format) -> bool:
+    """Whether weights in a format are smaller than stored ones; in a larger one they would be no better."""
+    wanted, before = (f.bits + (32 if f.has_biases else 8) / f.group_size for f in (format, stored))
+    return wanted < before
 
 
 def quantize_target(model: nn.Module, target: Target, others: list[Target]) -> list[QuantizedProjection]:
@@ -100,47 +138,28 @@ def quantize_target(model: nn.Module, target: Target, others: list[Target]) -> l
     """
     done, weights = [], {}
     for parameter in target.formats:
-        weight = getattr(target.module, parameter).detach()
-        weights[parameter], entry = quantize_pieces(Check("quantize"), target, parameter, [weight])
+        weight = target.rows_first(getattr(target.module, parameter).detach())
+        weights[parameter], entry = quantize_parameter(target, parameter, weight)
         done.append(entry)
     for each in (target, *others):
         replace(model, each, weights)
     return done
 
 
-def quantize_pieces(
-    check: Check, target: Target, parameter: str, pieces: Iterable[Tensor]
+def quantize_parameter(
+    target: Target, parameter: str, stack: Tensor
 ) -> tuple[QuantizedWeight, QuantizedProjection]:
-    """Quantises a parameter that is given in pieces of its first dimension.
+    """Quantises a parameter, given as `rows_first` gives it.
 
-    Raises: ValueError for pieces that do not fit, and for values that are not finite.
+    Raises: ValueError for values that are not finite.
     """
-    name, format, errors = f"{target.name}.{parameter}", target.formats[parameter], ErrorSums()
-    shape = target.rows_first(getattr(target.module, parameter)).shape
-    whole: QuantizedWeight | None = None
-    first = nbytes = 0
-    for piece in pieces:
-        stack = target.rows_first(piece)
-        last = first + len(stack)
-        check.shape(name, stack, (len(stack), *shape[1:]), "[output, input] of the model")
-        if last > shape[0]:
-            check.fail(name, f"of {shape[0]} matrices", last)
-        quantized = quantize_stack(stack, format, errors)
-        if not math.isfinite(errors.magnitude):
-            check.fail(name, "finite", "NaN, inf or a range over that of float32")
-        if len(stack) == shape[0]:
-            whole = quantized
-        else:
-            whole = whole or QuantizedWeight.empty(shape, stack.dtype, stack.device, format)
-            for tensor, part in zip(whole, quantized, strict=True):
-                if tensor is not None and part is not None:
-                    words(tensor)[first:last] = words(part)
-        first, nbytes = last, nbytes + stack.nbytes
-        del piece, stack, quantized
-    if whole is None or first != shape[0]:
-        return check.fail(name, f"of {shape[0]} matrices", first)
-    weight = as_parameters(target, whole)
-    return weight, QuantizedProjection(parameter, errors.relative, nbytes, weight.nbytes, format)
+    format, errors = target.formats[parameter], ErrorSums()
+    quantized = quantize_stack(stack, format, errors)
+    if not math.isfinite(errors.magnitude):
+        expected, got = "finite", "NaN, inf or a range over that of float32"
+        Check("quantize").fail(f"{target.name}.{parameter}", expected, got)
+    weight = as_parameters(target, quantized)
+    return weight, QuantizedProjection(parameter, errors.relative, stack.nbytes, weight.nbytes, format)
 
 
 def replace(model: nn.Module, target: Target, weights: Mapping[str, QuantizedWeight]) -> None:

@@ -21,7 +21,7 @@ from .rows import Rows
 
 def save_mlx(
     model: PreTrainedModel,
-    folder: Path,
+    folder: Path | Shards,
     config: Mapping[str, Any],
     parts: Iterable[Mapping[str, Tensor]] | None = None,
 ) -> None:
@@ -29,39 +29,43 @@ def save_mlx(
 
     Args:
         model: quantised by this package, or dense.
-        folder: which exists.
+        folder: which exists, or its files.
         config: the original config.json, because mlx-lm reads keys that transformers 5 no longer writes.
         parts: the tensors of the model, some at a time; by default those that it has.
 
     Raises: ValueError for an architecture whose layout in MLX is not known.
     """
     check_writable(model.config)
-    names, shards = Names(model), Shards(folder, "mlx")
-    formats: dict[str, Format] = {}
+    names, shards = Names(model), folder if isinstance(folder, Shards) else Shards(folder, "mlx")
+    rows = Rows(names, names.is_halved)
     tied = model.all_tied_weights_keys or {}
     beside = tuple(f"{name}." for name in beside_text(model))
-    scaled: list[str] = []  # the modules with global scales
+
+    def wanted(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {n: tensor for n, tensor in tensors.items() if n not in tied and not n.startswith(beside)}
+
     for tensors in [model.state_dict()] if parts is None else parts:
-        wanted = {n: tensor for n, tensor in tensors.items() if n not in tied and not n.startswith(beside)}
-        for row in Rows(names, names.is_halved).of(wanted):
-            for name, tensor in row.reverse_transform().of(wanted, model).items():
+        own = wanted(tensors)
+        for row in rows.of(own):
+            for name, tensor in row.reverse_transform().of(own, model).items():
                 shards.add(name, tensor)
-                module, _, part = name.rpartition(".")
-                if part == "scales":
-                    formats[module] = _format_of(model, row.target_patterns[0])
-                elif part == "global_scale":
-                    scaled.append(module)
     shards.finish()
+    formats = {
+        source.removesuffix(".scales"): _format_of(model, row.target_patterns[0])
+        for row in rows.of(wanted(model.state_dict()))
+        for source in row.source_patterns
+        if source.endswith(".scales")
+    }
     config = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
     if formats:
         quantization = _quantization(formats)
-        quantization |= {name: formats[name].to_dict() | {"global_scale": True} for name in scaled}
         config |= {"quantization": quantization, "quantization_config": quantization}
     if names.architecture.part_of and "text_config" not in config:
         about = ("architectures", "quantization", "quantization_config")
         whole = {key: config[key] for key in about if key in config}
         config = whole | {"model_type": names.architecture.part_of, "text_config": config}
-    (folder / "config.json").write_text(json.dumps(with_older_keys(config), indent=2, sort_keys=True) + "\n")
+    text = json.dumps(with_older_keys(config), indent=2, sort_keys=True)
+    (shards.folder / "config.json").write_text(text + "\n")
 
 
 def _format_of(model: PreTrainedModel, name: str) -> Format:

@@ -1,0 +1,194 @@
+"""`convert`: sources that are quantised, what is said before and written beside, runs that were cut off."""
+
+import json
+import os
+from collections import namedtuple
+
+import pytest
+import torch
+import transformers
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+from support.models import tiny
+
+import torch_moe_mps
+from torch_moe_mps.commands import convert, main
+from torch_moe_mps.quantization import dequantize, quantize
+from torch_moe_mps.transformers.checkpoints import files
+from torch_moe_mps.transformers.checkpoints.parts import Parts
+
+transformers.logging.set_verbosity_error()
+
+
+def run(*arguments) -> int:
+    return main([str(argument) for argument in ("convert", *arguments)])
+
+
+def tensors_in(folder) -> dict[str, torch.Tensor]:
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dense")
+    tiny("qwen3_moe", dtype=torch.bfloat16).save_pretrained(folder)
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: org/name\n---\n# old\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def eight_bits(dense, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quantised") / "eight"
+    assert run(dense, folder, "--bits", 8, "--group-size", 32, "--keep", "*.k_proj") == 0
+    return folder
+
+
+# Quantised sources
+
+
+@pytest.mark.parametrize("layout", ["moe_mps", "mlx"])
+def test_fewer_bits_are_quantised_again(layout, eight_bits, tmp_path, capsys):
+    """From what the stored weights stand for, which the report's error is against; routers stay."""
+    source = eight_bits
+    if layout == "mlx":
+        source = tmp_path / "mlx"
+        assert run(eight_bits, source, "--to", "mlx") == 0
+    capsys.readouterr()
+    assert run(source, tmp_path / "new", "--bits", 3, "--group-size", 64) == 0
+    said = capsys.readouterr().out
+    row = next(line for line in said.splitlines() if "layers.*.self_attn.q_proj" in line)
+    assert "affine8_32 -> affine3_64" in row and "added error" in said
+    before, after = tensors_in(eight_bits), tensors_in(tmp_path / "new")
+    name = "model.layers.1.mlp.experts.down_proj"
+    stored = [before[f"{name}_{part}"] for part in ("packed", "scales", "biases")]
+    words, scales, biases, _ = *quantize(dequantize(*stored, 8, 32), 3, 64), None
+    assert torch.equal(after[f"{name}_packed"], words.view(torch.int32))
+    assert torch.equal(after[f"{name}_scales"], scales) and torch.equal(after[f"{name}_biases"], biases)
+    config = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
+    assert {*config["modules"].values()} == {"affine3_64"}  # what was dense, too
+    gate = "model.layers.1.mlp.gate.weight"
+    assert torch.equal(after[gate], before[gate])
+
+
+def test_more_bits_are_refused(eight_bits, tmp_path, capsys):
+    """A line that names both: nothing is written that looks like 8 bits and is 4."""
+    assert run(eight_bits, tmp_path / "four", "--bits", 4, "--keep", "*.k_proj") == 0
+    for options in (["--bits", 8], ["--recipe", "mixed_4_6"]):
+        capsys.readouterr()
+        assert run(tmp_path / "four", tmp_path / "new", *options, "--keep", "*.k_proj") == 1
+        assert "bits must be fewer than in the checkpoint, which has affine4_64, got affine" in (
+            capsys.readouterr().err
+        )
+    with pytest.raises(ValueError, match="bits must be fewer than in the checkpoint, which has affine4_64"):
+        torch_moe_mps.from_pretrained(tmp_path / "four", bits=8, keep=["*.k_proj"])
+    assert not (tmp_path / "new").exists()
+
+
+def test_without_bits_a_quantised_source_stays_as_it_is(eight_bits, tmp_path):
+    """What is dense in it gets the usual 4 bits, and what is not only another layout."""
+    assert run(eight_bits, tmp_path / "new") == 0
+    before, after = tensors_in(eight_bits), tensors_in(tmp_path / "new")
+    same = [name for name in before if "k_proj" not in name]
+    assert all(torch.equal(before[name], after[name]) for name in same)
+    assert "model.layers.0.self_attn.k_proj.packed" in after
+
+
+# What is said before, and written beside
+
+
+def test_the_dry_run_of_a_quantised_source_has_its_formats(eight_bits, tmp_path, capsys):
+    capsys.readouterr()
+    assert run(eight_bits, tmp_path / "new", "--bits", 4, "--dry-run") == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["model.layers.*.self_attn.q_proj", "affine8_32", "affine4_64", "2"] in [
+        line[:4] for line in lines
+    ]
+    assert ["model.layers.*.self_attn.k_proj", "bfloat16", "affine4_64", "2"] in [line[:4] for line in lines]
+    size = sum(tensor.nbytes for tensor in tensors_in(eight_bits).values())
+    total = next(line for line in lines if "->" in line)
+    assert total[:2] == [f"{size / 1e6:.1f}", "MB"] or abs(float(total[0]) * 1e6 - size) < 0.06e6
+
+
+def test_a_disk_without_space_is_one_line_before_anything_is_written(dense, tmp_path, capsys, monkeypatch):
+    usage = namedtuple("usage", "total used free")(0, 0, 1000)
+    monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: usage)
+    assert run(dense, tmp_path / "new", "--group-size", 32) == 1
+    error = capsys.readouterr().err
+    assert f"{tmp_path} must have 0." in error and "MB of free space, got 0.0 MB" in error
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(("layout", "library"), [("moe_mps", "transformers"), ("mlx", "mlx")])
+def test_the_model_card_says_where_the_model_is_from(layout, library, dense, tmp_path):
+    assert run(dense, tmp_path / "new", "--group-size", 32, "--to", layout) == 0
+    card = ModelCard.load(tmp_path / "new" / "README.md")
+    about = card.data.to_dict()
+    assert about["license"] == "apache-2.0" and about["base_model"] == "org/name"
+    assert about["library_name"] == library and about["base_model_relation"] == "quantized"
+    assert "affine4_32" in card.text and "mean error" in card.text and str(tmp_path) not in card.content
+
+
+# Runs that were cut off
+
+
+def cut_off(monkeypatch, after: int) -> None:
+    """Ctrl-C while a part is loaded."""
+    load, count = Parts._load, iter(range(100))
+
+    def interrupted(self, part):
+        if next(count) == after:
+            raise KeyboardInterrupt
+        load(self, part)
+
+    monkeypatch.setattr(Parts, "_load", interrupted)
+
+
+@pytest.mark.parametrize("layout", ["moe_mps", "mlx"])
+def test_the_same_command_goes_on(layout, dense, tmp_path, capsys, monkeypatch):
+    """Only with the parts that were not complete; what is written is what one run writes, and its report."""
+    monkeypatch.setattr(files, "LARGEST", 8000)
+    options = ["--group-size", 32, "--to", layout]
+    assert run(dense, tmp_path / "whole", *options) == 0
+    said = capsys.readouterr().out.partition("\n")[2].replace("whole", "new")
+    with monkeypatch.context() as patch:
+        cut_off(patch, 4)
+        assert run(dense, tmp_path / "new", *options) == 130
+    left = tmp_path / ".new.unfinished"
+    assert f"{left} has what is complete: the same command goes on with it" in capsys.readouterr().err
+    (left / "tmp123").write_text("of a process that was killed")
+    loaded = []
+    load = Parts._load
+    monkeypatch.setattr(Parts, "_load", lambda self, part: loaded.append(part) or load(self, part))
+    assert run(dense, tmp_path / "new", *options) == 0
+    again = capsys.readouterr().out
+    assert "goes on: " in again and "model.layers.0" not in loaded and "lm_head" in loaded
+    assert [line for line in said.splitlines() if line not in again] == []
+    whole, new = tmp_path / "whole", tmp_path / "new"
+    assert {path.name for path in whole.iterdir()} == {path.name for path in new.iterdir()}
+    for path in whole.iterdir():
+        if path.name != "README.md":
+            assert path.read_bytes() == (new / path.name).read_bytes(), path.name
+    assert {path.name for path in tmp_path.iterdir()} == {"whole", "new"}
+
+
+def test_another_command_begins_anew(dense, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(files, "LARGEST", 8000)
+    with monkeypatch.context() as patch:
+        cut_off(patch, 3)
+        assert run(dense, tmp_path / "new", "--group-size", 32) == 130
+    assert run(dense, tmp_path / "new", "--group-size", 32, "--bits", 8) == 0
+    assert "begins anew" in capsys.readouterr().out
+    config = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
+    assert {*config["modules"].values()} == {"affine8_32"}
+    assert {path.name for path in tmp_path.iterdir()} == {"new"}
+
+
+def test_two_processes_do_not_write_one_folder(dense, tmp_path, capsys):
+    folder = tmp_path / ".new.unfinished"
+    folder.mkdir()
+    held = os.open(folder, os.O_RDONLY)
+    convert.fcntl.flock(held, convert.fcntl.LOCK_EX)
+    assert run(dense, tmp_path / "new", "--group-size", 32) == 1
+    assert "new is being written by another process" in capsys.readouterr().err
+    os.close(held)
+    assert folder.exists()
