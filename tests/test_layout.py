@@ -25,7 +25,6 @@ FLOORS = (
     "transformers.rewriting.runtime",
     "transformers.rewriting.program",
     "transformers.rewriting.experts_calls",
-    "transformers.global_scales",
     "transformers.linears",
     "transformers.experts",
     "transformers.rewriting.rules",

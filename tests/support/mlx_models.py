@@ -229,28 +229,7 @@ def read(folder: Path):
     from mlx_lm import utils
 
     _let_jamba_route_as_transformers()
-    return _without_global_scales(utils.load_model(folder)[0])
-
-
-def _without_global_scales(converted):
-    """MLX multiplies by global scales only on a GPU, but dequantises with them on the CPU, too."""
-    import mlx.core as mx
-    from mlx.utils import tree_unflatten
-    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
-
-    found = []
-    for name, module in converted.named_modules():
-        if isinstance(module, QuantizedSwitchLinear) and module.global_scale is not None:
-            how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
-            parts = zip(module.weight, module.scales, module.global_scale, strict=True)
-            dense = [mx.dequantize(w, s, global_scale=g, dtype=mx.float32, **how) for w, s, g in parts]
-            found.append((name, SwitchLinear(1, 1, 1, bias="bias" in module)))
-            found[-1][1].weight = mx.stack(dense)
-            if "bias" in module:
-                found[-1][1].bias = module.bias
-    if found:
-        converted.update_modules(tree_unflatten(found))
-    return converted
+    return utils.load_model(folder)[0]
 
 
 def logits(converted) -> torch.Tensor:

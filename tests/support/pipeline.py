@@ -101,19 +101,6 @@ def staged(folder: str | Path, cls: Any = None, **options: Any) -> Any:
     return torch_moe_mps.from_pretrained(str(folder), cls, distributed_config=parallel, **options)
 
 
-def with_parts_of_experts(folder: str | Path, cls: Any, **options: Any) -> Any:
-    from transformers.distributed import DistributedConfig
-
-    import torch_moe_mps
-
-    parallel = DistributedConfig(tp_size=2, ep_size=2)
-    return torch_moe_mps.from_pretrained(str(folder), cls, distributed_config=parallel, **options)
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 # Cases: what a model generates
 
 
@@ -252,15 +239,14 @@ def equal(root: str, wanted: list[list[str]]) -> dict[str, Any]:
         whole = torch_moe_mps.from_pretrained(folder, cls, **options)
         stages: list[Any] = []
 
-        def load(folder=folder, cls=cls, options=options, stages=stages, form=form) -> Any:
-            parallel = form == "quantised, experts in parallel"
-            stages.append((with_parts_of_experts if parallel else staged)(folder, cls, **options))
+        def load(folder=folder, cls=cls, options=options, stages=stages) -> Any:
+            stages.append(staged(folder, cls, **options))
             return stages[-1]
 
         outcome: dict[str, Any] = {"cases": {}}
         try:
             outcome["cases"] = compared(whole, load, cases_of(architecture, form))
-            outcome["parameters"] = {n: _local(p).nbytes for n, p in stages[0].named_parameters()}
+            outcome["parameters"] = {n: p.nbytes for n, p in stages[0].named_parameters()}
             outcome["all"] = {n: p.nbytes for n, p in whole.named_parameters()}
         except ValueError as error:
             outcome["refused"] = str(error)

@@ -5,24 +5,23 @@ from support import tiny_models
 from support.pipeline import cases_of, launch
 from transformers.distributed import DistributedConfig
 
-import torch_moe_mps
+from torch_moe_mps.transformers.checkpoints.config import QuantizationConfig
+from torch_moe_mps.transformers.checkpoints.quantizer import Quantizer
 
 QWEN = ["dense", "quantised", "quantised while it is read", "mlx"]
 # Sinks and windows; a stage without attention; layers that hand on indices beside hidden states; layers that
 # read the ids; a vision tower. The sweep has all architectures.
 OTHERS = ["gpt_oss", "qwen3_next", "glm_moe_dsa", "deepseek_v4", "qwen3_vl_moe"]
 WANTED = [*(("qwen3_moe", form) for form in QWEN), *((name, "quantised") for name in OTHERS)]
-# transformers' own plan for expert parallelism, on quantised experts.
-PARALLEL = [(name, "quantised, experts in parallel") for name in ("mixtral", "deepseek_v3")]
 CANNOT = {"inkling2", "diffusion_gemma", "muse_spark", "openai_privacy_filter", "qwen3_omni_moe"}
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    return launch("equal", str(tmp_path_factory.mktemp("pipeline")), [[*pair] for pair in WANTED + PARALLEL])
+    return launch("equal", str(tmp_path_factory.mktemp("pipeline")), [[*pair] for pair in WANTED])
 
 
-@pytest.mark.parametrize(("architecture", "form"), WANTED + PARALLEL)
+@pytest.mark.parametrize(("architecture", "form"), WANTED)
 def test_two_processes_give_what_one_gives(outcomes, architecture, form):
     for outcome in outcomes:
         cases = outcome[f"{architecture}, {form}"]["cases"]
@@ -42,22 +41,13 @@ def test_a_process_holds_its_own_layers_only(outcomes, architecture, form):
     assert {**first["parameters"], **last["parameters"]} == whole
 
 
-@pytest.mark.parametrize(("architecture", "form"), PARALLEL)
-def test_experts_in_parallel(outcomes, architecture, form):
-    """Each process holds half of the experts, and the rest."""
-    for outcome in outcomes:
-        part, whole = (outcome[f"{architecture}, {form}"][key] for key in ("parameters", "all"))
-        assert part == {n: size // 2 if ".experts." in n else size for n, size in whole.items()}
-
-
-def test_experts_in_parallel_are_refused_with_one_line(monkeypatch, tmp_path):
-    parallel = DistributedConfig(tp_size=2, ep_size=2)
-    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
-    with pytest.raises(ValueError, match="bits must be None with ep_size"):
-        torch_moe_mps.from_pretrained(str(tmp_path), bits=4, distributed_config=parallel)
-    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
-    with pytest.raises(ValueError, match="ep_size must be 1 on a Mac until"):
-        torch_moe_mps.from_pretrained(str(tmp_path), distributed_config=parallel)
+def test_quantised_weights_split_over_processes_are_refused(tmp_path):
+    """transformers' tensor and expert parallelism."""
+    model = tiny_models.tiny_model("qwen3_moe")
+    quantizer = Quantizer(QuantizationConfig(4, 32))
+    model.config.distributed_config = DistributedConfig(tp_size=2, ep_size=2)
+    with pytest.raises(ValueError, match="tp_size and ep_size must be 1 for quantised weights"):
+        quantizer.update_parallel_plan(model, {})
 
 
 def test_messages_and_bytes(tmp_path):

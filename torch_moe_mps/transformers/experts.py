@@ -12,7 +12,6 @@ from torch.nn.modules import module as torch_module
 from ..ops._activations import POINTWISE, Activation
 from ..ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
 from ..quantization import TENSORS
-from .global_scales import expert_qmm, global_scales_of
 from .interface import Experts, formats_of, is_quantized, projections
 from .rewriting.program.formulas import Node, evaluate, inline, operation_of
 from .rewriting.program.patterns import match
@@ -150,7 +149,7 @@ def pinned_config(experts: Experts) -> Any:
 def prepare(module: nn.Module) -> Activation | None:
     """Finds out how an experts module works; its record keeps that, and the attributes it depends on."""
     with recording() as reads:
-        activation = None if global_scales_of(module) else activation_of(module)
+        activation = activation_of(module)
     record_of(module).formula = activation
     record_of(module).reads = kept(reads)
     return activation
@@ -308,7 +307,7 @@ def _multiplied(self: Experts, projection: str, x: Tensor, ids: Tensor) -> Tenso
     if not is_quantized(self):
         return ops.expert_mm(x, getattr(self, projection), ids, bias, self.is_transposed)
     form = formats_of(self)[projection]
-    return expert_qmm(self, projection, x, _packed(self, projection), ids, form, bias)
+    return ops.expert_qmm(x, *_packed(self, projection), ids, form.name, bias)
 
 
 def _packed(self: nn.Module, projection: str) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -7,7 +7,7 @@
 
 A * is any number: equal layers share a line. There is no "quant_method": with one that it does not
 know, transformers without this package would ignore it and fill quantised weights with random values; with
-none it raises an error. Version 0.2 named one, and had a line for each layer; such files are read, too.
+none it raises an error.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -40,7 +40,6 @@ class QuantizationConfig(QuantizationConfigMixin):
             what has more bits than the recipe says.
         requantize: False leaves what is quantised as it is.
         absent: names of parts of the model, beside its language model, that a checkpoint does not have.
-        global_scales: names of matrices of experts that have a scale for each expert, see global_scales.py.
         mlx: whether MLX wrote the checkpoint: what is quantised in it is read from its tensors.
         others: linear_bits, embedding_bits, keep and overrides for dense checkpoints, as in `accelerate`. All
             else, which other programs may have added to a config, is ignored.
@@ -58,7 +57,6 @@ class QuantizationConfig(QuantizationConfigMixin):
         wanted: Mapping[str, Any] | None = None,
         requantize: bool = True,
         absent: Collection[str] = (),
-        global_scales: Collection[str] = (),
         mlx: bool = False,
         **others: Any,
     ):
@@ -68,7 +66,7 @@ class QuantizationConfig(QuantizationConfigMixin):
             raise ValueError(f"moe_mps: modules must be {{name: format}}, got {modules!r}")
         self.modules = modules and {name: _format_of(name, value) for name, value in modules.items()}
         self.exceptions = {name: others[name] for name in ARGUMENTS if name in others}
-        self.source, self.absent, self.global_scales, self.mlx = source, [*absent], [*global_scales], mlx
+        self.source, self.absent, self.mlx = source, [*absent], mlx
         self.wanted, self.requantize = wanted, requantize
         self.recipe()  # its errors are raised now
 
@@ -86,12 +84,10 @@ class QuantizationConfig(QuantizationConfigMixin):
         return {self.usual} if self.modules is None else {*self.modules.values()}
 
     def to_dict(self) -> dict[str, Any]:
-        """What config.json says. Without `modules` it is what 0.2 wrote for quantised experts."""
-        if self.modules is None:
-            return {"quant_method": NAME, **self.usual.to_dict(), "modules": None}
-        modules = {name: str(format) for name, format in self.modules.items()}
-        rare = {"absent": self.absent, "global_scales": self.global_scales}
-        return {"library": LIBRARY, "modules": modules} | {k: v for k, v in rare.items() if v}
+        """What config.json says of a model that is quantised."""
+        modules = {name: str(format) for name, format in (self.modules or {}).items()}
+        absent = {"absent": self.absent} if self.absent else {}
+        return {"library": LIBRARY, "modules": modules} | absent
 
     def targets(self, model: nn.Module) -> dict[str, Target]:
         """{name: target} of the modules that are quantised in a checkpoint of the model.
@@ -122,11 +118,6 @@ class QuantizationConfig(QuantizationConfigMixin):
                     expected = "quantised as the other matrices are"
                     Check("load").fail(target.path(parameter), expected, "no format")
         return found
-
-    def with_global_scales(self, model: nn.Module) -> list[str]:
-        """The names of the matrices of a model that have global scales."""
-        every = quantizable(model)
-        return [name for stored in self.global_scales for name in _named(stored, every, False)]
 
 
 def is_mlx(stored: Mapping[str, Any]) -> bool:

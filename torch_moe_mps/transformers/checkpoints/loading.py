@@ -6,8 +6,6 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-
 from ..._extension import ONE_THREAD
 from ..accelerate import accelerate
 from ..attention import require_kv_bits
@@ -68,8 +66,6 @@ def from_pretrained(
     spread = size_of(distributed, "pp_size") > 1
     if spread:
         del kwargs["distributed_config"]  # transformers would make a pipeline of its own
-    elif size_of(distributed, "ep_size") > 1:
-        _check_expert_parallel(recipe is not None)
     elif shares is not None:
         expected = "given with distributed_config=DistributedConfig(pp_size=...)"
         raise ValueError(f"moe_mps::from_pretrained: shares must be {expected}, got none")
@@ -107,18 +103,6 @@ def from_pretrained(
     if pipeline is not None:
         pipeline.finish(model)
     return (model, info) if with_info else model
-
-
-def _check_expert_parallel(quantises: bool) -> None:
-    """Raises: ValueError for what expert parallelism cannot do."""
-    if torch.backends.mps.is_available():
-        expected = "1 on a Mac until torch.distributed has a backend for mps; pp_size spreads layers"
-        raise ValueError(f"moe_mps::from_pretrained: ep_size must be {expected}")
-    if quantises:
-        raise ValueError(
-            "moe_mps::from_pretrained: bits must be None with ep_size, got a format; `torch-moe-mps convert` "
-            "writes a quantised checkpoint, which can be loaded so"
-        )
 
 
 @contextlib.contextmanager

@@ -20,10 +20,8 @@ from transformers.quantizers.base import HfQuantizer
 from ...ops._checks import Check
 from ...quantization import Format
 from ..experts import NAME
-from ..global_scales import register
-from ..interface import experts_of, projections
 from ..linears import formats_in
-from ..report import QuantizationReport, any_layer
+from ..report import QuantizationReport
 from .absent import leave_out
 from .checking import check_loaded, check_shapes
 from .config import QuantizationConfig, is_mlx, is_ours
@@ -38,7 +36,6 @@ from .targets import Target, present, tie_quantized, weights_of
 from .weights import (
     empty_weight,
     needs_fewer_bits,
-    quantized_names,
     replace,
     requantize,
     store_empty,
@@ -133,15 +130,12 @@ class Quantizer(HfQuantizer):
             self._reading = Reading(model, kwargs["checkpoint_files"])
             self._targets = self._reading.targets
             leave_out(model, self._reading.absent)
-            global_scales = self._reading.global_scales
         else:
             leave_out(model, self.quantization_config.absent)
             self._targets = self.quantization_config.targets(model)
-            global_scales = self.quantization_config.with_global_scales(model)
         self._keep_what_would_not_shrink()
         for target in self._targets.values():
             store_empty(target)
-        register(model, global_scales)
         tie_quantized(model)
         if self.report is not None:
             self.report.bytes_before = bytes_a_token(model)
@@ -257,18 +251,9 @@ class Quantizer(HfQuantizer):
         ]
 
     def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
-        """Rules for the matrices of experts apply to the tensors that replace them; all else stays whole."""
-        if getattr(model.config, "distributed_config", None) is None:
-            return
-        experts = {any_layer(name): module for name, module in experts_of(model).items()}
-        kept = {name: style for name, style in plan.items() if name in experts}
-        for name, module in experts.items():
-            for parameter in projections(module):
-                stored = [part for part in quantized_names(parameter) if hasattr(module, part)]
-                if f"{name}.{parameter}" in plan:
-                    kept |= dict.fromkeys([f"{name}.{p}" for p in stored], plan[f"{name}.{parameter}"])
-        plan.clear()
-        plan.update(kept or {"model.norm": "replicate"})  # transformers takes no empty plan
+        """Raises: ValueError where transformers would split quantised weights over processes."""
+        if getattr(model.config, "distributed_config", None) is not None:
+            Check("from_pretrained").fail("tp_size and ep_size", "1 for quantised weights", "more")
 
     def is_serializable(self) -> bool:
         return True

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ...quantization import Format
 from ..experts import NAME
-from ..global_scales import global_scales_of
 from ..interface import experts_of, projections
 from ..linears import formats_in
 from ..rewriting.record import NOTHING, RECORD
@@ -111,8 +110,7 @@ def config_of(model: nn.Module) -> QuantizationConfig | None:
     for format in dict.fromkeys(formats.values()):
         names = [name for name, other in formats.items() if other == format]
         modules |= dict.fromkeys(together(names, everything), format)
-    scales = [f"{name}.{p}" for name, module in experts.items() for p in global_scales_of(module)]
-    return QuantizationConfig(modules=modules, absent=absent, global_scales=together(scales, matrices))
+    return QuantizationConfig(modules=modules, absent=absent)
 
 
 def save_parts(model: Any, shards: Shards, parts: Iterable[Mapping[str, Tensor]]) -> None:

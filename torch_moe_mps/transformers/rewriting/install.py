@@ -32,7 +32,7 @@ def is_rewritten(module: nn.Module) -> bool:
 def rewrite(module: nn.Module) -> tuple[list[str], str | None]:
     """Rewrites a module's forward. Returns: what was replaced in it, and if that is nothing, the reason."""
     if is_rewritten(module) and not _is_on_top(module):
-        return _resume(module)
+        return [], "a class was put on top of the one that was rewritten"
     if is_rewritten(module):
         restore_module(module)
     if "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
@@ -71,25 +71,10 @@ def _is_on_top(module: nn.Module) -> bool:
     return CLASS_MARK in vars(type(module))
 
 
-def _resume(module: nn.Module) -> tuple[list[str], str | None]:
-    """Lets the rewritten forward run again beneath a class that FSDP2 or a parametrisation put on top.
-
-    Only while nothing that it rests on has changed.
-    """
-    record = record_of(module)
-    record.is_restored = False
-    if record.reads is not None and holds(module):
-        return list(record.rewrites), None
-    return [], "its class and its attributes were changed after it was rewritten"
-
-
 def restore_module(module: nn.Module) -> None:
-    """The module as it was before `rewrite`; beneath another class it runs its own code from then on."""
+    """The module as it was before `rewrite`; beneath another class its own code runs anyway."""
     drop_forward_of_class(module)
-    if is_rewritten(module) and not _is_on_top(module):
-        record_of(module).is_restored = True
-        return
-    if is_rewritten(module):
+    if CLASS_MARK in vars(type(module)):
         _set_class(module, original_class(module))
     record = module.__dict__.pop(RECORD, NOTHING)
     if record.previous:  # for `restore`, which changes configs back
@@ -125,8 +110,9 @@ def _rewritten_class(original: type[nn.Module], rewritten: Callable) -> type[nn.
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A module without a record was restored, and a wrapper that a user put on before still calls this.
+        # FSDP2, a parametrisation or a user may have put a class on top, which knows the original forward.
         record = self.__dict__.get(RECORD, NOTHING)
-        own_code = record.is_restored or record.reads is None
+        own_code = type(self) is not cls or record.reads is None
         changed = record.reads and not holds(self)
         if own_code or changed or runs_own_code(self, *args, *kwargs.values()):
             return own(self, *args, **kwargs)

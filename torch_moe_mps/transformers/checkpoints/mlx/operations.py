@@ -28,11 +28,6 @@ def one_less() -> Operation:
     return each(lambda tensor: tensor - 1, lambda tensor: tensor + 1)
 
 
-def stacked() -> Operation:
-    """A vector for gate and one for up -> [experts, 2]."""
-    return Operation(lambda vectors: [torch.stack(vectors, 1)], lambda stack: stack[0].unbind(1))
-
-
 class Cast(ConversionOps):
     """Gives parameters the dtype of the model, as the last operation; scales and biases keep their own."""
 

@@ -52,7 +52,7 @@ class Stored:
         key = self.key(name)
         return None if key is None else self.tensors[key].shape
 
-    def format(self, module: str, columns: int, experts: bool = False) -> Format | None:
+    def format(self, module: str, columns: int) -> Format | None:
         """The format of a module by its shapes: 32 * words = bits * columns, and a scale for each group."""
         shape, scales = (self.shape(f"{module}.{part}") for part in PARTS[:2])
         if shape is None or scales is None:
@@ -62,7 +62,7 @@ class Stored:
         mode = _MODES.get((group_size, row * 32 // columns))
         if self.key(f"{module}.biases") is not None:
             mode = "affine"
-        if mode is None or (self.key(f"{module}.global_scale") and not (experts and mode == "nvfp4")):
+        if mode is None or self.key(f"{module}.global_scale"):
             _CHECK.fail(module, "in a format of MLX without a global scale", f"{row} words, {groups} scales")
         try:
             return Format(row * 32 // columns, group_size, mode)
@@ -77,7 +77,6 @@ class Reading:
     Attributes:
         targets: {name: target} of what is quantised.
         dropped: parameters that mlx-lm drops; they are zero.
-        global_scales: the matrices of experts that also have a scale for each expert.
         absent: parts of a multimodal model that the checkpoint lacks.
 
     Raises: ValueError for tensors that do not fit the model.
@@ -87,7 +86,6 @@ class Reading:
         self.model, self.stored, self.names = model, Stored(files), Names(model)
         self.every = quantizable(model)
         self.targets: dict[str, Target] = {}
-        self.global_scales: list[str] = []
         self._dense: dict[str, list[Format | None]] = {}  # of what is quantised in MLX and dense here
         self._halved: set[str] = set()
         state = model.state_dict()
@@ -115,7 +113,7 @@ class Reading:
         name, module = target.name, target.experts
         for projection, modules in self.names.of_experts(name, module).items():
             columns = getattr(module, projection).shape[-2 if module.is_transposed else -1]
-            format = self.stored.format(modules[0], columns, experts=True)
+            format = self.stored.format(modules[0], columns)
             if format is None:
                 continue
             shapes = [self.stored.shape(f"{other}.weight") for other in modules]
@@ -124,8 +122,6 @@ class Reading:
                 _CHECK.fail(ours, "of gate and up rows in one format", [*map(list, filter(None, shapes))])
             target.formats[projection] = format
             self.targets[name] = target
-            if self.stored.key(f"{modules[0]}.global_scale"):
-                self.global_scales.append(f"{name}.{projection}")
 
     def _layer(self, name: str, shape: torch.Size, why_dense: Callable[[str, nn.Module], str | None]) -> None:
         modules = [theirs.removesuffix(".weight") for theirs in self.names.of(name)]

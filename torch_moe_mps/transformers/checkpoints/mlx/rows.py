@@ -17,11 +17,10 @@ from transformers.core_model_loading import (
 
 from ....quantization import TENSORS, Format
 from ...experts import activation_of
-from ...global_scales import global_scale_of
 from ...interface import Experts, experts_of
 from ..weights import quantized_names
 from .names import Names
-from .operations import Cast, as_words, dequantized, halves, one_less, stacked
+from .operations import Cast, as_words, dequantized, halves, one_less
 
 PARTS = ("weight", "scales", "biases")  # of a quantised matrix in MLX
 
@@ -127,9 +126,6 @@ class Rows:
                 for ours, part in quantized:
                     if module._parameters.get(ours) is not None:
                         yield Row(_ends(modules, part), [f"{name}.{ours}"], [as_words(), *join])
-                scale = global_scale_of(projection)
-                if scale in module._parameters:
-                    yield Row(_ends(modules, "global_scale"), [f"{name}.{scale}"], [stacked()])
             else:
                 turned = [*join, *([Transpose(1, 2)] if module.is_transposed else []), Cast()]
                 yield Row(_ends(modules, "weight"), [f"{name}.{projection}"], turned)

@@ -31,6 +31,6 @@ def forward_of(block: nn.Module) -> tuple[Callable | None, frozenset[str]]:
     record = own.get(RECORD, NOTHING)
     if own["training"] or own.get("_compiled_call_impl") is not None or is_observed(block):
         return None, frozenset()
-    if record.is_restored or record.reads is None or (record.reads and not holds(block)):
+    if record.reads is None or (record.reads and not holds(block)):
         return None, frozenset()
     return forward_given(block)
