@@ -191,7 +191,7 @@ def gates(model) -> list[nn.Module]:
 
 
 def test_a_parametrised_router_survives():
-    """And an attribute beneath the parametrisation may change."""
+    """Its class is on top of the rewritten one and runs its own code; an attribute beneath may change."""
     fast, own = pair("qwen3_moe")
     for model in (fast, own):
         for gate in gates(model):
@@ -201,10 +201,9 @@ def test_a_parametrised_router_survives():
     check(fast, own)
     torch_moe_mps.restore(fast)
     check(fast, own)
-    assert "moe_router" not in operators_of(lambda: output(fast, prompt()))
     torch_moe_mps.accelerate(fast)
     check(fast, own)
-    assert "moe_router" in operators_of(lambda: output(fast, prompt()))
+    assert "moe_router" not in operators_of(lambda: output(fast, prompt()))
     for gate in (*gates(fast), *gates(own)):
         gate.norm_topk_prob = not gate.norm_topk_prob
     check(fast, own)

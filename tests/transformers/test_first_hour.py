@@ -12,6 +12,7 @@ from support.models import assert_close, operators_of, output, prompt, tiny
 from support.processes import python
 
 import torch_moe_mps
+from torch_moe_mps.transformers.checkpoints.config import QuantizationConfig
 from torch_moe_mps.transformers.checkpoints.source import class_for
 
 transformers.logging.set_verbosity_error()
@@ -109,6 +110,23 @@ def test_offloaded_buffers(quantised):
     model = copy.deepcopy(quantised)
     accelerate.cpu_offload(model, execution_device="cpu", offload_buffers=True)
     assert_close(output(model, prompt()), output(quantised, prompt()), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"quantization_config": QuantizationConfig(8, 32)}], ids=["stored", "dense"]
+)
+def test_offloading_while_loading_is_one_line(options, folder, tmp_path):
+    """Weights that stay on the disk look as if the checkpoint lacked them."""
+    if options:
+        tiny("qwen3_moe").save_pretrained(folder := tmp_path / "dense")
+    devices = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "lm_head": "cpu"}
+    devices["model.rotary_emb"] = "cpu"
+    with pytest.raises(
+        ValueError, match="device_map must be one that offloads no quantised weights, got cpu a"
+    ):
+        transformers.AutoModelForCausalLM.from_pretrained(
+            folder, device_map=devices, offload_folder=tmp_path / "offloaded", **options
+        )
 
 
 def lora(model):

@@ -105,9 +105,7 @@ def test_global_scales_of_nvfp4_are_refused(tmp_path):
     """MLX applies them on CUDA GPUs only."""
     model = mlx_models.tiny("qwen3_moe")
     mlx_models.write(model, tmp_path, 4, 16, "nvfp4", global_scale=True)
-    with pytest.raises(
-        ValueError, match="must be in a format of MLX without a global scale"
-    ):
+    with pytest.raises(ValueError, match="must be in a format of MLX without a global scale"):
         mlx_models.load(tmp_path, type(model))
 
 

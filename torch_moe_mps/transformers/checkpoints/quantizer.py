@@ -103,6 +103,7 @@ class Quantizer(HfQuantizer):
 
     def update_device_map(self, device_map: dict[str, Any] | None) -> dict[str, Any] | None:
         """A model that is wholly for MPS is quantised on the CPU, where files are mapped instead of read."""
+        _check_no_offloading(device_map)
         whole = device_map.get("") if isinstance(device_map, dict) and len(device_map) == 1 else None
         if self.streams and isinstance(whole, str | torch.device) and torch.device(whole).type == "mps":
             self._device = torch.device(whole)
@@ -186,6 +187,7 @@ class Quantizer(HfQuantizer):
         from ..accelerate import accelerate
 
         vars(model).pop("_get_dtype_plan", None)
+        _check_no_offloading(getattr(model, "hf_device_map", None))
         self.place(model)
         if self.report is not None:
             if self._device is not None:
@@ -265,6 +267,14 @@ class Quantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _check_no_offloading(device_map: Any) -> None:
+    """Raises: ValueError where weights would wait elsewhere: they look as if the checkpoint lacked them."""
+    devices = {*map(str, device_map.values())} if isinstance(device_map, dict) else set()
+    if len(devices) > 1 and devices & {"cpu", "disk"}:
+        got = " and ".join(sorted(devices))
+        Check("from_pretrained").fail("device_map", "one that offloads no quantised weights", got)
 
 
 def _keep_float32(model: Any) -> None:
