@@ -6,15 +6,26 @@ from typing import TYPE_CHECKING, Any
 from torch_moe_mps_autoload import register_when_imported
 
 __version__ = "0.2.0"
-__all__ = ["accelerate", "from_pretrained", "measured_recipe", "ops", "quantize_experts", "restore"]
+__all__ = [
+    "accelerate",
+    "from_pretrained",
+    "load_prompt_cache",
+    "measured_recipe",
+    "ops",
+    "quantize_experts",
+    "restore",
+    "save_prompt_cache",
+]
 
 # Imported when first used: most of it needs transformers, and all of it torch.
 _LAZY = {
     "accelerate": ".transformers",
     "restore": ".transformers",
     "from_pretrained": ".transformers.checkpoints.loading",
+    "load_prompt_cache": ".transformers.prompt_cache",
     "measured_recipe": ".transformers.checkpoints.budget",
     "quantize_experts": ".transformers",
+    "save_prompt_cache": ".transformers.prompt_cache",
 }
 
 if TYPE_CHECKING:
@@ -22,6 +33,7 @@ if TYPE_CHECKING:
     from .transformers import accelerate, quantize_experts, restore
     from .transformers.checkpoints.budget import measured_recipe
     from .transformers.checkpoints.loading import from_pretrained
+    from .transformers.prompt_cache import load_prompt_cache, save_prompt_cache
 
 register_when_imported()
 

@@ -1,6 +1,7 @@
 """The command line before a command runs: help, version, and options that are refused."""
 
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -76,7 +77,7 @@ def test_examples_in_the_help_are_right(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     _, _, examples = capsys.readouterr().out.partition("examples:\n")
-    lines = [line.partition("#")[0].split() for line in examples.splitlines()]
+    lines = [shlex.split(re.split("[#<>]", line)[0]) for line in examples.splitlines() if line]
     assert len(lines) >= 2
     for line in lines:
         assert line[:2] == ["torch-moe-mps", command]

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import os
 import pty
 import select
@@ -52,14 +53,20 @@ def options(command: str, *arguments) -> argparse.Namespace:
     return parser().parse_args([command, *map(str, arguments)])
 
 
+@functools.cache
+def quantised(checkpoint):
+    return torch_moe_mps.from_pretrained(checkpoint, bits=4, group_size=32)
+
+
 def expected_text(checkpoint, prompt: str, tokens: int) -> str:
-    model = torch_moe_mps.from_pretrained(checkpoint, bits=4, group_size=32)
+    model = quantised(checkpoint)
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     ids = tokenizer(prompt, return_tensors="pt").input_ids
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": tokens, "do_sample": False}
     with torch.no_grad():
-        output = model.generate(ids, max_new_tokens=tokens, do_sample=False)
-    text = tokenizer.decode(output[0, ids.shape[1] :])
-    assert len(text) >= tokens
+        output = model.generate(ids, **given)
+    text = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    assert len(text) >= tokens / 2
     return text
 
 
@@ -159,6 +166,102 @@ def test_batches_refuse_what_requests_cannot_have_for_themselves(checkpoint):
             create(**asked, extra_body=samples)
         with pytest.raises(openai.BadRequestError, match="maximum context length"):
             create(**asked | {"messages": said("a" * 256)})
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """How many tokens each call of a Mixtral computes."""
+    counts, own = [], transformers.MixtralModel.forward
+
+    def counted(self, input_ids=None, **kwargs):
+        counts.append(input_ids.shape[1])
+        return own(self, input_ids=input_ids, **kwargs)
+
+    monkeypatch.setattr(transformers.MixtralModel, "forward", counted)
+    return counts
+
+
+def test_prompts_are_kept_over_requests_and_restarts(checkpoint, tmp_path, computed, capsys):
+    """Two conversations with one beginning, by turns; then another server with the same folder."""
+    name, first = str(checkpoint), "thequickbrownfoxjumps" * 2
+    kept = ["--prompt-cache", str(tmp_path / "kept")]
+
+    def ask(client, chat: list, text: str) -> int:
+        """How many tokens of the prompt are computed; the answer is that of a model that keeps nothing."""
+        chat += said(text)
+        del computed[:]
+        answer = client.chat.completions.create(model=name, messages=chat, temperature=0, max_tokens=5)
+        content = answer.choices[0].message.content
+        count = computed[0]
+        assert content == expected_text(checkpoint, "".join(m["content"] for m in chat), 5)
+        chat.append({"role": "assistant", "content": content.replace(" ", "")})
+        return count
+
+    with client_of(checkpoint, *kept) as client:
+        one, other = [], []
+        assert ask(client, one, first + "why") == 45
+        assert ask(client, other, first + "who") == 1  # "wh" is shared, too
+        assert ask(client, one, "next") <= 5 and ask(client, other, "next") <= 5
+        assert ask(client, one, "more") <= 5
+        stream = client.chat.completions.create(model=name, messages=said(first), max_tokens=99, stream=True)
+        next(iter(stream))
+        stream.close()  # a client that goes leaves nothing half computed
+        assert ask(client, other, "last") <= 5
+    files = sorted((tmp_path / "kept").iterdir())
+    assert 2 <= len(files) <= 4
+    (tmp_path / "kept" / "notes.txt").write_text("notes")
+    files[0].write_bytes(files[0].read_bytes()[:-40])
+    with client_of(checkpoint, *kept) as client:
+        assert ask(client, [], first + "when") <= 3
+    with pytest.raises(ValueError, match=r"--prompt-cache must be a folder, got .*: File exists"):
+        client_of(checkpoint, "--prompt-cache", tmp_path / "kept" / "notes.txt").__enter__()
+    with pytest.raises(ValueError, match="--prompt-memory must be at least 0 GB, got -1"):
+        client_of(checkpoint, "--prompt-memory", "-1").__enter__()
+    assert f"{files[0]} is damaged or no cache of a prompt" in capsys.readouterr().err
+    assert (tmp_path / "kept" / "notes.txt").exists()
+
+
+def test_the_memory_of_kept_prompts_is_bounded(checkpoint, computed):
+    """With none, only the last one is kept."""
+    with client_of(checkpoint, "--prompt-memory", "0") as client:
+        create = client.chat.completions.create
+        for text, count in (("a" * 40, 40), ("b" * 40, 40), ("a" * 41, 41), ("a" * 42, 1)):
+            del computed[:]
+            create(model=str(checkpoint), messages=said(text), temperature=0, max_tokens=2)
+            assert computed[0] == count
+
+
+@pytest.mark.parametrize("way", ["draft", "lookup"])
+def test_guessed_tokens_change_nothing(way, checkpoint):
+    """Streamed and not; the second request begins in what was kept."""
+    arguments = ["--draft", checkpoint] if way == "draft" else ["--prompt-lookup", 3]
+    with client_of(checkpoint, *arguments) as client:
+        asked = {"model": str(checkpoint), "messages": said("abcabcabc"), "temperature": 0, "max_tokens": 30}
+        text = expected_text(checkpoint, "abcabcabc", 30)
+        for _ in range(2):
+            assert client.chat.completions.create(**asked).choices[0].message.content == text
+            parts = client.chat.completions.create(**asked, stream=True)
+            shown = "".join(part.choices[0].delta.content or "" for part in parts)
+            assert shown.replace(" ", "") == text.replace(" ", "")
+
+
+def test_a_chat_is_kept_in_a_file(checkpoint, tmp_path, monkeypatch, capsys, computed):
+    """The next chat computes its system prompt no more; a file that is something else is left alone."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(RichInterface, "confirm", lambda self, *arguments, **kwargs: False)
+    arguments = ["--system-prompt", "thequickbrownfox" * 4, "--set", "max_new_tokens=4", "--device", "cpu"]
+    file = tmp_path / "chat.safetensors"
+    for question, first in (("hello", 69), ("other", 5)):
+        del computed[:]
+        lines = iter([question, "!exit"])
+        monkeypatch.setattr(RichInterface, "input", lambda self, lines=lines: next(lines))
+        assert main(["chat", str(checkpoint), *arguments, "--prompt-cache", str(file)]) == 0
+        assert computed[0] == first and file.exists()
+    file.write_text("notes")
+    lines = iter(["hello", "!exit"])
+    monkeypatch.setattr(RichInterface, "input", lambda self: next(lines))
+    assert main(["chat", str(checkpoint), *arguments, "--prompt-cache", str(file)]) == 0
+    assert file.read_text() == "notes" and "it is left as it is" in capsys.readouterr().err
 
 
 def test_chat(checkpoint, monkeypatch, capsys):

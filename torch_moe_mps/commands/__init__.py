@@ -23,6 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _signals_raise(), _first_process_talks():
             importlib.import_module(f".{options.command}", __package__).run(options)
+    except BrokenPipeError:  # what reads the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print("torch-moe-mps: interrupted", file=sys.stderr)
         return 130

@@ -40,17 +40,31 @@ BENCH = """examples:
   torch-moe-mps bench Qwen/Qwen3-30B-A3B --bits 4 --picture speed.png   # needs matplotlib
   torch-moe-mps bench qwen3-4bit --depth 0,32768 --repeats 3 --json speed.json"""
 
-CHAT = """!help in the chat lists what else it understands.
+CHAT = """!help in the chat lists what else it understands. Ctrl-C ends an answer, Ctrl-D the chat.
 
 examples:
   torch-moe-mps chat qwen3-4bit
   torch-moe-mps chat Qwen/Qwen3-30B-A3B --bits 4 --set max_new_tokens=1000 --set temperature=0.6
-  torch-moe-mps chat qwen3-4bit --kv-bits 8                           # long chats in half of the memory"""
+  torch-moe-mps chat qwen3-4bit --kv-bits 8                           # long chats in half of the memory
+  torch-moe-mps chat qwen3-4bit --system-prompt "$(cat manual.txt)" --prompt-cache manual.safetensors
+  torch-moe-mps chat qwen3-32b-4bit --draft qwen3-0.6b                # guesses are verified together"""
 
-SERVE = """Clients use the URL http://localhost:8000/v1 and MODEL as the model's name. Only with continuous
-batching do requests share their prefixes, such as the earlier turns of a chat.
+GENERATE = """Answers go to stdout, all else to stderr.
 
 examples:
+  torch-moe-mps generate qwen3-4bit -p "Why is the sky blue?"
+  torch-moe-mps generate qwen3-4bit --system-prompt "Summarise:" < report.txt > summary.txt
+  torch-moe-mps generate qwen3-4bit --raw -p "def quicksort(" --set temperature=0.2 --prompt-lookup 8
+  torch-moe-mps generate qwen3-4bit --prompts questions.txt --batch 16 > answers.jsonl
+  torch-moe-mps generate qwen3-vl-4bit --image cat.png -p "What is this?"
+"""
+
+SERVE = """Clients use the URL http://localhost:8000/v1 and MODEL as the model's name. A request computes what
+is new in it: earlier turns of a chat and shared beginnings are kept. Requests run one by one, or side by side
+with --continuous-batching, which keeps prefixes in pages of transformers.
+
+examples:
+  torch-moe-mps serve qwen3-4bit --prompt-cache prompts               # kept over restarts, too
   torch-moe-mps serve qwen3-4bit --continuous-batching
   torch-moe-mps serve Qwen/Qwen3-30B-A3B --bits 4 --port 8080"""
 
@@ -74,6 +88,7 @@ def parser() -> argparse.ArgumentParser:
         (_fit, "say which Macs hold a model, and how fast it can be at most", FIT),
         (_bench, "measure the speed of a model", BENCH),
         (_chat, "chat with a model, as `transformers chat` does", CHAT),
+        (_generate, "answer a prompt once, for scripts", GENERATE),
         (_serve, "serve a model to OpenAI clients, as `transformers serve` does", SERVE),
     ):
         command = commands.add_parser(
@@ -176,21 +191,36 @@ def _bench(command: argparse.ArgumentParser) -> None:
 def _chat(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     _model_to_run(command)
-    add(
-        "--set",
-        action="append",
-        default=[],
-        type=_setting,
-        metavar="FLAG=VALUE",
-        help="an argument of generate()",
-    )
+    _setting_option(command)
     add("--system-prompt", metavar="TEXT", help="what the model is told first")
     add("--save-folder", default="./chat_history/", help="where !save puts chats (./chat_history/)")
+    _prompt_cache(command, "FILE", "keep the computed chat there, for the next one that begins alike")
+    _prompt_memory(command)
+    _speculation(command)
+
+
+def _generate(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("model", metavar="MODEL", help="folder or name on the Hub")
+    add("-p", "--prompt", metavar="TEXT", help="what the model is asked (read from stdin)")
+    add("--prompts", metavar="FILE", help="a prompt in each line; each answer is a line of JSON")
+    add("--batch", type=int, default=8, metavar="N", help="prompts of --prompts that run together (8)")
+    add("--raw", action="store_true", help="the prompt as it is, without the chat template")
+    add("--system-prompt", metavar="TEXT", help="what the model is told first")
+    add("--image", action="append", default=[], metavar="FILE", help="an image in front of the prompt")
+    add("--max-tokens", type=int, default=512, metavar="N", help="tokens of the answer, at most (512)")
+    _setting_option(command)
+    _prompt_cache(command, "FILE", "keep the computed prompt there, for the next call that begins alike")
+    _speculation(command)
+    _how_to_run(command)
 
 
 def _serve(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     _model_to_run(command)
+    _prompt_cache(command, "FOLDER", "keep computed prompts there when the server ends")
+    _prompt_memory(command)
+    _speculation(command)
     add("--host", default="localhost", help="address to listen on (localhost)")
     add("--port", type=int, default=8000, help="port to listen on (8000)")
     add(
@@ -203,14 +233,48 @@ def _serve(command: argparse.ArgumentParser) -> None:
 
 
 def _model_to_run(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help="folder or name on the Hub")
+    _how_to_run(command)
+
+
+def _how_to_run(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("model", metavar="MODEL", help="folder or name on the Hub")
     add("--bits", type=int, help="quantise while loading: 2, 3, 4, 5, 6 or 8 (as in the checkpoint)")
     add("--group-size", type=int, help="weights that share a scale, with --bits: 32, 64 or 128 (64)")
     _kv_bits(command)
     _device(command)
     _dtype(command, "of weights that are not quantised (as in the checkpoint)")
     _from_the_hub(command, "MODEL")
+
+
+def _setting_option(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        type=_setting,
+        metavar="FLAG=VALUE",
+        help="an argument of generate()",
+    )
+
+
+def _prompt_cache(command: argparse.ArgumentParser, where: str, what: str) -> None:
+    command.add_argument("--prompt-cache", metavar=where, help=what)
+
+
+def _prompt_memory(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--prompt-memory",
+        type=float,
+        metavar="GB",
+        help="for prompts of other conversations (an eighth of the machine's)",
+    )
+
+
+def _speculation(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--draft", metavar="MODEL", help="a small model that guesses tokens, which MODEL verifies together")
+    add("--prompt-lookup", type=int, metavar="N", help="guess up to N tokens from repetitions in the text")
 
 
 def _setting(text: str) -> str:

@@ -15,14 +15,16 @@ from unittest import mock
 
 from ..ops._checks import first_line
 from .serving import follow, server
-from .sources import is_first_process, name_of
+from .settings import settings_of
+from .sources import check_writable, is_first_process, name_of
 
 
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, ImportError with one line that says what is wrong."""
     if not is_first_process():
         return follow(options)
-    _check_settings(options.set)
+    settings_of(options.set)  # its errors come before the model is loaded
+    check_writable("--prompt-cache", options.prompt_cache)
     port = _free_port()
     with _quiet(), server(options, port=port, non_blocking=True, log_level="error") as (serve, interrupt):
         try:
@@ -44,16 +46,6 @@ def run(options: argparse.Namespace) -> None:
                 )
         finally:
             serve.kill_server()
-
-
-def _check_settings(settings: list[str]) -> None:
-    """Raises: ValueError for what is no argument of generate(), which transformers' chat would ignore."""
-    from transformers import GenerationConfig
-    from transformers.cli.chat import parse_generate_flags
-
-    unknown = GenerationConfig().update(**parse_generate_flags(settings))
-    if unknown:
-        raise ValueError(f"--set must name arguments of generate(), got {', '.join(unknown)}")
 
 
 def _interface(chat: Any, interrupt: Callable[[], None]) -> type:

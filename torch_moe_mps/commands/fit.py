@@ -27,8 +27,7 @@ from ..transformers.pipeline.shares import Machine, shares_of
 from ..transformers.pipeline.stages import layers_of
 from ..transformers.report import aligned
 from .caches import KVCache, kv_cache
-from .generating import AT_ONCE
-from .prompts import prompt_bytes
+from .prompts import AT_ONCE, prompt_bytes
 from .recipes import MIXED, mixed_overrides, read_recipe
 from .sources import LONGEST, check_writable, context_of, folder_of, skeleton_of, write_json
 

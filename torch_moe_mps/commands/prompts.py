@@ -1,11 +1,193 @@
-"""What a prompt takes beside weights and cache."""
+"""Prompts that were computed are kept: the next one computes what is new in it.
 
+Conversations share what they begin with, such as a system prompt, and the one that was used longest ago makes
+room for others.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
 
 from ..transformers.checkpoints.sizes import top_k
 from ..transformers.interface import experts_of
+from ..transformers.prompt_cache import (
+    can_be_cut,
+    fingerprint,
+    kept_states,
+    load_with_states,
+    prefix,
+    save_prompt_cache,
+)
+from ..transformers.quantized_states import QuantizedStates
+
+AT_ONCE = 2048  # tokens of a prompt
+# Where states fit whole prefixes only: a template may end a prompt in another way than the next turn goes on,
+# so this many tokens are computed again. Every so many tokens states are kept for prompts that share a
+# document; of all, the first and the last are.
+_END, _EVERY, _FIRST, _LAST = 32, 4 * AT_ONCE, 2, 2
+_WORTH = 256  # tokens that are worth a new file
+
+
+@dataclass(eq=False)
+class Kept:
+    """A prompt with what was generated: its tokens [T], their cache, and states for shorter prefixes."""
+
+    ids: Tensor
+    cache: DynamicCache
+    states: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
+
+    def usable(self, ids: Tensor) -> int:
+        """How many tokens another prompt shares, with states for so many; one of it is always computed."""
+        most = min(len(self.ids), len(ids) - 1)
+        different = (self.ids[:most] != ids[:most]).nonzero()
+        shared = int(different[0]) if len(different) else most
+        if shared == len(self.ids) or all(map(can_be_cut, self.cache.layers)):
+            return shared
+        return max((position for position in self.states if position <= shared), default=0)
+
+    def nbytes(self) -> int:
+        storages = {s.data_ptr(): s.nbytes() for s in map(Tensor.untyped_storage, _tensors(self))}
+        return sum(storages.values())
+
+
+class Prompts:
+    """The prompts that one model has computed, the latest last.
+
+    Args:
+        memory: bytes that they may take together; the latest is kept in any case.
+        file: where `read` and `write` have the latest prompt, if any.
+        folder: where they have all of them.
+    """
+
+    def __init__(self, memory: int, file: str | None = None, folder: str | None = None):
+        self.memory, self.kept, self.file, self.folder = memory, list[Kept](), file, folder
+        self.computed = 0  # tokens of prompts that nothing was kept for
+        self._is_read = self._is_in_file = False
+
+    def take(self, ids: Tensor, new: DynamicCache) -> Kept:
+        """What there is for a prompt [T], for its caller to add the rest to, and to put back.
+
+        Args:
+            new: an empty cache.
+        """
+        best = max(reversed(self.kept), key=lambda kept: kept.usable(ids), default=None)
+        tokens = 0 if best is None else best.usable(ids)
+        self.computed += len(ids) - tokens
+        if best is None or tokens == 0:
+            return Kept(ids[:0], new)
+        whole = tokens == len(best.ids)
+        # A part is copied when it is added to: if there is no memory for both, the other is given up.
+        if whole or best.nbytes() * 2 > self.memory:
+            self.kept.remove(best)
+        if whole:
+            return best
+        states = {position: state for position, state in best.states.items() if position <= tokens}
+        return Kept(best.ids[:tokens], prefix(best.cache, tokens, best.states), states)
+
+    def put(self, kept: Kept) -> None:
+        """Keeps a prompt; those that it begins with, and the oldest ones beyond the memory, are given up."""
+        self.kept = [other for other in self.kept if not _begins(kept.ids, other.ids)]
+        self.kept.append(kept)
+        while len(self.kept) > 1 and sum(other.nbytes() for other in self.kept) > self.memory:
+            del self.kept[0]
+
+    def read(self, model: Any) -> None:
+        """Reads the files, once.
+
+        One that is damaged, is something else, or is of another model is named on stderr and ignored. The
+        files in the folder that are of other models are left alone.
+        """
+        if self._is_read:
+            return
+        self._is_read = True
+        files = [] if self.file is None else [Path(self.file)]
+        for file in [*files, *sorted(self._in_folder(model), key=lambda file: file.stat().st_mtime)]:
+            try:
+                ids, cache, states = load_with_states(file, model)
+            except FileNotFoundError:
+                continue
+            except (ValueError, OSError) as error:
+                print(f"torch-moe-mps: {error}; it is ignored", file=sys.stderr)
+                continue
+            self.put(Kept(ids[0].cpu(), cache, states))
+            self._is_in_file = True
+
+    def write(self, model: Any) -> None:
+        """Writes the files; what fails is named on stderr.
+
+        The file is written unless little of the last prompts was not in it. In the folder, files of prompts
+        that are no longer kept are removed.
+        """
+        if self.file is not None and self.kept and (self.computed >= _WORTH or not self._is_in_file):
+            _write(Path(self.file), model, self.kept[-1])
+        if self.folder is not None:
+            before, name = {*self._in_folder(model)}, fingerprint(model)
+            for number, kept in enumerate(self.kept):
+                file = Path(self.folder) / f"{name}-{number:03}.safetensors"
+                before.discard(file)
+                _write(file, model, kept)
+            for file in before:
+                file.unlink()
+
+    def _in_folder(self, model: Any) -> Iterator[Path]:
+        return Path(self.folder).glob(f"{fingerprint(model)}-*.safetensors") if self.folder else iter(())
+
+
+def mark(kept: Kept) -> None:
+    """Keeps the states of what is computed so far, if they fit no longer prompt."""
+    if states := kept_states(kept.cache):
+        kept.states[kept.cache.get_seq_length()] = states
+    for position in sorted(kept.states)[_FIRST:-_LAST]:
+        del kept.states[position]
+
+
+def pauses(kept: Kept, prompt: int) -> list[int]:
+    """The tokens up to which a prompt is computed before its end: pieces, and where its states are kept."""
+    start = len(kept.ids)
+    if not kept_states(kept.cache):
+        return [*range(start + AT_ONCE, prompt, AT_ONCE)]
+    ends = {*range((start // AT_ONCE + 1) * AT_ONCE, prompt, AT_ONCE), prompt - _END}
+    return sorted(end for end in ends if start < end < prompt)
+
+
+def is_marked(position: int, prompt: int) -> bool:
+    return position == prompt - _END or position % _EVERY == 0
+
+
+def machine_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _write(file: Path, model: Any, kept: Kept) -> None:
+    try:
+        save_prompt_cache(file, model, kept.ids, kept.cache, kept.states)
+    except (ValueError, OSError) as error:
+        print(f"torch-moe-mps: the prompt is not kept in {file}: {error}", file=sys.stderr)
+
+
+def _begins(ids: Tensor, other: Tensor) -> bool:
+    return len(other) <= len(ids) and torch.equal(ids[: len(other)], other)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a cache and in kept states, of which quantised ones have parts."""
+    if isinstance(value, QuantizedStates):
+        yield from (value.packed, value.scales, value.biases)
+    elif isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, Kept):
+        yield from _tensors({"layers": {i: vars(layer) for i, layer in enumerate(value.cache.layers)}})
+        yield from _tensors(value.states)
 
 
 def prompt_bytes(model: Any, tokens: int) -> int:

@@ -15,6 +15,11 @@ def run(options: argparse.Namespace) -> None:
             "--kv-bits must be 16 with --continuous-batching, whose cache of pages is transformers' own, "
             f"got {options.kv_bits}"
         )
+    if options.continuous_batching and (options.prompt_cache or options.draft or options.prompt_lookup):
+        raise ValueError(
+            "--prompt-cache, --draft and --prompt-lookup are for requests one by one; --continuous-batching "
+            "has ways of its own"
+        )
     if not is_first_process():
         return follow(options)
     settings = {"continuous_batching": options.continuous_batching, "enable_cors": options.enable_cors}

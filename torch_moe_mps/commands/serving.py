@@ -7,11 +7,14 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from .generating import Generating
+from .prompts import Prompts, machine_memory
 from .sources import context_of, folder_of, load, name_of, processes, usable_device
+from .speculation import check_speculation, speculation_of
 
 # {field of a request: values that ask for nothing}. Hints such as `user` or `store` change no answer.
 _ASKS_NOTHING: dict[str, list[Any]] = {
@@ -47,6 +50,8 @@ def server(options: argparse.Namespace, **settings: Any) -> Iterator[tuple[Any, 
 
     Raises: ValueError, OSError, ImportError with one line that says what is wrong.
     """
+    check_speculation(options)
+    prompts_of(options)  # its errors come before the model is loaded
     device = usable_device(options.device)
     folder = folder_of(options.model, options.revision)
     from transformers.cli.serve import Serve
@@ -55,10 +60,20 @@ def server(options: argparse.Namespace, **settings: Any) -> Iterator[tuple[Any, 
     if not is_serve_available():  # Serve raises; its parts, which are replaced here, cannot be imported
         Serve()
     stage = load(options, folder, device) if processes() > 1 else None  # all load at the same time
-    made: list[Any] = []
+    made: list[Any] = []  # managers of generation
+
+    def load_model(*names: Any, **progress: Any) -> Any:
+        if stage is not None:  # the other processes would not know of an end, nor of what is kept
+            return stage
+        model = load(options, folder, device)
+        model.answering = Generating(
+            model, prompts_of(options), speculation_of(options, model, folder, device)
+        )
+        return model
+
     with ExitStack() as stack:
         stack.enter_context(nullcontext() if stage is None else stage.pipeline.leading())
-        for name, replaced in _replacements(options, lambda: stage or load(options, folder, device), made):
+        for name, replaced in _replacements(name_of(options), load_model, made):
             stack.enter_context(mock.patch(f"transformers.cli.serving.{name}", replaced))
         stack.callback(lambda: [manager.stop() for manager in made])
         serve = Serve(
@@ -75,94 +90,69 @@ def server(options: argparse.Namespace, **settings: Any) -> Iterator[tuple[Any, 
         yield serve, interrupt
 
 
-def _replacements(options: argparse.Namespace, load_model: Any, made: list[Any]) -> list[tuple[str, Any]]:
+def _replacements(model_name: str, load_model: Any, made: list[Any]) -> list[tuple[str, Any]]:
     """(name in transformers' server, what takes its place); managers of generation are added to `made`."""
     from transformers.cli.serving import server as app
     from transformers.cli.serving import utils
 
-    entry = {
-        "id": name_of(options),
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "torch-moe-mps",
-    }
+    now = int(time.time())
+    entry = {"id": model_name, "object": "model", "created": now, "owned_by": "torch-moe-mps"}
     build, validate = app.build_server, utils.BaseHandler._validate_request
 
-    class OneByOne(utils.GenerateManager):
-        def __init__(self) -> None:
-            super().__init__()
-            self.generating: Generating | None = None
-            self.streamer: Any = None
-            made.append(self)
+    class Within:
+        """Lets a manager generate what the model's context has room for."""
 
         def generate_streaming(
-            self, model: Any, processor: Any, inputs: Any, config: Any, *a: Any, **k: Any
+            self, model: Any, processor: Any, inputs: Any, config: Any, *others: Any, **named: Any
         ) -> Any:
-            _within_context(model, inputs, config)
-            queue, self.streamer = super().generate_streaming(
-                self._ending(model), processor, inputs, config, *a, **k
+            _limit(model, inputs, config)
+            below: Any = super()
+            self.answer = below.generate_streaming(
+                self.seen(model), processor, inputs, config, *others, **named
             )
-            return queue, self.streamer
+            return self.answer
 
-        async def generate_non_streaming(
-            self, model: Any, processor: Any, inputs: Any, config: Any, *a: Any, **k: Any
+        def generate_non_streaming(
+            self, model: Any, processor: Any, inputs: Any, config: Any, *others: Any, **named: Any
         ) -> Any:
-            _within_context(model, inputs, config)
-            return await super().generate_non_streaming(
-                self._ending(model), processor, inputs, config, *a, **k
-            )
+            _limit(model, inputs, config)
+            below: Any = super()
+            return below.generate_non_streaming(self.seen(model), processor, inputs, config, *others, **named)
 
-        def _ending(self, model: Any) -> Any:
-            if processes() > 1:  # the other processes would not know of the end
-                return model
-            if self.generating is None or self.generating.model is not model:
-                self.generating = Generating(model)
-            return self.generating
+        def seen(self, model: Any) -> Any:
+            """What the manager calls `generate` of."""
+            return model
+
+    class OneByOne(Within, utils.GenerateManager):
+        answer: Any = None  # the queue and the streamer of the last one that is streamed
+        answering: Any = None
+
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+        def seen(self, model: Any) -> Any:
+            self.answering = getattr(model, "answering", None)
+            return self.answering or model
 
         def interrupt(self) -> None:
-            if self.streamer is not None:
-                self.streamer.cancel()
+            if self.answer is not None:
+                self.answer[1].cancel()
 
         def stop(self) -> None:
             """A thread that is still in torch when Python ends would abort the process."""
-            if self.generating is not None:
-                self.generating.end()
+            if self.answering is not None:
+                self.answering.end()
                 self.submit(lambda: None).result()
+                self.answering.prompts.write(self.answering.model)
 
-    class Batches(utils.CBGenerateManager):
+    class Batches(Within, utils.CBGenerateManager):
         first: Any = None  # the settings of the first request
 
         def init_cb(self, model: Any, config: Any) -> None:
-            self._refuse(model, config)
+            _check_shared(model, self.first or config, config)
             super().init_cb(model, config)
             self.first = self.first or config
-
-        def _refuse(self, model: Any, config: Any) -> None:
-            for setting, field in _OF_THE_MODEL.items():
-                if getattr(config, setting) != getattr(model.generation_config, setting):
-                    raise Refused(f"'{field}' is not supported with --continuous-batching.", field)
-            expected, got = (
-                {name: getattr(asked, name) for name in _OF_ALL_REQUESTS} if asked.do_sample else "greedy"
-                for asked in (self.first or config, config)
-            )
-            if got != expected:
-                raise Refused(
-                    "With --continuous-batching all requests share the sampling of the first: it must be "
-                    f"{expected}, got {got}.",
-                    "temperature",
-                )
-
-        def generate_streaming(
-            self, model: Any, processor: Any, inputs: Any, config: Any, *a: Any, **k: Any
-        ) -> Any:
-            _within_context(model, inputs, config)
-            return super().generate_streaming(model, processor, inputs, config, *a, **k)
-
-        async def generate_non_streaming(
-            self, model: Any, processor: Any, inputs: Any, config: Any, *a: Any, **k: Any
-        ) -> Any:
-            _within_context(model, inputs, config)
-            return await super().generate_non_streaming(model, processor, inputs, config, *a, **k)
 
     def validated(handler: Any, body: dict[str, Any]) -> None:
         validate(handler, body)
@@ -178,13 +168,30 @@ def _replacements(options: argparse.Namespace, load_model: Any, made: list[Any])
         return built
 
     return [
-        ("model_manager.ModelManager._load_model", lambda *names, **progress: load_model()),
+        ("model_manager.ModelManager._load_model", load_model),
         ("model_manager.ModelManager.get_gen_models", staticmethod(lambda: [entry])),
         ("utils.BaseHandler._validate_request", validated),
         ("utils.GenerateManager", OneByOne),
         ("utils.CBGenerateManager", Batches),
         ("server.build_server", build_server),
     ]
+
+
+def _check_shared(model: Any, first: Any, config: Any) -> None:
+    """Raises: Refused for settings that a request cannot have for itself with continuous batching."""
+    for setting, field in _OF_THE_MODEL.items():
+        if getattr(config, setting) != getattr(model.generation_config, setting):
+            raise Refused(f"'{field}' is not supported with --continuous-batching.", field)
+    expected, got = (
+        {name: getattr(asked, name) for name in _OF_ALL_REQUESTS} if asked.do_sample else "greedy"
+        for asked in (first, config)
+    )
+    if got != expected:
+        raise Refused(
+            "With --continuous-batching all requests share the sampling of the first: it must be "
+            f"{expected}, got {got}.",
+            "temperature",
+        )
 
 
 def _refuse_unless_empty(field: str, value: Any) -> None:
@@ -196,7 +203,7 @@ def _refuse_unless_empty(field: str, value: Any) -> None:
         raise Refused(f"'{field}' is not supported by this server, got {value!r}.", field)
 
 
-def _within_context(model: Any, inputs: Any, config: Any) -> None:
+def _limit(model: Any, inputs: Any, config: Any) -> None:
     """Lets a request generate at most as many tokens as the model still reads.
 
     Raises: Refused for a prompt that leaves no room for a token.
@@ -218,6 +225,27 @@ async def _error(request: Any, error: Any) -> Any:
         return JSONResponse({"error": error.body}, status_code=400)
     body = {"message": str(error.detail), "type": "invalid_request_error", "param": None, "code": None}
     return JSONResponse({"error": body}, status_code=error.status_code)
+
+
+def prompts_of(options: argparse.Namespace) -> Prompts:
+    """Where chat and serve keep prompts.
+
+    Raises: ValueError for a pipeline, for less than no memory, and for what is no folder.
+    """
+    if options.prompt_cache is not None and processes() > 1:
+        raise ValueError("--prompt-cache is for one process, got a pipeline of several")
+    memory = machine_memory() // 8 if options.prompt_memory is None else int(options.prompt_memory * 1e9)
+    if memory < 0:
+        raise ValueError(f"--prompt-memory must be at least 0 GB, got {options.prompt_memory:g}")
+    if options.command == "chat" or options.prompt_cache is None:
+        return Prompts(memory, file=options.prompt_cache)
+    try:
+        Path(options.prompt_cache).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--prompt-cache must be a folder, got {options.prompt_cache}: {error.strerror}"
+        ) from None
+    return Prompts(memory, folder=options.prompt_cache)
 
 
 def follow(options: argparse.Namespace) -> None:

@@ -1,0 +1,237 @@
+"""The command generate: answers against generate() of transformers, and everything else on stderr."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from support import tiny_models
+from support.processes import environment
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import torch_moe_mps
+from torch_moe_mps.commands import main
+from torch_moe_mps.commands import prompts as kept_prompts
+
+TEMPLATE = "{% for message in messages %}{{ message.role[0] }}{{ message.content }}{% endfor %}"
+
+
+def write(folder, architecture="mixtral", seed: int = 0, **sizes) -> None:
+    """A checkpoint whose tokens are letters; it reads 256 of them."""
+    with tiny_models.groups_of_32():
+        config = tiny_models.tiny_config(architecture, head_dim=32, vocab_size=27, **sizes)
+    torch.manual_seed(seed)
+    tiny_models.model_class(architecture)(config).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({chr(97 + i): i for i in range(26)} | {"?": 26}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?", pad_token="?")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("generate") / "model"
+    write(folder)
+    return folder
+
+
+def run(*arguments) -> int:
+    return main(["generate", *map(str, arguments), "--device", "cpu"])
+
+
+def expected(checkpoint, prompt: str, tokens: int = 12, **options) -> str:
+    model = torch_moe_mps.from_pretrained(checkpoint)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": tokens, "do_sample": False}
+    output = model.generate(ids, **given, **options)
+    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_an_answer_goes_to_stdout(checkpoint, capsys, monkeypatch):
+    """From an argument and from stdin, with a template and raw; figures go to stderr."""
+    capsys.readouterr()
+    assert run(checkpoint, "-p", "hello", "--max-tokens", 12) == 0
+    out, err = capsys.readouterr()
+    assert out == expected(checkpoint, "uhello") + "\n" and "6 tokens of prompt in " in err
+    assert "12 generated, then " in err
+    system = ["--system-prompt", "be", "--set", "max_new_tokens=12"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"hello")))
+    assert run(checkpoint, *system) == 0
+    assert capsys.readouterr().out == expected(checkpoint, "sbeuhello") + "\n"
+    assert run(checkpoint, "--raw", "-p", "hello", "--max-tokens", 12) == 0
+    assert capsys.readouterr().out == expected(checkpoint, "hello") + "\n"
+
+
+def test_several_prompts(checkpoint, tmp_path, capsys):
+    """Of different lengths, side by side: a line of JSON for each."""
+    (tmp_path / "prompts.txt").write_text("hello\n\na\nquestion\n")
+    arguments = ["--prompts", tmp_path / "prompts.txt", "--max-tokens", 6, "--batch", 2, "--raw"]
+    assert run(checkpoint, *arguments) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    texts = [expected(checkpoint, prompt, 6).replace(" ", "") for prompt in ("hello", "a", "question")]
+    assert [line["prompt"] for line in lines] == ["hello", "a", "question"]
+    assert [line["text"].replace(" ", "").replace("?", "") for line in lines] == [
+        text.replace("?", "") for text in texts
+    ]
+
+
+@pytest.fixture
+def draft(checkpoint, tmp_path):
+    write(tmp_path / "draft", "llama", seed=1)
+    return tmp_path / "draft"
+
+
+@pytest.mark.parametrize("way", ["draft", "itself", "lookup"])
+def test_speculation_gives_the_same_text(way, checkpoint, draft, tmp_path, capsys):
+    """Greedily; the model as its own draft guesses all tokens. With a prompt that is kept, too."""
+    arguments = {
+        "draft": ["--draft", draft],
+        "itself": ["--draft", checkpoint],
+        "lookup": ["--prompt-lookup", 3],
+    }[way]
+    text = expected(checkpoint, "abcabcabc", 40)
+    for _ in range(2):
+        kept = ["--prompt-cache", tmp_path / "prompt.safetensors"]
+        assert run(checkpoint, "--raw", "-p", "abcabcabc", "--max-tokens", 40, *arguments, *kept) == 0
+        out, err = capsys.readouterr()
+        assert out == text + "\n"
+        accepted, guessed = (int(err.splitlines()[-1].split()[i]) for i in (0, 2))
+        assert 0 <= accepted <= guessed and guessed > 0
+        assert way != "itself" or guessed - accepted <= 1  # the last guess is one too many
+
+
+def test_a_prompt_is_computed_once(checkpoint, tmp_path, capsys, monkeypatch):
+    """In a second call that begins alike, only the rest; the text is that of one call."""
+    monkeypatch.setattr(kept_prompts, "_WORTH", 40)
+    file, counts = tmp_path / "prompt.safetensors", []
+    own = transformers.MixtralModel.forward
+
+    def counted(self, input_ids=None, **kwargs):
+        counts.append(input_ids.shape[1])
+        return own(self, input_ids=input_ids, **kwargs)
+
+    monkeypatch.setattr(transformers.MixtralModel, "forward", counted)
+    document = "thequickbrownfoxjumpsoverthelazydog" * 3
+    written = []
+    for question, computed in (("why", 108), ("who", 1), ("when", 2)):
+        text = expected(checkpoint, document + question)
+        del counts[:]
+        arguments = ["--raw", "-p", document + question, "--max-tokens", 12, "--prompt-cache", file]
+        assert run(checkpoint, *arguments) == 0
+        assert capsys.readouterr().out == text + "\n"
+        assert counts[0] == computed
+        written.append(file.stat().st_mtime_ns)
+    assert len({*written}) == 1  # little was new
+
+
+def damaged(file):
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 1
+    file.write_bytes(content)
+    return "is damaged: its checksum is another; it is ignored"
+
+
+def truncated(file):
+    file.write_bytes(file.read_bytes()[:-50])
+    return "is damaged or no cache of a prompt"
+
+
+def something_else(file):
+    file.write_text("my notes")
+    return "is damaged or no cache of a prompt"
+
+
+@pytest.mark.parametrize("change", [damaged, truncated, something_else, None])
+def test_a_file_that_is_no_cache_for_the_model_is_named_and_ignored(change, checkpoint, tmp_path, capsys):
+    file = tmp_path / "prompt.safetensors"
+    arguments = ["--raw", "-p", "hello", "--max-tokens", 12, "--prompt-cache", file]
+    other = tmp_path / "other"
+    write(other, seed=5)
+    assert run(checkpoint, *arguments) == 0
+    message = (
+        "is for another model: another one, where this one is needed" if change is None else change(file)
+    )
+    asked = other if change is None else checkpoint
+    before = file.read_bytes()
+    capsys.readouterr()
+    assert run(asked, *arguments) == 0
+    out, err = capsys.readouterr()
+    assert out == expected(asked, "hello") + "\n"
+    assert f"torch-moe-mps: {file} {message}" in err and "ignored" in err
+    if change in (truncated, something_else):
+        assert file.read_bytes() == before and "is no cache of a prompt; it is left as it is" in err
+    else:
+        assert file.read_bytes() != before
+
+
+def test_a_full_disk_does_not_lose_the_answer(checkpoint, tmp_path, capsys):
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        file = tmp_path / "prompt.safetensors"
+        assert run(checkpoint, "--raw", "-p", "hello", "--max-tokens", 12, "--prompt-cache", file) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    out, err = capsys.readouterr()
+    assert out == expected(checkpoint, "hello") + "\n" and not [*tmp_path.iterdir()]
+    assert f"the prompt is not kept in {file}: " in err and "File too large" in err
+
+
+def test_bad_input_is_one_line(checkpoint, tmp_path, capsys, monkeypatch):
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    hello = ["-p", "hello"]
+    for arguments, message in (
+        ([], "stdin must be in UTF-8: "),
+        (["--prompts", tmp_path / "latin.txt"], "latin.txt must be in UTF-8: "),
+        (["--prompts", tmp_path / "empty.txt"], "empty.txt has no prompt"),
+        (["--prompts", tmp_path / "none.txt"], "No such file or directory"),
+        (
+            ["--prompts", tmp_path / "empty.txt", *hello],
+            "--prompt and --prompts are two ways to give prompts",
+        ),
+        (["--raw", "-p", "a" * 256], "the prompt must have fewer than the model's 256 tokens, got 256"),
+        ([*hello, "--image", tmp_path / "cat.png"], "--image must be a file, got "),
+        ([*hello, "--image", tmp_path / "empty.txt"], "--image is for a model that takes images, got "),
+        (
+            [*hello, "--raw", "--system-prompt", "a"],
+            "--system-prompt is for a chat template, and none is used",
+        ),
+        ([*hello, "--draft", "a", "--prompt-lookup", 3], "--draft and --prompt-lookup are two ways to guess"),
+        ([*hello, "--prompt-lookup", 0], "--prompt-lookup must be at least 1 token, got 0"),
+        ([*hello, "--prompt-cache", tmp_path], "--prompt-cache must be a file that can be written"),
+        ([*hello, "--set", "max_tokens=3"], "--set must name arguments of generate(), got max_tokens"),
+    ):
+        assert run(checkpoint, *arguments) == 1
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("torch-moe-mps: error: ") and message in error
+
+
+def test_states_that_cannot_be_cut_take_no_guesses(tmp_path, capsys):
+    write(tmp_path / "next", "qwen3_next")
+    assert run(tmp_path / "next", "-p", "a", "--prompt-lookup", 3) == 1
+    assert "are for a model whose cache can be cut, got the recurrent states of" in capsys.readouterr().err
+
+
+def test_a_pipe_that_is_closed_ends_it_quietly(checkpoint):
+    """As `| head -c 1` does."""
+    arguments = ["generate", str(checkpoint), "-p", "hello", "--max-tokens", "200", "--device", "cpu"]
+    command = [sys.executable, "-m", "torch_moe_mps", *arguments]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment() | {"OMP_NUM_THREADS": "1"}
+    )
+    os.read(process.stdout.fileno(), 1)
+    process.stdout.close()
+    errors = process.stderr.read().decode()
+    assert process.wait(60) == 128 + signal.SIGPIPE and "error" not in errors.lower()

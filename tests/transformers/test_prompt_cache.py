@@ -1,0 +1,128 @@
+"""Caches that are cut, written and read: the model computes from them what it computes anew, bit for bit."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from support import tiny_models
+from transformers import DynamicCache, StaticCache
+
+import torch_moe_mps
+from torch_moe_mps.transformers.prompt_cache import (
+    can_be_cut,
+    fingerprint,
+    kept_states,
+    load_with_states,
+    new_cache,
+    prefix,
+)
+
+# {kind of cache: architecture, its sizes, kv_bits, whether it can be cut anywhere}
+KINDS = {
+    "growing": ("qwen3_moe", {}, None, True),
+    "8 bits": ("qwen3_moe", {"head_dim": 32}, 8, True),
+    "windows": ("gpt_oss", {"sliding_window": 24}, None, False),
+    "windows, 8 bits": ("gpt_oss", {"sliding_window": 24, "head_dim": 32}, 8, False),
+    "latents": ("deepseek_v3", {}, None, True),
+    "latents, 8 bits": ("deepseek_v3", {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "head_dim": 32}, 8, True),
+    "indexed": ("glm_moe_dsa", {}, None, True),
+    "shared": ("gemma4", {"sliding_window": 24}, None, False),
+    "recurrent": ("qwen3_next", {}, None, False),
+    "convolutions": ("lfm2_moe", {}, None, False),
+    "state space": ("granitemoehybrid", {}, None, False),
+}
+PIECES, LATER = (16, 16, 14), (3, *[1] * 8)
+IDS = torch.randint(2, 26, (1, 80), generator=torch.Generator().manual_seed(0))
+
+
+def model_of(kind: str):
+    architecture, sizes, bits, _ = KINDS[kind]
+    model = tiny_models.tiny_model(architecture, **sizes)
+    torch_moe_mps.accelerate(model, kv_bits=bits)
+    return model
+
+
+@torch.no_grad()
+def read(model, cache, pieces, start: int = 0) -> torch.Tensor:
+    """The logits of the last piece."""
+    for size in pieces:
+        ids = IDS[:, start : start + size]
+        logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+        start += size
+    return logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefixes_and_files(kind, tmp_path):
+    """A cache that went on is cut to 32 and to 46 tokens; it is written, and read whole and cut."""
+    model = model_of(kind)
+    cache, states, start = new_cache(model), {}, 0
+    for index, size in enumerate(PIECES):
+        read(model, cache, (size,), start)
+        start += size
+        if index and (kept := kept_states(cache)):
+            states[start] = kept
+    read(model, cache, LATER, start)
+    end = start + sum(LATER)
+    assert all(map(can_be_cut, cache.layers)) == KINDS[kind][3] == (not states)
+    torch_moe_mps.save_prompt_cache(tmp_path / "x", model, IDS[:, :end], cache, states)
+    ids, read_cache, read_states = load_with_states(tmp_path / "x", model)
+    assert torch.equal(ids, IDS[:, :end]) and read_states.keys() == states.keys()
+    for tokens, pieces in ((32, PIECES[:2]), (46, PIECES), (end, (*PIECES, *LATER))):
+        fresh = new_cache(model)
+        read(model, fresh, pieces)
+        expected = read(model, fresh, (2, 1), tokens)
+        for whole, kept in ((cache, states), (read_cache, read_states)):
+            cut = prefix(whole, tokens, kept | {end: kept_states(whole)})
+            assert cut.get_seq_length() == tokens
+            assert torch.equal(read(model, cut, (2, 1), tokens), expected)
+    assert torch.equal(read(model, cache, (2,), end), read(model, read_cache, (2,), end))
+
+
+def test_a_file_is_for_one_model(tmp_path):
+    """Of other weights, bits, a later version, or damaged; nothing but a cache of its length is written."""
+    model, file = model_of("growing"), tmp_path / "x.safetensors"
+    cache = new_cache(model)
+    read(model, cache, (8,))
+    torch_moe_mps.save_prompt_cache(file, model, IDS[0, :8], cache)
+    ids, loaded = torch_moe_mps.load_prompt_cache(file, model)
+    more = torch.cat((ids, IDS[:, 8:12]), 1)
+    given = {"attention_mask": torch.ones_like(more), "max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(more, past_key_values=loaded, **given), model.generate(more, **given))
+    assert fingerprint(model) == fingerprint(model_of("growing"))
+
+    def message() -> str:
+        with pytest.raises(ValueError) as raised:
+            torch_moe_mps.load_prompt_cache(file, model)
+        return str(raised.value)
+
+    with torch.no_grad():
+        weight = model.model.layers[1].self_attn.q_proj.weight
+        kept, weight[0, 0] = weight[0, 0].clone(), 5.0
+        assert message() == f"{file} is for another model: another one, where this one is needed"
+        weight[0, 0] = kept
+    torch_moe_mps.accelerate(model, kv_bits=8)
+    assert message() == f"{file} is for another kv_bits: None, where 8 is needed"
+    model = model_of("growing")
+    with safe_open(file, "pt") as stored:
+        key = json.loads(stored.metadata()["key"])
+    content = file.read_bytes()
+    version = key["torch_moe_mps"].encode()
+    file.write_bytes(content.replace(b'torch_moe_mps\\": \\"' + version, b'torch_moe_mps\\": \\"9.9.9'))
+    assert "is for another torch_moe_mps: " in message()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert message() == f"{file} is damaged: its checksum is another"
+    for broken in (content[:-9], content[:30], b"", b"notes"):
+        file.write_bytes(broken)
+        assert message().startswith(f"{file} is damaged or no cache of a prompt: ")
+    with pytest.raises(ValueError, match=r"x\.safetensors is no cache of a prompt; it is left as it is"):
+        torch_moe_mps.save_prompt_cache(file, model, IDS[:, :8], cache)
+    assert file.read_bytes() == b"notes"
+    with pytest.raises(FileNotFoundError, match="nowhere is no file"):
+        torch_moe_mps.load_prompt_cache(tmp_path / "nowhere", model)
+    for wrong in (DynamicCache(), StaticCache(model.config, max_cache_len=8)):
+        with pytest.raises(
+            ValueError, match=f"cache must be a DynamicCache of 8, got a {type(wrong).__name__}"
+        ):
+            torch_moe_mps.save_prompt_cache(tmp_path / "y", model, IDS[:, :8], wrong)

@@ -1,0 +1,143 @@
+"""`generate MODEL --prompt TEXT`: one answer, or one for each line of a file. Only answers go to stdout."""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .generating import Generating
+from .prompts import Prompts, machine_memory
+from .settings import settings_of
+from .sources import check_writable, context_of, folder_of, load, processes, tokenizer_of, usable_device
+from .speculation import check_speculation, speculation_of
+
+
+def run(options: argparse.Namespace) -> None:
+    """Raises: ValueError, OSError, RuntimeError with one line that says what is wrong."""
+    if processes() > 1:
+        raise ValueError("generate is for one process, got a pipeline of several")
+    check_speculation(options)
+    settings = {"max_new_tokens": options.max_tokens, **settings_of(options.set)}
+    prompts = _prompts(options)
+    check_writable("--prompt-cache", options.prompt_cache)
+    device = usable_device(options.device)
+    folder = folder_of(options.model, options.revision)
+    reader = _processor(options, folder) if options.image else tokenizer_of(folder, options.trust_remote_code)
+    inputs = [_inputs(options, reader, some) for some in _batches(prompts, options)]
+    model = load(options, folder, device)
+    longest, limit = max(batch["input_ids"].shape[1] for batch in inputs), context_of(model.config)
+    if longest >= limit:
+        raise ValueError(f"the prompt must have fewer than the model's {limit} tokens, got {longest}")
+    kept = Prompts(machine_memory(), file=options.prompt_cache)
+    generating = Generating(model, kept, speculation_of(options, model, folder, device))
+    if options.prompts is None:
+        _stream(generating, reader, inputs[0].to(model.device), settings)
+        kept.write(model)
+    else:
+        for some, batch in zip(_batches(prompts, options), inputs, strict=True):
+            start = batch["input_ids"].shape[1]
+            answers = generating.generate(**batch.to(model.device), **settings)[:, start:]
+            for prompt, answer in zip(some, answers, strict=True):
+                text = reader.decode(answer, skip_special_tokens=True)
+                print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False), flush=True)
+    if generating.speculation is not None:
+        print(generating.speculation, file=sys.stderr)
+
+
+def _prompts(options: argparse.Namespace) -> list[str]:
+    """The prompts of the argument, of a file, or of stdin."""
+    given = [name for name, value in (("--prompt", options.prompt), ("--prompts", options.prompts)) if value]
+    if len(given) > 1:
+        raise ValueError("--prompt and --prompts are two ways to give prompts; leave one out")
+    if options.prompt is not None:
+        return [options.prompt]
+    if options.prompts is None and sys.stdin.isatty():
+        raise ValueError("a prompt is needed: --prompt, --prompts or stdin")
+    if options.prompts is not None and (options.image or options.prompt_cache):
+        raise ValueError("--image and --prompt-cache are for one prompt, got --prompts")
+    try:
+        if options.prompts is None:
+            texts = [sys.stdin.buffer.read().decode("utf-8")]
+        else:
+            texts = Path(options.prompts).read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{options.prompts or 'stdin'} must be in UTF-8: {error}") from None
+    if not any(text.strip() for text in texts):
+        raise ValueError(f"{options.prompts or 'stdin'} has no prompt")
+    return [text for text in texts if text.strip()]
+
+
+def _batches(prompts: list[str], options: argparse.Namespace) -> list[list[str]]:
+    """Assisted generation takes one sequence."""
+    size = 1 if options.draft or options.prompt_lookup else options.batch
+    return [prompts[start : start + size] for start in range(0, len(prompts), size)]
+
+
+def _inputs(options: argparse.Namespace, reader: Any, prompts: list[str]) -> Any:
+    """The arguments of `generate`, padded on the left."""
+    tokenizer = getattr(reader, "tokenizer", reader)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    tokenizer.padding_side = "left"
+    template = getattr(reader, "chat_template", None)
+    if options.image and not template:
+        raise ValueError(
+            f"--image is for a model with a chat template that takes images, got {options.model}"
+        )
+    if options.raw or not template:
+        if options.system_prompt:
+            raise ValueError("--system-prompt is for a chat template, and none is used")
+        return tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
+    system = [{"role": "system", "content": options.system_prompt}] if options.system_prompt else []
+    chats = [[*system, {"role": "user", "content": _content(options, prompt)}] for prompt in prompts]
+    return reader.apply_chat_template(
+        chats, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", padding=True
+    )
+
+
+def _content(options: argparse.Namespace, prompt: str) -> Any:
+    if not options.image:
+        return prompt
+    return [*({"type": "image", "path": file} for file in options.image), {"type": "text", "text": prompt}]
+
+
+def _processor(options: argparse.Namespace, folder: str) -> Any:
+    from transformers import AutoProcessor
+
+    for file in options.image:
+        if not Path(file).is_file():
+            raise ValueError(f"--image must be a file, got {file}")
+    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+    if not hasattr(processor, "image_processor"):
+        raise ValueError(f"--image is for a model that takes images, got {options.model}")
+    return processor
+
+
+def _stream(generating: Generating, reader: Any, inputs: Any, settings: dict[str, Any]) -> None:
+    """Writes the answer while it is generated, and its speed to stderr."""
+    from transformers import TextStreamer
+
+    class Timed(TextStreamer):
+        tokens, first = 0, 0.0
+
+        def put(self, value: torch.Tensor) -> None:
+            if not self.next_tokens_are_prompt:
+                self.tokens += value.numel()
+                self.first = self.first or time.perf_counter()
+            is_several = value.numel() > 1 and not self.next_tokens_are_prompt
+            for token in value.split(1) if is_several else [value]:
+                super().put(token)
+
+    start = time.perf_counter()
+    streamer = Timed(getattr(reader, "tokenizer", reader), skip_prompt=True, skip_special_tokens=True)
+    generating.generate(**inputs, **settings, streamer=streamer)
+    prompt, seconds = inputs["input_ids"].shape[1], time.perf_counter() - streamer.first
+    rate = f", then {(streamer.tokens - 1) / seconds:.1f} tokens/s" if streamer.tokens > 1 else ""
+    print(
+        f"{prompt} tokens of prompt in {streamer.first - start:.1f} s, {streamer.tokens} generated{rate}",
+        file=sys.stderr,
+    )

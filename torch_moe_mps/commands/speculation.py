@@ -1,0 +1,92 @@
+"""--draft and --prompt-lookup: tokens are guessed and verified together, in ways that transformers has."""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from .sources import folder_of, loading_options, processes, tokenizer_of
+
+
+class Speculation:
+    """Counts what `generate` guesses and accepts.
+
+    Args:
+        arguments: of `generate`.
+    """
+
+    def __init__(self, arguments: dict[str, Any]):
+        self.arguments, self.guessed, self.accepted = arguments, 0, 0
+
+    @property
+    def acceptance(self) -> float | None:
+        """The share of the guessed tokens that were accepted."""
+        return self.accepted / self.guessed if self.guessed else None
+
+    def __str__(self) -> str:
+        share = "" if self.acceptance is None else f" ({100 * self.acceptance:.0f} %)"
+        return f"{self.accepted} of {self.guessed} guessed tokens accepted{share}"
+
+    @contextmanager
+    def counting(self, model: Any) -> Iterator[None]:
+        """Counts what the model's `generate` does in the block."""
+        own = model._get_candidate_generator
+
+        def counted(*given: Any, **named: Any) -> Any:
+            generator = own(*given, **named)
+            guess, update = generator.get_candidates, generator.update_candidate_strategy
+
+            def get_candidates(ids: Any, *others: Any, **more: Any) -> Any:
+                found = guess(ids, *others, **more)
+                self.guessed += found[0].shape[1] - ids.shape[1]
+                return found
+
+            def update_candidate_strategy(ids: Any, scores: Any, matches: Any) -> Any:
+                self.accepted += int(matches)
+                return update(ids, scores, matches)
+
+            generator.get_candidates = get_candidates
+            generator.update_candidate_strategy = update_candidate_strategy
+            return generator
+
+        model._get_candidate_generator = counted
+        try:
+            yield
+        finally:
+            del model._get_candidate_generator
+
+
+def check_speculation(options: argparse.Namespace) -> None:
+    """Raises: ValueError for options that exclude each other, before anything is loaded."""
+    if options.prompt_lookup is not None and options.prompt_lookup < 1:
+        raise ValueError(f"--prompt-lookup must be at least 1 token, got {options.prompt_lookup}")
+    if options.draft is not None and options.prompt_lookup is not None:
+        raise ValueError("--draft and --prompt-lookup are two ways to guess tokens; leave one out")
+    if processes() > 1 and (options.draft or options.prompt_lookup):
+        raise ValueError("--draft and --prompt-lookup are for one process, got a pipeline of several")
+
+
+def speculation_of(options: argparse.Namespace, model: Any, folder: str, device: str) -> Speculation | None:
+    """What the options ask for; None for nothing.
+
+    Raises: ValueError for a model whose states cannot be cut back to the tokens that were accepted.
+    """
+    if options.draft is None and options.prompt_lookup is None:
+        return None
+    if model._is_stateful:
+        expected = "a model whose cache can be cut"
+        raise ValueError(
+            f"--draft and --prompt-lookup are for {expected}, got the recurrent states of {folder}"
+        )
+    if options.draft is None:
+        return Speculation({"prompt_lookup_num_tokens": options.prompt_lookup})
+    from ..transformers.checkpoints.loading import from_pretrained
+
+    draft_folder = folder_of(options.draft)
+    draft = from_pretrained(draft_folder, device_map=device, **loading_options(options))
+    arguments: dict[str, Any] = {"assistant_model": draft}
+    own, other = (tokenizer_of(name, options.trust_remote_code) for name in (folder, draft_folder))
+    sizes = {part.config.get_text_config().vocab_size for part in (model, draft)}
+    if own.get_vocab() != other.get_vocab() or len(sizes) > 1:
+        arguments |= {"tokenizer": own, "assistant_tokenizer": other}
+    return Speculation(arguments)
