@@ -43,6 +43,7 @@ QUANTIZED = (
     "linear_quantized",
     "mlp_quantized",
     "embedding_quantized",
+    "heads_quantized",
 )
 CACHE = "write_cache_quantized_"  # its check covers reading a cache in 8 bits, too
 SECONDS = 3.0  # for the check in accelerate(), without compiling; what is left is checked the next time

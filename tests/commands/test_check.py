@@ -42,12 +42,12 @@ def test_everything_is_built_and_compared(few, capsys):
 
 
 def test_a_broken_state_makes_it_fail(few, capsys, monkeypatch):
-    """What gated_delta_rule_ writes in place is compared, not only what it returns."""
+    """What linear_attention_ writes in place is compared, not only what it returns."""
     plain = selfcheck.packet
 
     def without_state(name):
         def call(**arguments):
-            if name == "gated_delta_rule_" and arguments["q"].device.type == "mps":
+            if name == "linear_attention_" and arguments["q"].device.type == "mps":
                 arguments["state_"] = arguments["state_"].clone()  # the caller's stays as it was
             return plain(name)(**arguments)
 
@@ -55,14 +55,14 @@ def test_a_broken_state_makes_it_fail(few, capsys, monkeypatch):
         return call
 
     monkeypatch.setattr(selfcheck, "packet", without_state)
-    monkeypatch.setattr(check, "OPERATORS", ["causal_conv1d_update_", "gated_delta_rule_"])
+    monkeypatch.setattr(check, "OPERATORS", ["causal_conv1d_update_", "linear_attention_"])
     with pytest.raises(SystemExit) as ended:
         main(ONE)
     assert ended.value.code == 1
     out = capsys.readouterr().out
-    assert "FAILED: gated_delta_rule_ (float32) differs (largest error " in out
+    assert "FAILED: linear_attention_ (float32) differs (largest error " in out
     (failure,) = report()["failures"]
-    assert failure["subject"] == "gated_delta_rule_"
+    assert failure["subject"] == "linear_attention_"
     assert failure["arguments"]["state_"].startswith("float32[2, 4, 16, 8]")
 
 

@@ -68,21 +68,24 @@ def attention() -> Calls:
     yield "writing a cache in 8 bits", partial(ops.write_cache_quantized_, states, packed, *groups, 7)
 
 
-def index() -> Calls:
-    for tokens in (1, 5):
-        memory, weights = tensor(1, 5000, 128), tensor(1, tokens, 32)
-        arguments = tensor(1, 32, tokens, 128).transpose(1, 2), memory[:, :4100], weights, 2048, 0.1
-        yield f"index_topk, {tokens} tokens", partial(ops.index_topk, *arguments)
-
-
-def gated_delta() -> Calls:
-    x, state = tensor(1, 1, 256).transpose(1, 2), tensor(1, 256, 4)
+def linear_attention() -> Calls:
+    x, state = tensor(1, 1, 256), tensor(1, 256, 4)
     yield "causal_conv1d_update_", partial(ops.causal_conv1d_update_, x, state, tensor(256, 4))
     qkv, gates = tensor(1, 1, 2 * 128 + 2 * 64), tensor(2, 1, 1, 2)
     q, k = (qkv[..., start : start + 128].view(1, 1, 1, 128) for start in (0, 128))
     v, state = qkv[..., 256:].view(1, 1, 2, 64), tensor(1, 2, 128, 64, dtype=torch.float32)
-    options = {"A_log": tensor(2), "beta_is_logit": True}
-    yield "gated_delta_rule_", partial(ops.gated_delta_rule_, q, k, v, *gates, state, 0.1, **options)
+    options = {"A_log": tensor(2), "decay": "softplus", "beta": gates[1], "beta_activation": "sigmoid"}
+    norm = {"gate": v, "norm_weight": tensor(64)}
+    yield "linear_attention_", partial(ops.linear_attention_, q, k, v, gates[0], state, 0.1, **options)
+    yield (
+        "linear_attention_ with its norm",
+        partial(ops.linear_attention_, q, k, v, gates[0], state, 0.1, **options, **norm),
+    )
+    q, v, g = tensor(1, 32, 1, 128), tensor(1, 32, 2, 64), tensor(1, 32, 2)
+    yield (
+        "linear_attention_ of a prompt with its norm: heads are fewer than cores",
+        partial(ops.linear_attention_, q, q, v, g, state, 0.1, gate=v, norm_weight=tensor(64)),
+    )
 
 
 def combine() -> Calls:
@@ -188,28 +191,28 @@ class TestEncoded(expecttest.TestCase):
             """\
 rms_norm of a slice
   rms_norm_f16 grid 6x1x1 of 512x1x1
-  0=A[0:24576] 1=B[1024:36864] 2=C[0:8192] 3=A[0:24576] 4=A[0:24576] 5=A[0:24576] 6=56 bytes
+  0=A[0:24576] 1=B[1024:36864] 2=C[0:8192] 3=A[0:24576] 4=A[0:24576] 5=A[0:24576] 6=64 bytes
 rms_norm of heads
   rms_norm_f16 grid 4x1x1 of 256x1x1
-  0=A[0:8192] 1=B[0:8192] 2=A[0:8192] 3=A[0:8192] 4=A[0:8192] 5=A[0:8192] 6=56 bytes
+  0=A[0:8192] 1=B[0:8192] 2=A[0:8192] 3=A[0:8192] 4=A[0:8192] 5=A[0:8192] 6=64 bytes
 rms_norm_gated
   rms_norm_gated_f16 grid 4x1x1 of 256x1x1
-  0=A[0:8192] 1=B[0:8192] 2=C[0:256] 3=D[0:8192] 4=D[0:8192] 5=D[0:8192] 6=56 bytes
+  0=A[0:8192] 1=B[0:8192] 2=C[0:256] 3=D[0:8192] 4=D[0:8192] 5=D[0:8192] 6=64 bytes
 fused_norm_add
   norm_add_f16 grid 6x1x1 of 512x1x1
-  0=A[0:24576] 1=A[0:24576] 2=B[0:8192] 3=C[0:24576] 4=C[0:24576] 5=C[0:24576] 6=56 bytes
+  0=A[0:24576] 1=A[0:24576] 2=B[0:8192] 3=C[0:24576] 4=C[0:24576] 5=C[0:24576] 6=64 bytes
 fused_norm_add_scalar
   norm_add_f16 grid 6x1x1 of 512x1x1
-  0=A[0:24576] 1=A[0:24576] 2=B[0:4096] 3=C[0:2] 4=D[0:24576] 5=D[0:24576] 6=56 bytes
+  0=A[0:24576] 1=A[0:24576] 2=B[0:4096] 3=C[0:2] 4=D[0:24576] 5=D[0:24576] 6=64 bytes
 fused_residual_norm
   residual_norm_f16 grid 300x1x1 of 128x1x1
-  0=A[0:1228800] 1=A[0:1228800] 2=B[0:4096] 3=C[0:1228800] 4=C[0:1228800] 5=D[0:1228800] 6=56 bytes
+  0=A[0:1228800] 1=A[0:1228800] 2=B[0:4096] 3=C[0:1228800] 4=C[0:1228800] 5=D[0:1228800] 6=64 bytes
 fused_residual_norm without the sum
   residual_norm_f16 grid 3x1x1 of 256x1x1
-  0=A[0:5120] 1=A[0:5120] 2=B[0:256] 3=C[0:5120] 4=C[0:5120] 5=C[0:5120] 6=56 bytes
+  0=A[0:5120] 1=A[0:5120] 2=B[0:256] 3=C[0:5120] 4=C[0:5120] 5=C[0:5120] 6=64 bytes
 fused_residual_norm_scalar
   residual_norm_f16 grid 6x1x1 of 512x1x1
-  0=A[0:24576] 1=A[0:24576] 2=B[0:4096] 3=C[0:4096] 4=D[0:24576] 5=D[0:24576] 6=56 bytes
+  0=A[0:24576] 1=A[0:24576] 2=B[0:4096] 3=C[0:4096] 4=D[0:24576] 5=D[0:24576] 6=64 bytes
 """,
         )
 
@@ -254,34 +257,27 @@ writing a cache in 8 bits
 """,
         )
 
-    def test_index(self):
+    def test_linear_attention(self):
         self.assertExpectedInline(
-            self.encoded(index),
-            """\
-index_topk, 1 tokens
-  index_scores_f16 grid 33x1x1 of 64x1x1
-  0=A[0:8192] 1=B[0:1280000] 2=C[0:64] 3=D[0:8192] 4=E[0:16400] 5=88 bytes
-  index_select_f16 grid 1x1x1 of 1024x1x1
-  0=E[0:16400] 1=D[0:8192] 2=D[0:8192] 3=88 bytes
-index_topk, 5 tokens
-  index_scores_f16 grid 33x5x1 of 64x1x1
-  0=A[0:40960] 1=B[0:1280000] 2=C[0:320] 3=D[0:40960] 4=E[0:82000] 5=88 bytes
-  index_select_f16 grid 5x1x1 of 1024x1x1
-  0=E[0:82000] 1=D[0:40960] 2=D[0:40960] 3=88 bytes
-""",
-        )
-
-    def test_gated_delta(self):
-        self.assertExpectedInline(
-            self.encoded(gated_delta),
+            self.encoded(linear_attention),
             """\
 causal_conv1d_update_
   causal_conv1d_update_f16 grid 4x1x1 of 64x1x1
   0=A[0:512] 1=B[0:2048] 2=C[0:2048] 3=D[0:512] 4=D[0:512] 5=64 bytes
-gated_delta_rule_
-  gated_delta_rule_f16 grid 2x2x1 of 256x1x1
-  0=A[0:768] 1=A[256:768] 2=A[512:768] 3=B[0:8] 4=B[4:8] 5=C[0:4] 6=D[0:256] 7=E[0:65536] 8=D[0:256]
-    9=D[0:256] 10=D[0:256] 11=76 bytes
+linear_attention_
+  delta_scan128_f16 grid 1x2x1 of 256x1x1
+  0=A[0:768] 1=A[256:768] 2=A[512:768] 3=B[0:8] 4=B[4:8] 5=C[0:4] 6=D[0:256] 7=D[0:256] 8=E[0:65536]
+    9=D[0:256] 10=D[0:256] 11=D[0:256] 12=280 bytes
+linear_attention_ with its norm
+  delta_scan128_f16 grid 1x2x1 of 256x1x1
+  0=A[0:768] 1=A[256:768] 2=A[512:768] 3=B[0:8] 4=B[4:8] 5=C[0:4] 6=D[0:256] 7=D[0:256] 8=E[0:65536]
+    9=D[0:256] 10=A[512:768] 11=F[0:128] 12=280 bytes
+linear_attention_ of a prompt with its norm: heads are fewer than cores
+  delta_scan128_f16 grid 1x2x1 of 256x1x1
+  0=A[0:8192] 1=A[0:8192] 2=B[0:8192] 3=C[0:128] 4=D[0:8192] 5=D[0:8192] 6=D[0:8192] 7=D[0:8192]
+    8=E[0:65536] 9=D[0:8192] 10=B[0:8192] 11=F[0:128] 12=280 bytes
+  rms_norm_gated_f16 grid 8x1x1 of 256x1x1
+  0=B[0:8192] 1=D[0:8192] 2=F[0:128] 3=D[0:8192] 4=D[0:8192] 5=D[0:8192] 6=64 bytes
 """,
         )
 
@@ -459,7 +455,7 @@ linear, normed, with a residual
     9=G[0:256]
 linear, normed, 4 tokens
   rms_norm_f16 grid 1x1x1 of 128x1x1
-  0=A[0:1024] 1=B[0:1024] 2=C[0:256] 3=A[0:1024] 4=A[0:1024] 5=A[0:1024] 6=56 bytes
+  0=A[0:1024] 1=B[0:1024] 2=C[0:256] 3=A[0:1024] 4=A[0:1024] 5=A[0:1024] 6=64 bytes
   matmul_rows_few_split_affine4_64_f16 grid 20x1x1 of 128x1x1
   0=A[0:1024] 1=D[0:20480] 2=E[0:1280] 3=F[0:1280] 4=A[0:1024] 5=A[0:1024] 6=G[0:2560] 7=A[0:1024] 8=92
     bytes 9=A[0:1024] 10=A[0:1024]

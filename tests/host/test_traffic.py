@@ -1,6 +1,7 @@
 """How many bytes kernels move: every access counts, cached or not."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -91,8 +92,9 @@ def test_gate_reads_the_router_once_for_four_tokens(simulated):
 def test_delta_moves_its_state_once(simulated):
     q, v, gate = tensor(1, 4, 2, 128), tensor(1, 4, 4, 128), tensor(1, 4, 4)
     state = tensor(1, 4, 128, 128, dtype=torch.float32)
-    dispatch = only_dispatch(simulated, lambda: ops.gated_delta_rule_(q, q, v, gate, gate, state, 0.1))
-    assert dispatch.buffers[7].bytes_read == dispatch.buffers[7].bytes_written == nbytes(state)
+    run = partial(ops.linear_attention_, q, q, v, gate, state, 0.1, beta=gate)
+    dispatch = only_dispatch(simulated, run)
+    assert dispatch.buffers[8].bytes_read == dispatch.buffers[8].bytes_written == nbytes(state)
 
 
 # Experts -----------------------------------------------------------------------------------------------

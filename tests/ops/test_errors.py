@@ -75,6 +75,19 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
     }
     plain = {"transposed": False, "tail": None}
     table = {
+        "heads_quantized": [
+            wrong(FLOATS, x=zeros(2, T, 4, I, dtype=integer)),
+            wrong("4-D", x=zeros(T, 4, I)),
+            wrong("of a last dimension of 32, the rows of a matrix", x=zeros(2, T, 4, 33)),
+            wrong("of a last dimension of 64, the columns of a matrix", x=zeros(2, T, 4, I), **plain),
+            wrong("3-D", packed=zeros(I, 8, dtype=integer)),
+            wrong("uint32 or int32", packed=zeros(4, I, 8)),
+            wrong("of shape [Hq, R, C * 4 / 32] = (4, 32, 8)", packed=zeros(3, I, 8, dtype=integer)),
+            wrong("of shape [Hq, R, C / 32] = (4, 32, 2)", scales=zeros(4, I, 1)),
+            wrong("a tensor for format affine4_32", biases=None),
+            wrong(NAME, format=""),
+            wrong("of shape [B, T, Hq, R] = (2, 3, 4, 6)", tail=zeros(2, T, 3, 6)),
+        ],
         "heads_mm": [
             wrong(FLOATS, x=zeros(2, T, 4, 16, dtype=integer)),
             wrong("4-D", x=zeros(T, 4, 16)),
@@ -87,20 +100,6 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("float32", tail=zeros(2, T, 4, 6, dtype=half)),
             wrong("4-D", tail=zeros(T, 4, 6)),
             wrong("of shape [B, T, Hq, R] = (2, 3, 4, 6)", tail=zeros(2, T, 3, 6)),
-        ],
-        "index_topk": [
-            wrong(FLOATS, q=zeros(2, T, 4, 16, dtype=integer)),
-            wrong("4-D", q=zeros(T, 4, 16)),
-            wrong("q's head dimension must be between 1 and 256, got 257", q=zeros(2, T, 4, 257)),
-            wrong("float32", k=zeros(2, 9, 16, dtype=half)),
-            wrong("3-D", k=zeros(9, 16)),
-            wrong("of shape [B, S, D] = (2, 9, 16)", k=zeros(2, 9, 17)),
-            wrong("of shape [B, T, Hi] = (2, 3, 4)", weights=zeros(2, T, 5)),
-            wrong(FLOATS, weights=zeros(2, T, 4, dtype=integer)),
-            wrong("top_k must be at least 1, got 0", top_k=0),
-            wrong("scale must be a number in the range of float32, got 1e+39", scale=1e39),
-            wrong("of shape [B, 2] = (2, 2)", key_range=zeros(3, 2, dtype=integer)),
-            wrong("int32", key_range=zeros(2, 2)),
         ],
         "expert_mm": [
             wrong(FLOATS, x=zeros(T, H, dtype=integer)),
@@ -291,6 +290,9 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("of shape [..., H] of input = (3, 64)", gate=zeros(T, H - 1)),
             wrong("of shape [H] = (64,)", weight=zeros(H - 1)),
             wrong(FLOATS, weight=zeros(H, dtype=integer)),
+            wrong("one of silu, sigmoid", activation="gelu"),
+            wrong("a divisor of the 64 columns, got 48", group=48),
+            wrong("a divisor of the 64 columns, got 0", group=0),
         ],
         "rope_tables": [
             wrong("one of pairs, halves, interleaved", layout="thirds"),
@@ -303,7 +305,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         ],
         "causal_conv1d_update_": [
             wrong("one of none, silu", activation="tanh"),
-            wrong(FLOATS, x=zeros(2, 6, T, dtype=short)),
+            wrong(FLOATS, x=zeros(2, T, 6, dtype=short)),
             wrong("3-D", x=zeros(6, T)),
             wrong("2-D", weight=zeros(6, 1, 4)),
             wrong("of shape [C, W] = (6, 4)", weight=zeros(5, 4)),
@@ -316,7 +318,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("of shape [C] = (6,)", bias=zeros(5)),
             wrong(FLOATS, bias=zeros(6, dtype=integer)),
         ],
-        "gated_delta_rule_": [
+        "linear_attention_": [
             wrong("4-D", q=zeros(2, T, 32)),
             wrong(FLOATS, q=zeros(2, T, 2, 16, dtype=short)),
             wrong("between 1 and 256 elements a head, got 257", q=zeros(2, T, 2, 257), k=zeros(2, T, 2, 257)),
@@ -332,7 +334,28 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("float32", state_=zeros(2, 4, 16, 8, dtype=half)),
             wrong("of shape [B, Hv, Dk, Dv] = (2, 4, 16, 8)", state_=zeros(2, 4, 8, 16)),
             wrong("free of expanded (stride-0) dimensions", state_=zeros(1, 4, 16, 8).expand(2, -1, -1, -1)),
-            wrong("dt_bias must be None without A_log, got shape (4,)", A_log=None),
+            wrong('A_log must be None with decay="log", and only then, got None', A_log=None),
+            wrong('A_log must be None with decay="log", and only then, got a tensor', decay="log"),
+            wrong("dt_bias must be None without A_log, got shape (4,)", A_log=None, decay="log"),
+            wrong("one of log, softplus, sigmoid, times_beta", decay="exp"),
+            wrong("one of none, sigmoid, softplus", beta_activation="silu"),
+            wrong("beta_activation must be none without beta, got sigmoid", beta=None),
+            wrong("beta_min must be None without beta", beta=None, beta_activation="none", beta_min=0.0),
+            wrong("one of silu, sigmoid", gate_activation="tanh"),
+            wrong('g must be None with decay="times_beta", and only then, got None', g=None),
+            wrong('g must be None with decay="times_beta"', decay="times_beta"),
+            wrong('beta must be given with decay="times_beta"', decay="times_beta", g=None, beta=None),
+            wrong('lower_bound must be given with decay="sigmoid", and only then', lower_bound=-1.0),
+            wrong('lower_bound must be given with decay="sigmoid", and only then', decay="sigmoid"),
+            wrong("g must be 1-D or 3-D", g=zeros(2, T, 4, 16), dt_bias=None, delta=False),
+            wrong("of shape [B, T, Hv, Dk] = (2, 3, 4, 16)", g=zeros(2, T, 4, 8)),
+            wrong("of shape [Hv] = (4,)", g=zeros(3)),
+            wrong("of shape [Hv, Dk] = (4, 16)", g=zeros(2, T, 4, 16)),
+            wrong(
+                "none or sigmoid where g has", g=zeros(2, T, 4, 16), dt_bias=None, beta_activation="softplus"
+            ),
+            wrong("of shape [Hv] = (4,)", skip=zeros(3)),
+            wrong("a number in the range of float32", beta_min=float("nan")),
             wrong("of shape [Hv] = (4,)", A_log=zeros(2)),
             wrong(FLOATS, dt_bias=zeros(4, dtype=integer)),
             wrong("a number in the range of float32", l2norm_eps=float("nan")),

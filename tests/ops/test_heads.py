@@ -1,8 +1,10 @@
-"""heads_mm against the float64 oracle."""
+"""heads_mm and heads_quantized against the float64 oracle."""
 
 import pytest
 import torch
+from support.oracles_experts import group_of
 from support.oracles_operators import checked
+from support.quantized_layers import ALL_FORMATS, each, random_quantized
 from support.values import DTYPES, numbers
 
 # B, T, Hq, rows, columns, tail: one of everything, odd sizes, latent attention's, no tokens, no rows.
@@ -52,3 +54,26 @@ def test_what_is_not_finite_stays_in_its_head(device):
     x[0, 1, 2, 3] = torch.nan
     out = torch.ops.moe_mps.heads_mm(x, weight, transposed=True)
     assert out[0, 1, 2].isnan().all() and not out[0, 0].isnan().any() and not out[0, 1, :2].isnan().any()
+
+
+@pytest.mark.parametrize("form", each(ALL_FORMATS))
+def test_formats(device, form):
+    """Rows of each head among others of a matrix; one token and several, both ways."""
+    columns, rows, heads = 3 * group_of(form), 10, 3
+    dtype = DTYPES[sum(map(ord, form)) % 3]
+    whole = random_quantized(1, heads * (rows + 3), columns, form, dtype, 0)
+    parts = [None if t is None else t[0].to(device).view(heads, rows + 3, -1)[:, 3:] for t in whole]
+    for tokens in (1, 3):
+        x = numbers(2, tokens, heads, rows, dtype=dtype).to(device)
+        tail = numbers(2, tokens, heads, 6, dtype=dtype).to(device)
+        checked("heads_quantized", x, *parts, form, transposed=True, tail=tail)
+        checked("heads_quantized", numbers(2, tokens, heads, columns, dtype=dtype).to(device), *parts, form)
+
+
+def test_scales_of_another_dtype(device):
+    """And rows that do not follow each other: right, from copies."""
+    parts = [t.to(device) for t in random_quantized(2, 12, 64, "affine4_32", torch.float32, 0)]
+    x = numbers(1, 1, 2, 6, dtype=torch.bfloat16).to(device)
+    for transposed in (False, True):
+        x = numbers(1, 1, 2, 6 if transposed else 64, dtype=torch.bfloat16).to(device)
+        checked("heads_quantized", x, *(t[:, ::2] for t in parts), "affine4_32", transposed=transposed)

@@ -29,8 +29,8 @@ moe_mps::attention(Tensor q, Tensor k, Tensor v, float scale, *, Tensor? mask=No
 moe_mps::write_cache_quantized_(Tensor states, Tensor(a1!) packed_, Tensor(a2!) scales_, Tensor(a3!)
     biases_, int start, Tensor? position=None) -> ()
 moe_mps::rms_norm(Tensor input, Tensor? weight, float eps, float weight_offset=0.) -> Tensor
-moe_mps::rms_norm_gated(Tensor input, Tensor gate, Tensor weight, float eps, float weight_offset=0.) ->
-    Tensor
+moe_mps::rms_norm_gated(Tensor input, Tensor gate, Tensor weight, float eps, float weight_offset=0., str
+    activation="silu", bool gate_first=False, int? group=None) -> Tensor
 moe_mps::fused_norm_add(Tensor residual, Tensor input, Tensor weight, float eps, float weight_offset=0.) ->
     Tensor
 moe_mps::fused_norm_add_scalar(Tensor residual, Tensor input, Tensor weight, Tensor scalar, float eps, float
@@ -52,15 +52,9 @@ moe_mps::moe_experts(Tensor x, Tensor gate_up, Tensor down, Tensor ids, Tensor w
     bool gated=True, bool interleaved=False, bool transposed=False, Tensor? shared_gate=None, Tensor?
     shared_out=None, Tensor? residual=None, bool gate_is_logit=False, Tensor? norm_weight=None, float
     norm_eps=9.9999999999999995e-07, float norm_offset=0.) -> Tensor
-moe_mps::causal_conv1d_update_(Tensor x, Tensor(a1!) conv_state_, Tensor weight, Tensor? bias=None, str
-    activation="silu") -> Tensor
-moe_mps::gated_delta_rule_(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a5!) state_, float
-    scale, *, float? l2norm_eps=None, Tensor? A_log=None, Tensor? dt_bias=None, bool beta_is_logit=False,
-    Tensor? gate=None, Tensor? norm_weight=None, float norm_eps=9.9999999999999995e-07, float
-    norm_offset=0.) -> Tensor
 moe_mps::heads_mm(Tensor x, Tensor weight, *, bool transposed=False, Tensor? tail=None) -> Tensor
-moe_mps::index_topk(Tensor q, Tensor k, Tensor weights, int top_k, float scale, *, Tensor? key_range=None)
-    -> Tensor
+moe_mps::heads_quantized(Tensor x, Tensor packed, Tensor scales, Tensor? biases, str format, *, bool
+    transposed=False, Tensor? tail=None) -> Tensor
 moe_mps::linear_quantized(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor? bias, str format,
     Tensor? residual=None, Tensor? order=None, Tensor? norm_weight=None, float
     norm_eps=9.9999999999999995e-07, float norm_offset=0.) -> Tensor
@@ -71,6 +65,13 @@ moe_mps::mlp_quantized(Tensor x, Tensor gate_up_packed, Tensor gate_up_scales, T
     norm_eps=9.9999999999999995e-07, float norm_offset=0.) -> Tensor
 moe_mps::embedding_quantized(Tensor ids, Tensor packed, Tensor scales, Tensor? biases, str format,
     ScalarType dtype) -> Tensor
+moe_mps::causal_conv1d_update_(Tensor x, Tensor(a1!) conv_state_, Tensor weight, Tensor? bias=None, str
+    activation="silu") -> Tensor
+moe_mps::linear_attention_(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor(a4!) state_, float scale, *,
+    Tensor? beta=None, bool delta=True, float? l2norm_eps=None, str decay="log", Tensor? A_log=None, Tensor?
+    dt_bias=None, float? lower_bound=None, str beta_activation="none", float? beta_min=None, Tensor?
+    skip=None, Tensor? gate=None, str gate_activation="silu", Tensor? norm_weight=None, float
+    norm_eps=9.9999999999999995e-07, float norm_offset=0.) -> Tensor
 moe_mps::expert_qmm(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor ids, str format, Tensor?
     bias=None) -> Tensor
 moe_mps::moe_experts_quantized(Tensor x, Tensor gate_up_packed, Tensor gate_up_scales, Tensor?

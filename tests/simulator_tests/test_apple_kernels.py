@@ -128,25 +128,30 @@ def cache(dtype: torch.dtype) -> Iterator[Call]:
         yield f"write_cache_quantized_ of {width}", call, {}, states.numel()
 
 
-def index(dtype: torch.dtype) -> Iterator[Call]:
-    q, k = on_device(1, 1, 32, 128, dtype=dtype), on_device(1, 512, 128, dtype=dtype)
-    call = functools.partial(torch.ops.moe_mps.index_topk, q, k, on_device(1, 1, 32), 64, 0.1)
-    yield "index_topk", call, {k: apple.Work("scores", 512 * 32 * 128)}, 512
-
-
-def gated_delta(dtype: torch.dtype) -> Iterator[Call]:
-    x, state = on_device(1, 8192, 1, dtype=dtype), on_device(1, 8192, 4, dtype=dtype)
-    call = functools.partial(
-        torch.ops.moe_mps.causal_conv1d_update_, x, state, on_device(8192, 4, dtype=dtype)
-    )
-    yield "causal_conv1d_update_", call, {}, x.numel()
-    q, v, gate = (on_device(1, 1, *shape, dtype=dtype) for shape in ((2, 128), (4, 128), (4,)))
-    state, per_head = on_device(1, 4, 128, 128), on_device(4, dtype=dtype)
-    options = {"l2norm_eps": 1e-6, "A_log": per_head, "dt_bias": per_head, "beta_is_logit": True}
-    call = functools.partial(torch.ops.moe_mps.gated_delta_rule_, q, q, v, gate, gate, state, 0.1, **options)
-    yield "gated_delta_rule_", call, {}, state.numel()
-    norm = {"gate": v, "norm_weight": on_device(128, dtype=dtype)}
-    yield "gated_delta_rule_ with its norm", functools.partial(call, **norm), {}, state.numel()
+def linear_attention(dtype: torch.dtype) -> Iterator[Call]:
+    """An element is one of the state, for one token."""
+    state = on_device(1, 8192, 4, dtype=dtype)
+    for tokens in (1, 16):
+        x = on_device(1, tokens, 8192, dtype=dtype)
+        call = functools.partial(
+            torch.ops.moe_mps.causal_conv1d_update_, x, state, on_device(8192, 4, dtype=dtype)
+        )
+        yield f"causal_conv1d_update_ of {tokens}", call, {}, x.numel()
+    run, state, per_head = torch.ops.moe_mps.linear_attention_, on_device(1, 2, 128, 128), on_device(2)
+    norm = {"gate_activation": "sigmoid", "norm_weight": on_device(128, dtype=dtype)}
+    rule = {"l2norm_eps": 1e-6, "A_log": per_head, "decay": "softplus", "beta_activation": "sigmoid"}
+    mamba = {"delta": False, "A_log": per_head, "decay": "times_beta", "beta_activation": "softplus"}
+    for tokens in (1, 48):
+        q, v, beta = (on_device(1, tokens, *shape, dtype=dtype) for shape in ((1, 128), (2, 128), (2,)))
+        g = on_device(1, tokens, 2, 128, dtype=dtype)
+        for name, decay, options in (
+            ("the delta rule", beta, rule),
+            ("the delta rule with its norm", beta, rule | norm | {"gate": v}),
+            ("a decay a channel", g, rule),
+            ("Mamba-2", None, mamba),
+        ):
+            call = functools.partial(run, q, q, v, decay, state, 0.1, beta=beta, **options)
+            yield f"linear_attention_ of {tokens}, {name}", call, {}, state.numel() * tokens
 
 
 def combine(dtype: torch.dtype) -> Iterator[Call]:
@@ -246,6 +251,7 @@ def quantised(dtype: torch.dtype, name: str) -> Iterator[Call]:
         yield layer(name, tokens, experts, slots, dtype, stack, name)
     norm = on_device(HIDDEN, dtype=dtype)
     yield layer(f"{name}, normed", 1, 32, 4, dtype, stack, name, norm_weight=norm)
+    yield from of_heads(dtype, torch.ops.moe_mps.heads_quantized, stack(4, 192, 512), name)
 
 
 # Calls, and the libraries whose kernels they dispatch; {} is a dtype.
@@ -254,8 +260,7 @@ GROUPS = {
     "rope": (rope, ["rope_{}"]),
     "attention": (attention, ["attention_{}", "attention_affine8_{}"]),
     "selected": (selected, ["attention_selected_{}", "attention_selected_affine8_{}"]),
-    "index": (index, ["index_{}"]),
-    "gated_delta": (gated_delta, ["gated_delta_{}"]),
+    "linear_attention": (linear_attention, ["linear_attention_{}"]),
     "combine": (combine, ["combine_{}"]),
     "routing": (routing, ["routing_{}", "bucket_i32", "bucket_i64"]),
     "dense": (dense, ["experts_{}"]),
@@ -264,7 +269,7 @@ GROUPS = {
     "mxfp4": (functools.partial(quantised, name="mxfp4"), ["quantized_mxfp4_{}"]),
 }
 # What the names of libraries start with; together they are all of them.
-KINDS = ["norms", "rope", "attention", "index", "gated_delta", "combine", "routing", "bucket", "experts"]
+KINDS = ["norms", "rope", "attention", "linear_attention", "combine", "routing", "bucket", "experts"]
 KINDS += [f"quantized_affine{bits}" for bits in (2, 3, 4, 5, 6, 8)]
 KINDS += ["quantized_mxfp4", "quantized_mxfp8", "quantized_nvfp4"]
 
@@ -397,7 +402,7 @@ class TestCosts(expecttest.TestCase):
 rms_norm
   rms_norm_bf16: 39.75 33.75 slots an element, 44 registers, 512/512/1024 threads
 rms_norm_gated
-  rms_norm_gated_bf16: 50.00 43.00 slots an element, 54 registers, 512/512/896 threads
+  rms_norm_gated_bf16: 54.50 47.50 slots an element, 62 registers, 512/512/832 threads
 fused_norm_add
   norm_add_bf16: 43.00 36.00 slots an element, 54 registers, 512/512/896 threads
 fused_residual_norm
@@ -495,26 +500,37 @@ not dispatched here
 """,
         )
 
-    def test_index(self):
+    def test_linear_attention(self):
         self.assertExpectedInline(
-            costs("index", "bf16"),
+            costs("linear_attention", "bf16"),
             """\
-index_topk
-  index_scores_bf16: 1.65 1.58 slots a MAC, 65.5 registers, 64/64/768 threads
-  index_select_bf16: 784.25 784.25 slots an element, 21 registers, 1024/1024/1024 threads
-""",
-        )
-
-    def test_gated_delta(self):
-        self.assertExpectedInline(
-            costs("gated_delta", "bf16"),
-            """\
-causal_conv1d_update_
-  causal_conv1d_update_bf16: 248.00 226.00 slots an element, 18 registers, 64/64/1024 threads
-gated_delta_rule_
-  gated_delta_rule_bf16: 42.45 41.73 slots an element, 70.5 registers, 256/512/704 threads
-gated_delta_rule_ with its norm
-  gated_delta_rule_bf16: 40.86 40.09 slots an element, 70.5 registers, 512/512/704 threads
+causal_conv1d_update_ of 1
+  causal_conv1d_update_bf16: 253.00 231.00 slots an element, 21 registers, 64/64/1024 threads
+causal_conv1d_update_ of 16
+  causal_conv1d_update_bf16: 119.12 110.25 slots an element, 21 registers, 64/64/1024 threads
+linear_attention_ of 1, the delta rule
+  delta_scan128_bf16: 25.40 24.28 slots an element, 97 registers, 256/512/512 threads
+linear_attention_ of 1, the delta rule with its norm
+  delta_scan128_bf16: 25.55 24.39 slots an element, 97 registers, 512/512/512 threads
+linear_attention_ of 1, a decay a channel
+  channel_scan128_bf16: 25.95 24.83 slots an element, 99.5 registers, 256/512/512 threads
+linear_attention_ of 1, Mamba-2
+  plain_scan128_bf16: 23.53 22.40 slots an element, 96 registers, 256/512/512 threads
+linear_attention_ of 48, the delta rule
+  delta_scan128_bf16: 7.52 7.28 slots an element, 97 registers, 256/512/512 threads
+linear_attention_ of 48, the delta rule with its norm
+  delta_scan128_bf16: 7.52 7.28 slots an element, 97 registers, 256/512/512 threads
+linear_attention_ of 48, a decay a channel
+  channel_scan128_bf16: 8.13 7.89 slots an element, 99.5 registers, 256/512/512 threads
+linear_attention_ of 48, Mamba-2
+  plain_scan128_bf16: 5.70 5.46 slots an element, 96 registers, 256/512/512 threads
+not dispatched here
+  channel_scan256_bf16: 99.5 registers, -/512/512 threads
+  channel_scan64_bf16: 99.5 registers, -/512/512 threads
+  delta_scan256_bf16: 97 registers, -/512/512 threads
+  delta_scan64_bf16: 97 registers, -/512/512 threads
+  plain_scan256_bf16: 96 registers, -/512/512 threads
+  plain_scan64_bf16: 96 registers, -/512/512 threads
 """,
         )
 
@@ -637,6 +653,14 @@ affine4_64, 256 tokens, 4 of 32
 affine4_64, normed, 1 tokens, 4 of 32
   matmul_rows_normed_affine4_64_bf16: 7.27 6.17 slots a MAC, 44.5 registers, 64/384/1024 threads
   expert_down_affine4_64_bf16: 5.59 5.01 slots a MAC, 51 registers, 128/384/1024 threads
+queries of latents, 1 tokens
+  heads_columns_affine4_64_bf16: 6.77 6.56 slots a MAC, 45.5 registers, 256/384/1024 threads
+values of latents, 1 tokens
+  heads_rows_affine4_64_bf16: 5.24 4.65 slots a MAC, 43.5 registers, 64/384/1024 threads
+queries of latents, 2 tokens
+  heads_columns_few_affine4_64_bf16: 4.91 4.76 slots a MAC, 65 registers, 256/384/768 threads
+values of latents, 2 tokens
+  heads_rows_few_affine4_64_bf16: 4.05 3.50 slots a MAC, 68 registers, 64/384/768 threads
 not dispatched here
   embedding_rows_affine4_64_bf16: 35 registers, -/-/1024 threads
   gemm16_split_affine4_64_bf16: 91 registers, -/384/576 threads
@@ -667,6 +691,14 @@ affine8_64, 256 tokens, 4 of 32
 affine8_64, normed, 1 tokens, 4 of 32
   matmul_rows_normed_affine8_64_bf16: 7.53 6.44 slots a MAC, 50.5 registers, 64/384/1024 threads
   expert_down_affine8_64_bf16: 5.86 5.28 slots a MAC, 57 registers, 128/384/832 threads
+queries of latents, 1 tokens
+  heads_columns_affine8_64_bf16: 6.96 6.75 slots a MAC, 46.5 registers, 256/384/1024 threads
+values of latents, 1 tokens
+  heads_rows_affine8_64_bf16: 5.51 4.91 slots a MAC, 49.5 registers, 64/384/1024 threads
+queries of latents, 2 tokens
+  heads_columns_few_affine8_64_bf16: 5.00 4.85 slots a MAC, 66 registers, 256/384/768 threads
+values of latents, 2 tokens
+  heads_rows_few_affine8_64_bf16: 4.16 3.61 slots a MAC, 72.5 registers, 64/384/640 threads
 not dispatched here
   embedding_rows_affine8_64_bf16: 43 registers, -/-/1024 threads
   gemm16_split_affine8_64_bf16: 99 registers, -/384/512 threads
@@ -697,6 +729,14 @@ mxfp4, 256 tokens, 4 of 32
 mxfp4, normed, 1 tokens, 4 of 32
   matmul_rows_normed_mxfp4_bf16: 8.38 7.34 slots a MAC, 40.5 registers, 64/384/1024 threads
   expert_down_mxfp4_bf16: 6.67 6.15 slots a MAC, 46.5 registers, 128/384/1024 threads
+queries of latents, 1 tokens
+  heads_columns_mxfp4_bf16: 8.42 8.33 slots a MAC, 44 registers, 256/384/1024 threads
+values of latents, 1 tokens
+  heads_rows_mxfp4_bf16: 6.35 5.82 slots a MAC, 39 registers, 64/384/1024 threads
+queries of latents, 2 tokens
+  heads_columns_few_mxfp4_bf16: 5.73 5.65 slots a MAC, 63.5 registers, 256/384/832 threads
+values of latents, 2 tokens
+  heads_rows_few_mxfp4_bf16: 4.28 3.77 slots a MAC, 62 registers, 64/384/832 threads
 not dispatched here
   embedding_rows_mxfp4_bf16: 35 registers, -/-/1024 threads
   gemm16_split_mxfp4_bf16: 85 registers, -/384/576 threads

@@ -24,7 +24,9 @@ from simulator.errors import ShaderError
 from support.processes import REPOSITORY
 
 SHADERS = REPOSITORY / "torch_moe_mps" / "shaders"
-LIBRARIES = [f"{file}_f16" for file in ("attention", "combine", "experts", "gated_delta", "norms", "rope")]
+LIBRARIES = [
+    f"{file}_f16" for file in ("attention", "combine", "experts", "linear_attention", "norms", "rope")
+]
 LIBRARIES += ["routing_f16"]
 LIBRARIES += ["bucket_i32", "quantized_affine4_64_f16", "quantized_affine3_32_bf16", "quantized_nvfp4_f32"]
 LIBRARIES += ["tensor_units_affine4_64_f16"]

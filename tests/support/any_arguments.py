@@ -105,7 +105,10 @@ def rms_norm(d):
 
 @strategy
 def rms_norm_gated(d):
-    return norm(d, "input", "gate")
+    arguments = norm(d, "input", "gate")
+    width = arguments["input"].shape[-1]
+    group = d.one(None, *(n for n in (1, width // 2, width) if n and width % n == 0))
+    return arguments | {"activation": d.one("silu", "sigmoid"), "gate_first": d.flag(), "group": group}
 
 
 @strategy
@@ -309,6 +312,13 @@ def heads_mm(d):
 
 
 @strategy
+def heads_quantized(d):
+    form = d.one(*ALL_FORMATS)
+    (heads_, rows, columns), around = heads(d, d.one(*columns_of(form)))
+    return {**around, "format": form, **weight(d, "", heads_, rows, columns, form)}
+
+
+@strategy
 def expert_mm(d):
     (tokens, slots, experts, hidden, rows), around, _ = layer_of_experts(d, (32, 7, 64, 100, 65, 200))
     dtype, transposed = around["x"].dtype, d.flag()
@@ -487,20 +497,6 @@ def attention(d):
 
 
 @strategy
-def index_topk(d):
-    batch, tokens, heads, width = d.one(1, 2, 0), d.one(1, 2, 5, 0), d.one(2, 1, 17, 0), d.one(16, 30, 1)
-    keys, dtype = d.one(40, 1, 9, 150, 0), d.dtype()
-    return {
-        "q": d.values(batch, tokens, heads, width, dtype=dtype),
-        "k": d.values(batch, keys, width, dtype=dtype),
-        "weights": d.values(batch, tokens, heads, dtype=d.dtype()),
-        "top_k": d.one(5, 1, 64, 2048),
-        "scale": d.one(width**-0.5, 1.0),
-        "key_range": d.maybe(lambda: key_range(d, batch, keys)),
-    }
-
-
-@strategy
 def write_cache_quantized_(d):
     batch, heads, tokens, width = d.one(1, 2, 0), d.one(1, 2), d.one(1, 3, 0), d.one(64, 32, 192)
     room, group, dtype = tokens + d.one(2, 0, 5), d.one(32, 64 if width % 64 == 0 else 32), d.dtype()
@@ -520,7 +516,7 @@ def write_cache_quantized_(d):
 def causal_conv1d_update_(d):
     batch, channels, tokens, width = d.one(1, 2, 0), d.one(6, 1, 65, 0), d.one(1, 3, 8, 0), d.one(4, 1, 2, 0)
     return {
-        "x": d.values(batch, channels, tokens),
+        "x": d.values(batch, tokens, channels),
         "conv_state_": d.values(batch, channels, max(0, width - 1) + d.one(0, 1, 3)),
         "weight": d.values(channels, width),
         "bias": d.maybe(lambda: d.values(channels)),
@@ -529,26 +525,39 @@ def causal_conv1d_update_(d):
 
 
 @strategy
-def gated_delta_rule_(d):
-    batch, tokens, key_heads, group = d.one(1, 2, 0), d.one(1, 2, 5, 0), d.one(1, 2), d.one(1, 2, 3)
+def linear_attention_(d):
+    batch, tokens, key_heads, group = d.one(1, 2, 0), d.one(1, 2, 5, 0, 17), d.one(1, 2), d.one(1, 2, 3)
     key_width, value_width, dtype = d.one(16, 7, 64, 100), d.one(8, 1, 33), d.dtype()
     heads, scale = key_heads * group, key_width**-0.5
-    A_log = d.maybe(lambda: d.values(heads))
-    g = d.values(batch, tokens, heads)
+    decay, delta = d.one("log", "softplus", "sigmoid", "times_beta"), d.flag()
+    is_wide = delta and decay != "times_beta" and d.flag()
+    g = d.values(batch, tokens, heads, *[key_width] * is_wide)
+    biases = (heads, key_width) if is_wide else (heads,)
+    beta = d.values(batch, tokens, heads, scale=0.5)
+    beta = beta.abs() if decay == "times_beta" else d.maybe(lambda: beta)
+    activations = (
+        ("none",) if beta is None else ("none", "sigmoid") if is_wide else ("none", "sigmoid", "softplus")
+    )
     is_gated = d.flag()
     return {
         "q": d.values(batch, tokens, key_heads, key_width, dtype=dtype, scale=scale),
         "k": d.values(batch, tokens, key_heads, key_width, dtype=dtype, scale=scale),
         "v": d.values(batch, tokens, heads, value_width, dtype=dtype),
-        "g": -g.abs() if A_log is None else g,
-        "beta": d.values(batch, tokens, heads, scale=0.5),
+        "g": None if decay == "times_beta" else -g.abs() if decay == "log" else g,
         "state_": d.values(batch, heads, key_width, value_width, dtype=torch.float32),
         "scale": d.one(scale, 1.0),
+        "beta": beta,
+        "delta": delta,
         "l2norm_eps": d.one(None, 1e-6),
-        "A_log": A_log,
-        "dt_bias": None if A_log is None else d.maybe(lambda: d.values(heads)),
-        "beta_is_logit": d.flag(),
+        "decay": decay,
+        "A_log": None if decay == "log" else d.values(heads),
+        "dt_bias": None if decay == "log" else d.maybe(lambda: d.values(*biases)),
+        "lower_bound": -5.0 if decay == "sigmoid" else None,
+        "beta_activation": d.one(*activations),
+        "beta_min": None if beta is None else d.one(None, 0.25),
+        "skip": d.maybe(lambda: d.values(heads)),
         "gate": d.values(batch, tokens, heads, value_width, dtype=dtype) if is_gated else None,
+        "gate_activation": d.one("silu", "sigmoid"),
         "norm_weight": d.values(value_width) if is_gated else None,
         "norm_eps": d.eps(),
         "norm_offset": d.offset(),

@@ -127,15 +127,24 @@ def rms_norm(a):
     return [normed(exact(a.input), given(a.weight), a.eps, a.weight_offset)]
 
 
-def normed_and_gated(x, gate, weight, eps, offset, x_error=0.0) -> Expected:
-    factor = gate * oracles.sigmoid(gate)
+def normed_and_gated(x, gate, weight, eps, offset, activation="silu", x_error=0.0) -> Expected:
+    factor = oracles.sigmoid(gate) * (gate if activation == "silu" else 1.0)
     norm = normed(x, weight, eps, offset, factor, x_error=x_error)
     return Expected(norm.value, norm.error + 2 * abs(gate) * FLOAT32_EPS * abs(norm.value) + 1e-35)
 
 
 @oracle
 def rms_norm_gated(a):
-    return [normed_and_gated(exact(a.input), exact(a.gate), exact(a.weight), a.eps, a.weight_offset)]
+    shape, width = a.input.shape, a.group or max(1, a.input.shape[-1])
+    groups = shape[-1] // width, width
+    x, gate, weight = (exact(t).reshape(*t.shape[:-1], *groups) for t in (a.input, a.gate, a.weight))
+    if a.gate_first:
+        factor = oracles.sigmoid(gate) * (gate if a.activation == "silu" else 1.0)
+        error = 4 * (1 + abs(gate)) * FLOAT32_EPS * abs(x * factor) + 1e-35
+        result = normed(x * factor, weight, a.eps, a.weight_offset, x_error=error)
+    else:
+        result = normed_and_gated(x, gate, weight, a.eps, a.weight_offset, a.activation)
+    return [Expected(result.value.reshape(shape), result.error.reshape(shape))]
 
 
 @oracle
@@ -345,27 +354,6 @@ def experts(a, gate_up: np.ndarray, down: np.ndarray, rounded_weight: bool) -> l
     ]
 
 
-@oracle
-def index_topk(a):
-    """Not known for a token whose last chosen key has almost the score of another."""
-    products = np.einsum("bthd,bsd->bths", exact(a.q), exact(a.k)) * a.scale
-    scores = np.einsum("bths,bth->bts", np.maximum(products, 0), exact(a.weights))
-    batch, tokens, keys = scores.shape
-    chosen = np.full((batch, tokens, min(a.top_k, keys)), -1)
-    known = np.ones(chosen.shape, bool)
-    for entry, token in np.ndindex(batch, tokens):
-        begin, end = (0, keys) if a.key_range is None else a.key_range[entry].tolist()
-        begin, end = max(begin, 0), max(0, min(end, keys - tokens + token + 1))
-        row = scores[entry, token, begin:end]
-        order = np.argsort(-row, kind="stable")
-        best = np.sort(order[: chosen.shape[2]]) + begin
-        chosen[entry, token, : len(best)] = best
-        if len(best) < len(row):
-            gap = row[order[len(best) - 1]] - row[order[len(best)]]
-            known[entry, token] = gap == 0 or gap > 1e-4 * abs(row).max()
-    return [Expected(chosen, known=known)]
-
-
 def heads(a, matrices) -> list[Expected]:
     """`matrices`: [Hq, rows, columns], an array, whatever it was packed as."""
     batch, tokens, count, width = a.x.shape
@@ -384,6 +372,11 @@ def heads(a, matrices) -> list[Expected]:
 @oracle
 def heads_mm(a):
     return heads(a, exact(a.weight))
+
+
+@oracle
+def heads_quantized(a):
+    return heads(a, dense(a))
 
 
 @oracle
@@ -532,16 +525,15 @@ def write_cache_quantized_(a):
 
 @oracle
 def causal_conv1d_update_(a):
-    value, magnitude, kept = oracles_sequence.convolution(a.x, a.conv_state_, a.weight, a.bias, a.activation)
+    rest = a.conv_state_, a.weight, a.bias, a.activation
+    value, magnitude, kept = oracles_sequence.convolution(a.x.transpose(1, 2), *rest)
+    value, magnitude = (np.swapaxes(each, 1, 2) for each in (value, magnitude))
     return [Expected(value, 24 * FLOAT32_EPS * magnitude), Expected(kept)]
 
 
 @oracle
-def gated_delta_rule_(a):
-    value, state = oracles_sequence.recurrence(
-        *(a.q, a.k, a.v, a.g, a.beta, a.state_, a.scale),
-        *(a.l2norm_eps, a.A_log, a.dt_bias, a.beta_is_logit),
-    )
+def linear_attention_(a):
+    value, state = oracles_sequence.recurrence(a)
     largest = max(abs(x).max(initial=1.0) for x in (state, exact(a.state_), exact(a.v)))
     error = 200 * FLOAT32_EPS * largest
     result = Expected(value, error * max(1.0, abs(a.scale)))
@@ -549,7 +541,7 @@ def gated_delta_rule_(a):
         rounded = oracles.round_to(value, a.v.dtype)
         x_error = result.error + (a.v.dtype != torch.float32) * oracles.spacing(rounded, a.v.dtype)
         norm = exact(a.gate), exact(a.norm_weight), a.norm_eps, a.norm_offset
-        result = normed_and_gated(rounded, *norm, x_error)
+        result = normed_and_gated(rounded, *norm, a.gate_activation, x_error=x_error)
     return [result, Expected(state, error)]
 
 

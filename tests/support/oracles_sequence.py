@@ -76,23 +76,35 @@ def convolution(x, state, weight, bias, activation) -> tuple[np.ndarray, np.ndar
     return value, magnitude, every[..., every.shape[-1] - length :]
 
 
-def recurrence(
-    q, k, v, g, beta, state, scale, l2norm_eps=None, A_log=None, dt_bias=None, beta_is_logit=False
-) -> tuple[np.ndarray, np.ndarray]:
-    """The gated delta rule, head by head: result, state."""
-    q, k, v, g, beta, state = map(exact, (q, k, v, g, beta, state))
-    if l2norm_eps is not None:
-        q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + l2norm_eps) for x in (q, k))
-    if A_log is not None:
-        g = -np.exp(exact(A_log)) * np.logaddexp(0.0, g + (0.0 if dt_bias is None else exact(dt_bias)))
-    beta = sigmoid(beta) if beta_is_logit else beta
+def recurrence(a) -> tuple[np.ndarray, np.ndarray]:
+    """What linear_attention_ computes of its arguments, head by head: result, state."""
+    q, k, v, state = map(exact, (a.q, a.k, a.v, a.state_))
+    if a.l2norm_eps is not None:
+        q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + a.l2norm_eps) for x in (q, k))
+    bias = 0.0 if a.dt_bias is None else exact(a.dt_bias)
+    beta = np.ones(v.shape[:3]) if a.beta is None else exact(a.beta)
+    if a.beta_activation != "none":
+        beta = sigmoid(beta) if a.beta_activation == "sigmoid" else np.logaddexp(0.0, beta + bias)
+    beta = beta if a.beta_min is None else np.maximum(beta, a.beta_min)
+    rate = 1.0 if a.A_log is None else np.exp(exact(a.A_log))
+    if a.decay == "times_beta":
+        g = -rate * beta
+    else:
+        g = exact(a.g)
+        rate = np.asarray(rate)[..., None] if g.ndim == 4 and a.A_log is not None else rate
+        if a.decay == "softplus":
+            g = -rate * np.logaddexp(0.0, g + bias)
+        elif a.decay == "sigmoid":
+            g = a.lower_bound * sigmoid(rate * (g + bias))
+    g = np.broadcast_to(g if g.ndim == 4 else g[..., None], (*v.shape[:3], q.shape[3]))
     heads, shared = v.shape[2], v.shape[2] // q.shape[2]
     out, state = np.zeros(v.shape), state.copy()
     for b, t, h in np.ndindex(v.shape[0], v.shape[1], heads):
         key, query = k[b, t, h // shared], q[b, t, h // shared]
-        s = state[b, h] * np.exp(g[b, t, h])
-        s = s + np.outer(key, (v[b, t, h] - key @ s) * beta[b, t, h])
-        state[b, h], out[b, t, h] = s, query @ s * scale
+        s = state[b, h] * np.exp(g[b, t, h])[:, None]
+        s = s + np.outer(key, (v[b, t, h] - (key @ s if a.delta else 0.0)) * beta[b, t, h])
+        skipped = 0.0 if a.skip is None else exact(a.skip)[h] * v[b, t, h]
+        state[b, h], out[b, t, h] = s, query @ s * a.scale + skipped
     return out, state
 
 

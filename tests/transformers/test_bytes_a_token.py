@@ -2,7 +2,12 @@
 
 import pytest
 import torch
+from support import tiny_models
+from support.launches import FREE, prompted
 from support.memory import Memory
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3MoeConfig
 
 import torch_moe_mps
@@ -94,3 +99,66 @@ def test_bytes_of_the_context(simulated, keys):
     codes, scale_and_bias = HEADS.head_dim, 4  # bytes of a head of a token
     in_8_bits = 2 * HEADS.num_key_value_heads * (codes + scale_and_bias)
     assert counted(simulated, model, keys)[1] == keys * in_8_bits
+
+
+# Contexts of two lengths -------------------------------------------------------------------------------
+
+LATENT = ["deepseek_v3", "kimi_linear"]
+LATENT_IN_THE_SWEEP = [
+    "deepseek_v2",
+    "glm4_moe_lite",
+    "mistral4",
+    "axk1",
+    "bailing_hybrid",
+    "youtu",
+    "minicpm3",
+]
+
+
+class MovedByAten(TorchDispatchMode):
+    """Bytes that operators of aten read and write; views move nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if function.namespace == "aten" and not function.is_view and name not in FREE:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+            self.total += sum(tensor.nbytes for tensor in tensors)
+        return out
+
+
+def moved_and_held(simulated, model, context: int) -> tuple[int, int]:
+    """Bytes that a token moves behind so many, and those of its cache.
+
+    A dispatch of ours reads each byte once here: values are columns of latents, which were just read as keys.
+    """
+    cache = prompted(model, [1 + i % 90 for i in range(context)])
+    states = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
+    held = sum(part.nbytes for part in states if part is not None)
+    token = torch.tensor([[5]], device="mps")
+    with torch.no_grad(), simulated.counters() as dispatches, MovedByAten() as moved:
+        model(token, past_key_values=cache, use_cache=True)
+    for dispatch in dispatches:
+        *buffers, _parameters = (traffic for _, traffic in sorted(dispatch.buffers.items()))
+        moved.total += sum(buffer.distinct_bytes_read + buffer.bytes_written for buffer in buffers)
+    return moved.total, held
+
+
+def slope(simulated, model) -> float:
+    (few, held), (many, held_more) = (moved_and_held(simulated, model, context) for context in (60, 220))
+    return (many - few) / (held_more - held)
+
+
+@pytest.mark.parametrize(
+    "name", [*LATENT, *(pytest.param(name, marks=pytest.mark.sweep) for name in LATENT_IN_THE_SWEEP)]
+)
+def test_a_longer_context_costs_a_token_its_bytes(simulated, name):
+    """Latents are read once by a token, whose own code expands all of them."""
+    model = tiny_models.tiny_model(name, torch.bfloat16).to("mps")
+    assert slope(simulated, model) > 8
+    torch_moe_mps.accelerate(model)
+    assert slope(simulated, model) <= 1.3

@@ -59,6 +59,21 @@ def test_models(simulated, name):
         assert latents_together(held.keys, held.values).shape[3] == held.keys.shape[3] + held.values.shape[3]
 
 
+@pytest.mark.parametrize("options", [{"bits": 4}, {"mode": "mxfp4"}], ids=str)
+def test_quantised_weights(simulated, options):
+    """The rows of the quantised projection, where they lie: as if it expanded the latents."""
+    with tiny_models.groups_of_32(), tiny_models.sizes(q_lora_rank=32, kv_lora_rank=32):
+        model = tiny_model("deepseek_v3").to("mps")
+    report = torch_moe_mps.accelerate(model, group_size=32, **options)
+    assert "latents (heads_quantized)" in str(report)
+    results = []
+    launched = kernels(simulated, lambda: results.append(logits_of(model)))
+    assert sum(name.startswith("heads_") for name in launched) == 4
+    for layer in layers_of(model):
+        layer.__dict__["_moe_mps"].expansion = None
+    torch.testing.assert_close(results[0], logits_of(model), rtol=1e-4, atol=1e-4)
+
+
 @pytest.fixture(scope="module")
 def model():
     """A tiny model and what its own code gives."""

@@ -49,7 +49,7 @@ def test_launches_of_a_layer_with_linear_attention(simulated, monkeypatch):
     assert sum(launches_of_last_layer(simulated, own)[0].values()) == 119
     torch_moe_mps.accelerate(model, bits=4, group_size=32)
     layer, _ = launches_of_last_layer(simulated, model)
-    assert layer["gated_delta_rule_bf16"] == 1 and "index_select" not in layer
+    assert layer["delta_scan64_bf16"] == 1 and "index_select" not in layer
     assert sum(layer.values()) <= 11, dict(layer)
 
 

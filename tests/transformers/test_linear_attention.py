@@ -17,11 +17,11 @@ import torch_moe_mps
 from torch_moe_mps.transformers.rewriting.program.programs import compile_forward
 from torch_moe_mps.transformers.rewriting.program.straightening import straighten
 from torch_moe_mps.transformers.rewriting.record import NOTHING, RECORD
-from torch_moe_mps.transformers.rewriting.rules import gated_delta
+from torch_moe_mps.transformers.rewriting.rules import linear_attention as rules
 from torch_moe_mps.transformers.rewriting.rules.gated_norm import rewrite_gated_norm
 
 ARCHITECTURES = ("qwen3_next", "qwen3_5_moe")
-STEP = {"causal_conv1d_update_": 1, "gated_delta_rule_": 1}  # with the norm
+STEP = {"causal_conv1d_update_": 1, "linear_attention_": 1}  # with the norm
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -32,7 +32,7 @@ def test_step_by_step(architecture):
     torch_moe_mps.accelerate(model)
     results = []
     used = operators_of(lambda: results.append(decoded(model)))
-    assert (used["gated_delta_rule_"], used["causal_conv1d_update_"]) == (5, 4)  # the prompt, too
+    assert (used["linear_attention_"], used["causal_conv1d_update_"]) == (5, 4)  # the prompt, too
     ((result, ours),) = results
     assert_close(result, expected, 1e-5)
     for a, b in zip(ours, states, strict=True):
@@ -40,7 +40,7 @@ def test_step_by_step(architecture):
     assert operators_of(step(model)) == STEP
     with torch.no_grad():
         layer, x = layer_of(model), torch.ones(1, 9, 32)
-        assert operators_of(lambda: layer(x)) == {"gated_delta_rule_": 1}
+        assert operators_of(lambda: layer(x)) == {"linear_attention_": 1}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -182,7 +182,7 @@ def test_arguments_that_the_operator_does_not_know():
         ({"cu_seqlens": torch.tensor([0, 1])}, 1),
         ({"mode": "a"}, 2),
     ):
-        gated_delta.delta_rule(function, q, k, v, **gates, **options, **others)
+        rules.delta_rule(function, q, k, v, **gates, **options, **others)
         assert len(given) == own
     assert given[-1] == {"g": g, "beta": beta, **options, "mode": "a"}
 
@@ -234,7 +234,7 @@ def test_a_state_of_another_dtype():
             logits = []
             token = {"input_ids": torch.full((2, 1), 5), "past_key_values": cache, "use_cache": True}
             used = operators_of(lambda: logits.append(model(**token).logits))  # noqa: B023
-        assert "gated_delta_rule_" not in used and layer.recurrent_states[0].dtype == torch.bfloat16
+        assert "linear_attention_" not in used and layer.recurrent_states[0].dtype == torch.bfloat16
         assert used.get("causal_conv1d_update_", 0) == accelerated
         results += logits
     assert_close(results[1], results[0], 1e-4)
@@ -276,16 +276,16 @@ def test_functions_are_told_apart_by_what_they_compute():
     def chunks_that_forget(*args, initial_state, **options):
         return chunks(*args, initial_state=None, **options)
 
-    assert gated_delta.is_causal_conv(conv) and all(map(gated_delta.is_delta_rule, (rule, chunks)))
-    assert not any(map(gated_delta.is_causal_conv, (other_conv, without_update, rule, len)))
-    assert not any(map(gated_delta.is_delta_rule, (other_scale, other_decay, chunks_that_forget, conv, len)))
+    assert rules.is_causal_conv(conv) and all(map(rules.is_delta_rule, (rule, chunks)))
+    assert not any(map(rules.is_causal_conv, (other_conv, without_update, rule, len)))
+    assert not any(map(rules.is_delta_rule, (other_scale, other_decay, chunks_that_forget, conv, len)))
 
 
 def raw_gates(g: str, beta: str = "b.sigmoid()", between: str = "pass") -> str | None:
     """The raw gates of a forward that computes g and beta, as text."""
     text = f"def forward(self, a, b, c):\n  g = {g}\n  beta = {beta}\n  {between}\n  return g, beta, c"
     program = straighten(torch.nn.Module(), compile_forward(raw_gates, ast.parse(text).body[0]))
-    found = gated_delta._raw_gates(program, *program.result.elts[:2], None)
+    found = rules._raw_gates(program, *program.result.elts[:2], None)
     return None if found is None else ast.unparse(found)
 
 

@@ -1,7 +1,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
-#include "matmul_run.h"
+#include "packed_matrix.h"
 #include "register.h"
 #include "tensors.h"
 
@@ -97,10 +97,36 @@ Tensor heads_mm(const Tensor& x, const Tensor& weight, bool transposed, const Op
   return project_heads(x, matrix, weight.size(1), transposed, tail);
 }
 
+// The matrices where they lie, or copies of them.
+MatrixStack quantized_heads(const Tensor& packed, const Tensor& scales, const OptionalTensor& biases,
+                            const WeightFormat& format, c10::ScalarType dtype) {
+  const int64_t between = rows_between_heads(packed);
+  const bool in_place = between > 0 && rows_between_heads(scales) == between &&
+                        (!biases || rows_between_heads(*biases) == between) &&
+                        (scales.scalar_type() == at::kByte || scales.scalar_type() == dtype);
+  if (!in_place) return packed_matrix(packed, scales, biases, format, std::nullopt, dtype);
+  MatrixStack matrix{quantized_library(format, dtype), packed, scales, biases.value_or(scales)};
+  matrix.experts = packed.size(0);
+  matrix.rows = between;
+  matrix.inputs = packed.size(2) * 32 / format.bits;
+  return matrix;
+}
+
+Tensor heads_quantized(const Tensor& x, const Tensor& packed, const Tensor& scales,
+                       const OptionalTensor& biases, std::string_view format, bool transposed,
+                       const OptionalTensor& tail) {
+  const auto dtype = compute_dtype(x.scalar_type(), {scales});
+  const MatrixStack matrix = quantized_heads(packed, scales, biases, weight_format(format), dtype);
+  const OptionalTensor behind = tail ? std::optional(in_dtype(*tail, dtype)) : std::nullopt;
+  const Tensor out = project_heads(in_dtype(x, dtype), matrix, packed.size(1), transposed, behind);
+  return in_dtype(out, x.scalar_type());
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   implement<heads_mm>(m, "heads_mm");
+  implement<heads_quantized>(m, "heads_quantized");
 }
 
 }  // namespace moe_mps

@@ -19,4 +19,14 @@ std::optional<InputNorm> input_norm(const std::optional<at::Tensor>& weight, dou
 // Adds the norm of the rows x[T, H] and returns its result.
 const at::Tensor& add_norm(Commands& commands, const at::Tensor& x, const InputNorm& norm);
 
+// How rms_norm_gated applies its gate, and how many rows share a row of the weight.
+struct Gating {
+  int64_t groups = 1;
+  bool is_sigmoid = false, is_first = false;
+};
+
+// Adds rms_norm_gated of the rows of `x`, which may be its result.
+void add_gated_norm(Commands& commands, const at::Tensor& x, const at::Tensor& gate, const InputNorm& norm,
+                    Gating gating, const at::Tensor& output);
+
 }  // namespace moe_mps

@@ -2,6 +2,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
+#include <string_view>
 #include <tuple>
 
 #include "norms.h"
@@ -18,7 +19,8 @@ using at::Tensor;
 // One dispatch for all operators. `residual`, `scalar` and `sum` are nullopt where the kernel has none.
 void add_norm(Commands& commands, const char* kernel, const std::optional<Tensor>& residual,
               const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& scalar,
-              double eps, double weight_offset, const Tensor& output, const std::optional<Tensor>& sum) {
+              double eps, double weight_offset, const Tensor& output, const std::optional<Tensor>& sum,
+              Gating gating = {}) {
   const int64_t width = input.size(-1);
   const int64_t rows = input.numel() / width;
   const int64_t stride = row_stride(input).value();
@@ -39,6 +41,9 @@ void add_norm(Commands& commands, const char* kernel, const std::optional<Tensor
     params.scalar_dtype = dtype_code(*scalar);
   }
   params.write_sum = sum.has_value();
+  params.groups = gating.groups;
+  params.gate_is_sigmoid = gating.is_sigmoid;
+  params.gate_first = gating.is_first;
   params.eps = static_cast<float>(eps);
   params.weight_offset = static_cast<float>(weight_offset);
 
@@ -69,11 +74,17 @@ Tensor rms_norm(const Tensor& input, const std::optional<Tensor>& weight, double
 }
 
 Tensor rms_norm_gated(const Tensor& input, const Tensor& gate, const Tensor& weight, double eps,
-                      double weight_offset) {
+                      double weight_offset, std::string_view activation, bool gate_first,
+                      std::optional<int64_t> group) {
   Tensor output = at::empty(input.sizes(), input.options());
   if (output.numel() == 0) return output;
-  encode_norm("rms_norm_gated", gate.contiguous(), row_stride(input) ? input : input.contiguous(),
-              weight.contiguous(), std::nullopt, eps, weight_offset, output, std::nullopt);
+  const int64_t width = group.value_or(input.size(-1));
+  const Tensor rows = input.unflatten(-1, {-1, width});
+  Commands commands;
+  add_gated_norm(commands, row_stride(rows) ? rows : rows.contiguous(), gate,
+                 {weight.contiguous(), eps, weight_offset},
+                 {input.size(-1) / width, activation == "sigmoid", gate_first}, output);
+  commands.encode();
   return output;
 }
 
@@ -125,6 +136,12 @@ const Tensor& add_norm(Commands& commands, const Tensor& x, const InputNorm& nor
   add_norm(commands, "rms_norm", std::nullopt, x, norm.weight, std::nullopt, norm.eps, norm.offset, output,
            std::nullopt);
   return output;
+}
+
+void add_gated_norm(Commands& commands, const Tensor& x, const Tensor& gate, const InputNorm& norm,
+                    Gating gating, const Tensor& output) {
+  add_norm(commands, "rms_norm_gated", commands.keep(gate.contiguous()), commands.keep(x),
+           commands.keep(norm.weight), std::nullopt, norm.eps, norm.offset, output, std::nullopt, gating);
 }
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {

@@ -1,6 +1,6 @@
 """The operators, one module a family. Importing this package registers all of them."""
 
-from . import attention, combine, experts, gated_delta, heads, index, linear, norms, quantized, rope, routing
+from . import attention, combine, experts, heads, linear, linear_attention, norms, quantized, rope, routing
 from ._registry import OPERATORS
 
 __all__ = [
@@ -8,10 +8,9 @@ __all__ = [
     "attention",
     "combine",
     "experts",
-    "gated_delta",
     "heads",
-    "index",
     "linear",
+    "linear_attention",
     "norms",
     "quantized",
     "rope",

@@ -87,14 +87,14 @@ def sample_arguments(
             **{"scaling": 1.25, "dtype": dtype},
         },
         "causal_conv1d_update_": {
-            **{"x": values(2, 6, T), "conv_state_": values(2, 6, 5), "weight": values(6, 4)},
+            **{"x": values(2, T, 6), "conv_state_": values(2, 6, 5), "weight": values(6, 4)},
             "bias": values(6),
         },
-        "gated_delta_rule_": {
+        "linear_attention_": {
             **{"q": values(2, T, 2, 16), "k": values(2, T, 2, 16), "v": values(2, T, 4, 8)},
             **{"g": values(2, T, 4), "beta": values(2, T, 4)},
             **{"state_": values(2, 4, 16, 8, dtype=torch.float32), "scale": 0.25, "l2norm_eps": 1e-6},
-            **{"A_log": values(4), "dt_bias": values(4), "beta_is_logit": True},
+            **{"A_log": values(4), "dt_bias": values(4), "decay": "softplus", "beta_activation": "sigmoid"},
         },
         "attention": {**heads_first, "sinks": values(4), "scale": 0.25},
         "write_cache_quantized_": {
@@ -103,13 +103,6 @@ def sample_arguments(
             "scales_": torch.zeros(2, 2, T + 5, 2, dtype=dtype, device=device),
             "biases_": torch.zeros(2, 2, T + 5, 2, dtype=dtype, device=device),
             "start": 3,
-        },
-        "index_topk": {
-            "q": values(2, T, 4, 16),
-            "k": values(2, T + 9, 16),
-            "weights": values(2, T, 4, dtype=torch.float32),
-            "top_k": 5,
-            "scale": 0.25,
         },
         "fused_norm_add": norm,
         "fused_norm_add_scalar": {**norm, "scalar": values(1)},
@@ -140,6 +133,13 @@ def sample_arguments(
         },
         "moe_weighted_reduce": {"weights": weights, "expert_out": values(T, K, H)},
         "expert_mm": {"x": values(T, H), "weight": values(E, I, H), "ids": ids},
+        "heads_quantized": {
+            "x": values(2, T, 4, I),
+            **quantized("", I, H, (4,)),
+            **named,
+            "transposed": True,
+            "tail": values(2, T, 4, 6),
+        },
         "heads_mm": {
             "x": values(2, T, 4, 16),
             "weight": values(4, 16, 40),
@@ -199,16 +199,32 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
             {"keys_": values(2, 2, 9, 16)[:, :, 2 : 3 + T], "values_": values(2, 2, 9, 8)[:, :, 2 : 3 + T]}
             | {"norm_v": True, "v_weight": values(8)},
         ],
-        "rms_norm_gated": [{"input": strided, "gate": strided, "weight_offset": 1.0}],
+        "rms_norm_gated": [
+            {"input": strided, "gate": strided, "weight_offset": 1.0},
+            {"activation": "sigmoid", "gate_first": True, "group": 16},
+        ],
         "rope_tables": [{"layout": "pairs"}, {"layout": "interleaved", "scaling": 1.0}],
         "causal_conv1d_update_": [
-            {"x": values(2, T, 6).transpose(1, 2), "bias": None, "activation": "none"},
+            {"x": values(2, 6, T).transpose(1, 2), "bias": None, "activation": "none"},
             {"conv_state_": values(2, 5, 6).transpose(1, 2)},
         ],
-        "gated_delta_rule_": [
-            {"A_log": None, "dt_bias": None, "g": -values(2, T, 4).abs(), "beta_is_logit": False}
-            | {"state_": values(4, 2, 16, 8, dtype=torch.float32).transpose(0, 1)},
+        "linear_attention_": [
+            {"A_log": None, "dt_bias": None, "g": -values(2, T, 4).abs(), "beta_activation": "none"}
+            | {"decay": "log", "state_": values(4, 2, 16, 8, dtype=torch.float32).transpose(0, 1)},
             {"gate": values(2, T, 4, 8), "norm_weight": values(8), "norm_offset": 1.0},
+            {"g": values(2, T, 4, 16), "dt_bias": values(4, 16), "decay": "sigmoid", "lower_bound": -5.0}
+            | {"gate": values(2, T, 4, 8), "norm_weight": values(8), "gate_activation": "sigmoid"},
+            {"g": None, "delta": False, "decay": "times_beta", "beta_activation": "softplus"}
+            | {"l2norm_eps": None, "scale": 1.0, "beta_min": 0.1, "skip": values(4)},
+            {
+                "g": -values(4).abs(),
+                "delta": False,
+                "decay": "log",
+                "A_log": None,
+                "dt_bias": None,
+                "beta": None,
+                "beta_activation": "none",
+            },
         ],
         "router_logits": [{"x": strided, "bias": None}, {**norm, "dtype": torch.bfloat16}],
         "attention": [
@@ -250,6 +266,7 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
             {"key_range": torch.tensor([[2, 9], [0, 40]], dtype=torch.int32, device=device)},
             {"q": values(2, 4, T, 16).transpose(1, 2), "weights": values(2, T, 4)},
         ],
+        "heads_quantized": [{"x": values(1, T, 4, H), "transposed": False, "tail": None}],
         "heads_mm": [{"x": values(1, T, 4, 40), "transposed": False, "tail": None}],
         "linear_quantized": [
             {"x": strided, "bias": None},

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ._checks import ACTIVATION_DTYPES, Check
+from ._formats import Format, QuantizedWeight
 from ._registry import operator
 
 
@@ -62,3 +63,44 @@ def heads_mm(x: Tensor, weight: Tensor, *, transposed: bool = False, tail: Tenso
     Raises: ValueError for a dtype, shape or device that does not fit.
     """
     return _product(x, weight.float(), transposed, tail)
+
+
+def _meta_heads_quantized(check, x, packed, scales, biases, format, transposed, tail):
+    check.dtype("x", x, ACTIVATION_DTYPES)
+    check.rank("x", x, (4,))
+    form = Format.named(format, check)
+    check.rank("packed", packed, (3,))
+    rows, columns = packed.shape[1], form.columns(packed.shape[2])
+    out = _check_heads(check, x, rows, columns, transposed, tail)
+    QuantizedWeight(packed, scales, biases, form).check(check, "", (x.shape[2], rows, columns), "Hq, R, C")
+    return out
+
+
+@operator(meta=_meta_heads_quantized)
+def heads_quantized(
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    biases: Tensor | None,
+    format: str,
+    *,
+    transposed: bool = False,
+    tail: Tensor | None = None,
+) -> Tensor:
+    """heads_mm with quantised weights, whose rows are quantised along C whichever way they are multiplied.
+
+    Args:
+        x: [B, T, Hq, C], or [B, T, Hq, R] with `transposed`; float32, float16 or bfloat16; any strides.
+        packed: [Hq, R, C * bits / 32], uint32 or the same bits as int32. As the weight of heads_mm it may be
+            some of each head's rows in a matrix; likewise `scales` and `biases`, the same rows.
+        scales: [Hq, R, C / group size], float32, float16 or bfloat16 in affine formats, else uint8.
+        biases: like `scales` in affine formats, else None.
+        format: its name, as for expert_qmm. C must be a multiple of its group size.
+        transposed, tail: as for heads_mm.
+
+    Returns: [B, T, Hq, R], or [B, T, Hq, C + N], in the dtype of `x`; dequantised and accumulated in float32.
+
+    Raises: ValueError for a dtype, shape, device or format that does not fit.
+    """
+    weight = QuantizedWeight(packed, scales, biases, Format.named(format))
+    return _product(x, weight.values(slice(None)), transposed, tail)

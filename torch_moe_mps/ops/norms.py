@@ -11,6 +11,8 @@ from torch import Tensor
 from ._checks import ACTIVATION_DTYPES, Check
 from ._registry import operator
 
+GATE_ACTIVATIONS = ("silu", "sigmoid")
+
 
 def normed(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0) -> Tensor:
     """rms(x) * (weight + weight_offset), in float32."""
@@ -69,27 +71,50 @@ def rms_norm(input: Tensor, weight: Tensor | None, eps: float, weight_offset: fl
     return normed(input, weight, eps, weight_offset).to(input.dtype)
 
 
-@operator(meta=_meta_rms_norm)
-def rms_norm_gated(
-    input: Tensor, gate: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
-) -> Tensor:
-    """rms(input) * (weight + weight_offset) * silu(gate), the norm behind linear attention (Qwen3-Next).
+def _meta_rms_norm_gated(check, input, gate, weight, activation, group, **others):
+    output = _meta_rms_norm(check, input, weight, gate=gate, **others)
+    check.choice("activation", activation, GATE_ACTIVATIONS)
+    if group is not None and (group < 1 or input.shape[-1] % group):
+        check.fail("group", f"a divisor of the {input.shape[-1]} columns", group)
+    return output
 
-    Models that round the normed row and its product with the weight differ by at most 3 ulp.
+
+@operator(meta=_meta_rms_norm_gated)
+def rms_norm_gated(
+    input: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    weight_offset: float = 0.0,
+    activation: str = "silu",
+    gate_first: bool = False,
+    group: int | None = None,
+) -> Tensor:
+    """rms(input) * (weight + weight_offset) * activation(gate), the norm behind linear attention.
+
+    With `gate_first` it is rms(input * activation(gate)) * (weight + weight_offset), as in Mamba-2. Models
+    that round the normed row and its product with the weight differ by at most 3 ulp.
 
     Args:
         input, gate: [..., H], float32, float16 or bfloat16, of one dtype.
         weight: [H], any of the three dtypes.
         eps: added to the mean of squares.
         weight_offset: 1.0 for zero-centred weights.
+        activation: of the gate, "silu" or "sigmoid".
+        gate_first: the gate comes before the norm.
+        group: so many neighbouring columns are normed together; None: all H.
 
     Returns: [..., H] in the dtype of `input`.
 
-    Raises: ValueError for a dtype, shape or device that does not fit.
+    Raises: ValueError for a dtype, shape, choice or device that does not fit.
     """
-    return (normed(input, weight, eps, weight_offset) * torch.nn.functional.silu(gate.float())).to(
-        input.dtype
-    )
+    function = torch.sigmoid if activation == "sigmoid" else torch.nn.functional.silu
+    factor = function(gate.float())
+    x = input.float() * factor if gate_first else input.float()
+    width = group or max(1, x.shape[-1])
+    y = normed(x.unflatten(-1, (x.shape[-1] // width, width)), None, eps).flatten(-2)
+    y = y * (weight.float() + weight_offset)
+    return (y if gate_first else y * factor).to(input.dtype)
 
 
 # The norm of the input, added to the residual

@@ -25,18 +25,14 @@ GEOMETRY kMergeColumns = 4;  // columns of a thread
 GEOMETRY kMergeChunks = 4;   // of a thread, that are loaded before any is used
 GEOMETRY kCacheThreads = 128;
 
-// Sparse attention: keys of a threadgroup, heads whose queries it holds at a time, and their widest
-GEOMETRY kIndexKeys = 128;
-GEOMETRY kIndexThreads = 64;
-GEOMETRY kIndexHeads = 16;
-GEOMETRY kIndexWidth = 256;
-GEOMETRY kSelectThreads = 1024;
-GEOMETRY kSelectBins = 2048;
-
 // Linear attention
 GEOMETRY kConvThreads = 64;
-GEOMETRY kDeltaRows = 16;        // rows of a head's state that a thread holds
-GEOMETRY kDeltaSimdgroups = 16;  // the most simdgroups that share a head
+GEOMETRY kConvTokens = 8;       // of a thread, at least
+GEOMETRY kScanRows = 16;        // rows of a head's state that a lane holds,
+GEOMETRY kScanColumns = 2;      // of so many columns
+GEOMETRY kScanSimdgroups = 16;  // the most that share a head, with a norm
+GEOMETRY kSliceSimdgroups = 8;  // the most that share a part of a head, without one
+GEOMETRY kScanTokens = 16;      // staged at a time for heads of up to 128
 
 // Combine
 GEOMETRY kSiluThreads = 128;

@@ -43,6 +43,7 @@ struct NormRow {
   device const uchar* scalar;
   device T* output;
   device T* sum;
+  uint first_weight;  // of the row
 
   Columns<T, N> columns(uint column) const {
     Columns<T, N> x;
@@ -60,7 +61,12 @@ struct NormRow {
   // Only a norm with nothing joined to it may lack its weight.
   AnyVector<N> weights(uint column, constant NormParams& params) const {
     if (kJoin == JOIN_NONE && params.has_weight == 0) return AnyVector<N>{};
-    return load_any_raw<N>(weight, params.weight_dtype, column);
+    return load_any_raw<N>(weight, params.weight_dtype, first_weight + column);
+  }
+
+  Floats<N> gate(Vector<T, N> raw, constant NormParams& params) const {
+    const Floats<N> x = widen(raw);
+    return params.gate_is_sigmoid != 0 ? sigmoid(x) : silu(x);
   }
 
   Floats<N> scale(uint column, constant NormParams& params) const {
@@ -68,21 +74,24 @@ struct NormRow {
     return Floats<N>(params.scalar_kind == SCALAR_SINGLE ? load_one(scalar, params.scalar_dtype, 0) : 1.0f);
   }
 
-  // Stores what is to be stored of the sum, and returns the sum of its squares.
-  float add(uint column, Vector<T, N> x, constant NormParams& params) const {
-    if (kJoin == JOIN_SUM && params.write_sum != 0) store_raw<N>(sum + column, x);
-    return sum_of_squares(widen(x));
+  // Stores what is to be stored of the sum, and returns the sum of the squares of what is normed.
+  float add(uint column, Columns<T, N> x, constant NormParams& params) const {
+    if (kJoin == JOIN_SUM && params.write_sum != 0) store_raw<N>(sum + column, x.input);
+    if constexpr (kJoin == JOIN_GATE) {
+      if (params.gate_first != 0) return sum_of_squares(widen(x.input) * gate(x.residual, params));
+    }
+    return sum_of_squares(widen(x.input));
   }
 
   // Stores (residual + x * inverse * weight) * scale. Only JOIN_NORM has the residual, and JOIN_NONE no
-  // scale. JOIN_GATE stores x * inverse * weight * silu(gate).
+  // scale. JOIN_GATE stores x * inverse * weight * gate, whichever is first.
   void finish(uint column, Vector<T, N> base, Vector<T, N> x, float inverse, AnyVector<N> raw_weight,
               constant NormParams& params) const {
     Floats<N> factor = 1.0f;
     if (kJoin != JOIN_NONE || params.has_weight != 0) factor = widen<N>(raw_weight, params.weight_dtype);
     Floats<N> y = widen(x) * inverse * (factor + params.weight_offset);
     if constexpr (kJoin == JOIN_NORM) y += widen(base);
-    if constexpr (kJoin == JOIN_GATE) y *= silu(widen(base));
+    if constexpr (kJoin == JOIN_GATE) y *= gate(base, params);
     if constexpr (kJoin == JOIN_NORM || kJoin == JOIN_SUM) y *= scale(column, params);
     store(output + column, y);
   }
@@ -107,10 +116,12 @@ inline void norm_row(NormRow<T, N, kJoin> row, constant NormParams& params, RowT
     const uint column = first + k * step;
     if (column >= params.width) continue;
     kept[k].input = row.normed(kept[k]);
-    squares += row.add(column, kept[k].input, params);
+    squares += row.add(column, kept[k], params);
   }
   for (uint column = rest; column < params.width; column += step) {
-    squares += row.add(column, row.normed(row.columns(column)), params);
+    Columns<T, N> x = row.columns(column);
+    x.input = row.normed(x);
+    squares += row.add(column, x, params);
   }
 
   const float total = row_sum(squares, threads, partials);
@@ -148,11 +159,12 @@ template <typename T, int kJoin>
   input += ulong(row) * params.input_stride;
   output += start;
   sum_output += start;
+  const uint first_weight = kJoin == JOIN_GATE ? row % params.groups * params.width : 0;
   if (params.vectorised != 0) {
-    const NormRow<T, 4, kJoin> columns = {residual, input, weight, scalar, output, sum_output};
+    const NormRow<T, 4, kJoin> columns = {residual, input, weight, scalar, output, sum_output, first_weight};
     norm_row(columns, params, threads, partials);
   } else {
-    const NormRow<T, 1, kJoin> columns = {residual, input, weight, scalar, output, sum_output};
+    const NormRow<T, 1, kJoin> columns = {residual, input, weight, scalar, output, sum_output, first_weight};
     norm_row(columns, params, threads, partials);
   }
 }

@@ -28,6 +28,9 @@ struct NormParams {
   uint32_t scalar_kind;
   uint32_t scalar_dtype;
   uint32_t write_sum;
+  uint32_t groups;  // rows that share a row of the gate and of the weight, whose columns they divide
+  uint32_t gate_is_sigmoid;
+  uint32_t gate_first;
   float eps;
   float weight_offset;
 };
@@ -168,11 +171,11 @@ struct ConvParams {
   uint64_t x_batch_stride;
   uint64_t x_channel_stride;
   uint64_t x_token_stride;
-  uint32_t rows;  // channels of the whole batch
   uint32_t channels;
   uint32_t tokens;
   uint32_t length;  // positions that the state holds
   uint32_t width;   // positions that the convolution sees
+  uint32_t thread_tokens;
   uint32_t silu;
   uint32_t state_dtype;
   uint32_t weight_dtype;
@@ -180,24 +183,57 @@ struct ConvParams {
   uint32_t bias_dtype;
 };
 
-struct DeltaParams {
+#define DECAY_LOG 0
+#define DECAY_SOFTPLUS 1
+#define DECAY_SIGMOID 2
+#define DECAY_TIMES_BETA 3
+
+#define BETA_NONE 0
+#define BETA_SIGMOID 1
+#define BETA_SOFTPLUS 2
+
+// Strides of [B, T, heads, ...], in elements; those of a head's elements are 1.
+struct TokenStrides {
+  uint64_t batch;
+  uint64_t token;
+  uint64_t head;
+};
+
+struct LinearAttentionParams {
+  TokenStrides q;
+  TokenStrides k;
+  TokenStrides v;
+  TokenStrides g;
+  TokenStrides beta;
+  TokenStrides gate;
+  uint64_t state_batch_stride;
+  uint64_t state_head_stride;
+  uint64_t state_row_stride;
+  uint64_t state_column_stride;
   uint32_t tokens;
   uint32_t key_heads;
   uint32_t heads;  // value heads
   uint32_t key_width;
   uint32_t value_width;
+  uint32_t decay;
   uint32_t g_dtype;
+  uint32_t has_beta;
+  uint32_t beta_activation;
   uint32_t beta_dtype;
-  uint32_t beta_is_logit;
   uint32_t has_a_log;
   uint32_t a_log_dtype;
   uint32_t has_dt_bias;
   uint32_t dt_bias_dtype;
   uint32_t has_l2norm;
-  float l2norm_eps;
-  float scale;
+  uint32_t has_skip;
+  uint32_t skip_dtype;
   uint32_t has_norm;  // of the result, with a gate
   uint32_t norm_dtype;
+  uint32_t gate_is_sigmoid;
+  float l2norm_eps;
+  float scale;
+  float lower_bound;
+  float beta_min;
   float norm_eps;
   float norm_offset;
 };
@@ -367,26 +403,6 @@ struct HeadsParams {
   uint32_t tokens_of_batch;
   uint32_t heads;
   uint32_t tail_width;
-};
-
-// index_scores and index_select. Strides are in elements; those of scores and indices are of whole rows.
-struct IndexParams {
-  uint64_t q_batch_stride;
-  uint64_t q_token_stride;
-  uint64_t q_head_stride;
-  uint64_t k_batch_stride;
-  uint64_t k_key_stride;
-  uint32_t tokens;
-  uint32_t first_token;  // of those whose scores are in memory
-  uint32_t tokens_at_once;
-  uint32_t heads;
-  uint32_t width;
-  uint32_t keys;
-  uint32_t chosen;
-  uint32_t weights_dtype;
-  uint32_t has_key_range;
-  uint32_t vectorised;  // keys are read 4 elements at a time
-  float scale;
 };
 
 // embedding_rows: matrix.experts is the number of rows that the matrix has, matrix.pairs the number of ids.

@@ -1,8 +1,10 @@
 // The kernels for weights in the format MOE_WEIGHTS: experts, linear layers, embeddings.
 #include "matmul/embedding.h"
+#include "matmul/heads.h"
 #include "matmul/kernels.h"
 
 INSTANTIATE_MATMULS(MOE_WEIGHTS)
 INSTANTIATE("gemm16_split", gemm<Weights, kSplitTilePairs / 8, true>)
 INSTANTIATE("gemm32_split", gemm<Weights, kTilePairs / 8, true>)
 INSTANTIATE("embedding_rows", embedding_rows<Weights>)
+INSTANTIATE_HEADS()

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from .checked import refusal
 from .experts import is_observed
+from .linears import QuantizedLinear
 from .quantized_states import QuantizedStates
 from .rewriting.record import NOTHING, RECORD, record_of
 from .rewriting.rules.trial import tried
@@ -28,7 +29,6 @@ ops = torch.ops.moe_mps
 # but the expansion, L (N + V) a key, is saved: less up to 154 tokens and more, for real widths.
 MOST_TOKENS = 128
 _METHOD = "expand_kv"
-_OPERATOR = "heads_mm"
 
 
 class Expansion(NamedTuple):
@@ -118,26 +118,37 @@ class Latents:
         width = form.key_rows + self.rotated.shape[3]
         if query.shape[2] > MOST_TOKENS or query.shape[1] != form.heads or query.shape[3] != width:
             return None
-        if not _is_plain(layer) or layer.weight.dtype != query.dtype or query.dtype != self.latents.dtype:
+        if _operator_for(layer) is None or not layer.weight.dtype == query.dtype == self.latents.dtype:
             return None
-        rows = query.transpose(1, 2)
-        weight = _of_heads(layer.weight, form)[:, : form.key_rows]
-        own, tail = rows.split_with_sizes((form.key_rows, self.rotated.shape[3]), -1)
-        return ops.heads_mm(own, weight, transposed=True, tail=tail).transpose(1, 2)
+        own, tail = query.transpose(1, 2).split_with_sizes((form.key_rows, self.rotated.shape[3]), -1)
+        rows = slice(form.key_rows)
+        return _product(layer, form, rows, own, transposed=True, tail=tail).transpose(1, 2)
 
     def taken_back(self, sums: Tensor) -> Tensor:
         """[B, T, Hq, L], the sums of latents, as those of values: [B, T, Hq, V]."""
         form: Expansion = self.module.__dict__[RECORD].expansion
-        weight = getattr(self.module, form.projection).weight
-        return ops.heads_mm(sums, _of_heads(weight, form)[:, form.key_rows :])
+        layer = getattr(self.module, form.projection)
+        return _product(layer, form, slice(form.key_rows, None), sums)
 
 
-def _of_heads(matrix: Tensor, form: Expansion) -> Tensor:
-    return matrix.view(form.heads, form.key_rows + form.value_rows, -1)
+def _product(layer: Any, form: Expansion, rows: slice, x: Tensor, **options: Any) -> Tensor:
+    """What each head has in `x` times some of its rows of a layer."""
+
+    def of_heads(matrix: Tensor) -> Tensor:
+        return matrix.view(form.heads, form.key_rows + form.value_rows, matrix.shape[1])[:, rows]
+
+    if type(layer) is nn.Linear:
+        return ops.heads_mm(x, of_heads(layer.weight), **options)
+    packed, scales, biases, _ = layer.weights()
+    weight = of_heads(packed), of_heads(scales), None if biases is None else of_heads(biases)
+    return ops.heads_quantized(x, *weight, layer.format.name, **options)
 
 
-def _is_plain(layer: nn.Module | None) -> bool:
-    return type(layer) is nn.Linear and layer.bias is None and not is_observed(layer)
+def _operator_for(layer: Any) -> str | None:
+    """What multiplies the heads' matrices of a layer; None where its own code has to run."""
+    operator = {nn.Linear: "heads_mm", QuantizedLinear: "heads_quantized"}.get(type(layer))
+    is_plain = operator is not None and layer.bias is None and not is_observed(layer)
+    return operator if is_plain else None
 
 
 def use_latents(module: nn.Module) -> list[str]:
@@ -146,13 +157,12 @@ def use_latents(module: nn.Module) -> list[str]:
     Returns: what is added to the report; nothing for other layers.
     """
     expansion = expansion_of(module)
-    if expansion is None or not _is_plain(getattr(module, expansion.projection)):
-        return []
-    if refusal(module, _OPERATOR) is not None:
+    operator = None if expansion is None else _operator_for(getattr(module, expansion.projection))
+    if operator is None or refusal(module, operator) is not None:
         return []
     record_of(module).expansion = expansion
     _wrap(_owner(module))
-    return [f"latents ({_OPERATOR})"]
+    return [f"latents ({operator})"]
 
 
 def expansion_of(module: nn.Module) -> Expansion | None:

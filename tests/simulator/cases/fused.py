@@ -1,6 +1,7 @@
 """The cases of kernels that also norm their input, add a residual, order their outputs or apply a gate."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -82,9 +83,12 @@ class Logits(Case):
         return differs(after["result0"], oracles.gate_logits(*(exact(t) for t in before.values()), EPS))
 
 
+RULE = {"l2norm_eps": EPS, "decay": "softplus", "beta_activation": "sigmoid"}
+
+
 @dataclass
 class Delta(Case):
-    """gated_delta_rule_ with its norm, heads of one width."""
+    """linear_attention_ by the delta rule with its norm, heads of one width."""
 
     mutated: ClassVar[tuple[str, ...]] = ("state",)
     group: str
@@ -97,7 +101,7 @@ class Delta(Case):
     @property
     def name(self):
         heads = f"{self.key_heads}/{self.heads} of {self.width}"
-        return f"{self.group} gated_delta_rule_ {heads} T {self.tokens} {self.dtype}"
+        return f"{self.group} linear_attention_ {heads} T {self.tokens} {self.dtype}"
 
     def inputs(self, values):
         def of_heads(heads: int, *width: int) -> Tensor:
@@ -112,20 +116,21 @@ class Delta(Case):
             "state": values.normal(1, self.heads, self.width, self.width),
             "A_log": values.normal(self.heads),
             "gate": of_heads(self.heads, self.width),
-            "norm": norm_of(values, self.width, self.dtype),
+            "norm_weight": norm_of(values, self.width, self.dtype),
         }
 
     def call(self, t):
-        *rule, a_log, gate, norm = t.values()
-        options = {"l2norm_eps": EPS, "A_log": a_log, "beta_is_logit": True}
-        return ops().gated_delta_rule_(
-            *rule, self.width**-0.5, **options, gate=gate, norm_weight=norm, norm_eps=EPS
+        names = ("q", "k", "v", "g", "state")
+        options = {name: value for name, value in t.items() if name not in names}
+        return ops().linear_attention_(
+            *(t[name] for name in names), self.width**-0.5, **RULE, **options, norm_eps=EPS
         )
 
     def wrong(self, before, after):
-        *rule, a_log, gate, norm = before.values()
-        options = {"l2norm_eps": EPS, "A_log": a_log, "beta_is_logit": True}
-        value, state = oracles_sequence.recurrence(*rule, self.width**-0.5, **options)
+        absent = dict.fromkeys(("dt_bias", "beta_min", "skip", "lower_bound"))
+        options = {"delta": True, "scale": self.width**-0.5, "state_": before["state"]}
+        value, state = oracles_sequence.recurrence(SimpleNamespace(**absent, **before, **RULE, **options))
+        gate, norm = before["gate"], before["norm_weight"]
         value = oracles.round_to(value, DTYPES[self.dtype])
         scale = 1 / np.sqrt((value * value).mean(-1, keepdims=True) + EPS)
         gate = exact(gate)
@@ -192,7 +197,7 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     cases += [FusedLinear("fused", "int4", "f16", t, *sizes) for sizes in LINEARS for t in (1, 8)]
     cases += [Logits("fused", t, experts, 2048, "bf16") for experts in (128, 512) for t in (1, 32)]
     cases += [RopeCache("fused", t, 32, 4, 128, 4096, "bf16") for t in (1, 8)]
-    return cases + [Delta("fused", t, 16, 32, 128, "bf16") for t in (1, 8)]
+    return cases + [Delta("fused", t, 16, 32, 128, "bf16") for t in (1, 8, 1024)]
 
 
 def sanitizer_fused() -> list[Case]:

@@ -8,10 +8,10 @@ from ..program.programs import Program
 from .attention_function import LOOK_UP_ATTENTION
 from .blocks import HAND_OVER_NORM, HAND_OVER_RESIDUAL, TAKE_RESIDUAL
 from .cache_slots import WRITE_INTO_CACHE
-from .gated_delta import CAUSAL_CONV, GATED_DELTA, KEEP_STATE, NORM_RESULTS
 from .gated_norm import rewrite_gated_norm
 from .handover import HAND_OVER_RAW_RESULTS
 from .linear import join_linears
+from .linear_attention import CAUSAL_CONV, GATED_DELTA, KEEP_STATE, NORM_RESULTS
 from .mlp import fuse_mlp
 from .moe_gate import offer_gate
 from .norm_inputs import norm_inputs

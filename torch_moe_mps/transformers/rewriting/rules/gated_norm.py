@@ -41,7 +41,7 @@ def is_gated_norm(module: nn.Module) -> bool:
 
 
 def norm_of_heads(norm: nn.Module, heads: Tensor, gate: Tensor) -> dict[str, Any]:
-    """What gated_delta_rule_ takes of a norm of its heads; nothing where the norm must be called."""
+    """What linear_attention_ takes of a norm of its heads; nothing where the norm must be called."""
     is_called = forward_of(norm)[0] is not gated_norm_forward
     if is_called or gate.numel() != heads.numel() or (options := _options(norm, heads, gate)) is None:
         return {}

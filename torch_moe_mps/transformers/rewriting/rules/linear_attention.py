@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES
-from ....ops.gated_delta import MAX_KEY_WIDTH
+from ....ops.linear_attention import MAX_KEY_WIDTH
 from ..program.building import RESHAPING, code, every_call
 from ..program.formulas import Node, Reader
 from ..program.patterns import match as matched
@@ -27,7 +27,8 @@ from .trial import agrees, tried
 ops = torch.ops.moe_mps
 
 _L2NORM_EPS = 1e-6
-_RULE = "gated_delta_rule_"
+_RULE = "linear_attention_"
+_LOGITS = {"decay": "softplus", "beta_activation": "sigmoid"}
 _FLAG = (bool, type(None))
 # The gates as models compute them.
 _G, _BETA = "neg(exp(A_LOG)) * softplus(A + DT_BIAS)", "sigmoid(B)"
@@ -53,7 +54,7 @@ def causal_conv(
     fits = known and conv_state.shape[-1] >= weight.shape[-1] - 1
     if name is None or not fits:
         return function(x, conv_state, weight, bias, activation)
-    return ops.causal_conv1d_update_(x, conv_state, weight, bias, name)
+    return ops.causal_conv1d_update_(x.mT, conv_state, weight, bias, name).mT
 
 
 @called
@@ -80,14 +81,14 @@ def delta_rule(
         results = function(q, k, v, g=g, beta=beta, **options)
     else:
         heads = {} if norm is None else norm_of_heads(norm[0], v, norm[1])
-        logits = {} if raw is None else {"A_log": raw[2], "dt_bias": raw[3], "beta_is_logit": True}
+        logits = {} if raw is None else {"A_log": raw[2], "dt_bias": raw[3], **_LOGITS}
         g, beta = gates() if raw is None else raw[:2]
         eps = _L2NORM_EPS if options.get("use_qk_l2norm_in_kernel") else None
         if state is None:
             shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3])
             state = torch.zeros(shape, dtype=torch.float32, device=q.device)
         scale = q.shape[-1] ** -0.5
-        out = ops.gated_delta_rule_(q, k, v, g, beta, state, scale, l2norm_eps=eps, **logits, **heads)
+        out = ops.linear_attention_(q, k, v, g, state, scale, beta=beta, l2norm_eps=eps, **logits, **heads)
         results = out, state if options.get("output_final_state") else None
     return results if norm is None else (*results, len(heads) > 0)
 
@@ -128,7 +129,7 @@ def is_causal_conv(function: Callable) -> bool:
     for given, activation in ((None, "silu"), (bias, None)):
         theirs, ours = state.clone(), state.clone()
         result = tried(function, x, theirs, weight, given, activation)
-        expected = ops.causal_conv1d_update_(x, ours, weight, given, _ACTIVATIONS[activation])
+        expected = ops.causal_conv1d_update_(x.mT, ours, weight, given, _ACTIVATIONS[activation]).mT
         if not _agree(result, expected) or not torch.equal(theirs, ours):
             return False
     return True
@@ -136,7 +137,7 @@ def is_causal_conv(function: Callable) -> bool:
 
 @functools.cache
 def is_delta_rule(function: Callable) -> bool:
-    """Whether a function of (q, k, v, g, beta, ...) is gated_delta_rule_: one of steps or one of chunks."""
+    """Whether a function of (q, k, v, g, beta, ...) is linear_attention_: one of steps or one of chunks."""
     generator = torch.Generator().manual_seed(0)
     tokens = 66  # more than a chunk
     shapes = (*((2, tokens, *rest) for rest in ((2, 8), (2, 8), (4, 3), (4,), (4,))), (2, 4, 8, 3))
@@ -147,7 +148,7 @@ def is_delta_rule(function: Callable) -> bool:
         options = {"initial_state": None if initial is None else state.clone(), "output_final_state": True}
         result = tried(function, q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=normed, **options)
         eps = _L2NORM_EPS if normed else None
-        expected = ops.gated_delta_rule_(q, k, v, g, beta, ours, 8**-0.5, l2norm_eps=eps)
+        expected = ops.linear_attention_(q, k, v, g, ours, 8**-0.5, beta=beta, l2norm_eps=eps)
         if not isinstance(result, tuple) or not all(map(_agree, result, (expected, ours))):
             return False
     return True
@@ -262,7 +263,7 @@ def _is_norm_of_rule(match: Match) -> str | None:
         rule.value.keywords.append(ast.keyword("norm", match.fill(f"(NORM, {gate})")))
         block = program.block_of(rule)
         block.insert(block.index(rule) + 1, ast.Assign(flag.targets, code(f"{name_of(rule)}[2]")))
-    return f"{match.child('NORM')} in gated_delta_rule_"
+    return f"{match.child('NORM')} in linear_attention_"
 
 
 NORM_RESULTS = Rewrite("NORM(X, GATE)", "norm_heads(NORM, X, GATE, FLAG)", where=_is_norm_of_rule)

@@ -1,0 +1,243 @@
+"""Linear attention: the convolution and the recurrence, for prompts and single tokens."""
+
+import pytest
+import torch
+from support.oracles import FLOAT32_EPS, exact, spacing
+from support.oracles_operators import checked
+from support.values import DTYPES, numbers
+
+from torch_moe_mps.ops.linear_attention import causal_conv1d_update_, linear_attention_
+
+# The convolution
+
+
+def check_conv(x, state, weight, bias, activation):
+    assert checked("causal_conv1d_update_", x, state, weight, bias, activation).dtype == x.dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_conv(device, dtype):
+    """(B, C, T, S, W): states longer than the window needs, more tokens than the state is long."""
+    sizes = [
+        (1, 70, 1, 4, 4),
+        (2, 5, 3, 3, 4),
+        (1, 3, 8, 4, 2),
+        (2, 65, 2, 6, 3),
+        (1, 4, 2, 1, 1),
+        (1, 2, 2, 0, 1),
+        (1, 3, 30, 11, 12),
+    ]
+    for i, (batch, channels, tokens, length, width) in enumerate(sizes):
+        x = numbers(batch, tokens, channels, dtype=dtype, seed=i).to(device)
+        state = numbers(batch, channels, length, dtype=torch.float32 if i % 3 == 1 else dtype).to(device)
+        weight = numbers(channels, width, dtype=torch.float32 if i % 2 else dtype).to(device)
+        bias = numbers(channels, dtype=dtype).to(device) if i % 2 else None
+        check_conv(x, state, weight, bias, "none" if i == 1 else "silu")
+
+
+def test_conv_strides(device):
+    """x a slice of a projection or transposed, a state with gaps, a weight without its middle dimension."""
+    x = numbers(2, 3, 24, dtype=torch.float16).to(device)[..., 3:19]
+    state = numbers(2, 16, 10, dtype=torch.float16).to(device)
+    weight = numbers(16, 1, 4, dtype=torch.float16).to(device).squeeze(1)
+    check_conv(x, state[..., 1:5], weight, None, "silu")
+    untouched = numbers(2, 16, 10, dtype=torch.float16)
+    for columns in (slice(0, 1), slice(5, 10)):
+        assert torch.equal(state[..., columns].cpu(), untouched[..., columns])
+    check_conv(x, state[..., ::2], weight, None, "silu")
+    check_conv(numbers(2, 16, 3, dtype=torch.float16).to(device).mT, state[..., ::2], weight, None, "silu")
+
+
+def test_conv_without_tokens(device):
+    state = numbers(2, 6, 4).to(device)
+    before = state.clone()
+    result = causal_conv1d_update_(torch.zeros(2, 0, 6, device=device), state, numbers(6, 4).to(device))
+    assert result.shape == (2, 0, 6) and torch.equal(state, before)
+
+
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_convolution_of_qwen3_next(device, dtype):
+    from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_update as model
+
+    x, state = numbers(2, 48, 1, dtype=dtype), numbers(2, 48, 4, dtype=dtype)
+    weight = numbers(48, 4, dtype=dtype)
+    ours = state.clone().to(device)
+    expected = model(x, state, weight, None, "silu")
+    result = causal_conv1d_update_(x.mT.to(device), ours, weight.to(device)).mT
+    allowed = 2 * spacing(exact(expected), dtype) + 16 * FLOAT32_EPS + (dtype != torch.float32) * 0.02
+    assert (abs(exact(result) - exact(expected)) <= allowed).all()
+    assert torch.equal(ours.cpu(), state)
+
+
+# The recurrence
+
+
+def inputs(batch, tokens, key_heads, heads, key_width, value_width, dtype, seed=0, wide=False):
+    """q, k, v, g, state; beta."""
+    q, k = (numbers(batch, tokens, key_heads, key_width, dtype=dtype, seed=seed + i) for i in range(2))
+    v = numbers(batch, tokens, heads, value_width, dtype=dtype, seed=seed)
+    g = numbers(batch, tokens, heads, *[key_width] * wide, dtype=dtype, seed=seed)
+    beta = numbers(batch, tokens, heads, dtype=dtype, seed=seed + 1)
+    return [q, k, v, g, numbers(batch, heads, key_width, value_width, seed=seed)], beta
+
+
+RULE = {"l2norm_eps": 1e-6, "decay": "softplus", "beta_activation": "sigmoid"}
+MAMBA = {"delta": False, "decay": "times_beta", "beta_activation": "softplus"}
+
+
+def check(arguments, device, **options):
+    arguments = [None if tensor is None else tensor.clone().to(device) for tensor in arguments]
+    options = {n: o.to(device) if isinstance(o, torch.Tensor) else o for n, o in options.items()}
+    result = checked("linear_attention_", *arguments, arguments[0].shape[-1] ** -0.5, **options)
+    assert result.dtype == arguments[2].dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_attention(device, dtype):
+    """(B, T, Hk, Hv, Dk, Dv): part of a simdgroup's rows and columns, more than one, more than one block."""
+    sizes = [(1, 1, 2, 4, 16, 32), (2, 3, 1, 3, 40, 33), (1, 17, 2, 2, 7, 5), (1, 8, 1, 2, 64, 8)]
+    for i, size in enumerate(sizes):
+        for wide in (False, True):
+            arguments, beta = inputs(*size, dtype, seed=i, wide=wide)
+            heads = size[3]
+            bias = numbers(heads, *[size[4]] * wide, seed=i + 1) if i % 2 else None
+            options = RULE | {"beta": beta, "A_log": numbers(heads, dtype=dtype, seed=i), "dt_bias": bias}
+            check(arguments, device, **options)
+            check(arguments, device, **options | {"decay": "sigmoid", "lower_bound": -5.0})
+            q, k, v, g, state = arguments
+            plain = [q / q.shape[-1] ** 0.5, k / k.shape[-1] ** 0.5, v, -g.abs(), state]
+            options = {"beta": beta.abs() / 4, "skip": numbers(heads) if i % 2 else None}
+            check(plain, device, **options)
+            norm = {"gate": numbers(*v.shape, dtype=dtype, seed=i), "norm_weight": numbers(v.shape[-1])}
+            activation = "sigmoid" if i % 2 else "silu"
+            check(plain, device, **options, **norm, norm_offset=float(i % 2), gate_activation=activation)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_the_delta_rule(device, dtype):
+    """Mamba-2, with and without the bound on its time step; lightning attention, with a constant decay."""
+    (q, k, v, _, state), step = inputs(2, 19, 2, 4, 24, 20, dtype)
+    options = MAMBA | {"beta": step, "A_log": numbers(4), "skip": numbers(4, dtype=dtype)}
+    for others in ({}, {"beta_min": 0.5}, {"dt_bias": numbers(4, dtype=dtype)}):
+        check([q, k, v, None, state], device, **options, **others)
+    check([q, k, v, -numbers(4).abs(), state], device, delta=False)
+
+
+@pytest.mark.parametrize(("key_width", "value_width"), [(256, 40), (100, 160)])
+def test_wide_heads(device, key_width, value_width):
+    """With a norm, one threadgroup takes the columns a few at a time."""
+    arguments, beta = inputs(1, 2, 1, 1, key_width, value_width, torch.bfloat16)
+    options = RULE | {"beta": beta, "A_log": numbers(1)}
+    check(arguments, device, **options)
+    norm = {"gate": numbers(1, 2, 1, value_width, dtype=torch.bfloat16), "norm_weight": numbers(value_width)}
+    check(arguments, device, **options, **norm, norm_eps=1e-5)
+
+
+def test_a_norm_of_more_tokens_than_a_block(device):
+    """It runs behind the recurrence, or in it where there are as many heads as cores."""
+    arguments, beta = inputs(1, 20, 1, 2, 16, 24, torch.float16)
+    v = arguments[2]
+    norm = {"gate": numbers(*v.shape, dtype=torch.float16, seed=3), "norm_weight": numbers(24)}
+    check(arguments, device, **RULE, beta=beta, A_log=numbers(2), **norm)
+    many, beta = inputs(1, 18, 1, 64, 4, 4, torch.float16)
+    norm = {"gate": numbers(*many[2].shape, dtype=torch.float16, seed=3), "norm_weight": numbers(4)}
+    check(many, device, **RULE, beta=beta, A_log=numbers(64), **norm)
+
+
+def test_decay_of_large_gates(device):
+    """softplus where exp overflows, and a state that is forgotten at once."""
+    arguments, beta = inputs(1, 2, 1, 2, 16, 32, torch.float32)
+    arguments[3] = torch.tensor([[[100.0, -100.0], [19.9, 20.1]]])
+    check(arguments, device, **RULE, beta=beta, A_log=torch.tensor([-4.0, 0.5]))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_extreme_decays_and_strengths(device, wide):
+    """exp(g) = 0 in float32, no decay, beta 0 and 1."""
+    arguments, _ = inputs(1, 6, 1, 2, 16, 8, torch.float32, wide=wide)
+    arguments[3] = torch.zeros_like(arguments[3])
+    arguments[3][:, 1] = -200.0
+    arguments[3][:, 4] = -5.0
+    beta = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 1.0]).view(1, 6, 1).expand(1, 6, 2)
+    check(arguments, device, l2norm_eps=1e-6, beta=beta)
+
+
+def test_nan_stays_in_its_head(device):
+    (q, k, v, g, state), beta = inputs(1, 3, 1, 2, 16, 8, torch.float32)
+    v[0, 1, 0, 2] = float("nan")
+    state[0, 1, 3, 5] = float("inf")
+    on_device = [tensor.to(device) for tensor in (q, k, v, -g.abs(), state)]
+    result = linear_attention_(*on_device, 0.25, beta=beta.abs().to(device), l2norm_eps=1e-6)
+    finite = result.isfinite().cpu()
+    assert finite[0, :, 0, [0, 1, 3, 4, 5, 6, 7]].all() and finite[0, :, 1, [0, 1, 2, 3, 4, 6, 7]].all()
+    assert finite[0, 0, 0].all() and not finite[0, 1:, 0, 2].any() and not finite[0, :, 1, 5].any()
+
+
+def test_linear_attention_strides(device):
+    """Slices of a fused projection, and states with gaps and with rows for columns."""
+    fused = numbers(2, 3, 2 * 16 + 2 * 16 + 2 * 4 * 8 + 1, dtype=torch.float16).to(device)[..., 1:]
+    q, k, v, gate = fused.split([32, 32, 32, 32], -1)
+    q, k, v, gate = q.unflatten(-1, (2, 16)), k.unflatten(-1, (2, 16)), v.unflatten(-1, (4, 8)), gate
+    b, a = numbers(2, 3, 8, dtype=torch.float16).to(device).chunk(2, -1)
+    options = RULE | {"beta": b, "A_log": numbers(4).to(device)}
+    options |= {"gate": gate.unflatten(-1, (4, 8)), "norm_weight": numbers(8).to(device)}
+    states = numbers(2, 5, 16, 8).to(device)
+    checked("linear_attention_", q, k, v, a, states[:, 1:], 0.25, **options)
+    assert torch.equal(states[:, 0].cpu(), numbers(2, 5, 16, 8)[:, 0])
+    checked("linear_attention_", q, k, v, a, numbers(2, 4, 8, 16).to(device).mT, 0.25, **options)
+    checked("linear_attention_", q.mT.contiguous().mT, k, v, a, states[:, :4], 0.25, **options)
+
+
+def test_linear_attention_without_tokens(device):
+    arguments = [tensor.to(device) for tensor in inputs(2, 0, 1, 2, 16, 8, torch.float32)[0]]
+    before = arguments[4].clone()
+    assert linear_attention_(*arguments, 1.0).shape == (2, 0, 2, 8)
+    assert torch.equal(arguments[4], before)
+
+
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_recurrence_of_qwen3_next(device, dtype):
+    """The model's own function, with the gates that its layer computes."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+
+    (q, k, v, a, state), b = inputs(2, 3, 2, 4, 32, 16, dtype)
+    A_log, dt_bias = numbers(4), numbers(4, seed=3)
+    g = -A_log.exp() * torch.nn.functional.softplus(a.float() + dt_bias)
+    beta = b.float().sigmoid()
+    model, model_state = torch_recurrent_gated_delta_rule(
+        q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    ours = [tensor.to(device) for tensor in (q, k, v, a, state)]
+    options = {"beta": b.to(device), "A_log": A_log.to(device), "dt_bias": dt_bias.to(device)}
+    result = linear_attention_(*ours, 32**-0.5, **RULE, **options)
+    for actual, expected in ((result, exact(model)), (ours[4], exact(model_state))):
+        allowed = spacing(expected, actual.dtype) + 192 * FLOAT32_EPS
+        assert (abs(exact(actual) - expected) <= allowed).all()
+
+
+@pytest.mark.parametrize(("delta", "wide"), [(False, False), (True, False), (True, True)])
+def test_a_prompt_in_pieces(device, delta, wide):
+    """Wherever it is cut, results and state have the same bits."""
+    (q, k, v, g, state), beta = inputs(1, 37, 1, 2, 20, 16, torch.float32, wide=wide)
+    q, k, v, g, state, beta = (tensor.to(device) for tensor in (q, k, v, -g.abs(), state, beta))
+    expected = None
+    for sizes in ([37], [1, 36], [16, 16, 5], [15, 17, 5], [7, 1, 1, 28]):
+        own, results = state.clone(), []
+        for part in zip(*(x.split(sizes, 1) for x in (q, k, v, g, beta)), strict=True):
+            *heads, strength = part
+            options = {"beta": strength, "delta": delta, "l2norm_eps": 1e-6}
+            results.append(linear_attention_(*heads, own, 0.2, **options))
+        found = torch.cat(results, 1).cpu(), own.cpu()
+        expected = expected or found
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("decay", [-5.0, -1e-3, -1e-6, 0.0])
+@pytest.mark.parametrize("wide", [False, True])
+def test_long_contexts(device, decay, wide):
+    """10,000 tokens against float64."""
+    (q, k, v, g, state), beta = inputs(1, 10_000, 1, 1, 64, 16, torch.float32, wide=wide)
+    check([q, k, v, decay * g.abs().clamp(max=1.0), state], device, l2norm_eps=1e-6, beta=beta.sigmoid())

@@ -1,0 +1,186 @@
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "../shaders/params.h"
+#include "gpu.h"
+#include "norms.h"
+#include "register.h"
+#include "tensors.h"
+
+namespace moe_mps {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+Tensor causal_conv1d_update_(const Tensor& x, const Tensor& conv_state_, const Tensor& weight_,
+                             const OptionalTensor& bias_, std::string_view activation) {
+  Tensor output = at::empty(x.sizes(), x.options());
+  if (output.numel() == 0) return output;
+  const Tensor state = conv_state_.contiguous();
+  const Tensor weight = weight_.contiguous();
+  const OptionalTensor bias = contiguous(bias_);
+  ConvParams params{};
+  params.x_batch_stride = x.stride(0);
+  params.x_token_stride = x.stride(1);
+  params.x_channel_stride = x.stride(2);
+  params.tokens = x.size(1);
+  params.channels = x.size(2);
+  params.length = state.size(2);
+  params.width = weight.size(1);
+  params.thread_tokens = std::max<int64_t>(kConvTokens, params.width);  // only the first read the state
+  params.silu = activation == "silu";
+  params.state_dtype = dtype_code(state);
+  params.weight_dtype = dtype_code(weight);
+  params.has_bias = bias.has_value();
+  params.bias_dtype = dtype_code(bias);
+
+  Commands commands;
+  commands.add({"linear_attention", x.scalar_type()}, "causal_conv1d_update")
+      .bind_strided(x)
+      .bind(state.numel() > 0 ? state : output)
+      .bind(weight.numel() > 0 ? weight : output)
+      .bind_or(bias, output)
+      .bind(output)
+      .params(params)
+      .threadgroups({NSUInteger(ceil_div(params.channels, kConvThreads)),
+                     NSUInteger(ceil_div(params.tokens, params.thread_tokens)), NSUInteger(x.size(0))},
+                    {NSUInteger(kConvThreads)});
+  commands.encode();
+  if (!conv_state_.is_contiguous()) conv_state_.copy_(state);
+  return output;
+}
+
+// The strides of [B, T, heads, ...]; of what all tokens share, [heads], the first two are 0.
+TokenStrides token_strides(const Tensor& x) {
+  const int64_t heads = x.dim() == 1 ? 0 : 2;
+  const auto stride = [&](int64_t dim) { return x.dim() > 1 ? uint64_t(x.stride(dim)) : 0; };
+  return {stride(0), stride(1), uint64_t(x.stride(heads))};
+}
+
+uint32_t decay_code(std::string_view decay) {
+  if (decay == "softplus") return DECAY_SOFTPLUS;
+  if (decay == "sigmoid") return DECAY_SIGMOID;
+  return decay == "times_beta" ? DECAY_TIMES_BETA : DECAY_LOG;
+}
+
+uint32_t beta_code(std::string_view activation) {
+  if (activation == "sigmoid") return BETA_SIGMOID;
+  return activation == "softplus" ? BETA_SOFTPLUS : BETA_NONE;
+}
+
+// The kernel for heads of keys that are so wide, the lanes that share a column of their state, and the
+// simdgroups that all columns take.
+struct Scan {
+  std::string kernel;
+  int64_t simdgroups;
+};
+
+Scan scan_of(int64_t key_width, int64_t value_width, bool delta, bool channels) {
+  const int64_t rows = key_width <= 64 ? 64 : key_width <= 128 ? 128 : 256;
+  const int64_t columns = kSimdWidth / (rows / kScanRows) * kScanColumns;
+  const char* kind = channels ? "channel_scan" : delta ? "delta_scan" : "plain_scan";
+  return {kind + std::to_string(rows), ceil_div(value_width, columns)};
+}
+
+Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, const OptionalTensor& g_,
+                         const Tensor& state, double scale, const OptionalTensor& beta, bool delta,
+                         std::optional<double> l2norm_eps, std::string_view decay,
+                         const OptionalTensor& a_log_, const OptionalTensor& dt_bias_,
+                         std::optional<double> lower_bound, std::string_view beta_activation,
+                         std::optional<double> beta_min, const OptionalTensor& skip_,
+                         const OptionalTensor& gate_, std::string_view gate_activation,
+                         const OptionalTensor& norm_weight, double norm_eps, double norm_offset) {
+  Tensor output = at::empty(v_.sizes(), v_.options());
+  if (output.numel() == 0) return output;
+  const Tensor q = rows_contiguous(q_), k = rows_contiguous(k_), v = rows_contiguous(v_);
+  const bool channels = g_ && g_->dim() == 4;
+  const OptionalTensor g = channels ? rows_contiguous(*g_) : g_;
+  const OptionalTensor a_log = contiguous(a_log_), dt_bias = contiguous(dt_bias_), skip = contiguous(skip_);
+  const OptionalTensor gate = gate_ ? OptionalTensor(rows_contiguous(*gate_)) : std::nullopt;
+  const std::optional<InputNorm> norm = input_norm(norm_weight, norm_eps, norm_offset);
+  LinearAttentionParams params{};
+  params.q = token_strides(q);
+  params.k = token_strides(k);
+  params.v = token_strides(v);
+  if (g) params.g = token_strides(*g);
+  if (beta) params.beta = token_strides(*beta);
+  if (gate) params.gate = token_strides(*gate);
+  params.state_batch_stride = state.stride(0);
+  params.state_head_stride = state.stride(1);
+  params.state_row_stride = state.stride(2);
+  params.state_column_stride = state.stride(3);
+  params.tokens = q.size(1);
+  params.key_heads = q.size(2);
+  params.heads = v.size(2);
+  params.key_width = q.size(3);
+  params.value_width = v.size(3);
+  params.decay = decay_code(decay);
+  params.g_dtype = dtype_code(g);
+  params.has_beta = beta.has_value();
+  params.beta_activation = beta_code(beta_activation);
+  params.beta_dtype = dtype_code(beta);
+  params.has_a_log = a_log.has_value();
+  params.a_log_dtype = dtype_code(a_log);
+  params.has_dt_bias = dt_bias.has_value();
+  params.dt_bias_dtype = dtype_code(dt_bias);
+  params.has_l2norm = l2norm_eps.has_value();
+  params.has_skip = skip.has_value();
+  params.skip_dtype = dtype_code(skip);
+  params.gate_is_sigmoid = gate_activation == "sigmoid";
+  params.l2norm_eps = static_cast<float>(l2norm_eps.value_or(0.0));
+  params.scale = static_cast<float>(scale);
+  params.lower_bound = static_cast<float>(lower_bound.value_or(0.0));
+  params.beta_min = static_cast<float>(beta_min.value_or(-INFINITY));
+
+  // The norm of a head's result needs all its columns in one threadgroup. Where heads are fewer than cores, a
+  // prompt is faster with its columns spread over more of them, and a dispatch for the norm.
+  const Scan scan = scan_of(params.key_width, params.value_width, delta, channels);
+  const int64_t heads = q.size(0) * params.heads;
+  const bool is_normed_here = norm && (heads >= gpu_cores() || params.tokens <= kScanTokens);
+  const int64_t simdgroups = std::min(scan.simdgroups, is_normed_here ? kScanSimdgroups : kSliceSimdgroups);
+  if (is_normed_here) {
+    params.has_norm = true;
+    params.norm_dtype = dtype_code(norm->weight);
+    params.norm_eps = static_cast<float>(norm->eps);
+    params.norm_offset = static_cast<float>(norm->offset);
+  }
+  Commands commands;
+  commands.add({"linear_attention", q.scalar_type()}, scan.kernel)
+      .bind_strided(q)
+      .bind_strided(k)
+      .bind_strided(v)
+      .bind_strided(g ? *g : output)
+      .bind_strided(beta ? *beta : output)
+      .bind_or(a_log, output)
+      .bind_or(dt_bias, output)
+      .bind_or(skip, output)
+      .bind_strided(state)
+      .bind(output)
+      .bind_strided(gate ? *gate : output)
+      .bind(norm ? norm->weight : output)
+      .params(params)
+      .threadgroups(
+          {NSUInteger(is_normed_here ? 1 : ceil_div(scan.simdgroups, simdgroups)), NSUInteger(heads)},
+          {NSUInteger(simdgroups * kSimdWidth)});
+  if (norm && !is_normed_here) {
+    add_gated_norm(commands, output, *gate, *norm, {1, gate_activation == "sigmoid"}, output);
+  }
+  commands.encode();
+  return output;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  implement<causal_conv1d_update_>(m, "causal_conv1d_update_");
+  implement<linear_attention_>(m, "linear_attention_");
+}
+
+}  // namespace moe_mps

@@ -1,0 +1,269 @@
+"""Linear attention: the convolution in front of it and the recurrence, for prompts and for single tokens."""
+
+import torch
+from torch import Tensor
+
+from ._checks import ACTIVATION_DTYPES
+from ._registry import operator
+from .norms import GATE_ACTIVATIONS, rms_norm_gated
+
+ACTIVATIONS = ("none", "silu")
+DECAYS = ("log", "softplus", "sigmoid", "times_beta")
+BETA_ACTIVATIONS = ("none", "sigmoid", "softplus")
+MAX_KEY_WIDTH = 256
+
+
+# The convolution
+
+
+def _meta_conv(check, x, conv_state_, weight, bias, activation):
+    check.choice("activation", activation, ACTIVATIONS)
+    check.dtype("x", x, ACTIVATION_DTYPES)
+    check.rank("x", x, (3,))
+    batch, _, channels = x.shape
+    check.dtype("weight", weight, ACTIVATION_DTYPES)
+    check.rank("weight", weight, (2,))
+    check.shape("weight", weight, (channels, weight.shape[1]), "[C, W]")
+    check.dtype("conv_state_", conv_state_, ACTIVATION_DTYPES)
+    check.rank("conv_state_", conv_state_, (3,))
+    length = conv_state_.shape[2]
+    check.shape("conv_state_", conv_state_, (batch, channels, length), "[B, C, S]")
+    if length < weight.shape[1] - 1:
+        check.fail("conv_state_", f"of W - 1 = {weight.shape[1] - 1} positions or more", length)
+    check.tensor("bias", bias, (channels,), "[C]")
+    return x.new_empty(x.shape)
+
+
+@operator(meta=_meta_conv)
+def causal_conv1d_update_(
+    x: Tensor, conv_state_: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "silu"
+) -> Tensor:
+    """A causal convolution of each channel over new positions and those before them.
+
+        all = conv_state_ followed by the new positions
+        result[t] = activation(sum_w weight[w] * all[S + t - W + 1 + w] + bias)
+        conv_state_ = the last S positions of all
+
+    Args:
+        x: [B, T, C], float32, float16 or bfloat16; any strides.
+        conv_state_: [B, C, S], any of the three dtypes, S at least W - 1; updated in place, whatever its
+            strides. It must not overlap itself (as an expanded tensor does) nor the other arguments.
+        weight: [C, W], any of the three dtypes: of the oldest position first.
+        bias: [C], any of the three dtypes, or None.
+        activation: "silu" or "none".
+
+    Returns: [B, T, C] in the dtype of `x`.
+
+    Raises: ValueError for a dtype, shape, choice or device that does not fit.
+    """
+    every = torch.cat((conv_state_.float(), x.mT.float()), -1)
+    length, width, tokens = conv_state_.shape[2], weight.shape[1], x.shape[1]
+    conv_state_.copy_(every[..., every.shape[-1] - length :])
+    windows = every[..., length - width + 1 :].unfold(-1, width, 1) if width and tokens else None
+    out = x.mT.new_zeros(x.mT.shape, dtype=torch.float32)
+    if windows is not None:
+        out = (windows * weight.float().unsqueeze(1)).sum(-1)
+    if bias is not None:
+        out = out + bias.float().unsqueeze(-1)
+    return (torch.nn.functional.silu(out) if activation == "silu" else out).mT.to(x.dtype)
+
+
+# The recurrence
+
+
+def _meta_linear_attention(
+    check, q, k, v, g, state_, beta, delta, decay, beta_activation, beta_min, **others
+):
+    check.dtype("q", q, ACTIVATION_DTYPES)
+    check.rank("q", q, (4,))
+    batch, tokens, key_heads, key_width = q.shape
+    check.tensor("k", k, q.shape, "[B, T, Hk, Dk] of q", (q.dtype,))
+    check.dtype("v", v, (q.dtype,))
+    check.rank("v", v, (4,))
+    heads, value_width = v.shape[2:]
+    check.shape("v", v, (batch, tokens, heads, value_width), "[B, T, Hv, Dv]")
+    if key_heads < 1 or heads % key_heads:
+        check.fail("v", f"of a multiple of q's {key_heads} heads", f"{heads} heads")
+    check.between("q", key_width, 1, MAX_KEY_WIDTH, " elements a head")
+    check.tensor(
+        "state_", state_, (batch, heads, key_width, value_width), "[B, Hv, Dk, Dv]", (torch.float32,)
+    )
+    check.choice("decay", decay, DECAYS)
+    check.choice("beta_activation", beta_activation, BETA_ACTIVATIONS)
+    check.tensor("beta", beta, (batch, tokens, heads), "[B, T, Hv]")
+    sizes = (batch, tokens, heads, key_width)
+    _check_decay(check, g, sizes, beta, delta, decay, beta_activation, **others)
+    if beta is None and beta_activation != "none":
+        check.fail("beta_activation", "none without beta", beta_activation)
+    if beta is None and beta_min is not None:
+        check.fail("beta_min", "None without beta", beta_min)
+    _check_end(check, v, **others)
+    return v.new_empty(v.shape)
+
+
+def _check_decay(check, g, sizes, beta, delta, decay, beta_activation, A_log, dt_bias, lower_bound, **_):
+    heads, width = sizes[2:]
+    if (g is None) != (decay == "times_beta"):
+        check.fail(
+            "g", 'None with decay="times_beta", and only then', "None" if g is None else tuple(g.shape)
+        )
+    is_wide = False
+    if g is not None:
+        check.rank("g", g, (1, 3, 4) if delta else (1, 3))
+        is_wide = g.dim() == 4
+        meaning = {1: "[Hv]", 3: "[B, T, Hv]", 4: "[B, T, Hv, Dk]"}[g.dim()]
+        check.tensor("g", g, sizes[2:3] if g.dim() == 1 else sizes[: g.dim()], meaning)
+    if decay == "times_beta" and beta is None:
+        check.fail("beta", f'given with decay="{decay}"', None)
+    if (A_log is None) != (decay == "log"):
+        check.fail("A_log", 'None with decay="log", and only then', "None" if A_log is None else "a tensor")
+    if is_wide and beta_activation == "softplus":
+        check.fail("beta_activation", "none or sigmoid where g has a value for each channel", beta_activation)
+    if (lower_bound is None) == (decay == "sigmoid"):
+        check.fail("lower_bound", 'given with decay="sigmoid", and only then', lower_bound)
+    if dt_bias is not None and A_log is None:
+        check.fail("dt_bias", "None without A_log", f"shape {tuple(dt_bias.shape)}")
+    check.tensor("A_log", A_log, (heads,), "[Hv]")
+    if is_wide:
+        check.tensor("dt_bias", dt_bias, (heads, width), "[Hv, Dk]")
+    else:
+        check.tensor("dt_bias", dt_bias, (heads,), "[Hv]")
+
+
+def _check_end(check, v, skip, gate, gate_activation, norm_weight, **_):
+    check.tensor("skip", skip, v.shape[2:3], "[Hv]")
+    if (gate is None) != (norm_weight is None):
+        check.fail("gate", "given with norm_weight, and only then", "one of the two")
+    check.tensor("gate", gate, v.shape, "[B, T, Hv, Dv] of v", (v.dtype,))
+    check.tensor("norm_weight", norm_weight, v.shape[3:], "[Dv]")
+    check.choice("gate_activation", gate_activation, GATE_ACTIVATIONS)
+
+
+def _key_rows(x: Tensor, heads: int, l2norm_eps: float | None) -> Tensor:
+    """q or k for each head of v, normed, in float32."""
+    x = x.float()
+    if l2norm_eps is not None:
+        x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + l2norm_eps)
+    return x.repeat_interleave(heads // x.shape[2], 2)
+
+
+def _log_decay(
+    g: Tensor | None,
+    beta: Tensor,
+    decay: str,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    bound: float | None,
+) -> Tensor:
+    """The logarithm of the decay, [B, T, Hv, Dk or 1] or what broadcasts to it."""
+    rate = None if A_log is None else A_log.float().exp()
+    if g is None:
+        assert rate is not None
+        return (-rate * beta).unsqueeze(-1)
+    is_wide = g.dim() == 4
+    g = g.float() if dt_bias is None else g.float() + dt_bias.float()
+    if rate is not None:
+        rate = rate.unsqueeze(-1) if is_wide else rate
+        lower = bound or 0.0
+        g = lower * torch.sigmoid(rate * g) if decay == "sigmoid" else -rate * torch.nn.functional.softplus(g)
+    return g if is_wide else g.unsqueeze(-1)
+
+
+@operator(meta=_meta_linear_attention)
+def linear_attention_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state_: Tensor,
+    scale: float,
+    *,
+    beta: Tensor | None = None,
+    delta: bool = True,
+    l2norm_eps: float | None = None,
+    decay: str = "log",
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    beta_activation: str = "none",
+    beta_min: float | None = None,
+    skip: Tensor | None = None,
+    gate: Tensor | None = None,
+    gate_activation: str = "silu",
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+) -> Tensor:
+    """Linear attention, token after token: the gated delta rule, Kimi's, Mamba-2, lightning attention.
+
+    For each head of v, with the head of q and k that it shares with its neighbours:
+
+        state_ = exp(log decay) * state_           a factor for each row, or one for all
+        u = (v - k state_) * beta                  v * beta without `delta`
+        state_ = state_ + k^T u
+        result = q state_ * scale + skip * v
+
+    and with `gate`, for each head: rms(result) * (norm_weight + norm_offset) * gate_activation(gate).
+
+    `decay` is what the log decay is:
+
+        "log"          g
+        "softplus"     -exp(A_log) * softplus(g + dt_bias)                  Qwen3-Next, Kimi Linear
+        "sigmoid"      lower_bound * sigmoid(exp(A_log) * (g + dt_bias))    GLM-5.3, Ring
+        "times_beta"   -exp(A_log) * beta                                   Mamba-2's time step
+
+    Everything is computed in float32; the norm sees the result rounded to the dtype of `v`. The state has the
+    same bits wherever a prompt is cut into calls.
+
+    Args:
+        q, k: [B, T, Hk, Dk], float32, float16 or bfloat16; Dk is at most 256. Mamba's C and B.
+        v: [B, T, Hv, Dv] in the dtype of `q`, Hv a multiple of Hk: value head h reads key head h * Hk / Hv.
+        g: [B, T, Hv], [Hv] (the same for every token) or, with `delta`, [B, T, Hv, Dk], any of the three
+            dtypes; None for "times_beta".
+        state_: [B, Hv, Dk, Dv], float32; updated in place, whatever its strides. It must not overlap itself
+            (as an expanded tensor does) nor the other arguments.
+        scale: factor of the result, 1 / sqrt(Dk) in most models.
+        beta: [B, T, Hv], any of the three dtypes; None: 1.
+        delta: write what the state lacks of the value, not the value.
+        l2norm_eps: each head x of q and k becomes x * rsqrt(sum(x^2) + l2norm_eps); None leaves it as it is.
+        decay: see above.
+        A_log: [Hv], any of the three dtypes; None for "log".
+        dt_bias: [Hv], [Hv, Dk] with such a g, any of the three dtypes, or None.
+        lower_bound: of the log decay, given for "sigmoid".
+        beta_activation: "none", "sigmoid" or "softplus", of beta + dt_bias; it never sees more than float32.
+        beta_min: beta is at least this; None: no bound.
+        skip: [Hv], any of the three dtypes, or None.
+        gate: [B, T, Hv, Dv] in the dtype of `v`, or None; given with `norm_weight`, and only then.
+        gate_activation: "silu" or "sigmoid".
+        norm_weight: [Dv], any of the three dtypes, or None.
+        norm_eps, norm_offset: of the norm, `eps` and `weight_offset` of rms_norm_gated.
+
+    Returns: [B, T, Hv, Dv] in the dtype of `v`.
+
+    Raises: ValueError for a dtype, shape, choice or device that does not fit.
+    """
+    heads = v.shape[2]
+    q, k = (_key_rows(x, heads, l2norm_eps) for x in (q, k))
+    strength = v.new_ones(v.shape[:3], dtype=torch.float32) if beta is None else beta.float()
+    if beta_activation == "softplus":
+        shifted = strength if dt_bias is None else strength + dt_bias.float()
+        strength = torch.nn.functional.softplus(shifted)
+    elif beta_activation == "sigmoid":
+        strength = torch.sigmoid(strength)
+    if beta_min is not None:
+        strength = strength.clamp(min=beta_min)
+    factor = _log_decay(g, strength, decay, A_log, dt_bias, lower_bound).exp()
+    factor = factor.expand(*v.shape[:3], factor.shape[-1])
+    state = state_.clone()
+    out = v.new_empty(v.shape)
+    for token in range(v.shape[1]):  # each needs the state that the one before leaves
+        state = state * factor[:, token].unsqueeze(-1)
+        key, value = k[:, token].unsqueeze(-1), v[:, token].float()
+        written = value - (state * key).sum(-2) if delta else value
+        state = state + key * (written * strength[:, token].unsqueeze(-1)).unsqueeze(-2)
+        result = (state * q[:, token].unsqueeze(-1)).sum(-2) * scale
+        out[:, token] = result if skip is None else result + skip.float().unsqueeze(-1) * value
+    state_.copy_(state)
+    if gate is None or norm_weight is None:
+        return out
+    return rms_norm_gated(out, gate, norm_weight, norm_eps, norm_offset, gate_activation)

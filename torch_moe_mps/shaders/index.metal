@@ -1,4 +1,0 @@
-#include "index.h"
-
-INSTANTIATE("index_scores", index_scores<MOE_DTYPE>)
-INSTANTIATE("index_select", index_select<MOE_DTYPE>)

@@ -1,0 +1,307 @@
+// Linear attention: the convolution in front of it and the recurrence.
+#pragma once
+#include "common.h"
+
+// The value of a channel at a position; the positions of the input follow those of the state.
+template <typename T>
+inline float conv_value(device const uchar* state, ulong state_start, device const T* x, ulong x_start,
+                        uint position, constant ConvParams& params) {
+  if (position >= params.length)
+    return float(x[x_start + (position - params.length) * params.x_token_stride]);
+  return load_one(state, params.state_dtype, state_start + position);
+}
+
+// A thread takes some tokens of a channel. Only those of the first tokens read the state: they read it for
+// all sums before they write the new one, in ascending order, so that a position is read before it is
+// overwritten. Grid: (channels, tokens, batch).
+template <typename T>
+[[kernel, max_total_threads_per_threadgroup(kConvThreads)]] void conv_channels(
+    device const T* x [[buffer(0)]], device uchar* state [[buffer(1)]],
+    device const uchar* weight [[buffer(2)]], device const uchar* bias [[buffer(3)]],
+    device T* output [[buffer(4)]], constant ConvParams& params [[buffer(5)]],
+    uint3 group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]]) {
+  const uint channel = group.x * kConvThreads + thread_index;
+  if (channel >= params.channels) return;
+  const ulong x_start = group.z * params.x_batch_stride + channel * params.x_channel_stride;
+  const ulong state_start = (ulong(group.z) * params.channels + channel) * params.length;
+  const uint start = group.y * params.thread_tokens, end = min(start + params.thread_tokens, params.tokens);
+  for (uint token = start; token < end; ++token) {
+    float sum = params.has_bias != 0 ? load_one(bias, params.bias_dtype, channel) : 0.0f;
+    const uint first = params.length + token + 1 - params.width;
+    for (uint i = 0; i < params.width; ++i) {
+      const float factor = load_one(weight, params.weight_dtype, ulong(channel) * params.width + i);
+      sum = fma(factor, conv_value(state, state_start, x, x_start, first + i, params), sum);
+    }
+    const ulong place = (ulong(group.z) * params.tokens + token) * params.channels + channel;
+    output[place] = T(params.silu != 0 ? silu(sum) : sum);
+  }
+  if (start != 0) return;
+  for (uint i = 0; i < params.length; ++i) {
+    const float moved = conv_value(state, state_start, x, x_start, params.tokens + i, params);
+    store_any(state, params.state_dtype, state_start + i, moved);
+  }
+}
+
+// The recurrence: what a token's keys do to the state.
+#define SCAN_PLAIN 0     // S = decay S + k u
+#define SCAN_DELTA 1     // u is what the state lacks
+#define SCAN_CHANNELS 2  // the same, with a decay for each row
+
+inline ulong token_start(TokenStrides strides, uint batch, uint token, uint head) {
+  return batch * strides.batch + token * strides.token + head * strides.head;
+}
+
+// The logarithm of a decay; `rate` is exp(A_log).
+inline float log_decay(float g, float rate, float shift, constant LinearAttentionParams& params) {
+  if (params.decay == DECAY_SOFTPLUS) return -rate * softplus(g + shift);
+  if (params.decay == DECAY_SIGMOID) return params.lower_bound * sigmoid(rate * (g + shift));
+  return g;
+}
+
+inline float activated_beta(float beta, float shift, constant LinearAttentionParams& params) {
+  if (params.beta_activation == BETA_SIGMOID) beta = sigmoid(beta);
+  if (params.beta_activation == BETA_SOFTPLUS) beta = softplus(beta + shift);
+  return beta < params.beta_min ? params.beta_min : beta;  // NaN stays
+}
+
+// What a head does at a token, in threadgroup memory.
+template <uint kRows, bool kChannels>
+struct ScanToken {
+  float4 key[kRows / 4];
+  float4 query[kRows / 4];
+  float4 decays[kChannels ? kRows / 4 : 1];
+  float decay;
+  float beta;
+  float q_scale;  // of a norm, and of the result
+  float k_scale;
+  float q_dot_k;  // scaled
+  uint zero;
+};
+
+// rms(row) * weight * gate of a head, in place, by one simdgroup.
+template <typename T>
+inline void norm_and_gate(device T* row, device const T* gate, device const uchar* weight,
+                          constant LinearAttentionParams& params, uint lane) {
+  float squares = 0.0f;
+  for (uint i = lane; i < params.value_width; i += kSimdWidth) squares += float(row[i]) * float(row[i]);
+  const float inverse = precise::rsqrt(simd_sum(squares) / float(params.value_width) + params.norm_eps);
+  for (uint i = lane; i < params.value_width; i += kSimdWidth) {
+    const float factor = load_one(weight, params.norm_dtype, i) + params.norm_offset;
+    const float x = float(gate[i]), activated = params.gate_is_sigmoid != 0 ? sigmoid(x) : silu(x);
+    row[i] = T(float(row[i]) * inverse * factor * activated);
+  }
+}
+
+// The columns of a head's state that a lane holds some rows of.
+struct ScanColumns {
+  device float* first;  // of its rows, in its first column
+  uint column;
+  int rows;  // how many of the key's rows are from its first on
+  bool is_own[2];
+};
+
+template <uint kLanes>
+inline ScanColumns columns_of(device float* state, uint start, uint lane,
+                              constant LinearAttentionParams& params) {
+  ScanColumns own;
+  const uint row = 4 * (lane % kLanes);
+  own.column = start + lane / kLanes * kScanColumns;
+  own.first = state + row * params.state_row_stride + own.column * params.state_column_stride;
+  own.rows = int(params.key_width) - int(row);
+  own.is_own[0] = own.column < params.value_width;
+  own.is_own[1] = own.column + 1 < params.value_width;
+  return own;
+}
+
+// A head's state, which stays in registers for all tokens: kLanes lanes share kScanColumns columns, and of
+// every 4 kLanes rows lane r has those from 4 r on. A threadgroup stages some tokens of q and k at a time,
+// normed, as floats, and their decays, so that the loop over tokens has no barrier and no conversion. Nothing
+// that a token does depends on its place in a block or on the call's first token: wherever a prompt is cut,
+// the state has the same bits. (A decay folded into a factor of the whole state takes 3 instructions an
+// element instead of 4, and shows the cut.) Without the delta rule, and with it, k S and q S of the old state
+// are summed in one pass: q S' = q S + (q k) u. Grid: (threadgroups of a head, heads). A norm needs all
+// columns of a head, so that one threadgroup takes them, as many at a time as it has simdgroups.
+template <typename T, uint kLanes, int kKind>
+[[kernel, max_total_threads_per_threadgroup(kScanSimdgroups* kSimdWidth)]] void linear_attention(
+    device const T* q [[buffer(0)]], device const T* k [[buffer(1)]], device const T* v [[buffer(2)]],
+    device const uchar* g [[buffer(3)]], device const uchar* beta [[buffer(4)]],
+    device const uchar* a_log [[buffer(5)]], device const uchar* dt_bias [[buffer(6)]],
+    device const uchar* skip [[buffer(7)]], device float* state [[buffer(8)]], device T* output [[buffer(9)]],
+    device const T* gate [[buffer(10)]], device const uchar* norm_weight [[buffer(11)]],
+    constant LinearAttentionParams& params [[buffer(12)]], uint2 group [[threadgroup_position_in_grid]],
+    uint2 groups [[threadgroups_per_grid]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
+  constexpr uint kRows = kLanes * kScanRows;  // of the state, those behind key_width are zero
+  constexpr uint kTokens = kRows <= 128 ? kScanTokens : kScanTokens / 2;  // in up to 24 KB
+  constexpr uint kStep = kSimdWidth / kLanes * kScanColumns;              // columns of a simdgroup
+  constexpr bool kChannels = kKind == SCAN_CHANNELS;
+  typedef ScanToken<kRows, kChannels> Token;
+  threadgroup Token staged[kTokens];
+  const uint batch = group.y / params.heads, head = group.y % params.heads;
+  const uint key_head = head / (params.heads / params.key_heads), part = lane % kLanes;
+  const float rate = params.has_a_log != 0 ? precise::exp(load_one(a_log, params.a_log_dtype, head)) : 1.0f;
+  const float own_skip = params.has_skip != 0 ? load_one(skip, params.skip_dtype, head) : 0.0f;
+  float shift = 0.0f;
+  if (!kChannels && params.has_dt_bias != 0) shift = load_one(dt_bias, params.dt_bias_dtype, head);
+  state += batch * params.state_batch_stride + head * params.state_head_stride;
+  device T* results = output + (ulong(batch) * params.tokens * params.heads + head) * params.value_width;
+  const uint result_stride = params.heads * params.value_width;
+
+  for (uint start = group.x * simdgroups * kStep; start < params.value_width;
+       start += groups.x * simdgroups * kStep) {
+    const uint simdgroup_start = start + simdgroup * kStep;
+    const ScanColumns own = columns_of<kLanes>(state, simdgroup_start, lane, params);
+    float2 kept[kScanRows / 4][4];
+    UNROLL for (uint j = 0; j < kScanRows / 4; ++j) {
+      UNROLL for (uint i = 0; i < 4; ++i) {
+        device const float* place = own.first + (4 * kLanes * j + i) * params.state_row_stride;
+        kept[j][i] = 0.0f;
+        if (int(4 * kLanes * j + i) < own.rows) {
+          if (own.is_own[0]) kept[j][i].x = place[0];
+          if (own.is_own[1]) kept[j][i].y = place[params.state_column_stride];
+        }
+      }
+    }
+    // The value of the next token is loaded while the state takes in this one.
+    device const T* values = v + token_start(params.v, batch, 0, head);
+    const uint first_column = min(own.column, params.value_width - 1), second = own.is_own[1] ? 1 : 0;
+    T next[2] = {values[first_column], values[first_column + second]};
+    // A lane writes one column: the first lanes that share some write them.
+    const uint written_column = own.column + part;
+    const bool writes = part < kScanColumns && written_column < params.value_width;
+    for (uint first = 0; first < params.tokens; first += kTokens) {
+      const uint count = min(kTokens, params.tokens - first);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      for (uint t = simdgroup; t < count; t += simdgroups) {
+        const uint token = first + t;
+        device const T* q_row = q + token_start(params.q, batch, token, key_head) + lane;
+        device const T* k_row = k + token_start(params.k, batch, token, key_head) + lane;
+        threadgroup Token& target = staged[t];
+        threadgroup float* key = reinterpret_cast<threadgroup float*>(target.key) + lane;
+        threadgroup float* query = reinterpret_cast<threadgroup float*>(target.query) + lane;
+        float qq = 0.0f, kk = 0.0f, qk = 0.0f;
+        UNROLL for (uint row = 0; row < kRows; row += kSimdWidth) {
+          const bool is_row = int(params.key_width) - int(row) > int(lane);
+          const float a = is_row ? float(q_row[row]) : 0.0f, b = is_row ? float(k_row[row]) : 0.0f;
+          query[row] = a;
+          key[row] = b;
+          qq = fma(a, a, qq);
+          kk = fma(b, b, kk);
+          qk = fma(a, b, qk);
+        }
+        float q_scale = params.scale, k_scale = 1.0f, own_beta = 1.0f, decay = 1.0f;
+        if (params.has_l2norm != 0) {
+          q_scale *= precise::rsqrt(simd_sum(qq) + params.l2norm_eps);
+          k_scale = precise::rsqrt(simd_sum(kk) + params.l2norm_eps);
+        }
+        const float q_dot_k = simd_sum(qk) * q_scale * k_scale;
+        if (params.has_beta != 0) {
+          const ulong place = token_start(params.beta, batch, token, head);
+          own_beta = activated_beta(load_one(beta, params.beta_dtype, place), shift, params);
+        }
+        const ulong g_start = token_start(params.g, batch, token, head);
+        if constexpr (kChannels) {
+          threadgroup float* own_decays = reinterpret_cast<threadgroup float*>(target.decays);
+          for (uint row = lane; row < kRows; row += kSimdWidth) {
+            const uint channel = min(row, params.key_width - 1);
+            const ulong place = ulong(head) * params.key_width + channel;
+            const float bias =
+                params.has_dt_bias != 0 ? load_one(dt_bias, params.dt_bias_dtype, place) : 0.0f;
+            const float own_g = load_one(g, params.g_dtype, g_start + channel);
+            own_decays[row] = precise::exp(log_decay(own_g, rate, bias, params));
+          }
+        } else if (params.decay == DECAY_TIMES_BETA) {
+          decay = precise::exp(-rate * own_beta);
+        } else {
+          decay = precise::exp(log_decay(load_one(g, params.g_dtype, g_start), rate, shift, params));
+        }
+        if (lane == 0) {
+          target.decay = decay;
+          target.beta = own_beta;
+          target.q_scale = q_scale;
+          target.k_scale = k_scale;
+          target.q_dot_k = q_dot_k;
+          target.zero = 0;
+        }
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      // Offsets from a block's first token fit into 32 bits.
+      device const T* block_values = values + first * params.v.token;
+      device T* block_results = results + ulong(first) * result_stride;
+      uint next_value = first_column, result_place = written_column;
+      threadgroup const float4* rows = staged[0].key + part;
+      // The second time that a token's keys are read. The compiler does not know that `zero` is 0: it would
+      // keep them in 16 registers from the first time on.
+      threadgroup const float4* same_rows = rows + staged[0].zero;
+      threadgroup const Token* token = staged;
+      for (uint t = 0; t < count; ++t) {
+        const float scalar_decay = token->decay, own_beta = token->beta, k_scale = token->k_scale;
+        const float2 value = float2(float(next[0]), float(next[1]));
+        if (first + t + 1 < params.tokens) next_value += uint(params.v.token);
+        next[0] = block_values[next_value];
+        next[1] = block_values[next_value + second];
+        float2 k_sum = 0.0f, q_sum = 0.0f;
+        if constexpr (kKind == SCAN_PLAIN) {
+          const float2 written = k_scale * own_beta * value;
+          UNROLL for (uint j = 0; j < kScanRows / 4; ++j) {
+            const float4 k_rows = rows[kLanes * j], q_rows = rows[kRows / 4 + kLanes * j];
+            UNROLL for (uint i = 0; i < 4; ++i) {
+              kept[j][i] = fma(float2(k_rows[i]), written, scalar_decay * kept[j][i]);
+              q_sum = fma(float2(q_rows[i]), kept[j][i], q_sum);
+            }
+          }
+        } else {
+          UNROLL for (uint j = 0; j < kScanRows / 4; ++j) {
+            const float4 k_rows = rows[kLanes * j], q_rows = rows[kRows / 4 + kLanes * j];
+            float4 factor = scalar_decay;
+            if constexpr (kChannels) factor = rows[kRows / 2 + kLanes * j];
+            UNROLL for (uint i = 0; i < 4; ++i) {
+              kept[j][i] *= factor[i];
+              k_sum = fma(float2(k_rows[i]), kept[j][i], k_sum);
+              q_sum = fma(float2(q_rows[i]), kept[j][i], q_sum);
+            }
+          }
+        }
+        UNROLL for (uint d = 1; d < kLanes; d *= 2) {
+          UNROLL for (uint c = 0; c < kScanColumns; ++c) {
+            if constexpr (kKind != SCAN_PLAIN) k_sum[c] += simd_shuffle_xor(k_sum[c], ushort(d));
+            q_sum[c] += simd_shuffle_xor(q_sum[c], ushort(d));
+          }
+        }
+        float2 result = token->q_scale * q_sum + own_skip * value;
+        if constexpr (kKind != SCAN_PLAIN) {
+          const float2 written = (value - k_scale * k_sum) * own_beta;
+          const float2 scaled = k_scale * written;
+          UNROLL for (uint j = 0; j < kScanRows / 4; ++j) {
+            const float4 k_rows = same_rows[kLanes * j];
+            UNROLL for (uint i = 0; i < 4; ++i) kept[j][i] = fma(float2(k_rows[i]), scaled, kept[j][i]);
+          }
+          result += token->q_dot_k * written;
+        }
+        if (writes) block_results[result_place] = T(part == 0 ? result.x : result.y);
+        result_place += result_stride;
+        rows += sizeof(Token) / sizeof(float4);
+        same_rows += sizeof(Token) / sizeof(float4);
+        ++token;
+      }
+    }
+    // The same once more, in a way that the compiler does not see through: it would keep it all in registers.
+    const ScanColumns same =
+        columns_of<kLanes>(state, simdgroup_start, simd_shuffle(lane, ushort(lane)), params);
+    UNROLL for (uint j = 0; j < kScanRows / 4; ++j) {
+      UNROLL for (uint i = 0; i < 4; ++i) {
+        device float* place = same.first + (4 * kLanes * j + i) * params.state_row_stride;
+        if (int(4 * kLanes * j + i) < same.rows) {
+          if (same.is_own[0]) place[0] = kept[j][i].x;
+          if (same.is_own[1]) place[params.state_column_stride] = kept[j][i].y;
+        }
+      }
+    }
+  }
+  if (params.has_norm == 0) return;
+  threadgroup_barrier(mem_flags::mem_device);
+  for (uint token = simdgroup; token < params.tokens; token += simdgroups) {
+    norm_and_gate(results + ulong(token) * result_stride, gate + token_start(params.gate, batch, token, head),
+                  norm_weight, params, lane);
+  }
+}
