@@ -41,6 +41,8 @@ SIZES = [
     (1, 1, 1, 1, 1, 1, 1, None),
     (1, 5, 1, 2, 70, 576, 512, None),
     (1, 2, 2, 1, 9, 512, 512, 5),
+    (2, 16, 1, 1, 600, 576, 512, 300),
+    (1, 60, 2, 1, 40, 512, 300, None),
 ]
 
 
@@ -272,6 +274,19 @@ def test_indices(device, turn):
         if all(width % 32 == 0 for width in widths):
             caches, _, _ = in_8_bits(device, (32, 32), k=k, v=v)
             checked("attention", q, scale=0.2, **caches, **options)
+
+
+@pytest.mark.parametrize("heads", [16, 20, 30])
+def test_one_token_of_latents(device, heads):
+    """Blocks of 16 queries where they fill up, of 8 else; padding, windows, soft caps, and a merge."""
+    q, k, _ = tensors(device, torch.bfloat16, 2, heads, 1, 1, 400, 576)
+    key_range = torch.tensor([[3, 400], [150, 390]], dtype=torch.int32).to(device)
+    for options in (
+        {"key_range": key_range},
+        {"window": 270, "softcap": 5.0},
+        {"sinks": numbers(heads).to(device)},
+    ):
+        checked("attention", q, k, k[..., :512], 0.1, **options)
 
 
 def test_indices_read_what_they_select(simulated):

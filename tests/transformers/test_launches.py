@@ -12,7 +12,7 @@ MOST = {
     "qwen3_moe": (8, 12),
     "gpt_oss": (8, 12),
     "glm4_moe": (10, 12),
-    "deepseek_v3": (14, 12),
+    "deepseek_v3": (13, 12),
     "gemma4": (15, 12),
     "qwen3_next": (14, 12),
 }

@@ -111,9 +111,10 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
   params.scale = static_cast<float>(scale);
   params.softcap = static_cast<float>(softcap.value_or(0.0));
 
-  const AttentionPlan plan = plan_attention({batch, tokens, heads, k_.size(1), keys - params.first_key,
-                                             params.k.width, value_width, indices.has_value()},
-                                            gpu_cores());
+  const AttentionPlan plan =
+      plan_attention({batch, tokens, heads, k_.size(1), keys - params.first_key, params.k.width, value_width,
+                      indices.has_value(), !mask && !k_scales && q.element_size() == 2},
+                     gpu_cores());
   params.chunk = plan.chunk;
   params.chunks = plan.chunks;
   std::optional<Tensor> partials;

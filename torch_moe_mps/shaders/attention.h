@@ -201,6 +201,18 @@ struct Selected : C {
   }
 };
 
+// Keys or values of which one token sees all that it is given.
+template <typename C>
+struct Whole : C {
+  static constant constexpr bool kSelects = true;
+
+  Whole(device const uchar* values, device const typename C::Element* scales,
+        device const typename C::Element* biases, uint batch, uint head, constant CacheParams& params)
+      : C(values, scales, biases, batch, head, params) {}
+  void select(device const int*, constant AttentionParams&) {}
+  bool has(uint) const { return true; }
+};
+
 inline float lowest_of(uint dtype) {
   return dtype == DTYPE_FLOAT ? kLowest : dtype == DTYPE_HALF ? -65504.0f : -3.3895313892515355e38f;
 }
@@ -278,16 +290,28 @@ inline Queries queries_of_block(uint number, uint size, uint group_heads, consta
   }
 }
 
+// What queries are staged in: 16 of 576 elements fit into threadgroup memory in 16 bits only.
+template <typename T, bool kInT>
+struct StagedOf {
+  typedef float type;
+};
+template <typename T>
+struct StagedOf<T, true> {
+  typedef T type;
+};
+
 template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles>
 struct Block {
   typedef typename C::Element T;
+  static constant constexpr bool kWide = kValueTiles * kQueryTiles > 8;
+  typedef typename StagedOf<T, kWide>::type Staged;
   static constant constexpr int kSimdgroups = kTeams * kMembers;
   static constant constexpr int kQueries = 8 * kQueryTiles;
   static constant constexpr int kTeamTile = 8 * kKeyTiles * kMembers;  // keys
   static constant constexpr int kThreads = kSimdgroups * kSimdWidth;
   // How many runs of a key, and matrices of values, a lane loads before it uses the first. With more, it
   // would wait less often, but two tiles of queries leave no registers for more codes and scales.
-  static constant constexpr bool kHasRoom = kQueryTiles == 1 || !C::kQuantized;
+  static constant constexpr bool kHasRoom = kQueryTiles == 1 || !(C::kQuantized || kWide);
   static constant constexpr int kRunsAtOnce = kHasRoom ? C::kRunsAtOnce : 1;
   static constant constexpr int kValuesAtOnce = kHasRoom ? 2 : 1;
   static constant constexpr int kProbabilities = kKeyTiles * kSimdgroups * kQueryTiles;
@@ -315,7 +339,7 @@ struct Block {
 
   // Queries as fragments of 8 dimensions x 8 queries, in the order in which lanes hold the dimensions of a
   // key: fragment i of 32 dimensions has in row 2 c + e value (i, e) of the run of lane quarter c.
-  static void stage(threadgroup float* target, device const T* q, Queries queries, uint batch, uint key_head,
+  static void stage(threadgroup Staged* target, device const T* q, Queries queries, uint batch, uint key_head,
                     uint thread_index, constant AttentionParams& params) {
     const uint r = thread_index % kQueries;
     const uint head = key_head * queries.group_heads + queries.head(r);
@@ -323,13 +347,13 @@ struct Block {
                              queries.token(r) * params.q_token_stride;
     const uint octets = (params.k.width + kQueryColumns - 1) / kQueryColumns * (kQueryColumns / 8);
     for (uint octet = thread_index / kQueries; octet < octets; octet += kThreads / kQueries) {
-      threadgroup float* fragments =
+      threadgroup Staged* fragments =
           target + ((octet / 4 * 4) * kQueryTiles + r / 8) * 64 + octet % 4 * 16 + r % 8;
       UNROLL for (int pair = 0; pair < 4; ++pair) {
         UNROLL for (int e = 0; e < 2; ++e) {
           const uint column = 8 * octet + C::value_of(pair, e);
           const bool exists = queries.has(r) && column < params.k.width;
-          fragments[pair * kQueryTiles * 64 + e * 8] = exists ? float(source[column]) : 0.0f;
+          fragments[pair * kQueryTiles * 64 + e * 8] = exists ? Staged(source[column]) : Staged(0.0f);
         }
       }
     }
@@ -337,7 +361,7 @@ struct Block {
 
   static void run(C keys, C values, device const T* q, device const uchar* mask, device const int* key_range,
                   device const uchar* sinks, device T* output, device float* partials,
-                  threadgroup float* staged, threadgroup Shared& shared, uint3 group, uint lane,
+                  threadgroup Staged* staged, threadgroup Shared& shared, uint3 group, uint lane,
                   uint simdgroup, constant AttentionParams& params) {
     const uint group_heads = params.heads / params.key_heads;
     const uint batch = group.z / params.key_heads, key_head = group.z % params.key_heads;
@@ -364,7 +388,7 @@ struct Block {
       end = uint(clamp(highest_position + 1, int(begin), int(end)));
       if (params.window != 0) begin = uint(max(int(begin), lowest - int(params.window) + 1));
     }
-    if (!C::kSelects && params.has_key_range != 0) {
+    if (params.has_key_range != 0) {
       begin = uint(max(int(begin), key_range[2 * batch]));
       end = uint(clamp(key_range[2 * batch + 1], 0, int(end)));
     }
@@ -585,7 +609,7 @@ struct Block {
   }
 
   // The dot products of the simdgroup's keys and all queries.
-  static void score(thread Scores& scores, C keys, threadgroup const float* staged, uint tile, uint own,
+  static void score(thread Scores& scores, C keys, threadgroup const Staged* staged, uint tile, uint own,
                     thread const uint* seen, LanePlace place, constant AttentionParams& params) {
     simdgroup_matrix<float, 8, 8> products[kKeyTiles][kQueryTiles];
     UNROLL for (int n = 0; n < kKeyTiles; ++n) {
@@ -593,7 +617,7 @@ struct Block {
         products[n][t] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
       }
     }
-    threadgroup const float* queries = staged + place.row * 8 + 2 * place.quarter;
+    threadgroup const Staged* queries = staged + place.row * 8 + 2 * place.quarter;
     ROLLED for (uint first = 0; first < params.k.width; first += 32 * kRunsAtOnce) {
       typename C::template Run<8> runs[kRunsAtOnce][kKeyTiles];
       UNROLL for (int r = 0; r < kRunsAtOnce; ++r) {
@@ -611,8 +635,8 @@ struct Block {
         }
         UNROLL for (int t = 0; t < kQueryTiles; ++t) {
           simdgroup_matrix<float, 8, 8> query;
-          const float2 two =
-              *reinterpret_cast<threadgroup const float2*>(queries + (i * kQueryTiles + t) * 64);
+          const float2 two = float2(
+              *reinterpret_cast<threadgroup const vec<Staged, 2>*>(queries + (i * kQueryTiles + t) * 64));
           query.thread_elements()[0] = two.x;
           query.thread_elements()[1] = two.y;
           UNROLL for (int n = 0; n < kKeyTiles; ++n) {
@@ -680,7 +704,7 @@ template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles
     device const typename C::Element* k_biases [[buffer(8)]],
     device const typename C::Element* v_scales [[buffer(9)]],
     device const typename C::Element* v_biases [[buffer(10)]], device const int* key_range [[buffer(11)]],
-    constant AttentionParams& params [[buffer(12)]], threadgroup float* staged [[threadgroup(0)]],
+    constant AttentionParams& params [[buffer(12)]], threadgroup uchar* staged [[threadgroup(0)]],
     uint3 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef Block<C, kTeams, kMembers, kValueTiles, kQueryTiles> B;
@@ -688,8 +712,8 @@ template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles
   const uint batch = group.z / params.key_heads, key_head = group.z % params.key_heads;
   const C keys(k, k_scales, k_biases, batch, key_head, params.k);
   const C values(v, v_scales, v_biases, batch, key_head, params.v);
-  B::run(keys, values, q, mask, key_range, sinks, output, partials, staged, shared, group, lane, simdgroup,
-         params);
+  B::run(keys, values, q, mask, key_range, sinks, output, partials,
+         reinterpret_cast<threadgroup typename B::Staged*>(staged), shared, group, lane, simdgroup, params);
 }
 
 // A threadgroup takes some columns of a query. Its simdgroups take chunks in turn, and the first ones add up
