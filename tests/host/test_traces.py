@@ -68,6 +68,13 @@ def attention() -> Calls:
     yield "writing a cache in 8 bits", partial(ops.write_cache_quantized_, states, packed, *groups, 7)
 
 
+def index() -> Calls:
+    for tokens in (1, 5):
+        memory, weights = tensor(1, 5000, 128), tensor(1, tokens, 32)
+        arguments = tensor(1, 32, tokens, 128).transpose(1, 2), memory[:, :4100], weights, 2048, 0.1
+        yield f"index_topk, {tokens} tokens", partial(ops.index_topk, *arguments)
+
+
 def linear_attention() -> Calls:
     x, state = tensor(1, 1, 256), tensor(1, 256, 4)
     yield "causal_conv1d_update_", partial(ops.causal_conv1d_update_, x, state, tensor(256, 4))
@@ -254,6 +261,23 @@ over a long cache in 8 bits
 writing a cache in 8 bits
   write_cache_quantized_affine8_f16 grid 3x1x1 of 128x1x1
   0=A[0:3072] 1=B[0:51200] 2=C[0:800] 3=D[0:800] 4=A[0:3072] 5=104 bytes
+""",
+        )
+
+    def test_index(self):
+        self.assertExpectedInline(
+            self.encoded(index),
+            """\
+index_topk, 1 tokens
+  index_scores_f16 grid 33x1x1 of 64x1x1
+  0=A[0:8192] 1=B[0:1280000] 2=C[0:64] 3=D[0:8192] 4=E[0:16400] 5=88 bytes
+  index_select_f16 grid 1x1x1 of 1024x1x1
+  0=E[0:16400] 1=D[0:8192] 2=D[0:8192] 3=88 bytes
+index_topk, 5 tokens
+  index_scores_f16 grid 33x5x1 of 64x1x1
+  0=A[0:40960] 1=B[0:1280000] 2=C[0:320] 3=D[0:40960] 4=E[0:82000] 5=88 bytes
+  index_select_f16 grid 5x1x1 of 1024x1x1
+  0=E[0:82000] 1=D[0:40960] 2=D[0:40960] 3=88 bytes
 """,
         )
 

@@ -11,6 +11,8 @@ from torch_moe_mps.ops._samples import copies, packet, sample_arguments
 # What is tested here does not depend on the order of threads.
 pytestmark = pytest.mark.one_schedule
 
+WITH_NUMBERS = [n for n in OPERATORS if n not in ("moe_bucket", "moe_compute_ids_tpe", "index_topk")]
+
 
 def floating_arguments(name: str, device: str) -> tuple[dict, list[str]]:
     arguments = sample_arguments(device, torch.float32)[name]
@@ -21,9 +23,7 @@ def floating_arguments(name: str, device: str) -> tuple[dict, list[str]]:
     return arguments, [n for n in floating if n not in mutated]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in OPERATORS if name not in ("moe_bucket", "moe_compute_ids_tpe")]
-)
+@pytest.mark.parametrize("name", WITH_NUMBERS)
 def test_backward_fails_by_name(device, name):
     """Whichever argument needs the gradient, backward raises instead of leaving it out."""
     arguments, floating = floating_arguments(name, device)
@@ -56,9 +56,7 @@ def test_compiled_backward_fails_by_name():
         torch.testing.assert_close(compiled(), packet("fused_norm_add")(**arguments))
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in OPERATORS if name not in ("moe_bucket", "moe_compute_ids_tpe")]
-)
+@pytest.mark.parametrize("name", WITH_NUMBERS)
 def test_forward_mode_fails_by_name(device, name):
     """Forward-mode differentiation raises too: a tangent that is left out would be a wrong derivative."""
     arguments, floating = floating_arguments(name, device)

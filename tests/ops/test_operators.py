@@ -55,6 +55,8 @@ moe_mps::moe_experts(Tensor x, Tensor gate_up, Tensor down, Tensor ids, Tensor w
 moe_mps::heads_mm(Tensor x, Tensor weight, *, bool transposed=False, Tensor? tail=None) -> Tensor
 moe_mps::heads_quantized(Tensor x, Tensor packed, Tensor scales, Tensor? biases, str format, *, bool
     transposed=False, Tensor? tail=None) -> Tensor
+moe_mps::index_topk(Tensor q, Tensor k, Tensor weights, int top_k, float scale, *, Tensor? key_range=None)
+    -> Tensor
 moe_mps::linear_quantized(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor? bias, str format,
     Tensor? residual=None, Tensor? order=None, Tensor? norm_weight=None, float
     norm_eps=9.9999999999999995e-07, float norm_offset=0.) -> Tensor

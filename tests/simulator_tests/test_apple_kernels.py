@@ -128,6 +128,12 @@ def cache(dtype: torch.dtype) -> Iterator[Call]:
         yield f"write_cache_quantized_ of {width}", call, {}, states.numel()
 
 
+def index(dtype: torch.dtype) -> Iterator[Call]:
+    q, k = on_device(1, 1, 32, 128, dtype=dtype), on_device(1, 512, 128, dtype=dtype)
+    call = functools.partial(torch.ops.moe_mps.index_topk, q, k, on_device(1, 1, 32), 64, 0.1)
+    yield "index_topk", call, {k: apple.Work("scores", 512 * 32 * 128)}, 512
+
+
 def linear_attention(dtype: torch.dtype) -> Iterator[Call]:
     """An element is one of the state, for one token."""
     state = on_device(1, 8192, 4, dtype=dtype)
@@ -260,6 +266,7 @@ GROUPS = {
     "rope": (rope, ["rope_{}"]),
     "attention": (attention, ["attention_{}", "attention_affine8_{}"]),
     "selected": (selected, ["attention_selected_{}", "attention_selected_affine8_{}"]),
+    "index": (index, ["index_{}"]),
     "linear_attention": (linear_attention, ["linear_attention_{}"]),
     "combine": (combine, ["combine_{}"]),
     "routing": (routing, ["routing_{}", "bucket_i32", "bucket_i64"]),
@@ -269,7 +276,7 @@ GROUPS = {
     "mxfp4": (functools.partial(quantised, name="mxfp4"), ["quantized_mxfp4_{}"]),
 }
 # What the names of libraries start with; together they are all of them.
-KINDS = ["norms", "rope", "attention", "linear_attention", "combine", "routing", "bucket", "experts"]
+KINDS = ["norms", "rope", "attention", "index", "linear_attention", "combine", "routing", "bucket", "experts"]
 KINDS += [f"quantized_affine{bits}" for bits in (2, 3, 4, 5, 6, 8)]
 KINDS += ["quantized_mxfp4", "quantized_mxfp8", "quantized_nvfp4"]
 
@@ -498,6 +505,16 @@ not dispatched here
   attention16_64_affine8_bf16: 126.5 registers, -/128/384 threads
   attention8_512_affine8_bf16: 110.5 registers, -/256/448 threads
   attention8_512_bf16: 99.5 registers, -/256/512 threads
+""",
+        )
+
+    def test_index(self):
+        self.assertExpectedInline(
+            costs("index", "bf16"),
+            """\
+index_topk
+  index_scores_bf16: 1.65 1.58 slots a MAC, 65.5 registers, 64/64/768 threads
+  index_select_bf16: 784.25 784.25 slots an element, 21 registers, 1024/1024/1024 threads
 """,
         )
 

@@ -497,6 +497,20 @@ def attention(d):
 
 
 @strategy
+def index_topk(d):
+    batch, tokens, heads, width = d.one(1, 2, 0), d.one(1, 2, 5, 0), d.one(2, 1, 17, 0), d.one(16, 30, 1)
+    keys, dtype = d.one(40, 1, 9, 150, 0), d.dtype()
+    return {
+        "q": d.values(batch, tokens, heads, width, dtype=dtype),
+        "k": d.values(batch, keys, width, dtype=dtype),
+        "weights": d.values(batch, tokens, heads, dtype=d.dtype()),
+        "top_k": d.one(5, 1, 64, 2048),
+        "scale": d.one(width**-0.5, 1.0),
+        "key_range": d.maybe(lambda: key_range(d, batch, keys)),
+    }
+
+
+@strategy
 def write_cache_quantized_(d):
     batch, heads, tokens, width = d.one(1, 2, 0), d.one(1, 2), d.one(1, 3, 0), d.one(64, 32, 192)
     room, group, dtype = tokens + d.one(2, 0, 5), d.one(32, 64 if width % 64 == 0 else 32), d.dtype()

@@ -354,6 +354,27 @@ def experts(a, gate_up: np.ndarray, down: np.ndarray, rounded_weight: bool) -> l
     ]
 
 
+@oracle
+def index_topk(a):
+    """Not known for a token whose last chosen key has almost the score of another."""
+    products = np.einsum("bthd,bsd->bths", exact(a.q), exact(a.k)) * a.scale
+    scores = np.einsum("bths,bth->bts", np.maximum(products, 0), exact(a.weights))
+    batch, tokens, keys = scores.shape
+    chosen = np.full((batch, tokens, min(a.top_k, keys)), -1)
+    known = np.ones(chosen.shape, bool)
+    for entry, token in np.ndindex(batch, tokens):
+        begin, end = (0, keys) if a.key_range is None else a.key_range[entry].tolist()
+        begin, end = max(begin, 0), max(0, min(end, keys - tokens + token + 1))
+        row = scores[entry, token, begin:end]
+        order = np.argsort(-row, kind="stable")
+        best = np.sort(order[: chosen.shape[2]]) + begin
+        chosen[entry, token, : len(best)] = best
+        if len(best) < len(row):
+            gap = row[order[len(best) - 1]] - row[order[len(best)]]
+            known[entry, token] = gap == 0 or gap > 1e-4 * abs(row).max()
+    return [Expected(chosen, known=known)]
+
+
 def heads(a, matrices) -> list[Expected]:
     """`matrices`: [Hq, rows, columns], an array, whatever it was packed as."""
     batch, tokens, count, width = a.x.shape

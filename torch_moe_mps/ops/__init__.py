@@ -1,6 +1,18 @@
 """The operators, one module a family. Importing this package registers all of them."""
 
-from . import attention, combine, experts, heads, linear, linear_attention, norms, quantized, rope, routing
+from . import (
+    attention,
+    combine,
+    experts,
+    heads,
+    index,
+    linear,
+    linear_attention,
+    norms,
+    quantized,
+    rope,
+    routing,
+)
 from ._registry import OPERATORS
 
 __all__ = [
@@ -9,6 +21,7 @@ __all__ = [
     "combine",
     "experts",
     "heads",
+    "index",
     "linear",
     "linear_attention",
     "norms",

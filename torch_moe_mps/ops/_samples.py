@@ -104,6 +104,13 @@ def sample_arguments(
             "biases_": torch.zeros(2, 2, T + 5, 2, dtype=dtype, device=device),
             "start": 3,
         },
+        "index_topk": {
+            "q": values(2, T, 4, 16),
+            "k": values(2, T + 9, 16),
+            "weights": values(2, T, 4, dtype=torch.float32),
+            "top_k": 5,
+            "scale": 0.25,
+        },
         "fused_norm_add": norm,
         "fused_norm_add_scalar": {**norm, "scalar": values(1)},
         "fused_residual_norm": norm,

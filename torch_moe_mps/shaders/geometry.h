@@ -25,6 +25,14 @@ GEOMETRY kMergeColumns = 4;  // columns of a thread
 GEOMETRY kMergeChunks = 4;   // of a thread, that are loaded before any is used
 GEOMETRY kCacheThreads = 128;
 
+// Sparse attention: keys of a threadgroup, heads whose queries it holds at a time, and their widest
+GEOMETRY kIndexKeys = 128;
+GEOMETRY kIndexThreads = 64;
+GEOMETRY kIndexHeads = 16;
+GEOMETRY kIndexWidth = 256;
+GEOMETRY kSelectThreads = 1024;
+GEOMETRY kSelectBins = 2048;
+
 // Linear attention
 GEOMETRY kConvThreads = 64;
 GEOMETRY kConvTokens = 8;       // of a thread, at least

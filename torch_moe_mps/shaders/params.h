@@ -405,6 +405,26 @@ struct HeadsParams {
   uint32_t tail_width;
 };
 
+// index_scores and index_select. Strides are in elements; those of scores and indices are of whole rows.
+struct IndexParams {
+  uint64_t q_batch_stride;
+  uint64_t q_token_stride;
+  uint64_t q_head_stride;
+  uint64_t k_batch_stride;
+  uint64_t k_key_stride;
+  uint32_t tokens;
+  uint32_t first_token;  // of those whose scores are in memory
+  uint32_t tokens_at_once;
+  uint32_t heads;
+  uint32_t width;
+  uint32_t keys;
+  uint32_t chosen;
+  uint32_t weights_dtype;
+  uint32_t has_key_range;
+  uint32_t vectorised;  // keys are read 4 elements at a time
+  float scale;
+};
+
 // embedding_rows: matrix.experts is the number of rows that the matrix has, matrix.pairs the number of ids.
 struct EmbeddingParams {
   MatmulParams matrix;

@@ -1,0 +1,114 @@
+"""index_topk: the sets that it chooses against scores in float64, and exactly where scores are exact."""
+
+import numpy as np
+import pytest
+import torch
+from support.oracles import exact
+from support.values import DTYPES, numbers
+
+from torch_moe_mps.ops.index import index_topk
+
+# B, T, Hi, D, S, top_k: one of everything, odd sizes, more heads than are read at a time, more keys than a
+# threadgroup takes, as many as are chosen, fewer than tokens.
+SIZES = [
+    (1, 1, 1, 1, 1, 1),
+    (2, 3, 4, 8, 33, 5),
+    (1, 1, 64, 128, 300, 64),
+    (1, 2, 17, 30, 1500, 700),
+    (1, 5, 2, 256, 40, 40),
+    (2, 2, 3, 7, 20, 64),
+    (1, 7, 2, 16, 4, 2),
+    (3, 1, 4, 64, 2100, 1),
+]
+
+
+def arguments(device, dtype, batch, tokens, heads, width, keys):
+    q, k = numbers(batch, tokens, heads, width, dtype=dtype), numbers(batch, keys, width, dtype=dtype, seed=1)
+    return [tensor.to(device) for tensor in (q, k, numbers(batch, tokens, heads, seed=2))]
+
+
+def scores_of(q, k, weights, scale):
+    products = np.einsum("bthd,bsd->bths", exact(q), exact(k)) * scale
+    with np.errstate(invalid="ignore"):
+        return np.einsum("bths,bth->bts", np.where(products < 0, 0, products), exact(weights))
+
+
+def range_of(token, tokens, keys, ranges, batch):
+    end = keys - tokens + token + 1
+    begin, last = (0, keys) if ranges is None else ranges[batch]
+    return max(begin, 0), max(0, min(end, last))
+
+
+def assert_best(chosen, q, k, weights, top_k, scale, ranges=None):
+    scores, keys = scores_of(q, k, weights, scale), k.shape[1]
+    assert chosen.dtype == torch.int32 and chosen.shape == (*q.shape[:2], min(top_k, keys))
+    assert chosen.is_contiguous()
+    for batch in range(q.shape[0]):
+        for token in range(q.shape[1]):
+            begin, end = range_of(token, q.shape[1], keys, ranges, batch)
+            row = chosen[batch, token].tolist()
+            count = min(len(row), max(0, end - begin))
+            own = row[:count]
+            assert row[count:] == [-1] * (len(row) - count)
+            assert own == sorted({*own}) and all(begin <= key < end for key in own)
+            if count:
+                error = 1e-5 * abs(scores[batch, token]).max()
+                others = [*{*range(begin, end)} - {*own}]
+                lowest = scores[batch, token][own].min()
+                assert not others or scores[batch, token][others].max() <= lowest + error
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sizes(device, dtype):
+    for batch, tokens, heads, width, keys, top_k in SIZES:
+        q, k, weights = arguments(device, dtype, batch, tokens, heads, width, keys)
+        assert_best(index_topk(q, k, weights, top_k, 0.3), q, k, weights, top_k, 0.3)
+        other = weights.to(DTYPES[(DTYPES.index(dtype) + 1) % 3])
+        assert_best(index_topk(q, k, other, top_k, 0.3), q, k, other, top_k, 0.3)
+
+
+def test_strides_and_ranges(device):
+    """Queries whose heads come first, keys of a cache with room, and padded rows."""
+    q = numbers(2, 4, 3, 16, dtype=torch.bfloat16).to(device).transpose(1, 2)
+    memory = numbers(2, 60, 16, dtype=torch.bfloat16, seed=1).to(device)
+    weights = numbers(2, 4, 3).to(device).transpose(1, 2)
+    for k in (memory[:, 7:47], memory[:, :40], memory[:, ::2][:, :20], numbers(2, 40, 15).to(device)):
+        rows = q[..., : k.shape[2]].to(k.dtype)
+        for ranges in (None, [(3, 2**31 - 1), (-5, 12)], [(30, 30), (0, 1)], [(38, 39), (50, 60)]):
+            given = None if ranges is None else torch.tensor(ranges, dtype=torch.int32, device=device)
+            chosen = index_topk(rows, k, weights, 9, 1.0, key_range=given)
+            assert_best(chosen, rows, k, weights, 9, 1.0, ranges)
+
+
+def test_the_first_of_equal_scores(device):
+    """Scores are whole numbers here, most of them zero."""
+    generator = torch.Generator().manual_seed(0)
+    for keys, top_k in ((70, 33), (1500, 1100), (2500, 3)):
+        q = torch.randint(-2, 3, (1, 2, 3, 4), generator=generator).float().to(device)
+        k = torch.randint(-1, 2, (1, keys, 4), generator=generator).float().to(device)
+        weights = torch.randint(-1, 3, (1, 2, 3), generator=generator).float().to(device)
+        scores = scores_of(q, k, weights, 1.0)
+        chosen = index_topk(q, k, weights, top_k, 1.0).cpu()
+        for token in range(2):
+            seen = scores[0, token, : keys - 1 + token]
+            best = np.sort(np.argsort(-seen, kind="stable")[:top_k])
+            assert chosen[0, token].tolist() == best.tolist()
+
+
+def test_what_is_not_finite(device):
+    """NaN counts as the lowest number, above -inf; infinite scores are chosen first."""
+    k = torch.tensor([1.0, torch.nan, 3.0, torch.inf, 0.5, 2.0])[None, :, None].to(device)
+    one = torch.ones(1, 1, 1, 1, device=device)
+    assert index_topk(one, k, one[..., 0], 5, 1.0).tolist() == [[[0, 2, 3, 4, 5]]]
+    assert index_topk(one, k, -one[..., 0], 5, 1.0).tolist() == [[[0, 1, 2, 4, 5]]]
+    zero = torch.zeros_like(one[..., 0])  # 0 * inf is NaN
+    assert index_topk(one, k, zero, 4, 1.0).tolist() == [[[0, 2, 4, 5]]]
+
+
+def test_nothing_to_choose(device):
+    for shape, keys in (((1, 0, 2, 4), 5), ((0, 2, 2, 4), 5), ((1, 2, 2, 4), 0), ((1, 2, 0, 4), 5)):
+        q, k = torch.zeros(shape, device=device), torch.zeros(shape[0], keys, 4, device=device)
+        chosen = index_topk(q, k, torch.zeros(shape[:3], device=device), 3, 1.0)
+        assert chosen.shape == (*shape[:2], min(3, keys))
+        if chosen.numel():
+            assert chosen.tolist() == [[[0, 1, 2], [0, 1, 2]]]
