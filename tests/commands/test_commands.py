@@ -118,8 +118,12 @@ def test_perplexity(checkpoint, tmp_path, capsys):
     text.write_text(SAMPLE.read_text()[:400])
     assert run("convert", checkpoint, tmp_path / "new", "--bits", 8, "--group-size", 32) == 0
     arguments = ["--text", text, "--window", 64, "--device", "cpu"]
-    assert run("perplexity", tmp_path / "new", "--against", checkpoint, *arguments) == 0
+    found = tmp_path / "found.json"
+    assert run("perplexity", tmp_path / "new", "--against", checkpoint, *arguments, "--json", found) == 0
     output = capsys.readouterr().out
+    data = json.loads(found.read_text())
+    assert f"perplexity {data['perplexity']:.4f} ± {data['standard_error']:.4f}" in output
+    assert data["tokens"] == 400 and data["divergence_error"] > 0 and data["standard_error"] > 0
     assert "mean KL divergence from it 0.0" in output and "400 tokens in windows of 64" in output
 
 
@@ -177,7 +181,14 @@ def measured(tables, ids, first, window, folder) -> tuple[Means, dict[str, float
         "other": -q.gather(1, targets[:, None]).log().mean().item(),
         "divergence": (q * (q / p).log()).sum(1).mean().item(),
         "agreement": (p.argmax(1) == q.argmax(1)).double().mean().item(),
+        "loss_error": error_of(p.gather(1, targets[:, None]).log()),
+        "divergence_error": error_of((q * (q / p).log()).sum(1)),
     }
+
+
+def error_of(values) -> float:
+    """The standard error of the mean."""
+    return values.std().item() / len(values) ** 0.5
 
 
 def test_measure_is_the_definition(tmp_path):

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from ..ops.attention import CACHE_BITS
-from .sources import folder_of, loading_options, pipeline_of, tokenizer_of, usable_device
+from .sources import (
+    check_writable,
+    folder_of,
+    is_first_process,
+    loading_options,
+    pipeline_of,
+    tokenizer_of,
+    usable_device,
+    write_json,
+)
 
 SAMPLE = Path(__file__).with_name("sample.txt")
 # Of the model to compare with, the probabilities of this many tokens are kept; all others are one class.
@@ -23,6 +32,7 @@ def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError with one line that says what is wrong."""
     if options.window < 2:
         raise ValueError(f"--window must be at least 2 tokens, got {options.window}")
+    check_writable("--json", options.json)
     device = usable_device(options.device)
     source = folder_of(options.model, options.revision)
     other = folder_of(options.against) if options.against else None
@@ -39,11 +49,21 @@ def run(options: argparse.Namespace) -> None:
         if options.kv_bits == CACHE_BITS:
             model = WithQuantizedCache(model)
         means = measure(model, pieces, Path(folder) if other else None)
-    print(f"perplexity {_exp(means.loss):.4f}")
+    own = _exp(means.loss)
+    print(f"perplexity {own:.4f} ± {own * means.loss_error:.4f}")
+    found: dict[str, Any] = {"model": options.model, "text": options.text, "tokens": len(ids)}
+    found |= {"window": options.window, "kv_bits": options.kv_bits}
+    found |= {"perplexity": own, "standard_error": own * means.loss_error}
     if other is not None:
         print(f"perplexity of {options.against} {_exp(means.other):.4f}")
-        print(f"mean KL divergence from it {means.divergence:.5f} nats a token{_bound(means.rest)}")
+        divergence = f"{means.divergence:.5f} ± {means.divergence_error:.5f}"
+        print(f"mean KL divergence from it {divergence} nats a token{_bound(means.rest)}")
         print(f"equal top tokens {100 * means.agreement:.2f} %")
+        found |= {"against": options.against, "perplexity_of_other": _exp(means.other)}
+        found |= {"divergence": means.divergence, "divergence_error": means.divergence_error}
+        found |= {"agreement": means.agreement, "rest": means.rest}
+    if is_first_process():
+        write_json(options.json, found)
 
 
 def _free(device: str) -> None:
@@ -78,6 +98,7 @@ class Means:
             than the whole divergence, and equal to it for a vocabulary of that size.
         agreement: the share of tokens where both have the same likeliest one.
         rest: the other's probability of the tokens that count as one class.
+        loss_error, divergence_error: standard errors of these means, as if tokens were independent.
     """
 
     loss: float = 0.0
@@ -85,6 +106,8 @@ class Means:
     divergence: float = 0.0
     agreement: float = 0.0
     rest: float = 0.0
+    loss_error: float = 0.0
+    divergence_error: float = 0.0
 
 
 @torch.no_grad()
@@ -105,18 +128,28 @@ def measure(model: Callable, pieces: list[Tensor], folder: Path | None = None) -
     Args:
         folder: with the files that `save_references` wrote for the same pieces.
     """
-    sums, count = Means(), 0
+    sums, count = Means(), 0  # of squares, in place of the errors
     for index, piece in _progress(pieces, "Reading"):
         logs = _log_probabilities(model, piece)
         count += len(logs)
-        sums.loss -= float(logs.gather(1, piece[1:, None].to(logs.device)).sum())
+        losses = -logs.gather(1, piece[1:, None].to(logs.device)).cpu().double()
+        sums.loss += float(losses.sum())
+        sums.loss_error += float(losses.square().sum())
         if folder is not None:
             top, ids, best, target = (t.to(logs.device) for t in torch.load(folder / f"{index}.pt"))
             sums.other -= float(target.sum())
             sums.agreement += float((best == logs.argmax(1)).sum())
             for name, value in _divergence(logs, top, ids.long()).items():
                 setattr(sums, name, getattr(sums, name) + value)
-    return Means(*(getattr(sums, field.name) / count for field in fields(Means)))
+    means = Means(*(getattr(sums, field.name) / count for field in fields(Means)))
+    means.loss_error = _standard_error(means.loss_error, means.loss, count)
+    means.divergence_error = _standard_error(means.divergence_error, means.divergence, count)
+    return means
+
+
+def _standard_error(squares: float, mean: float, count: int) -> float:
+    """Of a mean, from the mean of squares."""
+    return (max(0.0, squares - mean * mean) / max(1, count - 1)) ** 0.5
 
 
 def _divergence(logs: Tensor, top: Tensor, ids: Tensor) -> dict[str, float]:
@@ -124,13 +157,15 @@ def _divergence(logs: Tensor, top: Tensor, ids: Tensor) -> dict[str, float]:
 
     The class is summed in the model, not taken from one, so that no difference of large numbers is left.
     """
-    found = (top.exp() * (top - logs.gather(1, ids))).sum()
+    found = (top.exp() * (top - logs.gather(1, ids))).sum(1)
     rest = (1 - top.exp().sum(1, dtype=torch.float32)).clamp(min=0)
     if ids.shape[1] == logs.shape[1]:
-        return {"divergence": float(found), "rest": 0.0}
-    theirs = logs.scatter(1, ids, -torch.inf).logsumexp(1)
-    found += torch.where(rest > 0, rest * (rest.clamp(min=1e-30).log() - theirs), 0).sum()
-    return {"divergence": float(found), "rest": float(rest.sum())}
+        rest = torch.zeros_like(rest)
+    else:
+        theirs = logs.scatter(1, ids, -torch.inf).logsumexp(1)
+        found += torch.where(rest > 0, rest * (rest.clamp(min=1e-30).log() - theirs), 0)
+    squares = float(found.cpu().double().square().sum())  # mps has no float64
+    return {"divergence": float(found.sum()), "rest": float(rest.sum()), "divergence_error": squares}
 
 
 def text_ids(source: str, text: str | None, trust_remote_code: bool = False) -> tuple[Tensor, Tensor]:

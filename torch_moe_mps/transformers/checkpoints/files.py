@@ -10,7 +10,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.modeling_utils import _get_resolved_checkpoint_files
 
 from ...ops._checks import first_line
 
@@ -32,6 +31,9 @@ def checkpoint_files(source: str) -> list[Path]:
 
     Raises: ValueError, with its name, for a file that is missing or truncated, and for no file.
     """
+    # Not above: transformers imports its models after its quantizers, and so this file.
+    from transformers.modeling_utils import _get_resolved_checkpoint_files
+
     config, _ = PreTrainedConfig.get_config_dict(source)
     try:
         names, _ = _get_resolved_checkpoint_files(

@@ -30,7 +30,6 @@ from .operations import packed_blocks
 from .quantize import quantize_targets, refuse_second_method
 from .saving import mark_quantized
 from .sizes import bytes_a_token
-from .source import Source
 from .streaming import QuantizeParameters, Stream
 from .targets import Target, present, tie_quantized, weights_of
 from .weights import (
@@ -44,6 +43,8 @@ from .weights import (
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
+
+    from .source import Source
 
 register_quantization_config(NAME)(QuantizationConfig)
 
@@ -287,7 +288,7 @@ def _keep_float32(model: Any) -> None:
 
 
 def quantizer_for(
-    source: Source, model: nn.Module, files: list[str], recipe: Mapping[str, Any] | None, requantize: bool
+    source: "Source", model: nn.Module, files: list[str], recipe: Mapping[str, Any] | None, requantize: bool
 ) -> Quantizer | None:
     """What quantises a checkpoint, or reads it as quantised; None for neither. `model` is on the meta device.
 
