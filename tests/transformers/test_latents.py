@@ -153,6 +153,21 @@ def test_the_models_own_code_where_it_is_needed(simulated, model, monkeypatch):
     assert_as_before(simulated, ours, model, logits_of, absorbs=False)
 
 
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_long_prompt_expands_some_heads_at_a_time(simulated, bits, monkeypatch):
+    """The same results, in the memory of these heads' keys and values; in 8 bits, too."""
+    with tiny_models.groups_of_32(), tiny_models.sizes(q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=32):
+        model = tiny_model("deepseek_v3", head_dim=32).to("mps")
+    torch_moe_mps.accelerate(model, bits, 32 if bits else None, kv_bits=8)
+    ids = torch.randint(1, 90, (2, 140), generator=torch.Generator().manual_seed(0))
+    expected, results = logits_of(model, ids), []
+    for most, calls in ((1, 4), (2 * 2 * 140 * (8 + 32 + 8) * 4, 2), (latents.MOST_BYTES, 1)):
+        monkeypatch.setattr(latents, "MOST_BYTES", most)
+        launched = kernels(simulated, lambda: results.append(logits_of(model, ids)))
+        assert sum(name.startswith("attention") and "merge" not in name for name in launched) == 2 * calls
+        torch.testing.assert_close(results[-1], expected, rtol=1e-4, atol=1e-4)
+
+
 def test_new_weights_are_seen(simulated, model):
     ours, own = accelerated(model), copy.deepcopy(model)
     for module in (*layers_of(ours), *layers_of(own)):

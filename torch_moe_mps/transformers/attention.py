@@ -148,6 +148,16 @@ def _sdpa(
             out = _attend_to_latents(query, key, attention_mask, scaling, sinks)
             if out is not None:
                 return out, None
+        if attention_mask is None or attention_mask.shape[1] == 1:
+            call = functools.partial(_sdpa, sdpa, module)
+            options = {"scaling": scaling, "dropout": dropout, "is_causal": is_causal, **kwargs}
+            outs = []
+            for heads, keys, values in key.source.some_heads():
+                if sinks is not None:
+                    options["s_aux"] = sinks[heads]
+                outs.append(call(query[:, heads], keys, values, attention_mask, **options)[0])
+            if outs:
+                return torch.cat(outs, 2), None
         key, value = key.expanded(), value.expanded()
     if (
         getattr(module, RECORD, NOTHING).is_attention

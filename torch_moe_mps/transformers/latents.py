@@ -9,10 +9,11 @@ attention of this package takes for what they are. Whoever looks into them gets 
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -28,6 +29,8 @@ ops = torch.ops.moe_mps
 # Of a call in which the latents are not expanded. A query and key take 2 L + R products instead of N + R + V,
 # but the expansion, L (N + V) a key, is saved: less up to 154 tokens and more, for real widths.
 MOST_TOKENS = 128
+# The most bytes of keys and values that a prompt's latents are expanded into at a time.
+MOST_BYTES = 128 * 2**20
 _METHOD = "expand_kv"
 
 
@@ -96,6 +99,33 @@ class Latents:
             self._expanded = self.own(self.module, self.latents, self.rotated)
         return self._expanded
 
+    def some_heads(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """(heads, their keys, their values), as many heads at a time as MOST_BYTES allow, at least one.
+
+        Nothing where all heads are no more, and where the model's own code has to run.
+        """
+        form: Expansion = self.module.__dict__[RECORD].expansion
+        layer: Any = getattr(self.module, form.projection, None)
+        rows = form.key_rows + form.value_rows
+        batch, _, keys, rotary = self.rotated.shape
+        bytes_of_head = batch * keys * (rows + rotary) * self.latents.element_size()
+        heads = max(1, MOST_BYTES // max(1, bytes_of_head))
+        if heads >= form.heads or _operator_for(layer) is None or layer.weight.dtype != self.latents.dtype:
+            return
+        latents, rotated = (
+            part.dequantized() if isinstance(part, QuantizedStates) else part
+            for part in (self.latents, self.rotated)
+        )
+        for first in range(0, form.heads, heads):
+            some = slice(first, min(first + heads, form.heads))
+            expanded = _rows_product(layer, slice(some.start * rows, some.stop * rows), latents)
+            own, values = (
+                expanded.view(batch, keys, -1, rows)
+                .transpose(1, 2)
+                .split_with_sizes((form.key_rows, form.value_rows), -1)
+            )
+            yield some, torch.cat((own, rotated.expand(-1, own.shape[1], -1, -1)), -1), values
+
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
         """[B, 1, S, L + R], where a growing cache has them, else a copy; and its first L columns."""
         from .cache import latents_together  # imports transformers
@@ -142,6 +172,15 @@ def _product(layer: Any, form: Expansion, rows: slice, x: Tensor, **options: Any
     packed, scales, biases, _ = layer.weights()
     weight = of_heads(packed), of_heads(scales), None if biases is None else of_heads(biases)
     return ops.heads_quantized(x, *weight, layer.format.name, **options)
+
+
+def _rows_product(layer: Any, rows: slice, x: Tensor) -> Tensor:
+    """What some rows of a linear layer make of `x`."""
+    if type(layer) is nn.Linear:
+        return F.linear(x, layer.weight[rows])
+    packed, scales, biases, _ = layer.weights()
+    weight = packed[rows], scales[rows], None if biases is None else biases[rows]
+    return ops.linear_quantized(x, *weight, None, layer.format.name)
 
 
 def _operator_for(layer: Any) -> str | None:
