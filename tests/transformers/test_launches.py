@@ -53,6 +53,28 @@ def test_launches_of_a_layer_with_linear_attention(simulated, monkeypatch):
     assert sum(layer.values()) <= 11, dict(layer)
 
 
+# Layers of linear attention, by what makes the last layer one: the most launches of one token.
+LINEAR = {
+    "kimi_linear": ({"layer_types": ["full_attention", "linear_attention"]}, 12),
+    "bailing_hybrid": ({"layer_types": ["full_attention", "linear_attention"]}, 10),
+    "nemotron_h": ({"layers_block_type": ["attention", "mamba"]}, 5),
+    "granitemoehybrid": ({"layer_types": ["full_attention", "linear_attention"]}, 18),
+    "minimax": ({"layer_types": ["full_attention", "linear_attention"]}, 17),
+}
+
+
+@pytest.mark.parametrize("architecture", LINEAR)
+def test_launches_of_whole_layers_of_linear_attention(simulated, monkeypatch, architecture):
+    extra, most = LINEAR[architecture]
+    own = tiny_models.EXTRA.get(architecture, {})
+    monkeypatch.setitem(tiny_models.EXTRA, architecture, own | extra)
+    with tiny_models.sizes(linear_num_heads=16, linear_head_dim=32):
+        model = model_on_mps(architecture)
+    torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    layer, _ = launches_of_last_layer(simulated, model)
+    assert sum(layer.values()) <= most, dict(layer)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("architecture", OWN_CODE)
 def test_launches_of_the_models_own_code(simulated, architecture):

@@ -17,6 +17,7 @@ from .moe_gate import offer_gate
 from .norm_inputs import norm_inputs
 from .norms import ADD_NORMS, NORM_SUMS
 from .ordering import order_outputs
+from .recurrent_layers import rewrite_recurrent_layer
 from .rms_norm import CALL_NORM, replace_rms_norm
 from .rope import KEEP_ROWS, REPLACE_ROPE
 from .rope_calls import GIVE_HEADS_FIRST, JOIN_ROTATIONS, TURN_LAST
@@ -29,6 +30,7 @@ from .shared import FOLD_SHARED_EXPERTS
 MODULE_RULES: tuple[Callable[[nn.Module], tuple[Callable, str] | None], ...] = (
     rewrite_rotary,
     rewrite_gated_norm,
+    rewrite_recurrent_layer,
 )
 
 # A rule rewrites what it recognises in a program, and adds a line to `program.rewrites`.

@@ -32,7 +32,7 @@ _LOGITS = {"decay": "softplus", "beta_activation": "sigmoid"}
 _FLAG = (bool, type(None))
 # The gates as models compute them.
 _G, _BETA = "neg(exp(A_LOG)) * softplus(A + DT_BIAS)", "sigmoid(B)"
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", None: "none"}
+ACTIVATIONS = {"silu": "silu", "swish": "silu", None: "none"}
 
 
 # What the rewritten forwards call
@@ -48,7 +48,7 @@ def causal_conv(
     activation: str | None = None,
 ) -> Tensor:
     """function(x, conv_state, weight, bias, activation), which updates conv_state in place."""
-    name = _ACTIVATIONS.get(activation)
+    name = ACTIVATIONS.get(activation)
     present = [tensor for tensor in (x, conv_state, weight, bias) if tensor is not None]
     known = all(tensor.dtype in ACTIVATION_DTYPES and tensor.device == x.device for tensor in present)
     fits = known and conv_state.shape[-1] >= weight.shape[-1] - 1
@@ -129,7 +129,7 @@ def is_causal_conv(function: Callable) -> bool:
     for given, activation in ((None, "silu"), (bias, None)):
         theirs, ours = state.clone(), state.clone()
         result = tried(function, x, theirs, weight, given, activation)
-        expected = ops.causal_conv1d_update_(x.mT, ours, weight, given, _ACTIVATIONS[activation]).mT
+        expected = ops.causal_conv1d_update_(x.mT, ours, weight, given, ACTIVATIONS[activation]).mT
         if not _agree(result, expected) or not torch.equal(theirs, ours):
             return False
     return True

@@ -1,0 +1,128 @@
+"""Whole layers of linear attention run by operators: against the model's own code."""
+
+import copy
+
+import pytest
+import torch
+from support import tiny_models
+from support.models import assert_close, eager, edit_forward, operators_of
+
+import torch_moe_mps
+from torch_moe_mps.transformers.rewriting.rules import recurrent_layers
+
+CONV, SCAN, NORM = "causal_conv1d_update_", "linear_attention_", "rms_norm_gated"
+# What makes a layer of an architecture linear, and the operators of a step of it.
+FORMS = {
+    "kimi_linear": ({}, (CONV, SCAN)),
+    "bailing_hybrid": ({}, (CONV, SCAN)),
+    "glm5_next": ({}, (CONV, SCAN)),
+    "granitemoehybrid": ({}, (CONV, SCAN, NORM)),
+    "nemotron_h": ({"layers_block_type": ["mamba", "attention"]}, (CONV, SCAN, NORM)),
+    "minimax": ({"layer_types": ["full_attention", "linear_attention"]}, (SCAN, NORM)),
+}
+
+
+def model_of(architecture: str, dtype: torch.dtype = torch.float32):
+    model = eager(tiny_models.tiny_model(architecture, **FORMS[architecture][0]))
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("A_log", "dt_bias", ".D", "norm.weight")):
+            parameter.data = torch.rand(parameter.shape, generator=generator) + 0.5
+    return model.to(dtype)
+
+
+def layer_of(model) -> torch.nn.Module:
+    children = [names for names, _, _ in recurrent_layers._FORMS]
+    return next(m for m in model.modules() if any(m._modules.keys() >= set(names) for names in children))
+
+
+def logits_of(model, mask: bool = False, pieces=(9, 1, 1, 3, 1)):
+    """Of two rows in pieces, the first one padded on the left if there is a mask."""
+    ids = torch.randint(3, 90, (2, sum(pieces)), generator=torch.Generator().manual_seed(1))
+    whole, cache, found = torch.ones_like(ids), None, []
+    whole[0, :4] = 0
+    with torch.no_grad():
+        for end, piece in zip(torch.tensor(pieces).cumsum(0).tolist(), ids.split(pieces, 1), strict=True):
+            given = {"attention_mask": whole[:, :end]} if mask else {}
+            out = model(input_ids=piece, past_key_values=cache, use_cache=True, **given)
+            cache, found = out.past_key_values, [*found, out.logits]
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("architecture", FORMS)
+def test_prompts_and_steps(architecture):
+    """A prompt, steps and a few tokens at once, of padded rows too; what runs in a step."""
+    model = model_of(architecture)
+    expected = [logits_of(model, mask) for mask in (False, True)]
+    report = torch_moe_mps.accelerate(model)
+    (note,) = (row.replaced_by for row in report.rows if SCAN in str(row.replaced_by))
+    assert note == "; ".join(FORMS[architecture][1])
+    for own, mask in zip(expected, (False, True), strict=True):
+        assert_close(logits_of(model, mask)[:, 4:], own[:, 4:], 1e-4)
+    used = operators_of(lambda: logits_of(model))
+    assert all(used[name] >= 5 for name in FORMS[architecture][1])
+    torch_moe_mps.restore(model)
+    assert SCAN not in operators_of(lambda: logits_of(model))
+
+
+@pytest.mark.parametrize("architecture", FORMS)
+def test_no_further_from_the_exact_result_than_the_own_code(architecture):
+    """Layers in bfloat16: the median distance from a wide result, of the operators and of the own code."""
+    model = model_of(architecture, torch.bfloat16)
+    layer = layer_of(model)
+    x = torch.randn(4, 40, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def run(module, x):
+        given = {"position_embeddings": None, "attention_mask": None} if architecture == "minimax" else {}
+        with torch.no_grad():
+            out = module(hidden_states=x, **given)
+        return (out[0] if isinstance(out, tuple) else out).double()
+
+    exact, own = run(copy.deepcopy(layer).double(), x.double()), run(layer, x)
+    torch_moe_mps.accelerate(model)
+    error, own_error = ((y - exact).abs().median() for y in (run(layer_of(model), x), own))
+    assert error <= 1.05 * own_error
+
+
+@pytest.mark.parametrize(
+    ("architecture", "old", "new"),
+    [
+        (
+            "kimi_linear",
+            "torch.sigmoid(self.b_proj(hidden_states))",
+            "2 * torch.sigmoid(self.b_proj(hidden_states))",
+        ),
+        ("kimi_linear", "self.forget_gate(hidden_states)", "self.forget_gate(hidden_states) * 0.5"),
+        ("nemotron_h", "D=self.D,", "D=-self.D,"),
+        ("nemotron_h", "B = B.view(", "B = -B.view("),
+        ("minimax", "F.sigmoid(self.output_gate(hidden_states))", "F.silu(self.output_gate(hidden_states))"),
+    ],
+)
+def test_layers_are_told_apart_by_what_they_compute(architecture, old, new):
+    model = model_of(architecture)
+    edit_forward(layer_of(model), old, new)
+    expected = logits_of(model)
+    torch_moe_mps.accelerate(model)
+    assert SCAN not in operators_of(lambda: logits_of(model))
+    assert_close(logits_of(model), expected, 1e-4)
+
+
+def test_hooks_and_changes_run_the_own_code():
+    model = model_of("kimi_linear")
+    expected = logits_of(model)
+    torch_moe_mps.accelerate(model)
+    layer, seen = layer_of(model), []
+    handle = layer.o_norm.register_forward_hook(lambda *_: seen.append("norm"))
+    assert_close(logits_of(model), expected, 1e-4)
+    assert len(seen) == 5
+    handle.remove()
+    assert SCAN in operators_of(lambda: logits_of(model))
+    layer.o_norm.variance_epsilon = 0.5
+    assert SCAN not in operators_of(lambda: logits_of(model))
+
+
+def test_packed_sequences_are_refused_as_ever():
+    model = model_of("kimi_linear")
+    torch_moe_mps.accelerate(model)
+    with torch.no_grad(), pytest.raises(ValueError, match="packed sequences"):
+        layer_of(model)(torch.ones(1, 4, 32), cu_seqlens=torch.tensor([0, 2, 4]))
