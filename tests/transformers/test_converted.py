@@ -126,6 +126,9 @@ def test_convert_is_loading_plus_a_file(write, tmp_path):
     for name in ours:
         assert ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]), name
     assert torch.equal(output(loaded, prompt()), output(converted, prompt()))
+    if write is ours_in_8_bits:
+        assert not [name for name in load_file(tmp_path / "new" / "model.safetensors") if "lm_head" in name]
+        assert loaded.lm_head.packed is loaded.model.embed_tokens.packed
     formats = {str(format) for m in converted.modules() for format in formats_in(m).values()}
     assert formats == ({"affine4_32", "mxfp4"} if write is mxfp4 else {"affine4_32"})
     assert list(map(has_quantized_weights, loaded.modules())) == [

@@ -286,9 +286,10 @@ def test_peak_of_private_memory(tmp_path):
     "source, to", [("one by one", "mlx"), ("one by one", "moe_mps"), ("mlx", "moe_mps"), ("moe_mps", "mlx")]
 )
 def test_convert_of_a_gigabyte_needs_one_layer(source, to, tmp_path):
-    """Neither the tensors read nor those written are in private memory."""
+    """And its quantised weights; neither the tensors read nor those written are in private memory."""
     result = measure("cpu", tmp_path / "dense", source, 10, 1024, 512, 32, to=to)
-    assert result["peak"] <= min(result["bound"], 0.3 * result["stored"])
+    bound = result["bound"] + 4.5 / 16 * result["dense"] / 10
+    assert result["peak"] <= min(bound, 0.3 * result["stored"])
 
 
 @pytest.mark.sweep

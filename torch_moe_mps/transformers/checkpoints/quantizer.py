@@ -37,6 +37,7 @@ from .weights import (
     needs_fewer_bits,
     replace,
     requantize,
+    share,
     store_empty,
     take_stored,
 )
@@ -150,7 +151,7 @@ class Quantizer(HfQuantizer):
         Raises: ValueError if that is nothing although another format was asked for, and nothing is dense.
         """
         asked: set[Format] = set()
-        for name in self._wanted.keys() & self._targets.keys():
+        for name in [name for name in self._targets if name in self._wanted]:
             target, wanted = self._targets[name], self._wanted.pop(name)
             smaller = {p: f for p, f in wanted.formats.items() if needs_fewer_bits(f, target.formats[p])}
             if smaller and self.quantization_config.requantize:
@@ -211,15 +212,27 @@ class Quantizer(HfQuantizer):
         for target in stored.values():
             take_stored(model, target)
         check_loaded(model, loaded)
-        if self.report is not None:
-            for name in stored.keys() & self._again.keys():
-                self.report.modules[name] = [*requantize(stored[name], *self._again.pop(name))]
+        self._quantize_again(stored)
         wanted = {name: self._wanted.pop(name) for name in filter(loaded, list(self._wanted))}
         dense = {name: target for name, target in wanted.items() if not formats_in(target.module)}
         if self.report is not None:
             quantize_targets("quantize", model, dense, self.report, progress=False)
         if self.quantization_config.mlx or self.quantization_config.source is not None:
             model._weight_conversions = None  # saved under the names of transformers
+
+    def _quantize_again(self, stored: Mapping[str, Target]) -> None:
+        """Quantises what is stored in too many bits, tied layers once."""
+        again = [name for name in stored if name in self._again]
+        words = {name: id(stored[name].module._parameters.get("packed", name)) for name in again}
+        sources = {words[name]: name for name in reversed(again)}
+        for name, source in [(name, sources[words[name]]) for name in again]:
+            formats, dtype = self._again.pop(name)
+            assert self.report is not None  # something was asked for
+            if source == name:
+                self.report.modules[name] = requantize(stored[name], formats, dtype)
+            else:
+                share(stored[source], stored[name])
+                self.report.shared[name] = source
 
     def stored_formats(self) -> dict[str, Format]:
         """{parameter: format} of what is quantised in the checkpoint and was not placed."""

@@ -6,7 +6,7 @@ the `weight` of a layer becomes `packed`, `scales` and `biases` of a layer of li
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -101,13 +101,14 @@ def _stored(target: Target, parameter: str) -> QuantizedWeight:
 
 def requantize(
     target: Target, formats: Mapping[str, Format], dtype: torch.dtype
-) -> Iterator[QuantizedProjection]:
-    """Gives parameters of a quantised module, which other modules may share, other formats.
+) -> list[QuantizedProjection]:
+    """Gives parameters of a quantised module other formats.
 
     Args:
         dtype: of the scales and biases.
     """
     module: Any = target.module
+    changed = []
     for parameter, format in formats.items():
         stored = _stored(target, parameter)
         format_before = stored.format.to_dict()
@@ -117,11 +118,22 @@ def requantize(
         weight, entry = quantize_parameter(target, parameter, stack)
         for name, tensor in zip(quantized_names(parameter), weight, strict=True):
             module.register_parameter(name, tensor)
-        yield entry._replace(stored=stored.format, dense_bytes=stored.nbytes)
+        release_cache(module._parameters[quantized_names(parameter)[0]])
+        changed.append(entry._replace(stored=stored.format, dense_bytes=stored.nbytes))
     if target.kind == "experts":
         module.quantization, module.down_quantization = (target.formats[n] for n in projections(module))
     else:
         module.format = target.formats["weight"]
+    return changed
+
+
+def share(source: Target, target: Target) -> None:
+    """Gives a quantised layer the weight of another, in its format."""
+    weight: Any = source.module
+    for name in TENSORS:
+        target.module.register_parameter(name, weight._parameters[name])
+    target.formats = source.formats
+    target.module.__dict__["format"] = weight.format
 
 
 def needs_fewer_bits(format: Format, stored: Format) -> bool:
