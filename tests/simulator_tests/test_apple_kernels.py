@@ -20,6 +20,7 @@ from simulator.build import compile_shader
 from simulator.shaderlib import kernels_of
 from support.msl_probes import linux_only
 from support.oracles_experts import numbers_of
+from support.quantized_layers import GGUF_FORMATS, place, random_quantized
 
 pytestmark = linux_only
 M1, M3 = apple.GPUS["M1"], apple.GPUS["M3"]
@@ -247,6 +248,8 @@ def quantised(dtype: torch.dtype, name: str) -> Iterator[Call]:
     bits, group, mode = numbers_of(name)
 
     def stack(experts: int, rows: int, inputs: int) -> tuple:
+        if name in GGUF_FORMATS:
+            return tuple(place(random_quantized(experts, rows, inputs, name, dtype, 0), "mps"))
         words = torch.randint(-(2**31), 2**31, (experts, rows, inputs * bits // 32), dtype=torch.int64)
         shape = (experts, rows, inputs // group)
         if mode != "affine":
@@ -278,7 +281,7 @@ GROUPS = {
 # What the names of libraries start with; together they are all of them.
 KINDS = ["norms", "rope", "attention", "index", "linear_attention", "combine", "routing", "bucket", "experts"]
 KINDS += [f"quantized_affine{bits}" for bits in (2, 3, 4, 5, 6, 8)]
-KINDS += ["quantized_mxfp4", "quantized_mxfp8", "quantized_nvfp4"]
+KINDS += [f"quantized_{name}" for name in ("mxfp4", "mxfp8", "nvfp4", *GGUF_FORMATS)]
 
 
 # Costs -------------------------------------------------------------------------------------------------

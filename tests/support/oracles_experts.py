@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from gguf.quants import IQ4_NL
 from torch import Tensor
 
 from support.oracles import FORMATS, LARGEST, exact, spacing
@@ -196,22 +197,41 @@ def codes_of(packed: Tensor, bits: int) -> np.ndarray:
     return codes.reshape(*octets.shape[:-1], -1)
 
 
+# bits, group_size
+OTHER_FORMATS = {
+    **{"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)},
+    **{"q4_0": (4, 32), "q4_1": (4, 32), "q5_0": (5, 32), "q5_1": (5, 32), "q8_0": (8, 32)},
+    **{"q2_k": (2, 16), "q3_k": (3, 16), "q4_k": (4, 32), "q5_k": (5, 32), "q6_k": (6, 16)},
+    **{"iq4_nl": (4, 32), "iq4_xs": (4, 32)},
+}
+# Of blocks of 256: the bits of an integer that is a factor of a scale, what is taken from it, whether there
+# are others for minima.
+INTEGERS = {
+    **{"q2_k": (4, 0, True), "q3_k": (6, 32, False), "q4_k": (6, 0, True), "q5_k": (6, 0, True)},
+    **{"q6_k": (8, 128, False), "iq4_xs": (6, 32, False)},
+}
+CENTRES = {"q4_0": 8, "q5_0": 16, "q8_0": 128, "q3_k": 4, "q6_k": 32}
+
+
 def numbers_of(format: str) -> tuple[int, int, str]:
     """bits, group_size, mode."""
     affine = re.fullmatch(r"affine(\d)_(\d+)", format)
     if affine:
         return int(affine[1]), int(affine[2]), "affine"
-    return {"mxfp4": (4, 32, "mxfp4"), "mxfp8": (8, 32, "mxfp8"), "nvfp4": (4, 16, "nvfp4")}[format]
+    return (*OTHER_FORMATS[format], format)
 
 
 def group_of(format: str) -> int:
-    return numbers_of(format)[1]
+    """What columns are a multiple of."""
+    return 256 if format in INTEGERS else numbers_of(format)[1]
 
 
 def dequantise(packed: Tensor, scales: Tensor, biases: Tensor | None, format: str) -> np.ndarray:
     """[..., words] -> [..., words * 32 / bits] in float64."""
     bits, group_size, _ = numbers_of(format)
     codes = codes_of(packed, bits).reshape(*packed.shape[:-1], -1, group_size)
+    if format[0] in "qi":
+        return ggml_values(codes, scales, biases, format).reshape(*packed.shape[:-1], -1)
     if biases is not None:
         values = codes * exact(scales)[..., None] + exact(biases)[..., None]
         return values.reshape(*packed.shape[:-1], -1)
@@ -220,3 +240,21 @@ def dequantise(packed: Tensor, scales: Tensor, biases: Tensor | None, format: st
     numbers = e2m1(np.arange(16)) if bits == 4 else e4m3(np.arange(256))
     values = numbers[codes] * factors[..., None]
     return values.reshape(*packed.shape[:-1], -1)
+
+
+def ggml_values(codes: np.ndarray, scales: Tensor, biases: Tensor | None, format: str) -> np.ndarray:
+    """Of codes [..., groups, values], with the tensors that the package keeps beside them."""
+    if format.startswith("iq4"):
+        codes = np.array(IQ4_NL.kvalues)[codes]
+    codes = codes.astype(np.float64) - CENTRES.get(format, 0)
+    if format not in INTEGERS:
+        values = codes * exact(scales)[..., None]
+        return values if biases is None else values + exact(biases)[..., None]
+    bits, centre, minima = INTEGERS[format]
+    digits = np.unpackbits(scales.cpu().numpy(), axis=-1, bitorder="little")
+    integers = digits.reshape(*codes.shape[:-1], -1, bits) @ (1 << np.arange(bits)) - centre
+    factors = exact(biases).reshape(*biases.shape[:-1], -1, 1, integers.shape[-1])
+    products = integers.reshape(*factors.shape[:-2], -1, integers.shape[-1]) * factors
+    products = products.reshape(integers.shape)
+    values = codes * products[..., :1]
+    return values - products[..., 1:] if minima else values

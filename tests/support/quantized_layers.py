@@ -6,7 +6,7 @@ import torch
 
 from support.expert_layers import IDS, random_ids, to_device
 from support.layouts import lay
-from support.oracles_experts import dequantise, numbers_of
+from support.oracles_experts import INTEGERS, OTHER_FORMATS, dequantise, numbers_of
 from support.oracles_operators import checked
 from support.values import DTYPES, random
 
@@ -29,6 +29,8 @@ ALL_FORMATS = (
     "nvfp4",
 )
 
+
+GGUF_FORMATS = tuple(name for name in OTHER_FORMATS if name[0] in "qi")
 
 # Each number of bits, each group and each mode is there; what is left of the formats is for the sweep.
 ALWAYS = {
@@ -54,6 +56,8 @@ def random_quantized(experts, rows, columns, format, dtype, seed):
     shape = (experts, rows, columns * bits // 32)
     packed = torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64).to(torch.int32)
     groups = (experts, rows, columns // group_size)
+    if format in GGUF_FORMATS:
+        return packed.view(torch.uint32), *random_ggml_scales(groups, columns, format, seed)
     if mode == "nvfp4":
         near = columns**-0.5 / 3 * (0.5 + torch.rand(groups, generator=generator))
         return packed.view(torch.uint32), near.to(torch.float8_e4m3fn).view(torch.uint8), None
@@ -68,6 +72,20 @@ def random_quantized(experts, rows, columns, format, dtype, seed):
     scales = random(groups, torch.float32, seed + 1).abs() * columns**-0.5 * 4 / 2**bits
     biases = -scales * (2**bits - 1) / 2 * (1 + 0.2 * random(groups, torch.float32, seed + 2))
     return packed.view(torch.uint32), scales.to(dtype), biases.to(dtype)
+
+
+def random_ggml_scales(groups, columns, format, seed):
+    *rows, count = groups
+    unit = columns**-0.5 / (64 if format.startswith("iq4") else 2 ** numbers_of(format)[0] / 4)
+    if format not in INTEGERS:
+        scales = (random(groups, torch.float32, seed + 1) * unit).half()
+        return scales, (random(groups, torch.float32, seed + 2) * unit).half() if format[-1] == "1" else None
+    bits, _, minima = INTEGERS[format]
+    each = 2 if minima else 1
+    generator = torch.Generator().manual_seed(seed + 1)
+    octets = torch.randint(256, (*rows, count * each * bits // 8), generator=generator, dtype=torch.uint8)
+    halves = random((*rows, columns // 256 * each), torch.float32, seed + 2) * unit / 2 ** (bits - 1)
+    return octets, halves.half()
 
 
 def dense(weight, format):

@@ -168,4 +168,4 @@ def test_libraries_of_formats(simulated):
     format = tensor_units.FORMATS[0]
     names = tensor_units.libraries([torch.float16], [format])
     assert names == [f"tensor_units_{name}_f16" for name in ("dense", "dense_transposed", str(format))]
-    assert len(tensor_units.libraries(selfcheck.DTYPES, selfcheck.FORMATS)) == 2 * (2 + 21)
+    assert len(tensor_units.libraries(selfcheck.DTYPES, selfcheck.FORMATS)) == 2 * (2 + 33)

@@ -3,6 +3,8 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include <tuple>
+
 namespace moe_mps {
 
 const WeightFormat& weight_format(std::string_view name) {
@@ -14,13 +16,19 @@ const WeightFormat& weight_format(std::string_view name) {
 
 const std::vector<WeightFormat>& all_formats() {
   static const auto* const formats = [] {
-    auto* list = new std::vector<WeightFormat>{{"mxfp4", 4, 32, "Mxfp4<MOE_DTYPE>"},
-                                               {"mxfp8", 8, 32, "Mxfp8<MOE_DTYPE>"},
-                                               {"nvfp4", 4, 16, "Nvfp4<MOE_DTYPE>"}};
+    auto* list = new std::vector<WeightFormat>;
+    constexpr std::tuple<const char*, int64_t, const char*> kNamed[] = {
+        {"mxfp4", 4, "Mxfp4"}, {"mxfp8", 8, "Mxfp8"},   {"nvfp4", 4, "Nvfp4"},  {"q4_0", 4, "Q4_0"},
+        {"q4_1", 4, "Q4_1"},   {"q5_0", 5, "Q5_0"},     {"q5_1", 5, "Q5_1"},    {"q8_0", 8, "Q8_0"},
+        {"q2_k", 2, "Q2_K"},   {"q3_k", 3, "Q3_K"},     {"q4_k", 4, "Q4_K"},    {"q5_k", 5, "Q5_K"},
+        {"q6_k", 6, "Q6_K"},   {"iq4_nl", 4, "IQ4_NL"}, {"iq4_xs", 4, "IQ4_XS"}};
+    for (const auto& [name, bits, type] : kNamed) {
+      list->push_back({name, bits, c10::str(type, "<MOE_DTYPE>"), false});
+    }
     for (const int64_t bits : {4, 2, 3, 5, 6, 8}) {
       for (const int64_t group : {64, 32, 128}) {
-        list->push_back({c10::str("affine", bits, "_", group), bits, group,
-                         c10::str("Affine<MOE_DTYPE, ", bits, ", ", group, ">")});
+        list->push_back({c10::str("affine", bits, "_", group), bits,
+                         c10::str("Affine<MOE_DTYPE, ", bits, ", ", group, ">"), true});
       }
     }
     return list;

@@ -36,7 +36,7 @@ Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& sca
     if (!bias.has_value() || out.numel() == 0) return out;
     return out.add_(order ? at::empty_like(*bias).index_copy_(0, order->to(at::kLong), *bias) : *bias);
   }
-  const auto dtype = compute_dtype(x.scalar_type(), {scales});
+  const auto dtype = compute_dtype(x.scalar_type(), {{weight_format(format), scales}});
   const MatrixStack matrix = packed_matrix(packed, scales, biases, weight_format(format), bias, dtype);
   const Tensor rows = rows_of(x, dtype);
   const Tensor out = at::empty(shape, rows.options());
@@ -62,7 +62,9 @@ Tensor mlp_quantized(const Tensor& x, const Tensor& gate_up_packed, const Tensor
                                       : at::zeros(x.sizes(), x.options());
     return down_bias.has_value() ? out.add_(*down_bias) : out;
   }
-  const auto dtype = compute_dtype(x.scalar_type(), {gate_up_scales, down_scales});
+  const auto dtype = compute_dtype(
+      x.scalar_type(),
+      {{weight_format(format), gate_up_scales}, {weight_format(down_format.value_or(format)), down_scales}});
   const MatrixStack gate_up = packed_matrix(gate_up_packed, gate_up_scales, gate_up_biases,
                                             weight_format(format), gate_up_bias, dtype);
   const MatrixStack down = packed_matrix(down_packed, down_scales, down_biases,
@@ -82,7 +84,7 @@ Tensor mlp_quantized(const Tensor& x, const Tensor& gate_up_packed, const Tensor
 
 Tensor embedding_quantized(const Tensor& ids_, const Tensor& packed, const Tensor& scales,
                            const OptionalTensor& biases, std::string_view format, c10::ScalarType dtype) {
-  const auto scale_dtype = scales.scalar_type() == at::kByte ? dtype : scales.scalar_type();
+  const auto scale_dtype = weight_format(format).scales_like_activations ? scales.scalar_type() : dtype;
   const MatrixStack matrix =
       packed_matrix(packed, scales, biases, weight_format(format), std::nullopt, scale_dtype);
   std::vector<int64_t> shape = ids_.sizes().vec();

@@ -10,8 +10,13 @@
 
 namespace moe_mps {
 
-// The dtype in which a call runs: that of `x`, or float32 if the scales have another dtype.
-c10::ScalarType compute_dtype(c10::ScalarType x, std::initializer_list<at::Tensor> scales);
+struct ScalesOf {
+  const WeightFormat& format;
+  const at::Tensor& scales;
+};
+
+// The dtype in which a call runs: that of `x`, or float32 if scales that should have it have another.
+c10::ScalarType compute_dtype(c10::ScalarType x, std::initializer_list<ScalesOf> weights);
 
 // The matrices `packed` ([E, rows, words], or [rows, words] for a single one) for a call in `dtype`. The
 // kernels take scales in the dtype of the activations. For scales of another dtype, scales and activations

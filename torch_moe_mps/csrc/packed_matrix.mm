@@ -10,9 +10,9 @@ namespace moe_mps {
 
 using at::Tensor;
 
-c10::ScalarType compute_dtype(c10::ScalarType x, std::initializer_list<Tensor> scales) {
-  const bool same = std::all_of(scales.begin(), scales.end(), [&](const Tensor& each) {
-    return each.scalar_type() == at::kByte || each.scalar_type() == x;
+c10::ScalarType compute_dtype(c10::ScalarType x, std::initializer_list<ScalesOf> weights) {
+  const bool same = std::all_of(weights.begin(), weights.end(), [&](const ScalesOf& each) {
+    return !each.format.scales_like_activations || each.scales.scalar_type() == x;
   });
   return same ? x : at::kFloat;
 }
@@ -22,10 +22,11 @@ MatrixStack packed_matrix(const Tensor& packed, const Tensor& scales, const std:
                           c10::ScalarType dtype) {
   if (!packed.is_contiguous() || !is_aligned(packed)) warn_of_copy(packed);
   MatrixStack matrix{quantized_library(format, dtype), aligned(packed)};
-  matrix.scales = scales.contiguous();
-  if (matrix.scales.scalar_type() != at::kByte) matrix.scales = in_dtype(matrix.scales, dtype);
-  matrix.biases = matrix.scales;
-  if (biases.has_value() && biases->defined()) matrix.biases = in_dtype(biases->contiguous(), dtype);
+  const auto placed = [&](const Tensor& tensor) {
+    return format.scales_like_activations ? in_dtype(tensor.contiguous(), dtype) : aligned(tensor);
+  };
+  matrix.scales = placed(scales);
+  matrix.biases = biases.has_value() && biases->defined() ? placed(*biases) : matrix.scales;
   matrix.bias = contiguous(bias);
   matrix.experts = packed.dim() == 3 ? packed.size(0) : 1;
   matrix.rows = packed.size(-2);

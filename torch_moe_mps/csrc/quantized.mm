@@ -12,7 +12,7 @@ using OptionalTensor = std::optional<Tensor>;
 
 Tensor expert_qmm(const Tensor& x, const Tensor& packed, const Tensor& scales, const OptionalTensor& biases,
                   const Tensor& ids, std::string_view format, const OptionalTensor& bias) {
-  const auto dtype = compute_dtype(x.scalar_type(), {scales});
+  const auto dtype = compute_dtype(x.scalar_type(), {{weight_format(format), scales}});
   const MatrixStack matrix = packed_matrix(packed, scales, biases, weight_format(format), bias, dtype);
   return in_dtype(project_slots(in_dtype(x, dtype), matrix, ids), x.scalar_type());
 }
@@ -28,7 +28,9 @@ Tensor moe_experts_quantized(const Tensor& x, const Tensor& gate_up_packed, cons
                              const OptionalTensor& residual, bool gate_is_logit,
                              std::optional<std::string_view> down_format, const OptionalTensor& norm_weight,
                              double norm_eps, double norm_offset) {
-  const auto dtype = compute_dtype(x.scalar_type(), {gate_up_scales, down_scales});
+  const auto dtype = compute_dtype(
+      x.scalar_type(),
+      {{weight_format(format), gate_up_scales}, {weight_format(down_format.value_or(format)), down_scales}});
   const MatrixStack gate_up = packed_matrix(gate_up_packed, gate_up_scales, gate_up_biases,
                                             weight_format(format), gate_up_bias, dtype);
   const MatrixStack down = packed_matrix(down_packed, down_scales, down_biases,

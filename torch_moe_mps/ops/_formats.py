@@ -9,6 +9,22 @@
 All are laid out as mlx.core.quantize does: groups of consecutive values along the input dimension; the codes
 of a row one after the other in 32-bit words, the first in the lowest bits, so that codes of 3, 5 and 6 bits
 cross the ends of words. The numbers of mxfp4 and mxfp8 are those of OCP microscaling.
+
+The formats of GGUF have ggml's values in the same layout: codes q in words, and what their blocks hold beside
+them taken apart into two tensors. d and m are float16, s and n unsigned integers of a few bits.
+
+    name              bits     group  value                              scales                    biases
+    q4_0, q5_0, q8_0  4, 5, 8  32     (q - 8, 16, 128) * d               d                         none
+    q4_1, q5_1        4, 5     32     q * d + m                          d                         m
+    iq4_nl            4        32     level(q) * d                       d                         none
+    q4_k, q5_k        4, 5     32     q * (d * s) - m * n                s and n, of 6 bits each   d, m of 256
+    q2_k              2        16     q * (d * s) - m * n                s and n, of 4 bits each   d, m of 256
+    q3_k              3        16     (q - 4) * (d * (s - 32))           s, of 6 bits              d of 256
+    q6_k              6        16     (q - 32) * (d * (s - 128))         s, of 8 bits              d of 256
+    iq4_xs            4        32     level(q) * (d * (s - 32))          s, of 6 bits              d of 256
+
+s and n of a row are a stream of bits in uint8, the lowest first, s before n; "of 256": for so many values.
+Every product is a float32, so that a value is rounded once, by the sum.
 """
 
 import functools
@@ -29,6 +45,29 @@ GROUP_SIZES = {"affine": (32, 64, 128), "mxfp4": (32,), "mxfp8": (32,), "nvfp4":
 DEFAULT_BITS = {"affine": 4, "mxfp4": 4, "mxfp8": 8, "nvfp4": 4}
 DEFAULT_GROUP_SIZE = {"affine": 64, "mxfp4": 32, "mxfp8": 32, "nvfp4": 16}
 MODES = tuple(BITS)
+
+
+@dataclass(frozen=True)
+class Integers:
+    """The integers that are factors of a group's scale, and with `minima` of its bias, less `centre`."""
+
+    bits: int
+    minima: bool
+    centre: int
+
+
+GGUF = {
+    **{"q4_0": (4, 32), "q4_1": (4, 32), "q5_0": (5, 32), "q5_1": (5, 32), "q8_0": (8, 32)},
+    **{"q2_k": (2, 16), "q3_k": (3, 16), "q4_k": (4, 32), "q5_k": (5, 32), "q6_k": (6, 16)},
+    **{"iq4_nl": (4, 32), "iq4_xs": (4, 32)},
+}
+INTEGERS = {
+    **{"q2_k": Integers(4, True, 0), "q3_k": Integers(6, False, 32), "q4_k": Integers(6, True, 0)},
+    **{"q5_k": Integers(6, True, 0), "q6_k": Integers(8, False, 128), "iq4_xs": Integers(6, False, 32)},
+}
+OFFSETS = {"q4_0": 8, "q5_0": 16, "q8_0": 128, "q3_k": 4, "q6_k": 32}
+LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+LARGE_BLOCK = 256  # values that share d and m where there are integers
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
@@ -54,11 +93,21 @@ class Format:
             if value is not None and (type(value) is not int or value not in allowed[mode]):
                 expected = " or ".join(map(str, allowed[mode])) + f" for mode {mode}"
                 _QUANTIZE.fail(argument, expected, repr(value))
-        set_field = functools.partial(object.__setattr__, self)
-        set_field("bits", DEFAULT_BITS[mode] if bits is None else bits)
-        set_field("group_size", DEFAULT_GROUP_SIZE[mode] if group_size is None else group_size)
-        set_field("mode", mode)
-        set_field("name", f"affine{self.bits}_{self.group_size}" if mode == "affine" else mode)
+        bits = DEFAULT_BITS[mode] if bits is None else bits
+        group_size = DEFAULT_GROUP_SIZE[mode] if group_size is None else group_size
+        name = f"affine{bits}_{group_size}" if mode == "affine" else mode
+        self._set(bits=bits, group_size=group_size, mode=mode, name=name)
+
+    def _set(self, **fields: Any) -> None:
+        for field, value in fields.items():
+            object.__setattr__(self, field, value)
+
+    @classmethod
+    def _named(cls, name: str, bits: int, group_size: int) -> "Format":
+        """A format that nothing is quantised to, so that no mode of a user's names it."""
+        format = object.__new__(cls)
+        format._set(bits=bits, group_size=group_size, mode=name, name=name)
+        return format
 
     def to_dict(self) -> dict[str, Any]:
         """What a user says for it."""
@@ -75,12 +124,35 @@ class Format:
         return FORMATS[name]
 
     @property
-    def has_biases(self) -> bool:
+    def is_affine(self) -> bool:
         return self.mode == "affine"
 
     @property
+    def has_biases(self) -> bool:
+        return self.is_affine or self.name in INTEGERS or self.name in ("q4_1", "q5_1")
+
+    @property
     def scale_dtypes(self) -> tuple[torch.dtype, ...]:
-        return ACTIVATION_DTYPES if self.has_biases else (torch.uint8,)
+        if self.is_affine:
+            return ACTIVATION_DTYPES
+        return (torch.float16,) if self.name in GGUF and self.name not in INTEGERS else (torch.uint8,)
+
+    @property
+    def bias_dtypes(self) -> tuple[torch.dtype, ...]:
+        return ACTIVATION_DTYPES if self.is_affine else (torch.float16,)
+
+    @property
+    def multiple(self) -> int:
+        """What the input dimension is a multiple of."""
+        return LARGE_BLOCK if self.name in INTEGERS else self.group_size
+
+    def scales_of(self, columns: int) -> tuple[int, int]:
+        """The elements of `scales` and of `biases` for a row."""
+        integers = INTEGERS.get(self.name)
+        if integers is None:
+            return self.groups(columns), self.groups(columns) if self.has_biases else 0
+        each = 2 if integers.minima else 1
+        return self.groups(columns) * each * integers.bits // 8, columns // LARGE_BLOCK * each
 
     def words(self, columns: int) -> int:
         return columns * self.bits // 32
@@ -100,8 +172,8 @@ class Format:
         return Format(bits, group_size, mode)
 
     def check_columns(self, check: Check, argument: str, columns: int) -> None:
-        if columns % self.group_size != 0:
-            check.fail(argument, f"a multiple of {self.group_size}", columns)
+        if columns % self.multiple != 0:
+            check.fail(argument, f"a multiple of {self.multiple}", columns)
 
     def check_scales(
         self,
@@ -112,15 +184,22 @@ class Format:
         shape: tuple[int, ...],
         meaning: str,
     ) -> None:
+        """`shape` is that of the dense weights; `meaning` names its dimensions, such as "E, N, H"."""
         if not self.has_biases and biases is not None:
             got = f"a tensor of shape {tuple(biases.shape)}"
             check.fail(f"{prefix}biases", f"None for format {self.name}", got)
-        check.tensor(f"{prefix}scales", scales, shape, meaning, self.scale_dtypes)
+        *rows, columns = shape
+        counts = self.scales_of(columns)
+        names = [f"[{meaning} / {self.group_size}]"] * 2
+        if self.name in INTEGERS:
+            names = [f"[{meaning} * {count} / {LARGE_BLOCK}]" for count in self.scales_of(LARGE_BLOCK)]
+        check.tensor(f"{prefix}scales", scales, (*rows, counts[0]), names[0], self.scale_dtypes)
         if not self.has_biases:
             return
         if biases is None:
             check.fail(f"{prefix}biases", f"a tensor for format {self.name}", None)
-        check.tensor(f"{prefix}biases", biases, shape, meaning, (scales.dtype,))
+        dtypes = (scales.dtype,) if self.is_affine else self.bias_dtypes
+        check.tensor(f"{prefix}biases", biases, (*rows, counts[1]), names[1], dtypes)
 
 
 FORMATS = {
@@ -128,6 +207,8 @@ FORMATS = {
     for mode in MODES
     for format in (Format(b, g, mode) for b in BITS[mode] for g in GROUP_SIZES[mode])
 }
+for _name, (_bits, _group_size) in GGUF.items():
+    FORMATS[_name] = Format._named(_name, _bits, _group_size)
 
 
 @functools.cache
@@ -177,7 +258,12 @@ def _spread(octets: Tensor, bits: int) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """uint8 [..., C] -> int32 [..., C * bits / 32]: the inverse of _spread."""
+    """uint8 [..., C] -> int32 [..., C * bits / 32]."""
+    return pack_octets(codes, bits).view(torch.int32)
+
+
+def pack_octets(codes: Tensor, bits: int) -> Tensor:
+    """uint8 [..., C] -> uint8 [..., C * bits / 8]: the inverse of _spread."""
     if bits < 8:
         codes = codes.contiguous().view(torch.int64)
         for count in (1, 2, 4):
@@ -185,7 +271,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
             upper = (codes >> count * (8 - bits)).bitwise_and_(lower << count * bits)
             codes = (codes & lower).bitwise_or_(upper)
         codes = codes.view(torch.uint8).unflatten(-1, (-1, 8))[..., :bits].flatten(-2)
-    return codes.contiguous().view(torch.int32)
+    return codes.contiguous()
 
 
 def unpack(packed: Tensor, format: Format) -> Tensor:
@@ -194,7 +280,8 @@ def unpack(packed: Tensor, format: Format) -> Tensor:
     if format.mode == "mxfp8":
         return e4m3(octets)
     if format.bits == 4:
-        return _pairs_by_table(octets, tuple(map(float, range(16))) if format.has_biases else E2M1_VALUES)
+        table = LEVELS if format.name in ("iq4_nl", "iq4_xs") else range(16)
+        return _pairs_by_table(octets, E2M1_VALUES if format.mode in MODES[1:] else tuple(map(float, table)))
     return _spread(octets, format.bits).float()
 
 
@@ -212,10 +299,27 @@ def decode(codes: Tensor, scales: Tensor, biases: Tensor | None, format: Format)
 
 def _scaled(values: Tensor, scales: Tensor, biases: Tensor | None, format: Format) -> Tensor:
     """Applies scales and biases in place: the numbers [..., group_size] of codes become values."""
+    if format.name in GGUF:
+        scales, biases = _scales_of_ggml(scales, biases, format)
     if biases is not None:
         return values.mul_(scales.float().unsqueeze(-1)).add_(biases.float().unsqueeze(-1))
-    factors = e4m3(scales) if format.mode == "nvfp4" else e8m0(scales)
-    return values.mul_(factors.unsqueeze(-1))
+    if format.name not in GGUF:
+        scales = e4m3(scales) if format.mode == "nvfp4" else e8m0(scales)
+    return values.mul_(scales.unsqueeze(-1))
+
+
+def _scales_of_ggml(scales: Tensor, biases: Tensor | None, format: Format) -> tuple[Tensor, Tensor | None]:
+    """The scales and biases [..., groups] in float32."""
+    integers, offset = INTEGERS.get(format.name), OFFSETS.get(format.name)
+    if integers is None or biases is None:
+        factors, biases = scales.float(), None if biases is None else biases.float()
+    else:
+        each, groups = 2 if integers.minima else 1, LARGE_BLOCK // format.group_size
+        numbers = _spread(scales.contiguous(), integers.bits).unflatten(-1, (-1, groups, each))
+        products = (numbers.float() - integers.centre) * biases.float().unflatten(-1, (-1, 1, each))
+        factors, *minima = products.flatten(-3, -2).unbind(-1)
+        biases = -minima[0] if minima else None
+    return factors, biases if offset is None else -offset * factors
 
 
 def dequantize_values(packed: Tensor, scales: Tensor, biases: Tensor | None, format: Format) -> Tensor:
@@ -230,7 +334,7 @@ class QuantizedWeight:
 
     Attributes:
         packed: [..., R, C * bits / 32], uint32 or the same bits as int32: the codes.
-        scales: [..., R, C / group_size].
+        scales: [..., R, C / group_size], or of GGUF's formats what the table at the top says.
         biases: like `scales`, or None where the format has none.
         format: how they are read.
     """
@@ -246,12 +350,14 @@ class QuantizedWeight:
     ) -> "QuantizedWeight":
         """Uninitialised, for a dense weight of a shape and a dtype."""
         *rows, columns = shape
-        groups = (*rows, format.groups(columns))
         packed = torch.empty(*rows, format.words(columns), dtype=torch.uint32, device=device)
+        counts = format.scales_of(columns)
+        scale_dtype = dtype if format.is_affine else format.scale_dtypes[0]
+        scales = torch.empty(*rows, counts[0], dtype=scale_dtype, device=device)
         if not format.has_biases:
-            return cls(packed, torch.empty(groups, dtype=torch.uint8, device=device), None, format)
-        scales, biases = (torch.empty(groups, dtype=dtype, device=device) for _ in range(2))
-        return cls(packed, scales, biases, format)
+            return cls(packed, scales, None, format)
+        bias_dtype = dtype if format.is_affine else format.bias_dtypes[0]
+        return cls(packed, scales, torch.empty(*rows, counts[1], dtype=bias_dtype, device=device), format)
 
     def __iter__(self) -> Iterator[Tensor | None]:
         return iter((self.packed, self.scales, self.biases))
@@ -274,8 +380,7 @@ class QuantizedWeight:
         check.dtype(f"{prefix}packed", self.packed, PACKED_DTYPES)
         words = f"[{rows_name}, {columns_name} * {format.bits} / 32]"
         check.shape(f"{prefix}packed", self.packed, (*rows, format.words(columns)), words)
-        groups = f"[{rows_name}, {columns_name} / {format.group_size}]"
-        format.check_scales(check, prefix, self.scales, self.biases, (*rows, format.groups(columns)), groups)
+        format.check_scales(check, prefix, self.scales, self.biases, shape, meaning)
 
     def values(self, index: int | slice | Tensor) -> Tensor:
         """A matrix of the stack or some rows of the matrix, dequantised to float32."""

@@ -27,7 +27,7 @@ def sample_arguments(
     as many columns.
     """
     T = tokens
-    H, I = (wider * size for size in ((128, 128) if format.group_size > 32 else (64, 32)))
+    H, I = (wider * size for size in ((format.multiple,) * 2 if format.multiple > 32 else (64, 32)))
     generator = torch.Generator().manual_seed(0)
 
     def values(*shape, dtype=dtype):
@@ -48,21 +48,28 @@ def sample_arguments(
     named = {"format": format.name}
     slots = {"slots": values(T, K, H), "weights": weights}
 
+    scale_dtype = dtype if format.is_affine else format.scale_dtypes[0]
+    lowest = {"nvfp4": 40, "mxfp8": 118, "mxfp4": 124}
+    of_blocks = format.scale_dtypes == (torch.uint8,) and format.name not in lowest
+
     def scales(*groups):
         """Such that weights are about 1."""
-        if format.mode == "nvfp4":
-            return (40 + integers(16, *groups, dtype=torch.uint8)).to(torch.uint8)
-        if not format.has_biases:
-            low = 118 if format.mode == "mxfp8" else 124
-            return (low + integers(3, *groups, dtype=torch.uint8)).to(torch.uint8)
-        return values(*groups) * 2.0 ** (-1 - format.bits)
+        if of_blocks:
+            return integers(256, *groups, dtype=torch.uint8)
+        if scale_dtype == torch.uint8:
+            low, count = lowest[format.name], 16 if format.name == "nvfp4" else 3
+            return (low + integers(count, *groups, dtype=torch.uint8)).to(torch.uint8)
+        return values(*groups, dtype=scale_dtype) * 2.0 ** (-1 - format.bits)
 
     def quantized(prefix, rows, columns, experts=(E,)):
-        groups = (*experts, rows, format.groups(columns))
+        counts = format.scales_of(columns)
+        size = 2.0 ** (-6 - format.bits) if of_blocks else 0.25
+        bias_dtype = dtype if format.is_affine else torch.float16
+        biases = values(*experts, rows, counts[1], dtype=bias_dtype) * size if format.has_biases else None
         return {
             f"{prefix}packed": integers(2**31, *experts, rows, format.words(columns), dtype=torch.int32),
-            f"{prefix}scales": scales(*groups),
-            f"{prefix}biases": 0.25 * values(*groups) if format.has_biases else None,
+            f"{prefix}scales": scales(*experts, rows, counts[0]),
+            f"{prefix}biases": biases,
         }
 
     q, k = values(2, T, 4, 16), values(2, T, 2, 16)

@@ -60,7 +60,8 @@ def expert_qmm(
         ids: [T, K] with K <= 64, int32 or int64. An id outside [0, E) reads nothing and gives a row of zeros.
         format: "affine4_64" for affine codes of 4 bits in groups of 64; also 2, 3, 5, 6 or 8 bits and groups
             of 32 or 128; "mxfp4" and "mxfp8" in groups of 32, "nvfp4" in groups of 16. H must be a multiple
-            of the group size.
+            of the group size. Or a type of GGUF, such as "q4_k": _formats.py has their scales and biases; of
+            those with blocks of 256, H must be a multiple of 256.
         bias: [E, N], float32, float16 or bfloat16: of the layer, not of the format.
 
     Returns: [T, K, N] in the dtype of `x`; dequantised and accumulated in float32. For more than 32 tokens

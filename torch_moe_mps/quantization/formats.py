@@ -167,8 +167,8 @@ def dequantize(
     check = Check("dequantize")
     check.dtype("packed", packed, PACKED_DTYPES)
     format.check_columns(check, "C, the input dimension of packed,", format.columns(packed.shape[-1]))
-    groups = (*packed.shape[:-1], format.groups(format.columns(packed.shape[-1])))
-    format.check_scales(check, "", scales, biases, groups, f"[..., C / {format.group_size}]")
+    shape = (*packed.shape[:-1], format.columns(packed.shape[-1]))
+    format.check_scales(check, "", scales, biases, shape, "..., C")
     if biases is None:
         return dequantize_values(packed, scales, None, format).to(dtype or torch.bfloat16)
     # In the dtype of the scales, rounded after the product and after the sum.

@@ -131,42 +131,45 @@ inline float inverse_root(NoNorm, float, constant MatmulParams&) {
   return 1.0f;
 }
 
-// Adds the products of a chunk of R rows with the inputs of M pairs. The codes themselves are multiplied; the
-// scale is applied once for the whole chunk.
+// Adds the products of a chunk of R rows with the inputs of M pairs. The codes themselves are multiplied; a
+// scale is applied once for its group.
 template <typename W, int R, int M, typename Norm, typename C>
 inline void add_chunks(thread C* chunks, device const typename W::Element* x, Sources<M> sources, Norm norm,
                        uint column, uint left, thread Dots<R, M>& dots, thread Squares<M>& squares,
                        constant MatmulParams& params) {
   constexpr int kPackSize = W::kPackSize;
   const bool vectorised = W::kAnyLength ? params.vectorised != 0 : true;
-  Dots<R, M> coded;
-  InputSums sums[M];
-  UNROLL for (int m = 0; m < M; ++m) {
-    sums[m].v[0] = sums[m].v[1] = 0.0f;
-    UNROLL for (int r = 0; r < R; ++r) coded.v[r][m] = 0.0f;
-  }
-  UNROLL for (int pack = 0; pack < W::kValues / kPackSize; ++pack) {
-    Pack<kPackSize> inputs[M];
-    const uint start = W::kAnyLength ? min(uint(pack * kPackSize), left) : pack * kPackSize;
+  constexpr int kPacks = W::kValues / kPackSize / W::kGroups;  // of a group
+  UNROLL for (int group = 0; group < W::kGroups; ++group) {
+    Dots<R, M> coded;
+    InputSums sums[M];
     UNROLL for (int m = 0; m < M; ++m) {
-      const auto loaded =
-          load_elements<kPackSize>(x + sources.v[m] + column + start, left - start, vectorised);
-      UNROLL for (int i = 0; i < kPackSize; ++i) inputs[m].v[i] = loaded.at(i);
+      sums[m].v[0] = sums[m].v[1] = 0.0f;
+      UNROLL for (int r = 0; r < R; ++r) coded.v[r][m] = 0.0f;
     }
-    norm_inputs(norm, inputs, squares, column + start, left - start, vectorised, params);
-    UNROLL for (int m = 0; m < M; ++m) W::add_inputs(inputs[m], sums[m]);
-    UNROLL for (int r = 0; r < R; ++r) {
-      const Pack<kPackSize> codes = W::codes(chunks[r], pack);
+    UNROLL for (int pack = group * kPacks; pack < (group + 1) * kPacks; ++pack) {
+      Pack<kPackSize> inputs[M];
+      const uint start = W::kAnyLength ? min(uint(pack * kPackSize), left) : pack * kPackSize;
       UNROLL for (int m = 0; m < M; ++m) {
-        UNROLL for (int i = 0; i < kPackSize; ++i) {
-          coded.v[r][m] = fma(codes.v[i], inputs[m].v[i], coded.v[r][m]);
+        const auto loaded =
+            load_elements<kPackSize>(x + sources.v[m] + column + start, left - start, vectorised);
+        UNROLL for (int i = 0; i < kPackSize; ++i) inputs[m].v[i] = loaded.at(i);
+      }
+      norm_inputs(norm, inputs, squares, column + start, left - start, vectorised, params);
+      UNROLL for (int m = 0; m < M; ++m) W::add_inputs(inputs[m], sums[m]);
+      UNROLL for (int r = 0; r < R; ++r) {
+        const Pack<kPackSize> codes = W::codes(chunks[r], pack);
+        UNROLL for (int m = 0; m < M; ++m) {
+          UNROLL for (int i = 0; i < kPackSize; ++i) {
+            coded.v[r][m] = fma(codes.v[i], inputs[m].v[i], coded.v[r][m]);
+          }
         }
       }
     }
-  }
-  UNROLL for (int r = 0; r < R; ++r) {
-    UNROLL for (int m = 0; m < M; ++m) {
-      dots.v[r][m] += W::value_dot(chunks[r], coded.v[r][m], sums[m]);
+    UNROLL for (int r = 0; r < R; ++r) {
+      UNROLL for (int m = 0; m < M; ++m) {
+        dots.v[r][m] += W::value_dot(chunks[r], group, coded.v[r][m], sums[m]);
+      }
     }
   }
 }

@@ -1,16 +1,17 @@
 // The formats of a matrix behind one interface, for kernels that read its rows.
 //
-// A chunk is N consecutive values of a row with one scale. A lane takes chunks of W::kValues values for dot
-// products, and of W::kTileValues for tiles:
+// A chunk is N consecutive values of a row. A lane takes chunks of W::kValues values for dot products, with
+// W::kGroups scales for as many equal parts, and of W::kTileValues for tiles:
 //
-//   row(number)                  Row: where a row begins
-//   load<N>(row, column, left)   Chunk<N>: its bits and its scale; `left` values remain up to the row's end
-//   codes(chunk, pack)           Pack<kPackSize>: kPackSize of its codes, as floats
-//   value_dot(chunk, dot, sums)  float: the dot product of values and inputs, from that of codes and inputs
-//   values(chunk, number)        float2: the two values that a lane has in a fragment of a tile
-//   place_of(value)              FragmentElement: which fragment, and which of the two
+//   row(number)                         Row: where a row begins
+//   load<N>(row, column, left)          Chunk<N>: its bits and scales; `left` values remain to the row's end
+//   codes(chunk, pack)                  Pack<kPackSize>: kPackSize of its codes, as floats
+//   value_dot(chunk, group, dot, sums)  float: the dot product of a group's values and inputs, from that of
+//                                       its codes and inputs
+//   values(chunk, number)               float2: the two values that a lane has in a fragment of a tile
+//   place_of(value)                     FragmentElement: which fragment, and which of the two
 //
-// codes() may add a constant to affine codes; value_dot() subtracts it times the sum of the inputs, which
+// codes() may add a constant to integer codes; value_dot() subtracts it times the sum of the inputs, which
 // add_inputs() collected. An expert's address takes 64 bits, an index within its matrix 32.
 #pragma once
 #include "matmul/common.h"
@@ -72,7 +73,7 @@ struct FragmentElement {
 template <typename T>
 struct Dense {
   typedef T Element;
-  static constant constexpr int kValues = 32 / sizeof(T), kTileValues = kValues, kPackSize = 8;
+  static constant constexpr int kValues = 32 / sizeof(T), kTileValues = kValues, kPackSize = 8, kGroups = 1;
   static constant constexpr bool kAnyLength = true;
 
   template <int N>
@@ -103,7 +104,7 @@ struct Dense {
     return result;
   }
   static void add_inputs(Pack<8>, thread InputSums&) {}
-  static float value_dot(Chunk<kValues>, float dot, InputSums) { return dot; }
+  static float value_dot(Chunk<kValues>, int, float dot, InputSums) { return dot; }
 
   static FragmentElement place_of(int value) { return {value / 2, value % 2}; }
   static float2 values(Chunk<kTileValues> chunk, int number) {
@@ -147,29 +148,29 @@ struct DenseColumns {
   }
 };
 
-// Rows of kBits-bit codes, the first value in the lowest bits, with a scale for each kGroup values.
-template <typename Scale, int kBits, int kGroup>
+// Rows of kBits-bit codes, the first value in the lowest bits, with scales for each kUnit values.
+template <int kBits, int kUnit>
 struct PackedRows {
   struct Row {
-    uint word, group;
+    uint word, unit;
   };
 
   device const uint* words;
-  device const Scale* scales;
-  uint words_per_row, groups_per_row;
+  ulong first_unit;  // of the matrix
+  uint words_per_row, units_per_row;
 
-  PackedRows(device const uchar* packed, device const uchar* scales_, uint expert,
-             constant MatmulParams& params)
-      : words_per_row(params.inputs / 16 * kBits / 2), groups_per_row(params.inputs / kGroup) {
+  PackedRows(device const uchar* packed, uint expert, constant MatmulParams& params)
+      : words_per_row(params.inputs / 16 * kBits / 2), units_per_row(params.inputs / kUnit) {
     const ulong row = ulong(expert) * params.rows;
     words = reinterpret_cast<device const uint*>(packed) + row * words_per_row;
-    scales = reinterpret_cast<device const Scale*>(scales_) + row * groups_per_row;
+    first_unit = row * units_per_row;
   }
 
-  Row row(uint number) const { return {number * words_per_row, number * groups_per_row}; }
-  // Where the values from `column` on are, which is a multiple of a chunk: its bits fill words.
-  static Row at(Row row, uint column) {
-    return {row.word + column / 16 * kBits / 2, row.group + column / kGroup};
+  Row row(uint number) const { return {number * words_per_row, number * units_per_row}; }
+  // The words of N values from `column` on, which is a multiple of N: their bits fill words.
+  template <int N>
+  Words<N * kBits / 32> load(Row row, uint column) const {
+    return load_words<N * kBits / 32>(words + (row.word + column / 16 * kBits / 2));
   }
 };
 
@@ -228,16 +229,139 @@ inline Pack<kCount> in_order(thread const Pair* pairs) {
   return pack;
 }
 
-// q * scale + bias, q of kBits bits: MLX's layout.
-template <typename T, int kBits, int kGroup>
-struct Affine {
+// Where the scales and biases of integer codes come from. A unit is kUnit values with kUnit / kGroup groups;
+//
+//   load<N>(unit, column)   Loaded: those of N values from `column` on, in a row that begins with `unit`
+//   of(loaded, group)       ScaleAndBias, exact
+//   kPlaceBytes             what a thread keeps to find them, beyond where the row's codes are
+struct ScaleAndBias {
+  float scale, bias;
+};
+
+// MLX's: a scale and a bias in T for each group.
+template <typename T, int kGroup_>
+struct TypedScales {
+  static constant constexpr int kGroup = kGroup_, kUnit = kGroup_, kPlaceBytes = 0;
+  struct Loaded {
+    T scale, bias;
+  };
+
+  device const T* scales;
+  device const T* biases;
+
+  TypedScales(device const uchar* scales_, device const uchar* biases_, ulong first_unit)
+      : scales(reinterpret_cast<device const T*>(scales_) + first_unit),
+        biases(reinterpret_cast<device const T*>(biases_) + first_unit) {}
+
+  template <int>
+  Loaded load(uint unit, uint column) const {
+    return {scales[unit + column / kUnit], biases[unit + column / kUnit]};
+  }
+  static ScaleAndBias of(Loaded loaded, int) { return {float(loaded.scale), float(loaded.bias)}; }
+};
+
+// ggml's for 32 values: a half, and another one or, with kOffset, the same number of it in every group.
+template <int kOffset>
+struct HalfScales {
+  static constant constexpr int kGroup = 32, kUnit = 32, kPlaceBytes = 0;
+  struct Loaded {
+    half scale, bias;
+  };
+
+  device const half* scales;
+  device const half* biases;
+
+  HalfScales(device const uchar* scales_, device const uchar* biases_, ulong first_unit)
+      : scales(reinterpret_cast<device const half*>(scales_) + first_unit),
+        biases(reinterpret_cast<device const half*>(biases_) + first_unit) {}
+
+  template <int>
+  Loaded load(uint unit, uint column) const {
+    if constexpr (kOffset != 0) {
+      return {scales[unit + column / kUnit], 0.0h};
+    } else {
+      return {scales[unit + column / kUnit], biases[unit + column / kUnit]};
+    }
+  }
+  static ScaleAndBias of(Loaded loaded, int) {
+    const float scale = float(loaded.scale);
+    return {scale, kOffset != 0 ? -float(kOffset) * scale : float(loaded.bias)};
+  }
+};
+
+// ggml's for 256 values: each group has an unsigned integer of kBits bits, less kCentre, and with kMins a
+// second one; they are factors of one or two halves for the 256. The integers of a row are a stream of bits,
+// the lowest first: a unit of 32 values has 6, 12 or 16 of them.
+template <int kGroup_, int kBits, bool kMins, int kCentre, int kOffset>
+struct SmallScales {
+  static constant constexpr int kGroup = kGroup_, kUnit = 32, kPlaceBytes = 4;
+  static constant constexpr int kHalves = kMins ? 2 : 1;
+  static constant constexpr int kGroupBits = kBits * kHalves, kUnitBits = kGroupBits * (kUnit / kGroup);
+  struct Loaded {
+    uint integers;
+    half factor, min_factor;
+  };
+
+  device const uchar* integers;
+  device const half* factors;
+
+  SmallScales(device const uchar* scales, device const uchar* biases, ulong first_unit)
+      : integers(scales + first_unit * kUnitBits / 8),
+        factors(reinterpret_cast<device const half*>(biases) + first_unit / 8 * kHalves) {}
+
+  // A row begins with a whole block, so that what depends on the column is the same for all rows of a lane.
+  template <int N>
+  Loaded load(uint unit, uint column) const {
+    uint own;
+    if constexpr (kUnitBits == 16) {
+      own = reinterpret_cast<device const ushort*>(integers)[unit + column / kUnit];
+    } else {  // in two bytes
+      const uint part = column / kUnit % 4;
+      const uint in_row = kUnitBits == 12 ? column / kUnit * 3 / 2 : column / 128 * 3 + part / 2;
+      const uint shift = kUnitBits == 12 ? part % 2 * 4 : part * 6 - part / 2 * 8;
+      device const uchar* bytes = integers + (unit * kUnitBits / 8 + in_row);
+      own = (uint(bytes[0]) | uint(bytes[1]) << 8) >> shift;
+    }
+    if (N == kGroup && kGroup < kUnit) own >>= column / kGroup % 2 * kGroupBits;
+    const uint block = unit / 8 + column / 256;
+    if constexpr (kMins) {
+      const half2 both = reinterpret_cast<device const half2*>(factors)[block];
+      return {own, both.x, both.y};
+    } else {
+      return {own, factors[block], 0.0h};
+    }
+  }
+
+  // Two neighbouring integers, as the mantissas of halves: this needs no conversion.
+  static half2 two(uint bits) {
+    constexpr uint kMask = (1u << kBits) - 1;
+    const uint both = (bits & kMask) | (bits << (16 - kBits) & kMask << 16) | 0x64006400u;
+    return as_type<half2>(both) - half2(half(1024 + kCentre));
+  }
+  static ScaleAndBias of(Loaded loaded, int group) {
+    if constexpr (kMins) {
+      const half2 both = two(loaded.integers >> (group * kGroupBits));
+      return {float(loaded.factor) * float(both.x), -(float(loaded.min_factor) * float(both.y))};
+    } else {
+      const float scale = float(loaded.factor) * float(two(loaded.integers)[group]);
+      return {scale, -float(kOffset) * scale};
+    }
+  }
+};
+
+// q * scale + bias, q of kBits bits. The products of ggml's scales, biases and codes are floats, so that one
+// rounding is left, as in ggml.
+template <typename T, int kBits, typename Scales>
+struct Integers {
   typedef T Element;
   typedef HalfCodes<kBits> Codes;
-  typedef PackedRows<T, kBits, kGroup> Rows;
+  typedef PackedRows<kBits, Scales::kUnit> Rows;
   typedef typename Rows::Row Row;
   static constant constexpr int kValues = 32;
   static constant constexpr int kTileValues = kBits % 2 == 0 ? 16 : 32;  // fills words
   static constant constexpr int kPackSize = kBits == 2 ? 16 : 8;         // holds whole pairs
+  static constant constexpr int kPlaceBytes = Scales::kPlaceBytes;
+  static constant constexpr int kGroups = kValues > Scales::kGroup ? kValues / Scales::kGroup : 1;
   static constant constexpr bool kAnyLength = false;
   // The constant added to q is at most 2^10. Its rounding error, 2^-24 of it, is less than 1e-5 of q's range
   // and below the rounding of 16-bit activations. For float activations it is subtracted first.
@@ -246,24 +370,20 @@ struct Affine {
   template <int N>
   struct Chunk {
     Words<N * kBits / 32> words;
-    T scale, bias;
+    typename Scales::Loaded scales;
   };
 
   Rows rows;
-  device const T* biases;
+  Scales scales;
 
-  Affine(device const uchar* packed, device const uchar* scales, device const uchar* biases_, uint expert,
-         constant MatmulParams& params)
-      : rows(packed, scales, expert, params) {
-    biases = reinterpret_cast<device const T*>(biases_) + ulong(expert) * params.rows * rows.groups_per_row;
-  }
+  Integers(device const uchar* packed, device const uchar* scales_, device const uchar* biases, uint expert,
+           constant MatmulParams& params)
+      : rows(packed, expert, params), scales(scales_, biases, rows.first_unit) {}
 
   Row row(uint number) const { return rows.row(number); }
   template <int N>
   Chunk<N> load(Row row, uint column, uint) const {
-    const Row place = Rows::at(row, column);
-    return {load_words<N * kBits / 32>(rows.words + place.word), rows.scales[place.group],
-            biases[place.group]};
+    return {rows.template load<N>(row, column), scales.template load<N>(row.unit, column)};
   }
 
   static float added(int height) { return kExact ? 0.0f : Codes::added(height); }
@@ -289,24 +409,29 @@ struct Affine {
     }
   }
 
-  static float value_dot(Chunk<kValues> chunk, float dot, InputSums sums) {
+  static float value_dot(Chunk<kValues> chunk, int group, float dot, InputSums sums) {
     UNROLL for (int i = 0; i < Codes::kHeights; ++i) dot = fma(-added(i), sums.v[i], dot);
     const float sum = Codes::kHeights == 1 ? sums.v[0] : sums.v[0] + sums.v[1];
-    return fma(float(chunk.bias), sum, float(chunk.scale) * dot);
+    const ScaleAndBias own = Scales::of(chunk.scales, group);
+    return fma(own.bias, sum, own.scale * dot);
   }
 
   static FragmentElement place_of(int value) { return Codes::place_of(value); }
   template <int N>
   static float2 values(Chunk<N> chunk, int number) {
-    const float scale = float(chunk.scale), bias = float(chunk.bias);
+    const int value = number / Codes::kCodePairs * 2 * Codes::kCodePairs;  // the first of the pair's run
+    const ScaleAndBias own = Scales::of(chunk.scales, value / Scales::kGroup);
     const half2 codes = code_pair(chunk, number);
     float2 two;
     UNROLL for (int i = 0; i < 2; ++i) {
-      two[i] = fma(float(codes[i]), scale, fma(-added(Codes::height(number, i)), scale, bias));
+      two[i] = fma(float(codes[i]), own.scale, fma(-added(Codes::height(number, i)), own.scale, own.bias));
     }
     return two;
   }
 };
+
+template <typename T, int kBits, int kGroup>
+using Affine = Integers<T, kBits, TypedScales<T, kGroup>>;
 
 // Code pairs of a word.
 template <int kCount>
@@ -368,9 +493,10 @@ struct ScaleE4M3 {
 template <typename T, typename Code, typename CodeScale, int kGroup>
 struct FloatCodes {
   typedef T Element;
-  typedef PackedRows<uchar, Code::kBits, kGroup> Rows;
+  typedef PackedRows<Code::kBits, kGroup> Rows;
   typedef typename Rows::Row Row;
-  static constant constexpr int kValues = kGroup, kTileValues = 16, kPackSize = 8;
+  static constant constexpr int kValues = kGroup, kTileValues = 16, kPackSize = 8, kGroups = 1;
+  static constant constexpr int kPlaceBytes = 0;
   static constant constexpr bool kAnyLength = false;
   static constant constexpr int kCodePairs = 16 / Code::kBits;  // of a word
 
@@ -381,16 +507,16 @@ struct FloatCodes {
   };
 
   Rows rows;
+  device const uchar* scales;
 
-  FloatCodes(device const uchar* packed, device const uchar* scales, device const uchar*, uint expert,
+  FloatCodes(device const uchar* packed, device const uchar* scales_, device const uchar*, uint expert,
              constant MatmulParams& params)
-      : rows(packed, scales, expert, params) {}
+      : rows(packed, expert, params), scales(scales_ + rows.first_unit) {}
 
   Row row(uint number) const { return rows.row(number); }
   template <int N>
   Chunk<N> load(Row row, uint column, uint) const {
-    const Row place = Rows::at(row, column);
-    return {load_words<N * Code::kBits / 32>(rows.words + place.word), rows.scales[place.group]};
+    return {rows.template load<N>(row, column), scales[row.unit + column / kGroup]};
   }
 
   static FragmentElement place_of(int value) { return HalfCodes<Code::kBits>::place_of(value); }
@@ -412,7 +538,7 @@ struct FloatCodes {
     return in_order<kPackSize, HalfCodes<Code::kBits>>(pairs);
   }
   static void add_inputs(Pack<kPackSize>, thread InputSums&) {}
-  static float value_dot(Chunk<kValues> chunk, float dot, InputSums) {
+  static float value_dot(Chunk<kValues> chunk, int, float dot, InputSums) {
     return dot * CodeScale::factor(chunk.scale);
   }
 
@@ -424,9 +550,106 @@ struct FloatCodes {
   }
 };
 
+// ggml's 16 levels for codes of 4 bits, as halves, and those of the two codes of a byte.
+constant constexpr uint kLevels[16] = {0xd7f0, 0xd680, 0xd530, 0xd410, 0xd220, 0xd060, 0xcd80, 0xc900,
+                                       0x3c00, 0x4a80, 0x4e40, 0x50c0, 0x52a0, 0x5450, 0x5590, 0x5710};
+#define LEVEL_PAIR(LOW, HIGH) kLevels[LOW] | kLevels[HIGH] << 16
+#define LEVEL_PAIRS(HIGH)                                                                                  \
+  LEVEL_PAIR(0, HIGH), LEVEL_PAIR(1, HIGH), LEVEL_PAIR(2, HIGH), LEVEL_PAIR(3, HIGH), LEVEL_PAIR(4, HIGH), \
+      LEVEL_PAIR(5, HIGH), LEVEL_PAIR(6, HIGH), LEVEL_PAIR(7, HIGH), LEVEL_PAIR(8, HIGH),                  \
+      LEVEL_PAIR(9, HIGH), LEVEL_PAIR(10, HIGH), LEVEL_PAIR(11, HIGH), LEVEL_PAIR(12, HIGH),               \
+      LEVEL_PAIR(13, HIGH), LEVEL_PAIR(14, HIGH), LEVEL_PAIR(15, HIGH)
+constant constexpr uint kLevelPairs[256] = {
+    LEVEL_PAIRS(0),  LEVEL_PAIRS(1),  LEVEL_PAIRS(2),  LEVEL_PAIRS(3), LEVEL_PAIRS(4),  LEVEL_PAIRS(5),
+    LEVEL_PAIRS(6),  LEVEL_PAIRS(7),  LEVEL_PAIRS(8),  LEVEL_PAIRS(9), LEVEL_PAIRS(10), LEVEL_PAIRS(11),
+    LEVEL_PAIRS(12), LEVEL_PAIRS(13), LEVEL_PAIRS(14), LEVEL_PAIRS(15)};
+
+// level * scale.
+template <typename T, typename Scales>
+struct LevelCodes {
+  typedef T Element;
+  typedef PackedRows<4, Scales::kUnit> Rows;
+  typedef typename Rows::Row Row;
+  static constant constexpr int kValues = 32, kTileValues = 16, kPackSize = 4, kGroups = 1;
+  static constant constexpr int kPlaceBytes = Scales::kPlaceBytes;
+  static constant constexpr bool kAnyLength = false;
+
+  template <int N>
+  struct Chunk {
+    Words<N / 8> words;
+    typename Scales::Loaded scales;
+  };
+
+  Rows rows;
+  Scales scales;
+
+  LevelCodes(device const uchar* packed, device const uchar* scales_, device const uchar* biases, uint expert,
+             constant MatmulParams& params)
+      : rows(packed, expert, params), scales(scales_, biases, rows.first_unit) {}
+
+  Row row(uint number) const { return rows.row(number); }
+  template <int N>
+  Chunk<N> load(Row row, uint column, uint) const {
+    return {rows.template load<N>(row, column), scales.template load<N>(row.unit, column)};
+  }
+
+  static FragmentElement place_of(int value) { return {value / 2, value % 2}; }
+  template <int N>
+  static half2 levels(Chunk<N> chunk, int number) {
+    return as_type<half2>(kLevelPairs[chunk.words.v[number / 4] >> (number % 4 * 8) & 0xff]);
+  }
+
+  static Pack<kPackSize> codes(Chunk<kValues> chunk, int pack) {
+    Pack<kPackSize> result;
+    UNROLL for (int i = 0; i < kPackSize / 2; ++i) {
+      const half2 two = levels(chunk, pack * kPackSize / 2 + i);
+      result.v[2 * i] = float(two.x);
+      result.v[2 * i + 1] = float(two.y);
+    }
+    return result;
+  }
+  static void add_inputs(Pack<kPackSize>, thread InputSums&) {}
+  static float value_dot(Chunk<kValues> chunk, int, float dot, InputSums) {
+    return dot * Scales::of(chunk.scales, 0).scale;
+  }
+
+  template <int N>
+  static float2 values(Chunk<N> chunk, int number) {
+    const half2 two = levels(chunk, number);
+    const float scale = Scales::of(chunk.scales, 0).scale;
+    return float2(float(two.x) * scale, float(two.y) * scale);
+  }
+};
+
 template <typename T>
 using Mxfp4 = FloatCodes<T, E2M1, ScaleE8M0, 32>;
 template <typename T>
 using Mxfp8 = FloatCodes<T, E4M3, ScaleE8M0, 32>;
 template <typename T>
 using Nvfp4 = FloatCodes<T, E2M1, ScaleE4M3, 16>;
+
+// GGUF's. A kOffset of 1 is not read: levels have no bias.
+template <typename T>
+using Q4_0 = Integers<T, 4, HalfScales<8>>;
+template <typename T>
+using Q4_1 = Integers<T, 4, HalfScales<0>>;
+template <typename T>
+using Q5_0 = Integers<T, 5, HalfScales<16>>;
+template <typename T>
+using Q5_1 = Integers<T, 5, HalfScales<0>>;
+template <typename T>
+using Q8_0 = Integers<T, 8, HalfScales<128>>;
+template <typename T>
+using Q2_K = Integers<T, 2, SmallScales<16, 4, true, 0, 0>>;
+template <typename T>
+using Q3_K = Integers<T, 3, SmallScales<16, 6, false, 32, 4>>;
+template <typename T>
+using Q4_K = Integers<T, 4, SmallScales<32, 6, true, 0, 0>>;
+template <typename T>
+using Q5_K = Integers<T, 5, SmallScales<32, 6, true, 0, 0>>;
+template <typename T>
+using Q6_K = Integers<T, 6, SmallScales<16, 8, false, 128, 32>>;
+template <typename T>
+using IQ4_NL = LevelCodes<T, HalfScales<1>>;
+template <typename T>
+using IQ4_XS = LevelCodes<T, SmallScales<32, 6, false, 32, 1>>;

@@ -263,8 +263,8 @@ struct Gemm<W, kPairTiles, true> {
   static constant constexpr int kBytes = kGemmSimdgroups * kSumsOfSimdgroup * sizeof(float);
   // A lane's weights and inputs of a step, as loaded and as fragments. With more bytes and more than two pair
   // tiles a thread needs more than 128 registers, by the cost model.
-  static constant constexpr int kStepBytes =
-      kRowTiles * sizeof(typename Rows::Chunk) + 2 * kPairTiles * kRun * (sizeof(T) + sizeof(F));
+  static constant constexpr int kStepBytes = kRowTiles * sizeof(typename Rows::Chunk) + W::kPlaceBytes +
+                                             2 * kPairTiles * kRun * (sizeof(T) + sizeof(F));
   static constant constexpr bool kFits = kPairTiles <= 2 || kStepBytes <= 288;
 
   // The inputs of a lane: a run of each of its pairs, which are two in each pair tile.

@@ -66,6 +66,6 @@ def _dtypes_of(module: nn.Module) -> dict[str, tuple[torch.dtype, ...]]:
     """{name of a quantised tensor: the dtypes that are allowed}."""
     allowed: dict[str, tuple[torch.dtype, ...]] = {}
     for parameter, format in formats_in(module).items():
-        packed, *others = quantized_names(parameter)
-        allowed |= {packed: (torch.int32,), **dict.fromkeys(others, format.scale_dtypes)}
+        packed, scales, biases = quantized_names(parameter)
+        allowed |= {packed: (torch.int32,), scales: format.scale_dtypes, biases: format.bias_dtypes}
     return allowed

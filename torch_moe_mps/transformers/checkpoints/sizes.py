@@ -4,9 +4,10 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ...quantization import Format
+from ...quantization import Format, QuantizedWeight
 from ..interface import experts_of
 from .targets import Target
 
@@ -61,8 +62,7 @@ def quantized_sizes(targets: Iterable[Target]) -> dict[Tensor, int]:
 
 def quantized_bytes(weight: Tensor, format: Format) -> int:
     """The bytes of a dense weight once it is quantised: words, scales and biases."""
-    scale = 2 * weight.element_size() if format.has_biases else 1
-    return weight.numel() * format.bits // 8 + weight.numel() // format.group_size * scale
+    return QuantizedWeight.empty(weight.shape, weight.dtype, torch.device("meta"), format).nbytes
 
 
 def _routed(experts: nn.Module, sizes: Mapping[Tensor, int]) -> int:

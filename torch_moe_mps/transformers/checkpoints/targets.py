@@ -73,8 +73,8 @@ class Target:
         """Raises: ValueError for weights whose rows are not made of whole groups."""
         for parameter, format in self.formats.items():
             columns = self.rows_first(getattr(self.module, parameter)).shape[-1]
-            if columns % format.group_size != 0:
-                expected = f"of an input dimension that is a multiple of group_size {format.group_size}"
+            if columns % format.multiple != 0:
+                expected = f"of an input dimension that is a multiple of group_size {format.multiple}"
                 check.fail(f"{self.name}.{parameter}", expected, columns)
 
 

@@ -1,0 +1,47 @@
+"""ggml's blocks taken apart: the values of the package `gguf`, in as many bytes."""
+
+import numpy as np
+import pytest
+import torch
+from gguf.quants import dequantize as values_of
+from support.gguf_blocks import HALVES, random_blocks, type_of
+
+from torch_moe_mps.ops._formats import Format, dequantize_values
+from torch_moe_mps.quantization import gguf, quantize
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_bit_for_bit_and_byte_for_byte(name, monkeypatch):
+    monkeypatch.setattr(gguf, "VALUES_AT_ONCE", 3000)  # in several pieces
+    blocks = random_blocks(name, (3, 5, 1024))
+    weight = gguf.from_blocks(torch.from_numpy(blocks), gguf.format_of_blocks(name))
+    assert weight.format.name == name and weight.packed.shape[:2] == (3, 5)
+    values = dequantize_values(weight.packed, weight.scales, weight.biases, weight.format)
+    expected = values_of(blocks.reshape(15, -1), type_of(name)).reshape(values.shape)
+    assert np.array_equal(values.numpy(), expected) and len(np.unique(expected)) > 30
+    assert weight.nbytes == blocks.nbytes
+
+
+def test_subnormal_and_large_halves_are_exact():
+    """Every half, with the largest factors: no product is rounded."""
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    halves = halves[np.isfinite(halves)]
+    for name in HALVES:
+        for fill in (0, 255):
+            blocks = random_blocks(name, (len(halves), 256 if name[-2:] in ("_k", "xs") else 32), seed=fill)
+            for first in HALVES[name]:
+                blocks[:, first : first + 2] = halves[:, None].view(np.uint8)
+            weight = gguf.from_blocks(torch.from_numpy(blocks), gguf.format_of_blocks(name))
+            values = dequantize_values(weight.packed, weight.scales, weight.biases, weight.format)
+            assert np.array_equal(values.numpy(), values_of(blocks, type_of(name))), name
+
+
+def test_errors():
+    assert gguf.format_of_blocks("IQ2_XXS") is None
+    with pytest.raises(
+        ValueError, match=r"from_blocks: blocks must be of rows that are a multiple of 144 bytes"
+    ):
+        gguf.from_blocks(torch.zeros(2, 143, dtype=torch.uint8), gguf.format_of_blocks("Q4_K"))
+    with pytest.raises(ValueError, match="mode must be one of affine, mxfp4, mxfp8, nvfp4, got 'q4_k'"):
+        quantize(torch.ones(1, 256), mode="q4_k")
+    assert Format.named("q6_k").multiple == 256

@@ -1,0 +1,30 @@
+"""Random blocks of every type of ggml, by the package `gguf`."""
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+# Where the halves of a block are.
+HALVES = {
+    **{"q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_k": (80, 82)},
+    **{"q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,)},
+    "mxfp4": (),
+}
+
+
+def type_of(name: str) -> GGMLQuantizationType:
+    return GGMLQuantizationType[name.upper()]
+
+
+def random_blocks(name: str, shape: tuple[int, ...], seed: int = 0, scale: float = 0.02) -> np.ndarray:
+    """The bytes [..., R, bytes of a row] of values [..., R, C]: any bits, and finite halves of both signs."""
+    values, size = GGML_QUANT_SIZES[type_of(name)]
+    *rows, columns = shape
+    count = int(np.prod(rows)) * columns // values
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (count, size), dtype=np.uint8)
+    for first in HALVES[name]:
+        halves = (generator.standard_normal((count, 1)) * scale).astype(np.float16)
+        blocks[:, first : first + 2] = halves.view(np.uint8)
+    if name == "mxfp4":
+        blocks[:, 0] = generator.integers(118, 124, count)
+    return blocks.reshape(*rows, columns // values * size)

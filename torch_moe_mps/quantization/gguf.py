@@ -1,0 +1,157 @@
+"""ggml's blocks, as GGUF files hold them, taken apart into the tensors of the formats of the same name.
+
+A block is the bytes of 32 or 256 neighbouring values of a row: codes, and what their scales are made of. The
+values are those of the blocks, in float32; the tensors take as many bytes.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..ops._checks import Check
+from ..ops._formats import FORMATS, LARGE_BLOCK, Format, QuantizedWeight, pack, pack_octets
+
+# A block's codes [n, values], what goes into the scales [n, bytes] and into the biases [n, halves].
+Parts = tuple[Tensor, Tensor, Tensor | None]
+VALUES_AT_ONCE = 1 << 22
+
+
+def _runs(octets: Tensor, length: int, shifts: tuple[int, ...], bits: int) -> Tensor:
+    """The codes that lie one above the other in the bytes of each run of `length`: the lowest come first."""
+    runs, mask = octets.unflatten(-1, (-1, 1, length)), (1 << bits) - 1
+    return torch.cat([(runs >> shift) & mask for shift in shifts], dim=-2).flatten(-3)
+
+
+def _nibbles(octets: Tensor, length: int) -> Tensor:
+    return _runs(octets, length, (0, 4), 4)
+
+
+def _halves(octets: Tensor) -> Tensor:
+    return octets.contiguous().view(torch.float16)
+
+
+def _q4(blocks: Tensor, count: int) -> Parts:
+    """q4_0, q4_1 and iq4_nl: `count` halves, nibbles."""
+    scales, codes = blocks.split((2 * count, 16), -1)
+    return _nibbles(codes, 16), *_one_or_two(scales)
+
+
+def _q5(blocks: Tensor, count: int) -> Parts:
+    scales, fifth, low = blocks.split((2 * count, 4, 16), -1)
+    return _nibbles(low, 16) | _runs(fifth, 1, tuple(range(8)), 1) << 4, *_one_or_two(scales)
+
+
+def _one_or_two(octets: Tensor) -> tuple[Tensor, Tensor | None]:
+    halves = _halves(octets)
+    return halves[:, :1], halves[:, 1:] if halves.shape[1] > 1 else None
+
+
+def _q8_0(blocks: Tensor) -> Parts:
+    scales, codes = blocks.split((2, 32), -1)
+    return codes ^ 128, _halves(scales), None
+
+
+def _mxfp4(blocks: Tensor) -> Parts:
+    scales, codes = blocks.split((1, 16), -1)
+    return _nibbles(codes, 16), scales, None
+
+
+def _six_bit_pairs(octets: Tensor) -> Tensor:
+    """Of q4_k and q5_k: the factors of eight scales and minima, alternating, in 6 bits each."""
+    low, minima, rest = octets.split((4, 4, 4), -1)
+    factors = torch.cat((low & 63, rest & 15 | low >> 2 & 48), -1)
+    minima = torch.cat((minima & 63, rest >> 4 | minima >> 2 & 48), -1)
+    return pack_octets(torch.stack((factors, minima), -1).flatten(-2), 6)
+
+
+def _q4_k(blocks: Tensor) -> Parts:
+    halves, scales, codes = blocks.split((4, 12, 128), -1)
+    return _nibbles(codes, 32), _six_bit_pairs(scales), _halves(halves)
+
+
+def _q5_k(blocks: Tensor) -> Parts:
+    halves, scales, fifth, low = blocks.split((4, 12, 32, 128), -1)
+    codes = _nibbles(low, 32) | _runs(fifth, 32, tuple(range(8)), 1) << 4
+    return codes, _six_bit_pairs(scales), _halves(halves)
+
+
+def _q6_k(blocks: Tensor) -> Parts:
+    low, high, scales, halves = blocks.split((128, 64, 16, 2), -1)
+    codes = _nibbles(low, 64) | _runs(high, 32, (0, 2, 4, 6), 2) << 4
+    return codes, scales ^ 128, _halves(halves)
+
+
+def _q2_k(blocks: Tensor) -> Parts:
+    scales, codes, halves = blocks.split((16, 64, 4), -1)
+    return _runs(codes, 32, (0, 2, 4, 6), 2), scales, _halves(halves)
+
+
+def _q3_k(blocks: Tensor) -> Parts:
+    third, low, scales, halves = blocks.split((32, 64, 12, 2), -1)
+    codes = _runs(low, 32, (0, 2, 4, 6), 2) | _runs(third, 32, tuple(range(8)), 1) << 2
+    factors = _nibbles(scales[:, :8], 8) | _runs(scales[:, 8:], 4, (0, 2, 4, 6), 2) << 4
+    return codes, pack_octets(factors, 6), _halves(halves)
+
+
+def _iq4_xs(blocks: Tensor) -> Parts:
+    halves, high, low, codes = blocks.split((2, 2, 4, 128), -1)
+    factors = _runs(low, 1, (0, 4), 4) | _runs(high, 1, (0, 2, 4, 6), 2) << 4
+    return _nibbles(codes, 16), pack_octets(factors, 6), _halves(halves)
+
+
+# Bytes of a block, and what takes it apart.
+_BLOCKS: dict[str, tuple[int, Callable[[Tensor], Parts]]] = {
+    "q4_0": (18, lambda blocks: _q4(blocks, 1)),
+    "q4_1": (20, lambda blocks: _q4(blocks, 2)),
+    "q5_0": (22, lambda blocks: _q5(blocks, 1)),
+    "q5_1": (24, lambda blocks: _q5(blocks, 2)),
+    "q8_0": (34, _q8_0),
+    "q2_k": (84, _q2_k),
+    "q3_k": (110, _q3_k),
+    "q4_k": (144, _q4_k),
+    "q5_k": (176, _q5_k),
+    "q6_k": (210, _q6_k),
+    "iq4_nl": (18, lambda blocks: _q4(blocks, 1)),
+    "iq4_xs": (136, _iq4_xs),
+    "mxfp4": (17, _mxfp4),
+}
+
+
+def format_of_blocks(name: str) -> Format | None:
+    """The format that holds blocks of ggml's type `name`, in any case; None where there is none."""
+    return FORMATS[name.lower()] if name.lower() in _BLOCKS else None
+
+
+@torch.no_grad()
+def from_blocks(blocks: Tensor, format: Format) -> QuantizedWeight:
+    """Take the blocks of a matrix, or of a stack, apart.
+
+    Args:
+        blocks: uint8 [..., R, bytes of a row], any strides.
+        format: what the blocks are, from format_of_blocks.
+
+    Returns: QuantizedWeight [..., R, C] on the device of `blocks`. The values are ggml's, to the bit but for
+        the sign of zeros. Memory other than the result stays under about 100 MiB.
+
+    Raises: ValueError for bytes that are no whole blocks.
+    """
+    check = Check("from_blocks")
+    check.dtype("blocks", blocks, (torch.uint8,))
+    size, take_apart = _BLOCKS[format.name]
+    if blocks.shape[-1] % size != 0:
+        check.fail("blocks", f"of rows that are a multiple of {size} bytes", tuple(blocks.shape))
+    values = LARGE_BLOCK if format.multiple == LARGE_BLOCK else 32
+    columns = blocks.shape[-1] // size * values
+    out = QuantizedWeight.empty((*blocks.shape[:-1], columns), torch.float16, blocks.device, format)
+    flat = [tensor.view(-1, tensor.shape[-1]) for tensor in out if tensor is not None]
+    rows = blocks.reshape(-1, blocks.shape[-1])
+    step = max(1, VALUES_AT_ONCE // max(1, columns))
+    for first in range(0, len(rows), step):
+        some = slice(first, first + step)
+        codes, *scales = take_apart(rows[some].reshape(-1, size))
+        flat[0][some].view(torch.int32).copy_(pack(codes.flatten(), format.bits).view(-1, flat[0].shape[1]))
+        for target, part in zip(flat[1:], scales, strict=False):
+            if part is not None:
+                target[some] = part.reshape(-1, target.shape[1])
+    return out
