@@ -103,7 +103,7 @@ MatrixStack quantized_heads(const Tensor& packed, const Tensor& scales, const Op
   const int64_t between = rows_between_heads(packed);
   const bool in_place = between > 0 && rows_between_heads(scales) == between &&
                         (!biases || rows_between_heads(*biases) == between) &&
-                        (scales.scalar_type() == at::kByte || scales.scalar_type() == dtype);
+                        (!format.scales_like_activations || scales.scalar_type() == dtype);
   if (!in_place) return packed_matrix(packed, scales, biases, format, std::nullopt, dtype);
   MatrixStack matrix{quantized_library(format, dtype), packed, scales, biases.value_or(scales)};
   matrix.experts = packed.size(0);
@@ -115,7 +115,7 @@ MatrixStack quantized_heads(const Tensor& packed, const Tensor& scales, const Op
 Tensor heads_quantized(const Tensor& x, const Tensor& packed, const Tensor& scales,
                        const OptionalTensor& biases, std::string_view format, bool transposed,
                        const OptionalTensor& tail) {
-  const auto dtype = compute_dtype(x.scalar_type(), {scales});
+  const auto dtype = compute_dtype(x.scalar_type(), {{weight_format(format), scales}});
   const MatrixStack matrix = quantized_heads(packed, scales, biases, weight_format(format), dtype);
   const OptionalTensor behind = tail ? std::optional(in_dtype(*tail, dtype)) : std::nullopt;
   const Tensor out = project_heads(in_dtype(x, dtype), matrix, packed.size(1), transposed, behind);
