@@ -1,11 +1,14 @@
 """The documents name files that exist, and the version that the package has."""
 
+import json
 import re
 
 import pytest
 import torch
+import transformers
 from support import tiny_models
 from support.processes import REPOSITORY
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import torch_moe_mps
 from torch_moe_mps.transformers.interface import formats_of
@@ -61,3 +64,22 @@ def test_the_bounds_of_several_macs():
         for (latency, rate), cell in zip(links, cells.split(" | "), strict=True):
             hops = [(n - 1) * (200e-6 + latency + int(hidden) / rate) + latency for n in (2, 4, 8)]
             assert cell == " / ".join(f"{1 / (seconds + hop):.0f}" for hop in hops)
+
+
+def test_structured_output_as_the_faq_shows_it(tmp_path, capsys):
+    """With a model that writes nonsense otherwise, and a tokenizer of characters."""
+    words = {chr(code): code - 32 for code in range(32, 127)} | {"<end>": 95}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>"
+    )
+    fast.save_pretrained(tmp_path)
+    tiny_models.tiny_model("qwen3_moe", eos_token_id=95).save_pretrained(tmp_path)
+    text = (
+        (REPOSITORY / "docs" / "faq.md").read_text().partition("## How do I get JSON that fits a schema?")[2]
+    )
+    snippet = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    exec(snippet.replace("qwen3-30b-4bit", str(tmp_path)).replace('"mps"', '"cpu"'), {})
+    assert json.loads(capsys.readouterr().out)["sky"] in ("blue", "grey")
