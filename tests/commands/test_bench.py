@@ -8,6 +8,7 @@ import signal
 import pytest
 import torch
 from support import tiny_models
+from support.checkpoints import add_tokenizer
 from support.launches import Launches
 
 from torch_moe_mps.commands import bench, main
@@ -104,6 +105,24 @@ def test_an_interruption_keeps_what_was_measured(checkpoint, tmp_path, capsys, m
     assert run(checkpoint, *SIZES, "--json", tmp_path / "speed.json") == 128 + signal.SIGINT
     assert list(rows(capsys.readouterr().out)) == TESTS[:2]
     assert [row["test"] for row in json.loads((tmp_path / "speed.json").read_text())["rows"]] == TESTS[:2]
+
+
+@pytest.mark.parametrize("way", ["draft", "lookup"])
+def test_guessed_tokens_have_rows(way, checkpoint, tmp_path, capsys):
+    """The model as its own draft accepts all but the last guess."""
+    with tiny_models.groups_of_32():
+        tiny_models.tiny_model("qwen3_moe", head_dim=32, vocab_size=128).save_pretrained(checkpoint)
+    add_tokenizer(checkpoint)
+    arguments = ["--draft", checkpoint] if way == "draft" else ["--prompt-lookup", 2]
+    file = tmp_path / "speed.json"
+    assert run(checkpoint, *SIZES, *arguments, "--generate", 9, "--json", file) == 0
+    output = capsys.readouterr().out
+    assert list(rows(output)) == [
+        "pp6", "tg9", "tg9 guessed", "pp6 @ d20", "tg9 @ d20", "tg9 guessed @ d20", "ttft2 @ d20"
+    ]  # fmt: skip
+    assert " guessed tokens accepted" in output
+    found = [row for row in json.loads(file.read_text())["rows"] if "guessed" in row["test"]]
+    assert all(0.5 < row["accepted"] <= 1 for row in found) or way == "lookup"
 
 
 def test_a_picture(checkpoint, tmp_path, capsys):

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 import transformers
 from support import tiny_models
-from tokenizers import Tokenizer, models, pre_tokenizers
+from support.checkpoints import add_tokenizer
 
 import torch_moe_mps
 from torch_moe_mps.commands import convert, main, perplexity
@@ -47,15 +47,6 @@ def written(tmp_path_factory):
 def checkpoint(request, written, tmp_path):
     """A folder that is not quantised, sharded, with a tokenizer."""
     return shutil.copytree(written(getattr(request, "param", "qwen3_moe")), tmp_path / "dense")
-
-
-def add_tokenizer(folder):
-    letters = {
-        character: index for index, character in enumerate([*sorted(set(SAMPLE.read_text())), "?" * 2])
-    }
-    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="??"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
 @pytest.fixture

@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 
+from torch_moe_mps.commands.perplexity import SAMPLE
 from torch_moe_mps.quantization import quantize
 
 
@@ -46,3 +49,13 @@ def mxfp4_blocks(model, folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def add_tokenizer(folder: Path) -> None:
+    """A tokenizer of the characters of the sample text."""
+    letters = {
+        character: index for index, character in enumerate([*sorted(set(SAMPLE.read_text())), "?" * 2])
+    }
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="??"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)

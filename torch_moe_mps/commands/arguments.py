@@ -179,6 +179,7 @@ def _bench(command: argparse.ArgumentParser) -> None:
     add("--turn", type=int, default=64, metavar="N", help="tokens of a second turn (64)")
     add("--depth", type=_numbers, metavar="N,N", help="contexts (0,4096,16384, as far as the model reads)")
     add("--repeats", type=int, default=5, help="of each test, behind one that warms up (5)")
+    _speculation(command)
     _json(command)
     add("--picture", metavar="FILE", help="draw tokens/s by context beside the bound (.png, .svg, .pdf)")
     add(

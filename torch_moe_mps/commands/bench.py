@@ -20,12 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
 
 from .. import tensor_units
 from ..macs import this_mac
 from ..transformers.checkpoints.sizes import bytes_a_token, total_bytes
 from ..transformers.checkpoints.source import Source
 from .caches import KVCache, kv_cache
+from .generating import Generating
+from .perplexity import text_ids
 from .sources import (
     check_writable,
     context_of,
@@ -38,6 +41,7 @@ from .sources import (
     usable_device,
     write_json,
 )
+from .speculation import Speculation, check_speculation, speculation_of
 
 _CHUNK = 2048  # tokens of a context that are read at once
 _DEPTHS = (0, 4096, 16384)
@@ -53,6 +57,7 @@ class Row:
         depth: tokens of context before the test.
         share: the rate of a generation over the bound that the memory's bandwidth sets, if that is known.
         memory: bytes that the device's driver has given to this process afterwards; on a CPU the peak.
+        accepted: the share of guessed tokens that were accepted, with --draft or --prompt-lookup.
         launches, host: for one generated token, how many of this package's kernels and of torch's operators
             run (an operator launches one kernel or more), and the seconds until the host has issued them; the
             GPU may finish later.
@@ -65,6 +70,7 @@ class Row:
     depth: int
     share: float | None = None
     memory: int = 0
+    accepted: float | None = None
     launches: int | None = None
     host: float | None = None
 
@@ -94,6 +100,7 @@ def run(options: argparse.Namespace) -> None:
     if options.depth is not None and min(options.depth) < 0:
         raise ValueError(f"--depth must be at least 0 tokens, got {min(options.depth)}")
     check_writable("--json", options.json)
+    check_speculation(options)
     draw = _drawing(options.picture) if options.picture else None
     device = usable_device(options.device)
     source = folder_of(options.model, options.revision)
@@ -107,6 +114,9 @@ def run(options: argparse.Namespace) -> None:
     if bandwidth is not None:
         cache = kv_cache(skeleton_of(options, source)[1], options.kv_bits)
     bench = Bench(model, options, None if bandwidth is None else bandwidth * 1e9, cache)
+    bench.speculation = speculation_of(options, model, source, device)
+    if bench.speculation is not None:  # random tokens repeat nothing, and nobody guesses what follows them
+        bench.use_text(text_ids(source, None, options.trust_remote_code)[0])
     size = f"{_of_all_processes(model, total_bytes(model)) / 1e9:.2f} GB"
     if processes() > 1:
         chip = f"{processes()} x {chip}"
@@ -119,6 +129,8 @@ def run(options: argparse.Namespace) -> None:
             for row in bench.rows():
                 rows.append(row)
                 print(row.line(options.model, size, chip), flush=True)
+        if bench.speculation is not None:
+            print(f"\n{bench.speculation}")
     finally:  # an interruption keeps what was measured
         if options.json and is_first_process():
             _write(options.json, rows, bench, model=options.model, size=size, device=chip)
@@ -182,11 +194,17 @@ class Bench:
     ):
         self.model, self.options, self.bandwidth, self.cache = model, options, bandwidth, cache
         self.device = torch.device(model.device)
+        self.speculation: Speculation | None = None
         self.weights = _of_all_processes(model, bytes_a_token(model))
         vocabulary = model.config.get_text_config().vocab_size
         count = max(options.depth) + options.prompt + options.turn
         generator = torch.Generator().manual_seed(0)
         self.ids = torch.randint(vocabulary, (1, count), generator=generator).to(self.device)
+
+    def use_text(self, ids: Tensor) -> None:
+        """Measure with the tokens [T] of a text, repeated as often as needed."""
+        count = self.ids.shape[1]
+        self.ids = ids.repeat(count // len(ids) + 1)[None, :count].to(self.device)
 
     @torch.no_grad()
     def rows(self) -> Iterator[Row]:
@@ -203,10 +221,35 @@ class Bench:
                 row.share = row.rate / self.bound(depth)
             row.launches, row.host = self._launches(cache), self._host(cache)
             yield row
+            if self.speculation is not None:
+                yield self._guessing(self.speculation, cache, depth, name)
             if depth:
                 turn = self.ids[:, depth : depth + options.turn]
                 times = [1e3 * s for s in self._repeated(cache, partial(self._read, turn))]
                 yield self._row(f"ttft{options.turn}{name}", times, "ms", depth)
+
+    def _guessing(self, speculation: Speculation, cache: Any, depth: int, name: str) -> Row:
+        """Greedy generation behind a context of text, and a prompt to look things up in."""
+        generating, tokens = Generating(self.model, speculation=speculation), self.options.generate
+        ids = self.ids[:, : depth + self.options.prompt]
+        before = speculation.guessed, speculation.accepted
+
+        def generate(cache: Any) -> None:
+            generating.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=cache if cache is not None else DynamicCache(config=self.model.config),
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                do_sample=False,
+            )
+
+        prompt = statistics.mean(self._repeated(cache, partial(self._read, ids[:, depth:])))
+        seconds = [time - prompt for time in self._repeated(cache, generate)]
+        row = self._rate(f"tg{tokens} guessed{name}", tokens, [max(s, 1e-9) for s in seconds], depth)
+        guessed, accepted = speculation.guessed - before[0], speculation.accepted - before[1]
+        row.accepted = accepted / guessed if guessed else None
+        return row
 
     def bound(self, depth: int) -> float:
         """Tokens/s that reading the weights and the KV cache allows."""

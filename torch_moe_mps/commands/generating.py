@@ -47,6 +47,7 @@ class Generating:
                 given |= self.speculation.arguments
                 stack.enter_context(self.speculation.counting(self.model))
             if self.prompts is None or not _can_be_kept(self.model, given):
+                stack.enter_context(_sliced(self.model))
                 result = self.model.generate(**given)
             else:
                 result = self._keeping(self.prompts, given)
