@@ -21,6 +21,7 @@ FLOORS = (
     "tensor_units",
     "quantization",
     "transformers.interface",
+    "transformers.causal_mask",
     "transformers.rewriting.record",
     "transformers.rewriting.runtime",
     "transformers.rewriting.program",

@@ -53,7 +53,12 @@ def test_elements(create, past):
             part = ours[:, :, start:stop, :]
             assert type(part) is CausalMask and part._elements is None
             assert torch.equal(part + 0.0, own[:, :, start:stop])
-        assert type(ours[:, 0]) is torch.Tensor and torch.equal(ours[:, 0], own[:, 0])
+        of_indexer = ours[:, 0, :, :]
+        assert type(of_indexer) is CausalMask and of_indexer._elements is None
+        assert torch.equal(of_indexer + 0.0, own[:, 0]) and torch.equal(
+            of_indexer[:, 1:] + 0.0, own[:, 0, 1:]
+        )
+        assert type(ours[0]) is torch.Tensor and torch.equal(ours[0], own[0])
         assert torch.equal(torch.cat([ours[..., 1:], ours], -1), torch.cat([own[..., 1:], own], -1))
 
 
@@ -117,7 +122,6 @@ def test_the_ranges_of_a_batch_are_made_once():
     "options",
     [
         {"attention_mask": torch.tensor([[1] * 13, [0, 1, 1, 0] + [1] * 9])},
-        {"allow_is_causal_skip": False},
         {"and_mask_function": lambda b, h, q, k: k % 2 == 0},
         {"or_mask_function": lambda b, h, q, k: k == 12},
         {"block_sequence_ids": torch.tensor([[-1] * 4 + [0] * 9] * 2)},
@@ -128,6 +132,13 @@ def test_more_than_order(options):
     for create in (create_causal_mask, create_sliding_window_causal_mask):
         ours, own = masks(3, 10, create, **options)
         assert type(ours) is torch.Tensor and torch.equal(ours, own)
+
+
+def test_models_that_read_the_mask_get_one():
+    """Also where a token sees all keys."""
+    for past, tokens in ((3, 10), (3, 1), (0, 1)):
+        ours, own = masks(past, tokens, create_causal_mask, allow_is_causal_skip=False)
+        assert type(ours) is CausalMask and torch.equal(ours + 0.0, own)
 
 
 def test_padding_that_is_none():

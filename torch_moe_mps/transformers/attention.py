@@ -9,6 +9,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable
+from math import ceil
 from typing import Any
 
 import torch
@@ -16,17 +17,21 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..ops._checks import ACTIVATION_DTYPES
-from ..ops.attention import CACHE_BITS, MAX_HEAD, MAX_VALUE_HEAD, seen_in_order
+from ..ops.attention import CACHE_BITS, MAX_HEAD, MAX_VALUE_HEAD, WORD, seen_in_order
 from .causal_mask import CausalMask, additive
+from .latents import MOST_TOKENS as MOST_OF_LATENTS
 from .latents import Promised
 from .quantized_states import QuantizedStates
 from .rewriting.program.programs import original_class
 from .rewriting.record import NOTHING, RECORD, record_of
+from .rewriting.rules.indexer import IN_ORDER
 
 NAME = "moe_mps"  # the implementation in place of "eager"
 MOST_TOKENS = 8  # new ones, of a call that is no prompt
 SDPA_HEAD = 256  # torch's attention on MPS stores the scores of a prompt where heads are wider
 KV_BITS = (CACHE_BITS, 16)  # of keys and values in a cache; in 16 they are as the model makes them
+_AT_ONCE = 1024  # tokens whose indices become bits
+_ASKS = '_attn_implementation in ("eager", "sdpa")'
 _SPECIAL = frozenset(("position_bias", "cache", "softcap", "s_aux"))  # what `sdpa` may be asked for besides
 
 
@@ -43,17 +48,20 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if getattr(module, "is_causal", False) is True
         and _calls_the_interface(module)
-        and (_runs_sdpa(module) or _in_place_of_eager(module) is not None)
+        and _implementation_for(module) is not None
     }
 
 
 def choose_implementations(layers: Iterable[nn.Module]) -> None:
     """Names the implementations of these layers, before forwards that ask for the name are rewritten."""
+    first: dict[int, str] = {}  # {id of a config: what it named before its first layer}
     for module in layers:
-        if not _runs_sdpa(module):
-            config: Any = module.config
-            record_of(module).previous.setdefault("_attn_implementation", (config, "eager"))
-            config._attn_implementation = _in_place_of_eager(module)
+        config: Any = module.config
+        before, wanted = config._attn_implementation, _implementation_for(module)
+        before = first.setdefault(id(config), "eager" if before == NAME else before)
+        if wanted != before:
+            record_of(module).previous.setdefault("_attn_implementation", (config, before))
+            config._attn_implementation = wanted
 
 
 def use_attention(layers: Iterable[nn.Module]) -> None:
@@ -73,20 +81,27 @@ def _calls_the_interface(module: nn.Module) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in getattr(getattr(forward, "__code__", None), "co_names", ())
 
 
-def _in_place_of_eager(module: nn.Module) -> str | None:
-    """The implementation for a module with what torch's attention lacks; None if its code knows others."""
-    if getattr(getattr(module, "config", None), "_attn_implementation", None) not in ("eager", NAME):
+def _implementation_for(module: nn.Module) -> str | None:
+    """The implementation that can run a module on the operator; None if its code knows others.
+
+    NAME is for what torch's attention lacks. transformers hands the keys that an indexer has chosen to all
+    implementations but its own two, for which a module makes masks of them.
+    """
+    current = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if current not in ("eager", "sdpa", NAME):
         return None
     source = inspect.getsource(inspect.unwrap(original_class(module).forward))
+    asks = source.count("_attn_implementation") - source.count("get_interface(")
+    if asks == source.count(_ASKS) > 0 and "indices=" in source:
+        return NAME
+    if current == "sdpa":
+        return current
     capped = getattr(module, "attn_logit_softcapping", None) is not None
     if not isinstance(getattr(module, "sinks", None), Tensor) and not (
         capped and "softcap=self.attn_logit_softcapping" in source
     ):
         return None
-    asks = source.count("_attn_implementation") - source.count("get_interface(")
-    if asks == 0:
-        return NAME
-    return "sdpa" if asks == source.count('_attn_implementation in ("eager", "sdpa")') else None
+    return NAME if asks == 0 else None
 
 
 def batch_with_own_code(manager: Any) -> None:
@@ -143,9 +158,8 @@ def _sdpa(
     On a CPU torch's attention is faster than the operator's reference, but knows no sinks.
     """
     if isinstance(key, Promised) and isinstance(value, Promised):
-        sinks = kwargs.get("s_aux")
         if is_causal is not False and dropout == 0.0 and _has_nothing_special(kwargs, "s_aux"):
-            out = _attend_to_latents(query, key, attention_mask, scaling, sinks)
+            out = _attend_to_latents(query, key, attention_mask, scaling, sinks=kwargs.get("s_aux"))
             if out is not None:
                 return out, None
         if attention_mask is None or attention_mask.shape[1] == 1:
@@ -197,6 +211,7 @@ def attention(
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     softcap: float | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What `eager_attention_forward` of the module's file returns, its weights only where that runs.
@@ -213,6 +228,8 @@ def attention(
         sliding_window: of the layer; a mask holds it already.
         s_aux: [Hq], the sinks.
         softcap: of the scores.
+        indices: [B, T, K], the keys that an indexer has chosen for each token; those that the mask hides, and
+            -1, count as none.
 
     Returns: [B, T, Hq, Dv], and the attention's weights or None.
 
@@ -221,8 +238,17 @@ def attention(
     window = sliding_window if attention_mask is None else None
     sees_all = attention_mask is None and getattr(module, "is_causal", True) is False
     plain = dropout == 0.0 and not kwargs.get("output_attentions") and not sees_all
+    if indices is not None and attention_mask is not None:
+        by_operator = plain and _takes(query, key, value, None, s_aux)
+        attention_mask, indices = _selection(attention_mask, indices, query, by_operator)
+    if isinstance(key, Promised) and isinstance(value, Promised):
+        options = {"window": window, "sinks": s_aux, "softcap": softcap, "indices": indices}
+        out = _attend_to_latents(query, key, attention_mask, scaling, **options) if plain else None
+        if out is not None:
+            return out, None
+        key, value = key.expanded(), value.expanded()
     if plain and _takes(query, key, value, attention_mask, s_aux):
-        return _attend(query, key, value, attention_mask, scaling, window, s_aux, softcap), None
+        return _attend(query, key, value, attention_mask, scaling, window, s_aux, softcap, indices), None
     files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)  # FSDP2 puts a class on top
     functions = (getattr(file, "eager_attention_forward", None) for file in files)
     eager = next(filter(None, functions), None)
@@ -249,13 +275,62 @@ def attention(
 
 
 def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask of NAME: None for one new token that sees the whole cache, else an additive one."""
-    from transformers.masking_utils import eager_mask
+    """The mask of NAME: an additive one, or None for one new token that sees the whole cache.
 
-    mask = None if args else CausalMask.of(**{"dtype": torch.float32, **kwargs})
+    Models whose indexers read the mask do not let it be None; this also says that others change the order.
+    """
+    from transformers.masking_utils import causal_mask_function, eager_mask
+
+    may_be_none = kwargs.get("allow_is_causal_skip", True)
+    plain = may_be_none or kwargs.get("mask_function") is causal_mask_function
+    options = {"dtype": torch.float32, **kwargs, "allow_is_causal_skip": plain}
+    mask = None if args else CausalMask.of(**options)
     if mask is None:
         return eager_mask(*args, **kwargs)
-    return None if mask.hides_nothing else mask
+    return None if mask.hides_nothing and may_be_none else mask
+
+
+def _selection(
+    mask: Tensor, indices: Tensor, query: Tensor, by_operator: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """(mask, indices [B, 1, T, K]) of keys that are chosen and shown, one of them None.
+
+    The operator takes indices of few tokens, which read nothing else, and masks of bits of more.
+    """
+    keys = mask.shape[3]
+    if isinstance(mask, CausalMask):
+        if indices.shape[2] >= mask.seen:
+            return mask, None
+        if by_operator:
+            indices = (indices if hasattr(indices, IN_ORDER) else _in_order(indices, mask)).unsqueeze(1)
+            return (None, indices) if query.shape[2] <= MOST_OF_LATENTS else (_as_bits(indices, keys), None)
+    chosen = torch.where(indices < 0, keys, indices).unsqueeze(1).long()
+    shown = torch.zeros((*chosen.shape[:3], keys + 1), dtype=torch.bool, device=mask.device)
+    shown = shown.scatter(3, chosen, True)[..., :keys]
+    elements = mask.elements() if isinstance(mask, CausalMask) else mask
+    if mask.dtype == torch.bool:
+        return elements & shown, None
+    return elements.masked_fill(~shown, torch.finfo(mask.dtype).min), None
+
+
+def _in_order(indices: Tensor, mask: CausalMask) -> Tensor:
+    """The indices [B, T, K] with -1 in place of keys that the mask hides."""
+    tokens = mask.shape[2]
+    last = torch.arange(mask.seen - tokens, mask.seen, dtype=torch.int32, device=indices.device)
+    shown = indices <= last[:, None]
+    if mask.key_range is not None:
+        first, end = mask.key_range[:, :, None, None].unbind(1)
+        shown = shown & (indices >= first) & (indices < end)
+    return indices.masked_fill(~shown, -1)
+
+
+def _as_bits(indices: Tensor, keys: int) -> Tensor:
+    """The mask of bits of indices [B, 1, T, K], which are distinct but for -1."""
+    bits = indices.new_zeros((*indices.shape[:3], ceil(keys / WORD)))
+    for few, some in zip(bits.split(_AT_ONCE, 2), indices.split(_AT_ONCE, 2), strict=True):
+        bit = torch.where(some < 0, 0, torch.ones_like(some) << (some & (WORD - 1)))
+        few.scatter_add_(3, (some.clamp(min=0) >> WORD.bit_length() - 1).long(), bit)
+    return bits
 
 
 def _attend(
@@ -267,10 +342,13 @@ def _attend(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    indices: Tensor | None = None,
 ) -> Tensor:
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     key_range = None
-    if mask is None:
+    if indices is not None:
+        window = None
+    elif mask is None:
         if query.shape[2] > 1:
             key, value = _seen(query, key, value)
     elif isinstance(mask, CausalMask):
@@ -278,6 +356,7 @@ def _attend(
         window, key_range, mask = mask.window, mask.key_range, None
     options: dict[str, Any] = {}
     asked = {"mask": mask, "window": window, "key_range": key_range, "softcap": softcap, "sinks": sinks}
+    asked["indices"] = indices
     for name, given in asked.items():
         if given is not None:  # the dispatcher takes time for each argument
             options[name] = given
@@ -295,7 +374,7 @@ def _has_nothing_special(options: dict[str, Any], but: str | None = None) -> boo
 
 
 def _attend_to_latents(
-    query: Tensor, key: Promised, mask: Tensor | None, scaling: float | None, sinks: Tensor | None
+    query: Tensor, key: Promised, mask: Tensor | None, scaling: float | None, **options: Any
 ) -> Tensor | None:
     """Attention to keys and values that are still latents; None where these have to be expanded."""
     source = key.source
@@ -303,10 +382,10 @@ def _attend_to_latents(
     if brought is None:
         return None
     keys, values = source.keys_and_values()
-    if not _takes(brought, keys, values, mask, sinks):
+    if not _takes(brought, keys, values, mask, options["sinks"]):
         return None
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
-    return source.taken_back(_attend(brought, keys, values, mask, scaling, sinks=sinks))
+    return source.taken_back(_attend(brought, keys, values, mask, scaling, **options))
 
 
 def _dense(states: Tensor) -> Tensor:
@@ -352,11 +431,10 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def _is_plain(mask: Tensor, query: Tensor, key: Tensor) -> bool:
-    """Whether a mask is the same for all heads and has a column for each key."""
+    """Whether a mask is the same for all heads and has a column, or a bit, for each key."""
     batches = (query.shape[0],) if isinstance(mask, CausalMask) else (1, query.shape[0])
-    return (
-        mask.dim() == 4 and mask.shape[0] in batches and mask.shape[1:] == (1, query.shape[2], key.shape[2])
-    )
+    columns = ceil(key.shape[2] / WORD) if mask.dtype == torch.int32 else key.shape[2]
+    return mask.dim() == 4 and mask.shape[0] in batches and mask.shape[1:] == (1, query.shape[2], columns)
 
 
 def _additive(mask: Tensor | None, query: Tensor, key: Tensor, window: int | None) -> Tensor | None:

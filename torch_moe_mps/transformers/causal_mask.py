@@ -11,12 +11,13 @@ from ..ops.attention import seen_in_order
 
 _ATEN = torch.ops.aten
 _OF_EVERYTHING = (_ATEN.detach.default, _ATEN.alias.default)
-_TOKENS = 2  # the dimension
+_TOKENS = -2  # the dimension
 _NO_END = torch.iinfo(torch.int32).max  # of a key range that ends with the keys
 
 
 class CausalMask(Tensor):
     """[B, 1, T, S], for attention of T new tokens to S keys; each sees its own key and what lies before it.
+    Indexers get [B, T, S].
 
     Bool, or 0 where a token sees a key and the lowest number of its dtype elsewhere. Whatever uses it gets
     these elements, made once. Tokens can be chosen without that, by slices.
@@ -96,7 +97,7 @@ class CausalMask(Tensor):
 
     @property
     def hides_nothing(self) -> bool:
-        tokens, keys = self.shape[2:]
+        tokens, keys = self.shape[_TOKENS:]
         return tokens == 1 and self.seen == keys and not self._has_window and self.key_range is None
 
     @property
@@ -110,16 +111,17 @@ class CausalMask(Tensor):
 
     def elements(self) -> Tensor:
         if self._elements is None:
-            tokens, keys = self.shape[2:]
+            tokens, keys = self.shape[_TOKENS:]
             sees = seen_in_order(tokens, keys, self.seen, self.window, self.key_range, self.device)
             mask = sees if self.dtype == torch.bool else additive(sees, self.dtype)
-            self._elements = mask.expand(self.shape)
+            self._elements = (mask if self.dim() == 4 else mask.squeeze(1)).expand(self.shape)
         return self._elements
 
     def _of_tokens(self, start: int, stop: int) -> "CausalMask":
-        batch, heads, tokens, keys = self.shape
-        shape = (batch, heads, stop - start, keys)
-        seen = self.seen - (tokens - stop)
+        *rows, tokens, keys = self.shape
+        return self._shaped((*rows, stop - start, keys), self.seen - (tokens - stop))
+
+    def _shaped(self, shape: tuple[int, ...], seen: int) -> "CausalMask":
         return CausalMask(shape, seen, self.window, self.dtype, self.device, self.key_range)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
@@ -137,6 +139,9 @@ class CausalMask(Tensor):
             return args[0]._of_tokens(0, args[0].shape[_TOKENS])
         if func is _ATEN.slice.Tensor and (chosen := _slice(*args, **kwargs)) is not None:
             return chosen
+        if func is _ATEN.select.int and args[0].dim() == 4 and args[1] == 1:
+            batch, _, *rest = args[0].shape
+            return args[0]._shaped((batch, *rest), args[0].seen)
         args, kwargs = tree_map_only(CausalMask, CausalMask.elements, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -174,6 +179,6 @@ def _slice(
     chosen = range(*slice(start, stop, step).indices(mask.shape[dim]))
     if step == 1 and len(chosen) == mask.shape[dim]:
         return mask._of_tokens(0, mask.shape[_TOKENS])
-    if step == 1 and len(chosen) > 0 and dim % mask.dim() == _TOKENS:
+    if step == 1 and len(chosen) > 0 and dim % mask.dim() == mask.dim() + _TOKENS:
         return mask._of_tokens(chosen.start, chosen.stop)
     return None

@@ -10,6 +10,7 @@ from .blocks import HAND_OVER_NORM, HAND_OVER_RESIDUAL, TAKE_RESIDUAL
 from .cache_slots import WRITE_INTO_CACHE
 from .gated_norm import rewrite_gated_norm
 from .handover import HAND_OVER_RAW_RESULTS
+from .indexer import rewrite_indexer
 from .linear import join_linears
 from .linear_attention import CAUSAL_CONV, GATED_DELTA, KEEP_STATE, NORM_RESULTS
 from .mlp import fuse_mlp
@@ -31,6 +32,7 @@ MODULE_RULES: tuple[Callable[[nn.Module], tuple[Callable, str] | None], ...] = (
     rewrite_rotary,
     rewrite_gated_norm,
     rewrite_recurrent_layer,
+    rewrite_indexer,
 )
 
 # A rule rewrites what it recognises in a program, and adds a line to `program.rewrites`.

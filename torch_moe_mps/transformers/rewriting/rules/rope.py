@@ -43,7 +43,7 @@ class RopeForm(NamedTuple):
     options: tuple[tuple[str, Any], ...]
 
 
-class _Turn(NamedTuple):
+class Turn(NamedTuple):
     """One of the operator's forms: which elements are a pair, how many columns of the tables count, and
     whether the elements that turn are as many as these columns or twice as many."""
 
@@ -53,10 +53,10 @@ class _Turn(NamedTuple):
     rotary_last: bool
 
 
-_TURNS = [_Turn(*fields) for fields in itertools.product(_PAIRS, (False, True), (False, True), (False, True))]
+TURNS = [Turn(*fields) for fields in itertools.product(_PAIRS, (False, True), (False, True), (False, True))]
 
 
-def _tables_and_options(turn: tuple, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+def tables_and_options(turn: tuple, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """The operator's tables, and its options without defaults: the dispatcher takes time for each."""
     pairs, half_of_table, doubled, rotary_last = turn
     if half_of_table:
@@ -103,11 +103,11 @@ def _turn_of(
     if len(results) != tensors or not all(isinstance(result, Tensor) for result in results):
         return None
     expected = [result if heads_dim == 1 else result.transpose(1, 2) for result in results]
-    for turn in _TURNS:
+    for turn in TURNS:
         columns = table_width // 2 if turn.half_of_table else table_width
         if columns * (2 if turn.doubled else 1) > _WIDTH:
             continue
-        *tables_of_turn, settings = _tables_and_options(turn, cos, sin)
+        *tables_of_turn, settings = tables_and_options(turn, cos, sin)
         turned = ops.rope(inputs[0], inputs[1] if tensors == 2 else None, *tables_of_turn, **settings)
         if all(map(agrees, turned, expected)):
             return tuple(turn)
@@ -121,7 +121,7 @@ def _turn(form: tuple, dimensions: int, width: int, cos: Tensor) -> tuple | None
         return None
     if cos.shape[-1] == width:
         return wide
-    if narrow and _Turn(*narrow).doubled and cos.shape[-1] * 2 != width:
+    if narrow and Turn(*narrow).doubled and cos.shape[-1] * 2 != width:
         return None
     return narrow
 
@@ -189,7 +189,7 @@ class Rotation(NamedTuple):
         norms = _head_norms(self.q_norm, self.k_norm, q, k)
         if turn is None or norms is None:
             return None
-        cos, sin, options = _tables_and_options(turn, cos, sin)
+        cos, sin, options = tables_and_options(turn, cos, sin)
         if last is not None:
             options["rotary_last"] = True
             rotary = options.get("rotary_dim", cos.shape[-1])

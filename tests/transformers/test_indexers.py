@@ -1,0 +1,138 @@
+"""Indexers of sparse attention: what they choose, and that they only write while all keys may be chosen."""
+
+import copy
+
+import pytest
+import torch
+from support.launches import launches
+from support.models import assert_close, eager, in_parts, operators_of, output
+from support.tiny_models import tiny_model
+from transformers import DynamicCache
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
+
+import torch_moe_mps
+from torch_moe_mps.transformers.rewriting.rules.indexer import indexer_forward, rewrite_indexer
+
+pytestmark = pytest.mark.one_schedule
+
+# What turns first or last, in halves or in pairs; layers that share what another has chosen; sinks; queries
+# from a norm, with factors by position; windows beside.
+ARCHITECTURES = ["deepseek_v32", "glm_moe_dsa", "hy_v4", "mistral_large4", "dots3_note", "axk2"]
+IDS = torch.randint(1, 90, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def model_with(architecture: str, top_k: int, **options):
+    model = tiny_model(architecture, **options)
+    found = [module for module in model.modules() if isinstance(getattr(module, "index_topk", None), int)]
+    for module in found:
+        module.index_topk = top_k
+    assert found
+    return model
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits(architecture):
+    """Of a prompt, a token and a few, where some keys are chosen and where all are."""
+    for top_k in (5, 64):
+        model = model_with(architecture, top_k)
+        expected, _ = in_parts(eager(copy.deepcopy(model)).double(), IDS, 1, 3)
+        before = model.config.get_text_config()._attn_implementation
+        report = torch_moe_mps.accelerate(model)
+        assert "index_topk" in str(report)
+        ran = operators_of(lambda m=model, e=expected: check_parts(m, e))
+        assert ("index_topk" in ran) == (top_k == 5)
+        torch_moe_mps.restore(model)
+        assert model.config.get_text_config()._attn_implementation == before
+
+
+def check_parts(model, expected):
+    for ours, right in zip(in_parts(model, IDS, 1, 3)[0], expected, strict=True):
+        torch.testing.assert_close(ours, right.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["glm_moe_dsa", "hy_v4"])
+def test_on_mps(simulated, architecture):
+    """Latents of chosen keys for few tokens, masks of bits for a prompt; padded rows."""
+    model = model_with(architecture, 5)
+    mask = torch.ones_like(IDS)
+    mask[0, :6] = 0
+    own = eager(copy.deepcopy(model)).double()
+    expected, _ = in_parts(own, IDS, 1, 3)
+    padded = output(own, IDS, attention_mask=mask)
+    model = model.to("mps")
+    torch_moe_mps.accelerate(model)
+    check_parts_on_mps(model, expected)
+    result = output(model, IDS.to("mps"), attention_mask=mask.to("mps")).cpu()
+    assert_close(result[0, 6:], padded[0, 6:].float(), 1e-4)
+    assert_close(result[1], padded[1].float(), 1e-4)
+
+
+def check_parts_on_mps(model, expected):
+    for ours, right in zip(in_parts(model, IDS.to("mps"), 1, 3)[0], expected, strict=True):
+        torch.testing.assert_close(ours, right.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_prompts_of_more_tokens_than_latents_take(simulated, monkeypatch):
+    """Their keys and values are expanded; what is chosen becomes bits."""
+    monkeypatch.setattr("torch_moe_mps.transformers.attention.MOST_OF_LATENTS", 2)
+    monkeypatch.setattr("torch_moe_mps.transformers.attention._AT_ONCE", 5)
+    model = model_with("deepseek_v32", 5)
+    expected, _ = in_parts(eager(copy.deepcopy(model)).double(), IDS, 1, 3)
+    model = model.to("mps")
+    torch_moe_mps.accelerate(model)
+    check_parts_on_mps(model, expected)
+
+
+def test_an_indexer_of_few_keys_only_writes(simulated):
+    """No query, no score and no choice; a token launches four operators for it."""
+    model = model_with("deepseek_v32", 64).to(torch.bfloat16).to("mps")
+    torch_moe_mps.accelerate(model)
+    indexer = next(module for module in model.modules() if hasattr(module, "index_topk"))
+    calls = []
+    indexer.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(IDS[:1, :4].to("mps"), past_key_values=cache)
+        model(IDS[:1, 4:5].to("mps"), past_key_values=cache)
+    (args, kwargs) = calls[-1]
+    counts = launches(simulated, lambda: indexer_forward(indexer, *args, **kwargs))
+    assert sum(counts.values()) <= 4, counts
+
+
+class Doubled(DeepseekV32Indexer):
+    """Chooses with other queries."""
+
+    def forward(
+        self, hidden_states, q_resid, position_embeddings, attention_mask, position_ids, past_key_values=None
+    ):
+        return super().forward(
+            hidden_states, -q_resid, position_embeddings, attention_mask, position_ids, past_key_values
+        )
+
+
+class Shifted(DeepseekV32Indexer):
+    """Keeps other keys."""
+
+    def forward(
+        self, hidden_states, q_resid, position_embeddings, attention_mask, position_ids, past_key_values=None
+    ):
+        return super().forward(
+            hidden_states + 1, q_resid, position_embeddings, attention_mask, position_ids, past_key_values
+        )
+
+
+def test_other_indexers_stay_as_they_are():
+    config = tiny_model("deepseek_v32").config
+    assert rewrite_indexer(DeepseekV32Indexer(config, 0)) is not None
+    for cls in (Doubled, Shifted):
+        assert rewrite_indexer(cls(config, 0)) is None
+
+
+def test_an_implementation_that_is_set_later():
+    """transformers' own two make masks of what is chosen, which must be keys."""
+    model = model_with("glm_moe_dsa", 5)
+    expected = output(eager(copy.deepcopy(model)), IDS)
+    torch_moe_mps.accelerate(model)
+    for name in ("sdpa", "eager", "moe_mps"):
+        model.set_attn_implementation(name)
+        assert_close(output(model, IDS), expected, 1e-5)
