@@ -162,16 +162,10 @@ def _sdpa(
             out = _attend_to_latents(query, key, attention_mask, scaling, sinks=kwargs.get("s_aux"))
             if out is not None:
                 return out, None
-        if attention_mask is None or attention_mask.shape[1] == 1:
-            call = functools.partial(_sdpa, sdpa, module)
-            options = {"scaling": scaling, "dropout": dropout, "is_causal": is_causal, **kwargs}
-            outs = []
-            for heads, keys, values in key.source.some_heads():
-                if sinks is not None:
-                    options["s_aux"] = sinks[heads]
-                outs.append(call(query[:, heads], keys, values, attention_mask, **options)[0])
-            if outs:
-                return torch.cat(outs, 2), None
+        options = {"scaling": scaling, "dropout": dropout, "is_causal": is_causal, **kwargs}
+        call = functools.partial(_sdpa, sdpa, module)
+        if (out := _some_heads_at_a_time(call, query, key, attention_mask, options)) is not None:
+            return out, None
         key, value = key.expanded(), value.expanded()
     if (
         getattr(module, RECORD, NOTHING).is_attention
@@ -244,6 +238,15 @@ def attention(
     if isinstance(key, Promised) and isinstance(value, Promised):
         options = {"window": window, "sinks": s_aux, "softcap": softcap, "indices": indices}
         out = _attend_to_latents(query, key, attention_mask, scaling, **options) if plain else None
+        if out is None and plain and indices is None:
+            options = {
+                "scaling": scaling,
+                "sliding_window": sliding_window,
+                "s_aux": s_aux,
+                "softcap": softcap,
+            }
+            call = functools.partial(attention, module)
+            out = _some_heads_at_a_time(call, query, key, attention_mask, options | kwargs)
         if out is not None:
             return out, None
         key, value = key.expanded(), value.expanded()
@@ -386,6 +389,23 @@ def _attend_to_latents(
         return None
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     return source.taken_back(_attend(brought, keys, values, mask, scaling, **options))
+
+
+def _some_heads_at_a_time(
+    call: Callable[..., tuple[Tensor, Tensor | None]],
+    query: Tensor,
+    key: Promised,
+    mask: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor | None:
+    """What `call` gives, for the heads that are expanded at a time; None where all of them may be."""
+    if mask is not None and mask.shape[1] != 1:
+        return None
+    outs, sinks = [], options.get("s_aux")
+    for heads, keys, values in key.source.some_heads():
+        of_heads = options if sinks is None else options | {"s_aux": sinks[heads]}
+        outs.append(call(query[:, heads], keys, values, mask, **of_heads)[0])
+    return torch.cat(outs, 2) if outs else None
 
 
 def _dense(states: Tensor) -> Tensor:
