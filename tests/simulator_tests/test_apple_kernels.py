@@ -771,26 +771,37 @@ not dispatched here
             registers_of_formats("bf16"),
             """\
 mxfp4: rows 38 normed 40.5 few 83 few_split 94 down 46.5 down_few 80.5 gemm8 68.5 gemm32 94
-  gemm16_split 85 gemm32_split 121 embedding 35
+  gemm16_split 85 gemm32_split 121 embedding 35 heads 39 heads_rows_few 62 heads_columns 44
+  heads_columns_few 63.5
 mxfp8: rows 45 normed 47.5 few 95 few_split 106 down 53.5 down_few 86.5 gemm8 68.5 gemm32 94
-  gemm16_split 97 gemm32_split 114 embedding 43
+  gemm16_split 97 gemm32_split 114 embedding 43 heads 46 heads_rows_few 68 heads_columns 44
+  heads_columns_few 63.5
 nvfp4: rows 33.5 normed 35.5 few 72.5 few_split 83.5 down 42 down_few 75 gemm8 64.5 gemm32 90
-  gemm16_split 73 gemm32_split 109 embedding 35
+  gemm16_split 73 gemm32_split 109 embedding 35 heads 34.5 heads_rows_few 56.5 heads_columns 43
+  heads_columns_few 62.5
 affine4_64: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
-  gemm16_split 91 gemm32_split 127 embedding 35
+  gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5 heads_rows_few 68 heads_columns 45.5
+  heads_columns_few 65
 affine4_32: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
-  gemm16_split 91 gemm32_split 127 embedding 35
+  gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5 heads_rows_few 68 heads_columns 45.5
+  heads_columns_few 65
 affine4_128: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
-  gemm16_split 91 gemm32_split 127 embedding 35
+  gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5 heads_rows_few 68 heads_columns 45.5
+  heads_columns_few 65
 affine2_64: rows 50.5 normed 52.5 few 100.5 few_split 111.5 down 59 down_few 102 gemm8 68.5 gemm32
-  94 gemm16_split 99 gemm32_split 116 embedding 35
+  94 gemm16_split 99 gemm32_split 116 embedding 35 heads 51.5 heads_rows_few 83.5 heads_columns 45.5
+  heads_columns_few 65
 affine3_64: rows 42 normed 44.5 few 89 few_split 100 down 50.5 down_few 86.5 gemm8 72 gemm32 102
-  gemm16_split 83 gemm32_split 119 embedding 51
+  gemm16_split 83 gemm32_split 119 embedding 51 heads 43 heads_rows_few 68 heads_columns 62.5
+  heads_columns_few 97
 affine5_64: rows 44.5 normed 46.5 few 93 few_split 104 down 53 down_few 88.5 gemm8 80 gemm32 110
-  gemm16_split 91 gemm32_split 127 embedding 51
+  gemm16_split 91 gemm32_split 127 embedding 51 heads 45.5 heads_rows_few 70 heads_columns 64.5
+  heads_columns_few 99
 affine6_64: rows 46.5 normed 48.5 few 96.5 few_split 107.5 down 55 down_few 90 gemm8 72.5 gemm32 98
-  gemm16_split 95 gemm32_split 112 embedding 43
+  gemm16_split 95 gemm32_split 112 embedding 43 heads 47.5 heads_rows_few 71.5 heads_columns 46.5
+  heads_columns_few 66
 affine8_64: rows 48.5 normed 50.5 few 99.5 few_split 110.5 down 57 down_few 91 gemm8 72.5 gemm32 98
-  gemm16_split 99 gemm32_split 116 embedding 43
+  gemm16_split 99 gemm32_split 116 embedding 43 heads 49.5 heads_rows_few 72.5 heads_columns 46.5
+  heads_columns_few 66
 """,
         )
