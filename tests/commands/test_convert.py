@@ -54,7 +54,8 @@ def test_fewer_bits_are_quantised_again(layout, eight_bits, tmp_path, capsys):
         source = tmp_path / "mlx"
         assert run(eight_bits, source, "--to", "mlx") == 0
     capsys.readouterr()
-    assert run(source, tmp_path / "new", "--bits", 3, "--group-size", 64) == 0
+    options = ["--bits", 3, "--group-size", 64, "--json", tmp_path / "x.json"]
+    assert run(source, tmp_path / "new", *options) == 0
     said = capsys.readouterr().out
     row = next(line for line in said.splitlines() if "layers.*.self_attn.q_proj" in line)
     assert "affine8_32 -> affine3_64" in row and "added error" in said
@@ -66,6 +67,12 @@ def test_fewer_bits_are_quantised_again(layout, eight_bits, tmp_path, capsys):
     assert torch.equal(after[f"{name}_scales"], scales) and torch.equal(after[f"{name}_biases"], biases)
     config = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
     assert {*config["modules"].values()} == {"affine3_64"}  # what was dense, too
+    found = {w["name"]: w for w in json.loads((tmp_path / "x.json").read_text())["weights"]}
+    dense = dequantize(*stored, 8, 32).float()
+    change = (dequantize(words, scales, biases, 3, 64).float() - dense).abs().sum() / dense.abs().sum()
+    assert found[name]["error"] == pytest.approx(float(change), rel=1e-3)
+    assert (found[name]["stored"], found[name]["format"]) == ("affine8_32", "affine3_64")
+    assert found[name]["after"] == sum(t.nbytes for key, t in after.items() if key.startswith(name))
     gate = "model.layers.1.mlp.gate.weight"
     assert torch.equal(after[gate], before[gate])
 

@@ -18,6 +18,7 @@ CHECK = """examples:
 CONVERT = """examples:
   torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-4bit                 # everything in 4 bit
   torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3 --dry-run            # only the sizes; downloads no weights
+  torch-moe-mps convert qwen3-8bit qwen3-4bit --bits 4                # what is quantised, too, in fewer bits
   torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-mixed --recipe mixed_4_6
   torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-best --budget 4.5    # measures which weights need more bits
   torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-mlx --to mlx         # for mlx-lm"""
@@ -139,7 +140,8 @@ def _convert(command: argparse.ArgumentParser) -> None:
     add("--text", metavar="FILE", help="UTF-8 text that --budget measures with (that of `perplexity`)")
     add("--save-recipe", metavar="FILE", help="write what --budget found, for --recipe")
     add("--to", choices=("moe_mps", "mlx"), default="moe_mps", help="layout to write (moe_mps)")
-    add("--dry-run", action="store_true", help="print sizes, write nothing")
+    add("--dry-run", action="store_true", help="print sizes, weight by weight, and write nothing")
+    _json(command)
     _dtype(command, "of weights that stay dense, and of scales (as in SRC)")
     _from_the_hub(command, "SRC")
 

@@ -19,16 +19,16 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from .. import __version__
 from ..transformers.checkpoints.files import LARGEST, UNFINISHED, Shards, checkpoint_files
-from ..transformers.checkpoints.mlx.names import check_writable
+from ..transformers.checkpoints.mlx.names import check_architecture
 from ..transformers.checkpoints.mlx.writing import save_mlx
 from ..transformers.checkpoints.parts import Parts
 from ..transformers.checkpoints.plan import Plan, planned
 from ..transformers.checkpoints.saving import save_parts
 from ..transformers.checkpoints.source import Source
-from ..transformers.report import in_unit
+from ..transformers.report import QuantizationReport, in_unit
 from .card import CARD, model_card
 from .recipes import arguments_of
-from .sources import folder_of, loading_options, small_files
+from .sources import check_writable, folder_of, loading_options, small_files, write_json
 
 # What is written anew, not copied.
 _WRITTEN = ("config.json", "generation_config.json", "model.safetensors.index.json")
@@ -41,12 +41,13 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"{destination} exists; convert writes a new folder")
     if options.save_recipe is not None and options.budget is None:
         raise ValueError("--save-recipe needs --budget, whose recipe it writes")
+    check_writable("--json", options.json)
     local = Path(options.source).is_dir()
     source = folder_of(options.source, options.revision, weights=local)
     about = Source(source, loading_options(options))
     model = about.skeleton()
     if options.to == "mlx":
-        check_writable(model.config)
+        check_architecture(model.config)
     copied = [file for file in small_files(source) if file.name not in _WRITTEN]
     if not local and (not options.dry_run or options.budget is not None or about.stored.get("mlx")):
         # Gigabytes: after what can be checked without them.
@@ -59,15 +60,18 @@ def run(options: argparse.Namespace) -> None:
     if options.dry_run:
         print(plan.table())
     print(_sizes(plan))
+    errors: list[list[Any]] = []
     if not options.dry_run:
         _check_space(destination, plan.after)
-        _convert(source, copied, options, recipe)
+        errors = _convert(source, copied, options, recipe)
         print(f"wrote {destination}")
+    write_json(options.json, plan.as_json(errors))
 
 
 def _says_a_format(options: argparse.Namespace) -> bool:
     """Whether the format is asked for, so that it holds for what is quantised in SRC, too."""
-    return options.bits is not None or options.recipe is not None or options.mode != "affine"
+    usual = options.bits is None and options.recipe is None and options.mode == "affine"
+    return not (usual and options.linear_bits == options.embedding_bits == "same")
 
 
 def _weights(source: str) -> list[Path]:
@@ -133,7 +137,10 @@ def _written_beside(destination: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def _convert(source: str, copied: list[Path], options: argparse.Namespace, recipe: dict[str, Any]) -> None:
+def _convert(
+    source: str, copied: list[Path], options: argparse.Namespace, recipe: dict[str, Any]
+) -> list[list[Any]]:
+    """Returns: the rows of the report."""
     destination = Path(options.destination)
     with _written_beside(destination) as folder:
         began = (folder / UNFINISHED).exists()
@@ -149,13 +156,15 @@ def _convert(source: str, copied: list[Path], options: argparse.Namespace, recip
             else:
                 save_parts(parts.model, shards, parts.into(shards))
             _save_generation_config(parts.model, folder, source)
-            report = "" if parts.report is None else str(parts.report)
-        print(report)
+            report = parts.report or QuantizationReport()
+        text = str(report)
+        print(text)
         for file in copied:
             (folder / file).parent.mkdir(exist_ok=True)
             shutil.copyfile(Path(source) / file, folder / file)
         base = options.source if not Path(options.source).is_dir() else None
-        (folder / CARD).write_text(model_card(destination.name, source, base, options.to, report))
+        (folder / CARD).write_text(model_card(destination.name, source, base, options.to, text))
+    return report.rows()
 
 
 def _key(source: str, options: argparse.Namespace, recipe: dict[str, Any]) -> str:

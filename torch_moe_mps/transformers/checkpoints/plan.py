@@ -37,6 +37,16 @@ class Plan(NamedTuple):
     quantized: int
     dense: int
 
+    def as_json(self, errors: list[list[Any]]) -> dict[str, Any]:
+        """Everything, with the errors of `QuantizationReport.rows`."""
+        found = {(name, parameter): error for name, parameter, error, *_ in errors}
+        weights = [weight._asdict() for weight in self.weights]
+        for weight in weights:
+            owner, _, parameter = weight["name"].rpartition(".")
+            error = found.get((owner, parameter), found.get((weight["name"], "weight")))
+            weight |= {} if error is None else {"error": error}
+        return self._asdict() | {"weights": weights}
+
     def table(self) -> str:
         """A line for each kind of weight; equal layers share it."""
         kinds: dict[tuple[str, str, str], list[Weight]] = defaultdict(list)

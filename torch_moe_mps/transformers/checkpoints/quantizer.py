@@ -29,12 +29,11 @@ from .mlx.reading import Reading
 from .operations import packed_blocks
 from .quantize import quantize_targets, refuse_second_method
 from .saving import mark_quantized
-from .sizes import bytes_a_token
+from .sizes import bytes_a_token, quantized_bytes
 from .streaming import QuantizeParameters, Stream
 from .targets import Target, present, tie_quantized, weights_of
 from .weights import (
     empty_weight,
-    needs_fewer_bits,
     replace,
     requantize,
     share,
@@ -153,7 +152,12 @@ class Quantizer(HfQuantizer):
         asked: set[Format] = set()
         for name in [name for name in self._targets if name in self._wanted]:
             target, wanted = self._targets[name], self._wanted.pop(name)
-            smaller = {p: f for p, f in wanted.formats.items() if needs_fewer_bits(f, target.formats[p])}
+            weights = {p: getattr(wanted.module, p) for p in wanted.formats}
+            smaller = {  # a larger format would not bring back what is lost
+                p: format
+                for p, format in wanted.formats.items()
+                if quantized_bytes(weights[p], format) < quantized_bytes(weights[p], target.formats[p])
+            }
             if smaller and self.quantization_config.requantize:
                 wanted.formats = smaller
                 wanted.check_columns(Check("quantize"))

@@ -136,12 +136,6 @@ def share(source: Target, target: Target) -> None:
     target.module.__dict__["format"] = weight.format
 
 
-def needs_fewer_bits(format: Format, stored: Format) -> bool:
-    """Whether weights in a format are smaller than stored ones; in a larger one they would be no better."""
-    wanted, before = (f.bits + (32 if f.has_biases else 8) / f.group_size for f in (format, stored))
-    return wanted < before
-
-
 def quantize_target(model: nn.Module, target: Target, others: list[Target]) -> list[QuantizedProjection]:
     """Quantises the weights of a target that passed check_target, and replaces them in all that share them.
 

@@ -117,7 +117,7 @@ _NORMS = (
 _LAYER = re.compile(r"^(.*\.\d+)\.")
 
 
-def check_writable(config: Any) -> None:
+def check_architecture(config: Any) -> None:
     """Raises: ValueError for an architecture whose layout in MLX is not known."""
     whole, text = type(config).model_type, type_of(config)
     known = {*DENSE, *(name for name, a in ARCHITECTURES.items() if a.experts)}

@@ -14,7 +14,7 @@ from ...linears import formats_in
 from ..absent import beside_text
 from ..files import Shards
 from ..weights import quantized_names
-from .names import Names, check_writable
+from .names import Names, check_architecture
 from .older_keys import with_older_keys
 from .rows import Rows
 
@@ -35,7 +35,7 @@ def save_mlx(
 
     Raises: ValueError for an architecture whose layout in MLX is not known.
     """
-    check_writable(model.config)
+    check_architecture(model.config)
     names, shards = Names(model), folder if isinstance(folder, Shards) else Shards(folder, "mlx")
     rows = Rows(names, names.is_halved)
     tied = model.all_tied_weights_keys or {}
