@@ -18,7 +18,6 @@ FLOORS = (
     "macs",
     "ops",
     "selfcheck",
-    "tensor_units",
     "quantization",
     "transformers.interface",
     "transformers.causal_mask",

@@ -20,6 +20,7 @@ TENSOR_VARIABLE = "MOE_MPS_TENSOR_UNITS"
 ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 
 PACKAGE = Path(__file__).parent
+_loaded: Path | None = None  # see host_library
 SHADERS = PACKAGE / "shaders"
 # Either command installs a library for the torch that is there.
 REINSTALL = (
@@ -65,10 +66,17 @@ def _warn(fault: str) -> None:
 
 def activate(library: Path) -> None:
     """Load a host library, point it to the shader sources, and tell it what the environment says."""
+    global _loaded
     torch.ops.load_library(str(library))
+    _loaded = library
     torch.ops.moe_mps._set_shader_directory(str(SHADERS))
     torch.ops.moe_mps._commit_every(_commit_interval())
     torch.ops.moe_mps._set_tensor_units(use_of_tensor_units())
+
+
+def host_library() -> Path | None:
+    """The library that is loaded."""
+    return _loaded
 
 
 def use_of_tensor_units() -> str:

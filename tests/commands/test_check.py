@@ -1,25 +1,31 @@
 """`torch-moe-mps check`, in the simulator."""
 
+import contextlib
 import json
+import os
 
 import pytest
 import torch
 from support.processes import REPOSITORY
 
-from torch_moe_mps import selfcheck
 from torch_moe_mps.commands import check, main
-from torch_moe_mps.ops import OPERATORS
 from torch_moe_mps.ops._formats import Format
+from torch_moe_mps.selfcheck import calls, compare, libraries, once
 
 ONE = ["check", "--dtype", "float32", "--format", "affine4_32"]
 
 
 @pytest.fixture
 def few(simulated, monkeypatch, tmp_path):
-    """Run where the report may be written, with few calls of each operator. All are in the sweep."""
+    """Run where the report may be written, with one call of each operator. All are in the sweep."""
+
+    def one_call(subject):
+        with contextlib.closing(calls.calls(subject)) as made:
+            yield next(made)
+
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(selfcheck, "TOKENS", ())
-    monkeypatch.setattr(selfcheck, "more_samples", lambda *arguments: [])
+    monkeypatch.setattr(once, "calls", one_call)
+    monkeypatch.setattr(check, "never_launched", lambda kernels: [])
 
 
 def report() -> dict:
@@ -33,7 +39,8 @@ def test_everything_is_built_and_compared(few, capsys):
     assert out[0].startswith("Simulated Apple GPU, macOS none, torch 2.") and len(out) < 6
     assert out[-1] == "All built, all equal. Report: moe_mps_report.json"
     written = report()
-    assert written["failures"] == [] and written["checked"] == {"libraries": 11, "operators": len(OPERATORS)}
+    subjects = calls.subjects(check.OPERATORS, [torch.float32], [Format.named("affine4_32")])
+    assert written["failures"] == [] and written["checked"] == {"libraries": 14, "operators": len(subjects)}
     assert {"torch", "macos", "gpu", "torch_moe_mps", "processor"} <= written["machine"].keys()
     kernels = {kernel["kernel"]: kernel for kernel in written["kernels"]}
     norm = kernels["norm_add_f32"]
@@ -43,7 +50,7 @@ def test_everything_is_built_and_compared(few, capsys):
 
 def test_a_broken_state_makes_it_fail(few, capsys, monkeypatch):
     """What linear_attention_ writes in place is compared, not only what it returns."""
-    plain = selfcheck.packet
+    plain = compare.packet
 
     def without_state(name):
         def call(**arguments):
@@ -54,21 +61,31 @@ def test_a_broken_state_makes_it_fail(few, capsys, monkeypatch):
         call.default = plain(name).default
         return call
 
-    monkeypatch.setattr(selfcheck, "packet", without_state)
+    monkeypatch.setattr(compare, "packet", without_state)
     monkeypatch.setattr(check, "OPERATORS", ["causal_conv1d_update_", "linear_attention_"])
     with pytest.raises(SystemExit) as ended:
         main(ONE)
     assert ended.value.code == 1
     out = capsys.readouterr().out
     assert "FAILED: linear_attention_ (float32) differs (largest error " in out
-    (failure,) = report()["failures"]
+    failure, *_ = report()["failures"]  # of each width of heads
     assert failure["subject"] == "linear_attention_"
     assert failure["arguments"]["state_"].startswith("float32[2, 4, 16, 8]")
 
 
+def test_a_kernel_that_no_call_launches(few, capsys, monkeypatch):
+    monkeypatch.undo()
+    kernel = {"kernel": "new_f32", "allowed": 1024, "launched": 0, "bytes": 0}
+    monkeypatch.setattr(check, "OPERATORS", [])
+    monkeypatch.setattr(check, "pipelines", lambda names: [kernel])
+    with pytest.raises(SystemExit):
+        main([*ONE, "--report", os.devnull])
+    assert "FAILED: new_f32 was not compared" in capsys.readouterr().out
+
+
 def test_a_library_that_does_not_compile(few, capsys, monkeypatch):
     monkeypatch.setattr(check, "OPERATORS", [])
-    monkeypatch.setattr(selfcheck, "libraries", lambda *arguments: ["missing", "norms_f32"])
+    monkeypatch.setattr(check, "libraries", lambda *arguments: ["missing", "norms_f32"])
     with pytest.raises(SystemExit) as ended:
         main(ONE)
     assert ended.value.code == 1
@@ -90,9 +107,9 @@ def test_unknown_names(few, capsys):
 
 
 def test_all_libraries_and_all_formats(simulated):
-    every = selfcheck.libraries(selfcheck.DTYPES, selfcheck.FORMATS)
-    assert every == torch.ops.moe_mps._libraries() and len(selfcheck.FORMATS) == 33
-    one = selfcheck.libraries([torch.bfloat16], [Format(4, 64, "affine")])
+    every = libraries.libraries(calls.DTYPES, calls.FORMATS)
+    assert every == torch.ops.moe_mps._libraries() and len(calls.FORMATS) == 33
+    one = libraries.libraries([torch.bfloat16], [Format(4, 64, "affine")])
     assert "quantized_affine4_64_bf16" in one and not [name for name in one if name.endswith("f32")]
 
 
@@ -106,6 +123,6 @@ def test_the_form_for_issues_asks_for_the_report():
 def test_every_call_of_every_operator(simulated, tmp_path, monkeypatch, turn):
     """Every dtype, each with a third of the formats: every number of bits and every group size."""
     monkeypatch.chdir(tmp_path)
-    dtype = str(list(selfcheck.DTYPES)[turn]).removeprefix("torch.")
-    formats = [str(f) for i, f in enumerate(selfcheck.FORMATS) if (i + i // 3) % 3 == turn]
+    dtype = str(list(calls.DTYPES)[turn]).removeprefix("torch.")
+    formats = [str(f) for i, f in enumerate(calls.FORMATS) if (i + i // 3) % 3 == turn]
     assert main(["check", "--dtype", dtype, "--format", ",".join(formats)]) == 0

@@ -11,8 +11,8 @@ from support.processes import python
 from support.quantized_layers import check_layer, check_linear
 
 import torch_moe_mps
-from torch_moe_mps import tensor_units
 from torch_moe_mps._extension import TENSOR_VARIABLE, use_of_tensor_units
+from torch_moe_mps.selfcheck import tensor_units
 
 
 @pytest.fixture

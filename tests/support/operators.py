@@ -25,11 +25,11 @@ def positional(name: str, arguments: dict) -> tuple[list, dict]:
 @contextmanager
 def plans_for(gpu: str) -> Iterator[None]:
     """Inside the block, kernels are planned for the cores of the GPU with this name."""
-    torch.ops.moe_mps._plan_for(gpu)
+    torch.ops.moe_mps._plan_for(torch.ops.moe_mps._gpu_cores(gpu))
     try:
         yield
     finally:
-        torch.ops.moe_mps._plan_for("")
+        torch.ops.moe_mps._plan_for(0)
 
 
 def wrapped(line: str) -> str:

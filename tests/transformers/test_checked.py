@@ -1,5 +1,6 @@
 """accelerate() on a machine whose GPU gets something wrong: the faults are injected into the simulator."""
 
+import contextlib
 import ctypes
 import json
 import warnings
@@ -11,23 +12,28 @@ from support import tiny_models
 from support.processes import python
 
 import torch_moe_mps
-from torch_moe_mps import selfcheck
-from torch_moe_mps.ops._samples import more_samples
+from torch_moe_mps.selfcheck import calls, machine, once
 from torch_moe_mps.transformers import checked
 from torch_moe_mps.transformers.quantized_states import QuantizedStates
 
+NORM = once.checks_of([calls.Subject("rms_norm", torch.float32)])
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
 COMMAND = "`torch-moe-mps check` writes a report"
 
 
+def one_call(subject):
+    """The first of a subject's calls."""
+    with contextlib.closing(calls.calls(subject)) as made:
+        yield next(made)
+
+
 @pytest.fixture
-def machine(simulated, monkeypatch, tmp_path):
+def new_machine(simulated, monkeypatch, tmp_path):
     """A machine that has checked nothing yet, and checks an operator by one call."""
-    monkeypatch.setenv(selfcheck.SWITCH, "1")
+    monkeypatch.setenv(machine.SWITCH, "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(selfcheck, "SECONDS", 600.0)
-    monkeypatch.setattr(selfcheck, "TOKENS", ())
-    monkeypatch.setattr(selfcheck, "more_samples", lambda *arguments: [])
+    monkeypatch.setattr(once, "SECONDS", 600.0)
+    monkeypatch.setattr(once, "calls", one_call)
     yield simulated
     checked.forget()
 
@@ -83,14 +89,14 @@ def ended_with_an_error(dispatch, seen: int) -> None:
         (ended_with_an_error, "differs (largest error inf)"),
     ],
 )
-def test_an_operator_that_fails_is_not_used(machine, fault, kind):
+def test_an_operator_that_fails_is_not_used(new_machine, fault, kind):
     """Its modules keep the model's own code, the others run on operators, and the logits are right."""
     model = tiny()
     with torch.no_grad():
         expected = model(IDS).logits
     model.to("mps")
     found = Fault("rope_f32", fault)
-    with machine.intercepted(found), pytest.warns(UserWarning) as told:
+    with new_machine.intercepted(found), pytest.warns(UserWarning) as told:
         report = torch_moe_mps.accelerate(model)
     assert found.seen > 0
     lines = [str(warning.message) for warning in told if "on this machine" in str(warning.message)]
@@ -125,15 +131,15 @@ def logits_of(model):
     [("write_cache_quantized", "write_cache_quantized_"), ("attention8_64_affine8", "attention")],
 )
 def test_keys_and_values_stay_in_16_bits_where_8_are_wrong(
-    machine, monkeypatch, kernel, operator, loads, tmp_path
+    new_machine, monkeypatch, kernel, operator, loads, tmp_path
 ):
     """Written or read so; attention over a dense cache runs on the operator all the same."""
-    monkeypatch.setattr(selfcheck, "more_samples", more_samples)
+    monkeypatch.setattr(once, "calls", calls.calls)
     model = tiny_models.tiny_model("qwen3_moe", torch.float32, **WIDE)
     expected, _ = logits_of(model)
     model.save_pretrained(tmp_path)
     found = Fault(kernel, ended_with_an_error)
-    with machine.intercepted(found), pytest.warns(UserWarning) as told:
+    with new_machine.intercepted(found), pytest.warns(UserWarning) as told:
         if loads:
             model = torch_moe_mps.from_pretrained(tmp_path, device_map="mps", kv_bits=8)
         else:
@@ -142,15 +148,15 @@ def test_keys_and_values_stay_in_16_bits_where_8_are_wrong(
     (line,) = [str(warning.message) for warning in told if "on this machine" in str(warning.message)]
     assert f" {operator} (float32) differs (largest error " in line
     assert "; keys and values stay in 16 bits. " in line
-    with machine.trace() as encoded:
+    with new_machine.trace() as encoded:
         logits, cache = logits_of(model)
     assert any(line.startswith("attention") for line in str(encoded).splitlines())
     assert not any(isinstance(layer.keys, QuantizedStates) for layer in cache.layers)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("kernel", "before"), [("attention", False), ("rope_f32", True)])
-def test_keys_and_values_in_8_bits_where_another_operator_fails(machine, kernel, before):
+@pytest.mark.parametrize(("kernel", "before"), [("attention8_64_f32", False), ("rope_f32", True)])
+def test_keys_and_values_in_8_bits_where_another_operator_fails(new_machine, kernel, before):
     """Asked for in this call, or in one before. Without the operator `attention`, torch's gets them dense."""
     model = tiny_models.tiny_model("qwen3_moe", torch.float32, **WIDE)
     torch_moe_mps.accelerate(model, kv_bits=8)
@@ -158,21 +164,24 @@ def test_keys_and_values_in_8_bits_where_another_operator_fails(machine, kernel,
     torch_moe_mps.restore(model.to("mps"))
     if before:
         torch_moe_mps.accelerate(model, kv_bits=8, check=False)
-    with machine.intercepted(Fault(kernel, wrong_at_one_output)), pytest.warns(UserWarning, match=COMMAND):
+    with (
+        new_machine.intercepted(Fault(kernel, wrong_at_one_output)),
+        pytest.warns(UserWarning, match=COMMAND),
+    ):
         torch_moe_mps.accelerate(model, **({} if before else {"kv_bits": 8}))
     logits, cache = logits_of(model)
     assert all(isinstance(layer.keys, QuantizedStates) for layer in cache.layers)
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_quantised_weights_are_refused_before_anything_changes(machine):
+def test_quantised_weights_are_refused_before_anything_changes(new_machine):
     with tiny_models.groups_of_32():
         model = tiny_models.tiny_model("qwen3_moe", torch.float32).to("mps")
     before = {name: (tensor.data_ptr(), type(tensor)) for name, tensor in model.named_parameters()}
     classes = [type(module) for module in model.modules()]
     fault = Fault("embed", ended_with_an_error)
     with (
-        machine.intercepted(fault),
+        new_machine.intercepted(fault),
         pytest.raises(RuntimeError, match=r"weights cannot be used on this machine .* embedding_quantized"),
     ):
         torch_moe_mps.accelerate(model, bits=4, group_size=32)
@@ -181,11 +190,11 @@ def test_quantised_weights_are_refused_before_anything_changes(machine):
     assert [type(module) for module in model.modules()] == classes
 
 
-def test_what_passed_is_remembered(machine, monkeypatch):
+def test_what_passed_is_remembered(new_machine, monkeypatch):
     checked_now: list[str] = []
-    check = selfcheck.check_operator
+    check = once.first_fault
     monkeypatch.setattr(
-        selfcheck, "check_operator", lambda name, *rest: (checked_now.append(name), check(name, *rest))[1]
+        once, "first_fault", lambda what, *rest: (checked_now.append(what.subject), check(what, *rest))[1]
     )
 
     def accelerated() -> list[str]:
@@ -198,7 +207,7 @@ def test_what_passed_is_remembered(machine, monkeypatch):
     first = accelerated()
     assert {"rope", "moe_experts", "moe_router"} <= set(first) and len(first) == len(set(first))
     assert accelerated() == []
-    file = selfcheck.cache_file()
+    file = machine.cache_file()
     assert len(json.loads(file.read_text())["passed"]) == len(first)
     for damaged in ("", "[]", '{"passed": [1]}', "\0"):
         file.write_text(damaged)
@@ -207,38 +216,38 @@ def test_what_passed_is_remembered(machine, monkeypatch):
     assert accelerated() == first
 
 
-def test_a_cache_that_cannot_be_written(machine, monkeypatch, tmp_path):
+def test_a_cache_that_cannot_be_written(new_machine, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     for _ in range(2):
-        assert selfcheck.failing(["rms_norm"], [torch.float32], []) == ({}, set())
+        assert once.first_failures(NORM) == ({}, set())
 
 
-def test_what_there_is_no_time_for_is_checked_the_next_time(machine, monkeypatch):
-    monkeypatch.setattr(selfcheck, "SECONDS", -1.0)
+def test_what_there_is_no_time_for_is_checked_the_next_time(new_machine, monkeypatch):
+    monkeypatch.setattr(once, "SECONDS", -1.0)
     report = torch_moe_mps.accelerate(tiny().to("mps"))
     assert "0 of " in report.checked and "; no time for " in report.checked and "rope" in report.checked
-    monkeypatch.setattr(selfcheck, "SECONDS", 600.0)
-    assert selfcheck.failing(["rms_norm"], [torch.float32], []) == ({}, set())
-    monkeypatch.setattr(selfcheck, "SECONDS", -1.0)
-    assert selfcheck.failing(["rms_norm"], [torch.float32], []) == ({}, set())  # remembered
+    monkeypatch.setattr(once, "SECONDS", 600.0)
+    assert once.first_failures(NORM) == ({}, set())
+    monkeypatch.setattr(once, "SECONDS", -1.0)
+    assert once.first_failures(NORM) == ({}, set())  # remembered
 
 
-def test_without_a_check(machine, monkeypatch):
+def test_without_a_check(new_machine, monkeypatch):
     def never(*arguments):
         raise AssertionError("checked")
 
-    monkeypatch.setattr(selfcheck, "check_operator", never)
+    monkeypatch.setattr(once, "first_fault", never)
     report = torch_moe_mps.accelerate(tiny().to("mps"), check=False)
     assert report.checked is None
-    monkeypatch.setenv(selfcheck.SWITCH, "0")
+    monkeypatch.setenv(machine.SWITCH, "0")
     assert torch_moe_mps.accelerate(tiny().to("mps")).checked is None
-    monkeypatch.setenv(selfcheck.SWITCH, "1")
+    monkeypatch.setenv(machine.SWITCH, "1")
     assert torch_moe_mps.accelerate(tiny()).checked is None  # not on mps
 
 
 BROKEN = """
-import os, shutil, sys, warnings
+import contextlib, os, shutil, sys, warnings
 from pathlib import Path
 shaders = Path(sys.argv[1]) / "shaders"
 import torch
@@ -252,9 +261,12 @@ install()
 torch.ops.moe_mps._set_shader_directory(str(shaders))
 from support import tiny_models
 import torch_moe_mps
-from torch_moe_mps import selfcheck
-selfcheck.SECONDS, selfcheck.TOKENS, selfcheck.more_samples = 600.0, (), lambda *arguments: []
-os.environ.update({selfcheck.SWITCH: "1", "XDG_CACHE_HOME": sys.argv[1]})
+from torch_moe_mps.selfcheck import calls, machine, once
+def one_call(subject):
+    with contextlib.closing(calls.calls(subject)) as made:
+        yield next(made)
+once.SECONDS, once.calls = 600.0, one_call
+os.environ.update({machine.SWITCH: "1", "XDG_CACHE_HOME": sys.argv[1]})
 # A limit is read when a pipeline is built: these kernels get one before the others are compiled.
 with pipeline_limit(16):
     torch.ops.moe_mps._pipelines("norms_f32")

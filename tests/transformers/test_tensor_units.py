@@ -9,9 +9,9 @@ import torch
 from support import tiny_models
 
 import torch_moe_mps
-from torch_moe_mps import selfcheck, tensor_units
 from torch_moe_mps._extension import TENSOR_VARIABLE
 from torch_moe_mps.commands import check, main
+from torch_moe_mps.selfcheck import calls, machine, once, tensor_units
 from torch_moe_mps.transformers import checked
 
 LIBRARY = "tensor_units_affine4_32_f16"
@@ -22,12 +22,13 @@ IDS = torch.arange(1, 41)[None]
 def m5(simulated, monkeypatch, tmp_path):
     """A simulated M5 that has checked nothing yet; of the operators' checks nothing is run."""
     monkeypatch.setenv("SIMULATED_GPU", "Apple M5 Max")
-    monkeypatch.setenv(selfcheck.SWITCH, "1")
+    monkeypatch.setenv(machine.SWITCH, "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(selfcheck, "SECONDS", 600.0)
-    monkeypatch.setattr(selfcheck, "check_operator", lambda *arguments: None)
+    monkeypatch.setattr(once, "SECONDS", 600.0)
+    monkeypatch.setattr(once, "checks_of", lambda subjects: [])
     monkeypatch.setattr(tensor_units, "TOKENS", (64,))
     yield simulated
+    checked.forget()
     for name in torch.ops.moe_mps._libraries(tensor_units=True):
         torch.ops.moe_mps._allow_tensor_units(name, False)
 
@@ -63,7 +64,7 @@ def test_they_are_used_once_checked(m5, monkeypatch):
     assert report.tensor_units == "tensor units: on for affine4_32 in float16"
     assert report.tensor_units in str(report) and tensor_units.decided() in report.tensor_units
     assert "gemm32_tensor_affine4_32_f16" in kernels(m5, model)
-    monkeypatch.setattr(tensor_units, "check_library", None)
+    monkeypatch.setattr(once, "first_fault", None)
     torch.ops.moe_mps._allow_tensor_units(LIBRARY, False)
     assert accelerated()[1].tensor_units == report.tensor_units
 
@@ -74,7 +75,7 @@ def test_units_that_compute_something_else(m5):
         model, report = accelerated()
     (line,) = [str(warning.message) for warning in told if "on tensor units" in str(warning.message)]
     assert line.startswith("torch_moe_mps: on this machine (Apple M5 Max, macOS none, torch ")
-    assert "moe_experts_quantized on tensor units (float16, affine4_32) differs (largest error inf)" in line
+    assert "moe_experts_quantized (float16, affine4_32 on tensor units) differs (largest error inf)" in line
     assert "`torch-moe-mps check` writes a report" in line and f"{TENSOR_VARIABLE}=0" in line
     assert report.tensor_units.startswith(
         "tensor units: off for affine4_32 in float16: moe_experts_quantized "
@@ -97,7 +98,7 @@ def test_another_result_the_second_time(m5):
             bits.value ^= seen % 3 == 0
 
     with m5.intercepted(run):
-        fault = tensor_units.check_library(LIBRARY)
+        fault = once.first_fault(tensor_units.check_of(LIBRARY))
     assert seen > 0 and fault is not None and fault.kind == "gives another result the second time"
 
 
@@ -115,7 +116,7 @@ def test_a_library_that_does_not_compile(m5, monkeypatch):
 def test_no_check_no_units(m5, monkeypatch):
     line = f"tensor units: off: not checked; {TENSOR_VARIABLE}=1 uses them all the same"
     assert accelerated(check=False)[1].tensor_units == line
-    monkeypatch.setattr(selfcheck, "SECONDS", -1.0)
+    monkeypatch.setattr(once, "SECONDS", -1.0)
     late = accelerated()[1].tensor_units
     assert late == "tensor units: no time to check affine4_32 in float16, which is done the next time"
     assert accelerated(None, torch.float32)[1].tensor_units == (
@@ -143,7 +144,8 @@ def test_the_command(m5, monkeypatch, tmp_path, capsys, is_faulty):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(check, "OPERATORS", [])
     monkeypatch.setattr(check, "check_model", lambda *arguments: [])
-    monkeypatch.setattr(selfcheck, "libraries", lambda *arguments: ["norms_f16"])
+    monkeypatch.setattr(check, "never_launched", lambda kernels: [])
+    monkeypatch.setattr(check, "libraries", lambda *arguments: ["norms_f16"])
     monkeypatch.setattr(
         tensor_units, "libraries", lambda dtypes, formats: [LIBRARY, "tensor_units_dense_transposed_f16"]
     )
@@ -160,12 +162,12 @@ def test_the_command(m5, monkeypatch, tmp_path, capsys, is_faulty):
     assert f"Tensor units: {count} libraries agree with the CPU" in out
     assert report["tensor_units"] == f"{count} libraries agree with the CPU"
     assert [failure["format"] for failure in report["failures"]] == (
-        ["dense_transposed"] if is_faulty else []
+        ["dense_transposed on tensor units"] if is_faulty else []
     )
 
 
 def test_libraries_of_formats(simulated):
-    format = tensor_units.FORMATS[0]
+    format = calls.FORMATS[0]
     names = tensor_units.libraries([torch.float16], [format])
     assert names == [f"tensor_units_{name}_f16" for name in ("dense", "dense_transposed", str(format))]
-    assert len(tensor_units.libraries(selfcheck.DTYPES, selfcheck.FORMATS)) == 2 * (2 + 33)
+    assert len(tensor_units.libraries(calls.DTYPES, calls.FORMATS)) == 2 * (2 + 33)

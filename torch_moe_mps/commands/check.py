@@ -11,10 +11,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from .. import selfcheck, tensor_units
 from ..ops import OPERATORS
 from ..ops._formats import Format
-from ..selfcheck import DTYPES, FORMATS, Finding
+from ..selfcheck import tensor_units
+from ..selfcheck.calls import DTYPES, FORMATS, Subject, subjects
+from ..selfcheck.compare import TOLERANCE, Finding, difference
+from ..selfcheck.libraries import compile_side_by_side, libraries, pipelines
+from ..selfcheck.machine import is_available, machine
+from ..selfcheck.once import checks_of, first_fault
 
 NO_GPU = 2  # the exit code where nothing can be checked
 Item = TypeVar("Item")
@@ -22,8 +26,8 @@ Item = TypeVar("Item")
 
 def run(options: argparse.Namespace) -> None:
     """Prints a verdict and writes the report. Ends with exit code 1 where anything fails, 2 without a GPU."""
-    report: dict[str, Any] = {"machine": selfcheck.machine()}
-    if not selfcheck.is_available():
+    report: dict[str, Any] = {"machine": machine()}
+    if not is_available():
         print(_why_not())
         sys.exit(NO_GPU)
     dtypes = _chosen("--dtype", options.dtype, {str(d).removeprefix("torch."): d for d in DTYPES})
@@ -31,16 +35,15 @@ def run(options: argparse.Namespace) -> None:
     about = report["machine"]
     print(f"{about['gpu']}, macOS {about['macos'] or 'none'}, torch {about['torch']}")
     started = time.perf_counter()
-    names = selfcheck.libraries(dtypes, formats)
+    names = libraries(dtypes, formats)
     with _bar("Compiling", len(names), "library") as bar:
-        findings = selfcheck.compile_side_by_side(names, lambda name: bar.update())
+        findings = compile_side_by_side(names, lambda name: bar.update())
     report["seconds_compiling"] = round(time.perf_counter() - started, 1)
-    work = selfcheck.work(OPERATORS, dtypes, formats)
-    with _bar("Comparing", len(work), "operator") as bar:
-        for name, dtype, format in work:
-            finding = selfcheck.check_operator(name, dtype, format)
-            findings += [] if finding is None else [finding]
-            bar.update()
+    work = subjects(OPERATORS, dtypes, formats)
+    findings += compare_all(work)
+    failed = {finding.subject for finding in findings}
+    report["kernels"] = pipelines(name for name in names if name not in failed)
+    findings += [Finding(kernel, "was not compared") for kernel in never_launched(report["kernels"])]
     findings += check_model(dtypes[-1], formats)
     units = check_tensor_units(dtypes, formats)
     findings += units.faults.values()
@@ -48,14 +51,28 @@ def run(options: argparse.Namespace) -> None:
         f"{len(units.libraries)} of {len(units.libraries) + len(units.faults)} libraries agree with the CPU"
     )
     report["tensor_units"] = f"off: {units.reason}" if units.reason else count
-    failed = {finding.subject for finding in findings}
-    report["kernels"] = selfcheck.pipelines(name for name in names if name not in failed)
     report["checked"] = {"libraries": len(names), "operators": len(work)}
     report["failures"] = [asdict(finding) for finding in findings]
     Path(options.report).write_text(json.dumps(report, indent=1))
     _print_verdict(report, findings, options.report)
     if findings:
         sys.exit(1)
+
+
+def never_launched(kernels: Iterable[dict[str, Any]]) -> list[str]:
+    """The names of kernels that have not run in this process."""
+    return [kernel["kernel"] for kernel in kernels if not kernel["launched"]]
+
+
+def compare_all(work: Sequence[Subject]) -> list[Finding]:
+    """Each subject up to the first call that fails."""
+    findings = []
+    with _bar("Comparing", len(work), "operator") as bar:
+        for check in checks_of(work):
+            if finding := first_fault(check):
+                findings.append(finding)
+            bar.update()
+    return findings
 
 
 def check_tensor_units(dtypes: Sequence[torch.dtype], formats: Sequence[Format]) -> tensor_units.Use:
@@ -65,9 +82,9 @@ def check_tensor_units(dtypes: Sequence[torch.dtype], formats: Sequence[Format])
     use = tensor_units.Use()
     names = tensor_units.libraries(dtypes, formats)
     with _bar("Tensor units", 2 * len(names), "step") as bar:
-        selfcheck.compile_side_by_side(names, lambda name: bar.update())
+        compile_side_by_side(names, lambda name: bar.update())
         for name in names:
-            if fault := tensor_units.check_library(name):
+            if fault := first_fault(tensor_units.check_of(name)):
                 use.faults[name] = fault
             else:
                 use.libraries.append(name)
@@ -103,8 +120,8 @@ def check_model(dtype: torch.dtype, formats: Sequence[Format]) -> list[Finding]:
         except RuntimeError as error:
             findings.append(Finding("model", "raises", message=str(error)))
             continue
-        largest = selfcheck.difference(actual, expected)
-        if not largest <= 2 * selfcheck.TOLERANCE[dtype]:
+        largest = difference(actual, expected)
+        if not largest <= 2 * TOLERANCE[dtype]:
             findings.append(Finding("model", "differs", error=largest))
     for finding in findings:
         finding.dtype = str(dtype).removeprefix("torch.")

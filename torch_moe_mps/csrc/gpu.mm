@@ -44,8 +44,8 @@ int64_t cores_of_this_gpu() {
   }
 }
 
-void plan_for(std::string_view name) {
-  cores() = name.empty() ? 0 : cores_of(name);
+void plan_for(int64_t count) {
+  cores() = count;
 }
 
 }  // namespace
@@ -60,6 +60,6 @@ int64_t gpu_cores() {
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   m.def("_gpu_cores(str name) -> int", &moe_mps::cores_of);
-  // Plans for the cores of the GPU with this name; "" means this machine's GPU.
-  m.def("_plan_for(str gpu) -> ()", &moe_mps::plan_for);
+  // Plans for a GPU with so many cores; 0 means this machine's GPU.
+  m.def("_plan_for(int cores) -> ()", &moe_mps::plan_for);
 }

@@ -1,6 +1,7 @@
 #include "signature.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <mutex>
@@ -74,4 +75,16 @@ void remember_signature(const Signature& signature) {
   seen().words.emplace(hash_of(signature.words()), signature.words().vec());
 }
 
+namespace {
+
+void forget_signatures() {
+  const std::lock_guard<std::mutex> lock(seen().mutex);
+  seen().words.clear();
+}
+
+}  // namespace
 }  // namespace moe_mps
+
+TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  m.def("_forget_signatures() -> ()", &moe_mps::forget_signatures);
+}

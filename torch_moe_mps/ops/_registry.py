@@ -19,6 +19,8 @@ Outputs: TypeAlias = Tensor | tuple[Tensor, ...] | None
 Result = TypeVar("Result", bound=Outputs)
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 OPERATORS: list[str] = []
+# Called with an operator and its arguments by name, which are good: the host has not seen such a call yet.
+before_first_call: Callable[[str, dict[str, Any]], None] | None = None
 _NO_BACKWARD = (
     "moe_mps::{}: backward is not implemented, the operators are for inference; run it under torch.no_grad() "
     "or use the model's own code for training"
@@ -61,6 +63,8 @@ def operator(*, meta: Callable) -> Callable[[Callable[Arguments, Result]], Calla
             for argument in written:
                 check.written(argument, given[argument])
             check.same_device(**{name: given[name] for name, kind in types.items() if "Tensor" in kind})
+            if before_first_call is not None:
+                before_first_call(name, given)
             return outputs
 
         @functools.wraps(reference)

@@ -12,6 +12,19 @@ from ._formats import Format
 
 T, H, E, K, I = 3, 64, 8, 2, 32
 FORMAT = Format(4, 32, "affine")
+HEAD = (16, 8)  # elements of a head of queries and keys, and of values
+# The arguments whose last dimensions are those of a head; of keys and values in 8 bits: words of four.
+OF_HEADS = {
+    "attention": ("q", "v"),
+    "rope": ("q", "q"),
+    "rope_cache_": ("q", "v"),
+    "linear_attention_": ("q", "v"),
+    "write_cache_quantized_": ("states", "states"),
+}
+
+
+def _whole_groups(width: int) -> int:
+    return -(-width // 32) * 32
 
 
 def packet(name: str) -> Callable:
@@ -19,14 +32,20 @@ def packet(name: str) -> Callable:
 
 
 def sample_arguments(
-    device: str, dtype: torch.dtype, format: Format = FORMAT, tokens: int = T, wider: int = 1
+    device: str,
+    dtype: torch.dtype,
+    format: Format = FORMAT,
+    tokens: int = T,
+    wider: int = 1,
+    head: tuple[int, int] = HEAD,
 ) -> dict[str, dict]:
     """Valid arguments of every operator, by name. No two sizes are equal.
 
     `format` is that of quantised weights, whose columns are a multiple of its groups; there are `wider` times
     as many columns.
     """
-    T = tokens
+    T, (D, V) = tokens, head
+    C = max(64, _whole_groups(D))
     H, I = (wider * size for size in ((format.multiple,) * 2 if format.multiple > 32 else (64, 32)))
     generator = torch.Generator().manual_seed(0)
 
@@ -72,17 +91,17 @@ def sample_arguments(
             f"{prefix}biases": biases,
         }
 
-    q, k = values(2, T, 4, 16), values(2, T, 2, 16)
-    heads_first = {"q": q.transpose(1, 2), "k": values(2, 2, T + 6, 16), "v": values(2, 2, T + 6, 8)}
+    q, k = values(2, T, 4, D), values(2, T, 2, D)
+    heads_first = {"q": q.transpose(1, 2), "k": values(2, 2, T + 6, D), "v": values(2, 2, T + 6, V)}
     return {
         "rms_norm": {"input": values(T, H), "weight": values(H, dtype=torch.float32), "eps": 1e-6},
         "rope": {
-            **{"q": q, "k": k, "cos": values(1, T, 16), "sin": values(1, T, 16)},
-            **{"q_weight": values(16), "k_weight": values(16)},
+            **{"q": q, "k": k, "cos": values(1, T, D), "sin": values(1, T, D)},
+            **{"q_weight": values(D), "k_weight": values(D)},
         },
         "rope_cache_": {
-            **{"q": q, "k": k, "v": values(2, T, 2, 8), "cos": values(1, T, 16), "sin": values(1, T, 16)},
-            **{"keys_": values(2, 2, T, 16), "values_": values(2, 2, T, 8), "q_weight": values(16)},
+            **{"q": q, "k": k, "v": values(2, T, 2, V), "cos": values(1, T, D), "sin": values(1, T, D)},
+            **{"keys_": values(2, 2, T, D), "values_": values(2, 2, T, V), "q_weight": values(D)},
         },
         "rms_norm_gated": {
             **{"input": values(T, H), "gate": values(T, H), "weight": values(H, dtype=torch.float32)},
@@ -98,17 +117,17 @@ def sample_arguments(
             "bias": values(6),
         },
         "linear_attention_": {
-            **{"q": values(2, T, 2, 16), "k": values(2, T, 2, 16), "v": values(2, T, 4, 8)},
+            **{"q": values(2, T, 2, D), "k": values(2, T, 2, D), "v": values(2, T, 4, V)},
             **{"g": values(2, T, 4), "beta": values(2, T, 4)},
-            **{"state_": values(2, 4, 16, 8, dtype=torch.float32), "scale": 0.25, "l2norm_eps": 1e-6},
+            **{"state_": values(2, 4, D, V, dtype=torch.float32), "scale": 0.25, "l2norm_eps": 1e-6},
             **{"A_log": values(4), "dt_bias": values(4), "decay": "softplus", "beta_activation": "sigmoid"},
         },
         "attention": {**heads_first, "sinks": values(4), "scale": 0.25},
         "write_cache_quantized_": {
-            "states": values(2, 2, T, 64),
-            "packed_": torch.zeros(2, 2, T + 5, 16, dtype=torch.int32, device=device),
-            "scales_": torch.zeros(2, 2, T + 5, 2, dtype=dtype, device=device),
-            "biases_": torch.zeros(2, 2, T + 5, 2, dtype=dtype, device=device),
+            "states": values(2, 2, T, C),
+            "packed_": torch.zeros(2, 2, T + 5, C // 4, dtype=torch.int32, device=device),
+            "scales_": torch.zeros(2, 2, T + 5, C // 32, dtype=dtype, device=device),
+            "biases_": torch.zeros(2, 2, T + 5, C // 32, dtype=dtype, device=device),
             "start": 3,
         },
         "index_topk": {
@@ -187,35 +206,46 @@ def sample_arguments(
     }
 
 
-def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
+def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, int] = HEAD) -> list[dict]:
     """Changes to the valid arguments that lead to other paths of the operator."""
+    D, V = head
+    C = max(64, _whole_groups(D))
 
     def values(*shape, dtype=dtype):
         return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
 
-    def quantised_head(name):
-        codes = torch.randint(2**31, (2, 2, 9, 8), generator=torch.Generator().manual_seed(2))
-        groups = {f"{name}_scales": values(2, 2, 9, 1), f"{name}_biases": values(2, 2, 9, 1)}
-        return {name: codes.int().to(device), **groups}
+    selected = torch.tensor([[[[8, 0, -1]] * T]] * 2, dtype=torch.int32, device=device)
+
+    def in_8_bits(tokens, keys, heads=4):
+        arguments = {"q": values(2, heads, tokens, _whole_groups(D))}
+        for name, width in (("k", _whole_groups(D)), ("v", _whole_groups(V))):
+            generator = torch.Generator().manual_seed(2)
+            codes = torch.randint(2**31, (2, 2, keys, width // 4), generator=generator)
+            arguments[name] = codes.int().to(device)
+            arguments[f"{name}_scales"] = values(2, 2, keys, width // 32) / 128
+            arguments[f"{name}_biases"] = values(2, 2, keys, width // 32)
+        return arguments
 
     tail = {"shared_gate": values(T, 1), "shared_out": values(T, H), "residual": values(T, H)}
     strided = values(H, T).t()
     norm = {"norm_weight": values(H), "norm_offset": 1.0}
+    wide = {"input": values(2, 4100), "weight": values(4100)}  # several simdgroups take a row
     ids = torch.tensor([[3, 0]], dtype=torch.int32, device=device)
     one = {"x": values(1, H), "ids": ids, "weights": values(1, K, dtype=torch.float32)}
     changes: dict[str, list[dict]] = {
-        "rms_norm": [{"input": strided, "weight": None}, {"weight_offset": 1.0}],
+        "rms_norm": [{"input": strided, "weight": None}, {"weight_offset": 1.0}, wide],
         "rope": [
             {"k": None, "k_weight": None, "pairs": "interleaved", "rotary_dim": 8, "cos": values(2, T, 4)}
             | {"sin": values(2, T, 4), "rotary_last": True},
         ],
         "rope_cache_": [
-            {"keys_": values(2, 2, 9, 16)[:, :, 2 : 3 + T], "values_": values(2, 2, 9, 8)[:, :, 2 : 3 + T]}
-            | {"norm_v": True, "v_weight": values(8)},
+            {"keys_": values(2, 2, 9, D)[:, :, 2 : 3 + T], "values_": values(2, 2, 9, V)[:, :, 2 : 3 + T]}
+            | {"norm_v": True, "v_weight": values(V)},
         ],
         "rms_norm_gated": [
             {"input": strided, "gate": strided, "weight_offset": 1.0},
             {"activation": "sigmoid", "gate_first": True, "group": 16},
+            {**wide, "gate": values(2, 4100)},
         ],
         "rope_tables": [{"layout": "pairs"}, {"layout": "interleaved", "scaling": 1.0}],
         "causal_conv1d_update_": [
@@ -224,10 +254,10 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
         ],
         "linear_attention_": [
             {"A_log": None, "dt_bias": None, "g": -values(2, T, 4).abs(), "beta_activation": "none"}
-            | {"decay": "log", "state_": values(4, 2, 16, 8, dtype=torch.float32).transpose(0, 1)},
-            {"gate": values(2, T, 4, 8), "norm_weight": values(8), "norm_offset": 1.0},
-            {"g": values(2, T, 4, 16), "dt_bias": values(4, 16), "decay": "sigmoid", "lower_bound": -5.0}
-            | {"gate": values(2, T, 4, 8), "norm_weight": values(8), "gate_activation": "sigmoid"},
+            | {"decay": "log", "state_": values(4, 2, D, V, dtype=torch.float32).transpose(0, 1)},
+            {"gate": values(2, T, 4, V), "norm_weight": values(V), "norm_offset": 1.0},
+            {"g": values(2, T, 4, D), "dt_bias": values(4, D), "decay": "sigmoid", "lower_bound": -5.0}
+            | {"gate": values(2, T, 4, V), "norm_weight": values(V), "gate_activation": "sigmoid"},
             {"g": None, "delta": False, "decay": "times_beta", "beta_activation": "softplus"}
             | {"l2norm_eps": None, "scale": 1.0, "beta_min": 0.1, "skip": values(4)},
             {
@@ -247,15 +277,27 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
             {"mask": values(2, 1, T, 9)},
             {"mask": values(1, 1, T, 9) > 0.0},
             {"mask": torch.randint(512, (2, 2, T, 1), dtype=torch.int32).to(device)},
-            {"indices": torch.tensor([[[[8, 0, -1]] * T]] * 2, dtype=torch.int32, device=device)},
-            {"q": values(2, 4, T, 32), **quantised_head("k"), **quantised_head("v")},
+            {"indices": selected},
+            {"indices": selected, "q": values(2, 36, T, D), "sinks": None},
+            {"indices": selected, **in_8_bits(T, 9)},
+            {"indices": selected, **in_8_bits(T, 9, 36), "sinks": None},
+            {"q": values(2, 4, 20, D), "k": values(2, 2, 300, D), "v": values(2, 2, 300, V)},
+            {"q": values(1, 32, 1, D), "k": values(1, 2, 9, D), "v": values(1, 2, 9, V), "sinks": None},
+            in_8_bits(T, 9),
+            in_8_bits(20, 300),
         ],
         "write_cache_quantized_": [
-            {"states": values(2, T, 2, 64).transpose(1, 2)},
+            {"states": values(2, T, 2, C).transpose(1, 2)},
             {"start": 0, "position": torch.tensor(4, device=device)},
         ],
-        "fused_norm_add": [{"input": strided, "weight_offset": 1.0}],
-        "fused_residual_norm": [{"residual": strided, "write_sum": False}],
+        "fused_norm_add": [
+            {"input": strided, "weight_offset": 1.0},
+            {**wide, "residual": values(2, 4100)},
+        ],
+        "fused_residual_norm": [
+            {"residual": strided, "write_sum": False},
+            {**wide, "residual": values(2, 4100)},
+        ],
         "moe_router": [
             {
                 "scoring": "sigmoid",
@@ -265,10 +307,12 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
                 "per_expert_scale": values(E, dtype=torch.float32),
             },
             {"scoring": "softmax_after_topk", "logits": values(E, T).t(), "norm_topk_prob": False},
+            *({"logits": values(T, experts)} for experts in (100, 200, 300, 600)),
         ],
         "fused_moe_routing": [{"logits": values(E)}],
         "moe_gate": [{"renormalize_after_scale": False}],
-        "moe_bucket": [{"ids": torch.zeros(0, K, dtype=torch.int64, device=device)}],
+        "moe_bucket": [{"ids": torch.zeros(0, K, dtype=torch.int64, device=device)}, {"ids": ids.long()}],
+        "moe_compute_ids_tpe": [{"ids": ids.long()}],
         "silu_mul_stacked": [{"gate": values(I, T).t()}],
         "weighted_sum_residual_stacked_": [{"residual_": values(H, T).t()}],
         "weighted_sum_residual_norm_stacked_": [{"residual_": values(H, T).t()}],
@@ -281,7 +325,11 @@ def more_samples(name: str, device: str, dtype: torch.dtype) -> list[dict]:
             {"q": values(2, 4, T, 16).transpose(1, 2), "weights": values(2, T, 4)},
         ],
         "heads_quantized": [{"x": values(1, T, 4, H), "transposed": False, "tail": None}],
-        "heads_mm": [{"x": values(1, T, 4, 40), "transposed": False, "tail": None}],
+        "heads_mm": [
+            {"x": values(1, T, 4, 40), "transposed": False, "tail": None},
+            {"x": values(1, 1, 4, 40), "transposed": False, "tail": None},
+            {"x": values(1, 1, 4, 16), "tail": None},
+        ],
         "linear_quantized": [
             {"x": strided, "bias": None},
             {"x": values(2, 0, H)},

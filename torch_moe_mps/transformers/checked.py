@@ -1,4 +1,4 @@
-"""Which operators a model on mps may use: those that pass selfcheck.py on this machine.
+"""Which operators a model on mps may use: those that pass the self-check on this machine.
 
 If an operator fails, the model's own code stays in its place. Quantised weights have no other code, so they
 are refused.
@@ -6,31 +6,25 @@ are refused.
 
 import contextlib
 import os
+import re
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextvars import ContextVar
 
 import torch
 from torch import nn
 
+from ..ops import OPERATORS
 from ..ops._formats import Format
+from ..ops._samples import OF_HEADS
 from ..ops.attention import CACHE_BITS
-from ..selfcheck import (
-    CACHE,
-    COMMAND,
-    DTYPES,
-    SWITCH,
-    Finding,
-    failing,
-    is_available,
-    libraries,
-    operators_named,
-    time_allowed,
-    warning,
-    where,
-)
-from ..tensor_units import decide, is_forced, why_not, without_units
+from ..selfcheck import once
+from ..selfcheck.calls import CACHE, DTYPES, subjects
+from ..selfcheck.compare import Finding
+from ..selfcheck.libraries import libraries
+from ..selfcheck.machine import COMMAND, SWITCH, is_available, where
+from ..selfcheck.tensor_units import decide, is_forced, why_not, without_units
 from .checkpoints.recipe import Recipe
 from .compiling import compile_libraries, tensor_libraries_of
 from .interface import formats_of, is_experts, is_quantized
@@ -58,8 +52,15 @@ def allowed(check: bool) -> Iterator[None]:
 
 
 def forget() -> None:
-    """From here on, nothing is refused."""
+    """From here on, nothing is refused, and nothing is compared."""
     _REFUSED.clear()
+    once.forget()
+    once.watch(False)
+
+
+def operators_named(text: str) -> set[str]:
+    """The operators that a line of accelerate()'s report names."""
+    return set(re.findall(r"\w+", text)) & set(OPERATORS)
 
 
 def is_wanted(model: nn.Module) -> bool:
@@ -79,6 +80,7 @@ def require_quantized(function: str, model: nn.Module, recipe: Recipe | None) ->
 
     Returns: the seconds that are left for `check_replacements`.
     """
+    once.watch(False)  # until it is known what fails
     used: dict[str, set[Format]] = {operator: set() for operator in _OF_KIND.values()}
     for module in model.modules():
         if is_experts(module) and is_quantized(module):
@@ -96,9 +98,9 @@ def require_quantized(function: str, model: nn.Module, recipe: Recipe | None) ->
     dtypes = _dtypes(model)
     names = libraries(dtypes, set().union(*used.values()))
     compile_libraries([name for name in names if name.startswith("quantized_")], strict=False)
-    end = time.monotonic() + time_allowed()
+    end = time.monotonic() + once.time_allowed()
     for operator, its_formats in used.items():
-        found, _ = failing([operator], dtypes, sorted(its_formats, key=str), end - time.monotonic())
+        found, _ = _failing(model, [operator], its_formats, end - time.monotonic())
         for finding in found.values():
             _refuse_weights(function, finding)
     return end - time.monotonic()
@@ -112,18 +114,19 @@ def check_replacements(function: str, model: nn.Module, report: Report, seconds:
     named = operators_named(" ".join(row.replaced_by or "" for row in report.replaced))
     formats = {format for module in model.modules() for format in formats_in(module).values()}
     started = time.perf_counter()
-    found, late = failing(named, _dtypes(model), sorted(formats, key=str), seconds)
+    found, late = _failing(model, named, formats, seconds)
     took = time.perf_counter() - started
+    once.watch(True, seconds - took)
     _REFUSED.clear()
     _REFUSED.update(found)
     agree = len(named - found.keys() - late)
     report.checked = f"{agree} of {len(named)} operators agree with the CPU on this GPU ({took:.1f} s)"
     if late:
         report.checked += f"; no time for {', '.join(sorted(late))}: they are checked the next time"
-    for finding in found.values():
-        if finding.subject in ("expert_qmm", *_OF_KIND.values()):
+    for operator, finding in found.items():
+        if operator in ("expert_qmm", *_OF_KIND.values()):
             _refuse_weights(function, finding)
-        warnings.warn(warning(finding), stacklevel=3)
+        warnings.warn(_warning(finding), stacklevel=3)
     return bool(found)
 
 
@@ -133,9 +136,9 @@ def working_kv_bits(model: nn.Module, bits: int | None) -> int | None:
         return bits
     dtypes = _dtypes(model)
     compile_libraries([f"attention_affine8_{DTYPES[dtype]}" for dtype in dtypes], strict=False)
-    found, _ = failing([CACHE], dtypes, [])
+    found, _ = _failing(model, [CACHE, "attention"], given=[("k_scales",)])
     for finding in found.values():
-        warnings.warn(warning(finding, "keys and values stay in 16 bits"), stacklevel=3)
+        warnings.warn(_warning(finding, "keys and values stay in 16 bits"), stacklevel=3)
     return 16 if found else bits
 
 
@@ -150,6 +153,39 @@ def use_tensor_units(model: nn.Module, check: bool) -> str | None:
     for fault in use.faults.values():
         warnings.warn(without_units(fault), stacklevel=3)
     return f"tensor units: {use}"
+
+
+def _failing(
+    model: nn.Module,
+    operators: Collection[str],
+    formats: Iterable[Format] = (),
+    seconds: float | None = None,
+    given: Collection[tuple[str, ...]] = ((),),
+) -> tuple[dict[str, Finding], set[str]]:
+    """What is wrong with operators in the dtypes and head widths of a model: see once.first_failures."""
+    wanted = subjects(operators, _dtypes(model), sorted(formats, key=str), _heads(model), given)
+    return once.first_failures(once.checks_of(wanted), seconds)
+
+
+def _heads(model: nn.Module) -> dict[str, set[tuple[int, int]]]:
+    """{operator: widths of heads of queries and keys, and of values}, as far as modules name them. What they
+    do not name is compared before its first call."""
+    named = {"linear_attention_": ("head_k_dim", "head_v_dim")}
+    found: dict[str, set[tuple[int, int]]] = {operator: set() for operator in OF_HEADS}
+    for module in model.modules():
+        for operator, heads in found.items():
+            q, v = (getattr(module, name, None) for name in named.get(operator, ("head_dim", "head_dim")))
+            if isinstance(q, int) and isinstance(v, int):
+                heads.add((q, v))
+    return found
+
+
+def _warning(finding: Finding, instead: str = "what it replaces keeps the model's own code") -> str:
+    """What a user is told about an operator that is not used, in one line."""
+    return (
+        f"torch_moe_mps: on this machine ({where()}) {finding}; {instead}. "
+        f"`{COMMAND}` writes a report for an issue"
+    )
 
 
 def _refuse_weights(function: str, finding: Finding) -> None:

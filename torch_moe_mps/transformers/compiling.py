@@ -10,7 +10,8 @@ from torch import nn
 
 from .._extension import torch_version
 from ..ops.attention import CACHE_BITS
-from ..selfcheck import DTYPES, compile_side_by_side
+from ..selfcheck.calls import DTYPES
+from ..selfcheck.libraries import compile_side_by_side
 from .interface import is_experts, is_quantized
 from .linears import formats_in, has_quantized_weights
 from .rewriting.record import kv_bits_of

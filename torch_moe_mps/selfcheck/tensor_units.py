@@ -5,24 +5,19 @@ with the CPU. `MOE_MPS_TENSOR_UNITS=0` switches them off; `=1` uses them everywh
 that compute such products without units, and slower.
 """
 
+import functools
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from ._extension import TENSOR_VARIABLE, use_of_tensor_units
-from .ops._formats import Format
-from .ops._samples import FORMAT, E, sample_arguments
-from .selfcheck import (
-    COMMAND,
-    DTYPES,
-    FORMATS,
-    Finding,
-    compare,
-    first_failures,
-    where,
-)
+from .._extension import TENSOR_VARIABLE, use_of_tensor_units
+from ..ops._formats import Format
+from ..ops._samples import FORMAT, E, sample_arguments
+from .calls import DTYPES, FORMATS, Call, transposed
+from .compare import Finding
+from .machine import COMMAND, where
+from .once import Check, first_failures
 
 # Tokens of the calls that are compared: tiles of 32 pairs, and of 64.
 TOKENS = (64, 256)
@@ -122,29 +117,19 @@ def _decide(names: Collection[str], check: bool) -> Use:
         return Use([*names], f"{TENSOR_VARIABLE}=1, not checked")
     if not check:
         return Use(reason=f"not checked; {TENSOR_VARIABLE}=1 uses them all the same")
-    faults, late = first_failures(check_library, {name: (name,) for name in names})
+    faults, late = first_failures(map(check_of, names))
     used = [name for name in names if name not in faults and name not in late]
     for name in used:
         torch.ops.moe_mps._allow_tensor_units(name, True)
     return Use(used, "", faults, late)
 
 
-def check_library(name: str) -> Finding | None:
-    """Compares calls that use a library with the CPU. Returns: the fault of the first that fails."""
-    torch.ops.moe_mps._allow_tensor_units(name, True)
-    try:
-        for operator, dtype, arguments in calls(name):
-            if fault := compare(operator, dtype, arguments):
-                fault.subject = f"{operator} on tensor units"
-                fault.format, fault.dtype = _parts(name)[0], str(dtype).removeprefix("torch.")
-                return fault
-    finally:
-        torch.ops.moe_mps._allow_tensor_units(name, False)
-    return None
+def check_of(library: str) -> Check:
+    return Check(library, library, functools.partial(calls, library), library)
 
 
-def calls(library: str) -> Iterator[tuple[str, torch.dtype, dict[str, Any]]]:
-    """(operator, dtype, arguments on the CPU) of calls whose matmuls a library computes.
+def calls(library: str) -> Iterator[Call]:
+    """Calls whose matmuls a library computes, which is allowed while the iterator is open.
 
     The inputs take several steps, and the last one is not full. The last token has no experts and is NaN,
     which must not reach the others.
@@ -154,13 +139,16 @@ def calls(library: str) -> Iterator[tuple[str, torch.dtype, dict[str, Any]]]:
     operators = (
         ("moe_experts", "expert_mm") if format is None else ("moe_experts_quantized", "linear_quantized")
     )
-    for tokens in TOKENS:
-        every = sample_arguments("cpu", dtype, format or FORMAT, tokens, wider=3)
-        for operator in operators:
-            call = every[operator]
-            if "ids" in call:
-                call["ids"][-1], call["x"][-1] = E, torch.nan
-            if weights == "dense_transposed":
-                matrices = call.keys() & {"weight", "gate_up", "down"}
-                call |= {name: call[name].mT.contiguous() for name in matrices} | {"transposed": True}
-            yield operator, dtype, call
+    torch.ops.moe_mps._allow_tensor_units(library, True)
+    try:
+        for tokens in TOKENS:
+            every = sample_arguments("cpu", dtype, format or FORMAT, tokens, wider=3)
+            for operator in operators:
+                arguments = every[operator]
+                if "ids" in arguments:
+                    arguments["ids"][-1], arguments["x"][-1] = E, torch.nan
+                if weights == "dense_transposed":
+                    arguments = transposed(arguments)
+                yield Call(operator, dtype, arguments, f"{weights} on tensor units")
+    finally:
+        torch.ops.moe_mps._allow_tensor_units(library, False)

@@ -1,0 +1,262 @@
+"""Each kernel of each library is broken in turn: its self-check and that of a model that runs it find it."""
+
+import contextlib
+import copy
+import ctypes
+import functools
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, Phase, given, settings
+from support import tiny_models
+from support.any_calls import calls as any_call
+from torch import Tensor
+
+import torch_moe_mps
+from torch_moe_mps.ops import OPERATORS
+from torch_moe_mps.ops._formats import FORMATS
+from torch_moe_mps.ops._samples import packet
+from torch_moe_mps.selfcheck import calls, machine, once, tensor_units
+from torch_moe_mps.selfcheck import compare as compare_module
+from torch_moe_mps.selfcheck.compare import compare
+from torch_moe_mps.selfcheck.libraries import libraries, pipelines
+from torch_moe_mps.transformers import checked
+
+AFFINE = FORMATS["affine4_32"]
+
+
+def launched(simulated, name: str, arguments: dict) -> set[str]:
+    """The kernels that a call encodes; none is run."""
+    placed = {n: v.to("mps", copy=True) if isinstance(v, Tensor) else v for n, v in arguments.items()}
+    with simulated.dropped(), simulated.trace() as commands:
+        packet(name)(**placed)
+    return {line.split()[0] for line in commands if " grid " in line}
+
+
+@functools.cache
+def kernels_of(simulated, check) -> list[tuple[int, set[str]]]:
+    """(numbers in its arguments, kernels) of each call of a check."""
+    with contextlib.closing(check.calls()) as made:
+        return [(size_of(call), launched(simulated, call.operator, call.arguments)) for call in made]
+
+
+def size_of(call) -> int:
+    return sum(value.numel() for value in call.arguments.values() if isinstance(value, Tensor))
+
+
+def broken(name: str):
+    """Runs everything but one kernel: what it would write gets bytes of ones, which are NaN or -1."""
+    from simulator import shaderlib
+
+    def run(dispatch) -> None:
+        kernel = dispatch.kernel.contents
+        if kernel.name.decode() != name:
+            shaderlib.execute(dispatch)
+            return
+        for argument in kernel.arguments[: kernel.argument_count]:
+            binding = dispatch.buffers[argument.index]
+            if argument.writable:
+                ctypes.memset(binding.data, 0xFF, binding.size)
+
+    return run
+
+
+def break_each_kernel(simulated, names: list[str], checks: list) -> None:
+    """The smallest call that launches a kernel finds that it is broken."""
+    every = {kernel["kernel"] for kernel in pipelines(names)}
+    smallest: dict[str, tuple[int, int, int]] = {}
+    for number, check in enumerate(checks):
+        for turn, (size, kernels) in enumerate(kernels_of(simulated, check)):
+            for kernel in kernels:
+                smallest[kernel] = min(smallest.get(kernel, (size, number, turn)), (size, number, turn))
+    not_launched = every - smallest.keys()
+    assert not not_launched
+    unseen = []
+    for number, check in enumerate(checks):
+        with contextlib.closing(check.calls()) as made:
+            for turn, call in enumerate(made):
+                for kernel in [k for k in every if smallest[k][1:] == (number, turn)]:
+                    with simulated.intercepted(broken(kernel)):
+                        unseen += [kernel] if compare(call) is None else []
+    assert not unseen
+
+
+def checks(dtypes, formats):
+    return once.checks_of(calls.subjects(OPERATORS, dtypes, formats))
+
+
+def test_each_kernel(simulated):
+    """In float32, and one format of weights."""
+    arguments = [torch.float32], [AFFINE]
+    break_each_kernel(simulated, libraries(*arguments), checks(*arguments))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", calls.DTYPES, ids=str)
+def test_each_kernel_in_every_format(simulated, dtype, format):
+    arguments = [dtype], [FORMATS[format]]
+    break_each_kernel(simulated, libraries(*arguments), checks(*arguments))
+
+
+@pytest.mark.parametrize(
+    "format", ["dense", "affine4_32", *(pytest.param(f, marks=pytest.mark.sweep) for f in FORMATS)]
+)
+def test_each_kernel_for_tensor_units(simulated, monkeypatch, format):
+    monkeypatch.setenv("SIMULATED_GPU", "Apple M5 Max")
+    names = [
+        name
+        for name in tensor_units.libraries([torch.float16], [FORMATS.get(format, AFFINE)])
+        if f"_{format}_" in name
+    ]
+    break_each_kernel(simulated, names, [tensor_units.check_of(name) for name in names])
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_any_call_launches_what_was_compared(simulated, name):
+    """Random valid calls of an operator launch no kernel that the calls of their subjects do not launch."""
+
+    @settings(
+        **{"max_examples": 6, "derandomize": True, "deadline": None, "database": None},
+        **{"phases": (Phase.generate,), "suppress_health_check": list(HealthCheck)},
+    )
+    @given(call=any_call(name))
+    def body(call):
+        if call.good:
+            arguments = call.on("mps")
+            every = {argument: arguments.get(argument) for argument in calls.names_of(name)}
+            subjects = calls.subjects_of(name, every)
+            compared = [kernels_of(simulated, check) for check in once.checks_of(subjects)]
+            now = launched(simulated, name, arguments)
+            assert now <= {kernel for turns in compared for _, kernels in turns for kernel in kernels}
+
+    body()
+
+
+@pytest.fixture
+def new_machine(simulated, monkeypatch, tmp_path):
+    """A machine that has checked nothing yet."""
+    monkeypatch.setenv(machine.SWITCH, "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(once, "SECONDS", 600.0)
+    yield simulated
+    checked.forget()
+
+
+def run(model) -> None:
+    """A prompt, a few tokens, and one."""
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        for tokens in (20, 3, 1):
+            ids = torch.arange(1, 1 + tokens)[None]
+            model(ids.to(model.device), past_key_values=cache).logits.cpu()
+
+
+def is_found(simulated, model, options: dict, kernel: str) -> bool:
+    """Whether a model does without a broken kernel, or a warning or an error comes before its results."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            with simulated.intercepted(broken(kernel)):
+                torch_moe_mps.accelerate(model := copy.deepcopy(model).to("mps"), **options)
+                with simulated.trace() as commands:
+                    run(model)
+        except (RuntimeError, UserWarning) as told:
+            return "`torch-moe-mps check` writes a report" in str(told)
+    return kernel not in {line.split()[0] for line in commands}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes", "options"),
+    [
+        ("qwen3_moe", {"head_dim": 64}, {"bits": 4, "group_size": 32, "kv_bits": 8}),
+        ("llama", {"head_dim": 128}, {}),
+        pytest.param("gemma", {"head_dim": 256}, {}, marks=pytest.mark.sweep),
+        pytest.param("qwen3_next", {}, {}, marks=pytest.mark.sweep),
+        pytest.param("deepseek_v3", {}, {}, marks=pytest.mark.sweep),
+        pytest.param("gpt_oss", {}, {}, marks=pytest.mark.sweep),
+        pytest.param("gpt_oss", {}, {"mode": "mxfp4"}, marks=pytest.mark.sweep),
+    ],
+)
+def test_each_kernel_of_a_model(new_machine, monkeypatch, architecture, sizes, options):
+    """What does not launch it has passed before."""
+    made: dict[str, once.Check] = {}
+    checks_of = once.checks_of
+
+    def noted(subjects):
+        noted_now = checks_of(subjects)
+        made.update((check.label, check) for check in noted_now)
+        return noted_now
+
+    monkeypatch.setattr(once, "checks_of", noted)
+    with tiny_models.groups_of_32() if options else contextlib.nullcontext():
+        model = tiny_models.tiny_model(architecture, torch.float32, **sizes)
+    accelerated = copy.deepcopy(model).to("mps")
+    torch_moe_mps.accelerate(accelerated, **options)
+    with new_machine.trace() as commands:
+        run(accelerated)
+    kernels = {line.split()[0] for line in commands if " grid " in line and line.split()[0].endswith("32")}
+    assert len(kernels) >= 5
+    passed = machine.passed_before()
+    launching = {
+        label: set().union(*(launched for _, launched in kernels_of(new_machine, check)))
+        for label, check in made.items()
+    }
+    unseen = []
+    for kernel in sorted(kernels):
+        checked.forget()
+        machine.remember(passed - {label for label in launching if kernel in launching[label]})
+        unseen += [] if is_found(new_machine, model, options, kernel) else [kernel]
+    assert not unseen
+
+
+def test_what_a_model_first_calls_is_compared_first(new_machine):
+    """A call of a kind that accelerate() has not compared; once it has failed, accelerate() knows."""
+    model = tiny_models.tiny_model("qwen3_moe", torch.float32).to("mps")
+    torch_moe_mps.accelerate(model)
+    logits = torch.randn(3, 8, dtype=torch.float16).to("mps")
+    with new_machine.intercepted(broken("route2_f16")):
+        for _ in range(2):
+            with pytest.raises(
+                RuntimeError, match=r"moe_router: must agree with the CPU, got .* \(float16\) diff"
+            ):
+                torch.ops.moe_mps.moe_router(logits, 2, scoring="softmax", norm_topk_prob=True)
+    with pytest.raises(RuntimeError, match="must agree"):  # what is wrong stays wrong in this process
+        torch.ops.moe_mps.moe_router(logits, 2, scoring="softmax", norm_topk_prob=True)
+    found, _ = once.first_failures(once.checks_of([calls.Subject("moe_router", torch.float16)]))
+    assert list(found) == ["moe_router"]
+    torch_moe_mps.accelerate(model, check=False)
+    torch.ops.moe_mps.moe_router(logits, 2, scoring="softmax", norm_topk_prob=True)
+
+
+def test_the_time_ends_within_an_operator(new_machine, monkeypatch):
+    """After the launch in which it ends; the next time goes on where this one ended."""
+    from simulator import shaderlib
+
+    seconds = 0
+
+    def slow(dispatch) -> None:
+        nonlocal seconds
+        seconds += 1
+        shaderlib.execute(dispatch)
+
+    for module in (once, compare_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: seconds))
+    norm = once.checks_of([calls.Subject("rms_norm", torch.float32)])
+    with new_machine.intercepted(slow):
+        assert once.first_failures(norm, 2.5) == ({}, {"rms_norm"})
+    assert seconds == 3  # two launches of the first call, and one
+    assert machine.passed_before() == {"rms_norm f32 #0"}
+    assert once.first_failures(norm, 600.0) == ({}, set())
+    assert machine.passed_before() == {"rms_norm f32"}
+
+
+def test_a_pass_is_one_of_this_host_code(new_machine, monkeypatch, tmp_path):
+    before = machine.cache_file()
+    other = tmp_path / "other.so"
+    other.write_bytes(machine.host_library().read_bytes() + b"changed")
+    monkeypatch.setattr(machine, "host_library", lambda: other)
+    assert machine.cache_file() != before

@@ -1,0 +1,205 @@
+"""The calls that are compared: for each operator so many that every kernel that it can launch runs.
+
+A subject is an operator with a dtype and, where kernels depend on them, a format of weights and the widths of
+heads. Its calls have few and many tokens, and plans for few and many cores.
+"""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from .._extension import use_of_tensor_units
+from ..ops import OPERATORS
+from ..ops._formats import FORMATS as NAMED_FORMATS
+from ..ops._formats import Format
+from ..ops._samples import FORMAT, HEAD, OF_HEADS, T, more_samples, packet, sample_arguments
+
+DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+FORMATS = tuple(NAMED_FORMATS.values())
+LINEARS = ("linear_quantized", "mlp_quantized")
+DENSE = ("expert_mm", "moe_experts")
+CACHE = "write_cache_quantized_"
+# Optional arguments with kernels in libraries of their own, so that few models need their calls.
+WITH = {"attention": ("k_scales", "indices")}
+ON_IDS = ("moe_bucket", "moe_compute_ids_tpe")  # without activations, so without their dtype
+# The argument whose dtype the kernels have, if it is not the first one.
+TYPED_BY = {
+    "router_logits": "weight",
+    "moe_gate": "router_weight",
+    "moe_weighted_reduce": "expert_out",
+    "rope_tables": "dtype",
+    "embedding_quantized": "dtype",
+}
+# One, few, and for products in tiles of 8 and of 32 pairs of an expert.
+TOKENS = (1, 12, 40, 56)
+# Heads of every kernel, for `torch-moe-mps check`.
+HEADS = {
+    "attention": (HEAD, (64, 64), (128, 128), (256, 256), (576, 512)),
+    CACHE: (HEAD, (64, 64), (128, 128), (256, 256), (512, 512)),
+    "rope": (HEAD, (128, 128)),
+    "rope_cache_": (HEAD, (128, 128)),
+    "linear_attention_": (HEAD, (128, 128), (256, 256)),
+}
+
+
+class Subject(NamedTuple):
+    """What has a verdict of its own. `format` and `head` are None where no kernel depends on them; `given`
+    are the arguments of WITH that there are."""
+
+    operator: str
+    dtype: torch.dtype
+    format: Format | None = None
+    head: tuple[int, int] | None = None
+    given: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        head = self.head and "{}x{}".format(*self.head)
+        parts = (self.operator, DTYPES[self.dtype], self.format, head, *self.given)
+        return " ".join(str(part) for part in parts if part)
+
+    def without_head(self) -> str:
+        return str(self._replace(head=None))
+
+
+class Call(NamedTuple):
+    """A call, its arguments on the CPU. `format` is that of its weights, if it has one."""
+
+    operator: str
+    dtype: torch.dtype
+    arguments: dict[str, Any]
+    format: str = ""
+
+
+def subjects(
+    operators: Collection[str],
+    dtypes: Iterable[torch.dtype],
+    formats: Collection[Format],
+    heads: Mapping[str, Collection[tuple[int, int]]] = HEADS,
+    given: Collection[tuple[str, ...]] | None = None,
+) -> list[Subject]:
+    """What has to be compared. `heads` are by operator; an operator that it lacks has sample heads. `given`
+    None means every combination."""
+    listed = [
+        Subject(name, torch.float32 if name in ON_IDS else dtype, format, head, beside)
+        for name in OPERATORS
+        if name in operators
+        for dtype in dtypes
+        for format in (formats if "format" in names_of(name) else (None,))
+        for head in (heads.get(name) or (HEAD,) if name in OF_HEADS else (None,))
+        for beside in (_combinations(name) if given is None or name not in WITH else given)
+    ]
+    return [*dict.fromkeys(listed)]
+
+
+def _combinations(name: str) -> list[tuple[str, ...]]:
+    optional = WITH.get(name, ())
+    return [
+        chosen for count in range(len(optional) + 1) for chosen in itertools.combinations(optional, count)
+    ]
+
+
+def _given(name: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(other for other in WITH.get(name, ()) if arguments.get(other) is not None)
+
+
+def subjects_of(name: str, arguments: Mapping[str, Any]) -> list[Subject]:
+    """What must have been compared before this call."""
+    typed = arguments[TYPED_BY.get(name) or names_of(name)[0]]
+    dtype = torch.float32 if name in ON_IDS else getattr(typed, "dtype", typed)
+    for scales in names_of(name) if "format" in names_of(name) else ():
+        if scales.endswith("scales") and arguments[scales].dtype != dtype:
+            other = arguments.get("down_format") if scales == "down_scales" else None
+            if NAMED_FORMATS[other or arguments["format"]].is_affine:
+                dtype = torch.float32  # which holds both
+    names = [arguments[argument] for argument in ("format", "down_format") if arguments.get(argument)]
+    formats: list[Format | None] = [NAMED_FORMATS[format] for format in dict.fromkeys(names)]
+    head = None
+    if name in OF_HEADS:
+        q, v = (arguments[argument].shape[-1] for argument in OF_HEADS[name])
+        head = (q, v if arguments.get("v_scales") is None else 4 * v)
+    return [Subject(name, dtype, format, head, _given(name, arguments)) for format in formats or [None]]
+
+
+@functools.cache
+def names_of(operator: str) -> list[str]:
+    """The names of an operator's arguments, in the order of its schema."""
+    overload: Any = packet(operator)
+    return [argument.name for argument in overload.default._schema.arguments]
+
+
+def calls(subject: Subject) -> Iterator[Call]:
+    """While the iterator is open, the plans that it needs are in force: close it after the last call."""
+    for arguments in _arguments(subject, subject.format or FORMAT, subject.head or HEAD):
+        yield Call(subject.operator, subject.dtype, arguments, str(subject.format or ""))
+
+
+def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Iterator[dict[str, Any]]:
+    name, dtype = subject.operator, subject.dtype
+
+    def sample(tokens: int = T, wider: int = 1, of: str = name) -> dict[str, Any]:
+        return sample_arguments("cpu", dtype, format, tokens, wider, head)[of]
+
+    with torch.device("cpu"), _without_tensor_units():
+        for changes in ({}, *more_samples(name, "cpu", dtype, head)) if format == FORMAT else ({},):
+            if _given(name, changes) == subject.given:
+                yield {**sample(), **changes}
+        if subject.given:
+            return
+        # Of the operators with heads, only attention has other kernels for many tokens.
+        for tokens in TOKENS if name == "attention" or name not in OF_HEADS else TOKENS[:2]:
+            arguments = sample(tokens=tokens)
+            if "ids" in arguments and tokens == TOKENS[-1]:
+                arguments["ids"] = arguments["ids"].long()
+            yield arguments
+        if "format" in names_of(name) and "norm_weight" in names_of(name):
+            for tokens in (1, T):
+                arguments = sample(tokens=tokens)
+                yield arguments | {"norm_weight": torch.ones_like(arguments["x"][0])}
+        if name == "heads_quantized":
+            yield from _both_ways(sample(), sample(of="linear_quantized")["x"].shape[-1])
+        for tokens in (1, T, TOKENS[-1]) if name in DENSE else ():
+            yield transposed(sample(tokens=tokens))
+        if "format" in names_of(name) or name in DENSE:
+            # Where few threadgroups fill the GPU, each takes more rows: of linear layers more than there are.
+            with planned_for(1):
+                wider = 1 if name not in LINEARS else max(1, 256 // max(32, format.multiple))
+                for tokens in (T, TOKENS[-2]):
+                    yield sample(tokens=tokens, wider=wider)
+
+
+def _both_ways(arguments: dict[str, Any], width: int) -> Iterator[dict[str, Any]]:
+    """Products of heads with their matrices and, as given, the transposed ones, of one token and of few."""
+    x, tail = arguments["x"], arguments["tail"]
+    columns = torch.ones(*x.shape[:-1], width, dtype=x.dtype)
+    for tokens in (1, T):
+        yield arguments | {"x": x[:1, :tokens], "tail": tail[:1, :tokens]}
+        yield arguments | {"x": columns[:1, :tokens], "tail": None, "transposed": False}
+
+
+def transposed(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same call of dense experts, with the weights' input dimension first."""
+    matrices = arguments.keys() & {"weight", "gate_up", "down"}
+    return arguments | {name: arguments[name].mT.contiguous() for name in matrices} | {"transposed": True}
+
+
+@contextlib.contextmanager
+def planned_for(cores: int) -> Iterator[None]:
+    torch.ops.moe_mps._plan_for(cores)
+    try:
+        yield
+    finally:
+        torch.ops.moe_mps._plan_for(0)
+
+
+@contextlib.contextmanager
+def _without_tensor_units() -> Iterator[None]:
+    """Their kernels have checks of their own: see tensor_units.py."""
+    torch.ops.moe_mps._set_tensor_units("0")
+    try:
+        yield
+    finally:
+        torch.ops.moe_mps._set_tensor_units(use_of_tensor_units())

@@ -1,0 +1,48 @@
+"""Metal libraries: which there are, whether they compile, and which of their kernels ran."""
+
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+import torch
+
+from ..ops._formats import Format
+from .calls import DTYPES
+from .compare import Finding
+
+
+def compile_side_by_side(
+    names: Iterable[str], built: Callable[[str], object] = lambda name: None
+) -> list[Finding]:
+    """Has Metal compile libraries, several at a time; calls `built` with each name. Returns: what failed."""
+    findings = []
+    with ThreadPoolExecutor() as pool:
+        futures = {pool.submit(torch.ops.moe_mps._pipelines, name): name for name in names}
+        for future in as_completed(futures):
+            error = future.exception()
+            if error is not None:
+                findings.append(Finding(futures[future], "does not compile", message=str(error)))
+            built(futures[future])
+    return findings
+
+
+def pipelines(names: Iterable[str]) -> list[dict[str, Any]]:
+    """The kernels of libraries that compile: the threads of a threadgroup that Metal allows, the most that a
+    plan has asked for in this process, and bytes of threadgroup memory."""
+    lines = (line.split() for name in names for line in torch.ops.moe_mps._pipelines(name))
+    return [
+        {"kernel": kernel, "allowed": int(allowed), "launched": int(launched), "bytes": int(memory)}
+        for kernel, allowed, launched, memory in lines
+    ]
+
+
+def libraries(dtypes: Collection[torch.dtype], formats: Collection[Format]) -> list[str]:
+    """The names of the libraries for activations of these dtypes and weights in these formats."""
+    endings = {DTYPES[dtype] for dtype in dtypes}
+    wanted = {f"quantized_{format}" for format in formats}
+    return [
+        name
+        for name in torch.ops.moe_mps._libraries()
+        for file, _, dtype in (name.rpartition("_"),)
+        if dtype in endings | {"i32", "i64"} and (file in wanted or not file.startswith("quantized"))
+    ]

@@ -1,0 +1,100 @@
+"""This machine, and what has passed on it."""
+
+import functools
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+
+from .._extension import PACKAGE, SHADERS, host_library
+
+COMMAND = "torch-moe-mps check"
+SWITCH = "MOE_MPS_CHECK"  # in the environment: "0" leaves out the check of accelerate()
+
+
+def is_available() -> bool:
+    """Whether there is a GPU to check: a Mac's, with the compiled extension."""
+    return torch.backends.mps.is_available() and hasattr(torch.ops.moe_mps, "_pipelines")
+
+
+def machine() -> dict[str, str]:
+    """The facts about this machine that a report needs."""
+    described = {
+        "torch_moe_mps": sys.modules[PACKAGE.name].__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "macos": platform.mac_ver()[0],
+        "processor": _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine(),
+        "gpu": torch.ops.moe_mps._gpu_name() if is_available() else "",
+        "code": _code(host_library()),
+    }
+    if sys.platform == "darwin":
+        described["macos"] += f" ({_output('sw_vers', '-buildVersion')})"
+    return described
+
+
+@functools.cache
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+@functools.cache
+def _code(host: Path | None) -> str:
+    """Identifies the shaders, the host's library and what is compared: a checkout changes without a new
+    version."""
+    files = [path for path in SHADERS.rglob("*") if path.suffix in (".metal", ".h")]
+    files += [*(PACKAGE / "ops").glob("*.py"), *Path(__file__).parent.glob("*.py")]
+    files += [] if host is None else [host]
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def where() -> str:
+    """The machine, in a few words."""
+    about = machine()
+    return f"{about['gpu']}, macOS {about['macos'] or 'none'}, torch {about['torch']}"
+
+
+def cache_file() -> Path:
+    """The file that remembers what passed on this machine, in the user's cache directory."""
+    home = Path.home()
+    root = home / "Library/Caches" if sys.platform == "darwin" else home / ".cache"
+    if sys.platform != "darwin" and os.environ.get("XDG_CACHE_HOME"):
+        root = Path(os.environ["XDG_CACHE_HOME"])
+    about = machine()
+    key = "\0".join(about[part] for part in ("torch_moe_mps", "code", "torch", "macos", "gpu"))
+    return root / "torch_moe_mps" / f"selfcheck-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def passed_before() -> set[str]:
+    """What has passed; nothing if the file is missing or damaged."""
+    try:
+        passed = json.loads(cache_file().read_text())["passed"]
+        return set(passed) if all(isinstance(label, str) for label in passed) else set()
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError):
+        return set()
+
+
+def remember(passed: Collection[str]) -> None:
+    """If the file cannot be written, the next process checks again."""
+    try:
+        path = cache_file()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump({"machine": machine(), "passed": sorted(passed)}, file, indent=1)
+        os.replace(file.name, path)
+    except (OSError, RuntimeError):  # RuntimeError: no home directory
+        return

@@ -1,0 +1,166 @@
+"""What has not passed on this machine yet is compared before it is used."""
+
+import contextlib
+import functools
+import math
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses import FakeTensor
+
+from ..ops import _registry
+from .calls import Call, Subject, calls, subjects_of
+from .compare import Finding, OutOfTime, compare
+from .machine import COMMAND, passed_before, remember, where
+
+SECONDS = 3.0  # for the check in accelerate(), without compiling; what is left is checked the next time
+
+
+class Check(NamedTuple):
+    """Calls that have a verdict together.
+
+    Attributes:
+        subject: what fails with them: an operator, or a library.
+        label: under which they are remembered.
+        calls: makes an iterator that is closed after the last call.
+        kind: the label of all that is refused together in this process, once one fails.
+    """
+
+    subject: str
+    label: str
+    calls: Callable[[], Iterator[Call]]
+    kind: str
+
+
+_KNOWN: dict[str, Finding] = {}  # what has failed in this process, by the kind of its check
+_SETTLED: set[Subject] = set()  # what a first call need not ask for again
+_seconds_left = SECONDS  # for first calls
+_comparing = threading.local()
+_lock = threading.RLock()
+
+
+def checks_of(subjects: Iterable[Subject]) -> list[Check]:
+    return [
+        Check(subject.operator, str(subject), functools.partial(calls, subject), subject.without_head())
+        for subject in subjects
+    ]
+
+
+def forget() -> None:
+    """From here on, nothing is known to fail."""
+    _KNOWN.clear()
+
+
+def time_allowed() -> float:
+    return SECONDS
+
+
+def first_failures(
+    checks: Iterable[Check], seconds: float | None = None
+) -> tuple[dict[str, Finding], set[str]]:
+    """Makes those of the checks that have not passed on this machine, for `seconds` or SECONDS.
+
+    What passes is remembered, call by call. Returns: {subject: what is wrong with it}, and the subjects for
+    which there was no time.
+    """
+    passed = passed_before()
+    before = set(passed)
+    found: dict[str, Finding] = {}
+    late = set()
+    end = time.monotonic() + (time_allowed() if seconds is None else seconds)
+    for check in checks:
+        if check.subject in found or (check.label in passed and check.kind not in _KNOWN):
+            continue
+        try:
+            finding = _KNOWN.get(check.kind) or first_fault(check, end, passed)
+        except OutOfTime:
+            late.add(check.subject)
+            continue
+        if finding is not None:
+            found[check.subject] = _KNOWN[check.kind] = finding
+    if passed != before:
+        remember(passed)
+    return found, late - found.keys()
+
+
+def first_fault(check: Check, end: float = math.inf, passed: set[str] | None = None) -> Finding | None:
+    """The fault of the first call that fails. Adds what passes to `passed`, and skips what is there.
+
+    Raises: OutOfTime where the clock time.monotonic is past `end`.
+    """
+    done = set() if passed is None else passed
+    steps = set()
+    with _unwatched(), contextlib.closing(check.calls()) as made:  # type: ignore[type-var]
+        for number, call in enumerate(made):
+            step = f"{check.label} #{number}"
+            steps.add(step)
+            if step in done:
+                continue
+            if fault := compare(call, end):
+                return fault
+            done.add(step)
+    done -= steps
+    done.add(check.label)
+    return None
+
+
+# --- first calls
+
+
+def watch(wanted: bool, seconds: float = SECONDS) -> None:
+    """Whether each first call on the GPU, of any model in this process, waits until what it runs is compared.
+
+    `seconds` are those for all such comparisons; then a warning names what is not compared.
+    """
+    global _seconds_left
+    _seconds_left = seconds
+    _SETTLED.clear()
+    if wanted:
+        torch.ops.moe_mps._forget_signatures()  # what nobody watched
+    _registry.before_first_call = _before_first_call if wanted else None
+
+
+@contextlib.contextmanager
+def _unwatched() -> Iterator[None]:
+    _comparing.now = True
+    try:
+        yield
+    finally:
+        _comparing.now = False
+        torch.ops.moe_mps._forget_signatures()  # a model may make the same calls
+
+
+def _before_first_call(name: str, arguments: Mapping[str, Any]) -> None:
+    """The host calls it, through the operator's meta function, for each signature that it has not seen."""
+    global _seconds_left
+    if getattr(_comparing, "now", False) or not _is_on_gpu(arguments):
+        return
+    with _lock:
+        wanted = [subject for subject in subjects_of(name, arguments) if subject not in _SETTLED]
+        if not wanted:
+            return
+        started = time.monotonic()
+        found, late = first_failures(checks_of(wanted), _seconds_left)
+        _seconds_left -= time.monotonic() - started
+        for finding in found.values():
+            raise RuntimeError(
+                f"moe_mps::{name}: must agree with the CPU, got on this machine ({where()}): {finding}; "
+                f"accelerate() leaves it out from now on. `{COMMAND}` writes a report for an issue; "
+                "check=False uses it all the same"
+            )
+        _SETTLED.update(wanted)
+        if late:
+            warnings.warn(
+                f"torch_moe_mps: there was no time to compare {', '.join(map(str, wanted))} with the CPU on "
+                f"this machine ({where()}): used all the same, and compared the next time",
+                stacklevel=2,
+            )
+
+
+def _is_on_gpu(arguments: Mapping[str, Any]) -> bool:
+    tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+    return tensors[0].device.type == "mps" and not isinstance(tensors[0], FakeTensor)
