@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 
 import pytest
 import torch
@@ -64,6 +65,14 @@ def test_the_bounds_of_several_macs():
         for (latency, rate), cell in zip(links, cells.split(" | "), strict=True):
             hops = [(n - 1) * (200e-6 + latency + int(hidden) / rate) + latency for n in (2, 4, 8)]
             assert cell == " / ".join(f"{1 / (seconds + hop):.0f}" for hop in hops)
+
+
+def test_the_api_is_what_the_docstrings_say():
+    generator = runpy.run_path(str(REPOSITORY / "scripts" / "make_api.py"))
+    written = (REPOSITORY / "docs" / "api.md").read_text()
+    assert written == generator["document"](), "run scripts/make_api.py"
+    names = re.findall(r"^## torch_moe_mps\.(\w+)$", written, re.MULTILINE)
+    assert names == sorted({*torch_moe_mps.__all__} - {"ops"})
 
 
 def test_structured_output_as_the_faq_shows_it(tmp_path, capsys):
