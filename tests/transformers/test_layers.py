@@ -59,6 +59,14 @@ def test_linear_layers_of_routers_stay_dense(architecture):
     assert all("router" in name or ".gate." in name for name in routers)
 
 
+def test_a_shared_expert_as_wide_as_there_are_experts_is_no_router():
+    """Qwen3-Next has 512 of both."""
+    model = tiny("qwen2_moe", num_experts=64, shared_expert_intermediate_size=64)
+    torch_moe_mps.accelerate(model, 4, 32)
+    shared = model.model.layers[0].mlp.shared_expert
+    assert isinstance(shared.gate_proj, QuantizedLayer) and isinstance(shared.up_proj, QuantizedLayer)
+
+
 def test_tied_layers_share_one_weight(tmp_path):
     model = tiny("qwen3_moe", tie_word_embeddings=True)
     dense = copy.deepcopy(model)

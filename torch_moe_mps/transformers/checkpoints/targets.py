@@ -18,9 +18,6 @@ from torch import Tensor, nn
 from ...ops._checks import Check
 from ...quantization import TENSORS, Format
 from ..interface import Experts, experts_of, is_quantized, projections
-from ..linears import QuantizedLayer
-from ..rewriting.experts_calls import ids_of_experts, module_that_gives
-from ..rewriting.program.formulas import Node
 from ..rewriting.program.programs import syntax_of
 from .absent import around_text
 from .recipe import Recipe
@@ -334,54 +331,22 @@ def present(model: nn.Module, targets: Mapping[str, Target]) -> dict[str, Target
 
 
 def routers_of(model: nn.Module) -> set[nn.Module]:
-    """The linear layers that compute the ids of experts."""
+    """The linear layers that compute the ids of experts.
+
+    They are in a part of the block that has an output for each expert, or one more for none.
+    """
     found: set[nn.Module] = set()
     for name, experts in experts_of(model).items():
-        block = model.get_submodule(name.rpartition(".")[0])
-        found |= _that_feed(block, name.rpartition(".")[2], _count(experts))
+        block, _, last = name.rpartition(".")
+        projection = projections(experts)[1]
+        count = getattr(experts, f"{projection}_packed" if is_quantized(experts) else projection).shape[0]
+        for child, part in model.get_submodule(block).named_children():
+            linears = [module for module in part.modules() if isinstance(module, nn.Linear)]
+            outputs = {linear.out_features for linear in linears}
+            other = child == last or "attn" in child or "shared" in child  # which may be as wide
+            if not other and outputs & {count, count + 1}:
+                found.update(linears)
     for module in model.modules():  # experts that are modules of their own
         lists = [len(child) for child in module.children() if isinstance(child, nn.ModuleList)]
         found.update(c for c in module.children() if isinstance(c, nn.Linear) and c.out_features in lists)
     return found
-
-
-def _count(experts: nn.Module) -> int:
-    name = projections(experts)[1]
-    return getattr(experts, f"{name}_packed" if is_quantized(experts) else name).shape[0]
-
-
-def _that_feed(block: nn.Module, experts: str, count: int) -> set[nn.Module]:
-    """Finds them in the program of the block, or without one by the number of outputs."""
-    if found := list(ids_of_experts(block, experts)):
-        return {module for ids in found for module in _router(ids, block, count)}
-    return {
-        module
-        for child, part in block.named_children()
-        if child != experts
-        for module in part.modules()
-        if isinstance(module, nn.Linear) and module.out_features == count and "attn" not in child
-    }
-
-
-def _router(ids: Node, block: nn.Module, count: int) -> Iterator[nn.Module]:
-    """The linear layers of the module that returns the ids, or else of those that they are computed from."""
-    if name := module_that_gives(ids):
-        yield from _linears(block.get_submodule(name))
-    else:
-        yield from _first_with(ids, block, count)
-
-
-def _linears(module: nn.Module) -> Iterator[nn.Module]:
-    return (m for m in module.modules() if isinstance(m, (nn.Linear, QuantizedLayer)))
-
-
-def _first_with(node: Node, block: nn.Module, count: int) -> Iterator[nn.Module]:
-    """The linear layers of the nearest modules before a node that have an output for each expert."""
-    if node.op == "module":
-        part = block.get_submodule(node.args[0].removeprefix("self."))
-        if any(p is not None and p.shape[:1] == (count,) for p in part.parameters()):
-            yield from _linears(part)
-            return
-    for argument in node.args:
-        if isinstance(argument, Node):
-            yield from _first_with(argument, block, count)
