@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from transformers import DynamicCache
 
 import torch_moe_mps
 from support import tiny_models
@@ -255,6 +256,13 @@ class ModelMachine(RuleBasedStateMachine):
     def quantised(self) -> bool:
         return any(map(has_quantized_weights, self.fast.modules()))
 
+    def tokens(self, model) -> Tensor:
+        """The logits of single tokens after a prompt."""
+        cache = DynamicCache(config=model.config)
+        first, *others = prompt().split([5, 1, 1, 1, 1], 1)
+        output(model, first, past_key_values=cache, use_cache=True)
+        return torch.cat([output(model, t, past_key_values=cache, use_cache=True) for t in others], 1)
+
     @invariant()
     def computes_what_its_own_code_does(self):
         if not hasattr(self, "fast"):
@@ -263,3 +271,12 @@ class ModelMachine(RuleBasedStateMachine):
         if self.neighbour is not None:
             assert torch.allclose(output(self.neighbour, prompt()), self.neighbours_logits, atol=1e-4)
             assert not hasattr(self.neighbour.config, "quantization_config")
+
+
+class TokenMachine(ModelMachine):
+    """The same with tokens after the prompt, the third of which is captured where nothing forbids it."""
+
+    @invariant()
+    def says_the_same_tokens(self):
+        if hasattr(self, "fast"):
+            assert_close(self.tokens(self.fast), self.tokens(self.own))

@@ -3,7 +3,9 @@
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-from support.model_machine import ModelMachine
+from support.model_machine import ModelMachine, TokenMachine
+
+from torch_moe_mps.transformers.capture.calls import SWITCH
 
 PHASES = (Phase.explicit, Phase.generate)  # a failure is told as it was found: to shrink it takes long
 ALWAYS = {
@@ -18,6 +20,19 @@ ALWAYS = {
 def test_a_few_orders():
     short = settings(max_examples=8, stateful_step_count=8, derandomize=True, **ALWAYS)
     run_state_machine_as_test(ModelMachine, settings=short)
+
+
+def test_a_few_orders_with_captured_tokens(monkeypatch):
+    monkeypatch.setenv(SWITCH, "1")
+    short = settings(max_examples=3, stateful_step_count=6, derandomize=True, **ALWAYS)
+    run_state_machine_as_test(TokenMachine, settings=short)
+
+
+@pytest.mark.sweep
+def test_many_orders_with_captured_tokens(monkeypatch):
+    monkeypatch.setenv(SWITCH, "1")
+    long = settings(max_examples=40, stateful_step_count=16, **ALWAYS)
+    run_state_machine_as_test(TokenMachine, settings=long)
 
 
 @pytest.mark.sweep

@@ -19,6 +19,7 @@ from transformers import DynamicCache
 import torch_moe_mps
 from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.calls import STATE, Captures, captures_of
+from torch_moe_mps.transformers.quantized_states import QuantizedStates
 
 PROMPT = 9
 
@@ -28,9 +29,9 @@ def captured_anywhere(monkeypatch):
     monkeypatch.setenv(calls.SWITCH, "1")
 
 
-def accelerated(architecture: str, device: str, dtype=torch.float32, **options) -> nn.Module:
+def accelerated(architecture: str, device: str, dtype=torch.float32, sizes=(), **options) -> nn.Module:
     with tiny_models.groups_of_32():
-        model = eager(tiny_models.tiny_model(architecture, dtype)).to(device)
+        model = eager(tiny_models.tiny_model(architecture, dtype, **dict(sizes))).to(device)
     torch_moe_mps.accelerate(model, **options)
     return model
 
@@ -204,8 +205,24 @@ CHANGES = {
 }
 
 
+ALWAYS = {
+    "data of joined layers replaced",
+    "hook",
+    "module replaced",
+    "class of a module",
+    "number of a module",
+    "training",
+    "restored",
+    "pickled",
+}
+
+
+def in_the_sweep(change: str):
+    return change if change in ALWAYS else pytest.param(change, marks=pytest.mark.sweep)
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", map(in_the_sweep, CHANGES))
 def test_changes_between_tokens(change):
     model = accelerated("qwen3_moe", "cpu")
     own = without_capture(copy.deepcopy(model))
@@ -382,3 +399,62 @@ def test_an_error_names_the_operator(device):
     if device != "cpu":
         with pytest.raises(RuntimeError, match="aten::mm, an operator of a captured token"):
             program.run([x], [], [2], [])
+
+
+GENERATIONS = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 20},
+    "beams": {"num_beams": 3},
+    "assisted": {"prompt_lookup_num_tokens": 2, "max_new_tokens": 40, "min_new_tokens": 40},
+    "static cache": {"cache_implementation": "static", "disable_compile": True},
+    "padding": {"batch": 2},
+}
+
+
+@torch.no_grad()
+@pytest.mark.of_kernels
+def test_generate(device):
+    """In turns by one model, as a server has them; the windows of half of its layers begin to move."""
+    model = accelerated("gpt_oss", device, torch.bfloat16, bits=4, group_size=32)
+    own = without_capture(copy.deepcopy(model))
+    for options in GENERATIONS.values():
+        options = {
+            "max_new_tokens": 14,
+            "min_new_tokens": 14,
+            "do_sample": False,
+            "pad_token_id": 0,
+        } | options
+        ids = prompt(options.pop("batch", 1)).repeat(1, 3).to(device)
+        mask = torch.ones_like(ids)
+        mask[1:, :4] = 0
+        captures, results = captures_of(model), []
+        captures.clear()
+        for each in (own, model):
+            torch.manual_seed(0)
+            results.append(each.generate(input_ids=ids, attention_mask=mask, **options).cpu())
+        assert torch.equal(*results), options
+        assert captures.programs, (options, str(captures))
+
+
+@torch.no_grad()
+@pytest.mark.of_kernels
+@pytest.mark.parametrize(
+    "architecture,sizes,bits",
+    [
+        ("gpt_oss", {"head_dim": 32, "sliding_window": 12}, 8),
+        ("deepseek_v3", {"kv_lora_rank": 32}, None),
+        ("deepseek_v3", {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "head_dim": 32}, 8),
+        ("qwen3_next", {}, None),
+    ],
+)
+def test_caches(architecture, sizes, bits, device):
+    """In 8 bits, of latents in one memory, with recurrent states."""
+    model = accelerated(architecture, device, torch.bfloat16, sizes, bits=4, group_size=32, kv_bits=bits)
+    own = without_capture(copy.deepcopy(model))
+    mine, theirs = Conversation(model, batch=2), Conversation(own, batch=2)
+    if bits:
+        assert all(isinstance(layer.keys, QuantizedStates) for layer in mine.cache.layers)
+    assert_equal(mine.tokens(14), theirs.tokens(14))
+    assert captures_of(model).programs, str(captures_of(model))
+    for layer, other in zip(mine.cache.layers, theirs.cache.layers, strict=True):
+        assert vars(layer).keys() == vars(other).keys()

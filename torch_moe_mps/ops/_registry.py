@@ -27,7 +27,9 @@ _NO_BACKWARD = (
 )
 
 
-def operator(*, meta: Callable) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+def operator(
+    *, meta: Callable, symbols: tuple[str, ...] = ()
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Register the decorated reference implementation as `torch.ops.moe_mps.<its name>`.
 
     The schema is its signature. Arguments whose names end in `_` are written in place, and must share no
@@ -38,13 +40,15 @@ def operator(*, meta: Callable) -> Callable[[Callable[Arguments, Result]], Calla
     torch.compile. The Metal host calls it for every signature that it has not seen yet, so that bad arguments
     read the same on CPU, meta and MPS. Outputs are contiguous, whatever the strides of the inputs.
 
+    `symbols`: integers that grow with the context, which a captured token has as symbols.
+
     The decorated name becomes a function that calls the operator, on whatever device its arguments are.
     """
 
     def register(reference: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         name = reference.__name__
         written = [argument for argument in inspect.signature(reference).parameters if argument.endswith("_")]
-        LIBRARY.define(name + _schema_of(reference, written), tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.define(name + _schema_of(reference, written, symbols), tags=(torch.Tag.pt2_compliant_tag,))
         OPERATORS.append(name)
         check = Check(name)
         packet = getattr(torch.ops.moe_mps, name)
@@ -93,9 +97,12 @@ def operator(*, meta: Callable) -> Callable[[Callable[Arguments, Result]], Calla
     return register
 
 
-def _schema_of(reference: Callable, written: list[str]) -> str:
+def _schema_of(reference: Callable, written: list[str], symbols: tuple[str, ...]) -> str:
     schema = torch.library.infer_schema(reference, mutates_args=written)
-    return schema.replace("SymInt", "int")  # the checks ask for numbers, not for symbols
+    schema = schema.replace("SymInt", "int")  # the checks ask for numbers, not for symbols
+    for name in symbols:
+        schema = schema.replace(f"int {name}", f"SymInt {name}")
+    return schema
 
 
 def _check_values(check: Check, types: dict[str, str], given: dict[str, Any]) -> None:

@@ -274,7 +274,7 @@ def _meta_write(check, states, packed_, scales_, biases_, start, position):
             check.fail("position", "one number", f"a tensor of shape {tuple(position.shape)}")
 
 
-@operator(meta=_meta_write)
+@operator(meta=_meta_write, symbols=("start",))
 def write_cache_quantized_(
     states: Tensor,
     packed_: Tensor,

@@ -12,6 +12,7 @@ from ..ops.attention import seen_in_order
 _ATEN = torch.ops.aten
 _OF_EVERYTHING = (_ATEN.detach.default, _ATEN.alias.default)
 _TOKENS = -2  # the dimension
+_INTEGERS = (int, torch.SymInt)  # a symbol while a token is captured
 _NO_END = torch.iinfo(torch.int32).max  # of a key range that ends with the keys
 
 
@@ -75,14 +76,15 @@ class CausalMask(Tensor):
             return None
         sizes: tuple[Any, ...] = (batch_size, q_length, kv_length, kv_offset)
         tensors = (t for t in (q_offset, attention_mask) if isinstance(t, Tensor))
-        if any(type(size) is not int for size in sizes):
+        if any(type(size) not in _INTEGERS for size in sizes):
             return None
         if any(type(t) is not Tensor or t.is_meta for t in tensors):
             return None
         chunked = getattr(config, "attention_chunk_size", None) is not None
         if local_size is not None and (chunked or local_size != getattr(config, "sliding_window", None)):
             return None
-        seen = int(q_offset) - kv_offset + q_length
+        before: Any = int(q_offset) if isinstance(q_offset, Tensor) else q_offset
+        seen = before - kv_offset + q_length
         if not q_length <= seen <= kv_length:
             return None
         ranges = None

@@ -53,7 +53,7 @@ class Reading:
         self.entries: list[Entry] = []
         self._memories: dict[int, int] = {}  # by id, in their order
         key: list[Any] = []
-        for name, value in arguments.items():
+        for name, value in flat(arguments).items():
             if isinstance(value, Cache):
                 key += self._cache(name, value)
             elif type(value) is int:
@@ -88,16 +88,11 @@ class Reading:
             number = self._memories.setdefault(id(memory), len(self._memories))
             yield from (type(value), kind, memory is not None and number)
             for view, tensor in zip(parts(value), parts(value if memory is None else memory), strict=True):
-                yield from (
-                    tensor.dtype,
-                    tensor.device,
-                    tensor.dim(),
-                    column_of(view, tensor),
-                    view.shape[-1:],
-                )
+                yield from (tensor.dtype, tensor.device, tensor.dim())
                 yield None if tensor.is_contiguous() else tensor.stride()
                 self._sizes_of(tensor)
                 if memory is not None:
+                    yield from (column_of(view, tensor), view.shape[-1])
                     self.growing.add(len(self.numbers) - 2)
                     self.sizes.add(len(self.numbers))
                     self.numbers += view.shape[-2], start_of(view, tensor)
@@ -148,7 +143,7 @@ class Plan:
     """How to take calls apart that are like that of a reading, and to record it.
 
     Attributes:
-        stand_ins: the arguments of the recorded call.
+        stand_ins: the arguments of the recorded call, as `flat` gives them.
         inputs: for each input a tensor like it, and {dimension: symbol} where its size is one.
         views: for each view what `add_view` of a program takes.
     """
@@ -157,14 +152,14 @@ class Plan:
         self, reading: Reading, symbol: dict[int, int], symints: list[Any], recorder: Recorder
     ) -> None:
         """`symbol`: {position of a number: its symbol}; `symints` stand for symbols in the recording."""
-        self.stand_ins: dict[str, Any] = {}
+        self.stand_ins: dict[Any, Any] = {}
         self.inputs: list[tuple[Tensor, dict[int, int]]] = []
         self.views: list[tuple[int, ...]] = []
         self._symbol, self._symints, self._recorder = symbol, symints, recorder
         self._cache: str | None = None
         self._attributes: dict[str, Any] = {}
         self._layers: list[tuple[type, list[str]]] = []
-        self._arguments: list[tuple[str, int, Any]] = []
+        self._arguments: list[tuple[Any, int, Any]] = []
         self._places: list[_Place] = []
         self._ends: list[tuple[int, ...]] = []  # what the end of each memory is the sum of
         self._sources: dict[int, tuple[int, int, Any]] = {}  # of symbols
@@ -313,6 +308,7 @@ class Plan:
         views: list[Tensor] = []
         memories: list[Any] = []
         places: list[dict[Any, Any]] = []
+        arguments = flat(arguments)
         if len(arguments) != len(self._arguments) + (self._cache is not None):
             return None
         for name, kind, value in self._arguments:
@@ -389,6 +385,27 @@ class Plan:
                         setattr(states, MEMORY, taken.memories[memory])
                         setattr(taken.memories[memory], END, integers[end])
                     held[name] = states
+
+
+def flat(arguments: dict[str, Any]) -> dict[Any, Any]:
+    """Arguments with the values of those that are dictionaries by (name, key)."""
+    if dict not in map(type, arguments.values()):
+        return arguments
+    taken: dict[Any, Any] = {}
+    for name, value in arguments.items():
+        taken |= {(name, key): each for key, each in value.items()} if type(value) is dict else {name: value}
+    return taken
+
+
+def whole(arguments: dict[Any, Any]) -> dict[str, Any]:
+    """The arguments that `flat` has given."""
+    made: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if isinstance(name, tuple):
+            made.setdefault(name[0], {})[name[1]] = value
+        else:
+            made[name] = value
+    return made
 
 
 def parts(states: Tensor) -> tuple[Tensor, ...]:

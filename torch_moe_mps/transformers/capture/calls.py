@@ -23,7 +23,7 @@ from transformers.utils import ModelOutput
 
 from ...ops._checks import first_line
 from ..attention import MOST_TOKENS
-from .caches import Plan, Reading
+from .caches import Plan, Reading, whole
 from .fingerprint import Fingerprint, forbidden, note_change
 from .passes import simplify
 from .program import Integers, assemble
@@ -35,6 +35,7 @@ _MARK = "_moe_mps_captures"  # of a class that `_capturing_class` made: the one 
 _CALLS_BEFORE = 2  # the third call of a kind is captured
 _MOST_PROGRAMS = 8  # that a model keeps
 _MOST_CAPTURES = 16  # of a kind of calls, whose guards never hold for long
+_MOST_PINNED = 4
 _MOST_KINDS = 64
 _LONGEST_REST = 4096  # calls after which a capture that failed is tried again
 # What a recording raises where Python asks for a value that only the GPU knows.
@@ -63,6 +64,7 @@ class _Kind:
     def __init__(self) -> None:
         self.calls = 0  # since the last capture
         self.captures = 0
+        self.pinned = 0  # captures that hold for one value of a number
         self.numbers: list[int] = []
         self.varied: dict[int, int] = {}  # {position of a number that changes: its value before}
 
@@ -218,7 +220,7 @@ class Captures:
         symints = [recorder.symbol(*each) for each in zip(values, least, strict=True)]
         plan = Plan(reading, symbol, symints, recorder)
         try:
-            output = recorder.run(lambda: own(model, **plan.stand_ins))
+            output = recorder.run(lambda: own(model, **whole(plan.stand_ins)))
         finally:
             if not fingerprint.holds():
                 fingerprint.undo()
@@ -232,6 +234,9 @@ class Captures:
         weights = [*model.parameters(), *model.buffers()]
         program = assemble(recorder.graph, integers, plan, weights, not _has_extension())
         evaluate = integers.function(least)
+        kind.pinned += integers.is_pinned  # once a window is full, it is so for all tokens
+        if kind.pinned > _MOST_PINNED:
+            raise Unsupported("it rests on one length of the context")
         plan.forget()
         if self._fingerprint is None or not self._fingerprint.holds():
             self.programs = []

@@ -10,7 +10,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
 from .caches import Plan
-from .tracing import ITEM, TENSOR, Number, Unsupported
+from .tracing import ITEM, TENSOR, Number
 
 _FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 
@@ -32,17 +32,14 @@ class Integers:
     def __len__(self) -> int:
         return len(self._places)
 
-    def function(self, least: list[int]) -> Callable[..., list[int] | None]:
-        """A function of the symbols that returns the integers, or None where the recording does not hold.
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the recording holds for one value of a symbol alone."""
+        return any(self._env.simplify(symbol).is_number for symbol in self._symbols)
 
-        Raises: Unsupported if it holds for one value of a symbol alone.
-        """
+    def function(self, least: list[int]) -> Callable[..., list[int] | None]:
+        """A function of the symbols that returns the integers, or None where the recording does not hold."""
         printed = PythonPrinter().doprint
-        for symbol in self._symbols:
-            if self._env.simplify(symbol).is_number:
-                raise Unsupported(
-                    f"its code rests on the length of the context ({self._env.guards[-1].sloc})"
-                )
         conditions = [f"{symbol} >= {low}" for symbol, low in zip(self._symbols, least, strict=True)]
         conditions += [f"({printed(guard.expr)})" for guard in self._env.guards]
         text = (
