@@ -5,7 +5,10 @@ import copy
 import pytest
 import torch
 from support import tiny_models
+from support.launches import launches
 from support.models import assert_close, eager, edit_forward, operators_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import torch_moe_mps
 from torch_moe_mps.transformers.rewriting.rules import recurrent_layers
@@ -126,3 +129,32 @@ def test_packed_sequences_are_refused_as_ever():
     torch_moe_mps.accelerate(model)
     with torch.no_grad(), pytest.raises(ValueError, match="packed sequences"):
         layer_of(model)(torch.ones(1, 4, 32), cu_seqlens=torch.tensor([0, 2, 4]))
+
+
+@pytest.mark.parametrize("architecture", ["kimi_linear", "granitemoehybrid", "minimax"])
+def test_launches_and_memory_of_prompts(simulated, architecture):
+    """The launches of a layer do not grow with a prompt, and the tensors it makes grow as its length does."""
+    model = model_of(architecture, torch.bfloat16).to("mps")
+    torch_moe_mps.accelerate(model)
+    layer, counts, largest = layer_of(model), [], []
+    for tokens in (20, 140):
+        x = torch.ones(1, tokens, 32, dtype=torch.bfloat16, device="mps")
+        options = {"position_embeddings": None, "attention_mask": None} if architecture == "minimax" else {}
+        with torch.no_grad(), LargestTensor() as mode:
+            layer(hidden_states=x, **options)
+        largest.append(mode.elements)
+        counts.append(launches(simulated, lambda: layer(hidden_states=x, **options)))  # noqa: B023
+    assert counts[0] == counts[1] and sum(counts[0].values()) <= 30, dict(counts[0])
+    assert largest[1] <= 7 * largest[0]
+
+
+class LargestTensor(TorchDispatchMode):
+    """The elements of the largest tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+        self.elements = max([self.elements, *(each.numel() for each in made)])
+        return out

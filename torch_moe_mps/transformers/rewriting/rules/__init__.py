@@ -12,7 +12,7 @@ from .gated_norm import rewrite_gated_norm
 from .handover import HAND_OVER_RAW_RESULTS
 from .indexer import rewrite_indexer
 from .linear import join_linears
-from .linear_attention import CAUSAL_CONV, GATED_DELTA, KEEP_STATE, NORM_RESULTS
+from .linear_attention import CAUSAL_CONV, CONV_OF_PROMPT, GATED_DELTA, KEEP_STATE, NORM_RESULTS
 from .mlp import fuse_mlp
 from .moe_gate import offer_gate
 from .norm_inputs import norm_inputs
@@ -55,6 +55,7 @@ RULES: tuple[Callable[[Program], None], ...] = (
     WRITE_INTO_CACHE,
     LOOK_UP_ATTENTION,
     CAUSAL_CONV,
+    CONV_OF_PROMPT,
     GATED_DELTA,
     NORM_RESULTS,
     KEEP_STATE,

@@ -58,6 +58,24 @@ def causal_conv(
 
 
 @called
+def causal_conv_of_prompt(
+    function: Callable,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **options: Any,
+) -> Tensor:
+    """function(x, weight, bias, activation, **options), which sees nothing in front of x."""
+    plain = all(isinstance(value, _FLAG) for value in options.values())
+    if not plain or ACTIVATIONS.get(activation) is None:
+        own: Tensor = function(x, weight, bias, activation, **options)
+        return own
+    state = x.new_zeros(x.shape[0], *weight.shape)
+    return causal_conv(lambda x, _, *rest: function(x, *rest), x, state, weight, bias, activation)
+
+
+@called
 def delta_rule(
     function: Callable,
     q: Tensor,
@@ -136,6 +154,19 @@ def is_causal_conv(function: Callable) -> bool:
 
 
 @functools.cache
+def is_conv_of_prompt(function: Callable) -> bool:
+    """Whether a function of (x, weight, bias, activation) is that with nothing in front of x."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((2, 3, 6), (3, 4), (3,)))
+    for given, activation in ((None, "silu"), (bias, None)):
+        result, state = tried(function, x, weight, given, activation=activation), torch.zeros(2, 3, 4)
+        expected = ops.causal_conv1d_update_(x.mT, state, weight, given, ACTIVATIONS[activation]).mT
+        if not _agree(result, expected):
+            return False
+    return True
+
+
+@functools.cache
 def is_delta_rule(function: Callable) -> bool:
     """Whether a function of (q, k, v, g, beta, ...) is linear_attention_: one of steps or one of chunks."""
     generator = torch.Generator().manual_seed(0)
@@ -169,6 +200,18 @@ def _is_conv(match: Match) -> str | None:
 
 CAUSAL_CONV = Rewrite(
     "_CONV(X, STATE, *REST, **OPTIONS)", "causal_conv(_CONV, X, STATE, *REST, **OPTIONS)", where=_is_conv
+)
+
+
+def _is_conv_of_prompt(match: Match) -> str | None:
+    is_candidate = "conv" in ast.unparse(match.values["_CONV"])
+    return "" if is_candidate and is_conv_of_prompt(match.function("_CONV")) else None
+
+
+CONV_OF_PROMPT = Rewrite(
+    "_CONV(X, WEIGHT, *REST, **OPTIONS)",
+    "causal_conv_of_prompt(_CONV, X, WEIGHT, *REST, **OPTIONS)",
+    where=_is_conv_of_prompt,
 )
 
 
