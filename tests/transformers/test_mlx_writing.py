@@ -11,6 +11,7 @@ from support.models import assert_close, output, prompt
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
+from torch_moe_mps.transformers.checkpoints.mlx.older_keys import with_older_keys
 from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
 
 pytest.importorskip("mlx_lm")
@@ -124,6 +125,22 @@ def test_one_layout_with_and_without_vision(architecture, tmp_path):
     again = mlx_models.load(tmp_path)
     assert type(again) is type(model)
     assert_close(output(again, prompt()), output(model, prompt()), 1e-5)
+
+
+@pytest.mark.parametrize("kind", [*mlx_models.ARCHITECTURES, "llama"])
+def test_the_config_of_an_original_checkpoint_keeps_what_it_says(kind):
+    """It may leave out what is as usual, and has older keys; none of another meaning is added to them."""
+    stored = {
+        "num_attention_heads": 4,
+        "head_dim": 7,
+        "swa_head_dim": 5,
+        "layer_types": ["mamba", "attention"],
+    }
+    stored |= {"rotary_dim": 3, "intermediate_size": 9, "linear_attn_config": {"head_dim": 2}}
+    for config in ({"model_type": kind, **stored}, {"model_type": kind}):
+        assert with_older_keys(config | {"swa_head_dim": 5}).items() >= config.items()
+        whole = with_older_keys({"model_type": "x", "text_config": config | {"swa_head_dim": 5}})
+        assert whole["text_config"].items() >= config.items() and whole["model_type"] == "x"
 
 
 def test_a_config_that_lacks_what_mlx_reads_is_one_line(tmp_path, capsys):

@@ -49,15 +49,16 @@ def from_pretrained(
         loading_timeout, decoding_timeout: how many seconds a process of a pipeline waits until the others
             have loaded, and until the layers of another have run on 512 tokens.
         kwargs: bits, group_size, mode, linear_bits, embedding_bits, keep and overrides, as in `accelerate`;
-            weights that are quantised stay as they are. All others go to the from_pretrained of the class.
+            what is stored in more bits is quantised again. All others go to the from_pretrained of the class.
 
     Returns: what the class's from_pretrained returns: the model, in evaluation mode and accelerated; with
         output_loading_info, a tuple of that and the information. `model.hf_quantizer.report` says what was
         quantised.
 
-    Raises: ValueError for a format that does not exist, or does not fit the weights, for parameters that the
-        checkpoint lacks, for a checkpoint of MLX of a type of model that transformers does not know, and for
-        a pipeline of a model that cannot be cut. PeerError if another process of a pipeline fails or differs.
+    Raises: ValueError for a format that does not exist, does not fit the weights, or has more bits than the
+        checkpoint, for parameters that it lacks, for a checkpoint of MLX of a type of model that transformers
+        does not know, and for a pipeline of a model that cannot be cut. PeerError if another process of a
+        pipeline fails or differs.
     """
     asked = {name: kwargs.pop(name) for name in ARGUMENTS if name in kwargs}
     recipe = requested_recipe(**asked)  # its errors are raised before anything is loaded

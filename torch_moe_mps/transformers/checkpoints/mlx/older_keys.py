@@ -15,12 +15,14 @@ def with_older_keys(config: Config) -> Config:
     """
     if isinstance(config.get("text_config"), Mapping):
         text = with_older_keys(config["text_config"])
-        return {"vocab_size": text["vocab_size"]} | config | {"text_config": text}
+        whole = {key: text[key] for key in ("vocab_size",) if key in text}
+        return whole | config | {"text_config": text}
     older = _of_all(config)
     older |= {key: value for key, value in config.items() if value is not None or key not in older}
     kind = config.get("model_type")
-    if kind in _OWN:
-        own = _OWN[kind](older)
+    needed, own_keys = _OWN.get(kind, ((), lambda config: {}))
+    if all(key in older for key in needed):  # else the config is an original one
+        own = own_keys(older)
         older |= {key: value for key, value in own.items() if key not in config or key in _REPLACED}
     if kind == "mimo_v2_flash" and "swa_head_dim" not in config:
         expected = "that of the original checkpoint, with swa_head_dim and others that mlx-lm reads"
@@ -42,7 +44,7 @@ def _of_all(config: Config) -> Config:
     if experts is not None:
         older |= dict.fromkeys(_EXPERTS[:3], experts) | {"norm_topk_prob": True}
     heads = config.get("num_attention_heads")
-    if heads and "kv_lora_rank" not in config:
+    if heads and "hidden_size" in config and "kv_lora_rank" not in config:
         older["head_dim"] = config["hidden_size"] // heads
     if "full_attention" in (kinds := config.get("layer_types") or ()):
         older["full_attention_interval"] = kinds.index("full_attention") + 1
@@ -61,8 +63,7 @@ def _bailing_hybrid(config: Config) -> Config:
 
 
 def _gemma4_text(config: Config) -> Config:
-    own = (config.get("per_layer_config") or {}).values()
-    sizes = {f"{name}": layer[name] for layer in own for name in layer}
+    sizes = {name: size for layer in config["per_layer_config"].values() for name, size in layer.items()}
     return {
         "global_head_dim": sizes.get("head_dim", config["head_dim"]),
         "num_global_key_value_heads": sizes.get("num_key_value_heads"),
@@ -95,17 +96,24 @@ def _minimax_m2(config: Config) -> Config:
     return {"rotary_dim": rotary, "shared_intermediate_size": 0}
 
 
-_OWN: dict[Any, Callable[[Config], Config]] = {
-    "bailing_hybrid": _bailing_hybrid,
-    "exaone_moe": lambda config: {"is_moe_layer": [kind == "sparse" for kind in config["mlp_layer_types"]]},
-    "gemma4_text": _gemma4_text,
-    "glm_moe_dsa": lambda config: _GLM,
-    "granitemoehybrid": _granite,
-    "kimi_linear": _kimi_linear,
-    "minimax_m2": _minimax_m2,
-    "solar_open": lambda config: {
-        "intermediate_size": config["moe_intermediate_size"],
-        "first_k_dense_replace": 0,
-    },
+# By the model type: the keys that transformers 5 writes, and what is made of them.
+_OWN: dict[Any, tuple[tuple[str, ...], Callable[[Config], Config]]] = {
+    "bailing_hybrid": (
+        ("num_experts_per_token", "num_expert_group", "full_attention_interval"),
+        _bailing_hybrid,
+    ),
+    "exaone_moe": (
+        ("mlp_layer_types",),
+        lambda config: {"is_moe_layer": [kind == "sparse" for kind in config["mlp_layer_types"]]},
+    ),
+    "gemma4_text": (("head_dim", "per_layer_config"), _gemma4_text),
+    "glm_moe_dsa": ((), lambda config: _GLM),
+    "granitemoehybrid": (("layer_types",), _granite),
+    "kimi_linear": (("layer_types", "mlp_layer_types", "linear_head_dim"), _kimi_linear),
+    "minimax_m2": (("head_dim", "rope_parameters"), _minimax_m2),
+    "solar_open": (
+        ("moe_intermediate_size",),
+        lambda config: {"intermediate_size": config["moe_intermediate_size"], "first_k_dense_replace": 0},
+    ),
 }
 _REPLACED = ("architectures", "layer_types", "q_lora_rank")
