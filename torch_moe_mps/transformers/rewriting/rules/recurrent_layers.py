@@ -50,7 +50,14 @@ def _is_plain_call(layer: Any, cache: Any, options: dict) -> bool:
     """Whether a call wants nothing but a prompt or tokens, with no hook to be called on the way."""
     recording = cache is not None and getattr(cache, "is_recording_past", bool)(layer.layer_idx)
     packed = any(options.get(name) is not None for name in _PACKED)
-    return not recording and not packed and not is_observed(*list(layer.modules())[1:])
+    return not recording and not packed and not _is_seen(layer)
+
+
+def _is_seen(layer: nn.Module) -> bool:
+    """Whether hooks see the modules in a layer, which the operators do not call."""
+    gate = layer._modules.get("forget_gate")
+    within: Any = () if gate is None else gate._modules.values()
+    return is_observed(*layer._modules.values(), *within)  # type: ignore[arg-type]  # none of them is None
 
 
 def _own_code(
@@ -219,7 +226,7 @@ def lightning_layer(
     """MiniMax's lightning attention: a constant decay a head."""
     heads, width = layer.num_attention_heads, layer.head_dim
     handed = moe_mps_norm, moe_mps_residual
-    if is_observed(*list(layer.modules())[1:]):
+    if _is_seen(layer):
         options |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
         options["position_embeddings"] = position_embeddings
         result: tuple = _own_code(layer, hidden_states, *handed, options)
@@ -258,7 +265,8 @@ _found: dict[tuple, bool] = {}  # the layers of a model are alike
 def rewrite_recurrent_layer(module: nn.Module) -> tuple[Callable, str] | None:
     """(forward, what it runs) for a whole layer of linear attention, else None."""
     for children, forward, what in _FORMS:
-        if all(name in module._modules for name in children):
+        has_numbers = not any(buffer.is_meta for buffer in module.buffers())
+        if has_numbers and all(name in module._modules for name in children):
             _rest_on(module)
             key = forward, original_class(module), _numbers(module)
             if key not in _found:
@@ -279,9 +287,10 @@ def _joined(module: Any, forward: Callable) -> str:
 
 
 def _rest_on(module: nn.Module) -> None:
-    """Notes what the forward rests on: the layers within, and every number of theirs."""
+    """Notes what the forward rests on: the layers within, and the numbers of those without a matrix."""
     for path, part in module.named_modules():
         names = [name for name, value in vars(part).items() if isinstance(value, _PLAIN) and name[0] != "_"]
+        names = [] if hasattr(part, "weight") and len(part.weight.shape) > 1 else names
         for name in (*(name for name in names if name != "training"), *part._modules):
             record(module, f"{path}.{name}" if path else name)
 
