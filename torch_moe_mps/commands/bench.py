@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from .. import tensor_units
 from ..macs import this_mac
+from ..selfcheck import tensor_units
 from ..transformers.checkpoints.sizes import bytes_a_token, total_bytes
 from ..transformers.checkpoints.source import Source
 from .caches import KVCache, kv_cache
