@@ -6,6 +6,7 @@ context ("@ d4096"). ttft64 is the second turn of a chat: the time from 64 new t
 
 import argparse
 import copy
+import gc
 import resource
 import statistics
 import sys
@@ -26,6 +27,7 @@ from ..macs import this_mac
 from ..selfcheck import tensor_units
 from ..transformers.checkpoints.sizes import bytes_a_token, total_bytes
 from ..transformers.checkpoints.source import Source
+from .beside import beside, check_beside
 from .caches import KVCache, kv_cache
 from .generating import Generating
 from .perplexity import text_ids
@@ -45,6 +47,7 @@ from .speculation import Speculation, check_speculation, speculation_of
 
 _CHUNK = 2048  # tokens of a context that are read at once
 _DEPTHS = (0, 4096, 16384)
+_OURS = "torch_moe_mps"
 
 
 @dataclass
@@ -58,6 +61,7 @@ class Row:
         share: the rate of a generation over the bound that the memory's bandwidth sets, if that is known.
         memory: bytes that the device's driver has given to this process afterwards; on a CPU the peak.
         accepted: the share of guessed tokens that were accepted, with --draft or --prompt-lookup.
+        engine: what ran it.
         launches, host: for one generated token, how many of this package's kernels and of torch's operators
             run (an operator launches one kernel or more), and the seconds until the host has issued them; the
             GPU may finish later.
@@ -71,6 +75,7 @@ class Row:
     share: float | None = None
     memory: int = 0
     accepted: float | None = None
+    engine: str = _OURS
     launches: int | None = None
     host: float | None = None
 
@@ -101,9 +106,12 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"--depth must be at least 0 tokens, got {min(options.depth)}")
     check_writable("--json", options.json)
     check_speculation(options)
+    if options.beside and processes() > 1:
+        raise ValueError("--beside is for one process, got a pipeline of several")
     draw = _drawing(options.picture) if options.picture else None
     device = usable_device(options.device)
     source = folder_of(options.model, options.revision)
+    check_beside(options, source)
     options.depth = _depths(options, Source(source, loading_options(options)).config)
     model = load(options, source, device)
     bandwidth, chip = options.bandwidth, device
@@ -129,6 +137,15 @@ def run(options: argparse.Namespace) -> None:
             for row in bench.rows():
                 rows.append(row)
                 print(row.line(options.model, size, chip), flush=True)
+        if options.beside:
+            bench.free()
+        for engine, test, depth, rates in beside(options, source, bench.ids[0].tolist()):
+            row = bench.row(f"{test} @ d{depth}" if depth else test, rates, "t/s", depth)
+            row.engine, row.memory = engine, 0
+            if bench.bandwidth is not None and test.startswith("tg"):
+                row.share = row.rate / bench.bound(depth)
+            rows.append(row)
+            print(row.line(f"{options.model} in {engine}", size, chip), flush=True)
         if bench.speculation is not None:
             print(f"\n{bench.speculation}")
     finally:  # an interruption keeps what was measured
@@ -226,7 +243,7 @@ class Bench:
             if depth:
                 turn = self.ids[:, depth : depth + options.turn]
                 times = [1e3 * s for s in self._repeated(cache, partial(self._read, turn))]
-                yield self._row(f"ttft{options.turn}{name}", times, "ms", depth)
+                yield self.row(f"ttft{options.turn}{name}", times, "ms", depth)
 
     def _guessing(self, speculation: Speculation, cache: Any, depth: int, name: str) -> Row:
         """Greedy generation behind a context of text, and a prompt to look things up in."""
@@ -250,6 +267,13 @@ class Bench:
         guessed, accepted = speculation.guessed - before[0], speculation.accepted - before[1]
         row.accepted = accepted / guessed if guessed else None
         return row
+
+    def free(self) -> None:
+        """Gives the model's memory back, for other engines."""
+        self.model = None
+        gc.collect()
+        if self.device.type == "mps":
+            torch.mps.empty_cache()
 
     def bound(self, depth: int) -> float:
         """Tokens/s that reading the weights and the KV cache allows."""
@@ -313,9 +337,9 @@ class Bench:
             torch.mps.synchronize()
 
     def _rate(self, test: str, tokens: int, seconds: list[float], depth: int) -> Row:
-        return self._row(test, [tokens / s for s in seconds], "t/s", depth)
+        return self.row(test, [tokens / s for s in seconds], "t/s", depth)
 
-    def _row(self, test: str, values: list[float], unit: str, depth: int) -> Row:
+    def row(self, test: str, values: list[float], unit: str, depth: int) -> Row:
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
         return Row(test, statistics.mean(values), spread, unit, depth, memory=self._memory())
 
@@ -369,6 +393,8 @@ def _draw(file: str, rows: list[Row], bench: Bench, title: str) -> None:
     from matplotlib import pyplot
 
     rows = [row for row in rows if row.test.startswith("tg")]
+    others = {row.engine: [r for r in rows if r.engine == row.engine] for row in rows if row.engine != _OURS}
+    rows = [row for row in rows if row.engine == _OURS]
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     depths = [row.depth for row in rows]
     if bench.bandwidth is not None and rows:
@@ -386,6 +412,9 @@ def _draw(file: str, rows: list[Row], bench: Bench, title: str) -> None:
         capsize=3,
         label="measured" if bench.bandwidth is None else "measured, and its share of the bound",
     )
+    for engine, theirs in others.items():
+        places, rates = [row.depth for row in theirs], [row.rate for row in theirs]
+        axes.errorbar(places, rates, [row.spread for row in theirs], marker="s", capsize=3, label=engine)
     axes.set_ylim(bottom=0)
     for row in rows:
         text = f"{row.rate:.1f}" if row.share is None else f"{row.rate:.1f}\n{100 * row.share:.0f} %"
