@@ -17,6 +17,8 @@ namespace {
 
 using at::Tensor;
 
+constexpr int64_t kMostElements = UINT32_MAX;  // of inputs that a kernel splits: the plan gives it few tokens
+
 int64_t outputs_of(int64_t rows, const Activation& activation) {
   return activation.row_layout == ROWS_PLAIN ? rows : rows / 2;
 }
@@ -170,6 +172,8 @@ void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputN
   const int64_t tokens = x_.numel() / x_.size(-1);
   const MatmulStep step = plan_linear(tokens, matrix.rows, outputs_of(matrix.rows, activation), gpu_cores(),
                                       on_tensor_units(matrix, tokens), can_norm(norm, x_, matrix));
+  TORCH_CHECK(!step.kernel.ends_with("_split") || tokens * matrix.inputs <= kMostElements,
+              "moe_mps: ", step.kernel, " counts the elements of its inputs in 32 bits, got ", x_.sizes());
   const Tensor& x = norm && !step.norms_inputs ? add_norm(commands, x_, *norm) : x_;
   MatmulParams params = matrix_params(x, matrix, activation);
   params.tokens = params.pairs = tokens;
