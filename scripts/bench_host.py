@@ -3,8 +3,9 @@
 
 A model of tiny layers runs in the simulator with a device that computes nothing, once as it is and once
 accelerated, in turns. Times are the processor's, so that a busy machine counts little. What MPS takes to
-encode an operator of aten is missing, which favours the model's own code. --profile prints where the
-accelerated step spends its time, by layer of code.
+encode an operator of aten is missing, which favours the model's own code. The accelerated step is captured
+after two of its kind; --no-capture leaves that out. --generate measures a token of a greedy `generate`.
+--profile prints where the accelerated step spends its time, by layer of code.
 """
 
 import argparse
@@ -47,6 +48,33 @@ def tiny_model(layers: int):
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
+def model_of(architecture: str, layers: int):
+    if architecture == "qwen3_moe":
+        return tiny_model(layers)
+    from support import tiny_models  # it asks torch for MPS
+
+    with tiny_models.groups_of_32(), tiny_models.sizes(q_lora_rank=32, kv_lora_rank=32):
+        model = tiny_models.tiny_model(architecture, torch.bfloat16, num_hidden_layers=layers)
+    model.set_experts_implementation("eager")
+    return model
+
+
+class Generation:
+    """Tokens of a greedy `generate`: what many take beyond a few, for each."""
+
+    def __init__(self, model):
+        self.model, self.ids = model, torch.ones(1, 4, dtype=torch.int64, device="mps")
+
+    def __call__(self, few: int = 4, many: int = 20) -> float:
+        return (self.seconds(many) - self.seconds(few)) / (many - few)
+
+    def seconds(self, tokens: int) -> float:
+        started = time.process_time()
+        options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "pad_token_id": 0}
+        self.model.generate(self.ids, do_sample=False, **options)
+        return time.process_time() - started
+
+
 class Step:
     """One token after another through a model."""
 
@@ -61,7 +89,7 @@ class Step:
         return time.process_time() - started
 
 
-def profile(step: Step, steps: int) -> None:
+def profile(step: "Step | Generation", steps: int) -> None:
     profiler = cProfile.Profile()
     profiler.enable()
     for _ in range(steps):
@@ -80,19 +108,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", default="qwen3_moe", help="an architecture of docs/models.md")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--bits", type=int, default=4, help="0: dense weights")
+    parser.add_argument("--generate", action="store_true")
+    parser.add_argument("--no-capture", action="store_true")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
+    os.environ["MOE_MPS_CAPTURE"] = "0" if options.no_capture else "auto"
     install()
     torch.manual_seed(0)
-    model = tiny_model(options.layers)
+    model = model_of(options.model, options.layers)
     accelerated = copy.deepcopy(model)
     warnings.simplefilter("ignore")
     torch_moe_mps.accelerate(accelerated, bits=options.bits or None, group_size=32 if options.bits else None)
     with torch.no_grad(), simulator.dropped(validate=False):
-        steps = {name: Step(m.to("mps")) for name, m in (("own code", model), ("accelerated", accelerated))}
+        measure = Generation if options.generate else Step
+        pairs = (("own code", model), ("accelerated", accelerated))
+        steps: dict[str, Step | Generation] = {name: measure(m.to("mps")) for name, m in pairs}
         times = {
             name: [step() for _ in range(5)][:0] for name, step in steps.items()
         }  # the first are warm-up
@@ -103,7 +137,12 @@ def main() -> None:
             best, median = 1000 * min(seconds), 1000 * statistics.median(seconds)
             print(f"{name:12} {best:7.2f} ms best, {median:7.2f} ms median of {options.steps} steps")
         ratio = statistics.median(times["accelerated"]) / statistics.median(times["own code"])
-        print(f"accelerated / own code: {ratio:.2f} ({options.layers} layers)")
+        print(f"accelerated / own code: {ratio:.3f} ({options.layers} layers of {options.model})")
+        from torch_moe_mps.transformers.capture.calls import captures_of
+
+        if captures := captures_of(accelerated):
+            seconds = ", ".join(f"{program.seconds:.2f}" for program in captures.programs)
+            print(f"{captures}; captured in {seconds or '-'} s")
         if options.profile:
             profile(steps["accelerated"], options.steps)
 

@@ -25,6 +25,7 @@ from transformers import DynamicCache
 
 from ..macs import this_mac
 from ..selfcheck import tensor_units
+from ..transformers.capture.calls import tokens_of
 from ..transformers.checkpoints.sizes import bytes_a_token, total_bytes
 from ..transformers.checkpoints.source import Source
 from .beside import beside, check_beside
@@ -63,8 +64,8 @@ class Row:
         accepted: the share of guessed tokens that were accepted, with --draft or --prompt-lookup.
         engine: what ran it.
         launches, host: for one generated token, how many of this package's kernels and of torch's operators
-            run (an operator launches one kernel or more), and the seconds until the host has issued them; the
-            GPU may finish later.
+            run (an operator launches one kernel or more) module by module, and the seconds until the host has
+            issued them, as one call where tokens are captured; the GPU may finish later.
     """
 
     test: str
@@ -137,6 +138,9 @@ def run(options: argparse.Namespace) -> None:
             for row in bench.rows():
                 rows.append(row)
                 print(row.line(options.model, size, chip), flush=True)
+        bench.captured = tokens_of(model)()
+        if bench.captured:
+            print(f"\n{bench.captured}")
         if options.beside:
             bench.free()
         for engine, test, depth, rates in beside(options, source, bench.ids[0].tolist()):
@@ -187,6 +191,7 @@ def _write(file: str, rows: list[Row], bench: "Bench", **what: str) -> None:
     found = {
         **what,
         "tensor_units": tensor_units.decided(),
+        "capture": bench.captured,
         "bytes_a_token": bench.weights,
         "bandwidth": bench.bandwidth,
     }
@@ -212,6 +217,7 @@ class Bench:
         self.model, self.options, self.bandwidth, self.cache = model, options, bandwidth, cache
         self.device = torch.device(model.device)
         self.speculation: Speculation | None = None
+        self.captured: str | None = None  # how the tokens ran
         self.weights = _of_all_processes(model, bytes_a_token(model))
         vocabulary = model.config.get_text_config().vocab_size
         count = max(options.depth) + options.prompt + options.turn
@@ -316,6 +322,8 @@ class Bench:
     def _host(self, cache: Any) -> float:
         """Seconds until the operators of a token are issued, without waiting for what they compute."""
         cache, ids, count = copy.deepcopy(cache), self.ids[:, :1], 8
+        for _ in range(2):  # until the cache has room: a copied one has none, nor one that the model made
+            cache = self._forward(ids, cache).past_key_values
         self._synchronize()
         start = time.perf_counter()
         for _ in range(count):
