@@ -140,7 +140,8 @@ def rms_norm_gated(a):
     x, gate, weight = (exact(t).reshape(*t.shape[:-1], *groups) for t in (a.input, a.gate, a.weight))
     if a.gate_first:
         factor = oracles.sigmoid(gate) * (gate if a.activation == "silu" else 1.0)
-        error = 4 * (1 + abs(gate)) * FLOAT32_EPS * abs(x * factor) + 1e-35
+        # From a gate of -88 on the sigmoid is 0.
+        error = 4 * (1 + abs(gate)) * FLOAT32_EPS * abs(x * factor) + 1e-36 * abs(x)
         result = normed(x * factor, weight, a.eps, a.weight_offset, x_error=error)
     else:
         result = normed_and_gated(x, gate, weight, a.eps, a.weight_offset, a.activation)
