@@ -87,7 +87,7 @@ def build_on_mac(version: str, sources: Path, folder: Path) -> Path:
 
 def cross_compile(version: str, folder: Path) -> Path:
     """The extension for one minor version of torch, by the compiler of scripts/check_macos."""
-    from simulator import macos
+    import macos
 
     return macos.build(macos.resolve(version), folder / library_name(version))
 
@@ -210,7 +210,7 @@ def _read(name: str) -> str:
 
 
 def main() -> int:
-    from simulator.macos import SUPPORTED
+    from macos import SUPPORTED
 
     parser = argparse.ArgumentParser(prog="build_wheel", description=__doc__.partition("\n")[0])
     parser.add_argument("--torch", nargs="+", default=SUPPORTED, metavar="VERSION", help="minor versions")

@@ -19,7 +19,7 @@ if __name__ == "__main__":
     install()  # in front of whatever asks torch for MPS
 
 from support import mlx_models, tiny_models
-from support.launches import launches_of_last_layer, model_on_mps
+from support.launches import launches_by_type, model_on_mps
 from support.models import eager, output, prompt, tiny
 
 import torch_moe_mps
@@ -46,11 +46,10 @@ random weights; tests check that they are current.
 - **Linears**: linear layers that run together as one operator once they are quantised (q, k and v; gate and
   up with the MLP's activation); each of the others is an operator of its own.
 - **RoPE**: `rope`, where it applies the rotary embedding, with the norms of the heads that it includes.
-- **Launches**: kernels that the last layer launches for one token with a cache, in bfloat16: the model's own
-  code with its eager experts (2 for a token here) / accelerated in 4 bit. An operator of aten that is no view
-  counts as one, an operator of this package as many as it encodes. "-": the launches of the last layer could
-  not be separated, or the model does not run in bfloat16 without us. Qwen3-Next's last layer has softmax
-  attention; its layers with linear attention are in [speed.md](speed.md#counts).
+- **Launches**: kernels that a layer launches for one token with a cache, in bfloat16, for each type of layer
+  in the words of the config: the model's own code with its eager experts (2 for a token here) / accelerated
+  in 4 bit. An operator of aten that is no view counts as one, an operator of this package as many as it
+  encodes. "-": the layers could not be found, or the model does not run in bfloat16 without us.
 - **Pipeline**: whether its layers can be spread over several Macs ([distributed.md](distributed.md)).
 - **Quantised**: whether the model in 4 bit gives the logits of a dense model with the same rounded weights.
 - **Whole model**: logits (or hidden states) equal to the model's eager code in float32 within 1e-5.
@@ -151,19 +150,21 @@ def launches(architecture: str) -> str:
     model = model_on_mps(architecture)
     accelerated = copy.deepcopy(model)
     torch_moe_mps.accelerate(accelerated, bits=4, group_size=32)
-    return f"{launches_of_layer(model)} / {launches_of_layer(accelerated)}"
+    own, ours = counts_by_type(model), counts_by_type(accelerated)
+    kinds = dict.fromkeys([*own, *ours]) or [""]
+    return "; ".join(f"{kind} {own.get(kind, '-')} / {ours.get(kind, '-')}".strip() for kind in kinds)
 
 
-def launches_of_layer(model: nn.Module) -> int | str:
+def counts_by_type(model: nn.Module) -> dict[str, int]:
     try:
-        layer, _ = launches_of_last_layer(simulator, model)
+        found = launches_by_type(simulator, model)
     except (AttributeError, LookupError, TypeError, ValueError):  # no layers, or no cache for a token
-        return "-"
+        return {}
     except RuntimeError as error:
         if "same dtype" not in str(error):
             raise
-        return "-"  # its own code does not run with all weights in bfloat16
-    return sum(layer.values()) or "-"
+        return {}  # its own code does not run with all weights in bfloat16
+    return {kind: count for kind, layer in found.items() if (count := sum(layer.values()))}
 
 
 def pipeline(model: nn.Module) -> str:

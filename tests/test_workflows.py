@@ -5,7 +5,7 @@ import re
 
 import pytest
 import yaml
-from simulator.macos import SUPPORTED
+from macos import SUPPORTED
 from support.processes import REPOSITORY
 
 FOLDER = REPOSITORY / ".github" / "workflows"

@@ -25,7 +25,7 @@ def register_experts(module: Any) -> None:
 
 
 def register_quantizer(module: object) -> None:
-    from .transformers.checkpoints import quantizer  # noqa: F401
+    from .transformers.checkpoints import gguf, quantizer  # noqa: F401
 
 
 def register_models(module: Any) -> None:

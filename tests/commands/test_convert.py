@@ -163,12 +163,13 @@ def test_the_same_command_goes_on(layout, dense, tmp_path, capsys, monkeypatch):
     left = tmp_path / ".new.unfinished"
     assert f"{left} has what is complete: the same command goes on with it" in capsys.readouterr().err
     (left / "tmp123").write_text("of a process that was killed")
+    (left / "additional_chat_templates").mkdir()
     loaded = []
     load = Parts._load
     monkeypatch.setattr(Parts, "_load", lambda self, part: loaded.append(part) or load(self, part))
     assert run(dense, tmp_path / "new", *options) == 0
     again = capsys.readouterr().out
-    assert "goes on: " in again and "model.layers.0" not in loaded and "lm_head" in loaded
+    assert "goes on behind " in again and "model.layers.0" not in loaded and "lm_head" in loaded
     assert [line for line in said.splitlines() if line not in again] == []
     whole, new = tmp_path / "whole", tmp_path / "new"
     assert {path.name for path in whole.iterdir()} == {path.name for path in new.iterdir()}

@@ -23,6 +23,8 @@ import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.chat import _free_port
+from torch_moe_mps.commands.generating import Generating
+from torch_moe_mps.commands.prompts import Prompts
 from torch_moe_mps.commands.serving import server
 from torch_moe_mps.commands.sources import load
 from torch_moe_mps.transformers.quantized_states import QuantizedStates
@@ -229,6 +231,23 @@ def test_the_memory_of_kept_prompts_is_bounded(checkpoint, computed):
             del computed[:]
             create(model=str(checkpoint), messages=said(text), temperature=0, max_tokens=2)
             assert computed[0] == count
+
+
+@pytest.mark.parametrize("way", ["interrupt", "end"])
+def test_a_long_prompt_ends_with_its_piece(way, checkpoint, monkeypatch, computed):
+    """What was computed of it is kept."""
+    monkeypatch.setattr("torch_moe_mps.commands.prompts.AT_ONCE", 16)
+    generating = Generating(load(options("chat", checkpoint), str(checkpoint), "cpu"), Prompts(1 << 30))
+    ids = torch.arange(100)[None] % 26
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 3}
+    hook = generating.model.register_forward_hook(
+        lambda *_: len(computed) == 2 and getattr(generating, way)()
+    )
+    assert torch.equal(generating.generate(**given), ids) and computed == [16, 16]
+    hook.remove()
+    assert len(generating.prompts.kept[0].ids) == 32
+    if way == "interrupt":
+        assert generating.generate(**given).shape[1] == 103 and sum(computed) == 102
 
 
 @pytest.mark.parametrize("way", ["draft", "lookup"])

@@ -10,7 +10,8 @@ import torch
 if sys.platform == "darwin":
     pytest.skip("a Mac builds the extension itself", allow_module_level=True)
 
-from simulator import build, build_device, macos
+import macos
+from simulator import build, build_device
 from simulator.errors import BuildError
 
 
@@ -127,7 +128,7 @@ def declared_selectors(text: str) -> set[str]:
 
 def test_every_selector_of_our_metal_header_is_apples():
     """So that host code which compiles against it sends nothing that Apple does not have."""
-    declared = declared_selectors((macos.HERE / "metal/include/Metal/Metal.h").read_text())
+    declared = declared_selectors((build_device.HERE / "metal/include/Metal/Metal.h").read_text())
     assert len(declared) > 25 and "setFastMathEnabled:" in declared
     assert declared - macos.metal_cpp_names()[0] == set()
 

@@ -17,7 +17,7 @@ from support.processes import REPOSITORY
 if sys.platform == "darwin":
     pytest.skip("a Mac builds its own wheel", allow_module_level=True)
 
-from simulator import macos
+import macos
 
 pytestmark = pytest.mark.one_schedule
 MINORS = ("2.13", "2.14")

@@ -254,6 +254,13 @@ def test_the_time_ends_within_an_operator(new_machine, monkeypatch):
     assert machine.passed_before() == {"rms_norm f32"}
 
 
+def test_heads_that_no_operator_takes(new_machine):
+    """A module may have an attribute of that name which means something else."""
+    wide = [calls.Subject("attention", torch.float32, None, (1000, 1000))]
+    odd = [calls.Subject("rope", torch.float32, None, (15, 15))]
+    assert once.first_failures(once.checks_of(wide + odd)) == ({}, set())
+
+
 def test_a_pass_is_one_of_this_host_code(new_machine, monkeypatch, tmp_path):
     before = machine.cache_file()
     other = tmp_path / "other.so"

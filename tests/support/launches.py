@@ -2,6 +2,9 @@
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +12,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
+
+from torch_moe_mps.transformers.interface import is_experts
 
 from . import tiny_models
 
@@ -53,8 +58,11 @@ def launches(simulated, run: Callable[[], object]) -> Counter[str]:
     """Names of operators and kernels -> how often `run` launches them."""
     with torch.no_grad(), simulated.trace() as commands, Launches() as mode, AttentionIsOne(mode):
         run()
-    kernels = [line.split()[0] for line in str(commands).splitlines() if " grid " in line]
-    return mode.counts + Counter(kernels)
+    return mode.counts + kernels_of(commands)
+
+
+def kernels_of(commands: object) -> Counter[str]:
+    return Counter(line.split()[0] for line in str(commands).splitlines() if " grid " in line)
 
 
 def model_on_mps(architecture: str) -> nn.Module:
@@ -82,12 +90,48 @@ def one_token(simulated, model: nn.Module) -> Counter[str]:
     return launches(simulated, lambda: model(token, past_key_values=cache, use_cache=True))
 
 
-def launches_of_last_layer(simulated, model: nn.Module) -> tuple[Counter[str], int]:
-    """The launches of the last layer, which is removed from the model, and how many there are in all."""
-    every = one_token(simulated, model)
-    decoder = model.get_decoder()
-    decoder.layers = decoder.layers[:-1]
-    return every - one_token(simulated, model), sum(every.values())
+# What the configs of models say of each layer.
+_KINDS = ("layer_types", "layers_block_type", "indexer_types", "mlp_layer_types")
+
+
+def types_of_layers(model: nn.Module) -> list[str]:
+    """What tells the layers of a model apart, in the words of its config; "" where all are alike."""
+    decoder, config = model.get_decoder(), model.config.get_text_config()
+    count = len(decoder.layers)
+    given = [getattr(config, name, None) for name in _KINDS]
+    lists = [kinds[:count] for kinds in given if isinstance(kinds, list) and len({*kinds[:count]}) > 1]
+    if not lists:
+        sparse = [any(map(is_experts, layer.modules())) for layer in decoder.layers]
+        lists = [["sparse" if each else "dense" for each in sparse]] if len({*sparse}) > 1 else []
+    words = [[kind.removesuffix("_attention").replace("_", " ") for kind in kinds] for kinds in lists]
+    return [", ".join(dict.fromkeys(of_layer)) for of_layer in zip(*words, strict=True)] or [""] * count
+
+
+def launches_by_type(simulated, model: nn.Module) -> dict[str, Counter[str]]:
+    """{type of layer: what the last layer of this type launches for one token}."""
+    cache, token = prompted(model, [1, 2, 3, 4]), torch.tensor([[5]], device="mps")
+    found: dict[str, Counter[str]] = {}
+    inside: list[tuple[ExitStack, Any, Launches]] = []
+
+    def begin(*_: object) -> None:
+        stack = ExitStack()
+        commands, mode = stack.enter_context(simulated.trace()), stack.enter_context(Launches())
+        stack.enter_context(AttentionIsOne(mode))
+        inside.append((stack, commands, mode))
+
+    def end(kind: str, *_: object) -> None:
+        stack, commands, mode = inside.pop()
+        stack.close()
+        found[kind] = mode.counts + kernels_of(commands)
+
+    hooks = []
+    for kind, layer in zip(types_of_layers(model), model.get_decoder().layers, strict=True):
+        hooks += [layer.register_forward_pre_hook(begin), layer.register_forward_hook(partial(end, kind))]
+    with torch.no_grad():
+        model(token, past_key_values=cache, use_cache=True)
+    for hook in hooks:
+        hook.remove()
+    return found
 
 
 def launches_without_layers(simulated, model: nn.Module) -> Counter[str]:

@@ -242,18 +242,22 @@ def dequantise(packed: Tensor, scales: Tensor, biases: Tensor | None, format: st
     return values.reshape(*packed.shape[:-1], -1)
 
 
+def halves_of(bits: Tensor) -> np.ndarray:
+    return bits.cpu().numpy().view(np.float16).astype(np.float64)
+
+
 def ggml_values(codes: np.ndarray, scales: Tensor, biases: Tensor | None, format: str) -> np.ndarray:
     """Of codes [..., groups, values], with the tensors that the package keeps beside them."""
     if format.startswith("iq4"):
         codes = np.array(IQ4_NL.kvalues)[codes]
     codes = codes.astype(np.float64) - CENTRES.get(format, 0)
     if format not in INTEGERS:
-        values = codes * exact(scales)[..., None]
-        return values if biases is None else values + exact(biases)[..., None]
+        values = codes * halves_of(scales)[..., None]
+        return values if biases is None else values + halves_of(biases)[..., None]
     bits, centre, minima = INTEGERS[format]
     digits = np.unpackbits(scales.cpu().numpy(), axis=-1, bitorder="little")
     integers = digits.reshape(*codes.shape[:-1], -1, bits) @ (1 << np.arange(bits)) - centre
-    factors = exact(biases).reshape(*biases.shape[:-1], -1, 1, integers.shape[-1])
+    factors = halves_of(biases).reshape(*biases.shape[:-1], -1, 1, integers.shape[-1])
     products = integers.reshape(*factors.shape[:-2], -1, integers.shape[-1]) * factors
     products = products.reshape(integers.shape)
     values = codes * products[..., :1]

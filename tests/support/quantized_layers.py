@@ -74,18 +74,23 @@ def random_quantized(experts, rows, columns, format, dtype, seed):
     return packed.view(torch.uint32), scales.to(dtype), biases.to(dtype)
 
 
+def held(values):
+    """As the package holds halves: their bits."""
+    return values.half().view(torch.int16)
+
+
 def random_ggml_scales(groups, columns, format, seed):
     *rows, count = groups
     unit = columns**-0.5 / (64 if format.startswith("iq4") else 2 ** numbers_of(format)[0] / 4)
     if format not in INTEGERS:
-        scales = (random(groups, torch.float32, seed + 1) * unit).half()
-        return scales, (random(groups, torch.float32, seed + 2) * unit).half() if format[-1] == "1" else None
+        scales, biases = (held(random(groups, torch.float32, seed + i) * unit) for i in (1, 2))
+        return scales, biases if format[-1] == "1" else None
     bits, _, minima = INTEGERS[format]
     each = 2 if minima else 1
     generator = torch.Generator().manual_seed(seed + 1)
     octets = torch.randint(256, (*rows, count * each * bits // 8), generator=generator, dtype=torch.uint8)
     halves = random((*rows, columns // 256 * each), torch.float32, seed + 2) * unit / 2 ** (bits - 1)
-    return octets, halves.half()
+    return octets, held(halves)
 
 
 def dense(weight, format):
@@ -101,8 +106,8 @@ def lay_words(tensor, layout, device):
     if tensor.dtype == torch.uint32:
         return lay(tensor.view(torch.int32), layout, device)
     return (
-        lay(tensor.int(), layout, device).to(torch.uint8)
-        if tensor.dtype == torch.uint8
+        lay(tensor.int(), layout, device).to(tensor.dtype)
+        if tensor.dtype in (torch.uint8, torch.int16)
         else lay(tensor, layout, device)
     )
 

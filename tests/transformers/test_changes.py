@@ -11,6 +11,7 @@ from support.models import assert_close, eager, operators_of, output, prompt
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 import torch_moe_mps
 from torch_moe_mps.transformers import experts_of
@@ -242,3 +243,33 @@ def test_a_wrapped_forward_survives_restore_and_accelerate():
         calls.clear()
         check(fast, own)
         assert calls
+
+
+PATCHES = ["Qwen3MoeRMSNorm", "Qwen3MoeRotaryEmbedding", "Qwen3MoeAttention", "Qwen3MoeDecoderLayer"]
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_class_is_patched(monkeypatch, name):
+    """Whoever gives a class another forward, as profilers and kernel packages do, is heard."""
+    fast, own = pair("qwen3_moe")
+    cls = getattr(qwen3_moe, name)
+    forward, calls = cls.forward, []
+
+    def patched(self, *args, **kwargs):
+        calls.append(self)
+        out = forward(self, *args, **kwargs)
+        return tuple(x * 1.5 for x in out) if isinstance(out, tuple) and name.endswith("Embedding") else out
+
+    check(fast, own)
+    monkeypatch.setattr(cls, "forward", patched)
+    check(fast, own)
+    assert sum(call in [*fast.modules()] for call in calls) * 2 == len(calls) > 0
+
+
+def test_a_function_is_patched(monkeypatch):
+    fast, own = pair("qwen3_moe")
+    rotate = qwen3_moe.apply_rotary_pos_emb
+    before = output(fast, prompt())
+    monkeypatch.setattr(qwen3_moe, "apply_rotary_pos_emb", lambda q, k, cos, sin: rotate(q, k, sin, cos))
+    assert (output(own, prompt()) - before).abs().max() > 1e-3
+    check(fast, own)

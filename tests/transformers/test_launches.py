@@ -2,53 +2,78 @@
 
 import pytest
 from support import tiny_models
-from support.launches import launches_of_last_layer, launches_without_layers, model_on_mps
+from support.launches import launches_by_type, launches_without_layers, model_on_mps
 
 import torch_moe_mps
 
-# Launches of the last layer, and of everything outside of layers, for one token of a bfloat16 model in 4 bit.
+# Launches of each type of layer, and of everything outside of layers, for one token of a bfloat16 model in
+# 4 bit.
 MOST = {
-    "mixtral": (8, 12),
-    "qwen3_moe": (8, 12),
-    "gpt_oss": (8, 12),
-    "glm4_moe": (10, 12),
-    "deepseek_v3": (13, 12),
-    "gemma4": (15, 12),
-    "qwen3_next": (14, 12),
+    "mixtral": ({"": 8}, 12),
+    "qwen3_moe": ({"": 8}, 12),
+    "gpt_oss": ({"sliding": 8, "full": 8}, 12),
+    "glm4_moe": ({"dense": 6, "sparse": 10}, 12),
+    "deepseek_v3": ({"dense": 9, "sparse": 13}, 12),
+    "gemma4": ({"sliding": 15, "full": 15}, 12),
+    "qwen3_next": ({"linear": 15, "full": 14}, 12),
 }
-# Launches of the last layer where the model's own code runs.
+# Sparse attention whose indexers may choose all keys.
+INDEXED = {
+    "deepseek_v32": {"dense": 15, "sparse": 19},
+    "glm_moe_dsa": {"dense": 16, "sparse": 20},
+    "dots3_note": {"dense": 25, "sparse": 29},
+    "mistral_large4": {"dense": 24, "sparse": 28},
+    "axk2": {"dense": 28, "sparse": 51},
+    "hy_v4": {"dense": 67, "sparse": 71},
+}
+# Launches of each type of layer where the model's own code runs.
 OWN_CODE = {
-    "mixtral": 58,
-    "qwen3_moe": 72,
-    "gpt_oss": 76,
-    "glm4_moe": 80,
-    "deepseek_v3": 102,
-    "gemma4": 148,
-    "qwen3_next": 96,
+    "mixtral": {"": 58},
+    "qwen3_moe": {"": 72},
+    "gpt_oss": {"sliding": 76, "full": 76},
+    "glm4_moe": {"dense": 42, "sparse": 80},
+    "deepseek_v3": {"dense": 64, "sparse": 102},
+    "gemma4": {"sliding": 148, "full": 148},
+    "qwen3_next": {"linear": 119, "full": 96},
 }
+
+
+def check_types(simulated, model, most) -> dict:
+    found = launches_by_type(simulated, model)
+    assert found.keys() == most.keys()
+    for kind, layer in found.items():
+        assert sum(layer.values()) <= most[kind], (kind, dict(layer))
+    return found
 
 
 @pytest.mark.parametrize("architecture", MOST)
 def test_launches_of_a_layer(simulated, architecture):
     model = model_on_mps(architecture)
     torch_moe_mps.accelerate(model, bits=4, group_size=32)
-    layer, _ = launches_of_last_layer(simulated, model)
-    of_layer, of_others = MOST[architecture]
-    assert sum(layer.values()) <= of_layer, dict(layer)
+    of_layers, of_others = MOST[architecture]
+    check_types(simulated, model, of_layers)
     outside = launches_without_layers(simulated, model)
     assert outside["embedding_rows_affine4_32_bf16"] == 1
     assert sum(outside.values()) <= of_others, dict(outside)
 
 
-def test_launches_of_a_layer_with_linear_attention(simulated, monkeypatch):
-    """Three of four layers of Qwen3-Next have it; in the model above the last layer has softmax attention."""
-    layers = {"layer_types": ["full_attention", "linear_attention"]}
-    monkeypatch.setitem(tiny_models.EXTRA, "qwen3_next", layers)
+@pytest.mark.parametrize(
+    "architecture",
+    ["glm_moe_dsa", *(pytest.param(n, marks=pytest.mark.sweep) for n in INDEXED if n != "glm_moe_dsa")],
+)
+def test_launches_of_a_layer_with_an_indexer(simulated, architecture):
+    model = model_on_mps(architecture)
+    torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    check_types(simulated, model, INDEXED[architecture])
+
+
+def test_launches_of_a_layer_with_linear_attention(simulated):
+    """Three of four layers of Qwen3-Next have it; above, not all of its matrices are quantised."""
     with tiny_models.sizes(linear_num_value_heads=16):  # all linear layers can be quantised
         own, model = (model_on_mps("qwen3_next") for _ in range(2))
-    assert sum(launches_of_last_layer(simulated, own)[0].values()) == 119
+    assert sum(launches_by_type(simulated, own)["linear"].values()) == 119
     torch_moe_mps.accelerate(model, bits=4, group_size=32)
-    layer, _ = launches_of_last_layer(simulated, model)
+    layer = launches_by_type(simulated, model)["linear"]
     assert layer["delta_scan64_bf16"] == 1 and "index_select" not in layer
     assert sum(layer.values()) <= 11, dict(layer)
 
@@ -71,12 +96,12 @@ def test_launches_of_whole_layers_of_linear_attention(simulated, monkeypatch, ar
     with tiny_models.sizes(linear_num_heads=16, linear_head_dim=32):
         model = model_on_mps(architecture)
     torch_moe_mps.accelerate(model, bits=4, group_size=32)
-    layer, _ = launches_of_last_layer(simulated, model)
+    *_, layer = launches_by_type(simulated, model).values()
     assert sum(layer.values()) <= most, dict(layer)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("architecture", OWN_CODE)
 def test_launches_of_the_models_own_code(simulated, architecture):
-    layer, _ = launches_of_last_layer(simulated, model_on_mps(architecture))
-    assert sum(layer.values()) == OWN_CODE[architecture], dict(layer)
+    found = launches_by_type(simulated, model_on_mps(architecture))
+    assert {kind: sum(layer.values()) for kind, layer in found.items()} == OWN_CODE[architecture]

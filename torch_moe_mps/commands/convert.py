@@ -147,8 +147,10 @@ def _convert(
         form = "mlx" if options.to == "mlx" else "pt"
         shards = Shards(folder, form, _key(source, options, recipe))
         if began:
-            what = f"goes on: {len(shards.done)} parts" if shards.done else "begins anew: what other options"
-            print(f"{what} had been written before")
+            done = len(shards.done)
+            print(
+                f"goes on behind {done} parts" if done else "begins anew: what was there is of other options"
+            )
         with Parts(source, **recipe, **loading_options(options)) as parts:
             if options.to == "mlx":
                 config = json.loads((Path(source) / "config.json").read_text())

@@ -3,7 +3,7 @@
 import copy
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ class Generating:
 
     def __init__(self, model: Any, prompts: Prompts | None = None, speculation: Speculation | None = None):
         self.model, self.prompts, self.speculation = model, prompts, speculation
-        self._ended = threading.Event()
+        self._ended, self._interrupted = threading.Event(), threading.Event()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -38,9 +38,17 @@ class Generating:
         """What is generated ends with its next token, and all that is asked for later with its first."""
         self._ended.set()
 
+    def interrupt(self) -> None:
+        """What is generated now ends with its next token, or the next piece of its prompt."""
+        self._interrupted.set()
+
+    def _ends(self) -> bool:
+        return self._ended.is_set() or self._interrupted.is_set()
+
     def generate(self, streamer: Any = None, **given: Any) -> Any:
         """As the model's own `generate`, whose arguments it takes by name."""
-        steps = _Steps(self._ended, streamer)
+        self._interrupted.clear()
+        steps = _Steps(self._ends, streamer)
         given |= {"stopping_criteria": [steps], "streamer": streamer and steps}
         with ExitStack() as stack:
             if self.speculation is not None:
@@ -50,19 +58,23 @@ class Generating:
                 stack.enter_context(_sliced(self.model))
                 result = self.model.generate(**given)
             else:
-                result = self._keeping(self.prompts, given)
+                result = self._keeping(self.prompts, given, steps)
         if steps.error is not None:
             raise steps.error
         return result
 
-    def _keeping(self, prompts: Prompts, given: dict[str, Any]) -> Any:
+    def _keeping(self, prompts: Prompts, given: dict[str, Any], steps: "_Steps") -> Any:
         ids = given["input_ids"]
         prompts.read(self.model)
         kept = prompts.take(ids[0].cpu(), new_cache(self.model))
         for module in self.model.modules():
             if hasattr(module, "rope_deltas"):  # of the last prompt with images
                 module.rope_deltas = None
-        self._compute(kept, ids)
+        if not self._compute(kept, ids):
+            prompts.put(kept)
+            if steps.streamer is not None:
+                steps.end()
+            return ids
         with _sliced(self.model):
             result = self.model.generate(**given, past_key_values=kept.cache)
         tokens = getattr(result, "sequences", result)[0].cpu()
@@ -73,18 +85,19 @@ class Generating:
         return result
 
     @torch.no_grad()
-    def _compute(self, kept: Kept, ids: Tensor) -> None:
-        """Computes a prompt but for its last piece."""
+    def _compute(self, kept: Kept, ids: Tensor) -> bool:
+        """Computes a prompt but for its last piece. Returns: whether it was not ended."""
         start, prompt = len(kept.ids), ids.shape[1]
         for end in pauses(kept, prompt):
-            if self._ended.is_set():
-                return
+            if self._ends():
+                return False
             self.model(
                 input_ids=ids[:, start:end], past_key_values=kept.cache, use_cache=True, logits_to_keep=1
             )
-            start = end
+            start, kept.ids = end, ids[0, :end].cpu()
             if is_marked(end, prompt):
                 mark(kept)
+        return True
 
 
 def _can_be_kept(model: Any, given: dict[str, Any]) -> bool:
@@ -113,12 +126,12 @@ class _Steps(StoppingCriteria):
     then, with a cache that is whole.
     """
 
-    def __init__(self, ended: threading.Event, streamer: Any):
-        self.ended, self.streamer = ended, streamer
+    def __init__(self, is_ended: Callable[[], bool], streamer: Any):
+        self.is_ended, self.streamer = is_ended, streamer
         self.error: Exception | None = None
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        ends = self.ended.is_set() or self.error is not None
+        ends = self.is_ended() or self.error is not None
         return input_ids.new_full((len(input_ids),), ends).bool()
 
     def put(self, value: Tensor) -> None:

@@ -4,6 +4,7 @@ What is asked of it that it would not do, it refuses: transformers ignores such 
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -138,6 +139,8 @@ def _replacements(model_name: str, load_model: Any, made: list[Any]) -> list[tup
         def interrupt(self) -> None:
             if self.answer is not None:
                 self.answer[1].cancel()
+            if self.answering is not None:
+                self.answering.interrupt()
 
         def stop(self) -> None:
             """A thread that is still in torch when Python ends would abort the process."""
@@ -145,6 +148,8 @@ def _replacements(model_name: str, load_model: Any, made: list[Any]) -> list[tup
                 self.answering.end()
                 self.submit(lambda: None).result()
                 self.answering.prompts.write(self.answering.model)
+                if self.answering.speculation is not None:
+                    print(self.answering.speculation, file=sys.stderr)
 
     class Batches(Within, utils.CBGenerateManager):
         first: Any = None  # the settings of the first request

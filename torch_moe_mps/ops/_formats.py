@@ -11,7 +11,8 @@ of a row one after the other in 32-bit words, the first in the lowest bits, so t
 cross the ends of words. The numbers of mxfp4 and mxfp8 are those of OCP microscaling.
 
 The formats of GGUF have ggml's values in the same layout: codes q in words, and what their blocks hold beside
-them taken apart into two tensors. d and m are float16, s and n unsigned integers of a few bits.
+them taken apart into two tensors. d and m are float16, whose bits int16 tensors hold: what casts a model to a
+dtype leaves them as they are. s and n are unsigned integers of a few bits.
 
     name              bits     group  value                              scales                    biases
     q4_0, q5_0, q8_0  4, 5, 8  32     (q - 8, 16, 128) * d               d                         none
@@ -135,11 +136,11 @@ class Format:
     def scale_dtypes(self) -> tuple[torch.dtype, ...]:
         if self.is_affine:
             return ACTIVATION_DTYPES
-        return (torch.float16,) if self.name in GGUF and self.name not in INTEGERS else (torch.uint8,)
+        return (torch.int16,) if self.name in GGUF and self.name not in INTEGERS else (torch.uint8,)
 
     @property
     def bias_dtypes(self) -> tuple[torch.dtype, ...]:
-        return ACTIVATION_DTYPES if self.is_affine else (torch.float16,)
+        return ACTIVATION_DTYPES if self.is_affine else (torch.int16,)
 
     @property
     def multiple(self) -> int:
@@ -308,15 +309,19 @@ def _scaled(values: Tensor, scales: Tensor, biases: Tensor | None, format: Forma
     return values.mul_(scales.unsqueeze(-1))
 
 
+def _halves(bits: Tensor) -> Tensor:
+    return bits.contiguous().view(torch.float16).float()
+
+
 def _scales_of_ggml(scales: Tensor, biases: Tensor | None, format: Format) -> tuple[Tensor, Tensor | None]:
     """The scales and biases [..., groups] in float32."""
     integers, offset = INTEGERS.get(format.name), OFFSETS.get(format.name)
     if integers is None or biases is None:
-        factors, biases = scales.float(), None if biases is None else biases.float()
+        factors, biases = _halves(scales), None if biases is None else _halves(biases)
     else:
         each, groups = 2 if integers.minima else 1, LARGE_BLOCK // format.group_size
         numbers = _spread(scales.contiguous(), integers.bits).unflatten(-1, (-1, groups, each))
-        products = (numbers.float() - integers.centre) * biases.float().unflatten(-1, (-1, 1, each))
+        products = (numbers.float() - integers.centre) * _halves(biases).unflatten(-1, (-1, 1, each))
         factors, *minima = products.flatten(-3, -2).unbind(-1)
         biases = -minima[0] if minima else None
     return factors, biases if offset is None else -offset * factors

@@ -71,6 +71,10 @@ def sample_arguments(
     lowest = {"nvfp4": 40, "mxfp8": 118, "mxfp4": 124}
     of_blocks = format.scale_dtypes == (torch.uint8,) and format.name not in lowest
 
+    def held(size, *shape):
+        """Numbers of about a size as the format holds them: GGUF's are the bits of halves."""
+        return values(*shape) * size if format.is_affine else (values(*shape) * size).half().view(torch.int16)
+
     def scales(*groups):
         """Such that weights are about 1."""
         if of_blocks:
@@ -78,13 +82,12 @@ def sample_arguments(
         if scale_dtype == torch.uint8:
             low, count = lowest[format.name], 16 if format.name == "nvfp4" else 3
             return (low + integers(count, *groups, dtype=torch.uint8)).to(torch.uint8)
-        return values(*groups, dtype=scale_dtype) * 2.0 ** (-1 - format.bits)
+        return held(2.0 ** (-1 - format.bits), *groups)
 
     def quantized(prefix, rows, columns, experts=(E,)):
         counts = format.scales_of(columns)
         size = 2.0 ** (-6 - format.bits) if of_blocks else 0.25
-        bias_dtype = dtype if format.is_affine else torch.float16
-        biases = values(*experts, rows, counts[1], dtype=bias_dtype) * size if format.has_biases else None
+        biases = held(size, *experts, rows, counts[1]) if format.has_biases else None
         return {
             f"{prefix}packed": integers(2**31, *experts, rows, format.words(columns), dtype=torch.int32),
             f"{prefix}scales": scales(*experts, rows, counts[0]),

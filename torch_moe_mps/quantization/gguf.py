@@ -28,7 +28,7 @@ def _nibbles(octets: Tensor, length: int) -> Tensor:
 
 
 def _halves(octets: Tensor) -> Tensor:
-    return octets.contiguous().view(torch.float16)
+    return octets.contiguous().view(torch.int16)
 
 
 def _q4(blocks: Tensor, count: int) -> Parts:

@@ -170,13 +170,15 @@ def _failing(
 def _heads(model: nn.Module) -> dict[str, set[tuple[int, int]]]:
     """{operator: widths of heads of queries and keys, and of values}, as far as modules name them. What they
     do not name is compared before its first call."""
-    named = {"linear_attention_": ("head_k_dim", "head_v_dim")}
+    linear = [("head_k_dim", "head_v_dim")]
+    softmax = [("head_dim", "head_dim"), ("qk_head_dim", "v_head_dim")]
     found: dict[str, set[tuple[int, int]]] = {operator: set() for operator in OF_HEADS}
     for module in model.modules():
         for operator, heads in found.items():
-            q, v = (getattr(module, name, None) for name in named.get(operator, ("head_dim", "head_dim")))
-            if isinstance(q, int) and isinstance(v, int):
-                heads.add((q, v))
+            for names in linear if operator == "linear_attention_" else softmax:
+                q, v = (getattr(module, name, None) for name in names)
+                if isinstance(q, int) and isinstance(v, int):
+                    heads.add((q, v))
     return found
 
 

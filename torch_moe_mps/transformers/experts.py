@@ -15,7 +15,7 @@ from ..quantization import TENSORS
 from .interface import Experts, formats_of, is_quantized, projections
 from .rewriting.program.formulas import Node, evaluate, inline, operation_of
 from .rewriting.program.patterns import match
-from .rewriting.program.programs import Unsupported
+from .rewriting.program.programs import Unsupported, is_patched
 from .rewriting.program.reads import holds, kept, record, recording
 from .rewriting.program.straightening import straighten
 from .rewriting.record import RECORD, record_of
@@ -109,10 +109,10 @@ def _in_autocast(x: Tensor) -> bool:
 
 
 def is_observed(*modules: nn.Module) -> bool:
-    """Whether a hook, or a forward of the instance, sees or changes what a module gets or returns."""
+    """Whether a hook, or a forward that its class did not have, sees or changes what a module does."""
     for module in modules:
         own = module.__dict__
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own or is_patched(type(module)):
             return True
     return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 

@@ -28,7 +28,7 @@ void compute(const c10::OperatorHandle& op, Stack* stack) {
   at::native::cpu_fallback(op, stack);
 }
 
-// Operators of other libraries must bring a kernel for MPS: one of moe_mps that is missing has to fail.
+// Operators of other libraries must bring a kernel for MPS: one that is missing has to fail.
 void fall_back(const c10::OperatorHandle& op, Stack* stack) {
   const std::string& name = op.schema().name();
   const bool is_torch = name.starts_with("aten::") || name.starts_with("prims::");

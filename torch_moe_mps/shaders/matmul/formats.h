@@ -298,7 +298,7 @@ struct SmallScales {
   static constant constexpr int kHalves = kMins ? 2 : 1;
   static constant constexpr int kGroupBits = kBits * kHalves, kUnitBits = kGroupBits * (kUnit / kGroup);
   struct Loaded {
-    uint integers;
+    ushort integers;
     half factor, min_factor;
   };
 
@@ -312,7 +312,7 @@ struct SmallScales {
   // A row begins with a whole block, so that what depends on the column is the same for all rows of a lane.
   template <int N>
   Loaded load(uint unit, uint column) const {
-    uint own;
+    ushort own;
     if constexpr (kUnitBits == 16) {
       own = reinterpret_cast<device const ushort*>(integers)[unit + column / kUnit];
     } else {  // in two bytes
@@ -320,7 +320,7 @@ struct SmallScales {
       const uint in_row = kUnitBits == 12 ? column / kUnit * 3 / 2 : column / 128 * 3 + part / 2;
       const uint shift = kUnitBits == 12 ? part % 2 * 4 : part * 6 - part / 2 * 8;
       device const uchar* bytes = integers + (unit * kUnitBits / 8 + in_row);
-      own = (uint(bytes[0]) | uint(bytes[1]) << 8) >> shift;
+      own = ushort((uint(bytes[0]) | uint(bytes[1]) << 8) >> shift);
     }
     if (N == kGroup && kGroup < kUnit) own >>= column / kGroup % 2 * kGroupBits;
     const uint block = unit / 8 + column / 256;

@@ -1,6 +1,7 @@
 """The files of a checkpoint: finds existing ones, and writes new ones piece by piece."""
 
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ class Shards:
             _, self._names, self._total, self.done = stored
         complete = {state, *map(self._file, range(1, len(self._names) + 1))}
         for file in {*folder.glob("*")} - complete:
-            file.unlink()
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
         self._known = {name for names in self._names for name in names}
 
     def add(self, name: str, tensor: Tensor) -> None:

@@ -16,7 +16,7 @@ from ..checked import refusal
 from ..experts import runs_own_code
 from ..interface import is_experts
 from .program.formulas import is_pure
-from .program.programs import CLASS_MARK, FORWARD, Unsupported, original_class
+from .program.programs import CLASS_MARK, FORWARD, OWN_FORWARD, Unsupported, original_class
 from .program.reads import holds, kept, recording
 from .program.straightening import straighten
 from .record import NOTHING, RECORD, record_of
@@ -111,6 +111,8 @@ def _rewritten_class(original: type[nn.Module], rewritten: Callable) -> type[nn.
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A module without a record was restored, and a wrapper that a user put on before still calls this.
         # FSDP2, a parametrisation or a user may have put a class on top, which knows the original forward.
+        if original.forward is not own:  # somebody has patched the class
+            return original.forward(self, *args, **kwargs)
         record = self.__dict__.get(RECORD, NOTHING)
         own_code = type(self) is not cls or record.reads is None
         changed = record.reads and not holds(self)
@@ -132,6 +134,7 @@ def _rewritten_class(original: type[nn.Module], rewritten: Callable) -> type[nn.
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         CLASS_MARK: original,
+        OWN_FORWARD: (original, own),
     }
     cls: type[nn.Module] = type(original.__name__, (original,), members)
     setattr(cls, FORWARD, (cls, (rewritten, frozenset(rewritten.__kwdefaults__ or ()))))

@@ -22,6 +22,7 @@ from .. import runtime
 
 # Attributes of the subclasses that rewriting makes: the class before; itself, its forward and its options.
 CLASS_MARK, FORWARD = "_moe_mps_original_class", "_moe_mps_forward"
+OWN_FORWARD = "_moe_mps_own_forward"  # that class, and the forward that it had when it was rewritten
 _NONE: tuple[None, frozenset[str]] = (None, frozenset())
 
 # Names in rewritten forwards for the dictionaries of a module.
@@ -33,6 +34,12 @@ IsPure: TypeAlias = Callable[[ast.expr, nn.Module], bool]
 
 class Unsupported(Exception):
     """The forward cannot be turned into a straight-line program; the message says why."""
+
+
+def is_patched(cls: type) -> bool:
+    """Whether the class beneath a rewritten one has got another forward since."""
+    original, own = getattr(cls, OWN_FORWARD, (None, None))
+    return original is not None and original.forward is not own
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

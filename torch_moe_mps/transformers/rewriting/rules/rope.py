@@ -34,12 +34,14 @@ _NORMED = {"NORM(X)": "X", "NORM(X).transpose(1, 2)": "X.transpose(1, 2)"}
 class RopeForm(NamedTuple):
     """How a function rotates, for tables cos and sin as wide as a head and half as wide (None: it cannot).
 
-    `heads_dim`: where q and k have their heads, 1 or 2. `options`: what the function gets by name.
+    `heads_dim`: where q and k have their heads, 1 or 2. `identity`: of the function, which may be another one
+    later. `options`: what the function gets by name.
     """
 
     heads_dim: int
     wide: tuple | None
     narrow: tuple | None
+    identity: int
     options: tuple[tuple[str, Any], ...]
 
 
@@ -85,7 +87,7 @@ def rope_form(
             _turn_of(function, tensors, dict(options), heads_dim, width, is_complex) for width in widths
         )
         if wide or narrow:
-            return RopeForm(heads_dim, wide, narrow, options)
+            return RopeForm(heads_dim, wide, narrow, id(function), options)
     return None
 
 
@@ -116,7 +118,7 @@ def _turn_of(
 
 def _turn(form: tuple, dimensions: int, width: int, cos: Tensor) -> tuple | None:
     """How a form rotates for these tables and heads: a partial rotation is one for narrow tables."""
-    _, wide, narrow, _ = form
+    _, wide, narrow, *_ = form
     if cos.dim() != 3 or dimensions != 4:
         return None
     if cos.shape[-1] == width:
@@ -182,6 +184,8 @@ class Rotation(NamedTuple):
         None where the model's own function has to run.
         """
         q, k, last = self.q, self.k, self.last
+        if self.form[3] != id(self.function):
+            return None
         if q.dtype is torch.float64 or (k is not None and k.dtype is not q.dtype):
             return None
         cos, sin = _real(self.cos) if self.sin is None else (self.cos, self.sin)

@@ -1,4 +1,4 @@
-"""Checks without a Mac that the host code builds for one: `python -m simulator.macos [--all | VERSION ...]`.
+"""Checks without a Mac that the host code builds for one: `scripts/check_macos [--all | VERSION ...]`.
 
 Every .mm of csrc is compiled for arm64-macos against the headers of PyTorch's macOS wheel and linked against
 its libraries, in which every symbol of torch has to be found; every Objective-C selector and class that the
@@ -22,14 +22,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from .build import locked, tool
-from .build_device import HERE, compile_once, precompiled, run
-from .errors import BuildError
+from simulator.build import locked, tool
+from simulator.build_device import compile_once, precompiled, run
+from simulator.errors import BuildError
 
 DEFAULT = "2.13.0"
 # The minor versions of torch that the package supports: a wheel has an extension for each.
 SUPPORTED = ("2.13", "2.14", "2.15")
-SOURCES = HERE.parents[1] / "torch_moe_mps" / "csrc"
+SOURCES = Path(__file__).parents[1] / "torch_moe_mps" / "csrc"
 METAL_CPP = "mlx-metal==0.32.4"
 TARGET = "aarch64-macos.14.0"
 DYLIBS = ("torch_cpu", "torch", "c10")
