@@ -1,6 +1,7 @@
 """What a new user tries with a quantised model: it works, or one line says what to do instead."""
 
 import copy
+import functools
 import json
 
 import accelerate
@@ -129,9 +130,9 @@ def test_offloading_while_loading_is_one_line(options, folder, tmp_path):
         )
 
 
-def lora(model):
+def adapt(targets, model):
     peft = pytest.importorskip("peft")
-    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, r=2))
 
 
 def prompt_tuning(model):
@@ -142,7 +143,11 @@ def prompt_tuning(model):
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (lora, "moe_mps: a LoRA adapter must be on dense weights, got quantised ones; merge_and_unload"),
+        (functools.partial(adapt, ["q_proj"]), "Target module QuantizedLinear("),
+        (
+            functools.partial(adapt, "all-linear"),
+            "moe_mps: an adapter of all-linear must be on dense weights, got quantised ones; merge",
+        ),
         (
             prompt_tuning,
             "moe_mps: prompt tuning must be on dense weights, got quantised ones; tune the dense",

@@ -7,17 +7,21 @@ from ..linears import QuantizedLayer
 
 
 def refuse_quantized(peft_model: Any) -> None:
-    """Patches the module `peft.peft_model`: LoRA needs dense layers, prompt tuning a dense embedding."""
-    from peft.tuners.lora import LoraModel
+    """Patches what PEFT does not refuse itself: "all-linear", which would leave out the quantised layers,
+    and prompt tuning, which needs a dense embedding.
+    """
+    from peft.tuners.tuners_utils import BaseTuner
 
-    lora: Any = LoraModel
-    create, prompts = lora._create_new_module, peft_model.PeftModel._setup_prompt_encoder
+    tuner: Any = BaseTuner
+    inject, prompts = tuner.inject_adapter, peft_model.PeftModel._setup_prompt_encoder
 
-    @functools.wraps(create)
-    def _create_new_module(config: Any, adapter: str, target: Any, **kwargs: Any) -> Any:
-        if isinstance(target, QuantizedLayer):
-            _fail("a LoRA adapter", "merge_and_unload() it into the dense model")
-        return create(config, adapter, target, **kwargs)
+    @functools.wraps(inject)
+    def inject_adapter(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        targets = getattr(self.peft_config[adapter_name], "target_modules", None)
+        is_all = isinstance(targets, str) and targets.lower() == "all-linear"
+        if is_all and any(isinstance(module, QuantizedLayer) for module in model.modules()):
+            _fail("an adapter of all-linear", "merge_and_unload() it into the dense model")
+        return inject(self, model, adapter_name, *args, **kwargs)
 
     @functools.wraps(prompts)
     def _setup_prompt_encoder(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -26,7 +30,7 @@ def refuse_quantized(peft_model: Any) -> None:
             _fail("prompt tuning", "tune the dense model, or quantise with embedding_bits=None")
         return prompts(self, *args, **kwargs)
 
-    lora._create_new_module = staticmethod(_create_new_module)
+    tuner.inject_adapter = inject_adapter
     peft_model.PeftModel._setup_prompt_encoder = _setup_prompt_encoder
 
 
