@@ -779,6 +779,42 @@ mxfp8: rows 45 normed 47.5 few 95 few_split 106 down 53.5 down_few 86.5 gemm8 68
 nvfp4: rows 33.5 normed 35.5 few 72.5 few_split 83.5 down 42 down_few 75 gemm8 64.5 gemm32 90
   gemm16_split 73 gemm32_split 109 embedding 35 heads 34.5 heads_rows_few 56.5 heads_columns 43
   heads_columns_few 62.5
+q4_0: rows 39.5 normed 41.5 few 85 few_split 96 down 48 down_few 83.5 gemm8 64.5 gemm32 90
+  gemm16_split 89 gemm32_split 125 embedding 35 heads 40.5 heads_rows_few 65 heads_columns 43
+  heads_columns_few 62.5
+q4_1: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 66.5 gemm32 92
+  gemm16_split 87 gemm32_split 123 embedding 35 heads 43.5 heads_rows_few 68 heads_columns 45
+  heads_columns_few 64.5
+q5_0: rows 41.5 normed 43.5 few 89 few_split 100 down 50 down_few 85.5 gemm8 76 gemm32 106
+  gemm16_split 89 gemm32_split 125 embedding 51 heads 42.5 heads_rows_few 67 heads_columns 62
+  heads_columns_few 96.5
+q5_1: rows 44.5 normed 46.5 few 93 few_split 104 down 53 down_few 88.5 gemm8 78 gemm32 108
+  gemm16_split 89 gemm32_split 125 embedding 51 heads 45.5 heads_rows_few 70 heads_columns 64
+  heads_columns_few 98.5
+q8_0: rows 45.5 normed 47.5 few 95.5 few_split 106.5 down 54 down_few 88 gemm8 68.5 gemm32 94
+  gemm16_split 97 gemm32_split 114 embedding 43 heads 46.5 heads_rows_few 69.5 heads_columns 44
+  heads_columns_few 63.5
+q2_k: rows 54.5 normed 55.5 few 108.5 few_split 119.5 down 63 down_few 106 gemm8 75.5 gemm32 101
+  gemm16_split 111 gemm32_split 128 embedding 38 heads 55.5 heads_rows_few 87.5 heads_columns 49.5
+  heads_columns_few 69
+q3_k: rows 45 normed 47.5 few 94 few_split 104 down 53.5 down_few 89.5 gemm8 81 gemm32 111
+  gemm16_split 92 gemm32_split 128 embedding 52 heads 46 heads_rows_few 71 heads_columns 65.5
+  heads_columns_few 100
+q4_k: rows 47.5 normed 49.5 few 98 few_split 108 down 56 down_few 91.5 gemm8 72.5 gemm32 98
+  gemm16_split 96 gemm32_split 113 embedding 36 heads 48.5 heads_rows_few 73 heads_columns 47.5
+  heads_columns_few 67
+q5_k: rows 49.5 normed 51.5 few 102 few_split 112 down 58 down_few 93.5 gemm8 85 gemm32 115
+  gemm16_split 96 gemm32_split 113 embedding 52 heads 50.5 heads_rows_few 75 heads_columns 66.5
+  heads_columns_few 101
+q6_k: rows 48.5 normed 50.5 few 100.5 few_split 111.5 down 57 down_few 92 gemm8 77.5 gemm32 103
+  gemm16_split 103 gemm32_split 120 embedding 44 heads 49.5 heads_rows_few 73.5 heads_columns 48.5
+  heads_columns_few 68
+iq4_nl: rows 42.5 normed 43.5 few 91.5 few_split 102.5 down 51 down_few 80 gemm8 65.5 gemm32 91
+  gemm16_split 85.5 gemm32_split 113.5 embedding 43 heads 43.5 heads_rows_few 61.5 heads_columns
+  45.5 heads_columns_few 65
+iq4_xs: rows 49.5 normed 50.5 few 101.5 few_split 110.5 down 58 down_few 87 gemm8 73.5 gemm32 99
+  gemm16_split 93.5 gemm32_split 121.5 embedding 44 heads 50.5 heads_rows_few 68.5 heads_columns 51
+  heads_columns_few 69.5
 affine4_64: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
   gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5 heads_rows_few 68 heads_columns 45.5
   heads_columns_few 65

@@ -93,9 +93,8 @@ def heads_quantized(
         x: [B, T, Hq, C], or [B, T, Hq, R] with `transposed`; float32, float16 or bfloat16; any strides.
         packed: [Hq, R, C * bits / 32], uint32 or the same bits as int32. As the weight of heads_mm it may be
             some of each head's rows in a matrix; likewise `scales` and `biases`, the same rows.
-        scales: [Hq, R, C / group size], float32, float16 or bfloat16 in affine formats, else uint8.
-        biases: like `scales` in affine formats, else None.
-        format: its name, as for expert_qmm. C must be a multiple of its group size.
+        scales, biases: of the rows [Hq, R, C], as expert_qmm's of [E, N, H].
+        format: its name, as for expert_qmm; so is the multiple that C must be.
         transposed, tail: as for heads_mm.
 
     Returns: [B, T, Hq, R], or [B, T, Hq, C + N], in the dtype of `x`; dequantised and accumulated in float32.

@@ -66,10 +66,9 @@ def linear_quantized(
     Args:
         x: [..., C], float32, float16 or bfloat16.
         packed: [N, C * bits / 32], uint32 or the same bits as int32.
-        scales: [N, C / group size], float32, float16 or bfloat16 in affine formats, else uint8.
-        biases: like `scales` in affine formats, else None.
+        scales, biases: of the rows [N, C], as expert_qmm's of [E, N, H].
         bias: [N], float32, float16 or bfloat16: of the layer, not of the format.
-        format: its name, as for expert_qmm. C must be a multiple of its group size.
+        format: its name, as for expert_qmm; so is the multiple that C must be.
         residual: [..., N] in the dtype of `x`.
         order: [N], int32, the numbers from 0 to N - 1: out[..., order[n]] has row n of the weight and `bias`.
         norm_weight: [C], float32, float16 or bfloat16. With it norm(x) is rms(x) * (norm_weight +
@@ -159,11 +158,10 @@ def mlp_quantized(
         x: [..., H], float32, float16 or bfloat16.
         gate_up_packed: [2I, H * bits / 32] ([I, ...] when not gated), uint32 or the same bits as int32: the
             rows of the gate, then those of the up projection.
-        gate_up_scales, gate_up_biases: [2I, H / group size], float32, float16 or bfloat16 in affine formats,
-            else uint8 and None.
+        gate_up_scales, gate_up_biases: of the rows [2I, H], as expert_qmm's of [E, N, H].
         down_packed: [H, I * bits / 32].
-        down_scales, down_biases: [H, I / group size].
-        format: its name, as for expert_qmm. H and I must be multiples of its group size.
+        down_scales, down_biases: of the rows [H, I].
+        format: its name, as for expert_qmm; so are the multiples that H and I must be.
         gate_up_bias, down_bias: [2I] ([I] when not gated) and [H]: the layer's, not the format's.
         activation, alpha, limit, gated, interleaved: as for moe_experts.
         residual: [..., H] in the dtype of `x`.
@@ -207,8 +205,7 @@ def embedding_quantized(
     Args:
         ids: [...], int32 or int64. An id outside [0, V) reads nothing and gives a row of zeros.
         packed: [V, C * bits / 32], uint32 or the same bits as int32.
-        scales: [V, C / group size], float32, float16 or bfloat16 in affine formats, else uint8.
-        biases: like `scales` in affine formats, else None.
+        scales, biases: of the rows [V, C], as expert_qmm's of [E, N, H].
         format: its name, as for expert_qmm.
         dtype: of the result: float32, float16 or bfloat16.
 

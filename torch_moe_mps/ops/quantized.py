@@ -55,13 +55,17 @@ def expert_qmm(
         x: [T, H] or [T, K, H], float32, float16 or bfloat16. On Metal an infinite element may give NaN where
             the formula gives infinity: affine codes, scales and biases are multiplied by it separately.
         packed: [E, N, H * bits / 32], uint32 or the same bits as int32.
-        scales: [E, N, H / group size], float32, float16 or bfloat16 in affine formats, else uint8.
-        biases: like `scales` in affine formats, else None.
+        scales: [E, N, H / group size]: float32, float16 or bfloat16 in affine formats; uint8 in mxfp4, mxfp8
+            and nvfp4; int16, the bits of a float16, in q4_0, q4_1, q5_0, q5_1, q8_0 and iq4_nl. In the other
+            types of GGUF a stream of small integers, uint8 [E, N, H * n / 256], with n = 16 in q2_k and q6_k,
+            12 in q3_k, q4_k and q5_k, and 6 in iq4_xs.
+        biases: like `scales` in affine formats, q4_1 and q5_1; int16, the bits of float16 factors, [E, N,
+            H * 2 / 256] in q2_k, q4_k and q5_k and [E, N, H / 256] in q3_k, q6_k and iq4_xs; else None.
         ids: [T, K] with K <= 64, int32 or int64. An id outside [0, E) reads nothing and gives a row of zeros.
         format: "affine4_64" for affine codes of 4 bits in groups of 64; also 2, 3, 5, 6 or 8 bits and groups
-            of 32 or 128; "mxfp4" and "mxfp8" in groups of 32, "nvfp4" in groups of 16. H must be a multiple
-            of the group size. Or a type of GGUF, such as "q4_k": _formats.py has their scales and biases; of
-            those with blocks of 256, H must be a multiple of 256.
+            of 32 or 128; "mxfp4" and "mxfp8" in groups of 32, "nvfp4" in groups of 16; or a type of GGUF,
+            such as "q4_k", whose values _formats.py defines. H must be a multiple of the group size, and of
+            256 where scales are small integers.
         bias: [E, N], float32, float16 or bfloat16: of the layer, not of the format.
 
     Returns: [T, K, N] in the dtype of `x`; dequantised and accumulated in float32. For more than 32 tokens
@@ -116,11 +120,10 @@ def moe_experts_quantized(
 
     Args:
         gate_up_packed: [E, 2I, H * bits / 32] ([E, I, ...] when not gated), uint32 or the same bits as int32.
-        gate_up_scales, gate_up_biases: [E, 2I, H / group size], float32, float16 or bfloat16 in affine
-            formats, else uint8 and None.
+        gate_up_scales, gate_up_biases: of the rows [E, 2I, H], as expert_qmm's of [E, N, H].
         down_packed: [E, H, I * bits / 32].
-        down_scales, down_biases: [E, H, I / group size].
-        format: its name, as for expert_qmm. H and I must be multiples of its group size.
+        down_scales, down_biases: of the rows [E, H, I].
+        format: its name, as for expert_qmm; so are the multiples that H and I must be.
         down_format: of the down weights if they have another format. None means as for gate and up.
         gate_up_bias, down_bias: [E, 2I] ([E, I] when not gated) and [E, H]: the layer's, not the format's.
         x, ids, weights, activation, alpha, limit, gated, interleaved, shared_gate, shared_out, residual,

@@ -341,7 +341,7 @@ struct SmallScales {
   static ScaleAndBias of(Loaded loaded, int group) {
     if constexpr (kMins) {
       const half2 both = two(loaded.integers >> (group * kGroupBits));
-      return {float(loaded.factor) * float(both.x), -(float(loaded.min_factor) * float(both.y))};
+      return {float(loaded.factor) * float(both.x), -(float(both.y) * float(loaded.min_factor))};
     } else {
       const float scale = float(loaded.factor) * float(two(loaded.integers)[group]);
       return {scale, -float(kOffset) * scale};
@@ -576,7 +576,7 @@ struct LevelCodes {
 
   template <int N>
   struct Chunk {
-    Words<N / 8> words;
+    vec<uint, N / 8> words;  // as Words, LLVM holds them in 64 bits and in 32 at once
     typename Scales::Loaded scales;
   };
 
@@ -590,13 +590,15 @@ struct LevelCodes {
   Row row(uint number) const { return rows.row(number); }
   template <int N>
   Chunk<N> load(Row row, uint column, uint) const {
-    return {rows.template load<N>(row, column), scales.template load<N>(row.unit, column)};
+    device const uint* words = rows.words + (row.word + column / 8);
+    return {*reinterpret_cast<device const vec<uint, N / 8>*>(words),
+            scales.template load<N>(row.unit, column)};
   }
 
   static FragmentElement place_of(int value) { return {value / 2, value % 2}; }
   template <int N>
   static half2 levels(Chunk<N> chunk, int number) {
-    return as_type<half2>(kLevelPairs[chunk.words.v[number / 4] >> (number % 4 * 8) & 0xff]);
+    return as_type<half2>(kLevelPairs[chunk.words[number / 4] >> (number % 4 * 8) & 0xff]);
   }
 
   static Pack<kPackSize> codes(Chunk<kValues> chunk, int pack) {
