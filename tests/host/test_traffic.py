@@ -117,7 +117,8 @@ class Layer:
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         x, routing = tensor(len(ids), self.hidden), torch.rand(ids.shape).to("mps")
         operator = ops.moe_experts_quantized if self.format else ops.moe_experts
-        return operator(x, *self.gate_up, *self.down, ids.to("mps"), routing, *(self.format or ()))
+        format = [self.format] if self.format else []
+        return operator(x, *self.gate_up, *self.down, ids.to("mps"), routing, *format)
 
     def check_read(self, dispatch, parts: list[torch.Tensor], experts: int, times: int) -> None:
         """Every byte of the matrices of `experts` experts is read, and at most `times` experts' bytes in all.
