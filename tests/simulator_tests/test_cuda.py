@@ -24,10 +24,8 @@ from simulator.errors import ShaderError
 from support.processes import REPOSITORY
 
 SHADERS = REPOSITORY / "torch_moe_mps" / "shaders"
-LIBRARIES = [
-    f"{file}_f16" for file in ("attention", "combine", "experts", "linear_attention", "norms", "rope")
-]
-LIBRARIES += ["routing_f16"]
+LIBRARIES = ["attention_f16", "attention_selected_f16", "combine_f16", "experts_f16", "index_f16"]
+LIBRARIES += ["linear_attention_f16", "norms_f16", "rope_f16", "routing_f16"]
 LIBRARIES += ["bucket_i32", "quantized_affine4_64_f16", "quantized_affine3_32_bf16", "quantized_nvfp4_f32"]
 LIBRARIES += ["tensor_units_affine4_64_f16"]
 UNBOUNDED = ["routing_f16"]  # a simdgroup a row, as many registers as it takes

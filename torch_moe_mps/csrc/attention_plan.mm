@@ -31,8 +31,9 @@ int64_t query_bytes(const AttentionShape& shape, const Kernel& kernel) {
   return kernel.queries * ceil_div(shape.width, kQueryColumns) * kQueryColumns * kernel.element;
 }
 
-// With values over 256, there is a kernel of 16 queries only for a token without a mask, in 16 bits; where it
-// has as many queries to fill up as blocks of 8, it takes 11 to 24 % less by the cost model (M1 Max, M4 Max).
+// With values over 256, there is a kernel of 16 queries only for a token without a mask, in 16 bits. Where it
+// has no more queries to fill up than blocks of 8, it reads latents half as often: 39.0 us of issue in place
+// of 43.9 by the cost model (M1 Max, 128 heads, 1,024 keys).
 bool has_more_queries(const AttentionShape& shape, const Kernel& more) {
   if (shape.queries() <= kFewQueries || query_bytes(shape, more) > kQueryBytes) return false;
   if (more.element == sizeof(float)) return true;

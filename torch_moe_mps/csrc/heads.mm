@@ -29,6 +29,7 @@ Tensor readable(const Tensor& x) {
 // Rows of a stack [Hq, rows, columns] that follow each other, from a head to the next; 0 if it has to be
 // copied.
 int64_t rows_between_heads(const Tensor& stack) {
+  if (stack.numel() == 0) return 1;
   const int64_t columns = stack.size(2),
                 between = stack.size(0) == 1 ? stack.size(1) : stack.stride(0) / columns;
   const bool rows_follow = stack.stride(2) == 1 && (stack.size(1) == 1 || stack.stride(1) == columns);
