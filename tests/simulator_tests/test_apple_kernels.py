@@ -169,7 +169,8 @@ def combine(dtype: torch.dtype) -> Iterator[Call]:
     yield "weighted_sum_stacked", lambda: ops.weighted_sum_stacked(slots, weights), {}, n
     call = lambda: ops.weighted_sum_residual_norm_stacked_(x, slots, weights, norm, 1e-6)  # noqa: E731
     yield "weighted_sum_residual_norm_stacked_", call, {}, n
-    *_, last = dense(dtype)  # of many tokens: their sum is a dispatch of its own
+    # Of many tokens: their sum is a dispatch of its own.
+    *_, last = (each for each in dense(dtype) if each[0].startswith("transposed"))
     label, call, _, elements = last
     yield label, call, {}, elements
 

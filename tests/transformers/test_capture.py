@@ -69,8 +69,15 @@ def assert_equal(results: list[torch.Tensor], expected: list[torch.Tensor]) -> N
 UNCAPTURED = {"glm5_next": "nonzero", "qwen4_exp": "nonzero", "minimax": "MiniMaxCache"}
 
 
+# One classifies tokens without a cache, the other's own code does not run in bfloat16.
+WITHOUT_TOKENS = {"openai_privacy_filter", "inkling2"}
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize("architecture", [*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES])
+@pytest.mark.parametrize(
+    "architecture",
+    sorted({*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES} - WITHOUT_TOKENS),
+)
 @torch.no_grad()
 def test_every_architecture(architecture, device):
     with tiny_models.sizes(q_lora_rank=32, kv_lora_rank=32, shared_expert_intermediate_size=64):
@@ -462,7 +469,10 @@ def test_generate(device):
             torch.manual_seed(0)
             results.append(each.generate(input_ids=ids, attention_mask=mask, **options).cpu())
         assert torch.equal(*results), options
-        assert captures.programs, (options, str(captures))
+        if "cache_implementation" in options:  # generate() makes the masks of static caches itself
+            assert "is a CausalMask" in str(captures)
+        else:
+            assert captures.programs, (options, str(captures))
 
 
 @torch.no_grad()

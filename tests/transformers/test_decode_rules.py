@@ -140,6 +140,8 @@ def test_form_of_rotary_functions(name, architecture):
     if form is None:
         assert name.endswith("vision")
         return
+    own_code = lambda *args: pytest.fail("fell back")  # noqa: E731
+    form = form._replace(identity=id(own_code))
     for turn, width in ((form.wide, 32), (form.narrow, 16)):
         if turn is None:
             continue
@@ -151,7 +153,7 @@ def test_form_of_rotary_functions(name, architecture):
         own = (torch.complex(cos, sin),) if takes_complex else (cos, sin)
         expected = function(*inputs, *own)
         q, k = (*inputs, None)[:2]
-        result = rope.rope(lambda *args: pytest.fail("fell back"), form, q, k, *(*own, None)[:2])
+        result = rope.rope(own_code, form, q, k, *(*own, None)[:2])
         for a, b in zip(*((x,) if k is None else x for x in (result, expected)), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
