@@ -83,14 +83,12 @@ def test_every_architecture(architecture, device):
     with tiny_models.sizes(q_lora_rank=32, kv_lora_rank=32, shared_expert_intermediate_size=64):
         model = accelerated(architecture, device, torch.bfloat16, bits=4, group_size=32)
     own = without_capture(copy.deepcopy(model))
-    results = []
+    results, ids = [], prompt(1, PROMPT).to(device)
     for each in (model, own):
         try:
-            cache = each(
-                prompt().to(device), past_key_values=DynamicCache(config=each.config)
-            ).past_key_values
+            cache = each(ids, past_key_values=DynamicCache(config=each.config)).past_key_values
         except ValueError:  # from a model with a cache of its own
-            cache = each(prompt().to(device)).past_key_values
+            cache = each(ids).past_key_values
         tokens = torch.arange(3, 9, device=device).view(-1, 1, 1)
         results.append([each(token, past_key_values=cache)[0].cpu() for token in tokens])
     assert_equal(*results)
