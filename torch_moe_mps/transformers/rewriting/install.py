@@ -74,7 +74,7 @@ def _is_on_top(module: nn.Module) -> bool:
 def restore_module(module: nn.Module) -> None:
     """The module as it was before `rewrite`; beneath another class its own code runs anyway."""
     drop_forward_of_class(module)
-    if CLASS_MARK in vars(type(module)):
+    if _is_on_top(module):
         _set_class(module, original_class(module))
     record = module.__dict__.pop(RECORD, NOTHING)
     if record.previous:  # for `restore`, which changes configs back
@@ -109,10 +109,10 @@ def _rewritten_class(original: type[nn.Module], rewritten: Callable) -> type[nn.
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # A module without a record was restored, and a wrapper that a user put on before still calls this.
-        # FSDP2, a parametrisation or a user may have put a class on top, which knows the original forward.
         if original.forward is not own:  # somebody has patched the class
             return original.forward(self, *args, **kwargs)
+        # A module without a record was restored, and a wrapper that a user put on before still calls this.
+        # FSDP2, a parametrisation or a user may have put a class on top, which knows the original forward.
         record = self.__dict__.get(RECORD, NOTHING)
         own_code = type(self) is not cls or record.reads is None
         changed = record.reads and not holds(self)
