@@ -340,8 +340,9 @@ class Terminal:
 
     def rest(self) -> tuple[int, str]:
         """The exit code, and what is shown until the end."""
+        end = time.monotonic() + 90
         while self._read():
-            pass
+            assert time.monotonic() < end, self.shown
         return self.process.wait(60), self.shown
 
 
