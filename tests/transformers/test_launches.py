@@ -15,13 +15,13 @@ MOST = {
     "glm4_moe": ({"dense": 6, "sparse": 10}, 12),
     "deepseek_v3": ({"dense": 9, "sparse": 13}, 12),
     "gemma4": ({"sliding": 15, "full": 15}, 12),
-    "qwen3_next": ({"linear": 15, "full": 14}, 12),
+    "qwen3_next": ({"linear": 11, "full": 14}, 12),
 }
 # Sparse attention whose indexers may choose all keys.
 INDEXED = {
     "deepseek_v32": {"dense": 15, "sparse": 19},
     "glm_moe_dsa": {"dense": 16, "sparse": 20},
-    "dots3_note": {"dense": 25, "sparse": 29},
+    "dots3_note": {"dense": 24, "sparse": 28},
     "mistral_large4": {"dense": 24, "sparse": 28},
     "axk2": {"dense": 28, "sparse": 51},
     "hy_v4": {"dense": 67, "sparse": 71},
@@ -65,17 +65,6 @@ def test_launches_of_a_layer_with_an_indexer(simulated, architecture):
     model = model_on_mps(architecture)
     torch_moe_mps.accelerate(model, bits=4, group_size=32)
     check_types(simulated, model, INDEXED[architecture])
-
-
-def test_launches_of_a_layer_with_linear_attention(simulated):
-    """Three of four layers of Qwen3-Next have it; above, not all of its matrices are quantised."""
-    with tiny_models.sizes(linear_num_value_heads=16):  # all linear layers can be quantised
-        own, model = (model_on_mps("qwen3_next") for _ in range(2))
-    assert sum(launches_by_type(simulated, own)["linear"].values()) == 119
-    torch_moe_mps.accelerate(model, bits=4, group_size=32)
-    layer = launches_by_type(simulated, model)["linear"]
-    assert layer["delta_scan64_bf16"] == 1 and "index_select" not in layer
-    assert sum(layer.values()) <= 11, dict(layer)
 
 
 # Layers of linear attention, by what makes the last layer one: the most launches of one token.

@@ -94,10 +94,10 @@ def test_a_convolution_called_with_keywords(architecture):
     assert_close(results[0][0], expected, 1e-4)
 
 
-def quantised_with(dense, joined: str):
+def quantised_with(dense, joined: str, **recipe):
     """A quantised copy, which runs these layers together and gives the logits of the rounded weights."""
     model = copy.deepcopy(dense)
-    report = torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    report = torch_moe_mps.accelerate(model, bits=4, group_size=32, **recipe)
     notes = [row.replaced_by for row in report.rows if row.name.endswith("linear_attn")]
     assert f"linear_quantized ({joined})" in notes[0]
     twin = tiny_models.dense_twin(dense, model)
@@ -108,7 +108,7 @@ def quantised_with(dense, joined: str):
 
 def test_projections_of_one_input_run_together(simulated):
     """in_proj_qkvz and in_proj_ba, quantised, are one dispatch; logits are those of the rounded weights."""
-    with tiny_models.groups_of_32(), tiny_models.sizes(linear_num_value_heads=16):
+    with tiny_models.groups_of_32():
         dense = eager(tiny_models.tiny_model("qwen3_next"))
     model = quantised_with(dense, "in_proj_qkvz, in_proj_ba")
     model.to("mps")
@@ -120,10 +120,12 @@ def test_projections_of_one_input_run_together(simulated):
     assert "mm" not in counts and sum(counts.values()) <= 5, dict(counts)
 
 
-def test_projections_too_small_to_quantise_do_not_keep_the_others_apart():
+def test_projections_of_few_outputs_run_with_those_beside_them():
+    """Of 4 outputs each. Kept dense they do not keep the others apart."""
     with tiny_models.groups_of_32():
         dense = eager(tiny_models.tiny_model("qwen3_5_moe"))
-    quantised_with(dense, "in_proj_qkv, in_proj_z")
+    quantised_with(dense, "in_proj_qkv, in_proj_z, in_proj_b, in_proj_a")
+    quantised_with(dense, "in_proj_qkv, in_proj_z", keep=["*.in_proj_a", "*.in_proj_b"])
 
 
 def test_as_exact_in_16_bit():

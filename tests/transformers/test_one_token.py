@@ -17,8 +17,7 @@ from torch_moe_mps.transformers.rewriting.rules.norm_inputs import _masks_tokens
 
 # At which all linear layers of Qwen3-Next and DeepSeek-V3 can be quantised.
 SIZES = {
-    **{"linear_num_value_heads": 16, "shared_expert_intermediate_size": 64},
-    **{"q_lora_rank": 32, "kv_lora_rank": 32},
+    **{"shared_expert_intermediate_size": 64, "q_lora_rank": 32, "kv_lora_rank": 32},
 }
 # Operators of a layer for one token, of the kinds that only some of them need.
 SEVERAL = {"rms_norm", "fused_residual_norm", "rope", "rope_cache_", "router_logits"}

@@ -115,7 +115,7 @@ def test_copies_of_a_step(simulated):
 
 def test_formats_that_differ(simulated):
     """The layers are not joined, but their outputs are; the logits match the rounded weights."""
-    with tiny_models.groups_of_32(), tiny_models.sizes(linear_num_value_heads=16):
+    with tiny_models.groups_of_32():
         dense = eager(tiny_models.tiny_model("qwen3_next"))
     model = copy.deepcopy(dense)
     torch_moe_mps.accelerate(model, bits=4, group_size=32, overrides={"*in_proj_ba": {"bits": 8}})

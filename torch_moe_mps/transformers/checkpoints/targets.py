@@ -22,7 +22,7 @@ from ..rewriting.program.programs import syntax_of
 from .absent import around_text
 from .recipe import Recipe
 
-# Layers with fewer outputs than this save nothing: the gate of a shared expert has one.
+# Layers with fewer outputs than this save no bytes: the gate of a shared expert has one.
 SMALLEST = 16
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 
@@ -149,11 +149,24 @@ class Reasons:
             return "it feeds a router"
         if name.startswith(self.adapted):
             return "it is under an adapter of PEFT"
-        if isinstance(module, nn.Linear) and module.out_features < SMALLEST:
+        if self._is_small(name, module):
             return f"it has {module.out_features} outputs only"
         if name.startswith(self.towers):
             return "it is not in the language model"
         return self.needs(name, module)
+
+    def _is_small(self, name: str, module: nn.Module) -> bool:
+        """Whether a layer has few outputs, and no larger layer beside it that may have the same input.
+
+        With such a one it runs in one launch. A layer with as many outputs as inputs may be what it reads.
+        """
+        if not isinstance(module, nn.Linear) or module.out_features >= SMALLEST:
+            return False
+        around = self.model.get_submodule(name.rpartition(".")[0]).children()
+        linears = (other for other in around if isinstance(other, nn.Linear) and other not in self.routers)
+        return not any(
+            SMALLEST <= other.out_features != other.in_features == module.in_features for other in linears
+        )
 
     def needs(self, name: str, module: nn.Module) -> str | None:
         """Why a layer must stay dense; routers and small layers need not."""
