@@ -4,8 +4,8 @@
 import os
 import sys
 
-import paths  # noqa: F401  (for simulator)
-from simulator.cuda.main import main
+import paths  # noqa: F401  (for measured)
+from measured.cuda.main import main
 
 if __name__ == "__main__":
     os.environ.setdefault("SIMULATED_GPU", "Apple M3 Ultra")  # plans for many cores, as such a GPU has

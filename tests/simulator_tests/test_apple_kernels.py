@@ -14,11 +14,11 @@ from pathlib import Path
 import expecttest
 import pytest
 import torch
+from measured.apple import cases
 from simulator import apple
-from simulator.apple import cases
 from simulator.build import compile_shader
 from simulator.shaderlib import kernels_of
-from support.msl_probes import linux_only
+from simulator.testing import linux_only
 from support.oracles_experts import numbers_of
 from support.quantized_layers import GGUF_FORMATS, place, random_quantized
 

@@ -1,8 +1,9 @@
 """One quantised matrix by the cost model: DRAM-bound for one token, never more slots than MLX's kernels."""
 
 import pytest
-from simulator.apple import GPUS, Limit, cases
-from support.msl_probes import linux_only
+from measured.apple import cases
+from simulator.apple import GPUS, Limit
+from simulator.testing import linux_only
 from support.operators import plans_for
 
 pytestmark = linux_only

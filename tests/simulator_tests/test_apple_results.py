@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 import torch
+from measured.apple import __main__ as command
+from measured.apple import cases, mlx
+from measured.cases import formats, mlx_dense, mlx_quantized
+from measured.cases import mlx as launches
+from measured.cases.formats import DENSE
+from measured.cases.mlx_launch import Launch, Matrices
+from measured.cases.values import Values
 from simulator import apple
-from simulator.apple import __main__ as command
-from simulator.apple import cases, mlx
-from simulator.cases import formats, mlx_dense, mlx_quantized
-from simulator.cases import mlx as launches
-from simulator.cases.formats import DENSE
-from simulator.cases.mlx_launch import Launch, Matrices
-from simulator.cases.values import Values
+from simulator.testing import linux_only
 from support.expert_layers import check_experts, layer
-from support.msl_probes import linux_only
 from support.quantized_layers import check_layer
 from support.routing import check_gate, check_sorting, gate_arguments, random_ids
 

@@ -3,8 +3,9 @@
 import math
 
 import pytest
-from simulator.apple import GPUS, cases
-from support.msl_probes import linux_only
+from measured.apple import cases
+from simulator.apple import GPUS
+from simulator.testing import linux_only
 
 pytestmark = linux_only
 SHAPE = cases.Shape(1, 1, 512, 64)  # one expert, so that tiles are full

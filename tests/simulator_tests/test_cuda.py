@@ -5,22 +5,23 @@ import re
 
 import pytest
 import torch
+from measured.cases import experts
+from measured.cases.attention import Attention
+from measured.cases.experts import Experts, Linear
+from measured.cases.fused import Delta, FusedExperts, FusedLinear, Logits, RopeCache
+from measured.cases.layer import Bucket, Gate, Norm, Router, SiluMul, WeightedSum
+from measured.cases.values import Shapes
+from measured.cuda import main, peers_mlx, record, report, timing
+from measured.cuda.run import Row, Runner
+from measured.cuda.worker import is_right, supervise
 from simulator import build
-from simulator.cases import experts
-from simulator.cases.attention import Attention
-from simulator.cases.experts import Experts, Linear
-from simulator.cases.fused import Delta, FusedExperts, FusedLinear, Logits, RopeCache
-from simulator.cases.layer import Bucket, Gate, Norm, Router, SiluMul, WeightedSum
-from simulator.cases.mlx_launch import include_folder
-from simulator.cases.values import Shapes
-from simulator.cuda import main, nvrtc, peers_mlx, record, report, timing
+from simulator.cuda import nvrtc
 from simulator.cuda.compile import Job, compile_job
 from simulator.cuda.plan import Plan
-from simulator.cuda.run import Row, Runner
 from simulator.cuda.simulated import SimulatedGpu
 from simulator.cuda.translate import Entry, kernel_names, translate
-from simulator.cuda.worker import is_right, supervise
 from simulator.errors import ShaderError
+from simulator.mlx_kernels import include_folder
 from support.processes import REPOSITORY
 
 SHADERS = REPOSITORY / "torch_moe_mps" / "shaders"

@@ -1,8 +1,9 @@
-"""Runs what the package's host code, or `shader_library`, dispatches, and counts instead of checking."""
+"""Runs what host code on "mps", or `shader_library`, dispatches, and counts instead of checking."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from .. import runtime, shaderlib
@@ -61,3 +62,11 @@ def measure(
 def registers(library: Path, name: str) -> Registers:
     """The registers that a kernel of a compiled shader needs on M1; nothing is run."""
     return model_of(shaderlib.kernels_of(library)[name]).registers
+
+
+def zeros(type_: type, *shape: int) -> np.ndarray:
+    """On a page's boundary, as Metal's buffers are: sectors are counted by addresses."""
+    size, page = int(np.prod(shape)) * np.dtype(type_).itemsize, 4096
+    memory = np.zeros(size + page, np.uint8)
+    start = -memory.ctypes.data % page
+    return memory[start : start + size].view(type_).reshape(shape)

@@ -1,0 +1,38 @@
+"""The simulated device for every test, in this folder alone (`python -m pytest`) and within a larger run."""
+
+import contextlib
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("simulator") is None:  # not installed: the folder itself
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import simulator
+from simulator.errors import BuildError
+
+LINUX = sys.platform == "linux"
+
+
+@pytest.hookimpl(trylast=True)  # where a conftest above sets the cache's folder, and installs extensions too
+def pytest_configure(config):
+    if LINUX:  # before test modules are imported: torch remembers whether MPS was there when first asked
+        with contextlib.suppress(BuildError):
+            simulator.install(strict=True)
+
+
+@pytest.fixture
+def simulated():
+    """The simulator, in its first schedule and without findings of other tests."""
+    if not LINUX:
+        pytest.skip("the simulator runs on Linux")
+    simulator.install(strict=True)
+    import torch
+
+    yield simulator
+    try:
+        torch.mps.synchronize()
+    finally:
+        simulator.reset()

@@ -1,0 +1,351 @@
+// Host code for test_host.py: one operator a call, right or wrong, encoded as the
+// package's own host code does.
+#include <ATen/mps/MPSStream.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <map>
+#include <string>
+
+namespace {
+
+using at::Tensor;
+using Encoder = id<MTLComputeCommandEncoder>;
+
+at::mps::MPSStream* stream() {
+  return at::mps::getCurrentMPSStream();
+}
+
+id<MTLDevice> device() {
+  return stream()->device();
+}
+
+MTLCompileOptions* language(MTLLanguageVersion version) {
+  MTLCompileOptions* options = [[MTLCompileOptions new] autorelease];
+  options.languageVersion = version;
+  options.fastMathEnabled = NO;
+  return options;
+}
+
+id<MTLLibrary> library(const std::string& source, MTLCompileOptions* options) {
+  NSError* error = nil;
+  id<MTLLibrary> built = [device() newLibraryWithSource:[NSString stringWithUTF8String:source.c_str()]
+                                                options:options
+                                                  error:&error];
+  TORCH_CHECK(built, "shader: ", [[error localizedDescription] UTF8String]);
+  return built;
+}
+
+id<MTLComputePipelineState> pipeline(id<MTLFunction> function) {
+  NSError* error = nil;
+  id<MTLComputePipelineState> built = [device() newComputePipelineStateWithFunction:function error:&error];
+  TORCH_CHECK(built, "pipeline: ", [[error localizedDescription] UTF8String]);
+  return built;
+}
+
+std::string shader_text;
+void set_shader(const std::string& source) {
+  @autoreleasepool {
+    library(source, language(MTLLanguageVersion3_1));
+    shader_text = source;
+  }
+}
+
+id<MTLLibrary> shader_library() {
+  return library(shader_text, language(MTLLanguageVersion3_1));
+}
+
+id<MTLComputePipelineState> kernel(const std::string& name) {
+  static std::map<std::string, id<MTLComputePipelineState>> pipelines;
+  id<MTLComputePipelineState>& slot = pipelines[name];
+  if (!slot) {
+    id<MTLFunction> function =
+        [shader_library() newFunctionWithName:[NSString stringWithUTF8String:name.c_str()]];
+    TORCH_CHECK(function, "no kernel ", name);
+    slot = pipeline(function);
+  }
+  return slot;
+}
+
+id<MTLBuffer> buffer(const Tensor& tensor) {
+  return __builtin_bit_cast(id<MTLBuffer>, tensor.storage().data());
+}
+
+void set(Encoder encoder, const Tensor& tensor, int index) {
+  [encoder setBuffer:buffer(tensor) offset:tensor.storage_offset() * tensor.element_size() atIndex:index];
+}
+
+using Encode = void (^)(Encoder);
+
+// Runs `encode` with the stream's encoder, in a block of the stream's queue.
+void in_block(Encode encode) {
+  @autoreleasepool {
+    at::mps::dispatch_sync_with_rethrow(stream()->queue(), ^{
+      @autoreleasepool {
+        encode(stream()->commandEncoder());
+      }
+    });
+  }
+}
+
+void bind_axpy(Encoder encoder, const Tensor& x, const Tensor& y, const Tensor& out, float alpha) {
+  [encoder setComputePipelineState:kernel("axpy")];
+  set(encoder, x, 0);
+  set(encoder, y, 1);
+  set(encoder, out, 2);
+  [encoder setBytes:&alpha length:sizeof(alpha) atIndex:3];
+}
+
+Tensor axpy(const Tensor& x, const Tensor& y, double alpha) {
+  Tensor out = at::empty_like(x);
+  in_block(^(Encoder encoder) {
+    TORCH_CHECK(alpha != 13, "alpha is unlucky");
+    bind_axpy(encoder, x, y, out, static_cast<float>(alpha));
+    const NSUInteger count = x.numel();
+    [encoder dispatchThreads:MTLSizeMake(count, 1, 1)
+        threadsPerThreadgroup:MTLSizeMake(std::min<NSUInteger>(count, 64), 1, 1)];
+  });
+  return out;
+}
+
+// The grid of the second command is what the first command writes.
+Tensor indirect(const Tensor& groups) {
+  Tensor grid = at::empty({5}, groups.options());
+  Tensor out = at::zeros({16}, groups.options());
+  in_block(^(Encoder encoder) {
+    [encoder setComputePipelineState:kernel("make_grid")];
+    set(encoder, groups, 0);
+    set(encoder, grid, 1);
+    [encoder dispatchThreads:MTLSizeMake(1, 1, 1) threadsPerThreadgroup:MTLSizeMake(1, 1, 1)];
+    [encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
+    [encoder setComputePipelineState:kernel("mark")];
+    set(encoder, out, 0);
+    [encoder dispatchThreadgroupsWithIndirectBuffer:buffer(grid)
+                               indirectBufferOffset:8
+                              threadsPerThreadgroup:MTLSizeMake(2, 1, 1)];
+  });
+  return out;
+}
+
+// --- faults
+
+void dispatch(Encoder encoder, NSUInteger groups, NSUInteger threads) {
+  [encoder dispatchThreadgroups:MTLSizeMake(groups, 1, 1) threadsPerThreadgroup:MTLSizeMake(threads, 1, 1)];
+}
+
+Encoder kept;
+
+// What is wrong within one block, in which axpy is set and bound.
+const std::map<std::string, void (*)(Encoder, const Tensor&)> faults_in_a_block = {
+    {"unbound buffer",
+     [](Encoder encoder, const Tensor& x) {
+       [encoder setBuffer:nil offset:0 atIndex:1];
+       dispatch(encoder, 1, 4);
+     }},
+    {"offset out of range",
+     [](Encoder encoder, const Tensor& x) {
+       [encoder setBuffer:buffer(x) offset:x.storage().nbytes() atIndex:0];
+     }},
+    {"unaligned reference",
+     [](Encoder encoder, const Tensor& x) {
+       [encoder setBuffer:buffer(x) offset:2 atIndex:3];
+       dispatch(encoder, 1, 4);
+     }},
+    {"short reference",
+     [](Encoder encoder, const Tensor& x) {
+       const uint16_t half = 0;
+       [encoder setBytes:&half length:sizeof(half) atIndex:3];
+       dispatch(encoder, 1, 4);
+     }},
+    {"tensor of the CPU", [](Encoder encoder, const Tensor& x) { set(encoder, at::ones({100}), 0); }},
+    {"index over 30", [](Encoder encoder, const Tensor& x) { set(encoder, x, 31); }},
+    {"range over 30",
+     [](Encoder encoder, const Tensor& x) {
+       const id<MTLBuffer> buffers[] = {buffer(x), buffer(x)};
+       const NSUInteger offsets[] = {0, 0};
+       [encoder setBuffers:buffers offsets:offsets withRange:NSMakeRange(30, 2)];
+     }},
+    {"setBytes for an output",
+     [](Encoder encoder, const Tensor& x) {
+       const float four[4] = {};
+       [encoder setBytes:four length:sizeof(four) atIndex:2];
+       dispatch(encoder, 1, 4);
+     }},
+    {"setBytes over 4096",
+     [](Encoder encoder, const Tensor& x) {
+       const std::string bytes(4097, 'x');
+       [encoder setBytes:bytes.data() length:bytes.size() atIndex:3];
+     }},
+    {"threadgroup memory over 32 KiB",
+     [](Encoder encoder, const Tensor& x) { [encoder setThreadgroupMemoryLength:32 * 1024 + 16 atIndex:0]; }},
+    {"threadgroup memory over 32 KiB in sum",
+     [](Encoder encoder, const Tensor& x) {
+       [encoder setThreadgroupMemoryLength:16 * 1024 atIndex:0];
+       [encoder setThreadgroupMemoryLength:16 * 1024 + 16 atIndex:1];
+       dispatch(encoder, 1, 4);
+     }},
+    {"threadgroup memory length",
+     [](Encoder encoder, const Tensor& x) { [encoder setThreadgroupMemoryLength:100 atIndex:0]; }},
+    {"threadgroup memory not set",
+     [](Encoder encoder, const Tensor& x) {
+       [encoder setComputePipelineState:kernel("scratch")];
+       set(encoder, x, 0);
+       dispatch(encoder, 1, 4);
+     }},
+    {"too many threads",
+     [](Encoder encoder, const Tensor& x) {
+       [encoder dispatchThreadgroups:MTLSizeMake(1, 1, 1) threadsPerThreadgroup:MTLSizeMake(64, 17, 1)];
+     }},
+    {"threads over the kernel's attribute",
+     [](Encoder encoder, const Tensor& x) {
+       [encoder setComputePipelineState:kernel("narrow")];
+       set(encoder, x, 0);
+       dispatch(encoder, 1, 65);
+     }},
+    {"no threads", [](Encoder encoder, const Tensor& x) { dispatch(encoder, 1, 0); }},
+    {"empty grid", [](Encoder encoder, const Tensor& x) { dispatch(encoder, 0, 4); }},
+    {"indirect offset",
+     [](Encoder encoder, const Tensor& x) {
+       [encoder dispatchThreadgroupsWithIndirectBuffer:buffer(x)
+                                  indirectBufferOffset:6
+                                 threadsPerThreadgroup:MTLSizeMake(1, 1, 1)];
+     }},
+    {"indirect out of range",
+     [](Encoder encoder, const Tensor& x) {
+       [encoder dispatchThreadgroupsWithIndirectBuffer:buffer(x)
+                                  indirectBufferOffset:x.storage().nbytes() - 8
+                                 threadsPerThreadgroup:MTLSizeMake(1, 1, 1)];
+     }},
+    {"nil pipeline", [](Encoder encoder, const Tensor& x) { [encoder setComputePipelineState:nil]; }},
+    {"nested dispatch_sync", [](Encoder encoder, const Tensor& x) { axpy(x, x, 1); }},
+    {"reading a tensor inside a block",
+     [](Encoder encoder, const Tensor& x) {
+       dispatch(encoder, 1, 4);
+       x.cpu();
+     }},
+    {"ending the encoder", [](Encoder encoder, const Tensor& x) { [encoder endEncoding]; }},
+    {"encoder after a commit",
+     [](Encoder encoder, const Tensor& x) {
+       stream()->synchronize(at::mps::SyncType::COMMIT);
+       [encoder setComputePipelineState:kernel("axpy")];
+     }},
+    {"overrun",
+     [](Encoder encoder, const Tensor& x) {
+       [encoder setComputePipelineState:kernel("overrun")];
+       set(encoder, x, 0);
+       dispatch(encoder, 1, 4);
+     }},
+};
+
+void with_axpy(const Tensor& x, Encode then) {
+  Tensor out = at::empty_like(x);
+  in_block(^(Encoder encoder) {
+    bind_axpy(encoder, x, x, out, 1);
+    then(encoder);
+  });
+}
+
+const std::map<std::string, void (*)(const Tensor& x)> other_faults = {
+    {"buffer of an earlier block",
+     [](const Tensor& x) {
+       with_axpy(x, ^(Encoder encoder) {
+         dispatch(encoder, 1, 4);
+       });
+       in_block(^(Encoder encoder) {
+         [encoder setComputePipelineState:kernel("axpy")];
+         dispatch(encoder, 1, 4);
+       });
+     }},
+    {"no pipeline",
+     [](const Tensor& x) {
+       in_block(^(Encoder encoder) {
+         dispatch(encoder, 1, 4);
+       });
+     }},
+    {"exception through dispatch_sync",
+     [](const Tensor& x) {
+       dispatch_sync(stream()->queue(), ^{
+         TORCH_CHECK(false, "thrown inside");
+       });
+     }},
+    {"encoder kept",
+     [](const Tensor& x) {
+       in_block(^(Encoder encoder) {
+         kept = encoder;
+       });
+       in_block(^(Encoder encoder) {
+         [kept setComputePipelineState:kernel("axpy")];
+       });
+     }},
+    {"encoder after its block",
+     [](const Tensor& x) {
+       in_block(^(Encoder encoder) {
+         kept = encoder;
+       });
+       set(kept, x, 0);
+     }},
+    {"encoder outside of a block", [](const Tensor& x) { stream()->commandEncoder(); }},
+    {"encoder in a block of another queue",
+     [](const Tensor& x) {
+       static dispatch_queue_t other = dispatch_queue_create("other", DISPATCH_QUEUE_SERIAL);
+       at::mps::dispatch_sync_with_rethrow(other, ^{
+         stream()->commandEncoder();
+       });
+     }},
+    {"own device", [](const Tensor& x) { MTLCreateSystemDefaultDevice(); }},
+    {"own queue", [](const Tensor& x) { [device() newCommandQueue]; }},
+    {"own command buffer", [](const Tensor& x) { [stream()->commandQueue() commandBuffer]; }},
+    {"own encoder", [](const Tensor& x) { [stream()->commandBuffer() computeCommandEncoder]; }},
+    {"commit", [](const Tensor& x) { [stream()->commandBuffer() commit]; }},
+    {"wait", [](const Tensor& x) { [stream()->commandBuffer() waitUntilCompleted]; }},
+    {"stream synchronize",
+     [](const Tensor& x) { stream()->synchronize(at::mps::SyncType::COMMIT_AND_WAIT); }},
+    {"commit outside of a block", [](const Tensor& x) { stream()->synchronize(at::mps::SyncType::COMMIT); }},
+    {"object that is not released",
+     [](const Tensor& x) {
+       @autoreleasepool {
+         [shader_library() newFunctionWithName:@"axpy"];
+       }
+     }},
+    {"autorelease without pool", [](const Tensor& x) { [NSString stringWithUTF8String:"leaks"]; }},
+    {"fast math",
+     [](const Tensor& x) {
+       @autoreleasepool {
+         library("", nil);
+       }
+     }},
+    {"language 3.2",
+     [](const Tensor& x) {
+       @autoreleasepool {
+         library("", language(MTLLanguageVersion3_2));
+       }
+     }},
+};
+
+void commit_fault(const std::string& name, const Tensor& x) {
+  const auto found = faults_in_a_block.find(name);
+  if (found == faults_in_a_block.end()) return other_faults.at(name)(x);
+  with_axpy(x, ^(Encoder encoder) {
+    found->second(encoder, x);
+  });
+}
+
+void commit() {
+  at::mps::dispatch_sync_with_rethrow(stream()->queue(), ^{
+    stream()->synchronize(at::mps::SyncType::COMMIT);
+  });
+}
+
+TORCH_LIBRARY(simulator_test, m) {
+  m.def("set_shader(str source) -> ()", set_shader);
+  m.def("axpy(Tensor x, Tensor y, float alpha) -> Tensor", axpy);
+  m.def("indirect(Tensor groups) -> Tensor", indirect);
+  m.def("commit() -> ()", commit);
+  m.def("fault(str name, Tensor x) -> ()", commit_fault);
+  m.def("no_kernel(Tensor x) -> Tensor");
+}
+
+}  // namespace

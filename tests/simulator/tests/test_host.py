@@ -1,0 +1,349 @@
+"""Host code in the simulated Metal runtime: faults that must be found, with their message, and code that must
+pass."""
+
+import gc
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from simulator import SimulatorError, build, build_device
+
+pytestmark = pytest.mark.usefixtures("calls")
+
+CALLS = Path(__file__).with_name("host_calls.mm")
+
+SHADER = """
+#include <metal_stdlib>
+using namespace metal;
+
+kernel void axpy(device const float* x [[buffer(0)]], device const float* y [[buffer(1)]],
+                 device float* out [[buffer(2)]], constant float& alpha [[buffer(3)]],
+                 uint i [[thread_position_in_grid]]) {
+  out[i] = alpha * x[i] + y[i];
+}
+
+kernel void make_grid(device const int* groups [[buffer(0)]], device int* grid [[buffer(1)]]) {
+  grid[2] = groups[0];
+  grid[3] = 1;
+  grid[4] = 1;
+}
+
+kernel void mark(device int* out [[buffer(0)]], uint i [[thread_position_in_grid]]) { out[i] = int(i) + 1; }
+
+kernel void overrun(device float* out [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  out[i + 1000] = 1;
+}
+
+kernel void scratch(device float* out [[buffer(0)]], threadgroup float* memory [[threadgroup(0)]],
+                    uint i [[thread_position_in_threadgroup]]) {
+  memory[i] = 1;
+  out[i] = memory[i];
+}
+
+[[max_total_threads_per_threadgroup(64)]]
+kernel void narrow(device float* out [[buffer(0)]], uint i [[thread_position_in_grid]]) { out[i] = 1; }
+"""
+
+NOT_OURS = "host code encodes with stream->commandEncoder() only"
+OUTSIDE = "the encoder is used outside the dispatch_sync block in which it was taken"
+NO_BLOCK = "commandEncoder() is called outside of a block of the stream's queue"
+NESTED = "dispatch_sync on queue 'metal gpu stream' inside a block of that queue: on macOS this waits forever"
+FAULTS = {
+    "unbound buffer": "axpy: buffer(1) 'y' is not bound",
+    "buffer of an earlier block": "axpy: buffer(0) 'x' is not bound",
+    "offset out of range": "setBuffer: offset 400 is out of range, the buffer has 400 bytes",
+    "unaligned reference": "axpy: buffer(3) 'alpha' is bound at offset 2, a reference argument needs a",
+    "short reference": "axpy: buffer(3) 'alpha' has 2 bytes, the shader's type needs 4",
+    "tensor of the CPU": "setBuffer: the argument is no live MTLBuffer",
+    "index over 30": "setBuffer: index 31 is over the last one, 30",
+    "range over 30": "setBuffer: index 31 is over the last one, 30",
+    "setBytes for an output": "axpy: buffer(2) 'out' is written, and setBytes memory is read only",
+    "setBytes over 4096": "setBytes: length 4097 at index 3 is not in 1..4096",
+    "threadgroup memory over 32 KiB": "setThreadgroupMemoryLength: 32784 bytes at index 0 are over",
+    "threadgroup memory over 32 KiB in sum": "axpy: 32784 bytes of threadgroup memory are over",
+    "threadgroup memory length": "setThreadgroupMemoryLength: 100 at index 0 is no multiple of 16",
+    "threadgroup memory not set": "scratch: threadgroup(0) 'memory' has no memory",
+    "too many threads": "axpy: 1088 threads per threadgroup (64x17x1) are over the pipeline's limit of 384",
+    "threads over the kernel's attribute": "narrow: 65 threads per threadgroup (65x1x1) are over the",
+    "no threads": "axpy: threads per threadgroup are 0x1x1, none may be 0",
+    "empty grid": "axpy: the grid is 0x1x1, none may be 0",
+    "indirect offset": "IndirectBuffer: offset 6 is no multiple of 4",
+    "indirect out of range": "IndirectBuffer: offset 392 is out of range, the buffer has 400 bytes",
+    "no pipeline": "dispatchThreadgroups: no pipeline is set in this block",
+    "nil pipeline": "setComputePipelineState: the pipeline is nil",
+    "nested dispatch_sync": NESTED,
+    "reading a tensor inside a block": NESTED,
+    "exception through dispatch_sync": "a C++ exception leaves a dispatch_sync block, which ends the",
+    "encoder kept": OUTSIDE,
+    "encoder after its block": OUTSIDE,
+    "encoder outside of a block": NO_BLOCK,
+    "encoder in a block of another queue": NO_BLOCK,
+    "ending the encoder": "endEncoding: the encoder belongs to PyTorch's stream",
+    "own device": "MTLCreateSystemDefaultDevice: host code uses PyTorch's device",
+    "own queue": "newCommandQueue: " + NOT_OURS,
+    "own command buffer": "[commandQueue commandBuffer]: " + NOT_OURS,
+    "own encoder": "computeCommandEncoder: " + NOT_OURS,
+    "commit": "commit: " + NOT_OURS,
+    "wait": "waitUntilCompleted: " + NOT_OURS,
+    "stream synchronize": "stream->synchronize: host code never waits, it only commits",
+    "commit outside of a block": "stream->synchronize: a commit is called outside of a block",
+    "encoder after a commit": OUTSIDE,
+}
+
+
+@pytest.fixture
+def calls(simulated):
+    """torch.ops.simulator_test: the operators of host_calls.mm."""
+    if not hasattr(torch.ops.simulator_test, "axpy"):
+        library = build_device.build_library("host_calls", [CALLS], [build_device.device_library()])
+        torch.ops.load_library(str(library))
+        torch.ops.simulator_test.set_shader(SHADER)
+    return torch.ops.simulator_test
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.arange(100.0, device="mps")
+
+
+def usable(calls) -> bool:
+    """Whether an operator gives its right result."""
+    x = torch.arange(100.0, device="mps")
+    return calls.axpy(x, x, 2.0).tolist() == (3 * torch.arange(100.0)).tolist()
+
+
+def test_every_fault_has_its_message():
+    named = re.findall(r'^ {4}\{"([^"]+)",', CALLS.read_text(), re.MULTILINE)
+    elsewhere = {
+        "autorelease without pool",
+        "fast math",
+        "language 3.2",
+        "object that is not released",
+        "overrun",
+    }
+    assert set(named) == FAULTS.keys() | elsewhere
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_found_at_the_call(calls, simulated, x, name):
+    with pytest.raises(simulated.SimulatorError, match=re.escape(FAULTS[name])):
+        calls.fault(name, x)
+    assert usable(calls)
+
+
+def test_finding_of_a_shader_comes_at_the_next_synchronisation(calls, simulated, x):
+    calls.fault("overrun", x)
+    with pytest.raises(simulated.SimulatorError, match="overrun"):
+        torch.mps.synchronize()
+    assert usable(calls)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda x: x.cpu(), lambda x: x[0].item(), lambda x: x + 1, lambda x: x.fill_(0), lambda x: print(x)],
+    ids=["cpu", "item", "operator", "fill", "print"],
+)
+def test_everything_that_reads_synchronises(calls, simulated, x, read):
+    calls.fault("overrun", x)
+    with pytest.raises(simulated.SimulatorError, match="overrun"):
+        read(x)
+
+
+def test_a_null_device_validates_unless_told_not_to(calls, simulated, x):
+    with simulated.dropped(), pytest.raises(simulated.SimulatorError, match="is not bound"):
+        calls.fault("unbound buffer", x)
+    with simulated.dropped(validate=False):
+        calls.fault("unbound buffer", x)
+        calls.fault("overrun", x)
+    assert usable(calls)
+
+
+def test_object_without_a_pool_is_reported(calls, simulated, x):
+    calls.fault("autorelease without pool", x)
+    with pytest.raises(simulated.SimulatorError, match="autoreleased where no @autoreleasepool is open"):
+        torch.mps.synchronize()
+    assert usable(calls)
+
+
+def test_metals_message_for_a_shader_that_does_not_compile(calls):
+    broken = SHADER.replace("alpha * x[i]", "alpha * xx[i]")
+    line = broken[: broken.index("xx")].count("\n") + 1
+    with pytest.raises(RuntimeError, match=rf"{line}:\d+: error: use of undeclared identifier 'xx'"):
+        calls.set_shader(broken)
+    assert usable(calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("fast math", "compiled with fast math"), ("language 3.2", "version is over 3.1")],
+)
+def test_compile_options(calls, x, name, message):
+    with pytest.raises(RuntimeError, match=message):
+        calls.fault(name, x)
+
+
+@pytest.mark.parametrize("groups", [0, 1, 3, 8])
+def test_indirect_grid_is_read_when_the_command_runs(calls, groups):
+    result = calls.indirect(torch.tensor([groups], dtype=torch.int32, device="mps"))
+    assert result.tolist() == [i + 1 if i < 2 * groups else 0 for i in range(16)]
+
+
+def test_indirect_grid_over_the_output_is_found(calls, simulated):
+    calls.indirect(torch.tensor([9], dtype=torch.int32, device="mps"))
+    with pytest.raises(simulated.SimulatorError, match="mark"):
+        torch.mps.synchronize()
+
+
+def test_exception_inside_a_block_reaches_python(calls, x):
+    with pytest.raises(RuntimeError, match="alpha is unlucky"):
+        calls.axpy(x, x, 13.0)
+    assert usable(calls)
+
+
+def run_threads(work, count):
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(work, range(count)))
+
+
+def test_two_threads_encode_chains(calls):
+    def work(i):
+        x = y = torch.arange(64.0).to("mps")
+        for _ in range(30):
+            y = calls.axpy(x, y, i + 1.0)
+        return y.tolist() == ((30 * (i + 1) + 1) * torch.arange(64.0)).tolist()
+
+    assert run_threads(work, 2) == [True, True]
+
+
+def test_threads_wait_for_commands_that_another_thread_runs(calls):
+    def work(_):
+        x, values = torch.arange(64.0).to("mps"), torch.arange(64.0)
+        steps = range(100, 160)
+        return [s for s in steps if calls.axpy(x, x, float(s)).tolist() != ((s + 1) * values).tolist()]
+
+    assert run_threads(work, 3) == [[], [], []]
+
+
+def test_buffers_live_as_long_as_commands_need_them(calls, simulated):
+    gc.collect()
+    before = simulated.live_buffers()
+    x = torch.ones(64, device="mps")
+    for _ in range(10):
+        x = calls.axpy(x, x, 1.0)
+    assert simulated.live_buffers() == before + 1
+    assert x.tolist() == [1024.0] * 64
+    del x
+    assert simulated.live_buffers() == before
+
+
+def test_objects_that_are_not_released_are_counted(calls, simulated, x):
+    calls.axpy(x, x, 1.0).cpu()
+    before = simulated.live_objects()
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match="unlucky"):
+            calls.axpy(x, x, 13.0)
+        calls.axpy(x, x, 1.0).cpu()
+    assert simulated.live_objects() == before
+    calls.fault("object that is not released", x)
+    assert simulated.live_objects() == before + 2  # the library and the function
+
+
+def test_operator_without_a_kernel_fails(calls, x):
+    with pytest.raises(NotImplementedError, match="simulator_test::no_kernel has no MPS kernel"):
+        calls.no_kernel(x)
+
+
+def test_trace(calls, simulated):
+    x = torch.zeros(100, device="mps")
+    with simulated.trace() as commands:
+        y = calls.axpy(x[10:50], x[20:60], 2.0)
+        calls.axpy(y, x[:40], 1.0)
+        calls.indirect(torch.ones(1, dtype=torch.int32, device="mps"))
+    assert str(commands) == (
+        "axpy grid 40x1x1 threads of 40x1x1: 0=A[40:400] 1=A[80:400] 2=B[0:160] 3=4 bytes\n"
+        "axpy grid 40x1x1 threads of 40x1x1: 0=B[0:160] 1=A[0:400] 2=C[0:160] 3=4 bytes\n"
+        "synchronize\n"
+        "make_grid grid 1x1x1 threads of 1x1x1: 0=D[0:4] 1=E[0:20]\n"
+        "barrier\n"
+        "mark grid E[8:20] of 2x1x1: 0=F[0:64]"
+    )
+
+
+@pytest.mark.parametrize("schedule", [0, 1])
+def test_commit(calls, simulated, x, schedule):
+    """Work that is committed runs at once under odd schedules; what it finds is raised by the next wait."""
+    simulated.set_schedule(schedule)
+    before = simulated.commits()
+    with simulated.trace() as commands:
+        calls.axpy(x, x, 2.0)
+        calls.commit()
+        calls.commit()
+    assert [line.split()[0] for line in commands] == ["axpy", "commit", "commit"]
+    assert simulated.commits() == before + 2
+    calls.fault("overrun", x)
+    calls.commit()
+    calls.axpy(x, x, 2.0)
+    with pytest.raises(SimulatorError, match="overrun"):
+        torch.mps.synchronize()
+    assert usable(calls)
+
+
+def test_counters(calls, simulated):
+    x, y = torch.ones(128, device="mps"), torch.ones(128, device="mps")
+    with simulated.counters() as dispatches:
+        calls.axpy(x, y, 2.0)
+    (dispatch,) = dispatches
+    assert dispatch.kernel == "axpy" and dispatch.threadgroups == 2 and dispatch.threads == 128
+    read = {index: traffic.bytes_read for index, traffic in dispatch.buffers.items()}
+    assert read == {0: 512, 1: 512, 2: 0, 3: 512} and dispatch.bytes_read == 1536
+    assert dispatch.buffers[2].bytes_written == dispatch.buffers[2].distinct_bytes_written == 512
+    assert dispatch.buffers[3].distinct_bytes_read == 4
+
+
+def test_builds_are_cached_by_content(tmp_path):
+    source, header = tmp_path / "a.mm", tmp_path / "a.h"
+    source.write_text('#import <Foundation/Foundation.h>\n#include "a.h"\nint value() { return NUMBER; }\n')
+    libraries = []
+    for number in (1, 2, 1):
+        header.write_text(f"#define NUMBER {number}\n")
+        libraries.append(build_device.build_library("cached", [source]))
+    assert libraries[0] == libraries[2] != libraries[1]
+    assert libraries[1].exists()
+
+
+def test_host_code_that_does_not_compile_shows_the_message(tmp_path):
+    source = tmp_path / "broken.mm"
+    source.write_text("#import <Metal/Metal.h>\nvoid f(id<MTLBuffer> buffer) { return buffer.size; }\n")
+    with pytest.raises(build_device.BuildError, match=r"compiling broken.mm failed:\n.*broken.mm:2:"):
+        build_device.build_library("broken", [source])
+
+
+def test_host_code_that_sends_what_nobody_declares_does_not_compile(tmp_path):
+    source = tmp_path / "unknown.mm"
+    source.write_text("""
+        #import <Metal/Metal.h>
+        void end(id<MTLComputeCommandEncoder> encoder) { [encoder endEncodingNow]; }
+        void name(id anything) { [anything setLabel:nil]; }
+        void make() { [NSString stringFromNowhere]; }
+        void measure(NSString* text) { [text lengthOfAll]; }
+    """)
+    with pytest.raises(build_device.BuildError) as error:
+        build_device.build_library("unknown", [source])
+    found = re.findall(r"error: (\w+ method '\S+') not found", str(error.value))
+    assert found == [
+        "instance method '-endEncodingNow'",
+        "instance method '-setLabel:'",
+        "class method '+stringFromNowhere'",
+        "instance method '-lengthOfAll'",
+    ]
+
+
+def test_missing_tools_are_named(monkeypatch):
+    build.tool.cache_clear()
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(
+        build_device.BuildError, match=r"the simulator needs clang\+\+-19: apt-get install clang-19 "
+    ):
+        build_device.check_tools()
