@@ -18,6 +18,8 @@ def environment(*paths: object) -> dict[str, str]:
 def python(source: str, *arguments: str, paths: tuple = (), **variables: str) -> str:
     """What a fresh interpreter prints, with `variables` of the environment."""
     command = [sys.executable, "-c", textwrap.dedent(source), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment(*paths) | variables)
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment(*paths) | variables
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
