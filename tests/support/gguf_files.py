@@ -1,76 +1,224 @@
 """GGUF files of small models, written with the package `gguf`."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from gguf import GGUFWriter
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import modeling_gguf_pytorch_utils as first
+from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 
 from support.gguf_blocks import random_blocks, type_of
 
 LAYERS, HIDDEN, HEADS, KEY_HEADS, VOCABULARY, EXPERTS = 2, 256, 4, 2, 96, 4
-
-
-def _writer(path: Path, architecture: str) -> GGUFWriter:
-    writer = GGUFWriter(path, architecture)
-    writer.add_context_length(512)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(HIDDEN)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KEY_HEADS)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(VOCABULARY)
-    return writer
-
-
-def _add(writer: GGUFWriter, name: str, shape: tuple[int, ...], kind: str) -> None:
-    seed = sum(map(ord, name))
-    if kind == "f32":
-        values = 1 + 0.1 * np.random.default_rng(seed).standard_normal(shape)
-        writer.add_tensor(f"{name}.weight", values.astype(np.float32))
-        return
-    scale = 0.0015 if kind.endswith(("_k", "_xs")) else 0.01
-    blocks = random_blocks(kind, shape, seed, scale / (10 if kind in ("q6_k", "q8_0", "iq4_nl") else 1))
-    writer.add_tensor(f"{name}.weight", blocks, raw_dtype=type_of(kind))
+WIDTH = HIDDEN // HEADS
+Matrices = dict[str, tuple[tuple[int, ...], str]]  # {name in the file: shape and type}
 
 
 def write_file(
     path: Path, architecture: str = "llama", kinds=("q4_k", "q6_k", "q5_k"), tied=False, up=None
 ) -> Path:
     """A model whose matrices have three types, turn by turn; `up`: the type of up projections of experts."""
-    writer = _writer(path, architecture)
-    moe, first, second, third = architecture.endswith("moe"), *kinds
-    if moe:
-        writer.add_expert_count(EXPERTS)
-        writer.add_expert_used_count(2)
-        writer.add_expert_feed_forward_length(HIDDEN)
-        writer.add_key_length(HIDDEN // HEADS)
-        writer.add_value_length(HIDDEN // HEADS)
-    _add(writer, "token_embd", (VOCABULARY, HIDDEN), third)
-    _add(writer, "output_norm", (HIDDEN,), "f32")
-    if not tied:
-        _add(writer, "output", (VOCABULARY, HIDDEN), second)
-    inner = 768 if moe else HIDDEN  # transformers takes it for the size of Qwen3-MoE's experts
-    rows, columns = ((EXPERTS, *shape) if moe else shape for shape in ((inner, HIDDEN), (HIDDEN, inner)))
-    suffix = "_exps" if moe else ""
-    keys = KEY_HEADS * HIDDEN // HEADS
-    for layer in range(LAYERS):
-        matrices = {
-            **{"attn_q": ((HIDDEN, HIDDEN), first), "attn_k": ((keys, HIDDEN), first)},
-            **{"attn_v": ((keys, HIDDEN), second), "attn_output": ((HIDDEN, HIDDEN), third)},
-            **{f"ffn_gate{suffix}": (rows, first), f"ffn_up{suffix}": (rows, up or first)},
-            f"ffn_down{suffix}": (columns, second),
-            **{"attn_norm": ((HIDDEN,), "f32"), "ffn_norm": ((HIDDEN,), "f32")},
-        }
-        if moe:
-            matrices["ffn_gate_inp"] = (EXPERTS, HIDDEN), "f32"
-            for norm in ("attn_q_norm", "attn_k_norm"):
-                matrices[norm] = (HIDDEN // HEADS,), "f32"
-        for name, (shape, kind) in matrices.items():
-            _add(writer, f"blk.{layer}.{name}", shape, kind)
+    keys, matrices = _ARCHITECTURES.get(architecture, _usual)(architecture, *kinds, up or kinds[0])
+    if tied:
+        del matrices["output.weight"]
+    return write(path, architecture, keys, matrices)
+
+
+def write(path: Path, architecture: str, keys: dict[str, object], matrices: Matrices) -> Path:
+    """A file with random tensors; keys of the architecture are without its name."""
+    writer = GGUFWriter(path, architecture)
+    for key, value in keys.items():
+        name = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
+        kinds = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+        kinds[type(value)](name, value)
+    for name, (shape, kind) in matrices.items():
+        _add(writer, name, shape, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add(writer: GGUFWriter, name: str, shape: tuple[int, ...], kind: str) -> None:
+    seed = sum(map(ord, name))
+    if kind == "f32":
+        values = 1 + 0.1 * np.random.default_rng(seed).standard_normal(shape)
+        writer.add_tensor(name, (-values if name.endswith("ssm_a") else values).astype(np.float32))
+        return
+    scale = 0.0015 if kind.endswith(("_k", "_xs")) else 0.01
+    blocks = random_blocks(kind, shape, seed, scale / (10 if kind in ("q6_k", "q8_0", "iq4_nl") else 1))
+    writer.add_tensor(name, blocks, raw_dtype=type_of(kind))
+
+
+def _around(first: str, second: str, third: str) -> tuple[dict[str, object], Matrices]:
+    """What all architectures have."""
+    keys = {
+        **{"context_length": 512, "embedding_length": HIDDEN, "block_count": LAYERS},
+        **{"feed_forward_length": HIDDEN, "attention.head_count": HEADS, "rope.freq_base": 10000.0},
+        **{"attention.layer_norm_rms_epsilon": 1e-6, "attention.head_count_kv": KEY_HEADS},
+    }
+    matrices = {
+        "token_embd.weight": ((VOCABULARY, HIDDEN), third),
+        "output.weight": ((VOCABULARY, HIDDEN), second),
+        "output_norm.weight": ((HIDDEN,), "f32"),
+    }
+    return keys, matrices
+
+
+def _attention(layer: int, first: str, second: str, third: str, queries: int, norms: bool) -> Matrices:
+    keys = KEY_HEADS * WIDTH
+    found: Matrices = {
+        **{"attn_q": ((queries, HIDDEN), first), "attn_k": ((keys, HIDDEN), first)},
+        **{"attn_v": ((keys, HIDDEN), second), "attn_output": ((HIDDEN, HEADS * WIDTH), third)},
+    }
+    if norms:
+        found |= dict.fromkeys(("attn_q_norm", "attn_k_norm"), ((WIDTH,), "f32"))
+    return {f"blk.{layer}.{name}.weight": each for name, each in found.items()}
+
+
+def _feed_forward(layer: int, inner: int, experts: bool, first: str, second: str, up: str) -> Matrices:
+    suffix = "_exps" if experts else ""
+    rows, columns = ((EXPERTS, *shape) if experts else shape for shape in ((inner, HIDDEN), (HIDDEN, inner)))
+    found: Matrices = {
+        **{f"ffn_gate{suffix}": (rows, first), f"ffn_up{suffix}": (rows, up)},
+        f"ffn_down{suffix}": (columns, second),
+    }
+    if experts:
+        found["ffn_gate_inp"] = (EXPERTS, HIDDEN), "f32"
+    return {f"blk.{layer}.{name}.weight": each for name, each in found.items()}
+
+
+def _usual(architecture: str, first: str, second: str, third: str, up: str):
+    """Llama, Qwen2, Qwen3-MoE."""
+    keys, matrices = _around(first, second, third)
+    moe = architecture.endswith("moe")
+    keys["vocab_size"] = VOCABULARY
+    if moe:
+        keys |= {"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": HIDDEN}
+        keys |= {"attention.key_length": WIDTH, "attention.value_length": WIDTH}
+    inner = 768 if moe else HIDDEN  # transformers takes it for the size of Qwen3-MoE's experts
+    for layer in range(LAYERS):
+        matrices |= _attention(layer, first, second, third, HIDDEN, moe)
+        matrices |= _feed_forward(layer, inner, moe, first, second, up)
+        for norm in ("attn_norm", "ffn_norm"):
+            matrices[f"blk.{layer}.{norm}.weight"] = (HIDDEN,), "f32"
+    return keys, matrices
+
+
+def _tokens(keys: dict[str, object]) -> None:
+    """transformers' second loader takes the number of tokens for the size of the vocabulary."""
+    keys["tokenizer.ggml.tokens"] = [f"t{n}" for n in range(VOCABULARY)]
+
+
+def _qwen35(architecture: str, first: str, second: str, third: str, up: str):
+    """Qwen3.5: a layer of linear attention whose heads are tiled, and one of full attention."""
+    keys, matrices = _around(first, second, third)
+    _tokens(keys)
+    key_heads, heads, width, value_width = 2, 4, 32, 128
+    total = 2 * key_heads * width + heads * value_width
+    keys |= {
+        **{"attention.key_length": WIDTH, "full_attention_interval": 2, "rope.dimension_count": WIDTH // 4},
+        **{"ssm.time_step_rank": heads, "ssm.conv_kernel": 4, "ssm.state_size": width},
+        **{"ssm.group_count": key_heads, "ssm.inner_size": heads * value_width},
+        "rope.dimension_sections": [3, 3, 2, 0],
+    }
+    linear: Matrices = {
+        **{"attn_qkv.weight": ((total, HIDDEN), first), "ssm_conv1d.weight": ((total, 4), "f32")},
+        "attn_gate.weight": ((heads * value_width, HIDDEN), first),
+        **{f"ssm_{name}.weight": ((heads, HIDDEN), second) for name in ("alpha", "beta")},
+        "ssm_out.weight": ((HIDDEN, heads * value_width), third),
+        **{"ssm_norm.weight": ((value_width,), "f32"), "ssm_a": ((heads,), "f32")},
+        "ssm_dt.bias": ((heads,), "f32"),
+    }
+    moe = architecture.endswith("moe")
+    if moe:
+        keys |= {"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": HIDDEN}
+        keys["expert_shared_feed_forward_length"] = HIDDEN
+    matrices |= {f"blk.0.{name}": each for name, each in linear.items()}
+    matrices |= _attention(1, first, second, third, 2 * HEADS * WIDTH, True)
+    for layer in range(LAYERS):
+        matrices |= _feed_forward(layer, HIDDEN, moe, first, second, up)
+        if moe:
+            shared = _feed_forward(layer, HIDDEN, False, first, second, first)
+            matrices |= {name.replace(".weight", "_shexp.weight"): each for name, each in shared.items()}
+            matrices[f"blk.{layer}.ffn_gate_inp_shexp.weight"] = (HIDDEN,), "f32"
+        for norm in ("attn_norm", "post_attention_norm"):
+            matrices[f"blk.{layer}.{norm}.weight"] = (HIDDEN,), "f32"
+    return keys, matrices
+
+
+def _lfm2(architecture: str, first: str, second: str, third: str, up: str):
+    """LFM2: a short convolution, and a layer of attention."""
+    keys, matrices = _around(first, second, third)
+    _tokens(keys)
+    matrices["token_embd_norm.weight"] = matrices.pop("output_norm.weight")
+    keys |= {"attention.head_count_kv": [0, KEY_HEADS], "shortconv.l_cache": 3}
+    matrices |= {
+        "blk.0.shortconv.in_proj.weight": ((3 * HIDDEN, HIDDEN), first),
+        "blk.0.shortconv.out_proj.weight": ((HIDDEN, HIDDEN), second),
+        "blk.0.shortconv.conv.weight": ((HIDDEN, 3), "f32"),
+    }
+    matrices |= _attention(1, first, second, third, HIDDEN, True)
+    for layer in range(LAYERS):
+        matrices |= _feed_forward(layer, HIDDEN, False, first, second, up)
+        for norm in ("attn_norm", "ffn_norm"):
+            matrices[f"blk.{layer}.{norm}.weight"] = (HIDDEN,), "f32"
+    return keys, matrices
+
+
+_ARCHITECTURES = {"qwen35": _qwen35, "qwen35moe": _qwen35, "lfm2": _lfm2}
+
+
+# Architectures of transformers' first loader: their names in files, where those differ.
+FIRST_LOADER = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "falcon", "phi3", "bloom", "stablelm", "gpt2"), None),
+    **dict.fromkeys(("starcoder2", "mamba", "nemotron", "gemma2", "gemma3", "gemma4"), None),
+    **{"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "minimax_m2": "minimax-m2", "gpt_oss": "gpt-oss"},
+}
+_SMALL = {
+    **{"max_position_embeddings": 128, "n_ctx": 128, "num_hidden_layers": 2, "n_layer": 2, "hidden_size": 64},
+    **{"intermediate_size": 128, "n_embd": 64, "num_attention_heads": 2, "n_head": 2, "vocab_size": 96},
+    **{"num_key_value_heads": 2, "head_dim": 32, "global_head_dim": 32, "rotary_dim": 32, "num_experts": 4},
+    **{"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32, "conv_kernel": 4},
+    **{"state_size": 8, "time_step_rank": 32, "rope_theta": 10000.0, "scoring_func": 2},
+    **dict.fromkeys(
+        ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon"), 1e-5
+    ),
+}
+_SQUEEZED = {".ssm_conv1d.weight": 1, ".shortconv.conv.weight": 1, ".ffn_gate_inp_shexp.weight": 0}
+_TRANSPOSED = ("attn_qkv.weight", "ffn_down.weight", "ffn_up.weight", "attn_output.weight")  # of GPT-2
+
+
+def of_architecture(architecture: str, kind: str) -> tuple[str, dict[str, object], Matrices, Any]:
+    """What a file of a small model has, by transformers' own table of names, and the model without memory."""
+    stored = FIRST_LOADER[architecture] or architecture
+    named = GGUF_CONFIG_MAPPING[architecture]
+    keys = {key: _SMALL[name] for key, name in named.items() if name in _SMALL}
+    vocabulary = 32064 if architecture == "phi3" else 96  # Phi-3's config has a token of padding
+    keys |= {"vocab_size": vocabulary}
+    given = {name: _SMALL[name] for name in named.values() if name in _SMALL and name != "scoring_func"}
+    kind_of_model = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}.get(architecture, architecture)
+    given |= GGUF_CONFIG_DEFAULTS_MAPPING.get(architecture, {}) | {"vocab_size": vocabulary}
+    config = AutoConfig.for_model(kind_of_model, **given)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    processor = first.TENSOR_PROCESSORS.get(stored, first.TensorProcessor)(config=config.to_dict())
+    matrices: Matrices = {}
+    for name, parameter in first.get_gguf_hf_weights_map(model, processor).items():
+        shape = tuple(model.state_dict()[parameter].shape)
+        for end, dimension in _SQUEEZED.items():
+            if name.endswith(end):
+                shape = shape[:dimension] + shape[dimension + 1 :]
+        if parameter.endswith("gate_up_proj") and name.endswith(("ffn_gate_exps", "ffn_up_exps")):
+            shape = shape[0], shape[1] // 2, shape[2]
+        if len(shape) == 3 and not name.endswith(".weight"):
+            name = f"{name}.weight"
+        if architecture == "gpt2" and name.endswith(_TRANSPOSED):
+            shape = shape[::-1]
+        is_matrix = len(shape) > 1 and shape[-1] % 32 == 0 and "norm" not in name
+        matrices[name] = shape, kind if is_matrix else "f32"
+    return stored, keys, matrices, model

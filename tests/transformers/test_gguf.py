@@ -2,12 +2,19 @@
 
 import os
 
+import numpy as np
 import pytest
 import torch
-from support.gguf_files import write_file
+from gguf import GGML_QUANT_SIZES
+from safetensors.torch import load_file, save_file
+from support.gguf_blocks import type_of
+from support.gguf_files import FIRST_LOADER, of_architecture, write, write_file
 from transformers import AutoModelForCausalLM, GgufConfig
 
-from torch_moe_mps.transformers.linears import formats_in
+from torch_moe_mps.transformers.checkpoints import gguf_file
+from torch_moe_mps.transformers.checkpoints.targets import quantizable
+from torch_moe_mps.transformers.linears import OrderedLinear, formats_in
+from torch_moe_mps.transformers.report import any_layer
 
 IDS = torch.arange(1, 9)[None]
 CASES = [
@@ -16,6 +23,9 @@ CASES = [
     ("qwen3moe", ("q4_k", "q6_k", "iq4_xs"), {}),
     ("qwen3moe", ("q3_k", "q2_k", "q5_1"), {}),
     ("qwen2", ("q4_1", "q5_0", "mxfp4"), {}),
+    ("qwen35", ("q4_k", "q6_k", "q5_k"), {}),  # an input is taken in another order
+    ("qwen35moe", ("q3_k", "q4_1", "q8_0"), {"tied": True}),  # blocks move instead
+    ("lfm2", ("iq4_xs", "q4_0", "q2_k"), {}),
 ]
 
 
@@ -43,6 +53,7 @@ def test_packed_and_exact(tmp_path, recwarn, architecture, kinds, options):
     assert not [w for w in recwarn if "GGUF" in str(w.message)]
     formats = {format.name for module in model.modules() for format in formats_in(module).values()}
     assert formats == set(kinds) and not model.hf_quantizer.report.skipped
+    assert any(isinstance(m, OrderedLinear) for m in model.modules()) == (architecture == "qwen35")
     expected, found = logits(dense(path)), logits(model)
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
     parameters = {id(p): p.nbytes for p in model.parameters()}
@@ -50,6 +61,45 @@ def test_packed_and_exact(tmp_path, recwarn, architecture, kinds, options):
     model.save_pretrained(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert torch.equal(logits(again), found) and again.dtype == model.dtype == torch.float32
+
+
+# Weights that stay dense: rows that are no rows of the file, and those without code of ours.
+DENSE = {
+    "bloom": ["transformer.h.*.self_attention.query_key_value.weight"],
+    "gemma2": ["lm_head.weight"],  # tied
+    "qwen2_moe": ["model.layers.*.mlp.shared_expert_gate.weight"],  # a vector
+    "gpt_oss": ["model.layers.*.mlp.experts.down_proj", "model.layers.*.mlp.experts.gate_up_proj"],
+}
+
+
+@pytest.mark.parametrize("architecture", FIRST_LOADER)
+def test_every_architecture_stays_packed(monkeypatch, architecture):
+    stored, _, matrices, model = of_architecture(architecture, "q8_0")
+    tensors = []
+    for name, (shape, kind) in matrices.items():
+        values, size = GGML_QUANT_SIZES[type_of(kind)]
+        data = np.broadcast_to(np.uint8(0), (*shape[:-1], shape[-1] // values * size))
+        tensors.append(gguf_file.Stored(name, kind.upper(), shape, data))
+    monkeypatch.setattr(gguf_file, "read_file", lambda path: (stored, tensors))
+    file = gguf_file.File("model.gguf", model)
+    found = {
+        target.name + "." + parameter: file.source(target, parameter)
+        for target in quantizable(model).values()
+        for parameter in target.parameters
+    }
+    assert sum(source is not None for source in found.values()) >= 3
+    dense = {any_layer(name) for name, source in found.items() if source is None}
+    assert sorted(dense) == DENSE.get(architecture, [])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("architecture", [name for name in FIRST_LOADER if name != "gpt_oss"])
+def test_every_architecture_is_exact(tmp_path, architecture):
+    """But for gpt-oss, whose experts transformers does not find in a file."""
+    stored, keys, matrices, _ = of_architecture(architecture, "q8_0")
+    path = write(tmp_path / "model.gguf", stored, keys, matrices)
+    expected, found = logits(dense(path)), logits(load(path))
+    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
 def test_what_cannot_stay_packed_is_named(tmp_path):
@@ -61,6 +111,16 @@ def test_what_cannot_stay_packed_is_named(tmp_path):
     assert len(skipped) == 6 and skipped["blk.0.ffn_up_exps.weight"].startswith("q5_k, ")
     expected, found = logits(dense(path)), logits(model)
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+def test_an_order_that_is_none_is_refused(tmp_path):
+    load(write_file(tmp_path / "model.gguf", "qwen35", ("q4_0", "q8_0", "q4_k"))).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in tensors if name.endswith(".order"))
+    tensors[name][0] = 512
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"out_proj\.order must be the numbers from 0 to 511, got others$"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_on_mps(simulated, tmp_path):

@@ -5,6 +5,7 @@ values are those of the blocks, in float32; the tensors take as many bytes.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,7 +124,11 @@ def format_of_blocks(name: str) -> Format | None:
     return FORMATS[name.lower()] if name.lower() in _BLOCKS else None
 
 
-@torch.no_grad()
+def block_values(format: Format) -> int:
+    """How many values of a row a block holds."""
+    return LARGE_BLOCK if format.multiple == LARGE_BLOCK else 32
+
+
 def from_blocks(blocks: Tensor, format: Format) -> QuantizedWeight:
     """Take the blocks of a matrix, or of a stack, apart.
 
@@ -138,20 +143,29 @@ def from_blocks(blocks: Tensor, format: Format) -> QuantizedWeight:
     """
     check = Check("from_blocks")
     check.dtype("blocks", blocks, (torch.uint8,))
-    size, take_apart = _BLOCKS[format.name]
+    size, _ = _BLOCKS[format.name]
     if blocks.shape[-1] % size != 0:
         check.fail("blocks", f"of rows that are a multiple of {size} bytes", tuple(blocks.shape))
-    values = LARGE_BLOCK if format.multiple == LARGE_BLOCK else 32
-    columns = blocks.shape[-1] // size * values
-    out = QuantizedWeight.empty((*blocks.shape[:-1], columns), torch.float16, blocks.device, format)
-    flat = [tensor.view(-1, tensor.shape[-1]) for tensor in out if tensor is not None]
     rows = blocks.reshape(-1, blocks.shape[-1])
+    shape = (*blocks.shape[:-1], blocks.shape[-1] // size * block_values(format))
+    return blocks_of(shape, format, rows.__getitem__, blocks.device)
+
+
+@torch.no_grad()
+def blocks_of(
+    shape: tuple[int, ...], format: Format, some: Callable[[slice], Tensor], device: Any = "cpu"
+) -> QuantizedWeight:
+    """from_blocks for a weight [..., R, C] whose rows, of all matrices, are read some at a time."""
+    size, take_apart = _BLOCKS[format.name]
+    columns = shape[-1]
+    out = QuantizedWeight.empty(shape, torch.float16, torch.device(device), format)
+    flat = [tensor.view(-1, tensor.shape[-1]) for tensor in out if tensor is not None]
     step = max(1, VALUES_AT_ONCE // max(1, columns))
-    for first in range(0, len(rows), step):
-        some = slice(first, first + step)
-        codes, *scales = take_apart(rows[some].reshape(-1, size))
-        flat[0][some].view(torch.int32).copy_(pack(codes.flatten(), format.bits).view(-1, flat[0].shape[1]))
+    for first in range(0, len(flat[0]), step):
+        rows = slice(first, first + step)
+        codes, *scales = take_apart(some(rows).reshape(-1, size))
+        flat[0][rows].view(torch.int32).copy_(pack(codes.flatten(), format.bits).view(-1, flat[0].shape[1]))
         for target, part in zip(flat[1:], scales, strict=False):
             if part is not None:
-                target[some] = part.reshape(-1, target.shape[1])
+                target[rows] = part.reshape(-1, target.shape[1])
     return out

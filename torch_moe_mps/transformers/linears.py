@@ -153,6 +153,26 @@ class QuantizedLinear(QuantizedLayer):
         return f"in_features={self.in_features}, out_features={self.out_features}, {bias=}, {self.format}"
 
 
+class OrderedLinear(QuantizedLinear):
+    """A QuantizedLinear whose weight takes the elements of its input in another order.
+
+    Attributes:
+        order: [in_features], int32: column c of the weight is multiplied by x[..., order[c]].
+    """
+
+    order: Tensor
+
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype, bias: Tensor | None, order: Tensor):
+        super().__init__(weight, dtype, bias)
+        self.register_parameter("order", _parameter(order))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.index_select(-1, self.order))
+
+    def dequantized(self, rows: slice | Tensor) -> Tensor:
+        return super().dequantized(rows).index_select(-1, self.order.argsort())
+
+
 class QuantizedEmbedding(QuantizedLayer):
     """nn.Embedding on `torch.ops.moe_mps.embedding_quantized`, for inference.
 

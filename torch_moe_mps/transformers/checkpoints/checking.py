@@ -9,7 +9,7 @@ from safetensors import safe_open
 from torch import nn
 
 from ...ops._checks import Check
-from ..linears import formats_in
+from ..linears import OrderedLinear, formats_in
 from .weights import quantized_names
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
@@ -52,6 +52,10 @@ def check_loaded(model: "PreTrainedModel", loaded: Callable[[str], bool]) -> Non
         dtypes = _dtypes_of(module)
         if last in dtypes:
             check.dtype(name, tensor, dtypes[last])
+        elif last == "order" and isinstance(module, OrderedLinear):
+            columns = torch.arange(module.in_features, dtype=torch.int32, device=tensor.device)
+            if not torch.equal(tensor.sort().values, columns):
+                check.fail(name, f"the numbers from 0 to {module.in_features - 1}", "others")
         elif isinstance(tensor, nn.Parameter) and not tensor.is_floating_point():
             check.fail(name, "of a floating-point dtype", str(tensor.dtype).removeprefix("torch."))
 

@@ -39,6 +39,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         wanted: arguments of a recipe for a checkpoint that is quantised: for what is dense in it, and for
             what has more bits than the recipe says.
         requantize: False leaves what is quantised as it is.
+        ordered: names of the linear layers, quantised in a checkpoint, that take their inputs in an order.
         absent: names of parts of the model, beside its language model, that a checkpoint does not have.
         mlx: whether MLX wrote the checkpoint: what is quantised in it is read from its tensors.
         others: linear_bits, embedding_bits, keep and overrides for dense checkpoints, as in `accelerate`. All
@@ -56,6 +57,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         source: Mapping[str, Any] | None = None,
         wanted: Mapping[str, Any] | None = None,
         requantize: bool = True,
+        ordered: Collection[str] = (),
         absent: Collection[str] = (),
         mlx: bool = False,
         **others: Any,
@@ -67,6 +69,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         self.modules = modules and {name: _format_of(name, value) for name, value in modules.items()}
         self.exceptions = {name: others[name] for name in ARGUMENTS if name in others}
         self.source, self.absent, self.mlx = source, [*absent], mlx
+        self.ordered = [*ordered]
         self.wanted, self.requantize = wanted, requantize
         self.recipe()  # its errors are raised now
 
@@ -86,8 +89,10 @@ class QuantizationConfig(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """What config.json says of a model that is quantised."""
         modules = {name: str(format) for name, format in (self.modules or {}).items()}
-        absent = {"absent": self.absent} if self.absent else {}
-        return {"library": LIBRARY, "modules": modules} | absent
+        lists = {"ordered": self.ordered, "absent": self.absent}
+        return {"library": LIBRARY, "modules": modules} | {
+            key: names for key, names in lists.items() if names
+        }
 
     def targets(self, model: nn.Module) -> dict[str, Target]:
         """{name: target} of the modules that are quantised in a checkpoint of the model.
@@ -111,6 +116,8 @@ class QuantizationConfig(QuantizationConfigMixin):
             else:
                 owner, _, parameter = name.rpartition(".")
                 every[owner].formats[parameter] = format
+        for name in [name for stored in self.ordered for name in _named(stored, every, False)]:
+            every[name].has_order = True
         found = {name: target for name, target in every.items() if target.formats}
         for target in found.values():
             for parameter in target.parameters:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...quantization import Format
 from ..experts import NAME
 from ..interface import experts_of, projections
-from ..linears import formats_in
+from ..linears import OrderedLinear, formats_in
 from ..rewriting.record import NOTHING, RECORD
 from .absent import absent_in
 from .config import QuantizationConfig, is_ours, together
@@ -110,7 +110,8 @@ def config_of(model: nn.Module) -> QuantizationConfig | None:
     for format in dict.fromkeys(formats.values()):
         names = [name for name, other in formats.items() if other == format]
         modules |= dict.fromkeys(together(names, everything), format)
-    return QuantizationConfig(modules=modules, absent=absent)
+    ordered = [name for name, module in model.named_modules() if isinstance(module, OrderedLinear)]
+    return QuantizationConfig(modules=modules, ordered=together(ordered, everything), absent=absent)
 
 
 def save_parts(model: Any, shards: Shards, parts: Iterable[Mapping[str, Tensor]]) -> None:

@@ -34,12 +34,14 @@ class Target:
     Attributes:
         kind: "experts", "linears" or "embeddings".
         formats: {parameter: format} of those that are.
+        has_order: whether a linear layer is an OrderedLinear once it is quantised.
     """
 
     name: str
     module: nn.Module
     kind: str
     formats: dict[str, Format] = field(default_factory=dict)
+    has_order: bool = False
 
     @property
     def experts(self) -> Experts:

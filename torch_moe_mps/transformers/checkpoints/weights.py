@@ -17,7 +17,7 @@ from ...quantization import TENSORS, Format, QuantizedWeight, dequantize
 from ...quantization.formats import ErrorSums, check_finite, quantize_stack
 from ..experts import pinned_config
 from ..interface import projections
-from ..linears import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
+from ..linears import OrderedLinear, QuantizedEmbedding, QuantizedLayer, QuantizedLinear
 from ..report import QuantizedProjection
 from .targets import Target
 
@@ -74,6 +74,9 @@ def store_empty(target: Target) -> None:
         for name, tensor in zip(quantized_names(parameter), empty, strict=True):
             if isinstance(tensor, nn.Parameter):
                 target.module.register_parameter(name, tensor)
+        if target.has_order:
+            order = torch.empty(weight.shape[1], dtype=torch.int32, device=weight.device)
+            target.module.register_parameter("order", nn.Parameter(order, requires_grad=False))
         dense: Any = torch.empty_like(weight, device="meta")
         dense._is_hf_initialized = True
         vars(target.module)[parameter] = dense
@@ -207,6 +210,8 @@ def _layer(module: nn.Module, weight: QuantizedWeight, dtype: torch.dtype) -> Qu
     if isinstance(module, nn.Embedding):
         scale = _scale_of(module, weight.packed.device)
         layer = QuantizedEmbedding(weight, dtype, module.padding_idx, scale)
+    elif (order := module._parameters.get("order")) is not None:
+        layer = OrderedLinear(weight, dtype, module._parameters["bias"], order)
     else:
         layer = QuantizedLinear(weight, dtype, module._parameters["bias"])
     return layer.train(module.training)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...experts import NormArguments, is_observed, normed
 from ...interface import is_experts
-from ...linears import QuantizedLinear
+from ...linears import OrderedLinear, QuantizedLinear
 from ..program.building import add_option
 from ..program.rewrites import Match, Rewrite
 from ..runtime import called
@@ -82,9 +82,11 @@ def linear(
     """layer(norm(x)) + residual, which has as many elements."""
     norm, residual = moe_mps_norm, moe_mps_residual
     is_same = residual is None or residual.dtype is x.dtype
-    if type(layer) is not QuantizedLinear or is_observed(layer) or not is_same:
+    if not isinstance(layer, QuantizedLinear) or is_observed(layer) or not is_same:
         out: Tensor = layer(normed(norm, x))
         return out if residual is None else residual.reshape(out.shape) + out
+    if isinstance(layer, OrderedLinear):
+        x, norm = normed(norm, x).index_select(-1, layer.order), None
     form, weights = layer.format, layer.weights()
     if residual is not None and residual.shape[:-1] != x.shape[:-1]:
         residual = residual.reshape((*x.shape[:-1], weights[0].shape[0]))

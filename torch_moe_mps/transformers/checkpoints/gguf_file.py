@@ -1,0 +1,320 @@
+"""The tensors of a GGUF file, and where transformers puts their rows in a model.
+
+transformers renames a file's tensors, moves their rows and joins them by code for each architecture. To learn
+what it does with blocks, that code runs on numbers in place of values, two for each row: where every row of
+the result is a row of the file, its blocks are taken as they are.
+"""
+
+import copy
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.integrations.gguf import reader
+
+from ...ops._checks import first_line
+from ...quantization import Format, QuantizedWeight
+from ...quantization.gguf import block_values, blocks_of, format_of_blocks
+from .targets import Target
+from .weights import words
+
+if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
+    from transformers import PreTrainedModel
+
+_DENSE = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
+
+
+class Stored(NamedTuple):
+    """A tensor of a file: `data` is a map of its bytes, uint8 [..., bytes of a row]."""
+
+    name: str
+    kind: str  # ggml's name of the type
+    shape: tuple[int, ...]
+    data: np.ndarray
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.kind not in _DENSE
+
+    @property
+    def format(self) -> Format | None:
+        return format_of_blocks(self.kind)
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
+    def values(self, data: np.ndarray | None = None) -> np.ndarray:
+        """float32, of all rows or of those with the given bytes.
+
+        Raises: ValueError for a type that has none, or that the package `gguf` cannot read.
+        """
+        from gguf import GGMLQuantizationType, dequantize
+
+        try:
+            return dequantize(self.data if data is None else data, GGMLQuantizationType[self.kind])
+        except NotImplementedError:
+            expected = "of a type whose values the package gguf knows"
+            raise ValueError(f"moe_mps::gguf: {self.name} must be {expected}, got {self.kind}") from None
+
+
+def read_file(path: str) -> tuple[str, list[Stored]]:
+    """The architecture and the tensors of a file, none of which is read yet.
+
+    Raises: ValueError, in one line, for a file that is no GGUF, is cut off or damaged.
+    """
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    found = []
+    try:
+        blob = reader._mapped(path)
+        metadata, count, place = reader._read_metadata(blob, path)
+        tensors, place = reader._read_tensor_table(blob, count, place)
+        alignment = int(metadata.get("general.alignment", 32))
+        start = -(-place // alignment) * alignment
+        for name, shape, kind, offset in tensors:
+            if kind not in GGML_QUANT_SIZES:
+                raise ValueError(f"{name} has the unknown type {kind}")
+            values, size = GGML_QUANT_SIZES[kind]
+            if not shape or min(shape) < 1 or shape[-1] % values:
+                raise ValueError(f"{name} has the shape {shape}")
+            row = shape[-1] // values * size
+            first, end = start + offset, start + offset + math.prod(shape[:-1]) * row
+            if end > len(blob):
+                raise ValueError(f"{name} ends at byte {end} of {len(blob)}")
+            data = blob[first:end].reshape(*shape[:-1], row)
+            found.append(Stored(name, GGMLQuantizationType(kind).name, shape, data))
+        if len({tensor.name for tensor in found}) < len(found):
+            raise ValueError("two tensors have one name")
+        return str(metadata["general.architecture"]), found
+    except Exception as error:  # also of struct and numpy
+        raise ValueError(f"moe_mps::gguf: {path} is damaged or no GGUF file ({first_line(error)})") from error
+
+
+def check_file(path: str) -> None:
+    """Raises what `read_file` does. Without the package `gguf`, which knows the types, nothing is checked."""
+    if find_spec("gguf") is not None:
+        read_file(path)
+
+
+class _Placing(Protocol):
+    """transformers' code for an architecture."""
+
+    def names(self, tensor: Stored) -> Iterable[str]:
+        """The parameters of the model that a tensor goes into."""
+
+    def value(self, name: str, values: list[tuple[Stored, np.ndarray]]) -> Tensor:
+        """A parameter, of the values of all its tensors, or of what stands for them."""
+
+    def inputs(self, name: str) -> Tensor | None:
+        """Which elements of its input a weight takes, in its order, where its columns do not move."""
+
+
+class _Processed:
+    """That of transformers' first loader."""
+
+    def __init__(self, architecture: str, model: "PreTrainedModel"):
+        from transformers import modeling_gguf_pytorch_utils as first
+
+        processor = first.TENSOR_PROCESSORS.get(architecture, first.TensorProcessor)
+        self._processor = processor(config=model.config.to_dict())
+        self._names = first.get_gguf_hf_weights_map(model, self._processor)
+
+    def _place(self, tensor: Stored, values: np.ndarray, into: dict[str, Tensor]) -> None:
+        result = self._processor.process(
+            weights=values,
+            name=tensor.name,
+            tensor_key_mapping=self._names,
+            parsed_parameters={"tensors": into},
+        )
+        if result.name in self._names:
+            into[self._names[result.name]] = torch.from_numpy(np.copy(result.weights))
+
+    def names(self, tensor: Stored) -> Iterable[str]:
+        for shape in ((*tensor.shape[:-1], 2), tensor.shape):
+            found: dict[str, Tensor] = {}
+            try:
+                self._place(tensor, np.broadcast_to(np.float32(-1), shape), found)
+            except (ValueError, IndexError, RuntimeError):  # what it does is not done to rows
+                continue
+            except KeyError:  # of a layer that the model does not have
+                break
+            return found
+        return ()
+
+    def value(self, name: str, values: list[tuple[Stored, np.ndarray]]) -> Tensor:
+        found: dict[str, Tensor] = {}
+        for tensor, each in values:
+            self._place(tensor, each, found)
+        return found[name]
+
+    def inputs(self, name: str) -> Tensor | None:
+        return None
+
+
+class _Converted:
+    """That of its second loader, which keeps blocks itself: conversions as of other checkpoints."""
+
+    def __init__(self, architecture: str, model: "PreTrainedModel"):
+        from transformers.integrations.gguf import get_gguf_conversion_mapping
+
+        with torch.device("cpu"):  # the model is made on the meta device
+            mapping = get_gguf_conversion_mapping(architecture, model.config)
+        self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        self._of = {pattern: entry for entry in self._converters for pattern in entry.source_patterns}
+        self._prefix, self._parameters = model.base_model_prefix, model.state_dict()
+        self._patterns: dict[str, str | None] = {}  # of tensors and of parameters
+
+    def names(self, tensor: Stored) -> Iterable[str]:
+        name, pattern = rename_source_key(
+            tensor.name, self._renamings, self._converters, self._prefix, self._parameters
+        )
+        self._patterns[tensor.name] = self._patterns[name] = pattern
+        return [name] if name in self._parameters else ()
+
+    def value(self, name: str, values: list[tuple[Stored, np.ndarray]]) -> Tensor:
+        pattern = self._patterns[name]
+        if pattern is None:
+            ((_, own),) = values
+            return torch.from_numpy(np.array(own))
+        converter = copy.deepcopy(self._of[pattern])
+        of_rows = values[0][1].shape[-1] != values[0][0].shape[-1]  # they stand for rows
+        converter.operations = [
+            each for each in converter.operations if not (of_rows and hasattr(each, "input_permutation"))
+        ]
+        for tensor, each in values:
+            source = self._patterns[tensor.name]
+            assert source is not None
+            converter.add_tensor(name, tensor.name, source, torch.from_numpy(np.array(each)))
+        if not converter.operations:
+            ((_, own),) = values
+            return torch.from_numpy(np.array(own))
+        return converter.convert(name)[name]
+
+    def inputs(self, name: str) -> Tensor | None:
+        pattern = self._patterns[name]
+        operations = [] if pattern is None else self._of[pattern].operations
+        moved = [each.input_permutation for each in operations if hasattr(each, "input_permutation")]
+        return moved[0] if moved else None
+
+
+class Source:
+    """A parameter whose rows are rows of the file: `order` numbers those of `tensors` one after the other.
+
+    Attributes:
+        inputs: which elements of its input the weight takes; None for all as they are. Where blocks can
+            move, the weight's columns have moved instead.
+    """
+
+    def __init__(self, target: Target, tensors: list[Stored], order: Tensor, inputs: Tensor | None):
+        self.target, self.tensors, self.inputs = target, tensors, inputs
+        self._shape = order.shape if target.kind == "experts" else order.shape[1:]
+        rows = order.flatten().numpy()
+        self._order = None if (rows == np.arange(len(rows))).all() else rows
+        self._blocks: np.ndarray | None = None  # which of a row's blocks come one after the other
+        self._left: dict[int, Tensor] = {}
+        self._lock = Lock()  # transformers loads in several threads
+        if inputs is not None:
+            columns = inputs.argsort().view(-1, block_values(self.format))
+            whole = columns[:, :1] + torch.arange(columns.shape[1])
+            if torch.equal(columns, whole) and not bool((columns[:, 0] % columns.shape[1]).any()):
+                self._blocks, self.inputs = (columns[:, 0] // columns.shape[1]).numpy(), None
+
+    @property
+    def format(self) -> Format:
+        format = self.tensors[0].format
+        assert format is not None
+        return format
+
+    def take(self, number: int) -> Tensor:
+        """One of the tensors of the packed parameter. Blocks are taken apart once for all of them."""
+        with self._lock:
+            if number not in self._left:
+                self._left = {n: words(t) for n, t in enumerate(self.weight()) if t is not None}
+            return self._left.pop(number)
+
+    def weight(self) -> QuantizedWeight:
+        """Some rows are read at a time: beside the weight, memory stays under about 100 MiB."""
+        columns = self.tensors[0].shape[-1]
+        return blocks_of((*self._shape, columns), self.format, self._some)
+
+    def _some(self, rows: slice) -> Tensor:
+        """The blocks [n, bytes] of some rows of the parameter."""
+        count = sum(tensor.rows for tensor in self.tensors)
+        wanted = np.arange(count)[rows] if self._order is None else self._order[rows]
+        out = np.empty((len(wanted), self.tensors[0].data.shape[-1]), np.uint8)
+        first = 0
+        for tensor in self.tensors:
+            own = (wanted >= first) & (wanted < first + tensor.rows)
+            out[own] = tensor.data.reshape(tensor.rows, -1)[wanted[own] - first]
+            first += tensor.rows
+        if self._blocks is not None:
+            out = out.reshape(len(out), len(self._blocks), -1)[:, self._blocks].reshape(out.shape)
+        return torch.from_numpy(out)
+
+
+class File:
+    """A file, and transformers' code for its architecture.
+
+    Attributes:
+        parts: {parameter of the model: the tensors that it is made of}.
+    """
+
+    def __init__(self, path: str, model: "PreTrainedModel"):
+        from transformers.integrations.gguf import is_gguf_arch_supported
+
+        architecture, self.tensors = read_file(path)
+        second = is_gguf_arch_supported(architecture)
+        self._placing: _Placing = (_Converted if second else _Processed)(architecture, model)
+        self.parts: dict[str, list[Stored]] = defaultdict(list)
+        for tensor in self.tensors:
+            for name in self._placing.names(tensor):
+                self.parts[name].append(tensor)
+
+    def value(self, name: str) -> Tensor:
+        """A parameter, dequantised."""
+        return self._placing.value(name, [(tensor, tensor.values()) for tensor in self.parts[name]])
+
+    def source(self, target: Target, parameter: str) -> Source | None:
+        """A parameter of a target if its rows are rows of blocks of one type."""
+        name = f"{target.name}.{parameter}"
+        tensors = self.parts.get(name, [])
+        if len({tensor.kind for tensor in tensors}) != 1 or tensors[0].format is None:
+            return None
+        stands, first = [], 1
+        for tensor in tensors:
+            rows = 2.0 * np.arange(first, first + tensor.rows)
+            pairs = np.stack((rows, rows + 1), -1).reshape(*tensor.shape[:-1], 2)
+            stands.append((tensor, pairs))
+            first += tensor.rows
+        try:
+            placed = target.rows_first(self._placing.value(name, stands))
+        except (ValueError, IndexError, RuntimeError):
+            return None
+        weight = target.rows_first(getattr(target.module, parameter))
+        if placed.shape != (*weight.shape[:-1], 2) or tensors[0].shape[-1] != weight.shape[-1]:
+            return None
+        rows_of, others = placed.unbind(-1)
+        if not bool((rows_of % 2 == 0).all() and (rows_of > 0).all() and (others == rows_of + 1).all()):
+            return None
+        return Source(target, tensors, (rows_of / 2 - 1).long(), self._placing.inputs(name))
+
+
+def checked(read: Callable) -> Callable:
+    """transformers reads the config first: a bad file is refused there."""
+
+    @functools.wraps(read)
+    def read_checked(gguf_path: str, *args: Any, **kwargs: Any) -> Any:
+        check_file(gguf_path)
+        return read(gguf_path, *args, **kwargs)
+
+    return read_checked
