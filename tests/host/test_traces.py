@@ -93,6 +93,8 @@ def linear_attention() -> Calls:
         "linear_attention_ of a prompt with its norm: heads are fewer than cores",
         partial(ops.linear_attention_, q, q, v, g, state, 0.1, gate=v, norm_weight=tensor(64)),
     )
+    x, b, state = tensor(1, 3, 70), tensor(1, 3, 16), tensor(1, 70, 16, dtype=torch.float32)
+    yield "selective_scan_", partial(ops.selective_scan_, x, x, b, b, state, tensor(70, 16), gate=x)
 
 
 def combine() -> Calls:
@@ -302,6 +304,10 @@ linear_attention_ of a prompt with its norm: heads are fewer than cores
     8=E[0:65536] 9=D[0:8192] 10=B[0:8192] 11=F[0:128] 12=280 bytes
   rms_norm_gated_f16 grid 8x1x1 of 256x1x1
   0=B[0:8192] 1=D[0:8192] 2=F[0:128] 3=D[0:8192] 4=D[0:8192] 5=D[0:8192] 6=64 bytes
+selective_scan_
+  selective_scan_f16 grid 2x1x1 of 64x1x1
+  0=A[0:420] 1=A[0:420] 2=B[0:96] 3=B[0:96] 4=C[0:2240] 5=D[0:420] 6=D[0:420] 7=A[0:420] 8=E[0:4480]
+    9=D[0:420] 10=184 bytes
 """,
         )
 

@@ -6,7 +6,7 @@ from support.oracles import FLOAT32_EPS, exact, spacing
 from support.oracles_operators import checked
 from support.values import DTYPES, numbers
 
-from torch_moe_mps.ops.linear_attention import causal_conv1d_update_, linear_attention_
+from torch_moe_mps.ops.linear_attention import causal_conv1d_update_, linear_attention_, selective_scan_
 
 # The convolution
 
@@ -241,3 +241,101 @@ def test_long_contexts(device, decay, wide):
     """10,000 tokens against float64."""
     (q, k, v, g, state), beta = inputs(1, 10_000, 1, 1, 64, 16, torch.float32, wide=wide)
     check([q, k, v, decay * g.abs().clamp(max=1.0), state], device, l2norm_eps=1e-6, beta=beta.sigmoid())
+
+
+# Mamba-1
+
+
+def scanned(batch, tokens, channels, states, dtype, seed=0):
+    """x, step, B, C, state, A_log."""
+    x, step = (numbers(batch, tokens, channels, dtype=dtype, seed=seed + i) for i in range(2))
+    b, c = (numbers(batch, tokens, states, dtype=dtype, seed=seed + i) for i in range(2))
+    return [
+        x,
+        step,
+        b,
+        c,
+        numbers(batch, channels, states, seed=seed),
+        numbers(channels, states, dtype=dtype),
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_selective_scan(device, dtype):
+    """(B, T, I, N): part of a threadgroup's channels, more than one, more tokens than are staged."""
+    for i, size in enumerate([(1, 1, 70, 16), (2, 3, 5, 4), (1, 40, 3, 1), (2, 33, 65, 15)]):
+        arguments = [tensor.to(device) for tensor in scanned(*size, dtype, seed=i)]
+        channels = size[2]
+        bias = numbers(channels, dtype=dtype).to(device) if i % 2 else None
+        options = {"dt_bias": bias, "skip": None if i % 2 else numbers(channels).to(device)}
+        gate = numbers(*size[:3], dtype=dtype, seed=7).to(device) if i != 1 else None
+        result = checked("selective_scan_", *arguments, **options, gate=gate)
+        assert result.dtype == dtype
+
+
+def test_selective_scan_strides(device):
+    """Slices of fused projections, transposed tensors, a state with gaps."""
+    fused = numbers(2, 3, 41, dtype=torch.float16).to(device)
+    x, gate = fused[..., 1:13].chunk(2, -1)
+    step = numbers(2, 6, 3, dtype=torch.float16).to(device).mT
+    b, c = fused[..., 13:25].chunk(2, -1)
+    state = numbers(2, 7, 12).to(device)
+    checked("selective_scan_", x, step, b, c, state[:, 1:, ::2], numbers(6, 6).to(device).mT, gate=gate)
+    untouched = numbers(2, 7, 12)
+    assert torch.equal(state[:, 0].cpu(), untouched[:, 0])
+    assert torch.equal(state[:, :, 1::2].cpu(), untouched[:, :, 1::2])
+
+
+def test_a_selective_scan_in_pieces(device):
+    """Wherever it is cut, results and state have the same bits; without tokens nothing changes."""
+    x, step, b, c, state, a_log = (each.to(device) for each in scanned(1, 70, 6, 16, torch.float32))
+    expected = None
+    for sizes in ([70], [1, 69], [32, 32, 6], [31, 0, 34, 5]):
+        own, results = state.clone(), []
+        for part in zip(*(each.split(sizes, 1) for each in (x, step, b, c)), strict=True):
+            results.append(selective_scan_(*part, own, a_log))
+        found = torch.cat(results, 1).cpu(), own.cpu()
+        expected = expected or found
+        assert all(map(torch.equal, found, expected))
+
+
+def test_selective_scan_of_extreme_numbers(device):
+    """Steps that forget everything and that keep everything; NaN and infinity stay in their channel."""
+    arguments = scanned(1, 4, 3, 5, torch.float32)
+    arguments[1] = torch.tensor([200.0, -200.0, 0.0, 90.0]).view(1, 4, 1).expand(1, 4, 3).contiguous()
+    arguments = [each.to(device) for each in arguments]
+    checked("selective_scan_", *arguments)
+    arguments[0][0, 1, 0], arguments[4][0, 2, 3] = float("nan"), float("inf")
+    arguments[1][:] = 0.0
+    finite = selective_scan_(*arguments).isfinite().cpu()[0]
+    assert finite[0, :2].all() and not finite[1:, 0].any() and finite[:, 1].all() and not finite[:, 2].any()
+
+
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_scan_of_jamba(device, dtype):
+    """The model's own functions, for a prompt and a token."""
+    from transformers.models.jamba.modeling_jamba import mamba_selective_scan, mamba_selective_state_update
+
+    x, step, b, c, _, a_log = scanned(2, 6, 10, 8, torch.float32)
+    bias, skip, gate = numbers(10), numbers(10, seed=1), numbers(2, 6, 10, seed=5)
+    given = [each.to(dtype).float() for each in (x, step, b, c, gate)]
+    wide = [each.double() for each in given]
+    heads = [each.transpose(1, 2) for each in wide]
+    options = {"D": skip.double(), "dt_softplus": True, "dt_bias": bias.double()}
+    prompt = mamba_selective_scan(
+        heads[0][..., :5], heads[1][..., :5], -a_log.double().exp(), heads[2][..., :5], heads[3][..., :5],
+        skip.double(), heads[4][..., :5], bias.double(), True, True,
+    )  # fmt: skip
+    last = [each[:, 5] for each in wide]
+    state = prompt[1].clone()
+    one = mamba_selective_state_update(
+        state, last[0], last[1], -a_log.double().exp(), last[2], last[3], z=last[4], **options
+    )
+    expected = torch.cat((prompt[0].transpose(1, 2), one.unsqueeze(1)), 1)
+    *ours, z = (each.to(dtype).to(device) for each in given)
+    own = torch.zeros(2, 10, 8, device=device)
+    options = {"dt_bias": bias.to(device), "skip": skip.to(device), "gate": z}
+    result = selective_scan_(*ours, own, a_log.to(device), **options)
+    for actual, right in ((result, exact(expected)), (own, exact(state))):
+        assert (abs(exact(actual) - right) <= spacing(right, actual.dtype) + 400 * FLOAT32_EPS).all()

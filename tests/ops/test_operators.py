@@ -74,6 +74,8 @@ moe_mps::linear_attention_(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor(a4!) 
     dt_bias=None, float? lower_bound=None, str beta_activation="none", float? beta_min=None, Tensor?
     skip=None, Tensor? gate=None, str gate_activation="silu", Tensor? norm_weight=None, float
     norm_eps=9.9999999999999995e-07, float norm_offset=0.) -> Tensor
+moe_mps::selective_scan_(Tensor x, Tensor step, Tensor B, Tensor C, Tensor(a4!) state_, Tensor A_log, *,
+    Tensor? dt_bias=None, Tensor? skip=None, Tensor? gate=None) -> Tensor
 moe_mps::expert_qmm(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor ids, str format, Tensor?
     bias=None) -> Tensor
 moe_mps::moe_experts_quantized(Tensor x, Tensor gate_up_packed, Tensor gate_up_scales, Tensor?

@@ -159,6 +159,11 @@ def linear_attention(dtype: torch.dtype) -> Iterator[Call]:
         ):
             call = functools.partial(run, q, q, v, decay, state, 0.1, beta=beta, **options)
             yield f"linear_attention_ of {tokens}, {name}", call, {}, state.numel() * tokens
+    state, a_log = on_device(1, 256, 16), on_device(256, 16)
+    for tokens in (1, 48):
+        x, b = on_device(1, tokens, 256, dtype=dtype), on_device(1, tokens, 16, dtype=dtype)
+        call = functools.partial(torch.ops.moe_mps.selective_scan_, x, x, b, b, state, a_log, gate=x)
+        yield f"selective_scan_ of {tokens}", call, {}, state.numel() * tokens
 
 
 def combine(dtype: torch.dtype) -> Iterator[Call]:
@@ -546,6 +551,10 @@ linear_attention_ of 48, a decay a channel
   channel_scan128_bf16: 8.13 7.89 slots an element, 99.5 registers, 256/512/512 threads
 linear_attention_ of 48, Mamba-2
   plain_scan128_bf16: 5.70 5.46 slots an element, 96 registers, 256/512/512 threads
+selective_scan_ of 1
+  selective_scan_bf16: 33.84 33.38 slots an element, 76.5 registers, 64/64/640 threads
+selective_scan_ of 48
+  selective_scan_bf16: 12.82 12.35 slots an element, 76.5 registers, 64/64/640 threads
 not dispatched here
   channel_scan256_bf16: 99.5 registers, -/512/512 threads
   channel_scan64_bf16: 99.5 registers, -/512/512 threads

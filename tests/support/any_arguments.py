@@ -579,6 +579,27 @@ def linear_attention_(d):
 
 
 @strategy
+def selective_scan_(d):
+    batch, channels, tokens, states = d.one(1, 2, 0), d.one(6, 1, 65, 0), d.one(1, 3, 33, 0), d.one(16, 1, 5)
+    dtype = d.dtype()
+
+    def of_channels():
+        return d.values(batch, tokens, channels, dtype=dtype)
+
+    return {
+        "x": of_channels(),
+        "step": of_channels(),
+        "B": d.values(batch, tokens, states, dtype=dtype),
+        "C": d.values(batch, tokens, states, dtype=dtype),
+        "state_": d.values(batch, channels, states, dtype=torch.float32),
+        "A_log": d.values(channels, states),
+        "dt_bias": d.maybe(lambda: d.values(channels)),
+        "skip": d.maybe(lambda: d.values(channels)),
+        "gate": d.maybe(of_channels),
+    }
+
+
+@strategy
 def rope(d):
     batch, tokens, dtype, number = d.one(1, 2, 0), d.one(1, 3, 9, 0), d.dtype(), d.dtype()
     rotary = d.one(16, 2, 6, 64)

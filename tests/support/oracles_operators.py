@@ -569,6 +569,13 @@ def linear_attention_(a):
 
 
 @oracle
+def selective_scan_(a):
+    result, state, *magnitudes = oracles_sequence.selective_scan(a)
+    error = (32 + 4 * a.x.shape[1]) * FLOAT32_EPS
+    return [Expected(*each) for each in zip((result, state), (error * m for m in magnitudes), strict=True)]
+
+
+@oracle
 def rope(a):
     rotary = a.cos.shape[-1] if a.rotary_dim is None else a.rotary_dim
     rest = (a.pairs, rotary, a.rotary_last, a.eps, a.weight_offset)

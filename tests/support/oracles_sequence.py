@@ -76,6 +76,25 @@ def convolution(x, state, weight, bias, activation) -> tuple[np.ndarray, np.ndar
     return value, magnitude, every[..., every.shape[-1] - length :]
 
 
+def selective_scan(a) -> tuple[np.ndarray, ...]:
+    """What selective_scan_ computes of its arguments: result, state, and the sums of the absolute terms."""
+    x, step, b, c, state = map(exact, (a.x, a.step, a.B, a.C, a.state_))
+    strength = np.logaddexp(0.0, step if a.dt_bias is None else step + exact(a.dt_bias))
+    rate, magnitude = -np.exp(exact(a.A_log)), abs(state)
+    skip = 0.0 if a.skip is None else exact(a.skip)
+    result, result_magnitude = np.empty_like(x), np.empty_like(x)
+    for t in range(x.shape[1]):
+        decay = np.exp(rate * strength[:, t, :, None])
+        new = (strength[:, t] * x[:, t])[..., None] * b[:, t, None]
+        state, magnitude = decay * state + new, decay * magnitude + abs(new)
+        result[:, t] = (state * c[:, t, None]).sum(-1) + skip * x[:, t]
+        result_magnitude[:, t] = (magnitude * abs(c[:, t, None])).sum(-1) + abs(skip * x[:, t])
+    if a.gate is not None:
+        factor = exact(a.gate) * sigmoid(exact(a.gate))
+        result, result_magnitude = result * factor, result_magnitude * abs(factor)
+    return result, state, result_magnitude, magnitude
+
+
 def recurrence(a) -> tuple[np.ndarray, np.ndarray]:
     """What linear_attention_ computes of its arguments, head by head: result, state."""
     q, k, v, state = map(exact, (a.q, a.k, a.v, a.state_))

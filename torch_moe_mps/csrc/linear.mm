@@ -62,13 +62,9 @@ Tensor mlp_quantized(const Tensor& x, const Tensor& gate_up_packed, const Tensor
                                       : at::zeros(x.sizes(), x.options());
     return down_bias.has_value() ? out.add_(*down_bias) : out;
   }
-  const auto dtype = compute_dtype(
-      x.scalar_type(),
-      {{weight_format(format), gate_up_scales}, {weight_format(down_format.value_or(format)), down_scales}});
-  const MatrixStack gate_up = packed_matrix(gate_up_packed, gate_up_scales, gate_up_biases,
-                                            weight_format(format), gate_up_bias, dtype);
-  const MatrixStack down = packed_matrix(down_packed, down_scales, down_biases,
-                                         weight_format(down_format.value_or(format)), down_bias, dtype);
+  const auto [dtype, gate_up, down] =
+      gated_matrices(x.scalar_type(), {gate_up_packed, gate_up_scales, gate_up_biases, gate_up_bias}, format,
+                     {down_packed, down_scales, down_biases, down_bias}, down_format);
   const Tensor rows = rows_of(x, dtype);
   const Tensor hidden = at::empty(with_columns(x.sizes(), down.inputs), rows.options());
   const Tensor out = at::empty(x.sizes(), rows.options());

@@ -19,6 +19,12 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
+// Whether a call has an argument that may be absent, whose dtype it stores.
+bool has(const OptionalTensor& tensor, uint32_t& dtype) {
+  dtype = dtype_code(tensor);
+  return tensor.has_value();
+}
+
 Tensor causal_conv1d_update_(const Tensor& x, const Tensor& conv_state_, const Tensor& weight_,
                              const OptionalTensor& bias_, std::string_view activation) {
   Tensor output = at::empty(x.sizes(), x.options());
@@ -38,8 +44,7 @@ Tensor causal_conv1d_update_(const Tensor& x, const Tensor& conv_state_, const T
   params.silu = activation == "silu";
   params.state_dtype = dtype_code(state);
   params.weight_dtype = dtype_code(weight);
-  params.has_bias = bias.has_value();
-  params.bias_dtype = dtype_code(bias);
+  params.has_bias = has(bias, params.bias_dtype);
 
   Commands commands;
   commands.add({"linear_attention", x.scalar_type()}, "causal_conv1d_update")
@@ -58,10 +63,10 @@ Tensor causal_conv1d_update_(const Tensor& x, const Tensor& conv_state_, const T
 }
 
 // The strides of [B, T, heads, ...]; of what all tokens share, [heads], the first two are 0.
-TokenStrides token_strides(const Tensor& x) {
-  const int64_t heads = x.dim() == 1 ? 0 : 2;
-  const auto stride = [&](int64_t dim) { return x.dim() > 1 ? uint64_t(x.stride(dim)) : 0; };
-  return {stride(0), stride(1), uint64_t(x.stride(heads))};
+TokenStrides token_strides(const OptionalTensor& x) {
+  if (!x) return {};
+  if (x->dim() == 1) return {0, 0, uint64_t(x->stride(0))};
+  return {uint64_t(x->stride(0)), uint64_t(x->stride(1)), uint64_t(x->stride(2))};
 }
 
 uint32_t decay_code(std::string_view decay) {
@@ -109,9 +114,9 @@ Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
   params.q = token_strides(q);
   params.k = token_strides(k);
   params.v = token_strides(v);
-  if (g) params.g = token_strides(*g);
-  if (beta) params.beta = token_strides(*beta);
-  if (gate) params.gate = token_strides(*gate);
+  params.g = token_strides(g);
+  params.beta = token_strides(beta);
+  params.gate = token_strides(gate);
   params.state_batch_stride = state.stride(0);
   params.state_head_stride = state.stride(1);
   params.state_row_stride = state.stride(2);
@@ -123,16 +128,12 @@ Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
   params.value_width = v.size(3);
   params.decay = decay_code(decay);
   params.g_dtype = dtype_code(g);
-  params.has_beta = beta.has_value();
   params.beta_activation = beta_code(beta_activation);
-  params.beta_dtype = dtype_code(beta);
-  params.has_a_log = a_log.has_value();
-  params.a_log_dtype = dtype_code(a_log);
-  params.has_dt_bias = dt_bias.has_value();
-  params.dt_bias_dtype = dtype_code(dt_bias);
+  params.has_beta = has(beta, params.beta_dtype);
+  params.has_a_log = has(a_log, params.a_log_dtype);
+  params.has_dt_bias = has(dt_bias, params.dt_bias_dtype);
+  params.has_skip = has(skip, params.skip_dtype);
   params.has_l2norm = l2norm_eps.has_value();
-  params.has_skip = skip.has_value();
-  params.skip_dtype = dtype_code(skip);
   params.gate_is_sigmoid = gate_activation == "sigmoid";
   params.l2norm_eps = static_cast<float>(l2norm_eps.value_or(0.0));
   params.scale = static_cast<float>(scale);
@@ -176,11 +177,53 @@ Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
   return output;
 }
 
+Tensor selective_scan_(const Tensor& x, const Tensor& step, const Tensor& b, const Tensor& c,
+                       const Tensor& state, const Tensor& a_log_, const OptionalTensor& dt_bias_,
+                       const OptionalTensor& skip_, const OptionalTensor& gate) {
+  const Tensor output = at::empty(x.sizes(), x.options());
+  if (output.numel() == 0) return output;
+  const Tensor a_log = a_log_.contiguous();
+  const OptionalTensor dt_bias = contiguous(dt_bias_), skip = contiguous(skip_);
+  SelectiveScanParams params{};
+  params.x = token_strides(x);
+  params.step = token_strides(step);
+  params.gate = token_strides(gate.value_or(x));
+  params.b = token_strides(b);
+  params.c = token_strides(c);
+  params.state = token_strides(state);
+  params.tokens = x.size(1);
+  params.channels = x.size(2);
+  params.states = b.size(2);
+  params.a_log_dtype = dtype_code(a_log);
+  params.has_dt_bias = has(dt_bias, params.dt_bias_dtype);
+  params.has_skip = has(skip, params.skip_dtype);
+  params.has_gate = gate.has_value();
+
+  Commands commands;
+  commands.add({"linear_attention", x.scalar_type()}, "selective_scan")
+      .bind_strided(x)
+      .bind_strided(step)
+      .bind_strided(b)
+      .bind_strided(c)
+      .bind(a_log)
+      .bind_or(dt_bias, output)
+      .bind_or(skip, output)
+      .bind_strided(gate.value_or(x))
+      .bind_strided(state)
+      .bind(output)
+      .params(params)
+      .threadgroups({NSUInteger(ceil_div(params.channels, kSelectiveThreads)), NSUInteger(x.size(0))},
+                    {NSUInteger(kSelectiveThreads)});
+  commands.encode();
+  return output;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   implement<causal_conv1d_update_>(m, "causal_conv1d_update_");
   implement<linear_attention_>(m, "linear_attention_");
+  implement<selective_scan_>(m, "selective_scan_");
 }
 
 }  // namespace moe_mps

@@ -4,6 +4,7 @@
 
 #include <initializer_list>
 #include <optional>
+#include <string_view>
 
 #include "formats.h"
 #include "matmul_run.h"
@@ -25,6 +26,24 @@ c10::ScalarType compute_dtype(c10::ScalarType x, std::initializer_list<ScalesOf>
 MatrixStack packed_matrix(const at::Tensor& packed, const at::Tensor& scales,
                           const std::optional<at::Tensor>& biases, const WeightFormat& format,
                           const std::optional<at::Tensor>& bias, c10::ScalarType dtype);
+
+// The arguments of an operator that are one quantised matrix, or a stack of them.
+struct Packed {
+  const at::Tensor& packed;
+  const at::Tensor& scales;
+  const std::optional<at::Tensor>& biases;
+  const std::optional<at::Tensor>& bias;
+};
+
+// The two matrices of a feed-forward network, and the dtype in which a call for activations of dtype `x`
+// runs.
+struct GatedMatrices {
+  c10::ScalarType dtype;
+  MatrixStack gate_up, down;
+};
+
+GatedMatrices gated_matrices(c10::ScalarType x, const Packed& gate_up, std::string_view format,
+                             const Packed& down, std::optional<std::string_view> down_format);
 
 // The tensor made contiguous, in `dtype`.
 std::optional<at::Tensor> converted(const std::optional<at::Tensor>& tensor, c10::ScalarType dtype);

@@ -28,13 +28,9 @@ Tensor moe_experts_quantized(const Tensor& x, const Tensor& gate_up_packed, cons
                              const OptionalTensor& residual, bool gate_is_logit,
                              std::optional<std::string_view> down_format, const OptionalTensor& norm_weight,
                              double norm_eps, double norm_offset) {
-  const auto dtype = compute_dtype(
-      x.scalar_type(),
-      {{weight_format(format), gate_up_scales}, {weight_format(down_format.value_or(format)), down_scales}});
-  const MatrixStack gate_up = packed_matrix(gate_up_packed, gate_up_scales, gate_up_biases,
-                                            weight_format(format), gate_up_bias, dtype);
-  const MatrixStack down = packed_matrix(down_packed, down_scales, down_biases,
-                                         weight_format(down_format.value_or(format)), down_bias, dtype);
+  const auto [dtype, gate_up, down] =
+      gated_matrices(x.scalar_type(), {gate_up_packed, gate_up_scales, gate_up_biases, gate_up_bias}, format,
+                     {down_packed, down_scales, down_biases, down_bias}, down_format);
   const ExpertSum sum{weights.contiguous(), contiguous(shared_gate), converted(shared_out, dtype),
                       converted(residual, dtype), gate_is_logit};
   const Tensor out =

@@ -125,6 +125,10 @@ def sample_arguments(
             **{"state_": values(2, 4, D, V, dtype=torch.float32), "scale": 0.25, "l2norm_eps": 1e-6},
             **{"A_log": values(4), "dt_bias": values(4), "decay": "softplus", "beta_activation": "sigmoid"},
         },
+        "selective_scan_": {
+            **{"x": values(2, T, 6), "step": values(2, T, 6), "B": values(2, T, 5), "C": values(2, T, 5)},
+            **{"state_": values(2, 6, 5, dtype=torch.float32), "A_log": values(6, 5), "dt_bias": values(6)},
+        },
         "attention": {**heads_first, "sinks": values(4), "scale": 0.25},
         "write_cache_quantized_": {
             "states": values(2, 2, T, C),
@@ -254,6 +258,12 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
         "causal_conv1d_update_": [
             {"x": values(2, 6, T).transpose(1, 2), "bias": None, "activation": "none"},
             {"conv_state_": values(2, 5, 6).transpose(1, 2)},
+        ],
+        "selective_scan_": [
+            {"gate": values(2, T, 6), "skip": values(6), "dt_bias": None},
+            {"x": values(2, T, 70), "step": values(2, 70, T).mT, "A_log": values(70, 16), "dt_bias": None}
+            | {"B": values(2, T, 16), "C": values(2, T, 16)}
+            | {"state_": values(2, 16, 70, dtype=torch.float32).mT},
         ],
         "linear_attention_": [
             {"A_log": None, "dt_bias": None, "g": -values(2, T, 4).abs(), "beta_activation": "none"}

@@ -11,6 +11,7 @@ ACTIVATIONS = ("none", "silu")
 DECAYS = ("log", "softplus", "sigmoid", "times_beta")
 BETA_ACTIVATIONS = ("none", "sigmoid", "softplus")
 MAX_KEY_WIDTH = 256
+MAX_STATES = 16  # of a channel of selective_scan_
 
 
 # The convolution
@@ -267,3 +268,76 @@ def linear_attention_(
     if gate is None or norm_weight is None:
         return out
     return rms_norm_gated(out, gate, norm_weight, norm_eps, norm_offset, gate_activation)
+
+
+# Mamba-1
+
+
+def _meta_selective_scan(check, x, step, B, C, state_, A_log, dt_bias, skip, gate):
+    check.dtype("x", x, ACTIVATION_DTYPES)
+    check.rank("x", x, (3,))
+    batch, tokens, channels = x.shape
+    check.tensor("step", step, x.shape, "[B, T, I] of x", (x.dtype,))
+    check.rank("B", B, (3,))
+    check.between("B", B.shape[2], 1, MAX_STATES, " states a channel")
+    states = B.shape[2]
+    check.tensor("B", B, (batch, tokens, states), "[B, T, N]", (x.dtype,))
+    check.tensor("C", C, B.shape, "[B, T, N] of B", (x.dtype,))
+    check.tensor("state_", state_, (batch, channels, states), "[B, I, N]", (torch.float32,))
+    check.tensor("A_log", A_log, (channels, states), "[I, N]")
+    check.tensor("dt_bias", dt_bias, (channels,), "[I]")
+    check.tensor("skip", skip, (channels,), "[I]")
+    check.tensor("gate", gate, x.shape, "[B, T, I] of x", (x.dtype,))
+    return x.new_empty(x.shape)
+
+
+@operator(meta=_meta_selective_scan)
+def selective_scan_(
+    x: Tensor,
+    step: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state_: Tensor,
+    A_log: Tensor,
+    *,
+    dt_bias: Tensor | None = None,
+    skip: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """Mamba-1's selective scan, token after token. For each channel, which has N states of its own:
+
+        s = softplus(step + dt_bias)
+        state_ = exp(-exp(A_log) * s) * state_ + s * x * B
+        result = (C . state_ + skip * x) * silu(gate)
+
+    Everything is computed in float32 and rounded once. The state has the same bits wherever a prompt is cut
+    into calls. Source: Mamba, arXiv 2312.00752, algorithm 2.
+
+    Args:
+        x: [B, T, I], float32, float16 or bfloat16; strides are free here and below.
+        step: [B, T, I] in the dtype of `x`: the time step before its activation.
+        B, C: [B, T, N] in the dtype of `x`, shared by all channels; N is at most 16.
+        state_: [B, I, N], float32; updated in place, whatever its strides. It must not overlap itself (as an
+            expanded tensor does) nor the other arguments.
+        A_log: [I, N], any of the three dtypes.
+        dt_bias, skip: [I], any of the three dtypes, or None.
+        gate: [B, T, I] in the dtype of `x`, or None.
+
+    Returns: [B, T, I] in the dtype of `x`.
+
+    Raises: ValueError for a dtype, shape or device that does not fit.
+    """
+    rate = -A_log.float().exp()
+    state, results = state_.clone(), torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    for token in range(x.shape[1]):  # each needs the state that the one before leaves
+        own_step = step[:, token].float()
+        strength = torch.nn.functional.softplus(own_step if dt_bias is None else own_step + dt_bias.float())
+        written = (strength * x[:, token].float()).unsqueeze(-1) * B[:, token].float().unsqueeze(1)
+        state = state * (rate * strength.unsqueeze(-1)).exp() + written
+        results[:, token] = (state * C[:, token].float().unsqueeze(1)).sum(-1)
+    state_.copy_(state)
+    if skip is not None:
+        results += skip.float() * x.float()
+    if gate is not None:
+        results *= torch.nn.functional.silu(gate.float())
+    return results.to(x.dtype)

@@ -305,3 +305,87 @@ template <typename T, uint kLanes, int kKind>
                   norm_weight, params, lane);
   }
 }
+
+// What a channel has of a token.
+template <typename T>
+struct ChannelToken {
+  T x, step, gate;
+};
+
+template <typename T>
+inline ChannelToken<T> channel_token(device const T* x, device const T* step, device const T* gate,
+                                     uint token, constant SelectiveScanParams& params) {
+  return {x[token * params.x.token], step[token * params.step.token], gate[token * params.gate.token]};
+}
+
+// Mamba-1. A thread keeps the states of one channel in registers for all tokens; a threadgroup stages B and C
+// of some tokens at a time, which all its channels read. Grid: (channels, batch).
+template <typename T>
+[[kernel, max_total_threads_per_threadgroup(kSelectiveThreads)]] void selective_scan(
+    device const T* x [[buffer(0)]], device const T* step [[buffer(1)]], device const T* b [[buffer(2)]],
+    device const T* c [[buffer(3)]], device const uchar* a_log [[buffer(4)]],
+    device const uchar* dt_bias [[buffer(5)]], device const uchar* skip [[buffer(6)]],
+    device const T* gate [[buffer(7)]], device float* state [[buffer(8)]], device T* output [[buffer(9)]],
+    constant SelectiveScanParams& params [[buffer(10)]], uint2 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]]) {
+  constexpr uint kVectors = kSelectiveStates / 4;
+  threadgroup float4 staged[kSelectiveTokens][2][kVectors];  // B, and behind it C
+  const uint place = group.x * kSelectiveThreads + thread_index;
+  const bool is_channel = place < params.channels;
+  const uint channel = min(place, params.channels - 1);
+  const ulong batch = group.y;
+  x += batch * params.x.batch + channel * params.x.head;
+  step += batch * params.step.batch + channel * params.step.head;
+  gate += batch * params.gate.batch + channel * params.gate.head;
+  b += batch * params.b.batch;
+  c += batch * params.c.batch;
+  state += batch * params.state.batch + channel * params.state.token;
+  output += batch * params.tokens * params.channels + channel;
+  const float shift = params.has_dt_bias != 0 ? load_one(dt_bias, params.dt_bias_dtype, channel) : 0.0f;
+  const float factor = params.has_skip != 0 ? load_one(skip, params.skip_dtype, channel) : 0.0f;
+  float4 rates[kVectors], kept[kVectors];
+  UNROLL for (uint n = 0; n < kSelectiveStates; ++n) {
+    const bool is_state = n < params.states;
+    const ulong at = ulong(channel) * params.states + n;
+    rates[n / 4][n % 4] = is_state ? -precise::exp(load_one(a_log, params.a_log_dtype, at)) : 0.0f;
+    kept[n / 4][n % 4] = is_state && is_channel ? state[n * params.state.head] : 0.0f;
+  }
+  // The next token is loaded while the states take in this one.
+  ChannelToken<T> next = channel_token(x, step, gate, 0, params);
+  for (uint first = 0; first < params.tokens; first += kSelectiveTokens) {
+    const uint count = min(kSelectiveTokens, params.tokens - first);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint i = thread_index; i < count * 2 * kSelectiveStates; i += kSelectiveThreads) {
+      const uint t = i / (2 * kSelectiveStates), n = i % kSelectiveStates;
+      const bool is_c = i % (2 * kSelectiveStates) >= kSelectiveStates;
+      float value = 0.0f;
+      if (n < params.states) {
+        value = is_c ? float(c[(first + t) * params.c.token + n * params.c.head])
+                     : float(b[(first + t) * params.b.token + n * params.b.head]);
+      }
+      reinterpret_cast<threadgroup float*>(staged)[i] = value;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint t = 0; t < count; ++t) {
+      const ChannelToken<T> own = next;
+      next = channel_token(x, step, gate, min(first + t + 1, params.tokens - 1), params);
+      const float value = float(own.x), strength = softplus(float(own.step) + shift);
+      const float written = strength * value;
+      float4 sums = 0.0f;
+      UNROLL for (uint j = 0; j < kVectors; ++j) {
+        const float4 exponent = rates[j] * strength;
+        float4 decay;
+        UNROLL for (uint i = 0; i < 4; ++i) decay[i] = precise::exp(exponent[i]);
+        kept[j] = fma(kept[j], decay, written * staged[t][0][j]);
+        sums = fma(kept[j], staged[t][1][j], sums);
+      }
+      float result = fma(factor, value, (sums.x + sums.y) + (sums.z + sums.w));
+      if (params.has_gate != 0) result *= silu(float(own.gate));
+      if (is_channel) output[ulong(first + t) * params.channels] = T(result);
+    }
+  }
+  if (!is_channel) return;
+  UNROLL for (uint n = 0; n < kSelectiveStates; ++n) {
+    if (n < params.states) state[n * params.state.head] = kept[n / 4][n % 4];
+  }
+}

@@ -142,6 +142,42 @@ class Delta(Case):
 
 
 @dataclass
+class SelectiveScan(Case):
+    """selective_scan_ with 16 states a channel, a skip and a gate."""
+
+    mutated: ClassVar[tuple[str, ...]] = ("state_",)
+    group: str
+    tokens: int
+    channels: int
+    dtype: str
+
+    @property
+    def name(self):
+        return f"{self.group} selective_scan_ {self.channels} T {self.tokens} {self.dtype}"
+
+    def inputs(self, values):
+        def rows(width: int) -> Tensor:
+            return values.normal(1, self.tokens, width, dtype=DTYPES[self.dtype])
+
+        return {
+            **{"x": rows(self.channels), "step": rows(self.channels), "B": rows(16), "C": rows(16)},
+            **{"state_": values.normal(1, self.channels, 16), "A_log": values.normal(self.channels, 16)},
+            **{"gate": rows(self.channels), "dt_bias": values.normal(self.channels)},
+            "skip": values.normal(self.channels),
+        }
+
+    def call(self, t):
+        return ops().selective_scan_(**t)
+
+    def wrong(self, before, after):
+        result, state, *_ = oracles_sequence.selective_scan(SimpleNamespace(**before))
+        return differs(after["result0"], result) or differs(after["state_"], state)
+
+    def bytes_moved(self, t, part=""):
+        return super().bytes_moved(t) + t["state_"].nbytes + t["x"].nbytes
+
+
+@dataclass
 class RopeCache(Case):
     """rope_cache_ with norms of q and k."""
 
@@ -197,6 +233,7 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     cases += [FusedLinear("fused", "int4", "f16", t, *sizes) for sizes in LINEARS for t in (1, 8)]
     cases += [Logits("fused", t, experts, 2048, "bf16") for experts in (128, 512) for t in (1, 32)]
     cases += [RopeCache("fused", t, 32, 4, 128, 4096, "bf16") for t in (1, 8)]
+    cases += [SelectiveScan("fused", t, 8192, "bf16") for t in (1, 1024)]
     return cases + [Delta("fused", t, 16, 32, 128, "bf16") for t in (1, 8, 1024)]
 
 
@@ -210,4 +247,5 @@ def sanitizer_fused() -> list[Case]:
     cases += [FusedLinear("sanitize", "int8", "f16", t, 320, 45) for t in (1, 3, 17, 40)]
     cases += [Logits("sanitize", t, 45, 130, "f16") for t in (1, 3, 20)]
     cases += [RopeCache("sanitize", t, 3, 1, width, 9, "f16") for t in (1, 3) for width in (6, 64)]
+    cases += [SelectiveScan("sanitize", t, 70, "bf16") for t in (1, 33)]
     return cases + [Delta("sanitize", t, 1, 2, width, "bf16") for t in (1, 3) for width in (40, 100)]
