@@ -14,6 +14,7 @@ import torch_moe_mps
 from torch_moe_mps.transformers.rewriting.rules import recurrent_layers
 
 CONV, SCAN, NORM = "causal_conv1d_update_", "linear_attention_", "rms_norm_gated"
+SCANS = (SCAN, "selective_scan_")
 # What makes a layer of an architecture linear, and the operators of a step of it.
 FORMS = {
     "kimi_linear": ({}, (CONV, SCAN)),
@@ -22,6 +23,7 @@ FORMS = {
     "granitemoehybrid": ({}, (CONV, SCAN, NORM)),
     "nemotron_h": ({"layers_block_type": ["mamba", "attention"]}, (CONV, SCAN, NORM)),
     "minimax": ({"layer_types": ["full_attention", "linear_attention"]}, (SCAN, NORM)),
+    "jamba": ({}, (CONV, "rms_norm", "selective_scan_")),
 }
 
 
@@ -58,14 +60,14 @@ def test_prompts_and_steps(architecture):
     model = model_of(architecture)
     expected = [logits_of(model, mask) for mask in (False, True)]
     report = torch_moe_mps.accelerate(model)
-    (note,) = (row.replaced_by for row in report.rows if SCAN in str(row.replaced_by))
+    (note,) = (row.replaced_by for row in report.rows if any(n in str(row.replaced_by) for n in SCANS))
     assert note == "; ".join(FORMS[architecture][1])
     for own, mask in zip(expected, (False, True), strict=True):
         assert_close(logits_of(model, mask)[:, 4:], own[:, 4:], 1e-4)
     used = operators_of(lambda: logits_of(model))
     assert all(used[name] >= 5 for name in FORMS[architecture][1])
     torch_moe_mps.restore(model)
-    assert SCAN not in operators_of(lambda: logits_of(model))
+    assert not {*SCANS} & operators_of(lambda: logits_of(model)).keys()
 
 
 @pytest.mark.parametrize("architecture", FORMS)
@@ -98,6 +100,8 @@ def test_no_further_from_the_exact_result_than_the_own_code(architecture):
         ("kimi_linear", "self.forget_gate(hidden_states)", "self.forget_gate(hidden_states) * 0.5"),
         ("nemotron_h", "D=self.D,", "D=-self.D,"),
         ("nemotron_h", "B = B.view(", "B = -B.view("),
+        ("jamba", "z=gate,", "z=-gate,"),
+        ("jamba", "dt_softplus=True", "dt_softplus=False"),
         ("minimax", "F.sigmoid(self.output_gate(hidden_states))", "F.silu(self.output_gate(hidden_states))"),
     ],
 )
@@ -106,7 +110,7 @@ def test_layers_are_told_apart_by_what_they_compute(architecture, old, new):
     edit_forward(layer_of(model), old, new)
     expected = logits_of(model)
     torch_moe_mps.accelerate(model)
-    assert SCAN not in operators_of(lambda: logits_of(model))
+    assert not {*SCANS} & operators_of(lambda: logits_of(model)).keys()
     assert_close(logits_of(model), expected, 1e-4)
 
 
@@ -131,7 +135,7 @@ def test_packed_sequences_are_refused_as_ever():
         layer_of(model)(torch.ones(1, 4, 32), cu_seqlens=torch.tensor([0, 2, 4]))
 
 
-@pytest.mark.parametrize("architecture", ["kimi_linear", "granitemoehybrid", "minimax"])
+@pytest.mark.parametrize("architecture", ["kimi_linear", "granitemoehybrid", "minimax", "jamba"])
 def test_launches_and_memory_of_prompts(simulated, architecture):
     """The launches of a layer do not grow with a prompt, and the tensors it makes grow as its length does."""
     model = model_of(architecture, torch.bfloat16).to("mps")

@@ -1,4 +1,4 @@
-"""Whole layers of linear attention: Kimi's delta attention, Mamba-2 and lightning attention.
+"""Whole layers of linear attention: Kimi's delta attention, Mamba-1, Mamba-2 and lightning attention.
 
 A layer is recognised by what it computes: its own forward and the one here run on a twin of it, whose linear
 layers are of rank one, for a prompt, a token behind it and a few more, and have to give the same results and
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
@@ -83,10 +84,15 @@ def _convolution(layer: Any, x: Tensor, cache: Any) -> Tensor:
 
 
 def _scan(
-    cache: Any, number: int, shape: tuple[int, ...], x: Tensor, run: Callable[[Tensor], Tensor]
+    cache: Any,
+    number: int,
+    shape: tuple[int, ...],
+    x: Tensor,
+    run: Callable[[Tensor], Tensor],
+    begins_anew: bool = False,
 ) -> Tensor:
     """run(state), and the state that it leaves in the cache."""
-    held = None if cache is None else cache.get_recurrent_state(number)
+    held = None if cache is None or begins_anew else cache.get_recurrent_state(number)
     state = torch.zeros(shape, dtype=torch.float32, device=x.device) if held is None else held
     out = run(state)
     if cache is not None and held is None:
@@ -94,39 +100,56 @@ def _scan(
     return out
 
 
+def _with_cache(run: Callable) -> Callable:
+    """The forward of a layer, which its own code runs where a call wants more.
+
+    `run` gets the input without what a mask hides, the cache, the mask and the norm in front of the layer. It
+    returns what goes into the last linear layer, and this layer.
+    """
+
+    def forward(
+        layer: Any,
+        hidden_states: Tensor,
+        cache_params: Any = None,
+        attention_mask: Any = None,
+        *,
+        moe_mps_norm: NormArguments | None = None,
+        moe_mps_residual: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        if not _is_plain_call(layer, cache_params, options):
+            options |= {"cache_params": cache_params, "attention_mask": attention_mask}
+            result: Tensor = _own_code(layer, hidden_states, moe_mps_norm, moe_mps_residual, options)
+            return result
+        x = _masked(hidden_states, attention_mask)
+        out, last = run(layer, x, cache_params, attention_mask, moe_mps_norm)
+        return linear(last, out, moe_mps_residual=moe_mps_residual)
+
+    forward.__doc__ = run.__doc__
+    return forward
+
+
 # The layers
 
 
+@_with_cache
 def channel_layer(
-    layer: Any,
-    hidden_states: Tensor,
-    cache_params: Any = None,
-    attention_mask: Any = None,
-    *,
-    moe_mps_norm: NormArguments | None = None,
-    moe_mps_residual: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
+    layer: Any, x: Tensor, cache: Any, mask: Tensor | None, norm: NormArguments | None
+) -> tuple[Tensor, nn.Module]:
     """Kimi's delta attention: a decay for each channel of the keys."""
-    handed = moe_mps_norm, moe_mps_residual
-    if not _is_plain_call(layer, cache_params, options):
-        options |= {"cache_params": cache_params, "attention_mask": attention_mask}
-        result: Tensor = _own_code(layer, hidden_states, *handed, options)
-        return result
-    x = _masked(hidden_states, attention_mask)
     heads, width, total, forget = layer.num_heads, layer.head_dim, layer.qkv_dim, layer.forget_gate
     first, (decay, gate) = _of_channels(layer)
-    joined = _outputs(layer, first, x, moe_mps_norm)
+    joined = _outputs(layer, first, x, norm)
     widths = [3 * total, *(each.out_features for each in first[3:])]
     mixed, g, z, beta = joined.split_with_sizes(widths, -1)
     g, z = (each if len(rest) == 1 else rest[1](each) for each, rest in ((g, decay), (z, gate)))
     of_heads = (*x.shape[:2], heads, width)
-    q, k, v = (part.view(of_heads) for part in _convolution(layer, mixed, cache_params).chunk(3, -1))
+    q, k, v = (part.view(of_heads) for part in _convolution(layer, mixed, cache).chunk(3, -1))
     bound = getattr(forget, "safe_gate_lower_bound", getattr(forget, "lower_bound", None))
     if getattr(forget, "safe_gate", True) is False:
         bound = None
     out = _scan(
-        cache_params,
+        cache,
         layer.layer_idx,
         (x.shape[0], heads, width, width),
         x,
@@ -145,7 +168,7 @@ def channel_layer(
             norm_eps=layer.o_norm.variance_epsilon,
         ),
     )
-    return linear(layer.o_proj, out.flatten(2), moe_mps_residual=moe_mps_residual)
+    return out.flatten(2), layer.o_proj
 
 
 def _of_channels(layer: Any) -> tuple[list, tuple[list, list]]:
@@ -158,34 +181,22 @@ def _of_channels(layer: Any) -> tuple[list, tuple[list, list]]:
     return [layer.q_proj, layer.k_proj, layer.v_proj, decay[0], gate[0], layer.b_proj], (decay, gate)
 
 
+@_with_cache
 def mamba_layer(
-    layer: Any,
-    hidden_states: Tensor,
-    cache_params: Any = None,
-    attention_mask: Any = None,
-    *,
-    moe_mps_norm: NormArguments | None = None,
-    moe_mps_residual: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
+    layer: Any, x: Tensor, cache: Any, mask: Tensor | None, norm: NormArguments | None
+) -> tuple[Tensor, nn.Module]:
     """Mamba-2."""
-    handed = moe_mps_norm, moe_mps_residual
-    if not _is_plain_call(layer, cache_params, options):
-        options |= {"cache_params": cache_params, "attention_mask": attention_mask}
-        result: Tensor = _own_code(layer, hidden_states, *handed, options)
-        return result
     heads, width, groups, states = layer.num_heads, layer.head_dim, layer.n_groups, layer.ssm_state_size
     inner = heads * width
-    projected = linear(layer.in_proj, _masked(hidden_states, attention_mask), moe_mps_norm)
+    projected = linear(layer.in_proj, x, norm)
     gate, mixed, step = projected.split_with_sizes([inner, inner + 2 * groups * states, heads], -1)
-    is_prompt = cache_params is None or cache_params.get_conv_state(layer.layer_idx) is None
-    is_prompt = is_prompt or hidden_states.shape[1] > 1
-    mixed = _masked(_convolution(layer, mixed, cache_params), attention_mask)
+    is_prompt = x.shape[1] > 1 or cache is None or cache.get_conv_state(layer.layer_idx) is None
+    mixed = _masked(_convolution(layer, mixed, cache), mask)
     v, k, q = mixed.split_with_sizes([inner, groups * states, groups * states], -1)
-    tokens = hidden_states.shape[:2]
+    tokens = x.shape[:2]
     least = layer.time_step_limit[0] if is_prompt else 0.0  # the model's step has no limit
     out = _scan(
-        cache_params,
+        cache,
         layer.layer_idx,
         (tokens[0], heads, width, states),
         projected,
@@ -206,10 +217,34 @@ def mamba_layer(
             skip=layer.D,
         ),
     )
-    norm = layer.norm
-    options = {"activation": "silu", "gate_first": True, "group": norm.group_size}
-    out = ops.rms_norm_gated(out.flatten(2), gate, norm.weight, norm.variance_epsilon, **options)
-    return linear(layer.out_proj, out, moe_mps_residual=moe_mps_residual)
+    gated, options = layer.norm, {"activation": "silu", "gate_first": True, "group": layer.norm.group_size}
+    out = ops.rms_norm_gated(out.flatten(2), gate, gated.weight, gated.variance_epsilon, **options)
+    return out, layer.out_proj
+
+
+@_with_cache
+def selective_layer(
+    layer: Any, x: Tensor, cache: Any, mask: Tensor | None, norm: NormArguments | None
+) -> tuple[Tensor, nn.Module]:
+    """Mamba-1 with norms of its time step, B and C, as Jamba has it."""
+    states = layer.ssm_state_size
+    mixed, gate = linear(layer.in_proj, x, norm).chunk(2, -1)
+    mixed = _masked(_convolution(layer, mixed, cache), mask)
+    widths = [layer.time_step_rank, states, states]
+    norms = layer.dt_layernorm, layer.b_layernorm, layer.c_layernorm
+    parts = zip(layer.x_proj(mixed).split_with_sizes(widths, -1), norms, strict=True)
+    step, b, c = (ops.rms_norm(part, each.weight, each.variance_epsilon) for part, each in parts)
+    step = F.linear(step, layer.dt_proj.weight)
+    options = {"dt_bias": layer.dt_proj.bias, "skip": layer.D, "gate": gate}
+    out = _scan(
+        cache,
+        layer.layer_idx,
+        (*mixed.shape[::2], states),
+        x,
+        lambda state: ops.selective_scan_(mixed, step, b, c, state, layer.A_log, **options),
+        begins_anew=x.shape[1] > 1,  # as the model's prompts do, whatever the cache holds
+    )
+    return out, layer.out_proj
 
 
 def lightning_layer(
@@ -257,6 +292,11 @@ _FORMS: tuple[tuple[tuple[str, ...], Callable, str], ...] = (
         mamba_layer,
         f"causal_conv1d_update_; {_SCAN}; rms_norm_gated",
     ),
+    (
+        ("in_proj", "conv1d", "x_proj", "dt_proj", "dt_layernorm", "b_layernorm", "c_layernorm", "out_proj"),
+        selective_layer,
+        "causal_conv1d_update_; rms_norm; selective_scan_",
+    ),
     (("qkv_proj", "output_gate", "norm", "out_proj"), lightning_layer, f"{_SCAN}; rms_norm_gated"),
 )
 _found: dict[tuple, bool] = {}  # the layers of a model are alike
@@ -277,7 +317,7 @@ def rewrite_recurrent_layer(module: nn.Module) -> tuple[Callable, str] | None:
 
 def _joined(module: Any, forward: Callable) -> str:
     """A note of the linear layers that run together: all that read the input, or q, k and v."""
-    if forward is mamba_layer:
+    if forward in (mamba_layer, selective_layer):
         return ""
     layers = _of_channels(module)[0] if forward is channel_layer else [module.qkv_proj, module.output_gate]
     count = next((n for n in (len(layers), 3) if n <= len(layers) and join(*layers[:n])), 0)
@@ -313,6 +353,14 @@ class _RankOne(nn.Module):
         self.in_features, self.out_features = inputs, outputs
         self.direction, self.a, self.b = (torch.randn(n) for n in (inputs, outputs, outputs))
         self.direction *= 2 * inputs**-0.5
+
+    @property
+    def weight(self) -> Tensor:
+        return self.a.outer(self.direction)
+
+    @property
+    def bias(self) -> Tensor:
+        return self.b
 
     def forward(self, x: Tensor) -> Tensor:
         return (x @ self.direction).unsqueeze(-1) * self.a + self.b
