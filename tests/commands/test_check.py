@@ -79,7 +79,7 @@ def test_a_kernel_that_no_call_launches(few, capsys, monkeypatch):
     monkeypatch.setattr(check, "OPERATORS", [])
     monkeypatch.setattr(check, "pipelines", lambda names: [kernel])
     with pytest.raises(SystemExit):
-        main([*ONE, "--report", os.devnull])
+        main([*ONE, "--json", os.devnull])
     assert "FAILED: new_f32 was not compared" in capsys.readouterr().out
 
 
@@ -99,6 +99,14 @@ def test_without_a_mac(capsys, monkeypatch):
         main(["check"])
     assert ended.value.code == 2
     assert "no Apple GPU here: nothing was compiled and nothing was compared" in capsys.readouterr().out
+
+
+def test_a_report_that_cannot_be_written(few, capsys, tmp_path):
+    """It is said before anything is compiled."""
+    assert main([*ONE, "--json", str(tmp_path / "missing" / "report.json")]) == 1
+    out, err = capsys.readouterr()
+    assert "--json must be a file that can be written, got " in err and "No such file" in err
+    assert "Compiling" not in err and "compiled" not in out
 
 
 def test_unknown_names(few, capsys):

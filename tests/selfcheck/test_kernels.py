@@ -4,6 +4,8 @@ import contextlib
 import copy
 import ctypes
 import functools
+import itertools
+import re
 import warnings
 from types import SimpleNamespace
 
@@ -134,6 +136,43 @@ def test_any_call_launches_what_was_compared(simulated, name):
             assert now <= {kernel for turns in compared for _, kernels in turns for kernel in kernels}
 
     body()
+
+
+# Experts, slots, hidden and intermediate sizes: Mixtral, Qwen3-30B-A3B, gpt-oss, Qwen3-Next, DeepSeek-V3.
+EXPERTS = (
+    *((8, 2, 4096, 14336), (128, 8, 2048, 768), (32, 4, 2880, 2880)),
+    *((512, 10, 2048, 512), (256, 8, 7168, 2048)),
+)
+# Heads, heads of keys, widths of keys and of values: Qwen3, Qwen3-Next, and DeepSeek-V3's latents.
+ATTENTION = ((32, 4, 128, 128), (16, 2, 256, 256), (128, 1, 576, 512))
+
+
+@pytest.mark.parametrize("format", [AFFINE, None], ids=["quantised", "dense"])
+def test_plans_for_the_sizes_of_models_have_kernels_that_were_compared(simulated, format):
+    """Calls of this size would take too long here; a kernel depends on sizes only through its plan."""
+
+    def compared(name: str, head: tuple[int, int] | None = None) -> set[str]:
+        (check,) = once.checks_of([calls.Subject(name, torch.float32, head=head, format=format)])
+        kernels = set().union(*(kernels for _, kernels in kernels_of(simulated, check)))
+        return {re.sub(r"(_affine4_32)?_(f32|i32|i64)$", "", kernel) for kernel in kernels}
+
+    def planned(plan, *sizes: int, **options: bool) -> set[str]:
+        lines = [plan(*sizes, cores=cores, **options) for cores in (7, 10, 20, 40, 80)]
+        return {line.split()[0] for each in lines for line in ([each] if isinstance(each, str) else each)}
+
+    ops, tokens = torch.ops.moe_mps, (*range(1, 17), 20, 32, 50, 100, 512, 2048, 8192)
+    experts = compared("moe_experts_quantized" if format else "moe_experts")
+    for (count, slots, *sizes), many in itertools.product(EXPERTS, tokens):
+        for transposed in (False,) if format else (False, True):
+            assert planned(ops._plan, many, slots, count, *sizes, transposed=transposed) <= experts
+    if format:
+        linears = compared("linear_quantized")
+        for rows, many in itertools.product((1, 8, 512, 2560, 7168, 151936), tokens):
+            assert planned(ops._plan_linear, many, rows) <= linears
+        return
+    for (heads, key_heads, *head), many in itertools.product(ATTENTION, tokens):
+        sizes = 1, many, heads, key_heads, 4096 + many, *head
+        assert planned(ops._plan_attention, *sizes) <= compared("attention", tuple(head))
 
 
 @pytest.fixture

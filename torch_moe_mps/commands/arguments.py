@@ -108,7 +108,12 @@ def _check(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--dtype", metavar="NAMES", help="some of float32,float16,bfloat16 (all)")
     add("--format", metavar="NAMES", help="formats of weights, such as affine4_64,mxfp4 (all)")
-    add("--report", metavar="FILE", default="moe_mps_report.json", help="what to attach to an issue")
+    add(
+        "--json",
+        metavar="FILE",
+        default="moe_mps_report.json",
+        help="write all that was found, to attach to an issue (moe_mps_report.json)",
+    )
 
 
 def _convert(command: argparse.ArgumentParser) -> None:

@@ -32,8 +32,8 @@ from .beside import beside, check_beside
 from .caches import KVCache, kv_cache
 from .generating import Generating
 from .perplexity import text_ids
+from .results import check_writable, write_json
 from .sources import (
-    check_writable,
     context_of,
     folder_of,
     is_first_process,
@@ -42,7 +42,6 @@ from .sources import (
     processes,
     skeleton_of,
     usable_device,
-    write_json,
 )
 from .speculation import Speculation, check_speculation, speculation_of
 

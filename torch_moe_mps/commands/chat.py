@@ -14,9 +14,10 @@ from typing import Any
 from unittest import mock
 
 from ..ops._checks import first_line
+from .results import check_writable
 from .serving import follow, server
 from .settings import settings_of
-from .sources import check_writable, is_first_process, name_of
+from .sources import is_first_process, name_of
 
 
 def run(options: argparse.Namespace) -> None:

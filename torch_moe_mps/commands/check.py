@@ -19,6 +19,7 @@ from ..selfcheck.compare import TOLERANCE, Finding, difference
 from ..selfcheck.libraries import compile_side_by_side, libraries, pipelines
 from ..selfcheck.machine import is_available, machine
 from ..selfcheck.once import checks_of, first_fault
+from .results import check_writable
 
 NO_GPU = 2  # the exit code where nothing can be checked
 Item = TypeVar("Item")
@@ -30,6 +31,7 @@ def run(options: argparse.Namespace) -> None:
     if not is_available():
         print(_why_not())
         sys.exit(NO_GPU)
+    check_writable("--json", options.json)
     dtypes = _chosen("--dtype", options.dtype, {str(d).removeprefix("torch."): d for d in DTYPES})
     formats = _chosen("--format", options.format, {str(format): format for format in FORMATS})
     about = report["machine"]
@@ -53,8 +55,8 @@ def run(options: argparse.Namespace) -> None:
     report["tensor_units"] = f"off: {units.reason}" if units.reason else count
     report["checked"] = {"libraries": len(names), "operators": len(work)}
     report["failures"] = [asdict(finding) for finding in findings]
-    Path(options.report).write_text(json.dumps(report, indent=1))
-    _print_verdict(report, findings, options.report)
+    Path(options.json).write_text(json.dumps(report, indent=1))
+    _print_verdict(report, findings, options.json)
     if findings:
         sys.exit(1)
 

@@ -28,7 +28,8 @@ from ..transformers.checkpoints.source import Source
 from ..transformers.report import QuantizationReport, in_unit
 from .card import CARD, model_card
 from .recipes import arguments_of
-from .sources import check_writable, folder_of, loading_options, small_files, write_json
+from .results import check_writable, write_json
+from .sources import folder_of, loading_options, small_files
 
 # What is written anew, not copied.
 _WRITTEN = ("config.json", "generation_config.json", "model.safetensors.index.json")

@@ -29,7 +29,8 @@ from ..transformers.report import aligned
 from .caches import KVCache, kv_cache
 from .prompts import AT_ONCE, prompt_bytes
 from .recipes import MIXED, mixed_overrides, read_recipe
-from .sources import LONGEST, check_writable, context_of, folder_of, skeleton_of, write_json
+from .results import check_writable, write_json
+from .sources import LONGEST, context_of, folder_of, skeleton_of
 
 BITS = (8, 6, 5, 4, 3, 2)
 _DENSE, _STORED = "16 bit", "as it is"

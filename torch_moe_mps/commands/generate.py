@@ -11,8 +11,9 @@ import torch
 
 from .generating import Generating
 from .prompts import Prompts, machine_memory
+from .results import check_writable
 from .settings import settings_of
-from .sources import check_writable, context_of, folder_of, load, processes, tokenizer_of, usable_device
+from .sources import context_of, folder_of, load, processes, tokenizer_of, usable_device
 from .speculation import check_speculation, speculation_of
 
 

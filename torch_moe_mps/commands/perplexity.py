@@ -12,16 +12,8 @@ import torch
 from torch import Tensor
 
 from ..ops.attention import CACHE_BITS
-from .sources import (
-    check_writable,
-    folder_of,
-    is_first_process,
-    loading_options,
-    pipeline_of,
-    tokenizer_of,
-    usable_device,
-    write_json,
-)
+from .results import check_writable, write_json
+from .sources import folder_of, is_first_process, loading_options, pipeline_of, tokenizer_of, usable_device
 
 SAMPLE = Path(__file__).with_name("sample.txt")
 # Of the model to compare with, the probabilities of this many tokens are kept; all others are one class.

@@ -1,14 +1,12 @@
 """Where a model comes from: a folder, or a name on the Hub, whose files are downloaded into its cache."""
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .. import __version__
 from ..ops._checks import first_line
 from ..transformers.checkpoints.files import check_files
 from ..transformers.checkpoints.source import Source
@@ -108,34 +106,6 @@ def tokenizer_of(folder: str, trust_remote_code: bool = False) -> Any:
     if not any(any(Path(folder).glob(pattern)) for pattern in _TOKENIZERS):
         raise ValueError(f"{folder} has no tokenizer")
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-
-
-def check_writable(option: str, file: str | None) -> None:
-    """What takes long is not begun if its result cannot be written.
-
-    Raises: ValueError for a file that cannot be written.
-    """
-    if file is None:
-        return
-    existed = os.path.lexists(file)
-    try:
-        with open(file, "a"):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"{option} must be a file that can be written, got {file}: {error.strerror}"
-        ) from None
-    if not existed:
-        os.unlink(file)
-
-
-def write_json(file: str | None, found: dict[str, Any]) -> None:
-    """Writes what a command has found, with the versions that found it, and says so."""
-    if file is None:
-        return
-    versions = {"torch_moe_mps": __version__, "torch": torch.__version__}
-    Path(file).write_text(json.dumps({**found, "versions": versions}, indent=1) + "\n")
-    print(f"wrote {file}")
 
 
 def usable_device(name: str | None) -> str:

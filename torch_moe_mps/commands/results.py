@@ -1,0 +1,38 @@
+"""Files that commands write their results to. `check` needs no transformers, so nothing here does."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+
+
+def check_writable(option: str, file: str | None) -> None:
+    """What takes long is not begun if its result cannot be written.
+
+    Raises: ValueError for a file that cannot be written.
+    """
+    if file is None:
+        return
+    existed = os.path.lexists(file)
+    try:
+        with open(file, "a"):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{option} must be a file that can be written, got {file}: {error.strerror}"
+        ) from None
+    if not existed:
+        os.unlink(file)
+
+
+def write_json(file: str | None, found: dict[str, Any]) -> None:
+    """Writes what a command has found, with the versions that found it, and says so."""
+    if file is None:
+        return
+    versions = {"torch_moe_mps": __version__, "torch": torch.__version__}
+    Path(file).write_text(json.dumps({**found, "versions": versions}, indent=1) + "\n")
+    print(f"wrote {file}")
