@@ -10,7 +10,6 @@ from support.models import eager, in_parts
 from support.tiny_models import tiny_model
 from torch import nn
 from transformers import DynamicCache, StaticCache
-from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 
 import torch_moe_mps
 from torch_moe_mps.transformers import latents
@@ -194,42 +193,44 @@ def test_8_bits(simulated):
         assert (ours - right).norm() / right.norm() < 0.03
 
 
-def attention_of(dtype, device):
-    """A layer of the width of real models' latents, of few heads, and its inputs."""
-    config = tiny_models.tiny_config("deepseek_v3")
-    for name, size in {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}.items():
-        setattr(config, name, size)
-    config.v_head_dim, config._attn_implementation = 128, "sdpa"
-    torch.manual_seed(0)
-    return deepseek_v3.DeepseekV3Attention(config, 0).requires_grad_(False).to(dtype).to(device)
+def attention_of(name):
+    """A layer of the width of real models' latents, in float32; of few heads and inputs."""
+    with tiny_models.sizes(kv_lora_rank=512, qk_nope_head_dim=128, v_head_dim=128):
+        model = tiny_model(name)
+    return layers_of(model)[0].requires_grad_(False)
 
 
-def test_error_is_no_larger_than_of_expanded_keys_and_values(simulated):
-    """bfloat16 against float64: 300 cached latents, one new token."""
+@pytest.mark.parametrize("name", MODELS)
+def test_error_is_that_of_expanded_keys_and_values(simulated, name):
+    """bfloat16 against float64, 300 cached latents, four queries: within the spread of such a sample.
+
+    Keys and values are rounded there; queries of the latents, and the sums of these, here.
+    """
+    module = attention_of(name)
+    form = expansion_of(module)
     generator = torch.Generator().manual_seed(0)
-    query = torch.randn(1, 4, 1, 192, generator=generator).bfloat16()
-    parts = [torch.randn(1, 1, 300, width, generator=generator).bfloat16() for width in (512, 64)]
-    module = attention_of(torch.bfloat16, "mps")
-    weight = module.kv_b_proj.weight
-    weight.copy_(torch.randn(weight.shape, generator=generator) / 512**0.5)
-    keys, values = module.expand_kv(*(part.to("mps") for part in parts))
-    expanded = torch.nn.functional.scaled_dot_product_attention(query.to("mps"), keys, values)
-    exact = attention_of(torch.float64, "cpu")
-    exact.kv_b_proj.weight.copy_(weight.cpu().double())
-    right = exact.expand_kv(*(part.double() for part in parts))
-    right = torch.nn.functional.scaled_dot_product_attention(query.double(), *right)
-    own = latents.Latents(module, deepseek_v3.DeepseekV3Attention.expand_kv, *(p.to("mps") for p in parts))
-    latents.record_of(module).expansion = expansion_of(module)
-    cached = own.keys_and_values()
-    sums = torch.ops.moe_mps.attention(own.brought(query.to("mps")), *cached, 192**-0.5)
+    rotary = module.qk_rope_head_dim
+    query = torch.randn(4, form.heads, 1, form.key_rows + rotary, generator=generator).bfloat16()
+    parts = [torch.randn(4, 1, 300, width, generator=generator).bfloat16() for width in (512, rotary)]
+    projection = module.get_submodule(form.projection)
+    projection.weight.copy_(torch.randn(projection.weight.shape, generator=generator) / 512**0.5)
+    module = module.bfloat16()
+    exact = copy.deepcopy(module).double().expand_kv(*(part.double() for part in parts))
+    right = nn.functional.scaled_dot_product_attention(query.double(), *exact)
+    query, *parts = (tensor.to("mps") for tensor in (query, *parts))
+    keys, values = module.to("mps").expand_kv(*parts)
+    expanded = nn.functional.scaled_dot_product_attention(query, keys, values)
+    own = latents.Latents(module, type(module).expand_kv, *parts)
+    latents.record_of(module).expansion = form
+    sums = torch.ops.moe_mps.attention(own.brought(query), *own.keys_and_values(), query.shape[3] ** -0.5)
     absorbed = own.taken_back(sums).transpose(1, 2)
     errors = [(out.cpu().double() - right).norm() / right.norm() for out in (absorbed, expanded)]
-    assert errors[0] <= errors[1] < 6e-3
+    assert errors[0] <= 1.2 * errors[1] < 6e-3
 
 
 def test_what_is_recognised():
     """What the method does, whatever it is called with; not another order of rows, nor an added bias."""
-    module = attention_of(torch.float32, "cpu")
+    module = attention_of("deepseek_v3")
     assert expansion_of(module) == Expansion("kv_b_proj", 4, 128, 128)
     assert expansion_of(nn.Linear(2, 2)) is None
 
