@@ -50,6 +50,10 @@ def rope() -> Calls:
     q, table = tensor(2, 3, 4, 64), tensor(1, 3, 16)
     alone = partial(ops.rope, q, None, table, table[:], pairs="interleaved", rotary_dim=32)
     yield "rope of q alone", alone
+    k, slots, norm = tensor(1, 1, 192)[..., :128], tensor(1, 300, 128)[:, :200], tensor(128)
+    queries = tensor(1, 32, 1, 128).transpose(1, 2)
+    keys = partial(ops.index_keys_, k, slots, norm, norm[:], EPS, tensor(1, 1, 64), tensor(1, 1, 64), queries)
+    yield "index_keys_", keys
     ids, inv_freq = torch.arange(6).view(2, 3).to("mps"), tensor(32, dtype=torch.float32)
     yield "rope_tables", partial(ops.rope_tables, ids, inv_freq, 1.0, torch.float16)
 
@@ -57,6 +61,8 @@ def rope() -> Calls:
 def attention() -> Calls:
     q, k, v = tensor(1, 16, 1, 64), tensor(1, 2, 300, 64)[:, :, :200], tensor(1, 2, 200, 64)
     yield "with sinks", partial(ops.attention, q, k, v, 0.125, sinks=tensor(16))
+    gate = tensor(1, 1, 16, 128)[..., 64:]
+    yield "with a gate", partial(ops.attention, q, k, v, 0.125, gate=gate)
     q, mask = tensor(1, 4, 1, 128), torch.ones(1, 1, 1, 4096, dtype=torch.bool, device="mps")
     cache, groups = torch.zeros(1, 4, 4096, 32, dtype=torch.int32, device="mps"), tensor(1, 4, 4096, 2)
     parts = {"k_scales": groups, "k_biases": groups[:], "v_scales": groups[:], "v_biases": groups[:]}
@@ -237,6 +243,10 @@ rope of q alone
   rope_f16 grid 6x1x1 of 128x1x1
   0=A[0:3072] 1=A[0:3072] 2=A[0:3072] 3=B[0:96] 4=B[0:96] 5=C[0:3072] 6=C[0:3072] 7=C[0:3072] 8=C[0:3072]
     9=C[0:3072] 10=C[0:3072] 11=272 bytes
+index_keys_
+  index_keys_f16 grid 9x1x1 of 128x1x1
+  0=A[0:8192] 1=B[0:384] 2=A[0:8192] 3=C[0:128] 4=D[0:128] 5=E[0:8192] 6=F[0:256] 7=F[0:256] 8=E[0:8192]
+    9=G[50944:76800] 10=E[0:8192] 11=272 bytes
 rope_tables
   rope_tables_f16 grid 3x1x1 of 64x1x1
   0=A[0:48] 1=B[0:128] 2=C[0:768] 3=D[0:768] 4=24 bytes
@@ -250,15 +260,20 @@ rope_tables
 with sinks
   attention8_64_f16 grid 1x1x2 of 128x1x1
   0=A[0:2048] 1=B[0:76800] 2=C[0:51200] 3=D[0:2048] 4=E[0:32] 5=D[0:2048] 6=D[0:2048] 7=D[0:2048]
-    8=D[0:2048] 9=D[0:2048] 10=D[0:2048] 11=D[0:2048] 12=256 bytes
+    8=D[0:2048] 9=D[0:2048] 10=D[0:2048] 11=D[0:2048] 12=D[0:2048] 13=288 bytes
+  threadgroup(0)=2048 bytes
+with a gate
+  attention8_64_f16 grid 1x1x2 of 128x1x1
+  0=A[0:2048] 1=B[0:76800] 2=C[0:51200] 3=D[0:2048] 4=D[0:2048] 5=D[0:2048] 6=D[0:2048] 7=D[0:2048]
+    8=D[0:2048] 9=D[0:2048] 10=D[0:2048] 11=D[0:2048] 12=E[128:4096] 13=288 bytes
   threadgroup(0)=2048 bytes
 over a long cache in 8 bits
   attention8_128_affine8_f16 grid 22x1x4 of 128x1x1
   0=A[0:1024] 1=B[0:2097152] 2=B[0:2097152] 3=C[0:4096] 4=D[0:1024] 5=D[0:1024] 6=E[0:45760] 7=F[0:65536]
-    8=F[0:65536] 9=F[0:65536] 10=F[0:65536] 11=D[0:1024] 12=256 bytes
+    8=F[0:65536] 9=F[0:65536] 10=F[0:65536] 11=D[0:1024] 12=D[0:1024] 13=288 bytes
   threadgroup(0)=4096 bytes
   attention_merge_affine8_f16 grid 4x1x1 of 256x1x1
-  0=E[0:45760] 1=D[0:1024] 2=D[0:1024] 3=256 bytes
+  0=E[0:45760] 1=D[0:1024] 2=D[0:1024] 3=D[0:1024] 4=288 bytes
   threadgroup(0)=4096 bytes
 writing a cache in 8 bits
   write_cache_quantized_affine8_f16 grid 3x1x1 of 128x1x1
@@ -272,14 +287,14 @@ writing a cache in 8 bits
             """\
 index_topk, 1 tokens
   index_scores_f16 grid 33x1x1 of 64x1x1
-  0=A[0:8192] 1=B[0:1280000] 2=C[0:64] 3=D[0:8192] 4=E[0:16400] 5=88 bytes
+  0=A[0:8192] 1=B[0:1280000] 2=C[0:64] 3=D[0:8192] 4=E[0:16400] 5=104 bytes
   index_select_f16 grid 1x1x1 of 1024x1x1
-  0=E[0:16400] 1=D[0:8192] 2=D[0:8192] 3=88 bytes
+  0=E[0:16400] 1=D[0:8192] 2=D[0:8192] 3=104 bytes
 index_topk, 5 tokens
   index_scores_f16 grid 33x5x1 of 64x1x1
-  0=A[0:40960] 1=B[0:1280000] 2=C[0:320] 3=D[0:40960] 4=E[0:82000] 5=88 bytes
+  0=A[0:40960] 1=B[0:1280000] 2=C[0:320] 3=D[0:40960] 4=E[0:82000] 5=104 bytes
   index_select_f16 grid 5x1x1 of 1024x1x1
-  0=E[0:82000] 1=D[0:40960] 2=D[0:40960] 3=88 bytes
+  0=E[0:82000] 1=D[0:40960] 2=D[0:40960] 3=104 bytes
 """,
         )
 

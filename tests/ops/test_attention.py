@@ -96,6 +96,26 @@ def test_8_bits(device, turn):
         assert_right(out, q, *values, 0.2, causal(tokens, keys, 30), sizes=sizes)
 
 
+@pytest.mark.parametrize("turn", TURNS)
+def test_gates(device, turn):
+    """Of each value and of each head, between others; over merged chunks, too."""
+    for i, (heads, tokens, keys, width, every) in enumerate(
+        ((6, 3, 40, 80, True), (4, 1, 300, 64, True), (4, 1, 40, 320, False), (3, 2, 300, 128, False))
+    ):
+        dtype = DTYPES[(i + turn) % 3]
+        q, k, v = tensors(device, dtype, 2, heads, 1, tokens, keys, width)
+        columns = width if every else 1
+        gate = 20 * numbers(2, tokens, heads, 3 * columns, dtype=dtype, seed=4)[..., columns:-columns]
+        activation = ("sigmoid", "softplus")[(i + turn) % 2]
+        out = attend(q, k, v, 0.2, gate=gate.to(device), gate_activation=activation)
+        value, errors = attention(q, k, v, None, 0.2, causal(tokens, keys, None))
+        x = exact(gate)
+        factor = np.logaddexp(0.0, x) if activation == "softplus" else 1.0 / (1.0 + np.exp(-x))
+        correct = round_to(value * factor, dtype)
+        errors = (errors + 1e-6 * abs(value)) * factor
+        assert (abs(exact(out) - correct) <= spacing(correct, dtype) + errors).all()
+
+
 def test_more_tokens_than_keys(device):
     """The first tokens see no key: zeros, with and without a sink."""
     q, k, v = tensors(device, torch.float32, 1, 2, 1, 5, 3, 16)

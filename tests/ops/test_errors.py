@@ -297,6 +297,21 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("free of expanded (stride-0) dimensions", values_=zeros(2, 1, T, 8).expand(2, 2, T, 8)),
             wrong("of shape [B or 1, T, R or R / 2], with B, T, R = (2, 3, 16)", cos=zeros(3, T, 16)),
         ],
+        "index_keys_": [
+            wrong("3-D", k=zeros(2, T, 1, 16)),
+            wrong("of heads of an even number of elements", k=zeros(2, T, 15), keys_=zeros(2, T, 15)),
+            wrong("of shape [B, S, D] = (2, 5, 16)", keys_=zeros(2, 5, 8)),
+            wrong("float32", keys_=zeros(2, 5, 16, dtype=half)),
+            wrong("of 3 tokens or more, as many as k has", keys_=zeros(2, T - 1, 16)),
+            wrong("given with cos, and only then", sin=None),
+            wrong("None without cos and sin", cos=None, sin=None),
+            wrong("of shape [D] = (16,)", weight=zeros(8)),
+            wrong("of shape [D] = (16,)", bias=zeros(8)),
+            wrong("float32", bias=zeros(16, dtype=half)),
+            wrong("[B, T, Hk, Dk]", q=zeros(2, T + 1, 2, 16)),
+            wrong("one of half, interleaved, interleaved_to_half", pairs="quarters"),
+            wrong("free of expanded (stride-0) dimensions", keys_=zeros(1, T, 16).expand(2, T, 16)),
+        ],
         "rms_norm_gated": [
             wrong(FLOATS, input=zeros(T, H, dtype=short)),
             wrong("at least 1-D", input=zeros()),
@@ -427,6 +442,10 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("of shape [B, Hk, S, Dv] = (2, 2, 9, 8)", v=zeros(2, 2, 8, 8)),
             wrong("v's head dimension must be between 1 and 512, got 513", v=zeros(2, 2, 9, 513)),
             wrong("of shape [Hq] = (4,)", sinks=zeros(2)),
+            wrong("of shape [B, T, Hq, Dv or 1] = (2, 3, 4, 8)", gate=zeros(2, T, 4, 16)),
+            wrong("of shape [B, T, Hq, Dv or 1] = (2, 3, 4, 1)", gate=zeros(2, T, 2, 1)),
+            wrong("gate must be float32", gate=zeros(2, T, 4, 1, dtype=half)),
+            wrong("one of sigmoid, softplus", gate_activation="silu"),
             wrong(FLOATS, sinks=zeros(4, dtype=integer)),
             wrong(
                 "of shape [B or 1, Hk or 1, T, S], with B, Hk, T, S = (2, 2, 3, 9)", mask=zeros(2, 4, T, 9)

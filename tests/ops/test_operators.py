@@ -24,8 +24,8 @@ class TestSchemas(expecttest.TestCase):
             """\
 moe_mps::attention(Tensor q, Tensor k, Tensor v, float scale, *, Tensor? mask=None, int? window=None,
     Tensor? key_range=None, float? softcap=None, Tensor? sinks=None, Tensor? k_scales=None, Tensor?
-    k_biases=None, Tensor? v_scales=None, Tensor? v_biases=None, Tensor? indices=None, int index_block=1) ->
-    Tensor
+    k_biases=None, Tensor? v_scales=None, Tensor? v_biases=None, Tensor? indices=None, int index_block=1,
+    Tensor? gate=None, str gate_activation="sigmoid") -> Tensor
 moe_mps::write_cache_quantized_(Tensor states, Tensor(a1!) packed_, Tensor(a2!) scales_, Tensor(a3!)
     biases_, SymInt start, Tensor? position=None) -> ()
 moe_mps::rms_norm(Tensor input, Tensor? weight, float eps, float weight_offset=0.) -> Tensor
@@ -91,6 +91,9 @@ moe_mps::rope_cache_(Tensor q, Tensor k, Tensor v, Tensor(a3!) keys_, Tensor(a4!
     Tensor sin, Tensor? q_weight=None, Tensor? k_weight=None, float eps=9.9999999999999995e-07, float
     weight_offset=0., *, str pairs="half", int? rotary_dim=None, bool rotary_last=False, bool norm_v=False,
     Tensor? v_weight=None) -> Tensor
+moe_mps::index_keys_(Tensor k, Tensor(a1!) keys_, Tensor weight, Tensor bias, float
+    eps=9.9999999999999995e-07, Tensor? cos=None, Tensor? sin=None, Tensor? q=None, *, str pairs="half",
+    int? rotary_dim=None, bool rotary_last=False) -> Tensor
 moe_mps::rope_tables(Tensor position_ids, Tensor inv_freq, float scaling, ScalarType dtype, str
     layout="halves") -> (Tensor, Tensor)
 moe_mps::moe_router(Tensor logits, int top_k, *, str scoring, Tensor? bias=None, int num_groups=1, int

@@ -61,6 +61,9 @@ def rope(dtype: torch.dtype) -> Iterator[Call]:
     elements = q.numel() + k.numel()
     for label, weights in (("rope", ()), ("rope with QK-norm", (weight, weight))):
         yield label, functools.partial(torch.ops.moe_mps.rope, q, k, table, table, *weights), {}, elements
+    held = (k[:, :, 0], on_device(1, 20, 128, dtype=dtype), weight, weight, 1e-6)
+    call = functools.partial(torch.ops.moe_mps.index_keys_, *held, table, table, q)
+    yield "index_keys_", call, {}, q.numel() + k[:, :, 0].numel()
     ids, inv_freq = torch.arange(8).view(1, 8).to("mps"), on_device(64)
     call = functools.partial(torch.ops.moe_mps.rope_tables, ids, inv_freq, 1.0, dtype)
     yield "rope_tables", call, {}, table.numel()
@@ -434,6 +437,8 @@ rope
   rope_bf16: 68.00 58.00 slots an element, 60 registers, 128/128/832 threads
 rope with QK-norm
   rope_bf16: 87.75 77.75 slots an element, 60 registers, 128/128/832 threads
+index_keys_
+  index_keys_bf16: 70.10 60.10 slots an element, 61 registers, 128/128/832 threads
 rope_tables
   rope_tables_bf16: 36.00 32.00 slots an element, 9 registers, 64/64/1024 threads
 """,
@@ -469,7 +474,7 @@ not dispatched here
             costs("attention", "bf16"),
             """\
 attention of 8 heads on 1, 1 tokens, 1024 keys of 64, 16 bits
-  attention8_64_bf16: 2.40 2.40 slots a MAC, 101 registers, 128/128/512 threads
+  attention8_64_bf16: 2.41 2.40 slots a MAC, 101 registers, 128/128/512 threads
   attention_merge_bf16: 709.00 705.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 8 heads on 1, 1 tokens, 1024 keys of 128, 16 bits
   attention8_128_bf16: 2.05 2.04 slots a MAC, 105.5 registers, 128/128/448 threads
@@ -481,10 +486,10 @@ attention of 16 heads on 1, 1 tokens, 1024 keys of 512, 16 bits
   attention16_512_bf16: 1.50 1.47 slots a MAC, 126.5 registers, 256/256/384 threads
   attention_merge_bf16: 325.00 321.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 2 heads on 2, 1 tokens, 1024 keys of 192, 16 bits
-  attention8_128_bf16: 15.47 15.40 slots a MAC, 105.5 registers, 128/128/448 threads
+  attention8_128_bf16: 15.48 15.40 slots a MAC, 105.5 registers, 128/128/448 threads
   attention_merge_bf16: 256.67 254.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 16 heads on 1, 1 tokens, 1024 keys of 576, 16 bits
-  attention16_512_bf16: 1.50 1.46 slots a MAC, 126.5 registers, 256/256/384 threads
+  attention16_512_bf16: 1.50 1.47 slots a MAC, 126.5 registers, 256/256/384 threads
   attention_merge_bf16: 288.89 285.33 slots an element, 45 registers, 256/256/1024 threads
 attention of 8 heads on 1, 1 tokens, 1024 keys of 64, 8 bits
   attention8_64_affine8_bf16: 2.72 2.68 slots a MAC, 115 registers, 128/128/448 threads
@@ -493,15 +498,15 @@ attention of 8 heads on 1, 1 tokens, 1024 keys of 128, 8 bits
   attention8_128_affine8_bf16: 2.30 2.26 slots a MAC, 116.5 registers, 128/128/384 threads
   attention_merge_affine8_bf16: 385.00 381.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 4 heads on 1, 1 tokens, 1024 keys of 256, 8 bits
-  attention8_256_affine8_bf16: 4.07 3.99 slots a MAC, 110.5 registers, 128/128/448 threads
+  attention8_256_affine8_bf16: 4.07 4.00 slots a MAC, 110.5 registers, 128/128/448 threads
   attention_merge_affine8_bf16: 385.00 381.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 2 heads on 2, 1 tokens, 1024 keys of 192, 8 bits
-  attention8_128_affine8_bf16: 17.43 17.11 slots a MAC, 116.5 registers, 128/128/384 threads
+  attention8_128_affine8_bf16: 17.44 17.11 slots a MAC, 116.5 registers, 128/128/384 threads
   attention_merge_affine8_bf16: 256.67 254.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 8 heads on 1, 8 tokens, 64 keys of 64, 16 bits
   attention16_64_bf16: 2.42 2.38 slots a MAC, 121.5 registers, 128/128/384 threads
 attention of 8 heads on 1, 8 tokens, 64 keys of 128, 16 bits
-  attention16_128_bf16: 2.06 2.03 slots a MAC, 115.5 registers, 128/128/448 threads
+  attention16_128_bf16: 2.07 2.03 slots a MAC, 115.5 registers, 128/128/448 threads
 attention of 8 heads on 1, 8 tokens, 64 keys of 256, 16 bits
   attention16_256_bf16: 2.08 2.04 slots a MAC, 115.5 registers, 256/256/448 threads
 write_cache_quantized_ of 64
@@ -514,6 +519,8 @@ not dispatched here
   attention16_64_affine8_bf16: 126.5 registers, -/128/384 threads
   attention8_512_affine8_bf16: 110.5 registers, -/256/448 threads
   attention8_512_bf16: 99.5 registers, -/256/512 threads
+  attention_merge_gated_affine8_bf16: 45 registers, -/256/1024 threads
+  attention_merge_gated_bf16: 45 registers, -/256/1024 threads
 """,
         )
 

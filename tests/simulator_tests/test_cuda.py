@@ -8,7 +8,7 @@ import torch
 from measured.cases import experts
 from measured.cases.attention import Attention
 from measured.cases.experts import Experts, Linear
-from measured.cases.fused import Delta, FusedExperts, FusedLinear, Logits, RopeCache
+from measured.cases.fused import Delta, FusedExperts, FusedLinear, IndexKeys, Logits, RopeCache
 from measured.cases.layer import Bucket, Gate, Norm, Router, SiluMul, WeightedSum
 from measured.cases.values import Shapes
 from measured.cuda import main, peers_mlx, record, report, timing
@@ -187,6 +187,7 @@ def some_cases() -> list:
         Logits("fused", 1, 20, 130, "f16"),
         Delta("fused", 2, 1, 2, 40, "f16"),
         RopeCache("fused", 2, 3, 1, 64, 5, "f16"),
+        IndexKeys("fused", 2, 3, 64, 5, "f16"),
     ]
 
 

@@ -493,6 +493,8 @@ def attention(d):
         "index_block": block,
         "softcap": d.one(None, 2.0),
         "sinks": d.maybe(lambda: d.values(heads)),
+        "gate": d.maybe(lambda: d.values(batch, tokens, heads, d.one(1, value_width), dtype=dtype)),
+        "gate_activation": d.one("sigmoid", "softplus"),
     }
 
 
@@ -634,6 +636,24 @@ def rope_cache_(d):
     }
     weight = d.maybe(lambda: d.values(v.shape[3])) if norm else None
     return {**arguments, "v": v, **held, "norm_v": norm, "v_weight": weight}
+
+
+@strategy
+def index_keys_(d):
+    arguments = rope(d)
+    with_q, turns = d.flag(), d.flag()
+    q = arguments["q"]
+    batch, tokens, _, width = q.shape
+    names = ("pairs", "rotary_dim", "rotary_last", *(("cos", "sin") if turns else ()))
+    number = d.dtype()
+    return {
+        **{name: arguments[name] for name in names},
+        "q": q if with_q and turns else None,
+        "k": d.values(batch, tokens, width, dtype=q.dtype),
+        "keys_": d.values(batch, tokens + d.one(0, 1, 5), width, dtype=q.dtype),
+        **{name: d.values(width, dtype=number) for name in ("weight", "bias")},
+        "eps": d.eps(),
+    }
 
 
 @strategy

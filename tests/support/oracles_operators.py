@@ -514,7 +514,13 @@ def attention(a):
     k, k_size = cached(a.k, a.k_scales, a.k_biases)
     v, v_size = cached(a.v, a.v_scales, a.v_biases)
     options = (a.sinks, a.scale, seen, added, a.softcap, (k_size, v_size))
-    return [Expected(*oracles_sequence.attention(a.q, k, v, *options))]
+    value, error = oracles_sequence.attention(a.q, k, v, *options)
+    if a.gate is not None:
+        x = exact(a.gate)
+        factor = np.logaddexp(0.0, x) if a.gate_activation == "softplus" else oracles.sigmoid(x)
+        # An exponential's error is absolute in what it is added to.
+        value, error = value * factor, error * factor + abs(value) * 8 * FLOAT32_EPS * factor
+    return [Expected(value, error)]
 
 
 @oracle
@@ -598,6 +604,31 @@ def rope_cache_(a):
         normed(v, weight, a.eps, 0.0 if weight is None else a.weight_offset) if a.norm_v else Expected(v, 0.0)
     )
     return [q, _behind(exact(a.keys_), k), _behind(exact(a.values_), norm)]
+
+
+@oracle
+def index_keys_(a):
+    x, weight, bias = exact(a.k), exact(a.weight), exact(a.bias)
+    centred = x - x.mean(-1, keepdims=True)
+    inverse = (np.square(centred).mean(-1, keepdims=True) + a.eps) ** -0.5
+    new = (centred * inverse * weight + bias)[:, :, None]
+    size = (abs(x).max(-1, keepdims=True, initial=0.0) * inverse * abs(weight) + abs(bias))[:, :, None]
+    # The mean's error is one of all elements, which a small variance makes large.
+    size = size * (1.0 + abs(x).max(-1, keepdims=True, initial=0.0) * inverse)[:, :, None]
+    q = EMPTY
+    if a.cos is not None:
+        rotary = a.cos.shape[-1] if a.rotary_dim is None else a.rotary_dim
+        rest = (a.pairs, rotary, a.rotary_last, 0.0, 0.0)
+        new, _ = oracles_sequence.rotated(torch.from_numpy(new), a.cos, a.sin, None, *rest)
+        tables = [torch.from_numpy(abs(exact(table))) for table in (a.cos, a.sin)]
+        _, size = oracles_sequence.rotated(torch.from_numpy(size), *tables, None, *rest)
+        if a.q is not None:
+            value, magnitude = oracles_sequence.rotated(a.q, a.cos, a.sin, None, *rest)
+            q = Expected(value, 16 * FLOAT32_EPS * magnitude)
+    else:
+        new, size = new.transpose(0, 2, 1, 3), size.transpose(0, 2, 1, 3)
+    keys = _behind(exact(a.keys_)[:, None], Expected(new, 32 * FLOAT32_EPS * size))
+    return [q, Expected(keys.value[:, 0], keys.error[:, 0])]
 
 
 def _behind(held: np.ndarray, new: Expected) -> Expected:

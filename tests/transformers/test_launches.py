@@ -19,12 +19,12 @@ MOST = {
 }
 # Sparse attention whose indexers may choose all keys.
 INDEXED = {
-    "deepseek_v32": {"dense": 15, "sparse": 19},
-    "glm_moe_dsa": {"dense": 16, "sparse": 20},
-    "dots3_note": {"dense": 24, "sparse": 28},
-    "mistral_large4": {"dense": 24, "sparse": 28},
-    "axk2": {"dense": 28, "sparse": 51},
-    "hy_v4": {"dense": 67, "sparse": 71},
+    "deepseek_v32": {"dense": 13, "sparse": 17},
+    "glm_moe_dsa": {"dense": 14, "sparse": 18},
+    "dots3_note": {"dense": 22, "sparse": 26},
+    "mistral_large4": {"dense": 22, "sparse": 26},
+    "axk2": {"dense": 26, "sparse": 49},
+    "hy_v4": {"dense": 65, "sparse": 69},
 }
 # Launches of each type of layer where the model's own code runs.
 OWN_CODE = {

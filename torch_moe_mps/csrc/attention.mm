@@ -2,6 +2,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <string_view>
 
 #include "../shaders/params.h"
 #include "attention_plan.h"
@@ -80,7 +81,7 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
                  const std::optional<Tensor>& sinks_, const std::optional<Tensor>& k_scales,
                  const std::optional<Tensor>& k_biases, const std::optional<Tensor>& v_scales,
                  const std::optional<Tensor>& v_biases, const std::optional<Tensor>& indices_,
-                 int64_t index_block) {
+                 int64_t index_block, const std::optional<Tensor>& gate_, std::string_view gate_activation) {
   const int64_t batch = q_.size(0), heads = q_.size(1), tokens = q_.size(2);
   const int64_t keys = indices_ && k_.size(2) > 0 ? indices_->size(3) * index_block : k_.size(2);
   const int64_t value_width = v_.size(3) * (v_scales ? 4 : 1);
@@ -91,6 +92,7 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
   const Cache k(k_, k_scales, k_biases), v(v_, v_scales, v_biases);
   const std::optional<Tensor> key_range = contiguous(key_range_), sinks = contiguous(sinks_);
   const std::optional<Tensor> indices = indices_ ? std::optional(rows_contiguous(*indices_)) : std::nullopt;
+  const std::optional<Tensor> gate = gate_ ? std::optional(rows_contiguous(*gate_)) : std::nullopt;
 
   AttentionParams params{};
   params.k = k.params;
@@ -104,6 +106,11 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
   params.keys = k_.size(2);
   set_mask(params, mask, window);
   if (indices) set_indices(params, *indices, index_block);
+  if (gate) {
+    params.gate = {uint64_t(gate->stride(0)), uint64_t(gate->stride(1)), uint64_t(gate->stride(2))};
+    params.gate_width = gate->size(3);
+    params.gate_is_softplus = gate_activation == "softplus";
+  }
   params.has_key_range = key_range.has_value();
   params.has_sinks = sinks.has_value();
   params.sinks_dtype = dtype_code(sinks);
@@ -141,13 +148,15 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
       .bind_strided(v.scales.value_or(output))
       .bind_strided(v.biases.value_or(output))
       .bind_strided(indices ? *indices : key_range.value_or(output))
+      .bind_strided(gate.value_or(output))
       .params(params)
       .threadgroup_memory(plan.memory)
       .threadgroups(plan.grid, {NSUInteger(plan.threads)});
   if (partials) {
-    commands.add(library, "attention_merge")
+    commands.add(library, gate ? "attention_merge_gated" : "attention_merge")
         .bind(*partials)
         .bind_or(sinks, output)
+        .bind_strided(gate.value_or(output))
         .bind(output)
         .params(params)
         .threadgroups(plan.merge_grid, {NSUInteger(kMergeSimdgroups * kSimdWidth)});

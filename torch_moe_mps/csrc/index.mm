@@ -20,7 +20,7 @@ Tensor index_topk(const Tensor& q_, const Tensor& k_, const Tensor& weights_, in
   const int64_t batch = q_.size(0), tokens = q_.size(1), keys = k_.size(1);
   const Tensor indices = at::empty({batch, tokens, std::min(top_k, keys)}, q_.options().dtype(at::kInt));
   if (indices.numel() == 0) return indices;
-  const Tensor q = rows_contiguous(q_), k = rows_contiguous(k_), weights = weights_.contiguous();
+  const Tensor q = rows_contiguous(q_), k = rows_contiguous(k_), weights = rows_contiguous(weights_);
   const std::optional<Tensor> key_range = contiguous(key_range_);
   IndexParams params{};
   params.q_batch_stride = q.stride(0);
@@ -33,6 +33,8 @@ Tensor index_topk(const Tensor& q_, const Tensor& k_, const Tensor& weights_, in
   params.width = q.size(3);
   params.keys = keys;
   params.chosen = indices.size(2);
+  params.weights_batch_stride = weights.stride(0);
+  params.weights_token_stride = weights.stride(1);
   params.weights_dtype = dtype_code(weights);
   params.has_key_range = key_range.has_value();
   params.vectorised = params.width % 4 == 0 && starts_aligned(k);
@@ -49,7 +51,7 @@ Tensor index_topk(const Tensor& q_, const Tensor& k_, const Tensor& weights_, in
     commands.add(library, "index_scores")
         .bind_strided(q.numel() > 0 ? q : indices)
         .bind_strided(k)
-        .bind(weights.numel() > 0 ? weights : indices)
+        .bind_strided(weights.numel() > 0 ? weights : indices)
         .bind_or(key_range, indices)
         .bind(scores)
         .params(params)

@@ -66,8 +66,8 @@ struct Rotation {
   int64_t rotary() const { return rotary_dim.value_or(cos.size(2)); }
 };
 
-void encode_rope(const Rotation& rotation, const Heads& q, const std::optional<Heads>& k,
-                 const std::optional<Heads>& v) {
+void encode_rope(const char* kernel, const Rotation& rotation, const Heads& q, const std::optional<Heads>& k,
+                 const std::optional<Heads>& v, const std::optional<Tensor>& k_bias = std::nullopt) {
   const Tensor &cos = rotation.cos, &sin = rotation.sin;
   const bool same_strides = cos.strides() == sin.strides() && cos.stride(2) == 1;
   const Tensor cos_rows = same_strides ? cos : cos.contiguous();
@@ -90,7 +90,7 @@ void encode_rope(const Rotation& rotation, const Heads& q, const std::optional<H
   params.weight_offset = static_cast<float>(rotation.weight_offset);
 
   Commands commands;
-  commands.add({"rope", q.input.scalar_type()}, "rope")
+  commands.add({"rope", q.input.scalar_type()}, kernel)
       .bind_strided(q.input)
       .bind_strided(k ? k->input : q.input)
       .bind_strided(v ? v->input : q.input)
@@ -98,7 +98,7 @@ void encode_rope(const Rotation& rotation, const Heads& q, const std::optional<H
       .bind_strided(sin_rows)
       .bind_or(q.weight, q.output)
       .bind_or(k ? k->weight : std::nullopt, q.output)
-      .bind_or(v ? v->weight : std::nullopt, q.output)
+      .bind_or(v ? v->weight : k_bias, q.output)
       .bind(q.output)
       .bind_strided(k ? k->output : q.output, k ? k->output_start : 0)
       .bind_strided(v ? v->output : q.output, v ? v->output_start : 0)
@@ -116,7 +116,7 @@ std::tuple<Tensor, Tensor> rope(const Tensor& q, const std::optional<Tensor>& k,
   if (output.numel() == 0) return {output, k_output};
   std::optional<Heads> keys;
   if (k) keys = heads_of(*k, k_weight, k_output, rotation.rotary());
-  encode_rope(rotation, heads_of(q, q_weight, output, rotation.rotary()), keys, std::nullopt);
+  encode_rope("rope", rotation, heads_of(q, q_weight, output, rotation.rotary()), keys, std::nullopt);
   return {output, k_output};
 }
 
@@ -132,12 +132,33 @@ Tensor rope_cache_(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   const Tensor k_output = in_place ? keys_ : heads_first(k), v_output = in_place ? values_ : heads_first(v);
   Heads values = heads_of(v, v_weight, v_output, 0);
   values.params.is_normed = norm_v;
-  encode_rope(rotation, heads_of(q, q_weight, output, rotation.rotary()),
+  encode_rope("rope", rotation, heads_of(q, q_weight, output, rotation.rotary()),
               heads_of(k, k_weight, k_output, rotation.rotary()), values);
   if (!in_place) {
     keys_.narrow(2, keys_.size(2) - k.size(1), k.size(1)).copy_(k_output);
     values_.narrow(2, values_.size(2) - v.size(1), v.size(1)).copy_(v_output);
   }
+  return output;
+}
+
+Tensor index_keys_(const Tensor& k_, const Tensor& keys_, const Tensor& weight, const Tensor& bias_,
+                   double eps, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
+                   const std::optional<Tensor>& q, std::string_view pairs, std::optional<int64_t> rotary_dim,
+                   bool rotary_last) {
+  const Tensor output = q ? heads_first(*q) : at::empty({0}, k_.options());
+  if (k_.numel() == 0) return output;
+  const Tensor k = k_.unsqueeze(2), keys = rows_contiguous(keys_), slots = keys.unsqueeze(1);
+  const int64_t no_rotation = 0;
+  const Tensor table = cos ? *cos : k.select(2, 0), other = sin ? *sin : table;
+  const Rotation rotation{table, other, eps, 0.0, pairs, cos ? rotary_dim : no_rotation, rotary_last};
+  const Heads of_keys = heads_of(k, weight, slots, rotation.rotary());
+  Heads queries = of_keys;  // none
+  queries.params.heads = 0;
+  queries.output = *of_keys.weight;
+  if (q && output.numel() > 0) queries = heads_of(*q, std::nullopt, output, rotation.rotary());
+  const Tensor bias = bias_.contiguous();
+  encode_rope("index_keys", rotation, queries, of_keys, std::nullopt, in_dtype(bias, weight.scalar_type()));
+  if (!keys.is_same(keys_)) keys_.copy_(keys);
   return output;
 }
 
@@ -178,6 +199,7 @@ std::tuple<Tensor, Tensor> rope_tables(const Tensor& position_ids, const Tensor&
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   implement<rope>(m, "rope");
   implement<rope_cache_>(m, "rope_cache_");
+  implement<index_keys_>(m, "index_keys_");
   implement<rope_tables>(m, "rope_tables");
 }
 

@@ -18,6 +18,7 @@ OF_HEADS = {
     "attention": ("q", "v"),
     "rope": ("q", "q"),
     "rope_cache_": ("q", "v"),
+    "index_keys_": ("k", "k"),
     "linear_attention_": ("q", "v"),
     "write_cache_quantized_": ("states", "states"),
 }
@@ -105,6 +106,10 @@ def sample_arguments(
         "rope_cache_": {
             **{"q": q, "k": k, "v": values(2, T, 2, V), "cos": values(1, T, D), "sin": values(1, T, D)},
             **{"keys_": values(2, 2, T, D), "values_": values(2, 2, T, V), "q_weight": values(D)},
+        },
+        "index_keys_": {
+            **{"k": values(2, T, D), "keys_": values(2, T + 2, D), "weight": values(D), "bias": values(D)},
+            **{"cos": values(1, T, D), "sin": values(1, T, D), "q": q},
         },
         "rms_norm_gated": {
             **{"input": values(T, H), "gate": values(T, H), "weight": values(H, dtype=torch.float32)},
@@ -233,6 +238,7 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
             arguments[f"{name}_biases"] = values(2, 2, keys, width // 32)
         return arguments
 
+    over_many = {"q": values(2, 4, 20, D), "k": values(2, 2, 300, D), "v": values(2, 2, 300, V)}
     tail = {"shared_gate": values(T, 1), "shared_out": values(T, H), "residual": values(T, H)}
     strided = values(H, T).t()
     norm = {"norm_weight": values(H), "norm_offset": 1.0}
@@ -248,6 +254,11 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
         "rope_cache_": [
             {"keys_": values(2, 2, 9, D)[:, :, 2 : 3 + T], "values_": values(2, 2, 9, V)[:, :, 2 : 3 + T]}
             | {"norm_v": True, "v_weight": values(V)},
+        ],
+        "index_keys_": [
+            {"k": values(2, T, 2 * D)[..., D:], "cos": values(2, T, 4), "sin": values(2, T, 4), "q": None}
+            | {"rotary_dim": 8, "rotary_last": True, "pairs": "interleaved"},
+            {"cos": None, "sin": None, "q": None},
         ],
         "rms_norm_gated": [
             {"input": strided, "gate": strided, "weight_offset": 1.0},
@@ -287,17 +298,19 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
         "attention": [
             {"sinks": None, "window": 4, "softcap": 20.0},
             {"window": 4, "key_range": torch.tensor([[3, 9], [0, 7]], dtype=torch.int32, device=device)},
-            {"mask": values(2, 1, T, 9)},
-            {"mask": values(1, 1, T, 9) > 0.0},
+            {"mask": values(2, 1, T, 9), "gate": values(2, T, 4, V)},
+            {"mask": values(1, 1, T, 9) > 0.0, "gate": values(2, T, 4, 1), "gate_activation": "softplus"},
             {"mask": torch.randint(512, (2, 2, T, 1), dtype=torch.int32).to(device)},
             {"indices": selected},
             {"indices": selected, "q": values(2, 36, T, D), "sinks": None},
             {"indices": selected, **in_8_bits(T, 9)},
             {"indices": selected, **in_8_bits(T, 9, 36), "sinks": None},
-            {"q": values(2, 4, 20, D), "k": values(2, 2, 300, D), "v": values(2, 2, 300, V)},
+            over_many,
+            over_many | {"gate": values(2, 20, 4, V)},
             {"q": values(1, 32, 1, D), "k": values(1, 2, 9, D), "v": values(1, 2, 9, V), "sinks": None},
             in_8_bits(T, 9),
             in_8_bits(20, 300),
+            in_8_bits(20, 300) | {"gate": values(2, 20, 4, _whole_groups(V))},
         ],
         "write_cache_quantized_": [
             {"states": values(2, T, 2, C).transpose(1, 2)},

@@ -1,8 +1,10 @@
 """Attention over a cache of keys and values, and writing such a cache in 8 bits."""
 
 import math
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ._checks import ACTIVATION_DTYPES, Check
@@ -12,6 +14,7 @@ from ._registry import operator
 MAX_HEAD = 576  # elements of a query and a key
 MAX_VALUE_HEAD = 512
 CACHE_BITS = 8  # of quantised keys and values
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
 MAX_INDEX_BLOCK = 1024  # keys of an index
 
 
@@ -91,7 +94,7 @@ def _check_quantized(
 
 def _meta_attention(
     check, q, k, v, mask, window, key_range, softcap, sinks, k_scales, k_biases, v_scales, v_biases, indices,
-    index_block, **others
+    index_block, gate, gate_activation, **others
 ):  # fmt: skip
     check.dtype("q", q, ACTIVATION_DTYPES)
     check.rank("q", q, (4,))
@@ -122,6 +125,11 @@ def _meta_attention(
     _check_order(check, window, key_range, mask, batch)
     if softcap is not None and not 0.0 < softcap < math.inf:
         check.fail("softcap", "above 0 and finite", softcap)
+    check.choice("gate_activation", gate_activation, tuple(GATES))
+    if gate is not None:
+        last = 1 if gate.shape[-1:] == (1,) else value_width
+        expected = batch, q.shape[2], heads, last
+        check.tensor("gate", gate, expected, "[B, T, Hq, Dv or 1]", (q.dtype,))
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], value_width))
 
 
@@ -186,11 +194,14 @@ def attention(
     v_biases: Tensor | None = None,
     indices: Tensor | None = None,
     index_block: int = 1,
+    gate: Tensor | None = None,
+    gate_activation: str = "sigmoid",
 ) -> Tensor:
     """Grouped-query attention over a cache, with all that models add to it.
 
     score[s] = cap(scale * q . k[s]) + mask[s], with cap(x) = softcap * tanh(x / softcap) where it is given
     out = sum_s exp(score[s]) * v[s] / (exp(sink) + sum_s exp(score[s])), without exp(sink) where it is not
+    out *= gate_activation(gate), where there is a gate
 
     For one new token over a long cache, for a few, and for a prompt: no tensor of T x S is made. Keys and
     values are read once for all the queries of a key head while these are up to 16 (8 where the values have
@@ -223,10 +234,12 @@ def attention(
             place is; they are all that is read. An index that is no key hides, which reads nothing: -1 fills
             a row up. One that occurs twice counts twice. None beside mask, window and key_range.
         index_block: so many neighbouring keys are selected by an index, i * index_block and those behind it.
+        gate: [B, T, Hq, Dv], or [B, T, Hq, 1] for all values of a head, in the dtype of `q`; any strides.
+        gate_activation: "sigmoid" or "softplus".
 
     Returns: [B, T, Hq, Dv] in the dtype of `q`. A token that sees no key gets zeros.
 
-    Raises: ValueError for a dtype, shape, window, softcap or device that does not fit.
+    Raises: ValueError for a dtype, shape, window, softcap, activation or device that does not fit.
     """
     batch, heads, tokens, width = q.shape
     key_heads, keys = k.shape[1:3]
@@ -251,7 +264,8 @@ def attention(
     probabilities = torch.cat((scores, sink), -1).softmax(-1)[..., :-1].masked_fill(hidden, 0.0)
     values = values.masked_fill(hidden.all(3).squeeze(2).unsqueeze(-1), 0.0)
     out = torch.matmul(probabilities, values.unsqueeze(2))
-    return out.reshape(batch, heads, tokens, values.shape[3]).transpose(1, 2).to(q.dtype)
+    out = out.reshape(batch, heads, tokens, values.shape[3]).transpose(1, 2)
+    return (out if gate is None else out * GATES[gate_activation](gate.float())).to(q.dtype)
 
 
 # The cache in 8 bits

@@ -1,6 +1,7 @@
 """Rotary position embedding of queries and keys, with the RMSNorm of their heads, and its tables."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check
@@ -195,6 +196,73 @@ def rope_cache_(
     for held, new in ((keys_, _rotated(k, k_weight, *rest)), (values_, v.transpose(1, 2))):
         held.narrow(2, held.shape[2] - new.shape[2], new.shape[2]).copy_(new)
     return _rotated(q, q_weight, *rest)
+
+
+def _meta_index_keys(check, k, keys_, weight, bias, cos, sin, q, **rotation):
+    check.rank("k", k, (3,))
+    heads = k.unsqueeze(2)
+    check.dtype("keys_", keys_, (k.dtype,))
+    check.rank("keys_", keys_, (3,))
+    check.shape("keys_", keys_, (k.shape[0], keys_.shape[1], k.shape[2]), "[B, S, D]")
+    if keys_.shape[1] < k.shape[1]:
+        check.fail("keys_", f"of {k.shape[1]} tokens or more, as many as k has", tuple(keys_.shape))
+    if (cos is None) != (sin is None):
+        check.fail("sin", "given with cos, and only then", None if sin is None else tuple(sin.shape))
+    if cos is None and q is not None:
+        check.fail("q", "None without cos and sin", tuple(q.shape))
+    if cos is not None:
+        _meta_rope(check, heads, q, cos, sin, None, None, **rotation)
+    else:
+        _check_heads(check, "k", heads, heads, 0)
+    check.tensor("weight", weight, (k.shape[2],), "[D]")
+    check.tensor("bias", bias, (k.shape[2],), "[D]", (weight.dtype,))
+    return k.new_empty(0) if q is None else _heads_first(q)
+
+
+@operator(meta=_meta_index_keys)
+def index_keys_(
+    k: Tensor,
+    keys_: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-6,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    q: Tensor | None = None,
+    *,
+    pairs: str = "half",
+    rotary_dim: int | None = None,
+    rotary_last: bool = False,
+) -> Tensor:
+    """The keys of an indexer, written where a cache keeps them, and its queries: LayerNorm, then `rope`.
+
+    k = (k - mean(k)) * rsqrt(mean((k - mean(k))^2) + eps) * weight + bias, over the D elements
+    keys_[:, S - T:] = k as `rope` returns it
+
+    Arithmetic is in float32, rounded once.
+
+    Args:
+        k: [B, T, D], float32, float16 or bfloat16; strides are free.
+        keys_: [B, S, D] in the dtype of `k`: what a cache has once it has these tokens, whose T places at the
+            end are updated in place. They must not overlap themselves nor what is read.
+        weight, bias: [D], of one of the three dtypes.
+        eps: added to the variance.
+        cos, sin: as for `rope`, or None where nothing turns.
+        q: [B, T, Hi, D] in the dtype of `k`: queries that turn likewise, without a norm.
+        pairs, rotary_dim, rotary_last: as for `rope`.
+
+    Returns: q as [B, Hi, T, D], contiguous; without q an empty tensor, of shape [0].
+
+    Raises: ValueError for a dtype, shape, choice or device that does not fit.
+    """
+    new = F.layer_norm(k.float(), k.shape[-1:], weight.float(), bias.float(), eps).unsqueeze(2)
+    out = k.new_empty(0)
+    if cos is not None and sin is not None:
+        rest = (cos, sin, eps, 0.0, pairs, rotary_dim, rotary_last)
+        new = _rotated(new, None, *rest).transpose(1, 2)
+        out = out if q is None else _rotated(q, None, *rest)
+    keys_.narrow(1, keys_.shape[1] - k.shape[1], k.shape[1]).copy_(new.squeeze(2))
+    return out
 
 
 # The tables

@@ -42,6 +42,7 @@ HEADS = {
     CACHE: (HEAD, (64, 64), (128, 128), (256, 256), (512, 512)),
     "rope": (HEAD, (128, 128)),
     "rope_cache_": (HEAD, (128, 128)),
+    "index_keys_": (HEAD, (128, 128)),
     "linear_attention_": (HEAD, (128, 128), (256, 256)),
 }
 

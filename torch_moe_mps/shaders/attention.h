@@ -256,6 +256,16 @@ inline float final_factor(Total total, device const uchar* sinks, uint head,
   return sum == 0.0f ? 0.0f : factor / sum;
 }
 
+// The factor of a result by its gate.
+template <typename T>
+inline float gate_factor(device const T* gate, uint row, uint column, constant AttentionParams& params) {
+  const uint token = row / params.heads;
+  const float x =
+      float(gate[token / params.tokens * params.gate.batch + token % params.tokens * params.gate.token +
+                 row % params.heads * params.gate.head + min(column, params.gate_width - 1)]);
+  return params.gate_is_softplus != 0 ? softplus(x) : sigmoid(x);
+}
+
 // Where the chunks leave their results for attention_merge: the values of all, then (highest, sum) of each.
 inline device float* partial_values(device float* partials, uint chunk, uint row,
                                     constant AttentionParams& params) {
@@ -360,7 +370,7 @@ struct Block {
   }
 
   static void run(C keys, C values, device const T* q, device const uchar* mask, device const int* key_range,
-                  device const uchar* sinks, device T* output, device float* partials,
+                  device const uchar* sinks, device const T* gate, device T* output, device float* partials,
                   threadgroup Staged* staged, threadgroup Shared& shared, uint3 group, uint lane,
                   uint simdgroup, constant AttentionParams& params) {
     const uint group_heads = params.heads / params.key_heads;
@@ -504,6 +514,10 @@ struct Block {
       totals[t] = float2(0.0f);
       UNROLL for (int s = 0; s < kSimdgroups; ++s) totals[t] += shared.sums[s][4 * t + place.quarter];
     }
+    // One branch for those without a gate.
+    if (params.gate_width != 0 && params.chunks == 1)
+      apply_gate(sums, gate, queries, batch * params.tokens, key_head * group_heads, first_value, place,
+                 params);
     UNROLL for (int t = 0; t < kQueryTiles; ++t) {
       UNROLL for (int e = 0; e < 2; ++e) {
         const uint r = 8 * t + 2 * place.quarter + e;
@@ -527,6 +541,23 @@ struct Block {
         if (merged && member == 0 && place.row == 0) {
           partial_total(partials, group.x, row, params)[0] = own.highest;
           partial_total(partials, group.x, row, params)[1] = own.sum;
+        }
+      }
+    }
+  }
+
+  static void apply_gate(thread Sums& sums, device const T* gate, Queries queries, uint first_token,
+                         uint first_head, uint first_value, LanePlace place,
+                         constant AttentionParams& params) {
+    UNROLL for (int t = 0; t < kQueryTiles; ++t) {
+      UNROLL for (int e = 0; e < 2; ++e) {
+        const uint r = 8 * t + 2 * place.quarter + e;
+        if (!queries.has(r)) continue;
+        const uint row = (first_token + queries.token(r)) * params.heads + first_head + queries.head(r);
+        UNROLL for (int f = 0; f < kValueTiles; ++f) {
+          const uint column = first_value + f;
+          if (column >= params.v.width) break;
+          sums.values[f][t].thread_elements()[e] *= gate_factor(gate, row, column, params);
         }
       }
     }
@@ -704,26 +735,27 @@ template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles
     device const typename C::Element* k_biases [[buffer(8)]],
     device const typename C::Element* v_scales [[buffer(9)]],
     device const typename C::Element* v_biases [[buffer(10)]], device const int* key_range [[buffer(11)]],
-    constant AttentionParams& params [[buffer(12)]], threadgroup uchar* staged [[threadgroup(0)]],
-    uint3 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    device const typename C::Element* gate [[buffer(12)]], constant AttentionParams& params [[buffer(13)]],
+    threadgroup uchar* staged [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef Block<C, kTeams, kMembers, kValueTiles, kQueryTiles> B;
   threadgroup typename B::Shared shared;
   const uint batch = group.z / params.key_heads, key_head = group.z % params.key_heads;
   const C keys(k, k_scales, k_biases, batch, key_head, params.k);
   const C values(v, v_scales, v_biases, batch, key_head, params.v);
-  B::run(keys, values, q, mask, key_range, sinks, output, partials,
+  B::run(keys, values, q, mask, key_range, sinks, gate, output, partials,
          reinterpret_cast<threadgroup typename B::Staged*>(staged), shared, group, lane, simdgroup, params);
 }
 
 // A threadgroup takes some columns of a query. Its simdgroups take chunks in turn, and the first ones add up
 // what they have, in ascending order.
-template <typename T>
+template <typename T, bool kGated>
 [[kernel, max_total_threads_per_threadgroup(kMergeSimdgroups* kSimdWidth)]] void attention_merge(
     device float* partials [[buffer(0)]], device const uchar* sinks [[buffer(1)]],
-    device T* output [[buffer(2)]], constant AttentionParams& params [[buffer(3)]],
-    uint2 group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    device const T* gate [[buffer(2)]], device T* output [[buffer(3)]],
+    constant AttentionParams& params [[buffer(4)]], uint2 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   threadgroup float shared_values[kMergeSimdgroups][kMergeColumns * kSimdWidth];
   threadgroup float shared_sums[kMergeSimdgroups];
   const uint row = group.x, first_column = group.y * kMergeColumns * kSimdWidth;
@@ -768,6 +800,7 @@ template <typename T>
     value += shared_values[s][thread_index];
   }
   const float factor = final_factor(total, sinks, row % params.heads, params);
+  if constexpr (kGated) value *= gate_factor(gate, row, column, params);
   output[ulong(row) * params.v.width + column] = T(value * factor);
 }
 

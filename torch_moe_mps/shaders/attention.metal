@@ -12,7 +12,8 @@ typedef DenseCache<MOE_DTYPE> Cache;
 #define IS_FLOAT(type) IS_FLOAT_(type)
 
 INSTANTIATE_ATTENTION("attention")
-INSTANTIATE("attention_merge", attention_merge<MOE_DTYPE>)
+INSTANTIATE("attention_merge", attention_merge<MOE_DTYPE, false>)
+INSTANTIATE("attention_merge_gated", attention_merge<MOE_DTYPE, true>)
 #ifdef MOE_WEIGHTS
 INSTANTIATE("write_cache_quantized", write_cache_quantized<MOE_DTYPE>)
 #elif !IS_FLOAT(MOE_DTYPE)

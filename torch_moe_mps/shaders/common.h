@@ -167,6 +167,12 @@ inline void store_any(device uchar* target, uint dtype, ulong index, V x) {
   }
 }
 
+inline float sum_of(float x) {
+  return x;
+}
+inline float sum_of(float4 x) {
+  return (x.x + x.y) + (x.z + x.w);
+}
 inline float sum_of_squares(float x) {
   return x * x;
 }

@@ -49,7 +49,7 @@ template <typename T>
     totals[i] = 0.0f;
   }
   device const T* queries = q + batch * params.q_batch_stride + token * params.q_token_stride;
-  const ulong weights_start = (ulong(batch) * params.tokens + token) * params.heads;
+  const ulong weights_start = batch * params.weights_batch_stride + token * params.weights_token_stride;
   const uint fours = (params.width + 3) / 4;
   for (uint head = 0; head < params.heads; head += kIndexHeads) {
     const uint heads = min(params.heads - head, kIndexHeads);

@@ -106,6 +106,13 @@ struct CacheParams {
   uint32_t vectorised;   // whole runs of elements lie side by side, from multiples of their size on
 };
 
+// Strides of [B, T, heads, ...], in elements; those of a head's elements are 1.
+struct TokenStrides {
+  uint64_t batch;
+  uint64_t token;
+  uint64_t head;
+};
+
 // Strides are in elements.
 struct AttentionParams {
   CacheParams k;
@@ -118,8 +125,11 @@ struct AttentionParams {
   uint64_t index_batch_stride;
   uint64_t index_head_stride;
   uint64_t index_token_stride;
-  uint32_t index_block;   // keys of an index
-  uint32_t indexed_keys;  // of the cache; `keys` are those that indices select
+  TokenStrides gate;
+  uint32_t gate_width;        // elements of a head's gate: 1 for all of its values, 0 without one
+  uint32_t gate_is_softplus;  // else sigmoid
+  uint32_t index_block;       // keys of an index
+  uint32_t indexed_keys;      // of the cache; `keys` are those that indices select
   uint32_t mask_token_stride;
   uint32_t mask_key_stride;
   uint32_t tokens;
@@ -191,13 +201,6 @@ struct ConvParams {
 #define BETA_NONE 0
 #define BETA_SIGMOID 1
 #define BETA_SOFTPLUS 2
-
-// Strides of [B, T, heads, ...], in elements; those of a head's elements are 1.
-struct TokenStrides {
-  uint64_t batch;
-  uint64_t token;
-  uint64_t head;
-};
 
 struct LinearAttentionParams {
   TokenStrides q;
@@ -431,6 +434,8 @@ struct IndexParams {
   uint64_t q_head_stride;
   uint64_t k_batch_stride;
   uint64_t k_key_stride;
+  uint64_t weights_batch_stride;
+  uint64_t weights_token_stride;
   uint32_t tokens;
   uint32_t first_token;  // of those whose scores are in memory
   uint32_t tokens_at_once;

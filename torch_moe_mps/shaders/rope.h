@@ -96,21 +96,40 @@ inline Pairs<N> normed(Pairs<N> x, float inverse, Pairs<N> weight, float offset)
   return {x.first * inverse * (weight.first + offset), x.second * inverse * (weight.second + offset)};
 }
 
+template <int N>
+inline float sum_of_squares(Pairs<N> x, float mean) {
+  return sum_of_squares(x.first - mean) + sum_of_squares(x.second - mean);
+}
+
 template <typename T, int N>
-inline void rope_head(device const T* head, device const uchar* weight, device const uchar* cos,
-                      device const uchar* sin, ulong table_row, device T* output, constant RopeHeads& heads,
-                      constant RopeParams& params, uint lane) {
+inline float mean_of(device const T* head, Pairs<N> kept, constant RopeHeads& heads,
+                     constant RopeParams& params, uint lane) {
+  const bool interleaved = params.pairs != PAIRS_HALF;
+  float sum = 0.0f;
+  for (uint pair = lane * N; pair < heads.width / 2; pair += kSimdWidth * N) {
+    Pairs<N> x = kept;
+    if (pair != lane * N) x = load_pairs<N>(head, pairs_at(pair, interleaved, heads, params));
+    sum += sum_of(x.first) + sum_of(x.second);
+  }
+  return simd_sum(sum) / float(heads.width);
+}
+
+// kCentred: the norm is a LayerNorm with a bias.
+template <typename T, int N, bool kCentred>
+inline void rope_head(device const T* head, device const uchar* weight, device const uchar* bias,
+                      device const uchar* cos, device const uchar* sin, ulong table_row, device T* output,
+                      constant RopeHeads& heads, constant RopeParams& params, uint lane) {
   const uint pairs = heads.width / 2, turning = heads.rotary / 2;
   const bool interleaved = params.pairs != PAIRS_HALF;
   const uint first = lane * N, step = kSimdWidth * N;
   Pairs<N> kept;
   if (first < pairs) kept = load_pairs<N>(head, pairs_at(first, interleaved, heads, params));
-  float inverse = 1.0f;
+  float inverse = 1.0f, mean = 0.0f;
   if (heads.is_normed != 0) {
-    float sum = first < pairs ? sum_of_squares(kept.first) + sum_of_squares(kept.second) : 0.0f;
+    if constexpr (kCentred) mean = mean_of<T, N>(head, kept, heads, params, lane);
+    float sum = first < pairs ? sum_of_squares(kept, mean) : 0.0f;
     for (uint pair = first + step; pair < pairs; pair += step) {
-      const Pairs<N> x = load_pairs<N>(head, pairs_at(pair, interleaved, heads, params));
-      sum += sum_of_squares(x.first) + sum_of_squares(x.second);
+      sum += sum_of_squares(load_pairs<N>(head, pairs_at(pair, interleaved, heads, params)), mean);
     }
     inverse = precise::rsqrt(simd_sum(sum) / float(heads.width) + params.eps);
   }
@@ -119,7 +138,12 @@ inline void rope_head(device const T* head, device const uchar* weight, device c
     Pairs<N> x = kept;
     if (pair != first) x = load_pairs<N>(head, from);
     if (heads.has_weight != 0) {
+      if constexpr (kCentred) x = Pairs<N>{x.first - mean, x.second - mean};
       x = normed(x, inverse, load_pairs<N>(weight, heads.weight_dtype, 0, from), params.weight_offset);
+      if constexpr (kCentred) {
+        const Pairs<N> added = load_pairs<N>(bias, heads.weight_dtype, 0, from);
+        x = Pairs<N>{x.first + added.first, x.second + added.second};
+      }
     } else if (heads.is_normed != 0) {
       x = Pairs<N>{x.first * inverse, x.second * inverse};
     }
@@ -131,7 +155,8 @@ inline void rope_head(device const T* head, device const uchar* weight, device c
   }
 }
 
-template <typename T>
+// kCentred: k has a LayerNorm, whose bias is in place of the weight of v, which there is none.
+template <typename T, bool kCentred>
 [[kernel, max_total_threads_per_threadgroup(kRopeHeads* kSimdWidth)]] void rope_heads(
     device const T* q [[buffer(0)]], device const T* k [[buffer(1)]], device const T* v [[buffer(2)]],
     device const uchar* cos [[buffer(3)]], device const uchar* sin [[buffer(4)]],
@@ -160,9 +185,9 @@ template <typename T>
   device const uchar* weight = is_v ? v_weight : is_k ? k_weight : q_weight;
   const ulong table_row = batch * params.table_batch_stride + token * params.table_token_stride;
   if (params.vectorised != 0) {
-    rope_head<T, 4>(source, weight, cos, sin, table_row, target, heads, params, lane);
+    rope_head<T, 4, kCentred>(source, weight, v_weight, cos, sin, table_row, target, heads, params, lane);
   } else {
-    rope_head<T, 1>(source, weight, cos, sin, table_row, target, heads, params, lane);
+    rope_head<T, 1, kCentred>(source, weight, v_weight, cos, sin, table_row, target, heads, params, lane);
   }
 }
 

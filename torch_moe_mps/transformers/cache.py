@@ -321,6 +321,22 @@ class _GrowingIndexed(DynamicIndexedLayer, _Growing):
         (self.indexer_keys,) = _joined((self.indexer_keys,), (indexer_key_states,))
         return self.indexer_keys
 
+    def indexer_slots(self, new: Tensor) -> Tensor | None:
+        """The keys that are held with room for new ones [B, T, D] behind them; None where there is none."""
+        held = self.indexer_keys
+        memory: Any = getattr(held, MEMORY, None)
+        if memory is None or not _in_place() or not _alike(held, new):
+            return None
+        tokens = new.shape[1]
+        if not _has_room((held,), memory, tokens):
+            return None
+        return _view(memory, _start(held), held.shape[1] + tokens)
+
+    def take_indexer(self, keys: Tensor) -> Tensor:
+        """Takes the slots, whose last tokens have been written."""
+        self.indexer_keys = keys
+        return keys
+
     def crop(self, tokens_to_remove: int) -> None:
         indexer_keys = self.indexer_keys
         super().crop(tokens_to_remove)

@@ -25,11 +25,13 @@ class Attention(Case):
     value_width: int
     dtype: str
     bits: int = 16
+    gated: bool = False
 
     @property
     def name(self) -> str:
         sizes = f"{self.heads}/{self.key_heads} of {self.width}/{self.value_width}"
-        return f"attention {sizes} T {self.tokens} S {self.keys} {self.dtype}{' kv8' * (self.bits == 8)}"
+        others = " kv8" * (self.bits == 8) + " gated" * self.gated
+        return f"attention {sizes} T {self.tokens} S {self.keys} {self.dtype}{others}"
 
     def weights(self, values):
         dtype, tensors = DTYPES[self.dtype], {}
@@ -47,11 +49,15 @@ class Attention(Case):
         return tensors
 
     def inputs(self, values):
-        return {"q": values.normal(1, self.heads, self.tokens, self.width, dtype=DTYPES[self.dtype])}
+        dtype = DTYPES[self.dtype]
+        q = values.normal(1, self.heads, self.tokens, self.width, dtype=dtype)
+        if not self.gated:
+            return {"q": q}
+        return {"q": q, "gate": values.normal(1, self.tokens, self.heads, self.value_width, dtype=dtype)}
 
     def call(self, t):
-        groups = {name: tensor for name, tensor in t.items() if "_" in name}
-        return ops().attention(t["q"], t["k"], t["v"], self.scale, **groups)
+        others = {name: tensor for name, tensor in t.items() if name not in "qkv"}
+        return ops().attention(t["q"], t["k"], t["v"], self.scale, **others)
 
     @property
     def scale(self) -> float:
@@ -70,12 +76,12 @@ class Attention(Case):
             of_head = head // (self.heads // self.key_heads)
             scores = t["q"][:, head].double() @ k[:, of_head].mT * self.scale
             out[:, head] = scores.masked_fill_(hidden, -torch.inf).softmax(-1) @ v[:, of_head]
-        return out
+        return out * t["gate"].transpose(1, 2).double().sigmoid() if self.gated else out
 
     def bytes_moved(self, t, part=""):
         out = self.heads * self.tokens * self.value_width * DTYPES[self.dtype].itemsize
         parts = ("", "_scales", "_biases") if self.bits == 8 else ("",)
-        names = ["q", *(name + part for name in ("k", "v") for part in parts)]
+        names = ["q", *["gate"] * self.gated, *(name + part for name in ("k", "v") for part in parts)]
         return out + sum(t[name].nbytes for name in names)
 
     def _states(self, t: dict[str, Tensor], name: str) -> Tensor:
@@ -102,6 +108,7 @@ def attention_cases() -> list[Case]:
         cases += [Attention(heads, key_heads, t, s, *sizes) for t, s in ((1, 1024), (1, 4096), (1, 32768))]
         cases.append(Attention(heads, key_heads, 4, 4096, *sizes))
         cases.append(Attention(heads, key_heads, 1, 32768, *sizes, 8))
+        cases.append(Attention(heads, key_heads, 1, 4096, *sizes, gated=True))
         cases.append(Attention(heads, key_heads, 2048, 2048, *sizes))
     return cases
 
@@ -110,7 +117,8 @@ def sanitizer_attention() -> list[Case]:
     """Small cases of every kernel."""
     widths = ((64, 64), (128, 128), (256, 256), (576, 512))
     cases = [SmallAttention(4, 1, t, 300, *width, "f32") for width in widths for t in (1, 3)]
-    return [*cases, *(SmallAttention(2, 1, t, 300, 128, 128, "f16", 8) for t in (1, 12))]
+    cases += [SmallAttention(2, 1, t, 300, 128, 128, "f16", 8) for t in (1, 12)]
+    return [*cases, *(SmallAttention(4, 1, t, 300, 64, 64, "f16", gated=True) for t in (1, 40))]
 
 
 class SmallAttention(Attention):

@@ -227,12 +227,58 @@ class RopeCache(Case):
         return 2 * sum(t[name].nbytes for name in "qkv")
 
 
+@dataclass
+class IndexKeys(Case):
+    """index_keys_ with queries."""
+
+    mutated: ClassVar[tuple[str, ...]] = ("keys",)
+    group: str
+    tokens: int
+    heads: int
+    width: int
+    keys: int
+    dtype: str
+
+    @property
+    def name(self):
+        sizes = f"{self.heads} of {self.width}"
+        return f"{self.group} index_keys_ {sizes} T {self.tokens} S {self.keys} {self.dtype}"
+
+    def inputs(self, values):
+        dtype, rows = DTYPES[self.dtype], (1, self.tokens)
+        return {
+            "k": values.normal(*rows, self.width, dtype=dtype, offset=1.0),
+            "keys": values.normal(1, self.keys, self.width, dtype=dtype),
+            **{name: norm_of(values, self.width, self.dtype) for name in ("weight", "bias")},
+            **{name: values.normal(*rows, self.width // 2, dtype=dtype) for name in ("cos", "sin")},
+            "q": values.normal(*rows, self.heads, self.width, dtype=dtype),
+        }
+
+    def call(self, t):
+        norm, rotation = (t["weight"], t["bias"], EPS), (t["cos"], t["sin"], t["q"])
+        return ops().index_keys_(t["k"], t["keys"], *norm, *rotation)
+
+    def wrong(self, before, after):
+        tables, options = (before["cos"], before["sin"]), ("half", self.width // 2, False, EPS, 0.0)
+        norm = (before["weight"].double(), before["bias"].double(), EPS)
+        k = torch.nn.functional.layer_norm(before["k"].double(), (self.width,), *norm).unsqueeze(2)
+        k, q = (oracles_sequence.rotated(x, *tables, None, *options)[0] for x in (k, before["q"]))
+        kept = self.keys - self.tokens
+        if not torch.equal(after["keys"][:, :kept], before["keys"][:, :kept]):
+            return "keys: other places are written"
+        return differs(after["result0"], q) or differs(after["keys"][:, kept:], k[:, 0])
+
+    def bytes_moved(self, t, part=""):
+        return 2 * (t["k"].nbytes + t["q"].nbytes)
+
+
 def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     formats = (("int4", "f16"), ("int8", "f16"), ("mxfp4", "bf16"), ("dense", "bf16"))
     cases: list[Case] = [FusedExperts("fused", *f, 1, *shape) for f in formats]
     cases += [FusedLinear("fused", "int4", "f16", t, *sizes) for sizes in LINEARS for t in (1, 8)]
     cases += [Logits("fused", t, experts, 2048, "bf16") for experts in (128, 512) for t in (1, 32)]
     cases += [RopeCache("fused", t, 32, 4, 128, 4096, "bf16") for t in (1, 8)]
+    cases += [IndexKeys("fused", t, 64, 128, 4096, "bf16") for t in (1, 8)]
     cases += [SelectiveScan("fused", t, 8192, "bf16") for t in (1, 1024)]
     return cases + [Delta("fused", t, 16, 32, 128, "bf16") for t in (1, 8, 1024)]
 
@@ -247,5 +293,6 @@ def sanitizer_fused() -> list[Case]:
     cases += [FusedLinear("sanitize", "int8", "f16", t, 320, 45) for t in (1, 3, 17, 40)]
     cases += [Logits("sanitize", t, 45, 130, "f16") for t in (1, 3, 20)]
     cases += [RopeCache("sanitize", t, 3, 1, width, 9, "f16") for t in (1, 3) for width in (6, 64)]
+    cases += [IndexKeys("sanitize", t, 3, width, 9, "f16") for t in (1, 3) for width in (12, 64)]
     cases += [SelectiveScan("sanitize", t, 70, "bf16") for t in (1, 33)]
     return cases + [Delta("sanitize", t, 1, 2, width, "bf16") for t in (1, 3) for width in (40, 100)]

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from ....ops.index import MAX_INDEX_WIDTH
 from ...causal_mask import CausalMask
+from ...experts import is_observed
 from ..program.programs import original_class
 from ..program.reads import record
 from ..record import RECORD, record_of
+from .linear import together
 from .rope import TURNS, Turn, tables_and_options
 from .trial import agrees, tried
 
@@ -64,25 +66,53 @@ def _chosen(
     indexer: Any, form: Form, hidden: Tensor, given: dict[str, Any], seen: int, key_range: Tensor | None
 ) -> Tensor:
     batch, tokens, _ = hidden.shape
-    chooses, cache = seen > indexer.index_topk, given.get("past_key_values")
+    chooses = seen > indexer.index_topk
     q = _queries(indexer, hidden, given) if chooses else None
-    k = indexer.k_norm(indexer.wk(hidden).to(indexer.k_norm.weight.dtype)).to(hidden.dtype).unsqueeze(2)
+    layers = indexer.wk, indexer.weights_proj
+    joined = together(layers, hidden, None)
+    if joined is None:
+        k, weights = indexer.wk(hidden), None
+    else:
+        k, weights = joined.split_with_sizes([layer.out_features for layer in layers], -1)
+    q, k = _into_cache(indexer, form, q, k, given)
+    if q is None:
+        return _every(seen, k.device).expand(batch, tokens, seen)
+    if weights is None:
+        weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype))
+    scale = indexer.softmax_scale * indexer.n_heads**-0.5
+    chosen: Tensor = ops.index_topk(q, k[:, :seen], weights, indexer.index_topk, scale, key_range=key_range)
+    setattr(chosen, IN_ORDER, True)
+    return chosen
+
+
+def _into_cache(
+    indexer: Any, form: Form, q: Tensor | None, k: Tensor, given: dict[str, Any]
+) -> tuple[Tensor | None, Tensor]:
+    """The queries, turned; the keys k [B, T, D], normed and turned, behind those of the cache."""
+    norm, cache, dtype = indexer.k_norm, given.get("past_key_values"), k.dtype
+    turn: Any = None
     if form.turn is not None:
-        cos, sin, options = tables_and_options(form.turn, *given["position_embeddings"])
+        turn = tables_and_options(form.turn, *given["position_embeddings"])
+    layer = None if cache is None else cache.layers[indexer.layer_idx]
+    find = getattr(layer, "indexer_slots", None)
+    slots = None if find is None or type(norm) is not nn.LayerNorm or is_observed(norm) else find(k)
+    if slots is not None and turn is None:
+        ops.index_keys_(k, slots, norm.weight, norm.bias, norm.eps)
+    elif slots is not None:
+        cos, sin, options = turn
+        turned = ops.index_keys_(k, slots, norm.weight, norm.bias, norm.eps, cos, sin, q, **options)
+        q = None if q is None else turned.transpose(1, 2)
+    if slots is not None and layer is not None:
+        return q, layer.take_indexer(slots)
+    k = norm(k.to(norm.weight.dtype)).to(dtype).unsqueeze(2)
+    if turn is not None:
+        cos, sin, options = turn
         if q is None:
             k = ops.rope(k, None, cos, sin, **options)[0].transpose(1, 2)
         else:
             q, k = (x.transpose(1, 2) for x in ops.rope(q, k, cos, sin, **options))
     k = k.squeeze(2)
-    if cache is not None:
-        k = cache.update_indexer(k, indexer.layer_idx)
-    if q is None:
-        return _every(seen, k.device).expand(batch, tokens, seen)
-    weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype))
-    scale = indexer.softmax_scale * indexer.n_heads**-0.5
-    chosen: Tensor = ops.index_topk(q, k[:, :seen], weights, indexer.index_topk, scale, key_range=key_range)
-    setattr(chosen, IN_ORDER, True)
-    return chosen
+    return q, k if cache is None else cache.update_indexer(k, indexer.layer_idx)
 
 
 def _queries(indexer: Any, hidden: Tensor, given: dict[str, Any]) -> Tensor:
@@ -154,7 +184,7 @@ class _Trial:
 
     def _call(self, function: Callable, *args: Any) -> tuple[Tensor, Any] | None:
         """The keys that it adds to the cache, and the keys that it chooses."""
-        cache = _Cache(self.before)
+        cache = _Cache(self.before, self.module.layer_idx)
         chosen = tried(function, *args, **self.given, past_key_values=cache)
         return None if cache.new is None else (cache.new, chosen)
 
@@ -173,8 +203,9 @@ class _Trial:
 class _Cache:
     """Notes the keys that it gets."""
 
-    def __init__(self, before: Tensor):
+    def __init__(self, before: Tensor, layer_idx: int):
         self.before = before
+        self.layers = dict.fromkeys((layer_idx,))
         self.new: Tensor | None = None
 
     def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
