@@ -17,13 +17,35 @@ WIDTH = HIDDEN // HEADS
 Matrices = dict[str, tuple[tuple[int, ...], str]]  # {name in the file: shape and type}
 
 
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
 def write_file(
-    path: Path, architecture: str = "llama", kinds=("q4_k", "q6_k", "q5_k"), tied=False, up=None
+    path: Path,
+    architecture: str = "llama",
+    kinds=("q4_k", "q6_k", "q5_k"),
+    tied=False,
+    up=None,
+    tokenizer=False,
 ) -> Path:
     """A model whose matrices have three types, turn by turn; `up`: the type of up projections of experts."""
     keys, matrices = _ARCHITECTURES.get(architecture, _usual)(architecture, *kinds, up or kinds[0])
     if tied:
         del matrices["output.weight"]
+    if tokenizer:
+        letters = [chr(n) for n in range(33, 125)] + [
+            "\u0120",
+            "\u010a",
+            "ab",
+            "<end>",
+        ]  # of bytes, as in GPT-2
+        keys |= {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "qwen2",
+            "tokenizer.ggml.tokens": letters,
+        }
+        keys |= {"tokenizer.ggml.token_type": [1] * 95 + [3], "tokenizer.ggml.merges": ["a b"]}
+        keys |= {"tokenizer.ggml.eos_token_id": 95, "tokenizer.chat_template": TEMPLATE}
     return write(path, architecture, keys, matrices)
 
 
@@ -32,7 +54,12 @@ def write(path: Path, architecture: str, keys: dict[str, object], matrices: Matr
     writer = GGUFWriter(path, architecture)
     for key, value in keys.items():
         name = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
-        kinds = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+        kinds = {
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            list: writer.add_array,
+            str: writer.add_string,
+        }
         kinds[type(value)](name, value)
     for name, (shape, kind) in matrices.items():
         _add(writer, name, shape, kind)

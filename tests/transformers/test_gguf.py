@@ -1,6 +1,8 @@
 """GGUF files, loaded by transformers' own from_pretrained: packed, with the file's values."""
 
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -121,6 +123,19 @@ def test_an_order_that_is_none_is_refused(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"out_proj\.order must be the numbers from 0 to 511, got others$"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_without_the_entry_point_transformers_loads_it(tmp_path):
+    path = write_file(tmp_path / "model.gguf")
+    code = f"""
+import sys
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(path.parent)!r}, gguf_file={path.name!r}, device_map="cpu")
+print(type(model.hf_quantizer).__name__, "torch_moe_mps" in sys.modules)
+"""
+    environment = {**os.environ, "MOE_MPS_AUTOLOAD": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=300)
+    assert done.stdout.split() == [b"GgufHfQuantizer", b"False"], done.stderr
 
 
 def test_on_mps(simulated, tmp_path):

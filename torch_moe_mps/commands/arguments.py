@@ -21,7 +21,8 @@ CONVERT = """examples:
   torch-moe-mps convert qwen3-8bit qwen3-4bit --bits 4                # what is quantised, too, in fewer bits
   torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-mixed --recipe mixed_4_6
   torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-best --budget 4.5    # measures which weights need more bits
-  torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-mlx --to mlx         # for mlx-lm"""
+  torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-mlx --to mlx         # for mlx-lm
+  torch-moe-mps convert qwen3-Q4_K_M.gguf qwen3-q4                    # as it is, packed"""
 
 PERPLEXITY = """examples:
   torch-moe-mps perplexity qwen3-4bit
@@ -46,6 +47,7 @@ CHAT = """!help in the chat lists what else it understands. Ctrl-C ends an answe
 
 examples:
   torch-moe-mps chat qwen3-4bit
+  torch-moe-mps chat unsloth/Qwen3-30B-A3B-GGUF:Qwen3-30B-A3B-Q4_K_M.gguf
   torch-moe-mps chat Qwen/Qwen3-30B-A3B --bits 4 --set max_new_tokens=1000 --set temperature=0.6
   torch-moe-mps chat qwen3-4bit --kv-bits 8                           # long chats in half of the memory
   torch-moe-mps chat qwen3-4bit --system-prompt "$(cat manual.txt)" --prompt-cache manual.safetensors
@@ -121,7 +123,7 @@ def _convert(command: argparse.ArgumentParser) -> None:
     add(
         "source",
         metavar="SRC",
-        help="folder or name on the Hub: dense, FP8, of MLX, or converted before",
+        help="folder or name on the Hub: dense, FP8, of MLX, or converted before; or a GGUF file",
     )
     add("destination", metavar="DST", help="folder to write; it must not exist")
     add("--bits", type=int, help="2, 3, 4, 5, 6 or 8 (4)")
@@ -154,7 +156,7 @@ def _convert(command: argparse.ArgumentParser) -> None:
 
 def _perplexity(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("model", metavar="MODEL", help="folder or name on the Hub")
+    add("model", metavar="MODEL", help="folder, name on the Hub, or a GGUF file: FILE.gguf, NAME:FILE.gguf")
     add("--text", metavar="FILE", help="UTF-8 text (43,000 words of Python Enhancement Proposals of 2026)")
     add("--against", metavar="OTHER", help="a model to compare with, most often the dense one; it runs first")
     add("--window", type=int, default=512, help="tokens that are read at once (512)")
@@ -167,7 +169,11 @@ def _perplexity(command: argparse.ArgumentParser) -> None:
 
 def _fit(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("model", metavar="NAME", help="folder or name on the Hub; only config.json is read")
+    add(
+        "model",
+        metavar="NAME",
+        help="folder or name on the Hub, of which only config.json is read, or a GGUF file",
+    )
     add("--mac", action="store_true", help="only this Mac")
     add("--macs", type=_machines, metavar="NxGB", help="Macs that share the layers, such as 2x64 or 64+128")
     add("--recipe", metavar="NAME", help="also mixed_2_6, mixed_3_4, mixed_3_6, mixed_4_6, or a JSON file")
@@ -219,7 +225,7 @@ def _chat(command: argparse.ArgumentParser) -> None:
 
 def _generate(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("model", metavar="MODEL", help="folder or name on the Hub")
+    add("model", metavar="MODEL", help="folder, name on the Hub, or a GGUF file: FILE.gguf, NAME:FILE.gguf")
     add("-p", "--prompt", metavar="TEXT", help="what the model is asked (read from stdin)")
     add("--prompts", metavar="FILE", help="a prompt in each line; each answer is a line of JSON")
     add("--batch", type=int, default=8, metavar="N", help="prompts of --prompts that run together (8)")
@@ -251,7 +257,9 @@ def _serve(command: argparse.ArgumentParser) -> None:
 
 
 def _model_to_run(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", metavar="MODEL", help="folder or name on the Hub")
+    command.add_argument(
+        "model", metavar="MODEL", help="folder, name on the Hub, or a GGUF file: FILE.gguf, NAME:FILE.gguf"
+    )
     _how_to_run(command)
 
 

@@ -29,7 +29,7 @@ from ..transformers.report import QuantizationReport, in_unit
 from .card import CARD, model_card
 from .recipes import arguments_of
 from .results import check_writable, write_json
-from .sources import folder_of, loading_options, small_files
+from .sources import folder_of, loading_options, small_files, tokenizer_of
 
 # What is written anew, not copied.
 _WRITTEN = ("config.json", "generation_config.json", "model.safetensors.index.json")
@@ -43,7 +43,10 @@ def run(options: argparse.Namespace) -> None:
     if options.save_recipe is not None and options.budget is None:
         raise ValueError("--save-recipe needs --budget, whose recipe it writes")
     check_writable("--json", options.json)
-    local = Path(options.source).is_dir()
+    gguf = options.source.endswith(".gguf")
+    if gguf:
+        _check_gguf(options)
+    local = Path(options.source).is_dir() or gguf
     source = folder_of(options.source, options.revision, weights=local)
     about = Source(source, loading_options(options))
     model = about.skeleton()
@@ -53,8 +56,9 @@ def run(options: argparse.Namespace) -> None:
     if not local and (not options.dry_run or options.budget is not None or about.stored.get("mlx")):
         # Gigabytes: after what can be checked without them.
         source = folder_of(options.source, options.revision)
+    tokenizer = tokenizer_of(source) if gguf else None
     recipe: dict[str, Any] = {
-        "recipe": arguments_of(options, source, model),
+        "recipe": None if gguf else arguments_of(options, source, model),
         "requantize": _says_a_format(options),
     }
     plan = planned(about, model, [str(file) for file in _weights(source)], **recipe)
@@ -64,9 +68,17 @@ def run(options: argparse.Namespace) -> None:
     errors: list[list[Any]] = []
     if not options.dry_run:
         _check_space(destination, plan.after)
-        errors = _convert(source, copied, options, recipe)
+        errors = _convert(source, copied, options, recipe, tokenizer)
         print(f"wrote {destination}")
     write_json(options.json, plan.as_json(errors))
+
+
+def _check_gguf(options: argparse.Namespace) -> None:
+    """Raises: ValueError for what cannot be asked of a GGUF file."""
+    if _says_a_format(options) or options.budget is not None or options.group_size is not None:
+        raise ValueError("a GGUF file is converted as it is: leave out what says a format")
+    if options.to == "mlx":
+        raise ValueError("--to must be moe_mps for a GGUF file, whose formats MLX does not have, got mlx")
 
 
 def _says_a_format(options: argparse.Namespace) -> bool:
@@ -77,6 +89,8 @@ def _says_a_format(options: argparse.Namespace) -> bool:
 
 def _weights(source: str) -> list[Path]:
     """The files of the weights; none if they are not here."""
+    if Path(source).is_file():
+        return [Path(source)]
     return checkpoint_files(source) if any(Path(source).glob("*.safetensors")) else []
 
 
@@ -139,7 +153,7 @@ def _written_beside(destination: Path) -> Iterator[Path]:
 
 
 def _convert(
-    source: str, copied: list[Path], options: argparse.Namespace, recipe: dict[str, Any]
+    source: str, copied: list[Path], options: argparse.Namespace, recipe: dict[str, Any], tokenizer: Any
 ) -> list[list[Any]]:
     """Returns: the rows of the report."""
     destination = Path(options.destination)
@@ -162,6 +176,8 @@ def _convert(
             report = parts.report or QuantizationReport()
         text = str(report)
         print(text)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
         for file in copied:
             (folder / file).parent.mkdir(exist_ok=True)
             shutil.copyfile(Path(source) / file, folder / file)
@@ -173,7 +189,7 @@ def _convert(
 def _key(source: str, options: argparse.Namespace, recipe: dict[str, Any]) -> str:
     """What the files of a conversion depend on."""
     files = [(file.name, (about := file.stat()).st_size, about.st_mtime_ns) for file in _weights(source)]
-    config = (Path(source) / "config.json").read_text()
+    config = "" if Path(source).is_file() else (Path(source) / "config.json").read_text()
     parts = [__version__, os.path.realpath(source), files, config, recipe, options.dtype, options.to]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

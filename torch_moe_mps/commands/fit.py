@@ -19,6 +19,7 @@ from ..ops.attention import CACHE_BITS
 from ..quantization import Format
 from ..transformers.checkpoints.config import QuantizationConfig
 from ..transformers.checkpoints.mlx.reading import Reading
+from ..transformers.checkpoints.quantizer import quantizer_for
 from ..transformers.checkpoints.recipe import recipe_of, requested_recipe
 from ..transformers.checkpoints.sizes import bytes_a_token, quantized_sizes, total_bytes
 from ..transformers.checkpoints.source import Source
@@ -205,6 +206,11 @@ def sizes_of(model: nn.Module, group_size: int) -> list[Size]:
 def as_stored(source: Source, model: Any, folder: str) -> Size | None:
     """What loading a quantised checkpoint as it is gives; None for one that is loaded in 16 bits."""
     stored = source.quantization(None)
+    if source.gguf is not None:
+        reader = quantizer_for(source, source.skeleton(), [folder], None, False)
+        assert reader is not None
+        modules = {name.removesuffix(".weight"): form for name, form in reader.stored_formats().items()}
+        return _size(_STORED, model, QuantizationConfig(modules=modules).targets(model).values())
     if stored is None:
         return None
     if not stored.get("mlx"):

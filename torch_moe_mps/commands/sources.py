@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 
 from ..ops._checks import first_line
 from ..transformers.checkpoints.files import check_files
-from ..transformers.checkpoints.source import Source
+from ..transformers.checkpoints.gguf_file import check_file
+from ..transformers.checkpoints.source import Source, split_gguf
 
 # Files other than weights: config, tokenizer, processor, chat templates, Python code of the model.
 SMALL_FILES = (
@@ -28,9 +30,13 @@ _TOKENIZERS = (
 def folder_of(source: str, revision: str | None = None, weights: bool = True) -> str:
     """The folder itself, or the one in the Hub's cache; without weights, only small files are downloaded.
 
-    Raises: ValueError, OSError for what is neither a folder nor a name on the Hub, and for a folder whose
-        weights are not complete.
+    For FILE.gguf and NAME:FILE.gguf the path of the file.
+
+    Raises: ValueError, OSError for what is neither a folder nor a name on the Hub, for a folder whose weights
+        are not complete, and for a damaged GGUF file.
     """
+    if source.endswith(".gguf"):
+        return _gguf_of(source, revision, weights)
     if Path(source).is_dir():
         if revision is not None:
             raise ValueError(f"--revision is of a name on the Hub, got the folder {source}")
@@ -40,6 +46,42 @@ def folder_of(source: str, revision: str | None = None, weights: bool = True) ->
     if weights:
         check_files(folder)
     return folder
+
+
+def _gguf_of(source: str, revision: str | None, weights: bool) -> str:
+    if find_spec("gguf") is None:
+        raise ValueError(f"{source} needs the package gguf, which knows the types: pip install gguf")
+    folder, file = split_gguf(source)
+    path = Path(folder) / str(file)
+    if Path(folder).is_dir():
+        if revision is not None:
+            raise ValueError(f"--revision is of a name on the Hub, got the file {source}")
+        if not path.is_file():
+            raise ValueError(f"{path} must be a file, got {'a folder' if path.is_dir() else 'none'}")
+    else:
+        path = Path(_gguf_from_the_hub(folder, str(file), revision, weights))
+    check_file(str(path))
+    return str(path)
+
+
+def _gguf_from_the_hub(name: str, file: str, revision: str | None, weights: bool) -> str:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:  # without weights, gigabytes are not worth a header
+        return hf_hub_download(name, file, revision=revision, local_files_only=not weights)
+    except LocalEntryNotFoundError:
+        reached = ", and the Hub cannot be reached" if weights else f"; `hf download {name} {file}` gets it"
+        raise ValueError(f"{name}:{file} is not in the Hub's cache{reached}") from None
+    except EntryNotFoundError:
+        raise ValueError(f"{name} on the Hub has no file {file}") from None
+    except (HFValidationError, RepositoryNotFoundError):
+        raise ValueError(f"{name} is neither a folder nor the name of a model on the Hub") from None
 
 
 def _downloaded(source: str, revision: str | None, weights: bool) -> str:
@@ -63,10 +105,12 @@ def _downloaded(source: str, revision: str | None, weights: bool) -> str:
 
 
 def small_files(folder: str) -> list[Path]:
-    """The files other than weights, as paths relative to the folder.
+    """The files other than weights, as paths relative to the folder; a GGUF file has none.
 
     Raises: ValueError for one that cannot be read.
     """
+    if Path(folder).is_file():
+        return []
     found = sorted({path for pattern in SMALL_FILES for path in Path(folder).glob(pattern)})
     for path in found:
         if not path.is_file():
@@ -103,6 +147,13 @@ def tokenizer_of(folder: str, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
+    path, gguf = split_gguf(folder)
+    if gguf is not None:
+        try:
+            return AutoTokenizer.from_pretrained(path, gguf_file=gguf)
+        except Exception as error:  # what transformers does with what it misses
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise ValueError(f"{folder} has no tokenizer that transformers reads ({reason})") from None
     if not any(any(Path(folder).glob(pattern)) for pattern in _TOKENIZERS):
         raise ValueError(f"{folder} has no tokenizer")
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -124,7 +175,9 @@ def usable_device(name: str | None) -> str:
 
 def name_of(options: argparse.Namespace) -> str:
     """What a server calls the model."""
-    return options.model if options.revision is None else f"{options.model}@{options.revision}"
+    name, gguf = split_gguf(options.model)
+    named = name if options.revision is None else f"{name}@{options.revision}"
+    return named if gguf is None else f"{named}:{gguf}"
 
 
 def loading_options(options: argparse.Namespace) -> dict[str, Any]:

@@ -5,6 +5,7 @@ report says what and why.
 """
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers.integrations import gguf as reading
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
+from ...quantization import Format
 from ..report import QuantizationReport, QuantizedProjection
 from .gguf_file import File, Source, checked
 from .saving import mark_quantized
@@ -41,7 +43,7 @@ class Dense:
         return self.file.value(self.name)
 
 
-class Quantizer(GgufHfQuantizer):
+class GgufQuantizer(GgufHfQuantizer):
     """Loads the blocks of a GGUF file as packed weights, and accelerates the model.
 
     Attributes:
@@ -75,7 +77,7 @@ class Quantizer(GgufHfQuantizer):
         reasons, every = Reasons(model), quantizable(model)
         for target in every.values():
             if target.kind == "experts" or reasons.needs(target.name, target.module) is None:
-                self._pack(target, self.report)
+                self._pack(target)
         self._targets = {name: target for name, target in every.items() if target.formats}
         for name, other in tied_layers(model).items():
             if other in self._targets and name in every and name not in self._targets:
@@ -92,7 +94,7 @@ class Quantizer(GgufHfQuantizer):
             store_empty(target)
         tie_quantized(model)
 
-    def _pack(self, target: Target, report: QuantizationReport) -> None:
+    def _pack(self, target: Target) -> None:
         """Notes where a target's parameters come from if all of them can stay packed."""
         with torch.device("cpu"):  # the model is made on the meta device
             found = {parameter: self._file.source(target, parameter) for parameter in target.parameters}
@@ -100,13 +102,9 @@ class Quantizer(GgufHfQuantizer):
         if len(sources) < len(found):
             return
         for parameter, source in sources.items():
-            weight = getattr(target.module, parameter)
-            nbytes = sum(tensor.data.nbytes for tensor in source.tensors)
             target.formats[parameter] = source.format
             target.has_order = source.inputs is not None
             self._sources[f"{target.name}.{parameter}"] = source
-            entry = QuantizedProjection(parameter, 0.0, weight.nbytes, nbytes, source.format)
-            report.modules.setdefault(target.name, []).append(entry)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         if self._packs:
@@ -133,15 +131,37 @@ class Quantizer(GgufHfQuantizer):
                 state[f"{owner}.order"] = source.inputs.int()
         return state
 
+    def stored_formats(self) -> dict[str, Format]:
+        """{parameter: format} of what is packed and was not placed."""
+        return {
+            f"{t.name}.{name}": format for t in self._targets.values() for name, format in t.formats.items()
+        }
+
+    def place(self, model: Any, loaded: Callable[[str], bool] = lambda name: True) -> None:
+        """Gives the modules whose names are `loaded` their packed weights."""
+        for name in filter(loaded, list(self._targets)):
+            target = self._targets.pop(name)
+            for parameter in target.formats:
+                source = self._sources.get(f"{name}.{parameter}")
+                if source is not None and self.report is not None:
+                    weight = vars(target.module)[parameter]
+                    entry = QuantizedProjection(parameter, 0.0, weight.nbytes, source.nbytes, source.format)
+                    self.report.modules.setdefault(name, []).append(entry)
+            take_stored(model, target)
+
+    def place_empty(self, model: Any, done: Callable[[str], bool]) -> None:
+        """Gives the modules whose names are `done` packed weights without memory, and never real ones."""
+        for name in filter(done, list(self._targets)):
+            take_stored(model, self._targets.pop(name))
+
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if not self._packs:
             return super()._process_model_after_weight_loading(model, **kwargs)
         from ..accelerate import accelerate
 
-        for target in self._targets.values():
-            take_stored(model, target)
         report = self.report
         assert report is not None
+        self.place(model)
         report.bytes_after = bytes_a_token(model)
         if report.skipped:
             names = ", ".join(list(report.skipped)[:3]) + (", ..." if len(report.skipped) > 3 else "")
@@ -160,4 +180,4 @@ class Quantizer(GgufHfQuantizer):
 
 
 reading.read_gguf_metadata = checked(reading.read_gguf_metadata)
-AUTO_QUANTIZER_MAPPING["gguf"] = Quantizer
+AUTO_QUANTIZER_MAPPING["gguf"] = GgufQuantizer

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from ..._extension import ONE_THREAD
 from ..accelerate import accelerate
 from ..attention import require_kv_bits
@@ -39,7 +41,8 @@ def from_pretrained(
     quantised.
 
     Args:
-        name: folder or name on the Hub.
+        name: folder, name on the Hub, or a GGUF file: FILE.gguf, or NAME:FILE.gguf on the Hub. What is packed
+            in such a file stays so; dtype="auto" is bfloat16.
         model_class: a class of transformers; the default is the one that the config names, or else
             AutoModelForCausalLM or AutoModelForImageTextToText.
         kv_bits: 8 for keys and values of the cache in 8 bits, as in `accelerate`.
@@ -72,6 +75,12 @@ def from_pretrained(
         raise ValueError(f"moe_mps::from_pretrained: shares must be {expected}, got none")
     source = Source(name, kwargs, model_class)
     pipeline = None
+    if source.gguf is not None:
+        if spread:
+            raise ValueError("moe_mps::from_pretrained: a pipeline must be of safetensors, got a GGUF file")
+        kwargs["gguf_file"] = source.gguf
+        if kwargs.get("dtype") == "auto":
+            kwargs["dtype"] = torch.bfloat16
     if spread:
         alike = asked | {key: value for key, value in source.others.items() if key != "device_map"}
         timeouts = Timeouts(loading_timeout, decoding_timeout)
@@ -88,7 +97,7 @@ def from_pretrained(
     with_info = kwargs.pop("output_loading_info", False)
     reading = contextlib.nullcontext() if pipeline is None else pipeline.reading()
     with one_by_one(recipe is not None), allowed(check), reading:
-        model, info = source.cls.from_pretrained(name, output_loading_info=True, **kwargs)
+        model, info = source.cls.from_pretrained(source.path, output_loading_info=True, **kwargs)
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")

@@ -8,6 +8,7 @@ quantised by a recipe. They are read by the converters of transformers and by Qu
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from ...ops._checks import Check
 from ..report import QuantizationReport
 from .checking import may_lack
 from .files import Shards, checkpoint_files
+from .gguf import GgufQuantizer
 from .loading import one_by_one
 from .quantizer import Quantizer, quantizer_for
 from .sizes import bytes_a_token
@@ -44,7 +46,7 @@ class Parts:
     """A model that has the weights of one part at a time.
 
     Args:
-        source: a folder, or a name on the Hub.
+        source: a folder, a name on the Hub, or a GGUF file.
         device: where the loaded part is.
         model_class: of transformers; the default is the class that `from_pretrained` uses.
         recipe: arguments of `accelerate`, by which the weights of the checkpoint are quantised. Without a
@@ -73,7 +75,10 @@ class Parts:
         checkpoint = Source(source, {"dtype": dtype, "trust_remote_code": trust_remote_code}, model_class)
         if recipe is None and checkpoint.stored.get("quant_method", "fp8") != "fp8":
             _CHECK.fail(str(source), "a dense checkpoint, or one in FP8", "one that is quantised already")
-        files = [str(file) for file in checkpoint_files(source)]
+        if checkpoint.gguf is None:
+            files = [str(file) for file in checkpoint_files(source)]
+        else:
+            files = [str(Path(checkpoint.path) / checkpoint.gguf)]
         self.model = checkpoint.skeleton().eval()
         self.device, self.dtype = device, self.model.dtype
         self._give_buffers()
@@ -85,13 +90,17 @@ class Parts:
         self.modules = [n for n in found if n.rpartition(".")[2].isdigit() or n in embeddings]
         self._keys: dict[str, dict[str, Any]] = defaultdict(dict)
         self._stack = ExitStack()
+        if isinstance(self._quantizer, GgufQuantizer):
+            for name, tensor in self._quantizer.get_state_dict(files[0], self.model).items():
+                self._keys[self.part_of(name)][name] = tensor
+            files = []
         for file in files:
             tensors = self._stack.enter_context(safe_open(file, framework="pt"))
             for key, name in self._names(tensors.keys()):
                 self._keys[self.part_of(name)][key] = tensors.get_slice(key)
         self._load(REST)
 
-    def _prepare(self, source: Source, quantizer: Quantizer | None) -> None:
+    def _prepare(self, source: Source, quantizer: Quantizer | GgufQuantizer | None) -> None:
         """The converters for a quantisation that is stored, and one that is asked for."""
         self._quantizer = quantizer
         self._conversions = get_model_conversion_mapping(self.model, None, quantizer)

@@ -16,6 +16,7 @@ from transformers.quantizers.auto import (
     register_quantizer,
 )
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import GgufConfig
 
 from ...ops._checks import Check
 from ...quantization import Format
@@ -25,6 +26,7 @@ from ..report import QuantizationReport
 from .absent import leave_out
 from .checking import check_loaded, check_shapes
 from .config import QuantizationConfig, is_mlx, is_ours
+from .gguf import GgufQuantizer
 from .mlx.reading import Reading
 from .operations import packed_blocks
 from .quantize import quantize_targets, refuse_second_method
@@ -306,12 +308,16 @@ def _keep_float32(model: Any) -> None:
 
 def quantizer_for(
     source: "Source", model: nn.Module, files: list[str], recipe: Mapping[str, Any] | None, requantize: bool
-) -> Quantizer | None:
+) -> Quantizer | GgufQuantizer | None:
     """What quantises a checkpoint, or reads it as quantised; None for neither. `model` is on the meta device.
 
     Raises: ValueError for a checkpoint with a quantisation that holds no other.
     """
     quantization = source.quantization(recipe, requantize)
+    if source.gguf is not None:
+        reader = GgufQuantizer(GgufConfig())
+        reader.preprocess_model(model, dtype=model.dtype, checkpoint_files=files)
+        return reader
     if quantization is None:
         if source.stored and recipe is not None:
             refuse_second_method("quantize", source.stored["quant_method"])

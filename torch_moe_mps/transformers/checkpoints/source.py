@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,15 +33,26 @@ _FOR_BOTH = (
 )  # fmt: skip
 
 
+def split_gguf(name: str) -> tuple[str, str | None]:
+    """The folder, or name on the Hub, and the GGUF file in it, of FILE.gguf or NAME:FILE.gguf; else None."""
+    if not name.endswith(".gguf"):
+        return name, None
+    folder, _, file = ("", "", name) if Path(name).exists() else name.partition(":")
+    if folder and file:
+        return folder, file
+    return str(Path(name).parent), Path(name).name
+
+
 class Source:
     """What the config of a checkpoint says.
 
     Args:
-        name: a folder, or a name on the Hub.
+        name: a folder, a name on the Hub, or a GGUF file.
         arguments: of the from_pretrained of the class.
         model_class: of transformers; the default is that of the config, see `class_for`.
 
     Attributes:
+        path, gguf: the folder or name, and the GGUF file in it or None.
         config: with the overrides among the arguments.
         cls: the class of the model.
         others: the arguments without those overrides.
@@ -49,20 +61,27 @@ class Source:
     Raises: ValueError for a type of model that is not known.
     """
 
+    config: Any
+
     def __init__(self, name: str, arguments: Mapping[str, Any], model_class: Any = None):
+        self.path, self.gguf = split_gguf(str(name))
         self.others = {key: value for key, value in arguments.items() if key != "config"}
         config = arguments.get("config")
         if isinstance(config, PreTrainedConfig):
-            self.config: Any = config
+            self.config = config
         else:
             given = {key: value for key, value in self.others.items() if key not in _FOR_THE_MODEL}
-            path = config or name
-            config_class = getattr(model_class, "config_class", None) or _config_class(str(path), given)
+            path = config or self.path
+            if self.gguf is not None:
+                given |= {"gguf_file": self.gguf}
+                config_class: Any = AutoConfig
+            else:
+                config_class = getattr(model_class, "config_class", None) or _config_class(str(path), given)
             self.config, unused = config_class.from_pretrained(path, return_unused_kwargs=True, **given)
             kept = {*unused, *_FOR_THE_MODEL, *_FOR_BOTH}
             self.others = {key: value for key, value in self.others.items() if key in kept}
         self.cls = model_class or class_for(self.config)
-        self.stored = _stored(name, self.config)
+        self.stored = {} if self.gguf is not None else _stored(name, self.config)
 
     def quantization(self, asked: Mapping[str, Any] | None, requantize: bool = True) -> dict[str, Any] | None:
         """The arguments of QuantizationConfig; None if no Quantizer of ours reads the checkpoint.
@@ -70,7 +89,13 @@ class Source:
         Args:
             asked: the arguments of a recipe.
             requantize: whether it holds for what is quantised, too.
+
+        Raises: ValueError for a recipe for a GGUF file.
         """
+        if self.gguf is not None:
+            if asked is not None:
+                raise ValueError(f"moe_mps::quantize: a GGUF file must be read as it is, got {_words(asked)}")
+            return None
         wanted = {"wanted": asked, "requantize": requantize}
         if not self.stored:
             return None if asked is None else dict(asked)
@@ -95,6 +120,10 @@ class Source:
             if hasattr(self.cls, "from_config"):  # an Auto class
                 return self.cls.from_config(config, dtype=dtype, trust_remote_code=trust)
             return self.cls._from_config(config, dtype=dtype)
+
+
+def _words(asked: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in asked.items() if value is not None)
 
 
 def class_for(config: PreTrainedConfig) -> Any:
